@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from socflower.capture.random_state import build_exclusively, own_random_state
 from socflower.capture.torch_device import AUTO, device_label, device_of
 from socflower.clients.privacy_mods import adapt_mod
-from socflower.clients.ring_client import answer_query, member_reply, step_ledger, train_member
+from socflower.clients.ring_client import answer_query, kept_model, member_reply, step_ledger, train_member
 from socflower.clients.saved_training import StateFiles, TrainerState
 from socflower.clients.settings import ReadSettings, TrainConfig
 from socflower.errors import ConfigError
@@ -272,18 +272,21 @@ def _train_in_ring(
     """Train as one member of a ring; only the leader's message and the answering member's reply have the model (F8)."""
     records = message.content.config_records
     task, ring = GroupTask.decode(records[GROUP]), decode(RingTask, records[RING], "ring")
-    has_model = ARRAYS in message.content.array_records
-    if has_model:
+    kept = kept_model(context, ring.model_sha256)
+    has_model = ARRAYS in message.content.array_records or kept is not None
+    if ARRAYS in message.content.array_records:
         _load(model, message)
         if frozen := [name for name in frozen_parameters(model) if name in message.content.array_records[ARRAYS]]:
             raise ConfigError(f"{frozen[0]} is frozen and was sent, but only to the ring's leader; start the strategy "
                               "with ArrayRecord(trainable_state(model)), and load frozen parameters in model_fn")
     else:
         _require_same_base(model, message)
+        if kept is not None:
+            load_trainable_state(model, kept.to_torch_state_dict())
     data = _all_data(task, context, data_fn) if task.reshuffle else data_fn(context, ring.participant,
                                                                             task.num_partitions)
     state = TrainerState(task, message, context, _state_files(message, context, state_folder), settings,
-                         is_leader=has_model)
+                         is_leader=ring.leader == ring.participant)
     end = train_member(
         context, task, ring, model=model, has_model=has_model, data=data, trainer=trainer, state=state.read(),
         departs_at=_departures(message, task).get(task.partitions.index(ring.participant)),

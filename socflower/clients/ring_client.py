@@ -19,6 +19,7 @@ from socflower.rings.preemption import preempt_switch
 from socflower.rings.transports.nccl import gpu_identity
 from socflower.rings.transports.port import RingPort
 from socflower.training.trainer import Trainer
+from socflower.wire.arrays import digest_of
 from socflower.wire.message_keys import (
     ARRAYS,
     ASK,
@@ -65,9 +66,9 @@ def train_member(
 
 
 def open_port(node: RingNode, group: GroupTask, ring: RingTask) -> RingPort:
-    """Return this member's ring port, open to the interval's members and to those of groups that share its uplink."""
+    """Return this member's ring port, open to the group, to groups that share its uplink, and to other leaders."""
     addresses = dict(zip(group.partitions, ring.addresses, strict=True))
-    for text in ring.neighbours:
+    for text in (*ring.neighbours, *ring.leaders):
         _, participant, address = text.split(" ")
         addresses[int(participant)] = address
     own = addresses[ring.participant]
@@ -81,24 +82,41 @@ def member_reply(message: Message, context: Context, group: GroupTask, end: Memb
                  ) -> Message:
     """Return a member's reply: with the model if it answers for its group, else with metrics only (F8).
 
-    The other members keep the model until the next interval, in case the answering one is lost.
+    The other members keep the model until the next interval, in case the answering one is lost. Where leaders have met,
+    the first group of those in the mean answers with it, and all keep it for the next interval.
     """
-    content = RecordDict({OUTCOME: ConfigRecord(encode(end.outcome))})
+    outcome = end.outcome
     context.state.pop(_KEPT_MODEL, None)
-    if end.outcome.outcome == COMPLETED:
+    if outcome.met:
+        assert weights is not None
+        outcome = replace(outcome, holds=model_digest(weights))
+    content = RecordDict({OUTCOME: ConfigRecord(encode(outcome))})
+    if outcome.outcome == COMPLETED:
         assert weights is not None and end.end is not None
         metrics = MetricRecord({TRAIN_LOSS: end.mean_loss, NUM_EXAMPLES: end.num_samples, GROUP_ID: group.group_id,
                                 **end.end.metrics})
         content[METRICS] = metrics
         if end.devices is not None:
             content[TRAINED_ON] = ConfigRecord(encode(end.devices))
-        if end.outcome.answers:
+        sends = outcome.answers and (not outcome.met or outcome.met[0] == group.group_id)
+        if sends:
             content[ARRAYS] = weights
-        else:
+        if outcome.met or not sends:
             context.state[_KEPT_MODEL] = weights
         if end.end.events:
             content[EVENTS] = ConfigRecord({"texts": list(end.end.events)})
     return Message(content, reply_to=message)
+
+
+def kept_model(context: Context, sha256: str) -> ArrayRecord | None:
+    """Return the model that this node has kept since the last interval, if it is the one with that digest."""
+    kept = context.state.array_records.get(_KEPT_MODEL)
+    return kept if sha256 and kept is not None and model_digest(kept) == sha256 else None
+
+
+def model_digest(arrays: ArrayRecord) -> str:
+    """Return the digest of a model's names and bytes."""
+    return digest_of({name: array.data for name, array in arrays.items()})
 
 
 def answer_query(message: Message, context: Context, device: str = "cpu") -> Message:

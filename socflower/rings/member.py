@@ -4,12 +4,14 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from logging import INFO
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -20,16 +22,19 @@ from socflower.rings.balance import RingBalance, StepTimer
 from socflower.rings.collective import Collective, PeerLost, RingPeers
 from socflower.rings.compression import GradientCompression, make_compression
 from socflower.rings.gradient_exchange import GradientExchange, Turn
+from socflower.rings.leader_exchange import GroupsModel, LeaderMeeting
 from socflower.rings.membership import Generation, LeftOut, Membership, MemberState, NoModel
 from socflower.rings.preemption import Preempted, PreemptionSwitch
 from socflower.rings.settings import NCCL
 from socflower.rings.transports.gloo import GlooRing
 from socflower.rings.transports.grpc import GrpcRing
 from socflower.rings.transports.in_process import in_process_rings
+from socflower.rings.transports.leader_port import LeaderPort
 from socflower.rings.transports.nccl import NcclRing
 from socflower.rings.transports.port import RingPort
 from socflower.rings.uplink_turns import Neighbours, UplinkTurns
 from socflower.training.batches import BatchSchedule, Indices, sample_key
+from socflower.training.model_state import load_trainable_state, trainable_state
 from socflower.training.trainer import (
     ExchangingSession,
     JointSession,
@@ -80,6 +85,8 @@ def open_ring(
 
 
 _WARM_UP_EPOCHS = 4  # of deep gradient compression
+_AVERAGED, _MET = 1, 2  # stages after the last step: members have common statistics, and the mean of all groups
+_SIGN_OF_LIFE_S = 1.0  # between those that a leader gives its group while it meets others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,6 +182,13 @@ class _MemberSession:
         self._end: SessionResult | None = None
         self._schedule = BatchSchedule(group, [len(member.data)] if group.reshuffle else [])
         self._num_steps = self._num_samples = self._num_own_samples = 0
+        self._began_s = time.monotonic()
+        self._stage = 0
+        self._meeting: Future[GroupsModel] | None = None  # with the leaders of other groups, in a thread of its own
+        self._meeting_log: list[str] = []
+        self._met: tuple[int, ...] = ()
+        self._met_samples = 0.0
+        self._left = False
         self._losses: list[Tensor] = []
         self._pending_step: tuple[_Snapshot, list[int], Tensor] | None = None  # of a step that is not yet applied
         self._members: tuple[int, ...] = ()
@@ -208,6 +222,9 @@ class _MemberSession:
                 return self._result_without_model(NO_MODEL)
 
     def close(self) -> None:
+        self._left = True
+        if self._meeting is not None:
+            wait([self._meeting])
         if self._exchange is not None:
             self._exchange.close()
         for hook in self._hooks:
@@ -222,7 +239,7 @@ class _MemberSession:
     def _form_ring(self) -> None:
         switch = self._member.switch
         state = self._current_state()
-        standing = MemberState(num_steps=self._num_steps, has_model=self._has_model,
+        standing = MemberState(num_steps=self._num_steps + self._stage, has_model=self._has_model,
                                optimizer=hashlib.sha256(state).hexdigest() if state else "")
         generation = self._membership.form(standing, switch.raise_if_active)
         transport = self._ring.transport.partition("+")[0]  # the port itself knows whether it has TLS
@@ -247,15 +264,19 @@ class _MemberSession:
         If a member failed in a step that the source has applied, its gradient is included, or the source could not have
         received the sum. So the member counts the step too, and does not repeat it.
         """
-        is_behind = generation.num_steps != self._num_steps or not self._has_model
+        is_behind = generation.num_steps != self._num_steps + self._stage or not self._has_model
         if self._pending_step is not None and generation.num_steps == self._num_steps:
             snapshot, _, _ = self._pending_step  # the step is repeated
             snapshot.restore()
             self._pending_step = None
-        weights = None if generation.same_model else self._broadcast_from(
-            generation.source, lambda: _to_bytes(self._common_tensors()))
+        weights = None if generation.same_model else self._broadcast_from(generation.source, self._common_state)
         state = None if generation.same_optimizer else self._broadcast_from(
             generation.optimizer_source, lambda: self._current_state() or b"")
+        stage = max(0, generation.num_steps - self._group.num_steps)
+        if stage:  # all members have done all steps, since none could go on without the others' reports
+            if weights is not None and generation.source != self._ring.participant:
+                self._adopt(weights, stage)
+            return
         # From here on nothing can fail. If a member counted its step earlier and the source then died before it sent
         # weights and optimiser, that member would appear to have applied the step, and the step would be lost.
         if is_behind or (state is not None and generation.optimizer_source != self._ring.participant):
@@ -281,10 +302,23 @@ class _MemberSession:
     def _common_tensors(self) -> list[Tensor]:
         """Return what all members have in common now.
 
-        That includes BatchNorm's statistics at the begin of an interval, and where members compute them together.
+        That includes BatchNorm's statistics at the begin of an interval, once they are averaged, and where members
+        compute them together.
         """
-        buffers = self._model.buffers() if not self._num_steps or isinstance(self._session, JointSession) else ()
-        return [*_trained(self._model), *buffers]
+        common = not self._num_steps or self._stage or isinstance(self._session, JointSession)
+        return [*_trained(self._model), *(self._model.buffers() if common else ())]
+
+    def _common_state(self) -> bytes:
+        met = torch.tensor([self._met_samples, *self._met], dtype=torch.float64)
+        return _to_bytes([*self._common_tensors(), *([met] if self._stage == _MET else [])])
+
+    def _adopt(self, state: bytes, stage: int) -> None:
+        """Adopt what another member has at a stage after the last step."""
+        arrays = _load_bytes([*_trained(self._model), *self._model.buffers()], state)
+        if stage == _MET:
+            self._met_samples, *met = arrays[-1].tolist()
+            self._met = tuple(map(int, met))
+        self._stage = stage
 
     def _broadcast_from(self, participant: int, make: Callable[[], bytes]) -> bytes:
         """Broadcast the payload that `make` returns at one member, and return it at all members."""
@@ -450,7 +484,11 @@ class _MemberSession:
         }).encode(), self._poll)]
         answering = self._ring.leader if self._ring.leader in self._members else self._members[0]
         self._require_same_weights(reports, answering)
-        self._average(floats, counters, reports)
+        if self._stage < _AVERAGED:
+            self._average(floats, counters, reports)
+            self._stage = _AVERAGED
+        if self._ring.leaders and self._stage < _MET:
+            self._meet(answering)
         self._rates = {member: entry["rate"] for member, entry in zip(self._members, reports, strict=True)}
         self._membership.finish()
         soc_of = dict(zip(self._group.partitions, self._group.members, strict=True))
@@ -491,6 +529,52 @@ class _MemberSession:
         for index, counter in enumerate(counters):
             counter.copy_(torch.stack([torch.tensor(entry["counters"][index]) for entry in reports]).amax(dim=0))
 
+    def _meet(self, answering: int) -> None:
+        """Let the answering member exchange models with the other groups' leaders, and hand the mean to its group."""
+        answers = answering == self._ring.participant
+        while True:
+            # A ring's operations must not wait for other groups, which may take long: gloo limits their time.
+            if answers and self._meeting is None:
+                self._meeting = self._begin_meeting()
+            if answers and self._meeting is not None:
+                wait([self._meeting], timeout=_SIGN_OF_LIFE_S)
+                if self._meeting.done():
+                    self._take(self._meeting.result())
+            state = self._broadcast_from(answering, lambda: self._common_state() if self._stage == _MET else b"")
+            if state:
+                break
+        if not answers:
+            self._adopt(state, _MET)
+
+    def _begin_meeting(self) -> Future[GroupsModel]:
+        group, ring = self._group, self._ring
+        own = GroupsModel(
+            arrays={name: entry.cpu().numpy() for name, entry in trainable_state(self._model).items()},
+            samples=float(self._num_samples), groups=(group.group_id,))
+        leaders: dict[int, list[int]] = {}
+        for text in ring.leaders:
+            group_id, participant, _ = text.split(" ")
+            leaders.setdefault(int(group_id), []).append(int(participant))
+        if len(leaders) < 2 or ring.participant not in leaders[group.group_id]:  # others could not reach this one
+            alone = Future[GroupsModel]()
+            alone.set_result(own)
+            return alone
+        meeting = LeaderMeeting(LeaderPort(self._port, group.group_id, leaders), tuple(leaders),
+                                heartbeat_s=ring.heartbeat_s, rendezvous_until_s=self._began_s + ring.rendezvous_s)
+        self._meeting_log = meeting.log_lines
+        thread = ThreadPoolExecutor(1, thread_name_prefix="ring-leaders")
+        begun = thread.submit(meeting.exchange, own, self._require_present)
+        thread.shutdown(wait=False)
+        return begun
+
+    def _require_present(self) -> None:
+        if self._left:
+            raise LeftOut("this member has left its own group")
+
+    def _take(self, mean: GroupsModel) -> None:
+        load_trainable_state(self._model, {name: torch.from_numpy(array) for name, array in mean.arrays.items()})
+        self._met, self._met_samples, self._stage = mean.groups, mean.samples, _MET
+
     def _result_without_model(self, outcome: str) -> MemberResult:
         return MemberResult(outcome=self._outcome(outcome, answers=False), mean_loss=0.0, num_samples=0, end=None)
 
@@ -500,7 +584,7 @@ class _MemberSession:
             outcome=outcome, members=tuple(soc_of[participant] for participant in self._membership.finished),
             num_steps=self._num_steps, answers=answers, recoveries_s=tuple(self._recoveries_s),
             preempted=tuple(soc_of[participant] for participant in self._membership.preempted),
-            log=tuple(self._membership.log_lines),
+            log=(*self._membership.log_lines, *self._meeting_log), met=self._met, met_samples=self._met_samples,
             rates=tuple(self._rates.get(participant, 0.0) for participant in self._membership.finished)
             if self._rates else ())
 
@@ -536,6 +620,9 @@ def _to_bytes(tensors: Sequence[Tensor]) -> bytes:
     return b"".join(pack_arrays({str(index): tensor.detach().cpu().numpy() for index, tensor in enumerate(tensors)}))
 
 
-def _load_bytes(tensors: Sequence[Tensor], payload: bytes) -> None:
-    for tensor, array in zip(tensors, unpack_arrays(memoryview(payload)).values(), strict=False):
+def _load_bytes(tensors: Sequence[Tensor], payload: bytes) -> list[NDArray[Any]]:
+    """Load as many tensors as there are, and return all arrays."""
+    arrays = list(unpack_arrays(memoryview(payload)).values())
+    for tensor, array in zip(tensors, arrays, strict=False):
         tensor.detach().copy_(torch.from_numpy(array).reshape(tensor.shape))
+    return arrays

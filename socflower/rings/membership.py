@@ -18,13 +18,14 @@ from logging import INFO, WARNING
 from typing import Any, TypeVar
 
 from socflower.rings.collective import PeerLost, Poll
-from socflower.rings.transports.port import Caller, RingPort
+from socflower.rings.transports.port import Caller, Peers
 from socflower.wire.logs import log
-from socflower.wire.secure_channel import PeerFailed, PeerRefused, PeerSilent, PeerUnreachable
+from socflower.wire.secure_channel import PeerFailed, PeerNotReady, PeerRefused, PeerSilent, PeerUnreachable
 
 _ATTEMPT_S = 1.0  # of one attempt; then the coordinator is determined again
 _POLL_INTERVAL_S = 0.05
 _START_POLL_INTERVAL_S = 0.25  # while processes start, which takes seconds; frequent calls would slow them down
+_DONE = "done"  # in answers to joins and probes
 _MAX_SILENT_CALLS = 2  # a silent peer is called again before it counts as lost: a loaded machine answers late
 
 _Answer = TypeVar("_Answer")
@@ -56,6 +57,14 @@ class LeftOut(Exception):
     """The others continued without this member."""
 
 
+class OthersDone(Exception):
+    """A leader has the result of an exchange already, and can be asked for it."""
+
+    def __init__(self, group: int) -> None:
+        super().__init__(f"group {group} has it already")
+        self.group = group
+
+
 class NoModel(Exception):
     """None of the members has the model: its holder did not join."""
 
@@ -65,7 +74,7 @@ class Membership:
 
     Parameters
     ----------
-    port : RingPort
+    port : Peers
         The port for calls among members; its ranks are participants.
     participant, members : int, sequence of int
         This member, and all planned members in ring order.
@@ -73,8 +82,10 @@ class Membership:
         A member that is silent for `heartbeat_s` counts as hung, one that has not joined by `rendezvous_s` as absent.
     """
 
+    _whom = "participant"  # in events
+
     def __init__(
-        self, port: RingPort, participant: int, members: Sequence[int], *, heartbeat_s: float, rendezvous_s: float,
+        self, port: Peers, participant: int, members: Sequence[int], *, heartbeat_s: float, rendezvous_s: float,
     ) -> None:
         self._port, self._own = port, participant
         self._call_timeout_s = heartbeat_s / 4  # of one call; so that a hung member costs less than a heartbeat
@@ -87,6 +98,8 @@ class Membership:
         self._requested = 0  # the highest generation that any member asks for
         self._departed: set[int] = set()  # members that announced that they leave
         self._done: set[int] = set()  # members that announced that they have the interval's result
+        self._finished = False  # whether this one has announced it
+        self._asked: set[int] = set()  # generations that this member has asked to join
         self._reached: set[int] = set()  # members that were reached before: if unreachable later, they are lost
         self._suspect: int | None = None  # the member that the watchdog found to be silent
         self._forming = True
@@ -153,6 +166,7 @@ class Membership:
         They are in the same last operation, and if one member leaves, the ring may break for the others and be
         re-formed without need. Members that are lost or hang are not waited for any longer.
         """
+        self._finished = True
         answers = self._to_all(self._others(),
                                lambda member: self._port.call(member, "done", timeout_s=self._call_timeout_s))
         reached = {member for member, answer in answers.items() if not isinstance(answer, Exception)}
@@ -185,16 +199,23 @@ class Membership:
                 probed = json.loads(self._port.call(candidate, "probe", str(number).encode(),
                                                     timeout_s=self._call_timeout_s))
                 self._reached.add(candidate)
-                if probed and _parse_decision(probed).number >= number:
-                    return self._accept_decision(probed)
-                answer = json.loads(self._port.call(
-                    candidate, "join", json.dumps({"generation": number, **asdict(own_state)}).encode(),
-                    timeout_s=_ATTEMPT_S + self._call_timeout_s))
+                if _DONE not in probed:
+                    if probed and _parse_decision(probed).number >= number:
+                        return self._accept_decision(probed)
+                    self._asked.add(number)
+                    answer = json.loads(self._port.call(
+                        candidate, "join", json.dumps({"generation": number, **asdict(own_state)}).encode(),
+                        timeout_s=_ATTEMPT_S + self._call_timeout_s))
             except PeerFailed as failure:
                 if not self._is_lost(candidate, failure, number, silent):
+                    if isinstance(failure, PeerNotReady):
+                        time.sleep(_START_POLL_INTERVAL_S)
                     return None
                 continue
             silent.pop(candidate, None)
+            if _DONE in probed or _DONE in answer:
+                self._skip_done(candidate)
+                continue
             return None if "wait" in answer else self._accept_decision(answer)
         raise AssertionError("a member is among its own ring's members")
 
@@ -213,11 +234,21 @@ class Membership:
             raise LeftOut("the others are in another interval")
         return True
 
-    def _accept_decision(self, answer: dict[str, Any]) -> Generation:
+    def _skip_done(self, member: int) -> None:
+        """Go on without a member that has the interval's result and will not join again."""
+        with self._changed:
+            self._done.add(member)
+            self._changed.notify_all()
+
+    def _accept_decision(self, answer: dict[str, Any]) -> Generation | None:
         decision = _parse_decision(answer)
         if self._own not in decision.members:
-            raise LeftOut(f"the ring continued with participants {', '.join(map(str, decision.members))}")
-        return decision
+            raise LeftOut(f"the ring continued with {self._whom}s {', '.join(map(str, decision.members))}")
+        if decision.number in self._asked:
+            return decision
+        with self._changed:  # it was made with the one whose place this member has taken
+            self._requested = max(self._requested, decision.number + 1)
+        return None
 
     def _coordinate(self, number: int, own_state: MemberState, silent: dict[int, int], poll: Poll) -> Generation | None:
         """Wait for all live members and decide; return None after a while, to check for an earlier coordinator."""
@@ -259,6 +290,9 @@ class Membership:
             if isinstance(answer, dict):
                 self._reached.add(member)
                 silent.pop(member, None)
+                if _DONE in answer:
+                    self._skip_done(member)
+                    continue
                 decision = _parse_decision(answer) if answer else None
                 if decision is not None and decision.number >= number:
                     return decision
@@ -292,10 +326,10 @@ class Membership:
     def _log_absent(self, absent: Sequence[int], number: int) -> None:
         for member in absent:
             if member in self._departed:
-                log(INFO, "ring: participant %d has left; the ring continues with %d", member, len(self._members))
+                log(INFO, "ring: %s %d has left; the ring continues with %d", self._whom, member, len(self._members))
                 continue
             why = "did not come to the rendezvous" if number == 0 else "is gone or hangs"
-            self.log_lines.append(f"participant {member} {why}; the ring continues with {len(self._members)}")
+            self.log_lines.append(f"{self._whom} {member} {why}; the ring continues with {len(self._members)}")
             log(WARNING, "ring: %s", self.log_lines[-1])
 
     # ------------------------------------------------------------------------------------- what peers ask of us
@@ -314,9 +348,11 @@ class Membership:
                 num_steps=int(asked["num_steps"]), has_model=bool(asked["has_model"]),
                 optimizer=str(asked["optimizer"]))
             self._changed.notify_all()
-            while not self._closed:
+            while True:
                 if self._decision is not None and self._decision.number >= number:
                     return json.dumps(asdict(self._decision)).encode()
+                if self._finished or self._closed:
+                    return json.dumps({_DONE: True}).encode()
                 if not caller.is_active():
                     self._joins[number].pop(caller.rank, None)
                     break
@@ -330,6 +366,8 @@ class Membership:
         with self._changed:
             if body:
                 self._requested = max(self._requested, int(body))
+            if self._finished and self._decision is not None and self._requested > self._decision.number:
+                return json.dumps({_DONE: True}).encode()
             return json.dumps({} if self._decision is None else asdict(self._decision)).encode()
 
     def _on_leave(self, caller: Caller, body: bytes) -> bytes:
@@ -397,6 +435,40 @@ class Membership:
 
         with ThreadPoolExecutor(max(1, len(members))) as threads:
             return dict(zip(members, threads.map(safely, members), strict=True))
+
+
+class LeaderMembership(Membership):
+    """A group's view of the groups whose leaders exchange models; participants are groups, over a `LeaderPort`.
+
+    A group whose leader is lost, or still trains, is waited for as long as any of its members lives.
+    """
+
+    _whom = "group"
+    _asked_for_result: frozenset[int] = frozenset()
+
+    def form(self, own_state: MemberState, poll: Poll) -> Generation:
+        """Agree as `Membership` does; raise `OthersDone` for a leader that has a result and was not asked for it."""
+
+        def check() -> None:
+            poll()
+            if done := self._done - self._asked_for_result:
+                raise OthersDone(min(done))
+
+        return super().form(own_state, check)
+
+    def go_on_without(self, group: int) -> None:
+        """Form without a group that is done, and has been asked for its result."""
+        self._asked_for_result |= {group}
+        super()._skip_done(group)
+
+    def _skip_done(self, member: int) -> None:
+        raise OthersDone(member)
+
+    def _is_lost(self, member: int, failure: Exception, number: int, silent: dict[int, int]) -> bool:
+        if isinstance(failure, PeerNotReady):
+            return False
+        # One that refuses the interval's token has been asked again, alone, and answers for itself.
+        return isinstance(failure, PeerRefused) or super()._is_lost(member, failure, number, silent)
 
 
 def _parse_decision(answer: dict[str, Any]) -> Generation:

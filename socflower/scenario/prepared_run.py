@@ -96,8 +96,9 @@ class PreparedRun:
         if isinstance(groups, int) and groups > num_socs:
             raise InfeasiblePlan(f"{scenario.name} [strategy] groups = {groups}, but only {num_socs} SoCs take part; "
                                  f"use groups = {num_socs} or fewer")
-        if scenario.has_groups:
-            _check_leaders(scenario, engine)
+        if engine == "deployment" and scenario.has_groups and scenario.leaders == "tree":
+            raise ConfigError(f"{scenario.name} [strategy] leaders = 'tree' is known to virtual time only; in a "
+                              "deployment use 'ring' or 'star', or use another engine")
         if scenario.precision.arithmetic == "int8" and scenario.has_groups:
             _check_int8_exchange(scenario, in_rings=engine == "deployment")
         for event in scenario.events:
@@ -137,13 +138,6 @@ def prepare(scenario: Scenario, engine: str = "local", *, trains_here: bool = Tr
     run = PreparedRun(scenario)
     run.check(engine, trains_here=trains_here)
     return run
-
-
-def _check_leaders(scenario: Scenario, engine: str) -> None:
-    """Raise for leaders that are to meet without the hub where the SuperLink takes its place."""
-    if engine == "deployment" and scenario.strategy.leaders != "star":
-        raise ConfigError(f"{scenario.name} [strategy] leaders = {scenario.strategy.leaders!r}, but in a deployment "
-                          "models pass the SuperLink, which is the star; leave it out, or use another engine")
 
 
 def _check_int8_exchange(scenario: Scenario, *, in_rings: bool) -> None:

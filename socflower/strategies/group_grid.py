@@ -12,10 +12,17 @@ from flwr.supercore import log
 
 from socflower.errors import require_type
 from socflower.strategies.forwarding_grid import ForwardingGrid
-from socflower.strategies.group_replies import GroupProgress, attach_notes, make_notes, no_model, remove_notes
+from socflower.strategies.group_replies import (
+    GroupProgress,
+    attach_notes,
+    make_notes,
+    no_model,
+    remove_notes,
+)
 from socflower.strategies.node_registry import QUERY_TYPE
-from socflower.strategies.replies import ReplyEvent, failure_event
+from socflower.strategies.replies import ReplyEvent, failure_event, outcome_of
 from socflower.strategies.round import new_token
+from socflower.wire.arrays import digest_of
 from socflower.wire.message_keys import (
     ARRAYS,
     ASK,
@@ -59,12 +66,13 @@ class GroupGrid(ForwardingGrid):
         if isinstance(grid, type) or not hasattr(grid, "send_and_receive"):
             require_type(type(self).__name__, (), "the Grid that Flower gives the ServerApp", grid=grid)
         super().__init__(grid)
+        self._held: dict[int, str] = {}  # digests of the models that nodes have kept, by node
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Exchange messages through the inner grid, for at most `timeout` seconds; one reply for each group."""
         sent = list(messages)
         if any(RING in message.content.config_records for message in sent):
-            return _RingExchange(self._grid, sent).run(timeout)
+            return _RingExchange(self._grid, sent, self._held).run(timeout)
         groups = [(message, GroupTask.decode(message.content.config_records[GROUP])) for message in sent
                   if GROUP in message.content.config_records]
         replies = list(self._grid.send_and_receive(sent, timeout=timeout))
@@ -124,16 +132,20 @@ class _RingExchange:
     Only leaders receive and send the model (F8). If a group's leader never joined, the group's work is sent again
     without it. If the member that should answer is lost, another one that completed the interval is asked for the
     model. One answer per group is used.
+
+    Where leaders meet in a ring, only one of them sends a model, their mean. The others' answers say that theirs is in
+    it. Members keep it, and a group of which one still has what is to be sent does not get it again.
     """
 
-    def __init__(self, grid: Grid, sent: Sequence[Message]) -> None:
-        self._grid = grid
+    def __init__(self, grid: Grid, sent: Sequence[Message], held: dict[int, str]) -> None:
+        self._grid, self._held = grid, held
         self._groups = _ring_groups(sent)
         self._other_ids = set(grid.push_messages([message for message in sent
                                                   if RING not in message.content.config_records]))
         self._other_replies: list[Message] = []
+        digests: dict[int, str] = {}  # of a record that all leaders get, by its identity
         for group in self._groups:
-            self._push(group, group.messages)
+            self._push(group, self._first_messages(group, digests))
 
     def run(self, timeout_s: float | None) -> list[Message]:
         """Return a reply with a model for each group that has one, and the replies to other messages.
@@ -155,6 +167,9 @@ class _RingExchange:
                     group.progress.away |= set(group.waiting.values())
                 break
             time.sleep(_PULL_INTERVAL_S)
+        while self._ask_for_means() and not (deadline_s is not None and time.monotonic() > deadline_s):
+            time.sleep(_PULL_INTERVAL_S)
+            self._pull()
         return [*self._answers(), *self._other_replies]
 
     def _answers(self) -> list[Message]:
@@ -179,6 +194,19 @@ class _RingExchange:
         ids = self._grid.push_messages(list(messages.values()))
         group.waiting = dict(zip(ids, messages, strict=True))
 
+    def _first_messages(self, group: _RingGroup, digests: dict[int, str]) -> Mapping[int, Message]:
+        """Return the messages as they are, or without the model if a member has kept it from the last interval."""
+        if not group.ring.leaders:
+            return group.messages
+        arrays = group.messages[group.task.leader].content.array_records[ARRAYS]
+        if id(arrays) not in digests:
+            digests[id(arrays)] = digest_of({name: array.data for name, array in arrays.items()})
+        digest = digests[id(arrays)]
+        if digest not in map(self._held.get, group.progress.node_of.values()):
+            return group.messages
+        group.ring = replace(group.ring, model_sha256=digest)
+        return {soc: self._message_again(group, soc, with_model=False) for soc in group.messages}
+
     def _retry(self, group: _RingGroup, survivors: Collection[int]) -> None:
         """Send a group's work again to its members that answered, with a new token for their ring."""
         task, progress = group.task, group.progress
@@ -189,21 +217,22 @@ class _RingExchange:
         group.task = replace(
             task, members=_at(kept, task.members), partitions=_at(kept, task.partitions), leader=leader,
             capacities=_at(kept, task.capacities), npu_ratios=_at(kept, task.npu_ratios) if task.npu_ratios else ())
+        # With a new token, others are out of reach: the group answers with its own model.
         group.ring = replace(group.ring, leader=task.partitions[task.members.index(leader)], token=new_token(),
-                             addresses=_at(kept, group.ring.addresses))
+                             addresses=_at(kept, group.ring.addresses), leaders=(), model_sha256="")
         group.grace_until_s = None
         progress.begin_again(group.task.members)
         progress.event("member-lost", f"the model was lost with SoCs {', '.join(map(str, gone))}; the others are asked "
                                       f"again, led by SoC {leader}")
         self._push(group, {soc: self._message_again(group, soc) for soc in group.task.members})
 
-    def _message_again(self, group: _RingGroup, soc: int) -> Message:
+    def _message_again(self, group: _RingGroup, soc: int, *, with_model: bool = True) -> Message:
         """Return a member's message for the group as it is now, with the model if it leads it."""
         first = group.messages[soc]
         content = RecordDict({**first.content, GROUP: ConfigRecord(group.task.encode()), RING: ConfigRecord(encode(
             replace(group.ring, participant=group.task.partitions[group.task.members.index(soc)])))})
         content.pop(ARRAYS, None)
-        if soc == group.task.leader:
+        if with_model and soc == group.task.leader:
             content[ARRAYS] = group.messages[group.progress.leader].content[ARRAYS]
         return Message(content, first.metadata.dst_node_id, first.metadata.message_type,
                        group_id=first.metadata.group_id)
@@ -219,27 +248,59 @@ class _RingExchange:
     # ---------------------------------------------------------------------------------------------- receiving
 
     def _pull(self) -> None:
-        waited_for = {*self._other_ids, *(message_id for group in self._unfinished()
-                                          for message_id in (*group.waiting, *group.fetching))}
+        waited_for = {*self._other_ids, *(message_id for group in self._groups for message_id in (
+            group.fetching if group.finished else (*group.waiting, *group.fetching)))}
         for reply in map(remove_notes, self._grid.pull_messages(waited_for)):
             message_id = reply.metadata.reply_to_message_id
             if message_id in self._other_ids:
                 self._other_ids.discard(message_id)
                 self._other_replies.append(reply)
-            for group in self._unfinished():  # some may be finished by an earlier one of these replies
-                if message_id in group.waiting:
-                    group.progress.take(group.waiting.pop(message_id), reply)
-                elif message_id in group.fetching:
+            for group in self._groups:  # some may be finished by an earlier one of these replies
+                if message_id in group.fetching:
                     self._on_model_reply(group, group.fetching.pop(message_id), reply)
+                elif message_id in group.waiting and not group.finished:
+                    soc = group.waiting.pop(message_id)
+                    outcome = outcome_of(reply) if reply.has_content() else None
+                    self._held[group.progress.node_of[soc]] = "" if outcome is None else outcome.holds
+                    group.progress.take(soc, reply)
 
     def _on_model_reply(self, group: _RingGroup, soc: int, reply: Message) -> None:
         if reply.has_error() or ARRAYS not in reply.content.array_records:
             return
-        own = group.progress.completed[soc]
-        own.content[ARRAYS] = reply.content.array_records[ARRAYS]
+        progress = group.progress
+        if progress.model is None:
+            own = progress.completed[soc]
+            own.content[ARRAYS] = reply.content.array_records[ARRAYS]
+            self._answer_for_leader(group, soc, own)
+        elif ARRAYS not in progress.model.content.array_records:
+            progress.model.content[ARRAYS] = reply.content.array_records[ARRAYS]
+            progress.event("leader-lost", f"the leader that should send the mean did not; SoC {soc} did")
+
+    def _answer_for_leader(self, group: _RingGroup, soc: int, reply: Message) -> None:
         group.progress.event("leader-lost", f"the member that should answer did not; SoC {soc} did")
-        group.progress.accept_model(soc, own)
+        group.progress.accept_model(soc, reply)
         group.progress.away |= set(group.waiting.values())  # silent during the whole grace period
+
+    def _ask_for_means(self) -> bool:
+        """Ask for means of leaders that nobody has sent; return whether any may come."""
+        now_s = time.monotonic()
+        answered = [(group, outcome) for group in self._groups if group.progress.model is not None
+                    and (outcome := outcome_of(group.progress.model)) is not None and outcome.met]
+        sent = {outcome.holds for group, outcome in answered
+                if group.progress.model is not None and ARRAYS in group.progress.model.content.array_records}
+        asked: set[str] = set()
+        for group, outcome in answered:
+            if outcome.holds in {*sent, *asked}:
+                continue
+            if group.fetching and now_s < group.fetch_until_s:
+                asked.add(outcome.holds)
+                continue
+            candidates = [soc for soc in group.progress.completed if soc not in group.fetched_from]
+            if candidates:
+                group.fetch_until_s = now_s + group.ring.leader_grace_s
+                self._fetch(group, candidates[0])
+                asked.add(outcome.holds)
+        return bool(asked)
 
     def _drop_disconnected(self, connected: Collection[int]) -> None:
         """Stop waiting for nodes that have left the federation."""
@@ -262,6 +323,10 @@ class _RingExchange:
         if progress.completed:
             if not (none_waiting or grace_over):
                 return
+            for soc, reply in progress.completed.items():
+                outcome = outcome_of(reply)
+                if outcome is not None and outcome.met and outcome.met[0] != group.task.group_id:
+                    return self._answer_for_leader(group, soc, reply)  # another group sends the mean
             candidates = [soc for soc in progress.completed if soc not in group.fetched_from]
             if candidates and not (group.fetching and now_s < group.fetch_until_s):
                 group.fetch_until_s = now_s + grace_s

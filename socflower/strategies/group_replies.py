@@ -9,11 +9,14 @@ from flwr.app import ConfigRecord, Message
 from flwr.supercore import log
 
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.strategies.group_means import GroupMean, means_of
+from socflower.strategies.mixed_replies import group_id_of
 from socflower.strategies.replies import (
     GROUP_LOST,
     ReplyEvent,
     failure_event,
     no_reply_event,
+    outcome_of,
     read_outcome,
     sort_replies,
 )
@@ -77,7 +80,7 @@ class GroupProgress:
                                     "socflower.make_client_app")
         elif outcome.outcome == COMPLETED:
             self.completed[soc] = reply
-            if outcome.answers and ARRAYS in reply.content.array_records and self.model is None:
+            if outcome.answers and (ARRAYS in reply.content.array_records or outcome.met) and self.model is None:
                 self.accept_model(soc, reply)
         elif outcome.outcome == PREEMPTED:
             self._record_departure(soc)
@@ -167,6 +170,7 @@ class SettledRound:
     """A round's replies, read."""
 
     usable: Sequence[Message]  # of groups whose model can be averaged, in group order
+    means: Sequence[GroupMean]  # the models of those groups
     lost: tuple[ReplyEvent, ...]  # of groups whose work is lost
     events: tuple[ReplyEvent, ...]  # of failures and changes that groups recovered from
     away: frozenset[int]  # SoCs that left their rings, or were dropped by them
@@ -188,8 +192,18 @@ def settle(this: Round, replies: Iterable[Message], *, tolerate_errors: bool) ->
               for kind, group, text in zip(notes.kinds, notes.groups, notes.texts, strict=True)]
     usable, lost = sort_replies(replies, this.group_of_node, [event for event in events if event.kind in GROUP_LOST],
                                 tolerate_errors=tolerate_errors, sent=this.sent)
+    means = means_of(this, usable)
+    met = {group for mean in means for group in mean.groups}
+    saved = [ReplyEvent(kind="leader-lost", group_id=event.group_id,
+                        text=f"{event.text.partition(';')[0]}; its model is in the mean of the leaders")
+             for event in lost if event.group_id in met]
+    twice = [ReplyEvent(kind="no-reply", group_id=group, text=(
+        f"group {group}: its leader met others that had met without it; left out of this synchronisation"))
+        for group in map(group_id_of, usable) if group not in met]
     return SettledRound(
-        usable=usable, lost=lost, events=tuple(event for event in events if event.kind not in GROUP_LOST),
+        usable=[reply for reply in usable if group_id_of(reply) in met], means=means,
+        lost=(*(event for event in lost if event.group_id not in met), *twice),
+        events=(*(event for event in events if event.kind not in GROUP_LOST), *saved),
         away=frozenset(notes.away) & this.node_of.keys(), leaders_replaced=frozenset(notes.leaders_replaced))
 
 
@@ -217,11 +231,3 @@ def no_model(notes: RoundNotes, first_group: int, where: str) -> TrainingFailed:
     """Return the error of a round in which no group has a model; `where` names the first group."""
     cause = notes.texts[0] if notes.texts else no_reply_event(first_group, where).text
     return TrainingFailed(f"no group sent a usable model; first cause: {cause}")
-
-
-def outcome_of(reply: Message) -> RingOutcome | None:
-    """Return the ring outcome in a reply, or None if it has none that can be read; that is an event already."""
-    try:
-        return read_outcome(reply)
-    except ConfigError:
-        return None

@@ -1,11 +1,12 @@
 """Sorts a round's replies into those that can be averaged and those that are dropped, with the cause."""
 
+import copy
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.hierarchy import Group, first_non_finite
@@ -57,8 +58,11 @@ def sort_replies(
     is usually a mistake in the client's code, and its text is in the message. A client that has lost the state to
     resume from is never tolerated.
     """
+    replies = list(replies)
     usable: dict[int, Message] = {}
     events = {event.group_id: event for event in lost}
+    sent_means = {outcome.holds for reply in replies if reply.has_content() and ARRAYS in reply.content.array_records
+                  and (outcome := outcome_of(reply)) is not None and outcome.met}
     # The error reply for a dead node has the SuperLink's id as its source, so its group is found by the missing reply.
     for reply in replies:
         node_id = reply.metadata.src_node_id
@@ -66,7 +70,14 @@ def sort_replies(
         if group is None:
             continue
         where = f"group {group.group_id}, SoC {group.leader} (node {node_id})"
-        event = fault_of(reply, group.group_id, where) or _wrong_group_fault(reply, group.group_id, where)
+        outcome = outcome_of(reply)
+        has_mean = outcome is not None and bool(outcome.met) and outcome.holds in sent_means
+        event = fault_of(reply, group.group_id, where, without_model=has_mean) \
+            or _wrong_group_fault(reply, group.group_id, where)
+        if event is None and has_mean and outcome is not None and group.group_id not in outcome.met:
+            event = ReplyEvent(kind="not-finite", group_id=group.group_id, text=(
+                f"{where}: its model is not in the mean of the leaders, since it has NaN or infinite values; a lower "
+                "learning rate may help if groups diverge"))
         if event is None:
             usable[group.group_id] = reply
         else:
@@ -99,7 +110,8 @@ def _wrong_group_fault(reply: Message, group_id: int, where: str) -> ReplyEvent 
 
 def other_layouts(replies: Mapping[int, Message], sent: ArrayRecord | None) -> dict[int, str]:
     """Return how models differ from the one that was sent; nothing if all replies have the same tensors."""
-    layouts = {ident: layout_of(cast(ArrayRecord, reply.content[ARRAYS])) for ident, reply in replies.items()}
+    layouts = {ident: layout_of(cast(ArrayRecord, reply.content[ARRAYS])) for ident, reply in replies.items()
+               if ARRAYS in reply.content.array_records}
     if sent is None or all(layout == next(iter(layouts.values())) for layout in layouts.values()):
         return {}
     expected = layout_of(sent)
@@ -112,8 +124,11 @@ def no_reply_event(group_id: int, where: str) -> ReplyEvent:
     return ReplyEvent(kind="no-reply", group_id=group_id, text=f"{where}: no reply; left out of this synchronisation")
 
 
-def fault_of(reply: Message, group_id: int, where: str) -> ReplyEvent | None:
-    """Return why a reply cannot be averaged, or None if it can; `where` names its sender."""
+def fault_of(reply: Message, group_id: int, where: str, *, without_model: bool = False) -> ReplyEvent | None:
+    """Return why a reply cannot be averaged, or None if it can; `where` names its sender.
+
+    `without_model`: it needs no model, since the mean of leaders has it.
+    """
     if reply.has_error():
         return failure_event(reply, group_id, where)
     content = reply.content
@@ -121,14 +136,16 @@ def fault_of(reply: Message, group_id: int, where: str) -> ReplyEvent | None:
         read_outcome(reply)
     except ConfigError as error:
         return ReplyEvent(kind="malformed", group_id=group_id, text=f"{where}: {error}; dropped")
-    if OUTCOME in content.config_records and ARRAYS not in content.array_records:
+    needs_model = not without_model or ARRAYS in content.array_records
+    if needs_model and OUTCOME in content.config_records and ARRAYS not in content.array_records:
         return ReplyEvent(kind="group-left", group_id=group_id,
                           text=f"{where}: all of its SoCs were preempted by their users")
-    if ARRAYS not in content.array_records or NUM_EXAMPLES not in content.metric_records.get(METRICS, {}):
+    if (needs_model and ARRAYS not in content.array_records) \
+            or NUM_EXAMPLES not in content.metric_records.get(METRICS, {}):
         return ReplyEvent(kind="malformed", group_id=group_id,
                           text=f"{where}: its reply lacks {ARRAYS!r} or {METRICS!r} with {NUM_EXAMPLES!r}, dropped")
     try:
-        tensor = first_non_finite(array_views(cast(ArrayRecord, content[ARRAYS])))
+        tensor = first_non_finite(array_views(content.array_records.get(ARRAYS, ArrayRecord())))
     except (ValueError, TypeError, EOFError) as error:
         return ReplyEvent(kind="malformed", group_id=group_id,
                           text=f"{where}: its arrays cannot be read ({error}), dropped")
@@ -150,6 +167,21 @@ def read_outcome(reply: Message) -> RingOutcome | None:
     """Return the ring outcome in a reply, or None if it has none; `ConfigError` if it cannot be read."""
     record = reply.content.config_records.get(OUTCOME) if reply.has_content() else None
     return None if record is None else decode(RingOutcome, record, "outcome")
+
+
+def with_model(reply: Message, arrays: ArrayRecord) -> Message:
+    """Return a reply with a model in place of its own, if it has one."""
+    given = copy.copy(reply)
+    given.content = RecordDict({**reply.content, ARRAYS: arrays})
+    return given
+
+
+def outcome_of(reply: Message) -> RingOutcome | None:
+    """Return the ring outcome in a reply, or None if it has none that can be read; that is an event already."""
+    try:
+        return read_outcome(reply)
+    except ConfigError:
+        return None
 
 
 def failure_event(reply: Message, group_id: int, where: str) -> ReplyEvent:

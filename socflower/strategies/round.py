@@ -1,14 +1,15 @@
 """One round of SoCFlow as a value: made for its messages, read for its replies; and the tasks of its rings."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flwr.app import ArrayRecord
 
 from socflower.hierarchy import Exchanges, Group, GroupPlan, IntervalCosts, SyncInterval, conflicts
+from socflower.hierarchy.leader_exchange import RING
 from socflower.rings.settings import RingSettings, transport_of_ring
-from socflower.wire.message_keys import RingTask
+from socflower.wire.message_keys import GRPC_WITH_TLS, RingTask
 
 IN_PROCESS = "in process"
 """The transport inside groups whose members run in one client call."""
@@ -41,13 +42,28 @@ class Round:
         """Whether members are machines of their own, which exchange gradients in rings."""
         return self.transport != IN_PROCESS
 
+    @property
+    def leaders_meet(self) -> bool:
+        """Whether leaders exchange models in a ring, so that the hub gets their mean."""
+        return self.exchanges.leaders.kind == RING
+
+    @property
+    def meetings(self) -> Collection[Sequence[Group]]:
+        """The groups whose leaders exchange models with each other: those of each server, or all."""
+        return [self.plan.groups] if self.interval.across_servers else self.plan.by_server.values()
 
     def transport_in(self, group: Group) -> str:
         """Return the transport of a group's gradients."""
         return transport_of_ring(self.transport, self.rings, [self.gpu_of.get(soc, "") for soc in group.members])
 
 
+def leader_transport(transport: str) -> str:
+    """Return the transport of leaders where groups have this one: gRPC, whose rings sum in one order everywhere."""
+    return GRPC_WITH_TLS if transport == GRPC_WITH_TLS else "grpc"
+
+
 _TOKEN_BYTES = 32
+_NUM_DEPUTIES = 2  # members besides its leader that others know of a group; more would lengthen every message
 
 
 def new_token() -> str:
@@ -62,6 +78,7 @@ def ring_tasks(
     """Return the ring task of each member of the round's groups, by SoC, in ring order."""
     token = new_token()
     groups = {group.group_id: group for group in this.plan.groups}
+    leaders = _lines_of_leaders(this, participant_of, address_of)
     turn_of = {ident: turn for turn, ids in enumerate(this.plan.communication_groups) for ident in ids}
     sharing = conflicts(this.plan.groups) if this.exchanges.turns.taken else {}
     tasks: dict[int, RingTask] = {}
@@ -79,5 +96,23 @@ def ring_tasks(
                 heartbeat_s=settings.heartbeat_s, rendezvous_s=settings.rendezvous_s,
                 leader_grace_s=settings.leader_grace_s, tolerate_errors=tolerate_errors,
                 rebalance_steps=rebalance_steps, groups_before=tuple(before), groups_after=tuple(after),
-                neighbours=neighbours)
+                neighbours=neighbours, leaders=leaders.get(ident, ()))
     return tasks
+
+
+def _lines_of_leaders(this: Round, participant_of: Mapping[int, int], address_of: Mapping[int, str],
+                      ) -> dict[int, tuple[str, ...]]:
+    """Return, for each group whose leader meets others in a ring, who may answer for each of them (F8)."""
+    if not this.leaders_meet:
+        return {}
+    lines_of: dict[int, tuple[str, ...]] = {}
+    for groups in this.meetings:
+        lines = tuple(f"{group.group_id} {participant_of[soc]} {address_of[soc]}"
+                      for group in groups for soc in _answering(group))
+        lines_of |= {group.group_id: lines for group in groups}
+    return lines_of
+
+
+def _answering(group: Group) -> tuple[int, ...]:
+    """Return who may answer for a group: its leader, then others as they take its place."""
+    return (group.leader, *(soc for soc in group.members if soc != group.leader))[:1 + _NUM_DEPUTIES]

@@ -110,8 +110,10 @@ class ExchangeSettings:
     overlap_buckets : int
         Gradient buckets that overlap with the backward pass (F7).
     leaders : "star", "ring", "tree" or "auto"
-        How leaders exchange models in virtual time (F8). "auto" chooses for every new plan what the clock predicts to
-        take less time. On real machines models pass the SuperLink, which is the star.
+        How leaders exchange models (F8): over the hub, in a ring among themselves, in which the hub gets their mean, or
+        by board and server. "auto" chooses for every new plan what the clock predicts to take less time, without a
+        clock or a profile the ring. Real machines have no tree, and a ring where nodes have a ring address. A strategy
+        that needs each group's model, or is around this one, has the star.
     """
 
     serialize_uplinks: bool | str = AUTO

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy import Result, Strategy
 from flwr.supercore import log
 from numpy.typing import NDArray
 
@@ -29,18 +29,27 @@ from socflower.hierarchy import (
     sync_schedule,
     unpredicted_exchanges,
 )
-from socflower.hierarchy.leader_exchange import AUTO, STAR
+from socflower.hierarchy.leader_exchange import AUTO, STAR, TREE
 from socflower.hierarchy.uplink_turns import ASKED, NO_SHARED_UPLINK, NOT_PREDICTED, PREDICTED
 from socflower.precision.processor_costs import MixedPricing
 from socflower.quantities import counted
 from socflower.rings.settings import RingSettings
-from socflower.strategies.group_replies import outcome_of, settle
+from socflower.strategies.group_means import GroupMean
+from socflower.strategies.group_replies import settle
 from socflower.strategies.mixed_replies import client_events, group_id_of, mean_metric, mixed_phases
 from socflower.strategies.outer_step import ChosenNodes, OuterStep, refuse_integers_clipped, reproducible_draws
 from socflower.strategies.records import aggregate_records, array_views, to_array_record, with_weights
-from socflower.strategies.replies import NOT_EVALUATED, OUTER_STEP, ReplyEvent, failure_event, heat_events
+from socflower.strategies.replies import (
+    NOT_EVALUATED,
+    OUTER_STEP,
+    ReplyEvent,
+    failure_event,
+    heat_events,
+    outcome_of,
+    with_model,
+)
 from socflower.strategies.resuming import PlannedRounds
-from socflower.strategies.round import IN_PROCESS, Round, ring_tasks
+from socflower.strategies.round import IN_PROCESS, Round, leader_transport, ring_tasks
 from socflower.strategies.round_planner import RoundPlanner
 from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule, refuse_unknown
 from socflower.wire.message_keys import (
@@ -168,19 +177,32 @@ class SoCFlow(PlannedRounds):
         self._server_models: dict[int, ArrayRecord] = {}  # after a synchronisation inside servers
         self.fraction_evaluate = 0.0 if outer is None else float(getattr(outer, "fraction_evaluate", 1.0))
         self._clock = costs.clock
+        self._is_outermost = False  # once it is started itself, and not a strategy around it
         self.round: Round | None = None
         self.reports: list[RoundReport] = []
         self._resumed_states: dict[int, tuple[int, bool]] = {}  # leader of the round resumed after, and whether it has
         # its group's state, by group
 
     def _allowed_leaders(self, asked: str) -> str:
-        """Return how leaders are to exchange; raise `ConfigError` for a way in which the outer step lacks models."""
-        if self._outer is None or self._outer.takes_mean or asked == STAR:
-            return asked
-        if asked != AUTO:
+        """Return how leaders are to exchange; raise `ConfigError` for a way in which the hub lacks models it needs."""
+        needing = ""
+        if self._outer is not None and not self._outer.takes_mean:
+            needing = f"outer = {self._outer.name}(…)"
+        elif type(self).average_models is not SoCFlow.average_models:
+            needing = "its own average_models"
+        return self._star_for(needing, asked) if needing else asked
+
+    def _star_for(self, needing: str, asked: str) -> str:
+        if asked not in (AUTO, STAR):
             raise ConfigError(f"{type(self).__name__}: leaders = {asked!r} gives the hub the mean of the groups' "
-                              f"models, and outer = {self._outer.name}(…) needs each of them; use leaders = 'star'")
+                              f"models, and {needing} needs each of them; use leaders = 'star'")
         return STAR
+
+    def start(self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, *args: Any, **named_args: Any,
+              ) -> Result:
+        """Train as every strategy does; see `PlannedRounds.start`."""
+        self._is_outermost = True
+        return super().start(grid, initial_arrays, num_rounds, *args, **named_args)
 
     def _check_servers(self, plan: GroupPlan, outer: Strategy | None) -> None:
         """Raise `ConfigError` where servers cannot synchronise less often than their groups."""
@@ -291,6 +313,13 @@ class SoCFlow(PlannedRounds):
         return ", ".join(sorted({self.round.transport_in(group) for group in self.round.plan.groups}))
 
     @property
+    def leader_transport(self) -> str:
+        """The transport of leaders' models in the latest round; empty where they pass the hub."""
+        if self.round is None or not self.round.leaders_meet:
+            return ""
+        return leader_transport(self.round.transport) if self.round.in_rings else IN_PROCESS
+
+    @property
     def num_rounds(self) -> int:
         """How many rounds `start` needs for all epochs."""
         return len(self.intervals)
@@ -316,6 +345,8 @@ class SoCFlow(PlannedRounds):
             return []
         if self._clock is None:
             self._use_clock_of(grid, arrays)
+        if not self._is_outermost:
+            self._leaders = self._star_for("the strategy around it", self._leaders)
         planner = self._planner
         planner.drain_events()
         planner.plan_round(grid, self._clock)
@@ -324,6 +355,9 @@ class SoCFlow(PlannedRounds):
             raise ConfigError(f"SoCFlow: the train config has {_CLIPPING_NORM!r}, of differential privacy with "
                               "clipping at the clients, and a member of a ring has no update of its own to clip; use "
                               "the wrapper that clips at the server")
+        if this.in_rings and this.exchanges.leaders.kind == TREE:
+            raise ConfigError("SoCFlow: leaders = 'tree' is known to virtual time only; on real machines use 'ring' or "
+                              "'star'")
         if self.round is None:
             refuse_integers_clipped(arrays, at_clients=_CLIPPING_NORM in config)
         if self._outer is not None and self.round is None:
@@ -378,15 +412,16 @@ class SoCFlow(PlannedRounds):
         metrics = [cast(MetricRecord, reply.content[METRICS]) for reply in usable]
         samples = [float(cast(float, metric[NUM_EXAMPLES])) for metric in metrics]
         mean = _weighted_mean(metrics, samples)
-        arrays: ArrayRecord | None
+        arrays: ArrayRecord | None = self._mean(settled.means)
         if self._outer is None:
-            arrays = self.average_models([cast(ArrayRecord, reply.content[ARRAYS]) for reply in usable], samples)
             self._server_models = {} if this.interval.across_servers else {
-                **self._server_models, **self._average_in_servers(this, usable)}
+                **self._server_models, **self._average_in_servers(this, settled.means)}
         else:
             if too_few := self._outer.too_few(len(usable)):
                 events = (*events, ReplyEvent(kind=OUTER_STEP, group_id=0, text=too_few))
-            arrays, mean = self._outer.apply(server_round, this.sent, usable, mean)
+            # A strategy that takes the mean of models takes the same of as many means.
+            given = [with_model(reply, cast(ArrayRecord, arrays)) for reply in usable] if this.leaders_meet else usable
+            arrays, mean = self._outer.apply(server_round, this.sent, given, mean)
             if arrays is None:
                 events = (*events, ReplyEvent(kind=OUTER_STEP, group_id=0, text=(
                     f"{self._outer.name} made no model of {counted(len(usable), 'group')}; the global model stays")))
@@ -399,15 +434,20 @@ class SoCFlow(PlannedRounds):
             without_state=tuple(sorted({event.group_id for event in settled.lost} | settled.leaders_replaced))))
         return arrays, mean
 
-    def _average_in_servers(self, this: Round, usable: Sequence[Message]) -> dict[int, ArrayRecord]:
+    def _average_in_servers(self, this: Round, means: Sequence[GroupMean]) -> dict[int, ArrayRecord]:
         """Return the model of each server of the round's plan; one without usable replies keeps what it was sent."""
-        models: dict[int, tuple[list[ArrayRecord], list[float]]] = {}
-        for reply in usable:
-            found = models.setdefault(this.group_of_node[reply.metadata.src_node_id].server, ([], []))
-            found[0].append(cast(ArrayRecord, reply.content[ARRAYS]))
-            found[1].append(float(cast(float, cast(MetricRecord, reply.content[METRICS])[NUM_EXAMPLES])))
-        return {server: self.average_models(*models[server]) if server in models
+        server_of = {group.group_id: group.server for group in this.plan.groups}
+        of_server: dict[int, list[GroupMean]] = {}
+        for mean in means:
+            of_server.setdefault(server_of[mean.groups[0]], []).append(mean)
+        return {server: self._mean(of_server[server]) if server in of_server
                 else self._server_models.get(server, this.sent) for server in this.plan.by_server}
+
+    def _mean(self, means: Sequence[GroupMean]) -> ArrayRecord:
+        """Return the mean of all; a single one as it came, which nodes may have kept."""
+        if len(means) == 1 and len(means[0].groups) > 1:
+            return means[0].arrays
+        return self.average_models([mean.arrays for mean in means], [mean.samples for mean in means])
 
     def skip_round(self, server_round: int, cause: str) -> None:
         """Report a round of which no reply could be used, if others than the groups have trained in it."""

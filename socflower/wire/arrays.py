@@ -1,5 +1,6 @@
 """Arrays as bytes, in messages and in files: without pickle, which could execute code."""
 
+import hashlib
 import json
 import math
 import struct
@@ -57,6 +58,15 @@ def array_from_bytes(dtype: str, shape: Sequence[int], body: memoryview) -> NDAr
         raise MalformedBytes(f"{body.nbytes} bytes for an array {tuple(shape)} of {dtype}")
     flat = np.frombuffer(body, _DTYPES[dtype].newbyteorder("<"))
     return flat.reshape(tuple(shape)).astype(_DTYPES[dtype], copy=False)
+
+
+def digest_of(entries: Mapping[str, bytes]) -> str:
+    """Return a digest of named bytes, in their order; equal for equal names and bytes only."""
+    digest = hashlib.sha256()
+    for name, content in entries.items():
+        digest.update(json.dumps([name, len(content)]).encode())
+        digest.update(content)
+    return digest.hexdigest()
 
 
 def pack_arrays(arrays: Mapping[str, NDArray[Any]]) -> list[memoryview]:

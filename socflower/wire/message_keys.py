@@ -1,5 +1,6 @@
 """Keys and encodings of the records that strategies and clients exchange in Flower messages, without Flower."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
@@ -192,6 +193,9 @@ class RingTask:
     leader_grace_s: float = 30.0  # how much longer than the others the member that answers may be silent
     tolerate_errors: bool = False  # whether a member that raises is left out instead of ending the training
     rebalance_steps: int = 0  # shares follow measured capacities every so many steps, if data are dealt; 0: never
+    # Of a ring of leaders (F8), those that may answer for each group, its leader first: "group participant address".
+    leaders: tuple[str, ...] = ()
+    model_sha256: str = ""  # of the model that members have kept, where it is not sent again
 
     def __post_init__(self) -> None:
         require_range("ring", least=0, advice="or 0 for shares that stay", rebalance_steps=self.rebalance_steps)
@@ -224,15 +228,22 @@ class RingOutcome:
     preempted: tuple[int, ...] = ()  # SoCs that left for a user
     log: tuple[str, ...] = ()  # events of the ring, one line each
     rates: tuple[float, ...] = ()  # samples per second of each of `members`, while it waited for nobody; 0: unknown
+    # After a ring of leaders, the groups whose models are in the mean, which the first one's answer brings, and:
+    met: tuple[int, ...] = ()
+    met_samples: float = 0.0  # that those groups trained on
+    holds: str = ""  # the digest of the mean, which this member has kept
 
     def __post_init__(self) -> None:
         if self.outcome not in (COMPLETED, PREEMPTED, NO_MODEL, LEFT_OUT):
             raise ConfigError(f"outcome record: outcome = {self.outcome!r} is unknown")
-        for keys, kind in ((("members", "preempted"), int), (("recoveries_s", "rates"), int | float), (("log",), str)):
+        for kind, keys in ((int, ("members", "preempted", "met")), (int | float, ("recoveries_s", "rates")),
+                           (str, ("log",))):
             for key in keys:
                 values = getattr(self, key)
                 if not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values):
                     raise ConfigError(f"outcome record: {key.replace('_', '-')} = {values!r} is of the wrong type")
+        if not isinstance(self.met_samples, int | float) or not 0.0 <= self.met_samples < math.inf:
+            raise ConfigError(f"outcome record: met-samples = {self.met_samples!r} must be a number, 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -163,5 +163,5 @@ def test_no_record_of_ours_has_an_empty_value_that_need_not_be_there() -> None:
         assert record.count_bytes() > 0
     for values in (task, ring, outcome, NodeStatus()):
         assert decode(type(values), encode(values), "it") == values
-    with pytest.raises(ConfigError, match=r"missing \['answers'\], unknown \['what'\]"):
+    with pytest.raises(ConfigError, match=r"missing \['answers', 'met_samples'\], unknown \['what'\]"):
         decode(RingOutcome, {"outcome": "completed", "members": [0], "num-steps": 1, "what": 1}, "outcome")

@@ -156,7 +156,7 @@ def outcome(result: dict[str, Any]) -> dict[str, Any]:
     return {**result, "rounds": rounds, "wall_s": None, "resumed_from": None}
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("by_hand", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_every_interruption_changes_nothing(run: AppRun, tmp_path: Path, moments: Moments, by_hand: bool) -> None:
     """The resumed process has other generators, and the app draws from all, at the server and at the clients."""
     run = replace(run, overrides=("by-hand=true", "rounds=1") if by_hand else ())

@@ -89,8 +89,9 @@ def run_cell(cell: Cell, folder: Path) -> Row:
 
     # A node that hangs before it has come to its ring finds out only after the rendezvous that it has been left behind.
     slow = event.endswith("stopped") and cell.phase not in ("rendezvous", "mid-batch")
-    # Who was stopped is asked in a round whether it is back, and takes part in the next; all else shows in two rounds.
-    with FaultyRun(folder, transport=cell.transport, num_epochs=2 if event.endswith("stopped") else 1,
+    # Who was stopped is asked in a round whether it is back, and takes part in the next, or on a loaded machine in one
+    # after that; all else shows in two rounds.
+    with FaultyRun(folder, transport=cell.transport, num_epochs=3 if event.endswith("stopped") else 1,
                    interval_epochs=0.5, step_s=0.4 if slow else 0.1,
                    of_soc=_delays(cell), evaluate=evaluate) as run:
         if strikes and cell.phase == "evaluation":

@@ -18,10 +18,16 @@ from torch import nn
 from socflower.clients.app import make_client_app
 from socflower.cluster import Cluster, parse_cluster
 from socflower.engines.deployment.flower_processes import free_ports
+from socflower.rings import leader_exchange
+from socflower.rings.collective import Collective, PeerLost, Poll, no_poll
+from socflower.rings.leader_exchange import GroupsModel
 from socflower.rings.settings import RingSettings
+from socflower.rings.transports.port import RingPort
+from socflower.rings.transports.stream import OutgoingStream
 from socflower.strategies.socflow import SoCFlow
 from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
 from socflower.wire.message_keys import CONFIG, GROUP, SERVER_ROUND, GroupTask
+from socflower.wire.secure_channel import PeerUnreachable
 from socflower.workloads import LabelledData
 from tests.seeded import built
 from tests.strategies.options import grouped
@@ -57,10 +63,11 @@ def disturbed(message: Message, context: Context, call_next: ClientAppCallable) 
 
     The run config's `step-s` is how long a loss takes, `slower` of a node's config a factor of that. In the round
     `disturbed-round` (default 1) a node waits `begin-delay-s` before it trains and `end-delay-s` before it replies,
-    raises in the phase `raises-in`, and is killed in the phase `dies-in`. Where there is a ledger, what a node has been
-    asked for and how far it has come stands beside it, in files.
+    raises in the phase `raises-in`, is killed in the phase `dies-in`, stops in the phase `stops-in`, and from the phase
+    `cut-in` on cannot reach the participants `cut-from` ("2 3"). Where there is a ledger, what a node has been asked
+    for and how far it has come stands beside it, in files.
     """
-    global _step_s, _raises_at_step, _dies_at_step
+    global _step_s, _raises_at_step, _dies_at_step, _struck_meeting, _cut_from, _cut_in
     node = context.node_config
     _step_s = float(context.run_config.get("step-s", 0.0)) * float(node.get("slower", 1))
     if GROUP not in message.content.config_records:
@@ -70,6 +77,9 @@ def disturbed(message: Message, context: Context, call_next: ClientAppCallable) 
     raises_in, dies_in = (node.get(key) if strikes else None for key in ("raises-in", "dies-in"))
     _raises_at_step = 3 if raises_in == "mid-batch" else 0
     _dies_at_step = 3 if dies_in == "mid-batch" else 0
+    stops_in, cut_in = (node.get(key) if strikes else None for key in ("stops-in", "cut-in"))
+    _cut_from, _cut_in = frozenset(map(int, str(node.get("cut-from", "")).split())), str(cut_in)
+    _struck_meeting = (str(dies_in or stops_in), signal.SIGKILL if dies_in else signal.SIGSTOP)
     _mark(context, server_round, "asked", json.dumps(GroupTask.decode(message.content.config_records[GROUP]).encode()))
     time.sleep(float(node.get("begin-delay-s", 0.0)) if strikes else 0.0)
     if raises_in == "rendezvous":
@@ -108,6 +118,27 @@ def _mark(context: Context, server_round: int, what: str, text: str) -> None:
 _step_s = 0.0
 _raises_at_step = 0
 _dies_at_step = 0
+_struck_meeting = ("", signal.SIGKILL)
+_cut_from: frozenset[int] = frozenset()
+_cut_in = ""
+_exchange_models, _call, _open_stream = leader_exchange.exchange_models, RingPort.call, RingPort.open_stream
+
+
+def _struck_exchange(ring: Collective, own: GroupsModel, poll: Poll = no_poll) -> GroupsModel:
+    """Exchange models with other leaders; strike before, or when the sum has come."""
+    global _cut_in
+    _strike_meeting("meeting")
+    if _cut_in == "meeting":
+        _cut_in = "begin"
+        raise PeerLost("the link is cut")
+    mean = _exchange_models(ring, own, poll)
+    _strike_meeting("met")
+    return mean
+
+
+def _strike_meeting(phase: str) -> None:
+    if _struck_meeting[0] == phase:
+        os.kill(os.getpid(), _struck_meeting[1])
 
 
 def _loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -122,7 +153,25 @@ def _loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs, labels)
 
 
+def _call_if_linked(port: RingPort, rank: int, *args: Any, **named: Any) -> bytes:
+    _require_link(rank)
+    return _call(port, rank, *args, **named)
+
+
+def _stream_if_linked(port: RingPort, rank: int, *args: Any, **named: Any) -> OutgoingStream:
+    _require_link(rank)
+    return _open_stream(port, rank, *args, **named)
+
+
+def _require_link(rank: int) -> None:
+    if _cut_in == "begin" and rank in _cut_from:
+        raise PeerUnreachable("the link is cut")
+
+
 def client_app() -> ClientApp:
+    leader_exchange.exchange_models = _struck_exchange
+    RingPort.call, RingPort.open_stream = _call_if_linked, _stream_if_linked  # type: ignore[method-assign]
+
     def model(context: Context) -> nn.Module:
         return network(norm=bool(context.run_config.get("norm", False)))
 

@@ -10,7 +10,7 @@ from typing import NoReturn
 from socflower.rings.all_reduce import MAX_CHUNK_BYTES, SEND_AHEAD
 from socflower.rings.collective import PeerLost
 from socflower.rings.transports.links import LinkedRing
-from socflower.rings.transports.port import Caller, Reader, RingPort
+from socflower.rings.transports.port import Caller, Peers, Reader
 from socflower.rings.transports.stream import OutgoingStream
 from socflower.wire.secure_channel import PeerNotReady, PeerRefused, PeerSilent, PeerUnreachable
 
@@ -27,7 +27,7 @@ class GrpcRing(LinkedRing):
     hangs breaks the ring, one that is slow does not.
     """
 
-    def __init__(self, port: RingPort, ranks: Sequence[int], generation: int, heartbeat_s: float) -> None:
+    def __init__(self, port: Peers, ranks: Sequence[int], generation: int, heartbeat_s: float) -> None:
         links = _StreamLinks(port, tuple(ranks), generation, heartbeat_s)
         super().__init__(links, list(ranks).index(port.rank), len(ranks), "grpc")
 
@@ -39,7 +39,7 @@ class _StreamLinks:
     empty.
     """
 
-    def __init__(self, port: RingPort, ranks: tuple[int, ...], generation: int, heartbeat_s: float) -> None:
+    def __init__(self, port: Peers, ranks: tuple[int, ...], generation: int, heartbeat_s: float) -> None:
         position = ranks.index(port.rank)
         self._port = port
         self._next = ranks[(position + 1) % len(ranks)]
@@ -196,7 +196,7 @@ class _StreamLinks:
             self._changed.notify_all()
 
     def _reject_chunk(self, what: str) -> NoReturn:
-        self._port.report_refused(self._port.addresses[self._previous], f"{what} of rank {self._previous}")
+        self._port.report_refused(self._port.address_of(self._previous), f"{what} of rank {self._previous}")
         raise PeerLost(f"rank {self._previous} sent {what}")
 
     def _require_open(self, condition: bool, otherwise: str) -> None:

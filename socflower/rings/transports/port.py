@@ -78,6 +78,36 @@ Admission: TypeAlias = Callable[[Caller, bytes], Reader]
 `PeerNotReady`."""
 
 
+class Peers(Protocol):
+    """What rings use of a port: `RingPort`, or a view of it with other ranks."""
+
+    rank: int
+
+    def address_of(self, rank: int) -> str:
+        """Return the address of a member."""
+        ...
+
+    def handle(self, method: str, handler: Handler) -> None:
+        """See `RingPort.handle`."""
+        ...
+
+    def handle_stream(self, method: str, admission: Admission) -> None:
+        """See `RingPort.handle_stream`."""
+        ...
+
+    def call(self, rank: int, method: str, body: bytes = b"", *, timeout_s: float) -> bytes:
+        """See `RingPort.call`."""
+        ...
+
+    def open_stream(self, rank: int, method: str, opening: bytes = b"") -> OutgoingStream:
+        """See `RingPort.open_stream`."""
+        ...
+
+    def report_refused(self, peer: str, what: str) -> None:
+        """See `RingPort.report_refused`."""
+        ...
+
+
 def warn(line: str) -> None:
     """Log a line as Flower's warnings."""
     log(WARNING, line)
@@ -126,6 +156,10 @@ class RingPort:
             heartbeat_s=heartbeat_s, max_message_bytes=CALL_LIMIT_BYTES + OVERHEAD_BYTES, bind_timeout_s=bind_timeout_s)
         self.host, self.port = self._server.address.host, self._server.address.port
         self._server.start()
+
+    def address_of(self, rank: int) -> str:
+        """Return the address of a member."""
+        return self.addresses[rank]
 
     def handle(self, method: str, handler: Handler) -> None:
         """Answer calls of `method` from now on; earlier callers get `PeerNotReady`."""

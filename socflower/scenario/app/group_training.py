@@ -66,7 +66,7 @@ class _Training:
         self._record = RoundRecord(scenario, folder, self._time, self._trace, self._devices, self._evaluate)
         self._plan: dict[str, Any] | None = None
         self._resumed: Checkpoint | None = None
-        self._transport = "in process"
+        self._transport, self._leader_transport = "in process", ""
 
     def run(self) -> dict[str, Any]:
         """Train with the scenario's strategy."""
@@ -86,6 +86,7 @@ class _Training:
             "strategy": self._scenario.strategy.name,
             "kernels": kernels(self._scenario),
             "transports": {"inside groups": self._transport, "hub": "Flower messages",
+                           **({"between leaders": self._leader_transport} if self._leader_transport else {}),
                            **({"edge and cloud": self._edges.transport} if self._edges else {})},
             "data_source": self._data.source,
             **self._record.totals(final, self._whole(final)),
@@ -126,7 +127,7 @@ class _Training:
             self._grid, arrays, num_rounds=groups.num_rounds, timeout=self._scenario.train.reply_timeout_s,
             train_config=ConfigRecord({**self._frozen}), evaluate_fn=self._record.evaluation(
                 round_end, groups.num_rounds, own_state, self._heat)).arrays
-        self._transport = groups.transport
+        self._transport, self._leader_transport = groups.transport, groups.leader_transport
         return final
 
     def _num_groups(self, arrays: ArrayRecord) -> int:

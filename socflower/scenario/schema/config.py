@@ -179,8 +179,9 @@ class StrategyConfig(Table):
     overlap_buckets: int = Field(1, gt=0, le=1000, description=(
         "parts of the backward pass whose gradients are exchanged while the next part is computed; 1 means no overlap"))
     leaders: Annotated[str, OneOf(("star", "ring", "tree", "auto"))] = Field("star", description=(
-        "how the leaders of groups exchange models in virtual time: over the hub, in a ring, or by board and server; "
-        "\"auto\" takes, for each new plan, the way that is predicted to be quickest; a deployment has the star"))
+        "how the leaders of groups [exchange models](concepts/planning.md#when-groups-synchronise): over the hub, in a "
+        "ring, or by board and server; \"auto\" takes, for each new plan, the way that is predicted to be quickest; a "
+        "deployment has no tree"))
     tolerate_client_errors: bool = Field(False, description=(
         "leave out a group whose client raises, instead of ending the run, or of a ring of real machines the member; "
         "`fedavg` always does"))

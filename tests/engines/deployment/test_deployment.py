@@ -85,6 +85,7 @@ transport = "TRANSPORT"
 [strategy]
 groups = 2
 sync_interval_epochs = 1
+leaders = "LEADERS"
 rebalance = "shares"
 rebalance_steps = 2
 [[event]]
@@ -96,9 +97,12 @@ round = 2
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("transport", ["gloo", "grpc"])
-def test_rings_in_int8_give_the_weights_of_the_local_engine_whoever_leaves(tmp_path: Path, transport: str) -> None:
-    with DeployedRun(tmp_path, "--warm", epochs=3, scenario=INT8.replace("TRANSPORT", transport)) as run:
+@pytest.mark.parametrize(("transport", "leaders"), [("gloo", "star"), ("grpc", "ring"), ("gloo", "ring")])
+def test_rings_in_int8_give_the_weights_of_the_local_engine_whoever_leaves(
+    tmp_path: Path, transport: str, leaders: str,
+) -> None:
+    scenario = INT8.replace("TRANSPORT", transport).replace("LEADERS", leaders)
+    with DeployedRun(tmp_path, "--warm", epochs=3, scenario=scenario) as run:
         result = run.finish()
     local = run_to_folder(from_document(result["scenario"]), tmp_path / "local", num_workers=0)
     assert result["weights_sha256"] == local["weights_sha256"]

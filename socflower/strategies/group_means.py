@@ -1,0 +1,62 @@
+"""The models that a round's replies bring: of one group each, or means of groups whose leaders have met (F8)."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from flwr.app import ArrayRecord, Message, MetricRecord
+
+from socflower.rings.leader_exchange import GroupsModel, exchange_in_process
+from socflower.strategies.mixed_replies import group_id_of
+from socflower.strategies.records import array_views, to_array_record
+from socflower.strategies.replies import outcome_of
+from socflower.strategies.round import Round
+from socflower.wire.message_keys import ARRAYS, METRICS, NUM_EXAMPLES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupMean:
+    """A model that is the mean of some groups'."""
+
+    arrays: ArrayRecord
+    samples: float  # that those groups trained on
+    groups: tuple[int, ...]
+
+
+def means_of(this: Round, usable: Sequence[Message]) -> list[GroupMean]:
+    """Return the models of usable replies, no group in two of them.
+
+    Where leaders meet in a ring, groups of one process are averaged here, as their leaders would have been.
+    """
+    if this.leaders_meet and not this.in_rings:
+        replies = {group_id_of(reply): reply for reply in usable}
+        return [_meet([replies[group.group_id] for group in groups if group.group_id in replies])
+                for groups in this.meetings if any(group.group_id in replies for group in groups)]
+    return _disjoint([_sent(reply) for reply in usable if ARRAYS in reply.content.array_records])
+
+
+def _sent(reply: Message) -> GroupMean:
+    outcome, arrays = outcome_of(reply), cast(ArrayRecord, reply.content[ARRAYS])
+    if outcome is not None and outcome.met:
+        return GroupMean(arrays=arrays, samples=outcome.met_samples, groups=outcome.met)
+    return GroupMean(arrays=arrays, samples=_samples(reply), groups=(group_id_of(reply),))
+
+
+def _meet(replies: Sequence[Message]) -> GroupMean:
+    mean = exchange_in_process([GroupsModel(
+        arrays=array_views(cast(ArrayRecord, reply.content[ARRAYS])), samples=_samples(reply),
+        groups=(group_id_of(reply),)) for reply in replies])
+    return GroupMean(arrays=to_array_record(mean.arrays), samples=mean.samples, groups=mean.groups)
+
+
+def _disjoint(means: Iterable[GroupMean]) -> list[GroupMean]:
+    """Return as many as have no group twice, the largest first: leaders that lost each other may have met twice."""
+    chosen: list[GroupMean] = []
+    for mean in sorted(means, key=lambda mean: -len(mean.groups)):
+        if not any({*mean.groups} & {*other.groups} for other in chosen):
+            chosen.append(mean)
+    return sorted(chosen, key=lambda mean: min(mean.groups))
+
+
+def _samples(reply: Message) -> float:
+    return float(cast(float, cast(MetricRecord, reply.content[METRICS])[NUM_EXAMPLES]))
