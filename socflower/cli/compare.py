@@ -9,11 +9,13 @@ from rich.console import Console
 from rich.table import Table
 
 from socflower.cli.options import (
+    Fusion,
     Json,
     Log,
     Set,
     Workers,
     mistakes_name_file,
+    refuse_fusion_of_split,
     refuse_unread,
     round_logging,
     scenario_argument,
@@ -57,6 +59,7 @@ def compare(
     nodes: Annotated[int | None, typer.Option(help="As of run.")] = None,
     training_flops: Annotated[float | None, typer.Option(help="As of run.")] = None,
     expect: Annotated[list[str] | None, typer.Option(help="As of run; of each app.")] = None,
+    fusion: Fusion = None,
     set_: Set = None,
     workers: Workers = None,
     log: Log = "",
@@ -83,7 +86,8 @@ def compare(
     from socflower.scenario.schema.file import load_scenario
     from socflower.scenario.tuning import parse_tuning
 
-    loaded = load_scenario(scenario[0], set_ or ())
+    loaded = load_scenario(scenario[0], [*(set_ or ()), *([f"strategy.fusion={fusion}"] if fusion is not None else ())])
+    refuse_fusion_of_split(loaded, fusion)
     names = [name.strip() for name in strategies.split(",")] if strategies else list(loaded.compare.strategies)
     target = out or Path("out") / f"{loaded.name}-compare"
     logging = round_logging(log)
@@ -152,6 +156,8 @@ def print_comparison(console: Console, scenario: "Scenario | None", document: Ma
     if tuning := document.get("tuning"):
         print_text(f"{tuning['key']}, searched with seed {tuning['seed']}: " + ", ".join(
             f"{name} {found['chosen']}" for name, found in tuning["strategies"].items()), console)
+    if document.get("fusions"):
+        _print_fusions(console, document["fusions"])
     if document.get("predictions"):
         _print_predictions(console, document["predictions"])
     print_claims(console, document["expectations"])
@@ -172,6 +178,13 @@ def _add_means(table: Table, row: Mapping[str, Any], quality: Quality, deployed:
                   cell(quality.energy_key, _joules), cell("wall_s" if deployed else "virtual_s", human_seconds),
                   cell("energy_j", _joules), human_bytes(row["bytes"]["intra_board"] + row["bytes"]["inter_board"]),
                   human_bytes(row["bytes"]["hub"]))
+
+
+def _print_fusions(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print what an epoch takes with either price of messages (F8a)."""
+    for fusion in rows[0]["epoch_s"]:
+        print_text(f"an epoch, messages {fusion}: " + ", ".join(
+            f"{row['strategy']} {human_seconds(row['epoch_s'][fusion])}" for row in rows), console, "dim")
 
 
 def _print_predictions(console: Console, predictions: Sequence[Mapping[str, Any]]) -> None:

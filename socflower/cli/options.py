@@ -13,6 +13,7 @@ from socflower.errors import ConfigError, InfeasiblePlan
 
 if TYPE_CHECKING:  # flwr is loaded by the command that runs something
     from socflower.engines.run_log import RoundLogging
+    from socflower.scenario.schema.config import Scenario
 
 
 def _shipped_or_file(given: Path | Sequence[Path]) -> Path | list[Path]:
@@ -27,6 +28,7 @@ def scenario_argument(help: str) -> Any:
 
 
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override one key: table.key=value. Repeatable.")]
+Fusion = Annotated[str | None, typer.Option(help="What costs a message: per-tensor or buckets; as strategy.fusion.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Engine = Annotated[str, typer.Option(help="local (no Ray, virtual time), simulation (Flower's own, Ray) or deployment "
                                           "(SuperLink and SuperNodes, real time).")]
@@ -120,12 +122,19 @@ def unread_by_run(*, of_app_folder: bool, engine: str, is_remote: bool, keeps_ch
     return unread
 
 
+def refuse_fusion_of_split(scenario: "Scenario", fusion: str | None) -> None:
+    """Raise `ConfigError` for --fusion where a cloud trains with its edges, whose streams have no such messages."""
+    if fusion is not None and scenario.is_split:
+        raise ConfigError(f"--fusion {fusion}: is for strategies on clusters, and {scenario.name} has "
+                          f"{scenario.strategy.name!r}; leave it out")
+
+
 def unread_by_compare(engine: str, *, of_app_folders: bool) -> dict[str, str]:
     """Return the options that `compare` does not read, as a map from parameter to reason."""
     unread = {} if engine == "local" else {"workers": f"is for --engine local only, and this is --engine {engine}"}
     if of_app_folders:
-        return unread | dict.fromkeys(("strategies", "seeds", "tune"), "is for scenarios, and these are folders of "
-                                      "Flower apps; --vary compares values of their run config")
+        return unread | dict.fromkeys(("strategies", "seeds", "tune", "fusion"), "is for scenarios, and these are "
+                                      "folders of Flower apps; --vary compares values of their run config")
     return unread | dict.fromkeys((*_APP_FOLDER_OPTIONS, "vary"), "is for folders of Flower apps, and this is a "
                                                                  "scenario")
 

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from socflower.cli.options import Json, Set, mistakes_name_file, scenario_argument
+from socflower.cli.options import Fusion, Json, Set, mistakes_name_file, refuse_fusion_of_split, scenario_argument
 from socflower.cli.process import prints_to_stderr
 from socflower.cli.terminal import OUT, print_json, print_text
 from socflower.errors import ConfigError
@@ -24,6 +24,7 @@ def plan(
     scenario: Annotated[Path, scenario_argument("A scenario file, the name of a shipped scenario, a cluster file, "
                                                 "or the folder of a Flower app.")],
     groups: Annotated[int | None, typer.Option(help="Number of groups, in place of the file's.")] = None,
+    fusion: Fusion = None,
     set_: Set = None,
     cluster: Annotated[Path | None, typer.Option(help="For an app folder: the cluster file it runs on.")] = None,
     training_flops: Annotated[float | None, typer.Option(help="For an app folder: operations of one training "
@@ -37,17 +38,22 @@ def plan(
     from socflower.scenario.schema.strategies import group_strategy
 
     if scenario.is_dir():
+        if fusion is not None:
+            raise ConfigError(f"--fusion {fusion}: is for scenarios; the ServerApp of {scenario} sets "
+                              "ExchangeSettings(fusion=…): use --set with the key of its run config")
         _plan_app_folder(scenario, cluster, groups, set_ or (), training_flops, as_json)
         return
     for option, value in (("--cluster", cluster), ("--training-flops", training_flops)):
         if value is not None:
             raise ConfigError(f"{option} {value}: is for the folder of a Flower app; a scenario has its own [cluster] "
                               "and model")
-    overrides = [*(set_ or ()), *([f"strategy.groups={groups}"] if groups is not None else ())]
+    overrides = [*(set_ or ()), *(f"strategy.{key}={value}" for key, value in (("groups", groups), ("fusion", fusion))
+                                  if value is not None)]
     loaded = load_scenario(scenario, overrides)
     if groups is not None and not (loaded.has_groups and group_strategy(loaded.strategy.name).num_groups is None):
         raise ConfigError(f"--groups {groups}: is for strategy.name = 'socflow', and {scenario} has "
                           f"{loaded.strategy.name!r}, which takes no number of groups; leave it out")
+    refuse_fusion_of_split(loaded, fusion)
     if loaded.is_split:
         with mistakes_name_file(loaded.name, scenario):
             _plan_split(loaded, as_json)
@@ -131,6 +137,7 @@ def _predicted_lines(document: Mapping[str, Any]) -> tuple[str, ...]:
         _step_line(document),
         f"a synchronisation {human_seconds(predicted['sync_s'])}{_in_servers(predicted)}{_leaders(document)}, "
         f"{predicted['syncs_per_epoch']:.3g} an epoch",
+        _fusion_line(predicted),
         f"an epoch {human_seconds(predicted['epoch_s'])} and {human_joules(predicted['epoch_energy_j'])}, "
         f"{percent(predicted['compute_fraction'])} of the SoCs' time computing",
         f"memory of a SoC {human_bytes(predicted['memory_bytes'])}{_frozen_text(document['model'])}",
@@ -157,6 +164,14 @@ def _leaders(document: Mapping[str, Any]) -> str:
     others = ", ".join(f"as a {kind} {human_seconds(value)}" for kind, value in seconds.items()
                        if kind != document["leaders"])
     return f" with leaders as a {document['leaders']} ({others})" if others else ""
+
+
+def _fusion_line(predicted: Mapping[str, Any]) -> str:
+    """Return what costs a message, and what step and synchronisation take with the alternative (F8a)."""
+    (other, times), = ((fusion, times) for fusion, times in predicted["fusions"].items()
+                       if fusion != predicted["fusion"])
+    return (f"messages {predicted['fusion']}; {other} a step {human_seconds(times['step_s'])}, a synchronisation "
+            f"{human_seconds(times['sync_s'])}")
 
 
 def _in_servers(predicted: Mapping[str, float]) -> str:

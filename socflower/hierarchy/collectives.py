@@ -4,10 +4,14 @@ Each function adds transfers to a `GraphBuilder` and returns the indices of the 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from socflower.cluster import Endpoint, GraphBuilder
 from socflower.errors import ConfigError
+
+PER_TENSOR, BUCKETS = "per-tensor", "buckets"
+FUSIONS = (PER_TENSOR, BUCKETS)
+"""How the tensors of a model are sent (F8a): each as a message of its own, or each bucket as one."""
 
 Dependencies = Mapping[int, Sequence[int]]
 """Tasks that must be done before a SoC sends, by SoC."""
@@ -18,18 +22,24 @@ class Exchange:
     """The data that a member exchanges: the gradients or weights of a model."""
 
     num_bytes: float
-    num_tensors: int  # each costs a message
+    num_tensors: int
+    fused: bool = False  # in one message instead of one for each tensor (F8a)
 
     def __post_init__(self) -> None:
         if not self.num_bytes >= 0.0 or self.num_tensors < 1:
             raise ConfigError(f"exchange: need num_bytes >= 0 and num_tensors >= 1, got {self.num_bytes} and "
                               f"{self.num_tensors}")
 
+    @property
+    def num_messages(self) -> int:
+        """How many messages each transfer of it takes."""
+        return 1 if self.fused else self.num_tensors
+
     def buckets(self, count: int) -> "tuple[Exchange, ...]":
         """Return `count` parts of equal bytes and about equal numbers of tensors; no more parts than tensors."""
         count = min(count, self.num_tensors)
         small, extra = divmod(self.num_tensors, count)
-        return tuple(Exchange(num_bytes=self.num_bytes / count, num_tensors=small + (index < extra))
+        return tuple(replace(self, num_bytes=self.num_bytes / count, num_tensors=small + (index < extra))
                      for index in range(count))
 
 
@@ -53,7 +63,7 @@ def ring_all_reduce(
         return RingTasks((), {socs[0]: tuple(after[socs[0]])})
     first = builder.next_index
     sends = tuple(builder.transfer(
-        f"{name} ring", soc, socs[(rank + 1) % size], exchange.num_bytes / size, num_messages=exchange.num_tensors,
+        f"{name} ring", soc, socs[(rank + 1) % size], exchange.num_bytes / size, num_messages=exchange.num_messages,
         rounds=2 * (size - 1), after=after[soc], after_round=(first + (rank - 1) % size,))
         for rank, soc in enumerate(socs))
     return RingTasks(sends, {soc: (sends[rank - 1], sends[rank]) for rank, soc in enumerate(socs)})
@@ -65,11 +75,11 @@ def server_exchange(
     """Add an exchange with a parameter server, the first SoC: n-1 uploads and, after all of them, n-1 downloads."""
     server, *others = socs
     uploads = [builder.transfer(f"{name} upload", soc, server, exchange.num_bytes,
-                                num_messages=exchange.num_tensors, after=after[soc]) for soc in others]
+                                num_messages=exchange.num_messages, after=after[soc]) for soc in others]
     # The sum includes the server's own gradient.
     ready = (*after[server], *uploads)
     downloads = {soc: builder.transfer(f"{name} download", server, soc, exchange.num_bytes,
-                                       num_messages=exchange.num_tensors, after=ready) for soc in others}
+                                       num_messages=exchange.num_messages, after=ready) for soc in others}
     return {server: (*ready, *downloads.values()), **{soc: (index,) for soc, index in downloads.items()}}
 
 
@@ -78,7 +88,7 @@ def gather(
 ) -> int:
     """Add an upload from every leader but `center` to it; return the task that waits for all, and for its own."""
     uploads = [builder.transfer(f"{name} upload", leader, center, exchange.num_bytes,
-                                num_messages=exchange.num_tensors, after=after.get(leader, ()))
+                                num_messages=exchange.num_messages, after=after.get(leader, ()))
                for leader in leaders if leader != center]
     own = after.get(center, ()) if isinstance(center, int) else ()
     # One task, which takes no time: N downloads after N uploads would be N² dependencies.
@@ -90,7 +100,7 @@ def scatter(
 ) -> dict[int, int]:
     """Add a download from `center` to every other leader; return what ends each leader's wait."""
     return {leader: after if leader == center else builder.transfer(
-        f"{name} download", center, leader, exchange.num_bytes, num_messages=exchange.num_tensors, after=(after,))
+        f"{name} download", center, leader, exchange.num_bytes, num_messages=exchange.num_messages, after=(after,))
         for leader in leaders}
 
 
@@ -106,7 +116,7 @@ def broadcast(
     needs = {order[0]: tuple(after)}
     for holder, receiver in _halvings(order):
         index = builder.transfer(f"{name} broadcast", holder, receiver, exchange.num_bytes,
-                                 num_messages=exchange.num_tensors, after=needs[holder])
+                                 num_messages=exchange.num_messages, after=needs[holder])
         needs[holder] = needs[receiver] = (index,)
     return needs
 

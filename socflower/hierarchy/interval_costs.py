@@ -18,7 +18,7 @@ from socflower.cluster import (
 )
 from socflower.cluster.virtual_clock import Pace
 from socflower.hierarchy.batch_shares import split_batch
-from socflower.hierarchy.collectives import Exchange
+from socflower.hierarchy.collectives import BUCKETS, PER_TENSOR, Exchange
 from socflower.hierarchy.delayed_sync import SyncInterval
 from socflower.hierarchy.leader_exchange import STAR
 from socflower.hierarchy.lowering import deal_graph, step_graph, synchronisation_graph
@@ -45,6 +45,7 @@ class IntervalCosts:
     pricing: Pricing = FP32  # of the arithmetic that members train in
     rebalancing: Rebalancing | None = None
     leaders: str = STAR  # how leaders exchange models; `choose_leaders` says how they should
+    fusion: str = PER_TENSOR  # how tensors are sent
     hub_decides: bool = False  # whether an outer strategy makes the next model
 
     @cached_property
@@ -79,7 +80,8 @@ class IntervalCosts:
     @cached_property
     def exchange(self) -> Exchange:
         """The exchanged data, gradients or weights."""
-        return Exchange(num_bytes=self.profile.weight_bytes, num_tensors=self.profile.num_tensors)
+        return Exchange(num_bytes=self.profile.weight_bytes, num_tensors=self.profile.num_tensors,
+                        fused=self.fusion == BUCKETS)
 
     def step(
         self, *, serialize_uplinks: bool | None = None, pricings: Mapping[int, Pricing] | None = None,

@@ -181,11 +181,11 @@ def _through_hub(builder: GraphBuilder, leaders: Sequence[int], exchange: Exchan
                  hub_decides: bool) -> Arrivals:
     """Add the upload of the mean by the first leader, and where the hub decides, the next model's way to all."""
     first = leaders[0]
-    uploaded = builder.transfer("model to the hub", first, HUB, exchange.num_bytes, num_messages=exchange.num_tensors,
+    uploaded = builder.transfer("model to the hub", first, HUB, exchange.num_bytes, num_messages=exchange.num_messages,
                                 after=arrived[first])
     if not hub_decides:
         return arrived
-    back = builder.transfer("model of the hub", HUB, first, exchange.num_bytes, num_messages=exchange.num_tensors,
+    back = builder.transfer("model of the hub", HUB, first, exchange.num_bytes, num_messages=exchange.num_messages,
                             after=(uploaded,))
     return broadcast(builder, leaders, exchange, (back,), "sync")
 

@@ -13,7 +13,7 @@ from socflower.report.report import write_report
 from socflower.report.spread import means_of
 from socflower.report.summary import headline_of
 from socflower.scenario.expectations import check_expectations
-from socflower.scenario.planning import predicted_epochs
+from socflower.scenario.planning import epochs_by_fusion, predicted_epochs
 from socflower.scenario.prepared_run import PreparedRun, prepare
 from socflower.scenario.runner import run_to_folder, target_of
 from socflower.scenario.schema.config import Scenario
@@ -120,7 +120,7 @@ class _Comparison:
             "rows": [{key: result.get(key) for key in _ROW_KEYS} for result in results], "means": means,
             "headline": headline_of(means or results), "tuning": tuning,
             "expectations": [claim for result in results for claim in result["expectations"]],
-            "predictions": predictions,
+            "predictions": predictions, "fusions": epochs_by_fusion(self._scenario, self._strategies),
         }
         write_atomically(self._out / "comparison.json", json.dumps(document, indent=1))
         write_report(self._out / "report.html", results, title=self._scenario.name, question=self._scenario.question,

@@ -24,6 +24,7 @@ from socflower.hierarchy import (
     sync_schedule,
     sync_shapes,
 )
+from socflower.hierarchy.collectives import FUSIONS
 from socflower.hierarchy.leader_exchange import KINDS
 from socflower.precision.mixed_precision import RULES_BY_THROUGHPUT
 from socflower.precision.processor_costs import MixedPricing
@@ -127,6 +128,22 @@ def predicted_epochs(scenario: Scenario, strategies: Sequence[str]) -> list[dict
     return rows
 
 
+def epochs_by_fusion(scenario: Scenario, strategies: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the predicted seconds of an epoch with each price of messages (F8a), for strategies that have a plan."""
+    rows = []
+    for name in strategies:
+        planned = scenario.under(name)
+        if planned.has_groups:
+            rows.append({"strategy": name, "epoch_s": {fusion: _epoch_s(planned, fusion) for fusion in FUSIONS}})
+    return rows
+
+
+def _epoch_s(scenario: Scenario, fusion: str) -> float:
+    planned = scenario.replaced(strategy=scenario.strategy.replaced(fusion=fusion))
+    work, _ = planned_work(planned, scenario_cluster(planned))
+    return _training_usage(work, _planned_shapes(planned, work)).duration_s / planned.train.epochs
+
+
 def _predict_one_soc(scenario: Scenario, cluster: Cluster) -> dict[str, float]:
     """Return the seconds and joules of an epoch on the SoC that strategy `sgd` trains on, with the same batches."""
     alone = scenario.replaced(strategy=scenario.strategy.replaced(name="sgd", outer=None), edgecloud=None)
@@ -175,7 +192,7 @@ def planned_work(scenario: Scenario, cluster: Cluster) -> tuple[IntervalCosts, E
         cluster=cluster, plan=plan, profile=model_profile(scenario), num_samples=num_samples,
         batch_size=scenario.train.batch_size, reshuffle=settings.reshuffle, serialize_uplinks=False,
         overlap_buckets=settings.overlap_buckets, pricing=cost, rebalancing=rebalancing(scenario),
-        hub_decides=settings.outer is not None,
+        fusion=settings.fusion, hub_decides=settings.outer is not None,
         steps_per_epoch=group_steps_per_epoch(num_samples, len(plan.groups), scenario.train.batch_size))
     return with_plan(scenario, work, plan)
 
@@ -242,6 +259,7 @@ def predicted_costs(
     busy = sum(training.soc_seconds.values())
     times = step_times(work, _lengths(shapes), EventClock(work.cluster))
     step_s = times.in_turn_s if work.serialize_uplinks else times.free_s
+    sync_s = 0.0 if synchronisation is None else EventClock(work.cluster).run(synchronisation).duration_s
     own_s = max(cost.compute_s + cost.merge_s + cost.update_s for cost in work.costs.values())
     return {
         "step_s": step_s,
@@ -249,9 +267,12 @@ def predicted_costs(
         "step_in_turn_s": times.in_turn_s,
         "step_free_running_s": times.free_s,
         "steps_per_epoch": float(work.steps_per_epoch),
-        "sync_s": 0.0 if synchronisation is None else EventClock(work.cluster).run(synchronisation).duration_s,
+        "sync_s": sync_s,
         "leaders_s": {} if synchronisation is None else {
             kind: work.synchronisation_s(EventClock(work.cluster), kind) for kind in KINDS},
+        "fusion": work.fusion,
+        "fusions": {fusion: {"step_s": step_s, "sync_s": sync_s} if fusion == work.fusion
+                    else _step_and_sync(replace(work, fusion=fusion), shapes) for fusion in FUSIONS},
         "server_sync_s": 0.0 if inside is None else EventClock(work.cluster).run(inside).duration_s,
         "syncs_per_epoch": 0.0 if synchronisation is None else sum(count for _, count in shapes) / epochs,
         "epoch_s": training.duration_s / epochs,
@@ -260,6 +281,13 @@ def predicted_costs(
             max(work.shares.values()), optimizer_copies=optimizer_copies),
         "compute_fraction": training.soc_seconds.get(Activity.COMPUTE, 0.0) / busy if busy else 0.0,
     }
+
+
+def _step_and_sync(work: IntervalCosts, shapes: Sequence[tuple[SyncInterval, int]]) -> dict[str, float]:
+    """Return the seconds of a step, in turns or not as is quicker, and of a synchronisation."""
+    times, synchronisation = step_times(work, _lengths(shapes), EventClock(work.cluster)), work.synchronisation()
+    return {"step_s": min(times.in_turn_s, times.free_s),
+            "sync_s": 0.0 if synchronisation is None else EventClock(work.cluster).run(synchronisation).duration_s}
 
 
 def plan_split(scenario: Scenario) -> dict[str, Any]:

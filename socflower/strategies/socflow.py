@@ -554,7 +554,7 @@ class SoCFlow(PlannedRounds):
             cluster=self._cluster, plan=plan, profile=profile, num_samples=schedule.num_samples,
             batch_size=schedule.batch_size, steps_per_epoch=self.steps_per_epoch, reshuffle=schedule.reshuffle,
             serialize_uplinks=False, overlap_buckets=self._exchange.overlap_buckets, pricing=self.pricing,
-            rebalancing=self._rebalancing, hub_decides=self._outer is not None)
+            rebalancing=self._rebalancing, fusion=self._exchange.fusion, hub_decides=self._outer is not None)
 
     def _exchanges_and_costs(self, plan: GroupPlan) -> tuple[Exchanges, IntervalCosts | None]:
         """Return how a plan's groups exchange, and what an interval of it costs."""

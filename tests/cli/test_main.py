@@ -80,7 +80,11 @@ def test_compare_prints_a_table_and_resumes(socflower: Socflower, scenario: Path
     written = (tmp_path / "both" / "sgd" / "result.json").stat().st_mtime_ns
     again = socflower(*arguments, "--json")
     assert again.status == 0
-    assert [row["strategy"] for row in json.loads(again.out)["rows"]] == ["socflow", "sgd"]
+    document = json.loads(again.out)
+    assert [row["strategy"] for row in document["rows"]] == ["socflow", "sgd"]
+    of_groups, alone = (row["epoch_s"] for row in document["fusions"])
+    assert of_groups["buckets"] < of_groups["per-tensor"] and alone["buckets"] == alone["per-tensor"]
+    assert "an epoch, messages buckets: socflow" in ran.out
     assert (tmp_path / "both" / "sgd" / "result.json").stat().st_mtime_ns == written
 
 
@@ -146,6 +150,22 @@ def test_a_plan_is_one_document(socflower: Socflower, scenario: Path) -> None:
     assert sorted(ids for group in document["communication_groups"] for ids in group) == [0, 1]
     for key in ("epoch_s", "epoch_energy_j", "step_s", "step_in_turn_s", "step_free_running_s", "sync_s"):
         assert document["predicted"][key] > 0.0
+
+
+def test_a_plan_prices_messages_both_ways_and_its_option_says_which_counts(
+    socflower: Socflower, scenario: Path, tmp_path: Path,
+) -> None:
+    each = {fusion: json.loads(socflower("plan", scenario, "--fusion", fusion, "--json").out)["predicted"]
+            for fusion in ("per-tensor", "buckets")}
+    for fusion, predicted in each.items():
+        assert predicted["fusion"] == fusion
+        for key in ("step_s", "sync_s"):
+            assert predicted["fusions"][fusion][key] == predicted[key] == pytest.approx(
+                each["per-tensor"]["fusions"][fusion][key])
+    assert each["buckets"]["epoch_s"] < each["per-tensor"]["epoch_s"]
+    is_mistake(socflower("plan", scenario, "--fusion", "none"), "fusion = 'none'", "per-tensor, buckets")
+    (tmp_path / "app").mkdir()
+    is_mistake(socflower("plan", "app", "--fusion", "buckets"), "--fusion buckets: is for scenarios")
 
 
 @pytest.mark.parametrize(("groups", "serialize_uplinks", "faster"), [

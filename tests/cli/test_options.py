@@ -53,7 +53,7 @@ VALUES = {
     "save_model": ("--save-model", "model.npz"), "strategies": ("--strategies", "ring"),
     "expect": ("--expect", "accuracy>=0.5"), "vary": ("--vary", "key=1,2"),
     "seeds": ("--seeds", "1,2"), "tune": ("--tune", "epochs=1,2"),
-    "log": ("--log", "csv,jsonl"),
+    "log": ("--log", "csv,jsonl"), "fusion": ("--fusion", "buckets"),
 }
 
 
@@ -112,7 +112,8 @@ def test_each_option_of_run_is_read_or_refused(begins: Socflower, target: str, t
 
 
 OF_APPS = {"cluster", "vary", "nodes", "training_flops", "expect"}
-OF_SCENARIOS = {"strategies", "seeds", "tune"}
+OF_SCENARIOS = {"strategies", "seeds", "tune", "fusion"}
+OF_CLUSTERS = {"fusion"}
 
 
 @pytest.mark.parametrize("engine", ["local", "simulation", "deployment"])
@@ -129,7 +130,8 @@ def test_each_option_of_compare_is_read_or_refused(
         if parameter.name == "engine":
             continue
         ran = begins(*base, *VALUES[parameter.name])
-        unread = (OF_SCENARIOS if is_app else OF_APPS) | ({"workers"} if engine != "local" else set())
+        unread = OF_SCENARIOS if is_app else OF_APPS | (OF_CLUSTERS if compared == "split.toml" else set())
+        unread = unread | ({"workers"} if engine != "local" else set())
         if parameter.name in unread:
             assert is_refused(ran, VALUES[parameter.name][0]), ran.err
         else:

@@ -255,6 +255,21 @@ def test_auto_takes_the_quickest_leaders_and_says_so() -> None:
         choose_leaders(plan, "mesh", None)
 
 
+@given(size=st.integers(2, 6), num_tensors=st.integers(1, 40), buckets=st.integers(1, 5))
+def test_a_fused_ring_sends_one_message_for_each_bucket_a_sub_step(size: int, num_tensors: int, buckets: int) -> None:
+    """Buckets follow each other in a ring on one board; unfused, each takes as many messages as tensors (F8a)."""
+    cluster, seconds = rack(size), {}
+    for fused in (False, True):
+        parts = Exchange(num_bytes=1e6, num_tensors=num_tensors, fused=fused).buckets(buckets)
+        clock = EventClock(cluster)
+        for part in parts:
+            clock.run(exchange_graph(range(size), part))
+        num_messages = min(buckets, num_tensors) if fused else num_tensors
+        assert sum(part.num_messages for part in parts) == num_messages
+        seconds[num_messages] = clock.now_s - 2 * (size - 1) * num_messages * cluster.message_s
+    assert max(seconds.values()) - min(seconds.values()) < 1e-9
+
+
 @pytest.mark.parametrize(("slots", "num_groups", "crossing_bytes"), [((5, 5), 2, 0.0), ((5, 5), 1, 1200.0),
                                                                      ((2, 5), 1, 2400.0)])
 def test_few_sends_of_a_broadcast_cross_boards(

@@ -31,13 +31,15 @@ class PricedGrid(ForwardingGrid):
     A TRAIN message costs its bytes from the hub to the node's SoC, the reply's `num-examples` by the profile of the
     SoC's device, and the reply's bytes back; other messages cost their bytes only. Nodes are SoCs in ascending
     order of their ids. Messages that their strategy has priced are not priced again. Without a `model_profile`
-    training takes no virtual time. `batch_size` determines the number of updates, `pricing` the arithmetic.
+    training takes no virtual time. `batch_size` determines the number of updates, `pricing` the arithmetic, and `fused`
+    whether a message of Flower's costs one message, or one for each tensor (F8a).
     Raises `TrainingFailed` if a client reports a number of examples that is negative or not finite.
     """
 
     def __init__(
         self, grid: Grid, clock: VirtualClock, cluster: Cluster, *, model_profile: ModelProfile | None = None,
         batch_size: int = 32, pricing: Pricing = FP32, on_usage: Callable[[Usage], None] = lambda usage: None,
+        fused: bool = False,
     ) -> None:
         super().__init__(grid)
         self._clock = clock
@@ -46,6 +48,7 @@ class PricedGrid(ForwardingGrid):
         self._batch_size = batch_size
         self._pricing = pricing
         self._on_usage = on_usage
+        self._fused = fused
 
     @property
     def clock(self) -> VirtualClock:
@@ -86,15 +89,20 @@ class PricedGrid(ForwardingGrid):
         for message in sent:
             node = message.metadata.dst_node_id
             soc, reply = soc_of_node[node], answered.get(node)
-            num_bytes, num_tensors = _payload(message)
-            last = builder.transfer(f"to SoC {soc}", HUB, soc, num_bytes, num_messages=num_tensors)
+            num_bytes, num_messages = self._payload(message)
+            last = builder.transfer(f"to SoC {soc}", HUB, soc, num_bytes, num_messages=num_messages)
             if reply is None:
                 continue
             if self._has_training(message):
                 last = self._training(builder, soc, reply, last)
-            num_bytes, num_tensors = _payload(reply)
-            builder.transfer(f"from SoC {soc}", soc, HUB, num_bytes, num_messages=num_tensors, after=[last])
+            num_bytes, num_messages = self._payload(reply)
+            builder.transfer(f"from SoC {soc}", soc, HUB, num_bytes, num_messages=num_messages, after=[last])
         return builder.build(list(soc_of_node.values()))
+
+    def _payload(self, message: Message) -> tuple[float, int]:
+        """Return the bytes of a message, and what it costs in messages; without arrays it counts as one tensor."""
+        arrays = [array for record in message.content.array_records.values() for array in record.values()]
+        return float(sum(len(array.data) for array in arrays)), 1 if self._fused else max(1, len(arrays))
 
     def _has_training(self, message: Message) -> bool:
         return self._profile is not None and message.metadata.message_type.startswith(MessageType.TRAIN)
@@ -118,9 +126,3 @@ class PricedGrid(ForwardingGrid):
 
 def _is_priced(message: Message) -> bool:
     return any(PRICED in record for record in message.content.config_records.values())
-
-
-def _payload(message: Message) -> tuple[float, int]:
-    """Return the bytes and number of tensors of a message; without arrays it counts as one tensor."""
-    arrays = [array for record in message.content.array_records.values() for array in record.values()]
-    return float(sum(len(array.data) for array in arrays)), max(1, len(arrays))

@@ -18,6 +18,7 @@ from socflower.engines.run_folder import RunFolder
 from socflower.engines.trained_devices import TrainedDevices
 from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
 from socflower.hierarchy import default_candidates
+from socflower.hierarchy.collectives import BUCKETS
 from socflower.scenario.app.edges_beside import EdgesBeside
 from socflower.scenario.app.round_record import RoundRecord, event_documents
 from socflower.scenario.arithmetic import evaluation_device, kernels, model_profile, num_training_samples, pricing
@@ -172,7 +173,7 @@ class _Training:
             costs=Costs(model_profile=self._profile, pricing=pricing(self._scenario), clock=self._clock),
             exchange=ExchangeSettings(
                 serialize_uplinks=settings.serialize_uplinks, overlap_buckets=settings.overlap_buckets,
-                leaders=self._scenario.leaders),
+                leaders=self._scenario.leaders, fusion=settings.fusion),
             rings=self._scenario.ring, rebalancing=rebalancing(self._scenario),
             **({} if settings.outer is None else {"outer": _outer(settings.outer)}),
             tolerate_client_errors=settings.tolerate_client_errors)
@@ -187,7 +188,8 @@ class _Training:
                                  f"many SuperNodes, or set socs = {num_socs}")
         self._require_reachable_events(num_rounds, range(num_socs))
         grid = PricedGrid(self._grid, self._clock, self._cluster, model_profile=self._profile,
-                          batch_size=settings.batch_size, pricing=pricing(self._scenario))
+                          batch_size=settings.batch_size, pricing=pricing(self._scenario),
+                          fused=self._scenario.strategy.fusion == BUCKETS)
         strategy = OrderedFedAvg(fraction_evaluate=0.0, min_train_nodes=num_socs, min_available_nodes=num_socs)
         config = ConfigRecord({"batch-size": settings.batch_size, "local-epochs": settings.local_epochs,
                                "num-rounds": num_rounds, "seed": self._scenario.seed + 1, **self._frozen})

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from socflower.cluster.cluster_file import MOST_SOCS, ClusterFile
 from socflower.cluster.toml_file import OneOf, Table, keys_of
+from socflower.hierarchy.collectives import FUSIONS
 from socflower.hierarchy.delayed_sync import MOST_INTERVALS
 from socflower.precision import ALGORITHMS, MIXING_RULES
 from socflower.rings.settings import RingSettings
@@ -182,6 +183,9 @@ class StrategyConfig(Table):
         "how the leaders of groups [exchange models](concepts/planning.md#when-groups-synchronise): over the hub, in a "
         "ring, or by board and server; \"auto\" takes, for each new plan, the way that is predicted to be quickest; a "
         "deployment has no tree"))
+    fusion: Annotated[str, OneOf(FUSIONS)] = Field("per-tensor", description=(
+        "what costs a [message](concepts/virtual-time.md#messages) in virtual time: each tensor, as in SoCFlow+, or "
+        "each of the `overlap_buckets`, as rings of real machines send them"))
     tolerate_client_errors: bool = Field(False, description=(
         "leave out a group whose client raises, instead of ending the run, or of a ring of real machines the member; "
         "`fedavg` always does"))
