@@ -3,12 +3,19 @@
 The two network constants of the catalogue were fitted to these eight, so agreement alone proves little. Each is
 therefore also predicted from the other seven: constants are fitted anew without it, by smallest largest log error
 of the closed forms, and the closed form with those constants predicts it.
+
+A third constant, the rate across boards, brings all eight within 9 %, and a ninth figure nearer: of the 2,225 ms of
+ResNet-18 in a ring over 32 SoCs the paper calls 1,300 the start of transfers, which is the handling of messages here.
+But the figures that are left out are then predicted worse at worst, so eight figures do not carry it, and the catalogue
+has two. Tried too, none better than 13 %: a cost of each sub-step, of each exchange, of messages across boards, of
+messages or bytes at a server.
 """
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -20,6 +27,7 @@ from socflower.cluster.device_catalog import link_bytes_per_s, message_s
 from socflower.hierarchy import Exchange, exchange_graph
 from socflower.sim import EventClock
 
+SOCS_PER_BOARD = 5
 TOLERANCE = 0.15
 UNSEEN_TOLERANCE = 0.20  # two constants cannot follow every model and size; the rows show how far off
 PEER = "SoCFlow+ Fig. 2b"
@@ -43,15 +51,22 @@ class Latency:
 
     def simulated_ms(self) -> float:
         """Return what the event clock says."""
-        cluster = parse_cluster({"boards": 7, "socs_per_board": 5})
+        cluster = parse_cluster({"boards": 7, "socs_per_board": SOCS_PER_BOARD})
         graph = exchange_graph(range(self.num_socs), MODELS[self.model], self.kind)
         return 1e3 * EventClock(cluster).run(graph).duration_s
 
-    def closed_form_ms(self, per_message_s: float, bytes_per_s: float) -> float:
-        """Return 2(n-1) * tensors * a + bytes / B; a link carries 2(n-1)/n models (ring) or 2(n-1)."""
+    def closed_form_ms(self, per_message_s: Any, bytes_per_s: Any, across_bytes_per_s: Any = math.inf) -> Any:
+        """Return 2(n-1) * tensors * a + bytes / B; a link carries 2(n-1)/n models (ring) or 2(n-1).
+
+        Of 32 SoCs, a ring is as quick as its slowest link, and 27 of the 31 uploads to a server cross boards.
+        """
         exchange, steps = MODELS[self.model], 2 * (self.num_socs - 1)
-        links_bytes = exchange.num_bytes * (steps / self.num_socs if self.kind == "ring" else steps)
-        return 1e3 * (steps * exchange.num_tensors * per_message_s + links_bytes / bytes_per_s)
+        models = steps / self.num_socs if self.kind == "ring" else steps
+        seconds = models / bytes_per_s
+        if self.num_socs > SOCS_PER_BOARD:
+            apart = 1.0 if self.kind == "ring" else 1.0 - (SOCS_PER_BOARD - 1) / (self.num_socs - 1)
+            seconds = np.maximum(seconds, models * apart / across_bytes_per_s)
+        return 1e3 * (steps * exchange.num_tensors * per_message_s + exchange.num_bytes * seconds)
 
 
 LATENCIES = (
@@ -62,22 +77,49 @@ LATENCIES = (
 )
 
 
-def fit(latencies: tuple[Latency, ...]) -> tuple[float, float]:
-    """Return (seconds per message, bytes per second) of the smallest largest |log(model / published)|.
+def fit(latencies: tuple[Latency, ...], num_constants: int = 2) -> tuple[float, ...]:
+    """Return (seconds per message, bytes per second, of three also those across boards) of the smallest largest error.
 
-    A grid that is narrowed round its best point: two parameters, and a function that is cheap and has one valley.
+    That is of |log(model / published)|, on a grid that is narrowed round its best point.
     """
-    low, high = np.array([1e-4, 80e6]), np.array([1e-3, 200e6])
+    low, high = np.array([1e-4, 80e6, 80e6])[:num_constants], np.array([1e-3, 200e6, 200e6])[:num_constants]
     best = (low + high) / 2
-    for _ in range(30):
-        a, rate = np.meshgrid(np.linspace(low[0], high[0], 41), np.linspace(low[1], high[1], 41), indexing="ij")
-        worst = np.max([np.abs(np.log(latency.closed_form_ms(a, rate) / latency.published_ms))
+    for _ in range(60):
+        axes = [np.linspace(least, most, 41 if num_constants == 2 else 21)
+                for least, most in zip(low, high, strict=True)]
+        points = np.meshgrid(*axes, indexing="ij")
+        worst = np.max([np.abs(np.log(latency.closed_form_ms(*points) / latency.published_ms))
                         for latency in latencies], axis=0)
         at = np.unravel_index(int(np.argmin(worst)), worst.shape)
-        best = np.array([a[at], rate[at]])
-        reach = (high - low) * 0.35
+        best = np.array([each[at] for each in points])
+        reach = (high - low) * 0.4
         low, high = np.maximum(best - reach, 1e-9), best + reach
-    return float(best[0]), float(best[1])
+    return tuple(map(float, best))
+
+
+def left_out_errors(num_constants: int) -> list[float]:
+    """Return how far off each figure is predicted from the other seven."""
+    return [left_out.closed_form_ms(*fit(tuple(each for each in LATENCIES if each is not left_out), num_constants))
+            / left_out.published_ms - 1.0 for left_out in LATENCIES]
+
+
+def _of_third() -> list[Row]:
+    """Return rows of two constants against three: the largest error, that of figures left out, and the ninth."""
+    rows = []
+    for num_constants, name in ((2, "two constants"), (3, "with a rate across boards")):
+        constants = fit(LATENCIES, num_constants)
+        worst = max(abs(each.closed_form_ms(*constants) / each.published_ms - 1.0) for each in LATENCIES)
+        unseen = left_out_errors(num_constants)
+        start_ms = 1e3 * 62 * 62 * constants[0]
+        for what, ours, peer, unit in (
+            ("largest error", 100 * worst, 10.0, "%"),
+            ("largest error of a figure left out", 100 * max(map(abs, unseen)), 10.0, "%"),
+            ("root mean square of those", 100 * float(np.sqrt(np.mean(np.square(unseen)))), 10.0, "%"),
+            ("start of ResNet-18's transfers, ring, 32 SoCs", start_ms, 1300.0, "ms"),
+        ):
+            rows.append(Row(case=f"{name}: {what}", ours=ours, peer=PEER if unit == "ms" else "the aim",
+                            peer_value=peer, unit=unit, ratio=peer / ours, ok=True))
+    return rows
 
 
 def run(quick: bool = False) -> list[Row]:
@@ -85,14 +127,14 @@ def run(quick: bool = False) -> list[Row]:
     rows = [_row(latency.case, latency.simulated_ms(), latency.published_ms) for latency in LATENCIES]
     for left_out in LATENCIES:
         constants = fit(tuple(latency for latency in LATENCIES if latency is not left_out))
-        rows.append(_row(f"{left_out.case}, predicted from the other seven", left_out.closed_form_ms(*constants),
+        rows.append(_row(f"{left_out.case}, predicted from the other seven", float(left_out.closed_form_ms(*constants)),
                          left_out.published_ms, tolerance=UNSEEN_TOLERANCE))
     per_message_s, bytes_per_s = fit(LATENCIES)
     for case, value, fitted, unit in (("cost of a message", message_s(), per_message_s, "s"),
                                       ("rate of a link", link_bytes_per_s(), bytes_per_s, "bytes/s")):
         rows.append(Row(case=f"{case} in the catalogue", ours=value, peer="fitted to the eight here",
                         peer_value=fitted, unit=unit, ratio=value / fitted, ok=abs(value / fitted - 1.0) < 0.01))
-    return rows
+    return rows + _of_third()
 
 
 def _row(case: str, ours_ms: float, published_ms: float, tolerance: float = TOLERANCE) -> Row:
