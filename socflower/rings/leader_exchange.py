@@ -8,8 +8,8 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from logging import INFO
@@ -25,9 +25,10 @@ from socflower.rings.membership import Generation, LeaderMembership, LeftOut, Me
 from socflower.rings.transports.grpc import GrpcRing
 from socflower.rings.transports.in_process import in_process_rings
 from socflower.rings.transports.leader_port import LeaderPort
-from socflower.rings.transports.port import CALL_LIMIT_BYTES, Caller
+from socflower.rings.transports.port import CALL_LIMIT_BYTES, Caller, RingPort
 from socflower.wire.arrays import MalformedBytes, array_to_bytes, pack_arrays, unpack_arrays
 from socflower.wire.logs import log
+from socflower.wire.message_keys import RingTask
 from socflower.wire.secure_channel import PeerFailed
 
 _Array = NDArray[Any]
@@ -215,6 +216,54 @@ class LeaderMeeting:
         assert self._result is not None
         self._packed = self._packed or pack_model(self._result)
         return self._packed
+
+
+class GroupLeader:
+    """The part of a group in an exchange, by the member that answers for it; `ring` says who else may.
+
+    It runs in a thread of its own, since other groups may take long, and goes on while the group's ring forms anew.
+    """
+
+    def __init__(self, port: RingPort, group: int, ring: RingTask) -> None:
+        self._port, self._group, self._ring = port, group, ring
+        self._rendezvous_until_s = time.monotonic() + ring.rendezvous_s
+        self._meeting: Future[GroupsModel] | None = None
+        self._left = False
+        self.log_lines: list[str] = []
+
+    def mean(self, own: Callable[[], GroupsModel], timeout_s: float) -> GroupsModel | None:
+        """Return the mean of all groups, or None if it takes longer; the first call begins with the group's `own`."""
+        if self._meeting is None:
+            self._meeting = self._begin(own())
+        wait([self._meeting], timeout=timeout_s)
+        return self._meeting.result() if self._meeting.done() else None
+
+    def close(self) -> None:
+        """Leave the others, if they still meet."""
+        self._left = True
+        if self._meeting is not None:
+            wait([self._meeting])
+
+    def _begin(self, own: GroupsModel) -> "Future[GroupsModel]":
+        members: dict[int, list[int]] = {}
+        for text in self._ring.leaders:
+            group, participant, _ = text.split(" ")
+            members.setdefault(int(group), []).append(int(participant))
+        if len(members) < 2 or self._ring.participant not in members[self._group]:  # others could not reach this one
+            alone = Future[GroupsModel]()
+            alone.set_result(own)
+            return alone
+        meeting = LeaderMeeting(LeaderPort(self._port, self._group, members), tuple(members),
+                                heartbeat_s=self._ring.heartbeat_s, rendezvous_until_s=self._rendezvous_until_s)
+        self.log_lines = meeting.log_lines
+        thread = ThreadPoolExecutor(1, thread_name_prefix="ring-leaders")
+        begun = thread.submit(meeting.exchange, own, self._require_present)
+        thread.shutdown(wait=False)
+        return begun
+
+    def _require_present(self) -> None:
+        if self._left:
+            raise LeftOut("this member has left its own group")
 
 
 def pack_model(model: GroupsModel) -> bytes:

@@ -4,7 +4,6 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from logging import INFO
@@ -22,14 +21,13 @@ from socflower.rings.balance import RingBalance, StepTimer
 from socflower.rings.collective import Collective, PeerLost, RingPeers
 from socflower.rings.compression import GradientCompression, make_compression
 from socflower.rings.gradient_exchange import GradientExchange, Turn
-from socflower.rings.leader_exchange import GroupsModel, LeaderMeeting
+from socflower.rings.leader_exchange import GroupLeader, GroupsModel
 from socflower.rings.membership import Generation, LeftOut, Membership, MemberState, NoModel
 from socflower.rings.preemption import Preempted, PreemptionSwitch
 from socflower.rings.settings import NCCL
 from socflower.rings.transports.gloo import GlooRing
 from socflower.rings.transports.grpc import GrpcRing
 from socflower.rings.transports.in_process import in_process_rings
-from socflower.rings.transports.leader_port import LeaderPort
 from socflower.rings.transports.nccl import NcclRing
 from socflower.rings.transports.port import RingPort
 from socflower.rings.uplink_turns import Neighbours, UplinkTurns
@@ -182,13 +180,10 @@ class _MemberSession:
         self._end: SessionResult | None = None
         self._schedule = BatchSchedule(group, [len(member.data)] if group.reshuffle else [])
         self._num_steps = self._num_samples = self._num_own_samples = 0
-        self._began_s = time.monotonic()
+        self._leader = GroupLeader(member.port, group.group_id, ring)
         self._stage = 0
-        self._meeting: Future[GroupsModel] | None = None  # with the leaders of other groups, in a thread of its own
-        self._meeting_log: list[str] = []
         self._met: tuple[int, ...] = ()
         self._met_samples = 0.0
-        self._left = False
         self._losses: list[Tensor] = []
         self._pending_step: tuple[_Snapshot, list[int], Tensor] | None = None  # of a step that is not yet applied
         self._members: tuple[int, ...] = ()
@@ -222,9 +217,7 @@ class _MemberSession:
                 return self._result_without_model(NO_MODEL)
 
     def close(self) -> None:
-        self._left = True
-        if self._meeting is not None:
-            wait([self._meeting])
+        self._leader.close()
         if self._exchange is not None:
             self._exchange.close()
         for hook in self._hooks:
@@ -534,46 +527,21 @@ class _MemberSession:
         answers = answering == self._ring.participant
         while True:
             # A ring's operations must not wait for other groups, which may take long: gloo limits their time.
-            if answers and self._meeting is None:
-                self._meeting = self._begin_meeting()
-            if answers and self._meeting is not None:
-                wait([self._meeting], timeout=_SIGN_OF_LIFE_S)
-                if self._meeting.done():
-                    self._take(self._meeting.result())
+            mean = self._leader.mean(self._group_model, _SIGN_OF_LIFE_S) if answers else None
+            if mean is not None:
+                load_trainable_state(self._model, {
+                    name: torch.from_numpy(array) for name, array in mean.arrays.items()})
+                self._met, self._met_samples, self._stage = mean.groups, mean.samples, _MET
             state = self._broadcast_from(answering, lambda: self._common_state() if self._stage == _MET else b"")
             if state:
                 break
         if not answers:
             self._adopt(state, _MET)
 
-    def _begin_meeting(self) -> Future[GroupsModel]:
-        group, ring = self._group, self._ring
-        own = GroupsModel(
+    def _group_model(self) -> GroupsModel:
+        return GroupsModel(
             arrays={name: entry.cpu().numpy() for name, entry in trainable_state(self._model).items()},
-            samples=float(self._num_samples), groups=(group.group_id,))
-        leaders: dict[int, list[int]] = {}
-        for text in ring.leaders:
-            group_id, participant, _ = text.split(" ")
-            leaders.setdefault(int(group_id), []).append(int(participant))
-        if len(leaders) < 2 or ring.participant not in leaders[group.group_id]:  # others could not reach this one
-            alone = Future[GroupsModel]()
-            alone.set_result(own)
-            return alone
-        meeting = LeaderMeeting(LeaderPort(self._port, group.group_id, leaders), tuple(leaders),
-                                heartbeat_s=ring.heartbeat_s, rendezvous_until_s=self._began_s + ring.rendezvous_s)
-        self._meeting_log = meeting.log_lines
-        thread = ThreadPoolExecutor(1, thread_name_prefix="ring-leaders")
-        begun = thread.submit(meeting.exchange, own, self._require_present)
-        thread.shutdown(wait=False)
-        return begun
-
-    def _require_present(self) -> None:
-        if self._left:
-            raise LeftOut("this member has left its own group")
-
-    def _take(self, mean: GroupsModel) -> None:
-        load_trainable_state(self._model, {name: torch.from_numpy(array) for name, array in mean.arrays.items()})
-        self._met, self._met_samples, self._stage = mean.groups, mean.samples, _MET
+            samples=float(self._num_samples), groups=(self._group.group_id,))
 
     def _result_without_model(self, outcome: str) -> MemberResult:
         return MemberResult(outcome=self._outcome(outcome, answers=False), mean_loss=0.0, num_samples=0, end=None)
@@ -584,7 +552,7 @@ class _MemberSession:
             outcome=outcome, members=tuple(soc_of[participant] for participant in self._membership.finished),
             num_steps=self._num_steps, answers=answers, recoveries_s=tuple(self._recoveries_s),
             preempted=tuple(soc_of[participant] for participant in self._membership.preempted),
-            log=(*self._membership.log_lines, *self._meeting_log), met=self._met, met_samples=self._met_samples,
+            log=(*self._membership.log_lines, *self._leader.log_lines), met=self._met, met_samples=self._met_samples,
             rates=tuple(self._rates.get(participant, 0.0) for participant in self._membership.finished)
             if self._rates else ())
 
