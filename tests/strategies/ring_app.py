@@ -1,5 +1,6 @@
 """A ClientApp and a strategy for rings of real processes on this machine."""
 
+import copy
 import json
 import os
 import signal
@@ -207,6 +208,7 @@ def cluster(boards: int = 2, socs_per_board: int = 2) -> Cluster:
 def strategy(on: Cluster, num_groups: int = 2, *, rings: Mapping[str, Any] | None = None, **changes: Any) -> SoCFlow:
     settings: dict[str, Any] = {"cluster": on, "groups": num_groups, "num_samples": NUM_SAMPLES, "batch_size": 16,
                                 "num_epochs": 2, "interval_epochs": 1.0, "seed": 4}
+    changes = copy.deepcopy(changes)  # an outer strategy has moments
     return SoCFlow(**grouped(**{**settings, **changes}), rings=RingSettings(**{
         "heartbeat_s": 4.0, "rendezvous_s": 30.0, "leader_grace_s": 5.0, **(rings or {})}))
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAdam
 
 from socflower.strategies.forwarding_grid import ForwardingGrid
 from socflower.strategies.group_grid import GroupGrid
@@ -67,6 +68,33 @@ def test_the_hub_gets_one_model_a_synchronisation_and_sends_none_after_the_first
     assert len(run.strategy.reports) == 4
     assert len(hubs[0].down) == 3  # of the first round, one for each group
     assert len(hubs[0].up) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "num_down"), [
+    ({"boards": 1, "num_groups": 1}, 1), ({"num_groups": 2, "boards": 2}, 2),
+    ({"outer": FedAdam(fraction_evaluate=0.0)}, 6)], ids=["one group", "two groups", "outer step"])
+def test_groups_that_have_the_model_do_not_get_it(shape: dict[str, Any], num_down: int, tmp_path: Path) -> None:
+    """One group needs nobody; after an outer step nobody has the next model."""
+    hubs: list[Hub] = []
+
+    def wrap(grid: Grid) -> Grid:
+        hubs.append(Hub(grid))
+        return GroupGrid(hubs[0])
+
+    with FaultyRun(tmp_path, wrap=wrap, step_s=0.0, **{**SHAPE, **shape}) as run:
+        run.result()
+        run.check_weights(1e-5)
+        assert run.events == []
+    assert (len(hubs[0].down), len(hubs[0].up)) == (num_down, 2)
+
+
+@pytest.mark.slow
+def test_any_grid_will_do(tmp_path: Path) -> None:
+    with FaultyRun(tmp_path, wrap=lambda grid: grid, step_s=0.0, **SHAPE) as run:
+        run.result()
+        run.check_weights(1e-5)
+        assert run.events == []
 
 
 STRIKES = [

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 RING_PORT = 28200
 STORE_PORT = 29400
 TURN_PORT = 30400
+LEADER_PORT = 31400
 PATIENCE_S = 300.0
 """How long anybody waits for a peer; whoever runs the testbed ends it sooner."""
 
@@ -223,6 +224,63 @@ class OurRing:
         self._port.close()
 
 
+class TorchStar(TorchGloo):
+    """The sum by way of the first member, which gets all buffers and sends the sum back, over plain gloo."""
+
+    def all_reduce(self, buffer: "Tensor") -> None:
+        others = range(1, len(self._members))
+        if self._rank:
+            self._group.send([buffer], 0, 0).wait()
+            self._group.recv([buffer], 0, 0).wait()
+            return
+        arrived = [buffer.new_empty(buffer.shape) for _ in others]
+        for work in [self._group.recv([each], rank, 0) for rank, each in zip(others, arrived, strict=True)]:
+            work.wait()
+        for each in arrived:
+            buffer += each
+        for work in [self._group.send([buffer], rank, 0) for rank in others]:
+            work.wait()
+
+
+class LeaderRing:
+    """What leaders of groups of one do at the end of an interval, from finding each other to their mean, each time.
+
+    Every time with ports of its own, as in a round of a deployment.
+    """
+
+    def __init__(self, rack: Rack, members: Sequence[int], rank: int, number: int) -> None:
+        self._rack, self._members, self._rank, self._number = rack, members, rank, number
+        self._count = 0
+
+    def open(self) -> None:
+        pass
+
+    def all_reduce(self, buffer: "Tensor") -> None:
+        from socflower.rings.collective import no_poll
+        from socflower.rings.leader_exchange import GroupsModel, LeaderMeeting
+        from socflower.rings.transports.leader_port import LeaderPort
+        from socflower.rings.transports.port import RingPort
+
+        self._count += 1
+        number = LEADER_PORT + 100 * self._number + self._count
+        port = RingPort(f"{self._rack.address(self._members[self._rank])}:{number}", rank=self._rank,
+                        addresses=[f"{self._rack.address(soc)}:{number}" for soc in self._members],
+                        token=number.to_bytes(32, "big"), tls=None, heartbeat_s=PATIENCE_S)
+        groups = range(len(self._members))
+        meeting = LeaderMeeting(LeaderPort(port, self._rank, {group: (group,) for group in groups}), groups,
+                                heartbeat_s=5.0, rendezvous_until_s=time.monotonic() + PATIENCE_S)
+        mean = meeting.exchange(GroupsModel(arrays={"model": buffer.numpy().copy()}, samples=1.0,
+                                            groups=(self._rank,)), no_poll)
+        buffer.numpy()[:] = mean.arrays["model"] * len(self._members)
+        port.close()
+
+    def turns(self, rings: Sequence[Sequence[int]], index: int) -> Turns:
+        raise ConfigError("leaders exchange when all groups are done, and take no turns")
+
+    def close(self) -> None:
+        pass
+
+
 class OurTurns:
     """Turns of `socflower.rings`, among all rings."""
 
@@ -247,6 +305,8 @@ TRANSPORTS: dict[str, Callable[[Rack, Sequence[int], int, int], Ring]] = {
     "torch": TorchGloo,
     "gloo": lambda *place: OurRing("gloo", *place),
     "grpc": lambda *place: OurRing("grpc", *place),
+    "star": TorchStar,
+    "leaders": LeaderRing,
 }
 
 
