@@ -24,7 +24,7 @@ from socflower.wire.secure_channel import PeerFailed, PeerNotReady, PeerRefused,
 
 _ATTEMPT_S = 1.0  # of one attempt; then the coordinator is determined again
 _POLL_INTERVAL_S = 0.05
-_START_POLL_INTERVAL_S = 0.25  # while processes start, which takes seconds; frequent calls would slow them down
+_START_POLL_INTERVAL_S = 0.25  # while others start, or train; frequent calls would slow them down
 _DONE = "done"  # in answers to joins and probes
 _MAX_SILENT_CALLS = 2  # a silent peer is called again before it counts as lost: a loaded machine answers late
 
@@ -96,6 +96,7 @@ class Membership:
         self._joins: dict[int, dict[int, MemberState]] = {}  # by generation and participant
         self._decision: Generation | None = None
         self._requested = 0  # the highest generation that any member asks for
+        self._callers: set[int] = set()  # that have probed this member since it last looked for a coordinator
         self._departed: set[int] = set()  # members that announced that they leave
         self._done: set[int] = set()  # members that announced that they have the interval's result
         self._finished = False  # whether this one has announced it
@@ -188,6 +189,8 @@ class Membership:
         self, number: int, own_state: MemberState, silent: dict[int, int], poll: Poll,
     ) -> Generation | None:
         """Join the first live member in order, or coordinate; return None if there is no decision yet."""
+        with self._changed:
+            self._callers.clear()
         for candidate in self._members:
             if candidate != self._own and (candidate in self._departed or candidate in self._done):
                 continue
@@ -208,8 +211,9 @@ class Membership:
                         timeout_s=_ATTEMPT_S + self._call_timeout_s))
             except PeerFailed as failure:
                 if not self._is_lost(candidate, failure, number, silent):
-                    if isinstance(failure, PeerNotReady):
-                        time.sleep(_START_POLL_INTERVAL_S)
+                    if isinstance(failure, PeerNotReady):  # once ready, it probes those that it misses
+                        with self._changed:
+                            self._changed.wait_for(lambda: self._callers, _START_POLL_INTERVAL_S)
                     return None
                 continue
             silent.pop(candidate, None)
@@ -256,7 +260,7 @@ class Membership:
         while True:
             poll()
             with self._changed:
-                if self._requested > number:
+                if self._requested > number or self._earlier_callers():
                     return None
                 seen = self._seen(number)
                 joined = {member: theirs for member, theirs in self._joins.get(number, {}).items()
@@ -278,7 +282,12 @@ class Membership:
 
     def _seen(self, number: int) -> tuple[int, ...]:
         """Return what changes with every call of another member that a coordinator waits for."""
-        return self._requested, len(self._joins.get(number, {})), len(self._departed), len(self._done)
+        return (self._requested, len(self._joins.get(number, {})), len(self._departed), len(self._done),
+                self._earlier_callers())
+
+    def _earlier_callers(self) -> int:
+        """Return how many members that coordinate in place of this one, once they are there, have called by now."""
+        return len(self._callers.intersection(self._members[:self._members.index(self._own)]))
 
     def _absent(self, missing: Sequence[int], number: int, silent: dict[int, int]) -> set[int] | Generation:
         """Return the members that will not join, or a decision that was made without this member."""
@@ -364,6 +373,8 @@ class Membership:
     def _on_probe(self, caller: Caller, body: bytes) -> bytes:
         """Answer with this member's decision, if any; record the generation that the caller asks for."""
         with self._changed:
+            self._callers.add(caller.rank)
+            self._changed.notify_all()
             if body:
                 self._requested = max(self._requested, int(body))
             if self._finished and self._decision is not None and self._requested > self._decision.number:

@@ -35,16 +35,23 @@ class Group:
 
     def open(
         self, *ranks: int, heartbeat_s: float = 4.0, rendezvous_s: float = WAIT_S, token: bytes = TOKEN,
-        addresses: Sequence[str] = (), members: Sequence[int] = (),
+        addresses: Sequence[str] = (), members: Sequence[int] = (), port: RingPort | None = None,
     ) -> None:
         for rank in ranks or range(len(self.addresses)):
             self._dead.discard(rank)
-            port = RingPort(self.addresses[rank], rank=rank, addresses=addresses or self.addresses, token=token,
-                            tls=None, heartbeat_s=heartbeat_s)
-            self.ports[rank] = port
-            self.memberships[rank] = Membership(port, rank, members or range(len(self.addresses)),
+            own = port or self.open_port(rank, heartbeat_s=heartbeat_s, token=token, addresses=addresses)
+            self.memberships[rank] = Membership(own, rank, members or range(len(self.addresses)),
                                                 heartbeat_s=heartbeat_s, rendezvous_s=rendezvous_s)
-            self._closing += [self.memberships[rank], port]
+            self._closing.insert(0, self.memberships[rank])
+
+    def open_port(
+        self, rank: int, *, heartbeat_s: float = 4.0, token: bytes = TOKEN, addresses: Sequence[str] = (),
+    ) -> RingPort:
+        port = RingPort(self.addresses[rank], rank=rank, addresses=addresses or self.addresses, token=token,
+                        tls=None, heartbeat_s=heartbeat_s)
+        self.ports[rank] = port
+        self._closing.append(port)
+        return port
 
     def form(self, member_states: Mapping[int, MemberState]) -> dict[int, Outcome]:
         """Let members form a ring, at the same time; return what each is told."""
@@ -131,6 +138,16 @@ def test_members_may_come_one_after_the_other(group: Group) -> None:
     time.sleep(0.3)
     group.open(0)
     assert the_only({0: group.begin_to_form(0, FIRST[0])(), 1: first(), 2: second()}).members == (0, 1, 2)
+
+
+def test_a_coordinator_that_comes_is_joined_at_once(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socflower.rings.membership._START_POLL_INTERVAL_S", 2 * WAIT_S)
+    port = group.open_port(0)
+    group.open(1, members=(0, 1))
+    joined = group.begin_to_form(1, FIRST[1])
+    time.sleep(0.3)
+    group.open(0, members=(0, 1), port=port)
+    assert the_only({0: group.begin_to_form(0, FIRST[0])(), 1: joined()}).members == (0, 1)
 
 
 def test_a_coordinator_that_never_comes_is_not_waited_for(group: Group) -> None:

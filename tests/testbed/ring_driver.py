@@ -245,12 +245,13 @@ class TorchStar(TorchGloo):
 class LeaderRing:
     """What leaders of groups of one do at the end of an interval, from finding each other to their mean, each time.
 
-    Every time with ports of its own, as in a round of a deployment.
+    Every time over ports of their own, which are open when the first leader is done, as those of a round are.
     """
 
     def __init__(self, rack: Rack, members: Sequence[int], rank: int, number: int) -> None:
-        self._rack, self._members, self._rank, self._number = rack, members, rank, number
-        self._count = 0
+        self._rack, self._members, self._rank = rack, members, rank
+        self._number = LEADER_PORT + 100 * number
+        self._port = self._open_port()
 
     def open(self) -> None:
         pass
@@ -259,13 +260,8 @@ class LeaderRing:
         from socflower.rings.collective import no_poll
         from socflower.rings.leader_exchange import GroupsModel, LeaderMeeting
         from socflower.rings.transports.leader_port import LeaderPort
-        from socflower.rings.transports.port import RingPort
 
-        self._count += 1
-        number = LEADER_PORT + 100 * self._number + self._count
-        port = RingPort(f"{self._rack.address(self._members[self._rank])}:{number}", rank=self._rank,
-                        addresses=[f"{self._rack.address(soc)}:{number}" for soc in self._members],
-                        token=number.to_bytes(32, "big"), tls=None, heartbeat_s=PATIENCE_S)
+        port, self._port = self._port, self._open_port()
         groups = range(len(self._members))
         meeting = LeaderMeeting(LeaderPort(port, self._rank, {group: (group,) for group in groups}), groups,
                                 heartbeat_s=5.0, rendezvous_until_s=time.monotonic() + PATIENCE_S)
@@ -278,7 +274,15 @@ class LeaderRing:
         raise ConfigError("leaders exchange when all groups are done, and take no turns")
 
     def close(self) -> None:
-        pass
+        self._port.close()
+
+    def _open_port(self) -> "RingPort":
+        from socflower.rings.transports.port import RingPort
+
+        self._number += 1
+        return RingPort(f"{self._rack.address(self._members[self._rank])}:{self._number}", rank=self._rank,
+                        addresses=[f"{self._rack.address(soc)}:{self._number}" for soc in self._members],
+                        token=self._number.to_bytes(32, "big"), tls=None, heartbeat_s=PATIENCE_S)
 
 
 class OurTurns:
