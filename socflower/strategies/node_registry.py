@@ -73,10 +73,14 @@ class NodeRegistry:
             raise InfeasiblePlan(f"SoCFlow: the plan needs {len(self._socs)} nodes and Flower has {len(nodes)}; start "
                                  f"more SuperNodes, or plan with num_socs={len(nodes)}")
         statuses = self._query_nodes(grid, nodes) if query else {}
-        if any(status.ring for status in statuses.values()):
+        if any(status.ring or _is_placed(status) for status in statuses.values()):
             # A node whose process died during the query may have a new process by now.
             statuses |= self._query_nodes(grid, [node for node in nodes if node not in statuses])
-        placed = {node: status for node, status in statuses.items() if status.board >= 0 and status.slot >= 0}
+            if silent := [node for node in nodes if node not in statuses]:
+                raise ConfigError(f"SoCFlow: nodes {', '.join(map(str, silent))} failed or did not answer within "
+                                  f"{_QUERY_TIMEOUT_S:g} s, twice, and others say where they are; see these nodes' "
+                                  "logs, and run the same app on all")
+        placed = {node: status for node, status in statuses.items() if _is_placed(status)}
         if placed:
             self._match_by_slot(nodes, placed)
         else:
@@ -84,9 +88,8 @@ class NodeRegistry:
         self._status = {soc: statuses[node] for soc, node in self._node_of.items() if node in statuses}
         without = [node for soc, node in self._node_of.items() if soc not in self.ring_address_of]
         if self.ring_address_of and without:
-            raise ConfigError(f"SoCFlow: nodes {', '.join(map(str, without))} have no ring in their node config, or "
-                              f"did not answer within {_QUERY_TIMEOUT_S:g} s, and others have one; start all "
-                              "SuperNodes with --node-config 'ring=\"host:port\"', or none")
+            raise ConfigError(f"SoCFlow: nodes {', '.join(map(str, without))} have no ring in their node config, and "
+                              "others have one; start all SuperNodes with --node-config 'ring=\"host:port\"', or none")
         addresses = list(self.ring_address_of.values())
         twice = {address for address in addresses if addresses.count(address) > 1}
         if twice:
@@ -190,6 +193,10 @@ class NodeRegistry:
             return None
         socs = list(self._cluster.socs_of(status.board))
         return socs[status.slot] if 0 <= status.slot < len(socs) else None
+
+
+def _is_placed(status: NodeStatus) -> bool:
+    return status.board >= 0 and status.slot >= 0
 
 
 def _status_query(node: int, server_round: int, soc: int | None = None) -> Message:

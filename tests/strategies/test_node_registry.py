@@ -1,6 +1,7 @@
 """Which node is which SoC: what nodes say of themselves, and what cannot be."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,7 +71,10 @@ def test_nodes_are_matched_by_where_they_sit() -> None:
     assert registry.ring_address_of[2] == "10.0.0.11:28200"
 
 
-def test_a_node_that_dies_during_the_first_query_is_asked_again() -> None:
+@pytest.mark.parametrize("places", [PLACES, [replace(place, ring="") for place in PLACES],
+                                    [replace(place, board=-1, slot=-1) for place in PLACES]],
+                         ids=["rings and slots", "slots", "rings"])
+def test_a_node_that_dies_during_the_first_query_is_asked_again(places: list[NodeStatus]) -> None:
     class DyingOnce(QueriedGrid):
         def answer(self, message: Message) -> Message:
             if message.metadata.dst_node_id == 102 and 102 not in self.asked:
@@ -78,7 +82,7 @@ def test_a_node_that_dies_during_the_first_query_is_asked_again() -> None:
                 return Message(Error(8, "the client's process died"), reply_to=message)
             return super().answer(message)
 
-    grid = DyingOnce({100 + index: status for index, status in enumerate(PLACES)})
+    grid = DyingOnce({100 + index: status for index, status in enumerate(places)})
     registry = NodeRegistry(CLUSTER, SOCS)
     registry.match_nodes(grid, query=True)  # type: ignore[arg-type]
     assert registry.node_of[2] == 102
@@ -97,10 +101,11 @@ def test_apps_that_do_not_answer_are_matched_in_order_and_form_no_rings() -> Non
     ([*PLACES[:4], at(2, 0)], "node 104 says that it is at board 2, slot 0, which the cluster does not have"),
     ([*PLACES[:4], at(1, 3)], "board 1, slot 3, which the cluster does not have"),
     ([*PLACES[:4], at(-1, -1)], "nodes 104 have no board and slot"),
+    ([*PLACES[:4], None], "nodes 104 failed or did not answer within 180 s, twice, and others say where they are"),
     ([*PLACES[:4], at(1, 1, ring="")], "nodes 104 have no ring in their node config"),
     ([*PLACES[:4], at(1, 1, ring="10.0.0.1:28200")], "several nodes have the ring address 10.0.0.1:28200"),
 ])
-def test_contradictions_are_named(statuses: list[NodeStatus], says: str) -> None:
+def test_contradictions_are_named(statuses: list[NodeStatus | None], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         registry_of(statuses)
 
