@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from socflower.rings.collective import PeerLost
+from socflower.rings.gradient_exchange import GradientExchange
 from socflower.training.fp32 import FP32Session
 from tests.fake_device import fake_device  # noqa: F401 - a fixture
 from tests.rings.test_member import Died, Members, nothing
@@ -41,6 +42,9 @@ def test_a_ring_goes_on_when_a_member_with_an_accelerator_dies(monkeypatch: pyte
         if (rank, generation, operation, number) == (1, 0, "all_reduce", 3):
             raise Died
 
+    # An exception in a backward pass, as of the poll at each gradient, ends the process on a device whose guard is
+    # written in Python: torch unwinds it by a call that such guards do not have. So all are sent after the pass.
+    monkeypatch.setattr(GradientExchange, "_on_gradient", lambda *_: None)
     members = Members(3, monkeypatch, strike, devices=("cpu", "fake", "fake"))
     members.check()
     assert [len(end.outcome.recoveries_s) for end in members.ends.values()] == [1, 1]
