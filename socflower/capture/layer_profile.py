@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass, replace
@@ -17,7 +17,7 @@ from socflower.capture.batch_form import Batch, form_of, mapped, num_samples, ou
 from socflower.capture.graph import CAPTURE_LOCK, reason
 from socflower.capture.operation_costs import AttentionAsFused, products_of
 from socflower.capture.random_state import forked_generator
-from socflower.cluster.cost_model import BACKWARD_TO_FORWARD, LayerProfile, ModelProfile
+from socflower.cluster.cost_model import BACKWARD_TO_FORWARD, Gradient, LayerProfile, ModelProfile
 from socflower.errors import ConfigError
 
 ExampleBatch: TypeAlias = Batch | tuple[int, ...]
@@ -179,8 +179,9 @@ def profile_module(module: nn.Module, example_input: ExampleBatch, name: str) ->
             error = failure.error
             raise ConfigError(f"model {name}: forward pass for inputs {what} failed: {reason(error)}") from error
     input_bytes = _num_bytes(tensors_in(batch)) / size
-    return ModelProfile(name=name, layers=_layers(skeleton, recorder.tallies, size), input_bytes=input_bytes,
-                        ran_on=ran_on)
+    layers = _layers(skeleton, recorder.tallies, size)
+    return ModelProfile(name=name, layers=layers, input_bytes=input_bytes, ran_on=ran_on,
+                        gradients=_gradients(skeleton, layers, recorder.tallies))
 
 
 class _ForwardFailed(Exception):
@@ -281,6 +282,30 @@ def _layers(skeleton: nn.Module, tallies: dict[str, _Tally], size: int) -> tuple
         output_bytes[leaf if leaf in output_bytes else names[0]] += num_bytes
     return tuple(replace(layer, output_bytes=output_bytes[name] / size)
                  for name, layer in zip(names, layers, strict=True))
+
+
+def _gradients(skeleton: nn.Module, layers: Sequence[LayerProfile], ran: Collection[str]) -> tuple[Gradient, ...]:
+    """Return the trained tensors' gradients in the order of buckets, which is the reverse of the module's own.
+
+    A gradient is complete when the backward pass has done all layers that use the tensor. Where a module with weights
+    never ran by itself, that is the layer around it; without one, rings send zeros after the pass.
+    """
+    done: dict[str, float] = {}
+    backward = {layer.name: layer.training_flops - layer.forward_flops for layer in layers}
+    total, so_far = sum(backward.values()), 0.0
+    for number, layer in enumerate(reversed(layers), start=1):
+        so_far += backward[layer.name]
+        done[layer.name] = so_far / total if total else number / len(layers)
+    completed: dict[nn.Parameter, float] = {}
+    for name, weight in skeleton.named_parameters(remove_duplicate=False):
+        if weight.requires_grad:
+            owner = name.rpartition(".")[0]
+            while owner and not (owner in ran and owner in done):
+                owner = owner.rpartition(".")[0]
+            key = owner or type(skeleton).__name__
+            completed[weight] = max(completed.get(weight, 0.0), done.get(key, 1.0))
+    return tuple(Gradient(num_bytes=float(_num_bytes([weight])), done=share)
+                 for weight, share in reversed(completed.items()))
 
 
 def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:

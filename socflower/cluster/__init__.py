@@ -3,12 +3,14 @@
 from socflower.cluster.cluster_file import load_cluster, parse_cluster
 from socflower.cluster.cost_model import (
     FP32,
+    Gradient,
     LayerProfile,
     ModelProfile,
     OneProcessor,
     Pricing,
     ProcessorCost,
     StepCost,
+    bucket_starts,
     step_cost,
     sustained_rates,
 )
@@ -28,6 +30,7 @@ __all__ = [
     "Device",
     "DeviceDynamics",
     "Endpoint",
+    "Gradient",
     "GraphBuilder",
     "LayerProfile",
     "LayerTimings",
@@ -44,6 +47,7 @@ __all__ = [
     "Transfer",
     "Usage",
     "VirtualClock",
+    "bucket_starts",
     "device",
     "device_names",
     "load_cluster",

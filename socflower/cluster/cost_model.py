@@ -4,6 +4,7 @@ All planners and the simulator take compute costs from here. `socflower.capture.
 modules.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -15,10 +16,32 @@ BACKWARD_TO_FORWARD = 2.0
 """A backward pass multiplies twice per weight (input gradient, weight gradient) where a forward pass does once."""
 
 
+def bucket_starts(num_bytes: Sequence[float], num_buckets: int) -> list[int]:
+    """Return where buckets of about equal bytes begin in a sequence of tensors; at most one bucket a tensor (F8a).
+
+    Rings and virtual time divide a model by this rule.
+    """
+    share = sum(num_bytes) / max(1, min(num_buckets, len(num_bytes)))
+    starts: list[int] = []
+    before = 0.0
+    for index, own in enumerate(num_bytes):
+        if not starts or before + own / 2 >= share * len(starts):
+            starts.append(index)
+        before += own
+    return starts
+
 
 def forward_share(forward_flops: float, training_flops: float) -> float:
     """Return the part of the forward pass in training; without operations, that of weights that are trained."""
     return forward_flops / training_flops if training_flops else 1.0 / (1.0 + BACKWARD_TO_FORWARD)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gradient:
+    """The gradient of one trained tensor."""
+
+    num_bytes: float
+    done: float  # the part of the backward pass after which it is complete
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +77,7 @@ class ModelProfile:
     layers: tuple[LayerProfile, ...]
     input_bytes: float  # of one sample
     ran_on: str = field(default="meta", compare=False)  # device of the profiled pass; "meta" computes no values
+    gradients: tuple[Gradient, ...] = ()  # in the order in which rings send them; empty: of no known sizes
 
     def __post_init__(self) -> None:
         if not self.layers:

@@ -4,9 +4,11 @@ Each function adds transfers to a `GraphBuilder` and returns the indices of the 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
-from socflower.cluster import Endpoint, GraphBuilder
+from socflower.cluster import Endpoint, Gradient, GraphBuilder, bucket_starts
 from socflower.errors import ConfigError
 
 PER_TENSOR, BUCKETS = "per-tensor", "buckets"
@@ -24,6 +26,7 @@ class Exchange:
     num_bytes: float
     num_tensors: int
     fused: bool = False  # in one message instead of one for each tensor (F8a)
+    gradients: tuple[Gradient, ...] = ()  # of the tensors, in the order in which they are sent; empty: not known
 
     def __post_init__(self) -> None:
         if not self.num_bytes >= 0.0 or self.num_tensors < 1:
@@ -35,12 +38,35 @@ class Exchange:
         """How many messages each transfer of it takes."""
         return 1 if self.fused else self.num_tensors
 
-    def buckets(self, count: int) -> "tuple[Exchange, ...]":
-        """Return `count` parts of equal bytes and about equal numbers of tensors; no more parts than tensors."""
-        count = min(count, self.num_tensors)
-        small, extra = divmod(self.num_tensors, count)
-        return tuple(replace(self, num_bytes=self.num_bytes / count, num_tensors=small + (index < extra))
-                     for index in range(count))
+    def buckets(self, count: int) -> "tuple[Bucket, ...]":
+        """Return at most `count` buckets, as rings of real machines form them; no more than tensors.
+
+        Where sizes of tensors are not known: of equal bytes, about equal numbers of tensors, and completed at equal
+        intervals of the backward pass.
+        """
+        if self.gradients:
+            starts = bucket_starts([gradient.num_bytes for gradient in self.gradients], count)
+            parts = [self.gradients[start:end] for start, end in pairwise([*starts, len(self.gradients)])]
+        else:
+            count = min(count, self.num_tensors)
+            small, extra = divmod(self.num_tensors, count)
+            parts = [(Gradient(num_bytes=self.num_bytes / count / (small + (index < extra)), done=(index + 1) / count),)
+                     * (small + (index < extra)) for index in range(count)]
+        buckets: list[Bucket] = []
+        done = 0.0
+        for part in parts:
+            # What is computed after the last gradient, if anything, is waited for as well.
+            done = 1.0 if len(buckets) == len(parts) - 1 else max(done, *(gradient.done for gradient in part))
+            buckets.append(Bucket(Exchange(num_bytes=sum(gradient.num_bytes for gradient in part),
+                                           num_tensors=len(part), fused=self.fused), done))
+        return tuple(buckets)
+
+
+class Bucket(NamedTuple):
+    """Tensors that are exchanged together, and the part of the backward pass after which they are complete."""
+
+    exchange: Exchange
+    done: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ class IntervalCosts:
     def exchange(self) -> Exchange:
         """The exchanged data, gradients or weights."""
         return Exchange(num_bytes=self.profile.weight_bytes, num_tensors=self.profile.num_tensors,
-                        fused=self.fusion == BUCKETS)
+                        fused=self.fusion == BUCKETS, gradients=self.profile.gradients)
 
     def step(
         self, *, serialize_uplinks: bool | None = None, pricings: Mapping[int, Pricing] | None = None,

@@ -4,11 +4,20 @@ The graphs define dependencies and costs; the clock determines the times.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Literal, TypeAlias
 
 from socflower.cluster import HUB, Activity, Cluster, GraphBuilder, StepCost, TaskGraph
 from socflower.errors import ConfigError, require_range
-from socflower.hierarchy.collectives import Exchange, broadcast, gather, ring_all_reduce, scatter, server_exchange
+from socflower.hierarchy.collectives import (
+    Bucket,
+    Exchange,
+    broadcast,
+    gather,
+    ring_all_reduce,
+    scatter,
+    server_exchange,
+)
 from socflower.hierarchy.communication_groups import conflicts
 from socflower.hierarchy.leader_exchange import RING, STAR
 from socflower.hierarchy.plan import Group, GroupPlan
@@ -25,8 +34,8 @@ def step_graph(
     exchange waits for those of its conflicting groups in earlier communication groups, and for those in later ones of
     the previous step.
 
-    With `overlap_buckets` > 1 the backward pass has that many parts (at most one per tensor), the exchange of a
-    part's gradients begins when the part is done, and the exchanges of a group's parts run one after another.
+    With `overlap_buckets` > 1 gradients are exchanged in at most that many buckets, each as soon as the backward pass
+    has completed it and the bucket before has been exchanged.
 
     `costs` has the seconds and processor of each member. Raises `ConfigError` if a member has no entry, or for fewer
     than one bucket.
@@ -52,19 +61,19 @@ def step_graph(
 
 
 def _group_step(
-    builder: GraphBuilder, group: Group, costs: Mapping[int, StepCost], buckets: Sequence[Exchange],
+    builder: GraphBuilder, group: Group, costs: Mapping[int, StepCost], buckets: Sequence[Bucket],
     before: Sequence[int],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Add a group's step; return the transfers that begin its exchange and those that end it."""
     name = f"group {group.group_id}"
     begins, parts = {}, {}
     for soc in group.members:
-        begins[soc], parts[soc] = _compute(builder, name, soc, costs[soc], len(buckets))
+        begins[soc], parts[soc] = _compute(builder, name, soc, costs[soc], buckets)
     begun = {soc: tuple(before) for soc in group.members}
     first: tuple[int, ...] = ()
     last: tuple[int, ...] = ()
     for number, bucket in enumerate(buckets):
-        ring = ring_all_reduce(builder, group.members, bucket,
+        ring = ring_all_reduce(builder, group.members, bucket.exchange,
                                {soc: (*parts[soc][number], *begun[soc]) for soc in group.members}, name)
         first, last = first or ring.transfers, ring.transfers
         begun = dict(ring.done)
@@ -77,24 +86,27 @@ def _group_step(
 
 
 def _compute(
-    builder: GraphBuilder, name: str, soc: int, cost: StepCost, num_parts: int,
+    builder: GraphBuilder, name: str, soc: int, cost: StepCost, buckets: Sequence[Bucket],
 ) -> tuple[list[int], list[tuple[int, ...]]]:
-    """Add a member's forward and backward passes on all its processors in parallel, the backward pass in equal parts.
+    """Add a member's forward and backward passes on all its processors in parallel, in parts that complete a bucket.
 
-    Returns the tasks that begin the passes, and for each part the tasks that end it. The gradients of several
-    processors for a part are merged as soon as all processors have finished it (SoCFlow+ 3.2).
+    Returns the tasks that begin the passes, and for each bucket the tasks that complete it. The gradients of several
+    processors for a bucket are merged as soon as all processors have them (SoCFlow+ 3.2).
     """
+    shares = [after - before for before, after in pairwise([0.0, *(bucket.done for bucket in buckets)])]
     by_processor = []
     for work in cost.processors:
-        seconds = work.backward_s / num_parts
-        tasks = [builder.compute(f"{name} compute", soc, work.forward_s + seconds, processor=work.processor)]
-        for _ in range(num_parts - 1):
-            tasks.append(builder.compute(f"{name} backward", soc, seconds, processor=work.processor, after=tasks[-1:]))
+        seconds = [work.backward_s * share for share in shares]
+        tasks = [builder.compute(f"{name} compute", soc, work.forward_s + seconds[0], processor=work.processor)]
+        for part_s in seconds[1:]:
+            tasks.append(builder.compute(f"{name} backward", soc, part_s, processor=work.processor, after=tasks[-1:]))
         by_processor.append(tasks)
     parts = list(zip(*by_processor, strict=True))
     if cost.merge_s:
-        parts = [(builder.compute(f"{name} merge", soc, cost.merge_s / num_parts, processor=cost.processor,
-                                  activity=Activity.UPDATE, after=part),) for part in parts]
+        whole = sum(bucket.exchange.num_bytes for bucket in buckets)
+        parts = [(builder.compute(f"{name} merge", soc, cost.merge_s * bucket.exchange.num_bytes / whole,
+                                  processor=cost.processor, activity=Activity.UPDATE, after=part),)
+                 for part, bucket in zip(parts, buckets, strict=True)]
     return [tasks[0] for tasks in by_processor], parts
 
 

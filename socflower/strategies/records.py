@@ -40,7 +40,7 @@ def with_weights(profile: ModelProfile, arrays: ArrayRecord) -> ModelProfile:
         return profile
     views = array_views(arrays).values()
     *others, last = profile.layers
-    return replace(profile, layers=(*others, replace(
+    return replace(profile, gradients=(), layers=(*others, replace(
         last, weight_bytes=float(sum(view.nbytes for view in views)), num_tensors=len(views))))
 
 

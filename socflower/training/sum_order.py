@@ -6,6 +6,7 @@ same order gets the weights of a ring of machines, bit for bit.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from socflower.capture.torch_device import host_buffer
+from socflower.cluster.cost_model import bucket_starts
 
 
 @dataclass(slots=True)
@@ -141,13 +143,8 @@ def _strides(parameter: Tensor) -> tuple[int, ...]:
 
 def _parts(parameters: Sequence[nn.Parameter], num_parts: int) -> list[list[nn.Parameter]]:
     """Split a sequence of parameters into non-empty runs of about equal bytes, each of one type on one device."""
-    share = sum(parameter.nbytes for parameter in parameters) / max(1, min(num_parts, len(parameters)))
-    parts: list[list[nn.Parameter]] = []
-    num_bytes = 0.0
-    for parameter in parameters:
-        full = parts and num_bytes + parameter.nbytes / 2 >= share * len(parts)
-        if not parts or full or (parts[-1][0].dtype, parts[-1][0].device) != (parameter.dtype, parameter.device):
-            parts.append([])
-        parts[-1].append(parameter)
-        num_bytes += parameter.nbytes
-    return parts
+    starts = {*bucket_starts([parameter.nbytes for parameter in parameters], num_parts),
+              *(index for index, (before, after) in enumerate(pairwise(parameters), start=1)
+                if (before.dtype, before.device) != (after.dtype, after.device))}
+    bounds = [*sorted(starts), len(parameters)]
+    return [list(parameters[start:end]) for start, end in pairwise(bounds)]

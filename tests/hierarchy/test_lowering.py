@@ -263,9 +263,9 @@ def test_a_fused_ring_sends_one_message_for_each_bucket_a_sub_step(size: int, nu
         parts = Exchange(num_bytes=1e6, num_tensors=num_tensors, fused=fused).buckets(buckets)
         clock = EventClock(cluster)
         for part in parts:
-            clock.run(exchange_graph(range(size), part))
+            clock.run(exchange_graph(range(size), part.exchange))
         num_messages = min(buckets, num_tensors) if fused else num_tensors
-        assert sum(part.num_messages for part in parts) == num_messages
+        assert sum(part.exchange.num_messages for part in parts) == num_messages
         seconds[num_messages] = clock.now_s - 2 * (size - 1) * num_messages * cluster.message_s
     assert max(seconds.values()) - min(seconds.values()) < 1e-9
 
@@ -375,7 +375,7 @@ def test_each_bucket_leaves_as_soon_as_both_processors_have_it(
 ) -> None:
     """Two equal members: a bucket's ring begins when its part is done and the ring before has ended."""
     end_s = 0.0
-    sizes = [bucket.num_bytes for bucket in EXCHANGE.buckets(buckets)]
+    sizes = [bucket.exchange.num_bytes for bucket in EXCHANGE.buckets(buckets)]
     assert len(sizes) == buckets and sum(sizes) == pytest.approx(1200.0)
     for part, num_bytes in enumerate(sizes, start=1):
         ready_s = max(forward_s + backward_s * part / buckets for forward_s, backward_s in (cpu, npu))
