@@ -1,10 +1,11 @@
 """What every benchmark shares: interleaved timing against a named peer, and one document of rows."""
 
+import argparse
+import inspect
 import json
 import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -73,10 +74,21 @@ def document(rows: Sequence[Row], peers: Mapping[str, object] | None = None) -> 
     return {"schema": 1, "machine": machine(), **described, "rows": [asdict(row) for row in rows]}
 
 
-def main(run: Callable[[bool], list[Row]], peers: Callable[[], Mapping[str, object]] | None = None) -> int:
-    """Run a benchmark as a script: `--quick` for fewer repeats, `--json` for programs. 0 if all answers are right."""
-    rows = run("--quick" in sys.argv[1:])
-    if "--json" in sys.argv[1:]:
+def main(run: Callable[..., list[Row]], peers: Callable[[], Mapping[str, object]] | None = None) -> int:
+    """Run a benchmark as a script: `--quick` for fewer repeats, `--json` for programs. 0 if all answers are right.
+
+    Parameters of `run` that are whole numbers are options too.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--quick", action="store_true")
+    for name, parameter in inspect.signature(run).parameters.items():
+        if parameter.annotation is int:
+            parser.add_argument(f"--{name}", type=int, default=parameter.default)
+    options = vars(parser.parse_args())
+    as_json = options.pop("json")
+    rows = run(**options)
+    if as_json:
         print(json.dumps(document(rows, None if peers is None else peers()), indent=2))
     else:
         print(", ".join(f"{key} {value}" for key, value in machine().items()))

@@ -13,8 +13,10 @@ from rich.markup import escape
 
 from socflower.cli.options import Json, refuse_all_but
 from socflower.cli.terminal import OUT, print_json
+from socflower.engines.names import require_count
 from socflower.errors import ConfigError, TrainingFailed
 
+_TRUTH, _MOST_CELLS = "truth", 10_000
 _NOT_BENCHMARKS = ("harness", "int8_settings", "int8_step_isolated", "mapping_reference", "__init__")
 
 
@@ -22,6 +24,8 @@ def bench(
     context: typer.Context,
     name: Annotated[str | None, typer.Argument(help="Name of the benchmark; without one, the list.")] = None,
     quick: Annotated[bool, typer.Option(help="Smaller cases, fewer repeats.")] = False,
+    cells: Annotated[int | None, typer.Option(help="Of truth: how many trainings are drawn (default: 100).")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of truth: what they are drawn from (default: 0).")] = None,
     as_json: Json = False,
 ) -> None:
     """Run a benchmark: ours against a named peer, in the same run, answers checked."""
@@ -32,7 +36,12 @@ def bench(
         else:
             OUT.print("\n".join(benchmark_names()))
         return
-    document = run_benchmark(name, quick=quick)
+    if name != _TRUTH:
+        refuse_all_but(context, "name", "quick", "as_json", because=f"only bench {_TRUTH} draws its cases")
+    if cells is not None:
+        require_count("--cells", cells, 1, _MOST_CELLS)
+    draws = {"cells": cells, "seed": seed}
+    document = run_benchmark(name, quick=quick, **{key: value for key, value in draws.items() if value is not None})
     if as_json:
         print_json(document)
     else:
@@ -46,15 +55,17 @@ def benchmark_names() -> list[str]:
     return sorted(path.stem.replace("_", "-") for path in _folder().glob("*.py") if path.stem not in _NOT_BENCHMARKS)
 
 
-def run_benchmark(name: str, *, quick: bool) -> dict[str, Any]:
+def run_benchmark(name: str, *, quick: bool, **options: int) -> dict[str, Any]:
     """Run a benchmark in a process of its own and return its document: machine, peers if it describes them, rows.
 
-    Raises `ConfigError` for a name that does not exist and `TrainingFailed` for a benchmark that ends without one.
+    `options` are the benchmark's own. Raises `ConfigError` for a name that does not exist and `TrainingFailed` for a
+    benchmark that ends without a document.
     """
     if name not in benchmark_names():
         raise ConfigError(f"bench {name!r} is unknown; there are {', '.join(benchmark_names())}")
     folder = _folder()
-    command = [sys.executable, str(folder / f"{name.replace('-', '_')}.py"), "--json", *(["--quick"] if quick else [])]
+    command = [sys.executable, str(folder / f"{name.replace('-', '_')}.py"), "--json", *(["--quick"] if quick else []),
+               *(f"--{key}={value}" for key, value in options.items())]
     ran = subprocess.run(command, cwd=folder.parent, stdout=subprocess.PIPE, text=True, check=False)
     # What a peer printed stands before the document, which begins with a brace on a line of its own.
     _, _, document = f"\n{ran.stdout}".partition("\n{\n")

@@ -236,6 +236,8 @@ def test_bench_lists_its_names_and_refuses_others(socflower: Socflower) -> None:
     assert ran.status == 0
     assert {"aggregate", "clock"} <= set(ran.out.split())
     is_mistake(socflower("bench", "nonsense"), "'nonsense' is unknown", "aggregate")
+    is_mistake(socflower("bench", "clock", "--cells", "3"), "only bench truth draws its cases: leave out --cells")
+    is_mistake(socflower("bench", "truth", "--cells", "0"), "--cells 0: must be from 1 to 10000")
 
 
 def test_a_benchmark_runs_as_a_process_whatever_else_it_prints(socflower: Socflower, tmp_path: Path) -> None:

@@ -1,0 +1,170 @@
+"""The resident process of the cells: builds each one's network in namespaces of its own, and forks its SoCs into it.
+
+Runs as `python -m benchmarks.truth_cells.resident` in fresh user, network, mount and process namespaces. It reads a
+line of JSON for each cell: the cell, and what a message costs. It writes the cell's prediction before the cell is
+measured, and then what was measured; or the error. It ends with its standard input.
+"""
+
+import ctypes
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from benchmarks.truth_cells.cell import Cell
+from benchmarks.truth_cells.prediction import Calibration, predict, sleeping
+from benchmarks.truth_cells.soc import Meeting, calibrate, serve, train
+from tests.testbed.rack_process import enter_network
+
+_NEW_NETWORK, _NEW_MOUNTS = 0x40000000, 0x00020000  # CLONE_NEWNET, CLONE_NEWNS
+_HEAD_START_S = 0.3
+_BARRIER_S = 60.0
+_FORK = multiprocessing.get_context("fork")
+
+
+def main() -> int:
+    """Answer for every cell, one after the other."""
+    for line in sys.stdin:
+        asked = json.loads(line)
+        cell = Cell.from_document(asked["cell"])
+        process = _FORK.Process(target=_do, args=(cell, asked["message_s"]))
+        process.start()
+        process.join()
+        if process.exitcode:
+            _say({"error": f"the cell's process ended with {process.exitcode}"})
+    return 0
+
+
+def _say(document: Mapping[str, Any]) -> None:
+    print(json.dumps(document), flush=True)
+
+
+def _do(cell: Cell, message_s: Mapping[str, float]) -> None:
+    try:
+        _build(cell)
+        _say(_measure(cell, message_s))
+    except Exception:
+        _say({"error": traceback.format_exc(limit=4)})
+    sys.stdout.flush()
+    os._exit(0)  # with what it may have left behind; the kernel takes the networks down
+
+
+def _build(cell: Cell) -> None:
+    """Build the rack in a network that ends with this process and its children."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.unshare(_NEW_NETWORK | _NEW_MOUNTS):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "unshare")
+    script = "\n".join(["set -e", "mount -t tmpfs none /run", "mkdir -p /run/netns", *cell.rack.commands()])
+    subprocess.run(["bash", "-c", script], check=True, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+
+
+class _Socs:
+    """The processes of a phase, each in its network."""
+
+    def __init__(self, cell: Cell, work: Mapping[int, Callable[[Meeting], Any]]) -> None:
+        start_s = _FORK.Value("d", 0.0)
+
+        def soon() -> None:
+            start_s.value = time.monotonic() + _HEAD_START_S
+
+        barrier = _FORK.Barrier(len(work), action=soon, timeout=_BARRIER_S)
+
+        def start() -> float:
+            barrier.wait()
+            return float(start_s.value)
+
+        meeting = Meeting(together=lambda: barrier.wait() and None, start=start)
+        self._processes: list[BaseProcess] = []
+        self._receivers: list[Connection] = []
+        for place, part in work.items():
+            receiver, sender = _FORK.Pipe(duplex=False)
+            process = _FORK.Process(target=_live, args=(place, part, meeting, sender), daemon=True)
+            process.start()
+            sender.close()
+            self._processes.append(process)
+            self._receivers.append(receiver)
+
+    def results(self) -> list[Any]:
+        """Return what came of all, or raise what one of them said."""
+        found: dict[int, Any] = {}
+        try:
+            while len(found) < len(self._receivers):
+                for ready in wait([receiver for index, receiver in enumerate(self._receivers) if index not in found]):
+                    index = self._receivers.index(ready)  # type: ignore[arg-type]
+                    try:
+                        found[index], error = self._receivers[index].recv()
+                    except EOFError:
+                        error = f"place {index} ended without a word"
+                    if error:
+                        raise RuntimeError(error)
+        finally:
+            for process in self._processes:
+                if len(found) < len(self._processes):
+                    process.kill()
+                process.join()
+        return [found[index] for index in range(len(found))]
+
+
+def _live(place: int, part: Callable[[Meeting], Any], meeting: Meeting, sender: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        enter_network(Path(f"/run/netns/soc{place}"))
+        sender.send((part(meeting), ""))
+    except Exception:
+        with suppress(OSError):
+            sender.send((None, traceback.format_exc(limit=-6)))
+    sender.close()
+    os._exit(0)
+
+
+def _measure(cell: Cell, message_s: Mapping[str, float]) -> dict[str, Any]:
+    """Predict the cell, say so, and measure it."""
+    socs = range(cell.num_socs)
+    if cell.sleeps:
+        calibration = sleeping(cell)
+    else:
+        calibrated = _Socs(cell, {
+            soc: lambda meeting, soc=soc: calibrate(cell, soc, meeting) for soc in socs}).results()
+        calibration = Calibration(step_s={soc: passes_s for soc, (passes_s, _) in zip(socs, calibrated, strict=True)},
+                                  update_s=max(update_s for _, update_s in calibrated))
+    prediction = predict(cell, calibration, message_s)
+    _say({"predicted_s": prediction.seconds, "steps_s": prediction.steps_s,
+          "synchronisation_s": prediction.synchronisation_s, "num_steps": prediction.interval.num_steps,
+          "step_s": list(calibration.step_s.values()), "update_s": calibration.update_s,
+          "groups": [group.members for group in prediction.plan.groups], "in_turn": prediction.exchanges.turns.taken,
+          "predicted_at": time.time()})
+    parts: dict[int, Callable[[Meeting], Any]] = {
+        soc: lambda meeting, soc=soc: train(cell, soc, prediction, calibration, meeting) for soc in socs}
+    parts[cell.hub] = lambda meeting: serve(cell, meeting)
+    began_at = time.time()
+    *reports, _ = _Socs(cell, parts).results()
+    return {"began_at": began_at, **_judged(cell, prediction.interval.num_steps, reports)}
+
+
+def _judged(cell: Cell, num_steps: int, reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what was measured of the whole and of its phases, and whether all came to the same weights."""
+    began_s = min(report["began"][0] for report in reports)
+    ended_s = max(report["steps"][-1] for report in reports)
+    trained_s = max(report["steps"][num_steps - 1] for report in reports) - began_s
+    found = {"measured_s": ended_s - began_s, "first_steps_s": trained_s,
+             "right": len({report["digests"][0] for report in reports if cell.leaders == "ring" or cell.num_groups == 1}
+                          ) <= 1 and all(len(report["steps"]) == 2 * num_steps for report in reports)}
+    if "synchronised" in reports[0]:
+        again_s = min(report["began"][1] for report in reports)
+        found |= {"between_s": again_s - began_s - trained_s, "last_steps_s": ended_s - again_s}
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
