@@ -96,7 +96,7 @@ class Membership:
         self._joins: dict[int, dict[int, MemberState]] = {}  # by generation and participant
         self._decision: Generation | None = None
         self._requested = 0  # the highest generation that any member asks for
-        self._callers: set[int] = set()  # that have probed this member since it last looked for a coordinator
+        self._callers: set[int] = set()  # forming members that called since this one last looked for a coordinator
         self._departed: set[int] = set()  # members that announced that they leave
         self._done: set[int] = set()  # members that announced that they have the interval's result
         self._finished = False  # whether this one has announced it
@@ -260,9 +260,9 @@ class Membership:
         while True:
             poll()
             with self._changed:
-                if self._requested > number or self._earlier_callers():
+                if self._requested > number or self._earlier_callers(silent):
                     return None
-                seen = self._seen(number)
+                seen = self._seen(number, silent)
                 joined = {member: theirs for member, theirs in self._joins.get(number, {}).items()
                           if member not in self._departed}
             missing = [member for member in self._others() if member not in {*joined, *self._departed, *self._done}]
@@ -273,21 +273,22 @@ class Membership:
                 return self._decide(number, {**joined, self._own: own_state})
             if time.monotonic() > until_s:
                 return None
-            self._wait_for_change(number, seen, _POLL_INTERVAL_S if number else _START_POLL_INTERVAL_S)
+            with self._changed:  # another member may have called since `seen` was read
+                self._changed.wait_for(lambda: self._seen(number, silent) != seen,
+                                       _POLL_INTERVAL_S if number else _START_POLL_INTERVAL_S)
 
-    def _wait_for_change(self, number: int, seen: tuple[int, ...], timeout_s: float) -> None:
-        """Wait until another member has called, which one may have done since `seen` was read."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._seen(number) != seen, timeout_s)
-
-    def _seen(self, number: int) -> tuple[int, ...]:
+    def _seen(self, number: int, silent: dict[int, int]) -> tuple[int, ...]:
         """Return what changes with every call of another member that a coordinator waits for."""
         return (self._requested, len(self._joins.get(number, {})), len(self._departed), len(self._done),
-                self._earlier_callers())
+                self._earlier_callers(silent))
 
-    def _earlier_callers(self) -> int:
-        """Return how many members that coordinate in place of this one, once they are there, have called by now."""
-        return len(self._callers.intersection(self._members[:self._members.index(self._own)]))
+    def _earlier_callers(self, silent: dict[int, int]) -> int:
+        """Return how many members that coordinate in place of this one have called by now.
+
+        One that calls and does not answer cannot coordinate: to make way for it would be for ever.
+        """
+        earlier = self._members[:self._members.index(self._own)]
+        return sum(member in self._callers and silent.get(member, 0) < _MAX_SILENT_CALLS for member in earlier)
 
     def _absent(self, missing: Sequence[int], number: int, silent: dict[int, int]) -> set[int] | Generation:
         """Return the members that will not join, or a decision that was made without this member."""
@@ -373,9 +374,9 @@ class Membership:
     def _on_probe(self, caller: Caller, body: bytes) -> bytes:
         """Answer with this member's decision, if any; record the generation that the caller asks for."""
         with self._changed:
-            self._callers.add(caller.rank)
-            self._changed.notify_all()
-            if body:
+            if body:  # a watchdog names no generation: its member does not form a ring
+                self._callers.add(caller.rank)
+                self._changed.notify_all()
                 self._requested = max(self._requested, int(body))
             if self._finished and self._decision is not None and self._requested > self._decision.number:
                 return json.dumps({_DONE: True}).encode()

@@ -213,13 +213,15 @@ def test_the_watchdog_notices_a_death_and_all_hear_of_it(group: Group) -> None:
     assert the_only({0: group.begin_to_form(0, state(1))(), 1: again()}).members == (0, 1)
 
 
-def test_a_member_that_does_not_answer_is_left_behind_and_told_so() -> None:
+@pytest.mark.parametrize("calls", [False, True])
+def test_a_member_that_does_not_answer_is_left_behind_and_told_so(calls: bool) -> None:
+    """Also if it calls the others itself, all the while."""
     group = Group(4)
+    awake = threading.Event()
     try:
         group.open(heartbeat_s=2.0)
         everybody = {rank: state() for rank in range(4)}
         the_only(group.form(everybody))
-        awake = threading.Event()
         port, original = group.ports[0], dict(group.ports[0]._handlers)
 
         def hang(method: str) -> Callable[[Caller, bytes], bytes]:
@@ -232,10 +234,11 @@ def test_a_member_that_does_not_answer_is_left_behind_and_told_so() -> None:
         for method in ("probe", "join"):
             port.handle(method, hang(method))
         wait_until(lambda: is_broken(group.memberships[3]), "member 3 to miss member 0")
-        decision = the_only(group.form({rank: state(1) for rank in (1, 2, 3)}))
-        assert decision.members == (1, 2, 3)
+        hung = group.begin_to_form(0, state(1)) if calls else None
+        others = {rank: group.begin_to_form(rank, state(1)) for rank in (1, 2, 3)}
+        assert the_only({rank: outcome() for rank, outcome in others.items()}).members == (1, 2, 3)
         awake.set()
-        assert isinstance(group.begin_to_form(0, state(1))(), LeftOut)
+        assert isinstance((hung or group.begin_to_form(0, state(1)))(), LeftOut)
         assert not is_broken(group.memberships[1])
     finally:
         awake.set()
