@@ -273,9 +273,12 @@ class Membership:
                 return self._decide(number, {**joined, self._own: own_state})
             if time.monotonic() > until_s:
                 return None
-            with self._changed:  # another member may have called since `seen` was read
-                self._changed.wait_for(lambda: self._seen(number, silent) != seen,
-                                       _POLL_INTERVAL_S if number else _START_POLL_INTERVAL_S)
+            self._wait_for_change(number, silent, seen, _POLL_INTERVAL_S if number else _START_POLL_INTERVAL_S)
+
+    def _wait_for_change(self, number: int, silent: dict[int, int], seen: tuple[int, ...], timeout_s: float) -> None:
+        """Wait until another member has called, which one may have done since `seen` was read."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._seen(number, silent) != seen, timeout_s)
 
     def _seen(self, number: int, silent: dict[int, int]) -> tuple[int, ...]:
         """Return what changes with every call of another member that a coordinator waits for."""
