@@ -89,7 +89,7 @@ server_interval = 2
     "overlap": Capability(label="overlapped exchange", says="[strategy]\noverlap_buckets = 4",
                           is_in=lambda s: s.strategy.overlap_buckets > 1),
     "leaders": Capability(label="leaders in a ring", says='[strategy]\nleaders = "ring"',
-                          is_in=lambda s: s.has_groups and s.strategy.leaders in ("ring", "auto")),
+                          is_in=lambda s: s.has_groups and s.leaders in ("ring", "auto")),
     "compression": Capability(label="compressed gradients", says='[ring]\ncompression = "fp16"',
                               is_in=lambda s: s.ring.compression != "none"),
     "local": Capability(label="data that stay", says='[data]\npartition = "dirichlet"\n[strategy]\nreshuffle = false',

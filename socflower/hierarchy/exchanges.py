@@ -1,13 +1,13 @@
 """How the groups of a plan exchange gradients, and their leaders models: as asked, or as predicted to be quickest."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from socflower.cluster import VirtualClock
 from socflower.hierarchy.interval_costs import IntervalCosts
-from socflower.hierarchy.leader_exchange import LeaderExchange, choose_leaders
+from socflower.hierarchy.leader_exchange import KINDS, LeaderExchange, choose_leaders
 from socflower.hierarchy.plan import GroupPlan
 from socflower.hierarchy.uplink_turns import Turns, choose_turns, step_times
 
@@ -26,16 +26,20 @@ class Exchanges:
 
 def choose_exchanges(
     work: IntervalCosts, serialize_uplinks: bool | str, leaders: str, lengths: Mapping[int, int],
-    clock: VirtualClock | None,
+    clock: VirtualClock | None, kinds: Sequence[str] = KINDS,
 ) -> tuple[Exchanges, IntervalCosts]:
     """Return the choices, and the work with them; see `choose_turns`, `step_times` and `choose_leaders`."""
     chosen = Exchanges(
         turns=choose_turns(work.plan, serialize_uplinks, None if clock is None else partial(
             step_times, work, lengths, clock)),
-        leaders=choose_leaders(work.plan, leaders, None if clock is None else partial(work.synchronisation_s, clock)))
+        leaders=choose_leaders(
+            work.plan, leaders, None if clock is None else partial(work.synchronisation_s, clock), kinds))
     return chosen, replace(work, serialize_uplinks=chosen.turns.taken, leaders=chosen.leaders.kind)
 
 
-def unpredicted_exchanges(plan: GroupPlan, serialize_uplinks: bool | str, leaders: str) -> Exchanges:
+def unpredicted_exchanges(
+    plan: GroupPlan, serialize_uplinks: bool | str, leaders: str, kinds: Sequence[str] = KINDS,
+) -> Exchanges:
     """Return the choices where nothing tells what a step costs."""
-    return Exchanges(turns=choose_turns(plan, serialize_uplinks, None), leaders=choose_leaders(plan, leaders, None))
+    return Exchanges(turns=choose_turns(plan, serialize_uplinks, None),
+                     leaders=choose_leaders(plan, leaders, None, kinds))

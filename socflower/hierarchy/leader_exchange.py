@@ -1,6 +1,6 @@
 """How the leaders of groups exchange their models (F8): in a ring, in a tree of boards and servers, or in a star."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,17 +28,19 @@ class LeaderExchange:
         return {"leaders": self.kind, "leaders_by": self.decided_by, "leaders_s": dict(self.predicted_s)}
 
 
-def choose_leaders(plan: GroupPlan, asked: str, predict: Callable[[str], float] | None) -> LeaderExchange:
-    """Return the kind that is asked for, or with "auto" the one of which `predict` returns the fewest seconds.
+def choose_leaders(
+    plan: GroupPlan, asked: str, predict: Callable[[str], float] | None, kinds: Sequence[str] = KINDS,
+) -> LeaderExchange:
+    """Return the kind that is asked for, or with "auto" that of `kinds` for which `predict` returns the fewest seconds.
 
-    On a tie, and without `predict`, it is the first of `KINDS`. Raises `ConfigError` for an unknown kind.
+    On a tie, and without `predict`, it is the first of `kinds`. Raises `ConfigError` for an unknown kind.
     """
     if asked not in (AUTO, *KINDS):
         raise ConfigError(f"leaders = {asked!r} is unknown; use {', '.join(map(repr, (AUTO, *KINDS)))}")
     if asked != AUTO:
         return LeaderExchange(kind=asked, decided_by=ASKED)
     if len(plan.groups) == 1 or predict is None:
-        return LeaderExchange(kind=KINDS[0], decided_by=ALONE if len(plan.groups) == 1 else NOT_PREDICTED)
+        return LeaderExchange(kind=kinds[0], decided_by=ALONE if len(plan.groups) == 1 else NOT_PREDICTED)
     predicted_s = {kind: predict(kind) for kind in KINDS}
-    best = min(KINDS, key=predicted_s.__getitem__)
+    best = min(kinds, key=predicted_s.__getitem__)
     return LeaderExchange(kind=best, decided_by=PREDICTED, predicted_s=predicted_s)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from socflower.cluster import FP32, ModelProfile, Pricing, VirtualClock
 from socflower.errors import ConfigError, require_type
-from socflower.hierarchy.collectives import FUSIONS, PER_TENSOR
-from socflower.hierarchy.leader_exchange import KINDS, STAR
+from socflower.hierarchy.collectives import BUCKETS, FUSIONS
+from socflower.hierarchy.leader_exchange import KINDS
 from socflower.hierarchy.uplink_turns import AUTO
 
 _COUNT = "a whole number, 1 or more"
@@ -110,20 +110,20 @@ class ExchangeSettings:
         less time, at the devices' nominal speeds (F7); without a clock or a profile groups take turns.
     overlap_buckets : int
         Gradient buckets that overlap with the backward pass (F7).
-    leaders : "star", "ring", "tree" or "auto"
+    leaders : "auto", "ring", "star" or "tree"
         How leaders exchange models (F8): over the hub, in a ring among themselves, in which the hub gets their mean, or
         by board and server. "auto" chooses for every new plan what the clock predicts to take less time, without a
-        clock or a profile the ring. Real machines have no tree, and a ring where nodes have a ring address. A strategy
-        that needs each group's model, or is around this one, has the star.
-    fusion : "per-tensor" or "buckets"
-        What costs a message in virtual time (F8a): each tensor, as SoCFlow+ seems to have sent them, or each of the
-        `overlap_buckets`, and the model of a leader, as rings of real machines send them.
+        clock or a profile the ring. Real machines have no tree, and with "auto" a ring if the grid is a `GroupGrid`. A
+        strategy that needs each group's model, or is around this one, has the star.
+    fusion : "buckets" or "per-tensor"
+        What costs a message in virtual time (F8a): each of the `overlap_buckets`, and the model of a leader, as rings
+        of real machines send them, or each tensor, as SoCFlow+ seems to have sent them.
     """
 
     serialize_uplinks: bool | str = AUTO
     overlap_buckets: int = 1
-    leaders: str = STAR
-    fusion: str = PER_TENSOR
+    leaders: str = AUTO
+    fusion: str = BUCKETS
 
     def __post_init__(self) -> None:
         if not isinstance(self.serialize_uplinks, bool) and self.serialize_uplinks != AUTO:

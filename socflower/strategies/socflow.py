@@ -29,7 +29,8 @@ from socflower.hierarchy import (
     sync_schedule,
     unpredicted_exchanges,
 )
-from socflower.hierarchy.leader_exchange import AUTO, STAR, TREE
+from socflower.hierarchy.leader_exchange import AUTO, KINDS, STAR, TREE
+from socflower.hierarchy.leader_exchange import RING as RING_OF_LEADERS
 from socflower.hierarchy.uplink_turns import ASKED, NO_SHARED_UPLINK, NOT_PREDICTED, PREDICTED
 from socflower.precision.processor_costs import MixedPricing
 from socflower.quantities import counted
@@ -303,7 +304,7 @@ class SoCFlow(PlannedRounds):
         The cost is that of its own `model_profile`, else of `profile`; None without both. The clock is not charged.
         """
         base = self._interval_costs or (None if profile is None else self._costs_of(self.plan, profile))
-        return self._chosen(self.plan, base, clock)
+        return self._chosen(self.plan, base, clock, KINDS)
 
     @property
     def transport(self) -> str:
@@ -315,7 +316,9 @@ class SoCFlow(PlannedRounds):
     @property
     def leader_transport(self) -> str:
         """The transport of leaders' models in the latest round; empty where they pass the hub."""
-        if self.round is None or not self.round.leaders_meet:
+        if self.round is None:
+            return IN_PROCESS if self.exchanges.leaders.kind == RING_OF_LEADERS else ""
+        if not self.round.leaders_meet:
             return ""
         return leader_transport(self.round.transport) if self.round.in_rings else IN_PROCESS
 
@@ -539,7 +542,7 @@ class SoCFlow(PlannedRounds):
         plan, before, registry = self.plan, self.round, self._planner.registry
         same = before is not None and before.plan is plan
         exchanges, costs = (before.exchanges, before.costs) if before is not None and same else \
-            self._exchanges_and_costs(plan)
+            self._exchanges_and_costs(plan, self._ways_of_leaders(grid))
         return Round(
             server_round=server_round, interval=self.intervals[server_round - 1], plan=plan, exchanges=exchanges,
             costs=costs,
@@ -556,18 +559,27 @@ class SoCFlow(PlannedRounds):
             serialize_uplinks=False, overlap_buckets=self._exchange.overlap_buckets, pricing=self.pricing,
             rebalancing=self._rebalancing, fusion=self._exchange.fusion, hub_decides=self._outer is not None)
 
-    def _exchanges_and_costs(self, plan: GroupPlan) -> tuple[Exchanges, IntervalCosts | None]:
+    def _ways_of_leaders(self, grid: Grid) -> Sequence[str]:
+        """Return how leaders may exchange on a grid, if nothing else is asked for."""
+        if not self._planner.registry.ring_address_of:
+            return KINDS
+        # Only a `GroupGrid` asks another leader for their mean, if the one that was to send it is lost.
+        return (RING_OF_LEADERS, STAR) if getattr(grid, "settles_groups", False) else (STAR,)
+
+    def _exchanges_and_costs(
+        self, plan: GroupPlan, leaders: Sequence[str] = KINDS,
+    ) -> tuple[Exchanges, IntervalCosts | None]:
         """Return how a plan's groups exchange, and what an interval of it costs."""
-        return self._chosen(plan, self._interval_costs, self._clock)
+        return self._chosen(plan, self._interval_costs, self._clock, leaders)
 
     def _chosen(
-        self, plan: GroupPlan, base: IntervalCosts | None, clock: VirtualClock | None,
+        self, plan: GroupPlan, base: IntervalCosts | None, clock: VirtualClock | None, leaders: Sequence[str],
     ) -> tuple[Exchanges, IntervalCosts | None]:
         turns = self._exchange.serialize_uplinks
         if base is None:
-            return unpredicted_exchanges(plan, turns, self._leaders), None
+            return unpredicted_exchanges(plan, turns, self._leaders, leaders), None
         lengths = Counter(interval.num_steps for interval in self.intervals)
-        return choose_exchanges(replace(base, plan=plan), turns, self._leaders, lengths, clock)
+        return choose_exchanges(replace(base, plan=plan), turns, self._leaders, lengths, clock, leaders)
 
     def _log_changes(self, this: Round, grid: Grid) -> None:
         """Log how groups exchange if that is new, and at first what the grid does for them."""

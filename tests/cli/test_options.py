@@ -53,7 +53,7 @@ VALUES = {
     "save_model": ("--save-model", "model.npz"), "strategies": ("--strategies", "ring"),
     "expect": ("--expect", "accuracy>=0.5"), "vary": ("--vary", "key=1,2"),
     "seeds": ("--seeds", "1,2"), "tune": ("--tune", "epochs=1,2"),
-    "log": ("--log", "csv,jsonl"), "fusion": ("--fusion", "buckets"),
+    "log": ("--log", "csv,jsonl"), "fusion": ("--fusion", "per-tensor"),
 }
 
 

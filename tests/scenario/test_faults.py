@@ -69,7 +69,7 @@ def trained_by_hand(scenario: Scenario, group_id: int, num_groups: int) -> tuple
 
 
 def test_a_group_that_answers_nan_is_left_out_of_the_average_and_reported_once() -> None:
-    scenario = small(boards=(2, 2, 2), groups=3, interval=1.0, events=(event("nan", soc=3),))
+    scenario = small(boards=(2, 2, 2), groups=3, interval=1.0, leaders="star", events=(event("nan", soc=3),))
     result = run_scenario(scenario, num_workers=0)
     assert list(events_by_round(result)) == [1]
     (report,) = events_by_round(result)[1]
@@ -84,7 +84,7 @@ def test_a_group_that_answers_nan_is_left_out_of_the_average_and_reported_once()
 
 def test_without_the_fault_the_average_is_of_all_groups() -> None:
     """The reference of the test above is a reference."""
-    scenario = small(boards=(2, 2, 2), groups=3, interval=1.0)
+    scenario = small(boards=(2, 2, 2), groups=3, interval=1.0, leaders="star")
     parts = [trained_by_hand(scenario, group_id, 3) for group_id in range(3)]
     expected = aggregate_records([arrays for arrays, _ in parts], [float(samples) for _, samples in parts])
     assert run_scenario(scenario, num_workers=0)["weights_sha256"] == weights_sha256(expected)

@@ -97,15 +97,22 @@ def test_the_breakdown_sums_to_the_energy_and_to_every_socs_time(name: str) -> N
     assert sum(result["breakdown"]["soc_seconds"].values()) == pytest.approx(num_socs * result["virtual_s"])
 
 
-def test_bytes_on_the_hub_are_an_upload_and_a_download_of_each_leader_at_each_synchronisation() -> None:
+def test_bytes_on_the_hub_of_a_star_are_an_upload_and_a_download_of_each_leader_at_each_synchronisation() -> None:
     """F8: N of them, never M."""
-    result = small_result("socflow")
+    result = small_result("socflow", leaders="star")
     num_synchronisations, num_groups = len(result["rounds"]) - 1, 2
     assert num_synchronisations == 2
     assert result["bytes"]["hub"] == 2 * num_groups * num_synchronisations * LENET_BYTES
-    every_soc_a_group = small_result("socflow", groups=4)
+    every_soc_a_group = small_result("socflow", groups=4, leaders="star")
     assert every_soc_a_group["bytes"]["hub"] == 2 * 4 * 2 * LENET_BYTES
     assert every_soc_a_group["bytes"]["intra_board"] == 0.0
+
+
+def test_bytes_on_the_hub_of_a_ring_of_leaders_are_a_model_at_each_synchronisation() -> None:
+    """F8: one up and none down, and it is what "auto" takes here."""
+    result = small_result("socflow")
+    assert result["plan"]["leaders"] == "ring" and result["plan"]["leaders_by"] == "predicted"
+    assert result["bytes"]["hub"] == 2 * LENET_BYTES
 
 
 @pytest.mark.parametrize("name", ["ring", "sgd"])

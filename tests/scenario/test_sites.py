@@ -21,7 +21,7 @@ def ran(**changes: Any) -> dict[str, Any]:
 
 
 def test_servers_that_always_take_part_change_times_and_no_weights() -> None:
-    flat, site = ran(), ran(servers=TWO_SERVERS)
+    flat, site = ran(leaders="star"), ran(leaders="star", servers=TWO_SERVERS)
     assert site["weights_sha256"] == flat["weights_sha256"]
     assert [entry["loss"] for entry in site["rounds"]] == [entry["loss"] for entry in flat["rounds"]]
     # Of four models two go up and down at the hub, and two to a leader on the other board of their server.

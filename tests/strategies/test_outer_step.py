@@ -30,7 +30,7 @@ from socflower.cluster import parse_cluster
 from socflower.engines.local.flower_internals import begin_run
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.strategies.comparators import OrderedFedAvg
-from socflower.strategies.settings import TrainingSchedule
+from socflower.strategies.settings import ExchangeSettings, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import GROUP, UNTRAINED
 from tests.strategies.fake_messages import FakeGrid, answer_error
@@ -122,9 +122,12 @@ def quiet(outer: FedAvg) -> FedAvg:
     return outer
 
 
-def run(outer: FedAvg | None, num_groups: int = 3, **grid: Any) -> tuple[Groups, list[Model], SoCFlow]:
+def run(
+    outer: FedAvg | None, num_groups: int = 3, leaders: str = "auto", **grid: Any,
+) -> tuple[Groups, list[Model], SoCFlow]:
     """Return the grid, the model after each round, and the strategy."""
-    strategy, nodes, after = socflow(outer and quiet(outer), num_groups), Groups(2 * num_groups, **grid), list[Model]()
+    strategy = socflow(outer and quiet(outer), num_groups, exchange=ExchangeSettings(leaders=leaders))
+    nodes, after = Groups(2 * num_groups, **grid), list[Model]()
     strategy.start(nodes, record(first_model()), num_rounds=NUM_ROUNDS,
                    evaluate_fn=lambda number, arrays: after.append(arrays_of(arrays)))
     return nodes, after[1:], strategy
@@ -198,7 +201,7 @@ class Sampled(FakeGrid):
 def test_the_outer_step_is_what_flowers_strategy_makes_of_the_same_models(rule: str) -> None:
     """To the bit: Flower's strategy, driven by hand, gets what trains of the groups' models of each round."""
     make, num_groups = OUTER[rule]
-    grid, after, _ = run(make(), num_groups)
+    grid, after, _ = run(make(), num_groups, "star")
     own, nodes = make(), cast(Grid, Sampled(tuple(range(num_groups))))
     for number, (sent, models, model) in enumerate(zip(grid.sent, grid.models, after, strict=True), 1):
         messages = list(own.configure_train(number, record({name: sent[name] for name in ("w", "b")}), ConfigRecord(),

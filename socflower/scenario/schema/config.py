@@ -179,13 +179,13 @@ class StrategyConfig(Table):
             "[predicted to be faster](concepts/planning.md#who-exchanges-when)"))
     overlap_buckets: int = Field(1, gt=0, le=1000, description=(
         "parts of the backward pass whose gradients are exchanged while the next part is computed; 1 means no overlap"))
-    leaders: Annotated[str, OneOf(("star", "ring", "tree", "auto"))] = Field("star", description=(
+    leaders: Annotated[str, OneOf(("auto", "ring", "star", "tree"))] = Field("auto", description=(
         "how the leaders of groups [exchange models](concepts/planning.md#when-groups-synchronise): over the hub, in a "
         "ring, or by board and server; \"auto\" takes, for each new plan, the way that is predicted to be quickest; a "
         "deployment has no tree"))
-    fusion: Annotated[str, OneOf(FUSIONS)] = Field("per-tensor", description=(
-        "what costs a [message](concepts/virtual-time.md#messages) in virtual time: each tensor, as in SoCFlow+, or "
-        "each of the `overlap_buckets`, as rings of real machines send them"))
+    fusion: Annotated[str, OneOf(FUSIONS)] = Field("buckets", description=(
+        "what costs a [message](concepts/virtual-time.md#messages) in virtual time: each of the "
+        "`overlap_buckets`, as rings of real machines send them, or each tensor, as in SoCFlow+"))
     tolerate_client_errors: bool = Field(False, description=(
         "leave out a group whose client raises, instead of ending the run, or of a ring of real machines the member; "
         "`fedavg` always does"))

@@ -59,7 +59,8 @@ def test_fedprox_in_integers_is_refused() -> None:
 
 
 def test_its_plan_is_that_without_the_outer_step_and_one_soc_is_compared_with() -> None:
-    plans = [plan_scenario(scenario({"groups": 2, **outer})) for outer in ({}, {"outer": {"name": "fedadam"}})]
+    plans = [plan_scenario(scenario({"groups": 2, "leaders": "star", **outer}))
+             for outer in ({}, {"outer": {"name": "fedadam"}})]
     assert plans[0]["groups"] == plans[1]["groups"]
     ways = [plan["predicted"].pop("leaders_s") for plan in plans]
     assert plans[0]["predicted"] == plans[1]["predicted"]
