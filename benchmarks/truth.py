@@ -1,8 +1,8 @@
 """Virtual time against trainings of random cells in network namespaces, each predicted before it is measured.
 
 `ours` is the prediction. A cell is a cluster, a model, a strategy and options, drawn from the seed; no constant is
-fitted on any. In every other one SoCs sleep instead of computing, so that this machine's cores do not decide. What a
-message costs is measured first, on rings that are no cells.
+fitted on any. In every other one SoCs sleep instead of computing, so that this machine's cores do not decide. What our
+runtime costs besides (a message, an exchange, a synchronisation) is measured first, on trainings that are no cells.
 """
 
 import json
@@ -12,23 +12,23 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Row, main
-from benchmarks.truth_cells.cell import Cell, draw_cells
-from tests.testbed.ring_driver import Run
-from tests.testbed.testbed import REPOSITORY, measure, missing
-from tests.testbed.topology import Rack
+from benchmarks.truth_cells.cell import ONE_RING, Cell, draw_cells, reference_cells
+from benchmarks.truth_cells.prediction import Constants
+from tests.testbed.testbed import REPOSITORY, missing
 
 _CELL_S = 60.0  # after which a cell has failed
 _NAMESPACES = ("unshare", "--user", "--map-root-user", "--net", "--mount", "--pid", "--fork", "--kill-child")
-_MESSAGE_RINGS = (2, 4, 6)
-_MESSAGE_BYTES = 240  # which take no time beside the message itself
-_SETTING_UP_S = 60.0
+CATALOGUE_MESSAGE_S = 0.000485
 
 
 def run(quick: bool = False, cells: int = 100, seed: int = 0) -> list[Row]:
@@ -36,12 +36,16 @@ def run(quick: bool = False, cells: int = 100, seed: int = 0) -> list[Row]:
     reason = missing()
     if reason is not None:
         sys.exit(reason)
-    message_s = message_costs()
+    constants = measured_constants()
     rows = [Row(case=f"a message of a ring over {transport}", ours=seconds, peer="the catalogue's, fitted to a paper",
-                peer_value=0.000485, unit="s", ratio=0.000485 / seconds, ok=True)
-            for transport, seconds in message_s.items()]
+                peer_value=CATALOGUE_MESSAGE_S, unit="s", ratio=CATALOGUE_MESSAGE_S / max(seconds, 1e-9), ok=True)
+            for transport, seconds in constants.message_s.items()]
+    rows += [Row(case=f"{what} over {name}", ours=seconds, peer="virtual time", peer_value=0.0, unit="s", ratio=0.0,
+                 ok=True) for what, costs in (("a step with an exchange, besides,", constants.step_s),
+                                              ("a synchronisation, besides,", constants.synchronisation_s))
+             for name, seconds in costs.items()]
     halves: dict[str, list[float]] = {"sleeping": [], "computing": []}
-    for cell, found in measured(draw_cells(min(cells, 6) if quick else cells, seed), message_s):
+    for cell, found in measured(draw_cells(min(cells, 6) if quick else cells, seed), constants):
         row, error = _row(cell, found)
         rows.append(row)
         halves["sleeping" if cell.sleeps else "computing"].append(error)
@@ -53,25 +57,47 @@ def run(quick: bool = False, cells: int = 100, seed: int = 0) -> list[Row]:
     return rows
 
 
-def message_costs() -> dict[str, float]:
-    """Return the seconds of a sub-step of our rings beside its bytes, in the median over sizes of rings."""
-    rack = Rack(slots_per_board=(max(_MESSAGE_RINGS),))
-    runs = [Run(transport=transport, rings=(tuple(range(size)),), num_bytes=_MESSAGE_BYTES, num_steps=20)
-            for transport in ("gloo", "grpc") for size in _MESSAGE_RINGS]
-    costs: dict[str, list[float]] = {}
-    for result in measure(rack, runs, timeout_s=_SETTING_UP_S + 10.0 * len(runs)):
-        size = len(result.run.rings[0])
-        costs.setdefault(result.run.transport, []).append(result.median_s(0) / (2 * (size - 1)))
-    return {transport: median(each) for transport, each in costs.items()}
+def measured_constants() -> Constants:
+    """Return what our runtime costs beside bytes and computation, measured on trainings that are no cells.
+
+    A step takes s + m * (sub-steps of its rings) longer than the bytes: least squares, none negative.
+    """
+    steps: dict[str, list[tuple[tuple[float, float], float]]] = {}
+    synchronisation_s: dict[str, float] = {}
+    for cell, found in measured(reference_cells(), Constants.none()):
+        if "measured_s" not in found:
+            raise RuntimeError(f"reference {cell.text}: {found['error']}")
+        if cell.strategy == ONE_RING:
+            substeps = 2.0 * (cell.num_socs - 1) * cell.overlap_buckets
+            excess_s = (found["measured_s"] - found["predicted_s"]) / (2 * found["num_steps"])
+            steps.setdefault(cell.transport, []).append(((1.0, substeps), excess_s))
+        else:
+            synchronisation_s[f"{cell.transport} {cell.leaders}"] = max(
+                0.0, found["between_s"] - found["synchronisation_s"])
+    solved = {transport: _least_squares(rows) for transport, rows in steps.items()}
+    return Constants(message_s={transport: message for transport, (_, message) in solved.items()},
+                     step_s={transport: step for transport, (step, _) in solved.items()},
+                     synchronisation_s=synchronisation_s)
 
 
-def measured(cells: Sequence[Cell], message_s: Mapping[str, float]) -> Iterator[tuple[Cell, dict[str, Any]]]:
+def _least_squares(rows: Sequence[tuple[tuple[float, float], float]]) -> tuple[float, float]:
+    """Return the two coefficients of least squares, none below 0."""
+    left, right = np.array([each for each, _ in rows]), np.array([value for _, value in rows])
+    both, *_ = np.linalg.lstsq(left, right, rcond=None)
+    if (both >= 0.0).all():
+        return float(both[0]), float(both[1])
+    single = [max(0.0, float(column @ right / (column @ column))) for column in left.T]
+    errors = [float(((right - column * each) ** 2).sum()) for column, each in zip(left.T, single, strict=True)]
+    return (single[0], 0.0) if errors[0] < errors[1] else (0.0, single[1])
+
+
+def measured(cells: Sequence[Cell], constants: Constants) -> Iterator[tuple[Cell, dict[str, Any]]]:
     """Yield each cell with its prediction and what was measured; or with an error, where it failed."""
     resident: _Resident | None = None
     try:
         for cell in cells:
             resident = resident or _Resident()
-            found = resident.answer({"cell": cell.to_document(), "message_s": dict(message_s)})
+            found = resident.answer({"cell": cell.to_document(), "constants": asdict(constants)})
             if "measured_s" not in found:
                 resident.end()
                 resident = None

@@ -7,10 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.truth_cells.cell import FEDERATED, GROUPS, ONE_RING, draw_cells
-from benchmarks.truth_cells.prediction import plan_of, predict, sleeping
+from benchmarks.truth_cells.prediction import Constants, plan_of, predict, sleeping
 from benchmarks.truth_cells.resident import Cell
-
-MESSAGE_S = {"gloo": 0.0003, "grpc": 0.0004}
 
 
 @given(seed=st.integers(0, 10**9), count=st.integers(1, 30))
@@ -36,7 +34,7 @@ def test_seeds_differ_and_all_there_is_is_drawn() -> None:
 @pytest.mark.parametrize("number", range(0, 12, 2))
 def test_a_cell_that_sleeps_is_predicted_from_what_was_drawn(number: int) -> None:
     cell = draw_cells(12, 5)[number]
-    prediction = predict(cell, sleeping(cell), MESSAGE_S)
+    prediction = predict(cell, sleeping(cell), Constants.none())
     assert prediction.plan.groups == plan_of(cell).groups and len(prediction.plan.groups) == cell.num_groups
     assert prediction.steps_s > 0.0 and (prediction.synchronisation_s > 0.0) == (cell.num_groups > 1)
     slowest_s = max(sleeping(cell).step_s.values())

@@ -10,15 +10,18 @@ SHAPES = ((2,), (3,), (1, 1), (1, 2), (2, 2), (1, 1, 1), (3, 1), (2, 3), (1, 2, 
 SOC_MBIT_PER_S = (40, 80, 160)
 UPLINK_FACTORS = (0.5, 1.0, 2.0)
 MODELS = ("mlp", "cnn", "transformer")
+REFERENCE = "reference"
 ONE_RING, GROUPS, FEDERATED = "one ring", "groups", "federated"
 STRATEGIES = (ONE_RING, GROUPS, FEDERATED)
 LEADERS = ("ring", "star")
 TRANSPORTS = ("gloo", "grpc")
 BUCKETS = (1, 2, 4)
 SPEEDS = (0.5, 1.0)
-_SAMPLES = (8, 16, 32)  # of a batch, for each member on average
+_SAMPLES = (8, 16, 32)  # of a batch, for each member on average, where SoCs sleep
+_COMPUTED_SAMPLES = (64, 128, 256)  # where they compute, so that a step takes some milliseconds
 _STEP_S = (0.1, 0.4)  # of computation, as drawn for a member of speed 1 with the mean share
-_BURST_BYTES = 16 * 1024  # what a link sends at once after a pause; a model has a hundred times as many
+_BURST_S = 0.0006  # of its rate that a link sends at once after a pause: timers are that late
+_LEAST_BURST_BYTES = 2 * 1514 + 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +48,8 @@ class Cell:
     def rack(self) -> Rack:
         """The SoCs with the hub on a board of its own behind them."""
         return Rack(slots_per_board=(*self.slots_per_board, 1), soc_bit_per_s=self.soc_mbit_per_s * 1_000_000,
-                    uplink_bit_per_s=self.uplink_mbit_per_s * 1_000_000, burst_bytes=_BURST_BYTES)
+                    uplink_bit_per_s=self.uplink_mbit_per_s * 1_000_000, burst_bytes=max(
+                        _LEAST_BURST_BYTES, int(_BURST_S * 1e6 / 8 * max(self.soc_mbit_per_s, self.uplink_mbit_per_s))))
 
     @property
     def num_socs(self) -> int:
@@ -93,7 +97,7 @@ def _draw(number: int, chance: random.Random) -> Cell:
     num_groups = {ONE_RING: 1, FEDERATED: num_socs}.get(strategy) or chance.randint(2, num_socs - 1)
     # Real computation cannot be slowed down to a speed.
     speeds = tuple(chance.choice(SPEEDS) if sleeps else 1.0 for _ in slots)
-    samples = chance.choice(_SAMPLES)
+    samples = chance.choice(_SAMPLES if sleeps else _COMPUTED_SAMPLES)
     return Cell(
         number=number, slots_per_board=slots, soc_mbit_per_s=soc, speeds=speeds, strategy=strategy,
         uplink_mbit_per_s=int(soc * chance.choice(UPLINK_FACTORS)), model=chance.choice(MODELS),
@@ -101,3 +105,16 @@ def _draw(number: int, chance: random.Random) -> Cell:
         transport=chance.choice(TRANSPORTS), overlap_buckets=chance.choice(BUCKETS),
         in_turn=chance.choice((False, True)), sleeps=sleeps, batch_size=samples * num_socs // num_groups,
         sample_s=round(chance.uniform(*_STEP_S) / samples, 6))
+
+
+def reference_cells() -> list[Cell]:
+    """Return trainings of a model that is never drawn, of which the constants of our runtime are measured."""
+    rings = [(transport, ONE_RING, (size,), 1, "star", buckets) for transport in TRANSPORTS
+             for size, buckets in ((2, 1), (4, 1), (4, 4), (6, 2))]
+    synchronisations = [(transport, GROUPS, (4,), 2, leaders, 1) for transport in TRANSPORTS for leaders in LEADERS]
+    return [Cell(number=1000 + number, slots_per_board=slots, soc_mbit_per_s=80, uplink_mbit_per_s=80, speeds=(1.0,),
+                 model=REFERENCE, strategy=strategy, num_groups=num_groups, leaders=leaders, transport=transport,
+                 overlap_buckets=buckets, in_turn=False, sleeps=True, batch_size=16 * slots[0] // num_groups,
+                 sample_s=0.1 / 16)
+            for number, (transport, strategy, slots, num_groups, leaders, buckets) in enumerate(
+                [*rings, *synchronisations])]

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from benchmarks.truth_cells.cell import Cell
+from benchmarks.truth_cells.cell import FEDERATED, LEADERS, TRANSPORTS, Cell
 from benchmarks.truth_cells.models import IMAGE, build_model
 from socflower.capture.layer_profile import profile_module
 from socflower.cluster import Cluster, ModelProfile
@@ -18,7 +18,7 @@ from tests.testbed.topology import GOODPUT, Rack
 
 SLEEPING_UPDATE_S = 0.005
 _CELL_S = 6.0  # that a cell takes about
-_NUM_STEPS = (2, 16)  # of an interval
+_NUM_STEPS = (2, 100)  # of an interval
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +27,22 @@ class Calibration:
 
     step_s: Mapping[int, float]  # forward and backward pass of its share, by SoC
     update_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Constants:
+    """What our runtime costs beside the bytes, by transport; measured on `reference_cells`."""
+
+    message_s: Mapping[str, float]  # of a sub-step of a ring
+    step_s: Mapping[str, float]  # of a step with an exchange
+    synchronisation_s: Mapping[str, float]  # by transport and how leaders meet: new rings and, among leaders, theirs
+
+    @classmethod
+    def none(cls) -> "Constants":
+        """Return those of a runtime that costs nothing."""
+        nothing = dict.fromkeys(TRANSPORTS, 0.0)
+        return cls(message_s=nothing, step_s=nothing, synchronisation_s={
+            f"{transport} {leaders}": 0.0 for transport in TRANSPORTS for leaders in LEADERS})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,20 +83,22 @@ def sleeping(cell: Cell) -> Calibration:
                        update_s=SLEEPING_UPDATE_S)
 
 
-def predict(cell: Cell, calibration: Calibration, message_s: Mapping[str, float]) -> Prediction:
-    """Return the prediction; `message_s` is what a message costs, by transport, and "hub"."""
-    cluster = _cluster(cell, _devices(cell, calibration), message_s[cell.transport])
+def predict(cell: Cell, calibration: Calibration, constants: Constants) -> Prediction:
+    """Return the prediction: virtual time, and what our runtime adds to it."""
+    cluster = _cluster(cell, _devices(cell, calibration), constants.message_s[cell.transport])
     costs = _costs(cell, plan_of(cell), cluster)
     clock = EventClock(cluster)
     exchanges, costs = choose_exchanges(costs, cell.in_turn, cell.leaders, Counter(), clock)
     least, most = _NUM_STEPS
     num_steps = min(most, max(least, round(_CELL_S / 2 / (clock.predicted_s(costs.step(), repeat=4) / 4))))
     synchronisation = costs.synchronisation()
+    exchanges_s = num_steps * constants.step_s[cell.transport] if cell.strategy != FEDERATED else 0.0
     return Prediction(
         plan=costs.plan, exchanges=exchanges,
         interval=SyncInterval(index=0, first_step=0, num_steps=num_steps, epoch_end=1.0, deal_epoch=0),
-        steps_s=clock.predicted_s(costs.step(), repeat=num_steps),
-        synchronisation_s=0.0 if synchronisation is None else clock.predicted_s(synchronisation))
+        steps_s=clock.predicted_s(costs.step(), repeat=num_steps) + exchanges_s,
+        synchronisation_s=0.0 if synchronisation is None else clock.predicted_s(synchronisation)
+        + constants.synchronisation_s[f"{cell.transport} {cell.leaders}"])
 
 
 def _costs(cell: Cell, plan: GroupPlan, cluster: Cluster) -> IntervalCosts:

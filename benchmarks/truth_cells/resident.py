@@ -1,7 +1,7 @@
 """The resident process of the cells: builds each one's network in namespaces of its own, and forks its SoCs into it.
 
 Runs as `python -m benchmarks.truth_cells.resident` in fresh user, network, mount and process namespaces. It reads a
-line of JSON for each cell: the cell, and what a message costs. It writes the cell's prediction before the cell is
+line of JSON for each cell: the cell, and the constants of our runtime. It writes the prediction before the cell is
 measured, and then what was measured; or the error. It ends with its standard input.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.truth_cells.cell import Cell
-from benchmarks.truth_cells.prediction import Calibration, predict, sleeping
+from benchmarks.truth_cells.prediction import Calibration, Constants, predict, sleeping
 from benchmarks.truth_cells.soc import Meeting, calibrate, serve, train
 from tests.testbed.rack_process import enter_network
 
@@ -36,7 +36,7 @@ def main() -> int:
     for line in sys.stdin:
         asked = json.loads(line)
         cell = Cell.from_document(asked["cell"])
-        process = _FORK.Process(target=_do, args=(cell, asked["message_s"]))
+        process = _FORK.Process(target=_do, args=(cell, Constants(**asked["constants"])))
         process.start()
         process.join()
         if process.exitcode:
@@ -48,10 +48,10 @@ def _say(document: Mapping[str, Any]) -> None:
     print(json.dumps(document), flush=True)
 
 
-def _do(cell: Cell, message_s: Mapping[str, float]) -> None:
+def _do(cell: Cell, constants: Constants) -> None:
     try:
         _build(cell)
-        _say(_measure(cell, message_s))
+        _say(_measure(cell, constants))
     except Exception:
         _say({"error": traceback.format_exc(limit=4)})
     sys.stdout.flush()
@@ -128,7 +128,7 @@ def _live(place: int, part: Callable[[Meeting], Any], meeting: Meeting, sender: 
     os._exit(0)
 
 
-def _measure(cell: Cell, message_s: Mapping[str, float]) -> dict[str, Any]:
+def _measure(cell: Cell, constants: Constants) -> dict[str, Any]:
     """Predict the cell, say so, and measure it."""
     socs = range(cell.num_socs)
     if cell.sleeps:
@@ -138,7 +138,7 @@ def _measure(cell: Cell, message_s: Mapping[str, float]) -> dict[str, Any]:
             soc: lambda meeting, soc=soc: calibrate(cell, soc, meeting) for soc in socs}).results()
         calibration = Calibration(step_s={soc: passes_s for soc, (passes_s, _) in zip(socs, calibrated, strict=True)},
                                   update_s=max(update_s for _, update_s in calibrated))
-    prediction = predict(cell, calibration, message_s)
+    prediction = predict(cell, calibration, constants)
     _say({"predicted_s": prediction.seconds, "steps_s": prediction.steps_s,
           "synchronisation_s": prediction.synchronisation_s, "num_steps": prediction.interval.num_steps,
           "step_s": list(calibration.step_s.values()), "update_s": calibration.update_s,

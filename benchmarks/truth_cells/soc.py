@@ -3,9 +3,9 @@
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -13,10 +13,17 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from benchmarks.truth_cells.cell import ONE_RING, Cell
+from benchmarks.truth_cells.cell import FEDERATED, ONE_RING, Cell
 from benchmarks.truth_cells.models import build_data, build_model
-from benchmarks.truth_cells.prediction import SLEEPING_UPDATE_S, Calibration, Prediction, model_profile, shares_of
-from socflower.hierarchy import Group, weighted_average
+from benchmarks.truth_cells.prediction import (
+    SLEEPING_UPDATE_S,
+    Calibration,
+    Prediction,
+    model_profile,
+    plan_of,
+    shares_of,
+)
+from socflower.hierarchy import Group, SyncInterval, unpredicted_exchanges, weighted_average
 from socflower.rings.member import AppliedStep, MemberResult, RingMember
 from socflower.rings.preemption import PreemptionSwitch
 from socflower.rings.settings import RingSettings
@@ -30,7 +37,7 @@ from socflower.wire.message_keys import GroupTask, RingTask
 
 _RING_PORT, _HUB_PORT = 28200, 27000
 _PATIENCE_S = 60.0
-_WARM_UP, _REPEATS = 3, 9
+_WARM_UP, _REPEATS = 3, 12
 _LENGTH = struct.Struct("!Q")
 
 
@@ -72,25 +79,30 @@ def _group_task(cell: Cell, group: Group, *, first_step: int, num_steps: int, to
 
 def calibrate(cell: Cell, soc: int, meeting: Meeting) -> tuple[float, float]:
     """Return the seconds of this SoC's passes over its share and of an update, while all others do the same."""
-    share = shares_of(cell)[soc]
+    share = max(1, shares_of(cell)[soc])
     model = build_model(cell.model)
     session = FP32Trainer(optimizer=sgd(0.01, 0.9), device="cpu").start(model, TrainingSpan())
-    batch = build_data(max(share, 1)).batch(torch.arange(share), (0, 0))
-    passes_s, updates_s = [], []
-    meeting.together()
+    batch = build_data(share).batch(torch.arange(share), (0, 0))
+    updates_s = []
     for _ in range(_WARM_UP + _REPEATS):
-        began_s = time.perf_counter()
         session.gradients([batch], share)
-        passed_s = time.perf_counter()
+        began_s = time.perf_counter()
         session.apply()
-        passes_s.append(passed_s - began_s)
-        updates_s.append(time.perf_counter() - passed_s)
-    return median(passes_s[_WARM_UP:]), median(updates_s[_WARM_UP:])
+        updates_s.append(time.perf_counter() - began_s)
+    alone = replace(cell, strategy=FEDERATED, num_groups=cell.num_socs, batch_size=share, sleeps=False)
+    plan = plan_of(alone)
+    interval = SyncInterval(index=0, first_step=0, num_steps=_WARM_UP + _REPEATS, epoch_end=1.0, deal_epoch=0)
+    work = _Work(alone, soc, Prediction(plan=plan, exchanges=unpredicted_exchanges(plan, False, "star"),
+                                        interval=interval, steps_s=0.0, synchronisation_s=0.0), 0.0, meeting)
+    work.interval(0, has_model=True)
+    *_, first_s = work.report["steps"][:_WARM_UP]
+    return (work.report["steps"][-1] - first_s) / _REPEATS - median(updates_s[_WARM_UP:]), median(updates_s[_WARM_UP:])
 
 
 def train(cell: Cell, soc: int, prediction: Prediction, calibration: Calibration, meeting: Meeting) -> dict[str, Any]:
     """Train both intervals, with what leaders and hub do between them; return moments of the monotonic clock."""
-    work = _Work(cell, soc, prediction, calibration, meeting)
+    work = _Work(cell, soc, prediction, calibration.step_s[soc], meeting)
+    work.connect()
     if cell.strategy == ONE_RING:
         work.interval(0, has_model=True)
         work.end()
@@ -129,20 +141,24 @@ def serve(cell: Cell, meeting: Meeting) -> None:
 
 
 class _Work:
-    def __init__(self, cell: Cell, soc: int, prediction: Prediction, calibration: Calibration, meeting: Meeting,
-                 ) -> None:
+    def __init__(self, cell: Cell, soc: int, prediction: Prediction, step_s: float, meeting: Meeting) -> None:
         self._cell, self._soc, self._prediction, self._meeting = cell, soc, prediction, meeting
         self._model = build_model(cell.model)
         num_steps = 2 * prediction.interval.num_steps
         self._data = build_data(cell.batch_size * cell.num_groups * num_steps)
-        self._trainer = _NotedTrainer(cell, calibration.step_s[soc], meeting, self._model)
+        self._trainer = _NotedTrainer(cell, step_s, shares_of(cell)[soc], meeting, self._model)
         self._state: bytes | None = None
-        group = next(group for group in prediction.plan.groups if soc in group.members)
-        self.leads = group.leader == soc
-        uploads = self.leads and cell.strategy != ONE_RING and (cell.leaders == "star" or group.group_id == 0)
-        meeting.together()
-        self._hub = socket.create_connection((cell.rack.address(cell.hub), _HUB_PORT), _PATIENCE_S) if uploads else None
+        self._group = next(group for group in prediction.plan.groups if soc in group.members)
+        self.leads = self._group.leader == soc
+        self._hub: socket.socket | None = None
         self.report: dict[str, Any] = {"soc": soc, "steps": [], "digests": []}
+
+    def connect(self) -> None:
+        """Connect to the hub, if this SoC is to send it a model."""
+        cell = self._cell
+        self._meeting.together()
+        if self.leads and cell.strategy != ONE_RING and (cell.leaders == "star" or self._group.group_id == 0):
+            self._hub = socket.create_connection((cell.rack.address(cell.hub), _HUB_PORT), _PATIENCE_S)
 
     def interval(self, number: int, *, has_model: bool) -> MemberResult:
         group, ring = tasks_of(self._cell, self._prediction, number)[self._soc]
@@ -199,11 +215,14 @@ class _NotedTrainer:
 
     cell: Cell
     step_s: float
+    share: int  # samples of a step
     meeting: Meeting
     model: nn.Module
     began_s: list[float] = field(default_factory=list)
 
     def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> FP32Session:
+        if not self.began_s:
+            self._warm_up()
         session = FP32Trainer(optimizer=sgd(0.01, 0.9), device="cpu").start(model, span, state)
         if self.cell.sleeps:
             _Pace(self.cell, self.step_s, model).slow(session)
@@ -211,6 +230,16 @@ class _NotedTrainer:
             time.sleep(max(self.meeting.start() - time.monotonic(), 0.0))
         self.began_s.append(time.monotonic())
         return session
+
+    def _warm_up(self) -> None:
+        """Take what the first steps of a process cost besides, as the calibration does."""
+        trainer = FP32Trainer(optimizer=sgd(0.01, 0.9), device="cpu")
+        session = trainer.start(build_model(self.cell.model), TrainingSpan())
+        share = 1 if self.cell.sleeps else max(1, self.share)
+        batch = build_data(share).batch(torch.arange(share), (0, 0))
+        for _ in range(_WARM_UP):
+            session.gradients([batch], share)
+            session.apply()
 
 
 class _Pace:
@@ -231,8 +260,10 @@ class _Pace:
         session._model.register_forward_hook(self._forwarded)
 
         def paced(parts: Any, num_samples: int) -> torch.Tensor:
-            self._begins_s = time.monotonic()
-            loss = gradients(parts, num_samples)
+            # What a step does besides is part of it: it begins when the last one has ended.
+            self._begins_s = self._applied_s or time.monotonic()
+            # One sample's gradient, so that processes that sleep do not wait for each other's cores.
+            loss = gradients([_first_sample(parts)], num_samples)
             _sleep_until(self._backward_begins_s + self._backward_s)
             return loss
 
@@ -240,8 +271,10 @@ class _Pace:
             begins_s = time.monotonic()
             apply()
             _sleep_until(begins_s + SLEEPING_UPDATE_S)
+            self._applied_s = time.monotonic()
 
         session.gradients, session.apply = paced, applied  # type: ignore[method-assign]
+        self._applied_s = 0.0
 
     def _forwarded(self, *_: object) -> None:
         self._backward_begins_s = self._begins_s + self._forward_s
@@ -249,6 +282,10 @@ class _Pace:
 
     def _sleeper(self, done: float) -> Callable[..., None]:
         return lambda *_: _sleep_until(self._backward_begins_s + done * self._backward_s)
+
+
+def _first_sample(parts: Sequence[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    return tuple(each[:1] for each in parts[0])
 
 
 def _sleep_until(moment_s: float) -> None:
