@@ -7,7 +7,7 @@ from typing import Any
 from tests.testbed.topology import Rack
 
 SHAPES = ((2,), (3,), (1, 1), (1, 2), (2, 2), (1, 1, 1), (3, 1), (2, 3), (1, 2, 1), (3, 3), (2, 2, 2))
-SOC_MBIT_PER_S = (40, 80, 160)
+SOC_MBIT_PER_S = (20, 40, 80)
 UPLINK_FACTORS = (0.5, 1.0, 2.0)
 MODELS = ("mlp", "cnn", "transformer")
 REFERENCE = "reference"
@@ -112,7 +112,7 @@ def reference_cells() -> list[Cell]:
     rings = [(transport, ONE_RING, (size,), 1, "star", buckets) for transport in TRANSPORTS
              for size, buckets in ((2, 1), (4, 1), (4, 4), (6, 2))]
     synchronisations = [(transport, GROUPS, (4,), 2, leaders, 1) for transport in TRANSPORTS for leaders in LEADERS]
-    return [Cell(number=1000 + number, slots_per_board=slots, soc_mbit_per_s=80, uplink_mbit_per_s=80, speeds=(1.0,),
+    return [Cell(number=1000 + number, slots_per_board=slots, soc_mbit_per_s=40, uplink_mbit_per_s=40, speeds=(1.0,),
                  model=REFERENCE, strategy=strategy, num_groups=num_groups, leaders=leaders, transport=transport,
                  overlap_buckets=buckets, in_turn=False, sleeps=True, batch_size=16 * slots[0] // num_groups,
                  sample_s=0.1 / 16)

@@ -8,6 +8,7 @@ from socflower.workloads import LabelledData
 
 IMAGE = (1, 28, 28)
 NUM_CLASSES = 10
+WIDTH = 64  # of the transformer
 
 
 class Transformer(nn.Module):
@@ -15,10 +16,10 @@ class Transformer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(1, 96, 7, stride=7)
-        layer = nn.TransformerEncoderLayer(96, 4, 384, dropout=0.0, batch_first=True)
+        self.patches = nn.Conv2d(1, WIDTH, 7, stride=7)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-        self.head = nn.Linear(96, NUM_CLASSES)
+        self.head = nn.Linear(WIDTH, NUM_CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits of images (samples, 1, 28, 28)."""
@@ -33,13 +34,13 @@ def build_model(name: str) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 100), nn.ReLU(),
                              nn.Linear(100, NUM_CLASSES))
     if name == "mlp":
-        return nn.Sequential(nn.Flatten(), nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(),
-                             nn.Linear(256, NUM_CLASSES))
+        return nn.Sequential(nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(),
+                             nn.Linear(128, NUM_CLASSES))
     if name == "cnn":
         return nn.Sequential(
             nn.Conv2d(1, 32, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(),
             nn.Conv2d(32, 64, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.Flatten(),
-            nn.Linear(64 * 49, 128), nn.ReLU(), nn.Linear(128, NUM_CLASSES))
+            nn.Linear(64 * 49, 64), nn.ReLU(), nn.Linear(64, NUM_CLASSES))
     return Transformer()
 
 

@@ -398,6 +398,7 @@ def test_an_app_that_is_not_there_is_no_scenario(socflower: Socflower, tmp_path:
     assert f"{tmp_path / 'myap'}: no such folder; name the folder of a Flower app" in ran.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [
     pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_any_round_in_which_no_client_succeeds_ends_the_run_of_a_strategy(

@@ -71,6 +71,7 @@ def noisy_app(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_document_is_all_of_standard_output_whatever_an_app_prints(noisy_app: Path, workers: int) -> None:
     ran = subprocess.run(

@@ -30,6 +30,7 @@ def test_every_product_equals_the_exact_one(name):
     assert not any("wrong" in row.peer for row in rows if "_int_mm" not in row.peer)
 
 
+@pytest.mark.slow
 def test_a_saved_model_trains_in_int8_where_torch_cannot_be_imported(saved_models):
     found = in_setting(
         settings()[0], "benchmarks.int8_step_isolated:saved_model_step",

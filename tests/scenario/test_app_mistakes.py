@@ -129,10 +129,12 @@ def test_a_mistake_of_some_clients_is_an_event_where_the_strategy_goes_on(run: R
 
 
 @pytest.mark.parametrize(("strategy", "trainer", "priced", "note"), [
-    ("groups", "fp32", "fp32", None), ("groups", "int8", "int8", None), ("fedavg", "fp32", "fp32", None),
+    pytest.param("groups", "fp32", "fp32", None, marks=pytest.mark.slow), ("groups", "int8", "int8", None),
+    pytest.param("fedavg", "fp32", "fp32", None, marks=pytest.mark.slow),
     ("groups", "int8", "fp32", "trained in int8, but time and energy are those of fp32: SoCFlow"),
     ("fedavg", "int8", "fp32", "trained in int8, but time and energy are those of fp32: SoCFlow"),
-    ("groups", "mixed", "fp32", "trained in mixed, but time and energy are those of fp32: SoCFlow"),
+    pytest.param("groups", "mixed", "fp32", "trained in mixed, but time and energy are those of fp32: SoCFlow",
+                 marks=pytest.mark.slow),
     ("groups", "fp32", "int8", "trained in fp32, but time and energy are those of int8: leave the pricing out"),
 ])
 def test_training_in_another_arithmetic_than_the_priced_one_is_a_note(

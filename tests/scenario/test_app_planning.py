@@ -87,6 +87,7 @@ def test_the_plan_predicts_the_virtual_time_and_energy_of_the_run(tmp_path: Path
     assert document["predicted"]["epoch_energy_j"] * 2 == pytest.approx(ran["energy_j"], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_training_flops_price_a_strategy_without_a_profile_and_a_note_says_what_is_missing(tmp_path: Path) -> None:
     folder, cluster = app(tmp_path, "flops")
     _, without = plan_app_folder(folder, cluster, ["profile=false"])

@@ -180,6 +180,7 @@ def test_every_interruption_changes_nothing(run: AppRun, tmp_path: Path, moments
         assert {path.name for path in out.iterdir()} == {"result.json", "trace.json", "report.html"}
 
 
+@pytest.mark.slow
 def test_two_interruptions_and_a_failure_between_them(run: AppRun, tmp_path: Path, moments: Moments,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed exchange is tried again, and what succeeded before it is not."""
@@ -210,7 +211,8 @@ def interrupted(run: AppRun, out: Path, moments: Moments, at: int = 6) -> None:
         moments.run(run, out, seed=7, interrupt_at=at)
 
 
-@pytest.mark.parametrize("how", ["flipped", "cut", "empty", "missing"])
+@pytest.mark.parametrize("how", [
+    "flipped", "missing", *(pytest.param(how, marks=pytest.mark.slow) for how in ("cut", "empty"))])
 def test_a_damaged_exchange_is_made_again(run: AppRun, tmp_path: Path, moments: Moments, how: str) -> None:
     out, whole, said = tmp_path / "out", moments.run(run, tmp_path / "whole", seed=7), list[str]()
     interrupted(run, out, moments)
@@ -262,6 +264,7 @@ def test_an_app_that_sends_the_time_is_refused(run: AppRun, tmp_path: Path, mome
     assert moments.run(run, out, seed=7, fresh=True)["resumed_from"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", ["disk", "size"])
 def test_a_full_record_does_not_end_the_run(run: AppRun, tmp_path: Path, moments: Moments, limit: str,
                                             monkeypatch: pytest.MonkeyPatch) -> None:

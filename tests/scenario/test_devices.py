@@ -18,6 +18,7 @@ def on(device: str, scenario: Scenario) -> Scenario:
     return scenario.replaced(train=scenario.train.replaced(device=device))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_few_digits", "fake_device")
 def test_a_scenario_on_the_accelerator_has_the_weights_of_the_cpu() -> None:
     for name in ("socflow", "fedavg"):

@@ -222,6 +222,7 @@ def test_long_histories_keep_their_hottest_moment() -> None:
 
 
 # ------------------------------------------------------------------------------------------- the command line
+@pytest.mark.slow
 def test_the_table_of_run_has_rows_for_heat_and_a_claim_that_heat_breaks_makes_the_status_1(
     socflower: Socflower,
 ) -> None:

@@ -114,7 +114,8 @@ CASES: dict[str, Scenario] = {
     "mixed fedavg": with_precision(small("fedavg", epochs=2), arithmetic="mixed"),
 }
 
-SLOW = ("outer momentum, preempted", "socflow without reshuffling", "adaptive fixed point", "sgd", "mixed fedavg")
+SLOW = ("ring", "preempted", "outer momentum, preempted", "socflow without reshuffling", "adaptive fixed point", "sgd",
+        "mixed", "mixed fedavg")
 
 
 @pytest.mark.parametrize("name", [

@@ -131,6 +131,7 @@ def test_a_window_by_phase_is_kept_to_in_each_round() -> None:
     assert result["split"]["max_staleness"] == 3
 
 
+@pytest.mark.slow
 def test_staleness_is_told_by_edge() -> None:
     """A fast party waits for the slow one, so its gradients come back as late as they may."""
     result = ran(from_document({
@@ -195,6 +196,7 @@ def test_a_mixed_edge_is_priced_as_both_processors_at_once() -> None:
 
 
 # --------------------------------------------------------------------------------------------------- preemption
+@pytest.mark.slow
 def test_the_others_train_without_an_edge_that_its_user_has(tmp_path: Path) -> None:
     """The mean over both edges is that of the models of each alone, which a preemption of the other leaves."""
     trained, times = [], []

@@ -21,7 +21,7 @@ from tests.command_line import Socflower
 SCENARIOS = Path(__file__).parents[3] / "scenarios"
 FILES = sorted(path.relative_to(SCENARIOS) for folder in ("", "full", "clusters")
                for path in (SCENARIOS / folder).glob("*.toml"))
-NUM_CASES = 300
+NUM_CASES = 150
 LONGEST_S = 5.0
 
 WRONG = (None, "", "five", "5", "\n", "ä\U0001f525", True, False, 0, -1, 1, 2**31, 10**18, -(10**18), 10**400, 0.0,
