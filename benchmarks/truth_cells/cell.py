@@ -7,7 +7,7 @@ from typing import Any
 from tests.testbed.topology import Rack
 
 SHAPES = ((2,), (3,), (1, 1), (1, 2), (2, 2), (1, 1, 1), (3, 1), (2, 3), (1, 2, 1), (3, 3), (2, 2, 2))
-SOC_MBIT_PER_S = (20, 40, 80)
+SOC_MBIT_PER_S = (40, 60, 80)
 UPLINK_FACTORS = (0.5, 1.0, 2.0)
 MODELS = ("mlp", "cnn", "transformer")
 REFERENCE = "reference"

@@ -37,7 +37,7 @@ from socflower.wire.message_keys import GroupTask, RingTask
 
 _RING_PORT, _HUB_PORT = 28200, 27000
 _PATIENCE_S = 60.0
-_WARM_UP, _REPEATS = 3, 12
+_WARM_UP, _REPEATS = 3, 40
 _LENGTH = struct.Struct("!Q")
 
 
