@@ -7,6 +7,7 @@ from typing import Any
 from tests.testbed.topology import Rack
 
 SHAPES = ((2,), (3,), (1, 1), (1, 2), (2, 2), (1, 1, 1), (3, 1), (2, 3), (1, 2, 1), (3, 3), (2, 2, 2))
+_COMPUTING_SHAPES = ((2,), (1, 1))  # a core for each SoC: two on one core would slow each other down
 SOC_MBIT_PER_S = (40, 60, 80)
 UPLINK_FACTORS = (0.5, 1.0, 2.0)
 MODELS = ("mlp", "cnn", "transformer")
@@ -90,11 +91,11 @@ def draw_cells(count: int, seed: int) -> list[Cell]:
 
 def _draw(number: int, chance: random.Random) -> Cell:
     sleeps = number % 2 == 0
-    slots = chance.choice(SHAPES)
+    slots = chance.choice(SHAPES if sleeps else _COMPUTING_SHAPES)
     soc = chance.choice(SOC_MBIT_PER_S)
     num_socs = sum(slots)
-    strategy = chance.choice(STRATEGIES if num_socs > 2 else (ONE_RING, FEDERATED))
-    num_groups = {ONE_RING: 1, FEDERATED: num_socs}.get(strategy) or chance.randint(2, num_socs - 1)
+    strategy = chance.choice(STRATEGIES if num_socs > 2 or not sleeps else (ONE_RING, FEDERATED))
+    num_groups = {ONE_RING: 1, FEDERATED: num_socs}.get(strategy) or chance.randint(2, max(2, num_socs - 1))
     # Real computation cannot be slowed down to a speed.
     speeds = tuple(chance.choice(SPEEDS) if sleeps else 1.0 for _ in slots)
     samples = chance.choice(_SAMPLES if sleeps else _COMPUTED_SAMPLES)
