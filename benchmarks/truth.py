@@ -37,9 +37,9 @@ def run(quick: bool = False, cells: int = 100, seed: int = 0) -> list[Row]:
     if reason is not None:
         sys.exit(reason)
     constants = measured_constants()
-    rows = [Row(case=f"a message of a ring over {transport}", ours=seconds, peer="the catalogue's, fitted to a paper",
+    rows = [Row(case=f"a message of a ring over {runtime}", ours=seconds, peer="the catalogue's, fitted to a paper",
                 peer_value=CATALOGUE_MESSAGE_S, unit="s", ratio=CATALOGUE_MESSAGE_S / max(seconds, 1e-9), ok=True)
-            for transport, seconds in constants.message_s.items()]
+            for runtime, seconds in constants.message_s.items()]
     rows += [Row(case=f"{what} over {name}", ours=seconds, peer="virtual time", peer_value=0.0, unit="s", ratio=0.0,
                  ok=True) for what, costs in (("a step with an exchange, besides,", constants.step_s),
                                               ("a synchronisation, besides,", constants.synchronisation_s))
@@ -70,13 +70,13 @@ def measured_constants() -> Constants:
         if cell.strategy == ONE_RING:
             substeps = 2.0 * (cell.num_socs - 1) * cell.overlap_buckets
             excess_s = (found["measured_s"] - found["predicted_s"]) / (2 * found["num_steps"])
-            steps.setdefault(cell.transport, []).append(((1.0, substeps), excess_s))
+            steps.setdefault(cell.runtime, []).append(((1.0, substeps), excess_s))
         else:
             synchronisation_s[f"{cell.transport} {cell.leaders}"] = max(
                 0.0, found["between_s"] - found["synchronisation_s"])
-    solved = {transport: _least_squares(rows) for transport, rows in steps.items()}
-    return Constants(message_s={transport: message for transport, (_, message) in solved.items()},
-                     step_s={transport: step for transport, (step, _) in solved.items()},
+    solved = {runtime: _least_squares(rows) for runtime, rows in steps.items()}
+    return Constants(message_s={runtime: message for runtime, (_, message) in solved.items()},
+                     step_s={runtime: step for runtime, (step, _) in solved.items()},
                      synchronisation_s=synchronisation_s)
 
 

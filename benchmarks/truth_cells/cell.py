@@ -63,6 +63,11 @@ class Cell:
         return self.num_socs
 
     @property
+    def runtime(self) -> str:
+        """What decides what our runtime costs: the transport, and whether SoCs sleep or compute."""
+        return f"{self.transport}, {'sleeping' if self.sleeps else 'computing'}"
+
+    @property
     def text(self) -> str:
         """What the cell is, in one line."""
         groups = {ONE_RING: "one ring", FEDERATED: "all alone, star"}.get(
@@ -110,12 +115,15 @@ def _draw(number: int, chance: random.Random) -> Cell:
 
 def reference_cells() -> list[Cell]:
     """Return trainings of a model that is never drawn, of which the constants of our runtime are measured."""
-    rings = [(transport, ONE_RING, (size,), 1, "star", buckets) for transport in TRANSPORTS
-             for size, buckets in ((2, 1), (4, 1), (4, 4), (6, 2))]
-    synchronisations = [(transport, GROUPS, (4,), 2, leaders, 1) for transport in TRANSPORTS for leaders in LEADERS]
+    rings = [(transport, ONE_RING, (size,), 1, "star", buckets, sleeps) for transport in TRANSPORTS
+             for size, buckets, sleeps in ((2, 1, True), (4, 1, True), (4, 4, True), (6, 2, True), (2, 1, False),
+                                           (2, 4, False))]
+    synchronisations = [(transport, GROUPS, (4,), 2, leaders, 1, True) for transport in TRANSPORTS
+                        for leaders in LEADERS]
     return [Cell(number=1000 + number, slots_per_board=slots, soc_mbit_per_s=40, uplink_mbit_per_s=40, speeds=(1.0,),
                  model=REFERENCE, strategy=strategy, num_groups=num_groups, leaders=leaders, transport=transport,
-                 overlap_buckets=buckets, in_turn=False, sleeps=True, batch_size=16 * slots[0] // num_groups,
+                 overlap_buckets=buckets, in_turn=False, sleeps=sleeps,
+                 batch_size=(16 if sleeps else 128) * slots[0] // num_groups,
                  sample_s=0.1 / 16)
-            for number, (transport, strategy, slots, num_groups, leaders, buckets) in enumerate(
+            for number, (transport, strategy, slots, num_groups, leaders, buckets, sleeps) in enumerate(
                 [*rings, *synchronisations])]

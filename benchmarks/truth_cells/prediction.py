@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from benchmarks.truth_cells.cell import FEDERATED, LEADERS, TRANSPORTS, Cell
+from benchmarks.truth_cells.cell import LEADERS, TRANSPORTS, Cell, reference_cells
 from benchmarks.truth_cells.models import IMAGE, build_model
 from socflower.capture.layer_profile import profile_module
 from socflower.cluster import Cluster, ModelProfile
@@ -31,7 +31,7 @@ class Calibration:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constants:
-    """What our runtime costs beside the bytes, by transport; measured on `reference_cells`."""
+    """What our runtime costs beside the bytes, by `Cell.runtime`; measured on `reference_cells`."""
 
     message_s: Mapping[str, float]  # of a sub-step of a ring
     step_s: Mapping[str, float]  # of a step with an exchange
@@ -40,7 +40,7 @@ class Constants:
     @classmethod
     def none(cls) -> "Constants":
         """Return those of a runtime that costs nothing."""
-        nothing = dict.fromkeys(TRANSPORTS, 0.0)
+        nothing = dict.fromkeys((cell.runtime for cell in reference_cells()), 0.0)
         return cls(message_s=nothing, step_s=nothing, synchronisation_s={
             f"{transport} {leaders}": 0.0 for transport in TRANSPORTS for leaders in LEADERS})
 
@@ -85,14 +85,14 @@ def sleeping(cell: Cell) -> Calibration:
 
 def predict(cell: Cell, calibration: Calibration, constants: Constants) -> Prediction:
     """Return the prediction: virtual time, and what our runtime adds to it."""
-    cluster = _cluster(cell, _devices(cell, calibration), constants.message_s[cell.transport])
+    cluster = _cluster(cell, _devices(cell, calibration), constants.message_s[cell.runtime])
     costs = _costs(cell, plan_of(cell), cluster)
     clock = EventClock(cluster)
     exchanges, costs = choose_exchanges(costs, cell.in_turn, cell.leaders, Counter(), clock)
     least, most = _NUM_STEPS
     num_steps = min(most, max(least, round(_CELL_S / 2 / (clock.predicted_s(costs.step(), repeat=4) / 4))))
     synchronisation = costs.synchronisation()
-    exchanges_s = num_steps * constants.step_s[cell.transport] if cell.strategy != FEDERATED else 0.0
+    exchanges_s = num_steps * constants.step_s[cell.runtime] if cell.num_groups < cell.num_socs else 0.0
     return Prediction(
         plan=costs.plan, exchanges=exchanges,
         interval=SyncInterval(index=0, first_step=0, num_steps=num_steps, epoch_end=1.0, deal_epoch=0),
