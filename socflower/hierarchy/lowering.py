@@ -4,6 +4,7 @@ The graphs define dependencies and costs; the clock determines the times.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
@@ -19,7 +20,7 @@ from socflower.hierarchy.collectives import (
     server_exchange,
 )
 from socflower.hierarchy.communication_groups import conflicts
-from socflower.hierarchy.leader_exchange import RING, STAR
+from socflower.hierarchy.leader_exchange import NONE, RING, STAR, exchanged_bytes
 from socflower.hierarchy.plan import Group, GroupPlan
 
 
@@ -112,7 +113,7 @@ def _compute(
 
 def synchronisation_graph(
     plan: GroupPlan, exchange: Exchange, cluster: Cluster, *, leaders: str = STAR, across_servers: bool = True,
-    hub_decides: bool = False,
+    hub_decides: bool = False, compression: str = NONE,
 ) -> TaskGraph:
     """Return a synchronisation between groups (F8): leaders exchange models, then each hands the mean to its group.
 
@@ -121,6 +122,7 @@ def synchronisation_graph(
     which, where groups are in several servers, the leader of each server's first group takes the hub's place for its
     server. With `across_servers` servers exchange too, and the hub gets one model from a ring or tree. With
     `hub_decides` it makes the next model of that, as an outer strategy does, and sends it back to all leaders.
+    `compression` is that of what leaders exchange among themselves, not of models to or from the hub or in groups.
     """
     builder = GraphBuilder()
     by_server = [[group.leader for group in groups] for groups in plan.by_server.values()]
@@ -131,8 +133,9 @@ def synchronisation_graph(
         each = _ring if leaders == RING else _tree
         parts = [[leader for own in by_server for leader in own]] if whole else by_server
         arrived = {}
+        between = replace(exchange, num_bytes=exchanged_bytes(exchange.num_bytes, compression))
         for own in parts:
-            arrived |= each(builder, own, exchange, cluster)
+            arrived |= each(builder, own, between, cluster)
         if whole:
             arrived = _through_hub(builder, parts[0], exchange, arrived, hub_decides=hub_decides)
     for group in plan.groups:
