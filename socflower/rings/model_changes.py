@@ -14,7 +14,7 @@ Only weights of at most 32 bits that an optimiser steps are compressed. Rounding
 negative, and statistics and counters are few; float64 models are meant to keep their bits.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from socflower.errors import ConfigError
 from socflower.hierarchy.leader_exchange import FP16, INT8
 from socflower.rings.collective import Collective, Poll, no_poll
 from socflower.rings.compression import Float16Compression, agree_on_steps, in_blocks, sum_levels
-from socflower.wire.arrays import array_to_bytes, digest_of
+from socflower.wire.arrays import array_to_bytes, digest_of, pack_arrays, unpack_arrays
 
 _Array = NDArray[Any]
 Floats = NDArray[np.float32]
@@ -105,6 +105,62 @@ class ChangeCompression:
 
 def _levels(blocks: Tensor, step: Tensor) -> Tensor:
     return (blocks / step).round_()
+
+
+class MemberChanges:
+    """What one member knows of its group for compressed exchanges: c and e, of which it may miss either at first.
+
+    `feedback` is e if this member holds it, `owed` e's digest if the group has any.
+    """
+
+    def __init__(self, name: str, untrained: Sequence[str], feedback: Floats | None, owed: str) -> None:
+        self._name, self._untrained, self._owed = name, frozenset(untrained), owed
+        self._common: Mapping[str, _Array] | None = None
+        self._is_complete = False
+        self.feedback = feedback
+        self.log_lines: list[str] = []
+
+    def begin(self, arrays: Mapping[str, _Array]) -> None:
+        """Keep the model with which the interval begins; later calls change nothing."""
+        if self._common is None:
+            self._common = {name: array.copy() for name, array in arrays.items()}
+
+    @property
+    def held(self) -> tuple[bool, bool]:
+        """Whether this member has c, and e."""
+        return self._common is not None, self.feedback is not None
+
+    def complete(self, held: Sequence[tuple[bool, bool]], broadcast_from: Callable[[int, Callable[[], bytes]], bytes],
+                 ) -> None:
+        """Get what this member misses from the first that has it; `held` is what members have, in ring order.
+
+        `broadcast_from` is called alike at all members, with the rank of the one that has it.
+        """
+        with_common, with_feedback = ([rank for rank, has in enumerate(held) if has[part]] for part in (0, 1))
+        if 0 < len(with_common) < len(held):
+            common = broadcast_from(with_common[0], lambda: b"".join(pack_arrays(self._common or {})))
+            self._common = self._common or unpack_arrays(memoryview(common))
+        if 0 < len(with_feedback) < len(held):
+            packed = broadcast_from(with_feedback[0], lambda: b"".join(pack_arrays({"": self._own_feedback()})))
+            if self.feedback is None:
+                self.feedback = unpack_arrays(memoryview(packed))[""]
+        elif self._owed and not with_feedback:
+            self.log_lines.append("what compression has left of its earlier changes is lost with those that held it")
+        self._is_complete = True
+
+    def compression(self) -> ChangeCompression:
+        """Return how the group's change is compressed."""
+        assert self._common is not None, "a ring does no step before all of its members have the model"
+        return ChangeCompression(name=self._name, common=self._common, untrained=self._untrained,
+                                 feedback=self.feedback)
+
+    def on_mean(self, next_feedback: Callable[[ChangeCompression], Floats | None]) -> None:
+        """Take the next e; none if this member has been lost before it had all that goes into it."""
+        self.feedback = next_feedback(self.compression()) if self._is_complete else None
+
+    def _own_feedback(self) -> Floats:
+        assert self.feedback is not None
+        return self.feedback
 
 
 def feedback_digest(feedback: Floats | None) -> str:
