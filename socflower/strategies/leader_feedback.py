@@ -12,9 +12,10 @@ import numpy as np
 from flwr.app import Message
 from numpy.typing import NDArray
 
+from socflower.hierarchy.leader_exchange import INT8
 from socflower.strategies.group_means import GroupMean
 from socflower.strategies.mixed_replies import group_id_of
-from socflower.strategies.replies import outcome_of
+from socflower.strategies.replies import ReplyEvent, outcome_of
 from socflower.strategies.round import GroupFeedback, Round
 
 
@@ -35,6 +36,15 @@ def feedback_after_round(this: Round, means: Sequence[GroupMean], usable: Sequen
             elif len(mean.groups) > 1:  # what it owes now went with those that met; what it owed has been sent
                 after[group] = GroupFeedback()
     return {group: each for group, each in after.items() if each.sha256 or each.values is not None}
+
+
+def lost_feedback(this: Round, means: Sequence[GroupMean], after: Mapping[int, GroupFeedback]) -> list[ReplyEvent]:
+    """Return an event for each group whose change is in a mean, and of which nobody has what eight bits left of it."""
+    if this.exchanges.leaders.compression != INT8 or not this.in_rings:
+        return []
+    return [ReplyEvent(kind="leader-lost", group_id=group, text=(
+        f"group {group}: what compression left of its change, up to half a step, is lost with its leader"))
+        for mean in means if len(mean.groups) > 1 for group in mean.groups if group not in after]
 
 
 def to_arrays(feedback: Mapping[int, GroupFeedback]) -> dict[str, NDArray[Any]]:

@@ -36,7 +36,7 @@ from socflower.quantities import counted
 from socflower.rings.settings import RingSettings
 from socflower.strategies.group_means import GroupMean
 from socflower.strategies.group_replies import settle
-from socflower.strategies.leader_feedback import feedback_after_round, from_arrays, to_arrays
+from socflower.strategies.leader_feedback import feedback_after_round, from_arrays, lost_feedback, to_arrays
 from socflower.strategies.mixed_replies import client_events, group_id_of, mean_metric, mixed_phases
 from socflower.strategies.outer_step import ChosenNodes, OuterStep, refuse_integers_clipped, reproducible_draws
 from socflower.strategies.records import aggregate_records, array_views, to_array_record, with_weights
@@ -417,7 +417,8 @@ class SoCFlow(PlannedRounds):
                 planner.balancer.on_outcome(outcome)
         self._feedback = feedback_after_round(this, settled.means, settled.usable)
         usable = settled.usable
-        events = (*planner.drain_events(), *settled.events, *settled.lost)
+        events = (*planner.drain_events(), *settled.events, *settled.lost,
+                  *lost_feedback(this, settled.means, self._feedback))
         for reply in usable:
             group_id = group_id_of(reply)
             events = (*events, *client_events(reply, group_id, f"group {group_id}"),
