@@ -1,6 +1,6 @@
 """How the leaders of groups exchange their models (F8): in a ring, in a tree of boards and servers, or in a star."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ NONE, FP16, INT8 = "none", "fp16", "int8"
 COMPRESSIONS = (NONE, FP16, INT8)
 """In which leaders exchange the changes of their models; see `rings/model_changes.py`."""
 
-COMPRESSING = (RING,)
+COMPRESSING = (RING, TREE)
 """The kinds of exchange that can be compressed: of the star, every reply to the hub would have to be."""
 
 MOST_GROUPS_INT8 = 63  # of which each has a sign and a zero among the levels of a byte's sum
@@ -62,6 +62,21 @@ def choose_leaders(
     predicted_s = {kind: predict(kind) for kind in kinds}
     best = min(kinds, key=predicted_s.__getitem__)
     return LeaderExchange(kind=best, decided_by=PREDICTED, predicted_s=predicted_s, compression=compression)
+
+
+def tree_levels(places: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+    """Return which leaders meet at each level of a tree, as positions; the first of those that meet sums for them.
+
+    `places` are where leaders are, such as (board, server), narrowest first; at the last level all that are left meet.
+    """
+    present, levels = list(range(len(places))), []
+    for level in range(len(places[0]) + 1):
+        meeting: dict[int, list[int]] = {}
+        for position in present:
+            meeting.setdefault((*places[position], 0)[level], []).append(position)
+        levels.append([tuple(own) for own in meeting.values()])
+        present = [own[0] for own in meeting.values()]
+    return levels
 
 
 def compression_fault(leaders: str, compression: str) -> str:

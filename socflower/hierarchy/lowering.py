@@ -20,7 +20,7 @@ from socflower.hierarchy.collectives import (
     server_exchange,
 )
 from socflower.hierarchy.communication_groups import conflicts
-from socflower.hierarchy.leader_exchange import NONE, RING, STAR, exchanged_bytes
+from socflower.hierarchy.leader_exchange import NONE, RING, STAR, exchanged_bytes, tree_levels
 from socflower.hierarchy.plan import Group, GroupPlan
 
 
@@ -172,18 +172,13 @@ def _ring(builder: GraphBuilder, leaders: Sequence[int], exchange: Exchange, clu
 
 
 def _tree(builder: GraphBuilder, leaders: Sequence[int], exchange: Exchange, cluster: Cluster) -> Arrivals:
-    levels = (cluster.board_of, lambda soc: cluster.server_of(cluster.board_of(soc)), lambda soc: 0)
-    climbed: list[list[list[int]]] = []  # by level: who meets where
-    present, sums = list(leaders), dict[int, tuple[int, ...]]()
-    for place_of in levels:
-        places: dict[int, list[int]] = {}
-        for leader in present:
-            places.setdefault(place_of(leader), []).append(leader)
-        climbed.append(list(places.values()))
-        sums |= {own[0]: (gather(builder, own[0], own, exchange, sums, "sync"),) for own in places.values()
-                 if len(own) > 1}
-        present = [own[0] for own in places.values()]
-    arrived: Arrivals = {present[0]: sums.get(present[0], ())}
+    boards = [cluster.board_of(leader) for leader in leaders]
+    climbed = [[[leaders[position] for position in own] for own in level]
+               for level in tree_levels([(board, cluster.server_of(board)) for board in boards])]
+    sums = dict[int, tuple[int, ...]]()
+    for level in climbed:
+        sums |= {own[0]: (gather(builder, own[0], own, exchange, sums, "sync"),) for own in level if len(own) > 1}
+    arrived: Arrivals = {leaders[0]: sums.get(leaders[0], ())}
     for meeting in reversed(climbed):
         for own in meeting:
             if len(own) > 1:

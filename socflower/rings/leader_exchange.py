@@ -1,4 +1,4 @@
-"""The leaders of groups sum their models in a ring, weighted by samples (F8).
+"""The leaders of groups sum their models in a ring or a tree, weighted by samples (F8).
 
 Any member may lead: who answers for a group brings its model, and another one that takes its place brings the same
 bits. So an exchange can begin again at any time, and a group that comes after the others have summed adopts their sum.
@@ -27,6 +27,7 @@ from socflower.rings.transports.grpc import GrpcRing
 from socflower.rings.transports.in_process import in_process_rings
 from socflower.rings.transports.leader_port import LeaderPort
 from socflower.rings.transports.port import CALL_LIMIT_BYTES, Caller, RingPort
+from socflower.rings.tree import Place, grpc_tree, in_process_trees
 from socflower.wire.arrays import MalformedBytes, array_to_bytes, pack_arrays, unpack_arrays
 from socflower.wire.logs import log
 from socflower.wire.message_keys import RingTask
@@ -55,10 +56,11 @@ def exchange_models(
         w[i] = sum_k float32(p_k * w_k[i]),    p_k = samples_k / sum(samples)
 
     The sum is float32, of float64 tensors float64, each part of the model in the order of the ring that begins at
-    another member (`rings.all_reduce`); so it depends on the order of the members and on nothing else. With `changes`,
-    tensors that it compresses are its sum instead; a member that is alone keeps its model, and its feedback. Of integer
-    tensors, which are counters, the largest values are kept. A model with NaN or infinite values, or without samples,
-    is left out, and its group not in `groups`. Where models differ in their tensors every member gets its own back.
+    another member (`rings.all_reduce`), or in that of a tree (`rings.tree`); so it depends on the order of the members
+    and on nothing else. With `changes`, tensors that it compresses are its sum instead; a member that is alone keeps
+    its model, and its feedback. Of integer tensors, which are counters, the largest values are kept. A model with NaN
+    or infinite values, or without samples, is left out, and its group not in `groups`. Where models differ in their
+    tensors every member gets its own back.
     Raises what the ring and `poll` raise.
     """
     if ring.size == 1:
@@ -103,9 +105,11 @@ def _can_be_summed(change: Floats, size: int) -> bool:
 
 def exchange_in_process(
     models: Sequence[GroupsModel], changes: Sequence[ChangeCompression | None] | None = None,
+    places: Sequence[Place] = (),
 ) -> GroupsModel:
-    """Return what `exchange_models` returns to members with these models, in ring order."""
-    rings, polls = in_process_rings(len(models)), [no_poll] * len(models)
+    """Return what `exchange_models` returns to members with these models, in ring order, or in a tree of `places`."""
+    rings = in_process_trees(places) if places else in_process_rings(len(models))
+    polls = [no_poll] * len(models)
     with ThreadPoolExecutor(len(models)) as threads:
         try:
             first, *_ = threads.map(exchange_models, rings, models, polls, changes or [None] * len(models))
@@ -163,8 +167,9 @@ class LeaderMeeting:
 
     def __init__(
         self, port: LeaderPort, groups: Sequence[int], *, heartbeat_s: float, rendezvous_until_s: float,
+        places: Mapping[int, Place] | None = None,
     ) -> None:
-        self._port, self._groups = port, tuple(groups)
+        self._port, self._groups, self._places = port, tuple(groups), places or {}
         self._heartbeat_s, self._rendezvous_until_s = heartbeat_s, rendezvous_until_s
         self._result: GroupsModel | None = None
         self._packed = b""
@@ -208,8 +213,7 @@ class LeaderMeeting:
     def _exchange_in(
         self, generation: Generation, own: GroupsModel, poll: Poll, changes: ChangeCompression | None,
     ) -> GroupsModel:
-        ring = GrpcRing(self._port, generation.members, generation.number, self._heartbeat_s) \
-            if len(generation.members) > 1 else in_process_rings(1)[0]
+        ring = self._open(generation)
         try:
             if not generation.num_steps:
                 self._result = exchange_models(ring, own, poll, changes)
@@ -221,6 +225,15 @@ class LeaderMeeting:
             return self._result if {*own.groups} <= {*self._result.groups} else own
         finally:
             ring.close()
+
+    def _open(self, generation: Generation) -> Collective:
+        members = generation.members
+        if len(members) == 1:
+            return in_process_rings(1)[0]
+        if not self._places:
+            return GrpcRing(self._port, members, generation.number, self._heartbeat_s)
+        return grpc_tree(self._port, members, [self._places[group] for group in members], generation.number,
+                         self._heartbeat_s)
 
     def _ask_for_result(self, group: int, poll: Poll) -> GroupsModel | None:
         """Return the result of a leader that is done; None if it cannot be had any more."""
@@ -280,7 +293,8 @@ class GroupLeader:
             alone.set_result(own)
             return alone
         meeting = LeaderMeeting(LeaderPort(self._port, self._group, members), tuple(members),
-                                heartbeat_s=self._ring.heartbeat_s, rendezvous_until_s=self._rendezvous_until_s)
+                                heartbeat_s=self._ring.heartbeat_s, rendezvous_until_s=self._rendezvous_until_s,
+                                places=_places(self._ring))
         self.log_lines = meeting.log_lines
         thread = ThreadPoolExecutor(1, thread_name_prefix="ring-leaders")
         begun = thread.submit(meeting.exchange, own, self._require_present, changes)
@@ -290,6 +304,11 @@ class GroupLeader:
     def _require_present(self) -> None:
         if self._left:
             raise LeftOut("this member has left its own group")
+
+
+def _places(ring: RingTask) -> dict[int, Place]:
+    places = (tuple(map(int, text.split(" "))) for text in ring.leader_places)
+    return {group: tuple(place) for group, *place in places}
 
 
 def pack_model(model: GroupsModel) -> bytes:

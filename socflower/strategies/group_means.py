@@ -30,7 +30,7 @@ class GroupMean:
 def means_of(this: Round, usable: Sequence[Message]) -> list[GroupMean]:
     """Return the models of usable replies, no group in two of them.
 
-    Where leaders meet in a ring, groups of one process are averaged here, as their leaders would have been.
+    Where leaders meet in a ring or a tree, groups of one process are averaged here, as their leaders would have been.
     """
     if this.leaders_meet and not this.in_rings:
         replies = {group_id_of(reply): reply for reply in usable}
@@ -50,14 +50,15 @@ def _meet(this: Round, replies: Mapping[Group, Message]) -> GroupMean:
     models = [GroupsModel(
         arrays=array_views(cast(ArrayRecord, reply.content[ARRAYS])), samples=_samples(reply),
         groups=(group.group_id,)) for group, reply in replies.items()]
+    places = [this.place_of[group.group_id] for group in replies] if this.in_tree else []
     compression = this.exchanges.leaders.compression
     if compression == NONE:
-        mean, feedback = exchange_in_process(models), dict[int, GroupFeedback]()
+        mean, feedback = exchange_in_process(models, places=places), dict[int, GroupFeedback]()
     else:
         common, untrained = array_views(this.sent), untrained_of(list(replies.values()))
         changes = [ChangeCompression(name=compression, common=common, untrained=untrained,
                                      feedback=_held(this, group, reply)) for group, reply in replies.items()]
-        mean = exchange_in_process(models, changes)
+        mean = exchange_in_process(models, changes, places)
         feedback = {group.group_id: GroupFeedback(values=feedback_after(own, mean, change), socs=_present(group, reply))
                     for (group, reply), own, change in zip(replies.items(), models, changes, strict=True)}
     return GroupMean(arrays=to_array_record(mean.arrays), samples=mean.samples, groups=mean.groups, feedback=feedback)

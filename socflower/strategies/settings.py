@@ -113,12 +113,12 @@ class ExchangeSettings:
     leaders : "star", "ring", "tree" or "auto"
         How leaders exchange models (F8): over the hub, in a ring among themselves, in which the hub gets their mean, or
         by board and server. "auto" chooses for every new plan what the clock predicts to take less time, without a
-        clock or a profile the ring. Real machines have no tree, and a ring where nodes have a ring address. A strategy
+        clock or a profile the ring. Real machines have a ring or a tree where nodes have a ring address. A strategy
         that needs each group's model, or is around this one, has the star.
     leader_compression : "none", "fp16" or "int8"
-        What leaders in a ring exchange: their models, or the models' changes since the last synchronisation in halves,
-        or in eight bits with error feedback, which stays with the group whoever leads it. BatchNorm's statistics are
-        exchanged as they are.
+        What leaders in a ring or a tree exchange: their models, or the models' changes since the last synchronisation
+        in halves, or in eight bits with error feedback, which stays with the group whoever leads it. BatchNorm's
+        statistics are exchanged as they are.
     fusion : "per-tensor" or "buckets"
         What costs a message in virtual time (F8a): each tensor, as SoCFlow+ seems to have sent them, or each of the
         `overlap_buckets`, and the model of a leader, as rings of real machines send them.

@@ -29,7 +29,7 @@ from socflower.hierarchy import (
     sync_schedule,
     unpredicted_exchanges,
 )
-from socflower.hierarchy.leader_exchange import AUTO, NONE, STAR, TREE
+from socflower.hierarchy.leader_exchange import AUTO, NONE, STAR
 from socflower.hierarchy.uplink_turns import ASKED, NO_SHARED_UPLINK, NOT_PREDICTED, PREDICTED
 from socflower.precision.processor_costs import MixedPricing
 from socflower.quantities import counted
@@ -197,8 +197,8 @@ class SoCFlow(PlannedRounds):
     def _star_for(self, needing: str, asked: str) -> str:
         if self._exchange.leader_compression != NONE:
             raise ConfigError(f"{type(self).__name__}: leader_compression = {self._exchange.leader_compression!r} is "
-                              f"for leaders in a ring, which give the hub their mean, and {needing} needs each group's "
-                              "model; leave the compression out")
+                              f"for leaders in a ring or a tree, which give the hub their mean, and {needing} needs "
+                              "each group's model; leave the compression out")
         if asked not in (AUTO, STAR):
             raise ConfigError(f"{type(self).__name__}: leaders = {asked!r} gives the hub the mean of the groups' "
                               f"models, and {needing} needs each of them; use leaders = 'star'")
@@ -367,9 +367,6 @@ class SoCFlow(PlannedRounds):
             raise ConfigError(f"SoCFlow: the train config has {_CLIPPING_NORM!r}, of differential privacy with "
                               "clipping at the clients, and a member of a ring has no update of its own to clip; use "
                               "the wrapper that clips at the server")
-        if this.in_rings and this.exchanges.leaders.kind == TREE:
-            raise ConfigError("SoCFlow: leaders = 'tree' is known to virtual time only; on real machines use 'ring' or "
-                              "'star'")
         if self.round is None:
             refuse_integers_clipped(arrays, at_clients=_CLIPPING_NORM in config)
         if self._outer is not None and self.round is None:
@@ -560,7 +557,9 @@ class SoCFlow(PlannedRounds):
             node_of={soc: registry.node_of[soc] for soc in plan.participants},
             sent=arrays, settled_by_grid=getattr(grid, "settles_groups", False),
             transport=registry.transport(self._rings.transport) if registry.ring_address_of else IN_PROCESS,
-            rings=self._rings, gpu_of=registry.gpu_of, feedback=self._feedback)
+            rings=self._rings, gpu_of=registry.gpu_of, feedback=self._feedback,
+            place_of={group.group_id: (board := self._cluster.board_of(group.leader), self._cluster.server_of(board))
+                      for group in plan.groups})
 
     def _costs_of(self, plan: GroupPlan, profile: ModelProfile) -> IntervalCosts:
         schedule = self._schedule

@@ -193,9 +193,11 @@ class RingTask:
     leader_grace_s: float = 30.0  # how much longer than the others the member that answers may be silent
     tolerate_errors: bool = False  # whether a member that raises is left out instead of ending the training
     rebalance_steps: int = 0  # shares follow measured capacities every so many steps, if data are dealt; 0: never
-    # Of a ring of leaders (F8), those that may answer for each group, its leader first: "group participant address".
+    # Of leaders in a ring or a tree (F8), those that may answer for each group, its leader first, each as a line of
+    # "group participant address".
     leaders: tuple[str, ...] = ()
-    leader_compression: str = "none"  # of that ring: "none", "fp16" or "int8"
+    leader_places: tuple[str, ...] = ()  # and of a tree, where each group's leader is: "group board server"
+    leader_compression: str = "none"  # of that exchange: "none", "fp16" or "int8"
     feedback_sha256: str = ""  # of what that compression has still to send of the group, which its members keep
     model_sha256: str = ""  # of the model that members have kept, where it is not sent again
 

@@ -1,4 +1,4 @@
-"""How leaders exchange models: the same weights in every way, in another time and with other bytes at the hub."""
+"""How leaders exchange models: in every way the same but for last bits, in another time, with other bytes."""
 
 import pytest
 from flwr.serverapp.strategy import FedAdam, FedMedian
@@ -23,10 +23,10 @@ def with_leaders(leaders: str) -> Scenario:
     return small(leaders=leaders, groups=3)
 
 
-def test_all_ways_have_the_same_weights_and_the_hub_one_model_but_in_the_star() -> None:
+def test_the_hub_has_one_model_of_all_ways_but_the_star() -> None:
     results = {leaders: run_scenario(with_leaders(leaders), num_workers=0) for leaders in LEADERS}
     weights = {leaders: result["weights_sha256"] for leaders, result in results.items()}
-    assert weights["tree"] == weights["star"] != weights["ring"]  # which sums in another order
+    assert len({weights[leaders] for leaders in ("star", "ring", "tree")}) == 3  # they sum in other orders
     assert weights["auto"] == weights[results["auto"]["plan"]["leaders"]]
     model = plan_scenario(with_leaders("star"))
     num_groups, num_synchronisations = len(model["groups"]), len(results["star"]["rounds"]) - 1
@@ -50,8 +50,7 @@ def test_what_needs_each_groups_model_has_the_star() -> None:
     with pytest.raises(ConfigError, match=r"\[strategy\] leaders = 'ring' gives the hub the mean .*'fedmedian' needs "
                                           "each of them; use 'star'"):
         asked("ring")
-    with pytest.raises(ConfigError, match=r"\[strategy\] leaders = 'tree' is known to virtual time only; in a depl"):
-        prepare(with_leaders("tree"), "deployment")
+    prepare(with_leaders("tree"), "deployment")
 
 
 def test_so_in_an_app() -> None:

@@ -182,10 +182,9 @@ class StrategyConfig(Table):
         "parts of the backward pass whose gradients are exchanged while the next part is computed; 1 means no overlap"))
     leaders: Annotated[str, OneOf(("star", "ring", "tree", "auto"))] = Field("star", description=(
         "how the leaders of groups [exchange models](concepts/planning.md#when-groups-synchronise): over the hub, in a "
-        "ring, or by board and server; \"auto\" takes, for each new plan, the way that is predicted to be quickest; a "
-        "deployment has no tree"))
+        "ring, or by board and server; \"auto\" takes, for each new plan, the way that is predicted to be quickest"))
     leader_compression: Annotated[str, OneOf(COMPRESSIONS)] = Field("none", description=(
-        "with leaders in a ring, what they exchange: their models, or the models' changes in halves or in eight bits "
+        "what leaders in a ring or a tree exchange: their models, or the models' changes in halves, or in eight bits "
         "with error feedback"))
     fusion: Annotated[str, OneOf(FUSIONS)] = Field("per-tensor", description=(
         "what costs a [message](concepts/virtual-time.md#messages) in virtual time: each tensor, as in SoCFlow+, or "
@@ -367,8 +366,8 @@ class ScenarioFile(ClusterFile):
                              f"{what} needs each of them; use 'star'")
         if self.strategy.leader_compression != NONE and (what := self.hub_needs_models):
             raise ValueError(f"[strategy] leader_compression = {self.strategy.leader_compression!r} is for leaders in "
-                             f"a ring, which give the hub their mean, and {what} needs each group's model; leave the "
-                             "compression out")
+                             f"a ring or a tree, which give the hub their mean, and {what} needs each group's model; "
+                             "leave the compression out")
         if self.is_split:
             self._check_split()
 

@@ -97,7 +97,8 @@ round = 2
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("transport", "leaders"), [("gloo", "star"), ("grpc", "ring"), ("gloo", "ring")])
+@pytest.mark.parametrize(("transport", "leaders"), [("gloo", "star"), ("grpc", "ring"), ("gloo", "ring"),
+                                                    ("gloo", "tree")])
 def test_rings_in_int8_give_the_weights_of_the_local_engine_whoever_leaves(
     tmp_path: Path, transport: str, leaders: str,
 ) -> None:
