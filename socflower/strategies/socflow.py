@@ -327,7 +327,9 @@ class SoCFlow(PlannedRounds):
     @property
     def leader_transport(self) -> str:
         """The transport of leaders' models in the latest round; empty where they pass the hub."""
-        if self.round is None or not self.round.leaders_meet:
+        if self.round is None:  # as `transport`, where a training that is resumed has no round left
+            return "" if self.exchanges.leaders.kind == STAR else IN_PROCESS
+        if not self.round.leaders_meet:
             return ""
         return leader_transport(self.round.transport) if self.round.in_rings else IN_PROCESS
 
