@@ -14,7 +14,8 @@ PER_RUN_S = 1200.0
 
 FIXED_TIME = {
     **dict.fromkeys((
-        "broken_reply", "data_stays", "dead_client", "deployment_digits", "digits_demo", "idle_slots", "int8_digits",
+        "broken_reply", "compressed_leaders", "data_stays", "dead_client", "deployment_digits", "digits_demo",
+        "idle_slots", "int8_digits",
         "measured_board", "mixed_digits", "mixed_shelf", "preempted_soc", "ring_of_leaders",
         "server_momentum",
         "split_int8_edge", "split_shared_uplink", "two_servers",

@@ -12,6 +12,7 @@ from socflower.cli.options import Fusion, Json, Set, mistakes_name_file, refuse_
 from socflower.cli.process import prints_to_stderr
 from socflower.cli.terminal import OUT, print_json, print_text
 from socflower.errors import ConfigError
+from socflower.hierarchy.leader_exchange import NONE
 from socflower.quantities import counted, human_bytes, human_joules, human_seconds, percent
 
 if TYPE_CHECKING:  # the planners are loaded by the command
@@ -163,7 +164,8 @@ def _leaders(document: Mapping[str, Any]) -> str:
     seconds = document["predicted"]["leaders_s"]
     others = ", ".join(f"as a {kind} {human_seconds(value)}" for kind, value in seconds.items()
                        if kind != document["leaders"])
-    return f" with leaders as a {document['leaders']} ({others})" if others else ""
+    how = "" if document["leader_compression"] == NONE else f" in {document['leader_compression']}"
+    return f" with leaders as a {document['leaders']}{how} ({others})" if others else ""
 
 
 def _fusion_line(predicted: Mapping[str, Any]) -> str:

@@ -290,7 +290,8 @@ def _train_in_ring(
     end = train_member(
         context, task, ring, model=model, has_model=has_model, data=data, trainer=trainer, state=state.read(),
         departs_at=_departures(message, task).get(task.partitions.index(ring.participant)),
-        on_step=step_ledger(ledger(context) if ledger is not None else None, message))
+        on_step=step_ledger(ledger(context) if ledger is not None else None, message),
+        files=_state_files(message, context, state_folder))
     if end.end is not None:
         state.save(end.end.state, end.mean_loss, in_file=end.outcome.answers)
     reply = member_reply(message, context, task, end, _weights(model, message) if end.end is not None else None)

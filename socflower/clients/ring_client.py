@@ -13,6 +13,7 @@ from torch import nn
 
 from socflower.capture.torch_device import resolve_device
 from socflower.clients.node_config import RingNode, board_and_slot, ring_node
+from socflower.clients.saved_training import FeedbackState, StateFiles
 from socflower.errors import ConfigError
 from socflower.rings.member import AppliedStep, MemberResult, RingMember
 from socflower.rings.preemption import preempt_switch
@@ -48,6 +49,7 @@ _COMPRESSION_STATE, _KEPT_MODEL = "socflower-compression", "socflower-model"
 def train_member(
     context: Context, group: GroupTask, ring: RingTask, *, model: nn.Module, has_model: bool, data: DataSource,
     trainer: Trainer, state: bytes | None, departs_at: int | None, on_step: Callable[[AppliedStep], None],
+    files: StateFiles | None = None,
 ) -> MemberResult:
     """Open this node's ring port and train as one member, with the arguments of `RingMember`."""
     node = ring_node(context.node_config)
@@ -55,13 +57,16 @@ def train_member(
         raise ConfigError(f"node {context.node_id}: its node config lacks ring; start the SuperNode with "
                           "--node-config 'ring=\"host:port\"'")
     kept = context.state.config_records.get(_COMPRESSION_STATE)
+    feedback = FeedbackState(group, context, files)
     with preempt_switch(context.node_config) as switch, closing(open_port(node, group, ring)) as port:
         end = RingMember(
             model=model, has_model=has_model, data=data, group=group, ring=ring, trainer=trainer, port=port,
             switch=switch, state=state, compression_state=cast(bytes, kept["state"]) if kept else None,
-            departs_at=departs_at, on_step=on_step).train()
+            feedback=feedback.read(ring.feedback_sha256), departs_at=departs_at, on_step=on_step).train()
     if end.compression:
         context.state[_COMPRESSION_STATE] = ConfigRecord({"state": end.compression})
+    if end.feedback is not None and end.outcome.feedback_sha256:
+        feedback.save(end.outcome.feedback_sha256, end.feedback)
     return end
 
 

@@ -1,19 +1,26 @@
 """A group's training state between intervals: in the Flower context, and in files to resume from."""
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 from flwr.app import ConfigRecord, Context, Message
+from numpy.typing import NDArray
 
 from socflower.errors import ConfigError
+from socflower.wire.arrays import array_to_bytes
 from socflower.wire.message_keys import CONFIG, LOST_STATE, RESUMED, GroupTask
 from socflower.wire.saved_state import DamagedFile, StateKind, StateStore
 
 _TRAINER = StateKind(name="trainer state", schema=3, remedy="start a new training (--fresh)")
 # A server resumes from its last checkpoint, or the one before if that is damaged; the group may be a round ahead.
 _NUM_KEPT = 3
+
+
+_FEEDBACK = StateKind(name="feedback of leaders' compression", schema=1, remedy="start a new training (--fresh)")
 
 
 class Position(NamedTuple):
@@ -31,7 +38,7 @@ class StateFiles:
     """The last three states of each group that this node leads in one training, or of each edge that it is."""
 
     folder: Path
-    owner: str = "group"  # or "edge"; both have numbers from 0, and may train side by side
+    owner: str = "group"  # or "edge", "feedback"; all have numbers from 0, and may stand side by side
 
     def of(self, position: Position, kind: StateKind) -> StateStore:
         """Return the states of a group under one plan, numbered by the step at which each continues."""
@@ -115,3 +122,50 @@ class TrainerState:
             self._files.of(position, _TRAINER).write(
                 position.next_step, {"has_state": left is not None, "settings": self._settings},
                 () if left is None else (left,))
+
+
+_KEPT_FEEDBACK = "socflower-feedback"
+
+
+class FeedbackState:
+    """What compressed exchanges of leaders have still to send of a group's changes, at one of its members (F8).
+
+    It is known by its digest, so that any member that holds it, from whatever interval, can bring it, and none that
+    holds another one does.
+    """
+
+    def __init__(self, task: GroupTask, context: Context, files: StateFiles | None) -> None:
+        self._task, self._context = task, context
+        self._files = None if files is None else StateFiles(files.folder, owner="feedback")
+        if self._files is not None and task.first_step == 0:
+            self._files.delete(task.group_id)
+
+    def read(self, sha256: str) -> NDArray[np.float32] | None:
+        """Return the one with this digest, from the context or a file; None if this node does not hold it."""
+        saved = self._context.state.config_records.get(_KEPT_FEEDBACK)
+        if not sha256 or (saved and saved["sha256"] == sha256):
+            return _floats(cast(bytes, saved["values"])) if sha256 and saved else None
+        if self._files is not None:
+            store = self._files.of(self._position(self._task.first_step), _FEEDBACK)
+            for number in store.numbers():
+                with suppress(DamagedFile):  # another member may have it
+                    state, payload = store.read(number)
+                    if state["sha256"] == sha256:
+                        return _floats(payload)
+        return None
+
+    def save(self, sha256: str, feedback: NDArray[np.float32]) -> None:
+        """Save the one of the task's end."""
+        payload = bytes(array_to_bytes(feedback))
+        self._context.state[_KEPT_FEEDBACK] = ConfigRecord({"sha256": sha256, "values": payload})
+        if self._files is not None:
+            end = self._task.first_step + self._task.num_steps
+            self._files.of(self._position(end), _FEEDBACK).write(end, {"sha256": sha256}, (payload,))
+
+    def _position(self, step: int) -> Position:
+        task = self._task
+        return Position(task.group_id, task.num_groups, task.total_steps, step, task.seed)
+
+
+def _floats(payload: bytes | memoryview) -> NDArray[np.float32]:
+    return np.frombuffer(payload, "<f4").astype(np.float32)

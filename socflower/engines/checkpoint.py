@@ -18,7 +18,8 @@ from socflower.wire.saved_state import DamagedFile, StateKind, StateStore, remov
 
 _ROUND = StateKind(name="checkpoint", schema=3, remedy="start anew with --fresh")
 _SPANS = StateKind(name="trace of a round", schema=2, remedy="start anew with --fresh")
-_BESIDE = ("outer", "servers", "edge_model")  # fields with arrays; "/outer/" begins their names, as no tensor's
+# Fields with arrays; "/outer/" begins their names, as no tensor's.
+_BESIDE = ("outer", "servers", "feedback", "edge_model")
 _NUM_KEPT = 2  # the newest, and the previous one in case the newest is damaged
 
 # These change neither weights nor virtual time.
@@ -44,6 +45,7 @@ class Checkpoint:
     balance: Mapping[str, Any] = field(default_factory=dict)  # state of re-balancing
     outer: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # moments of an outer strategy
     servers: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # models of servers, where they differ
+    feedback: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # of compression of leaders' models
     edges: Mapping[str, Any] = field(default_factory=dict)  # state of edges beside the groups
     edge_model: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # their model, where it differs
     resumed_from: list[int] = field(default_factory=list)

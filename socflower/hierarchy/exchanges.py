@@ -7,7 +7,7 @@ from typing import Any
 
 from socflower.cluster import VirtualClock
 from socflower.hierarchy.interval_costs import IntervalCosts
-from socflower.hierarchy.leader_exchange import KINDS, LeaderExchange, choose_leaders
+from socflower.hierarchy.leader_exchange import KINDS, NONE, LeaderExchange, choose_leaders
 from socflower.hierarchy.plan import GroupPlan
 from socflower.hierarchy.uplink_turns import Turns, choose_turns, step_times
 
@@ -32,14 +32,15 @@ def choose_exchanges(
     chosen = Exchanges(
         turns=choose_turns(work.plan, serialize_uplinks, None if clock is None else partial(
             step_times, work, lengths, clock)),
-        leaders=choose_leaders(
-            work.plan, leaders, None if clock is None else partial(work.synchronisation_s, clock), kinds))
+        leaders=choose_leaders(work.plan, leaders, None if clock is None else partial(work.synchronisation_s, clock),
+                               work.leader_compression, kinds))
     return chosen, replace(work, serialize_uplinks=chosen.turns.taken, leaders=chosen.leaders.kind)
 
 
 def unpredicted_exchanges(
-    plan: GroupPlan, serialize_uplinks: bool | str, leaders: str, kinds: Sequence[str] = KINDS,
+    plan: GroupPlan, serialize_uplinks: bool | str, leaders: str, compression: str = NONE,
+    kinds: Sequence[str] = KINDS,
 ) -> Exchanges:
     """Return the choices where nothing tells what a step costs."""
     return Exchanges(turns=choose_turns(plan, serialize_uplinks, None),
-                     leaders=choose_leaders(plan, leaders, None, kinds))
+                     leaders=choose_leaders(plan, leaders, None, compression, kinds))

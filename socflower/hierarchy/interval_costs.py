@@ -20,7 +20,7 @@ from socflower.cluster.virtual_clock import Pace
 from socflower.hierarchy.batch_shares import split_batch
 from socflower.hierarchy.collectives import BUCKETS, PER_TENSOR, Exchange
 from socflower.hierarchy.delayed_sync import SyncInterval
-from socflower.hierarchy.leader_exchange import STAR
+from socflower.hierarchy.leader_exchange import NONE, STAR
 from socflower.hierarchy.lowering import deal_graph, step_graph, synchronisation_graph
 from socflower.hierarchy.plan import GroupPlan
 from socflower.hierarchy.rebalancing import CapacitiesInUse, Rebalancing, without_members
@@ -45,6 +45,7 @@ class IntervalCosts:
     pricing: Pricing = FP32  # of the arithmetic that members train in
     rebalancing: Rebalancing | None = None
     leaders: str = STAR  # how leaders exchange models; `choose_leaders` says how they should
+    leader_compression: str = NONE
     fusion: str = PER_TENSOR  # how tensors are sent
     hub_decides: bool = False  # whether an outer strategy makes the next model
 
@@ -104,7 +105,7 @@ class IntervalCosts:
             return None
         return synchronisation_graph(
             self.plan, self.exchange, self.cluster, leaders=leaders or self.leaders, across_servers=across_servers,
-            hub_decides=self.hub_decides)
+            hub_decides=self.hub_decides, compression=self.leader_compression)
 
     def synchronisation_s(self, clock: VirtualClock, leaders: str) -> float:
         """Return the predicted seconds of a synchronisation of all groups whose leaders exchange models in this way."""

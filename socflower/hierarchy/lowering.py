@@ -4,6 +4,7 @@ The graphs define dependencies and costs; the clock determines the times.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
@@ -19,7 +20,7 @@ from socflower.hierarchy.collectives import (
     server_exchange,
 )
 from socflower.hierarchy.communication_groups import conflicts
-from socflower.hierarchy.leader_exchange import RING, STAR
+from socflower.hierarchy.leader_exchange import NONE, RING, STAR, exchanged_bytes, tree_levels
 from socflower.hierarchy.plan import Group, GroupPlan
 
 
@@ -112,7 +113,7 @@ def _compute(
 
 def synchronisation_graph(
     plan: GroupPlan, exchange: Exchange, cluster: Cluster, *, leaders: str = STAR, across_servers: bool = True,
-    hub_decides: bool = False,
+    hub_decides: bool = False, compression: str = NONE,
 ) -> TaskGraph:
     """Return a synchronisation between groups (F8): leaders exchange models, then each hands the mean to its group.
 
@@ -121,6 +122,7 @@ def synchronisation_graph(
     which, where groups are in several servers, the leader of each server's first group takes the hub's place for its
     server. With `across_servers` servers exchange too, and the hub gets one model from a ring or tree. With
     `hub_decides` it makes the next model of that, as an outer strategy does, and sends it back to all leaders.
+    `compression` is that of what leaders exchange among themselves, not of models to or from the hub or in groups.
     """
     builder = GraphBuilder()
     by_server = [[group.leader for group in groups] for groups in plan.by_server.values()]
@@ -131,8 +133,9 @@ def synchronisation_graph(
         each = _ring if leaders == RING else _tree
         parts = [[leader for own in by_server for leader in own]] if whole else by_server
         arrived = {}
+        between = replace(exchange, num_bytes=exchanged_bytes(exchange.num_bytes, compression))
         for own in parts:
-            arrived |= each(builder, own, exchange, cluster)
+            arrived |= each(builder, own, between, cluster)
         if whole:
             arrived = _through_hub(builder, parts[0], exchange, arrived, hub_decides=hub_decides)
     for group in plan.groups:
@@ -169,18 +172,13 @@ def _ring(builder: GraphBuilder, leaders: Sequence[int], exchange: Exchange, clu
 
 
 def _tree(builder: GraphBuilder, leaders: Sequence[int], exchange: Exchange, cluster: Cluster) -> Arrivals:
-    levels = (cluster.board_of, lambda soc: cluster.server_of(cluster.board_of(soc)), lambda soc: 0)
-    climbed: list[list[list[int]]] = []  # by level: who meets where
-    present, sums = list(leaders), dict[int, tuple[int, ...]]()
-    for place_of in levels:
-        places: dict[int, list[int]] = {}
-        for leader in present:
-            places.setdefault(place_of(leader), []).append(leader)
-        climbed.append(list(places.values()))
-        sums |= {own[0]: (gather(builder, own[0], own, exchange, sums, "sync"),) for own in places.values()
-                 if len(own) > 1}
-        present = [own[0] for own in places.values()]
-    arrived: Arrivals = {present[0]: sums.get(present[0], ())}
+    boards = [cluster.board_of(leader) for leader in leaders]
+    climbed = [[[leaders[position] for position in own] for own in level]
+               for level in tree_levels([(board, cluster.server_of(board)) for board in boards])]
+    sums = dict[int, tuple[int, ...]]()
+    for level in climbed:
+        sums |= {own[0]: (gather(builder, own[0], own, exchange, sums, "sync"),) for own in level if len(own) > 1}
+    arrived: Arrivals = {leaders[0]: sums.get(leaders[0], ())}
     for meeting in reversed(climbed):
         for own in meeting:
             if len(own) > 1:

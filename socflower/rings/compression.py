@@ -31,6 +31,8 @@ _WARM_UP_FACTOR = 4  # of deep gradient compression
 # Of an int8 lane's ±127: one level is reserved for float32 rounding errors in steps and quotients.
 _LEVELS = 126
 _BLOCK = 4096  # elements that share a step
+MOST_MEMBERS = _LEVELS // 2
+"""Of a sum in eight bits: with more, each would have fewer levels than a sign and a zero need."""
 
 
 class GradientCompression(ABC):
@@ -175,26 +177,20 @@ class Int8Compression(GradientCompression):
 
     def _exchange(self, ring: Collective, bucket: int, gradient: Tensor, poll: Poll) -> tuple[Tensor, ...]:
         self._require_few(ring.size)
-        values = torch.zeros(-(-gradient.numel() // _BLOCK), _BLOCK)
+        values = in_blocks(gradient)
         flat = values.view(-1)[:gradient.numel()]
-        flat.copy_(gradient)
         if self._error_feedback:
             flat += self._residuals(bucket, gradient, 1)[0]
         if ring.size == 1:
             gradient.copy_(flat)
             return (torch.zeros_like(flat),) if self._error_feedback else ()
-        step = values.abs().amax(dim=1, keepdim=True)
-        ring.all_reduce(step.view(-1)).wait(poll)
+        step = agree_on_steps(ring, values, max_rounding=self._max_rounding, poll=poll)
         if not torch.isfinite(step).all():
             gradient.fill_(math.nan)
             return ()
-        # Blocks of zeros or subnormal numbers get the smallest normal step.
-        step.div_(_LEVELS - self._max_rounding * ring.size).clamp_(min=torch.finfo(step.dtype).tiny)
         levels = self._rounded(values / step, bucket, ring.rank)
         values.addcmul_(levels, step, value=-1)
-        words = torch.from_numpy(pack_lanes(levels.view(-1)[:_whole_words(gradient.numel())].numpy()))
-        ring.all_reduce(words).wait(poll)
-        levels.view(-1)[:4 * words.numel()] = torch.from_numpy(unpack_lanes(words.numpy()))
+        levels = sum_levels(ring, levels, gradient.numel(), poll)
         gradient.copy_(levels.mul_(step).view(-1)[:gradient.numel()])
         return (flat,) if self._error_feedback else ()
 
@@ -202,15 +198,37 @@ class Int8Compression(GradientCompression):
         return quotients.round_()
 
     def _require_few(self, size: int) -> None:
-        # With more members, each would have fewer levels than a sign and a zero need.
-        if size > _LEVELS // 2:
-            raise ConfigError(f"gradient compression {self.name!r}: a group has at most {_LEVELS // 2} members, this "
+        if size > MOST_MEMBERS:
+            raise ConfigError(f"gradient compression {self.name!r}: a group has at most {MOST_MEMBERS} members, this "
                               f"one {size}; use 'fp16', or more groups")
 
     def wire_bytes(self, num_elements: int, size: int) -> int:
         """Return the bytes of one all-reduce of bytes, and of the scales; see `GradientCompression.wire_bytes`."""
         num_blocks = -(-num_elements // _BLOCK)
         return all_reduce_bytes(_whole_words(num_elements) + 4 * num_blocks, size)
+
+
+def in_blocks(flat: Tensor) -> Tensor:
+    """Return a copy of a row of values as blocks (blocks, 4096) that share a step each; zeros fill the last one up."""
+    values = torch.zeros(-(-flat.numel() // _BLOCK), _BLOCK)
+    values.view(-1)[:flat.numel()].copy_(flat)
+    return values
+
+
+def agree_on_steps(ring: Collective, values: Tensor, *, max_rounding: float = 0.5, poll: Poll = no_poll) -> Tensor:
+    """Return the step (blocks, 1) of each block, the same at all members; not finite where a value or a sum is not."""
+    step = values.abs().amax(dim=1, keepdim=True)
+    ring.all_reduce(step.view(-1)).wait(poll)
+    # Blocks of zeros or subnormal numbers get the smallest normal step.
+    return step.div_(_LEVELS - max_rounding * ring.size).clamp_(min=torch.finfo(step.dtype).tiny)
+
+
+def sum_levels(ring: Collective, levels: Tensor, num_elements: int, poll: Poll = no_poll) -> Tensor:
+    """Return the members' sum of multiples of those steps (blocks, 4096), exact; `levels` is used for it."""
+    words = torch.from_numpy(pack_lanes(levels.view(-1)[:_whole_words(num_elements)].numpy()))
+    ring.all_reduce(words).wait(poll)
+    levels.view(-1)[:4 * words.numel()] = torch.from_numpy(unpack_lanes(words.numpy()))
+    return levels
 
 
 class StochasticInt8Compression(Int8Compression):

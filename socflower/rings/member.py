@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from logging import INFO
 from typing import Any
@@ -17,12 +17,14 @@ from torch.utils.hooks import RemovableHandle
 from socflower.capture.random_state import RandomState, own_random_state
 from socflower.capture.torch_device import device_label, device_of
 from socflower.errors import ConfigError
+from socflower.hierarchy.leader_exchange import NONE
 from socflower.rings.balance import RingBalance, StepTimer
 from socflower.rings.collective import Collective, PeerLost, RingPeers
 from socflower.rings.compression import GradientCompression, make_compression
 from socflower.rings.gradient_exchange import GradientExchange, Turn
-from socflower.rings.leader_exchange import GroupLeader, GroupsModel
+from socflower.rings.leader_exchange import GroupLeader, GroupsModel, feedback_after
 from socflower.rings.membership import Generation, LeftOut, Membership, MemberState, NoModel
+from socflower.rings.model_changes import Floats, MemberChanges, feedback_digest
 from socflower.rings.preemption import Preempted, PreemptionSwitch
 from socflower.rings.settings import NCCL
 from socflower.rings.transports.gloo import GlooRing
@@ -32,7 +34,7 @@ from socflower.rings.transports.nccl import NcclRing
 from socflower.rings.transports.port import RingPort
 from socflower.rings.uplink_turns import Neighbours, UplinkTurns
 from socflower.training.batches import BatchSchedule, Indices, sample_key
-from socflower.training.model_state import load_trainable_state, trainable_state
+from socflower.training.model_state import load_trainable_state, trainable_state, untrained_names
 from socflower.training.trainer import (
     ExchangingSession,
     JointSession,
@@ -107,6 +109,7 @@ class MemberResult:
     num_samples: int  # of the group
     end: SessionResult | None  # None without a model
     compression: bytes = b""  # state of the gradient compression
+    feedback: Floats | None = None  # what the compression of leaders' models has still to send of the group's changes
     devices: DeviceReport | None = None  # of the members at the end
 
 
@@ -129,6 +132,7 @@ class RingMember:
     switch: PreemptionSwitch
     state: bytes | None = None
     compression_state: bytes | None = None  # of the gradient compression, from the end of the previous interval
+    feedback: Floats | None = None  # `RingTask.feedback_sha256`, if this member holds it
     departs_at: int | None = None
     on_step: Callable[[AppliedStep], None] = lambda step: None
     clock: Callable[[], float] = time.perf_counter  # in seconds; measures the member's speed
@@ -183,7 +187,10 @@ class _MemberSession:
         self._leader = GroupLeader(member.port, group.group_id, ring)
         self._stage = 0
         self._met: tuple[int, ...] = ()
-        self._met_samples = 0.0
+        self._met_samples = self._group_samples = 0.0
+        self._steps: Floats | None = None  # of the mean of all groups, if it was summed in eight bits
+        self._changes = None if ring.leader_compression == NONE or not ring.leaders else MemberChanges(
+            ring.leader_compression, untrained_names(self._model), member.feedback, ring.feedback_sha256)
         self._losses: list[Tensor] = []
         self._pending_step: tuple[_Snapshot, list[int], Tensor] | None = None  # of a step that is not yet applied
         self._members: tuple[int, ...] = ()
@@ -276,6 +283,8 @@ class _MemberSession:
             self._drop_session()  # before weights are loaded: a session may have its own, which it writes to the model
         if weights is not None and generation.source != self._ring.participant:
             _load_bytes([*_trained(self._model), *self._model.buffers()], weights)
+        if self._changes is not None and not generation.num_steps:
+            self._changes.begin(self._group_model().arrays)
         if self._pending_step is not None:  # the others have applied this step
             _, own, loss = self._pending_step
             self._pending_step = None
@@ -302,15 +311,18 @@ class _MemberSession:
         return [*_trained(self._model), *(self._model.buffers() if common else ())]
 
     def _common_state(self) -> bytes:
-        met = torch.tensor([self._met_samples, *self._met], dtype=torch.float64)
-        return _to_bytes([*self._common_tensors(), *([met] if self._stage == _MET else [])])
+        met = torch.tensor([self._met_samples, self._group_samples, *self._met], dtype=torch.float64)
+        steps = [] if self._steps is None else [torch.from_numpy(self._steps)]
+        return _to_bytes([*self._common_tensors(), *([met, *steps] if self._stage == _MET else [])])
 
     def _adopt(self, state: bytes, stage: int) -> None:
         """Adopt what another member has at a stage after the last step."""
-        arrays = _load_bytes([*_trained(self._model), *self._model.buffers()], state)
+        tensors, arrays = [*_trained(self._model), *self._model.buffers()], _from_bytes(state)
         if stage == _MET:
-            self._met_samples, *met = arrays[-1].tolist()
-            self._met = tuple(map(int, met))
+            (samples, group_samples, *met), *steps = arrays[len(tensors)].tolist(), *arrays[len(tensors) + 1:]
+            self._on_mean(GroupsModel(arrays={}, samples=samples, groups=tuple(map(int, met)),
+                                      steps=steps[0] if steps else None), group_samples)
+        _load(tensors, arrays)
         self._stage = stage
 
     def _broadcast_from(self, participant: int, make: Callable[[], bytes]) -> bytes:
@@ -474,6 +486,7 @@ class _MemberSession:
             "weights": digest.hexdigest(), "steps": self._num_steps, "loss": mean_loss(self._losses),
             "samples": self._num_own_samples, "counters": [counter.tolist() for counter in counters],
             "rate": self._timer.rate, "device": device_label(device_of(self._model)),
+            "changes": None if self._changes is None else self._changes.held,
         }).encode(), self._poll)]
         answering = self._ring.leader if self._ring.leader in self._members else self._members[0]
         self._require_same_weights(reports, answering)
@@ -481,6 +494,9 @@ class _MemberSession:
             self._average(floats, counters, reports)
             self._stage = _AVERAGED
         if self._ring.leaders and self._stage < _MET:
+            if self._changes is not None:
+                self._changes.complete([entry["changes"] for entry in reports], lambda rank, make: self._broadcast_from(
+                    self._members[rank], make))
             self._meet(answering)
         self._rates = {member: entry["rate"] for member, entry in zip(self._members, reports, strict=True)}
         self._membership.finish()
@@ -489,6 +505,7 @@ class _MemberSession:
             outcome=self._outcome(COMPLETED, answers=answering == self._ring.participant),
             mean_loss=sum(entry["loss"] for entry in reports), num_samples=self._num_samples, end=self._end,
             compression=self._compression.state() if self._compression is not None else b"",
+            feedback=None if self._changes is None else self._changes.feedback,
             devices=DeviceReport(devices=tuple(entry["device"] for entry in reports),
                                  socs=tuple(soc_of[participant] for participant in self._members),
                                  arithmetic=arithmetic_of(self._member.trainer)))
@@ -527,16 +544,30 @@ class _MemberSession:
         answers = answering == self._ring.participant
         while True:
             # A ring's operations must not wait for other groups, which may take long: gloo limits their time.
-            mean = self._leader.mean(self._group_model, _SIGN_OF_LIFE_S) if answers else None
+            mean = self._leader.mean(
+                self._group_model, _SIGN_OF_LIFE_S, None if self._changes is None else self._changes.compression(),
+            ) if answers else None
             if mean is not None:
+                self._on_mean(mean, float(self._num_samples))
                 load_trainable_state(self._model, {
                     name: torch.from_numpy(array) for name, array in mean.arrays.items()})
-                self._met, self._met_samples, self._stage = mean.groups, mean.samples, _MET
+                self._stage = _MET
             state = self._broadcast_from(answering, lambda: self._common_state() if self._stage == _MET else b"")
             if state:
                 break
         if not answers:
             self._adopt(state, _MET)
+
+    def _on_mean(self, mean: GroupsModel, group_samples: float) -> None:
+        """Record which groups are in their mean, and what is left of this group's change, before weights are loaded.
+
+        `group_samples` is what the member that answers counted: others may have adopted steps.
+        """
+        if self._changes is not None and self._stage < _MET:
+            own = replace(self._group_model(), samples=group_samples)
+            self._changes.on_mean(partial(feedback_after, own, mean))
+        self._met, self._met_samples, self._steps = mean.groups, mean.samples, mean.steps
+        self._group_samples = group_samples
 
     def _group_model(self) -> GroupsModel:
         return GroupsModel(
@@ -552,7 +583,10 @@ class _MemberSession:
             outcome=outcome, members=tuple(soc_of[participant] for participant in self._membership.finished),
             num_steps=self._num_steps, answers=answers, recoveries_s=tuple(self._recoveries_s),
             preempted=tuple(soc_of[participant] for participant in self._membership.preempted),
-            log=(*self._membership.log_lines, *self._leader.log_lines), met=self._met, met_samples=self._met_samples,
+            log=(*self._membership.log_lines, *self._leader.log_lines,
+                 *([] if self._changes is None else self._changes.log_lines)),
+            met=self._met, met_samples=self._met_samples, feedback_sha256=feedback_digest(
+                self._changes.feedback if self._changes is not None and self._stage == _MET else None),
             rates=tuple(self._rates.get(participant, 0.0) for participant in self._membership.finished)
             if self._rates else ())
 
@@ -588,9 +622,15 @@ def _to_bytes(tensors: Sequence[Tensor]) -> bytes:
     return b"".join(pack_arrays({str(index): tensor.detach().cpu().numpy() for index, tensor in enumerate(tensors)}))
 
 
-def _load_bytes(tensors: Sequence[Tensor], payload: bytes) -> list[NDArray[Any]]:
-    """Load as many tensors as there are, and return all arrays."""
-    arrays = list(unpack_arrays(memoryview(payload)).values())
+def _load_bytes(tensors: Sequence[Tensor], payload: bytes) -> None:
+    _load(tensors, _from_bytes(payload))
+
+
+def _from_bytes(payload: bytes) -> list[NDArray[Any]]:
+    return list(unpack_arrays(memoryview(payload)).values())
+
+
+def _load(tensors: Sequence[Tensor], arrays: Sequence[NDArray[Any]]) -> None:
+    """Load as many tensors as there are arrays."""
     for tensor, array in zip(tensors, arrays, strict=False):
         tensor.detach().copy_(torch.from_numpy(array).reshape(tensor.shape))
-    return arrays

@@ -193,6 +193,7 @@ def planned_work(scenario: Scenario, cluster: Cluster) -> tuple[IntervalCosts, E
         batch_size=scenario.train.batch_size, reshuffle=settings.reshuffle, serialize_uplinks=False,
         overlap_buckets=settings.overlap_buckets, pricing=cost, rebalancing=rebalancing(scenario),
         fusion=settings.fusion, hub_decides=settings.outer is not None,
+        leader_compression=settings.leader_compression,
         steps_per_epoch=group_steps_per_epoch(num_samples, len(plan.groups), scenario.train.batch_size))
     return with_plan(scenario, work, plan)
 

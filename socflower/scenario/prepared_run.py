@@ -96,9 +96,6 @@ class PreparedRun:
         if isinstance(groups, int) and groups > num_socs:
             raise InfeasiblePlan(f"{scenario.name} [strategy] groups = {groups}, but only {num_socs} SoCs take part; "
                                  f"use groups = {num_socs} or fewer")
-        if engine == "deployment" and scenario.has_groups and scenario.leaders == "tree":
-            raise ConfigError(f"{scenario.name} [strategy] leaders = 'tree' is known to virtual time only; in a "
-                              "deployment use 'ring' or 'star', or use another engine")
         if scenario.precision.arithmetic == "int8" and scenario.has_groups:
             _check_int8_exchange(scenario, in_rings=engine == "deployment")
         for event in scenario.events:

@@ -39,7 +39,15 @@ from socflower.errors import ConfigError, TrainingFailed, require_type
 from socflower.hierarchy import first_non_finite
 from socflower.quantities import counted
 from socflower.strategies.forwarding_grid import ForwardingGrid
-from socflower.strategies.records import aggregate_records, array_views, layout_difference, layout_of, to_array_record
+from socflower.strategies.records import (
+    aggregate_records,
+    array_views,
+    integers_of,
+    layout_difference,
+    layout_of,
+    to_array_record,
+    untrained_of,
+)
 from socflower.strategies.resuming import Resumable
 from socflower.wire.message_keys import (
     ARRAYS,
@@ -49,7 +57,6 @@ from socflower.wire.message_keys import (
     NUM_EXAMPLES,
     SERVER_ROUND,
     TRAIN_LOSS,
-    UNTRAINED,
 )
 
 _PROXIMAL_MU = "proximal-mu"
@@ -152,7 +159,7 @@ class OuterStep:
             trial.train_metrics_aggr_fn = lambda contents, key: MetricRecord()
         sent = ConfigRecord(dict(config))
         metrics: dict[str, float] = {TRAIN_LOSS: 1.0, NUM_EXAMPLES: 1}
-        trained = _parts(arrays, _integers(arrays))[0]
+        trained = _parts(arrays, integers_of(arrays))[0]
         replies = [_reply(node, trained, metrics) for node in range(1, num_groups + 1)]
         try:
             with _unlogged():
@@ -189,7 +196,7 @@ class OuterStep:
         """
         samples = [float(cast(float, _metrics(reply)[NUM_EXAMPLES])) for reply in replies]
         models = [cast(ArrayRecord, reply.content[ARRAYS]) for reply in replies]
-        first, untrained = models[0], _untrained(replies)
+        first, untrained = models[0], untrained_of(replies)
         parts = [_parts(model, untrained) for model in models]
         buffers = aggregate_records([rest for _, rest in parts], samples) if parts[0][1] else ArrayRecord()
         if self._is_mean and self._reports_means:  # Flower's sum of the same models rounds at every term
@@ -302,7 +309,7 @@ def refuse_integers_clipped(arrays: ArrayRecord, *, at_clients: bool) -> None:
 
     Flower's clipping scales all arrays of an update, fails on integers, and would count them in its norm.
     """
-    integers = _integers(arrays)
+    integers = integers_of(arrays)
     if integers and (at_clients or _is_clipped_by_caller()):
         raise ConfigError(f"SoCFlow: the model has {min(integers)!r}, an integer, and Flower's differential privacy "
                           "clips weights only; use GroupNorm in place of BatchNorm")
@@ -360,24 +367,6 @@ def _unlogged() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-def _untrained(replies: Sequence[Message]) -> frozenset[str]:
-    """Return the tensors that are averaged: integers, and those that more than half of the groups name.
-
-    One malicious group must not decide which tensors escape a robust rule.
-    """
-    named: dict[str, int] = {}
-    for reply in replies:
-        names = reply.content.config_records.get(UNTRAINED, ConfigRecord()).get("names", [])
-        for name in {name for name in names if isinstance(name, str)} if isinstance(names, list) else ():
-            named[name] = named.get(name, 0) + 1
-    return frozenset(name for name, count in named.items() if 2 * count > len(replies)) | _integers(
-        cast(ArrayRecord, replies[0].content[ARRAYS]))
-
-
-def _integers(model: ArrayRecord) -> frozenset[str]:
-    return frozenset(name for name, (dtype, _) in layout_of(model).items() if not np.issubdtype(dtype, np.inexact))
 
 
 def _parts(model: ArrayRecord, untrained: frozenset[str]) -> tuple[ArrayRecord, ArrayRecord]:

@@ -10,16 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from io import BytesIO
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from socflower import _native
 from socflower.cluster import ModelProfile
 from socflower.hierarchy.averaging import average_tensors, averaged_by, is_native_float32
+from socflower.wire.message_keys import ARRAYS, UNTRAINED
 
 _NUMPY_STYPE = "numpy.ndarray"  # flwr's SType.NUMPY: `data` is a .npy file
 _NPY_PREAMBLE_BYTES = 10  # of .npy version 1.0: magic, version, length of the header; sufficient for tensors
@@ -141,3 +142,22 @@ def _npy_header(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
 
 def _array(shape: tuple[int, ...], dtype: np.dtype[Any], data: bytes) -> Array:
     return Array(dtype=str(dtype), shape=tuple(shape), stype=_NUMPY_STYPE, data=data)
+
+
+def untrained_of(replies: Sequence[Message]) -> frozenset[str]:
+    """Return the tensors that are averaged: integers, and those that more than half of the groups name.
+
+    One malicious group must not decide which tensors escape a robust rule.
+    """
+    named: dict[str, int] = {}
+    for reply in replies:
+        names = reply.content.config_records.get(UNTRAINED, ConfigRecord()).get("names", [])
+        for name in {name for name in names if isinstance(name, str)} if isinstance(names, list) else ():
+            named[name] = named.get(name, 0) + 1
+    return frozenset(name for name, count in named.items() if 2 * count > len(replies)) | integers_of(
+        cast(ArrayRecord, replies[0].content[ARRAYS]))
+
+
+def integers_of(model: ArrayRecord) -> frozenset[str]:
+    """Return the names of a model's integer tensors."""
+    return frozenset(name for name, (dtype, _) in layout_of(model).items() if not np.issubdtype(dtype, np.inexact))

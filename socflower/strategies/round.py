@@ -4,15 +4,26 @@ import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from flwr.app import ArrayRecord
+from numpy.typing import NDArray
 
 from socflower.hierarchy import Exchanges, Group, GroupPlan, IntervalCosts, SyncInterval, conflicts
-from socflower.hierarchy.leader_exchange import RING
+from socflower.hierarchy.leader_exchange import STAR, TREE
 from socflower.rings.settings import RingSettings, transport_of_ring
 from socflower.wire.message_keys import GRPC_WITH_TLS, RingTask
 
 IN_PROCESS = "in process"
 """The transport inside groups whose members run in one client call."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GroupFeedback:
+    """What compression has still to send of a group's changes, and who has it; see `strategies/leader_feedback.py`."""
+
+    values: NDArray[np.float32] | None = None  # where the group trains in one process
+    socs: frozenset[int] = frozenset()  # members that would have it on machines of their own
+    sha256: str = ""  # of what members have on machines of their own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +41,8 @@ class Round:
     settled_by_grid: bool  # whether the grid is a GroupGrid, so that notes in replies are the grid's
     rings: RingSettings = field(default_factory=RingSettings)
     gpu_of: Mapping[int, str] = field(default_factory=dict)  # by SoC, of nodes that can take part in NCCL
+    place_of: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # board and server of leaders, by group
+    feedback: Mapping[int, GroupFeedback] = field(default_factory=dict)  # by group, of earlier rounds
     group_of_node: Mapping[int, Group] = field(init=False)  # of all nodes that got a message
 
     def __post_init__(self) -> None:
@@ -44,8 +57,13 @@ class Round:
 
     @property
     def leaders_meet(self) -> bool:
-        """Whether leaders exchange models in a ring, so that the hub gets their mean."""
-        return self.exchanges.leaders.kind == RING
+        """Whether leaders exchange models in a ring or a tree, so that the hub gets their mean."""
+        return self.exchanges.leaders.kind != STAR
+
+    @property
+    def in_tree(self) -> bool:
+        """Whether they do so in a tree."""
+        return self.exchanges.leaders.kind == TREE
 
     @property
     def meetings(self) -> Collection[Sequence[Group]]:
@@ -79,6 +97,9 @@ def ring_tasks(
     token = new_token()
     groups = {group.group_id: group for group in this.plan.groups}
     leaders = _lines_of_leaders(this, participant_of, address_of)
+    places = {group.group_id: tuple(" ".join(map(str, (each.group_id, *this.place_of[each.group_id])))
+                                    for each in groups_met)
+              for groups_met in this.meetings for group in groups_met} if this.in_tree else {}
     turn_of = {ident: turn for turn, ids in enumerate(this.plan.communication_groups) for ident in ids}
     sharing = conflicts(this.plan.groups) if this.exchanges.turns.taken else {}
     tasks: dict[int, RingTask] = {}
@@ -88,6 +109,7 @@ def ring_tasks(
         after = sorted(set(others) - set(before))
         neighbours = tuple(f"{other} {participant_of[soc]} {address_of[soc]}"
                            for other in (*before, *after) for soc in groups[other].members)
+        owed = this.feedback[ident].sha256 if ident in this.feedback else ""
         for soc in group.members:
             tasks[soc] = RingTask(
                 participant=participant_of[soc], leader=participant_of[group.leader],
@@ -96,7 +118,9 @@ def ring_tasks(
                 heartbeat_s=settings.heartbeat_s, rendezvous_s=settings.rendezvous_s,
                 leader_grace_s=settings.leader_grace_s, tolerate_errors=tolerate_errors,
                 rebalance_steps=rebalance_steps, groups_before=tuple(before), groups_after=tuple(after),
-                neighbours=neighbours, leaders=leaders.get(ident, ()))
+                neighbours=neighbours, leaders=leaders.get(ident, ()),
+                leader_places=places.get(ident, ()), leader_compression=this.exchanges.leaders.compression,
+                feedback_sha256=owed)
     return tasks
 
 

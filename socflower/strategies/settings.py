@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from socflower.cluster import FP32, ModelProfile, Pricing, VirtualClock
 from socflower.errors import ConfigError, require_type
 from socflower.hierarchy.collectives import BUCKETS, FUSIONS
-from socflower.hierarchy.leader_exchange import KINDS
+from socflower.hierarchy.leader_exchange import COMPRESSIONS, KINDS, NONE, compression_fault
 from socflower.hierarchy.uplink_turns import AUTO
 
 _COUNT = "a whole number, 1 or more"
@@ -113,8 +113,12 @@ class ExchangeSettings:
     leaders : "auto", "ring", "star" or "tree"
         How leaders exchange models (F8): over the hub, in a ring among themselves, in which the hub gets their mean, or
         by board and server. "auto" chooses for every new plan what the clock predicts to take less time, without a
-        clock or a profile the ring. Real machines have no tree, and with "auto" a ring if the grid is a `GroupGrid`. A
-        strategy that needs each group's model, or is around this one, has the star.
+        clock or a profile the ring. Real machines have a ring or a tree where nodes have a ring address, with "auto" if
+        the grid is a `GroupGrid`. A strategy that needs each group's model, or is around this one, has the star.
+    leader_compression : "none", "fp16" or "int8"
+        What leaders in a ring or a tree exchange: their models, or the models' changes since the last synchronisation
+        in halves, or in eight bits with error feedback, which stays with the group whoever leads it. BatchNorm's
+        statistics are exchanged as they are.
     fusion : "buckets" or "per-tensor"
         What costs a message in virtual time (F8a): each of the `overlap_buckets`, and the model of a leader, as rings
         of real machines send them, or each tensor, as SoCFlow+ seems to have sent them.
@@ -123,6 +127,7 @@ class ExchangeSettings:
     serialize_uplinks: bool | str = AUTO
     overlap_buckets: int = 1
     leaders: str = AUTO
+    leader_compression: str = NONE
     fusion: str = BUCKETS
 
     def __post_init__(self) -> None:
@@ -131,13 +136,19 @@ class ExchangeSettings:
         require_type("ExchangeSettings", (int,), _COUNT, overlap_buckets=self.overlap_buckets)
         if self.overlap_buckets < 1:
             raise ConfigError(f"ExchangeSettings: overlap_buckets = {self.overlap_buckets} must be {_COUNT}")
-        require_type("ExchangeSettings", (str,), "a text", leaders=self.leaders, fusion=self.fusion)
+        require_type("ExchangeSettings", (str,), "a text", leaders=self.leaders, fusion=self.fusion,
+                     leader_compression=self.leader_compression)
         if self.fusion not in FUSIONS:
             raise ConfigError(f"ExchangeSettings: fusion = {self.fusion!r} is unknown; use "
                               f"{' or '.join(map(repr, FUSIONS))}")
         if self.leaders not in (AUTO, *KINDS):
             raise ConfigError(f"ExchangeSettings: leaders = {self.leaders!r} is unknown; use "
                               f"{', '.join(map(repr, (AUTO, *KINDS)))}")
+        if self.leader_compression not in COMPRESSIONS:
+            raise ConfigError(f"ExchangeSettings: leader_compression = {self.leader_compression!r} is unknown; use "
+                              f"{', '.join(map(repr, COMPRESSIONS))}")
+        if fault := compression_fault(self.leaders, self.leader_compression):
+            raise ConfigError(f"ExchangeSettings: {fault}")
 
 
 _MOVED = {

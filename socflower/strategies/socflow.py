@@ -29,14 +29,14 @@ from socflower.hierarchy import (
     sync_schedule,
     unpredicted_exchanges,
 )
-from socflower.hierarchy.leader_exchange import AUTO, KINDS, STAR, TREE
-from socflower.hierarchy.leader_exchange import RING as RING_OF_LEADERS
+from socflower.hierarchy.leader_exchange import AUTO, KINDS, NONE, STAR
 from socflower.hierarchy.uplink_turns import ASKED, NO_SHARED_UPLINK, NOT_PREDICTED, PREDICTED
 from socflower.precision.processor_costs import MixedPricing
 from socflower.quantities import counted
 from socflower.rings.settings import RingSettings
 from socflower.strategies.group_means import GroupMean
 from socflower.strategies.group_replies import settle
+from socflower.strategies.leader_feedback import feedback_after_round, from_arrays, lost_feedback, to_arrays
 from socflower.strategies.mixed_replies import client_events, group_id_of, mean_metric, mixed_phases
 from socflower.strategies.outer_step import ChosenNodes, OuterStep, refuse_integers_clipped, reproducible_draws
 from socflower.strategies.records import aggregate_records, array_views, to_array_record, with_weights
@@ -50,7 +50,7 @@ from socflower.strategies.replies import (
     with_model,
 )
 from socflower.strategies.resuming import PlannedRounds
-from socflower.strategies.round import IN_PROCESS, Round, leader_transport, ring_tasks
+from socflower.strategies.round import IN_PROCESS, GroupFeedback, Round, leader_transport, ring_tasks
 from socflower.strategies.round_planner import RoundPlanner
 from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule, refuse_unknown
 from socflower.wire.message_keys import (
@@ -176,6 +176,7 @@ class SoCFlow(PlannedRounds):
         if schedule.server_interval > 1:
             self._check_servers(groups, outer)
         self._server_models: dict[int, ArrayRecord] = {}  # after a synchronisation inside servers
+        self._feedback: dict[int, GroupFeedback] = {}
         self.fraction_evaluate = 0.0 if outer is None else float(getattr(outer, "fraction_evaluate", 1.0))
         self._clock = costs.clock
         self._is_outermost = False  # once it is started itself, and not a strategy around it
@@ -194,6 +195,10 @@ class SoCFlow(PlannedRounds):
         return self._star_for(needing, asked) if needing else asked
 
     def _star_for(self, needing: str, asked: str) -> str:
+        if self._exchange.leader_compression != NONE:
+            raise ConfigError(f"{type(self).__name__}: leader_compression = {self._exchange.leader_compression!r} is "
+                              f"for leaders in a ring or a tree, which give the hub their mean, and {needing} needs "
+                              "each group's model; leave the compression out")
         if asked not in (AUTO, STAR):
             raise ConfigError(f"{type(self).__name__}: leaders = {asked!r} gives the hub the mean of the groups' "
                               f"models, and {needing} needs each of them; use leaders = 'star'")
@@ -212,6 +217,9 @@ class SoCFlow(PlannedRounds):
             raise ConfigError(f"{asked} and {counted(len(plan.groups), 'group')} on "
                               f"{counted(max(1, len(self._cluster.servers)), 'server')}: there are no servers with "
                               "groups of their own; plan a group for each server, or leave server_interval out")
+        if self._exchange.leader_compression != NONE:
+            raise ConfigError(f"{asked}, and leader_compression = {self._exchange.leader_compression!r} compresses "
+                              "changes since a model that all groups have had; leave one of the two out")
         if outer is not None:
             raise ConfigError(f"{asked}, and outer = {type(outer).__name__}(…) makes one model of all groups' at every "
                               "synchronisation; leave one of the two out")
@@ -229,6 +237,7 @@ class SoCFlow(PlannedRounds):
         self, server_round: int, *, without_state: Collection[int] = (), away: Collection[int] = (),
         planned_without: Collection[int] = (), balance: Mapping[str, Any] | None = None,
         outer: Mapping[str, NDArray[Any]] | None = None, servers: Mapping[str, NDArray[Any]] | None = None,
+        feedback: Mapping[str, NDArray[Any]] | None = None,
     ) -> None:
         """Make `start` continue after `server_round`; see `Resumable.resume_from`. The rest is the `state` then.
 
@@ -237,7 +246,7 @@ class SoCFlow(PlannedRounds):
         round. `away` are the SoCs to exclude from plans; `planned_without` are those that the round's plan excluded.
         A group with another leader than in that round starts with a new optimiser. `balance` is the state of
         re-balancing, `outer` the moments of the outer strategy, `servers` the models of servers that have not
-        synchronised since.
+        synchronised since, `feedback` what the compression of leaders' models has still to send.
         """
         for key, socs in (("away", away), ("planned_without", planned_without)):
             if unknown := [soc for soc in socs if soc not in self._planner.participant_of]:
@@ -250,6 +259,7 @@ class SoCFlow(PlannedRounds):
         if self._outer is not None:
             self._outer.restore(outer or {})
         self._server_models = _models_of(servers or {})
+        self._feedback = from_arrays(feedback or {})
         self._planner.restore(away=away, planned_without=planned_without, balance=balance or {})
         self._resumed_states = {group.group_id: (group.leader, group.group_id not in without_state)
                                 for group in self.plan.groups} if server_round else {}
@@ -262,7 +272,8 @@ class SoCFlow(PlannedRounds):
                 "balance": self._planner.balancer.state(self.plan),
                 "outer": {} if self._outer is None else self._outer.state(),
                 "servers": {f"{server}/{name}": array for server, model in self._server_models.items()
-                            for name, array in array_views(model).items()}}
+                            for name, array in array_views(model).items()},
+                "feedback": to_arrays(self._feedback)}
 
     @property
     def plan(self) -> GroupPlan:
@@ -316,8 +327,8 @@ class SoCFlow(PlannedRounds):
     @property
     def leader_transport(self) -> str:
         """The transport of leaders' models in the latest round; empty where they pass the hub."""
-        if self.round is None:
-            return IN_PROCESS if self.exchanges.leaders.kind == RING_OF_LEADERS else ""
+        if self.round is None:  # as `transport`, where a training that is resumed has no round left
+            return "" if self.exchanges.leaders.kind == STAR else IN_PROCESS
         if not self.round.leaders_meet:
             return ""
         return leader_transport(self.round.transport) if self.round.in_rings else IN_PROCESS
@@ -358,9 +369,6 @@ class SoCFlow(PlannedRounds):
             raise ConfigError(f"SoCFlow: the train config has {_CLIPPING_NORM!r}, of differential privacy with "
                               "clipping at the clients, and a member of a ring has no update of its own to clip; use "
                               "the wrapper that clips at the server")
-        if this.in_rings and this.exchanges.leaders.kind == TREE:
-            raise ConfigError("SoCFlow: leaders = 'tree' is known to virtual time only; on real machines use 'ring' or "
-                              "'star'")
         if self.round is None:
             refuse_integers_clipped(arrays, at_clients=_CLIPPING_NORM in config)
         if self._outer is not None and self.round is None:
@@ -406,8 +414,10 @@ class SoCFlow(PlannedRounds):
         for group, outcome in outcomes:
             if {*outcome.members} <= {*group.members}:
                 planner.balancer.on_outcome(outcome)
+        self._feedback = feedback_after_round(this, settled.means, settled.usable)
         usable = settled.usable
-        events = (*planner.drain_events(), *settled.events, *settled.lost)
+        events = (*planner.drain_events(), *settled.events, *settled.lost,
+                  *lost_feedback(this, settled.means, self._feedback))
         for reply in usable:
             group_id = group_id_of(reply)
             events = (*events, *client_events(reply, group_id, f"group {group_id}"),
@@ -549,7 +559,9 @@ class SoCFlow(PlannedRounds):
             node_of={soc: registry.node_of[soc] for soc in plan.participants},
             sent=arrays, settled_by_grid=getattr(grid, "settles_groups", False),
             transport=registry.transport(self._rings.transport) if registry.ring_address_of else IN_PROCESS,
-            rings=self._rings, gpu_of=registry.gpu_of)
+            rings=self._rings, gpu_of=registry.gpu_of, feedback=self._feedback,
+            place_of={group.group_id: (board := self._cluster.board_of(group.leader), self._cluster.server_of(board))
+                      for group in plan.groups})
 
     def _costs_of(self, plan: GroupPlan, profile: ModelProfile) -> IntervalCosts:
         schedule = self._schedule
@@ -557,14 +569,14 @@ class SoCFlow(PlannedRounds):
             cluster=self._cluster, plan=plan, profile=profile, num_samples=schedule.num_samples,
             batch_size=schedule.batch_size, steps_per_epoch=self.steps_per_epoch, reshuffle=schedule.reshuffle,
             serialize_uplinks=False, overlap_buckets=self._exchange.overlap_buckets, pricing=self.pricing,
-            rebalancing=self._rebalancing, fusion=self._exchange.fusion, hub_decides=self._outer is not None)
+            rebalancing=self._rebalancing, fusion=self._exchange.fusion, hub_decides=self._outer is not None,
+            leader_compression=self._exchange.leader_compression)
 
     def _ways_of_leaders(self, grid: Grid) -> Sequence[str]:
         """Return how leaders may exchange on a grid, if nothing else is asked for."""
-        if not self._planner.registry.ring_address_of:
-            return KINDS
-        # Only a `GroupGrid` asks another leader for their mean, if the one that was to send it is lost.
-        return (RING_OF_LEADERS, STAR) if getattr(grid, "settles_groups", False) else (STAR,)
+        # Of real machines only a `GroupGrid` asks another leader for the mean, if the one that was to send it is lost.
+        lone = self._planner.registry.ring_address_of and not getattr(grid, "settles_groups", False)
+        return (STAR,) if lone else KINDS
 
     def _exchanges_and_costs(
         self, plan: GroupPlan, leaders: Sequence[str] = KINDS,
@@ -577,15 +589,17 @@ class SoCFlow(PlannedRounds):
     ) -> tuple[Exchanges, IntervalCosts | None]:
         turns = self._exchange.serialize_uplinks
         if base is None:
-            return unpredicted_exchanges(plan, turns, self._leaders, leaders), None
+            return unpredicted_exchanges(
+                plan, turns, self._leaders, self._exchange.leader_compression, leaders), None
         lengths = Counter(interval.num_steps for interval in self.intervals)
         return choose_exchanges(replace(base, plan=plan), turns, self._leaders, lengths, clock, leaders)
 
     def _log_changes(self, this: Round, grid: Grid) -> None:
         """Log how groups exchange if that is new, and at first what the grid does for them."""
         if self.round is None or self.round.exchanges != this.exchanges:
-            log(INFO, "SoCFlow: exchanges of groups: %s; of leaders: %s", _describe_turns(this.exchanges.turns),
-                this.exchanges.leaders.kind)
+            leaders = this.exchanges.leaders
+            log(INFO, "SoCFlow: exchanges of groups: %s; of leaders: %s%s", _describe_turns(this.exchanges.turns),
+                leaders.kind, "" if leaders.compression == NONE else f", in {leaders.compression}")
         if self.round is None and this.in_rings and not this.settled_by_grid:
             log(WARNING, "SoCFlow: its nodes form rings, and the grid is not a GroupGrid: a round ends only when every "
                          "member has replied, and a group whose leader is lost loses its round; "

@@ -193,8 +193,12 @@ class RingTask:
     leader_grace_s: float = 30.0  # how much longer than the others the member that answers may be silent
     tolerate_errors: bool = False  # whether a member that raises is left out instead of ending the training
     rebalance_steps: int = 0  # shares follow measured capacities every so many steps, if data are dealt; 0: never
-    # Of a ring of leaders (F8), those that may answer for each group, its leader first: "group participant address".
+    # Of leaders in a ring or a tree (F8), those that may answer for each group, its leader first, each as a line of
+    # "group participant address".
     leaders: tuple[str, ...] = ()
+    leader_places: tuple[str, ...] = ()  # and of a tree, where each group's leader is: "group board server"
+    leader_compression: str = "none"  # of that exchange: "none", "fp16" or "int8"
+    feedback_sha256: str = ""  # of what that compression has still to send of the group, which its members keep
     model_sha256: str = ""  # of the model that members have kept, where it is not sent again
 
     def __post_init__(self) -> None:
@@ -232,6 +236,7 @@ class RingOutcome:
     met: tuple[int, ...] = ()
     met_samples: float = 0.0  # that those groups trained on
     holds: str = ""  # the digest of the mean, which this member has kept
+    feedback_sha256: str = ""  # of what compression has still to send of the group's changes, which it has kept as well
 
     def __post_init__(self) -> None:
         if self.outcome not in (COMPLETED, PREEMPTED, NO_MODEL, LEFT_OUT):
@@ -242,6 +247,8 @@ class RingOutcome:
                 values = getattr(self, key)
                 if not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values):
                     raise ConfigError(f"outcome record: {key.replace('_', '-')} = {values!r} is of the wrong type")
+        if not isinstance(self.feedback_sha256, str):
+            raise ConfigError(f"outcome record: feedback-sha256 = {self.feedback_sha256!r} is of the wrong type")
         if not isinstance(self.met_samples, int | float) or not 0.0 <= self.met_samples < math.inf:
             raise ConfigError(f"outcome record: met-samples = {self.met_samples!r} must be a number, 0 or more")
 

@@ -30,7 +30,7 @@ from socflower.cluster.topology import uniform_cluster
 from socflower.errors import ConfigError
 from socflower.hierarchy import Exchange, GroupPlan, conflicts, deal_graph, exchange_graph, plan_groups, step_graph
 from socflower.hierarchy import synchronisation_graph as sync_graph
-from socflower.hierarchy.leader_exchange import choose_leaders
+from socflower.hierarchy.leader_exchange import COMPRESSIONS, KINDS, choose_leaders, exchanged_bytes
 from socflower.sim import EventClock
 from tests.unrolled_graphs import unrolled
 
@@ -242,13 +242,29 @@ def test_the_time_of_leaders_in_closed_form(leaders: str, models: Callable[[int]
                                    + num_messages * EXCHANGE.num_tensors * cluster.message_s)
 
 
+@pytest.mark.parametrize("leaders", KINDS)
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_only_what_leaders_exchange_among_themselves_is_compressed(leaders: str, compression: str) -> None:
+    cluster = rack(1, 1, 1, 1)
+    graph = sync_graph(plan_groups(cluster, 4), EXCHANGE, cluster, leaders=leaders, compression=compression)
+    sizes = {task.num_bytes for task in transfers(graph)}
+    between = exchanged_bytes(EXCHANGE.num_bytes, compression)
+    assert sizes == ({EXCHANGE.num_bytes} if leaders == "star" else
+                     {between / 4 if leaders == "ring" else between, EXCHANGE.num_bytes})
+
+
 def test_auto_takes_the_quickest_leaders_and_says_so() -> None:
     plan = plan_groups(rack(1, 1, 1), 3)
     seconds = {"star": 3.0, "ring": 2.0, "tree": 1.0}
     chosen = choose_leaders(plan, "auto", seconds.__getitem__)
-    assert chosen.to_document() == {"leaders": "tree", "leaders_by": "predicted", "leaders_s": seconds}
+    assert chosen.to_document() == {
+        "leaders": "tree", "leaders_by": "predicted", "leaders_s": seconds, "leader_compression": "none"}
     assert choose_leaders(plan, "star", seconds.__getitem__).to_document() == {
-        "leaders": "star", "leaders_by": "asked", "leaders_s": {}}
+        "leaders": "star", "leaders_by": "asked", "leaders_s": {}, "leader_compression": "none"}
+    compressed = choose_leaders(plan, "auto", {"star": 0.5, "ring": 2.0, "tree": 3.0}.__getitem__, "int8")
+    assert compressed.kind == "ring"  # the star cannot
+    with pytest.raises(ConfigError, match="leader_compression = 'int8' sums at most 63 groups, and there are 64"):
+        choose_leaders(plan_groups(rack(64), 64), "ring", None, "int8")
     assert choose_leaders(plan, "auto", None).decided_by == "not-predicted"
     assert choose_leaders(plan_groups(rack(3), 1), "auto", seconds.__getitem__).decided_by == "one-group"
     with pytest.raises(ConfigError, match="leaders = 'mesh' is unknown; use 'auto', 'ring', 'tree', 'star'"):

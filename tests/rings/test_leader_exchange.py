@@ -21,6 +21,7 @@ from socflower.rings.leader_exchange import (
     pack_model,
     unpack_model,
 )
+from socflower.rings.model_changes import ChangeCompression
 from socflower.rings.transports.leader_port import LeaderPort
 from socflower.rings.transports.port import RingPort
 from tests.rings.peers import TOKEN, free_addresses
@@ -203,8 +204,9 @@ def test_a_sum_that_only_some_have_got_is_not_made_again(
     """A leader dies with the sum, and one of the others has not got it."""
     exchange, lacking = leader_exchange.exchange_models, (struck + 1) % 3
 
-    def exchange_struck(ring: Collective, own: GroupsModel, poll: Poll) -> GroupsModel:
-        mean = exchange(ring, own, poll)
+    def exchange_struck(ring: Collective, own: GroupsModel, poll: Poll, changes: ChangeCompression | None,
+                        ) -> GroupsModel:
+        mean = exchange(ring, own, poll, changes)
         monkeypatch.setattr(leader_exchange, "exchange_models", exchange)
         if own.groups == (struck,):
             rack.die(2 * struck)

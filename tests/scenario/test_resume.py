@@ -105,6 +105,9 @@ CASES: dict[str, Scenario] = {
         ServerTable(count=2, boards=1, socs_per_board=2),)).replaced(edgecloud=EdgeCloudConfig(
             edges=1, edge_device="raspberry-pi-4b"), thermal=ThermalConfig(), background_load=BackgroundLoadConfig(
                 games="tidal", high=0.4), events=(EventConfig(kind="preempt", soc=1, round=1),)),
+    "leaders in eight bits, one preempted": small(
+        interval=0.5, epochs=2, leaders="ring", leader_compression="int8", events=(
+            EventConfig(kind="preempt", soc=0, round=2, rounds=1),)),
     "ring": small("ring", epochs=3),
     "sgd": small("sgd", epochs=3),
     "fedavg": small("fedavg", epochs=3),

@@ -22,6 +22,7 @@ from socflower.engines.deployment.flower_processes import free_ports
 from socflower.rings import leader_exchange
 from socflower.rings.collective import Collective, PeerLost, Poll, no_poll
 from socflower.rings.leader_exchange import GroupsModel
+from socflower.rings.model_changes import ChangeCompression
 from socflower.rings.settings import RingSettings
 from socflower.rings.transports.port import RingPort
 from socflower.rings.transports.stream import OutgoingStream
@@ -125,14 +126,16 @@ _cut_in = ""
 _exchange_models, _call, _open_stream = leader_exchange.exchange_models, RingPort.call, RingPort.open_stream
 
 
-def _struck_exchange(ring: Collective, own: GroupsModel, poll: Poll = no_poll) -> GroupsModel:
+def _struck_exchange(
+    ring: Collective, own: GroupsModel, poll: Poll = no_poll, changes: ChangeCompression | None = None,
+) -> GroupsModel:
     """Exchange models with other leaders; strike before, or when the sum has come."""
     global _cut_in
     _strike_meeting("meeting")
     if _cut_in == "meeting":
         _cut_in = "begin"
         raise PeerLost("the link is cut")
-    mean = _exchange_models(ring, own, poll)
+    mean = _exchange_models(ring, own, poll, changes)
     _strike_meeting("met")
     return mean
 

@@ -13,9 +13,11 @@ from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAdam
 
+from socflower.engines.local.grid import LocalGrid
 from socflower.strategies.forwarding_grid import ForwardingGrid
 from socflower.strategies.group_grid import GroupGrid
 from socflower.wire.message_keys import ARRAYS
+from tests.strategies import ring_app
 from tests.strategies.faulty_run import FaultyRun
 
 pytestmark = pytest.mark.timeout(600)
@@ -115,6 +117,39 @@ def test_a_leader_that_is_lost_in_the_exchange_is_replaced(
         run.check_weights()
         run.check_ledger({server_round: set(of_soc) for server_round in (1, 2)})
         assert wanted & set(run.kinds()), run.events
+
+
+TREE: dict[str, Any] = {**SHAPE, "boards": 2, "socs_per_board": 4, "num_groups": 4, "leaders": "tree",
+                        "transport": "grpc"}
+"""Groups 0 and 1 on the first board, 2 and 3 on the other: SoC 0 sums for all, SoC 4 for its board."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compression", ["none", "int8"])
+def test_a_tree_of_processes_has_the_bits_of_one_process(compression: str, tmp_path: Path) -> None:
+    shape = {**TREE, "leader_compression": compression}
+    strategy = ring_app.strategy(ring_app.cluster(2, 4), 4, **{
+        name: shape[name] for name in ("leaders", "leader_compression", "num_epochs", "interval_epochs")})
+    config = {"norm": False, "member-passes": "ring"}
+    with LocalGrid(ring_app.client_app(), 8, run_config=config, num_workers=0) as grid:
+        reference = strategy.start(GroupGrid(grid), ring_app.initial(), num_rounds=strategy.num_rounds, timeout=120)
+    with FaultyRun(tmp_path, step_s=0.0, **shape) as run:
+        ours = run.result()
+        assert run.events == []
+    assert [name for name in ours if ours[name].numpy().tobytes() != reference.arrays[name].numpy().tobytes()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["dies-in", "stops-in"])
+@pytest.mark.parametrize("phase", ["meeting", "met"])
+@pytest.mark.parametrize("socs", [(0,), (4,), (6,), (0, 4)], ids=str)
+def test_a_leader_that_is_lost_in_a_tree_is_replaced(key: str, phase: str, socs: tuple[int, ...], tmp_path: Path,
+                                                     ) -> None:
+    with FaultyRun(tmp_path, of_soc={soc: {key: phase} for soc in socs}, step_s=0.02, **TREE) as run:
+        run.result()
+        run.check_weights()
+        run.check_ledger({server_round: set(socs) for server_round in (1, 2)})
+        assert {"leader-lost", "member-lost"} & set(run.kinds()), run.events
 
 
 PAIRS = [

@@ -173,7 +173,8 @@ class _Training:
             costs=Costs(model_profile=self._profile, pricing=pricing(self._scenario), clock=self._clock),
             exchange=ExchangeSettings(
                 serialize_uplinks=settings.serialize_uplinks, overlap_buckets=settings.overlap_buckets,
-                leaders=self._scenario.leaders, fusion=settings.fusion),
+                leaders=self._scenario.leaders, leader_compression=settings.leader_compression,
+                fusion=settings.fusion),
             rings=self._scenario.ring, rebalancing=rebalancing(self._scenario),
             **({} if settings.outer is None else {"outer": _outer(settings.outer)}),
             tolerate_client_errors=settings.tolerate_client_errors)

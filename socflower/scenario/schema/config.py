@@ -9,6 +9,7 @@ from socflower.cluster.cluster_file import MOST_SOCS, ClusterFile
 from socflower.cluster.toml_file import OneOf, Table, keys_of
 from socflower.hierarchy.collectives import FUSIONS
 from socflower.hierarchy.delayed_sync import MOST_INTERVALS
+from socflower.hierarchy.leader_exchange import COMPRESSIONS, NONE, compression_fault
 from socflower.precision import ALGORITHMS, MIXING_RULES
 from socflower.rings.settings import RingSettings
 from socflower.scenario.schema.outer import OuterConfig
@@ -181,8 +182,10 @@ class StrategyConfig(Table):
         "parts of the backward pass whose gradients are exchanged while the next part is computed; 1 means no overlap"))
     leaders: Annotated[str, OneOf(("auto", "ring", "star", "tree"))] = Field("auto", description=(
         "how the leaders of groups [exchange models](concepts/planning.md#when-groups-synchronise): over the hub, in a "
-        "ring, or by board and server; \"auto\" takes, for each new plan, the way that is predicted to be quickest; a "
-        "deployment has no tree"))
+        "ring, or by board and server; \"auto\" takes, for each new plan, the way that is predicted to be quickest"))
+    leader_compression: Annotated[str, OneOf(COMPRESSIONS)] = Field("none", description=(
+        "what leaders in a ring or a tree exchange: their models, or the models' changes in halves, or in eight bits "
+        "with error feedback"))
     fusion: Annotated[str, OneOf(FUSIONS)] = Field("buckets", description=(
         "what costs a [message](concepts/virtual-time.md#messages) in virtual time: each of the "
         "`overlap_buckets`, as rings of real machines send them, or each tensor, as in SoCFlow+"))
@@ -202,10 +205,15 @@ class StrategyConfig(Table):
 
     def check(self) -> None:
         """Refuse an outer strategy without groups, or without their number where it is needed."""
+        if fault := compression_fault(self.leaders, self.leader_compression):
+            raise ValueError(fault)
         if self.server_interval > 1:
             said = f"server_interval = {self.server_interval}"
             if self.groups == "auto":
                 raise ValueError(f"{said} needs a number of groups, and groups is \"auto\"; give it")
+            if self.leader_compression != NONE:
+                raise ValueError(f"{said}, and leader_compression = {self.leader_compression!r} compresses changes "
+                                 "since a model that all groups have had; leave one of the two out")
             if self.outer is not None:
                 raise ValueError(f"{said}, and outer makes one model of all groups' at every synchronisation; leave "
                                  "one of the two out")
@@ -356,6 +364,10 @@ class ScenarioFile(ClusterFile):
         if self.leaders != "star" and (what := self.hub_needs_models):
             raise ValueError(f"[strategy] leaders = {self.leaders!r} gives the hub the mean of the groups' models, and "
                              f"{what} needs each of them; use 'star'")
+        if self.strategy.leader_compression != NONE and (what := self.hub_needs_models):
+            raise ValueError(f"[strategy] leader_compression = {self.strategy.leader_compression!r} is for leaders in "
+                             f"a ring or a tree, which give the hub their mean, and {what} needs each group's model; "
+                             "leave the compression out")
         if self.is_split:
             self._check_split()
 

@@ -86,6 +86,7 @@ transport = "TRANSPORT"
 groups = 2
 sync_interval_epochs = 1
 leaders = "LEADERS"
+leader_compression = "COMPRESSION"
 rebalance = "shares"
 rebalance_steps = 2
 [[event]]
@@ -97,11 +98,13 @@ round = 2
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("transport", "leaders"), [("gloo", "star"), ("grpc", "ring"), ("gloo", "ring")])
+@pytest.mark.parametrize(("transport", "leaders", "compression"), [
+    ("gloo", "star", "none"), ("grpc", "ring", "none"), ("gloo", "ring", "int8"), ("gloo", "tree", "none"),
+    ("grpc", "tree", "int8")])
 def test_rings_in_int8_give_the_weights_of_the_local_engine_whoever_leaves(
-    tmp_path: Path, transport: str, leaders: str,
+    tmp_path: Path, transport: str, leaders: str, compression: str,
 ) -> None:
-    scenario = INT8.replace("TRANSPORT", transport).replace("LEADERS", leaders)
+    scenario = INT8.replace("TRANSPORT", transport).replace("LEADERS", leaders).replace("COMPRESSION", compression)
     with DeployedRun(tmp_path, "--warm", epochs=3, scenario=scenario) as run:
         result = run.finish()
     local = run_to_folder(from_document(result["scenario"]), tmp_path / "local", num_workers=0)
