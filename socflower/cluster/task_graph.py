@@ -1,6 +1,6 @@
 """Task graphs: the form to which a plan is lowered, and the only input of the event clock."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeAlias
@@ -72,10 +72,14 @@ Task: TypeAlias = Compute | Transfer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskGraph:
-    """Tasks in an order in which each depends only on earlier ones, and the SoCs whose idle watts count."""
+    """Tasks in an order in which each depends only on earlier ones, and the SoCs whose idle watts count.
+
+    Where it is repeated, tasks from `num_repeated` on run once: after the last repetition of those that they follow.
+    """
 
     tasks: tuple[Task, ...]
     participants: tuple[int, ...]
+    num_repeated: int | None = None  # None: all
 
     def __post_init__(self) -> None:
         for index, task in enumerate(self.tasks):
@@ -87,6 +91,36 @@ class TaskGraph:
                                   f"{task.after_previous} of {len(self.tasks)}")
             if isinstance(task, Transfer) and (task.rounds != 1 or task.after_round):
                 self._check_rounds(index, task)
+
+    def followed_by(self, closing: "TaskGraph", waits: Mapping[int, Sequence[int]]) -> "TaskGraph":
+        """Return this graph, to be repeated, with `closing` once at its end, and no barrier between them.
+
+        A SoC computes and sends for `closing` when the last repetition has ended on the SoCs of its entry in `waits`.
+        """
+        first, ends = len(self.tasks), self._ends()
+        tasks = list(self.tasks)
+        for task in closing.tasks:
+            place = task.device if isinstance(task, Compute) else task.source
+            own = dict.fromkeys(end for soc in (waits.get(place, ()) if isinstance(place, int) else ())
+                                for end in ends.get(soc, ()))
+            shifted = replace(task, after=(*own, *(first + other for other in task.after)))
+            if isinstance(shifted, Transfer):
+                shifted = replace(shifted, after_round=tuple(first + other for other in shifted.after_round))
+            tasks.append(shifted)
+        return TaskGraph(tasks=tuple(tasks), participants=tuple(dict.fromkeys((*self.participants,
+                                                                               *closing.participants))),
+                         num_repeated=first)
+
+    def _ends(self) -> dict[int, list[int]]:
+        """Return each SoC's tasks that no other task of the repetition follows."""
+        followed = {other for task in self.tasks for other in task.after}
+        ends: dict[int, list[int]] = {}
+        for index, task in enumerate(self.tasks):
+            if index not in followed:
+                for place in (task.device,) if isinstance(task, Compute) else (task.source, task.target):
+                    if isinstance(place, int):
+                        ends.setdefault(place, []).append(index)
+        return ends
 
     def _check_rounds(self, index: int, task: Transfer) -> None:
         if task.rounds < 1:

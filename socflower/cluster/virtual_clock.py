@@ -68,6 +68,7 @@ class Pace:
     remaining: dict[int, int]  # repetitions that each SoC has not started
     ahead_s: dict[int, float] = field(default_factory=dict)  # from the clock to the end of the repetition in progress
     in_progress_w: dict[int, float] = field(default_factory=dict)  # each SoC's power during that time
+    ended_s: dict[int, float] = field(default_factory=dict)  # by the clock: when a SoC without remaining work ends
 
     @property
     def done(self) -> bool:
@@ -96,12 +97,31 @@ class VirtualClock(Protocol):
         """Return the SoCs that users have now and training must not use."""
         ...
 
-    def run(self, graph: TaskGraph, *, repeat: int = 1, label: str = "") -> Usage:
-        """Execute `graph` `repeat` times, repetitions overlapping as its dependencies allow, and advance."""
+    def run(self, graph: TaskGraph, *, repeat: int = 1, label: str = "", head_start_s: float = 0.0) -> Usage:
+        """Execute `graph` `repeat` times, repetitions overlapping as its dependencies allow, and advance.
+
+        With `head_start_s` the graph began so long ago, beside what was run since then, in which the SoCs that it uses
+        were idle.
+        """
+        ...
+
+    def run_overlapped(self, graph: TaskGraph, closing: TaskGraph, waits: Mapping[int, Sequence[int]], *, repeat: int,
+                       labels: tuple[str, str] = ("", "")) -> Usage | None:
+        """Execute `graph` so many times and `closing` once, without a barrier between them, and advance.
+
+        For `closing` a SoC computes and sends when the last repetition has ended on the SoCs of its entry in `waits`.
+        Return None, and let no time pass, where that would be a barrier because all end together, where speeds or
+        users change before the end, and for rings so large that their rounds are not simulated one by one.
+        `labels` name both in the trace.
+        """
         ...
 
     def predicted_s(self, graph: TaskGraph, *, repeat: int = 1) -> float:
         """Return the seconds that `run` would take at the devices' nominal speeds; no time passes."""
+        ...
+
+    def predicted_ends_s(self, graph: TaskGraph, *, repeat: int = 1) -> Mapping[int, float]:
+        """Return after how many seconds of such a run each SoC would have done its last repetition; no time passes."""
         ...
 
     def run_while_steady(self, graph: TaskGraph, pace: Pace, *, at_most: int | None = None, label: str = "") -> Usage:

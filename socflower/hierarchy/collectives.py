@@ -111,14 +111,18 @@ def server_exchange(
 
 def gather(
     builder: GraphBuilder, center: Endpoint, leaders: Sequence[int], exchange: Exchange, after: Dependencies, name: str,
+    processor: str = "cpu",
 ) -> int:
-    """Add an upload from every leader but `center` to it; return the task that waits for all, and for its own."""
+    """Add an upload from every leader but `center` to it; return the task that waits for all, and for its own.
+
+    `processor` is one of the center's.
+    """
     uploads = [builder.transfer(f"{name} upload", leader, center, exchange.num_bytes,
                                 num_messages=exchange.num_messages, after=after.get(leader, ()))
                for leader in leaders if leader != center]
     own = after.get(center, ()) if isinstance(center, int) else ()
     # One task, which takes no time: N downloads after N uploads would be N² dependencies.
-    return builder.compute(f"{name} uploaded", center, 0.0, after=(*own, *uploads))
+    return builder.compute(f"{name} uploaded", center, 0.0, processor=processor, after=(*own, *uploads))
 
 
 def scatter(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeAlias
 
 from socflower.cluster import (
@@ -20,10 +20,13 @@ from socflower.cluster.virtual_clock import Pace
 from socflower.hierarchy.batch_shares import split_batch
 from socflower.hierarchy.collectives import BUCKETS, PER_TENSOR, Exchange
 from socflower.hierarchy.delayed_sync import SyncInterval
-from socflower.hierarchy.leader_exchange import NONE, STAR
+from socflower.hierarchy.leader_exchange import NONE, RING, STAR
 from socflower.hierarchy.lowering import deal_graph, step_graph, synchronisation_graph
 from socflower.hierarchy.plan import GroupPlan
 from socflower.hierarchy.rebalancing import CapacitiesInUse, Rebalancing, without_members
+
+_SAME_TIME, _ROUNDING = 1e-9, 2.0**-44
+"""Differences of times that are due to rounding, relative to a stretch of time and to the clock's time."""
 
 Phase: TypeAlias = tuple[int, Mapping[int, Pricing]]
 """Steps of an interval, and the pricings of groups (by id) that differ during them."""
@@ -95,20 +98,24 @@ class IntervalCosts:
         return step_graph(self.plan, costs, self.exchange, overlap_buckets=self.overlap_buckets,
                           serialize_uplinks=self.serialize_uplinks if serialize_uplinks is None else serialize_uplinks)
 
-    def synchronisation(self, *, across_servers: bool = True, leaders: str | None = None) -> TaskGraph | None:
+    def synchronisation(self, *, across_servers: bool = True, leaders: str | None = None,
+                        delays_s: Mapping[int, float] | None = None) -> TaskGraph | None:
         """Return a synchronisation between groups, of all or of each server; None where no two groups take part.
 
-        `leaders` overrides how they exchange models.
+        `leaders` overrides how they exchange models, `delays_s` says how long after its beginning they have them.
         """
         alone = max(map(len, self.plan.by_server.values())) == 1
         if len(self.plan.groups) == 1 or (alone and not across_servers):
             return None
         return synchronisation_graph(
             self.plan, self.exchange, self.cluster, leaders=leaders or self.leaders, across_servers=across_servers,
-            hub_decides=self.hub_decides, compression=self.leader_compression)
+            hub_decides=self.hub_decides, compression=self.leader_compression, delays_s=delays_s)
 
     def synchronisation_s(self, clock: VirtualClock, leaders: str) -> float:
-        """Return the predicted seconds of a synchronisation of all groups whose leaders exchange models in this way."""
+        """Return the predicted seconds of a synchronisation of all groups whose leaders exchange models in this way.
+
+        They begin together: it is for comparing these ways, not for adding to the time of steps.
+        """
         graph = self.synchronisation(leaders=leaders)
         return 0.0 if graph is None else clock.predicted_s(graph)
 
@@ -121,6 +128,10 @@ class IntervalCosts:
             capacities: CapacitiesInUse | None = None) -> Usage:
         """Run an interval and the synchronisation at its end on the clock.
 
+        In a star or tree each leader sends its model as soon as its group has done its steps, in a ring all wait for
+        the slowest group. Where speeds or users change in the interval, or a group has a ring of more than 20 SoCs,
+        what slower groups exchange meanwhile does not share links with these models.
+
         `phases` are needed if the cost of a step changed within the interval; together they have all its steps. On a
         clock with changing speeds, `capacities` are those in use at the start; they are updated to those at the end.
         """
@@ -128,16 +139,63 @@ class IntervalCosts:
         if self.begins_with_deal(interval):
             bytes_per_soc = self.num_samples / len(self.plan.participants) * self.profile.input_bytes
             usage += clock.run(deal_graph(self.plan, bytes_per_soc), label="deal data")
-        label = f"to epoch {interval.epoch_end:g}"
-        for num_steps, pricings in phases or [(interval.num_steps, {})]:
-            if clock.changes:
-                usage += _ChangingSteps(self, clock, capacities or CapacitiesInUse(1.0), pricings).run(num_steps, label)
-            else:
-                usage += clock.run(self.step(pricings=pricings), repeat=num_steps, label=label)
+        labels = (f"to epoch {interval.epoch_end:g}", "synchronisation")
         synchronisation = self.synchronisation(across_servers=interval.across_servers)
-        if synchronisation is not None:
-            usage += clock.run(synchronisation, label="synchronisation")
-        return usage
+        steps_of = partial(_ChangingSteps, self, clock, capacities or CapacitiesInUse(1.0)) if clock.changes else \
+            partial(_SteadySteps, self, clock)
+        *earlier, (num_steps, pricings) = phases or [(interval.num_steps, {})]
+        for before, own in earlier:
+            usage += steps_of(own).run(before, labels[0])
+        steps = steps_of(pricings)
+        is_overlapped = synchronisation is not None and self.leaders != RING
+        if synchronisation is not None and is_overlapped and (graph := steps.steady_graph()) is not None:
+            members = {group.leader: group.members for group in self.plan.groups}
+            whole = clock.run_overlapped(graph, synchronisation, members, repeat=num_steps, labels=labels)
+            if whole is not None:
+                return usage + whole
+        begin_s = clock.now_s
+        usage += steps.run(num_steps, labels[0])
+        if synchronisation is None:
+            return usage
+        delays_s, head_start_s = self._delays_s(steps.ended_s(), begin_s, clock.now_s) if is_overlapped else ({}, 0.0)
+        if head_start_s:
+            synchronisation = self.synchronisation(across_servers=interval.across_servers, delays_s=delays_s)
+            assert synchronisation is not None
+        return usage + clock.run(synchronisation, label=labels[1], head_start_s=head_start_s)
+
+    def _delays_s(self, ended_s: Mapping[int, float], begin_s: float, now_s: float,
+                  ) -> tuple[Mapping[int, float], float]:
+        """Return how long after the first group the others have done their steps, by leader, and how long ago that was.
+
+        Differences by rounding count as none.
+        """
+        done_s = {group.leader: max(ended_s.get(soc, now_s) for soc in group.members) for group in self.plan.groups}
+        first_s = min(done_s.values())
+        if max(done_s.values()) - first_s <= _SAME_TIME * (now_s - begin_s) + _ROUNDING * now_s:
+            return {}, 0.0
+        return {leader: at_s - first_s for leader, at_s in done_s.items()}, now_s - first_s
+
+
+class _SteadySteps:
+    """Steps of an interval at constant speeds."""
+
+    def __init__(self, work: IntervalCosts, clock: VirtualClock, pricings: Mapping[int, Pricing]) -> None:
+        self._clock, self._graph = clock, work.step(pricings=pricings)
+        self._begin_s, self._num_steps = 0.0, 0
+
+    def steady_graph(self) -> TaskGraph | None:
+        """Return the graph of all steps."""
+        return self._graph
+
+    def run(self, num_steps: int, label: str) -> Usage:
+        """Run the steps."""
+        self._begin_s, self._num_steps = self._clock.now_s, num_steps
+        return self._clock.run(self._graph, repeat=num_steps, label=label)
+
+    def ended_s(self) -> Mapping[int, float]:
+        """Return by the clock when each SoC had done its last step."""
+        return {soc: self._begin_s + end_s for soc, end_s in self._clock.predicted_ends_s(
+            self._graph, repeat=self._num_steps).items()}
 
 
 class _ChangingSteps:
@@ -156,6 +214,16 @@ class _ChangingSteps:
         balancing = work.rebalancing if work.reshuffle else None
         self._check_interval_steps = balancing.steps if balancing is not None and balancing.within_groups else 0
         self._graphs: dict[tuple[object, ...], TaskGraph] = {}
+        self._ended_s: dict[int, float] = {}
+
+    def steady_graph(self) -> TaskGraph | None:
+        """Return the graph of all steps if nothing changes; None where a SoC is preempted or shares are to change."""
+        plan, speeds = self._work.plan, self._clock.speed_factors()
+        measured = {soc: speeds[soc] for soc in plan.participants}
+        is_off = self._check_interval_steps > 0 and self._capacities.is_off(measured)
+        if is_off or not measured.keys().isdisjoint(self._clock.taken_socs()):
+            return None
+        return self._graph(plan, plan.participants)
 
     def run(self, num_steps: int, label: str) -> Usage:
         """Run the steps."""
@@ -184,7 +252,12 @@ class _ChangingSteps:
             self._align_members(pace, plan)
             done = max(before[soc] - left for soc, left in pace.remaining.items())
             num_behind = num_behind + done if is_off else 0
+        self._ended_s = pace.ended_s
         return usage
+
+    def ended_s(self) -> Mapping[int, float]:
+        """Return by the clock when each SoC had done its last step."""
+        return self._ended_s
 
     def _align_members(self, pace: Pace, worked: GroupPlan) -> None:
         """Set the progress of preempted members to that of their groups."""
@@ -193,6 +266,8 @@ class _ChangingSteps:
             present = group.members[0]  # all present members have equal progress
             for soc in members_of[group.group_id]:
                 pace.remaining[soc], pace.ahead_s[soc] = pace.remaining[present], pace.ahead_s.get(present, 0.0)
+                if present in pace.ended_s:
+                    pace.ended_s[soc] = pace.ended_s[present]
 
     def _graph(self, plan: GroupPlan, present: tuple[int, ...]) -> TaskGraph:
         """Return a step of the plan's groups; `present` SoCs without remaining work are idle in it."""

@@ -113,7 +113,7 @@ def _compute(
 
 def synchronisation_graph(
     plan: GroupPlan, exchange: Exchange, cluster: Cluster, *, leaders: str = STAR, across_servers: bool = True,
-    hub_decides: bool = False, compression: str = NONE,
+    hub_decides: bool = False, compression: str = NONE, delays_s: Mapping[int, float] | None = None,
 ) -> TaskGraph:
     """Return a synchronisation between groups (F8): leaders exchange models, then each hands the mean to its group.
 
@@ -123,19 +123,25 @@ def synchronisation_graph(
     server. With `across_servers` servers exchange too, and the hub gets one model from a ring or tree. With
     `hub_decides` it makes the next model of that, as an outer strategy does, and sends it back to all leaders.
     `compression` is that of what leaders exchange among themselves, not of models to or from the hub or in groups.
+
+    A leader has its model `delays_s` after the beginning; without an entry, and in a ring, it has it at once.
     """
     builder = GraphBuilder()
+    # At the hub, where a delay costs no energy, each with a processor of its own.
+    ready: Arrivals = {
+        leader: (builder.compute("steps", HUB, delay_s, processor=f"waits for SoC {leader}"),)
+        for leader, delay_s in (delays_s or {}).items() if leaders != RING and delay_s > 0.0}
     by_server = [[group.leader for group in groups] for groups in plan.by_server.values()]
     whole = across_servers or len(by_server) == 1
     if leaders == STAR:
-        arrived = _star(builder, by_server, exchange, across_servers=across_servers)
+        arrived = _star(builder, by_server, exchange, cluster, ready, across_servers=across_servers)
     else:
         each = _ring if leaders == RING else _tree
         parts = [[leader for own in by_server for leader in own]] if whole else by_server
         arrived = {}
         between = replace(exchange, num_bytes=exchanged_bytes(exchange.num_bytes, compression))
         for own in parts:
-            arrived |= each(builder, own, between, cluster)
+            arrived |= each(builder, own, between, cluster, ready)
         if whole:
             arrived = _through_hub(builder, parts[0], exchange, arrived, hub_decides=hub_decides)
     for group in plan.groups:
@@ -150,13 +156,14 @@ Arrivals: TypeAlias = dict[int, tuple[int, ...]]
 """The tasks after which a leader has the mean of all models, by leader."""
 
 
-def _star(builder: GraphBuilder, by_server: Sequence[Sequence[int]], exchange: Exchange, *, across_servers: bool,
-          ) -> Arrivals:
+def _star(builder: GraphBuilder, by_server: Sequence[Sequence[int]], exchange: Exchange, cluster: Cluster,
+          ready: Arrivals, *, across_servers: bool) -> Arrivals:
     if len(by_server) == 1:
-        uploaded = gather(builder, HUB, by_server[0], exchange, {}, "sync")
+        uploaded = gather(builder, HUB, by_server[0], exchange, ready, "sync")
         return _ends(scatter(builder, HUB, by_server[0], exchange, uploaded, "sync"))
     centers = [leaders[0] for leaders in by_server]
-    averaged = {leaders[0]: gather(builder, leaders[0], leaders, exchange, {}, "sync") for leaders in by_server}
+    averaged = {leaders[0]: gather(builder, leaders[0], leaders, exchange, ready, "sync",
+                                   _processor(cluster, leaders[0])) for leaders in by_server}
     if across_servers:
         uploaded = gather(builder, HUB, centers, exchange, {center: (averaged[center],) for center in centers},
                           "sync of servers")
@@ -167,17 +174,20 @@ def _star(builder: GraphBuilder, by_server: Sequence[Sequence[int]], exchange: E
     return arrived
 
 
-def _ring(builder: GraphBuilder, leaders: Sequence[int], exchange: Exchange, cluster: Cluster) -> Arrivals:
+def _ring(builder: GraphBuilder, leaders: Sequence[int], exchange: Exchange, cluster: Cluster, ready: Arrivals,
+          ) -> Arrivals:
     return dict(ring_all_reduce(builder, leaders, exchange, dict.fromkeys(leaders, ()), "sync").done)
 
 
-def _tree(builder: GraphBuilder, leaders: Sequence[int], exchange: Exchange, cluster: Cluster) -> Arrivals:
+def _tree(builder: GraphBuilder, leaders: Sequence[int], exchange: Exchange, cluster: Cluster, ready: Arrivals,
+          ) -> Arrivals:
     boards = [cluster.board_of(leader) for leader in leaders]
     climbed = [[[leaders[position] for position in own] for own in level]
                for level in tree_levels([(board, cluster.server_of(board)) for board in boards])]
-    sums = dict[int, tuple[int, ...]]()
+    sums = dict(ready)
     for level in climbed:
-        sums |= {own[0]: (gather(builder, own[0], own, exchange, sums, "sync"),) for own in level if len(own) > 1}
+        sums |= {own[0]: (gather(builder, own[0], own, exchange, sums, "sync", _processor(cluster, own[0])),)
+                 for own in level if len(own) > 1}
     arrived: Arrivals = {leaders[0]: sums.get(leaders[0], ())}
     for meeting in reversed(climbed):
         for own in meeting:
@@ -185,6 +195,10 @@ def _tree(builder: GraphBuilder, leaders: Sequence[int], exchange: Exchange, clu
                 (after,) = arrived[own[0]]
                 arrived |= _ends(scatter(builder, own[0], own, exchange, after, "sync"))
     return arrived
+
+
+def _processor(cluster: Cluster, soc: int) -> str:
+    return next(iter(cluster.device_of(soc).processors))
 
 
 def _through_hub(builder: GraphBuilder, leaders: Sequence[int], exchange: Exchange, arrived: Arrivals, *,

@@ -1,6 +1,6 @@
 """A SoC's seconds and joules by activity: first the time in each state, then its watts."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 from socflower.cluster import Activity, Device
@@ -47,7 +47,19 @@ class StateMeter:
 
     def settle_all(self, now_s: float) -> None:
         """Add the time of every SoC's present state up to now."""
-        for soc in range(len(self.seconds)):
+        self.settle(range(len(self.seconds)), now_s)
+
+    def postpone(self, soc: int, shift_s: float, more: Mapping[State, float], times: int, now_s: float) -> None:
+        """Add a SoC's seconds of a time that is skipped, which begins now: `more`, so many times."""
+        self._settle(soc, now_s)
+        self._since_s[soc] = now_s + shift_s
+        seconds = self.seconds[soc]
+        for state, spent_s in more.items():
+            seconds[state] = seconds.get(state, 0.0) + times * spent_s
+
+    def settle(self, socs: Iterable[int], now_s: float) -> None:
+        """Add the time of some SoCs' present states up to now."""
+        for soc in socs:
             self._settle(soc, now_s)
 
     def take(self) -> list[dict[State, float]]:

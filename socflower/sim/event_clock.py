@@ -1,7 +1,7 @@
 """The event clock: task graphs in virtual time, with shared links, energy and changing speeds."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -11,9 +11,10 @@ from socflower.cluster.task_graph import SOC_ACTIVITIES
 from socflower.cluster.virtual_clock import Pace
 from socflower.errors import ConfigError
 from socflower.sim.energy import IDLE_STATE, State, add_activities, power_w
-from socflower.sim.execution import Repeated, Solution
+from socflower.sim.execution import MIN_LOOP_ROUNDS
 from socflower.sim.processes import Process, Simulation
-from socflower.sim.program import CompiledGraph, Component, Program, compile_graph
+from socflower.sim.program import SERVER, CompiledGraph, Component, ComputeStep, Program, compile_graph
+from socflower.sim.solution import Repeated, Solution
 from socflower.sim.trace import Recorded, Rows, Trace, TracedPart, record, record_spans
 
 _SAME_INSTANT = 1e-9
@@ -82,11 +83,36 @@ def stretch_s(parts: Sequence[Part], hold_s: float, at_most: int | None = None) 
     return min(hold_s, all_s, *few_s)
 
 
-def advance_pace(pace: Pace, parts: Sequence[Part]) -> None:
-    """Write the parts' progress to `pace`."""
+def advance_pace(pace: Pace, parts: Sequence[Part], start_s: float) -> None:
+    """Write the parts' progress in a stretch that began at `start_s` to `pace`."""
     for part in parts:
         for soc in part.component.socs:
             pace.remaining[soc], pace.ahead_s[soc] = part.left, part.ahead_s
+        if not part.left and part.done is not None:
+            pace.ended_s |= {soc: start_s + part.before_s + end_s
+                             for soc, end_s in _ends_s(part.component, part.done).items()}
+
+
+def _ends_s(component: Component, repeated: Repeated) -> dict[int, float]:
+    """Return when each SoC ends the last repetition."""
+    program, found = component.program, dict[int, float]()
+    for step, end_s in zip(program.steps[:program.num_repeated], repeated.ended_s(), strict=False):
+        for number in (step.soc,) if isinstance(step, ComputeStep) else step.socs:
+            if number != SERVER:
+                soc = component.socs[number]
+                found[soc] = max(end_s, found.get(soc, 0.0))
+    return found
+
+
+def _all_ends_s(parts: Sequence[Part]) -> dict[int, float]:
+    """Return when each SoC ends the last of the repetitions that are left, none of which has begun."""
+    return {soc: end_s for part in parts
+            for soc, end_s in _ends_s(part.component, part.solution.repeated(part.left)).items()}
+
+
+def _is_together(times_s: Collection[float]) -> bool:
+    """Whether nothing is gained by beginning at the first of several times and not at the last."""
+    return max(times_s) - min(times_s) <= _SAME_INSTANT * max(times_s)
 
 
 _GRAPHS_KEPT = 8
@@ -115,6 +141,7 @@ class EventClock:
         self._trace = trace
         self._rows = Rows(cluster)
         self._recorded: list[tuple[CompiledGraph, int, Recorded]] = []  # of the latest runs at full speed
+        self._latest_ends_s: tuple[CompiledGraph, int, dict[int, float]] | None = None
         self._extrapolate = extrapolate
         self._usage = Usage()
         self._graphs: list[CompiledGraph] = []
@@ -168,8 +195,10 @@ class EventClock:
         """Return the SoCs that users have now."""
         return frozenset() if self._dynamics is None else frozenset(self._dynamics.taken_socs())
 
-    def run(self, graph: TaskGraph, *, repeat: int = 1, label: str = "") -> Usage:
+    def run(self, graph: TaskGraph, *, repeat: int = 1, label: str = "", head_start_s: float = 0.0) -> Usage:
         """Execute `graph` `repeat` times and advance; return what it took.
+
+        Of `head_start_s` its SoCs' time is over and was idle; what they did in it is counted now.
 
         Raises `ConfigError` for SoCs, servers or processors that the cluster does not have and for negative
         amounts. `label` names the run in the trace.
@@ -178,14 +207,47 @@ class EventClock:
             raise ConfigError(f"clock: repeat must not be negative, got {repeat}")
         compiled = self._compiled(graph)
         start_s = self.now_s
-        if self._dynamics is None:
-            total = self._run_steadily(compiled, repeat)
+        if self._dynamics is None or head_start_s:
+            parts = self._whole_parts(compiled, repeat, self.speed_factors())
+            total = self._run_parts(compiled, parts, repeat, head_start_s)
         else:
             total, pace = Usage(), Pace({soc: repeat for component in compiled.components for soc in component.socs})
             while not pace.done:
                 total += self.run_while_steady(graph, pace)
-        self._label(label, start_s, total, repeat)
+        self._label(label, start_s, total.duration_s, repeat)
         return total
+
+    def predicted_ends_s(self, graph: TaskGraph, *, repeat: int = 1) -> dict[int, float]:
+        """Return when each SoC has done its last repetition; see `VirtualClock.predicted_ends_s`."""
+        compiled = self._compiled(graph)
+        known = self._latest_ends_s
+        if known is None or known[0] is not compiled or known[1] != repeat:
+            known = self._latest_ends_s = (compiled, repeat, _all_ends_s(self._whole_parts(compiled, repeat)))
+        return known[2]
+
+    def run_overlapped(self, graph: TaskGraph, closing: TaskGraph, waits: Mapping[int, Sequence[int]], *, repeat: int,
+                       labels: tuple[str, str] = ("", "")) -> Usage | None:
+        """Execute `graph` so many times with `closing` at its end; see `VirtualClock.run_overlapped`."""
+        factors, start_s, hold_s = self.speed_factors(), self.now_s, inf
+        parts = self._whole_parts(self._compiled(graph), repeat, factors)
+        if self._dynamics is None:
+            ends_s = self.predicted_ends_s(graph, repeat=repeat)
+        else:
+            ends_s = _all_ends_s(parts)
+            hold_s = self._dynamics.steady_s(self._working_w(parts, list(self._dynamics.power_factors()), Pace({})))
+        if _is_together([max(ends_s[soc] for soc in socs) for socs in waits.values()]) \
+                or max(ends_s.values()) > hold_s \
+                or any(rounds >= MIN_LOOP_ROUNDS for part in parts for rounds in part.component.program.rounds):
+            return None
+        compiled = self._compiled(graph.followed_by(closing, waits))
+        parts = self._whole_parts(compiled, repeat, factors)
+        if stretch_s(parts, inf) > hold_s:
+            return None
+        steps_s = max(_all_ends_s(parts).values())
+        usage = self._run_parts(compiled, parts, repeat)
+        self._label(labels[0], start_s, steps_s, repeat)
+        self._label(labels[1], start_s + steps_s, usage.duration_s - steps_s, 1)
+        return usage
 
     def predicted_s(self, graph: TaskGraph, *, repeat: int = 1) -> float:
         """Return the time of `run` at nominal speeds, without heat or users; see `VirtualClock.predicted_s`."""
@@ -209,9 +271,9 @@ class EventClock:
         if self._trace is not None:
             self._record(compiled.graph, parts, self._trace.room).add_to(self._trace, start_s)
         usage = self._account(compiled, parts, duration_s, powers, pace)
-        advance_pace(pace, parts)
+        advance_pace(pace, parts, start_s)
         self._usage += usage
-        self._label(label, start_s, usage, max((part.repetitions for part in parts), default=0))
+        self._label(label, start_s, duration_s, max((part.repetitions for part in parts), default=0))
         return usage
 
     def idle(self, socs: Sequence[int]) -> Usage:
@@ -224,7 +286,7 @@ class EventClock:
         energy_j = {Activity.IDLE: duration_s * sum(idle_w[soc] for soc in socs),
                     Activity.COOLING: self._dynamics.advance(duration_s, idle_w)}
         usage = Usage(duration_s=duration_s, soc_seconds=soc_seconds, energy_j=energy_j)
-        self._label("resting", self.now_s, usage, 1)
+        self._label("resting", self.now_s, duration_s, 1)
         self._usage += usage
         return usage
 
@@ -258,7 +320,7 @@ class EventClock:
         total = replace(total, num_bytes={tier: value for tier, value in simulation.num_bytes.items()})
         if self._trace is not None:
             record_spans(simulation.spans, simulation.num_unlogged, self._rows).add_to(self._trace, 0.0)
-        self._label(label, start_s, total, 1)
+        self._label(label, start_s, total.duration_s, 1)
         self._usage += total
         return total
 
@@ -280,28 +342,30 @@ class EventClock:
             energy_j[Activity.COOLING] = self._dynamics.advance(duration_s, watts)
         return Usage(duration_s=duration_s, soc_seconds=soc_seconds, energy_j=energy_j)
 
-    def _run_steadily(self, compiled: CompiledGraph, repetitions: int) -> Usage:
-        """Execute all repetitions at full speed."""
+    def _run_parts(self, compiled: CompiledGraph, parts: Sequence[Part], repetitions: int, head_start_s: float = 0.0,
+                   ) -> Usage:
+        """Execute all repetitions at constant speeds."""
         if not repetitions:
             return Usage()
-        parts = self._whole_parts(compiled, repetitions)
         duration_s = stretch_s(parts, inf)
         for part in parts:
             part.spend(duration_s)
         if self._trace is not None:
-            self._recorded_steadily(compiled, repetitions, parts, self._trace).add_to(self._trace, self.now_s)
-        usage = self._account(compiled, parts, duration_s, [1.0] * len(self._devices), Pace({}))
+            recorded = self._recorded_steadily(compiled, repetitions, parts, self._trace)
+            recorded.add_to(self._trace, self.now_s - head_start_s)
+        powers = [1.0] * len(self._devices) if self._dynamics is None else list(self._dynamics.power_factors())
+        usage = self._account(compiled, parts, duration_s, powers, Pace({}), head_start_s)
         self._usage += usage
         return usage
 
     def _recorded_steadily(self, compiled: CompiledGraph, repetitions: int, parts: Sequence[Part], trace: Trace,
                            ) -> Recorded:
-        """Return the spans of a run; those of the latest runs are kept, for rounds are often alike."""
+        """Return the spans of a run; without dynamics those of the latest runs are kept, for rounds are often alike."""
         for graph, count, recorded in self._recorded:
             if graph is compiled and count == repetitions:
                 return recorded
         found = self._record(compiled.graph, parts, trace.room)
-        if trace.room >= len(found.pieces):  # else it may lack some
+        if self._dynamics is None and trace.room >= len(found.pieces):  # else it may lack some
             self._recorded.append((compiled, repetitions, found))
             del self._recorded[:-_GRAPHS_KEPT]
         return found
@@ -310,14 +374,15 @@ class EventClock:
         return record(graph, [TracedPart(part.component, part.done, part.before_s) for part in parts
                               if part.done is not None], self._rows, most)
 
-    def _whole_parts(self, compiled: CompiledGraph, repetitions: int) -> list[Part]:
-        """Return the parts of all repetitions at nominal speeds."""
-        return [Part(component, self._solution(component.program), repetitions, 0.0)
-                for component in compiled.components]
+    def _whole_parts(self, compiled: CompiledGraph, repetitions: int, factors: Sequence[float] | None = None,
+                     ) -> list[Part]:
+        """Return the parts of all repetitions, at nominal speeds or with each SoC's factor."""
+        return [Part(component, self._solution(component.program if factors is None else component.at_speed(factors)),
+                     repetitions, 0.0) for component in compiled.components]
 
-    def _label(self, label: str, start_s: float, usage: Usage, repetitions: int) -> None:
+    def _label(self, label: str, start_s: float, duration_s: float, repetitions: int) -> None:
         if self._trace is not None and label:
-            self._trace.add("runs", "runs", label, start_s, usage.duration_s, args={"repetitions": repetitions})
+            self._trace.add("runs", "runs", label, start_s, duration_s, args={"repetitions": repetitions})
 
     def _compiled(self, graph: TaskGraph) -> CompiledGraph:
         """Return the compiled graph; a strategy emits equal graphs round after round."""
@@ -342,16 +407,20 @@ class EventClock:
         return solution
 
     def _account(self, compiled: CompiledGraph, parts: Sequence[Part], duration_s: float,
-                 powers: Sequence[float], pace: Pace) -> Usage:
-        """Return the usage of a stretch of time, and advance the dynamics by it."""
+                 powers: Sequence[float], pace: Pace, head_start_s: float = 0.0) -> Usage:
+        """Return the usage of a stretch of time, and advance the dynamics by it.
+
+        Of a head start all SoCs were counted as idle, and the dynamics advanced with that.
+        """
         soc_seconds: dict[Activity, float] = dict.fromkeys(SOC_ACTIVITIES, 0.0)
         energy_j: dict[Activity, float] = dict.fromkeys(SOC_ACTIVITIES, 0.0)
-        num_bytes = dict.fromkeys(compiled.num_bytes, 0.0)
+        num_bytes = dict.fromkeys(Tier, 0.0)
         states: dict[int, Mapping[State, float]] = {}
         watts: dict[int, list[tuple[float, float]]] = {}  # by SoC: (end time, watts)
-        for part, part_bytes in zip(parts, compiled.component_bytes, strict=True):
-            for tier, value in part_bytes.items():
-                num_bytes[tier] += value * part.repetitions
+        for part, own, closing in zip(parts, compiled.component_bytes, compiled.closing_bytes, strict=True):
+            for part_bytes, times in ((own, part.repetitions), (closing, 1)):
+                for tier, value in part_bytes.items():
+                    num_bytes[tier] += value * times
             worked = part.done.seconds() if part.done is not None else [{} for _ in part.component.socs]
             for soc, seconds in zip(part.component.socs, worked, strict=True):
                 states[soc] = {**seconds, IDLE_STATE: seconds.get(IDLE_STATE, 0.0) + part.idle_s}
@@ -363,6 +432,14 @@ class EventClock:
         for soc in dict.fromkeys(compiled.graph.participants):
             add_activities(states.get(soc, {IDLE_STATE: duration_s}), self._devices[soc], soc_seconds, energy_j,
                            powers[soc])
+        duration_s -= head_start_s
+        if head_start_s:
+            for soc in dict.fromkeys(compiled.graph.participants):
+                idle_w = self._devices[soc].idle_w
+                soc_seconds[Activity.IDLE] -= head_start_s
+                energy_j[Activity.IDLE] -= idle_w * head_start_s
+                above_w = _mean_w(states.get(soc, {}), self._devices[soc], powers[soc]) - idle_w
+                watts[soc] = [(duration_s, idle_w + above_w * (1.0 + head_start_s / duration_s if duration_s else 0.0))]
         if self._dynamics is not None:
             energy_j[Activity.COOLING] = self._heat(self._dynamics, watts, duration_s)
         return Usage(duration_s=duration_s, soc_seconds=soc_seconds, energy_j=energy_j, num_bytes=num_bytes)

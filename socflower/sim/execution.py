@@ -10,12 +10,11 @@ rounds of a loop, such as the ring of thousands, while nothing else is under way
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from socflower.sim.energy import State, StateMeter
 from socflower.sim.flows import RateTable
-from socflower.sim.folding import Folded, fold
 from socflower.sim.kernel import HANDLING, MOVING, WAITING, Kernel
 from socflower.sim.program import Program
 
@@ -89,6 +88,15 @@ class Instance(NamedTuple):
     end_s: float
 
 
+class Gap(NamedTuple):
+    """Repetitions of some tasks that were skipped, and when they take place."""
+
+    tasks: tuple[int, ...]
+    start_s: float
+    end_s: float
+    repetitions: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """The result of executing a program. With a recurrence, any number of its periods can be inserted at its `at_s`."""
@@ -99,10 +107,12 @@ class Outcome:
     recurrence: Recurrence | None
     instances: Sequence[Instance] = field(default=())
     num_unlogged: int = 0
+    ended_s: Sequence[float] = field(default=())  # the last repetition of each task, in the order of its tasks
+    gaps: Sequence["Gap"] = field(default=())
     members: Sequence[Sequence[int]] | None = None  # by the task of an instance: all tasks that it is one of
 
 
-_MIN_ROUNDS = 40
+MIN_LOOP_ROUNDS = 40
 """Loops of fewer rounds, such as a ring of 20, are executed whole: there would be little to skip."""
 
 
@@ -131,7 +141,7 @@ def _loops(program: Program) -> list[_Loop | None]:
         for other in before:
             neighbours[other].append(task)
     for task, num_rounds in enumerate(program.rounds):
-        if num_rounds < _MIN_ROUNDS or found[task] is not None:
+        if num_rounds < MIN_LOOP_ROUNDS or found[task] is not None:
             continue
         members, frontier = {task}, [task]
         while frontier:
@@ -182,15 +192,20 @@ class Execution(Kernel):
         self._max_instances = max_instances
         self._instances: list[Instance] = []
         self._num_unlogged = 0
+        self._ended_s = [0.0] * size
 
     def run(self) -> Outcome:
         """Return the outcome once no task is left."""
         self._settle(self._start([task for task, missing in enumerate(self._missing) if not missing]))
         self._run_until()
-        assert self._oldest == self._limit or not self._steps, f"tasks of repetition {self._oldest} can never finish"
+        assert self._is_done(), f"tasks of repetition {min(self._repetition)} can never finish"
         self._meter.settle_all(self._now_s)
         return Outcome(repetitions=self._limit, duration_s=self._now_s + self._skipped_s, seconds=self._meter.seconds,
-                       recurrence=self._recurrence, instances=self._instances, num_unlogged=self._num_unlogged)
+                       recurrence=self._recurrence, instances=self._instances, num_unlogged=self._num_unlogged,
+                       ended_s=self._ended_s)
+
+    def _is_done(self) -> bool:
+        return self._oldest == self._limit or not self._steps
 
     def _settle(self, ended: Sequence[int]) -> None:
         super()._settle(ended)
@@ -202,16 +217,10 @@ class Execution(Kernel):
 
     def _complete(self, task: int, ready: list[int]) -> None:
         """Move a task to its next repetition, and release the tasks that waited for this one."""
-        finished, missing, repetition = self._repetition[task], self._missing, self._repetition
-        if self._max_instances:
-            skipped_s = self._skipped_s
-            self._log(Instance(task, finished, self._round[task], self._start_s[task] + skipped_s,
-                               self._moved_s[task] + skipped_s, self._now_s + skipped_s))
-        self._stage[task] = WAITING
-        if self._round[task] + 1 < self._program.rounds[task]:
-            self._begin_round(task, ready)
+        if not self._end_round(task, ready):
             return
-        self._round[task] = 0
+        missing, repetition = self._missing, self._repetition
+        finished = repetition[task]
         repetition[task] = following = finished + 1
         if finished == self._oldest:
             self._num_oldest -= 1
@@ -235,6 +244,20 @@ class Execution(Kernel):
                 missing[other] -= 1
                 if not missing[other] and following < self._limit:
                     ready.append(other)
+
+    def _end_round(self, task: int, ready: list[int]) -> bool:
+        """Move a task to its next round; return whether that was the last one."""
+        now_s = self._now_s + self._skipped_s
+        if self._max_instances:
+            self._log(Instance(task, self._repetition[task], self._round[task], self._start_s[task] + self._skipped_s,
+                               self._moved_s[task] + self._skipped_s, now_s))
+        self._stage[task] = WAITING
+        if self._round[task] + 1 < self._program.rounds[task]:
+            self._begin_round(task, ready)
+            return False
+        self._round[task] = 0
+        self._ended_s[task] = now_s
+        return True
 
     def _begin_round(self, task: int, ready: list[int]) -> None:
         """Move a task to its next round, and release the tasks whose rounds waited for this one."""
@@ -295,8 +318,8 @@ class Execution(Kernel):
         return self._state(oldest, [(task, (repetition - oldest) * rounds[task] + self._round[task])
                                     for task, repetition in enumerate(self._repetition)])
 
-    def _state(self, oldest: int, progress: Iterable[tuple[int, int]]) -> Snapshot:
-        """Return the state of tasks, each with its progress since the oldest repetition or round."""
+    def _state(self, oldest: int, progress: Iterable[tuple[int, int]], socs: Sequence[int] | None = None) -> Snapshot:
+        """Return the state of tasks, each with its progress since the oldest repetition or round, and of SoCs."""
         now_s = self._now_s
         shape: list[int] = []
         clocks_s: list[float] = []
@@ -308,77 +331,11 @@ class Execution(Kernel):
             elif stage:
                 clocks_s.append(self._stamp_s[task] - now_s)
         return Snapshot(oldest, now_s + self._skipped_s, tuple(shape), clocks_s,
-                        [dict(seconds) for seconds in self._meter.seconds])
+                        [dict(self._meter.seconds[soc])
+                         for soc in (range(len(self._meter.seconds)) if socs is None else socs)])
 
     def _log(self, instance: Instance) -> None:
         if len(self._instances) < self._max_instances:
             self._instances.append(instance)
         else:
             self._num_unlogged += 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Repeated:
-    """`outcome` with `num_periods` periods of its recurrence inserted."""
-
-    outcome: Outcome
-    num_periods: int
-
-    @property
-    def inserted_s(self) -> float:
-        """Seconds that were not simulated."""
-        recurrence = self.outcome.recurrence
-        return recurrence.period_s * self.num_periods if recurrence else 0.0
-
-    @property
-    def duration_s(self) -> float:
-        """Seconds from the start until the last task ends."""
-        return self.outcome.duration_s + self.inserted_s
-
-    def seconds(self) -> Sequence[dict[State, float]]:
-        """Return the seconds of each SoC in each state."""
-        recurrence = self.outcome.recurrence
-        if not self.num_periods or recurrence is None:
-            return self.outcome.seconds
-        count = self.num_periods
-        return [{state: base.get(state, 0.0) + count * more.get(state, 0.0) for state in {**base, **more}}
-                for base, more in zip(self.outcome.seconds, recurrence.seconds, strict=True)]
-
-
-class Solution:
-    """One program at one speed; executions are kept and lengthened by whole periods, symmetric parts executed once."""
-
-    def __init__(self, program: Program, *, extrapolate: bool, max_instances: int) -> None:
-        self._folded = fold(program) if extrapolate else None
-        self._program = program if self._folded is None else self._folded.program
-        self._table = RateTable(self._program.paths, self._program.capacities,
-                                None if self._folded is None else self._folded.weights)
-        self._extrapolate = extrapolate
-        self._max_instances = max_instances
-        self._outcomes: list[Outcome] = []
-
-    def repeated(self, repetitions: int) -> Repeated:
-        """Return the result of `repetitions`."""
-        for outcome in self._outcomes:
-            more = repetitions - outcome.repetitions
-            if not more:
-                return Repeated(outcome=outcome, num_periods=0)
-            if outcome.recurrence and more > 0 and not more % outcome.recurrence.repetitions:
-                return Repeated(outcome=outcome, num_periods=more // outcome.recurrence.repetitions)
-        outcome = Execution(self._program, self._table, repetitions, extrapolate=self._extrapolate,
-                            max_instances=self._max_instances).run()
-        self._outcomes.append(outcome if self._folded is None else _unfolded(outcome, self._folded))
-        return self.repeated(repetitions)
-
-
-def _unfolded(outcome: Outcome, folded: Folded) -> Outcome:
-    """Return the outcome of the whole program from that of its classes."""
-    recurrence = outcome.recurrence
-    members: list[list[int]] = [[] for _ in folded.program.steps]
-    if outcome.instances:
-        for task, number in enumerate(folded.task_class):
-            members[number].append(task)
-    return replace(
-        outcome, seconds=[outcome.seconds[number] for number in folded.soc_class],
-        recurrence=None if recurrence is None else replace(
-            recurrence, seconds=[recurrence.seconds[number] for number in folded.soc_class]), members=members)

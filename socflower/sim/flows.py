@@ -176,6 +176,14 @@ class Flows:
             del self._users[resource][task]
             load[resource] -= weight
 
+    def postpone(self, task: int, shift_s: float) -> None:
+        """Let a flow go on so much later, at its present rate; whatever shares with it does so too."""
+        self._since_s[task] += shift_s
+        self.end_s[task] += shift_s
+        self._versions[task] += 1
+        if self.end_s[task] < inf:
+            heappush(self._events, (self.end_s[task], FLOW_END, task, self._versions[task]))
+
     def share(self, now_s: float) -> None:
         """Update rates and ends of the flows affected by changes since the last call."""
         reached: set[int] = set()

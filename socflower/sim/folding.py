@@ -8,6 +8,7 @@ as cross a link there. A part that is slower, hotter or loaded has another colou
 by step, all that notice it.
 """
 
+from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -88,12 +89,13 @@ class _Parts:
         """Colour the parts by what they are; tasks also by their place among those of their processor."""
         places = [0] * self.program.num_processors
         colours: list[Hashable] = []
-        for step, rounds in zip(self.program.steps, self.program.rounds, strict=True):
+        for task, (step, rounds) in enumerate(zip(self.program.steps, self.program.rounds, strict=True)):
+            is_repeated = task < self.program.num_repeated
             if isinstance(step, ComputeStep):
-                colours.append((step.duration_s, step.load, places[step.processor]))
+                colours.append((step.duration_s, step.load, places[step.processor], is_repeated))
                 places[step.processor] += 1
             else:
-                colours.append((step.handling_s, step.num_bytes, rounds))
+                colours.append((step.handling_s, step.num_bytes, rounds, is_repeated))
         colours += [("resource", capacity) for capacity in self.program.capacities]
         colours += ["processor"] * self.program.num_processors + ["soc"] * self.program.num_socs
         numbers: dict[Hashable, int] = {}
@@ -187,7 +189,8 @@ def _quotient(program: Program, parts: _Parts, colours: Colours) -> Folded:
                               for task, before in enumerate(others(program.after_round))),
             paths=tuple(crossed for crossed, _ in paths),
             capacities=tuple(program.capacities[first] for first in resources.first),
-            num_processors=len(processors.first), num_socs=len(socs.first)),
+            num_processors=len(processors.first), num_socs=len(socs.first),
+            num_repeated=bisect_left(tasks.first, program.num_repeated)),
         weights=tuple(weights for _, weights in paths), task_class=tuple(tasks.of), soc_class=tuple(socs.of))
 
 

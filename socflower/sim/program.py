@@ -4,6 +4,7 @@ Components share no dependency, SoC or resource, so each has its own steady peri
 resources are numbered by first appearance: two groups of one shape have equal programs, executed once.
 """
 
+from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -52,6 +53,12 @@ class Program:
     capacities: tuple[float, ...]  # of each resource: bytes per second of a link, 1 of an end's handler
     num_processors: int
     num_socs: int
+    num_repeated: int  # the first tasks; the others run once, after the last repetition of those that they follow
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether there are tasks that run once."""
+        return self.num_repeated < len(self.steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +82,12 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class CompiledGraph:
-    """All components of a graph, and the bytes of one repetition."""
+    """All components of a graph, and their bytes: of one repetition, and of the tasks that run once."""
 
     graph: TaskGraph
     components: tuple[Component, ...]
-    num_bytes: dict[Tier, float]
     component_bytes: tuple[dict[Tier, float], ...]
+    closing_bytes: tuple[dict[Tier, float], ...]
 
 
 def compile_graph(graph: TaskGraph, cluster: Cluster) -> CompiledGraph:
@@ -88,7 +95,6 @@ def compile_graph(graph: TaskGraph, cluster: Cluster) -> CompiledGraph:
     for soc in graph.participants:
         cluster.board_of(soc)
     routes = Routes(cluster)
-    num_bytes = dict.fromkeys(Tier, 0.0)
     for task in graph.tasks:
         try:
             if isinstance(task, Compute):
@@ -97,17 +103,19 @@ def compile_graph(graph: TaskGraph, cluster: Cluster) -> CompiledGraph:
             else:
                 _check(task.num_bytes, "num_bytes")
                 _check(task.num_messages, "num_messages")
-                num_bytes[routes.between(task.source, task.target).tier] += task.rounds * task.num_bytes
+                routes.between(task.source, task.target)
         except ConfigError as error:
             raise ConfigError(f"task {task.name!r}: {error}") from None
     components = tuple(_component(graph, members, routes) for members in _independent(graph, routes))
-    component_bytes = tuple(_bytes(graph, component, routes) for component in components)
-    return CompiledGraph(graph, components, num_bytes, component_bytes)
+    return CompiledGraph(
+        graph, components,
+        tuple(_bytes(graph, each.tasks[:each.program.num_repeated], routes) for each in components),
+        tuple(_bytes(graph, each.tasks[each.program.num_repeated:], routes) for each in components))
 
 
-def _bytes(graph: TaskGraph, component: Component, routes: "Routes") -> dict[Tier, float]:
+def _bytes(graph: TaskGraph, tasks: Sequence[int], routes: "Routes") -> dict[Tier, float]:
     num_bytes: dict[Tier, float] = {}
-    for index in component.tasks:
+    for index in tasks:
         task = graph.tasks[index]
         if isinstance(task, Transfer):
             tier = routes.between(task.source, task.target).tier
@@ -245,5 +253,6 @@ def _component(graph: TaskGraph, members: Sequence[int], routes: Routes) -> Comp
         paths=tuple([tuple([resources[name] for name in names]) for names in paths]),
         capacities=tuple([routes.capacities.get(name, 1.0) for name in resources]),
         num_processors=len(processors), num_socs=len(socs),
+        num_repeated=len(members) if graph.num_repeated is None else bisect_left(members, graph.num_repeated),
     )
     return Component(program, tuple(members), tuple(socs), tuple(resources))

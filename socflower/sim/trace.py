@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 from socflower.cluster import Cluster, Compute, Endpoint, TaskGraph
 from socflower.cluster.task_graph import Task
 from socflower.errors import ConfigError, require_range
-from socflower.sim.execution import Instance, Outcome, Repeated
+from socflower.sim.execution import Instance, Outcome
 from socflower.sim.processes import Span
 from socflower.sim.program import Component, TransferStep
+from socflower.sim.solution import Repeated
 from socflower.wire.saved_state import write_atomically
 
 RUNS = "runs"
@@ -265,16 +266,25 @@ def record(graph: TaskGraph, parts: Iterable[TracedPart], rows: Rows, most: int)
         num_all = sum(1 if outcome.members is None else len(outcome.members[instance.task])
                       for instance in outcome.instances)
         num_unlogged += outcome.num_unlogged + max(0, num_all - (num_all if rows.is_aggregated else most))
+        for gap in outcome.gaps:
+            members = outcome.members
+            each = gap.tasks if members is None else [one for task in gap.tasks for one in members[task]]
+            for row in {row for task in each for row, _ in _places(graph, component, task, rows)} & own.keys():
+                own[row].append(_Piece(_more(gap.repetitions), gap.start_s, gap.end_s))
         recurrence = outcome.recurrence
         for row, pieces in own.items():
             if recurrence is not None and repeated.num_periods:
-                more = _Piece(f"{repeated.num_periods * recurrence.repetitions} more repetitions (not re-simulated)",
-                              recurrence.at_s, recurrence.at_s + repeated.inserted_s)
+                more = _Piece(_more(repeated.num_periods * recurrence.repetitions), recurrence.at_s,
+                              recurrence.at_s + repeated.inserted_s)
                 pieces = [more, *_parted(_merged(row, pieces), recurrence.at_s, repeated.inserted_s)]
             found.setdefault(row, []).extend(
                 piece._replace(start_s=piece.start_s + before_s, end_s=piece.end_s + before_s) for piece in pieces)
     return Recorded([(row, piece) for row, pieces in found.items() for piece in _merged(row, pieces)
                      if piece.end_s > piece.start_s], num_unlogged)
+
+
+def _more(repetitions: int) -> str:
+    return f"{repetitions} more repetitions (not re-simulated)"
 
 
 def _pieces_of(graph: TaskGraph, component: Component, outcome: Outcome, rows: Rows, most: int,

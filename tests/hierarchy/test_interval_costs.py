@@ -56,8 +56,8 @@ def test_phases_that_say_what_the_pricing_says_cost_the_same(alpha: float) -> No
 def test_two_phases_cost_the_sum_of_both_and_one_synchronisation(
     first: tuple[float, float], second: tuple[float, float], cut: int,
 ) -> None:
-    """Against the two phases on the clock by hand; pipelines drain between them."""
-    of, clock = work(), EventClock(CLUSTER)
+    """Against the two phases on the clock by hand; pipelines drain between them, and leaders wait for each other."""
+    of, clock = work(leaders="ring"), EventClock(CLUSTER)
     pricings = [{group_id: MixedPricing(rule="paper", alpha=alpha) for group_id, alpha in enumerate(alphas)}
                 for alphas in (first, second)]
     expected = clock.run(of.step(pricings=pricings[0]), repeat=cut)
@@ -73,12 +73,15 @@ def test_a_cut_where_nothing_changes_costs_nothing() -> None:
 
 
 def test_one_slow_group_does_not_slow_the_others_steps() -> None:
-    """It ends later; only the synchronisation waits for it."""
-    of = work()
+    """It ends later; only the synchronisation waits for it. In a star the other's model is at the hub by then."""
     on_cpu = MixedPricing(rule="paper", cpu_share=1.0)
     slow, all_slow = [(10, {1: on_cpu})], [(10, {0: on_cpu, 1: on_cpu})]
-    assert usage(of).duration_s < usage(of, slow).duration_s == pytest.approx(usage(of, all_slow).duration_s)
-    assert usage(of, slow).soc_seconds["compute"] < usage(of, all_slow).soc_seconds["compute"]
+    for leaders, saved in (("ring", 0.0), ("star", 1.0)):
+        of = work(leaders=leaders)
+        upload_s = of.exchange.num_messages * CLUSTER.message_s + of.exchange.num_bytes / CLUSTER.hub_bytes_per_s
+        assert usage(of).duration_s < usage(of, slow).duration_s
+        assert usage(of, all_slow).duration_s - usage(of, slow).duration_s == pytest.approx(saved * upload_s)
+        assert usage(of, slow).soc_seconds["compute"] < usage(of, all_slow).soc_seconds["compute"]
 
 
 def test_shares_follow_the_rates_of_the_pricing_whatever_the_phases_say() -> None:

@@ -431,3 +431,12 @@ def test_a_processor_without_samples_has_no_tasks() -> None:
     graph = unrolled_step(plan, {0: both((0.0, 0.0, 1.0, 2.0, 0.5, 0.1))}, EXCHANGE)
     assert [(task.processor, task.seconds) for task in graph.tasks if isinstance(task, Compute)] == [
         ("npu", 3.0), ("cpu", 0.5), ("cpu", 0.1)]
+
+
+@pytest.mark.parametrize("leaders", ["star", "tree"])
+def test_models_meet_at_socs_whose_processors_have_other_names(leaders: str) -> None:
+    """A Jetson has a GPU in the catalogue, and no CPU."""
+    cluster = parse_cluster({"boards": [2, 2], "device": "jetson-nano"})
+    cluster = replace(cluster, servers=tuple(Server(num_boards=1, uplink_bytes_per_s=1e8) for _ in range(2)))
+    graph = sync_graph(plan_groups(cluster, 4), EXCHANGE, cluster, leaders=leaders)
+    assert EventClock(cluster).run(graph).duration_s > 0.0

@@ -74,7 +74,8 @@ def test_what_is_compressed_is_priced_trains_on_and_is_in_the_documents(
 
 
 @pytest.mark.parametrize(("strategy", "says"), [
-    ({"leaders": "star"}, r"\[strategy\] leader_compression = 'int8' is for leaders = 'ring' or 'tree' or 'auto', and leaders is 'sta"),
+    ({"leaders": "star"},
+     r"\[strategy\] leader_compression = 'int8' is for leaders = 'ring' or 'tree' or 'auto', and leaders is 'star'"),
     ({"leaders": "ring", "leader_compression": "int4"}, "leader_compression = 'int4'.*none, fp16, int8|int4"),
     ({"leaders": "auto", "outer": {"name": "krum"}}, r"'int8' is for .*\[strategy.outer\] name = 'krum' needs each"),
     ({"leaders": "auto", "outer": {"name": "fedmedian"}}, "'fedmedian' needs each group's model; leave the compr"),

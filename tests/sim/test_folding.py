@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from socflower.cluster import HUB, Activity, Cluster, Device, GraphBuilder, Processor, TaskGraph, Usage
 from socflower.cluster.topology import Board, Server
-from socflower.sim import EventClock, Trace, execution, folding, trace
+from socflower.sim import EventClock, Trace, folding, solution, trace
 from socflower.sim.folding import fold
 from socflower.sim.program import compile_graph
 
@@ -24,7 +24,7 @@ TOY = Device(name="toy", idle_w=1.0, network_w=0.5, memory_bytes=1e9, memory_byt
 @pytest.fixture(autouse=True)
 def fold_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fold the smallest programs too."""
-    monkeypatch.setattr(execution, "fold", lambda program: fold(program, 0))
+    monkeypatch.setattr(solution, "fold", lambda program: fold(program, 0))
     yield
 
 
