@@ -91,13 +91,13 @@ def predict(cell: Cell, calibration: Calibration, constants: Constants) -> Predi
     exchanges, costs = choose_exchanges(costs, cell.in_turn, cell.leaders, Counter(), clock)
     least, most = _NUM_STEPS
     num_steps = min(most, max(least, round(_CELL_S / 2 / (clock.predicted_s(costs.step(), repeat=4) / 4))))
-    synchronisation = costs.synchronisation()
+    interval = SyncInterval(index=0, first_step=0, num_steps=num_steps, epoch_end=1.0, deal_epoch=0)
+    steps_s = clock.predicted_s(costs.step(), repeat=num_steps)
     exchanges_s = num_steps * constants.step_s[cell.runtime] if cell.num_groups < cell.num_socs else 0.0
     return Prediction(
         plan=costs.plan, exchanges=exchanges,
-        interval=SyncInterval(index=0, first_step=0, num_steps=num_steps, epoch_end=1.0, deal_epoch=0),
-        steps_s=clock.predicted_s(costs.step(), repeat=num_steps) + exchanges_s,
-        synchronisation_s=0.0 if synchronisation is None else clock.predicted_s(synchronisation)
+        interval=interval, steps_s=steps_s + exchanges_s,
+        synchronisation_s=0.0 if len(costs.plan.groups) == 1 else costs.run(interval, clock).duration_s - steps_s
         + constants.synchronisation_s[f"{cell.transport} {cell.leaders}"])
 
 
