@@ -40,7 +40,7 @@ class Piece:
     @property
     def output_bytes(self) -> float:
         """Bytes per sample of all tensors that leave it; 0 for the last piece."""
-        return _num_bytes(self.leaving)
+        return result_bytes(self.leaving)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -129,7 +129,7 @@ def joined(graph: ModelGraph, pieces: Sequence[Piece]) -> Piece:
                  leaving=pieces[-1].leaving)
 
 
-def _constants_of(graph: ModelGraph) -> dict[Operation, Collection[Operation]]:
+def _constants_of(graph: ModelGraph) -> Mapping[Operation, Collection[Operation]]:
     """Return the constants that each operation needs, directly or through other constants."""
     found: dict[Operation, set[Operation]] = {}
     for operation in graph.operations:
@@ -190,7 +190,7 @@ def _piece_name(graph: ModelGraph, operations: Sequence[Operation]) -> str:
     return graph.name_of((named or operations)[0 if named else -1])
 
 
-def _num_bytes(operations: Sequence[Operation]) -> float:
+def result_bytes(operations: Sequence[Operation]) -> float:
     """Return the bytes of one sample of several results."""
     return float(sum(math.prod(operation.shape[1:]) * _item_bytes(operation.dtype) for operation in operations
                      if operation.shape is not None and operation.dtype is not None))
