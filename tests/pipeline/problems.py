@@ -70,7 +70,8 @@ def problems(draw: st.DrawFn, *, max_devices: int = 4, max_layers: int = 5, memo
 
 
 def random_problem(rng: np.random.Generator, num_layers: int, num_devices: int, *, memory: bool = False,
-                   micro_batch_size: int | None = None, num_micro_batches: int | None = None) -> PipelineProblem:
+                   micro_batch_size: int | None = None, num_micro_batches: int | None = None,
+                   message_s: float | None = None) -> PipelineProblem:
     kinds = []
     base_f = rng.uniform(0.01, 0.1, num_layers)
     for _ in range(int(rng.integers(1, min(3, num_devices) + 1))):
@@ -87,7 +88,7 @@ def random_problem(rng: np.random.Generator, num_layers: int, num_devices: int, 
     return problem(layers, seconds, link=float(rng.choice([20.0, 100.0, 1000.0, 1e5])), memory=budget,
                    micro_batch_size=micro_batch_size or int(rng.integers(1, 7)),
                    num_micro_batches=num_micro_batches or int(rng.integers(1, 9)),
-                   message_s=float(rng.choice([0.0, 0.01])))
+                   message_s=float(rng.choice([0.0, 0.01])) if message_s is None else message_s)
 
 
 @st.composite
