@@ -154,6 +154,13 @@ class PipelinePlan:
         """Samples of one update of the weights."""
         return self.micro_batch_size * self.num_micro_batches
 
+    @property
+    def architecture(self) -> str:
+        """What kind of parallelism it is."""
+        if len(self.stages) == 1:
+            return "single device" if len(self.socs) == 1 else "data parallelism"
+        return "pipeline" if len(self.socs) == len(self.stages) else "hybrid pipeline"
+
     def slices(self, stage: int) -> tuple[Slice, ...]:
         """Return what the devices of a stage send to those of the next one for each micro-batch."""
         return slices_between(self.stages[stage].shares, self.stages[stage + 1].shares)
@@ -200,7 +207,8 @@ class PipelinePlan:
                 "budget_bytes": problem.device(soc).memory_bytes,
             } for soc, share, interval in zip(stage.devices, stage.shares, intervals(stage.shares), strict=True)],
         } for stage in self.stages]
-        return {"kind": "pipeline", "planner": self.planner, "model": problem.model.name, "policy": self.policy.value,
+        return {"kind": "pipeline", "architecture": self.architecture,
+                "planner": self.planner, "model": problem.model.name, "policy": self.policy.value,
                 "micro_batch_size": self.micro_batch_size, "num_micro_batches": self.num_micro_batches,
                 "samples_on": self.samples_on, "stages": stages,
                 "communication_bytes": self.communication_bytes(problem),
@@ -246,6 +254,13 @@ class TwoDPlan:
         """Samples of one update of the weights."""
         return sum(group.num_samples for group in self.groups)
 
+    @property
+    def architecture(self) -> str:
+        """What kind of parallelism it is."""
+        if len(self.groups) == 1:
+            return self.groups[0].architecture
+        return "data parallelism" if all(len(group.stages) == 1 for group in self.groups) else "2-D"
+
     def communication_bytes(self, problem: PipelineProblem) -> float:
         """Return the bytes of one update.
 
@@ -262,7 +277,8 @@ class TwoDPlan:
 
     def to_document(self, problem: PipelineProblem, prediction: "Prediction | None" = None) -> dict[str, Any]:
         """Return the plan as plain values for JSON."""
-        return {"kind": "2d", "planner": self.planner, "model": problem.model.name, "sync": self.sync.value,
+        return {"kind": "2d", "architecture": self.architecture,
+                "planner": self.planner, "model": problem.model.name, "sync": self.sync.value,
                 "server": self.server if self.sync == Sync.SERVER else None,
                 "groups": [group.to_document(problem) for group in self.groups],
                 "communication_bytes": self.communication_bytes(problem),

@@ -52,8 +52,9 @@ class _States:
 
 
 def search(
-    problem: PipelineProblem, order: Sequence[PipelineDevice], *, bounds: Ints | None = None, rule: InFlight = ASTEROID,
-    width: int = 1, max_stages: int | None = None, may_skip: bool = False,
+    problem: PipelineProblem, order: Sequence[PipelineDevice], *, bounds: Ints | None = None,
+    places: Sequence[int] | None = None, rule: InFlight = ASTEROID, width: int = 1, max_stages: int | None = None,
+    may_skip: bool = False,
 ) -> Iterator[Found]:
     """Yield plans for the devices in this order: for each number of stages the kept ones, if they fit the budgets.
 
@@ -61,6 +62,8 @@ def search(
     ----------
     bounds : array, optional
         Layers before which a stage may begin, rising, with 0 at the start and the number of layers at the end.
+    places : sequence of int, optional
+        Positions in the order at which a group of devices may begin; the first always may.
     rule : InFlight
         K_p, which depends on the stages behind only.
     width : int
@@ -73,21 +76,23 @@ def search(
         bounds = np.arange(problem.model.num_layers + 1)
     costs = RangeCosts(problem, order, bounds)
     most = min(size, len(bounds) - 1, max_stages or size)
+    # Numbers of devices from a place to the end, rising.
+    nums = sorted({size, *(size - place for place in range(size) if places is None or place in places)})
     before: list[_States | None] = [None] * (size + 1)
     history: list[list[_States | None]] = []
     for stages in range(1, most + 1):
         in_flight = rule.count(stages, problem.num_micro_batches)
         now: list[_States | None] = [None] * (size + 1)
-        for num in range(stages, size + 1):
+        for index, num in enumerate(nums):
             pool = []
             if stages == 1:
                 pool.append(_last_stage(problem, costs, size - num, size, in_flight))
             else:
-                for rest in range(stages - 1, num):
+                for rest in nums[:index]:
                     behind = before[rest]
                     if behind is not None:
                         pool += _prepended(problem, costs, size - num, size - rest, in_flight, behind, rest, width)
-            skipped = now[num - 1] if may_skip else None
+            skipped = now[nums[index - 1]] if may_skip and index else None
             now[num] = _kept([*pool, skipped] if skipped is not None else pool, width)
         history.append(now)
         before = now
