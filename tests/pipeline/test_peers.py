@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.pipeline_examples import Example, examples
-from benchmarks.pipeline_reference import compositions
+from benchmarks.pipeline_cases.brute_force import compositions
+from benchmarks.pipeline_cases.published import Example, examples
 from socflower.errors import ConfigError
 from socflower.pipeline.plan import PipelinePlan
 from socflower.pipeline.planner.peers import PEERS, compare, dapple, gpipe, pipedream_partition, pipeline_parallel

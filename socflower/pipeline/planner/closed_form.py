@@ -11,6 +11,11 @@ greatest value over s, is the sum D + A of two numbers:
     D = max_i (M·E_i + C_i),    A = max_s (T_a^s − Σ_{i<s} E_b^i).
 
 Prepending a step changes each by itself, which makes the dynamic programme of Algorithm 2 exact on pairs (D, A).
+
+The formula counts both directions of a communication step one after the other, M·(E_f + E_b). On links that carry both
+at once, as those of `cluster` do, the dominant one of a pipeline bound by a link takes about half of that. With
+`duplex`, a communication step counts (M − 1)·max(E_f, E_b) + E_f + E_b in D; the planner ranks candidates by that, and
+reports the formula of the paper.
 """
 
 from collections import Counter
@@ -41,6 +46,15 @@ class Step:
     forward_s: float
     backward_s: float
     after_s: float = 0.0  # all-reduce and update
+    transfers: bool = False  # a communication step
+
+
+    def all_s(self, num_micro_batches: int, duplex: bool) -> float:
+        """Return the seconds of all micro-batches, M·(E_f + E_b) unless the directions of a transfer are concurrent."""
+        once_s = self.forward_s + self.backward_s
+        if duplex and self.transfers:
+            return (num_micro_batches - 1) * max(self.forward_s, self.backward_s) + once_s
+        return num_micro_batches * once_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,20 +72,20 @@ class Latency:
         return self.aligned_s + self.tail_s
 
 
-def update_latency(problem: PipelineProblem, plan: Plan) -> float:
+def update_latency(problem: PipelineProblem, plan: Plan, *, duplex: bool = False) -> float:
     """Return the seconds of one update of the weights by the closed form.
 
     The groups of a 2-D plan run side by side, without all-reduces of their own; the exchange among groups follows the
     slowest.
     """
     if isinstance(plan, PipelinePlan):
-        return latency(problem, plan).seconds
+        return latency(problem, plan, duplex=duplex).seconds
     alone = len(plan.groups) == 1 and plan.sync == Sync.SERVER
-    slowest_s = max(latency(problem, group, reduces=False).seconds for group in plan.groups)
+    slowest_s = max(latency(problem, group, reduces=False, duplex=duplex).seconds for group in plan.groups)
     return slowest_s + (0.0 if alone else _exchange_s(problem, plan))
 
 
-def latency(problem: PipelineProblem, plan: PipelinePlan, *, reduces: bool = True) -> Latency:
+def latency(problem: PipelineProblem, plan: PipelinePlan, *, reduces: bool = True, duplex: bool = False) -> Latency:
     """Return the steps of a pipeline and its seconds; without `reduces`, stages only update after the last pass.
 
     In backward-after-forward order all forward passes end before the first backward pass, so that
@@ -81,7 +95,7 @@ def latency(problem: PipelineProblem, plan: PipelinePlan, *, reduces: bool = Tru
     before_s, aligned_s = 0.0, []
     before_b, tail_s = 0.0, -inf
     for step in steps:
-        aligned_s.append(plan.num_micro_batches * (step.forward_s + step.backward_s) + before_s)
+        aligned_s.append(step.all_s(plan.num_micro_batches, duplex) + before_s)
         before_s += step.forward_s + step.backward_s
         tail_s = max(tail_s, step.after_s - before_b)
         before_b += step.backward_s
@@ -135,7 +149,7 @@ def communication_step(problem: PipelineProblem, senders: Sequence[int], receive
     there = [(senders[piece.sender], receivers[piece.receiver], piece.num_samples * output_bytes) for piece in pieces]
     back = [(target, source, num_bytes) for source, target, num_bytes in there]
     return Step(name=name, forward_s=concurrent_s(problem.cluster, there),
-                backward_s=concurrent_s(problem.cluster, back))
+                backward_s=concurrent_s(problem.cluster, back), transfers=True)
 
 
 def concurrent_s(cluster: Cluster, transfers: Sequence[tuple[Endpoint, Endpoint, float]]) -> float:
@@ -158,7 +172,8 @@ def _supply_step(problem: PipelineProblem, plan: PipelinePlan, source: int) -> S
     ends = ((plan.stages[0], model.input_bytes), (plan.stages[-1], model.label_bytes))
     transfers = [(source, soc, num_bytes * share) for stage, num_bytes in ends if num_bytes
                  for soc, share in zip(stage.devices, stage.shares, strict=True) if soc != source]
-    return Step(name="samples", forward_s=concurrent_s(problem.cluster, transfers), backward_s=0.0)
+    return Step(name="samples", forward_s=concurrent_s(problem.cluster, transfers), backward_s=0.0,
+                transfers=True)
 
 
 def _exchange_s(problem: PipelineProblem, plan: TwoDPlan) -> float:

@@ -45,6 +45,10 @@ class _States:
     rest: Ints  # which of the kept pipelines of the devices behind follows
     num_rest: Ints  # the n of those
 
+    def first_cut(self) -> "_States":
+        """Return the states of the first cut alone."""
+        return _States(*(getattr(self, name)[:, :1] for name in self.__slots__))
+
     def at(self, which: Ints) -> "_States":
         """Return a choice of kept pipelines for each cut."""
         columns = np.arange(self.aligned_s.shape[1])
@@ -54,7 +58,7 @@ class _States:
 def search(
     problem: PipelineProblem, order: Sequence[PipelineDevice], *, bounds: Ints | None = None,
     places: Sequence[int] | None = None, rule: InFlight = ASTEROID, width: int = 1, max_stages: int | None = None,
-    may_skip: bool = False,
+    may_skip: bool = False, duplex: bool = False,
 ) -> Iterator[Found]:
     """Yield plans for the devices in this order: for each number of stages the kept ones, if they fit the budgets.
 
@@ -70,11 +74,13 @@ def search(
         How many pairs (D, A) are kept for each state; 1 is Algorithm 2.
     may_skip : bool
         Whether devices may be left out.
+    duplex : bool
+        Whether the two directions of a transfer are counted as concurrent; see `closed_form`.
     """
     size = len(order)
     if bounds is None:
         bounds = np.arange(problem.model.num_layers + 1)
-    costs = RangeCosts(problem, order, bounds)
+    costs = _Costs(problem, order, bounds, duplex)
     most = min(size, len(bounds) - 1, max_stages or size)
     # Numbers of devices from a place to the end, rising.
     nums = sorted({size, *(size - place for place in range(size) if places is None or place in places)})
@@ -86,14 +92,17 @@ def search(
         for index, num in enumerate(nums):
             pool = []
             if stages == 1:
-                pool.append(_last_stage(problem, costs, size - num, size, in_flight))
+                pool.append(_last_stage(costs, size - num, size, in_flight))
             else:
                 for rest in nums[:index]:
                     behind = before[rest]
                     if behind is not None:
-                        pool += _prepended(problem, costs, size - num, size - rest, in_flight, behind, rest, width)
+                        pool += _prepended(costs, size - num, size - rest, in_flight, behind, rest, width)
             skipped = now[nums[index - 1]] if may_skip and index else None
-            now[num] = _kept([*pool, skipped] if skipped is not None else pool, width)
+            if skipped is not None:
+                pool.append(skipped)
+            # In front of all devices only the first cut matters.
+            now[num] = _kept([each.first_cut() for each in pool] if num == size else pool, width)
         history.append(now)
         before = now
         last = now[size]
@@ -101,32 +110,43 @@ def search(
             for which in range(len(last.aligned_s)):
                 total = float(last.aligned_s[which, 0] + last.tail_s[which, 0])
                 if np.isfinite(total):
-                    yield Found(total, _plan(problem, costs, history, rule, which))
+                    yield Found(total, _plan(costs, history, rule, which))
 
 
-def _last_stage(problem: PipelineProblem, costs: RangeCosts, begin: int, end: int, in_flight: int) -> _States:
+class _Costs:
+    """Costs of ranges: of all for groups in the middle, of those that a first or a last group can have otherwise."""
+
+    def __init__(self, problem: PipelineProblem, order: Sequence[PipelineDevice], bounds: Ints, duplex: bool) -> None:
+        self.problem, self.size, self.num_cuts = problem, len(order), len(bounds) - 1
+        self.num_transfers = problem.num_micro_batches + 1.0 if duplex else 2.0 * problem.num_micro_batches
+        self._parts = {which: RangeCosts(problem, order, bounds, which) for which in ("first", "last", "all")}
+
+    def of(self, begin: int, end: int) -> RangeCosts:
+        """Return the costs of a group of devices."""
+        return self._parts["last" if end == self.size else "all" if begin else "first"]
+
+
+def _last_stage(costs: _Costs, begin: int, end: int, in_flight: int) -> _States:
     """Return the single stages of all suffixes of the layers."""
-    whole = costs.row_starts + costs.row_lengths - 1
-    found = costs.stage(begin, end, in_flight)
-    constant = np.ones((1, len(whole)), np.int64)
-    return _States(problem.num_micro_batches * found.both_s[whole][None], found.after_s[whole][None],
-                   found.most_share[whole][None], begin * constant, end * constant, whole[None], 0 * constant,
-                   0 * constant)
+    found = costs.of(begin, end).stage(begin, end, in_flight)
+    constant = np.ones((1, costs.num_cuts), np.int64)
+    return _States(costs.problem.num_micro_batches * found.both_s[None], found.after_s[None], found.most_share[None],
+                   begin * constant, end * constant, np.arange(costs.num_cuts)[None], 0 * constant, 0 * constant)
 
 
-def _prepended(problem: PipelineProblem, costs: RangeCosts, begin: int, end: int, in_flight: int, behind: _States,
-               num_rest: int, width: int) -> list[_States]:
+def _prepended(every: _Costs, begin: int, end: int, in_flight: int, behind: _States, num_rest: int,
+               width: int) -> list[_States]:
     """Return the best pipelines of a stage on devices `begin` to `end` before those kept for the rest."""
+    costs = every.of(begin, end)
     stage, cut = costs.stage(begin, end, in_flight), costs.stop_cut
-    last = len(costs.bounds) - 1
-    inside = np.minimum(cut, last - 1)  # the empty rest, behind the last cut, has no state
-    num_micro_batches, found = problem.num_micro_batches, []
+    inside = np.minimum(cut, every.num_cuts - 1)  # the empty rest, behind the last cut, has no state
+    num_micro_batches, found = every.problem.num_micro_batches, []
     for which in range(len(behind.aligned_s)):
         rest_s = np.append(behind.aligned_s[which], np.inf)[cut]
         transfer_s = costs.transfer_s(begin, end, behind.end[which][inside],
                                       np.maximum(stage.most_share, behind.share[which][inside]), cut)
         aligned_s = np.maximum(num_micro_batches * stage.both_s,
-                               np.maximum(2.0 * num_micro_batches * transfer_s, rest_s + 2.0 * transfer_s)
+                               np.maximum(every.num_transfers * transfer_s, rest_s + 2.0 * transfer_s)
                                + stage.both_s)
         with np.errstate(invalid="ignore"):
             tail_s = np.maximum(stage.after_s, np.append(behind.tail_s[which], 0.0)[cut] - stage.backward_s
@@ -176,15 +196,15 @@ def _kept(pool: Sequence[_States], width: int) -> _States | None:
     return every.at(np.array(chosen))
 
 
-def _plan(problem: PipelineProblem, costs: RangeCosts, history: Sequence[Sequence[_States | None]], rule: InFlight,
-          which: int) -> PipelinePlan:
+def _plan(every: _Costs, history: Sequence[Sequence[_States | None]], rule: InFlight, which: int) -> PipelinePlan:
     """Return the plan of a kept pipeline of all layers."""
+    problem = every.problem
     stages, cut, num = [], 0, len(history[0]) - 1
     for left in range(len(history), 0, -1):
         states = history[left - 1][num]
         assert states is not None
         layers, begin, end = (int(values[which, cut]) for values in (states.layers, states.begin, states.end))
-        in_flight = rule.count(left, problem.num_micro_batches)
+        costs, in_flight = every.of(begin, end), rule.count(left, problem.num_micro_batches)
         stages.append(_stage(costs, layers, begin, end, in_flight))
         which, num = int(states.rest[which, cut]), int(states.num_rest[which, cut])
         cut = int(costs.stop_cut[layers])

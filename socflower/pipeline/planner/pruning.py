@@ -4,6 +4,7 @@ Cuts and places of groups are thinned out first; a second search then looks at a
 """
 
 from collections.abc import Sequence
+from itertools import permutations
 
 import numpy as np
 
@@ -13,6 +14,8 @@ from socflower.pipeline.problem import Ints, PipelineDevice, PipelineProblem
 MOST_CUTS = 49
 MOST_PLACES = 20
 MOST_STAGES = 12
+_ALL_ORDERS_OF = 4  # devices, of models up to so many layers:
+_ALL_ORDERS_LAYERS = 64
 _NEAR_LAYERS = 8
 _NEAR_PLACES = 3
 
@@ -22,16 +25,26 @@ def by_memory(devices: Sequence[PipelineDevice]) -> list[PipelineDevice]:
     return sorted(devices, key=lambda device: (-device.memory_bytes, seconds_of(device), device.soc))
 
 
-def orders(devices: Sequence[PipelineDevice]) -> list[list[PipelineDevice]]:
-    """Return different orders of devices; orders of equal devices are the same."""
+def orders(problem: PipelineProblem) -> list[list[PipelineDevice]]:
+    """Return orders of the devices to plan for: by memory, by speed both ways, as numbered; of a few devices, all.
+
+    Of orders in which equal devices change places behind equal links, one is enough; links are taken as equal if all
+    devices are on one board or on boards of their own.
+    """
+    devices = problem.devices
     by_speed = sorted(devices, key=lambda device: (seconds_of(device), device.soc))
-    found, seen = [], set()
-    for order in (by_memory(devices), by_speed, by_speed[::-1], sorted(devices, key=lambda device: device.soc)):
-        key = tuple((id(device.seconds), device.memory_bytes, device.soc) for device in order)
-        if key not in seen:
-            seen.add(key)
-            found.append(list(order))
-    return found
+    chosen: list[Sequence[PipelineDevice]] = [by_memory(devices), by_speed, by_speed[::-1],
+                                              sorted(devices, key=lambda device: device.soc)]
+    if len(devices) <= _ALL_ORDERS_OF and problem.model.num_layers <= _ALL_ORDERS_LAYERS:
+        chosen += list(permutations(devices))
+    boards = [problem.cluster.board_of(device.soc) for device in devices]
+    alike = len(set(boards)) in (1, len(boards))
+    found: dict[tuple[object, ...], list[PipelineDevice]] = {}
+    for order in chosen:
+        key = tuple((id(device.seconds), device.memory_bytes, device.update_bytes_per_s, -1 if alike else device.soc)
+                    for device in order)
+        found.setdefault(key, list(order))
+    return list(found.values())
 
 
 def seconds_of(device: PipelineDevice) -> float:
@@ -45,7 +58,7 @@ def search_work(problem: PipelineProblem, width: int) -> float:
     layers, size = problem.model.num_layers, len(problem.devices)
     stages = min(size, layers)
     groups = sum((num - rest) > 0 for num in range(1, size + 1) for rest in range(num))
-    return 0.5 * layers * layers * groups * max(1.0, stages / 3.0) * width * len(orders(problem.devices))
+    return 0.5 * layers * layers * groups * max(1.0, stages / 3.0) * width * len(orders(problem))
 
 
 def likely_cuts(problem: PipelineProblem, count: int) -> Ints:

@@ -25,15 +25,23 @@ class StageCosts:
 
 
 class RangeCosts:
-    """The costs of groups of consecutive devices in `order`, of stages between the cuts `bounds`."""
+    """The costs of groups of consecutive devices in `order`, of stages between the cuts `bounds`.
 
-    def __init__(self, problem: PipelineProblem, order: Sequence[PipelineDevice], bounds: Ints) -> None:
+    `which` ranges: "all", "first", those that begin with the first layer, or "last", those that end with the last one.
+    """
+
+    def __init__(self, problem: PipelineProblem, order: Sequence[PipelineDevice], bounds: Ints, which: str) -> None:
         model = problem.model
         self._problem, self._order, self.bounds = problem, order, bounds
         last = len(bounds) - 1
-        first_cut, stop_cut = np.triu_indices(last + 1, 1)
+        if which == "first":
+            first_cut, stop_cut = np.zeros(last, np.int64), np.arange(1, last + 1)
+        elif which == "last":
+            first_cut, stop_cut = np.arange(last), np.full(last, last)
+        else:
+            first_cut, stop_cut = np.triu_indices(last + 1, 1)
         self.first_cut, self.stop_cut = first_cut.astype(np.int64), stop_cut.astype(np.int64)
-        self.row_starts = np.searchsorted(self.first_cut, np.arange(last))
+        self.row_starts = np.flatnonzero(np.diff(self.first_cut, prepend=-1))
         self.row_lengths = np.diff(np.append(self.row_starts, len(first_cut)))
         self.ranges = LayerRanges.of(model, bounds[first_cut], bounds[stop_cut], problem.optimizer_copies)
         self._weight = model.weight_prefix[bounds[stop_cut]] - model.weight_prefix[bounds[first_cut]]

@@ -127,7 +127,8 @@ def candidates(problem: PipelineProblem, settings: PlannerSettings) -> tuple[lis
     """Return different plans, the least latency of the closed form first, and whether nothing was pruned.
 
     They are those of several orders of devices: by memory as in the paper, by speed in either direction, and as they
-    are numbered, which keeps boards together; with the paper's K and with one a stage where memory is scarce. A pruned
+    are numbered, which keeps boards together; with the paper's K and with one a stage where memory is scarce. Of a few
+    devices all orders are tried. A pruned
     search looks at the likeliest cuts and at even groups of devices first, and then at all near the best it found.
     """
     pruned = settings.prune if settings.prune is not None else search_work(problem, settings.width) > WORK_LIMIT
@@ -135,24 +136,24 @@ def candidates(problem: PipelineProblem, settings: PlannerSettings) -> tuple[lis
     found: dict[PipelinePlan, float] = {}
     searches: dict[PipelinePlan, tuple[list[PipelineDevice], InFlight]] = {}
     for rule in (ASTEROID, RULES["b"]) if _memory_is_scarce(problem) else (ASTEROID,):
-        for order in orders(problem.devices):
+        for order in orders(problem):
             places = likely_places(order, MOST_PLACES) if pruned else None
             for each in search(problem, order, bounds=bounds, places=places, rule=rule, width=settings.width,
-                               max_stages=most_stages, may_skip=True):
+                               max_stages=most_stages, may_skip=True, duplex=True):
                 if each.plan not in found:
-                    found[each.plan] = update_latency(problem, each.plan)
+                    found[each.plan] = update_latency(problem, each.plan, duplex=True)
                     searches[each.plan] = order, rule
     if pruned:
         for plan in sorted(found, key=found.__getitem__)[:settings.num_tuned]:
             order, rule = searches[plan]
             close, places = near(problem, plan, order)
             for each in search(problem, order, bounds=close, places=places, rule=rule, width=settings.width,
-                               max_stages=len(plan.stages), may_skip=True):
-                found[each.plan] = update_latency(problem, each.plan)
+                               max_stages=len(plan.stages), may_skip=True, duplex=True):
+                found[each.plan] = update_latency(problem, each.plan, duplex=True)
     for device in problem.devices:
         alone = single_device(problem, device)
         if alone is not None and alone not in found:
-            found[alone] = update_latency(problem, alone)
+            found[alone] = update_latency(problem, alone, duplex=True)
     return sorted(found, key=found.__getitem__), not pruned
 
 

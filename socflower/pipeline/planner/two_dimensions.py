@@ -37,7 +37,7 @@ def best_two_d(problem: PipelineProblem, *, sync: Sync = Sync.RING, server: int 
     """
     plans = [plan for groups in groupings(problem)
              if (plan := plan_groups(problem, groups, group_pipeline, sync=sync, server=server)) is not None]
-    return min(plans, key=lambda plan: update_latency(problem, plan), default=None)
+    return min(plans, key=lambda plan: update_latency(problem, plan, duplex=True), default=None)
 
 
 def groupings(problem: PipelineProblem) -> Iterator[Groups]:
@@ -69,7 +69,8 @@ def plan_groups(problem: PipelineProblem, groups: Groups, plan_group: GroupPlann
         if (index, size) not in known:
             own = replace(problem, devices=groups[index], micro_batch_size=size)
             plan = plan_group(own)
-            known[index, size] = None if plan is None else (latency(own, plan, reduces=False).seconds, plan)
+            known[index, size] = None if plan is None else (
+                latency(own, plan, reduces=False, duplex=True).seconds, plan)
         return known[index, size]
 
     total = problem.micro_batch_size
@@ -106,7 +107,8 @@ def group_pipeline(problem: PipelineProblem) -> PipelinePlan | None:
     order = by_memory(problem.devices)
     bounds = likely_cuts(problem, MOST_CUTS) if problem.model.num_layers > MOST_CUTS else None
     places = likely_places(order, MOST_PLACES) if len(order) > MOST_PLACES else None
-    found = min(search(problem, order, bounds=bounds, places=places, max_stages=MOST_STAGES, may_skip=True),
+    found = min(search(problem, order, bounds=bounds, places=places, max_stages=MOST_STAGES, may_skip=True,
+                       duplex=True),
                 key=lambda each: each.latency_s, default=None)
     return None if found is None else found.plan
 

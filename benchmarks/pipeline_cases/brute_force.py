@@ -43,16 +43,22 @@ def plans_of_order(problem: PipelineProblem, order: Sequence[PipelineDevice], *,
     """
     num_layers = problem.model.num_layers
     for num_stages in range(1, min(len(order), num_layers) + 1):
-        counts = rule.counts(num_stages, problem.num_micro_batches)
         for widths in compositions(len(order), num_stages):
             for depths in compositions(num_layers, num_stages):
-                choices: list[list[Stage]] = []
-                begin = first = 0
-                for width, depth, in_flight in zip(widths, depths, counts, strict=True):
-                    group, last = order[begin:begin + width], first + depth - 1
-                    choices.append(list(_stages(problem, first, last, group, in_flight, all_shares)))
-                    begin, first = begin + width, last + 1
-                yield from _products(problem, choices)
+                yield from plans_of(problem, order, widths, depths, rule=rule, all_shares=all_shares)
+
+
+def plans_of(problem: PipelineProblem, order: Sequence[PipelineDevice], widths: Sequence[int], depths: Sequence[int], *,
+             rule: InFlight = ASTEROID, all_shares: bool = False) -> Iterator[PipelinePlan]:
+    """Yield the plans whose stages have so many devices of the order and so many layers."""
+    choices: list[list[Stage]] = []
+    begin = first = 0
+    counts = rule.counts(len(widths), problem.num_micro_batches)
+    for width, depth, in_flight in zip(widths, depths, counts, strict=True):
+        group, last = order[begin:begin + width], first + int(depth) - 1
+        choices.append(list(_stages(problem, first, last, group, in_flight, all_shares)))
+        begin, first = begin + int(width), last + 1
+    yield from _products(problem, choices)
 
 
 def best_by_brute_force(problem: PipelineProblem, *, rule: InFlight = ASTEROID, subsets: bool = True,
