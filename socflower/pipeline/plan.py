@@ -4,7 +4,7 @@ A plan can be executed without its problem: which layers, which samples, from wh
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
@@ -91,7 +91,10 @@ class Stage:
         return tuple(share / self.micro_batch_size for share in self.shares)
 
     def memory_bytes(self, problem: PipelineProblem, share: int) -> float:
-        """Return `MOD + OPT + K_p·ACT(β)` of a device with a share of β samples (F28, Eq. 3)."""
+        """Return `MOD + OPT + K_p·ACT(β)` of a device with a share of β samples (F28, Eq. 3).
+
+        What has arrived and waits for its forward pass is not counted, as in the paper.
+        """
         model = problem.model
         return (model.state_bytes(self.first_layer, self.last_layer, problem.optimizer_copies)
                 + self.in_flight * share * model.kept_bytes(self.first_layer, self.last_layer))
@@ -286,6 +289,13 @@ class TwoDPlan:
 
 
 Plan: TypeAlias = PipelinePlan | TwoDPlan
+
+
+def with_samples_on(plan: Plan, soc: int | None) -> Plan:
+    """Return the plan with samples and labels on a device; None: where they are needed."""
+    if isinstance(plan, TwoDPlan):
+        return replace(plan, groups=tuple(replace(group, samples_on=soc) for group in plan.groups))
+    return replace(plan, samples_on=soc)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.pipeline.plan import PipelinePlan
 from socflower.pipeline.planner.closed_form import update_latency
+from socflower.pipeline.planner.peers import compare
 from socflower.pipeline.planner.selection import (
     PlannerSettings,
     algorithm_2,
@@ -152,3 +153,21 @@ def test_what_cannot_be_planned_is_refused_in_one_line(case: PipelineProblem, er
 def test_a_link_without_bandwidth_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"soc_bytes_per_s = 0\.0 must be above 0"):
         problem([layer(), layer()], [even(2)] * 2, link=0.0)
+
+
+def test_samples_on_one_device_are_part_of_the_plan_and_its_time() -> None:
+    """Large inputs on one device: the first stage should be that device, since others would have to receive them."""
+    layers = [layer(weight=1e4, output=1.0) for _ in range(3)]
+    case = problem(layers, [even(3)] * 3, micro_batch_size=6, num_micro_batches=12, input_bytes=500.0)
+    for source in (0, 2):
+        found = plan_pipeline(case, PlannerSettings(samples_on=source))
+        assert isinstance(found.plan, PipelinePlan)
+        assert found.plan.samples_on == source
+        assert found.plan.stages[0].devices == (source,)
+        for each in compare(case, ["gpipe", "2d"], samples_on=source):
+            assert each.plan is not None
+            assert simulate(case, each.plan).num_bytes == pytest.approx(each.plan.communication_bytes(case))
+    with pytest.raises(ConfigError, match="SoC 7 is no device of this problem"):
+        plan_pipeline(case, PlannerSettings(samples_on=7))
+    with pytest.raises(ConfigError, match="no comparator 'gpip'; there are single-device"):
+        compare(case, ["gpip"])

@@ -22,8 +22,8 @@ from math import inf
 
 import numpy as np
 
-from socflower.errors import InfeasiblePlan
-from socflower.pipeline.plan import PipelinePlan, Plan, Policy, Prediction, Stage, Sync, TwoDPlan
+from socflower.errors import ConfigError, InfeasiblePlan
+from socflower.pipeline.plan import PipelinePlan, Plan, Policy, Prediction, Stage, Sync, TwoDPlan, with_samples_on
 from socflower.pipeline.planner.allocation import Allocator, DeviceClass, LayerRanges, class_shares
 from socflower.pipeline.planner.dynamic_program import search
 from socflower.pipeline.planner.pruning import seconds_of
@@ -50,21 +50,27 @@ class Compared:
 
 
 def compare(problem: PipelineProblem, names: Sequence[str] = (), *,
-            micro_batch_sizes: Sequence[int] = ()) -> tuple[Compared, ...]:
-    """Return the plans of peers by name, default all, each with its best of the micro-batch sizes."""
+            micro_batch_sizes: Sequence[int] = (), samples_on: int | None = None) -> tuple[Compared, ...]:
+    """Return the plans of peers by name, default all, each with its best of the micro-batch sizes.
+
+    `samples_on` is the SoC that has samples and labels; None: they are where they are needed.
+    """
+    unknown = next((name for name in names if name not in PEERS), None)
+    if unknown is not None:
+        raise ConfigError(f"pipeline: no comparator {unknown!r}; there are {', '.join(PEERS)}")
     found = []
     for name in names or PEERS:
-        tried = [_compared(name, sized) for sized in micro_batch_choices(problem, micro_batch_sizes)]
+        tried = [_compared(name, sized, samples_on) for sized in micro_batch_choices(problem, micro_batch_sizes)]
         found.append(min(tried, key=lambda each: (not each.fits, each.prediction.step_s if each.prediction else inf)))
     return tuple(found)
 
 
-def _compared(name: str, problem: PipelineProblem) -> Compared:
+def _compared(name: str, problem: PipelineProblem, samples_on: int | None) -> Compared:
     try:
         plan = PEERS[name](problem)
     except InfeasiblePlan as why:
         return Compared(name=name, problem=problem, plan=None, prediction=None, fits=False, why_not=str(why))
-    plan = replace(plan, planner=name)
+    plan = with_samples_on(replace(plan, planner=name), samples_on)
     why_not = ""
     try:
         plan.check(problem)

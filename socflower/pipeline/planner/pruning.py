@@ -25,8 +25,10 @@ def by_memory(devices: Sequence[PipelineDevice]) -> list[PipelineDevice]:
     return sorted(devices, key=lambda device: (-device.memory_bytes, seconds_of(device), device.soc))
 
 
-def orders(problem: PipelineProblem) -> list[list[PipelineDevice]]:
+def orders(problem: PipelineProblem, samples_on: int | None = None) -> list[list[PipelineDevice]]:
     """Return orders of the devices to plan for: by memory, by speed both ways, as numbered; of a few devices, all.
+
+    Each is also returned with the device first that has the samples, if one has.
 
     Of orders in which equal devices change places behind equal links, one is enough; links are taken as equal if all
     devices are on one board or on boards of their own.
@@ -37,11 +39,14 @@ def orders(problem: PipelineProblem) -> list[list[PipelineDevice]]:
                                               sorted(devices, key=lambda device: device.soc)]
     if len(devices) <= _ALL_ORDERS_OF and problem.model.num_layers <= _ALL_ORDERS_LAYERS:
         chosen += list(permutations(devices))
+    chosen += [sorted(order, key=lambda device: device.soc != samples_on) for order in chosen[:4]
+               if samples_on is not None]
     boards = [problem.cluster.board_of(device.soc) for device in devices]
     alike = len(set(boards)) in (1, len(boards))
     found: dict[tuple[object, ...], list[PipelineDevice]] = {}
     for order in chosen:
-        key = tuple((id(device.seconds), device.memory_bytes, device.update_bytes_per_s, -1 if alike else device.soc)
+        key = tuple((id(device.seconds), device.memory_bytes, device.update_bytes_per_s,
+                     -1 if alike and device.soc != samples_on else device.soc)
                     for device in order)
         found.setdefault(key, list(order))
     return list(found.values())

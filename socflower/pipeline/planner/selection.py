@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from socflower.errors import ConfigError, InfeasiblePlan, require_range
-from socflower.pipeline.plan import PipelinePlan, Plan, Policy, Prediction, Stage
+from socflower.pipeline.plan import PipelinePlan, Plan, Policy, Prediction, Stage, with_samples_on
 from socflower.pipeline.planner.closed_form import update_latency
 from socflower.pipeline.planner.dynamic_program import Found, search
 from socflower.pipeline.planner.pruning import (
@@ -46,6 +46,7 @@ class PlannerSettings:
     num_simulated: int = 8  # the best by the closed form that are simulated
     num_tuned: int = 3  # the best of those that are simulated with other K
     micro_batch_sizes: tuple[int, ...] = ()  # others of the same mini-batch to try; each divides it
+    samples_on: int | None = None  # the SoC that has samples and labels; None: they are where they are needed
     two_d: bool = True  # whether to look at pipelines in parallel too
     prune: bool | None = None  # None: if the search would exceed `WORK_LIMIT`
 
@@ -107,6 +108,8 @@ def plan_pipeline(problem: PipelineProblem, settings: PlannerSettings | None = N
     """
     settings = settings or PlannerSettings()
     _check(problem)
+    if settings.samples_on is not None:
+        problem.device(settings.samples_on)
     ranked: list[Planned] = []
     num_candidates, exact = 0, True
     for sized in micro_batch_choices(problem, settings.micro_batch_sizes):
@@ -117,7 +120,7 @@ def plan_pipeline(problem: PipelineProblem, settings: PlannerSettings | None = N
         raise nothing_fits(problem)
     ranked.sort(key=lambda each: each.prediction.step_s)
     if settings.two_d:
-        ranked += _in_two_dimensions(ranked[0].problem)
+        ranked += _in_two_dimensions(ranked[0].problem, settings.samples_on)
         ranked.sort(key=lambda each: each.prediction.step_s)
     best = ranked[0]
     return replace(best, exact=exact, num_candidates=num_candidates, alternatives=tuple(ranked[1:]))
@@ -136,23 +139,26 @@ def candidates(problem: PipelineProblem, settings: PlannerSettings) -> tuple[lis
     found: dict[PipelinePlan, float] = {}
     searches: dict[PipelinePlan, tuple[list[PipelineDevice], InFlight]] = {}
     for rule in (ASTEROID, RULES["b"]) if _memory_is_scarce(problem) else (ASTEROID,):
-        for order in orders(problem):
+        for order in orders(problem, settings.samples_on):
             places = likely_places(order, MOST_PLACES) if pruned else None
             for each in search(problem, order, bounds=bounds, places=places, rule=rule, width=settings.width,
                                max_stages=most_stages, may_skip=True, duplex=True):
-                if each.plan not in found:
-                    found[each.plan] = update_latency(problem, each.plan, duplex=True)
-                    searches[each.plan] = order, rule
+                plan = replace(each.plan, samples_on=settings.samples_on)
+                if plan not in found:
+                    found[plan] = update_latency(problem, plan, duplex=True)
+                    searches[plan] = order, rule
     if pruned:
         for plan in sorted(found, key=found.__getitem__)[:settings.num_tuned]:
             order, rule = searches[plan]
             close, places = near(problem, plan, order)
             for each in search(problem, order, bounds=close, places=places, rule=rule, width=settings.width,
                                max_stages=len(plan.stages), may_skip=True, duplex=True):
-                found[each.plan] = update_latency(problem, each.plan, duplex=True)
+                moved = replace(each.plan, samples_on=settings.samples_on)
+                found[moved] = update_latency(problem, moved, duplex=True)
     for device in problem.devices:
         alone = single_device(problem, device)
-        if alone is not None and alone not in found:
+        if alone is not None:
+            alone = replace(alone, samples_on=settings.samples_on)
             found[alone] = update_latency(problem, alone, duplex=True)
     return sorted(found, key=found.__getitem__), not pruned
 
@@ -218,10 +224,13 @@ def micro_batch_choices(problem: PipelineProblem, sizes: Iterable[int]) -> list[
     return list(found.values())
 
 
-def _in_two_dimensions(problem: PipelineProblem) -> list[Planned]:
+def _in_two_dimensions(problem: PipelineProblem, samples_on: int | None) -> list[Planned]:
     """Return the best plan of pipelines in parallel by the closed form, if there is one."""
-    plan = best_two_d(problem)
-    return [] if plan is None else [Planned(problem=problem, plan=plan, prediction=predict(problem, plan))]
+    found = best_two_d(problem)
+    if found is None:
+        return []
+    plan = with_samples_on(found, samples_on)
+    return [Planned(problem=problem, plan=plan, prediction=predict(problem, plan))]
 
 
 def _check(problem: PipelineProblem) -> None:
@@ -237,7 +246,7 @@ def _check(problem: PipelineProblem) -> None:
 def _simulated(problem: PipelineProblem, plans: Sequence[PipelinePlan], settings: PlannerSettings) -> list[Planned]:
     chosen = dict.fromkeys(_different(plans, settings.num_simulated))
     if plans and problem.model.num_layers * len(problem.devices) <= _MOST_OF_PAPER:
-        chosen[algorithm_2(problem).plan] = None
+        chosen[replace(algorithm_2(problem).plan, samples_on=settings.samples_on)] = None
     first = [Planned(problem=problem, plan=plan, prediction=predict(problem, plan)) for plan in chosen]
     first.sort(key=lambda each: each.prediction.step_s)
     found = []

@@ -14,7 +14,6 @@ from socflower.pipeline.planner.closed_form import latency, update_latency
 from socflower.pipeline.planner.dynamic_program import search
 from socflower.pipeline.planner.pruning import (
     MOST_CUTS,
-    MOST_PLACES,
     MOST_STAGES,
     by_memory,
     likely_cuts,
@@ -28,6 +27,7 @@ GroupPlanner = Callable[[PipelineProblem], PipelinePlan | None]
 """Plans one group's pipeline; None if nothing fits."""
 
 _MOST_MOVES = 8
+_MOST_PLACES = 8
 
 
 def best_two_d(problem: PipelineProblem, *, sync: Sync = Sync.RING, server: int | str = "hub") -> TwoDPlan | None:
@@ -105,8 +105,10 @@ def group_pipeline(problem: PipelineProblem) -> PipelinePlan | None:
     Its stages may themselves be groups.
     """
     order = by_memory(problem.devices)
-    bounds = likely_cuts(problem, MOST_CUTS) if problem.model.num_layers > MOST_CUTS else None
-    places = likely_places(order, MOST_PLACES) if len(order) > MOST_PLACES else None
+    few = len(order) <= _MOST_PLACES
+    most_cuts = MOST_CUTS if few else MOST_CUTS // 2
+    bounds = likely_cuts(problem, most_cuts) if problem.model.num_layers > most_cuts else None
+    places = None if few else likely_places(order, _MOST_PLACES)
     found = min(search(problem, order, bounds=bounds, places=places, max_stages=MOST_STAGES, may_skip=True,
                        duplex=True),
                 key=lambda each: each.latency_s, default=None)
