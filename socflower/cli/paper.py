@@ -18,14 +18,14 @@ if TYPE_CHECKING:  # planners and models are loaded by the command
 
 
 def paper(
-    name: Annotated[str, typer.Argument(help="Name of the paper, such as asteroid.")],
-    table: Annotated[int | None, typer.Option(help="Number of one table.")] = None,
-    figure: Annotated[int | None, typer.Option(help="Number of one figure.")] = None,
-    item: Annotated[str | None, typer.Option(help="One by its name in --list, such as energy.")] = None,
-    show_list: Annotated[bool, typer.Option("--list", help="List all with their state; compute nothing.")] = False,
+    name: Annotated[str, typer.Argument(help="asteroid.")],
+    table: Annotated[int | None, typer.Option(help="One table.")] = None,
+    figure: Annotated[int | None, typer.Option(help="One figure.")] = None,
+    item: Annotated[str | None, typer.Option(help="One by its name.")] = None,
+    show_list: Annotated[bool, typer.Option("--list", help="Only list them, with their states.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Compute a paper's tables and figures anew and show them beside the published numbers."""
+    """Compute a paper's tables and figures anew, beside the published numbers."""
     from socflower.paper.records import compare_item, read_paper, score
 
     chosen = [*(f"table-{number}" for number in [table] if number is not None),
