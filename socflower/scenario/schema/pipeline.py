@@ -21,7 +21,7 @@ Size = Annotated[int, Field(gt=0, le=1_000_000)]
 
 
 class PipelineConfig(Table):
-    """`[pipeline]`: of `hybrid-pipeline` ([planning](concepts/planning.md#pipelines))."""
+    """`[pipeline]`: of `hybrid-pipeline`"""
 
     micro_batch_sizes: tuple[Size, ...] = Field((), description=(
         "samples of a micro-batch, of which the planner takes the best; default: a 4th, 8th, 16th and 32nd of the "
