@@ -311,14 +311,6 @@ def _tensor_names(operations: Iterable[Operation]) -> frozenset[str]:
     return frozenset().union(*(operation.tensors for operation in operations))
 
 
-def _cut_name(graph: ModelGraph, place: Operation) -> str:
-    """Return the module's path (with `@n` for its n-th call, n > 1), or fx's name of a function call."""
-    if place.module is None:
-        return place.node.name
-    number = sum(other.module == place.module for other in graph.operations[:place.position + 1])
-    return f"{place.module}@{number}" if number > 1 else place.module
-
-
 def _frozen_until(graph: ModelGraph, places: Sequence[Operation], frozen: int | str | None) -> int:
     """Return the position of the last operation that is frozen, -1 for none."""
     if frozen is None:
@@ -328,7 +320,7 @@ def _frozen_until(graph: ModelGraph, places: Sequence[Operation], frozen: int | 
             raise ConfigError(f"model {graph.name}: frozen = {frozen} is no cut; they are numbered 0 to "
                               f"{len(places) - 1}")
         return places[frozen].position
-    cuts = [place for place in places if _cut_name(graph, place) == frozen]
+    cuts = [place for place in places if graph.name_of(place) == frozen]
     within = [one for one in graph.operations if f"{one.layer}.".startswith(f"{frozen}.")]
     if not cuts and not within:
         layers = dict.fromkeys(one.layer for one in graph.operations if one.module is not None)
@@ -380,7 +372,7 @@ def _cut_point(model: nn.Module, graph: ModelGraph, place: Operation) -> CutPoin
     # The root's own operations appear in a profile under its class's name.
     layers = {one.layer or type(model).__name__ for one in front if one.node.op != "placeholder"}
     return CutPoint(
-        name=_cut_name(graph, place), feature_shape=place.shape[1:], layout=place.layout,
+        name=graph.name_of(place), feature_shape=place.shape[1:], layout=place.layout,
         front_layers=frozenset(layers), front_names=frozenset(entries), front_weight_bytes=_num_bytes(tensors),
         front_trained_bytes=_num_bytes(trained), front_trains=bool(trained))
 

@@ -139,6 +139,13 @@ class ModelGraph:
         """The operations that read the result of an operation."""
         return {operation: tuple(self.by_node[user] for user in operation.node.users) for operation in self.operations}
 
+    def name_of(self, operation: Operation) -> str:
+        """Return the module's path (with `@n` for its n-th call, n > 1), or fx's name of a function call."""
+        if operation.module is None:
+            return operation.node.name
+        number = sum(other.module == operation.module for other in self.operations[:operation.position + 1])
+        return f"{operation.module}@{number}" if number > 1 else operation.module
+
 
 def capture(model: nn.Module, example: Example, *, name: str = "", leaves: Set[str] = frozenset()) -> ModelGraph:
     """Return the graph of `model` in training mode, down to torch's own layers and the modules named by `leaves`.

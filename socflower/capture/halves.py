@@ -7,7 +7,7 @@ batch and layer. A replay (F22) needs no stored state, and a pass over two halve
 
 import hashlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import fx, nn
@@ -30,20 +30,42 @@ def part_of(
 
     Operations up to position `frozen_until` (none: -1) run in evaluation mode.
     """
+    starts, output = () if start is None else (start,), None if end is None else end.position
+    return _part(model, graph, operations, frozen_until, starts, None if output is None else lambda made: made[output])
+
+
+def piece_of(
+    model: nn.Module, graph: ModelGraph, operations: Sequence[Operation], *, starts: Sequence[Operation],
+    ends: Sequence[Operation],
+) -> fx.GraphModule:
+    """Return operations as a module that several tensors enter and leave.
+
+    It takes the results of `starts` one by one (without any: the model's input) and returns a tuple of those of `ends`
+    (without any: the model's output).
+    """
+    return _part(model, graph, operations, -1, starts,
+                 (lambda made: tuple(made[end.position] for end in ends)) if ends else None)
+
+
+def _part(
+    model: nn.Module, graph: ModelGraph, operations: Sequence[Operation], frozen_until: int,
+    starts: Sequence[Operation], output: Callable[[Mapping[int, fx.Node]], fx.node.Argument] | None,
+) -> fx.GraphModule:
     streams = random_layers(graph, frozen_until)
     # Frozen operations are copied from the evaluation-mode graph, whose nodes are in the same order.
     places = {node: place for nodes in (graph.evaluation, (one.node for one in graph.operations))
               for place, node in enumerate(nodes)}
     part = fx.Graph()
-    made: dict[int, fx.Node] = {} if start is None else {start.position: part.placeholder("features")}
+    names = ["features"] if len(starts) == 1 else [f"features_{number}" for number in range(len(starts))]
+    made = {start.position: part.placeholder(name) for name, start in zip(names, starts, strict=True)}
     for operation in operations:
         place = operation.position
         if place in streams:
             part.call_function(start_stream, (place,))
         node = graph.evaluation[place] if place <= frozen_until else operation.node
         made[place] = part.node_copy(node, lambda other: made[places[other]])
-    if end is not None:
-        part.output(made[end.position])
+    if output is not None:
+        part.output(output(made))
     return fx.GraphModule(model, part)
 
 

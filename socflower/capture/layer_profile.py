@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from socflower.capture.batch_form import Batch, form_of, mapped, num_samples, output_of, tensors_in
-from socflower.capture.graph import CAPTURE_LOCK, reason
+from socflower.capture.graph import CAPTURE_LOCK, Example, ModelGraph, Operation, first_samples, reason
 from socflower.capture.operation_costs import AttentionAsFused, products_of
 from socflower.capture.random_state import forked_generator
 from socflower.cluster.cost_model import BACKWARD_TO_FORWARD, Gradient, LayerProfile, ModelProfile
@@ -182,6 +182,58 @@ def profile_module(module: nn.Module, example_input: ExampleBatch, name: str) ->
     layers = _layers(skeleton, recorder.tallies, size)
     return ModelProfile(name=name, layers=layers, input_bytes=input_bytes, ran_on=ran_on,
                         gradients=_gradients(skeleton, layers, recorder.tallies))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperationCost:
+    """What one operation of a graph costs, per sample."""
+
+    forward_flops: float
+    backward_flops: float
+    output_bytes: float
+    in_backward: bool  # whether gradients pass through it, so that its output is kept
+
+
+def profile_operations(model: nn.Module, graph: ModelGraph, example: Example) -> dict[Operation, OperationCost]:
+    """Return the cost of each operation of a model's graph, by the rules of `profile_module`.
+
+    Sums over all operations are those of its layers. No values are computed.
+    """
+    samples = first_samples(model, example, graph.name)
+    skeleton = fx.GraphModule(_without_values(model, graph.name), copy.deepcopy(graph.operations[0].node.graph))
+    runner = _OperationRunner(skeleton)
+    try:
+        with (CAPTURE_LOCK.shared(), forked_generator(), torch.inference_mode(False), torch.enable_grad(),
+              torch.device("meta"), runner.recorder.attention_as_fused(), runner.recorder):
+            runner.run(_empty(samples))
+    except Exception as error:
+        raise ConfigError(f"model {graph.name}: cannot be profiled without values: {reason(error)}") from error
+    runner.recorder.finish()
+    costs = {}
+    for operation in graph.operations:
+        tally = runner.recorder.tallies[operation.node.name]
+        returns = operation.module is not None and _is_leaf(model.get_submodule(operation.module))
+        num_bytes = tally.output_bytes if returns else tally.made_bytes.total()
+        costs[operation] = OperationCost(
+            forward_flops=tally.flops / len(samples), backward_flops=tally.backward_flops / len(samples),
+            output_bytes=num_bytes / len(samples), in_backward=tally.in_backward)
+    return costs
+
+
+class _OperationRunner(fx.Interpreter):
+    """Runs a graph and counts the work of each of its operations."""
+
+    def __init__(self, skeleton: fx.GraphModule) -> None:
+        super().__init__(skeleton)
+        self.extra_traceback = False
+        self._leaf = nn.Module()
+        self.recorder = _Recorder(self._leaf)
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.recorder._begin_call(n.name)
+        result = super().run_node(n)
+        self.recorder._end_call(n.name, self._leaf, (), result if n.op == "call_module" else None)
+        return result
 
 
 class _ForwardFailed(Exception):

@@ -16,6 +16,7 @@ from socflower.cli.fan import fan
 from socflower.cli.heat import heat
 from socflower.cli.new import new
 from socflower.cli.options import PlainCommand
+from socflower.cli.paper import paper
 from socflower.cli.plan import plan
 from socflower.cli.process import interrupted_by_signals
 from socflower.cli.profile import profile
@@ -29,7 +30,7 @@ app = typer.Typer(
     suggest_commands=False,  # click does it already
     help="Train neural networks with Flower on virtual clusters of small machines.",
 )
-for _command in (new, run, compare, plan, scenarios, demo, bench, profile, doctor, heat, fan, certificates):
+for _command in (new, run, compare, plan, scenarios, demo, paper, bench, profile, doctor, heat, fan, certificates):
     app.command(cls=PlainCommand)(_command)
 app.add_typer(cloud, name="cloud")
 

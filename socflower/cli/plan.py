@@ -55,6 +55,11 @@ def plan(
         raise ConfigError(f"--groups {groups}: is for strategy.name = 'socflow', and {scenario} has "
                           f"{loaded.strategy.name!r}, which takes no number of groups; leave it out")
     refuse_fusion_of_split(loaded, fusion)
+    if loaded.is_pipeline:
+        from socflower.cli.pipeline_plan import plan_pipeline_scenario
+
+        plan_pipeline_scenario(loaded, scenario, as_json)
+        return
     if loaded.is_split:
         with mistakes_name_file(loaded.name, scenario):
             _plan_split(loaded, as_json)

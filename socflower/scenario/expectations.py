@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 from socflower.errors import ConfigError
+from socflower.scenario.schema.pipeline import PEERS
 from socflower.scenario.schema.strategies import STRATEGIES
 
 Result: TypeAlias = Mapping[str, Any]
@@ -48,10 +49,30 @@ _COMPARED_QUANTITIES: Mapping[str, Callable[[Result, Result], float | None]] = {
 }
 
 
-def require_known_claims(expect: Mapping[str, float], where: str) -> None:
-    """Raise `ConfigError` for an unknown claim."""
+_PLAN_QUANTITIES: Mapping[str, Callable[[Result], float | None]] = {
+    "stages": lambda document: float(max(len(pipeline["stages"]) for pipeline in document["pipelines"])),
+    "pipelines": lambda document: float(len(document["pipelines"])),
+    "devices": lambda document: float(document["num_devices"]),
+    "step_s": lambda document: document["predicted"]["step_s"],
+    "samples_per_s": lambda document: document["predicted"]["samples_per_s"],
+    "energy_j_per_sample": lambda document: document["predicted"]["energy_j_per_sample"],
+    **{f"speedup_over_{peer}": lambda document, peer=peer: next(  # type: ignore[misc]
+        (row["over_ours"] for row in document["peers"] if row["name"] == peer), None) for peer in PEERS},
+}
+"""Of plans of pipelines, whose claims `socflower plan` checks."""
+
+
+def check_plan(expect: Mapping[str, float], document: Result) -> list[dict[str, Any]]:
+    """Return each claim on the plan of a pipeline, with the observed value."""
+    return [_bounded(key, expected, _PLAN_QUANTITIES[key.partition("_")[2]](document))
+            for key, expected in expect.items()]
+
+
+def require_known_claims(expect: Mapping[str, float], where: str, *, of_plan: bool = False) -> None:
+    """Raise `ConfigError` for an unknown claim, on a run or `of_plan`, on the plan of a pipeline."""
     compared = [f"{kind}_{other}" for kind in _COMPARED_QUANTITIES for other in STRATEGIES]
-    known = [f"{bound}_{name}" for bound in ("min", "max") for name in (*_RUN_QUANTITIES, *compared)]
+    names = _PLAN_QUANTITIES if of_plan else (*_RUN_QUANTITIES, *compared)
+    known = [f"{bound}_{name}" for bound in ("min", "max") for name in names]
     for key, value in expect.items():
         if key not in known:
             close = get_close_matches(key, known, n=1)
@@ -133,7 +154,7 @@ def _app_figure(quantity: str, result: Result) -> float | None:
 
 
 def _check(key: str, expected: float, result: Result, others: Mapping[str, Result]) -> dict[str, Any]:
-    bound, _, quantity = key.partition("_")
+    quantity = key.partition("_")[2]
     if quantity in _RUN_QUANTITIES:
         observed = _RUN_QUANTITIES[quantity](result)
     else:
@@ -141,10 +162,14 @@ def _check(key: str, expected: float, result: Result, others: Mapping[str, Resul
         if other not in others:
             return {"name": key, "expected": expected, "observed": None, "holds": None}
         observed = _COMPARED_QUANTITIES[kind](result, others[other])
+    return _bounded(key, expected, observed)
+
+
+def _bounded(key: str, expected: float, observed: float | None) -> dict[str, Any]:
     if observed is None:
         return {"name": key, "expected": expected, "observed": None, "holds": False}
     return {"name": key, "expected": expected, "observed": observed,
-            "holds": observed >= expected if bound == "min" else observed <= expected}
+            "holds": observed >= expected if key.startswith("min_") else observed <= expected}
 
 
 def _heat(result: Result, key: str) -> float | None:

@@ -11,7 +11,7 @@ from socflower.errors import ConfigError
 
 _PACKAGE = Path(__file__).parents[1]
 _RECORDED = "recorded.json"
-_SUBFOLDERS = ("", "full")  # of scenarios; the others hold clusters and an app
+_SUBFOLDERS = ("", "full", "planned")  # of scenarios; the others hold clusters and an app
 
 
 def shipped_folder(name: str) -> Path:
@@ -57,7 +57,8 @@ def list_scenarios() -> Iterator[dict[str, Any]]:
             "name": name, "path": str(path), "question": first_question(scenario.question),
             "num_socs": scenario.strategy.socs or scenario_cluster(scenario).num_socs,
             "model": scenario.model.name, "data": scenario.data.name, "strategy": scenario.strategy.name,
-            "epochs": scenario.train.epochs, "needs": needs_of(scenario.data.name, scenario.question),
+            "epochs": scenario.train.epochs,
+            "needs": ["socflower plan"] if scenario.is_pipeline else needs_of(scenario.data.name, scenario.question),
             "recorded_cpu_s": recorded["cpu_s"].get(name),
         }
 

@@ -332,6 +332,15 @@ class Simulation(Kernel):
         self._link_of[activity] = link.number
         return link
 
+    def change_rates(self, rates: Mapping[str, RateSteps]) -> None:
+        """Give directed links of the cluster, before they are used, bandwidths that change with time."""
+        for name, steps in rates.items():
+            if name not in self._routes.capacities:
+                raise ConfigError(f"cluster {self._cluster.name}: no link {name!r}; links are such as soc0/tx, "
+                                  "soc0/rx, board0/up")
+            assert name not in self._cluster_links, f"{name} is in use"
+            self._cluster_links[name] = self.link(name, steps)
+
     def rate(self, link: Link) -> float:
         """Return a link's present bandwidth, in bytes per second."""
         changing = self._changing.get(link.number)

@@ -11,7 +11,7 @@ from socflower.scenario.schema.file import load_scenario
 from tests.command_line import Socflower
 
 ROOT = Path(__file__).parents[2]
-FILES = [*(ROOT / "scenarios").glob("*.toml"), *(ROOT / "scenarios" / "full").glob("*.toml")]
+FILES = [path for part in ("", "full", "planned") for path in (ROOT / "scenarios" / part).glob("*.toml")]
 
 
 def test_every_file_is_listed_once_under_its_name() -> None:
@@ -26,6 +26,7 @@ def test_the_list_says_what_each_asks_and_needs(socflower: Socflower) -> None:
     assert all(entry["question"].endswith("?") for entry in listed.values())
     assert listed["digits_demo"]["num_socs"] == 32
     assert listed["digits_demo"]["needs"] == ["socflower[demo]"]
+    assert listed["pipeline_pays"]["needs"] == ["socflower plan"]
     assert listed["mnist_rings"]["needs"] == ["mnist in SOCFLOWER_DATA, or socflower[hub]", "--engine deployment"]
 
 

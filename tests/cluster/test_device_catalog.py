@@ -31,7 +31,7 @@ def test_every_figure_has_a_source() -> None:
 
 def test_all_devices_of_the_design_are_there_and_can_be_made() -> None:
     assert device_names() == ("snapdragon-865", "snapdragon-8gen1", "jetson-nano", "jetson-tx2", "jetson-nx",
-                              "raspberry-pi-4b", "x86-core", "gpu-v100")
+                              "raspberry-pi-4b", "x86-core", "gpu-v100", "gpu-a100")
     for name in device_names():
         made = device(name)
         assert made.idle_w < made.processor(made.default_processor).active_w

@@ -185,6 +185,23 @@ def test_a_changing_link_is_shared_evenly_as_others_limit_it(make_cluster: MakeC
     assert ends == pytest.approx([15.0, 17.0])
 
 
+def test_links_of_the_cluster_can_change(make_cluster: MakeCluster) -> None:
+    """A transfer of the cluster follows the narrowest link of its route; others keep theirs."""
+    simulation, ends = Simulation(make_cluster((2,), link=100.0), [0, 1]), []
+    simulation.change_rates({"soc1/rx": RateSteps((0.0, 2.0, 5.0), (50.0, 0.0, 400.0))})
+
+    def send(source: int, target: int, num_bytes: float) -> Process[None]:
+        yield simulation.send(source, target, num_bytes)
+        ends.append((source, simulation.now_s))
+
+    simulation.start(send(0, 1, 300.0), "there")
+    simulation.start(send(1, 0, 300.0), "back")
+    simulation.run()
+    assert ends == [(1, 3.0), (0, 7.0)]
+    with pytest.raises(ConfigError, match="no link 'soc7/rx'; links are such as soc0/tx"):
+        simulation.change_rates({"soc7/rx": RateSteps((0.0,), (1.0,))})
+
+
 def test_a_process_can_follow_the_bandwidth(make_cluster: MakeCluster) -> None:
     simulation, seen = Simulation(make_cluster((1,)), [0], now_s=4.0), []
     link = simulation.link("radio", RateSteps((0.0, 5.0), (100.0, 0.0), 8.0))

@@ -28,6 +28,9 @@ def build(name: str, in_channels: int = 3, image_size: int = 32, seed: int = 1) 
         ("vgg-small", 3, 32, 307_498, 14),
         ("resnet8", 3, 32, 78_042, 29),
         ("mobilenet-v1", 3, 32, 3_217_226, 83),
+        ("mobilenet-v2", 3, 32, 2_236_682, 158),
+        ("efficientnet-b1", 3, 32, 6_525_994, 301),
+        ("resnet50", 3, 32, 23_520_842, 161),
     ],
 )
 def test_sizes_are_the_published_ones(
@@ -56,7 +59,8 @@ def test_models_are_traceable_and_the_trace_computes_the_same(name: str) -> None
         assert torch.equal(traced(inputs), model(inputs))
     leaves = {type(module) for module in traced.modules() if not list(module.children())}
     assert leaves <= {
-        nn.Conv2d, nn.Linear, nn.BatchNorm2d, nn.ReLU, nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.Flatten
+        nn.Conv2d, nn.Linear, nn.BatchNorm2d, nn.ReLU, nn.ReLU6, nn.SiLU, nn.Sigmoid, nn.MaxPool2d,
+        nn.AdaptiveAvgPool2d, nn.Flatten, nn.Dropout,
     }  # fmt: skip
 
 
@@ -135,7 +139,8 @@ def test_unknown_name_lists_the_known_and_suggests() -> None:
     with pytest.raises(ConfigError, match=r"'vgg12', known are lenet5, .*; did you mean 'vgg11'\?") as caught:
         build("vgg12")
     assert "\n" not in str(caught.value)
-    known = "lenet5, vgg-tiny, vgg-mini, vgg-small, vgg11, resnet8, resnet18, mobilenet-v1"
+    known = "lenet5, vgg-tiny, vgg-mini, vgg-small, vgg11, resnet8, resnet18, mobilenet-v1, mobilenet-v2, " \
+        "efficientnet-b1, resnet50"
     with pytest.raises(ConfigError, match=rf"known are {known}$"):
         build("transformer")
 

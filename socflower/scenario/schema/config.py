@@ -13,6 +13,7 @@ from socflower.hierarchy.leader_exchange import COMPRESSIONS, NONE, compression_
 from socflower.precision import ALGORITHMS, MIXING_RULES
 from socflower.rings.settings import RingSettings
 from socflower.scenario.schema.outer import OuterConfig
+from socflower.scenario.schema.pipeline import LANGUAGE_MODELS, PIPELINE_STRATEGY, PipelineConfig
 from socflower.scenario.schema.split import CLICK_MODEL, GENERATOR, SPLIT_STRATEGIES, EdgeCloudConfig
 from socflower.scenario.schema.strategies import CLUSTER_STRATEGIES, STRATEGIES, GroupStrategy, family_of
 from socflower.scenario.schema.thermal import BackgroundLoadConfig, ThermalConfig
@@ -60,8 +61,8 @@ class ModelConfig(Factory):
     name: str = Field(default_factory=lambda table: table.get("factory") or "lenet5", description=(
         "`lenet5`, `vgg11`, `resnet18`, `mobilenet-v1`, or small relatives for 32×32 images: `vgg-small` (six "
         "convolutions, 0.31 M parameters), `vgg-mini` (three, 69 thousand), `vgg-tiny` (63 thousand) and `resnet8` "
-        "(BatchNorm and residuals, 78 thousand). With [a cloud](#edgecloud) also `click-model` and `digit-generator`. "
-        "Default: `lenet5`, or the `factory`"))
+        "(BatchNorm and residuals, 78 thousand), or `resnet50`, `mobilenet-v2`, `efficientnet-b1`. With [a cloud]"
+        "(#edgecloud) also `click-model` and `digit-generator`. Default: `lenet5`, or the `factory`"))
 
 
 class DataConfig(Factory):
@@ -312,6 +313,7 @@ class ScenarioFile(ClusterFile):
     thermal: ThermalConfig | None = None  # None: no heat simulation
     background_load: BackgroundLoadConfig | None = Field(None, json_schema_extra={"was": "users"})  # None: nobody else
     edgecloud: EdgeCloudConfig | None = None  # None: no cloud
+    pipeline: PipelineConfig | None = None  # None: no pipeline, or the defaults of one
     expect: dict[str, int | float] = Field({})
 
     def check(self) -> None:
@@ -323,6 +325,7 @@ class ScenarioFile(ClusterFile):
                              f"with a group each; there are {num_servers}, and {self.strategy.groups} groups")
         if self.is_split:
             self._check_split_arithmetic()
+        self._check_pipeline()
         if self.train.optimizer != "sgd" and self.precision.arithmetic != "fp32":
             raise ValueError(f"[train] optimizer = {self.train.optimizer!r} is for arithmetic = 'fp32'; int8 training "
                              "supports sgd only")
@@ -339,7 +342,7 @@ class ScenarioFile(ClusterFile):
             raise ValueError("[strategy.outer] name = 'fedprox': the integer update of [precision] arithmetic = "
                              "'int8' has no proximal term; use arithmetic = 'fp32' or 'mixed'")
         family = family_of(self.strategy.name)
-        if self.is_split and self.compare.strategies == CLUSTER_STRATEGIES:
+        if (self.is_split or self.is_pipeline) and self.compare.strategies == CLUSTER_STRATEGIES:
             # The default strategies do not fit this scenario: replace them by those of its family.
             object.__setattr__(self, "compare", self.compare.replaced(strategies=tuple(
                 name for name in family if name != "splitfed")))
@@ -397,6 +400,34 @@ class ScenarioFile(ClusterFile):
         if self.model.name in (CLICK_MODEL, GENERATOR):
             raise ValueError(f"[model] name = {self.model.name!r} is for training without groups")
 
+    def _check_pipeline(self) -> None:
+        """Refuse `[pipeline]` for other strategies, and what a pipeline does not read."""
+        name = f"[strategy] name = {self.strategy.name!r}"
+        if not self.is_pipeline:
+            if self.pipeline is not None:
+                raise ValueError(f"[pipeline] is for name = {PIPELINE_STRATEGY!r}, and {name}; leave it out")
+            return
+        table = self.pipeline or PipelineConfig()
+        for key in ("thermal", "background_load", "events", "edgecloud"):
+            if getattr(self, key):
+                raise ValueError(f"[{key.removesuffix('s')}]: {name} is planned at full speed without; leave it out")
+        if self.precision.arithmetic != "fp32":
+            raise ValueError(f"[precision] arithmetic = {self.precision.arithmetic!r}: {name} trains in fp32; leave it "
+                             "out")
+        unread = [key for key, field in StrategyConfig.model_fields.items()
+                  if key not in ("name", "socs") and getattr(self.strategy, key) != field.default]
+        if unread:
+            raise ValueError(f"[strategy] {unread[0]} is for groups, and {name} makes stages; leave it out")
+        wrong = [size for size in table.micro_batch_sizes if self.train.batch_size % size]
+        if wrong:
+            raise ValueError(f"[pipeline] micro_batch_sizes: {wrong[0]} does not divide [train] batch_size = "
+                             f"{self.train.batch_size}")
+        is_language = self.model.name in LANGUAGE_MODELS
+        if is_language != (len(table.sample) == 1) and (is_language or not self.model.factory):
+            raise ValueError(f"[pipeline] sample = {list(table.sample)} does not go with [model] name = "
+                             f"{self.model.name!r}; {' and '.join(LANGUAGE_MODELS)} take [tokens], and others "
+                             "[channels, pixels, pixels]")
+
     def _check_split(self) -> None:
         name = f"[strategy] name = {self.strategy.name!r}"
         if self.train.epochs / self.split.round_epochs > MOST_INTERVALS:
@@ -451,6 +482,11 @@ class ScenarioFile(ClusterFile):
     def is_split(self) -> bool:
         """Whether the strategy trains with a cloud."""
         return STRATEGIES[self.strategy.name].uses_cloud
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether the strategy is a pipeline, which can be planned, and not run."""
+        return STRATEGIES[self.strategy.name].plans_only
 
     @property
     def has_groups(self) -> bool:

@@ -12,6 +12,7 @@ from socflower.errors import ConfigError
 from socflower.scenario.expectations import require_known_claims
 from socflower.scenario.schema.config import Scenario, ScenarioFile
 from socflower.scenario.schema.links import inline_recorded_link, resolve_file_paths
+from socflower.scenario.schema.strategies import STRATEGIES
 from socflower.user_code import own_sources
 
 
@@ -65,7 +66,7 @@ def _resolve_cluster(document: dict[str, Any], path: Path) -> None:
 def parse_scenario(document: Mapping[str, Any], *, name: str, question: str, where: str) -> Scenario:
     """Return the scenario of a parsed document."""
     file = read_table(ScenarioFile, document, where)
-    require_known_claims(file.expect, where)
+    require_known_claims(file.expect, where, of_plan=STRATEGIES[file.strategy.name].plans_only)
     return Scenario(**dict(file), name=name, question=question)
 
 

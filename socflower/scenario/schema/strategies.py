@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from socflower.errors import ConfigError
+from socflower.scenario.schema.pipeline import PIPELINE_STRATEGY
 from socflower.scenario.schema.split import SPLIT_STRATEGIES
 
 
@@ -12,6 +13,7 @@ class Strategy:
 
     about: str = ""  # for the description of the key; the page of strategies with a cloud describes them
     uses_cloud: bool = False
+    plans_only: bool = False  # it can be planned, and not run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +49,8 @@ STRATEGIES: dict[str, Strategy] = {
     "ring": GroupStrategy(about="all SoCs in one ring", num_groups=1, interval_epochs=1.0),
     "fedavg": Strategy(about="Flower's, all SoCs in every round, broken replies are left out"),
     "sgd": GroupStrategy(about="SoC 0 alone", num_groups=1, num_socs=1, interval_epochs=1.0),
+    PIPELINE_STRATEGY: Strategy(about="[a pipeline](#pipeline) of groups of devices, which can be planned, not run",
+                                plans_only=True),
     **dict.fromkeys(SPLIT_STRATEGIES, Strategy(uses_cloud=True)),
 }
 """Each strategy by its name in `[strategy]`. A new strategy with groups is a class and an entry here."""
@@ -56,8 +60,10 @@ CLUSTER_STRATEGIES = ("socflow", "ring", "fedavg", "sgd")
 
 
 def family_of(name: str) -> tuple[str, ...]:
-    """Return the strategies that can run the workload of a strategy: with a cloud, or without."""
-    return tuple(other for other, kind in STRATEGIES.items() if kind.uses_cloud == STRATEGIES[name].uses_cloud)
+    """Return the strategies that can run the workload of a strategy: with a cloud, without, or none that can run."""
+    own = STRATEGIES[name]
+    return tuple(other for other, kind in STRATEGIES.items()
+                 if (kind.uses_cloud, kind.plans_only) == (own.uses_cloud, own.plans_only))
 
 
 def group_strategy(name: str) -> GroupStrategy:

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from socflower.errors import ConfigError, require_range
-from socflower.workloads.models.layers import draw_weights_, padding_to_32
+from socflower.workloads.models.deep_classifiers import efficientnet_b1, mobilenet_v2, resnet50
+from socflower.workloads.models.layers import convolution_norm, draw_weights_, padding_to_32
 
 
 def lenet5(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
@@ -110,25 +111,18 @@ _RESNET_SMALL_STAGES = ((16, 1), (32, 2), (64, 2))
 """Output channels and first stride of each stage of ResNet-8, of one block."""
 
 
-def _convolution_norm(in_channels: int, out_channels: int, kernel_size: int, stride: int) -> list[nn.Module]:
-    convolution = nn.Conv2d(
-        in_channels, out_channels, kernel_size, stride=stride, padding=kernel_size // 2, bias=False
-    )
-    return [convolution, nn.BatchNorm2d(out_channels)]
-
-
 class BasicBlock(nn.Module):
     """Return relu(residual(x) + shortcut(x)), two 3x3 convolutions against an identity or a projection."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
         self.residual = nn.Sequential(
-            *_convolution_norm(in_channels, out_channels, 3, stride),
+            *convolution_norm(in_channels, out_channels, 3, stride),
             nn.ReLU(),
-            *_convolution_norm(out_channels, out_channels, 3, 1),
+            *convolution_norm(out_channels, out_channels, 3, 1),
         )
         same_shape = stride == 1 and in_channels == out_channels
-        projection = [] if same_shape else _convolution_norm(in_channels, out_channels, 1, stride)
+        projection = [] if same_shape else convolution_norm(in_channels, out_channels, 1, stride)
         self.shortcut = nn.Sequential(*projection)  # an empty one is the identity
         # Not in place: if the model is cut here, the block's input belongs to the other half.
         self.relu = nn.ReLU()
@@ -161,7 +155,7 @@ def _resnet(
     if image_size < 8:
         raise ConfigError(f"model {name}: takes images of 8x8 pixels or more, got {image_size}x{image_size}")
     channels = stages[0][0]
-    layers: list[nn.Module] = [*_convolution_norm(in_channels, channels, 3, 1), nn.ReLU()]
+    layers: list[nn.Module] = [*convolution_norm(in_channels, channels, 3, 1), nn.ReLU()]
     for out_channels, stride in stages:
         for block in range(num_blocks):
             layers.append(BasicBlock(channels, out_channels, stride if block == 0 else 1))
@@ -217,6 +211,9 @@ _BUILDERS: dict[str, Callable[..., nn.Sequential]] = {
     "resnet8": resnet8,
     "resnet18": resnet18,
     "mobilenet-v1": mobilenet_v1,
+    "mobilenet-v2": mobilenet_v2,
+    "efficientnet-b1": efficientnet_b1,
+    "resnet50": resnet50,
 }
 
 

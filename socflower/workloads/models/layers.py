@@ -19,6 +19,15 @@ def padding_to_32(model: str, image_size: int) -> int:
     return (32 - image_size) // 2
 
 
+def convolution_norm(
+    in_channels: int, out_channels: int, kernel_size: int, stride: int = 1, *, groups: int = 1,
+) -> list[nn.Module]:
+    """Return a convolution that keeps h and w at stride 1, and the BatchNorm behind it, in place of a bias."""
+    convolution = nn.Conv2d(in_channels, out_channels, kernel_size, stride=stride, padding=kernel_size // 2,
+                            groups=groups, bias=False)
+    return [convolution, nn.BatchNorm2d(out_channels)]
+
+
 _BEFORE_RELU = 2.0
 _BEFORE_NORM_OR_LOSS = 1.0 / 3.0
 _EMBEDDING_STD = 0.1
@@ -47,7 +56,7 @@ def draw_weights_(model: nn.Module, generator: torch.Generator) -> None:
             nn.init.normal_(module.weight, std=_EMBEDDING_STD, generator=generator)
             if module.padding_idx is not None:
                 nn.init.zeros_(module.weight[module.padding_idx])
-        elif isinstance(module, nn.BatchNorm2d):
+        elif isinstance(module, nn.BatchNorm2d | nn.LayerNorm):
             module.reset_parameters()  # ones and zeros, and initial running statistics
         else:
             assert not list(module.parameters(recurse=False)), f"no rule for the weights of {module}"

@@ -1,0 +1,1 @@
+"""Problems that planners of pipelines are measured with, and the best plans of small ones by brute force."""

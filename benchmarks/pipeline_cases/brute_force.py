@@ -1,0 +1,104 @@
+"""Plans by brute force: every grouping, cut and allocation of small pipeline problems, as oracles for planners."""
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise, permutations
+from math import inf
+
+from socflower.pipeline.plan import PipelinePlan, Stage
+from socflower.pipeline.planner.closed_form import update_latency
+from socflower.pipeline.problem import PipelineDevice, PipelineProblem
+from socflower.pipeline.schedule.order import ASTEROID, InFlight
+
+
+def compositions(total: int, parts: int, least: int = 1) -> Iterator[tuple[int, ...]]:
+    """Yield all ways to write `total` as a sum of `parts` numbers of at least `least`."""
+    for inner in combinations(range(total - parts * (least - 1) - 1), parts - 1):
+        yield tuple(after - before + least - 1 for before, after in
+                    pairwise((-1, *inner, total - parts * (least - 1) - 1)))
+
+
+def best_shares(problem: PipelineProblem, first: int, last: int, devices: Sequence[PipelineDevice],
+                in_flight: int) -> tuple[float, tuple[int, ...]]:
+    """Return the least seconds of the slowest device (Eq. 7) over all allocations within the budgets, and one."""
+    best: tuple[float, tuple[int, ...]] = (inf, ())
+    for shares in compositions(problem.micro_batch_size, len(devices), least=0):
+        stage_s = 0.0
+        for device, share in zip(devices, shares, strict=True):
+            needed = problem.model.state_bytes(first, last, problem.optimizer_copies) \
+                + in_flight * share * problem.model.kept_bytes(first, last)
+            if share and needed > device.memory_bytes:
+                break
+            stage_s = max(stage_s, device.seconds.forward(first, last, share)
+                          + device.seconds.backward(first, last, share))
+        else:
+            best = min(best, (stage_s, shares))
+    return best
+
+
+def plans_of_order(problem: PipelineProblem, order: Sequence[PipelineDevice], *, rule: InFlight = ASTEROID,
+                   all_shares: bool = False) -> Iterator[PipelinePlan]:
+    """Yield every plan whose stages take the devices in this order, all of them unless their best share is 0.
+
+    Each stage has its best allocation, or, with `all_shares`, every allocation within the budgets in turn.
+    """
+    num_layers = problem.model.num_layers
+    for num_stages in range(1, min(len(order), num_layers) + 1):
+        for widths in compositions(len(order), num_stages):
+            for depths in compositions(num_layers, num_stages):
+                yield from plans_of(problem, order, widths, depths, rule=rule, all_shares=all_shares)
+
+
+def plans_of(problem: PipelineProblem, order: Sequence[PipelineDevice], widths: Sequence[int], depths: Sequence[int], *,
+             rule: InFlight = ASTEROID, all_shares: bool = False) -> Iterator[PipelinePlan]:
+    """Yield the plans whose stages have so many devices of the order and so many layers."""
+    choices: list[list[Stage]] = []
+    begin = first = 0
+    counts = rule.counts(len(widths), problem.num_micro_batches)
+    for width, depth, in_flight in zip(widths, depths, counts, strict=True):
+        group, last = order[begin:begin + width], first + int(depth) - 1
+        choices.append(list(_stages(problem, first, last, group, in_flight, all_shares)))
+        begin, first = begin + int(width), last + 1
+    yield from _products(problem, choices)
+
+
+def best_by_brute_force(problem: PipelineProblem, *, rule: InFlight = ASTEROID, subsets: bool = True,
+                        all_shares: bool = False) -> tuple[float, PipelinePlan | None]:
+    """Return the least latency by the closed form over all orders, groupings and cuts, and its plan."""
+    best: tuple[float, PipelinePlan | None] = (inf, None)
+    sizes = range(1, len(problem.devices) + 1) if subsets else (len(problem.devices),)
+    for size in sizes:
+        for order in permutations(problem.devices, size):
+            for plan in plans_of_order(problem, order, rule=rule, all_shares=all_shares):
+                seconds = update_latency(problem, plan)
+                if seconds < best[0]:
+                    best = (seconds, plan)
+    return best
+
+
+def _stages(problem: PipelineProblem, first: int, last: int, group: Sequence[PipelineDevice], in_flight: int,
+            all_shares: bool) -> Iterator[Stage]:
+    if all_shares:
+        every = compositions(problem.micro_batch_size, len(group), least=1)
+    else:
+        seconds, shares = best_shares(problem, first, last, group, in_flight)
+        every = iter([shares] if seconds < inf else [])
+    for shares in every:
+        members = [(device, share) for device, share in zip(group, shares, strict=True) if share]
+        stage = Stage(first_layer=first, last_layer=last, devices=tuple(device.soc for device, _ in members),
+                      shares=tuple(share for _, share in members), in_flight=in_flight)
+        if all(stage.memory_bytes(problem, share) <= device.memory_bytes for device, share in members):
+            yield stage
+
+
+def _products(problem: PipelineProblem, choices: Sequence[Sequence[Stage]]) -> Iterator[PipelinePlan]:
+    def combined(index: int) -> Iterator[tuple[Stage, ...]]:
+        if index == len(choices):
+            yield ()
+            return
+        for stage in choices[index]:
+            for rest in combined(index + 1):
+                yield (stage, *rest)
+
+    for stages in combined(0):
+        yield PipelinePlan(stages=stages, micro_batch_size=problem.micro_batch_size,
+                           num_micro_batches=problem.num_micro_batches)

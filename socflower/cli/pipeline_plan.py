@@ -1,0 +1,59 @@
+"""`socflower plan` of a pipeline: stages, devices, shares, what they take, and what others would."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from socflower.cli.options import mistakes_name_file
+from socflower.cli.process import prints_to_stderr
+from socflower.cli.terminal import OUT, exit_on_failed_claims, print_claims, print_json, print_text
+from socflower.quantities import human_bytes, human_joules, human_seconds
+
+if TYPE_CHECKING:  # the planners are loaded by the command
+    from socflower.scenario.schema.config import Scenario
+
+
+def plan_pipeline_scenario(scenario: "Scenario", path: Path, as_json: bool) -> None:
+    """Plan a scenario, print the plan, and exit with 1 if a claim does not hold."""
+    from socflower.scenario.pipeline_planning import plan_of_pipeline
+
+    with mistakes_name_file(scenario.name, path), prints_to_stderr():
+        document, _ = plan_of_pipeline(scenario)
+    if as_json:
+        print_json(document)
+    else:
+        print_pipeline_plan(OUT, document)
+    exit_on_failed_claims(document["expectations"])
+
+
+def print_pipeline_plan(console: Console, document: Mapping[str, Any]) -> None:
+    """Print a plan's stages, prediction and peers."""
+    print_text(document["work"], console)
+    for number, pipeline in enumerate(document["pipelines"]):
+        title = f"pipeline {number}, " if len(document["pipelines"]) > 1 else ""
+        table = Table("layers", "K", "device", "SoC", "share", "memory", "of", header_style="bold",
+                      title=f"{title}{pipeline['num_micro_batches']} micro-batches of {pipeline['micro_batch_size']}",
+                      title_justify="left")
+        for stage in pipeline["stages"]:
+            layers = f"{stage['first_layer']} … {stage['last_layer']}"
+            for index, member in enumerate(stage["devices"]):
+                table.add_row(*((layers, str(stage["in_flight"])) if index == 0 else ("", "")), member["device"],
+                              str(member["soc"]), str(member["share"]), human_bytes(member["memory_bytes"]),
+                              human_bytes(member["budget_bytes"]))
+        console.print(table)
+    predicted = document["predicted"]
+    print_text(f"an update {human_seconds(predicted['step_s'])} (closed form {human_seconds(predicted['formula_s'])}), "
+               f"{predicted['samples_per_s']:.1f} samples/s, {human_joules(predicted['energy_j'])}, "
+               f"{human_bytes(document['communication_bytes'])} sent", console)
+    print_text(f"an epoch {human_seconds(predicted['epoch_s'])} and {human_joules(predicted['epoch_energy_j'])}",
+               console)
+    for row in document["peers"]:
+        text = f"{human_seconds(row['step_s'])} an update" if row["step_s"] is not None else "no plan"
+        print_text(f"{row['name']}: {text}{'' if row['fits'] else ', does not fit: ' + row['why_not']}", console, "dim")
+    print_text(document["verdict"], console, "bold")
+    for note in document["notes"]:
+        print_text(f"note: {note}", console, "dim")
+    print_claims(console, document["expectations"])

@@ -1,0 +1,87 @@
+"""Fig. 15: what planning between and inside stages, 1F1B and the rule for K_p each bring."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+
+from socflower.paper.asteroid.methods import SETTINGS, asteroid, peer_of
+from socflower.paper.asteroid.settings import TX2, problem_of
+from socflower.pipeline.plan import PipelinePlan
+from socflower.pipeline.planner.allocation import class_shares
+from socflower.pipeline.planner.selection import algorithm_2, plan_pipeline, predict
+from socflower.pipeline.problem import LayerSeconds, PipelineProblem
+from socflower.pipeline.profiler.layers import Granularity
+from socflower.pipeline.schedule.order import RULES
+
+_BOUNDLESS = 1e30
+
+
+def figure_15() -> Mapping[str, float | bool | str]:
+    """Return whether each statement holds: planning on environment C, 1F1B and K_p on three TX2, at 100 Mbps."""
+    gains = [_gains(name) for name in ("efficientnet-b1", "mobilenet-v2")]
+    problem = problem_of("efficientnet-b1", (TX2,) * 3, 100, micro_batch_size=96, num_micro_batches=16,
+                         granularity=Granularity.BLOCKS)
+    straight = peer_of(problem, "pipeline-parallel").plan
+    assert isinstance(straight, PipelinePlan)
+    with_rule = {name: _with_rule(problem, straight, name) for name in RULES}
+    memory = {name: _peak_bytes(problem, plan) for name, plan in with_rule.items()}
+    per_s = {name: predict(problem, plan, within_memory=False).samples_per_s for name, plan in with_rule.items()}
+    gpipe = replace(straight, stages=tuple(replace(stage, in_flight=problem.num_micro_batches)
+                                           for stage in straight.stages))
+    # Conventional data parallelism computes its share of the mini-batch at once.
+    last, share = problem.model.num_layers - 1, problem.mini_batch_size // 3
+    parallel_bytes = problem.model.state_bytes(0, last, 1.0) + share * problem.model.kept_bytes(0, last)
+    return {
+        "planning between stages boosts throughput": all(between > 1.0 for between, _ in gains),
+        "planning inside stages boosts it further": all(inside > 1.0 for _, inside in gains),
+        "1F1B keeps less than backward after forward": memory["asteroid"] < _peak_bytes(problem, gpipe),
+        "1F1B keeps less than data parallelism": memory["asteroid"] < parallel_bytes,
+        "throughput of K = 2(P - p) - 1 is comparable to a and c": all(
+            per_s["asteroid"] >= 0.95 * per_s[other] for other in ("a", "c")),
+        "its memory is less than that of a and c": all(memory["asteroid"] < memory[other] for other in ("a", "c")),
+    }
+
+
+def _gains(name: str) -> tuple[float, float]:
+    """Return throughput with planning between stages over that without any, and with planning inside them over that.
+
+    Without planning all devices are taken for the mean one, and links and memory for boundless. Planning between stages
+    alone gives the devices of a stage equal shares.
+    """
+    problem = problem_of(name, "C", 100)
+    naive = algorithm_2(_alike(problem)).plan
+    naive_s = predict(problem, naive, within_memory=False).step_s
+    best, evened = asteroid(name, "C", 100), inf
+    for planned in (best, *best.alternatives, plan_pipeline(problem, SETTINGS)):
+        if isinstance(planned.plan, PipelinePlan):
+            even = predict(planned.problem, _even(planned.plan), within_memory=False)
+            evened = min(evened, even.step_s)
+    return naive_s / evened, evened / best.prediction.step_s
+
+
+def _alike(problem: PipelineProblem) -> PipelineProblem:
+    kinds = [device.seconds for device in problem.devices]
+    mean = LayerSeconds(device="mean", batches=kinds[0].batches, estimated=True,
+                        forward_s=np.mean([kind.forward_s for kind in kinds], axis=0),
+                        backward_s=np.mean([kind.backward_s for kind in kinds], axis=0))
+    cluster = replace(problem.cluster, boards=tuple(
+        replace(board, soc_bytes_per_s=1e15, uplink_bytes_per_s=1e15) for board in problem.cluster.boards))
+    return replace(problem, cluster=cluster, devices=tuple(
+        replace(device, seconds=mean, memory_bytes=_BOUNDLESS) for device in problem.devices))
+
+
+def _even(plan: PipelinePlan) -> PipelinePlan:
+    return replace(plan, stages=tuple(
+        replace(stage, shares=tuple(class_shares(plan.micro_batch_size, len(stage.devices)))) for stage in plan.stages))
+
+
+def _with_rule(problem: PipelineProblem, plan: PipelinePlan, name: str) -> PipelinePlan:
+    counts = RULES[name].counts(len(plan.stages), problem.num_micro_batches)
+    return replace(plan, stages=tuple(
+        replace(stage, in_flight=count) for stage, count in zip(plan.stages, counts, strict=True)))
+
+
+def _peak_bytes(problem: PipelineProblem, plan: PipelinePlan) -> float:
+    return max(stage.memory_bytes(problem, share) for stage in plan.stages for share in stage.shares)

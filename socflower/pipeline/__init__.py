@@ -1,0 +1,1 @@
+"""Hybrid pipeline parallelism over unequal devices (Asteroid): costs, plans, schedules."""

@@ -1,0 +1,76 @@
+"""Seconds of layers on devices that are not at hand, from the catalogue's rates; no measurement of single layers.
+
+A device trains a sample in `training FLOPs / rate(model)`, the rate being that of the whole model where the catalogue
+has a measurement of it. These seconds are divided among the layers in proportion to a roofline: operations by the
+device's general rate, plus the bytes that are moved by its memory bandwidth. Normalisation, activation and depthwise
+convolution multiply little, and take much of the time of a MobileNet. Each operation costs a fixed time besides, which
+makes small batches less efficient (paper Fig. 6).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from socflower.cluster import Cluster, Device
+from socflower.cluster.device_catalog import usable_memory_bytes
+from socflower.errors import ConfigError
+from socflower.pipeline.problem import Floats, LayerSeconds, PipelineDevice, PipelineModel, PipelineProblem
+
+FORWARD_MOVES, BACKWARD_MOVES = 2.0, 4.0
+"""How often a kept activation is written or read: forward once each; backward twice, and so is its gradient."""
+
+_BATCHES = (1, 65_536)  # seconds are linear between them
+
+
+def estimate_seconds(model: PipelineModel, device: Device, *, processor: str | None = None) -> LayerSeconds:
+    """Return the seconds of each layer of a model on a device of the catalogue.
+
+    `forward(l, β) = β·T·w_f(l) / Σ(w_f + w_b) + o·num_operations(l) / 3`, and the same for the backward pass with
+    two thirds, with T = training FLOPs / rate, o the device's cost of a layer in all passes, and
+    `w = FLOPs / general rate + moves · bytes / memory bandwidth`.
+    Raises ConfigError for an unknown processor.
+    """
+    chosen = device.processor(processor or device.default_processor)
+    forward_w = _roofline(model, device, chosen.flops_per_s, forward=True)
+    backward_w = _roofline(model, device, chosen.flops_per_s, forward=False)
+    total_w = float(forward_w.sum() + backward_w.sum())
+    flops = sum(layer.forward_flops + layer.backward_flops for layer in model.layers)
+    sample_s = flops / chosen.rate(model.name)
+    scale = sample_s / total_w if total_w else 0.0
+    fixed_s = device.layer_overhead_s * np.array([layer.num_operations for layer in model.layers], np.float64)
+    sizes = np.array(_BATCHES, np.float64)
+    return LayerSeconds(
+        device=device.name, batches=_BATCHES, estimated=True,
+        forward_s=np.outer(forward_w * scale, sizes) + fixed_s[:, None] / 3.0,
+        backward_s=np.outer(backward_w * scale, sizes) + fixed_s[:, None] * 2.0 / 3.0)
+
+
+def estimated_problem(
+    model: PipelineModel, cluster: Cluster, *, micro_batch_size: int, num_micro_batches: int,
+    optimizer_copies: float = 1.0, socs: Sequence[int] | None = None,
+) -> PipelineProblem:
+    """Return the problem of training a model on a cluster's devices (`socs`: on some of them), all estimated.
+
+    The budget of a device is its memory less what system and runtime take. Raises ConfigError for a SoC that is not
+    there.
+    """
+    seconds: dict[str, LayerSeconds] = {}
+    devices = []
+    for soc in range(cluster.num_socs) if socs is None else socs:
+        kind = cluster.device_of(soc)
+        if kind.name not in seconds:
+            seconds[kind.name] = estimate_seconds(model, kind)
+        devices.append(PipelineDevice(
+            soc=soc, name=kind.name, seconds=seconds[kind.name], memory_bytes=usable_memory_bytes(kind),
+            update_bytes_per_s=kind.memory_bytes_per_s))
+    if not devices:
+        raise ConfigError(f"pipeline: no device of cluster {cluster.name} takes part; name at least one")
+    return PipelineProblem(model=model, devices=tuple(devices), cluster=cluster, micro_batch_size=micro_batch_size,
+                           num_micro_batches=num_micro_batches, optimizer_copies=optimizer_copies)
+
+
+def _roofline(model: PipelineModel, device: Device, flops_per_s: float, *, forward: bool) -> Floats:
+    moves = FORWARD_MOVES if forward else BACKWARD_MOVES
+    flops = [layer.forward_flops if forward else layer.backward_flops for layer in model.layers]
+    moved = [moves * layer.activation_bytes for layer in model.layers]
+    return np.array(flops) / flops_per_s + np.array(moved) / device.memory_bytes_per_s

@@ -1,0 +1,99 @@
+"""A torch model as the layers that a pipeline is planned with, and as the modules that its stages run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from torch import nn
+
+from socflower.capture.chain import ModelChain, Piece, capture_chain, result_bytes
+from socflower.capture.graph import Example, Operation
+from socflower.capture.layer_profile import OperationCost, profile_operations
+from socflower.errors import ConfigError
+from socflower.pipeline.problem import PipelineLayer, PipelineModel
+
+
+class Granularity(StrEnum):
+    """Where the cuts of a model lie."""
+
+    OPERATIONS = "operations"  # behind every operation
+    LAYERS = "layers"  # between two operations that multiply, where the fewest bytes cross
+    BLOCKS = "blocks"  # of these only where a single tensor crosses, so not inside residual blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadModel:
+    """A model by layers, and the pieces of its graph that they stand for, in the same order."""
+
+    model: PipelineModel
+    chain: ModelChain
+
+    def stage(self, module: nn.Module, first: int, last: int) -> nn.Module:
+        """Return layers `first` to `last` of `module`, which share its weights; see `ModelChain.module`."""
+        return self.chain.module(module, first, last)
+
+
+def read_model(
+    module: nn.Module, example: Example, name: str, *, granularity: Granularity = Granularity.LAYERS,
+    label_bytes: float = 8.0,
+) -> ReadModel:
+    """Return the layers of a model with their costs per sample; nothing is computed with values.
+
+    `example` is a batch, of which the first sample is used, or the shape of one float32 sample. A layer is a piece of
+    the model's chain. FLOPs, weights and activations are those of `profile_module`; what a layer keeps from its forward
+    to its backward pass is what its operations make. `label_bytes` are those of one sample, by default of a class as
+    int64.
+
+    Raises ConfigError where torch.fx cannot follow the model, where it fails for the example, and where it cannot be
+    cut, with the reason.
+    """
+    fine = capture_chain(module, example, name=name)
+    costs = profile_operations(module, fine.graph, example)
+    chain = _coarsened(module, fine, costs, granularity)
+    if len(chain.pieces) < 2:
+        raise ConfigError(f"model {name}: cannot be cut into {granularity.value}; all that multiplies is in one of "
+                          "them")
+    names = _unique(chain.names)
+    layers = tuple(_layer(module, chain, piece, name, costs) for piece, name in zip(chain.pieces, names, strict=True))
+    placeholder = next(one for one in chain.graph.operations if one.node.op == "placeholder")
+    return ReadModel(chain=chain, model=PipelineModel(
+        name=name, layers=layers, input_bytes=result_bytes([placeholder]), label_bytes=label_bytes))
+
+
+def _coarsened(
+    module: nn.Module, fine: ModelChain, costs: dict[Operation, OperationCost], granularity: Granularity,
+) -> ModelChain:
+    if granularity is Granularity.OPERATIONS:
+        return fine
+    tables = {id(table.weight) for table in module.modules() if isinstance(table, nn.Embedding)}
+    names = {key for key, weight in module.named_parameters() if id(weight) in tables}
+    layers = fine.coarsened(lambda one: costs[one].forward_flops > 0 or (
+        not one.is_constant and not names.isdisjoint(one.tensors)))
+    if granularity is Granularity.LAYERS:
+        return layers
+    return layers.merged([number for number, piece in enumerate(layers.pieces) if len(piece.leaving) == 1])
+
+
+def _layer(
+    module: nn.Module, chain: ModelChain, piece: Piece, name: str, costs: dict[Operation, OperationCost],
+) -> PipelineLayer:
+    own = [costs[operation] for operation in piece.operations]
+    used = frozenset().union(*(operation.tensors for operation in piece.operations))
+    weights = [weight for key, weight in module.named_parameters() if key in used]
+    trained = [weight for weight in weights if weight.requires_grad]
+    leaving = piece.leaving or tuple(one for one in chain.graph.operations[-1].inputs if one.shape)
+    return PipelineLayer(
+        name=name, forward_flops=sum(cost.forward_flops for cost in own),
+        backward_flops=sum(cost.backward_flops for cost in own), weight_bytes=_num_bytes(trained),
+        frozen_bytes=_num_bytes(weights) - _num_bytes(trained), num_tensors=len(trained),
+        activation_bytes=sum(cost.output_bytes for cost in own if cost.in_backward), output_bytes=result_bytes(leaving),
+        num_operations=sum(cost.output_bytes > 0 for cost in own))
+
+
+def _num_bytes(weights: Sequence[nn.Parameter]) -> float:
+    return float(sum(weight.numel() * weight.element_size() for weight in weights))
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """Return names of which none repeats: the second call of a layer may be a piece of its own."""
+    return [name if names.count(name) == 1 else f"{name}#{number}" for number, name in enumerate(names)]

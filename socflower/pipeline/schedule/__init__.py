@@ -1,0 +1,1 @@
+"""Schedules: the order of forward and backward passes, and its execution in virtual time."""

@@ -1,0 +1,74 @@
+"""The order of a stage's passes, and how many micro-batches it keeps in flight (paper §3.2, Fig. 15b)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from socflower.errors import ConfigError, require_range
+from socflower.pipeline.plan import Policy
+
+
+class Pass(StrEnum):
+    """A pass over a micro-batch."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Operation(NamedTuple):
+    """One pass of a stage over one micro-batch."""
+
+    kind: Pass
+    micro_batch: int
+
+
+def operations(policy: Policy, in_flight: int, num_micro_batches: int) -> Iterator[Operation]:
+    """Yield a stage's passes of one update in their order.
+
+    1F1B: K_p forward passes, then in turns a backward and a forward pass, then the backward passes that are left.
+    Backward after forward is the same with K_p = M. At most K_p micro-batches have had a forward pass and no complete
+    backward pass.
+    """
+    ahead = num_micro_batches if policy == Policy.BACKWARD_AFTER_FORWARD else min(in_flight, num_micro_batches)
+    for micro_batch in range(ahead):
+        yield Operation(Pass.FORWARD, micro_batch)
+    for micro_batch in range(num_micro_batches):
+        yield Operation(Pass.BACKWARD, micro_batch)
+        if micro_batch + ahead < num_micro_batches:
+            yield Operation(Pass.FORWARD, micro_batch + ahead)
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A rule for K_p, linear in the number of stages from p to the end: `slope`·(P − p) + `offset`."""
+
+    slope: int
+    offset: int
+
+    def count(self, stages_to_end: int, num_micro_batches: int) -> int:
+        """Return K_p of a stage with P − p = `stages_to_end`, at least 1 and at most M."""
+        return max(1, min(num_micro_batches, self.slope * stages_to_end + self.offset))
+
+    def counts(self, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:
+        """Return K_p of all stages in order."""
+        return tuple(self.count(num_stages - stage, num_micro_batches) for stage in range(num_stages))
+
+
+ASTEROID = InFlight(2, -1)
+RULES = {"asteroid": ASTEROID, "a": InFlight(2, 0), "b": InFlight(1, 0), "c": InFlight(2, 1)}
+"""The policies of the paper's Fig. 15(b): its own, 2(P − p) − 1, and its policies a, b and c."""
+
+
+def rule(name: str) -> InFlight:
+    """Return a rule of the paper by name; `ConfigError` lists them."""
+    try:
+        return RULES[name]
+    except KeyError:
+        raise ConfigError(f"pipeline: in_flight = {name!r} is unknown; use {', '.join(RULES)} or a number") from None
+
+
+def at_most(limit: int) -> InFlight:
+    """Return the rule of one K for all stages."""
+    require_range("pipeline", least=1, in_flight=limit)
+    return InFlight(0, limit)

@@ -1,0 +1,121 @@
+"""The plan of a `hybrid-pipeline` scenario: stages, devices, shares, and which kind of parallelism pays."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from socflower.capture.graph import Example
+from socflower.errors import ConfigError
+from socflower.pipeline.planner.peers import compare
+from socflower.pipeline.planner.selection import Planned, PlannerSettings, plan_pipeline
+from socflower.pipeline.problem import PipelineProblem
+from socflower.pipeline.profiler.estimates import estimated_problem
+from socflower.pipeline.profiler.layers import Granularity, read_model
+from socflower.quantities import counted
+from socflower.scenario.expectations import check_plan
+from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.file import scenario_cluster
+from socflower.scenario.schema.pipeline import LANGUAGE_MODELS, PEERS, PipelineConfig
+from socflower.scenario.workload import example_inputs, initial_model, num_samples
+from socflower.workloads.models import build_model, model_names
+from socflower.workloads.models.language_models import bert_small, gpt_small
+
+_PARTS = (4, 8, 16, 32)  # of a mini-batch, that are micro-batches by default
+_CLASSES = 10
+
+
+def plan_of_pipeline(scenario: Scenario) -> tuple[dict[str, Any], Planned]:
+    """Return the plan document of `socflower plan`, and the plan itself.
+
+    `pipelines` have each their stages: layers, K, and each device's share, memory and budget; a 2-D plan has several.
+    `predicted` has the seconds and joules of an update and of an epoch, `peers` what others would take on the same
+    devices, and `verdict` says which kind of parallelism pays. `expectations` are the scenario's claims.
+
+    Raises ConfigError for a model that cannot be cut and for one device, and InfeasiblePlan if nothing fits.
+    """
+    problem, epoch_samples = pipeline_problem(scenario)
+    sizes = micro_batch_sizes(scenario)
+    planned = plan_pipeline(problem, PlannerSettings(micro_batch_sizes=tuple(sizes)))
+    prediction, own = planned.prediction, planned.problem
+    steps = max(1, epoch_samples // scenario.train.batch_size)
+    peers = [{"name": each.name, "fits": each.fits, "why_not": each.why_not,
+              "step_s": each.prediction.step_s if each.prediction else None,
+              "energy_j": each.prediction.energy_j if each.prediction else None,
+              "over_ours": each.prediction.step_s / prediction.step_s if each.prediction and each.fits else None}
+             for each in compare(problem, PEERS, micro_batch_sizes=sizes)]
+    document = {
+        "schema": 1, "kind": "pipeline",
+        "work": f"{scenario.model.name}, {counted(own.model.num_layers, 'layer')}, "
+                f"{counted(scenario.train.epochs, 'epoch')} of {counted(steps, 'update')} of "
+                f"{scenario.train.batch_size} samples",
+        "architecture": planned.plan.architecture, "exact": planned.exact,
+        "pipelines": [{key: value for key, value in pipeline.to_document(own).items() if key != "predicted"}
+                      for pipeline in planned.plan.pipelines],
+        "num_devices": len(planned.plan.socs), "communication_bytes": planned.plan.communication_bytes(own),
+        "predicted": {**prediction.to_document(), "epoch_s": steps * prediction.step_s,
+                      "epoch_energy_j": steps * prediction.energy_j},
+        "peers": peers, "verdict": _verdict(planned, peers), "notes": [
+            "the seconds of layers are estimated from the devices' rates, not measured"],
+    }
+    document["expectations"] = check_plan(scenario.expect, document)
+    return document, planned
+
+
+def pipeline_problem(scenario: Scenario) -> tuple[PipelineProblem, int]:
+    """Return the problem of a scenario in micro-batches of its first size, and the samples of an epoch."""
+    cluster = scenario_cluster(scenario)
+    socs = scenario.strategy.socs or cluster.num_socs
+    if socs > cluster.num_socs:
+        raise ConfigError(f"{scenario.name} [strategy] socs = {socs}, but the cluster has {cluster.num_socs} SoCs; "
+                          "lower socs or add boards")
+    module, example, epoch_samples = _workload(scenario)
+    table = scenario.pipeline or PipelineConfig()
+    model = read_model(module, example, scenario.model.name, granularity=Granularity(table.cuts)).model
+    size = micro_batch_sizes(scenario)[0]
+    return estimated_problem(
+        model, cluster, socs=range(socs), micro_batch_size=size, num_micro_batches=scenario.train.batch_size // size,
+        optimizer_copies=2.0 if scenario.train.optimizer == "adam" else float(scenario.momentum > 0)), epoch_samples
+
+
+def micro_batch_sizes(scenario: Scenario) -> Sequence[int]:
+    """Return the sizes of micro-batches to try, which divide the mini-batch."""
+    own = scenario.pipeline.micro_batch_sizes if scenario.pipeline else ()
+    batch = scenario.train.batch_size
+    return own or [batch // part for part in _PARTS if batch % part == 0] or [batch]
+
+
+def _workload(scenario: Scenario) -> tuple[nn.Module, Example, int]:
+    """Return the model, an example of its input, and the samples of an epoch."""
+    table = scenario.pipeline or PipelineConfig()
+    if not table.sample:
+        example = example_inputs(scenario)
+        if not isinstance(example, torch.Tensor | tuple):
+            raise ConfigError(f"{scenario.name} [data] factory = {scenario.data.factory!r}: a pipeline takes one "
+                              "tensor a sample; give pairs (inputs, labels)")
+        return initial_model(scenario), example, num_samples(scenario)
+    name, classes = scenario.model.name, table.num_classes or _CLASSES
+    if name in LANGUAGE_MODELS:
+        (length,) = table.sample
+        tokens = torch.zeros(1, length, dtype=torch.int64)
+        model: nn.Module = (bert_small(length=length, num_classes=classes, seed=scenario.seed) if name == "bert-small"
+                            else gpt_small(length=length, seed=scenario.seed))
+        return model, tokens, table.num_samples
+    if scenario.model.factory:
+        return initial_model(scenario), table.sample, table.num_samples
+    if name not in model_names():
+        raise ConfigError(f"{scenario.name} [model] name = {name!r} is unknown; pipelines know "
+                          f"{', '.join((*model_names(), *LANGUAGE_MODELS))}")
+    channels, size, _ = table.sample
+    return (build_model(name, in_channels=channels, image_size=size, num_classes=classes, seed=scenario.seed),
+            table.sample, table.num_samples)
+
+
+def _verdict(planned: Planned, peers: Sequence[dict[str, Any]]) -> str:
+    """Return which kind of parallelism pays, and by how much."""
+    fitting = [f"{row['over_ours']:.2f} times the time as {row['name']}" for row in peers
+               if row["over_ours"] is not None]
+    others = [f"{row['name']} does not fit" for row in peers if row["over_ours"] is None]
+    return f"{planned.plan.architecture} pays here; the others take {', '.join(fitting + others)}"
+

@@ -1,0 +1,46 @@
+"""`[pipeline]` of a scenario: how a model is cut and a mini-batch divided, for the strategy `hybrid-pipeline`."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from socflower.cluster.toml_file import OneOf, Table
+
+PIPELINE_STRATEGY = "hybrid-pipeline"
+
+LANGUAGE_MODELS = ("bert-small", "gpt-small")
+"""Models of token ids, which can be planned with `sample = [tokens]`."""
+
+CUTS = ("layers", "blocks", "operations")
+PEERS = ("single-device", "data-parallel", "pipeline-parallel", "2d")
+"""What a plan is compared with."""
+
+_MAX_SAMPLES = 1_000_000_000
+
+Size = Annotated[int, Field(gt=0, le=1_000_000)]
+
+
+class PipelineConfig(Table):
+    """`[pipeline]`: of `hybrid-pipeline`"""
+
+    micro_batch_sizes: tuple[Size, ...] = Field((), description=(
+        "samples of a micro-batch, of which the planner takes the best; default: a 4th, 8th, 16th and 32nd of the "
+        "mini-batch"))
+    cuts: Annotated[str, OneOf(CUTS)] = Field("layers", description=(
+        "between `layers` that multiply, between residual `blocks`, or behind all `operations`"))
+    sample: tuple[Size, ...] = Field((), max_length=3, description=(
+        "without data: [channels, pixels, pixels], or [tokens] of `bert-small` and `gpt-small`"))
+    num_classes: int = Field(0, ge=0, le=1_000_000, description=(
+        "with `sample`; default: 10"))
+    num_samples: int = Field(0, ge=0, le=_MAX_SAMPLES, description="of an epoch, with `sample`")
+
+    def check(self) -> None:
+        """Refuse samples of no known form, and keys that only a sample has."""
+        if self.sample and (len(self.sample) == 2 or (len(self.sample) == 3 and self.sample[1] != self.sample[2])):
+            raise ValueError(f"sample = {list(self.sample)}: write [channels, pixels, pixels] of a square image, or "
+                             "[tokens]")
+        if bool(self.sample) != bool(self.num_samples):
+            raise ValueError(f"sample = {list(self.sample)} and num_samples = {self.num_samples} describe data that "
+                             "are not there; give both or none")
+        if self.num_classes and not self.sample:
+            raise ValueError(f"num_classes = {self.num_classes} is for a model with sample; data have their own")

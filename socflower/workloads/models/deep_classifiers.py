@@ -1,0 +1,160 @@
+"""Image classifiers deep enough to be cut into a pipeline: ResNet-50, MobileNetV2, EfficientNet-B1.
+
+Layers and parameter counts are those of the papers and of torchvision. Images below 64 pixels get the strides that are
+usual for CIFAR: an input of 32x32 would leave a single pixel to the last third of a network made for 224x224. The
+strides do not change the parameters, but for the stem of ResNet-50, whose kernel is 3x3 there, as that of `resnet18`.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from socflower.errors import ConfigError
+from socflower.workloads.models.layers import convolution_norm
+
+_SMALL_IMAGE = 64
+"""Pixels per side below which a network has the strides for small images."""
+
+
+class Bottleneck(nn.Module):
+    """Return relu(residual(x) + shortcut(x)); the residual reduces the channels, convolves 3x3, and expands them."""
+
+    EXPANSION = 4
+
+    def __init__(self, in_channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        out_channels = width * self.EXPANSION
+        self.residual = nn.Sequential(
+            *convolution_norm(in_channels, width, 1), nn.ReLU(),
+            *convolution_norm(width, width, 3, stride), nn.ReLU(),
+            *convolution_norm(width, out_channels, 1),
+        )
+        same_shape = stride == 1 and in_channels == out_channels
+        self.shortcut = nn.Sequential(*([] if same_shape else convolution_norm(in_channels, out_channels, 1, stride)))
+        self.relu = nn.ReLU()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Map (n, in_channels, h, w) to (n, 4 width, h / stride, w / stride)."""
+        output: torch.Tensor = self.relu(self.residual(inputs) + self.shortcut(inputs))
+        return output
+
+
+class InvertedResidual(nn.Module):
+    """An inverted residual (Sandler et al. 2018): expand, depthwise, squeeze-and-excitation, project; add the input."""
+
+    def __init__(
+        self, in_channels: int, out_channels: int, *, expansion: int, kernel_size: int, stride: int,
+        activation: type[nn.Module], excited: bool,
+    ) -> None:
+        super().__init__()
+        width = in_channels * expansion
+        layers: list[nn.Module] = []
+        if expansion != 1:
+            layers += [*convolution_norm(in_channels, width, 1), activation()]
+        layers += [*convolution_norm(width, width, kernel_size, stride, groups=width), activation()]
+        if excited:
+            layers.append(SqueezeExcitation(width, max(1, in_channels // 4), activation))
+        self.residual = nn.Sequential(*layers, *convolution_norm(width, out_channels, 1))
+        self.adds_input = stride == 1 and in_channels == out_channels
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Map (n, in_channels, h, w) to (n, out_channels, h / stride, w / stride)."""
+        output: torch.Tensor = self.residual(inputs)
+        return output + inputs if self.adds_input else output
+
+
+class SqueezeExcitation(nn.Module):
+    """Scale each channel by a gate in 0..1, computed from the means of all channels (Hu et al. 2018)."""
+
+    def __init__(self, channels: int, squeezed: int, activation: type[nn.Module]) -> None:
+        super().__init__()
+        self.gate = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(channels, squeezed, 1), activation(),
+                                  nn.Conv2d(squeezed, channels, 1), nn.Sigmoid())
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Map (n, channels, h, w) to the same shape."""
+        output: torch.Tensor = inputs * self.gate(inputs)
+        return output
+
+
+_RESNET50_STAGES = ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2))
+"""Width, number of blocks and first stride of each stage."""
+
+
+def resnet50(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
+    """Return ResNet-50 (He et al. 2016) for (n, in_channels, size, size) inputs; 25.56 M parameters for ImageNet.
+
+    The stride of a stage is that of its 3x3 convolution, as in torchvision. Raises ConfigError for images smaller than
+    8 pixels.
+    """
+    _require_size("resnet50", image_size, 8)
+    if image_size < _SMALL_IMAGE:
+        layers = [*convolution_norm(in_channels, 64, 3), nn.ReLU()]
+    else:
+        layers = [*convolution_norm(in_channels, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1)]
+    channels = 64
+    for width, num_blocks, stride in _RESNET50_STAGES:
+        for block in range(num_blocks):
+            layers.append(Bottleneck(channels, width, stride if block == 0 else 1))
+            channels = width * Bottleneck.EXPANSION
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
+
+
+_MOBILENET_V2_STAGES = (
+    (1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1),
+)  # fmt: skip
+"""Expansion, output channels, number of blocks and first stride of each stage."""
+
+
+def mobilenet_v2(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
+    """Return MobileNetV2 (Sandler et al. 2018) for (n, in_channels, size, size) inputs; 3.50 M parameters for ImageNet.
+
+    For small images the stem and the first stage with stride 2 have stride 1. Raises ConfigError for images smaller
+    than 16 pixels.
+    """
+    _require_size("mobilenet-v2", image_size, 16)
+    is_small = image_size < _SMALL_IMAGE
+    layers = [*convolution_norm(in_channels, 32, 3, 1 if is_small else 2), nn.ReLU6()]
+    channels = 32
+    for stage, (expansion, out_channels, num_blocks, stride) in enumerate(_MOBILENET_V2_STAGES):
+        for block in range(num_blocks):
+            first = 1 if is_small and stage == 1 else stride
+            layers.append(InvertedResidual(channels, out_channels, expansion=expansion, kernel_size=3,
+                                           stride=first if block == 0 else 1, activation=nn.ReLU6, excited=False))
+            channels = out_channels
+    return nn.Sequential(*layers, *convolution_norm(channels, 1280, 1), nn.ReLU6(), nn.AdaptiveAvgPool2d(1),
+                         nn.Flatten(), nn.Dropout(0.2), nn.Linear(1280, num_classes))
+
+
+_EFFICIENTNET_STAGES = (
+    (1, 3, 16, 1, 1), (6, 3, 24, 2, 2), (6, 5, 40, 2, 2), (6, 3, 80, 3, 2), (6, 5, 112, 3, 1), (6, 5, 192, 4, 2),
+    (6, 3, 320, 1, 1),
+)  # fmt: skip
+"""Expansion, kernel size, output channels, number of blocks at depth 1 and first stride of each stage of B0."""
+
+_B1_DEPTH = 1.1
+
+
+def efficientnet_b1(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
+    """Return EfficientNet-B1 (Tan and Le 2019) for (n, in_channels, size, size) inputs; 7.79 M parameters for ImageNet.
+
+    Width 1.0, depth 1.1, without stochastic depth, which would drop blocks at random. For small images the stem has
+    stride 1. Raises ConfigError for images smaller than 16 pixels.
+    """
+    _require_size("efficientnet-b1", image_size, 16)
+    layers = [*convolution_norm(in_channels, 32, 3, 1 if image_size < _SMALL_IMAGE else 2), nn.SiLU()]
+    channels = 32
+    for expansion, kernel_size, out_channels, num_blocks, stride in _EFFICIENTNET_STAGES:
+        for block in range(math.ceil(_B1_DEPTH * num_blocks)):
+            layers.append(InvertedResidual(channels, out_channels, expansion=expansion, kernel_size=kernel_size,
+                                           stride=stride if block == 0 else 1, activation=nn.SiLU, excited=True))
+            channels = out_channels
+    return nn.Sequential(*layers, *convolution_norm(channels, 1280, 1), nn.SiLU(), nn.AdaptiveAvgPool2d(1),
+                         nn.Flatten(), nn.Dropout(0.2), nn.Linear(1280, num_classes))
+
+
+def _require_size(name: str, image_size: int, least: int) -> None:
+    if image_size < least:
+        raise ConfigError(f"model {name}: takes images of {least}x{least} pixels or more, got "
+                          f"{image_size}x{image_size}")

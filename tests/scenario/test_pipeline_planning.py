@@ -1,0 +1,129 @@
+"""Scenarios of pipelines: planned and predicted, their claims checked, and refused where they would be run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from socflower.cluster.device_catalog import device_table, figure, toml_text
+from socflower.errors import ConfigError, InfeasiblePlan
+from socflower.scenario.expectations import check_plan
+from socflower.scenario.pipeline_planning import micro_batch_sizes, pipeline_problem, plan_of_pipeline
+from socflower.scenario.prepared_run import prepare
+from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.file import from_document, load_scenario, to_document
+from socflower.scenario.shipped import scenario_files
+from tests.command_line import Socflower
+
+PLANNED = sorted((Path(__file__).parents[2] / "scenarios" / "planned").glob("*.toml"))
+BASE = """
+[cluster]
+boards = 2
+socs_per_board = 1
+device = "jetson-nano"
+soc_bytes_per_s = 1e9
+[model]
+name = "lenet5"
+[train]
+batch_size = 64
+[strategy]
+name = "hybrid-pipeline"
+"""
+
+
+def scenario(tmp_path: Path, *overrides: str, text: str = BASE) -> Scenario:
+    path = tmp_path / "case.toml"
+    path.write_text(text)
+    return load_scenario(path, overrides)
+
+
+@pytest.mark.parametrize("path", PLANNED, ids=lambda path: path.stem)
+def test_the_claims_of_each_planned_scenario_hold(path: Path) -> None:
+    document, _ = plan_of_pipeline(load_scenario(path))
+    assert document["expectations"] and all(claim["holds"] for claim in document["expectations"]), document["verdict"]
+    lines = path.read_text().splitlines()
+    assert any("?" in line for line in lines if line.startswith("#"))
+    assert [line for line in lines if line.startswith("[")][-1] == "[expect]"
+
+
+def test_the_four_scenarios_are_shipped_and_one_is_of_each_kind() -> None:
+    names = {"data_parallelism_pays", "pipeline_pays", "two_dimensions_pay", "one_device_pays"}
+    assert {path.stem for path in PLANNED} == names <= set(scenario_files())
+
+
+def test_the_document_has_stages_shares_memory_prediction_and_peers(tmp_path: Path) -> None:
+    document, planned = plan_of_pipeline(scenario(tmp_path))
+    assert document["kind"] == "pipeline" and document["num_devices"] == len(planned.plan.socs)
+    for pipeline in document["pipelines"]:
+        for stage in pipeline["stages"]:
+            assert sum(member["share"] for member in stage["devices"]) == pipeline["micro_batch_size"]
+            assert all(member["memory_bytes"] <= member["budget_bytes"] for member in stage["devices"])
+    predicted = document["predicted"]
+    assert predicted["epoch_s"] == pytest.approx(predicted["step_s"] * (4000 // 64))
+    assert [row["name"] for row in document["peers"]] == ["single-device", "data-parallel", "pipeline-parallel", "2d"]
+    assert document["architecture"] in document["verdict"]
+    assert json.loads(json.dumps(document)) == document
+
+
+def test_micro_batches_are_parts_of_the_mini_batch(tmp_path: Path) -> None:
+    assert list(micro_batch_sizes(scenario(tmp_path))) == [16, 8, 4, 2]
+    assert list(micro_batch_sizes(scenario(tmp_path, "train.batch_size=7"))) == [7]
+    own = scenario(tmp_path, "pipeline.micro_batch_sizes=[32]")
+    problem, num_samples = pipeline_problem(own)
+    assert (problem.micro_batch_size, problem.num_micro_batches, num_samples) == (32, 2, 4000)
+    assert problem.optimizer_copies == 1.0
+    assert pipeline_problem(scenario(tmp_path, "train.optimizer='adam'"))[0].optimizer_copies == 2.0
+
+
+def test_a_scenario_reads_back_from_its_resolved_document(tmp_path: Path) -> None:
+    own = scenario(tmp_path, "pipeline.micro_batch_sizes=[32]", "expect={min_devices=1}")
+    assert from_document({**to_document(own), "name": own.name, "question": own.question}) == own
+    assert own.compare.strategies == ("hybrid-pipeline",)
+
+
+@pytest.mark.parametrize(("override", "message"), [
+    ("strategy.groups=2", "groups is for groups"),
+    ("precision.arithmetic='int8'", "trains in fp32"),
+    ("pipeline.micro_batch_sizes=[48]", "48 does not divide"),
+    ("pipeline.sample=[3, 32]", "of a square image"),
+    ("pipeline.sample=[3, 32, 32]", "give both or none"),
+    ("pipeline.num_classes=3", "is for a model with sample"),
+    ("model.name='bert-small'", r"take \[tokens\]"),
+    ("strategy.name='ring'", None),
+    ("thermal={}", r"\[thermal\]: .* leave it out"),
+    ("expect.min_accuracy=0.5", "unknown claim 'min_accuracy'"),
+    ("cluster.soc_bytes_per_s=0", "soc_bytes_per_s"),
+])
+def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path, override: str, message: str | None) -> None:
+    text = BASE + ("[pipeline]\ncuts = 'layers'\n" if message is None else "")
+    with pytest.raises(ConfigError, match=message or r"\[pipeline\] is for name = 'hybrid-pipeline'") as caught:
+        scenario(tmp_path, override, text=text)
+    assert "\n" not in str(caught.value)
+
+
+def test_one_device_and_no_memory_are_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="one device") as caught:
+        plan_of_pipeline(scenario(tmp_path, "cluster.boards=1"))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="socs = 3, but the cluster has 2"):
+        plan_of_pipeline(scenario(tmp_path, "strategy.socs=3"))
+    board = device_table("jetson-nano") | {"memory_bytes": figure(1.55e9, "assumption: of this test")}
+    small = BASE.replace("jetson-nano", "small") + toml_text({"device": {"small": board}})
+    with pytest.raises(InfeasiblePlan, match="no plan of bert-small fits") as nothing:
+        plan_of_pipeline(scenario(tmp_path, "model.name='bert-small'", "pipeline.sample=[8]", "pipeline.num_samples=99",
+                                  text=small))
+    assert "\n" not in str(nothing.value)
+
+
+def test_a_pipeline_is_planned_and_not_run(tmp_path: Path, socflower: Socflower) -> None:
+    with pytest.raises(ConfigError, match="can be planned and predicted, not run; use `socflower plan`"):
+        prepare(scenario(tmp_path))
+    (tmp_path / "case.toml").write_text(BASE + "[expect]\nmin_devices = 3\n")
+    for command in ("run", "compare"):
+        ran = socflower(command, "case.toml")
+        assert ran.status == 2 and "not run" in ran.err and len(ran.err.strip().splitlines()) == 1
+    planned = socflower("plan", "case.toml")
+    assert planned.status == 1 and "FAILS" in planned.out and "pays here" in planned.out
+    document = json.loads(socflower("plan", "case.toml", "--json").out)
+    assert document["expectations"][0]["holds"] is False
+    assert check_plan({"min_devices": 1, "max_stages": 2}, document)[0]["holds"] is True
