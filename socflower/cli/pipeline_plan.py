@@ -16,12 +16,14 @@ if TYPE_CHECKING:  # the planners are loaded by the command
     from socflower.scenario.schema.config import Scenario
 
 
-def plan_pipeline_scenario(scenario: "Scenario", path: Path, as_json: bool) -> None:
-    """Plan a scenario, print the plan, and exit with 1 if a claim does not hold."""
-    from socflower.scenario.pipeline_planning import plan_of_pipeline
+def plan_pipeline_scenario(scenario: "Scenario", path: Path, out: Path | None, as_json: bool) -> None:
+    """Plan a scenario, print the plan, write it to `out`, and exit with 1 if a claim does not hold."""
+    from socflower.scenario.pipeline_planning import plan_of_pipeline, write_plan
 
     with mistakes_name_file(scenario.name, path), prints_to_stderr():
-        document, _ = plan_of_pipeline(scenario)
+        document, planned = plan_of_pipeline(scenario)
+        if out is not None:
+            write_plan(scenario, document, planned, out)
     if as_json:
         print_json(document)
     else:

@@ -30,6 +30,8 @@ def plan(
     cluster: Annotated[Path | None, typer.Option(help="For an app folder: the cluster file it runs on.")] = None,
     training_flops: Annotated[float | None, typer.Option(help="For an app folder: operations of one training "
                                                               "example, where its strategy has no profile.")] = None,
+    out: Annotated[Path | None, typer.Option(help="For a pipeline: write plan.json, trace.json and report.html, with "
+                                                  "one update over time, into this folder.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show the groups on their boards, their communication groups, and predicted time, energy and memory."""
@@ -39,6 +41,7 @@ def plan(
     from socflower.scenario.schema.strategies import group_strategy
 
     if scenario.is_dir():
+        _refuse_out(out, scenario)
         if fusion is not None:
             raise ConfigError(f"--fusion {fusion}: is for scenarios; the ServerApp of {scenario} sets "
                               "ExchangeSettings(fusion=…): use --set with the key of its run config")
@@ -58,8 +61,9 @@ def plan(
     if loaded.is_pipeline:
         from socflower.cli.pipeline_plan import plan_pipeline_scenario
 
-        plan_pipeline_scenario(loaded, scenario, as_json)
+        plan_pipeline_scenario(loaded, scenario, out, as_json)
         return
+    _refuse_out(out, scenario)
     if loaded.is_split:
         with mistakes_name_file(loaded.name, scenario):
             _plan_split(loaded, as_json)
@@ -71,6 +75,12 @@ def plan(
         print_json(document)
     else:
         print_plan(OUT, planned, document)
+
+
+def _refuse_out(out: Path | None, scenario: Path) -> None:
+    if out is not None:
+        raise ConfigError(f"--out {out}: is for strategy.name = 'hybrid-pipeline', and {scenario} has another; "
+                          "--json prints its plan, and `socflower run` writes a report")
 
 
 def _plan_app_folder(

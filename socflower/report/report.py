@@ -86,6 +86,11 @@ def render_report(
         events=_events(runs), scenarios=_scenarios(runs))
 
 
+def render(template: str, **values: Any) -> str:
+    """Return a page of this package's templates; whatever it prints is escaped."""
+    return _ENVIRONMENT.get_template(template).render(missing=MISSING, **values)
+
+
 # ----------------------------------------------------------------------------------------------- how values are shown
 def ranges(numbers: Iterable[Any] | None) -> str:
     """Return numbers with consecutive ones joined: [0, 1, 2, 7] -> "0–2, 7"; other values are listed."""

@@ -1,6 +1,8 @@
 """The plan of a `hybrid-pipeline` scenario: stages, devices, shares, and which kind of parallelism pays."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,12 +15,16 @@ from socflower.pipeline.planner.selection import Planned, PlannerSettings, plan_
 from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.profiler.estimates import estimated_problem
 from socflower.pipeline.profiler.layers import Granularity, read_model
+from socflower.pipeline.schedule.run import simulate
 from socflower.quantities import counted
+from socflower.report.pipeline_report import DrawnPass, write_pipeline_report
 from socflower.scenario.expectations import check_plan
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.pipeline import LANGUAGE_MODELS, PEERS, PipelineConfig
 from socflower.scenario.workload import example_inputs, initial_model, num_samples
+from socflower.sim import EventClock, Trace
+from socflower.wire.saved_state import write_atomically
 from socflower.workloads.models import build_model, model_names
 from socflower.workloads.models.language_models import bert_small, gpt_small
 
@@ -61,6 +67,21 @@ def plan_of_pipeline(scenario: Scenario) -> tuple[dict[str, Any], Planned]:
     }
     document["expectations"] = check_plan(scenario.expect, document)
     return document, planned
+
+
+def write_plan(scenario: Scenario, document: dict[str, Any], planned: Planned, folder: Path) -> None:
+    """Write `plan.json`, `trace.json` and `report.html` with one update of the plan, executed in virtual time."""
+    trace, problem = Trace(), planned.problem
+    run = simulate(problem, planned.plan, clock=EventClock(problem.cluster, trace=trace))
+    names = {device.soc: f"SoC {device.soc}, {device.name}" for device in problem.devices}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "plan.json", json.dumps(document, indent=2) + "\n")
+    trace.write(folder / "trace.json")
+    write_pipeline_report(
+        folder / "report.html", document,
+        [DrawnPass(names[each.soc], each.kind.value, each.micro_batch, each.start_s, each.end_s)
+         for each in run.passes],
+        title=scenario.name, question=scenario.question)
 
 
 def pipeline_problem(scenario: Scenario) -> tuple[PipelineProblem, int]:

@@ -166,6 +166,7 @@ def test_an_app_folder_for_another_superlink_is_told_what_runs_it(begins: Socflo
     (("plan", "app"), "name the cluster it runs on with --cluster FILE"),
     (("plan", "app", "--cluster", "cluster.toml", "--groups", 2), "the ServerApp of app sets its groups"),
     (("plan", "case.toml", "--training-flops", 1e6), "is for the folder of a Flower app"),
+    (("plan", "case.toml", "--out", "plan"), "is for strategy.name = 'hybrid-pipeline', and case.toml has another"),
 ])
 def test_a_command_that_cannot_use_an_app_folder_so_says_what_to_do(
     begins: Socflower, arguments: tuple[str, ...], line: str,

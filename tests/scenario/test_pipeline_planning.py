@@ -124,6 +124,8 @@ def test_a_pipeline_is_planned_and_not_run(tmp_path: Path, socflower: Socflower)
         assert ran.status == 2 and "not run" in ran.err and len(ran.err.strip().splitlines()) == 1
     planned = socflower("plan", "case.toml")
     assert planned.status == 1 and "FAILS" in planned.out and "pays here" in planned.out
-    document = json.loads(socflower("plan", "case.toml", "--json").out)
+    document = json.loads(socflower("plan", "case.toml", "--json", "--out", "plan").out)
+    assert json.loads((tmp_path / "plan" / "plan.json").read_text()) == document
+    assert {path.name for path in (tmp_path / "plan").iterdir()} == {"plan.json", "trace.json", "report.html"}
     assert document["expectations"][0]["holds"] is False
     assert check_plan({"min_devices": 1, "max_stages": 2}, document)[0]["holds"] is True
