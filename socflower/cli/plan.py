@@ -30,8 +30,8 @@ def plan(
     cluster: Annotated[Path | None, typer.Option(help="For an app folder: the cluster file it runs on.")] = None,
     training_flops: Annotated[float | None, typer.Option(help="For an app folder: operations of one training "
                                                               "example, where its strategy has no profile.")] = None,
-    out: Annotated[Path | None, typer.Option(help="For a pipeline: write plan.json, trace.json and report.html, with "
-                                                  "one update over time, into this folder.")] = None,
+    out: Annotated[Path | None, typer.Option(help="For a pipeline: write the plan, a trace and a page with one "
+                                                  "update over time into this folder.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show the groups on their boards, their communication groups, and predicted time, energy and memory."""

@@ -149,7 +149,7 @@ def print_notice(line: str) -> None:
 def print_json(document: Mapping[str, Any], *, one_line: bool = False) -> None:
     """Print a document as JSON on standard output."""
     # Not through rich, which would wrap and colour it. Flushed, for readers of a pipe.
-    sys.stdout.write(json.dumps(document, indent=None if one_line else 1) + "\n")
+    sys.stdout.write(json.dumps(document, indent=None if one_line else 1, allow_nan=False) + "\n")
     sys.stdout.flush()
 
 

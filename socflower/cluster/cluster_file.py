@@ -27,7 +27,7 @@ MOST_SOCS = 20_000
 """Limit of a cluster: more than the largest deployment of which we know, with planning still done in seconds."""
 
 Count = Annotated[int, Field(ge=1)]
-Rate = Annotated[float, Field(gt=0)]
+Rate = Annotated[float, Field(ge=1.0)]
 Slots = tuple[Annotated[int, Field(ge=0)], ...]
 
 

@@ -78,7 +78,7 @@ def require_known_claims(expect: Mapping[str, float], where: str, *, of_plan: bo
             close = get_close_matches(key, known, n=1)
             raise ConfigError(f"{where} [expect]: unknown claim {key!r} (value {value!r}); "
                               + (f"did you mean {close[0]!r}?" if close else "claims begin with min_ or max_, as in "
-                                 "min_accuracy"))
+                                 f"min_{next(iter(names))}"))
 
 
 def check_expectations(

@@ -30,6 +30,7 @@ from socflower.workloads.models.language_models import bert_small, gpt_small
 
 _PARTS = (4, 8, 16, 32)  # of a mini-batch, that are micro-batches by default
 _CLASSES = 10
+_SAME = 1.005  # times as long, up to which a plan counts as the same
 
 
 def plan_of_pipeline(scenario: Scenario) -> tuple[dict[str, Any], Planned]:
@@ -134,9 +135,10 @@ def _workload(scenario: Scenario) -> tuple[nn.Module, Example, int]:
 
 
 def _verdict(planned: Planned, peers: Sequence[dict[str, Any]]) -> str:
-    """Return which kind of parallelism pays, and by how much."""
-    fitting = [f"{row['over_ours']:.2f} times the time as {row['name']}" for row in peers
-               if row["over_ours"] is not None]
-    others = [f"{row['name']} does not fit" for row in peers if row["over_ours"] is None]
-    return f"{planned.plan.architecture} pays here; the others take {', '.join(fitting + others)}"
+    """Return which kind of parallelism pays, and how much longer others take, the next best first."""
+    slower = sorted((row for row in peers if row["over_ours"] is not None and row["over_ours"] > _SAME),
+                    key=lambda row: float(row["over_ours"]))
+    others = [f"{row['name']} takes {row['over_ours']:.2f} times as long" for row in slower]
+    others += [f"{row['name']} does not fit" for row in peers if row["over_ours"] is None]
+    return f"{planned.plan.architecture} pays here" + (f": {', '.join(others)}" if others else "")
 

@@ -159,10 +159,15 @@ def _verdict(predicted: Mapping[str, float], one_soc: Mapping[str, float] | None
     ours, alone = predicted["epoch_s"], one_soc["epoch_s"]
     fraction = predicted["exchange_fraction"]
     exchange = f"exchanging gradients takes {percent(fraction, 0 if fraction < 0.99 else 1)} of a step"
+    synchronising = predicted["sync_s"] * predicted["syncs_per_epoch"] / ours if ours else 0.0
+    advice = "Use strategy.name = 'sgd', or larger batches or a larger model"
+    if synchronising > fraction:
+        exchange = f"synchronising takes {percent(synchronising, 0)} of an epoch"
+        advice = "Use strategy.name = 'sgd', or raise strategy.sync_interval_epochs"
     if alone <= ours:
         return (f"one SoC is quicker: {human_seconds(alone)} an epoch instead of {human_seconds(ours)}, with "
                 f"{human_joules(one_soc['epoch_energy_j'])} instead of {human_joules(predicted['epoch_energy_j'])}; "
-                f"{exchange}. Use strategy.name = 'sgd', or larger batches or a larger model")
+                f"{exchange}. {advice}")
     return f"{human_ratio(alone / ours)} as fast as one SoC, which takes {human_seconds(alone)} an epoch; {exchange}"
 
 

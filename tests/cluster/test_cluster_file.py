@@ -65,7 +65,7 @@ def test_servers_of_a_site_are_like_the_cluster_where_they_say_nothing_else(tmp_
     ({"servers": [{"boards": [1], "socs_per_board": 2}]}, r"boards = \[1\] already lists the slots"),
     ({"servers": [{"boards": [0]}]}, r"boards = \[0\] has no SoC in use"),
     ({"servers": [{"count": 4001}]}, r"\[\[server\]\] 1: 20005 SoCs, of at most 20000 in a cluster"),
-    ({"servers": [{"server_bytes_per_s": 0}]}, r"server_bytes_per_s = 0 must be a number above 0"),
+    ({"servers": [{"server_bytes_per_s": 0}]}, r"server_bytes_per_s = 0 must be a number of 1 or more"),
 ])
 def test_sites_that_cannot_be_are_one_line(tables: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
@@ -84,8 +84,8 @@ def test_sites_that_cannot_be_are_one_line(tables: dict[str, Any], says: str) ->
     ({"boards": [3], "socs_per_board": 5}, (), r"already lists the slots; drop socs_per_board"),
     ({"boards": 2}, ({"socs": 1},), r"boards = 2 and \[\[board\]\] tables are both given"),
     ({}, ({"scos": 1},), r"\[\[board\]\] 1: unknown key 'scos' \(value 1\); did you mean 'socs'"),
-    ({"soc_bytes_per_s": 0}, (), r"soc_bytes_per_s = 0 must be a number above 0"),
-    ({"hub_bytes_per_s": "fast"}, (), r"hub_bytes_per_s = 'fast' must be a number above 0"),
+    ({"soc_bytes_per_s": 0}, (), r"soc_bytes_per_s = 0 must be a number of 1 or more"),
+    ({"hub_bytes_per_s": "fast"}, (), r"hub_bytes_per_s = 'fast' must be a number of 1 or more"),
     ({"device": "abacus"}, (), r"device 'abacus' is unknown; the catalogue has"),
     ({}, {"socs": 3}, r"board = \{'socs': 3\} must be written \[\[board\]\], a list of tables"),
 ])

@@ -129,3 +129,15 @@ def test_a_pipeline_is_planned_and_not_run(tmp_path: Path, socflower: Socflower)
     assert {path.name for path in (tmp_path / "plan").iterdir()} == {"plan.json", "trace.json", "report.html"}
     assert document["expectations"][0]["holds"] is False
     assert check_plan({"min_devices": 1, "max_stages": 2}, document)[0]["holds"] is True
+
+
+@pytest.mark.parametrize(("override", "says"), [
+    ("ring.compression='int8'", r"\[ring\]: .*'hybrid-pipeline' exchanges gradients"),
+    ("train.device='cuda'", r"\[train\] device = 'cuda': .* does not read it"),
+    ("data.partition='dirichlet'", r"\[data\]: \[pipeline\] sample = .* leave one of the two out"),
+    ("pipeline.num_samples=3", r"num_samples = 3 is less than \[train\] batch_size"),
+])
+def test_what_a_plan_does_not_read_is_refused(tmp_path: Path, override: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        load_scenario(Path(__file__).parents[2] / "scenarios" / "planned" / "pipeline_pays.toml", [override])
+    assert "\n" not in str(caught.value)

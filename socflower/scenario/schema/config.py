@@ -99,10 +99,9 @@ class TrainConfig(Table):
     local_epochs: Epochs = Field(1, description="epochs of a `fedavg` client in a round; `epochs` must be a multiple")
     reduction: Annotated[str, OneOf(("auto", "always", "ring"))] = Field(
         "auto", json_schema_extra={"was": "member_passes"}, description=(
-            "`auto`: members of a group get passes of their own only in models with BatchNorm, where it changes the "
-            "result; `always`: in all models, as a real ring does; `ring`: the same, and their gradients are summed in "
-            "a ring's order, which gives the very bits of a [real one](guides/deployment.md#rings) over gRPC, or over "
-            "gloo with groups of two"))
+            "`auto`: members of a group have passes of their own only in models with BatchNorm; `always`: in all, as "
+            "in a real ring; `ring`: their gradients are summed in its order too, to the bits of a "
+            "[real one](guides/deployment.md#rings) over gRPC, or over gloo with groups of two"))
     reply_timeout_s: float = Field(3600.0, gt=0, le=1e7, description=(
         "real seconds after which a client that does not answer is given up on"))
 
@@ -125,9 +124,8 @@ class PrecisionConfig(Table):
         "of mixed training, how a batch is split; [what they mean](guides/precision.md#cpu-and-npu-at-once)"))
     held_out: int = Field(
         default_factory=lambda table: _HELD_OUT if table.get("arithmetic") == "mixed" else 0, ge=0, description=(
-            "training samples set aside, spread evenly, on which mixed training measures alpha; 1 or more with "
-            "`mixed`. With `fp32` and `int8` it makes a comparison on equal samples; default: 128 with `mixed`, else "
-            "0"))
+            "training samples set aside, on which mixed training measures alpha; with `fp32` and `int8` for a "
+            "comparison on equal samples; default: 128 with `mixed`, else 0"))
     algorithm: Annotated[str, OneOf(tuple(ALGORITHMS))] = Field("niti", description=(
         "of int8 training: `niti` (int8 weights, integer update) or `adaptive-fixed-point` (FP32 master weights)"))
     gradient_bits: tuple[Annotated[int, Field(ge=0, le=7)], ...] = Field((5, 4, 3), description=(
@@ -163,8 +161,7 @@ class StrategyConfig(Table):
         "".join(f"`{name}`: {kind.about}; " for name, kind in STRATEGIES.items() if kind.about)
         + "the others train with [a cloud](#edgecloud)"))
     groups: Annotated[int, Field(gt=0, le=MOST_SOCS)] | Annotated[str, OneOf(("auto",))] = Field("auto", description=(
-        "number of groups of `socflow`; \"auto\" trains an epoch with 1, 2, 4, … groups and takes the last one before "
-        "accuracy, or without one exp(-loss), falls"))
+        "number of groups of `socflow`; \"auto\" [tries them out](concepts/planning.md#how-many-groups)"))
     socs: int | None = Field(None, gt=0, le=MOST_SOCS, description="how many slots take part; default: all")
     sync_interval_epochs: Annotated[float, Field(gt=0, le=_MAX_EPOCHS)] | Annotated[str, OneOf(("decay",))] = Field(
         "decay", description=("epochs between synchronisations; \"decay\" is 0.25, doubled every 10 epochs, up to 2; "
@@ -185,8 +182,7 @@ class StrategyConfig(Table):
         "how the leaders of groups [exchange models](concepts/planning.md#when-groups-synchronise): over the hub, in a "
         "ring, or by board and server; \"auto\" takes, for each new plan, the way that is predicted to be quickest"))
     leader_compression: Annotated[str, OneOf(COMPRESSIONS)] = Field("none", description=(
-        "what leaders in a ring or a tree exchange: their models, or the models' changes in halves, or in eight bits "
-        "with error feedback"))
+        "leaders in a ring or tree exchange their models' changes in halves, or in eight bits with error feedback"))
     fusion: Annotated[str, OneOf(FUSIONS)] = Field("buckets", description=(
         "what costs a [message](concepts/virtual-time.md#messages) in virtual time: each of the "
         "`overlap_buckets`, as rings of real machines send them, or each tensor, as in SoCFlow+"))
@@ -194,9 +190,8 @@ class StrategyConfig(Table):
         "leave out a group whose client raises, instead of ending the run, or of a ring of real machines the member; "
         "`fedavg` always does"))
     rebalance: Annotated[str, OneOf(REBALANCE)] = Field("off", description=(
-        "what follows the speeds that SoCs really have: `shares` (of a group's batch), `groups` (SoCs of one board "
-        "change groups, between rounds; shares follow then as well) or `both`; see "
-        "[re-balancing](guides/heat.md#re-balancing-in-socflow)"))
+        "what [follows the speeds](guides/heat.md#re-balancing-in-socflow) of SoCs: `shares` of a group's batch, "
+        "`groups` (SoCs of a board change groups between rounds; shares follow) or `both`"))
     rebalance_steps: int = Field(10, ge=0, le=_MAX_EPOCHS, description=(
         "with `shares` and `both`, after how many steps the members of a group look at their speeds; 0: only between "
         "rounds"))
@@ -418,6 +413,17 @@ class ScenarioFile(ClusterFile):
                   if key not in ("name", "socs") and getattr(self.strategy, key) != field.default]
         if unread:
             raise ValueError(f"[strategy] {unread[0]} is for groups, and {name} makes stages; leave it out")
+        for key in ("device", "local_epochs", "reduction", "reply_timeout_s"):
+            if getattr(self.train, key) != TrainConfig.model_fields[key].default:
+                raise ValueError(f"[train] {key} = {getattr(self.train, key)!r}: {name} does not read it; leave it out")
+        if self.ring != RingSettings():
+            raise ValueError(f"[ring]: {name} exchanges gradients of replicated stages in float32; leave it out")
+        if table.sample and self.data != DataConfig():
+            raise ValueError(f"[data]: [pipeline] sample = {list(table.sample)} describes what there is instead; leave "
+                             "one of the two out")
+        if table.sample and table.num_samples < self.train.batch_size:
+            raise ValueError(f"[pipeline] num_samples = {table.num_samples} is less than [train] batch_size = "
+                             f"{self.train.batch_size}; there would be no update in an epoch")
         wrong = [size for size in table.micro_batch_sizes if self.train.batch_size % size]
         if wrong:
             raise ValueError(f"[pipeline] micro_batch_sizes: {wrong[0]} does not divide [train] batch_size = "

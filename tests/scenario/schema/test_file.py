@@ -190,7 +190,7 @@ def test_an_unknown_key_like_no_other_gets_the_list_of_keys(write: Write) -> Non
     ("[compare]\ntarget_accuracy = 'high'", "[compare] target_accuracy = 'high' must be a number"),
     ("[[event]]\nkind = 'nan'\nsoc = '0'\nround = 1", "[[event]] 1 soc = '0' must be a whole number"),
     ("[cluster]\nboards = 'two'", "boards = 'two' must be a whole number of 1 or more or a list"),
-    ("[cluster]\nhub_bytes_per_s = 'fast'", "hub_bytes_per_s = 'fast' must be a number above 0"),
+    ("[cluster]\nhub_bytes_per_s = 'fast'", "hub_bytes_per_s = 'fast' must be a number of 1 or more"),
     ("[expect]\nmin_accuracy = 'high'", "[expect] min_accuracy = 'high' must be a number"),
 ])
 def test_a_value_of_a_wrong_type_is_named(write: Write, text: str, says: str) -> None:
