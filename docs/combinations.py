@@ -89,7 +89,7 @@ server_interval = 2
     "overlap": Capability(label="overlapped exchange", says="[strategy]\noverlap_buckets = 4",
                           is_in=lambda s: s.strategy.overlap_buckets > 1),
     "leaders": Capability(label="leaders in a ring", says='[strategy]\nleaders = "ring"', chooses="leaders",
-                          is_in=lambda s: s.has_groups and s.leaders in ("ring", "auto")),
+                          is_in=lambda s: s.has_groups and "leaders" in s.strategy.model_fields_set),
     "between": Capability(label="compressed leaders", says='[strategy]\nleaders = "tree"\nleader_compression = "int8"',
                           chooses="leaders", is_in=lambda s: s.strategy.leader_compression != "none"),
     "compression": Capability(label="compressed gradients", says='[ring]\ncompression = "fp16"',
