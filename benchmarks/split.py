@@ -1,14 +1,13 @@
 """Split training in two real processes over a shaped link: throughput and memory, against what else one could do.
 
 The edge is held to a tenth of a core by a CPU quota, the cloud has one, so it is ten times as fast; features and
-gradients go over gRPC on loopback through token buckets. At every speed of the link, samples a second of: the edge
-alone; plain split learning (middle cut, K = 0, 32 bits); JointDNN (best fixed cut, sequential, 32 bits, edge-only
-among its choices); pipelined (best cut, K = 5, 32 bits, edge-only among its choices); ours (what the decision engine
-chooses from 8 bits and edge-only, K = 5), with gradients in 32 bits and in 8. A deployment that two of them choose is
-run once. All choices go
-by costs that were measured before, in the same processes, under the same quota. Rows "by F26" have what the cost model
-says of each. A shared machine is not as fast a minute later: so the edge's seconds are scaled there by what a batch of
-the edge alone takes in the same minutes; its own row shows by how much.
+gradients go over gRPC through a relay, a third process, which limits each direction. At every speed of the link,
+samples a second of: the edge alone; plain split learning (middle cut, K = 0, 32 bits); JointDNN (best fixed cut,
+sequential, 32 bits, edge-only among its choices); pipelined (best cut, K = 5, 32 bits, edge-only among its choices);
+ours (what the decision engine chooses from 8 bits and edge-only, K = 5), with gradients in 32 bits and in 8. A
+deployment that two of them choose is run once. All choices go by costs that are measured anew at each speed, in the
+same processes, under the same quota and over the same link. Rows "by F26" have what the cost model said of each before
+it ran, at the speed that the edge alone had in the seconds before.
 
 Memory is the peak of the resident memory of a fresh edge process, quota or not, against plain split learning; the link
 is made slow enough to be what limits, so that all that may wait does wait. Energy is that of the same deployments by
@@ -82,11 +81,12 @@ def run(quick: bool = False) -> list[Row]:
     rows: list[Row] = []
     if missing() is None:
         with Pair(CORES) as pair:
-            costs = pair.costs(num_repeats=1 if quick else 3, num_batches=10 if quick else 30)
             exact = _is_exact(pair)
-            _told["costs"], _told["weights of local training at K = 0"] = to_document(costs), exact
+            _told["weights of local training at K = 0"], _told["costs"] = exact, (by_speed := dict[str, object]())
             for speed in _QUICK_SPEEDS if quick else SPEEDS:
-                rows += _rows_of(pair, costs, speed, exact, seconds=2.0 if quick else 6.0)
+                costs = pair.costs(mbit_per_s=speed, num_repeats=1, num_batches=10)
+                by_speed[_place(speed)] = to_document(costs)
+                rows += _rows_of(pair, costs, speed, exact, seconds=2.0 if quick else 5.0)
     return [*rows, *_memory_rows(quick), *_energy_rows()]
 
 
@@ -109,39 +109,49 @@ def systems(costs: SplitCosts, rates: LinkRates) -> list[System]:
 
 def _rows_of(pair: Pair, costs: SplitCosts, mbit_per_s: float, exact: bool, *, seconds: float) -> list[Row]:
     rates = _rates(mbit_per_s)
-    runs: dict[tuple[object, ...], tuple[float, bool]] = {}
-    found: list[tuple[System, float, bool]] = []
+    runs: dict[tuple[object, ...], tuple[float, float, bool]] = {}
+    found: list[Outcome] = []
     for system in systems(costs, rates):
         chosen = system.split_plan
         window = 0 if chosen.cut is None else chosen.window
         key = (chosen.cut,) if chosen.cut is None else (chosen.cut, chosen.bits, window, system.gradient_bits)
         if key not in runs:
-            steady = max(4 if window == 0 else window + 2, math.ceil(seconds / system.seconds(costs, rates)))
+            predicted_s = system.seconds(pair.as_of_now(costs), rates)
+            steady = max(4 if window == 0 else window + 2, math.ceil(seconds / predicted_s))
             measured = pair.train(Run(
                 cut=chosen.cut, bits=chosen.bits, window=window, gradient_bits=system.gradient_bits,
                 mbit_per_s=mbit_per_s, num_batches=2 * (window + 1) + steady))
-            runs[key] = measured.period_s(window), exact and _is_right(measured, chosen)
+            runs[key] = predicted_s, measured.period_s(window), exact and _is_right(measured, chosen)
             _told["samples"] = measured.source
-        found.append((system, *runs[key]))
-    return throughput_rows(costs, mbit_per_s, found)
+        found.append(Outcome(system.label(costs), *runs[key]))
+    return throughput_rows(mbit_per_s, found)
 
 
-def throughput_rows(costs: SplitCosts, mbit_per_s: float, found: Sequence[tuple[System, float, bool]]) -> list[Row]:
-    """Return rows of what was measured at one speed: of each system the seconds of a batch, and whether it was right.
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What was said of a system at one speed, and what came of it."""
 
-    Edge-only is the first, both of ours are the last.
-    """
-    rates, place = _rates(mbit_per_s), f"{mbit_per_s:g} Mbit/s"
-    rows = []
-    for system, own_s, ok in found:
-        predicted_s = system.seconds(costs, rates)
-        rows.append(Row(case=f"{place}: {system.label(costs)}, by F26", ours=BATCH_SIZE / own_s, peer="F26",
-                        peer_value=BATCH_SIZE / predicted_s, unit="samples/s", ratio=predicted_s / own_s, ok=ok))
-    for system, own_s, ok in found[-2:]:
-        rows += [Row(case=f"{place}: {system.label(costs)}", ours=BATCH_SIZE / own_s, peer=other.label(costs),
-                     peer_value=BATCH_SIZE / other_s, unit="samples/s", ratio=other_s / own_s, ok=ok and other_ok)
-                 for other, other_s, other_ok in found[:-2]]
+    label: str
+    predicted_s: float  # of a batch
+    measured_s: float
+    ok: bool
+
+
+def throughput_rows(mbit_per_s: float, found: Sequence[Outcome]) -> list[Row]:
+    """Return rows of what was measured at one speed; edge-only is the first, both of ours are the last."""
+    place = _place(mbit_per_s)
+    rows = [Row(case=f"{place}: {own.label}, by F26", ours=BATCH_SIZE / own.measured_s, peer="F26",
+                peer_value=BATCH_SIZE / own.predicted_s, unit="samples/s", ratio=own.predicted_s / own.measured_s,
+                ok=own.ok) for own in found]
+    for own in found[-2:]:
+        rows += [Row(case=f"{place}: {own.label}", ours=BATCH_SIZE / own.measured_s, peer=other.label,
+                     peer_value=BATCH_SIZE / other.measured_s, unit="samples/s",
+                     ratio=other.measured_s / own.measured_s, ok=own.ok and other.ok) for other in found[:-2]]
     return rows
+
+
+def _place(mbit_per_s: float) -> str:
+    return f"{mbit_per_s:g} Mbit/s"
 
 
 def _rates(mbit_per_s: float) -> LinkRates:

@@ -1,6 +1,7 @@
 """The cloud: `python -m benchmarks.split_contest.cloud` hosts back halves until its input ends.
 
-It says its address and the operator's token first, and the seconds of its halves whenever a line `measure N` asks.
+It says its address and the operator's token first. A line `measure N` asks for the seconds of its halves, `echoes` for
+the processor seconds that each batch of the latest two echoes took.
 """
 
 import json
@@ -9,15 +10,21 @@ import sys
 import torch
 
 from benchmarks.split_contest.plan import measuring, program
+from benchmarks.split_contest.stream_costs import Echo
 from socflower.edgecloud.cloud.cloud_service import CloudService
 from socflower.edgecloud.cloud.session import CloudHalf, SessionTerms
 from socflower.edgecloud.halves import Weights
 from socflower.edgecloud.runtime.measuring import measure_cloud
 from socflower.edgecloud.stream.credentials import new_token
 
+_echoes: list[Echo] = []
+
 
 def half(terms: SessionTerms, weights: Weights) -> CloudHalf:
-    """Return the back half that an edge's run is about."""
+    """Return the back half that an edge's run is about, or an echo."""
+    if "echo" in terms.settings:
+        _echoes.append(Echo(int(terms.settings["echo"])))
+        return _echoes[-1]
     return program().back(int(terms.settings["cut"])).half
 
 
@@ -28,7 +35,9 @@ def main() -> int:
     service = CloudService("127.0.0.1:0", half, operator_token=token)
     print(json.dumps({"address": service.address, "token": token}), flush=True)
     for line in sys.stdin:
-        print(json.dumps(measure_cloud(program().split, measuring(int(line.split()[1])))), flush=True)
+        what, *numbers = line.split()
+        print(json.dumps([echo.batch_s() for echo in _echoes[-2:]] if what == "echoes" else
+                         measure_cloud(program().split, measuring(int(numbers[0])))), flush=True)
     service.close()
     return 0
 

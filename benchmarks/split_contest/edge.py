@@ -1,12 +1,13 @@
 """The edge: `python -m benchmarks.split_contest.edge` does what the lines of its input say, and answers each.
 
-A line is JSON: `costs` with the cloud's seconds, or `run` with a run.
+A line is JSON: `costs` with the cloud's seconds and where the link is, `step` for those of a step of the edge alone, or
+`run` with a run.
 """
 
 import json
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,9 @@ import numpy as np
 import psutil
 import torch
 
-from benchmarks.split_contest.plan import Batches, Measured, Run, measuring, program
-from benchmarks.split_contest.stream_costs import measure_stream
+from benchmarks.split_contest.plan import BATCH_SIZE, Batches, Measured, Run, measuring, program
+from benchmarks.split_contest.stream_costs import FEW_BYTES, echo_s, measure_slowdown
 from socflower.edgecloud.cloud.operator_calls import CloudOperator, close_session, open_session
-from socflower.edgecloud.links.bandwidth_profile import constant
-from socflower.edgecloud.links.shaping import BURST_BYTES, TokenBucket
 from socflower.edgecloud.runtime.edge_connection import EdgeConnection
 from socflower.edgecloud.runtime.feature_path import FeatureCoding
 from socflower.edgecloud.runtime.front_loop import FrontPlan
@@ -26,14 +25,30 @@ from socflower.edgecloud.runtime.half_state import LoopReport
 from socflower.edgecloud.runtime.measuring import measure_costs, to_document
 from socflower.edgecloud.runtime.span_training import Span, train_front
 
-_LATE_S = 0.05
+_SLOWDOWN_S = 1.5
 
 
 def costs(asked: dict[str, Any]) -> dict[str, Any]:
-    """Return what a batch costs at every cut: halves, codec and stream, timed here as fast as here may be run."""
-    measured = measure_costs(program().split, measuring(asked["num_repeats"]), cloud_s=asked["cloud_s"],
-                             bits=(8, 16), label_bytes=8.0)
-    return to_document(measure_stream(num_batches=asked["num_batches"]).added_to(measured))
+    """Return what a batch costs at every cut: halves and codec by the processor's time, messages over the link.
+
+    Processor time becomes seconds by one factor for all, what the quota leaves: periods of the quota that a timing
+    happens to contain do not count, and neither does what else this machine does.
+    """
+    slowdown = measure_slowdown(at_least_s=_SLOWDOWN_S)
+    how = replace(measuring(asked["num_repeats"]), clock=lambda: slowdown * time.process_time())
+    measured = measure_costs(program().split, how, cloud_s=asked["cloud_s"], bits=(8,), label_bytes=8.0)
+    few_s, many_s = (slowdown * echo_s(asked["address"], asked["token"], num_bytes, num_batches=asked["num_batches"],
+                                       name=f"{asked['name']}-{num_bytes}")
+                     for num_bytes in (FEW_BYTES, asked["many_bytes"]))
+    return {"costs": to_document(measured), "few_s": few_s, "many_s": many_s, "slowdown": slowdown}
+
+
+def step_s(asked: dict[str, Any]) -> float:
+    """Return the seconds of a step of the edge alone, as of now."""
+    half = program().front(0, None, Batches(BATCH_SIZE)).half
+    how = replace(measuring(1), at_least_s=asked["at_least_s"],
+                  clock=lambda: asked["slowdown"] * time.process_time())
+    return how.seconds(lambda: half.train_alone(0))
 
 
 def train(run: Run) -> Measured:
@@ -67,13 +82,7 @@ def _train_split(run: Run, half: Any, on_done: Any) -> LoopReport:
     operator = CloudOperator(address=run.address, token=run.token)
     fingerprint = program().fingerprint()
     edge_token = open_session(operator, run_id=run.name, fingerprint=fingerprint, settings={"cut": run.cut})
-    link = constant(run.bytes_per_s, run.bytes_per_s) if run.mbit_per_s else None
-    # A process that the quota stops wakes up late, which is not the link's fault: it may catch up on that.
-    burst_bytes = max(BURST_BYTES, round(_LATE_S * run.bytes_per_s))
-    up, down = (None, None) if link is None else (
-        TokenBucket(link, "up", burst_bytes=burst_bytes), TokenBucket(link, "down", burst_bytes=burst_bytes))
-    connection = EdgeConnection(run.address, run_id=run.name, token=edge_token, fingerprint=fingerprint, up=up,
-                                down=down)
+    connection = EdgeConnection(run.address, run_id=run.name, token=edge_token, fingerprint=fingerprint)
     plan = FrontPlan(split_plan=run.split_plan, progress=lambda progress: on_done(),
                      coding=FeatureCoding(gradient_bits=run.gradient_bits, feedback=run.feedback))
     try:
@@ -95,7 +104,9 @@ def main() -> int:
     torch.set_num_threads(1)
     for line in sys.stdin:
         asked = json.loads(line)
-        answer = asdict(train(Run(**asked["run"]))) if "run" in asked else costs(asked["costs"])
+        (what, told), = asked.items()
+        answer: Any = (costs(told) if what == "costs" else step_s(told) if what == "step" else
+                       asdict(train(Run(**told))))
         print(json.dumps(answer), flush=True)
     return 0
 

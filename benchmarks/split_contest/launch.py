@@ -1,4 +1,4 @@
-"""Starts edge and cloud, holds the edge to its part of a core, and has them do what is asked."""
+"""Starts edge, cloud and the link between them, holds the edge to its part of a core, and has them do what is asked."""
 
 import itertools
 import json
@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from benchmarks.split_contest.plan import Measured, Run
+from benchmarks.split_contest.stream_costs import MOST_BYTES, StreamCosts, with_streams
 from socflower.edgecloud.plan.cuts import SplitCosts
 from socflower.edgecloud.runtime.measuring import from_document
 from tests.cpu_quota import quota
@@ -23,13 +24,17 @@ from tests.cpu_quota import quota
 REPOSITORY = Path(__file__).resolve().parents[2]
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _TIMEOUT_S = 900.0
+_STEPS_S = 2.0
+_ECHO_S = 0.25
+"""For which an echo may occupy the link, each way."""
 
 
 class Pair:
-    """A cloud and an edge of `cores`, each on a processor of its own where there are two; a context.
+    """A cloud and an edge of `cores`, each on a processor of its own where there are two, and their link; a context.
 
     An edge of None is held to nothing, and has done nothing yet. One processor for all of an edge's threads: otherwise
-    one of them would hold what the quota leaves, and the others would wait for the next period.
+    one of them would hold what the quota leaves, and the others would wait for the next period. The link is beside the
+    edge, which leaves its processor nine tenths, and goes before it.
     """
 
     def __init__(self, cores: float | None) -> None:
@@ -37,6 +42,7 @@ class Pair:
         self._stack = ExitStack()
         self._numbers = itertools.count()
         self.address = self.token = self.folder = ""
+        self._slowdown = 1.0
 
     def __enter__(self) -> "Pair":
         with self._stack:
@@ -45,7 +51,8 @@ class Pair:
             self._cloud = self._start("cloud", processors[-1:])
             self._edge = self._start("edge", processors[:1])
             said = json.loads(self._line(self._cloud))
-            self.address, self.token = said["address"], said["token"]
+            self._link = self._start("relay", processors[:1], said["address"])
+            self.address, self.token = self._line(self._link).strip(), said["token"]
             if self._cores is not None:
                 # Before it is held: to import torch with a tenth of a core takes a minute.
                 self.train(Run(cut=0, num_batches=2))
@@ -64,31 +71,49 @@ class Pair:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def costs(self, *, num_repeats: int, num_batches: int) -> SplitCosts:
-        """Return what a batch costs at either end, and its messages at the edge."""
-        return from_document(self._ask(self._edge, {"costs": {
-            "cloud_s": self.cloud_s(num_repeats), "num_repeats": num_repeats, "num_batches": num_batches}}))
+    def set_rate(self, mbit_per_s: float) -> None:
+        """Set the link's rate, each way; 0: as fast as loopback is."""
+        self._tell(self._link, f"rate {mbit_per_s * 1e6 / 8}")
+
+    def costs(self, *, mbit_per_s: float, num_repeats: int, num_batches: int) -> SplitCosts:
+        """Return what a batch costs at either end, and its messages over the link at this rate, as of now."""
+        self.set_rate(mbit_per_s)
+        many_bytes = MOST_BYTES if not mbit_per_s else round(min(MOST_BYTES, _ECHO_S * mbit_per_s * 1e6 / 8))
+        at_edge = self._ask(self._edge, {"costs": {
+            "cloud_s": self.cloud_s(num_repeats), "num_repeats": num_repeats, "num_batches": num_batches,
+            "many_bytes": many_bytes, "address": self.address, "token": self.token,
+            "name": f"echo-{next(self._numbers)}"}})
+        self._slowdown = at_edge["slowdown"]
+        edge, cloud = (StreamCosts.of(few_s, many_s, many_bytes) for few_s, many_s in (
+            (at_edge["few_s"], at_edge["many_s"]), json.loads(self._tell(self._cloud, "echoes"))))
+        return with_streams(from_document(at_edge["costs"]), edge, cloud)
+
+    def as_of_now(self, costs: SplitCosts) -> SplitCosts:
+        """Return the costs at the edge's present speed, which is that of a step of the edge alone."""
+        step_s = self._ask(self._edge, {"step": {"slowdown": self._slowdown, "at_least_s": _STEPS_S}})
+        return costs.at_edge_speed(costs.edge_only_s / step_s)
 
     def cloud_s(self, num_repeats: int) -> Sequence[float]:
         """Return the cloud's seconds for a batch at every cut."""
-        assert self._cloud.stdin is not None
-        self._cloud.stdin.write(f"measure {num_repeats}\n")
-        self._cloud.stdin.flush()
-        seconds: list[float] = json.loads(self._line(self._cloud))
+        seconds: list[float] = json.loads(self._tell(self._cloud, f"measure {num_repeats}"))
         return seconds
 
     def train(self, run: Run) -> Measured:
         """Do a run and return what the edge measured. Raises `RuntimeError` if it fails."""
+        self.set_rate(run.mbit_per_s)
         named = replace(run, address=self.address, token=self.token, name=run.name or f"run-{next(self._numbers)}")
         answer = self._ask(self._edge, {"run": asdict(named)})
         return Measured(**{key: tuple(value) if isinstance(value, list) else value for key, value in answer.items()})
 
-    def _ask(self, process: "subprocess.Popen[str]", what: dict[str, Any]) -> dict[str, Any]:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(what) + "\n")
-        process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self._line(process))
+    def _ask(self, process: "subprocess.Popen[str]", what: dict[str, Any]) -> Any:
+        answer: Any = json.loads(self._tell(process, json.dumps(what)))
         return answer
+
+    def _tell(self, process: "subprocess.Popen[str]", line: str) -> str:
+        assert process.stdin is not None
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+        return self._line(process)
 
     def _line(self, process: "subprocess.Popen[str]") -> str:
         assert process.stdout is not None
@@ -101,10 +126,10 @@ class Pair:
             overdue.cancel()
         raise RuntimeError(f"split: a process ended with {process.wait()}")
 
-    def _start(self, name: str, processors: Sequence[int]) -> "subprocess.Popen[str]":
+    def _start(self, name: str, processors: Sequence[int], *arguments: str) -> "subprocess.Popen[str]":
         process = subprocess.Popen(
-            [sys.executable, "-m", f"benchmarks.split_contest.{name}"], cwd=REPOSITORY, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, text=True, env={**os.environ, **_ENVIRONMENT})
+            [sys.executable, "-m", f"benchmarks.split_contest.{name}", *arguments], cwd=REPOSITORY,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **_ENVIRONMENT})
         psutil.Process(process.pid).cpu_affinity(list(processors))
         self._stack.callback(_end, process)
         return process

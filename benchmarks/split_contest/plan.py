@@ -35,7 +35,7 @@ def program() -> LayeredProgram:
 def measuring(num_repeats: int, batch_size: int = BATCH_SIZE) -> Measuring:
     """Return how costs are measured, on either side."""
     return Measuring(optimizer=_OPTIMIZER, batch_size=batch_size, num_repeats=num_repeats, num_warm_ups=1,
-                     at_least_s=0.5)
+                     at_least_s=0.3)
 
 
 class Batches:
@@ -81,11 +81,6 @@ class Run:
     def split_plan(self) -> SplitPlan:
         """What the cost model calls it."""
         return SplitPlan(cut=self.cut, bits=self.bits, window=self.window)
-
-    @property
-    def bytes_per_s(self) -> float:
-        """The link's rate."""
-        return self.mbit_per_s * 1e6 / 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,9 +1,9 @@
-"""The processor time that the messages of a batch cost on this device, measured over a local stream.
+"""The processor time that the messages of a batch cost at either end of a stream.
 
-Both ends run in this process and do the same work: features are sent, and a gradient of the same size comes back. So
-an edge spends half of the process's processor time, serialising, copying and system calls included. Measurements at two
-sizes separate the cost per byte from the fixed cost per batch. Between batches more memory is touched than a cache
-holds, as in training; the time for that is subtracted.
+Echoes take the places of the halves: features are sent, and a gradient of the same size comes back, over the same link
+as in training. Each end counts the processor time of its process, with serialising, copying and system calls.
+Measurements at two sizes separate the cost per byte from the fixed cost per batch. Between batches more memory is
+touched than a cache holds, as in training; the time for that is subtracted.
 """
 
 import itertools
@@ -16,47 +16,40 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from socflower.edgecloud.cloud.cloud_service import CloudService
-from socflower.edgecloud.cloud.operator_calls import CloudOperator, open_session
+from socflower.edgecloud.cloud.operator_calls import CloudOperator, close_session, open_session
 from socflower.edgecloud.halves import Array, Weights
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.runtime.edge_connection import EdgeConnection
-from socflower.edgecloud.runtime.front_loop import FrontPlan, Progress
+from socflower.edgecloud.runtime.front_loop import FrontPlan
 from socflower.edgecloud.runtime.span_training import Span, train_front
-from socflower.edgecloud.stream.credentials import new_token
 from socflower.errors import ConfigError
 
-_FINGERPRINT = "a stream that carries nothing but zeros"
-_FEW, _MANY = 64, 1 << 18  # elements of float32
+FINGERPRINT = "a stream that carries nothing but zeros"
+FEW_BYTES, MOST_BYTES = 256, 1 << 20  # of features
 _WARM_UP_BATCHES = 3
 _TRAINING_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamCosts:
-    """The edge's processor time for sending a batch's features and receiving its gradient."""
+    """An end's processor time for a batch's features and its gradient."""
 
     s_per_byte: float  # sent or received
     s_per_batch: float
 
-    def added_to(self, costs: SplitCosts) -> SplitCosts:
-        """Return a model's costs with these included."""
-        return replace(costs, edge_s_per_byte=self.s_per_byte, edge_s_per_batch=self.s_per_batch)
+    @classmethod
+    def of(cls, few_s: float, many_s: float, many_bytes: int) -> "StreamCosts":
+        """Return the costs of the seconds for a batch of `FEW_BYTES` and for one of `many_bytes` each way."""
+        if not many_bytes > FEW_BYTES:
+            raise ConfigError(f"stream costs: many_bytes = {many_bytes} must be more than {FEW_BYTES}")
+        s_per_byte = max(0.0, many_s - few_s) / (2 * (many_bytes - FEW_BYTES))
+        return cls(s_per_byte=s_per_byte, s_per_batch=max(0.0, few_s - 2 * FEW_BYTES * s_per_byte))
 
 
-def measure_stream(*, num_batches: int = 20, slowdown: float | None = None) -> StreamCosts:
-    """Return what a stream costs on this device; at 32 bits, since other widths add the cost of the codec.
-
-    Processor seconds are converted to seconds by `slowdown`: the ratio of wall-clock to processor time under a quota
-    or other load; it is measured where it is not given.
-    """
-    if num_batches < 1:
-        raise ConfigError(f"stream costs: num_batches = {num_batches} must be 1 or more")
-    factor = measure_slowdown() if slowdown is None else slowdown
-    few_s, many_s = (_edge_cpu_s(elements, num_batches) for elements in (_FEW, _MANY))
-    s_per_byte = max(0.0, many_s - few_s) / (2 * 4 * (_MANY - _FEW))
-    return StreamCosts(s_per_byte=factor * s_per_byte,
-                       s_per_batch=factor * max(0.0, few_s - 2 * 4 * _FEW * s_per_byte))
+def with_streams(costs: SplitCosts, edge: StreamCosts, cloud: StreamCosts) -> SplitCosts:
+    """Return a model's costs with those of its messages included."""
+    return replace(costs, edge_s_per_byte=edge.s_per_byte, edge_s_per_batch=edge.s_per_batch,
+                   cloud_s_per_byte=cloud.s_per_byte, cloud_s_per_batch=cloud.s_per_batch)
 
 
 def measure_slowdown(work: Callable[[], object] | None = None, *, at_least_s: float = 0.5) -> float:
@@ -74,41 +67,48 @@ def measure_slowdown(work: Callable[[], object] | None = None, *, at_least_s: fl
     return max(1.0, passed_s / max(1e-9, time.process_time() - began_cpu_s))
 
 
-def _edge_cpu_s(elements: int, num_batches: int) -> float:
-    """Return the processor seconds of one end for a batch of this many feature elements."""
-    token, run = new_token(), "stream-costs"
-    told_s: list[float] = []
-    front, back = _Echo(elements), _Echo(elements)
-    service = CloudService("127.0.0.1:0", lambda terms, weights: back, operator_token=token, log=lambda line: None)
+def echo_s(address: str, token: str, num_bytes: int, *, num_batches: int, name: str) -> float:
+    """Return this process's processor seconds for a batch with features of `num_bytes`, sent to a cloud that echoes.
 
-    def note(progress: Progress) -> None:
-        told_s.append(time.process_time() - front.training_s - back.training_s)
-
+    The session of this name is given the settings {"echo": num_bytes}.
+    """
+    if num_batches < 1:
+        raise ConfigError(f"stream costs: num_batches = {num_batches} must be 1 or more")
+    operator, front = CloudOperator(address=address, token=token), Echo(num_bytes)
+    edge_token = open_session(operator, run_id=name, fingerprint=FINGERPRINT, settings={"echo": num_bytes})
+    connection = EdgeConnection(address, run_id=name, token=edge_token, fingerprint=FINGERPRINT)
     try:
-        edge_token = open_session(CloudOperator(address=service.address, token=token), run_id=run,
-                                  fingerprint=_FINGERPRINT)
-        connection = EdgeConnection(service.address, run_id=run, token=edge_token, fingerprint=_FINGERPRINT)
-        plan = FrontPlan(split_plan=SplitPlan(cut=0), progress=note)
-        train_front(connection, front, Span(first_batch=0, num_batches=_WARM_UP_BATCHES + num_batches), plan)
-        connection.close()
+        train_front(connection, front, Span(first_batch=0, num_batches=_WARM_UP_BATCHES + num_batches),
+                    FrontPlan(split_plan=SplitPlan(cut=0), progress=lambda progress: front.note()))
     finally:
-        service.close()
-    spent_s = [after - before for before, after in itertools.pairwise(told_s)][_WARM_UP_BATCHES - 1:]
-    return statistics.median(spent_s) / 2
+        connection.close()
+        close_session(operator, name)
+    return front.batch_s()
 
 
-class _Echo:
+class Echo:
     """A front or back half without a model: it returns arrays of zeros."""
 
-    def __init__(self, elements: int) -> None:
-        self._features = np.zeros((1, elements), np.float32)
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._features = np.zeros((1, num_bytes // 4), np.float32)
         self._memory = np.zeros(_TRAINING_BYTES // 4, np.float32)
-        self.training_s = 0.0  # of the processor
+        self._training_s = 0.0  # of the processor
+        self._noted_s: list[float] = []
+
+    def note(self) -> None:
+        """Note what the process has spent so far: a batch is over."""
+        self._noted_s.append(time.process_time() - self._training_s)
+
+    def batch_s(self) -> float:
+        """Return the processor seconds of a batch, without what is touched in memory."""
+        spent_s = [after - before for before, after in itertools.pairwise(self._noted_s)]
+        return statistics.median(spent_s[_WARM_UP_BATCHES - 1:])
 
     def _train(self) -> None:
         began_s = time.thread_time()
         self._memory += 1.0
-        self.training_s += time.thread_time() - began_s
+        self._training_s += time.thread_time() - began_s
 
     @property
     def cut(self) -> int:
@@ -134,6 +134,7 @@ class _Echo:
 
     def step(self, batch: int, features: Sequence[Array], labels: NDArray[Any]) -> tuple[list[Array | None], float]:
         self._train()
+        self.note()
         return [part.copy() for part in features], 0.0
 
     def weights(self) -> Weights:

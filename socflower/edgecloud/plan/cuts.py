@@ -40,12 +40,23 @@ class CutCost:
     front_weight_bytes: float  # that move with the front half: trained weights, buffers, optimiser state
     edge_memory_bytes: float = 0.0  # weights, gradients, optimiser state and one batch's activations at the edge
     front_trains: bool = True  # False: everything before the cut is frozen, and no gradient is sent back (Type 2)
+    edge_replay_s: float | None = None  # what a replay adds to a backward pass; None: as much as a forward pass
 
     def __post_init__(self) -> None:
         require_range(f"cut {self.name}", least=0, edge_forward_s=self.edge_forward_s, cloud_s=self.cloud_s,
                       edge_backward_s=self.edge_backward_s, front_weight_bytes=self.front_weight_bytes,
-                      edge_memory_bytes=self.edge_memory_bytes)
+                      edge_memory_bytes=self.edge_memory_bytes, edge_replay_s=self.replay_s)
         require_range(f"cut {self.name}", least=1, feature_elements=self.feature_elements)
+
+    @property
+    def replay_s(self) -> float:
+        """The seconds of the edge for repeating a batch's pass, with all that a backward pass needs."""
+        return self.edge_forward_s if self.edge_replay_s is None else self.edge_replay_s
+
+    def at_edge_speed(self, speed: float) -> "CutCost":
+        """Return the costs while the edge works at `speed`, of 1 as here."""
+        return replace(self, edge_forward_s=self.edge_forward_s / speed, edge_backward_s=self.edge_backward_s / speed,
+                       edge_replay_s=None if self.edge_replay_s is None else self.edge_replay_s / speed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,8 +70,11 @@ class SplitCosts:
     edge_only_s: float  # a whole training step at the edge
     label_bytes: float = 0.0  # that travel with the features of a batch
     codec_s_per_element: Mapping[int, float] = field(default_factory=dict)  # at the edge, by bits; 0 where missing
+    decode_s_per_element: Mapping[int, float] = field(default_factory=dict)  # of gradients there, likewise
     edge_s_per_byte: float = 0.0  # the edge's processor time for a byte sent or received
     edge_s_per_batch: float = 0.0  # the edge's processor time for the messages of a batch, however small they are
+    cloud_s_per_byte: float = 0.0  # the cloud's, of the same two
+    cloud_s_per_batch: float = 0.0
     gradient_bits: int = 32  # on the way back
     header_bytes: float = 256.0  # of a batch, each way: message and framing
     model_weight_bytes: float = 0.0  # that move with the whole model; 0: unknown, no edge-only move
@@ -84,11 +98,11 @@ class SplitCosts:
         if speed == 1.0:
             return self
         return replace(
-            self, cuts=tuple([replace(cut, edge_forward_s=cut.edge_forward_s / speed,
-                                      edge_backward_s=cut.edge_backward_s / speed) for cut in self.cuts]),
+            self, cuts=tuple([cut.at_edge_speed(speed) for cut in self.cuts]),
             edge_only_s=self.edge_only_s / speed, edge_s_per_byte=self.edge_s_per_byte / speed,
             edge_s_per_batch=self.edge_s_per_batch / speed,
-            codec_s_per_element={bits: seconds / speed for bits, seconds in self.codec_s_per_element.items()})
+            codec_s_per_element={bits: seconds / speed for bits, seconds in self.codec_s_per_element.items()},
+            decode_s_per_element={bits: seconds / speed for bits, seconds in self.decode_s_per_element.items()})
 
     def feature_bytes(self, cut: int, bits: int) -> float:
         """Return the bytes that one batch sends with its features, labels and header included."""

@@ -68,8 +68,8 @@ def batch_times(costs: SplitCosts, split_plan: SplitPlan, *, reverse: bool = Fal
 
     The front half does a forward pass, a second one for the replay if gradients may be late (window > 0, F22), and a
     backward pass. A frozen front half does only the forward pass, and an empty message comes back. The codec runs at
-    the edge, on what it encodes or decodes; its time in the cloud is neglected (paper §5.2). Without a cut the edge
-    does everything.
+    the edge, on what it encodes or decodes; its time in the cloud is neglected (paper §5.2). The cloud's processor
+    serialises messages too, between the link and the step. Without a cut the edge does everything.
 
     In a `reverse` split the back half is at the edge: features are sent down and gradients up, `edge_*` of a cut are
     the edge's back half and `cloud_s` the front half, whose replay costs another forward pass: a third of `cloud_s`,
@@ -85,17 +85,21 @@ def batch_times(costs: SplitCosts, split_plan: SplitPlan, *, reverse: bool = Fal
     replays = split_plan.window > 0 and cut.front_trains
     codec_s = cut.feature_elements * costs.codec_s_per_element.get(split_plan.bits, 0.0)
     message_s = costs.edge_s_per_batch / 2.0  # one goes up, one down
+    features_s, gradient_s = (costs.cloud_s_per_batch / 2.0 + num_bytes * costs.cloud_s_per_byte
+                              for num_bytes in (feature_bytes, gradient_bytes))
     if reverse:
         forward_share = FORWARD_SHARE if cut.front_trains else 1.0
-        forward_s = cut.cloud_s * forward_share
-        apply_s = cut.cloud_s * (1.0 - forward_share) + (forward_s if replays else 0.0)
+        pass_s = cut.cloud_s * forward_share
+        forward_s = pass_s + features_s
+        apply_s = cut.cloud_s * (1.0 - forward_share) + (pass_s if replays else 0.0) + gradient_s
         step_s = (cut.edge_forward_s + cut.edge_backward_s + codec_s
                   + (feature_bytes + gradient_bytes) * costs.edge_s_per_byte + 2.0 * message_s)
     else:
         forward_s = cut.edge_forward_s + codec_s + message_s
-        apply_s = ((cut.edge_backward_s if cut.front_trains else 0.0) + (cut.edge_forward_s if replays else 0.0)
-                   + message_s)
-        step_s = cut.cloud_s
+        decode_s = costs.decode_s_per_element.get(costs.gradient_bits, 0.0)
+        apply_s = ((cut.edge_backward_s + cut.feature_elements * decode_s if cut.front_trains else 0.0)
+                   + (cut.replay_s if replays else 0.0) + message_s)
+        step_s = cut.cloud_s + features_s + gradient_s
     s_per_byte = 0.0 if reverse else costs.edge_s_per_byte
     return BatchTimes(split_plan, forward_s, step_s, apply_s, feature_bytes, gradient_bytes, cut.front_trains,
                       feature_bytes * s_per_byte, gradient_bytes * s_per_byte)

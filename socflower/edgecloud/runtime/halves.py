@@ -99,6 +99,11 @@ class TorchHalf:
         """The cut after the last layer: all layers are in the front half."""
         return self._split.num_cuts
 
+    @property
+    def state_bytes(self) -> float:
+        """The bytes of the optimiser's state."""
+        return float(sum(array.nbytes for array in self._optimizer.state().values()))
+
     def export_layers(self, cut: int) -> Weights:
         """Move the cut so that this half loses layers; return their tensors and optimiser state (`name::key`).
 

@@ -9,16 +9,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
-from torch import nn
 
 from socflower.capture.cut_points import SplitModel
 from socflower.capture.layer_profile import profile_module
 from socflower.capture.tensor_arrays import to_array
 from socflower.capture.torch_device import settle
+from socflower.edgecloud.halves import Array
 from socflower.edgecloud.plan.cuts import CutCost, SplitCosts
-from socflower.edgecloud.runtime.half_optimizer import HalfOptimizer, OptimizerFactory
+from socflower.edgecloud.runtime.back import TorchBack
+from socflower.edgecloud.runtime.front import TorchFront
+from socflower.edgecloud.runtime.half_optimizer import OptimizerFactory
 from socflower.errors import ConfigError, require_range
 from socflower.wire.codecs.error_feedback import ErrorFeedback, Form
 from socflower.wire.codecs.quantisation import decode, encode
@@ -72,17 +75,16 @@ def measure_costs(
 ) -> SplitCosts:
     """Return the costs of a batch at every cut, with this device as the edge.
 
-    A front half is timed as a whole, since the times of single layers do not add up: the forward pass without graph,
-    and forward, backward and update together. `cloud_s` is the result of `measure_cloud` in the cloud; without it, this
-    device is measured. Codec times are per element, for encoding the largest features and, with error feedback, for
-    its additional work. Medians that decrease from cut to cut, which can only be noise, are smoothed (`monotone`).
-    Memory is computed: weights, gradients and optimiser state of trained layers, and one batch's outputs of all layers
-    that are not frozen. `label_bytes` is per sample. A copy of the model is run; the model itself is unchanged.
+    A front half is timed as a whole and as it runs, since the times of single layers do not add up: the forward pass
+    without graph; forward, backward and update together; and the same with a replay. `cloud_s` is the result of
+    `measure_cloud` in the cloud; without it, this device is measured. Codec times are per element, for encoding the
+    largest features and, with error feedback, for its additional work, and for decoding as large a gradient. Medians
+    that decrease from cut to cut, which can only be noise, are smoothed (`monotone`). Memory is computed: weights,
+    gradients and optimiser state of trained layers, and one batch's outputs of all layers that are not frozen.
+    `label_bytes` is per sample. A copy of the model is run; the model itself is unchanged.
     """
-    work = split.copy()
-    work.model.to(how.device)
-    samples = work.samples(how.batch_size)
-    runs = [_front_run(work, cut, samples, how) for cut in range(work.num_cuts + 1)]
+    samples = split.samples(how.batch_size)
+    runs = [_front_run(split, cut, samples, how) for cut in range(split.num_cuts + 1)]
     forward_s = monotone([run.forward_s for run in runs])
     training_s = monotone([run.training_s for run in runs])
     profile = profile_module(split.model, samples[:1].cpu(), split.name)
@@ -99,6 +101,7 @@ def measure_costs(
         cuts.append(CutCost(
             name=point.name, edge_forward_s=forward_s[index],
             edge_backward_s=max(0.0, training_s[index] - forward_s[index]) if point.front_trains else 0.0,
+            edge_replay_s=runs[index].replay_s if point.front_trains else None,
             cloud_s=cloud_s[index], feature_elements=point.feature_elements * how.batch_size,
             front_weight_bytes=point.front_weight_bytes + runs[index].state_bytes,
             edge_memory_bytes=(point.front_weight_bytes + trained_bytes + runs[index].state_bytes
@@ -109,34 +112,25 @@ def measure_costs(
         model=split.name, batch_size=how.batch_size, cuts=tuple(cuts), edge_only_s=training_s[-1],
         label_bytes=label_bytes * how.batch_size,
         codec_s_per_element=measure_codec(split, how, bits=bits, feedback=feedback),
+        decode_s_per_element=measure_decode(split, how, bits=bits),
         model_weight_bytes=all_bytes + runs[-1].state_bytes)
 
 
 def measure_cloud(split: SplitModel, how: Measuring) -> tuple[float, ...]:
     """Return the seconds that this device needs for the back half of every cut: forward, backward and update."""
-    work = split.copy()
-    work.model.to(how.device)
-    generator = torch.Generator().manual_seed(0)
+    rng = np.random.default_rng(0)
+    labels = np.zeros(how.batch_size, np.int64)
     seconds: list[float] = []
-    for cut, point in enumerate(work.cuts):
-        features = torch.rand(how.batch_size, *point.feature_shape, generator=generator).to(how.device)
-        layers, step = work.back(cut), _Updater(work, work.back_names(cut), how)
-
-        def train(layers: nn.Module = layers, step: Callable[[], None] = step, features: torch.Tensor = features,
-                  trains: bool = point.front_trains) -> None:
-            leaf = features.clone().requires_grad_(trains)
-            work.set_training_mode()
-            layers(leaf).square().mean().backward()
-            step()
-
-        seconds.append(how.seconds(train))
+    for cut, point in enumerate(split.cuts):
+        half = TorchBack(split.copy(), cut, how.optimizer, _mean_square, schedule=_no_rate, device=how.device)
+        features = rng.random((how.batch_size, *point.feature_shape), dtype=np.float32)
+        seconds.append(how.seconds(partial(half.step, 0, [features], labels)))
     return tuple(reversed(monotone(seconds[::-1])))
 
 
 def measure_codec(split: SplitModel, how: Measuring, *, bits: Sequence[int], feedback: Form) -> dict[int, float]:
     """Return the codec's seconds per feature element by bits, timed on the largest features of a batch."""
-    shape = max((point.feature_shape for point in split.cuts), key=math.prod)
-    features = to_array(torch.relu(torch.randn(how.batch_size, *shape, generator=torch.Generator().manual_seed(0))))
+    features = _largest_features(split, how)
 
     def pass_through(width: int) -> None:
         encoded = encode(features, width)
@@ -146,6 +140,18 @@ def measure_codec(split: SplitModel, how: Measuring, *, bits: Sequence[int], fee
             errors.correct(0, features)
 
     return {width: how.seconds(partial(pass_through, width)) / features.size for width in bits if width < 32}
+
+
+def measure_decode(split: SplitModel, how: Measuring, *, bits: Sequence[int]) -> dict[int, float]:
+    """Return the seconds for decoding an element of a gradient by bits, timed on the largest of a batch."""
+    gradient = _largest_features(split, how)
+    return {width: how.seconds(partial(decode, encode(gradient, width))) / gradient.size
+            for width in bits if width < 32}
+
+
+def _largest_features(split: SplitModel, how: Measuring) -> Array:
+    shape = max((point.feature_shape for point in split.cuts), key=math.prod)
+    return to_array(torch.relu(torch.randn(how.batch_size, *shape, generator=torch.Generator().manual_seed(0))))
 
 
 def monotone(values: Sequence[float]) -> list[float]:
@@ -182,48 +188,41 @@ def from_document(document: Mapping[str, Any]) -> SplitCosts:
 class _FrontRun:
     forward_s: float
     training_s: float
+    replay_s: float  # how much more it is with a replay
     state_bytes: float  # of the optimiser
 
 
-def _front_run(work: SplitModel, cut: int, samples: torch.Tensor, how: Measuring) -> _FrontRun:
-    layers, names = work.front(cut), work.front_names(cut)
+def _front_run(split: SplitModel, cut: int, samples: torch.Tensor, how: Measuring) -> _FrontRun:
+    """Time a front half as it runs in training: with the copies into and out of arrays."""
+    ids = np.arange(len(samples), dtype=np.int64)
+    half = TorchFront(split.copy(), cut, lambda batch: (samples, ids, ids), how.optimizer, schedule=_no_rate,
+                      device=how.device, loss=_mean_square)
+    if cut == split.num_cuts:
+        training_s = how.seconds(lambda: half.train_alone(0))
+        return _FrontRun(training_s, training_s, 0.0, half.state_bytes)
 
-    def forward() -> Any:
-        work.set_training_mode()
-        with torch.no_grad():
-            return layers(samples)
+    def forward() -> Array:
+        features = half.forward(0)
+        half.apply(0, None)
+        return features
 
     forward_s = how.seconds(forward)
-    if not work.front_trains(cut):
-        return _FrontRun(forward_s, forward_s, 0.0)
-    gradient = torch.rand_like(forward()) if cut < work.num_cuts else None
-    step = _Updater(work, names, how)
+    if not split.front_trains(cut):
+        return _FrontRun(forward_s, forward_s, 0.0, 0.0)
+    gradient = np.random.default_rng(0).random(forward().shape, dtype=np.float32)
 
-    def train() -> None:
-        work.set_training_mode()
-        features = layers(samples)
-        if gradient is None:
-            features.square().mean().backward()
-        else:
-            features.backward(gradient)
-        step()
+    def train(*, keep_graph: bool) -> None:
+        half.forward(0, keep_graph=keep_graph)
+        half.apply(0, gradient)
 
-    training_s = how.seconds(train)
-    return _FrontRun(forward_s, training_s, step.state_bytes())
+    training_s, replaying_s = (how.seconds(partial(train, keep_graph=keep)) for keep in (True, False))
+    return _FrontRun(forward_s, training_s, max(0.0, replaying_s - training_s), half.state_bytes)
 
 
-class _Updater:
-    """Updates a half's weights by their current gradients."""
+def _no_rate(batch: int) -> float:
+    """With rate 0 an update takes the same time, but the weights and the range of computed values do not change."""
+    return 0.0
 
-    def __init__(self, work: SplitModel, names: Sequence[str], how: Measuring) -> None:
-        tensors = work.tensors()
-        # With rate 0 an update takes the same time, but the weights and the range of computed values do not change.
-        self._optimizer = HalfOptimizer(how.optimizer, lambda batch: 0.0)
-        self._optimizer.set_weights({name: tensors[name] for name in names})
 
-    def __call__(self) -> None:
-        self._optimizer.step(0)
-        self._optimizer.zero_grad()
-
-    def state_bytes(self) -> float:
-        return float(sum(array.nbytes for array in self._optimizer.state().values()))
+def _mean_square(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return outputs.square().mean()

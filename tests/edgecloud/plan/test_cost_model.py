@@ -190,6 +190,38 @@ def test_no_replay_without_a_window_and_no_codec_at_32_bits() -> None:
     assert times.up_s == pytest.approx(41.32)
 
 
+def test_a_gradient_is_decoded_and_a_replay_costs_what_it_was_measured_to() -> None:
+    split_plan = SplitPlan(cut=0, bits=8, window=2)
+    before = phases(costs(gradient_bits=8), split_plan, RATES)
+    after = phases(costs(cut(edge_replay_s=1.5), gradient_bits=8, decode_s_per_element={8: 2e-3, 4: 1.0}), split_plan,
+                   RATES)
+    assert after.edge_s == pytest.approx(before.edge_s + 0.5 + 1000 * 2e-3)
+    for plan, more_s in ((SplitPlan(cut=0), 0.0), (split_plan, 0.5)):  # no replay without a window, no codec at 32 bits
+        at_32 = phases(costs(cut(edge_replay_s=1.5), decode_s_per_element={8: 1.0}), plan, RATES)
+        assert at_32.edge_s == pytest.approx(phases(costs(), plan, RATES).edge_s + more_s)
+    frozen = costs(cut(front_trains=False), gradient_bits=8, decode_s_per_element={8: 1.0})
+    assert phases(frozen, SplitPlan(cut=0), RATES).edge_s < 2.0
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_messages_cost_the_cloud_too(reverse: bool) -> None:
+    split_plan = SplitPlan(cut=0, bits=8, window=2)
+    before = phases(costs(), split_plan, RATES, reverse=reverse)
+    after = phases(costs(cloud_s_per_byte=1e-3, cloud_s_per_batch=0.5), split_plan, RATES, reverse=reverse)
+    more_s = 0.5 + (1132 + 4100) * 1e-3
+    assert after.cloud_s == pytest.approx(before.cloud_s + more_s)
+    assert after.total_s == pytest.approx(before.total_s + more_s) and after.edge_s == before.edge_s
+
+
+def test_a_slow_edge_slows_all_that_it_does_and_nothing_else() -> None:
+    whole = costs(cut(edge_replay_s=1.5), gradient_bits=8, decode_s_per_element={8: 1e-3}, edge_s_per_batch=0.5,
+                  cloud_s_per_byte=1e-3, cloud_s_per_batch=0.5)
+    split_plan = SplitPlan(cut=0, bits=8, window=2)
+    fast, slow = (phases(each, split_plan, RATES) for each in (whole, whole.at_edge_speed(0.5)))
+    assert slow.edge_s == pytest.approx(2 * fast.edge_s)
+    assert (slow.up_s, slow.cloud_s, slow.down_s) == (fast.up_s, fast.cloud_s, fast.down_s)
+
+
 def test_a_frozen_front_half_only_goes_forward_and_keeps_to_its_window() -> None:
     frozen = costs(cut(front_trains=False, edge_backward_s=0.0), edge_s_per_byte=0.0)
     split_plan = SplitPlan(cut=0, window=3)

@@ -35,6 +35,7 @@ def costs(draw: st.DrawFn, *, frozen: bool = True) -> SplitCosts:
     return SplitCosts(model="tiny", batch_size=8, cuts=cuts, edge_only_s=1.0 + draw(SECONDS), label_bytes=8.0,
                       codec_s_per_element={8: 0.001}, edge_s_per_byte=draw(st.sampled_from([0.0, 0.001])),
                       edge_s_per_batch=draw(st.sampled_from([0.0, 0.5])),
+                      cloud_s_per_byte=draw(st.sampled_from([0.0, 0.0005])),
                       header_bytes=16.0, model_weight_bytes=1000.0)
 
 
@@ -210,8 +211,9 @@ def phases_of(one: SplitCosts, where: int, bits: int, window: int, rates: tuple[
     layers_s = (layer.edge_forward_s * (2 if window else 1) + layer.edge_backward_s + one.edge_s_per_batch
                 + layer.feature_elements * (0.001 if bits == 8 else 0.0))
     for_bytes_s = up_bytes * one.edge_s_per_byte, down_bytes * one.edge_s_per_byte
-    four = [layers_s + sum(for_bytes_s), up_bytes / rates[0], layer.cloud_s, down_bytes / rates[1]]
-    return four, (layers_s + max(four[1] + rates[2], for_bytes_s[0]) + layer.cloud_s
+    cloud_s = layer.cloud_s + (up_bytes + down_bytes) * one.cloud_s_per_byte
+    four = [layers_s + sum(for_bytes_s), up_bytes / rates[0], cloud_s, down_bytes / rates[1]]
+    return four, (layers_s + max(four[1] + rates[2], for_bytes_s[0]) + cloud_s
                   + max(four[3] + rates[2], for_bytes_s[1]))
 
 

@@ -92,7 +92,8 @@ def test_costs_of_a_small_model_are_complete_and_leave_it_as_it_was() -> None:
     for key, rising in (("edge_forward_s", True), ("cloud_s", False)):
         values = [getattr(cut, key) for cut in costs.cuts]
         assert values == sorted(values, reverse=not rising) and min(values) > 0
-    assert set(costs.codec_s_per_element) == {4, 8} and costs.label_bytes == 32
+    assert set(costs.codec_s_per_element) == set(costs.decode_s_per_element) == {4, 8} and costs.label_bytes == 32
+    assert all(cut.edge_replay_s is not None for cut in costs.cuts)
     assert costs.edge_only_s >= max(cut.edge_forward_s + cut.edge_backward_s for cut in costs.cuts) * (1 - 1e-9)
     num_bytes = sum(value.numel() * 4 for value in model.parameters())
     assert costs.model_weight_bytes == 3 * num_bytes + 4 * len(before)

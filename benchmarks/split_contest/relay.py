@@ -1,0 +1,140 @@
+"""The link: `python -m benchmarks.split_contest.relay HOST:PORT` forwards TCP at a set rate each way.
+
+A process of its own, so that shaping takes nothing of what the ends may compute. It says its address first; a line
+`rate BYTES_PER_S` sets the rate of each direction, 0 for none, and is answered once it holds. All connections share a
+token bucket for each direction. No more than a chunk and the sockets' small buffers wait here: a sender that is faster
+than the link is stopped by TCP, and what it has sent stays in its own buffers.
+"""
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from socflower.edgecloud.links.bandwidth_profile import Direction, constant
+from socflower.edgecloud.links.shaping import TokenBucket
+from socflower.wire.secure_channel import Address
+
+BUFFER_BYTES = 256 << 10
+"""Of a socket that is read from here; it has to bridge what a reader or writer is late, at 1 Gbit/s for 2 ms."""
+
+_CHUNK_S, _LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES = 0.002, 1448, 64 << 10
+_LATE_S = 0.004
+"""For how long a bucket may catch up: a sleeper wakes up late, which is not the link's fault."""
+_PULSE_S = 0.00025
+
+
+class Relay:
+    """Forwards every connection made to `address` to a target, and back; a context.
+
+    `bucket` makes the limit of a direction for a rate in bytes per second.
+    """
+
+    def __init__(self, target: str, bucket: Callable[[Direction, float], TokenBucket] | None = None) -> None:
+        self._target = Address.parse(target, "relay: target")
+        self._bucket = bucket or _bucket
+        self._buckets: dict[Direction, TokenBucket | None] = {"up": None, "down": None}
+        self._chunk_bytes = _MOST_CHUNK_BYTES
+        self._sockets: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        # Accepted sockets inherit it.
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self) -> "Relay":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.set_rate(0.0)
+        for each in (self._listener, *self._sockets):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def set_rate(self, bytes_per_s: float) -> None:
+        """Limit each direction to a rate from now on; 0: to none."""
+        old = [bucket for bucket in self._buckets.values() if bucket is not None]
+        self._chunk_bytes = _MOST_CHUNK_BYTES if not bytes_per_s else \
+            round(min(_MOST_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, _CHUNK_S * bytes_per_s)))
+        directions: tuple[Direction, Direction] = ("up", "down")
+        self._buckets = {direction: self._bucket(direction, bytes_per_s) if bytes_per_s else None
+                         for direction in directions}
+        for bucket in old:
+            bucket.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                near, _ = self._listener.accept()
+                try:
+                    far = self._dial()
+                except OSError:
+                    near.close()
+                    continue
+                for each in (near, far):
+                    each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+                    self._sockets.append(each)
+                for source, sink, direction in ((near, far, "up"), (far, near, "down")):
+                    threading.Thread(target=self._forward, args=(source, sink, direction), daemon=True).start()
+
+    def _dial(self) -> socket.socket:
+        far = socket.socket()
+        far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+        try:
+            far.connect((self._target.host, self._target.port))
+        except OSError:
+            far.close()
+            raise
+        return far
+
+    def _forward(self, source: socket.socket, sink: socket.socket, direction: Direction) -> None:
+        """Forward one direction until its end, and pass that on after the last byte."""
+        buffer = memoryview(bytearray(_MOST_CHUNK_BYTES))
+        try:
+            while num_bytes := source.recv_into(buffer, self._chunk_bytes):
+                bucket = self._buckets[direction]
+                if bucket is not None:
+                    bucket.wait(num_bytes)  # one that a new rate replaced lets pass
+                sink.sendall(buffer[:num_bytes])
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:  # one end is gone, so the other learns of it
+            for each in (source, sink):
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+
+
+def _bucket(direction: Direction, bytes_per_s: float) -> TokenBucket:
+    burst_bytes = _MOST_CHUNK_BYTES + round(_LATE_S * bytes_per_s)
+    return TokenBucket(constant(bytes_per_s, bytes_per_s), direction, burst_bytes=burst_bytes)
+
+
+def _pulse() -> None:
+    """Wake up often.
+
+    The kernel counts what a group has used of its quota at a switch of processes and at its tick of 4 ms: on the edge's
+    processor this makes an edge slow instead of fast for 4 ms and halted for 36.
+    """
+    while True:
+        time.sleep(_PULSE_S)
+
+
+def main() -> int:
+    """Relay until the input ends."""
+    with contextlib.suppress(OSError):  # only root may: a link does not wait for a processor
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    threading.Thread(target=_pulse, daemon=True).start()
+    with Relay(sys.argv[1]) as relay:
+        print(relay.address, flush=True)
+        for line in sys.stdin:
+            relay.set_rate(float(line.split()[1]))
+            print("set", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
