@@ -3,11 +3,11 @@
 The edge is held to a tenth of a core by a CPU quota, the cloud has one, so it is ten times as fast; features and
 gradients go over gRPC through a relay, a third process, which limits each direction. At every speed of the link,
 samples a second of: the edge alone; plain split learning (middle cut, K = 0, 32 bits); JointDNN (best fixed cut,
-sequential, 32 bits, edge-only among its choices); pipelined (best cut, K = 5, 32 bits, edge-only among its choices);
+sequential, 32 bits, edge-only among its choices); pipelined (best cut, K = 5, 32 bits, with and without edge-only);
 ours (what the decision engine chooses from 8 bits and edge-only, K = 5), with gradients in 32 bits and in 8. A
 deployment that two of them choose is run once. All choices go by costs that are measured anew at each speed, in the
 same processes, under the same quota and over the same link. Rows "by F26" have what the cost model said of each before
-it ran, at the speed that the edge alone had in the seconds before.
+it ran, with the edge's part measured again in the seconds before.
 
 Memory is the peak of the resident memory of a fresh edge process, quota or not, against plain split learning; the link
 is made slow enough to be what limits, so that all that may wait does wait. Energy is that of the same deployments by
@@ -18,7 +18,7 @@ training bit for bit. Time never decides it.
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from os import getloadavg
 from pathlib import Path
 
@@ -39,7 +39,7 @@ from socflower.edgecloud.plan.cost_model import period_s
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.decision import DecisionEngine
 from socflower.edgecloud.plan.device_costs import CutShape, split_costs, training_energy_j
-from socflower.edgecloud.plan.phases import phases
+from socflower.edgecloud.plan.phases import Phases, phases
 from socflower.edgecloud.runtime.measuring import to_document
 from tests.cpu_quota import missing
 
@@ -51,6 +51,7 @@ _MEMORY_CUT, _MEMORY_MBIT_PER_S = 2, 200.0
 _ENERGY_MBIT_PER_S, _ENERGY_BATCHES = 20.0, 1000
 _PLANNED_BATCHES = 200  # as many as the engine plans for
 _told: dict[str, object] = {}
+_runs: list[dict[str, object]] = []  # what was said of each, and what it took
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,13 +71,17 @@ class System:
 
     def seconds(self, costs: SplitCosts, rates: LinkRates) -> float:
         """Return what F26 says of a batch in the full pipeline."""
-        times = phases(replace(costs, gradient_bits=self.gradient_bits), self.split_plan, rates)
-        return period_s(times, self.split_plan.window)
+        return period_s(self.phases(costs, rates), self.split_plan.window)
+
+    def phases(self, costs: SplitCosts, rates: LinkRates) -> Phases:
+        """Return a batch's phases."""
+        return phases(replace(costs, gradient_bits=self.gradient_bits), self.split_plan, rates)
 
 
 def run(quick: bool = False) -> list[Row]:
     """Return rows of throughput, of predictions, of memory and of energy; of the first two only where quotas can be."""
     _told.clear()
+    _runs.clear()
     _told["quota"] = missing() or f"{CORES} cores"
     rows: list[Row] = []
     if missing() is None:
@@ -86,25 +91,27 @@ def run(quick: bool = False) -> list[Row]:
             for speed in _QUICK_SPEEDS if quick else SPEEDS:
                 costs = pair.costs(mbit_per_s=speed, num_repeats=1, num_batches=10)
                 by_speed[_place(speed)] = to_document(costs)
-                rows += _rows_of(pair, costs, speed, exact, seconds=2.0 if quick else 5.0)
+                rows += _rows_of(pair, costs, speed, exact, seconds=2.0 if quick else 4.0)
     return [*rows, *_memory_rows(quick), *_energy_rows()]
 
 
 def peers() -> dict[str, object]:
-    """Return how processes were held, what a batch costs at every cut, and how busy the machine was."""
-    return {"load_average": list(getloadavg()), **_told}
+    """Return how processes were held, what a batch costs at every cut, how busy the machine was, and each run."""
+    return {"load_average": list(getloadavg()), **_told, "runs": _runs}
 
 
 def systems(costs: SplitCosts, rates: LinkRates) -> list[System]:
     """Return all that train at one speed; ours last."""
     ours = [System(name=f"ours, gradients in {bits} bits", gradient_bits=bits, split_plan=DecisionEngine(
         replace(costs, gradient_bits=bits), (8,), allow_edge_only=True).best(rates, WINDOW)) for bits in (32, 8)]
+
+    def peer(kind: str, name: str, *, allow_edge_only: bool = True) -> System:
+        return System(name=name, split_plan=baselines.plan_baseline(
+            kind, costs, rates, num_batches=_PLANNED_BATCHES, window=WINDOW, allow_edge_only=allow_edge_only))
+
     # Ours may leave the cloud out here, so the pipeline without compression may too.
-    named = {"edge-only": "edge-only", "split": "plain split learning", "joint-dnn": "JointDNN",
-             "pipelined": "pipelined"}
-    return [*(System(name=name, split_plan=baselines.plan_baseline(
-        peer, costs, rates, num_batches=_PLANNED_BATCHES, window=WINDOW, allow_edge_only=True))
-        for peer, name in named.items()), *ours]
+    return [peer("edge-only", "edge-only"), peer("split", "plain split learning"), peer("joint-dnn", "JointDNN"),
+            peer("pipelined", "pipelined"), peer("pipelined", "pipelined, always split", allow_edge_only=False), *ours]
 
 
 def _rows_of(pair: Pair, costs: SplitCosts, mbit_per_s: float, exact: bool, *, seconds: float) -> list[Row]:
@@ -116,13 +123,18 @@ def _rows_of(pair: Pair, costs: SplitCosts, mbit_per_s: float, exact: bool, *, s
         window = 0 if chosen.cut is None else chosen.window
         key = (chosen.cut,) if chosen.cut is None else (chosen.cut, chosen.bits, window, system.gradient_bits)
         if key not in runs:
-            predicted_s = system.seconds(pair.as_of_now(costs), rates)
+            now = pair.as_of_now(costs, chosen.cut)
+            predicted_s, times = system.seconds(now, rates), system.phases(now, rates)  # before the run
             steady = max(4 if window == 0 else window + 2, math.ceil(seconds / predicted_s))
             measured = pair.train(Run(
                 cut=chosen.cut, bits=chosen.bits, window=window, gradient_bits=system.gradient_bits,
                 mbit_per_s=mbit_per_s, num_batches=2 * (window + 1) + steady))
             runs[key] = predicted_s, measured.period_s(window), exact and _is_right(measured, chosen)
             _told["samples"] = measured.source
+            _runs.append({
+                "case": f"{_place(mbit_per_s)}: {system.label(costs)}", "predicted_s": predicted_s,
+                "measured_s": measured.period_s(window), "phases": asdict(times),
+                "measured_edge_s": pair.slowdown * measured.spent_period_s(window)})
         found.append(Outcome(system.label(costs), *runs[key]))
     return throughput_rows(mbit_per_s, found)
 

@@ -1,7 +1,7 @@
 """The edge: `python -m benchmarks.split_contest.edge` does what the lines of its input say, and answers each.
 
-A line is JSON: `costs` with the cloud's seconds and where the link is, `step` for those of a step of the edge alone, or
-`run` with a run.
+A line is JSON: `costs` with the cloud's seconds and where the link is, `front` for the edge's at one cut, or `run` with
+a run.
 """
 
 import json
@@ -15,14 +15,14 @@ import numpy as np
 import psutil
 import torch
 
-from benchmarks.split_contest.plan import BATCH_SIZE, Batches, Measured, Run, measuring, program
+from benchmarks.split_contest.plan import Batches, Measured, Run, measuring, program
 from benchmarks.split_contest.stream_costs import FEW_BYTES, echo_s, measure_slowdown
 from socflower.edgecloud.cloud.operator_calls import CloudOperator, close_session, open_session
 from socflower.edgecloud.runtime.edge_connection import EdgeConnection
 from socflower.edgecloud.runtime.feature_path import FeatureCoding
 from socflower.edgecloud.runtime.front_loop import FrontPlan
 from socflower.edgecloud.runtime.half_state import LoopReport
-from socflower.edgecloud.runtime.measuring import measure_costs, to_document
+from socflower.edgecloud.runtime.measuring import measure_costs, measure_front, to_document
 from socflower.edgecloud.runtime.span_training import Span, train_front
 
 _SLOWDOWN_S = 1.5
@@ -43,12 +43,12 @@ def costs(asked: dict[str, Any]) -> dict[str, Any]:
     return {"costs": to_document(measured), "few_s": few_s, "many_s": many_s, "slowdown": slowdown}
 
 
-def step_s(asked: dict[str, Any]) -> float:
-    """Return the seconds of a step of the edge alone, as of now."""
-    half = program().front(0, None, Batches(BATCH_SIZE)).half
+def front(asked: dict[str, Any]) -> dict[str, Any]:
+    """Return what a batch costs in front of one cut as of now, or what a step does of the edge alone."""
+    split = program().split
     how = replace(measuring(1), at_least_s=asked["at_least_s"],
                   clock=lambda: asked["slowdown"] * time.process_time())
-    return how.seconds(lambda: half.train_alone(0))
+    return asdict(measure_front(split, split.num_cuts if asked["cut"] is None else asked["cut"], how))
 
 
 def train(run: Run) -> Measured:
@@ -56,16 +56,22 @@ def train(run: Run) -> Measured:
     batches = Batches(run.batch_size)
     placed = program().front(0, run.cut, batches)
     before = _memory()
-    began_s, cpu_s = time.monotonic(), time.process_time()
+    began_s, began_cpu_s = time.monotonic(), time.process_time()
     done_s: list[float] = []
+    spent_s: list[float] = []
+
+    def note() -> None:
+        done_s.append(time.monotonic() - began_s)
+        spent_s.append(time.process_time() - began_cpu_s)
+
     if run.cut is None:
         losses = []
         for batch in range(run.num_batches):
             losses.append(placed.half.train_alone(batch))
-            done_s.append(time.monotonic() - began_s)
+            note()
         report = LoopReport(first_batch=0, num_batches=run.num_batches, losses=dict(enumerate(losses)))
     else:
-        report = _train_split(run, placed.half, lambda: done_s.append(time.monotonic() - began_s))
+        report = _train_split(run, placed.half, note)
     if run.weights:
         np.savez(run.weights, **placed.arrays())
     after = _memory()
@@ -74,7 +80,7 @@ def train(run: Run) -> Measured:
         done_s=tuple(done_s), losses=tuple(report.losses[batch] for batch in order),
         staleness=tuple(report.staleness.get(batch, 0) for batch in order), sent_bytes=report.sent_bytes,
         received_bytes=report.received_bytes, compute_s=report.compute_s, wait_s=report.wait_s,
-        cpu_s=time.process_time() - cpu_s, source=batches.source,
+        spent_s=tuple(spent_s), source=batches.source,
         memory={"before_bytes": before["rss"], "peak_bytes": after["peak"], "kept_bytes": report.peak_kept_bytes})
 
 
@@ -105,8 +111,8 @@ def main() -> int:
     for line in sys.stdin:
         asked = json.loads(line)
         (what, told), = asked.items()
-        answer: Any = (costs(told) if what == "costs" else step_s(told) if what == "step" else
-                       asdict(train(Run(**told))))
+        answer = (costs(told) if what == "costs" else front(told) if what == "front" else
+                  asdict(train(Run(**told))))
         print(json.dumps(answer), flush=True)
     return 0
 

@@ -24,7 +24,7 @@ from tests.cpu_quota import quota
 REPOSITORY = Path(__file__).resolve().parents[2]
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _TIMEOUT_S = 900.0
-_STEPS_S = 2.0
+_FRONT_S = 1.5
 _ECHO_S = 0.25
 """For which an echo may occupy the link, each way."""
 
@@ -34,7 +34,7 @@ class Pair:
 
     An edge of None is held to nothing, and has done nothing yet. One processor for all of an edge's threads: otherwise
     one of them would hold what the quota leaves, and the others would wait for the next period. The link is beside the
-    edge, which leaves its processor nine tenths, and goes before it.
+    cloud and goes before it, so that its bytes do not pass through the caches of the edge's processor.
     """
 
     def __init__(self, cores: float | None) -> None:
@@ -42,7 +42,7 @@ class Pair:
         self._stack = ExitStack()
         self._numbers = itertools.count()
         self.address = self.token = self.folder = ""
-        self._slowdown = 1.0
+        self.slowdown = 1.0
 
     def __enter__(self) -> "Pair":
         with self._stack:
@@ -51,7 +51,7 @@ class Pair:
             self._cloud = self._start("cloud", processors[-1:])
             self._edge = self._start("edge", processors[:1])
             said = json.loads(self._line(self._cloud))
-            self._link = self._start("relay", processors[:1], said["address"])
+            self._link = self._start("relay", processors[-1:], said["address"], str(processors[0]))
             self.address, self.token = self._line(self._link).strip(), said["token"]
             if self._cores is not None:
                 # Before it is held: to import torch with a tenth of a core takes a minute.
@@ -83,15 +83,19 @@ class Pair:
             "cloud_s": self.cloud_s(num_repeats), "num_repeats": num_repeats, "num_batches": num_batches,
             "many_bytes": many_bytes, "address": self.address, "token": self.token,
             "name": f"echo-{next(self._numbers)}"}})
-        self._slowdown = at_edge["slowdown"]
+        self.slowdown = at_edge["slowdown"]
         edge, cloud = (StreamCosts.of(few_s, many_s, many_bytes) for few_s, many_s in (
             (at_edge["few_s"], at_edge["many_s"]), json.loads(self._tell(self._cloud, "echoes"))))
         return with_streams(from_document(at_edge["costs"]), edge, cloud)
 
-    def as_of_now(self, costs: SplitCosts) -> SplitCosts:
-        """Return the costs at the edge's present speed, which is that of a step of the edge alone."""
-        step_s = self._ask(self._edge, {"step": {"slowdown": self._slowdown, "at_least_s": _STEPS_S}})
-        return costs.at_edge_speed(costs.edge_only_s / step_s)
+    def as_of_now(self, costs: SplitCosts, cut: int | None) -> SplitCosts:
+        """Return the costs with the edge's at one cut, or of the edge alone, measured again."""
+        front = self._ask(self._edge, {"front": {"cut": cut, "slowdown": self.slowdown, "at_least_s": _FRONT_S}})
+        if cut is None:
+            return replace(costs, edge_only_s=front["training_s"])
+        renewed = replace(costs.cuts[cut], edge_forward_s=front["forward_s"], edge_replay_s=front["replay_s"],
+                          edge_backward_s=max(0.0, front["training_s"] - front["forward_s"]))
+        return replace(costs, cuts=(*costs.cuts[:cut], renewed, *costs.cuts[cut + 1:]))
 
     def cloud_s(self, num_repeats: int) -> Sequence[float]:
         """Return the cloud's seconds for a batch at every cut."""

@@ -35,7 +35,7 @@ def program() -> LayeredProgram:
 def measuring(num_repeats: int, batch_size: int = BATCH_SIZE) -> Measuring:
     """Return how costs are measured, on either side."""
     return Measuring(optimizer=_OPTIMIZER, batch_size=batch_size, num_repeats=num_repeats, num_warm_ups=1,
-                     at_least_s=0.3)
+                     at_least_s=0.5)
 
 
 class Batches:
@@ -94,7 +94,7 @@ class Measured:
     received_bytes: int = 0
     compute_s: float = 0.0
     wait_s: float = 0.0
-    cpu_s: float = 0.0
+    spent_s: tuple[float, ...] = ()  # of the processor, likewise
     source: str = ""  # of the samples
     memory: dict[str, float] = field(default_factory=dict)  # bytes
 
@@ -104,7 +104,14 @@ class Measured:
         The median over stretches of K + 1 batches, in which each part of the pipeline has done as much; without the
         beginning, and without the end, when no batch goes forward any more.
         """
-        full = self.done_s[window + 1:len(self.done_s) - window]
-        step = min(window + 1, len(full) - 1)
-        return statistics.median((after - before) / step
-                                 for before, after in zip(full, full[step:], strict=False))
+        return _period(self.done_s, window)
+
+    def spent_period_s(self, window: int) -> float:
+        """Return the same of the edge's processor seconds."""
+        return _period(self.spent_s, window)
+
+
+def _period(times_s: tuple[float, ...], window: int) -> float:
+    full = times_s[window + 1:len(times_s) - window]
+    step = min(window + 1, len(full) - 1)
+    return statistics.median((after - before) / step for before, after in zip(full, full[step:], strict=False))

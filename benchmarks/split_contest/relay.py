@@ -1,9 +1,10 @@
-"""The link: `python -m benchmarks.split_contest.relay HOST:PORT` forwards TCP at a set rate each way.
+"""The link: `python -m benchmarks.split_contest.relay HOST:PORT EDGE` forwards TCP at a set rate each way.
 
 A process of its own, so that shaping takes nothing of what the ends may compute. It says its address first; a line
 `rate BYTES_PER_S` sets the rate of each direction, 0 for none, and is answered once it holds. All connections share a
 token bucket for each direction. No more than a chunk and the sockets' small buffers wait here: a sender that is faster
-than the link is stopped by TCP, and what it has sent stays in its own buffers.
+than the link is stopped by TCP, and what it has sent stays in its own buffers. `EDGE` is the edge's processor, on which
+it only wakes up (`_pulse`).
 """
 
 import contextlib
@@ -113,12 +114,13 @@ def _bucket(direction: Direction, bytes_per_s: float) -> TokenBucket:
     return TokenBucket(constant(bytes_per_s, bytes_per_s), direction, burst_bytes=burst_bytes)
 
 
-def _pulse() -> None:
-    """Wake up often.
+def _pulse(processor: int) -> None:
+    """Wake up often on a processor.
 
     The kernel counts what a group has used of its quota at a switch of processes and at its tick of 4 ms: on the edge's
-    processor this makes an edge slow instead of fast for 4 ms and halted for 36.
+    processor this makes an edge slow, instead of fast for 4 ms and halted for 36.
     """
+    os.sched_setaffinity(0, [processor])  # this thread's
     while True:
         time.sleep(_PULSE_S)
 
@@ -127,7 +129,7 @@ def main() -> int:
     """Relay until the input ends."""
     with contextlib.suppress(OSError):  # only root may: a link does not wait for a processor
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-    threading.Thread(target=_pulse, daemon=True).start()
+    threading.Thread(target=_pulse, args=(int(sys.argv[2]),), daemon=True).start()
     with Relay(sys.argv[1]) as relay:
         print(relay.address, flush=True)
         for line in sys.stdin:

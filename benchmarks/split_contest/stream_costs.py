@@ -25,7 +25,7 @@ from socflower.edgecloud.runtime.span_training import Span, train_front
 from socflower.errors import ConfigError
 
 FINGERPRINT = "a stream that carries nothing but zeros"
-FEW_BYTES, MOST_BYTES = 256, 1 << 20  # of features
+FEW_BYTES, MOST_BYTES = 256, 2 << 20  # of features
 _WARM_UP_BATCHES = 3
 _TRAINING_BYTES = 16 << 20
 

@@ -38,6 +38,9 @@ class Measuring:
 
     With `at_least_s` each of the `num_repeats` timings is the mean over the runs in that time: if a quota stops the
     processor from time to time, most short runs are not interrupted, and their median would be too small.
+
+    Before each run `evict_bytes` of memory are touched, which is not timed: in training features and gradients pass
+    through the stream between two passes of a half, so that no cache holds what the last pass left.
     """
 
     optimizer: OptimizerFactory
@@ -45,11 +48,12 @@ class Measuring:
     num_repeats: int = 5
     num_warm_ups: int = 2
     at_least_s: float = 0.0
+    evict_bytes: int = 16 << 20
     device: torch.device = _CPU
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
-        require_range("measuring", least=0, at_least_s=self.at_least_s)
+        require_range("measuring", least=0, at_least_s=self.at_least_s, evict_bytes=self.evict_bytes)
         require_range("measuring", least=1, batch_size=self.batch_size, num_repeats=self.num_repeats,
                       num_warm_ups=self.num_warm_ups)
 
@@ -57,14 +61,17 @@ class Measuring:
         """Return the median of the seconds that `work` takes."""
         for _ in range(self.num_warm_ups):
             work()
+        other = np.zeros(self.evict_bytes, np.uint8)
         times_s: list[float] = []
         for _ in range(self.num_repeats):
-            settle(self.device)
-            start_s, num_runs, passed_s = self.clock(), 0, 0.0
+            num_runs, passed_s = 0, 0.0
             while num_runs == 0 or passed_s < self.at_least_s:
+                other += 1
+                settle(self.device)
+                start_s = self.clock()
                 work()
                 settle(self.device)
-                num_runs, passed_s = num_runs + 1, self.clock() - start_s
+                num_runs, passed_s = num_runs + 1, passed_s + self.clock() - start_s
             times_s.append(passed_s / num_runs)
         return statistics.median(times_s)
 
@@ -83,11 +90,11 @@ def measure_costs(
     gradients and optimiser state of trained layers, and one batch's outputs of all layers that are not frozen.
     `label_bytes` is per sample. A copy of the model is run; the model itself is unchanged.
     """
-    samples = split.samples(how.batch_size)
-    runs = [_front_run(split, cut, samples, how) for cut in range(split.num_cuts + 1)]
+    samples = split.samples(1)
+    runs = [measure_front(split, cut, how) for cut in range(split.num_cuts + 1)]
     forward_s = monotone([run.forward_s for run in runs])
     training_s = monotone([run.training_s for run in runs])
-    profile = profile_module(split.model, samples[:1].cpu(), split.name)
+    profile = profile_module(split.model, samples.cpu(), split.name)
     if cloud_s is None:
         cloud_s = measure_cloud(split, how)
     if len(cloud_s) != split.num_cuts:
@@ -114,6 +121,43 @@ def measure_costs(
         codec_s_per_element=measure_codec(split, how, bits=bits, feedback=feedback),
         decode_s_per_element=measure_decode(split, how, bits=bits),
         model_weight_bytes=all_bytes + runs[-1].state_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class FrontCost:
+    """What a front half takes at one cut; all of a step's seconds for a half that is the whole model."""
+
+    forward_s: float
+    training_s: float  # forward, backward, update
+    replay_s: float  # how much more that is with a replay
+    state_bytes: float  # of the optimiser
+
+
+def measure_front(split: SplitModel, cut: int, how: Measuring) -> FrontCost:
+    """Return the costs of a front half as it runs in training: with the copies into and out of arrays."""
+    samples, ids = split.samples(how.batch_size), np.arange(how.batch_size, dtype=np.int64)
+    half = TorchFront(split.copy(), cut, lambda batch: (samples, ids, ids), how.optimizer, schedule=_no_rate,
+                      device=how.device, loss=_mean_square)
+    if cut == split.num_cuts:
+        training_s = how.seconds(lambda: half.train_alone(0))
+        return FrontCost(training_s, training_s, 0.0, half.state_bytes)
+
+    def forward() -> Array:
+        features = half.forward(0)
+        half.apply(0, None)
+        return features
+
+    forward_s = how.seconds(forward)
+    if not split.front_trains(cut):
+        return FrontCost(forward_s, forward_s, 0.0, 0.0)
+    gradient = np.random.default_rng(0).random(forward().shape, dtype=np.float32)
+
+    def train(*, keep_graph: bool) -> None:
+        half.forward(0, keep_graph=keep_graph)
+        half.apply(0, gradient)
+
+    training_s, replaying_s = (how.seconds(partial(train, keep_graph=keep)) for keep in (True, False))
+    return FrontCost(forward_s, training_s, max(0.0, replaying_s - training_s), half.state_bytes)
 
 
 def measure_cloud(split: SplitModel, how: Measuring) -> tuple[float, ...]:
@@ -182,41 +226,6 @@ def from_document(document: Mapping[str, Any]) -> SplitCosts:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise ConfigError(f"split costs: {'.'.join(map(str, first['loc']))}: {first['msg']}; measure again") from None
-
-
-@dataclass(frozen=True, slots=True)
-class _FrontRun:
-    forward_s: float
-    training_s: float
-    replay_s: float  # how much more it is with a replay
-    state_bytes: float  # of the optimiser
-
-
-def _front_run(split: SplitModel, cut: int, samples: torch.Tensor, how: Measuring) -> _FrontRun:
-    """Time a front half as it runs in training: with the copies into and out of arrays."""
-    ids = np.arange(len(samples), dtype=np.int64)
-    half = TorchFront(split.copy(), cut, lambda batch: (samples, ids, ids), how.optimizer, schedule=_no_rate,
-                      device=how.device, loss=_mean_square)
-    if cut == split.num_cuts:
-        training_s = how.seconds(lambda: half.train_alone(0))
-        return _FrontRun(training_s, training_s, 0.0, half.state_bytes)
-
-    def forward() -> Array:
-        features = half.forward(0)
-        half.apply(0, None)
-        return features
-
-    forward_s = how.seconds(forward)
-    if not split.front_trains(cut):
-        return _FrontRun(forward_s, forward_s, 0.0, 0.0)
-    gradient = np.random.default_rng(0).random(forward().shape, dtype=np.float32)
-
-    def train(*, keep_graph: bool) -> None:
-        half.forward(0, keep_graph=keep_graph)
-        half.apply(0, gradient)
-
-    training_s, replaying_s = (how.seconds(partial(train, keep_graph=keep)) for keep in (True, False))
-    return _FrontRun(forward_s, training_s, max(0.0, replaying_s - training_s), half.state_bytes)
 
 
 def _no_rate(batch: int) -> float:

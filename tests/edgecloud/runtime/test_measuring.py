@@ -76,6 +76,13 @@ def test_what_counts_is_the_median_of_the_repeats_after_warm_ups() -> None:
     assert how.seconds(lambda: calls.append(0)) == 3.0 and len(calls) == 8
 
 
+def test_what_is_touched_between_two_runs_is_not_timed() -> None:
+    how = Measuring(optimizer=adam, batch_size=1, num_repeats=1, num_warm_ups=1, at_least_s=4.5, clock=Clock())
+    assert how.seconds(lambda: None) == pytest.approx((1 + 2 + 3) / 3)
+    with pytest.raises(ConfigError, match="evict_bytes = -1"):
+        replace(how, evict_bytes=-1)
+
+
 def test_costs_of_a_small_model_are_complete_and_leave_it_as_it_was() -> None:
     model, shape = image_model("lenet5")
     split = capture_split(model, shape, name="lenet5")
