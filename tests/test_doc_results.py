@@ -92,7 +92,7 @@ def test_figures_of_the_demonstration_in_the_readme_are_those_of_its_last_run() 
     demo = document("digits_demo")
     rows = {row["strategy"]: row for row in demo["rows"]}
     for strategy, label in {"socflow": "SoCFlow, 32 SoCs in 8 groups", "sgd": "one SoC", "ring": "one ring of 32 SoCs",
-                            "fedavg": "FedAvg, 32 SoCs, as many epochs"}.items():
+                            "fedavg": "FedAvg, 32 SoCs"}.items():
         run = rows[strategy]
         reached = run["time_to_accuracy_s"]
         time = human_seconds(reached) if reached is not None else f"not in {human_seconds(run['virtual_s'])}"
