@@ -247,6 +247,42 @@ class FP32Session:
         torch.save(state, stream)
         return stream.getvalue()
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the optimiser's state, besides weights and gradients."""
+        return sum(value.nbytes for own in self._optimizer.state.values() for value in own.values()
+                   if isinstance(value, Tensor))
+
+    def named_state(self) -> dict[str, Any]:
+        """Return the state of optimiser and schedule with parameters by name, so that parts of a model can exchange it.
+
+        `parameters` has each parameter's state, `groups` the settings of each group, `scheduler` the schedule's state.
+        """
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        own = {names[id(parameter)]: mapped(dict(state), lambda tensor: tensor.cpu())
+               for parameter, state in self._optimizer.state.items()}
+        groups = [{key: value for key, value in group.items() if key != "params"}
+                  for group in self._optimizer.param_groups]
+        return {"parameters": own, "groups": groups,
+                "scheduler": self._scheduler.state_dict() if self._scheduler else None}
+
+    def restore_named(self, state: Mapping[str, Any]) -> None:
+        """Restore what `named_state` of one or several parts of the model has of this one's parameters."""
+        groups = self._optimizer.param_groups
+        if len(groups) != len(state["groups"]):
+            raise ConfigError(f"FP32Trainer: the optimizer function makes {len(groups)} groups of parameters of one "
+                              f"part of the model and {len(state['groups'])} of another; make as many of each part")
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        held = [names[id(parameter)] for group in groups for parameter in group["params"]]
+        numbers = {name: number for number, name in enumerate(held)}
+        self._optimizer.load_state_dict({
+            "param_groups": [{**settings, "params": [numbers[names[id(parameter)]] for parameter in group["params"]]}
+                             for settings, group in zip(state["groups"], groups, strict=True)],
+            "state": {number: dict(state["parameters"][name]) for number, name in enumerate(held)
+                      if name in state["parameters"]}})
+        if self._scheduler is not None and state["scheduler"] is not None:
+            self._scheduler.load_state_dict(state["scheduler"])
+
     def _backward(self, batch: Batch, num_samples: int) -> Tensor:
         """Add the gradient of `batch`, a part of a batch of `num_samples`; return its part of the mean loss."""
         size, steps = num_samples_of(batch), self._trainer.accumulation_steps

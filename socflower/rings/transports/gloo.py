@@ -78,6 +78,17 @@ class GlooRing(Collective):
             self._broadcast_tensor(content, source, poll)
         return content.numpy().tobytes()
 
+    def send(self, payload: Tensor, target: int, tag: int) -> None:
+        """Send a tensor to one member; return when its memory is free. Other threads may send and receive meanwhile.
+
+        Messages of one tag between two members keep their order. Raises `PeerLost`.
+        """
+        self._begin(lambda group: (group.send([payload], target, tag), lambda: None), PointToPoint).wait()
+
+    def receive(self, buffer: Tensor, source: int, tag: int) -> None:
+        """Receive a tensor of one member, which has the buffer's size; raises `PeerLost`."""
+        self._begin(lambda group: (group.recv([buffer], source, tag), lambda: None), PointToPoint).wait()
+
     def close(self) -> None:
         """Leave at once; pending operations end with `PeerLost`."""
         self._fail("the ring has been left")
@@ -206,6 +217,20 @@ class Operation(Generic[_Result]):
         """Wait for the operation and return its result."""
         self.wait(poll)
         return self._finish()
+
+
+class PointToPoint(Operation[None]):
+    """A message to or from one member. It is waited for without a limit, since gloo breaks the ring at one."""
+
+    def wait(self, poll: Poll = no_poll) -> None:
+        """Return when it is done; raise `PeerLost`, also when the ring is closed meanwhile."""
+        self._await_begin(poll)
+        if self._failure is None:
+            try:
+                self._work.wait()
+            except RuntimeError as failure:
+                self._failure = f"a member is gone ({str(failure).splitlines()[0]})"
+        self._require_success()
 
 
 class _PortStore(dist.Store):

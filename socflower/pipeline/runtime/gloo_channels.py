@@ -1,0 +1,44 @@
+"""A pipeline's messages over gloo, point to point."""
+
+from collections.abc import Sequence
+
+import torch
+
+from socflower.pipeline.runtime.channels import Channels, is_of_any_size
+from socflower.pipeline.runtime.member import LANES
+from socflower.rings.transports.gloo import GlooRing
+from socflower.rings.transports.port import RingPort
+
+_LENGTH_BYTES = 8
+
+
+class GlooChannels(Channels):
+    """The lanes of one device among `socs`, whose ranks in `port` are `ranks`, in the same order.
+
+    Raises what `GlooRing` does. A device that dies ends all lanes of all others with `PeerLost`.
+    """
+
+    def __init__(self, port: RingPort, socs: Sequence[int], ranks: Sequence[int], generation: int, heartbeat_s: float,
+                 ) -> None:
+        super().__init__(socs[list(ranks).index(port.rank)])
+        self._place = {soc: place for place, soc in enumerate(socs)}
+        self._ring = GlooRing(port, ranks, generation, heartbeat_s)
+
+    def _transmit(self, target: int, lane: str, body: bytearray) -> None:
+        if is_of_any_size(lane):
+            self._ring.send(torch.tensor([len(body)]), self._place[target], LANES.index(lane))
+        if body:
+            self._ring.send(torch.frombuffer(body, dtype=torch.uint8), self._place[target], LANES.index(lane))
+
+    def _fetch(self, source: int, lane: str, num_bytes: int | None) -> memoryview:
+        if num_bytes is None:
+            length = torch.empty(1, dtype=torch.int64)
+            self._ring.receive(length, self._place[source], LANES.index(lane))
+            num_bytes = int(length)
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        if num_bytes:
+            self._ring.receive(buffer, self._place[source], LANES.index(lane))
+        return buffer.numpy().data
+
+    def _shut_down(self) -> None:
+        self._ring.close()

@@ -1,0 +1,161 @@
+"""One device's layers: forward and backward passes over its samples of micro-batches, within a memory budget."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from socflower.capture.graph import Operation
+from socflower.capture.halves import random_streams
+from socflower.errors import SocflowerError
+from socflower.training.fp32 import LossFn
+
+
+class OutOfMemory(SocflowerError):
+    """A stage needs more memory than its device's budget; the text has both."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Crossing:
+    """A tensor that crosses a cut, as its operation made it: what both ends know of it before it comes."""
+
+    shape: tuple[int, ...]  # of one sample
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, operation: Operation) -> "Crossing":
+        """Return what crosses when an operation's result leaves a stage."""
+        assert operation.shape is not None and operation.dtype is not None
+        return cls(shape=operation.shape[1:], dtype=operation.dtype)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient comes back for it."""
+        return self.dtype.is_floating_point
+
+    def num_bytes(self, num_samples: int) -> int:
+        """Return the bytes of so many samples."""
+        return num_samples * math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What a micro-batch keeps from its forward to its backward pass."""
+
+    entered: tuple[Tensor, ...]
+    made: tuple[Tensor, ...]
+    num_bytes: int = 0
+
+
+@dataclass(kw_only=True)
+class StageWork:
+    """A device's layers as a module, and the micro-batches whose activations it keeps.
+
+    `limit` is K_p: more micro-batches in flight are an error of the caller. `budget_bytes` bounds weights, gradients,
+    optimiser state (`state_bytes`) and all that autograd has saved.
+    """
+
+    name: str  # for messages, such as "stage 1 on SoC 3"
+    module: nn.Module
+    entering: tuple[Crossing, ...]  # none: the model's input
+    leaving: tuple[Crossing, ...]  # none: the model's output
+    limit: int
+    seed: int | None = None  # of random layers; None: the stage has none
+    loss: LossFn | None = None  # of the last stage
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    state_bytes: float = 0.0
+    budget_bytes: float = math.inf
+    peak_in_flight: int = field(default=0, init=False)
+    peak_bytes: float = field(default=0.0, init=False)
+    _kept: dict[int, _Kept] = field(default_factory=dict, init=False)
+
+    def forward(
+        self, micro_batch: int, entering: Sequence[Tensor], *, stream: int, labels: Any = None, weight: float = 1.0,
+    ) -> tuple[Tensor, ...]:
+        """Return the tensors that leave the stage, or of the last one its weighted loss (0-d).
+
+        `stream` numbers the random numbers of the pass. `weight` is the samples' part of the mini-batch.
+        """
+        if len(self._kept) >= self.limit:
+            raise AssertionError(f"{self.name}: {len(self._kept)} micro-batches in flight of {self.limit} allowed")
+        entered = tuple(self._entered(tensor, one) for tensor, one in zip(entering, self.entering, strict=True)) \
+            if self.entering else tuple(tensor.to(self.device) for tensor in entering)
+        kept = self._kept[micro_batch] = _Kept(entered, ())
+        with self._counted(kept), self._streams(stream):
+            made = self.module(*entered)
+            if self.loss is not None:
+                mean = self.loss(made, labels)
+                if not isinstance(mean, Tensor) or mean.dim():
+                    raise SocflowerError(f"{self.name}: the loss must be a tensor without dimensions, the mean over "
+                                         "the samples")
+                made = (mean if weight == 1.0 else mean * weight,)
+        kept.made = tuple(made)
+        self.peak_in_flight = max(self.peak_in_flight, len(self._kept))
+        return tuple(tensor.detach() for tensor in kept.made)
+
+    def backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Add the parameters' gradients; return those of the entering tensors, None for integers.
+
+        `gradients` are of the leaving tensors, in their order; of the last stage there are none.
+        """
+        kept = self._kept.pop(micro_batch)
+        if self.loss is not None:
+            roots, given = list(kept.made), [None]
+        else:
+            pairs = [(made, gradient) for made, gradient in zip(kept.made, gradients, strict=True)
+                     if made.requires_grad and gradient is not None]
+            roots = [made for made, _ in pairs]
+            given = [gradient.to(self.device) for _, gradient in pairs]  # type: ignore[misc]
+        if any(root.requires_grad for root in roots):
+            torch.autograd.backward(roots, given)
+        self._release(kept)
+        return tuple(None if not one.has_gradient else torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+                     for tensor, one in zip(kept.entered, self.entering, strict=True)) if self.entering else ()
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches that have had a forward pass and no complete backward pass."""
+        return len(self._kept)
+
+    def _entered(self, tensor: Tensor, crossing: Crossing) -> Tensor:
+        tensor = tensor.to(self.device)
+        return tensor.detach().requires_grad_() if crossing.has_gradient else tensor
+
+    def _streams(self, stream: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.seed is None else random_streams(self.seed, stream)
+
+    @contextmanager
+    def _counted(self, kept: _Kept) -> Iterator[None]:
+        """Count the bytes that autograd saves in the block, each once, without the weights."""
+        seen = {parameter.data_ptr() for parameter in self.module.parameters()}
+        used = self.state_bytes + sum(other.num_bytes for other in self._kept.values())
+
+        def pack(tensor: Tensor) -> tuple[Tensor, int]:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                kept.num_bytes += storage.nbytes()
+                self.peak_bytes = max(self.peak_bytes, used + kept.num_bytes)
+                if used + kept.num_bytes > self.budget_bytes:
+                    raise OutOfMemory(
+                        f"{self.name}: needs more than its budget of {self.budget_bytes / 1e6:.1f} MB with "
+                        f"{len(self._kept)} micro-batches in flight; use smaller micro-batches, fewer in flight or "
+                        "more devices")
+            return tensor, tensor._version
+
+        def unpack(packed: tuple[Tensor, int]) -> Tensor:
+            tensor, version = packed
+            if tensor._version != version:  # with hooks, torch does not check it itself
+                raise RuntimeError(f"{self.name}: a tensor that the backward pass needs was changed in place")
+            return tensor
+
+        self.peak_bytes = max(self.peak_bytes, used)
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+
+    def _release(self, kept: _Kept) -> None:
+        kept.made = ()
