@@ -21,10 +21,13 @@ from socflower.clients.ring_client import answer_query, kept_model, member_reply
 from socflower.clients.saved_training import StateFiles, TrainerState
 from socflower.clients.settings import ReadSettings, TrainConfig
 from socflower.errors import ConfigError
+from socflower.pipeline.plan_values import from_json
+from socflower.pipeline.runtime.group import train_pipeline
+from socflower.pipeline.runtime.payloads import ActivationCoding
 from socflower.thermal.limits import paced
 from socflower.training.batches import local_batches
 from socflower.training.fp32 import FP32Trainer
-from socflower.training.group import train_group
+from socflower.training.group import GroupOutcome, train_group
 from socflower.training.model_state import (
     frozen_digest,
     frozen_parameters,
@@ -57,6 +60,7 @@ from socflower.wire.message_keys import (
     NUM_PARTITIONS,
     OUTCOME,
     PARTITION_ID,
+    PIPELINE,
     PREEMPTED,
     QUERY_ACTION,
     RING,
@@ -67,6 +71,7 @@ from socflower.wire.message_keys import (
     WARM_UP,
     DeviceReport,
     GroupTask,
+    PipelineTask,
     RingOutcome,
     RingTask,
     decode,
@@ -238,12 +243,12 @@ class _CheckingTrainer:
     """A trainer with a check once it has started."""
 
     def __init__(self, trainer: Trainer, check: Callable[[], None]) -> None:
-        self._trainer, self._check = trainer, check
+        self.trainer, self.check = trainer, check
         self.device, self.arithmetic = str(getattr(trainer, "device", "cpu")), arithmetic_of(trainer)
 
     def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> TrainingSession:
-        session = self._trainer.start(model, span, state)
-        self._check()
+        session = self.trainer.start(model, span, state)
+        self.check()
         return session
 
 
@@ -256,13 +261,36 @@ def _train_as_group(
         data_fn(context, partition, task.num_partitions) for partition in task.partitions]
     state = TrainerState(task, message, context, _state_files(message, context, state_folder), settings)
     departures = _departures(message, task)
-    outcome = train_group(model, data, task, trainer, state.read(), departures=departures)
+    if PIPELINE in message.content.config_records:
+        outcome = _train_pipeline(model, message, task, data[0], trainer, state.read(), departures)
+    else:
+        outcome = train_group(model, data, task, trainer, state.read(), departures=departures)
     state.save(outcome.end.state, outcome.mean_loss)
     stayed = [soc for position, soc in enumerate(task.members) if position not in departures]
     ended = RingOutcome(outcome=COMPLETED if stayed else PREEMPTED, members=tuple(stayed), num_steps=task.num_steps,
                         answers=bool(stayed), preempted=tuple(task.members[position] for position in departures))
     return {TRAIN_LOSS: outcome.mean_loss, NUM_EXAMPLES: outcome.num_samples, GROUP_ID: task.group_id}, \
         outcome.end, ended
+
+
+def _train_pipeline(
+    model: nn.Module, message: Message, task: GroupTask, data: DataSource, trainer: Trainer, state: bytes | None,
+    departures: Mapping[int, int],
+) -> GroupOutcome:
+    pipeline = decode(PipelineTask, message.content.config_records[PIPELINE], "pipeline")
+    if departures:
+        leaving = ", ".join(str(task.members[position]) for position in departures)
+        raise ConfigError(f"pipeline: SoC {leaving} leaves within an interval, which pipelines do not go on from; let "
+                          "it leave at the beginning of a round, and the strategy plans anew without it")
+    plan = from_json(pipeline.plan)
+    plain = trainer.trainer if isinstance(trainer, _CheckingTrainer) else trainer
+    outcome = train_pipeline(
+        model, data, task, plan, plain, state, cuts=pipeline.cuts, layers_sha256=pipeline.layers_sha256,
+        coding=ActivationCoding(bits=pipeline.bits, gradient_bits=pipeline.gradient_bits),
+        budget_bytes=dict(zip(plan.socs, pipeline.budget_bytes, strict=True)) if pipeline.budget_bytes else None)
+    if isinstance(trainer, _CheckingTrainer):
+        trainer.check()
+    return outcome
 
 
 def _train_in_ring(

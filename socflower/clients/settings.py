@@ -26,6 +26,7 @@ from socflower.wire.message_keys import (
     GROUP,
     NUM_PARTITIONS,
     PARTITION_ID,
+    PIPELINE,
     PRICED,
     RESUMED,
     RING,
@@ -121,7 +122,7 @@ class ReadSettings:
             self._check(message, "train config", (ARRAYS, CONFIG, SPLIT), (),
                         "a split training's settings are arguments of SplitReplay and of its program")
         elif GROUP in records:
-            self._check(message, "train config", (ARRAYS, CONFIG, GROUP, RING, DEPARTURES), read,
+            self._check(message, "train config", (ARRAYS, CONFIG, GROUP, RING, PIPELINE, DEPARTURES), read,
                         "a group's batch size, epochs and seed are arguments of its strategy")
         else:
             self._check(message, "train config", (ARRAYS, CONFIG), (*STANDALONE_KEYS, *read),

@@ -4,6 +4,7 @@ Symbols of the paper: layer l has forward and backward seconds t_f(l, β), t_b(l
 w_l bytes of weights and a_l bytes of output; device d has a budget u_d; b(d, d′) is the bandwidth between two devices.
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ class PipelineModel:
     layers: tuple[PipelineLayer, ...]
     input_bytes: float  # per sample
     label_bytes: float = 0.0  # per sample
+    cuts: str = "layers"  # how it was cut into layers, so that others cut it alike
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -61,6 +63,12 @@ class PipelineModel:
     def num_layers(self) -> int:
         """Number of layers."""
         return len(self.layers)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Digest of the layers' names, weights and outputs, by which processes know that they have the same model."""
+        parts = [(layer.name, layer.weight_bytes, layer.frozen_bytes, layer.output_bytes) for layer in self.layers]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     @cached_property
     def weight_prefix(self) -> Floats:

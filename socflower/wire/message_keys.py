@@ -91,6 +91,9 @@ COMPRESSIONS = ("none", "fp16", "int8", "int8-stochastic", "dgc")
 RING = "ring"
 """The record of a TRAIN message for one member of a group, in a ring of real machines."""
 
+PIPELINE = "socflower-pipeline"
+"""The record of a TRAIN message for a group that trains one model as a pipeline; see `PipelineTask`."""
+
 OUTCOME = "socflower-outcome"
 """The record of a ring member's reply with the outcome of the ring; see `RingOutcome`."""
 
@@ -203,6 +206,18 @@ class RingTask:
 
     def __post_init__(self) -> None:
         require_range("ring", least=0, advice="or 0 for shares that stay", rebalance_steps=self.rebalance_steps)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineTask:
+    """How a group trains one model as a pipeline."""
+
+    plan: str  # as JSON, see `pipeline/plan_values.py`
+    cuts: str  # how the model is cut into the plan's layers
+    layers_sha256: str  # of `PipelineModel.sha256`
+    bits: int = 32  # of activations that cross a cut
+    gradient_bits: int = 32
+    budget_bytes: tuple[float, ...] = ()  # of each of the plan's devices; none: unbounded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

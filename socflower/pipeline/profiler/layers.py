@@ -57,7 +57,8 @@ def read_model(
     layers = tuple(_layer(module, chain, piece, name, costs) for piece, name in zip(chain.pieces, names, strict=True))
     placeholder = next(one for one in chain.graph.operations if one.node.op == "placeholder")
     return ReadModel(chain=chain, model=PipelineModel(
-        name=name, layers=layers, input_bytes=result_bytes([placeholder]), label_bytes=label_bytes))
+        name=name, layers=layers, input_bytes=result_bytes([placeholder]), label_bytes=label_bytes,
+        cuts=granularity.value))
 
 
 def _coarsened(

@@ -1,0 +1,178 @@
+"""HybridPipeline: one model over unequal devices, in stages that are cut and shared by predicted time (Asteroid)."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from logging import INFO
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.serverapp import Grid
+from flwr.supercore import log
+
+from socflower.cluster import FP32, HUB, GraphBuilder, Usage, VirtualClock
+from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed, require_type
+from socflower.hierarchy import plan_groups
+from socflower.pipeline.plan import Plan
+from socflower.pipeline.plan_values import to_json
+from socflower.pipeline.planner.selection import Planned, PlannerSettings, plan_pipeline, predict
+from socflower.pipeline.problem import PipelineProblem
+from socflower.pipeline.profiler.of_module import micro_batch_choices
+from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
+from socflower.pipeline.schedule.run import simulate
+from socflower.quantities import counted, human_bytes, human_seconds
+from socflower.sim import EventClock
+from socflower.strategies.round import Round
+from socflower.strategies.settings import Costs, TrainingSchedule
+from socflower.strategies.socflow import SoCFlow
+from socflower.wire.message_keys import PIPELINE, PipelineTask, encode
+
+
+class HybridPipeline(SoCFlow):
+    """Synchronous SGD of one model that is cut into stages over unequal devices.
+
+    Devices of a stage share the samples of every micro-batch; stages pass activations and their gradients on. The plan
+    is that of the least predicted time within the devices' memory; it may be one device, or data parallelism. A round
+    is an interval of the schedule, after which the model is evaluated. Devices that leave, or come back, between rounds
+    are planned for anew; the optimiser's state goes with the layers.
+
+    On the engines `local` and `simulation` the client of one node runs all stages.
+
+    Parameters
+    ----------
+    problem : PipelineProblem
+        Model, devices and mini-batch, as `pipeline_problem(model, example, cluster, batch_size=…)` describes them.
+    schedule : TrainingSchedule
+        How much is trained. `batch_size` is the problem's mini-batch, and `reshuffle` stays True.
+    planner : PlannerSettings, optional
+        How far the planner looks, and where samples are; by default at micro-batches of a 4th to a 32nd of the batch.
+    plan : PipelinePlan or TwoDPlan, optional
+        A plan of yours instead, as long as all its devices are there.
+    coding : ActivationCoding
+        In how many bits activations and their gradients cross a cut.
+    clock : VirtualClock, optional
+        By default that of the grid, if it has one.
+    tolerate_client_errors : bool
+        As of `SoCFlow`.
+    """
+
+    def __init__(
+        self, *, problem: PipelineProblem, schedule: TrainingSchedule, planner: PlannerSettings | None = None,
+        plan: Plan | None = None, coding: ActivationCoding = EXACT, clock: VirtualClock | None = None,
+        tolerate_client_errors: bool = False,
+    ) -> None:
+        name = type(self).__name__
+        require_type(name, (PipelineProblem,), "a PipelineProblem, as of pipeline_problem(model, …)", problem=problem)
+        require_type(name, (TrainingSchedule,), "TrainingSchedule(…)", schedule=schedule)
+        require_type(name, (ActivationCoding,), "ActivationCoding(…)", coding=coding)
+        if schedule.batch_size != problem.mini_batch_size:
+            raise ConfigError(f"{name}: the schedule has batch_size = {schedule.batch_size}, and mini-batches of the "
+                              f"problem have {problem.mini_batch_size} samples; give both the same")
+        if not schedule.reshuffle:
+            raise ConfigError(f"{name}: all samples of a mini-batch come from one place, so data cannot stay at their "
+                              "nodes; use reshuffle=True")
+        socs = {device.soc for device in problem.devices}
+        self._problem, self._coding, self._own_plan = problem, coding, plan
+        self._settings = planner or PlannerSettings(micro_batch_sizes=micro_batch_choices(schedule.batch_size))
+        self._planned: dict[tuple[int, ...], Planned] = {}
+        super().__init__(
+            cluster=problem.cluster, schedule=schedule,
+            groups=plan_groups(problem.cluster, 1, None, [float(soc in socs) for soc in
+                                                          range(problem.cluster.num_socs)]),
+            costs=Costs(pricing=FP32), tolerate_client_errors=tolerate_client_errors)
+        if clock is not None:
+            self._clock = _event_clock(clock)
+        if plan is not None:
+            plan.check(problem)
+            if plan.num_samples != schedule.batch_size:
+                raise ConfigError(f"{name}: the plan takes {plan.num_samples} samples an update, and the schedule has "
+                                  f"batch_size = {schedule.batch_size}; give both the same")
+        self.pipeline  # noqa: B018 - what nothing fits is an error before anything starts
+
+    @property
+    def pipeline(self) -> Planned:
+        """The plan of the latest round, with its prediction."""
+        return self._planned_for(self.plan.participants)
+
+    def _planned_for(self, socs: Sequence[int]) -> Planned:
+        key = tuple(sorted(socs))
+        if key not in self._planned:
+            problem = replace(self._problem, devices=tuple(device for device in self._problem.devices
+                                                           if device.soc in key))
+            own = self._own_plan
+            if own is not None and {*own.socs} <= {*key}:
+                sized = replace(problem, micro_batch_size=own.pipelines[0].micro_batch_size,
+                                num_micro_batches=problem.mini_batch_size // own.pipelines[0].micro_batch_size)
+                self._planned[key] = Planned(problem=sized, plan=own, prediction=predict(sized, own))
+            else:
+                self._planned[key] = plan_pipeline(problem, self._settings)
+        return self._planned[key]
+
+    def summary(self) -> None:
+        """Log the plan."""
+        planned = self.pipeline
+        log(INFO, "\t├──> Pipeline: %s of %s", planned.plan.architecture, counted(len(planned.plan.socs), "device"))
+        for pipeline in planned.plan.pipelines:
+            for stage in pipeline.stages:
+                shares = ", ".join(f"SoC {soc}: {share}"
+                                   for soc, share in zip(stage.devices, stage.shares, strict=True))
+                log(INFO, "\t├──> layers %d to %d, %d in flight; samples of each micro-batch: %s", stage.first_layer,
+                    stage.last_layer, stage.in_flight, shares)
+        log(INFO, "\t└──> An update of %d samples: %s, %s sent", planned.plan.num_samples,
+            human_seconds(planned.prediction.step_s), human_bytes(planned.plan.communication_bytes(planned.problem)))
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
+    ) -> list[Message]:
+        """Send the model and the plan to the node that runs the stages."""
+        messages = super().configure_train(server_round, arrays, config, grid)
+        if not messages:
+            return []
+        assert self.round is not None
+        if self.round.in_rings:
+            raise ConfigError("HybridPipeline: its nodes have ring addresses, and stages cannot run on several "
+                              "SuperNodes yet; start them without ring=… in --node-config, and one runs all stages")
+        try:
+            planned = self.pipeline
+        except InfeasiblePlan as error:
+            raise TrainingFailed(f"HybridPipeline: {error}") from None
+        budgets = tuple(planned.problem.device(soc).memory_bytes for soc in planned.plan.socs)
+        task = PipelineTask(
+            plan=to_json(planned.plan), cuts=planned.problem.model.cuts, layers_sha256=planned.problem.model.sha256,
+            bits=self._coding.bits, gradient_bits=self._coding.gradient_bits,
+            budget_bytes=budgets if all(map(math.isfinite, budgets)) else ())
+        for message in messages:
+            message.content[PIPELINE] = ConfigRecord(encode(task))
+        return messages
+
+    def _use_clock_of(self, grid: Grid, arrays: ArrayRecord) -> None:
+        clock = getattr(grid, "clock", None)
+        if clock is None:
+            return
+        self._clock = _event_clock(clock)
+        if getattr(grid, "cluster", self._cluster).boards != self._cluster.boards:
+            raise ConfigError("HybridPipeline: its cluster is not the one the engine was given; describe both by the "
+                              "same cluster file")
+
+    def _log_changes(self, this: Round, grid: Grid) -> None:
+        """Log nothing of groups' exchanges: there is one group."""
+
+    def _price(self, this: Round, replies: Sequence[Message]) -> Usage:
+        """Price the interval's updates, and the stages' way to the hub."""
+        if not isinstance(self._clock, EventClock):
+            return Usage()
+        planned = self._planned_for(this.plan.participants)
+        usage = self._planner.drain_idle() + simulate(
+            planned.problem, planned.plan, clock=self._clock, num_steps=this.interval.num_steps).usage
+        builder = GraphBuilder()
+        for stage in planned.plan.pipelines[0].stages:
+            if num_bytes := planned.problem.model.weight_bytes(stage.first_layer, stage.last_layer):
+                builder.transfer("stage to the hub", stage.devices[0], HUB, num_bytes, num_messages=1)
+        return usage + self._clock.run(builder.build(this.plan.participants), label="model to the hub")
+
+
+def _event_clock(clock: Any) -> EventClock:
+    if not isinstance(clock, EventClock):
+        raise ConfigError(f"HybridPipeline: clock = {type(clock).__name__} cannot run the processes of a pipeline; use "
+                          "socflower.EventClock")
+    return clock

@@ -1,0 +1,218 @@
+"""HybridPipeline with a model and data that are not ours, in a Flower app on the engines in which one client trains."""
+
+import tomllib
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context
+from flwr.clientapp import ClientApp
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from socflower import (
+    ActivationCoding,
+    EventClock,
+    FP32Trainer,
+    HybridPipeline,
+    Int8Trainer,
+    PlannerSettings,
+    TrainingSchedule,
+    make_client_app,
+    parse_cluster,
+    pipeline_problem,
+    sgd,
+)
+from socflower.cluster import Cluster
+from socflower.engines.local.grid import LocalGrid
+from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
+from socflower.pipeline.plan import PipelinePlan
+from socflower.pipeline.problem import PipelineProblem
+from tests.pipeline.problems import straight_plan
+
+NUM_SAMPLES, BATCH = 96, 24
+SHELF = """
+[cluster]
+name = "shelf"
+soc_bytes_per_s = 12.5e6
+
+[[board]]
+count = 1
+device = "jetson-nx"
+
+[[board]]
+count = 2
+device = "jetson-nano"
+"""
+
+
+class Tagger(nn.Module):
+    """A recurrent-free text model: tokens in, a class out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 16)
+        self.norm = nn.LayerNorm(16)
+        self.mix = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        self.out = nn.Linear(16, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        x = x + self.mix(self.norm(x))
+        return self.out(x.mean(1))
+
+
+class Sentences(Dataset[tuple[Tensor, int]]):
+    """Tokens and the class of the most frequent quarter of them."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(3)
+        self.tokens = torch.from_numpy(rng.integers(0, 40, (NUM_SAMPLES, 9)))
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        row = self.tokens[index]
+        return row, int(torch.bincount(row // 10, minlength=4).argmax())
+
+
+def tagger() -> Tagger:
+    torch.manual_seed(0)
+    return Tagger()
+
+
+def app(trainer: Any = None, model: Any = tagger) -> ClientApp:
+    return make_client_app(lambda context: model(), lambda context, partition, count: Sentences(),
+                           trainer or FP32Trainer(optimizer=sgd(0.2), device="cpu"))
+
+
+@pytest.fixture
+def shelf() -> Cluster:
+    tables = tomllib.loads(SHELF)
+    return parse_cluster(tables["cluster"], tables["board"])
+
+
+@pytest.fixture
+def problem(shelf: Cluster) -> PipelineProblem:
+    return pipeline_problem(tagger(), Sentences().tokens[:1], shelf, batch_size=BATCH)
+
+
+def schedule(**settings: Any) -> TrainingSchedule:
+    return TrainingSchedule(**{"num_samples": NUM_SAMPLES, "batch_size": BATCH, "num_epochs": 2, "interval_epochs": 1.0,
+                               **settings})
+
+
+def cut_in_three(problem: PipelineProblem) -> PipelinePlan:
+    last = problem.model.num_layers - 1
+    return straight_plan((0, 1, last), ((6,), (6,), (6,)), 4)
+
+
+def train(strategy: HybridPipeline, client: ClientApp | None = None) -> dict[str, Tensor]:
+    with LocalGrid(client or app(), strategy._cluster.num_socs, num_workers=0) as grid:
+        result = strategy.start(grid, ArrayRecord(tagger().state_dict()), num_rounds=strategy.num_rounds)
+    return dict(result.arrays.to_torch_state_dict())
+
+
+def close(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.allclose(one[name], other[name], atol=2e-6) for name in one)
+
+
+def test_any_plan_trains_the_weights_of_one_device(problem: PipelineProblem) -> None:
+    planned = HybridPipeline(problem=problem, schedule=schedule())
+    own = HybridPipeline(problem=problem, schedule=schedule(), plan=cut_in_three(problem))
+    alone = HybridPipeline(problem=problem, schedule=schedule(),
+                           plan=straight_plan((problem.model.num_layers - 1,), ((24,),), 1))
+    weights = [train(strategy) for strategy in (planned, own, alone)]
+    assert own.pipeline.plan.architecture == "pipeline" and alone.pipeline.plan.architecture == "single device"
+    assert close(weights[0], weights[1]) and close(weights[1], weights[2])
+    assert not close(weights[2], dict(tagger().state_dict()))
+    assert len(own.reports) == own.num_rounds == 2
+
+
+def test_a_round_costs_its_updates_and_the_way_of_the_weights_to_the_hub(problem: PipelineProblem) -> None:
+    clock = EventClock(problem.cluster)
+    strategy = HybridPipeline(problem=problem, schedule=schedule(), plan=cut_in_three(problem), clock=clock)
+    train(strategy)
+    step_s, steps = strategy.pipeline.prediction.step_s, strategy.steps_per_epoch
+    weights = sum(layer.weight_bytes for layer in problem.model.layers)
+    updates_s = clock.now_s - 2 * weights / 12.5e6
+    assert steps * 2 * step_s * 0.7 < updates_s < steps * 2 * step_s * 1.05  # updates overlap
+    assert [report.usage.duration_s > 0 for report in strategy.reports] == [True, True]
+    assert clock.now_s == pytest.approx(sum(report.usage.duration_s for report in strategy.reports))
+
+
+def test_coded_activations_train_otherwise_and_cost_less(problem: PipelineProblem) -> None:
+    plan = cut_in_three(problem)
+    exact, coded = (train(HybridPipeline(problem=problem, schedule=schedule(), plan=plan, coding=coding))
+                    for coding in (ActivationCoding(), ActivationCoding(bits=4, gradient_bits=4)))
+    assert not close(exact, coded)
+    assert all(torch.allclose(exact[name], coded[name], atol=0.3) for name in exact)
+
+
+def test_a_device_that_is_away_is_planned_for_anew_and_its_optimiser_state_goes_on(problem: PipelineProblem) -> None:
+    plan = cut_in_three(problem)
+    whole = train(HybridPipeline(problem=problem, schedule=schedule(), plan=plan))
+    strategy = HybridPipeline(problem=problem, schedule=schedule(), plan=plan)
+    begin = strategy.configure_train
+
+    def lose_one(server_round: int, *args: Any) -> Any:
+        if server_round == 2:
+            strategy._planner.registry.mark_away([2])
+        return begin(server_round, *args)
+
+    strategy.configure_train = lose_one  # type: ignore[method-assign]
+    weights = train(strategy)
+    assert strategy.pipeline.plan.socs and 2 not in strategy.pipeline.plan.socs
+    assert "planned anew" in " ".join(event.text for report in strategy.reports for event in report.events)
+    assert close(weights, whole)  # so momentum went with the layers
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"schedule": schedule(batch_size=12)}, "batch_size = 12"),
+    ({"schedule": schedule(reshuffle=False)}, "reshuffle=True"),
+    ({"problem": "shelf.toml"}, "pipeline_problem"),
+    ({"planner": PlannerSettings(samples_on=9)}, "SoC 9 is no device"),
+])
+def test_what_does_not_fit_is_one_line_before_anything_starts(
+    problem: PipelineProblem, options: dict[str, Any], said: str,
+) -> None:
+    with pytest.raises(ConfigError, match=said) as refused:
+        HybridPipeline(**{"problem": problem, "schedule": schedule(), **options})
+    assert "\n" not in str(refused.value)
+
+
+def test_a_budget_that_nothing_fits_is_refused_by_the_strategy(shelf: Cluster, problem: PipelineProblem) -> None:
+    tiny = replace(problem, devices=tuple(replace(device, memory_bytes=1000.0) for device in problem.devices))
+    with pytest.raises(InfeasiblePlan):
+        HybridPipeline(problem=tiny, schedule=schedule())
+
+
+class Wider(Tagger):
+    """Another model than the one that was planned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+
+@pytest.mark.parametrize(("client", "said"), [
+    (app(Int8Trainer()), "stages train with FP32Trainer"),
+    (app(FP32Trainer(device="cpu", max_grad_norm=1.0)), "max_grad_norm"),
+    (app(FP32Trainer(device="cpu", accumulation_steps=2)), "accumulation_steps"),
+])
+def test_a_client_that_cannot_train_stages_says_why(problem: PipelineProblem, client: ClientApp, said: str) -> None:
+    with pytest.raises(TrainingFailed, match=said):
+        train(HybridPipeline(problem=problem, schedule=schedule(), plan=cut_in_three(problem)), client)
+
+
+def test_a_node_with_another_model_says_so(problem: PipelineProblem) -> None:
+    def wider(context: Context) -> nn.Module:
+        return Wider()
+
+    client = make_client_app(wider, lambda context, partition, count: Sentences())
+    strategy = HybridPipeline(problem=problem, schedule=schedule())
+    with LocalGrid(client, 3, num_workers=0) as grid, pytest.raises(TrainingFailed, match="other layers here"):
+        strategy.start(grid, ArrayRecord(Wider().state_dict()), num_rounds=2)
