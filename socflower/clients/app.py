@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from socflower.capture.random_state import build_exclusively, own_random_state
 from socflower.capture.torch_device import AUTO, device_label, device_of
+from socflower.clients.pipeline_client import stage_reply, train_stage
 from socflower.clients.privacy_mods import adapt_mod
 from socflower.clients.ring_client import answer_query, kept_model, member_reply, step_ledger, train_member
 from socflower.clients.saved_training import StateFiles, TrainerState
@@ -283,14 +284,18 @@ def _train_pipeline(
         raise ConfigError(f"pipeline: SoC {leaving} leaves within an interval, which pipelines do not go on from; let "
                           "it leave at the beginning of a round, and the strategy plans anew without it")
     plan = from_json(pipeline.plan)
-    plain = trainer.trainer if isinstance(trainer, _CheckingTrainer) else trainer
-    outcome = train_pipeline(
-        model, data, task, plan, plain, state, cuts=pipeline.cuts, layers_sha256=pipeline.layers_sha256,
+    return train_pipeline(
+        model, data, task, plan, _plain(trainer), state, cuts=pipeline.cuts, layers_sha256=pipeline.layers_sha256,
         coding=ActivationCoding(bits=pipeline.bits, gradient_bits=pipeline.gradient_bits),
         budget_bytes=dict(zip(plan.socs, pipeline.budget_bytes, strict=True)) if pipeline.budget_bytes else None)
-    if isinstance(trainer, _CheckingTrainer):
-        trainer.check()
-    return outcome
+
+
+def _plain(trainer: Trainer) -> Trainer:
+    """Return a trainer for the stages of a pipeline, which use more of it than `start`."""
+    if not isinstance(trainer, _CheckingTrainer):
+        return trainer
+    trainer.check()
+    return trainer.trainer
 
 
 def _train_in_ring(
@@ -315,6 +320,15 @@ def _train_in_ring(
                                                                             task.num_partitions)
     state = TrainerState(task, message, context, _state_files(message, context, state_folder), settings,
                          is_leader=ring.leader == ring.participant)
+    if PIPELINE in records:
+        end = train_stage(
+            context, task, ring, decode(PipelineTask, records[PIPELINE], "pipeline"), model=model, has_model=has_model,
+            data=data, trainer=_plain(trainer), state=state.read(),
+            departs_at=_departures(message, task).get(task.partitions.index(ring.participant)),
+            on_step=step_ledger(ledger(context) if ledger is not None else None, message))
+        if end.end is not None:
+            state.save(end.end.state, end.mean_loss, in_file=end.outcome.answers)
+        return stage_reply(message, context, task, end, _weights(model, message) if end.end is not None else None)
     end = train_member(
         context, task, ring, model=model, has_model=has_model, data=data, trainer=trainer, state=state.read(),
         departs_at=_departures(message, task).get(task.partitions.index(ring.participant)),

@@ -43,7 +43,7 @@ from socflower.wire.message_keys import (
 )
 from socflower.workloads import DataSource
 
-_COMPRESSION_STATE, _KEPT_MODEL = "socflower-compression", "socflower-model"
+_COMPRESSION_STATE, KEPT_MODEL = "socflower-compression", "socflower-model"
 
 
 def train_member(
@@ -91,7 +91,7 @@ def member_reply(message: Message, context: Context, group: GroupTask, end: Memb
     the first group of those in the mean answers with it, and all keep it for the next interval.
     """
     outcome = end.outcome
-    context.state.pop(_KEPT_MODEL, None)
+    context.state.pop(KEPT_MODEL, None)
     if outcome.met:
         assert weights is not None
         outcome = replace(outcome, holds=model_digest(weights))
@@ -107,7 +107,7 @@ def member_reply(message: Message, context: Context, group: GroupTask, end: Memb
         if sends:
             content[ARRAYS] = weights
         if outcome.met or not sends:
-            context.state[_KEPT_MODEL] = weights
+            context.state[KEPT_MODEL] = weights
         if end.end.events:
             content[EVENTS] = ConfigRecord({"texts": list(end.end.events)})
     return Message(content, reply_to=message)
@@ -115,7 +115,7 @@ def member_reply(message: Message, context: Context, group: GroupTask, end: Memb
 
 def kept_model(context: Context, sha256: str) -> ArrayRecord | None:
     """Return the model that this node has kept since the last interval, if it is the one with that digest."""
-    kept = context.state.array_records.get(_KEPT_MODEL)
+    kept = context.state.array_records.get(KEPT_MODEL)
     return kept if sha256 and kept is not None and model_digest(kept) == sha256 else None
 
 
@@ -131,7 +131,7 @@ def answer_query(message: Message, context: Context, device: str = "cpu") -> Mes
     """
     asked = message.content.config_records[CONFIG].get(ASK)
     if asked == ASK_MODEL:
-        kept = context.state.array_records.get(_KEPT_MODEL)
+        kept = context.state.array_records.get(KEPT_MODEL)
         return Message(RecordDict({ARRAYS: kept} if kept else {}), reply_to=message)
     node = ring_node(context.node_config)
     board, slot = board_and_slot(context.node_config)

@@ -11,8 +11,9 @@ from flwr.serverapp import Grid
 from flwr.supercore import log
 
 from socflower.cluster import FP32, HUB, GraphBuilder, Usage, VirtualClock
-from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed, require_type
+from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed, require_range, require_type
 from socflower.hierarchy import plan_groups
+from socflower.hierarchy.leader_exchange import STAR
 from socflower.pipeline.plan import Plan
 from socflower.pipeline.plan_values import to_json
 from socflower.pipeline.planner.selection import Planned, PlannerSettings, plan_pipeline, predict
@@ -21,9 +22,10 @@ from socflower.pipeline.profiler.of_module import micro_batch_choices
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
 from socflower.pipeline.schedule.run import simulate
 from socflower.quantities import counted, human_bytes, human_seconds
+from socflower.rings.settings import RingSettings
 from socflower.sim import EventClock
 from socflower.strategies.round import Round
-from socflower.strategies.settings import Costs, TrainingSchedule
+from socflower.strategies.settings import Costs, ExchangeSettings, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import PIPELINE, PipelineTask, encode
 
@@ -36,7 +38,8 @@ class HybridPipeline(SoCFlow):
     is an interval of the schedule, after which the model is evaluated. Devices that leave, or come back, between rounds
     are planned for anew; the optimiser's state goes with the layers.
 
-    On the engines `local` and `simulation` the client of one node runs all stages.
+    On the engines `local` and `simulation` the client of one node runs all stages. Nodes with a ring address run a
+    stage each, over gloo, and go on without one that is lost: from the newest step of which the others have all parts.
 
     Parameters
     ----------
@@ -50,6 +53,11 @@ class HybridPipeline(SoCFlow):
         A plan of yours instead, as long as all its devices are there.
     coding : ActivationCoding
         In how many bits activations and their gradients cross a cut.
+    rings : RingSettings
+        Real machines: how long devices may be silent or absent; the transport is gloo, gradients are float32.
+    backup_steps : int
+        Real machines: after how many updates a stage that is on one device alone is copied to the next one's device;
+        0: once a round. More often costs their bytes, and less is done again after a loss.
     clock : VirtualClock, optional
         By default that of the grid, if it has one.
     tolerate_client_errors : bool
@@ -59,6 +67,7 @@ class HybridPipeline(SoCFlow):
     def __init__(
         self, *, problem: PipelineProblem, schedule: TrainingSchedule, planner: PlannerSettings | None = None,
         plan: Plan | None = None, coding: ActivationCoding = EXACT, clock: VirtualClock | None = None,
+        rings: RingSettings = RingSettings(), backup_steps: int = 0,  # noqa: B008 - a frozen value
         tolerate_client_errors: bool = False,
     ) -> None:
         name = type(self).__name__
@@ -71,6 +80,13 @@ class HybridPipeline(SoCFlow):
         if not schedule.reshuffle:
             raise ConfigError(f"{name}: all samples of a mini-batch come from one place, so data cannot stay at their "
                               "nodes; use reshuffle=True")
+        require_type(name, (RingSettings,), "RingSettings(…)", rings=rings)
+        if rings.compression != "none":
+            raise ConfigError(f"{name}: rings has compression = {rings.compression!r}, and stages sum gradients in "
+                              "float32; leave it out, or give coding=ActivationCoding(bits=8)")
+        require_type(name, (int,), "a whole number, 0 or more", backup_steps=backup_steps)
+        require_range(name, least=0, backup_steps=backup_steps)
+        self._backup_steps = backup_steps
         socs = {device.soc for device in problem.devices}
         self._problem, self._coding, self._own_plan = problem, coding, plan
         self._settings = planner or PlannerSettings(micro_batch_sizes=micro_batch_choices(schedule.batch_size))
@@ -79,7 +95,8 @@ class HybridPipeline(SoCFlow):
             cluster=problem.cluster, schedule=schedule,
             groups=plan_groups(problem.cluster, 1, None, [float(soc in socs) for soc in
                                                           range(problem.cluster.num_socs)]),
-            costs=Costs(pricing=FP32), tolerate_client_errors=tolerate_client_errors)
+            costs=Costs(pricing=FP32), exchange=ExchangeSettings(leaders=STAR), rings=rings,
+            tolerate_client_errors=tolerate_client_errors)
         if clock is not None:
             self._clock = _event_clock(clock)
         if plan is not None:
@@ -129,9 +146,6 @@ class HybridPipeline(SoCFlow):
         if not messages:
             return []
         assert self.round is not None
-        if self.round.in_rings:
-            raise ConfigError("HybridPipeline: its nodes have ring addresses, and stages cannot run on several "
-                              "SuperNodes yet; start them without ring=… in --node-config, and one runs all stages")
         try:
             planned = self.pipeline
         except InfeasiblePlan as error:
@@ -140,7 +154,7 @@ class HybridPipeline(SoCFlow):
         task = PipelineTask(
             plan=to_json(planned.plan), cuts=planned.problem.model.cuts, layers_sha256=planned.problem.model.sha256,
             bits=self._coding.bits, gradient_bits=self._coding.gradient_bits,
-            budget_bytes=budgets if all(map(math.isfinite, budgets)) else ())
+            budget_bytes=budgets if all(map(math.isfinite, budgets)) else (), backup_steps=self._backup_steps)
         for message in messages:
             message.content[PIPELINE] = ConfigRecord(encode(task))
         return messages

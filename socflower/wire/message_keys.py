@@ -218,6 +218,7 @@ class PipelineTask:
     bits: int = 32  # of activations that cross a cut
     gradient_bits: int = 32
     budget_bytes: tuple[float, ...] = ()  # of each of the plan's devices; none: unbounded
+    backup_steps: int = 0  # updates after which stages on one device are backed up; 0: once an interval
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,16 +1,13 @@
 """HybridPipeline with a model and data that are not ours, in a Flower app on the engines in which one client trains."""
 
-import tomllib
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, Context
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from socflower import (
     ActivationCoding,
@@ -21,83 +18,19 @@ from socflower import (
     PlannerSettings,
     TrainingSchedule,
     make_client_app,
-    parse_cluster,
     pipeline_problem,
-    sgd,
 )
-from socflower.cluster import Cluster
 from socflower.engines.local.grid import LocalGrid
 from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
 from socflower.pipeline.plan import PipelinePlan
 from socflower.pipeline.problem import PipelineProblem
 from tests.pipeline.problems import straight_plan
-
-NUM_SAMPLES, BATCH = 96, 24
-SHELF = """
-[cluster]
-name = "shelf"
-soc_bytes_per_s = 12.5e6
-
-[[board]]
-count = 1
-device = "jetson-nx"
-
-[[board]]
-count = 2
-device = "jetson-nano"
-"""
-
-
-class Tagger(nn.Module):
-    """A recurrent-free text model: tokens in, a class out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(40, 16)
-        self.norm = nn.LayerNorm(16)
-        self.mix = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
-        self.out = nn.Linear(16, 4)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.table(tokens)
-        x = x + self.mix(self.norm(x))
-        return self.out(x.mean(1))
-
-
-class Sentences(Dataset[tuple[Tensor, int]]):
-    """Tokens and the class of the most frequent quarter of them."""
-
-    def __init__(self) -> None:
-        rng = np.random.default_rng(3)
-        self.tokens = torch.from_numpy(rng.integers(0, 40, (NUM_SAMPLES, 9)))
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        row = self.tokens[index]
-        return row, int(torch.bincount(row // 10, minlength=4).argmax())
-
-
-def tagger() -> Tagger:
-    torch.manual_seed(0)
-    return Tagger()
-
-
-def app(trainer: Any = None, model: Any = tagger) -> ClientApp:
-    return make_client_app(lambda context: model(), lambda context, partition, count: Sentences(),
-                           trainer or FP32Trainer(optimizer=sgd(0.2), device="cpu"))
+from tests.strategies.pipeline_app import BATCH, NUM_SAMPLES, Sentences, Tagger, client_app, shelf, tagger
 
 
 @pytest.fixture
-def shelf() -> Cluster:
-    tables = tomllib.loads(SHELF)
-    return parse_cluster(tables["cluster"], tables["board"])
-
-
-@pytest.fixture
-def problem(shelf: Cluster) -> PipelineProblem:
-    return pipeline_problem(tagger(), Sentences().tokens[:1], shelf, batch_size=BATCH)
+def problem() -> PipelineProblem:
+    return pipeline_problem(tagger(), Sentences().tokens[:1], shelf(), batch_size=BATCH)
 
 
 def schedule(**settings: Any) -> TrainingSchedule:
@@ -111,7 +44,7 @@ def cut_in_three(problem: PipelineProblem) -> PipelinePlan:
 
 
 def train(strategy: HybridPipeline, client: ClientApp | None = None) -> dict[str, Tensor]:
-    with LocalGrid(client or app(), strategy._cluster.num_socs, num_workers=0) as grid:
+    with LocalGrid(client or client_app(), strategy._cluster.num_socs, num_workers=0) as grid:
         result = strategy.start(grid, ArrayRecord(tagger().state_dict()), num_rounds=strategy.num_rounds)
     return dict(result.arrays.to_torch_state_dict())
 
@@ -184,7 +117,7 @@ def test_what_does_not_fit_is_one_line_before_anything_starts(
     assert "\n" not in str(refused.value)
 
 
-def test_a_budget_that_nothing_fits_is_refused_by_the_strategy(shelf: Cluster, problem: PipelineProblem) -> None:
+def test_a_budget_that_nothing_fits_is_refused_by_the_strategy(problem: PipelineProblem) -> None:
     tiny = replace(problem, devices=tuple(replace(device, memory_bytes=1000.0) for device in problem.devices))
     with pytest.raises(InfeasiblePlan):
         HybridPipeline(problem=tiny, schedule=schedule())
@@ -199,9 +132,9 @@ class Wider(Tagger):
 
 
 @pytest.mark.parametrize(("client", "said"), [
-    (app(Int8Trainer()), "stages train with FP32Trainer"),
-    (app(FP32Trainer(device="cpu", max_grad_norm=1.0)), "max_grad_norm"),
-    (app(FP32Trainer(device="cpu", accumulation_steps=2)), "accumulation_steps"),
+    (client_app(Int8Trainer()), "stages train with FP32Trainer"),
+    (client_app(FP32Trainer(device="cpu", max_grad_norm=1.0)), "max_grad_norm"),
+    (client_app(FP32Trainer(device="cpu", accumulation_steps=2)), "accumulation_steps"),
 ])
 def test_a_client_that_cannot_train_stages_says_why(problem: PipelineProblem, client: ClientApp, said: str) -> None:
     with pytest.raises(TrainingFailed, match=said):

@@ -10,7 +10,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from socflower.pipeline.runtime.member import END, LABELS, RING, SAMPLES, Expect, Receive, Reduce, Script
+from socflower.pipeline.runtime.member import (
+    CONTROL,
+    END,
+    LABELS,
+    RING,
+    SAMPLES,
+    STATE,
+    Expect,
+    Receive,
+    Reduce,
+    Script,
+)
 from socflower.rings.all_reduce import all_reduce
 from socflower.rings.collective import POLL_INTERVAL_S, PeerLost, Poll, no_poll
 
@@ -19,7 +30,7 @@ _Result = TypeVar("_Result")
 FETCHED_AHEAD = 2
 """Messages of a lane that may lie at the receiver before it needs them."""
 
-_OF_ANY_SIZE = frozenset((SAMPLES, LABELS, END))
+_OF_ANY_SIZE = frozenset((SAMPLES, LABELS, END, STATE, CONTROL))
 
 
 class Channels(ABC):
@@ -70,6 +81,10 @@ class Channels(ABC):
             body = fetcher.arrived.popleft()
             self._changed.notify_all()
             return body
+
+    def has_arrived(self, request: Receive) -> bool:
+        """Whether the next message of a lane, which was expected, is there."""
+        return bool(self._fetcher(request).arrived)
 
     def expect(self, messages: Sequence[Receive]) -> None:
         """Fetch these messages as they come."""

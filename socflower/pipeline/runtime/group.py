@@ -37,9 +37,7 @@ def train_pipeline(
     `layers_sha256` is of the model that was planned. Raises `ConfigError` if this one has other layers, for a trainer
     other than `FP32Trainer`, and `OutOfMemory` if a stage exceeds its budget.
     """
-    if not isinstance(trainer, FP32Trainer):
-        raise ConfigError(f"pipeline: stages train with FP32Trainer, and this client has {type(trainer).__name__}; "
-                          "give it one, or use groups, which train in int8 and mixed precision")
+    trainer = require_fp32(trainer)
     if not task.reshuffle:
         raise ConfigError("pipeline: all samples of a mini-batch come from one place, so data cannot stay at their "
                           "nodes; use reshuffle=True")
@@ -66,6 +64,14 @@ def train_pipeline(
         for name, weight in end.weights.items():
             own[name].copy_(weight)
     return outcome_of(end, plan, num_samples)
+
+
+def require_fp32(trainer: Trainer) -> FP32Trainer:
+    """Return the trainer; `ConfigError` for another than `FP32Trainer`."""
+    if not isinstance(trainer, FP32Trainer):
+        raise ConfigError(f"pipeline: stages train with FP32Trainer, and this client has {type(trainer).__name__}; "
+                          "give it one, or use groups, which train in int8 and mixed precision")
+    return trainer
 
 
 def read_like(model: nn.Module, data: DataSource, cuts: str, layers_sha256: str) -> ReadModel:

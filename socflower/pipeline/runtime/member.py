@@ -4,10 +4,11 @@ A member is written as scripts, generators that yield what they wait for, so tha
 turn (`together.py`) and a process of a cluster its own one over real links (`channels.py`). Both compute the same bits.
 """
 
+import copy
 import io
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -33,7 +34,8 @@ from socflower.workloads import DataSource
 _Result = TypeVar("_Result")
 
 ACTIVATIONS, GRADIENTS, SAMPLES, LABELS, RING, END = "activations", "gradients", "samples", "labels", "ring", "end"
-LANES = (ACTIVATIONS, GRADIENTS, SAMPLES, LABELS, RING, END)
+STATE, CONTROL = "state", "control"  # of stages that are moved or backed up, and what members agree on
+LANES = (ACTIVATIONS, GRADIENTS, SAMPLES, LABELS, RING, END, STATE, CONTROL)
 """What messages between two devices are about; those of one lane arrive in the order of sending."""
 
 
@@ -77,13 +79,24 @@ class Mini:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedModel:
-    """What the first device of a plan has at the end: the whole model of all stages."""
+    """What the leader has at the end: the whole model of all stages."""
 
     weights: Mapping[str, Tensor]  # trained parameters and buffers, by their names in the model
     state: bytes  # of optimisers and schedules, to continue from, under any plan
     losses: tuple[float, ...]  # of each update, the mean over its samples
     peak_bytes: Mapping[int, float]  # by SoC
     peak_in_flight: Mapping[int, int]
+
+    def to_bytes(self) -> bytes:
+        """Return all of it, to be read by `from_bytes`."""
+        stream = io.BytesIO()
+        torch.save({key.name: getattr(self, key.name) for key in fields(self)}, stream)
+        return stream.getvalue()
+
+    @classmethod
+    def from_bytes(cls, body: bytes | memoryview) -> "TrainedModel":
+        """Return what `to_bytes` wrote."""
+        return cls(**torch.load(io.BytesIO(body), weights_only=True, map_location="cpu"))
 
 
 def refuse_unfit(trainer: FP32Trainer) -> None:
@@ -104,13 +117,14 @@ class Member:
     """One device of a plan. `module` is a model of its own, of which only its stage is trained.
 
     `budget_bytes` bounds the memory of the stage, `send` carries messages, `on_pass` is called before each pass.
-    A SoC that has the samples and no stage takes part as well.
+    `leader` gets the model at the end, by default the plan's first device. A SoC that has the samples, or leads, and
+    has no stage takes part as well.
     """
 
     def __init__(
         self, plan: Plan, soc: int, read: ReadModel, module: nn.Module, trainer: FP32Trainer, span: TrainingSpan, *,
         data: DataSource | None, send: Send, state: bytes | None = None, coding: ActivationCoding = EXACT,
-        budget_bytes: float = math.inf, on_pass: OnPass | None = None,
+        budget_bytes: float = math.inf, on_pass: OnPass | None = None, leader: int | None = None,
     ) -> None:
         refuse_unfit(trainer)
         if read.model.num_layers != plan.pipelines[0].num_layers:
@@ -118,7 +132,7 @@ class Member:
                               f"{read.model.name} has {read.model.num_layers}; plan this model anew")
         self.soc, self._plan, self._read, self._data, self._send = soc, plan, read, data, send
         self._trainer, self._coding, self._on_pass = trainer, coding, on_pass
-        self._leader = plan.socs[0]
+        self._leader = plan.socs[0] if leader is None else leader
         self._losses: list[Tensor] = []
         self._num_samples = 0
         place = next(((number, index, rank) for number, pipeline in enumerate(plan.pipelines)
@@ -339,18 +353,27 @@ class Member:
     # ---------------------------------------------------------------------------------------------------- the end
 
     def finish(self) -> Script[TrainedModel | None]:
-        """Bring the stages together on the plan's first device, which returns the model; the others return None."""
-        if self.work is None:
-            return None
+        """Bring the stages together on the leader, which returns the model; the others return None."""
         if self.soc != self._leader:
-            self._send(self._leader, END, bytearray().join(pack_arrays(self._ending())))
+            if self.work is not None:
+                self._send(self._leader, END, bytearray().join(pack_arrays(self._ending())))
             return None
-        ends = {self.soc: self._ending()}
+        ends = {} if self.work is None else {self.soc: self._ending()}
         for soc in self._plan.socs:
             if soc != self.soc:
                 body = yield Receive(soc, END)
                 ends[soc] = {name: array.copy() for name, array in unpack_arrays(memoryview(body)).items()}
         return self._assembled(ends)
+
+    def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return copies of the stage's trained parameters and buffers, and of its optimiser's named state."""
+        if self.work is None:
+            return {}, {}
+        weights = {name: parameter.detach().cpu().clone() for name, parameter in self._module.named_parameters()
+                   if parameter.requires_grad}
+        weights |= {name: module._buffers[key].cpu().clone()  # type: ignore[union-attr]
+                    for name, (module, key) in self._slots.items()}
+        return weights, {} if self._session is None else copy.deepcopy(self._session.named_state())
 
     def _ending(self) -> dict[str, NDArray[Any]]:
         """Return what the leader needs of this device: buffers, and weights where it is the first that has them."""
@@ -405,10 +428,10 @@ def _mean(copies: Sequence[tuple[float, Tensor]]) -> Tensor:
     if len(copies) == 1 or not total:
         return first
     if not first.is_floating_point():
-        return torch.stack([copy for _, copy in copies]).amax(dim=0)
+        return torch.stack([own for _, own in copies]).amax(dim=0)
     mean = torch.zeros(first.shape, dtype=torch.float64)
-    for samples, copy in copies:
-        mean += samples / total * copy.double()
+    for samples, own in copies:
+        mean += samples / total * own.double()
     return mean.to(first.dtype)
 
 
