@@ -12,12 +12,12 @@ from flwr.supercore import log
 
 from socflower.cluster import FP32, HUB, GraphBuilder, Usage, VirtualClock
 from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed, require_range, require_type
-from socflower.hierarchy import plan_groups
+from socflower.hierarchy import Rebalancing, plan_groups
 from socflower.hierarchy.leader_exchange import STAR
-from socflower.pipeline.plan import Plan
+from socflower.pipeline.plan import PipelinePlan, Plan, Stage
 from socflower.pipeline.plan_values import to_json
 from socflower.pipeline.planner.selection import Planned, PlannerSettings, plan_pipeline, predict
-from socflower.pipeline.problem import PipelineProblem
+from socflower.pipeline.problem import LayerSeconds, PipelineDevice, PipelineProblem
 from socflower.pipeline.profiler.of_module import micro_batch_choices
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
 from socflower.pipeline.schedule.run import simulate
@@ -27,7 +27,7 @@ from socflower.sim import EventClock
 from socflower.strategies.round import Round
 from socflower.strategies.settings import Costs, ExchangeSettings, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
-from socflower.wire.message_keys import PIPELINE, PipelineTask, encode
+from socflower.wire.message_keys import PIPELINE, PipelineTask, RingOutcome, encode
 
 
 class HybridPipeline(SoCFlow):
@@ -60,6 +60,9 @@ class HybridPipeline(SoCFlow):
         0: once a round. More often costs their bytes, and less is done again after a loss.
     clock : VirtualClock, optional
         By default that of the grid, if it has one.
+    rebalancing : Rebalancing, optional
+        Follow the devices' speeds, as of `SoCFlow`: with shares, replicated stages divide micro-batches anew within a
+        round; with groups, rounds are planned anew for speeds that real machines have measured, or the clock knows.
     tolerate_client_errors : bool
         As of `SoCFlow`.
     """
@@ -68,7 +71,7 @@ class HybridPipeline(SoCFlow):
         self, *, problem: PipelineProblem, schedule: TrainingSchedule, planner: PlannerSettings | None = None,
         plan: Plan | None = None, coding: ActivationCoding = EXACT, clock: VirtualClock | None = None,
         rings: RingSettings = RingSettings(), backup_steps: int = 0,  # noqa: B008 - a frozen value
-        tolerate_client_errors: bool = False,
+        rebalancing: Rebalancing | None = None, tolerate_client_errors: bool = False,
     ) -> None:
         name = type(self).__name__
         require_type(name, (PipelineProblem,), "a PipelineProblem, as of pipeline_problem(model, …)", problem=problem)
@@ -90,12 +93,14 @@ class HybridPipeline(SoCFlow):
         socs = {device.soc for device in problem.devices}
         self._problem, self._coding, self._own_plan = problem, coding, plan
         self._settings = planner or PlannerSettings(micro_batch_sizes=micro_batch_choices(schedule.batch_size))
-        self._planned: dict[tuple[int, ...], Planned] = {}
+        self._planned: dict[tuple[tuple[int, float], ...], Planned] = {}
+        self._latest: Planned | None = None  # of the latest round
         super().__init__(
             cluster=problem.cluster, schedule=schedule,
             groups=plan_groups(problem.cluster, 1, None, [float(soc in socs) for soc in
                                                           range(problem.cluster.num_socs)]),
             costs=Costs(pricing=FP32), exchange=ExchangeSettings(leaders=STAR), rings=rings,
+            rebalancing=rebalancing,
             tolerate_client_errors=tolerate_client_errors)
         if clock is not None:
             self._clock = _event_clock(clock)
@@ -112,18 +117,41 @@ class HybridPipeline(SoCFlow):
         return self._planned_for(self.plan.participants)
 
     def _planned_for(self, socs: Sequence[int]) -> Planned:
-        key = tuple(sorted(socs))
+        """Return the plan for devices at their present speeds; an earlier one while a new one gains too little."""
+        parts = {soc: round(self._planner.balancer.in_use.part(soc), 2) for soc in sorted(socs)} \
+            if self._rebalancing is not None and self._rebalancing.across_groups else dict.fromkeys(sorted(socs), 1.0)
+        key = tuple(parts.items())
         if key not in self._planned:
-            problem = replace(self._problem, devices=tuple(device for device in self._problem.devices
-                                                           if device.soc in key))
+            problem = replace(self._problem, devices=tuple(
+                _slower(device, parts[device.soc]) for device in self._problem.devices if device.soc in parts))
+            before = self._latest
+            if before is not None and {*before.plan.socs} <= {*parts}:
+                sized = replace(problem, micro_batch_size=before.problem.micro_batch_size,
+                                num_micro_batches=before.problem.num_micro_batches)
+                kept = Planned(problem=sized, plan=before.plan, prediction=predict(sized, before.plan))
+                new = self._best(problem)
+                gains = new.prediction.step_s < kept.prediction.step_s * (1.0 - self._rebalancing.tolerance) \
+                    if self._rebalancing is not None else False
+                self._planned[key] = new if gains else kept
+                return self._planned[key]
             own = self._own_plan
-            if own is not None and {*own.socs} <= {*key}:
+            if own is not None and {*own.socs} <= {*parts}:
                 sized = replace(problem, micro_batch_size=own.pipelines[0].micro_batch_size,
                                 num_micro_batches=problem.mini_batch_size // own.pipelines[0].micro_batch_size)
                 self._planned[key] = Planned(problem=sized, plan=own, prediction=predict(sized, own))
             else:
-                self._planned[key] = plan_pipeline(problem, self._settings)
+                self._planned[key] = self._best(problem)
         return self._planned[key]
+
+    def _best(self, problem: PipelineProblem) -> Planned:
+        """Return the planner's choice, or the only one that there is for one device."""
+        if len(problem.devices) > 1:
+            return plan_pipeline(problem, self._settings)
+        stage = Stage(first_layer=0, last_layer=problem.model.num_layers - 1, devices=(problem.devices[0].soc,),
+                      shares=(problem.micro_batch_size,), in_flight=1)
+        plan = PipelinePlan(stages=(stage,), micro_batch_size=problem.micro_batch_size,
+                            num_micro_batches=problem.num_micro_batches)
+        return Planned(problem=problem, plan=plan, prediction=predict(problem, plan))
 
     def summary(self) -> None:
         """Log the plan."""
@@ -150,6 +178,7 @@ class HybridPipeline(SoCFlow):
             planned = self.pipeline
         except InfeasiblePlan as error:
             raise TrainingFailed(f"HybridPipeline: {error}") from None
+        self._latest = planned
         budgets = tuple(planned.problem.device(soc).memory_bytes for soc in planned.plan.socs)
         task = PipelineTask(
             plan=to_json(planned.plan), cuts=planned.problem.model.cuts, layers_sha256=planned.problem.model.sha256,
@@ -158,6 +187,29 @@ class HybridPipeline(SoCFlow):
         for message in messages:
             message.content[PIPELINE] = ConfigRecord(encode(task))
         return messages
+
+    def _with_nominal_rates(self, outcome: RingOutcome) -> RingOutcome:
+        """Return rates of whole devices: the nominal ones times what each stage's measured part of its estimate is."""
+        planned = self._latest
+        if planned is None or not outcome.rates:
+            return outcome
+        if outcome.recoveries_s:  # they are of other stages than these
+            return replace(outcome, rates=())
+        estimated = {soc: planned.problem.device(soc).seconds for soc in planned.plan.socs}
+        predicted_s = {soc: (estimated[soc].forward(stage.first_layer, stage.last_layer, share)
+                             + estimated[soc].backward(stage.first_layer, stage.last_layer, share)) / share
+                       for pipeline in planned.plan.pipelines for stage in pipeline.stages
+                       for soc, share in zip(stage.devices, stage.shares, strict=True)}
+        return replace(outcome, rates=tuple(
+            self._planner.balancer.nominal(soc) * self._part_in(planned, soc) * rate * predicted_s[soc]
+            if soc in predicted_s else 0.0 for soc, rate in zip(outcome.members, outcome.rates, strict=True)))
+
+    def _part_in(self, planned: Planned, soc: int) -> float:
+        """Return the part of its nominal speed that a plan has taken a device to have."""
+        own = next(device for device in self._problem.devices if device.soc == soc)
+        last, seconds = own.seconds.num_layers - 1, planned.problem.device(soc).seconds
+        slow_s = seconds.forward(0, last, 1)
+        return own.seconds.forward(0, last, 1) / slow_s if slow_s else 1.0
 
     def _use_clock_of(self, grid: Grid, arrays: ArrayRecord) -> None:
         clock = getattr(grid, "clock", None)
@@ -183,6 +235,16 @@ class HybridPipeline(SoCFlow):
             if num_bytes := planned.problem.model.weight_bytes(stage.first_layer, stage.last_layer):
                 builder.transfer("stage to the hub", stage.devices[0], HUB, num_bytes, num_messages=1)
         return usage + self._clock.run(builder.build(this.plan.participants), label="model to the hub")
+
+
+def _slower(device: PipelineDevice, part: float) -> PipelineDevice:
+    """Return a device at a part of its speed; at all of it the same object, by which planners know equal devices."""
+    if part == 1.0:
+        return device
+    seconds = device.seconds
+    return replace(device, seconds=LayerSeconds(
+        device=f"{seconds.device} at {part:.0%}", batches=seconds.batches, forward_s=seconds.forward_s / part,
+        backward_s=seconds.backward_s / part, estimated=seconds.estimated))
 
 
 def _event_clock(clock: Any) -> EventClock:

@@ -32,6 +32,10 @@ class Balancer:
         """Return what the group's members' shares are proportional to, in their order; any unit."""
         return tuple(self._rates[soc] * self.in_use.part(soc) for soc in group.members)
 
+    def nominal(self, soc: int) -> float:
+        """Return a SoC's nominal rate, in samples per second of the whole model."""
+        return self._rates[soc]
+
     def update_speeds(self, clock: VirtualClock | None, socs: Sequence[int]) -> None:
         """Update the SoCs' speeds, from the clock or from what their rings have measured."""
         if self._rebalancing is None:

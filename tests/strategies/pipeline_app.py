@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 import tomllib
 from typing import Any
 
@@ -18,6 +19,7 @@ from socflower.cluster import Cluster, parse_cluster
 from socflower.engines.deployment.flower_processes import free_ports
 from socflower.pipeline.runtime.stage import StageWork
 from socflower.training.fp32 import FP32Trainer, sgd
+from socflower.wire.message_keys import GROUP
 
 NUM_SAMPLES, BATCH = 96, 24
 SHELF = """
@@ -81,25 +83,35 @@ _signal = signal.SIGKILL
 _forward, _backward = StageWork.forward, StageWork.backward
 
 
-def _count(kind: str) -> None:
+_pass_s = 0.0
+
+
+def _count(kind: str, num_samples: int) -> None:
+    time.sleep(_pass_s * num_samples)
     _passes_left[kind] -= 1
     if _passes_left[kind] == 0:
         os.kill(os.getpid(), _signal)
 
 
-def _counted_forward(self: StageWork, *args: Any, **named: Any) -> Any:
-    _count("forward")
-    return _forward(self, *args, **named)
+def _counted_forward(self: StageWork, micro_batch: int, entering: Any, **named: Any) -> Any:
+    _count("forward", len(entering[0]))
+    return _forward(self, micro_batch, entering, **named)
 
 
 def _counted_backward(self: StageWork, *args: Any, **named: Any) -> Any:
-    _count("backward")
+    _count("backward", 0)
     return _backward(self, *args, **named)
 
 
 def failing(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Kill or stop the process before its n-th pass, as `dies-at-forward` and the like of its node config say."""
-    global _signal
+    """Kill or stop the process before its n-th pass, as `dies-at-forward` and the like of its node config say.
+
+    A pass takes at least `sample-s` for each sample.
+    """
+    global _signal, _pass_s
+    _pass_s = float(context.node_config.get("sample-s", 0.0))
+    if context.node_config.get("dies-at-start") and GROUP in message.content.config_records:
+        os.kill(os.getpid(), signal.SIGKILL)
     for kind in _passes_left:
         for what, number in (("dies", signal.SIGKILL), ("stops", signal.SIGSTOP)):
             if at := int(context.node_config.get(f"{what}-at-{kind}", 0)):
@@ -113,7 +125,8 @@ def client_app(trainer: Any = None, model: Any = tagger) -> ClientApp:
     return make_client_app(
         lambda context: model(), lambda context, partition, count: Sentences(),
         trainer or FP32Trainer(optimizer=sgd(0.2), device="cpu"), mods=[failing],
-        extra_keys=[f"{what}-at-{kind}" for what in ("dies", "stops") for kind in _passes_left])
+        extra_keys=["sample-s", "dies-at-start",
+                    *(f"{what}-at-{kind}" for what in ("dies", "stops") for kind in _passes_left)])
 
 
 def node_configs(of_soc: dict[int, dict[str, Any]] | None = None) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Light re-planning: the same pipeline without the devices that are gone, as any survivor computes it (F33)."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from socflower.errors import InfeasiblePlan
@@ -28,6 +28,49 @@ def replanned(plan: Plan, model: PipelineModel, present: Collection[int]) -> Pla
         server = plan.server if not isinstance(plan.server, int) or plan.server in present else left[0].socs[0]
         return replace(plan, groups=tuple(left), server=server)
     return left[0]
+
+
+def shared_anew(plan: Plan, sample_s: Mapping[int, float], most: Mapping[int, int], tolerance: float) -> Plan | None:
+    """Return the plan with the samples of replicated stages divided by measured speeds; None if that gains too little.
+
+    `sample_s` are each device's seconds for a sample, `most` the samples of a micro-batch that fit its memory; a device
+    without either keeps its share. A stage is changed if its slowest device would take less time by more than
+    `tolerance`. Each device keeps a sample, so that its speed is measured on.
+    """
+    changed = False
+    pipelines = []
+    for pipeline in plan.pipelines:
+        stages = []
+        for stage in pipeline.stages:
+            shares = _by_speed(stage, sample_s, most)
+            before, after = (max(share * sample_s.get(soc, 0.0) for soc, share in zip(stage.devices, own, strict=True))
+                             for own in (stage.shares, shares))
+            gains = after < before * (1.0 - tolerance)
+            changed |= gains
+            stages.append(replace(stage, shares=shares) if gains else stage)
+        pipelines.append(replace(pipeline, stages=tuple(stages)))
+    if not changed:
+        return None
+    return replace(plan, groups=tuple(pipelines)) if isinstance(plan, TwoDPlan) else pipelines[0]
+
+
+def _by_speed(stage: Stage, sample_s: Mapping[int, float], most: Mapping[int, int]) -> tuple[int, ...]:
+    if len(stage.devices) < 2 or not all(sample_s.get(soc) for soc in stage.devices):
+        return stage.shares
+    shares = [max(1, share) for share in split_batch(stage.micro_batch_size,
+                                                     [1.0 / sample_s[soc] for soc in stage.devices])]
+    shares = [min(share, max(own, most.get(soc, share)))
+              for share, own, soc in zip(shares, stage.shares, stage.devices, strict=True)]
+    # What is over or missing goes to, or comes from, the device for which that costs least.
+    while (rest := stage.micro_batch_size - sum(shares)) != 0:
+        step = 1 if rest > 0 else -1
+        free = [rank for rank, soc in enumerate(stage.devices)
+                if (shares[rank] > 1 if step < 0 else shares[rank] < max(stage.shares[rank], most.get(soc, 1 << 62)))]
+        if not free:
+            return stage.shares
+        rank = min(free, key=lambda rank: step * (shares[rank] + (step > 0)) * sample_s[stage.devices[rank]])
+        shares[rank] += step
+    return tuple(shares)
 
 
 def _without(plan: PipelinePlan, model: PipelineModel, present: Collection[int]) -> PipelinePlan | None:

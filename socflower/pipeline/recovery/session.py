@@ -25,12 +25,13 @@ from socflower.pipeline.plan import Plan
 from socflower.pipeline.plan_values import from_json, to_json
 from socflower.pipeline.profiler.layers import ReadModel
 from socflower.pipeline.recovery.backups import Move, StageState, backup_of, moves, newest_common
-from socflower.pipeline.recovery.replanning import replanned
+from socflower.pipeline.recovery.replanning import replanned, shared_anew
 from socflower.pipeline.runtime.channels import Channels, QueueChannels, run_script
 from socflower.pipeline.runtime.gloo_channels import GlooChannels
 from socflower.pipeline.runtime.group import outcome_of
 from socflower.pipeline.runtime.member import CONTROL, END, STATE, Member, Mini, OnPass, Receive, TrainedModel
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
+from socflower.quantities import counted
 from socflower.rings.collective import PeerLost
 from socflower.rings.member import AppliedStep, MemberResult
 from socflower.rings.membership import LeftOut, Membership, MemberState, NoModel
@@ -54,6 +55,7 @@ from socflower.wire.message_keys import (
 from socflower.workloads import DataSource
 
 GLOO = "gloo"
+_SHARE_TOLERANCE = 0.1  # of a stage's time, that new shares have to save
 _KEPT_STEPS = 2  # the newest backup may be incomplete when a device is lost
 
 
@@ -120,6 +122,7 @@ class _Session:
         self._step = 0
         self._lost_at_s: float | None = None
         self._recoveries_s: list[float] = []
+        self._end: TrainedModel | None = None
         self._log: list[str] = []
 
     def run(self) -> MemberResult:
@@ -167,6 +170,8 @@ class _Session:
         if self._lost_at_s is not None:
             self._recoveries_s.append(time.monotonic() - self._lost_at_s)
             self._lost_at_s = None
+            self._log.append(f"the pipeline goes on from update {self._step} on "
+                             f"{counted(len(self._plan.socs), 'device')}, as {self._plan.architecture}")
 
     def _agree(self, socs: list[int]) -> dict[str, Any]:
         """Return what the first device has decided: a plan, the step to go on from, and what has to move."""
@@ -248,6 +253,9 @@ class _Session:
                 raise Preempted("the device is preempted")
             if self._config.backup_steps and self._step > begun and self._step % self._config.backup_steps == 0:
                 self._back_up()
+            every = self._ring.rebalance_steps
+            if every and self._step > begun and self._step % every == 0:
+                self._share_anew()
             (indices,) = self._schedule.batch(group.first_step + self._step)
             run_script(stage.update(Mini(step=group.first_step + self._step, indices=indices,
                                          key=sample_key(group, self._step))), channels, self._poll)
@@ -257,6 +265,38 @@ class _Session:
                 self._config.on_step(AppliedStep(
                     step=group.first_step + self._step - 1, samples=tuple(indices.tolist()),
                     members=tuple(self._group.partitions[self._group.members.index(soc)] for soc in self._plan.socs)))
+
+    def _share_anew(self) -> None:
+        """Divide the samples of replicated stages by what their devices have measured since the last time."""
+        stage, channels, first = self._stage, self._channels, self._socs[0]
+        assert stage is not None and channels is not None
+        own = [stage.drain_sample_s(), self._most_samples(stage)]
+        if self._soc != first:
+            channels.send(first, CONTROL, bytearray(json.dumps(own).encode()))
+            answer = bytes(channels.receive(Receive(first, CONTROL), self._poll)).decode()
+        else:
+            reports = {first: own} | {soc: json.loads(bytes(channels.receive(Receive(soc, CONTROL), self._poll)))
+                                      for soc in self._socs[1:]}
+            plan = shared_anew(self._plan, {soc: each[0] for soc, each in reports.items()},
+                               {soc: each[1] for soc, each in reports.items()}, _SHARE_TOLERANCE)
+            answer = "" if plan is None else to_json(plan)
+            for soc in self._socs[1:]:
+                channels.send(soc, CONTROL, bytearray(answer.encode()))
+        if answer:
+            self._plan = from_json(answer)
+            stage.share_anew(self._plan)
+            self._log.append(f"shares anew after {counted(self._step, 'update')}: " + "; ".join(
+                f"stage {number}: {', '.join(map(str, each.shares))}"
+                for number, each in enumerate(self._plan.pipelines[0].stages) if len(each.devices) > 1))
+
+    def _most_samples(self, stage: Member) -> int:
+        """Return how many samples of a micro-batch fit this device's budget, by what it has needed so far."""
+        work = stage.work
+        if work is None or not math.isfinite(work.budget_bytes) or work.peak_bytes <= work.state_bytes:
+            return 1 << 30
+        share = next(share for pipeline in self._plan.pipelines for each in pipeline.stages
+                     for soc, share in zip(each.devices, each.shares, strict=True) if soc == self._soc)
+        return int(share * (work.budget_bytes - work.state_bytes) / (work.peak_bytes - work.state_bytes))
 
     def _back_up(self) -> None:
         """Keep this step's state, and send it to the device that keeps a copy."""
@@ -321,6 +361,7 @@ class _Session:
         return [self._soc_of[participant] for participant in self._membership.finished]
 
     def _completed(self, end: TrainedModel | None, *, answers: bool) -> MemberResult:
+        self._end = end
         outcome = self._outcome(COMPLETED, answers=answers)
         if end is None:
             return MemberResult(outcome=outcome, mean_loss=0.0, num_samples=0, end=None)
@@ -337,8 +378,10 @@ class _Session:
         return MemberResult(outcome=self._outcome(outcome, answers=False), mean_loss=0.0, num_samples=0, end=None)
 
     def _outcome(self, outcome: str, *, answers: bool) -> RingOutcome:
+        rates = {soc: 1.0 / each for soc, each in (self._end.sample_s.items() if self._end else ()) if each}
         return RingOutcome(
             outcome=outcome, members=tuple(self._present), num_steps=self._step, answers=answers,
+            rates=tuple(rates.get(soc, 0.0) for soc in self._present) if rates else (),
             recoveries_s=tuple(self._recoveries_s), log=(*self._membership.log_lines, *self._log),
             preempted=tuple(self._soc_of[participant] for participant in self._membership.preempted))
 

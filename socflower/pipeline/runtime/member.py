@@ -7,6 +7,7 @@ turn (`together.py`) and a process of a cluster its own one over real links (`ch
 import copy
 import io
 import math
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -86,6 +87,7 @@ class TrainedModel:
     losses: tuple[float, ...]  # of each update, the mean over its samples
     peak_bytes: Mapping[int, float]  # by SoC
     peak_in_flight: Mapping[int, int]
+    sample_s: Mapping[int, float]  # seconds of both passes of a sample, without waits; 0: it had none
 
     def to_bytes(self) -> bytes:
         """Return all of it, to be read by `from_bytes`."""
@@ -135,6 +137,7 @@ class Member:
         self._leader = plan.socs[0] if leader is None else leader
         self._losses: list[Tensor] = []
         self._num_samples = 0
+        self._busy_s, self._busy_samples = 0.0, 0  # since the last look
         place = next(((number, index, rank) for number, pipeline in enumerate(plan.pipelines)
                       for index, stage in enumerate(pipeline.stages)
                       for rank, member in enumerate(stage.devices) if member == soc), None)
@@ -241,10 +244,13 @@ class Member:
         labels = None
         if self.work.loss is not None:
             labels = (yield from self._samples(LABELS, rows, mini.key)).to(self.work.device)
+        started_s = time.perf_counter()
         made = self.work.forward(
             batch.number, entering, stream=self._stream(mini.step, batch, first), labels=labels,
             weight=(stop - first) / len(mini.indices))
+        self._busy_s += time.perf_counter() - started_s
         self._num_samples += stop - first
+        self._busy_samples += stop - first
         if self.work.loss is not None:
             self._losses[-1] += made[0]
             return
@@ -261,7 +267,9 @@ class Member:
             pieces = yield from self._receive(Pass.BACKWARD, batch, self._output_gradients)
             arrived = iter(joined(pieces) if pieces else ())
             gradients = [next(arrived) if one.has_gradient else None for one in self.work.leaving]
+        started_s = time.perf_counter()
         entered = [gradient for gradient in self.work.backward(batch.number, gradients) if gradient is not None]
+        self._busy_s += time.perf_counter() - started_s
         if self._index and entered:
             before = self._pipeline.stages[self._index - 1]
             for piece in batch.slices(self._index - 1):
@@ -295,6 +303,18 @@ class Member:
     def _stream(self, step: int, batch: MicroBatch, first: int) -> int:
         """Return a number of its own for each pass of a training: of update, pipeline, micro-batch and first sample."""
         return ((step * len(self._plan.pipelines) + self._number) * self._pipeline.num_samples + batch.first + first)
+
+    def drain_sample_s(self) -> float:
+        """Return the seconds of both passes of a sample since the last call, without waits; 0 without samples."""
+        busy_s, samples, self._busy_s, self._busy_samples = self._busy_s, self._busy_samples, 0.0, 0
+        return busy_s / samples if samples else 0.0
+
+    def share_anew(self, plan: Plan) -> None:
+        """Go on with a plan that differs in shares alone, between two updates."""
+        self._plan = plan
+        if self.work is not None:
+            self._pipeline = plan.pipelines[self._number]
+            self._stage = self._pipeline.stages[self._index]
 
     # ---------------------------------------------------------------------------------------------------- samples
 
@@ -386,7 +406,7 @@ class Member:
         losses = torch.stack(self._losses).double().cpu().numpy() if self._losses else np.zeros(0)
         ending = {"samples": np.array([self._num_samples], np.int64), "losses": losses,
                   "state": np.frombuffer(stream.getvalue(), np.uint8),
-                  "peaks": np.array([self.work.peak_bytes, self.work.peak_in_flight], np.float64)}
+                  "measured": np.array([self.work.peak_bytes, self.work.peak_in_flight, self.drain_sample_s()])}
         ending |= {f"weight/{name}": parameter.detach().cpu().contiguous().numpy()
                    for name, parameter in self._module.named_parameters()
                    if parameter.requires_grad and name in first_of}
@@ -416,10 +436,11 @@ class Member:
         weights |= {name: _mean(copies) for name, copies in buffers.items()}
         stream = io.BytesIO()
         torch.save(state, stream)
-        peaks = {soc: end["peaks"].tolist() for soc, end in ends.items()}
+        measured = {soc: end["measured"].tolist() for soc, end in ends.items()}
         return TrainedModel(weights=weights, state=stream.getvalue(), losses=tuple(losses.tolist()),
-                            peak_bytes={soc: each[0] for soc, each in peaks.items()},
-                            peak_in_flight={soc: int(each[1]) for soc, each in peaks.items()})
+                            peak_bytes={soc: each[0] for soc, each in measured.items()},
+                            peak_in_flight={soc: int(each[1]) for soc, each in measured.items()},
+                            sample_s={soc: each[2] for soc, each in measured.items()})
 
 
 def _mean(copies: Sequence[tuple[float, Tensor]]) -> Tensor:
