@@ -107,7 +107,8 @@ def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
     fp32 = FP32Trainer(
         optimizer=optimizer(scenario),
         scheduler=cosine_annealing if settings.schedule == "cosine" else None,
-        channels_last=not scenario.model.factory,  # the registry's models support it and are faster with it
+        # The registry's models support it and are faster with it; tensors that cross cuts have torch's own layout.
+        channels_last=not scenario.model.factory and not scenario.is_pipeline,
         reduction=settings.reduction, num_buckets=scenario.strategy.overlap_buckets,
         device=settings.device,
     )

@@ -57,10 +57,7 @@ def plan_of_pipeline(scenario: Scenario) -> tuple[dict[str, Any], Planned]:
         "work": f"{scenario.model.name}, {counted(own.model.num_layers, 'layer')}, "
                 f"{counted(scenario.train.epochs, 'epoch')} of {counted(steps, 'update')} of "
                 f"{scenario.train.batch_size} samples",
-        "architecture": planned.plan.architecture, "exact": planned.exact,
-        "pipelines": [{key: value for key, value in pipeline.to_document(own).items() if key != "predicted"}
-                      for pipeline in planned.plan.pipelines],
-        "num_devices": len(planned.plan.socs), "communication_bytes": planned.plan.communication_bytes(own),
+        **planned_document(planned),
         "predicted": {**prediction.to_document(), "epoch_s": steps * prediction.step_s,
                       "epoch_energy_j": steps * prediction.energy_j},
         "peers": peers, "verdict": _verdict(planned, peers), "notes": [
@@ -68,6 +65,16 @@ def plan_of_pipeline(scenario: Scenario) -> tuple[dict[str, Any], Planned]:
     }
     document["expectations"] = check_plan(scenario.expect, document)
     return document, planned
+
+
+def planned_document(planned: Planned) -> dict[str, Any]:
+    """Return a plan as plain values, as results have it too."""
+    own = planned.problem
+    return {"architecture": planned.plan.architecture, "exact": planned.exact,
+            "pipelines": [{key: value for key, value in pipeline.to_document(own).items() if key != "predicted"}
+                          for pipeline in planned.plan.pipelines],
+            "num_devices": len(planned.plan.socs), "communication_bytes": planned.plan.communication_bytes(own),
+            "predicted": planned.prediction.to_document()}
 
 
 def write_plan(scenario: Scenario, document: dict[str, Any], planned: Planned, folder: Path) -> None:

@@ -55,9 +55,9 @@ class PreparedRun:
         """
         scenario = self.scenario
         require_engine(engine)
-        if scenario.is_pipeline:
-            raise ConfigError(f"{scenario.name} [strategy] name = {scenario.strategy.name!r} can be planned and "
-                              "predicted, not run; use `socflower plan`")
+        if scenario.pipeline is not None and scenario.pipeline.sample:
+            raise ConfigError(f"{scenario.name} [pipeline] sample = {list(scenario.pipeline.sample)}: there are no "
+                              "data to train on; give [data] instead, or use `socflower plan`")
         if trains_here:
             resolve_device(scenario.train.device, f"{scenario.name} [train] device")
         num_socs = scenario.strategy.socs or self.cluster.num_socs

@@ -58,7 +58,8 @@ def list_scenarios() -> Iterator[dict[str, Any]]:
             "num_socs": scenario.strategy.socs or scenario_cluster(scenario).num_socs,
             "model": scenario.model.name, "data": scenario.data.name, "strategy": scenario.strategy.name,
             "epochs": scenario.train.epochs,
-            "needs": ["socflower plan"] if scenario.is_pipeline else needs_of(scenario.data.name, scenario.question),
+            "needs": ["socflower plan"] if scenario.pipeline is not None and scenario.pipeline.sample
+            else needs_of(scenario.data.name, scenario.question),
             "recorded_cpu_s": recorded["cpu_s"].get(name),
         }
 

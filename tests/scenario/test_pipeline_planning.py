@@ -10,12 +10,14 @@ from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.scenario.expectations import check_plan
 from socflower.scenario.pipeline_planning import micro_batch_sizes, pipeline_problem, plan_of_pipeline
 from socflower.scenario.prepared_run import prepare
+from socflower.scenario.runner import run_scenario
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import from_document, load_scenario, to_document
 from socflower.scenario.shipped import scenario_files
 from tests.command_line import Socflower
 
 PLANNED = sorted((Path(__file__).parents[2] / "scenarios" / "planned").glob("*.toml"))
+PIPELINE_PAYS = next(path for path in PLANNED if path.stem == "pipeline_pays")
 BASE = """
 [cluster]
 boards = 2
@@ -78,7 +80,8 @@ def test_micro_batches_are_parts_of_the_mini_batch(tmp_path: Path) -> None:
 def test_a_scenario_reads_back_from_its_resolved_document(tmp_path: Path) -> None:
     own = scenario(tmp_path, "pipeline.micro_batch_sizes=[32]", "expect={min_devices=1}")
     assert from_document({**to_document(own), "name": own.name, "question": own.question}) == own
-    assert own.compare.strategies == ("hybrid-pipeline",)
+    assert own.compare.strategies == ("hybrid-pipeline", "ring", "fedavg", "sgd")
+    assert own.under("ring").pipeline is None and own.under("hybrid-pipeline") == own
 
 
 @pytest.mark.parametrize(("override", "message"), [
@@ -90,8 +93,10 @@ def test_a_scenario_reads_back_from_its_resolved_document(tmp_path: Path) -> Non
     ("pipeline.num_classes=3", "is for a model with sample"),
     ("model.name='bert-small'", r"take \[tokens\]"),
     ("strategy.name='ring'", None),
-    ("thermal={}", r"\[thermal\]: .* leave it out"),
-    ("expect.min_accuracy=0.5", "unknown claim 'min_accuracy'"),
+    ("edgecloud={}", r"\[edgecloud\]: .* leave it out"),
+    ("expect.min_accurcy=0.5", "did you mean 'min_accuracy'"),
+    ("pipeline.activation_bits=7", "activation_bits"),
+    ("pipeline.backup_steps=-1", "backup_steps"),
     ("cluster.soc_bytes_per_s=0", "soc_bytes_per_s"),
 ])
 def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path, override: str, message: str | None) -> None:
@@ -115,13 +120,13 @@ def test_one_device_and_no_memory_are_refused_in_one_line(tmp_path: Path) -> Non
     assert "\n" not in str(nothing.value)
 
 
-def test_a_pipeline_is_planned_and_not_run(tmp_path: Path, socflower: Socflower) -> None:
-    with pytest.raises(ConfigError, match="can be planned and predicted, not run; use `socflower plan`"):
-        prepare(scenario(tmp_path))
+def test_a_pipeline_without_data_is_planned_and_not_run(tmp_path: Path, socflower: Socflower) -> None:
+    with pytest.raises(ConfigError, match="no data to train on; give \\[data\\] instead, or use `socflower plan`"):
+        prepare(load_scenario(PIPELINE_PAYS))
     (tmp_path / "case.toml").write_text(BASE + "[expect]\nmin_devices = 3\n")
     for command in ("run", "compare"):
-        ran = socflower(command, "case.toml")
-        assert ran.status == 2 and "not run" in ran.err and len(ran.err.strip().splitlines()) == 1
+        ran = socflower(command, str(PIPELINE_PAYS))
+        assert ran.status == 2 and "no data" in ran.err and len(ran.err.strip().splitlines()) == 1
     planned = socflower("plan", "case.toml")
     assert planned.status == 1 and "FAILS" in planned.out and "pays here" in planned.out
     document = json.loads(socflower("plan", "case.toml", "--json", "--out", "plan").out)
@@ -132,12 +137,21 @@ def test_a_pipeline_is_planned_and_not_run(tmp_path: Path, socflower: Socflower)
 
 
 @pytest.mark.parametrize(("override", "says"), [
-    ("ring.compression='int8'", r"\[ring\]: .*'hybrid-pipeline' exchanges gradients"),
-    ("train.device='cuda'", r"\[train\] device = 'cuda': .* does not read it"),
+    ("ring.compression='int8'", r"\[ring\] compression = 'int8': .*'hybrid-pipeline'.* sums gradients"),
+    ("train.reduction='ring'", r"\[train\] reduction = 'ring': .* does not read it"),
     ("data.partition='dirichlet'", r"\[data\]: \[pipeline\] sample = .* leave one of the two out"),
     ("pipeline.num_samples=3", r"num_samples = 3 is less than \[train\] batch_size"),
 ])
 def test_what_a_plan_does_not_read_is_refused(tmp_path: Path, override: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
-        load_scenario(Path(__file__).parents[2] / "scenarios" / "planned" / "pipeline_pays.toml", [override])
+        load_scenario(PIPELINE_PAYS, [override])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_pipeline_runs_on_both_engines_with_equal_weights(tmp_path: Path) -> None:
+    own = scenario(tmp_path, "train.epochs=1", "train.batch_size=128")
+    results = [run_scenario(own, engine, num_workers=1) for engine in ("local", "simulation")]
+    assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
+    assert results[0]["virtual_s"] == results[1]["virtual_s"] > 0
+    assert results[0]["plan"]["pipelines"][0]["stages"]

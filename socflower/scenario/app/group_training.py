@@ -19,19 +19,24 @@ from socflower.engines.trained_devices import TrainedDevices
 from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
 from socflower.hierarchy import default_candidates
 from socflower.hierarchy.collectives import BUCKETS
+from socflower.pipeline.planner.selection import PlannerSettings
+from socflower.pipeline.runtime.payloads import ActivationCoding
 from socflower.scenario.app.edges_beside import EdgesBeside
 from socflower.scenario.app.round_record import RoundRecord, event_documents
 from socflower.scenario.arithmetic import evaluation_device, kernels, model_profile, num_training_samples, pricing
 from socflower.scenario.heat import heat_document, of_all_racks, rack_dynamics, unthrottled_training_s
+from socflower.scenario.pipeline_planning import micro_batch_sizes, pipeline_problem, planned_document
 from socflower.scenario.planning import rebalancing
 from socflower.scenario.prepared_run import PreparedRun
 from socflower.scenario.priced_processors import priced_line, priced_processors
 from socflower.scenario.schema.outer import OUTER_STRATEGIES, OuterConfig
+from socflower.scenario.schema.pipeline import PipelineConfig
 from socflower.scenario.schema.strategies import group_strategy
 from socflower.scenario.workload import Score, scenario_data
 from socflower.sim import EventClock, Trace
 from socflower.sim.side_by_side import SideBySide
 from socflower.strategies.comparators import OrderedFedAvg
+from socflower.strategies.hybrid_pipeline import HybridPipeline
 from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.strategies.warm_up import profile_group_count
@@ -76,7 +81,10 @@ class _Training:
         resumed = self._record.resume()
         if resumed is not None:
             self._resumed, arrays = resumed
-        final = self._grouped(arrays) if self._scenario.has_groups else self._fedavg(arrays)
+        if self._scenario.is_pipeline:
+            final = self._pipelined(arrays)
+        else:
+            final = self._grouped(arrays) if self._scenario.has_groups else self._fedavg(arrays)
         if self._resumed is not None:
             final = final or arrays  # no round was left
         if not final:
@@ -129,6 +137,37 @@ class _Training:
             train_config=ConfigRecord({**self._frozen}), evaluate_fn=self._record.evaluation(
                 round_end, groups.num_rounds, own_state, self._heat)).arrays
         self._transport, self._leader_transport = groups.transport, groups.leader_transport
+        return final
+
+    def _pipelined(self, arrays: ArrayRecord) -> ArrayRecord:
+        """Train one model over all SoCs, in stages."""
+        settings, table = self._scenario.strategy, self._scenario.pipeline or PipelineConfig()
+        problem, _ = pipeline_problem(self._scenario)
+        strategy = HybridPipeline(
+            problem=problem, planner=PlannerSettings(micro_batch_sizes=tuple(micro_batch_sizes(self._scenario))),
+            schedule=TrainingSchedule(
+                num_samples=self._num_samples, batch_size=self._scenario.train.batch_size,
+                num_epochs=self._scenario.train.epochs, seed=self._scenario.seed,
+                interval_epochs=1.0 if isinstance(settings.sync_interval_epochs, str)
+                else min(1.0, settings.sync_interval_epochs)),
+            coding=ActivationCoding(bits=table.activation_bits, gradient_bits=table.gradient_bits),
+            rings=self._scenario.ring, backup_steps=table.backup_steps, rebalancing=rebalancing(self._scenario),
+            clock=self._clock, tolerate_client_errors=settings.tolerate_client_errors)
+        self._plan = planned_document(strategy.pipeline)
+        self._require_reachable_events(strategy.num_rounds, strategy.plan.participants)
+
+        def round_end(server_round: int) -> dict[str, Any]:
+            report = strategy.reports[-1]
+            return {"epoch": report.epoch, "events": event_documents(report.events)}
+
+        if self._resumed is not None:
+            strategy.resume_from(self._resumed.server_round,
+                                 **{key: getattr(self._resumed, key) for key in strategy.state})
+        final = strategy.start(
+            self._grid, arrays, num_rounds=strategy.num_rounds, timeout=self._scenario.train.reply_timeout_s,
+            train_config=ConfigRecord({**self._frozen}), evaluate_fn=self._record.evaluation(
+                round_end, strategy.num_rounds, lambda: strategy.state, self._heat)).arrays
+        self._transport = strategy.transport
         return final
 
     def _num_groups(self, arrays: ArrayRecord) -> int:

@@ -19,6 +19,7 @@ from socflower.scenario.schema.strategies import CLUSTER_STRATEGIES, STRATEGIES,
 from socflower.scenario.schema.thermal import BackgroundLoadConfig, ThermalConfig
 
 ARITHMETICS = ("fp32", "int8", "mixed")
+_READ_BY_PIPELINES = ("name", "socs", "sync_interval_epochs", "rebalance", "rebalance_steps", "tolerate_client_errors")
 REBALANCE = ("off", "shares", "groups", "both")
 FAULT_KINDS = ("raise", "nan", "hang", "die", "preempt")
 
@@ -339,8 +340,9 @@ class ScenarioFile(ClusterFile):
         family = family_of(self.strategy.name)
         if (self.is_split or self.is_pipeline) and self.compare.strategies == CLUSTER_STRATEGIES:
             # The default strategies do not fit this scenario: replace them by those of its family.
-            object.__setattr__(self, "compare", self.compare.replaced(strategies=tuple(
-                name for name in family if name != "splitfed")))
+            fitting = (PIPELINE_STRATEGY, *CLUSTER_STRATEGIES[1:]) if self.is_pipeline else tuple(
+                name for name in family if name != "splitfed")
+            object.__setattr__(self, "compare", self.compare.replaced(strategies=fitting))
         misfits = [name for name in self.compare.strategies if name not in family]
         if misfits:
             raise ValueError(f"[compare] strategies: {misfits[0]!r} cannot run the workload of "
@@ -403,21 +405,21 @@ class ScenarioFile(ClusterFile):
                 raise ValueError(f"[pipeline] is for name = {PIPELINE_STRATEGY!r}, and {name}; leave it out")
             return
         table = self.pipeline or PipelineConfig()
-        for key in ("thermal", "background_load", "events", "edgecloud"):
-            if getattr(self, key):
-                raise ValueError(f"[{key.removesuffix('s')}]: {name} is planned at full speed without; leave it out")
+        if self.edgecloud is not None:
+            raise ValueError(f"[edgecloud]: {name} trains without a cloud; leave it out")
         if self.precision.arithmetic != "fp32":
             raise ValueError(f"[precision] arithmetic = {self.precision.arithmetic!r}: {name} trains in fp32; leave it "
                              "out")
         unread = [key for key, field in StrategyConfig.model_fields.items()
-                  if key not in ("name", "socs") and getattr(self.strategy, key) != field.default]
+                  if key not in _READ_BY_PIPELINES and getattr(self.strategy, key) != field.default]
         if unread:
             raise ValueError(f"[strategy] {unread[0]} is for groups, and {name} makes stages; leave it out")
-        for key in ("device", "local_epochs", "reduction", "reply_timeout_s"):
+        for key in ("local_epochs", "reduction"):
             if getattr(self.train, key) != TrainConfig.model_fields[key].default:
                 raise ValueError(f"[train] {key} = {getattr(self.train, key)!r}: {name} does not read it; leave it out")
-        if self.ring != RingSettings():
-            raise ValueError(f"[ring]: {name} exchanges gradients of replicated stages in float32; leave it out")
+        if self.ring.compression != "none":
+            raise ValueError(f"[ring] compression = {self.ring.compression!r}: {name} sums gradients of replicated "
+                             "stages in float32; leave it out, or use [pipeline] activation_bits")
         if table.sample and self.data != DataConfig():
             raise ValueError(f"[data]: [pipeline] sample = {list(table.sample)} describes what there is instead; leave "
                              "one of the two out")
@@ -468,8 +470,9 @@ class ScenarioFile(ClusterFile):
         interval = own.sync_interval_epochs or self.strategy.sync_interval_epochs
         outer = self.strategy.outer if takes_outer(strategy) else None
         edgecloud = self.edgecloud if self.is_split or takes_outer(strategy) else None
+        pipeline = self.pipeline if STRATEGIES[strategy].is_pipeline else None
         return self.replaced(strategy=self.strategy.replaced(name=strategy, sync_interval_epochs=interval, outer=outer),
-                             edgecloud=edgecloud, train=self.train.replaced(**_of_train(own)))
+                             edgecloud=edgecloud, pipeline=pipeline, train=self.train.replaced(**_of_train(own)))
 
     @property
     def _trains_by_niti(self) -> bool:
@@ -491,8 +494,8 @@ class ScenarioFile(ClusterFile):
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether the strategy is a pipeline, which can be planned, and not run."""
-        return STRATEGIES[self.strategy.name].plans_only
+        """Whether the strategy is a pipeline."""
+        return STRATEGIES[self.strategy.name].is_pipeline
 
     @property
     def has_groups(self) -> bool:

@@ -66,7 +66,7 @@ def _resolve_cluster(document: dict[str, Any], path: Path) -> None:
 def parse_scenario(document: Mapping[str, Any], *, name: str, question: str, where: str) -> Scenario:
     """Return the scenario of a parsed document."""
     file = read_table(ScenarioFile, document, where)
-    require_known_claims(file.expect, where, of_plan=STRATEGIES[file.strategy.name].plans_only)
+    require_known_claims(file.expect, where, of_plan=STRATEGIES[file.strategy.name].is_pipeline)
     return Scenario(**dict(file), name=name, question=question)
 
 

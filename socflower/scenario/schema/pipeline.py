@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from socflower.cluster.toml_file import OneOf, Table
+from socflower.wire.codecs.quantisation import BITS
 
 PIPELINE_STRATEGY = "hybrid-pipeline"
 
@@ -33,6 +34,12 @@ class PipelineConfig(Table):
     num_classes: int = Field(0, ge=0, le=1_000_000, description=(
         "with `sample`; default: 10"))
     num_samples: int = Field(0, ge=0, le=_MAX_SAMPLES, description="of an epoch, with `sample`")
+
+    activation_bits: Annotated[int, OneOf(BITS)] = Field(32, description=(
+        "of activations that cross a cut"))
+    gradient_bits: Annotated[int, OneOf(BITS)] = Field(32, description="of the activations' gradients")
+    backup_steps: int = Field(0, ge=0, le=1_000_000, description=(
+        "real machines: updates between copies of stages on one device, on the next stage's; 0: once a round"))
 
     def check(self) -> None:
         """Refuse samples of no known form, and keys that only a sample has."""

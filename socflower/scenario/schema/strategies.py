@@ -13,7 +13,7 @@ class Strategy:
 
     about: str = ""  # for the description of the key; the page of strategies with a cloud describes them
     uses_cloud: bool = False
-    plans_only: bool = False  # it can be planned, and not run
+    is_pipeline: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +49,7 @@ STRATEGIES: dict[str, Strategy] = {
     "ring": GroupStrategy(about="all SoCs in one ring", num_groups=1, interval_epochs=1.0),
     "fedavg": Strategy(about="Flower's, all SoCs in every round, broken replies are left out"),
     "sgd": GroupStrategy(about="SoC 0 alone", num_groups=1, num_socs=1, interval_epochs=1.0),
-    PIPELINE_STRATEGY: Strategy(about="[a pipeline](#pipeline) of groups of devices, which can be planned, not run",
-                                plans_only=True),
+    PIPELINE_STRATEGY: Strategy(about="[a pipeline](#pipeline) of unequal devices", is_pipeline=True),
     **dict.fromkeys(SPLIT_STRATEGIES, Strategy(uses_cloud=True)),
 }
 """Each strategy by its name in `[strategy]`. A new strategy with groups is a class and an entry here."""
@@ -60,10 +59,8 @@ CLUSTER_STRATEGIES = ("socflow", "ring", "fedavg", "sgd")
 
 
 def family_of(name: str) -> tuple[str, ...]:
-    """Return the strategies that can run the workload of a strategy: with a cloud, without, or none that can run."""
-    own = STRATEGIES[name]
-    return tuple(other for other, kind in STRATEGIES.items()
-                 if (kind.uses_cloud, kind.plans_only) == (own.uses_cloud, own.plans_only))
+    """Return the strategies that can run the workload of a strategy: those with a cloud, or those without."""
+    return tuple(other for other, kind in STRATEGIES.items() if kind.uses_cloud == STRATEGIES[name].uses_cloud)
 
 
 def group_strategy(name: str) -> GroupStrategy:
