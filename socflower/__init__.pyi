@@ -27,6 +27,9 @@ from socflower.errors import ConfigError as ConfigError, DataUnavailable as Data
 from socflower.hierarchy.group_count import default_candidates as default_candidates
 from socflower.hierarchy.plan import GroupPlan as GroupPlan, plan_groups as plan_groups
 from socflower.hierarchy.rebalancing import Rebalancing as Rebalancing
+from socflower.pipeline.planner.selection import PlannerSettings as PlannerSettings
+from socflower.pipeline.profiler.of_module import pipeline_problem as pipeline_problem
+from socflower.pipeline.runtime.payloads import ActivationCoding as ActivationCoding
 from socflower.precision.accelerator import Int8Backend as Int8Backend, NativeInt8Backend as NativeInt8Backend
 from socflower.precision.algorithm import ADAPTIVE_FIXED_POINT as ADAPTIVE_FIXED_POINT, NITI as NITI, Fp32Update as Fp32Update, IntegerUpdate as IntegerUpdate, TrainingAlgorithm as TrainingAlgorithm, int8_algorithm as int8_algorithm
 from socflower.precision.int8.batch_splitting import best_blocks as best_blocks, profile_batch_blocks as profile_batch_blocks
@@ -40,6 +43,7 @@ from socflower.sim.trace import Trace as Trace
 from socflower.strategies.beside import Beside as Beside, BesideReport as BesideReport
 from socflower.strategies.comparators import OrderedFedAvg as OrderedFedAvg, RingAllReduce as RingAllReduce, SingleDevice as SingleDevice
 from socflower.strategies.group_grid import GroupGrid as GroupGrid
+from socflower.strategies.hybrid_pipeline import HybridPipeline as HybridPipeline
 from socflower.strategies.resuming import Resumable as Resumable
 from socflower.strategies.settings import Costs as Costs, ExchangeSettings as ExchangeSettings, Grouping as Grouping, TrainingSchedule as TrainingSchedule
 from socflower.strategies.socflow import SoCFlow as SoCFlow, RoundReport as RoundReport

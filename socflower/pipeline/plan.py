@@ -169,12 +169,15 @@ class PipelinePlan:
         return slices_between(self.stages[stage].shares, self.stages[stage + 1].shares)
 
     def communication_bytes(self, problem: PipelineProblem) -> float:
-        """Return the bytes of one update: `Σ 2(|g| − 1)·P_g + 2β·Σ a` (paper Eq. 2), and inputs from `samples_on`."""
+        """Return the bytes of one update: `Σ 2(|g| − 1)·P_g + 2β·Σ a` (paper Eq. 2), and inputs from `samples_on`.
+
+        Of what is coded, less.
+        """
         model, total = problem.model, 0.0
         for stage in self.stages:
             total += 2.0 * (len(stage.devices) - 1) * model.weight_bytes(stage.first_layer, stage.last_layer)
         for stage in self.stages[:-1]:
-            total += 2.0 * self.num_samples * model.layers[stage.last_layer].output_bytes
+            total += problem.sent_part * self.num_samples * model.layers[stage.last_layer].output_bytes
         return total + self._source_bytes(problem)
 
     def _source_bytes(self, problem: PipelineProblem) -> float:

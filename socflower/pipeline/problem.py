@@ -216,11 +216,15 @@ class PipelineProblem:
     micro_batch_size: int  # samples, over all devices of a stage
     num_micro_batches: int
     optimizer_copies: float = 1.0  # of the trained weights: 1 for SGD with momentum, 2 for Adam
+    activation_part: float = 1.0  # of the bytes of tensors that cross a cut, what is sent: 0.25 in eight bits
+    gradient_part: float = 1.0  # and of their gradients
 
     def __post_init__(self) -> None:
         require_range("pipeline", least=1, micro_batch_size=self.micro_batch_size,
                       num_micro_batches=self.num_micro_batches)
         require_range("pipeline", least=0, optimizer_copies=self.optimizer_copies)
+        require_range("pipeline", above=0, most=1, activation_part=self.activation_part,
+                      gradient_part=self.gradient_part)
         if not self.devices:
             raise ConfigError("pipeline: no devices; give at least one")
         socs = [device.soc for device in self.devices]
@@ -237,6 +241,11 @@ class PipelineProblem:
     def mini_batch_size(self) -> int:
         """Samples of one update of the weights."""
         return self.micro_batch_size * self.num_micro_batches
+
+    @property
+    def sent_part(self) -> float:
+        """What is sent of a cut's bytes both ways: 2 where nothing is coded."""
+        return self.activation_part + self.gradient_part
 
     @cached_property
     def _device_of(self) -> dict[int, PipelineDevice]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +104,11 @@ def pipeline_problem(scenario: Scenario) -> tuple[PipelineProblem, int]:
     table = scenario.pipeline or PipelineConfig()
     model = read_model(module, example, scenario.model.name, granularity=Granularity(table.cuts)).model
     size = micro_batch_sizes(scenario)[0]
-    return estimated_problem(
+    problem = estimated_problem(
         model, cluster, socs=range(socs), micro_batch_size=size, num_micro_batches=scenario.train.batch_size // size,
-        optimizer_copies=2.0 if scenario.train.optimizer == "adam" else float(scenario.momentum > 0)), epoch_samples
+        optimizer_copies=2.0 if scenario.train.optimizer == "adam" else float(scenario.momentum > 0))
+    return replace(problem, activation_part=table.activation_bits / 32,
+                   gradient_part=table.gradient_bits / 32), epoch_samples
 
 
 def micro_batch_sizes(scenario: Scenario) -> Sequence[int]:

@@ -91,7 +91,8 @@ class HybridPipeline(SoCFlow):
         require_range(name, least=0, backup_steps=backup_steps)
         self._backup_steps = backup_steps
         socs = {device.soc for device in problem.devices}
-        self._problem, self._coding, self._own_plan = problem, coding, plan
+        self._problem = replace(problem, activation_part=coding.bits / 32, gradient_part=coding.gradient_bits / 32)
+        self._coding, self._own_plan = coding, plan
         self._settings = planner or PlannerSettings(micro_batch_sizes=micro_batch_choices(schedule.batch_size))
         self._planned: dict[tuple[tuple[int, float], ...], Planned] = {}
         self._latest: Planned | None = None  # of the latest round

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from socflower.cluster import StepTimings
 from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.pipeline.plan import PipelinePlan, Policy, Stage, intervals, slices_between
+from socflower.pipeline.planner.closed_form import update_latency
 from socflower.pipeline.problem import LayerSeconds, PipelineModel
+from socflower.pipeline.schedule.run import simulate
 from tests.pipeline.problems import layer, linear_seconds, problem, straight_plan
 
 SHARES = st.lists(st.integers(1, 9), min_size=1, max_size=6)
@@ -102,3 +104,16 @@ def test_stages_that_would_wait_for_ever_are_refused() -> None:
     with pytest.raises(ConfigError, match="a SoC is in two stages"):
         PipelinePlan(stages=(first, replace(second, devices=(0,), in_flight=1)), micro_batch_size=4,
                      num_micro_batches=4)
+
+
+@given(coded=st.sampled_from([1.0, 0.5, 0.25, 0.125]))
+def test_what_is_coded_costs_its_part_of_a_cut(coded: float) -> None:
+    own = problem([layer(output=50.0), layer(weight=8.0)], [linear_seconds([0.0, 0.0], [0.0, 0.0])] * 2, link=100.0)
+    plan = straight_plan((0, 1), ((4,), (4,)), 4)
+    both = replace(own, activation_part=coded, gradient_part=coded)
+    assert plan.communication_bytes(both) == coded * plan.communication_bytes(own)
+    assert simulate(both, plan).num_bytes == coded * simulate(own, plan).num_bytes
+    assert simulate(both, plan).step_s == pytest.approx(coded * simulate(own, plan).step_s)
+    assert update_latency(both, plan) == pytest.approx(coded * update_latency(own, plan))
+    one_way = replace(own, activation_part=coded)
+    assert simulate(one_way, plan).num_bytes == (1 + coded) / 2 * simulate(own, plan).num_bytes

@@ -146,8 +146,10 @@ def all_reduce_s(problem: PipelineProblem, socs: Sequence[int], weight_bytes: fl
 def communication_step(problem: PipelineProblem, senders: Sequence[int], receivers: Sequence[int],
                        pieces: Sequence[Slice], output_bytes: float, name: str) -> Step:
     """Return the step of a cut: the time of the busiest link of all transfers of a micro-batch, in either direction."""
-    there = [(senders[piece.sender], receivers[piece.receiver], piece.num_samples * output_bytes) for piece in pieces]
-    back = [(target, source, num_bytes) for source, target, num_bytes in there]
+    crossing = [(senders[piece.sender], receivers[piece.receiver], piece.num_samples * output_bytes)
+                for piece in pieces]
+    there = [(source, target, num_bytes * problem.activation_part) for source, target, num_bytes in crossing]
+    back = [(target, source, num_bytes * problem.gradient_part) for source, target, num_bytes in crossing]
     return Step(name=name, forward_s=concurrent_s(problem.cluster, there),
                 backward_s=concurrent_s(problem.cluster, back), transfers=True)
 

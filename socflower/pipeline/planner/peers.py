@@ -136,7 +136,8 @@ def pipedream(problem: PipelineProblem) -> PipelinePlan:
     model = problem.model
     slowest = problem.least_bandwidth([device.soc for device in problem.devices])
     partition = pipedream_partition(mean, np.array([layer.weight_bytes for layer in model.layers]),
-                                    size * model.entering_bytes[1:], len(problem.devices), slowest)
+                                    size * model.entering_bytes[1:] * (problem.sent_part / 2.0),
+                                    len(problem.devices), slowest)
     return _equal_shares(problem, partition, RULES["b"])
 
 
@@ -313,6 +314,7 @@ def _bottleneck_pipeline(problem: PipelineProblem) -> PipelinePlan:
     """Return a stage a device, fastest first, for the least time of the slowest stage or transfer; memory aside."""
     size, model = problem.micro_batch_size, problem.model
     devices = problem.devices[:model.num_layers]
-    transfer_s = 2.0 * size * model.entering_bytes / problem.least_bandwidth([device.soc for device in devices])
+    slowest = problem.least_bandwidth([device.soc for device in devices])
+    transfer_s = problem.sent_part * size * model.entering_bytes / slowest
     ends = _balanced_ends([_layer_seconds(device.seconds, size) for device in devices], transfer_s)
     return _straight(problem, devices, ends, ASTEROID, Policy.ONE_FORWARD_ONE_BACKWARD)

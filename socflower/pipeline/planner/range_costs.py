@@ -46,7 +46,8 @@ class RangeCosts:
         self.ranges = LayerRanges.of(model, bounds[first_cut], bounds[stop_cut], problem.optimizer_copies)
         self._weight = model.weight_prefix[bounds[stop_cut]] - model.weight_prefix[bounds[first_cut]]
         self._reduced = self._weight > 0.0
-        self.cut_bytes = model.entering_bytes[bounds]  # of one sample, by cut
+        # Of one sample, by cut; the mean of both directions, which differ where only one of them is coded.
+        self.cut_bytes = model.entering_bytes[bounds] * (problem.sent_part / 2.0)
         self._allocator = Allocator(self.ranges, problem.micro_batch_size)
         classes = [DeviceClass.of(device) for device in order]
         self._classes = list(dict.fromkeys(classes))

@@ -208,8 +208,9 @@ class _Run:
         first, last = stage.first_layer, stage.last_layer
         seconds = {Pass.FORWARD: device.seconds.forward(first, last, member.share),
                    Pass.BACKWARD: device.seconds.backward(first, last, member.share)}
-        sent_bytes = {Pass.FORWARD: model.layers[last].output_bytes,
-                      Pass.BACKWARD: model.layers[first - 1].output_bytes if first else 0.0}
+        returned_bytes = model.layers[first - 1].output_bytes if first else 0.0
+        sent_bytes = {Pass.FORWARD: model.layers[last].output_bytes * self._problem.activation_part,
+                      Pass.BACKWARD: returned_bytes * self._problem.gradient_part}
         update_s = device.update_s(model.weight_bytes(first, last))
         simulation = self.simulation
         processor = simulation.processor(member.soc, self._problem.kind(member.soc).default_processor)
