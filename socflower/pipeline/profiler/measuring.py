@@ -46,16 +46,20 @@ def measure_layers(
         for column, size in enumerate(sizes):
             entering: Tensors = (first_samples(module, example, layers.graph.name, size),)
             for row, piece in enumerate(pieces):
-                entering, times = _measured(piece, entering, repeats, clock, device_of(module))
+                entering, times = _measured(piece, entering, repeats, clock, device_of(module), is_first=row == 0)
                 forward_s[row, column], backward_s[row, column] = times
     return LayerSeconds(device=device, batches=sizes, forward_s=forward_s, backward_s=backward_s)
 
 
 def _measured(
-    piece: nn.Module, entering: Tensors, repeats: int, clock: Callable[[], float], device: torch.device,
+    piece: nn.Module, entering: Tensors, repeats: int, clock: Callable[[], float], device: torch.device, *,
+    is_first: bool,
 ) -> tuple[Tensors, tuple[float, float]]:
-    """Return what a piece makes, and the medians of its forward and backward seconds."""
-    leaves = tuple(tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in entering)
+    """Return what a piece makes, and the medians of its forward and backward seconds.
+
+    The first piece computes no gradient of its input, since none is sent to anybody.
+    """
+    leaves = tuple(tensor.detach().requires_grad_(tensor.is_floating_point() and not is_first) for tensor in entering)
     weights = [weight for weight in piece.parameters() if weight.requires_grad]
     times: list[tuple[float, float]] = []
     results: Tensors = ()

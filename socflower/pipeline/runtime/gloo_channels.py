@@ -6,6 +6,7 @@ import torch
 
 from socflower.pipeline.runtime.channels import Channels, is_of_any_size
 from socflower.pipeline.runtime.member import LANES
+from socflower.rings.collective import Poll, no_poll
 from socflower.rings.transports.gloo import GlooRing
 from socflower.rings.transports.port import RingPort
 
@@ -15,7 +16,7 @@ _LENGTH_BYTES = 8
 class GlooChannels(Channels):
     """The lanes of one device among `socs`, whose ranks in `port` are `ranks`, in the same order.
 
-    Raises what `GlooRing` does. A device that dies ends all lanes of all others with `PeerLost`.
+    Raises what `GlooRing` does. Once all have joined, a device that dies ends all lanes of all others with `PeerLost`.
     """
 
     def __init__(self, port: RingPort, socs: Sequence[int], ranks: Sequence[int], generation: int, heartbeat_s: float,
@@ -23,6 +24,10 @@ class GlooChannels(Channels):
         super().__init__(socs[list(ranks).index(port.rank)])
         self._place = {soc: place for place, soc in enumerate(socs)}
         self._ring = GlooRing(port, ranks, generation, heartbeat_s)
+
+    def join(self, poll: Poll = no_poll) -> None:
+        """Return when all devices have joined; until then, that one has died is for `poll` to find out and raise."""
+        self._ring.all_gather(b"", poll)
 
     def _transmit(self, target: int, lane: str, body: bytearray) -> None:
         if is_of_any_size(lane):

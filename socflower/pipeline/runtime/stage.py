@@ -51,6 +51,48 @@ class _Kept:
     num_bytes: int = 0
 
 
+class _Saved:
+    """Counts what autograd saves in a forward pass, each storage once, without weights and buffers.
+
+    Autograd keeps these hooks with what it has saved, and garbage collection does not see its references. So nothing
+    here leads to the results of the pass: they would be kept for ever where no backward pass follows.
+    """
+
+    def __init__(self, name: str, module: nn.Module, budget_bytes: float, in_flight: int, others_bytes: float) -> None:
+        self._name, self._budget_bytes, self._in_flight = name, budget_bytes, in_flight
+        self._others_bytes = others_bytes
+        self._seen = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+        self.num_bytes = 0
+
+    @property
+    def total_bytes(self) -> float:
+        """With all that the stage has besides."""
+        return self._others_bytes + self.num_bytes
+
+    def require_budget(self) -> None:
+        """Raise `OutOfMemory` beyond the budget."""
+        if self.total_bytes > self._budget_bytes:
+            raise OutOfMemory(f"{self._name}: needs {self.total_bytes / 1e6:.1f} MB or more with {self._in_flight} "
+                              f"micro-batches in flight, of a budget of {self._budget_bytes / 1e6:.1f} MB; use smaller "
+                              "micro-batches, fewer in flight or more devices")
+
+    def pack(self, tensor: Tensor) -> tuple[Tensor, int]:
+        """Count a tensor that is saved."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self.num_bytes += storage.nbytes()
+            self.require_budget()
+        return tensor.detach(), tensor._version  # which both share
+
+    def unpack(self, packed: tuple[Tensor, int]) -> Tensor:
+        """Return what was saved."""
+        tensor, version = packed
+        if tensor._version != version:  # with hooks, torch does not check it itself
+            raise RuntimeError(f"{self._name}: a tensor that the backward pass needs was changed in place")
+        return tensor
+
+
 @dataclass(kw_only=True)
 class StageWork:
     """A device's layers as a module, and the micro-batches whose activations it keeps.
@@ -130,32 +172,16 @@ class StageWork:
 
     @contextmanager
     def _counted(self, kept: _Kept) -> Iterator[None]:
-        """Count the bytes that autograd saves in the block, each once, without the weights."""
-        seen = {parameter.data_ptr() for parameter in self.module.parameters()}
-        used = self.state_bytes + sum(other.num_bytes for other in self._kept.values())
-
-        def pack(tensor: Tensor) -> tuple[Tensor, int]:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                kept.num_bytes += storage.nbytes()
-                self.peak_bytes = max(self.peak_bytes, used + kept.num_bytes)
-                if used + kept.num_bytes > self.budget_bytes:
-                    raise OutOfMemory(
-                        f"{self.name}: needs more than its budget of {self.budget_bytes / 1e6:.1f} MB with "
-                        f"{len(self._kept)} micro-batches in flight; use smaller micro-batches, fewer in flight or "
-                        "more devices")
-            return tensor, tensor._version
-
-        def unpack(packed: tuple[Tensor, int]) -> Tensor:
-            tensor, version = packed
-            if tensor._version != version:  # with hooks, torch does not check it itself
-                raise RuntimeError(f"{self.name}: a tensor that the backward pass needs was changed in place")
-            return tensor
-
-        self.peak_bytes = max(self.peak_bytes, used)
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            yield
+        """Count the bytes that autograd saves in the block."""
+        saved = _Saved(self.name, self.module, self.budget_bytes, len(self._kept),
+                       self.state_bytes + sum(other.num_bytes for other in self._kept.values()))
+        try:
+            saved.require_budget()
+            with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+                yield
+        finally:
+            kept.num_bytes = saved.num_bytes
+            self.peak_bytes = max(self.peak_bytes, saved.total_bytes)
 
     def _release(self, kept: _Kept) -> None:
         kept.made = ()

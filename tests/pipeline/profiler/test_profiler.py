@@ -107,6 +107,14 @@ def test_measuring_gives_each_layers_seconds_and_leaves_the_model_unchanged(kind
     assert all(weight.grad is None for weight in module.parameters())
 
 
+def test_no_gradient_of_the_input_is_measured() -> None:
+    """A frozen first layer has no backward pass at all."""
+    module, ticks = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)), iter(range(10**6))
+    module[0].requires_grad_(False)
+    seconds = measure_layers(module, (4,), (2,), repeats=1, clock=lambda: float(next(ticks)))
+    assert seconds.backward_s.tolist() == [[0.0], [1.0]]
+
+
 def test_batches_that_do_not_rise_are_refused() -> None:
     for batches in ((), (0, 1), (2, 2)):
         with pytest.raises(ConfigError, match="batches must rise from 1 or more"):

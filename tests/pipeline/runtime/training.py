@@ -20,6 +20,8 @@ from socflower.training.trainer import TrainingSpan
 from socflower.workloads import LabelledData
 
 NUM_SAMPLES = 64
+TRAINER = FP32Trainer(optimizer=sgd(0.1), device="cpu")
+SPAN = TrainingSpan(seed=(1, 0))
 
 
 class Residual(nn.Module):
@@ -73,13 +75,17 @@ def minis(num_steps: int, batch_size: int, seed: int = 0) -> list[Mini]:
     return [Mini(step=step, indices=rng.permutation(NUM_SAMPLES)[:batch_size]) for step in range(num_steps)]
 
 
+def socs_of(plan: Plan) -> list[int]:
+    """Return all SoCs that take part: those of stages, and those that have samples."""
+    return sorted({*plan.socs, *(each.samples_on for each in plan.pipelines if each.samples_on is not None)})
+
+
 def members(module: nn.Module, plan: Plan, sender: Callable[[int], Send], trainer: FP32Trainer | None = None,
             **options: Any) -> list[Member]:
     """Return all members of a plan, each with a copy of the model."""
-    reading, span = read(module), TrainingSpan(seed=(1, 0))
-    socs = {*plan.socs, *(each.samples_on for each in plan.pipelines if each.samples_on is not None)}
-    return [Member(plan, soc, reading, copy.deepcopy(module), trainer or FP32Trainer(optimizer=sgd(0.1), device="cpu"),
-                   span, data=data(), send=sender(soc), **options) for soc in sorted(socs)]
+    reading = read(module)
+    return [Member(plan, soc, reading, copy.deepcopy(module), trainer or TRAINER, SPAN, data=data(), send=sender(soc),
+                   **options) for soc in socs_of(plan)]
 
 
 def train_together(module: nn.Module, plan: Plan, steps: Sequence[Mini], trainer: FP32Trainer | None = None,
@@ -97,7 +103,7 @@ def train_alone(module: nn.Module, steps: Sequence[Mini], trainer: FP32Trainer |
                 ) -> dict[str, Tensor]:
     """Return the weights of plain torch on one device."""
     own, samples = copy.deepcopy(module).train(), data()
-    trainer = trainer or FP32Trainer(optimizer=sgd(0.1), device="cpu")
+    trainer = trainer or TRAINER
     optimizer = trainer.optimizer(own.parameters())
     for mini in steps:
         optimizer.zero_grad()
@@ -110,7 +116,7 @@ def train_alone(module: nn.Module, steps: Sequence[Mini], trainer: FP32Trainer |
 
 def train_in_threads(module: nn.Module, plan: Plan, steps: Sequence[Mini], **options: Any) -> TrainedModel:
     """Train with each device in a thread of its own."""
-    socs = sorted({*plan.socs, *(each.samples_on for each in plan.pipelines if each.samples_on is not None)})
+    socs = socs_of(plan)
     channels = QueueChannels.of(socs)
     ends: list[TrainedModel | None] = []
 
