@@ -9,7 +9,7 @@ from rich.table import Table
 
 from socflower.cli.options import mistakes_name_file
 from socflower.cli.process import prints_to_stderr
-from socflower.cli.terminal import OUT, exit_on_failed_claims, print_claims, print_json, print_text
+from socflower.cli.terminal import ERR, OUT, exit_on_failed_claims, print_claims, print_json, print_text, step_progress
 from socflower.quantities import human_bytes, human_joules, human_seconds
 
 if TYPE_CHECKING:  # the planners are loaded by the command
@@ -20,8 +20,10 @@ def plan_pipeline_scenario(scenario: "Scenario", path: Path, out: Path | None, a
     """Plan a scenario, print the plan, write it to `out`, and exit with 1 if a claim does not hold."""
     from socflower.scenario.pipeline_planning import plan_of_pipeline, write_plan
 
-    with mistakes_name_file(scenario.name, path), prints_to_stderr():
-        document, planned = plan_of_pipeline(scenario)
+    with (mistakes_name_file(scenario.name, path), prints_to_stderr(), step_progress(ERR, disable=as_json) as bar):
+        task = bar.add_task("reading the model", total=None)
+        document, planned = plan_of_pipeline(scenario, on_step=lambda text, done, total: bar.update(
+            task, description=text, completed=done, total=total))
         if out is not None:
             write_plan(scenario, document, planned, out)
     if as_json:

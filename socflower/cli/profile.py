@@ -8,12 +8,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Column, Table
+from rich.table import Table
 
 from socflower.cli.options import Json, refuse_all_but, refuse_unread
 from socflower.cli.process import prints_to_stderr
-from socflower.cli.terminal import ERR, OUT, print_json, print_line, print_notice
+from socflower.cli.terminal import ERR, OUT, print_json, print_line, print_notice, step_progress
 from socflower.engines.names import require_count
 from socflower.quantities import human_bytes, human_ratio, human_seconds
 
@@ -73,7 +72,7 @@ def profile(
         models=tuple(model or profiling.DEFAULT_MODELS), data=data,
         batch_sizes=tuple(batch_size or profiling.DEFAULT_BATCH_SIZES), num_threads=threads, kernel=kernel,
         repeats=repeats, name=name, like=like, peer=peer, accelerator=accelerator)
-    with prints_to_stderr(), profile_progress(ERR, disable=as_json) as bar:
+    with prints_to_stderr(), step_progress(ERR, disable=as_json) as bar:
         task = bar.add_task("profile", total=None)
         try:
             document = profiling.profile_device(request, out, on_cell=lambda text, done, total: bar.update(
@@ -90,14 +89,6 @@ def profile(
         print_profile(OUT, document)
         if out is not None:
             print_line(f"profile: {out}")
-
-
-def profile_progress(console: Console, *, disable: bool) -> Progress:
-    """Return the progress bar of `profile`: the current cell, the progress and the elapsed time."""
-    return Progress(TextColumn("{task.description}"), BarColumn(bar_width=None),
-                    MofNCompleteColumn(table_column=Column(no_wrap=True)),
-                    TimeElapsedColumn(table_column=Column(no_wrap=True)), console=console,
-                    disable=disable or not console.is_interactive, expand=True, transient=True)
 
 
 def print_profile(console: Console, document: Mapping[str, Any]) -> None:

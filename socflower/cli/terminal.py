@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
+    MofNCompleteColumn,
     Progress,
     TaskID,
     TextColumn,
@@ -74,6 +75,14 @@ def progress(console: Console, *, disable: bool) -> Iterator[StartBar]:
     finally:
         if started:
             bar.stop()
+
+
+def step_progress(console: Console, *, disable: bool) -> Progress:
+    """Return the progress bar of work in steps: the current one, how many of all are done, and the elapsed time."""
+    return Progress(TextColumn("{task.description}"), BarColumn(bar_width=None),
+                    MofNCompleteColumn(table_column=Column(no_wrap=True)),
+                    TimeElapsedColumn(table_column=Column(no_wrap=True)), console=console,
+                    disable=disable or not console.is_interactive, expand=True, transient=True)
 
 
 def _shortened(label: str, width: int) -> str:

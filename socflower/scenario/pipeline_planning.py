@@ -11,7 +11,7 @@ from torch import nn
 from socflower.capture.graph import Example
 from socflower.errors import ConfigError
 from socflower.pipeline.planner.peers import compare
-from socflower.pipeline.planner.selection import Planned, PlannerSettings, plan_pipeline
+from socflower.pipeline.planner.selection import OnStep, Planned, PlannerSettings, plan_pipeline
 from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.profiler.estimates import estimated_problem
 from socflower.pipeline.profiler.layers import Granularity, read_model
@@ -33,7 +33,9 @@ _CLASSES = 10
 _SAME = 1.005  # times as long, up to which a plan counts as the same
 
 
-def plan_of_pipeline(scenario: Scenario) -> tuple[dict[str, Any], Planned]:
+def plan_of_pipeline(
+    scenario: Scenario, *, on_step: OnStep = lambda text, done, total: None,
+) -> tuple[dict[str, Any], Planned]:
     """Return the plan document of `socflower plan`, and the plan itself.
 
     `pipelines` have each their stages: layers, K, and each device's share, memory and budget; a 2-D plan has several.
@@ -44,14 +46,22 @@ def plan_of_pipeline(scenario: Scenario) -> tuple[dict[str, Any], Planned]:
     """
     problem, epoch_samples = pipeline_problem(scenario)
     sizes = micro_batch_sizes(scenario)
-    planned = plan_pipeline(problem, PlannerSettings(micro_batch_sizes=tuple(sizes)))
+    num_steps = 0
+
+    def step(text: str, done: int, total: int) -> None:
+        nonlocal num_steps
+        num_steps = total
+        on_step(text, done, total + len(PEERS))
+
+    planned = plan_pipeline(problem, PlannerSettings(micro_batch_sizes=tuple(sizes)), on_step=step)
     prediction, own = planned.prediction, planned.problem
     steps = max(1, epoch_samples // scenario.train.batch_size)
     peers = [{"name": each.name, "fits": each.fits, "why_not": each.why_not,
               "step_s": each.prediction.step_s if each.prediction else None,
               "energy_j": each.prediction.energy_j if each.prediction else None,
               "over_ours": each.prediction.step_s / prediction.step_s if each.prediction and each.fits else None}
-             for each in compare(problem, PEERS, micro_batch_sizes=sizes)]
+             for each in compare(problem, PEERS, micro_batch_sizes=sizes, on_step=lambda text, done, total: on_step(
+                 text, num_steps + done, num_steps + total))]
     document = {
         "schema": 1, "kind": "pipeline",
         "work": f"{scenario.model.name}, {counted(own.model.num_layers, 'layer')}, "
@@ -60,8 +70,7 @@ def plan_of_pipeline(scenario: Scenario) -> tuple[dict[str, Any], Planned]:
         **planned_document(planned),
         "predicted": {**prediction.to_document(), "epoch_s": steps * prediction.step_s,
                       "epoch_energy_j": steps * prediction.energy_j},
-        "peers": peers, "verdict": _verdict(planned, peers), "notes": [
-            "the seconds of layers are estimated from the devices' rates, not measured"],
+        "peers": peers, "verdict": _verdict(planned, peers), "notes": _notes(planned),
     }
     document["expectations"] = check_plan(scenario.expect, document)
     return document, planned
@@ -139,6 +148,15 @@ def _workload(scenario: Scenario) -> tuple[nn.Module, Example, int]:
     channels, size, _ = table.sample
     return (build_model(name, in_channels=channels, image_size=size, num_classes=classes, seed=scenario.seed),
             table.sample, table.num_samples)
+
+
+def _notes(planned: Planned) -> list[str]:
+    """Return what limits the plan."""
+    notes = ["the seconds of layers are estimated from the devices' rates, not measured"]
+    if not planned.exact:
+        notes.append("the search was pruned: it looked at likely cuts and even groups of devices first, then at all "
+                     "near the best, so that another plan may be quicker")
+    return notes
 
 
 def _verdict(planned: Planned, peers: Sequence[dict[str, Any]]) -> str:

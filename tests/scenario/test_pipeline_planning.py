@@ -7,6 +7,7 @@ import pytest
 
 from socflower.cluster.device_catalog import device_table, figure, toml_text
 from socflower.errors import ConfigError, InfeasiblePlan
+from socflower.pipeline.planner import selection
 from socflower.scenario.expectations import check_plan
 from socflower.scenario.pipeline_planning import micro_batch_sizes, pipeline_problem, plan_of_pipeline
 from socflower.scenario.prepared_run import prepare
@@ -65,6 +66,17 @@ def test_the_document_has_stages_shares_memory_prediction_and_peers(tmp_path: Pa
     assert [row["name"] for row in document["peers"]] == ["single-device", "data-parallel", "pipeline-parallel", "2d"]
     assert document["architecture"] in document["verdict"]
     assert json.loads(json.dumps(document)) == document
+
+
+def test_a_pruned_plan_says_so_and_its_steps_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = plan_of_pipeline(scenario(tmp_path))
+    assert whole["exact"] and not any("pruned" in note for note in whole["notes"])
+    monkeypatch.setattr(selection, "WORK_LIMIT", 0.0)
+    steps: list[tuple[str, int, int]] = []
+    pruned, _ = plan_of_pipeline(scenario(tmp_path), on_step=lambda *step: steps.append(step))
+    assert not pruned["exact"] and any(note.startswith("the search was pruned") for note in pruned["notes"])
+    assert [done for _, done, _ in steps] == list(range(14)) and {total for *_, total in steps} == {14}
+    assert steps[-1][0] == "comparing with 2d"
 
 
 def test_micro_batches_are_parts_of_the_mini_batch(tmp_path: Path) -> None:
