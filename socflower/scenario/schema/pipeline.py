@@ -40,6 +40,8 @@ class PipelineConfig(Table):
     gradient_bits: Annotated[int, OneOf(BITS)] = Field(32, description="of the activations' gradients")
     backup_steps: int = Field(0, ge=0, le=1_000_000, description=(
         "real machines: updates between copies of stages on one device, on the next stage's; 0: once a round"))
+    profiles: tuple[Annotated[str, Field(pattern=r"\S")], ...] = Field((), description=(
+        "files of `socflower profile --layers`, each with a device's measured seconds; other devices' are estimated"))
 
     def check(self) -> None:
         """Refuse samples of no known form, and keys that only a sample has."""
