@@ -124,6 +124,8 @@ def _observed(claim: Mapping[str, Any]) -> str:
     found, expected = claim["observed"], claim["expected"]
     if found is None:
         return ""
+    if isinstance(found, int):  # a count
+        return f", observed {found}"
     return f", observed {found if significant(found) == significant(expected) else significant(found)}"
 
 

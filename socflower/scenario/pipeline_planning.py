@@ -60,7 +60,7 @@ def plan_of_pipeline(
         "schema": 1, "kind": "pipeline",
         "work": f"{scenario.model.name}, {counted(own.model.num_layers, 'layer')}, "
                 f"{counted(scenario.train.epochs, 'epoch')} of {counted(steps, 'update')} of "
-                f"{scenario.train.batch_size} samples",
+                f"{counted(scenario.train.batch_size, 'sample')}",
         **planned_document(planned),
         "predicted": {**prediction.to_document(), "epoch_s": steps * prediction.step_s,
                       "epoch_energy_j": steps * prediction.energy_j},
@@ -102,6 +102,10 @@ def pipeline_problem(scenario: Scenario) -> tuple[PipelineProblem, int]:
     if socs > cluster.num_socs:
         raise ConfigError(f"{scenario.name} [strategy] socs = {socs}, but the cluster has {cluster.num_socs} SoCs; "
                           "lower socs or add boards")
+    if socs == 1:
+        key = "[strategy] socs = 1" if scenario.strategy.socs else "[cluster]"
+        raise ConfigError(f"{scenario.name} {key}: one device, {cluster.device_of(0).name}, and a pipeline needs 2 or "
+                          "more; give more boards or SoCs, or use strategy.name = 'sgd'")
     module, example, epoch_samples = pipeline_workload(scenario)
     table = scenario.pipeline or PipelineConfig()
     model = read_model(module, example, scenario.model.name, granularity=Granularity(table.cuts)).model

@@ -16,25 +16,36 @@ _CLASSES = 10
 
 def pipeline_workload(scenario: Scenario) -> tuple[nn.Module, Example, int]:
     """Return the model, an example of its input, and the samples of an epoch."""
-    table = scenario.pipeline or PipelineConfig()
+    table, name = scenario.pipeline or PipelineConfig(), scenario.model.name
+    if not scenario.model.factory and name not in (*model_names(), *LANGUAGE_MODELS):
+        raise ConfigError(f"{scenario.name} [model] name = {name!r} is unknown; pipelines know "
+                          f"{', '.join((*model_names(), *LANGUAGE_MODELS))}")
     if not table.sample:
         example = example_inputs(scenario)
         if not isinstance(example, torch.Tensor | tuple):
             raise ConfigError(f"{scenario.name} [data] factory = {scenario.data.factory!r}: a pipeline takes one "
                               "tensor a sample; give pairs (inputs, labels)")
         return initial_model(scenario), example, num_samples(scenario)
-    name, classes = scenario.model.name, table.num_classes or _CLASSES
-    if name in LANGUAGE_MODELS:
-        (length,) = table.sample
-        tokens = torch.zeros(1, length, dtype=torch.int64)
-        model: nn.Module = (bert_small(length=length, num_classes=classes, seed=scenario.seed) if name == "bert-small"
-                            else gpt_small(length=length, seed=scenario.seed))
-        return model, tokens, table.num_samples
     if scenario.model.factory:
         return initial_model(scenario), table.sample, table.num_samples
-    if name not in model_names():
-        raise ConfigError(f"{scenario.name} [model] name = {name!r} is unknown; pipelines know "
-                          f"{', '.join((*model_names(), *LANGUAGE_MODELS))}")
+    example: Example = table.sample
+    if name in LANGUAGE_MODELS:
+        example = torch.zeros(1, *table.sample, dtype=torch.int64)
+    elif len(table.sample) == 1:
+        raise ConfigError(f"{scenario.name} [pipeline] sample = {list(table.sample)}: is of tokens, which "
+                          f"{' and '.join(LANGUAGE_MODELS)} take, and [model] name is {name!r}; write [channels, "
+                          "pixels, pixels]")
+    try:
+        return _model(name, table, scenario.seed), example, table.num_samples
+    except ConfigError as error:
+        raise ConfigError(f"{scenario.name} [pipeline] sample = {list(table.sample)}: {error}") from None
+
+
+def _model(name: str, table: PipelineConfig, seed: int) -> nn.Module:
+    classes = table.num_classes or _CLASSES
+    if name == "bert-small":
+        return bert_small(length=table.sample[0], num_classes=classes, seed=seed)
+    if name == "gpt-small":
+        return gpt_small(length=table.sample[0], seed=seed)
     channels, size, _ = table.sample
-    return (build_model(name, in_channels=channels, image_size=size, num_classes=classes, seed=scenario.seed),
-            table.sample, table.num_samples)
+    return build_model(name, in_channels=channels, image_size=size, num_classes=classes, seed=seed)

@@ -81,7 +81,8 @@ def predict(problem: PipelineProblem, plan: Plan, *, within_memory: bool = True)
     Raises `InfeasiblePlan` if it exceeds a budget, unless budgets are left out of account.
     """
     run = simulate(problem, plan, within_memory=within_memory)
-    return Prediction(formula_s=update_latency(problem, plan), step_s=run.step_s,
+    return Prediction(formula_s=update_latency(problem, plan), duplex_s=update_latency(problem, plan, duplex=True),
+                      step_s=run.step_s,
                       energy_j=run.usage.total_energy_j, num_samples=plan.num_samples,
                       num_bytes=run.usage.bytes_by_tier)
 
