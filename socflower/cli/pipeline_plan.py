@@ -1,6 +1,6 @@
 """`socflower plan` of a pipeline: stages, devices, shares, what they take, and what others would."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,19 +9,24 @@ from rich.table import Table
 
 from socflower.cli.options import mistakes_name_file
 from socflower.cli.process import prints_to_stderr
-from socflower.cli.terminal import OUT, exit_on_failed_claims, print_claims, print_json, print_text
-from socflower.quantities import human_bytes, human_joules, human_seconds
+from socflower.cli.terminal import ERR, OUT, exit_on_failed_claims, print_claims, print_json, print_text, step_progress
+from socflower.quantities import counted, human_bytes, human_joules, human_seconds
 
 if TYPE_CHECKING:  # the planners are loaded by the command
     from socflower.scenario.schema.config import Scenario
+
+
+_SAME = 1.005  # times as long, up to which two closed forms are one
 
 
 def plan_pipeline_scenario(scenario: "Scenario", path: Path, out: Path | None, as_json: bool) -> None:
     """Plan a scenario, print the plan, write it to `out`, and exit with 1 if a claim does not hold."""
     from socflower.scenario.pipeline_planning import plan_of_pipeline, write_plan
 
-    with mistakes_name_file(scenario.name, path), prints_to_stderr():
-        document, planned = plan_of_pipeline(scenario)
+    with (mistakes_name_file(scenario.name, path), prints_to_stderr(), step_progress(ERR, disable=as_json) as bar):
+        task = bar.add_task("reading the model", total=None)
+        document, planned = plan_of_pipeline(scenario, on_step=lambda text, done, total: bar.update(
+            task, description=text, completed=done, total=total))
         if out is not None:
             write_plan(scenario, document, planned, out)
     if as_json:
@@ -34,10 +39,15 @@ def plan_pipeline_scenario(scenario: "Scenario", path: Path, out: Path | None, a
 def print_pipeline_plan(console: Console, document: Mapping[str, Any]) -> None:
     """Print a plan's stages, prediction and peers."""
     print_text(document["work"], console)
-    for number, pipeline in enumerate(document["pipelines"]):
-        title = f"pipeline {number}, " if len(document["pipelines"]) > 1 else ""
+    pipelines = document["pipelines"]
+    together = sum(pipeline["micro_batch_size"] * pipeline["num_micro_batches"] for pipeline in pipelines)
+    if len(pipelines) > 1:
+        print_text(f"{counted(len(pipelines), 'pipeline')} side by side, {counted(together, 'sample')} an update: "
+                   f"{_micro_batches(pipelines)}", console)
+    for number, pipeline in enumerate(pipelines):
+        title = f"pipeline {number}: " if len(pipelines) > 1 else ""
         table = Table("layers", "K", "device", "SoC", "share", "memory", "of", header_style="bold",
-                      title=f"{title}{pipeline['num_micro_batches']} micro-batches of {pipeline['micro_batch_size']}",
+                      title=f"{title}{_micro_batches([pipeline])}",
                       title_justify="left")
         for stage in pipeline["stages"]:
             layers = f"{stage['first_layer']} … {stage['last_layer']}"
@@ -47,7 +57,7 @@ def print_pipeline_plan(console: Console, document: Mapping[str, Any]) -> None:
                               human_bytes(member["budget_bytes"]))
         console.print(table)
     predicted = document["predicted"]
-    print_text(f"an update {human_seconds(predicted['step_s'])} (closed form {human_seconds(predicted['formula_s'])}), "
+    print_text(f"an update {human_seconds(predicted['step_s'])} ({_closed_form(predicted)}), "
                f"{predicted['samples_per_s']:.1f} samples/s, {human_joules(predicted['energy_j'])}, "
                f"{human_bytes(document['communication_bytes'])} sent", console)
     print_text(f"an epoch {human_seconds(predicted['epoch_s'])} and {human_joules(predicted['epoch_energy_j'])}",
@@ -59,3 +69,21 @@ def print_pipeline_plan(console: Console, document: Mapping[str, Any]) -> None:
     for note in document["notes"]:
         print_text(f"note: {note}", console, "dim")
     print_claims(console, document["expectations"])
+
+
+def _micro_batches(pipelines: Sequence[Mapping[str, Any]]) -> str:
+    """Return the micro-batches of an update, as "32 micro-batches of 3 + 5 samples" for pipelines side by side."""
+    sizes = [pipeline["micro_batch_size"] for pipeline in pipelines]
+    number = counted(pipelines[0]["num_micro_batches"], "micro-batch", "micro-batches")
+    if len(sizes) == 1:
+        return f"{number} of {counted(sizes[0], 'sample')}"
+    return f"{number} of {' + '.join(map(str, sizes))} = {counted(sum(sizes), 'sample')}"
+
+
+def _closed_form(predicted: Mapping[str, float]) -> str:
+    """Return the seconds of the closed form, twice where it matters whether a link carries both directions at once."""
+    formula_s, duplex_s = predicted["formula_s"], predicted["duplex_s"]
+    if formula_s <= _SAME * duplex_s:
+        return f"closed form {human_seconds(formula_s)}"
+    return (f"closed form {human_seconds(formula_s)} with the directions of a link one after the other, as in the "
+            f"paper, {human_seconds(duplex_s)} with both at once, as simulated")

@@ -12,7 +12,7 @@ from socflower.cli.options import Fusion, Json, Set, mistakes_name_file, refuse_
 from socflower.cli.process import prints_to_stderr
 from socflower.cli.terminal import OUT, print_json, print_text
 from socflower.errors import ConfigError
-from socflower.hierarchy.leader_exchange import NONE
+from socflower.hierarchy.leader_exchange import COMPRESSING, NONE, STAR
 from socflower.quantities import counted, human_bytes, human_joules, human_seconds, percent
 
 if TYPE_CHECKING:  # the planners are loaded by the command
@@ -177,10 +177,14 @@ def _listed(groups: Sequence[int]) -> str:
 def _leaders(document: Mapping[str, Any]) -> str:
     """Return how leaders exchange models, and what the other ways would take (F8)."""
     seconds = document["predicted"]["leaders_s"]
-    others = ", ".join(f"as a {kind} {human_seconds(value)}" for kind, value in seconds.items()
-                       if kind != document["leaders"])
-    how = "" if document["leader_compression"] == NONE else f" in {document['leader_compression']}"
-    return f" with leaders as a {document['leaders']}{how} ({others})" if others else ""
+    compression = document["leader_compression"]
+    others = [f"as a {kind} {human_seconds(value)}" for kind, value in seconds.items()
+              if kind != document["leaders"] and (compression == NONE or kind in COMPRESSING)]
+    if not others:
+        return ""
+    how = "" if compression == NONE else f" in {compression}"
+    left_out = "" if compression == NONE else f"; a {STAR} cannot be compressed"
+    return f" with leaders as a {document['leaders']}{how} ({', '.join(others)}{left_out})"
 
 
 def _fusion_line(predicted: Mapping[str, Any]) -> str:

@@ -8,14 +8,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Column, Table
+from rich.table import Table
 
-from socflower.cli.options import Json, refuse_all_but, refuse_unread
+from socflower.cli.options import Json, mistakes_name_file, refuse_all_but, refuse_unread
 from socflower.cli.process import prints_to_stderr
-from socflower.cli.terminal import ERR, OUT, print_json, print_line, print_notice
+from socflower.cli.terminal import ERR, OUT, print_json, print_line, print_notice, step_progress
 from socflower.engines.names import require_count
-from socflower.quantities import human_bytes, human_ratio, human_seconds
+from socflower.errors import ConfigError
+from socflower.quantities import counted, human_bytes, human_ratio, human_seconds
 
 
 def profile(
@@ -38,6 +38,8 @@ def profile(
     serve: Annotated[int | None, typer.Option(help="Answer link probes on this port until interrupted, and measure "
                                                    "nothing.")] = None,
     device: Annotated[str | None, typer.Option(help="Print a device of the catalogue instead, as a template.")] = None,
+    layers: Annotated[Path | None, typer.Option(help="Measure the layers of a pipeline's SCENARIO instead, for its "
+                                                     "[pipeline] profiles; --name is its device.")] = None,
     as_json: Json = False,
 ) -> None:
     """Measure this device: steps and operators in int8 and FP32, power, a link; write a profile that planners read."""
@@ -69,11 +71,16 @@ def profile(
         else:
             print_line(f"profile: {out}")
         return
+    if layers is not None:
+        refuse_all_but(context, "layers", "name", "out", "batch_size", "repeats", "threads", "accelerator", "as_json",
+                       because="--layers measures a pipeline's layers")
+        _profile_layers(layers, name, out, batch_size, repeats, threads, accelerator, as_json)
+        return
     request = profiling.ProfileRequest(
         models=tuple(model or profiling.DEFAULT_MODELS), data=data,
         batch_sizes=tuple(batch_size or profiling.DEFAULT_BATCH_SIZES), num_threads=threads, kernel=kernel,
         repeats=repeats, name=name, like=like, peer=peer, accelerator=accelerator)
-    with prints_to_stderr(), profile_progress(ERR, disable=as_json) as bar:
+    with prints_to_stderr(), step_progress(ERR, disable=as_json) as bar:
         task = bar.add_task("profile", total=None)
         try:
             document = profiling.profile_device(request, out, on_cell=lambda text, done, total: bar.update(
@@ -92,12 +99,33 @@ def profile(
             print_line(f"profile: {out}")
 
 
-def profile_progress(console: Console, *, disable: bool) -> Progress:
-    """Return the progress bar of `profile`: the current cell, the progress and the elapsed time."""
-    return Progress(TextColumn("{task.description}"), BarColumn(bar_width=None),
-                    MofNCompleteColumn(table_column=Column(no_wrap=True)),
-                    TimeElapsedColumn(table_column=Column(no_wrap=True)), console=console,
-                    disable=disable or not console.is_interactive, expand=True, transient=True)
+def _profile_layers(scenario: Path, name: str, out: Path | None, batches: list[int] | None, repeats: int, threads: int,
+                    accelerator: str, as_json: bool) -> None:
+    """Measure the layers of a pipeline scenario, and write or print them."""
+    from socflower.pipeline.profiler.measuring import DEFAULT_BATCHES
+    from socflower.scenario.layer_profiles import measured_profile, write_profile
+    from socflower.scenario.schema.file import load_scenario
+    from socflower.scenario.shipped import find_scenario
+
+    scenario = find_scenario(scenario)
+    loaded = load_scenario(scenario)
+    if not name:
+        raise ConfigError("--layers needs --name: the device of the scenario's cluster that this machine is")
+    if out is None and not as_json:
+        raise ConfigError("--layers needs --out FILE.json, or --json")
+    with mistakes_name_file(loaded.name, scenario), prints_to_stderr():
+        found = measured_profile(loaded, name, batches=batches or DEFAULT_BATCHES, repeats=repeats, threads=threads,
+                                 accelerator=accelerator)
+    if out is not None:
+        write_profile(out, found)
+    if as_json:
+        print_json(found.model_dump(mode="json", by_alias=True))
+        return
+    for index, batch in enumerate(found.batches):
+        print_line(f"batch {batch}: {counted(len(found.layers), 'layer')} forward "
+                   f"{human_seconds(sum(layer.forward_s[index] for layer in found.layers))}, backward "
+                   f"{human_seconds(sum(layer.backward_s[index] for layer in found.layers))}")
+    print_line(f"profile: {out}")
 
 
 def print_profile(console: Console, document: Mapping[str, Any]) -> None:

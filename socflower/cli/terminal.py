@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
+    MofNCompleteColumn,
     Progress,
     TaskID,
     TextColumn,
@@ -76,6 +77,14 @@ def progress(console: Console, *, disable: bool) -> Iterator[StartBar]:
             bar.stop()
 
 
+def step_progress(console: Console, *, disable: bool) -> Progress:
+    """Return the progress bar of work in steps: the current one, how many of all are done, and the elapsed time."""
+    return Progress(TextColumn("{task.description}"), BarColumn(bar_width=None),
+                    MofNCompleteColumn(table_column=Column(no_wrap=True)),
+                    TimeElapsedColumn(table_column=Column(no_wrap=True)), console=console,
+                    disable=disable or not console.is_interactive, expand=True, transient=True)
+
+
 def _shortened(label: str, width: int) -> str:
     """Return a bar's label, cut where state, times and a bar would not fit a terminal of `width` columns."""
     state = 6 if width < _NARROW else 15 if width < _MEDIUM_TIMES else 28 if width < _MEDIUM else 50
@@ -115,6 +124,8 @@ def _observed(claim: Mapping[str, Any]) -> str:
     found, expected = claim["observed"], claim["expected"]
     if found is None:
         return ""
+    if isinstance(found, int):  # a count
+        return f", observed {found}"
     return f", observed {found if significant(found) == significant(expected) else significant(found)}"
 
 

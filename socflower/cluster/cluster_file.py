@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from socflower.cluster.device import Device
 from socflower.cluster.device_catalog import (
     DeviceTable,
     check_devices,
@@ -222,10 +223,16 @@ def make_cluster(file: ClusterFile, where: str) -> Cluster:
     links = {name: table.link for name, table in file.devices.items() if table.link}
     table = file.cluster
 
+    def device_of(name: str) -> Device:
+        try:
+            return own.get(name) or device(name)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+
     def board(num_slots: int, name: str, soc_rate: float | None, board_rate: float | None) -> Board:
         link = links.get(name)
         soc_rate_of_all = table.soc_bytes_per_s or (link.bytes_per_s.value if link else link_bytes_per_s())
-        return Board(num_slots=num_slots, device=own.get(name) or device(name),
+        return Board(num_slots=num_slots, device=device_of(name),
                      soc_bytes_per_s=soc_rate or soc_rate_of_all,
                      uplink_bytes_per_s=board_rate or table.board_bytes_per_s or soc_rate_of_all)
 

@@ -348,7 +348,8 @@ def check_layers(plan: PipelinePlan, problem: PipelineProblem) -> None:
 class Prediction:
     """What a plan costs: by the closed form, and in virtual time."""
 
-    formula_s: float  # seconds of one update by F29
+    formula_s: float  # seconds of one update by F29, which adds the two directions of a transfer
+    duplex_s: float  # by F29 with both directions of a transfer at once, as the links of `cluster` carry them
     step_s: float  # in the simulator
     energy_j: float  # of all devices of the problem, one update
     num_samples: int  # of one update
@@ -361,6 +362,7 @@ class Prediction:
 
     def to_document(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return {"step_s": self.step_s, "formula_s": self.formula_s, "energy_j": self.energy_j,
+        return {"step_s": self.step_s, "formula_s": self.formula_s, "duplex_s": self.duplex_s,
+                "energy_j": self.energy_j,
                 "samples_per_s": self.samples_per_s, "energy_j_per_sample": self.energy_j / self.num_samples,
                 "bytes": dict(self.num_bytes)}

@@ -51,9 +51,9 @@ _COMPARED_QUANTITIES: Mapping[str, Callable[[Result, Result], float | None]] = {
 
 
 _PLAN_QUANTITIES: Mapping[str, Callable[[Result], float | None]] = {
-    "stages": lambda document: float(max(len(pipeline["stages"]) for pipeline in document["pipelines"])),
-    "pipelines": lambda document: float(len(document["pipelines"])),
-    "devices": lambda document: float(document["num_devices"]),
+    "stages": lambda document: max(len(pipeline["stages"]) for pipeline in document["pipelines"]),
+    "pipelines": lambda document: len(document["pipelines"]),
+    "devices": lambda document: document["num_devices"],
     "step_s": lambda document: document["predicted"]["step_s"],
     "samples_per_s": lambda document: document["predicted"]["samples_per_s"],
     "energy_j_per_sample": lambda document: document["predicted"]["energy_j_per_sample"],

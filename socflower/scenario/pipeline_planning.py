@@ -6,35 +6,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-from socflower.capture.graph import Example
 from socflower.errors import ConfigError
 from socflower.pipeline.planner.peers import compare
-from socflower.pipeline.planner.selection import Planned, PlannerSettings, plan_pipeline
+from socflower.pipeline.planner.selection import OnStep, Planned, PlannerSettings, plan_pipeline
 from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.profiler.estimates import estimated_problem
 from socflower.pipeline.profiler.layers import Granularity, read_model
+from socflower.pipeline.profiler.of_module import micro_batch_choices
 from socflower.pipeline.schedule.run import simulate
 from socflower.quantities import counted
 from socflower.report.pipeline_report import DrawnPass, write_pipeline_report
 from socflower.scenario.expectations import check_plan
+from socflower.scenario.layer_profiles import measured_seconds
+from socflower.scenario.pipeline_workload import pipeline_workload
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
-from socflower.scenario.schema.pipeline import LANGUAGE_MODELS, PEERS, PipelineConfig
-from socflower.scenario.workload import example_inputs, initial_model, num_samples
+from socflower.scenario.schema.pipeline import PEERS, PipelineConfig
 from socflower.sim import EventClock, Trace
 from socflower.wire.saved_state import write_atomically
-from socflower.workloads.models import build_model, model_names
-from socflower.workloads.models.language_models import bert_small, gpt_small
 
-_PARTS = (4, 8, 16, 32)  # of a mini-batch, that are micro-batches by default
-_CLASSES = 10
 _SAME = 1.005  # times as long, up to which a plan counts as the same
 
 
-def plan_of_pipeline(scenario: Scenario) -> tuple[dict[str, Any], Planned]:
+def plan_of_pipeline(
+    scenario: Scenario, *, on_step: OnStep = lambda text, done, total: None,
+) -> tuple[dict[str, Any], Planned]:
     """Return the plan document of `socflower plan`, and the plan itself.
 
     `pipelines` have each their stages: layers, K, and each device's share, memory and budget; a 2-D plan has several.
@@ -45,24 +41,31 @@ def plan_of_pipeline(scenario: Scenario) -> tuple[dict[str, Any], Planned]:
     """
     problem, epoch_samples = pipeline_problem(scenario)
     sizes = micro_batch_sizes(scenario)
-    planned = plan_pipeline(problem, PlannerSettings(micro_batch_sizes=tuple(sizes)))
+    num_steps = 0
+
+    def step(text: str, done: int, total: int) -> None:
+        nonlocal num_steps
+        num_steps = total
+        on_step(text, done, total + len(PEERS))
+
+    planned = plan_pipeline(problem, PlannerSettings(micro_batch_sizes=tuple(sizes)), on_step=step)
     prediction, own = planned.prediction, planned.problem
     steps = max(1, epoch_samples // scenario.train.batch_size)
     peers = [{"name": each.name, "fits": each.fits, "why_not": each.why_not,
               "step_s": each.prediction.step_s if each.prediction else None,
               "energy_j": each.prediction.energy_j if each.prediction else None,
               "over_ours": each.prediction.step_s / prediction.step_s if each.prediction and each.fits else None}
-             for each in compare(problem, PEERS, micro_batch_sizes=sizes)]
+             for each in compare(problem, PEERS, micro_batch_sizes=sizes, on_step=lambda text, done, total: on_step(
+                 text, num_steps + done, num_steps + total))]
     document = {
         "schema": 1, "kind": "pipeline",
         "work": f"{scenario.model.name}, {counted(own.model.num_layers, 'layer')}, "
                 f"{counted(scenario.train.epochs, 'epoch')} of {counted(steps, 'update')} of "
-                f"{scenario.train.batch_size} samples",
+                f"{counted(scenario.train.batch_size, 'sample')}",
         **planned_document(planned),
         "predicted": {**prediction.to_document(), "epoch_s": steps * prediction.step_s,
                       "epoch_energy_j": steps * prediction.energy_j},
-        "peers": peers, "verdict": _verdict(planned, peers), "notes": [
-            "the seconds of layers are estimated from the devices' rates, not measured"],
+        "peers": peers, "verdict": _verdict(planned, peers), "notes": _notes(planned),
     }
     document["expectations"] = check_plan(scenario.expect, document)
     return document, planned
@@ -100,12 +103,17 @@ def pipeline_problem(scenario: Scenario) -> tuple[PipelineProblem, int]:
     if socs > cluster.num_socs:
         raise ConfigError(f"{scenario.name} [strategy] socs = {socs}, but the cluster has {cluster.num_socs} SoCs; "
                           "lower socs or add boards")
-    module, example, epoch_samples = _workload(scenario)
+    if socs == 1:
+        key = "[strategy] socs = 1" if scenario.strategy.socs else "[cluster]"
+        raise ConfigError(f"{scenario.name} {key}: one device, {cluster.device_of(0).name}, and a pipeline needs 2 or "
+                          "more; give more boards or SoCs, or use strategy.name = 'sgd'")
+    module, example, epoch_samples = pipeline_workload(scenario)
     table = scenario.pipeline or PipelineConfig()
     model = read_model(module, example, scenario.model.name, granularity=Granularity(table.cuts)).model
     size = micro_batch_sizes(scenario)[0]
     problem = estimated_problem(
-        model, cluster, socs=range(socs), micro_batch_size=size, num_micro_batches=scenario.train.batch_size // size,
+        model, cluster, measured=measured_seconds(scenario, model, example), socs=range(socs), micro_batch_size=size,
+        num_micro_batches=scenario.train.batch_size // size,
         optimizer_copies=2.0 if scenario.train.optimizer == "adam" else float(scenario.momentum > 0))
     return replace(problem, activation_part=table.activation_bits / 32,
                    gradient_part=table.gradient_bits / 32), epoch_samples
@@ -115,33 +123,23 @@ def micro_batch_sizes(scenario: Scenario) -> Sequence[int]:
     """Return the sizes of micro-batches to try, which divide the mini-batch."""
     own = scenario.pipeline.micro_batch_sizes if scenario.pipeline else ()
     batch = scenario.train.batch_size
-    return own or [batch // part for part in _PARTS if batch % part == 0] or [batch]
+    return own or micro_batch_choices(batch)
 
 
-def _workload(scenario: Scenario) -> tuple[nn.Module, Example, int]:
-    """Return the model, an example of its input, and the samples of an epoch."""
-    table = scenario.pipeline or PipelineConfig()
-    if not table.sample:
-        example = example_inputs(scenario)
-        if not isinstance(example, torch.Tensor | tuple):
-            raise ConfigError(f"{scenario.name} [data] factory = {scenario.data.factory!r}: a pipeline takes one "
-                              "tensor a sample; give pairs (inputs, labels)")
-        return initial_model(scenario), example, num_samples(scenario)
-    name, classes = scenario.model.name, table.num_classes or _CLASSES
-    if name in LANGUAGE_MODELS:
-        (length,) = table.sample
-        tokens = torch.zeros(1, length, dtype=torch.int64)
-        model: nn.Module = (bert_small(length=length, num_classes=classes, seed=scenario.seed) if name == "bert-small"
-                            else gpt_small(length=length, seed=scenario.seed))
-        return model, tokens, table.num_samples
-    if scenario.model.factory:
-        return initial_model(scenario), table.sample, table.num_samples
-    if name not in model_names():
-        raise ConfigError(f"{scenario.name} [model] name = {name!r} is unknown; pipelines know "
-                          f"{', '.join((*model_names(), *LANGUAGE_MODELS))}")
-    channels, size, _ = table.sample
-    return (build_model(name, in_channels=channels, image_size=size, num_classes=classes, seed=scenario.seed),
-            table.sample, table.num_samples)
+def _notes(planned: Planned) -> list[str]:
+    """Return what limits the plan."""
+    kinds = dict.fromkeys(device.seconds for device in planned.problem.devices)
+    estimated, measured = ([kind.device for kind in kinds if kind.estimated == wanted] for wanted in (True, False))
+    notes = []
+    if estimated:
+        which = f" on {', '.join(estimated)}" if measured else ""
+        notes.append(f"the seconds of layers{which} are estimated from the devices' rates, not measured")
+    if measured:
+        notes.append(f"the seconds of layers on {', '.join(measured)} are those measured in [pipeline] profiles")
+    if not planned.exact:
+        notes.append("the search was pruned: it looked at likely cuts and even groups of devices first, then at all "
+                     "near the best, so that another plan may be quicker")
+    return notes
 
 
 def _verdict(planned: Planned, peers: Sequence[dict[str, Any]]) -> str:

@@ -115,7 +115,7 @@ def predicted_epochs(scenario: Scenario, strategies: Sequence[str]) -> list[dict
     for entry in scenario.compare.predict:
         for name in strategies:
             planned = scenario.replaced(
-                strategy=scenario.strategy.replaced(name=name, outer=None), edgecloud=None,
+                strategy=scenario.strategy.under(name, outer=None), edgecloud=None,
                 model=ModelConfig(name=entry.model), data=DataConfig(name=entry.data),
                 train=scenario.train.replaced(batch_size=entry.batch_size),
                 precision=PrecisionConfig(arithmetic=entry.arithmetic))
@@ -146,7 +146,7 @@ def _epoch_s(scenario: Scenario, fusion: str) -> float:
 
 def _predict_one_soc(scenario: Scenario, cluster: Cluster) -> dict[str, float]:
     """Return the seconds and joules of an epoch on the SoC that strategy `sgd` trains on, with the same batches."""
-    alone = scenario.replaced(strategy=scenario.strategy.replaced(name="sgd", outer=None), edgecloud=None)
+    alone = scenario.replaced(strategy=scenario.strategy.under("sgd"), edgecloud=None)
     work, _ = planned_work(alone, cluster)
     predicted = _predict(alone, work)
     return {key: predicted[key] for key in ("epoch_s", "epoch_energy_j")}

@@ -1,7 +1,9 @@
 """Algorithms 1 and 2 against brute force, and the closed form against the simulator."""
 
+from dataclasses import replace
 from itertools import combinations
 from math import inf
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +12,11 @@ from hypothesis import strategies as st
 
 from benchmarks.pipeline_cases.brute_force import best_shares, plans_of_order
 from socflower.pipeline.plan import Policy
+from socflower.pipeline.planner import dynamic_program
 from socflower.pipeline.planner.allocation import Allocator, DeviceClass, LayerRanges, class_shares
 from socflower.pipeline.planner.closed_form import latency, update_latency
 from socflower.pipeline.planner.dynamic_program import search
+from socflower.pipeline.planner.pruning import search_work
 from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.schedule.run import simulate
 from tests.pipeline.problems import layer, linear_seconds, plans, problem, problems, random_problem, straight_plan
@@ -102,6 +106,27 @@ def test_backward_after_forward_in_the_closed_form_is_exact_for_equal_stages() -
     case = problem([layer() for _ in range(3)], [linear_seconds([0.5] * 3, [0.75] * 3)] * 3, num_micro_batches=8)
     plan = straight_plan([0, 1, 2], [[4]] * 3, 8, policy=Policy.BACKWARD_AFTER_FORWARD)
     assert update_latency(case, plan) == pytest.approx(simulate(case, plan).step_s)
+
+
+@settings(max_examples=20)
+@given(num_layers=st.integers(1, 8), num_devices=st.integers(1, 8))
+def test_the_work_of_a_search_is_in_proportion_to_the_stages_that_it_prepends(
+    num_layers: int, num_devices: int,
+) -> None:
+    case = random_problem(np.random.default_rng(1), num_layers, num_devices, micro_batch_size=8)
+    calls = 0
+
+    def counted(*args: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return original(*args, **named)
+
+    original = dynamic_program._prepended
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic_program, "_prepended", counted)
+        list(search(case, case.devices, may_skip=True))
+    one = search_work(replace(case, devices=case.devices[:1]), 1)
+    assert search_work(case, 3) == 3 * max(1, calls) * one
 
 
 def test_devices_may_be_skipped_and_cuts_restricted() -> None:

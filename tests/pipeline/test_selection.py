@@ -11,6 +11,7 @@ from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.pipeline.plan import PipelinePlan
 from socflower.pipeline.planner.closed_form import update_latency
 from socflower.pipeline.planner.peers import compare
+from socflower.pipeline.planner.pruning import near
 from socflower.pipeline.planner.selection import (
     PlannerSettings,
     algorithm_2,
@@ -133,6 +134,25 @@ def test_a_pruned_search_is_near_the_whole_one() -> None:
     assert pruned.prediction.step_s <= 1.05 * whole.prediction.step_s
 
 
+@pytest.mark.parametrize("num_devices", [100, 7])
+def test_near_a_plan_are_its_places_and_not_too_many_others(num_devices: int) -> None:
+    case = problem([layer() for _ in range(30)], [even(30)] * num_devices, micro_batch_size=num_devices)
+    width = num_devices // 7
+    plan = straight_plan([4, 8, 12, 16, 20, 24, 29], [[7] * width] * 7, 4)
+    cuts, places = near(replace(case, micro_batch_size=7 * width), plan, case.devices)
+    ends = {index * width for index in range(8)} - {num_devices}
+    assert {0, 5, 9, 13, 17, 21, 25, 30} <= set(cuts.tolist()) and ends <= set(places)
+    assert len(places) <= 30 and places == sorted(places) and places[-1] < num_devices
+
+
+def test_steps_are_counted_from_nothing_to_all() -> None:
+    for prune in (False, True):
+        steps: list[tuple[str, int, int]] = []
+        plan_pipeline(random_problem(np.random.default_rng(1), 4, 3, micro_batch_size=4, num_micro_batches=2),
+                      PlannerSettings(micro_batch_sizes=(1, 2), prune=prune),
+                      on_step=lambda text, done, total, steps=steps: steps.append((text, done, total)))  # type: ignore[misc]
+        assert [done for _, done, _ in steps] == list(range(steps[0][2])) and len(steps) == 8
+        assert steps[0][0] == "searching plans, micro-batches of 4"
 
 
 @pytest.mark.parametrize(("case", "error", "complaint"), [

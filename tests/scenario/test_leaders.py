@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 from flwr.serverapp.strategy import FedAdam, FedMedian
+from rich.console import Console
 
+from socflower.cli.plan import print_plan
 from socflower.cluster import parse_cluster
 from socflower.cluster.cluster_file import ServerTable
 from socflower.errors import ConfigError
@@ -12,7 +14,7 @@ from socflower.scenario.planning import plan_scenario
 from socflower.scenario.prepared_run import prepare
 from socflower.scenario.runner import run_scenario
 from socflower.scenario.schema.config import PrecisionConfig, Scenario
-from socflower.scenario.schema.file import parse_scenario
+from socflower.scenario.schema.file import parse_scenario, scenario_cluster
 from socflower.strategies.settings import ExchangeSettings, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from tests.scenario.small_runs import small
@@ -107,3 +109,38 @@ def test_so_in_an_app() -> None:
         strategy(FedMedian(), "ring")
     with pytest.raises(ConfigError, match="ExchangeSettings: leaders = 'mesh' is unknown; use 'auto', 'ring'"):
         ExchangeSettings(leaders="mesh")
+
+
+@pytest.mark.parametrize(("strategy", "why"), [
+    ({"name": "ring"}, "name is 'ring'"), ({"name": "sgd"}, "name is 'sgd'"), ({"name": "fedavg"}, "name is 'fedavg'"),
+    ({"name": "split-replay"}, "name is 'split-replay'"), ({"groups": 1}, "groups is 1")], ids=str)
+@pytest.mark.parametrize(("key", "value"), [("leaders", "tree"), ("leader_compression", "int8")])
+def test_what_no_leader_reads_is_refused_in_one_line_unless_it_is_the_default(
+    strategy: dict[str, Any], why: str, key: str, value: str,
+) -> None:
+    def asked(**keys: str) -> Scenario:
+        return parse_scenario({"strategy": {**strategy, **keys}}, name="case", question="", where="case.toml")
+
+    with pytest.raises(ConfigError, match=rf"\[strategy\] {key} = '{value}' is for leaders of several groups, and "
+                                          rf"{why}; leave it out") as caught:
+        asked(**{key: value})
+    assert "\n" not in str(caught.value)
+    assert asked(leaders="auto", leader_compression="none") is not None
+
+
+def test_a_comparison_leaves_the_leaders_out_of_strategies_that_have_none() -> None:
+    scenario = small(leaders="ring", groups=3, leader_compression="int8")
+    for name in ("ring", "sgd", "fedavg"):
+        own = scenario.under(name).strategy
+        assert (own.name, own.leaders, own.leader_compression, own.outer) == (name, "auto", "none", None)
+    assert scenario.under("socflow").strategy == scenario.strategy
+    assert plan_scenario(scenario)["one_soc"]["epoch_s"] > 0
+
+
+def test_a_plan_says_that_a_star_cannot_be_compressed(capsys: pytest.CaptureFixture[str]) -> None:
+    for compression, said in (("int8", "in int8 (as a "), ("none", "as a star")):
+        scenario = small(leaders="auto", groups=3, leader_compression=compression)
+        print_plan(Console(width=250), scenario_cluster(scenario), plan_scenario(scenario))
+        line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("a synchronisation"))
+        assert said in line and ("; a star cannot be compressed)" in line) == (compression != "none")
+        assert "as a star" not in line or compression == "none"

@@ -4,9 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from socflower.cli.options import mistakes_name_file
+from socflower.cli.pipeline_plan import print_pipeline_plan
 from socflower.cluster.device_catalog import device_table, figure, toml_text
 from socflower.errors import ConfigError, InfeasiblePlan
+from socflower.pipeline.plan import TwoDPlan
+from socflower.pipeline.planner import selection
 from socflower.scenario.expectations import check_plan
 from socflower.scenario.pipeline_planning import micro_batch_sizes, pipeline_problem, plan_of_pipeline
 from socflower.scenario.prepared_run import prepare
@@ -67,6 +72,17 @@ def test_the_document_has_stages_shares_memory_prediction_and_peers(tmp_path: Pa
     assert json.loads(json.dumps(document)) == document
 
 
+def test_a_pruned_plan_says_so_and_its_steps_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = plan_of_pipeline(scenario(tmp_path))
+    assert whole["exact"] and not any("pruned" in note for note in whole["notes"])
+    monkeypatch.setattr(selection, "WORK_LIMIT", 0.0)
+    steps: list[tuple[str, int, int]] = []
+    pruned, _ = plan_of_pipeline(scenario(tmp_path), on_step=lambda *step: steps.append(step))
+    assert not pruned["exact"] and any(note.startswith("the search was pruned") for note in pruned["notes"])
+    assert [done for _, done, _ in steps] == list(range(14)) and {total for *_, total in steps} == {14}
+    assert steps[-1][0] == "comparing with 2d"
+
+
 def test_micro_batches_are_parts_of_the_mini_batch(tmp_path: Path) -> None:
     assert list(micro_batch_sizes(scenario(tmp_path))) == [16, 8, 4, 2]
     assert list(micro_batch_sizes(scenario(tmp_path, "train.batch_size=7"))) == [7]
@@ -84,6 +100,22 @@ def test_a_scenario_reads_back_from_its_resolved_document(tmp_path: Path) -> Non
     assert own.under("ring").pipeline is None and own.under("hybrid-pipeline") == own
 
 
+def test_a_2d_plan_prints_the_micro_batches_of_each_pipeline_and_of_all_and_why_the_closed_form_differs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    document, planned = plan_of_pipeline(load_scenario(PLANNED[-1]))
+    predicted = document["predicted"]
+    assert isinstance(planned.plan, TwoDPlan) and predicted["formula_s"] > 1.2 * predicted["step_s"]
+    assert predicted["duplex_s"] == pytest.approx(predicted["step_s"], rel=0.05)
+    console = Console(width=250)
+    print_pipeline_plan(console, document)
+    said = capsys.readouterr().out
+    assert "2 pipelines side by side, 256 samples an update: 32 micro-batches of 4 + 4 = 8 samples" in said
+    assert "pipeline 0: 32 micro-batches of 4 samples" in said
+    assert "one after the other, as in the paper, 10.1 s with both at once" in said
+    assert "min_pipelines = 2, observed 2\n" in said
+
+
 @pytest.mark.parametrize(("override", "message"), [
     ("strategy.groups=2", "groups is for groups"),
     ("precision.arithmetic='int8'", "trains in fp32"),
@@ -91,6 +123,9 @@ def test_a_scenario_reads_back_from_its_resolved_document(tmp_path: Path) -> Non
     ("pipeline.sample=[3, 32]", "of a square image"),
     ("pipeline.sample=[3, 32, 32]", "give both or none"),
     ("pipeline.num_classes=3", "is for a model with sample"),
+    ("strategy.server_interval=2", r"\[strategy\] server_interval is for groups"),
+    ("pipeline.sample=[1000000]", r"sample = \[1000000\]: is larger than anything that is trained"),
+    ("pipeline.sample=[3, 9999, 9999]", "is larger than anything"),
     ("model.name='bert-small'", r"take \[tokens\]"),
     ("strategy.name='ring'", None),
     ("edgecloud={}", r"\[edgecloud\]: .* leave it out"),
@@ -107,9 +142,10 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path, override: str,
 
 
 def test_one_device_and_no_memory_are_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="one device") as caught:
-        plan_of_pipeline(scenario(tmp_path, "cluster.boards=1"))
-    assert "\n" not in str(caught.value)
+    for override, where in (("cluster.boards=1", r"\[cluster\]"), ("strategy.socs=1", r"\[strategy\] socs = 1")):
+        with pytest.raises(ConfigError, match=rf"^case {where}: one device, jetson-nano, .* needs 2 or more") as caught:
+            plan_of_pipeline(scenario(tmp_path, override))
+        assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="socs = 3, but the cluster has 2"):
         plan_of_pipeline(scenario(tmp_path, "strategy.socs=3"))
     board = device_table("jetson-nano") | {"memory_bytes": figure(1.55e9, "assumption: of this test")}
@@ -118,6 +154,33 @@ def test_one_device_and_no_memory_are_refused_in_one_line(tmp_path: Path) -> Non
         plan_of_pipeline(scenario(tmp_path, "model.name='bert-small'", "pipeline.sample=[8]", "pipeline.num_samples=99",
                                   text=small))
     assert "\n" not in str(nothing.value)
+
+
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["cluster.device='bogus'"], r"case\.toml: device 'bogus' is unknown; the catalogue has"),
+    (["cluster.boards=1"], r"case\.toml \[cluster\]: one device"),
+    (["model.name='bogus'"], r"case\.toml \[model\] name = 'bogus'"),
+    (["model.name='bogus'", "pipeline.sample=[32]", "pipeline.num_samples=99"],
+     r"case\.toml \[model\] name = 'bogus' is unknown; pipelines know lenet5"),
+    (["model.name='vgg11'", "pipeline.sample=[32]", "pipeline.num_samples=99"],
+     r"case\.toml \[pipeline\] sample = \[32\]: is of tokens, which bert-small and gpt-small take"),
+    (["model.name='bert-small'", "pipeline.sample=[600]", "pipeline.num_samples=99"],
+     r"case\.toml \[pipeline\] sample = \[600\]: model bert-small: takes sequences of up to 512 tokens"),
+    (["model.name='mobilenet-v2'", "pipeline.sample=[3, 8, 8]", "pipeline.num_samples=99"],
+     r"case\.toml \[pipeline\] sample = \[3, 8, 8\]: model mobilenet-v2: takes images of 16x16"),
+])
+def test_mistakes_that_only_planning_finds_name_file_and_key(
+    tmp_path: Path, overrides: list[str], message: str,
+) -> None:
+    own = scenario(tmp_path, *overrides)
+    with pytest.raises(ConfigError, match=message) as caught, mistakes_name_file("case", tmp_path / "case.toml"):
+        plan_of_pipeline(own)
+    assert "\n" not in str(caught.value)
+
+
+def test_one_update_of_one_sample_is_counted_plainly(tmp_path: Path) -> None:
+    work = plan_of_pipeline(scenario(tmp_path, "train.batch_size=1"))[0]["work"]
+    assert work.endswith("10 epochs of 4000 updates of 1 sample")
 
 
 def test_a_pipeline_without_data_is_planned_and_not_run(tmp_path: Path, socflower: Socflower) -> None:

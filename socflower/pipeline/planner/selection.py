@@ -5,7 +5,7 @@ pipelines of each state and may leave devices out. The best by the closed form a
 other numbers of micro-batches in flight.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,9 +30,12 @@ from socflower.pipeline.problem import PipelineDevice, PipelineProblem
 from socflower.pipeline.schedule.order import ASTEROID, RULES, InFlight
 from socflower.pipeline.schedule.run import simulate
 
-WORK_LIMIT = 1.5e9
-"""Values that the exact search may compute: pairs of cuts x groups of devices before groups x stages x kept pipelines;
-about ten seconds of one core. Beyond it cuts, stages and groups are pruned."""
+WORK_LIMIT = 5e8
+"""Values that the exact search may compute over all orders, rules and sizes of micro-batches (`search_work`), about six
+seconds of one core. Beyond it cuts, stages and groups are pruned."""
+
+OnStep = Callable[[str, int, int], None]
+"""Gets what is computed next, and the numbers of finished steps and of all."""
 
 _MOST_OF_PAPER = 4000
 """Layers x devices up to which the plan of Algorithm 2 itself is among those that are simulated."""
@@ -78,7 +81,8 @@ def predict(problem: PipelineProblem, plan: Plan, *, within_memory: bool = True)
     Raises `InfeasiblePlan` if it exceeds a budget, unless budgets are left out of account.
     """
     run = simulate(problem, plan, within_memory=within_memory)
-    return Prediction(formula_s=update_latency(problem, plan), step_s=run.step_s,
+    return Prediction(formula_s=update_latency(problem, plan), duplex_s=update_latency(problem, plan, duplex=True),
+                      step_s=run.step_s,
                       energy_j=run.usage.total_energy_j, num_samples=plan.num_samples,
                       num_bytes=run.usage.bytes_by_tier)
 
@@ -94,10 +98,13 @@ def algorithm_2(problem: PipelineProblem) -> Found:
     return found
 
 
-def plan_pipeline(problem: PipelineProblem, settings: PlannerSettings | None = None) -> Planned:
+def plan_pipeline(problem: PipelineProblem, settings: PlannerSettings | None = None, *,
+                  on_step: OnStep = lambda text, done, total: None) -> Planned:
     """Return the plan with the least simulated seconds of a mini-batch, its prediction, and the next best.
 
     It may be one device, data parallelism, a pipeline, a hybrid of them or pipelines in parallel: `plan.architecture`.
+    Other K are tried for the best `num_tuned` plans of each size of micro-batches, and of all sizes together where the
+    search is pruned, whose plans take long to simulate.
 
     Raises
     ------
@@ -112,16 +119,25 @@ def plan_pipeline(problem: PipelineProblem, settings: PlannerSettings | None = N
         problem.device(settings.samples_on)
     ranked: list[Planned] = []
     num_candidates, exact = 0, True
-    for sized in micro_batch_choices(problem, settings.micro_batch_sizes):
+    choices = micro_batch_choices(problem, settings.micro_batch_sizes)
+    total = 2 * len(choices) + 1 + settings.two_d
+    for number, sized in enumerate(choices):
+        what = f"micro-batches of {sized.micro_batch_size}"
+        on_step(f"searching plans, {what}", 2 * number, total)
         found, own_exact = candidates(sized, settings)
         num_candidates, exact = num_candidates + len(found), exact and own_exact
-        ranked += _simulated(sized, found, settings)
+        on_step(f"simulating the best, {what}", 2 * number + 1, total)
+        simulated = _simulated(sized, found, settings)
+        ranked += _tuned(simulated, settings) if own_exact else simulated
     if not ranked:
         raise nothing_fits(problem)
-    ranked.sort(key=lambda each: each.prediction.step_s)
+    on_step("choosing K", 2 * len(choices), total)
+    if not exact:
+        ranked = _tuned(ranked, settings)
+    ranked.sort(key=_step_s)
     if settings.two_d:
-        ranked += _in_two_dimensions(ranked[0].problem, settings.samples_on)
-        ranked.sort(key=lambda each: each.prediction.step_s)
+        on_step("searching pipelines in parallel", total - 1, total)
+        ranked = sorted([*ranked, *_in_two_dimensions(ranked[0].problem, settings.samples_on)], key=_step_s)
     best = ranked[0]
     return replace(best, exact=exact, num_candidates=num_candidates, alternatives=tuple(ranked[1:]))
 
@@ -134,12 +150,16 @@ def candidates(problem: PipelineProblem, settings: PlannerSettings) -> tuple[lis
     devices all orders are tried. A pruned
     search looks at the likeliest cuts and at even groups of devices first, and then at all near the best it found.
     """
-    pruned = settings.prune if settings.prune is not None else search_work(problem, settings.width) > WORK_LIMIT
+    rules = (ASTEROID, RULES["b"]) if _memory_is_scarce(problem) else (ASTEROID,)
+    to_search = orders(problem, settings.samples_on)
+    num_searches = len(rules) * len(to_search) * len({problem.micro_batch_size, *settings.micro_batch_sizes})
+    pruned = settings.prune if settings.prune is not None else (
+        num_searches * search_work(problem, settings.width) > WORK_LIMIT)
     bounds, most_stages = (likely_cuts(problem, MOST_CUTS), MOST_STAGES) if pruned else (None, None)
     found: dict[PipelinePlan, float] = {}
     searches: dict[PipelinePlan, tuple[list[PipelineDevice], InFlight]] = {}
-    for rule in (ASTEROID, RULES["b"]) if _memory_is_scarce(problem) else (ASTEROID,):
-        for order in orders(problem, settings.samples_on):
+    for rule in rules:
+        for order in to_search:
             places = likely_places(order, MOST_PLACES) if pruned else None
             for each in search(problem, order, bounds=bounds, places=places, rule=rule, width=settings.width,
                                max_stages=most_stages, may_skip=True, duplex=True):
@@ -247,12 +267,19 @@ def _simulated(problem: PipelineProblem, plans: Sequence[PipelinePlan], settings
     chosen = dict.fromkeys(_different(plans, settings.num_simulated))
     if plans and problem.model.num_layers * len(problem.devices) <= _MOST_OF_PAPER:
         chosen[replace(algorithm_2(problem).plan, samples_on=settings.samples_on)] = None
-    first = [Planned(problem=problem, plan=plan, prediction=predict(problem, plan)) for plan in chosen]
-    first.sort(key=lambda each: each.prediction.step_s)
+    return [Planned(problem=problem, plan=plan, prediction=predict(problem, plan)) for plan in chosen]
+
+
+def _step_s(planned: Planned) -> float:
+    return planned.prediction.step_s
+
+
+def _tuned(simulated: Sequence[Planned], settings: PlannerSettings) -> list[Planned]:
+    """Return plans, the best of them with the K that are best."""
     found = []
-    for index, each in enumerate(first):
+    for index, each in enumerate(sorted(simulated, key=_step_s)):
         if index < settings.num_tuned and isinstance(each.plan, PipelinePlan):
-            plan, prediction = best_in_flight(problem, each.plan)
+            plan, prediction = best_in_flight(each.problem, each.plan)
             each = replace(each, plan=plan, prediction=prediction)
         found.append(each)
     return found

@@ -7,7 +7,7 @@ convolution multiply little, and take much of the time of a MobileNet. Each oper
 makes small batches less efficient (paper Fig. 6).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -48,13 +48,16 @@ def estimate_seconds(model: PipelineModel, device: Device, *, processor: str | N
 def estimated_problem(
     model: PipelineModel, cluster: Cluster, *, micro_batch_size: int, num_micro_batches: int,
     optimizer_copies: float = 1.0, socs: Sequence[int] | None = None,
+    measured: Mapping[str, LayerSeconds] | None = None,
 ) -> PipelineProblem:
-    """Return the problem of training a model on a cluster's devices (`socs`: on some of them), all estimated.
+    """Return the problem of training a model on a cluster's devices (`socs`: on some of them).
+
+    The seconds of a kind of device are those of `measured`, else estimated.
 
     The budget of a device is its memory less what system and runtime take. Raises ConfigError for a SoC that is not
     there.
     """
-    seconds: dict[str, LayerSeconds] = {}
+    seconds: dict[str, LayerSeconds] = dict(measured or {})
     devices = []
     for soc in range(cluster.num_socs) if socs is None else socs:
         kind = cluster.device_of(soc)

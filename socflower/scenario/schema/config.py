@@ -30,6 +30,9 @@ _READERS = {"rule": ("mixed",), "algorithm": ("int8",), "gradient_bits": ("int8"
             "unsupported": ("int8", "mixed")}
 """The arithmetics that read a key of `[precision]`, for keys that not all of them read."""
 
+_OF_LEADERS = ("leaders", "leader_compression")
+"""Keys of `[strategy]` that only several groups read."""
+
 # Limits far above any real training, which keep planning and training bounded.
 _MAX_EPOCHS = 1_000_000
 _MAX_SAMPLES = 1_000_000  # of a batch
@@ -62,8 +65,9 @@ class ModelConfig(Factory):
     name: str = Field(default_factory=lambda table: table.get("factory") or "lenet5", description=(
         "`lenet5`, `vgg11`, `resnet18`, `mobilenet-v1`, or small relatives for 32×32 images: `vgg-small` (six "
         "convolutions, 0.31 M parameters), `vgg-mini` (three, 69 thousand), `vgg-tiny` (63 thousand) and `resnet8` "
-        "(BatchNorm and residuals, 78 thousand), or `resnet50`, `mobilenet-v2`, `efficientnet-b1`. With [a cloud]"
-        "(#edgecloud) also `click-model` and `digit-generator`. Default: `lenet5`, or the `factory`"))
+        "(BatchNorm and residuals, 78 thousand), or `resnet50`, `mobilenet-v2`, `efficientnet-b1`. With [a pipeline]"
+        "(#pipeline) also `bert-small` and `gpt-small`, with [a cloud](#edgecloud) `click-model` and "
+        "`digit-generator`. Default: `lenet5`, or the `factory`"))
 
 
 class DataConfig(Factory):
@@ -183,7 +187,8 @@ class StrategyConfig(Table):
         "how the leaders of groups [exchange models](concepts/planning.md#when-groups-synchronise): over the hub, in a "
         "ring, or by board and server; \"auto\" takes, for each new plan, the way that is predicted to be quickest"))
     leader_compression: Annotated[str, OneOf(COMPRESSIONS)] = Field("none", description=(
-        "leaders in a ring or tree exchange their models' changes in halves, or in eight bits with error feedback"))
+        "leaders in a ring or tree (\"auto\" leaves out the star) exchange their models' changes in halves, or in "
+        "eight bits with error feedback"))
     fusion: Annotated[str, OneOf(FUSIONS)] = Field("buckets", description=(
         "what costs a [message](concepts/virtual-time.md#messages) in virtual time: each of the "
         "`overlap_buckets`, as rings of real machines send them, or each tensor, as in SoCFlow+"))
@@ -202,6 +207,8 @@ class StrategyConfig(Table):
 
     def check(self) -> None:
         """Refuse an outer strategy without groups, or without their number where it is needed."""
+        if STRATEGIES[self.name].is_pipeline:
+            return  # it reads none of this, which `ScenarioFile` refuses
         if fault := compression_fault(self.leaders, self.leader_compression):
             raise ValueError(fault)
         if self.server_interval > 1:
@@ -216,15 +223,22 @@ class StrategyConfig(Table):
                                  "one of the two out")
         if self.outer is None:
             return
-        if not takes_outer(self.name):
+        if not several_groups(self.name):
             raise ValueError(f"outer is for strategies with several groups, and name is {self.name!r}; leave it out")
         if self.outer.counts_groups and self.groups == "auto":
             raise ValueError(f"outer.name = {self.outer.name!r} needs a number of groups, and groups is "
                              "\"auto\"; give it")
 
 
-def takes_outer(strategy: str) -> bool:
-    """Return whether a strategy has several groups, of whose models an outer strategy can make one."""
+    def under(self, name: str, **changes: Any) -> Self:
+        """Return the table under another strategy, without what only several groups read if it has one."""
+        left_out = {} if several_groups(name) else {
+            key: StrategyConfig.model_fields[key].default for key in ("outer", *_OF_LEADERS)}
+        return self.replaced(**{"name": name, **left_out, **changes})
+
+
+def several_groups(strategy: str) -> bool:
+    """Return whether a strategy has several groups, which exchange models, and of which an outer strategy makes one."""
     kind = STRATEGIES[strategy]
     return isinstance(kind, GroupStrategy) and kind.num_groups is None
 
@@ -315,13 +329,14 @@ class ScenarioFile(ClusterFile):
     def check(self) -> None:
         """Refuse tables that do not go together."""
         ClusterFile.check(self)
+        self._check_pipeline()
+        self._check_leaders()
         num_servers = max(1, sum(server.count for server in self.servers))
         if self.strategy.server_interval > 1 and not 1 < num_servers <= int(self.strategy.groups):
             raise ValueError(f"[strategy] server_interval = {self.strategy.server_interval} is for several [[server]] "
                              f"with a group each; there are {num_servers}, and {self.strategy.groups} groups")
         if self.is_split:
             self._check_split_arithmetic()
-        self._check_pipeline()
         if self.train.optimizer != "sgd" and self.precision.arithmetic != "fp32":
             raise ValueError(f"[train] optimizer = {self.train.optimizer!r} is for arithmetic = 'fp32'; int8 training "
                              "supports sgd only")
@@ -371,10 +386,21 @@ class ScenarioFile(ClusterFile):
         if self.is_split:
             self._check_split()
 
+    def _check_leaders(self) -> None:
+        """Refuse what only the leaders of several groups read, unless it has its default."""
+        if several_groups(self.strategy.name) and self.strategy.groups != 1:
+            return
+        for key in _OF_LEADERS:
+            value = getattr(self.strategy, key)
+            if value != StrategyConfig.model_fields[key].default:
+                why = "groups is 1" if several_groups(self.strategy.name) else f"name is {self.strategy.name!r}"
+                raise ValueError(f"[strategy] {key} = {value!r} is for leaders of several groups, and {why}; leave it "
+                                 "out")
+
     def _check_edges_beside(self) -> None:
         """Refuse edges beside what has no groups, and what a model that both train cannot have."""
         asked, table = f"[edgecloud] edges = {self.split.edges}", self.split
-        if not takes_outer(self.strategy.name):
+        if not several_groups(self.strategy.name):
             raise ValueError(f"{asked} are beside the groups of 'socflow', and [strategy] name is "
                              f"{self.strategy.name!r}; leave edges out")
         if self.strategy.groups == "auto":
@@ -430,11 +456,9 @@ class ScenarioFile(ClusterFile):
         if wrong:
             raise ValueError(f"[pipeline] micro_batch_sizes: {wrong[0]} does not divide [train] batch_size = "
                              f"{self.train.batch_size}")
-        is_language = self.model.name in LANGUAGE_MODELS
-        if is_language != (len(table.sample) == 1) and (is_language or not self.model.factory):
+        if self.model.name in LANGUAGE_MODELS and len(table.sample) != 1:
             raise ValueError(f"[pipeline] sample = {list(table.sample)} does not go with [model] name = "
-                             f"{self.model.name!r}; {' and '.join(LANGUAGE_MODELS)} take [tokens], and others "
-                             "[channels, pixels, pixels]")
+                             f"{self.model.name!r}; {' and '.join(LANGUAGE_MODELS)} take [tokens]")
 
     def _check_split(self) -> None:
         name = f"[strategy] name = {self.strategy.name!r}"
@@ -468,10 +492,9 @@ class ScenarioFile(ClusterFile):
         """Return the scenario under another strategy, with that strategy's own values of `[compare]`."""
         own = self.compare.train.get(strategy, OwnTraining())
         interval = own.sync_interval_epochs or self.strategy.sync_interval_epochs
-        outer = self.strategy.outer if takes_outer(strategy) else None
-        edgecloud = self.edgecloud if self.is_split or takes_outer(strategy) else None
+        edgecloud = self.edgecloud if self.is_split or several_groups(strategy) else None
         pipeline = self.pipeline if STRATEGIES[strategy].is_pipeline else None
-        return self.replaced(strategy=self.strategy.replaced(name=strategy, sync_interval_epochs=interval, outer=outer),
+        return self.replaced(strategy=self.strategy.under(strategy, sync_interval_epochs=interval),
                              edgecloud=edgecloud, pipeline=pipeline, train=self.train.replaced(**_of_train(own)))
 
     @property

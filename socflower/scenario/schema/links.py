@@ -31,11 +31,16 @@ def inline_recorded_link(document: dict[str, Any], path: Path) -> None:
 
 
 def resolve_file_paths(document: dict[str, Any], folder: Path) -> None:
-    """Make the paths in `[edgecloud]`, which are relative to `folder`, absolute."""
+    """Make the paths in `[edgecloud]` and `[pipeline]`, which are relative to `folder`, absolute."""
     table = document.get("edgecloud")
     if isinstance(table, Mapping):
         named = {key: str((folder / str(table[key])).resolve()) for key in ("costs", "pretrained") if table.get(key)}
         document["edgecloud"] = {**table, **named}
+    table = document.get("pipeline")
+    if isinstance(table, Mapping) and isinstance(table.get("profiles"), list):
+        document["pipeline"] = {**table, "profiles": [
+            str((folder / name).resolve()) if isinstance(name, str) and name.strip() else name
+            for name in table["profiles"]]}
 
 
 def edge_links(scenario: Scenario, num_edges: int) -> tuple[BandwidthProfile, ...]:

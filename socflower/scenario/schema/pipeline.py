@@ -1,5 +1,6 @@
 """`[pipeline]` of a scenario: how a model is cut and a mini-batch divided, for the strategy `hybrid-pipeline`."""
 
+from math import prod
 from typing import Annotated
 
 from pydantic import Field
@@ -17,6 +18,7 @@ PEERS = ("single-device", "data-parallel", "pipeline-parallel", "2d")
 """What a plan is compared with."""
 
 _MAX_SAMPLES = 1_000_000_000
+_MOST_TOKENS, _MOST_VALUES = 65_536, 1 << 24  # of a sample
 
 Size = Annotated[int, Field(gt=0, le=1_000_000)]
 
@@ -40,12 +42,17 @@ class PipelineConfig(Table):
     gradient_bits: Annotated[int, OneOf(BITS)] = Field(32, description="of the activations' gradients")
     backup_steps: int = Field(0, ge=0, le=1_000_000, description=(
         "real machines: updates between copies of stages on one device, on the next stage's; 0: once a round"))
+    profiles: tuple[Annotated[str, Field(pattern=r"\S")], ...] = Field((), description=(
+        "files of `socflower profile --layers`, each with a device's measured seconds; other devices' are estimated"))
 
     def check(self) -> None:
         """Refuse samples of no known form, and keys that only a sample has."""
         if self.sample and (len(self.sample) == 2 or (len(self.sample) == 3 and self.sample[1] != self.sample[2])):
             raise ValueError(f"sample = {list(self.sample)}: write [channels, pixels, pixels] of a square image, or "
                              "[tokens]")
+        if prod(self.sample) > _MOST_VALUES or (len(self.sample) == 1 and self.sample[0] > _MOST_TOKENS):
+            raise ValueError(f"sample = {list(self.sample)}: is larger than anything that is trained; at most "
+                             f"{_MOST_TOKENS} tokens, or {_MOST_VALUES} values of an image")
         if bool(self.sample) != bool(self.num_samples):
             raise ValueError(f"sample = {list(self.sample)} and num_samples = {self.num_samples} describe data that "
                              "are not there; give both or none")

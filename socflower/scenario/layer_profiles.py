@@ -1,0 +1,147 @@
+"""Files of layers' seconds, measured on one kind of device, in place of estimates: `[pipeline] profiles`."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from socflower.capture.graph import Example
+from socflower.capture.torch_device import resolve_device
+from socflower.cluster.toml_file import OneOf, SchemaVersion, Table, Text, read_table
+from socflower.engines.names import MAX_WORKERS, require_count
+from socflower.errors import ConfigError
+from socflower.pipeline.problem import LayerSeconds, PipelineModel
+from socflower.pipeline.profiler.layers import Granularity, read_model
+from socflower.pipeline.profiler.measuring import DEFAULT_BATCHES, measure_layers
+from socflower.scenario.pipeline_workload import pipeline_workload
+from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.file import scenario_cluster
+from socflower.scenario.schema.pipeline import CUTS, PipelineConfig
+from socflower.wire.saved_state import write_atomically
+
+KIND = "layer-seconds"
+
+Seconds = Annotated[float, Field(ge=0)]
+Batch = Annotated[int, Field(gt=0, le=1_000_000)]
+
+
+class MeasuredLayer(Table):
+    """A layer's seconds, by batch."""
+
+    name: Text
+    forward_s: tuple[Seconds, ...] = Field(min_length=1)
+    backward_s: tuple[Seconds, ...] = Field(min_length=1)
+
+
+class LayerProfile(Table):
+    """The file: a device's seconds of each layer of a model."""
+
+    schema_version: SchemaVersion = Field(1, alias="schema")
+    kind: Annotated[str, OneOf((KIND,))]
+    device: Text
+    model: Text
+    cuts: Annotated[str, OneOf(CUTS)]
+    sample: tuple[int, ...]  # the shape of the model's input, without the batch
+    batches: tuple[Batch, ...] = Field(min_length=1)
+    layers: tuple[MeasuredLayer, ...] = Field(min_length=1, alias="layer")
+
+    def check(self) -> None:
+        """Refuse batches that do not rise, and seconds of other numbers of batches."""
+        if list(self.batches) != sorted(set(self.batches)):
+            raise ValueError(f"batches = {list(self.batches)}: must rise")
+        for layer in self.layers:
+            for key in ("forward_s", "backward_s"):
+                if len(getattr(layer, key)) != len(self.batches):
+                    raise ValueError(f"layer {layer.name!r}: {key} has {len(getattr(layer, key))} seconds for "
+                                     f"{len(self.batches)} batches; give one for each")
+
+    def seconds(self) -> LayerSeconds:
+        """Return the table as a value."""
+        return LayerSeconds(device=self.device, batches=self.batches,
+                            forward_s=np.array([layer.forward_s for layer in self.layers]),
+                            backward_s=np.array([layer.backward_s for layer in self.layers]))
+
+
+def measured_profile(scenario: Scenario, device: str, *, batches: Sequence[int] = DEFAULT_BATCHES, repeats: int = 3,
+                     threads: int = 1, accelerator: str = "none") -> LayerProfile:
+    """Return the seconds of a pipeline scenario's layers on this machine, which is a `device` of its cluster.
+
+    `accelerator` is the device of torch that computes, or "none" for the CPU.
+    Raises ConfigError for another scenario, and for a device that its cluster does not have.
+    """
+    if not scenario.is_pipeline:
+        raise ConfigError(f"{scenario.name} [strategy] name = {scenario.strategy.name!r}: layers are measured for "
+                          "'hybrid-pipeline'")
+    _require_device(scenario, device, f"--name {device}")
+    require_count("--threads", threads, 1, MAX_WORKERS)
+    module, example, _ = pipeline_workload(scenario)
+    table = scenario.pipeline or PipelineConfig()
+    read = read_model(module, example, scenario.model.name, granularity=Granularity(table.cuts))
+    torch.set_num_threads(threads)
+    where = "cpu" if accelerator == "none" else resolve_device(accelerator, "--accelerator")
+    seconds = measure_layers(module.to(where), example, batches, chain=read.chain, device=device, repeats=repeats)
+    return LayerProfile(kind=KIND, device=device, model=scenario.model.name, cuts=table.cuts,
+                        sample=_sample_shape(example), batches=seconds.batches, layers=tuple(
+            MeasuredLayer(name=layer.name, forward_s=tuple(forward_s.tolist()), backward_s=tuple(backward_s.tolist()))
+            for layer, forward_s, backward_s in zip(read.model.layers, seconds.forward_s, seconds.backward_s,
+                                                    strict=True)))
+
+
+def write_profile(path: Path, profile: LayerProfile) -> None:
+    """Write a profile; `ConfigError` if the file cannot be written."""
+    try:
+        write_atomically(path, json.dumps(profile.model_dump(mode="json", by_alias=True), indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--out {path}: cannot be written ({error.strerror}); name another file") from None
+
+
+def measured_seconds(scenario: Scenario, model: PipelineModel, example: Example) -> dict[str, LayerSeconds]:
+    """Return the seconds of `[pipeline] profiles` by kind of device.
+
+    Raises ConfigError that names the file and the key: for what is no profile, for one of another model, sample, cuts
+    or layers, for a device that the cluster does not have, and for two of one device.
+    """
+    table, found = scenario.pipeline or PipelineConfig(), dict[str, LayerSeconds]()
+    for name in table.profiles:
+        path = Path(name)
+        profile = read_table(LayerProfile, _read(path), str(path))
+        for key, theirs, ours in (("model", profile.model, scenario.model.name), ("cuts", profile.cuts, table.cuts),
+                                  ("sample", list(profile.sample), list(_sample_shape(example)))):
+            if theirs != ours:
+                raise ConfigError(f"{path}: {key} = {theirs!r}, and {scenario.name} plans {ours!r}; measure again, or "
+                                  "leave the profile out")
+        layers = [layer.name for layer in profile.layers]
+        expected = [layer.name for layer in model.layers]
+        if layers != expected:
+            lost = [each for each in expected if each not in layers]
+            what = f"{lost[0]!r} is missing" if lost else f"it has {len(layers)} layers in another order"
+            raise ConfigError(f"{path}: layer: {what}, of the {len(expected)} layers of {model.name}; measure again")
+        _require_device(scenario, profile.device, f"{path}: device = {profile.device!r}")
+        if profile.device in found:
+            raise ConfigError(f"{path}: device = {profile.device!r} is measured in two profiles; keep one")
+        found[profile.device] = profile.seconds()
+    return found
+
+
+def _require_device(scenario: Scenario, device: str, where: str) -> None:
+    kinds = sorted({board.device.name for board in scenario_cluster(scenario).boards})
+    if device not in kinds:
+        raise ConfigError(f"{where}: is no device of the cluster of {scenario.name}, which has {', '.join(kinds)}")
+
+
+def _sample_shape(example: Example) -> tuple[int, ...]:
+    return tuple(example.shape[1:]) if isinstance(example, torch.Tensor) else tuple(example)
+
+
+def _read(path: Path) -> object:
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); [pipeline] profiles names files of `socflower "
+                          "profile --layers`") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: is no JSON ({error}); measure again") from None

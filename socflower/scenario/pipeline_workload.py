@@ -1,0 +1,51 @@
+"""What a `hybrid-pipeline` scenario trains: the model, an example of its input, and the samples of an epoch."""
+
+import torch
+from torch import nn
+
+from socflower.capture.graph import Example
+from socflower.errors import ConfigError
+from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.pipeline import LANGUAGE_MODELS, PipelineConfig
+from socflower.scenario.workload import example_inputs, initial_model, num_samples
+from socflower.workloads.models import build_model, model_names
+from socflower.workloads.models.language_models import bert_small, gpt_small
+
+_CLASSES = 10
+
+
+def pipeline_workload(scenario: Scenario) -> tuple[nn.Module, Example, int]:
+    """Return the model, an example of its input, and the samples of an epoch."""
+    table, name = scenario.pipeline or PipelineConfig(), scenario.model.name
+    if not scenario.model.factory and name not in (*model_names(), *LANGUAGE_MODELS):
+        raise ConfigError(f"{scenario.name} [model] name = {name!r} is unknown; pipelines know "
+                          f"{', '.join((*model_names(), *LANGUAGE_MODELS))}")
+    if not table.sample:
+        own = example_inputs(scenario)
+        if not isinstance(own, torch.Tensor | tuple):
+            raise ConfigError(f"{scenario.name} [data] factory = {scenario.data.factory!r}: a pipeline takes one "
+                              "tensor a sample; give pairs (inputs, labels)")
+        return initial_model(scenario), own, num_samples(scenario)
+    if scenario.model.factory:
+        return initial_model(scenario), table.sample, table.num_samples
+    example: Example = table.sample
+    if name in LANGUAGE_MODELS:
+        example = torch.zeros(1, *table.sample, dtype=torch.int64)
+    elif len(table.sample) == 1:
+        raise ConfigError(f"{scenario.name} [pipeline] sample = {list(table.sample)}: is of tokens, which "
+                          f"{' and '.join(LANGUAGE_MODELS)} take, and [model] name is {name!r}; write [channels, "
+                          "pixels, pixels]")
+    try:
+        return _model(name, table, scenario.seed), example, table.num_samples
+    except ConfigError as error:
+        raise ConfigError(f"{scenario.name} [pipeline] sample = {list(table.sample)}: {error}") from None
+
+
+def _model(name: str, table: PipelineConfig, seed: int) -> nn.Module:
+    classes = table.num_classes or _CLASSES
+    if name == "bert-small":
+        return bert_small(length=table.sample[0], num_classes=classes, seed=seed)
+    if name == "gpt-small":
+        return gpt_small(length=table.sample[0], seed=seed)
+    channels, size, _ = table.sample
+    return build_model(name, in_channels=channels, image_size=size, num_classes=classes, seed=seed)
