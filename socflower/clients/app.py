@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from socflower.capture.random_state import build_exclusively, own_random_state
 from socflower.capture.torch_device import AUTO, device_label, device_of
-from socflower.clients.pipeline_client import stage_reply, train_stage
+from socflower.clients.pipeline_client import coding_of, stage_reply, train_stage
 from socflower.clients.privacy_mods import adapt_mod
 from socflower.clients.ring_client import answer_query, kept_model, member_reply, step_ledger, train_member
 from socflower.clients.saved_training import StateFiles, TrainerState
@@ -24,7 +24,6 @@ from socflower.clients.settings import ReadSettings, TrainConfig
 from socflower.errors import ConfigError
 from socflower.pipeline.plan_values import from_json
 from socflower.pipeline.runtime.group import train_pipeline
-from socflower.pipeline.runtime.payloads import ActivationCoding
 from socflower.thermal.limits import paced
 from socflower.training.batches import local_batches
 from socflower.training.fp32 import FP32Trainer
@@ -279,14 +278,10 @@ def _train_pipeline(
     departures: Mapping[int, int],
 ) -> GroupOutcome:
     pipeline = decode(PipelineTask, message.content.config_records[PIPELINE], "pipeline")
-    if departures:
-        leaving = ", ".join(str(task.members[position]) for position in departures)
-        raise ConfigError(f"pipeline: SoC {leaving} leaves within an interval, which pipelines do not go on from; let "
-                          "it leave at the beginning of a round, and the strategy plans anew without it")
     plan = from_json(pipeline.plan)
     return train_pipeline(
         model, data, task, plan, _plain(trainer), state, cuts=pipeline.cuts, layers_sha256=pipeline.layers_sha256,
-        coding=ActivationCoding(bits=pipeline.bits, gradient_bits=pipeline.gradient_bits),
+        coding=coding_of(pipeline), departures={task.members[position]: step for position, step in departures.items()},
         budget_bytes=dict(zip(plan.socs, pipeline.budget_bytes, strict=True)) if pipeline.budget_bytes else None)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import closing
+from typing import cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from torch import nn
@@ -16,6 +17,7 @@ from socflower.pipeline.runtime.payloads import ActivationCoding
 from socflower.rings.member import AppliedStep, MemberResult
 from socflower.rings.preemption import preempt_switch
 from socflower.training.trainer import Trainer
+from socflower.wire.codecs.error_feedback import Form
 from socflower.wire.message_keys import (
     ARRAYS,
     COMPLETED,
@@ -50,9 +52,14 @@ def train_stage(
         return PipelineMember(
             model=model, has_model=has_model, read=read_like(model, data, task.cuts, task.layers_sha256), data=data,
             group=group, ring=ring, plan=plan, trainer=require_fp32(trainer), port=port, switch=switch, state=state,
-            coding=ActivationCoding(bits=task.bits, gradient_bits=task.gradient_bits),
+            coding=coding_of(task),
             budget_bytes=dict(zip(plan.socs, task.budget_bytes, strict=True)) if task.budget_bytes else {},
             backup_steps=task.backup_steps, departs_at=departs_at, on_step=on_step).train()
+
+
+def coding_of(task: PipelineTask) -> ActivationCoding:
+    """Return how tensors are sent that cross cuts."""
+    return ActivationCoding(bits=task.bits, gradient_bits=task.gradient_bits, feedback=cast(Form, task.feedback))
 
 
 def stage_reply(message: Message, context: Context, group: GroupTask, end: MemberResult, weights: ArrayRecord | None,

@@ -217,6 +217,7 @@ class PipelineTask:
     layers_sha256: str  # of `PipelineModel.sha256`
     bits: int = 32  # of activations that cross a cut
     gradient_bits: int = 32
+    feedback: str = "none"  # of what fewer bits lose: "diagonal" or "rank-one"
     budget_bytes: tuple[float, ...] = ()  # of each of the plan's devices; none: unbounded
     backup_steps: int = 0  # updates after which stages on one device are backed up; 0: once an interval
 

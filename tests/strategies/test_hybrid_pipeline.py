@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, Context
@@ -19,11 +20,15 @@ from socflower import (
     TrainingSchedule,
     make_client_app,
     pipeline_problem,
+    sgd,
 )
 from socflower.engines.local.grid import LocalGrid
 from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
 from socflower.pipeline.plan import PipelinePlan
 from socflower.pipeline.problem import PipelineProblem
+from socflower.pipeline.replanning import replanned
+from socflower.pipeline.runtime.group import train_pipeline
+from socflower.workloads import as_data_source
 from tests.pipeline.problems import straight_plan
 from tests.strategies.pipeline_app import BATCH, NUM_SAMPLES, Sentences, Tagger, client_app, shelf, tagger
 
@@ -101,6 +106,23 @@ def test_a_device_that_is_away_is_planned_for_anew_and_its_optimiser_state_goes_
     assert strategy.pipeline.plan.socs and 2 not in strategy.pipeline.plan.socs
     assert "planned anew" in " ".join(event.text for report in strategy.reports for event in report.events)
     assert close(weights, whole)  # so momentum went with the layers
+
+
+def test_a_device_that_leaves_within_an_interval_is_gone_on_without_at_that_update(problem: PipelineProblem) -> None:
+    plan, data = cut_in_three(problem), as_data_source(Sentences())
+    task = HybridPipeline(problem=problem, schedule=schedule(), plan=plan)
+    own = task._task(task.plan.groups[0], task.intervals[0])
+    trainer, whole, left, undisturbed = FP32Trainer(optimizer=sgd(0.2), device="cpu"), tagger(), tagger(), tagger()
+    outcome = train_pipeline(whole, data, own, plan, trainer, departures={1: 2})
+    first = train_pipeline(left, data, replace(own, num_steps=2), plan, trainer)
+    train_pipeline(left, data, replace(own, first_step=2, num_steps=own.num_steps - 2),
+                   replanned(plan, problem.model, {0, 2}), trainer, first.end.state)
+    train_pipeline(undisturbed, data, own, plan, trainer)
+    assert all(torch.equal(one, other) for one, other in zip(whole.parameters(), left.parameters(), strict=True))
+    assert close(dict(whole.state_dict()), dict(undisturbed.state_dict()))
+    assert outcome.num_samples == NUM_SAMPLES and outcome.mean_loss > 0
+    nobody = train_pipeline(tagger(), data, own, plan, trainer, departures=dict.fromkeys(plan.socs, 0))
+    assert nobody.num_samples == 0 and not np.isfinite(nobody.mean_loss)
 
 
 @pytest.mark.parametrize(("options", "said"), [

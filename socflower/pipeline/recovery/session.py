@@ -25,7 +25,7 @@ from socflower.pipeline.plan import Plan
 from socflower.pipeline.plan_values import from_json, to_json
 from socflower.pipeline.profiler.layers import ReadModel
 from socflower.pipeline.recovery.backups import Move, StageState, backup_of, moves, newest_common
-from socflower.pipeline.recovery.replanning import replanned, shared_anew
+from socflower.pipeline.replanning import replanned, shared_anew
 from socflower.pipeline.runtime.channels import Channels, QueueChannels, run_script
 from socflower.pipeline.runtime.gloo_channels import GlooChannels
 from socflower.pipeline.runtime.group import outcome_of

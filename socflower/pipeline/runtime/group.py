@@ -3,6 +3,8 @@
 import copy
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from socflower.capture.random_state import own_random_state
 from socflower.errors import ConfigError
 from socflower.pipeline.plan import Plan
 from socflower.pipeline.profiler.layers import Granularity, ReadModel, read_model
+from socflower.pipeline.replanning import replanned
 from socflower.pipeline.runtime.member import Member, Mini, TrainedModel
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
 from socflower.pipeline.runtime.together import Mail, run_together
@@ -29,41 +32,79 @@ PEAK_BYTES, PEAK_IN_FLIGHT = "pipeline-peak-bytes", "pipeline-peak-in-flight"
 def train_pipeline(
     model: nn.Module, data: DataSource, task: GroupTask, plan: Plan, trainer: Trainer, state: bytes | None = None, *,
     cuts: str = "layers", layers_sha256: str = "", coding: ActivationCoding = EXACT,
-    budget_bytes: Mapping[int, float] | None = None,
+    budget_bytes: Mapping[int, float] | None = None, departures: Mapping[int, int] | None = None,
 ) -> GroupOutcome:
     """Train `model` in place through all steps of the task; all devices of the plan run in this process.
 
     `data` is the whole data set. `state` is from the end of the previous interval, perhaps under another plan.
-    `layers_sha256` is of the model that was planned. Raises `ConfigError` if this one has other layers, for a trainer
-    other than `FP32Trainer`, and `OutOfMemory` if a stage exceeds its budget.
+    `layers_sha256` is of the model that was planned. `departures` has the step of the interval (from 0) before which a
+    SoC leaves: the others go on with the plan that is left (`replanned`), as on machines of their own; when all have
+    left, the interval ends. Raises `ConfigError` if the model has other layers than were planned, for a trainer other
+    than `FP32Trainer`, and `OutOfMemory` if a stage exceeds its budget.
     """
     trainer = require_fp32(trainer)
     if not task.reshuffle:
         raise ConfigError("pipeline: all samples of a mini-batch come from one place, so data cannot stay at their "
                           "nodes; use reshuffle=True")
     read = read_like(model, data, cuts, layers_sha256)
-    span = TrainingSpan(first_step=task.first_step, total_steps=task.total_steps, steps_per_epoch=task.steps_per_epoch,
-                        proximal_mu=task.proximal_mu, seed=(task.seed, task.group_id))
-    schedule, mail = BatchSchedule(task, [len(data)]), Mail()
-    budgets = budget_bytes or {}
-    sources = {pipeline.samples_on for pipeline in plan.pipelines} - {None, *plan.socs}
+    leaving = {soc: step for soc, step in (departures or {}).items() if soc in plan.socs and step < task.num_steps}
+    bounds = sorted({0, task.num_steps, *leaving.values()})
+    ends: list[TrainedModel] = []
+    num_samples = 0
     with own_random_state(task.seed, task.group_id, task.first_step):
-        members = [Member(plan, soc, read, copy.deepcopy(model), trainer, span, data=data, send=mail.sender(soc),
-                          state=state, coding=coding, budget_bytes=budgets.get(soc, math.inf))
+        for first, stop in pairwise(bounds):
+            present = {soc for soc in plan.socs if leaving.get(soc, task.num_steps) > first}
+            if not present:
+                break
+            part = _Part(model, data, task, replanned(plan, read.model, present), read, trainer, coding,
+                         budget_bytes or {})
+            end = part.train(first, stop, ends[-1].state if ends else state)
+            num_samples += part.num_samples
+            ends.append(end)
+    if not ends:  # without a finite loss nothing is kept of the interval
+        return GroupOutcome(mean_loss=math.nan, num_samples=0, end=SessionResult(state=b""))
+    losses = [loss for end in ends for loss in end.losses]
+    return outcome_of(replace(ends[-1], losses=tuple(losses)), plan, num_samples)
+
+
+@dataclass
+class _Part:
+    """Steps of an interval under one plan."""
+
+    model: nn.Module
+    data: DataSource
+    task: GroupTask
+    plan: Plan
+    read: ReadModel
+    trainer: FP32Trainer
+    coding: ActivationCoding
+    budget_bytes: Mapping[int, float]
+    num_samples: int = 0
+
+    def train(self, first: int, stop: int, state: bytes | None) -> TrainedModel:
+        """Train the model from step `first` up to, without, `stop` of the interval."""
+        task, plan = self.task, self.plan
+        span = TrainingSpan(
+            first_step=task.first_step + first, total_steps=task.total_steps, steps_per_epoch=task.steps_per_epoch,
+            proximal_mu=task.proximal_mu, seed=(task.seed, task.group_id))
+        schedule, mail = BatchSchedule(task, [len(self.data)]), Mail()
+        sources = {pipeline.samples_on for pipeline in plan.pipelines} - {None, *plan.socs}
+        members = [Member(plan, soc, self.read, copy.deepcopy(self.model), self.trainer, span, data=self.data,
+                          send=mail.sender(soc), state=state, coding=self.coding,
+                          budget_bytes=self.budget_bytes.get(soc, math.inf))
                    for soc in (*plan.socs, *sources) if soc is not None]
-        num_samples = 0
-        for step in range(task.num_steps):
+        for step in range(first, stop):
             (indices,) = schedule.batch(task.first_step + step)
             mini = Mini(step=task.first_step + step, indices=indices, key=sample_key(task, step))
             run_together({member.soc: member.update(mini) for member in members}, mail)
-            num_samples += len(indices)
+            self.num_samples += len(indices)
         ends = run_together({member.soc: member.finish() for member in members}, mail)
-    end = next(each for each in ends.values() if each is not None)
-    with torch.no_grad():
-        own = model.state_dict()
-        for name, weight in end.weights.items():
-            own[name].copy_(weight)
-    return outcome_of(end, plan, num_samples)
+        end = next(each for each in ends.values() if each is not None)
+        with torch.no_grad():
+            own = self.model.state_dict()
+            for name, weight in end.weights.items():
+                own[name].copy_(weight)
+        return end
 
 
 def require_fp32(trainer: Trainer) -> FP32Trainer:
@@ -90,5 +131,5 @@ def outcome_of(end: TrainedModel, plan: Plan, num_samples: int) -> GroupOutcome:
     return GroupOutcome(
         mean_loss=math.fsum(end.losses) / len(end.losses) if end.losses else 0.0, num_samples=num_samples,
         end=SessionResult(state=end.state, metrics={
-            PEAK_BYTES: [end.peak_bytes[soc] for soc in plan.socs],
-            PEAK_IN_FLIGHT: [float(end.peak_in_flight[soc]) for soc in plan.socs]}))
+            PEAK_BYTES: [end.peak_bytes.get(soc, 0.0) for soc in plan.socs],
+            PEAK_IN_FLIGHT: [float(end.peak_in_flight.get(soc, 0)) for soc in plan.socs]}))

@@ -23,7 +23,7 @@ from socflower.errors import ConfigError
 from socflower.pipeline.plan import PipelinePlan, Plan, SynchronisedPart, synchronised_parts
 from socflower.pipeline.profiler.layers import ReadModel
 from socflower.pipeline.runtime.micro_batches import MicroBatch, micro_batches, offsets, samples_by_pipeline
-from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding, Payloads, joined
+from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding, CutFeedback, Payloads, joined
 from socflower.pipeline.runtime.stage import Crossing, StageWork
 from socflower.pipeline.schedule.order import Operation, Pass, operations
 from socflower.training.fp32 import FP32Session, FP32Trainer
@@ -174,6 +174,7 @@ class Member:
                                          what=f"gradients of {what[0]}")
         self._output_gradients = Payloads([one for one in leaving if one.has_gradient], self._coding.gradient_bits,
                                           what=f"gradients of {what[1]}")
+        self._feedback = CutFeedback(self._coding.feedback)
         self._session: FP32Session | None = None
         if any(parameter.requires_grad for parameter in own.parameters()):
             self._session = self._trainer.start(own, span)
@@ -257,14 +258,22 @@ class Member:
         following = self._pipeline.stages[self._index + 1]
         for piece in batch.slices(self._index):
             if piece.sender == self._rank:
-                self._send(following.devices[piece.receiver], ACTIVATIONS,
-                           self._outputs.encode(made, piece.first - first, piece.stop - first))
+                begin, end = piece.first - first, piece.stop - first
+                body = self._outputs.encode(made, begin, end)
+                if self._coding.feedback != "none":
+                    self._feedback.keep(batch.number, piece.receiver, [tensor[begin:end] for tensor in made],
+                                        self._outputs.decode(body, piece.num_samples))
+                self._send(following.devices[piece.receiver], ACTIVATIONS, body)
 
     def _backward(self, batch: MicroBatch, first: int) -> Script[None]:
         assert self.work is not None
         gradients: list[Tensor | None] = []
         if self.work.loss is None:
             pieces = yield from self._receive(Pass.BACKWARD, batch, self._output_gradients)
+            receivers = [piece.receiver for piece in batch.slices(self._index) if piece.sender == self._rank]
+            numbers = [number for number, one in enumerate(self.work.leaving) if one.has_gradient]
+            pieces = [self._feedback.correct(batch.number, receiver, piece, numbers)
+                      for receiver, piece in zip(receivers, pieces, strict=False)]
             arrived = iter(joined(pieces) if pieces else ())
             gradients = [next(arrived) if one.has_gradient else None for one in self.work.leaving]
         started_s = time.perf_counter()

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from socflower.errors import ConfigError
 from socflower.pipeline.runtime.stage import Crossing
 from socflower.wire.arrays import array_to_bytes
+from socflower.wire.codecs.error_feedback import FORMS, ErrorFeedback, Form
 from socflower.wire.codecs.quantisation import BITS, EncodedTensor, decode, encode, packed_bytes
 
 _NUMPY_TYPES = {torch.float32: "<f4", torch.float64: "<f8", torch.float16: "<f2", torch.int64: "<i8",
@@ -19,19 +20,28 @@ _NUMPY_TYPES = {torch.float32: "<f4", torch.float64: "<f8", torch.float16: "<f2"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationCoding:
-    """In how many bits activations and their gradients cross a cut; 32 is exact. Integers always are."""
+    """In how many bits activations and their gradients cross a cut; 32 is exact. Integers always are.
+
+    With `feedback` the gradient that comes back is corrected for the error of the activations' code (F25).
+    """
 
     bits: int = 32
     gradient_bits: int = 32
+    feedback: Form = "none"
 
     def __post_init__(self) -> None:
         for key in ("bits", "gradient_bits"):
             if getattr(self, key) not in BITS:
                 raise ConfigError(f"activation coding: {key} = {getattr(self, key)} is unknown; use one of "
                                   f"{', '.join(map(str, BITS))}")
+        if self.feedback not in FORMS:
+            raise ConfigError(f"activation coding: feedback = {self.feedback!r} is unknown; use {', '.join(FORMS)}")
+        if self.feedback != "none" and self.bits == 32:
+            raise ConfigError(f"activation coding: feedback = {self.feedback!r} corrects for what fewer bits lose, and "
+                              "bits = 32 loses nothing; leave it out, or give bits=8")
 
 
-EXACT = ActivationCoding()
+EXACT: Final[ActivationCoding] = ActivationCoding()
 
 
 class Payloads:
@@ -60,7 +70,7 @@ class Payloads:
             parts += [np.array([*coded.low, *coded.high], "<f4").tobytes(), coded.payload]
         return bytearray().join(parts)
 
-    def decode(self, body: memoryview | bytes, num_samples: int) -> tuple[Tensor, ...]:
+    def decode(self, body: memoryview | bytearray, num_samples: int) -> tuple[Tensor, ...]:
         """Return the tensors of so many samples, in memory of their own."""
         view, start, tensors = memoryview(body), 0, []
         for one in self._crossing:
@@ -81,6 +91,35 @@ class Payloads:
     def _coded_bytes(self, one: Crossing, num_samples: int) -> int:
         exact = one.num_bytes(num_samples)
         return 8 + packed_bytes(exact // 4, self._bits) if self._quantises(one) else exact
+
+
+class CutFeedback:
+    """Error feedback of what a device sends to those of the next stage, by receiver and tensor."""
+
+    def __init__(self, form: Form) -> None:
+        self._form = form
+        self._kept: dict[tuple[int, int], ErrorFeedback] = {}
+
+    def keep(self, micro_batch: int, receiver: int, sent: Sequence[Tensor], decoded: Sequence[Tensor]) -> None:
+        """Keep the errors of one message until its gradients come."""
+        for number, (tensor, other) in enumerate(zip(sent, decoded, strict=True)):
+            if self._form != "none" and tensor.dtype == torch.float32:
+                self._kept.setdefault((receiver, number), ErrorFeedback(self._form)).keep(
+                    micro_batch, tensor.detach().cpu().numpy(), other.numpy())
+
+    def correct(self, micro_batch: int, receiver: int, gradients: Sequence[Tensor], numbers: Sequence[int],
+                ) -> tuple[Tensor, ...]:
+        """Return the gradients of the tensors with these numbers, corrected; their errors are let go."""
+        if self._form == "none":
+            return tuple(gradients)
+        corrected = []
+        for number, gradient in zip(numbers, gradients, strict=True):
+            feedback = self._kept.get((receiver, number))
+            if feedback is not None:
+                gradient = torch.from_numpy(feedback.correct(micro_batch, gradient.numpy()))
+                feedback.forget(micro_batch)
+            corrected.append(gradient)
+        return tuple(corrected)
 
 
 def joined(pieces: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:

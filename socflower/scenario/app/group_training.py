@@ -150,7 +150,8 @@ class _Training:
                 num_epochs=self._scenario.train.epochs, seed=self._scenario.seed,
                 interval_epochs=1.0 if isinstance(settings.sync_interval_epochs, str)
                 else min(1.0, settings.sync_interval_epochs)),
-            coding=ActivationCoding(bits=table.activation_bits, gradient_bits=table.gradient_bits),
+            coding=ActivationCoding(bits=table.activation_bits, gradient_bits=table.gradient_bits,
+                                    feedback=table.activation_feedback),
             rings=self._scenario.ring, backup_steps=table.backup_steps, rebalancing=rebalancing(self._scenario),
             clock=self._clock, tolerate_client_errors=settings.tolerate_client_errors)
         self._plan = planned_document(strategy.pipeline)

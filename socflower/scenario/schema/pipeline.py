@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from socflower.cluster.toml_file import OneOf, Table
+from socflower.wire.codecs.error_feedback import FORMS, Form
 from socflower.wire.codecs.quantisation import BITS
 
 PIPELINE_STRATEGY = "hybrid-pipeline"
@@ -40,6 +41,8 @@ class PipelineConfig(Table):
     activation_bits: Annotated[int, OneOf(BITS)] = Field(32, description=(
         "of activations that cross a cut"))
     gradient_bits: Annotated[int, OneOf(BITS)] = Field(32, description="of the activations' gradients")
+    activation_feedback: Annotated[Form, OneOf(FORMS)] = Field("none", description=(
+        "gradients that come back are corrected for what `activation_bits` lose"))
     backup_steps: int = Field(0, ge=0, le=1_000_000, description=(
         "real machines: updates between copies of stages on one device, on the next stage's; 0: once a round"))
     profiles: tuple[Annotated[str, Field(pattern=r"\S")], ...] = Field((), description=(
@@ -56,5 +59,8 @@ class PipelineConfig(Table):
         if bool(self.sample) != bool(self.num_samples):
             raise ValueError(f"sample = {list(self.sample)} and num_samples = {self.num_samples} describe data that "
                              "are not there; give both or none")
+        if self.activation_feedback != "none" and self.activation_bits == 32:
+            raise ValueError(f"activation_feedback = {self.activation_feedback!r}: activation_bits = 32 loses nothing "
+                             "to correct for; leave it out, or give fewer bits")
         if self.num_classes and not self.sample:
             raise ValueError(f"num_classes = {self.num_classes} is for a model with sample; data have their own")

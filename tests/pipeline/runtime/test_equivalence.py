@@ -3,19 +3,24 @@
 import random
 import time
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional
 
 from socflower.pipeline.plan import PipelinePlan, Plan, TwoDPlan
 from socflower.pipeline.plan_values import from_json, to_json
 from socflower.pipeline.runtime.micro_batches import micro_batches
 from socflower.pipeline.runtime.payloads import ActivationCoding
 from socflower.pipeline.schedule.order import RULES, Operation
+from socflower.wire.codecs.error_feedback import KeptError, diagonal, rank_one
+from socflower.wire.codecs.quantisation import decode, encode
 from tests.pipeline.runtime.training import (
+    data,
     minis,
     model,
     plan_of,
@@ -117,6 +122,29 @@ def test_an_optimiser_continues_under_another_plan() -> None:
         assert torch.allclose(end.weights[name], weight, atol=1e-6), name
     fresh = train_together(module, plan_of((0, 3, 5), ((4,), (4,), (4,)), 4), steps[2:])
     assert not torch.allclose(fresh.weights["last.weight"], whole.weights["last.weight"], atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["diagonal", "rank-one"])
+def test_error_feedback_corrects_a_gradient_by_the_error_of_its_own_activations(form: Any) -> None:
+    """With one cut and plain SGD, the first stage's step is that of the corrected gradient, computed by hand."""
+    module, steps, plan = model(), minis(1, 8), plan_of((2, 5), ((4,), (4,)), 2)
+    coding = ActivationCoding(bits=4, feedback=form)
+    end = train_together(module, plan, steps, coding=coding)
+    front, back = read(module).stage(module, 0, 2), read(module).stage(module, 3, 5)
+    inputs, labels = data().batch(torch.from_numpy(steps[0].indices))
+    for rows in (slice(0, 4), slice(4, 8)):
+        features = front(inputs[rows])
+        assert len(features) == 1
+        sent = torch.from_numpy(decode(encode(features[0].detach().numpy(), 4))).requires_grad_()
+        (functional.cross_entropy(back(sent), labels[rows]) * 0.5).backward()
+        correct = diagonal if form == "diagonal" else rank_one
+        error = KeptError.of(features[0].detach().numpy(), sent.detach().numpy()).error()
+        features[0].backward(torch.from_numpy(correct(sent.grad.numpy(), error)))  # type: ignore[union-attr]
+    for name, parameter in front.named_parameters():
+        stepped = parameter - 0.1 * parameter.grad  # type: ignore[operator]
+        assert torch.allclose(end.weights[name], stepped, rtol=0.0, atol=1e-7), name
+    plain = train_together(module, plan, steps, coding=ActivationCoding(bits=4))
+    assert not torch.equal(plain.weights["first.weight"], end.weights["first.weight"])
 
 
 def test_the_model_of_these_tests_has_cuts_that_several_tensors_cross() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from socflower.errors import InfeasiblePlan
 from socflower.pipeline.plan import PipelinePlan, TwoDPlan
 from socflower.pipeline.problem import PipelineLayer, PipelineModel
-from socflower.pipeline.recovery.replanning import replanned, shared_anew
+from socflower.pipeline.replanning import replanned, shared_anew
 from tests.pipeline.problems import straight_plan
 
 NUM_LAYERS = 9
