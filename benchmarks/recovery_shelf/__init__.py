@@ -1,0 +1,1 @@
+"""A pipeline of processes that fail on request, for `benchmarks/recovery.py`."""
