@@ -115,6 +115,46 @@ def test_rings_in_int8_give_the_weights_of_the_local_engine_whoever_leaves(
         assert {"preempted", "returned"} <= set(kinds)
 
 
+PIPELINE = """\
+# Do stages on SuperNodes train what one process does, also when a user takes a machine between rounds?
+[cluster]
+soc_bytes_per_s = 125e6
+[[board]]
+count = 3
+device = "jetson-nano"
+[model]
+name = "vgg-small"
+[data]
+name = "digits"
+[train]
+epochs = {epochs}
+batch_size = 64
+learning_rate = 0.01
+[strategy]
+name = "hybrid-pipeline"
+[pipeline]
+micro_batch_sizes = [16]
+[[event]]
+kind = "preempt"
+soc = 1
+round = 1
+at = 0.0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_stages_give_the_weights_of_the_local_engine_whoever_leaves(tmp_path: Path) -> None:
+    with DeployedRun(tmp_path, "--warm", epochs=2, scenario=PIPELINE) as run:
+        result = run.finish()
+    local = run_to_folder(from_document(result["scenario"]), tmp_path / "local", num_workers=0)
+    assert len(result["plan"]["pipelines"][0]["stages"]) > 1
+    assert result["weights_sha256"] == local["weights_sha256"]
+    for each in (result, local):
+        kinds = [event["kind"] for entry in each["rounds"] for event in entry["events"]]
+        assert {"preempted", "planned-anew", "returned"} <= set(kinds)
+
+
 @pytest.mark.parametrize(("table", "key", "value"), [
     ("ring", "compression", "fp16"), ("strategy", "overlap_buckets", 4)])
 def test_rings_in_int8_refuse_what_their_sums_cannot_have(table: str, key: str, value: Any) -> None:
