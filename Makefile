@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 # A third of the time tests wait, for processes and time limits, so there may be more of them than cores.
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 WORKERS ?= $(if $(filter 1 2,$(CORES)),3,4)
-PURE_LAYERS := cluster edgecloud hierarchy sim thermal wire
+PURE_LAYERS := cluster edgecloud hierarchy pipeline sim thermal wire
 
 export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_UPDATE_CHECK := 1

@@ -69,7 +69,7 @@ def comparison(case: Case) -> dict[str, Any]:
         run_to_folder(load_scenario(FULL), FOLDER / "base", save_model=BASE)
     out = FOLDER / case.key
     document = compare(load_scenario(case.scenario, case.overrides), case.strategies, out, seeds=SEEDS,
-                       tuning=parse_tuning(f"learning_rate={case.rates}"))
+                       tuning=parse_tuning([f"learning_rate={case.rates}"]))
     curves = {f"{row['strategy']} {row['seed']}": _curve(out / row["strategy"] / f"seed-{row['seed']}" / "result.json")
               for row in document["rows"]}
     return {"title": case.title, "tuning": document["tuning"], "headline": document["headline"],

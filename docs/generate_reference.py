@@ -183,7 +183,22 @@ def section(heading: str, table: type, doc: str) -> str:
 
 
 def key_lines(table: type) -> Iterator[str]:
-    """Yield a line for each key that is no table, or a described one: its default, what it takes, what it means."""
+    """Yield a line for each key that is no table, or a described one; keys of one meaning and type share theirs."""
+    before = ""
+    for line in single_key_lines(table):
+        key, separator, meaning = line.partition("` (")
+        if separator and meaning.endswith(": the same") and before.endswith(f"` ({meaning}"):
+            before = f"{before.removesuffix(f' ({meaning}')}, {key.removeprefix('- ')}` ({meaning}"
+            continue
+        if before:
+            yield before
+        before = line
+    if before:
+        yield before
+
+
+def single_key_lines(table: type) -> Iterator[str]:
+    """Yield a line for each key: its default, what it takes, what it means."""
     for key, entry in keys_of(table).items():
         inner = table_of(entry.annotation)[0]
         if key == "expect" or (inner and not entry.description):

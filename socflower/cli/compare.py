@@ -51,9 +51,10 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="Folder; an interrupted comparison continues there.")] = None,
     seeds: Annotated[str | None, typer.Option(help="Comma-separated: each strategy under each; prints mean ± sample "
                                                    "standard deviation.")] = None,
-    tune: Annotated[str | None, typer.Option(help="KEY=VALUE,VALUE,...: search a key of [train] for each strategy, "
-                                                  "with an unreported seed, for the quickest to [compare] "
-                                                  "target, else the best accuracy or loss.")] = None,
+    tune: Annotated[list[str] | None, typer.Option(help="KEY=VALUE,VALUE,...: search a key of [train] for each "
+                                                        "strategy, "
+                                                        "with an unreported seed, for the quickest to [compare] "
+                                                        "target, else the best accuracy or loss. Repeatable.")] = None,
     cluster: Annotated[Path | None, typer.Option(help="As of run.")] = None,
     vary: Annotated[str, typer.Option(help="For app folders: KEY=VALUE,VALUE,... of their run config.")] = "",
     nodes: Annotated[int | None, typer.Option(help="As of run.")] = None,

@@ -83,8 +83,8 @@ class _Comparison:
         """Prepare all runs, so that an error appears before any training."""
         for name in self._strategies:
             under = self._scenario.under(name)
-            for value in self._tuning.values if self._tuning else ():
-                tried = self._tuning.variant(under, value) if self._tuning else under
+            for choice in self._tuning.choices if self._tuning else ():
+                tried = self._tuning.variant(under, choice) if self._tuning else under
                 prepare(tried.replaced(seed=self._search_seed), self._engine)
             for seed in self._seeds:
                 prepare(under.replaced(seed=seed), self._engine)
@@ -128,23 +128,26 @@ class _Comparison:
         return document
 
     def _search(self, name: str) -> dict[str, Any]:
-        """Return the best value of the search for a strategy, and what each value came to."""
+        """Return the best combination of the search for a strategy, and what each came to."""
         assert self._tuning is not None
-        key, tried = self._tuning.key, []
-        for value in self._tuning.values:
-            variant = self._tuning.variant(self._scenario.under(name), value).replaced(seed=self._search_seed)
-            result = self._run(variant, self._out / "tune" / name / f"{key}-{value}", f"{name}, {key} {value}")
-            tried.append(result)
+        choices, tried = self._tuning.choices, []
+        for choice in choices:
+            variant = self._tuning.variant(self._scenario.under(name), choice).replaced(seed=self._search_seed)
+            folder = "_".join(f"{key}-{value}" for key, value in choice.items())
+            label = ", ".join(f"{key} {value}" for key, value in choice.items())
+            tried.append(self._run(variant, self._out / "tune" / name / folder, f"{name}, {label}"))
         quality, target = target_of(self._scenario, tried)
         found = [result | costs_to_target(result, quality, target) for result in tried]
-        return {"chosen": self._tuning.values[best_of(found, quality)], "tried": [
-            {"value": value, quality.final_key: result[quality.final_key], quality.time_key: result[quality.time_key]}
-            for value, result in zip(self._tuning.values, found, strict=True)]}
+        best = choices[best_of(found, quality)]
+        return {"chosen": self._tuning.value(best), "settings": best, "tried": [
+            {"value": self._tuning.value(choice), quality.final_key: result[quality.final_key],
+             quality.time_key: result[quality.time_key]}
+            for choice, result in zip(choices, found, strict=True)]}
 
     def _reported(self, name: str, seed: int, found: Mapping[str, Any]) -> dict[str, Any]:
         variant = self._scenario.under(name).replaced(seed=seed)
         if self._tuning is not None:
-            variant = self._tuning.variant(variant, found[name]["chosen"])
+            variant = self._tuning.variant(variant, found[name]["settings"])
         folder = self._out / name
         if self._seeds:
             return self._run(variant, folder / f"seed-{seed}", f"{name}, seed {seed}")

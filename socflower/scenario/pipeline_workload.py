@@ -28,15 +28,15 @@ def pipeline_workload(scenario: Scenario) -> tuple[nn.Module, Example, int]:
         return initial_model(scenario), own, num_samples(scenario)
     if scenario.model.factory:
         return initial_model(scenario), table.sample, table.num_samples
-    example: Example = table.sample
+    wanted: Example = table.sample
     if name in LANGUAGE_MODELS:
-        example = torch.zeros(1, *table.sample, dtype=torch.int64)
+        wanted = torch.zeros(1, *table.sample, dtype=torch.int64)
     elif len(table.sample) == 1:
         raise ConfigError(f"{scenario.name} [pipeline] sample = {list(table.sample)}: is of tokens, which "
                           f"{' and '.join(LANGUAGE_MODELS)} take, and [model] name is {name!r}; write [channels, "
                           "pixels, pixels]")
     try:
-        return _model(name, table, scenario.seed), example, table.num_samples
+        return _model(name, table, scenario.seed), wanted, table.num_samples
     except ConfigError as error:
         raise ConfigError(f"{scenario.name} [pipeline] sample = {list(table.sample)}: {error}") from None
 

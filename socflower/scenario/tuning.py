@@ -1,9 +1,9 @@
-"""The search of `compare --tune`: for each strategy the best of several values of a key of `[train]`."""
+"""The search of `compare --tune`: for each strategy the best combination of values of keys of `[train]`."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, product
 from typing import Any
 
 from socflower.cluster.toml_file import keys_of, parse_value, unknown_key
@@ -14,21 +14,51 @@ from socflower.scenario.schema.config import Scenario, TrainConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuning:
-    """Values of a key of `[train]` that a comparison tries for each strategy."""
+    """Values of keys of `[train]` that a comparison tries for each strategy: every combination."""
 
-    key: str
-    values: tuple[Any, ...]
+    axes: tuple[tuple[str, tuple[Any, ...]], ...]  # the values of each key
 
-    def variant(self, scenario: Scenario, value: Any) -> Scenario:
-        """Return the scenario with a value of the key; `ConfigError` if it does not fit."""
+    @property
+    def key(self) -> str:
+        """The keys, for people."""
+        return ", ".join(key for key, _ in self.axes)
+
+    @property
+    def choices(self) -> tuple[dict[str, Any], ...]:
+        """Every combination of the keys' values; the last key changes first."""
+        return tuple(dict(zip((key for key, _ in self.axes), values, strict=True))
+                     for values in product(*(values for _, values in self.axes)))
+
+    def value(self, choice: Mapping[str, Any]) -> Any:
+        """Return a combination as documents have it: the value of the only key, or of several a text."""
+        if len(choice) == 1:
+            return next(iter(choice.values()))
+        return ", ".join(f"{key}={value}" for key, value in choice.items())
+
+    def variant(self, scenario: Scenario, choice: Mapping[str, Any]) -> Scenario:
+        """Return the scenario with a combination; `ConfigError` if it does not fit."""
         try:
-            return scenario.replaced(train=scenario.train.replaced(**{self.key: value}))
+            return scenario.replaced(train=scenario.train.replaced(**choice))
         except ConfigError as error:
-            raise ConfigError(f"--tune {self.key}={value}: {error}") from None
+            tried = " --tune ".join(f"{key}={value}" for key, value in choice.items())
+            raise ConfigError(f"--tune {tried}: {error}") from None
 
 
-def parse_tuning(text: str) -> Tuning:
-    """Return the search of `--tune key=value,value`; `ConfigError` for an unknown key, and for less than two values."""
+def parse_tuning(texts: Sequence[str]) -> Tuning:
+    """Return the search of `--tune key=value,value`, given once for each key.
+
+    Raises `ConfigError` for an unknown key, for one that is given twice, and for less than two values.
+    """
+    axes: dict[str, tuple[Any, ...]] = {}
+    for text in texts:
+        key, values = _axis(text)
+        if key in axes:
+            raise ConfigError(f"--tune {text}: {key} is searched twice; give all its values at once")
+        axes[key] = values
+    return Tuning(axes=tuple(axes.items()))
+
+
+def _axis(text: str) -> tuple[str, tuple[Any, ...]]:
     key, separator, values = (part.strip() for part in text.partition("="))
     tried = tuple(parse_value(value.strip()) for value in values.split(","))
     if not separator or "" in tried or len(set(map(str, tried))) < max(2, len(tried)):
@@ -37,7 +67,7 @@ def parse_tuning(text: str) -> Tuning:
     known = keys_of(TrainConfig)
     if key not in known:
         raise ConfigError(unknown_key(key, values, known, f"--tune {text}"))
-    return Tuning(key=key, values=tried)
+    return key, tried
 
 
 def search_seed(scenario: Scenario, reported: Collection[int]) -> int:

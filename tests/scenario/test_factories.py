@@ -371,7 +371,7 @@ def test_a_model_without_accuracy_is_run_compared_and_searched_by_its_loss(
     assert result["expectations"][0]["holds"] and result["expectations"][0]["observed"] == result["final_loss"]
 
     document = compare(scenario, ["socflow", "sgd"], tmp_path / "out", num_workers=0, seeds=(1, 2),
-                       tuning=parse_tuning("learning_rate=0.001,0.5"))
+                       tuning=parse_tuning(["learning_rate=0.001,0.5"]))
     assert {name: each["chosen"] for name, each in document["tuning"]["strategies"].items()} == {
         "socflow": 0.5, "sgd": 0.5}
     worst = max(row["final_loss"] for row in document["rows"])

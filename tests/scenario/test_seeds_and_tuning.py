@@ -1,11 +1,15 @@
 """Comparisons over seeds, and the search of a key of [train]."""
 
 import json
+from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.report.quality import ACCURACY
@@ -15,6 +19,7 @@ from socflower.scenario.prepared_run import PreparedRun
 from socflower.scenario.schema.config import CompareConfig, Scenario
 from socflower.scenario.schema.file import to_document
 from socflower.scenario.tuning import Tuning, best_of, parse_tuning, search_seed
+from tests.command_line import Socflower
 from tests.scenario.small_runs import small, small_result
 
 pytestmark = pytest.mark.usefixtures("on_few_digits")
@@ -65,7 +70,7 @@ def test_each_strategy_runs_under_each_seed_in_a_folder_of_its_own(runs: Runs, t
 
 def test_a_search_takes_an_unreported_seed_and_reports_the_best_value_only(runs: Runs, tmp_path: Path) -> None:
     document = compare(small(), ["socflow", "sgd"], tmp_path, seeds=(1, 2),
-                       tuning=Tuning(key="learning_rate", values=(0.1, 0.2, 0.4)))
+                       tuning=Tuning(axes=(("learning_rate", (0.1, 0.2, 0.4)),)))
     assert {seed for _, seed, _ in runs[:6]} == {3} == {document["tuning"]["seed"]}
     assert runs[6:] == [(name, seed, 0.2) for seed in (1, 2) for name in ("socflow", "sgd")]
     found = document["tuning"]["strategies"]["sgd"]
@@ -75,10 +80,40 @@ def test_a_search_takes_an_unreported_seed_and_reports_the_best_value_only(runs:
     assert document == json.loads((tmp_path / "comparison.json").read_text())
 
 
+@given(sizes=st.lists(st.integers(2, 4), min_size=1, max_size=3))
+def test_a_search_of_several_keys_tries_every_combination_once(sizes: list[int]) -> None:
+    keys = ("learning_rate", "batch_size", "weight_decay")[:len(sizes)]
+    tuning = parse_tuning([f"{key}={','.join(map(str, range(1, size + 1)))}" for key, size in zip(keys, sizes,
+                                                                                                  strict=True)])
+    tried = [tuple(choice[key] for key in keys) for choice in tuning.choices]
+    assert sorted(tried) == sorted(product(*(range(1, size + 1) for size in sizes)))
+    assert len({str(tuning.value(choice)) for choice in tuning.choices}) == prod(sizes)
+
+
+def test_a_search_of_two_keys_reports_the_best_combination(runs: Runs, tmp_path: Path) -> None:
+    tuning = parse_tuning(["learning_rate=0.1,0.2", "batch_size=16,32"])
+    document = compare(small(), ["sgd"], tmp_path, tuning=tuning)
+    assert [rate for _, _, rate in runs] == [0.1, 0.1, 0.2, 0.2, 0.2] and document["tuning"]["key"] == (
+        "learning_rate, batch_size")
+    found = document["tuning"]["strategies"]["sgd"]
+    assert found["settings"] == {"learning_rate": 0.2, "batch_size": 16}
+    assert found["chosen"] == "learning_rate=0.2, batch_size=16" and len(found["tried"]) == 4
+    assert compare(small(), ["sgd"], tmp_path, tuning=tuning) == document
+    assert len(runs) == 5  # the second call trains nothing
+
+
+def test_one_key_is_searched_once_and_the_command_reads_every_search(socflower: Socflower) -> None:
+    with pytest.raises(ConfigError, match="--tune epochs=3,4: epochs is searched twice; give all its values at once"):
+        parse_tuning(["epochs=1,2", "epochs=3,4"])
+    for searches in (("rate=1,2", "epochs=1,2"), ("epochs=1,2", "rate=1,2")):
+        ran = socflower("compare", "digits_demo", "--tune", searches[0], "--tune", searches[1])
+        assert ran.status == 2 and "unknown key 'rate'" in ran.err and len(ran.err.strip().splitlines()) == 1
+
+
 def test_an_interrupted_search_goes_on_where_it_stopped(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tuning, train = Tuning(key="learning_rate", values=(0.1, 0.2)), comparison.run_to_folder
+    tuning, train = Tuning(axes=(("learning_rate", (0.1, 0.2)),)), comparison.run_to_folder
 
     def fail(run: PreparedRun, *rest: Any, **more: Any) -> dict[str, Any]:
         if run.scenario.train.learning_rate == 0.2:
@@ -121,7 +156,7 @@ def test_seeds_are_different_whole_numbers(text: str) -> None:
 ])
 def test_a_search_is_written_as_a_key_and_values(text: str, line: str) -> None:
     with pytest.raises(ConfigError, match=line.replace("?", r"\?")):
-        parse_tuning(text)
+        parse_tuning([text])
 
 
 @pytest.mark.parametrize(("text", "line"), [
@@ -133,11 +168,11 @@ def test_a_value_that_does_not_fit_is_refused_before_any_training(
     text: str, line: str, runs: Runs, tmp_path: Path,
 ) -> None:
     with pytest.raises(ConfigError, match=line):
-        compare(small(), ["sgd"], tmp_path, tuning=parse_tuning(text))
+        compare(small(), ["sgd"], tmp_path, tuning=parse_tuning([text]))
     assert runs == []
 
 
 def test_the_search_is_judged_by_the_target_of_the_scenario(runs: Runs, tmp_path: Path) -> None:
     scenario = small().replaced(compare=CompareConfig(target_accuracy=0.3))
-    tried = compare(scenario, ["sgd"], tmp_path, tuning=Tuning(key="learning_rate", values=(0.1, 0.2)))
+    tried = compare(scenario, ["sgd"], tmp_path, tuning=Tuning(axes=(("learning_rate", (0.1, 0.2)),)))
     assert all(each["time_to_accuracy_s"] is not None for each in tried["tuning"]["strategies"]["sgd"]["tried"])
