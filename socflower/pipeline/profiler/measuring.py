@@ -29,9 +29,9 @@ def measure_layers(
     """Return the median seconds of each layer's passes at several batch sizes, on the device of the module's weights.
 
     Layers are the pieces of `chain`, by default those of `read_model`. Each runs alone in training mode, on what the
-    layer before made of the example's first sample, so memory holds the activations of one layer at a time; its
-    backward pass starts from ones. A first pass of each is not counted. The module's weights, gradients, mode, buffers
-    and the random state are unchanged.
+    layer before made of the example's first sample, or of a random one of its shape, so memory holds the activations of
+    one layer at a time; its backward pass starts from ones. A first pass of each is not counted. The module's weights,
+    gradients, mode, buffers and the random state are unchanged.
 
     Raises ConfigError for batch sizes that do not rise from 1 or more, and for a model that cannot be cut.
     """
@@ -39,6 +39,9 @@ def measure_layers(
     if not sizes or sizes[0] < 1 or any(after <= before for before, after in pairwise(sizes)):
         raise ConfigError(f"measuring layers: batches must rise from 1 or more, got {list(sizes)}")
     require_range("measuring layers", least=1, repeats=repeats)
+    if not isinstance(example, torch.Tensor):
+        # Not zeros: pooling takes a third of its time on equal values, whose comparisons processors predict.
+        example = torch.randn(1, *example, generator=torch.Generator().manual_seed(0))
     layers = read_model(module, example, type(module).__name__).chain if chain is None else chain
     pieces = [layers.module(module, number, number) for number in range(len(layers.pieces))]
     forward_s, backward_s = (np.zeros((len(pieces), len(sizes))) for _ in range(2))

@@ -23,7 +23,7 @@ class GlooChannels(Channels):
                  ) -> None:
         super().__init__(socs[list(ranks).index(port.rank)])
         self._place = {soc: place for place, soc in enumerate(socs)}
-        self._ring = GlooRing(port, ranks, generation, heartbeat_s)
+        self._ring = GlooRing(port, ranks, generation, heartbeat_s, two_way=True)
 
     def join(self, poll: Poll = no_poll) -> None:
         """Return when all devices have joined; until then, that one has died is for `poll` to find out and raise."""

@@ -38,9 +38,14 @@ class GlooRing(Collective):
     long the first member may take to answer meanwhile. A member that dies breaks the ring, one that hangs or is slow
     does not. Raises `ConfigError` if an address is not private and the port is not trusted. A process can only be one
     member, since connections of several members in one process cannot be told apart.
+
+    `two_way`: whether `send` has a connection for each direction. Gloo sends when the receiver has said that it is
+    ready, which on a shared connection waits behind what is being sent the other way: the link is used one way at a
+    time.
     """
 
-    def __init__(self, port: RingPort, ranks: Sequence[int], generation: int, heartbeat_s: float) -> None:
+    def __init__(self, port: RingPort, ranks: Sequence[int], generation: int, heartbeat_s: float, *,
+                 two_way: bool = False) -> None:
         if not port.trusted:
             for member in ranks:
                 Address.parse(port.addresses[member], "ring address").require_private(
@@ -51,6 +56,8 @@ class GlooRing(Collective):
         self._lock = threading.Lock()
         self._store = _PortStore(port, ranks[0], generation, heartbeat_s)
         self._group: Any = None
+        self._downward: Any = None  # of messages to lower ranks
+        self._two_way = two_way
         self._waiting: list[Operation[Any]] = []
         self._ports: frozenset[int] = frozenset()
         self._failure: str | None = None
@@ -83,11 +90,13 @@ class GlooRing(Collective):
 
         Messages of one tag between two members keep their order. Raises `PeerLost`.
         """
-        self._begin(lambda group: (group.send([payload], target, tag), lambda: None), PointToPoint).wait()
+        self._begin(lambda group: ((self._downward if target < self.rank else group).send([payload], target, tag),
+                                   lambda: None), PointToPoint).wait()
 
     def receive(self, buffer: Tensor, source: int, tag: int) -> None:
         """Receive a tensor of one member, which has the buffer's size; raises `PeerLost`."""
-        self._begin(lambda group: (group.recv([buffer], source, tag), lambda: None), PointToPoint).wait()
+        self._begin(lambda group: ((self._downward if source > self.rank else group).recv([buffer], source, tag),
+                                   lambda: None), PointToPoint).wait()
 
     def close(self) -> None:
         """Leave at once; pending operations end with `PeerLost`."""
@@ -123,6 +132,8 @@ class GlooRing(Collective):
             listening = [port for fd in set(_sockets()) - before if (port := _listening_port(fd))]
             self._store.set(_DEVICE_KEY.format(self.rank), json.dumps(listening))
             group = dist.ProcessGroupGloo(self._store, self.rank, self.size, options)
+            downward = dist.ProcessGroupGloo(dist.PrefixStore("downward", self._store), self.rank, self.size, options) \
+                if self._two_way else group
             ports = frozenset(
                 port for rank in range(self.size) for port in json.loads(self._store.get(_DEVICE_KEY.format(rank))))
             self._connect()
@@ -130,7 +141,7 @@ class GlooRing(Collective):
             self._fail(self._store.failure or f"the ring could not be built: {str(failure).splitlines()[0]}")
             return self._store.abandon()
         with self._lock:
-            self._group, self._ports = group, ports
+            self._group, self._downward, self._ports = group, downward, ports
             # If `close` was called meanwhile, the new group is shut down here.
             closed = self._failure is not None
             for work in self._waiting:
@@ -154,11 +165,11 @@ class GlooRing(Collective):
     def _shut_down_group(self) -> None:
         """Shut down the group's connections and drop it; open connections to a hung member would block for minutes."""
         with self._lock:
-            group, self._group = self._group, None
+            group, downward, self._group, self._downward = self._group, self._downward, None, None
         if group is None:
             return
         if not self._ports:  # without /proc the connections cannot be found, and a leak is better than blocking
-            _LEAKED.append(group)
+            _LEAKED.extend((group, downward))
             return
         for fd in _sockets():
             _shut_down_if_connected(fd, self._ports)

@@ -2,6 +2,7 @@
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from socflower.errors import ConfigError
 from socflower.rings.collective import PeerLost
 from socflower.rings.member import open_ring
+from socflower.rings.transports.gloo import GlooRing
 from socflower.rings.transports.port import RingPort
 from socflower.wire.secure_channel import PeerRefused
 from tests.rings import transport_contract as ring_contract
@@ -69,6 +71,38 @@ def test_keys_of_a_generation_that_is_over_are_refused() -> None:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="no /proc to find gloo's connections in")
+def test_messages_to_either_side_have_connections_of_their_own() -> None:
+    """The receiver's word that it is ready does not wait behind what is being sent the other way."""
+    addresses, size = free_addresses(2), 500_000
+    ports = [RingPort(addresses[rank], rank=rank, addresses=addresses, token=TOKEN, tls=None, heartbeat_s=10.0)
+             for rank in range(2)]
+    rings = [GlooRing(port, [0, 1], 1, 10.0, two_way=True) for port in ports]
+    try:
+        def exchange(ring: GlooRing) -> list[float]:
+            found = [torch.empty(size) for _ in range(6)]
+            with ThreadPoolExecutor(2) as threads:
+                sent = threads.submit(lambda: [ring.send(torch.full((size,), float(number + 10 * ring.rank)),
+                                                         1 - ring.rank, number % 2) for number in range(6)])
+                for number, buffer in enumerate(found):
+                    ring.receive(buffer, 1 - ring.rank, number % 2)
+                sent.result()
+            return [float(buffer[-1]) for buffer in found]
+
+        assert on_all(rings, exchange) == [[10.0, 11.0, 12.0, 13.0, 14.0, 15.0], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]]
+        groups = [(ring._group, ring._downward) for ring in rings]
+        assert all(group is not downward for group, downward in groups)
+        with ThreadPoolExecutor(2) as threads:
+            waiting = [threads.submit(ring.receive, torch.empty(1), 1 - ring.rank, 5) for ring in rings]
+            for ring in rings:
+                ring.close()
+            for each in waiting:
+                with pytest.raises(PeerLost):
+                    each.result(60.0)
+    finally:
+        for end in (*rings, *ports):
+            end.close()
+
+
 def test_rings_leave_no_sockets_behind() -> None:
     def count() -> int:
         return sum(os.readlink(f"/proc/self/fd/{fd}").startswith("socket:") for fd in os.listdir("/proc/self/fd")
