@@ -51,7 +51,13 @@ def test_figures_in_sentences_are_those_of_their_files() -> None:
     said = " ".join(PAGE.split())
     third = row("bench-exchange", "with a rate across boards: largest error"), row(
         "bench-exchange", "with a rate across boards: largest error of a figure left out")
-    for text in (f"the worst error is {max(predicted) * 100:.1f} %", f"fits all within {third[0]['ours']:.1f} %",
+    truth = [{row["case"].partition(",")[0] + row["case"].rpartition(":")[2]: row["ours"]
+              for row in document(name)["rows"] if f"of seed {name[-3:]}:" in row["case"]}
+             for name in ("bench-truth-501", "bench-truth-502")]
+    median, tail = " median error", " 95th percentile"
+    for text in (*(f"{truth[0][half + kind]:.1f} and {truth[1][half + kind]:.1f} %"
+                   for half in ("sleeping", "computing") for kind in (median, tail)),
+                 f"the worst error is {max(predicted) * 100:.1f} %", f"fits all within {third[0]['ours']:.1f} %",
                  f"predicts one {third[1]['ours']:.1f} % off", f"at most {max(rings) * 100:.1f} % off",
                  f"10 epochs: {runs[0]['final_accuracy'] * 100:.2f} %",
                  f"is {memory['ours']:.0f} MB, in torch {memory['peer_value']:.0f} MB",
