@@ -1,0 +1,312 @@
+"""Pipelines over unequal devices, as real processes: plans against other ways to train, predictions against clocks.
+
+Four processes with quotas of 0.5, 0.35, 0.25 and 0.15 cores are the devices, each in a network namespace behind a link
+of 20, 100 or 1000 Mbit/s. They measure their layers' seconds, all at once; from these and the links' rates
+`plan_pipeline` makes our plan, and virtual time says what each plan's update takes, before it is measured. All train a
+VGG of half width on images of 64 x 64 by mini-batches of 64 from the same weights.
+
+The others: the fastest device alone; data parallelism with samples by speed (Algorithm 1), and FedAvg with samples by
+speed that averages every 8 updates' samples, both in our ring; an even pipeline, whose layers are divided as for equal
+devices; torch's own 1F1B on the even pipeline and on one whose layers are divided by speed, which it cannot replicate.
+
+`ok`: the weights are those of the same plan in one process, bit for bit (torch's: within 1e-4; FedAvg's: the same on
+all devices). The overlap row is of two stages whose passes take as long as their transfers.
+"""
+
+import os
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+
+from benchmarks.harness import Row, main
+from benchmarks.pipeline_contest.launch import Devices
+from benchmarks.pipeline_contest.work import (
+    CORES,
+    MINI_BATCH,
+    SPAN,
+    TRAINER,
+    Federated,
+    Passes,
+    Profile,
+    Profiled,
+    Train,
+    Trained,
+    Transfers,
+    build_data,
+    build_model,
+    build_wide_model,
+    minis,
+    rack,
+    read,
+)
+from socflower.hierarchy import split_batch
+from socflower.pipeline.plan import PipelinePlan, Plan, Policy, Stage
+from socflower.pipeline.planner.peers import data_parallel, fastest_device, gpipe, pipeline_parallel
+from socflower.pipeline.planner.pruning import seconds_of
+from socflower.pipeline.planner.selection import (
+    PlannerSettings,
+    micro_batch_choices,
+    plan_pipeline,
+    with_in_flight,
+)
+from socflower.pipeline.problem import LayerSeconds, PipelineDevice, PipelineModel, PipelineProblem
+from socflower.pipeline.runtime.member import Member
+from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
+from socflower.pipeline.runtime.together import Mail, run_together
+from socflower.pipeline.schedule.order import ASTEROID
+from socflower.pipeline.schedule.run import simulate
+from tests import cpu_quota
+from tests.testbed import testbed
+from tests.testbed.topology import GOODPUT
+
+RATES_MBIT = (20, 100, 1000)
+MICRO_BATCHES = (4, 8, 16)
+EIGHT_BITS = ActivationCoding(bits=8, gradient_bits=8)
+OVERLAP_AIM = 1.2
+_BATCHES = (1, 2, 4, 8, 16)
+_ENTRY_S = 5.0  # that a measured entry takes about
+_NUM_UPDATES = (2, 6)
+_WARM_UP = 1
+_ROUND_UPDATES = 8  # of FedAvg
+_TOLERANCE = 1e-4
+_MEMORY_BYTES = 1e12
+_told: dict[str, object] = {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """A way to train, and what virtual time says of it."""
+
+    name: str
+    plan: Plan
+    predicted_s: float  # of an update
+    coding: ActivationCoding = EXACT
+    by_torch: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What came of an entry."""
+
+    samples_per_s: float
+    update_s: float
+    ok: bool
+
+
+def run(quick: bool = False) -> list[Row]:
+    """Return rows of samples per second, of predictions, and of the overlap; none where the testbed cannot be built."""
+    reason = testbed.missing() or cpu_quota.missing()
+    _told.clear()
+    _told["devices"] = reason or f"quotas of {', '.join(map(str, CORES))} cores"
+    _told["load_before"] = list(os.getloadavg())
+    if reason is not None:
+        return []
+    torch.set_num_threads(1)  # as the devices have: other numbers of threads round otherwise
+    rows: list[Row] = []
+    with suppress(PermissionError):
+        os.nice(-10)  # so that answers are checked in time whatever else the machine does
+    for mbit in RATES_MBIT[1:2] if quick else RATES_MBIT:
+        rows += _contest(mbit, quick)
+    rows.append(_overlap(quick))
+    _told["load_after"] = list(os.getloadavg())
+    return rows
+
+
+def peers() -> dict[str, object]:
+    """Return how the devices were held, the plans, and how busy the machine was."""
+    return {"torch": f"torch {torch.__version__}, Schedule1F1B of distributed.pipelining over gloo, same optimiser",
+            **_told}
+
+
+# ---------------------------------------------------------------------------------------------------------- contest
+
+
+def _contest(mbit: int, quick: bool) -> list[Row]:
+    place = f"{mbit} Mbit/s"
+    with Devices(rack(mbit * 1_000_000), CORES) as devices:
+        profiled: dict[int, Profiled] = devices.do(Profile(batches=_BATCHES, repeats=3))
+        problem = _problem(profiled, mbit)
+        entries = _entries(problem, coded=mbit == min(RATES_MBIT))
+        _told[f"cores got at {place}"] = [round(each.cores, 3) for each in profiled.values()]
+        _told[f"plans at {place}"] = {entry.name: _text(entry.plan) for entry in entries}
+        found = {entry.name: _measured(devices, entry) for entry in entries}
+        federated = _federated(devices, problem)
+    ours = found["ours"]
+    rows = [_speed_row(place, "ours", ours, name, result) for name, result in
+            {**found, "FedAvg": federated}.items() if name != "ours" and name != "ours, 8 bits"]
+    if "ours, 8 bits" in found:
+        rows.append(_speed_row(place, "ours, 8 bits", found["ours, 8 bits"], "ours, exact", ours))
+    return rows + [Row(case=f"{place}: {entry.name}, {_text(entry.plan)}: an update", ours=found[entry.name].update_s,
+                       peer="predicted", peer_value=entry.predicted_s, unit="s",
+                       ratio=entry.predicted_s / found[entry.name].update_s, ok=found[entry.name].ok)
+                   for entry in entries if not entry.by_torch]
+
+
+def _speed_row(place: str, name: str, ours: Result, peer: str, theirs: Result) -> Row:
+    return Row(case=f"{place}: {name}", ours=ours.samples_per_s, peer=peer, peer_value=theirs.samples_per_s,
+               unit="samples/s", ratio=ours.samples_per_s / theirs.samples_per_s, ok=ours.ok and theirs.ok)
+
+
+def _problem(profiled: Mapping[int, Profiled], mbit: int) -> PipelineProblem:
+    model = read(build_model()).model
+    weight_bytes = model.weight_bytes(0, model.num_layers - 1)
+    devices = tuple(PipelineDevice(
+        soc=soc, name=f"{CORES[soc]} cores", memory_bytes=_MEMORY_BYTES,
+        update_bytes_per_s=5.0 * weight_bytes / own.update_s, seconds=LayerSeconds(
+            device=f"{CORES[soc]} cores", batches=_BATCHES, forward_s=own.forward_s, backward_s=own.backward_s))
+        for soc, own in profiled.items())
+    return PipelineProblem(model=model, devices=devices, cluster=rack(mbit * 1_000_000).cluster(), micro_batch_size=8,
+                           num_micro_batches=MINI_BATCH // 8)
+
+
+def _entries(problem: PipelineProblem, *, coded: bool) -> list[Entry]:
+    settings = PlannerSettings(micro_batch_sizes=MICRO_BATCHES)
+    planned = plan_pipeline(problem, settings)
+    even, by_speed = _best(problem, _even), _best(problem, pipeline_parallel)
+    entries = [
+        _entry("ours", planned.problem, planned.plan), _best(problem, fastest_device, "one device"),
+        _best(problem, data_parallel, "data parallelism"), replace(even, name="even pipeline"),
+        replace(even, name="torch 1F1B, even", by_torch=True),
+        replace(by_speed, name="torch 1F1B, by speed", by_torch=True)]
+    if coded:
+        smaller = replace(problem, model=_eight_bits(problem.model))
+        chosen = plan_pipeline(smaller, settings)
+        entries.append(_entry("ours, 8 bits", chosen.problem, chosen.plan, coding=EIGHT_BITS))
+    return entries
+
+
+def _best(problem: PipelineProblem, planner: Callable[[PipelineProblem], Plan], name: str = "") -> Entry:
+    """Return a planner's plan with its best size of micro-batches."""
+    sizes = micro_batch_choices(problem, (*MICRO_BATCHES, MINI_BATCH))
+    return min((_entry(name, sized, planner(sized)) for sized in sizes), key=lambda entry: entry.predicted_s)
+
+
+def _even(problem: PipelineProblem) -> PipelinePlan:
+    """Return a stage a device with equal times on the mean device, in 1F1B order."""
+    plan = replace(gpipe(problem), policy=Policy.ONE_FORWARD_ONE_BACKWARD)
+    return with_in_flight(problem, plan, ASTEROID.counts(len(plan.stages), plan.num_micro_batches))
+
+
+def _entry(name: str, problem: PipelineProblem, plan: Plan, *, coding: ActivationCoding = EXACT, by_torch: bool = False,
+           ) -> Entry:
+    return Entry(name=name, plan=plan, coding=coding, by_torch=by_torch, predicted_s=_predicted_s(problem, plan))
+
+
+def _predicted_s(problem: PipelineProblem, plan: Plan) -> float:
+    """Return what an update takes in virtual time among others, the first one not counted, as in what is measured."""
+    ends_s = simulate(problem, plan, num_steps=4).step_ends_s
+    return (ends_s[-1] - ends_s[_WARM_UP - 1]) / (len(ends_s) - _WARM_UP)
+
+
+def _eight_bits(model: PipelineModel) -> PipelineModel:
+    return replace(model, layers=tuple(replace(layer, output_bytes=layer.output_bytes / 4) for layer in model.layers))
+
+
+def _measured(devices: Devices, entry: Entry) -> Result:
+    least, most = _NUM_UPDATES
+    num_updates = _WARM_UP + min(most, max(least, round(_ENTRY_S / entry.predicted_s)))
+    work = Train(plan=entry.plan, num_updates=num_updates, coding=entry.coding, by_torch=entry.by_torch)
+    answers: dict[int, Trained] = devices.do(work, entry.plan.socs)
+    update_s = _interval_s(answers)
+    result = Result(samples_per_s=entry.plan.num_samples / update_s, update_s=update_s, ok=_is_right(work, answers))
+    print(f"{entry.name}: {_text(entry.plan)}: {update_s:.3f} s, predicted {entry.predicted_s:.3f}: "
+          f"{100 * (entry.predicted_s / update_s - 1):+.1f} %, {result.ok}", file=sys.stderr, flush=True)
+    return result
+
+
+def _interval_s(answers: Mapping[int, Trained]) -> float:
+    """Return the mean seconds of an update or round, which ends when all devices have done it."""
+    ends_s = [max(ends) for ends in zip(*(each.ends_s for each in answers.values()), strict=True)]
+    return (ends_s[-1] - ends_s[_WARM_UP - 1]) / (len(ends_s) - _WARM_UP)
+
+
+def _is_right(work: Train, answers: Mapping[int, Trained]) -> bool:
+    reference = _together(work)
+    weights = {name: array for each in answers.values() for name, array in each.weights.items()}
+    return weights.keys() == reference.keys() and all(
+        np.allclose(weights[name], array, rtol=0.0, atol=_TOLERANCE) if work.by_torch
+        else np.array_equal(weights[name], array) for name, array in reference.items())
+
+
+def _together(work: Train) -> dict[str, np.ndarray]:
+    mail, data = Mail(), build_data()
+    members = []
+    for soc in work.plan.socs:
+        module = build_model()
+        members.append(Member(work.plan, soc, read(module), module, TRAINER, SPAN, data=data, send=mail.sender(soc),
+                              coding=work.coding))
+    for mini in minis(work.num_updates, work.plan.num_samples):
+        run_together({member.soc: member.update(mini) for member in members}, mail)
+    ends = run_together({member.soc: member.finish() for member in members}, mail)
+    return {name: tensor.numpy() for end in ends.values() if end is not None for name, tensor in end.weights.items()}
+
+
+def _federated(devices: Devices, problem: PipelineProblem) -> Result:
+    """Measure FedAvg: a round has the samples of `_ROUND_UPDATES` updates, dealt by speed."""
+    samples = split_batch(_ROUND_UPDATES * MINI_BATCH, [1.0 / seconds_of(device) for device in problem.devices])
+    answers: dict[int, Trained] = devices.do(Federated(
+        samples=samples, batch_size=MINI_BATCH // len(CORES), num_rounds=_WARM_UP + 1))
+    first, *others = (each.weights for each in answers.values())
+    round_s = _interval_s(answers)
+    print(f"FedAvg: {samples}: {round_s:.3f} s", file=sys.stderr, flush=True)
+    return Result(samples_per_s=sum(samples) / round_s, update_s=round_s, ok=all(
+        np.array_equal(other[name], array) for other in others for name, array in first.items()))
+
+
+def _text(plan: Plan) -> str:
+    return "; ".join(" | ".join(f"{stage.first_layer}-{stage.last_layer} on {'+'.join(map(str, stage.devices))} x "
+                                f"{'+'.join(map(str, stage.shares))} K{stage.in_flight}" for stage in pipeline.stages)
+                     for pipeline in plan.pipelines)
+
+
+# ---------------------------------------------------------------------------------------------------------- overlap
+
+
+def _overlap(quick: bool) -> Row:
+    """Measure passes alone, choose the rate at which transfers take as long, and measure transfers alone and both."""
+    plan, cores = _overlap_plan(), (0.6, 0.6)
+    first = read(build_wide_model()).model.layers[plan.stages[0].last_layer]
+    message_bytes = int(plan.micro_batch_size * first.output_bytes)
+    updates = 2
+    with Devices(rack(1_000_000_000, 2), cores) as devices:
+        passes_s = _slowest_s(devices.do(Passes(plan=plan, num_updates=updates))) / updates
+    rate = message_bytes * plan.num_micro_batches / passes_s / GOODPUT * 8
+    with Devices(rack(int(rate), 2), cores) as devices:
+        transfers_s = _slowest_s(devices.do(Transfers(num_bytes=message_bytes, num_messages=plan.num_micro_batches)))
+        both = []
+        alone = []
+        for _ in range(1 if quick else 2):
+            alone.append(_slowest_s(devices.do(Passes(plan=plan, num_updates=updates))) / updates)
+            both.append(_interval_s(devices.do(Train(plan=plan, num_updates=_WARM_UP + updates, wide=True))))
+    longer_s = max(statistics.median(alone), transfers_s)
+    both_s = statistics.median(both)
+    print(f"overlap: passes {alone}, transfers {transfers_s}, both {both}", file=sys.stderr, flush=True)
+    return Row(case=f"overlap, {plan.num_micro_batches} micro-batches between 2 devices at {rate / 1e6:.0f} Mbit/s: "
+               f"passes alone {statistics.median(alone):.2f} s, transfers alone {transfers_s:.2f} s, both",
+               ours=both_s, peer="the longer one", peer_value=longer_s, unit="s", ratio=longer_s / both_s,
+               limit=OVERLAP_AIM * longer_s, ok=both_s < OVERLAP_AIM * longer_s)
+
+
+def _overlap_plan() -> PipelinePlan:
+    last = read(build_wide_model()).model.num_layers - 1
+    half = last // 2
+    return PipelinePlan(
+        stages=(Stage(first_layer=0, last_layer=half, devices=(0,), shares=(2,), in_flight=6),
+                Stage(first_layer=half + 1, last_layer=last, devices=(1,), shares=(2,), in_flight=3)),
+        micro_batch_size=2, num_micro_batches=32)
+
+
+def _slowest_s(answers: Mapping[int, Trained]) -> float:
+    return max(each.ends_s[-1] - each.began_s for each in answers.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main(run, peers))
