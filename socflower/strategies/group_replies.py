@@ -115,6 +115,8 @@ class GroupProgress:
             self._record_departure(left)
         for line in outcome.log:
             self.event("member-lost", line)
+        for line in outcome.notes:
+            self.event("pipeline", line)
         for seconds in outcome.recoveries_s:
             self.event("ring-formed-again", f"training again after {seconds:.2f} s")
 

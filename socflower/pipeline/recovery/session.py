@@ -1,9 +1,10 @@
 """One device's part of a pipeline on machines of their own, which goes on without devices that are lost.
 
 Devices agree on who is there as rings do (`rings/membership.py`). The first of them compares what all have kept, and
-chooses the newest step of which together they have everything, and the plan for those that are there. Then parts of the
-model move between devices, all pairs at once, and training goes on from that step. Updates since are done again: each
-is in the weights once, as if the pipeline had been planned anew at that step.
+chooses the newest step of which together they have everything, and the plan for those that are there: the present one
+where a replicated stage has lost a device, else that of the last backup. Then parts of the model move between devices,
+all pairs at once, and training goes on from that step. Updates since are done again: each is in the weights once, as if
+the pipeline had been planned anew at that step.
 """
 
 import copy
@@ -54,7 +55,7 @@ from socflower.wire.message_keys import (
 )
 from socflower.workloads import DataSource
 
-GLOO = "gloo"
+_TRUSTED = ("gloo", "nccl")  # transports of nodes that trust their network, over which stages use gloo
 _SHARE_TOLERANCE = 0.1  # of a stage's time, that new shares have to save
 _KEPT_STEPS = 2  # the newest backup may be incomplete when a device is lost
 
@@ -135,6 +136,9 @@ class _Session:
             except PeerLost as error:
                 log(INFO, "pipeline: %s; re-forming it", error)
                 self._lost_at_s = self._lost_at_s or time.monotonic()
+                if self._stage is not None:
+                    self._keep(self._stage)
+                    self._stage = None
                 self._close_channels()
             except Preempted:
                 self._membership.leave()
@@ -259,8 +263,8 @@ class _Session:
             (indices,) = self._schedule.batch(group.first_step + self._step)
             run_script(stage.update(Mini(step=group.first_step + self._step, indices=indices,
                                          key=sample_key(group, self._step))), channels, self._poll)
-            self._take_backups()
             self._step += 1
+            self._take_backups()
             if self._config.on_step is not None:
                 self._config.on_step(AppliedStep(
                     step=group.first_step + self._step - 1, samples=tuple(indices.tolist()),
@@ -302,10 +306,7 @@ class _Session:
         """Keep this step's state, and send it to the device that keeps a copy."""
         stage, channels = self._stage, self._channels
         assert stage is not None and channels is not None
-        weights, optimizer = stage.snapshot()
-        loose = self._names - frozenset().union(*self._of_layers)  # buffers of no layer, which nothing changes
-        rest = {name: weight for name, weight in self._kept[min(self._kept)].weights.items() if name in loose}
-        self._kept[self._step] = StageState(weights={**rest, **weights}, optimizer=optimizer)
+        self._keep(stage)
         keepers = backup_of(self._plan)
         if self._soc in keepers:
             channels.send(keepers[self._soc], STATE, self._kept[self._step].to_bytes(self._names))
@@ -314,6 +315,14 @@ class _Session:
             channels.expect([Receive(soc, STATE)])
         for step in sorted(self._kept)[:-_KEPT_STEPS]:
             del self._kept[step]
+
+    def _keep(self, stage: Member) -> None:
+        """Keep the state after the last update that this device has done."""
+        weights, optimizer = stage.snapshot()
+        loose = self._names - frozenset().union(*self._of_layers)  # buffers of no layer, which nothing changes
+        rest = {name: weight for name, weight in self._kept[min(self._kept)].weights.items() if name in loose}
+        own = StageState(weights={**rest, **weights}, optimizer=optimizer)
+        self._kept[self._step] = own.joined(self._kept.get(self._step, StageState()))
 
     def _take_backups(self) -> None:
         """Keep the copies of others' states that have come meanwhile."""
@@ -382,7 +391,7 @@ class _Session:
         return RingOutcome(
             outcome=outcome, members=tuple(self._present), num_steps=self._step, answers=answers,
             rates=tuple(rates.get(soc, 0.0) for soc in self._present) if rates else (),
-            recoveries_s=tuple(self._recoveries_s), log=(*self._membership.log_lines, *self._log),
+            recoveries_s=tuple(self._recoveries_s), log=tuple(self._membership.log_lines), notes=tuple(self._log),
             preempted=tuple(self._soc_of[participant] for participant in self._membership.preempted))
 
     def _close_channels(self) -> None:
@@ -392,7 +401,7 @@ class _Session:
 
 
 def require_gloo(transport: str) -> None:
-    """Raise `ConfigError` for another transport than gloo."""
-    if transport != GLOO:
+    """Raise `ConfigError` for a transport of nodes that do not allow gloo."""
+    if transport not in _TRUSTED:
         raise ConfigError(f"pipeline: stages send over gloo, and the nodes have transport {transport}; give all nodes "
                           "ring-transport=\"gloo\" and, on a network that is not private, ring-trusted=true")

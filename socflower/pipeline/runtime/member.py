@@ -184,6 +184,7 @@ class Member:
                          if self.soc in part.devices and len(part.devices) > 1
                          and (bucket := self._bucket(part)) is not None]
         self._slots = self._own_buffers()
+        self._copy_buffers()
         self._count_state()
 
     # ------------------------------------------------------------------------------------------------- an update
@@ -225,6 +226,12 @@ class Member:
         if self._session is not None:
             self._session.apply()
             self._count_state()
+        self._copy_buffers()
+
+    def _copy_buffers(self) -> None:
+        """Keep what passes of the next update change before it is complete."""
+        self._buffers_before = {name: module._buffers[key].cpu().clone()  # type: ignore[union-attr]
+                                for name, (module, key) in self._slots.items()}
 
     def _begin(self) -> None:
         if self._session is not None:
@@ -395,14 +402,16 @@ class Member:
         return self._assembled(ends)
 
     def snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return copies of the stage's trained parameters and buffers, and of its optimiser's named state."""
+        """Return copies of the stage's trained parameters and buffers, and of its optimiser's named state.
+
+        They are those after the last update that is complete, also in the middle of the next one.
+        """
         if self.work is None:
             return {}, {}
         weights = {name: parameter.detach().cpu().clone() for name, parameter in self._module.named_parameters()
                    if parameter.requires_grad}
-        weights |= {name: module._buffers[key].cpu().clone()  # type: ignore[union-attr]
-                    for name, (module, key) in self._slots.items()}
-        return weights, {} if self._session is None else copy.deepcopy(self._session.named_state())
+        optimizer = {} if self._session is None else copy.deepcopy(self._session.named_state())
+        return weights | self._buffers_before, optimizer
 
     def _ending(self) -> dict[str, NDArray[Any]]:
         """Return what the leader needs of this device: buffers, and weights where it is the first that has them."""
