@@ -10,20 +10,26 @@ from socflower.pipeline.problem import PipelineModel
 
 
 def replanned(plan: Plan, model: PipelineModel, present: Collection[int]) -> Plan:
-    """Return a plan for the devices of `plan` that are present; the plan itself if all are.
+    """Return a plan for the devices of `plan` that are `present`, which may be more; the plan itself if all are.
 
     A stage that has lost some of its devices divides its micro-batches among the others, in proportion to their shares.
     If a stage has lost all, the layers of its pipeline are divided anew among the other stages, in their order, so that
     the operations of a stage are in proportion to those that it had: it was given these to keep pace with the others.
-    Of a 2-D plan, pipelines without devices are left out, and the others take their samples.
+    Of a 2-D plan, pipelines without devices are left out, and the others take their samples. If only devices are left
+    that the plan does not use, the first of them trains alone.
 
     Raises `InfeasiblePlan` if none is left.
     """
     if all(soc in present for soc in plan.socs):
         return plan
     left = [pipeline for each in plan.pipelines if (pipeline := _without(each, model, present)) is not None]
+    if not left and not present:
+        raise InfeasiblePlan("pipeline: no device is left")
     if not left:
-        raise InfeasiblePlan("pipeline: no device of the plan is left")
+        first = plan.pipelines[0]
+        alone = Stage(first_layer=0, last_layer=model.num_layers - 1, devices=(min(present),),
+                      shares=(first.micro_batch_size,), in_flight=first.stages[-1].in_flight)
+        return replace(first, stages=(alone,), samples_on=None)
     if isinstance(plan, TwoDPlan):
         server = plan.server if not isinstance(plan.server, int) or plan.server in present else left[0].socs[0]
         return replace(plan, groups=tuple(left), server=server)

@@ -81,6 +81,8 @@ def test_pipelines_of_a_2d_plan_that_are_lost_are_left_out() -> None:
     plan = TwoDPlan(groups=(first, second))
     without = replanned(plan, model, {7})
     assert isinstance(without, TwoDPlan) and without.socs == (7,)
+    alone = replanned(plan, model, {42, 43})
+    assert isinstance(alone, PipelinePlan) and alone.socs == (42,) and alone.num_layers == 4
     with pytest.raises(InfeasiblePlan):
         replanned(plan, model, set())
 
