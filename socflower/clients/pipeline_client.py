@@ -11,7 +11,7 @@ from socflower.clients.node_config import ring_node
 from socflower.clients.ring_client import KEPT_MODEL, open_port
 from socflower.errors import ConfigError
 from socflower.pipeline.plan_values import from_json
-from socflower.pipeline.recovery.session import PipelineMember, require_gloo
+from socflower.pipeline.recovery.session import PipelineMember
 from socflower.pipeline.runtime.group import read_like, require_fp32
 from socflower.pipeline.runtime.payloads import ActivationCoding
 from socflower.rings.member import AppliedStep, MemberResult
@@ -46,7 +46,6 @@ def train_stage(
     if node is None:
         raise ConfigError(f"node {context.node_id}: its node config lacks ring; start the SuperNode with "
                           "--node-config 'ring=\"host:port\"'")
-    require_gloo(ring.transport)
     plan = from_json(task.plan)
     with preempt_switch(context.node_config) as switch, closing(open_port(node, group, ring)) as port:
         return PipelineMember(

@@ -39,7 +39,8 @@ class HybridPipeline(SoCFlow):
     are planned for anew; the optimiser's state goes with the layers.
 
     On the engines `local` and `simulation` the client of one node runs all stages. Nodes with a ring address run a
-    stage each, over gloo, and go on without one that is lost: from the newest step of which the others have all parts.
+    stage each, over gloo or gRPC, and go on without one that is lost: from the newest step of which the others have all
+    parts.
 
     Parameters
     ----------
@@ -54,7 +55,7 @@ class HybridPipeline(SoCFlow):
     coding : ActivationCoding
         In how many bits activations and their gradients cross a cut.
     rings : RingSettings
-        Real machines: how long devices may be silent or absent; the transport is gloo, gradients are float32.
+        Real machines: how long devices may be silent or absent, and the transport; gradients are float32.
     backup_steps : int
         Real machines: after how many updates a stage that is on one device alone is copied to the next one's device;
         0: once a round. More often costs their bytes, and less is done again after a loss.

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from socflower.strategies.group_grid import GroupGrid
 from socflower.strategies.hybrid_pipeline import HybridPipeline
 from socflower.strategies.settings import TrainingSchedule
 from socflower.training.fp32 import FP32Trainer, sgd
+from socflower.wire.certificates import write_certificates
 from socflower.workloads import as_data_source
 from tests.pipeline.problems import straight_plan
 from tests.process_grid import ProcessGrid
@@ -31,12 +33,12 @@ PLANS = {"three stages": straight_plan((0, 1, LAYERS - 1), ((6,), (6,), (6,)), 4
          "a stage of two": straight_plan((0, LAYERS - 1), ((2, 4), (6,)), 4)}
 
 
-def strategy(plan: str, num_epochs: int = 4, **settings: Any) -> HybridPipeline:
+def strategy(plan: str, num_epochs: int = 4, transport: str = "auto", **settings: Any) -> HybridPipeline:
     return HybridPipeline(
         problem=pipeline_problem(tagger(), Sentences().tokens[:1], shelf(), batch_size=BATCH), plan=PLANS[plan],
         schedule=TrainingSchedule(num_samples=NUM_SAMPLES, batch_size=BATCH, num_epochs=num_epochs,
                                   interval_epochs=2.0),
-        rings=RingSettings(heartbeat_s=2.0, rendezvous_s=20.0, leader_grace_s=5.0), **settings)
+        rings=RingSettings(transport=transport, heartbeat_s=2.0, rendezvous_s=20.0, leader_grace_s=5.0), **settings)
 
 
 def train(grid: Any, plan: str, **settings: Any) -> tuple[dict[str, Tensor], HybridPipeline]:
@@ -56,26 +58,31 @@ def on_processes(plan: str, of_soc: dict[int, dict[str, Any]] | None = None, **s
         return train(grid, plan, **settings)
 
 
-@pytest.mark.parametrize("plan", ["a stage of two", pytest.param("three stages", marks=pytest.mark.slow)])
-def test_stages_in_processes_train_the_bits_of_one_process(plan: str) -> None:
-    ours, own = on_processes(plan)
+@pytest.mark.parametrize(("plan", "transport"), [
+    ("a stage of two", "gloo"), ("a stage of two", "grpc"),
+    pytest.param("three stages", "gloo", marks=pytest.mark.slow),
+    pytest.param("three stages", "grpc", marks=pytest.mark.slow)])
+def test_stages_in_processes_train_the_bits_of_one_process(plan: str, transport: str) -> None:
+    ours, own = on_processes(plan, transport=transport)
     reference = in_one_process(plan)
     assert [event.text for report in own.reports for event in report.events] == []
-    assert own.transport == "gloo"
+    assert own.transport == transport
     assert ours.keys() == reference.keys() and all(torch.equal(ours[name], reference[name]) for name in ours)
 
 
-@pytest.mark.parametrize(("plan", "soc", "fault", "backup_steps"), [
-    ("three stages", 1, {"dies-at-backward": 14}, 2),
-    pytest.param("three stages", 0, {"dies-at-forward": 16}, 2, marks=pytest.mark.slow),
-    pytest.param("three stages", 2, {"dies-at-forward": 18}, 1, marks=pytest.mark.slow),
-    pytest.param("three stages", 2, {"stops-at-backward": 6}, 0, marks=pytest.mark.slow),
-    pytest.param("a stage of two", 1, {"dies-at-forward": 6}, 0, marks=pytest.mark.slow),
+@pytest.mark.parametrize(("plan", "soc", "fault", "backup_steps", "transport"), [
+    ("three stages", 1, {"dies-at-backward": 14}, 2, "gloo"),
+    pytest.param("three stages", 1, {"dies-at-backward": 14}, 2, "grpc", marks=pytest.mark.slow),
+    pytest.param("a stage of two", 1, {"stops-at-forward": 6}, 0, "grpc", marks=pytest.mark.slow),
+    pytest.param("three stages", 0, {"dies-at-forward": 16}, 2, "gloo", marks=pytest.mark.slow),
+    pytest.param("three stages", 2, {"dies-at-forward": 18}, 1, "gloo", marks=pytest.mark.slow),
+    pytest.param("three stages", 2, {"stops-at-backward": 6}, 0, "gloo", marks=pytest.mark.slow),
+    pytest.param("a stage of two", 1, {"dies-at-forward": 6}, 0, "gloo", marks=pytest.mark.slow),
 ])
 def test_a_lost_device_leaves_the_bits_of_a_run_that_was_planned_so(
-    plan: str, soc: int, fault: dict[str, Any], backup_steps: int,
+    plan: str, soc: int, fault: dict[str, Any], backup_steps: int, transport: str,
 ) -> None:
-    ours, own = on_processes(plan, {soc: fault}, backup_steps=backup_steps, num_epochs=2)
+    ours, own = on_processes(plan, {soc: fault}, backup_steps=backup_steps, num_epochs=2, transport=transport)
     (report,) = own.reports
     said = " ".join(event.text for event in report.events)
     step = int(re.search(r"goes on from update (\d+)", said)[1])  # type: ignore[index]
@@ -124,4 +131,16 @@ def test_a_leader_that_is_lost_with_the_only_copy_is_answered_by_asking_the_othe
     ours, own = on_processes("three stages", {0: {"dies-at-start": 1}})
     reference = in_one_process("three stages")
     assert "the others are asked again" in " ".join(event.text for report in own.reports for event in report.events)
+    assert all(torch.allclose(ours[name], reference[name], atol=1e-5) for name in reference)
+
+
+@pytest.mark.slow
+def test_nodes_with_certificates_train_over_encrypted_streams_and_go_on_without_one_that_dies(tmp_path: Path) -> None:
+    own = write_certificates(tmp_path, ["127.0.0.1"])["127.0.0.1"]
+    paths = {"ring-ca": str(own.ca), "ring-certificate": str(own.certificate), "ring-key": str(own.key)}
+    ours, strategy = on_processes("three stages", {0: paths, 1: paths, 2: {**paths, "dies-at-forward": 14}},
+                                  backup_steps=1)
+    assert strategy.transport == "grpc+tls"
+    assert any("the pipeline goes on from update" in event.text for event in strategy.reports[0].events)
+    reference = in_one_process("three stages")
     assert all(torch.allclose(ours[name], reference[name], atol=1e-5) for name in reference)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from socflower.capture.torch_device import device_label
-from socflower.errors import ConfigError, InfeasiblePlan
+from socflower.errors import InfeasiblePlan
 from socflower.pipeline.plan import Plan
 from socflower.pipeline.plan_values import from_json, to_json
 from socflower.pipeline.profiler.layers import ReadModel
@@ -30,6 +30,7 @@ from socflower.pipeline.replanning import replanned, shared_anew
 from socflower.pipeline.runtime.channels import Channels, QueueChannels, run_script
 from socflower.pipeline.runtime.gloo_channels import GlooChannels
 from socflower.pipeline.runtime.group import outcome_of
+from socflower.pipeline.runtime.grpc_channels import GrpcChannels
 from socflower.pipeline.runtime.member import CONTROL, END, STATE, Member, Mini, OnPass, Receive, TrainedModel
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
 from socflower.quantities import counted
@@ -55,7 +56,7 @@ from socflower.wire.message_keys import (
 )
 from socflower.workloads import DataSource
 
-_TRUSTED = ("gloo", "nccl")  # transports of nodes that trust their network, over which stages use gloo
+_TRUSTED = ("gloo", "nccl")  # transports of nodes that trust their network: their stages use gloo, others gRPC
 _SHARE_TOLERANCE = 0.1  # of a stage's time, that new shares have to save
 _KEPT_STEPS = 2  # the newest backup may be incomplete when a device is lost
 
@@ -160,7 +161,8 @@ class _Session:
         standing = MemberState(num_steps=max(self._kept, default=0), has_model=bool(self._kept), optimizer="")
         generation = self._membership.form(standing, self._config.switch.raise_if_active)
         socs = self._socs = [self._soc_of[participant] for participant in generation.members]
-        self._channels = QueueChannels.of(socs)[self._soc] if len(socs) == 1 else GlooChannels(
+        kind = GlooChannels if self._ring.transport in _TRUSTED else GrpcChannels
+        self._channels = QueueChannels.of(socs)[self._soc] if len(socs) == 1 else kind(
             self._config.port, socs, generation.members, generation.number, self._ring.heartbeat_s)
         decision = self._agree(socs)
         if decision["step"] is None:
@@ -398,10 +400,3 @@ class _Session:
         if self._channels is not None:
             self._channels.close()
             self._channels = None
-
-
-def require_gloo(transport: str) -> None:
-    """Raise `ConfigError` for a transport of nodes that do not allow gloo."""
-    if transport not in _TRUSTED:
-        raise ConfigError(f"pipeline: stages send over gloo, and the nodes have transport {transport}; give all nodes "
-                          "ring-transport=\"gloo\" and, on a network that is not private, ring-trusted=true")
