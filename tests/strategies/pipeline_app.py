@@ -17,6 +17,8 @@ from torch.utils.data import Dataset
 from socflower.clients.app import make_client_app
 from socflower.cluster import Cluster, parse_cluster
 from socflower.engines.deployment.flower_processes import free_ports
+from socflower.pipeline.recovery.session import _Session
+from socflower.pipeline.runtime.channels import Channels
 from socflower.pipeline.runtime.stage import StageWork
 from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.wire.message_keys import GROUP
@@ -78,9 +80,10 @@ def shelf() -> Cluster:
     return parse_cluster(tables["cluster"], tables["board"])
 
 
-_passes_left = {"forward": 0, "backward": 0}
+_passes_left = {"forward": 0, "backward": 0, "sum": 0, "backup": 0, "move": 0}
 _signal = signal.SIGKILL
 _forward, _backward = StageWork.forward, StageWork.backward
+_sum, _back_up, _move = Channels.all_reduce, _Session._back_up, _Session._move
 
 
 _pass_s = 0.0
@@ -103,8 +106,25 @@ def _counted_backward(self: StageWork, *args: Any, **named: Any) -> Any:
     return _backward(self, *args, **named)
 
 
+def _counted_sum(self: Channels, *args: Any) -> None:
+    _count("sum", 0)
+    _sum(self, *args)
+
+
+def _counted_backup(self: _Session) -> None:
+    _back_up(self)
+    _count("backup", 0)
+
+
+def _counted_move(self: _Session, parts: Any) -> None:
+    _count("move", 0)
+    _move(self, parts)
+
+
 def failing(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
     """Kill or stop the process before its n-th pass, as `dies-at-forward` and the like of its node config say.
+
+    So it does before its n-th sum of gradients, after its n-th backup, and before the n-th time that layers move.
 
     A pass takes at least `sample-s` for each sample.
     """
@@ -126,6 +146,8 @@ KEYS = ("sample-s", "dies-at-start", *(f"{what}-at-{kind}" for what in ("dies", 
 def fail_on_request() -> None:
     """Make the passes of this process do what `failing` asks for."""
     StageWork.forward, StageWork.backward = _counted_forward, _counted_backward  # type: ignore[method-assign]
+    Channels.all_reduce = _counted_sum  # type: ignore[assignment,method-assign]
+    _Session._back_up, _Session._move = _counted_backup, _counted_move  # type: ignore[method-assign]
 
 
 def client_app(trainer: Any = None, model: Any = tagger) -> ClientApp:

@@ -144,3 +144,20 @@ def test_nodes_with_certificates_train_over_encrypted_streams_and_go_on_without_
     assert any("the pipeline goes on from update" in event.text for event in strategy.reports[0].events)
     reference = in_one_process("three stages")
     assert all(torch.allclose(ours[name], reference[name], atol=1e-5) for name in reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "faults"), [
+    ("a stage of two", {1: {"dies-at-sum": 2}}), ("a stage of two", {0: {"stops-at-sum": 3}}),
+    ("three stages", {1: {"dies-at-backup": 2}}), ("three stages", {0: {"stops-at-backup": 1}}),
+    ("three stages", {2: {"dies-at-move": 1}}),
+    ("three stages", {1: {"dies-at-forward": 14}, 2: {"dies-at-move": 2}}),
+    ("three stages", {1: {"stops-at-forward": 14}, 0: {"dies-at-move": 2}}),
+    ("a stage of two", {0: {"dies-at-backward": 7}, 1: {"dies-at-forward": 9}}),
+], ids=str)
+def test_faults_in_sums_backups_and_moves_lose_nothing(plan: str, faults: dict[int, dict[str, Any]]) -> None:
+    ours, own = on_processes(plan, faults, backup_steps=1)
+    reference = in_one_process(plan)
+    assert any(event.kind in ("member-lost", "pipeline") for report in own.reports for event in report.events)
+    assert len(own.reports) == own.num_rounds
+    assert all(torch.allclose(ours[name], reference[name], atol=1e-5) for name in reference)
