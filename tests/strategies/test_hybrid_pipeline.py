@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context
+from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
@@ -28,6 +28,8 @@ from socflower.pipeline.plan import PipelinePlan
 from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.replanning import replanned
 from socflower.pipeline.runtime.group import train_pipeline
+from socflower.training.model_state import frozen_digest, trainable_state
+from socflower.wire.message_keys import FROZEN_SHA256
 from socflower.workloads import as_data_source
 from tests.pipeline.problems import straight_plan
 from tests.strategies.pipeline_app import BATCH, NUM_SAMPLES, Sentences, Tagger, client_app, shelf, tagger
@@ -106,6 +108,26 @@ def test_a_device_that_is_away_is_planned_for_anew_and_its_optimiser_state_goes_
     assert strategy.pipeline.plan.socs and 2 not in strategy.pipeline.plan.socs
     assert "planned anew" in " ".join(event.text for report in strategy.reports for event in report.events)
     assert close(weights, whole)  # so momentum went with the layers
+
+
+def test_frozen_layers_stay_at_the_nodes_and_the_others_train_as_on_one_device() -> None:
+    """As in fine-tuning by adapters; the first stage has nothing to train."""
+    def frozen() -> Tagger:
+        module = tagger()
+        module.table.requires_grad_(False)
+        module.mix[0].weight.requires_grad_(False)
+        return module
+
+    own = pipeline_problem(frozen(), Sentences().tokens[:1], shelf(), batch_size=BATCH)
+    weights = []
+    for plan in (cut_in_three(own), straight_plan((own.model.num_layers - 1,), ((24,),), 1)):
+        strategy = HybridPipeline(problem=own, schedule=schedule(), plan=plan)
+        with LocalGrid(client_app(model=frozen), 3, num_workers=0) as grid:
+            weights.append(dict(strategy.start(
+                grid, ArrayRecord(trainable_state(frozen())), num_rounds=strategy.num_rounds,
+                train_config=ConfigRecord({FROZEN_SHA256: frozen_digest(frozen())})).arrays.to_torch_state_dict()))
+    assert "table.weight" not in weights[0] and "mix.0.bias" in weights[0]
+    assert close(*weights) and not close(weights[0], dict(trainable_state(frozen())))
 
 
 def test_a_device_that_leaves_within_an_interval_is_gone_on_without_at_that_update(problem: PipelineProblem) -> None:
