@@ -115,7 +115,7 @@ def _throughput(dice: random.Random, count: int) -> Iterator[Row]:
         for soc in planned.plan.socs:
             present = {device.soc for device in problem.devices} - {soc}
             left = _without(problem, present)
-            light: Any = replanned(planned.plan, problem.model, present & {*planned.plan.socs})
+            light: Any = replanned(planned.plan, problem.model, present)
             if len(present) < 2:
                 continue
             heavy = plan_pipeline(left)
