@@ -230,8 +230,11 @@ class HybridPipeline(SoCFlow):
         if not isinstance(self._clock, EventClock):
             return Usage()
         planned = self._planned_for(this.plan.participants)
+        # At nominal speeds: the clock itself slows devices down.
+        nominal = replace(planned.problem, devices=tuple(
+            device for device in self._problem.devices if device.soc in this.plan.participants))
         usage = self._planner.drain_idle() + simulate(
-            planned.problem, planned.plan, clock=self._clock, num_steps=this.interval.num_steps).usage
+            nominal, planned.plan, clock=self._clock, num_steps=this.interval.num_steps).usage
         builder = GraphBuilder()
         for stage in planned.plan.pipelines[0].stages:
             if num_bytes := planned.problem.model.weight_bytes(stage.first_layer, stage.last_layer):

@@ -17,6 +17,7 @@ from socflower import (
     HybridPipeline,
     Int8Trainer,
     PlannerSettings,
+    Rebalancing,
     TrainingSchedule,
     make_client_app,
     pipeline_problem,
@@ -28,6 +29,7 @@ from socflower.pipeline.plan import PipelinePlan
 from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.replanning import replanned
 from socflower.pipeline.runtime.group import train_pipeline
+from socflower.pipeline.schedule.run import simulate
 from socflower.training.model_state import frozen_digest, trainable_state
 from socflower.wire.message_keys import FROZEN_SHA256
 from socflower.workloads import as_data_source
@@ -82,6 +84,25 @@ def test_a_round_costs_its_updates_and_the_way_of_the_weights_to_the_hub(problem
     assert steps * 2 * step_s * 0.7 < updates_s < steps * 2 * step_s * 1.05  # updates overlap
     assert [report.usage.duration_s > 0 for report in strategy.reports] == [True, True]
     assert clock.now_s == pytest.approx(sum(report.usage.duration_s for report in strategy.reports))
+
+
+def test_a_round_that_is_planned_for_slower_devices_is_priced_at_the_clocks_speeds(problem: PipelineProblem) -> None:
+    """The clock slows devices down itself; they must not be slow twice."""
+    clock = EventClock(problem.cluster)
+    own = straight_plan((problem.model.num_layers - 1,), ((24,),), 1)  # on device 0
+    strategy = HybridPipeline(problem=replace(problem, devices=problem.devices[:2]), schedule=schedule(), clock=clock,
+                              plan=own, rebalancing=Rebalancing())
+    strategy._planner.balancer.in_use.take({0: 0.25, 1: 1.0})
+    train(strategy)
+    plan, model = strategy.pipeline.plan, problem.model
+    assert strategy.pipeline.problem.device(0).seconds.device == "jetson-nx at 25%"
+    sized = replace(problem, micro_batch_size=plan.pipelines[0].micro_batch_size,
+                    num_micro_batches=plan.pipelines[0].num_micro_batches)
+    updates_s = 2 * simulate(sized, plan, num_steps=strategy.steps_per_epoch).usage.duration_s
+    weights = sum(layer.weight_bytes for layer in model.layers)
+    assert clock.now_s == pytest.approx(updates_s + 2 * (weights / 12.5e6 + problem.cluster.message_s))
+    twice_s = 2 * simulate(strategy.pipeline.problem, plan, num_steps=strategy.steps_per_epoch).usage.duration_s
+    assert twice_s > 1.5 * updates_s  # so the plan uses the slow device, and this test would see it
 
 
 def test_coded_activations_train_otherwise_and_cost_less(problem: PipelineProblem) -> None:
