@@ -17,7 +17,7 @@ _EXPORTS = {
     "strategies.group_grid": ("GroupGrid",),
     "strategies.hybrid_pipeline": ("HybridPipeline",),
     "pipeline.planner.selection": ("PlannerSettings",),
-    "pipeline.profiler.of_module": ("pipeline_problem",),
+    "pipeline.profiler.estimates": ("pipeline_problem",),
     "pipeline.runtime.payloads": ("ActivationCoding",),
     "rings.settings": ("RingSettings",),
     "strategies.settings": ("Costs", "ExchangeSettings", "Grouping", "TrainingSchedule"),

@@ -28,7 +28,7 @@ from socflower.hierarchy.group_count import default_candidates as default_candid
 from socflower.hierarchy.plan import GroupPlan as GroupPlan, plan_groups as plan_groups
 from socflower.hierarchy.rebalancing import Rebalancing as Rebalancing
 from socflower.pipeline.planner.selection import PlannerSettings as PlannerSettings
-from socflower.pipeline.profiler.of_module import pipeline_problem as pipeline_problem
+from socflower.pipeline.profiler.estimates import pipeline_problem as pipeline_problem
 from socflower.pipeline.runtime.payloads import ActivationCoding as ActivationCoding
 from socflower.precision.accelerator import Int8Backend as Int8Backend, NativeInt8Backend as NativeInt8Backend
 from socflower.precision.algorithm import ADAPTIVE_FIXED_POINT as ADAPTIVE_FIXED_POINT, NITI as NITI, Fp32Update as Fp32Update, IntegerUpdate as IntegerUpdate, TrainingAlgorithm as TrainingAlgorithm, int8_algorithm as int8_algorithm

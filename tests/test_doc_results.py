@@ -54,9 +54,14 @@ def test_figures_in_sentences_are_those_of_their_files() -> None:
     truth = [{row["case"].partition(",")[0] + row["case"].rpartition(":")[2]: row["ours"]
               for row in document(name)["rows"] if f"of seed {name[-3:]}:" in row["case"]}
              for name in ("bench-truth-501", "bench-truth-502")]
+    again_s = {how: [row["ours"] for row in document("bench-recovery")["rows"] if how in row["case"]]
+               for how in ("a board dies", "a board stops")}
+    killed, hung = again_s.values()
     median, tail = " median error", " 95th percentile"
     for text in (*(f"{truth[0][half + kind]:.1f} and {truth[1][half + kind]:.1f} %"
                    for half in ("sleeping", "computing") for kind in (median, tail)),
+                 f"{min(killed):.2f} to {max(killed):.2f} s after that is noticed",
+                 f"{min(hung):.1f} to {max(hung):.1f} s if it hangs",
                  f"the worst error is {max(predicted) * 100:.1f} %", f"fits all within {third[0]['ours']:.1f} %",
                  f"predicts one {third[1]['ours']:.1f} % off", f"at most {max(rings) * 100:.1f} % off",
                  f"10 epochs: {runs[0]['final_accuracy'] * 100:.2f} %",

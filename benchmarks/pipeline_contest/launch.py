@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ def main() -> int:
     rack, folders = pickle.load(sys.stdin.buffer)
     script = "\n".join(["set -e", "mount -t tmpfs none /run", "mkdir -p /run/netns", *rack.commands()])
     subprocess.run(["bash", "-c", script], check=True, stdin=subprocess.DEVNULL, stdout=sys.stderr)
-    import benchmarks.pipeline_contest.device  # noqa: F401 - once for all
+    import_module("benchmarks.pipeline_contest.device")  # with torch, once for all processes that are forked
 
     fork = multiprocessing.get_context("fork")
     pipes: list[Connection] = []
@@ -114,8 +115,8 @@ def main() -> int:
 def _answers(pipes: Sequence[Connection], socs: Sequence[int]) -> tuple[dict[int, Any], str]:
     found: dict[int, Any] = {}
     while len(found) < len(socs):
-        for ready in wait([pipes[soc] for soc in socs if soc not in found]):
-            soc = pipes.index(ready)  # type: ignore[arg-type]
+        ready = wait([pipes[soc] for soc in socs if soc not in found])
+        for soc in [soc for soc in socs if pipes[soc] in ready]:
             try:
                 found[soc], error = pipes[soc].recv()
             except EOFError:
@@ -128,10 +129,10 @@ def _answers(pipes: Sequence[Connection], socs: Sequence[int]) -> tuple[dict[int
 def _live(soc: int, rack: Rack, folder: Path, pipe: Connection) -> None:
     import torch
 
-    from benchmarks.pipeline_contest.device import Device
-
     torch.set_num_threads(1)
     enter_network(Path(f"/run/netns/soc{soc}"))
+    from benchmarks.pipeline_contest.device import Device
+
     device = Device(soc, rack)
     (folder / "cgroup.procs").write_text(str(os.getpid()))
     while True:

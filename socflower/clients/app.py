@@ -22,7 +22,7 @@ from socflower.clients.ring_client import answer_query, kept_model, member_reply
 from socflower.clients.saved_training import StateFiles, TrainerState
 from socflower.clients.settings import ReadSettings, TrainConfig
 from socflower.errors import ConfigError
-from socflower.pipeline.plan_values import from_json
+from socflower.pipeline.plan import from_json
 from socflower.pipeline.runtime.group import train_pipeline
 from socflower.thermal.limits import paced
 from socflower.training.batches import local_batches

@@ -10,7 +10,7 @@ from torch import nn
 from socflower.clients.node_config import ring_node
 from socflower.clients.ring_client import KEPT_MODEL, open_port
 from socflower.errors import ConfigError
-from socflower.pipeline.plan_values import from_json
+from socflower.pipeline.plan import from_json
 from socflower.pipeline.recovery.session import PipelineMember
 from socflower.pipeline.runtime.group import read_like, require_fp32
 from socflower.pipeline.runtime.payloads import ActivationCoding

@@ -3,8 +3,9 @@
 A plan can be executed without its problem: which layers, which samples, from whom to whom, and in which order.
 """
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
@@ -366,3 +367,27 @@ class Prediction:
                 "energy_j": self.energy_j,
                 "samples_per_s": self.samples_per_s, "energy_j_per_sample": self.energy_j / self.num_samples,
                 "bytes": dict(self.num_bytes)}
+
+
+def to_json(plan: Plan) -> str:
+    """Return a plan as JSON, for messages between processes of one version."""
+    return json.dumps(asdict(plan))
+
+
+def from_json(text: str) -> Plan:
+    """Return the plan of `to_json`; `ConfigError` where it is none."""
+    try:
+        values = json.loads(text)
+        if "groups" in values:
+            return TwoDPlan(groups=tuple(map(_pipeline, values["groups"])), sync=Sync(values["sync"]),
+                            server=values["server"], planner=values["planner"])
+        return _pipeline(values)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"pipeline record: is no plan ({error}); server and client run different versions of "
+                          "socflower") from None
+
+
+def _pipeline(values: dict[str, Any]) -> PipelinePlan:
+    stages = tuple(Stage(**{**stage, "devices": tuple(stage["devices"]), "shares": tuple(stage["shares"])})
+                   for stage in values["stages"])
+    return PipelinePlan(**{**values, "stages": stages, "policy": Policy(values["policy"])})

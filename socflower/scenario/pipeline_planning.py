@@ -10,9 +10,8 @@ from socflower.errors import ConfigError
 from socflower.pipeline.planner.peers import compare
 from socflower.pipeline.planner.selection import OnStep, Planned, PlannerSettings, plan_pipeline
 from socflower.pipeline.problem import PipelineProblem
-from socflower.pipeline.profiler.estimates import estimated_problem
+from socflower.pipeline.profiler.estimates import default_micro_batches, estimated_problem
 from socflower.pipeline.profiler.layers import Granularity, read_model
-from socflower.pipeline.profiler.of_module import micro_batch_choices
 from socflower.pipeline.schedule.run import simulate
 from socflower.quantities import counted
 from socflower.report.pipeline_report import DrawnPass, write_pipeline_report
@@ -123,7 +122,7 @@ def micro_batch_sizes(scenario: Scenario) -> Sequence[int]:
     """Return the sizes of micro-batches to try, which divide the mini-batch."""
     own = scenario.pipeline.micro_batch_sizes if scenario.pipeline else ()
     batch = scenario.train.batch_size
-    return own or micro_batch_choices(batch)
+    return own or default_micro_batches(batch)
 
 
 def _notes(planned: Planned) -> list[str]:

@@ -14,11 +14,17 @@ from socflower.cluster import FP32, HUB, GraphBuilder, Usage, VirtualClock
 from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed, require_range, require_type
 from socflower.hierarchy import Rebalancing, plan_groups
 from socflower.hierarchy.leader_exchange import STAR
-from socflower.pipeline.plan import PipelinePlan, Plan, Stage
-from socflower.pipeline.plan_values import to_json
-from socflower.pipeline.planner.selection import Planned, PlannerSettings, plan_pipeline, predict
+from socflower.pipeline.plan import Plan, to_json
+from socflower.pipeline.planner.selection import (
+    Planned,
+    PlannerSettings,
+    nothing_fits,
+    plan_pipeline,
+    predict,
+    single_device,
+)
 from socflower.pipeline.problem import LayerSeconds, PipelineDevice, PipelineProblem
-from socflower.pipeline.profiler.of_module import micro_batch_choices
+from socflower.pipeline.profiler.estimates import default_micro_batches
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
 from socflower.pipeline.schedule.run import simulate
 from socflower.quantities import counted, human_bytes, human_seconds
@@ -94,7 +100,7 @@ class HybridPipeline(SoCFlow):
         socs = {device.soc for device in problem.devices}
         self._problem = replace(problem, activation_part=coding.bits / 32, gradient_part=coding.gradient_bits / 32)
         self._coding, self._own_plan = coding, plan
-        self._settings = planner or PlannerSettings(micro_batch_sizes=micro_batch_choices(schedule.batch_size))
+        self._settings = planner or PlannerSettings(micro_batch_sizes=default_micro_batches(schedule.batch_size))
         self._planned: dict[tuple[tuple[int, float], ...], Planned] = {}
         self._latest: Planned | None = None  # of the latest round
         super().__init__(
@@ -102,8 +108,7 @@ class HybridPipeline(SoCFlow):
             groups=plan_groups(problem.cluster, 1, None, [float(soc in socs) for soc in
                                                           range(problem.cluster.num_socs)]),
             costs=Costs(pricing=FP32), exchange=ExchangeSettings(leaders=STAR), rings=rings,
-            rebalancing=rebalancing,
-            tolerate_client_errors=tolerate_client_errors)
+            rebalancing=rebalancing, tolerate_client_errors=tolerate_client_errors)
         if clock is not None:
             self._clock = _event_clock(clock)
         if plan is not None:
@@ -111,7 +116,7 @@ class HybridPipeline(SoCFlow):
             if plan.num_samples != schedule.batch_size:
                 raise ConfigError(f"{name}: the plan takes {plan.num_samples} samples an update, and the schedule has "
                                   f"batch_size = {schedule.batch_size}; give both the same")
-        self.pipeline  # noqa: B018 - what nothing fits is an error before anything starts
+        self._planned_for(self.plan.participants)  # so that what nothing fits is an error before anything starts
 
     @property
     def pipeline(self) -> Planned:
@@ -126,33 +131,29 @@ class HybridPipeline(SoCFlow):
         if key not in self._planned:
             problem = replace(self._problem, devices=tuple(
                 _slower(device, parts[device.soc]) for device in self._problem.devices if device.soc in parts))
-            before = self._latest
-            if before is not None and {*before.plan.socs} <= {*parts}:
-                sized = replace(problem, micro_batch_size=before.problem.micro_batch_size,
-                                num_micro_batches=before.problem.num_micro_batches)
-                kept = Planned(problem=sized, plan=before.plan, prediction=predict(sized, before.plan))
-                new = self._best(problem)
-                gains = new.prediction.step_s < kept.prediction.step_s * (1.0 - self._rebalancing.tolerance) \
-                    if self._rebalancing is not None else False
-                self._planned[key] = new if gains else kept
-                return self._planned[key]
-            own = self._own_plan
-            if own is not None and {*own.socs} <= {*parts}:
-                sized = replace(problem, micro_batch_size=own.pipelines[0].micro_batch_size,
-                                num_micro_batches=problem.mini_batch_size // own.pipelines[0].micro_batch_size)
-                self._planned[key] = Planned(problem=sized, plan=own, prediction=predict(sized, own))
+            before, own = self._latest, self._own_plan
+            if before is not None and {device.soc for device in before.problem.devices} == {*parts}:
+                self._planned[key] = self._better(_as_planned(problem, before.plan), problem)
+            elif own is not None and {*own.socs} <= {*parts}:
+                self._planned[key] = _as_planned(problem, own)
             else:
                 self._planned[key] = self._best(problem)
         return self._planned[key]
+
+    def _better(self, present: Planned, problem: PipelineProblem) -> Planned:
+        """Return the present plan, or that for the devices' new speeds if it gains more than the tolerance."""
+        assert self._rebalancing is not None  # without it, devices have one speed
+        new = self._best(problem)
+        gains = new.prediction.step_s < present.prediction.step_s * (1.0 - self._rebalancing.tolerance)
+        return new if gains else present
 
     def _best(self, problem: PipelineProblem) -> Planned:
         """Return the planner's choice, or the only one that there is for one device."""
         if len(problem.devices) > 1:
             return plan_pipeline(problem, self._settings)
-        stage = Stage(first_layer=0, last_layer=problem.model.num_layers - 1, devices=(problem.devices[0].soc,),
-                      shares=(problem.micro_batch_size,), in_flight=1)
-        plan = PipelinePlan(stages=(stage,), micro_batch_size=problem.micro_batch_size,
-                            num_micro_batches=problem.num_micro_batches)
+        plan = single_device(problem, problem.devices[0])
+        if plan is None:
+            raise nothing_fits(problem)
         return Planned(problem=problem, plan=plan, prediction=predict(problem, plan))
 
     def summary(self) -> None:
@@ -171,7 +172,7 @@ class HybridPipeline(SoCFlow):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
     ) -> list[Message]:
-        """Send the model and the plan to the node that runs the stages."""
+        """Send the plan to the node that runs all stages, or to every node that runs one; the leader gets the model."""
         messages = super().configure_train(server_round, arrays, config, grid)
         if not messages:
             return []
@@ -214,13 +215,9 @@ class HybridPipeline(SoCFlow):
         return own.seconds.forward(0, last, 1) / slow_s if slow_s else 1.0
 
     def _use_clock_of(self, grid: Grid, arrays: ArrayRecord) -> None:
-        clock = getattr(grid, "clock", None)
-        if clock is None:
-            return
-        self._clock = _event_clock(clock)
-        if getattr(grid, "cluster", self._cluster).boards != self._cluster.boards:
-            raise ConfigError("HybridPipeline: its cluster is not the one the engine was given; describe both by the "
-                              "same cluster file")
+        if (clock := getattr(grid, "clock", None)) is not None:
+            self._clock = _event_clock(clock)
+            self._require_cluster_of(grid)
 
     def _log_changes(self, this: Round, grid: Grid) -> None:
         """Log nothing of groups' exchanges: there is one group."""
@@ -240,6 +237,13 @@ class HybridPipeline(SoCFlow):
             if num_bytes := planned.problem.model.weight_bytes(stage.first_layer, stage.last_layer):
                 builder.transfer("stage to the hub", stage.devices[0], HUB, num_bytes, num_messages=1)
         return usage + self._clock.run(builder.build(this.plan.participants), label="model to the hub")
+
+
+def _as_planned(problem: PipelineProblem, plan: Plan) -> Planned:
+    """Return a plan with its prediction, and its problem in micro-batches of its size."""
+    size = plan.pipelines[0].micro_batch_size
+    sized = replace(problem, micro_batch_size=size, num_micro_batches=problem.mini_batch_size // size)
+    return Planned(problem=sized, plan=plan, prediction=predict(sized, plan))
 
 
 def _slower(device: PipelineDevice, part: float) -> PipelineDevice:

@@ -547,10 +547,14 @@ class SoCFlow(PlannedRounds):
         if self._interval_costs is None:
             log(WARNING, "SoCFlow: without a model_profile this engine keeps no virtual time; pass "
                          "costs=Costs(model_profile=profile_module(model, example_shape, name))")
+        self._require_cluster_of(grid)
+
+    def _require_cluster_of(self, grid: Grid) -> None:
+        """Raise `ConfigError` if the grid's cluster is another one."""
         cluster = getattr(grid, "cluster", self._cluster)
         if cluster.boards != self._cluster.boards:
-            raise ConfigError(f"SoCFlow: its cluster ({_hardware(self._cluster)}) is not the one the engine was "
-                              f"given ({_hardware(cluster)}); describe both by the same cluster file")
+            raise ConfigError(f"{type(self).__name__}: its cluster ({_hardware(self._cluster)}) is not the one the "
+                              f"engine was given ({_hardware(cluster)}); describe both by the same cluster file")
 
     def _make_round(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> Round:
         """Return the round of the latest plan; what it costs is kept while the plan stays, as graphs are made of it."""

@@ -212,7 +212,7 @@ class RingTask:
 class PipelineTask:
     """How a group trains one model as a pipeline."""
 
-    plan: str  # as JSON, see `pipeline/plan_values.py`
+    plan: str  # as JSON, see `from_json` of `pipeline/plan.py`
     cuts: str  # how the model is cut into the plan's layers
     layers_sha256: str  # of `PipelineModel.sha256`
     bits: int = 32  # of activations that cross a cut

@@ -168,6 +168,16 @@ def test_a_device_that_leaves_within_an_interval_is_gone_on_without_at_that_upda
     assert nobody.num_samples == 0 and not np.isfinite(nobody.mean_loss)
 
 
+@pytest.mark.parametrize("rebalancing", [None, Rebalancing()])
+def test_a_device_that_returns_while_another_is_away_is_planned_with(
+    problem: PipelineProblem, rebalancing: Rebalancing | None,
+) -> None:
+    strategy = HybridPipeline(problem=problem, schedule=schedule(), rebalancing=rebalancing)
+    strategy._latest = strategy._planned_for((1,))
+    fresh = HybridPipeline(problem=problem, schedule=schedule())
+    assert strategy._planned_for((0, 1)).plan == fresh._planned_for((0, 1)).plan != strategy._latest.plan
+
+
 @pytest.mark.parametrize(("options", "said"), [
     ({"schedule": schedule(batch_size=12)}, "batch_size = 12"),
     ({"schedule": schedule(reshuffle=False)}, "reshuffle=True"),

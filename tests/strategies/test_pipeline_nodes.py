@@ -12,7 +12,7 @@ from torch import Tensor
 
 from socflower.engines.local.grid import LocalGrid
 from socflower.hierarchy import Rebalancing
-from socflower.pipeline.profiler.of_module import pipeline_problem
+from socflower.pipeline.profiler.estimates import pipeline_problem
 from socflower.pipeline.replanning import replanned
 from socflower.pipeline.runtime.group import train_pipeline
 from socflower.rings.settings import RingSettings

@@ -10,14 +10,20 @@ makes small batches less efficient (paper Fig. 6).
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from torch import nn
 
+from socflower.capture.graph import Example
 from socflower.cluster import Cluster, Device
 from socflower.cluster.device_catalog import usable_memory_bytes
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.pipeline.problem import Floats, LayerSeconds, PipelineDevice, PipelineModel, PipelineProblem
+from socflower.pipeline.profiler.layers import Granularity, read_model
 
 FORWARD_MOVES, BACKWARD_MOVES = 2.0, 4.0
 """How often a kept activation is written or read: forward once each; backward twice, and so is its gradient."""
+
+PARTS = (4, 8, 16, 32)
+"""Of a mini-batch, that are micro-batches by default."""
 
 _BATCHES = (1, 65_536)  # seconds are linear between them
 
@@ -70,6 +76,48 @@ def estimated_problem(
         raise ConfigError(f"pipeline: no device of cluster {cluster.name} takes part; name at least one")
     return PipelineProblem(model=model, devices=tuple(devices), cluster=cluster, micro_batch_size=micro_batch_size,
                            num_micro_batches=num_micro_batches, optimizer_copies=optimizer_copies)
+
+
+def pipeline_problem(
+    module: nn.Module, example: Example, cluster: Cluster, *, batch_size: int, name: str = "", cuts: str = "layers",
+    optimizer_copies: float = 1.0, num_socs: int | None = None,
+) -> PipelineProblem:
+    """Return what a pipeline of a model on a cluster is planned for, with seconds estimated from the catalogue.
+
+    Parameters
+    ----------
+    module : nn.Module
+        The model, of one input tensor; only shapes are read.
+    example : Tensor or tuple of int
+        A batch of inputs, of which the first sample is used, or the shape of one float32 sample.
+    cluster : Cluster
+        Its devices, with their memory, and its links.
+    batch_size : int
+        Samples of one update of the weights, over all devices.
+    cuts : str
+        "layers", "blocks" or "operations": where the model may be cut.
+    optimizer_copies : float
+        Optimiser state by trained weights: 1 for SGD with momentum, 2 for Adam.
+    num_socs : int, optional
+        How many of the cluster's slots take part; default all.
+
+    Raises
+    ------
+    ConfigError
+        If the model cannot be cut.
+    """
+    require_range("pipeline", least=1, batch_size=batch_size)
+    if cuts not in {each.value for each in Granularity}:
+        raise ConfigError(f"pipeline: cuts = {cuts!r} is unknown; use {', '.join(each.value for each in Granularity)}")
+    model = read_model(module, example, name or type(module).__name__, granularity=Granularity(cuts)).model
+    size = default_micro_batches(batch_size)[0]
+    return estimated_problem(model, cluster, socs=None if num_socs is None else range(num_socs), micro_batch_size=size,
+                             num_micro_batches=batch_size // size, optimizer_copies=optimizer_copies)
+
+
+def default_micro_batches(batch_size: int) -> tuple[int, ...]:
+    """Return the sizes of micro-batches that planners try by default: whole parts of the mini-batch."""
+    return tuple(batch_size // part for part in PARTS if batch_size % part == 0) or (batch_size,)
 
 
 def _roofline(model: PipelineModel, device: Device, flops_per_s: float, *, forward: bool) -> Floats:

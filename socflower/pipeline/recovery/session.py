@@ -12,7 +12,7 @@ import io
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from logging import INFO
 from typing import Any
@@ -20,10 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from socflower.capture.torch_device import device_label
 from socflower.errors import InfeasiblePlan
-from socflower.pipeline.plan import Plan
-from socflower.pipeline.plan_values import from_json, to_json
+from socflower.pipeline.plan import Plan, from_json, to_json
 from socflower.pipeline.profiler.layers import ReadModel
 from socflower.pipeline.recovery.backups import Move, StageState, backup_of, moves, newest_common
 from socflower.pipeline.replanning import replanned, shared_anew
@@ -31,7 +29,7 @@ from socflower.pipeline.runtime.channels import Channels, QueueChannels, run_scr
 from socflower.pipeline.runtime.gloo_channels import GlooChannels
 from socflower.pipeline.runtime.group import outcome_of
 from socflower.pipeline.runtime.grpc_channels import GrpcChannels
-from socflower.pipeline.runtime.member import CONTROL, END, STATE, Member, Mini, OnPass, Receive, TrainedModel
+from socflower.pipeline.runtime.member import CONTROL, END, STATE, Member, Mini, Receive, TrainedModel
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
 from socflower.quantities import counted
 from socflower.rings.collective import PeerLost
@@ -85,8 +83,7 @@ class PipelineMember:
     budget_bytes: Mapping[int, float] = field(default_factory=dict)
     backup_steps: int = 0
     departs_at: int | None = None
-    on_step: Any = None  # called with an `AppliedStep` after each update
-    on_pass: OnPass | None = None
+    on_step: Callable[[AppliedStep], None] = lambda step: None  # called after each update
 
     def train(self) -> MemberResult:
         """Train with the other devices; the caller closes the port. The leader's `model` has the result."""
@@ -245,7 +242,7 @@ class _Session:
             seed=(self._group.seed, self._group.group_id))
         return Member(self._plan, self._soc, config.read, model, config.trainer, span, data=config.data,
                       send=channels.send, state=state.optimizer_bytes(), coding=config.coding,
-                      budget_bytes=config.budget_bytes.get(self._soc, math.inf), on_pass=self._before_pass,
+                      budget_bytes=config.budget_bytes.get(self._soc, math.inf), on_pass=lambda *_: self._poll(),
                       leader=self._leader_of(self._plan))
 
     # ------------------------------------------------------------------------------------------------ training
@@ -267,10 +264,9 @@ class _Session:
                                          key=sample_key(group, self._step))), channels, self._poll)
             self._step += 1
             self._take_backups()
-            if self._config.on_step is not None:
-                self._config.on_step(AppliedStep(
-                    step=group.first_step + self._step - 1, samples=tuple(indices.tolist()),
-                    members=tuple(self._group.partitions[self._group.members.index(soc)] for soc in self._plan.socs)))
+            self._config.on_step(AppliedStep(
+                step=group.first_step + self._step - 1, samples=tuple(indices.tolist()),
+                members=tuple(group.partitions[group.members.index(soc)] for soc in self._plan.socs)))
 
     def _share_anew(self) -> None:
         """Divide the samples of replicated stages by what their devices have measured since the last time."""
@@ -335,11 +331,6 @@ class _Session:
                 if step in self._kept:
                     self._kept[step] = self._kept[step].joined(StageState.from_bytes(body))
 
-    def _before_pass(self, soc: int, operation: Any) -> None:
-        self._poll()
-        if self._config.on_pass is not None:
-            self._config.on_pass(soc, operation)
-
     def _poll(self) -> None:
         self._config.switch.raise_if_active()
         self._membership.require_complete()
@@ -381,9 +372,9 @@ class _Session:
         num_samples = sum(len(self._schedule.batch(self._group.first_step + step)[0])
                           for step in range(self._group.num_steps))
         whole = outcome_of(end, self._plan, num_samples)
-        devices = (device_label(torch.device("cpu")),) * len(self._plan.socs)
+        devices = DeviceReport(devices=tuple(end.devices.values()), socs=tuple(end.devices))
         return MemberResult(outcome=outcome, mean_loss=whole.mean_loss, num_samples=num_samples, end=whole.end,
-                            devices=DeviceReport(devices=devices, socs=self._plan.socs))
+                            devices=devices)
 
     def _without_model(self, outcome: str) -> MemberResult:
         return MemberResult(outcome=self._outcome(outcome, answers=False), mean_loss=0.0, num_samples=0, end=None)

@@ -206,7 +206,8 @@ def run_script(script: Script[_Result], channels: Channels, poll: Poll = no_poll
         try:
             request = script.send(answer)
         except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
+            result: _Result = end.value
+            return result
         answer = None
         if isinstance(request, Receive):
             answer = channels.receive(request, poll)

@@ -10,8 +10,6 @@ from socflower.rings.collective import Poll, no_poll
 from socflower.rings.transports.gloo import GlooRing
 from socflower.rings.transports.port import RingPort
 
-_LENGTH_BYTES = 8
-
 
 class GlooChannels(Channels):
     """The lanes of one device among `socs`, whose ranks in `port` are `ranks`, in the same order.

@@ -21,7 +21,7 @@ from socflower.pipeline.runtime.together import Mail, run_together
 from socflower.training.batches import BatchSchedule, sample_key
 from socflower.training.fp32 import FP32Trainer
 from socflower.training.group import GroupOutcome
-from socflower.training.trainer import SessionResult, Trainer, TrainingSpan
+from socflower.training.trainer import SessionResult, Trainer, TrainingSpan, training_device
 from socflower.wire.message_keys import GroupTask
 from socflower.workloads import DataSource
 
@@ -46,6 +46,7 @@ def train_pipeline(
     if not task.reshuffle:
         raise ConfigError("pipeline: all samples of a mini-batch come from one place, so data cannot stay at their "
                           "nodes; use reshuffle=True")
+    model.to(training_device(trainer))
     read = read_like(model, data, cuts, layers_sha256)
     leaving = {soc: step for soc, step in (departures or {}).items() if soc in plan.socs and step < task.num_steps}
     bounds = sorted({0, task.num_steps, *leaving.values()})

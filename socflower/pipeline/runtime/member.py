@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from socflower.capture.batch_form import pair_of
-from socflower.capture.torch_device import resolve_device
+from socflower.capture.torch_device import device_label
 from socflower.errors import ConfigError
 from socflower.pipeline.plan import PipelinePlan, Plan, SynchronisedPart, synchronised_parts
 from socflower.pipeline.profiler.layers import ReadModel
@@ -28,7 +28,7 @@ from socflower.pipeline.runtime.stage import Crossing, StageWork
 from socflower.pipeline.schedule.order import Operation, Pass, operations
 from socflower.training.fp32 import FP32Session, FP32Trainer
 from socflower.training.sum_order import Bucket, make_bucket
-from socflower.training.trainer import TrainingSpan
+from socflower.training.trainer import TrainingSpan, training_device
 from socflower.wire.arrays import pack_arrays, unpack_arrays
 from socflower.workloads import DataSource
 
@@ -88,6 +88,7 @@ class TrainedModel:
     peak_bytes: Mapping[int, float]  # by SoC
     peak_in_flight: Mapping[int, int]
     sample_s: Mapping[int, float]  # seconds of both passes of a sample, without waits; 0: it had none
+    devices: Mapping[int, str]  # that trained, such as "cpu"
 
     def to_bytes(self) -> bytes:
         """Return all of it, to be read by `from_bytes`."""
@@ -161,7 +162,7 @@ class Member:
         leaving = () if is_last else tuple(map(Crossing.of, last.leaving))
         draws = any(operation.draws for piece in chain.pieces[stage.first_layer:stage.last_layer + 1]
                     for operation in piece.operations)
-        device = resolve_device(self._trainer.device, "FP32Trainer: device")
+        device = training_device(self._trainer)
         own.to(device)
         self.work = StageWork(
             name=f"stage {self._index} on SoC {self.soc}", module=own, entering=entering, leaving=leaving,
@@ -183,7 +184,6 @@ class Member:
         self._buckets = [(part, bucket) for part in reversed(synchronised_parts(self._plan))
                          if self.soc in part.devices and len(part.devices) > 1
                          and (bucket := self._bucket(part)) is not None]
-        self._slots = self._own_buffers()
         self._copy_buffers()
         self._count_state()
 
@@ -230,8 +230,7 @@ class Member:
 
     def _copy_buffers(self) -> None:
         """Keep what passes of the next update change before it is complete."""
-        self._buffers_before = {name: module._buffers[key].cpu().clone()  # type: ignore[union-attr]
-                                for name, (module, key) in self._slots.items()}
+        self._buffers_before = {name: buffer.clone() for name, buffer in self._buffers().items()}
 
     def _begin(self) -> None:
         if self._session is not None:
@@ -375,10 +374,10 @@ class Member:
         return frozenset().union(*(operation.tensors for piece in self._read.chain.pieces[first_layer:last_layer + 1]
                                    for operation in piece.operations))
 
-    def _own_buffers(self) -> dict[str, tuple[nn.Module, str]]:
-        persistent = self._module.state_dict(keep_vars=True)
-        return {f"{path}.{name}" if path else name: (module, name) for path, module in self._module.named_modules()
-                for name in module._buffers if (f"{path}.{name}" if path else name) in persistent}
+    def _buffers(self) -> dict[str, Tensor]:
+        """Return the stage's persistent buffers on the CPU, by their names in the model."""
+        return {name: entry.cpu() for name, entry in self._module.state_dict(keep_vars=True).items()
+                if not isinstance(entry, nn.Parameter)}
 
     def _count_state(self) -> None:
         assert self.work is not None
@@ -424,12 +423,12 @@ class Member:
         losses = torch.stack(self._losses).double().cpu().numpy() if self._losses else np.zeros(0)
         ending = {"samples": np.array([self._num_samples], np.int64), "losses": losses,
                   "state": np.frombuffer(stream.getvalue(), np.uint8),
+                  "device": np.frombuffer(device_label(self.work.device).encode(), np.uint8),
                   "measured": np.array([self.work.peak_bytes, self.work.peak_in_flight, self.drain_sample_s()])}
         ending |= {f"weight/{name}": parameter.detach().cpu().contiguous().numpy()
                    for name, parameter in self._module.named_parameters()
                    if parameter.requires_grad and name in first_of}
-        return ending | {f"buffer/{name}": module._buffers[key].cpu().contiguous().numpy()  # type: ignore[union-attr]
-                         for name, (module, key) in self._slots.items()}
+        return ending | {f"buffer/{name}": buffer.contiguous().numpy() for name, buffer in self._buffers().items()}
 
     def _names_first_here(self) -> frozenset[str]:
         return frozenset().union(*(self._names(part.first_layer, part.last_layer)
@@ -458,7 +457,8 @@ class Member:
         return TrainedModel(weights=weights, state=stream.getvalue(), losses=tuple(losses.tolist()),
                             peak_bytes={soc: each[0] for soc, each in measured.items()},
                             peak_in_flight={soc: int(each[1]) for soc, each in measured.items()},
-                            sample_s={soc: each[2] for soc, each in measured.items()})
+                            sample_s={soc: each[2] for soc, each in measured.items()},
+                            devices={soc: end["device"].tobytes().decode() for soc, end in ends.items()})
 
 
 def _mean(copies: Sequence[tuple[float, Tensor]]) -> Tensor:

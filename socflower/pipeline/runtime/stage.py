@@ -61,7 +61,7 @@ class _Saved:
     def __init__(self, name: str, module: nn.Module, budget_bytes: float, in_flight: int, others_bytes: float) -> None:
         self._name, self._budget_bytes, self._in_flight = name, budget_bytes, in_flight
         self._others_bytes = others_bytes
-        self._seen = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+        self._seen = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
         self.num_bytes = 0
 
     @property
@@ -79,8 +79,8 @@ class _Saved:
     def pack(self, tensor: Tensor) -> tuple[Tensor, int]:
         """Count a tensor that is saved."""
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
             self.num_bytes += storage.nbytes()
             self.require_budget()
         return tensor.detach(), tensor._version  # which both share
@@ -146,22 +146,15 @@ class StageWork:
         """
         kept = self._kept.pop(micro_batch)
         if self.loss is not None:
-            roots, given = list(kept.made), [None]
+            kept.made[0].backward()
         else:
-            pairs = [(made, gradient) for made, gradient in zip(kept.made, gradients, strict=True)
+            pairs = [(made, gradient.to(self.device)) for made, gradient in zip(kept.made, gradients, strict=True)
                      if made.requires_grad and gradient is not None]
-            roots = [made for made, _ in pairs]
-            given = [gradient.to(self.device) for _, gradient in pairs]  # type: ignore[misc]
-        if any(root.requires_grad for root in roots):
-            torch.autograd.backward(roots, given)
-        self._release(kept)
+            if pairs:
+                torch.autograd.backward([made for made, _ in pairs], [gradient for _, gradient in pairs])
+        kept.made = ()  # frees the graph
         return tuple(None if not one.has_gradient else torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
                      for tensor, one in zip(kept.entered, self.entering, strict=True)) if self.entering else ()
-
-    @property
-    def in_flight(self) -> int:
-        """Micro-batches that have had a forward pass and no complete backward pass."""
-        return len(self._kept)
 
     def _entered(self, tensor: Tensor, crossing: Crossing) -> Tensor:
         tensor = tensor.to(self.device)
@@ -182,6 +175,3 @@ class StageWork:
         finally:
             kept.num_bytes = saved.num_bytes
             self.peak_bytes = max(self.peak_bytes, saved.total_bytes)
-
-    def _release(self, kept: _Kept) -> None:
-        kept.made = ()

@@ -79,7 +79,8 @@ def run_together(scripts: Mapping[int, Script[_Result]], mail: Mail) -> dict[int
 
 
 def _sum(devices: tuple[int, ...], waiting: Mapping[int, Receive | Reduce]) -> None:
-    buffers = [waiting[soc].buffer.numpy() for soc in devices]  # type: ignore[union-attr]
+    requests = [request for soc in devices if isinstance(request := waiting[soc], Reduce)]
+    buffers = [request.buffer.numpy() for request in requests]
     total = sum_in_ring_order(buffers)
     for buffer in buffers:
         buffer[:] = total

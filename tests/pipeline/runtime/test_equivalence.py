@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from socflower.pipeline.plan import PipelinePlan, Plan, TwoDPlan
-from socflower.pipeline.plan_values import from_json, to_json
+from socflower.pipeline.plan import PipelinePlan, Plan, TwoDPlan, from_json, to_json
 from socflower.pipeline.runtime.micro_batches import micro_batches
 from socflower.pipeline.runtime.payloads import ActivationCoding
 from socflower.pipeline.schedule.order import RULES, Operation
@@ -139,9 +138,11 @@ def test_error_feedback_corrects_a_gradient_by_the_error_of_its_own_activations(
         (functional.cross_entropy(back(sent), labels[rows]) * 0.5).backward()
         correct = diagonal if form == "diagonal" else rank_one
         error = KeptError.of(features[0].detach().numpy(), sent.detach().numpy()).error()
-        features[0].backward(torch.from_numpy(correct(sent.grad.numpy(), error)))  # type: ignore[union-attr]
+        assert sent.grad is not None
+        features[0].backward(torch.from_numpy(correct(sent.grad.numpy(), error)))
     for name, parameter in front.named_parameters():
-        stepped = parameter - 0.1 * parameter.grad  # type: ignore[operator]
+        assert parameter.grad is not None
+        stepped = parameter - 0.1 * parameter.grad
         assert torch.allclose(end.weights[name], stepped, rtol=0.0, atol=1e-7), name
     plain = train_together(module, plan, steps, coding=ActivationCoding(bits=4))
     assert not torch.equal(plain.weights["first.weight"], end.weights["first.weight"])

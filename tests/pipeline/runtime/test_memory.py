@@ -19,12 +19,16 @@ PLAN = plan_of((1, 3, 5), ((6,), (4, 2), (6,)), 4)
 def stage(*layers: nn.Module, limit: int = 3, **options: Any) -> StageWork:
     """Return a first stage of these layers, which make 4 numbers a sample."""
 
-    class Layers(nn.Sequential):
-        def forward(self, entering: Tensor) -> tuple[Tensor]:  # type: ignore[override]
-            return (super().forward(entering),)
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*layers)
+
+        def forward(self, entering: Tensor) -> tuple[Tensor]:
+            return (self.layers(entering),)
 
     torch.manual_seed(0)
-    return StageWork(name="stage 0 on SoC 7", module=Layers(*layers), entering=(), limit=limit,
+    return StageWork(name="stage 0 on SoC 7", module=Layers(), entering=(), limit=limit,
                      leaving=(Crossing(shape=(4,), dtype=torch.float32),), **options)
 
 
