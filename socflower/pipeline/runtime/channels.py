@@ -1,14 +1,15 @@
 """Messages between the devices of a plan that run in processes or threads of their own.
 
 Every lane from one device to another has a thread at either end: one sends while the device computes, the other fetches
-the messages that are expected, not more than two ahead of their use, so that transfers and passes overlap.
+the messages that are expected, not more than three ahead of their use, so that transfers and passes overlap.
 """
 
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from queue import Empty, SimpleQueue
+from typing import TypeAlias, TypeVar
 
 from socflower.pipeline.runtime.member import (
     CONTROL,
@@ -26,9 +27,13 @@ from socflower.rings.all_reduce import all_reduce
 from socflower.rings.collective import POLL_INTERVAL_S, PeerLost, Poll, no_poll
 
 _Result = TypeVar("_Result")
+_Lane = TypeVar("_Lane")
 
-FETCHED_AHEAD = 2
-"""Messages of a lane that may lie at the receiver before it needs them."""
+Fetched: TypeAlias = Callable[[], memoryview]
+"""Waits for a message that is being fetched and returns it; raises `PeerLost`."""
+
+FETCHED_AHEAD = 3
+"""Messages of a lane that may lie at the receiver, or be under way to it, before it needs them."""
 
 _OF_ANY_SIZE = frozenset((SAMPLES, LABELS, END, STATE, CONTROL))
 
@@ -38,9 +43,11 @@ class Channels(ABC):
 
     def __init__(self, soc: int) -> None:
         self.soc = soc
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._all_left = threading.Condition(self._lock)  # or the pipeline has failed
         self._failure: str | None = None
-        self._outgoing: dict[tuple[int, str], deque[bytearray]] = {}
+        self._num_leaving = 0
+        self._outgoing: dict[tuple[int, str], SimpleQueue[bytearray | None]] = {}
         self._fetching: dict[tuple[int, str], _Fetcher] = {}
         self.sent_bytes = 0  # of all messages that have left
 
@@ -49,8 +56,11 @@ class Channels(ABC):
         """Send a message; return when its memory is free. Called by one thread a lane; raises `PeerLost`."""
 
     @abstractmethod
-    def _fetch(self, source: int, lane: str, num_bytes: int | None) -> memoryview:
-        """Return the next message of a lane, of a size that only its sender knows if None; raises `PeerLost`."""
+    def _fetch(self, source: int, lane: str, num_bytes: int | None) -> Fetched:
+        """Begin to fetch a lane's next message, of a size that only its sender knows if None.
+
+        Returns a function that waits for it and returns it. Both raise `PeerLost`.
+        """
 
     @abstractmethod
     def _shut_down(self) -> None:
@@ -59,41 +69,43 @@ class Channels(ABC):
     def send(self, target: int, lane: str, body: bytearray) -> None:
         """Send a message in the background."""
         key = (target, lane)
-        with self._changed:
-            if key not in self._outgoing:
-                self._outgoing[key] = deque()
-                threading.Thread(target=self._send_lane, args=key, name=f"pipeline-{lane}", daemon=True).start()
-            self._outgoing[key].append(body)
-            self._changed.notify_all()
+        with self._lock:
+            self._num_leaving += 1
+            waiting = self._outgoing.get(key)
+            if waiting is None:
+                waiting = self._outgoing[key] = SimpleQueue()
+                self._start(self._send_lane, key, waiting)
+        waiting.put(body)
 
     def receive(self, request: Receive, poll: Poll = no_poll) -> memoryview:
         """Return the next message of a lane; raises `PeerLost`, or what `poll` raises."""
         fetcher = self._fetcher(request)
-        if not fetcher.expected:
+        if not fetcher.num_expected:
             self.expect([request])
-        with self._changed:
-            while not fetcher.arrived:
-                if self._failure is not None:
-                    raise PeerLost(self._failure)
-                if not self._changed.wait(POLL_INTERVAL_S):
-                    poll()
-            fetcher.expected -= 1
-            body = fetcher.arrived.popleft()
-            self._changed.notify_all()
+        while self._failure is None or not fetcher.arrived.empty():
+            try:
+                body = fetcher.arrived.get(timeout=POLL_INTERVAL_S)
+            except Empty:
+                poll()
+                continue
+            if body is None:  # nothing more will come
+                break
+            fetcher.num_expected -= 1
+            fetcher.places.release()
             return body
+        assert self._failure is not None
+        raise PeerLost(self._failure)
 
     def has_arrived(self, request: Receive) -> bool:
         """Whether the next message of a lane, which was expected, is there."""
-        return bool(self._fetcher(request).arrived)
+        return not self._fetcher(request).arrived.empty()
 
     def expect(self, messages: Sequence[Receive]) -> None:
         """Fetch these messages as they come."""
         for request in messages:
             fetcher = self._fetcher(request)
-            with self._changed:
-                fetcher.wanted.append(request.num_bytes)
-                fetcher.expected += 1
-                self._changed.notify_all()
+            fetcher.num_expected += 1
+            fetcher.wanted.put((request.num_bytes,))
 
     def all_reduce(self, request: Reduce, poll: Poll = no_poll) -> None:
         """Sum a buffer over devices in place, in a ring of them."""
@@ -103,82 +115,96 @@ class Channels(ABC):
 
     def flush(self, poll: Poll = no_poll) -> None:
         """Wait until all messages have left; raises `PeerLost`, or what `poll` raises."""
-        with self._changed:
-            while any(self._outgoing.values()):
+        while True:
+            with self._lock:
+                if self._failure is None and self._num_leaving:
+                    self._all_left.wait(POLL_INTERVAL_S)
+                if not self._num_leaving:
+                    return
                 if self._failure is not None:
                     raise PeerLost(self._failure)
-                if not self._changed.wait(POLL_INTERVAL_S):
-                    poll()
+            poll()
 
     def close(self) -> None:
         """Leave at once; may be called twice."""
         self._fail(f"SoC {self.soc} has left the pipeline")
 
     def _fail(self, why: str) -> None:
-        with self._changed:
+        with self._lock:
             first = self._failure is None
             self._failure = self._failure or why
-            self._changed.notify_all()
+            self._all_left.notify_all()
+            if first:
+                for waiting in self._outgoing.values():
+                    waiting.put(None)
+                for fetcher in self._fetching.values():
+                    fetcher.end()
         if first:
             self._shut_down()
 
     def _fetcher(self, request: Receive) -> "_Fetcher":
         key = (request.source, request.lane)
-        with self._changed:
+        with self._lock:
             if key not in self._fetching:
-                self._fetching[key] = _Fetcher()
-                threading.Thread(target=self._fetch_lane, args=key, name=f"pipeline-{request.lane}",
-                                 daemon=True).start()
+                fetcher = self._fetching[key] = _Fetcher()
+                self._start(self._fetch_lane, key, fetcher)
             return self._fetching[key]
 
-    def _send_lane(self, target: int, lane: str) -> None:
-        waiting = self._outgoing[target, lane]
+    def _start(self, work: Callable[[tuple[int, str], _Lane], None], key: tuple[int, str], lane: _Lane) -> None:
+        """Start a lane's thread; the lock is held."""
+        def run() -> None:
+            try:
+                work(key, lane)
+            except PeerLost as lost:
+                self._fail(str(lost))
 
-        def next_message() -> bytearray | None:
-            with self._changed:
-                self._changed.wait_for(lambda: self._failure or waiting)
-                return None if self._failure else waiting[0]
+        if self._failure is None:
+            threading.Thread(target=run, name=f"pipeline-{key[1]}", daemon=True).start()
 
-        def send(body: bytearray) -> None:
-            self._transmit(target, lane, body)
-            with self._changed:
-                waiting.popleft()  # only now, so that `flush` sees what is under way
+    def _send_lane(self, key: tuple[int, str], waiting: "SimpleQueue[bytearray | None]") -> None:
+        while (body := waiting.get()) is not None and self._failure is None:
+            self._transmit(*key, body)
+            with self._lock:
+                self._num_leaving -= 1  # only now, so that `flush` sees what is under way
                 self.sent_bytes += len(body)
-                self._changed.notify_all()
+                if not self._num_leaving:
+                    self._all_left.notify_all()
 
-        self._until_lost(lambda: _each(next_message, send))
-
-    def _fetch_lane(self, source: int, lane: str) -> None:
-        fetcher = self._fetching[source, lane]
-
-        def next_size() -> tuple[int | None] | None:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._failure or (fetcher.wanted and len(fetcher.arrived) < FETCHED_AHEAD))
-                return None if self._failure else (fetcher.wanted.popleft(),)
-
-        def fetch(size: tuple[int | None]) -> None:
-            body = self._fetch(source, lane, size[0])
-            with self._changed:
-                fetcher.arrived.append(body)
-                self._changed.notify_all()
-
-        self._until_lost(lambda: _each(next_size, fetch))
-
-    def _until_lost(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except PeerLost as lost:
-            self._fail(str(lost))
+    def _fetch_lane(self, key: tuple[int, str], fetcher: "_Fetcher") -> None:
+        under_way: deque[Fetched] = deque()
+        while self._failure is None:
+            while (wanted := fetcher.next_wanted(wait=not under_way)) is not None and self._failure is None:
+                under_way.append(self._fetch(*key, *wanted))
+            if under_way and self._failure is None:
+                fetcher.arrived.put(under_way.popleft()())
 
 
 class _Fetcher:
-    """The messages of one lane that are wanted, and those that have come."""
+    """The messages of one lane that are wanted, and those that have come; None among them: no more will."""
 
     def __init__(self) -> None:
-        self.wanted: deque[int | None] = deque()
-        self.arrived: deque[memoryview] = deque()
-        self.expected = 0  # that the owner has not taken yet
+        self.wanted: SimpleQueue[tuple[int | None] | None] = SimpleQueue()
+        self.places = threading.Semaphore(FETCHED_AHEAD)
+        self.arrived: SimpleQueue[memoryview | None] = SimpleQueue()
+        self.num_expected = 0  # that the owner has not taken yet
+
+    def next_wanted(self, *, wait: bool) -> tuple[int | None] | None:
+        """Return the size of the next message for which there is a place; None at the end, or without waiting."""
+        if not self.places.acquire(blocking=wait):
+            return None
+        try:
+            wanted = self.wanted.get(block=wait)
+        except Empty:
+            wanted = None
+        if wanted is None:
+            self.places.release()
+        return wanted
+
+    def end(self) -> None:
+        """Wake whoever waits."""
+        self.wanted.put(None)
+        self.places.release()
+        self.arrived.put(None)
 
 
 class _RingLinks:
@@ -217,14 +243,6 @@ def run_script(script: Script[_Result], channels: Channels, poll: Poll = no_poll
             channels.expect(request.messages)
 
 
-_Item = TypeVar("_Item")
-
-
-def _each(take: Callable[[], _Item | None], handle: Callable[[_Item], object]) -> None:
-    while (item := take()) is not None:
-        handle(item)
-
-
 class QueueChannels(Channels):
     """Lanes among threads of one process: the reference for other transports."""
 
@@ -246,7 +264,10 @@ class QueueChannels(Channels):
             self._lanes.setdefault((self.soc, target, lane), deque()).append(body)
             self._moved.notify_all()
 
-    def _fetch(self, source: int, lane: str, num_bytes: int | None) -> memoryview:
+    def _fetch(self, source: int, lane: str, num_bytes: int | None) -> Fetched:
+        return lambda: self._next(source, lane)
+
+    def _next(self, source: int, lane: str) -> memoryview:
         key = (source, self.soc, lane)
         with self._moved:
             self._moved.wait_for(lambda: self._closed or self._lanes.get(key))

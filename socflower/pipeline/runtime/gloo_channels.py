@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from socflower.pipeline.runtime.channels import Channels, is_of_any_size
+from socflower.pipeline.runtime.channels import Channels, Fetched, is_of_any_size
 from socflower.pipeline.runtime.member import LANES
 from socflower.rings.collective import Poll, no_poll
 from socflower.rings.transports.gloo import GlooRing
@@ -33,15 +33,25 @@ class GlooChannels(Channels):
         if body:
             self._ring.send(torch.frombuffer(body, dtype=torch.uint8), self._place[target], LANES.index(lane))
 
-    def _fetch(self, source: int, lane: str, num_bytes: int | None) -> memoryview:
+    def _fetch(self, source: int, lane: str, num_bytes: int | None) -> Fetched:
         if num_bytes is None:
-            length = torch.empty(1, dtype=torch.int64)
-            self._ring.receive(length, self._place[source], LANES.index(lane))
-            num_bytes = int(length)
+            return lambda: self._of_any_size(source, lane)
+        if not num_bytes:
+            return lambda: memoryview(b"")
         buffer = torch.empty(num_bytes, dtype=torch.uint8)
-        if num_bytes:
-            self._ring.receive(buffer, self._place[source], LANES.index(lane))
-        return buffer.numpy().data
+        # Gloo sends when it knows that the receiver is ready, so it is told of messages before they are due.
+        arriving = self._ring.begin_receive(buffer, self._place[source], LANES.index(lane))
+
+        def fetched() -> memoryview:
+            arriving.wait()
+            return buffer.numpy().data
+
+        return fetched
+
+    def _of_any_size(self, source: int, lane: str) -> memoryview:
+        length = torch.empty(1, dtype=torch.int64)
+        self._ring.begin_receive(length, self._place[source], LANES.index(lane)).wait()
+        return self._fetch(source, lane, int(length))()
 
     def _shut_down(self) -> None:
         self._ring.close()

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from socflower.pipeline.runtime.channels import Channels
+from socflower.pipeline.runtime.channels import Channels, Fetched
 from socflower.pipeline.runtime.member import LANES
 from socflower.rings.all_reduce import MAX_CHUNK_BYTES, SEND_AHEAD
 from socflower.rings.collective import PeerLost
@@ -57,7 +57,10 @@ class GrpcChannels(Channels):
         except (PeerUnreachable, PeerSilent, PeerRefused) as failure:
             raise PeerLost(str(failure)) from None
 
-    def _fetch(self, source: int, lane: str, num_bytes: int | None) -> memoryview:
+    def _fetch(self, source: int, lane: str, num_bytes: int | None) -> Fetched:
+        return lambda: self._next(source, lane, num_bytes)  # a stream brings its messages unasked
+
+    def _next(self, source: int, lane: str, num_bytes: int | None) -> memoryview:
         key = (source, lane)
         head = self._take(key)
         if len(head) != _LENGTH.size or (num_bytes is not None and _LENGTH.unpack(head)[0] != num_bytes):

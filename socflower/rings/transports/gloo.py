@@ -93,10 +93,10 @@ class GlooRing(Collective):
         self._begin(lambda group: ((self._downward if target < self.rank else group).send([payload], target, tag),
                                    lambda: None), PointToPoint).wait()
 
-    def receive(self, buffer: Tensor, source: int, tag: int) -> None:
-        """Receive a tensor of one member, which has the buffer's size; raises `PeerLost`."""
-        self._begin(lambda group: ((self._downward if source > self.rank else group).recv([buffer], source, tag),
-                                   lambda: None), PointToPoint).wait()
+    def begin_receive(self, buffer: Tensor, source: int, tag: int) -> "Operation[None]":
+        """Begin to receive a tensor of one member, which has the buffer's size; of a tag in the order of beginning."""
+        return self._begin(lambda group: ((self._downward if source > self.rank else group).recv([buffer], source, tag),
+                                          lambda: None), PointToPoint)
 
     def close(self) -> None:
         """Leave at once; pending operations end with `PeerLost`."""
