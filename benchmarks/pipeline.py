@@ -16,7 +16,7 @@ all devices). The overlap row is of two stages whose passes take as long as thei
 import os
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,20 +32,19 @@ from benchmarks.pipeline_contest.work import (
     CORES,
     MINI_BATCH,
     SPAN,
-    TRAINER,
+    VGG,
+    WIDE,
     Federated,
     Passes,
     Profile,
     Profiled,
+    Speed,
     Train,
     Trained,
     Transfers,
-    build_data,
-    build_model,
-    build_wide_model,
+    Workload,
     minis,
     rack,
-    read,
 )
 from socflower.hierarchy import split_batch
 from socflower.pipeline.plan import PipelinePlan, Plan, Policy, Stage
@@ -71,10 +70,11 @@ RATES_MBIT = (20, 100, 1000)
 MICRO_BATCHES = (4, 8, 16)
 EIGHT_BITS = ActivationCoding(bits=8, gradient_bits=8)
 OVERLAP_AIM = 1.2
-_BATCHES = (1, 2, 4, 8, 16)
+BATCHES = (1, 2, 4, 8, 16)
 _ENTRY_S = 5.0  # that a measured entry takes about
 _NUM_UPDATES = (2, 6)
 _WARM_UP = 1
+_PROBED, _PROBE_S = 4, 1.5  # samples of a batch, and how long the devices' speeds are measured
 _ROUND_UPDATES = 8  # of FedAvg
 _TOLERANCE = 1e-4
 _MEMORY_BYTES = 1e12
@@ -86,6 +86,7 @@ class Entry:
     """A way to train, and what virtual time says of it."""
 
     name: str
+    problem: PipelineProblem
     plan: Plan
     predicted_s: float  # of an update
     coding: ActivationCoding = EXACT
@@ -99,6 +100,7 @@ class Result:
     samples_per_s: float
     update_s: float
     ok: bool
+    predicted_s: float = 0.0  # from the devices' speeds just before
 
 
 def run(quick: bool = False) -> list[Row]:
@@ -132,11 +134,11 @@ def peers() -> dict[str, object]:
 def _contest(mbit: int, quick: bool) -> list[Row]:
     place = f"{mbit} Mbit/s"
     with Devices(rack(mbit * 1_000_000), CORES) as devices:
-        profiled: dict[int, Profiled] = devices.do(Profile(batches=_BATCHES, repeats=3))
-        problem = _problem(profiled, mbit)
+        profiled: dict[int, Profiled] = devices.do(Profile(workload=VGG, batches=BATCHES, repeats=3))
+        problem = problem_of(VGG, profiled, mbit)
         entries = _entries(problem, coded=mbit == min(RATES_MBIT))
         _told[f"cores got at {place}"] = [round(each.cores, 3) for each in profiled.values()]
-        _told[f"plans at {place}"] = {entry.name: _text(entry.plan) for entry in entries}
+        _told[f"plans at {place}"] = {entry.name: text_of(entry.plan) for entry in entries}
         found = {entry.name: _measured(devices, entry) for entry in entries}
         federated = _federated(devices, problem)
     ours = found["ours"]
@@ -144,9 +146,9 @@ def _contest(mbit: int, quick: bool) -> list[Row]:
             {**found, "FedAvg": federated}.items() if name != "ours" and name != "ours, 8 bits"]
     if "ours, 8 bits" in found:
         rows.append(_speed_row(place, "ours, 8 bits", found["ours, 8 bits"], "ours, exact", ours))
-    return rows + [Row(case=f"{place}: {entry.name}, {_text(entry.plan)}: an update", ours=found[entry.name].update_s,
-                       peer="predicted", peer_value=entry.predicted_s, unit="s",
-                       ratio=entry.predicted_s / found[entry.name].update_s, ok=found[entry.name].ok)
+    return rows + [Row(case=f"{place}: {entry.name}, {text_of(entry.plan)}: an update", ours=found[entry.name].update_s,
+                       peer="predicted", peer_value=found[entry.name].predicted_s, unit="s",
+                       ratio=found[entry.name].predicted_s / found[entry.name].update_s, ok=found[entry.name].ok)
                    for entry in entries if not entry.by_torch]
 
 
@@ -155,13 +157,15 @@ def _speed_row(place: str, name: str, ours: Result, peer: str, theirs: Result) -
                unit="samples/s", ratio=ours.samples_per_s / theirs.samples_per_s, ok=ours.ok and theirs.ok)
 
 
-def _problem(profiled: Mapping[int, Profiled], mbit: int) -> PipelineProblem:
-    model = read(build_model()).model
+def problem_of(workload: Workload, profiled: Mapping[int, Profiled], mbit: int, batches: tuple[int, ...] = BATCHES,
+               ) -> PipelineProblem:
+    """Return what is planned, from what the devices have measured of these sizes of micro-batches."""
+    model = workload.read(workload.build()).model
     weight_bytes = model.weight_bytes(0, model.num_layers - 1)
     devices = tuple(PipelineDevice(
         soc=soc, name=f"{CORES[soc]} cores", memory_bytes=_MEMORY_BYTES,
         update_bytes_per_s=5.0 * weight_bytes / own.update_s, seconds=LayerSeconds(
-            device=f"{CORES[soc]} cores", batches=_BATCHES, forward_s=own.forward_s, backward_s=own.backward_s))
+            device=f"{CORES[soc]} cores", batches=batches, forward_s=own.forward_s, backward_s=own.backward_s))
         for soc, own in profiled.items())
     return PipelineProblem(model=model, devices=devices, cluster=rack(mbit * 1_000_000).cluster(), micro_batch_size=8,
                            num_micro_batches=MINI_BATCH // 8)
@@ -197,10 +201,11 @@ def _even(problem: PipelineProblem) -> PipelinePlan:
 
 def _entry(name: str, problem: PipelineProblem, plan: Plan, *, coding: ActivationCoding = EXACT, by_torch: bool = False,
            ) -> Entry:
-    return Entry(name=name, plan=plan, coding=coding, by_torch=by_torch, predicted_s=_predicted_s(problem, plan))
+    return Entry(name=name, problem=problem, plan=plan, coding=coding, by_torch=by_torch,
+                 predicted_s=predicted_s(problem, plan))
 
 
-def _predicted_s(problem: PipelineProblem, plan: Plan) -> float:
+def predicted_s(problem: PipelineProblem, plan: Plan) -> float:
     """Return what an update takes in virtual time among others, the first one not counted, as in what is measured."""
     ends_s = simulate(problem, plan, num_steps=4).step_ends_s
     return (ends_s[-1] - ends_s[_WARM_UP - 1]) / (len(ends_s) - _WARM_UP)
@@ -210,25 +215,46 @@ def _eight_bits(model: PipelineModel) -> PipelineModel:
     return replace(model, layers=tuple(replace(layer, output_bytes=layer.output_bytes / 4) for layer in model.layers))
 
 
+def as_fast_as_now(devices: Devices, workload: Workload, problem: PipelineProblem, socs: Sequence[int],
+                   ) -> PipelineProblem:
+    """Return the problem with the speeds that these devices have at this moment, all at work.
+
+    Another share of a shared machine than a minute ago is not what a prediction is about.
+    """
+    measured: dict[int, float] = devices.do(Speed(workload=workload, batch_size=_PROBED, seconds=_PROBE_S), socs)
+    last, changed = problem.model.num_layers - 1, []
+    for device in problem.devices:
+        own = device.seconds
+        before_s = own.forward(0, last, _PROBED) + own.backward(0, last, _PROBED)
+        part = measured.get(device.soc, before_s) / before_s
+        changed.append(replace(device, seconds=replace(own, forward_s=own.forward_s * part,
+                                                       backward_s=own.backward_s * part)))
+    return replace(problem, devices=tuple(changed))
+
+
 def _measured(devices: Devices, entry: Entry) -> Result:
     least, most = _NUM_UPDATES
     num_updates = _WARM_UP + min(most, max(least, round(_ENTRY_S / entry.predicted_s)))
-    work = Train(plan=entry.plan, num_updates=num_updates, coding=entry.coding, by_torch=entry.by_torch)
+    work = Train(workload=VGG, plan=entry.plan, num_updates=num_updates, coding=entry.coding, by_torch=entry.by_torch)
+    problem = as_fast_as_now(devices, VGG, entry.problem, entry.plan.socs)
     answers: dict[int, Trained] = devices.do(work, entry.plan.socs)
-    update_s = _interval_s(answers)
-    result = Result(samples_per_s=entry.plan.num_samples / update_s, update_s=update_s, ok=_is_right(work, answers))
-    print(f"{entry.name}: {_text(entry.plan)}: {update_s:.3f} s, predicted {entry.predicted_s:.3f}: "
-          f"{100 * (entry.predicted_s / update_s - 1):+.1f} %, {result.ok}", file=sys.stderr, flush=True)
+    update_s = interval_s(answers)
+    result = Result(samples_per_s=entry.plan.num_samples / update_s, update_s=update_s, ok=is_right(work, answers),
+                    predicted_s=predicted_s(problem, entry.plan))
+    print(f"{entry.name}: {text_of(entry.plan)}: {update_s:.3f} s, predicted {result.predicted_s:.3f} "
+          f"({100 * (result.predicted_s / update_s - 1):+.1f} %; planned with {entry.predicted_s:.3f}), {result.ok}; "
+          f"cores {[round(each.cpu_s / (each.ends_s[-1] - each.began_s), 3) for each in answers.values()]}",
+          file=sys.stderr, flush=True)
     return result
 
 
-def _interval_s(answers: Mapping[int, Trained]) -> float:
+def interval_s(answers: Mapping[int, Trained]) -> float:
     """Return the mean seconds of an update or round, which ends when all devices have done it."""
     ends_s = [max(ends) for ends in zip(*(each.ends_s for each in answers.values()), strict=True)]
     return (ends_s[-1] - ends_s[_WARM_UP - 1]) / (len(ends_s) - _WARM_UP)
 
 
-def _is_right(work: Train, answers: Mapping[int, Trained]) -> bool:
+def is_right(work: Train, answers: Mapping[int, Trained]) -> bool:
     reference = _together(work)
     weights = {name: array for each in answers.values() for name, array in each.weights.items()}
     return weights.keys() == reference.keys() and all(
@@ -237,13 +263,13 @@ def _is_right(work: Train, answers: Mapping[int, Trained]) -> bool:
 
 
 def _together(work: Train) -> dict[str, np.ndarray]:
-    mail, data = Mail(), build_data()
+    mail, workload = Mail(), work.workload
     members = []
     for soc in work.plan.socs:
-        module = build_model()
-        members.append(Member(work.plan, soc, read(module), module, TRAINER, SPAN, data=data, send=mail.sender(soc),
-                              coding=work.coding))
-    for mini in minis(work.num_updates, work.plan.num_samples):
+        module = workload.build()
+        members.append(Member(work.plan, soc, workload.read(module), module, workload.trainer, SPAN,
+                              data=workload.data(), send=mail.sender(soc), coding=work.coding))
+    for mini in minis(work):
         run_together({member.soc: member.update(mini) for member in members}, mail)
     ends = run_together({member.soc: member.finish() for member in members}, mail)
     return {name: tensor.numpy() for end in ends.values() if end is not None for name, tensor in end.weights.items()}
@@ -255,13 +281,13 @@ def _federated(devices: Devices, problem: PipelineProblem) -> Result:
     answers: dict[int, Trained] = devices.do(Federated(
         samples=samples, batch_size=MINI_BATCH // len(CORES), num_rounds=_WARM_UP + 1))
     first, *others = (each.weights for each in answers.values())
-    round_s = _interval_s(answers)
+    round_s = interval_s(answers)
     print(f"FedAvg: {samples}: {round_s:.3f} s", file=sys.stderr, flush=True)
     return Result(samples_per_s=sum(samples) / round_s, update_s=round_s, ok=all(
         np.array_equal(other[name], array) for other in others for name, array in first.items()))
 
 
-def _text(plan: Plan) -> str:
+def text_of(plan: Plan) -> str:
     return "; ".join(" | ".join(f"{stage.first_layer}-{stage.last_layer} on {'+'.join(map(str, stage.devices))} x "
                                 f"{'+'.join(map(str, stage.shares))} K{stage.in_flight}" for stage in pipeline.stages)
                      for pipeline in plan.pipelines)
@@ -273,19 +299,19 @@ def _text(plan: Plan) -> str:
 def _overlap(quick: bool) -> Row:
     """Measure passes alone, choose the rate at which transfers take as long, and measure transfers alone and both."""
     plan, cores = _overlap_plan(), (0.6, 0.6)
-    first = read(build_wide_model()).model.layers[plan.stages[0].last_layer]
+    first = WIDE.read(WIDE.build()).model.layers[plan.stages[0].last_layer]
     message_bytes = int(plan.micro_batch_size * first.output_bytes)
     updates = 2
     with Devices(rack(1_000_000_000, 2), cores) as devices:
-        passes_s = _slowest_s(devices.do(Passes(plan=plan, num_updates=updates))) / updates
+        passes_s = _slowest_s(devices.do(Passes(workload=WIDE, plan=plan, num_updates=updates))) / updates
     rate = message_bytes * plan.num_micro_batches / passes_s / GOODPUT * 8
     with Devices(rack(int(rate), 2), cores) as devices:
         transfers_s = _slowest_s(devices.do(Transfers(num_bytes=message_bytes, num_messages=plan.num_micro_batches)))
         both = []
         alone = []
         for _ in range(1 if quick else 2):
-            alone.append(_slowest_s(devices.do(Passes(plan=plan, num_updates=updates))) / updates)
-            both.append(_interval_s(devices.do(Train(plan=plan, num_updates=_WARM_UP + updates, wide=True))))
+            alone.append(_slowest_s(devices.do(Passes(workload=WIDE, plan=plan, num_updates=updates))) / updates)
+            both.append(interval_s(devices.do(Train(workload=WIDE, plan=plan, num_updates=_WARM_UP + updates))))
     longer_s = max(statistics.median(alone), transfers_s)
     both_s = statistics.median(both)
     print(f"overlap: passes {alone}, transfers {transfers_s}, both {both}", file=sys.stderr, flush=True)
@@ -296,7 +322,7 @@ def _overlap(quick: bool) -> Row:
 
 
 def _overlap_plan() -> PipelinePlan:
-    last = read(build_wide_model()).model.num_layers - 1
+    last = WIDE.read(WIDE.build()).model.num_layers - 1
     half = last // 2
     return PipelinePlan(
         stages=(Stage(first_layer=0, last_layer=half, devices=(0,), shares=(2,), in_flight=6),

@@ -12,30 +12,27 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from benchmarks.pipeline_contest.work import (
-    SHAPE,
     SPAN,
-    TRAINER,
+    VGG,
     Federated,
     Passes,
     Profile,
     Profiled,
+    Speed,
     Train,
     Trained,
     Transfers,
     Work,
-    build_data,
-    build_model,
-    build_wide_model,
     minis,
-    read,
 )
 from socflower.allocator import keep_freed_memory
 from socflower.pipeline.plan import PipelinePlan
 from socflower.pipeline.profiler.measuring import measure_layers
 from socflower.pipeline.runtime.channels import run_script
 from socflower.pipeline.runtime.gloo_channels import GlooChannels
-from socflower.pipeline.runtime.member import ACTIVATIONS, GRADIENTS, Member, Receive, Reduce
+from socflower.pipeline.runtime.member import ACTIVATIONS, GRADIENTS, Member, Receive, Reduce, Send
 from socflower.pipeline.runtime.micro_batches import micro_batches
+from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
 from socflower.pipeline.schedule.order import Pass, operations
 from socflower.rings.transports.port import RingPort
 from tests.testbed.topology import Rack
@@ -54,13 +51,14 @@ class Device:
         addresses = [f"{rack.address(each)}:{_PORT}" for each in range(rack.num_socs)]
         self._port = RingPort(addresses[soc], rank=soc, addresses=addresses, token=_TOKEN, tls=None,
                               heartbeat_s=_PATIENCE_S)
-        self._data = build_data()
         keep_freed_memory()
 
     def do(self, work: Work, number: int, socs: Sequence[int]) -> Any:
         """Return what came of it."""
         if isinstance(work, Profile):
             return self._profile(work)
+        if isinstance(work, Speed):
+            return self._speed(work)
         if isinstance(work, Passes):
             return self._passes(work)
         if isinstance(work, Train) and work.by_torch:
@@ -79,12 +77,12 @@ class Device:
 
     def _profile(self, work: Profile) -> Profiled:
         """Measure in seconds of the processor, since a quota lets a layer pass or halts it, and tell what it gets."""
-        module = build_model()
+        workload = work.workload
+        module, batch = workload.build(), workload.data().batch(torch.arange(1))
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
-        measured = measure_layers(module, SHAPE, work.batches, repeats=work.repeats, chain=read(module).chain,
-                                  clock=time.process_time)
-        session = TRAINER.start(module, SPAN)
-        batch = self._data.batch(torch.arange(1))
+        measured = measure_layers(module, workload.example(), work.batches, repeats=work.repeats,
+                                  chain=workload.read(module).chain, clock=time.process_time)
+        session = workload.trainer.start(module, SPAN)
         session.gradients([batch], 1)
         session.apply()
         update_s = time.process_time()
@@ -95,12 +93,21 @@ class Device:
         return Profiled(forward_s=measured.forward_s / cores, backward_s=measured.backward_s / cores,
                         update_s=update_s / cores, cores=cores)
 
+    def _speed(self, work: Speed) -> float:
+        """Return the seconds of both passes of a batch."""
+        session = work.workload.trainer.start(work.workload.build(), SPAN)
+        batch = work.workload.data().batch(torch.arange(work.batch_size))
+        session.gradients([batch], work.batch_size)
+        began_s, count = time.perf_counter(), 0
+        while (spent_s := time.perf_counter() - began_s) < work.seconds:
+            session.gradients([batch], work.batch_size)
+            count += 1
+        return spent_s / count
+
     def _train(self, work: Train, channels: GlooChannels) -> Trained:
-        module = build_wide_model() if work.wide else build_model()
-        member = Member(work.plan, self._soc, read(module), module, TRAINER, SPAN, data=self._data, send=channels.send,
-                        coding=work.coding)
+        member = self._member(work, channels.send, work.coding)
         began_s, ends_s, cpu_s = time.monotonic(), [], time.process_time()
-        for mini in minis(work.num_updates, work.plan.num_samples):
+        for mini in minis(work):
             run_script(member.update(mini), channels)
             ends_s.append(time.monotonic())
         channels.flush()
@@ -110,17 +117,23 @@ class Device:
         return Trained(began_s=began_s, ends_s=tuple(ends_s), sent_bytes=sent_bytes, cpu_s=cpu_s,
                        weights={} if end is None else {name: tensor.numpy() for name, tensor in end.weights.items()})
 
+    def _member(self, work: Train | Passes, send: Send, coding: ActivationCoding = EXACT) -> Member:
+        workload, module = work.workload, work.workload.build()
+        return Member(work.plan, self._soc, workload.read(module), module, workload.trainer, SPAN,
+                      data=workload.data(), send=send, coding=coding)
+
     def _train_by_torch(self, work: Train, number: int) -> Trained:
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import Schedule1F1B
 
         plan = work.plan
         assert isinstance(plan, PipelinePlan)
-        rank, size, module = plan.socs.index(self._soc), len(plan.stages), build_model()
-        chain, stage = read(module).chain, plan.stages[rank]
+        workload, data = work.workload, work.workload.data()
+        rank, size, module = plan.socs.index(self._soc), len(plan.stages), workload.build()
+        chain, stage = workload.read(module).chain, plan.stages[rank]
         own = chain.module(module, stage.first_layer, stage.last_layer).train()
         with torch.no_grad():
-            entering: Any = torch.zeros(plan.micro_batch_size, *SHAPE)
+            entering: Any = workload.example().repeat(plan.micro_batch_size, *[1] * (workload.example().dim() - 1))
             if rank:
                 entering, = chain.module(module, 0, stage.first_layer - 1)(entering)
             leaving = own(entering)
@@ -132,12 +145,12 @@ class Device:
             own, rank, size, torch.device("cpu"), input_args=entering.requires_grad_(rank > 0),
             output_args=leaving if rank == size - 1 else tuple(each.requires_grad_() for each in leaving)),
             plan.num_micro_batches, loss_fn=functional.cross_entropy)
-        session = TRAINER.start(own, SPAN)
+        session = workload.trainer.start(own, SPAN)
         dist.barrier()
         began_s, ends_s = time.monotonic(), []
-        for mini in minis(work.num_updates, plan.num_samples):
+        for mini in minis(work):
             session.begin()
-            inputs, labels = self._data.batch(torch.from_numpy(mini.indices))
+            inputs, labels = data.batch(torch.from_numpy(mini.indices))
             if rank == 0:
                 schedule.step(inputs)
             elif rank == size - 1:
@@ -152,15 +165,15 @@ class Device:
                        weights={name: tensor.numpy() for name, tensor in own.state_dict().items()})
 
     def _federated(self, work: Federated, channels: GlooChannels, socs: Sequence[int]) -> Trained:
-        module, own = build_model(), work.samples[self._soc]
-        session = TRAINER.start(module, SPAN)
+        module, data, own = VGG.build(), VGG.data(), work.samples[self._soc]
+        session = VGG.trainer.start(module, SPAN)
         weights = list(module.parameters())
         rng = np.random.default_rng(self._soc)
         began_s, ends_s = time.monotonic(), []
         for _ in range(work.num_rounds):
             for first in range(0, own, work.batch_size):
                 size = min(work.batch_size, own - first)
-                session.gradients([self._data.batch(torch.from_numpy(rng.integers(0, len(self._data), size)))], size)
+                session.gradients([data.batch(torch.from_numpy(rng.integers(0, len(data), size)))], size)
                 session.apply()
             share = own / sum(work.samples)
             mean = torch.cat([weight.detach().flatten() for weight in weights]) * share
@@ -177,21 +190,17 @@ class Device:
 
     def _passes(self, work: Passes) -> Trained:
         """Run the passes of a stage on what could have come."""
-        module = build_wide_model()
-        layers = read(module)
         index = next(number for number, each in enumerate(work.plan.stages) if self._soc in each.devices)
-        member = Member(work.plan, self._soc, layers, module, TRAINER, SPAN, data=self._data,
-                        send=lambda *_: None)
-        stage, own = work.plan.stages[index], member.work
+        stage, own, data = work.plan.stages[index], self._member(work, lambda *_: None).work, work.workload.data()
         assert own is not None
         began_s = time.monotonic()
-        for mini in minis(work.num_updates, work.plan.num_samples):
+        for mini in minis(work):
             batches = micro_batches(work.plan, len(mini.indices))
             kept = {}
             for operation in operations(work.plan.policy, stage.in_flight, len(batches)):
                 batch = batches[operation.micro_batch]
                 first, stop = batch.interval(index, 0)
-                inputs, labels = self._data.batch(torch.from_numpy(mini.indices[batch.first:batch.first + batch.size]))
+                inputs, labels = data.batch(torch.from_numpy(mini.indices[batch.first:batch.first + batch.size]))
                 if operation.kind == Pass.FORWARD:
                     entering = (inputs,) if index == 0 else [
                         torch.zeros(stop - first, *one.shape) for one in own.entering]

@@ -1,20 +1,23 @@
-"""What the devices of a contest are told to do, and what they answer; the model and the data of all."""
+"""What the devices of a contest are told to do, and what they answer; the models and their data."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
+from socflower.capture.batch_form import pair_of
 from socflower.pipeline.plan import PipelinePlan, Plan
 from socflower.pipeline.profiler.layers import ReadModel, read_model
 from socflower.pipeline.runtime.member import Mini
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
 from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.training.trainer import TrainingSpan
-from socflower.workloads import LabelledData
+from socflower.workloads import DataSource, LabelledData
 from tests.testbed.topology import Rack
 
 CORES = (0.5, 0.35, 0.25, 0.15)
@@ -22,7 +25,6 @@ CORES = (0.5, 0.35, 0.25, 0.15)
 
 MINI_BATCH = 64
 SHAPE = (3, 64, 64)
-TRAINER = FP32Trainer(optimizer=sgd(0.01, 0.9), device="cpu")
 SPAN = TrainingSpan(seed=(1, 0))
 _NUM_SAMPLES = 512
 _BURST_S, _MOST_BURST_BYTES = 0.0055, 256 * 1024
@@ -31,9 +33,27 @@ _WIDTHS = (32, "pool", 64, "pool", 128, 128, "pool", 256, 256, "pool", 256, 256,
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """A model and what it is trained on; what its functions return is the same in every process."""
+
+    build: Callable[[], nn.Module]
+    data: Callable[[], DataSource]  # pairs of inputs and labels
+    trainer: FP32Trainer
+
+    def read(self, module: nn.Module) -> ReadModel:
+        """Return the layers of the model."""
+        return read_model(module, self.example(), "model")
+
+    def example(self) -> Tensor:
+        """Return the inputs of a batch of one."""
+        return pair_of(self.data().batch(torch.zeros(1, dtype=torch.int64)), "contest")[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
     """Measure each layer's seconds, all devices at once."""
 
+    workload: Workload
     batches: tuple[int, ...]
     repeats: int
 
@@ -49,14 +69,24 @@ class Profiled:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Speed:
+    """Measure the whole model's passes, all devices that do it at once."""
+
+    workload: Workload
+    batch_size: int
+    seconds: float  # that it takes about
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Train:
     """Train by a plan, with our runtime or, on a straight pipeline of equal micro-batches, with torch's."""
 
+    workload: Workload
     plan: Plan
     num_updates: int
+    seed: int = 2  # of the mini-batches
     coding: ActivationCoding = EXACT
     by_torch: bool = False
-    wide: bool = False  # whether it is the plan of the wide model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +102,7 @@ class Federated:
 class Passes:
     """Do all passes of a plan that a device does, without any message."""
 
+    workload: Workload
     plan: PipelinePlan
     num_updates: int
 
@@ -95,7 +126,7 @@ class Trained:
     weights: dict[str, NDArray[Any]] = field(default_factory=dict)  # that the device has at the end
 
 
-Work = Profile | Train | Federated | Passes | Transfers
+Work = Profile | Speed | Train | Federated | Passes | Transfers
 
 
 def build_model() -> nn.Module:
@@ -121,11 +152,7 @@ def build_wide_model() -> nn.Module:
     return nn.Sequential(*layers, nn.AvgPool2d(16), nn.Flatten(), nn.Linear(256, _CLASSES))
 
 
-def read(module: nn.Module) -> ReadModel:
-    """Return the layers of one of these models."""
-    return read_model(module, SHAPE, "model")
-
-
+@cache
 def build_data() -> LabelledData:
     """Return random images, the same in every process."""
     generator = torch.Generator().manual_seed(1)
@@ -134,10 +161,15 @@ def build_data() -> LabelledData:
                         mean=(0.0,) * 3, std=(1.0,) * 3, num_classes=_CLASSES)
 
 
-def minis(num_updates: int, num_samples: int) -> list[Mini]:
+VGG = Workload(build=build_model, data=build_data, trainer=FP32Trainer(optimizer=sgd(0.01, 0.9), device="cpu"))
+WIDE = Workload(build=build_wide_model, data=build_data, trainer=VGG.trainer)
+
+
+def minis(work: Train | Passes) -> list[Mini]:
     """Return the mini-batches of a training."""
-    rng = np.random.default_rng(2)
-    return [Mini(step=step, indices=rng.integers(0, _NUM_SAMPLES, num_samples)) for step in range(num_updates)]
+    rng, num_data = np.random.default_rng(getattr(work, "seed", 2)), len(work.workload.data())
+    return [Mini(step=step, indices=rng.integers(0, num_data, work.plan.num_samples))
+            for step in range(work.num_updates)]
 
 
 def rack(bit_per_s: int, num_devices: int = len(CORES)) -> Rack:

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from socflower.capture.graph import NUM_SAMPLES, Example, ModelGraph, NoParts, Operation, capture
+from socflower.capture.graph import NUM_SAMPLES, CaptureFailed, Example, ModelGraph, NoParts, Operation, capture
 from socflower.capture.halves import piece_of
 from socflower.errors import ConfigError
 
@@ -100,9 +100,11 @@ def capture_chain(model: nn.Module, example: Example, *, name: str = "") -> Mode
     tensors only, each with the batch as first dimension, that no operation behind it overwrites (autograd refuses
     that); a weight is used on one side only, and so is a constant that is drawn.
 
-    Raises ConfigError where torch.fx cannot follow the model, and where it cannot be cut at all.
+    A module that torch.fx cannot follow, such as an adapter of PEFT, is not cut, nor are others of its type.
+
+    Raises ConfigError where torch.fx cannot follow the model itself, and where it cannot be cut at all.
     """
-    graph = capture(model, example, name=name)
+    graph = _captured(model, example, name)
     running = [operation for operation in graph.operations if not operation.is_constant]
     constants = _constants_of(graph)
     ends = _ends(model, graph, running, constants)
@@ -119,6 +121,18 @@ def capture_chain(model: nn.Module, example: Example, *, name: str = "") -> Mode
         pieces.append(Piece(name=_piece_name(graph, own), operations=own, entering=before, leaving=leaving))
         before = leaving
     return ModelChain(graph=graph, pieces=tuple(pieces))
+
+
+def _captured(model: nn.Module, example: Example, name: str) -> ModelGraph:
+    whole: set[str] = set()
+    while True:
+        try:
+            return capture(model, example, name=name, leaves=whole)
+        except CaptureFailed as failed:
+            kind = type(model.get_submodule(failed.module))
+            if failed.module in ("", *whole):
+                raise
+            whole.update(path for path, module in model.named_modules() if path and type(module) is kind)
 
 
 def joined(graph: ModelGraph, pieces: Sequence[Piece]) -> Piece:

@@ -120,6 +120,35 @@ def test_a_cut_inside_a_residual_block_carries_the_shortcut_too() -> None:
     assert counts["3.residual.0"] == 2 and counts["2"] == 1
 
 
+class Branching(nn.Module):
+    """A layer that torch.fx cannot follow, as adapters are that look at their inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) if x.dtype == self.linear.weight.dtype else x
+
+
+def test_a_module_that_fx_cannot_follow_is_one_piece() -> None:
+    model = built(lambda: nn.Sequential(Branching(), nn.ReLU(), nn.Linear(6, 6), Branching()), seed=1)
+    chain = capture_chain(model, (6,))
+    assert chain.names == ("0", "1", "2", "3")
+    used = [set().union(*(operation.tensors for operation in piece.operations)) for piece in chain.pieces]
+    assert used[0] == {"0.linear.weight", "0.linear.bias"} and used[3] == {"3.linear.weight", "3.linear.bias"}
+    inputs = torch.randn(4, 6)
+    results: tuple[torch.Tensor, ...] = (inputs,)
+    for number in range(4):
+        results = chain.module(model, number, number)(*results)
+    assert torch.equal(results, model(inputs))
+
+
+def test_a_model_that_fx_cannot_follow_itself_is_refused() -> None:
+    with pytest.raises(NoParts, match=r"torch.fx cannot follow Branching"):
+        capture_chain(Branching(), (6,))
+
+
 @settings(max_examples=15)
 @given(data=st.data())
 def test_joined_pieces_compute_the_same(data: st.DataObject) -> None:

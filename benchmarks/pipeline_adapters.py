@@ -1,0 +1,102 @@
+"""LoRA adapters of a small GPT over four unequal processes at 100 Mbit/s, against the fastest of them alone.
+
+The GPT of 1.3 million parameters, six blocks, is trained here on the modules of Python's standard library, then frozen;
+adapters of rank 8 on its attention learn the English of `help("topics")`, with AdamW, by mini-batches of 16 windows of
+128 bytes, with seeds 1, 2, 3 for adapters and mini-batches. Devices, links, measured layers and plans are those of
+`bench pipeline`. Both ways see the same tokens in the same order. The loss is that of English that nobody trained on.
+
+`ok`: the pipeline's adapters are those of the same plan in one process, bit for bit, and its loss is that of one device
+within 1e-3 nats a byte.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from benchmarks.harness import Row, main
+from benchmarks.pipeline import as_fast_as_now, interval_s, is_right, predicted_s, problem_of, text_of
+from benchmarks.pipeline_contest.adapters import save_base, test_loss, workload
+from benchmarks.pipeline_contest.launch import Devices
+from benchmarks.pipeline_contest.work import CORES, Profile, Profiled, Train, Trained, Workload, rack
+from socflower.pipeline.plan import Plan
+from socflower.pipeline.planner.peers import fastest_device
+from socflower.pipeline.planner.selection import PlannerSettings, micro_batch_choices, plan_pipeline
+from socflower.pipeline.problem import PipelineProblem
+from tests import cpu_quota
+from tests.testbed import testbed
+
+MBIT = 100
+MINI_BATCH, SIZES = 16, (1, 2, 4)
+SEEDS = (1, 2, 3)
+_NUM_UPDATES, _NUM_WINDOWS = 60, 4096  # of the adapters, and of code for the base
+_QUICK = (4, 64)
+_LOSS_TOLERANCE = 1e-3
+_told: dict[str, object] = {}
+
+
+def run(quick: bool = False) -> list[Row]:
+    """Return rows of samples a second, losses and predictions; none where the testbed cannot be built."""
+    reason = testbed.missing() or cpu_quota.missing()
+    _told.clear()
+    _told["devices"] = reason or f"quotas of {', '.join(map(str, CORES))} cores"
+    if reason is not None:
+        return []
+    num_updates, num_windows = _QUICK if quick else (_NUM_UPDATES, _NUM_WINDOWS)
+    with TemporaryDirectory() as folder:
+        base = Path(folder) / "base.pt"
+        _told["loss of the base on code, nats a byte"] = save_base(base, num_windows)
+        torch.set_num_threads(1)  # as the devices have: other numbers of threads round otherwise
+        return [row for seed in (SEEDS[:1] if quick else SEEDS)
+                for row in _rows(workload(base, seed), seed, num_updates)]
+
+
+def peers() -> dict[str, object]:
+    """Return how the devices were held, the plans and the base's losses."""
+    return dict(_told)
+
+
+def _rows(trained: Workload, seed: int, num_updates: int) -> list[Row]:
+    with Devices(rack(MBIT * 1_000_000), CORES) as devices:
+        profiled: dict[int, Profiled] = devices.do(Profile(workload=trained, batches=SIZES, repeats=3))
+        problem = replace(problem_of(trained, profiled, MBIT, SIZES), micro_batch_size=SIZES[0],
+                          num_micro_batches=MINI_BATCH // SIZES[0])
+        planned = plan_pipeline(problem, PlannerSettings(micro_batch_sizes=SIZES))
+        alone = min(((sized, fastest_device(sized)) for sized in micro_batch_choices(problem, SIZES)),
+                    key=lambda each: predicted_s(*each))
+        runs = [_run(devices, trained, seed, num_updates, *each)
+                for each in ((planned.problem, planned.plan), alone)]
+    start = test_loss(trained.build())
+    (ours_s, ours_loss, ours_said, ok), (alone_s, alone_loss, alone_said, _) = runs
+    case = f"seed {seed}, {MBIT} Mbit/s, {num_updates * MINI_BATCH * 128} tokens"
+    ours, same = f"ours, {text_of(planned.plan)}", abs(ours_loss - alone_loss) < _LOSS_TOLERANCE
+    return [
+        Row(case=f"{case}: {ours}", ours=MINI_BATCH / ours_s, peer="one device", peer_value=MINI_BATCH / alone_s,
+            unit="samples/s", ratio=alone_s / ours_s, ok=ok),
+        Row(case=f"{case}: test loss, {start:.3f} before", ours=ours_loss, peer="one device", peer_value=alone_loss,
+            unit="nats a byte", ratio=alone_loss / ours_loss, ok=same),
+        *(Row(case=f"{case}: {name}: an update", ours=own_s, peer="predicted", peer_value=said_s, unit="s",
+              ratio=said_s / own_s, ok=ok)
+          for name, own_s, said_s in ((ours, ours_s, ours_said), ("one device", alone_s, alone_said)))]
+
+
+def _run(devices: Devices, trained: Workload, seed: int, num_updates: int, problem: PipelineProblem, plan: Plan,
+         ) -> tuple[float, float, float, bool]:
+    """Return the seconds of an update, the loss afterwards, the predicted seconds, and whether the weights fit."""
+    work = Train(workload=trained, plan=plan, num_updates=num_updates, seed=seed)
+    said_s = predicted_s(as_fast_as_now(devices, trained, problem, plan.socs), plan)
+    answers: dict[int, Trained] = devices.do(work, plan.socs)
+    model = trained.build()
+    model.load_state_dict({name: torch.from_numpy(array) for each in answers.values()
+                           for name, array in each.weights.items()}, strict=False)
+    update_s, loss = interval_s(answers), test_loss(model)
+    print(f"{text_of(plan)}: {update_s:.3f} s, predicted {said_s:.3f}, loss {loss:.4f}", file=sys.stderr, flush=True)
+    return update_s, loss, said_s, is_right(work, answers)
+
+
+if __name__ == "__main__":
+    sys.exit(main(run, peers))
