@@ -2,7 +2,8 @@
 
 Four processes with quotas of 0.5, 0.35, 0.25 and 0.15 cores are the devices, each in a network namespace behind a link
 of 20, 100 or 1000 Mbit/s. They measure their layers' seconds, all at once; from these and the links' rates
-`plan_pipeline` makes our plan, and virtual time says what each plan's update takes, before it is measured. All train a
+`plan_pipeline` makes our plan; what a byte of messages costs a processor that computes is measured, too. Virtual time
+says what each plan's update takes, at the speeds that the devices have just before and after it. All train a
 VGG of half width on images of 64 x 64 by mini-batches of 64 from the same weights.
 
 The others: the fastest device alone; data parallelism with samples by speed (Algorithm 1), and FedAvg with samples by
@@ -10,13 +11,14 @@ speed that averages every 8 updates' samples, both in our ring; an even pipeline
 devices; torch's own 1F1B on the even pipeline and on one whose layers are divided by speed, which it cannot replicate.
 
 `ok`: the weights are those of the same plan in one process, bit for bit (torch's: within 1e-4; FedAvg's: the same on
-all devices). The overlap row is of two stages whose passes take as long as their transfers.
+all devices). The overlap row is of two stages whose passes take as long as their transfers, over 64 micro-batches, of
+which filling and draining are a small part.
 """
 
 import os
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +36,7 @@ from benchmarks.pipeline_contest.work import (
     SPAN,
     VGG,
     WIDE,
+    Carry,
     Federated,
     Passes,
     Profile,
@@ -74,7 +77,8 @@ BATCHES = (1, 2, 4, 8, 16)
 _ENTRY_S = 5.0  # that a measured entry takes about
 _NUM_UPDATES = (2, 6)
 _WARM_UP = 1
-_PROBED, _PROBE_S = 4, 1.5  # samples of a batch, and how long the devices' speeds are measured
+_CARRIED_BYTES, _CARRIED_S, _CARRIED_TIMES = 1 << 18, 2.5, 2
+_PROBED, _PROBE_S = 4, 2.0  # samples of a batch, and how long the devices' speeds are measured
 _ROUND_UPDATES = 8  # of FedAvg
 _TOLERANCE = 1e-4
 _MEMORY_BYTES = 1e12
@@ -100,7 +104,7 @@ class Result:
     samples_per_s: float
     update_s: float
     ok: bool
-    predicted_s: float = 0.0  # from the devices' speeds just before
+    predicted_s: float = 0.0  # see `trained_and_predicted`
 
 
 def run(quick: bool = False) -> list[Row]:
@@ -135,7 +139,9 @@ def _contest(mbit: int, quick: bool) -> list[Row]:
     place = f"{mbit} Mbit/s"
     with Devices(rack(mbit * 1_000_000), CORES) as devices:
         profiled: dict[int, Profiled] = devices.do(Profile(workload=VGG, batches=BATCHES, repeats=3))
-        problem = problem_of(VGG, profiled, mbit)
+        problem = with_messages(devices, VGG, problem_of(VGG, profiled, mbit), mbit)
+        _told[f"seconds of a core for a megabyte at {place}"] = [
+            round(1e6 * each.byte_s * CORES[each.soc], 4) for each in problem.devices]
         entries = _entries(problem, coded=mbit == min(RATES_MBIT))
         _told[f"cores got at {place}"] = [round(each.cores, 3) for each in profiled.values()]
         _told[f"plans at {place}"] = {entry.name: text_of(entry.plan) for entry in entries}
@@ -215,32 +221,55 @@ def _eight_bits(model: PipelineModel) -> PipelineModel:
     return replace(model, layers=tuple(replace(layer, output_bytes=layer.output_bytes / 4) for layer in model.layers))
 
 
-def as_fast_as_now(devices: Devices, workload: Workload, problem: PipelineProblem, socs: Sequence[int],
-                   ) -> PipelineProblem:
-    """Return the problem with the speeds that these devices have at this moment, all at work.
+def trained_and_predicted(devices: Devices, work: Train, problem: PipelineProblem) -> tuple[dict[int, Trained], float]:
+    """Have devices train, and return what they answer and what virtual time says of an update.
 
-    Another share of a shared machine than a minute ago is not what a prediction is about.
+    It goes by the speeds that the devices have in the seconds before and after, all at work: another share of a shared
+    machine than a minute ago is not what a prediction is about.
     """
-    measured: dict[int, float] = devices.do(Speed(workload=workload, batch_size=_PROBED, seconds=_PROBE_S), socs)
+    probe, socs = Speed(workload=work.workload, batch_size=_PROBED, seconds=_PROBE_S), work.plan.socs
+    before: dict[int, float] = devices.do(probe, socs)
+    answers: dict[int, Trained] = devices.do(work, socs)
+    after: dict[int, float] = devices.do(probe, socs)
     last, changed = problem.model.num_layers - 1, []
     for device in problem.devices:
         own = device.seconds
-        before_s = own.forward(0, last, _PROBED) + own.backward(0, last, _PROBED)
-        part = measured.get(device.soc, before_s) / before_s
-        changed.append(replace(device, seconds=replace(own, forward_s=own.forward_s * part,
-                                                       backward_s=own.backward_s * part)))
-    return replace(problem, devices=tuple(changed))
+        if device.soc in before:
+            part = (before[device.soc] + after[device.soc]) / 2 / (
+                own.forward(0, last, _PROBED) + own.backward(0, last, _PROBED))
+            own = replace(own, forward_s=own.forward_s * part, backward_s=own.backward_s * part)
+        changed.append(replace(device, seconds=own))
+    return answers, predicted_s(replace(problem, devices=tuple(changed)), work.plan)
+
+
+def with_messages(devices: Devices, workload: Workload, problem: PipelineProblem, mbit: int) -> PipelineProblem:
+    """Return the problem with what a byte costs the devices' processors, which compute meanwhile.
+
+    It is the median over the devices of what it takes of a core, since one device alone is measured too roughly.
+    """
+    num_messages = max(4, round(_CARRIED_S * mbit * 1e6 / 8 / _CARRIED_BYTES))
+    found = []
+    for pair in ((0, 1), (2, 3)):
+        for _ in range(_CARRIED_TIMES):
+            pass_s = devices.do(Speed(workload=workload, batch_size=1, seconds=_PROBE_S), pair)
+            carried = devices.do(Carry(workload=workload, batch_size=1, pass_s=pass_s, num_bytes=_CARRIED_BYTES,
+                                       num_messages=num_messages), pair)
+            found += [byte_s * CORES[soc] for soc, byte_s in carried.items()]
+    core_s = max(0.0, statistics.median(found))
+    print(f"a megabyte: {1e6 * core_s:.4f} s of a core, of {[round(1e6 * each, 4) for each in found]}", file=sys.stderr,
+          flush=True)
+    return replace(problem, devices=tuple(replace(device, byte_s=core_s / CORES[device.soc])
+                                          for device in problem.devices))
 
 
 def _measured(devices: Devices, entry: Entry) -> Result:
     least, most = _NUM_UPDATES
     num_updates = _WARM_UP + min(most, max(least, round(_ENTRY_S / entry.predicted_s)))
     work = Train(workload=VGG, plan=entry.plan, num_updates=num_updates, coding=entry.coding, by_torch=entry.by_torch)
-    problem = as_fast_as_now(devices, VGG, entry.problem, entry.plan.socs)
-    answers: dict[int, Trained] = devices.do(work, entry.plan.socs)
+    answers, said_s = trained_and_predicted(devices, work, entry.problem)
     update_s = interval_s(answers)
     result = Result(samples_per_s=entry.plan.num_samples / update_s, update_s=update_s, ok=is_right(work, answers),
-                    predicted_s=predicted_s(problem, entry.plan))
+                    predicted_s=said_s)
     print(f"{entry.name}: {text_of(entry.plan)}: {update_s:.3f} s, predicted {result.predicted_s:.3f} "
           f"({100 * (result.predicted_s / update_s - 1):+.1f} %; planned with {entry.predicted_s:.3f}), {result.ok}; "
           f"cores {[round(each.cpu_s / (each.ends_s[-1] - each.began_s), 3) for each in answers.values()]}",
@@ -327,7 +356,7 @@ def _overlap_plan() -> PipelinePlan:
     return PipelinePlan(
         stages=(Stage(first_layer=0, last_layer=half, devices=(0,), shares=(2,), in_flight=6),
                 Stage(first_layer=half + 1, last_layer=last, devices=(1,), shares=(2,), in_flight=3)),
-        micro_batch_size=2, num_micro_batches=32)
+        micro_batch_size=2, num_micro_batches=64)
 
 
 def _slowest_s(answers: Mapping[int, Trained]) -> float:

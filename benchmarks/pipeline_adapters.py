@@ -19,10 +19,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks.harness import Row, main
-from benchmarks.pipeline import as_fast_as_now, interval_s, is_right, predicted_s, problem_of, text_of
+from benchmarks.pipeline import (
+    interval_s,
+    is_right,
+    predicted_s,
+    problem_of,
+    text_of,
+    trained_and_predicted,
+    with_messages,
+)
 from benchmarks.pipeline_contest.adapters import save_base, test_loss, workload
 from benchmarks.pipeline_contest.launch import Devices
-from benchmarks.pipeline_contest.work import CORES, Profile, Profiled, Train, Trained, Workload, rack
+from benchmarks.pipeline_contest.work import CORES, Profile, Profiled, Train, Workload, rack
 from socflower.pipeline.plan import Plan
 from socflower.pipeline.planner.peers import fastest_device
 from socflower.pipeline.planner.selection import PlannerSettings, micro_batch_choices, plan_pipeline
@@ -63,8 +71,8 @@ def peers() -> dict[str, object]:
 def _rows(trained: Workload, seed: int, num_updates: int) -> list[Row]:
     with Devices(rack(MBIT * 1_000_000), CORES) as devices:
         profiled: dict[int, Profiled] = devices.do(Profile(workload=trained, batches=SIZES, repeats=3))
-        problem = replace(problem_of(trained, profiled, MBIT, SIZES), micro_batch_size=SIZES[0],
-                          num_micro_batches=MINI_BATCH // SIZES[0])
+        problem = replace(with_messages(devices, trained, problem_of(trained, profiled, MBIT, SIZES), MBIT),
+                          micro_batch_size=SIZES[0], num_micro_batches=MINI_BATCH // SIZES[0])
         planned = plan_pipeline(problem, PlannerSettings(micro_batch_sizes=SIZES))
         alone = min(((sized, fastest_device(sized)) for sized in micro_batch_choices(problem, SIZES)),
                     key=lambda each: predicted_s(*each))
@@ -88,8 +96,7 @@ def _run(devices: Devices, trained: Workload, seed: int, num_updates: int, probl
          ) -> tuple[float, float, float, bool]:
     """Return the seconds of an update, the loss afterwards, the predicted seconds, and whether the weights fit."""
     work = Train(workload=trained, plan=plan, num_updates=num_updates, seed=seed)
-    said_s = predicted_s(as_fast_as_now(devices, trained, problem, plan.socs), plan)
-    answers: dict[int, Trained] = devices.do(work, plan.socs)
+    answers, said_s = trained_and_predicted(devices, work, problem)
     model = trained.build()
     model.load_state_dict({name: torch.from_numpy(array) for each in answers.values()
                            for name, array in each.weights.items()}, strict=False)

@@ -28,8 +28,7 @@ def best_shares(problem: PipelineProblem, first: int, last: int, devices: Sequen
                 + in_flight * share * problem.model.kept_bytes(first, last)
             if share and needed > device.memory_bytes:
                 break
-            stage_s = max(stage_s, device.seconds.forward(first, last, share)
-                          + device.seconds.backward(first, last, share))
+            stage_s = max(stage_s, sum(problem.pass_s(device, first, last, share)))
         else:
             best = min(best, (stage_s, shares))
     return best

@@ -14,6 +14,7 @@ from torch.nn import functional
 from benchmarks.pipeline_contest.work import (
     SPAN,
     VGG,
+    Carry,
     Federated,
     Passes,
     Profile,
@@ -68,6 +69,8 @@ class Device:
             channels.join()
             if isinstance(work, Train):
                 return self._train(work, channels)
+            if isinstance(work, Carry):
+                return self._carry(work, channels, socs)
             if isinstance(work, Federated):
                 return self._federated(work, channels, socs)
             assert isinstance(work, Transfers)
@@ -103,6 +106,28 @@ class Device:
             session.gradients([batch], work.batch_size)
             count += 1
         return spent_s / count
+
+    def _carry(self, work: Carry, channels: GlooChannels, socs: Sequence[int]) -> float:
+        """Return the seconds of the processor that a byte takes: those by which the passes are late."""
+        other, number = next(soc for soc in socs if soc != self._soc), 0
+        session = work.workload.trainer.start(work.workload.build(), SPAN)
+        batch = work.workload.data().batch(torch.arange(work.batch_size))
+        session.gradients([batch], work.batch_size)
+        message = Receive(other, ACTIVATIONS, work.num_bytes)
+        self._meet(channels, socs)
+        began_s, count = time.perf_counter(), 0
+        channels.expect([message] * work.num_messages)
+        for _ in range(work.num_messages):
+            channels.send(other, ACTIVATIONS, bytearray(work.num_bytes))
+        while number < work.num_messages or channels.sent_bytes < work.num_messages * work.num_bytes:
+            session.gradients([batch], work.batch_size)
+            count += 1
+            while number < work.num_messages and channels.has_arrived(message):
+                channels.receive(message)
+                number += 1
+        spent_s = time.perf_counter() - began_s
+        self._meet(channels, socs)
+        return (spent_s - count * work.pass_s[self._soc]) / (2 * work.num_messages * work.num_bytes)
 
     def _train(self, work: Train, channels: GlooChannels) -> Trained:
         member = self._member(work, channels.send, work.coding)

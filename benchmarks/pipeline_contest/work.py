@@ -78,6 +78,17 @@ class Speed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Carry:
+    """Do the model's passes while messages go to another device and come from it, which does the same."""
+
+    workload: Workload
+    batch_size: int
+    pass_s: dict[int, float]  # of both passes without messages, by device
+    num_bytes: int  # of a message
+    num_messages: int  # each way
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Train:
     """Train by a plan, with our runtime or, on a straight pipeline of equal micro-batches, with torch's."""
 
@@ -126,7 +137,7 @@ class Trained:
     weights: dict[str, NDArray[Any]] = field(default_factory=dict)  # that the device has at the end
 
 
-Work = Profile | Speed | Train | Federated | Passes | Transfers
+Work = Profile | Speed | Carry | Train | Federated | Passes | Transfers
 
 
 def build_model() -> nn.Module:

@@ -90,6 +90,11 @@ class PipelineModel:
         """Bytes per sample that enter layer l, for l from 0; at the end those of the last layer's output."""
         return np.array([self.input_bytes, *(layer.output_bytes for layer in self.layers)])
 
+    @cached_property
+    def cut_bytes(self) -> Floats:
+        """Bytes per sample that cross a cut before layer l, for l from 0 to all; none at either end."""
+        return np.array([0.0, *(layer.output_bytes for layer in self.layers[:-1]), 0.0])
+
     def weight_bytes(self, first: int, last: int) -> float:
         """Return the trained bytes of layers `first` to `last`."""
         return float(self.weight_prefix[last + 1] - self.weight_prefix[first])
@@ -193,9 +198,10 @@ class PipelineDevice:
     seconds: LayerSeconds
     memory_bytes: float  # budget
     update_bytes_per_s: float = math.inf  # of memory, for the update of weights; infinite: the update is free
+    byte_s: float = 0.0  # of its processor, for each byte of activations and gradients that it sends or receives
 
     def __post_init__(self) -> None:
-        require_range(f"device {self.name}", least=0, soc=self.soc)
+        require_range(f"device {self.name}", least=0, soc=self.soc, byte_s=self.byte_s)
         require_range(f"device {self.name}", above=0, memory_bytes=self.memory_bytes,
                       advice="give the bytes that training may use")
         if not self.update_bytes_per_s > 0:
@@ -258,6 +264,15 @@ class PipelineProblem:
         except KeyError:
             raise ConfigError(f"pipeline: SoC {soc} is no device of this problem; it has "
                               f"{', '.join(str(device.soc) for device in self.devices)}") from None
+
+    def pass_s(self, device: PipelineDevice, first: int, last: int, share: int) -> tuple[float, float]:
+        """Return the seconds of the forward and the backward pass of `share` samples over layers `first` to `last`.
+
+        The processor's part of what crosses the cuts on either side is in them: the network's, not the link's, cost.
+        """
+        crossing_s = device.byte_s * share * float(self.model.cut_bytes[[first, last + 1]].sum())
+        return (device.seconds.forward(first, last, share) + crossing_s * self.activation_part,
+                device.seconds.backward(first, last, share) + crossing_s * self.gradient_part)
 
     def kind(self, soc: int) -> Device:
         """Return the kind of hardware in a slot: processors and watts."""

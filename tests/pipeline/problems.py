@@ -35,11 +35,11 @@ def linear_seconds(forward_s: Sequence[float], backward_s: Sequence[float], fixe
 
 def problem(layers: Sequence[PipelineLayer], seconds: Sequence[LayerSeconds], *, link: float = 100.0,
             memory: float | Sequence[float] = 1e9, micro_batch_size: int = 4, num_micro_batches: int = 4,
-            message_s: float = 0.0, input_bytes: float = 0.0) -> PipelineProblem:
+            message_s: float = 0.0, input_bytes: float = 0.0, byte_s: float = 0.0) -> PipelineProblem:
     budgets = [memory] * len(seconds) if isinstance(memory, int | float) else memory
     return PipelineProblem(
         model=PipelineModel(name="toy", layers=tuple(layers), input_bytes=input_bytes),
-        devices=tuple(PipelineDevice(soc=soc, name=f"toy {soc}", seconds=each, memory_bytes=budget)
+        devices=tuple(PipelineDevice(soc=soc, name=f"toy {soc}", seconds=each, memory_bytes=budget, byte_s=byte_s)
                       for soc, (each, budget) in enumerate(zip(seconds, budgets, strict=True))),
         cluster=cluster(len(seconds), link=link, message_s=message_s), micro_batch_size=micro_batch_size,
         num_micro_batches=num_micro_batches)
@@ -88,7 +88,8 @@ def random_problem(rng: np.random.Generator, num_layers: int, num_devices: int, 
     return problem(layers, seconds, link=float(rng.choice([20.0, 100.0, 1000.0, 1e5])), memory=budget,
                    micro_batch_size=micro_batch_size or int(rng.integers(1, 7)),
                    num_micro_batches=num_micro_batches or int(rng.integers(1, 9)),
-                   message_s=float(rng.choice([0.0, 0.01])) if message_s is None else message_s)
+                   message_s=float(rng.choice([0.0, 0.01])) if message_s is None else message_s,
+                   byte_s=float(rng.choice([0.0, 0.0, 1e-4, 2e-3])))
 
 
 @st.composite

@@ -27,7 +27,7 @@ from tests.pipeline.problems import layer, linear_seconds, plans, problem, probl
 def test_algorithm_1_finds_the_least_time_of_the_slowest_device(case: PipelineProblem, in_flight: int) -> None:
     num_layers = case.model.num_layers
     first, stop = (array.astype(np.int64) for array in np.triu_indices(num_layers + 1, 1))
-    ranges = LayerRanges.of(case.model, first, stop, case.optimizer_copies)
+    ranges = LayerRanges.of(case, first, stop)
     groups: dict[DeviceClass, list[int]] = {}
     for device in case.devices:
         groups.setdefault(DeviceClass.of(device), []).append(device.soc)
@@ -41,8 +41,7 @@ def test_algorithm_1_finds_the_least_time_of_the_slowest_device(case: PipelinePr
         shares = {soc: share for total, socs in zip(found.totals[:, index], groups.values(), strict=True)
                   for soc, share in zip(socs, class_shares(int(total), len(socs)), strict=True)}
         assert sum(shares.values()) == case.micro_batch_size
-        own_s = [(case.device(soc).seconds.forward(int(begin), int(end) - 1, share),
-                  case.device(soc).seconds.backward(int(begin), int(end) - 1, share)) for soc, share in shares.items()]
+        own_s = [case.pass_s(case.device(soc), int(begin), int(end) - 1, share) for soc, share in shares.items()]
         assert max(forward_s + backward_s for forward_s, backward_s in own_s) == pytest.approx(expected_s)
         assert found.forward_s[index] == pytest.approx(max(forward_s for forward_s, _ in own_s))
         assert found.backward_s[index] == pytest.approx(max(backward_s for _, backward_s in own_s))

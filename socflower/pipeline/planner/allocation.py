@@ -17,7 +17,7 @@ from math import inf
 
 import numpy as np
 
-from socflower.pipeline.problem import Floats, Ints, LayerSeconds, PipelineDevice, PipelineModel
+from socflower.pipeline.problem import Floats, Ints, LayerSeconds, PipelineDevice, PipelineProblem
 
 _MANY = 1 << 40
 
@@ -29,33 +29,40 @@ class DeviceClass:
     seconds: LayerSeconds
     memory_bytes: float
     update_bytes_per_s: float
+    byte_s: float
 
     @classmethod
     def of(cls, device: PipelineDevice) -> "DeviceClass":
         """Return a device's class."""
-        return cls(device.seconds, device.memory_bytes, device.update_bytes_per_s)
+        return cls(device.seconds, device.memory_bytes, device.update_bytes_per_s, device.byte_s)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRanges:
-    """Ranges of layers from `first` up to, without, `stop`, with what each needs of memory."""
+    """Ranges of layers from `first` up to, without, `stop`, with what each needs of memory and sends."""
 
     first: Ints
     stop: Ints
     state_bytes: Floats  # MOD + OPT
     kept_bytes: Floats  # ACT of one sample
+    forward_bytes: Floats  # of one sample, over both cuts
+    backward_bytes: Floats
 
     @classmethod
-    def of(cls, model: PipelineModel, first: Ints, stop: Ints, optimizer_copies: float) -> "LayerRanges":
+    def of(cls, problem: PipelineProblem, first: Ints, stop: Ints) -> "LayerRanges":
         """Return ranges of a model's layers."""
+        model = problem.model
         weight = model.weight_prefix[stop] - model.weight_prefix[first]
         frozen = model.frozen_prefix[stop] - model.frozen_prefix[first]
         kept = model.entering_bytes[first] + model.activation_prefix[stop] - model.activation_prefix[first]
-        return cls(first, stop, (2.0 + optimizer_copies) * weight + frozen, kept)
+        crossing = model.cut_bytes[first] + model.cut_bytes[stop]
+        return cls(first, stop, (2.0 + problem.optimizer_copies) * weight + frozen, kept,
+                   crossing * problem.activation_part, crossing * problem.gradient_part)
 
     def take(self, which: Ints) -> "LayerRanges":
         """Return some of them."""
-        return LayerRanges(self.first[which], self.stop[which], self.state_bytes[which], self.kept_bytes[which])
+        return LayerRanges(self.first[which], self.stop[which], self.state_bytes[which], self.kept_bytes[which],
+                           self.forward_bytes[which], self.backward_bytes[which])
 
     def most_samples(self, memory_bytes: float, in_flight: int) -> Ints:
         """Return the greatest share within a budget; 0 where not even one sample fits (F28)."""
@@ -153,6 +160,9 @@ class _Seconds:
         columns = [forward.shape[1] for forward, _ in tables]
         self._first = [ranges.first * width for width in columns]
         self._stop = [ranges.stop * width for width in columns]
+        # Of a sample, for what crosses the cuts.
+        self._forward_s = [each.byte_s * ranges.forward_bytes for each in classes]
+        self._backward_s = [each.byte_s * ranges.backward_bytes for each in classes]
 
     def rows(self, rows: Ints) -> "_Seconds":
         """Return the same for some of the ranges."""
@@ -160,19 +170,24 @@ class _Seconds:
         some._forward, some._backward, some._both = self._forward, self._backward, self._both
         some._first = [each[rows] for each in self._first]
         some._stop = [each[rows] for each in self._stop]
+        some._forward_s = [each[rows] for each in self._forward_s]
+        some._backward_s = [each[rows] for each in self._backward_s]
         return some
 
     def total(self, shares: Ints) -> Floats:
         """Return forward and backward seconds of a share of each class."""
-        return np.array([table.take(stop + share) - table.take(first + share) for table, first, stop, share
-                         in zip(self._both, self._first, self._stop, shares, strict=True)])
+        return np.array([table.take(stop + share) - table.take(first + share) + share * (forward_s + backward_s)
+                         for table, first, stop, share, forward_s, backward_s in zip(
+                             self._both, self._first, self._stop, shares, self._forward_s, self._backward_s,
+                             strict=True)])
 
     def passes(self, shares: Ints) -> tuple[Floats, Floats]:
         """Return the slowest class's forward seconds, and the slowest class's backward seconds (Eq. 8)."""
         found = []
-        for tables in (self._forward, self._backward):
-            each_s = [table.take(stop + share) - table.take(first + share) for table, first, stop, share
-                      in zip(tables, self._first, self._stop, shares, strict=True)]
+        for tables, sent in ((self._forward, self._forward_s), (self._backward, self._backward_s)):
+            each_s = [table.take(stop + share) - table.take(first + share) + share * sample_s
+                      for table, first, stop, share, sample_s
+                      in zip(tables, self._first, self._stop, shares, sent, strict=True)]
             found.append(np.max(each_s, axis=0))
         return found[0], found[1]
 

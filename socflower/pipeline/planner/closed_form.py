@@ -131,8 +131,9 @@ def execution_step(problem: PipelineProblem, stage: Stage, *, reduces: bool = Tr
     weight_bytes = problem.model.weight_bytes(first, last)
     members = list(zip(devices, stage.shares, strict=True))
     ring_s = all_reduce_s(problem, stage.devices, weight_bytes) if reduces else 0.0
-    return Step(name=name, forward_s=max(each.seconds.forward(first, last, share) for each, share in members),
-                backward_s=max(each.seconds.backward(first, last, share) for each, share in members),
+    passes_s = [problem.pass_s(each, first, last, share) for each, share in members]
+    return Step(name=name, forward_s=max(forward_s for forward_s, _ in passes_s),
+                backward_s=max(backward_s for _, backward_s in passes_s),
                 after_s=ring_s + max(each.update_s(weight_bytes) for each in devices))
 
 
@@ -141,8 +142,8 @@ def all_reduce_s(problem: PipelineProblem, socs: Sequence[int], weight_bytes: fl
     size = len(socs)
     if size == 1 or not weight_bytes:
         return 0.0
-    slowest = problem.least_bandwidth(socs)
-    return 2.0 * (size - 1) * (weight_bytes / size / slowest + problem.cluster.message_s)
+    slowest, byte_s = problem.least_bandwidth(socs), max(problem.device(soc).byte_s for soc in socs)
+    return 2.0 * (size - 1) * (weight_bytes / size * (1.0 / slowest + 2.0 * byte_s) + problem.cluster.message_s)
 
 
 def communication_step(problem: PipelineProblem, senders: Sequence[int], receivers: Sequence[int],
@@ -188,7 +189,8 @@ def _exchange_s(problem: PipelineProblem, plan: TwoDPlan) -> float:
                         for part in parts if soc in part.devices) for soc in plan.socs), default=0.0)
     uploads = [(soc, plan.server, _weight_bytes(problem, part)) for part in parts for soc in part.devices
                if soc != plan.server]
-    return concurrent_s(problem.cluster, uploads) + concurrent_s(
+    handling_s = max((2.0 * problem.device(soc).byte_s * num_bytes for soc, _, num_bytes in uploads), default=0.0)
+    return handling_s + concurrent_s(problem.cluster, uploads) + concurrent_s(
         problem.cluster, [(server, soc, num_bytes) for soc, server, num_bytes in uploads])
 
 

@@ -303,7 +303,7 @@ def _by_speed(problem: PipelineProblem, devices: Sequence[PipelineDevice], first
     groups: dict[DeviceClass, list[int]] = {}
     for index, device in enumerate(devices):
         groups.setdefault(DeviceClass.of(replace(device, memory_bytes=_NO_LIMIT)), []).append(index)
-    ranges = LayerRanges.of(problem.model, np.array([first]), np.array([last + 1]), problem.optimizer_copies)
+    ranges = LayerRanges.of(problem, np.array([first]), np.array([last + 1]))
     found = Allocator(ranges, problem.micro_batch_size).allocate(list(groups), [len(each) for each in groups.values()],
                                                                  1)
     shares = [0] * len(devices)

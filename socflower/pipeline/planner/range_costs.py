@@ -43,7 +43,7 @@ class RangeCosts:
         self.first_cut, self.stop_cut = first_cut.astype(np.int64), stop_cut.astype(np.int64)
         self.row_starts = np.flatnonzero(np.diff(self.first_cut, prepend=-1))
         self.row_lengths = np.diff(np.append(self.row_starts, len(first_cut)))
-        self.ranges = LayerRanges.of(model, bounds[first_cut], bounds[stop_cut], problem.optimizer_copies)
+        self.ranges = LayerRanges.of(problem, bounds[first_cut], bounds[stop_cut])
         self._weight = model.weight_prefix[bounds[stop_cut]] - model.weight_prefix[bounds[first_cut]]
         self._reduced = self._weight > 0.0
         # Of one sample, by cut; the mean of both directions, which differ where only one of them is coded.
@@ -68,7 +68,9 @@ class RangeCosts:
             message_s = self._problem.cluster.message_s
             # Without devices or samples, the range is infeasible and costs are infinite already.
             size = np.maximum(num, 1)
-            after_s = np.where(self._reduced, 2.0 * (size - 1) * (self._weight / size / slowest + message_s), 0.0)
+            byte_s = max(device.byte_s for device in self._order[begin:end])
+            round_s = self._weight / size * (1.0 / slowest + 2.0 * byte_s) + message_s
+            after_s = np.where(self._reduced, 2.0 * (size - 1) * round_s, 0.0)
             after_s += max(self._order[index].update_s(1.0) for index in range(begin, end)) * self._weight
             self._stages[key] = StageCosts(found.forward_s + found.backward_s, found.backward_s, after_s,
                                            found.most_share.astype(np.float64))

@@ -17,7 +17,7 @@ from socflower.pipeline.plan import PipelinePlan, Plan, Slice, Sync, Synchronise
 from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.schedule.order import Operation, Pass, operations
 from socflower.sim import EventClock
-from socflower.sim.processes import Credits, Event, Process, Queue, Simulation, all_of
+from socflower.sim.processes import Credits, Event, Process, Processor, Queue, Simulation, all_of
 
 Delay = Callable[[int, Operation], float]
 """Seconds that a pass takes longer than planned, by SoC and pass."""
@@ -206,8 +206,8 @@ class _Run:
         stage = pipeline.stages[member.stage]
         device, model = self._problem.device(member.soc), self._problem.model
         first, last = stage.first_layer, stage.last_layer
-        seconds = {Pass.FORWARD: device.seconds.forward(first, last, member.share),
-                   Pass.BACKWARD: device.seconds.backward(first, last, member.share)}
+        seconds = dict(zip((Pass.FORWARD, Pass.BACKWARD), self._problem.pass_s(device, first, last, member.share),
+                           strict=True))
         returned_bytes = model.layers[first - 1].output_bytes if first else 0.0
         sent_bytes = {Pass.FORWARD: model.layers[last].output_bytes * self._problem.activation_part,
                       Pass.BACKWARD: returned_bytes * self._problem.gradient_part}
@@ -238,7 +238,7 @@ class _Run:
                 for channel, piece, arrived in (self._outputs if forward else self._returns)[member.soc]:
                     channel.send(piece.num_samples * sent_bytes[kind], name, arrived)
             for part in member.parts:
-                yield from self._exchange(member, part, step)
+                yield from self._exchange(member, part, step, processor)
             if update_s:
                 yield simulation.compute(processor, update_s, "update", activity=Activity.UPDATE)
             self._step_ends_s[step] = max(self._step_ends_s[step], simulation.now_s - self._start_s)
@@ -279,15 +279,22 @@ class _Run:
             self._arrivals[part, soc, step] = queue
         return all_of(*[queue.get() for queue in waiting])
 
-    def _exchange(self, member: _Member, part: SynchronisedPart, step: int) -> Process[None]:
+    def _exchange(self, member: _Member, part: SynchronisedPart, step: int, processor: Processor) -> Process[None]:
         """All-reduce a part's gradients: 2(n − 1) rounds in a ring of n, or up to the server and down again."""
         num_bytes, simulation = self._problem.model.weight_bytes(part.first_layer, part.last_layer), self.simulation
+        byte_s = self._problem.device(member.soc).byte_s
+
+        def handle(moved_bytes: float) -> Process[None]:
+            if byte_s:
+                yield simulation.compute(processor, moved_bytes * byte_s, "messages")
+
         if self._by_server is None:
             channel, arrived, at_next = self._rings[part, member.soc]
             size = len(part.devices)
             for _ in range(2 * (size - 1)):
                 channel.send(num_bytes / size, "ring", at_next)
                 yield arrived.get()
+                yield from handle(2.0 * num_bytes / size)
             return
         if member.soc != self._by_server:
             yield simulation.send(member.soc, self._by_server, num_bytes, "upload")
@@ -295,3 +302,4 @@ class _Run:
         yield self._uploads[part, step]
         if member.soc != self._by_server:
             yield simulation.send(self._by_server, member.soc, num_bytes, "download")
+            yield from handle(2.0 * num_bytes)
