@@ -41,6 +41,7 @@ def test_items_compute_ours_for_every_cell(item_id: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 def test_all_items_are_computed_and_half_of_the_numbers_are_within_a_third() -> None:
     paper = read_paper("asteroid")
     rows = [row for item in paper.items for row in compare_item(paper, item)]
