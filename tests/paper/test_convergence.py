@@ -18,6 +18,7 @@ from socflower.paper.asteroid.convergence import (
     Task,
     WaveTraining,
     figure_14,
+    fresh_epochs,
     mean_epochs,
     synchronous_error,
     synchronous_waves,
@@ -139,6 +140,13 @@ def test_epochs_to_the_target_depend_on_seeds_alone_and_on_nothing_if_it_is_not_
     assert mean_epochs(replace(TASK, target=1.1, max_epochs=1), synchronous_waves(TASK.updates_per_epoch)) is None
 
 
+def test_fresh_updates_are_those_of_smaller_mini_batches_at_a_smaller_rate() -> None:
+    toy = waves_of(*two_workers(), 10, num_minibatches=2)
+    finer = replace(TASK, batch_size=8, learning_rate=0.025)
+    expected = mean_epochs(finer, synchronous_waves(finer.updates_per_epoch * finer.max_epochs))
+    assert fresh_epochs(TASK, toy) == expected is not None
+
+
 def test_plans_of_all_systems_train_the_weights_of_one_device() -> None:
     assert synchronous_error(TASK, 2) < 1e-5
 
@@ -153,6 +161,7 @@ def test_the_figure_has_every_cell_and_its_ratios_follow_from_epochs_and_pace(mo
     found = figure_14(TASK)
     assert {cell.key for cell in read_paper("asteroid").item("figure-14").cells} == found.keys()
     assert found["mobilenet-v2/B/hetpipe"] == "out of memory" and found["mobilenet-v2/B/dapple"] == pytest.approx(2.0)
+    assert found["mobilenet-v2/B/fresh, epochs"] == "out of memory"
     waves = toys["mobilenet-v2", "C"]
     assert found["mobilenet-v2/C/hetpipe"] == pytest.approx(
         found["mobilenet-v2/C/hetpipe, epochs"] * waves.wave_s / (found["synchronous, epochs"] * 2048 / 1000.0))
