@@ -36,7 +36,7 @@ def paper(
     if show_list:
         _print_list(found, as_json)
         return
-    items = [found.item(chosen[0])] if chosen else [each for each in found.items if each.is_computed]
+    items = [found.item(chosen[0])] if chosen else list(found.items)
     documents: list[dict[str, Any]] = []
     rows: list[Row] = []
     for each in items:
@@ -76,11 +76,11 @@ def _print_item(console: Console, found: "Paper", item: "Item", rows: Sequence["
     for row in rows:
         unit = f" {row.cell.unit}" if row.cell.unit else ""
         if row.cell.says is not None:
-            table.add_row(escape(row.cell.key), "stated" if row.cell.says else "denied",
-                          "holds" if row.holds else "does not hold", "", row.cell.use)
+            held = row.ours if isinstance(row.ours, str) else "holds" if row.holds else "does not hold"
+            table.add_row(escape(row.cell.key), "stated" if row.cell.says else "denied", held, "", row.cell.use)
             continue
         ours = row.ours if isinstance(row.ours, str) else f"{row.ours:.3g}{unit}"
-        table.add_row(escape(row.cell.key), f"{row.cell.value:g}{unit}", ours,
+        table.add_row(escape(row.cell.key), "" if row.cell.value is None else f"{row.cell.value:g}{unit}", ours,
                       "" if row.ratio is None else f"{row.ratio:.2f}", row.cell.use)
     console.print(table)
     if item.note:

@@ -20,14 +20,15 @@ Compute: TypeAlias = Callable[[], Mapping[str, Value | str]]
 PAPERS = ("asteroid",)
 
 COMPARED, CALIBRATION = "compared", "calibration"
-STATES = (COMPARED, CALIBRATION, "needs training", "needs recovery")
-SCORED, OTHER_READING, NOT_COMPARABLE = "scored", "other reading", "not comparable"
-USES = (SCORED, CALIBRATION, OTHER_READING, NOT_COMPARABLE)
-"""Cells under another reading of the paper are compared, but not scored."""
+STATES = (COMPARED, CALIBRATION)
+SCORED, OTHER_READING, NOT_COMPARABLE, UNPRINTED = "scored", "other reading", "not comparable", "not printed"
+USES = (SCORED, CALIBRATION, OTHER_READING, NOT_COMPARABLE, UNPRINTED)
+"""Cells under another reading of the paper are compared, but not scored; those that the paper has in an image only, or
+leaves out, have ours alone."""
 
 
 class Cell(Table):
-    """A number or a statement of a paper."""
+    """A number or a statement of a paper, or ours where it prints neither."""
 
     key: Text
     value: float | None = Field(None, description="a number of a table, or of the prose")
@@ -37,9 +38,10 @@ class Cell(Table):
     place: str = Field("", description="where it stands, if not where the item says")
 
     def check(self) -> None:
-        """Refuse a cell that is neither a number nor a statement, or both."""
-        if (self.value is None) == (self.says is None):
-            raise ValueError(f"cell {self.key!r}: needs either value or says")
+        """Refuse a cell that is neither a number nor a statement, unless neither is printed, or both."""
+        given = (self.value is not None) + (self.says is not None)
+        if given != (self.use != UNPRINTED):
+            raise ValueError(f"cell {self.key!r}: needs either value or says, or neither and use = {UNPRINTED!r}")
 
 
 class Item(Table):
@@ -50,20 +52,13 @@ class Item(Table):
     place: Text
     state: Annotated[str, OneOf(STATES)]
     note: str = ""
-    cells: tuple[Cell, ...] = Field((), alias="cell")
+    cells: tuple[Cell, ...] = Field(alias="cell", min_length=1)
 
     def check(self) -> None:
-        """Refuse cells of the same key, and cells of an item that cannot be computed."""
+        """Refuse cells of the same key."""
         keys = [cell.key for cell in self.cells]
         if len(set(keys)) != len(keys):
             raise ValueError(f"item {self.id!r}: two cells have one key")
-        if bool(keys) != self.is_computed:
-            raise ValueError(f"item {self.id!r}: state = {self.state!r} does not go with {len(keys)} cells")
-
-    @property
-    def is_computed(self) -> bool:
-        """Whether ours can be computed."""
-        return self.state in (COMPARED, CALIBRATION)
 
 
 class Paper(Table):
@@ -99,8 +94,8 @@ class Row:
 
     @property
     def holds(self) -> bool | None:
-        """Whether a statement of the paper holds for ours; None for numbers."""
-        return None if self.cell.says is None else self.ours == self.cell.says
+        """Whether a statement of the paper holds for ours; None for numbers, and where ours is a text."""
+        return None if self.cell.says is None or isinstance(self.ours, str) else self.ours == self.cell.says
 
     def to_document(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -119,10 +114,7 @@ def read_paper(name: str) -> Paper:
 
 
 def compare_item(paper: Paper, item: Item) -> tuple[Row, ...]:
-    """Compute ours for a table or figure; `ConfigError` for one that needs what is not there, with its state."""
-    if not item.is_computed:
-        raise ConfigError(f"paper {paper.name}: {item.id} {item.state}; `socflower paper {paper.name} --list` has the "
-                          "state of each")
+    """Compute ours for a table or figure."""
     computed: Mapping[str, Compute] = import_module(f"socflower.paper.{paper.name}.items").COMPUTE
     ours = computed[item.id]()
     missing = [cell.key for cell in item.cells if cell.key not in ours]

@@ -17,6 +17,9 @@ from socflower.pipeline.profiler.layers import Granularity
 SETTINGS = PlannerSettings(width=2, num_simulated=6, num_tuned=2)
 """How far the planner looks here: some seconds a plan."""
 
+NO_FIT = "out of memory"
+"""Ours of a cell whose plan exceeds a board's memory."""
+
 WHOLE_MODEL_SIZES = (8, 16, 32)
 """Micro-batches for peers that keep the whole model on a device, beside those of the paper's models."""
 
