@@ -226,17 +226,27 @@ class HybridPipeline(SoCFlow):
         """Price the interval's updates, and the stages' way to the hub."""
         if not isinstance(self._clock, EventClock):
             return Usage()
-        planned = self._planned_for(this.plan.participants)
+        return self._planner.drain_idle() + self._priced(self._clock, this.plan.participants, this.interval.num_steps)
+
+    def undisturbed_s(self) -> float:
+        """Return the virtual seconds of all rounds on all devices without heat, users and events."""
+        clock = EventClock(self._problem.cluster)
+        for interval in self.intervals:
+            self._priced(clock, self.plan.participants, interval.num_steps)
+        return clock.now_s
+
+    def _priced(self, clock: EventClock, socs: Sequence[int], num_steps: int) -> Usage:
+        """Advance a clock by an interval of the plan for these devices."""
+        planned = self._planned_for(socs)
         # At nominal speeds: the clock itself slows devices down.
         nominal = replace(planned.problem, devices=tuple(
-            device for device in self._problem.devices if device.soc in this.plan.participants))
-        usage = self._planner.drain_idle() + simulate(
-            nominal, planned.plan, clock=self._clock, num_steps=this.interval.num_steps).usage
+            device for device in self._problem.devices if device.soc in socs))
+        usage = simulate(nominal, planned.plan, clock=clock, num_steps=num_steps).usage
         builder = GraphBuilder()
         for stage in planned.plan.pipelines[0].stages:
             if num_bytes := planned.problem.model.weight_bytes(stage.first_layer, stage.last_layer):
                 builder.transfer("stage to the hub", stage.devices[0], HUB, num_bytes, num_messages=1)
-        return usage + self._clock.run(builder.build(this.plan.participants), label="model to the hub")
+        return usage + clock.run(builder.build(socs), label="model to the hub")
 
 
 def _as_planned(problem: PipelineProblem, plan: Plan) -> Planned:

@@ -73,6 +73,7 @@ class _Training:
         self._plan: dict[str, Any] | None = None
         self._resumed: Checkpoint | None = None
         self._transport, self._leader_transport = "in process", ""
+        self._undisturbed_s: float | None = None  # of a pipeline under heat
 
     def run(self) -> dict[str, Any]:
         """Train with the scenario's strategy."""
@@ -107,8 +108,9 @@ class _Training:
     def _heat_document(self) -> dict[str, Any] | None:
         if self._rack is None:
             return None
-        document = heat_document(self._scenario, self._rack, self._time.now_s,
-                                 unthrottled_training_s(self._scenario, self._cluster))
+        document = heat_document(
+            self._scenario, self._rack, self._time.now_s, unthrottled_training_s(self._scenario, self._cluster)
+            if self._undisturbed_s is None else self._undisturbed_s)
         return document | (of_all_racks(self._scenario, [self._rack, self._edges.rack]) if self._edges else {})
 
     def _grouped(self, arrays: ArrayRecord) -> ArrayRecord:
@@ -155,6 +157,7 @@ class _Training:
             rings=self._scenario.ring, backup_steps=table.backup_steps, rebalancing=rebalancing(self._scenario),
             clock=self._clock, tolerate_client_errors=settings.tolerate_client_errors)
         self._plan = planned_document(strategy.pipeline)
+        self._undisturbed_s = strategy.undisturbed_s() if self._rack is not None else None
         self._require_reachable_events(strategy.num_rounds, strategy.plan.participants)
 
         def round_end(server_round: int) -> dict[str, Any]:
