@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, TypedDict, cast
+from typing import ClassVar, Literal, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -66,22 +66,21 @@ class Int8Trainer:
 
     def model(
         self, module: nn.Module, input_shape: Sequence[int], *, exponents: Mapping[str, int] | None = None,
-        head: bool = True, input_gradient: bool = False,
+        head: bool = True,
     ) -> Int8Model:
         """Return the int8 model of a module for inputs (n, *input_shape); see `Int8Model.from_module`.
 
-        Raises ConfigError for inputs other than images, or without `head` vectors, for operators that int8 does not
-        have, and for a BatchNorm with frozen statistics.
+        Raises ConfigError for inputs other than images, for operators that int8 does not have, and for a BatchNorm with
+        frozen statistics.
         """
         require_batch_statistics(module, "Int8Trainer")
-        if len(input_shape) != 3 and (head or len(input_shape) != 1):
+        if len(input_shape) != 3:
             raise _no_images(input_shape)
-        shape = cast(tuple[int, int, int] | tuple[int], tuple(input_shape))
+        channels, height, width = input_shape
         try:
             return Int8Model.from_module(
-                module, input_shape=shape, algorithm=self.algorithm, settings=self.settings,
-                fp32_operators=self.fp32_operators, unsupported=self.unsupported, exponents=exponents, head=head,
-                input_gradient=input_gradient)
+                module, input_shape=(channels, height, width), algorithm=self.algorithm, settings=self.settings,
+                fp32_operators=self.fp32_operators, unsupported=self.unsupported, exponents=exponents, head=head)
         except UnsupportedOperator as error:
             advice = error.remedy("use", "Int8Trainer(fp32_operators={})", "Int8Trainer(unsupported={})")
             raise ConfigError(f"{error.what}; {advice}") from None

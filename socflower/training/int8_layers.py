@@ -9,10 +9,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from socflower.capture.halves import layer_seed
+from socflower.errors import ConfigError
 from socflower.precision import Int8Model
 from socflower.precision.algorithm import HANDED_OUT_GRADIENTS
 from socflower.precision.int8.parameters import start_gradients, take_weights
-from socflower.training.int8 import Int8Trainer
+from socflower.training.batch_statistics import require_batch_statistics
 
 STATISTICS = ("running_mean", "running_var")
 """Ends of the names of the buffers that the engine changes."""
@@ -33,11 +34,17 @@ class Int8Layers:
     ) -> None:
         """Build the engine; shapes are of one sample, `trackers` as of `trackers_to_json`, also for other layers.
 
-        Raises ConfigError for other inputs than (channels, height, width) and (features,), and for operators that int8
-        does not have.
+        Raises ConfigError for other inputs than (channels, height, width) and (features,), and for a BatchNorm with
+        frozen statistics; raises UnsupportedOperator, a ConfigError too, for operators that int8 does not have.
         """
-        trainer = Int8Trainer(algorithm=HANDED_OUT_GRADIENTS, unsupported=unsupported)
-        self.engine = trainer.model(layers, input_shape, head=False, input_gradient=input_gradient)
+        require_batch_statistics(layers, "int8 training")
+        if len(input_shape) not in (1, 3):
+            raise ConfigError("int8 training takes inputs of shape (n, channels, height, width) or (n, features), got "
+                              f"{('n', *input_shape)}; train in FP32")
+        shape = cast(tuple[int, int, int] | tuple[int], tuple(input_shape))
+        self.engine = Int8Model.from_module(
+            layers, input_shape=shape, algorithm=HANDED_OUT_GRADIENTS, unsupported=unsupported, head=False,
+            input_gradient=input_gradient)
         self._layers, self._seed, self._output_shape = layers, seed, tuple(output_shape)
         known = {node.name for node in self.engine.graph.nodes}
         self.engine.restore_trackers([entry for entry in trackers if entry[0] in known])
@@ -60,7 +67,7 @@ class Int8Layers:
         `number`, below `num_passes`, is the engine: none whose last result waits for its backward pass.
         """
         weights = dict(self._layers.named_parameters())
-        return cast(Tensor, _Int8Pass.apply(  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Int8Pass.apply(
             inputs, self._engines[number], self._handed_out, layer_seed(self._seed, draw, 0) >> 1,
             torch.is_grad_enabled(), self._output_shape, list(weights), *weights.values()))
 

@@ -88,7 +88,7 @@ def capture_network(
     return CapturedNetwork(graph=graph, state=state, modules=builder.modules)
 
 
-def _captured(module: nn.Module, input_shape: Sequence[int], leaves: Set[str]) -> ModelGraph:
+def _captured(module: nn.Module, input_shape: ir.Shape | tuple[int], leaves: Set[str]) -> ModelGraph:
     try:
         captured = capture(module, input_shape, leaves=leaves)
     except CaptureFailed as failed:

@@ -123,7 +123,7 @@ class Int8Model:
 
     @classmethod
     def from_module(
-        cls, module: torch.nn.Module, *, input_shape: Shape, algorithm: TrainingAlgorithm = NITI,
+        cls, module: torch.nn.Module, *, input_shape: Shape | tuple[int], algorithm: TrainingAlgorithm = NITI,
         settings: EngineSettings | None = None, fp32_operators: Sequence[str] = (),
         unsupported: Literal["refuse", "fp32"] = "refuse", exponents: Mapping[str, int] | None = None,
         head: bool = True, input_gradient: bool = False,
