@@ -51,7 +51,8 @@ def test_processes_compute_the_bits_of_one(devices: Devices, plan: Plan, coding:
 
 
 @pytest.mark.parametrize("coding", [EXACT, CODED], ids=["exact", "8 bits"])
-@pytest.mark.parametrize(("plan", "int8_socs"), [(HYBRID, (0,)), (HYBRID, (0, 1, 2)), (with_samples_on(TWO_D, 2), (1, 2))],
+@pytest.mark.parametrize(("plan", "int8_socs"), [
+    (HYBRID, (0,)), (HYBRID, (0, 1, 2)), (with_samples_on(TWO_D, 2), (1, 2))],
                          ids=["one of a stage", "all", "2-D, samples on SoC 2"])
 def test_processes_compute_the_bits_of_one_in_int8(
     devices: Devices, plan: Plan, int8_socs: tuple[int, ...], coding: ActivationCoding,
