@@ -40,7 +40,7 @@ def profile(
     device: Annotated[str | None, typer.Option(help="Print a device of the catalogue instead, as a template.")] = None,
     layers: Annotated[Path | None, typer.Option(help="Measure the layers of a pipeline's SCENARIO instead, for its "
                                                      "[pipeline] profiles; --name is its device.")] = None,
-    int8: Annotated[bool, typer.Option("--int8", help="With --layers: measure them in int8, for int8_socs.")] = False,
+    int8: Annotated[bool, typer.Option("--int8", help="With --layers: in int8, for int8_socs.")] = False,
     as_json: Json = False,
 ) -> None:
     """Measure this device: steps and operators in int8 and FP32, power, a link; write a profile that planners read."""

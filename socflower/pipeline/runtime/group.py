@@ -115,7 +115,7 @@ def require_fp32(trainer: Trainer) -> FP32Trainer:
     """Return the trainer; `ConfigError` for another than `FP32Trainer`."""
     if not isinstance(trainer, FP32Trainer):
         raise ConfigError(f"pipeline: stages train with FP32Trainer, and this client has {type(trainer).__name__}; "
-                          "give it one, or use groups, which train in int8 and mixed precision")
+                          "give it one, and name the devices that compute in int8 by int8_socs, or use groups")
     return trainer
 
 

@@ -45,8 +45,8 @@ class PipelineConfig(Table):
     activation_feedback: Annotated[Form, OneOf(FORMS)] = Field("none", description=(
         "gradients that come back are corrected for what `activation_bits` lose"))
     int8_socs: Annotated[str, OneOf(("auto",))] | tuple[Annotated[int, Field(ge=0)], ...] = Field((), description=(
-        "SoCs whose stages compute in int8, on their fastest int8 processor; \"auto\": all that have one. Masters and "
-        "losses stay in FP32, every layer needs int8 kernels"))
+        "SoCs whose [stages compute in int8](guides/pipelines.md#in-your-app); \"auto\": all that have an int8 "
+        "processor"))
     backup_steps: int = Field(0, ge=0, le=1_000_000, description=(
         "real machines: updates between copies of stages on one device, on the next stage's; 0: once a round"))
     profiles: tuple[Annotated[str, Field(pattern=r"\S")], ...] = Field((), description=(
