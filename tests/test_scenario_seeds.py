@@ -16,7 +16,7 @@ FIXED_TIME = {
     **dict.fromkeys((
         "broken_reply", "compressed_leaders", "data_stays", "dead_client", "deployment_digits", "digits_demo",
         "idle_slots", "int8_digits",
-        "measured_board", "mixed_digits", "mixed_shelf", "preempted_soc", "ring_of_leaders",
+        "measured_board", "mixed_digits", "mixed_shelf", "pipeline_in_int8", "preempted_soc", "ring_of_leaders",
         "server_momentum",
         "split_int8_edge", "split_shared_uplink", "two_servers",
     ), "devices and links are as the file says, and every seed trains as many batches; faults strike by plan"),

@@ -40,6 +40,7 @@ def profile(
     device: Annotated[str | None, typer.Option(help="Print a device of the catalogue instead, as a template.")] = None,
     layers: Annotated[Path | None, typer.Option(help="Measure the layers of a pipeline's SCENARIO instead, for its "
                                                      "[pipeline] profiles; --name is its device.")] = None,
+    int8: Annotated[bool, typer.Option("--int8", help="With --layers: in int8, for int8_socs.")] = False,
     as_json: Json = False,
 ) -> None:
     """Measure this device: steps and operators in int8 and FP32, power, a link; write a profile that planners read."""
@@ -72,10 +73,13 @@ def profile(
             print_line(f"profile: {out}")
         return
     if layers is not None:
-        refuse_all_but(context, "layers", "name", "out", "batch_size", "repeats", "threads", "accelerator", "as_json",
-                       because="--layers measures a pipeline's layers")
-        _profile_layers(layers, name, out, batch_size, repeats, threads, accelerator, as_json)
+        refuse_all_but(context, "layers", "name", "out", "batch_size", "repeats", "threads", "accelerator", "int8",
+                       "as_json", because="--layers measures a pipeline's layers")
+        _profile_layers(layers, name, out, batch_size, repeats, threads,
+                        "none" if int8 and accelerator == "auto" else accelerator, as_json, int8)
         return
+    if int8:
+        raise ConfigError("--int8 is for --layers; without it both sides are measured")
     request = profiling.ProfileRequest(
         models=tuple(model or profiling.DEFAULT_MODELS), data=data,
         batch_sizes=tuple(batch_size or profiling.DEFAULT_BATCH_SIZES), num_threads=threads, kernel=kernel,
@@ -100,7 +104,7 @@ def profile(
 
 
 def _profile_layers(scenario: Path, name: str, out: Path | None, batches: list[int] | None, repeats: int, threads: int,
-                    accelerator: str, as_json: bool) -> None:
+                    accelerator: str, as_json: bool, int8: bool) -> None:
     """Measure the layers of a pipeline scenario, and write or print them."""
     from socflower.pipeline.profiler.measuring import DEFAULT_BATCHES
     from socflower.scenario.layer_profiles import measured_profile, write_profile
@@ -115,7 +119,7 @@ def _profile_layers(scenario: Path, name: str, out: Path | None, batches: list[i
         raise ConfigError("--layers needs --out FILE.json, or --json")
     with mistakes_name_file(loaded.name, scenario), prints_to_stderr():
         found = measured_profile(loaded, name, batches=batches or DEFAULT_BATCHES, repeats=repeats, threads=threads,
-                                 accelerator=accelerator)
+                                 accelerator=accelerator, arithmetic="int8" if int8 else "fp32")
     if out is not None:
         write_profile(out, found)
     if as_json:

@@ -53,7 +53,7 @@ def train_stage(
             group=group, ring=ring, plan=plan, trainer=require_fp32(trainer), port=port, switch=switch, state=state,
             coding=coding_of(task),
             budget_bytes=dict(zip(plan.socs, task.budget_bytes, strict=True)) if task.budget_bytes else {},
-            backup_steps=task.backup_steps, departs_at=departs_at, on_step=on_step).train()
+            int8_socs=task.int8_socs, backup_steps=task.backup_steps, departs_at=departs_at, on_step=on_step).train()
 
 
 def coding_of(task: PipelineTask) -> ActivationCoding:

@@ -210,6 +210,7 @@ class PipelinePlan:
             "weight_bytes": problem.model.weight_bytes(stage.first_layer, stage.last_layer),
             "devices": [{
                 "soc": soc, "device": problem.device(soc).name, "share": share, "samples": list(interval),
+                "processor": problem.device(soc).int8_processor or problem.kind(soc).default_processor,
                 "memory_bytes": stage.memory_bytes(problem, share),
                 "budget_bytes": problem.device(soc).memory_bytes,
             } for soc, share, interval in zip(stage.devices, stage.shares, intervals(stage.shares), strict=True)],

@@ -199,6 +199,7 @@ class PipelineDevice:
     memory_bytes: float  # budget
     update_bytes_per_s: float = math.inf  # of memory, for the update of weights; infinite: the update is free
     byte_s: float = 0.0  # of its processor, for each byte of activations and gradients that it sends or receives
+    int8_processor: str = ""  # computes its passes, whose masters stay in FP32; none: in FP32 on the default processor
 
     def __post_init__(self) -> None:
         require_range(f"device {self.name}", least=0, soc=self.soc, byte_s=self.byte_s)
@@ -277,6 +278,11 @@ class PipelineProblem:
     def kind(self, soc: int) -> Device:
         """Return the kind of hardware in a slot: processors and watts."""
         return self.cluster.device_of(soc)
+
+    @property
+    def int8_socs(self) -> tuple[int, ...]:
+        """The devices whose stages compute in int8."""
+        return tuple(device.soc for device in self.devices if device.int8_processor)
 
     @cached_property
     def _bandwidths(self) -> dict[tuple[int, int], float]:

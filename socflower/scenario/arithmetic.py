@@ -60,7 +60,12 @@ def mixing_note(rule: str) -> str:
 def uses_int8(scenario: Scenario) -> bool:
     """Return whether any of the scenario's training is in int8."""
     kind, rule = scenario.precision.arithmetic, scenario.precision.rule
-    return kind == "int8" or (kind == "mixed" and rule != "fp32")
+    return kind == "int8" or (kind == "mixed" and rule != "fp32") or has_int8_stages(scenario)
+
+
+def has_int8_stages(scenario: Scenario) -> bool:
+    """Return whether stages of a pipeline compute in int8."""
+    return scenario.pipeline is not None and bool(scenario.pipeline.int8_socs)
 
 
 def kernels(scenario: Scenario) -> dict[str, str]:
@@ -72,9 +77,11 @@ def kernels(scenario: Scenario) -> dict[str, str]:
 def arithmetic_notes(scenario: Scenario) -> list[str]:
     """Return a result's notes on its arithmetic."""
     kind, devices = scenario.precision.arithmetic, _devices(scenario)
-    if kind == "fp32":
+    if kind == "fp32" and not has_int8_stages(scenario):
         return []
     notes = []
+    if has_int8_stages(scenario):
+        devices = [device for device in devices if device.int8_processor]
     if uses_int8(scenario):
         notes.append("NPU: CPU int8. The int8 training ran on this CPU; its virtual time and energy are those of "
                      + ", ".join(sorted(f"{device.name}'s {_int8_side(kind, device)}" for device in devices)) + ".")

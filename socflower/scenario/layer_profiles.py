@@ -15,6 +15,7 @@ from socflower.cluster.toml_file import OneOf, SchemaVersion, Table, Text, read_
 from socflower.engines.names import MAX_WORKERS, require_count
 from socflower.errors import ConfigError
 from socflower.pipeline.problem import LayerSeconds, PipelineModel
+from socflower.pipeline.profiler.int8_layers import require_int8
 from socflower.pipeline.profiler.layers import Granularity, read_model
 from socflower.pipeline.profiler.measuring import DEFAULT_BATCHES, measure_layers
 from socflower.scenario.pipeline_workload import pipeline_workload
@@ -45,6 +46,7 @@ class LayerProfile(Table):
     device: Text
     model: Text
     cuts: Annotated[str, OneOf(CUTS)]
+    arithmetic: Annotated[str, OneOf(("fp32", "int8"))] = "fp32"
     sample: tuple[int, ...]  # the shape of the model's input, without the batch
     batches: tuple[Batch, ...] = Field(min_length=1)
     layers: tuple[MeasuredLayer, ...] = Field(min_length=1, alias="layer")
@@ -67,11 +69,12 @@ class LayerProfile(Table):
 
 
 def measured_profile(scenario: Scenario, device: str, *, batches: Sequence[int] = DEFAULT_BATCHES, repeats: int = 3,
-                     threads: int = 1, accelerator: str = "none") -> LayerProfile:
+                     threads: int = 1, accelerator: str = "none", arithmetic: str = "fp32") -> LayerProfile:
     """Return the seconds of a pipeline scenario's layers on this machine, which is a `device` of its cluster.
 
-    `accelerator` is the device of torch that computes, or "none" for the CPU.
-    Raises ConfigError for another scenario, and for a device that its cluster does not have.
+    `accelerator` is the device of torch that computes, or "none" for the CPU, on which `arithmetic` may be "int8".
+    Raises ConfigError for another scenario, for a device that its cluster does not have, and for layers without int8
+    kernels.
     """
     if not scenario.is_pipeline:
         raise ConfigError(f"{scenario.name} [strategy] name = {scenario.strategy.name!r}: layers are measured for "
@@ -82,9 +85,14 @@ def measured_profile(scenario: Scenario, device: str, *, batches: Sequence[int] 
     table = scenario.pipeline or PipelineConfig()
     read = read_model(module, example, scenario.model.name, granularity=Granularity(table.cuts))
     torch.set_num_threads(threads)
+    if arithmetic == "int8":
+        if accelerator != "none":
+            raise ConfigError(f"--accelerator {accelerator}: int8 kernels run on the CPU; leave it or --int8 out")
+        require_int8(read, module)
     where = "cpu" if accelerator == "none" else resolve_device(accelerator, "--accelerator")
-    seconds = measure_layers(module.to(where), example, batches, chain=read.chain, device=device, repeats=repeats)
-    return LayerProfile(kind=KIND, device=device, model=scenario.model.name, cuts=table.cuts,
+    seconds = measure_layers(module.to(where), example, batches, chain=read.chain, device=device, repeats=repeats,
+                             in_int8=arithmetic == "int8")
+    return LayerProfile(kind=KIND, device=device, model=scenario.model.name, cuts=table.cuts, arithmetic=arithmetic,
                         sample=_sample_shape(example), batches=seconds.batches, layers=tuple(
             MeasuredLayer(name=layer.name, forward_s=tuple(forward_s.tolist()), backward_s=tuple(backward_s.tolist()))
             for layer, forward_s, backward_s in zip(read.model.layers, seconds.forward_s, seconds.backward_s,
@@ -99,13 +107,13 @@ def write_profile(path: Path, profile: LayerProfile) -> None:
         raise ConfigError(f"--out {path}: cannot be written ({error.strerror}); name another file") from None
 
 
-def measured_seconds(scenario: Scenario, model: PipelineModel, example: Example) -> dict[str, LayerSeconds]:
-    """Return the seconds of `[pipeline] profiles` by kind of device.
+def measured_seconds(scenario: Scenario, model: PipelineModel, example: Example) -> dict[str, dict[str, LayerSeconds]]:
+    """Return the seconds of `[pipeline] profiles` by arithmetic, "fp32" and "int8", and kind of device.
 
     Raises ConfigError that names the file and the key: for what is no profile, for one of another model, sample, cuts
     or layers, for a device that the cluster does not have, and for two of one device.
     """
-    table, found = scenario.pipeline or PipelineConfig(), dict[str, LayerSeconds]()
+    table, every = scenario.pipeline or PipelineConfig(), {"fp32": dict[str, LayerSeconds](), "int8": {}}
     for name in table.profiles:
         path = Path(name)
         profile = read_table(LayerProfile, _read(path), str(path))
@@ -121,10 +129,11 @@ def measured_seconds(scenario: Scenario, model: PipelineModel, example: Example)
             what = f"{lost[0]!r} is missing" if lost else f"it has {len(layers)} layers in another order"
             raise ConfigError(f"{path}: layer: {what}, of the {len(expected)} layers of {model.name}; measure again")
         _require_device(scenario, profile.device, f"{path}: device = {profile.device!r}")
+        found = every[profile.arithmetic]
         if profile.device in found:
             raise ConfigError(f"{path}: device = {profile.device!r} is measured in two profiles; keep one")
         found[profile.device] = profile.seconds()
-    return found
+    return every
 
 
 def _require_device(scenario: Scenario, device: str, where: str) -> None:

@@ -1,16 +1,17 @@
 """The plan of a `hybrid-pipeline` scenario: stages, devices, shares, and which kind of parallelism pays."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from socflower.errors import ConfigError
 from socflower.pipeline.planner.peers import compare
 from socflower.pipeline.planner.selection import OnStep, Planned, PlannerSettings, plan_pipeline
-from socflower.pipeline.problem import PipelineProblem
-from socflower.pipeline.profiler.estimates import default_micro_batches, estimated_problem
+from socflower.pipeline.problem import LayerSeconds, PipelineProblem
+from socflower.pipeline.profiler.estimates import Int8Socs, default_micro_batches, estimated_problem
+from socflower.pipeline.profiler.int8_layers import require_int8
 from socflower.pipeline.profiler.layers import Granularity, read_model
 from socflower.pipeline.schedule.run import simulate
 from socflower.quantities import counted
@@ -108,14 +109,29 @@ def pipeline_problem(scenario: Scenario) -> tuple[PipelineProblem, int]:
                           "more; give more boards or SoCs, or use strategy.name = 'sgd'")
     module, example, epoch_samples = pipeline_workload(scenario)
     table = scenario.pipeline or PipelineConfig()
-    model = read_model(module, example, scenario.model.name, granularity=Granularity(table.cuts)).model
+    read = read_model(module, example, scenario.model.name, granularity=Granularity(table.cuts))
     size = micro_batch_sizes(scenario)[0]
+    if table.int8_socs:
+        require_int8(read, module)
+    measured = measured_seconds(scenario, read.model, example)
     problem = estimated_problem(
-        model, cluster, measured=measured_seconds(scenario, model, example), socs=range(socs), micro_batch_size=size,
+        read.model, cluster, measured=measured["fp32"], measured_int8=measured["int8"], socs=range(socs),
+        int8_socs=cast(Int8Socs, table.int8_socs), micro_batch_size=size,
         num_micro_batches=scenario.train.batch_size // size,
         optimizer_copies=2.0 if scenario.train.optimizer == "adam" else float(scenario.momentum > 0))
+    _require_read(measured, problem)
     return replace(problem, activation_part=table.activation_bits / 32,
                    gradient_part=table.gradient_bits / 32), epoch_samples
+
+
+def _require_read(measured: Mapping[str, Mapping[str, LayerSeconds]], problem: PipelineProblem) -> None:
+    """Raise ConfigError for a profile that no device of the problem uses."""
+    used = {id(device.seconds) for device in problem.devices}
+    for arithmetic, profiles in measured.items():
+        for name, seconds in profiles.items():
+            if id(seconds) not in used:
+                raise ConfigError(f"[pipeline] profiles: there is one of {name} in {arithmetic}, in which none of them "
+                                  "computes; leave it out, or change int8_socs")
 
 
 def micro_batch_sizes(scenario: Scenario) -> Sequence[int]:
@@ -135,6 +151,9 @@ def _notes(planned: Planned) -> list[str]:
         notes.append(f"the seconds of layers{which} are estimated from the devices' rates, not measured")
     if measured:
         notes.append(f"the seconds of layers on {', '.join(measured)} are those measured in [pipeline] profiles")
+    if in_int8 := planned.problem.int8_socs:
+        notes.append(f"stages compute in int8 on SoCs {', '.join(map(str, in_int8))}; their memory is counted as in "
+                     "FP32, and checked when they run")
     if not planned.exact:
         notes.append("the search was pruned: it looked at likely cuts and even groups of devices first, then at all "
                      "near the best, so that another plan may be quicker")

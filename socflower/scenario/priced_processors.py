@@ -23,6 +23,8 @@ def priced_processors(scenario: Scenario, trained_on: Mapping[str, Sequence[int]
     """
     cluster, arithmetic = scenario_cluster(scenario), scenario.precision.arithmetic
     entries = _entries(cluster, arithmetic, trained_on or {scenario.train.device: range(cluster.num_socs)})
+    if scenario.pipeline is not None and scenario.pipeline.int8_socs:
+        _add_int8_stages(entries, cluster, scenario.pipeline.int8_socs)
     if scenario.has_edges_beside:
         edges = edges_scenario(scenario)
         own = scenario_cluster(edges)
@@ -79,6 +81,16 @@ def _entries(cluster: Cluster, arithmetic: str, trained_on: Mapping[str, Iterabl
         entry = {"device": name, "priced": _priced(each, arithmetic), "trained": " and ".join(sorted(labels)) or "none"}
         entries.append(entry | ({"socs_on_cpu": labels[_CPU]} if _CPU in labels and len(labels) > 1 else {}))
     return entries
+
+
+def _add_int8_stages(entries: Sequence[dict[str, Any]], cluster: Cluster, socs: Sequence[int] | str) -> None:
+    """Put the int8 processor of devices whose stages compute in int8 first; updates are the other's."""
+    in_int8 = range(cluster.num_socs) if isinstance(socs, str) else socs
+    kinds = {cluster.device_of(soc).name: cluster.device_of(soc) for soc in in_int8 if soc < cluster.num_socs}
+    for entry in entries:
+        processor = kinds[entry["device"]].int8_processor if entry["device"] in kinds else None
+        if processor:
+            entry["priced"] = [processor, *entry["priced"]]
 
 
 def _priced(each: Device, arithmetic: str) -> list[str]:

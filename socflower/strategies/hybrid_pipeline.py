@@ -51,7 +51,8 @@ class HybridPipeline(SoCFlow):
     Parameters
     ----------
     problem : PipelineProblem
-        Model, devices and mini-batch, as `pipeline_problem(model, example, cluster, batch_size=…)` describes them.
+        Model, devices and mini-batch, as `pipeline_problem(model, example, cluster, batch_size=…)` describes them. With
+        `int8_socs=…` it says whose stages compute in int8: planned, priced and trained so.
     schedule : TrainingSchedule
         How much is trained. `batch_size` is the problem's mini-batch, and `reshuffle` stays True.
     planner : PlannerSettings, optional
@@ -186,7 +187,8 @@ class HybridPipeline(SoCFlow):
         task = PipelineTask(
             plan=to_json(planned.plan), cuts=planned.problem.model.cuts, layers_sha256=planned.problem.model.sha256,
             bits=self._coding.bits, gradient_bits=self._coding.gradient_bits, feedback=self._coding.feedback,
-            budget_bytes=budgets if all(map(math.isfinite, budgets)) else (), backup_steps=self._backup_steps)
+            budget_bytes=budgets if all(map(math.isfinite, budgets)) else (), backup_steps=self._backup_steps,
+            int8_socs=planned.problem.int8_socs)
         for message in messages:
             message.content[PIPELINE] = ConfigRecord(encode(task))
         return messages

@@ -220,6 +220,7 @@ class PipelineTask:
     feedback: str = "none"  # of what fewer bits lose: "diagonal" or "rank-one"
     budget_bytes: tuple[float, ...] = ()  # of each of the plan's devices; none: unbounded
     backup_steps: int = 0  # updates after which stages on one device are backed up; 0: once an interval
+    int8_socs: tuple[int, ...] = ()  # devices whose stages compute in int8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

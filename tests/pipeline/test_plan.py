@@ -76,7 +76,8 @@ def test_the_document_is_plain_and_complete() -> None:
     found = json.loads(json.dumps(straight_plan([0, 1], [[3, 1], [4]], 4).to_document(case)))
     assert [stage["layers"] for stage in found["stages"]] == [[0, 0], [1, 1]]
     assert found["stages"][0]["devices"][1] == {
-        "soc": 1, "device": "toy 1", "share": 1, "samples": [3, 4], "memory_bytes": 0.0, "budget_bytes": 1e9}
+        "soc": 1, "device": "toy 1", "share": 1, "samples": [3, 4], "processor": "cpu", "memory_bytes": 0.0,
+        "budget_bytes": 1e9}
     assert found["communication_bytes"] == 2 * 16 * 5
     assert found["predicted"] is None
 

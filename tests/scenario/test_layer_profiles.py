@@ -147,3 +147,37 @@ def test_the_command_writes_a_profile_and_names_what_it_lacks(tmp_path: Path, so
     (tmp_path / "ring.toml").write_text("[strategy]\nname = 'ring'\n")
     other = socflower("profile", "--layers", "ring.toml", "--name", "snapdragon-865", "--json")
     assert other.status == 2 and "layers are measured for 'hybrid-pipeline'" in other.err
+
+
+def phones(folder: Path, arithmetic: str, *overrides: str) -> PipelineProblem:
+    """Return the problem of two phones, of which SoC 0 computes in int8, with a profile in `arithmetic`."""
+    names = written(folder, lambda found: found.update(device="snapdragon-865", arithmetic=arithmetic))
+    text = BASE.replace("jetson-nano", "snapdragon-865").replace('[[board]]\ndevice = "jetson-tx2"\n', "")
+    (folder / "case.toml").write_text(text.replace("nano.json", str(names)) + "int8_socs = [0]\n")
+    return pipeline_problem(load_scenario(folder / "case.toml", overrides))[0]
+
+
+@pytest.mark.parametrize("arithmetic", ["fp32", "int8"])
+def test_a_profile_is_of_the_devices_that_compute_in_its_arithmetic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arithmetic: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    problem = phones(tmp_path, arithmetic)
+    assert [device.seconds.estimated for device in problem.devices] == [arithmetic == "fp32", arithmetic == "int8"]
+    with pytest.raises(ConfigError, match=rf"one of snapdragon-865 in {arithmetic}, in which none of them computes"):
+        phones(tmp_path, arithmetic, f"pipeline.int8_socs={[0, 1] if arithmetic == 'fp32' else []}")
+
+
+def test_layers_are_measured_in_int8_by_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, socflower: Socflower,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "case.toml").write_text(BASE)
+    options = ("profile", "--layers", "case.toml", "--name", "jetson-nano", "--batch-size", "1", "--repeats", "1")
+    ran = socflower(*options, "--int8", "--json")
+    assert ran.status == 0, ran.err
+    assert json.loads(ran.out)["arithmetic"] == "int8"
+    for wrong, said in (((*options, "--int8", "--accelerator", "cuda", "--json"), "int8 kernels run on the CPU"),
+                        (("profile", "--int8"), "--int8 is for --layers")):
+        ran = socflower(*wrong)
+        assert ran.status == 2 and said in ran.err and len(ran.err.strip().splitlines()) == 1

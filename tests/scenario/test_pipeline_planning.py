@@ -132,6 +132,8 @@ def test_a_2d_plan_prints_the_micro_batches_of_each_pipeline_and_of_all_and_why_
     ("expect.min_accurcy=0.5", "did you mean 'min_accuracy'"),
     ("pipeline.activation_bits=7", "activation_bits"),
     ("pipeline.backup_steps=-1", "backup_steps"),
+    ("pipeline.int8_socs='all'", "int8_socs"),
+    ("pipeline={int8_socs='auto', cuts='operations'}", "a stage may have nothing that int8 computes; use 'layers'"),
     ("cluster.soc_bytes_per_s=0", "soc_bytes_per_s"),
 ])
 def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path, override: str, message: str | None) -> None:
@@ -218,3 +220,45 @@ def test_a_pipeline_runs_on_both_engines_with_equal_weights(tmp_path: Path) -> N
     assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
     assert results[0]["virtual_s"] == results[1]["virtual_s"] > 0
     assert results[0]["plan"]["pipelines"][0]["stages"]
+
+
+IN_INT8 = BASE.replace("jetson-nano", "snapdragon-865") + "[pipeline]\nint8_socs = 'auto'\n"
+
+
+def test_a_plan_in_int8_says_so_and_takes_less_time_and_energy(tmp_path: Path) -> None:
+    int8, planned = plan_of_pipeline(scenario(tmp_path, text=IN_INT8))
+    fp32, _ = plan_of_pipeline(scenario(tmp_path, "pipeline.int8_socs=[]", text=IN_INT8))
+    assert planned.problem.int8_socs == (0, 1)
+    assert {member["processor"] for pipeline in int8["pipelines"] for stage in pipeline["stages"]
+            for member in stage["devices"]} == {"npu"}
+    assert any(note.startswith("stages compute in int8 on SoCs 0, 1") for note in int8["notes"])
+    for key in ("step_s", "energy_j"):
+        assert int8["predicted"][key] < fp32["predicted"][key]
+
+
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["cluster.device='jetson-nano'"], "int8_socs = 'auto', and no device has an int8 processor among jetson-nano"),
+    (["pipeline.int8_socs=[7]"], "int8_socs has SoC 7, which takes no part"),
+    (["model.name='resnet8'"], "tensors go .*use cuts = 'blocks'"),
+    (["model.name='bert-small'", "pipeline.sample=[8]", "pipeline.num_samples=99"], "int64 goes into layer 0"),
+])
+def test_int8_stages_that_cannot_be_are_refused_in_one_line(
+    tmp_path: Path, overrides: list[str], message: str,
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        plan_of_pipeline(scenario(tmp_path, *overrides, text=IN_INT8))
+    assert "\n" not in str(caught.value)
+
+
+def test_residual_blocks_are_planned_in_int8_between_blocks(tmp_path: Path) -> None:
+    own = scenario(tmp_path, "model.name='resnet8'", "pipeline.cuts='blocks'", text=IN_INT8)
+    assert pipeline_problem(own)[0].int8_socs == (0, 1)
+
+
+@pytest.mark.slow
+def test_a_pipeline_in_int8_runs_on_both_engines_with_equal_weights(tmp_path: Path) -> None:
+    own = scenario(tmp_path, "train.epochs=1", "train.batch_size=128", text=IN_INT8)
+    results = [run_scenario(own, engine, num_workers=1) for engine in ("local", "simulation")]
+    assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
+    assert results[0]["virtual_s"] == results[1]["virtual_s"] > 0
+    assert "int8" in results[0]["kernels"] and any("snapdragon-865's npu" in note for note in results[0]["notes"])

@@ -23,6 +23,7 @@ from socflower import (
     pipeline_problem,
     sgd,
 )
+from socflower.cluster import Cluster, parse_cluster
 from socflower.engines.local.grid import LocalGrid
 from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
 from socflower.pipeline.plan import PipelinePlan
@@ -32,7 +33,7 @@ from socflower.pipeline.runtime.group import train_pipeline
 from socflower.pipeline.schedule.run import simulate
 from socflower.training.model_state import frozen_digest, trainable_state
 from socflower.wire.message_keys import FROZEN_SHA256
-from socflower.workloads import as_data_source
+from socflower.workloads import LabelledData, as_data_source
 from tests.pipeline.problems import straight_plan
 from tests.strategies.pipeline_app import BATCH, NUM_SAMPLES, Sentences, Tagger, client_app, shelf, tagger
 
@@ -224,3 +225,94 @@ def test_a_node_with_another_model_says_so(problem: PipelineProblem) -> None:
     strategy = HybridPipeline(problem=problem, schedule=schedule())
     with LocalGrid(client, 3, num_workers=0) as grid, pytest.raises(TrainingFailed, match="other layers here"):
         strategy.start(grid, ArrayRecord(Wider().state_dict()), num_rounds=2)
+
+
+def phones(*kinds: str) -> Cluster:
+    return parse_cluster({"soc_bytes_per_s": 12.5e6}, [{"count": 1, "device": kind} for kind in kinds])
+
+
+def classifier() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(),
+                         nn.Flatten(), nn.Linear(72, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def pictures() -> LabelledData:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 4, (NUM_SAMPLES,), generator=generator)
+    inputs = torch.randn(NUM_SAMPLES, 1, 8, 8, generator=generator)
+    inputs[torch.arange(NUM_SAMPLES), 0, labels, labels] += 4.0
+    return LabelledData(inputs, labels, mean=(0.0,), std=(1.0,), num_classes=4)
+
+
+def in_int8(int8_socs: Any, *kinds: str) -> PipelineProblem:
+    return pipeline_problem(classifier(), (1, 8, 8), phones(*kinds), batch_size=BATCH, int8_socs=int8_socs)
+
+
+def train_pictures(strategy: HybridPipeline, trainer: FP32Trainer | None = None) -> dict[str, Tensor]:
+    client = make_client_app(lambda context: classifier(), lambda context, part, parts: pictures(),
+                             trainer or FP32Trainer(optimizer=sgd(0.05), device="cpu"))
+    with LocalGrid(client, strategy._cluster.num_socs, num_workers=0) as grid:
+        result = strategy.start(grid, ArrayRecord(classifier().state_dict()), num_rounds=strategy.num_rounds)
+    return dict(result.arrays.to_torch_state_dict())
+
+
+def test_stages_in_int8_are_planned_priced_and_trained_so() -> None:
+    kinds = ("snapdragon-865", "jetson-nano", "snapdragon-865")
+    fp32, int8 = in_int8((), *kinds), in_int8("auto", *kinds)
+    assert fp32.int8_socs == () and int8.int8_socs == (0, 2) == in_int8([2, 0], *kinds).int8_socs
+    assert int8.device(0).seconds is int8.device(2).seconds and int8.device(0).int8_processor == "npu"
+    assert int8.device(1).seconds.forward(0, 3, 8) == fp32.device(1).seconds.forward(0, 3, 8)
+    assert int8.device(0).seconds.forward(0, 3, 8) < fp32.device(0).seconds.forward(0, 3, 8)
+    assert int8.device(0).update_s(1e6) == pytest.approx(1.25 * fp32.device(0).update_s(1e6))
+    plan = straight_plan((0, 1, 3), ((6,), (6,), (6,)), 4)
+    steps_s = [simulate(replace(problem, micro_batch_size=6, num_micro_batches=4), plan).step_s
+               for problem in (fp32, int8)]
+    assert steps_s[1] < steps_s[0]
+    # Of one device alone, the passes draw the watts of its NPU and the update those of its CPU.
+    alone = straight_plan((3,), ((24,),), 1)
+    sized = replace(int8, devices=int8.devices[:1], micro_batch_size=24, num_micro_batches=1)
+    usage, device, kind = simulate(sized, alone).usage, sized.devices[0], int8.kind(0)
+    passes_s = device.seconds.forward(0, 3, 24) + device.seconds.backward(0, 3, 24)
+    update_s = device.update_s(int8.model.weight_bytes(0, 3))
+    assert usage.duration_s == pytest.approx(passes_s + update_s)
+    assert usage.total_energy_j == pytest.approx(
+        passes_s * kind.processors["npu"].active_w + update_s * kind.processors["cpu"].active_w)
+
+    weights = [train_pictures(HybridPipeline(problem=problem, schedule=schedule(num_epochs=4), plan=plan))
+               for problem in (fp32, int8)]
+    assert not close(*weights) and all(torch.allclose(weights[0][name], weights[1][name], atol=0.05)
+                                       for name in weights[0])
+    again = train_pictures(HybridPipeline(problem=int8, schedule=schedule(num_epochs=4), plan=plan))
+    assert all(torch.equal(weights[1][name], again[name]) for name in again)
+
+
+@pytest.mark.parametrize(("int8_socs", "said"), [
+    ("auto", "int8_socs = 'auto', and no device has an int8 processor among jetson-nano; leave it out"),
+    ([1], "int8_socs has SoC 1, and jetson-nano has no int8 processor"),
+    ([5], "int8_socs has SoC 5, which takes no part; SoCs are 0, 1"),
+    ("all", "int8_socs = 'all' is unknown"),
+])
+def test_int8_where_no_device_has_it_is_refused_in_one_line(int8_socs: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as refused:
+        in_int8(int8_socs, "jetson-nano", "jetson-nano")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_text_model_is_no_model_for_int8() -> None:
+    with pytest.raises(ConfigError, match=r"int64 goes into layer 0 .*, where int8 takes float32"):
+        pipeline_problem(tagger(), Sentences().tokens[:1], phones("snapdragon-865", "snapdragon-865"),
+                         batch_size=BATCH, int8_socs="auto")
+
+
+def test_stages_in_int8_go_on_without_a_device_at_the_update_at_which_it_leaves() -> None:
+    problem = in_int8("auto", *["snapdragon-865"] * 3)
+    plan, data = straight_plan((0, 1, 3), ((6,), (6,), (6,)), 4), pictures()
+    task = HybridPipeline(problem=problem, schedule=schedule(), plan=plan)
+    own = task._task(task.plan.groups[0], task.intervals[0])
+    trainer, whole, left = FP32Trainer(optimizer=sgd(0.05), device="cpu"), classifier(), classifier()
+    train_pipeline(whole, data, own, plan, trainer, departures={1: 2}, int8_socs=(0, 1, 2))
+    first = train_pipeline(left, data, replace(own, num_steps=2), plan, trainer, int8_socs=(0, 1, 2))
+    train_pipeline(left, data, replace(own, first_step=2, num_steps=own.num_steps - 2),
+                   replanned(plan, problem.model, {0, 2}), trainer, first.end.state, int8_socs=(0, 1, 2))
+    assert all(torch.equal(one, other) for one, other in zip(whole.parameters(), left.parameters(), strict=True))

@@ -2,29 +2,22 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from socflower.capture.batch_form import Batch, form_of
 from socflower.capture.cut_points import SplitModel
 from socflower.capture.graph import in_mode
-from socflower.capture.halves import layer_seed
 from socflower.edgecloud.halves import Array
 from socflower.edgecloud.runtime.front import Samples, TorchFront
 from socflower.edgecloud.runtime.half_optimizer import OptimizerFactory, Schedule, constant_rate
 from socflower.edgecloud.runtime.halves import Passes
 from socflower.errors import ConfigError
-from socflower.precision import Int8Model
-from socflower.precision.algorithm import HANDED_OUT_GRADIENTS
-from socflower.precision.int8.parameters import start_gradients, take_weights
 from socflower.precision.mixed_precision import MIXING_RULES, accuracy_floor, confidence, cpu_samples, cpu_share
-from socflower.training.int8 import Int8Trainer
-
-_STATISTICS = ("running_mean", "running_var")
+from socflower.training.int8_layers import STATISTICS, Int8Layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +51,7 @@ class MixedFront(TorchFront):
     batches are in flight. Each processor normalises its own part; running statistics are the mean of both by samples.
     """
 
-    _engine: Int8Model | None = None
-    _gradients: Mapping[str, NDArray[np.float32]]  # of the engine, which fills them
+    _npu: Int8Layers | None = None
 
     def __init__(
         self, split: SplitModel, cut: int, batches: Callable[[int], Samples], optimizer: OptimizerFactory,
@@ -84,23 +76,19 @@ class MixedFront(TorchFront):
         num_cpu = self._num_cpu(inputs)
         if num_cpu == len(inputs):
             return super()._features(batch, inputs)
-        statistics = {name: tensor for name, tensor in self._tensors.items() if name.endswith(_STATISTICS)
+        statistics = {name: tensor for name, tensor in self._tensors.items() if name.endswith(STATISTICS)
                       and name in self._own_tensors()}
         before = {name: tensor.clone() for name, tensor in statistics.items()}
-        engine, parts = self._int8(), list[Tensor]()
+        npu, parts = self._int8(), list[Tensor]()
         if num_cpu:
             parts.append(super()._features(batch, inputs[:num_cpu]))
         else:
             self._count_batch()
-        self._round_masters(batch, before)
-        weights = dict(self._layers().named_parameters())
+        npu.round_masters(before, batch)
         with self._passing(batch):
-            parts.append(cast(Tensor, _Int8Rows.apply(  # type: ignore[no-untyped-call]
-                engine, self._gradients, _images(inputs[num_cpu:]), layer_seed(self._seed, batch, 0) >> 1,
-                torch.is_grad_enabled(), self._feature_shape, list(weights), *weights.values())))
-        for name, tensor in statistics.items():
-            seen = torch.from_numpy(engine.parameters.vectors[name].data[:len(tensor)])
-            tensor.data.lerp_(seen, 1.0 - num_cpu / len(inputs))
+            parts.append(npu.forward(inputs[num_cpu:], batch))
+        for name, seen in npu.statistics().items():
+            statistics[name].data.lerp_(seen, 1.0 - num_cpu / len(inputs))
         return torch.cat(parts)
 
     def _loss_of(self, batch: int, argument: Batch, labels: Any) -> Tensor:
@@ -111,8 +99,7 @@ class MixedFront(TorchFront):
     def _feature_shape(self) -> tuple[int, ...]:
         if self._cut < self._split.num_cuts:
             return self._split.cuts[self._cut].feature_shape
-        engine = self._int8()
-        return (engine.graph.num_classes,)
+        return (-1,)  # logits
 
     def _num_cpu(self, inputs: Tensor) -> int:
         """Return how many samples of a batch the CPU takes (F11)."""
@@ -126,20 +113,10 @@ class MixedFront(TorchFront):
     def _measured_alpha(self, inputs: Tensor) -> float:
         """Compare the features of both processors (F9), on the same weights and running statistics."""
         layers = self._layers()
-        own = self._own_tensors()
-        self._round_masters(0, {name: tensor for name, tensor in own.items() if name.endswith(_STATISTICS)})
+        self._int8().round_masters(self._own_tensors(), 0)
         with in_mode(layers, training=False), torch.no_grad():
             fp32 = layers(inputs).flatten(1).numpy()
-        int8, _ = self._int8().forward(_images(inputs), training=False, keep=False)
-        return confidence(fp32, int8.reshape(len(int8), -1))
-
-    def _round_masters(self, batch: int, statistics: Mapping[str, Tensor]) -> None:
-        engine = self._int8()
-        state = {name: tensor.detach().numpy() for name, tensor in self._own_tensors().items()
-                 if isinstance(tensor, nn.Parameter)}
-        take_weights(engine.graph, engine.parameters, engine.engine,
-                     {**state, **{name: tensor.numpy() for name, tensor in statistics.items()}},
-                     layer_seed(self._seed, batch, 1) % 2**32)
+        return confidence(fp32, self._int8().evaluate(inputs).flatten(1).numpy())
 
     def _count_batch(self) -> None:
         """Count a batch that the CPU has no part of."""
@@ -147,52 +124,20 @@ class MixedFront(TorchFront):
             if name.endswith("num_batches_tracked"):
                 tensor += 1
 
-    def _int8(self) -> Int8Model:
-        if self._engine is None:
-            trainer = Int8Trainer(algorithm=HANDED_OUT_GRADIENTS, unsupported=self._edge.unsupported)
-            engine = trainer.model(self._layers(), self._split.samples(1).shape[1:], head=False)
-            known = {node.name for node in engine.graph.nodes}
-            engine.restore_trackers([entry for entry in self._trackers if entry[0] in known])
-            self._gradients = start_gradients(engine.graph, engine.parameters)
-            self._engine = engine
-        return self._engine
+    def _int8(self) -> Int8Layers:
+        if self._npu is None:
+            self._npu = Int8Layers(
+                self._layers(), self._split.samples(1).shape[1:], self._feature_shape, seed=self._seed,
+                unsupported=self._edge.unsupported, trackers=self._trackers)
+        return self._npu
 
     def _move_to(self, cut: int, taken: Mapping[str, NDArray[Any]] | None = None) -> None:
-        self._trackers, self._engine = self._arithmetic_state()["trackers"], None
+        self._trackers, self._npu = self._arithmetic_state()["trackers"], None
         super()._move_to(cut, taken)
 
     def _arithmetic_state(self) -> dict[str, Any]:
         return {"alpha": self.alpha,
-                "trackers": self._trackers if self._engine is None else self._engine.trackers_to_json()}
+                "trackers": self._trackers if self._npu is None else self._npu.engine.trackers_to_json()}
 
     def _restore_arithmetic(self, state: Mapping[str, Any]) -> None:
-        self.alpha, self._trackers, self._engine = state.get("alpha"), state.get("trackers", []), None
-
-
-def _images(inputs: Tensor) -> NDArray[np.float32]:
-    return np.ascontiguousarray(inputs.numpy(), dtype=np.float32)
-
-
-class _Int8Rows(torch.autograd.Function):
-    """The int8 half of a batch as a function of the masters: its backward pass hands out their gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, engine: Int8Model, handed_out: Mapping[str, NDArray[np.float32]], images: NDArray[np.float32],
-        seed: int, keep: bool, shape: tuple[int, ...], names: list[str], *weights: Tensor,
-    ) -> Tensor:
-        """Return the features (samples, ...)."""
-        real, _ = engine.forward(images, seed=seed, keep=keep)
-        ctx.engine, ctx.names, ctx.output_shape = engine, names, real.shape
-        ctx.handed_out = handed_out  # arrays that `backward` of the engine fills
-        ctx.shapes = [weight.shape for weight in weights]
-        return torch.from_numpy(real).reshape(len(real), *shape)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Return the gradient of each weight, summed over the samples."""
-        engine: Int8Model = ctx.engine
-        engine.backward(gradients[0].reshape(ctx.output_shape).numpy(), learning_rate=1.0)
-        return (None,) * 7 + tuple(
-            torch.from_numpy(np.array(ctx.handed_out[name])).reshape(shape) if name in ctx.handed_out else None
-            for name, shape in zip(ctx.names, ctx.shapes, strict=True))
+        self.alpha, self._trackers, self._npu = state.get("alpha"), state.get("trackers", []), None

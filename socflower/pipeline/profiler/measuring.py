@@ -15,6 +15,7 @@ from socflower.capture.graph import CAPTURE_LOCK, Example, first_samples, traini
 from socflower.capture.torch_device import device_of, settle
 from socflower.errors import ConfigError, require_range
 from socflower.pipeline.problem import LayerSeconds
+from socflower.pipeline.profiler.int8_layers import Int8Part, int8_part
 from socflower.pipeline.profiler.layers import read_model
 
 Tensors = tuple[torch.Tensor, ...]
@@ -25,15 +26,18 @@ DEFAULT_BATCHES = (1, 2, 4, 8, 16, 32)
 def measure_layers(
     module: nn.Module, example: Example, batches: Sequence[int] = DEFAULT_BATCHES, *, chain: ModelChain | None = None,
     device: str = "this-machine", repeats: int = 3, clock: Callable[[], float] = time.perf_counter,
+    in_int8: bool = False,
 ) -> LayerSeconds:
     """Return the median seconds of each layer's passes at several batch sizes, on the device of the module's weights.
 
     Layers are the pieces of `chain`, by default those of `read_model`. Each runs alone in training mode, on what the
     layer before made of the example's first sample, or of a random one of its shape, so memory holds the activations of
-    one layer at a time; its backward pass starts from ones. A first pass of each is not counted. The module's weights,
-    gradients, mode, buffers and the random state are unchanged.
+    one layer at a time; its backward pass starts from ones. A first pass of each is not counted. `in_int8` measures
+    what a stage in int8 computes, without the rounding of its masters, which is a part of its update. The module's
+    weights, gradients, mode, buffers and the random state are unchanged.
 
-    Raises ConfigError for batch sizes that do not rise from 1 or more, and for a model that cannot be cut.
+    Raises ConfigError for batch sizes that do not rise from 1 or more, for a model that cannot be cut, and for layers
+    that int8 does not have.
     """
     sizes = tuple(batches)
     if not sizes or sizes[0] < 1 or any(after <= before for before, after in pairwise(sizes)):
@@ -43,7 +47,8 @@ def measure_layers(
         # Not zeros: pooling takes a third of its time on equal values, whose comparisons processors predict.
         example = torch.randn(1, *example, generator=torch.Generator().manual_seed(0))
     layers = read_model(module, example, type(module).__name__).chain if chain is None else chain
-    pieces = [layers.module(module, number, number) for number in range(len(layers.pieces))]
+    pieces = [_Int8Piece(int8_part(module, layers, number, number), input_gradient=number > 0) if in_int8
+              else layers.module(module, number, number) for number in range(len(layers.pieces))]
     forward_s, backward_s = (np.zeros((len(pieces), len(sizes))) for _ in range(2))
     with CAPTURE_LOCK.shared(), training_mode_pass(module), torch.enable_grad():
         for column, size in enumerate(sizes):
@@ -52,6 +57,19 @@ def measure_layers(
                 entering, times = _measured(piece, entering, repeats, clock, device_of(module), is_first=row == 0)
                 forward_s[row, column], backward_s[row, column] = times
     return LayerSeconds(device=device, batches=sizes, forward_s=forward_s, backward_s=backward_s)
+
+
+class _Int8Piece(nn.Module):
+    """A layer in int8 with the weights of the model's."""
+
+    def __init__(self, part: Int8Part, *, input_gradient: bool) -> None:
+        super().__init__()
+        self.part = part.module
+        self._layers = part.layers(input_gradient=input_gradient)
+
+    def forward(self, entering: torch.Tensor) -> torch.Tensor:
+        """Return what the layer makes."""
+        return self._layers.forward(entering, 0)
 
 
 def _measured(

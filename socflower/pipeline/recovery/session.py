@@ -12,7 +12,7 @@ import io
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from logging import INFO
 from typing import Any
@@ -81,6 +81,7 @@ class PipelineMember:
     state: bytes | None = None
     coding: ActivationCoding = EXACT
     budget_bytes: Mapping[int, float] = field(default_factory=dict)
+    int8_socs: Collection[int] = ()
     backup_steps: int = 0
     departs_at: int | None = None
     on_step: Callable[[AppliedStep], None] = lambda step: None  # called after each update
@@ -243,7 +244,7 @@ class _Session:
         return Member(self._plan, self._soc, config.read, model, config.trainer, span, data=config.data,
                       send=channels.send, state=state.optimizer_bytes(), coding=config.coding,
                       budget_bytes=config.budget_bytes.get(self._soc, math.inf), on_pass=lambda *_: self._poll(),
-                      leader=self._leader_of(self._plan))
+                      leader=self._leader_of(self._plan), int8_socs=config.int8_socs)
 
     # ------------------------------------------------------------------------------------------------ training
 

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -33,14 +33,16 @@ def train_pipeline(
     model: nn.Module, data: DataSource, task: GroupTask, plan: Plan, trainer: Trainer, state: bytes | None = None, *,
     cuts: str = "layers", layers_sha256: str = "", coding: ActivationCoding = EXACT,
     budget_bytes: Mapping[int, float] | None = None, departures: Mapping[int, int] | None = None,
+    int8_socs: Collection[int] = (),
 ) -> GroupOutcome:
     """Train `model` in place through all steps of the task; all devices of the plan run in this process.
 
     `data` is the whole data set. `state` is from the end of the previous interval, perhaps under another plan.
     `layers_sha256` is of the model that was planned. `departures` has the step of the interval (from 0) before which a
     SoC leaves: the others go on with the plan that is left (`replanned`), as on machines of their own; when all have
-    left, the interval ends. Raises `ConfigError` if the model has other layers than were planned, for a trainer other
-    than `FP32Trainer`, and `OutOfMemory` if a stage exceeds its budget.
+    left, the interval ends. Stages on `int8_socs` compute in int8. Raises `ConfigError` if the model has other layers
+    than were planned, for a trainer other than `FP32Trainer` and for layers that such a stage cannot compute, and
+    `OutOfMemory` if a stage exceeds its budget.
     """
     trainer = require_fp32(trainer)
     if not task.reshuffle:
@@ -58,7 +60,7 @@ def train_pipeline(
             if not present:
                 break
             part = _Part(model, data, task, replanned(plan, read.model, present), read, trainer, coding,
-                         budget_bytes or {})
+                         budget_bytes or {}, int8_socs)
             end = part.train(first, stop, ends[-1].state if ends else state)
             num_samples += part.num_samples
             ends.append(end)
@@ -80,6 +82,7 @@ class _Part:
     trainer: FP32Trainer
     coding: ActivationCoding
     budget_bytes: Mapping[int, float]
+    int8_socs: Collection[int]
     num_samples: int = 0
 
     def train(self, first: int, stop: int, state: bytes | None) -> TrainedModel:
@@ -92,7 +95,7 @@ class _Part:
         sources = {pipeline.samples_on for pipeline in plan.pipelines} - {None, *plan.socs}
         members = [Member(plan, soc, self.read, copy.deepcopy(self.model), self.trainer, span, data=self.data,
                           send=mail.sender(soc), state=state, coding=self.coding,
-                          budget_bytes=self.budget_bytes.get(soc, math.inf))
+                          budget_bytes=self.budget_bytes.get(soc, math.inf), int8_socs=self.int8_socs)
                    for soc in (*plan.socs, *sources) if soc is not None]
         for step in range(first, stop):
             (indices,) = schedule.batch(task.first_step + step)
@@ -112,7 +115,7 @@ def require_fp32(trainer: Trainer) -> FP32Trainer:
     """Return the trainer; `ConfigError` for another than `FP32Trainer`."""
     if not isinstance(trainer, FP32Trainer):
         raise ConfigError(f"pipeline: stages train with FP32Trainer, and this client has {type(trainer).__name__}; "
-                          "give it one, or use groups, which train in int8 and mixed precision")
+                          "give it one, and name the devices that compute in int8 by int8_socs, or use groups")
     return trainer
 
 

@@ -8,8 +8,8 @@ import copy
 import io
 import math
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -21,10 +21,11 @@ from socflower.capture.batch_form import pair_of
 from socflower.capture.torch_device import device_label
 from socflower.errors import ConfigError
 from socflower.pipeline.plan import PipelinePlan, Plan, SynchronisedPart, synchronised_parts
+from socflower.pipeline.profiler.int8_layers import int8_part
 from socflower.pipeline.profiler.layers import ReadModel
 from socflower.pipeline.runtime.micro_batches import MicroBatch, micro_batches, offsets, samples_by_pipeline
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding, CutFeedback, Payloads, joined
-from socflower.pipeline.runtime.stage import Crossing, StageWork
+from socflower.pipeline.runtime.stage import Crossing, Int8Passes, StageWork
 from socflower.pipeline.schedule.order import Operation, Pass, operations
 from socflower.training.fp32 import FP32Session, FP32Trainer
 from socflower.training.sum_order import Bucket, make_bucket
@@ -122,14 +123,20 @@ class Member:
     `budget_bytes` bounds the memory of the stage, `send` carries messages, `on_pass` is called before each pass.
     `leader` gets the model at the end, by default the plan's first device. A SoC that has the samples, or leads, and
     has no stage takes part as well.
+
+    On one of `int8_socs` the stage computes in int8, on the CPU. At the beginning of an update its weights are rounded
+    at random from the module's, by random numbers of the update and its first layer: equal on all of a stage's devices.
     """
 
     def __init__(
         self, plan: Plan, soc: int, read: ReadModel, module: nn.Module, trainer: FP32Trainer, span: TrainingSpan, *,
         data: DataSource | None, send: Send, state: bytes | None = None, coding: ActivationCoding = EXACT,
         budget_bytes: float = math.inf, on_pass: OnPass | None = None, leader: int | None = None,
+        int8_socs: Collection[int] = (),
     ) -> None:
         refuse_unfit(trainer)
+        if soc in int8_socs:
+            trainer = replace(trainer, device="cpu")  # where the integer kernels run
         if read.model.num_layers != plan.pipelines[0].num_layers:
             raise ConfigError(f"pipeline: the plan is of {plan.pipelines[0].num_layers} layers and model "
                               f"{read.model.name} has {read.model.num_layers}; plan this model anew")
@@ -147,9 +154,11 @@ class Member:
             self._number, self._index, self._rank = place
             self._pipeline: PipelinePlan = plan.pipelines[self._number]
             self._stage = self._pipeline.stages[self._index]
-            self._prepare(module, span, state, budget_bytes)
+            self._prepare(module, span, state, budget_bytes, in_int8=soc in int8_socs)
 
-    def _prepare(self, module: nn.Module, span: TrainingSpan, state: bytes | None, budget_bytes: float) -> None:
+    def _prepare(
+        self, module: nn.Module, span: TrainingSpan, state: bytes | None, budget_bytes: float, *, in_int8: bool,
+    ) -> None:
         stage, chain = self._stage, self._read.chain
         first, last = chain.pieces[stage.first_layer], chain.pieces[stage.last_layer]
         own = self._read.stage(module, stage.first_layer, stage.last_layer)
@@ -164,9 +173,14 @@ class Member:
                     for operation in piece.operations)
         device = training_device(self._trainer)
         own.to(device)
+        int8 = None
+        if in_int8:
+            layers = int8_part(module, chain, stage.first_layer, stage.last_layer).layers(
+                seed=_seed_of(span.seed), input_gradient=self._index > 0, num_passes=stage.in_flight)
+            int8 = Int8Passes(layers, own, stage.in_flight)
         self.work = StageWork(
             name=f"stage {self._index} on SoC {self.soc}", module=own, entering=entering, leaving=leaving,
-            limit=stage.in_flight, device=device, budget_bytes=budget_bytes,
+            limit=stage.in_flight, device=device, budget_bytes=budget_bytes, int8=int8,
             seed=_seed_of(span.seed) if draws else None, loss=self._trainer.loss if is_last else None)
         what = f"activations into stage {self._index}", f"activations out of stage {self._index}"
         self._inputs = Payloads(entering, self._coding.bits, what=what[0])
@@ -201,7 +215,7 @@ class Member:
             return
         indices = parts[self._number]
         batches = micro_batches(self._pipeline, len(indices))
-        self._begin()
+        self._begin(mini.step)
         order = tuple(operations(self._pipeline.policy, self._stage.in_flight, len(batches)))
         yield Expect(tuple(message for operation in order
                            for message in self._messages(operation.kind, batches[operation.micro_batch])))
@@ -232,10 +246,12 @@ class Member:
         """Keep what passes of the next update change before it is complete."""
         self._buffers_before = {name: buffer.clone() for name, buffer in self._buffers().items()}
 
-    def _begin(self) -> None:
+    def _begin(self, step: int) -> None:
         if self._session is not None:
             self._session.begin()
         assert self.work is not None
+        if self.work.int8 is not None:
+            self.work.int8.round_masters(step * self._read.model.num_layers + self._stage.first_layer)
         if self.work.loss is not None:
             self._losses.append(torch.zeros((), device=self.work.device))
 
@@ -383,7 +399,8 @@ class Member:
         assert self.work is not None
         parameters = list(self._module.parameters())
         held = sum(parameter.nbytes * (2 if parameter.requires_grad else 1) for parameter in parameters)
-        self.work.state_bytes = held + (0 if self._session is None else self._session.state_bytes)
+        engines = 0 if self.work.int8 is None else self.work.int8.layers.weight_bytes
+        self.work.state_bytes = held + engines + (0 if self._session is None else self._session.state_bytes)
 
     # ---------------------------------------------------------------------------------------------------- the end
 
@@ -423,12 +440,17 @@ class Member:
         losses = torch.stack(self._losses).double().cpu().numpy() if self._losses else np.zeros(0)
         ending = {"samples": np.array([self._num_samples], np.int64), "losses": losses,
                   "state": np.frombuffer(stream.getvalue(), np.uint8),
-                  "device": np.frombuffer(device_label(self.work.device).encode(), np.uint8),
+                  "device": np.frombuffer(self._label().encode(), np.uint8),
                   "measured": np.array([self.work.peak_bytes, self.work.peak_in_flight, self.drain_sample_s()])}
         ending |= {f"weight/{name}": parameter.detach().cpu().contiguous().numpy()
                    for name, parameter in self._module.named_parameters()
                    if parameter.requires_grad and name in first_of}
         return ending | {f"buffer/{name}": buffer.contiguous().numpy() for name, buffer in self._buffers().items()}
+
+    def _label(self) -> str:
+        assert self.work is not None
+        engine = "" if self.work.int8 is None else f", int8 {self.work.int8.layers.engine.kernel}"
+        return device_label(self.work.device) + engine
 
     def _names_first_here(self) -> frozenset[str]:
         return frozenset().union(*(self._names(part.first_layer, part.last_layer)

@@ -13,6 +13,7 @@ from socflower.capture.graph import Operation
 from socflower.capture.halves import random_streams
 from socflower.errors import SocflowerError
 from socflower.training.fp32 import LossFn
+from socflower.training.int8_layers import Int8Layers
 
 
 class OutOfMemory(SocflowerError):
@@ -48,7 +49,8 @@ class _Kept:
 
     entered: tuple[Tensor, ...]
     made: tuple[Tensor, ...]
-    num_bytes: int = 0
+    num_bytes: int = 0  # saved by autograd
+    int8_bytes: int = 0  # entered and made, of a stage in int8, whose engine keeps what is between
 
 
 class _Saved:
@@ -71,10 +73,7 @@ class _Saved:
 
     def require_budget(self) -> None:
         """Raise `OutOfMemory` beyond the budget."""
-        if self.total_bytes > self._budget_bytes:
-            raise OutOfMemory(f"{self._name}: needs {self.total_bytes / 1e6:.1f} MB or more with {self._in_flight} "
-                              f"micro-batches in flight, of a budget of {self._budget_bytes / 1e6:.1f} MB; use smaller "
-                              "micro-batches, fewer in flight or more devices")
+        _require_budget(self._name, self.total_bytes, self._budget_bytes, self._in_flight)
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, int]:
         """Count a tensor that is saved."""
@@ -93,12 +92,52 @@ class _Saved:
         return tensor
 
 
+def _require_budget(name: str, needed_bytes: float, budget_bytes: float, in_flight: int) -> None:
+    if needed_bytes > budget_bytes:
+        raise OutOfMemory(f"{name}: needs {needed_bytes / 1e6:.1f} MB or more with {in_flight} micro-batches in "
+                          f"flight, of a budget of {budget_bytes / 1e6:.1f} MB; use smaller micro-batches, fewer in "
+                          "flight or more devices")
+
+
+class Int8Passes:
+    """A stage's layers in int8, with an engine's memory for each micro-batch in flight.
+
+    Nothing is computed twice, unlike with one engine, which would have to repeat forward passes. Which engine is free
+    changes no result, and its memory stays for later micro-batches, of each size that has come.
+    """
+
+    def __init__(self, layers: Int8Layers, module: nn.Module, limit: int) -> None:
+        self.layers = layers
+        self._buffers = dict(module.named_buffers())
+        self._free, self._engine_of = list(range(limit)), dict[int, int]()
+
+    def forward(self, micro_batch: int, entering: Tensor, draw: int) -> Tensor:
+        """Return what the layers make; the module's running statistics become those of the engine."""
+        number = self._engine_of[micro_batch] = self._free.pop(0)
+        made = self.layers.forward(entering, draw, number=number)
+        for name, seen in self.layers.statistics().items():
+            self._buffers[name].copy_(seen)
+        for name, buffer in self._buffers.items():
+            if name.endswith("num_batches_tracked"):
+                buffer += 1
+        return made
+
+    def release(self, micro_batch: int) -> None:
+        """Let the engine of a micro-batch, whose backward pass is done, take another one."""
+        self._free.append(self._engine_of.pop(micro_batch))
+
+    def round_masters(self, draw: int) -> None:
+        """Round the masters at random for the micro-batches of an update; `draw` numbers the random numbers."""
+        self.layers.round_masters(self._buffers, draw)
+
+
 @dataclass(kw_only=True)
 class StageWork:
     """A device's layers as a module, and the micro-batches whose activations it keeps.
 
     `limit` is K_p: more micro-batches in flight are an error of the caller. `budget_bytes` bounds weights, gradients,
-    optimiser state (`state_bytes`) and all that autograd has saved.
+    optimiser state (`state_bytes`) and all that autograd has saved; in int8 all that the engines hold, and what enters
+    and leaves in FP32.
     """
 
     name: str  # for messages, such as "stage 1 on SoC 3"
@@ -107,7 +146,8 @@ class StageWork:
     leaving: tuple[Crossing, ...]  # none: the model's output
     limit: int
     seed: int | None = None  # of random layers; None: the stage has none
-    loss: LossFn | None = None  # of the last stage
+    loss: LossFn | None = None  # of the last stage, computed in FP32
+    int8: Int8Passes | None = None  # computes the passes; None: torch
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     state_bytes: float = 0.0
     budget_bytes: float = math.inf
@@ -128,7 +168,13 @@ class StageWork:
             if self.entering else tuple(tensor.to(self.device) for tensor in entering)
         kept = self._kept[micro_batch] = _Kept(entered, ())
         with self._counted(kept), self._streams(stream):
-            made = self.module(*entered)
+            made: Any
+            if self.int8 is None:
+                made = self.module(*entered)
+            else:
+                made = self.int8.forward(micro_batch, entered[0], stream)
+                kept.int8_bytes = entered[0].nbytes + made.nbytes
+                made = (made,) if self.loss is None else made
             if self.loss is not None:
                 mean = self.loss(made, labels)
                 if not isinstance(mean, Tensor) or mean.dim():
@@ -153,6 +199,9 @@ class StageWork:
             if pairs:
                 torch.autograd.backward([made for made, _ in pairs], [gradient for _, gradient in pairs])
         kept.made = ()  # frees the graph
+        if self.int8 is not None:
+            self.int8.release(micro_batch)
+            self._count_engines(len(self._kept) + 1, kept.int8_bytes)
         return tuple(None if not one.has_gradient else torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
                      for tensor, one in zip(kept.entered, self.entering, strict=True)) if self.entering else ()
 
@@ -166,8 +215,7 @@ class StageWork:
     @contextmanager
     def _counted(self, kept: _Kept) -> Iterator[None]:
         """Count the bytes that autograd saves in the block."""
-        saved = _Saved(self.name, self.module, self.budget_bytes, len(self._kept),
-                       self.state_bytes + sum(other.num_bytes for other in self._kept.values()))
+        saved = _Saved(self.name, self.module, self.budget_bytes, len(self._kept), self.held_bytes)
         try:
             saved.require_budget()
             with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
@@ -175,3 +223,17 @@ class StageWork:
         finally:
             kept.num_bytes = saved.num_bytes
             self.peak_bytes = max(self.peak_bytes, saved.total_bytes)
+        if self.int8 is not None:
+            self._count_engines(len(self._kept))
+
+    @property
+    def held_bytes(self) -> float:
+        """Bytes that the stage has now."""
+        engines = 0 if self.int8 is None else self.int8.layers.pass_bytes
+        return self.state_bytes + engines + sum(kept.num_bytes + kept.int8_bytes for kept in self._kept.values())
+
+    def _count_engines(self, in_flight: int, ended_bytes: float = 0.0) -> None:
+        """Count what the engines have taken in a pass, which they say at its end."""
+        needed_bytes = self.held_bytes + ended_bytes
+        self.peak_bytes = max(self.peak_bytes, needed_bytes)
+        _require_budget(self.name, needed_bytes, self.budget_bytes, in_flight)

@@ -213,7 +213,8 @@ class _Run:
                       Pass.BACKWARD: returned_bytes * self._problem.gradient_part}
         update_s = device.update_s(model.weight_bytes(first, last))
         simulation = self.simulation
-        processor = simulation.processor(member.soc, self._problem.kind(member.soc).default_processor)
+        cpu = simulation.processor(member.soc, self._problem.kind(member.soc).default_processor)
+        processor = simulation.processor(member.soc, device.int8_processor) if device.int8_processor else cpu
         order = tuple(operations(pipeline.policy, stage.in_flight, pipeline.num_micro_batches))
         for step in range(self._num_steps):
             for operation in order:
@@ -238,9 +239,9 @@ class _Run:
                 for channel, piece, arrived in (self._outputs if forward else self._returns)[member.soc]:
                     channel.send(piece.num_samples * sent_bytes[kind], name, arrived)
             for part in member.parts:
-                yield from self._exchange(member, part, step, processor)
+                yield from self._exchange(member, part, step, cpu)
             if update_s:
-                yield simulation.compute(processor, update_s, "update", activity=Activity.UPDATE)
+                yield simulation.compute(cpu, update_s, "update", activity=Activity.UPDATE)
             self._step_ends_s[step] = max(self._step_ends_s[step], simulation.now_s - self._start_s)
 
     # -------------------------------------------------------------------------------------------------- gradients

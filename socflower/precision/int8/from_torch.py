@@ -46,22 +46,25 @@ class CapturedNetwork:
 
 def capture_network(
     module: nn.Module,
-    input_shape: ir.Shape,
+    input_shape: ir.Shape | tuple[int],
     *,
     fp32_operators: Sequence[str] = (),
     unsupported: Literal["refuse", "fp32"] = "refuse",
 ) -> CapturedNetwork:
     """Return the network of `module` for (n, *input_shape) inputs, ReLUs fused into the operators before them.
 
+    Of a module that takes (n, features), the network takes images of a pixel with so many channels.
+
     Raises ConfigError if torch.fx cannot capture the module. Raises UnsupportedOperator, with module and operator, for
     an operator without an int8 kernel that `fp32_operators` does not list; with `unsupported` "fp32" only if it is
     called by the network itself and not inside a submodule.
     """
     leaves = set(fp32_operators)
+    image_shape = (input_shape[0], 1, 1) if len(input_shape) == 1 else input_shape
     while True:
         try:
             captured = _captured(module, input_shape, leaves)
-            builder = _Builder(module, captured, input_shape, leaves, unsupported)
+            builder = _Builder(module, captured, image_shape, leaves, unsupported)
             for operation in _needed(captured):
                 builder.add(operation)
             _require_untied(module, builder.nodes)
@@ -81,11 +84,11 @@ def capture_network(
         raise ConfigError(f"fp32_operators: the network calls no {', '.join(sorted(unknown))}; it calls "
                           + ", ".join(one.module for one in captured.operations if one.module is not None))
     state = {name: value.detach().cpu().float().numpy() for name, value in module.state_dict().items()}
-    graph = ir.fuse_relu(ir.Graph(input_shape=input_shape, nodes=tuple(builder.nodes)))
+    graph = ir.fuse_relu(ir.Graph(input_shape=image_shape, nodes=tuple(builder.nodes)))
     return CapturedNetwork(graph=graph, state=state, modules=builder.modules)
 
 
-def _captured(module: nn.Module, input_shape: ir.Shape, leaves: Set[str]) -> ModelGraph:
+def _captured(module: nn.Module, input_shape: ir.Shape | tuple[int], leaves: Set[str]) -> ModelGraph:
     try:
         captured = capture(module, input_shape, leaves=leaves)
     except CaptureFailed as failed:

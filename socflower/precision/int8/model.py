@@ -97,12 +97,13 @@ class Int8Model:
     """A graph with its parameters and the buffers of its steps.
 
     Its last operator computes logits; or, with `head` False, whatever a loss elsewhere reads: then `forward` and
-    `backward` train it.
+    `backward` train it. With `input_gradient`, `backward` computes the gradient of the images too, for layers before.
     """
 
     def __init__(
         self, graph: Graph, parameters: Parameters, *, algorithm: TrainingAlgorithm = NITI,
         settings: EngineSettings | None = None, fp32_factory: Fp32Factory | None = None, head: bool = True,
+        input_gradient: bool = False,
     ) -> None:
         settings = settings or EngineSettings()
         if head and graph.shape_of(graph.output)[1:] != (1, 1):
@@ -114,7 +115,7 @@ class Int8Model:
         except (ValueError, RuntimeError) as error:
             raise ConfigError(str(error)) from None
         _require_known_blocks(graph, settings.batch_blocks)
-        self._fp32_factory = fp32_factory
+        self._fp32_factory, self._input_gradient = fp32_factory, input_gradient
         self._trackers: dict[tuple[str, str], ScaleTracker] = {}
         self.regions = RegionCache(budget_bytes=settings.memory_budget_bytes, reuse=settings.reuse_graph)
         self._programs: dict[int, Program] = {}
@@ -122,12 +123,14 @@ class Int8Model:
 
     @classmethod
     def from_module(
-        cls, module: torch.nn.Module, *, input_shape: Shape, algorithm: TrainingAlgorithm = NITI,
+        cls, module: torch.nn.Module, *, input_shape: Shape | tuple[int], algorithm: TrainingAlgorithm = NITI,
         settings: EngineSettings | None = None, fp32_operators: Sequence[str] = (),
         unsupported: Literal["refuse", "fp32"] = "refuse", exponents: Mapping[str, int] | None = None,
-        head: bool = True,
+        head: bool = True, input_gradient: bool = False,
     ) -> Int8Model:
         """Return the int8 model of a torch module for (n, *input_shape) images; the module is only read.
+
+        An input shape (features,) is one of a module that takes (n, features); the model takes it as images of a pixel.
 
         The modules that `fp32_operators` names run in torch FP32 between the int8 ones;
         `operator_costs.profile_operators` predicts which ones should. `exponents` are earlier exponents of the weights
@@ -146,8 +149,19 @@ class Int8Model:
             algorithm=algorithm,
             settings=settings,
             fp32_factory=fp32_factory(captured.modules) if captured.modules else None,
-            head=head,
+            head=head, input_gradient=input_gradient,
         )
+
+    def twin(self) -> Int8Model:
+        """Return a model of the same parameters, trackers and threads, with memory for a pass of its own.
+
+        So several passes can be kept for their backward passes, as in pipelines; which of the models does which changes
+        no result. What replaces the parameters or trackers of one (`load_state_dict`) does not change the other's.
+        """
+        other = copy.copy(self)
+        other.regions = RegionCache(budget_bytes=self.settings.memory_budget_bytes, reuse=self.settings.reuse_graph)
+        other._programs, other._kept = {}, None
+        return other
 
     @property
     def kernel(self) -> str:
@@ -270,23 +284,33 @@ class Int8Model:
 
     def backward(
         self, gradient: npt.NDArray[np.float32], *, learning_rate: float = 0.01, progress: float = 0.0,
-    ) -> None:
+        summed: bool = False,
+    ) -> npt.NDArray[np.float32] | None:
         """Train on the batch that `forward` kept, by the gradient of the mean loss with respect to its output.
 
-        The gradient (n, channels, height, width) is rounded to the nearest int8, as an FP32 operator's is. For
-        `learning_rate` and `progress` see `train_step`. Raises TrainingFailed for a NaN or an infinity in it.
+        The gradient (n, channels, height, width) is rounded to the nearest int8, as an FP32 operator's is. If it is
+        `summed`, it is used as it is, so that an int8 gradient times a power of two stays exact; parameters then get
+        `learning_rate` times the gradient of the same loss. For `learning_rate` and `progress` see `train_step`.
+
+        Returns the gradient of the same loss with respect to the images if the model computes it (`input_gradient`):
+        int8 times a power of two, of a mean divided by n. Raises TrainingFailed for a NaN or an infinity in `gradient`.
         """
         _require_step(learning_rate, progress)
         if self._kept is None:
             raise ConfigError("backward: no forward pass was kept; call forward with keep=True before")
         (program, step), self._kept = self._kept, None
         try:
-            into = program.logits_gradient()
-            # Integer gradients are sums over the batch of those of each sample's loss.
-            exponent = round_gradient(step.engine, self.graph, gradient * np.float32(step.share.num_samples), into)
-            step.learning_rate, step.progress = learning_rate, progress
-            program.backward(step, into, exponent)
+            into, num_samples = program.logits_gradient(), step.share.num_samples
+            if not summed:  # integer gradients are sums over the batch of those of each sample's loss
+                gradient = gradient * np.float32(num_samples)
+            exponent = round_gradient(step.engine, self.graph, gradient, into)
+            step.learning_rate, step.progress = learning_rate * num_samples if summed else learning_rate, progress
+            of_input = program.backward(step, into, exponent)
             self.parameters.num_steps += 1
+            if of_input is None:
+                return None
+            real = to_real(*of_input, self.graph.input_shape)
+            return real if summed else real / np.float32(num_samples)
         except OverflowError as error:
             raise TrainingFailed(str(error)) from None
         finally:
@@ -420,7 +444,7 @@ class Int8Model:
         if program is None:
             program = Program(
                 self.graph, batch, self.engine, self.regions, batch_blocks=self.settings.batch_blocks,
-                fp32_factory=self._fp32_factory)
+                fp32_factory=self._fp32_factory, input_gradient=self._input_gradient)
             self._programs[batch] = program
         step = Step(
             engine=self.engine, algorithm=self.algorithm, parameters=self.parameters,

@@ -76,14 +76,15 @@ class Program:
 
     def __init__(
         self, graph: ir.Graph, batch: int, engine: _int8.Engine, regions: RegionCache, *,
-        batch_blocks: Mapping[str, int], fp32_factory: Fp32Factory | None = None,
+        batch_blocks: Mapping[str, int], fp32_factory: Fp32Factory | None = None, input_gradient: bool = False,
     ) -> None:
         self.graph, self.batch = graph, batch
         self._engine, self._regions = engine, regions
         self._batch_blocks = batch_blocks
         self._fp32_factory = fp32_factory
-        self._patched = _patched_convolution(graph)
-        self._differentiated = graph.differentiated
+        # Over patches, the gradient of the input would have to be summed from that of its patches.
+        self._patched = None if input_gradient else _patched_convolution(graph)
+        self._differentiated = self._every_value() if input_gradient else graph.differentiated
         self.tensors = _tensors(graph, batch, self._patched)
         # If a value has several readers, the sum of their gradients is masked instead of each gradient.
         self._mask_of_sum: dict[str, bool] = {}
@@ -92,6 +93,7 @@ class Program:
             tensor.masked = tensor.masked and not self._mask_of_sum[name]
         self._input = self._array(ir.INPUT, "output")
         self._logits_gradient = self._array(graph.output, "gradient")
+        self._input_sums = self._sums_of(ir.INPUT) if input_gradient else ()
         self._places = [self._place(node) for node in graph.nodes]
         self._gradient_keys: dict[str, list[tuple[int, str, str]]] = {name: [] for name in self.tensors}
         for place in self._places:
@@ -133,8 +135,11 @@ class Program:
         """Return memory for the gradient of the logits, which `backward` starts from."""
         return self._acquire(self._logits_gradient)
 
-    def backward(self, step: Step, logits_gradient: Int8Array, exponent: int) -> None:
-        """Run backward for values that depend on a trained parameter, update, and release memory after its last use."""
+    def backward(self, step: Step, logits_gradient: Int8Array, exponent: int) -> tuple[Int8Array, int] | None:
+        """Run backward for values that depend on a trained parameter, update, and release memory after its last use.
+
+        Returns the gradient of the input and its exponent if the program has one; valid until the next pass.
+        """
         logits = self.tensors[self.graph.output]
         if logits.masked:  # logits have no reader that would apply the mask
             np.multiply(logits_gradient, logits.data > 0, out=logits_gradient)
@@ -146,7 +151,7 @@ class Program:
                 continue
             operator = self._operator(place)
             output = operator.output
-            total = self._sum(step, place, gradients[place.node.name])
+            total = self._sum(step, place.node.name, place.sums, gradients[place.node.name])
             output.gradient, output.gradient_exponent = total.data, total.exponent
             into = [None if target is None else self._acquire(target) for target in place.into]
             started_s = time.perf_counter()
@@ -161,14 +166,19 @@ class Program:
                 gradients[value].append(_Gradient(total.data if target is None else target, target_exponent))
             self._release(place, reuses_gradient=reuses_gradient)
         self._regions.release(self._input.key)
+        if ir.INPUT not in self._differentiated:
+            return None
+        of_input = self._sum(step, ir.INPUT, self._input_sums, gradients[ir.INPUT])
+        return of_input.data, of_input.exponent
 
-    def _sum(self, step: Step, place: _Place, gradients: list[_Gradient]) -> _Gradient:
+    def _sum(
+        self, step: Step, name: str, sums: tuple[tuple[str, _Array], ...], gradients: list[_Gradient],
+    ) -> _Gradient:
         total = gradients[0]
-        name = place.node.name
-        for index, (role, array) in enumerate(place.sums, start=1):
+        for index, (role, array) in enumerate(sums, start=1):
             part = gradients[index]
             out = self._acquire(array)
-            last = index == len(place.sums)
+            last = index == len(sums)
             exponent = add_tensors(
                 f"{name} ({role})", step, step.tracker(name, role), (total.data, total.exponent),
                 (part.data, part.exponent), out, rounding=step.algorithm.backward.rounding,
@@ -209,11 +219,17 @@ class Program:
             reuses_gradient = isinstance(node, ir.Add) and not self.tensors[value].masked
             wanted = value in self._differentiated and not reuses_gradient
             into.append(self._array(value, f"gradient from {node.name}.{index}") if wanted else None)
-        roles = [f"gradient sum {index}" for index in range(1, len(self.graph.consumers(node.name)))]
         return _Place(
             node=node, key=(self.batch, node.name, "operator"), num_bytes=self._operator_bytes(node),
-            output=self._array(node.name, "output"), into=tuple(into),
-            sums=tuple((role, self._array(node.name, role)) for role in roles))
+            output=self._array(node.name, "output"), into=tuple(into), sums=self._sums_of(node.name))
+
+    def _sums_of(self, value: str) -> tuple[tuple[str, _Array], ...]:
+        roles = [f"gradient sum {index}" for index in range(1, len(self.graph.consumers(value)))]
+        return tuple((role, self._array(value, role)) for role in roles)
+
+    def _every_value(self) -> frozenset[str]:
+        """Return all values: each depends on the input."""
+        return frozenset((ir.INPUT, *(node.name for node in self.graph.nodes)))
 
     def _operator_bytes(self, node: ir.Node) -> int:
         """Return the bytes of an operator's index tables, argmax and gate."""

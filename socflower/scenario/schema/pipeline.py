@@ -1,5 +1,6 @@
 """`[pipeline]` of a scenario: how a model is cut and a mini-batch divided, for the strategy `hybrid-pipeline`."""
 
+import json
 from math import prod
 from typing import Annotated
 
@@ -43,6 +44,9 @@ class PipelineConfig(Table):
     gradient_bits: Annotated[int, OneOf(BITS)] = Field(32, description="of the activations' gradients")
     activation_feedback: Annotated[Form, OneOf(FORMS)] = Field("none", description=(
         "gradients that come back are corrected for what `activation_bits` lose"))
+    int8_socs: Annotated[str, OneOf(("auto",))] | tuple[Annotated[int, Field(ge=0)], ...] = Field((), description=(
+        "SoCs whose [stages compute in int8](guides/pipelines.md#in-your-app); \"auto\": all that have an int8 "
+        "processor"))
     backup_steps: int = Field(0, ge=0, le=1_000_000, description=(
         "real machines: updates between copies of stages on one device, on the next stage's; 0: once a round"))
     profiles: tuple[Annotated[str, Field(pattern=r"\S")], ...] = Field((), description=(
@@ -62,5 +66,8 @@ class PipelineConfig(Table):
         if self.activation_feedback != "none" and self.activation_bits == 32:
             raise ValueError(f"activation_feedback = {self.activation_feedback!r}: activation_bits = 32 loses nothing "
                              "to correct for; leave it out, or give fewer bits")
+        if self.int8_socs and self.cuts == "operations":
+            raise ValueError(f"int8_socs = {json.dumps(self.int8_socs)}: with cuts = 'operations' a stage may have "
+                             "nothing that int8 computes; use 'layers' or 'blocks'")
         if self.num_classes and not self.sample:
             raise ValueError(f"num_classes = {self.num_classes} is for a model with sample; data have their own")

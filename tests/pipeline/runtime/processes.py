@@ -46,6 +46,7 @@ class Training:
     minis: tuple[Mini, ...]
     model: Mapping[str, Any] = field(default_factory=dict)  # options
     coding: ActivationCoding = EXACT
+    int8_socs: tuple[int, ...] = ()
     death: Death | None = None
 
 
@@ -133,7 +134,7 @@ def _train(training: Training, soc: int, port: RingPort, generation: int, pipe: 
         num_passes += 1
 
     member = Member(training.plan, soc, read(module), module, TRAINER, SPAN, data=data(), send=channels.send,
-                    coding=training.coding, on_pass=on_pass)
+                    coding=training.coding, on_pass=on_pass, int8_socs=training.int8_socs)
     report = Report()
     try:
         channels.join()

@@ -50,6 +50,23 @@ def test_processes_compute_the_bits_of_one(devices: Devices, plan: Plan, coding:
         np.testing.assert_array_equal(end.weights[name], weight.numpy(), err_msg=name)
 
 
+@pytest.mark.parametrize("coding", [EXACT, CODED], ids=["exact", "8 bits"])
+@pytest.mark.parametrize(("plan", "int8_socs"), [
+    (HYBRID, (0,)), (HYBRID, (0, 1, 2)), (with_samples_on(TWO_D, 2), (1, 2))],
+                         ids=["one of a stage", "all", "2-D, samples on SoC 2"])
+def test_processes_compute_the_bits_of_one_in_int8(
+    devices: Devices, plan: Plan, int8_socs: tuple[int, ...], coding: ActivationCoding,
+) -> None:
+    steps, options = tuple(minis(3, plan.num_samples - 1)), {"norm": True, "dropout": 0.3}
+    end = end_of(devices.train(Training(plan=plan, minis=steps, model=options, coding=coding,
+                                        int8_socs=int8_socs))).end
+    together = train_together(model(**options), plan, steps, coding=coding, int8_socs=int8_socs)
+    assert end is not None and end.losses == together.losses and end.state == together.state
+    assert end.peak_bytes == together.peak_bytes and end.devices == together.devices
+    for name, weight in together.weights.items():
+        np.testing.assert_array_equal(end.weights[name], weight.numpy(), err_msg=name)
+
+
 def problem_of(plan: Plan) -> PipelineProblem:
     first = plan.pipelines[0]
     return estimated_problem(read(model()).model, cluster(3), micro_batch_size=first.micro_batch_size,
