@@ -6,8 +6,8 @@ samples a second of: the edge alone; plain split learning (middle cut, K = 0, 32
 sequential, 32 bits, edge-only among its choices); pipelined (best cut, K = 5, 32 bits, with and without edge-only);
 ours (what the decision engine chooses from 8 bits and edge-only, K = 5), with gradients in 32 bits and in 8. A
 deployment that two of them choose is run once. All choices go by costs that are measured anew at each speed, in the
-same processes, under the same quota and over the same link. Rows "by F26" have what the cost model said of each before
-it ran, with the edge's part measured again in the seconds before.
+same processes, under the same quota and over the same link. Rows "by F26" have what the cost model says of each, with
+the edge's part measured again just before and after: what a tenth of a core gets changes from minute to minute.
 
 Memory is the peak of the resident memory of a fresh edge process, quota or not, against plain split learning; the link
 is made slow enough to be what limits, so that all that may wait does wait. Energy is that of the same deployments by
@@ -124,16 +124,17 @@ def _rows_of(pair: Pair, costs: SplitCosts, mbit_per_s: float, exact: bool, *, s
         key = (chosen.cut,) if chosen.cut is None else (chosen.cut, chosen.bits, window, system.gradient_bits)
         if key not in runs:
             now = pair.as_of_now(costs, chosen.cut)
-            predicted_s, times = system.seconds(now, rates), system.phases(now, rates)  # before the run
-            steady = max(4 if window == 0 else window + 2, math.ceil(seconds / predicted_s))
+            steady = max(4 if window == 0 else window + 2, math.ceil(seconds / system.seconds(now, rates)))
             measured = pair.train(Run(
                 cut=chosen.cut, bits=chosen.bits, window=window, gradient_bits=system.gradient_bits,
                 mbit_per_s=mbit_per_s, num_batches=2 * (window + 1) + steady))
+            then = pair.as_of_now(costs, chosen.cut)
+            predicted_s = (system.seconds(now, rates) + system.seconds(then, rates)) / 2
             runs[key] = predicted_s, measured.period_s(window), exact and _is_right(measured, chosen)
             _told["samples"] = measured.source
             _runs.append({
                 "case": f"{_place(mbit_per_s)}: {system.label(costs)}", "predicted_s": predicted_s,
-                "measured_s": measured.period_s(window), "phases": asdict(times),
+                "measured_s": measured.period_s(window), "phases": asdict(system.phases(now, rates)),
                 "measured_edge_s": pair.slowdown * measured.spent_period_s(window)})
         found.append(Outcome(system.label(costs), *runs[key]))
     return throughput_rows(mbit_per_s, found)

@@ -84,7 +84,7 @@ def test_messages_to_either_side_have_connections_of_their_own() -> None:
                 sent = threads.submit(lambda: [ring.send(torch.full((size,), float(number + 10 * ring.rank)),
                                                          1 - ring.rank, number % 2) for number in range(6)])
                 for number, buffer in enumerate(found):
-                    ring.receive(buffer, 1 - ring.rank, number % 2)
+                    ring.begin_receive(buffer, 1 - ring.rank, number % 2).wait()
                 sent.result()
             return [float(buffer[-1]) for buffer in found]
 
