@@ -92,7 +92,7 @@ def test_messages_to_either_side_have_connections_of_their_own() -> None:
         groups = [(ring._group, ring._downward) for ring in rings]
         assert all(group is not downward for group, downward in groups)
         with ThreadPoolExecutor(2) as threads:
-            waiting = [threads.submit(ring.receive, torch.empty(1), 1 - ring.rank, 5) for ring in rings]
+            waiting = [threads.submit(ring.begin_receive(torch.empty(1), 1 - ring.rank, 5).wait) for ring in rings]
             for ring in rings:
                 ring.close()
             for each in waiting:
