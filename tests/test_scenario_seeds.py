@@ -16,12 +16,13 @@ FIXED_TIME = {
     **dict.fromkeys((
         "broken_reply", "compressed_leaders", "data_stays", "dead_client", "deployment_digits", "digits_demo",
         "idle_slots", "int8_digits",
-        "measured_board", "mixed_digits", "mixed_shelf", "pipeline_in_int8", "preempted_soc", "ring_of_leaders",
+        "measured_board", "mixed_digits", "mixed_shelf", "pipeline_in_8_bits", "pipeline_in_int8", "pipeline_of_pis",
+        "pipeline_preempted", "preempted_soc", "ring_of_leaders",
         "server_momentum",
         "split_int8_edge", "split_shared_uplink", "two_servers",
     ), "devices and links are as the file says, and every seed trains as many batches; faults strike by plan"),
     **dict.fromkeys(("failed_fan", "hot_ambient", "hot_board", "int8_heat_and_users", "mixed_heat_and_users",
-                     "predictive_fan", "throttling_onset"),
+                     "pipeline_on_a_hot_board", "predictive_fan", "throttling_onset"),
                     "all SoCs sit equally well (no spread), and what happens to rack and room is written down"),
 }
 """Why a scenario takes the same virtual time whatever the seed. In all others heat, users or links are random."""

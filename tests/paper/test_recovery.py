@@ -11,7 +11,8 @@ from socflower.paper.asteroid import recovery
 from socflower.paper.asteroid.items import COMPUTE
 from socflower.paper.asteroid.recovery import concurrent_s, heavy, held_after, layers_of, lightweight, without
 from socflower.paper.records import compare_item, read_paper
-from socflower.pipeline.planner.selection import PlannerSettings, plan_pipeline
+from socflower.pipeline.planner.selection import Planned, PlannerSettings, plan_pipeline
+from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.recovery.backups import moves
 from socflower.pipeline.replanning import replanned
 from tests.pipeline.problems import layer, linear_seconds, plans, problem, random_problem, straight_plan
@@ -19,7 +20,7 @@ from tests.pipeline.problems import layer, linear_seconds, plans, problem, rando
 SETTINGS = PlannerSettings(width=1, num_simulated=2, num_tuned=1, two_d=False)
 
 
-def planned(case):  # type: ignore[no-untyped-def]
+def planned(case: PipelineProblem) -> Planned:
     return plan_pipeline(case, SETTINGS)
 
 
