@@ -2,6 +2,7 @@
 
 import math
 import reprlib
+from numbers import Real
 
 
 class SocflowerError(Exception):
@@ -44,12 +45,15 @@ def require_range(
     where: str, /, *, least: float | None = None, above: float | None = None, most: float = math.inf,
     below: float = math.inf, advice: str = "", **values: float,
 ) -> None:
-    """Raise `ConfigError` for the first of `values` that is outside the range, infinite or NaN.
+    """Raise `ConfigError` for the first of `values` that is no number, outside the range, infinite or NaN.
 
     The range begins at `least`, or after `above`, and ends at `most`, or before `below`. The text is like
     "fan control: period_s = 0 must be above 0 and finite", with `advice` at its end.
     """
     for key, value in values.items():
+        if not isinstance(value, Real):
+            raise ConfigError(f"{where}: {key} = {' '.join(reprlib.repr(value).split())} must be a number"
+                              f"{advice and f'; {advice}'}")
         inside = value > above if above is not None else least is None or value >= least
         if inside and value <= most and value < below and abs(value) < math.inf:
             continue

@@ -33,9 +33,11 @@ def test_a_range_holds_the_finite_numbers_between_its_bounds(
     ({"above": 0}, 0.0, "fan: rpm = 0.0 must be above 0 and finite"),
     ({"least": 1}, 0, "fan: rpm = 0 must be 1 or more"),
     ({"least": 0, "most": 1}, math.nan, "fan: rpm = nan must be 0 or more and at most 1"),
+    ({"least": 0}, "3", "fan: rpm = '3' must be a number"),
+    ({"least": 0, "advice": "try 9"}, None, "fan: rpm = None must be a number; try 9"),
     ({"least": 0, "below": 1, "advice": "try 0.9"}, 1.0, "fan: rpm = 1.0 must be 0 or more and below 1; try 0.9"),
 ])
-def test_the_text_names_the_range(bounds: dict[str, Any], value: float, text: str) -> None:
+def test_the_text_names_the_range(bounds: dict[str, Any], value: Any, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         require_range("fan", rpm=value, **bounds)
     assert str(caught.value) == text

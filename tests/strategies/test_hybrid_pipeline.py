@@ -292,6 +292,7 @@ def test_stages_in_int8_are_planned_priced_and_trained_so() -> None:
     ([1], "int8_socs has SoC 1, and jetson-nano has no int8 processor"),
     ([5], "int8_socs has SoC 5, which takes no part; SoCs are 0, 1"),
     ("all", "int8_socs = 'all' is unknown"),
+    (1, "int8_socs = 1 is unknown; use"),
 ])
 def test_int8_where_no_device_has_it_is_refused_in_one_line(int8_socs: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as refused:

@@ -7,7 +7,7 @@ convolution multiply little, and take much of the time of a MobileNet. Each oper
 makes small batches less efficient (paper Fig. 6).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
@@ -152,7 +152,7 @@ def _int8_socs(cluster: Cluster, socs: Sequence[int], wanted: Int8Socs) -> froze
             raise ConfigError(f"pipeline: int8_socs = 'auto', and no device has an int8 processor among {names}; leave "
                               "it out, or give a device one in its profile")
         return found
-    if isinstance(wanted, str):
+    if isinstance(wanted, str) or not isinstance(wanted, Iterable):
         raise ConfigError(f"pipeline: int8_socs = {wanted!r} is unknown; use \"auto\" or the numbers of SoCs")
     for soc in wanted:
         if soc not in able:

@@ -11,6 +11,7 @@ from socflower.capture.graph import Example, Operation
 from socflower.capture.layer_profile import OperationCost, profile_operations
 from socflower.errors import ConfigError
 from socflower.pipeline.problem import PipelineLayer, PipelineModel
+from socflower.training.trainer import require_trained_parameters
 
 
 class Granularity(StrEnum):
@@ -44,9 +45,10 @@ def read_model(
     to its backward pass is what its operations make. `label_bytes` are those of one sample, by default of a class as
     int64.
 
-    Raises ConfigError where torch.fx cannot follow the model, where it fails for the example, and where it cannot be
-    cut, with the reason.
+    Raises ConfigError for a model without trained parameters, where torch.fx cannot follow it, where it fails for the
+    example, and where it cannot be cut, with the reason.
     """
+    require_trained_parameters(module)
     fine = capture_chain(module, example, name=name)
     costs = profile_operations(module, fine.graph, example)
     chain = _coarsened(module, fine, costs, granularity)

@@ -80,6 +80,12 @@ def test_frozen_weights_are_counted_apart_and_their_gradients_not_computed() -> 
     assert layers[0].backward_flops < 2 * layers[0].forward_flops
 
 
+def test_a_model_without_trained_parameters_is_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"has all of its parameters frozen .* leave at least one") as caught:
+        read_model(resnet8().requires_grad_(False), RESNET8, "resnet8")
+    assert "\n" not in str(caught.value)
+
+
 def test_a_model_that_cannot_be_cut_is_refused_in_one_line() -> None:
     module = built(lambda: nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Softmax(1)), seed=1)
     with pytest.raises(ConfigError, match="model flat: cannot be cut into layers") as caught:
