@@ -262,3 +262,10 @@ def test_a_pipeline_in_int8_runs_on_both_engines_with_equal_weights(tmp_path: Pa
     assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
     assert results[0]["virtual_s"] == results[1]["virtual_s"] > 0
     assert "int8" in results[0]["kernels"] and any("snapdragon-865's npu" in note for note in results[0]["notes"])
+
+
+def test_shares_that_virtual_time_would_not_change_are_refused(tmp_path: Path, socflower: Socflower) -> None:
+    out = tmp_path / "out"
+    ran = socflower("run", "pipeline_on_a_hot_board", "--set", "strategy.rebalance=shares", "--out", str(out))
+    assert ran.status == 2 and not out.exists()
+    assert "rebalance = 'shares': in virtual time" in ran.err and "use 'groups'" in ran.err

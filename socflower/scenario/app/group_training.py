@@ -144,6 +144,9 @@ class _Training:
     def _pipelined(self, arrays: ArrayRecord) -> ArrayRecord:
         """Train one model over all SoCs, in stages."""
         settings, table = self._scenario.strategy, self._scenario.pipeline or PipelineConfig()
+        if settings.rebalance == "shares" and self._rack is not None:
+            raise ConfigError(f"{self._scenario.name} [strategy] rebalance = 'shares': in virtual time a pipeline "
+                              "keeps its shares within a round; use 'groups', by which rounds are planned anew")
         problem, _ = pipeline_problem(self._scenario)
         strategy = HybridPipeline(
             problem=problem, planner=PlannerSettings(micro_batch_sizes=tuple(micro_batch_sizes(self._scenario))),
