@@ -269,7 +269,7 @@ class PipelineProblem:
     def pass_s(self, device: PipelineDevice, first: int, last: int, share: int) -> tuple[float, float]:
         """Return the seconds of the forward and the backward pass of `share` samples over layers `first` to `last`.
 
-        The processor's part of what crosses the cuts on either side is in them: the network's, not the link's, cost.
+        In them is what the processor itself takes for the bytes that cross the cuts on either side (`byte_s`).
         """
         crossing_s = device.byte_s * share * float(self.model.cut_bytes[[first, last + 1]].sum())
         return (device.seconds.forward(first, last, share) + crossing_s * self.activation_part,

@@ -141,7 +141,7 @@ def _group_rounds(scenario: Scenario, cluster: Cluster, clock: EventClock) -> It
 
 
 def unthrottled_training_s(scenario: Scenario, cluster: Cluster) -> float | None:
-    """Return the virtual seconds of the planned training without heat and users; None for fedavg, which has no plan."""
+    """Return the virtual seconds of the planned training without heat and users; None for fedavg and pipelines."""
     if scenario.is_split:
         clock = EventClock(cluster)
         deque(SplitSetting(scenario).rounds(clock), 0)

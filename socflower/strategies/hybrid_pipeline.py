@@ -126,7 +126,8 @@ class HybridPipeline(SoCFlow):
 
     def _planned_for(self, socs: Sequence[int]) -> Planned:
         """Return the plan for devices at their present speeds; an earlier one while a new one gains too little."""
-        parts = {soc: round(self._planner.balancer.in_use.part(soc), 2) for soc in sorted(socs)} \
+        # Never 0, by which seconds would be divided.
+        parts = {soc: max(0.01, round(self._planner.balancer.in_use.part(soc), 2)) for soc in sorted(socs)} \
             if self._rebalancing is not None and self._rebalancing.across_groups else dict.fromkeys(sorted(socs), 1.0)
         key = tuple(parts.items())
         if key not in self._planned:
