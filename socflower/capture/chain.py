@@ -129,6 +129,8 @@ def _captured(model: nn.Module, example: Example, name: str) -> ModelGraph:
         try:
             return capture(model, example, name=name, leaves=whole)
         except CaptureFailed as failed:
+            if not failed.module and isinstance(getattr(getattr(model, "base_model", None), "model", None), nn.Module):
+                raise NoParts(f"{failed}; give its .base_model.model, which has the same adapters") from None
             kind = type(model.get_submodule(failed.module))
             if failed.module in ("", *whole):
                 raise

@@ -39,5 +39,5 @@ def edges_scenario(scenario: Scenario) -> Scenario:
         boards=(), servers=(), site=None, ring=RingSettings(), compare=CompareConfig(), events=(), expect={},
         strategy=StrategyConfig(name="split-replay", tolerate_client_errors=scenario.strategy.tolerate_client_errors),
         precision=precision.replaced(held_out=0) if precision.arithmetic == "int8" else PrecisionConfig(),
-        thermal=scenario.thermal and scenario.thermal.replaced(hot_boards=()),
+        thermal=scenario.thermal and scenario.thermal.elsewhere,
         edgecloud=table.replaced(edges=0, edge_device=""))

@@ -133,6 +133,7 @@ def test_a_2d_plan_prints_the_micro_batches_of_each_pipeline_and_of_all_and_why_
     ("pipeline.activation_bits=7", "activation_bits"),
     ("pipeline.backup_steps=-1", "backup_steps"),
     ("pipeline.int8_socs='all'", "int8_socs"),
+    ("pipeline.int8_socs=[1, 0, 1]", r"int8_socs = \[1, 0, 1\] names a SoC twice; name each once"),
     ("pipeline={int8_socs='auto', cuts='operations'}", "a stage may have nothing that int8 computes; use 'layers'"),
     ("cluster.soc_bytes_per_s=0", "soc_bytes_per_s"),
 ])

@@ -66,6 +66,8 @@ class PipelineConfig(Table):
         if self.activation_feedback != "none" and self.activation_bits == 32:
             raise ValueError(f"activation_feedback = {self.activation_feedback!r}: activation_bits = 32 loses nothing "
                              "to correct for; leave it out, or give fewer bits")
+        if len(set(self.int8_socs)) < len(self.int8_socs) and self.int8_socs != "auto":
+            raise ValueError(f"int8_socs = {list(self.int8_socs)} names a SoC twice; name each once")
         if self.int8_socs and self.cuts == "operations":
             raise ValueError(f"int8_socs = {json.dumps(self.int8_socs)}: with cuts = 'operations' a stage may have "
                              "nothing that int8 computes; use 'layers' or 'blocks'")

@@ -12,6 +12,8 @@ from socflower.thermal.sensors.reading import COLDEST_C, HOTTEST_C
 FAN_POLICIES = ("fixed", "passive", "predictive")
 GAMES = ("none", "tidal")
 
+_HOT_BOARD_AIRFLOW = 0.1
+
 Temperature = Annotated[float, Field(ge=COLDEST_C, le=HOTTEST_C)]
 FanSpeed = Annotated[float, Field(ge=rack_fans().min_rpm, le=rack_fans().max_rpm)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -39,7 +41,8 @@ class ThermalConfig(Table):
     start_c: Temperature = Field(28.0, description="of everything, at the beginning")
     hot_boards: tuple[Annotated[int, Field(ge=0)], ...] = Field((), description=(
         "boards behind a blocked grille, from 0"))
-    hot_board_airflow: float = Field(0.1, gt=0, description="what they have of the others' conductance to the air")
+    hot_board_airflow: float = Field(_HOT_BOARD_AIRFLOW, gt=0, description=(
+        "what they have of the others' conductance to the air"))
     spread: Fraction = Field(0.0, description=(
         "how unequally SoCs sit on their boards: the standard deviation of the logarithm of their conductance, drawn "
         "from the scenario's seed"))
@@ -54,6 +57,16 @@ class ThermalConfig(Table):
             times_s = [time_s for time_s, _ in getattr(self, key)]
             if len(set(times_s)) < len(times_s):
                 raise ValueError(f"{key}: one change at a time, got {list(getattr(self, key))}")
+        if len(set(self.hot_boards)) < len(self.hot_boards):
+            raise ValueError(f"hot_boards = {list(self.hot_boards)} names a board twice; name each once")
+        if not self.hot_boards and self.hot_board_airflow != _HOT_BOARD_AIRFLOW:
+            raise ValueError(f"hot_board_airflow = {self.hot_board_airflow} without hot_boards: no board has it; name "
+                             "the boards, or leave it out")
+
+    @property
+    def elsewhere(self) -> "ThermalConfig":
+        """The same surroundings for machines that are on none of its boards."""
+        return self.replaced(hot_boards=(), hot_board_airflow=_HOT_BOARD_AIRFLOW)
 
 
 class BackgroundLoadConfig(Table):

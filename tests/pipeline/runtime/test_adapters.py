@@ -4,9 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.pipeline_contest import adapters
 from benchmarks.pipeline_contest.work import SPAN, Train, minis
+from socflower.capture.chain import capture_chain
+from socflower.errors import ConfigError
 from socflower.pipeline.runtime.member import Member
 from socflower.pipeline.runtime.together import Mail, run_together
 from tests.pipeline.runtime.training import plan_of
@@ -37,3 +40,12 @@ def test_adapters_of_peft_train_as_on_one_device(tmp_path: Path) -> None:
     for name, weight in alone.items():
         torch.testing.assert_close(over_four[name], weight, rtol=0.0, atol=1e-4, msg=name)
         assert not torch.equal(weight, workload.build().state_dict()[name]), name
+
+
+def test_a_peft_model_is_refused_with_what_to_give_instead() -> None:
+    peft = pytest.importorskip("peft")
+    model, config = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), peft.LoraConfig(target_modules=["0"])
+    wrapped = peft.get_peft_model(model, config)
+    with pytest.raises(ConfigError, match=r"give its \.base_model\.model, which has the same adapters$"):
+        capture_chain(wrapped, (4,))
+    assert len(capture_chain(wrapped.base_model.model, (4,)).pieces) == 2

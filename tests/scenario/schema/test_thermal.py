@@ -138,6 +138,8 @@ def test_without_the_tables_nothing_gets_hot_and_nobody_comes(write: Write) -> N
     ("[thermal]\nhot_boards = [-1]", "[thermal] hot_boards = [-1] must be a list of whole numbers of 0 or more"),
     ("[thermal]\nhot_boards = [0, 3]\n[cluster]\nboards = 3", "case [thermal] hot_boards: there is no board 3; the "
                                                               "cluster has 0 to 2"),
+    ("[thermal]\nhot_boards = [1, 0, 1]", "[thermal] hot_boards = [1, 0, 1] names a board twice; name each once"),
+    ("[thermal]\nhot_board_airflow = 0.5", "[thermal] hot_board_airflow = 0.5 without hot_boards: no board has it"),
     ("[thermal]\nhot_board_airflow = 0", "[thermal] hot_board_airflow = 0 must be a number above 0"),
     ("[thermal]\nhot_board_airflow = inf", "hot_board_airflow = inf must be a number above 0 and finite"),
     ("[background_load]\ngames = 'chess'", "[background_load] games = 'chess' is unknown; use one of none, tidal"),
@@ -178,7 +180,7 @@ thermals = st.builds(
     ThermalConfig, fan=st.sampled_from(FAN_POLICIES), rpm=st.floats(1100.0, 8000.0),
     high_rpm=st.floats(8001.0, 14000.0), ambient_c=st.floats(-20.0, 45.0), ambient_changes=changes,
     fans_working_changes=changes,
-    hot_boards=st.lists(st.integers(0, 3), max_size=2).map(tuple), spread=st.floats(0.0, 0.99))
+    hot_boards=st.lists(st.integers(0, 3), max_size=2, unique=True).map(tuple), spread=st.floats(0.0, 0.99))
 windows = st.lists(st.tuples(hours, hours).filter(lambda window: window[0] != window[1]), max_size=2).map(tuple)
 users = st.builds(BackgroundLoadConfig, games=st.sampled_from(GAMES), start_hour=hours, low_hour=hours,
                   takes_soc=st.booleans(), share=st.floats(0.0, 0.99), idle_windows=windows)
