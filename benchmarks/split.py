@@ -7,7 +7,8 @@ sequential, 32 bits, edge-only among its choices); pipelined (best cut, K = 5, 3
 ours (what the decision engine chooses from 8 bits and edge-only, K = 5), with gradients in 32 bits and in 8. A
 deployment that two of them choose is run once. All choices go by costs that are measured anew at each speed, in the
 same processes, under the same quota and over the same link. Rows "by F26" have what the cost model says of each, with
-the edge's part measured again just before and after: what a tenth of a core gets changes from minute to minute.
+the edge's part, messages included, measured again just before and after: what a tenth of a core gets changes from
+second to second, and what a byte costs it by half.
 
 Memory is the peak of the resident memory of a fresh edge process, quota or not, against plain split learning; the link
 is made slow enough to be what limits, so that all that may wait does wait. Energy is that of the same deployments by
@@ -91,7 +92,7 @@ def run(quick: bool = False) -> list[Row]:
             for speed in _QUICK_SPEEDS if quick else SPEEDS:
                 costs = pair.costs(mbit_per_s=speed, num_repeats=1, num_batches=10)
                 by_speed[_place(speed)] = to_document(costs)
-                rows += _rows_of(pair, costs, speed, exact, seconds=2.0 if quick else 4.0)
+                rows += _rows_of(pair, costs, speed, exact, seconds=2.0 if quick else 5.0)
     return [*rows, *_memory_rows(quick), *_energy_rows()]
 
 
@@ -123,12 +124,13 @@ def _rows_of(pair: Pair, costs: SplitCosts, mbit_per_s: float, exact: bool, *, s
         window = 0 if chosen.cut is None else chosen.window
         key = (chosen.cut,) if chosen.cut is None else (chosen.cut, chosen.bits, window, system.gradient_bits)
         if key not in runs:
-            now = pair.as_of_now(costs, chosen.cut)
+            sent = replace(costs, gradient_bits=system.gradient_bits)
+            now = pair.as_of_now(sent, chosen)
             steady = max(4 if window == 0 else window + 2, math.ceil(seconds / system.seconds(now, rates)))
             measured = pair.train(Run(
                 cut=chosen.cut, bits=chosen.bits, window=window, gradient_bits=system.gradient_bits,
                 mbit_per_s=mbit_per_s, num_batches=2 * (window + 1) + steady))
-            then = pair.as_of_now(costs, chosen.cut)
+            then = pair.as_of_now(sent, chosen)
             predicted_s = (system.seconds(now, rates) + system.seconds(then, rates)) / 2
             runs[key] = predicted_s, measured.period_s(window), exact and _is_right(measured, chosen)
             _told["samples"] = measured.source

@@ -22,11 +22,12 @@ def test_messages_cost_by_their_bytes_and_by_their_number() -> None:
 
     service = CloudService("127.0.0.1:0", half, operator_token=token, log=lambda line: None)
     try:
+        in_flight_s = echo_s(service.address, token, 1 << 20, num_batches=6, name="in-flight", window=2)
         few_s, many_s = (echo_s(service.address, token, num_bytes, num_batches=6, name=f"echo-{num_bytes}")
                          for num_bytes in (FEW_BYTES, 1 << 20))
     finally:
         service.close()
-    for few, many in ((few_s, many_s), (echoes[0].batch_s(), echoes[1].batch_s())):
+    for few, many in ((few_s, many_s), (few_s, in_flight_s), (echoes[1].batch_s(), echoes[2].batch_s())):
         measured = StreamCosts.of(few, many, 1 << 20)
         assert 0 < measured.s_per_byte < 1e-6 and 0 < measured.s_per_batch < 1.0
 

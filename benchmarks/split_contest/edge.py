@@ -1,7 +1,7 @@
 """The edge: `python -m benchmarks.split_contest.edge` does what the lines of its input say, and answers each.
 
-A line is JSON: `costs` with the cloud's seconds and where the link is, `front` for the edge's at one cut, or `run` with
-a run.
+A line is JSON: `costs` with the cloud's seconds and where the link is, `front` for the edge's at one cut, `echo` for
+its messages, or `run` with a run.
 """
 
 import json
@@ -49,6 +49,12 @@ def front(asked: dict[str, Any]) -> dict[str, Any]:
     how = replace(measuring(1), at_least_s=asked["at_least_s"],
                   clock=lambda: asked["slowdown"] * time.process_time())
     return asdict(measure_front(split, split.num_cuts if asked["cut"] is None else asked["cut"], how))
+
+
+def echo(asked: dict[str, Any]) -> float:
+    """Return what a batch's messages cost as of now."""
+    slowdown: float = asked.pop("slowdown")
+    return slowdown * echo_s(**asked)
 
 
 def train(run: Run) -> Measured:
@@ -112,7 +118,7 @@ def main() -> int:
         asked = json.loads(line)
         (what, told), = asked.items()
         answer = (costs(told) if what == "costs" else front(told) if what == "front" else
-                  asdict(train(Run(**told))))
+                  echo(told) if what == "echo" else asdict(train(Run(**told))))
         print(json.dumps(answer), flush=True)
     return 0
 

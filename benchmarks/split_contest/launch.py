@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 
 from benchmarks.split_contest.plan import Measured, Run
-from benchmarks.split_contest.stream_costs import MOST_BYTES, StreamCosts, with_streams
-from socflower.edgecloud.plan.cuts import SplitCosts
+from benchmarks.split_contest.stream_costs import FEW_BYTES, MOST_BYTES, StreamCosts, with_streams
+from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.runtime.measuring import from_document
 from tests.cpu_quota import quota
 
@@ -25,8 +25,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _TIMEOUT_S = 900.0
 _FRONT_S = 1.5
-_ECHO_S = 0.25
-"""For which an echo may occupy the link, each way."""
+_ECHO_S, _ECHO_BATCHES = 0.25, 12
+"""For which an echo may occupy the link, each way; and how many are measured as of now."""
 
 
 class Pair:
@@ -43,6 +43,7 @@ class Pair:
         self._numbers = itertools.count()
         self.address = self.token = self.folder = ""
         self.slowdown = 1.0
+        self._most_bytes = MOST_BYTES
 
     def __enter__(self) -> "Pair":
         with self._stack:
@@ -78,7 +79,8 @@ class Pair:
     def costs(self, *, mbit_per_s: float, num_repeats: int, num_batches: int) -> SplitCosts:
         """Return what a batch costs at either end, and its messages over the link at this rate, as of now."""
         self.set_rate(mbit_per_s)
-        many_bytes = MOST_BYTES if not mbit_per_s else round(min(MOST_BYTES, _ECHO_S * mbit_per_s * 1e6 / 8))
+        many_bytes = self._most_bytes = \
+            MOST_BYTES if not mbit_per_s else round(min(MOST_BYTES, _ECHO_S * mbit_per_s * 1e6 / 8))
         at_edge = self._ask(self._edge, {"costs": {
             "cloud_s": self.cloud_s(num_repeats), "num_repeats": num_repeats, "num_batches": num_batches,
             "many_bytes": many_bytes, "address": self.address, "token": self.token,
@@ -88,14 +90,22 @@ class Pair:
             (at_edge["few_s"], at_edge["many_s"]), json.loads(self._tell(self._cloud, "echoes"))))
         return with_streams(from_document(at_edge["costs"]), edge, cloud)
 
-    def as_of_now(self, costs: SplitCosts, cut: int | None) -> SplitCosts:
-        """Return the costs with the edge's at one cut, or of the edge alone, measured again."""
+    def as_of_now(self, costs: SplitCosts, split_plan: SplitPlan) -> SplitCosts:
+        """Return the costs with the edge's measured again: of its half and its messages, or of the edge alone."""
+        cut = split_plan.cut
         front = self._ask(self._edge, {"front": {"cut": cut, "slowdown": self.slowdown, "at_least_s": _FRONT_S}})
         if cut is None:
             return replace(costs, edge_only_s=front["training_s"])
-        renewed = replace(costs.cuts[cut], edge_forward_s=front["forward_s"], edge_replay_s=front["replay_s"],
+        renewed = replace(costs.cuts[cut], edge_forward_s=front["forward_s"],
                           edge_backward_s=max(0.0, front["training_s"] - front["forward_s"]))
-        return replace(costs, cuts=(*costs.cuts[:cut], renewed, *costs.cuts[cut + 1:]))
+        message_bytes = (costs.feature_bytes(cut, split_plan.bits) + costs.gradient_bytes(cut)) / 2
+        num_bytes = 4 * round(min(self._most_bytes, max(FEW_BYTES, message_bytes)) / 4)
+        batch_s: float = self._ask(self._edge, {"echo": {
+            "slowdown": self.slowdown, "address": self.address, "token": self.token, "num_bytes": num_bytes,
+            "num_batches": _ECHO_BATCHES, "window": split_plan.window, "name": f"echo-{next(self._numbers)}"}})
+        fixed_s = min(batch_s, costs.edge_s_per_batch)
+        return replace(costs, cuts=(*costs.cuts[:cut], renewed, *costs.cuts[cut + 1:]), edge_s_per_batch=fixed_s,
+                       edge_s_per_byte=(batch_s - fixed_s) / (2 * num_bytes))
 
     def cloud_s(self, num_repeats: int) -> Sequence[float]:
         """Return the cloud's seconds for a batch at every cut."""

@@ -3,10 +3,10 @@
 Echoes take the places of the halves: features are sent, and a gradient of the same size comes back, over the same link
 as in training. Each end counts the processor time of its process, with serialising, copying and system calls.
 Measurements at two sizes separate the cost per byte from the fixed cost per batch. Between batches more memory is
-touched than a cache holds, as in training; the time for that is subtracted.
+touched than a cache holds, as in training; the time for that is subtracted. With several batches in flight threads
+take turns more often, so the messages of a pipeline are measured with its window.
 """
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -67,10 +67,11 @@ def measure_slowdown(work: Callable[[], object] | None = None, *, at_least_s: fl
     return max(1.0, passed_s / max(1e-9, time.process_time() - began_cpu_s))
 
 
-def echo_s(address: str, token: str, num_bytes: int, *, num_batches: int, name: str) -> float:
+def echo_s(address: str, token: str, num_bytes: int, *, num_batches: int, name: str, window: int = 0) -> float:
     """Return this process's processor seconds for a batch with features of `num_bytes`, sent to a cloud that echoes.
 
-    The session of this name is given the settings {"echo": num_bytes}.
+    The session of this name is given the settings {"echo": num_bytes}. With a window up to window + 1 batches are on
+    their way; only what passes while as many are is counted.
     """
     if num_batches < 1:
         raise ConfigError(f"stream costs: num_batches = {num_batches} must be 1 or more")
@@ -78,12 +79,12 @@ def echo_s(address: str, token: str, num_bytes: int, *, num_batches: int, name: 
     edge_token = open_session(operator, run_id=name, fingerprint=FINGERPRINT, settings={"echo": num_bytes})
     connection = EdgeConnection(address, run_id=name, token=edge_token, fingerprint=FINGERPRINT)
     try:
-        train_front(connection, front, Span(first_batch=0, num_batches=_WARM_UP_BATCHES + num_batches),
-                    FrontPlan(split_plan=SplitPlan(cut=0), progress=lambda progress: front.note()))
+        train_front(connection, front, Span(first_batch=0, num_batches=_WARM_UP_BATCHES + num_batches + 2 * window),
+                    FrontPlan(split_plan=SplitPlan(cut=0, window=window), progress=lambda progress: front.note()))
     finally:
         connection.close()
         close_session(operator, name)
-    return front.batch_s()
+    return front.batch_s(window)
 
 
 class Echo:
@@ -100,10 +101,11 @@ class Echo:
         """Note what the process has spent so far: a batch is over."""
         self._noted_s.append(time.process_time() - self._training_s)
 
-    def batch_s(self) -> float:
-        """Return the processor seconds of a batch, without what is touched in memory."""
-        spent_s = [after - before for before, after in itertools.pairwise(self._noted_s)]
-        return statistics.median(spent_s[_WARM_UP_BATCHES - 1:])
+    def batch_s(self, window: int = 0) -> float:
+        """Return the processor seconds of a batch in the full pipeline, without what is touched in memory."""
+        full = self._noted_s[_WARM_UP_BATCHES - 1 + window:len(self._noted_s) - window]
+        step = min(window + 1, len(full) - 1)
+        return statistics.median((after - before) / step for before, after in zip(full, full[step:], strict=False))
 
     def _train(self) -> None:
         began_s = time.thread_time()

@@ -83,7 +83,8 @@ def measure_costs(
     """Return the costs of a batch at every cut, with this device as the edge.
 
     A front half is timed as a whole and as it runs, since the times of single layers do not add up: the forward pass
-    without graph; forward, backward and update together; and the same with a replay. `cloud_s` is the result of
+    without graph; forward, backward and update together; and the same with a replay, which is a forward pass more:
+    three timings of two unknowns, by least squares. `cloud_s` is the result of
     `measure_cloud` in the cloud; without it, this device is measured. Codec times are per element, for encoding the
     largest features and, with error feedback, for its additional work, and for decoding as large a gradient. Medians
     that decrease from cut to cut, which can only be noise, are smoothed (`monotone`). Memory is computed: weights,
@@ -108,7 +109,6 @@ def measure_costs(
         cuts.append(CutCost(
             name=point.name, edge_forward_s=forward_s[index],
             edge_backward_s=max(0.0, training_s[index] - forward_s[index]) if point.front_trains else 0.0,
-            edge_replay_s=runs[index].replay_s if point.front_trains else None,
             cloud_s=cloud_s[index], feature_elements=point.feature_elements * how.batch_size,
             front_weight_bytes=point.front_weight_bytes + runs[index].state_bytes,
             edge_memory_bytes=(point.front_weight_bytes + trained_bytes + runs[index].state_bytes
@@ -129,7 +129,6 @@ class FrontCost:
 
     forward_s: float
     training_s: float  # forward, backward, update
-    replay_s: float  # how much more that is with a replay
     state_bytes: float  # of the optimiser
 
 
@@ -140,7 +139,7 @@ def measure_front(split: SplitModel, cut: int, how: Measuring) -> FrontCost:
                       device=how.device, loss=_mean_square)
     if cut == split.num_cuts:
         training_s = how.seconds(lambda: half.train_alone(0))
-        return FrontCost(training_s, training_s, 0.0, half.state_bytes)
+        return FrontCost(training_s, training_s, half.state_bytes)
 
     def forward() -> Array:
         features = half.forward(0)
@@ -149,7 +148,7 @@ def measure_front(split: SplitModel, cut: int, how: Measuring) -> FrontCost:
 
     forward_s = how.seconds(forward)
     if not split.front_trains(cut):
-        return FrontCost(forward_s, forward_s, 0.0, 0.0)
+        return FrontCost(forward_s, forward_s, 0.0)
     gradient = np.random.default_rng(0).random(forward().shape, dtype=np.float32)
 
     def train(*, keep_graph: bool) -> None:
@@ -157,7 +156,16 @@ def measure_front(split: SplitModel, cut: int, how: Measuring) -> FrontCost:
         half.apply(0, gradient)
 
     training_s, replaying_s = (how.seconds(partial(train, keep_graph=keep)) for keep in (True, False))
-    return FrontCost(forward_s, training_s, max(0.0, replaying_s - training_s), half.state_bytes)
+    return FrontCost(*both_parts(forward_s, training_s, replaying_s), half.state_bytes)
+
+
+def both_parts(first_s: float, second_s: float, sum_s: float) -> tuple[float, float]:
+    """Return two durations of which both and their sum were timed, each with an error in proportion (least squares)."""
+    if min(first_s, second_s, sum_s) <= 0.0:  # below what the clock can tell
+        return first_s, second_s
+    timed = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]) / np.array([[first_s], [second_s], [sum_s]])
+    first, second = np.linalg.lstsq(timed, np.ones(3), rcond=None)[0]
+    return float(first), float(second)
 
 
 def measure_cloud(split: SplitModel, how: Measuring) -> tuple[float, ...]:
