@@ -172,7 +172,7 @@ def test_the_simulation_engine_goes_on_from_its_own_checkpoint(tmp_path: Path) -
     runs = Runs(tmp_path, epochs=10)
     run = runs.start("--engine", "simulation")
     try:
-        wait_for(lambda: runs.newest() > 0 or run.poll() is not None)
+        wait_for(lambda: runs.newest() > 0 or run.poll() is not None, pause_s=0.1)
         assert run.poll() is None, run.communicate()
         os.kill(run.pid, signal.SIGINT)  # which ends Flower's processes as well
         _, said = run.communicate(timeout=DEADLINE_S)
