@@ -7,8 +7,8 @@ sequential, 32 bits, edge-only among its choices); pipelined (best cut, K = 5, 3
 ours (what the decision engine chooses from 8 bits and edge-only, K = 5), with gradients in 32 bits and in 8. A
 deployment that two of them choose is run once. All choices go by costs that are measured anew at each speed, in the
 same processes, under the same quota and over the same link. Rows "by F26" have what the cost model says of each, with
-the edge's part, messages included, measured again just before and after: what a tenth of a core gets changes from
-second to second, and what a byte costs it by half.
+the edge's part, messages included, measured again just before and after: what a tenth of a core gets done
+changes from second to second.
 
 Memory is the peak of the resident memory of a fresh edge process, quota or not, against plain split learning; the link
 is made slow enough to be what limits, so that all that may wait does wait. Energy is that of the same deployments by

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -128,16 +128,16 @@ class FakeModule:
 
 
 _hooks, MODULE = _Hooks(), FakeModule()
-_libraries: list[torch.library.Library] = []
+_libraries: list[library.Library] = []
 
 
 def _register() -> None:
     # From the first backward pass on, the number of devices with a thread of their own is fixed; here, none.
     torch.ones(1, requires_grad=True).sum().backward()
     _setup_privateuseone_for_python_backend(NAME, backend_module=MODULE, hook=_hooks)
-    autocast = torch.library.Library("_", "IMPL")
-    autocast.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-    made = torch.library.Library("aten", "IMPL")
+    autocast = library.Library("_", "IMPL")
+    autocast.fallback(library.fallthrough_kernel, "AutocastPrivateUse1")
+    made = library.Library("aten", "IMPL")
     made.impl("linear", _autocast_linear, "AutocastPrivateUse1")
     made.impl("empty.memory_format", lambda size, dtype=None, layout=None, device=None, pin_memory=None,
               memory_format=None: OnFake(torch.empty(size, dtype=dtype, memory_format=memory_format

@@ -50,7 +50,7 @@ class NextBytes(DataSource):
 
 def code(num_windows: int) -> NextBytes:
     """Return the beginning of the standard library's modules."""
-    return NextBytes(_template().library_text(num_windows * CONTEXT + 1))
+    return NextBytes(_template().text_of_library(num_windows * CONTEXT + 1))
 
 
 @cache

@@ -7,6 +7,7 @@ its messages, or `run` with a run.
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,8 @@ def front(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def echo(asked: dict[str, Any]) -> float:
-    """Return what a batch's messages cost as of now."""
-    slowdown: float = asked.pop("slowdown")
-    return slowdown * echo_s(**asked)
+    """Return the processor seconds of a batch's messages as of now."""
+    return echo_s(**asked)
 
 
 def train(run: Run) -> Measured:
@@ -111,15 +111,17 @@ def _memory() -> dict[str, float]:
     return {"rss": float(psutil.Process().memory_info().rss), "peak": 1024.0 * float(lines["VmHWM"].split()[0])}
 
 
+_DOES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "costs": costs, "front": front, "echo": echo, "run": lambda told: asdict(train(Run(**told)))}
+
+
 def main() -> int:
     """Do one thing after the other until the input ends."""
     torch.set_num_threads(1)
     for line in sys.stdin:
         asked = json.loads(line)
         (what, told), = asked.items()
-        answer = (costs(told) if what == "costs" else front(told) if what == "front" else
-                  echo(told) if what == "echo" else asdict(train(Run(**told))))
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(_DOES[what](told)), flush=True)
     return 0
 
 

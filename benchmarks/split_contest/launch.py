@@ -100,8 +100,8 @@ class Pair:
                           edge_backward_s=max(0.0, front["training_s"] - front["forward_s"]))
         message_bytes = (costs.feature_bytes(cut, split_plan.bits) + costs.gradient_bytes(cut)) / 2
         num_bytes = 4 * round(min(self._most_bytes, max(FEW_BYTES, message_bytes)) / 4)
-        batch_s: float = self._ask(self._edge, {"echo": {
-            "slowdown": self.slowdown, "address": self.address, "token": self.token, "num_bytes": num_bytes,
+        batch_s: float = self.slowdown * self._ask(self._edge, {"echo": {
+            "address": self.address, "token": self.token, "num_bytes": num_bytes,
             "num_batches": _ECHO_BATCHES, "window": split_plan.window, "name": f"echo-{next(self._numbers)}"}})
         fixed_s = min(batch_s, costs.edge_s_per_batch)
         return replace(costs, cuts=(*costs.cuts[:cut], renewed, *costs.cuts[cut + 1:]), edge_s_per_batch=fixed_s,

@@ -56,7 +56,7 @@ class Texts(Dataset[dict[str, Tensor]]):
 
 def modules(num_windows: int) -> tuple[Texts, Texts]:
     """Return windows of the standard library's modules, and of the bytes after them for the test."""
-    return _split(_template().library_text((num_windows + NUM_TEST) * CONTEXT + 1), num_windows)
+    return _split(_template().text_of_library((num_windows + NUM_TEST) * CONTEXT + 1), num_windows)
 
 
 def topics(num_windows: int) -> tuple[Texts, Texts]:

@@ -68,7 +68,7 @@ class Windows(Dataset[Tensor]):
         return self.text[index * self.context:(index + 1) * self.context + 1].long()
 
 
-def library_text(num_bytes: int) -> bytes:
+def text_of_library(num_bytes: int) -> bytes:
     """Return the beginning of the standard library's modules, one after the other."""
     text = b""
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
@@ -81,7 +81,7 @@ def library_text(num_bytes: int) -> bytes:
 @cache
 def load_windows() -> tuple[Windows, Windows]:
     """Return the windows for training and those for the test, which come from other files."""
-    text = library_text((NUM_TRAIN + NUM_TEST) * CONTEXT + 1)
+    text = text_of_library((NUM_TRAIN + NUM_TEST) * CONTEXT + 1)
     return Windows(text[:NUM_TRAIN * CONTEXT + 1]), Windows(text[NUM_TRAIN * CONTEXT:])
 
 
