@@ -168,17 +168,20 @@ def test_a_plan_prices_messages_both_ways_and_its_option_says_which_counts(
     is_mistake(socflower("plan", "app", "--fusion", "buckets"), "--fusion buckets: is for scenarios")
 
 
-@pytest.mark.parametrize(("groups", "serialize_uplinks", "faster"), [
-    pytest.param(8, False, "free_running", marks=pytest.mark.slow), (20, True, "in_turn")])
+@pytest.mark.parametrize(("groups", "fusion", "serialize_uplinks", "faster"), [
+    pytest.param(8, "per-tensor", False, "free_running", marks=pytest.mark.slow),
+    pytest.param(8, "buckets", True, "in_turn", marks=pytest.mark.slow), (20, "buckets", True, "in_turn")])
 def test_a_plan_takes_turns_only_where_that_is_predicted_to_be_faster(
-    socflower: Socflower, tmp_path: Path, groups: int, serialize_uplinks: bool, faster: str,
+    socflower: Socflower, tmp_path: Path, groups: int, fusion: str, serialize_uplinks: bool, faster: str,
 ) -> None:
-    """The two cases of F7."""
+    """The two cases of F7, of which the first is one only while every tensor is a message of its own."""
     path = tmp_path / "rack.toml"
     path.write_text("[cluster]\nboards = 12\nsocs_per_board = 5\n[data]\nname = 'cifar10'\n[train]\nepochs = 2\n"
                     f"batch_size = 64\n[model]\nname = 'vgg11'\n[strategy]\ngroups = {groups}\n")
-    ways = {asked: json.loads(socflower("plan", path, "--json", "--set", f"strategy.serialize_uplinks={asked}").out)
-            for asked in ("auto", "true", "false")}
+    options = ("--fusion", fusion)
+    ways = {asked: json.loads(
+        socflower("plan", path, *options, "--json", "--set", f"strategy.serialize_uplinks={asked}").out)
+        for asked in ("auto", "true", "false")}
     steps = [document["predicted"] for document in ways.values()]
     assert steps[0]["step_s"] == min(steps[0]["step_in_turn_s"], steps[0]["step_free_running_s"])
     assert steps[0]["step_s"] == steps[0][f"step_{faster}_s"]
@@ -186,7 +189,7 @@ def test_a_plan_takes_turns_only_where_that_is_predicted_to_be_faster(
     assert steps[0]["epoch_s"] == min(one["epoch_s"] for one in steps)
     assert [(document["sequenced"], document["sequenced_by"]) for document in ways.values()] == [
         (serialize_uplinks, "predicted"), (True, "asked"), (False, "asked")]
-    said = socflower("plan", path).out
+    said = socflower("plan", path, *options).out
     taking_turns, running_freely = "groups taking turns; running freely", "groups running freely; taking turns"
     assert (taking_turns if serialize_uplinks else running_freely) in said
 
