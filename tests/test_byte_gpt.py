@@ -38,12 +38,12 @@ def test_training_and_test_text_do_not_overlap() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_on_the_wire_of_a_run_adapters_take_under_a_fiftieth(tmp_path: Path) -> None:
-    """Against the least that all parameters could take: their arrays, without any wrapping."""
+    """Against the least that all parameters could take: their arrays, without any wrapping; one to the hub (F8)."""
     pytest.importorskip("peft")
     _, base, full_bytes = with_base(tmp_path)
     measured = byte_gpt.wire_bytes(f"{byte_gpt.LORA.resolve()} model.arguments.base={base}", num_rounds=2)
     num_steps = 2048 // byte_gpt.NUM_GROUPS // byte_gpt.BATCH_SIZE
-    full_rings, full_hub = byte_gpt.NUM_NODES * num_steps * full_bytes, 2 * byte_gpt.NUM_GROUPS * full_bytes
+    full_rings, full_hub = byte_gpt.NUM_NODES * num_steps * full_bytes, full_bytes
     assert 0 < measured["rings"] < byte_gpt.MOST_OF_FULL * full_rings
     assert 0 < measured["hub"] + measured["rings"] < byte_gpt.MOST_OF_FULL * (full_hub + full_rings)
-    assert measured["hub"] > 2 * byte_gpt.NUM_GROUPS * measured["model_bytes"]
+    assert measured["hub"] > measured["model_bytes"]
