@@ -79,7 +79,7 @@ def test_figures_in_sentences_are_those_of_their_files() -> None:
                  f"{hub['ours'] / 1e6:.1f} MB to the SuperLink in a synchronisation, under FedAvg "
                  f"{hub['peer_value'] / 1e6:.1f} MB",
                  f"are {100 / adapters['hub and rings']['ratio']:.1f} % of the bytes of all 5.36 MB",
-                 f"doubles them, {100 / adapters['hub']['ratio']:.1f} %",
+                 f"makes them {adapters['hub']['ours'] / 1e3:.0f} kB, {100 / adapters['hub']['ratio']:.1f} %",
                  f"within {max(recovery):.1f} s", f"within {max(again):.0f} s"):
         assert text in said
 
