@@ -1,9 +1,10 @@
-"""Bytes that pass the SuperLink in a synchronisation: SoCFlow's leaders against FedAvg of the same nodes.
+"""Bytes that pass the SuperLink in a synchronisation: SoCFlow's ring of leaders against FedAvg of the same nodes.
 
 Real SuperNodes reach a real SuperLink through counting proxies, one each. The same four nodes train the same model on
-the same digits, as two groups under SoCFlow and each alone under Flower's FedAvg. A synchronisation should carry N
-models each way under SoCFlow and M under FedAvg. Counted is what passes from the end of the first round, when every
-node has the app, to the end of the last, less what as long an idle time costs: SuperNodes ask for work all the time.
+the same digits, as two groups under SoCFlow and each alone under Flower's FedAvg. A synchronisation should carry one
+model to the SuperLink and none from it under SoCFlow (F8), and one of each node each way under FedAvg. Counted is what
+passes from the end of the first round, when every node has the app, to the end of the last, less what as long an idle
+time costs: SuperNodes ask for work all the time.
 """
 
 import asyncio
@@ -220,8 +221,9 @@ def run(quick: bool = False) -> list[Row]:
                       for strategy in ("socflow", "fedavg"))
         case = f"{model} of {ours.model_bytes} B, {NUM_NODES} SuperNodes in {NUM_GROUPS} groups: "
         rows += [
-            _row(case + "to the SuperLink in a synchronisation", ours.up_bytes, peer.up_bytes, ours),
-            _row(case + "from the SuperLink in a synchronisation", ours.down_bytes, peer.down_bytes, ours),
+            _row(case + "to the SuperLink in a synchronisation", ours.up_bytes, peer.up_bytes, ours, num_models=1),
+            _row(case + "from the SuperLink in a synchronisation", ours.down_bytes, peer.down_bytes, ours,
+                 num_models=0),
             Row(case=case + "both ways while idle", ours=ours.polling_bytes_per_s, peer="the same, before FedAvg ran",
                 peer_value=peer.polling_bytes_per_s, unit="B/s",
                 ratio=peer.polling_bytes_per_s / ours.polling_bytes_per_s, ok=ours.polling_bytes_per_s > 0.0),
@@ -229,9 +231,9 @@ def run(quick: bool = False) -> list[Row]:
     return rows
 
 
-def _row(case: str, ours_bytes: float, peer_bytes: float, measured: Traffic) -> Row:
-    """Return a row that is right if N models passed and not one more; the rest is what Flower wraps them in."""
-    least_bytes = NUM_GROUPS * measured.model_bytes
+def _row(case: str, ours_bytes: float, peer_bytes: float, measured: Traffic, *, num_models: int) -> Row:
+    """Return a row that is right if so many models passed and not one more; the rest is what Flower wraps them in."""
+    least_bytes = num_models * measured.model_bytes
     return Row(case=case, ours=ours_bytes, peer="FedAvg of the same nodes", peer_value=peer_bytes, unit="B",
                ratio=peer_bytes / ours_bytes, limit=least_bytes,
                ok=least_bytes <= ours_bytes < least_bytes + measured.model_bytes and measured.accuracy > 0.5)
