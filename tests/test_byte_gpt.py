@@ -38,7 +38,7 @@ def test_training_and_test_text_do_not_overlap() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_on_the_wire_of_a_run_adapters_take_under_a_fiftieth(tmp_path: Path) -> None:
-    """Against the least that all parameters could take: their arrays, without any wrapping; one to the hub (F8)."""
+    """Against the least that all parameters could take: their arrays without wrapping, one model at the hub (F8)."""
     pytest.importorskip("peft")
     _, base, full_bytes = with_base(tmp_path)
     measured = byte_gpt.wire_bytes(f"{byte_gpt.LORA.resolve()} model.arguments.base={base}", num_rounds=2)

@@ -174,7 +174,7 @@ def test_a_plan_prices_messages_both_ways_and_its_option_says_which_counts(
 def test_a_plan_takes_turns_only_where_that_is_predicted_to_be_faster(
     socflower: Socflower, tmp_path: Path, groups: int, fusion: str, serialize_uplinks: bool, faster: str,
 ) -> None:
-    """The two cases of F7, of which the first is one only while every tensor is a message of its own."""
+    """The two cases of F7, and its 8 groups with messages in buckets, which take turns like its 20."""
     path = tmp_path / "rack.toml"
     path.write_text("[cluster]\nboards = 12\nsocs_per_board = 5\n[data]\nname = 'cifar10'\n[train]\nepochs = 2\n"
                     f"batch_size = 64\n[model]\nname = 'vgg11'\n[strategy]\ngroups = {groups}\n")
