@@ -11,7 +11,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from socflower.capture.random_state import build_exclusively, own_random_state
@@ -44,6 +44,7 @@ from socflower.training.trainer import (
     arithmetic_of,
     mean_loss,
     torch_threads,
+    try_loss,
 )
 from socflower.wire.message_keys import (
     ARRAYS,
@@ -78,7 +79,7 @@ from socflower.wire.message_keys import (
     encode,
 )
 from socflower.wire.split_message_keys import SPLIT
-from socflower.workloads import DataSource, EvaluationStep, as_data_source, evaluate
+from socflower.workloads import DataSource, EvaluationStep, EvaluationWeight, as_data_source, evaluate
 
 ModelFn: TypeAlias = Callable[[Context], nn.Module]
 DataFn: TypeAlias = Callable[[Context, int, int], DataSource | Dataset[Any] | DataLoader[Any]]
@@ -90,7 +91,8 @@ StateFolderFn: TypeAlias = Callable[[Context], Path | None]
 
 def make_client_app(
     model_fn: ModelFn, data_fn: DataFn, trainer: Trainer | TrainerFn | None = None, *,
-    evaluate_data_fn: DataFn | None = None, evaluate_step: EvaluationStep | None = None, mods: Sequence[Mod] = (),
+    evaluate_data_fn: DataFn | None = None, evaluate_step: EvaluationStep | None = None,
+    evaluate_weight: EvaluationWeight | None = None, mods: Sequence[Mod] = (),
     num_threads: int = 1, state_folder: StateFolderFn | None = None, ring_ledger: StateFolderFn | None = None,
     extra_keys: Sequence[str] = (), app: ClientApp | None = None,
 ) -> ClientApp:
@@ -114,6 +116,8 @@ def make_client_app(
         or on the accelerator, if there is one and the trainer depends on the train config.
     evaluate_step : (model, batch) -> dict of metrics, optional
         Means over a batch's samples; by default accuracy and loss of a classifier. See `evaluate`.
+    evaluate_weight : (batch) -> float, optional
+        What these means divide by, if that is not the batch's number of samples; it is the `num-examples` of the reply.
     mods : sequence of Flower mods
     num_threads : int
         Torch threads of one client; 1 makes results independent of the machine's number of cores.
@@ -193,8 +197,9 @@ def make_client_app(
             with torch_threads(num_threads):
                 model = _load(model_of(context), message)
                 own_data = read_evaluation_data(context, *_evaluated_partition(message, context))
-                outcome = evaluate(model, own_data, step=evaluate_step, device=trainers.known_device(context) or AUTO)
-            metrics = MetricRecord({**outcome.metrics, NUM_EXAMPLES: outcome.num_samples})
+                outcome = evaluate(model, own_data, step=evaluate_step, weight=evaluate_weight,
+                                   device=trainers.known_device(context) or AUTO)
+            metrics = MetricRecord({**outcome.metrics, NUM_EXAMPLES: outcome.num_examples})
             return Message(RecordDict({METRICS: metrics}), reply_to=message)
 
     return made
@@ -389,8 +394,12 @@ def _train_alone(
                             first_epoch=earlier_rounds * num_epochs)
     epochs = (earlier_rounds * num_epochs + step // (steps // num_epochs) for step in count())
     with own_random_state(setting("seed", 1), partition_id, earlier_rounds * steps):
-        losses = [session.step([data.batch(torch.from_numpy(indices), (setting("seed", 1), epoch, partition_id))])
-                  for epoch, indices in zip(epochs, paced(batches), strict=False)]
+        losses: list[Tensor] = []
+        for epoch, indices in zip(epochs, paced(batches), strict=False):
+            batch = data.batch(torch.from_numpy(indices), (setting("seed", 1), epoch, partition_id))
+            if not earlier_rounds and not losses:
+                try_loss(session, [batch], data, batch_size, divided=False)
+            losses.append(session.step([batch]))
     metrics: Metrics = {TRAIN_LOSS: mean_loss(losses), NUM_EXAMPLES: len(data) * num_epochs}
     return metrics, session.finish()
 

@@ -38,12 +38,15 @@ from socflower.training.model_state import load_trainable_state, trainable_state
 from socflower.training.trainer import (
     ExchangingSession,
     JointSession,
+    Part,
     SessionResult,
     Trainer,
     TrainingSpan,
+    WeighingSession,
     arithmetic_of,
     mean_loss,
     training_device,
+    try_loss,
 )
 from socflower.wire.arrays import array_to_bytes, pack_arrays, unpack_arrays
 from socflower.wire.logs import log
@@ -388,11 +391,15 @@ class _MemberSession:
                     torch.from_numpy(shares[position]), sample_key(group, self._num_steps, present[position]))
                 # The buffers of a joint session's model are written when it ends.
                 snapshot = _Snapshot(() if isinstance(session, JointSession) else self._model.buffers())
+            if not group.first_step + self._num_steps:
+                try_loss(session, [batch], self._member.data, group.batch_size, divided=True)
+            # Before other operations of the ring, which a thread of the exchange may begin at any time.
+            weight = self._begin_weight_sum(session, batch)
             finish_exchange = self._begin_exchange(session)
             loss = torch.zeros(())
             try:
                 with self._timer.timed():
-                    loss = session.gradients([batch], total)
+                    loss = session.gradients([batch], total, *weight)
             finally:
                 # Also if the pass was interrupted: its random numbers and statistics must be undone.
                 self._pending_step = (snapshot, shares[position].tolist(), loss)
@@ -408,6 +415,22 @@ class _MemberSession:
             if self._balance is not None and self._num_steps % self._ring.rebalance_steps == 0 \
                     and self._num_steps < group.num_steps:
                 self._balance.exchange(self._collective, present, self._poll)
+
+    def _begin_weight_sum(self, session: ExchangingSession | JointSession, batch: Part) -> list[Callable[[], float]]:
+        """Begin to sum the members' weights of a batch; return what waits for the sum, nothing if it is not needed."""
+        own = session.batch_weight([batch]) if isinstance(session, WeighingSession) else None
+        if own is None:
+            return []
+        assert self._collective is not None
+        total = torch.tensor([own], dtype=torch.float64)
+        work = self._collective.all_reduce(total)
+
+        def wait() -> float:
+            with self._timer.paused():
+                work.wait(self._poll)
+            return float(total)
+
+        return [wait]
 
     def _begin_exchange(self, session: ExchangingSession | JointSession) -> Callable[[], None]:
         """Prepare a step's exchange; return what completes it after the pass."""

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -18,11 +18,20 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from socflower.capture.batch_form import Batch, concatenated, form_of, mapped, output_entry, output_of, split
 from socflower.capture.batch_form import num_samples as num_samples_of
-from socflower.capture.torch_device import AUTO, on_device, resolve_device
+from socflower.capture.torch_device import AUTO, device_of, on_device, resolve_device
 from socflower.errors import ConfigError, require_range, require_type
 from socflower.training.batch_statistics import MemberBuffers, depends_on_batch
+from socflower.training.loss_weights import (
+    BY_SAMPLES,
+    LossWeights,
+    WeightFn,
+    require_divisible,
+    trial_batches,
+    weights_of,
+)
 from socflower.training.sum_order import RingOrderSum
 from socflower.training.trainer import Part, SessionResult, TrainingSpan, require_trained_parameters
+from socflower.workloads.data_source import DataSource
 
 REDUCTIONS = ("auto", "always", "ring")
 
@@ -59,6 +68,10 @@ class FP32Trainer:
     backward pass and steps no optimiser. Without it a batch (inputs, labels) gets `loss(model(inputs), labels)`,
     where inputs in a dict are keyword arguments of the model and in a tuple positional ones, and a batch that is a dict
     gets the `loss` of `model(**batch)`, as models of Hugging Face return it.
+    Where a batch is divided, among members, micro-batches or passes, its loss is put together from those of its parts.
+    Losses of torch, with class weights, `ignore_index` and any reduction, are known by their type. Another loss must be
+    a mean over samples, or `loss_weight(batch)` returns what it divides by, such as the number of labels that count;
+    it is tried on three batches before the first step, and refused if its parts do not make the whole.
     `max_grad_norm` limits the norm of the whole group's gradient, `accumulation_steps` computes it in so many passes,
     which takes less memory, and `autocast` runs the passes in another type, such as torch.bfloat16; weights, gradients
     and optimiser stay in float32.
@@ -77,6 +90,7 @@ class FP32Trainer:
     scheduler: SchedulerFn | None = None
     loss: LossFn = functional.cross_entropy
     train_step: TrainStep | None = None
+    loss_weight: WeightFn | None = None
     max_grad_norm: float | None = None
     accumulation_steps: int = 1
     autocast: torch.dtype | None = None
@@ -95,12 +109,81 @@ class FP32Trainer:
         if self.train_step is not None and self.loss is not functional.cross_entropy:
             raise ConfigError("FP32Trainer: train_step computes the loss itself, so loss would be ignored; give one of "
                               "the two")
+        if self.loss_weight is not None and not callable(self.loss_weight):
+            raise ConfigError(f"FP32Trainer: loss_weight = {self.loss_weight!r}; give a function of a batch that "
+                              "returns what its mean loss divides by")
         require_type("FP32Trainer", (int,), "a whole number", accumulation_steps=self.accumulation_steps)
         require_range("FP32Trainer", least=1, accumulation_steps=self.accumulation_steps)
         if self.max_grad_norm is not None:
             require_range("FP32Trainer", above=0.0, max_grad_norm=self.max_grad_norm)
         if self.autocast not in (None, torch.bfloat16):
             raise ConfigError(f"FP32Trainer: autocast = {self.autocast}; use torch.bfloat16, or None for float32")
+
+    @property
+    def loss_weights(self) -> LossWeights:
+        """How the loss of a batch follows from those of its parts."""
+        if self.loss_weight is not None:
+            return LossWeights(read=self.loss_weight)
+        return BY_SAMPLES if self.train_step is not None else weights_of(self.loss) or BY_SAMPLES
+
+    def require_divisible_loss(self, model: nn.Module, first: Batch, data: DataSource, batch_size: int) -> None:
+        """Raise `ConfigError` if batches of `data`, such as `first`, cannot be divided.
+
+        A loss that is unknown is tried, and one that the model computes.
+        """
+        known = self.loss_weight is None and self.train_step is None and weights_of(self.loss) is not None
+        if known and not isinstance(first, Mapping):
+            return
+        exact = replace(self, autocast=None)  # in bfloat16 parts round otherwise than the whole
+        require_divisible(model, exact.loss_of, self.loss_weights, trial_batches(data, batch_size), remedy=(
+            "return the mean over its samples, or give FP32Trainer(loss_weight=...), a function of a batch that "
+            "returns what its mean divides by, or train on one device"))
+
+    def loss_of(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the loss of a batch, a tensor without dimensions; `ConfigError` for another result and another form.
+
+        The batch is moved to the model's device.
+        """
+        batch = on_device(batch, device_of(model))
+        if self.channels_last:
+            batch = mapped(batch, lambda tensor: tensor.contiguous(memory_format=torch.channels_last)
+                           if tensor.dim() == 4 else tensor)
+        autocast = torch.autocast(device_of(model).type, self.autocast) if self.autocast is not None else nullcontext()
+        with autocast:
+            if self.train_step is not None:
+                loss = self.train_step(model, batch)
+            elif isinstance(batch, Mapping):
+                loss = self._own_loss(model, batch)
+            elif isinstance(batch, tuple | list) and len(batch) == 2:
+                loss = self._pair_loss(model, *batch)
+            else:
+                raise ConfigError(f"FP32Trainer: the data give {form_of(batch)}, of which the loss is unknown; give "
+                                  "FP32Trainer(train_step=...), a function (model, batch) that returns the loss")
+        if not isinstance(loss, Tensor) or loss.dim() or (torch.is_grad_enabled() and not loss.requires_grad):
+            raise ConfigError(f"FP32Trainer: the loss of a batch is {_described(loss)}; it must be a tensor without "
+                              "dimensions, the mean over the samples, through which gradients flow")
+        return loss
+
+    def _own_loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:
+        """Return the loss that a model computes from a dict with labels."""
+        if self.loss is not functional.cross_entropy:
+            raise ConfigError(f"FP32Trainer: the data give {form_of(batch)}, of which the model itself computes the "
+                              "loss, so that loss would be ignored; leave it out, or give train_step")
+        loss = output_entry(model(**batch), "loss")
+        if loss is None:
+            raise ConfigError(f"FP32Trainer: the model returned no loss for {form_of(batch)}; give it its labels, or "
+                              "FP32Trainer(train_step=...), a function (model, batch) that returns the loss")
+        return loss
+
+    def _pair_loss(self, model: nn.Module, inputs: Any, labels: Any) -> Tensor:
+        made = output_of(model, inputs)
+        try:
+            return self.loss(made, labels)
+        except IndexError:
+            if not isinstance(made, Tensor) or made.dim() != 2 or int(labels.max()) < made.shape[1]:
+                raise
+            raise ConfigError(f"FP32Trainer: the labels reach {int(labels.max())}, but the model has {made.shape[1]} "
+                              "outputs; give the model an output for each class") from None
 
     def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> "FP32Session":
         """Begin, or continue from the state an earlier session returned; see `Trainer.start`."""
@@ -114,11 +197,25 @@ class FP32Trainer:
         return session
 
 
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """A member's part of a step, or the whole of it, in micro-batches with their weights."""
+
+    member: int
+    num_samples: int
+    micro_batches: Sequence[tuple[Batch, float]]
+
+    @property
+    def weight(self) -> float:
+        """The weight of all micro-batches."""
+        return sum(weight for _, weight in self.micro_batches)
+
+
 class FP32Session:
     """One model under FP32 training; see `TrainingSession`."""
 
     def __init__(self, trainer: FP32Trainer, model: nn.Module, num_members: int, total_steps: int) -> None:
-        self._trainer = trainer
+        self._trainer, self._weights = trainer, trainer.loss_weights
         self._device = resolve_device(trainer.device, "FP32Trainer: device")
         model.to(self._device)
         if trainer.channels_last:
@@ -142,7 +239,8 @@ class FP32Session:
 
     def step(self, parts: Sequence[Part]) -> Tensor:
         """Do one synchronous step of the group; see `TrainingSession.step`."""
-        loss = self.gradients(parts, sum(map(num_samples_of, parts)))
+        self.begin()
+        loss = self._accumulate(self._passes(parts), None)
         self.apply()
         return loss
 
@@ -151,41 +249,72 @@ class FP32Session:
         """Whether one backward pass computes the whole gradient; see `ExchangingSession.final_in_backward`."""
         return self._trainer.accumulation_steps == 1
 
-    def gradients(self, parts: Sequence[Part], num_samples: int) -> Tensor:
+    def require_divisible_loss(self, first: Batch, data: DataSource, batch_size: int, *, divided: bool) -> None:
+        """Try the loss if batches are divided; see `TriesLoss.require_divisible_loss`."""
+        if divided or self._trainer.accumulation_steps > 1:
+            self._trainer.require_divisible_loss(self._model, first, data, batch_size)
+
+    def batch_weight(self, parts: Sequence[Part]) -> float | None:
+        """Return the weight of these parts of a batch; see `ExchangingSession.batch_weight`."""
+        return sum(each.weight for each in self._passes(parts)) if self._weights.is_read else None
+
+    def gradients(self, parts: Sequence[Part], num_samples: int, weight: Callable[[], float] | None = None) -> Tensor:
         """Compute the gradient of `parts` of a batch of `num_samples`; see `ExchangingSession.gradients`."""
         self.begin()
-        return self.accumulate(parts, num_samples)
+        return self.accumulate(parts, num_samples, weight)
 
     def begin(self) -> None:
         """Clear the gradients of the last step."""
         self._optimizer.zero_grad(set_to_none=True)
 
-    def accumulate(self, parts: Sequence[Part], num_samples: int) -> Tensor:
+    def accumulate(self, parts: Sequence[Part], num_samples: int, weight: Callable[[], float] | None = None) -> Tensor:
         """Add the gradient of the members' parts of a batch of `num_samples`; return their part of its mean loss.
 
         Parts are in the order of the members; another processor may add the gradients of further samples (F12).
+        `weight` returns the weight of the whole batch, where that is not its number of samples.
         """
-        parts = [on_device(part, self._device) for part in parts]
-        present = [part for part in parts if num_samples_of(part)]
+        return self._accumulate(self._passes(parts), weight or (lambda: float(num_samples)))
+
+    def _passes(self, parts: Sequence[Part]) -> list["_Pass"]:
+        """Return the passes over the members' parts: one over all of them, unless members have layers of their own."""
+        present = [(member, part) for member, part in enumerate(parts) if num_samples_of(part)]
+        if self._buffers is None and len(present) > 1:
+            whole = concatenated([part for _, part in present])
+            present = present if whole is None else [(0, whole)]
+        steps = self._trainer.accumulation_steps
+        return [_Pass(member, num_samples_of(part), [
+            (micro, self._weights.of(micro)) for micro in _micro_batches(part, steps)]) for member, part in present]
+
+    def _accumulate(self, passes: Sequence["_Pass"], total: Callable[[], float] | None) -> Tensor:
+        """Add the gradients of passes over a batch with the weight `total`; None: there are no others."""
+        own = sum(each.weight for each in passes)
         loss = torch.zeros((), device=self._device)
-        if not present:
-            return loss
-        if self._buffers is None:
-            whole = present[0] if len(present) == 1 else concatenated(present)
-            for part in present if whole is None else [whole]:
-                loss = loss + self._backward(part, num_samples)
-            return loss
-        if self._ring_order is not None:
+        if self._ring_order is not None and passes:
             self._ring_order.begin()
-        for member, part in enumerate(parts):
-            if size := num_samples_of(part):
-                self._buffers.activate(member, size)
-                loss = loss + self._backward(part, num_samples)
-                if self._ring_order is not None:
-                    self._ring_order.add_member(member)
-        if self._ring_order is not None:
+        for each in passes:
+            if self._buffers is not None:
+                self._buffers.activate(each.member, each.num_samples)
+            for micro, weight in each.micro_batches:
+                loss = loss + self._backward(micro, weight, total or (lambda: own))
+            if self._ring_order is not None:
+                self._ring_order.add_member(each.member)
+        if self._ring_order is not None and passes:
             self._ring_order.write_sums()
         return loss
+
+    def _backward(self, batch: Batch, weight: float, total: Callable[[], float]) -> Tensor:
+        """Add the gradient of a part of a batch; return its part of the batch's loss.
+
+        The total is asked for after the forward pass, during which other members may still send theirs.
+        """
+        loss = self._trainer.loss_of(self._model, batch)
+        share = self._weights.share(weight, total())
+        if not weight:  # nothing of it counts: its mean is 0 / 0, and its gradient 0
+            return torch.zeros((), device=self._device)
+        if share != 1.0:
+            loss = loss * share
+        loss.backward()
+        return loss.detach()
 
     def apply(self) -> None:
         """Step the optimiser and the schedule with the current gradients."""
@@ -283,49 +412,6 @@ class FP32Session:
         if self._scheduler is not None and state["scheduler"] is not None:
             self._scheduler.load_state_dict(state["scheduler"])
 
-    def _backward(self, batch: Batch, num_samples: int) -> Tensor:
-        """Add the gradient of `batch`, a part of a batch of `num_samples`; return its part of the mean loss."""
-        size, steps = num_samples_of(batch), self._trainer.accumulation_steps
-        loss = torch.zeros((), device=self._device)
-        for part in [batch] if steps == 1 else split(batch, [len(each) for each in np.array_split(range(size), steps)]):
-            if own := num_samples_of(part):
-                part_loss = self._loss(part)
-                if own != num_samples:
-                    part_loss = part_loss * (own / num_samples)
-                part_loss.backward()
-                loss = loss + part_loss.detach()
-        return loss
-
-    def _loss(self, batch: Batch) -> Tensor:
-        trainer = self._trainer
-        if trainer.channels_last:
-            batch = mapped(batch, lambda tensor: tensor.contiguous(memory_format=torch.channels_last)
-                           if tensor.dim() == 4 else tensor)
-        with torch.autocast(self._device.type, trainer.autocast) if trainer.autocast is not None else nullcontext():
-            if trainer.train_step is not None:
-                loss = trainer.train_step(self._model, batch)
-            elif isinstance(batch, Mapping):
-                loss = _own_loss(self._model(**batch), batch)
-            elif isinstance(batch, tuple | list) and len(batch) == 2:
-                loss = self._pair_loss(*batch)
-            else:
-                raise ConfigError(f"FP32Trainer: the data give {form_of(batch)}, of which the loss is unknown; give "
-                                  "FP32Trainer(train_step=...), a function (model, batch) that returns the loss")
-        if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
-            raise ConfigError(f"FP32Trainer: the loss of a batch is {_described(loss)}; it must be a tensor without "
-                              "dimensions, the mean over the samples, through which gradients flow")
-        return loss
-
-    def _pair_loss(self, inputs: Any, labels: Any) -> Tensor:
-        made = output_of(self._model, inputs)
-        try:
-            return self._trainer.loss(made, labels)
-        except IndexError:
-            if not isinstance(made, Tensor) or made.dim() != 2 or int(labels.max()) < made.shape[1]:
-                raise
-            raise ConfigError(f"FP32Trainer: the labels reach {int(labels.max())}, but the model has {made.shape[1]} "
-                              "outputs; give the model an output for each class") from None
-
     def advance_schedule(self, num_steps: int) -> None:
         """Move the learning-rate schedule as if `num_steps` steps had been done."""
         with warnings.catch_warnings():
@@ -340,6 +426,14 @@ class FP32Session:
         self._optimizer.load_state_dict(saved["optimizer"])
         if self._scheduler is not None:
             self._scheduler.load_state_dict(saved["scheduler"])
+
+
+def _micro_batches(batch: Batch, count: int) -> list[Batch]:
+    """Return a batch in `count` parts whose sizes differ by at most one, without empty ones."""
+    if count == 1:
+        return [batch]
+    sizes = [len(each) for each in np.array_split(range(num_samples_of(batch)), count)]
+    return [part for part in split(batch, sizes) if num_samples_of(part)]
 
 
 def require_no_closure(optimizer: torch.optim.Optimizer, where: str) -> None:
@@ -370,15 +464,6 @@ def _require_trains(optimizer: torch.optim.Optimizer, model: nn.Module, *, sched
     if rates and not any(rates) and not scheduled:
         raise ConfigError(f"{what} has lr = 0 and no scheduler raises it, so nothing would be trained; give it an lr "
                           "above 0")
-
-
-def _own_loss(output: Any, batch: Mapping[str, Any]) -> Any:
-    """Return the loss that a model has computed from a dict with labels."""
-    loss = output_entry(output, "loss")
-    if loss is None:
-        raise ConfigError(f"FP32Trainer: the model returned no loss for {form_of(batch)}; give it its labels, or "
-                          "FP32Trainer(train_step=...), a function (model, batch) that returns the loss")
-    return loss
 
 
 def _described(loss: Any) -> str:

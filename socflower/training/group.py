@@ -10,7 +10,7 @@ from socflower.capture import batch_form
 from socflower.capture.batch_form import NOTHING
 from socflower.capture.random_state import own_random_state
 from socflower.training.batches import BatchSchedule, sample_key
-from socflower.training.trainer import Part, SessionResult, Trainer, TrainingSpan, mean_loss
+from socflower.training.trainer import Part, SessionResult, Trainer, TrainingSpan, mean_loss, try_loss
 from socflower.wire.message_keys import GroupTask
 from socflower.workloads import DataSource
 
@@ -40,18 +40,21 @@ def train_group(
                         proximal_mu=task.proximal_mu, seed=(task.seed, task.group_id))
     with own_random_state(task.seed, task.group_id, task.first_step):
         session = trainer.start(model, span, state)
-        losses, num_samples = [], 0
-        for parts in _step_parts(data, task, departures or {}):
+        own = [data] if isinstance(data, DataSource) else list(data)
+        losses: list[torch.Tensor] = []
+        num_samples = 0
+        for parts in _step_parts(own, task, departures or {}):
+            if not task.first_step and not losses:
+                try_loss(session, parts, own[0], task.batch_size, divided=len(task.members) > 1)
             losses.append(session.step(parts))
             num_samples += sum(map(batch_form.num_samples, parts))
         return GroupOutcome(mean_loss=mean_loss(losses), num_samples=num_samples, end=session.finish())
 
 
 def _step_parts(
-    data: DataSource | Sequence[DataSource], task: GroupTask, departures: Mapping[int, int],
+    own: Sequence[DataSource], task: GroupTask, departures: Mapping[int, int],
 ) -> Iterator[list[Part]]:
     """Yield each step's parts, one for every member; those of members that have left are empty."""
-    own = [data] if isinstance(data, DataSource) else list(data)
     schedule = BatchSchedule(task, [len(each) for each in own])
     for step in range(task.num_steps):
         present = [member for member in range(len(task.members)) if departures.get(member, step + 1) > step]

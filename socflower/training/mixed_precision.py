@@ -37,6 +37,7 @@ from socflower.training.batch_statistics import require_batch_statistics
 from socflower.training.fp32 import FP32Session, FP32Trainer
 from socflower.training.trainer import Metric, Part, SessionResult, TrainingSpan, require_cpu
 from socflower.wire.message_keys import ALPHA, ALPHA_STEPS, CPU_SHARE
+from socflower.workloads.evaluation import IGNORED
 
 _PROFILED_SAMPLES = 32
 """Number of samples of the first batch on which beta is measured."""
@@ -66,9 +67,9 @@ class MixedPrecisionTrainer:
     def __post_init__(self) -> None:
         if self.rule not in MIXING_RULES:
             raise ConfigError(f"MixedPrecisionTrainer: rule = {self.rule!r}; use one of {', '.join(MIXING_RULES)}")
-        if self.fp32.loss is not functional.cross_entropy:
+        if self.fp32.loss is not functional.cross_entropy or self.fp32.loss_weight is not None:
             raise ConfigError("MixedPrecisionTrainer: int8 training has the cross-entropy of logits only; leave the "
-                              "loss of its FP32Trainer at its default")
+                              "loss and the loss_weight of its FP32Trainer at their defaults")
         if self.held_out is not None and not len(self.held_out):
             raise ConfigError("MixedPrecisionTrainer: held_out has no inputs; give at least one, or None")
         require_cpu(self.fp32.device, "MixedPrecisionTrainer")
@@ -130,6 +131,7 @@ class MixedPrecisionSession:
         """Compute the gradient of `parts` of a batch of `num_samples`; see `ExchangingSession.gradients`."""
         parts = [batch_form.pair_of(part, "MixedPrecisionTrainer") for part in parts]
         num_own = sum(len(labels) for _, labels in parts)
+        _require_labels(parts)
         if num_own and self._trainer.rule != "fp32":
             self._prepare(parts)
         sizes = [cpu_samples(len(labels), share, self._floor)
@@ -415,6 +417,12 @@ class MixedPrecisionSession:
             for name, statistic in seen.items():
                 buffers[name].lerp_(statistic.to(buffers[name].dtype), share)
         self._int8_samples_since_average = self._samples_since_average = 0
+
+
+def _require_labels(parts: Sequence[Part]) -> None:
+    if any(bool((labels == IGNORED).any()) for _, labels in parts):
+        raise ConfigError(f"MixedPrecisionTrainer: some labels are {IGNORED}, which FP32 training ignores and int8 "
+                          "training cannot; leave such samples out, or use FP32Trainer")
 
 
 def _images(inputs: Tensor) -> Any:

@@ -1,6 +1,6 @@
 """The interface of trainers for clients, implemented by the FP32, INT8 and mixed-precision trainers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from socflower.allocator import keep_freed_memory
-from socflower.capture.batch_form import Batch
+from socflower.capture.batch_form import Batch, num_samples
 from socflower.capture.torch_device import AUTO, resolve_device
 from socflower.errors import ConfigError
 from socflower.precision.int8.batch_share import Peers
+from socflower.workloads.data_source import DataSource
 
 Part: TypeAlias = Batch
 """One member's share of a batch: often (inputs, labels), else as the data's collate function has it; `()` if none."""
@@ -85,6 +86,43 @@ class ExchangingSession(TrainingSession, Protocol):
     def disable_momentum(self) -> float:
         """Return the optimiser's momentum and set it to 0, since a gradient compression applies it."""
         ...
+
+
+@runtime_checkable
+class WeighingSession(Protocol):
+    """A session whose loss divides by more than the number of samples, such as class weights or labels that count.
+
+    In a ring, members sum their weights before the backward pass.
+    """
+
+    def batch_weight(self, parts: Sequence[Part]) -> float | None:
+        """Return the weight of `parts` of a batch, 0 without samples; None if it is always their number of samples."""
+        ...
+
+    def gradients(self, parts: Sequence[Part], num_samples: int, weight: Callable[[], float] | None = None) -> Tensor:
+        """Do as `ExchangingSession.gradients`; `weight` waits for the batch's weight, summed over all machines."""
+        ...
+
+
+@runtime_checkable
+class TriesLoss(Protocol):
+    """A session that can try whether the loss of a batch follows from those of its parts."""
+
+    def require_divisible_loss(self, first: Batch, data: DataSource, batch_size: int, *, divided: bool) -> None:
+        """Raise `ConfigError` if it does not and batches are divided: by the caller, if `divided`, or by the session.
+
+        `first` is a batch of the form that is trained on. The model, its mode, and the generators are as before.
+        """
+        ...
+
+
+def try_loss(
+    session: TrainingSession, parts: Sequence[Part], data: DataSource, batch_size: int, *, divided: bool,
+) -> None:
+    """Before the first step of a training, on `parts`, refuse a loss that cannot be divided; see `TriesLoss`."""
+    first = next((part for part in parts if num_samples(part)), None)
+    if first is not None and isinstance(session, TriesLoss):
+        session.require_divisible_loss(first, data, batch_size, divided=divided)
 
 
 @runtime_checkable

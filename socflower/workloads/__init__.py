@@ -3,7 +3,7 @@
 from socflower.workloads.click_through import ClickData, click_data
 from socflower.workloads.data_source import DataSource
 from socflower.workloads.dataset import DataSet, LabelledData, concatenate
-from socflower.workloads.evaluation import Evaluation, EvaluationStep, evaluate
+from socflower.workloads.evaluation import Evaluation, EvaluationStep, EvaluationWeight, evaluate
 from socflower.workloads.map_dataset import MapDataset, as_data_source
 from socflower.workloads.models import ClickModel, build_click_model, build_generator, build_model, model_names
 from socflower.workloads.partition import dirichlet_partition, iid_partition, partition
@@ -19,6 +19,7 @@ __all__ = [
     "DataSource",
     "Evaluation",
     "EvaluationStep",
+    "EvaluationWeight",
     "GeneratorSamples",
     "LabelledData",
     "MapDataset",

@@ -1,5 +1,6 @@
 """Metrics of a model on data: accuracy and loss of a classifier, or what a user's function computes of a batch."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -18,12 +19,22 @@ EvaluationStep: TypeAlias = Callable[[nn.Module, Batch], Mapping[str, Tensor | f
 """A function of model and batch that returns metrics, each a mean over the batch's samples."""
 
 
+EvaluationWeight: TypeAlias = Callable[[Batch], float]
+"""A function of a batch that returns what its metrics divide by, such as the number of labels that count."""
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Metrics of a model, each a mean over `num_samples` samples."""
+    """Metrics of a model, each a mean over `num_samples` samples, or over what `weight` counts."""
 
     metrics: Mapping[str, float]
     num_samples: int
+    weight: float  # the number of samples, unless not all of their labels count
+
+    @property
+    def num_examples(self) -> int | float:
+        """The weight, by which means of several nodes are averaged; a whole number as such."""
+        return int(self.weight) if self.weight == int(self.weight) else self.weight
 
     @property
     def accuracy(self) -> float:
@@ -44,7 +55,7 @@ class Evaluation:
 
 def evaluate(
     model: nn.Module, data: Any, batch_size: int = 128, *, step: EvaluationStep | None = None,
-    device: str | None = None,
+    weight: EvaluationWeight | None = None, device: str | None = None,
 ) -> Evaluation:
     """Return the model's metrics over all of `data`.
 
@@ -53,7 +64,10 @@ def evaluate(
     data : DataSource, map-style Dataset or DataLoader
     step : (model, batch) -> dict of metrics, optional
         Without it, pairs (inputs, labels) give accuracy and cross-entropy, and dicts the loss of `model(**batch)`, with
-        accuracy if it returns logits (n, classes) for labels (n,).
+        accuracy if it returns logits (n, classes) for labels (n,). Labels of -100 do not count, as in training.
+    weight : (batch) -> float, optional
+        What the metrics of a batch divide by, if that is not its number of samples: for a model that averages over
+        tokens, the number of those that count.
     device : str, optional
         "auto", "cpu", "cuda", …, as in `FP32Trainer`; the model is moved there and stays. Without it, the model's own.
 
@@ -70,30 +84,46 @@ def evaluate(
         model.to(resolve_device(device, "evaluation: device"))
     where = device_of(model)
     sums: dict[str, float] = {}
+    total = 0.0
     with in_mode(model, training=False), torch.inference_mode():
         for start in range(0, len(source), batch_size):
             batch = on_device(source.batch(torch.arange(start, min(start + batch_size, len(source)))), where)
-            added = _classifier_sums(model, batch) if step is None else _sums(step(model, batch), batch)
-            if start and added.keys() != sums.keys():
+            own = None if weight is None else _checked(weight(batch))
+            added, counted = _classifier_sums(model, batch, own) if step is None else _sums(
+                step(model, batch), num_samples(batch) if own is None else own)
+            if not counted:  # the means of this batch are 0 / 0
+                continue
+            total += counted
+            if sums and added.keys() != sums.keys():
                 raise ConfigError(f"evaluation: one batch gave {', '.join(sums) or 'nothing'} and another "
                                   f"{', '.join(added) or 'nothing'}; return the same metrics for every batch")
             sums = {name: sums.get(name, 0.0) + value for name, value in added.items()}
-    return Evaluation({name: value / len(source) for name, value in sums.items()}, len(source))
+    if not total:
+        raise ConfigError("evaluation: no label of the data counts; give data with labels")
+    return Evaluation({name: value / total for name, value in sums.items()}, len(source), total)
 
 
-def _sums(means: Mapping[str, Tensor | float], batch: Batch) -> dict[str, float]:
-    return {name: float(value) * num_samples(batch) for name, value in means.items()}
+def _checked(weight: float) -> float:
+    if not 0.0 <= float(weight) < math.inf:
+        raise ConfigError(f"evaluation: the weight of a batch is {weight}; it must be 0 or more, what its metrics "
+                          "divide by")
+    return float(weight)
 
 
-def _classifier_sums(model: nn.Module, batch: Batch) -> dict[str, float]:
-    """Return the number of correct labels, if the model gives one for each sample, and the summed loss."""
+def _sums(means: Mapping[str, Tensor | float], weight: float) -> tuple[dict[str, float], float]:
+    return {name: float(value) * weight for name, value in means.items()}, weight
+
+
+def _classifier_sums(model: nn.Module, batch: Batch, weight: float | None) -> tuple[dict[str, float], float]:
+    """Return the summed loss, the number of correct labels if the model gives one for each sample, and their weight."""
     if isinstance(batch, Mapping):
         made = model(**batch)
         loss, logits, labels = output_entry(made, "loss"), output_entry(made, "logits"), batch.get("labels")
         if loss is None:
             raise ConfigError(f"evaluation: the model returned no loss for {form_of(batch)}; {_GIVE_STEP}")
         num_correct = _num_correct(logits, labels)
-        return {**({} if num_correct is None else {"accuracy": num_correct}), "loss": float(loss) * num_samples(batch)}
+        counted = weight if weight is not None else num_samples(batch) if num_correct is None else _num_counted(labels)
+        return {**({} if num_correct is None else {"accuracy": num_correct}), "loss": float(loss) * counted}, counted
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise ConfigError(f"evaluation: the data give {form_of(batch)}, of which no metric is known; {_GIVE_STEP}")
     inputs, labels = batch
@@ -101,8 +131,12 @@ def _classifier_sums(model: nn.Module, batch: Batch) -> dict[str, float]:
     num_correct = _num_correct(logits, labels)
     if num_correct is None:
         raise ConfigError(f"evaluation: {form_of(logits)} for labels as {form_of(labels)} are no classes; {_GIVE_STEP}")
-    return {"accuracy": num_correct, "loss": float(functional.cross_entropy(logits, labels, reduction="sum"))}
+    loss = float(functional.cross_entropy(logits, labels, reduction="sum"))
+    return {"accuracy": num_correct, "loss": loss}, _num_counted(labels) if weight is None else weight
 
+
+IGNORED = -100
+"""The label that torch's cross-entropy ignores by default."""
 
 _GIVE_STEP = "give a function (model, batch) that returns metrics, as evaluate(..., step=...)"
 
@@ -113,3 +147,8 @@ def _num_correct(logits: Any, labels: Any) -> int | None:
             or labels.is_floating_point():
         return None
     return int((logits.argmax(dim=1) == labels).sum())
+
+
+def _num_counted(labels: Any) -> int:
+    """Return how many labels torch's cross-entropy does not ignore."""
+    return int((labels != IGNORED).sum())

@@ -53,7 +53,8 @@ class StruckRing(Collective):
         self._numbers: dict[str, int] = {}
 
     def all_reduce(self, buffer: Tensor) -> Work:
-        return _StruckWork(self._ring.all_reduce(buffer), lambda: self._done("all_reduce"))
+        operation = "weigh" if buffer.numel() == 1 else "all_reduce"  # the sum of the members' weights of a batch
+        return _StruckWork(self._ring.all_reduce(buffer), lambda: self._done(operation))
 
     def all_gather(self, payload: bytes, poll: Poll = no_poll) -> list[bytes]:
         gathered = self._ring.all_gather(payload, poll)
@@ -145,9 +146,9 @@ class PacedTrainer:
         session = replace(trainer(self._int8), device=self.device).start(model, span, state)
         gradients = session.gradients
 
-        def paced(parts: Any, num_samples: int) -> Tensor:
+        def paced(parts: Any, num_samples: int, *weight: Callable[[], float]) -> Tensor:
             self._pace.work(sum(len(labels) for _, labels in parts))
-            return gradients(parts, num_samples)
+            return gradients(parts, num_samples, *weight)
 
         session.gradients = paced  # type: ignore[method-assign]
         return session
@@ -305,9 +306,14 @@ def test_a_member_a_step_behind_takes_over_what_came_of_the_step(
     assert [] in adopted
 
 
-def test_a_step_that_all_lost_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("lost", "struck"), [
+    ("all_reduce", (0, 1, 2)), ("weigh", (0,)), ("weigh", (1, 2)), ("weigh", (0, 1, 2))])
+def test_a_step_that_all_lost_is_done_again(
+    monkeypatch: pytest.MonkeyPatch, lost: str, struck: tuple[int, ...],
+) -> None:
+    """Without the batch's weight no member has a gradient, so none can have applied the step."""
     def strike(rank: int, generation: int, operation: str, number: int) -> None:
-        if (generation, operation, number) == (0, "all_reduce", 3):
+        if rank in struck and (generation, operation, number) == (0, lost, 3):
             raise PeerLost("struck")
 
     members = Members(3, monkeypatch, strike)

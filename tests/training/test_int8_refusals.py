@@ -283,7 +283,7 @@ REMEDIES: dict[str, tuple[Callable[[], object], str, Callable[[], object]]] = {
                       network(nn.ReLU())), "hold out samples of the same data",
         lambda: train(MixedPrecisionTrainer(rule="half", parallel=False, held_out=batch()[0]), network(nn.ReLU()))),
     "another loss": (
-        lambda: MixedPrecisionTrainer(fp32=FP32Trainer(loss=nn.functional.nll_loss)), "leave the loss of its FP32Train",
+        lambda: MixedPrecisionTrainer(fp32=FP32Trainer(loss=nn.functional.nll_loss)), "leave the loss and the loss_w",
         lambda: MixedPrecisionTrainer(fp32=FP32Trainer(optimizer=sgd(0.1)))),
     "a layer that is called twice": (
         lambda: train(Int8Trainer(), network(Shared(nn.Conv2d(8, 8, 1)))), "make a module for each call",

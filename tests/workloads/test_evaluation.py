@@ -124,3 +124,44 @@ def test_lenet_learns_the_digits(shared_cache: Path) -> None:
     after = evaluate(model, data.test)
     assert before.accuracy < 0.3 and before.loss > 1.8
     assert after.accuracy > 0.5 and after.loss < before.loss
+
+
+def with_ignored(num_samples: int, every: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(6)
+    return [(torch.randn(5, generator=generator), torch.tensor(-100 if place % every == 0 else place % 3))
+            for place in range(num_samples)]
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 50])
+def test_labels_that_are_ignored_do_not_count(batch_size: int) -> None:
+    """In batches of one, whole batches have no label that counts."""
+    model, data = built(lambda: nn.Linear(5, 3), 1), with_ignored(20, 3)
+    inputs, labels = (torch.stack(part) for part in zip(*data, strict=True))
+    with torch.no_grad():
+        logits = model(inputs)
+    result = evaluate(model, DataLoader(data), batch_size)
+    counted = labels != -100
+    assert (result.num_samples, result.num_examples) == (20, int(counted.sum()))
+    assert result.loss == pytest.approx(float(functional.cross_entropy(logits, labels)), rel=1e-5)
+    assert result.accuracy == pytest.approx(float((logits.argmax(1) == labels)[counted].float().mean()))
+
+
+def test_metrics_of_ones_own_divide_by_the_weight_that_is_given() -> None:
+    model, data = built(lambda: nn.Linear(5, 3), 1), with_ignored(20, 3)
+
+    def step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"loss": functional.cross_entropy(model(batch[0]), batch[1])}
+
+    def weight(batch: tuple[torch.Tensor, torch.Tensor]) -> int:
+        return int((batch[1] != -100).sum())
+
+    whole = evaluate(model, DataLoader(data), 50, step=step, weight=weight)
+    assert evaluate(model, DataLoader(data), 7, step=step, weight=weight).loss == pytest.approx(whole.loss, rel=1e-5)
+    assert evaluate(model, DataLoader(data), 7, step=step).loss != pytest.approx(whole.loss, rel=1e-5)
+    with pytest.raises(ConfigError, match="the weight of a batch is -1"):
+        evaluate(model, DataLoader(data), step=step, weight=lambda batch: -1)
+
+
+def test_data_without_a_label_that_counts_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no label of the data counts"):
+        evaluate(nn.Linear(5, 3), DataLoader(with_ignored(4, 1)))

@@ -127,6 +127,9 @@ class _Session:
 
     def run(self) -> MemberResult:
         """Form the pipeline and train; do both again whenever a device is lost."""
+        config, group = self._config, self._group
+        if not group.first_step:
+            config.trainer.require_divisible_loss(config.model, (), config.data, group.batch_size)
         while True:
             try:
                 self._form()

@@ -50,6 +50,8 @@ def train_pipeline(
                           "nodes; use reshuffle=True")
     model.to(training_device(trainer))
     read = read_like(model, data, cuts, layers_sha256)
+    if not task.first_step:
+        trainer.require_divisible_loss(model, (), data, task.batch_size)
     leaving = {soc: step for soc, step in (departures or {}).items() if soc in plan.socs and step < task.num_steps}
     bounds = sorted({0, task.num_steps, *leaving.values()})
     ends: list[TrainedModel] = []

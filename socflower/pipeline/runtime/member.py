@@ -106,6 +106,7 @@ class TrainedModel:
 def refuse_unfit(trainer: FP32Trainer) -> None:
     """Raise `ConfigError` for a trainer that needs the whole model at once."""
     for key, why in (("train_step", "computes the loss of a whole model"),
+                     ("loss_weight", "reads whole batches"),
                      ("max_grad_norm", "limits the norm of a whole model's gradient")):
         if getattr(trainer, key) is not None:
             raise ConfigError(f"FP32Trainer: {key} {why}, and a pipeline has no device with one; leave it out")
@@ -144,6 +145,8 @@ class Member:
         self._trainer, self._coding, self._on_pass = trainer, coding, on_pass
         self._leader = plan.socs[0] if leader is None else leader
         self._losses: list[Tensor] = []
+        self._labels: dict[int, Tensor] = {}  # of the present mini-batch, by micro-batch
+        self._weight = 0.0  # of the present mini-batch
         self._num_samples = 0
         self._busy_s, self._busy_samples = 0.0, 0  # since the last look
         place = next(((number, index, rank) for number, pipeline in enumerate(plan.pipelines)
@@ -216,6 +219,8 @@ class Member:
         indices = parts[self._number]
         batches = micro_batches(self._pipeline, len(indices))
         self._begin(mini.step)
+        if self.work.loss is not None:
+            yield from self._read_labels(batches, indices, mini)
         order = tuple(operations(self._pipeline.policy, self._stage.in_flight, len(batches)))
         yield Expect(tuple(message for operation in order
                            for message in self._messages(operation.kind, batches[operation.micro_batch])))
@@ -242,6 +247,26 @@ class Member:
             self._count_state()
         self._copy_buffers()
 
+    def _read_labels(
+        self, batches: Sequence[MicroBatch], indices: NDArray[np.int64], mini: Mini,
+    ) -> Script[None]:
+        """Read the labels of this device's part of a mini-batch, and sum their weights over all devices with a loss."""
+        weights = self._trainer.loss_weights
+        self._labels.clear()
+        for batch in batches:
+            first, stop = batch.interval(self._index, self._rank)
+            if first < stop:
+                self._labels[batch.number] = yield from self._samples(
+                    LABELS, indices[batch.first + first:batch.first + stop], mini.key)
+        self._weight = float(len(mini.indices))
+        if weights.is_read:
+            weight = torch.tensor([sum(weights.of(((), labels)) for labels in self._labels.values())],
+                                  dtype=torch.float64)
+            devices = tuple(soc for pipeline in self._plan.pipelines for soc in pipeline.stages[-1].devices)
+            if len(devices) > 1:
+                yield Reduce(devices, weight)
+            self._weight = float(weight)
+
     def _copy_buffers(self) -> None:
         """Keep what passes of the next update change before it is complete."""
         self._buffers_before = {name: buffer.clone() for name, buffer in self._buffers().items()}
@@ -264,13 +289,16 @@ class Member:
             entering = ((yield from self._samples(SAMPLES, rows, mini.key)),)
         else:
             entering = joined((yield from self._receive(Pass.FORWARD, batch, self._inputs)))
-        labels = None
+        labels, share = None, 1.0
         if self.work.loss is not None:
-            labels = (yield from self._samples(LABELS, rows, mini.key)).to(self.work.device)
+            labels = self._labels.pop(batch.number)
+            weights = self._trainer.loss_weights
+            share = weights.share(weights.of(((), labels)), self._weight)
+            labels = labels.to(self.work.device)
         started_s = time.perf_counter()
         made = self.work.forward(
             batch.number, entering, stream=self._stream(mini.step, batch, first), labels=labels,
-            weight=(stop - first) / len(mini.indices))
+            weight=share)
         self._busy_s += time.perf_counter() - started_s
         self._num_samples += stop - first
         self._busy_samples += stop - first

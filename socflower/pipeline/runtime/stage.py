@@ -160,7 +160,8 @@ class StageWork:
     ) -> tuple[Tensor, ...]:
         """Return the tensors that leave the stage, or of the last one its weighted loss (0-d).
 
-        `stream` numbers the random numbers of the pass. `weight` is the samples' part of the mini-batch.
+        `stream` numbers the random numbers of the pass. `weight` is the factor of the samples' loss in that of the
+        mini-batch: 0 if none of their labels counts.
         """
         if len(self._kept) >= self.limit:
             raise AssertionError(f"{self.name}: {len(self._kept)} micro-batches in flight of {self.limit} allowed")
@@ -180,7 +181,9 @@ class StageWork:
                 if not isinstance(mean, Tensor) or mean.dim():
                     raise SocflowerError(f"{self.name}: the loss must be a tensor without dimensions, the mean over "
                                          "the samples")
-                made = (mean if weight == 1.0 else mean * weight,)
+                if not weight:  # the mean is 0 / 0, and its gradient 0
+                    mean = torch.zeros((), device=self.device)
+                made = (mean if weight in (0.0, 1.0) else mean * weight,)
         kept.made = tuple(made)
         self.peak_in_flight = max(self.peak_in_flight, len(self._kept))
         return tuple(tensor.detach() for tensor in kept.made)
@@ -192,7 +195,8 @@ class StageWork:
         """
         kept = self._kept.pop(micro_batch)
         if self.loss is not None:
-            kept.made[0].backward()
+            if kept.made[0].requires_grad:
+                kept.made[0].backward()
         else:
             pairs = [(made, gradient.to(self.device)) for made, gradient in zip(kept.made, gradients, strict=True)
                      if made.requires_grad and gradient is not None]
