@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from socflower.errors import ConfigError
 from socflower.precision import EngineSettings, RescalingPolicy, int8_algorithm
@@ -20,7 +21,7 @@ from socflower.rings.member import AppliedStep, MemberResult, RingMember, open_r
 from socflower.rings.preemption import PreemptionSwitch
 from socflower.rings.transports.port import RingPort
 from socflower.training.batches import BatchSchedule
-from socflower.training.fp32 import FP32Session, FP32Trainer, cosine_annealing, sgd
+from socflower.training.fp32 import FP32Session, FP32Trainer, LossFn, cosine_annealing, sgd
 from socflower.training.group import train_group
 from socflower.training.int8 import Int8Session, Int8Trainer
 from socflower.training.trainer import TrainingSpan
@@ -115,12 +116,12 @@ def task(size: int, num_steps: int = NUM_STEPS, *, reshuffle: bool = True, first
         deal_epoch=0, seed=3, num_samples=BATCH_SIZE * num_steps)
 
 
-def trainer(int8: str = "") -> FP32Trainer | Int8Trainer:
+def trainer(int8: str = "", loss: LossFn = functional.cross_entropy) -> FP32Trainer | Int8Trainer:
     if int8:
         momentum = 0.9 if int8 == "adaptive-fixed-point" else 0.0
         return Int8Trainer(algorithm=int8_algorithm(int8, momentum), learning_rate=0.1,
                            settings=EngineSettings(rescaling=RescalingPolicy(warm_up_batches=2)))
-    return FP32Trainer(optimizer=sgd(0.1, 0.9), scheduler=cosine_annealing, device="cpu")
+    return FP32Trainer(optimizer=sgd(0.1, 0.9), scheduler=cosine_annealing, loss=loss, device="cpu")
 
 
 class Pace:
@@ -139,11 +140,11 @@ class Pace:
 class PacedTrainer:
     """The trainer of a member that is as fast as its pace says, whatever this machine is."""
 
-    def __init__(self, pace: Pace, device: str, int8: str = "") -> None:
-        self._pace, self.device, self._int8 = pace, device, int8
+    def __init__(self, pace: Pace, device: str, int8: str = "", loss: LossFn = functional.cross_entropy) -> None:
+        self._pace, self.device, self._int8, self._loss = pace, device, int8, loss
 
     def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> FP32Session | Int8Session:
-        session = replace(trainer(self._int8), device=self.device).start(model, span, state)
+        session = replace(trainer(self._int8, self._loss), device=self.device).start(model, span, state)
         gradients = session.gradients
 
         def paced(parts: Any, num_samples: int, *weight: Callable[[], float]) -> Tensor:
@@ -162,7 +163,7 @@ class Members:
         sample_s: Sequence[float] | None = None, rebalance_steps: int = 0, num_steps: int = NUM_STEPS,
         own_data: bool = False, augmented: bool = False, frozen: bool = False, devices: Sequence[str] = (),
         num_buckets: int = 1, compression: str = "none", int8: str = "", before: "Members | None" = None,
-        returns: int | None = None,
+        returns: int | None = None, loss: LossFn = functional.cross_entropy,
     ) -> None:
         def struck(transport: str, port: RingPort, ranks: Any, generation: int, heartbeat_s: float, **device: Any,
                    ) -> Collective:
@@ -173,7 +174,7 @@ class Members:
         self._addresses, self._norm, self._frozen = tuple(free_addresses(size)), norm, frozen
         self._task = task(size, num_steps, reshuffle=not own_data, first_step=num_steps if before else 0)
         self._before, self._returns, self._rebalance_steps = before, returns, rebalance_steps
-        self._own_data, self._augmented, self._int8 = own_data, augmented, int8
+        self._own_data, self._augmented, self._int8, self._loss = own_data, augmented, int8, loss
         self._devices, self._num_buckets, self._compression = devices or ("cpu",) * size, num_buckets, compression
         self.paces = [Pace(sample_s or (0.01,) * size, rank) for rank in range(size)]
         self.models = {rank: model(norm=norm, frozen=frozen, int8=int8) for rank in range(size)}
@@ -200,8 +201,8 @@ class Members:
             with in_thread():
                 return RingMember(
                     model=self.models[rank], has_model=rank == 0, data=self._data_of(rank), group=self._task, ring=ring,
-                    trainer=PacedTrainer(pace, self._devices[rank], self._int8), port=port, switch=PreemptionSwitch(),
-                    state=state, on_step=self.ledgers[rank].append, clock=pace).train()
+                    trainer=PacedTrainer(pace, self._devices[rank], self._int8, self._loss), port=port,
+                    switch=PreemptionSwitch(), state=state, on_step=self.ledgers[rank].append, clock=pace).train()
         finally:
             port.close()
 
@@ -229,8 +230,8 @@ class Members:
         reference = model(norm=self._norm, frozen=self._frozen, int8=self._int8)
         everyones = [self._data_of(rank) for rank in range(len(self.paces))] if self._own_data else [self._data_of(0)]
         earlier = None if self._before is None else train_group(
-            reference, everyones, self._before._task, trainer(self._int8)).end.state
-        train_group(reference, everyones, self._task, trainer(self._int8), earlier)
+            reference, everyones, self._before._task, trainer(self._int8, self._loss)).end.state
+        train_group(reference, everyones, self._task, trainer(self._int8, self._loss), earlier)
         survivors = list(self.ends)
         for rank in survivors:
             assert self.ends[rank].outcome.outcome == COMPLETED
@@ -256,6 +257,31 @@ def test_undisturbed_members_train_what_one_process_does(monkeypatch: pytest.Mon
     members = Members(3, monkeypatch, nothing)
     members.check()
     assert all(end.outcome.recoveries_s == () for end in members.ends.values())
+
+
+@pytest.mark.parametrize("loss", [
+    nn.CrossEntropyLoss(weight=torch.tensor([0.1, 4.0, 0.0])), nn.CrossEntropyLoss(ignore_index=1),
+    nn.CrossEntropyLoss(reduction="sum")], ids=["class weights", "ignored", "sum"])
+@pytest.mark.parametrize("strikes", [False, True])
+def test_losses_that_are_no_means_over_samples_train_as_in_one_process(
+    monkeypatch: pytest.MonkeyPatch, loss: LossFn, strikes: bool,
+) -> None:
+    def strike(rank: int, generation: int, operation: str, number: int) -> None:
+        if strikes and rank == 1 and (generation, operation, number) == (0, "all_reduce", 3):
+            raise PeerLost("struck")
+
+    Members(3, monkeypatch, strike, loss=loss).check()
+
+
+def contrast(made: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(made @ made.T, torch.arange(len(made)))
+
+
+def test_a_loss_that_cannot_be_divided_is_refused_by_all_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = Members(3, monkeypatch, nothing, loss=contrast)
+    with pytest.raises(ConfigError, match="the loss cannot be divided"):
+        members.check()
+    assert not any(members.ledgers.values())
 
 
 def test_frozen_parameters_do_not_travel_when_a_member_falls_behind(monkeypatch: pytest.MonkeyPatch) -> None:
