@@ -29,7 +29,7 @@ from socflower.pipeline.runtime.channels import Channels, QueueChannels, run_scr
 from socflower.pipeline.runtime.gloo_channels import GlooChannels
 from socflower.pipeline.runtime.group import outcome_of
 from socflower.pipeline.runtime.grpc_channels import GrpcChannels
-from socflower.pipeline.runtime.member import CONTROL, END, STATE, Member, Mini, Receive, TrainedModel
+from socflower.pipeline.runtime.member import CONTROL, END, STATE, Member, Mini, Receive, TrainedModel, refuse_unfit
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
 from socflower.quantities import counted
 from socflower.rings.collective import PeerLost
@@ -128,6 +128,7 @@ class _Session:
     def run(self) -> MemberResult:
         """Form the pipeline and train; do both again whenever a device is lost."""
         config, group = self._config, self._group
+        refuse_unfit(config.trainer)
         if not group.first_step:
             config.trainer.require_divisible_loss(config.model, (), config.data, group.batch_size)
         while True:

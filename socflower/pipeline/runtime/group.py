@@ -15,7 +15,7 @@ from socflower.errors import ConfigError
 from socflower.pipeline.plan import Plan
 from socflower.pipeline.profiler.layers import Granularity, ReadModel, read_model
 from socflower.pipeline.replanning import replanned
-from socflower.pipeline.runtime.member import Member, Mini, TrainedModel
+from socflower.pipeline.runtime.member import Member, Mini, TrainedModel, refuse_unfit
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
 from socflower.pipeline.runtime.together import Mail, run_together
 from socflower.training.batches import BatchSchedule, sample_key
@@ -45,6 +45,7 @@ def train_pipeline(
     `OutOfMemory` if a stage exceeds its budget.
     """
     trainer = require_fp32(trainer)
+    refuse_unfit(trainer)
     if not task.reshuffle:
         raise ConfigError("pipeline: all samples of a mini-batch come from one place, so data cannot stay at their "
                           "nodes; use reshuffle=True")
