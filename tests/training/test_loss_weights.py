@@ -439,6 +439,11 @@ def test_a_loss_that_takes_whole_batches_alone_is_refused() -> None:
         FP32Trainer(loss=fixed).require_divisible_loss(network(), (), samples(0.0), 12)
 
 
+def test_a_loss_that_is_not_finite_is_left_to_training() -> None:
+    FP32Trainer(loss=lambda made, labels: made.mean() * float("nan")).require_divisible_loss(
+        network(), (), samples(0.0), 12)
+
+
 def test_bfloat16_is_tried_in_float32() -> None:
     FP32Trainer(loss=mean_of_squares, autocast=torch.bfloat16).require_divisible_loss(network(), (), samples(0.0), 12)
 
