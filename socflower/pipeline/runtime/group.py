@@ -1,6 +1,5 @@
 """Trains a plan in one process through the steps of a group's interval, as `train_group` does without a pipeline."""
 
-import copy
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from socflower.capture.batch_form import pair_of
+from socflower.capture.model_copy import copied
 from socflower.capture.random_state import own_random_state
 from socflower.errors import ConfigError
 from socflower.pipeline.plan import Plan
@@ -96,7 +96,7 @@ class _Part:
             proximal_mu=task.proximal_mu, seed=(task.seed, task.group_id))
         schedule, mail = BatchSchedule(task, [len(self.data)]), Mail()
         sources = {pipeline.samples_on for pipeline in plan.pipelines} - {None, *plan.socs}
-        members = [Member(plan, soc, self.read, copy.deepcopy(self.model), self.trainer, span, data=self.data,
+        members = [Member(plan, soc, self.read, copied(self.model), self.trainer, span, data=self.data,
                           send=mail.sender(soc), state=state, coding=self.coding,
                           budget_bytes=self.budget_bytes.get(soc, math.inf), int8_socs=self.int8_socs)
                    for soc in (*plan.socs, *sources) if soc is not None]
