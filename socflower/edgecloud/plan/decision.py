@@ -10,7 +10,7 @@ from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, LinkRa
 from socflower.edgecloud.plan.cost_model import predicted_s
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.party import Party
-from socflower.errors import ConfigError, require_range
+from socflower.errors import ConfigError, InfeasiblePlan, require_range
 from socflower.wire.codecs.quantisation import BITS
 
 
@@ -85,9 +85,10 @@ class DecisionEngine:
         self._cuts = tuple(i for i, cut in enumerate(costs.cuts) if cut.edge_memory_bytes <= edge_memory_bytes)
         if not self._cuts:
             least = min(cut.edge_memory_bytes for cut in costs.cuts)
-            raise ConfigError(f"decision engine: no cut of model {costs.model} fits into {edge_memory_bytes:.0f} bytes "
-                              f"of the edge; the smallest needs {least:.0f}; make the batch smaller")
-        self._costs, self._reverse, self._allow_edge_only = costs, reverse, allow_edge_only
+            raise InfeasiblePlan(f"decision engine: no cut of model {costs.model} fits into {edge_memory_bytes:.0f} "
+                                 f"bytes of the edge; the smallest needs {least:.0f}; make the batch smaller")
+        self._costs, self._reverse = costs, reverse
+        self._allow_edge_only = allow_edge_only and costs.edge_only_memory_bytes <= edge_memory_bytes
         self._bits = tuple(sorted(set(bits), reverse=True))
         self._beta, self._smoothing, self._min_gain = beta, smoothing, min_gain
         self._rest_batches, self._longest_gap, self._num_batches = rest_batches, first_gap_batches, num_batches

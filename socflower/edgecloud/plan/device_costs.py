@@ -108,6 +108,7 @@ def split_costs(model: ModelProfile, cuts: Sequence[CutShape], edge: Device, clo
     return SplitCosts(
         model=model.name, batch_size=batch_size, cuts=tuple(costs),
         edge_only_s=at_edge.forward_s(0, num_layers) + at_edge.backward_s(0, num_layers),
+        edge_only_memory_bytes=memory_bytes(0, num_layers, model.input_bytes),
         label_bytes=0.0 if reverse else label_bytes_per_sample * batch_size,
         codec_s_per_element={bits: codec_s for bits in BITS if bits < 32},
         edge_s_per_byte=BYTE_PASSES / edge.memory_bytes_per_s,

@@ -1,6 +1,7 @@
 """The tables of a scenario file: keys, defaults, limits, descriptions; docs/reference/scenarios.md is made of them."""
 
 import re
+from dataclasses import replace
 from typing import Annotated, Any, Self
 
 from pydantic import Field
@@ -346,6 +347,9 @@ class ScenarioFile(ClusterFile):
         if self.precision.arithmetic == "int8" and (self.train.weight_decay or self.train.reduction != "auto"):
             raise ValueError("[precision] arithmetic = 'int8' does not support [train] weight_decay and reduction; "
                              "leave them out")
+        if self.precision.arithmetic == "mixed" and self.train.reduction == "ring":
+            raise ValueError("[train] reduction = 'ring' sums gradients as a ring does, which the int8 gradients of "
+                             "[precision] arithmetic = 'mixed' do not take part in; use 'always'")
         if self.train.momentum and self._trains_by_niti and not self.is_split:
             raise ValueError(f"[train] momentum = {self.train.momentum}: the integer update of [precision] algorithm "
                              "= 'niti' has none; leave it out, or use algorithm = 'adaptive-fixed-point'")
@@ -494,7 +498,8 @@ class ScenarioFile(ClusterFile):
         interval = own.sync_interval_epochs or self.strategy.sync_interval_epochs
         edgecloud = self.edgecloud if self.is_split or several_groups(strategy) else None
         pipeline = self.pipeline if STRATEGIES[strategy].is_pipeline else None
-        return self.replaced(strategy=self.strategy.under(strategy, sync_interval_epochs=interval),
+        rings = self.ring if isinstance(STRATEGIES[strategy], GroupStrategy) else replace(self.ring, compression=NONE)
+        return self.replaced(strategy=self.strategy.under(strategy, sync_interval_epochs=interval), ring=rings,
                              edgecloud=edgecloud, pipeline=pipeline, train=self.train.replaced(**_of_train(own)))
 
     @property
