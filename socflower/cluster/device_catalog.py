@@ -264,5 +264,6 @@ def link_bytes_per_s() -> float:
 def usable_memory_bytes(kind: Device) -> float:
     """Return the memory that training may use on a device, besides its system and runtime."""
     board = catalog()["board"]
-    reserved_bytes = float(board["reserved_memory_bytes"]["value"])
-    return max(kind.memory_bytes - reserved_bytes, kind.memory_bytes * board["least_part_for_training"]["value"])
+    reserved_bytes, least_part = (float(board[key]["value"]) for key in (
+        "reserved_memory_bytes", "least_part_for_training"))
+    return max(kind.memory_bytes - reserved_bytes, kind.memory_bytes * least_part)
