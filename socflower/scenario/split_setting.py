@@ -7,11 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from socflower.cluster.device_catalog import device, usable_memory_bytes
-from socflower.cluster.device_memory import require_memory
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, LinkRates, constant
 from socflower.edgecloud.plan import baselines
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.decision import DecisionEngine, WindowSchedule, initial_rates
+from socflower.edgecloud.plan.device_costs import require_edge_memory
 from socflower.edgecloud.plan.party import CloudMode, Party
 from socflower.edgecloud.plan.split_pipeline import moved, round_ends, simulate
 from socflower.errors import ConfigError
@@ -115,7 +115,7 @@ class SplitSetting:
         if self.mode == "turns":  # edges that share the cloud half share the first edge's cut
             initial = [replace(plan, cut=initial[0].cut) for plan in initial]
         for edge, plan in enumerate(initial):
-            self._require_memory(edge, plan)
+            require_edge_memory(self.cluster.device_of(edge), self.costs[edge], plan, edge)
         self._check_events()
         return [Party(costs=costs, bandwidth_profile=link, split_plan=plan, window=self.window, away=self._away(edge),
                       decider=engine if self.can_move_cuts and plan.cut is not None else None)
@@ -162,19 +162,10 @@ class SplitSetting:
     def _engine(self, edge: int) -> DecisionEngine:
         settings, cuts = self.scenario.split, self.costs[edge].cuts
         smallest = min(range(len(cuts)), key=lambda cut: cuts[cut].edge_memory_bytes)
-        self._require_memory(edge, SplitPlan(cut=smallest))
+        require_edge_memory(self.cluster.device_of(edge), self.costs[edge], SplitPlan(cut=smallest), edge)
         return DecisionEngine(self.costs[edge], settings.bits, allow_edge_only=settings.allow_edge_only,
                               num_batches=self.total_batches, reverse=self.workload.program.is_reverse,
                               edge_memory_bytes=self._memory_bytes(edge))
-
-    def _require_memory(self, edge: int, plan: SplitPlan) -> None:
-        """Raise `InfeasiblePlan` if an edge has too little memory for its half."""
-        costs = self.costs[edge]
-        needed_bytes = costs.edge_only_memory_bytes if plan.cut is None else costs.cuts[plan.cut].edge_memory_bytes
-        half = "all layers" if plan.cut is None else f"the layers up to cut {costs.cuts[plan.cut].name}"
-        require_memory(self.cluster.device_of(edge), needed_bytes,
-                       f"edge {edge}: to train {half} of {costs.model} on {costs.batch_size} samples a batch",
-                       "use a smaller batch or another cut")
 
     def _initial_plan(self, edge: int) -> SplitPlan:
         costs, link, engine = self.costs[edge], self.links[edge], self._engine(edge)

@@ -200,14 +200,17 @@ class DecisionEngine:
 def adaptive_party(
     costs: SplitCosts, link: BandwidthProfile, *, num_batches: int, bits: Sequence[int] = (8,),
     window: WindowSchedule | None = None, allow_edge_only: bool = False, moves: bool = True, reverse: bool = False,
+    edge_memory_bytes: float = math.inf,
 ) -> Party:
     """Return an edge that begins with the best deployment for its link, and moves the cut as the link changes.
 
     `num_batches` is the length of the whole training, `bits` the feature widths to choose from, `window` K by training
-    progress, by default the paper's. Without `moves` the deployment is fixed. Raises ConfigError for invalid settings.
+    progress, by default the paper's. Without `moves` the deployment is fixed. Cuts that take more than
+    `edge_memory_bytes` are left out. Raises ConfigError for invalid settings.
     """
     schedule = window or WindowSchedule()
-    engine = DecisionEngine(costs, bits, allow_edge_only=allow_edge_only, num_batches=num_batches, reverse=reverse)
+    engine = DecisionEngine(costs, bits, allow_edge_only=allow_edge_only, num_batches=num_batches, reverse=reverse,
+                            edge_memory_bytes=edge_memory_bytes)
     first = engine.best(initial_rates(link), schedule.window(0, num_batches))
     return Party(costs=costs, bandwidth_profile=link, split_plan=first,
                  window=lambda batch: schedule.window(batch, num_batches), decider=engine if moves else None)
