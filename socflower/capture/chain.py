@@ -13,7 +13,8 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from socflower.capture.graph import NUM_SAMPLES, CaptureFailed, Example, ModelGraph, NoParts, Operation, capture
+from socflower.capture.following import CaptureFailed, KeepsState, NoParts
+from socflower.capture.graph import NUM_SAMPLES, Example, ModelGraph, Operation, capture
 from socflower.capture.halves import piece_of
 from socflower.errors import ConfigError
 
@@ -132,7 +133,8 @@ def _captured(model: nn.Module, example: Example, name: str) -> ModelGraph:
             if not failed.module and isinstance(getattr(getattr(model, "base_model", None), "model", None), nn.Module):
                 raise NoParts(f"{failed}; give its .base_model.model, which has the same adapters") from None
             kind = type(model.get_submodule(failed.module))
-            if failed.module in ("", *whole):
+            # A piece gets the samples of a batch in several calls, so what is kept between calls would be another.
+            if failed.module in ("", *whole) or isinstance(failed, KeepsState):
                 raise
             whole.update(path for path, module in model.named_modules() if path and type(module) is kind)
 

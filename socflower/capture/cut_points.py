@@ -1,6 +1,5 @@
 """The points at which a torch model can be cut in two, and the two halves, which share the model's weights."""
 
-import copy
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -11,21 +10,21 @@ from torch import fx, nn
 from torch.nn.modules import activation, normalization, pooling
 
 from socflower.capture.batch_form import Batch, form_of, num_samples, output_of
+from socflower.capture.following import NoParts
 from socflower.capture.graph import (
     CAPTURE_LOCK,
     NUM_SAMPLES,
     Example,
     ModelGraph,
-    NoParts,
     Operation,
     capture,
     first_samples,
-    reason,
     refused_samples,
     tensors_of,
-    training_mode_pass,
 )
 from socflower.capture.halves import part_of, random_layers
+from socflower.capture.model_copy import copied, reason
+from socflower.capture.random_state import forked_generators
 from socflower.capture.tensor_arrays import layout_of, spec_of
 from socflower.cluster.cost_model import ModelProfile
 from socflower.errors import ConfigError
@@ -186,7 +185,7 @@ class SplitModel:
         """
         if any(tensor.shape != self.specs[key].shape for key, tensor in self.tensors().items()):
             raise ConfigError(f"model {self.name}: belongs to a half, which has released some layers; copy it before")
-        return replace(self, model=copy.deepcopy(self.model), origin=self.origin or self)
+        return replace(self, model=copied(self.model, self.name), origin=self.origin or self)
 
     def check(self, cut: int) -> None:
         """Raise `ConfigError` for a cut that does not exist."""
@@ -438,9 +437,10 @@ def _is_example(example: object) -> bool:
 
 def _whole_features(model: nn.Module, example: Example | Batch, name: str) -> torch.Tensor:
     samples = first_samples(model, example, name) if _is_example(example) else example
+    own = copied(model, name).train()
     try:
-        with training_mode_pass(model):
-            features = output_of(model, samples)
+        with forked_generators(), torch.no_grad():
+            features = output_of(own, samples)
     except Exception as error:  # layers raise various types for a wrong shape
         if isinstance(samples, torch.Tensor):
             raise refused_samples(name, samples, error) from error

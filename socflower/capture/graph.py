@@ -8,12 +8,11 @@ then be captured too, so forward passes hold `CAPTURE_LOCK` shared, and a captur
 
 import inspect
 import operator
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from numbers import Integral
 from threading import Condition
 from typing import Any, TypeAlias
 
@@ -21,7 +20,10 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from socflower.capture.random_state import forked_generator
+from socflower.capture.batch_form import form_of
+from socflower.capture.following import CaptureFailed, NoParts, constants_of, follow, follow_repeatable, same_value
+from socflower.capture.model_copy import copied, reason
+from socflower.capture.random_state import forked_generators
 from socflower.capture.tensor_arrays import layout_of, spec_of
 from socflower.errors import ConfigError
 
@@ -29,8 +31,6 @@ Example: TypeAlias = torch.Tensor | tuple[int, ...]
 """A batch, of which the first sample is used, or the shape of one float32 sample."""
 
 NUM_SAMPLES = 3  # batch size of the observed pass: a leading dimension of 3 is rarely a coincidence
-
-_TORCH = Path(torch.__file__).parent
 
 
 class CaptureLock:
@@ -78,18 +78,6 @@ CAPTURE_LOCK = CaptureLock()
 """One lock per process, since torch.fx changes `nn.Module` for the whole process."""
 
 
-class NoParts(ConfigError):
-    """A model cannot be divided into parts by its graph."""
-
-
-class CaptureFailed(NoParts):
-    """torch.fx cannot follow a model: `why` says so without the model's name, `module` is the path of the module."""
-
-    def __init__(self, name: str, module: str, why: str) -> None:
-        self.module, self.why = module, why
-        super().__init__(f"model {name}: {why}")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Operation:
     """One operation, as torch.fx captured it, and what was observed of it in a forward pass in training mode.
@@ -128,6 +116,7 @@ class ModelGraph:
     name: str
     operations: tuple[Operation, ...]
     evaluation: tuple[fx.Node, ...]
+    constants: Mapping[str, Any]  # values that `forward` makes without its input, by the names that operations read
 
     @cached_property
     def by_node(self) -> dict[fx.Node, Operation]:
@@ -150,22 +139,45 @@ class ModelGraph:
 def capture(model: nn.Module, example: Example, *, name: str = "", leaves: Set[str] = frozenset()) -> ModelGraph:
     """Return the graph of `model` in training mode, down to torch's own layers and the modules named by `leaves`.
 
-    Modes, buffers and the random state are restored. Raises CaptureFailed where torch.fx cannot follow `forward`, and
-    ConfigError where the model takes several inputs or fails for the example.
+    Copies of the model are followed and run; the model itself and the random state are unchanged. Raises CaptureFailed
+    where torch.fx cannot follow `forward` or its next call would have another graph, and ConfigError where the model
+    takes several inputs or fails for the example.
     """
     name = name or type(model).__name__
     samples = first_samples(model, example, name)
-    with CAPTURE_LOCK.exclusive(), training_mode_pass(model):
-        nodes = tuple(_follow(model, name, leaves).nodes)
+    with CAPTURE_LOCK.exclusive(), forked_generators(), torch.no_grad():
+        evaluation, in_evaluation = _in_evaluation(model, name, leaves)
+        own = copied(model, name).train()
+        nodes = follow_repeatable(own, name, leaves)
         inputs = [node.name for node in nodes if node.op == "placeholder"]
         if len(inputs) != 1:
             raise NoParts(f"model {name}: takes {len(inputs)} inputs ({', '.join(inputs)}); it must take one "
                           "tensor")
-        operations = _observed(model, nodes, samples, name)
-        evaluation: tuple[fx.Node, ...] = ()
-        with in_mode(model, training=False), suppress(CaptureFailed):
-            evaluation = tuple(_follow(model, name, leaves).nodes)
-    return ModelGraph(name=name, operations=operations, evaluation=evaluation)
+        constants = constants_of(model, own, nodes)
+        operations = _observed(own, nodes, samples, name)
+    if not all(same_value(value, constants.get(key, value)) for key, value in in_evaluation.items()):
+        evaluation, in_evaluation = (), {}
+    return ModelGraph(name=name, operations=operations, evaluation=evaluation, constants=in_evaluation | constants)
+
+
+def _in_evaluation(model: nn.Module, name: str, leaves: Set[str]) -> tuple[tuple[fx.Node, ...], dict[str, Any]]:
+    """Return what torch.fx captures in evaluation mode, and its constants; nothing where that fails.
+
+    The copy is its own, since one that has been followed may have values stored in it.
+    """
+    own = copied(model, name).eval()
+    with suppress(CaptureFailed):
+        nodes = follow(own, name, leaves)
+        return nodes, constants_of(model, own, nodes)
+    return (), {}
+
+
+def module_of(model: nn.Module, graph: fx.Graph, constants: Mapping[str, Any]) -> fx.GraphModule:
+    """Return the module that runs operations with the layers of `model`, which it shares."""
+    # torch.fx reads constants from the module, to which nothing is added.
+    root = nn.Module()
+    root.__dict__.update({**model.__dict__, **constants})
+    return fx.GraphModule(root, graph)
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -177,6 +189,9 @@ def first_samples(model: nn.Module, example: Example, name: str, num_samples: in
     """Return a batch on the model's device: the first sample of the example repeatedly, or zeros of its shape."""
     device = next((tensor.device for tensor in tensors_of(model).values()), torch.device("cpu"))
     if not isinstance(example, torch.Tensor):
+        if not isinstance(example, tuple | list) or not all(isinstance(size, Integral) for size in example):
+            raise ConfigError(f"model {name}: its example must be a tensor, or the shape of one sample, got "
+                              f"{form_of(example)}; a model that is divided into layers takes one tensor")
         return torch.zeros(num_samples, *example, device=device)
     require_batch(example, name)
     return example[:1].detach().expand(num_samples, *example.shape[1:]).clone().to(device)
@@ -204,59 +219,10 @@ def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
             module.training = mode
 
 
-@contextmanager
-def training_mode_pass(model: nn.Module) -> Iterator[None]:
-    """Context in which the model is in training mode; modes, buffers and random state are restored at exit."""
-    buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
-    with in_mode(model, training=True), forked_generator(), torch.no_grad():
-        try:
-            yield
-        finally:
-            for buffer, value in buffers.items():
-                buffer.copy_(value)
-
-
 def refused_samples(name: str, samples: torch.Tensor, error: Exception) -> ConfigError:
     """Return the error of a model whose forward pass failed for a batch."""
     shape = tuple(samples.shape[1:])
     return ConfigError(f"model {name}: does not take {len(samples)} samples of shape {shape}: {reason(error)}")
-
-
-def reason(error: BaseException) -> str:
-    """Return an error as one line."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-
-class _Tracer(fx.Tracer):
-    """Stops at torch's own layers and at `leaves`, and remembers in which module it failed."""
-
-    def __init__(self, leaves: Set[str]) -> None:
-        super().__init__()
-        self._leaves = leaves
-        self.failed_in = ""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return module_qualified_name in self._leaves or super().is_leaf_module(m, module_qualified_name)
-
-    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        try:
-            return super().call_module(m, forward, args, kwargs)
-        except Exception:
-            self.failed_in = self.failed_in or self.path_of_module(m)  # the innermost module fails first
-            raise
-
-
-def _follow(model: nn.Module, name: str, leaves: Set[str]) -> fx.Graph:
-    tracer = _Tracer(leaves)
-    try:
-        return tracer.trace(model)
-    except Exception as error:  # fx raises many types, and a forward function may raise anything
-        failed = type(model.get_submodule(tracer.failed_in)).__name__
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__)
-                  if not Path(frame.filename).is_relative_to(_TORCH) and frame.filename != __file__]
-        where = f", {frames[-1].name} at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-        raise CaptureFailed(name, tracer.failed_in, f"torch.fx cannot follow {failed}{where}: {reason(error)}") \
-            from error
 
 
 class _Observer(fx.Interpreter):
@@ -283,7 +249,9 @@ class _Observer(fx.Interpreter):
 
 
 def _observed(model: nn.Module, nodes: Iterable[fx.Node], samples: torch.Tensor, name: str) -> tuple[Operation, ...]:
-    observer = _Observer(fx.GraphModule(model, next(iter(nodes)).graph), samples.device)
+    graph = next(iter(nodes)).graph
+    observer = _Observer(module_of(model, graph, {}), samples.device)
+    graph.owning_module = None  # else the graph would keep the weights of the copy
     try:
         observer.run(samples)
     except Exception as error:  # layers raise various types for a wrong shape

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from torch import fx, nn
 
-from socflower.capture.graph import ModelGraph, Operation
+from socflower.capture.graph import ModelGraph, Operation, module_of
 from socflower.capture.random_state import forked_generator, seed_generators
 
 
@@ -66,7 +66,7 @@ def _part(
         made[place] = part.node_copy(node, lambda other: made[places[other]])
     if output is not None:
         part.output(output(made))
-    return fx.GraphModule(model, part)
+    return module_of(model, part, graph.constants)
 
 
 _active = threading.local()

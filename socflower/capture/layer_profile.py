@@ -14,9 +14,10 @@ from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from socflower.capture.batch_form import Batch, form_of, mapped, num_samples, output_of, tensors_in
-from socflower.capture.graph import CAPTURE_LOCK, Example, ModelGraph, Operation, first_samples, reason
+from socflower.capture.graph import CAPTURE_LOCK, Example, ModelGraph, Operation, first_samples, module_of
+from socflower.capture.model_copy import copied, kept_results, reason
 from socflower.capture.operation_costs import AttentionAsFused, products_of
-from socflower.capture.random_state import forked_generator
+from socflower.capture.random_state import forked_generators
 from socflower.cluster.cost_model import BACKWARD_TO_FORWARD, Gradient, LayerProfile, ModelProfile
 from socflower.errors import ConfigError
 
@@ -200,10 +201,12 @@ def profile_operations(model: nn.Module, graph: ModelGraph, example: Example) ->
     Sums over all operations are those of its layers. No values are computed.
     """
     samples = first_samples(model, example, graph.name)
-    skeleton = fx.GraphModule(_without_values(model, graph.name), copy.deepcopy(graph.operations[0].node.graph))
+    constants = {key: _empty(value) if isinstance(value, torch.Tensor) else value
+                 for key, value in graph.constants.items()}
+    skeleton = module_of(_without_values(model, graph.name), copy.deepcopy(graph.operations[0].node.graph), constants)
     runner = _OperationRunner(skeleton)
     try:
-        with (CAPTURE_LOCK.shared(), forked_generator(), torch.inference_mode(False), torch.enable_grad(),
+        with (CAPTURE_LOCK.shared(), forked_generators(), torch.inference_mode(False), torch.enable_grad(),
               torch.device("meta"), runner.recorder.attention_as_fused(), runner.recorder):
             runner.run(_empty(samples))
     except Exception as error:
@@ -251,7 +254,7 @@ def _recorded(skeleton: nn.Module, batch: Batch, device: str, name: str) -> tupl
             from error
     try:
         # Tensors made inside a forward function are on the device too; on the meta device they draw no numbers.
-        with (CAPTURE_LOCK.shared(), forked_generator(), torch.inference_mode(False), torch.enable_grad(),
+        with (CAPTURE_LOCK.shared(), forked_generators(), torch.inference_mode(False), torch.enable_grad(),
               torch.device(device), recorder.attention_as_fused(), recorder):
             output_of(skeleton, batch)
     except Exception as error:  # a user's forward function may raise anything
@@ -283,21 +286,13 @@ def _without_values(module: nn.Module, name: str) -> nn.Module:
     memo: dict[int, Any] = {}
     for weight in module.parameters():
         memo[id(weight)] = nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
-    for buffer in module.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return _copied(module, name, memo)
+    for tensor in [*module.buffers(), *kept_results(module)]:
+        memo[id(tensor)] = torch.empty_like(tensor, device="meta")
+    return copied(module, name, memo).eval()
 
 
 def _with_values(module: nn.Module, name: str) -> nn.Module:
-    return _copied(module, name, {}).cpu()
-
-
-def _copied(module: nn.Module, name: str, memo: dict[int, Any]) -> nn.Module:
-    try:
-        skeleton = copy.deepcopy(module, memo)
-    except Exception as error:  # locks, files, process groups and others raise various types
-        raise ConfigError(f"model {name}: cannot be copied: {reason(error)}") from error
-    return skeleton.eval()
+    return copied(module, name).cpu().eval()
 
 
 def _layers(skeleton: nn.Module, tallies: dict[str, _Tally], size: int) -> tuple[LayerProfile, ...]:

@@ -76,6 +76,11 @@ def generator_states() -> dict[str, NDArray[Any]]:
         "python": np.array(words), "python-gauss": np.array([] if next_gauss is None else [next_gauss])}
 
 
+def same_states(one: Mapping[str, NDArray[Any]], other: Mapping[str, NDArray[Any]]) -> bool:
+    """Return whether two results of `generator_states` are the same states."""
+    return one.keys() == other.keys() and all(map(np.array_equal, one.values(), other.values()))
+
+
 def restore_generators(states: Mapping[str, NDArray[Any]]) -> None:
     """Set the generators to what `generator_states` returned; `KeyError` names a state that is missing.
 

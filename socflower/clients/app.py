@@ -286,7 +286,8 @@ def _train_pipeline(
     plan = from_json(pipeline.plan)
     return train_pipeline(
         model, data, task, plan, _plain(trainer), state, cuts=pipeline.cuts, layers_sha256=pipeline.layers_sha256,
-        coding=coding_of(pipeline), departures={task.members[position]: step for position, step in departures.items()},
+        sample_shape=pipeline.sample_shape, coding=coding_of(pipeline),
+        departures={task.members[position]: step for position, step in departures.items()},
         int8_socs=pipeline.int8_socs,
         budget_bytes=dict(zip(plan.socs, pipeline.budget_bytes, strict=True)) if pipeline.budget_bytes else None)
 

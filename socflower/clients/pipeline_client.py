@@ -49,8 +49,9 @@ def train_stage(
     plan = from_json(task.plan)
     with preempt_switch(context.node_config) as switch, closing(open_port(node, group, ring)) as port:
         return PipelineMember(
-            model=model, has_model=has_model, read=read_like(model, data, task.cuts, task.layers_sha256), data=data,
-            group=group, ring=ring, plan=plan, trainer=require_fp32(trainer), port=port, switch=switch, state=state,
+            model=model, has_model=has_model, data=data,
+            read=read_like(model, data, task.cuts, task.layers_sha256, task.sample_shape), group=group,
+            ring=ring, plan=plan, trainer=require_fp32(trainer), port=port, switch=switch, state=state,
             coding=coding_of(task),
             budget_bytes=dict(zip(plan.socs, task.budget_bytes, strict=True)) if task.budget_bytes else {},
             int8_socs=task.int8_socs, backup_steps=task.backup_steps, departs_at=departs_at, on_step=on_step).train()

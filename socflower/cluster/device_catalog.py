@@ -261,15 +261,9 @@ def link_bytes_per_s() -> float:
     return float(catalog()["network"]["link_bytes_per_s"]["value"])
 
 
-def reserved_memory_bytes() -> float:
-    """Return what a board's system and runtime take of its memory."""
-    return float(catalog()["board"]["reserved_memory_bytes"]["value"])
-
-
 def usable_memory_bytes(kind: Device) -> float:
-    """Return the memory that training may use on a device; `ConfigError` if its system and runtime leave none."""
-    usable = kind.memory_bytes - reserved_memory_bytes()
-    if usable <= 0:
-        raise ConfigError(f"device {kind.name}: memory_bytes = {kind.memory_bytes:g} leaves none for training: system "
-                          f"and runtime take {reserved_memory_bytes():g}")
-    return usable
+    """Return the memory that training may use on a device, besides its system and runtime."""
+    board = catalog()["board"]
+    reserved_bytes, least_part = (float(board[key]["value"]) for key in (
+        "reserved_memory_bytes", "least_part_for_training"))
+    return max(kind.memory_bytes - reserved_bytes, kind.memory_bytes * least_part)

@@ -3,7 +3,6 @@
 All three construct it from the same code, so no code is sent; a fingerprint verifies that they did.
 """
 
-import copy
 import hashlib
 import inspect
 from abc import ABC, abstractmethod
@@ -19,7 +18,9 @@ from torch.nn import functional
 
 from socflower.capture.batch_form import Batch, form_of, output_of
 from socflower.capture.cut_points import SplitModel, capture_split, whole_back, whole_front
-from socflower.capture.graph import NoParts, reason, tensors_of
+from socflower.capture.following import NoParts
+from socflower.capture.graph import tensors_of
+from socflower.capture.model_copy import copied, reason
 from socflower.capture.random_state import build_exclusively, forked_generator
 from socflower.capture.torch_device import AUTO, resolve_device
 from socflower.cluster.cost_model import ModelProfile
@@ -258,7 +259,8 @@ class LayeredProgram(SplitProgram):
     def split(self) -> SplitModel:
         """The model and its cuts; halves are made from copies."""
         try:
-            return capture_split(self.model(), self.example, frozen=self.frozen)
+            # A copy, since layers are frozen in it, and `model_fn` may return a model that its user keeps.
+            return capture_split(copied(self.model()), self.example, frozen=self.frozen)
         except NoParts as error:
             raise ConfigError(f"{error}; or divide it yourself, in two submodules, and use HalvesProgram") from error
 
@@ -359,10 +361,10 @@ class JoinedProgram(_NamedParts):
 
     def _front_part(self, party: int) -> tuple[SplitModel, str]:
         bottom = self.bottoms[party]
-        return whole_front(self.model().get_submodule(bottom), self.examples[party]), f"{bottom}."
+        return whole_front(copied(self.model().get_submodule(bottom)), self.examples[party]), f"{bottom}."
 
     def _back_part(self) -> SplitModel:
-        return whole_back(self.model().get_submodule(self.top))
+        return whole_back(copied(self.model().get_submodule(self.top)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -478,12 +480,12 @@ class HalvesProgram(_NamedParts):
 
     def _front_part(self, party: int) -> tuple[SplitModel, str]:
         bottom = self._part(self.bottom)
-        return whole_front(copy.deepcopy(bottom), self.divide(self.example)[0], name=self.bottom,
+        return whole_front(copied(bottom), self.divide(self.example)[0], name=self.bottom,
                            evaluating=self._evaluating(bottom), may_be_frozen=True), f"{self.bottom}."
 
     def _back_part(self) -> SplitModel:
         bottom, top = self._part(self.bottom), self._part(self.top)
-        return whole_back(copy.deepcopy(top), name=self.top, evaluating=self._evaluating(top), may_be_frozen=True,
+        return whole_back(copied(top), name=self.top, evaluating=self._evaluating(top), may_be_frozen=True,
                           front_trains=any(weight.requires_grad for weight in bottom.parameters()))
 
 

@@ -16,6 +16,7 @@ from socflower.cluster import (
     VirtualClock,
     sustained_rates,
 )
+from socflower.cluster.device_memory import require_training_memory
 from socflower.cluster.virtual_clock import Pace
 from socflower.hierarchy.batch_shares import split_batch
 from socflower.hierarchy.collectives import BUCKETS, PER_TENSOR, Exchange
@@ -66,6 +67,12 @@ class IntervalCosts:
         return {soc: share for group in plan.groups for soc, share in zip(
             group.members, split_batch(self.batch_size, [self._rates[soc] * parts.get(soc, 1.0)
                                                          for soc in group.members]), strict=True)}
+
+    def require_memory(self, optimizer_copies: float = 0.0) -> None:
+        """Raise `InfeasiblePlan` for a SoC with too little memory for its share; see `require_training_memory`."""
+        require_training_memory(
+            self.cluster, self.profile, self.shares, pricing=self.pricing, optimizer_copies=optimizer_copies,
+            remedy="use a smaller batch or model, or fewer groups, whose members have smaller shares")
 
     @cached_property
     def costs(self) -> Mapping[int, StepCost]:

@@ -53,6 +53,7 @@ class PipelineModel:
     input_bytes: float  # per sample
     label_bytes: float = 0.0  # per sample
     cuts: str = "layers"  # how it was cut into layers, so that others cut it alike
+    sample_shape: tuple[int, ...] = ()  # of the samples that it was read with; (): unknown
 
     def __post_init__(self) -> None:
         if not self.layers:

@@ -78,6 +78,7 @@ class _Comparison:
         self._done: list[str] = []
         self._search_seed = search_seed(scenario, seeds or (scenario.seed,))
         self._prepared: dict[str, PreparedRun] = {}
+        self._predictions: list[dict[str, Any]] = []
 
     def check(self) -> None:
         """Prepare all runs, so that an error appears before any training."""
@@ -90,6 +91,7 @@ class _Comparison:
                 prepare(under.replaced(seed=seed), self._engine)
             if not self._seeds:
                 self._prepared[name] = prepare(under, self._engine)
+        self._predictions = predicted_epochs(self._scenario, self._strategies)
 
     def run(self) -> dict[str, Any]:
         """Run what is not finished, and write comparison and report."""
@@ -110,8 +112,7 @@ class _Comparison:
         return self._write(results, quality, found)
 
     def _write(self, results: list[dict[str, Any]], quality: Quality, found: Mapping[str, Any]) -> dict[str, Any]:
-        means = means_of(results)
-        predictions = predicted_epochs(self._scenario, self._strategies)
+        means, predictions = means_of(results), self._predictions
         tuning = None if self._tuning is None else {
             "key": self._tuning.key, "seed": self._search_seed, "strategies": found}
         document = {

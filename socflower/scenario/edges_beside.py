@@ -38,6 +38,7 @@ def edges_scenario(scenario: Scenario) -> Scenario:
         cluster=ClusterTable(name="edges", boards=table.edges, socs_per_board=1, device=name),
         boards=(), servers=(), site=None, ring=RingSettings(), compare=CompareConfig(), events=(), expect={},
         strategy=StrategyConfig(name="split-replay", tolerate_client_errors=scenario.strategy.tolerate_client_errors),
+        train=scenario.train.replaced(local_epochs=1, reduction="auto"),
         precision=precision.replaced(held_out=0) if precision.arithmetic == "int8" else PrecisionConfig(),
         thermal=scenario.thermal and scenario.thermal.elsewhere,
         edgecloud=table.replaced(edges=0, edge_device=""))

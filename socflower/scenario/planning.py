@@ -11,6 +11,7 @@ from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.plan.device_costs import training_energy_j
 from socflower.edgecloud.plan.party import Party
 from socflower.edgecloud.plan.phases import phases, window_limit
+from socflower.errors import InfeasiblePlan
 from socflower.hierarchy import (
     Exchanges,
     GroupPlan,
@@ -92,7 +93,12 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
     what = (f"{scenario.model.name} on {scenario.data.name}, {counted(scenario.train.epochs, 'epoch')} of "
             f"{counted(work.steps_per_epoch, 'step')}, batches of {scenario.train.batch_size} a group")
     predicted = _predict(scenario, work)
-    one_soc = _predict_one_soc(scenario, cluster) if len(plan.participants) > 1 else None
+    one_soc = None
+    if len(plan.participants) > 1:
+        try:
+            one_soc = _predict_one_soc(scenario, cluster)
+        except InfeasiblePlan as error:
+            notes.append(f"one SoC alone cannot train: {error}")
     return {"schema": 1, "work": what, "model": model_document(work.profile), **plan.to_document(),
             **exchanges.to_document(),
             "predicted": predicted, "one_soc": one_soc, "verdict": _verdict(predicted, one_soc), "notes": notes,
@@ -185,22 +191,49 @@ def planned_work(scenario: Scenario, cluster: Cluster) -> tuple[IntervalCosts, E
 
     With `groups = "auto"` it is the work of one group per board.
     """
+    work = group_work(scenario, cluster)
+    return with_plan(scenario, work, work.plan)
+
+
+def group_work(scenario: Scenario, cluster: Cluster) -> IntervalCosts:
+    """Return the work of a strategy with groups, before it is known how they exchange.
+
+    With `groups = "auto"` it has one group per board, or fewer if their members have too little memory. Raises
+    `InfeasiblePlan` for a device with too little memory for its share of a batch.
+    """
     settings = scenario.strategy
     kind = group_strategy(settings.name)
     num_socs, num_groups = kind.num_socs or settings.socs, kind.num_groups or settings.groups
-    if isinstance(num_groups, str):
-        num_groups = min(len(cluster.boards), num_socs or cluster.num_socs)
-    cost = pricing(scenario)
+    least = 1 if isinstance(num_groups, str) else num_groups
+    most = min(len(cluster.boards), num_socs or cluster.num_socs) if isinstance(num_groups, str) else num_groups
+    for number in range(most, least - 1, -1):
+        work = _work_of(scenario, cluster, number, num_socs)
+        try:
+            work.require_memory(optimizer_copies(scenario))
+        except InfeasiblePlan:
+            if number == least:
+                raise
+        else:
+            break
+    return work
+
+
+def optimizer_copies(scenario: Scenario) -> float:
+    """Return how many copies of the trained weights the optimiser keeps."""
+    return 2.0 if scenario.train.optimizer == "adam" else float(scenario.momentum > 0)
+
+
+def _work_of(scenario: Scenario, cluster: Cluster, num_groups: int, num_socs: int | None) -> IntervalCosts:
+    settings, cost = scenario.strategy, pricing(scenario)
     plan = plan_groups(cluster, num_groups, num_socs, sustained_rates(cluster, scenario.model.name, cost))
     num_samples = num_training_samples(scenario, num_samples_of(scenario))
-    work = IntervalCosts(
+    return IntervalCosts(
         cluster=cluster, plan=plan, profile=model_profile(scenario), num_samples=num_samples,
         batch_size=scenario.train.batch_size, reshuffle=settings.reshuffle, serialize_uplinks=False,
         overlap_buckets=settings.overlap_buckets, pricing=cost, rebalancing=rebalancing(scenario),
         fusion=settings.fusion, hub_decides=settings.outer is not None,
         leader_compression=settings.leader_compression,
         steps_per_epoch=group_steps_per_epoch(num_samples, len(plan.groups), scenario.train.batch_size))
-    return with_plan(scenario, work, plan)
 
 
 def with_plan(scenario: Scenario, work: IntervalCosts, plan: GroupPlan) -> tuple[IntervalCosts, Exchanges]:
@@ -251,7 +284,7 @@ def _training_usage(work: IntervalCosts, shapes: Sequence[tuple[SyncInterval, in
 def _predict(scenario: Scenario, work: IntervalCosts) -> dict[str, Any]:
     return predicted_costs(
         work, _planned_shapes(scenario, work), scenario.train.epochs, in_servers=_server_interval(scenario) > 1,
-        optimizer_copies=2.0 if scenario.train.optimizer == "adam" else 1.0)
+        optimizer_copies=optimizer_copies(scenario))
 
 
 def predicted_costs(

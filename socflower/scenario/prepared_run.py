@@ -1,5 +1,6 @@
 """A scenario with the objects built from it: checked before anything starts, and run with the same objects."""
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -7,18 +8,20 @@ from torch import nn
 
 from socflower.capture.torch_device import resolve_device
 from socflower.cluster import Cluster
+from socflower.cluster.device_memory import require_training_memory
 from socflower.edgecloud.program import LayeredProgram
 from socflower.engines.names import require_engine
 from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.precision import Int8Model
 from socflower.precision.int8.network import UnsupportedOperator
-from socflower.scenario.arithmetic import model_profile, unsupported
+from socflower.scenario.arithmetic import model_profile, pricing, unsupported
 from socflower.scenario.edges_beside import edges_beside
 from socflower.scenario.heat import check_boards
+from socflower.scenario.planning import group_work, optimizer_copies
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.split_setting import SplitSetting
-from socflower.scenario.workload import check_workload, image_shape, initial_model
+from socflower.scenario.workload import check_workload, image_shape, initial_model, num_samples
 
 
 class PreparedRun:
@@ -55,6 +58,7 @@ class PreparedRun:
         """
         scenario = self.scenario
         require_engine(engine)
+        _check_compression(scenario, engine)
         if scenario.pipeline is not None and scenario.pipeline.sample:
             raise ConfigError(f"{scenario.name} [pipeline] sample = {list(scenario.pipeline.sample)}: there are no "
                               "data to train on; give [data] instead, or use `socflower plan`")
@@ -85,6 +89,7 @@ class PreparedRun:
                               "engine")
         if trains_here:
             check_workload(scenario)
+            self._check_memory(num_socs)
             if scenario.has_edges_beside:
                 self.edges_setting.parties()  # raises if model, data, cuts and links do not fit together
                 list(self.edges_setting.spans())
@@ -100,11 +105,22 @@ class PreparedRun:
             raise InfeasiblePlan(f"{scenario.name} [strategy] groups = {groups}, but only {num_socs} SoCs take part; "
                                  f"use groups = {num_socs} or fewer")
         if scenario.precision.arithmetic == "int8" and scenario.has_groups:
-            _check_int8_exchange(scenario, in_rings=engine == "deployment")
+            _check_int8_exchange(scenario)
         for event in scenario.events:
             if event.soc >= self.cluster.num_socs:
                 raise ConfigError(f"{scenario.name} [[event]] soc = {event.soc}, but SoCs are 0 to "
                                   f"{self.cluster.num_socs - 1}")
+
+    def _check_memory(self, num_socs: int) -> None:
+        """Raise for a device with too little memory for its part of a step; pipelines are planned within it."""
+        scenario = self.scenario
+        if scenario.has_groups:
+            group_work(scenario, self.cluster)
+        elif not scenario.is_pipeline:
+            share = min(scenario.train.batch_size, math.ceil(num_samples(scenario) / num_socs))
+            require_training_memory(
+                self.cluster, model_profile(scenario), dict.fromkeys(range(num_socs), share), pricing=pricing(scenario),
+                optimizer_copies=optimizer_copies(scenario))
 
     def _check_int8(self) -> None:
         """Raise if int8 cannot train the scenario's model, or this machine lacks the kernel path."""
@@ -140,10 +156,21 @@ def prepare(scenario: Scenario, engine: str = "local", *, trains_here: bool = Tr
     return run
 
 
-def _check_int8_exchange(scenario: Scenario, *, in_rings: bool) -> None:
+def _check_compression(scenario: Scenario, engine: str) -> None:
+    """Raise for a compression of gradients where none are compressed."""
+    if scenario.ring.compression == "none":
+        return
+    asked = f"{scenario.name} [ring] compression = {scenario.ring.compression!r}"
+    if not scenario.has_groups:
+        raise ConfigError(f"{asked} is of rings, and [strategy] name = {scenario.strategy.name!r} has none; leave it "
+                          "out")
+    if engine != "deployment":
+        raise ConfigError(f"{asked} needs --engine deployment; leave it out")
+
+
+def _check_int8_exchange(scenario: Scenario) -> None:
     """Raise for settings that the exchange of integer gradients does not have."""
-    # On other engines a note says that gradients are not compressed.
-    if in_rings and scenario.ring.compression != "none":
+    if scenario.ring.compression != "none":
         raise ConfigError(f"{scenario.name} [ring] compression = {scenario.ring.compression!r} rounds gradients, but "
                           "arithmetic = 'int8' has to sum its int32 gradients exactly; leave it out, or use "
                           "arithmetic = 'mixed'")

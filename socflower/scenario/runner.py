@@ -107,16 +107,8 @@ def run_scenario(
     result |= costs_to_target(result, *target_of(scenario, [result]))
     result["processors"] = priced_processors(scenario, result["trained_on"])
     result["notes"] = [*(_NOTES_OF_DEPLOYMENT if engine == "deployment" else _NOTES), *arithmetic_notes(scenario),
-                       *gpu_notes(result["processors"], engine), *_ring_notes(scenario, engine)]
+                       *gpu_notes(result["processors"], engine)]
     return result
-
-
-def _ring_notes(scenario: Scenario, engine: str) -> list[str]:
-    """Return a line on what of [ring] an engine without rings does not do."""
-    if engine == "deployment" or scenario.ring.compression == "none" or not scenario.has_groups:
-        return []
-    return [f"[ring] compression = {scenario.ring.compression!r} is of rings of real machines; engine {engine} summed "
-            "whole gradients"]
 
 
 def failure(outcome: Mapping[str, Any]) -> SocflowerError:

@@ -6,11 +6,12 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
-from socflower.cluster.device_catalog import device
+from socflower.cluster.device_catalog import device, usable_memory_bytes
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, LinkRates, constant
 from socflower.edgecloud.plan import baselines
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.decision import DecisionEngine, WindowSchedule, initial_rates
+from socflower.edgecloud.plan.device_costs import require_edge_memory
 from socflower.edgecloud.plan.party import CloudMode, Party
 from socflower.edgecloud.plan.split_pipeline import moved, round_ends, simulate
 from socflower.errors import ConfigError
@@ -104,15 +105,17 @@ class SplitSetting:
         """Return the engine that may move an edge's cut on a real link; within a round it always keeps a cloud half."""
         settings = self.scenario.split
         return DecisionEngine(
-            self.costs[edge], settings.bits, num_batches=self.total_batches,
+            self.costs[edge], settings.bits, num_batches=self.total_batches, edge_memory_bytes=self._memory_bytes(edge),
             reverse=self.workload.program.is_reverse) if self.can_move_cuts else None
 
     def parties(self) -> list[Party]:
         """Return the edges in their initial state."""
-        engines = [self._engine(costs) for costs in self.costs]
+        engines = [self._engine(edge) for edge in range(self.num_edges)]
         initial = list(self._initial_plans)
         if self.mode == "turns":  # edges that share the cloud half share the first edge's cut
             initial = [replace(plan, cut=initial[0].cut) for plan in initial]
+        for edge, plan in enumerate(initial):
+            require_edge_memory(self.cluster.device_of(edge), self.costs[edge], plan, edge)
         self._check_events()
         return [Party(costs=costs, bandwidth_profile=link, split_plan=plan, window=self.window, away=self._away(edge),
                       decider=engine if self.can_move_cuts and plan.cut is not None else None)
@@ -150,15 +153,22 @@ class SplitSetting:
     @cached_property
     def _initial_plans(self) -> tuple[SplitPlan, ...]:
         """The best split plan of each edge alone."""
-        return tuple(self._initial_plan(costs, self._engine(costs), link)
-                     for costs, link in zip(self.costs, self.links, strict=True))
+        return tuple(self._initial_plan(edge) for edge in range(self.num_edges))
 
-    def _engine(self, costs: SplitCosts) -> DecisionEngine:
-        settings = self.scenario.split
-        return DecisionEngine(costs, settings.bits, allow_edge_only=settings.allow_edge_only,
-                              num_batches=self.total_batches, reverse=self.workload.program.is_reverse)
+    def _memory_bytes(self, edge: int) -> float:
+        """Return the memory of an edge's device less what system and runtime take."""
+        return usable_memory_bytes(self.cluster.device_of(edge))
 
-    def _initial_plan(self, costs: SplitCosts, engine: DecisionEngine, link: BandwidthProfile) -> SplitPlan:
+    def _engine(self, edge: int) -> DecisionEngine:
+        settings, cuts = self.scenario.split, self.costs[edge].cuts
+        smallest = min(range(len(cuts)), key=lambda cut: cuts[cut].edge_memory_bytes)
+        require_edge_memory(self.cluster.device_of(edge), self.costs[edge], SplitPlan(cut=smallest), edge)
+        return DecisionEngine(self.costs[edge], settings.bits, allow_edge_only=settings.allow_edge_only,
+                              num_batches=self.total_batches, reverse=self.workload.program.is_reverse,
+                              edge_memory_bytes=self._memory_bytes(edge))
+
+    def _initial_plan(self, edge: int) -> SplitPlan:
+        costs, link, engine = self.costs[edge], self.links[edge], self._engine(edge)
         name, window = self.scenario.strategy.name, self.window(0)
         if name == "edge-only" and self.workload.is_joined:
             raise ConfigError(f"{self.scenario.name}: parties that hold different features cannot train alone; "

@@ -187,6 +187,7 @@ class HybridPipeline(SoCFlow):
         budgets = tuple(planned.problem.device(soc).memory_bytes for soc in planned.plan.socs)
         task = PipelineTask(
             plan=to_json(planned.plan), cuts=planned.problem.model.cuts, layers_sha256=planned.problem.model.sha256,
+            sample_shape=planned.problem.model.sample_shape,
             bits=self._coding.bits, gradient_bits=self._coding.gradient_bits, feedback=self._coding.feedback,
             budget_bytes=budgets if all(map(math.isfinite, budgets)) else (), backup_steps=self._backup_steps,
             int8_socs=planned.problem.int8_socs)

@@ -370,6 +370,9 @@ class SoCFlow(PlannedRounds):
             raise ConfigError(f"SoCFlow: the train config has {_CLIPPING_NORM!r}, of differential privacy with "
                               "clipping at the clients, and a member of a ring has no update of its own to clip; use "
                               "the wrapper that clips at the server")
+        if self.round is None and not this.in_rings and self._rings.compression != NONE:
+            raise ConfigError(f"{type(self).__name__}: rings has compression = {self._rings.compression!r}, and its "
+                              "nodes form no rings: a node sums its group's whole gradients; leave it out")
         if self.round is None:
             refuse_integers_clipped(arrays, at_clients=_CLIPPING_NORM in config)
         if self._outer is not None and self.round is None:
@@ -574,12 +577,14 @@ class SoCFlow(PlannedRounds):
 
     def _costs_of(self, plan: GroupPlan, profile: ModelProfile) -> IntervalCosts:
         schedule = self._schedule
-        return IntervalCosts(
+        costs = IntervalCosts(
             cluster=self._cluster, plan=plan, profile=profile, num_samples=schedule.num_samples,
             batch_size=schedule.batch_size, steps_per_epoch=self.steps_per_epoch, reshuffle=schedule.reshuffle,
             serialize_uplinks=False, overlap_buckets=self._exchange.overlap_buckets, pricing=self.pricing,
             rebalancing=self._rebalancing, fusion=self._exchange.fusion, hub_decides=self._outer is not None,
             leader_compression=self._exchange.leader_compression)
+        costs.require_memory()
+        return costs
 
     def _ways_of_leaders(self, grid: Grid) -> Sequence[str]:
         """Return how leaders may exchange on a grid, if nothing else is asked for."""

@@ -14,6 +14,7 @@ from socflower.cluster import Cluster, Usage
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.plan.decision import DecisionEngine
+from socflower.edgecloud.plan.device_costs import require_edge_memory
 from socflower.edgecloud.plan.party import CloudMode, Party
 from socflower.edgecloud.plan.split_pipeline import Timeline, moved, round_ends, simulate
 from socflower.edgecloud.plan.timeline_actions import encode_actions
@@ -108,6 +109,8 @@ class SplitReplay(PlannedRounds):
         if not 1 <= len(parties) <= cluster.num_socs:
             raise ConfigError(f"SplitReplay: {len(parties)} edges on a cluster of {cluster.num_socs} SoCs; need 1 to "
                               f"{cluster.num_socs}")
+        for edge, party in enumerate(parties):
+            require_edge_memory(cluster.device_of(edge), party.costs, party.split_plan, edge)
         self.reports: list[SplitRoundReport] = []
         self.parties = tuple(parties)
         self._cluster, self._mode, self._reverse, self._seed = cluster, mode, reverse, seed

@@ -7,6 +7,7 @@ from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 from flwr.supercore import log
 
+from socflower.errors import InfeasiblePlan
 from socflower.hierarchy import GroupCountChoice, choose_group_count
 from socflower.strategies.group_grid import GroupGrid
 from socflower.strategies.socflow import SoCFlow
@@ -20,8 +21,9 @@ def profile_group_count(
 ) -> GroupCountChoice:
     """Train an epoch with each candidate, few groups first, and return the last N before accuracy falls.
 
-    `make_strategy(N)` must return a strategy of one epoch. Every candidate starts from `initial_arrays`. The
-    virtual time of the warm-up is spent on the strategies' clock, like that of all training.
+    Candidates with which devices have too little memory are left out. `make_strategy(N)` must return a strategy of one
+    epoch. Every candidate starts from `initial_arrays`. The virtual time of the warm-up is spent on the strategies'
+    clock, like that of all training.
     """
 
     def first_epoch_accuracy(num_groups: int) -> float:
@@ -32,4 +34,14 @@ def profile_group_count(
         log(INFO, "warm-up: %d groups reach %.4f in their first epoch", num_groups, accuracy)
         return accuracy
 
-    return choose_group_count(candidates, first_epoch_accuracy)
+    feasible: list[int] = []
+    for num_groups in sorted(set(candidates)):
+        try:
+            make_strategy(num_groups)
+        except InfeasiblePlan as error:  # more groups are smaller, so that shares of a batch are larger
+            if not feasible:
+                raise
+            log(INFO, "warm-up: not with %d groups or more: %s", num_groups, error)
+            break
+        feasible.append(num_groups)
+    return choose_group_count(feasible, first_epoch_accuracy)

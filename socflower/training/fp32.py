@@ -103,6 +103,11 @@ class FP32Trainer:
         if self.reduction not in REDUCTIONS:
             raise ConfigError(f"FP32Trainer: reduction = {self.reduction!r}; use one of "
                               f"{', '.join(REDUCTIONS)}")
+        if self.num_buckets != 1 and self.reduction != "ring":
+            raise ConfigError(f"FP32Trainer: num_buckets = {self.num_buckets} divides the sums of reduction = 'ring', "
+                              f"and reduction = {self.reduction!r} has none; leave it out")
+        require_type("FP32Trainer", (int,), "a whole number", num_buckets=self.num_buckets)
+        require_range("FP32Trainer", least=1, num_buckets=self.num_buckets)
         if not callable(self.optimizer):
             raise ConfigError(f"FP32Trainer: optimizer = {type(self.optimizer).__name__}(...) is one model's; give a "
                               "function that makes it, such as functools.partial(torch.optim.AdamW, lr=1e-3)")

@@ -4,7 +4,6 @@ A mean loss divides by a weight: the number of samples, the number of labels tha
 the labels' classes. With parts P of a batch B, loss(B) = sum of weight(P) / weight(B) * loss(P), and so are gradients.
 """
 
-import copy
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -18,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from socflower.capture.batch_form import Batch, num_samples, split
-from socflower.capture.graph import in_mode, reason
+from socflower.capture.graph import in_mode
+from socflower.capture.model_copy import copied, reason
 from socflower.capture.random_state import forked_generators
 from socflower.errors import ConfigError
 from socflower.workloads.data_source import DataSource
@@ -159,12 +159,11 @@ def require_divisible(
     """
     if not batches:
         return
-    name = type(model).__name__
     try:
-        tried = copy.deepcopy(model)
-    except Exception as error:
-        raise ConfigError(f"model {name}: cannot be copied ({reason(error)}), so its loss cannot be tried, and batches "
-                          "are divided; use a loss of torch") from error
+        tried = copied(model)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; so its loss cannot be tried, and batches are divided; use a loss of torch") \
+            from error
     with in_mode(tried, training=False), torch.no_grad():
         for batch, cut in zip(batches, _TRIAL_CUTS, strict=False):
             size = num_samples(batch)

@@ -5,7 +5,6 @@ FP32 master weights, momentum and weight decay stay with the CPU (F12). For plai
 processors' weights by gamma, w = gamma * w_FP32 + (1 - gamma) * w_INT8.
 """
 
-import copy
 import json
 import math
 import time
@@ -21,6 +20,7 @@ from torch.nn import functional
 
 from socflower.capture import batch_form
 from socflower.capture.graph import in_mode
+from socflower.capture.model_copy import copied
 from socflower.capture.random_state import forked_generator
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.precision import Int8Backend, NativeInt8Backend
@@ -70,6 +70,13 @@ class MixedPrecisionTrainer:
         if self.fp32.loss is not functional.cross_entropy or self.fp32.loss_weight is not None:
             raise ConfigError("MixedPrecisionTrainer: int8 training has the cross-entropy of logits only; leave the "
                               "loss and the loss_weight of its FP32Trainer at their defaults")
+        if self.fp32.train_step is not None:
+            raise ConfigError("MixedPrecisionTrainer: the train_step of its FP32Trainer computes a loss that int8 "
+                              "training does not have, so that a part of the samples would get another one; leave it "
+                              "out, or use FP32Trainer")
+        if self.fp32.reduction == "ring":
+            raise ConfigError("MixedPrecisionTrainer: reduction = 'ring' of its FP32Trainer sums the members' "
+                              "gradients as a ring does, which int8 gradients do not take part in; use 'always'")
         if self.held_out is not None and not len(self.held_out):
             raise ConfigError("MixedPrecisionTrainer: held_out has no inputs; give at least one, or None")
         require_cpu(self.fp32.device, "MixedPrecisionTrainer")
@@ -255,7 +262,7 @@ class MixedPrecisionSession:
         assert self._backend is not None
         inputs = torch.cat([inputs for inputs, _ in parts])[:_PROFILED_SAMPLES]
         labels = torch.cat([labels for _, labels in parts])[:_PROFILED_SAMPLES]
-        replica = copy.deepcopy(self._model)
+        replica = copied(self._model)
         fp32 = self._trainer.fp32.start(replica, TrainingSpan())
         weights = self._weights(with_statistics=True)
         known = self._backend.samples_per_s(len(labels))

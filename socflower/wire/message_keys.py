@@ -215,6 +215,7 @@ class PipelineTask:
     plan: str  # as JSON, see `from_json` of `pipeline/plan.py`
     cuts: str  # how the model is cut into the plan's layers
     layers_sha256: str  # of `PipelineModel.sha256`
+    sample_shape: tuple[int, ...] = ()  # that was planned with; (): unknown
     bits: int = 32  # of activations that cross a cut
     gradient_bits: int = 32
     feedback: str = "none"  # of what fewer bits lose: "diagonal" or "rank-one"

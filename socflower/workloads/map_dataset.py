@@ -1,12 +1,20 @@
 """Torch's map-style data sets as data of a training."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from socflower.capture.batch_form import NOTHING, Batch, form_of, num_samples
 from socflower.capture.random_state import forked_generators, seed_generators
@@ -31,6 +39,10 @@ class MapDataset(DataSource):
         Makes a batch of any form; by default torch's `default_collate`.
     num_workers : int
         Processes that read samples; 0 reads in this one. They live as long as this object.
+    timeout_s : float
+        Seconds to wait for samples from a process; 0 waits without end.
+    multiprocessing_context : str or context, optional
+        How the processes start, as in `DataLoader`.
 
     Raises
     ------
@@ -38,7 +50,10 @@ class MapDataset(DataSource):
         For an iterable-style dataset, and when a batch is read that has not one entry per sample.
     """
 
-    def __init__(self, dataset: Any, collate_fn: CollateFn = default_collate, num_workers: int = 0) -> None:
+    def __init__(
+        self, dataset: Any, collate_fn: CollateFn = default_collate, num_workers: int = 0, *, timeout_s: float = 0.0,
+        multiprocessing_context: Any = None,
+    ) -> None:
         require_range("MapDataset", least=0, num_workers=num_workers)
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") \
                 or not hasattr(dataset, "__getitem__"):
@@ -50,7 +65,8 @@ class MapDataset(DataSource):
         self._num_workers = num_workers
         self._loader = DataLoader(
             _Seeded(dataset), batch_sampler=self._wanted, collate_fn=_as_read,
-            num_workers=num_workers, persistent_workers=num_workers > 0)
+            num_workers=num_workers, persistent_workers=num_workers > 0, timeout=timeout_s,
+            multiprocessing_context=multiprocessing_context)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -79,16 +95,46 @@ class MapDataset(DataSource):
 def as_data_source(data: Any) -> DataSource:
     """Return what a user's `data_fn` returned as a data source: itself, or a `MapDataset` of its samples.
 
-    Of a `DataLoader` its dataset, collate function and number of workers are used; batch size and order are those of
-    the training. `ConfigError` for a loader with a sampler of its own, which would be ignored, and for anything that
-    cannot be read by number.
+    Of a `DataLoader` its dataset, collate function, number of workers, their time-out and how they start are used;
+    batch size, order and the order's generator are those of the training, and what only makes reading faster has no
+    effect. `ConfigError` names any other setting, which would be ignored, and what cannot be read by number.
     """
-    if isinstance(data, DataLoader):
-        if not isinstance(data.sampler, RandomSampler | SequentialSampler):
-            raise ConfigError(f"data: the DataLoader has a {type(data.sampler).__name__}, but which samples a step "
-                              "uses is the strategy's choice; return its dataset")
-        return MapDataset(data.dataset, data.collate_fn, data.num_workers)
-    return data if isinstance(data, DataSource) else MapDataset(data)
+    if not isinstance(data, DataLoader):
+        return data if isinstance(data, DataSource) else MapDataset(data)
+    ignored = _ignored(data)
+    if ignored is not None:
+        what, why = ignored
+        raise ConfigError(f"data: the DataLoader has {what}, but {why}; leave that out, or return its dataset")
+    return MapDataset(data.dataset, data.collate_fn, data.num_workers, timeout_s=data.timeout,
+                      multiprocessing_context=data.multiprocessing_context)
+
+
+_STRATEGYS_CHOICE = "which samples a step uses is the strategy's choice"
+
+
+def _ignored(loader: DataLoader[Any]) -> tuple[str, str] | None:
+    """Return a setting of a loader that a training by number of the sample cannot follow, and why; None for none."""
+    sampler: Any = loader.sampler
+    kind = type(sampler).__name__
+    if isinstance(loader.dataset, IterableDataset):
+        return None  # no map-style data set, which `MapDataset` says
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        return f"an __iter__ of its own ({type(loader).__name__})", _STRATEGYS_CHOICE
+    if type(sampler) not in (RandomSampler, SequentialSampler):
+        return f"a {kind}", _STRATEGYS_CHOICE
+    if isinstance(sampler, RandomSampler) and sampler.replacement:
+        return "a RandomSampler with replacement", _STRATEGYS_CHOICE
+    if isinstance(loader.dataset, Sized) and len(sampler) != len(loader.dataset):
+        return f"a {kind} of {len(sampler)} of {len(loader.dataset)} samples", _STRATEGYS_CHOICE
+    if loader.batch_sampler is None:
+        return "batch_size=None", "the strategy forms batches of single samples"
+    if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
+        return f"a batch_sampler ({type(loader.batch_sampler).__name__})", _STRATEGYS_CHOICE
+    if loader.drop_last:
+        return "drop_last=True", "the strategy trains on all samples, in batches of a size of its own"
+    if loader.worker_init_fn is not None:
+        return "a worker_init_fn", "the processes that read samples are started otherwise, and seeded for each sample"
+    return None
 
 
 _Place: TypeAlias = tuple[tuple[int, ...], int]

@@ -223,7 +223,8 @@ def test_token_ids_and_dicts_are_planned_and_train_under_other_strategies(
 def test_groups_auto_and_training_with_a_cloud_take_functions(own: str, tmp_path: Path) -> None:
     auto = load(tmp_path, own, ('strategy.groups="auto"',), model="drawn num_classes=2", data="points")
     assert run_scenario(auto, num_workers=0)["warm_up"]["num_groups"] >= 1
-    split = load(tmp_path, own, ("strategy.name=split-replay", "strategy.socs=1", "train.batch_size=200"),
+    split = load(tmp_path, own, ("strategy.name=split-replay", "strategy.socs=1", "strategy.groups=auto",
+                                 "strategy.sync_interval_epochs=decay", "train.batch_size=200"),
                  model="lenet seed=1", data="digits")
     assert run_scenario(split, num_workers=0)["split"]["num_edges"] == 1
 

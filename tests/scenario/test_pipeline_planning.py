@@ -151,7 +151,7 @@ def test_one_device_and_no_memory_are_refused_in_one_line(tmp_path: Path) -> Non
         assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="socs = 3, but the cluster has 2"):
         plan_of_pipeline(scenario(tmp_path, "strategy.socs=3"))
-    board = device_table("jetson-nano") | {"memory_bytes": figure(1.55e9, "assumption: of this test")}
+    board = device_table("jetson-nano") | {"memory_bytes": figure(0.1e9, "assumption: of this test")}
     small = BASE.replace("jetson-nano", "small") + toml_text({"device": {"small": board}})
     with pytest.raises(InfeasiblePlan, match="no plan of bert-small fits") as nothing:
         plan_of_pipeline(scenario(tmp_path, "model.name='bert-small'", "pipeline.sample=[8]", "pipeline.num_samples=99",

@@ -36,6 +36,7 @@ pytestmark = pytest.mark.usefixtures("on_few_digits")
 RATES = LinkRates(up_bytes_per_s=4e6, down_bytes_per_s=8e6, latency_s=0.004)
 CONSTANT = {"link": "constant", "up_bytes_per_s": RATES.up_bytes_per_s, "down_bytes_per_s": RATES.down_bytes_per_s,
             "latency_s": RATES.latency_s}
+NOT_CONSTANT = {"up_bytes_per_s": None, "down_bytes_per_s": None, "latency_s": 0.005}
 EXACT = {**CONSTANT, "bits": [32], "cut": "4", "adapt": False}
 MOVING = {"link": "wifi", "up_bytes_per_s": None, "down_bytes_per_s": None, "latency_s": 0.0, "bits": [32],
           "segments": [[0.1, 1e6, 1e6], [9.0, 5e9, 5e9]], "window": [[0.0, 2]]}
@@ -333,9 +334,9 @@ def test_pretrained_weights_of_other_classes_are_taken_but_for_the_head(tmp_path
     ({"frozen": "conv9"}, "conv9"),
     ({"pretrained": "nowhere.npz"}, "nowhere.npz: no such file"),
     ({"classes": [3, 11]}, "there is no class 11"),
-    ({"links": ["wifi", "5g"], "link": "wifi", "up_bytes_per_s": None, "down_bytes_per_s": None},
+    ({"links": ["wifi", "5g"], "link": "wifi", **NOT_CONSTANT},
      "2 for 1 edges; name one for each"),
-    ({"link": "wfi", "up_bytes_per_s": None, "down_bytes_per_s": None}, "did you mean 'wifi'"),
+    ({"link": "wfi", **NOT_CONSTANT}, "did you mean 'wifi'"),
     ({"model": "click-model"}, "'click-model' and 'clicks' belong together"),
     ({"model": "click-model", "images": "clicks", "frozen": "1"}, "'clicks' does not support classes, frozen"),
     ({"model": "click-model", "images": "clicks"}, "two parties, and 1 SoCs take part"),

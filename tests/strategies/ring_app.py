@@ -180,8 +180,9 @@ def client_app() -> ClientApp:
         return network(norm=bool(context.run_config.get("norm", False)))
 
     def trainer(context: Context) -> FP32Trainer:
-        return FP32Trainer(optimizer=sgd(0.05, 0.9), scheduler=cosine_annealing, loss=_loss, num_buckets=2,
-                           reduction=str(context.run_config.get("member-passes", "auto")))
+        reduction = str(context.run_config.get("member-passes", "auto"))
+        return FP32Trainer(optimizer=sgd(0.05, 0.9), scheduler=cosine_annealing, loss=_loss, reduction=reduction,
+                           num_buckets=2 if reduction == "ring" else 1)
 
     def states(context: Context) -> Path | None:
         """Return this node's own folder, as on a machine of its own."""

@@ -208,7 +208,7 @@ def one_process(rounds: int | None = None, state: dict[str, Any] | None = None, 
     if state is not None:
         strategy.resume_from(done, **state)
     made = make_client_app(lambda context: ring_app.network(norm=norm), ring_app.part,
-                           FP32Trainer(optimizer=sgd(0.05), num_buckets=2), state_folder=lambda context: folder)
+                           FP32Trainer(optimizer=sgd(0.05)), state_folder=lambda context: folder)
     with LocalGrid(made, 4, num_workers=0) as grid:
         result = strategy.start(GroupGrid(grid), arrays or ring_app.initial(norm=norm),
                                 num_rounds=rounds or strategy.num_rounds, timeout=120)

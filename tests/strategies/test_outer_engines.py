@@ -139,7 +139,7 @@ def test_the_simulation_has_the_weights_and_the_metrics_of_the_local_engine(tmp_
 # --------------------------------------------------------------------------------------------------- rings of processes
 def evaluating() -> ClientApp:
     return make_client_app(lambda context: ring_app.network(norm=True), ring_app.part,
-                           FP32Trainer(optimizer=sgd(0.05), num_buckets=2), evaluate_data_fn=ring_app.part)
+                           FP32Trainer(optimizer=sgd(0.05)), evaluate_data_fn=ring_app.part)
 
 
 @pytest.mark.slow

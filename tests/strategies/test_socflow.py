@@ -12,6 +12,7 @@ from socflower.cluster import LayerProfile, ModelProfile, parse_cluster
 from socflower.errors import ConfigError, InfeasiblePlan, SocflowerError, TrainingFailed
 from socflower.hierarchy import split_batch
 from socflower.precision.processor_costs import Int8Pricing
+from socflower.rings.settings import RingSettings
 from socflower.sim import EventClock
 from socflower.strategies.comparators import RingAllReduce, SingleDevice
 from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule
@@ -477,3 +478,10 @@ def test_the_model_is_evaluated_on_the_server_only() -> None:
     strategy = socflow()
     assert strategy.configure_evaluate(1, model(), ConfigRecord({}), FakeGrid()) == []
     assert strategy.aggregate_evaluate(1, []) is None
+
+
+def test_compression_is_refused_before_anything_is_sent_to_nodes_that_form_no_rings() -> None:
+    strategy = SoCFlow(cluster=parse_cluster({"boards": [2, 2]}), groups=2, rings=RingSettings(compression="dgc"),
+                       schedule=TrainingSchedule(num_samples=100, batch_size=10, num_epochs=1, interval_epochs=1.0))
+    with pytest.raises(ConfigError, match=r"^SoCFlow: rings has compression = 'dgc', and its nodes form no rings"):
+        messages(strategy)

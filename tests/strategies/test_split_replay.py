@@ -385,3 +385,18 @@ def test_nothing_is_evaluated_at_the_edges() -> None:
     strategy = replay()
     assert strategy.configure_evaluate(1, whole(), ConfigRecord({}), CloudGrid()) == []
     assert strategy.aggregate_evaluate(1, []) is None
+
+
+def test_an_edge_with_too_little_memory_for_its_half_is_refused_with_the_numbers() -> None:
+    """The catalogue's device has 12 GB, of which 10.5 GB are for training."""
+    for needed, fits in ((10.5e9, True), (10.6e9, False)):
+        cuts = tuple(replace(cut, edge_memory_bytes=needed) for cut in CUTS)
+        costs = replace(COSTS, cuts=cuts, edge_only_memory_bytes=needed)
+        for plan in (SplitPlan(cut=0), SplitPlan(cut=None)):
+            edges = [party(), party(costs=costs, split_plan=plan)]
+            if fits:
+                replay(parties=edges)
+                continue
+            with pytest.raises(InfeasiblePlan, match=r"^edge 1: to train .* takes at least 10.6 GB of memory, and "
+                                                     r"snapdragon-865 has 12.0 GB, of which .* leave 10.5 GB; use a"):
+                replay(parties=edges)

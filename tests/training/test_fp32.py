@@ -144,7 +144,7 @@ def test_frozen_parameters_know_no_weight_decay_however_members_pass(passes: str
     for name in names:
         model.get_parameter(name).requires_grad_(False)
     before = {name: value.clone() for name, value in model.named_parameters()}
-    trainer = FP32Trainer(optimizer=optimizer, reduction=passes, num_buckets=2)
+    trainer = FP32Trainer(optimizer=optimizer, reduction=passes, num_buckets=2 if passes == "ring" else 1)
     session = trainer.start(model, TrainingSpan(num_members=2))
     for _ in range(2):
         session.step(batches(2))
@@ -166,6 +166,15 @@ def test_a_model_of_which_nothing_is_trained_is_refused() -> None:
 def test_settings_of_sgd_that_train_nothing_or_diverge_are_refused(settings: dict[str, float], says: str) -> None:
     with pytest.raises(ConfigError, match=f"sgd: {says} = .* must be"):
         sgd(**settings)
+
+
+@pytest.mark.parametrize("reduction", ["auto", "always"])
+def test_buckets_without_a_ring_order_are_refused_by_name(reduction: str) -> None:
+    assert FP32Trainer(reduction="ring", num_buckets=3).num_buckets == 3
+    with pytest.raises(ConfigError, match=f"num_buckets = 3 divides .* and reduction = '{reduction}' has none"):
+        FP32Trainer(reduction=reduction, num_buckets=3)
+    with pytest.raises(ConfigError, match="num_buckets = 0"):
+        FP32Trainer(reduction="ring", num_buckets=0)
 
 
 def weight_and_bias() -> nn.Module:

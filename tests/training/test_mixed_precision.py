@@ -473,6 +473,10 @@ def test_bad_settings_are_refused_with_their_value() -> None:
         MixedPrecisionTrainer(rule="most")
     with pytest.raises(ConfigError, match="cross-entropy"):
         MixedPrecisionTrainer(fp32=FP32Trainer(loss=functional.mse_loss))
+    with pytest.raises(ConfigError, match="the train_step of its FP32Trainer computes a loss that int8 training does"):
+        MixedPrecisionTrainer(fp32=FP32Trainer(train_step=lambda model, batch: model(batch).sum()))
+    with pytest.raises(ConfigError, match=r"reduction = 'ring' of its FP32Trainer .*; use 'always'"):
+        MixedPrecisionTrainer(fp32=FP32Trainer(reduction="ring"))
     with pytest.raises(ConfigError, match="held_out has no inputs"):
         MixedPrecisionTrainer(held_out=torch.zeros(0, 1, 6, 6))
 

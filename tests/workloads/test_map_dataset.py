@@ -8,7 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from socflower.errors import ConfigError
 from socflower.workloads import DataSource, LabelledData, MapDataset, as_data_source
@@ -87,10 +95,38 @@ class Endless(IterableDataset[Any]):
         return iter([])
 
 
+class Backwards(SequentialSampler):
+    def __iter__(self) -> Any:
+        return reversed(range(len(self)))
+
+
+class Cycling(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return iter([])
+
+
+def test_how_a_loaders_processes_start_and_how_long_they_may_take_is_kept() -> None:
+    loader = DataLoader(Noisy(), num_workers=1, timeout=7.0, multiprocessing_context="spawn", pin_memory=False,
+                        prefetch_factor=3, persistent_workers=True, generator=torch.Generator())
+    source = as_data_source(loader)
+    assert isinstance(source, MapDataset)
+    assert (source._loader.timeout, source._loader.multiprocessing_context) == (7.0, loader.multiprocessing_context)
+
+
 @pytest.mark.parametrize(("data", "says"), [
     (Endless(), "Endless cannot be read by number of the sample; give a map-style Dataset"),
     (DataLoader(Noisy(), sampler=WeightedRandomSampler([1.0] * 12, 12)),
      "the DataLoader has a WeightedRandomSampler, but which samples a step uses is the strategy's choice"),
+    (DataLoader(Noisy(), batch_sampler=[[0, 1], [1, 2]]), "the DataLoader has a batch_sampler (list), but which"),
+    (DataLoader(Noisy(), sampler=RandomSampler(Noisy(), replacement=True)), "a RandomSampler with replacement, but"),
+    (DataLoader(Noisy(), sampler=RandomSampler(Noisy(), num_samples=10)), "a RandomSampler of 10 of 12 samples, but"),
+    (DataLoader(Noisy(), sampler=SequentialSampler(range(5))), "a SequentialSampler of 5 of 12 samples, but"),
+    (DataLoader(Noisy(), sampler=Backwards(Noisy())), "the DataLoader has a Backwards, but"),
+    (DataLoader(Noisy(), batch_size=5, drop_last=True), "has drop_last=True, but the strategy trains on all samples"),
+    (DataLoader(Noisy(), batch_size=None), "has batch_size=None, but the strategy forms batches"),
+    (DataLoader(Noisy(), num_workers=1, worker_init_fn=print), "has a worker_init_fn, but the processes"),
+    (Cycling(Noisy()), "has an __iter__ of its own (Cycling), but which samples"),
+    (DataLoader(Endless()), "Endless cannot be read by number of the sample"),
     (7, "int cannot be read by number"),
 ])
 def test_what_cannot_be_read_by_number_or_would_be_ignored_is_one_line(data: Any, says: str) -> None:

@@ -68,6 +68,7 @@ class SplitCosts:
     batch_size: int
     cuts: tuple[CutCost, ...]
     edge_only_s: float  # a whole training step at the edge
+    edge_only_memory_bytes: float = 0.0  # of such a step
     label_bytes: float = 0.0  # that travel with the features of a batch
     codec_s_per_element: Mapping[int, float] = field(default_factory=dict)  # at the edge, by bits; 0 where missing
     decode_s_per_element: Mapping[int, float] = field(default_factory=dict)  # of gradients there, likewise

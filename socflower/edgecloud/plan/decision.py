@@ -10,7 +10,7 @@ from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, LinkRa
 from socflower.edgecloud.plan.cost_model import predicted_s
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.party import Party
-from socflower.errors import ConfigError, require_range
+from socflower.errors import ConfigError, InfeasiblePlan, require_range
 from socflower.wire.codecs.quantisation import BITS
 
 
@@ -85,9 +85,10 @@ class DecisionEngine:
         self._cuts = tuple(i for i, cut in enumerate(costs.cuts) if cut.edge_memory_bytes <= edge_memory_bytes)
         if not self._cuts:
             least = min(cut.edge_memory_bytes for cut in costs.cuts)
-            raise ConfigError(f"decision engine: no cut of model {costs.model} fits into {edge_memory_bytes:.0f} bytes "
-                              f"of the edge; the smallest needs {least:.0f}; make the batch smaller")
-        self._costs, self._reverse, self._allow_edge_only = costs, reverse, allow_edge_only
+            raise InfeasiblePlan(f"decision engine: no cut of model {costs.model} fits into {edge_memory_bytes:.0f} "
+                                 f"bytes of the edge; the smallest needs {least:.0f}; make the batch smaller")
+        self._costs, self._reverse = costs, reverse
+        self._allow_edge_only = allow_edge_only and costs.edge_only_memory_bytes <= edge_memory_bytes
         self._bits = tuple(sorted(set(bits), reverse=True))
         self._beta, self._smoothing, self._min_gain = beta, smoothing, min_gain
         self._rest_batches, self._longest_gap, self._num_batches = rest_batches, first_gap_batches, num_batches
@@ -199,14 +200,17 @@ class DecisionEngine:
 def adaptive_party(
     costs: SplitCosts, link: BandwidthProfile, *, num_batches: int, bits: Sequence[int] = (8,),
     window: WindowSchedule | None = None, allow_edge_only: bool = False, moves: bool = True, reverse: bool = False,
+    edge_memory_bytes: float = math.inf,
 ) -> Party:
     """Return an edge that begins with the best deployment for its link, and moves the cut as the link changes.
 
     `num_batches` is the length of the whole training, `bits` the feature widths to choose from, `window` K by training
-    progress, by default the paper's. Without `moves` the deployment is fixed. Raises ConfigError for invalid settings.
+    progress, by default the paper's. Without `moves` the deployment is fixed. Cuts that take more than
+    `edge_memory_bytes` are left out. Raises ConfigError for invalid settings.
     """
     schedule = window or WindowSchedule()
-    engine = DecisionEngine(costs, bits, allow_edge_only=allow_edge_only, num_batches=num_batches, reverse=reverse)
+    engine = DecisionEngine(costs, bits, allow_edge_only=allow_edge_only, num_batches=num_batches, reverse=reverse,
+                            edge_memory_bytes=edge_memory_bytes)
     first = engine.best(initial_rates(link), schedule.window(0, num_batches))
     return Party(costs=costs, bandwidth_profile=link, split_plan=first,
                  window=lambda batch: schedule.window(batch, num_batches), decider=engine if moves else None)

@@ -7,8 +7,9 @@ from itertools import pairwise
 
 from socflower.cluster.cost_model import UPDATE_PASSES, ModelProfile, compute_seconds
 from socflower.cluster.device import Device
+from socflower.cluster.device_memory import require_memory
 from socflower.edgecloud.plan.cost_model import training_s
-from socflower.edgecloud.plan.cuts import CutCost, SplitCosts
+from socflower.edgecloud.plan.cuts import CutCost, SplitCosts, SplitPlan
 from socflower.edgecloud.plan.phases import Phases
 from socflower.errors import ConfigError, require_range
 from socflower.wire.codecs.quantisation import BITS
@@ -108,6 +109,7 @@ def split_costs(model: ModelProfile, cuts: Sequence[CutShape], edge: Device, clo
     return SplitCosts(
         model=model.name, batch_size=batch_size, cuts=tuple(costs),
         edge_only_s=at_edge.forward_s(0, num_layers) + at_edge.backward_s(0, num_layers),
+        edge_only_memory_bytes=memory_bytes(0, num_layers, model.input_bytes),
         label_bytes=0.0 if reverse else label_bytes_per_sample * batch_size,
         codec_s_per_element={bits: codec_s for bits in BITS if bits < 32},
         edge_s_per_byte=BYTE_PASSES / edge.memory_bytes_per_s,
@@ -117,6 +119,15 @@ def split_costs(model: ModelProfile, cuts: Sequence[CutShape], edge: Device, clo
         model_weight_bytes=max(cost.front_weight_bytes + moving_bytes(cut.num_layers, num_layers)
                                for cost, cut in zip(costs, cuts, strict=True)),
     )
+
+
+def require_edge_memory(device: Device, costs: SplitCosts, plan: SplitPlan, edge: int) -> None:
+    """Raise `InfeasiblePlan` if an edge's device has too little memory for its half of a plan."""
+    needed_bytes = costs.edge_only_memory_bytes if plan.cut is None else costs.cuts[plan.cut].edge_memory_bytes
+    half = "all layers" if plan.cut is None else f"its half at cut {costs.cuts[plan.cut].name}"
+    require_memory(device, needed_bytes,
+                   f"edge {edge}: to train {half} of {costs.model} on {costs.batch_size} samples a batch",
+                   "use a smaller batch or another cut")
 
 
 def edge_energy_j(device: Device, *, compute_s: float, network_s: float, duration_s: float,

@@ -114,9 +114,12 @@ def measure_costs(
             edge_memory_bytes=(point.front_weight_bytes + trained_bytes + runs[index].state_bytes
                                + output_bytes * how.batch_size),
             front_trains=point.front_trains))
+    trained_bytes = sum(layer.weight_bytes for layer in profile.layers)
+    output_bytes = sum(layer.output_bytes for layer in profile.layers if layer.name not in split.frozen_layers)
     all_bytes = float(sum(form.numel() * form.element_size() for form in split.specs.values()))
     return SplitCosts(
         model=split.name, batch_size=how.batch_size, cuts=tuple(cuts), edge_only_s=training_s[-1],
+        edge_only_memory_bytes=all_bytes + trained_bytes + runs[-1].state_bytes + output_bytes * how.batch_size,
         label_bytes=label_bytes * how.batch_size,
         codec_s_per_element=measure_codec(split, how, bits=bits, feedback=feedback),
         decode_s_per_element=measure_decode(split, how, bits=bits),

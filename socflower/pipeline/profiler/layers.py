@@ -60,7 +60,7 @@ def read_model(
     placeholder = next(one for one in chain.graph.operations if one.node.op == "placeholder")
     return ReadModel(chain=chain, model=PipelineModel(
         name=name, layers=layers, input_bytes=result_bytes([placeholder]), label_bytes=label_bytes,
-        cuts=granularity.value))
+        cuts=granularity.value, sample_shape=(placeholder.shape or ())[1:]))
 
 
 def _coarsened(

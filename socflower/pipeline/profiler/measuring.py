@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from socflower.capture.chain import ModelChain
-from socflower.capture.graph import CAPTURE_LOCK, Example, first_samples, training_mode_pass
+from socflower.capture.graph import CAPTURE_LOCK, Example, first_samples
+from socflower.capture.model_copy import copied
+from socflower.capture.random_state import forked_generators
 from socflower.capture.torch_device import device_of, settle
 from socflower.errors import ConfigError, require_range
 from socflower.pipeline.problem import LayerSeconds
@@ -33,8 +35,8 @@ def measure_layers(
     Layers are the pieces of `chain`, by default those of `read_model`. Each runs alone in training mode, on what the
     layer before made of the example's first sample, or of a random one of its shape, so memory holds the activations of
     one layer at a time; its backward pass starts from ones. A first pass of each is not counted. `in_int8` measures
-    what a stage in int8 computes, without the rounding of its masters, which is a part of its update. The module's
-    weights, gradients, mode, buffers and the random state are unchanged.
+    what a stage in int8 computes, without the rounding of its masters, which is a part of its update. A copy of the
+    module runs; the module itself and the random state are unchanged.
 
     Raises ConfigError for batch sizes that do not rise from 1 or more, for a model that cannot be cut, and for layers
     that int8 does not have.
@@ -47,14 +49,15 @@ def measure_layers(
         # Not zeros: pooling takes a third of its time on equal values, whose comparisons processors predict.
         example = torch.randn(1, *example, generator=torch.Generator().manual_seed(0))
     layers = read_model(module, example, type(module).__name__).chain if chain is None else chain
-    pieces = [_Int8Piece(int8_part(module, layers, number, number), input_gradient=number > 0) if in_int8
-              else layers.module(module, number, number) for number in range(len(layers.pieces))]
+    own = copied(module, layers.graph.name).train()
+    pieces = [_Int8Piece(int8_part(own, layers, number, number), input_gradient=number > 0) if in_int8
+              else layers.module(own, number, number) for number in range(len(layers.pieces))]
     forward_s, backward_s = (np.zeros((len(pieces), len(sizes))) for _ in range(2))
-    with CAPTURE_LOCK.shared(), training_mode_pass(module), torch.enable_grad():
+    with CAPTURE_LOCK.shared(), forked_generators(), torch.enable_grad():
         for column, size in enumerate(sizes):
-            entering: Tensors = (first_samples(module, example, layers.graph.name, size),)
+            entering: Tensors = (first_samples(own, example, layers.graph.name, size),)
             for row, piece in enumerate(pieces):
-                entering, times = _measured(piece, entering, repeats, clock, device_of(module), is_first=row == 0)
+                entering, times = _measured(piece, entering, repeats, clock, device_of(own), is_first=row == 0)
                 forward_s[row, column], backward_s[row, column] = times
     return LayerSeconds(device=device, batches=sizes, forward_s=forward_s, backward_s=backward_s)
 

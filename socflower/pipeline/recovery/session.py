@@ -7,7 +7,6 @@ all pairs at once, and training goes on from that step. Updates since are done a
 the pipeline had been planned anew at that step.
 """
 
-import copy
 import io
 import json
 import math
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from socflower.capture.model_copy import copied
 from socflower.errors import InfeasiblePlan
 from socflower.pipeline.plan import Plan, from_json, to_json
 from socflower.pipeline.profiler.layers import ReadModel
@@ -239,7 +239,7 @@ class _Session:
         config, channels = self._config, self._channels
         assert channels is not None
         state = self._kept[self._step]
-        model = copy.deepcopy(config.model)
+        model = copied(config.model)
         load_trainable_state(model, {**trainable_state(model), **state.weights})
         span = TrainingSpan(
             first_step=self._group.first_step + self._step, total_steps=self._group.total_steps,

@@ -1,6 +1,5 @@
 """Trains a plan in one process through the steps of a group's interval, as `train_group` does without a pipeline."""
 
-import copy
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from socflower.capture.batch_form import pair_of
+from socflower.capture.model_copy import copied
 from socflower.capture.random_state import own_random_state
 from socflower.errors import ConfigError
 from socflower.pipeline.plan import Plan
@@ -31,18 +31,18 @@ PEAK_BYTES, PEAK_IN_FLIGHT = "pipeline-peak-bytes", "pipeline-peak-in-flight"
 
 def train_pipeline(
     model: nn.Module, data: DataSource, task: GroupTask, plan: Plan, trainer: Trainer, state: bytes | None = None, *,
-    cuts: str = "layers", layers_sha256: str = "", coding: ActivationCoding = EXACT,
+    cuts: str = "layers", layers_sha256: str = "", sample_shape: tuple[int, ...] = (), coding: ActivationCoding = EXACT,
     budget_bytes: Mapping[int, float] | None = None, departures: Mapping[int, int] | None = None,
     int8_socs: Collection[int] = (),
 ) -> GroupOutcome:
     """Train `model` in place through all steps of the task; all devices of the plan run in this process.
 
     `data` is the whole data set. `state` is from the end of the previous interval, perhaps under another plan.
-    `layers_sha256` is of the model that was planned. `departures` has the step of the interval (from 0) before which a
-    SoC leaves: the others go on with the plan that is left (`replanned`), as on machines of their own; when all have
-    left, the interval ends. Stages on `int8_socs` compute in int8. Raises `ConfigError` if the model has other layers
-    than were planned, for a trainer other than `FP32Trainer` and for layers that such a stage cannot compute, and
-    `OutOfMemory` if a stage exceeds its budget.
+    `layers_sha256` and `sample_shape` are of the model that was planned. `departures` has the step of the interval
+    (from 0) before which a SoC leaves: the others go on with the plan that is left (`replanned`), as on machines of
+    their own; when all have left, the interval ends. Stages on `int8_socs` compute in int8. Raises `ConfigError` if the
+    model has other layers than were planned, or makes activations of other shapes, for a trainer other than
+    `FP32Trainer` and for layers that such a stage cannot compute, and `OutOfMemory` if a stage exceeds its budget.
     """
     trainer = require_fp32(trainer)
     refuse_unfit(trainer)
@@ -50,7 +50,7 @@ def train_pipeline(
         raise ConfigError("pipeline: all samples of a mini-batch come from one place, so data cannot stay at their "
                           "nodes; use reshuffle=True")
     model.to(training_device(trainer))
-    read = read_like(model, data, cuts, layers_sha256)
+    read = read_like(model, data, cuts, layers_sha256, sample_shape)
     if not task.first_step:
         trainer.require_divisible_loss(model, (), data, task.batch_size)
     leaving = {soc: step for soc, step in (departures or {}).items() if soc in plan.socs and step < task.num_steps}
@@ -96,7 +96,7 @@ class _Part:
             proximal_mu=task.proximal_mu, seed=(task.seed, task.group_id))
         schedule, mail = BatchSchedule(task, [len(self.data)]), Mail()
         sources = {pipeline.samples_on for pipeline in plan.pipelines} - {None, *plan.socs}
-        members = [Member(plan, soc, self.read, copy.deepcopy(self.model), self.trainer, span, data=self.data,
+        members = [Member(plan, soc, self.read, copied(self.model), self.trainer, span, data=self.data,
                           send=mail.sender(soc), state=state, coding=self.coding,
                           budget_bytes=self.budget_bytes.get(soc, math.inf), int8_socs=self.int8_socs)
                    for soc in (*plan.socs, *sources) if soc is not None]
@@ -122,9 +122,20 @@ def require_fp32(trainer: Trainer) -> FP32Trainer:
     return trainer
 
 
-def read_like(model: nn.Module, data: DataSource, cuts: str, layers_sha256: str) -> ReadModel:
-    """Return the layers of a node's model; `ConfigError` if they are not those that were planned."""
+def read_like(
+    model: nn.Module, data: DataSource, cuts: str, layers_sha256: str, sample_shape: tuple[int, ...] = (),
+) -> ReadModel:
+    """Return the layers of a node's model for samples of the planned shape, if known, else of the data's first sample.
+
+    Raises `ConfigError` if they are not those that were planned.
+    """
     inputs, _ = pair_of(data.batch(torch.zeros(1, dtype=torch.int64)), "pipeline")
+    own_shape = tuple(inputs.shape[1:])
+    if sample_shape and own_shape != sample_shape:
+        if len(own_shape) != len(sample_shape):
+            raise ConfigError(f"pipeline: samples of the data have shape {own_shape}, and {sample_shape} was planned; "
+                              "give pipeline_problem an example of these data")
+        inputs = inputs.new_zeros(1, *sample_shape)  # the first sample may be shorter than others
     read = read_model(model, inputs, type(model).__name__, granularity=Granularity(cuts))
     if layers_sha256 and read.model.sha256 != layers_sha256:
         raise ConfigError(f"pipeline: {type(model).__name__} has other layers here than the model that was planned, "

@@ -110,6 +110,9 @@ def refuse_unfit(trainer: FP32Trainer) -> None:
                      ("max_grad_norm", "limits the norm of a whole model's gradient")):
         if getattr(trainer, key) is not None:
             raise ConfigError(f"FP32Trainer: {key} {why}, and a pipeline has no device with one; leave it out")
+    if trainer.reduction != "auto":
+        raise ConfigError(f"FP32Trainer: reduction = {trainer.reduction!r} is for groups, and a pipeline sums a "
+                          "stage's gradients by its plan; leave it out")
     if trainer.accumulation_steps > 1:
         raise ConfigError("FP32Trainer: accumulation_steps, but a pipeline accumulates its micro-batches; leave it out "
                           "and give num_micro_batches")
@@ -305,6 +308,7 @@ class Member:
         if self.work.loss is not None:
             self._losses[-1] += made[0]
             return
+        self._require_planned(entering, made)
         following = self._pipeline.stages[self._index + 1]
         for piece in batch.slices(self._index):
             if piece.sender == self._rank:
@@ -314,6 +318,20 @@ class Member:
                     self._feedback.keep(batch.number, piece.receiver, [tensor[begin:end] for tensor in made],
                                         self._outputs.decode(body, piece.num_samples))
                 self._send(following.devices[piece.receiver], ACTIVATIONS, body)
+
+    def _require_planned(self, entering: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """Raise `ConfigError` for activations of another shape than planned, which the next stage would misread."""
+        assert self.work is not None
+        for tensor, planned in zip(made, self.work.leaving, strict=True):
+            shape = tuple(tensor.shape[1:])
+            if shape == planned.shape:
+                continue
+            what = "samples" if self._index == 0 else "activations"
+            raise ConfigError(
+                f"pipeline: {what} of shape {tuple(entering[0].shape[1:])} make activations of shape {shape} behind "
+                f"layer {self._stage.last_layer} of {self._read.model.name}, where samples of shape "
+                f"{self._read.model.sample_shape}, which were planned, make {planned.shape}; pad or crop all samples "
+                "to one shape, or train in groups")
 
     def _backward(self, batch: MicroBatch, first: int) -> Script[None]:
         assert self.work is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from socflower import _int8
+from socflower.capture.model_copy import copied
 from socflower.errors import TrainingFailed
 from socflower.precision.algorithm import OutsideUpdate
 from socflower.precision.int8 import network as ir
@@ -24,7 +24,7 @@ from socflower.precision.int8.requantisation import Int8Array
 
 def fp32_factory(modules: Mapping[str, nn.Module]) -> Fp32Factory:
     """Return the factory of a program's FP32 operators; they train copies of `modules`."""
-    copies = {name: copy.deepcopy(module) for name, module in modules.items()}
+    copies = {name: copied(module) for name, module in modules.items()}
 
     def make(node: ir.Fp32, inputs: Sequence[Tensor], output: Tensor) -> Operator[ir.Fp32]:
         return Fp32Operator(node, copies[node.name], inputs, output)

@@ -1,6 +1,8 @@
 """The tables of a scenario file: keys, defaults, limits, descriptions; docs/reference/scenarios.md is made of them."""
 
 import re
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Annotated, Any, Self
 
 from pydantic import Field
@@ -20,6 +22,7 @@ from socflower.scenario.schema.thermal import BackgroundLoadConfig, ThermalConfi
 
 ARITHMETICS = ("fp32", "int8", "mixed")
 _READ_BY_PIPELINES = ("name", "socs", "sync_interval_epochs", "rebalance", "rebalance_steps", "tolerate_client_errors")
+_READ_BY_SPLITS = ("name", "socs", "tolerate_client_errors")
 REBALANCE = ("off", "shares", "groups", "both")
 FAULT_KINDS = ("raise", "nan", "hang", "die", "preempt")
 
@@ -36,6 +39,8 @@ _OF_LEADERS = ("leaders", "leader_compression")
 # Limits far above any real training, which keep planning and training bounded.
 _MAX_EPOCHS = 1_000_000
 _MAX_SAMPLES = 1_000_000  # of a batch
+
+_ALPHA = 0.5
 
 Epochs = Annotated[int, Field(gt=0, le=_MAX_EPOCHS)]
 Round = Annotated[int, Field(gt=0, le=MOST_INTERVALS)]
@@ -81,7 +86,14 @@ class DataConfig(Factory):
         "`digits`, or the `factory`"))
     partition: Annotated[str, OneOf(("iid", "dirichlet"))] = Field("iid", description=(
         "how data are spread over SoCs; `dirichlet` is label skew"))
-    alpha: float = Field(0.5, gt=0, description="of the Dirichlet distribution; smaller is more uneven")
+    alpha: float = Field(_ALPHA, gt=0, description="of the Dirichlet distribution; smaller is more uneven")
+
+    def check(self) -> None:
+        """Refuse an unevenness of even parts."""
+        super().check()
+        if self.alpha != _ALPHA and self.partition != "dirichlet":
+            raise ValueError(f"alpha = {self.alpha} is for partition = 'dirichlet', and it is {self.partition!r}; "
+                             "leave it out")
 
 
 class TrainConfig(Table):
@@ -346,6 +358,9 @@ class ScenarioFile(ClusterFile):
         if self.precision.arithmetic == "int8" and (self.train.weight_decay or self.train.reduction != "auto"):
             raise ValueError("[precision] arithmetic = 'int8' does not support [train] weight_decay and reduction; "
                              "leave them out")
+        if self.precision.arithmetic == "mixed" and self.train.reduction == "ring":
+            raise ValueError("[train] reduction = 'ring' sums gradients as a ring does, which the int8 gradients of "
+                             "[precision] arithmetic = 'mixed' do not take part in; use 'always'")
         if self.train.momentum and self._trains_by_niti and not self.is_split:
             raise ValueError(f"[train] momentum = {self.train.momentum}: the integer update of [precision] algorithm "
                              "= 'niti' has none; leave it out, or use algorithm = 'adaptive-fixed-point'")
@@ -436,13 +451,7 @@ class ScenarioFile(ClusterFile):
         if self.precision.arithmetic != "fp32":
             raise ValueError(f"[precision] arithmetic = {self.precision.arithmetic!r}: {name} trains in fp32; leave it "
                              "out")
-        unread = [key for key, field in StrategyConfig.model_fields.items()
-                  if key not in _READ_BY_PIPELINES and getattr(self.strategy, key) != field.default]
-        if unread:
-            raise ValueError(f"[strategy] {unread[0]} is for groups, and {name} makes stages; leave it out")
-        for key in ("local_epochs", "reduction"):
-            if getattr(self.train, key) != TrainConfig.model_fields[key].default:
-                raise ValueError(f"[train] {key} = {getattr(self.train, key)!r}: {name} does not read it; leave it out")
+        self._refuse_unread(name, _READ_BY_PIPELINES, "makes stages")
         if self.ring.compression != "none":
             raise ValueError(f"[ring] compression = {self.ring.compression!r}: {name} sums gradients of replicated "
                              "stages in float32; leave it out, or use [pipeline] activation_bits")
@@ -460,12 +469,23 @@ class ScenarioFile(ClusterFile):
             raise ValueError(f"[pipeline] sample = {list(table.sample)} does not go with [model] name = "
                              f"{self.model.name!r}; {' and '.join(LANGUAGE_MODELS)} take [tokens]")
 
+    def _refuse_unread(self, name: str, read: Collection[str], instead: str) -> None:
+        """Refuse what a strategy without groups does not read, unless it has its default."""
+        unread = [key for key, field in StrategyConfig.model_fields.items()
+                  if key not in read and getattr(self.strategy, key) != field.default]
+        if unread:
+            raise ValueError(f"[strategy] {unread[0]} is for groups, and {name} {instead}; leave it out")
+        for key in ("local_epochs", "reduction"):
+            if getattr(self.train, key) != TrainConfig.model_fields[key].default:
+                raise ValueError(f"[train] {key} = {getattr(self.train, key)!r}: {name} does not read it; leave it out")
+
     def _check_split(self) -> None:
         name = f"[strategy] name = {self.strategy.name!r}"
         if self.train.epochs / self.split.round_epochs > MOST_INTERVALS:
             raise ValueError(f"[edgecloud] round_epochs = {self.split.round_epochs} with [train] epochs = "
                              f"{self.train.epochs} make more than {MOST_INTERVALS} rounds; train fewer epochs, or "
                              "raise round_epochs")
+        self._refuse_unread(name, _READ_BY_SPLITS, "has edges")
         others = [event.kind for event in self.events if event.kind != "preempt"]
         if others:
             raise ValueError(f"[[event]] kind = {others[0]!r}: {name} knows 'preempt' only; outages of a link are in "
@@ -494,7 +514,8 @@ class ScenarioFile(ClusterFile):
         interval = own.sync_interval_epochs or self.strategy.sync_interval_epochs
         edgecloud = self.edgecloud if self.is_split or several_groups(strategy) else None
         pipeline = self.pipeline if STRATEGIES[strategy].is_pipeline else None
-        return self.replaced(strategy=self.strategy.under(strategy, sync_interval_epochs=interval),
+        rings = self.ring if isinstance(STRATEGIES[strategy], GroupStrategy) else replace(self.ring, compression=NONE)
+        return self.replaced(strategy=self.strategy.under(strategy, sync_interval_epochs=interval), ring=rings,
                              edgecloud=edgecloud, pipeline=pipeline, train=self.train.replaced(**_of_train(own)))
 
     @property

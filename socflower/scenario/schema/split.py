@@ -38,8 +38,7 @@ class EdgeCloudConfig(Table):
     latency_s: float = Field(0.005, ge=0, description="of `constant` and of `segments`, one way")
     segments: tuple[tuple[float, float, float], ...] = Field((), description=(
         "[seconds, bytes/s up, bytes/s down]: a link in parts, in place of `link`; 0 is an outage"))
-    repeats: bool = Field(False, description="whether `segments` begin again at their end; if not, the last one holds "
-                                             "for good")
+    repeats: bool = Field(False, description="whether `segments` begin again at their end; else the last one stays")
     jitter: float = Field(0.0, ge=0, description="of `constant` and of `segments`: standard deviation of the rates as "
                           "a part of their mean, changing within about ten seconds")
     shared_up_bytes_per_s: Rate | None = Field(None, description=(
@@ -64,7 +63,7 @@ class EdgeCloudConfig(Table):
         "how gradients are corrected by what the codec lost"))
     delta: bool = Field(False, description=(
         "send what a sample's features changed by since they were last sent, without error feedback. It remembers "
-        "within a round, so `round_epochs` must be 2 or more for it to do anything"))
+        "within a round, which therefore needs `round_epochs` of 2 or more"))
     cloud_model: Annotated[str, OneOf(("own", "shared"))] = Field(
         "own", json_schema_extra={"was": "halves"}, description=(
             "cloud halves of several edges: `own`, one for each, averaged with the edge halves after each round; or "
@@ -89,6 +88,16 @@ class EdgeCloudConfig(Table):
             value = getattr(self, key)
             if (value is None) == is_constant:
                 raise ValueError(f"{key} = {value}: link = \"constant\" needs it, and no other link takes it")
+        if self.links and self.segments:
+            raise ValueError("links and segments: each edge has its link of one or the other; leave one of the two out")
+        defaults = {key: EdgeCloudConfig.model_fields[key].default for key in ("link", "latency_s")}
+        if self.links and self.link != defaults["link"]:
+            raise ValueError(f"link = {self.link!r}: links names one for each edge; leave link out")
+        if self.latency_s != defaults["latency_s"] and not self.segments and not is_constant:
+            raise ValueError(f"latency_s = {self.latency_s} is of segments and of link = \"constant\"; generated links "
+                             "have their own; leave it out")
+        if self.repeats and not self.segments:
+            raise ValueError("repeats is of segments, and there are none; leave it out")
         if (self.shared_up_bytes_per_s is None) != (self.shared_down_bytes_per_s is None):
             raise ValueError("shared_up_bytes_per_s and shared_down_bytes_per_s are one link; give both or none")
         if self.cloud_processors is not None and self.cloud_model == "shared":

@@ -14,6 +14,10 @@ GAMES = ("none", "tidal")
 
 _HOT_BOARD_AIRFLOW = 0.1
 
+_READERS = {"high_rpm": ("passive", "predictive"), "hot_c": ("passive",), "cool_c": ("passive",),
+            "max_slowdown": ("predictive",)}
+"""Keys that only some fan policies read."""
+
 Temperature = Annotated[float, Field(ge=COLDEST_C, le=HOTTEST_C)]
 FanSpeed = Annotated[float, Field(ge=rack_fans().min_rpm, le=rack_fans().max_rpm)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -48,11 +52,15 @@ class ThermalConfig(Table):
         "from the scenario's seed"))
 
     def check(self) -> None:
-        """Refuse speeds and temperatures in the wrong order, and two changes at one time."""
+        """Refuse what the fans do not read, speeds and temperatures in the wrong order, two changes at one time."""
         if self.fan != "fixed" and not self.rpm < self.high_rpm:
             raise ValueError(f"rpm = {self.rpm}, the low speed, must be below high_rpm = {self.high_rpm}")
         if not self.cool_c < self.hot_c:
             raise ValueError(f"cool_c = {self.cool_c} must be below hot_c = {self.hot_c}")
+        for key, readers in _READERS.items():
+            if getattr(self, key) != ThermalConfig.model_fields[key].default and self.fan not in readers:
+                raise ValueError(f"{key} = {getattr(self, key)} is for fan = {' or '.join(map(repr, readers))}, and it "
+                                 f"is {self.fan!r}; leave it out")
         for key in ("ambient_changes", "fans_working_changes"):
             times_s = [time_s for time_s, _ in getattr(self, key)]
             if len(set(times_s)) < len(times_s):
@@ -73,7 +81,7 @@ class BackgroundLoadConfig(Table):
     """`[background_load]`: games that share or take SoCs, and the hours in which training may run."""
 
     games: Annotated[str, OneOf(GAMES)] = Field("none", description=(
-        "`tidal`: the part of SoCs that are in a game follows a cosine over the day"))
+        "`tidal`: the part of SoCs that are in a game follows a cosine over the day; `none` reads no key of games"))
     start_hour: Hour = Field(0.0, description="of the day, when training begins")
     low: Fraction = Field(0.05, description="the part of SoCs in a game at `low_hour`, at most `high`")
     high: Fraction = Field(0.6, description="the same twelve hours later")

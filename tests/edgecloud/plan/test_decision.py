@@ -14,7 +14,7 @@ from socflower.edgecloud.plan.cost_model import migration_s, period_s, predicted
 from socflower.edgecloud.plan.cuts import CutCost, SplitCosts, SplitPlan
 from socflower.edgecloud.plan.decision import DecisionEngine, WindowSchedule
 from socflower.edgecloud.plan.phases import phases
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, InfeasiblePlan
 
 BITS = (2, 4, 8, 16, 32)
 
@@ -295,9 +295,21 @@ def test_a_schedule_gives_the_window_of_the_last_fraction_reached(
     (lambda: DecisionEngine(RESNET, (8,), num_batches=0), "num_batches = 0"),
     (lambda: DecisionEngine(dataclasses.replace(RESNET, model_weight_bytes=0.0), (8,), allow_edge_only=True),
      "needs model_weight_bytes"),
-    (lambda: DecisionEngine(RESNET, (8,), edge_memory_bytes=-1.0), "no cut of model resnet fits"),
 ])
 def test_what_cannot_be_is_refused_in_one_line(call: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         call()  # type: ignore[operator]
     assert "\n" not in str(caught.value)
+
+
+def test_an_edge_with_too_little_memory_for_any_cut_is_refused_in_one_line() -> None:
+    with pytest.raises(InfeasiblePlan, match="no cut of model resnet fits into -1 bytes") as caught:
+        DecisionEngine(RESNET, (8,), edge_memory_bytes=-1.0)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_edge_alone_is_no_choice_beyond_its_memory() -> None:
+    costs = dataclasses.replace(RESNET, edge_only_memory_bytes=2e6)
+    for budget, allowed in ((2e6, True), (2e6 - 1.0, False)):
+        engine = DecisionEngine(costs, (8,), allow_edge_only=True, edge_memory_bytes=budget)
+        assert any(choice.cut is None for choice in engine.choices(5)) is allowed

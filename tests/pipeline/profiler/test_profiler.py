@@ -12,7 +12,7 @@ from torch import nn
 
 from socflower.capture.layer_profile import profile_module
 from socflower.cluster import Board, Cluster, device
-from socflower.cluster.device_catalog import reserved_memory_bytes, usable_memory_bytes
+from socflower.cluster.device_catalog import usable_memory_bytes
 from socflower.errors import ConfigError
 from socflower.pipeline.problem import PipelineLayer, PipelineModel
 from socflower.pipeline.profiler.estimates import estimate_seconds, estimated_problem
@@ -172,8 +172,7 @@ def test_devices_of_a_kind_share_their_seconds_and_have_the_usable_memory() -> N
     problem = estimated_problem(model, cluster, micro_batch_size=8, num_micro_batches=4)
     assert problem.devices[1].seconds is problem.devices[2].seconds is not problem.devices[0].seconds
     assert [each.memory_bytes for each in problem.devices] == [6.5e9, 2.5e9, 2.5e9]
-    assert usable_memory_bytes(nano) == nano.memory_bytes - reserved_memory_bytes()
-    with pytest.raises(ConfigError, match="leaves none for training"):
-        usable_memory_bytes(replace(nano, memory_bytes=1e9))
+    assert [usable_memory_bytes(replace(nano, memory_bytes=each)) for each in (4e9, 3e9, 1e9, 32e6, 1.0)] == [
+        2.5e9, 1.5e9, 0.5e9, 16e6, 0.5]
     with pytest.raises(ConfigError, match="name at least one"):
         estimated_problem(model, cluster, micro_batch_size=8, num_micro_batches=4, socs=())

@@ -349,9 +349,10 @@ scenarios = st.builds(
     Scenario, seed=st.integers(0, 2**32 - 1), name=st.text(), question=st.text(),
     cluster=st.fixed_dictionaries({}, optional={
         "name": st.text(), "socs_per_board": st.integers(1, 9), "boards": st.integers(1, 9),
-        "hub_bytes_per_s": positive}),
+        "hub_bytes_per_s": st.floats(1.0, 1e6)}),
     model=st.builds(ModelConfig, name=st.text()),
-    data=st.builds(DataConfig, name=st.text(), partition=st.sampled_from(("iid", "dirichlet")), alpha=positive),
+    data=st.builds(DataConfig, name=st.text()) | st.builds(
+        DataConfig, name=st.text(), partition=st.just("dirichlet"), alpha=positive),
     train=trains,
     strategy=st.builds(
         StrategyConfig, name=st.sampled_from(CLUSTER_STRATEGIES), groups=st.integers(1, 99) | st.just("auto"),

@@ -23,8 +23,9 @@ def written(folder: Path, text: str = "", base: str = SPLIT) -> Path:
 
 
 def test_a_resolved_split_scenario_is_read_as_it_was_written(tmp_path: Path) -> None:
+    links = load_scenario(written(tmp_path, '[edgecloud]\nlinks = ["wifi", "5g"]\n'))
+    assert links.split.links == ("wifi", "5g") and from_document(to_document(links)) == links
     scenario = load_scenario(written(tmp_path, """[edgecloud]
-links = ["wifi", "5g"]
 window = [[0.0, 4], [0.5, 5]]
 segments = [[10, 1e6, 2e6], [5.0, 0, 0]]
 bits = [2, 8]
@@ -58,6 +59,12 @@ def test_what_is_compared_by_default_is_of_the_strategys_family(tmp_path: Path) 
     ("[edgecloud]\njitter = 0.1", "generated links scatter by themselves"),
     ("[edgecloud]\ntrace_seed = -1", "trace_seed = -1 must be a whole number from 0 to 4294967295"),
     ("[edgecloud]\nlatency_s = -1", "latency_s"),
+    ("[edgecloud]\nlatency_s = 0.1", "latency_s = 0.1 is of segments and of link = \"constant\""),
+    ("[edgecloud]\nrepeats = true", "repeats is of segments, and there are none"),
+    ("[edgecloud]\nlinks = ['wifi']\nsegments = [[1, 1, 1]]", "links and segments: .* leave one of the two out"),
+    ("[edgecloud]\nlink = '5g'\nlinks = ['wifi']", "link = '5g': links names one for each edge"),
+    ("[train]\nlocal_epochs = 2", "local_epochs = 2: .*'split-replay' does not read it"),
+    ("[train]\nreduction = 'always'", "reduction = 'always': .*'split-replay' does not read it"),
     ("[edgecloud]\nround_epochs = 0", "round_epochs"),
     ("[edgecloud]\nshared_up_bytes_per_s = 1e6", "are one link; give both or none"),
     ("[edgecloud]\ncloud_processors = 0", "cloud_processors"),

@@ -29,7 +29,6 @@ rpm = 2000
 high_rpm = 9000
 hot_c = 36
 cool_c = 33.0
-max_slowdown = 0.1
 ambient_c = 20
 ambient_changes = [[600, 30], [60, 25.5]]
 fans_working_changes = [[900, 0.5]]
@@ -72,7 +71,7 @@ def refusal(path: Path) -> str:
 def test_every_key_is_read(write: Write) -> None:
     loaded = load_scenario(write(FULL))
     thermal = ThermalConfig(
-        fan="passive", rpm=2000.0, high_rpm=9000.0, hot_c=36.0, cool_c=33.0, max_slowdown=0.1, ambient_c=20.0,
+        fan="passive", rpm=2000.0, high_rpm=9000.0, hot_c=36.0, cool_c=33.0, ambient_c=20.0,
         ambient_changes=((600.0, 30.0), (60.0, 25.5)), fans_working_changes=((900.0, 0.5),), start_c=22.0,
         hot_boards=(1,), hot_board_airflow=0.3, spread=0.2)
     users = BackgroundLoadConfig(
@@ -82,7 +81,16 @@ def test_every_key_is_read(write: Write) -> None:
     assert (loaded.strategy.rebalance, loaded.strategy.rebalance_steps) == ("shares", 3)
     # None of the values above is a default: a key that was not read would show.
     for config, default in ((thermal, ThermalConfig()), (users, BackgroundLoadConfig())):
-        assert all(getattr(config, key) != getattr(default, key) for key in type(config).model_fields)
+        assert all(getattr(config, key) != getattr(default, key) for key in type(config).model_fields
+                   if key != "max_slowdown")  # of another policy
+    predictive = load_scenario(write("[thermal]\nfan = 'predictive'\nmax_slowdown = 0.1\nhigh_rpm = 9000.0")).thermal
+    assert predictive is not None and (predictive.max_slowdown, predictive.high_rpm) == (0.1, 9000.0)
+
+
+def test_games_that_are_off_may_keep_their_settings(write: Write) -> None:
+    loaded = load_scenario(write("[background_load]\nlow = 0.1\ntakes_soc = true\nidle_windows = [[1, 4]]"))
+    users = loaded.background_load
+    assert users is not None and users.games == "none" and users.takes_soc
 
 
 def test_without_the_tables_nothing_gets_hot_and_nobody_comes(write: Write) -> None:
@@ -115,6 +123,11 @@ def test_without_the_tables_nothing_gets_hot_and_nobody_comes(write: Write) -> N
     ("[thermal]\nhot_c = inf", "[thermal] hot_c = inf must be a number from -40 to 150"),
     ("[thermal]\ncool_c = nan", "[thermal] cool_c = nan must be a number from -40 to 150"),
     ("[thermal]\ncool_c = 35", "[thermal] cool_c = 35.0 must be below hot_c = 35.0"),
+    ("[thermal]\ncool_c = 33", "[thermal] cool_c = 33.0 is for fan = 'passive', and it is 'fixed'; leave it out"),
+    ("[thermal]\nfan = 'predictive'\nhot_c = 36", "[thermal] hot_c = 36.0 is for fan = 'passive', and it is"),
+    ("[thermal]\nhigh_rpm = 9000", "high_rpm = 9000.0 is for fan = 'passive' or 'predictive', and it is 'fixed'"),
+    ("[thermal]\nfan = 'passive'\nmax_slowdown = 0.1", "max_slowdown = 0.1 is for fan = 'predictive', and it is"),
+    ("[data]\nalpha = 0.1", "[data] alpha = 0.1 is for partition = 'dirichlet', and it is 'iid'; leave it out"),
     ("[thermal]\nmax_slowdown = 1", "[thermal] max_slowdown = 1 must be a number of 0 or more and below 1"),
     ("[thermal]\nmax_slowdown = nan", "max_slowdown = nan"),
     ("[thermal]\nspread = -0.1", "spread = -0.1 must be a number of 0 or more and below 1"),
@@ -178,7 +191,7 @@ changes = st.lists(st.tuples(st.integers(0, 9999).map(float), st.floats(0.0, 1.0
                    max_size=3).map(tuple)
 thermals = st.builds(
     ThermalConfig, fan=st.sampled_from(FAN_POLICIES), rpm=st.floats(1100.0, 8000.0),
-    high_rpm=st.floats(8001.0, 14000.0), ambient_c=st.floats(-20.0, 45.0), ambient_changes=changes,
+    ambient_c=st.floats(-20.0, 45.0), ambient_changes=changes,
     fans_working_changes=changes,
     hot_boards=st.lists(st.integers(0, 3), max_size=2, unique=True).map(tuple), spread=st.floats(0.0, 0.99))
 windows = st.lists(st.tuples(hours, hours).filter(lambda window: window[0] != window[1]), max_size=2).map(tuple)
