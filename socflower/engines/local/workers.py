@@ -24,7 +24,7 @@ from socflower.engines.local.flower_internals import (
     LOAD_CLIENT_APP_EXCEPTION,
 )
 from socflower.errors import ConfigError, SocflowerError
-from socflower.user_code import import_attribute, place_of
+from socflower.user_code import import_attribute, place_of, require_main_guard
 
 _PRELOADED = ("flwr.clientapp", "torch", "torch._dynamo", "socflower.clients.app", "socflower.rings.member")
 """Imported once in the fork server, whose children then start in milliseconds and share the memory pages.
@@ -108,6 +108,7 @@ class ProcessWorkers:
         if isinstance(source, ClientApp):
             raise ConfigError("local engine: worker processes import the ClientApp by reference; give AppReference("
                               "'module:app') or a module-level factory, or num_workers=0 to run it in this process")
+        require_main_guard("the local engine starts worker processes", "give num_workers=0")
         self._workers = [NodeProcess(source) for _ in range(num_workers)]
 
     def run(self, work: Mapping[str, Work], deadline: float | None) -> dict[str, tuple[Message, Context]]:
