@@ -2,13 +2,14 @@
 
 import ast
 import importlib
+import inspect
 import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from socflower.errors import ConfigError, SocflowerError
@@ -109,7 +110,7 @@ def require_main_guard(what: str, instead: str) -> None:
     Processes that are not plain forks import the script again, so that each of them would start processes, too.
     """
     main = sys.modules.get("__main__")
-    frame: FrameType | None = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None and not (frame.f_code.co_name == "<module>" and frame.f_globals is vars(main)):
         frame = frame.f_back
     file = Path(getattr(main, "__file__", None) or "")

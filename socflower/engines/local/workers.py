@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from time import monotonic
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from flwr.app import Context, Error, Message
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from socflower.engines.local.flower_internals import (
@@ -91,11 +92,23 @@ class InProcessWorkers:
         for message_id, (message, context) in work.items():
             if deadline is not None and monotonic() > deadline:
                 break
-            done[message_id] = (handle(self._app, message, context), context)
+            done[message_id] = (handle(self._app, _with_own_records(message), context), context)
         return done
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+def _with_own_records(message: Message) -> Message:
+    """Return a message whose records a client may change, as where it comes to another process.
+
+    Messages of one exchange may have the same content, and Flower's secure aggregation takes keys out of it. Arrays are
+    not copied, as their bytes cannot be changed.
+    """
+    own = copy(message)
+    records: dict[str, Any] = {name: type(record)(dict[Any, Any](record)) for name, record in message.content.items()}
+    own.content = RecordDict(records)
+    return own
 
 
 class ProcessWorkers:
