@@ -61,6 +61,17 @@ class Run:
         return self.table("split")
 
     @property
+    def is_app(self) -> bool:
+        """Whether the run is of a Flower app, not of a scenario."""
+        return self.get("app") is not None
+
+    @property
+    def metric_names(self) -> list[tuple[str, str]]:
+        """The metrics of an app's rounds, by source and name."""
+        return list(dict.fromkeys((source, name) for row in self.rows("rounds")
+                                  for source in ("server", "evaluate", "train") for name in row.get(source) or ()))
+
+    @property
     def is_predicted(self) -> bool:
         """Whether the run is of a deployment, whose virtual time is a prediction."""
         return finite(self.get("virtual_s")) is None and finite(self.get("predicted_s")) is not None
