@@ -227,8 +227,12 @@ def print_app_result(console: Console, result: Mapping[str, Any], out: Path) -> 
         time = f"predicted time {human_seconds(result['predicted_s'])}" if "predicted_s" in result else \
             f"virtual time {human_seconds(result['virtual_s'])}"
         console.print(f"{time}, energy {human_joules(result['energy_j'])}, {traffic or 'no bytes'}; {wall}")
-    for reason in dict.fromkeys(result["unknown"].values()):
-        keys = [key for key, value in result["unknown"].items() if value == reason]
+    quality = quality_of([result])
+    # One of accuracy and loss is enough to judge a run by.
+    unknown = {key: reason for key, reason in result["unknown"].items() if not key.startswith("final_")
+               or result[quality.final_key] is None}
+    for reason in dict.fromkeys(unknown.values()):
+        keys = [key for key, value in unknown.items() if value == reason]
         print_line(f"not known: {', '.join(keys)}: {reason}", console)
     for note in result["notes"]:
         print_line(f"note: {note}", console)
