@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import sys
 import sysconfig
 import traceback
@@ -101,6 +102,30 @@ def _imported(file: Path) -> list[str]:
     return [name for node in nodes for name in (
         [alias.name for alias in node.names] if isinstance(node, ast.Import)
         else [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else [])]
+
+
+def require_main_guard(what: str, instead: str) -> None:
+    """Raise `ConfigError` if this is called from a script's top level outside of `if __name__ == "__main__"`.
+
+    Processes that are not plain forks import the script again, so that each of them would start processes, too.
+    """
+    main = sys.modules.get("__main__")
+    frame = inspect.currentframe()
+    while frame is not None and not (frame.f_code.co_name == "<module>" and frame.f_globals is vars(main)):
+        frame = frame.f_back
+    file = Path(getattr(main, "__file__", None) or "")
+    # What is typed in or given by -c has no file, and is not imported again.
+    if frame is None or not file.is_file() or Path(frame.f_code.co_filename) != file:
+        return
+    try:
+        nodes = [*ast.walk(ast.parse(file.read_bytes()))]
+    except (SyntaxError, ValueError, OSError):  # changed since it was started
+        return
+    line = frame.f_lineno
+    if not any(isinstance(node, ast.If) and node.lineno <= line <= (node.end_lineno or line)
+               and "__name__" in ast.unparse(node.test) for node in nodes):
+        raise ConfigError(f"{file.name}, line {line}: {what} outside of `if __name__ == '__main__':`, and each of them "
+                          f"would run the script again; put what the script does under that line, or {instead}")
 
 
 @contextmanager

@@ -140,13 +140,15 @@ def print_comparison(console: Console, scenario: "Scenario | None", document: Ma
     for row in means or ():
         _add_means(table, row, quality, deployed)
     for row in () if means else document["rows"]:
-        inside = row["bytes"]["intra_board"] + row["bytes"]["inter_board"]
+        traffic: Mapping[str, float] = row["bytes"] or {}
+        inside = traffic["intra_board"] + traffic["inter_board"] if traffic else None
         reached = row[quality.time_key]
         table.add_row(row["strategy"], quality.shown(row[quality.final_key]),
-                      "not reached" if reached is None else human_seconds(reached),
+                      "not reached" if reached is None and document[quality.target_key] is not None
+                      else human_seconds(reached),
                       _joules(row[quality.energy_key]),
                       human_seconds(row["wall_s"] if deployed else row["virtual_s"]), _joules(row["energy_j"]),
-                      human_bytes(inside), human_bytes(row["bytes"]["hub"]))
+                      human_bytes(inside), human_bytes(traffic.get("hub")))
     console.print(table)
     print_text("times as measured; energy and bytes as predicted" if deployed else "virtual times", console, "dim")
     if means:
@@ -171,7 +173,8 @@ def _add_means(table: Table, row: Mapping[str, Any], quality: Quality, deployed:
 
     def cell(figure: str, shown: Callable[[float | None], str]) -> str:
         if row[figure] is None:
-            return f"{row['num_reached']} of {num_seeds}\nreached it" if figure == quality.time_key else shown(None)
+            has_target = figure == quality.time_key and row[quality.target_key] is not None
+            return f"{row['num_reached']} of {num_seeds}\nreached it" if has_target else shown(None)
         return f"{shown(row[figure])}\n± {shown(spread[figure])}"
 
     table.add_row(row["strategy"], cell(quality.final_key, quality.shown),

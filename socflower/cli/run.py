@@ -218,13 +218,22 @@ def print_app_result(console: Console, result: Mapping[str, Any], out: Path) -> 
         if newest:
             print_line(f"round {newest['round']}, {of}: " + ", ".join(
                 f"{name} {plain_number(value)}" for name, value in newest[source].items()), console)
-    traffic = ", ".join(f"{human_bytes(value)} {tier.replace('_', ' ')}" for tier, value in result["bytes"].items()
-                        if value)
-    deployed = result["virtual_s"] is None
-    time = f"predicted time {human_seconds(result['predicted_s'])}" if deployed else \
-        f"virtual time {human_seconds(result['virtual_s'])}"
-    console.print(f"{time}, energy {human_joules(result['energy_j'])}, {traffic or 'no bytes'}; wall clock here "
-                  f"{human_seconds(result['wall_s'])}")
+    wall = f"wall clock here {human_seconds(result['wall_s'])}"
+    if result["bytes"] is None:
+        console.print(wall)
+    else:
+        traffic = ", ".join(f"{human_bytes(value)} {tier.replace('_', ' ')}"
+                            for tier, value in result["bytes"].items() if value)
+        time = f"predicted time {human_seconds(result['predicted_s'])}" if "predicted_s" in result else \
+            f"virtual time {human_seconds(result['virtual_s'])}"
+        console.print(f"{time}, energy {human_joules(result['energy_j'])}, {traffic or 'no bytes'}; {wall}")
+    quality = quality_of([result])
+    # One of accuracy and loss is enough to judge a run by.
+    unknown = {key: reason for key, reason in result["unknown"].items() if not key.startswith("final_")
+               or result[quality.final_key] is None}
+    for reason in dict.fromkeys(unknown.values()):
+        keys = [key for key, value in unknown.items() if value == reason]
+        print_line(f"not known: {', '.join(keys)}: {reason}", console)
     for note in result["notes"]:
         print_line(f"note: {note}", console)
     print_claims(console, result["expectations"])

@@ -124,10 +124,10 @@ def model_digest(arrays: ArrayRecord) -> str:
     return digest_of({name: array.data for name, array in arrays.items()})
 
 
-def answer_query(message: Message, context: Context, device: str = "cpu") -> Message:
+def answer_query(message: Message, context: Context, device: Callable[[], str] = lambda: "cpu") -> Message:
     """Answer a strategy's query: the node's status, or the model that its ring ended with.
 
-    `device` names the one that it trains on; if it is missing, the training says so.
+    `device` returns the name of the one that it trains on; if it is missing, the training says so.
     """
     asked = message.content.config_records[CONFIG].get(ASK)
     if asked == ASK_MODEL:
@@ -140,7 +140,7 @@ def answer_query(message: Message, context: Context, device: str = "cpu") -> Mes
         status = replace(status, preempted=switch.active)
     if not context.node_config.get("ring-transport"):
         with suppress(ConfigError):
-            status = replace(status, gpu=gpu_identity(resolve_device(device, "device")))
+            status = replace(status, gpu=gpu_identity(resolve_device(device(), "device")))
     return Message(RecordDict({STATUS: ConfigRecord(encode(status))}), reply_to=message)
 
 

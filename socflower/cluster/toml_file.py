@@ -77,9 +77,12 @@ class Table(BaseModel):
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
-    """Return a file's document; `ConfigError`, naming it as `what`, if it cannot be read or is not TOML."""
+    """Return a file's document; `ConfigError`, naming it as `what`, if it cannot be read or is not TOML.
+
+    A byte-order mark, which editors on Windows write, is skipped, though TOML has none.
+    """
     try:
-        return tomllib.loads(path.read_text("utf-8"))
+        return tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{what} {path}: cannot be read ({error.strerror}); check the path") from None
     except UnicodeDecodeError:

@@ -1,14 +1,16 @@
 """Metrics of any Flower app by round, with the virtual time at each round's end.
 
-They are those of the `Result` of the app's strategy. An app that exchanges messages without `Strategy.start` has the
-mean metrics of its replies instead, weighted by their number of examples.
+They are those of the `Result` of the app's strategy, or of the `History` of an app of Flower's API before messages.
+Metrics that neither has are the means of the replies, weighted by their number of examples. What cannot be known is
+None in a result, with its reason.
 """
 
-import inspect
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from inspect import BoundArguments
+from threading import RLock, get_ident
 from time import perf_counter
 from typing import Any, TypeAlias
 
@@ -17,34 +19,63 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from socflower.cluster import FP32, Usage
-from socflower.engines.local.message_log import MessageLog, round_of
+from socflower.engines import legacy_api
+from socflower.engines.local.message_log import MessageLog, num_examples_of, round_of
+from socflower.engines.strategy_starts import around_starts
 from socflower.engines.trained_devices import TrainedDevices
+from socflower.quantities import counted
 from socflower.sim import EventClock
+from socflower.strategies.beside import Beside
 from socflower.strategies.forwarding_grid import ForwardingGrid
 from socflower.strategies.resuming import PlannedRounds, innermost, refuse_too_many_rounds
-from socflower.wire.message_keys import NUM_EXAMPLES
+from socflower.strategies.socflow import SoCFlow
+from socflower.wire.message_keys import INTERNAL, NUM_EXAMPLES
 
 SERVER, EVALUATE, TRAIN = "server", "evaluate", "train"
 """Where metrics come from: the ServerApp's evaluation, the clients' evaluation, the clients' training."""
+
+SOURCES = (SERVER, EVALUATE, TRAIN)
+PRICED_KEYS = ("virtual_s", "energy_j", "bytes")
+"""What is None in rounds and results of an app of which nothing had a price."""
 
 Metrics: TypeAlias = dict[str, Any]
 OnRound: TypeAlias = Callable[[dict[str, Any]], None]
 
 _WORDS = {"accuracy": {"accuracy", "acc"}, "loss": {"loss"}}
+_SOURCE_OF = {MessageType.TRAIN: TRAIN, MessageType.EVALUATE: EVALUATE}
+_NO_START = "the app trains without Strategy.start of Flower's message API, which returns"
 
 
 class RoundLog:
     """The rounds of one app: metrics, and clock, energy and bytes at the end of each."""
 
     def __init__(self, clock: EventClock, on_round: OnRound = lambda entry: None) -> None:
-        self.strategy = ""  # name of the class that was started last
+        self.strategy: str | None = None  # name of the class that was started last
+        self.plan: dict[str, Any] | None = None  # of its groups in the first round
         self.arrays: ArrayRecord | None = None  # of the last result
         self.devices: TrainedDevices | None = None  # of the clients that trained
         self.priced_in = FP32.arithmetic  # the arithmetic that the strategy prices, as of `DeviceReport`
+        self.num_pushed = 0  # messages of training and evaluation that were pushed, which have no price
+        self.threads: set[int] = set()  # that exchanged messages
         self._clock, self._on_round, self._started_s = clock, on_round, perf_counter()
         self._rounds: dict[int, dict[str, Any]] = {}
         self._replies: dict[tuple[str, int], list[Metrics]] = {}
         self._open: int | None = None
+        self._groups: SoCFlow | None = None
+        self._returned = ""  # what a `start` returned that is no Result
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether the strategy that was started last has groups."""
+        return self._groups is not None
+
+    def begin(self, strategy: Strategy) -> None:
+        """Record the strategy that starts."""
+        inner = innermost(strategy)
+        self.strategy, self.arrays, self._returned = type(strategy).__name__, None, ""
+        self.priced_in = getattr(getattr(inner, "pricing", FP32), "arithmetic", FP32.arithmetic)
+        groups = inner.groups if isinstance(inner, Beside) else inner
+        self._groups = groups if isinstance(groups, SoCFlow) else None
 
     def enter(self, number: int) -> None:
         """Begin a round, or go on with it; the end of the one before is now."""
@@ -52,6 +83,8 @@ class RoundLog:
             self.close()
             self._open = number
             self._rounds.setdefault(number, {"round": number})
+        if number and self.plan is None and self._groups is not None:
+            self.plan = {**self._groups.plan.to_document(), **self._groups.exchanges.to_document()}
 
     def close(self) -> None:
         """End the open round, if any."""
@@ -61,30 +94,47 @@ class RoundLog:
         entry = self._rounds[self._open]
         entry |= {"virtual_s": self._clock.now_s, "wall_s": perf_counter() - self._started_s,
                   "energy_j": usage.total_energy_j, "bytes": usage.bytes_by_tier}
+        if self._open and not self._clock.now_s:
+            # Nothing so far had a price; zeros would say that the cluster needs no time.
+            entry |= dict.fromkeys(PRICED_KEYS)
         self._on_round({**self._document(entry), "events": []})
         self._open = None
 
     def add(self, source: str, number: int, metrics: Mapping[str, Any]) -> None:
         """Set the metrics of a round from one source."""
-        self._rounds.setdefault(number, {"round": number})[source] = dict(metrics)
+        self._rounds.setdefault(number, {"round": number})[source] = {
+            name: value for name, value in metrics.items() if _is_shown(name, value)}
+
+    def update(self, source: str, number: int, metrics: Mapping[str, Any]) -> None:
+        """Set some metrics of a round from one source, and keep the others."""
+        self.add(source, number, {**self._rounds.get(number, {}).get(source, {}), **metrics})
 
     def add_replies(self, message_type: str, number: int, replies: Sequence[Message]) -> None:
         """Set a round's metrics to the replies' means; metrics that not all of them have are left out."""
-        kind = message_type.partition(".")[0]
-        source = {MessageType.TRAIN: TRAIN, MessageType.EVALUATE: EVALUATE}.get(kind)
-        answered = [_figures(reply) for reply in replies if reply.has_content() and reply.content.metric_records]
+        source = _SOURCE_OF.get(message_type.partition(".")[0])
+        answered = [figures for reply in replies if reply.has_content() and legacy_api.fault_of(reply) is None
+                    and (figures := _figures(reply))]
         if source and answered:
             known = self._replies.setdefault((source, number), [])
             known += answered
             self.add(source, number, _means(known))
 
-    def add_result(self, strategy: Strategy, result: Result) -> None:
-        """Set all rounds' metrics to those of a strategy's result."""
-        self.strategy, self.arrays = type(strategy).__name__, result.arrays
+    def add_result(self, strategy: Strategy, result: object) -> None:
+        """Set all rounds' metrics to those of a strategy's result, and keep what it does not have."""
+        if not isinstance(result, Result):
+            self._returned = f"{type(strategy).__name__}.start returned {type(result).__name__}, not Flower's Result"
+            return
+        self.arrays = result.arrays
         for source, by_round in ((TRAIN, result.train_metrics_clientapp), (EVALUATE, result.evaluate_metrics_clientapp),
                                  (SERVER, result.evaluate_metrics_serverapp)):
             for number, metrics in by_round.items():
                 self.add(source, number, metrics)
+
+    def add_history(self, message_type: str, number: int, metrics: Mapping[str, Any]) -> None:
+        """Set metrics of a round that an app adds to its `History`; see `legacy_api.observed_history`."""
+        if number == 0:
+            self.enter(0)
+        self.update(_SOURCE_OF.get(message_type, SERVER), number, metrics)
 
     @property
     def next_number(self) -> int:
@@ -92,43 +142,140 @@ class RoundLog:
         return max(self._rounds, default=0) + 1
 
     def documents(self, events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the rounds for a result; `accuracy` and `loss` are None where a round has no such metric.
+        """Return the rounds for a result; `accuracy` and `loss` are None if a round has no such metric.
 
-        The loss is that of the training only in an app that evaluates none in any round.
+        The loss is that of the training only in an app that evaluates none in any round. Metrics that are not finite
+        are None, for JSON has no such numbers; events that name no round are in the last one.
         """
         self.close()
+        last_number = max(self._rounds, default=0)
         by_round: dict[int, list[Mapping[str, Any]]] = {}
         for event in events:
-            by_round.setdefault(int(event.get("round") or 0), []).append(event)
+            number = event.get("round")
+            by_round.setdefault(last_number if number is None else int(number), []).append(event)
         last: dict[str, Any] = {"virtual_s": 0.0, "wall_s": 0.0, "energy_j": 0.0, "bytes": Usage().bytes_by_tier}
         documents = []
-        has_evaluated_loss = any(named("loss", entry, (SERVER, EVALUATE)) is not None
-                                 for entry in self._rounds.values())
+        evaluates_loss = any(named("loss", entry, (SERVER, EVALUATE)) is not None for entry in self._rounds.values())
         for number, entry in sorted(self._rounds.items()):
             last = {key: entry.get(key, value) for key, value in last.items()}  # of a round without messages
-            documents.append({**self._document(entry), **last, "events": by_round.pop(number, [])})
-            if has_evaluated_loss:
-                documents[-1]["loss"] = named("loss", entry, (SERVER, EVALUATE))
+            document = {**self._document(entry), **last, "events": by_round.pop(number, [])}
+            if evaluates_loss:
+                document["loss"] = _judged("loss", entry)[0]
+            documents.append({key: _finite(value) if key in SOURCES else value for key, value in document.items()})
         return documents
 
+    def final_scores(self) -> tuple[dict[str, float | None], dict[str, str]]:
+        """Return accuracy and loss of the last round that evaluates them, and why each one that is None is unknown.
+
+        A metric that no round evaluates is missing.
+        """
+        scores: dict[str, float | None] = {}
+        reasons: dict[str, str] = {}
+        evaluated = dict.fromkeys(name for entry in self._rounds.values() for source in (SERVER, EVALUATE)
+                                  for name in entry.get(source, ()))
+        for word, words in _WORDS.items():
+            having = [entry for _, entry in sorted(self._rounds.items())
+                      if named(word, entry, (SERVER, EVALUATE)) is not None]
+            if having:
+                scores[word], fault = _judged(word, having[-1])
+                if fault:
+                    reasons[word] = f"in round {having[-1]['round']} {fault}"
+            elif evaluated:
+                reasons[word] = (f"no metric that the app evaluates is called {' or '.join(sorted(words))}: it has "
+                                 f"{', '.join(evaluated)}")
+            else:
+                reasons[word] = self._returned or "the app evaluates nothing, on the server or at clients"
+        return scores, reasons
+
+    @property
+    def without_weights(self) -> str | None:
+        """Why the final weights are unknown; None if they are known."""
+        if self.arrays:
+            return None
+        if self.strategy is None:
+            return f"{_NO_START} the final arrays"
+        return self._returned or f"the Result of {self.strategy} has no arrays: no round made a model"
+
+    @property
+    def without_strategy(self) -> str | None:
+        """Why the strategy is unknown; None if it is known."""
+        return None if self.strategy is not None else "the app starts none by Strategy.start of Flower's message API"
+
+    @property
+    def notes(self) -> list[str]:
+        """What the rounds' figures leave out or change."""
+        notes = []
+        odd = [f"{source}/{name} in round {number}: {value}" for number, entry in sorted(self._rounds.items())
+               for source in SOURCES for name, value in entry.get(source, {}).items() if _finite(value) != value]
+        if odd:
+            notes.append(f"{counted(len(odd), 'metric')} not finite, and null in the rounds; first {odd[0]}")
+        if self.num_pushed:
+            notes.append(f"{counted(self.num_pushed, 'message')} took no virtual time, since the app pushes and pulls "
+                         "them; send_and_receive has a price")
+        if len(self.threads) > 1:
+            notes.append(f"the app exchanges messages in {len(self.threads)} threads; virtual time is that of one "
+                         "exchange after the other")
+        return notes
+
     def _document(self, entry: Mapping[str, Any]) -> dict[str, Any]:
-        return {**entry, "accuracy": named("accuracy", entry, (SERVER, EVALUATE)),
-                "loss": named("loss", entry, (SERVER, EVALUATE, TRAIN))}
+        loss = named("loss", entry, SOURCES)
+        return {**entry, "accuracy": _judged("accuracy", entry)[0],
+                "loss": loss if loss is None or math.isfinite(loss) else None}
 
 
 def named(word: str, entry: Mapping[str, Any], sources: Sequence[str]) -> float | None:
-    """Return the first number of a round that is called by the word, as `eval_acc` and `accuracy` are for accuracy."""
+    """Return the number of a round that is called by the word, as `eval_acc` and `accuracy` are for accuracy.
+
+    Of several from one source it is the one whose name has the fewest words: `accuracy` before `top5_accuracy`.
+    """
     for source in sources:
+        found = []
         for name, value in entry.get(source, {}).items():
-            if isinstance(value, int | float) and _WORDS[word] & set(re.split(r"[^a-z]+", name.lower())):
-                return float(value)
+            words = [each for each in re.split(r"[^a-z0-9]+", name.lower()) if each]
+            if isinstance(value, int | float) and _WORDS[word] & set(words):
+                found.append((len(words), float(value)))
+        if found:
+            return min(found, key=lambda each: each[0])[1]
     return None
 
 
+def _judged(word: str, entry: Mapping[str, Any]) -> tuple[float | None, str]:
+    """Return the evaluated accuracy or loss of a round, and why it is None if it has one that cannot be that."""
+    value = named(word, entry, (SERVER, EVALUATE))
+    if value is None:
+        return None, ""
+    if not math.isfinite(value):
+        return None, f"its {word} is {value:g}"
+    if word == "accuracy" and not 0.0 <= value <= 1.0:
+        return None, f"its accuracy is {value:g}, which is no share from 0 to 1"
+    return value, ""
+
+
+def _is_shown(name: str, value: object) -> bool:
+    """Return whether a metric is the app's own and a number, or numbers."""
+    values = value if isinstance(value, list) else [value]
+    return name != NUM_EXAMPLES and not name.startswith(INTERNAL) and all(
+        isinstance(each, int | float) and not isinstance(each, bool) for each in values)
+
+
+def _finite(value: Any) -> Any:
+    """Return metrics, or values of one, with None for each that is not finite."""
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _figures(reply: Message) -> Metrics:
-    """Return the numbers of a reply's metric records."""
-    return {name: value for record in reply.content.metric_records.values() for name, value in record.items()
-            if isinstance(value, int | float)}
+    """Return the numbers that a reply has as metrics, and its number of examples."""
+    metrics = legacy_api.metrics_of(reply)
+    if metrics is None:
+        metrics = {name: value for record in reply.content.metric_records.values() for name, value in record.items()}
+    figures = {name: value for name, value in metrics.items()
+               if isinstance(value, int | float) and not isinstance(value, bool)}
+    num_examples = num_examples_of(reply)
+    return figures | ({} if num_examples is None else {NUM_EXAMPLES: num_examples})
 
 
 def _means(replies: Sequence[Metrics]) -> Metrics:
@@ -148,23 +295,28 @@ class MeteredGrid(ForwardingGrid):
         rounds.devices = devices
         self._rounds, self._messages = rounds, messages
         self._pushed: dict[str, Message] = {}
+        self._lock = RLock()  # an app may exchange messages in several threads
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Exchange messages through the inner grid."""
         sent = list(messages)
-        number = self._enter(sent)
-        replies = list(self._grid.send_and_receive(sent, timeout=timeout))
-        if sent:
-            self._rounds.add_replies(sent[0].metadata.message_type, number, replies)
-        if self._messages is not None:
-            by_id = {reply.metadata.reply_to_message_id: reply for reply in replies}
-            self._record([(message, by_id.get(message.metadata.message_id)) for message in sent])
-        return replies
+        with self._lock:
+            if any(map(_is_work, sent)):
+                self._rounds.threads.add(get_ident())
+            number = self._enter(sent)
+            replies = list(self._grid.send_and_receive(sent, timeout=timeout))
+            if sent:
+                self._rounds.add_replies(sent[0].metadata.message_type, number, replies)
+            if self._messages is not None:
+                by_id = {reply.metadata.reply_to_message_id: reply for reply in replies}
+                self._record([(message, by_id.get(message.metadata.message_id)) for message in sent])
+            return replies
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         """Push through the inner grid."""
         sent = list(messages)
         self._enter(sent)
+        self._rounds.num_pushed += sum(map(_is_work, sent))
         ids = list(self._grid.push_messages(sent))
         self._pushed |= dict(zip(ids, sent, strict=True))
         return ids
@@ -187,8 +339,7 @@ class MeteredGrid(ForwardingGrid):
         if number is None:
             is_training = any(message.metadata.message_type.startswith(MessageType.TRAIN) for message in sent)
             number = self._rounds.next_number if is_training else max(1, self._rounds.next_number - 1)
-        if any(message.metadata.message_type.partition(".")[0] in (MessageType.TRAIN, MessageType.EVALUATE)
-               for message in sent):
+        if any(map(_is_work, sent)):
             self._rounds.enter(number)
         return number
 
@@ -198,24 +349,24 @@ class MeteredGrid(ForwardingGrid):
         self._messages.record(answered, {node: soc for soc, node in enumerate(sorted(nodes))}, pulled=pulled)
 
 
+def _is_work(message: Message) -> bool:
+    """Return whether a message asks for training or evaluation."""
+    return message.metadata.message_type.partition(".")[0] in _SOURCE_OF
+
+
 @contextmanager
 def observed_strategies(rounds: RoundLog, messages: MessageLog) -> Iterator[None]:
-    """Log the results of the strategies that are started in the context, by a wrapper around `Strategy.start`.
+    """Log the results of the strategies that are started in the context, and what apps add to a `History`.
 
     A round of training in which no client succeeded ends them: strategies of Flower's would keep their weights and go
     on. Ours of groups raise themselves.
     """
-    original = Strategy.start
-    signature = inspect.signature(original)
-
-    @wraps(original)
-    def start(*args: Any, **named_args: Any) -> Result:
-        bound = signature.bind(*args, **named_args)
-        bound.apply_defaults()
-        inner = innermost(bound.arguments["self"])
-        refuse_too_many_rounds(inner, bound.arguments["num_rounds"])
-        rounds.priced_in = getattr(getattr(inner, "pricing", FP32), "arithmetic", FP32.arithmetic)
-        evaluate_fn = bound.arguments.get("evaluate_fn")
+    def around(strategy: Strategy, bound: BoundArguments, start: Callable[[], object]) -> object:
+        inner, given = innermost(strategy), bound.arguments
+        if isinstance(given.get("num_rounds"), int):
+            refuse_too_many_rounds(inner, given["num_rounds"])
+        rounds.begin(strategy)
+        evaluate_fn = given.get("evaluate_fn")
 
         def evaluated(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
             assert evaluate_fn is not None
@@ -227,18 +378,14 @@ def observed_strategies(rounds: RoundLog, messages: MessageLog) -> Iterator[None
             return found
 
         if evaluate_fn is not None:
-            bound.arguments["evaluate_fn"] = evaluated
+            given["evaluate_fn"] = evaluated
         messages.ends_failed_rounds = not isinstance(inner, PlannedRounds)
         try:
-            result = original(*bound.args, **bound.kwargs)
+            result = start()
         finally:
             messages.ends_failed_rounds = False
-        rounds.add_result(bound.arguments["self"], result)
+        rounds.add_result(strategy, result)
         return result
 
-    # Flower tells nobody but the app of a strategy's Result.
-    Strategy.start = start  # type: ignore[method-assign]
-    try:
+    with around_starts(around), legacy_api.observed_history(rounds.add_history):
         yield
-    finally:
-        Strategy.start = original  # type: ignore[method-assign]

@@ -197,8 +197,9 @@ def scalars(entry: Mapping[str, Any]) -> dict[str, float]:
     Those are named by where they come from, as in "train/loss".
     """
     values = {name: value for name, value in _numbers(entry).items() if name not in ("round", "num_rounds")}
-    values["bytes"] = float(sum(entry["bytes"].values()))
-    values |= {f"bytes_{tier}": float(num_bytes) for tier, num_bytes in entry["bytes"].items()}
+    if (by_tier := entry["bytes"]) is not None:  # of an app of which nothing has a price
+        values["bytes"] = float(sum(by_tier.values()))
+        values |= {f"bytes_{tier}": float(num_bytes) for tier, num_bytes in by_tier.items()}
     for source in ("server", "evaluate", "train"):
         own = entry.get(source)
         if isinstance(own, Mapping):

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from flwr.app import Message
 from flwr.serverapp import Grid
 
+from socflower.engines import legacy_api
 from socflower.errors import ConfigError
 from socflower.strategies.forwarding_grid import ForwardingGrid
 from socflower.wire.message_keys import METRICS, NUM_EXAMPLES, TRAINED_ON, DeviceReport, decode
@@ -44,13 +45,15 @@ class TrainedDevices(ForwardingGrid):
 
     def _read(self, replies: Sequence[Message]) -> None:
         trained = [reply for reply in replies if reply.has_content() and reply.metadata.message_type.startswith("train")
-                   and NUM_EXAMPLES in reply.content.metric_records.get(METRICS, {})]
+                   and (NUM_EXAMPLES in reply.content.metric_records.get(METRICS, {})
+                        or legacy_api.num_examples_of(reply) is not None)]
         if not trained:
             return
         own_soc = {node: soc for soc, node in enumerate(sorted(self._grid.get_node_ids()))}
         for reply in trained:
             report = _report_of(reply)
-            self.arithmetics.add(report.arithmetic)
+            if UNKNOWN not in report.devices:
+                self.arithmetics.add(report.arithmetic)
             socs = report.socs or (own_soc.get(reply.metadata.src_node_id, -1),)
             self._device_of |= dict(zip(socs, report.devices, strict=False))
 

@@ -100,15 +100,18 @@ def final_figures(scores: Mapping[str, Any]) -> dict[str, Any]:
             **{each.final_key: scores.get(each.name) for each in QUALITIES.values()}}
 
 
-def costs_to_target(result: Mapping[str, Any], quality: Quality, target: float | None) -> dict[str, Any]:
+def costs_to_target(
+    result: Mapping[str, Any], quality: Quality, target: float | None, *, in_wall_time: bool = False,
+) -> dict[str, Any]:
     """Return the target and the time and energy up to the end of the first round that reached it, None if none did.
 
-    The time is virtual time, or wall time if there is no virtual time. The keys of the other metrics are None.
+    The time is virtual time, or wall time if there is no virtual time, also of others that it is compared with
+    (`in_wall_time`). The keys of the other metrics are None.
     """
     reached: Mapping[str, Any] = next((entry for entry in result["rounds"] if target is not None and
                                        quality.reaches(entry.get(quality.name), target)), {})
     virtual_s = reached.get("virtual_s")
     unused = {key: None for each in QUALITIES.values() for key in (each.target_key, each.time_key, each.energy_key)}
     return {**unused, "quality": quality.name, quality.target_key: target,
-            quality.time_key: reached.get("wall_s") if virtual_s is None else virtual_s,
+            quality.time_key: reached.get("wall_s") if virtual_s is None or in_wall_time else virtual_s,
             quality.energy_key: reached.get("energy_j")}

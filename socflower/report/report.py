@@ -81,7 +81,9 @@ def render_report(
         means=means_by_name, tuning=tuning, quality=quality,
         has_servers=any("inter_server" in run.table("bytes") for run in runs),
         comparison=comparison, claims=claims, verdict=verdict_on(claims), predictions=prediction_table(predictions),
-        over_time=_over_time(runs, quality), over_energy=_over_energy(runs, quality), mixing=_mixing_plots(runs),
+        over_time=_over_time(runs, quality), over_energy=_over_energy(runs, quality),
+        without_energy=_without_energy(runs, quality), mixing=_mixing_plots(runs), without_groups=_without_groups(runs),
+        has_apps=any(run.is_app for run in runs),
         heat_plots=heat_plots(runs), cut_plot=cut_plot(runs), breakdowns=_breakdowns(runs), plans=_plans(runs),
         events=_events(runs), scenarios=_scenarios(runs))
 
@@ -142,13 +144,29 @@ def _over_time(runs: Sequence[Run], quality: Quality) -> dict[str, Any]:
     """Return heading, note and plot; a deployment has wall time instead of virtual time."""
     for key, quantity, noun, note in (
         ("virtual_s", "s", "virtual time", ""),
-        ("wall_s", "s", "wall time", "Real time since the command began, the start of Flower included."),
+        ("wall_s", "s", "wall time", "Real time since the app began." if any(run.is_app for run in runs) else
+         "Real time since the command began, the start of Flower included."),
         ("epoch", "epoch", "epochs", "There is no virtual time on this engine."),
     ):
         if (plot := _quality_plot(runs, quality, key, quantity, noun)) is not None:
             return {"heading": f"{quality.name.capitalize()} over {noun}", "note": note, "plot": plot}
-    return {"heading": f"{quality.name.capitalize()} over virtual time", "note": f"No {quality.name} was measured.",
+    return {"heading": f"{quality.name.capitalize()} over virtual time", "note": _without_quality(runs, quality),
             "plot": None}
+
+
+def _without_quality(runs: Sequence[Run], quality: Quality) -> str:
+    """Return why no run has the quality; apps give the reason, as they may have metrics of other names."""
+    reasons = [f"{run.label}: {reason}." for run in runs
+               if (reason := run.table("unknown").get(quality.final_key)) is not None]
+    return " ".join(reasons) or f"No {quality.name} was measured."
+
+
+def _without_energy(runs: Sequence[Run], quality: Quality) -> str:
+    """Return why nothing can be drawn over energy."""
+    if not any(_curve(run, "round", quality.name).xs for run in runs):
+        return _without_quality(runs, quality)
+    having = "an accuracy" if quality.name == "accuracy" else "a loss"
+    return f"No energy was accounted for in the rounds that have {having}."
 
 
 def _over_energy(runs: Sequence[Run], quality: Quality) -> Plot | None:
@@ -223,6 +241,15 @@ def _plans(runs: Sequence[Run]) -> list[dict[str, Any]]:
             for index, (plan, labels) in enumerate(plans.values())]
 
 
+def _without_groups(runs: Sequence[Run]) -> str:
+    """Return the sentence in place of the groups' pictures; a strategy that is unknown may form groups."""
+    unknown = [run.label for run in runs
+               if run.is_app and run.get("plan") is None and "strategy" in run.table("unknown")]
+    if unknown:
+        return f"The strategy of {', '.join(unknown)} is not known, nor whether it forms groups."
+    return "No strategy of this report forms groups."
+
+
 def _plan_note(plan: Mapping[str, Any]) -> str:
     groups = plan["groups"]
     split = sum(1 for group in groups if group.get("split"))
@@ -248,6 +275,8 @@ def _events(runs: Sequence[Run]) -> dict[str, Any]:
     rows = [[run.label, row.get("round", MISSING), human_seconds(row.get("wall_s" if deployed else "virtual_s")),
              event.get("kind", MISSING), event.get("text", "")]
             for run in runs for row in run.rows("rounds") for event in row.get("events") or ()]
+    rows += [[run.label, MISSING, MISSING, event.get("kind", MISSING), event.get("text", "")]
+             for run in runs if not run.rows("rounds") for event in run.rows("events")]
     rows += [[run.label, restart.get("after_round", MISSING), MISSING, "restart", restart.get("cause", "")]
              for run in runs for restart in run.rows("restarts")]
     note = f"The first {_MAX_EVENTS} of {len(rows)} events; result.json has all." if len(rows) > _MAX_EVENTS else ""

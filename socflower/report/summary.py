@@ -61,6 +61,17 @@ class Run:
         return self.table("split")
 
     @property
+    def is_app(self) -> bool:
+        """Whether the run is of a Flower app, not of a scenario."""
+        return self.get("app") is not None
+
+    @property
+    def metric_names(self) -> list[tuple[str, str]]:
+        """The metrics of an app's rounds, by source and name."""
+        return list(dict.fromkeys((source, name) for row in self.rows("rounds")
+                                  for source in ("server", "evaluate", "train") for name in row.get(source) or ()))
+
+    @property
     def is_predicted(self) -> bool:
         """Whether the run is of a deployment, whose virtual time is a prediction."""
         return finite(self.get("virtual_s")) is None and finite(self.get("predicted_s")) is not None
@@ -124,6 +135,12 @@ class Comparison:
     alternatives: Sequence[Alternative]
 
     @property
+    def in_wall_time(self) -> bool:
+        """Whether the times are wall times, since a run has no virtual time."""
+        return self.time_key == "wall_s" or any(
+            finite(run.get("virtual_s")) is None for run in (self.subject, *(each.run for each in self.alternatives)))
+
+    @property
     def best(self) -> Alternative | None:
         """The quickest of the others; None if none of them reached the target."""
         able = [each for each in self.alternatives if finite(each.run.get(self.time_key)) is not None]
@@ -132,8 +149,7 @@ class Comparison:
     def headline(self) -> str:
         """Return in a sentence who is quicker: the subject or the best of the others."""
         goal = "the end" if self.target is None else self.quality.goal(self.target)
-        clock = "wall time" if self.time_key == "wall_s" or finite(self.subject.get("virtual_s")) is None \
-            else "virtual time"
+        clock = "wall time" if self.in_wall_time else "virtual time"
         own = finite(self.subject.get(self.time_key))
         best = self.best
         if own is None:
@@ -162,7 +178,7 @@ def comparison_of(runs: Sequence[Run]) -> Comparison | None:
     subject, target, quality = runs[0], None, quality_of_runs(runs)
     if len(targets_of(runs)) == 1 and any(finite(run.get(quality.time_key)) is not None for run in runs):
         time_key, energy_key, target = quality.time_key, quality.energy_key, targets_of(runs)[0]
-    elif any(finite(run.get("virtual_s")) is not None for run in runs):
+    elif all(finite(run.get("virtual_s")) is not None for run in runs):
         time_key, energy_key = "virtual_s", "energy_j"
     else:
         time_key, energy_key = "wall_s", "energy_j"

@@ -100,9 +100,10 @@ def _inputs(run: AppRun) -> dict[str, Any]:
 def _write(runs: Sequence[AppRun], results: list[dict[str, Any]], out: Path) -> dict[str, Any]:
     quality = quality_of(results)
     target = quality.common_target(results)
+    in_wall_time = any(result["virtual_s"] is None for result in results)
     claims = []
     for run, result in zip(runs, results, strict=True):
-        result |= costs_to_target(result, quality, target)
+        result |= costs_to_target(result, quality, target, in_wall_time=in_wall_time)
         result["expectations"] = check_app_claims(parse_claims(run.claims), result)[0]
         claims += [{**claim, "app": run.title} for claim in result["expectations"]]
     document = {

@@ -28,7 +28,7 @@ from socflower.errors import ConfigError
 from socflower.report.report import write_report
 from socflower.scenario.app.own_app import app_outcome, own_app_files, training_profile
 from socflower.scenario.app.round_record import versions
-from socflower.scenario.expectations import check_app_claims, parse_claims
+from socflower.scenario.expectations import check_app_claims, parse_claims, refuse_unknown_metrics
 from socflower.scenario.priced_processors import cluster_gpu_notes
 from socflower.scenario.runner import (
     DEFAULT_DEPLOYMENT,
@@ -90,16 +90,20 @@ class AppRun:
         with forgotten_modules(self.folder):
             require_server_app(app.server_app)
             resolve_client_app(app.client_app)
+        refuse_unknown_metrics(parse_claims(self.claims), (
+            file.read_text("utf-8", "replace") for file in self._sources(app).values()))
 
     def inputs(self) -> dict[str, Any]:
         """Return what determines the weights and the virtual time, as plain values: those of an interrupted run."""
         app = load_flower_app(self.folder)
-        sources = own_sources(self.folder.resolve(), [app.server_app.target, app.client_app.target])
         return {"app": str(self.folder.resolve()), "server_app": app.server_app.target,
                 "client_app": app.client_app.target, "run_config": run_config(app, self.overrides),
-                "code": {name: _digest(file) for name, file in sources.items()},
+                "code": {name: _digest(file) for name, file in self._sources(app).items()},
                 "cluster_file": str(self.cluster_file.resolve()), "cluster": _digest(self.cluster_file),
                 "num_nodes": self.num_nodes, "training_flops": self.training_flops, "versions": versions()}
+
+    def _sources(self, app: FlowerApp) -> dict[str, Path]:
+        return own_sources(self.folder.resolve(), [app.server_app.target, app.client_app.target])
 
 
 def run_app_folder(
@@ -170,7 +174,8 @@ def _run(
     result["expectations"], missed = check_app_claims(parse_claims(run.claims), result)
     if run.engine == "deployment":
         result = with_predictions(result)
-    result["notes"] = [*cluster_gpu_notes(cluster, run.engine, result["trained_on"]), *_pricing_notes(result), *missed]
+    result["notes"] += [*cluster_gpu_notes(cluster, run.engine, result["trained_on"]),
+                        *_pricing_notes(result, run.training_flops), *missed]
     return result
 
 
@@ -223,12 +228,17 @@ def _node_configs(cluster: Cluster, num_nodes: int) -> tuple[str, ...]:
                  f"slot={soc - cluster.socs_of(board).start}" for soc, board in enumerate(boards))
 
 
-def _pricing_notes(result: Mapping[str, Any]) -> list[str]:
-    """Return a line if no computation cost any virtual time, or if it cost that of another arithmetic."""
+def _pricing_notes(result: Mapping[str, Any], training_flops: float | None) -> list[str]:
+    """Return a line if no training cost any virtual time, or if it cost that of another arithmetic."""
     if result["breakdown"]["soc_seconds"].get(Activity.COMPUTE.value, 0.0):
         others = [each for each in result["trained_in"] if each != result["priced_in"]]
         return [f"clients trained in {each}, but time and energy are those of {result['priced_in']}: {_PRICED_BY[each]}"
                 for each in others]
+    if "energy_j" in result["unknown"]:  # which says why
+        return []
+    if training_flops is not None:
+        return ["training took no virtual time, since no reply of training says how many examples it used, as "
+                "num-examples in its metrics"]
     return ["training took no virtual time, since nothing tells what it costs: give --training-flops, the operations "
             "of one example's forward and backward pass"]
 

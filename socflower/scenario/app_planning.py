@@ -1,9 +1,7 @@
 """The plan of a Flower app folder: its ServerApp runs up to the start of its strategy, and nothing is trained."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from functools import wraps
-from inspect import signature
+from collections.abc import Iterable
+from inspect import BoundArguments
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,6 +12,7 @@ from socflower.cluster import Cluster
 from socflower.cluster.cluster_file import load_cluster
 from socflower.engines.local.grid import EngineGrid
 from socflower.engines.local.run_app import flower_quiet, load_flower_app, require_server_app
+from socflower.engines.strategy_starts import around_starts
 from socflower.errors import ConfigError
 from socflower.hierarchy import sync_shapes
 from socflower.quantities import counted
@@ -98,7 +97,7 @@ def _start_of(app: Any, grid: EngineGrid, config: Any) -> _Started:
     """Run the ServerApp until it starts a strategy, and return that strategy and its first arrays."""
     context = Context(run_id=grid.run.run_id, node_id=0, node_config={}, state=RecordDict(), run_config=config)
     try:
-        with _strategies_end():
+        with around_starts(_end_start):
             app(GroupGrid(grid), context)
     except _Started as started:
         return started
@@ -108,21 +107,13 @@ def _start_of(app: Any, grid: EngineGrid, config: Any) -> _Started:
     raise ConfigError("plan: the app started no strategy of Flower's message API, so there is nothing to plan; run it")
 
 
-@contextmanager
-def _strategies_end() -> Iterator[None]:
-    """Let `Strategy.start` raise `_Started`."""
-    original = Strategy.start
-    parameters = signature(original)
-
-    @wraps(original)
-    def start(*args: Any, **named_args: Any) -> NoReturn:
-        bound = parameters.bind(*args, **named_args)
-        bound.apply_defaults()
-        refuse_too_many_rounds(innermost(bound.arguments["self"]), bound.arguments["num_rounds"])
-        raise _Started(bound.arguments["self"], bound.arguments["initial_arrays"])
-
-    Strategy.start = start  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Strategy.start = original  # type: ignore[method-assign]
+def _end_start(strategy: Strategy, bound: BoundArguments, start: object) -> NoReturn:
+    """Raise `_Started` in place of a strategy's start; `ConfigError` if that has no arrays, or too many rounds."""
+    given = bound.arguments
+    if isinstance(given.get("num_rounds"), int):
+        refuse_too_many_rounds(innermost(strategy), given["num_rounds"])
+    arrays = given.get("initial_arrays")
+    if not isinstance(arrays, ArrayRecord):
+        raise ConfigError(f"plan: {type(strategy).__name__}.start has no initial_arrays, so the model's bytes are "
+                          "unknown; run the app")
+    raise _Started(strategy, arrays)

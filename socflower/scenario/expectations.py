@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, TypeAlias
@@ -100,7 +100,13 @@ def check_expectations(
     return [_check(key, expected, result, by_strategy) for key, expected in expect.items() if not is_of_plan(key)]
 
 
-_APP_QUANTITIES = ("virtual_s", "energy_j", "wall_s", "hub_bytes", "inter_board_bytes")
+SOURCES = ("server", "evaluate", "train")
+"""The sources of an app's metrics in a round."""
+
+_APP_FIGURES = {"accuracy": "final_accuracy", "loss": "final_loss", "virtual_s": "virtual_s", "energy_j": "energy_j",
+                "wall_s": "wall_s", "hub_bytes": "bytes", "inter_board_bytes": "bytes"}
+"""What claims on apps call the figures that every result has, and under which key it has them."""
+
 _CLAIM = re.compile(r"\s*([^\s<>=]+)\s*(>=|<=)\s*(\S+)\s*")
 
 
@@ -134,34 +140,70 @@ def parse_claims(texts: Sequence[str]) -> tuple[AppClaim, ...]:
     return tuple(claims)
 
 
+def refuse_unknown_metrics(claims: Sequence[AppClaim], sources: Iterable[str]) -> None:
+    """Raise `ConfigError` for a claim on a metric that an app with these source texts cannot have.
+
+    Its name is nowhere in them, and it resembles one that is, or it is a claim of scenarios. Names may be composed by
+    the app or come from other packages; such a claim fails at the end if there is no such metric.
+    """
+    texts = list(sources)
+    quoted = (name for text in texts for name in re.findall(r"[\"']([\w-]+)[\"']", text))
+    known = dict.fromkeys((*_APP_FIGURES, *quoted))
+    for claim in claims:
+        where, name = f"--expect {claim.quantity}{claim.bound}{claim.expected:g}", claim.quantity.rpartition("/")[2]
+        words = re.findall(r"[a-z]+", name.lower())
+        if name in known or any(name in text for text in texts):
+            continue
+        bound, _, bare = name.partition("_")
+        if bound in ("min", "max") and bare:
+            raise ConfigError(f"{where}: min_ and max_ are for claims of scenarios; write '{bare}>=...' or "
+                              f"'{bare}<=...' for an app")
+        if name in _RUN_QUANTITIES or any(name.startswith(f"{kind}_") for kind in _COMPARED_QUANTITIES):
+            raise ConfigError(f"{where}: is a claim of scenarios; those of an app are on its metrics, and on "
+                              f"{', '.join(_APP_FIGURES)}")
+        close = get_close_matches(name, known, n=1, cutoff=0.75)
+        if close and not all(any(word in text.lower() for text in texts) for word in words):
+            raise ConfigError(f"{where}: nothing in the app's code is called {name!r}; did you mean {close[0]!r}?")
+
+
 def check_app_claims(claims: Sequence[AppClaim], result: Result) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return each claim with the observed value, and a note on each one whose metric the app does not have."""
+    """Return each claim with the observed value, and a note on each one whose value is unknown; that one fails."""
     documents, notes = [], []
     for claim in claims:
-        observed = _app_figure(claim.quantity, result)
+        observed, reason = _app_figure(claim.quantity, result)
         holds = observed is not None and (observed >= claim.expected if claim.bound == ">=" else
                                           observed <= claim.expected)
         documents.append({"name": claim.name, "expected": claim.expected, "observed": observed, "holds": holds})
         if observed is None:
-            known = dict.fromkeys(name for entry in result["rounds"] for source in _SOURCES
-                                  for name in entry.get(source, ()))
-            notes.append(f"--expect {claim.quantity}: the app has no such metric; it has "
-                         f"{', '.join(known) or 'none'}, and the result {', '.join(_APP_QUANTITIES)}")
+            notes.append(f"--expect {claim.quantity}: {reason}")
     return documents, notes
 
 
-_SOURCES = ("server", "evaluate", "train")
+def _app_figure(quantity: str, result: Result) -> tuple[float | None, str]:
+    """Return a figure of the result, or a metric of the last round that has it; or None, and why it is unknown.
 
-
-def _app_figure(quantity: str, result: Result) -> float | None:
-    """Return a figure of the result, else the newest value of a metric: of the server, the evaluation, the training."""
-    if quantity in _APP_QUANTITIES:
-        return _RUN_QUANTITIES[quantity](result)
-    newest = result["rounds"][::-1]
-    candidates = [entry.get(source, {}).get(quantity) for source in _SOURCES for entry in newest]
-    if quantity in ("accuracy", "loss"):
-        candidates += [entry[quantity] for entry in newest]
-    return next((float(value) for value in candidates if isinstance(value, int | float)), None)
+    Of a metric that has several sources, that of the server comes before the clients' evaluation, and that before the
+    clients' training; `train/NAME` names the source.
+    """
+    rounds = result["rounds"][::-1]
+    if quantity in _APP_FIGURES:
+        key = _APP_FIGURES[quantity]
+        value = result[key]
+        if quantity == "loss" and value is None and rounds:
+            value = rounds[0]["loss"]  # that of the training, if the app evaluates none
+        if isinstance(value, Mapping):
+            value = value[quantity.removesuffix("_bytes")]
+        return (None, result["unknown"].get(key, "is unknown")) if value is None else (float(value), "")
+    source, _, name = quantity.rpartition("/")
+    for entry in rounds:
+        for each in (source,) if source else SOURCES:
+            if name in (metrics := entry.get(each) or {}):
+                value = metrics[name]
+                return (float(value), "") if isinstance(value, int | float) else (
+                    None, f"is no finite number in round {entry['round']}, the last one that has it")
+    known = dict.fromkeys(name for entry in result["rounds"] for each in SOURCES for name in entry.get(each, ()))
+    return None, (f"the app has no such metric; it has {', '.join(known) or 'none'}, and the result "
+                  f"{', '.join(_APP_FIGURES)}")
 
 
 def _check(key: str, expected: float, result: Result, others: Mapping[str, Result]) -> dict[str, Any]:

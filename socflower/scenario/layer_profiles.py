@@ -148,7 +148,7 @@ def _sample_shape(example: Example) -> tuple[int, ...]:
 
 def _read(path: Path) -> object:
     try:
-        return json.loads(path.read_text("utf-8"))
+        return json.loads(path.read_text("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); [pipeline] profiles names files of `socflower "
                           "profile --layers`") from None

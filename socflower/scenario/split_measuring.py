@@ -101,7 +101,7 @@ def _cloud_seconds(path: Path, fingerprint: str, batch_size: int) -> list[float]
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_text("utf-8"))
+        document = json.loads(path.read_text("utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"costs {path}: cannot be read ({error})") from None
     if not isinstance(document, dict):

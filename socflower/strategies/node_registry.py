@@ -10,6 +10,7 @@ from socflower.cluster import Cluster
 from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.wire.message_keys import (
     ASK,
+    ASK_MODEL,
     ASK_STATUS,
     ASKED_SOC,
     CONFIG,
@@ -23,6 +24,8 @@ from socflower.wire.message_keys import (
 
 QUERY_TYPE = f"{MessageType.QUERY}.{QUERY_ACTION}"
 _PULL_INTERVAL_S = 0.25
+_NO_FUNCTION = (f"function registered with name '{QUERY_ACTION}'", f"Invalid message type: {QUERY_TYPE}")
+"""What Flower says for ClientApps of functions, and of `NumPyClient`, that do not answer our queries."""
 _QUERY_TIMEOUT_S = 180.0  # every node starts a process to answer a query
 
 
@@ -96,6 +99,17 @@ class NodeRegistry:
             raise ConfigError(f"SoCFlow: several nodes have the ring address {min(twice)}; give each its own")
         self._away |= {soc for soc, status in self._status.items() if status.preempted}
 
+    def require_group_clients(self, grid: Grid) -> None:
+        """Raise `ConfigError` if a ClientApp has no part for groups: it would train a round of its own for nothing.
+
+        Nodes that were not asked for their status run the same app, so one of them is asked, through a grid that can.
+        """
+        probe = getattr(grid, "probe", None)
+        if not self._status and probe is not None:
+            config = ConfigRecord({ASK: ASK_MODEL, SERVER_ROUND: 0, PRICED: True})
+            _refuse_without_groups(probe(Message(RecordDict({CONFIG: config}), self._node_of[self._socs[0]],
+                                                 QUERY_TYPE)))
+
     def present(self, grid: Grid) -> tuple[int, ...]:
         """Return the SoCs whose nodes are connected and available, ascending."""
         connected = set(grid.get_node_ids())
@@ -163,7 +177,9 @@ class NodeRegistry:
     def _query_nodes(self, grid: Grid, nodes: Sequence[int]) -> dict[int, NodeStatus]:
         if not nodes:
             return {}
-        replies = grid.send_and_receive([_status_query(node, 0) for node in nodes], timeout=_QUERY_TIMEOUT_S)
+        replies = list(grid.send_and_receive([_status_query(node, 0) for node in nodes], timeout=_QUERY_TIMEOUT_S))
+        for reply in replies:
+            _refuse_without_groups(reply)
         return {reply.metadata.src_node_id: decode(NodeStatus, reply.content.config_records[STATUS], "status")
                 for reply in replies if reply.has_content() and STATUS in reply.content.config_records}
 
@@ -193,6 +209,15 @@ class NodeRegistry:
             return None
         socs = list(self._cluster.socs_of(status.board))
         return socs[status.slot] if 0 <= status.slot < len(socs) else None
+
+
+def _refuse_without_groups(reply: Message) -> None:
+    """Raise `ConfigError` for Flower's answer for a ClientApp that has no function for our queries."""
+    reason = reply.error.reason if reply.has_error() else ""
+    if reason and any(words in reason for words in _NO_FUNCTION):
+        raise ConfigError(f"SoCFlow: the ClientApp of node {reply.metadata.src_node_id} trains on its own and not in "
+                          "groups; make it with socflower.make_client_app(model_fn, data_fn, app=yours), for models of "
+                          "torch, or give its ServerApp a strategy such as FedAvg")
 
 
 def _is_placed(status: NodeStatus) -> bool:

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from logging import INFO
-from typing import Any, TypeAlias, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
@@ -107,6 +107,10 @@ class Resumable(Strategy):
         return None if self.is_done(server_round) else cast(Strategy, super()).aggregate_evaluate(
             server_round, replies)
 
+    def initialize_parameters(self, client_manager: object) -> NoReturn:
+        """Raise `ConfigError`: Flower calls this of strategies in `ServerAppComponents`."""
+        raise no_component(self)
+
 
 class PlannedRounds(Resumable):
     """A strategy that knows its number of rounds; its model is evaluated by `evaluate_fn`, on the server."""
@@ -148,6 +152,14 @@ class PlannedRounds(Resumable):
             raise ConfigError(f"{type(self).__name__}: round {server_round} of a plan of {self.num_rounds} rounds; "
                               "call start with num_rounds=strategy.num_rounds")
         return super()._begins(server_round)
+
+
+def no_component(strategy: Strategy) -> ConfigError:
+    """Return the error of a strategy of Flower's message API in `ServerAppComponents`, which has another API."""
+    name = type(strategy).__name__
+    return ConfigError(f"{name} in ServerAppComponents: that takes strategies of flwr.server.strategy, and {name} is "
+                       "one of Flower's message API; start it in the ServerApp's main function: @app.main() def "
+                       f"main(grid, context): {name}(...).start(GroupGrid(grid), ...)")
 
 
 def innermost(strategy: Strategy) -> Strategy:

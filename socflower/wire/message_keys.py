@@ -20,6 +20,9 @@ NUM_EXAMPLES = "num-examples"
 SERVER_ROUND = "server-round"
 PARTITION_ID = "partition-id"
 NUM_PARTITIONS = "num-partitions"
+INTERNAL = "socflower-"
+"""What keys between our strategies and clients begin with, which are no metrics of an app."""
+
 PRICED = "socflower-priced"
 """Present in a message whose virtual time the strategy accounts for, so that the grid does not."""
 

@@ -322,8 +322,8 @@ def test_odd_results(changes: dict[str, Any]) -> None:
 
 def test_only_a_strategy_name_is_enough() -> None:
     page = _render([{"strategy": "socflow"}])
-    for expected in ("No accuracy was measured", "No energy was accounted", "No breakdown was recorded",
-                     "No strategy of this report forms groups", "expects nothing", "Nothing out of the ordinary"):
+    for expected in ("No accuracy was measured", "No breakdown was recorded",
+                     "No strategy of this report forms groups", "expects nothing", "No event was recorded"):
         assert expected in page.text, expected
 
 
@@ -463,3 +463,67 @@ def test_a_template_that_prints_an_unknown_name_fails() -> None:
     with pytest.raises(UndefinedError, match="unheard_of"):
         _ENVIRONMENT.from_string("{{ unheard_of }}").render()
     assert _ENVIRONMENT.from_string("{{ name }}").render(name="<b>\x00") == "&lt;b&gt;\ufffd"
+
+
+def _app(label: str = "app", **changes: Any) -> dict[str, Any]:
+    """Return the result of an app, as `run_app_folder` has it."""
+    result = {**_result(label), "app": f"apps/{label}", "unknown": {}, "expectations": [], "events": [], **changes}
+    for row in result["rounds"]:
+        del row["epoch"]
+        row["server"] = {"rmse": 2.5}
+        row["events"] = []
+    return result
+
+
+def _without(result: dict[str, Any], *keys: str) -> dict[str, Any]:
+    for row in result["rounds"]:
+        row.update(dict.fromkeys(keys))
+    return {**result, **dict.fromkeys(keys), "final_accuracy": None if "accuracy" in keys else 0.5}
+
+
+def test_of_apps_no_sentence_is_about_a_scenario() -> None:
+    text = _render([_app()]).text
+    for wrong in ("scenario", "[expect]", "defaults included", "Epoch"):
+        assert wrong not in text, wrong
+    assert "No claim was given; --expect 'accuracy>=0.9' checks one." in text
+    assert "App and run config" in text and "server/rmse" in text and "2.5" in text
+
+
+def test_of_apps_with_other_metrics_the_report_says_which_are_there() -> None:
+    reason = "no metric that the app evaluates is called acc or accuracy: it has rmse"
+    text = _render([_without(_app(unknown={"final_accuracy": reason}), "accuracy")]).text
+    assert "was measured" not in text and "accounted for" not in text
+    assert text.count(f"app: {reason}.") == 2 and f"final_accuracy is not known: {reason}" in text
+
+
+@pytest.mark.parametrize(("changes", "sentence"), [
+    ({"plan": _plan()}, "15 groups"), ({"plan": None}, "No strategy of this report forms groups."),
+    ({"plan": None, "unknown": {"strategy": "none is started"}},
+     "The strategy of app is not known, nor whether it forms groups."),
+])
+def test_whether_the_strategy_of_an_app_forms_groups(changes: dict[str, Any], sentence: str) -> None:
+    text = _render([_app(**changes)]).text
+    assert sentence in text
+    assert ("forms groups" in text) == (sentence != "15 groups")
+
+
+def test_an_app_of_which_nothing_has_a_price_is_compared_in_wall_time() -> None:
+    unpriced = _without(_app("unpriced"), "virtual_s", "energy_j", "bytes")
+    for row in unpriced["rounds"]:
+        row["wall_s"] = 3.0 * row["round"]
+    unpriced |= {"time_to_accuracy_s": 6.0, "wall_s": 27.0}
+    page = _render([_app("priced", time_to_accuracy_s=9.0, wall_s=30.0), unpriced])
+    assert "priced reaches 80.0% in 9.00 s of wall time; unpriced is 1.50× as fast" in page.text
+    assert "Time: as measured. Energy and bytes: modelled." in page.text
+    alone = _render([unpriced]).text
+    assert "Accuracy over wall time Real time since the app began." in alone
+    assert "No energy was accounted for in the rounds that have an accuracy." in alone
+    whole = headline_of([_app("priced", target_accuracy=None, time_to_accuracy_s=None, wall_s=30.0),
+                         {**unpriced, "target_accuracy": None, "time_to_accuracy_s": None}])
+    assert whole == "priced takes 30.0 s of wall time; unpriced is 1.11× as fast and takes 27.0 s."
+
+
+def test_events_of_an_app_without_rounds_are_shown() -> None:
+    event = {"kind": "no-message", "text": "the ServerApp sent no message to any client", "round": None}
+    text = _render([_app(events=[event]) | {"rounds": []}]).text
+    assert event["text"] in text and "No event was recorded" not in text

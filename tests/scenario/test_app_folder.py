@@ -1,6 +1,7 @@
 """App folders that know nothing of socflower: metrics, claims, engines, comparisons."""
 
 import json
+import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
@@ -184,15 +185,36 @@ def test_a_comparison_of_apps_logs_each_and_what_it_reuses(
 
 @pytest.mark.usefixtures("undrawn")
 def test_claims_are_checked_on_the_last_round_that_has_the_metric(rack: Path, tmp_path: Path) -> None:
-    claims = ("eval_acc>=0.1", "eval_loss <= 0.1", "level>=1", "virtual_s<=1e9", "accurcy>=0.5", "accuracy>=0.1")
+    claims = ("eval_acc>=0.1", "eval_loss <= 0.1", "level>=1", "virtual_s<=1e9", "f1>=0.5", "accuracy>=0.1",
+              "train/train_loss>=0", "server/train_loss>=0")
     result = run(write_app(tmp_path / "app"), rack, tmp_path / "out", claims=claims)
     assert [(claim["name"], claim["holds"]) for claim in result["expectations"]] == [
         ("min_eval_acc", True), ("max_eval_loss", False), ("min_level", True), ("max_virtual_s", True),
-        ("min_accurcy", False), ("min_accuracy", True)]
-    assert any("--expect accurcy: the app has no such metric; it has level, eval_acc, eval_loss, train_loss"
+        ("min_f1", False), ("min_accuracy", True), ("min_train/train_loss", True), ("min_server/train_loss", False)]
+    assert any("--expect f1: the app has no such metric; it has level, eval_acc, eval_loss, train_loss"
                in note for note in result["notes"])
     assert check_app_claims(parse_claims(["level>=9"]), result)[0][0]["observed"] == pytest.approx(
         expected_rounds(3)[-1]["x"])
+
+
+@pytest.mark.parametrize(("claim", "line"), [
+    ("accurcy>=0.5", "nothing in the app's code is called 'accurcy'; did you mean 'accuracy'?"),
+    ("evaluate/eval_lss<=0.5", "nothing in the app's code is called 'eval_lss'; did you mean 'eval_loss'?"),
+    ("min_accuracy>=0.5", "min_ and max_ are for claims of scenarios; write 'accuracy>=...'"),
+    ("peak_c<=60", "is a claim of scenarios; those of an app are on its metrics, and on accuracy, loss, virtual_s"),
+    ("speedup_over_fedavg>=2", "is a claim of scenarios"),
+    ("f1>=0.5", None), ("eval_x>=0", None), ("virtual_s<=1", None), ("train-loss<=1", None),  # of a package, composed
+])
+def test_a_claim_on_a_metric_that_cannot_be_is_refused_before_the_app_runs(
+    claim: str, line: str | None, rack: Path, tmp_path: Path,
+) -> None:
+    app = AppRun(folder=write_app(tmp_path / "app"), cluster_file=rack, claims=("level>=0", claim))
+    if line is None:
+        app.check()
+        return
+    with pytest.raises(ConfigError, match=re.escape(line)):
+        run_app_folder(app, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("claim", ["accuracy", "accuracy>0.5", "accuracy>=high", "accuracy>=nan", ">=0.5", "a b>=1"])
@@ -220,7 +242,9 @@ def test_nothing_of_another_run_stays_beside_the_result_and_a_failed_run_changes
 @pytest.mark.usefixtures("undrawn")
 def test_apps_with_modules_of_the_same_names_are_compared_and_finished_ones_kept(rack: Path, tmp_path: Path) -> None:
     apps = [write_app(tmp_path / "before", called="accuracy"), write_app(tmp_path / "after", called="acc")]
-    runs, begun = app_variants(apps, "", cluster_file=rack, num_workers=0, claims=("accuracy>=0.1",)), list[str]()
+    # After one round the level is below 1, as an accuracy is.
+    runs, begun = app_variants(apps, "", cluster_file=rack, num_workers=0, claims=("accuracy>=0.1",),
+                               overrides=("rounds=1",)), list[str]()
     document = compare_apps(runs, tmp_path / "out", on_notice=begun.append)
     assert begun == ["running before", "running after"]
     assert [row["strategy"] for row in document["rows"]] == ["before", "after"]

@@ -17,7 +17,7 @@ SOCS = range(5)
 
 
 class QueriedGrid:
-    """Nodes that answer status_queries; None is a ClientApp that does not know them."""
+    """Nodes that answer status_queries; None is a ClientApp that fails."""
 
     def __init__(self, statuses: Mapping[int, NodeStatus | None]) -> None:
         self.statuses = dict(statuses)
@@ -46,7 +46,7 @@ class QueriedGrid:
         self.asked.append(node)
         status = self.statuses[node]
         if status is None:
-            return Message(Error(1, "no such function"), reply_to=message)
+            return Message(Error(1, "no such module"), reply_to=message)
         return Message(RecordDict({STATUS: ConfigRecord(encode(status))}), reply_to=message)
 
 

@@ -133,7 +133,7 @@ def read_csv(path: Path, *, latency_s: float = 0.0, repeats: bool = True) -> Ban
     lasted as long as the one before it (a single row: 1 s). Without `repeats`, the last rates hold for good.
     """
     try:
-        rows = list(csv.reader(path.read_text("utf-8").splitlines()))
+        rows = list(csv.reader(path.read_text("utf-8-sig").splitlines()))
     except OSError as error:
         raise ConfigError(f"bandwidth profile {path}: cannot be read ({error.strerror}); check the path") from None
     except UnicodeDecodeError:

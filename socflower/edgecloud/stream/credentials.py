@@ -44,7 +44,7 @@ def run_token(operator_token: str, run_id: str) -> str:
 def read_token(path: Path) -> str:
     """Return the token in a file; `ConfigError` if it cannot be read or is invalid."""
     try:
-        return check_token(path.read_text("utf-8").strip(), f"token file {path}")
+        return check_token(path.read_text("utf-8-sig").strip(), f"token file {path}")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"token file {path}: cannot be read ({error}); name the text file that the cloud was started "
                           "with") from None

@@ -116,7 +116,7 @@ def connection_to(deployment: DeploymentOptions, folder: Path) -> tuple[Mapping[
     config = Path(environment.get("FLWR_HOME") or Path.home() / ".flwr") / "config.toml"
     try:
         table = tomllib.loads(config.read_text("utf-8")).get("superlink", {})
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"--superlink {deployment.superlink}: cannot read {config} ({error}); give HOST:PORT, or add "
                           f"[superlink.{deployment.superlink}] there") from None
     known = [name for name, value in table.items() if isinstance(value, dict)]

@@ -107,6 +107,14 @@ class LocalGrid(EngineGrid):
         """Handle messages and return their replies; after `timeout` seconds, the replies received so far."""
         return self._answer(self.push_messages(messages), timeout)
 
+    def probe(self, message: Message) -> Message:
+        """Return the reply to a message that neither record, log nor the node's state has afterwards."""
+        context = self._contexts[message.metadata.dst_node_id]
+        without_state = Context(run_id=context.run_id, node_id=context.node_id, node_config=context.node_config,
+                                state=RecordDict(), run_config=context.run_config)
+        message.metadata.__dict__["_message_id"] = name = str(uuid4())
+        return self._workers.run({name: (message, without_state)}, None)[name][0]
+
     def close(self) -> None:
         """End the worker processes."""
         self._workers.close()

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from flwr.app import ArrayRecord, Message, MessageType
 
+from socflower.engines import legacy_api
 from socflower.errors import TrainingFailed
 from socflower.wire.message_keys import NUM_EXAMPLES, SERVER_ROUND
 
@@ -100,6 +101,11 @@ class MessageLog:
         judged = exchanges[-1:] if any(map(_any_succeeded, exchanges)) else exchanges[:1]
         return judged[0].first_cause if judged else ""
 
+    @property
+    def has_work(self) -> bool:
+        """Whether messages of training or evaluation were exchanged."""
+        return bool({MessageType.TRAIN, MessageType.EVALUATE} & set(self._exchanges))
+
     def require_success(self) -> None:
         """Raise `TrainingFailed` if the run failed; add an event if it sent no message."""
         failure = self.failure
@@ -138,11 +144,11 @@ def _kind(message: Message) -> str:
 
 
 def round_of(message: Message) -> int | None:
-    """Return the round that a message names, as those of Flower's and our strategies do."""
+    """Return the round that a message names, as those of Flower's and our strategies and of its earlier API do."""
     for record in message.content.config_records.values():
         if isinstance(server_round := record.get(SERVER_ROUND), int):
             return server_round
-    return None
+    return legacy_api.round_of(message)
 
 
 def _round(message: Message) -> str:
@@ -155,7 +161,7 @@ def _fault(reply: Message | None) -> str | None:
     if reply is None:
         return "no reply in time"
     if not reply.has_error():
-        return None
+        return legacy_api.fault_of(reply)
     # Exceptions of torch have several lines; a result's text has one.
     return " ".join((reply.error.reason or f"error {reply.error.code} without a reason").split())
 
@@ -188,9 +194,15 @@ def metric(reply: Message, key: str) -> float | None:
     return None
 
 
+def num_examples_of(reply: Message) -> float | None:
+    """Return how many examples a client says that it used, or None."""
+    value = metric(reply, NUM_EXAMPLES)
+    return legacy_api.num_examples_of(reply) if value is None else value
+
+
 def fault_of_num_examples(reply: Message) -> str | None:
     """Return the fault of the client's number of examples, or None; a missing number is no fault."""
-    value = metric(reply, NUM_EXAMPLES)
+    value = num_examples_of(reply)
     if value is None or (math.isfinite(value) and value >= 0):
         return None
     return f"its {NUM_EXAMPLES} is {value:g}, which is no number of examples"

@@ -18,11 +18,11 @@ from socflower.cluster import (
     Usage,
     VirtualClock,
 )
-from socflower.engines.local.message_log import fault_of_num_examples, metric
+from socflower.engines.local.message_log import fault_of_num_examples, metric, num_examples_of
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.precision.processor_costs import MixedPricing
 from socflower.strategies.forwarding_grid import ForwardingGrid
-from socflower.wire.message_keys import CPU_SHARE, NUM_EXAMPLES, PRICED
+from socflower.wire.message_keys import CPU_SHARE, PRICED
 
 
 class PricedGrid(ForwardingGrid):
@@ -100,16 +100,22 @@ class PricedGrid(ForwardingGrid):
         return builder.build(list(soc_of_node.values()))
 
     def _payload(self, message: Message) -> tuple[float, int]:
-        """Return the bytes of a message, and what it costs in messages; without arrays it counts as one tensor."""
+        """Return the bytes of a message, and what it costs in messages; without arrays it counts as one tensor.
+
+        Bytes in its configs count too: of secure aggregation these are the masked arrays.
+        """
         arrays = [array for record in message.content.array_records.values() for array in record.values()]
-        return float(sum(len(array.data) for array in arrays)), 1 if self._fused else max(1, len(arrays))
+        others = [each for record in message.content.config_records.values() for value in record.values()
+                  for each in (value if isinstance(value, list) else [value]) if isinstance(each, bytes)]
+        return (float(sum(len(array.data) for array in arrays) + sum(map(len, others))),
+                1 if self._fused else max(1, len(arrays)))
 
     def _has_training(self, message: Message) -> bool:
         return self._profile is not None and message.metadata.message_type.startswith(MessageType.TRAIN)
 
     def _training(self, builder: GraphBuilder, soc: int, reply: Message, after: int) -> int:
         assert self._profile is not None
-        num_examples = int(metric(reply, NUM_EXAMPLES) or 0)
+        num_examples = int(num_examples_of(reply) or 0)
         batch = min(self._batch_size, num_examples)
         if not batch:
             return after

@@ -9,6 +9,7 @@ from typing import Any
 
 from flwr.app import Context, RecordDict, UserConfig
 from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import Strategy
 
 from socflower.cluster import Cluster, ModelProfile
 from socflower.cluster.toml_file import read_toml
@@ -21,6 +22,7 @@ from socflower.engines.local.workers import AppReference, ClientAppSource
 from socflower.errors import ConfigError, SocflowerError, TrainingFailed
 from socflower.sim.event_clock import EventClock
 from socflower.strategies.group_grid import GroupGrid
+from socflower.strategies.resuming import no_component
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +107,9 @@ def run_server_app(app: ServerApp, grid: Grid, context: Context, messages: Messa
             _raise_first_cause(messages, end)
             raise TrainingFailed(f"the ServerApp ended with sys.exit({end.code!r})") from end
     except Exception as error:
+        if isinstance(error, AttributeError) and error.name == "initialize_parameters" and isinstance(
+                error.obj, Strategy):
+            raise no_component(error.obj) from error
         _raise_first_cause(messages, error)
         raise
     messages.require_success()

@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from time import monotonic
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from flwr.app import Context, Error, Message
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from socflower.engines.local.flower_internals import (
@@ -24,7 +25,7 @@ from socflower.engines.local.flower_internals import (
     LOAD_CLIENT_APP_EXCEPTION,
 )
 from socflower.errors import ConfigError, SocflowerError
-from socflower.user_code import import_attribute, place_of
+from socflower.user_code import import_attribute, place_of, require_main_guard
 
 _PRELOADED = ("flwr.clientapp", "torch", "torch._dynamo", "socflower.clients.app", "socflower.rings.member")
 """Imported once in the fork server, whose children then start in milliseconds and share the memory pages.
@@ -91,11 +92,23 @@ class InProcessWorkers:
         for message_id, (message, context) in work.items():
             if deadline is not None and monotonic() > deadline:
                 break
-            done[message_id] = (handle(self._app, message, context), context)
+            done[message_id] = (handle(self._app, _with_own_records(message), context), context)
         return done
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+def _with_own_records(message: Message) -> Message:
+    """Return a message whose records a client may change, as where it comes to another process.
+
+    Messages of one exchange may have the same content, and Flower's secure aggregation takes keys out of it. Arrays are
+    not copied, as their bytes cannot be changed.
+    """
+    own = copy(message)
+    records: dict[str, Any] = {name: type(record)(dict[Any, Any](record)) for name, record in message.content.items()}
+    own.content = RecordDict(records)
+    return own
 
 
 class ProcessWorkers:
@@ -108,6 +121,7 @@ class ProcessWorkers:
         if isinstance(source, ClientApp):
             raise ConfigError("local engine: worker processes import the ClientApp by reference; give AppReference("
                               "'module:app') or a module-level factory, or num_workers=0 to run it in this process")
+        require_main_guard("the local engine starts worker processes", "give num_workers=0")
         self._workers = [NodeProcess(source) for _ in range(num_workers)]
 
     def run(self, work: Mapping[str, Work], deadline: float | None) -> dict[str, tuple[Message, Context]]:

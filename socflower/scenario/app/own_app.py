@@ -5,7 +5,7 @@ for, load it from its folder, and hand it the run config and messages unchanged.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,14 @@ from socflower.cluster import LayerProfile, ModelProfile
 from socflower.cluster.cluster_file import load_cluster
 from socflower.cluster.cost_model import BACKWARD_TO_FORWARD
 from socflower.engines.app_files import NUM_NODES_KEY, RUN_FOLDER_KEY, AppFiles
-from socflower.engines.app_metrics import EVALUATE, SERVER, MeteredGrid, RoundLog, named
+from socflower.engines.app_metrics import PRICED_KEYS, MeteredGrid, RoundLog
 from socflower.engines.local.message_log import MessageLog
 from socflower.engines.local.priced_grid import PricedGrid
 from socflower.engines.local.run_app import load_flower_app, require_server_app, run_server_app
 from socflower.engines.local.workers import handle, resolve_client_app
 from socflower.engines.run_folder import RunFolder
 from socflower.errors import ConfigError
-from socflower.report.quality import QUALITIES, final_figures
+from socflower.report.quality import final_figures
 from socflower.scenario.app.main import await_nodes, report_outcome
 from socflower.scenario.app.round_record import weights_sha256
 from socflower.sim import EventClock, Trace
@@ -56,30 +56,47 @@ def training_profile(training_flops: float | None) -> ModelProfile | None:
 
 
 def app_outcome(clock: EventClock, messages: MessageLog, rounds: RoundLog) -> dict[str, Any]:
-    """Return the part of an app's result that follows from its clock, messages and metrics."""
+    """Return the part of an app's result that follows from its clock, messages and metrics.
+
+    Values that are None for want of knowledge are in `unknown`, each with its reason.
+    """
     usage, events = clock.usage, messages.documents()
     entries = rounds.documents(events)
-    return {
-        "strategy": rounds.strategy, "rounds": entries, **final_figures(_final_scores(entries)),
+    scores, without = rounds.final_scores()
+    unknown = {f"final_{name}": reason for name, reason in without.items()}
+    if reason := rounds.without_strategy:
+        unknown["strategy"] = reason
+    if reason := rounds.without_weights:
+        unknown["weights_sha256"] = reason
+    outcome = {
+        "strategy": rounds.strategy, "rounds": entries, **final_figures(scores),
         "virtual_s": clock.now_s, "energy_j": usage.total_energy_j, "bytes": usage.bytes_by_tier,
         "breakdown": {"soc_seconds": {key.value: value for key, value in usage.soc_seconds.items()},
                       "energy_j": {key.value: value for key, value in usage.energy_j.items()}},
-        "weights_sha256": None if rounds.arrays is None or not rounds.arrays else weights_sha256(rounds.arrays),
+        "plan": rounds.plan,
+        "weights_sha256": weights_sha256(rounds.arrays) if rounds.arrays else None,
         "events": events, "trained_on": {} if rounds.devices is None else rounds.devices.document(),
         "trained_in": sorted(map(_named_arithmetic, () if rounds.devices is None else rounds.devices.arithmetics)),
-        "priced_in": _named_arithmetic(rounds.priced_in),
+        "priced_in": _named_arithmetic(rounds.priced_in), "notes": rounds.notes,
     }
+    if messages.has_work and not clock.now_s:
+        unknown |= dict.fromkeys(PRICED_KEYS, _without_price(rounds))
+        outcome |= dict.fromkeys(PRICED_KEYS)
+    return {**outcome, "unknown": dict(sorted(unknown.items()))}
+
+
+def _without_price(rounds: RoundLog) -> str:
+    """Return why nothing of a run took virtual time."""
+    if rounds.has_groups:
+        return (f"{rounds.strategy} has no costs=Costs(model_profile=profile_module(...)), so nothing has a price: add "
+                "it, or give --training-flops")
+    if rounds.num_pushed:
+        return "the app pushes its messages and pulls the replies, which has no price: call send_and_receive"
+    return "no message of the app had a price"
 
 
 def _named_arithmetic(arithmetic: str) -> str:
     return arithmetic or "fp32"
-
-
-def _final_scores(entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the newest value of each metric that was evaluated."""
-    evaluated = {name: [value for entry in entries if (value := named(name, entry, (SERVER, EVALUATE))) is not None]
-                 for name in QUALITIES}
-    return {name: values[-1] for name, values in evaluated.items() if values}
 
 
 server_app: ServerApp = ServerApp()

@@ -26,7 +26,7 @@ def load_scenario(path: Path, overrides: Sequence[str] = ()) -> Scenario:
     _resolve_cluster(document, path)
     inline_recorded_link(document, path)
     resolve_file_paths(document, Path())  # paths in overrides are relative to the working directory
-    text = path.read_text("utf-8")
+    text = path.read_text("utf-8-sig")
     scenario = parse_scenario(document, name=path.stem, question=_leading_comment(text), where=str(path))
     if not scenario.factories:
         return scenario

@@ -3,13 +3,16 @@
 import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.server import ServerAppComponents, SimpleClientManager
 from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
 
 from socflower.cluster import parse_cluster
 from socflower.engines.local.message_log import MessageLog
@@ -17,6 +20,8 @@ from socflower.engines.local.run_app import load_flower_app, quiet_flower, run_a
 from socflower.engines.local.workers import AppReference
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.sim import EventClock
+from socflower.strategies.settings import TrainingSchedule
+from socflower.strategies.socflow import SoCFlow
 from tests.engines.local import apps_for_tests
 
 QUICKSTART = Path(__file__).parents[3] / "scenarios" / "quickstart_app"
@@ -153,3 +158,23 @@ def test_flowers_log_can_be_quietened() -> None:
         assert logger.level == logging.ERROR
     finally:
         logger.setLevel(before)
+
+
+def socflow() -> SoCFlow:
+    return SoCFlow(cluster=CLUSTER, groups=2, schedule=TrainingSchedule(num_samples=64, batch_size=8, num_epochs=1))
+
+
+@pytest.mark.parametrize(("strategy", "name"), [
+    (socflow, "SoCFlow"), (FedAvg, "FedAvg"),
+    (lambda: DifferentialPrivacyServerSideFixedClipping(socflow(), 1.0, 1.0, 2),
+     "DifferentialPrivacyServerSideFixedClipping"),
+])
+def test_a_strategy_of_the_message_api_among_server_components_is_told_where_it_starts(
+    strategy: Callable[[], Any], name: str,
+) -> None:
+    app = ServerApp(server_fn=lambda context: ServerAppComponents(strategy=strategy()))
+    with pytest.raises(ConfigError, match=rf"^{name} in ServerAppComponents: .* @app.main\(\) .*\(GroupGrid\(grid\)"):
+        run_app(app, ClientApp(), cluster=CLUSTER, num_workers=0)
+    if name == "SoCFlow":  # Flower's own runtimes, too
+        with pytest.raises(ConfigError, match="SoCFlow in ServerAppComponents"):
+            socflow().initialize_parameters(SimpleClientManager())

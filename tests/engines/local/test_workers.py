@@ -2,7 +2,10 @@
 
 import os
 import signal
+import subprocess
+import sys
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 
 import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
@@ -30,3 +33,12 @@ def test_a_worker_that_died_while_it_was_idle_costs_no_message() -> None:
         replies = ask()
         assert all(reply.has_content() for reply in replies)
         assert {reply.content["metrics"]["pid"] for reply in replies} != {pid}
+
+
+def test_a_script_that_each_worker_would_run_again_is_told_before_any_starts(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("from socflower.engines.local.workers import ProcessWorkers\nProcessWorkers('module:app', 2)\n")
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    *_, last = ran.stderr.splitlines()
+    assert "ConfigError: script.py, line 2: the local engine starts worker processes outside of" in last
+    assert ran.stderr.count("Traceback") == 1 and last.endswith("or give num_workers=0")
