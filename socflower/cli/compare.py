@@ -87,8 +87,10 @@ def compare(
     from socflower.scenario.schema.file import load_scenario
     from socflower.scenario.tuning import parse_tuning
 
-    loaded = load_scenario(scenario[0], [*(set_ or ()), *([f"strategy.fusion={fusion}"] if fusion is not None else ())])
+    loaded = load_scenario(scenario[0], set_ or ())
     refuse_fusion_of_split(loaded, fusion)
+    if fusion is not None:
+        loaded = load_scenario(scenario[0], [*(set_ or ()), f"strategy.fusion={fusion}"])
     names = [name.strip() for name in strategies.split(",")] if strategies else list(loaded.compare.strategies)
     target = out or Path("out") / f"{loaded.name}-compare"
     logging = round_logging(log)

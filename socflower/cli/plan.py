@@ -51,13 +51,15 @@ def plan(
         if value is not None:
             raise ConfigError(f"{option} {value}: is for the folder of a Flower app; a scenario has its own [cluster] "
                               "and model")
-    overrides = [*(set_ or ()), *(f"strategy.{key}={value}" for key, value in (("groups", groups), ("fusion", fusion))
-                                  if value is not None)]
-    loaded = load_scenario(scenario, overrides)
+    loaded = load_scenario(scenario, set_ or ())
     if groups is not None and not (loaded.has_groups and group_strategy(loaded.strategy.name).num_groups is None):
         raise ConfigError(f"--groups {groups}: is for strategy.name = 'socflow', and {scenario} has "
                           f"{loaded.strategy.name!r}, which takes no number of groups; leave it out")
     refuse_fusion_of_split(loaded, fusion)
+    # After the checks, so that a mistake is told of the option and not of a key of the file.
+    if options := [f"strategy.{key}={value}" for key, value in (("groups", groups), ("fusion", fusion))
+                   if value is not None]:
+        loaded = load_scenario(scenario, [*(set_ or ()), *options])
     if loaded.is_pipeline:
         from socflower.cli.pipeline_plan import plan_pipeline_scenario
 

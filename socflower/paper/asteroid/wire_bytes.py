@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional
 
 from socflower.paper.asteroid.settings import NANO, cluster_of
 from socflower.paper.asteroid.volumes import divisions, hybrid_pipelines
@@ -63,7 +64,8 @@ def sent_bytes(plan: Plan, read: ReadModel, module: nn.Module, data: LabelledDat
     Samples and labels are read where they are needed.
     """
     channels = QueueChannels.of(plan.socs)
-    trainer = FP32Trainer(optimizer=sgd(0.1), device="cpu")
+    # With torch's own cross-entropy, devices with a loss would exchange the number of labels that count.
+    trainer = FP32Trainer(optimizer=sgd(0.1), device="cpu", loss=_mean_over_samples)
     failures: list[BaseException] = []
 
     def train(soc: int, member: Member) -> None:
@@ -90,6 +92,10 @@ def sent_bytes(plan: Plan, read: ReadModel, module: nn.Module, data: LabelledDat
     if failures:
         raise failures[0]
     return sum(own.sent_bytes for own in channels.values())
+
+
+def _mean_over_samples(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits, labels)
 
 
 def _samples(count: int) -> tuple[LabelledData, list[Mini]]:

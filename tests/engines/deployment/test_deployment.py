@@ -161,9 +161,7 @@ def test_rings_in_int8_refuse_what_their_sums_cannot_have(table: str, key: str, 
     scenario = small().replaced(precision=PrecisionConfig(arithmetic="int8"))
     changed = scenario.replaced(strategy=scenario.strategy.replaced(**{key: value})) if table == "strategy" \
         else scenario.replaced(ring=RingSettings(**{key: value}))
-    if key == "compression":
-        prepare(changed, "local")  # with a note, as all arithmetic there
-    for engine in ("deployment", *(("local", "simulation") if key == "overlap_buckets" else ())):
+    for engine in ("deployment", "local", "simulation"):
         with pytest.raises(ConfigError, match=rf"\[{table}\] {key} = .*; leave it out") as caught:
             prepare(changed, engine)
         assert "\n" not in str(caught.value)
