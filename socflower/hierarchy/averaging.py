@@ -83,15 +83,34 @@ def averaged_by(
     return {name: averages[name] for name in by_tensor}
 
 
-def first_non_finite(model: Model) -> str | None:
-    """Return the name of the first tensor that holds a NaN or an infinity, or None if all are finite."""
+def first_non_finite(model: Model, sent: Model | None = None) -> str | None:
+    """Return the name of the first tensor that holds a NaN or an infinity, or None if all are finite.
+
+    Infinities that were in `sent` already are constants, such as the -inf of an attention mask; they do not count. A NaN
+    always does: it is of a training that diverged before.
+    """
     for name, tensor in model.items():
-        if is_native_float32(tensor):
-            if not _native.all_finite(np.ascontiguousarray(tensor)):
-                return name
-        elif np.issubdtype(tensor.dtype, np.inexact) and not np.isfinite(tensor).all():
+        if not _is_finite(tensor) and not _is_infinite_by_design(tensor, (sent or {}).get(name)):
             return name
     return None
+
+
+def non_finite_tensors(model: Model) -> dict[str, Tensor]:
+    """Return copies of the tensors that hold a NaN or an infinity, as `sent` for `first_non_finite`."""
+    return {name: tensor.copy() for name, tensor in model.items() if not _is_finite(tensor)}
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if is_native_float32(tensor):
+        return _native.all_finite(np.ascontiguousarray(tensor))
+    return not np.issubdtype(tensor.dtype, np.inexact) or bool(np.isfinite(tensor).all())
+
+
+def _is_infinite_by_design(tensor: Tensor, sent: Tensor | None) -> bool:
+    if sent is None or (sent.shape, sent.dtype) != (tensor.shape, tensor.dtype):
+        return False
+    not_finite = ~np.isfinite(tensor)
+    return np.array_equal(tensor[not_finite], sent[not_finite])
 
 
 def is_native_float32(tensor: Tensor) -> bool:

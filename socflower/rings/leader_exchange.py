@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from logging import INFO
 from typing import Any
 
@@ -46,6 +46,8 @@ class GroupsModel:
     samples: float  # that those groups trained on
     groups: tuple[int, ...]  # in the order of the plan; empty if the model is of no use
     steps: Floats | None = None  # of the blocks of a sum in eight bits, which this is; see `feedback_after`
+    # Of the model before the training, the tensors with values that are not finite: if these stay, they are constants.
+    began_with: Mapping[str, _Array] = field(default_factory=dict)
 
 
 def exchange_models(
@@ -59,13 +61,14 @@ def exchange_models(
     another member (`rings.all_reduce`), or in that of a tree (`rings.tree`); so it depends on the order of the members
     and on nothing else. With `changes`, tensors that it compresses are its sum instead; a member that is alone keeps
     its model, and its feedback. Of integer tensors, which are counters, the largest values are kept. A model with NaN
-    or infinite values, or without samples, is left out, and its group not in `groups`. Where models differ in their
-    tensors every member gets its own back.
+    or infinite values, unless it `began_with` them, or without samples, is left out, and its group not in `groups`.
+    Where models differ in their tensors every member gets its own back.
     Raises what the ring and `poll` raise.
     """
     if ring.size == 1:
         changes = None
-    usable = bool(own.groups) and 0 < own.samples < math.inf and first_non_finite(own.arrays) is None \
+    is_finite = first_non_finite(own.arrays, own.began_with) is None
+    usable = bool(own.groups) and 0 < own.samples < math.inf and is_finite \
         and (changes is None or _can_be_summed(changes.change(own.arrays, 1.0), ring.size))
     heads = [json.loads(head) for head in ring.all_gather(json.dumps({
         "groups": own.groups if usable else (), "samples": own.samples if usable else 0.0,

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from socflower.capture.random_state import RandomState, own_random_state
 from socflower.capture.torch_device import device_label, device_of
 from socflower.errors import ConfigError
+from socflower.hierarchy.averaging import non_finite_tensors
 from socflower.hierarchy.leader_exchange import NONE
 from socflower.rings.balance import RingBalance, StepTimer
 from socflower.rings.collective import Collective, PeerLost, RingPeers
@@ -194,6 +195,7 @@ class _MemberSession:
         self._steps: Floats | None = None  # of the mean of all groups, if it was summed in eight bits
         self._changes = None if ring.leader_compression == NONE or not ring.leaders else MemberChanges(
             ring.leader_compression, untrained_names(self._model), member.feedback, ring.feedback_sha256)
+        self._began_with: dict[str, NDArray[Any]] = {}
         self._losses: list[Tensor] = []
         self._pending_step: tuple[_Snapshot, list[int], Tensor] | None = None  # of a step that is not yet applied
         self._members: tuple[int, ...] = ()
@@ -286,6 +288,8 @@ class _MemberSession:
             self._drop_session()  # before weights are loaded: a session may have its own, which it writes to the model
         if weights is not None and generation.source != self._ring.participant:
             _load_bytes([*_trained(self._model), *self._model.buffers()], weights)
+        if not generation.num_steps:
+            self._began_with = non_finite_tensors(self._group_model().arrays)
         if self._changes is not None and not generation.num_steps:
             self._changes.begin(self._group_model().arrays)
         if self._pending_step is not None:  # the others have applied this step
@@ -595,7 +599,7 @@ class _MemberSession:
     def _group_model(self) -> GroupsModel:
         return GroupsModel(
             arrays={name: entry.cpu().numpy() for name, entry in trainable_state(self._model).items()},
-            samples=float(self._num_samples), groups=(self._group.group_id,))
+            samples=float(self._num_samples), groups=(self._group.group_id,), began_with=self._began_with)
 
     def _result_without_model(self, outcome: str) -> MemberResult:
         return MemberResult(outcome=self._outcome(outcome, answers=False), mean_loss=0.0, num_samples=0, end=None)

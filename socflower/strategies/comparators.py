@@ -1,6 +1,6 @@
 """Strategies to compare SoCFlow with: one ring over all SoCs, a single device, and FedAvg in a fixed order."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from logging import WARNING
 from typing import Any, cast
@@ -9,10 +9,12 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 from flwr.supercore import log
+from numpy.typing import NDArray
 
 from socflower.cluster import Cluster
 from socflower.errors import TrainingFailed
 from socflower.strategies.mixed_replies import client_events, mean_metric
+from socflower.strategies.records import array_views
 from socflower.strategies.replies import ReplyEvent, failure_event, fault_of, heat_events, no_reply_event, other_layouts
 from socflower.strategies.resuming import Resumable
 from socflower.strategies.settings import Grouping, TrainingSchedule
@@ -83,7 +85,8 @@ class OrderedFedAvg(Resumable, FedAvg):
             raise TrainingFailed(f"round {server_round}: no client was asked; no node is connected, or fraction_train "
                                  "is 0")
         answers = {reply.metadata.src_node_id: reply for reply in replies}
-        faults = {node_id: _fault(answers.get(node_id), soc, node_id) for soc, node_id in enumerate(self._nodes)}
+        sent = array_views(self._sent or ArrayRecord())
+        faults = {node_id: _fault(answers.get(node_id), soc, node_id, sent) for soc, node_id in enumerate(self._nodes)}
         same = {soc: answers[node_id] for soc, node_id in enumerate(self._nodes) if faults[node_id] is None}
         for soc, difference in other_layouts(same, self._sent).items():
             node_id = self._nodes[soc]
@@ -123,6 +126,8 @@ def _without_lists(reply: Message) -> Message:
     return reply
 
 
-def _fault(reply: Message | None, soc: int, node_id: int) -> ReplyEvent | None:
+def _fault(
+    reply: Message | None, soc: int, node_id: int, sent: Mapping[str, NDArray[Any]],
+) -> ReplyEvent | None:
     where = f"SoC {soc} (node {node_id})"
-    return no_reply_event(soc, where) if reply is None else fault_of(reply, soc, where)
+    return no_reply_event(soc, where) if reply is None else fault_of(reply, soc, where, sent=sent)

@@ -7,6 +7,7 @@ from typing import cast
 from flwr.app import ArrayRecord, Message, MetricRecord
 
 from socflower.hierarchy import Group
+from socflower.hierarchy.averaging import non_finite_tensors
 from socflower.hierarchy.leader_exchange import NONE
 from socflower.rings.leader_exchange import GroupsModel, exchange_in_process, feedback_after
 from socflower.rings.model_changes import ChangeCompression, Floats
@@ -47,9 +48,10 @@ def _sent(reply: Message) -> GroupMean:
 
 
 def _meet(this: Round, replies: Mapping[Group, Message]) -> GroupMean:
+    began_with = non_finite_tensors(array_views(this.sent))
     models = [GroupsModel(
         arrays=array_views(cast(ArrayRecord, reply.content[ARRAYS])), samples=_samples(reply),
-        groups=(group.group_id,)) for group, reply in replies.items()]
+        groups=(group.group_id,), began_with=began_with) for group, reply in replies.items()]
     places = [this.place_of[group.group_id] for group in replies] if this.in_tree else []
     compression = this.exchanges.leaders.compression
     if compression == NONE:

@@ -215,7 +215,7 @@ class OuterStep:
             reported[NUM_EXAMPLES] = int(sum(samples))
         if trained is None:
             return None, reported
-        return self._as_sent(server_round, _joined(first, trained, buffers), first), reported
+        return self._as_sent(server_round, _joined(first, trained, buffers), first, sent), reported
 
     @property
     def _is_mean(self) -> bool:
@@ -235,7 +235,7 @@ class OuterStep:
         with reproducible_draws(0):
             list(strategy.configure_train(server_round, trained, config, cast(Grid, _Nodes(strategy, num_groups))))
 
-    def _as_sent(self, server_round: int, made: ArrayRecord, model: ArrayRecord) -> ArrayRecord:
+    def _as_sent(self, server_round: int, made: ArrayRecord, model: ArrayRecord, sent: ArrayRecord) -> ArrayRecord:
         """Return the model in the types of the groups' models: Flower's steps make float64 of float32."""
         views = array_views(made)
         if difference := _difference(made, model):
@@ -243,7 +243,7 @@ class OuterStep:
         dtypes = {name: dtype for name, (dtype, _) in layout_of(model).items()}
         with np.errstate(over="ignore"):
             cast_views = {name: view.astype(dtypes[name], copy=False) for name, view in views.items()}
-        if tensor := first_non_finite(cast_views):
+        if tensor := first_non_finite(cast_views, array_views(sent)):
             raise TrainingFailed(f"round {server_round}: {self.name} made {tensor} NaN or infinite; a smaller step of "
                                  "the outer strategy may help")
         return to_array_record(cast_views)

@@ -4,9 +4,10 @@ import copy
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from numpy.typing import NDArray
 
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.hierarchy import Group, first_non_finite
@@ -59,6 +60,7 @@ def sort_replies(
     resume from is never tolerated.
     """
     replies = list(replies)
+    sent_views = array_views(sent or ArrayRecord())
     usable: dict[int, Message] = {}
     events = {event.group_id: event for event in lost}
     sent_means = {outcome.holds for reply in replies if reply.has_content() and ARRAYS in reply.content.array_records
@@ -72,7 +74,7 @@ def sort_replies(
         where = f"group {group.group_id}, SoC {group.leader} (node {node_id})"
         outcome = outcome_of(reply)
         has_mean = outcome is not None and bool(outcome.met) and outcome.holds in sent_means
-        event = fault_of(reply, group.group_id, where, without_model=has_mean) \
+        event = fault_of(reply, group.group_id, where, without_model=has_mean, sent=sent_views) \
             or _wrong_group_fault(reply, group.group_id, where)
         if event is None and has_mean and outcome is not None and group.group_id not in outcome.met:
             event = ReplyEvent(kind="not-finite", group_id=group.group_id, text=(
@@ -124,10 +126,13 @@ def no_reply_event(group_id: int, where: str) -> ReplyEvent:
     return ReplyEvent(kind="no-reply", group_id=group_id, text=f"{where}: no reply; left out of this synchronisation")
 
 
-def fault_of(reply: Message, group_id: int, where: str, *, without_model: bool = False) -> ReplyEvent | None:
+def fault_of(
+    reply: Message, group_id: int, where: str, *, without_model: bool = False,
+    sent: Mapping[str, NDArray[Any]] | None = None,
+) -> ReplyEvent | None:
     """Return why a reply cannot be averaged, or None if it can; `where` names its sender.
 
-    `without_model`: it needs no model, since the mean of leaders has it.
+    `without_model`: it needs no model, since the mean of leaders has it. What was not finite in `sent` is a constant.
     """
     if reply.has_error():
         return failure_event(reply, group_id, where)
@@ -145,7 +150,7 @@ def fault_of(reply: Message, group_id: int, where: str, *, without_model: bool =
         return ReplyEvent(kind="malformed", group_id=group_id,
                           text=f"{where}: its reply lacks {ARRAYS!r} or {METRICS!r} with {NUM_EXAMPLES!r}, dropped")
     try:
-        tensor = first_non_finite(array_views(content.array_records.get(ARRAYS, ArrayRecord())))
+        tensor = first_non_finite(array_views(content.array_records.get(ARRAYS, ArrayRecord())), sent)
     except (ValueError, TypeError, EOFError) as error:
         return ReplyEvent(kind="malformed", group_id=group_id,
                           text=f"{where}: its arrays cannot be read ({error}), dropped")

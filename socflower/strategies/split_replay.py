@@ -230,7 +230,8 @@ class SplitReplay(PlannedRounds):
         for node, group in self._party_of_message.items():
             where = f"edge {', '.join(map(str, group))} (node {node})"
             reply = answers.get(node)
-            fault = no_reply_event(group[0], where) if reply is None else fault_of(reply, group[0], where)
+            fault = no_reply_event(group[0], where) if reply is None else fault_of(
+                reply, group[0], where, sent=self._arrays)
             if fault is None:
                 usable[group] = cast(Message, reply)
             else:

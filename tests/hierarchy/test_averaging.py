@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from socflower.errors import ConfigError
-from socflower.hierarchy.averaging import average_tensors, first_non_finite, weighted_average
+from socflower.hierarchy.averaging import average_tensors, first_non_finite, non_finite_tensors, weighted_average
 
 SHAPES = [(), (0,), (1,), (7,), (3, 0, 2), (4, 5), (2, 3, 4, 1), (8193,)]
 
@@ -152,3 +152,21 @@ def test_a_large_model_has_the_bits_of_its_tensors_alone():
     for name in result:
         alone = weighted_average([{name: model[name]} for model in models], [1, 2, 4])[name]
         np.testing.assert_array_equal(result[name], alone)
+
+
+def test_constants_that_are_not_finite_do_not_count() -> None:
+    """An attention mask's -inf is no fault; a value that has become infinite, or another infinity, is one."""
+    mask = np.triu(np.full((4, 4), -np.inf, np.float32), 1)
+    weights = np.arange(4, dtype=np.float32)
+    sent = {"mask": mask, "w": weights}
+    assert first_non_finite({"mask": mask.copy(), "w": weights + 1}, sent) is None
+    assert first_non_finite({"mask": mask.copy(), "w": weights + 1}, non_finite_tensors(sent)) is None
+    assert first_non_finite({"mask": mask}) == "mask"
+    for place, value in (((0, 1), np.inf), ((1, 0), -np.inf), ((2, 2), np.nan)):
+        changed = mask.copy()
+        changed[place] = value
+        assert first_non_finite({"mask": changed, "w": weights}, sent) == "mask"
+    assert first_non_finite({"mask": mask.astype(np.float64)}, sent) == "mask"
+    diverged = {"w": np.array([np.nan, 1.0], np.float32)}
+    assert first_non_finite(diverged, diverged) == "w"
+    assert first_non_finite({"w": np.full(4, np.nan, np.float32), "mask": mask}, sent) == "w"

@@ -234,3 +234,16 @@ def test_one_that_the_others_have_not_waited_for_keeps_its_own(rack: Rack) -> No
     assert means([rack.meet(member, rendezvous_s=1.0) for member in (0, 4)]) == [((0, 2), 1.0)] * 2
     rack.open(3)
     assert means([rack.meet(3)]) == [((1,), 1.0)]
+
+
+def test_leaders_keep_a_constant_that_is_not_finite() -> None:
+    mask = np.triu(np.full((4, 4), -np.inf, np.float32), 1)
+
+    def group(number: int, weight: float) -> GroupsModel:
+        return GroupsModel(arrays={"mask": mask, "w": np.full(3, weight, np.float32)}, samples=1.0, groups=(number,),
+                           began_with={"mask": mask})
+
+    mean = exchange_in_process([group(0, 1.0), group(1, 3.0), group(2, np.nan)])
+    assert mean.groups == (0, 1)
+    np.testing.assert_array_equal(mean.arrays["mask"], mask)
+    np.testing.assert_array_equal(mean.arrays["w"], np.full(3, 2.0, np.float32))

@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-import numpy as np
 from flwr.app import ArrayRecord, Message, MessageType
 
 from socflower.engines import legacy_api
 from socflower.errors import TrainingFailed
+from socflower.hierarchy import first_non_finite
 from socflower.wire.message_keys import NUM_EXAMPLES, SERVER_ROUND
 
 Answered: TypeAlias = tuple[Message, Message | None]
@@ -133,7 +134,7 @@ def faults(answered: Sequence[Answered]) -> list[tuple[int, str]]:
     for message, reply in answered:
         fault = _fault(reply)
         if fault is None and reply is not None and _kind(message) == MessageType.TRAIN:
-            fault = _not_finite(reply) or fault_of_num_examples(reply)
+            fault = _not_finite(reply, message) or fault_of_num_examples(reply)
         if fault is not None:
             found.append((message.metadata.dst_node_id, fault))
     return found
@@ -166,22 +167,21 @@ def _fault(reply: Message | None) -> str | None:
     return " ".join((reply.error.reason or f"error {reply.error.code} without a reason").split())
 
 
-def _not_finite(reply: Message) -> str | None:
-    for record in reply.content.array_records.values():
-        name = _first_non_finite(record)
+def _not_finite(reply: Message, message: Message) -> str | None:
+    for key, record in reply.content.array_records.items():
+        name = _first_non_finite(record, message.content.array_records.get(key, ArrayRecord()))
         if name is not None:
             return f"its weights are not finite, {name} first; a lower learning rate may help"
     return None
 
 
-def _first_non_finite(record: ArrayRecord) -> str | None:
+def _first_non_finite(record: ArrayRecord, sent: ArrayRecord) -> str | None:
+    """Return the first array with values that are not finite, and were not so in what was sent."""
     for name, array in record.items():
-        try:
-            values: Any = array.numpy()
-        except (TypeError, ValueError, EOFError):  # in the app's own serialisation
-            continue
-        if np.issubdtype(values.dtype, np.inexact) and not np.isfinite(values).all():
-            return name
+        with suppress(TypeError, ValueError, EOFError):  # in the app's own serialisation
+            own = {name: array.numpy()}
+            if first_non_finite(own) and first_non_finite(own, {name: sent[name].numpy()} if name in sent else {}):
+                return name
     return None
 
 
