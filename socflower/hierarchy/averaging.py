@@ -86,8 +86,8 @@ def averaged_by(
 def first_non_finite(model: Model, sent: Model | None = None) -> str | None:
     """Return the name of the first tensor that holds a NaN or an infinity, or None if all are finite.
 
-    Infinities that were in `sent` already are constants, such as the -inf of an attention mask; they do not count. A NaN
-    always does: it is of a training that diverged before.
+    Infinities that were in `sent` already are constants, such as the -inf of an attention mask; they do not count. A
+    NaN always does: it is of a training that diverged before.
     """
     for name, tensor in model.items():
         if not _is_finite(tensor) and not _is_infinite_by_design(tensor, (sent or {}).get(name)):
