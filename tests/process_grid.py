@@ -7,7 +7,6 @@ benchmarks of what happens between the nodes.
 
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from time import monotonic, sleep
 from uuid import uuid4
 
@@ -15,7 +14,7 @@ from flwr.app import Error, Message, UserConfig
 
 from socflower.engines.local.flower_internals import CLIENT_APP_CRASHED
 from socflower.engines.local.grid import EngineGrid, NodeConfigs
-from socflower.engines.local.workers import ClientAppSource, NodeProcess
+from socflower.engines.local.workers import ClientAppSource, NodeProcess, WorkerDied
 
 _NODE_UNAVAILABLE = 5  # Flower's error code of a node that has left
 _PULL_INTERVAL_S = 0.02
@@ -110,5 +109,5 @@ class ProcessGrid(EngineGrid):
             if node_id in self._contexts:
                 self._contexts[node_id] = context
             return reply
-        except BrokenProcessPool:
+        except WorkerDied:
             return Message(Error(CLIENT_APP_CRASHED, "the client's process died"), reply_to=message)

@@ -6,11 +6,11 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from time import monotonic
@@ -51,6 +51,10 @@ ClientAppSource: TypeAlias = AppReference | Callable[[], ClientApp] | ClientApp
 """A reference, a picklable factory, or (without worker processes) the app itself."""
 
 Work: TypeAlias = tuple[Message, Context]
+Answer: TypeAlias = tuple[Message, Context]
+
+_MOST_TEXT = 4_000  # characters of an exception's text in a reply
+_END_S = 10.0  # that a process may take to end after its last message
 
 
 def resolve_client_app(source: ClientAppSource) -> ClientApp:
@@ -66,18 +70,35 @@ def resolve_client_app(source: ClientAppSource) -> ClientApp:
 def handle(app: ClientApp, message: Message, context: Context) -> Message:
     """Handle one message with the app; an exception becomes an error reply, as in Flower's own runtimes.
 
-    Its reason has the file and line of the client's code. The same holds for `sys.exit`, which would end the whole run,
-    and for a return value that is no message.
+    Its reason has the file and line of the client's code. The same holds for a `BaseException` such as `sys.exit` or
+    `asyncio.CancelledError`, which would end the whole run, and for a return value that is no message. A
+    `KeyboardInterrupt` passes.
     """
     try:
         reply: object = app(message, context)
-    except (Exception, SystemExit) as error:
-        reason = f"{type(error)}:<'{error}'>{'' if isinstance(error, SocflowerError) else place_of(error)}"
-        return Message(Error(CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+    except KeyboardInterrupt:  # of the user, who ends the run
+        raise
+    except BaseException as error:
+        return _raised(error, message)
     if isinstance(reply, Message):
         return reply
     reason = f"the ClientApp returned a {type(reply).__name__}, not a flwr.app.Message"
     return Message(Error(CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+
+
+def _raised(error: BaseException, message: Message) -> Message:
+    """Return the reply for what a client raised."""
+    place = "" if isinstance(error, SocflowerError) else place_of(error)
+    return Message(Error(CLIENT_APP_RAISED_EXCEPTION, f"{type(error)}:<'{_text_of(error)}'>{place}"), reply_to=message)
+
+
+def _text_of(error: BaseException) -> str:
+    """Return the text of an exception as protobuf takes it, shortened; its `__str__` is a client's code, too."""
+    try:
+        text = str(error)
+    except BaseException as failure:
+        return f"its text cannot be made: {type(failure).__name__}"
+    return text[:_MOST_TEXT].encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
 
 
 class InProcessWorkers:
@@ -114,7 +135,7 @@ def _with_own_records(message: Message) -> Message:
 class ProcessWorkers:
     """`num_workers` processes; a free one takes the next message, of any node.
 
-    There is one executor per process, so that a hung or killed process loses only the message it was handling.
+    There is one pipe per process, so that a hung or killed process loses only the message it was handling.
     """
 
     def __init__(self, source: ClientAppSource, num_workers: int) -> None:
@@ -148,7 +169,7 @@ class ProcessWorkers:
                 message, context = work[message_id]
                 try:
                     done[message_id] = future.result()
-                except BrokenProcessPool:
+                except WorkerDied:
                     self._workers[index].replace()
                     done[message_id] = (Message(Error(CLIENT_APP_CRASHED, "the client's process died"),
                                                 reply_to=message), context)
@@ -159,6 +180,10 @@ class ProcessWorkers:
         """End all worker processes."""
         for worker in self._workers:
             worker.close()
+
+
+class WorkerDied(Exception):
+    """A worker process has died, so its message is not answered."""
 
 
 class NodeProcess:
@@ -173,14 +198,11 @@ class NodeProcess:
         """The process id of the process, once it has started."""
         return self._worker.pid
 
-    def submit(self, work: Message, context: Context) -> "Future[tuple[Message, Context]]":
-        """Start handling a message; the future raises `BrokenProcessPool` if the process dies."""
-        try:
-            return self._worker.submit(_handle_in_worker, work, context)
-        except BrokenProcessPool:
-            # It died while it was idle, so this message's client did not cause it.
+    def submit(self, work: Message, context: Context) -> "Future[Answer]":
+        """Start handling a message; the future raises `WorkerDied` if the process dies."""
+        if not self._worker.is_alive:  # it died while it was idle, so this message's client did not cause it
             self.replace()
-            return self._worker.submit(_handle_in_worker, work, context)
+        return self._worker.submit(work, context)
 
     def replace(self) -> None:
         """Kill the process and start another one."""
@@ -193,7 +215,7 @@ class NodeProcess:
 
     def close(self) -> None:
         """End the process when it has handled its message."""
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        self._worker.close()
 
 
 def _start_method() -> BaseContext:
@@ -205,23 +227,72 @@ def _start_method() -> BaseContext:
     return context
 
 
-class _Worker(ProcessPoolExecutor):
-    """One process that can be killed: its first task returns its process id."""
+class _Worker:
+    """One process, and a pipe to it of which each side has one end alone.
+
+    So whoever waits for the other side sees the end of the pipe when that side has died, also in the middle of an
+    answer. `ProcessPoolExecutor` keeps both ends in the parent, and may then wait for ever.
+    """
 
     def __init__(self, source: ClientAppSource, start_method: BaseContext) -> None:
-        super().__init__(max_workers=1, mp_context=start_method, initializer=_start_worker, initargs=(source,))
-        self._pid = self.submit(os.getpid)
+        self._connection, theirs = start_method.Pipe()
+        self._process = start_method.Process(target=_serve, args=(theirs, source))  # type: ignore[attr-defined]
+        self._process.start()
+        theirs.close()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")  # waits for answers
 
     @property
     def pid(self) -> int:
-        return self._pid.result(timeout=60.0)
+        return int(self._process.pid)
+
+    @property
+    def is_alive(self) -> bool:
+        return bool(self._process.is_alive())
+
+    def submit(self, message: Message, context: Context) -> "Future[Answer]":
+        return self._thread.submit(self._exchange, message, context)
+
+    def _exchange(self, message: Message, context: Context) -> Answer:
+        try:
+            self._connection.send((message, context))
+            reply, own = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise WorkerDied(f"the client's process {self.pid} died") from error
+        return reply, own
 
     def kill(self) -> None:
         """Kill the process, whatever it is doing."""
-        # If the pool broke before the first task returned, the process has ended already.
-        with suppress(BrokenProcessPool, ProcessLookupError):
-            os.kill(self._pid.result(timeout=60.0), signal.SIGKILL)
-        self.shutdown(wait=True, cancel_futures=True)
+        self._process.kill()
+        self._end()
+
+    def close(self) -> None:
+        """End the process when it has handled its message."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._connection.close()  # upon which it ends
+        self._process.join(_END_S)
+        if self._process.is_alive():  # a thread of the client's keeps it
+            self._process.kill()
+        self._end()
+
+    def _end(self) -> None:
+        self._process.join()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._connection.close()
+
+
+def _serve(connection: "Connection[Any, Any]", source: ClientAppSource) -> None:
+    """Handle messages until the other end is closed."""
+    # A process that a client forks, such as of a DataLoader, must not keep the pipe open when this one has died.
+    os.register_at_fork(after_in_child=connection.close)
+    _start_worker(source)
+    while True:
+        try:
+            message, context = connection.recv()
+        except (EOFError, OSError):
+            return
+        answer = _handle_in_worker(message, context)
+        with suppress(BrokenPipeError):
+            connection.send(answer)
 
 
 _app_of_this_worker: ClientApp | Exception = RuntimeError("the worker has not started")
@@ -234,7 +305,7 @@ def _start_worker(source: ClientAppSource) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         _app_of_this_worker = resolve_client_app(source)
-    except Exception as error:  # reported in the reply to every message; an initializer's exception would be lost
+    except Exception as error:  # reported in the reply to every message
         _app_of_this_worker = error
 
 
@@ -250,4 +321,7 @@ def _handle_in_worker(message: Message, context: Context) -> tuple[Message, Cont
     app = _app_of_this_worker
     if isinstance(app, Exception):
         return Message(Error(LOAD_CLIENT_APP_EXCEPTION, f"{type(app)}:<'{app}'>"), reply_to=message), context
-    return handle(app, message, context), context
+    try:
+        return handle(app, message, context), context
+    except KeyboardInterrupt as error:  # raised by the client itself, since Ctrl-C is for the parent
+        return _raised(error, message), context
