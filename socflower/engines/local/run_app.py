@@ -1,7 +1,7 @@
 """The `local` engine: one call that runs an unmodified ServerApp and ClientApp in virtual time."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 
 from flwr.app import Context, RecordDict, UserConfig
 from flwr.serverapp import Grid, ServerApp
-from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy import FedAvg, Strategy
 
 from socflower.cluster import Cluster, ModelProfile
 from socflower.cluster.toml_file import read_toml
@@ -19,6 +19,7 @@ from socflower.engines.local.grid import LocalGrid
 from socflower.engines.local.message_log import MessageLog
 from socflower.engines.local.priced_grid import PricedGrid
 from socflower.engines.local.workers import AppReference, ClientAppSource
+from socflower.engines.strategy_starts import around_starts
 from socflower.errors import ConfigError, SocflowerError, TrainingFailed
 from socflower.sim.event_clock import EventClock
 from socflower.strategies.group_grid import GroupGrid
@@ -99,7 +100,8 @@ def require_server_app(source: object) -> ServerApp:
 def run_server_app(app: ServerApp, grid: Grid, context: Context, messages: MessageLog, rounds: RoundLog) -> None:
     """Run a ServerApp to its end; see `run_app` for what it raises."""
     try:
-        with observed_strategies(rounds, messages):
+        with observed_strategies(rounds, messages), around_starts(
+                lambda strategy, _, start: _start_with_enough(strategy, len(list(grid.get_node_ids())), start)):
             app(GroupGrid(grid), context)
     except SystemExit as end:
         # With 0 or None the app has finished; the command's own exit status reports the result of the run.
@@ -113,6 +115,22 @@ def run_server_app(app: ServerApp, grid: Grid, context: Context, messages: Messa
         _raise_first_cause(messages, error)
         raise
     messages.require_success()
+
+
+def _start_with_enough(strategy: Strategy, num_nodes: int, start: Callable[[], object]) -> object:
+    """Start a strategy; `ConfigError` if Flower would wait for more nodes than there will ever be here."""
+    strategy = getattr(strategy, "strategy", strategy)  # that a wrapper such as differential privacy has
+    if isinstance(strategy, FedAvg):
+        for fraction, own in (("fraction_train", "min_train_nodes"), ("fraction_evaluate", "min_evaluate_nodes")):
+            for key in (own, "min_available_nodes"):
+                if getattr(strategy, fraction) and (least := getattr(strategy, key)) > num_nodes:
+                    raise ConfigError(f"{type(strategy).__name__}: {key} = {least}, and there {_are(num_nodes)}, so it "
+                                      f"would wait without end; give {key}={num_nodes}, or start more nodes")
+    return start()
+
+
+def _are(num_nodes: int) -> str:
+    return "is 1 node" if num_nodes == 1 else f"are {num_nodes} nodes"
 
 
 def run_on_local_grid(

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.server import ServerAppComponents, SimpleClientManager
 from flwr.serverapp import Grid, ServerApp
-from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg, Strategy
 
 from socflower.cluster import parse_cluster
 from socflower.engines.local.message_log import MessageLog
@@ -20,6 +20,7 @@ from socflower.engines.local.run_app import load_flower_app, quiet_flower, run_a
 from socflower.engines.local.workers import AppReference
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.sim import EventClock
+from socflower.strategies.comparators import OrderedFedAvg
 from socflower.strategies.settings import TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from tests.engines.local import apps_for_tests
@@ -178,3 +179,34 @@ def test_a_strategy_of_the_message_api_among_server_components_is_told_where_it_
     if name == "SoCFlow":  # Flower's own runtimes, too
         with pytest.raises(ConfigError, match="SoCFlow in ServerAppComponents"):
             socflow().initialize_parameters(SimpleClientManager())
+
+
+@pytest.mark.parametrize(("strategy", "says"), [
+    (FedAvg(min_available_nodes=9), "FedAvg: min_available_nodes = 9, and there are 8 nodes, so it would wait"),
+    (FedAvg(min_train_nodes=10, min_available_nodes=3), "min_train_nodes = 10"),
+    (FedAvg(min_evaluate_nodes=9), "min_evaluate_nodes = 9"),
+    (DifferentialPrivacyServerSideFixedClipping(FedAvg(min_available_nodes=20), 1.0, 1.0, 8), "nodes = 20, and there"),
+    (OrderedFedAvg(min_available_nodes=9), "OrderedFedAvg: min_available_nodes = 9"),
+])
+def test_a_strategy_that_would_wait_for_nodes_without_end_is_refused(strategy: Strategy, says: str) -> None:
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        strategy.start(grid, ArrayRecord(), num_rounds=1)
+
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        run_app(app, apps_for_tests.app, cluster=CLUSTER, num_workers=0)
+
+
+def test_as_many_nodes_as_there_are_may_be_asked_for() -> None:
+    app, rounds = ServerApp(), []
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        strategy = FedAvg(min_train_nodes=8, min_available_nodes=8, min_evaluate_nodes=99, fraction_evaluate=0.0)
+        rounds.append(list(strategy.configure_train(1, ArrayRecord(), ConfigRecord(), grid)))
+        strategy.start(grid, ArrayRecord(), num_rounds=0)
+
+    run_app(app, apps_for_tests.app, cluster=CLUSTER, num_workers=0)
+    assert len(rounds[0]) == 8
