@@ -1,7 +1,6 @@
 """FP32 training with any torch optimiser and scheduler, for one device or a whole group."""
 
 import inspect
-import io
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +28,7 @@ from socflower.training.loss_weights import (
     trial_batches,
     weights_of,
 )
+from socflower.training.saved_values import from_bytes, plain, require_readable, to_bytes
 from socflower.training.sum_order import RingOrderSum
 from socflower.training.trainer import Part, SessionResult, TrainingSpan, require_trained_parameters
 from socflower.workloads.data_source import DataSource
@@ -197,6 +197,7 @@ class FP32Trainer:
         session.stay_near(span.proximal_mu)
         if state is None:
             session.advance_schedule(span.first_step)
+            session.require_readable_settings()
         else:
             session.restore(state)
         return session
@@ -231,6 +232,7 @@ class FP32Session:
             model.train()
         self._model = model
         self._proximal_mu = 0.0
+        self._is_read_back = False  # whether a state was saved and read
         self._received: list[tuple[nn.Parameter, Tensor]] = []
         self._optimizer = trainer.optimizer(model.parameters())
         _require_trains(self._optimizer, model, scheduled=trainer.scheduler is not None)
@@ -374,12 +376,22 @@ class FP32Session:
 
     def state(self) -> bytes:
         """Return the state of optimiser and schedule; see `ExchangingSession.state`."""
-        # On the CPU, so that a node without this device continues.
-        state = {"optimizer": mapped(self._optimizer.state_dict(), lambda tensor: tensor.cpu()),
+        state = {"optimizer": self._optimizer.state_dict(),
                  "scheduler": self._scheduler.state_dict() if self._scheduler else None}
-        stream = io.BytesIO()
-        torch.save(state, stream)
-        return stream.getvalue()
+        if not self._is_read_back and self._optimizer.state:
+            self._is_read_back = True  # once: later states have values of the same types
+            require_readable(state, self._names)
+        return to_bytes(state)
+
+    def require_readable_settings(self) -> None:
+        """Before the first step, raise `ConfigError` for settings of optimiser and schedule that cannot be saved."""
+        require_readable({"optimizer": self._optimizer.state_dict()["param_groups"],
+                          "scheduler": self._scheduler.state_dict() if self._scheduler else None}, self._names)
+
+    @property
+    def _names(self) -> str:
+        schedule = f" and {type(self._scheduler).__name__}" if self._scheduler else ""
+        return f"FP32Trainer: {type(self._optimizer).__name__}{schedule}"
 
     @property
     def state_bytes(self) -> int:
@@ -393,12 +405,11 @@ class FP32Session:
         `parameters` has each parameter's state, `groups` the settings of each group, `scheduler` the schedule's state.
         """
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        own = {names[id(parameter)]: mapped(dict(state), lambda tensor: tensor.cpu())
-               for parameter, state in self._optimizer.state.items()}
-        groups = [{key: value for key, value in group.items() if key != "params"}
+        own = {names[id(parameter)]: plain(dict(state)) for parameter, state in self._optimizer.state.items()}
+        groups = [{key: plain(value) for key, value in group.items() if key != "params"}
                   for group in self._optimizer.param_groups]
         return {"parameters": own, "groups": groups,
-                "scheduler": self._scheduler.state_dict() if self._scheduler else None}
+                "scheduler": plain(self._scheduler.state_dict()) if self._scheduler else None}
 
     def restore_named(self, state: Mapping[str, Any]) -> None:
         """Restore what `named_state` of one or several parts of the model has of this one's parameters."""
@@ -427,7 +438,8 @@ class FP32Session:
 
     def restore(self, state: bytes) -> None:
         """Restore optimiser and schedule from a state."""
-        saved = torch.load(io.BytesIO(state), weights_only=True, map_location="cpu")
+        saved = from_bytes(state)
+        self._is_read_back = True
         self._optimizer.load_state_dict(saved["optimizer"])
         if self._scheduler is not None:
             self._scheduler.load_state_dict(saved["scheduler"])
