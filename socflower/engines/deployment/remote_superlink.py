@@ -62,10 +62,13 @@ def _attempt_remotely(app: Path, flwr: FlwrClient, history: RunHistory, on_notic
     """Submit and follow; return the received documents, outcome included, or why there will be no outcome."""
     reader, documents = LineReader(), dict[str, Any]()
     log, run_id, answered_s, status = flwr.submit(app), None, time.monotonic(), None
+    # Whether the log is a stream from the SuperLink: one that was opened again begins with lines that are known.
+    is_connected = True
     try:
         while True:
             ended = log.ended()
             for line in log.new_lines():
+                is_connected = True
                 for kind, document in reader.feed(line):
                     if kind == "progress":
                         history.add_round(document)
@@ -78,6 +81,8 @@ def _attempt_remotely(app: Path, flwr: FlwrClient, history: RunHistory, on_notic
                 run_id = None  # there is nothing to stop
                 return documents
             if not ended:
+                if is_connected:
+                    answered_s = time.monotonic()
                 time.sleep(_POLL_S)
                 continue
             if run_id is None:
@@ -98,7 +103,7 @@ def _attempt_remotely(app: Path, flwr: FlwrClient, history: RunHistory, on_notic
                 on_notice("the SuperLink does not answer; trying again")
                 time.sleep(_ASK_S)
             log.close()
-            log = flwr.log_again(run_id)
+            log, is_connected = flwr.log_again(run_id), False
     finally:
         log.close()
         if run_id is not None:
