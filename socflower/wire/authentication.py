@@ -36,6 +36,8 @@ _CALLER_KEY, _TOKEN_KEY, _HELLO_KEY = "socflower-caller", "socflower-token", "so
 _NUM_NONCE, _NUM_RECEIVER, _NUM_MAC, _NUM_TAG = 16, 16, 32, 16
 _CHALLENGE = "/socflower.Authentication/Challenge"
 _CHALLENGE_TIMEOUT_S = 30.0
+_FLOOD = 32  # challenges on one connection without an authenticated call; a client asks once
+_MOST_PEERS = 10_000  # whose challenges are counted
 _MOST_NONCES = 100_000  # then the challenge changes, and earlier nonces need not be kept
 
 
@@ -170,22 +172,27 @@ class ServerAuthentication(grpc.ServerInterceptor):  # type: ignore[misc]
     """Admits calls whose caller shows the token that `token_of` returns for its name (None: nobody of that name).
 
     `on_refused(peer, what)` is called for each call that is refused. Handlers may raise `PeerRefused` or any
-    `SocflowerError` to refuse a call, and `PeerNotReady`; they return or yield bytes.
+    `SocflowerError` to refuse a call, and `PeerNotReady`; they return or yield bytes. At most `most_challenges` callers
+    without a token may hold a thread, each until it has read its challenge.
     """
 
     def __init__(self, token_of: Callable[[str], bytes | None], *, tls: bool, receiver: str | None = None,
-                 on_refused: Callable[[str, str], object]) -> None:
+                 on_refused: Callable[[str, str], object], most_challenges: int = 8) -> None:
         self._token_of, self._tls, self._on_refused = token_of, tls, on_refused
+        self._most_challenges = most_challenges
         self._receiver = os.urandom(_NUM_RECEIVER) if receiver is None else _padded(receiver)
         self._is_challenge = receiver is None
         self._nonces: set[bytes] = set()
+        self._num_challenges = 0  # in progress
+        self._challenges_of: dict[str, int] = {}  # by connection, since its last authenticated call
         self._lock = Lock()
 
     def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         """Return a handler that authenticates before it calls the one of the service; called by gRPC."""
         method: str = handler_call_details.method
         if method == _CHALLENGE and self._is_challenge:
-            return grpc.unary_unary_rpc_method_handler(lambda _, context: self._receiver)
+            # Not a handler of one message: it would hold a thread until the message comes, perhaps never.
+            return grpc.stream_stream_rpc_method_handler(self._challenge)
         handler = continuation(handler_call_details)
         if handler is None:
             return None
@@ -199,6 +206,29 @@ class ServerAuthentication(grpc.ServerInterceptor):  # type: ignore[misc]
 
         # A handler of one message would be called after that message was read; this one is called before.
         return grpc.stream_stream_rpc_method_handler(serve)
+
+    def _challenge(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Answer with the receiver's name; the caller has shown no token yet."""
+        peer = context.peer()
+        with self._lock:
+            self._num_challenges += 1
+            too_many = self._num_challenges > self._most_challenges
+            self._challenges_of[peer] = self._challenges_of.get(peer, 0) + 1
+            is_flood = self._challenges_of[peer] == _FLOOD
+            if len(self._challenges_of) > _MOST_PEERS:
+                self._challenges_of.clear()
+        if not context.add_callback(self._end_challenge):
+            self._end_challenge()
+            return
+        if is_flood:
+            self._on_refused(peer, f"{_FLOOD} challenges on one connection, without an authenticated call after them")
+        if too_many:  # callers that do not read the answers hold the others; this one may call again
+            self.refuse(context, f"a challenge beyond {self._most_challenges} at a time", grpc.StatusCode.UNAVAILABLE)
+        yield self._receiver
+
+    def _end_challenge(self) -> None:
+        with self._lock:
+            self._num_challenges -= 1
 
     def _answers(self, answer: Any, handler: Any, requests: Iterator[bytes], method: str, context: grpc.ServicerContext,
                  ) -> Iterator[bytes]:
@@ -249,6 +279,8 @@ class ServerAuthentication(grpc.ServerInterceptor):  # type: ignore[misc]
         session = _Session(secret, method, caller, nonce + receiver)
         if not hmac.compare_digest(mac, session.mac()):
             self.refuse(context, f"{what} with a wrong token", remedy="; give the one that was agreed on")
+        with self._lock:
+            self._challenges_of.pop(context.peer(), None)
         # Only nonces of authenticated calls are kept, so that others cannot fill the memory.
         with self._lock:
             is_current, replayed = receiver == self._receiver, nonce in self._nonces

@@ -61,11 +61,12 @@ class CloudService:
             factory, folder=folder, limits=limits or Limits(), patience_s=patience_s, gather_s=gather_s,
             most_parties=max_streams, log=log_line)
         try:
-            self._authentication = ServerAuthentication(
-                self._token_of, tls=tls is not None, on_refused=self._log_refusal)
             # Every stream occupies a thread; the manager's calls get their own in addition.
+            num_threads = max_streams + 16
+            self._authentication = ServerAuthentication(
+                self._token_of, tls=tls is not None, on_refused=self._log_refusal, most_challenges=num_threads // 2)
             self._server = bind_server(
-                here, tls, [self._handlers()], interceptors=[self._authentication], num_threads=max_streams + 16,
+                here, tls, [self._handlers()], interceptors=[self._authentication], num_threads=num_threads,
                 heartbeat_s=heartbeat_s, max_message_bytes=_LARGEST_MESSAGE_BYTES, bind_timeout_s=_BIND_TIMEOUT_S)
         except BaseException:
             self._sessions.close()  # otherwise its folder stays locked while this process lives
