@@ -7,7 +7,9 @@ The word after a block's language says what happens to it:
 - `slow`: runs in `make test-slow` only, after the page's other blocks
 - `fragment`: is only read. Python must compile, and what it imports from socflower must exist; the `socflower` and
   `make` commands of `sh` must have their options, files and targets; keys and values of `toml` must suit the schema.
-- `text` blocks are output or drawings; other languages are refused
+- `text` blocks are output or drawings; other languages are refused. One that stands right below a block that runs is
+  what that block prints, or lines of it: the words are the same and the numbers within 5 %, since accuracies in FP32
+  differ a little between processors with vectors of different widths
 
 The blocks of a page run in order, Python in one namespace, in a folder of the page that has scenarios/, docs/ and
 benchmarks/ in it. A Python or TOML block whose first line is a comment that is only a file name, such as `# app.py`, is
@@ -47,6 +49,7 @@ class Block(NamedTuple):
     language: str
     mark: str
     text: str
+    shown: "Block | None" = None  # the output right below a block that runs
 
     @property
     def place(self) -> str:
@@ -59,8 +62,12 @@ class Block(NamedTuple):
         return found[1] if found and self.language in ("python", "toml") else None
 
 
-def blocks_of(page: Path) -> Iterator[Block]:
-    lines = iter(enumerate(page.read_text("utf-8").splitlines(), 1))
+def blocks_of(page: Path) -> list[Block]:
+    """Return the blocks of a page."""
+    blocks: list[Block] = []
+    above = 0  # the line of the fence that closed the last block
+    text = page.read_text("utf-8").splitlines()
+    lines = iter(enumerate(text, 1))
     for number, line in lines:
         opening = re.match(r" *```(\w*) *(.*)$", line)
         if opening:
@@ -69,7 +76,14 @@ def blocks_of(page: Path) -> Iterator[Block]:
                 if line.strip() == "```":
                     break
                 inner.append(line)
-            yield Block(page, number, opening[1], opening[2].strip(), textwrap.dedent("\n".join([*inner, ""])))
+            block = Block(page, number, opening[1], opening[2].strip(), textwrap.dedent("\n".join([*inner, ""])))
+            is_below = blocks and not any(between.strip() for between in text[above:number - 1])
+            if block.language == "text" and is_below and blocks[-1].language in ("python", "sh") \
+                    and blocks[-1].mark != "fragment":
+                blocks[-1] = blocks[-1]._replace(shown=block)
+            blocks.append(block)
+            above = number + len(inner) + 1
+    return blocks
 
 
 def ruled(*languages: str, mark: str | None = None) -> list[Any]:
@@ -127,10 +141,17 @@ def run_blocks(blocks: list[Block], folder: Path, monkeypatch: pytest.MonkeyPatc
             if block.file_name:
                 (folder / block.file_name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / block.file_name).write_text(block.text, "utf-8")
+            printed = ""
             if block.language == "python":
+                capfd.readouterr()
                 run_python(block, main)
+                printed = capfd.readouterr().out
             elif block.language == "sh":
-                run_shell(block, monkeypatch, capfd)
+                printed = run_shell(block, monkeypatch, capfd)
+            if block.shown:
+                missing = first_missing(block.shown.text, printed)
+                assert missing is None, \
+                    f"{block.shown.place}: {missing!r} is not what the block prints now:\n{printed[-2000:]}"
     finally:
         torch.set_num_threads(threads)
         STRATEGIES.clear()  # a page may register its own
@@ -154,8 +175,8 @@ def run_python(block: Block, main: ModuleType) -> None:
         raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
 
 
-def run_shell(block: Block, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """Run a block; plain lines of socflower without a new interpreter, which would load torch for seconds."""
+def run_shell(block: Block, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> str:
+    """Run a block and return what it prints; plain lines of socflower without a new interpreter, which loads torch."""
     from socflower.cli.main import main as socflower
 
     commands = list(commands_of(block.text))
@@ -165,15 +186,67 @@ def run_shell(block: Block, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
                              stdin=subprocess.DEVNULL)
         printed = ran.stdout[-2000:] + ran.stderr[-2000:]
         assert ran.returncode == 0, f"{block.place}: ended with {ran.returncode}\n{printed}"
-        return
+        return ran.stdout + ran.stderr
+    printed = ""
     for command in commands:
         monkeypatch.setattr(sys, "argv", command)
         capfd.readouterr()
+        code: object = 0
         try:
             socflower()
         except SystemExit as end:
-            printed = "".join(capfd.readouterr())[-2000:]
-            assert not end.code, f"{block.place}: {shlex.join(command)} ended with {end.code}\n{printed}"
+            code = end.code
+        said = "".join(capfd.readouterr())
+        assert not code, f"{block.place}: {shlex.join(command)} ended with {code}\n{said[-2000:]}"
+        printed += said
+    return printed
+
+
+# --------------------------------------------------------------------------------------- what pages say that is printed
+NUMBER = r"(?<![\w.,])\d+(?:,\d{3})*(?:\.\d+)?"
+TOLERANCE = 0.05
+
+
+def first_missing(shown: str, printed: str) -> str | None:
+    """Return the first line of a page that an output does not have after the lines before it, None if it has all.
+
+    White space, the lines of tables and the width of the terminal do not count. Numbers may be off by `TOLERANCE`.
+    """
+    printed, begin = in_one_line(printed), 0
+    for line in filter(None, map(in_one_line, shown.splitlines())):
+        numbers = [as_number(text) for text in re.findall(NUMBER, line)]
+        pattern = re.compile(f"({NUMBER})".join(map(re.escape, re.split(NUMBER, line))))
+        found = next((match for match in pattern.finditer(printed, begin) if all(
+            abs(as_number(now) - number) <= TOLERANCE * number
+            for now, number in zip(match.groups(), numbers, strict=True))), None)
+        if found is None:
+            return line
+        begin = found.end()
+    return None
+
+
+def in_one_line(text: str) -> str:
+    """Return a text without line breaks and the lines of tables, durations in seconds: "1 min 09 s" is "69 s"."""
+    text = " ".join(re.sub(r"[\u2500-\u257f]", " ", text).split())
+    text = re.sub(r"\b(\d+) h (\d\d) min\b", lambda match: f"{int(match[1]) * 3600 + int(match[2]) * 60} s", text)
+    return re.sub(r"\b(\d+) min (\d\d) s\b", lambda match: f"{int(match[1]) * 60 + int(match[2])} s", text)
+
+
+def as_number(text: str) -> float:
+    """Return the value of a number as pages have it, with commas between thousands."""
+    return float(text.replace(",", ""))
+
+
+@pytest.mark.parametrize(("shown", "missing"), [
+    ("a step 104 ms", None), ("a step 100 ms\n3 169 ms", None), ("a step 106 ms", "a step 106 ms"),
+    ("3 169 ms\na step 100 ms", "a step 100 ms"), ("a round 100 ms", "a round 100 ms"),
+    ("an epoch 1 min 11 s and\n6.85 kJ", None), ("an epoch 2 min 11 s", "an epoch 131 s"),
+    ("1,200 SoCs of vgg11", None), ("1,200 SoCs of vgg12", "1,200 SoCs of vgg12"),
+    ("0 of 3", None), ("1 of 3", "1 of 3"),
+])
+def test_shown_lines_are_found_in_an_output_in_order_within_5_percent(shown: str, missing: str | None) -> None:
+    printed = "a\nstep 100 ms\n│ 3  │ 169 ms │\nan epoch 1 min 09 s and 6.85 kJ\n1,234 SoCs of vgg11\n0 of 3 faults\n"
+    assert first_missing(shown, printed) == missing
 
 
 # -------------------------------------------------------------------------------------- Python that does not run
