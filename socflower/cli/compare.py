@@ -158,6 +158,8 @@ def print_comparison(console: Console, scenario: "Scenario | None", document: Ma
                    + ", ".join(map(str, means[0]["seeds"])), console, "dim")
     if document["headline"]:
         print_text(document["headline"], console, "bold")
+    for caveat in document.get("caveats", ()):
+        print_text(f"but {caveat}", console)
     if tuning := document.get("tuning"):
         print_text(f"{tuning['key']}, searched with seed {tuning['seed']}: " + ", ".join(
             f"{name} {found['chosen']}" for name, found in tuning["strategies"].items()), console)
@@ -199,14 +201,19 @@ def _print_predictions(console: Console, predictions: Sequence[Mapping[str, Any]
 
     found = prediction_table(predictions)
     strategies = found["strategies"]
-    table = Table("model", "arithmetic", *strategies, "gain", title="Predicted, not trained: an epoch on this cluster",
-                  title_justify="left", header_style="bold", padding=(0, 1), collapse_padding=True, pad_edge=False)
+    table = Table("model", "arithmetic", *strategies, "gain", "at equal\nsamples",
+                  title="Predicted, not trained: an epoch on this cluster", title_justify="left", header_style="bold",
+                  padding=(0, 1), collapse_padding=True, pad_edge=False)
     for row in found["rows"]:
         table.add_row(row["model"], row["arithmetic"], *(
-            human_seconds(seconds) for seconds in row["epoch_s"]), human_ratio(row["gain"]))
+            human_seconds(seconds) for seconds in row["epoch_s"]), human_ratio(row["gain"]),
+            human_ratio(row["equal_gain"]))
     console.print(table)
     if strategies[1:]:
-        print_text(f"the gain is {strategies[0]}'s over the quickest of {', '.join(strategies[1:])}", console, "dim")
+        own, *theirs = found["rows"][0]["step_samples"]
+        print_text(f"the gain is {strategies[0]}'s over the quickest of {', '.join(strategies[1:])}, which take "
+                   f"{' and '.join(map(str, dict.fromkeys(theirs)))} samples a step, {strategies[0]} {own}; at equal "
+                   f"samples all take {own}", console, "dim")
 
 
 def _joules(value: float | None) -> str:

@@ -51,16 +51,16 @@ _MAX_EVENTS = 500
 def write_report(
     path: Path, results: Sequence[Mapping[str, Any]], *, title: str, question: str = "",
     predictions: Sequence[Mapping[str, Any]] = (), means: Sequence[Mapping[str, Any]] = (),
-    tuning: Mapping[str, Any] | None = None,
+    tuning: Mapping[str, Any] | None = None, caveats: Sequence[str] = (),
 ) -> None:
     """Write the report of one or several result documents atomically; `predictions` are epochs that nobody trained.
 
-    The first result is compared with each of the others; with `means` over several seeds, the means are. `tuning` is
-    that of a comparison document. Equal arguments give equal bytes. Raises `ConfigError`
+    The first result is compared with each of the others; with `means` over several seeds, the means are. `tuning` and
+    `caveats` are those of a comparison document. Equal arguments give equal bytes. Raises `ConfigError`
     without results.
     """
     content = render_report(results, title=title, question=question, predictions=predictions, means=means,
-                            tuning=tuning)
+                            tuning=tuning, caveats=caveats)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, content)
 
@@ -68,7 +68,7 @@ def write_report(
 def render_report(
     results: Sequence[Mapping[str, Any]], *, title: str, question: str = "",
     predictions: Sequence[Mapping[str, Any]] = (), means: Sequence[Mapping[str, Any]] = (),
-    tuning: Mapping[str, Any] | None = None,
+    tuning: Mapping[str, Any] | None = None, caveats: Sequence[str] = (),
 ) -> str:
     """Return the HTML that `write_report` writes."""
     if not results:
@@ -78,7 +78,7 @@ def render_report(
     comparison, claims, quality = comparison_of(means_by_name or runs), claims_of(runs), quality_of_runs(runs)
     return _ENVIRONMENT.get_template("report.html.j2").render(
         title=title, question=question.strip(), missing=MISSING, runs=runs, targets=targets_of(runs),
-        means=means_by_name, tuning=tuning, quality=quality,
+        means=means_by_name, tuning=tuning, quality=quality, caveats=caveats,
         has_servers=any("inter_server" in run.table("bytes") for run in runs),
         comparison=comparison, claims=claims, verdict=verdict_on(claims), predictions=prediction_table(predictions),
         over_time=_over_time(runs, quality), over_energy=_over_energy(runs, quality),

@@ -235,7 +235,8 @@ def verdict_on(claims: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 def prediction_table(predictions: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return the strategies of predicted epochs and a row for each workload: its name, seconds, joules, gain.
 
-    Seconds and joules are by strategy; the gain is how many times as fast the first strategy is as the best other one.
+    Seconds, joules and samples a step are by strategy. The gain is how many times as fast the first strategy is as the
+    best other one, the equal gain the same at equal samples a step.
     """
     strategies = list(dict.fromkeys(str(each["strategy"]) for each in predictions))
     rows: dict[tuple[str, ...], dict[str, Mapping[str, Any]]] = {}
@@ -246,6 +247,8 @@ def prediction_table(predictions: Sequence[Mapping[str, Any]]) -> dict[str, list
         {"model": key[0], "data": key[1], "batch_size": key[2], "arithmetic": key[3],
          "epoch_s": [by_name[name]["epoch_s"] for name in strategies],
          "epoch_energy_j": [by_name[name]["epoch_energy_j"] for name in strategies],
-         "gain": _ratio(min((by_name[name]["epoch_s"] for name in strategies[1:]), default=None),
-                        by_name[strategies[0]]["epoch_s"])}
+         "step_samples": [by_name[name]["step_samples"] for name in strategies],
+         **{gain: _ratio(min((by_name[name][key] for name in strategies[1:] if by_name[name][key]), default=None),
+                         by_name[strategies[0]][key])
+            for gain, key in (("gain", "epoch_s"), ("equal_gain", "equal_epoch_s"))}}
         for key, by_name in rows.items()]}

@@ -12,6 +12,7 @@ from socflower.report.quality import FIGURES, TARGETS, Quality, costs_to_target
 from socflower.report.report import write_report
 from socflower.report.spread import means_of
 from socflower.report.summary import headline_of
+from socflower.scenario.caveats import caveats_of
 from socflower.scenario.expectations import check_expectations
 from socflower.scenario.planning import epochs_by_fusion, predicted_epochs
 from socflower.scenario.prepared_run import PreparedRun, prepare
@@ -45,8 +46,9 @@ def compare(
     Each result is in `out/<strategy>/`, with `seeds` in `out/<strategy>/seed-<seed>/`; an existing result of the same
     scenario and engine is reused, so that an interrupted comparison continues where it stopped. `comparison.json` and
     `report.html` contain all of them. The claims are checked for the first strategy against the others, for each seed.
-    Nothing of `predictions` was trained. With `tuning` each strategy first trains with each of its values, in
-    `out/tune/`, and then with the best one. `logging` writes the rounds of each run into its folder.
+    Nothing of `predictions` was trained; `caveats` says what the others were not given. With `tuning` each strategy
+    first trains with each of its values, in `out/tune/`, and then with the best one. `logging` writes the rounds of
+    each run into its folder.
     """
     family = family_of(scenario.strategy.name)
     for name in strategies:
@@ -113,19 +115,20 @@ class _Comparison:
 
     def _write(self, results: list[dict[str, Any]], quality: Quality, found: Mapping[str, Any]) -> dict[str, Any]:
         means, predictions = means_of(results), self._predictions
+        caveats = caveats_of({name: self._variant(name, found) for name in self._strategies})
         tuning = None if self._tuning is None else {
             "key": self._tuning.key, "seed": self._search_seed, "strategies": found}
         document = {
             "schema": 1, "scenario": to_document(self._scenario), "engine": self._engine,
             "quality": quality.name, **{key: results[0][key] for key in TARGETS},
             "rows": [{key: result.get(key) for key in _ROW_KEYS} for result in results], "means": means,
-            "headline": headline_of(means or results), "tuning": tuning,
+            "headline": headline_of(means or results), "caveats": caveats, "tuning": tuning,
             "expectations": [claim for result in results for claim in result["expectations"]],
             "predictions": predictions, "fusions": epochs_by_fusion(self._scenario, self._strategies),
         }
         write_atomically(self._out / "comparison.json", json.dumps(document, indent=1))
         write_report(self._out / "report.html", results, title=self._scenario.name, question=self._scenario.question,
-                     predictions=predictions, means=means, tuning=tuning)
+                     predictions=predictions, means=means, tuning=tuning, caveats=caveats)
         return document
 
     def _search(self, name: str) -> dict[str, Any]:
@@ -145,10 +148,13 @@ class _Comparison:
              quality.time_key: result[quality.time_key]}
             for choice, result in zip(choices, found, strict=True)]}
 
+    def _variant(self, name: str, found: Mapping[str, Any]) -> Scenario:
+        """Return the scenario under a strategy, with what a search has found for it."""
+        under = self._scenario.under(name)
+        return under if self._tuning is None else self._tuning.variant(under, found[name]["settings"])
+
     def _reported(self, name: str, seed: int, found: Mapping[str, Any]) -> dict[str, Any]:
-        variant = self._scenario.under(name).replaced(seed=seed)
-        if self._tuning is not None:
-            variant = self._tuning.variant(variant, found[name]["settings"])
+        variant = self._variant(name, found).replaced(seed=seed)
         folder = self._out / name
         if self._seeds:
             return self._run(variant, folder / f"seed-{seed}", f"{name}, seed {seed}")

@@ -115,10 +115,13 @@ def model_document(profile: ModelProfile) -> dict[str, float]:
 def predicted_epochs(scenario: Scenario, strategies: Sequence[str]) -> list[dict[str, Any]]:
     """Return what an epoch of each `[[compare.predict]]` takes under each strategy that has a plan, so not FedAvg.
 
-    Seconds and joules on the scenario's cluster without heat; nothing is trained.
+    Seconds and joules on the scenario's cluster without heat; nothing is trained. An epoch of N groups has N times
+    fewer steps, each of N batches; `equal_epoch_s` is that of batches with which a strategy takes as many samples a
+    step as the first one does, None if they do not fit a device.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
     for entry in scenario.compare.predict:
+        step_samples: int | None = None
         for name in strategies:
             planned = scenario.replaced(
                 strategy=scenario.strategy.under(name, outer=None), edgecloud=None,
@@ -129,8 +132,18 @@ def predicted_epochs(scenario: Scenario, strategies: Sequence[str]) -> list[dict
                 continue
             work, _ = planned_work(planned, scenario_cluster(planned))
             predicted = _predict(planned, work)
+            num_groups = len(work.plan.groups)
+            step_samples = step_samples or num_groups * entry.batch_size
+            equal_s: float | None = predicted["epoch_s"]
+            if num_groups * entry.batch_size != step_samples:
+                try:
+                    equal_s = _epoch_s(planned.replaced(train=planned.train.replaced(
+                        batch_size=max(1, step_samples // num_groups))), planned.strategy.fusion)
+                except InfeasiblePlan:  # too little memory for such batches
+                    equal_s = None
             rows.append({**entry.model_dump(), "strategy": name, "epoch_s": predicted["epoch_s"],
-                         "epoch_energy_j": predicted["epoch_energy_j"]})
+                         "epoch_energy_j": predicted["epoch_energy_j"], "step_samples": num_groups * entry.batch_size,
+                         "equal_epoch_s": equal_s})
     return rows
 
 

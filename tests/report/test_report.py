@@ -259,13 +259,20 @@ def test_the_result_says_what_is_real_and_what_is_modelled() -> None:
 
 def test_predictions_stand_apart_and_say_that_nothing_was_trained() -> None:
     rows = [{"model": "<vgg11>", "data": "cifar10", "batch_size": 64, "arithmetic": arithmetic, "strategy": name,
-             "epoch_s": seconds, "epoch_energy_j": 7000.0}
+             "epoch_s": seconds, "epoch_energy_j": 7000.0, "step_samples": 512 if name == "socflow" else 64,
+             "equal_epoch_s": None if name == "sgd" else min(seconds, 100.0)}
             for arithmetic, times in (("fp32", (80.0, 400.0, 160.0)), ("mixed", (60.0, 400.0, 90.0)))
             for name, seconds in zip(("socflow", "ring", "sgd"), times, strict=True)]
     text = _render(_three(), predictions=rows).text
     assert "Predicted, not trained" in text and "Predicted, not trained" not in _render(_three()).text
-    assert "<vgg11>, fp32 cifar10, batches of 64 2.00× 1 min 20 s 7.00 kJ 6 min 40 s 7.00 kJ 2 min 40 s 7.00 kJ" in text
-    assert "1.50×" in text
+    assert "<vgg11>, fp32 cifar10, batches of 64 2.00× 1.25× 1 min 20 s 7.00 kJ 6 min 40 s 7.00 kJ 2 min 40 s" in text
+    assert "1.50×" in text and "1.67×" in text
+
+
+def test_caveats_stand_right_below_the_headline() -> None:
+    page = _render(_three(), caveats=["<ring> ran on 32 SoCs"])
+    assert f"{comparison_of(name_runs(_three())).headline()} But <ring> ran on 32 SoCs." in page.text
+    assert "But" not in _render(_three()).text
 
 
 def test_totals_that_differ_much_are_drawn_on_a_logarithmic_axis() -> None:

@@ -190,6 +190,19 @@ def test_predictions_are_those_of_plan_and_nothing_is_trained_for_them(trained: 
     assert rows["int8", "sgd"] < rows["fp32", "sgd"]
 
 
+def test_predicted_epochs_are_also_compared_at_equal_samples_a_step(trained: TrainedBy, tmp_path: Path) -> None:
+    """An epoch of two groups has half the steps, each of two batches; one SoC takes both batches at once."""
+    scenario = small().replaced(compare=CompareConfig(predict=(Prediction(
+        model="resnet8", data="digits", batch_size=16),)))
+    groups, alone = compare(scenario, ["socflow", "sgd"], tmp_path)["predictions"]
+    assert (groups["step_samples"], alone["step_samples"]) == (32, 16)
+    assert groups["equal_epoch_s"] == groups["epoch_s"]
+    planned = plan_scenario(scenario.replaced(
+        strategy=scenario.strategy.replaced(name="sgd"), model=ModelConfig(name="resnet8"),
+        train=scenario.train.replaced(batch_size=32)))
+    assert alone["equal_epoch_s"] == planned["predicted"]["epoch_s"] != alone["epoch_s"]
+
+
 def test_a_plan_says_whether_one_soc_is_quicker() -> None:
     def planned(model: str) -> dict[str, Any]:
         return plan_scenario(parse_scenario({

@@ -1,0 +1,60 @@
+"""What a comparison of strategies leaves out, in sentences that are printed below its result."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+
+from socflower.edgecloud.plan.baselines import BASELINES
+from socflower.errors import InfeasiblePlan
+from socflower.quantities import human_joules, human_seconds
+from socflower.scenario.planning import PlannedTraining, planned_training
+from socflower.scenario.schema.config import Scenario
+from socflower.scenario.schema.file import scenario_cluster
+from socflower.scenario.schema.strategies import STRATEGIES, GroupStrategy
+
+
+def caveats_of(compared: Mapping[str, Scenario]) -> list[str]:
+    """Return what the first strategy was given and the others were not, a sentence for each; nothing is trained.
+
+    `compared` is the scenario under each strategy, with the strategy's own settings.
+    """
+    subject, *others = compared
+    return [sentence for name in others for sentence in _number_of_socs(name, compared[name])] + \
+        list(_widths(subject, compared[subject], others))
+
+
+def _number_of_socs(name: str, planned: Scenario) -> Iterator[str]:
+    """Yield a sentence if a strategy with one group of SoCs is predicted to be quicker on fewer of them.
+
+    A step of one group is the same whatever the number of its members, up to rounding and statistics of BatchNorm; so
+    its time to an accuracy follows the time of its epoch.
+    """
+    kind = STRATEGIES[name]
+    if not isinstance(kind, GroupStrategy) or kind.num_groups != 1 or kind.num_socs is not None:
+        return
+    cluster = scenario_cluster(planned)
+    used = planned.strategy.socs or cluster.num_socs
+    found = {}
+    for count in (used, *(2**power for power in range(used.bit_length()) if 2**power < used)):
+        with suppress(InfeasiblePlan):  # too little memory for a larger share
+            found[count] = planned_training(
+                planned.replaced(strategy=planned.strategy.replaced(socs=count)), cluster)
+    best = min(found, key=lambda count: found[count].duration_s)
+    if best != used:
+        yield (f"{name} ran on {used} SoCs, and no other number was tried: for the same steps, "
+               f"{_cost(found[best])} are predicted on {best}, instead of {_cost(found[used])} "
+               f"(strategy.socs = {best})")
+
+
+def _cost(training: PlannedTraining) -> str:
+    return f"{human_seconds(training.duration_s)} and {human_joules(training.energy_j).partition(' (')[0]}"
+
+
+def _widths(subject: str, scenario: Scenario, others: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence if only the first strategy sends features or gradients in fewer than 32 bits."""
+    peers = [name for name in others if name in BASELINES and BASELINES[name].edge_alone != "only"]
+    if subject in BASELINES or not STRATEGIES[subject].uses_cloud or not peers:
+        return
+    features, gradients = min(scenario.split.bits), scenario.split.gradient_bits
+    if min(features, gradients) < 32:
+        yield (f"{subject} sends features in {features} bits and gradients in {gradients}; "
+               f"{', '.join(peers)} send both in 32")
