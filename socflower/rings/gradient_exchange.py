@@ -1,12 +1,14 @@
 """Exchanges a model's gradients over a ring, bucket by bucket during the backward pass (F7)."""
 
 import hashlib
+import math
 import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from socflower.errors import ConfigError
@@ -87,6 +89,12 @@ class GradientExchange:
                     bucket.from_host()
         finally:
             step.end()
+
+    def is_finite(self) -> bool:
+        """Return whether the gradients that `finish` has set have no NaN and no infinity."""
+        # A sum reads the gradients without a second array of their size. It may overflow where none is infinite.
+        return all(math.isfinite(bucket.gradients.sum()) or bool(torch.isfinite(bucket.gradients).all())
+                   for bucket in self._buckets)
 
     def abandon(self) -> None:
         """Discard a step whose backward pass or exchange failed, with its gradients."""

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from socflower.capture.random_state import RandomState, own_random_state
 from socflower.capture.torch_device import device_label, device_of
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, TrainingFailed
 from socflower.hierarchy.averaging import non_finite_tensors
 from socflower.hierarchy.leader_exchange import NONE
 from socflower.rings.balance import RingBalance, StepTimer
@@ -90,6 +90,7 @@ def open_ring(
 
 _WARM_UP_EPOCHS = 4  # of deep gradient compression
 _AVERAGED, _MET = 1, 2  # stages after the last step: members have common statistics, and the mean of all groups
+_MOST_LINES = 3  # about gradients that were left out
 _SIGN_OF_LIFE_S = 1.0  # between those that a leader gives its group while it meets others
 
 
@@ -198,6 +199,8 @@ class _MemberSession:
         self._began_with: dict[str, NDArray[Any]] = {}
         self._losses: list[Tensor] = []
         self._pending_step: tuple[_Snapshot, list[int], Tensor] | None = None  # of a step that is not yet applied
+        self._diverged = False  # whether no member's gradient was finite
+        self._non_finite: list[str] = []  # gradients that were left out, a line each
         self._members: tuple[int, ...] = ()
         self._lost_at_s: float | None = None
         self._recoveries_s: list[float] = []
@@ -380,7 +383,6 @@ class _MemberSession:
         session, group = self._session, self._group
         assert session is not None and self._collective is not None
         present = [group.partitions.index(participant) for participant in self._members]
-        position = self._members.index(self._ring.participant)
         while self._num_steps < group.num_steps:
             if self._member.departs_at is not None and self._num_steps >= self._member.departs_at:
                 raise Preempted("the device is preempted")
@@ -390,35 +392,91 @@ class _MemberSession:
                 self._num_steps += 1
                 continue
             self._timer.begin_step()
-            with self._timer.timed():
-                batch = self._member.data.batch(
-                    torch.from_numpy(shares[position]), sample_key(group, self._num_steps, present[position]))
-                # The buffers of a joint session's model are written when it ends.
-                snapshot = _Snapshot(() if isinstance(session, JointSession) else self._model.buffers())
-            if not group.first_step + self._num_steps:
-                try_loss(session, [batch], self._member.data, group.batch_size, divided=True)
-            # Before other operations of the ring, which a thread of the exchange may begin at any time.
-            weight = self._begin_weight_sum(session, batch)
-            finish_exchange = self._begin_exchange(session)
-            loss = torch.zeros(())
-            try:
-                with self._timer.timed():
-                    loss = session.gradients([batch], total, *weight)
-            finally:
-                # Also if the pass was interrupted: its random numbers and statistics must be undone.
-                self._pending_step = (snapshot, shares[position].tolist(), loss)
-            finish_exchange()
+            loss = self._sum_gradients(session, shares, present)
+            if left_out := self._culprits(session, shares, present):
+                shares = [share[:0] if at in left_out else share for at, share in enumerate(shares)]
+                total = sum(map(len, shares))
+                loss = self._sum_gradients(session, shares, present)
             with self._timer.timed():
                 session.apply()
             if self._compression is not None:
                 self._compression.finish_step()
             self._pending_step = None
-            self._timer.end_step(len(shares[position]))
-            self._record_step(shares[position].tolist(), loss, total=total)
+            own = shares[self._position]
+            self._timer.end_step(len(own))
+            self._record_step(own.tolist(), loss, total=total)
             # After the last step there is nothing to balance.
             if self._balance is not None and self._num_steps % self._ring.rebalance_steps == 0 \
                     and self._num_steps < group.num_steps:
                 self._balance.exchange(self._collective, present, self._poll)
+
+    def _sum_gradients(
+        self, session: ExchangingSession | JointSession, shares: Sequence[Indices], present: Sequence[int],
+    ) -> Tensor:
+        """Compute this member's gradient of a step and sum it with the others'; return its part of the loss."""
+        batch = self._own_part(shares, present)
+        # The buffers of a joint session's model are written when it ends.
+        snapshot = _Snapshot(() if isinstance(session, JointSession) else self._model.buffers())
+        if not self._group.first_step + self._num_steps:
+            try_loss(session, [batch], self._member.data, self._group.batch_size, divided=True)
+        # Before other operations of the ring, which a thread of the exchange may begin at any time.
+        weight = self._begin_weight_sum(session, batch)
+        finish_exchange = self._begin_exchange(session)
+        loss = torch.zeros(())
+        try:
+            with self._timer.timed():
+                loss = session.gradients([batch], sum(map(len, shares)), *weight)
+        finally:
+            # Also if the pass was interrupted: its random numbers and statistics must be undone.
+            self._pending_step = (snapshot, shares[self._position].tolist(), loss)
+        finish_exchange()
+        return loss
+
+    @property
+    def _position(self) -> int:
+        return self._members.index(self._ring.participant)
+
+    def _own_part(self, shares: Sequence[Indices], present: Sequence[int]) -> Part:
+        with self._timer.timed():
+            return self._member.data.batch(
+                torch.from_numpy(shares[self._position]),
+                sample_key(self._group, self._num_steps, present[self._position]))
+
+    def _culprits(
+        self, session: ExchangingSession | JointSession, shares: Sequence[Indices], present: Sequence[int],
+    ) -> set[int]:
+        """Return which members made a step's sum NaN or infinite, the same at all members; undo the pass for them.
+
+        Each member computes its own gradient once more to find out. Where errors are tolerated, the culprits' SoCs are
+        logged, else `TrainingFailed` names them. If no gradient is finite, or their sum is too large, the model has
+        diverged: nobody is to blame, and the group's reply will be refused.
+        """
+        exchange = self._exchange
+        if self._diverged or isinstance(session, JointSession) or exchange is None or exchange.is_finite():
+            return set()
+        assert self._collective is not None and self._pending_step is not None
+        snapshot, _, _ = self._pending_step
+        snapshot.restore()
+        batch = self._own_part(shares, present)
+        own = session.batch_weight([batch]) if isinstance(session, WeighingSession) else None
+        session.gradients([batch], sum(map(len, shares)), *([] if own is None else [lambda: own]))
+        snapshot.restore()
+        tensor = next((name for name, parameter in self._model.named_parameters()
+                       if parameter.grad is not None and not torch.isfinite(parameter.grad).all()), "")
+        tensors = [payload.decode() for payload in self._collective.all_gather(tensor.encode(), self._poll)]
+        culprits = {at for at, name in enumerate(tensors) if name}
+        self._diverged = not culprits or not any(len(shares[at]) for at in range(len(shares)) if at not in culprits)
+        if self._diverged:
+            return set()
+        step = self._group.first_step + self._num_steps
+        for at in sorted(culprits):
+            fault = (f"the gradient of SoC {self._soc_of(self._members[at])} in step {step} has NaN or infinite values "
+                     f"(first {tensors[at]})")
+            if not self._ring.tolerate_errors:
+                raise TrainingFailed(f"group {self._group.group_id}: {fault}; look at its samples, or set "
+                                     "tolerate_client_errors to leave such gradients out")
+            self._non_finite.append(f"{fault}, left out")
+        return culprits
 
     def _begin_weight_sum(self, session: ExchangingSession | JointSession, batch: Part) -> list[Callable[[], float]]:
         """Begin to sum the members' weights of a batch; return what waits for the sum, nothing if it is not needed."""
@@ -604,6 +662,9 @@ class _MemberSession:
     def _result_without_model(self, outcome: str) -> MemberResult:
         return MemberResult(outcome=self._outcome(outcome, answers=False), mean_loss=0.0, num_samples=0, end=None)
 
+    def _soc_of(self, participant: int) -> int:
+        return self._group.members[self._group.partitions.index(participant)]
+
     def _outcome(self, outcome: str, *, answers: bool) -> RingOutcome:
         soc_of = dict(zip(self._group.partitions, self._group.members, strict=True))
         return RingOutcome(
@@ -612,6 +673,7 @@ class _MemberSession:
             preempted=tuple(soc_of[participant] for participant in self._membership.preempted),
             log=(*self._membership.log_lines, *self._leader.log_lines,
                  *([] if self._changes is None else self._changes.log_lines)),
+            dropped=tuple(_shortened(self._non_finite)),
             met=self._met, met_samples=self._met_samples, feedback_sha256=feedback_digest(
                 self._changes.feedback if self._changes is not None and self._stage == _MET else None),
             rates=tuple(self._rates.get(participant, 0.0) for participant in self._membership.finished)
@@ -638,6 +700,12 @@ def _turns(port: RingPort, group: GroupTask, ring: RingTask) -> UplinkTurns | No
     return UplinkTurns(port, group.group_id,
                        Neighbours(before=ring.groups_before, after=ring.groups_after, members=members),
                        heartbeat_s=ring.heartbeat_s, rendezvous_s=ring.rendezvous_s)
+
+
+def _shortened(lines: Sequence[str]) -> list[str]:
+    """Return the first lines and the number of the others: a broken device makes one in every step."""
+    return [*lines[:_MOST_LINES], *([f"and {len(lines) - _MOST_LINES} more such gradients"] * (
+        len(lines) > _MOST_LINES))]
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:

@@ -117,6 +117,8 @@ class GroupProgress:
             self.event("member-lost", line)
         for line in outcome.notes:
             self.event("pipeline", line)
+        for line in outcome.dropped:
+            self.event("gradient-dropped", line)
         for seconds in outcome.recoveries_s:
             self.event("ring-formed-again", f"training again after {seconds:.2f} s")
 

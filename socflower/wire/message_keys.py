@@ -254,6 +254,7 @@ class RingOutcome:
     preempted: tuple[int, ...] = ()  # SoCs that left for a user
     log: tuple[str, ...] = ()  # losses of the ring, one line each
     notes: tuple[str, ...] = ()  # what a pipeline has changed, one line each
+    dropped: tuple[str, ...] = ()  # gradients that were left out of steps, one line each
     rates: tuple[float, ...] = ()  # samples per second of each of `members`, while it waited for nobody; 0: unknown
     # After a ring of leaders, the groups whose models are in the mean, which the first one's answer brings, and:
     met: tuple[int, ...] = ()
@@ -265,7 +266,7 @@ class RingOutcome:
         if self.outcome not in (COMPLETED, PREEMPTED, NO_MODEL, LEFT_OUT):
             raise ConfigError(f"outcome record: outcome = {self.outcome!r} is unknown")
         for kind, keys in ((int, ("members", "preempted", "met")), (int | float, ("recoveries_s", "rates")),
-                           (str, ("log", "notes"))):
+                           (str, ("log", "notes", "dropped"))):
             for key in keys:
                 values = getattr(self, key)
                 if not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values):

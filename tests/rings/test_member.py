@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from socflower.errors import ConfigError
+from socflower.capture.batch_form import Batch
+from socflower.errors import ConfigError, TrainingFailed
 from socflower.precision import EngineSettings, RescalingPolicy, int8_algorithm
 from socflower.rings import member as ring_member_module
 from socflower.rings.collective import Collective, PeerLost, Poll, Work, no_poll
@@ -155,6 +156,24 @@ class PacedTrainer:
         return session
 
 
+class SpoiltSteps(DataSource):
+    """A member's view of `data`, in which its samples of some steps are NaN."""
+
+    def __init__(self, data: DataSource, rank: int, steps: Sequence[int], task: GroupTask) -> None:
+        schedule = BatchSchedule(task, [len(data)] * (1 if task.reshuffle else len(task.members)))
+        self._data = data
+        self._spoilt = {int(sample) for step in steps
+                        for sample in schedule.shares(step, range(len(task.members)))[rank]}
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def batch(self, indices: Any, key: Sequence[int] = ()) -> Batch:
+        inputs, labels = self._data.batch(indices, key)
+        spoilt = [int(index) in self._spoilt for index in indices]
+        return torch.where(torch.tensor(spoilt, dtype=torch.bool)[:, None, None, None], torch.nan, inputs), labels
+
+
 class Members:
     """What came of every member of a group; `sample_s` says how long each takes for a sample, by its clock."""
 
@@ -164,6 +183,7 @@ class Members:
         own_data: bool = False, augmented: bool = False, frozen: bool = False, devices: Sequence[str] = (),
         num_buckets: int = 1, compression: str = "none", int8: str = "", before: "Members | None" = None,
         returns: int | None = None, loss: LossFn = functional.cross_entropy,
+        spoilt: Mapping[int, Sequence[int]] | None = None, tolerate_errors: bool = False,
     ) -> None:
         def struck(transport: str, port: RingPort, ranks: Any, generation: int, heartbeat_s: float, **device: Any,
                    ) -> Collective:
@@ -173,6 +193,7 @@ class Members:
         monkeypatch.setattr(ring_member_module, "open_ring", struck)
         self._addresses, self._norm, self._frozen = tuple(free_addresses(size)), norm, frozen
         self._task = task(size, num_steps, reshuffle=not own_data, first_step=num_steps if before else 0)
+        self._spoilt, self._tolerate_errors = spoilt or {}, tolerate_errors
         self._before, self._returns, self._rebalance_steps = before, returns, rebalance_steps
         self._own_data, self._augmented, self._int8, self._loss = own_data, augmented, int8, loss
         self._devices, self._num_buckets, self._compression = devices or ("cpu",) * size, num_buckets, compression
@@ -188,7 +209,8 @@ class Members:
     def _train(self, rank: int) -> MemberResult:
         ring = RingTask(participant=rank, leader=0, addresses=self._addresses, token=TOKEN.hex(),
                         transport="grpc", num_buckets=self._num_buckets, compression=self._compression,
-                        heartbeat_s=HEARTBEAT_S, rendezvous_s=60.0, rebalance_steps=self._rebalance_steps)
+                        heartbeat_s=HEARTBEAT_S, rendezvous_s=60.0, rebalance_steps=self._rebalance_steps,
+                        tolerate_errors=self._tolerate_errors)
         port = RingPort(self._addresses[rank], rank=rank, addresses=self._addresses, token=TOKEN, tls=None,
                         heartbeat_s=HEARTBEAT_S)
         state = None
@@ -209,6 +231,8 @@ class Members:
     def _data_of(self, rank: int) -> DataSource:
         whole = samples(self._task.num_samples)
         data = whole.select(torch.arange(rank, len(whole), len(self.paces))) if self._own_data else whole
+        if rank in self._spoilt:
+            return SpoiltSteps(data, rank, self._spoilt[rank], self._task)
         return MapDataset(Rows(data, augment=True)) if self._augmented else data
 
     def shares(self, step: int) -> list[int]:
@@ -617,3 +641,79 @@ def test_int8_refuses_a_compression_of_sums_that_have_to_be_exact(monkeypatch: p
     members = Members(1, monkeypatch, nothing, int8="niti", compression="fp16")
     with pytest.raises(ConfigError, match=r"compression = 'fp16' rounds what .* has to sum exactly"):
         members.check()
+
+
+
+def without_spoilt(spoilt: Mapping[int, Sequence[int]], loss: LossFn, *, norm: bool) -> nn.Module:
+    """Return what one process makes of the steps without the members that are spoilt in them."""
+    reference, group, data = model(norm=norm), task(3), samples()
+    schedule = BatchSchedule(group, [len(data)])
+    span = TrainingSpan(num_members=3, total_steps=NUM_STEPS, steps_per_epoch=NUM_STEPS)
+    session = trainer(loss=loss).start(reference, span)
+    for step in range(NUM_STEPS):
+        session.step([data.batch(share[:0] if step in spoilt.get(member, ()) else share)
+                      for member, share in enumerate(schedule.shares(step, range(3)))])
+    session.finish()
+    return reference
+
+
+@pytest.mark.parametrize(("spoilt", "options"), [
+    ({1: [2]}, {}), ({0: [0], 2: [0, 5]}, {"num_buckets": 3}), ({1: range(NUM_STEPS)}, {"norm": True}),
+    ({2: [1]}, {"loss": nn.CrossEntropyLoss(weight=torch.tensor([0.1, 4.0, 0.5]))}), ({2: [1, 2]}, {"own_data": True}),
+], ids=["one step", "two at once", "always, with BatchNorm", "class weights", "own data"])
+@pytest.mark.parametrize("tolerate_errors", [False, True])
+def test_a_gradient_that_is_not_finite_is_named_and_left_out(
+    monkeypatch: pytest.MonkeyPatch, spoilt: Mapping[int, Sequence[int]], options: dict[str, Any],
+    tolerate_errors: bool,
+) -> None:
+    members = Members(3, monkeypatch, nothing, spoilt=spoilt, tolerate_errors=tolerate_errors, **options)
+    if not tolerate_errors:
+        first = min(step for steps in spoilt.values() for step in steps)
+        culprit = min(rank for rank, steps in spoilt.items() if first in steps)
+        for end in members._ends.values():  # all of them: none goes on alone
+            with pytest.raises(TrainingFailed, match=rf"gradient of SoC {culprit} in step {first} has NaN"):
+                end.result(timeout=WAIT_S)
+        return
+    said = members.ends[0].outcome.dropped
+    assert all(end.outcome.dropped == said for end in members.ends.values())
+    named = sorted((step, rank) for rank, steps in spoilt.items() for step in steps)
+    for line, (step, rank) in zip(said, named[:3], strict=False):
+        assert line.startswith(f"the gradient of SoC {rank} in step {step} has NaN or infinite values")
+    assert len(said) == len(named[:3]) + (len(named) > 3)
+    if not options.get("own_data"):
+        reference = without_spoilt(spoilt, options.get("loss", functional.cross_entropy), norm="norm" in options)
+        for rank, trained in members.models.items():
+            for ours, theirs in zip(trained.parameters(), reference.parameters(), strict=True):
+                np.testing.assert_allclose(ours.detach(), theirs.detach(), atol=1e-6, rtol=1e-4)
+            assert all(torch.isfinite(buffer).all() for buffer in trained.buffers()), rank
+
+
+@pytest.mark.parametrize("compression", ["fp16", "int8", "int8-stochastic", "dgc"])
+def test_compression_keeps_nothing_of_a_gradient_that_is_not_finite(
+    monkeypatch: pytest.MonkeyPatch, compression: str,
+) -> None:
+    members = Members(3, monkeypatch, nothing, spoilt={1: [2]}, tolerate_errors=True, compression=compression)
+    assert [line[:31] for line in members.ends[2].outcome.dropped] == ["the gradient of SoC 1 in step 2"]
+    assert all(torch.isfinite(parameter).all() for trained in members.models.values()
+               for parameter in trained.parameters())
+
+
+def test_nobody_is_blamed_where_no_gradient_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model has diverged: the group's reply is refused later, as that of a group in one process."""
+    members = Members(3, monkeypatch, nothing, spoilt={rank: [3] for rank in range(3)})
+    assert [end.outcome.dropped for end in members.ends.values()] == [()] * 3
+    assert all(torch.isnan(parameter).any() for parameter in members.models[1].parameters())
+
+
+def test_a_member_is_lost_while_others_look_for_a_culprit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def strike(rank: int, generation: int, operation: str, number: int) -> None:
+        # Of each step one sum; the third is that of the spoilt step, the fourth the one without its culprit.
+        if rank == 2 and (generation, operation, number) == (0, "all_reduce", 4):
+            raise PeerLost("struck")
+
+    members = Members(3, monkeypatch, strike, spoilt={1: [2]}, tolerate_errors=True)
+    reference = without_spoilt({1: [2]}, functional.cross_entropy, norm=False)
+    for trained in members.models.values():
+        for ours, theirs in zip(trained.parameters(), reference.parameters(), strict=True):
+            np.testing.assert_allclose(ours.detach(), theirs.detach(), atol=1e-6, rtol=1e-4)
+    assert sum(end.outcome.answers for end in members.ends.values()) == 1
