@@ -114,4 +114,7 @@ def test_figures_of_the_demonstration_in_the_readme_are_those_of_its_last_run() 
     predicted = prediction_table(demo["predictions"])
     for row, label in zip(predicted["rows"], ("VGG-11, FP32", "VGG-11, CPU and NPU at once", "ResNet-18, FP32",
                                               "ResNet-18, CPU and NPU at once"), strict=True):
-        assert f"| {label} | {' | '.join(human_seconds(seconds) for seconds in row['epoch_s'])} |" in readme
+        cells = [*map(human_seconds, row["epoch_s"]), f"{row['equal_gain']:.2f} times"]
+        assert f"| {label} | {' | '.join(cells)} |" in readme
+    best_ratios = [f"{row['equal_gain']:.2f}" for row in predicted["rows"] if row["arithmetic"] == "fp32"]
+    assert f"groups are {' and '.join(best_ratios)} times as fast as a ring" in " ".join(PAGE.split())
