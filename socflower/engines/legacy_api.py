@@ -11,7 +11,10 @@ from flwr.app import Message, MessageType
 from flwr.common import Code
 from flwr.compat.common import recorddict_compat as compat
 from flwr.server import History, server
+from flwr.server.client_manager import SimpleClientManager
 from flwr.server.compat.grid_client_proxy import GridClientProxy
+
+from socflower.errors import ConfigError
 
 _INSTRUCTIONS = ("fitins.config", "evaluateins.config", "secaggplus_configs")
 _RESULTS = ("fitres", "evaluateres")
@@ -92,6 +95,29 @@ def observed_history(on_metrics: OnMetrics) -> Iterator[None]:
         for name, original in originals.items():
             setattr(History, name, original)
         server.fit_clients, server.evaluate_clients = fit_clients, evaluate_clients
+
+
+@contextmanager
+def bounded_waits(num_nodes: int) -> Iterator[None]:
+    """Raise `ConfigError` within the context where a client manager waits for more clients than there will ever be."""
+    original = SimpleClientManager.wait_for
+
+    def wait_for(self: SimpleClientManager, num_clients: int, timeout: int = 86400) -> bool:
+        if num_clients > num_nodes:
+            raise ConfigError(f"the strategy waits for {num_clients} clients, and there {are_nodes(num_nodes)}, so it "
+                              f"would wait without end; give min_available_clients={num_nodes}, or start more nodes")
+        return original(self, num_clients, timeout)
+
+    SimpleClientManager.wait_for = wait_for  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SimpleClientManager.wait_for = original  # type: ignore[method-assign]
+
+
+def are_nodes(num_nodes: int) -> str:
+    """Return "are n nodes", or "is 1 node"."""
+    return "is 1 node" if num_nodes == 1 else f"are {num_nodes} nodes"
 
 
 _NAMES = {MessageType.EVALUATE: "distributed", "": "centralized"}

@@ -15,7 +15,7 @@ from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAvg as NewFedAvg
 
-from socflower.errors import TrainingFailed
+from socflower.errors import ConfigError, TrainingFailed
 from tests.engines.foreign_apps import CLUSTER, ZERO, client_app, outcome_of
 
 NUM_ROUNDS = 3
@@ -155,3 +155,9 @@ def test_differential_privacy_around_a_strategy_changes_no_round() -> None:
         config=ServerConfig(num_rounds=NUM_ROUNDS)))
     outcome = outcome_of(app, numpy_app())
     assert [entry["round"] for entry in outcome["rounds"]] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("made", [components, workflow])
+def test_a_strategy_that_would_wait_for_clients_without_end_is_refused(made: Callable[..., ServerApp]) -> None:
+    with pytest.raises(ConfigError, match=r"waits for 5 clients, and there are 4 nodes.*min_available_clients=4"):
+        outcome_of(made(min_available_clients=5), numpy_app())

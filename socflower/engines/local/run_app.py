@@ -14,6 +14,7 @@ from flwr.serverapp.strategy import FedAvg, Strategy
 from socflower.cluster import Cluster, ModelProfile
 from socflower.cluster.toml_file import read_toml
 from socflower.engines.app_metrics import MeteredGrid, RoundLog, observed_strategies
+from socflower.engines.legacy_api import are_nodes, bounded_waits
 from socflower.engines.local.exchange_record import ExchangeRecord
 from socflower.engines.local.grid import LocalGrid
 from socflower.engines.local.message_log import MessageLog
@@ -100,8 +101,9 @@ def require_server_app(source: object) -> ServerApp:
 def run_server_app(app: ServerApp, grid: Grid, context: Context, messages: MessageLog, rounds: RoundLog) -> None:
     """Run a ServerApp to its end; see `run_app` for what it raises."""
     try:
-        with observed_strategies(rounds, messages), around_starts(
-                lambda strategy, _, start: _start_with_enough(strategy, len(list(grid.get_node_ids())), start)):
+        num_nodes = len(list(grid.get_node_ids()))
+        with observed_strategies(rounds, messages), bounded_waits(num_nodes), around_starts(
+                lambda strategy, _, start: _start_with_enough(strategy, num_nodes, start)):
             app(GroupGrid(grid), context)
     except SystemExit as end:
         # With 0 or None the app has finished; the command's own exit status reports the result of the run.
@@ -124,13 +126,10 @@ def _start_with_enough(strategy: Strategy, num_nodes: int, start: Callable[[], o
         for fraction, own in (("fraction_train", "min_train_nodes"), ("fraction_evaluate", "min_evaluate_nodes")):
             for key in (own, "min_available_nodes"):
                 if getattr(strategy, fraction) and (least := getattr(strategy, key)) > num_nodes:
-                    raise ConfigError(f"{type(strategy).__name__}: {key} = {least}, and there {_are(num_nodes)}, so it "
-                                      f"would wait without end; give {key}={num_nodes}, or start more nodes")
+                    raise ConfigError(
+                        f"{type(strategy).__name__}: {key} = {least}, and there {are_nodes(num_nodes)}, so it would "
+                        f"wait without end; give {key}={num_nodes}, or start more nodes")
     return start()
-
-
-def _are(num_nodes: int) -> str:
-    return "is 1 node" if num_nodes == 1 else f"are {num_nodes} nodes"
 
 
 def run_on_local_grid(
