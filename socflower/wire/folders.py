@@ -8,7 +8,9 @@ import errno
 import fcntl
 import os
 import shutil
+import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -23,6 +25,12 @@ UNFINISHED = ".socflower-"
 """Prefix of folders with unfinished files."""
 
 _POLL_S = 0.1
+
+_ENDING_S = 5.0
+"""How long to wait for a lock whose holder has ended or is about to. Measured on a busy machine: up to 0.05 s."""
+
+_ENDING_POLL_S = 0.01
+_PF_EXITING = 0x4  # of the flags in /proc/PID/stat: the process runs the kernel's code that ends it
 
 
 class FolderLock:
@@ -42,6 +50,10 @@ class FolderLock:
 
     Raises `ConfigError`, which names the holder, if another process or another lock of this one holds the file; and if
     the file cannot be made or its file system has no locks.
+
+    A killed holder keeps the lock for a moment: until the kernel has closed its files, and until each child that it was
+    starting runs its own program, because a forked child has a copy of the descriptor until then. So a lock whose
+    holder is no longer running is waited for, 5 s at most.
     """
 
     def __init__(self, path: Path, what: str, *, wait_s: float = 0.0,
@@ -53,13 +65,7 @@ class FolderLock:
             try:
                 self._lock.acquire(timeout=0)
             except Timeout:
-                busy = f"{what}: {self._holder()} is at work there"
-                if wait_s:
-                    on_wait(f"{busy}; waiting for its end")
-                try:
-                    self._lock.acquire(timeout=wait_s)
-                except Timeout:
-                    raise ConfigError(f"{busy}; wait until it ends, or name another one") from None
+                self._acquire_from_holder(what, wait_s, on_wait)
             path.write_text(f"{os.getpid()}\n")
         except OSError as error:
             self._lock.release()
@@ -68,12 +74,35 @@ class FolderLock:
                                   "spoil each other's files; name one on another file system") from None
             raise ConfigError(f"{what}: cannot write in {path.parent} ({error.strerror}); name another one") from None
 
-    def _holder(self) -> str:
+    def _acquire_from_holder(self, what: str, wait_s: float, on_wait: Callable[[str], None]) -> None:
+        deadline_s = time.monotonic() + _ENDING_S
+        ended = True
+        # One wait at least: for an instant a killed process looks like any other.
+        while ended:
+            with suppress(Timeout):
+                self._lock.acquire(timeout=_ENDING_POLL_S, poll_interval=_ENDING_POLL_S)
+                return
+            # The file may still name an earlier holder that was killed, so it is read at every poll.
+            ended = is_ending(self._holder_pid())
+            if time.monotonic() >= deadline_s:
+                break
+        pid = self._holder_pid()
+        # Without an id: it has not written it yet.
+        busy = f"{what}: {f'process {pid}' if pid else 'another process'} is at work there"
+        if ended:
+            busy = f"{what}: process {pid} has ended, but a process that it started still holds {self.path}"
+        if wait_s:
+            on_wait(f"{busy}; waiting for its end")
         try:
-            pid = self.path.read_text("utf-8").strip()
+            self._lock.acquire(timeout=wait_s)
+        except Timeout:
+            raise ConfigError(f"{busy}; wait until it ends, or name another one") from None
+
+    def _holder_pid(self) -> int | None:
+        try:
+            return int(self.path.read_text("utf-8"))
         except (OSError, ValueError):
-            pid = ""
-        return f"process {pid}" if pid else "another process"  # it has not written its id yet
+            return None
 
     def release(self) -> None:
         """Remove the file and release the lock; a second call does nothing."""
@@ -89,6 +118,33 @@ class FolderLock:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None,
                  ) -> None:
         self.release()
+
+
+def is_ending(pid: int | None) -> bool:
+    """Return whether a process is known to have ended or to be about to: its id is free, or it has begun to exit."""
+    if pid is None or pid <= 0:
+        return False
+    if _is_free(pid):
+        return True
+    try:
+        # The second field, a name in brackets, may have spaces and brackets.
+        fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+        status = Path(f"/proc/{pid}/status").read_text("utf-8", "replace")
+    except OSError:  # it ended just now, or this system shows no such files
+        return _is_free(pid)
+    pending = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigPnd:", "ShdPnd:"))]
+    killed = any(signals >> (signal.SIGKILL - 1) & 1 for signals in pending)
+    return killed or fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
+
+
+def _is_free(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # another user's
+        pass
+    return False
 
 
 @contextmanager

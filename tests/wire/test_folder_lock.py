@@ -6,11 +6,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from socflower.engines.local.workers import _start_method as start_method
 from socflower.errors import ConfigError
+from socflower.wire import folders
 from socflower.wire.folders import LOCK_FILE, FolderLock, exclusive_folder
 
 HOLD = """\
@@ -65,6 +67,68 @@ def test_a_holder_that_ends_is_waited_for(tmp_path: Path) -> None:
 
     with FolderLock(tmp_path / LOCK_FILE, "kept", wait_s=60.0, on_wait=on_wait):
         assert said == [f"kept: process {holder.process.pid} is at work there; waiting for its end"]
+
+
+ENDED = """\
+import ctypes, fcntl, os, subprocess, sys, threading
+descriptor = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+fcntl.flock(descriptor, fcntl.LOCK_EX)
+os.write(descriptor, f"{os.getpid()}\\n".encode())
+if sys.argv[2] == "child":
+    # As a child has the descriptor between fork and exec, when the daemon starts a command.
+    subprocess.Popen([sys.executable, "-c", "print('held', flush=True); input()"], pass_fds=[descriptor])
+else:
+    threading.Thread(target=lambda: (input(), os._exit(0))).start()
+    print("held", flush=True)
+    ctypes.CDLL(None).pthread_exit(None)  # the process is shown as a zombie, and its files are open
+"""
+
+
+@pytest.mark.parametrize("keeper", ["child", "thread"])
+def test_a_lock_that_outlives_its_holder_for_a_moment_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeper: str,
+) -> None:
+    path, tries = tmp_path / LOCK_FILE, [0]
+    holder = subprocess.Popen([sys.executable, "-c", ENDED, str(path), keeper], stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE, text=True)
+    assert holder.stdin is not None and holder.stdout is not None and holder.stdout.readline() == "held\n"
+    if keeper == "child":
+        holder.kill()
+        holder.wait(timeout=60)
+    else:
+        while not folders.is_ending(holder.pid):  # the thread may be faster than the main thread's end
+            pass
+
+    class EndsLate(folders.FileLock):  # type: ignore[misc]
+        def acquire(self, *arguments: Any, **settings: Any) -> Any:
+            tries[0] += 1
+            if tries[0] == 5:
+                holder.communicate("end\n", timeout=60)  # the child's end too, since it has the same output
+            return super().acquire(*arguments, **settings)
+
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(folders, "_ENDING_S", 0.0)
+            with pytest.raises(ConfigError, match=f"^fans: process {holder.pid} has ended, but a process .* holds"):
+                FolderLock(path, "fans")
+        monkeypatch.setattr(folders, "_ENDING_S", 60.0)
+        monkeypatch.setattr(folders, "FileLock", EndsLate)
+        with FolderLock(path, "fans"):
+            assert tries[0] >= 5 and int(path.read_text()) == os.getpid()
+    finally:
+        if holder.returncode is None or not holder.stdin.closed:
+            holder.communicate("end\n", timeout=60)
+
+
+def test_a_process_ends_from_its_kill_on_and_never_before() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert not folders.is_ending(process.pid) and not folders.is_ending(os.getpid())
+    process.kill()
+    while not folders.is_ending(process.pid):  # at the latest as a zombie, since nobody has waited for it
+        pass
+    process.communicate(timeout=60)
+    assert folders.is_ending(process.pid)
+    assert not any(map(folders.is_ending, (None, 0, -1, 1)))
 
 
 def test_two_of_one_process_keep_each_other_out(tmp_path: Path) -> None:
