@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from socflower.thermal.sensors.sysfs import matching_paths, read_integer, read_text
+from socflower.thermal.sensors.sysfs import DeviceFolder, OpenFolder, matching_paths, read_integer, read_text
 
 _GRAPHICS = ("amdgpu", "i915", "nouveau", "nvidia", "radeon", "xe")
 _SAMPLE_S = 0.05
@@ -63,7 +63,7 @@ class RaplMeter:
 
     def __init__(self, zones: tuple[Path, ...], source: str) -> None:
         self.source = source
-        self._zones = zones
+        self._zones = tuple(map(DeviceFolder, zones))
         self._ranges_uj = [_whole_number(zone / "max_energy_range_uj") for zone in zones]
         self._last_uj = [_whole_number(zone / "energy_uj") for zone in zones]
         self._total_uj = 0
@@ -71,7 +71,8 @@ class RaplMeter:
     def energy_j(self) -> float:
         """Return joules since this meter was created; call it before a counter wraps twice (minutes to hours)."""
         for index, zone in enumerate(self._zones):
-            now_uj = _whole_number(zone / "energy_uj")
+            with zone.open() as opened:
+                now_uj = _whole_number_in(opened, "energy_uj")
             step_uj = now_uj - self._last_uj[index]
             # The counter wraps from max_energy_range_uj to 0.
             self._total_uj += step_uj if step_uj >= 0 else step_uj + self._ranges_uj[index] + 1
@@ -80,20 +81,24 @@ class RaplMeter:
 
 
 class ProductMeter:
-    """Watts from a file in microwatts, or as the product of two files: volts and amperes."""
+    """Watts from a device's file in microwatts, or as the product of two files: volts and amperes."""
 
-    def __init__(self, source: str, factors: tuple[tuple[Path, float], ...], status: Path | None = None) -> None:
+    def __init__(
+        self, source: str, folder: Path, factors: tuple[tuple[str, float], ...], *, is_battery: bool = False,
+    ) -> None:
         self.source = source
+        self._device = DeviceFolder(folder)
         self._factors = factors
-        self._status = status
+        self._is_battery = is_battery
 
     def power_w(self) -> float:
         """Return the product of all files, each in its unit; `ValueError` if a battery does not discharge."""
-        if self._status is not None and read_text(self._status).lower() != "discharging":
-            raise ValueError(f"{self._status}: the battery does not discharge")
         watts = 1.0
-        for path, unit in self._factors:
-            watts *= _whole_number(path) * unit
+        with self._device.open() as opened:
+            if self._is_battery and opened.read_text("status").lower() != "discharging":
+                raise ValueError(f"{opened.path}: the battery does not discharge")
+            for name, unit in self._factors:
+                watts *= _whole_number_in(opened, name) * unit
         return watts
 
 
@@ -129,10 +134,10 @@ def _find_rail(root: Path) -> ProductMeter | None:
             continue
         rails: list[tuple[bool, ProductMeter]] = []
         for channel in range(1, 17):
-            volts, amperes = folder / f"in{channel}_input", folder / f"curr{channel}_input"
-            for factors in (((folder / f"power{channel}_input", 1e-6),), ((volts, 1e-3), (amperes, 1e-3))):
+            volts, amperes = f"in{channel}_input", f"curr{channel}_input"
+            for factors in (((f"power{channel}_input", 1e-6),), ((volts, 1e-3), (amperes, 1e-3))):
                 label = _label(folder, channel)
-                meter = ProductMeter(f"hwmon {chip}, {label or f'channel {channel}'}", factors)
+                meter = ProductMeter(f"hwmon {chip}, {label or f'channel {channel}'}", folder, factors)
                 if _is_readable(meter):
                     rails.append(("_in" in label.lower(), meter))
                     break
@@ -148,9 +153,8 @@ def _find_battery(root: Path) -> ProductMeter | None:
                 continue
         except (OSError, ValueError):
             continue
-        for factors in (((folder / "power_now", 1e-6),),
-                        ((folder / "current_now", 1e-6), (folder / "voltage_now", 1e-6))):
-            meter = ProductMeter(f"battery {folder.name}", factors, folder / "status")
+        for factors in ((("power_now", 1e-6),), (("current_now", 1e-6), ("voltage_now", 1e-6))):
+            meter = ProductMeter(f"battery {folder.name}", folder, factors, is_battery=True)
             if _is_readable(meter):
                 return meter
     return None
@@ -173,7 +177,14 @@ def _label(folder: Path, channel: int) -> str:
 
 
 def _whole_number(path: Path) -> int:
-    value = read_integer(path)
+    return _not_negative(path, read_integer(path))
+
+
+def _whole_number_in(folder: OpenFolder, name: str) -> int:
+    return _not_negative(folder.path / name, folder.read_integer(name))
+
+
+def _not_negative(path: Path, value: int) -> int:
     if value < 0:
         raise ValueError(f"{path}: {value} is negative")
     return value

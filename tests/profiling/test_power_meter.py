@@ -132,6 +132,24 @@ def test_a_counter_that_only_root_may_read_is_skipped(sysfs: Sys, monkeypatch: p
     assert watts(root) == pytest.approx(10.0)
 
 
+@pytest.mark.parametrize(("files", "old", "new"), [
+    (rapl("intel-rapl:0", "package-0", 5, 10**9), "powercap/intel-rapl:0", "powercap/intel-rapl:1"),
+    (JETSON, "hwmon/hwmon1", "hwmon/hwmon4")])
+def test_a_meter_whose_number_changes_is_read_where_it_is_and_no_other_for_it(
+    sysfs: Sys, files: dict[str, object], old: str, new: str,
+) -> None:
+    root = sysfs(files)
+    meter = find_power_meter(root)
+    assert meter is not None
+    before = meter.energy_j() if isinstance(meter, EnergyMeter) else meter.power_w()
+    (root / "sys/class" / old).rename(root / "sys/class" / new)
+    # Another device has its number.
+    sysfs({f"{old}/name": "other", f"{old}/energy_uj": 900, f"{old}/in2_input": 1, f"{old}/curr2_input": 1})
+    assert (meter.energy_j() if isinstance(meter, EnergyMeter) else meter.power_w()) == before
+    (root / "sys/class" / new).rename(root / "removed")
+    assert mean_watts(meter, lambda: None) is None
+
+
 def test_a_machine_without_any_has_none(tmp_path: Path) -> None:
     assert find_power_meter(tmp_path) is None
 

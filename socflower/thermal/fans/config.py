@@ -17,6 +17,7 @@ from socflower.thermal.fans.ipmi import IpmiCommand
 from socflower.thermal.fans.outputs import DutyCurve, FanOutput, SimulatedFan
 from socflower.thermal.sensors.reading import HeatSource
 from socflower.thermal.sensors.remote import FileSource, HttpSource
+from socflower.thermal.sensors.sysfs import DeviceIdentity
 
 Positive = Annotated[float, Field(gt=0)]
 Number = Annotated[int, Field(ge=0)]
@@ -41,8 +42,11 @@ class FanTable(Table):
                              f"{self.min_rpm:g}, {self.failsafe_rpm:g} and {self.max_rpm:g}")
 
     @abstractmethod
-    def outputs(self) -> list[FanOutput]:
-        """Return the fans without writing to them. Raises `ConfigError` for fans that do not exist."""
+    def outputs(self, last: DeviceIdentity | None = None) -> list[FanOutput]:
+        """Return the fans without writing to them. Raises `ConfigError` for fans that do not exist.
+
+        `last` is the chip that the daemon drove before with the same configuration, if it is known.
+        """
 
 
 class _DutyTable(FanTable):
@@ -91,9 +95,9 @@ class HwmonTable(_DutyTable):
             raise ValueError(f"tachometer = {list(self.tachometer)}: needs {len(self.pwm)} numbers, one for each of "
                              "pwm; leave it out where they are the same")
 
-    def outputs(self) -> list[FanOutput]:
+    def outputs(self, last: DeviceIdentity | None = None) -> list[FanOutput]:
         """Return a fan for each PWM output."""
-        folder = find_hwmon(self.folder)
+        folder = find_hwmon(self.folder, last=last)
         tachometers = self.tachometer or self.pwm
         return [HwmonPwm(folder, pwm, fan=fan, automatic_mode=self.automatic_mode, **self.duty_settings)
                 for pwm, fan in zip(self.pwm, tachometers, strict=True)]
@@ -109,14 +113,14 @@ class IpmiTable(_DutyTable):
     ipmitool: str = "ipmitool"
     timeout_s: float = 10.0
 
-    def outputs(self) -> list[FanOutput]:
+    def outputs(self, last: DeviceIdentity | None = None) -> list[FanOutput]:
         """Return the controller's fans as one."""
         def command(arguments: str) -> str:
             return f"{self.ipmitool} {arguments}" if arguments else ""
 
         measure = command(f"-c sensor reading {shlex.quote(self.sensor)}") if self.sensor else ""
         return [IpmiCommand(command(self.set), begin=command(self.begin), restore=command(self.restore),
-                            measure=measure, timeout_s=self.timeout_s, **self.duty_settings)]
+                            measure=measure, sensor=self.sensor, timeout_s=self.timeout_s, **self.duty_settings)]
 
 
 class CommandTable(_DutyTable):
@@ -128,7 +132,7 @@ class CommandTable(_DutyTable):
     measure: str = ""
     timeout_s: float = 10.0
 
-    def outputs(self) -> list[FanOutput]:
+    def outputs(self, last: DeviceIdentity | None = None) -> list[FanOutput]:
         """Return the fans behind the program as one."""
         return [IpmiCommand(self.set, begin=self.begin, restore=self.restore, measure=self.measure,
                             timeout_s=self.timeout_s, **self.duty_settings)]
@@ -141,7 +145,7 @@ class SimulatedTable(FanTable):
     rpm_per_s: float = 2000.0
     failure: str = ""  # of the first fan
 
-    def outputs(self) -> list[FanOutput]:
+    def outputs(self, last: DeviceIdentity | None = None) -> list[FanOutput]:
         """Return the fans, the first of which may be broken."""
         return [SimulatedFan(self.max_rpm, rpm_per_s=self.rpm_per_s, failure="" if index else self.failure)
                 for index in range(self.num_fans)]

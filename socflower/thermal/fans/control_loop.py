@@ -13,13 +13,16 @@ from types import FrameType
 from typing import Any
 
 from socflower.errors import ConfigError, require_range
-from socflower.thermal.fans.outputs import FanOutput
+from socflower.thermal.fans.outputs import FanNotFound, FanOutput, measured_speed
 from socflower.thermal.fans.policies import FanObservation, FanPolicy, PredictingPolicy
 from socflower.thermal.fans.quorum import STUCK_AFTER_S, Alerts, FilteredTemperatures, Quorum, is_number
 from socflower.thermal.sensors.reading import HeatSource
 
 SPIN_UP_S = 15.0
 """A fan that still measures 0 rpm this long after it was set counts as stopped."""
+
+MOST_MISSING = 3
+"""The control ends when a fan is not there in so many readings in succession."""
 
 _EXPECTED_C = 3.0
 """How far the hottest SoC should have moved, by the policy's plan, before constant readings of all count as stuck:
@@ -37,7 +40,7 @@ class FanState:
     hottest_c: float | None
     rpm: float  # the target speed, within the limits
     failsafe: bool  # whether that is the fail-safe speed, for lack of a valid one
-    set_rpm: tuple[float, ...]  # what was written, fan by fan
+    set_rpm: tuple[float | None, ...]  # what was written, fan by fan; None: it could not be set
     measured_rpm: tuple[float | None, ...]  # before they were set
     num_output_errors: int  # since the control started
     notes: tuple[str, ...]  # present alerts, one line each
@@ -114,6 +117,10 @@ class FanControl:
         self._num_errors = 0
         self._stopped_since_s: list[float | None] = [None] * len(self._outputs)
         self._stopped = [False] * len(self._outputs)
+        self._num_missing = [0] * len(self._outputs)  # readings in succession in which the fan was not there
+        self._missing: FanNotFound | None = None
+        self.uncontrolled: tuple[str, ...] = ()
+        """After the end: fans that could neither be restored nor set to the fail-safe speed."""
 
     def __enter__(self) -> "FanControl":
         """Start; nothing is written before the first step."""
@@ -126,13 +133,15 @@ class FanControl:
                 output.restore()
                 continue
             except Exception as error:
-                self._set_alert(("restore", index), f"fan {self._name(index)}: has no automatic control now ({error}); "
-                                                  f"it is left at {self._failsafe_rpm:g} rpm")
+                cause = str(error)
             try:
                 output.set_rpm(self._failsafe_rpm)
+                self._set_alert(("restore", index), f"fan {self._name(index)}: has no automatic control now ({cause}); "
+                                                    f"it is left at {self._failsafe_rpm:g} rpm")
             except Exception as error:
-                self._set_alert(("leave", index), f"fan {self._name(index)}: nothing controls it, and it cannot be set "
-                                                f"to {self._failsafe_rpm:g} rpm ({error})")
+                self.uncontrolled += (self._name(index),)
+                self._set_alert(("leave", index), f"fan {self._name(index)}: its control cannot be restored ({cause}), "
+                                                  f"and it cannot be set to {self._failsafe_rpm:g} rpm ({error})")
 
     def step(self) -> FanState:
         """Read all SoCs, call the policy, and set the fans. Never raises; errors are in the notes."""
@@ -162,7 +171,10 @@ class FanControl:
             notes=self._alerts.notes)
 
     def run(self, wait: Callable[[float], bool], on_step: Callable[[FanState], object] = lambda state: None) -> None:
-        """Step until `wait`, called with the seconds to the next step, returns True, such as `StopSignals.wait`."""
+        """Step until `wait`, called with the seconds to the next step, returns True, such as `StopSignals.wait`.
+
+        Raises `FanNotFound` after three readings in succession in which a fan was not there.
+        """
         while True:
             state = self.step()
             try:
@@ -170,6 +182,8 @@ class FanControl:
                 self._set_alert("on_step", None)
             except Exception as error:
                 self._set_alert("on_step", f"what was done cannot be reported ({error})")
+            if self._missing is not None:
+                raise self._missing
             if wait(self._period_s):
                 return
 
@@ -193,7 +207,7 @@ class FanControl:
             rpm = self._outputs[index].measured_rpm()
         except Exception:
             rpm = None
-        if rpm is None or not is_number(rpm) or rpm < 0.0:
+        if rpm is None or not is_number(rpm) or measured_speed(rpm) is None:
             return None  # its state is unchanged
         if rpm > 0.0:
             self._stopped_since_s[index] = None
@@ -209,18 +223,23 @@ class FanControl:
                         if self._stopped[index] else None, well=f"fan {self._name(index)}: turns again")
         return float(rpm)
 
-    def _set(self, index: int) -> float:
-        """Set a fan and return what it was set to; a failure is counted, and the next step tries again."""
+    def _set(self, index: int) -> float | None:
+        """Set a fan and return what it was set to; a failure is None and counted, and the next step tries again."""
         others_stopped = any(self._stopped[:index] + self._stopped[index + 1:])
         rpm = self._max_rpm if others_stopped else self._rpm
         try:
             self._outputs[index].set_rpm(rpm)
         except Exception as error:
             self._num_errors += 1
+            self._num_missing[index] = self._num_missing[index] + 1 if isinstance(error, FanNotFound) else 0
+            if self._num_missing[index] >= MOST_MISSING:
+                self._missing = FanNotFound(f"fan {self._name(index)}: not there in {MOST_MISSING} readings ({error}); "
+                                            "fan control ends")
             self._set_alert(("output", index), f"fan {self._name(index)}: cannot be set ({error}); tried again at "
-                                              "every step")
-        else:
-            self._set_alert(("output", index), None, well=f"fan {self._name(index)}: can be set again")
+                                               "every step")
+            return None
+        self._num_missing[index] = 0
+        self._set_alert(("output", index), None, well=f"fan {self._name(index)}: can be set again")
         return rpm
 
     def _name(self, index: int) -> str:

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from socflower.errors import ConfigError
-from socflower.thermal.fans.config import FanFile, read_fan_file
-from socflower.thermal.fans.control_loop import FanControl, FanState, StopSignals
-from socflower.thermal.fans.outputs import DutyOutput, FanFailure, FanOutput, calibrate
+from socflower.thermal.fans.config import FanFile, HwmonTable, read_fan_file
+from socflower.thermal.fans.control_loop import MOST_MISSING, FanControl, FanState, StopSignals
+from socflower.thermal.fans.hwmon_pwm import HwmonPwm
+from socflower.thermal.fans.outputs import DutyOutput, FanFailure, FanNotFound, FanOutput, calibrate
 from socflower.thermal.fans.policies import FanPolicy
 from socflower.thermal.sensors.remote import BackgroundSource
+from socflower.thermal.sensors.sysfs import DeviceIdentity
 from socflower.wire.folders import FolderLock
 from socflower.wire.saved_state import write_atomically
 
@@ -24,6 +26,9 @@ PolicyMaker = Callable[[str, Mapping[str, object]], FanPolicy]
 
 _FIRST_ANSWERS_S = 5.0
 """Longest wait for the sources' first answers, before the first step."""
+
+_RESTORE_RETRY_S = 1.0
+"""Longest wait before `--restore` looks again for a chip that is not there, as while its driver is loaded again."""
 
 _NEWS = 0.05
 """A relative change of speed above this is printed."""
@@ -60,7 +65,8 @@ def run_fan(
     Returns
     -------
     bool
-        False if `once` found too few temperatures or could not set a fan, or `restore` failed for one.
+        False if `once` found too few temperatures or could not set a fan; if `restore` failed for a fan; or if the
+        control ended because a fan was not there, or left one that could be neither restored nor set.
     """
     show, say = show or _print, say or _print_error
     if sum((once, restore, calibrate_fans)) > 1:
@@ -70,9 +76,10 @@ def run_fan(
         # After the lock, since the daemon that holds it may be writing to the outputs that are read here.
         try:
             policy = (make_policy or _policy_maker())(loaded.policy_name, loaded.policy_settings)
-            outputs = loaded.fan.outputs()
+            outputs = _restorable_outputs(loaded, stop) if restore else loaded.fan.outputs(_last_chip(loaded))
         except ConfigError as error:
             raise ConfigError(f"{config}: {error}") from None
+        chip = _chip_record(loaded, outputs)
         if dry_run:
             outputs = [_DryRun(output) for output in outputs]
         if calibrate_fans:
@@ -103,8 +110,9 @@ def run_fan(
             deadline_s = time.monotonic() + _FIRST_ANSWERS_S
             for source in sources.values():
                 source.wait_for_first(deadline_s - time.monotonic())
+            is_there = True
             with control:
-                reporter = _Reporter(loaded, outputs, dry_run, show if as_json else None, say)
+                reporter = _Reporter(loaded, outputs, chip, dry_run, show if as_json else None, say)
                 if once:
                     state = control.step()
                     document = reporter.note(state)
@@ -117,19 +125,24 @@ def run_fan(
                     _notify("READY=1\nWATCHDOG=1")  # resets the watchdog's timeout
                     reporter.note(state)
 
-                control.run(stop.wait, on_step)
+                try:
+                    control.run(stop.wait, on_step)
+                except FanNotFound as error:
+                    say(str(error))
+                    is_there = False
                 _notify("STOPPING=1")
-    return True
+    return is_there and not control.uncontrolled
 
 
 class _Reporter:
     """Writes the status file, and prints a line when the speed changes."""
 
     def __init__(
-        self, loaded: FanFile, outputs: list[FanOutput], dry_run: bool, show: Callable[[str], object] | None,
-        say: Callable[[str], object],
+        self, loaded: FanFile, outputs: list[FanOutput], chip: Mapping[str, object] | None, dry_run: bool,
+        show: Callable[[str], object] | None, say: Callable[[str], object],
     ) -> None:
-        self._loaded, self._outputs, self._dry_run, self._show, self._say = loaded, outputs, dry_run, show, say
+        self._loaded, self._outputs, self._chip, self._dry_run = loaded, outputs, chip, dry_run
+        self._show, self._say = show, say
         self._said_rpm: float | None = None
         self._complained = False
 
@@ -139,7 +152,10 @@ class _Reporter:
         if self._said_rpm is None or abs(state.rpm - self._said_rpm) > _NEWS * self._said_rpm:
             hottest = "no SoC's temperature is known" if state.hottest_c is None else \
                 f"the hottest SoC has {state.hottest_c:.1f} °C"
-            self._say(f"fans at {state.rpm:.0f} rpm{', the fail-safe speed' if state.failsafe else ''}: {hottest}")
+            speed = f"{state.rpm:.0f} rpm{', the fail-safe speed' if state.failsafe else ''}"
+            num_failed = sum(rpm is None for rpm in state.set_rpm)
+            self._say(f"{num_failed} of {len(state.set_rpm)} fans cannot be set to {speed}: {hottest}" if num_failed
+                      else f"fans at {speed}: {hottest}")
             self._said_rpm = state.rpm
         if self._loaded.status_file is not None:
             try:
@@ -158,7 +174,7 @@ class _Reporter:
             "schema": 1, "unix_s": round(time.time(), 3), "policy": self._loaded.policy_name, "dry_run": self._dry_run,
             "temperatures_c": {str(soc): value for soc, value in state.temperatures_c.items()},
             "hottest_c": state.hottest_c, "num_unknown": state.num_unknown, "rpm": state.rpm,
-            "failsafe": state.failsafe,
+            "failsafe": state.failsafe, "chip": self._chip,
             "fans": [{"name": output.describe(), "set_rpm": set_rpm, "measured_rpm": measured_rpm}
                      for output, set_rpm, measured_rpm in
                      zip(self._outputs, state.set_rpm, state.measured_rpm, strict=True)],
@@ -223,6 +239,40 @@ def _calibrate(
         show(f"curve_rpm = {[round(rpm) for _, rpm in curve.points]}")
 
 
+def _chip_record(loaded: FanFile, outputs: list[FanOutput]) -> dict[str, object] | None:
+    """Return what the status file keeps of the chip, so that a later process knows it though its number has changed."""
+    if isinstance(loaded.fan, HwmonTable):
+        for output in outputs:
+            if isinstance(output, HwmonPwm):
+                return {"folder": loaded.fan.folder, **output.identity._asdict()}
+    return None
+
+
+def _last_chip(loaded: FanFile) -> DeviceIdentity | None:
+    """Return the chip of the status file's last step, if it was for the same `folder`."""
+    if loaded.status_file is None or not isinstance(loaded.fan, HwmonTable):
+        return None
+    try:
+        chip = json.loads(loaded.status_file.read_bytes())["chip"]
+        if chip["folder"] != loaded.fan.folder:
+            return None
+        identity = DeviceIdentity(chip["name"], chip["device"])
+    except (OSError, ValueError, TypeError, LookupError):  # there was none, or an earlier version wrote it
+        return None
+    return identity if all(isinstance(part, str | None) for part in identity) and any(identity) else None
+
+
+def _restorable_outputs(loaded: FanFile, stop: StopSignals) -> list[FanOutput]:
+    """Return the fans; a chip that is not there is looked for three times, since its driver may be loaded just now."""
+    for _ in range(MOST_MISSING - 1):
+        try:
+            return loaded.fan.outputs(_last_chip(loaded))
+        except ConfigError:
+            if stop.wait(min(loaded.fan.period_s, _RESTORE_RETRY_S)):
+                break
+    return loaded.fan.outputs(_last_chip(loaded))
+
+
 def _lock_file(config: Path, loaded: FanFile) -> Path:
     """Return the lock file against a second daemon on the same fans; it lies in the status file's folder, if any."""
     beside = loaded.status_file or config
@@ -241,7 +291,8 @@ def _lines(document: Mapping[str, Any]) -> list[str]:
              for soc, value in document["temperatures_c"].items()]
     for fan in document["fans"]:
         measured = "" if fan["measured_rpm"] is None else f", turned at {fan['measured_rpm']:.0f} rpm before"
-        lines.append(f"fan {fan['name']}: {fan['set_rpm']:.0f} rpm{measured}")
+        speed = "not set" if fan["set_rpm"] is None else f"{fan['set_rpm']:.0f} rpm"
+        lines.append(f"fan {fan['name']}: {speed}{measured}")
     return lines + list(document["notes"])
 
 

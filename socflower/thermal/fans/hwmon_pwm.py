@@ -2,22 +2,42 @@
 
 import math
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 
 from socflower.errors import ConfigError
-from socflower.thermal.fans.outputs import MIN_DUTY, DutyCurve, FanFailure, checked_min_duty, checked_speed, reason
-from socflower.thermal.sensors.sysfs import matching_paths, read_integer, read_text
+from socflower.thermal.fans.outputs import (
+    MIN_DUTY,
+    DutyCurve,
+    FanFailure,
+    FanNotFound,
+    checked_min_duty,
+    checked_speed,
+    measured_speed,
+    reason,
+)
+from socflower.thermal.sensors.sysfs import DeviceFolder, DeviceIdentity, OpenFolder, identity_of, matching_paths
 
 _FULL_PWM = 255
 _MANUAL_MODE = 1
 
 
-def find_hwmon(name: str, root: Path = Path("/")) -> Path:
+def find_hwmon(name: str, root: Path = Path("/"), *, last: DeviceIdentity | None = None) -> Path:
     """Return the folder of a monitoring chip by its name ("nct6798"), number ("hwmon3") or path.
 
-    Numbers may change between boots, names do not. `ConfigError` if no chip or several chips match.
+    Numbers may change between boots, names do not. `last` is the chip that had this number or path before: if it has
+    another number now, its present folder is returned. `ConfigError` if no chip or several chips match.
     """
+    is_number = re.fullmatch(r"hwmon\d+", name) is not None
+    if last is not None and (is_number or "/" in name):
+        path = Path(name) if "/" in name else root / "sys/class/hwmon" / name
+        try:
+            with DeviceFolder(path, last).open() as folder:
+                return folder.path
+        except FileNotFoundError as error:
+            raise ConfigError(f"fan folder = {name!r}: was {last.name}, but {error.strerror} in {path.parent}; load "
+                              "its driver, or name the chip that is meant") from None
     if "/" in name:
         return Path(name)
     folders = matching_paths(root / "sys/class/hwmon", "hwmon*")
@@ -53,71 +73,92 @@ class HwmonPwm:
     ) -> None:
         self.curve = curve or DutyCurve.linear(min_rpm, max_rpm, min_duty)
         self._least_pwm = _pwm_of(checked_min_duty(min_duty))
-        self._pwm, self._enable = folder / f"pwm{pwm}", folder / f"pwm{pwm}_enable"
-        self._tachometer = folder / f"fan{pwm if fan is None else fan}_input"
-        self._chip = _chip(folder)
+        self._pwm, self._enable = f"pwm{pwm}", f"pwm{pwm}_enable"
+        self._tachometer = f"fan{pwm if fan is None else fan}_input"
         try:
-            read_integer(self._pwm)
-            self._found_mode = read_integer(self._enable) if self._enable.exists() else None
+            with OpenFolder(folder) as opened:
+                self._chip = DeviceFolder(folder, opened.identity())
+                opened.read_integer(self._pwm)
+                has_mode = (folder / self._enable).exists()
+                self._found_mode = opened.read_integer(self._enable) if has_mode else None
         except (OSError, ValueError) as error:
-            raise ConfigError(f"fan {self._pwm}: cannot be read ({reason(error)}); name a chip and an output that are "
-                              "there") from None
-        for path in (self._pwm, self._enable) if self._found_mode is not None else (self._pwm,):
+            raise ConfigError(f"fan {folder / self._pwm}: cannot be read ({reason(error)}); name a chip and an output "
+                              "that are there") from None
+        for path in (folder / self._pwm, folder / self._enable)[:1 if self._found_mode is None else 2]:
             if not os.access(path, os.W_OK):
                 raise ConfigError(f"fan {path}: cannot be written; run as root, or let a udev rule give the file to "
                                   "this user")
         if automatic_mode is not None and not self._is_automatic(automatic_mode):
-            raise ConfigError(f"fan automatic_mode = {automatic_mode}: is no automatic mode of {self._chip}; 2 or more "
+            raise ConfigError(f"fan automatic_mode = {automatic_mode}: is no automatic mode of {self._name}; 2 or more "
                               "as a rule")
         self._mode_after = self._found_mode if automatic_mode is None else automatic_mode
 
+    @property
+    def identity(self) -> DeviceIdentity:
+        """What the chip keeps when its number changes."""
+        return self._chip.identity
+
     def set_rpm(self, rpm: float) -> None:
-        """Write the duty for this speed, rounded up. Raises `FanFailure`, after setting the mode back to automatic."""
+        """Write the duty for this speed, rounded up. Raises `FanFailure`, after setting the mode back to automatic.
+
+        Before each access the chip is compared with the one found at first; it is looked for if its number has changed,
+        and `FanNotFound` is raised if it has none.
+        """
         self.set_duty(self.curve.duty(checked_speed(rpm)))
 
     def set_duty(self, duty: float) -> None:
         """Write a fraction of full power, at least `min_duty`. Raises `FanFailure`."""
         wanted = max(_pwm_of(duty), self._least_pwm)
         try:
-            # Firmware may take an output back, for example after suspend, so the mode is checked every time.
-            if self._found_mode is not None and read_integer(self._enable) != _MANUAL_MODE:
-                _write(self._enable, _MANUAL_MODE)
-                if read_integer(self._enable) != _MANUAL_MODE:
-                    raise ValueError("the firmware keeps control of it")
-            _write(self._pwm, wanted)
-            if read_integer(self._pwm) == 0:
-                raise ValueError("it shows 0 after the duty was written")
+            with self._chip.open() as chip:
+                # Firmware may take an output back, for example after suspend, so the mode is checked every time.
+                if self._found_mode is not None and chip.read_integer(self._enable) != _MANUAL_MODE:
+                    chip.write(self._enable, _MANUAL_MODE)
+                    if chip.read_integer(self._enable) != _MANUAL_MODE:
+                        raise ValueError("the firmware keeps control of it")
+                chip.write(self._pwm, wanted)
+                if chip.read_integer(self._pwm) == 0:
+                    raise ValueError("it shows 0 after the duty was written")
         except (OSError, ValueError) as error:
             # In manual mode without a valid duty the fan might stop.
             with suppress(FanFailure):
                 self.restore()
-            raise FanFailure(f"{self._pwm}: cannot be set ({reason(error)})") from None
+            raise self._failure(self._pwm, "cannot be set", error) from None
 
     def measured_rpm(self) -> float | None:
-        """Return the tachometer's speed; None without a tachometer."""
+        """Return the tachometer's speed; None without a tachometer, or if it shows none."""
         try:
-            rpm = read_integer(self._tachometer)
+            with self._chip.open() as chip:
+                return measured_speed(chip.read_integer(self._tachometer))
         except (OSError, ValueError):
             return None
-        return float(rpm) if rpm >= 0 else None
 
     def restore(self) -> None:
         """Write the original mode. Raises `FanFailure` if that fails, or if that mode was not automatic."""
         if self._mode_after is None or not self._is_automatic(self._mode_after):
-            raise FanFailure(f"{self._pwm}: nothing controlled it before")
+            raise FanFailure(f"{self._chip.path / self._pwm}: nothing controlled it before")
         try:
-            _write(self._enable, self._mode_after)
+            with self._chip.open() as chip:
+                chip.write(self._enable, self._mode_after)
         except OSError as error:
-            raise FanFailure(f"{self._enable}: cannot be set to {self._mode_after} ({reason(error)})") from None
+            raise self._failure(self._enable, f"cannot be set to {self._mode_after}", error) from None
 
     def describe(self) -> str:
         """Return the names of chip and output."""
-        return f"{self._pwm.name} of {self._chip}"
+        return f"{self._pwm} of {self._name}"
+
+    @property
+    def _name(self) -> str:
+        return self._chip.identity.name or self._chip.path.name
+
+    def _failure(self, file: str, what: str, error: Exception) -> FanFailure:
+        kind = FanNotFound if isinstance(error, FileNotFoundError) else FanFailure
+        return kind(f"{self._chip.path / file}: {what} ({reason(error)})")
 
     def _is_automatic(self, mode: int) -> bool:
         # By the kernel's convention 0 is full speed, and 2 or more is control by the chip. The driver "pwmfan" is not a
         # chip: its modes 0 to 3 control the fan's power supply, and 0 turns it off.
-        return mode != _MANUAL_MODE and self._chip != "pwmfan" and mode >= 0
+        return mode != _MANUAL_MODE and self._name != "pwmfan" and mode >= 0
 
 
 def _pwm_of(duty: float) -> int:
@@ -126,16 +167,4 @@ def _pwm_of(duty: float) -> int:
 
 
 def _chip(folder: Path) -> str:
-    try:
-        return read_text(folder / "name")
-    except (OSError, ValueError):
-        return folder.name
-
-
-def _write(path: Path, value: int) -> None:
-    # `Path.write_text` would create a regular file where the kernel has removed its own.
-    descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC)
-    try:
-        os.write(descriptor, f"{value}\n".encode())
-    finally:
-        os.close(descriptor)
+    return identity_of(folder).name or folder.name

@@ -11,7 +11,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from socflower.errors import ConfigError, require_range
-from socflower.thermal.fans.outputs import MIN_DUTY, DutyCurve, FanFailure, checked_min_duty, checked_speed, reason
+from socflower.thermal.fans.outputs import (
+    MIN_DUTY,
+    DutyCurve,
+    FanFailure,
+    checked_min_duty,
+    checked_speed,
+    measured_speed,
+    reason,
+)
 
 _PLACEHOLDER = re.compile(r"\{(\w*)\}")
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
@@ -28,13 +36,15 @@ class IpmiCommand:
         Commands that take control from the firmware, before the first speed, and return it.
     measure : str
         A command; the last number that it prints is the speed.
+    sensor : str
+        The sensor's name, if `measure` prints it before the speed: a number in it is no speed.
     timeout_s : float
         Timeout of a command; after it the command and all its child processes are killed, which counts as a failure.
     """
 
     def __init__(
         self, template: str, *, min_rpm: float, max_rpm: float, begin: str = "", restore: str = "", measure: str = "",
-        curve: DutyCurve | None = None, min_duty: float = MIN_DUTY, timeout_s: float = 10.0,
+        sensor: str = "", curve: DutyCurve | None = None, min_duty: float = MIN_DUTY, timeout_s: float = 10.0,
     ) -> None:
         self.curve = curve or DutyCurve.linear(min_rpm, max_rpm, min_duty)
         require_range("fan", above=0.0, timeout_s=timeout_s)
@@ -46,7 +56,7 @@ class IpmiCommand:
         self._begin, self._restore, self._measure = (
             _words(text, key, ()) if text.strip() else [] for text, key in
             ((begin, "begin"), (restore, "restore"), (measure, "measure")))
-        self._begun = False
+        self._sensor, self._begun = sensor, False
 
     def set_rpm(self, rpm: float) -> None:
         """Run the command for this speed. Raises `FanFailure` with its output."""
@@ -62,11 +72,10 @@ class IpmiCommand:
         if not self._measure:
             return None
         try:
-            numbers = _NUMBER.findall(self._run(self._measure))
+            numbers = _NUMBER.findall(self._run(self._measure).strip().removeprefix(self._sensor))
         except FanFailure:
             return None
-        rpm = float(numbers[-1]) if numbers else -1.0
-        return rpm if rpm >= 0 else None
+        return measured_speed(float(numbers[-1])) if numbers else None
 
     def restore(self) -> None:
         """Run the restore command. Raises `FanFailure` if it fails or there is none."""

@@ -17,6 +17,7 @@ MIN_DUTY = 0.2
 """Below about this fraction of full power many fans stop, and some do not start again."""
 
 _SETTLE_S = 6.0
+_NO_READING_RPM = 65_535
 _CALIBRATION_DUTIES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
 
@@ -24,11 +25,15 @@ class FanFailure(Exception):
     """A fan could not be set, measured or restored; the text names the fan and the reason."""
 
 
+class FanNotFound(FanFailure):
+    """The chip of a fan, or its output, is not there: its driver was removed, or is being loaded again."""
+
+
 class FanOutput(Protocol):
     """A fan, or several that are set together."""
 
     def set_rpm(self, rpm: float) -> None:
-        """Make the fan turn at about this speed, above 0. Raises `FanFailure`."""
+        """Make the fan turn at about this speed, above 0. Raises `FanFailure`; `FanNotFound` if it is not there."""
         ...
 
     def measured_rpm(self) -> float | None:
@@ -184,6 +189,14 @@ def checked_speed(rpm: float) -> float:
     if not 0.0 < rpm < math.inf:
         raise FanFailure(f"a fan was to turn at {rpm} rpm, which is not above 0 and finite")
     return rpm
+
+
+def measured_speed(rpm: float) -> float | None:
+    """Return what a tachometer shows if it can be a fan's speed, else None.
+
+    A register without a reading shows all ones: 65,535 or more.
+    """
+    return float(rpm) if 0 <= rpm < _NO_READING_RPM else None
 
 
 def checked_min_duty(min_duty: float) -> float:

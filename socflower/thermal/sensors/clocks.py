@@ -3,7 +3,15 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from socflower.thermal.sensors.sysfs import NoteLog, error_text, matching_paths, read_integer, read_text
+from socflower.thermal.sensors.sysfs import (
+    DeviceIdentity,
+    NoteLog,
+    OpenFolder,
+    error_text,
+    matching_paths,
+    read_integer,
+    read_text,
+)
 
 _CPUFREQ = "sys/devices/system/cpu/cpufreq"
 _MOST_CPUS = 1 << 16
@@ -40,7 +48,8 @@ class Clocks:
     def __init__(self, root: Path, notes: NoteLog) -> None:
         self._root = root
         self._notes = notes
-        self._counters: dict[Path, int] = {}
+        # The path's number may go to another device, whose counter has nothing to do with the last one's.
+        self._counters: dict[tuple[Path, DeviceIdentity], int] = {}
         self._highest_caps: dict[str, int] = {}
 
     def read(self, at_s: float) -> ClockState:
@@ -155,13 +164,15 @@ class Clocks:
         rose: list[bool | None] = []
         for path in matching_paths(self._root / folder, pattern):
             try:
-                count = read_integer(path)
+                with OpenFolder(path.parent) as opened:
+                    counter = path, opened.identity()
+                    count = opened.read_integer(path.name)
             except (OSError, ValueError) as error:
                 self._notes.add(f"{name}, {path.name}: {error_text(error)}; left out", at_s)
                 continue
-            before = self._counters.get(path)
+            before = self._counters.get(counter)
             rose.append(None if before is None else count > before)
-            self._counters[path] = count
+            self._counters[counter] = count
         known = [one for one in rose if one is not None]
         if not rose:
             return None

@@ -1,6 +1,12 @@
-"""Small files below /sys and /proc, and notes about them, which are not repeated at every reading."""
+"""Small files below /sys and /proc, devices whose numbers change, and notes that are not repeated."""
 
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 _REPEAT_AFTER_S = 3600.0
 """A note is repeated at the earliest after this long, also for an intermittent error."""
@@ -13,10 +19,128 @@ def read_text(path: Path) -> str:
 
 def read_integer(path: Path) -> int:
     """Return the file's integer. Raises OSError, and ValueError for anything but a 64-bit integer."""
-    value = int(read_text(path))
+    return _integer(path, read_text(path))
+
+
+def _integer(path: Path, text: str) -> int:
+    value = int(text)
     if abs(value) >= 1 << 64:
         raise ValueError(f"{path}: {value} is no number of a device")
     return value
+
+
+class DeviceIdentity(NamedTuple):
+    """What a device keeps when its number changes."""
+
+    name: str | None  # "nct6798"; power supplies have none
+    device: str | None  # name of the parent device, such as "nct6775.656" or "0000:03:00.0"
+
+
+def identity_of(path: Path) -> DeviceIdentity:
+    """Return the identity of the device that has this folder at present; never raises."""
+    try:
+        with OpenFolder(path) as folder:
+            return folder.identity()
+    except OSError:
+        return DeviceIdentity(None, None)
+
+
+class OpenFolder:
+    """An open folder of a device; a context manager.
+
+    After the device is removed every access raises OSError, also if another device has its number by then.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+
+    def __enter__(self) -> "OpenFolder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close it."""
+        os.close(self._descriptor)
+
+    def identity(self) -> DeviceIdentity:
+        """Return the device's identity."""
+        try:
+            name = self.read_text("name") or None
+        except (OSError, ValueError):
+            name = None
+        try:
+            device = os.path.basename(os.readlink("device", dir_fd=self._descriptor)) or None
+        except OSError:
+            device = None
+        return DeviceIdentity(name, device)
+
+    def read_text(self, name: str) -> str:
+        """Return a file's text as the function `read_text` does."""
+        with open(self._open(name, os.O_RDONLY), encoding="ascii") as file:
+            return file.read().strip()
+
+    def read_integer(self, name: str) -> int:
+        """Return a file's integer as the function `read_integer` does."""
+        return _integer(self.path / name, self.read_text(name))
+
+    def write(self, name: str, value: int) -> None:
+        """Write an integer; a file that is missing is not created. Raises OSError."""
+        descriptor = self._open(name, os.O_WRONLY | os.O_TRUNC)
+        try:
+            os.write(descriptor, f"{value}\n".encode())
+        finally:
+            os.close(descriptor)
+
+    def _open(self, name: str, flags: int) -> int:
+        return os.open(name, flags, dir_fd=self._descriptor)
+
+
+class DeviceFolder:
+    """A device's folder in a class of /sys, such as hwmon3, whose number may change when its driver is loaded again.
+
+    Each access compares the device's identity. If another device has the number, or none, it is looked for among the
+    neighbouring folders. A device without an identity is not looked for.
+    """
+
+    def __init__(self, path: Path, identity: DeviceIdentity | None = None) -> None:
+        self.path = path
+        """The folder at the last access."""
+        self.identity = identity_of(path) if identity is None else identity
+
+    @contextmanager
+    def open(self) -> Iterator[OpenFolder]:
+        """Yield the open folder. Raises `FileNotFoundError` if the device is not there, or several may be it."""
+        folder = self._opened(self.path)
+        if folder is None:
+            folder = self._find()
+        with folder:
+            yield folder
+
+    def _opened(self, path: Path) -> OpenFolder | None:
+        try:
+            folder = OpenFolder(path)
+        except OSError:
+            return None
+        if folder.identity() == self.identity:
+            return folder
+        folder.close()
+        return None
+
+    def _find(self) -> OpenFolder:
+        found: list[OpenFolder] = []
+        if self.identity != (None, None):
+            pattern = re.sub(r"\d+$", "*", self.path.name)
+            found = [folder for path in matching_paths(self.path.parent, pattern) if (folder := self._opened(path))]
+        if len(found) != 1:
+            for folder in found:
+                folder.close()
+            what = self.identity.name or self.identity.device or self.path.name
+            raise FileNotFoundError(errno.ENOENT, f"there are several {what}" if found else f"there is no {what} now")
+        self.path = found[0].path
+        return found[0]
 
 
 def matching_paths(folder: Path, pattern: str) -> list[Path]:

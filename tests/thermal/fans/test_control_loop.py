@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from socflower.errors import ConfigError
 from socflower.thermal.fans.control_loop import FanControl, FanState, StopSignals
-from socflower.thermal.fans.outputs import SimulatedFan
+from socflower.thermal.fans.outputs import FanFailure, FanNotFound, SimulatedFan
 from socflower.thermal.fans.policies import FanObservation, FixedSpeed, PassiveCooling
 from socflower.thermal.sensors.reading import Reading
 
@@ -147,7 +147,7 @@ def test_whatever_sources_policy_and_fans_do_every_speed_written_is_within_the_l
     num_socs, num_fans = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
     rig = Rig(num_socs=num_socs, num_fans=num_fans, max_silence_s=data.draw(st.sampled_from([1.0, 30.0])),
               stuck_after_s=data.draw(st.sampled_from([1.0, 600.0])), spin_up_s=data.draw(st.sampled_from([1.0, 15.0])))
-    failures = st.none() | st.sampled_from([OSError(5, "I/O"), ValueError("x"), AssertionError()])
+    failures = st.none() | st.sampled_from([OSError(5, "I/O"), ValueError("x"), AssertionError(), FanNotFound("x")])
     with rig.control as control:
         for _ in range(data.draw(st.integers(1, 8))):
             rig.clock.now_s += data.draw(st.sampled_from([0.0, 1.0, 5.0, 1000.0]))
@@ -158,10 +158,11 @@ def test_whatever_sources_policy_and_fans_do_every_speed_written_is_within_the_l
             rig.wish.wants = data.draw(speeds())
             for fan in rig.fans:
                 fan.failure, fan.restore_failure = data.draw(failures), data.draw(failures)
-                fan.shows = data.draw(st.sampled_from(["written", 0, 0.0, None, math.nan, -5, "x", OSError(5)]))
+                fan.shows = data.draw(st.sampled_from(["written", 0, 0.0, None, math.nan, -5, 65535, "x", OSError(5)]))
             state = control.step()
             assert MIN_RPM <= state.rpm <= MAX_RPM
-            assert all(MIN_RPM <= rpm <= MAX_RPM for rpm in state.set_rpm)
+            for fan, rpm in zip(rig.fans, state.set_rpm, strict=True):
+                assert rpm is None if fan.failure else rpm is not None and MIN_RPM <= rpm == fan.written[-1] <= MAX_RPM
     for fan in rig.fans:
         assert all(MIN_RPM <= rpm <= MAX_RPM for rpm in fan.written)
         if fan.restore_failure is not None and fan.failure is None:
@@ -335,11 +336,30 @@ def test_passive_cooling_keeps_its_hysteresis_where_its_high_speed_is_above_the_
 def test_a_fan_that_cannot_be_set_is_tried_again_at_every_look() -> None:
     rig = Rig()
     rig.fans[0].failure = OSError(5, "Input/output error")
-    assert [rig.step().num_output_errors for _ in range(3)] == [1, 2, 3]
+    assert [(state := rig.step()).num_output_errors for _ in range(3)] == [1, 2, 3]
+    assert state.set_rpm == (None,) and state.rpm == 5000.0
     rig.fans[0].failure = None
     state = rig.step()
     assert state.num_output_errors == 3 and rig.fans[0].written == [5000.0] and not state.notes
     assert len(rig.said) == 2 and rig.said[1] == "fan made up: can be set again"
+
+
+def test_the_control_ends_when_a_fan_is_not_there_in_three_readings_in_succession() -> None:
+    rig = Rig(num_fans=2)
+    missing, failing, states = FanNotFound("there is no nct6798 now"), FanFailure("x"), list[FanState]()
+    failures = [missing, missing, None, missing, missing, failing, missing, missing, missing, None]
+
+    def wait(seconds: float) -> bool:
+        rig.fans[1].failure = failures[len(states)]
+        return len(states) == len(failures) - 1
+
+    wait(0.0)
+    with pytest.raises(FanNotFound, match=r"^fan made up: not there in 3 readings \(there is no nct6798 now\)"), \
+            rig.control as control:
+        control.run(wait, states.append)
+    assert [state.set_rpm[1] is None for state in states] == [failure is not None for failure in failures[:-1]]
+    # The others are restored; the missing one is neither restored nor set, which is said.
+    assert rig.fans[0].restored == 1 and states[-1].set_rpm[0] is not None
 
 
 def test_when_a_fan_stands_still_the_others_turn_at_full_speed() -> None:
@@ -388,8 +408,9 @@ def test_at_the_end_each_fan_is_given_back_or_left_at_the_failsafe_speed() -> No
         rig.fans[2].failure = OSError()
     assert [fan.restored for fan in rig.fans] == [1, 0, 0]
     assert rig.fans[1].written == [5000.0, FAILSAFE_RPM]
-    assert ["it is left at 9000 rpm" in line for line in rig.said] == [True, True, False]
-    assert "nothing controls it" in rig.said[2]
+    assert ["it is left at 9000 rpm" in line for line in rig.said] == [True, False]
+    assert "its control cannot be restored" in rig.said[1] and "it cannot be set to 9000 rpm" in rig.said[1]
+    assert rig.control.uncontrolled == ("made up",)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), MemoryError()])

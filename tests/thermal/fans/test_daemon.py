@@ -132,7 +132,7 @@ def daemon(config: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
 
 # ------------------------------------------------------------------------------------------------- the daemon
 def test_a_second_daemon_is_refused_while_the_first_lives(rack: Rack) -> None:
-    config = rack.config()
+    config = rack.config(period_s=600)  # no file is being written when it is killed
     with daemon(config) as process:
         until(lambda: rack.status().get("fans"), "a status")
         for options in ({"once": True}, {"restore": True}, {}):
@@ -178,7 +178,7 @@ def test_sensors_that_die_bring_the_failsafe_speed_and_a_line(rack: Rack) -> Non
 
 
 def test_a_daemon_that_was_killed_is_followed_by_one_that_gives_the_fans_back(rack: Rack) -> None:
-    config = rack.config(automatic_mode=5)
+    config = rack.config(automatic_mode=5, period_s=600)
     with daemon(config) as process:
         until(lambda: rack.number("pwm1_enable") == 1 and rack.status(), "the first step")
         process.kill()
@@ -186,6 +186,101 @@ def test_a_daemon_that_was_killed_is_followed_by_one_that_gives_the_fans_back(ra
     assert rack.number("pwm1_enable") == 1
     ran = Ran(config, restore=True)
     assert ran.holds and (rack.number("pwm1_enable"), rack.number("pwm2_enable")) == (5, 5)
+
+
+def take_number(rack: Rack) -> tuple[Path, dict[str, bytes]]:
+    """Let another chip have the number of the rack's chip, which gets another one; return its folder and files."""
+    other = rack.chip
+    rack.chip = rack.chip.rename(rack.folder / "hwmon7")
+    other.mkdir()
+    for name, content in {"name": "amdgpu", "pwm1": 40, "pwm1_enable": 2, "pwm2": 40, "pwm2_enable": 2,
+                          "fan1_input": 900, "fan2_input": 900}.items():
+        (other / name).write_text(f"{content}\n")
+    return other, {path.name: path.read_bytes() for path in other.iterdir()}
+
+
+@pytest.mark.parametrize("action", ["restore", "once"])
+def test_after_a_kill_no_chip_that_took_the_number_is_touched(
+    rack: Rack, monkeypatch: pytest.MonkeyPatch, action: str,
+) -> None:
+    monkeypatch.setattr("socflower.thermal.fans.daemon._RESTORE_RETRY_S", 0.0)
+    config = rack.config(automatic_mode=5, period_s=600)
+    with daemon(config) as process:
+        until(lambda: rack.number("pwm1_enable") == 1 and rack.status(), "the first step")
+        process.kill()
+        process.wait(timeout=PATIENCE_S)
+    other, before = take_number(rack)
+    ran = Ran(config, **{action: True})
+    assert ran.holds and {path.name: path.read_bytes() for path in other.iterdir()} == before
+    assert (rack.number("pwm1_enable"), rack.number("pwm2_enable")) == (5, 5)
+    assert not ran.out or ran.out[-1] == "fan pwm2 of nct6798: 3100 rpm, turned at 1500 rpm before"
+    rack.chip.rename(rack.folder / "removed")
+    with pytest.raises(ConfigError, match="was nct6798, but there is no nct6798 now"):
+        Ran(config, **{action: True})
+    assert {path.name: path.read_bytes() for path in other.iterdir()} == before
+
+
+def test_a_restore_waits_for_a_chip_whose_driver_is_being_loaded(rack: Rack, monkeypatch: pytest.MonkeyPatch) -> None:
+    away, waits = rack.chip.rename(rack.folder / "away"), list[float]()
+
+    def wait(stop: object, seconds: float) -> bool:
+        waits.append(seconds)
+        if len(waits) == 2:
+            away.rename(rack.chip)
+        return False
+
+    monkeypatch.setattr("socflower.thermal.fans.daemon.StopSignals.wait", wait)
+    assert Ran(rack.config(period_s=5), restore=True).holds and waits == [1.0, 1.0]
+    rack.chip.rename(away)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Ran(rack.config(period_s=5), restore=True)
+    assert len(waits) == 4
+
+
+def test_a_chip_that_gets_another_number_is_driven_and_given_back(rack: Rack) -> None:
+    with daemon(rack.config()) as process:
+        until(lambda: rack.status().get("rpm") == 3100.0, "the first step")
+        other, before = take_number(rack)
+        rack.heat(0, 75.0)
+        until(lambda: rack.number("pwm1") == rack.number("pwm2") == 217, "a faster fan")  # 0.2 + 0.8 * 6.5/8 of 255
+        process.terminate()
+        process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0
+    assert (rack.number("pwm1_enable"), rack.number("pwm2_enable")) == (5, 2)
+    assert {path.name: path.read_bytes() for path in other.iterdir()} == before
+
+
+def test_a_chip_that_is_gone_ends_the_daemon_and_no_speed_is_shown(rack: Rack, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    away = rack.folder / "away"
+
+    def wait(stop: object, seconds: float) -> bool:
+        waits.append(seconds)
+        if len(waits) == 2:
+            rack.chip.rename(away)
+            rack.heat(0, 75.0)
+        return len(waits) == 9
+
+    monkeypatch.setattr("socflower.thermal.fans.daemon.StopSignals.wait", wait)
+    ran = Ran(rack.config())
+    assert not ran.holds and len(waits) == 4  # it was not there in the third reading, nor in the next two
+    assert [(fan["set_rpm"], fan["measured_rpm"]) for fan in rack.status()["fans"]] == [(None, None)] * 2
+    assert any("not there in 3 readings" in line and "there is no nct6798 now" in line for line in ran.err)
+    assert any("its control cannot be restored" in line for line in ran.err)
+    assert not any(line.startswith("fans at 7500") for line in ran.err)
+
+
+def test_a_command_that_fails_shows_no_speed_and_is_tried_again(rack: Rack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `ipmitool` while its controller starts again."""
+    ended = iter([False] * 5 + [True])
+    monkeypatch.setattr("socflower.thermal.fans.daemon.StopSignals.wait", lambda stop, seconds: next(ended))
+    config = rack.config(output="command", folder=None, pwm=None, set=f"{sys.executable} -c 1/0 {{percent}}",
+                         measure=f"{sys.executable} -c print(65535)")
+    ran = Ran(config)
+    assert not ran.holds and rack.status()["num_output_errors"] == 6
+    assert [(fan["set_rpm"], fan["measured_rpm"]) for fan in rack.status()["fans"]] == [(None, None)]
+    assert ran.err[0].startswith("fan ") and "cannot be set" in ran.err[0]
+    assert ran.err[1] == "1 of 1 fans cannot be set to 3100 rpm: the hottest SoC has 31.0 °C"
 
 
 def test_without_a_mode_to_give_back_the_fans_are_left_at_the_failsafe_speed(rack: Rack) -> None:

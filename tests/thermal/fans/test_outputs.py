@@ -13,11 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.errors import ConfigError
-from socflower.thermal.fans import hwmon_pwm
 from socflower.thermal.fans import outputs as fan_output
 from socflower.thermal.fans.hwmon_pwm import HwmonPwm, find_hwmon
 from socflower.thermal.fans.ipmi import IpmiCommand
-from socflower.thermal.fans.outputs import DutyCurve, DutyOutput, FanFailure, SimulatedFan, calibrate
+from socflower.thermal.fans.outputs import (
+    DutyCurve,
+    DutyOutput,
+    FanFailure,
+    FanNotFound,
+    SimulatedFan,
+    calibrate,
+    measured_speed,
+)
+from socflower.thermal.sensors.sysfs import DeviceIdentity, OpenFolder
 
 ECHO = f"{shlex.quote(sys.executable)} -c"
 
@@ -166,14 +174,14 @@ def test_a_mode_for_the_end_can_be_given(tmp_path: Path) -> None:
 def test_an_output_that_fails_is_automatic_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = chip(tmp_path)
     fan = HwmonPwm(folder, min_rpm=1000.0, max_rpm=10000.0)
-    write = hwmon_pwm._write
+    write = OpenFolder.write
 
-    def broken(path: Path, value: int) -> None:
-        if path.name == "pwm1":
+    def broken(chip: OpenFolder, name: str, value: int) -> None:
+        if name == "pwm1":
             raise OSError(5, "Input/output error")
-        write(path, value)
+        write(chip, name, value)
 
-    monkeypatch.setattr(hwmon_pwm, "_write", broken)
+    monkeypatch.setattr(OpenFolder, "write", broken)
     with pytest.raises(FanFailure, match=r"pwm1: cannot be set \(input/output error\)"):
         fan.set_rpm(5000.0)
     assert number(folder / "pwm1_enable") == 5
@@ -187,8 +195,9 @@ def test_an_output_that_ignores_what_is_written_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: str, says: str,
 ) -> None:
     fan = HwmonPwm(chip(tmp_path, pwm1=0), min_rpm=1000.0, max_rpm=10000.0)
-    write = hwmon_pwm._write
-    monkeypatch.setattr(hwmon_pwm, "_write", lambda path, value: None if path.name == kept else write(path, value))
+    write = OpenFolder.write
+    monkeypatch.setattr(
+        OpenFolder, "write", lambda chip, name, value: None if name == kept else write(chip, name, value))
     with pytest.raises(FanFailure, match=says):
         fan.set_rpm(5000.0)
 
@@ -196,13 +205,112 @@ def test_an_output_that_ignores_what_is_written_is_a_failure(
 def test_an_output_that_is_gone_is_a_failure_and_not_made_anew(tmp_path: Path) -> None:
     folder = chip(tmp_path)
     fan = HwmonPwm(folder, min_rpm=1000.0, max_rpm=10000.0)
-    for path in folder.iterdir():
-        path.unlink()
-    with pytest.raises(FanFailure, match="no such file"):
-        fan.set_rpm(5000.0)
-    with pytest.raises(FanFailure, match="no such file"):
-        fan.restore()
-    assert not list(folder.iterdir())
+    for name, says in (("pwm1", "no such file"), ("name", "there is no nct6798 now"), (None, "there is no nct6798")):
+        for path in list(folder.iterdir()):
+            if name in (None, path.name):
+                path.unlink()
+        kept = {path: path.read_bytes() for path in folder.iterdir()}
+        with pytest.raises(FanNotFound, match=f"pwm1: cannot be set .{says}"):
+            fan.set_rpm(5000.0)
+        if name != "pwm1":
+            with pytest.raises(FanNotFound, match=f"pwm1_enable: cannot be set to 5 .{says}"):
+                fan.restore()
+            assert {path: path.read_bytes() for path in folder.iterdir()} == kept
+        assert fan.measured_rpm() == (900.0 if name == "pwm1" else None)
+
+
+def device(folder: Path, name: str) -> Path:
+    """Give a chip the link to its device, as the kernel does; its target need not be there."""
+    (folder / "device").symlink_to(f"../../../{name}")
+    return folder
+
+
+def test_a_chip_with_a_new_number_is_driven_and_none_that_took_its_number(tmp_path: Path) -> None:
+    folder = chip(tmp_path, "hwmon3")
+    fan = HwmonPwm(folder, min_rpm=1000.0, max_rpm=10000.0)
+    fan.set_rpm(1000.0)
+    moved = folder.rename(folder.with_name("hwmon5"))
+    (moved / "pwm1_enable").write_text("2\n")  # its driver is loaded again
+    other = chip(tmp_path, "hwmon3", "amdgpu", pwm1=40, pwm1_enable=2, fan1_input=3333)
+    before = {path.name: path.read_bytes() for path in other.iterdir()}
+    assert fan.measured_rpm() == 900.0
+    fan.set_rpm(10000.0)
+    assert (number(moved / "pwm1"), number(moved / "pwm1_enable")) == (255, 1)
+    fan.restore()
+    assert number(moved / "pwm1_enable") == 5 and fan.describe() == "pwm1 of nct6798"
+    moved.rename(tmp_path / "removed")
+    for act in (lambda: fan.set_rpm(5000.0), fan.restore):
+        with pytest.raises(FanNotFound, match="there is no nct6798 now"):
+            act()
+    assert fan.measured_rpm() is None
+    assert {path.name: path.read_bytes() for path in other.iterdir()} == before
+
+
+def test_of_two_chips_of_one_name_the_device_says_which_is_meant(tmp_path: Path) -> None:
+    first, second = (device(chip(tmp_path, folder), name) for folder, name in (("hwmon1", "a.1"), ("hwmon2", "a.2")))
+    fan = HwmonPwm(first, min_rpm=1000.0, max_rpm=10000.0)
+    aside = first.rename(first.with_name("aside"))
+    second.rename(first)
+    aside.rename(second)
+    fan.set_rpm(10000.0)
+    assert (number(first / "pwm1"), number(second / "pwm1")) == (100, 255)
+
+
+def test_of_two_chips_that_nothing_tells_apart_none_is_driven(tmp_path: Path) -> None:
+    folder = chip(tmp_path, "hwmon1")
+    fan = HwmonPwm(folder, min_rpm=1000.0, max_rpm=10000.0)
+    chips = [folder.rename(folder.with_name("hwmon2")), chip(tmp_path, "hwmon3")]
+    with pytest.raises(FanNotFound, match="there are several nct6798"):
+        fan.set_rpm(10000.0)
+    assert [number(path / "pwm1") for path in chips] == [100, 100]
+
+
+def test_a_chip_that_is_removed_between_the_check_and_the_write_gives_no_other_chip_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = chip(tmp_path, "hwmon3")
+    fan = HwmonPwm(folder, min_rpm=1000.0, max_rpm=10000.0)
+    write, others = OpenFolder.write, list[Path]()
+
+    def swapped(opened: OpenFolder, name: str, value: int) -> None:
+        if not others:
+            for path in folder.iterdir():
+                path.unlink()
+            folder.rename(tmp_path / "removed")
+            others.append(chip(tmp_path, "hwmon3", "amdgpu", pwm1=40, pwm1_enable=2))
+        write(opened, name, value)
+
+    monkeypatch.setattr(OpenFolder, "write", swapped)
+    with pytest.raises(FanNotFound):
+        fan.set_rpm(10000.0)
+    assert (number(others[0] / "pwm1"), number(others[0] / "pwm1_enable")) == (40, 2)
+
+
+def test_a_number_or_path_of_a_known_chip_leads_to_it_and_to_no_other(tmp_path: Path) -> None:
+    folder, last = chip(tmp_path, "hwmon3"), DeviceIdentity("nct6798", None)
+    moved = folder.rename(folder.with_name("hwmon5"))
+    other = chip(tmp_path, "hwmon3", "amdgpu")
+    for name in ("hwmon3", str(other)):
+        assert find_hwmon(name, tmp_path) == other  # nothing is known of it
+        assert find_hwmon(name, tmp_path, last=last) == moved
+        assert find_hwmon(name, tmp_path, last=DeviceIdentity("amdgpu", None)) == other
+        with pytest.raises(ConfigError, match=f"'{name}': was it87, but there is no it87 now in .*hwmon; load"):
+            find_hwmon(name, tmp_path, last=DeviceIdentity("it87", "it87.656"))
+    assert find_hwmon("amdgpu", tmp_path, last=last) == other  # a name says which is meant
+
+
+@pytest.mark.parametrize("shown", [-1, 65_535, 65_536, 4_294_967_295])
+def test_what_a_register_without_a_reading_shows_is_no_speed(tmp_path: Path, shown: int) -> None:
+    assert [measured_speed(rpm) for rpm in (shown, math.nan, math.inf, 0, 65_534)] == [None, None, None, 0.0, 65_534.0]
+    fan = HwmonPwm(chip(tmp_path, fan1_input=shown), min_rpm=1000.0, max_rpm=10000.0)
+    command_fan = IpmiCommand("true {rpm}", measure=command(f"print('FAN1,{shown}')"), min_rpm=1.0, max_rpm=2.0)
+    assert fan.measured_rpm() is None and command_fan.measured_rpm() is None
+
+
+@pytest.mark.parametrize(("prints", "rpm"), [("FAN 1,na", None), ("FAN 1,", None), ("FAN 1,4200", 4200.0)])
+def test_a_number_in_a_sensors_name_is_no_speed(prints: str, rpm: float | None) -> None:
+    fan = IpmiCommand("true {rpm}", measure=command(f"print('{prints}')"), sensor="FAN 1", min_rpm=1.0, max_rpm=2.0)
+    assert fan.measured_rpm() == rpm
 
 
 @pytest.mark.parametrize(("pwm", "files", "says"), [

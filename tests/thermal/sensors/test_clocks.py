@@ -12,7 +12,7 @@ from socflower.thermal.sensors import linux as battery
 from socflower.thermal.sensors.linux import LinuxSensors
 from socflower.thermal.sensors.reading import Reading
 from socflower.thermal.sensors.sysfs import NoteLog
-from tests.thermal.fake_machines import CPU, POWER, Machine, cooling, policy
+from tests.thermal.fake_machines import CPU, HWMON, POWER, Machine, cooling, policy
 
 
 def sensors_of(machine: Machine) -> LinuxSensors:
@@ -49,6 +49,19 @@ def test_a_clock_that_cannot_be_is_left_out_with_a_note(tmp_path: Path, present:
     first, second = sensors.read(), sensors.read()
     assert first.clock_factor == second.clock_factor == 0.5
     assert any("policy2" in note for note in first.notes) and second.notes == ()
+
+
+def test_a_counter_that_took_anothers_number_is_no_throttling(tmp_path: Path) -> None:
+    def events(number: int, chip: str, count: int) -> dict[str, object]:
+        return {f"{HWMON}/hwmon{number}/name": chip, f"{HWMON}/hwmon{number}/oc1_event_cnt": count}
+
+    machine = Machine(tmp_path, events(3, "soctherm_oc", 2))
+    sensors = sensors_of(machine)
+    assert [sensors.read().throttled for _ in range(2)] == [None, False]
+    machine.write(events(3, "other", 7) | events(5, "soctherm_oc", 2))
+    assert [sensors.read().throttled for _ in range(2)] == [None, False]
+    machine.write(events(5, "soctherm_oc", 3))
+    assert sensors.read().throttled is True
 
 
 def test_a_clock_whose_processors_are_off_is_no_trouble(tmp_path: Path) -> None:
