@@ -19,7 +19,7 @@ from socflower.capture.torch_device import AUTO, device_label, device_of
 from socflower.clients.pipeline_client import coding_of, stage_reply, train_stage
 from socflower.clients.privacy_mods import adapt_mod
 from socflower.clients.ring_client import answer_query, kept_model, member_reply, step_ledger, train_member
-from socflower.clients.saved_training import StateFiles, TrainerState
+from socflower.clients.saved_training import StateFiles, TrainerState, state_files
 from socflower.clients.settings import ReadSettings, TrainConfig
 from socflower.errors import ConfigError
 from socflower.pipeline.plan import from_json
@@ -355,8 +355,7 @@ def _all_data(task: GroupTask, context: Context, data_fn: SourceFn) -> DataSourc
 
 def _state_files(message: Message, context: Context, state_folder: StateFolderFn | None) -> StateFiles | None:
     config = message.content.config_records.get(CONFIG, ConfigRecord())
-    folder = None if state_folder is None or WARM_UP in config else state_folder(context)
-    return None if folder is None else StateFiles(folder)
+    return state_files(message, None if state_folder is None or WARM_UP in config else state_folder(context))
 
 
 def _departures(message: Message, task: GroupTask) -> dict[int, int]:

@@ -1,6 +1,10 @@
 """A group's training state between intervals: in the Flower context, and in files to resume from."""
 
 import math
+import os
+import re
+import shutil
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +16,8 @@ from numpy.typing import NDArray
 
 from socflower.errors import ConfigError
 from socflower.wire.arrays import array_to_bytes
-from socflower.wire.message_keys import CONFIG, LOST_STATE, RESUMED, GroupTask
+from socflower.wire.folders import LOCK_FILE, FolderLock
+from socflower.wire.message_keys import CONFIG, LOST_STATE, RESUMED, TRAINING, GroupTask
 from socflower.wire.saved_state import DamagedFile, StateKind, StateStore
 
 _TRAINER = StateKind(name="trainer state", schema=3, remedy="start a new training (--fresh)")
@@ -50,6 +55,54 @@ class StateFiles:
         """Delete all states of a group, since its training starts again."""
         for path in self.folder.glob(f"{self.owner}-{group_id}-*.state"):
             path.unlink(missing_ok=True)
+
+
+_TRAINING_FOLDER = re.compile(r"training-[0-9]{1,20}|[0-9a-f]{16}")  # the latter in earlier versions
+_LAST_STATE = re.compile(r".*-steps-([0-9]+)-at-0*\1\.state")
+_DAY_S = 24 * 3600.0
+_ENDED_KEPT_S = _DAY_S  # the server may still die before it has the last round
+_INTERRUPTED_KEPT_S = 30 * _DAY_S
+_LOCK_WAIT_S = 60.0
+
+
+def state_files(message: Message, folder: Path | None, owner: str = "group") -> StateFiles | None:
+    """Return the states of the message's training in a node's folder; None without a folder.
+
+    A folder that several trainings use has a folder of each, if the train config has its `TRAINING`. The first message
+    of a training removes the folders of others: a day after their last message if their training has reached its end,
+    after thirty days if it was interrupted. Raises `ConfigError` if the folder cannot be written.
+    """
+    if folder is None:
+        return None
+    training = message.content.config_records.get(CONFIG, ConfigRecord()).get(TRAINING)
+    if training is None:
+        return StateFiles(folder, owner)
+    own = folder / f"training-{training!s}"
+    if not _TRAINING_FOLDER.fullmatch(own.name):
+        raise ConfigError(f"train config: {TRAINING} = {training!r} must be the decimal digits of an id")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Without the lock, another training could remove the folder of one that is resumed just now.
+        with FolderLock(folder / LOCK_FILE, f"state folder {folder}", wait_s=_LOCK_WAIT_S):
+            is_new = not own.exists()
+            own.mkdir(exist_ok=True)
+            os.utime(own)
+            if is_new:
+                _remove_old_trainings(folder)
+    except OSError as error:
+        raise ConfigError(f"state folder {folder}: cannot be written ({error.strerror}); name another one in the node "
+                          "config") from None
+    return StateFiles(own, owner)
+
+
+def _remove_old_trainings(folder: Path) -> None:
+    now_s = time.time()
+    for training in folder.iterdir():
+        if not _TRAINING_FOLDER.fullmatch(training.name) or training.is_symlink() or not training.is_dir():
+            continue
+        has_ended = any(_LAST_STATE.fullmatch(file.name) for file in training.iterdir())
+        if now_s - training.stat().st_mtime > (_ENDED_KEPT_S if has_ended else _INTERRUPTED_KEPT_S):
+            shutil.rmtree(training, ignore_errors=True)
 
 
 TRAINER_STATE = "socflower-trainer"

@@ -31,6 +31,7 @@ from socflower.wire.message_keys import (
     RESUMED,
     RING,
     SERVER_ROUND,
+    TRAINING,
     WARM_UP,
 )
 from socflower.wire.split_message_keys import SPLIT
@@ -38,7 +39,7 @@ from socflower.wire.split_message_keys import SPLIT
 STANDALONE_KEYS = ("batch-size", "local-epochs", "num-rounds", "proximal-mu", "seed")
 """Config keys that are read by a client that trains alone."""
 
-_STRATEGY_KEYS = frozenset({EVALUATED, FROZEN_SHA256, SERVER_ROUND, PRICED, RESUMED, WARM_UP})
+_STRATEGY_KEYS = frozenset({EVALUATED, FROZEN_SHA256, SERVER_ROUND, PRICED, RESUMED, TRAINING, WARM_UP})
 """Keys that Flower's and our strategies set in configs, and those that are read of every config."""
 
 _CLIPPING_NORM = "clipping_norm"

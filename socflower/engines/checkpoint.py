@@ -50,6 +50,7 @@ class Checkpoint:
     edge_model: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # their model, where it differs
     resumed_from: list[int] = field(default_factory=list)
     trained_on: Mapping[str, list[int]] = field(default_factory=dict)  # SoCs by the device that trained them last
+    training: str = ""  # its id in the state folders of nodes
     trace_parts: list[int] = field(default_factory=list)  # rounds whose spans are in separate files
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flwr.app import Context
 from numpy.typing import NDArray
 
 from socflower.engines.checkpoint import CheckpointFolder, Checkpointing
@@ -74,7 +75,12 @@ class RunFolder:
         return None if document is None else Checkpointing(
             kept=CheckpointFolder(Path(document.pop("folder"))), **document)
 
-    def clients_folder(self, node_config: Mapping[str, Any]) -> Path | None:
+    @property
+    def training(self) -> str:
+        """The id that names a new training's states at nodes; empty if these keep them in this folder."""
+        return ""
+
+    def clients_folder(self, context: Context) -> Path | None:
         """Return the folder in which this run's clients keep trainer states; None if they keep none."""
         return _clients_folder(self)
 

@@ -64,6 +64,9 @@ RESUMED = "socflower-resumed"
 
 True if the state must exist; False where that round dropped the group's reply, as when its client died."""
 
+TRAINING = "socflower-training"
+"""In train configs: the training's own id, kept over resumes, if nodes keep states of several trainings in a folder."""
+
 LOST_STATE = "has no trainer state"
 """Part of the error text of a client without that state."""
 

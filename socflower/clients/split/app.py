@@ -12,7 +12,7 @@ from flwr.clientapp.typing import Mod
 from socflower.capture.torch_device import device_label, resolve_device
 from socflower.clients.privacy_mods import adapt_mod
 from socflower.clients.ring_client import answer_query
-from socflower.clients.saved_training import StateFiles
+from socflower.clients.saved_training import state_files
 from socflower.clients.settings import ReadSettings
 from socflower.clients.split.in_process import SpanOutcome, SplitSettings, train_in_process
 from socflower.clients.split.remote_cloud import CloudLink, train_with_cloud
@@ -86,8 +86,8 @@ def make_split_client_app(
             raise ConfigError(f"split client: the server cut another model ({task.fingerprint[:12]}) than this node's "
                               f"({program.fingerprint()[:12]}); run the same code on both")
         arrays = {name: array.numpy() for name, array in message.content.array_records[ARRAYS].items()}
-        folder = None if state_folder is None else state_folder(context)
-        state = SplitState(task, context, None if folder is None else StateFiles(folder, "edge"))
+        files = state_files(message, None if state_folder is None else state_folder(context), "edge")
+        state = SplitState(task, context, files)
         with torch_threads(num_threads):
             if task.address:
                 outcome = train_with_cloud(

@@ -136,10 +136,13 @@ class _Training:
                 edges.resume_from(self._resumed, of_groups)
         final = strategy.start(
             self._grid, arrays, num_rounds=groups.num_rounds, timeout=self._scenario.train.reply_timeout_s,
-            train_config=ConfigRecord({**self._frozen}), evaluate_fn=self._record.evaluation(
+            train_config=self._train_config(), evaluate_fn=self._record.evaluation(
                 round_end, groups.num_rounds, own_state, self._heat)).arrays
         self._transport, self._leader_transport = groups.transport, groups.leader_transport
         return final
+
+    def _train_config(self) -> ConfigRecord:
+        return ConfigRecord({**self._frozen, **self._record.train_config})
 
     def _pipelined(self, arrays: ArrayRecord) -> ArrayRecord:
         """Train one model over all SoCs, in stages."""
@@ -172,7 +175,7 @@ class _Training:
                                  **{key: getattr(self._resumed, key) for key in strategy.state})
         final = strategy.start(
             self._grid, arrays, num_rounds=strategy.num_rounds, timeout=self._scenario.train.reply_timeout_s,
-            train_config=ConfigRecord({**self._frozen}), evaluate_fn=self._record.evaluation(
+            train_config=self._train_config(), evaluate_fn=self._record.evaluation(
                 round_end, strategy.num_rounds, lambda: strategy.state, self._heat)).arrays
         self._transport = strategy.transport
         return final

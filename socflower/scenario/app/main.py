@@ -98,7 +98,7 @@ def scenario_client_app(folder_of: FolderOf) -> ClientApp:
                              at=event.at) for event in scenario_of(context).events], message, context, call_next)
 
     def state_folder(context: Context) -> Path | None:
-        return folder_of(context).clients_folder(context.node_config)
+        return folder_of(context).clients_folder(context)
 
     grouped = make_client_app(model, data, trainer_of, mods=[faults, node_heat_mod], state_folder=state_folder)
     return _DispatchingApp(scenario_of, grouped, split_client_app(folder_of))

@@ -4,13 +4,12 @@ On the SuperLink's machine a temporary folder replaces the run's folder. Checkpo
 folder that the run config names, and are removed when the run succeeds.
 """
 
-import hashlib
 import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,7 +20,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from socflower.engines.app_files import CHECKPOINT_FOLDER_KEY, FRESH_KEY
-from socflower.engines.checkpoint import CheckpointFolder, Checkpointing, training_keys
+from socflower.engines.checkpoint import CheckpointFolder, Checkpointing
 from socflower.engines.deployment.outcome_lines import to_lines
 from socflower.engines.run_folder import CloudAddress, RunFolder
 from socflower.errors import ConfigError
@@ -34,7 +33,7 @@ from socflower.wire.folders import temporary_folder
 
 ENGINE = "deployment"
 STATE_FOLDER_KEY = "state-folder"
-"""Key of a SuperNode's config: the folder in which its machine keeps trainer states between runs."""
+"""Key of a SuperNode's config: the folder in which its machine keeps the states of trainings that may be resumed."""
 
 _ENDING_S = 60.0  # within which the ServerApp of an earlier attempt notices that the SuperLink dropped it
 _MAX_TRACE_BYTES = 64 * 2**20  # a larger trace is not sent: it would fill the SuperLink's database
@@ -50,7 +49,8 @@ def bundled_server_app(bundle: Path) -> ServerApp:
         kept = str(context.run_config.get(CHECKPOINT_FOLDER_KEY, ""))
         with temporary_folder() as path:
             folder = BundledRunFolder(path=path, bundle=bundle, kept=Path(kept) if kept else None,
-                                      fresh=bool(context.run_config.get(FRESH_KEY, False)), print_line=_print_line)
+                                      fresh=bool(context.run_config.get(FRESH_KEY, False)), print_line=_print_line,
+                                      run_id=context.run_id)
             scenario_server_app(lambda _: folder)(grid, context)
 
     return app
@@ -70,6 +70,12 @@ class BundledRunFolder(RunFolder):
     kept: Path | None  # checkpoints
     fresh: bool
     print_line: Callable[[str], None]
+    run_id: int = 0  # Flower's
+
+    @property
+    def training(self) -> str:
+        """Flower's id of the run, which a resumed training keeps."""
+        return str(self.run_id)
 
     def read_scenario(self) -> dict[str, Any]:
         """Return the document of the bundle's scenario."""
@@ -88,15 +94,10 @@ class BundledRunFolder(RunFolder):
         self._log("resumed", {"after_round": 0 if checkpoint is None else checkpoint.server_round})
         return Checkpointing(kept=kept, engine=ENGINE).after(checkpoint)
 
-    def clients_folder(self, node_config: Mapping[str, Any]) -> Path | None:
-        """Return where this node keeps trainer states, one folder per training; None if its config names no folder."""
-        named = str(node_config.get(STATE_FOLDER_KEY, ""))
-        if not named:
-            return None
-        training = json.dumps(training_keys(to_document(_scenario(self.bundle))), sort_keys=True)
-        folder = Path(named) / hashlib.sha256(training.encode()).hexdigest()[:16]
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+    def clients_folder(self, context: Context) -> Path | None:
+        """Return where this node keeps trainer states; None if its config names no folder, or nothing can resume."""
+        named = str(context.node_config.get(STATE_FOLDER_KEY, ""))
+        return Path(named) if named and context.run_config.get(CHECKPOINT_FOLDER_KEY) else None
 
     def read_cloud(self) -> CloudAddress | None:
         """Return the cloud's address from the environment of this SuperLink; a split scenario needs one."""

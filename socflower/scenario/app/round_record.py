@@ -22,6 +22,7 @@ from socflower.sim.side_by_side import SideBySide
 from socflower.strategies.records import array_views, to_array_record
 from socflower.strategies.replies import ReplyEvent
 from socflower.strategies.resuming import EvaluateFn
+from socflower.wire.message_keys import TRAINING
 
 RoundEnd: TypeAlias = Callable[[int], dict[str, Any]]
 
@@ -39,6 +40,7 @@ class RoundRecord:
         self._scenario, self._folder, self._clock, self._trace = scenario, folder, clock, trace
         self._devices, self._evaluate = devices, evaluate
         self._checkpointing = folder.read_checkpointing()
+        self._training = folder.training
         self._trace_parts: list[int] = []
         self._num_spans_kept = 0
 
@@ -56,9 +58,15 @@ class RoundRecord:
         self._num_spans_kept = self._trace.num_spans
         self._trace_parts = list(checkpoint.trace_parts)
         self.resumed_from = [*checkpoint.resumed_from, checkpoint.server_round]
+        self._training = checkpoint.training
         for entry in self.rounds:
             self._folder.append_progress({**entry, "num_rounds": checkpoint.num_rounds})
         return checkpoint, to_array_record(checkpoint.arrays)
+
+    @property
+    def train_config(self) -> dict[str, str]:
+        """Entries of the train config by which nodes find the states of this training; known after `resume`."""
+        return {TRAINING: self._training} if self._training else {}
 
     def evaluation(
         self, round_end: RoundEnd, num_rounds: int, own_state: Callable[[], Mapping[str, Any]] = dict,
@@ -120,7 +128,7 @@ class RoundRecord:
             server_round=server_round, num_rounds=num_rounds, scenario=to_document(self._scenario),
             engine=self._checkpointing.engine, versions=versions(), rounds=self.rounds, clock=self._clock.state(),
             arrays=array_views(arrays), warm_up=self.warm_up, resumed_from=self.resumed_from,
-            trained_on=self._devices.document(), trace_parts=self._trace_parts, **own_state,
+            trained_on=self._devices.document(), training=self._training, trace_parts=self._trace_parts, **own_state,
         ), self._trace.state(self._num_spans_kept))
         self._num_spans_kept = self._trace.num_spans
 

@@ -72,7 +72,7 @@ def split_client_app(folder_of: FolderOf) -> ClientApp:
 
     return make_split_client_app(
         program, data, cloud_data_fn=cloud_data, settings_fn=settings, link_fn=link,
-        state_folder=lambda context: folder_of(context).clients_folder(context.node_config))
+        state_folder=lambda context: folder_of(context).clients_folder(context))
 
 
 def split_settings(setting: SplitSetting) -> SplitSettings:
@@ -133,10 +133,11 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
     def own_state() -> dict[str, Any]:
         return {"balance": {**strategy.state, "story": history.state()}}
 
+    frozen = {FROZEN_SHA256: digest} if (digest := workload.program.frozen_sha256) else {}
     try:
         final = strategy.start(
             grid, arrays, num_rounds=strategy.num_rounds, timeout=scenario.train.reply_timeout_s,
-            train_config=ConfigRecord({FROZEN_SHA256: digest} if (digest := workload.program.frozen_sha256) else {}),
+            train_config=ConfigRecord({**frozen, **record.train_config}),
             evaluate_fn=record.evaluation(round_end, strategy.num_rounds, own_state)).arrays
     finally:  # otherwise a cloud that serves other runs too would keep this run's sessions
         if cloud is not None:
