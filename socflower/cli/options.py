@@ -109,7 +109,6 @@ def unread_by_run(*, of_app_folder: bool, engine: str, is_remote: bool, keeps_ch
     if engine != "deployment":
         unread |= dict.fromkeys(_DEPLOYMENT_OPTIONS, f"is for --engine deployment only, and this is --engine {engine}")
     elif is_remote:
-        unread["save_model"] = "is for runs that end here: a SuperLink elsewhere keeps its model there; leave it out"
         unread["warm"] = ("is for SuperNodes that are started here; those of --superlink are warm if they were started "
                           "so (docs/guides/deployment.md)")
         if not keeps_checkpoints:

@@ -10,6 +10,7 @@ RUN_FOLDER_KEY = "run-folder"
 NUM_NODES_KEY = "num-nodes"
 CHECKPOINT_FOLDER_KEY = "checkpoint-folder"
 FRESH_KEY = "fresh"
+SEND_MODEL_KEY = "send-model"
 
 _PROJECT = """[build-system]
 requires = ["hatchling"]

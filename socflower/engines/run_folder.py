@@ -128,6 +128,9 @@ class RunFolder:
         """The file of the trained model."""
         return self.path / "model.npz"
 
+    def require_room_for_model(self, num_bytes: int) -> None:
+        """Raise `ConfigError` before a training whose model could not be handed over at its end."""
+
     def write_model(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Write the trained model: its arrays by the names of the state dict."""
         np.savez(self.model, **arrays)  # type: ignore[arg-type]

@@ -87,7 +87,8 @@ def run_scenario(
             if engine == "local":
                 _run_locally(prepared, folder, num_workers)
             elif engine == "deployment":
-                run_in_deployment(deployed_app(scenario), folder, deployment, on_notice)
+                run_in_deployment(deployed_app(scenario), folder, deployment, on_notice,
+                                  wants_model=model_to is not None)
             else:
                 on_notice(WARNING_OF_SIMULATION)
                 run_in_flower_simulation(folder, app_in_folder(), _num_nodes(scenario), _num_useful_workers(scenario))

@@ -18,6 +18,11 @@ def trainable_state(model: nn.Module) -> dict[str, Tensor]:
             if entry.requires_grad or not isinstance(entry, nn.Parameter)}
 
 
+def num_bytes_of(model: nn.Module) -> int:
+    """Return the bytes of all entries of the model's state dict."""
+    return sum(tensor.nbytes for tensor in model.state_dict().values())
+
+
 def untrained_names(model: nn.Module) -> list[str]:
     """Return the names in the state dict of what no optimiser steps: buffers and frozen parameters."""
     return [name for name, entry in model.state_dict(keep_vars=True).items()

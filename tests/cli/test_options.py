@@ -40,7 +40,7 @@ READ_BY_RUN = {
     "superlink_ca": REMOTE,
     "restarts": DEPLOYED_HERE | {"app folder, deployment", "scenario, remote with checkpoints"},
     "checkpoint_folder": REMOTE,
-    "warm": DEPLOYED_HERE | {"app folder, deployment"}, "save_model": SCENARIOS - REMOTE, "log": TARGETS.keys(),
+    "warm": DEPLOYED_HERE | {"app folder, deployment"}, "save_model": SCENARIOS, "log": TARGETS.keys(),
 }
 """By parameter: what reads it. That --json is read everywhere shows in the tests of what commands print."""
 

@@ -5,7 +5,8 @@ from the beginning, and its end may be missing. A document is therefore compress
 
     socflower:outcome 3f2a…9c 2/5 eJzNVU1v2zAM…
 
-each with the first 16 digits of the SHA-256 of the whole compressed document. Other lines are ignored.
+each with the first 16 digits of the SHA-256 of the whole compressed document. Other lines are ignored. A file is sent
+as one document for each of its parts.
 """
 
 import base64
@@ -13,7 +14,8 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 _LINE = re.compile(r"socflower:([a-z]+) ([0-9a-f]{16}) (\d{1,6})/(\d{1,6}) ([A-Za-z0-9+/=]*)")
@@ -29,6 +31,51 @@ def to_lines(kind: str, document: Any) -> Iterator[str]:
     pieces = [text[start:start + _PIECE] for start in range(0, len(text), _PIECE)]
     for index, piece in enumerate(pieces, start=1):
         yield f"socflower:{kind} {digest} {index}/{len(pieces)} {piece}"
+
+
+MAX_FILE_BYTES = 256 * 2**20  # of one file, all of which stays in the SuperLink's database
+_PART_BYTES = 4 * 2**20
+
+
+def file_documents(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the documents that carry a file, for `ReceivedFile`."""
+    num_bytes = path.stat().st_size
+    with path.open("rb") as stream:
+        for start in range(0, num_bytes, _PART_BYTES):
+            yield {"size": num_bytes, "start": start, "content": base64.b64encode(stream.read(_PART_BYTES)).decode()}
+
+
+class ReceivedFile:
+    """A file in `path`, made of its documents in any order; they come from a log, so their contents are untrusted."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._num_bytes = 0
+        self._missing: set[int] | None = None  # starts of parts; None before the first part
+        path.unlink(missing_ok=True)  # of an earlier attempt
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every part has been received."""
+        return self._missing is not None and not self._missing
+
+    def add(self, document: Mapping[str, Any]) -> None:
+        """Write one part; a document that cannot be a part of the file is ignored."""
+        try:
+            num_bytes, start = int(document["size"]), int(document["start"])
+            content = base64.b64decode(document["content"], validate=True)
+        except (KeyError, TypeError, ValueError):
+            return
+        if self._missing is None and 0 < num_bytes <= MAX_FILE_BYTES:
+            self._num_bytes, self._missing = num_bytes, set(range(0, num_bytes, _PART_BYTES))
+            self._path.touch()
+        if (self._missing is None or num_bytes != self._num_bytes or start not in self._missing
+                or len(content) != min(_PART_BYTES, num_bytes - start)):
+            return
+        with self._path.open("r+b") as stream:
+            stream.seek(start)
+            stream.write(content)
+        self._missing.discard(start)
 
 
 class LineReader:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from socflower.engines.app_files import CHECKPOINT_FOLDER_KEY, FRESH_KEY, NUM_NODES_KEY
+from socflower.engines.app_files import CHECKPOINT_FOLDER_KEY, FRESH_KEY, NUM_NODES_KEY, SEND_MODEL_KEY
 from socflower.engines.deployment.attempts import OnNotice, RunHistory
 from socflower.engines.deployment.flower_processes import (
     flower_environment,
@@ -19,9 +19,10 @@ from socflower.engines.deployment.flower_processes import (
     write_connection,
 )
 from socflower.engines.deployment.options import DeployedApp, DeploymentOptions
-from socflower.engines.deployment.outcome_lines import LineReader
+from socflower.engines.deployment.outcome_lines import LineReader, ReceivedFile
 from socflower.engines.deployment.submitted_run import FlwrClient
 from socflower.engines.deployment.superlink import CONNECTION, ENGINE
+from socflower.engines.run_folder import RunFolder
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.wire.saved_state import write_atomically
 
@@ -31,9 +32,14 @@ _SILENCE_S = 180.0  # for which it may not answer, for example while it restarts
 
 
 def run_on_remote_superlink(
-    app: DeployedApp, folder: Path, history: RunHistory, deployment: DeploymentOptions, on_notice: OnNotice,
+    app: DeployedApp, run_folder: RunFolder, history: RunHistory, deployment: DeploymentOptions, on_notice: OnNotice, *,
+    wants_model: bool = False,
 ) -> tuple[dict[str, Any], Path | None]:
-    """Return the outcome, and the trace if it was sent; after a failure submit again where checkpoints allow it."""
+    """Return the outcome, and the trace if it was sent; after a failure submit again where checkpoints allow it.
+
+    With `wants_model` the trained model is sent too, into `run_folder.model`.
+    """
+    folder = run_folder.path
     environment, connection = connection_to(deployment, folder)
     require_command("flwr", environment, ENGINE)
     fresh = deployment.fresh
@@ -42,8 +48,10 @@ def run_on_remote_superlink(
         while True:
             bundle = folder / f"app-{len(history.restarts) + 1}"
             app.bundle_files.write(bundle, {NUM_NODES_KEY: len(app.node_configs), FRESH_KEY: fresh,
-                                         CHECKPOINT_FOLDER_KEY: deployment.checkpoint_folder})
-            documents = _attempt_remotely(bundle, flwr, history, on_notice)
+                                         CHECKPOINT_FOLDER_KEY: deployment.checkpoint_folder,
+                                         SEND_MODEL_KEY: wants_model})
+            model = ReceivedFile(run_folder.model) if wants_model else None
+            documents = _attempt_remotely(bundle, flwr, history, on_notice, model)
             if isinstance(documents, str):
                 if not deployment.checkpoint_folder:
                     raise TrainingFailed(f"engine {ENGINE}: {documents}; with --checkpoint-folder the run would be "
@@ -51,6 +59,9 @@ def run_on_remote_superlink(
                 history.record_restart(None, documents, deployment.restarts, on_notice)
                 fresh = False
                 continue
+            if model is not None and "error" not in documents["outcome"] and not model.is_whole:
+                raise TrainingFailed(f"engine {ENGINE}: the run has ended well, but parts of its model are missing in "
+                                     "its log; run it again, or leave out --save-model")
             trace = None
             if "trace" in documents:
                 trace = folder / "far-trace.json"
@@ -58,7 +69,9 @@ def run_on_remote_superlink(
             return documents["outcome"], trace
 
 
-def _attempt_remotely(app: Path, flwr: FlwrClient, history: RunHistory, on_notice: OnNotice) -> dict[str, Any] | str:
+def _attempt_remotely(
+    app: Path, flwr: FlwrClient, history: RunHistory, on_notice: OnNotice, model: ReceivedFile | None = None,
+) -> dict[str, Any] | str:
     """Submit and follow; return the received documents, outcome included, or why there will be no outcome."""
     reader, documents = LineReader(), dict[str, Any]()
     log, run_id, answered_s, status = flwr.submit(app), None, time.monotonic(), None
@@ -74,6 +87,8 @@ def _attempt_remotely(app: Path, flwr: FlwrClient, history: RunHistory, on_notic
                         history.add_round(document)
                     elif kind == "resumed":
                         history.record_resume(int(document["after_round"]))
+                    elif kind == "model" and model is not None:
+                        model.add(document)
                     else:
                         documents[kind] = document
             run_id = run_id or log.run_id

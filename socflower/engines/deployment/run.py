@@ -27,15 +27,20 @@ _ASK_S = 5.0  # between two queries of Flower, each of which starts a process
 _FAILURE_NOTICE_S = 5.0
 
 
-def run_in_deployment(app: DeployedApp, folder: RunFolder, deployment: DeploymentOptions, on_notice: OnNotice) -> None:
+def run_in_deployment(
+    app: DeployedApp, folder: RunFolder, deployment: DeploymentOptions, on_notice: OnNotice, *,
+    wants_model: bool = False,
+) -> None:
     """Run the app with `folder` as the run's folder, and write the outcome there.
 
-    `on_notice` gets a line about each failure that was recovered from. Raises `ConfigError` for an unknown SuperLink
-    and `TrainingFailed` if no attempt produced an outcome.
+    A remote SuperLink sends the trained model, into `folder.model`, only if `wants_model`. `on_notice` gets a line
+    about each failure that was recovered from. Raises `ConfigError` for an unknown SuperLink and `TrainingFailed` if no
+    attempt produced an outcome.
     """
     history = RunHistory(folder)
     if deployment.superlink:
-        history.write_outcome(*run_on_remote_superlink(app, folder.path, history, deployment, on_notice))
+        history.write_outcome(*run_on_remote_superlink(
+            app, folder, history, deployment, on_notice, wants_model=wants_model))
     else:
         history.write_outcome(*_run_locally(app, folder, history, deployment, on_notice))
 

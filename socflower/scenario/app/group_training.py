@@ -40,7 +40,7 @@ from socflower.strategies.hybrid_pipeline import HybridPipeline
 from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.strategies.warm_up import profile_group_count
-from socflower.training.model_state import frozen_digest, load_trainable_state, trainable_state
+from socflower.training.model_state import frozen_digest, load_trainable_state, num_bytes_of, trainable_state
 from socflower.wire.message_keys import FROZEN_SHA256, TRAIN_LOSS
 from socflower.workloads import evaluate
 
@@ -61,6 +61,7 @@ class _Training:
         self._data = scenario_data(scenario)
         self._num_samples = num_training_samples(scenario, len(self._data.train))
         self._model = run.take_model()
+        folder.require_room_for_model(num_bytes_of(self._model))
         # Frozen parameters stay at the nodes, which make them by the model's function and compare the digest.
         self._frozen = {FROZEN_SHA256: digest} if (digest := frozen_digest(self._model)) else {}
         self._profile = model_profile(scenario, self._model)

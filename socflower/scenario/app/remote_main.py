@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -19,11 +20,12 @@ from flwr.app import Context
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from socflower.engines.app_files import CHECKPOINT_FOLDER_KEY, FRESH_KEY
+from socflower.engines.app_files import CHECKPOINT_FOLDER_KEY, FRESH_KEY, SEND_MODEL_KEY
 from socflower.engines.checkpoint import CheckpointFolder, Checkpointing
-from socflower.engines.deployment.outcome_lines import to_lines
+from socflower.engines.deployment.outcome_lines import MAX_FILE_BYTES, file_documents, to_lines
 from socflower.engines.run_folder import CloudAddress, RunFolder
 from socflower.errors import ConfigError
+from socflower.quantities import human_bytes
 from socflower.scenario.app.deployed import bundled_document, needs_cloud
 from socflower.scenario.app.main import scenario_client_app, scenario_server_app
 from socflower.scenario.app.round_record import versions
@@ -36,6 +38,8 @@ STATE_FOLDER_KEY = "state-folder"
 """Key of a SuperNode's config: the folder in which its machine keeps the states of trainings that may be resumed."""
 
 _ENDING_S = 60.0  # within which the ServerApp of an earlier attempt notices that the SuperLink dropped it
+_PART_S = 0.25  # Flower uploads the log several times a second, and at a run's end waits 3 s for what is left
+_NPZ_BYTES = 2**20  # names and headers of the arrays in the file, at most
 _MAX_TRACE_BYTES = 64 * 2**20  # a larger trace is not sent: it would fill the SuperLink's database
 
 
@@ -50,7 +54,8 @@ def bundled_server_app(bundle: Path) -> ServerApp:
         with temporary_folder() as path:
             folder = BundledRunFolder(path=path, bundle=bundle, kept=Path(kept) if kept else None,
                                       fresh=bool(context.run_config.get(FRESH_KEY, False)), print_line=_print_line,
-                                      run_id=context.run_id)
+                                      run_id=context.run_id,
+                                      sends_model=bool(context.run_config.get(SEND_MODEL_KEY, False)))
             scenario_server_app(lambda _: folder)(grid, context)
 
     return app
@@ -71,6 +76,7 @@ class BundledRunFolder(RunFolder):
     fresh: bool
     print_line: Callable[[str], None]
     run_id: int = 0  # Flower's
+    sends_model: bool = False
 
     @property
     def training(self) -> str:
@@ -112,8 +118,15 @@ class BundledRunFolder(RunFolder):
         """Log a line about the round that just ended."""
         self._log("progress", entry)
 
+    def require_room_for_model(self, num_bytes: int) -> None:
+        """Raise `ConfigError` for a model that is too large for a log."""
+        if self.sends_model and num_bytes + _NPZ_BYTES > MAX_FILE_BYTES:
+            raise ConfigError(f"--save-model: the model has {human_bytes(num_bytes)}, and with --superlink it comes "
+                              f"back in the run's log, which carries at most {human_bytes(MAX_FILE_BYTES)}; leave it "
+                              "out, or train it with a SuperLink that is started here")
+
     def write_outcome(self, outcome: dict[str, Any]) -> None:
-        """Log the trace, then the outcome; remove the checkpoints after a success."""
+        """Log trace and model, then the outcome; remove the checkpoints after a success."""
         if self.trace.exists():
             if self.trace.stat().st_size <= _MAX_TRACE_BYTES:
                 self._log("trace", json.loads(self.trace.read_text("utf-8")))
@@ -122,6 +135,10 @@ class BundledRunFolder(RunFolder):
                 os.close(descriptor)
                 shutil.copyfile(self.trace, kept)
                 self.print_line(f"the trace is long and stays on the SuperLink's machine, until you remove it: {kept}")
+        if self.sends_model and "error" not in outcome:
+            for document in file_documents(self.model):
+                self._log("model", document)
+                time.sleep(_PART_S)
         self._log("outcome", outcome)
         if self.kept is not None and "error" not in outcome:
             _checkpoints(self.kept).remove()

@@ -34,6 +34,7 @@ from socflower.scenario.split_setting import SplitSetting
 from socflower.scenario.workload import Score
 from socflower.sim import EventClock, Trace
 from socflower.strategies.split_replay import SplitReplay
+from socflower.training.model_state import num_bytes_of
 from socflower.wire.codecs.error_feedback import Form
 from socflower.wire.message_keys import FROZEN_SHA256, PARTITION_ID
 from socflower.workloads.data_source import DataSource
@@ -100,6 +101,7 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
     scenario, setting = run.scenario, run.split_setting
     cloud = _cloud(folder, setting)
     workload, model = setting.workload, setting.workload.program.model()
+    folder.require_room_for_model(num_bytes_of(model))
     trace = Trace()
     rack = rack_dynamics(scenario, setting.cluster)
     clock = EventClock(setting.cluster, dynamics=rack, trace=trace)

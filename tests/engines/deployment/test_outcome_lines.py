@@ -2,11 +2,20 @@
 
 import random
 import string
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from socflower.engines.deployment.outcome_lines import LineReader, to_lines
+from socflower.engines.app_files import AppFiles
+from socflower.engines.deployment import outcome_lines, remote_superlink
+from socflower.engines.deployment.attempts import RunHistory
+from socflower.engines.deployment.options import DeployedApp, DeploymentOptions
+from socflower.engines.deployment.outcome_lines import LineReader, ReceivedFile, file_documents, to_lines
+from socflower.engines.run_folder import RunFolder
+from socflower.errors import TrainingFailed
+
+EMPTY = AppFiles(server_app="", client_app="")
 
 
 def large_document() -> dict[str, Any]:
@@ -63,3 +72,71 @@ def test_a_changed_line_makes_no_document() -> None:
         if position < len(line) - 4:
             assert found == []
     assert changed > 40
+
+
+def test_a_file_is_whole_once_all_its_parts_have_come_in_any_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outcome_lines, "_PART_BYTES", 1000)
+    sent, received = tmp_path / "sent", ReceivedFile(tmp_path / "received")
+    sent.write_bytes(random.Random(2).randbytes(3_500))
+    parts = list(file_documents(sent))
+    random.Random(3).shuffle(parts)
+    hostile = [{}, {"size": 2**40, "start": 0, "content": ""}, {**parts[0], "size": 4_000}, {**parts[0], "start": 1},
+               {**parts[0], "start": -1000}, {**parts[0], "content": "!"}, {**parts[0], "content": ""}]
+    assert len(parts) == 4
+    for part in parts:
+        assert not received.is_whole
+        for document in (part, *hostile, part):
+            received.add(document)
+    assert received.is_whole and (tmp_path / "received").read_bytes() == sent.read_bytes()
+
+
+def test_the_file_of_an_earlier_attempt_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "model").write_text("half")
+    assert not ReceivedFile(tmp_path / "model").is_whole and not (tmp_path / "model").exists()
+
+
+class EndedRun:
+    """Flower's commands for a SuperLink whose run has ended, with these lines in its log."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self.run_id, self.path, self._lines = 7, Path("/dev/null"), lines
+
+    def __call__(self, *arguments: Any) -> "EndedRun":
+        return self
+
+    submit = __call__
+    close = stop = ended = lambda self, *arguments: True
+
+    def new_lines(self) -> list[str]:
+        return self._lines
+
+
+@pytest.mark.parametrize("wants_model", [True, False])
+@pytest.mark.parametrize("num_parts", [3, 4])
+def test_a_model_is_handed_over_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_parts: int, wants_model: bool,
+) -> None:
+    monkeypatch.setattr(outcome_lines, "_PART_BYTES", 1000)
+    sent, folder = tmp_path / "sent", RunFolder(tmp_path / "run")
+    sent.write_bytes(random.Random(2).randbytes(3_500))
+    folder.path.mkdir()
+    lines = [line for part in list(file_documents(sent))[:num_parts] for line in to_lines("model", part)]
+    run = EndedRun([*lines, *to_lines("outcome", {"final_accuracy": 1.0})])
+    monkeypatch.setattr(remote_superlink, "FlwrClient", run)
+    app = DeployedApp(document={}, local_files=EMPTY, bundle_files=EMPTY, node_configs=())
+
+    def received() -> Any:
+        return remote_superlink.run_on_remote_superlink(
+            app, folder, RunHistory(folder), DeploymentOptions(superlink="127.0.0.1:1"), lambda line: None,
+            wants_model=wants_model)
+
+    if wants_model and num_parts < 4:
+        with pytest.raises(TrainingFailed, match="parts of its model are missing in its log"):
+            received()
+        return
+    assert received() == ({"final_accuracy": 1.0}, None)
+    assert folder.model.exists() == wants_model
+    if wants_model:
+        assert folder.model.read_bytes() == sent.read_bytes()

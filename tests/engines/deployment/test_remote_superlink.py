@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -144,7 +145,8 @@ def submitted(rack: Rack, out: Path, *options: str, epochs: int = 2) -> "subproc
 
 
 def assert_as_local(result: dict[str, Any], folder: Path) -> None:
-    local = run_to_folder(load_scenario(folder / "survive.toml"), folder / "local", num_workers=0)
+    local = run_to_folder(load_scenario(folder / "survive.toml"), folder / "local", num_workers=0,
+                          save_model=folder / "local.npz")
     for key in ("weights_sha256", "final_accuracy", "energy_j", "bytes", "scenario"):
         assert result[key] == local[key], key
     assert result["predicted_s"] == local["virtual_s"]
@@ -162,13 +164,15 @@ def test_strangers_are_refused_and_the_run_is_unharmed(rack: Rack, tmp_path: Pat
                                        trust=_other_authority(tmp_path)),
     }
     run = submitted(rack, tmp_path / "out", "--superlink", f"127.0.0.1:{rack.port}", "--superlink-ca",
-                    str(rack.folder / "ca.pem"))
+                    str(rack.folder / "ca.pem"), "--save-model", str(tmp_path / "model.npz"))
     out, said = run.communicate(timeout=400)
     assert run.returncode == 0, said
     result = json.loads(out)
     assert result["restarts"] == []
     assert all(entry["events"] == [] for entry in result["rounds"])
     assert_as_local(result, tmp_path)
+    with np.load(tmp_path / "model.npz") as sent, np.load(tmp_path / "local.npz") as here:
+        assert sent.files == here.files and all(np.array_equal(sent[name], here[name]) for name in sent.files)
     unregistered = "All SuperNodes must be registered" if rack.door is None else "404 Not Found"
     for name, cause in (("nokey", unregistered), ("stranger", "Failed to activate SuperNode"),
                         ("distrusting", "CERTIFICATE_VERIFY_FAILED")):

@@ -6,15 +6,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from flwr.app import Context, RecordDict, UserConfig
 
-from socflower.engines.deployment.outcome_lines import LineReader
+from socflower.engines.deployment.outcome_lines import LineReader, ReceivedFile
 from socflower.engines.local.grid import LocalGrid
 from socflower.scenario.app import remote_main
 from socflower.scenario.app.deployed import app_in_bundle
 from socflower.scenario.schema.config import Scenario
-from tests.scenario.small_runs import small
+from tests.scenario.small_runs import small, without_drawing
 from tests.scenario.test_resume import Stopped, stopping
 from tests.scenario.test_split_runs import split
 
@@ -84,3 +85,29 @@ def test_a_training_that_starts_anew_in_the_folder_of_another_does_not_find_its_
     assert len(rack.states()) == 2
     outcome(rack.run(scenario, "kept"))
     assert len(rack.states()) == 2, "resumed, it goes on in the folder of the second"
+
+
+def test_the_model_comes_back_if_it_is_asked_for(rack: Rack, tmp_path: Path) -> None:
+    here = tmp_path / "here.npz"
+    without_drawing(small(), tmp_path / "out", save_model=here)
+    documents = rack.run(small(), **{"send-model": True})
+    received = ReceivedFile(tmp_path / "model.npz")
+    for kind, document in documents:
+        if kind == "model":
+            received.add(document)
+    outcome(documents)
+    assert received.is_whole
+    with np.load(here) as own, np.load(tmp_path / "model.npz") as sent:
+        assert own.files == sent.files
+        for key in own.files:
+            np.testing.assert_array_equal(own[key], sent[key])
+    assert "model" not in dict(rack.run(small()))
+
+
+def test_a_model_that_no_log_carries_is_refused_before_anything_is_trained(
+    rack: Rack, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote_main, "MAX_FILE_BYTES", 2**20 + 200_000)
+    ((kind, error),) = rack.run(small(), **{"send-model": True})
+    assert kind == "outcome" and error["kind"] == "ConfigError"
+    assert error["error"].startswith("--save-model: the model has 247 kB, and with --superlink it comes back in")
