@@ -2,12 +2,15 @@
 
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from logging import WARNING
 
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
+from flwr.supercore import log
 
 from socflower.cluster import Cluster
-from socflower.errors import ConfigError, InfeasiblePlan
+from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
 from socflower.wire.message_keys import (
     ASK,
     ASK_MODEL,
@@ -27,6 +30,25 @@ _PULL_INTERVAL_S = 0.25
 _NO_FUNCTION = (f"function registered with name '{QUERY_ACTION}'", f"Invalid message type: {QUERY_TYPE}")
 """What Flower says for ClientApps of functions, and of `NumPyClient`, that do not answer our queries."""
 _QUERY_TIMEOUT_S = 180.0  # every node starts a process to answer a query
+_REST_FACTOR = 3.0
+_REST_LEAST_S = 30.0
+"""Once half of the nodes have answered a query, the others have three times as long as the slowest answer took, and at
+least 30 s: slow nodes on a loaded machine answer within that, and a node that hangs holds up the run no longer."""
+
+_LOST = frozenset({3, 4, 5, 8})
+"""Flower's codes of errors for a message or reply that expired, a node that is gone, and a client's process that died;
+others are errors of the app."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Answers:
+    """The nodes by what came of a status query."""
+
+    limit_s: float  # how long the slowest was waited for
+    statuses: dict[int, NodeStatus] = field(default_factory=dict)
+    silent: dict[int, str] = field(default_factory=dict)  # with the reason
+    gone: dict[int, str] = field(default_factory=dict)  # with the reason
+    failed: set[int] = field(default_factory=set)  # by an error of the app
 
 
 class NodeRegistry:
@@ -42,6 +64,9 @@ class NodeRegistry:
         self._status: dict[int, NodeStatus] = {}  # by SoC
         self._away: set[int] = set()
         self._unanswered: dict[str, int] = {}  # nodes that have a status query, by its message id
+        self._late: set[str] = set()  # queries that were waited for in vain
+        self.lost: set[int] = set()  # SoCs of nodes that have not answered since they were to be matched
+        self.left_out = ""  # a line about these nodes
         self._queried_new_nodes: set[int] = set()  # unknown nodes that were asked for their board and slot
 
     @property
@@ -70,26 +95,23 @@ class NodeRegistry:
                           "or none, and the same ring-transport")
 
     def match_nodes(self, grid: Grid, *, query: bool) -> None:
-        """Match nodes with SoCs, by their answers to a status query if `query`; `InfeasiblePlan` for too few nodes."""
+        """Match nodes with SoCs, by their answers to a status query if `query`; `InfeasiblePlan` for too few nodes.
+
+        Nodes that do not answer in time are left out, and their SoCs are away until they do.
+        """
         nodes = sorted(grid.get_node_ids())
         if len(nodes) < len(self._socs):
             raise InfeasiblePlan(f"SoCFlow: the plan needs {len(self._socs)} nodes and Flower has {len(nodes)}; start "
                                  f"more SuperNodes, or plan with num_socs={len(nodes)}")
-        statuses = self._query_nodes(grid, nodes) if query else {}
-        if any(status.ring or _is_placed(status) for status in statuses.values()):
-            # A node whose process died during the query may have a new process by now.
-            statuses |= self._query_nodes(grid, [node for node in nodes if node not in statuses])
-            if silent := [node for node in nodes if node not in statuses]:
-                raise ConfigError(f"SoCFlow: nodes {', '.join(map(str, silent))} failed or did not answer within "
-                                  f"{_QUERY_TIMEOUT_S:g} s, twice, and others say where they are; see these nodes' "
-                                  "logs, and run the same app on all")
+        statuses, lost = self._first_answers(grid, nodes) if query else ({}, {})
         placed = {node: status for node, status in statuses.items() if _is_placed(status)}
         if placed:
-            self._match_by_slot(nodes, placed)
+            self._match_by_slot([node for node in nodes if node not in lost], placed, num_lost=len(lost))
         else:
             self._node_of = dict(zip(self._socs, nodes, strict=False))
         self._status = {soc: statuses[node] for soc, node in self._node_of.items() if node in statuses}
-        without = [node for soc, node in self._node_of.items() if soc not in self.ring_address_of]
+        self._leave_out(lost)
+        without = [node for soc, node in self._node_of.items() if soc not in {*self.ring_address_of, *self._away}]
         if self.ring_address_of and without:
             raise ConfigError(f"SoCFlow: nodes {', '.join(map(str, without))} have no ring in their node config, and "
                               "others have one; start all SuperNodes with --node-config 'ring=\"host:port\"', or none")
@@ -98,6 +120,38 @@ class NodeRegistry:
         if twice:
             raise ConfigError(f"SoCFlow: several nodes have the ring address {min(twice)}; give each its own")
         self._away |= {soc for soc, status in self._status.items() if status.preempted}
+
+    def _first_answers(self, grid: Grid, nodes: Sequence[int]) -> tuple[dict[int, NodeStatus], dict[int, str]]:
+        """Return the nodes' statuses, and the nodes that are lost with the reason.
+
+        Raises `ConfigError` if the app of a node fails and others say where they are, and `TrainingFailed` if no node
+        answers.
+        """
+        first = self._query_nodes(grid, nodes, _QUERY_TIMEOUT_S)
+        statuses, lost, failed = first.statuses, first.silent | first.gone, first.failed
+        if any(status.ring or _is_placed(status) for status in statuses.values()):
+            # A node whose process died during the query may have a new process by now.
+            second = self._query_nodes(grid, sorted({*first.gone, *failed}), first.limit_s)
+            statuses, failed = statuses | second.statuses, second.failed
+            lost = first.silent | second.silent | second.gone
+            if failed:
+                raise ConfigError(f"SoCFlow: nodes {', '.join(map(str, sorted(failed)))} failed, twice, and others say "
+                                  "where they are; see these nodes' logs, and run the same app on all")
+        if len(lost) == len(nodes):
+            raise TrainingFailed(f"SoCFlow: none of {len(nodes)} nodes answered within {_QUERY_TIMEOUT_S:g} s; see "
+                                 "their logs")
+        return statuses, lost
+
+    def _leave_out(self, lost: Mapping[int, str]) -> None:
+        """Mark the SoCs of lost nodes as away, and those where no node says that it is."""
+        socs = [soc for soc in self._socs if soc not in self._node_of or self._node_of[soc] in lost]
+        self._away.update(socs)
+        self.lost = set(socs)
+        if lost:
+            nodes = ", ".join(f"node {node} {reason}" for node, reason in sorted(lost.items()))
+            self.left_out = f"{nodes}: left out" + (
+                f" with SoC {', '.join(map(str, socs))}, until it answers" if socs else "; the plan does not need it")
+            log(WARNING, "SoCFlow: %s", self.left_out)
 
     def require_group_clients(self, grid: Grid) -> None:
         """Raise `ConfigError` if a ClientApp has no part for groups: it would train a round of its own for nothing.
@@ -119,9 +173,9 @@ class NodeRegistry:
     def ask(self, grid: Grid, server_round: int) -> None:
         """Push status queries to the nodes that are away and to new nodes, except where one is unanswered."""
         connected = set(grid.get_node_ids()) - set(self._unanswered.values())
-        away = [self._node_of[soc] for soc in sorted(self._away) if self._node_of[soc] in connected]
+        away = [node for soc in sorted(self._away) if (node := self._node_of.get(soc)) in connected]
         known = set(self._node_of.values())
-        new = sorted(connected - known - self._queried_new_nodes) if self.ring_address_of else []
+        new = sorted(connected - known - self._queried_new_nodes) if any(map(_is_placed, self._status.values())) else []
         self._queried_new_nodes |= set(new)
         if asked := [*away, *new]:
             soc_of = {node: soc for soc, node in self._node_of.items()}
@@ -132,7 +186,7 @@ class NodeRegistry:
         """Pull the answers to status queries; return the SoCs that are available again.
 
         Machines that hang do not answer and are not waited for. Nodes in one process answer after the work that they
-        got later, and are: when a SoC returns must not depend on time.
+        got later, and are, once for each query: when a SoC returns must not depend on time.
         """
         until_s = time.monotonic() + (0.0 if self.ring_address_of else _QUERY_TIMEOUT_S)
         back: list[int] = []
@@ -140,10 +194,10 @@ class NodeRegistry:
             for reply in grid.pull_messages(list(self._unanswered)):
                 self._unanswered.pop(reply.metadata.reply_to_message_id, None)
                 back += self._on_reply(reply)
-            if time.monotonic() >= until_s:
+            if time.monotonic() >= until_s or self._unanswered.keys() <= self._late:
                 break
-            if self._unanswered:
-                time.sleep(_PULL_INTERVAL_S)
+            time.sleep(_PULL_INTERVAL_S)
+        self._late |= self._unanswered.keys()
         return sorted(back)
 
     def _on_reply(self, reply: Message) -> list[int]:
@@ -160,6 +214,9 @@ class NodeRegistry:
             self._node_of[soc] = node
             self._status[soc] = status
             self._away.add(soc)
+        if soc in self.lost:
+            self.lost.discard(soc)
+            self._status[soc] = status
         if status.preempted or soc not in self._away:
             return []
         self._away.discard(soc)
@@ -174,16 +231,37 @@ class NodeRegistry:
         """SoCs excluded from plans, ascending: preempted by their users, or dropped by their rings."""
         return tuple(sorted(self._away))
 
-    def _query_nodes(self, grid: Grid, nodes: Sequence[int]) -> dict[int, NodeStatus]:
-        if not nodes:
-            return {}
-        replies = list(grid.send_and_receive([_status_query(node, 0) for node in nodes], timeout=_QUERY_TIMEOUT_S))
-        for reply in replies:
-            _refuse_without_groups(reply)
-        return {reply.metadata.src_node_id: decode(NodeStatus, reply.content.config_records[STATUS], "status")
-                for reply in replies if reply.has_content() and STATUS in reply.content.config_records}
+    def _query_nodes(self, grid: Grid, nodes: Sequence[int], limit_s: float) -> "_Answers":
+        """Ask nodes for their statuses; wait `limit_s` until half have answered, then as `_REST_FACTOR` says."""
+        answers = _Answers(limit_s=limit_s)
+        waiting = dict(zip(grid.push_messages([_status_query(node, 0) for node in nodes]), nodes, strict=True)) \
+            if nodes else {}
+        begin_s = time.monotonic()
+        while waiting:
+            replies = list(grid.pull_messages(list(waiting)))
+            waited_s = time.monotonic() - begin_s
+            for reply in replies:
+                _refuse_without_groups(reply)
+                # Not by its source: the error reply for a node that is gone is the SuperLink's.
+                node = waiting.pop(reply.metadata.reply_to_message_id)
+                if reply.has_content() and STATUS in reply.content.config_records:
+                    answers.statuses[node] = decode(NodeStatus, reply.content.config_records[STATUS], "status")
+                    if 2 * len(answers.statuses) >= len(nodes):
+                        answers.limit_s = min(limit_s, max(_REST_FACTOR * waited_s, waited_s + _REST_LEAST_S))
+                elif reply.has_error() and reply.error.code in _LOST:
+                    answers.gone[node] = f"is gone ({reply.error.reason})"
+                else:
+                    answers.failed.add(node)
+            if waited_s >= answers.limit_s:
+                break
+            if waiting:
+                time.sleep(_PULL_INTERVAL_S)
+        answers.silent = dict.fromkeys(waiting.values(), f"did not answer within {answers.limit_s:.0f} s")
+        self._unanswered |= waiting
+        self._late |= waiting.keys()
+        return answers
 
-    def _match_by_slot(self, nodes: Sequence[int], placed: Mapping[int, NodeStatus]) -> None:
+    def _match_by_slot(self, nodes: Sequence[int], placed: Mapping[int, NodeStatus], *, num_lost: int) -> None:
         unplaced = [node for node in nodes if node not in placed]
         if unplaced:
             raise ConfigError(f"SoCFlow: nodes {', '.join(map(str, unplaced))} have no board and slot in their node "
@@ -200,7 +278,7 @@ class NodeRegistry:
                                   "correct their node configs")
             self._node_of[soc] = node
         missing = [soc for soc in self._socs if soc not in self._node_of]
-        if missing:
+        if len(missing) > num_lost:  # else they may be the lost nodes' places
             raise InfeasiblePlan(f"SoCFlow: the plan needs SoCs {', '.join(map(str, missing))} and no node says that "
                                  "it is there; start their SuperNodes, or plan with fewer SoCs")
 

@@ -43,9 +43,9 @@ class ReplyEvent:
 
     kind: str  # a group's work is lost: "client-raised", "no-reply", "not-finite", "malformed", "not-a-group",
     # "group-left"; it is kept: "backend-dropped" (an accelerator failed); "preempted", "returned", "planned-anew",
-    # "re-balanced", "hot" (a device that was throttled); in rings "member-lost", "left-out", "leader-lost",
-    # "ring-formed-again", "pipeline" (what it has changed), "gradient-dropped" (of a member); of no group:
-    # "outer-step", "not-evaluated"
+    # "no-answer" (nodes left out at the start), "re-balanced", "hot" (a device that was throttled); in rings
+    # "member-lost", "left-out", "leader-lost", "ring-formed-again", "pipeline" (what it has changed),
+    # "gradient-dropped" (of a member); of no group: "outer-step", "not-evaluated"
     group_id: int  # of a client that trains alone: its SoC
     text: str
 

@@ -46,6 +46,8 @@ class RoundPlanner:
         if not self.registry.node_of:
             self.registry.match_nodes(grid, query=not getattr(grid, "in_one_process", False))
             self.registry.require_group_clients(grid)
+            if self.registry.left_out:
+                self.events.append(ReplyEvent(kind="no-answer", group_id=0, text=self.registry.left_out))
         self._replan(self._wait_for_free_socs(self.registry.present(grid), clock))
         self.balancer.update_speeds(clock, self.plan.participants)
         self.plan, events = self.balancer.rebalance_groups(self.plan)

@@ -125,6 +125,8 @@ class SplitReplay(PlannedRounds):
         self._registry = NodeRegistry(cluster, range(len(parties)))
         self._timeline: Timeline | None = None
         self._runs: dict[int, str] = {}  # the cloud's session, by party
+        self._left_out: set[int] = set()  # parties whose nodes have not answered yet
+        self._returned: list[int] = []  # parties whose nodes have answered since the last round
         self._restart_notes: dict[int, str] = {}  # why a cloud session was restarted, by party
         self._arrays: Arrays = {}  # at the beginning of the round
         self._frozen_sha256 = ""
@@ -192,6 +194,11 @@ class SplitReplay(PlannedRounds):
             return []
         if not self._registry.node_of:
             self._registry.match_nodes(grid, query=self._cloud is not None)
+        self._registry.hear(grid)
+        self._returned, self._left_out = sorted(self._left_out - self._registry.lost), set(self._registry.lost)
+        if self._left_out and self._mode != OWN:
+            raise TrainingFailed(f"SplitReplay: {self._registry.left_out}; edges that share a cloud half need each "
+                                 "other")
         if self._clock is None:
             self._clock = getattr(grid, "clock", None) or EventClock(self._cluster)
         first, num_batches = self._span(server_round)
@@ -203,7 +210,7 @@ class SplitReplay(PlannedRounds):
         settings = ConfigRecord({**config, SERVER_ROUND: server_round, PRICED: True})
         self._party_of_message, self._runs, self._restart_notes = {}, {}, {}
         counts = [party.num_batches(first, num_batches) for party in self.parties]
-        everyone = tuple(party for party, count in enumerate(counts) if count)
+        everyone = tuple(party for party, count in enumerate(counts) if count and party not in self._left_out)
         groups = [everyone] if self._mode != OWN and self._cloud is None else [(party,) for party in everyone]
         messages = []
         for group in groups:
@@ -236,6 +243,8 @@ class SplitReplay(PlannedRounds):
                 usable[group] = cast(Message, reply)
             else:
                 events.append(fault)
+        events += [no_reply_event(party, f"edge {party} ({self._registry.left_out})") for party in
+                   sorted(self._left_out)]
         self._require_enough(usable, events)
         measured = {group[0]: SplitReport.decode(reply.content.config_records[SPLIT_REPORT])
                     for group, reply in usable.items() if SPLIT_REPORT in reply.content.config_records}
@@ -248,6 +257,8 @@ class SplitReplay(PlannedRounds):
         for event in events:
             log(WARNING, "aggregate_train: %s", event.text)
         first, num_batches = self._span(server_round)
+        events += [ReplyEvent(kind="returned", group_id=party, text=f"edge {party}: is back")
+                   for party in self._returned]
         events += self._absences(first, num_batches)
         self.reports.append(SplitRoundReport(
             server_round=server_round, epoch=(first + num_batches) / self._batches_per_epoch, events=tuple(events),

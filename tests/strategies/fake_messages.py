@@ -1,12 +1,32 @@
 """Messages without processes: a grid that only knows its nodes, and replies made by hand."""
 
+from collections.abc import Iterable
+from uuid import uuid4
+
 import numpy as np
 from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
 
 NODES = (40, 10, 30, 20)  # Flower's ids come in no order
 
 
-class FakeGrid:
+class PulledReplies:
+    """Replies for who pushes messages: those that `send_and_receive` has, at once, and for nothing else, ever."""
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        self._pushed: dict[str, Message] = getattr(self, "_pushed", {})
+        ids = []
+        for message in messages:
+            message.metadata.__dict__["_message_id"] = str(uuid4())
+            ids.append(message.metadata.message_id)
+            self._pushed[ids[-1]] = message
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        asked = [self._pushed.pop(message_id) for message_id in message_ids if message_id in self._pushed]
+        return list(self.send_and_receive(asked)) if asked else []  # type: ignore[attr-defined]
+
+
+class FakeGrid(PulledReplies):
     """All that a strategy asks of a Grid when it makes messages."""
 
     in_one_process = True

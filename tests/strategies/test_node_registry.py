@@ -1,15 +1,22 @@
 """Which node is which SoC: what nodes say of themselves, and what cannot be."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from flwr.app import ConfigRecord, Error, Message, RecordDict
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from socflower.cluster import parse_cluster
-from socflower.errors import ConfigError, InfeasiblePlan
+from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
+from socflower.hierarchy import plan_groups
+from socflower.strategies import node_registry
 from socflower.strategies.node_registry import QUERY_TYPE, NodeRegistry
+from socflower.strategies.round_planner import RoundPlanner
 from socflower.wire.message_keys import STATUS, NodeStatus, encode
 
 CLUSTER = parse_cluster({"boards": [2, 3]})
@@ -101,7 +108,7 @@ def test_apps_that_do_not_answer_are_matched_in_order_and_form_no_rings() -> Non
     ([*PLACES[:4], at(2, 0)], "node 104 says that it is at board 2, slot 0, which the cluster does not have"),
     ([*PLACES[:4], at(1, 3)], "board 1, slot 3, which the cluster does not have"),
     ([*PLACES[:4], at(-1, -1)], "nodes 104 have no board and slot"),
-    ([*PLACES[:4], None], "nodes 104 failed or did not answer within 180 s, twice, and others say where they are"),
+    ([*PLACES[:4], None], "nodes 104 failed, twice, and others say where they are"),
     ([*PLACES[:4], at(1, 1, ring="")], "nodes 104 have no ring in their node config"),
     ([*PLACES[:4], at(1, 1, ring="10.0.0.1:28200")], "several nodes have the ring address 10.0.0.1:28200"),
 ])
@@ -175,3 +182,166 @@ def test_a_node_that_is_preempted_when_training_begins_is_planned_without() -> N
     registry, grid = registry_of([*PLACES[:4], at(1, 1, preempted=True)])
     assert registry.away == (3,)
     assert registry.present(grid) == (0, 1, 2, 4)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------ nodes that hang
+SILENT = 1e9
+
+
+class TimedGrid(QueriedGrid):
+    """Nodes that answer a query a number of seconds after it, on a clock of its own; `gone` are errors by node."""
+
+    def __init__(
+        self, statuses: Mapping[int, NodeStatus | None], after_s: Mapping[int, float],
+        gone: Mapping[int, int] | None = None,
+    ) -> None:
+        super().__init__(statuses)
+        self.after_s, self.gone, self.now_s = dict(after_s), dict(gone or {}), 0.0
+        self._pushed_s: dict[str, tuple[Message, float]] = {}
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        ids = []
+        for message in messages:
+            ids.append(f"{len(self._pushed_s)}")
+            self._pushed_s[ids[-1]] = message, self.now_s
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        replies = []
+        for message_id in message_ids:
+            message, pushed_s = self._pushed_s[message_id]
+            node = message.metadata.dst_node_id
+            if self.now_s >= pushed_s + self.after_s.get(node, 1.0):
+                replies.append(self.answer(message) if node not in self.gone
+                               else Message(Error(self.gone[node], "Node unavailable"), reply_to=message))
+                replies[-1].metadata.__dict__["_reply_to_message_id"] = message_id
+        return replies
+
+
+@contextmanager
+def clock_of(grid: TimedGrid) -> Iterator[None]:
+    def sleep(seconds: float) -> None:
+        grid.now_s += seconds
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(node_registry, "time", SimpleNamespace(monotonic=lambda: grid.now_s, sleep=sleep))
+        yield
+
+
+def matched(statuses: Iterable[NodeStatus | None], after_s: Mapping[int, float], **settings: Any,
+            ) -> tuple[NodeRegistry, TimedGrid]:
+    """Match nodes of which some answer late; the clock then shows how long that took."""
+    grid = TimedGrid({100 + index: status for index, status in enumerate(statuses)}, after_s, **settings)
+    registry = NodeRegistry(CLUSTER, SOCS)
+    with clock_of(grid):
+        registry.match_nodes(grid, query=True)  # type: ignore[arg-type]
+    return registry, grid
+
+
+KINDS = pytest.mark.parametrize("places", [
+    PLACES, [replace(place, ring="") for place in PLACES], [replace(place, board=-1, slot=-1) for place in PLACES],
+    [NodeStatus()] * 5], ids=["rings and slots", "slots", "rings", "neither"])
+
+
+@KINDS
+def test_a_node_that_hangs_at_the_first_question_is_left_out_after_seconds(
+    places: list[NodeStatus], caplog: pytest.LogCaptureFixture,
+) -> None:
+    registry, grid = matched(places, {102: SILENT})
+    assert 30.0 < grid.now_s < 35.0
+    assert registry.away == (2,) and registry.present(grid) == (0, 1, 3, 4)  # type: ignore[arg-type]
+    assert 2 not in registry.ring_address_of
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert line == f"SoCFlow: {registry.left_out}"
+    assert registry.left_out == "node 102 did not answer within 31 s: left out with SoC 2, until it answers"
+
+
+@KINDS
+def test_a_node_that_hung_takes_part_once_it_answers(places: list[NodeStatus]) -> None:
+    registry, grid = matched(places, {102: 100.0})
+    with clock_of(grid):
+        begin_s = grid.now_s
+        registry.ask(grid, 1)  # type: ignore[arg-type]
+        assert registry.hear(grid) == [] and grid.now_s == begin_s  # type: ignore[arg-type]
+        grid.now_s = 101.0
+        assert registry.hear(grid) == [2]  # type: ignore[arg-type]
+    assert registry.present(grid) == tuple(SOCS) and registry.node_of[2] == 102  # type: ignore[arg-type]
+    assert registry.ring_address_of.get(2, "") == places[2].ring
+
+
+@settings(max_examples=200)
+@given(st.lists(st.floats(1.0, 170.0), min_size=5, max_size=5), st.floats(0.34, 1.0))
+def test_nodes_that_are_all_slow_are_waited_for(slowest: list[float], least: float) -> None:
+    """Whatever the load: nodes that need at most three times as long as the slowest half before them stay."""
+    top = max(slowest)
+    after_s = {100 + index: max(each, least * top) for index, each in enumerate(slowest)}
+    registry, grid = matched(PLACES, after_s)
+    assert registry.away == () and registry.left_out == ""
+    assert grid.now_s <= top + 1.0
+
+
+def test_nobody_is_left_out_while_fewer_than_half_have_answered() -> None:
+    registry, grid = matched(PLACES, {100: 1.0, 101: 2.0, 102: 150.0, 103: 160.0, 104: SILENT})
+    assert registry.away == (3,) and 180.0 <= grid.now_s < 181.0
+
+
+def test_the_limit_holds_where_all_are_slow() -> None:
+    registry, grid = matched(PLACES, {100: 100.0, 101: 100.0, 102: 100.0, 103: 179.0, 104: SILENT})
+    assert registry.away == (3,) and 180.0 <= grid.now_s < 181.0
+
+
+def test_no_answer_at_all_ends_the_run_in_one_line() -> None:
+    with pytest.raises(TrainingFailed, match="none of 5 nodes answered within 180 s; see their logs"):
+        matched(PLACES, dict.fromkeys(range(100, 105), SILENT))
+
+
+@pytest.mark.parametrize("code", [3, 5, 8])
+def test_a_node_that_dies_twice_is_left_out_and_asked_again_later(code: int) -> None:
+    registry, grid = matched(PLACES, {}, gone={102: code})
+    assert registry.away == (2,) and grid.now_s < 5.0
+    assert registry.left_out.startswith("node 102 is gone (Node unavailable): left out with SoC 2")
+    grid.gone = {}
+    with clock_of(grid):
+        registry.ask(grid, 1)  # type: ignore[arg-type]
+        grid.now_s += 5.0
+        assert registry.hear(grid) == [2]  # type: ignore[arg-type]
+
+
+def test_rounds_are_planned_without_a_node_that_hangs_and_say_so() -> None:
+    grid = TimedGrid({100 + index: place for index, place in enumerate(PLACES)}, {102: SILENT})
+    rates = [1.0] * 5
+    planner = RoundPlanner(CLUSTER, plan_groups(CLUSTER, 2, 5, rates), rates, None)
+    with clock_of(grid):
+        assert planner.plan_round(grid, None).participants == (0, 1, 3, 4)  # type: ignore[arg-type]
+        assert [event.kind for event in planner.drain_events()] == ["no-answer", "planned-anew"]
+        grid.now_s, grid.after_s = 100.0, {}
+        planner.ask_absent(grid, 1)  # type: ignore[arg-type]
+        planner.hear_absent()
+        assert planner.plan_round(grid, None).participants == tuple(SOCS)  # type: ignore[arg-type]
+    assert [event.kind for event in planner.drain_events()] == ["returned", "planned-anew"]
+
+
+def test_a_spare_node_that_hangs_is_named_and_nobody_is_away() -> None:
+    registry, _ = matched([*PLACES, at(0, 0)], {105: SILENT})
+    assert registry.away == () and registry.left_out == (
+        "node 105 did not answer within 31 s: left out; the plan does not need it")
+
+
+def test_places_without_nodes_are_refused_if_they_are_more_than_the_nodes_that_hang() -> None:
+    grid = TimedGrid({100: at(0, 0), 101: at(0, 1), 102: at(1, 0), 103: at(1, 1)}, {102: SILENT})
+    registry = NodeRegistry(CLUSTER, (0, 1, 2, 4))
+    with clock_of(grid), pytest.raises(InfeasiblePlan, match="needs SoCs 2, 4 and no node says that it is there"):
+        registry.match_nodes(grid, query=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("waits", [1, 3])
+def test_a_node_that_hangs_later_is_waited_for_once(waits: int) -> None:
+    """Outside rings nodes are waited for, so that no result depends on time, but not in every round again."""
+    registry, grid = matched([NodeStatus()] * 5, {})
+    registry.mark_away([2])
+    grid.after_s[102] = SILENT
+    with clock_of(grid):
+        for server_round in range(waits):
+            registry.ask(grid, server_round)  # type: ignore[arg-type]
+            assert registry.hear(grid) == []  # type: ignore[arg-type]
+    assert 180.0 < grid.now_s < 185.0

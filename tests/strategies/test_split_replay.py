@@ -1,7 +1,9 @@
 """SplitReplay as an adapter: who gets which message with which arrays, and what becomes of the replies."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,9 @@ from socflower.edgecloud.plan.timeline_actions import decode_actions
 from socflower.engines.local.flower_internals import begin_run
 from socflower.errors import ConfigError, InfeasiblePlan, SocflowerError, TrainingFailed
 from socflower.sim import EventClock
+from socflower.strategies import node_registry
 from socflower.strategies.split_replay import SplitReplay
-from socflower.wire.message_keys import EVENTS, PRICED
+from socflower.wire.message_keys import EVENTS, PRICED, STATUS, NodeStatus, encode
 from socflower.wire.split_message_keys import EDGE_ALONE, SPLIT, SPLIT_REPORT, SplitReport, SplitTask
 from tests.strategies.fake_messages import FakeGrid, answer_error
 
@@ -83,10 +86,10 @@ def messages(strategy: SplitReplay, server_round: int = 1, grid: Any = None) -> 
 
 
 class CloudGrid(FakeGrid):
-    """Nobody answers questions: nodes are SoCs in ascending order of their ids."""
+    """Nodes do not say where they are: they are SoCs in ascending order of their ids."""
 
     def send_and_receive(self, sent: Any, *, timeout: float | None = None) -> list[Message]:
-        return []
+        return [Message(RecordDict({STATUS: ConfigRecord(encode(NodeStatus()))}), reply_to=each) for each in sent]
 
 
 def task_of(message: Message) -> SplitTask:
@@ -400,3 +403,44 @@ def test_an_edge_with_too_little_memory_for_its_half_is_refused_with_the_numbers
             with pytest.raises(InfeasiblePlan, match=r"^edge 1: to train .* takes at least 10.6 GB of memory, and "
                                                      r"snapdragon-865 has 12.0 GB, of which .* leave 10.5 GB; use a"):
                 replay(parties=edges)
+
+
+# ------------------------------------------------------------------------------------------- an edge that hangs
+class SilentEdge(CloudGrid):
+    """The node of edge 1 does not answer before it is let."""
+
+    in_one_process, silent = False, True
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        return super().pull_messages([each for each in message_ids if not (
+            self.silent and self._pushed[each].metadata.dst_node_id == 20)])
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(0.0, 10.0)
+    monkeypatch.setattr(node_registry, "time", SimpleNamespace(
+        monotonic=lambda: next(clock), sleep=lambda seconds: None))
+
+
+@pytest.mark.usefixtures("at_once")
+def test_an_edge_that_hangs_is_left_out_until_it_answers() -> None:
+    strategy, grid = replay(3, cloud=FakeCloud()), SilentEdge()
+    for server_round, nodes, kinds in ((1, [10, 30], ["no-reply"]), (2, [10, 20, 30], ["returned"])):
+        sent = messages(strategy, server_round, grid)
+        assert [message.metadata.dst_node_id for message in sent] == nodes
+        strategy.aggregate_train(server_round, [answer(message, 1.0, report={}) for message in sent])
+        assert [event.kind for event in strategy.reports[-1].events] == kinds
+        assert strategy.reports[-1].events[0].text.startswith("edge 1")
+        grid.silent = False
+    assert "node 20 did not answer within" in strategy.reports[0].events[0].text
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("mode", ["turns", "joined"])
+def test_edges_that_share_a_cloud_half_do_not_wait_for_one_that_hangs(mode: Any) -> None:
+    cloud = FakeCloud()
+    strategy = replay(3, mode=mode, cloud=cloud, edge_names=part_of_party if mode == "joined" else edge_names)
+    with pytest.raises(TrainingFailed, match=r"node 20 did not answer within .*; edges that share a cloud half need"):
+        messages(strategy, 1, SilentEdge())
+    assert not cloud.opened

@@ -26,6 +26,7 @@ from socflower.wire.split_message_keys import OWN
 from socflower.workloads.data_source import DataSource, Indices
 from socflower.workloads.models import build_model
 from tests.seeded import built
+from tests.strategies.fake_messages import PulledReplies
 
 SEED = 5
 BATCHES_PER_EPOCH = 4
@@ -171,7 +172,7 @@ def one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
     return locked
 
 
-class ThreadGrid:
+class ThreadGrid(PulledReplies):
     """A Flower Grid whose nodes are threads of this process, all at once, as joined parties must be."""
 
     def __init__(self, apps: Sequence[ClientApp], *, silent: Iterable[int] = ()) -> None:

@@ -74,6 +74,29 @@ def test_a_killed_super_node_is_told_of_and_not_started_again(tmp_path: Path) ->
         assert len(run.processes("flower-supernode")) == 1
 
 
+def test_a_client_that_hangs_at_the_first_question_is_left_out_and_comes_back(tmp_path: Path) -> None:
+    """It is stopped with the process that would start another one, and continued when a round was trained without it.
+
+    Their SuperNode stays connected.
+    """
+    with DeployedRun(tmp_path, epochs=4) as run:
+        client = run.one("flwr-clientapp")
+        hung = [client.parent(), client]
+        for process in hung:
+            process.suspend()
+        run.wait_for(lambda: run.newest() >= 1)
+        for process in hung:
+            process.resume()
+        result = run.finish()
+        assert not run.left_over()
+    assert result["restarts"] == []
+    events = [(entry["round"], event) for entry in result["rounds"] for event in entry["events"]]
+    first, (number, second), *later = events
+    assert first[0] == number == 1 and second["kind"] == "planned-anew"
+    assert first[1]["kind"] == "no-answer" and "did not answer within" in first[1]["text"]
+    assert [event["kind"] for _, event in later][:2] == ["returned", "planned-anew"]
+
+
 def loads_torch(process: psutil.Process) -> bool:
     """Whether a process is that far in its start: Flower has handed it the run, and it imports the app."""
     try:
