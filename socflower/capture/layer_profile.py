@@ -20,6 +20,7 @@ from socflower.capture.operation_costs import AttentionAsFused, products_of
 from socflower.capture.random_state import forked_generators
 from socflower.cluster.cost_model import BACKWARD_TO_FORWARD, Gradient, LayerProfile, ModelProfile
 from socflower.errors import ConfigError
+from socflower.plain_numbers import plain_numbers
 
 ExampleBatch: TypeAlias = Batch | tuple[int, ...]
 """What `forward` takes: a tensor, a tuple of its positional or a dict of its keyword arguments; or a sample's shape."""
@@ -139,6 +140,7 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from (getattr(value, name, None) for name in dict.fromkeys(names))
 
 
+@plain_numbers
 def profile_module(module: nn.Module, example_input: ExampleBatch, name: str) -> ModelProfile:
     """Return the layers of `module` in the order in which they first run, with their costs per sample.
 

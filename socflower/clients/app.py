@@ -24,6 +24,7 @@ from socflower.clients.settings import ReadSettings, TrainConfig
 from socflower.errors import ConfigError
 from socflower.pipeline.plan import from_json
 from socflower.pipeline.runtime.group import train_pipeline
+from socflower.plain_numbers import plain_numbers
 from socflower.thermal.limits import paced
 from socflower.training.batches import local_batches
 from socflower.training.fp32 import FP32Trainer
@@ -89,6 +90,7 @@ TrainerFn: TypeAlias = Callable[[Context], Trainer] | Callable[[Context, Mapping
 StateFolderFn: TypeAlias = Callable[[Context], Path | None]
 
 
+@plain_numbers
 def make_client_app(
     model_fn: ModelFn, data_fn: DataFn, trainer: Trainer | TrainerFn | None = None, *,
     evaluate_data_fn: DataFn | None = None, evaluate_step: EvaluationStep | None = None,

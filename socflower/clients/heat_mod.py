@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from socflower.clients.node_config import NodeConfig
 from socflower.errors import ConfigError, require_range
+from socflower.plain_numbers import plain_numbers
 from socflower.thermal.limits import HeatGuard, HeatLimits, Pause, current_guard, guarding, next_pause
 from socflower.thermal.sensors.guarded import GuardedSource
 from socflower.thermal.sensors.reading import HeatSource, Reading
@@ -57,6 +58,7 @@ _PRECONDITION_FAILED = 6  # Flower's error code for a mod that did not forward a
 _DEFAULT_LIMITS = HeatLimits()
 
 
+@plain_numbers
 def heat_mod(
     source: HeatSource | SourceFn | None = None, limits: HeatLimits = _DEFAULT_LIMITS, *,
     shrink_keys: Sequence[str] = ("local-epochs",), sample_interval_s: float = 1.0, poll_interval_s: float = 2.0,

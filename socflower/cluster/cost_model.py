@@ -11,6 +11,7 @@ from typing import ClassVar, Protocol
 from socflower.cluster.device import Device
 from socflower.cluster.topology import Cluster
 from socflower.errors import ConfigError
+from socflower.plain_numbers import plain_numbers
 
 BACKWARD_TO_FORWARD = 2.0
 """A backward pass multiplies twice per weight (input gradient, weight gradient) where a forward pass does once."""
@@ -36,6 +37,7 @@ def forward_share(forward_flops: float, training_flops: float) -> float:
     return forward_flops / training_flops if training_flops else 1.0 / (1.0 + BACKWARD_TO_FORWARD)
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gradient:
     """The gradient of one trained tensor."""
@@ -44,6 +46,7 @@ class Gradient:
     done: float  # the part of the backward pass after which it is complete
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerProfile:
     """One layer, per sample. Multiply and add count as two operations."""
@@ -69,6 +72,7 @@ class LayerProfile:
         return forward_share(self.forward_flops, self.training_flops)
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelProfile:
     """All layers of a model in the order in which they run."""

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from socflower.errors import ConfigError, require_range
+from socflower.plain_numbers import plain_numbers
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimings:
     """Measured seconds of forward and backward pass, without the update, at several batch sizes."""
@@ -62,6 +64,7 @@ class LayerTimings:
     timings: StepTimings
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Processor:
     """One processor that trains: its sustained rate, not its peak, and the device's watts while it works."""
@@ -85,6 +88,7 @@ class Processor:
         return self.flops_per_s_by_model.get(model_name, self.flops_per_s)
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
     """One kind of machine. Values with their sources are in `catalog.toml` and in device profiles."""

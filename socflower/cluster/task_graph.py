@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from socflower.errors import ConfigError
+from socflower.plain_numbers import plain
 
 HUB = "hub"
 """The server on the core switch that runs the Flower ServerApp."""
@@ -142,7 +143,7 @@ class GraphBuilder:
         activity: Activity = Activity.COMPUTE, after: Sequence[int] = (), after_previous: Sequence[int] = (),
     ) -> int:
         """Add a `Compute` and return its index."""
-        self._tasks.append(Compute(name=name, device=device, seconds=seconds, processor=processor,
+        self._tasks.append(Compute(name=name, device=plain(device), seconds=plain(seconds), processor=processor,
                                    activity=activity, after=tuple(after), after_previous=tuple(after_previous)))
         return len(self._tasks) - 1
 
@@ -151,8 +152,8 @@ class GraphBuilder:
         rounds: int = 1, after: Sequence[int] = (), after_previous: Sequence[int] = (), after_round: Sequence[int] = (),
     ) -> int:
         """Add a `Transfer` and return its index; `after_round` may name tasks that are yet to be added."""
-        self._tasks.append(Transfer(name=name, source=source, target=target, num_bytes=num_bytes,
-                                    num_messages=num_messages, rounds=rounds, after=tuple(after),
+        self._tasks.append(Transfer(name=name, source=plain(source), target=plain(target), num_bytes=plain(num_bytes),
+                                    num_messages=plain(num_messages), rounds=plain(rounds), after=tuple(after),
                                     after_previous=tuple(after_previous), after_round=tuple(after_round)))
         return len(self._tasks) - 1
 
@@ -168,4 +169,4 @@ class GraphBuilder:
 
     def build(self, participants: Sequence[int]) -> TaskGraph:
         """Return the frozen graph."""
-        return TaskGraph(tasks=tuple(self._tasks), participants=tuple(participants))
+        return TaskGraph(tasks=tuple(self._tasks), participants=tuple(map(plain, participants)))

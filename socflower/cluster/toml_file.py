@@ -17,6 +17,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_after_validator_function
 
 from socflower.errors import ConfigError
+from socflower.plain_numbers import plain
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,10 @@ def read_table(kind: type[_Kind], table: object, where: str) -> _Kind:
 
 
 def _plain(value: object) -> object:
-    """Return what JSON lacks; dates become tables, which no key takes."""
+    """Return what JSON lacks: numbers of NumPy as Python's; dates as tables, which no key takes."""
+    number = plain(value)
+    if number is not value:
+        return number
     return dict(value) if isinstance(value, Mapping) else {type(value).__name__: str(value)}
 
 

@@ -10,6 +10,7 @@ from itertools import accumulate
 from socflower.cluster.device import Device
 from socflower.cluster.task_graph import Endpoint
 from socflower.errors import ConfigError, require_range
+from socflower.plain_numbers import plain_numbers
 
 
 class Tier(StrEnum):
@@ -22,6 +23,7 @@ class Tier(StrEnum):
     WAN = "wan"
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Board:
     """One PCB: SoCs of one kind behind a switch that shares one uplink. Rates are per direction."""
@@ -38,6 +40,7 @@ class Board:
                       uplink_bytes_per_s=self.uplink_bytes_per_s)
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Server:
     """Boards on one core switch, which shares one uplink to the site's switch. The rate is per direction."""
@@ -50,6 +53,7 @@ class Server:
         require_range("server", above=0, uplink_bytes_per_s=self.uplink_bytes_per_s)
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Boards on one core switch, or on those of several servers behind one switch of the site; and the hub.

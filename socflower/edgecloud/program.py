@@ -33,6 +33,7 @@ from socflower.edgecloud.runtime.int8_front import Int8Front
 from socflower.edgecloud.runtime.mixed_front import MixedEdge, MixedFront
 from socflower.edgecloud.samples import LABELS, BatchSource, PartyBatches, inputs_and_labels, label_arrays
 from socflower.errors import ConfigError, require_range
+from socflower.plain_numbers import plain_numbers
 from socflower.training.fp32 import LossFn, OptimizerFn, sgd
 from socflower.training.int8 import Int8Trainer
 from socflower.training.model_state import frozen_digest, trainable_state
@@ -65,6 +66,7 @@ def without_prefix(prefix: str, arrays: Arrays) -> dict[str, NDArray[Any]]:
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True)
 class SplitProgram(ABC):
     """A model in two halves, and how it is trained; see `LayeredProgram`, `HalvesProgram` and `JoinedProgram`.
@@ -232,6 +234,7 @@ class SplitProgram(ABC):
         """Return a cut as halves count it."""
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True)
 class LayeredProgram(SplitProgram):
     """A model that is cut between two of its layers.
@@ -329,6 +332,7 @@ class _NamedParts(SplitProgram):
         return cut
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True)
 class JoinedProgram(_NamedParts):
     """A model whose parties hold different features of the same samples: a bottom for each, and a top over all.
@@ -367,6 +371,7 @@ class JoinedProgram(_NamedParts):
         return whole_back(copied(self.model().get_submodule(self.top)))
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True)
 class HalvesProgram(_NamedParts):
     """A model whose author says where it is cut: submodule `bottom` at the edge, `top` in the cloud.

@@ -13,6 +13,7 @@ from socflower.capture.batch_form import Batch, form_of
 from socflower.capture.tensor_arrays import to_array
 from socflower.edgecloud.halves import Labels
 from socflower.errors import ConfigError
+from socflower.plain_numbers import plain_numbers
 from socflower.workloads import GeneratorSamples, VerticalSamples
 from socflower.workloads.data_source import DataSource, Indices
 
@@ -118,6 +119,7 @@ class PartyBatches:
 _NOTHING = torch.empty(0, dtype=torch.int64)
 
 
+@plain_numbers
 @dataclass(frozen=True)
 class FeatureSamples(DataSource):
     """One party's features of samples of which other parties hold other features; party 0 holds the labels."""

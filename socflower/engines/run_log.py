@@ -14,6 +14,7 @@ from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 
 from socflower.errors import ConfigError
+from socflower.plain_numbers import plain_numbers
 from socflower.strategies.resuming import EvaluateFn
 
 OnRound: TypeAlias = Callable[[dict[str, Any]], None]
@@ -37,6 +38,7 @@ class JsonLinesLogger:
     def __init__(self, path: Path) -> None:
         self._stream = _new_file(path)
 
+    @plain_numbers
     def log(self, server_round: int, values: Mapping[str, float]) -> None:
         """Append the round's line."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
@@ -56,6 +58,7 @@ class CsvLogger:
         self._columns = ["round"]
         self._rows: list[dict[str, float]] = []
 
+    @plain_numbers
     def log(self, server_round: int, values: Mapping[str, float]) -> None:
         """Append the round's row."""
         row = {"round": server_round, **values}
@@ -90,6 +93,7 @@ class TensorBoardLogger:
         # Purging tells a TensorBoard that has read the earlier file to forget its rounds.
         self._writer = SummaryWriter(str(folder), purge_step=0)
 
+    @plain_numbers
     def log(self, server_round: int, values: Mapping[str, float]) -> None:
         """Add a scalar for each metric at the step of the round."""
         for name, value in values.items():

@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import TypeAlias
 
 from socflower.errors import ConfigError, require_range
+from socflower.plain_numbers import plain_numbers
 
 DECAY = "decay"
 """The paper's schedule: frequent synchronisation at first, doubled intervals later."""
@@ -33,6 +34,7 @@ class SyncInterval:
     across_servers: bool = True  # whether all groups synchronise at its end, or those of each server
 
 
+@plain_numbers
 def group_steps_per_epoch(num_samples: int, num_groups: int, batch_size: int) -> int:
     """Return ceil(ceil(n / N) / batch): all groups take the same number of steps, even with less data."""
     require_range("schedule", least=1, num_samples=num_samples, num_groups=num_groups, batch_size=batch_size)
@@ -40,6 +42,7 @@ def group_steps_per_epoch(num_samples: int, num_groups: int, batch_size: int) ->
     return -(-most_samples // batch_size)
 
 
+@plain_numbers
 def sync_schedule(
     num_epochs: int, steps_per_epoch: int, interval_epochs: float | str, *,
     initial: float = 0.25, doubling_epochs: int = 10, maximum: float = 2.0, server_interval: int = 1,
@@ -62,6 +65,7 @@ def sync_schedule(
     return tuple(cursor.next() for _ in range(int(least)))
 
 
+@plain_numbers
 def sync_shapes(
     num_epochs: int, steps_per_epoch: int, interval_epochs: float | str, *,
     initial: float = 0.25, doubling_epochs: int = 10, maximum: float = 2.0, server_interval: int = 1,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from socflower.errors import ConfigError, TrainingFailed, require_range
+from socflower.plain_numbers import plain_numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,6 +16,7 @@ class GroupCountChoice:
     stopped_at: int | None  # the first number of groups whose accuracy fell; None if none did
 
 
+@plain_numbers
 def default_candidates(num_socs: int) -> tuple[int, ...]:
     """Return 1, 2, 4, … up to `num_socs`: the numbers of groups that the paper's Figure 4 tries.
 
@@ -26,6 +28,7 @@ def default_candidates(num_socs: int) -> tuple[int, ...]:
     return tuple(1 << exponent for exponent in range(num_socs.bit_length()))
 
 
+@plain_numbers
 def choose_group_count(
     candidates: Iterable[int], first_epoch_accuracy: Callable[[int], float], *,
     relative_drop: float = 0.15, floor: float = 0.15,

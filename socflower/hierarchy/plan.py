@@ -14,6 +14,7 @@ from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.hierarchy.communication_groups import communication_groups
 from socflower.hierarchy.mapping.placement import balance_capacities, deal_in_order, fastest_socs
 from socflower.hierarchy.mapping.servers import map_to_servers
+from socflower.plain_numbers import plain_numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +33,7 @@ class Group:
         return len(self.boards) > 1
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupPlan:
     """All groups of a cluster, as strategies, the simulator and the real runtime execute them."""
@@ -64,6 +66,7 @@ class GroupPlan:
         }
 
 
+@plain_numbers
 def plan_groups(
     cluster: Cluster, num_groups: int, num_socs: int | None = None, capacities: Sequence[float] | None = None,
 ) -> GroupPlan:

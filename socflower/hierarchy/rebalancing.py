@@ -8,8 +8,10 @@ from socflower.cluster import Cluster
 from socflower.errors import ConfigError, require_range
 from socflower.hierarchy.mapping.placement import balance_capacities
 from socflower.hierarchy.plan import GroupPlan
+from socflower.plain_numbers import plain_numbers
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rebalancing:
     """Settings of re-balancing by measured capacities, and its tolerance.

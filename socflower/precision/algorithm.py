@@ -11,6 +11,7 @@ from enum import IntEnum
 from typing import Literal
 
 from socflower.errors import ConfigError, require_range
+from socflower.plain_numbers import plain_numbers
 
 
 class Rounding(IntEnum):
@@ -35,6 +36,7 @@ class BackwardRule:
     loss: Literal["integer", "fp32"] = "integer"
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IntegerUpdate:
     """w := saturate(w - round(gradient to `bits` bits)), in int8: NITI (F18).
@@ -63,6 +65,7 @@ class IntegerUpdate:
         return [bits for bits, start in zip(self.bits, self.starts, strict=True) if progress >= start][-1]
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp32Update:
     """SGD with momentum on FP32 master weights; every step rounds the int8 weights from them again."""
@@ -118,6 +121,7 @@ HANDED_OUT_GRADIENTS = replace(ADAPTIVE_FIXED_POINT, name="handed-out-gradients"
 ALGORITHMS: dict[str, TrainingAlgorithm] = {a.name: a for a in (NITI, ADAPTIVE_FIXED_POINT)}
 
 
+@plain_numbers
 def int8_algorithm(name: str, momentum: float = 0.0, gradient_bits: tuple[int, ...] | None = None) -> TrainingAlgorithm:
     """Return a known algorithm, with that momentum where it updates FP32 weights, and those bits where int8 ones.
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from socflower.plain_numbers import plain_numbers
 from socflower.precision.algorithm import NITI, TrainingAlgorithm
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.batch_splitting import median_seconds
@@ -29,6 +30,7 @@ class OperatorProfile:
     placement: OperatorPlacement
 
 
+@plain_numbers
 def profile_operators(
     module: nn.Module, input_shape: ir.Shape, batch: int, *, algorithm: TrainingAlgorithm = NITI,
     settings: EngineSettings | None = None, repeats: int = 5,

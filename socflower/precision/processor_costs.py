@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from socflower.cluster import Device, ModelProfile, OneProcessor, ProcessorCost, StepCost, step_cost
 from socflower.errors import ConfigError
+from socflower.plain_numbers import plain_numbers
 from socflower.precision.mixed_precision import (
     RULES_BY_THROUGHPUT,
     accuracy_floor,
@@ -35,6 +36,7 @@ class Int8Pricing:
         return OneProcessor(processor=device.int8_processor).rate(model_name, device)
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixedPricing:
     """A share of a batch on the CPU and, at the same time, on the device's accelerator (F10, F11).

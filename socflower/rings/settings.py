@@ -8,6 +8,7 @@ from pydantic import Field
 
 from socflower.cluster.toml_file import OneOf
 from socflower.errors import ConfigError, require_range, require_type
+from socflower.plain_numbers import plain_numbers
 from socflower.wire.message_keys import COMPRESSIONS, TRANSPORTS
 
 NCCL = "nccl"
@@ -16,6 +17,7 @@ NCCL = "nccl"
 _MAX_S = 1e7  # 116 days
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingSettings:
     """How groups exchange gradients where their members are real machines.

@@ -10,6 +10,7 @@ from socflower.cluster import Activity, Cluster, Device, DeviceDynamics, TaskGra
 from socflower.cluster.task_graph import SOC_ACTIVITIES
 from socflower.cluster.virtual_clock import Pace
 from socflower.errors import ConfigError
+from socflower.plain_numbers import plain_numbers
 from socflower.sim.energy import IDLE_STATE, State, add_activities, power_w
 from socflower.sim.execution import MIN_LOOP_ROUNDS
 from socflower.sim.processes import Process, Simulation
@@ -195,6 +196,7 @@ class EventClock:
         """Return the SoCs that users have now."""
         return frozenset() if self._dynamics is None else frozenset(self._dynamics.taken_socs())
 
+    @plain_numbers
     def run(self, graph: TaskGraph, *, repeat: int = 1, label: str = "", head_start_s: float = 0.0) -> Usage:
         """Execute `graph` `repeat` times and advance; return what it took.
 
@@ -217,6 +219,7 @@ class EventClock:
         self._label(label, start_s, total.duration_s, repeat)
         return total
 
+    @plain_numbers
     def predicted_ends_s(self, graph: TaskGraph, *, repeat: int = 1) -> dict[int, float]:
         """Return when each SoC has done its last repetition; see `VirtualClock.predicted_ends_s`."""
         compiled = self._compiled(graph)
@@ -225,6 +228,7 @@ class EventClock:
             known = self._latest_ends_s = (compiled, repeat, _all_ends_s(self._whole_parts(compiled, repeat)))
         return known[2]
 
+    @plain_numbers
     def run_overlapped(self, graph: TaskGraph, closing: TaskGraph, waits: Mapping[int, Sequence[int]], *, repeat: int,
                        labels: tuple[str, str] = ("", "")) -> Usage | None:
         """Execute `graph` so many times with `closing` at its end; see `VirtualClock.run_overlapped`."""
@@ -249,12 +253,14 @@ class EventClock:
         self._label(labels[1], start_s + steps_s, usage.duration_s - steps_s, 1)
         return usage
 
+    @plain_numbers
     def predicted_s(self, graph: TaskGraph, *, repeat: int = 1) -> float:
         """Return the time of `run` at nominal speeds, without heat or users; see `VirtualClock.predicted_s`."""
         if repeat < 0:
             raise ConfigError(f"clock: repeat must not be negative, got {repeat}")
         return stretch_s(self._whole_parts(self._compiled(graph), repeat), inf) if repeat else 0.0
 
+    @plain_numbers
     def run_while_steady(self, graph: TaskGraph, pace: Pace, *, at_most: int | None = None, label: str = "") -> Usage:
         """Execute `graph` until speeds or users change; see `VirtualClock.run_while_steady`."""
         if at_most is not None and at_most < 1:
@@ -290,6 +296,7 @@ class EventClock:
         self._usage += usage
         return usage
 
+    @plain_numbers
     def idle_for(self, socs: Sequence[int], duration_s: float) -> Usage:
         """Let `socs` idle for so long, whatever changes meanwhile, and advance; return what it took."""
         def wait(simulation: Simulation) -> Process[None]:

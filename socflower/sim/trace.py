@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from socflower.cluster import Cluster, Compute, Endpoint, TaskGraph
 from socflower.cluster.task_graph import Task
 from socflower.errors import ConfigError, require_range
+from socflower.plain_numbers import plain, plain_numbers
 from socflower.sim.execution import Instance, Outcome
 from socflower.sim.processes import Span
 from socflower.sim.program import Component, TransferStep
@@ -33,6 +34,7 @@ class _Span(NamedTuple):
     args: Mapping[str, Any]
 
 
+@plain_numbers
 class Trace:
     """Collects spans in virtual seconds; spans beyond `max_spans` are dropped and counted in the file."""
 
@@ -93,7 +95,7 @@ class Trace:
             "traceEvents": list(self._events()),
         }
         try:
-            write_atomically(path, json.dumps(document, separators=(",", ":")))
+            write_atomically(path, json.dumps(document, separators=(",", ":"), default=plain))
         except OSError as error:
             raise ConfigError(f"trace {path}: cannot be written ({error.strerror}); check the folder") from None
 

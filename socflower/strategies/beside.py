@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from socflower.cluster import Usage
 from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed, require_type
+from socflower.plain_numbers import plain_numbers
 from socflower.sim.side_by_side import idle_until_all_end
 from socflower.strategies.outer_step import ChosenNodes
 from socflower.strategies.records import aggregate_records, array_views, to_array_record
@@ -22,6 +23,7 @@ from socflower.strategies.split_replay import SplitReplay, SplitRoundReport
 from socflower.wire.message_keys import LOST_STATE, NUM_EXAMPLES, TRAIN_LOSS
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BesideReport:
     """The report of one round; the latest is `strategy.reports[-1]`."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from socflower.cluster import Cluster
 from socflower.errors import TrainingFailed
+from socflower.plain_numbers import plain_numbers
 from socflower.strategies.mixed_replies import client_events, mean_metric
 from socflower.strategies.records import array_views
 from socflower.strategies.replies import ReplyEvent, failure_event, fault_of, heat_events, no_reply_event, other_layouts
@@ -22,6 +23,7 @@ from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import ALPHA, CPU_SHARE, EVENTS, METRICS
 
 
+@plain_numbers
 class RingAllReduce(SoCFlow):
     """Synchronous SGD with a ring all-reduce over all SoCs after every batch: all SoCs form one group.
 

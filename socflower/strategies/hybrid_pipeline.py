@@ -27,6 +27,7 @@ from socflower.pipeline.problem import LayerSeconds, PipelineDevice, PipelinePro
 from socflower.pipeline.profiler.estimates import default_micro_batches
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
 from socflower.pipeline.schedule.run import simulate
+from socflower.plain_numbers import plain_numbers
 from socflower.quantities import counted, human_bytes, human_seconds
 from socflower.rings.settings import RingSettings
 from socflower.sim import EventClock
@@ -36,6 +37,7 @@ from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import PIPELINE, PipelineTask, RingOutcome, encode
 
 
+@plain_numbers
 class HybridPipeline(SoCFlow):
     """Synchronous SGD of one model that is cut into stages over unequal devices.
 

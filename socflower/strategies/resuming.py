@@ -11,6 +11,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from flwr.supercore import log
 
 from socflower.errors import ConfigError, TrainingFailed, require_type
+from socflower.plain_numbers import plain_numbers
 from socflower.wire.message_keys import SERVER_ROUND
 
 EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -27,6 +28,7 @@ class Resumable(Strategy):
     resumed_after = 0
     _open_round = 0  # whose messages were made and whose replies have not arrived
 
+    @plain_numbers
     def resume_from(self, server_round: int) -> None:
         """Make `start` continue after `server_round`, from the arrays that round ended with.
 
@@ -122,6 +124,7 @@ class PlannedRounds(Resumable):
     def num_rounds(self) -> int:
         """How many rounds `start` needs for all epochs."""
 
+    @plain_numbers
     def resume_from(self, server_round: int) -> None:
         """Make `start` continue after `server_round`; see `Resumable.resume_from`."""
         require_type("resume_from", (int,), "a whole number", server_round=server_round)
@@ -140,6 +143,7 @@ class PlannedRounds(Resumable):
         """Return nothing; see `configure_evaluate`."""
         return None
 
+    @plain_numbers
     def start(
         self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, *args: Any, **named_args: Any,
     ) -> Result:

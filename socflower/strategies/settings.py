@@ -8,10 +8,12 @@ from socflower.errors import ConfigError, require_type
 from socflower.hierarchy.collectives import BUCKETS, FUSIONS
 from socflower.hierarchy.leader_exchange import COMPRESSIONS, KINDS, NONE, compression_fault
 from socflower.hierarchy.uplink_turns import AUTO
+from socflower.plain_numbers import plain_numbers
 
 _COUNT = "a whole number, 1 or more"
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingSchedule:
     """How much is trained, in which order, and how often groups synchronise.
@@ -52,6 +54,7 @@ class TrainingSchedule:
         require_type("TrainingSchedule", (int,), "a whole number", seed=self.seed)
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grouping:
     """How many groups are planned, and of how many of the cluster's slots; `num_socs` None is all of them."""
@@ -99,6 +102,7 @@ class Costs:
             raise ConfigError("Costs: a clock needs a model_profile to price; make one with profile_module(model, …)")
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeSettings:
     """How groups exchange gradients, on every engine.

@@ -31,6 +31,7 @@ from socflower.hierarchy import (
 )
 from socflower.hierarchy.leader_exchange import AUTO, KINDS, NONE, STAR
 from socflower.hierarchy.uplink_turns import ASKED, NO_SHARED_UPLINK, NOT_PREDICTED, PREDICTED
+from socflower.plain_numbers import plain_numbers
 from socflower.precision.processor_costs import MixedPricing
 from socflower.quantities import counted
 from socflower.rings.settings import RingSettings
@@ -76,6 +77,7 @@ _CLIPPING_NORM = "clipping_norm"
 """The config key in which Flower's client-side clipping strategies send the norm."""
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundReport:
     """The report of one round (one interval between synchronisations); the latest is `strategy.reports[-1]`."""
@@ -90,6 +92,7 @@ class RoundReport:
     without_state: tuple[int, ...] = ()  # groups whose leader has no state of this round's end to resume from
 
 
+@plain_numbers
 class SoCFlow(PlannedRounds):
     """Group-wise parallelism with delayed aggregation.
 

@@ -19,6 +19,7 @@ from socflower.edgecloud.plan.party import CloudMode, Party
 from socflower.edgecloud.plan.split_pipeline import Timeline, moved, round_ends, simulate
 from socflower.edgecloud.plan.timeline_actions import encode_actions
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.plain_numbers import plain_numbers
 from socflower.sim import EventClock
 from socflower.strategies.mixed_replies import client_events
 from socflower.strategies.node_registry import NodeRegistry
@@ -51,6 +52,7 @@ class CloudSessions(Protocol):
         ...
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitRoundReport:
     """The report of one round; the latest is `strategy.reports[-1]`."""
@@ -64,6 +66,7 @@ class SplitRoundReport:
     answered: tuple[int, ...] = ()  # these parties
 
 
+@plain_numbers
 class SplitReplay(PlannedRounds):
     """Train a model with its front half at edges and its back half in a cloud, pipelined.
 

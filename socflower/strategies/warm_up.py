@@ -9,11 +9,13 @@ from flwr.supercore import log
 
 from socflower.errors import InfeasiblePlan
 from socflower.hierarchy import GroupCountChoice, choose_group_count
+from socflower.plain_numbers import plain_numbers
 from socflower.strategies.group_grid import GroupGrid
 from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import WARM_UP
 
 
+@plain_numbers
 def profile_group_count(
     grid: Grid, initial_arrays: ArrayRecord, accuracy_of: Callable[[ArrayRecord], float],
     make_strategy: Callable[[int], SoCFlow], candidates: Sequence[int], *, timeout_s: float = 3600.0,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from socflower.errors import ConfigError, require_range
+from socflower.plain_numbers import plain_numbers
 from socflower.thermal.sensors.reading import COLDEST_C, HOTTEST_C, HeatSource, Reading
 from socflower.thermal.sensors.step_times import StepTiming, TimedSource
 from socflower.wire.message_keys import HeatReport
@@ -31,6 +32,7 @@ _MIN_STUCK_READINGS = 3
 _MOST_NOTES = 16
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeatLimits:
     """When a device trains less, when it pauses, and how long a message may wait for it.

@@ -19,6 +19,7 @@ from socflower.capture.batch_form import Batch, concatenated, form_of, mapped, o
 from socflower.capture.batch_form import num_samples as num_samples_of
 from socflower.capture.torch_device import AUTO, device_of, on_device, resolve_device
 from socflower.errors import ConfigError, require_range, require_type
+from socflower.plain_numbers import plain_numbers
 from socflower.training.batch_statistics import MemberBuffers, depends_on_batch
 from socflower.training.loss_weights import (
     BY_SAMPLES,
@@ -41,6 +42,7 @@ LossFn: TypeAlias = Callable[[Any, Any], Tensor]
 TrainStep: TypeAlias = Callable[[nn.Module, Batch], Tensor]
 
 
+@plain_numbers
 def sgd(learning_rate: float = 0.01, momentum: float = 0.9, weight_decay: float = 0.0) -> OptimizerFn:
     """Return a factory of SGD with momentum, the papers' optimiser.
 
@@ -52,11 +54,13 @@ def sgd(learning_rate: float = 0.01, momentum: float = 0.9, weight_decay: float 
     return partial(torch.optim.SGD, lr=learning_rate, momentum=momentum, weight_decay=weight_decay)
 
 
+@plain_numbers
 def cosine_annealing(optimizer: torch.optim.Optimizer, total_steps: int) -> LRScheduler:
     """Anneal the learning rate to zero along a cosine over all steps, as SoCFlow+ does."""
     return CosineAnnealingLR(optimizer, T_max=max(1, total_steps))
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True)
 class FP32Trainer:
     """Trains in float32.

@@ -9,6 +9,7 @@ from torch import nn
 from socflower.capture import batch_form
 from socflower.capture.batch_form import NOTHING
 from socflower.capture.random_state import own_random_state
+from socflower.plain_numbers import plain_numbers
 from socflower.training.batches import BatchSchedule, sample_key
 from socflower.training.trainer import Part, SessionResult, Trainer, TrainingSpan, mean_loss, try_loss
 from socflower.wire.message_keys import GroupTask
@@ -24,6 +25,7 @@ class GroupOutcome:
     end: SessionResult
 
 
+@plain_numbers
 def train_group(
     model: nn.Module, data: DataSource | Sequence[DataSource], task: GroupTask, trainer: Trainer,
     state: bytes | None = None, *, departures: Mapping[int, int] | None = None,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from socflower.capture.batch_form import num_samples as num_samples_of
 from socflower.capture.batch_form import pair_of
 from socflower.errors import ConfigError, require_range
+from socflower.plain_numbers import plain_numbers
 from socflower.precision import NITI, EngineSettings, Int8Model, TrainingAlgorithm
 from socflower.precision.int8.batch_share import Peers, gather
 from socflower.precision.int8.model import JointStep
@@ -31,6 +32,7 @@ class _Settings(TypedDict):
     seed: int | None
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True)
 class Int8Trainer:
     """Trains in int8 (Mandheling); the trained model is FP32 with the int8 values.

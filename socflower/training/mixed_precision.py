@@ -23,6 +23,7 @@ from socflower.capture.graph import in_mode
 from socflower.capture.model_copy import copied
 from socflower.capture.random_state import forked_generator
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.plain_numbers import plain_numbers
 from socflower.precision import Int8Backend, NativeInt8Backend
 from socflower.precision.mixed_precision import (
     MIXING_RULES,
@@ -43,6 +44,7 @@ _PROFILED_SAMPLES = 32
 """Number of samples of the first batch on which beta is measured."""
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True)
 class MixedPrecisionTrainer:
     """Trains each batch on an FP32 worker (torch) and an INT8 worker (`backend`) in parallel.

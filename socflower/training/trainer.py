@@ -12,6 +12,7 @@ from socflower.allocator import keep_freed_memory
 from socflower.capture.batch_form import Batch, num_samples
 from socflower.capture.torch_device import AUTO, resolve_device
 from socflower.errors import ConfigError
+from socflower.plain_numbers import plain_numbers
 from socflower.precision.int8.batch_share import Peers
 from socflower.workloads.data_source import DataSource
 
@@ -21,6 +22,7 @@ Part: TypeAlias = Batch
 Metric: TypeAlias = float | list[float]
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingSpan:
     """The steps of a training that a session does, and the number of members of its group."""
@@ -34,6 +36,7 @@ class TrainingSpan:
     npu_ratios: tuple[float, ...] = ()  # each member's NPU share of its throughput (F10); empty: the client measures it
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionResult:
     """The result of a session, besides the trained model."""

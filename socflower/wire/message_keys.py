@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
 from socflower.errors import ConfigError, require_range
+from socflower.plain_numbers import plain_numbers
 
 _Values = TypeVar("_Values")
 _EMPTY: tuple[Any, ...] = ((), "", b"")
@@ -310,6 +311,7 @@ class RoundNotes:
                              for entry in fields(self)})
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeatReport:
     """A device's state while it handled a message. Unknown values are None, and have no key in the record."""

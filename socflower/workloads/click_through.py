@@ -27,6 +27,7 @@ import numpy.typing as npt
 import torch
 
 from socflower.errors import ConfigError, require_range
+from socflower.plain_numbers import plain_numbers
 from socflower.workloads.sample_tensors import VerticalSamples
 
 NUM_USERS = 6040
@@ -69,6 +70,7 @@ class ClickData:
     movie_accuracy: float  # of predicting by each candidate's click rate in the training samples
 
 
+@plain_numbers
 def click_data(*, seed: int, num_train: int = 60_000, num_test: int = 10_000) -> ClickData:
     """Return generated samples: of party 0 (n, HISTORY + 1) movie ids, of party 1 (n, 3 + (HISTORY + 1)·3) attributes.
 

@@ -8,9 +8,11 @@ import torch
 
 from socflower.capture.batch_form import Batch
 from socflower.errors import ConfigError
+from socflower.plain_numbers import plain_numbers
 from socflower.workloads.data_source import DataSource, Indices
 
 
+@plain_numbers
 @dataclass(frozen=True, slots=True, eq=False)
 class LabelledData(DataSource):
     """Images and their labels, with the constants that normalise them.

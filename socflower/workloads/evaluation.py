@@ -13,6 +13,7 @@ from socflower.capture.batch_form import Batch, form_of, num_samples, output_ent
 from socflower.capture.graph import in_mode
 from socflower.capture.torch_device import device_of, on_device, resolve_device
 from socflower.errors import ConfigError, require_range
+from socflower.plain_numbers import plain_numbers
 from socflower.workloads.map_dataset import as_data_source
 
 EvaluationStep: TypeAlias = Callable[[nn.Module, Batch], Mapping[str, Tensor | float]]
@@ -23,6 +24,7 @@ EvaluationWeight: TypeAlias = Callable[[Batch], float]
 """A function of a batch that returns what its metrics divide by, such as the number of labels that count."""
 
 
+@plain_numbers
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """Metrics of a model, each a mean over `num_samples` samples, or over what `weight` counts."""
@@ -53,6 +55,7 @@ class Evaluation:
         return self.metrics[name]
 
 
+@plain_numbers
 def evaluate(
     model: nn.Module, data: Any, batch_size: int = 128, *, step: EvaluationStep | None = None,
     weight: EvaluationWeight | None = None, device: str | None = None,

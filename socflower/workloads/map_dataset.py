@@ -19,11 +19,13 @@ from torch.utils.data import (
 from socflower.capture.batch_form import NOTHING, Batch, form_of, num_samples
 from socflower.capture.random_state import forked_generators, seed_generators
 from socflower.errors import ConfigError, require_range
+from socflower.plain_numbers import plain_numbers
 from socflower.workloads.data_source import DataSource, Indices
 
 CollateFn: TypeAlias = Callable[[list[Any]], Any]
 
 
+@plain_numbers
 class MapDataset(DataSource):
     """A map-style `torch.utils.data.Dataset` as a data source, without a copy of it.
 

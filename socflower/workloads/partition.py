@@ -6,10 +6,12 @@ import numpy as np
 import numpy.typing as npt
 
 from socflower.errors import ConfigError, require_range
+from socflower.plain_numbers import plain_numbers
 
 SCHEMES = ("iid", "dirichlet")
 
 
+@plain_numbers
 def iid_partition(num_samples: int, num_partitions: int, seed: int) -> list[npt.NDArray[np.int64]]:
     """Return `num_partitions` random index arrays that hold every sample once; sizes differ by at most one.
 
@@ -20,6 +22,7 @@ def iid_partition(num_samples: int, num_partitions: int, seed: int) -> list[npt.
     return list(np.array_split(order, num_partitions))
 
 
+@plain_numbers
 def dirichlet_partition(
     labels: npt.NDArray[np.integer[Any]], num_partitions: int, alpha: float, seed: int, min_size: int = 1
 ) -> list[npt.NDArray[np.int64]]:
@@ -47,6 +50,7 @@ def dirichlet_partition(
     return _raise_to_min_size(partitions, min_size)
 
 
+@plain_numbers
 def partition(
     labels: npt.NDArray[np.integer[Any]], num_partitions: int, scheme: str, alpha: float, seed: int
 ) -> list[npt.NDArray[np.int64]]:

@@ -34,7 +34,7 @@ WRONG: list[tuple[Callable[..., object], str, object, str]] = [
     (schedule, "seed", [], "seed = [] must be a whole number"), (schedule, "seed", None, "seed = None must be"),
     (schedule, "seed", True, "seed = True must be"),
     (schedule, "num_samples", True, f"num_samples = True must be {COUNT}"),
-    (schedule, "batch_size", np.int64(8), f"must be {COUNT}"),
+    (schedule, "batch_size", np.float64(8.0), f"batch_size = 8.0 must be {COUNT}"),
     (schedule, "interval_epochs", None, "TrainingSchedule: interval_epochs = None must be a number above 0"),
     (Grouping, "num_groups", "8", f"Grouping: num_groups = '8' must be {COUNT}"),
     (Grouping, "num_socs", 2.5, f"Grouping: num_socs = 2.5 must be {COUNT}, or None for all"),

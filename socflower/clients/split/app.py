@@ -19,6 +19,7 @@ from socflower.clients.split.remote_cloud import CloudLink, train_with_cloud
 from socflower.clients.split.saved_halves import SplitState
 from socflower.edgecloud.program import SplitProgram
 from socflower.errors import ConfigError
+from socflower.plain_numbers import plain_numbers
 from socflower.training.trainer import torch_threads
 from socflower.wire.message_keys import (
     ARRAYS,
@@ -39,6 +40,7 @@ SettingsFn: TypeAlias = Callable[[Context], SplitSettings]
 FolderFn: TypeAlias = Callable[[Context], Path | None]
 
 
+@plain_numbers
 def make_split_client_app(
     program_fn: ProgramFn, data_fn: SplitDataFn, *, cloud_data_fn: SplitDataFn | None = None,
     settings_fn: SettingsFn = lambda context: SplitSettings(), link_fn: CloudLinkFn = lambda context: CloudLink(),

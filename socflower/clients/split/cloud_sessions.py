@@ -17,6 +17,7 @@ from socflower.edgecloud.halves import Weights
 from socflower.edgecloud.program import Arrays, PlacedHalf, SplitProgram, without_prefix
 from socflower.edgecloud.stream.frames import SplitRefused
 from socflower.errors import ConfigError
+from socflower.plain_numbers import plain_numbers
 from socflower.wire.frame_channel import StreamLost
 from socflower.wire.split_message_keys import JOINED, OWN, TURNS, SplitTask
 
@@ -65,6 +66,7 @@ def _load(program: SplitProgram, task: SplitTask, half: PlacedHalf[Any], weights
         load_half(program, task, half, {f"{half.prefix}{name}": array for name, array in weights.items()})
 
 
+@plain_numbers
 class CloudClient:
     """The sessions of one training in one cloud, for `SplitReplay`.
 

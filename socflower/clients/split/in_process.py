@@ -19,6 +19,7 @@ from socflower.edgecloud.runtime.in_process import run_actions
 from socflower.edgecloud.samples import BatchOrder, PartyBatches
 from socflower.errors import ConfigError
 from socflower.hierarchy.averaging import weighted_average
+from socflower.plain_numbers import plain_numbers
 from socflower.training.model_state import require_same_base
 from socflower.wire.codecs.error_feedback import Form
 from socflower.wire.codecs.quantisation import Grouping
@@ -31,6 +32,7 @@ Fronts: TypeAlias = Sequence[PlacedHalf[TorchFront]]
 Backs: TypeAlias = Sequence[PlacedHalf[TorchBack]]
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitSettings:
     """How features and gradients are encoded for transfer; the same on all engines."""

@@ -28,12 +28,14 @@ from socflower.edgecloud.runtime.front_loop import FrontPlan, MeasuredDecider
 from socflower.edgecloud.runtime.half_state import LoopReport, mean_loss
 from socflower.edgecloud.runtime.span_training import Span, train_back, train_front
 from socflower.errors import ConfigError
+from socflower.plain_numbers import plain_numbers
 from socflower.quantities import counted
 from socflower.wire.folders import temporary_folder
 from socflower.wire.secure_channel import Tls
 from socflower.wire.split_message_keys import OWN, SplitReport, SplitTask
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloudLink:
     """How a node connects to the cloud.

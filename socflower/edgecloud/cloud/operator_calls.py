@@ -13,6 +13,7 @@ from socflower.edgecloud.halves import Weights
 from socflower.edgecloud.stream import split_pb2 as wire
 from socflower.edgecloud.stream.credentials import OPERATOR, PLAIN_TEXT, check_token, run_token
 from socflower.edgecloud.stream.frames import PROTOCOL_VERSION, SplitRefused
+from socflower.plain_numbers import plain_numbers
 from socflower.wire.arrays import MalformedBytes, pack_arrays, unpack_arrays
 from socflower.wire.authentication import ClientAuthentication
 from socflower.wire.frame_channel import StreamLost
@@ -22,6 +23,7 @@ from socflower.wire.secure_channel import Address, PeerNotTrusted, PeerRefused, 
 T = TypeVar("T")
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloudOperator:
     """The address of a cloud and the token that authorises the management of its runs.

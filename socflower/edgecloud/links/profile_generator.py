@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from socflower.cluster.link_rate import RateSteps
 from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile
 from socflower.errors import ConfigError, require_range
+from socflower.plain_numbers import plain_numbers
 
 _NORMAL = NormalDist()
 _HALVINGS = 60
@@ -82,6 +83,7 @@ def link_statistics(kind: str) -> LinkStatistics:
     return LinkStatistics(**{key.name: float(tables[kind][key.name]["value"]) for key in fields(LinkStatistics)})
 
 
+@plain_numbers
 def generate_bandwidth_profile(kind: str, seed: int, duration_s: float, step_s: float = 1.0) -> BandwidthProfile:
     """Return a profile for a kind of link that repeats after `duration_s`; equal arguments give equal profiles.
 

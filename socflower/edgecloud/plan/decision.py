@@ -11,9 +11,11 @@ from socflower.edgecloud.plan.cost_model import predicted_s
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.party import Party
 from socflower.errors import ConfigError, InfeasiblePlan, require_range
+from socflower.plain_numbers import plain_numbers
 from socflower.wire.codecs.quantisation import BITS
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowSchedule:
     """K by training progress: a new value from each given fraction of all batches on."""
@@ -197,6 +199,7 @@ class DecisionEngine:
                          latency_s=blend(past.latency_s, rates.latency_s))
 
 
+@plain_numbers
 def adaptive_party(
     costs: SplitCosts, link: BandwidthProfile, *, num_batches: int, bits: Sequence[int] = (8,),
     window: WindowSchedule | None = None, allow_edge_only: bool = False, moves: bool = True, reverse: bool = False,

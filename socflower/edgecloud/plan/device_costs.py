@@ -12,6 +12,7 @@ from socflower.edgecloud.plan.cost_model import training_s
 from socflower.edgecloud.plan.cuts import CutCost, SplitCosts, SplitPlan
 from socflower.edgecloud.plan.phases import Phases
 from socflower.errors import ConfigError, require_range
+from socflower.plain_numbers import plain_numbers
 from socflower.wire.codecs.quantisation import BITS
 
 CODEC_PASSES = 105.0
@@ -42,6 +43,7 @@ class CutShape:
         require_range(f"cut {self.name}", least=0, front_state_bytes=self.front_state_bytes)
 
 
+@plain_numbers
 def split_costs(model: ModelProfile, cuts: Sequence[CutShape], edge: Device, cloud: Device, batch_size: int, *,
                 frozen_layers: int = 0, optimizer_copies: float = 1.0, label_bytes_per_sample: float = 8.0,
                 gradient_bits: int = 32, codec_passes: float = CODEC_PASSES, edge_processor: str | None = None,

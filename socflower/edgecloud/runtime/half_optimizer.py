@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from socflower.errors import ConfigError, require_range
+from socflower.plain_numbers import plain_numbers
 from socflower.training.fp32 import SchedulerFn, require_no_closure
 
 SEPARATOR = "::"
@@ -25,6 +26,7 @@ def constant_rate(batch: int) -> float:
     return 1.0
 
 
+@plain_numbers
 def torch_schedule(scheduler: SchedulerFn, num_batches: int) -> Schedule:
     """Return the factors of a torch scheduler as a schedule: `scheduler(optimizer, num_batches)`, as in `FP32Trainer`.
 

@@ -16,10 +16,12 @@ from socflower.edgecloud.runtime.front import Samples, TorchFront
 from socflower.edgecloud.runtime.half_optimizer import OptimizerFactory, Schedule, constant_rate
 from socflower.edgecloud.runtime.halves import Passes
 from socflower.errors import ConfigError
+from socflower.plain_numbers import plain_numbers
 from socflower.precision.mixed_precision import MIXING_RULES, accuracy_floor, confidence, cpu_samples, cpu_share
 from socflower.training.int8_layers import STATISTICS, Int8Layers
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True)
 class MixedEdge:
     """How an edge divides a batch between its CPU and its NPU.

@@ -22,6 +22,7 @@ from socflower.engines.local.priced_grid import PricedGrid
 from socflower.engines.local.workers import AppReference, ClientAppSource
 from socflower.engines.strategy_starts import around_starts
 from socflower.errors import ConfigError, SocflowerError, TrainingFailed
+from socflower.plain_numbers import plain_numbers
 from socflower.sim.event_clock import EventClock
 from socflower.strategies.group_grid import GroupGrid
 from socflower.strategies.resuming import no_component
@@ -53,6 +54,7 @@ def load_flower_app(folder: Path) -> FlowerApp:
     return FlowerApp(server_app=server, client_app=client, run_config=_flat(app.get("config", {})))
 
 
+@plain_numbers
 def run_app(
     server_app: ServerApp | AppReference, client_app: ClientAppSource, *, cluster: Cluster,
     num_nodes: int | None = None, run_config: UserConfig | None = None, num_workers: int | None = None,
@@ -151,6 +153,7 @@ def _raise_first_cause(messages: MessageLog, error: Exception | SystemExit) -> N
     raise TrainingFailed(f"{failure}; then the ServerApp raised {type(error).__name__}: {text}") from error
 
 
+@plain_numbers
 def quiet_flower(level: int = logging.ERROR) -> None:
     """Hide Flower's log lines below `level`, which would disturb a progress bar."""
     logging.getLogger("flwr").setLevel(level)

@@ -15,11 +15,13 @@ from collections.abc import Sequence
 
 from socflower.hierarchy.mapping.placement import GroupPlacement, check_slots, group_sizes, make_placement
 from socflower.hierarchy.mapping.splitting import lay_in_sequence, split_groups
+from socflower.plain_numbers import plain_numbers
 
 SEARCH_BUDGET = 2_000
 """States and covers that each of the searches for C = 1 and C = 2 may visit, which takes a few milliseconds."""
 
 
+@plain_numbers
 def integrity_greedy(slots_per_board: Sequence[int], num_groups: int, num_socs: int | None = None) -> GroupPlacement:
     """Return the paper's mapping: step 1 places whole groups, first fit; step 2 the others in sequence (F5).
 
@@ -41,6 +43,7 @@ def integrity_greedy(slots_per_board: Sequence[int], num_groups: int, num_socs: 
     return make_placement(layout, proven_optimal=not to_split)
 
 
+@plain_numbers
 def map_groups(
     slots_per_board: Sequence[int], num_groups: int, num_socs: int | None = None, *, budget: int = SEARCH_BUDGET,
 ) -> GroupPlacement:

@@ -29,6 +29,7 @@ from socflower.pipeline.planner.two_dimensions import best_two_d
 from socflower.pipeline.problem import PipelineDevice, PipelineProblem
 from socflower.pipeline.schedule.order import ASTEROID, RULES, InFlight
 from socflower.pipeline.schedule.run import simulate
+from socflower.plain_numbers import plain_numbers
 
 WORK_LIMIT = 5e8
 """Values that the exact search may compute over all orders, rules and sizes of micro-batches (`search_work`), about six
@@ -41,6 +42,7 @@ _MOST_OF_PAPER = 4000
 """Layers x devices up to which the plan of Algorithm 2 itself is among those that are simulated."""
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannerSettings:
     """How far the planner looks."""

@@ -22,6 +22,7 @@ from socflower.errors import ConfigError, require_range
 from socflower.pipeline.problem import Floats, LayerSeconds, PipelineDevice, PipelineModel, PipelineProblem
 from socflower.pipeline.profiler.int8_layers import require_int8
 from socflower.pipeline.profiler.layers import Granularity, read_model
+from socflower.plain_numbers import plain_numbers
 from socflower.precision.processor_costs import REQUANTISE_PASSES
 
 Int8Socs: TypeAlias = Sequence[int] | Literal["auto"]
@@ -94,6 +95,7 @@ def estimated_problem(
                            num_micro_batches=num_micro_batches, optimizer_copies=optimizer_copies)
 
 
+@plain_numbers
 def pipeline_problem(
     module: nn.Module, example: Example, cluster: Cluster, *, batch_size: int, name: str = "", cuts: str = "layers",
     optimizer_copies: float = 1.0, num_socs: int | None = None, int8_socs: Int8Socs = (),

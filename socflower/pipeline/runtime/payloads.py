@@ -10,6 +10,7 @@ from torch import Tensor
 
 from socflower.errors import ConfigError
 from socflower.pipeline.runtime.stage import Crossing
+from socflower.plain_numbers import plain_numbers
 from socflower.wire.arrays import array_to_bytes
 from socflower.wire.codecs.error_feedback import FORMS, ErrorFeedback, Form
 from socflower.wire.codecs.quantisation import BITS, EncodedTensor, decode, encode, packed_bytes
@@ -18,6 +19,7 @@ _NUMPY_TYPES = {torch.float32: "<f4", torch.float64: "<f8", torch.float16: "<f2"
                 torch.int32: "<i4", torch.int16: "<i2", torch.int8: "|i1", torch.uint8: "|u1", torch.bool: "|b1"}
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationCoding:
     """In how many bits activations and their gradients cross a cut; 32 is exact. Integers always are.

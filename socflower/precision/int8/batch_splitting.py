@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from socflower import _int8
+from socflower.plain_numbers import plain_numbers
 from socflower.precision.int8.network import Convolution, Graph
 
 CANDIDATES = (0, 32, 16, 8)
@@ -38,6 +39,7 @@ class BlockProfile:
         return quickest if self.seconds[quickest] < GAIN * self.seconds[0] else 0
 
 
+@plain_numbers
 def profile_batch_blocks(graph: Graph, batch: int, engine: _int8.Engine, *, repeats: int = 3) -> list[BlockProfile]:
     """Time every convolution of the graph, on random values, for every candidate smaller than the batch."""
     profiles: dict[tuple[object, ...], dict[int, float]] = {}

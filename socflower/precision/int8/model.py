@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from socflower import _int8
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.plain_numbers import plain_numbers
 from socflower.precision.algorithm import NITI, BackwardRule, Fp32Update, IntegerUpdate, TrainingAlgorithm
 from socflower.precision.int8 import saving
 from socflower.precision.int8.batch_share import BatchShare, JointShare, Peers, gather
@@ -38,6 +39,7 @@ GRADIENT_EXPONENT = -7
 """softmax - one-hot lies in [-1, 1]; it is kept in units of 2^-7."""
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSettings:
     """How the engine uses the machine; only `rescaling` changes results.
@@ -56,6 +58,7 @@ class EngineSettings:
     reuse_graph: bool = True
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
     """Mean cross-entropy of a batch before its update, and the number of correctly classified samples."""

@@ -14,11 +14,13 @@ import numpy.typing as npt
 
 from socflower import _int8
 from socflower.errors import TrainingFailed, require_range
+from socflower.plain_numbers import plain_numbers
 from socflower.precision.algorithm import Rounding
 from socflower.precision.int8.batch_share import BatchShare
 from socflower.precision.int8.fixed_point import shift_for
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RescalingPolicy:
     """With `adaptive` False every exponent is searched in every batch, as always in the first `warm_up_batches`."""

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from socflower.errors import ConfigError, require_range
+from socflower.plain_numbers import plain_numbers
 from socflower.thermal.fans.outputs import FanNotFound, FanOutput, measured_speed
 from socflower.thermal.fans.policies import FanObservation, FanPolicy, PredictingPolicy
 from socflower.thermal.fans.quorum import STUCK_AFTER_S, Alerts, FilteredTemperatures, Quorum, is_number
@@ -51,6 +52,7 @@ class FanState:
         return sum(temperature_c is None for temperature_c in self.temperatures_c.values())
 
 
+@plain_numbers
 class FanControl:
     """Sets fans to the speed that a policy chooses for the hottest SoC; a context manager that restores them at exit.
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from socflower.errors import ConfigError
+from socflower.plain_numbers import plain_numbers
 from socflower.thermal.fans.outputs import (
     MIN_DUTY,
     DutyCurve,
@@ -49,6 +50,7 @@ def find_hwmon(name: str, root: Path = Path("/"), *, last: DeviceIdentity | None
     raise ConfigError(f"fan folder = {name!r}: {say}; below {root / 'sys/class/hwmon'} is {there}")
 
 
+@plain_numbers
 class HwmonPwm:
     """A PWM output of a monitoring chip: `pwmN`, `pwmN_enable` and `fanN_input` of the kernel's hwmon interface.
 
@@ -98,6 +100,7 @@ class HwmonPwm:
         """What the chip keeps when its number changes."""
         return self._chip.identity
 
+    @plain_numbers
     def set_rpm(self, rpm: float) -> None:
         """Write the duty for this speed, rounded up. Raises `FanFailure`, after setting the mode back to automatic.
 
@@ -106,6 +109,7 @@ class HwmonPwm:
         """
         self.set_duty(self.curve.duty(checked_speed(rpm)))
 
+    @plain_numbers
     def set_duty(self, duty: float) -> None:
         """Write a fraction of full power, at least `min_duty`. Raises `FanFailure`."""
         wanted = max(_pwm_of(duty), self._least_pwm)

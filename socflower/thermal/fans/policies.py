@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from socflower.cluster.toml_file import unknown_key
 from socflower.errors import ConfigError, require_range
+from socflower.plain_numbers import plain_numbers
 from socflower.thermal.fans.fan_curve import FanCurve, rack_fans
 from socflower.thermal.model.constants import constant
 
@@ -49,6 +50,7 @@ class PredictingPolicy(FanPolicy, Protocol):
         ...
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FixedSpeed:
     """A constant speed."""
@@ -63,6 +65,7 @@ class FixedSpeed:
         return self.fixed_rpm
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassiveCooling:
     """Slow until the hottest SoC passes `hot_c`, then fast until it has come down to `cool_c` (F19).
@@ -93,6 +96,7 @@ class PassiveCooling:
         return self.high_rpm if cooling and hottest_c > self.cool_c else self.low_rpm
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedLoad:
     """The heat that a plan predicts, on the clock of the observations."""
@@ -108,6 +112,7 @@ class PlannedLoad:
             raise ConfigError(f"planned load: it ends at {self.end_s} s, before it begins at {self.begin_s} s")
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PredictiveCooling:
     """The fan speed with the least energy that keeps the SoCs below a limit under the planned load.

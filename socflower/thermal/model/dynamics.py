@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from socflower.errors import ConfigError, require_range
+from socflower.plain_numbers import plain_numbers
 from socflower.thermal.fans.fan_curve import FanCurve, rack_fans
 from socflower.thermal.fans.policies import FanObservation, FanPolicy
 from socflower.thermal.model.background_load import BackgroundLoad, Steps, always
@@ -51,6 +52,7 @@ class _State:
     rpm: float
 
 
+@plain_numbers
 class RackDynamics:
     """Speeds, watts and fans of a cluster's SoCs in one chassis.
 
@@ -103,6 +105,7 @@ class RackDynamics:
 
     # ---------------------------------------------------------------------------------------------------- time
 
+    @plain_numbers
     def steady_s(self, power_w: Sequence[float]) -> float:
         """Return how long speeds, powers and taken SoCs stay constant under this load; at most half an hour."""
         state = self._state
@@ -119,6 +122,7 @@ class RackDynamics:
         time_s = self._state.time_s
         return max((self._num_ticks(time_s) + 1) * self._tick_s - time_s, 0.0)
 
+    @plain_numbers
     def advance(self, duration_s: float, power_w: Sequence[float]) -> float:
         """Advance by `duration_s` under this mean load (watts by SoC, without users); return the fans' joules."""
         end_s, state, fan_j = self._state.time_s + duration_s, self._state, 0.0

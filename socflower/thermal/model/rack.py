@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from socflower.errors import ConfigError
+from socflower.plain_numbers import plain_numbers
 from socflower.thermal.model.constants import constant
 
 Vector = NDArray[np.float64]
@@ -131,6 +132,7 @@ class ThermalNetwork:
         return float(np.dot(self.capacities_j_per_k, temperatures_c - reference_c))
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True)
 class Rack:
     """One chassis: a node for each SoC, then one for each board, then the chassis with its air (F21).

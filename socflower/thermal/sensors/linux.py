@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from socflower.plain_numbers import plain_numbers
 from socflower.thermal.sensors.clocks import Clocks, ClockState
 from socflower.thermal.sensors.other_load import OtherLoad
 from socflower.thermal.sensors.plausibility import STUCK_AFTER_S, SensorFilter, TemperatureUnit
@@ -139,6 +140,7 @@ class SensorsFound:
     load_known: bool  # whether the system reports processor load
 
 
+@plain_numbers
 class LinuxSensors:
     """Implements `HeatSource` for the files below `root`.
 

@@ -4,11 +4,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from socflower.errors import ConfigError, require_range
+from socflower.plain_numbers import plain_numbers
 
 COLDEST_C, HOTTEST_C = -40.0, 150.0
 """A sensor outside this range is broken: no working SoC is colder or hotter."""
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
     """One reading of a device; None for what it does not report, or reports with an impossible value."""

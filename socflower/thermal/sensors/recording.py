@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from socflower.errors import ConfigError
+from socflower.plain_numbers import plain_numbers
 from socflower.thermal.sensors.reading import HeatSource, Reading
 
 _FIELDS = tuple(field.name for field in fields(Reading))
@@ -105,6 +106,7 @@ class Recorder:
             raise ConfigError(f"{self._path}: cannot be written ({error.strerror})") from None
 
 
+@plain_numbers
 def record(
     source: HeatSource, path: Path, *, interval_s: float = 1.0, num_readings: int | None = None,
     sleep: Callable[[float], None] = time.sleep, on_reading: Callable[[Reading], None] | None = None,

@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from socflower.plain_numbers import plain_numbers
 from socflower.thermal.fans.quorum import is_number
 from socflower.thermal.sensors.reading import COLDEST_C, HOTTEST_C, HeatSource, Reading
 
@@ -58,6 +59,7 @@ class HttpSource:
         return _reading(document, self._clock(), self._url)
 
 
+@plain_numbers
 class BackgroundSource:
     """A source that is read by its own thread, so that a hanging one blocks no caller; `close` ends the thread.
 

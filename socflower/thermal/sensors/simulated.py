@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from socflower.errors import ConfigError, require_range
+from socflower.plain_numbers import plain_numbers
 from socflower.thermal.sensors.plausibility import STUCK_AFTER_S, SensorFilter
 from socflower.thermal.sensors.reading import Reading
 from socflower.thermal.sensors.sysfs import NoteLog
@@ -14,6 +15,7 @@ from socflower.thermal.sensors.sysfs import NoteLog
 FAULTS = ("stuck", "nan", "cold", "missing", "denied")
 
 
+@plain_numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SensorFault:
     """A fault of one sensor, and its time on the source's clock."""
@@ -31,6 +33,7 @@ class SensorFault:
         require_range(f"sensor fault {self.kind}", least=0, sensor=self.sensor)
 
 
+@plain_numbers
 class SimulatedSource:
     """Implements `HeatSource` over a model's temperature; its sensors pass the same filter as a real machine's.
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from socflower.errors import ConfigError, require_range
+from socflower.plain_numbers import plain_numbers
 from socflower.thermal.sensors.reading import HeatSource, Reading
 
 _MOST_LOADS = 64
@@ -26,6 +27,7 @@ class _Load:
     reference_s: float | None
 
 
+@plain_numbers
 @dataclass(slots=True)
 class StepTiming:
     """An estimate of the clock from step times.
@@ -53,6 +55,7 @@ class StepTiming:
             self._loads[num_samples] = self._new_load(seconds)
         self._ratios = deque(maxlen=self.window)
 
+    @plain_numbers
     def add_step(self, seconds: float, num_samples: int) -> None:
         """Add a step; one without samples, or with an invalid time, is ignored."""
         if num_samples < 1 or not (math.isfinite(seconds) and seconds > 0.0):
@@ -94,6 +97,7 @@ class StepTiming:
         return _Load(deque(maxlen=self.window), deque(maxlen=self.window), reference_s)
 
 
+@plain_numbers
 class TimedSource:
     """A source that takes its clock from step times where its sensors give none; implements `HeatSource`.
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from socflower.errors import ConfigError, require_range
+from socflower.plain_numbers import plain_numbers
 from socflower.workloads.models.deep_classifiers import efficientnet_b1, mobilenet_v2, resnet50
 from socflower.workloads.models.layers import convolution_norm, draw_weights_, padding_to_32
 
@@ -222,6 +223,7 @@ def model_names() -> tuple[str, ...]:
     return tuple(_BUILDERS)
 
 
+@plain_numbers
 def build_model(name: str, *, in_channels: int, image_size: int, num_classes: int, seed: int) -> nn.Module:
     """Return the named model for (n, in_channels, image_size, image_size) inputs and (n, num_classes) logits.
 

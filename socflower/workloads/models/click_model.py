@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from socflower.errors import ConfigError
+from socflower.plain_numbers import plain_numbers
 from socflower.workloads.click_through import (
     AGES,
     GENDERS,
@@ -108,6 +109,7 @@ class ClickModel(nn.Module):
         return logits
 
 
+@plain_numbers
 def build_click_model(num_parties: int = 2, *, seed: int) -> ClickModel:
     """Return the model for `click_data`: both parties and the top, or with one party the viewing service and the top.
 

@@ -4,12 +4,14 @@ import torch
 from torch import nn
 
 from socflower.errors import require_range
+from socflower.plain_numbers import plain_numbers
 from socflower.workloads.models.layers import draw_weights_
 from socflower.workloads.sample_tensors import STYLE_SIZE
 
 _CHANNELS, _SIZE = 32, 7
 
 
+@plain_numbers
 def build_generator(seed: int, *, num_classes: int = 10) -> nn.Sequential:
     """Return the digit generator: codes (n, num_classes + STYLE_SIZE) to grey images (n, 1, 28, 28) in 0..1.
 
