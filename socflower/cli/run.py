@@ -115,7 +115,9 @@ def run(
                 resumable=not superlink, fresh=fresh, on_notice=print_notice, deployment=deployment,
                 save_model=save_model, logging=logging)
     except KeyboardInterrupt:
-        print_notice(f"interrupted; {runner.kept_line(runner.checkpoint_folder(target)) or 'nothing was written'}")
+        kept = runner.remotely_kept_line(deployment) if superlink else runner.kept_line(
+            runner.checkpoint_folder(target), fresh=fresh)
+        print_notice(f"interrupted; {kept or 'nothing was written'}")
         raise typer.Exit(130) from None
     if as_json:
         print_json(result)
@@ -155,7 +157,7 @@ def _run_app_folder(
         with prints_to_stderr():
             result = app_folder.run_app_folder(run, target, fresh=fresh, on_notice=print_notice, logging=logging)
     except KeyboardInterrupt:
-        print_notice(f"interrupted; {kept_line(app_folder.run_record(target)) or 'nothing was written'}")
+        print_notice(f"interrupted; {kept_line(app_folder.run_record(target), fresh=fresh) or 'nothing was written'}")
         raise typer.Exit(130) from None
     if as_json:
         print_json(result)

@@ -18,7 +18,7 @@ from socflower.errors import ConfigError
 from socflower.wire.arrays import array_to_bytes
 from socflower.wire.folders import LOCK_FILE, FolderLock
 from socflower.wire.message_keys import CONFIG, LOST_STATE, RESUMED, TRAINING, GroupTask
-from socflower.wire.saved_state import DamagedFile, StateKind, StateStore
+from socflower.wire.saved_state import DamagedFile, StateKind, StateStore, UnreadableFile
 
 _TRAINER = StateKind(name="trainer state", schema=3, remedy="start a new training (--fresh)")
 # A server resumes from its last checkpoint, or the one before if that is damaged; the group may be a round ahead.
@@ -137,14 +137,22 @@ class TrainerState:
             return cast(bytes, saved["state"])
         if not self._resumed or not self._begin.next_step:
             return None
-        cause = "no folder for states was given to make_client_app"
+        cause, remedy = "no folder for states was given to make_client_app", _TRAINER.remedy
         if self._files is not None:
+            store = self._files.of(self._begin, _TRAINER)
             try:
-                saved_state, payload = self._files.of(self._begin, _TRAINER).read(self._begin.next_step)
+                saved_state, payload = store.read(self._begin.next_step)
                 if not saved_state["has_state"]:  # after the group diverged
                     return None
+            except UnreadableFile as error:
+                cause, _, remedy = str(error).partition("; ")
+            except DamagedFile as error:
+                cause = error.cause
+                if not store.path(self._begin.next_step).exists():
+                    remedy = ("bring the node back that led the group, or its folder for states, and run the same "
+                              f"command again; if it is lost, {_TRAINER.remedy}")
             except ConfigError as error:
-                cause = error.cause if isinstance(error, DamagedFile) else str(error)
+                cause = str(error)
             else:
                 self._require_same_settings(saved_state["settings"])
                 return bytes(payload)
@@ -152,7 +160,7 @@ class TrainerState:
             return None
         raise ConfigError(f"group {self._begin.group_id} {LOST_STATE} for step {self._begin.next_step} of "
                           f"{self._begin.total_steps} to resume from: {cause}; without its momentum the weights would "
-                          "differ, so start a new training (--fresh)")
+                          f"differ, so {remedy}")
 
     def _require_same_settings(self, before: Any) -> None:
         """Raise `ConfigError` if settings have changed: the optimiser continues with those in its state."""
@@ -201,7 +209,7 @@ class FeedbackState:
         if self._files is not None:
             store = self._files.of(self._position(self._task.first_step), _FEEDBACK)
             for number in store.numbers():
-                with suppress(DamagedFile):  # another member may have it
+                with suppress(DamagedFile, UnreadableFile):  # another member may have it
                     state, payload = store.read(number)
                     if state["sha256"] == sha256:
                         return _floats(payload)

@@ -34,6 +34,7 @@ from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster, to_document
 from socflower.scenario.schema.strategies import group_strategy
 from socflower.wire.folders import UNFINISHED, exclusive_folder, new_folder, temporary_folder
+from socflower.wire.message_keys import LOST_STATE
 from socflower.wire.saved_state import atomic_file, write_atomically
 
 _NEED_WORKERS = ("hang", "die")  # kinds of fault that need a separate worker process
@@ -151,7 +152,12 @@ def run_to_folder(
             on_round(entry)
 
         run = partial(_run_to_folder, prepared, out, engine, num_workers, follow, on_notice, deployment, save_model)
-        return run(None) if not resumable else _resumed(run, prepared.scenario, out, engine, fresh, on_notice)
+        if resumable:
+            return _resumed(run, prepared.scenario, out, engine, fresh, on_notice)
+        try:
+            return run(None)
+        except TrainingFailed as error:
+            raise TrainingFailed(_with_advice(error, remotely_kept_line(deployment))) from None
 
 
 def _resumed(
@@ -236,14 +242,33 @@ def kept_for_resume(kept: Kept, out: Path, fresh: bool) -> Iterator[None]:
         if not kept.newest_name():
             kept.remove()
         elif isinstance(error, TrainingFailed):
-            raise TrainingFailed(f"{error}; {kept_line(kept)}") from None
+            raise TrainingFailed(_with_advice(error, kept_line(kept, fresh=fresh))) from None
         raise
 
 
-def kept_line(kept: Kept) -> str:
-    """Return the line about what is kept of a run that ended early; empty if nothing is."""
+def kept_line(kept: Kept, *, fresh: bool) -> str:
+    """Return the line about what is kept of a run that ended early; empty if nothing is.
+
+    With `fresh` the command was given --fresh, which would remove it.
+    """
     name = kept.newest_name()
-    return name and f"{name} is kept in {kept.path}: the same command resumes after it, --fresh starts anew"
+    return name and f"{name} is kept in {kept.path}: {_resumes(fresh)} after it, --fresh starts anew"
+
+
+def remotely_kept_line(deployment: DeploymentOptions) -> str:
+    """Return the line about checkpoints on the SuperLink's machine; empty if none are kept there."""
+    return deployment.checkpoint_folder and (
+        f"checkpoints are in {deployment.checkpoint_folder} on the SuperLink's machine: "
+        f"{_resumes(deployment.fresh)} after the newest, --fresh starts anew")
+
+
+def _resumes(fresh: bool) -> str:
+    return f"the same command {'without --fresh ' if fresh else ''}resumes"
+
+
+def _with_advice(error: TrainingFailed, advice: str) -> str:
+    """Return the text of an error with advice on how to resume; one about a lost state has its own."""
+    return str(error) if not advice or LOST_STATE in str(error) else f"{error}; {advice}"
 
 
 def target_of(scenario: Scenario, results: Sequence[Mapping[str, Any]]) -> tuple[Quality, float | None]:

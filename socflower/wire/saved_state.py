@@ -5,6 +5,7 @@ JSON says what kind of state it is, of which schema, who wrote it and for whom, 
 is refused by one rule.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -100,6 +101,17 @@ class DamagedFile(ConfigError):
         self.cause = cause
 
 
+class UnreadableFile(ConfigError):
+    """An entry that may be intact, which this process may not or cannot read at present."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        super().__init__(f"{path} cannot be read ({error.strerror}); mend that, and run the same command again")
+
+
+_PASSING = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT)
+"""Errors that say nothing against a file: rights, too many open files, a file server that is away."""
+
+
 def seal(kind: StateKind, state: Mapping[str, Any], payload: Iterable[bytes | memoryview] = (), *, owner: str = "",
          number: int = 0) -> list[bytes | memoryview]:
     """Return the pieces of an entry with `state` (JSON) and the bytes of `payload`; see `unseal`."""
@@ -145,10 +157,12 @@ def unseal(kind: StateKind, content: bytes, where: str, *, owner: str = "", numb
 
 
 def read_sealed(path: Path, kind: StateKind, *, owner: str = "", number: int = 0) -> tuple[dict[str, Any], memoryview]:
-    """Return state and payload of an entry's file; raises as `unseal` does."""
+    """Return state and payload of an entry's file; raises as `unseal` does, and `UnreadableFile`."""
     try:
         content = path.read_bytes()
     except OSError as error:
+        if error.errno in _PASSING:
+            raise UnreadableFile(path, error) from None
         raise DamagedFile(f"{path} cannot be read ({error.strerror})", kind.remedy) from None
     return unseal(kind, content, str(path), owner=owner, number=number)
 
@@ -250,8 +264,8 @@ class StateStore:
     def newest(self, load: Callable[[int], T], on_damage: Callable[[str], None] = lambda line: None) -> T | None:
         """Return `load(number)` of the newest entry for which it raises no `DamagedFile`, or None without entries.
 
-        `on_damage` gets a line for each damaged one that is skipped. Raises `ConfigError` if all are damaged, and for
-        an entry of another kind, schema or owner.
+        `on_damage` gets a line for each damaged one that is skipped. Raises `ConfigError` if all are damaged, for an
+        entry of another kind, schema or owner, and for one that cannot be read now but may be intact.
         """
         causes = []
         for number in self.numbers():

@@ -113,7 +113,7 @@ def _attempt_remotely(
                 answered_s = time.monotonic()
             elif time.monotonic() - answered_s > _SILENCE_S:
                 raise TrainingFailed(f"engine {ENGINE}: the SuperLink has not answered for {_SILENCE_S:g} s; run "
-                                     f"{run_id} may still be running there")
+                                     f"{run_id} may still be running there, flwr stop {run_id} ends it")
             else:
                 on_notice("the SuperLink does not answer; trying again")
                 time.sleep(_ASK_S)
