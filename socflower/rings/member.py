@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from logging import INFO
@@ -159,13 +160,30 @@ class RingMember:
 class _Snapshot:
     """State other than gradients and weights that a pass changes; it is restored before a pass is repeated."""
 
-    def __init__(self, buffers: Iterable[Tensor]) -> None:
-        self._buffers, self._random = [(buffer, buffer.clone()) for buffer in buffers], RandomState()
+    def __init__(self, model: nn.Module | None) -> None:
+        """Save the buffers of `model`, if any, and the state of the random generators."""
+        # Where a buffer belongs, too: a forward pass may assign another tensor instead of changing this one.
+        self._buffers = [] if model is None else [
+            (module, name, buffer, buffer.clone()) for module in model.modules()
+            for name, buffer in module.named_buffers(recurse=False)]
+        self._random = RandomState()
 
     def restore(self) -> None:
-        for buffer, saved in self._buffers:
+        for module, name, buffer, saved in self._buffers:
             buffer.copy_(saved)
+            if module.get_buffer(name) is not buffer:
+                setattr(module, name, buffer)
         self._random.restore()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PendingStep:
+    """A step whose gradient this member has given, and which is not yet applied."""
+
+    snapshot: _Snapshot  # from before the pass
+    own: list[int]  # samples of this member
+    total: int  # number of samples of all members
+    loss: Tensor
 
 
 class _MemberSession:
@@ -198,9 +216,9 @@ class _MemberSession:
             ring.leader_compression, untrained_names(self._model), member.feedback, ring.feedback_sha256)
         self._began_with: dict[str, NDArray[Any]] = {}
         self._losses: list[Tensor] = []
-        self._pending_step: tuple[_Snapshot, list[int], Tensor] | None = None  # of a step that is not yet applied
+        self._pending_step: _PendingStep | None = None
         self._diverged = False  # whether no member's gradient was finite
-        self._non_finite: list[str] = []  # gradients that were left out, a line each
+        self._dropped: dict[tuple[int, int], str] = {}  # gradients that were left out, by step and SoC
         self._members: tuple[int, ...] = ()
         self._lost_at_s: float | None = None
         self._recoveries_s: list[float] = []
@@ -274,8 +292,7 @@ class _MemberSession:
         """
         is_behind = generation.num_steps != self._num_steps + self._stage or not self._has_model
         if self._pending_step is not None and generation.num_steps == self._num_steps:
-            snapshot, _, _ = self._pending_step  # the step is repeated
-            snapshot.restore()
+            self._pending_step.snapshot.restore()  # the step is repeated
             self._pending_step = None
         weights = None if generation.same_model else self._broadcast_from(generation.source, self._common_state)
         state = None if generation.same_optimizer else self._broadcast_from(
@@ -296,11 +313,10 @@ class _MemberSession:
         if self._changes is not None and not generation.num_steps:
             self._changes.begin(self._group_model().arrays)
         if self._pending_step is not None:  # the others have applied this step
-            _, own, loss = self._pending_step
-            self._pending_step = None
+            pending, self._pending_step = self._pending_step, None
             if self._compression is not None:
                 self._compression.finish_step()
-            self._record_step(own, loss, adopted=True)
+            self._record_step(pending.own, pending.loss, pending.total, adopted=True)
         if state is not None and generation.optimizer_source != self._ring.participant:
             self._state = state or None
         self._num_steps = generation.num_steps
@@ -393,10 +409,16 @@ class _MemberSession:
                 continue
             self._timer.begin_step()
             loss = self._sum_gradients(session, shares, present)
-            if left_out := self._culprits(session, shares, present):
-                shares = [share[:0] if at in left_out else share for at, share in enumerate(shares)]
+            if not self._sum_is_finite():
+                shares = self._without_culprits(session, shares, present)
                 total = sum(map(len, shares))
+                if not total:
+                    self._pending_step = None
+                    self._num_steps += 1
+                    continue
+                self._timer.begin_step()  # the time of a step that is repeated says nothing about a member's speed
                 loss = self._sum_gradients(session, shares, present)
+                self._diverged = not self._sum_is_finite()
             with self._timer.timed():
                 session.apply()
             if self._compression is not None:
@@ -404,19 +426,23 @@ class _MemberSession:
             self._pending_step = None
             own = shares[self._position]
             self._timer.end_step(len(own))
-            self._record_step(own.tolist(), loss, total=total)
+            self._record_step(own.tolist(), loss, total)
             # After the last step there is nothing to balance.
             if self._balance is not None and self._num_steps % self._ring.rebalance_steps == 0 \
                     and self._num_steps < group.num_steps:
                 self._balance.exchange(self._collective, present, self._poll)
 
+    @property
+    def _position(self) -> int:
+        return self._members.index(self._ring.participant)
+
     def _sum_gradients(
         self, session: ExchangingSession | JointSession, shares: Sequence[Indices], present: Sequence[int],
     ) -> Tensor:
         """Compute this member's gradient of a step and sum it with the others'; return its part of the loss."""
-        batch = self._own_part(shares, present)
+        batch, total = self._own_part(shares, present), sum(map(len, shares))
         # The buffers of a joint session's model are written when it ends.
-        snapshot = _Snapshot(() if isinstance(session, JointSession) else self._model.buffers())
+        snapshot = _Snapshot(None if isinstance(session, JointSession) else self._model)
         if not self._group.first_step + self._num_steps:
             try_loss(session, [batch], self._member.data, self._group.batch_size, divided=True)
         # Before other operations of the ring, which a thread of the exchange may begin at any time.
@@ -425,16 +451,13 @@ class _MemberSession:
         loss = torch.zeros(())
         try:
             with self._timer.timed():
-                loss = session.gradients([batch], sum(map(len, shares)), *weight)
+                loss = session.gradients([batch], total, *weight)
         finally:
             # Also if the pass was interrupted: its random numbers and statistics must be undone.
-            self._pending_step = (snapshot, shares[self._position].tolist(), loss)
+            self._pending_step = _PendingStep(
+                snapshot=snapshot, own=shares[self._position].tolist(), total=total, loss=loss)
         finish_exchange()
         return loss
-
-    @property
-    def _position(self) -> int:
-        return self._members.index(self._ring.participant)
 
     def _own_part(self, shares: Sequence[Indices], present: Sequence[int]) -> Part:
         with self._timer.timed():
@@ -442,41 +465,53 @@ class _MemberSession:
                 torch.from_numpy(shares[self._position]),
                 sample_key(self._group, self._num_steps, present[self._position]))
 
-    def _culprits(
-        self, session: ExchangingSession | JointSession, shares: Sequence[Indices], present: Sequence[int],
-    ) -> set[int]:
-        """Return which members made a step's sum NaN or infinite, the same at all members; undo the pass for them.
+    def _sum_is_finite(self) -> bool:
+        """Return whether the sum of gradients is finite; also if that is not to be known, as after a divergence."""
+        # A joint session sums integers.
+        return self._diverged or isinstance(self._session, JointSession) or self._exchange is None \
+            or self._exchange.is_finite()
 
-        Each member computes its own gradient once more to find out. Where errors are tolerated, the culprits' SoCs are
-        logged, else `TrainingFailed` names them. If no gradient is finite, or their sum is too large, the model has
-        diverged: nobody is to blame, and the group's reply will be refused.
+    def _without_culprits(
+        self, session: ExchangingSession | JointSession, shares: Sequence[Indices], present: Sequence[int],
+    ) -> list[Indices]:
+        """Return the shares with which a step whose sum was not finite is done again; the same at all members.
+
+        Each member computes its own gradient once more. Members whose gradients are not finite get no samples, and are
+        named, where errors are tolerated; else `TrainingFailed` names them. If no gradient is finite, or each is, all
+        shares stay: the model has diverged, and the group's reply will be refused, or the fault has passed. No sample
+        is left if nobody else has one that counts.
         """
-        exchange = self._exchange
-        if self._diverged or isinstance(session, JointSession) or exchange is None or exchange.is_finite():
-            return set()
         assert self._collective is not None and self._pending_step is not None
-        snapshot, _, _ = self._pending_step
+        snapshot, batch = self._pending_step.snapshot, self._own_part(shares, present)
         snapshot.restore()
-        batch = self._own_part(shares, present)
         own = session.batch_weight([batch]) if isinstance(session, WeighingSession) else None
-        session.gradients([batch], sum(map(len, shares)), *([] if own is None else [lambda: own]))
+        weights = [json.loads(payload) for payload in self._collective.all_gather(json.dumps(own).encode(), self._poll)]
+        group_weight = sum(weight for weight in weights if weight is not None and math.isfinite(weight))
+        fault = ""
+        if own is not None and not math.isfinite(own):
+            fault = "the weight of its loss"
+        elif own is None or own:  # samples that do not count have no gradient
+            weight = [] if own is None else [lambda: group_weight]
+            session.gradients([batch], sum(map(len, shares)), *weight)
+            fault = next((name for name, parameter in self._model.named_parameters()
+                          if parameter.grad is not None and not torch.isfinite(parameter.grad).all()), "")
         snapshot.restore()
-        tensor = next((name for name, parameter in self._model.named_parameters()
-                       if parameter.grad is not None and not torch.isfinite(parameter.grad).all()), "")
-        tensors = [payload.decode() for payload in self._collective.all_gather(tensor.encode(), self._poll)]
-        culprits = {at for at, name in enumerate(tensors) if name}
-        self._diverged = not culprits or not any(len(shares[at]) for at in range(len(shares)) if at not in culprits)
-        if self._diverged:
-            return set()
+        faults = [payload.decode() for payload in self._collective.all_gather(fault.encode(), self._poll)]
+        finite = [at for at, fault in enumerate(faults) if not fault and len(shares[at])]
+        if not any(faults) or not finite:
+            return list(shares)
         step = self._group.first_step + self._num_steps
-        for at in sorted(culprits):
-            fault = (f"the gradient of SoC {self._soc_of(self._members[at])} in step {step} has NaN or infinite values "
-                     f"(first {tensors[at]})")
+        for participant, fault in zip(self._members, faults, strict=True):
+            if not fault:
+                continue
+            soc = self._group.members[self._group.partitions.index(participant)]
+            text = f"the gradient of SoC {soc} in step {step} has NaN or infinite values (first {fault})"
             if not self._ring.tolerate_errors:
-                raise TrainingFailed(f"group {self._group.group_id}: {fault}; look at its samples, or set "
+                raise TrainingFailed(f"group {self._group.group_id}: {text}; look at its samples, or set "
                                      "tolerate_client_errors to leave such gradients out")
-            self._non_finite.append(f"{fault}, left out")
-        return culprits
+            self._dropped[step, soc] = f"{text}, left out"
+        some_count = any(weights[at] is None or weights[at] for at in finite)
+        return [share if some_count and at in finite else share[:0] for at, share in enumerate(shares)]
 
     def _begin_weight_sum(self, session: ExchangingSession | JointSession, batch: Part) -> list[Callable[[], float]]:
         """Begin to sum the members' weights of a batch; return what waits for the sum, nothing if it is not needed."""
@@ -520,11 +555,9 @@ class _MemberSession:
             return self._schedule.shares(step, present)
         return self._schedule.shares(step, present, balance.capacities(present), balance.due(present))
 
-    def _record_step(self, own: list[int], loss: Tensor, *, adopted: bool = False, total: int | None = None) -> None:
-        """Record a step as done."""
+    def _record_step(self, own: list[int], loss: Tensor, total: int, *, adopted: bool = False) -> None:
+        """Record a step as done, of `own` samples of this member and `total` of all."""
         step = self._group.first_step + self._num_steps
-        if total is None:
-            total = sum(map(len, self._schedule.batch(step)))
         self._num_steps += 1
         self._num_samples += total
         self._num_own_samples += len(own)
@@ -662,9 +695,6 @@ class _MemberSession:
     def _result_without_model(self, outcome: str) -> MemberResult:
         return MemberResult(outcome=self._outcome(outcome, answers=False), mean_loss=0.0, num_samples=0, end=None)
 
-    def _soc_of(self, participant: int) -> int:
-        return self._group.members[self._group.partitions.index(participant)]
-
     def _outcome(self, outcome: str, *, answers: bool) -> RingOutcome:
         soc_of = dict(zip(self._group.partitions, self._group.members, strict=True))
         return RingOutcome(
@@ -673,7 +703,7 @@ class _MemberSession:
             preempted=tuple(soc_of[participant] for participant in self._membership.preempted),
             log=(*self._membership.log_lines, *self._leader.log_lines,
                  *([] if self._changes is None else self._changes.log_lines)),
-            dropped=tuple(_shortened(self._non_finite)),
+            dropped=tuple(_shortened([*self._dropped.values()])),
             met=self._met, met_samples=self._met_samples, feedback_sha256=feedback_digest(
                 self._changes.feedback if self._changes is not None and self._stage == _MET else None),
             rates=tuple(self._rates.get(participant, 0.0) for participant in self._membership.finished)

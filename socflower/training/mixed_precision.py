@@ -124,7 +124,9 @@ class MixedPrecisionSession:
         self._shares: list[float] = [1.0] * span.num_members
         self._floor = 0.0
         self._num_samples = self._num_cpu_samples = 0
-        self._gradient_samples = (0, 0)  # of the gradient that is not yet applied: samples, and those of the CPU
+        # Of the gradient that is not yet applied: samples, those of the CPU, and those of the INT8 backend. They count
+        # when it is applied, since a ring may repeat a pass.
+        self._gradient_samples, self._num_int8_samples = (0, 0), 0
         self._int8_samples_since_average = self._samples_since_average = 0
         self._joules_at_start: float | None = None
 
@@ -148,6 +150,7 @@ class MixedPrecisionSession:
         cpu_parts = [(inputs[:size], labels[:size]) for (inputs, labels), size in zip(parts, sizes, strict=True)]
         npu_parts = [(inputs[size:], labels[size:]) for (inputs, labels), size in zip(parts, sizes, strict=True)]
         self._fp32.begin()
+        self._num_int8_samples = 0
         int8 = self._start_int8(npu_parts, num_samples)
         started_s = time.perf_counter()
         loss = self._fp32.accumulate(cpu_parts, num_samples)
@@ -164,6 +167,7 @@ class MixedPrecisionSession:
         self._step += 1
         self._num_samples += num_samples
         self._samples_since_average += num_samples
+        self._int8_samples_since_average += self._num_int8_samples
         self._num_cpu_samples += num_cpu_samples
         if self._alpha is not None and self._trainer.rule != "fp32":
             self._note_alpha(self._alpha)
@@ -387,7 +391,7 @@ class MixedPrecisionSession:
                 parameter.grad = gradient * work.weight
             else:
                 parameter.grad.add_(gradient, alpha=work.weight)
-        self._int8_samples_since_average += work.num_samples
+        self._num_int8_samples = work.num_samples
         if self._ratio is not None:
             self._ratio.note(cpu=cpu, npu=(work.num_samples, work.seconds))
         return torch.tensor(work.loss)

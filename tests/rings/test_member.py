@@ -1,5 +1,6 @@
 """Members of a ring in threads of this process, struck at moments that no kill of a process can be timed to."""
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -717,3 +718,96 @@ def test_a_member_is_lost_while_others_look_for_a_culprit(monkeypatch: pytest.Mo
         for ours, theirs in zip(trained.parameters(), reference.parameters(), strict=True):
             np.testing.assert_allclose(ours.detach(), theirs.detach(), atol=1e-6, rtol=1e-4)
     assert sum(end.outcome.answers for end in members.ends.values()) == 1
+
+
+class Touched(DataSource):
+    """A member's view of `data`, whose samples `touch` changes: called with inputs, labels and the number of reads."""
+
+    def __init__(self, data: DataSource, touch: Callable[[Tensor, Tensor, int], None]) -> None:
+        self._data, self._touch, self._num_reads = data, touch, 0
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def batch(self, indices: Any, key: Sequence[int] = ()) -> Batch:
+        inputs, labels = self._data.batch(indices, key)
+        self._num_reads += 1
+        self._touch(inputs, labels, self._num_reads)
+        return inputs, labels
+
+
+def touched(
+    monkeypatch: pytest.MonkeyPatch, touches: Mapping[int, Callable[[Tensor, Tensor, int], None]], **options: Any,
+) -> Members:
+    data_of = Members._data_of
+    monkeypatch.setattr(Members, "_data_of", lambda self, rank: Touched(
+        data_of(self, rank), touches.get(rank, lambda inputs, labels, reads: None)))
+    return Members(3, monkeypatch, nothing, tolerate_errors=True, **options)
+
+
+def equal_weights(members: Members) -> bool:
+    first, *others = (list(model.parameters()) for model in members.models.values())
+    return all(torch.equal(ours, theirs) for other in others for ours, theirs in zip(first, other, strict=True))
+
+
+def test_a_fault_that_has_passed_repeats_the_step_and_names_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = touched(monkeypatch, {1: lambda inputs, labels, reads: inputs.fill_(torch.nan) if reads == 3 else None})
+    members.check()
+    assert all(end.outcome.dropped == () for end in members.ends.values())
+
+
+def test_members_that_diverge_in_different_places_keep_equal_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(made: Tensor, labels: Tensor) -> Tensor:
+        """A finite loss, whose gradient is not finite in the rows of these labels."""
+        return functional.cross_entropy(made, labels) + (made.gather(1, labels[:, None]) * 0.0).sqrt().mean()
+
+    def only(label: int) -> Callable[[Tensor, Tensor, int], None]:
+        def touch(inputs: Tensor, labels: Tensor, reads: int) -> None:
+            labels.fill_(label)
+
+        return touch
+
+    members = touched(monkeypatch, {rank: only(rank) for rank in range(3)}, loss=loss)
+    assert all(end.outcome.dropped == () for end in members.ends.values())
+    assert all(torch.equal(ours.isnan(), theirs.isnan()) for ours, theirs in zip(
+        members.models[0].parameters(), members.models[2].parameters(), strict=True))
+
+
+@pytest.mark.parametrize("ignoring", [(2,), (0, 2)], ids=["one of the others", "all the others"])
+def test_samples_that_do_not_count_are_no_fault(monkeypatch: pytest.MonkeyPatch, ignoring: Sequence[int]) -> None:
+    """In the step of a culprit all labels of other members are ignored; without the culprit none may count."""
+    def ignore(inputs: Tensor, labels: Tensor, reads: int) -> None:
+        if 2 <= reads <= 4:
+            labels.fill_(-100)
+
+    members = touched(monkeypatch, {
+        1: lambda inputs, labels, reads: inputs.fill_(torch.nan) if 2 <= reads <= 3 else None,
+        **dict.fromkeys(ignoring, ignore)})
+    assert {end.outcome.outcome for end in members.ends.values()} == {COMPLETED}
+    assert [line[:31] for line in members.ends[0].outcome.dropped] == ["the gradient of SoC 1 in step 1"]
+    assert equal_weights(members) and all(torch.isfinite(each).all() for each in members.models[0].parameters())
+    assert [len(ledger) for ledger in members.ledgers.values()] == [NUM_STEPS - (len(ignoring) == 2)] * 3
+
+
+def test_the_time_of_a_repeated_step_gives_a_culprit_no_larger_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = Members(3, monkeypatch, nothing, spoilt={1: [0, 2]}, tolerate_errors=True, rebalance_steps=1)
+    rates = members.ends[0].outcome.rates
+    assert max(rates) == pytest.approx(min(rates))
+
+
+def test_a_buffer_that_the_forward_pass_assigns_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(16))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            if self.training and len(inputs):
+                self.mean = 0.9 * self.mean + 0.1 * inputs.detach().mean(dim=0)
+            return inputs - self.mean
+
+    monkeypatch.setattr(sys.modules[__name__], "model", lambda **options: built(
+        lambda: nn.Sequential(nn.Flatten(), Mean(), nn.Linear(16, 3)), 2))
+    members = Members(3, monkeypatch, nothing, spoilt={1: [2]}, tolerate_errors=True)
+    assert [line[:31] for line in members.ends[0].outcome.dropped] == ["the gradient of SoC 1 in step 2"]
+    assert all(torch.isfinite(each[1].mean).all() for each in members.models.values())

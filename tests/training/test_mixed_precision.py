@@ -22,7 +22,7 @@ from socflower.precision import NITI, Int8Backend, NativeInt8Backend
 from socflower.precision.int8.model import StepResult
 from socflower.precision.mixed_precision import accuracy_floor, cpu_samples, cpu_share
 from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
-from socflower.training.mixed_precision import MixedPrecisionTrainer
+from socflower.training.mixed_precision import MixedPrecisionSession, MixedPrecisionTrainer
 from socflower.training.trainer import Part, SessionResult, TrainingSpan
 from tests.clients.test_app import fresh, group_task, make_app, message, metrics_of, node
 from tests.seeded import built
@@ -817,3 +817,17 @@ def test_without_dropout_the_accelerator_takes_no_random_number() -> None:
         before = torch.get_rng_state()
         run(trainer_of(NativeInt8Backend), model, steps)
         assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_pass_that_is_repeated_counts_once() -> None:
+    """As in a ring: the statistics of the int8 backend enter the mean with the part of the samples that it had."""
+    counted = []
+    for repeats in (1, 3):
+        session = trainer_of().start(network(norm=True), TrainingSpan(num_members=1, total_steps=2, steps_per_epoch=2))
+        assert isinstance(session, MixedPrecisionSession)
+        for parts in batches(2, [8]):
+            for _ in range(repeats):
+                session.gradients(parts, 8)
+            session.apply()
+        counted.append((session._int8_samples_since_average, session._samples_since_average))
+    assert counted[0] == counted[1] and counted[0][0] < counted[0][1]
