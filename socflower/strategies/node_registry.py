@@ -128,15 +128,14 @@ class NodeRegistry:
         answers.
         """
         first = self._query_nodes(grid, nodes, _QUERY_TIMEOUT_S)
-        statuses, lost, failed = first.statuses, first.silent | first.gone, first.failed
-        if any(status.ring or _is_placed(status) for status in statuses.values()):
-            # A node whose process died during the query may have a new process by now.
-            second = self._query_nodes(grid, sorted({*first.gone, *failed}), first.limit_s)
-            statuses, failed = statuses | second.statuses, second.failed
-            lost = first.silent | second.silent | second.gone
-            if failed:
-                raise ConfigError(f"SoCFlow: nodes {', '.join(map(str, sorted(failed)))} failed, twice, and others say "
-                                  "where they are; see these nodes' logs, and run the same app on all")
+        say_where = any(status.ring or _is_placed(status) for status in first.statuses.values())
+        # A node whose process died during the query may have a new process by now.
+        again = {*first.gone, *(first.failed if say_where else ())}
+        second = self._query_nodes(grid, sorted(again), first.limit_s)
+        statuses, lost = first.statuses | second.statuses, first.silent | second.silent | second.gone
+        if second.failed and say_where:
+            raise ConfigError(f"SoCFlow: nodes {', '.join(map(str, sorted(second.failed)))} failed, twice, and others "
+                              "say where they are; see these nodes' logs, and run the same app on all")
         if len(lost) == len(nodes):
             raise TrainingFailed(f"SoCFlow: none of {len(nodes)} nodes answered within {_QUERY_TIMEOUT_S:g} s; see "
                                  "their logs")
@@ -193,14 +192,14 @@ class NodeRegistry:
         while self._unanswered:
             for reply in grid.pull_messages(list(self._unanswered)):
                 self._unanswered.pop(reply.metadata.reply_to_message_id, None)
-                back += self._on_reply(reply)
+                back += self._on_reply(reply, grid)
             if time.monotonic() >= until_s or self._unanswered.keys() <= self._late:
                 break
             time.sleep(_PULL_INTERVAL_S)
         self._late |= self._unanswered.keys()
         return sorted(back)
 
-    def _on_reply(self, reply: Message) -> list[int]:
+    def _on_reply(self, reply: Message, grid: Grid) -> list[int]:
         if not reply.has_content() or STATUS not in reply.content.config_records:
             return []
         status = decode(NodeStatus, reply.content.config_records[STATUS], "status")
@@ -211,6 +210,11 @@ class NodeRegistry:
             soc = self._soc_at(status)
             if soc is None or soc not in self._socs:
                 return []
+            known = self._node_of.get(soc)
+            if known is not None and soc not in self._away and known in set(grid.get_node_ids()):
+                log(WARNING, "SoCFlow: node %d says that it is at board %d, slot %d, where node %d is; left out, until "
+                    "their node configs are corrected", node, status.board, status.slot, known)
+                return []
             self._node_of[soc] = node
             self._status[soc] = status
             self._away.add(soc)
@@ -218,6 +222,12 @@ class NodeRegistry:
             self.lost.discard(soc)
             self._status[soc] = status
         if status.preempted or soc not in self._away:
+            return []
+        others = [each for other, each in self._status.items() if other != soc and each.ring]
+        if others and not (status.ring and any(all(transport in each.transports for each in others)
+                                               for transport in status.transports)):
+            log(WARNING, "SoCFlow: node %d has no ring in its node config, or not the transport of the others; left "
+                "out, until that is corrected", node)
             return []
         self._away.discard(soc)
         return [soc]

@@ -198,6 +198,7 @@ class SplitReplay(PlannedRounds):
         if not self._registry.node_of:
             self._registry.match_nodes(grid, query=self._cloud is not None)
         self._registry.hear(grid)
+        self._registry.ask(grid, server_round)
         self._returned, self._left_out = sorted(self._left_out - self._registry.lost), set(self._registry.lost)
         if self._left_out and self._mode != OWN:
             raise TrainingFailed(f"SplitReplay: {self._registry.left_out}; edges that share a cloud half need each "

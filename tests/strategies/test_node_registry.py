@@ -346,3 +346,22 @@ def test_a_node_that_hangs_later_is_waited_for_once(waits: int) -> None:
             registry.ask(grid, server_round)  # type: ignore[arg-type]
             assert registry.hear(grid) == []  # type: ignore[arg-type]
     assert 180.0 < grid.now_s < 185.0
+
+
+def test_a_node_that_answers_late_with_the_place_of_a_live_one_takes_nothing() -> None:
+    registry, grid = matched([*PLACES[:4], at(1, 0, ring="10.0.0.9:29000")], {104: 100.0})
+    before = dict(registry.node_of)
+    with clock_of(grid):
+        grid.now_s = 200.0
+        registry.ask(grid, 1)
+        assert registry.hear(grid) == []
+    assert registry.node_of == before and registry.present(grid) == (0, 1, 2, 4)  # type: ignore[arg-type]
+
+
+def test_a_node_that_answers_late_without_a_ring_stays_out() -> None:
+    registry, grid = matched([*PLACES[:4], at(1, 1, ring="", transports=())], {104: 100.0})
+    with clock_of(grid):
+        grid.now_s = 200.0
+        registry.ask(grid, 1)
+        assert registry.hear(grid) == []
+    assert registry.present(grid) == (0, 1, 2, 4)  # type: ignore[arg-type]

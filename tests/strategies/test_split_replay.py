@@ -444,3 +444,31 @@ def test_edges_that_share_a_cloud_half_do_not_wait_for_one_that_hangs(mode: Any)
     with pytest.raises(TrainingFailed, match=r"node 20 did not answer within .*; edges that share a cloud half need"):
         messages(strategy, 1, SilentEdge())
     assert not cloud.opened
+
+
+class DyingEdge(CloudGrid):
+    """The client process of edge 1's node dies at each of the first two questions."""
+
+    in_one_process, num_deaths = False, 2
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        asked = dict(self._pushed)
+        replies = list(super().pull_messages(message_ids))
+        for place, reply in enumerate(replies):
+            if reply.metadata.src_node_id == 20 and self.num_deaths:
+                self.num_deaths -= 1
+                replies[place] = answer_error(asked[reply.metadata.reply_to_message_id], 8, "died")
+        return replies
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize(("num_deaths", "first"), [(1, [10, 20, 30]), (2, [10, 30])])
+def test_an_edge_whose_process_died_is_asked_again(num_deaths: int, first: list[int]) -> None:
+    strategy, grid = replay(3, cloud=FakeCloud()), DyingEdge()
+    grid.num_deaths = num_deaths
+    seen = []
+    for server_round in (1, 2):
+        sent = messages(strategy, server_round, grid)
+        seen.append([message.metadata.dst_node_id for message in sent])
+        strategy.aggregate_train(server_round, [answer(message, 1.0, report={}) for message in sent])
+    assert seen == [first, [10, 20, 30]]

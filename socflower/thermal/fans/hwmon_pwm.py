@@ -27,8 +27,9 @@ _MANUAL_MODE = 1
 def find_hwmon(name: str, root: Path = Path("/"), *, last: DeviceIdentity | None = None) -> Path:
     """Return the folder of a monitoring chip by its name ("nct6798"), number ("hwmon3") or path.
 
-    Numbers may change between boots, names do not. `last` is the chip that had this number or path before: if it has
-    another number now, its present folder is returned. `ConfigError` if no chip or several chips match.
+    Numbers may change between boots, names do not. `last` is the chip that was meant before: if it has another number
+    now, its present folder is returned, and it is preferred to others of its name. `ConfigError` if no chip or several
+    chips match.
     """
     is_number = re.fullmatch(r"hwmon\d+", name) is not None
     if last is not None and (is_number or "/" in name):
@@ -43,6 +44,8 @@ def find_hwmon(name: str, root: Path = Path("/"), *, last: DeviceIdentity | None
         return Path(name)
     folders = matching_paths(root / "sys/class/hwmon", "hwmon*")
     found = [folder for folder in folders if name in (folder.name, _chip(folder))]
+    if len(found) > 1 and last is not None:
+        found = [folder for folder in found if identity_of(folder) == last] or found
     if len(found) == 1:
         return found[0]
     there = ", ".join(f"{_chip(folder)} ({folder.name})" for folder in folders) or "no chip"

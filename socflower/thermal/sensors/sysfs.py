@@ -29,6 +29,10 @@ def _integer(path: Path, text: str) -> int:
     return value
 
 
+_HID_COUNTER = re.compile(r"(?<=^[0-9A-F]{4}:[0-9A-F]{4}:[0-9A-F]{4})\.[0-9A-F]{4,}$")
+"""At the end of an HID device's name, such as 0003:1E71:2007.0003: the kernel counts how often it has seen one."""
+
+
 class DeviceIdentity(NamedTuple):
     """What a device keeps when its number changes."""
 
@@ -72,10 +76,10 @@ class OpenFolder:
         except (OSError, ValueError):
             name = None
         try:
-            device = os.path.basename(os.readlink("device", dir_fd=self._descriptor)) or None
+            device = os.path.basename(os.readlink("device", dir_fd=self._descriptor).rstrip("/")) or None
         except OSError:
             device = None
-        return DeviceIdentity(name, device)
+        return DeviceIdentity(name, None if device is None else _HID_COUNTER.sub("", device))
 
     def read_text(self, name: str) -> str:
         """Return a file's text as the function `read_text` does."""

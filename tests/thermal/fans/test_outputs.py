@@ -598,3 +598,15 @@ def test_a_pwm_output_is_calibrated_through_its_files(tmp_path: Path) -> None:
     calibrated = HwmonPwm(folder, min_rpm=1.0, max_rpm=2.0, curve=curve)
     calibrated.set_rpm(5100.0)
     assert number(folder / "pwm1") in (127, 128)
+
+
+def test_the_chip_that_was_meant_is_preferred_to_another_of_its_name(tmp_path: Path) -> None:
+    for number, device in ((2, "nct6775.656"), (3, "nct6775.2592")):
+        folder = tmp_path / f"sys/class/hwmon/hwmon{number}"
+        folder.mkdir(parents=True)
+        (folder / "name").write_text("nct6798\n")
+        (folder / "device").symlink_to(f"../../../{device}")
+    last = DeviceIdentity("nct6798", "nct6775.2592")
+    assert find_hwmon("nct6798", tmp_path, last=last).name == "hwmon3"
+    with pytest.raises(ConfigError, match="several such chips"):
+        find_hwmon("nct6798", tmp_path, last=DeviceIdentity("nct6798", "gone"))

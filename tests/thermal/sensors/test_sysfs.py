@@ -72,3 +72,13 @@ def test_an_open_folder_that_is_removed_leads_to_no_other_and_makes_no_file(tmp_
                 act()
         assert folder.identity() == (None, None)
     assert (tmp_path / "hwmon0/owner").read_text() == "1\n"
+
+
+def test_an_hid_device_that_is_seen_again_is_the_same(tmp_path: Path) -> None:
+    make(tmp_path / "hwmon3", DeviceIdentity("kraken", "0003:1E71:2007.0003"), 0)
+    device = DeviceFolder(tmp_path / "hwmon3")
+    shutil.rmtree(tmp_path / "hwmon3")
+    make(tmp_path / "hwmon5", DeviceIdentity("kraken", "0003:1E71:2007.0009"), 0)
+    make(tmp_path / "hwmon3", DeviceIdentity("kraken", "0003:1E71:2011.0004"), 1)
+    with device.open() as folder:
+        assert folder.path == tmp_path / "hwmon5"
