@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
@@ -125,11 +125,11 @@ class GlooRing(Collective):
 
     def _build(self) -> None:
         try:
-            before = set(_sockets())
+            before = _sockets()
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
             options._timeout = GROUP_TIMEOUT
-            listening = [port for fd in set(_sockets()) - before if (port := _listening_port(fd))]
+            listening = _listening_ports_since(before)
             self._store.set(_DEVICE_KEY.format(self.rank), json.dumps(listening))
             group = dist.ProcessGroupGloo(self._store, self.rank, self.size, options)
             downward = dist.ProcessGroupGloo(dist.PrefixStore("downward", self._store), self.rank, self.size, options) \
@@ -359,13 +359,22 @@ def _tensor(payload: bytes) -> Tensor:
     return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
 
 
-def _sockets() -> Iterator[int]:
-    """Yield the numbers of this process's sockets; none on platforms without /proc."""
+def _sockets() -> dict[int, str]:
+    """Return the identities of this process's sockets by their descriptors; none on platforms without /proc."""
+    found: dict[int, str] = {}
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):
-                if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                    yield int(name)
+                identity = os.readlink(f"/proc/self/fd/{name}")
+                if identity.startswith("socket:"):
+                    found[int(name)] = identity
+    return found
+
+
+def _listening_ports_since(before: Mapping[int, str]) -> list[int]:
+    """Return the ports on which sockets listen that were not there `before`, as `_sockets` returned it."""
+    # Not by descriptor alone: another thread may have closed a socket, whose descriptor the new one then got.
+    return [port for fd, identity in _sockets().items() if before.get(fd) != identity and (port := _listening_port(fd))]
 
 
 def _listening_port(fd: int) -> int | None:

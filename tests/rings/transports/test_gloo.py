@@ -1,6 +1,7 @@
 """Rings over gloo: the contract, the rendezvous over the ring ports, and leaving a group whose member hangs."""
 
 import os
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,6 +11,7 @@ import torch
 from socflower.errors import ConfigError
 from socflower.rings.collective import PeerLost
 from socflower.rings.member import open_ring
+from socflower.rings.transports import gloo
 from socflower.rings.transports.gloo import GlooRing
 from socflower.rings.transports.port import RingPort
 from socflower.wire.secure_channel import PeerRefused
@@ -122,3 +124,18 @@ def test_rings_leave_no_sockets_behind() -> None:
         while count() > before:
             assert time.monotonic() < end_s, f"{count()} sockets instead of {before}"
             time.sleep(0.05)
+
+
+def test_a_listening_socket_is_found_that_has_the_descriptor_of_an_earlier_socket() -> None:
+    """Otherwise a ring does not know its connections to a member that hangs, and waits for it when it is closed."""
+    sockets, listening_since = vars(gloo)["_sockets"], vars(gloo)["_listening_ports_since"]
+    with socket.socket() as earlier, socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        before, descriptor = sockets(), earlier.fileno()
+        earlier.close()
+        with socket.socket() as listening:
+            assert listening.fileno() == descriptor
+            listening.bind(("127.0.0.1", 0))
+            listening.listen()
+            assert listening_since(before) == [listening.getsockname()[1]]
