@@ -154,7 +154,7 @@ def make_client_app(
 
     @made.query(QUERY_ACTION)
     def query(message: Message, context: Context) -> Message:
-        return answer_query(message, context, lambda: trainers.known_device(context) or "cpu")
+        return answer_query(message, context)
 
     @made.train()
     def train(message: Message, context: Context) -> Message:

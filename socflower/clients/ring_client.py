@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -11,13 +11,11 @@ from typing import cast
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from torch import nn
 
-from socflower.capture.torch_device import resolve_device
 from socflower.clients.node_config import RingNode, board_and_slot, ring_node
 from socflower.clients.saved_training import FeedbackState, StateFiles
 from socflower.errors import ConfigError
 from socflower.rings.member import AppliedStep, MemberResult, RingMember
 from socflower.rings.preemption import preempt_switch
-from socflower.rings.transports.nccl import gpu_identity
 from socflower.rings.transports.port import RingPort
 from socflower.training.trainer import Trainer
 from socflower.wire.arrays import digest_of
@@ -124,11 +122,8 @@ def model_digest(arrays: ArrayRecord) -> str:
     return digest_of({name: array.data for name, array in arrays.items()})
 
 
-def answer_query(message: Message, context: Context, device: Callable[[], str] = lambda: "cpu") -> Message:
-    """Answer a strategy's query: the node's status, or the model that its ring ended with.
-
-    `device` returns the name of the one that it trains on; if it is missing, the training says so.
-    """
+def answer_query(message: Message, context: Context) -> Message:
+    """Answer a strategy's query: the node's status, or the model that its ring ended with."""
     asked = message.content.config_records[CONFIG].get(ASK)
     if asked == ASK_MODEL:
         kept = context.state.array_records.get(KEPT_MODEL)
@@ -138,9 +133,6 @@ def answer_query(message: Message, context: Context, device: Callable[[], str] =
     status = NodeStatus(board=board, slot=slot) if node is None else node.status
     with preempt_switch(context.node_config) as switch:
         status = replace(status, preempted=switch.active)
-    if not context.node_config.get("ring-transport"):
-        with suppress(ConfigError):
-            status = replace(status, gpu=gpu_identity(resolve_device(device(), "device")))
     return Message(RecordDict({STATUS: ConfigRecord(encode(status))}), reply_to=message)
 
 

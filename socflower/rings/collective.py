@@ -45,14 +45,13 @@ class Collective(ABC):
 
     rank: int  # 0 to size - 1, in ring order
     size: int
-    transport: str  # "in-process", "gloo", "nccl" or "grpc", as in results
-    reduces_on: str = "cpu"  # the type of the devices on which buffers are summed without a copy on the CPU
+    transport: str  # "in-process", "gloo" or "grpc", as in results
 
     @abstractmethod
     def all_reduce(self, buffer: Tensor) -> Work:
         """Begin to sum a buffer over all members, in place; it must not be used until the work is done.
 
-        The buffer is contiguous and one-dimensional, on the CPU or on a device of type `reduces_on`, float32, float64,
+        The buffer is contiguous and one-dimensional, on the CPU, float32, float64,
         float16 or int32. Several may be pending; they complete in the order in which they began.
         """
 

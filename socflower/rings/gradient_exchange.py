@@ -85,8 +85,7 @@ class GradientExchange:
                 step.send(bucket)
             step.wait()
             for bucket in self._buckets:
-                if step.flat(bucket) is bucket.buffer:
-                    bucket.from_host()
+                bucket.from_host()
         finally:
             step.end()
 
@@ -132,13 +131,11 @@ class GradientExchange:
 
     def _require_same_layout(self, ring: Collective, poll: Poll) -> None:
         own = hashlib.sha256(repr([
-            (bucket.buffer.dtype, ring.reduces_on in ("cpu", bucket.gradients.device.type),
-             [(tuple(view.shape), view.stride()) for view in bucket.views])
+            (bucket.buffer.dtype, [(tuple(view.shape), view.stride()) for view in bucket.views])
             for bucket in self._buckets]).encode()).digest()
         if len(set(ring.all_gather(own, poll))) > 1:
             raise ConfigError("ring: its members differ in their models' parameters, the layout of these in memory, "
-                              "their devices, or the number of buckets; give all members of a group the same model "
-                              "and trainer")
+                              "or the number of buckets; give all members of a group the same model and trainer")
         self._checked_ring = ring
 
 
@@ -160,8 +157,7 @@ class _Step:
 
     def send(self, bucket: Bucket) -> None:
         number, self.num_sent = self.num_sent, self.num_sent + 1
-        if self.flat(bucket) is bucket.buffer:
-            bucket.to_host()
+        bucket.to_host()
         if self._sender is None:
             self._reduce(bucket)
         elif self._compression is None:
@@ -169,11 +165,6 @@ class _Step:
         else:
             self._sender.submit(partial(self._compression.exchange, self._ring, number, bucket.buffer,
                                     self._sender.require_open))
-
-    def flat(self, bucket: Bucket) -> Tensor:
-        """Return the vector that is exchanged: on the device if the ring sums there, else on the CPU."""
-        on_device = self._compression is None and bucket.gradients.device.type == self._ring.reduces_on
-        return bucket.gradients if on_device else bucket.buffer
 
     def wait(self) -> None:
         if self._sender is None:
@@ -189,7 +180,7 @@ class _Step:
             self._sender.close()
 
     def _reduce(self, bucket: Bucket) -> None:
-        self._works.append(self._ring.all_reduce(self.flat(bucket)))
+        self._works.append(self._ring.all_reduce(bucket.buffer))
 
     def _wait_for_works(self, poll: Poll) -> None:
         for work in self._works:

@@ -28,11 +28,9 @@ from socflower.rings.leader_exchange import GroupLeader, GroupsModel, feedback_a
 from socflower.rings.membership import Generation, LeftOut, Membership, MemberState, NoModel
 from socflower.rings.model_changes import Floats, MemberChanges, feedback_digest
 from socflower.rings.preemption import Preempted, PreemptionSwitch
-from socflower.rings.settings import NCCL
 from socflower.rings.transports.gloo import GlooRing
 from socflower.rings.transports.grpc import GrpcRing
 from socflower.rings.transports.in_process import in_process_rings
-from socflower.rings.transports.nccl import NcclRing
 from socflower.rings.transports.port import RingPort
 from socflower.rings.uplink_turns import Neighbours, UplinkTurns
 from socflower.training.batches import BatchSchedule, Indices, sample_key
@@ -64,27 +62,22 @@ from socflower.wire.message_keys import (
 )
 from socflower.workloads import DataSource
 
-TRANSPORTS = ("gloo", NCCL, "grpc")
+TRANSPORTS = ("gloo", "grpc")
 
 
 def open_ring(
     transport: str, port: RingPort, ranks: Sequence[int], generation: int, heartbeat_s: float,
-    device: torch.device | None = None,
 ) -> Collective:
     """Return this member's end of generation `generation` among `ranks` of the port's addresses, in ring order.
 
-    "gloo" is for a trusted network, as is "nccl", for members with a GPU each as `device`; "grpc" is for any. A ring of
-    one member uses none. Generation numbers increase; the previous one must be closed. `heartbeat_s` is how long a
-    member may be unreachable while the ring opens. Raises `ConfigError` for other names, and for gloo and NCCL on an
-    address that is not private.
+    "gloo" is for a trusted network, "grpc" for any. A ring of one member uses none. Generation numbers increase; the
+    previous one must be closed. `heartbeat_s` is how long a member may be unreachable while the ring opens. Raises
+    `ConfigError` for other names, and for gloo on an address that is not private.
     """
     if transport not in TRANSPORTS:
         raise ConfigError(f'ring transport "{transport}" is unknown; give one of {", ".join(TRANSPORTS)}')
     if len(ranks) == 1:
         return in_process_rings(1)[0]
-    if transport == NCCL:
-        assert device is not None
-        return NcclRing(port, ranks, generation, heartbeat_s, device)
     ring = GlooRing if transport == "gloo" else GrpcRing
     return ring(port, ranks, generation, heartbeat_s)
 
@@ -270,8 +263,7 @@ class _MemberSession:
         generation = self._membership.form(standing, switch.raise_if_active)
         transport = self._ring.transport.partition("+")[0]  # the port itself knows whether it has TLS
         self._collective = open_ring(
-            transport, self._port, generation.members, generation.number, self._ring.heartbeat_s,
-            **({"device": device_of(self._model)} if transport == NCCL else {}))
+            transport, self._port, generation.members, generation.number, self._ring.heartbeat_s)
         self._members = generation.members
         if not self._group.reshuffle:
             reports = self._collective.all_gather(str(len(self._member.data)).encode(), self._poll)

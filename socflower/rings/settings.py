@@ -1,6 +1,5 @@
 """How groups exchange gradients where their members are real machines: `[ring]` of a scenario, or a value of apps."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -10,9 +9,6 @@ from socflower.cluster.toml_file import OneOf
 from socflower.errors import ConfigError, require_range, require_type
 from socflower.plain_numbers import plain_numbers
 from socflower.wire.message_keys import COMPRESSIONS, TRANSPORTS
-
-NCCL = "nccl"
-"""The transport of rings over gloo whose members sum their gradients on their GPUs."""
 
 _MAX_S = 1e7  # 116 days
 
@@ -47,14 +43,3 @@ class RingSettings:
                      rendezvous_s=self.rendezvous_s, leader_grace_s=self.leader_grace_s)
         require_range("rings", above=0.0, most=_MAX_S, heartbeat_s=self.heartbeat_s, rendezvous_s=self.rendezvous_s,
                       leader_grace_s=self.leader_grace_s)
-
-
-def transport_of_ring(agreed: str, settings: RingSettings, gpus: Sequence[str]) -> str:
-    """Return the transport of one ring: NCCL in place of gloo if each of its members has a GPU of its own.
-
-    `agreed` is what all nodes allow, `gpus` has what names each member's GPU, empty without one. Who asks for "gloo"
-    gets it, and compression works on the CPU.
-    """
-    alone = len(gpus) > 1 and all(gpus) and len(set(gpus)) == len(gpus)
-    fits = agreed == "gloo" and settings.transport == "auto" and settings.compression == "none"
-    return NCCL if fits and alone else agreed

@@ -79,11 +79,6 @@ class NodeRegistry:
         """Ring addresses by SoC; empty on engines that run a group in one process."""
         return {soc: status.ring for soc, status in self._status.items() if status.ring}
 
-    @property
-    def gpu_of(self) -> Mapping[int, str]:
-        """What names the GPU of each SoC whose node can sum gradients on one."""
-        return {soc: status.gpu for soc, status in self._status.items() if status.gpu}
-
     def transport(self, wanted: str) -> str:
         """Return a transport that all nodes allow: `wanted`, or any if that is "auto"."""
         offered = [status.transports for status in self._status.values()]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from socflower.hierarchy import Exchanges, Group, GroupPlan, IntervalCosts, SyncInterval, conflicts
 from socflower.hierarchy.leader_exchange import STAR, TREE
-from socflower.rings.settings import RingSettings, transport_of_ring
+from socflower.rings.settings import RingSettings
 from socflower.wire.message_keys import GRPC_WITH_TLS, RingTask
 
 IN_PROCESS = "in process"
@@ -36,11 +36,9 @@ class Round:
     exchanges: Exchanges  # whether groups take turns (F6), how leaders exchange models (F8), and the reasons
     costs: IntervalCosts | None  # of this plan with these turns; None without a profile
     node_of: Mapping[int, int]  # by SoC of the plan
-    transport: str  # of gradients inside groups: "gloo", "grpc", "grpc+tls", or "in process"; see `transport_in`
+    transport: str  # of gradients inside groups: "gloo", "grpc", "grpc+tls", or "in process"
     sent: ArrayRecord  # the model that leaders got
     settled_by_grid: bool  # whether the grid is a GroupGrid, so that notes in replies are the grid's
-    rings: RingSettings = field(default_factory=RingSettings)
-    gpu_of: Mapping[int, str] = field(default_factory=dict)  # by SoC, of nodes that can take part in NCCL
     place_of: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # board and server of leaders, by group
     feedback: Mapping[int, GroupFeedback] = field(default_factory=dict)  # by group, of earlier rounds
     group_of_node: Mapping[int, Group] = field(init=False)  # of all nodes that got a message
@@ -69,10 +67,6 @@ class Round:
     def meetings(self) -> Collection[Sequence[Group]]:
         """The groups whose leaders exchange models with each other: those of each server, or all."""
         return [self.plan.groups] if self.interval.across_servers else self.plan.by_server.values()
-
-    def transport_in(self, group: Group) -> str:
-        """Return the transport of a group's gradients."""
-        return transport_of_ring(self.transport, self.rings, [self.gpu_of.get(soc, "") for soc in group.members])
 
 
 def leader_transport(transport: str) -> str:
@@ -114,7 +108,7 @@ def ring_tasks(
             tasks[soc] = RingTask(
                 participant=participant_of[soc], leader=participant_of[group.leader],
                 addresses=tuple(address_of[member] for member in group.members), token=token,
-                transport=this.transport_in(group), num_buckets=num_buckets, compression=settings.compression,
+                transport=this.transport, num_buckets=num_buckets, compression=settings.compression,
                 heartbeat_s=settings.heartbeat_s, rendezvous_s=settings.rendezvous_s,
                 leader_grace_s=settings.leader_grace_s, tolerate_errors=tolerate_errors,
                 rebalance_steps=rebalance_steps, groups_before=tuple(before), groups_after=tuple(after),

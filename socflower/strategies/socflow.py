@@ -324,9 +324,7 @@ class SoCFlow(PlannedRounds):
     @property
     def transport(self) -> str:
         """The transport of gradients inside the groups of the latest round."""
-        if self.round is None:
-            return IN_PROCESS
-        return ", ".join(sorted({self.round.transport_in(group) for group in self.round.plan.groups}))
+        return IN_PROCESS if self.round is None else self.round.transport
 
     @property
     def leader_transport(self) -> str:
@@ -574,7 +572,7 @@ class SoCFlow(PlannedRounds):
             node_of={soc: registry.node_of[soc] for soc in plan.participants},
             sent=arrays, settled_by_grid=getattr(grid, "settles_groups", False),
             transport=registry.transport(self._rings.transport) if registry.ring_address_of else IN_PROCESS,
-            rings=self._rings, gpu_of=registry.gpu_of, feedback=self._feedback,
+            feedback=self._feedback,
             place_of={group.group_id: (board := self._cluster.board_of(group.leader), self._cluster.server_of(board))
                       for group in plan.groups})
 

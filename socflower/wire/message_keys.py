@@ -191,7 +191,7 @@ class RingTask:
     leader: int  # the participant that has the model, and replies with it
     addresses: tuple[str, ...]  # host:port of the members' ring ports, in the order of the group's members
     token: str  # hexadecimal, secret, of all rings of this interval only
-    transport: str  # "gloo", "nccl", "grpc" or "grpc+tls"
+    transport: str  # "gloo", "grpc" or "grpc+tls"
     num_buckets: int  # parts of the gradient whose exchange overlaps with the backward pass (F7)
     compression: str  # "none", "fp16", "int8" or "dgc"
     heartbeat_s: float  # a member without a heartbeat for so long counts as hung
@@ -240,7 +240,6 @@ class NodeStatus:
     slot: int = -1
     transports: tuple[str, ...] = ()  # that it allows, best first
     preempted: bool = False  # a user's workload occupies the device
-    gpu: str = ""  # names the GPU that it trains on, if it can take part in NCCL; empty otherwise
 
 
 COMPLETED, PREEMPTED, NO_MODEL, LEFT_OUT = "completed", "preempted", "no-model", "left-out"

@@ -52,7 +52,6 @@ class StruckRing(Collective):
     def __init__(self, ring: Collective, participant: int, generation: int, strike: Strike) -> None:
         self._ring, self._participant, self._generation, self._strike = ring, participant, generation, strike
         self.rank, self.size, self.transport = ring.rank, ring.size, ring.transport
-        self.reduces_on = ring.reduces_on
         self._numbers: dict[str, int] = {}
 
     def all_reduce(self, buffer: Tensor) -> Work:
@@ -186,9 +185,8 @@ class Members:
         returns: int | None = None, loss: LossFn = functional.cross_entropy,
         spoilt: Mapping[int, Sequence[int]] | None = None, tolerate_errors: bool = False,
     ) -> None:
-        def struck(transport: str, port: RingPort, ranks: Any, generation: int, heartbeat_s: float, **device: Any,
-                   ) -> Collective:
-            ring = open_ring(transport, port, ranks, generation, heartbeat_s, **device)
+        def struck(transport: str, port: RingPort, ranks: Any, generation: int, heartbeat_s: float) -> Collective:
+            ring = open_ring(transport, port, ranks, generation, heartbeat_s)
             return StruckRing(ring, port.rank, generation, strike)
 
         monkeypatch.setattr(ring_member_module, "open_ring", struck)

@@ -122,12 +122,6 @@ def test_too_few_nodes_are_refused_with_both_numbers() -> None:
         registry_of(PLACES[:4])
 
 
-def test_what_a_node_says_of_its_gpu_is_known_of_its_soc() -> None:
-    registry, _ = registry_of([at(place.board, place.slot, gpu=gpu) for place, gpu in zip(
-        PLACES, ("GPU-1", "", "GPU-2", "GPU-2", ""), strict=True)])
-    assert list(registry.gpu_of.values()) == ["GPU-1", "GPU-2", "GPU-2"] and len(registry.gpu_of) == 3
-
-
 @pytest.mark.parametrize(("offered", "wanted", "chosen"), [
     ([("gloo", "grpc")] * 5, "auto", "gloo"), ([("gloo", "grpc")] * 5, "grpc", "grpc"),
     ([("grpc",)] * 4 + [("gloo", "grpc")], "auto", "grpc"), ([("grpc",)] * 5, "gloo", None),

@@ -54,7 +54,6 @@ from socflower.wire.message_keys import (
 )
 from socflower.workloads import DataSource
 
-_TRUSTED = ("gloo", "nccl")  # transports of nodes that trust their network: their stages use gloo, others gRPC
 _SHARE_TOLERANCE = 0.1  # of a stage's time, that new shares have to save
 _KEPT_STEPS = 2  # the newest backup may be incomplete when a device is lost
 
@@ -163,7 +162,7 @@ class _Session:
         standing = MemberState(num_steps=max(self._kept, default=0), has_model=bool(self._kept), optimizer="")
         generation = self._membership.form(standing, self._config.switch.raise_if_active)
         socs = self._socs = [self._soc_of[participant] for participant in generation.members]
-        kind = GlooChannels if self._ring.transport in _TRUSTED else GrpcChannels
+        kind = GlooChannels if self._ring.transport == "gloo" else GrpcChannels
         self._channels = QueueChannels.of(socs)[self._soc] if len(socs) == 1 else kind(
             self._config.port, socs, generation.members, generation.number, self._ring.heartbeat_s)
         decision = self._agree(socs)

@@ -136,7 +136,6 @@ class GlooRing(Collective):
                 if self._two_way else group
             ports = frozenset(
                 port for rank in range(self.size) for port in json.loads(self._store.get(_DEVICE_KEY.format(rank))))
-            self._connect()
         except Exception as failure:  # gloo only raises RuntimeError, which contains the exception of the store
             self._fail(self._store.failure or f"the ring could not be built: {str(failure).splitlines()[0]}")
             return self._store.abandon()
@@ -149,9 +148,6 @@ class GlooRing(Collective):
             self._waiting.clear()
         if closed:
             self._shut_down_group()
-
-    def _connect(self) -> None:
-        """Connect what a subclass uses besides gloo, before operations begin."""
 
     def _fail(self, why: str) -> None:
         with self._lock:

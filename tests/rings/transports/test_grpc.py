@@ -56,7 +56,7 @@ def test_unknown_transports_are_refused_and_a_ring_of_one_is_none() -> None:
     address = free_addresses(1)
     port = RingPort(address[0], rank=0, addresses=address, token=TOKEN, tls=None, heartbeat_s=5.0)
     try:
-        with pytest.raises(ConfigError, match=r'transport "mpi" is unknown; give one of gloo, nccl, grpc'):
+        with pytest.raises(ConfigError, match=r'transport "mpi" is unknown; give one of gloo, grpc'):
             open_ring("mpi", port, [0], 1, 5.0)
         assert open_ring("grpc", port, [0], 1, 5.0).transport == "in-process"
     finally:
