@@ -81,7 +81,6 @@ count = 2
 [strategy]
 server_interval = 2
 """, is_in=lambda s: bool(s.servers)),
-    "edges": Capability(label="edges beside", says="[edgecloud]\nedges = 1", is_in=lambda s: s.has_edges_beside),
     "outer": Capability(label="outer strategy", says='[strategy.outer]\nname = "fedadam"\neta = 0.01',
                         is_in=lambda s: s.strategy.outer is not None),
     "auto": Capability(label='groups = "auto"', says='[strategy]\ngroups = "auto"',

@@ -11,7 +11,6 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "strategies.socflow": ("SoCFlow", "RoundReport"),
-    "strategies.beside": ("Beside", "BesideReport"),
     "strategies.comparators": ("OrderedFedAvg", "RingAllReduce", "SingleDevice"),
     "strategies.split_replay": ("CloudSessions", "SplitReplay", "SplitRoundReport"),
     "strategies.group_grid": ("GroupGrid",),

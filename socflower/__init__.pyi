@@ -40,7 +40,6 @@ from socflower.precision.processor_costs import Int8Pricing as Int8Pricing, Mixe
 from socflower.rings.settings import RingSettings as RingSettings
 from socflower.sim.event_clock import EventClock as EventClock
 from socflower.sim.trace import Trace as Trace
-from socflower.strategies.beside import Beside as Beside, BesideReport as BesideReport
 from socflower.strategies.comparators import OrderedFedAvg as OrderedFedAvg, RingAllReduce as RingAllReduce, SingleDevice as SingleDevice
 from socflower.strategies.group_grid import GroupGrid as GroupGrid
 from socflower.strategies.hybrid_pipeline import HybridPipeline as HybridPipeline

@@ -160,7 +160,6 @@ EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # name: (arguments with numbers, all others)
     "ActivationCoding": ({"bits": 8, "gradient_bits": 16}, {}),
     "BackgroundSource": ({"period_s": 2.0, "max_age_s": 8.0}, {}),
-    "BesideReport": ({"server_round": 1, "epoch": 0.5}, {"usage": None, "events": (), "groups": None, "edges": None}),
     "CloudClient": ({"patience_s": 2.0}, {
         "operator": socflower.CloudOperator(address="127.0.0.1:8", token=TOKEN), "program": None, "name": "name"}),
     "CloudLink": ({"heartbeat_s": 2.0, "give_up_s": 8.0}, {}),
@@ -231,7 +230,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                         {"temperature_of": lambda: 40.0, "clock": lambda: 0.0}),
     "SoCFlow": ({"groups": 2}, {"cluster": CLUSTER, "schedule": SCHEDULE, "costs": socflower.Costs(model_profile=TOY)}),
     "SplitReplay": ({"batches_per_epoch": 6, "num_epochs": 2, "round_epochs": (0.5, 2.0), "seed": 3,
-                     "cloud_processors": 2, "first_soc": 1}, {
+                     "cloud_processors": 2}, {
         "cluster": CLUSTER, "parties": [party()], "edge_names": lambda party, cut: ["layer0"]}),
     "SplitRoundReport": ({"server_round": 1, "epoch": 0.5, "answered": (1, 2)}, {
         "usage": None, "events": (), "timeline": None}),
@@ -418,8 +417,6 @@ def int8_model() -> Any:
 PIXELS, CLASSES = np.ones((4, 1, 2, 2), np.float32), np.arange(4, dtype=np.int32) % 3
 METHODS: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any]]] = {
     # class and method: (an object, arguments with numbers, all others)
-    "Beside.resume_from": (lambda: socflower.Beside(groups=flow(), edges=replay()), {"server_round": 1}, {}),
-    "EventClock.idle_for": (clock, {"socs": (0, 1), "duration_s": 0.5}, {}),
     "EventClock.run": (clock, {"repeat": 2, "head_start_s": 0.25}, {"graph": step()}),
     "EventClock.predicted_s": (clock, {"repeat": 2}, {"graph": step()}),
     "Int8Model.evaluate": (int8_model, {"batch_size": 2}, {"images": PIXELS, "labels": CLASSES}),

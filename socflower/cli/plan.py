@@ -141,9 +141,6 @@ def print_plan(console: Console, cluster: "Cluster", document: Mapping[str, Any]
     if document["verdict"] is not None:
         pays = document["predicted"]["epoch_s"] < document["one_soc"]["epoch_s"]
         print_text(document["verdict"], console, "bold" if pays else "bold yellow")
-    if "edges" in document:
-        print_text("beside the groups, in rounds that end with theirs:", console)
-        print_split_plan(console, document["edges"])
     _print_heat(console, document.get("heat"))
     for note in document["notes"]:
         print_text(f"note: {note}", console, "dim")

@@ -1,7 +1,7 @@
 """Protocols between planners and the simulator of virtual time; neither imports the other, `scenario` joins them."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from socflower.cluster.task_graph import Activity, TaskGraph
@@ -42,10 +42,6 @@ class Usage:
             energy_j=_sum(self.energy_j, other.energy_j),
             num_bytes=_sum(self.num_bytes, other.num_bytes),
         )
-
-    def alongside(self, other: "Usage") -> "Usage":
-        """Return the usage of both at the same time: the longer time, and the sums of all else."""
-        return replace(self + other, duration_s=max(self.duration_s, other.duration_s))
 
     def __mul__(self, count: int) -> "Usage":
         """Return the usage of `count` of these, one after the other."""
@@ -133,10 +129,6 @@ class VirtualClock(Protocol):
 
     def idle(self, socs: Sequence[int]) -> Usage:
         """Let `socs` idle until speeds or users change, and advance."""
-        ...
-
-    def idle_for(self, socs: Sequence[int], duration_s: float) -> Usage:
-        """Let `socs` idle for so long, and advance."""
         ...
 
 

@@ -25,7 +25,6 @@ from socflower.engines.strategy_starts import around_starts
 from socflower.engines.trained_devices import TrainedDevices
 from socflower.quantities import counted
 from socflower.sim import EventClock
-from socflower.strategies.beside import Beside
 from socflower.strategies.forwarding_grid import ForwardingGrid
 from socflower.strategies.resuming import PlannedRounds, innermost, refuse_too_many_rounds
 from socflower.strategies.socflow import SoCFlow
@@ -74,8 +73,7 @@ class RoundLog:
         inner = innermost(strategy)
         self.strategy, self.arrays, self._returned = type(strategy).__name__, None, ""
         self.priced_in = getattr(getattr(inner, "pricing", FP32), "arithmetic", FP32.arithmetic)
-        groups = inner.groups if isinstance(inner, Beside) else inner
-        self._groups = groups if isinstance(groups, SoCFlow) else None
+        self._groups = inner if isinstance(inner, SoCFlow) else None
 
     def enter(self, number: int) -> None:
         """Begin a round, or go on with it; the end of the one before is now."""

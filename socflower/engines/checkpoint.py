@@ -16,10 +16,10 @@ from socflower.errors import ConfigError
 from socflower.wire.arrays import MalformedBytes, pack_arrays, unpack_arrays
 from socflower.wire.saved_state import DamagedFile, StateKind, StateStore, remove_partial
 
-_ROUND = StateKind(name="checkpoint", schema=3, remedy="start anew with --fresh")
+_ROUND = StateKind(name="checkpoint", schema=4, remedy="start anew with --fresh")
 _SPANS = StateKind(name="trace of a round", schema=2, remedy="start anew with --fresh")
 # Fields with arrays; "/outer/" begins their names, as no tensor's.
-_BESIDE = ("outer", "servers", "feedback", "edge_model")
+_BESIDE = ("outer", "servers", "feedback")
 _NUM_KEPT = 2  # the newest, and the previous one in case the newest is damaged
 
 # These change neither weights nor virtual time.
@@ -46,8 +46,6 @@ class Checkpoint:
     outer: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # moments of an outer strategy
     servers: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # models of servers, where they differ
     feedback: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # of compression of leaders' models
-    edges: Mapping[str, Any] = field(default_factory=dict)  # state of edges beside the groups
-    edge_model: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # their model, where it differs
     resumed_from: list[int] = field(default_factory=list)
     trained_on: Mapping[str, list[int]] = field(default_factory=dict)  # SoCs by the device that trained them last
     training: str = ""  # its id in the state folders of nodes

@@ -156,42 +156,22 @@ def optimizer(scenario: Scenario) -> OptimizerFn:
 
 
 def training_data(scenario: Scenario) -> DataSource:
-    """Return the samples to train on: all except the held-out ones, and those of edges beside groups."""
-    train = _all_training_data(scenario)
-    return held_out_split(train, num_edge_samples(scenario, len(train)))[0] if scenario.has_edges_beside else train
-
-
-def edge_data(scenario: Scenario) -> DataSource:
-    """Return the samples of all edges beside groups, spread evenly over the others."""
-    train = _all_training_data(scenario)
-    return held_out_split(train, num_edge_samples(scenario, len(train)))[1]
-
-
-def _all_training_data(scenario: Scenario) -> DataSource:
+    """Return the samples to train on: all except the held-out ones."""
     train = scenario_data(scenario).train
     return held_out_split(train, scenario.precision.held_out)[0] if scenario.precision.held_out else train
 
 
-def num_edge_samples(scenario: Scenario, num_train: int) -> int:
-    """Return how many of the samples edges beside groups have: each as many as a group."""
-    edges = scenario.split.edges if scenario.has_edges_beside else 0
-    return edges * (num_train // (int(scenario.strategy.groups) + edges)) if edges else 0
-
-
 def num_training_samples(scenario: Scenario, num_train: int) -> int:
-    """Return the number of samples to train on, of `num_train`; `ConfigError` if none is left.
-
-    Not among them are the held-out ones, and those of edges beside groups.
-    """
+    """Return the number of samples to train on, of `num_train`, without the held-out ones; `ConfigError` if none."""
     num_held_out = scenario.precision.held_out
     if num_held_out >= num_train:
         raise ConfigError(f"[precision] held_out = {num_held_out}, but {scenario.data.name} has only {num_train} "
                           "training samples; set fewer aside")
-    return num_train - num_held_out - num_edge_samples(scenario, num_train - num_held_out)
+    return num_train - num_held_out
 
 
 @cache
 def held_out_split(train: DataSource, num_held_out: int) -> tuple[DataSource, DataSource]:
-    """Return training and held-out (or edges) samples; the latter are spread evenly: files may be sorted by class."""
+    """Return training and held-out samples; the latter are spread evenly: files may be sorted by class."""
     held_out = np.arange(num_held_out) * len(train) // num_held_out
     return train.select(np.delete(np.arange(len(train)), held_out)), train.select(held_out)

@@ -1,7 +1,5 @@
 """The rack of a scenario: the cluster with heat and background load, by `[thermal]` and `[background_load]`."""
 
-from collections import deque
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +8,11 @@ import numpy as np
 from socflower.cluster import Cluster, sustained_rates
 from socflower.errors import ConfigError
 from socflower.quantities import human_seconds
-from socflower.scenario.edges_beside import edges_beside
 from socflower.scenario.planning import planned_intervals, planned_training, planned_work, with_plan
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.thermal import BackgroundLoadConfig, ThermalConfig
 from socflower.scenario.split_setting import SplitSetting
 from socflower.sim import EventClock
-from socflower.sim.side_by_side import SideBySide, idle_until_all_end
 from socflower.strategies.rebalancing import Balancer
 from socflower.thermal.fans.fan_curve import rack_fans
 from socflower.thermal.fans.policies import FanPolicy, FixedSpeed, PassiveCooling, PlannedLoad, PredictiveCooling
@@ -31,11 +27,8 @@ _ONE_CLOCK = ClockGovernor(clock_hz=(1.0,), trip_c=(), resume_c=(), power_expone
 _NO_FANS = replace(rack_fans(), drag_w_per_rpm=0.0, air_w_per_rpm3=0.0)
 
 
-def rack_dynamics(scenario: Scenario, cluster: Cluster, first_soc: int = 0) -> RackDynamics | None:
-    """Return how the SoCs' speeds change with heat and users; None if the scenario has neither table.
-
-    `first_soc` is the number of the cluster's first SoC in draws, which are another SoC's where it is another number.
-    """
+def rack_dynamics(scenario: Scenario, cluster: Cluster) -> RackDynamics | None:
+    """Return how the SoCs' speeds change with heat and users; None if the scenario has neither table."""
     if scenario.thermal is None and scenario.background_load is None:
         return None
     check_boards(scenario, cluster)
@@ -44,8 +37,8 @@ def rack_dynamics(scenario: Scenario, cluster: Cluster, first_soc: int = 0) -> R
     games: Any = ()
     if background_load.games == "tidal":
         games = background_load.tide.loads(
-            first_soc + cluster.num_socs, _HORIZON_S, background_load.start_hour, scenario.seed)[first_soc:]
-    rack = _rack(thermal, cluster, scenario.seed, first_soc)
+            cluster.num_socs, _HORIZON_S, background_load.start_hour, scenario.seed)
+    rack = _rack(thermal, cluster, scenario.seed)
     return RackDynamics(
         rack, _policy(thermal, scenario, cluster, rack), start_c=thermal.start_c, start_rpm=thermal.rpm,
         # Without [thermal], only users matter: clocks do not throttle and fans draw no power.
@@ -91,38 +84,16 @@ def predicted_heat(scenario: Scenario, cluster: Cluster) -> dict[str, Any] | Non
         raise ConfigError(f"{scenario.name}: heat and users are followed for {_HORIZON_S / DAY_S:g} days, and this "
                           f"training takes {human_seconds(unthrottled_s)}; lower [train] epochs, or leave [thermal] "
                           "and [background_load] out")
-    if scenario.has_edges_beside:
-        both, racks = _run_beside(scenario, cluster, with_heat=True)
-        return {"virtual_s": both.now_s, "energy_j": both.usage.total_energy_j,
-                **heat_document(scenario, rack, both.now_s, unthrottled_s), **of_all_racks(scenario, racks)}
     clock = EventClock(cluster, dynamics=rack)
-    deque(SplitSetting(scenario).rounds(clock) if scenario.is_split else _group_rounds(scenario, cluster, clock), 0)
+    if scenario.is_split:
+        SplitSetting(scenario).run(clock)
+    else:
+        _run_groups(scenario, cluster, clock)
     return {"virtual_s": clock.now_s, "energy_j": clock.usage.total_energy_j,
             **heat_document(scenario, rack, clock.now_s, unthrottled_s)}
 
 
-def of_all_racks(scenario: Scenario, racks: Sequence[RackDynamics | None]) -> dict[str, float]:
-    """Return the peak of the hottest of several racks and the cooling of all, as parts of a result's heat."""
-    simulated = [rack for rack in racks if rack is not None] if scenario.thermal else []
-    return {"peak_c": max(rack.peak_c for rack in simulated),
-            "cooling_j": sum(rack.cooling_j for rack in simulated)} if simulated else {}
-
-
-def _run_beside(
-    scenario: Scenario, cluster: Cluster, *, with_heat: bool,
-) -> tuple[SideBySide, list[RackDynamics | None]]:
-    """Let the planned training of groups and of edges beside them pass."""
-    setting = edges_beside(scenario)
-    racks: list[RackDynamics | None] = [None, None] if not with_heat else [
-        rack_dynamics(scenario, cluster), rack_dynamics(setting.scenario, setting.cluster, cluster.num_socs)]
-    clocks = EventClock(cluster, dynamics=racks[0]), EventClock(setting.cluster, dynamics=racks[1])
-    socs = planned_work(scenario, cluster)[0].plan.participants, range(setting.num_edges)
-    for _ in zip(_group_rounds(scenario, cluster, clocks[0]), setting.rounds(clocks[1]), strict=True):
-        idle_until_all_end([(clock, own, clock.now_s) for clock, own in zip(clocks, socs, strict=True)])
-    return SideBySide(groups=clocks[0], edges=clocks[1]), racks
-
-
-def _group_rounds(scenario: Scenario, cluster: Cluster, clock: EventClock) -> Iterator[None]:
+def _run_groups(scenario: Scenario, cluster: Cluster, clock: EventClock) -> None:
     """Let the planned training of groups pass on a clock, with its heat and users, round by round."""
     work, _ = planned_work(scenario, cluster)
     intervals = planned_intervals(scenario, work)
@@ -137,17 +108,14 @@ def _group_rounds(scenario: Scenario, cluster: Cluster, clock: EventClock) -> It
         if plan is not work.plan:
             work, _ = with_plan(scenario, work, plan)
         work.run(interval, clock, capacities=balancer.in_use)
-        yield
 
 
 def unthrottled_training_s(scenario: Scenario, cluster: Cluster) -> float | None:
     """Return the virtual seconds of the planned training without heat and users; None for fedavg and pipelines."""
     if scenario.is_split:
         clock = EventClock(cluster)
-        deque(SplitSetting(scenario).rounds(clock), 0)
+        SplitSetting(scenario).run(clock)
         return clock.now_s
-    if scenario.has_edges_beside:
-        return _run_beside(scenario, cluster, with_heat=False)[0].now_s
     if not scenario.has_groups:
         return None
     return planned_training(scenario, cluster).duration_s
@@ -161,8 +129,8 @@ def check_boards(scenario: Scenario, cluster: Cluster) -> None:
                               f"{len(cluster.boards) - 1}")
 
 
-def _rack(thermal: ThermalConfig, cluster: Cluster, seed: int, first_soc: int) -> Rack:
-    draws = np.random.default_rng([seed, 1]).standard_normal(first_soc + cluster.num_socs)[first_soc:]
+def _rack(thermal: ThermalConfig, cluster: Cluster, seed: int) -> Rack:
+    draws = np.random.default_rng([seed, 1]).standard_normal(cluster.num_socs)
     coupling = {} if not thermal.spread else {
         soc: float(np.exp(thermal.spread * draw)) for soc, draw in enumerate(draws)}
     return Rack(slots_per_board=cluster.slots_per_board, coupling=coupling,

@@ -32,7 +32,6 @@ from socflower.precision.processor_costs import MixedPricing
 from socflower.quantities import counted, human_joules, human_ratio, human_seconds, percent
 from socflower.scenario.app.split_result import cut_text
 from socflower.scenario.arithmetic import mixing_note, model_profile, num_training_samples, pricing
-from socflower.scenario.edges_beside import edges_beside
 from socflower.scenario.priced_processors import gpu_notes, priced_processors
 from socflower.scenario.schema.config import DataConfig, ModelConfig, PrecisionConfig, Scenario
 from socflower.scenario.schema.file import scenario_cluster
@@ -87,9 +86,7 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
     if work.profile.ran_on != "meta":
         notes.append(f"the forward pass of {scenario.model.name} reads values: its operations are those of a pass on "
                      f"the {work.profile.ran_on.upper()} with the first sample")
-    edges = plan_edges(edges_beside(scenario)) if scenario.has_edges_beside else None
-    notes += [note for note in gpu_notes(priced_processors(scenario), None)
-              if edges is None or note not in edges["notes"]]
+    notes += gpu_notes(priced_processors(scenario), None)
     what = (f"{scenario.model.name} on {scenario.data.name}, {counted(scenario.train.epochs, 'epoch')} of "
             f"{counted(work.steps_per_epoch, 'step')}, batches of {scenario.train.batch_size} a group")
     predicted = _predict(scenario, work)
@@ -101,8 +98,7 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
             notes.append(f"one SoC alone cannot train: {error}")
     return {"schema": 1, "work": what, "model": model_document(work.profile), **plan.to_document(),
             **exchanges.to_document(),
-            "predicted": predicted, "one_soc": one_soc, "verdict": _verdict(predicted, one_soc), "notes": notes,
-            **({"edges": edges} if edges else {})}
+            "predicted": predicted, "one_soc": one_soc, "verdict": _verdict(predicted, one_soc), "notes": notes}
 
 
 def model_document(profile: ModelProfile) -> dict[str, float]:
@@ -344,12 +340,8 @@ def _step_and_sync(work: IntervalCosts, shapes: Sequence[tuple[SyncInterval, int
 
 def plan_split(scenario: Scenario) -> dict[str, Any]:
     """Return the plan document: each edge's cut, and T1 to T4, memory and batch time of every cut on the mean link."""
-    return plan_edges(SplitSetting(scenario))
-
-
-def plan_edges(setting: SplitSetting) -> dict[str, Any]:
-    """Return the plan document of the edges of a split scenario, or beside groups."""
-    scenario, workload = setting.scenario, setting.workload
+    setting = SplitSetting(scenario)
+    workload = setting.workload
     what = (f"{scenario.model.name} on {scenario.data.name}, {counted(scenario.train.epochs, 'epoch')} of "
             f"{counted(workload.batches_per_epoch, 'batch', 'batches')} of {scenario.train.batch_size}")
     edges = [_edge(setting, edge, party) for edge, party in enumerate(setting.parties())]

@@ -15,7 +15,6 @@ from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.precision import Int8Model
 from socflower.precision.int8.network import UnsupportedOperator
 from socflower.scenario.arithmetic import model_profile, pricing, unsupported
-from socflower.scenario.edges_beside import edges_beside
 from socflower.scenario.heat import check_boards
 from socflower.scenario.planning import group_work, optimizer_copies
 from socflower.scenario.schema.config import Scenario
@@ -40,11 +39,6 @@ class PreparedRun:
     def split_setting(self) -> SplitSetting:
         """The edges and the cloud of a split scenario."""
         return SplitSetting(self.scenario)
-
-    @cached_property
-    def edges_setting(self) -> SplitSetting:
-        """The edges beside the groups."""
-        return edges_beside(self.scenario)
 
     def take_model(self) -> nn.Module:
         """Return the model with initial weights and give up ownership; a second call builds a new model."""
@@ -83,16 +77,9 @@ class PreparedRun:
             return
         self._check_groups(engine, num_socs)
         check_boards(scenario, self.cluster)
-        if scenario.has_edges_beside and engine == "deployment":
-            raise ConfigError(f"{scenario.name} [edgecloud] edges = {scenario.split.edges}: a real cloud keeps its "
-                              "half between rounds, which begin with the average of groups and edges; use another "
-                              "engine")
         if trains_here:
             check_workload(scenario)
             self._check_memory(num_socs)
-            if scenario.has_edges_beside:
-                self.edges_setting.parties()  # raises if model, data, cuts and links do not fit together
-                list(self.edges_setting.spans())
             if scenario.factories:
                 model_profile(scenario)
             if scenario.precision.arithmetic != "fp32":

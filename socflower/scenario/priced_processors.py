@@ -5,7 +5,6 @@ from typing import Any
 
 from socflower.cluster import Cluster, Device
 from socflower.cluster.device_catalog import device
-from socflower.scenario.edges_beside import edges_scenario
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
 
@@ -25,13 +24,7 @@ def priced_processors(scenario: Scenario, trained_on: Mapping[str, Sequence[int]
     entries = _entries(cluster, arithmetic, trained_on or {scenario.train.device: range(cluster.num_socs)})
     if scenario.pipeline is not None and scenario.pipeline.int8_socs:
         _add_int8_stages(entries, cluster, scenario.pipeline.int8_socs)
-    if scenario.has_edges_beside:
-        edges = edges_scenario(scenario)
-        own = scenario_cluster(edges)
-        of_edges = {label: [soc - cluster.num_socs for soc in socs] for label, socs in (trained_on or {}).items()}
-        entries += [entry for entry in _entries(own, edges.precision.arithmetic, of_edges or {
-            scenario.train.device: range(own.num_socs)}) if entry["device"] not in {each["device"] for each in entries}]
-    if (scenario.is_split and scenario.strategy.name != "edge-only") or scenario.has_edges_beside:
+    if scenario.is_split and scenario.strategy.name != "edge-only":
         cloud, known = scenario.split.cloud_device, {entry["device"] for entry in entries}
         if cloud not in known:
             entries.append({"device": cloud, "priced": _priced(device(cloud), "fp32"),

@@ -288,8 +288,7 @@ def _run_locally(run: PreparedRun, folder: RunFolder, num_workers: int | None) -
 
 
 def _num_nodes(scenario: Scenario) -> int:
-    beside = scenario.split.edges if scenario.has_edges_beside else 0
-    return (scenario.strategy.socs or scenario_cluster(scenario).num_socs) + beside
+    return scenario.strategy.socs or scenario_cluster(scenario).num_socs
 
 
 def _num_useful_workers(scenario: Scenario) -> int:
@@ -297,8 +296,6 @@ def _num_useful_workers(scenario: Scenario) -> int:
     groups = None
     if scenario.has_groups:
         groups = group_strategy(scenario.strategy.name).num_groups or scenario.strategy.groups
-        if scenario.has_edges_beside:
-            groups = int(groups) + scenario.split.edges
     return min(num_cores(), groups if isinstance(groups, int) else _num_nodes(scenario))
 
 

@@ -27,7 +27,6 @@ from socflower.edgecloud.samples import CodeSamples, FeatureSamples, ImageTarget
 from socflower.errors import ConfigError
 from socflower.precision.processor_costs import MERGE_PASSES, REQUANTISE_PASSES, MixedPricing
 from socflower.scenario.arithmetic import (
-    edge_data,
     evaluation_device,
     held_out_split,
     num_training_samples,
@@ -208,19 +207,6 @@ class ImageWorkload(SplitWorkload):
         settings = self.scenario.data
         return partition(self._data.train.labels.numpy(), self.num_edges, settings.partition, settings.alpha,
                          self.scenario.seed)
-
-
-class ShareOfImages(ImageWorkload):
-    """Images of edges beside groups: a part of those of the `whole` scenario."""
-
-    def __init__(self, scenario: Scenario, num_edges: int, whole: Scenario) -> None:
-        super().__init__(scenario, num_edges)
-        self._whole = whole
-
-    @cached_property
-    def _data(self) -> DataSet:
-        data = _selected_images(self.scenario)
-        return replace(data, train=cast(LabelledData, edge_data(self._whole)))
 
 
 class ClickWorkload(SplitWorkload):

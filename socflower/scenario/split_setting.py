@@ -1,6 +1,6 @@
 """The edges and the cloud of a split scenario, built once for checks, plans, training and predictions."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -26,13 +26,11 @@ from socflower.sim import EventClock
 class SplitSetting:
     """Edges, links, costs and cloud mode of a split scenario, for training, planning and predictions."""
 
-    def __init__(self, scenario: Scenario, workload: SplitWorkload | None = None,
-                 round_epochs: float | Sequence[float] | None = None) -> None:
+    def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.cluster = scenario_cluster(scenario)
         self.num_edges = scenario.strategy.socs or self.cluster.num_socs
-        self.workload = workload or split_workload(scenario, self.num_edges)
-        self.round_epochs = scenario.split.round_epochs if round_epochs is None else round_epochs
+        self.workload: SplitWorkload = split_workload(scenario, self.num_edges)
         self.links = edge_links(scenario, self.num_edges)
         cloud = device(scenario.split.cloud_device)
         catalogue_costs = [self.workload.costs(edge, self.cluster.device_of(edge), cloud)
@@ -88,18 +86,18 @@ class SplitSetting:
 
     def spans(self) -> Iterator[tuple[int, int]]:
         """Yield each round's first batch and number of batches."""
-        ends = round_ends(self.round_epochs, self.workload.batches_per_epoch, self.scenario.train.epochs)
+        ends = round_ends(self.scenario.split.round_epochs, self.workload.batches_per_epoch,
+                          self.scenario.train.epochs)
         for first, end in pairwise((0, *ends)):
             yield first, end - first
 
-    def rounds(self, clock: EventClock) -> Iterator[None]:
-        """Let the training pass on a clock, round by round, without training."""
+    def run(self, clock: EventClock) -> None:
+        """Let the whole training pass on a clock, without training."""
         parties = self.parties()
         for first, num_batches in self.spans():
             parties = moved(parties, simulate(
                 parties, num_batches, first, clock=clock, cluster=self.cluster, cloud=self.mode, uplink=self.uplink,
                 cloud_processors=self.scenario.split.cloud_processors, reverse=self.workload.program.is_reverse))
-            yield
 
     def decision_engine(self, edge: int) -> DecisionEngine | None:
         """Return the engine that may move an edge's cut on a real link; within a round it always keeps a cloud half."""

@@ -13,7 +13,7 @@ from socflower.errors import ConfigError
 from socflower.plain_numbers import plain_numbers
 from socflower.sim.energy import IDLE_STATE, State, add_activities, power_w
 from socflower.sim.execution import MIN_LOOP_ROUNDS
-from socflower.sim.processes import Process, Simulation
+from socflower.sim.processes import Simulation
 from socflower.sim.program import SERVER, CompiledGraph, Component, ComputeStep, Program, compile_graph
 from socflower.sim.solution import Repeated, Solution
 from socflower.sim.trace import Recorded, Rows, Trace, TracedPart, record, record_spans
@@ -295,15 +295,6 @@ class EventClock:
         self._label("resting", self.now_s, duration_s, 1)
         self._usage += usage
         return usage
-
-    @plain_numbers
-    def idle_for(self, socs: Sequence[int], duration_s: float) -> Usage:
-        """Let `socs` idle for so long, whatever changes meanwhile, and advance; return what it took."""
-        def wait(simulation: Simulation) -> Process[None]:
-            yield simulation.timeout(duration_s)
-
-        return self.run_processes(lambda simulation: simulation.start(wait(simulation), "waiting"), socs=socs,
-                                  label="waiting")
 
     def run_processes(self, start: Callable[[Simulation], object], *, socs: Sequence[int], label: str = "") -> Usage:
         """Run processes that react until they have ended, and advance; return what it took.

@@ -23,7 +23,6 @@ PROCESSES = (RUNS, "SoCs", "links", "servers")
 """The groups of rows, top to bottom."""
 
 _MICROSECONDS = 1e6
-_BELOW = 1 << 31  # orders rows of a part after all SoCs and boards
 
 
 class _Span(NamedTuple):
@@ -117,28 +116,6 @@ class Trace:
             pid, tid = ids[span.row]
             yield {"ph": "X", "pid": pid, "tid": tid, "name": span.name, "ts": span.start_s * _MICROSECONDS,
                    "dur": span.duration_s * _MICROSECONDS, "args": span.args}
-
-
-class NamedTrace(Trace):
-    """The rows of a part in the trace of the whole: "SoC 0 cpu" of the part "edge" is "edge: SoC 0 cpu", below all."""
-
-    def __init__(self, whole: Trace, name: str) -> None:
-        super().__init__(whole.max_spans)
-        self._whole, self._name = whole, name
-
-    @property
-    def room(self) -> int:
-        """Number of spans that can still be added to the whole."""
-        return self._whole.room
-
-    def add(self, process: str, row: str, name: str, start_s: float, duration_s: float, *,
-            order: tuple[int, ...] = (0,), args: Mapping[str, Any] | None = None) -> None:
-        """Add a span to a row of the part; see `Trace.add`."""
-        self._whole.add(process, f"{self._name}: {row}", name, start_s, duration_s, order=(_BELOW, *order), args=args)
-
-    def drop(self, num_spans: int) -> None:
-        """Count spans that were not even collected."""
-        self._whole.drop(num_spans)
 
 
 def _metadata(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:

@@ -292,21 +292,6 @@ class SoCFlow(PlannedRounds):
         return self._exchanges_and_costs(self.plan)[0]
 
     @property
-    def clock(self) -> VirtualClock | None:
-        """The clock that rounds are priced on; the grid's is known from the first round on."""
-        return self._clock
-
-    @property
-    def has_outer(self) -> bool:
-        """Whether an outer strategy makes the next model."""
-        return self._outer is not None
-
-    @property
-    def tolerates_client_errors(self) -> bool:
-        """Whether a group whose client raises is left out, instead of ending the run."""
-        return self._tolerate_client_errors
-
-    @property
     def schedule(self) -> TrainingSchedule:
         """How much is trained, and how often groups synchronise."""
         return self._schedule
@@ -470,18 +455,6 @@ class SoCFlow(PlannedRounds):
         if len(means) == 1 and len(means[0].groups) > 1:
             return means[0].arrays
         return self.average_models([mean.arrays for mean in means], [mean.samples for mean in means])
-
-    def skip_round(self, server_round: int, cause: str) -> None:
-        """Report a round of which no reply could be used, if others than the groups have trained in it."""
-        assert self.round is not None
-        this = self.round
-        self._planner.hear_absent()
-        lost = ReplyEvent(kind="no-reply", group_id=0, text=cause)
-        self._server_models = {} if this.interval.across_servers else self._average_in_servers(this, ())
-        self.reports.append(RoundReport(
-            server_round=server_round, epoch=this.interval.epoch_end, usage=self._price(this, ()),
-            events=(*self._planner.drain_events(), lost), in_turn=this.exchanges.turns.taken,
-            without_state=tuple(group.group_id for group in this.plan.groups)))
 
     def average_models(self, models: Sequence[ArrayRecord], samples: Sequence[float]) -> ArrayRecord:
         """Return the next global model: the groups' average by samples, in group order (F8).

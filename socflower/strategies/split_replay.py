@@ -97,8 +97,6 @@ class SplitReplay(PlannedRounds):
         Of the same cluster; each round is simulated on it. Default: the grid's, else one of its own.
     cloud : CloudSessions, optional
         The cloud, on real machines.
-    first_soc : int
-        The number of the first edge in what clients say of their devices, if other SoCs train too.
     """
 
     def __init__(
@@ -107,7 +105,6 @@ class SplitReplay(PlannedRounds):
         round_epochs: float | Sequence[float] = 1.0, seed: int = 1, fingerprint: str = "",
         clock: EventClock | None = None, cloud: CloudSessions | None = None, tolerate_client_errors: bool = False,
         uplink: BandwidthProfile | None = None, cloud_processors: int | None = None,
-        first_soc: int = 0,
     ) -> None:
         if not 1 <= len(parties) <= cluster.num_socs:
             raise ConfigError(f"SplitReplay: {len(parties)} edges on a cluster of {cluster.num_socs} SoCs; need 1 to "
@@ -121,7 +118,6 @@ class SplitReplay(PlannedRounds):
         self._batches_per_epoch = batches_per_epoch
         self._total_batches = batches_per_epoch * num_epochs
         self._round_ends = round_ends(round_epochs, batches_per_epoch, num_epochs)
-        self._first_soc = first_soc
         self._clock, self._cloud = clock, cloud
         self._uplink, self._cloud_processors = uplink, cloud_processors
         self._tolerate_client_errors = tolerate_client_errors
@@ -158,21 +154,6 @@ class SplitReplay(PlannedRounds):
     def num_rounds(self) -> int:
         """How many rounds `start` needs for all epochs."""
         return len(self._round_ends)
-
-    @property
-    def clock(self) -> EventClock | None:
-        """The clock on which rounds are simulated; None before the first."""
-        return self._clock
-
-    @property
-    def has_cloud(self) -> bool:
-        """Whether the cloud's halves are on machines of their own."""
-        return self._cloud is not None
-
-    @property
-    def tolerates_client_errors(self) -> bool:
-        """Whether an edge whose client raises is left out, instead of ending the run."""
-        return self._tolerate_client_errors
 
     @property
     def transport(self) -> str:
@@ -288,16 +269,6 @@ class SplitReplay(PlannedRounds):
                     events.append(ReplyEvent(kind="returned", group_id=index, text=f"edge {index}: is back"))
         return events
 
-    def skip_round(self, server_round: int, cause: str) -> None:
-        """Report a round of which no reply could be used, if others than the edges have trained in it."""
-        assert self._timeline is not None
-        first, num_batches = self._span(server_round)
-        self.reports.append(SplitRoundReport(
-            server_round=server_round, epoch=(first + num_batches) / self._batches_per_epoch,
-            events=(ReplyEvent(kind="no-reply", group_id=0, text=cause),), usage=self._timeline.usage,
-            timeline=self._timeline))
-        self._update_split_plans({})
-
     # ---------------------------------------------------------------------------------------- to the edges
 
     def _span(self, server_round: int) -> tuple[int, int]:
@@ -316,7 +287,7 @@ class SplitReplay(PlannedRounds):
             seed=self._seed, cuts=tuple(EDGE_ALONE if each.cut is None else each.cut for each in now),
             bits=tuple(each.bits for each in now), windows=tuple(each.window for each in now),
             gradient_bits=self.parties[0].costs.gradient_bits, actions=actions, fingerprint=self._fingerprint,
-            first_soc=self._first_soc, frozen_sha256=self._frozen_sha256)
+            frozen_sha256=self._frozen_sha256)
 
     def _open_session_message(self, party: int, task: SplitTask, settings: ConfigRecord, server_round: int) -> Message:
         """Open the cloud's session and return the edge's message, with only the tensors of its own half."""

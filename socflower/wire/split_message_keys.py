@@ -46,7 +46,6 @@ class SplitTask:
     session_first: int = 0  # the batch that the session counts as its first
     token: str = ""  # hexadecimal, of that session
     fingerprint: str = ""  # of the server's split model
-    first_soc: int = 0  # the SoC that is party 0, in reports of devices
     frozen_sha256: str = ""  # the digest of the server's frozen parameters, which are not sent
 
     def __post_init__(self) -> None:

@@ -20,8 +20,6 @@ from socflower.scenario.runner import run_to_folder
 from socflower.scenario.schema.config import EventConfig, PrecisionConfig, Scenario
 from socflower.scenario.schema.file import to_document
 from socflower.scenario.schema.outer import OuterConfig
-from socflower.scenario.schema.split import EdgeCloudConfig
-from socflower.scenario.schema.thermal import BackgroundLoadConfig, ThermalConfig
 from tests.scenario.small_runs import small, without_drawing
 
 pytestmark = pytest.mark.usefixtures("on_few_digits")
@@ -101,10 +99,6 @@ CASES: dict[str, Scenario] = {
         EventConfig(kind="preempt", soc=1, round=2, rounds=1),)), name="fedavgm", server_momentum=0.5),
     "servers": small(interval=0.25, groups=4, server_interval=3, servers=(
         ServerTable(count=2, boards=1, socs_per_board=2),)),
-    "an edge beside": small(interval=0.25, groups=4, server_interval=2, servers=(
-        ServerTable(count=2, boards=1, socs_per_board=2),)).replaced(edgecloud=EdgeCloudConfig(
-            edges=1, edge_device="raspberry-pi-4b"), thermal=ThermalConfig(), background_load=BackgroundLoadConfig(
-                games="tidal", high=0.4), events=(EventConfig(kind="preempt", soc=1, round=1),)),
     "leaders in eight bits, one preempted": small(
         interval=0.5, epochs=2, leaders="ring", leader_compression="int8", events=(
             EventConfig(kind="preempt", soc=0, round=2, rounds=1),)),

@@ -101,8 +101,7 @@ def make_split_client_app(
                     if cloud_data_fn is not None and task.reverse else None
                 outcome = train_in_process(program, task, arrays, data, others, state, settings_fn(context))
         label = device_label(resolve_device(program.device, "split training: device"))
-        socs = tuple(task.first_soc + party for party in task.parties)
-        return _reply(message, outcome, DeviceReport(devices=(label,) * len(socs), socs=socs))
+        return _reply(message, outcome, DeviceReport(devices=(label,) * len(task.parties), socs=task.parties))
 
     return app
 

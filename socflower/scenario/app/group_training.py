@@ -21,10 +21,9 @@ from socflower.hierarchy import default_candidates
 from socflower.hierarchy.collectives import BUCKETS
 from socflower.pipeline.planner.selection import PlannerSettings
 from socflower.pipeline.runtime.payloads import ActivationCoding
-from socflower.scenario.app.edges_beside import EdgesBeside
 from socflower.scenario.app.round_record import RoundRecord, event_documents
 from socflower.scenario.arithmetic import evaluation_device, kernels, model_profile, num_training_samples, pricing
-from socflower.scenario.heat import heat_document, of_all_racks, rack_dynamics, unthrottled_training_s
+from socflower.scenario.heat import heat_document, rack_dynamics, unthrottled_training_s
 from socflower.scenario.pipeline_planning import micro_batch_sizes, pipeline_problem, planned_document
 from socflower.scenario.planning import rebalancing
 from socflower.scenario.prepared_run import PreparedRun
@@ -34,7 +33,6 @@ from socflower.scenario.schema.pipeline import PipelineConfig
 from socflower.scenario.schema.strategies import group_strategy
 from socflower.scenario.workload import Score, scenario_data
 from socflower.sim import EventClock, Trace
-from socflower.sim.side_by_side import SideBySide
 from socflower.strategies.comparators import OrderedFedAvg
 from socflower.strategies.hybrid_pipeline import HybridPipeline
 from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule
@@ -68,9 +66,7 @@ class _Training:
         self._trace = Trace()
         self._rack = rack_dynamics(scenario, self._cluster)
         self._clock = EventClock(self._cluster, dynamics=self._rack, trace=self._trace)
-        self._edges = EdgesBeside(run, self._trace) if scenario.has_edges_beside else None
-        self._time = self._clock if self._edges is None else SideBySide(groups=self._clock, edges=self._edges.clock)
-        self._record = RoundRecord(scenario, folder, self._time, self._trace, self._devices, self._evaluate)
+        self._record = RoundRecord(scenario, folder, self._clock, self._trace, self._devices, self._evaluate)
         self._plan: dict[str, Any] | None = None
         self._resumed: Checkpoint | None = None
         self._transport, self._leader_transport = "in process", ""
@@ -97,49 +93,38 @@ class _Training:
             "strategy": self._scenario.strategy.name,
             "kernels": kernels(self._scenario),
             "transports": {"inside groups": self._transport, "hub": "Flower messages",
-                           **({"between leaders": self._leader_transport} if self._leader_transport else {}),
-                           **({"edge and cloud": self._edges.transport} if self._edges else {})},
+                           **({"between leaders": self._leader_transport} if self._leader_transport else {})},
             "data_source": self._data.source,
             **self._record.totals(final, self._whole(final)),
             "wall_s": perf_counter() - started_s,
             "heat": self._heat_document(), "plan": self._plan,
-            **({"split": self._edges.document()} if self._edges else {}),
         }
 
     def _heat_document(self) -> dict[str, Any] | None:
         if self._rack is None:
             return None
-        document = heat_document(
-            self._scenario, self._rack, self._time.now_s, unthrottled_training_s(self._scenario, self._cluster)
+        return heat_document(
+            self._scenario, self._rack, self._clock.now_s, unthrottled_training_s(self._scenario, self._cluster)
             if self._undisturbed_s is None else self._undisturbed_s)
-        return document | (of_all_racks(self._scenario, [self._rack, self._edges.rack]) if self._edges else {})
 
     def _grouped(self, arrays: ArrayRecord) -> ArrayRecord:
-        groups, edges = self._strategy(self._num_groups(arrays), self._scenario.train.epochs), self._edges
-        strategy = groups if edges is None else edges.beside(groups)
-        self._plan = {**groups.plan.to_document(), **groups.exchanges.to_document()}
-        self._require_reachable_events(groups.num_rounds, groups.plan.participants)
+        strategy = self._strategy(self._num_groups(arrays), self._scenario.train.epochs)
+        self._plan = {**strategy.plan.to_document(), **strategy.exchanges.to_document()}
+        self._require_reachable_events(strategy.num_rounds, strategy.plan.participants)
 
         def round_end(server_round: int) -> dict[str, Any]:
-            report = groups.reports[-1]
-            events = event_documents(strategy.reports[-1].events)
-            return {"epoch": report.epoch, "events": events, "sequenced": report.in_turn,
-                    **_mixed(report.alpha, report.cpu_share), **(edges.round_end() if edges else {})}
-
-        def own_state() -> dict[str, Any]:
-            return {**groups.state, **(edges.state() if edges else {})}
+            report = strategy.reports[-1]
+            return {"epoch": report.epoch, "events": event_documents(report.events), "sequenced": report.in_turn,
+                    **_mixed(report.alpha, report.cpu_share)}
 
         if self._resumed is not None:
-            of_groups = {key: getattr(self._resumed, key) for key in groups.state}
-            if edges is None:
-                groups.resume_from(self._resumed.server_round, **of_groups)
-            else:
-                edges.resume_from(self._resumed, of_groups)
+            strategy.resume_from(self._resumed.server_round,
+                                 **{key: getattr(self._resumed, key) for key in strategy.state})
         final = strategy.start(
-            self._grid, arrays, num_rounds=groups.num_rounds, timeout=self._scenario.train.reply_timeout_s,
+            self._grid, arrays, num_rounds=strategy.num_rounds, timeout=self._scenario.train.reply_timeout_s,
             train_config=self._train_config(), evaluate_fn=self._record.evaluation(
-                round_end, groups.num_rounds, own_state, self._heat)).arrays
-        self._transport, self._leader_transport = groups.transport, groups.leader_transport
+                round_end, strategy.num_rounds, lambda: strategy.state, self._heat)).arrays
+        self._transport, self._leader_transport = strategy.transport, strategy.leader_transport
         return final
 
     def _train_config(self) -> ConfigRecord:

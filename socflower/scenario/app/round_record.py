@@ -18,7 +18,6 @@ from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import to_document
 from socflower.scenario.workload import Score
 from socflower.sim import EventClock, Trace
-from socflower.sim.side_by_side import SideBySide
 from socflower.strategies.records import array_views, to_array_record
 from socflower.strategies.replies import ReplyEvent
 from socflower.strategies.resuming import EvaluateFn
@@ -31,7 +30,7 @@ class RoundRecord:
     """The rounds of one run so far, with clock and trace: a checkpoint's content besides the strategy's own state."""
 
     def __init__(
-        self, scenario: Scenario, folder: RunFolder, clock: EventClock | SideBySide, trace: Trace,
+        self, scenario: Scenario, folder: RunFolder, clock: EventClock, trace: Trace,
         devices: TrainedDevices, evaluate: Callable[[ArrayRecord], Score],
     ) -> None:
         self.rounds: list[dict[str, Any]] = []

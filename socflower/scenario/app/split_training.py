@@ -25,7 +25,6 @@ from socflower.errors import ConfigError, TrainingFailed
 from socflower.scenario.app.round_record import RoundRecord, event_documents
 from socflower.scenario.app.split_result import SplitHistory, cut_text, staleness_of
 from socflower.scenario.arithmetic import kernels
-from socflower.scenario.edges_beside import edges_beside
 from socflower.scenario.heat import heat_document, rack_dynamics, unthrottled_training_s
 from socflower.scenario.prepared_run import PreparedRun
 from socflower.scenario.schema.config import Scenario
@@ -88,8 +87,7 @@ def split_settings(setting: SplitSetting) -> SplitSettings:
 
 @cache
 def _setting(folder: RunFolder) -> SplitSetting:
-    scenario = from_document(folder.read_scenario())
-    return edges_beside(scenario) if scenario.has_edges_beside else SplitSetting(scenario)
+    return SplitSetting(from_document(folder.read_scenario()))
 
 
 def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, Any]:
@@ -116,7 +114,7 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
 
     grid = devices = TrainedDevices(grid)
     record = RoundRecord(scenario, folder, clock, trace, devices, evaluate)
-    strategy = split_strategy(setting, clock, cloud)
+    strategy = _strategy(setting, clock, cloud)
     arrays = ArrayRecord(workload.program.trainable_state())
     resumed = record.resume()
     if resumed is not None:
@@ -127,7 +125,7 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
     def round_end(server_round: int) -> dict[str, Any]:
         report = strategy.reports[-1]
         history.add(report, clock.now_s - report.timeline.duration_s)
-        entry = {"epoch": report.epoch, "events": event_documents(report.events), **cuts_and_staleness(strategy)}
+        entry = {"epoch": report.epoch, "events": event_documents(report.events), **_cuts_and_staleness(strategy)}
         if report.measured:
             entry["links"] = [asdict(each) for each in report.measured]
         return entry
@@ -161,20 +159,17 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
     }
 
 
-def split_strategy(
-    setting: SplitSetting, clock: EventClock, cloud: CloudClient | None = None, first_soc: int = 0,
-) -> SplitReplay:
-    """Return the strategy of a scenario's edges."""
+def _strategy(setting: SplitSetting, clock: EventClock, cloud: CloudClient | None) -> SplitReplay:
     scenario, program = setting.scenario, setting.workload.program
     return SplitReplay(
         cluster=setting.cluster, parties=setting.parties(), edge_names=program.edge_names, mode=setting.mode,
         batches_per_epoch=setting.workload.batches_per_epoch, num_epochs=scenario.train.epochs, clock=clock,
-        cloud=cloud, reverse=program.is_reverse, round_epochs=setting.round_epochs, seed=scenario.seed,
-        uplink=setting.uplink, cloud_processors=scenario.split.cloud_processors, first_soc=first_soc,
+        cloud=cloud, reverse=program.is_reverse, round_epochs=scenario.split.round_epochs, seed=scenario.seed,
+        uplink=setting.uplink, cloud_processors=scenario.split.cloud_processors,
         fingerprint=program.fingerprint(), tolerate_client_errors=scenario.strategy.tolerate_client_errors)
 
 
-def cuts_and_staleness(strategy: SplitReplay) -> dict[str, Any]:
+def _cuts_and_staleness(strategy: SplitReplay) -> dict[str, Any]:
     """Return the mean staleness of the latest round's gradients, and each edge's cut at its end."""
     stale = staleness_of(strategy.reports[-1])
     return {"mean_staleness": sum(value * count for value, count in stale.items()) / max(1, stale.total()),

@@ -386,11 +386,9 @@ class ScenarioFile(ClusterFile):
                 continue
             raise ValueError(f"[compare.train.{name}]: strategies = {list(self.compare.strategies)} does not run "
                              f"{name!r}; add it there, or remove the table")
-        if self.edgecloud is not None and not self.is_split and not self.split.edges:
+        if self.edgecloud is not None and not self.is_split:
             raise ValueError(f"[edgecloud] is for strategies {', '.join(SPLIT_STRATEGIES)}; [strategy] name is "
-                             f"{self.strategy.name!r}, beside whose groups it needs edges = 1 or more")
-        if self.split.edges:
-            self._check_edges_beside()
+                             f"{self.strategy.name!r}, which trains without a cloud; leave it out")
         if self.leaders != "star" and (what := self.hub_needs_models):
             raise ValueError(f"[strategy] leaders = {self.leaders!r} gives the hub the mean of the groups' models, and "
                              f"{what} needs each of them; use 'star'")
@@ -411,32 +409,6 @@ class ScenarioFile(ClusterFile):
                 why = "groups is 1" if several_groups(self.strategy.name) else f"name is {self.strategy.name!r}"
                 raise ValueError(f"[strategy] {key} = {value!r} is for leaders of several groups, and {why}; leave it "
                                  "out")
-
-    def _check_edges_beside(self) -> None:
-        """Refuse edges beside what has no groups, and what a model that both train cannot have."""
-        asked, table = f"[edgecloud] edges = {self.split.edges}", self.split
-        if not several_groups(self.strategy.name):
-            raise ValueError(f"{asked} are beside the groups of 'socflow', and [strategy] name is "
-                             f"{self.strategy.name!r}; leave edges out")
-        if self.strategy.groups == "auto":
-            raise ValueError(f"{asked}: an edge has as many samples as a group, and [strategy] groups is \"auto\"; "
-                             "give their number")
-        if self.strategy.outer is not None:
-            raise ValueError(f"{asked}, and [strategy.outer] makes one model of the groups' without the edges'; leave "
-                             "one of the two out")
-        if self.data.partition != "iid":
-            raise ValueError(f"{asked}, and [data] partition is {self.data.partition!r}; use \"iid\", edges hold an "
-                             "even share of the data")
-        for key, why in (("classes", "groups train on all classes"), ("frozen", "groups train all layers"),
-                         ("pretrained", "groups begin with other weights"),
-                         ("delta", "it remembers within a round of 2 epochs or more")):
-            if getattr(table, key):
-                raise ValueError(f"[edgecloud] {key} is for training without groups: {why}; leave it out")
-        if table.round_epochs != 1.0:
-            raise ValueError(f"[edgecloud] round_epochs = {table.round_epochs}: the rounds of edges beside groups end "
-                             "with the groups', by [strategy] sync_interval_epochs; leave it out")
-        if self.model.name in (CLICK_MODEL, GENERATOR):
-            raise ValueError(f"[model] name = {self.model.name!r} is for training without groups")
 
     def _check_pipeline(self) -> None:
         """Refuse `[pipeline]` for other strategies, and what a pipeline does not read."""
@@ -512,11 +484,10 @@ class ScenarioFile(ClusterFile):
         """Return the scenario under another strategy, with that strategy's own values of `[compare]`."""
         own = self.compare.train.get(strategy, OwnTraining())
         interval = own.sync_interval_epochs or self.strategy.sync_interval_epochs
-        edgecloud = self.edgecloud if self.is_split or several_groups(strategy) else None
         pipeline = self.pipeline if STRATEGIES[strategy].is_pipeline else None
         rings = self.ring if isinstance(STRATEGIES[strategy], GroupStrategy) else replace(self.ring, compression=NONE)
         return self.replaced(strategy=self.strategy.under(strategy, sync_interval_epochs=interval), ring=rings,
-                             edgecloud=edgecloud, pipeline=pipeline, train=self.train.replaced(**_of_train(own)))
+                             pipeline=pipeline, train=self.train.replaced(**_of_train(own)))
 
     @property
     def _trains_by_niti(self) -> bool:
@@ -555,14 +526,7 @@ class ScenarioFile(ClusterFile):
     def hub_needs_models(self) -> str:
         """What needs each group's model at the hub, as a key of the file; empty if nothing does."""
         outer = self.strategy.outer
-        if outer is not None and not outer.takes_mean:
-            return f"[strategy.outer] name = {outer.name!r}"
-        return f"[edgecloud] edges = {self.split.edges}" if self.has_edges_beside else ""
-
-    @property
-    def has_edges_beside(self) -> bool:
-        """Whether edges of a split training train beside the groups."""
-        return self.has_groups and self.split.edges > 0
+        return f"[strategy.outer] name = {outer.name!r}" if outer is not None and not outer.takes_mean else ""
 
     @property
     def split(self) -> EdgeCloudConfig:

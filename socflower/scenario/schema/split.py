@@ -15,18 +15,12 @@ CLICK_MODEL, GENERATOR = "click-model", "digit-generator"
 
 _MAX_BATCHES = 10_000  # in flight at the same time
 
-MOST_EDGES = 1000
-"""Beside groups."""
-
 Rate = Annotated[float, Field(gt=0)]
 
 
 class EdgeCloudConfig(Table):
-    """`[edgecloud]`: each SoC of the cluster is an edge with a link of its own to the cloud; beside groups, `edges`."""
+    """`[edgecloud]`: each SoC of the cluster is an edge with a link of its own to the cloud."""
 
-    edges: int = Field(0, ge=0, le=MOST_EDGES, description=(
-        "edges [beside the groups](guides/split-training.md#beside-groups) of `socflow`; without groups, all SoCs are"))
-    edge_device: str = Field("", description="their device; default: that of `[cluster]`")
     cloud_device: str = Field("gpu-v100", description="device of the catalogue that each cloud half has")
     link: str = Field("wifi", description=(
         "a generated bandwidth profile: `4g-foot`, `4g-bicycle`, `4g-bus`, `4g-car`, `4g-tram`, `4g-train`, `wifi`, "
@@ -80,9 +74,6 @@ class EdgeCloudConfig(Table):
 
     def check(self) -> None:
         """Refuse links with keys of other links, and windows whose parts do not rise."""
-        if self.edge_device and not self.edges:
-            raise ValueError(f"edge_device = {self.edge_device!r} is of edges beside groups, and edges is 0; set "
-                             "edges, or leave it out")
         is_constant = "constant" in (self.link, *self.links) and not self.segments
         for key in ("up_bytes_per_s", "down_bytes_per_s"):
             value = getattr(self, key)

@@ -71,12 +71,6 @@ class ThermalConfig(Table):
             raise ValueError(f"hot_board_airflow = {self.hot_board_airflow} without hot_boards: no board has it; name "
                              "the boards, or leave it out")
 
-    @property
-    def elsewhere(self) -> "ThermalConfig":
-        """The same surroundings for machines that are on none of its boards."""
-        return self.replaced(hot_boards=(), hot_board_airflow=_HOT_BOARD_AIRFLOW)
-
-
 class BackgroundLoadConfig(Table):
     """`[background_load]`: games that share or take SoCs, and the hours in which training may run."""
 

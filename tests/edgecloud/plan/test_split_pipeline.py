@@ -14,7 +14,7 @@ from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, LinkRa
 from socflower.edgecloud.plan.cuts import CutCost, SplitCosts, SplitPlan
 from socflower.edgecloud.plan.party import Party
 from socflower.edgecloud.plan.phases import batch_times, phases
-from socflower.edgecloud.plan.split_pipeline import PROBE_BYTES, Timeline
+from socflower.edgecloud.plan.split_pipeline import PROBE_BYTES, Timeline, round_ends
 from socflower.edgecloud.plan.timeline_actions import Action, Kind, decode_actions, encode_actions
 from socflower.errors import ConfigError, SocflowerError
 from tests.split_edges import simulate
@@ -447,3 +447,18 @@ def test_an_absence_ends_with_a_round_and_leaves_an_edge_and_every_batch_of_a_sh
         simulate([replace(party, away=(range(8),))], 8)
     with pytest.raises(ConfigError, match="the back half needs every party's batch"):
         simulate([party, replace(party, away=(range(8),))], 8, cloud="turns")
+
+
+def test_rounds_end_at_the_epochs_that_are_given() -> None:
+    assert round_ends([0.5, 1.0, 1.25, 2.0], 10, 2) == (5, 10, 12, 20)
+
+
+@pytest.mark.parametrize(("round_epochs", "line"), [
+    ([0.01, 1.0, 2.0], "round 1, to epoch 0.01, would have no batch of the edges' 10 an epoch"),
+    ([0.5, 0.5, 2.0], "round 2, to epoch 0.5, would have no batch"),
+    ([0.5, 1.0], "end at 1 of 2 epochs"),
+    ([], "end at 0 of 2 epochs"),
+])
+def test_rounds_without_a_batch_or_an_end_are_refused(round_epochs: list[float], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        round_ends(round_epochs, 10, 2)

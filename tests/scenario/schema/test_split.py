@@ -86,6 +86,16 @@ def test_bad_input_is_one_line(tmp_path: Path, table: str, said: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_cloud_is_for_split_strategies_only(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is for strategies split-replay"):
-        load_scenario(written(tmp_path, "[edgecloud]\nlink = 'wifi'\n", SPLIT.replace("split-replay", "fedavg")))
+@pytest.mark.parametrize("strategy", ["fedavg", "socflow", "ring"])
+def test_a_cloud_is_for_split_strategies_only(tmp_path: Path, strategy: str) -> None:
+    said = f"is for strategies split-replay, .* name is '{strategy}', which trains without a cloud; leave it out"
+    with pytest.raises(ConfigError, match=said) as error:
+        load_scenario(written(tmp_path, "[edgecloud]\nlink = 'wifi'\n", SPLIT.replace("split-replay", strategy)))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["edges = 1", "edge_device = 'raspberry-pi-4b'"])
+def test_the_edges_are_the_clusters(tmp_path: Path, key: str) -> None:
+    """There is no number of edges in `[edgecloud]`, and none beside groups."""
+    with pytest.raises(ConfigError, match=f"unknown key '{key.partition(' ')[0]}'"):
+        load_scenario(written(tmp_path, f"[edgecloud]\n{key}\n"))
