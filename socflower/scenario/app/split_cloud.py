@@ -28,6 +28,8 @@ from socflower.user_code import import_attribute
 from socflower.wire.saved_state import write_atomically
 from socflower.wire.secure_channel import Tls
 
+_LONGEST_WAIT_S = 0.5
+
 
 def serve_until_signal(
     program: str, overrides: Sequence[str], *, listen: str, token: str, tls: Tls | None, insecure: bool,
@@ -45,7 +47,10 @@ def serve_until_signal(
                                log=on_notice)
         try:
             on_ready(service.address)
-            ended.wait()
+            # The kernel may give a signal to a thread of gRPC. That does not interrupt a wait without a limit in this
+            # one, and Python calls handlers in the main thread alone.
+            while not ended.wait(_LONGEST_WAIT_S):
+                pass
         finally:
             service.close()
     finally:

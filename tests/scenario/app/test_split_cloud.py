@@ -118,7 +118,8 @@ def served_here(
             answers.append(ask())
         finally:
             if not ended.is_set():
-                os.kill(os.getpid(), number)
+                # To this thread, as the kernel may choose any: the command waits in another one.
+                signal.pthread_kill(threading.get_ident(), number)
 
     thread = threading.Thread(target=call)
     thread.start()
