@@ -1,8 +1,10 @@
 """What all tests take for granted, and the processes that they start: waiting threads, signals, and what is drawn."""
 
+import logging
 import os
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -36,6 +38,15 @@ _common = settings(deadline=None, print_blob=True, suppress_health_check=[Health
 settings.register_profile("reproducible", _common, derandomize=True, max_examples=50)
 settings.register_profile("exploring", _common, max_examples=100)
 settings.load_profile("reproducible")
+
+
+@pytest.fixture(autouse=True)
+def flower_logs_as_before() -> Iterator[None]:
+    """Undo `quiet_flower` after a test: others read the log, in whatever order they run."""
+    logger = logging.getLogger("flwr")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
