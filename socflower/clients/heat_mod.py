@@ -184,8 +184,8 @@ class _HeatMod:
         if pause is not None:
             context.state[_PAUSE] = ConfigRecord(encode(pause))
         stuck = pause is not None and pause.stuck(self.limits, now_s)
-        notes = (f"temperature stays at exactly {reading.temperature_c:g} °C while the device rests: its sensor is "
-                 "taken for stuck",) if stuck else ()
+        seen = "is unknown" if reading.temperature_c is None else f"stays at exactly {reading.temperature_c:g} °C"
+        notes = (f"temperature {seen} while the device rests: its sensor is taken for stuck",) if stuck else ()
         return _HeatCheck(reading=reading, notes=notes,
                         refusal=self.limits.refusal(reading, rests=pause is not None and not stuck))
 

@@ -390,7 +390,12 @@ readings = st.builds(
     on_battery=st.none() | st.booleans(), user_load=st.none() | st.floats(0.0, 1.0))
 
 
+_HOT = {"temperature_c": 80.0, "clock_factor": None, "throttled": None, "battery_fraction": None, "on_battery": None,
+        "user_load": None}
+
+
 @given(seen=st.lists(readings, min_size=1, max_size=10))
+@example(seen=[_HOT, {**_HOT, "temperature_c": None}])  # a pause at whose end nothing is read
 @settings(max_examples=60)
 def test_whatever_the_source_says_a_reply_comes_within_the_longest_pause(seen: list[dict[str, Any]]) -> None:
     number = iter(range(10**6))
