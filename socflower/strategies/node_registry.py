@@ -200,32 +200,37 @@ class NodeRegistry:
         status = decode(NodeStatus, reply.content.config_records[STATUS], "status")
         node = reply.metadata.src_node_id
         soc = next((soc for soc, known in self._node_of.items() if known == node), None)
+        is_new = soc is None
         if soc is None:
             # A restarted SuperNode has a new id, but the same board and slot.
             soc = self._soc_at(status)
-            if soc is None or soc not in self._socs:
-                return []
-            known = self._node_of.get(soc)
-            if known is not None and soc not in self._away and known in set(grid.get_node_ids()):
-                log(WARNING, "SoCFlow: node %d says that it is at board %d, slot %d, where node %d is; left out, until "
-                    "their node configs are corrected", node, status.board, status.slot, known)
-                return []
-            self._node_of[soc] = node
-            self._status[soc] = status
-            self._away.add(soc)
-        if soc in self.lost:
-            self.lost.discard(soc)
-            self._status[soc] = status
-        if status.preempted or soc not in self._away:
+        if soc is None or soc not in self._socs:
             return []
-        others = [each for other, each in self._status.items() if other != soc and each.ring]
-        if others and not (status.ring and any(all(transport in each.transports for each in others)
-                                               for transport in status.transports)):
-            log(WARNING, "SoCFlow: node %d has no ring in its node config, or not the transport of the others; left "
-                "out, until that is corrected", node)
+        if fault := self._fault_of(node, soc, status, grid, is_new=is_new):
+            log(WARNING, "SoCFlow: node %d %s; left out, until its node config is corrected", node, fault)
+            return []
+        if is_new:
+            self._node_of[soc] = node
+            self._away.add(soc)
+        if is_new or soc in self.lost:
+            self._status[soc] = status
+            self.lost.discard(soc)
+        if status.preempted or soc not in self._away:
             return []
         self._away.discard(soc)
         return [soc]
+
+    def _fault_of(self, node: int, soc: int, status: NodeStatus, grid: Grid, *, is_new: bool) -> str:
+        """Return why a node that answers cannot be the one of `soc`; empty if it can."""
+        known = self._node_of.get(soc)
+        if is_new and known is not None and soc not in self._away and known in set(grid.get_node_ids()):
+            return f"says that it is at board {status.board}, slot {status.slot}, where node {known} is"
+        others = [each for other, each in self._status.items() if other != soc and each.ring]
+        common = [transport for transport in status.transports
+                  if all(transport in each.transports for each in others)]
+        if others and not (status.ring and common):
+            return "has no ring, or not the transport of the others"
+        return ""
 
     def mark_away(self, socs: Collection[int]) -> None:
         """Exclude these SoCs from plans until their nodes answer that they are available."""

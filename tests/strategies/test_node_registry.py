@@ -68,7 +68,7 @@ PLACES = [at(1, 2), at(0, 1), at(1, 0), at(0, 0), at(1, 1)]
 def registry_of(statuses: Iterable[NodeStatus | None]) -> tuple[NodeRegistry, QueriedGrid]:
     grid = QueriedGrid({100 + index: status for index, status in enumerate(statuses)})
     registry = NodeRegistry(CLUSTER, SOCS)
-    registry.match_nodes(grid, query=True)  # type: ignore[arg-type]
+    registry.match_nodes(grid, query=True)
     return registry, grid
 
 
@@ -91,7 +91,7 @@ def test_a_node_that_dies_during_the_first_query_is_asked_again(places: list[Nod
 
     grid = DyingOnce({100 + index: status for index, status in enumerate(places)})
     registry = NodeRegistry(CLUSTER, SOCS)
-    registry.match_nodes(grid, query=True)  # type: ignore[arg-type]
+    registry.match_nodes(grid, query=True)
     assert registry.node_of[2] == 102
     assert grid.asked.count(102) == 2 and grid.asked.count(100) == 1
 
@@ -100,7 +100,7 @@ def test_apps_that_do_not_answer_are_matched_in_order_and_form_no_rings() -> Non
     registry, grid = registry_of([None] * 5)
     assert dict(registry.node_of) == {soc: 100 + soc for soc in SOCS}
     assert not registry.ring_address_of
-    assert registry.present(grid) == tuple(SOCS)  # type: ignore[arg-type]
+    assert registry.present(grid) == tuple(SOCS)
 
 
 @pytest.mark.parametrize(("statuses", "says"), [
@@ -143,39 +143,39 @@ def test_a_transport_is_one_that_all_nodes_allow(
 def test_who_is_away_is_asked_every_round_until_it_is_free() -> None:
     registry, grid = registry_of(PLACES)
     registry.mark_away([2])
-    assert registry.present(grid) == (0, 1, 3, 4)  # type: ignore[arg-type]
+    assert registry.present(grid) == (0, 1, 3, 4)
     grid.statuses[102] = at(1, 0, preempted=True)
     for status, back in ((at(1, 0, preempted=True), []), (at(1, 0), [2])):
         grid.statuses[102] = status
-        registry.ask(grid, 3)  # type: ignore[arg-type]
-        registry.ask(grid, 3)  # type: ignore[arg-type] # not asked twice
+        registry.ask(grid, 3)
+        registry.ask(grid, 3)  # not asked twice
         assert [message.metadata.dst_node_id for message in grid.pushed] == [102]
         assert grid.pushed[0].content["config"]["socflower-soc"] == 2
-        assert registry.hear(grid) == back  # type: ignore[arg-type]
-    assert registry.present(grid) == tuple(SOCS)  # type: ignore[arg-type]
+        assert registry.hear(grid) == back
+    assert registry.present(grid) == tuple(SOCS)
     grid.pushed = []
-    registry.ask(grid, 4)  # type: ignore[arg-type]
+    registry.ask(grid, 4)
     assert grid.pushed == []
 
 
 def test_a_node_that_vanished_may_come_back_under_another_id() -> None:
     registry, grid = registry_of(PLACES)
     del grid.statuses[102]
-    assert registry.present(grid) == (0, 1, 3, 4)  # type: ignore[arg-type]
+    assert registry.present(grid) == (0, 1, 3, 4)
     grid.statuses[900] = at(1, 0, 28300)
-    registry.ask(grid, 3)  # type: ignore[arg-type]
-    assert registry.hear(grid) == [2]  # type: ignore[arg-type]
+    registry.ask(grid, 3)
+    assert registry.hear(grid) == [2]
     assert registry.node_of[2] == 900
     assert registry.ring_address_of[2].endswith(":28300")
     grid.pushed = []
-    registry.ask(grid, 4)  # type: ignore[arg-type]
+    registry.ask(grid, 4)
     assert grid.pushed == []
 
 
 def test_a_node_that_is_preempted_when_training_begins_is_planned_without() -> None:
     registry, grid = registry_of([*PLACES[:4], at(1, 1, preempted=True)])
     assert registry.away == (3,)
-    assert registry.present(grid) == (0, 1, 2, 4)  # type: ignore[arg-type]
+    assert registry.present(grid) == (0, 1, 2, 4)
 
 
 # ------------------------------------------------------------------------------------------------ nodes that hang
@@ -228,7 +228,7 @@ def matched(statuses: Iterable[NodeStatus | None], after_s: Mapping[int, float],
     grid = TimedGrid({100 + index: status for index, status in enumerate(statuses)}, after_s, **settings)
     registry = NodeRegistry(CLUSTER, SOCS)
     with clock_of(grid):
-        registry.match_nodes(grid, query=True)  # type: ignore[arg-type]
+        registry.match_nodes(grid, query=True)
     return registry, grid
 
 
@@ -244,7 +244,7 @@ def test_a_node_that_hangs_at_the_first_question_is_left_out_after_seconds(
     caplog.set_level("WARNING", logger="flwr")  # engines of other tests may have left it higher
     registry, grid = matched(places, {102: SILENT})
     assert 30.0 < grid.now_s < 35.0
-    assert registry.away == (2,) and registry.present(grid) == (0, 1, 3, 4)  # type: ignore[arg-type]
+    assert registry.away == (2,) and registry.present(grid) == (0, 1, 3, 4)
     assert 2 not in registry.ring_address_of
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert line == f"SoCFlow: {registry.left_out}"
@@ -256,11 +256,11 @@ def test_a_node_that_hung_takes_part_once_it_answers(places: list[NodeStatus]) -
     registry, grid = matched(places, {102: 100.0})
     with clock_of(grid):
         begin_s = grid.now_s
-        registry.ask(grid, 1)  # type: ignore[arg-type]
-        assert registry.hear(grid) == [] and grid.now_s == begin_s  # type: ignore[arg-type]
+        registry.ask(grid, 1)
+        assert registry.hear(grid) == [] and grid.now_s == begin_s
         grid.now_s = 101.0
-        assert registry.hear(grid) == [2]  # type: ignore[arg-type]
-    assert registry.present(grid) == tuple(SOCS) and registry.node_of[2] == 102  # type: ignore[arg-type]
+        assert registry.hear(grid) == [2]
+    assert registry.present(grid) == tuple(SOCS) and registry.node_of[2] == 102
     assert registry.ring_address_of.get(2, "") == places[2].ring
 
 
@@ -297,9 +297,9 @@ def test_a_node_that_dies_twice_is_left_out_and_asked_again_later(code: int) -> 
     assert registry.left_out.startswith("node 102 is gone (Node unavailable): left out with SoC 2")
     grid.gone = {}
     with clock_of(grid):
-        registry.ask(grid, 1)  # type: ignore[arg-type]
+        registry.ask(grid, 1)
         grid.now_s += 5.0
-        assert registry.hear(grid) == [2]  # type: ignore[arg-type]
+        assert registry.hear(grid) == [2]
 
 
 def test_rounds_are_planned_without_a_node_that_hangs_and_say_so() -> None:
@@ -307,12 +307,12 @@ def test_rounds_are_planned_without_a_node_that_hangs_and_say_so() -> None:
     rates = [1.0] * 5
     planner = RoundPlanner(CLUSTER, plan_groups(CLUSTER, 2, 5, rates), rates, None)
     with clock_of(grid):
-        assert planner.plan_round(grid, None).participants == (0, 1, 3, 4)  # type: ignore[arg-type]
+        assert planner.plan_round(grid, None).participants == (0, 1, 3, 4)
         assert [event.kind for event in planner.drain_events()] == ["no-answer", "planned-anew"]
         grid.now_s, grid.after_s = 100.0, {}
-        planner.ask_absent(grid, 1)  # type: ignore[arg-type]
+        planner.ask_absent(grid, 1)
         planner.hear_absent()
-        assert planner.plan_round(grid, None).participants == tuple(SOCS)  # type: ignore[arg-type]
+        assert planner.plan_round(grid, None).participants == tuple(SOCS)
     assert [event.kind for event in planner.drain_events()] == ["returned", "planned-anew"]
 
 
@@ -326,7 +326,7 @@ def test_places_without_nodes_are_refused_if_they_are_more_than_the_nodes_that_h
     grid = TimedGrid({100: at(0, 0), 101: at(0, 1), 102: at(1, 0), 103: at(1, 1)}, {102: SILENT})
     registry = NodeRegistry(CLUSTER, (0, 1, 2, 4))
     with clock_of(grid), pytest.raises(InfeasiblePlan, match="needs SoCs 2, 4 and no node says that it is there"):
-        registry.match_nodes(grid, query=True)  # type: ignore[arg-type]
+        registry.match_nodes(grid, query=True)
 
 
 @pytest.mark.parametrize("waits", [1, 3])
@@ -337,8 +337,8 @@ def test_a_node_that_hangs_later_is_waited_for_once(waits: int) -> None:
     grid.after_s[102] = SILENT
     with clock_of(grid):
         for server_round in range(waits):
-            registry.ask(grid, server_round)  # type: ignore[arg-type]
-            assert registry.hear(grid) == []  # type: ignore[arg-type]
+            registry.ask(grid, server_round)
+            assert registry.hear(grid) == []
     assert 180.0 < grid.now_s < 185.0
 
 
@@ -349,7 +349,7 @@ def test_a_node_that_answers_late_with_the_place_of_a_live_one_takes_nothing() -
         grid.now_s = 200.0
         registry.ask(grid, 1)
         assert registry.hear(grid) == []
-    assert registry.node_of == before and registry.present(grid) == (0, 1, 2, 4)  # type: ignore[arg-type]
+    assert registry.node_of == before and registry.present(grid) == (0, 1, 2, 4)
 
 
 def test_a_node_that_answers_late_without_a_ring_stays_out() -> None:
@@ -358,4 +358,5 @@ def test_a_node_that_answers_late_without_a_ring_stays_out() -> None:
         grid.now_s = 200.0
         registry.ask(grid, 1)
         assert registry.hear(grid) == []
-    assert registry.present(grid) == (0, 1, 2, 4)  # type: ignore[arg-type]
+    assert registry.present(grid) == (0, 1, 2, 4)
+    assert registry.transport("auto") == "gloo"  # the others go on
