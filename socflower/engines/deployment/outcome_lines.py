@@ -64,7 +64,7 @@ class ReceivedFile:
         try:
             num_bytes, start = int(document["size"]), int(document["start"])
             content = base64.b64decode(document["content"], validate=True)
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             return
         if self._missing is None and 0 < num_bytes <= MAX_FILE_BYTES:
             self._num_bytes, self._missing = num_bytes, set(range(0, num_bytes, _PART_BYTES))

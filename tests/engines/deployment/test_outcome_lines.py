@@ -1,5 +1,6 @@
 """Documents through a log: whole or not at all, whatever else is in the log and however often it is read."""
 
+import math
 import random
 import string
 from pathlib import Path
@@ -82,7 +83,8 @@ def test_a_file_is_whole_once_all_its_parts_have_come_in_any_order(
     sent.write_bytes(random.Random(2).randbytes(3_500))
     parts = list(file_documents(sent))
     random.Random(3).shuffle(parts)
-    hostile = [{}, {"size": 2**40, "start": 0, "content": ""}, {**parts[0], "size": 4_000}, {**parts[0], "start": 1},
+    hostile = [{}, {"size": math.inf, "start": 0, "content": ""},
+               {"size": 2**40, "start": 0, "content": ""}, {**parts[0], "size": 4_000}, {**parts[0], "start": 1},
                {**parts[0], "start": -1000}, {**parts[0], "content": "!"}, {**parts[0], "content": ""}]
     assert len(parts) == 4
     for part in parts:
