@@ -218,7 +218,7 @@ SLOW = [
     Said(SPLIT, "takes {} s and {} J with its NPU, with its CPU {} s and {} J; its NPU without a cloud takes {} s",
          int8_edge),
 ]
-NOT_MEASURED = {  # settings of the program, figures of papers, and what follows from a formula beside it
+NOT_MEASURED = {  # settings, figures of papers, what follows from a formula beside it, and another processor's figures
     README: ["to 95 %", "energy to 95 %", "SoCFlow took 2.05 s and 262 J, FedAvg 5.45 s",
              "at equal samples a step"],
     "docs/guides/deployment.md": ["0.1 % for scales", "at least 30 s"],

@@ -15,6 +15,7 @@ from flwr.server.client_manager import SimpleClientManager
 from flwr.server.compat.grid_client_proxy import GridClientProxy
 
 from socflower.errors import ConfigError
+from socflower.quantities import counted
 
 _INSTRUCTIONS = ("fitins.config", "evaluateins.config", "secaggplus_configs")
 _RESULTS = ("fitres", "evaluateres")
@@ -108,6 +109,7 @@ def bounded_waits(num_nodes: int) -> Iterator[None]:
                               f"would wait without end; give min_available_clients={num_nodes}, or start more nodes")
         return original(self, num_clients, timeout)
 
+    # Flower makes the manager itself, so its class is all that can be changed from here; mypy cannot allow that.
     SimpleClientManager.wait_for = wait_for  # type: ignore[method-assign]
     try:
         yield
@@ -117,7 +119,7 @@ def bounded_waits(num_nodes: int) -> Iterator[None]:
 
 def are_nodes(num_nodes: int) -> str:
     """Return "are n nodes", or "is 1 node"."""
-    return "is 1 node" if num_nodes == 1 else f"are {num_nodes} nodes"
+    return f"{'is' if num_nodes == 1 else 'are'} {counted(num_nodes, 'node')}"
 
 
 _NAMES = {MessageType.EVALUATE: "distributed", "": "centralized"}

@@ -51,8 +51,8 @@ class Collective(ABC):
     def all_reduce(self, buffer: Tensor) -> Work:
         """Begin to sum a buffer over all members, in place; it must not be used until the work is done.
 
-        The buffer is contiguous and one-dimensional, on the CPU, float32, float64,
-        float16 or int32. Several may be pending; they complete in the order in which they began.
+        The buffer is contiguous and one-dimensional, on the CPU, and float32, float64, float16 or int32. Several may be
+        pending; they complete in the order in which they began.
         """
 
     @abstractmethod

@@ -210,7 +210,7 @@ class _MemberSession:
         self._began_with: dict[str, NDArray[Any]] = {}
         self._losses: list[Tensor] = []
         self._pending_step: _PendingStep | None = None
-        self._diverged = False  # whether no member's gradient was finite
+        self._diverged = False  # whether a repeated sum was not finite either; later ones are not looked into
         self._dropped: dict[tuple[int, int], str] = {}  # gradients that were left out, by step and SoC
         self._members: tuple[int, ...] = ()
         self._lost_at_s: float | None = None
@@ -401,7 +401,7 @@ class _MemberSession:
                 continue
             self._timer.begin_step()
             loss = self._sum_gradients(session, shares, present)
-            if not self._sum_is_finite():
+            if not self._diverged and self._sum_is_poisoned():
                 shares = self._without_culprits(session, shares, present)
                 total = sum(map(len, shares))
                 if not total:
@@ -410,7 +410,7 @@ class _MemberSession:
                     continue
                 self._timer.begin_step()  # the time of a step that is repeated says nothing about a member's speed
                 loss = self._sum_gradients(session, shares, present)
-                self._diverged = not self._sum_is_finite()
+                self._diverged = self._sum_is_poisoned()
             with self._timer.timed():
                 session.apply()
             if self._compression is not None:
@@ -457,38 +457,24 @@ class _MemberSession:
                 torch.from_numpy(shares[self._position]),
                 sample_key(self._group, self._num_steps, present[self._position]))
 
-    def _sum_is_finite(self) -> bool:
-        """Return whether the sum of gradients is finite; also if that is not to be known, as after a divergence."""
-        # A joint session sums integers.
-        return self._diverged or isinstance(self._session, JointSession) or self._exchange is None \
-            or self._exchange.is_finite()
+    def _sum_is_poisoned(self) -> bool:
+        """Return whether the sum of gradients has a NaN or an infinity."""
+        if self._exchange is None or isinstance(self._session, JointSession):
+            return False  # a joint session sums integers
+        return not self._exchange.is_finite()
 
     def _without_culprits(
         self, session: ExchangingSession | JointSession, shares: Sequence[Indices], present: Sequence[int],
     ) -> list[Indices]:
-        """Return the shares with which a step whose sum was not finite is done again; the same at all members.
+        """Return the shares with which a step whose sum was not finite is repeated; the same at all members.
 
-        Each member computes its own gradient once more. Members whose gradients are not finite get no samples, and are
-        named, where errors are tolerated; else `TrainingFailed` names them. If no gradient is finite, or each is, all
-        shares stay: the model has diverged, and the group's reply will be refused, or the fault has passed. No sample
-        is left if nobody else has one that counts.
+        Members whose own gradients are not finite get no samples. They are named: in the outcome if errors are
+        tolerated, else by `TrainingFailed`. All shares stay if no member's gradient is finite (the model has diverged,
+        and the group's reply will be refused), or if each is (the fault has passed). All shares are empty if the
+        remaining samples have no weight in the loss.
         """
-        assert self._collective is not None and self._pending_step is not None
-        snapshot, batch = self._pending_step.snapshot, self._own_part(shares, present)
-        snapshot.restore()
-        own = session.batch_weight([batch]) if isinstance(session, WeighingSession) else None
-        weights = [json.loads(payload) for payload in self._collective.all_gather(json.dumps(own).encode(), self._poll)]
-        group_weight = sum(weight for weight in weights if weight is not None and math.isfinite(weight))
-        fault = ""
-        if own is not None and not math.isfinite(own):
-            fault = "the weight of its loss"
-        elif own is None or own:  # samples that do not count have no gradient
-            weight = [] if own is None else [lambda: group_weight]
-            session.gradients([batch], sum(map(len, shares)), *weight)
-            fault = next((name for name, parameter in self._model.named_parameters()
-                          if parameter.grad is not None and not torch.isfinite(parameter.grad).all()), "")
-        snapshot.restore()
-        faults = [payload.decode() for payload in self._collective.all_gather(fault.encode(), self._poll)]
+        assert self._collective is not None
+        faults, weights = self._own_faults(session, shares, present)
         finite = [at for at, fault in enumerate(faults) if not fault and len(shares[at])]
         if not any(faults) or not finite:
             return list(shares)
@@ -504,6 +490,32 @@ class _MemberSession:
             self._dropped[step, soc] = f"{text}, left out"
         some_count = any(weights[at] is None or weights[at] for at in finite)
         return [share if some_count and at in finite else share[:0] for at, share in enumerate(shares)]
+
+    def _own_faults(
+        self, session: ExchangingSession | JointSession, shares: Sequence[Indices], present: Sequence[int],
+    ) -> tuple[list[str], list[float | None]]:
+        """Compute this member's gradient of the pending step once more, and exchange what is not finite.
+
+        Return for each member the name of the first tensor whose gradient is not finite, empty without one; and its
+        weight in the loss, None if that is its number of samples.
+        """
+        assert self._collective is not None and self._pending_step is not None
+        snapshot, batch = self._pending_step.snapshot, self._own_part(shares, present)
+        snapshot.restore()
+        own = session.batch_weight([batch]) if isinstance(session, WeighingSession) else None
+        weights = [json.loads(payload) for payload in self._collective.all_gather(json.dumps(own).encode(), self._poll)]
+        # Weighed as in the sum: by its own weight alone, a gradient in float16 could overflow.
+        group_weight = sum(weight for weight in weights if weight is not None and math.isfinite(weight))
+        fault = ""
+        if own is not None and not math.isfinite(own):
+            fault = "the weight of its loss"
+        elif own is None or own:  # samples without weight have no gradient
+            weight = [] if own is None else [lambda: group_weight]
+            session.gradients([batch], sum(map(len, shares)), *weight)
+            fault = next((name for name, parameter in self._model.named_parameters()
+                          if parameter.grad is not None and not torch.isfinite(parameter.grad).all()), "")
+        snapshot.restore()
+        return [payload.decode() for payload in self._collective.all_gather(fault.encode(), self._poll)], weights
 
     def _begin_weight_sum(self, session: ExchangingSession | JointSession, batch: Part) -> list[Callable[[], float]]:
         """Begin to sum the members' weights of a batch; return what waits for the sum, nothing if it is not needed."""
@@ -726,8 +738,10 @@ def _turns(port: RingPort, group: GroupTask, ring: RingTask) -> UplinkTurns | No
 
 def _shortened(lines: Sequence[str]) -> list[str]:
     """Return the first lines and the number of the others: a broken device makes one in every step."""
-    return [*lines[:_MOST_LINES], *([f"and {len(lines) - _MOST_LINES} more such gradients"] * (
-        len(lines) > _MOST_LINES))]
+    shown, num_more = list(lines[:_MOST_LINES]), len(lines) - _MOST_LINES
+    if num_more > 0:
+        shown.append(f"and {num_more} more such gradients")
+    return shown
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:

@@ -1,6 +1,7 @@
 """Scenarios that train in a fraction of a second on a few of the digits, and their results, trained once a process."""
 
 import copy
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from socflower.scenario import runner
 from socflower.scenario.runner import run_scenario, run_to_folder
 from socflower.scenario.schema.config import EventConfig, Scenario, StrategyConfig, TrainConfig
 from tests.few_digits import few_digits
+
+Reference = Callable[[Scenario], Path]
+"""The fixture `reference`: it returns the folder of a run that was never interrupted."""
 
 BOARDS = (2, 2)
 LENET_BYTES = 4 * 61_706

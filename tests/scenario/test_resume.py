@@ -18,12 +18,10 @@ from socflower.scenario.app import group_training
 from socflower.scenario.app import main as app
 from socflower.scenario.runner import run_to_folder
 from socflower.scenario.schema.config import EventConfig, PrecisionConfig, Scenario
-from socflower.scenario.schema.file import to_document
 from socflower.scenario.schema.outer import OuterConfig
-from tests.scenario.small_runs import small, without_drawing
+from tests.scenario.small_runs import Reference, small, without_drawing
 
 pytestmark = pytest.mark.usefixtures("on_few_digits")
-Reference = Callable[[Scenario], Path]
 
 
 class Stopped(BaseException):
@@ -64,21 +62,6 @@ def assert_ends_as(reference: Path, out: Path) -> dict[str, Any]:
     assert same_training(ours) == same_training(theirs)
     assert (out / "trace.json").read_bytes() == (reference / "trace.json").read_bytes()
     return dict(ours)
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """Folders of runs that were never interrupted, each scenario trained once."""
-    folders: dict[str, Path] = {}
-
-    def run(scenario: Scenario) -> Path:
-        key = json.dumps(to_document(scenario))
-        if key not in folders:
-            folders[key] = tmp_path_factory.mktemp("reference") / "out"
-            without_drawing(scenario, folders[key])
-        return folders[key]
-
-    return run
 
 
 def with_precision(scenario: Scenario, **precision: Any) -> Scenario:

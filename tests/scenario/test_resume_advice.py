@@ -17,8 +17,8 @@ from socflower.scenario import runner
 from socflower.scenario.runner import kept_line, run_to_folder
 from socflower.scenario.schema.config import EventConfig
 from tests.command_line import Socflower
-from tests.scenario.small_runs import small, without_drawing
-from tests.scenario.test_resume import Reference, assert_ends_as, reference, resume, stop_after  # noqa: F401
+from tests.scenario.small_runs import Reference, small, without_drawing
+from tests.scenario.test_resume import assert_ends_as, resume, stop_after
 
 pytestmark = pytest.mark.usefixtures("on_few_digits")
 
@@ -70,7 +70,7 @@ SITUATIONS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_what_passes_is_waited_for_and_the_same_command_resumes(
-    name: str, reference: Reference, tmp_path: Path,  # noqa: F811
+    name: str, reference: Reference, tmp_path: Path,
 ) -> None:
     """After the cause is gone the run ends as one that was never interrupted, and has lost no round."""
     scenario, out = small(interval=0.25), tmp_path / "out"

@@ -23,7 +23,7 @@ class PulledReplies:
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         asked = [self._pushed.pop(message_id) for message_id in message_ids if message_id in self._pushed]
-        return list(self.send_and_receive(asked)) if asked else []  # type: ignore[attr-defined]
+        return list(self.send_and_receive(asked)) if asked else []
 
 
 class FakeGrid(PulledReplies):

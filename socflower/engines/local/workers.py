@@ -11,7 +11,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from time import monotonic
 from typing import Any, TypeAlias
@@ -52,6 +52,7 @@ ClientAppSource: TypeAlias = AppReference | Callable[[], ClientApp] | ClientApp
 
 Work: TypeAlias = tuple[Message, Context]
 Answer: TypeAlias = tuple[Message, Context]
+StartMethod: TypeAlias = ForkServerContext | SpawnContext
 
 _MOST_TEXT = 4_000  # characters of an exception's text in a reply
 _END_S = 10.0  # that a process may take to end after its last message
@@ -218,12 +219,12 @@ class NodeProcess:
         self._worker.close()
 
 
-def _start_method() -> BaseContext:
+def _start_method() -> StartMethod:
     """Return the start method of processes: forked from a server with torch loaded, if the system supports it."""
-    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    context = multiprocessing.get_context(method)
-    if method == "forkserver":
-        context.set_forkserver_preload(list(_PRELOADED))
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOADED))
     return context
 
 
@@ -231,23 +232,24 @@ class _Worker:
     """One process, and a pipe to it of which each side has one end alone.
 
     So whoever waits for the other side sees the end of the pipe when that side has died, also in the middle of an
-    answer. `ProcessPoolExecutor` keeps both ends in the parent, and may then wait for ever.
+    answer. `ProcessPoolExecutor` keeps both ends in the parent, and may then never return.
     """
 
-    def __init__(self, source: ClientAppSource, start_method: BaseContext) -> None:
+    def __init__(self, source: ClientAppSource, start_method: StartMethod) -> None:
         self._connection, theirs = start_method.Pipe()
-        self._process = start_method.Process(target=_serve, args=(theirs, source))  # type: ignore[attr-defined]
+        self._process = start_method.Process(target=_serve, args=(theirs, source))
         self._process.start()
         theirs.close()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")  # waits for answers
 
     @property
     def pid(self) -> int:
-        return int(self._process.pid)
+        assert self._process.pid is not None  # it has been started
+        return self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        return bool(self._process.is_alive())
+        return self._process.is_alive()
 
     def submit(self, message: Message, context: Context) -> "Future[Answer]":
         return self._thread.submit(self._exchange, message, context)

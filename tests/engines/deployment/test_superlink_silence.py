@@ -72,7 +72,7 @@ class Log:
 def follow(link: SuperLink) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote_superlink, "time", SimpleNamespace(monotonic=lambda: link.now_s, sleep=link.sleep))
-        return remote_superlink._attempt_remotely(Path(), link, None, lambda notice: None)  # type: ignore[arg-type]
+        return remote_superlink._attempt_remotely(Path(), link, None, lambda notice: None)
 
 
 @settings(max_examples=40, deadline=None)
