@@ -80,7 +80,7 @@ class HybridPipeline(SoCFlow):
     def __init__(
         self, *, problem: PipelineProblem, schedule: TrainingSchedule, planner: PlannerSettings | None = None,
         plan: Plan | None = None, coding: ActivationCoding = EXACT, clock: VirtualClock | None = None,
-        rings: RingSettings = RingSettings(), backup_steps: int = 0,  # noqa: B008 - a frozen value
+        rings: RingSettings = RingSettings(), backup_steps: int = 0,
         rebalancing: Rebalancing | None = None, tolerate_client_errors: bool = False,
     ) -> None:
         name = type(self).__name__

@@ -138,8 +138,8 @@ class SoCFlow(PlannedRounds):
 
     def __init__(
         self, *, cluster: Cluster, schedule: TrainingSchedule | None = None, groups: int | Grouping | GroupPlan = 1,
-        costs: Costs = Costs(), exchange: ExchangeSettings = ExchangeSettings(),  # noqa: B008 - frozen values
-        rings: RingSettings = RingSettings(), rebalancing: Rebalancing | None = None,  # noqa: B008 - frozen, too
+        costs: Costs = Costs(), exchange: ExchangeSettings = ExchangeSettings(),
+        rings: RingSettings = RingSettings(), rebalancing: Rebalancing | None = None,
         outer: Strategy | None = None, tolerate_client_errors: bool = False, **unknown: Any,
     ) -> None:
         refuse_unknown(type(self).__name__, unknown)

@@ -75,8 +75,7 @@ class ExchangeRecord:
             self.path.rmdir()
 
     def begin(self) -> None:
-        """Begin the run, or resume it, with the random generators as they were; `ConfigError` for one that is another.
-        """
+        """Start or resume the run and restore the generators; `ConfigError` if the folder holds another run."""
         numbers = set(self._store.numbers())
         if not numbers:
             self._store.write(_START, {"run": dict(self._run)}, pack_arrays(generator_states()))

@@ -1,5 +1,7 @@
 """A network that trains in int8: the public interface of the engine.
 
+For example::
+
     model = Int8Model.from_module(build_model("lenet5", ...), input_shape=(1, 28, 28))
     result = model.train_step(images, labels, learning_rate=0.01, progress=0.0)
     accuracy = model.evaluate(test_images, test_labels).accuracy
