@@ -72,7 +72,8 @@ api: setup ## write socflower/__init__.pyi, the pages of reference and the table
 	$(BIN)/python docs/combinations.py
 
 # Two processes of mypy take half the time; on a loaded machine they may miss each other, which is exit status 2.
-lint: setup ## ruff, mypy and the import contracts
+lint: setup ## ruff, its formatter, mypy and the import contracts
+	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --num-workers 2 || { [ $$? -eq 2 ] && $(BIN)/mypy; }
 	$(BIN)/lint-imports

@@ -46,14 +46,21 @@ def run(quick: bool = False) -> list[Row]:
     for shapes in (shapes_in_18_tensors(), shapes_in_63_tensors()):
         replies = [_reply(shapes, seed) for seed in range(32)]
         for num_replies in (8, 32):
-            rows += _compare(f"{num_replies} replies of {len(shapes)} tensors", replies[:num_replies], quick)
+            rows += _compare(
+                f"{num_replies} replies of {len(shapes)} tensors", replies[:num_replies], quick
+            )
     return rows
 
 
 def _reply(shapes: list[tuple[int, ...]], seed: int) -> RecordDict:
     rng = np.random.default_rng(seed)
-    arrays = {str(i): Array(rng.standard_normal(shape, dtype=np.float32)) for i, shape in enumerate(shapes)}
-    return RecordDict({"arrays": ArrayRecord(arrays), "metrics": MetricRecord({"num-examples": 100 + seed})})
+    arrays = {
+        str(i): Array(rng.standard_normal(shape, dtype=np.float32))
+        for i, shape in enumerate(shapes)
+    }
+    return RecordDict(
+        {"arrays": ArrayRecord(arrays), "metrics": MetricRecord({"num-examples": 100 + seed})}
+    )
 
 
 def _compare(case: str, replies: list[RecordDict], quick: bool) -> list[Row]:
@@ -113,8 +120,11 @@ def _peak_models(function: Callable[[], object]) -> float:
 
 def _read_time_s(replies: list[RecordDict]) -> float:
     """Return the time in which as many threads as ours read every byte of the replies once, as a maximum over int64."""
-    arrays = [np.frombuffer(array.data, np.int64, len(array.data) // 8)
-              for reply in replies for array in reply.array_records["arrays"].values()]
+    arrays = [
+        np.frombuffer(array.data, np.int64, len(array.data) // 8)
+        for reply in replies
+        for array in reply.array_records["arrays"].values()
+    ]
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
         return measure(lambda: list(threads.map(np.max, arrays)), repeats=5).median_s
 

@@ -55,11 +55,18 @@ class Case:
 
 
 CASES = (
-    Case(title="all parameters, modules", key="full", scenario=FULL, rates="0.001,0.002,0.004,0.008"),
+    Case(
+        title="all parameters, modules", key="full", scenario=FULL, rates="0.001,0.002,0.004,0.008"
+    ),
     Case(title="LoRA, topics", key="lora", scenario=LORA, rates="0.005,0.01,0.02,0.04"),
-    Case(title="all, from the base, topics", key="from-base", scenario=LORA, rates="0.001,0.002,0.004",
-         strategies=("socflow",), overrides=("model.factory=byte_gpt:continued",
-                                             f'model.arguments={{ base = "{BASE}" }}')),
+    Case(
+        title="all, from the base, topics",
+        key="from-base",
+        scenario=LORA,
+        rates="0.001,0.002,0.004",
+        strategies=("socflow",),
+        overrides=("model.factory=byte_gpt:continued", f'model.arguments={{ base = "{BASE}" }}'),
+    ),
 )
 
 
@@ -68,12 +75,27 @@ def comparison(case: Case) -> dict[str, Any]:
     if case.scenario == LORA and not BASE.exists():
         run_to_folder(load_scenario(FULL), FOLDER / "base", save_model=BASE)
     out = FOLDER / case.key
-    document = compare(load_scenario(case.scenario, case.overrides), case.strategies, out, seeds=SEEDS,
-                       tuning=parse_tuning([f"learning_rate={case.rates}"]))
-    curves = {f"{row['strategy']} {row['seed']}": _curve(out / row["strategy"] / f"seed-{row['seed']}" / "result.json")
-              for row in document["rows"]}
-    return {"title": case.title, "tuning": document["tuning"], "headline": document["headline"],
-            "target_loss": document["target_loss"], "rows": document["rows"], "curves": curves}
+    document = compare(
+        load_scenario(case.scenario, case.overrides),
+        case.strategies,
+        out,
+        seeds=SEEDS,
+        tuning=parse_tuning([f"learning_rate={case.rates}"]),
+    )
+    curves = {
+        f"{row['strategy']} {row['seed']}": _curve(
+            out / row["strategy"] / f"seed-{row['seed']}" / "result.json"
+        )
+        for row in document["rows"]
+    }
+    return {
+        "title": case.title,
+        "tuning": document["tuning"],
+        "headline": document["headline"],
+        "target_loss": document["target_loss"],
+        "rows": document["rows"],
+        "curves": curves,
+    }
 
 
 def _curve(result: Path) -> list[dict[str, float]]:
@@ -89,14 +111,23 @@ def wire_bytes(scenario: str, *, num_rounds: int = 3, idle_s: float = 20.0) -> d
         start_s = time.time()
         time.sleep(idle_s)
         end_s = time.time()
-        idle = {name: _passed(proxies, start_s, end_s) / (end_s - start_s)
-                for name, proxies in (("hub", cluster.proxies), ("rings", cluster.ring_proxies))}
-        marks = cluster.run(strategy="socflow", model=scenario, num_groups=NUM_GROUPS,
-                            num_rounds=num_rounds, batch_size=BATCH_SIZE)
+        idle = {
+            name: _passed(proxies, start_s, end_s) / (end_s - start_s)
+            for name, proxies in (("hub", cluster.proxies), ("rings", cluster.ring_proxies))
+        }
+        marks = cluster.run(
+            strategy="socflow",
+            model=scenario,
+            num_groups=NUM_GROUPS,
+            num_rounds=num_rounds,
+            batch_size=BATCH_SIZE,
+        )
         first_s, last_s = marks[1]["time_s"], marks[-1]["time_s"]
         return {"model_bytes": marks[0]["model_bytes"], "loss": marks[-1]["loss"]} | {
-            name: (_passed(proxies, first_s, last_s) - idle[name] * (last_s - first_s)) / (num_rounds - 1)
-            for name, proxies in (("hub", cluster.proxies), ("rings", cluster.ring_proxies))}
+            name: (_passed(proxies, first_s, last_s) - idle[name] * (last_s - first_s))
+            / (num_rounds - 1)
+            for name, proxies in (("hub", cluster.proxies), ("rings", cluster.ring_proxies))
+        }
 
 
 def _passed(proxies: CountingProxies, start_s: float, end_s: float) -> int:
@@ -107,7 +138,13 @@ def _passed(proxies: CountingProxies, start_s: float, end_s: float) -> int:
 def untrained_base(folder: Path) -> Path:
     """Return a file of the base's initial weights, on which adapters send as many bytes."""
     path = folder / "base.npz"
-    np.savez(path, **{name: tensor.numpy() for name, tensor in initial_model(load_scenario(FULL)).state_dict().items()})
+    np.savez(
+        path,
+        **{
+            name: tensor.numpy()
+            for name, tensor in initial_model(load_scenario(FULL)).state_dict().items()
+        },
+    )
     return path
 
 
@@ -116,18 +153,33 @@ def wire_rows(lora: Mapping[str, float], full: Mapping[str, float]) -> list[Row]
 
     Through the hub alone, what Flower wraps messages in counts too much for the limit.
     """
-    case = f"LoRA, {lora['model_bytes']:.0f} of {full['model_bytes']:.0f} B train, {NUM_NODES} SuperNodes in " \
-           f"{NUM_GROUPS} groups: "
+    case = (
+        f"LoRA, {lora['model_bytes']:.0f} of {full['model_bytes']:.0f} B train, {NUM_NODES} SuperNodes in "
+        f"{NUM_GROUPS} groups: "
+    )
     sums = [{**each, "hub and rings": each["hub"] + each["rings"]} for each in (lora, full)]
-    return [_row(case + name, sums[0][name], "all parameters", sums[1][name], "B",
-                 ok=sums[0][name] > 0.0 and (name == "hub" or sums[0][name] < MOST_OF_FULL * sums[1][name]))
-            for name in ("hub", "rings", "hub and rings")]
+    return [
+        _row(
+            case + name,
+            sums[0][name],
+            "all parameters",
+            sums[1][name],
+            "B",
+            ok=sums[0][name] > 0.0
+            and (name == "hub" or sums[0][name] < MOST_OF_FULL * sums[1][name]),
+        )
+        for name in ("hub", "rings", "hub and rings")
+    ]
 
 
 def measured_wire(base: Path, num_rounds: int) -> tuple[dict[str, float], dict[str, float]]:
     """Return the bytes with adapters on a base, and with all parameters."""
-    return (wire_bytes(f"{LORA.resolve()} model.arguments.base={base.resolve()}", num_rounds=num_rounds),
-            wire_bytes(str(FULL.resolve()), num_rounds=num_rounds))
+    return (
+        wire_bytes(
+            f"{LORA.resolve()} model.arguments.base={base.resolve()}", num_rounds=num_rounds
+        ),
+        wire_bytes(str(FULL.resolve()), num_rounds=num_rounds),
+    )
 
 
 def _kept_wire() -> tuple[dict[str, float], dict[str, float]]:
@@ -146,23 +198,47 @@ def loss_rows(found: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     """
     rows = []
     for case in CASES:
-        peer, peer_case, peer_name = ("sgd", case.key, "one SoC") if "sgd" in case.strategies else \
-            ("socflow", "lora", "adapters")
+        peer, peer_case, peer_name = (
+            ("sgd", case.key, "one SoC")
+            if "sgd" in case.strategies
+            else ("socflow", "lora", "adapters")
+        )
         peers = _runs(found[peer_case], peer)
         for name in case.strategies:
             own = _runs(found[case.key], name)
             rate = found[case.key]["tuning"]["strategies"][name]["chosen"]
             text = f"{case.title}: {name}, rate {rate}, {len(own)} seeds"
             losses, peer_loss, times, peer_time = (
-                [row[key] for row in of] for key in ("final_loss", "virtual_s") for of in (own, peers))
-            rows += [_row(f"{text}, +- {stdev(losses):.3f}", mean(losses), peer_name, mean(peer_loss), "nats a byte",
-                          ok=max(losses) < MOST_LOSS),
-                     _row(text, mean(times), peer_name, mean(peer_time), "virtual s")]
+                [row[key] for row in of]
+                for key in ("final_loss", "virtual_s")
+                for of in (own, peers)
+            )
+            rows += [
+                _row(
+                    f"{text}, +- {stdev(losses):.3f}",
+                    mean(losses),
+                    peer_name,
+                    mean(peer_loss),
+                    "nats a byte",
+                    ok=max(losses) < MOST_LOSS,
+                ),
+                _row(text, mean(times), peer_name, mean(peer_time), "virtual s"),
+            ]
     return rows
 
 
-def _row(case: str, ours: float, peer: str, peer_value: float, unit: str, *, ok: bool = True) -> Row:
-    return Row(case=case, ours=ours, peer=peer, peer_value=peer_value, unit=unit, ratio=peer_value / ours, ok=ok)
+def _row(
+    case: str, ours: float, peer: str, peer_value: float, unit: str, *, ok: bool = True
+) -> Row:
+    return Row(
+        case=case,
+        ours=ours,
+        peer=peer,
+        peer_value=peer_value,
+        unit=unit,
+        ratio=peer_value / ours,
+        ok=ok,
+    )
 
 
 def _runs(found: Mapping[str, Any], strategy: str) -> list[Mapping[str, Any]]:
@@ -188,22 +264,41 @@ def write_curves(folder: Path) -> None:
     (folder / "byte-gpt-curves.json").write_text(json.dumps(found))
     figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
     for column, (key, extra) in enumerate((("full", None), ("lora", "from-base"))):
-        for row, (axis, label) in enumerate((("epoch", "epochs, 0.26 million tokens each"),
-                                             ("virtual_s", "virtual seconds"))):
+        for row, (axis, label) in enumerate(
+            (("epoch", "epochs, 0.26 million tokens each"), ("virtual_s", "virtual seconds"))
+        ):
             for name in ("socflow", "sgd", "fedavg"):
                 _draw(axes[row][column], found[key]["curves"], name, axis, name)
             if extra:
-                _draw(axes[row][column], found[extra]["curves"], "socflow", axis, "socflow, all parameters")
-            axes[row][column].set(title=found[key]["title"], xlabel=label, ylabel="test loss, nats a byte")
+                _draw(
+                    axes[row][column],
+                    found[extra]["curves"],
+                    "socflow",
+                    axis,
+                    "socflow, all parameters",
+                )
+            axes[row][column].set(
+                title=found[key]["title"], xlabel=label, ylabel="test loss, nats a byte"
+            )
             axes[row][column].legend()
     figure.savefig(folder / "byte-gpt-curves.svg")
 
 
-def _draw(axes: Any, curves: Mapping[str, Sequence[Mapping[str, float]]], strategy: str, axis: str, label: str) -> None:
+def _draw(
+    axes: Any,
+    curves: Mapping[str, Sequence[Mapping[str, float]]],
+    strategy: str,
+    axis: str,
+    label: str,
+) -> None:
     runs = [curve[1:] for key, curve in curves.items() if key.split()[0] == strategy]
     points = list(zip(*runs, strict=True))
-    axes.plot([mean(entry[axis] for entry in entries) for entries in points],
-              [mean(entry["loss"] for entry in entries) for entries in points], marker="o", label=label)
+    axes.plot(
+        [mean(entry[axis] for entry in entries) for entries in points],
+        [mean(entry["loss"] for entry in entries) for entries in points],
+        marker="o",
+        label=label,
+    )
 
 
 if __name__ == "__main__":

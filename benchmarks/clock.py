@@ -24,27 +24,60 @@ from socflower.sim import EventClock, Trace
 SAMPLES_OF_60 = 50_000
 BATCH_SIZE = 64
 LIMIT_S = 20.0
-VGG11 = ModelProfile(name="vgg11", input_bytes=3 * 32 * 32 * 4.0, layers=(LayerProfile(
-    name="all", kind="conv", forward_flops=0.917e9 / 3, output_bytes=0.0, weight_bytes=36.9e6, num_tensors=18),))
+VGG11 = ModelProfile(
+    name="vgg11",
+    input_bytes=3 * 32 * 32 * 4.0,
+    layers=(
+        LayerProfile(
+            name="all",
+            kind="conv",
+            forward_flops=0.917e9 / 3,
+            output_bytes=0.0,
+            weight_bytes=36.9e6,
+            num_tensors=18,
+        ),
+    ),
+)
 BYTES_PER_S = 129.5e6
 MODEL_S = VGG11.weight_bytes / BYTES_PER_S
 HANDLING_S = VGG11.num_tensors * 485e-6
 
 
 def epoch(
-    boards: int, num_groups: int, batch_size: int, servers: int = 1, *, extrapolate: bool = True,
+    boards: int,
+    num_groups: int,
+    batch_size: int,
+    servers: int = 1,
+    *,
+    extrapolate: bool = True,
     trace: Trace | None = None,
 ) -> Usage:
     """Plan an epoch with four synchronisations on boards of five, and execute it; larger clusters have more samples."""
-    cluster = uniform_cluster(device("snapdragon-865"), [5] * boards, soc_bytes_per_s=BYTES_PER_S,
-                              board_bytes_per_s=BYTES_PER_S, hub_bytes_per_s=BYTES_PER_S, message_s=485e-6)
+    cluster = uniform_cluster(
+        device("snapdragon-865"),
+        [5] * boards,
+        soc_bytes_per_s=BYTES_PER_S,
+        board_bytes_per_s=BYTES_PER_S,
+        hub_bytes_per_s=BYTES_PER_S,
+        message_s=485e-6,
+    )
     if servers > 1:
-        cluster = replace(cluster, servers=(Server(num_boards=boards // servers, uplink_bytes_per_s=BYTES_PER_S),)
-                          * servers)
+        cluster = replace(
+            cluster,
+            servers=(Server(num_boards=boards // servers, uplink_bytes_per_s=BYTES_PER_S),)
+            * servers,
+        )
     num_samples = SAMPLES_OF_60 * boards // 12
     steps = group_steps_per_epoch(num_samples, num_groups, batch_size)
-    work = IntervalCosts(cluster=cluster, plan=plan_groups(cluster, num_groups), profile=VGG11, num_samples=num_samples,
-                         batch_size=batch_size, steps_per_epoch=steps, serialize_uplinks=True)
+    work = IntervalCosts(
+        cluster=cluster,
+        plan=plan_groups(cluster, num_groups),
+        profile=VGG11,
+        num_samples=num_samples,
+        batch_size=batch_size,
+        steps_per_epoch=steps,
+        serialize_uplinks=True,
+    )
     clock = EventClock(cluster, extrapolate=extrapolate, trace=trace)
     for interval in sync_schedule(1, steps, 0.25):
         work.run(interval, clock)
@@ -54,28 +87,50 @@ def epoch(
 def run(quick: bool = False) -> list[Row]:
     """Return a row for each cluster and grouping; `quick` leaves out the large clusters."""
     times = 1 if quick else 3
-    rows = [_compared("60 SoCs, 12 groups of 5, one to a board", (12, 12, BATCH_SIZE), times),
-            _compared("60 SoCs, 15 groups of 4, 9 split over boards", (12, 15, BATCH_SIZE), times)]
+    rows = [
+        _compared("60 SoCs, 12 groups of 5, one to a board", (12, 12, BATCH_SIZE), times),
+        _compared("60 SoCs, 15 groups of 4, 9 split over boards", (12, 15, BATCH_SIZE), times),
+    ]
     if quick:
         return rows
-    rows += [_compared("20 SoCs, one ring", (4, 1, 40), times),
-             _compared("1,000 SoCs in 25 servers, 250 groups of 4, 150 split over boards", (200, 250, BATCH_SIZE, 25),
-                       times)]
-    return rows + _growth("groups of 4", lambda boards, servers: (boards, boards * 5 // 4, BATCH_SIZE, servers),
-                          _synchronised_s) \
+    rows += [
+        _compared("20 SoCs, one ring", (4, 1, 40), times),
+        _compared(
+            "1,000 SoCs in 25 servers, 250 groups of 4, 150 split over boards",
+            (200, 250, BATCH_SIZE, 25),
+            times,
+        ),
+    ]
+    return (
+        rows
+        + _growth(
+            "groups of 4",
+            lambda boards, servers: (boards, boards * 5 // 4, BATCH_SIZE, servers),
+            _synchronised_s,
+        )
         + _growth("one ring", lambda boards, servers: (boards, 1, 10 * boards, servers), _ring_s)
+    )
 
 
 def _compared(case: str, setting: tuple[int, ...], times: int) -> Row:
     ours_s, ours = _fastest(lambda: epoch(*setting), times)
     peer_s, peer = _fastest(lambda: epoch(*setting, extrapolate=False), 1)
-    return Row(case=f"VGG-11 epoch, {case}", ours=ours_s, peer="every step simulated", peer_value=peer_s, unit="s",
-               ratio=peer_s / ours_s,
-               ok=_equal(ours.duration_s, peer.duration_s) and _equal(ours.total_energy_j, peer.total_energy_j))
+    return Row(
+        case=f"VGG-11 epoch, {case}",
+        ours=ours_s,
+        peer="every step simulated",
+        peer_value=peer_s,
+        unit="s",
+        ratio=peer_s / ours_s,
+        ok=_equal(ours.duration_s, peer.duration_s)
+        and _equal(ours.total_energy_j, peer.total_energy_j),
+    )
 
 
 def _growth(
-    kind: str, setting: Callable[[int, int], tuple[int, int, int, int]], exchanged_s: Callable[[int, int], float],
+    kind: str,
+    setting: Callable[[int, int], tuple[int, int, int, int]],
+    exchanged_s: Callable[[int, int], float],
 ) -> list[Row]:
     """Return the epoch of 12,000 SoCs, and the exponent by which it grew from 1,000 (1: in proportion).
 
@@ -87,11 +142,27 @@ def _growth(
     grown_s = exchanged_s(*many) - exchanged_s(*few)
     right = abs(large.duration_s - small.duration_s - grown_s) <= 1e-6 * grown_s
     exponent = log(large_s / small_s) / log(12)
-    return [Row(case=f"VGG-11 epoch, 12,000 SoCs, {kind}", ours=large_s, peer="required at most", peer_value=LIMIT_S,
-                unit="s", ratio=LIMIT_S / large_s, ok=right),
-            _traced(kind, setting(*many), large),
-            Row(case=f"growth from 1,000 to 12,000 SoCs, {kind}", ours=exponent, peer="required below", peer_value=1.2,
-                unit="exponent", ratio=1.2 / exponent, ok=right)]
+    return [
+        Row(
+            case=f"VGG-11 epoch, 12,000 SoCs, {kind}",
+            ours=large_s,
+            peer="required at most",
+            peer_value=LIMIT_S,
+            unit="s",
+            ratio=LIMIT_S / large_s,
+            ok=right,
+        ),
+        _traced(kind, setting(*many), large),
+        Row(
+            case=f"growth from 1,000 to 12,000 SoCs, {kind}",
+            ours=exponent,
+            peer="required below",
+            peer_value=1.2,
+            unit="exponent",
+            ratio=1.2 / exponent,
+            ok=right,
+        ),
+    ]
 
 
 def _traced(kind: str, setting: tuple[int, int, int, int], expected: Usage) -> Row:
@@ -99,8 +170,15 @@ def _traced(kind: str, setting: tuple[int, int, int, int], expected: Usage) -> R
     trace = Trace()
     ours_s, usage = _fastest(lambda: epoch(*setting, trace=trace), 1)
     ok = usage == expected and not trace.num_dropped and trace.num_spans <= trace.max_spans
-    return Row(case=f"VGG-11 epoch, 12,000 SoCs, {kind}, with a trace of {trace.num_spans:,} spans", ours=ours_s,
-               peer="required at most", peer_value=LIMIT_S, unit="s", ratio=LIMIT_S / ours_s, ok=ok)
+    return Row(
+        case=f"VGG-11 epoch, 12,000 SoCs, {kind}, with a trace of {trace.num_spans:,} spans",
+        ours=ours_s,
+        peer="required at most",
+        peer_value=LIMIT_S,
+        unit="s",
+        ratio=LIMIT_S / ours_s,
+        ok=ok,
+    )
 
 
 def _synchronised_s(boards: int, servers: int) -> float:
@@ -111,7 +189,12 @@ def _synchronised_s(boards: int, servers: int) -> float:
 def _ring_s(boards: int, _: int) -> float:
     """Return an epoch's seconds in one ring: in each step 2(n-1) rounds of an n-th of the model."""
     socs = 5 * boards
-    return ceil(SAMPLES_OF_60 * boards // 12 / (2 * socs)) * 2 * (socs - 1) * (HANDLING_S + MODEL_S / socs)
+    return (
+        ceil(SAMPLES_OF_60 * boards // 12 / (2 * socs))
+        * 2
+        * (socs - 1)
+        * (HANDLING_S + MODEL_S / socs)
+    )
 
 
 def _equal(left: float, right: float) -> bool:

@@ -30,11 +30,19 @@ _PACKBITS = "numpy, packbits and unpackbits"
 def run(quick: bool = False) -> list[Row]:
     """Return a row per shape and width; every answer is off by half a step at most, ours and the peer's."""
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as NumPy has it, and as an edge would, which trains on its other cores
+    torch.set_num_threads(
+        1
+    )  # as NumPy has it, and as an edge would, which trains on its other cores
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # PyTorch is about to leave quantised tensors to torchao
-            return [_compare(case, shape, bits, quick) for case, shape in SHAPES.items() for bits in (8, 4, 2)]
+            warnings.simplefilter(
+                "ignore", UserWarning
+            )  # PyTorch is about to leave quantised tensors to torchao
+            return [
+                _compare(case, shape, bits, quick)
+                for case, shape in SHAPES.items()
+                for bits in (8, 4, 2)
+            ]
     finally:
         torch.set_num_threads(num_threads)
 
@@ -82,7 +90,9 @@ def _by_packbits(features: Array, bits: int) -> Array:
     levels = np.rint((features.reshape(-1) - low) / step).astype(np.uint8)
     sent = np.packbits(np.unpackbits(levels[:, None], axis=1)[:, -bits:])
     come = np.unpackbits(sent, count=levels.size * bits).reshape(-1, bits)
-    decoded: Array = (low + np.packbits(come, axis=1)[:, 0] / 2 ** (8 - bits) * step).astype(np.float32)
+    decoded: Array = (low + np.packbits(come, axis=1)[:, 0] / 2 ** (8 - bits) * step).astype(
+        np.float32
+    )
     return decoded.reshape(features.shape)
 
 

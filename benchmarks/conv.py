@@ -72,7 +72,9 @@ LAYERS = (
     Layer(name="LeNet-5", in_channels=6, out_channels=16, size=14, kernel=5, padding=0),
     Layer(name="ResNet-18", in_channels=64, out_channels=64, size=32),
     Layer(name="ResNet-18", in_channels=128, out_channels=256, size=16, stride=2),
-    Layer(name="ResNet-18", in_channels=64, out_channels=128, size=32, kernel=1, stride=2, padding=0),
+    Layer(
+        name="ResNet-18", in_channels=64, out_channels=128, size=32, kernel=1, stride=2, padding=0
+    ),
     Layer(name="MobileNetV1", in_channels=64, out_channels=64, size=32, stride=2, groups=64),
     Layer(name="MobileNetV1", in_channels=512, out_channels=512, size=4, groups=512),
     Layer(name="MobileNetV1", in_channels=64, out_channels=128, size=16, kernel=1, padding=0),
@@ -85,7 +87,11 @@ peers = describe_peers
 
 def run(quick: bool = False) -> list[Row]:
     """Return the times of all layers in each setting; ours must equal exact sums of integers bit for bit."""
-    return [row for setting in settings() for row in rows_of(setting, "benchmarks.conv:rows", quick=quick)]
+    return [
+        row
+        for setting in settings()
+        for row in rows_of(setting, "benchmarks.conv:rows", quick=quick)
+    ]
 
 
 def rows(kernel: str, quick: bool) -> list[Row]:
@@ -106,7 +112,11 @@ def rows(kernel: str, quick: bool) -> list[Row]:
             compared = function(tensors, engine)
             calls = [compared.call, *(peer.call for peer in compared.peers)]
             times = measure_interleaved(calls, repeats=3 if quick else 15)
-            measured.append(_Measured(layer, compared, compared.plan.algorithm(engine, compared.function), times))
+            measured.append(
+                _Measured(
+                    layer, compared, compared.plan.algorithm(engine, compared.function), times
+                )
+            )
     return [row for each in measured for row in each.rows(kernel, measured)]
 
 
@@ -149,8 +159,14 @@ class _Measured:
         function, ours = self.compared.function, self.times[0]
         limit = None
         if self.one_by_one:
-            alike = [each for each in everything if each.one_by_one and each.compared.function == function]
-            s_per_product = min(each.times[0].median_s / each.layer.num_products() for each in alike)
+            alike = [
+                each
+                for each in everything
+                if each.one_by_one and each.compared.function == function
+            ]
+            s_per_product = min(
+                each.times[0].median_s / each.layer.num_products() for each in alike
+            )
             limit = self.layer.num_products() * s_per_product * 1e3
         return [
             Row(
@@ -173,9 +189,16 @@ class _Tensors:
     def __init__(self, torch: Any, layer: Layer) -> None:
         self.torch, self.layer = torch, layer
         rng = np.random.default_rng(0)
-        weight_shape = (layer.out_channels, layer.in_channels // layer.groups, layer.kernel, layer.kernel)
+        weight_shape = (
+            layer.out_channels,
+            layer.in_channels // layer.groups,
+            layer.kernel,
+            layer.kernel,
+        )
         dy_shape = (BATCH, layer.out_channels, layer.out_size, layer.out_size)
-        self.x = rng.integers(0, 128, (BATCH, layer.in_channels, layer.size, layer.size), dtype=np.int8)
+        self.x = rng.integers(
+            0, 128, (BATCH, layer.in_channels, layer.size, layer.size), dtype=np.int8
+        )
         self.weight = rng.integers(-127, 128, weight_shape, dtype=np.int8)
         self.dy = rng.integers(-127, 128, dy_shape, dtype=np.int8)
         self.bias = rng.integers(-1000, 1000, layer.out_channels, dtype=np.int32)
@@ -190,7 +213,11 @@ class _Tensors:
 
     def real(self, array: npt.NDArray[Any], dtype: Any) -> Any:
         """Return an (n, c, h, w) array as a channels-last tensor."""
-        return self.torch.from_numpy(array).to(dtype).contiguous(memory_format=self.torch.channels_last)
+        return (
+            self.torch.from_numpy(array)
+            .to(dtype)
+            .contiguous(memory_format=self.torch.channels_last)
+        )
 
     def convolution(self, dtype: Any) -> Callable[[], Any]:
         """Return torch's forward convolution of the operands in `dtype`."""
@@ -207,7 +234,15 @@ class _Tensors:
         wanted = [index == 0, index == 1, False]
         backward = self.torch.ops.aten.convolution_backward
         return lambda: backward(
-            *operands, [layer.out_channels], strides, paddings, [1, 1], False, [0, 0], layer.groups, wanted
+            *operands,
+            [layer.out_channels],
+            strides,
+            paddings,
+            [1, 1],
+            False,
+            [0, 0],
+            layer.groups,
+            wanted,
         )[index]
 
     def fp32_peer(self, call: Callable[[], Any], exact: npt.NDArray[np.float64]) -> _Peer:
@@ -237,13 +272,19 @@ def _forward(tensors: _Tensors, engine: _int8.Engine) -> _Comparison:
     return _Comparison(function="forward", plan=plan, call=ours, right=right, peers=peers)
 
 
-def _quantised_peers(tensors: _Tensors, exact: npt.NDArray[np.float64], shift: int) -> Iterator[_Peer]:
+def _quantised_peers(
+    tensors: _Tensors, exact: npt.NDArray[np.float64], shift: int
+) -> Iterator[_Peer]:
     """Yield inference with prepacked weights: uint8 in and out, bias, ReLU and rounding (half to even) fused."""
     torch, layer = tensors.torch, tensors.layer
-    warnings.filterwarnings("ignore", "torch.quantize_per_tensor")  # deprecated, but there is no other way to these
+    warnings.filterwarnings(
+        "ignore", "torch.quantize_per_tensor"
+    )  # deprecated, but there is no other way to these
     expected = np.clip(np.rint(np.ldexp(exact, -shift)), 0, 255)
     images = torch.quantize_per_tensor(tensors.real(tensors.x, torch.float32), 1.0, 0, torch.quint8)
-    weight = torch.quantize_per_tensor(tensors.real(tensors.weight, torch.float32), 1.0, 0, torch.qint8)
+    weight = torch.quantize_per_tensor(
+        tensors.real(tensors.weight, torch.float32), 1.0, 0, torch.qint8
+    )
     for name, engine in (("FBGEMM", "fbgemm"), ("oneDNN", "onednn")):
         if engine not in torch.backends.quantized.supported_engines:
             continue
@@ -256,7 +297,11 @@ def _quantised_peers(tensors: _Tensors, exact: npt.NDArray[np.float64], shift: i
         def call(packed: Any = packed) -> Any:
             return torch.ops.quantized.conv2d_relu(images, packed, float(2**shift), 0)
 
-        yield _Peer(name=f"{name} int8", call=call, right=np.array_equal(call().int_repr().numpy(), expected))
+        yield _Peer(
+            name=f"{name} int8",
+            call=call,
+            right=np.array_equal(call().int_repr().numpy(), expected),
+        )
 
 
 def _input_gradient(tensors: _Tensors, engine: _int8.Engine) -> _Comparison:
@@ -268,10 +313,14 @@ def _input_gradient(tensors: _Tensors, engine: _int8.Engine) -> _Comparison:
     plan.input_gradient(engine, tensors.dy8, tensors.weight8, wide, workspace)
 
     def ours() -> None:
-        plan.input_gradient(engine, tensors.dy8, tensors.weight8, out, workspace, shift, _PSEUDO_STOCHASTIC)
+        plan.input_gradient(
+            engine, tensors.dy8, tensors.weight8, out, workspace, shift, _PSEUDO_STOCHASTIC
+        )
 
     ours()
-    _int8.requantise(_int8.Engine(kernel="portable"), accumulators, expected, shift, _PSEUDO_STOCHASTIC)
+    _int8.requantise(
+        _int8.Engine(kernel="portable"), accumulators, expected, shift, _PSEUDO_STOCHASTIC
+    )
     right = np.array_equal(wide, accumulators) and np.array_equal(out, expected)
     peer = tensors.fp32_peer(tensors.gradient(tensors.torch.float32, 0), exact)
     return _Comparison(function="input_gradient", plan=plan, call=ours, right=right, peers=[peer])

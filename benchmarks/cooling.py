@@ -17,12 +17,27 @@ import numpy as np
 
 from benchmarks.harness import Row, main
 from socflower.capture.layer_profile import profile_module
-from socflower.cluster import FP32, Activity, Cluster, ModelProfile, Pricing, Usage, parse_cluster, sustained_rates
+from socflower.cluster import (
+    FP32,
+    Activity,
+    Cluster,
+    ModelProfile,
+    Pricing,
+    Usage,
+    parse_cluster,
+    sustained_rates,
+)
 from socflower.hierarchy import IntervalCosts, Rebalancing, SyncInterval, plan_groups
 from socflower.precision.processor_costs import MixedPricing
 from socflower.sim import EventClock
 from socflower.strategies.rebalancing import Balancer
-from socflower.thermal.fans.policies import FanPolicy, FixedSpeed, PassiveCooling, PlannedLoad, PredictiveCooling
+from socflower.thermal.fans.policies import (
+    FanPolicy,
+    FixedSpeed,
+    PassiveCooling,
+    PlannedLoad,
+    PredictiveCooling,
+)
 from socflower.thermal.model.dynamics import RackDynamics
 from socflower.thermal.model.rack import Rack
 from socflower.workloads import build_model
@@ -49,15 +64,37 @@ class Case:
 
 
 CASES = (
-    *(Case(name=f"{title}, {5 * boards} of 60 SoCs, {what}", model=model, num_boards_busy=boards, batch_size=batch,
-           pricing=pricing)
-      for model, title in (("vgg11", "VGG-11"), ("resnet18", "ResNet-18")) for boards in (8, 12)
-      for what, batch, pricing in (("CPU", 64, FP32), ("CPU and NPU", 256, MixedPricing(rule="normalised")))),
+    *(
+        Case(
+            name=f"{title}, {5 * boards} of 60 SoCs, {what}",
+            model=model,
+            num_boards_busy=boards,
+            batch_size=batch,
+            pricing=pricing,
+        )
+        for model, title in (("vgg11", "VGG-11"), ("resnet18", "ResNet-18"))
+        for boards in (8, 12)
+        for what, batch, pricing in (
+            ("CPU", 64, FP32),
+            ("CPU and NPU", 256, MixedPricing(rule="normalised")),
+        )
+    ),
     # Where SoCs compute all the time, clocks are all that counts: this comes closest to the paper's bound.
-    Case(name="ResNet-18, 60 of 60 SoCs, CPU, each alone", model="resnet18", num_boards_busy=12, batch_size=64,
-         socs_per_group=1),
-    Case(name="ResNet-18, 60 of 60 SoCs, CPU, one hot board, groups of 4", model="resnet18", num_boards_busy=12,
-         batch_size=64, socs_per_group=4, hot_board=True),
+    Case(
+        name="ResNet-18, 60 of 60 SoCs, CPU, each alone",
+        model="resnet18",
+        num_boards_busy=12,
+        batch_size=64,
+        socs_per_group=1,
+    ),
+    Case(
+        name="ResNet-18, 60 of 60 SoCs, CPU, one hot board, groups of 4",
+        model="resnet18",
+        num_boards_busy=12,
+        batch_size=64,
+        socs_per_group=4,
+        hot_board=True,
+    ),
 )
 
 
@@ -75,13 +112,18 @@ class Policy:
 BALANCED = Rebalancing()
 POLICIES = (
     Policy(name="no control (3,250 rpm)", fan="fixed"),
-    *(Policy(name=f"fixed {rpm:,} rpm", fan="fixed", rpm=rpm) for rpm in (5700, 8300, 11000, 14000)),
+    *(
+        Policy(name=f"fixed {rpm:,} rpm", fan="fixed", rpm=rpm)
+        for rpm in (5700, 8300, 11000, 14000)
+    ),
     Policy(name="no control, re-balancing", fan="fixed", rebalancing=BALANCED),
     Policy(name="passive", fan="passive"),
     Policy(name="passive, re-balancing", fan="passive", rebalancing=BALANCED),
     Policy(name="predictive", fan="predictive"),
     Policy(name="predictive, re-balancing", fan="predictive", rebalancing=BALANCED),
-    Policy(name="predictive, 5 % slower", fan="predictive", rebalancing=BALANCED, max_slowdown=0.05),
+    Policy(
+        name="predictive, 5 % slower", fan="predictive", rebalancing=BALANCED, max_slowdown=0.05
+    ),
 )
 
 
@@ -97,27 +139,51 @@ class Run:
 
 @cache
 def profile(name: str) -> ModelProfile:
-    return profile_module(build_model(name, in_channels=3, image_size=32, num_classes=10, seed=1), (3, 32, 32), name)
+    return profile_module(
+        build_model(name, in_channels=3, image_size=32, num_classes=10, seed=1), (3, 32, 32), name
+    )
 
 
-def work_of(case: Case, cluster: Cluster, rebalancing: Rebalancing | None) -> tuple[IntervalCosts, list[SyncInterval]]:
+def work_of(
+    case: Case, cluster: Cluster, rebalancing: Rebalancing | None
+) -> tuple[IntervalCosts, list[SyncInterval]]:
     """Return the case's work: as many steps as take `COLD_S`."""
     socs = 5 * case.num_boards_busy
     plan = plan_groups(cluster, socs // case.socs_per_group, socs)
     work = IntervalCosts(
-        cluster=cluster, plan=plan, profile=profile(case.model), num_samples=50_000, batch_size=case.batch_size,
-        steps_per_epoch=1, serialize_uplinks=False, pricing=case.pricing, rebalancing=rebalancing)
+        cluster=cluster,
+        plan=plan,
+        profile=profile(case.model),
+        num_samples=50_000,
+        batch_size=case.batch_size,
+        steps_per_epoch=1,
+        serialize_uplinks=False,
+        pricing=case.pricing,
+        rebalancing=rebalancing,
+    )
     step_s = EventClock(cluster).run(work.step(), repeat=100).duration_s / 100.0
     steps = round(COLD_S / step_s / NUM_INTERVALS)
-    return work, [SyncInterval(index=index, first_step=index * steps, num_steps=steps, epoch_end=float(index + 1),
-                               deal_epoch=0) for index in range(NUM_INTERVALS)]
+    return work, [
+        SyncInterval(
+            index=index,
+            first_step=index * steps,
+            num_steps=steps,
+            epoch_end=float(index + 1),
+            deal_epoch=0,
+        )
+        for index in range(NUM_INTERVALS)
+    ]
 
 
 def rack_of(case: Case, cluster: Cluster) -> Rack:
     random = np.random.default_rng(7)
-    return Rack(slots_per_board=cluster.slots_per_board,
-                coupling={soc: float(np.exp(SPREAD * random.standard_normal())) for soc in range(cluster.num_socs)},
-                airflow={HOT_BOARD: HOT_BOARD_AIRFLOW} if case.hot_board else {})
+    return Rack(
+        slots_per_board=cluster.slots_per_board,
+        coupling={
+            soc: float(np.exp(SPREAD * random.standard_normal())) for soc in range(cluster.num_socs)
+        },
+        airflow={HOT_BOARD: HOT_BOARD_AIRFLOW} if case.hot_board else {},
+    )
 
 
 def cold(case: Case, cluster: Cluster) -> Usage:
@@ -130,7 +196,9 @@ def cold(case: Case, cluster: Cluster) -> Usage:
     return usage
 
 
-def fan_policy(policy: Policy, case: Case, cluster: Cluster, rack: Rack, planned: Usage) -> FanPolicy:
+def fan_policy(
+    policy: Policy, case: Case, cluster: Cluster, rack: Rack, planned: Usage
+) -> FanPolicy:
     if policy.fan == "fixed":
         return FixedSpeed(fixed_rpm=policy.rpm)
     if policy.fan == "passive":
@@ -138,8 +206,11 @@ def fan_policy(policy: Policy, case: Case, cluster: Cluster, rack: Rack, planned
     num_socs = 5 * case.num_boards_busy
     busy_w = planned.total_energy_j / planned.duration_s
     idle_w = sum(cluster.device_of(soc).idle_w for soc in range(num_socs, cluster.num_socs))
-    load = PlannedLoad(rack_w=busy_w + idle_w, local_rise_c=rack.local_rise_c(busy_w / num_socs, 5),
-                       end_s=planned.duration_s)
+    load = PlannedLoad(
+        rack_w=busy_w + idle_w,
+        local_rise_c=rack.local_rise_c(busy_w / num_socs, 5),
+        end_s=planned.duration_s,
+    )
     return PredictiveCooling(load=load, max_slowdown=policy.max_slowdown)
 
 
@@ -156,12 +227,23 @@ def run_under(policy: Policy, case: Case, cluster: Cluster, planned: Usage) -> R
         balancer.update_speeds(clock, plan.participants)
         plan, _ = balancer.rebalance_groups(plan)
         work = IntervalCosts(
-            cluster=cluster, plan=plan, profile=work.profile, num_samples=work.num_samples,
-            batch_size=work.batch_size, steps_per_epoch=1, serialize_uplinks=False, pricing=work.pricing,
-            rebalancing=policy.rebalancing)
+            cluster=cluster,
+            plan=plan,
+            profile=work.profile,
+            num_samples=work.num_samples,
+            batch_size=work.batch_size,
+            steps_per_epoch=1,
+            serialize_uplinks=False,
+            pricing=work.pricing,
+            rebalancing=policy.rebalancing,
+        )
         work.run(interval, clock, capacities=balancer.in_use)
-    return Run(duration_s=clock.now_s, energy_j=clock.usage.total_energy_j,
-               cooling_j=clock.usage.energy_j[Activity.COOLING], peak_c=dynamics.peak_c)
+    return Run(
+        duration_s=clock.now_s,
+        energy_j=clock.usage.total_energy_j,
+        cooling_j=clock.usage.energy_j[Activity.COOLING],
+        peak_c=dynamics.peak_c,
+    )
 
 
 def case_rows(case: Case, cluster: Cluster) -> list[Row]:
@@ -169,28 +251,70 @@ def case_rows(case: Case, cluster: Cluster) -> list[Row]:
     planned = cold(case, cluster)
     runs = {policy.name: run_under(policy, case, cluster, planned) for policy in POLICIES}
     for name, one in runs.items():
-        print(f"{case.name}: {name}: {one.duration_s:.0f} s, {one.energy_j / 1e3:.0f} kJ, of them fans "
-              f"{one.cooling_j / 1e3:.1f} kJ, at most {one.peak_c:.1f} C", file=sys.stderr)
+        print(
+            f"{case.name}: {name}: {one.duration_s:.0f} s, {one.energy_j / 1e3:.0f} kJ, of them fans "
+            f"{one.cooling_j / 1e3:.1f} kJ, at most {one.peak_c:.1f} C",
+            file=sys.stderr,
+        )
     none, passive = runs[POLICIES[0].name], runs["passive"]
     found = []
     for name, one in runs.items():
         right = planned.duration_s * 0.999 < one.duration_s and 0.0 < one.cooling_j < one.energy_j
-        found.append(Row(case=f"{case.name}: {name}", ours=one.duration_s, peer=POLICIES[0].name,
-                         peer_value=none.duration_s, unit="s", ratio=none.duration_s / one.duration_s,
-                         limit=planned.duration_s, ok=right))
-        found.append(Row(case=f"{case.name}: {name}, SoCs and fans", ours=one.energy_j, peer=POLICIES[0].name,
-                         peer_value=none.energy_j, unit="J", ratio=none.energy_j / one.energy_j, ok=right))
+        found.append(
+            Row(
+                case=f"{case.name}: {name}",
+                ours=one.duration_s,
+                peer=POLICIES[0].name,
+                peer_value=none.duration_s,
+                unit="s",
+                ratio=none.duration_s / one.duration_s,
+                limit=planned.duration_s,
+                ok=right,
+            )
+        )
+        found.append(
+            Row(
+                case=f"{case.name}: {name}, SoCs and fans",
+                ours=one.energy_j,
+                peer=POLICIES[0].name,
+                peer_value=none.energy_j,
+                unit="J",
+                ratio=none.energy_j / one.energy_j,
+                ok=right,
+            )
+        )
         if name.startswith("predictive"):
             # That less fan energy must not be bought with slower clocks, but where that was asked for.
-            same = abs(one.duration_s / runs[name.replace("predictive", "passive")].duration_s - 1.0) < 0.01 \
-                if name.replace("predictive", "passive") in runs else True
-            found.append(Row(case=f"{case.name}: {name}, fans alone", ours=one.cooling_j, peer="passive",
-                             peer_value=passive.cooling_j, unit="J", ratio=passive.cooling_j / one.cooling_j,
-                             ok=same))
+            same = (
+                abs(one.duration_s / runs[name.replace("predictive", "passive")].duration_s - 1.0)
+                < 0.01
+                if name.replace("predictive", "passive") in runs
+                else True
+            )
+            found.append(
+                Row(
+                    case=f"{case.name}: {name}, fans alone",
+                    ours=one.cooling_j,
+                    peer="passive",
+                    peer_value=passive.cooling_j,
+                    unit="J",
+                    ratio=passive.cooling_j / one.cooling_j,
+                    ok=same,
+                )
+            )
     gain = none.duration_s / runs["passive, re-balancing"].duration_s
-    found.append(Row(case=f"{case.name}: passive, re-balancing, beside the paper's least", peer=PAPER, peer_value=1.59,
-                     ours=gain, unit="times", ratio=gain / 1.59, limit=none.duration_s / planned.duration_s,
-                     ok=1.0 <= gain <= CLOCKS))
+    found.append(
+        Row(
+            case=f"{case.name}: passive, re-balancing, beside the paper's least",
+            peer=PAPER,
+            peer_value=1.59,
+            ours=gain,
+            unit="times",
+            ratio=gain / 1.59,
+            limit=none.duration_s / planned.duration_s,
+            ok=1.0 <= gain <= CLOCKS,
+        )
+    )
     return found
 
 

@@ -29,10 +29,14 @@ from socflower.sim import EventClock
 
 SOCS_PER_BOARD = 5
 TOLERANCE = 0.15
-UNSEEN_TOLERANCE = 0.20  # two constants cannot follow every model and size; the rows show how far off
+UNSEEN_TOLERANCE = (
+    0.20  # two constants cannot follow every model and size; the rows show how far off
+)
 PEER = "SoCFlow+ Fig. 2b"
-MODELS = {"VGG-11": Exchange(num_bytes=4.0 * 9_225_610, num_tensors=18),
-          "ResNet-18": Exchange(num_bytes=4.0 * 11_173_962, num_tensors=62)}
+MODELS = {
+    "VGG-11": Exchange(num_bytes=4.0 * 9_225_610, num_tensors=18),
+    "ResNet-18": Exchange(num_bytes=4.0 * 11_173_962, num_tensors=62),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,9 @@ class Latency:
         graph = exchange_graph(range(self.num_socs), MODELS[self.model], self.kind)
         return 1e3 * EventClock(cluster).run(graph).duration_s
 
-    def closed_form_ms(self, per_message_s: Any, bytes_per_s: Any, across_bytes_per_s: Any = math.inf) -> Any:
+    def closed_form_ms(
+        self, per_message_s: Any, bytes_per_s: Any, across_bytes_per_s: Any = math.inf
+    ) -> Any:
         """Return 2(n-1) * tensors * a + bytes / B; a link carries 2(n-1)/n models (ring) or 2(n-1).
 
         Of 32 SoCs, a ring is as quick as its slowest link, and 27 of the 31 uploads to a server cross boards.
@@ -70,10 +76,14 @@ class Latency:
 
 
 LATENCIES = (
-    Latency("VGG-11", "ring", 5, 540.0), Latency("VGG-11", "ring", 32, 1248.0),
-    Latency("VGG-11", "server", 5, 2060.0), Latency("VGG-11", "server", 32, 20593.0),
-    Latency("ResNet-18", "ring", 5, 699.0), Latency("ResNet-18", "ring", 32, 2225.0),
-    Latency("ResNet-18", "server", 5, 2700.0), Latency("ResNet-18", "server", 32, 26505.0),
+    Latency("VGG-11", "ring", 5, 540.0),
+    Latency("VGG-11", "ring", 32, 1248.0),
+    Latency("VGG-11", "server", 5, 2060.0),
+    Latency("VGG-11", "server", 32, 20593.0),
+    Latency("ResNet-18", "ring", 5, 699.0),
+    Latency("ResNet-18", "ring", 32, 2225.0),
+    Latency("ResNet-18", "server", 5, 2700.0),
+    Latency("ResNet-18", "server", 32, 26505.0),
 )
 
 
@@ -82,14 +92,24 @@ def fit(latencies: tuple[Latency, ...], num_constants: int = 2) -> tuple[float, 
 
     That is of |log(model / published)|, on a grid that is narrowed round its best point.
     """
-    low, high = np.array([1e-4, 80e6, 80e6])[:num_constants], np.array([1e-3, 200e6, 200e6])[:num_constants]
+    low, high = (
+        np.array([1e-4, 80e6, 80e6])[:num_constants],
+        np.array([1e-3, 200e6, 200e6])[:num_constants],
+    )
     best = (low + high) / 2
     for _ in range(60):
-        axes = [np.linspace(least, most, 41 if num_constants == 2 else 21)
-                for least, most in zip(low, high, strict=True)]
+        axes = [
+            np.linspace(least, most, 41 if num_constants == 2 else 21)
+            for least, most in zip(low, high, strict=True)
+        ]
         points = np.meshgrid(*axes, indexing="ij")
-        worst = np.max([np.abs(np.log(latency.closed_form_ms(*points) / latency.published_ms))
-                        for latency in latencies], axis=0)
+        worst = np.max(
+            [
+                np.abs(np.log(latency.closed_form_ms(*points) / latency.published_ms))
+                for latency in latencies
+            ],
+            axis=0,
+        )
         at = np.unravel_index(int(np.argmin(worst)), worst.shape)
         best = np.array([each[at] for each in points])
         reach = (high - low) * 0.4
@@ -99,8 +119,14 @@ def fit(latencies: tuple[Latency, ...], num_constants: int = 2) -> tuple[float, 
 
 def left_out_errors(num_constants: int) -> list[float]:
     """Return how far off each figure is predicted from the other seven."""
-    return [left_out.closed_form_ms(*fit(tuple(each for each in LATENCIES if each is not left_out), num_constants))
-            / left_out.published_ms - 1.0 for left_out in LATENCIES]
+    return [
+        left_out.closed_form_ms(
+            *fit(tuple(each for each in LATENCIES if each is not left_out), num_constants)
+        )
+        / left_out.published_ms
+        - 1.0
+        for left_out in LATENCIES
+    ]
 
 
 def _of_third() -> list[Row]:
@@ -108,40 +134,82 @@ def _of_third() -> list[Row]:
     rows = []
     for num_constants, name in ((2, "two constants"), (3, "with a rate across boards")):
         constants = fit(LATENCIES, num_constants)
-        worst = max(abs(each.closed_form_ms(*constants) / each.published_ms - 1.0) for each in LATENCIES)
+        worst = max(
+            abs(each.closed_form_ms(*constants) / each.published_ms - 1.0) for each in LATENCIES
+        )
         unseen = left_out_errors(num_constants)
         start_ms = 1e3 * 62 * 62 * constants[0]
         for what, ours, peer, unit in (
             ("largest error", 100 * worst, 10.0, "%"),
             ("largest error of a figure left out", 100 * max(map(abs, unseen)), 10.0, "%"),
-            ("root mean square of those", 100 * float(np.sqrt(np.mean(np.square(unseen)))), 10.0, "%"),
+            (
+                "root mean square of those",
+                100 * float(np.sqrt(np.mean(np.square(unseen)))),
+                10.0,
+                "%",
+            ),
             ("start of ResNet-18's transfers, ring, 32 SoCs", start_ms, 1300.0, "ms"),
         ):
-            rows.append(Row(case=f"{name}: {what}", ours=ours, peer=PEER if unit == "ms" else "the aim",
-                            peer_value=peer, unit=unit, ratio=peer / ours, ok=True))
+            rows.append(
+                Row(
+                    case=f"{name}: {what}",
+                    ours=ours,
+                    peer=PEER if unit == "ms" else "the aim",
+                    peer_value=peer,
+                    unit=unit,
+                    ratio=peer / ours,
+                    ok=True,
+                )
+            )
     return rows
 
 
 def run(quick: bool = False) -> list[Row]:
     """Return the eight latencies as simulated, then as predicted from the other seven, then the constants."""
-    rows = [_row(latency.case, latency.simulated_ms(), latency.published_ms) for latency in LATENCIES]
+    rows = [
+        _row(latency.case, latency.simulated_ms(), latency.published_ms) for latency in LATENCIES
+    ]
     for left_out in LATENCIES:
         constants = fit(tuple(latency for latency in LATENCIES if latency is not left_out))
-        rows.append(_row(f"{left_out.case}, predicted from the other seven", float(left_out.closed_form_ms(*constants)),
-                         left_out.published_ms, tolerance=UNSEEN_TOLERANCE))
+        rows.append(
+            _row(
+                f"{left_out.case}, predicted from the other seven",
+                float(left_out.closed_form_ms(*constants)),
+                left_out.published_ms,
+                tolerance=UNSEEN_TOLERANCE,
+            )
+        )
     per_message_s, bytes_per_s = fit(LATENCIES)
-    for case, value, fitted, unit in (("cost of a message", message_s(), per_message_s, "s"),
-                                      ("rate of a link", link_bytes_per_s(), bytes_per_s, "bytes/s")):
-        rows.append(Row(case=f"{case} in the catalogue", ours=value, peer="fitted to the eight here",
-                        peer_value=fitted, unit=unit, ratio=value / fitted, ok=abs(value / fitted - 1.0) < 0.01))
+    for case, value, fitted, unit in (
+        ("cost of a message", message_s(), per_message_s, "s"),
+        ("rate of a link", link_bytes_per_s(), bytes_per_s, "bytes/s"),
+    ):
+        rows.append(
+            Row(
+                case=f"{case} in the catalogue",
+                ours=value,
+                peer="fitted to the eight here",
+                peer_value=fitted,
+                unit=unit,
+                ratio=value / fitted,
+                ok=abs(value / fitted - 1.0) < 0.01,
+            )
+        )
     return rows + _of_third()
 
 
 def _row(case: str, ours_ms: float, published_ms: float, tolerance: float = TOLERANCE) -> Row:
     error = ours_ms / published_ms - 1.0
     # A prediction is neither better nor worse than a measurement; the ratio says how far it is off.
-    return Row(case=f"{case} ({error:+.1%})", ours=ours_ms, peer=PEER, peer_value=published_ms, unit="ms",
-               ratio=published_ms / ours_ms, ok=abs(error) <= tolerance)
+    return Row(
+        case=f"{case} ({error:+.1%})",
+        ours=ours_ms,
+        peer=PEER,
+        peer_value=published_ms,
+        unit="ms",
+        ratio=published_ms / ours_ms,
+        ok=abs(error) <= tolerance,
+    )
 
 
 if __name__ == "__main__":

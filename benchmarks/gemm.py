@@ -35,7 +35,11 @@ peers = describe_peers
 
 def run(quick: bool = False) -> list[Row]:
     """Return the rates of all shapes in each setting; sums must equal those of float64, which are exact."""
-    return [row for setting in settings() for row in rows_of(setting, "benchmarks.gemm:rows", quick=quick)]
+    return [
+        row
+        for setting in settings()
+        for row in rows_of(setting, "benchmarks.gemm:rows", quick=quick)
+    ]
 
 
 def rows(kernel: str, quick: bool) -> list[Row]:
@@ -46,7 +50,10 @@ def rows(kernel: str, quick: bool) -> list[Row]:
     engine = _int8.Engine(kernel=kernel)
     names = QUICK if quick else tuple(SHAPES)
     measured = [row for name in names for row in _compare(torch, engine, name, 3 if quick else 15)]
-    best = {kind: max(row["ours"] for row in measured if row["kind"] == kind) for kind in ("0..127", "-127..127")}
+    best = {
+        kind: max(row["ours"] for row in measured if row["kind"] == kind)
+        for kind in ("0..127", "-127..127")
+    }
     return [
         Row(
             case=f"{kernel}: {row['name']}, lhs in {row['kind']}",

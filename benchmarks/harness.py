@@ -25,7 +25,9 @@ class Row:
     peer_value: float
     unit: str
     ratio: float
-    limit: float | None = None  # what the machine or a proof allows `ours` at best, in `unit`, where known
+    limit: float | None = (
+        None  # what the machine or a proof allows `ours` at best, in `unit`, where known
+    )
     ok: bool  # whether the answer was checked and right
 
 
@@ -61,7 +63,9 @@ def machine() -> dict[str, object]:
     """Return what the figures depend on: processor, cores usable here, system and versions."""
     return {
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         **{name: _version(name) for name in _VERSIONS_OF},
@@ -74,7 +78,9 @@ def document(rows: Sequence[Row], peers: Mapping[str, object] | None = None) -> 
     return {"schema": 1, "machine": machine(), **described, "rows": [asdict(row) for row in rows]}
 
 
-def main(run: Callable[..., list[Row]], peers: Callable[[], Mapping[str, object]] | None = None) -> int:
+def main(
+    run: Callable[..., list[Row]], peers: Callable[[], Mapping[str, object]] | None = None
+) -> int:
     """Run a benchmark as a script: `--quick` for fewer repeats, `--json` for programs. 0 if all answers are right.
 
     Parameters of `run` that are whole numbers are options too.

@@ -37,8 +37,14 @@ from socflower.thermal.model.constants import constant, fan_table
 WITHIN_C, WITHIN_POINTS = 1.0, 5.0
 WITHIN_W, WITHIN_PART_W = 1.0, 0.1  # fan watts: the larger of the two
 TABLE = "SoCFlow+ Table 2"
-_UNITS = {"still_w_per_k": "W/K", "threshold_rpm": "rpm", "flow_w_per_k_rpm": "W/K/rpm", "drag_w_per_rpm": "W/rpm",
-          "air_w_per_rpm3": "W/rpm^3", "chassis_j_per_k": "J/K"}
+_UNITS = {
+    "still_w_per_k": "W/K",
+    "threshold_rpm": "rpm",
+    "flow_w_per_k_rpm": "W/K/rpm",
+    "drag_w_per_rpm": "W/rpm",
+    "air_w_per_rpm3": "W/rpm^3",
+    "chassis_j_per_k": "J/K",
+}
 NEEDED_RPM = 8300.0
 """The only row of the table between "no effect" and "cool": a curve that is fitted without it says little there."""
 
@@ -54,10 +60,10 @@ def peers() -> Mapping[str, object]:
     _, refused = _choices()
     return {
         "fitted": f"fan curve and fan watts: {TABLE}, {', '.join(f'{rpm:,.0f}' for rpm in FITTED_RPM)} rpm; the "
-                  "chassis's heat capacity: throttling after 11 minutes at 3,250 rpm",
+        "chassis's heat capacity: throttling after 11 minutes at 3,250 rpm",
         "predicted": f"{TABLE}, 1,100, 5,700 and 11,000 rpm; cooling; the 15 minutes of Fig. 2d",
         "chosen": "trip and resume points, heat capacities of SoCs and boards and their conductances; see the "
-                  "sources in socflower/thermal/model/constants.toml",
+        "sources in socflower/thermal/model/constants.toml",
         "lookup table": "none: every figure is read off a simulated rack",
         "refused choices of rows": refused,
     }
@@ -71,15 +77,34 @@ def _fan_table_rows() -> list[Row]:
         name = f"{row.rpm:,.0f} rpm, {{}}, {'fitted' if row.rpm in FITTED_RPM else 'predicted'}"
         error_c, error_points = found.soc_c - row.soc_c, 100.0 * (found.decline - row.decline)
         rows += [
-            Row(case=f"{name.format('temperature')} ({error_c:+.1f})", ours=found.soc_c, peer=TABLE,
-                peer_value=row.soc_c, unit="C", ratio=row.soc_c / found.soc_c, ok=abs(error_c) <= WITHIN_C),
+            Row(
+                case=f"{name.format('temperature')} ({error_c:+.1f})",
+                ours=found.soc_c,
+                peer=TABLE,
+                peer_value=row.soc_c,
+                unit="C",
+                ratio=row.soc_c / found.soc_c,
+                ok=abs(error_c) <= WITHIN_C,
+            ),
             # The ratio is that of the speeds that are left: a slowdown of nothing has none.
-            Row(case=f"{name.format('slowdown')} ({error_points:+.1f})", ours=100.0 * found.decline, peer=TABLE,
-                peer_value=100.0 * row.decline, unit="%", ratio=(1.0 - found.decline) / (1.0 - row.decline),
-                ok=abs(error_points) <= WITHIN_POINTS),
-            Row(case=f"{name.format('fan watts')} ({watts - row.fan_w:+.1f})", ours=watts, peer=TABLE,
-                peer_value=row.fan_w, unit="W", ratio=row.fan_w / watts,
-                ok=abs(watts - row.fan_w) <= max(WITHIN_W, WITHIN_PART_W * row.fan_w)),
+            Row(
+                case=f"{name.format('slowdown')} ({error_points:+.1f})",
+                ours=100.0 * found.decline,
+                peer=TABLE,
+                peer_value=100.0 * row.decline,
+                unit="%",
+                ratio=(1.0 - found.decline) / (1.0 - row.decline),
+                ok=abs(error_points) <= WITHIN_POINTS,
+            ),
+            Row(
+                case=f"{name.format('fan watts')} ({watts - row.fan_w:+.1f})",
+                ours=watts,
+                peer=TABLE,
+                peer_value=row.fan_w,
+                unit="W",
+                ratio=row.fan_w / watts,
+                ok=abs(watts - row.fan_w) <= max(WITHIN_W, WITHIN_PART_W * row.fan_w),
+            ),
         ]
     return rows
 
@@ -88,31 +113,64 @@ def _fan_table_rows() -> list[Row]:
 def _transient_rows() -> list[Row]:
     low_rpm = constant("fan", "low_rpm")
     onset_min = onset_s(fan_table_experiment(), low_rpm) / 60.0
-    rows = [Row(case="throttling begins, 40 SoCs at 3,250 rpm, fitted", ours=onset_min,
-                peer="SoCFlow+ 3.3, 10 to 12", peer_value=11.0, unit="min", ratio=11.0 / onset_min,
-                ok=10.0 <= onset_min <= 12.0)]
+    rows = [
+        Row(
+            case="throttling begins, 40 SoCs at 3,250 rpm, fitted",
+            ours=onset_min,
+            peer="SoCFlow+ 3.3, 10 to 12",
+            peer_value=11.0,
+            unit="min",
+            ratio=11.0 / onset_min,
+            ok=10.0 <= onset_min <= 12.0,
+        )
+    ]
     for rpm in (8300.0, 11000.0, 14000.0):
         cooling_min = cooling_s(fan_table_experiment(), rpm) / 60.0
         # The paper's "high fan speed" has no number: one of the two fast speeds of its table has to be within.
-        rows.append(Row(case=f"all clocks back, {rpm:,.0f} rpm, predicted", ours=cooling_min,
-                        peer="SoCFlow+ 3.3, 2 to 3 at high speed", peer_value=2.5, unit="min", ratio=2.5 / cooling_min,
-                        ok=2.0 <= cooling_min <= 3.0 if rpm == 11000.0 else cooling_min < 60.0))
+        rows.append(
+            Row(
+                case=f"all clocks back, {rpm:,.0f} rpm, predicted",
+                ours=cooling_min,
+                peer="SoCFlow+ 3.3, 2 to 3 at high speed",
+                peer_value=2.5,
+                unit="min",
+                ratio=2.5 / cooling_min,
+                ok=2.0 <= cooling_min <= 3.0 if rpm == 11000.0 else cooling_min < 60.0,
+            )
+        )
     soc = device("snapdragon-865")
     cpu_w, npu_w = soc.processor("cpu").active_w, soc.processor("npu").active_w - soc.idle_w
-    for name, busy_w, unthrottled_w, own in (("CPU and NPU", cpu_w + npu_w, npu_w, True),
-                                             ("CPU only", cpu_w, 0.0, False)):
-        experiment = Experiment(num_busy=60, busy_w=busy_w, idle_w=soc.idle_w, unthrottled_w=unthrottled_w)
+    for name, busy_w, unthrottled_w, own in (
+        ("CPU and NPU", cpu_w + npu_w, npu_w, True),
+        ("CPU only", cpu_w, 0.0, False),
+    ):
+        experiment = Experiment(
+            num_busy=60, busy_w=busy_w, idle_w=soc.idle_w, unthrottled_w=unthrottled_w
+        )
         hottest_c, clock = temperature_after(experiment, low_rpm, 900.0)
         case = f"60 SoCs on {name} ({busy_w:.2f} W) from 28 C"
         longer = 100.0 * (1.0 / clock - 1.0)
         rows += [
-            Row(case=f"{case}, after 15 min ({hottest_c - 46.0:+.1f})", ours=hottest_c, peer="SoCFlow+ Fig. 2d",
-                peer_value=46.0, unit="C", ratio=46.0 / hottest_c,
+            Row(
+                case=f"{case}, after 15 min ({hottest_c - 46.0:+.1f})",
+                ours=hottest_c,
+                peer="SoCFlow+ Fig. 2d",
+                peer_value=46.0,
+                unit="C",
+                ratio=46.0 / hottest_c,
                 # The other load is there to show that it is not that of the figure.
-                ok=(abs(hottest_c - 46.0) <= WITHIN_C) == own),
-            Row(case=f"{case}, steps longer by", ours=longer, peer="SoCFlow+ 2.2, 59 to 76 of epochs", peer_value=59.0,
-                unit="%", ratio=(100.0 + 59.0) / (100.0 + longer),
-                ok=(59.0 - WITHIN_POINTS <= longer <= 76.0 + WITHIN_POINTS) or not own)]
+                ok=(abs(hottest_c - 46.0) <= WITHIN_C) == own,
+            ),
+            Row(
+                case=f"{case}, steps longer by",
+                ours=longer,
+                peer="SoCFlow+ 2.2, 59 to 76 of epochs",
+                peer_value=59.0,
+                unit="%",
+                ratio=(100.0 + 59.0) / (100.0 + longer),
+                ok=(59.0 - WITHIN_POINTS <= longer <= 76.0 + WITHIN_POINTS) or not own,
+            ),
+        ]
     return rows
 
 
@@ -120,9 +178,17 @@ def _constant_rows() -> list[Row]:
     rows = []
     for key, fitted in fitted_constants().items():
         kept = constant("rack" if key == "chassis_j_per_k" else "fan", key)
-        rows.append(Row(case=f"{key} in constants.toml", ours=kept, peer="fitted here", peer_value=fitted,
-                        unit=_UNITS[key], ratio=kept / fitted,
-                        ok=abs(kept / fitted - 1.0) <= 0.005))
+        rows.append(
+            Row(
+                case=f"{key} in constants.toml",
+                ours=kept,
+                peer="fitted here",
+                peer_value=fitted,
+                unit=_UNITS[key],
+                ratio=kept / fitted,
+                ok=abs(kept / fitted - 1.0) <= 0.005,
+            )
+        )
     return rows
 
 
@@ -146,11 +212,21 @@ def _choice_rows() -> list[Row]:
     for rpm, fans in _choices()[0].items():
         error_c, error_points = worst_errors(fans, rpm)
         met = error_c <= WITHIN_C and error_points <= WITHIN_POINTS
-        rows += [Row(case=f"fitted to {_named(rpm)} rpm: worst {what} of the other three", ours=error,
-                     peer="what may be missed", peer_value=within, unit=unit, ratio=within / error,
-                     ok=met == (rpm[1] == NEEDED_RPM))
-                 for what, error, within, unit in (("temperature", error_c, WITHIN_C, "C"),
-                                                   ("slowdown", error_points, WITHIN_POINTS, "points"))]
+        rows += [
+            Row(
+                case=f"fitted to {_named(rpm)} rpm: worst {what} of the other three",
+                ours=error,
+                peer="what may be missed",
+                peer_value=within,
+                unit=unit,
+                ratio=within / error,
+                ok=met == (rpm[1] == NEEDED_RPM),
+            )
+            for what, error, within, unit in (
+                ("temperature", error_c, WITHIN_C, "C"),
+                ("slowdown", error_points, WITHIN_POINTS, "points"),
+            )
+        ]
     return rows
 
 
@@ -163,9 +239,15 @@ def _unthresholded_row() -> Row:
     slope = sum(row.rpm * conductance_of(row) for row in rows) / sum(row.rpm**2 for row in rows)
     fans = replace(rack_fans(), still_w_per_k=1e-3, threshold_rpm=0.0, flow_w_per_k_rpm=slope)
     error_c, error_points = worst_errors(fans, ())
-    return Row(case=f"proportional to rpm, no threshold: worst of all six ({error_points:.0f} points)", ours=error_c,
-               peer="what may be missed", peer_value=WITHIN_C, unit="C", ratio=WITHIN_C / error_c,
-               ok=error_c > WITHIN_C and error_points > WITHIN_POINTS)
+    return Row(
+        case=f"proportional to rpm, no threshold: worst of all six ({error_points:.0f} points)",
+        ours=error_c,
+        peer="what may be missed",
+        peer_value=WITHIN_C,
+        unit="C",
+        ratio=WITHIN_C / error_c,
+        ok=error_c > WITHIN_C and error_points > WITHIN_POINTS,
+    )
 
 
 def _named(rpm: Sequence[float]) -> str:

@@ -21,7 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Row, main
-from socflower.engines.deployment.flower_processes import end, flower_environment, free_ports, start, tail
+from socflower.engines.deployment.flower_processes import (
+    end,
+    flower_environment,
+    free_ports,
+    start,
+    tail,
+)
 from socflower.engines.deployment.superlink import CONNECTION, start_superlink
 from socflower.engines.deployment.warm_executor import warm_supernode_command
 
@@ -29,7 +35,9 @@ APP = Path(__file__).with_name("hub_app")
 NUM_NODES, NUM_GROUPS = 4, 2
 RUN_TIMEOUT_S = 900.0
 _SAMPLE_INTERVAL_S = 0.1
-_SETTLING_S = 8.0  # two of the SuperNode's questions for work, and the registration of the last node
+_SETTLING_S = (
+    8.0  # two of the SuperNode's questions for work, and the registration of the last node
+)
 _CHUNK_BYTES = 1 << 16
 
 
@@ -67,41 +75,65 @@ class CountingProxies:
 
     def between(self, start_s: float, end_s: float) -> Sample:
         """Return what passed between two moments of `time.time()`; its `time_s` is the duration."""
-        first, last = (min(self.samples, key=lambda sample, at_s=at_s: abs(sample.time_s - at_s))
-                       for at_s in (start_s, end_s))
-        return Sample(time_s=last.time_s - first.time_s, up_bytes=last.up_bytes - first.up_bytes,
-                      down_bytes=last.down_bytes - first.down_bytes)
+        first, last = (
+            min(self.samples, key=lambda sample, at_s=at_s: abs(sample.time_s - at_s))
+            for at_s in (start_s, end_s)
+        )
+        return Sample(
+            time_s=last.time_s - first.time_s,
+            up_bytes=last.up_bytes - first.up_bytes,
+            down_bytes=last.down_bytes - first.down_bytes,
+        )
 
     async def _serve(self) -> None:
         async with asyncio.TaskGroup() as connections:
             servers = []
             for node in range(len(self._targets)):
+
                 async def connected(
-                    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, node: int = node,
+                    reader: asyncio.StreamReader,
+                    writer: asyncio.StreamWriter,
+                    node: int = node,
                 ) -> None:
                     connections.create_task(self._carry(node, reader, writer))
+
                 servers.append(await asyncio.start_server(connected, "127.0.0.1", 0))
             self.ports = [server.sockets[0].getsockname()[1] for server in servers]
             self._listening.set()
             while not self._ended.is_set():
-                self.samples.append(Sample(time_s=time.time(), up_bytes=sum(self.up_bytes),
-                                           down_bytes=sum(self.down_bytes)))
+                self.samples.append(
+                    Sample(
+                        time_s=time.time(),
+                        up_bytes=sum(self.up_bytes),
+                        down_bytes=sum(self.down_bytes),
+                    )
+                )
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._ended.wait(), _SAMPLE_INTERVAL_S)
             for server in servers:
                 server.close()
 
-    async def _carry(self, node: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _carry(
+        self, node: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         try:
-            link_reader, link_writer = await asyncio.open_connection("127.0.0.1", self._targets[node])
+            link_reader, link_writer = await asyncio.open_connection(
+                "127.0.0.1", self._targets[node]
+            )
         except OSError:  # nobody listens there; to the caller this proxy does not either
             writer.close()
             return
-        await asyncio.gather(self._pump(reader, link_writer, self.up_bytes, node),
-                             self._pump(link_reader, writer, self.down_bytes, node))
+        await asyncio.gather(
+            self._pump(reader, link_writer, self.up_bytes, node),
+            self._pump(link_reader, writer, self.down_bytes, node),
+        )
 
     async def _pump(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, counts: list[int], node: int,
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        counts: list[int],
+        node: int,
     ) -> None:
         with suppress(ConnectionError):
             while chunk := await reader.read(_CHUNK_BYTES):
@@ -118,7 +150,9 @@ class Deployment:
     folder: Path
     environment: dict[str, str]
     proxies: CountingProxies  # to the SuperLink, one for each SuperNode
-    ring_proxies: CountingProxies | None  # to the ring port of each SuperNode, if its rings are counted
+    ring_proxies: (
+        CountingProxies | None
+    )  # to the ring port of each SuperNode, if its rings are counted
     node_pids: tuple[int, ...]
     app: Path
 
@@ -126,17 +160,31 @@ class Deployment:
         """Return when every SuperNode has loaded and registered and nothing but questions for work has passed."""
         _wait_until(lambda: min(self.proxies.up_bytes) > 0)
         logs = [self.folder / f"supernode-{index}.log" for index in range(len(self.node_pids))]
-        _wait_until(lambda: all("Starting Flower SuperExec" in log.read_text("utf-8", "replace") for log in logs))
+        _wait_until(
+            lambda: all(
+                "Starting Flower SuperExec" in log.read_text("utf-8", "replace") for log in logs
+            )
+        )
         time.sleep(_SETTLING_S)
 
     def run(self, **run_config: object) -> list[dict[str, Any]]:
         """Run the app to its end; return the mark of every round, round 0 being the start."""
         marks = self.folder / f"marks-{len(list(self.folder.glob('marks-*.log')))}.jsonl"
-        settings = {"num-nodes": len(self.node_pids), "marks": str(marks),
-                    **{key.replace("_", "-"): value for key, value in run_config.items()}}
+        settings = {
+            "num-nodes": len(self.node_pids),
+            "marks": str(marks),
+            **{key.replace("_", "-"): value for key, value in run_config.items()},
+        }
         log = marks.with_suffix(".log")
-        command = ["flwr", "run", str(self.app), CONNECTION, "--stream", "--run-config",
-                   " ".join(f"{key}={json.dumps(value)}" for key, value in settings.items())]
+        command = [
+            "flwr",
+            "run",
+            str(self.app),
+            CONNECTION,
+            "--stream",
+            "--run-config",
+            " ".join(f"{key}={json.dumps(value)}" for key, value in settings.items()),
+        ]
         flwr_run = start(command, self.environment, log, self.folder)
         try:
             flwr_run.wait(timeout=RUN_TIMEOUT_S)
@@ -144,15 +192,22 @@ class Deployment:
             pass
         finally:
             end(flwr_run)
-        lines = [json.loads(line) for line in marks.read_text().splitlines()] if marks.exists() else []
+        lines = (
+            [json.loads(line) for line in marks.read_text().splitlines()] if marks.exists() else []
+        )
         if not lines or lines[-1]["round"] != settings["num-rounds"]:
             raise RuntimeError(f"the run did not end: {tail(log, 12)}")
         return lines
 
 
 @contextmanager
-def deployed(num_nodes: int, *, warm: bool = False, app: Path = APP, counts_rings: bool = False,
-             ) -> Iterator[Deployment]:
+def deployed(
+    num_nodes: int,
+    *,
+    warm: bool = False,
+    app: Path = APP,
+    counts_rings: bool = False,
+) -> Iterator[Deployment]:
     """Keep a SuperLink and `num_nodes` SuperNodes behind proxies running, in a folder that goes with them.
 
     `app` is the folder of the app that `Deployment.run` runs. With `counts_rings` the members of rings, which exchange
@@ -160,8 +215,11 @@ def deployed(num_nodes: int, *, warm: bool = False, app: Path = APP, counts_ring
     """
     with ExitStack() as stack:
         # A process that was told to end may still write when the folder goes.
-        folder = Path(stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="socflower-hub-", ignore_cleanup_errors=True)))
+        folder = Path(
+            stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="socflower-hub-", ignore_cleanup_errors=True)
+            )
+        )
         environment = flower_environment(folder)
         link_port, *ports = free_ports(1 + 2 * num_nodes)
         node_ports, ring_ports = ports[:num_nodes], ports[num_nodes:]
@@ -170,17 +228,34 @@ def deployed(num_nodes: int, *, warm: bool = False, app: Path = APP, counts_ring
         ring_proxies = stack.enter_context(CountingProxies(ring_ports)) if counts_rings else None
         nodes = []
         for index, (port, proxy_port) in enumerate(zip(node_ports, proxies.ports, strict=True)):
-            ring = f'ring="127.0.0.1:{ring_ports[index]}"' if ring_proxies is None else \
-                f'ring="127.0.0.1:{ring_proxies.ports[index]}" ring-bind="127.0.0.1:{ring_ports[index]}" ' \
+            ring = (
+                f'ring="127.0.0.1:{ring_ports[index]}"'
+                if ring_proxies is None
+                else f'ring="127.0.0.1:{ring_proxies.ports[index]}" ring-bind="127.0.0.1:{ring_ports[index]}" '
                 'ring-transport="grpc"'
-            args = ["--insecure", "--superlink", f"127.0.0.1:{proxy_port}", "--host", "127.0.0.1", "--port", str(port),
-                    "--node-config", f'partition-id={index} num-partitions={num_nodes} '
-                    f'board=0 slot={index} {ring}']
+            )
+            args = [
+                "--insecure",
+                "--superlink",
+                f"127.0.0.1:{proxy_port}",
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(port),
+                "--node-config",
+                f"partition-id={index} num-partitions={num_nodes} board=0 slot={index} {ring}",
+            ]
             command = warm_supernode_command(args) if warm else ["flower-supernode", *args]
             nodes.append(start(command, environment, folder / f"supernode-{index}.log", folder))
             stack.callback(end, nodes[-1])
-        yield Deployment(folder=folder, environment=environment, proxies=proxies, ring_proxies=ring_proxies, app=app,
-                         node_pids=tuple(node.pid for node in nodes))
+        yield Deployment(
+            folder=folder,
+            environment=environment,
+            proxies=proxies,
+            ring_proxies=ring_proxies,
+            app=app,
+            node_pids=tuple(node.pid for node in nodes),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,7 +276,9 @@ def traffic(strategy: str, model: str, *, num_rounds: int, idle_s: float) -> Tra
         start_s = time.time()
         time.sleep(idle_s)
         idle = cluster.proxies.between(start_s, time.time())
-        marks = cluster.run(strategy=strategy, model=model, num_groups=NUM_GROUPS, num_rounds=num_rounds)
+        marks = cluster.run(
+            strategy=strategy, model=model, num_groups=NUM_GROUPS, num_rounds=num_rounds
+        )
         first_s, last_s = marks[1]["time_s"], marks[-1]["time_s"]
         busy = cluster.proxies.between(first_s, last_s)
     share = busy.time_s / idle.time_s
@@ -209,7 +286,9 @@ def traffic(strategy: str, model: str, *, num_rounds: int, idle_s: float) -> Tra
         up_bytes=(busy.up_bytes - share * idle.up_bytes) / (num_rounds - 1),
         down_bytes=(busy.down_bytes - share * idle.down_bytes) / (num_rounds - 1),
         polling_bytes_per_s=(idle.up_bytes + idle.down_bytes) / idle.time_s,
-        model_bytes=marks[0]["model_bytes"], accuracy=marks[-1]["accuracy"])
+        model_bytes=marks[0]["model_bytes"],
+        accuracy=marks[-1]["accuracy"],
+    )
 
 
 def run(quick: bool = False) -> list[Row]:
@@ -217,26 +296,55 @@ def run(quick: bool = False) -> list[Row]:
     num_rounds, idle_s = (3, 20.0) if quick else (6, 40.0)
     rows = []
     for model in ("lenet5",) if quick else ("lenet5", "perceptron"):
-        ours, peer = (traffic(strategy, model, num_rounds=num_rounds, idle_s=idle_s)
-                      for strategy in ("socflow", "fedavg"))
+        ours, peer = (
+            traffic(strategy, model, num_rounds=num_rounds, idle_s=idle_s)
+            for strategy in ("socflow", "fedavg")
+        )
         case = f"{model} of {ours.model_bytes} B, {NUM_NODES} SuperNodes in {NUM_GROUPS} groups: "
         rows += [
-            _row(case + "to the SuperLink in a synchronisation", ours.up_bytes, peer.up_bytes, ours, num_models=1),
-            _row(case + "from the SuperLink in a synchronisation", ours.down_bytes, peer.down_bytes, ours,
-                 num_models=0),
-            Row(case=case + "both ways while idle", ours=ours.polling_bytes_per_s, peer="the same, before FedAvg ran",
-                peer_value=peer.polling_bytes_per_s, unit="B/s",
-                ratio=peer.polling_bytes_per_s / ours.polling_bytes_per_s, ok=ours.polling_bytes_per_s > 0.0),
+            _row(
+                case + "to the SuperLink in a synchronisation",
+                ours.up_bytes,
+                peer.up_bytes,
+                ours,
+                num_models=1,
+            ),
+            _row(
+                case + "from the SuperLink in a synchronisation",
+                ours.down_bytes,
+                peer.down_bytes,
+                ours,
+                num_models=0,
+            ),
+            Row(
+                case=case + "both ways while idle",
+                ours=ours.polling_bytes_per_s,
+                peer="the same, before FedAvg ran",
+                peer_value=peer.polling_bytes_per_s,
+                unit="B/s",
+                ratio=peer.polling_bytes_per_s / ours.polling_bytes_per_s,
+                ok=ours.polling_bytes_per_s > 0.0,
+            ),
         ]
     return rows
 
 
-def _row(case: str, ours_bytes: float, peer_bytes: float, measured: Traffic, *, num_models: int) -> Row:
+def _row(
+    case: str, ours_bytes: float, peer_bytes: float, measured: Traffic, *, num_models: int
+) -> Row:
     """Return a row that is right if so many models passed and not one more; the rest is what Flower wraps them in."""
     least_bytes = num_models * measured.model_bytes
-    return Row(case=case, ours=ours_bytes, peer="FedAvg of the same nodes", peer_value=peer_bytes, unit="B",
-               ratio=peer_bytes / ours_bytes, limit=least_bytes,
-               ok=least_bytes <= ours_bytes < least_bytes + measured.model_bytes and measured.accuracy > 0.5)
+    return Row(
+        case=case,
+        ours=ours_bytes,
+        peer="FedAvg of the same nodes",
+        peer_value=peer_bytes,
+        unit="B",
+        ratio=peer_bytes / ours_bytes,
+        limit=least_bytes,
+        ok=least_bytes <= ours_bytes < least_bytes + measured.model_bytes
+        and measured.accuracy > 0.5,
+    )
 
 
 def _wait_until(happened: Callable[[], bool], timeout_s: float = 300.0) -> None:

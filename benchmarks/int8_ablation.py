@@ -24,7 +24,9 @@ from socflower.precision.operator_costs import profile_operators
 from socflower.workloads.models import build_model
 
 SHAPE = (3, 32, 32)
-SETTLED = RescalingPolicy(warm_up_batches=3)  # the state after the first part of training, reached at once
+SETTLED = RescalingPolicy(
+    warm_up_batches=3
+)  # the state after the first part of training, reached at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +57,9 @@ def run(quick: bool) -> list[Row]:
 def rescaling(workload: Workload) -> Row:
     """Exponents looked for now and then, against in every batch."""
     always = RescalingPolicy(adaptive=False)
-    return compare(workload, "rescaling", EngineSettings(rescaling=SETTLED), EngineSettings(rescaling=always))
+    return compare(
+        workload, "rescaling", EngineSettings(rescaling=SETTLED), EngineSettings(rescaling=always)
+    )
 
 
 def batch_splitting(workload: Workload) -> Row:

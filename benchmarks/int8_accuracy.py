@@ -52,7 +52,9 @@ FP32 = "fp32"
 # fewer, only the pseudo-stochastic carry moves a weight.
 NITI_321 = replace(NITI, name="niti, bits 3-2-1", update=IntegerUpdate(bits=(3, 2, 1)))
 NITI_210 = replace(NITI, name="niti, bits 2-1-0", update=IntegerUpdate(bits=(2, 1, 0)))
-ALGORITHMS: dict[str, TrainingAlgorithm] = {a.name: a for a in (NITI, NITI_321, NITI_210, ADAPTIVE_FIXED_POINT)}
+ALGORITHMS: dict[str, TrainingAlgorithm] = {
+    a.name: a for a in (NITI, NITI_321, NITI_210, ADAPTIVE_FIXED_POINT)
+}
 
 SMALL_STEPS = ("niti, bits 2-1-0", "adaptive-fixed-point")
 CASES = (
@@ -63,7 +65,9 @@ CASES = (
     Case(model="vgg-small", data="cifar10", num_images=20_000, epochs=12, learning_rate=0.05, methods=SMALL_STEPS),
     Case(model="resnet8", data="cifar10", num_images=20_000, epochs=12, learning_rate=0.1, methods=SMALL_STEPS),
 )  # fmt: skip
-QUICK = Case(model="lenet5", data="mnist", num_images=6_000, epochs=1, learning_rate=0.05, methods=("niti",))
+QUICK = Case(
+    model="lenet5", data="mnist", num_images=6_000, epochs=1, learning_rate=0.05, methods=("niti",)
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,11 +89,15 @@ class Images:
         self._labelled = labelled
         self.count = min(len(labelled), num_images or len(labelled))
 
-    def batch(self, indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
+    def batch(
+        self, indices: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
         images, labels = self._labelled.batch(indices)
         return images.numpy(), labels.numpy().astype(np.int32)
 
-    def batches(self, batch_size: int, order: npt.NDArray[np.int64]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def batches(
+        self, batch_size: int, order: npt.NDArray[np.int64]
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for start in range(0, len(order), batch_size):
             yield self.batch(order[start : start + batch_size])
 
@@ -99,8 +107,14 @@ def train(case: Case, method: str, seed: int) -> Run:
     data = load_data(case.data)
     train_images, test_images = Images(data.train, case.num_images), Images(data.test)
     channels, size = data.train.inputs.shape[1], data.train.inputs.shape[2]
-    module = build_model(case.model, in_channels=channels, image_size=size, num_classes=10, seed=seed)
-    learner = Fp32Learner(module) if method == FP32 else Int8Learner(module, (channels, size, size), method)
+    module = build_model(
+        case.model, in_channels=channels, image_size=size, num_classes=10, seed=seed
+    )
+    learner = (
+        Fp32Learner(module)
+        if method == FP32
+        else Int8Learner(module, (channels, size, size), method)
+    )
     order = np.random.default_rng(seed)
     steps_per_epoch = train_images.count // case.batch_size
     total, step, train_s = steps_per_epoch * case.epochs, 0, 0.0
@@ -115,12 +129,23 @@ def train(case: Case, method: str, seed: int) -> Run:
             loss += learner.step(images, labels, learning_rate, progress)
             train_s += time.perf_counter() - start_s
             step += 1
-        correct = sum(learner.correct(*batch) for batch in test_images.batches(500, np.arange(test_images.count)))
+        correct = sum(
+            learner.correct(*batch)
+            for batch in test_images.batches(500, np.arange(test_images.count))
+        )
         accuracies.append(correct / test_images.count)
         losses.append(loss / steps_per_epoch)
-        print(f"{case.model} {method} seed {seed} epoch {len(losses)}: {accuracies[-1]:.4f}", file=sys.stderr)
+        print(
+            f"{case.model} {method} seed {seed} epoch {len(losses)}: {accuracies[-1]:.4f}",
+            file=sys.stderr,
+        )
     return Run(
-        case=case, method=method, seed=seed, test_accuracy=accuracies, train_loss=losses, train_s=round(train_s, 1)
+        case=case,
+        method=method,
+        seed=seed,
+        test_accuracy=accuracies,
+        train_loss=losses,
+        train_s=round(train_s, 1),
     )
 
 
@@ -131,12 +156,16 @@ class Fp32Learner:
         self._module = module.to(memory_format=torch.channels_last)
         self._optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
 
-    def step(self, images: np.ndarray, labels: np.ndarray, learning_rate: float, progress: float) -> float:
+    def step(
+        self, images: np.ndarray, labels: np.ndarray, learning_rate: float, progress: float
+    ) -> float:
         self._module.train()
         self._optimizer.param_groups[0]["lr"] = learning_rate
         self._optimizer.zero_grad()
         batch = torch.from_numpy(images).to(memory_format=torch.channels_last)
-        loss = torch.nn.functional.cross_entropy(self._module(batch), torch.from_numpy(labels).long())
+        loss = torch.nn.functional.cross_entropy(
+            self._module(batch), torch.from_numpy(labels).long()
+        )
         loss.backward()
         self._optimizer.step()
         return float(loss.detach())
@@ -150,11 +179,19 @@ class Fp32Learner:
 class Int8Learner:
     """Our engine."""
 
-    def __init__(self, module: torch.nn.Module, input_shape: tuple[int, int, int], method: str) -> None:
-        self._model = Int8Model.from_module(module, input_shape=input_shape, algorithm=ALGORITHMS[method])
+    def __init__(
+        self, module: torch.nn.Module, input_shape: tuple[int, int, int], method: str
+    ) -> None:
+        self._model = Int8Model.from_module(
+            module, input_shape=input_shape, algorithm=ALGORITHMS[method]
+        )
 
-    def step(self, images: np.ndarray, labels: np.ndarray, learning_rate: float, progress: float) -> float:
-        return self._model.train_step(images, labels, learning_rate=learning_rate, progress=progress).loss
+    def step(
+        self, images: np.ndarray, labels: np.ndarray, learning_rate: float, progress: float
+    ) -> float:
+        return self._model.train_step(
+            images, labels, learning_rate=learning_rate, progress=progress
+        ).loss
 
     def correct(self, images: np.ndarray, labels: np.ndarray) -> int:
         return self._model.evaluate(images, labels, batch_size=500).num_correct
@@ -170,7 +207,10 @@ def run(quick: bool) -> list[Row]:
     for case in (QUICK,) if quick else CASES:
         for seed in SEEDS[:1] if quick else SEEDS:
             methods = (*case.methods, FP32)
-            runs = {method: train(case, method, seed) if quick else kept(case, method, seed) for method in methods}
+            runs = {
+                method: train(case, method, seed) if quick else kept(case, method, seed)
+                for method in methods
+            }
             fp32 = runs[FP32].test_accuracy[-1]
             for name in case.methods:
                 ours = runs[name].test_accuracy[-1]
@@ -205,7 +245,9 @@ def write_curves(folder: Path) -> None:
                 label = method if seed == SEEDS[0] else None
                 epochs = range(1, case.epochs + 1)
                 accuracy = [100 * value for value in result.test_accuracy]
-                axes.plot(epochs, accuracy, color=f"C{index}", alpha=0.8, linewidth=1.2, label=label)
+                axes.plot(
+                    epochs, accuracy, color=f"C{index}", alpha=0.8, linewidth=1.2, label=label
+                )
         axes.set_title(f"{case.model}, {case.num_images} images of {case.data}", fontsize=9)
         axes.set_xlabel("epoch")
         axes.legend(fontsize=7)

@@ -51,7 +51,9 @@ def settings() -> list[Setting]:
     """Return the settings that this machine can show: AVX2 against AVX2, and best against unrestricted."""
     kernels = _int8.available_kernels()
     with_avx2 = [Setting(kernel="avx2", avx2_only=True)] if "avx2" in kernels else []
-    return with_avx2 + ([Setting(kernel=kernels[-1], avx2_only=False)] if kernels[-1] != "avx2" else [])
+    return with_avx2 + (
+        [Setting(kernel=kernels[-1], avx2_only=False)] if kernels[-1] != "avx2" else []
+    )
 
 
 def in_setting(setting: Setting, function: str, **arguments: object) -> Any:
@@ -63,7 +65,9 @@ def in_setting(setting: Setting, function: str, **arguments: object) -> Any:
             stdout=subprocess.PIPE, text=True, check=False,
         )  # fmt: skip
     if ran.returncode != 0:
-        raise RuntimeError(f"{function} with {arguments} ended with status {ran.returncode}; its messages are above")
+        raise RuntimeError(
+            f"{function} with {arguments} ended with status {ran.returncode}; its messages are above"
+        )
     return json.loads(ran.stdout.splitlines()[-1])
 
 
@@ -75,7 +79,9 @@ def rows_of(setting: Setting, function: str, **arguments: object) -> list[Row]:
 def describe_peers() -> dict[str, object]:
     """Return, for each kernel path, what its peers were: limits, threads, memory layout and build of torch."""
     return {
-        setting.kernel: in_setting(setting, "benchmarks.int8_settings:describe_torch", avx2_only=setting.avx2_only)
+        setting.kernel: in_setting(
+            setting, "benchmarks.int8_settings:describe_torch", avx2_only=setting.avx2_only
+        )
         for setting in settings()
     }
 
@@ -86,9 +92,15 @@ def describe_torch(avx2_only: bool) -> dict[str, object]:
 
     one_thread(torch)
     compiler = shutil.which(os.environ.get("CXX", "g++"))
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True) if compiler else None
+    version = (
+        subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
+        if compiler
+        else None
+    )
     return {
-        "environment": {name: os.environ[name] for name in (*_ONE_THREAD, *(_AVX2_ONLY if avx2_only else ()))},
+        "environment": {
+            name: os.environ[name] for name in (*_ONE_THREAD, *(_AVX2_ONLY if avx2_only else ()))
+        },
         "num_threads": torch.get_num_threads(),
         "memory_layout": "channels last (NHWC) for images, weights and gradients",
         "capability": torch.backends.cpu.get_cpu_capability(),

@@ -21,7 +21,14 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Row, machine, main, measure_interleaved
-from benchmarks.int8_settings import Setting, describe_peers, in_setting, one_thread, rows_of, settings
+from benchmarks.int8_settings import (
+    Setting,
+    describe_peers,
+    in_setting,
+    one_thread,
+    rows_of,
+    settings,
+)
 from benchmarks.int8_step_isolated import (
     INPUT_SHAPES,
     LEARNING_RATE,
@@ -34,7 +41,12 @@ from benchmarks.int8_step_isolated import (
 )
 from socflower.precision import EngineSettings, Int8Model, RescalingPolicy
 
-TITLES = {"lenet5": "LeNet-5", "vgg11": "VGG-11", "resnet18": "ResNet-18", "mobilenet-v1": "MobileNetV1"}
+TITLES = {
+    "lenet5": "LeNet-5",
+    "vgg11": "VGG-11",
+    "resnet18": "ResNet-18",
+    "mobilenet-v1": "MobileNetV1",
+}
 _WARM_UP = 16
 _SETTLED = RescalingPolicy(warm_up_batches=_WARM_UP)  # of 100 by default, a long way for ResNet-18
 _IMAGES_OF_PORTABLE_STEPS = 16
@@ -100,7 +112,10 @@ def step_rows(kernel: str, name: str, quick: bool) -> list[Row]:
             ratio=ms[peer] / ms[key],
             ok=ok,
         )
-        for key, suffix in (("ours", ""), ("searching", ", every exponent looked for in every batch"))
+        for key, suffix in (
+            ("ours", ""),
+            ("searching", ", every exponent looked for in every batch"),
+        )
         for peer in (_EAGER, _COMPILED)
         if peer in ms
     ]
@@ -146,7 +161,9 @@ def _without_torch(setting: Setting, name: str, model: str, *, quick: bool) -> R
 
 def _memory(setting: Setting, name: str, model: str, small: str) -> Row:
     isolated = "benchmarks.int8_step_isolated"
-    ours = in_setting(setting, f"{isolated}:our_peak_bytes", kernel=setting.kernel, model=model, small=small)
+    ours = in_setting(
+        setting, f"{isolated}:our_peak_bytes", kernel=setting.kernel, model=model, small=small
+    )
     theirs = in_setting(setting, f"{isolated}:torch_peak_bytes", model=name, small="lenet5")
     return Row(
         case=f"{setting.kernel}: {TITLES[name]}, peak memory of model, batch and step",
@@ -187,7 +204,9 @@ def _int8_model(module: Any, name: str, settings: EngineSettings) -> Int8Model:
     return Int8Model.from_module(module, input_shape=INPUT_SHAPES[name], settings=settings)
 
 
-def _torch_training(torch: Any, module: Any, data: list[Batch], *, compiled: bool = False) -> Callable[[], None]:
+def _torch_training(
+    torch: Any, module: Any, data: list[Batch], *, compiled: bool = False
+) -> Callable[[], None]:
     step = torch_step(torch, module, compiled=compiled)
     following = cycle([torch_batch(torch, batch) for batch in data])
     return lambda: step(*next(following))

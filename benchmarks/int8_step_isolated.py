@@ -101,7 +101,10 @@ def torch_peak_bytes(model: str, small: str) -> int:
     def three_steps(name: str) -> None:
         channels, size, _ = INPUT_SHAPES[name]
         step = torch_step(
-            torch, build_model(name, in_channels=channels, image_size=size, num_classes=NUM_CLASSES, seed=0)
+            torch,
+            build_model(
+                name, in_channels=channels, image_size=size, num_classes=NUM_CLASSES, seed=0
+            ),
         )
         for batch in batches(INPUT_SHAPES[name], 1) * 3:
             step(*torch_batch(torch, batch))
@@ -123,7 +126,11 @@ def _peak_growth_bytes(function: Callable[[], None], warm_up: Callable[[], None]
 
 
 def _status_bytes(key: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(f"{key}:")
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -177,7 +184,10 @@ def saved_model_step(kernel: str, model: str, blocked: bool, repeats: int) -> di
         wrong.append("torch was imported")
     if _TypedConvolution.seen != {(function, "int8", "int8", "int32") for function in _FUNCTIONS}:
         wrong.append(f"products of {sorted(_TypedConvolution.seen)}")
-    if any(weight.data.dtype != np.int8 or weight.master is not None for weight in network.parameters.weights.values()):
+    if any(
+        weight.data.dtype != np.int8 or weight.master is not None
+        for weight in network.parameters.weights.values()
+    ):
         wrong.append("a weight is not int8 alone")
     if not (np.isfinite(evaluated.loss) and evaluated.num_samples == BATCH):
         wrong.append(f"evaluation gave {evaluated}")
@@ -195,10 +205,13 @@ def _can_import_torch() -> bool:
 def thread_times(kernel: str, model: str, steps: int, repeats: int) -> dict[str, Any]:
     """Return median seconds of a step on one thread and on two, and whether both end with the same parameters."""
     networks = [
-        Int8Model.load(Path(model), settings=EngineSettings(kernel=kernel, num_threads=threads)) for threads in (1, 2)
+        Int8Model.load(Path(model), settings=EngineSettings(kernel=kernel, num_threads=threads))
+        for threads in (1, 2)
     ]
     data = batches(networks[0].graph.input_shape, 8)
-    times = measure_interleaved([training(network, data) for network in networks], repeats=repeats, warmup=steps)
+    times = measure_interleaved(
+        [training(network, data) for network in networks], repeats=repeats, warmup=steps
+    )
     one, two = (network.arrays() for network in networks)
     same = all(np.array_equal(one[name], two[name]) for name in one)
     return {"one_s": times[0].median_s, "two_s": times[1].median_s, "same": same}

@@ -26,20 +26,48 @@ _SETTING_UP_S = 120.0
 def run(quick: bool = False) -> list[Row]:
     """Return what a synchronisation takes in the median, and how far virtual time is off."""
     rack = Rack(slots_per_board=(1,) * 9)
-    runs = [Run(transport=transport, rings=(members,), num_bytes=NUM_BYTES, num_steps=3 if quick else NUM_STEPS)
-            for count in ((4,) if quick else (4, 6, 8))
-            for transport, members in (("leaders", tuple(range(1, count + 1))), ("star", tuple(range(count + 1))))]
+    runs = [
+        Run(
+            transport=transport,
+            rings=(members,),
+            num_bytes=NUM_BYTES,
+            num_steps=3 if quick else NUM_STEPS,
+        )
+        for count in ((4,) if quick else (4, 6, 8))
+        for transport, members in (
+            ("leaders", tuple(range(1, count + 1))),
+            ("star", tuple(range(count + 1))),
+        )
+    ]
     measured = list(measure(rack, runs, timeout_s=_SETTING_UP_S + 40.0 * len(runs)))
     rows = []
     for ring, star in zip(measured[::2], measured[1::2], strict=True):
         leaders = f"{len(ring.run.rings[0])} leaders"
         ring_s, star_s = ring.median_s(0), star.median_s(0)
-        rows.append(Row(case=f"{leaders}, 4 MB: ring", ours=ring_s, peer="star over gloo", peer_value=star_s, unit="s",
-                        ratio=star_s / ring_s, ok=ring.right and star.right))
+        rows.append(
+            Row(
+                case=f"{leaders}, 4 MB: ring",
+                ours=ring_s,
+                peer="star over gloo",
+                peer_value=star_s,
+                unit="s",
+                ratio=star_s / ring_s,
+                ok=ring.right and star.right,
+            )
+        )
         for name, result, seconds in (("ring", ring, ring_s), ("star", star, star_s)):
             simulated_s = _simulated_s(rack, result.run.rings[0], name)
-            rows.append(Row(case=f"{leaders}, 4 MB: {name} in virtual time", ours=simulated_s, peer="measured",
-                            peer_value=seconds, unit="s", ratio=seconds / simulated_s, ok=result.right))
+            rows.append(
+                Row(
+                    case=f"{leaders}, 4 MB: {name} in virtual time",
+                    ours=simulated_s,
+                    peer="measured",
+                    peer_value=seconds,
+                    unit="s",
+                    ratio=seconds / simulated_s,
+                    ok=result.right,
+                )
+            )
     return rows
 
 

@@ -43,9 +43,13 @@ LEARNING_RATE = 0.01
 def data() -> LabelledData:
     """Return random images of MNIST's size: what is learnt does not matter here, the arithmetic does."""
     generator = torch.Generator().manual_seed(0)
-    return LabelledData(inputs=torch.randint(0, 256, (60_000, 1, 28, 28), generator=generator, dtype=torch.uint8),
-                        labels=torch.randint(0, 10, (60_000,), generator=generator), mean=(0.13,), std=(0.31,),
-                        num_classes=10)
+    return LabelledData(
+        inputs=torch.randint(0, 256, (60_000, 1, 28, 28), generator=generator, dtype=torch.uint8),
+        labels=torch.randint(0, 10, (60_000,), generator=generator),
+        mean=(0.13,),
+        std=(0.31,),
+        num_classes=10,
+    )
 
 
 def model(_: Context | None = None) -> nn.Module:
@@ -53,19 +57,31 @@ def model(_: Context | None = None) -> nn.Module:
     return build_model("lenet5", in_channels=1, image_size=28, num_classes=10, seed=1)
 
 
-client_app = make_client_app(model, lambda context, part, num_parts: data(),
-                             FP32Trainer(optimizer=sgd(LEARNING_RATE, 0.9), channels_last=False))
+client_app = make_client_app(
+    model,
+    lambda context, part, num_parts: data(),
+    FP32Trainer(optimizer=sgd(LEARNING_RATE, 0.9), channels_last=False),
+)
 
 
 class Engine:
     """Rounds on the local engine, as `Strategy.start` does them."""
 
     def __init__(self, num_workers: int, interval_epochs: float) -> None:
-        reference = AppReference(target="benchmarks.local_overhead:client_app", folder=Path(__file__).parents[1])
+        reference = AppReference(
+            target="benchmarks.local_overhead:client_app", folder=Path(__file__).parents[1]
+        )
         self.grid = LocalGrid(reference, 32, num_workers=num_workers)
         self.strategy = SoCFlow(
-            cluster=parse_cluster({"boards": 8, "socs_per_board": 4}), groups=NUM_GROUPS, schedule=TrainingSchedule(
-                num_samples=len(data()), batch_size=BATCH_SIZE, num_epochs=10, interval_epochs=interval_epochs))
+            cluster=parse_cluster({"boards": 8, "socs_per_board": 4}),
+            groups=NUM_GROUPS,
+            schedule=TrainingSchedule(
+                num_samples=len(data()),
+                batch_size=BATCH_SIZE,
+                num_epochs=10,
+                interval_epochs=interval_epochs,
+            ),
+        )
         self.arrays = ArrayRecord(model().state_dict())
         self.round = 0
 
@@ -74,7 +90,8 @@ class Engine:
         self.round += 1
         started_s = perf_counter()
         replies = self.grid.send_and_receive(
-            self.strategy.configure_train(self.round, self.arrays, ConfigRecord(), self.grid))
+            self.strategy.configure_train(self.round, self.arrays, ConfigRecord(), self.grid)
+        )
         arrays, _ = self.strategy.aggregate_train(self.round, replies)
         assert arrays is not None
         self.arrays = arrays
@@ -87,8 +104,13 @@ class BareLoop:
     def __init__(self, strategy: SoCFlow) -> None:
         self.strategy = strategy
         self.models = [model() for _ in range(NUM_GROUPS)]
-        self.optimizers = [torch.optim.SGD(each.parameters(), lr=LEARNING_RATE, momentum=0.9) for each in self.models]
-        self.weights = {name: tensor.clone() for name, tensor in self.models[0].state_dict().items()}
+        self.optimizers = [
+            torch.optim.SGD(each.parameters(), lr=LEARNING_RATE, momentum=0.9)
+            for each in self.models
+        ]
+        self.weights = {
+            name: tensor.clone() for name, tensor in self.models[0].state_dict().items()
+        }
         self.round = 0
 
     def step(self) -> float:
@@ -96,7 +118,9 @@ class BareLoop:
         self.round += 1
         started_s = perf_counter()
         interval = self.strategy.intervals[self.round - 1]
-        for group, (network, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+        for group, (network, optimizer) in enumerate(
+            zip(self.models, self.optimizers, strict=True)
+        ):
             network.load_state_dict(self.weights)
             task = self.strategy._task(self.strategy.plan.groups[group], interval)
             for indices in group_batches(task, len(data())):
@@ -105,7 +129,9 @@ class BareLoop:
                 functional.cross_entropy(network(inputs), labels).backward()
                 optimizer.step()
         states = [network.state_dict() for network in self.models]
-        self.weights = {name: torch.stack([state[name] for state in states]).mean(dim=0) for name in states[0]}
+        self.weights = {
+            name: torch.stack([state[name] for state in states]).mean(dim=0) for name in states[0]
+        }
         return perf_counter() - started_s
 
 
@@ -129,9 +155,16 @@ def _overhead(interval: float, rounds: int) -> Row:
         ok = _equal(engine.arrays, bare.weights)
         pairs = [(engine.step(), bare.step()) for _ in range(rounds)]
     ours, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
-    return Row(case=f"a round of {NUM_GROUPS} groups x {engine.strategy.intervals[0].num_steps} steps, one core",
-               ours=ours, peer="bare torch loop", peer_value=theirs, unit="s", ratio=theirs / ours, limit=theirs,
-               ok=ok)
+    return Row(
+        case=f"a round of {NUM_GROUPS} groups x {engine.strategy.intervals[0].num_steps} steps, one core",
+        ours=ours,
+        peer="bare torch loop",
+        peer_value=theirs,
+        unit="s",
+        ratio=theirs / ours,
+        limit=theirs,
+        ok=ok,
+    )
 
 
 def _two_cores(interval: float, rounds: int) -> Row:
@@ -141,14 +174,23 @@ def _two_cores(interval: float, rounds: int) -> Row:
         two.step()
         pairs = [(two.step(), one.step()) for _ in range(rounds)]
     ours, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
-    return Row(case=f"the same round on two cores ({num_cores()} usable)", ours=ours, peer="one worker process",
-               peer_value=theirs, unit="s", ratio=theirs / ours, limit=theirs / 2,
-               ok=_equal(one.arrays, two.arrays.to_torch_state_dict()))
+    return Row(
+        case=f"the same round on two cores ({num_cores()} usable)",
+        ours=ours,
+        peer="one worker process",
+        peer_value=theirs,
+        unit="s",
+        ratio=theirs / ours,
+        limit=theirs / 2,
+        ok=_equal(one.arrays, two.arrays.to_torch_state_dict()),
+    )
 
 
 def _equal(ours: ArrayRecord, theirs: dict[str, torch.Tensor]) -> bool:
-    return all(np.allclose(tensor.numpy(), theirs[name].numpy(), rtol=1e-4, atol=1e-6)
-               for name, tensor in ours.to_torch_state_dict().items())
+    return all(
+        np.allclose(tensor.numpy(), theirs[name].numpy(), rtol=1e-4, atol=1e-6)
+        for name, tensor in ours.to_torch_state_dict().items()
+    )
 
 
 if __name__ == "__main__":

@@ -17,18 +17,26 @@ def small_clusters(max_slots: int) -> Iterator[tuple[tuple[int, ...], int, int]]
 def brute_force(slots: Sequence[int], num_groups: int, num_socs: int) -> tuple[int, int, int]:
     """Return the least objective of F5 over all assignments; boards in equal states count once."""
     small, num_large = divmod(num_socs, num_groups)
-    states = {(tuple(sorted((free, 0) for free in slots)), 0, 0)}  # (free, split groups) per board, splits, spans
+    states = {
+        (tuple(sorted((free, 0) for free in slots)), 0, 0)
+    }  # (free, split groups) per board, splits, spans
     for size in [small + 1] * num_large + [small] * (num_groups - num_large):
         after = set()
         for boards, splits, spans in states:
             for taken in _ways(size, [free for free, _ in boards]):
                 span = sum(count > 0 for count in taken)
                 split = span > 1
-                left = tuple(sorted((free - count, present + (split and count > 0))
-                                    for (free, present), count in zip(boards, taken, strict=True)))
+                left = tuple(
+                    sorted(
+                        (free - count, present + (split and count > 0))
+                        for (free, present), count in zip(boards, taken, strict=True)
+                    )
+                )
                 after.add((left, splits + split, spans + span * split))
         states = after
-    return min((max(present for _, present in boards), splits, spans) for boards, splits, spans in states)
+    return min(
+        (max(present for _, present in boards), splits, spans) for boards, splits, spans in states
+    )
 
 
 def _ways(size: int, free: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -64,21 +64,37 @@ def _rows_of(case: Case, repeats: int, epochs: int) -> list[Row]:
     single = case.model == "lenet5"
     fp32 = FP32Trainer(optimizer=sgd(case.learning_rate), channels_last=True)
     steps = [_stepper(case, fp32, num_threads=1), _stepper(case, fp32, num_threads=2)]
-    steps += [_stepper(case, MixedPrecisionTrainer(fp32=fp32, rule=rule), num_threads=1) for rule in RULES]
+    steps += [
+        _stepper(case, MixedPrecisionTrainer(fp32=fp32, rule=rule), num_threads=1) for rule in RULES
+    ]
     # A step of a small network is shorter than a time slice of the system: many of them in a turn.
     turn = 20 if single else 1
     functions = [_repeated(step, turn) for step in steps]
-    one, two, *mixed = (timing.median_s / turn for timing in measure_interleaved(functions, repeats=repeats, warmup=2))
+    one, two, *mixed = (
+        timing.median_s / turn
+        for timing in measure_interleaved(functions, repeats=repeats, warmup=2)
+    )
     reference = _accuracy(case, None, epochs)
     found = []
     for rule, seconds in zip(RULES, mixed, strict=True):
         accuracy = _accuracy(case, rule, epochs)
         ok = accuracy >= reference - TOLERANCE
-        name = f"{case.model}, {rule} ({100 * accuracy:.1f} % after {epochs} epochs of digits, FP32 " \
-               f"{100 * reference:.1f} %)"
+        name = (
+            f"{case.model}, {rule} ({100 * accuracy:.1f} % after {epochs} epochs of digits, FP32 "
+            f"{100 * reference:.1f} %)"
+        )
         for peer, peer_s in (("torch fp32, one core", one), ("torch fp32, two cores", two)):
-            found.append(Row(case=name, ours=seconds, peer=peer, peer_value=peer_s, unit="s per step",
-                             ratio=peer_s / seconds, ok=ok))
+            found.append(
+                Row(
+                    case=name,
+                    ours=seconds,
+                    peer=peer,
+                    peer_value=peer_s,
+                    unit="s per step",
+                    ratio=peer_s / seconds,
+                    ok=ok,
+                )
+            )
     return found
 
 
@@ -107,7 +123,9 @@ def _accuracy(case: Case, rule: str | None, epochs: int) -> float:
     """Return the test accuracy after training on the digits, with two FP32 threads or one of each kind."""
     train, test = _digits(case)
     torch.set_num_threads(2 if rule is None else 1)
-    fp32 = FP32Trainer(optimizer=sgd(case.learning_rate), scheduler=cosine_annealing, channels_last=True)
+    fp32 = FP32Trainer(
+        optimizer=sgd(case.learning_rate), scheduler=cosine_annealing, channels_last=True
+    )
     trainer: Trainer = fp32 if rule is None else MixedPrecisionTrainer(fp32=fp32, rule=rule)
     model, steps = _model(case), -(-len(train) // BATCH)
     session = trainer.start(model, TrainingSpan(total_steps=epochs * steps, steps_per_epoch=steps))
@@ -126,15 +144,24 @@ def _digits(case: Case) -> tuple[LabelledData, LabelledData]:
 
     def shaped(data: LabelledData) -> LabelledData:
         margin = (case.size - data.inputs.shape[-1]) // 2
-        inputs = functional.pad(data.inputs, (margin, margin, margin, margin)).expand(-1, case.channels, -1, -1)
-        return LabelledData(inputs.contiguous(), data.labels, data.mean * case.channels, data.std * case.channels,
-                            data.num_classes)
+        inputs = functional.pad(data.inputs, (margin, margin, margin, margin)).expand(
+            -1, case.channels, -1, -1
+        )
+        return LabelledData(
+            inputs.contiguous(),
+            data.labels,
+            data.mean * case.channels,
+            data.std * case.channels,
+            data.num_classes,
+        )
 
     return shaped(digits.train), shaped(digits.test)
 
 
 def _model(case: Case) -> nn.Module:
-    return build_model(case.model, in_channels=case.channels, image_size=case.size, num_classes=10, seed=1)
+    return build_model(
+        case.model, in_channels=case.channels, image_size=case.size, num_classes=10, seed=1
+    )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,11 @@ NITI, HALVES = "niti", "fp32-in-halves"
 METHODS: dict[str, list[str]] = {
     **{rule: [f"precision.rule={rule}"] for rule in MIXING_RULES},
     # Small steps, which suit short trainings best (benchmarks/int8_accuracy.py), and the samples that mixed sets aside.
-    NITI: ["precision.arithmetic=int8", "precision.gradient_bits=[2, 1, 0]", "precision.held_out=128"],
+    NITI: [
+        "precision.arithmetic=int8",
+        "precision.gradient_bits=[2, 1, 0]",
+        "precision.held_out=128",
+    ],
     # FP32 on twice the SoCs in as many groups: what halving a SoC's batch costs a network with BatchNorm.
     HALVES: ["precision.rule=fp32", "cluster.boards=13", "strategy.socs=64"],
 }
@@ -69,9 +73,15 @@ def run_case(case: Case, method: str, seed: int, *, epochs: int | None = None) -
     path = _file(case, method, seed, epochs)
     if path.exists():
         return dict(json.loads(path.read_text()))
-    overrides = [f"seed={seed}", *case.overrides, *METHODS[method],
-                 *([] if epochs is None else [f"train.epochs={epochs}"])]
-    result = run_scenario(load_scenario(Path("scenarios/full") / f"{case.scenario}.toml", overrides))
+    overrides = [
+        f"seed={seed}",
+        *case.overrides,
+        *METHODS[method],
+        *([] if epochs is None else [f"train.epochs={epochs}"]),
+    ]
+    result = run_scenario(
+        load_scenario(Path("scenarios/full") / f"{case.scenario}.toml", overrides)
+    )
     document = {
         "scenario": case.key, "method": method, "seed": seed,
         "rounds": [{key: entry.get(key) for key in ("epoch", "accuracy", "alpha", "cpu_share", "virtual_s", "energy_j")}
@@ -83,13 +93,18 @@ def run_case(case: Case, method: str, seed: int, *, epochs: int | None = None) -
     partial = path.with_suffix(".part")
     partial.write_text(json.dumps(document))
     partial.replace(path)
-    print(f"{case.key} {method} seed {seed}: {document['final_accuracy']:.4f} in {document['wall_s']:.0f} s",
-          file=sys.stderr, flush=True)
+    print(
+        f"{case.key} {method} seed {seed}: {document['final_accuracy']:.4f} in {document['wall_s']:.0f} s",
+        file=sys.stderr,
+        flush=True,
+    )
     return document
 
 
 def _file(case: Case, method: str, seed: int, epochs: int | None) -> Path:
-    return FOLDER / f"{case.key}-{method}-{seed}{'' if epochs is None else f'-{epochs}-epochs'}.json"
+    return (
+        FOLDER / f"{case.key}-{method}-{seed}{'' if epochs is None else f'-{epochs}-epochs'}.json"
+    )
 
 
 def paired_interval(differences: list[float]) -> float:
@@ -104,24 +119,35 @@ def run(quick: bool = False) -> list[Row]:
     cases = (replace(CASES[0], methods=("fp32", "paper")),) if quick else CASES
     seeds, epochs = (SEEDS[:1], 1) if quick else (SEEDS, None)
     # Seed by seed, so that what is there after a cut can be compared.
-    runs = {(case.key, method, seed): run_case(case, method, seed, epochs=epochs)
-            for seed in seeds for case in cases for method in case.methods
-            if "--stored" not in sys.argv or _file(case, method, seed, epochs).exists()}
+    runs = {
+        (case.key, method, seed): run_case(case, method, seed, epochs=epochs)
+        for seed in seeds
+        for case in cases
+        for method in case.methods
+        if "--stored" not in sys.argv or _file(case, method, seed, epochs).exists()
+    }
     found = []
     for case in cases:
         for method in case.methods:
-            pairs = [(runs[case.key, method, seed], runs[case.key, "fp32", seed]) for seed in seeds
-                     if (case.key, method, seed) in runs and (case.key, "fp32", seed) in runs]
+            pairs = [
+                (runs[case.key, method, seed], runs[case.key, "fp32", seed])
+                for seed in seeds
+                if (case.key, method, seed) in runs and (case.key, "fp32", seed) in runs
+            ]
             found += [_row(case, method, pairs, judged=not quick)] if pairs else []
     return found
 
 
-def _row(case: Case, method: str, pairs: list[tuple[dict[str, Any], dict[str, Any]]], *, judged: bool) -> Row:
+def _row(
+    case: Case, method: str, pairs: list[tuple[dict[str, Any], dict[str, Any]]], *, judged: bool
+) -> Row:
     """Return the row of a method's runs, each paired with that of FP32 with the same seed."""
     differences = [ours["final_accuracy"] - fp32["final_accuracy"] for ours, fp32 in pairs]
     mean = statistics.mean(differences)
     speed = statistics.mean(fp32["virtual_s"] / ours["virtual_s"] for ours, fp32 in pairs)
-    ours, fp32 = (statistics.mean(run["final_accuracy"] for run in runs) for runs in zip(*pairs, strict=True))
+    ours, fp32 = (
+        statistics.mean(run["final_accuracy"] for run in runs) for runs in zip(*pairs, strict=True)
+    )
     claimed = judged and method in ("paper", "normalised")
     return Row(
         case=f"{case.title}, {method}, {len(pairs)} seeds: {100 * mean:+.2f} +- "
@@ -138,23 +164,41 @@ def write_curves(folder: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    runs = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json")) if "epochs" not in path.stem]
+    runs = [
+        json.loads(path.read_text())
+        for path in sorted(FOLDER.glob("*.json"))
+        if "epochs" not in path.stem
+    ]
     (folder / "mixed-accuracy-curves.json").write_text(json.dumps(runs))
     figure, axes = plt.subplots(len(CASES), 3, figsize=(13, 3.5 * len(CASES)), layout="constrained")
     for row, case in zip(axes, CASES, strict=True):
         for method in case.methods:
-            curves = [run["rounds"] for run in runs if run["scenario"] == case.key and run["method"] == method]
+            curves = [
+                run["rounds"]
+                for run in runs
+                if run["scenario"] == case.key and run["method"] == method
+            ]
             if not curves:
                 continue
-            times = [statistics.mean(entry["virtual_s"] for entry in entries) for entries in zip(*curves, strict=True)]
+            times = [
+                statistics.mean(entry["virtual_s"] for entry in entries)
+                for entries in zip(*curves, strict=True)
+            ]
             for axis, key in zip(row, ("accuracy", "alpha", "cpu_share"), strict=True):
-                points = [(time, [entry[key] for entry in entries])
-                          for time, entries in zip(times, zip(*curves, strict=True), strict=True)
-                          if all(entry[key] is not None for entry in entries)]
+                points = [
+                    (time, [entry[key] for entry in entries])
+                    for time, entries in zip(times, zip(*curves, strict=True), strict=True)
+                    if all(entry[key] is not None for entry in entries)
+                ]
                 if points:
-                    axis.plot([time for time, _ in points], [statistics.mean(values) for _, values in points],
-                              label=method)
-        for axis, what in zip(row, ("test accuracy", "alpha (F9)", "gamma: the CPU's share"), strict=True):
+                    axis.plot(
+                        [time for time, _ in points],
+                        [statistics.mean(values) for _, values in points],
+                        label=method,
+                    )
+        for axis, what in zip(
+            row, ("test accuracy", "alpha (F9)", "gamma: the CPU's share"), strict=True
+        ):
             axis.set(title=case.title, xlabel="virtual seconds", ylabel=what)
         row[0].legend()
     figure.savefig(folder / "mixed-accuracy-curves.svg")

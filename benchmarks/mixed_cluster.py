@@ -39,7 +39,10 @@ def run(quick: bool = False) -> list[Row]:
         for rule in RULES:
             found.append(_one_soc(model, rule, profile))
             mixed = _epoch(model, rule)
-            for key, unit in (("epoch_s", "virtual s per epoch"), ("epoch_energy_j", "virtual J per epoch")):
+            for key, unit in (
+                ("epoch_s", "virtual s per epoch"),
+                ("epoch_energy_j", "virtual J per epoch"),
+            ):
                 found.append(Row(
                     case=f"{model}, {rule}, 32 SoCs in 8 groups", ours=mixed[key], peer="the same in fp32",
                     peer_value=fp32[key], unit=unit, ratio=fp32[key] / mixed[key],
@@ -52,16 +55,27 @@ def _one_soc(model: str, rule: str, profile: ModelProfile) -> Row:
     """Return a SoC's compute of a batch; the answer is derived again from the catalogue's two rates."""
     soc = device("snapdragon-865")
     alone_s = FP32.step_cost(profile, soc, BATCH).compute_s
-    seconds = max(work.compute_s for work in MixedPricing(rule=rule).step_cost(profile, soc, BATCH).processors)
+    seconds = max(
+        work.compute_s for work in MixedPricing(rule=rule).step_cost(profile, soc, BATCH).processors
+    )
     cpu, npu = (soc.processor(name).rate(model) for name in ("cpu", "npu"))
     gamma = cpu_share(rule, 1.0, npu / (npu + cpu))
     on_cpu = round(gamma * BATCH)
     overhead_s = len(profile.layers) * soc.layer_overhead_s
-    expected_s = max((on_cpu * profile.training_flops / cpu + overhead_s) if on_cpu else 0.0,
-                     (BATCH - on_cpu) * profile.training_flops / npu + overhead_s)
-    return Row(case=f"{model}, {rule}, one SoC", ours=seconds, peer="fp32 on its CPU", peer_value=alone_s,
-               unit="virtual s per batch of 64", ratio=alone_s / seconds, limit=_limit(rule, alone_s),
-               ok=math.isclose(seconds, expected_s, rel_tol=1e-9))
+    expected_s = max(
+        (on_cpu * profile.training_flops / cpu + overhead_s) if on_cpu else 0.0,
+        (BATCH - on_cpu) * profile.training_flops / npu + overhead_s,
+    )
+    return Row(
+        case=f"{model}, {rule}, one SoC",
+        ours=seconds,
+        peer="fp32 on its CPU",
+        peer_value=alone_s,
+        unit="virtual s per batch of 64",
+        ratio=alone_s / seconds,
+        limit=_limit(rule, alone_s),
+        ok=math.isclose(seconds, expected_s, rel_tol=1e-9),
+    )
 
 
 def _limit(rule: str, fp32_s: float) -> float | None:

@@ -128,8 +128,10 @@ def run(quick: bool = False) -> list[Row]:
 
 def peers() -> dict[str, object]:
     """Return how the devices were held, the plans, and how busy the machine was."""
-    return {"torch": f"torch {torch.__version__}, Schedule1F1B of distributed.pipelining over gloo, same optimiser",
-            **_told}
+    return {
+        "torch": f"torch {torch.__version__}, Schedule1F1B of distributed.pipelining over gloo, same optimiser",
+        **_told,
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------- contest
@@ -138,43 +140,84 @@ def peers() -> dict[str, object]:
 def _contest(mbit: int, quick: bool) -> list[Row]:
     place = f"{mbit} Mbit/s"
     with Devices(rack(mbit * 1_000_000), CORES) as devices:
-        profiled: dict[int, Profiled] = devices.do(Profile(workload=VGG, batches=BATCHES, repeats=3))
+        profiled: dict[int, Profiled] = devices.do(
+            Profile(workload=VGG, batches=BATCHES, repeats=3)
+        )
         problem = with_messages(devices, VGG, problem_of(VGG, profiled, mbit), mbit)
         _told[f"seconds of a core for a megabyte at {place}"] = [
-            round(1e6 * each.byte_s * CORES[each.soc], 4) for each in problem.devices]
+            round(1e6 * each.byte_s * CORES[each.soc], 4) for each in problem.devices
+        ]
         entries = _entries(problem, coded=mbit == min(RATES_MBIT))
         _told[f"cores got at {place}"] = [round(each.cores, 3) for each in profiled.values()]
         _told[f"plans at {place}"] = {entry.name: text_of(entry.plan) for entry in entries}
         found = {entry.name: _measured(devices, entry) for entry in entries}
         federated = _federated(devices, problem)
     ours = found["ours"]
-    rows = [_speed_row(place, "ours", ours, name, result) for name, result in
-            {**found, "FedAvg": federated}.items() if name != "ours" and name != "ours, 8 bits"]
+    rows = [
+        _speed_row(place, "ours", ours, name, result)
+        for name, result in {**found, "FedAvg": federated}.items()
+        if name != "ours" and name != "ours, 8 bits"
+    ]
     if "ours, 8 bits" in found:
         rows.append(_speed_row(place, "ours, 8 bits", found["ours, 8 bits"], "ours, exact", ours))
-    return rows + [Row(case=f"{place}: {entry.name}, {text_of(entry.plan)}: an update", ours=found[entry.name].update_s,
-                       peer="predicted", peer_value=found[entry.name].predicted_s, unit="s",
-                       ratio=found[entry.name].predicted_s / found[entry.name].update_s, ok=found[entry.name].ok)
-                   for entry in entries if not entry.by_torch]
+    return rows + [
+        Row(
+            case=f"{place}: {entry.name}, {text_of(entry.plan)}: an update",
+            ours=found[entry.name].update_s,
+            peer="predicted",
+            peer_value=found[entry.name].predicted_s,
+            unit="s",
+            ratio=found[entry.name].predicted_s / found[entry.name].update_s,
+            ok=found[entry.name].ok,
+        )
+        for entry in entries
+        if not entry.by_torch
+    ]
 
 
 def _speed_row(place: str, name: str, ours: Result, peer: str, theirs: Result) -> Row:
-    return Row(case=f"{place}: {name}", ours=ours.samples_per_s, peer=peer, peer_value=theirs.samples_per_s,
-               unit="samples/s", ratio=ours.samples_per_s / theirs.samples_per_s, ok=ours.ok and theirs.ok)
+    return Row(
+        case=f"{place}: {name}",
+        ours=ours.samples_per_s,
+        peer=peer,
+        peer_value=theirs.samples_per_s,
+        unit="samples/s",
+        ratio=ours.samples_per_s / theirs.samples_per_s,
+        ok=ours.ok and theirs.ok,
+    )
 
 
-def problem_of(workload: Workload, profiled: Mapping[int, Profiled], mbit: int, batches: tuple[int, ...] = BATCHES,
-               ) -> PipelineProblem:
+def problem_of(
+    workload: Workload,
+    profiled: Mapping[int, Profiled],
+    mbit: int,
+    batches: tuple[int, ...] = BATCHES,
+) -> PipelineProblem:
     """Return what is planned, from what the devices have measured of these sizes of micro-batches."""
     model = workload.read(workload.build()).model
     weight_bytes = model.weight_bytes(0, model.num_layers - 1)
-    devices = tuple(PipelineDevice(
-        soc=soc, name=f"{CORES[soc]} cores", memory_bytes=_MEMORY_BYTES,
-        update_bytes_per_s=5.0 * weight_bytes / own.update_s, seconds=LayerSeconds(
-            device=f"{CORES[soc]} cores", batches=batches, forward_s=own.forward_s, backward_s=own.backward_s))
-        for soc, own in profiled.items())
-    return PipelineProblem(model=model, devices=devices, cluster=rack(mbit * 1_000_000).cluster(), micro_batch_size=8,
-                           num_micro_batches=MINI_BATCH // 8)
+    devices = tuple(
+        PipelineDevice(
+            soc=soc,
+            name=f"{CORES[soc]} cores",
+            memory_bytes=_MEMORY_BYTES,
+            update_bytes_per_s=5.0 * weight_bytes / own.update_s,
+            seconds=LayerSeconds(
+                device=f"{CORES[soc]} cores",
+                batches=batches,
+                forward_s=own.forward_s,
+                backward_s=own.backward_s,
+            ),
+        )
+        for soc, own in profiled.items()
+    )
+    return PipelineProblem(
+        model=model,
+        devices=devices,
+        cluster=rack(mbit * 1_000_000).cluster(),
+        micro_batch_size=8,
+        num_micro_batches=MINI_BATCH // 8,
+    )
 
 
 def _entries(problem: PipelineProblem, *, coded: bool) -> list[Entry]:
@@ -182,10 +225,13 @@ def _entries(problem: PipelineProblem, *, coded: bool) -> list[Entry]:
     planned = plan_pipeline(problem, settings)
     even, by_speed = _best(problem, _even), _best(problem, pipeline_parallel)
     entries = [
-        _entry("ours", planned.problem, planned.plan), _best(problem, fastest_device, "one device"),
-        _best(problem, data_parallel, "data parallelism"), replace(even, name="even pipeline"),
+        _entry("ours", planned.problem, planned.plan),
+        _best(problem, fastest_device, "one device"),
+        _best(problem, data_parallel, "data parallelism"),
+        replace(even, name="even pipeline"),
         replace(even, name="torch 1F1B, even", by_torch=True),
-        replace(by_speed, name="torch 1F1B, by speed", by_torch=True)]
+        replace(by_speed, name="torch 1F1B, by speed", by_torch=True),
+    ]
     if coded:
         smaller = replace(problem, model=_eight_bits(problem.model))
         chosen = plan_pipeline(smaller, settings)
@@ -193,10 +239,15 @@ def _entries(problem: PipelineProblem, *, coded: bool) -> list[Entry]:
     return entries
 
 
-def _best(problem: PipelineProblem, planner: Callable[[PipelineProblem], Plan], name: str = "") -> Entry:
+def _best(
+    problem: PipelineProblem, planner: Callable[[PipelineProblem], Plan], name: str = ""
+) -> Entry:
     """Return a planner's plan with its best size of micro-batches."""
     sizes = micro_batch_choices(problem, (*MICRO_BATCHES, MINI_BATCH))
-    return min((_entry(name, sized, planner(sized)) for sized in sizes), key=lambda entry: entry.predicted_s)
+    return min(
+        (_entry(name, sized, planner(sized)) for sized in sizes),
+        key=lambda entry: entry.predicted_s,
+    )
 
 
 def _even(problem: PipelineProblem) -> PipelinePlan:
@@ -205,10 +256,22 @@ def _even(problem: PipelineProblem) -> PipelinePlan:
     return with_in_flight(problem, plan, ASTEROID.counts(len(plan.stages), plan.num_micro_batches))
 
 
-def _entry(name: str, problem: PipelineProblem, plan: Plan, *, coding: ActivationCoding = EXACT, by_torch: bool = False,
-           ) -> Entry:
-    return Entry(name=name, problem=problem, plan=plan, coding=coding, by_torch=by_torch,
-                 predicted_s=predicted_s(problem, plan))
+def _entry(
+    name: str,
+    problem: PipelineProblem,
+    plan: Plan,
+    *,
+    coding: ActivationCoding = EXACT,
+    by_torch: bool = False,
+) -> Entry:
+    return Entry(
+        name=name,
+        problem=problem,
+        plan=plan,
+        coding=coding,
+        by_torch=by_torch,
+        predicted_s=predicted_s(problem, plan),
+    )
 
 
 def predicted_s(problem: PipelineProblem, plan: Plan) -> float:
@@ -218,16 +281,24 @@ def predicted_s(problem: PipelineProblem, plan: Plan) -> float:
 
 
 def _eight_bits(model: PipelineModel) -> PipelineModel:
-    return replace(model, layers=tuple(replace(layer, output_bytes=layer.output_bytes / 4) for layer in model.layers))
+    return replace(
+        model,
+        layers=tuple(replace(layer, output_bytes=layer.output_bytes / 4) for layer in model.layers),
+    )
 
 
-def trained_and_predicted(devices: Devices, work: Train, problem: PipelineProblem) -> tuple[dict[int, Trained], float]:
+def trained_and_predicted(
+    devices: Devices, work: Train, problem: PipelineProblem
+) -> tuple[dict[int, Trained], float]:
     """Have devices train, and return what they answer and what virtual time says of an update.
 
     It goes by the speeds that the devices have in the seconds before and after, all at work: another share of a shared
     machine than a minute ago is not what a prediction is about.
     """
-    probe, socs = Speed(workload=work.workload, batch_size=_PROBED, seconds=_PROBE_S), work.plan.socs
+    probe, socs = (
+        Speed(workload=work.workload, batch_size=_PROBED, seconds=_PROBE_S),
+        work.plan.socs,
+    )
     before: dict[int, float] = devices.do(probe, socs)
     answers: dict[int, Trained] = devices.do(work, socs)
     after: dict[int, float] = devices.do(probe, socs)
@@ -235,14 +306,19 @@ def trained_and_predicted(devices: Devices, work: Train, problem: PipelineProble
     for device in problem.devices:
         own = device.seconds
         if device.soc in before:
-            part = (before[device.soc] + after[device.soc]) / 2 / (
-                own.forward(0, last, _PROBED) + own.backward(0, last, _PROBED))
+            part = (
+                (before[device.soc] + after[device.soc])
+                / 2
+                / (own.forward(0, last, _PROBED) + own.backward(0, last, _PROBED))
+            )
             own = replace(own, forward_s=own.forward_s * part, backward_s=own.backward_s * part)
         changed.append(replace(device, seconds=own))
     return answers, predicted_s(replace(problem, devices=tuple(changed)), work.plan)
 
 
-def with_messages(devices: Devices, workload: Workload, problem: PipelineProblem, mbit: int) -> PipelineProblem:
+def with_messages(
+    devices: Devices, workload: Workload, problem: PipelineProblem, mbit: int
+) -> PipelineProblem:
     """Return the problem with what a byte costs the devices' processors, which compute meanwhile.
 
     It is the median over the devices of what it takes of a core, since one device alone is measured too roughly.
@@ -252,28 +328,56 @@ def with_messages(devices: Devices, workload: Workload, problem: PipelineProblem
     for pair in ((0, 1), (2, 3)):
         for _ in range(_CARRIED_TIMES):
             pass_s = devices.do(Speed(workload=workload, batch_size=1, seconds=_PROBE_S), pair)
-            carried = devices.do(Carry(workload=workload, batch_size=1, pass_s=pass_s, num_bytes=_CARRIED_BYTES,
-                                       num_messages=num_messages), pair)
+            carried = devices.do(
+                Carry(
+                    workload=workload,
+                    batch_size=1,
+                    pass_s=pass_s,
+                    num_bytes=_CARRIED_BYTES,
+                    num_messages=num_messages,
+                ),
+                pair,
+            )
             found += [byte_s * CORES[soc] for soc, byte_s in carried.items()]
     core_s = max(0.0, statistics.median(found))
-    print(f"a megabyte: {1e6 * core_s:.4f} s of a core, of {[round(1e6 * each, 4) for each in found]}", file=sys.stderr,
-          flush=True)
-    return replace(problem, devices=tuple(replace(device, byte_s=core_s / CORES[device.soc])
-                                          for device in problem.devices))
+    print(
+        f"a megabyte: {1e6 * core_s:.4f} s of a core, of {[round(1e6 * each, 4) for each in found]}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return replace(
+        problem,
+        devices=tuple(
+            replace(device, byte_s=core_s / CORES[device.soc]) for device in problem.devices
+        ),
+    )
 
 
 def _measured(devices: Devices, entry: Entry) -> Result:
     least, most = _NUM_UPDATES
     num_updates = _WARM_UP + min(most, max(least, round(_ENTRY_S / entry.predicted_s)))
-    work = Train(workload=VGG, plan=entry.plan, num_updates=num_updates, coding=entry.coding, by_torch=entry.by_torch)
+    work = Train(
+        workload=VGG,
+        plan=entry.plan,
+        num_updates=num_updates,
+        coding=entry.coding,
+        by_torch=entry.by_torch,
+    )
     answers, said_s = trained_and_predicted(devices, work, entry.problem)
     update_s = interval_s(answers)
-    result = Result(samples_per_s=entry.plan.num_samples / update_s, update_s=update_s, ok=is_right(work, answers),
-                    predicted_s=said_s)
-    print(f"{entry.name}: {text_of(entry.plan)}: {update_s:.3f} s, predicted {result.predicted_s:.3f} "
-          f"({100 * (result.predicted_s / update_s - 1):+.1f} %; planned with {entry.predicted_s:.3f}), {result.ok}; "
-          f"cores {[round(each.cpu_s / (each.ends_s[-1] - each.began_s), 3) for each in answers.values()]}",
-          file=sys.stderr, flush=True)
+    result = Result(
+        samples_per_s=entry.plan.num_samples / update_s,
+        update_s=update_s,
+        ok=is_right(work, answers),
+        predicted_s=said_s,
+    )
+    print(
+        f"{entry.name}: {text_of(entry.plan)}: {update_s:.3f} s, predicted {result.predicted_s:.3f} "
+        f"({100 * (result.predicted_s / update_s - 1):+.1f} %; planned with {entry.predicted_s:.3f}), {result.ok}; "
+        f"cores {[round(each.cpu_s / (each.ends_s[-1] - each.began_s), 3) for each in answers.values()]}",
+        file=sys.stderr,
+        flush=True,
+    )
     return result
 
 
@@ -287,8 +391,11 @@ def is_right(work: Train, answers: Mapping[int, Trained]) -> bool:
     reference = _together(work)
     weights = {name: array for each in answers.values() for name, array in each.weights.items()}
     return weights.keys() == reference.keys() and all(
-        np.allclose(weights[name], array, rtol=0.0, atol=_TOLERANCE) if work.by_torch
-        else np.array_equal(weights[name], array) for name, array in reference.items())
+        np.allclose(weights[name], array, rtol=0.0, atol=_TOLERANCE)
+        if work.by_torch
+        else np.array_equal(weights[name], array)
+        for name, array in reference.items()
+    )
 
 
 def _together(work: Train) -> dict[str, np.ndarray]:
@@ -296,30 +403,59 @@ def _together(work: Train) -> dict[str, np.ndarray]:
     members = []
     for soc in work.plan.socs:
         module = workload.build()
-        members.append(Member(work.plan, soc, workload.read(module), module, workload.trainer, SPAN,
-                              data=workload.data(), send=mail.sender(soc), coding=work.coding))
+        members.append(
+            Member(
+                work.plan,
+                soc,
+                workload.read(module),
+                module,
+                workload.trainer,
+                SPAN,
+                data=workload.data(),
+                send=mail.sender(soc),
+                coding=work.coding,
+            )
+        )
     for mini in minis(work):
         run_together({member.soc: member.update(mini) for member in members}, mail)
     ends = run_together({member.soc: member.finish() for member in members}, mail)
-    return {name: tensor.numpy() for end in ends.values() if end is not None for name, tensor in end.weights.items()}
+    return {
+        name: tensor.numpy()
+        for end in ends.values()
+        if end is not None
+        for name, tensor in end.weights.items()
+    }
 
 
 def _federated(devices: Devices, problem: PipelineProblem) -> Result:
     """Measure FedAvg: a round has the samples of `_ROUND_UPDATES` updates, dealt by speed."""
-    samples = split_batch(_ROUND_UPDATES * MINI_BATCH, [1.0 / seconds_of(device) for device in problem.devices])
-    answers: dict[int, Trained] = devices.do(Federated(
-        samples=samples, batch_size=MINI_BATCH // len(CORES), num_rounds=_WARM_UP + 1))
+    samples = split_batch(
+        _ROUND_UPDATES * MINI_BATCH, [1.0 / seconds_of(device) for device in problem.devices]
+    )
+    answers: dict[int, Trained] = devices.do(
+        Federated(samples=samples, batch_size=MINI_BATCH // len(CORES), num_rounds=_WARM_UP + 1)
+    )
     first, *others = (each.weights for each in answers.values())
     round_s = interval_s(answers)
     print(f"FedAvg: {samples}: {round_s:.3f} s", file=sys.stderr, flush=True)
-    return Result(samples_per_s=sum(samples) / round_s, update_s=round_s, ok=all(
-        np.array_equal(other[name], array) for other in others for name, array in first.items()))
+    return Result(
+        samples_per_s=sum(samples) / round_s,
+        update_s=round_s,
+        ok=all(
+            np.array_equal(other[name], array) for other in others for name, array in first.items()
+        ),
+    )
 
 
 def text_of(plan: Plan) -> str:
-    return "; ".join(" | ".join(f"{stage.first_layer}-{stage.last_layer} on {'+'.join(map(str, stage.devices))} x "
-                                f"{'+'.join(map(str, stage.shares))} K{stage.in_flight}" for stage in pipeline.stages)
-                     for pipeline in plan.pipelines)
+    return "; ".join(
+        " | ".join(
+            f"{stage.first_layer}-{stage.last_layer} on {'+'.join(map(str, stage.devices))} x "
+            f"{'+'.join(map(str, stage.shares))} K{stage.in_flight}"
+            for stage in pipeline.stages
+        )
+        for pipeline in plan.pipelines
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- overlap
@@ -332,31 +468,57 @@ def _overlap(quick: bool) -> Row:
     message_bytes = int(plan.micro_batch_size * first.output_bytes)
     updates = 2
     with Devices(rack(1_000_000_000, 2), cores) as devices:
-        passes_s = _slowest_s(devices.do(Passes(workload=WIDE, plan=plan, num_updates=updates))) / updates
+        passes_s = (
+            _slowest_s(devices.do(Passes(workload=WIDE, plan=plan, num_updates=updates))) / updates
+        )
     rate = message_bytes * plan.num_micro_batches / passes_s / GOODPUT * 8
     with Devices(rack(int(rate), 2), cores) as devices:
-        transfers_s = _slowest_s(devices.do(Transfers(num_bytes=message_bytes, num_messages=plan.num_micro_batches)))
+        transfers_s = _slowest_s(
+            devices.do(Transfers(num_bytes=message_bytes, num_messages=plan.num_micro_batches))
+        )
         both = []
         alone = []
         for _ in range(1 if quick else 2):
-            alone.append(_slowest_s(devices.do(Passes(workload=WIDE, plan=plan, num_updates=updates))) / updates)
-            both.append(interval_s(devices.do(Train(workload=WIDE, plan=plan, num_updates=_WARM_UP + updates))))
+            alone.append(
+                _slowest_s(devices.do(Passes(workload=WIDE, plan=plan, num_updates=updates)))
+                / updates
+            )
+            both.append(
+                interval_s(
+                    devices.do(Train(workload=WIDE, plan=plan, num_updates=_WARM_UP + updates))
+                )
+            )
     longer_s = max(statistics.median(alone), transfers_s)
     both_s = statistics.median(both)
-    print(f"overlap: passes {alone}, transfers {transfers_s}, both {both}", file=sys.stderr, flush=True)
-    return Row(case=f"overlap, {plan.num_micro_batches} micro-batches between 2 devices at {rate / 1e6:.0f} Mbit/s: "
-               f"passes alone {statistics.median(alone):.2f} s, transfers alone {transfers_s:.2f} s, both",
-               ours=both_s, peer="the longer one", peer_value=longer_s, unit="s", ratio=longer_s / both_s,
-               limit=OVERLAP_AIM * longer_s, ok=both_s < OVERLAP_AIM * longer_s)
+    print(
+        f"overlap: passes {alone}, transfers {transfers_s}, both {both}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return Row(
+        case=f"overlap, {plan.num_micro_batches} micro-batches between 2 devices at {rate / 1e6:.0f} Mbit/s: "
+        f"passes alone {statistics.median(alone):.2f} s, transfers alone {transfers_s:.2f} s, both",
+        ours=both_s,
+        peer="the longer one",
+        peer_value=longer_s,
+        unit="s",
+        ratio=longer_s / both_s,
+        limit=OVERLAP_AIM * longer_s,
+        ok=both_s < OVERLAP_AIM * longer_s,
+    )
 
 
 def _overlap_plan() -> PipelinePlan:
     last = WIDE.read(WIDE.build()).model.num_layers - 1
     half = last // 2
     return PipelinePlan(
-        stages=(Stage(first_layer=0, last_layer=half, devices=(0,), shares=(2,), in_flight=6),
-                Stage(first_layer=half + 1, last_layer=last, devices=(1,), shares=(2,), in_flight=3)),
-        micro_batch_size=2, num_micro_batches=64)
+        stages=(
+            Stage(first_layer=0, last_layer=half, devices=(0,), shares=(2,), in_flight=6),
+            Stage(first_layer=half + 1, last_layer=last, devices=(1,), shares=(2,), in_flight=3),
+        ),
+        micro_batch_size=2,
+        num_micro_batches=64,
+    )
 
 
 def _slowest_s(answers: Mapping[int, Trained]) -> float:

@@ -59,8 +59,11 @@ def run(quick: bool = False) -> list[Row]:
         base = Path(folder) / "base.pt"
         _told["loss of the base on code, nats a byte"] = save_base(base, num_windows)
         torch.set_num_threads(1)  # as the devices have: other numbers of threads round otherwise
-        return [row for seed in (SEEDS[:1] if quick else SEEDS)
-                for row in _rows(workload(base, seed), seed, num_updates)]
+        return [
+            row
+            for seed in (SEEDS[:1] if quick else SEEDS)
+            for row in _rows(workload(base, seed), seed, num_updates)
+        ]
 
 
 def peers() -> dict[str, object]:
@@ -70,38 +73,90 @@ def peers() -> dict[str, object]:
 
 def _rows(trained: Workload, seed: int, num_updates: int) -> list[Row]:
     with Devices(rack(MBIT * 1_000_000), CORES) as devices:
-        profiled: dict[int, Profiled] = devices.do(Profile(workload=trained, batches=SIZES, repeats=3))
-        problem = replace(with_messages(devices, trained, problem_of(trained, profiled, MBIT, SIZES), MBIT),
-                          micro_batch_size=SIZES[0], num_micro_batches=MINI_BATCH // SIZES[0])
+        profiled: dict[int, Profiled] = devices.do(
+            Profile(workload=trained, batches=SIZES, repeats=3)
+        )
+        problem = replace(
+            with_messages(devices, trained, problem_of(trained, profiled, MBIT, SIZES), MBIT),
+            micro_batch_size=SIZES[0],
+            num_micro_batches=MINI_BATCH // SIZES[0],
+        )
         planned = plan_pipeline(problem, PlannerSettings(micro_batch_sizes=SIZES))
-        alone = min(((sized, fastest_device(sized)) for sized in micro_batch_choices(problem, SIZES)),
-                    key=lambda each: predicted_s(*each))
-        runs = [_run(devices, trained, seed, num_updates, *each)
-                for each in ((planned.problem, planned.plan), alone)]
+        alone = min(
+            ((sized, fastest_device(sized)) for sized in micro_batch_choices(problem, SIZES)),
+            key=lambda each: predicted_s(*each),
+        )
+        runs = [
+            _run(devices, trained, seed, num_updates, *each)
+            for each in ((planned.problem, planned.plan), alone)
+        ]
     start = test_loss(trained.build())
     (ours_s, ours_loss, ours_said, ok), (alone_s, alone_loss, alone_said, _) = runs
     case = f"seed {seed}, {MBIT} Mbit/s, {num_updates * MINI_BATCH * 128} tokens"
     ours, same = f"ours, {text_of(planned.plan)}", abs(ours_loss - alone_loss) < _LOSS_TOLERANCE
     return [
-        Row(case=f"{case}: {ours}", ours=MINI_BATCH / ours_s, peer="one device", peer_value=MINI_BATCH / alone_s,
-            unit="samples/s", ratio=alone_s / ours_s, ok=ok),
-        Row(case=f"{case}: test loss, {start:.3f} before", ours=ours_loss, peer="one device", peer_value=alone_loss,
-            unit="nats a byte", ratio=alone_loss / ours_loss, ok=same),
-        *(Row(case=f"{case}: {name}: an update", ours=own_s, peer="predicted", peer_value=said_s, unit="s",
-              ratio=said_s / own_s, ok=ok)
-          for name, own_s, said_s in ((ours, ours_s, ours_said), ("one device", alone_s, alone_said)))]
+        Row(
+            case=f"{case}: {ours}",
+            ours=MINI_BATCH / ours_s,
+            peer="one device",
+            peer_value=MINI_BATCH / alone_s,
+            unit="samples/s",
+            ratio=alone_s / ours_s,
+            ok=ok,
+        ),
+        Row(
+            case=f"{case}: test loss, {start:.3f} before",
+            ours=ours_loss,
+            peer="one device",
+            peer_value=alone_loss,
+            unit="nats a byte",
+            ratio=alone_loss / ours_loss,
+            ok=same,
+        ),
+        *(
+            Row(
+                case=f"{case}: {name}: an update",
+                ours=own_s,
+                peer="predicted",
+                peer_value=said_s,
+                unit="s",
+                ratio=said_s / own_s,
+                ok=ok,
+            )
+            for name, own_s, said_s in (
+                (ours, ours_s, ours_said),
+                ("one device", alone_s, alone_said),
+            )
+        ),
+    ]
 
 
-def _run(devices: Devices, trained: Workload, seed: int, num_updates: int, problem: PipelineProblem, plan: Plan,
-         ) -> tuple[float, float, float, bool]:
+def _run(
+    devices: Devices,
+    trained: Workload,
+    seed: int,
+    num_updates: int,
+    problem: PipelineProblem,
+    plan: Plan,
+) -> tuple[float, float, float, bool]:
     """Return the seconds of an update, the loss afterwards, the predicted seconds, and whether the weights fit."""
     work = Train(workload=trained, plan=plan, num_updates=num_updates, seed=seed)
     answers, said_s = trained_and_predicted(devices, work, problem)
     model = trained.build()
-    model.load_state_dict({name: torch.from_numpy(array) for each in answers.values()
-                           for name, array in each.weights.items()}, strict=False)
+    model.load_state_dict(
+        {
+            name: torch.from_numpy(array)
+            for each in answers.values()
+            for name, array in each.weights.items()
+        },
+        strict=False,
+    )
     update_s, loss = interval_s(answers), test_loss(model)
-    print(f"{text_of(plan)}: {update_s:.3f} s, predicted {said_s:.3f}, loss {loss:.4f}", file=sys.stderr, flush=True)
+    print(
+        f"{text_of(plan)}: {update_s:.3f} s, predicted {said_s:.3f}, loss {loss:.4f}",
+        file=sys.stderr,
+        flush=True,
+    )
     return update_s, loss, said_s, is_right(work, answers)
 
 

@@ -52,9 +52,15 @@ def _algorithm_2_row(quick: bool) -> Row:
     problem = large_problem(0, 213, 6)
     found = algorithm_2(problem)
     timed = measure(lambda: algorithm_2(problem), repeats=5 if quick else 15)
-    return Row(case="Algorithm 2 alone, 213 layers on 6 devices", ours=timed.median_s, peer="Asteroid, as published",
-               peer_value=PUBLISHED_S, unit="s", ratio=PUBLISHED_S / timed.median_s,
-               ok=timed.min_s < 0.2 and fits(problem, found.plan))
+    return Row(
+        case="Algorithm 2 alone, 213 layers on 6 devices",
+        ours=timed.median_s,
+        peer="Asteroid, as published",
+        peer_value=PUBLISHED_S,
+        unit="s",
+        ratio=PUBLISHED_S / timed.median_s,
+        ok=timed.min_s < 0.2 and fits(problem, found.plan),
+    )
 
 
 def _planner_row(quick: bool) -> Row:
@@ -62,10 +68,18 @@ def _planner_row(quick: bool) -> Row:
     found = plan_pipeline(problem)
     timed = measure(lambda: plan_pipeline(problem), repeats=1 if quick else 3, warmup=0)
     paper = predict(problem, algorithm_2(problem).plan)
-    return Row(case=f"Pareto set and re-ranking, 213 layers on 6 devices: a step of {found.prediction.step_s:.3f} s "
-               f"instead of Algorithm 2's {paper.step_s:.3f} s", ours=timed.median_s, peer="Asteroid, as published",
-               peer_value=PUBLISHED_S, unit="s", ratio=PUBLISHED_S / timed.median_s,
-               ok=timed.median_s < 5.0 and found.prediction.step_s <= paper.step_s and fits(problem, found.plan))
+    return Row(
+        case=f"Pareto set and re-ranking, 213 layers on 6 devices: a step of {found.prediction.step_s:.3f} s "
+        f"instead of Algorithm 2's {paper.step_s:.3f} s",
+        ours=timed.median_s,
+        peer="Asteroid, as published",
+        peer_value=PUBLISHED_S,
+        unit="s",
+        ratio=PUBLISHED_S / timed.median_s,
+        ok=timed.median_s < 5.0
+        and found.prediction.step_s <= paper.step_s
+        and fits(problem, found.plan),
+    )
 
 
 def _rack_row() -> Row:
@@ -73,10 +87,16 @@ def _rack_row() -> Row:
     found = []
     timed = measure(lambda: found.append(plan_pipeline(problem)), repeats=1, warmup=0)
     how = "whole search" if found[0].exact else "pruned"
-    return Row(case=f"400 layers on 64 devices, {how}: {found[0].plan.architecture}, "
-               f"{found[0].prediction.step_s:.2f} s a step", ours=timed.median_s, peer="the bound of the issue",
-               peer_value=60.0, unit="s", ratio=60.0 / timed.median_s,
-               ok=timed.median_s < 60.0 and fits(problem, found[0].plan))
+    return Row(
+        case=f"400 layers on 64 devices, {how}: {found[0].plan.architecture}, "
+        f"{found[0].prediction.step_s:.2f} s a step",
+        ours=timed.median_s,
+        peer="the bound of the issue",
+        peer_value=60.0,
+        unit="s",
+        ratio=60.0 / timed.median_s,
+        ok=timed.median_s < 60.0 and fits(problem, found[0].plan),
+    )
 
 
 def _brute_force_rows(cases: Sequence[PipelineProblem]) -> list[Row]:
@@ -84,16 +104,24 @@ def _brute_force_rows(cases: Sequence[PipelineProblem]) -> list[Row]:
     gaps: dict[str, list[float]] = {"closed form": [], "simulator": []}
     papers: dict[str, list[float]] = {"closed form": [], "simulator": []}
     for case in cases:
-        plans = {plan for size in range(1, len(case.devices) + 1) for order in permutations(case.devices, size)
-                 for plan in plans_of_order(case, order)}
+        plans = {
+            plan
+            for size in range(1, len(case.devices) + 1)
+            for order in permutations(case.devices, size)
+            for plan in plans_of_order(case, order)
+        }
         try:
             ours, paper = plan_pipeline(case), algorithm_2(case).plan
         except InfeasiblePlan:
             continue
-        best = {"closed form": min(update_latency(case, plan) for plan in plans),
-                "simulator": min(predict(case, plan).step_s for plan in plans)}
+        best = {
+            "closed form": min(update_latency(case, plan) for plan in plans),
+            "simulator": min(predict(case, plan).step_s for plan in plans),
+        }
         candidates = [ours, *ours.alternatives]
-        gaps["closed form"].append(min(each.prediction.formula_s for each in candidates) / best["closed form"])
+        gaps["closed form"].append(
+            min(each.prediction.formula_s for each in candidates) / best["closed form"]
+        )
         gaps["simulator"].append(ours.prediction.step_s / best["simulator"])
         papers["closed form"].append(update_latency(case, paper) / best["closed form"])
         papers["simulator"].append(predict(case, paper).step_s / best["simulator"])
@@ -101,11 +129,19 @@ def _brute_force_rows(cases: Sequence[PipelineProblem]) -> list[Row]:
     for name, own in gaps.items():
         optimal = sum(gap <= 1.0 + 1e-6 for gap in own)
         of_paper = sum(gap <= 1.0 + 1e-6 for gap in papers[name])
-        rows.append(Row(
-            case=f"mean time as a multiple of brute force's, {name}, {len(own)} cases of 4 layers on 3 devices: not "
-            f"more in {optimal}, Algorithm 2 in {of_paper}, worst {max(own):.3f} and {max(papers[name]):.3f}",
-            ours=statistics.fmean(own), peer="Algorithm 2", peer_value=statistics.fmean(papers[name]), unit="times",
-            ratio=statistics.fmean(papers[name]) / statistics.fmean(own), ok=statistics.median(own) <= 1.0 + 1e-6))
+        rows.append(
+            Row(
+                case=f"mean time as a multiple of brute force's, {name}, {len(own)} cases of 4 "
+                f"layers on 3 devices: not "
+                f"more in {optimal}, Algorithm 2 in {of_paper}, worst {max(own):.3f} and {max(papers[name]):.3f}",
+                ours=statistics.fmean(own),
+                peer="Algorithm 2",
+                peer_value=statistics.fmean(papers[name]),
+                unit="times",
+                ratio=statistics.fmean(papers[name]) / statistics.fmean(own),
+                ok=statistics.median(own) <= 1.0 + 1e-6,
+            )
+        )
     return rows
 
 
@@ -117,11 +153,15 @@ def _published_row(example: Example) -> Row:
     shape = "-".join(str(replicas) for _, replicas in example.published)
     own = "-".join(str(len(stage.devices)) for stage in ours.plan.pipelines[0].stages)
     times = f"{len(ours.plan.pipelines)} x " if len(ours.plan.pipelines) > 1 else ""
-    return Row(case=f"{example.name}: {ours.plan.architecture} {times}{own} against {shape}",
-               ours=ours.prediction.step_s, peer=f"{example.source}'s published plan", peer_value=published.step_s,
-               unit="s a step",
-               ratio=published.step_s / ours.prediction.step_s,
-               ok=ours.prediction.step_s <= published.step_s * (1.0 + 1e-9))
+    return Row(
+        case=f"{example.name}: {ours.plan.architecture} {times}{own} against {shape}",
+        ours=ours.prediction.step_s,
+        peer=f"{example.source}'s published plan",
+        peer_value=published.step_s,
+        unit="s a step",
+        ratio=published.step_s / ours.prediction.step_s,
+        ok=ours.prediction.step_s <= published.step_s * (1.0 + 1e-9),
+    )
 
 
 def _peer_rows(cases: Sequence[PipelineProblem]) -> list[Row]:
@@ -130,16 +170,26 @@ def _peer_rows(cases: Sequence[PipelineProblem]) -> list[Row]:
     compared = [compare(case) for case in cases]
     rows = []
     for index, name in enumerate(PEERS):
-        pairs = [(own, each[index].prediction.step_s) for own, each in zip(ours, compared, strict=True)
-                 if each[index].fits and each[index].prediction is not None]
+        pairs = [
+            (own, each[index].prediction.step_s)
+            for own, each in zip(ours, compared, strict=True)
+            if each[index].fits and each[index].prediction is not None
+        ]
         if not pairs:
             continue
         ratios = [theirs / own for own, theirs in pairs]
-        rows.append(Row(
-            case=f"40 layers on 6 devices of up to 3 kinds, fits in {len(pairs)} of {len(cases)} cases, "
-            f"{min(ratios):.2f} to {max(ratios):.2f} times ours", ours=statistics.median(own for own, _ in pairs),
-            peer=name, peer_value=statistics.median(theirs for _, theirs in pairs), unit="s a step",
-            ratio=statistics.median(ratios), ok=min(ratios) >= 0.98))
+        rows.append(
+            Row(
+                case=f"40 layers on 6 devices of up to 3 kinds, fits in {len(pairs)} of {len(cases)} cases, "
+                f"{min(ratios):.2f} to {max(ratios):.2f} times ours",
+                ours=statistics.median(own for own, _ in pairs),
+                peer=name,
+                peer_value=statistics.median(theirs for _, theirs in pairs),
+                unit="s a step",
+                ratio=statistics.median(ratios),
+                ok=min(ratios) >= 0.98,
+            )
+        )
     return rows
 
 
@@ -152,18 +202,31 @@ def _deviation_rows(count: int) -> list[Row]:
     for num_micro_batches in (2, 4, 16):
         ratios: dict[bool, list[float]] = {False: [], True: []}
         for seed in range(count):
-            problem = large_problem(seed, 12, 4, bytes_per_s=(2e6, 1.25e7, 1.25e8)[seed % 3],
-                                    num_micro_batches=num_micro_batches)
+            problem = large_problem(
+                seed,
+                12,
+                4,
+                bytes_per_s=(2e6, 1.25e7, 1.25e8)[seed % 3],
+                num_micro_batches=num_micro_batches,
+            )
             plan = _random_plan(np.random.default_rng(seed), problem)
             step_s = predict(problem, plan, within_memory=False).step_s
             for duplex, own in ratios.items():
                 own.append(update_latency(problem, plan, duplex=duplex) / step_s)
         paper, ours = (statistics.median(own) for own in ratios.values())
         spans = [f"{min(own):.2f} to {max(own):.2f}" for own in ratios.values()]
-        rows.append(Row(case=f"closed form / simulator, median of {count} random pipelines, M = {num_micro_batches}; "
-                        f"the paper's formula {spans[0]}, with concurrent directions {spans[1]}", ours=ours,
-                        peer="the paper's formula", peer_value=paper, unit="times", ratio=paper / ours,
-                        ok=0.85 < ours < 1.15 and 0.85 < paper < 1.15))
+        rows.append(
+            Row(
+                case=f"closed form / simulator, median of {count} random pipelines, M = {num_micro_batches}; "
+                f"the paper's formula {spans[0]}, with concurrent directions {spans[1]}",
+                ours=ours,
+                peer="the paper's formula",
+                peer_value=paper,
+                unit="times",
+                ratio=paper / ours,
+                ok=0.85 < ours < 1.15 and 0.85 < paper < 1.15,
+            )
+        )
     return rows
 
 
@@ -171,8 +234,10 @@ def _random_plan(rng: np.random.Generator, problem: PipelineProblem) -> Pipeline
     """Return a plan of two or more stages with random groups and cuts, proportional shares and the paper's K."""
     order = [problem.devices[index] for index in rng.permutation(len(problem.devices))]
     num_stages = int(rng.integers(2, len(order) + 1))
-    widths, depths = (np.diff([0, *sorted(rng.choice(np.arange(1, total), num_stages - 1, replace=False)), total])
-                      for total in (len(order), problem.model.num_layers))
+    widths, depths = (
+        np.diff([0, *sorted(rng.choice(np.arange(1, total), num_stages - 1, replace=False)), total])
+        for total in (len(order), problem.model.num_layers)
+    )
     return next(plans_of(problem, order, widths, depths, rule=ASTEROID))
 
 
@@ -182,11 +247,19 @@ def _in_flight_row(count: int) -> Row:
     for seed in range(count):
         problem = large_problem(seed, 12, 4, bytes_per_s=(2e6, 1.25e7)[seed % 2])
         plan = _random_plan(np.random.default_rng(seed), problem)
-        paper = with_in_flight(problem, plan, ASTEROID.counts(len(plan.stages), plan.num_micro_batches))
+        paper = with_in_flight(
+            problem, plan, ASTEROID.counts(len(plan.stages), plan.num_micro_batches)
+        )
         gains.append(predict(problem, paper).step_s / best_in_flight(problem, paper)[1].step_s)
-    return Row(case=f"K by the simulator, {count} random pipelines, M = 16, best {max(gains):.2f} times faster",
-               ours=1.0, peer="2(P - p) - 1", peer_value=statistics.median(gains), unit="times",
-               ratio=statistics.median(gains), ok=min(gains) >= 1.0 - 1e-9)
+    return Row(
+        case=f"K by the simulator, {count} random pipelines, M = 16, best {max(gains):.2f} times faster",
+        ours=1.0,
+        peer="2(P - p) - 1",
+        peer_value=statistics.median(gains),
+        unit="times",
+        ratio=statistics.median(gains),
+        ok=min(gains) >= 1.0 - 1e-9,
+    )
 
 
 if __name__ == "__main__":

@@ -38,20 +38,36 @@ def _time_row(rack: str, num_groups: int, quick: bool) -> Row:
     repeats = 5 if quick else 21
     ours = measure(lambda: plan_groups(cluster, num_groups, num_socs), repeats=repeats)
     greedy = measure(lambda: integrity_greedy(slots, num_groups, num_socs), repeats=repeats)
-    members = [soc for group in plan_groups(cluster, num_groups, num_socs).groups for soc in group.members]
-    return Row(case=f"{rack}, {num_groups} groups, whole plan", ours=1e3 * ours.median_s,
-               peer="integrity-greedy alone, mapping only", peer_value=1e3 * greedy.median_s, unit="ms",
-               ratio=greedy.median_s / ours.median_s, ok=len(members) == len(set(members)) == num_socs)
+    members = [
+        soc for group in plan_groups(cluster, num_groups, num_socs).groups for soc in group.members
+    ]
+    return Row(
+        case=f"{rack}, {num_groups} groups, whole plan",
+        ours=1e3 * ours.median_s,
+        peer="integrity-greedy alone, mapping only",
+        peer_value=1e3 * greedy.median_s,
+        unit="ms",
+        ratio=greedy.median_s / ours.median_s,
+        ok=len(members) == len(set(members)) == num_socs,
+    )
 
 
 def _contention_row(rack: str, num_groups: int) -> Row:
     slots, num_socs = RACKS[rack]
-    best, greedy = map_groups(slots, num_groups, num_socs), integrity_greedy(slots, num_groups, num_socs)
-    return Row(case=f"{rack}, {num_groups} groups, {_describe(best)} against {_describe(greedy)}",
-               ours=best.contention, peer="integrity-greedy", peer_value=greedy.contention,
-               unit="split groups a board", ratio=(1 + greedy.contention) / (1 + best.contention),
-               limit=best.contention if best.proven_optimal else None,
-               ok=best.objective <= greedy.objective and best.proven_optimal)
+    best, greedy = (
+        map_groups(slots, num_groups, num_socs),
+        integrity_greedy(slots, num_groups, num_socs),
+    )
+    return Row(
+        case=f"{rack}, {num_groups} groups, {_describe(best)} against {_describe(greedy)}",
+        ours=best.contention,
+        peer="integrity-greedy",
+        peer_value=greedy.contention,
+        unit="split groups a board",
+        ratio=(1 + greedy.contention) / (1 + best.contention),
+        limit=best.contention if best.proven_optimal else None,
+        ok=best.objective <= greedy.objective and best.proven_optimal,
+    )
 
 
 def _describe(placement: GroupPlacement) -> str:
@@ -73,9 +89,15 @@ def _brute_force_row(max_slots: int) -> Row:
         num_cases += 1
         num_optimal += ours == best
         num_greedy_optimal += integrity_greedy(slots, num_groups, num_socs).objective == best
-    return Row(case=f"all {num_cases} small racks: {num_optimal} optimal, greedy {num_greedy_optimal}",
-               ours=1e3 * our_s / num_cases, peer="brute force", peer_value=1e3 * brute_s / num_cases, unit="ms",
-               ratio=brute_s / our_s, ok=num_optimal == num_cases)
+    return Row(
+        case=f"all {num_cases} small racks: {num_optimal} optimal, greedy {num_greedy_optimal}",
+        ours=1e3 * our_s / num_cases,
+        peer="brute force",
+        peer_value=1e3 * brute_s / num_cases,
+        unit="ms",
+        ratio=brute_s / our_s,
+        ok=num_optimal == num_cases,
+    )
 
 
 if __name__ == "__main__":

@@ -71,8 +71,11 @@ class Round:
     ok: bool
 
 
-CASES = (Case(name="constant quotas, gloo", transport="gloo"), Case(name="constant quotas, grpc", transport="grpc"),
-         Case(name="quotas that change between two batches, gloo", transport="gloo", changes=True))
+CASES = (
+    Case(name="constant quotas, gloo", transport="gloo"),
+    Case(name="constant quotas, grpc", transport="grpc"),
+    Case(name="quotas that change between two batches, gloo", transport="gloo", changes=True),
+)
 
 
 def run(quick: bool = False) -> list[Row]:
@@ -83,8 +86,11 @@ def run(quick: bool = False) -> list[Row]:
         return []
     rounds = 1 if quick else 2
     with ThrottledRack(CORES) as rack:
-        return [row for case in CASES[:1 if quick else None]
-                for row in _rows(case, [_round(rack, case, BATCH_SIZE) for _ in range(rounds)])]
+        return [
+            row
+            for case in CASES[: 1 if quick else None]
+            for row in _rows(case, [_round(rack, case, BATCH_SIZE) for _ in range(rounds)])
+        ]
 
 
 def peers() -> dict[str, object]:
@@ -100,10 +106,18 @@ def _round(rack: ThrottledRack, case: Case, batch_size: int) -> Round:
     alone = [rack.train(_asked(case, 1, part, _ALONE_STEPS), [member])[0] for member in range(size)]
     with ThreadPoolExecutor(size) as threads:
         # So many steps that all end at about the same time.
-        at_once = list(threads.map(
-            lambda member: rack.train(_asked(case, 1, part, round(_ALONE_STEPS * CORES[member] / min(CORES))),
-                                      [member])[0], range(size)))
-    rates, rates_at_once = ([part / statistics.median(own.step_s[1:]) for own in each] for each in (alone, at_once))
+        at_once = list(
+            threads.map(
+                lambda member: rack.train(
+                    _asked(case, 1, part, round(_ALONE_STEPS * CORES[member] / min(CORES))),
+                    [member],
+                )[0],
+                range(size),
+            )
+        )
+    rates, rates_at_once = (
+        [part / statistics.median(own.step_s[1:]) for own in each] for each in (alone, at_once)
+    )
     whole = _asked(case, size, batch_size, _EQUAL_STEPS)
     equal = rack.train(whole)
     differences = [_difference(whole, equal)]
@@ -111,23 +125,37 @@ def _round(rack: ThrottledRack, case: Case, batch_size: int) -> Round:
     balancing = _asked(case, size, batch_size, _BALANCED_STEPS, rebalance_steps=1)
     if case.changes:
         rack.hold(OTHERWISE)
-        balanced = rack.train(balancing, on_step=lambda step: rack.hold(CORES) if step == _CHANGE_AFTER else None)
+        balanced = rack.train(
+            balancing, on_step=lambda step: rack.hold(CORES) if step == _CHANGE_AFTER else None
+        )
     else:
         balanced = rack.train(balancing)
     differences.append(_difference(balancing, balanced))
     load.append(round(getloadavg()[0], 2))
     bounds = _bounds(balanced, _COUNTED)
     told: dict[str, object] = {
-        "load_average": load, "rates_alone": _rounded(rates), "rates_at_once": _rounded(rates_at_once),
-        "rates_in_ring": _rounded(balanced[0].rates), "cores_at_once": _rounded([own.cores for own in at_once]),
+        "load_average": load,
+        "rates_alone": _rounded(rates),
+        "rates_at_once": _rounded(rates_at_once),
+        "rates_in_ring": _rounded(balanced[0].rates),
+        "cores_at_once": _rounded([own.cores for own in at_once]),
         "cores_alone": _rounded([own.cores for own in alone]),
-        "cores_in_ring": _rounded([own.cores for own in balanced]), "shares": [own.samples[-1] for own in balanced],
-        "step_s": _rounded(balanced[0].step_s), "differences": differences, **bounds}
-    return Round(ideal_s=batch_size / sum(rates), side_by_side_s=batch_size / sum(rates_at_once),
-                 equal_s=statistics.median(equal[0].step_s[1:]),
-                 balanced_s=statistics.median(balanced[0].step_s[-_COUNTED:]), balanced_even_s=bounds["even_s"],
-                 equal_even_s=_bounds(equal, _EQUAL_STEPS - 2)["even_s"], told=told,
-                 ok=max(differences) <= TOLERANCE)
+        "cores_in_ring": _rounded([own.cores for own in balanced]),
+        "shares": [own.samples[-1] for own in balanced],
+        "step_s": _rounded(balanced[0].step_s),
+        "differences": differences,
+        **bounds,
+    }
+    return Round(
+        ideal_s=batch_size / sum(rates),
+        side_by_side_s=batch_size / sum(rates_at_once),
+        equal_s=statistics.median(equal[0].step_s[1:]),
+        balanced_s=statistics.median(balanced[0].step_s[-_COUNTED:]),
+        balanced_even_s=bounds["even_s"],
+        equal_even_s=_bounds(equal, _EQUAL_STEPS - 2)["even_s"],
+        told=told,
+        ok=max(differences) <= TOLERANCE,
+    )
 
 
 def _bounds(measured: Sequence[Measured], counted: int) -> dict[str, float]:
@@ -136,35 +164,80 @@ def _bounds(measured: Sequence[Measured], counted: int) -> dict[str, float]:
     `even_s` is what it would take if all members, as fast as they were in it, ended their own work together,
     `slowest_s` what the slowest took for its own, `exchange_s` the rest, in which all wait for each other.
     """
-    own_s, samples = (np.array([getattr(own, name)[-counted:] for own in measured]) for name in ("own_s", "samples"))
+    own_s, samples = (
+        np.array([getattr(own, name)[-counted:] for own in measured])
+        for name in ("own_s", "samples")
+    )
     slowest_s = own_s.max(axis=0)
-    parts = {"even_s": samples.sum(axis=0) / (samples / own_s).sum(axis=0), "slowest_s": slowest_s,
-             "exchange_s": np.array(measured[0].step_s[-counted:]) - slowest_s}
+    parts = {
+        "even_s": samples.sum(axis=0) / (samples / own_s).sum(axis=0),
+        "slowest_s": slowest_s,
+        "exchange_s": np.array(measured[0].step_s[-counted:]) - slowest_s,
+    }
     return {name: round(float(np.median(values)), 3) for name, values in parts.items()}
 
 
 def _asked(case: Case, size: int, batch_size: int, num_steps: int, rebalance_steps: int = 0) -> Run:
-    return Run(transport=case.transport, addresses=tuple(free_addresses(size)), batch_size=batch_size,
-               num_steps=num_steps, rebalance_steps=rebalance_steps)
+    return Run(
+        transport=case.transport,
+        addresses=tuple(free_addresses(size)),
+        batch_size=batch_size,
+        num_steps=num_steps,
+        rebalance_steps=rebalance_steps,
+    )
 
 
 def _rows(case: Case, rounds: Sequence[Round]) -> list[Row]:
     _said[case.name] = [each.told for each in rounds]
-    ours, theirs, ideal = (statistics.median(values) for values in zip(
-        *((each.balanced_s, each.equal_s, each.ideal_s) for each in rounds), strict=True))
+    ours, theirs, ideal = (
+        statistics.median(values)
+        for values in zip(
+            *((each.balanced_s, each.equal_s, each.ideal_s) for each in rounds), strict=True
+        )
+    )
     ratio = statistics.median(each.equal_s / each.balanced_s for each in rounds)
     ok = all(each.ok for each in rounds)
-    rows = [Row(case=f"{case.name}: step", ours=ours, peer=_PEER, peer_value=theirs, unit="s", ratio=ratio, limit=ideal,
-                ok=ok)]
+    rows = [
+        Row(
+            case=f"{case.name}: step",
+            ours=ours,
+            peer=_PEER,
+            peer_value=theirs,
+            unit="s",
+            ratio=ratio,
+            limit=ideal,
+            ok=ok,
+        )
+    ]
     for name, ideals in (
-            ("part of the ideal", [(each.ideal_s, each.ideal_s) for each in rounds]),
-            ("part of what members do side by side", [(each.side_by_side_s, each.side_by_side_s) for each in rounds]),
-            ("part of what members do in the same steps",
-             [(each.balanced_even_s, each.equal_even_s) for each in rounds])):
-        part = statistics.median(ideal_s / each.balanced_s for (ideal_s, _), each in zip(ideals, rounds, strict=True))
-        equal = statistics.median(ideal_s / each.equal_s for (_, ideal_s), each in zip(ideals, rounds, strict=True))
-        rows.append(Row(case=f"{case.name}: {name}", ours=part, peer=_PEER, peer_value=equal, unit="of ideal",
-                        ratio=part / equal, limit=1.0, ok=ok))
+        ("part of the ideal", [(each.ideal_s, each.ideal_s) for each in rounds]),
+        (
+            "part of what members do side by side",
+            [(each.side_by_side_s, each.side_by_side_s) for each in rounds],
+        ),
+        (
+            "part of what members do in the same steps",
+            [(each.balanced_even_s, each.equal_even_s) for each in rounds],
+        ),
+    ):
+        part = statistics.median(
+            ideal_s / each.balanced_s for (ideal_s, _), each in zip(ideals, rounds, strict=True)
+        )
+        equal = statistics.median(
+            ideal_s / each.equal_s for (_, ideal_s), each in zip(ideals, rounds, strict=True)
+        )
+        rows.append(
+            Row(
+                case=f"{case.name}: {name}",
+                ours=part,
+                peer=_PEER,
+                peer_value=equal,
+                unit="of ideal",
+                ratio=part / equal,
+                limit=1.0,
+                ok=ok,
+            )
+        )
     return rows
 
 
@@ -178,8 +251,9 @@ def _difference(run: Run, measured: Sequence[Measured]) -> float:
         torch.set_num_threads(1)
         whole = model()
         train_group(whole, run.samples(), run.task(), trainer())
-        _references[key] = np.concatenate([parameter.detach().contiguous().numpy().ravel()
-                                           for parameter in whole.parameters()])
+        _references[key] = np.concatenate(
+            [parameter.detach().contiguous().numpy().ravel() for parameter in whole.parameters()]
+        )
     return max(float(np.abs(np.load(own.weights) - _references[key]).max()) for own in measured)
 
 

@@ -52,10 +52,22 @@ def run(quick: bool = False) -> list[Row]:
     for num_groups in (1,) if quick else (1, 2):
         equal, balanced = (_train(num_groups, steps) for steps in (-1, LOOK_STEPS))
         case = f"{len(CORES)} SuperNodes in {num_groups} group{'s' if num_groups > 1 else ''}"
-        _said[case] = {"load_average": round(getloadavg()[0], 2), "equal": _told(equal), "balanced": _told(balanced)}
-        rows.append(Row(case=f"{case}: a step", ours=balanced.step_s, peer="equal shares", peer_value=equal.step_s,
-                        unit="s", ratio=equal.step_s / balanced.step_s,
-                        ok=sum(balanced.shares.values()) == num_groups * BATCH_SIZE))
+        _said[case] = {
+            "load_average": round(getloadavg()[0], 2),
+            "equal": _told(equal),
+            "balanced": _told(balanced),
+        }
+        rows.append(
+            Row(
+                case=f"{case}: a step",
+                ours=balanced.step_s,
+                peer="equal shares",
+                peer_value=equal.step_s,
+                unit="s",
+                ratio=equal.step_s / balanced.step_s,
+                ok=sum(balanced.shares.values()) == num_groups * BATCH_SIZE,
+            )
+        )
     return rows
 
 
@@ -70,17 +82,34 @@ def _train(num_groups: int, rebalance_steps: int) -> Outcome:
         cluster.wait_until_idle()
         ledgers = cluster.folder / "ledgers"
         with quotas(cluster.node_pids, CORES):
-            marks = cluster.run(num_groups=num_groups, num_rounds=NUM_ROUNDS, steps_per_round=STEPS_PER_ROUND,
-                                batch_size=BATCH_SIZE, rebalance_steps=rebalance_steps, ledgers=str(ledgers))
-        lines = {node: [json.loads(line) for line in (ledgers / f"node-{node}.jsonl").read_text().splitlines()]
-                 for node in range(len(CORES))}
-    last = {node: [line for line in own if line["round"] == NUM_ROUNDS][-_COUNTED - 1:] for node, own in lines.items()}
+            marks = cluster.run(
+                num_groups=num_groups,
+                num_rounds=NUM_ROUNDS,
+                steps_per_round=STEPS_PER_ROUND,
+                batch_size=BATCH_SIZE,
+                rebalance_steps=rebalance_steps,
+                ledgers=str(ledgers),
+            )
+        lines = {
+            node: [
+                json.loads(line)
+                for line in (ledgers / f"node-{node}.jsonl").read_text().splitlines()
+            ]
+            for node in range(len(CORES))
+        }
+    last = {
+        node: [line for line in own if line["round"] == NUM_ROUNDS][-_COUNTED - 1 :]
+        for node, own in lines.items()
+    }
     groups = tuple(tuple(group) for group in marks[-1]["groups"])
     steps_s = [statistics.median(_gaps_s(last[group[0]])) for group in groups]
     return Outcome(
-        step_s=max(steps_s), samples_per_s=sum(BATCH_SIZE / step_s for step_s in steps_s), groups=groups,
+        step_s=max(steps_s),
+        samples_per_s=sum(BATCH_SIZE / step_s for step_s in steps_s),
+        groups=groups,
         shares={node: len(own[-1]["samples"]) for node, own in last.items()},
-        events=tuple(event for mark in marks for event in mark["events"]))
+        events=tuple(event for mark in marks for event in mark["events"]),
+    )
 
 
 def _gaps_s(lines: Sequence[dict[str, float]]) -> list[float]:
@@ -88,8 +117,13 @@ def _gaps_s(lines: Sequence[dict[str, float]]) -> list[float]:
 
 
 def _told(outcome: Outcome) -> dict[str, object]:
-    return {"step_s": round(outcome.step_s, 3), "samples_per_s": round(outcome.samples_per_s, 1),
-            "groups": outcome.groups, "shares": outcome.shares, "events": outcome.events}
+    return {
+        "step_s": round(outcome.step_s, 3),
+        "samples_per_s": round(outcome.samples_per_s, 1),
+        "groups": outcome.groups,
+        "shares": outcome.shares,
+        "events": outcome.events,
+    }
 
 
 if __name__ == "__main__":

@@ -56,61 +56,113 @@ def run(quick: bool = False, seed: int = 1) -> list[Row]:
     dice = random.Random(seed)
     rows = []
     for name, plan in app.plans().items():
-        lost = [stage for stage in plan.stages if len(stage.devices) == (1 if name == "four stages" else 2)]
+        lost = [
+            stage
+            for stage in plan.stages
+            if len(stage.devices) == (1 if name == "four stages" else 2)
+        ]
         for fault in _FAULTS:
-            tries = [_lose(plan, dice.choice(dice.choice(lost).devices), fault, dice.randint(20, 60))
-                     for _ in range(1 if quick else 3)]
-            ours, planner_s = (statistics.median(values) for values in zip(
-                *((each[0], each[1]) for each in tries), strict=True))
-            rows.append(Row(case=f"{name}, a board {fault.replace('-', ' ')}", ours=ours, peer=_PEER,
-                            peer_value=ours + planner_s, unit="s", ratio=(ours + planner_s) / ours,
-                            ok=all(each[2] for each in tries)))
+            tries = [
+                _lose(plan, dice.choice(dice.choice(lost).devices), fault, dice.randint(20, 60))
+                for _ in range(1 if quick else 3)
+            ]
+            ours, planner_s = (
+                statistics.median(values)
+                for values in zip(*((each[0], each[1]) for each in tries), strict=True)
+            )
+            rows.append(
+                Row(
+                    case=f"{name}, a board {fault.replace('-', ' ')}",
+                    ours=ours,
+                    peer=_PEER,
+                    peer_value=ours + planner_s,
+                    unit="s",
+                    ratio=(ours + planner_s) / ours,
+                    ok=all(each[2] for each in tries),
+                )
+            )
     return [*rows, *_throughput(dice, 4 if quick else 12)]
 
 
 def _lose(plan: Plan, soc: int, fault: str, at: int) -> tuple[float, float, bool]:
     """Return the seconds until training again, those of the whole planner, and whether the weights are right."""
     strategy = HybridPipeline(
-        problem=app.problem(), plan=plan, backup_steps=BACKUP_STEPS,
-        schedule=TrainingSchedule(num_samples=app.NUM_SAMPLES, batch_size=app.BATCH, num_epochs=1, interval_epochs=1.0),
-        rings=RingSettings(heartbeat_s=HEARTBEAT_S, rendezvous_s=30.0, leader_grace_s=10.0))
+        problem=app.problem(),
+        plan=plan,
+        backup_steps=BACKUP_STEPS,
+        schedule=TrainingSchedule(
+            num_samples=app.NUM_SAMPLES, batch_size=app.BATCH, num_epochs=1, interval_epochs=1.0
+        ),
+        rings=RingSettings(heartbeat_s=HEARTBEAT_S, rendezvous_s=30.0, leader_grace_s=10.0),
+    )
     with ProcessGrid(app.client_app, node_configs({soc: {fault: at}}, count=4)) as grid:
-        result = strategy.start(GroupGrid(grid), ArrayRecord(app.perceptron().state_dict()), num_rounds=1, timeout=120)
+        result = strategy.start(
+            GroupGrid(grid), ArrayRecord(app.perceptron().state_dict()), num_rounds=1, timeout=120
+        )
     (report,) = strategy.reports
     said = " ".join(event.text for event in report.events)
-    step, again_s = re.search(r"goes on from update (\d+)", said), re.search(r"training again after ([\d.]+) s", said)
+    step, again_s = (
+        re.search(r"goes on from update (\d+)", said),
+        re.search(r"training again after ([\d.]+) s", said),
+    )
     if step is None or again_s is None:
         raise RuntimeError(f"board {soc} was not lost: {said}")
     present = {*plan.socs} - {soc}
     started_s = time.perf_counter()
     plan_pipeline(_without(app.problem(), present))
     planner_s = time.perf_counter() - started_s
-    return float(again_s[1]), planner_s, _equal(
-        dict(result.arrays.to_torch_state_dict()), _planned_so(strategy, plan, present, int(step[1])))
+    return (
+        float(again_s[1]),
+        planner_s,
+        _equal(
+            dict(result.arrays.to_torch_state_dict()),
+            _planned_so(strategy, plan, present, int(step[1])),
+        ),
+    )
 
 
-def _planned_so(strategy: HybridPipeline, plan: Plan, present: set[int], step: int) -> dict[str, Tensor]:
-    model, task, state = app.perceptron(), strategy._task(strategy.plan.groups[0], strategy.intervals[0]), None
+def _planned_so(
+    strategy: HybridPipeline, plan: Plan, present: set[int], step: int
+) -> dict[str, Tensor]:
+    model, task, state = (
+        app.perceptron(),
+        strategy._task(strategy.plan.groups[0], strategy.intervals[0]),
+        None,
+    )
     if step:
-        state = train_pipeline(model, app.vectors(), replace(task, num_steps=step), plan, app.trainer()).end.state
-    train_pipeline(model, app.vectors(), replace(task, first_step=step, num_steps=task.num_steps - step),
-                   replanned(plan, app.problem().model, present), app.trainer(), state)
+        state = train_pipeline(
+            model, app.vectors(), replace(task, num_steps=step), plan, app.trainer()
+        ).end.state
+    train_pipeline(
+        model,
+        app.vectors(),
+        replace(task, first_step=step, num_steps=task.num_steps - step),
+        replanned(plan, app.problem().model, present),
+        app.trainer(),
+        state,
+    )
     return dict(model.state_dict())
 
 
 def _equal(ours: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return ours.keys() == other.keys() and all(torch.equal(ours[name], other[name]) for name in ours)
+    return ours.keys() == other.keys() and all(
+        torch.equal(ours[name], other[name]) for name in ours
+    )
 
 
 def _without(problem: PipelineProblem, present: set[int]) -> PipelineProblem:
-    return replace(problem, devices=tuple(device for device in problem.devices if device.soc in present))
+    return replace(
+        problem, devices=tuple(device for device in problem.devices if device.soc in present)
+    )
 
 
 def _throughput(dice: random.Random, count: int) -> Iterator[Row]:
     """Yield the light plan's samples per second against the planner's, after each board's loss, by median and worst."""
     ratios, right = [], True
     for _ in range(count):
-        problem = random_problem(np.random.default_rng(dice.randrange(1 << 30)), 12, dice.randint(3, 5))
+        problem = random_problem(
+            np.random.default_rng(dice.randrange(1 << 30)), 12, dice.randint(3, 5)
+        )
         planned = plan_pipeline(problem)
         for soc in planned.plan.socs:
             present = {device.soc for device in problem.devices} - {soc}
@@ -120,13 +172,26 @@ def _throughput(dice: random.Random, count: int) -> Iterator[Row]:
                 continue
             heavy = plan_pipeline(left)
             size = light.pipelines[0].micro_batch_size
-            sized = replace(left, micro_batch_size=size, num_micro_batches=problem.mini_batch_size // size)
+            sized = replace(
+                left, micro_batch_size=size, num_micro_batches=problem.mini_batch_size // size
+            )
             own = predict(sized, light, within_memory=False)
             right &= light.num_samples == planned.plan.num_samples
-            ratios.append((own.num_samples / own.step_s) / (heavy.prediction.num_samples / heavy.prediction.step_s))
+            ratios.append(
+                (own.num_samples / own.step_s)
+                / (heavy.prediction.num_samples / heavy.prediction.step_s)
+            )
     for name, value in (("median", statistics.median(ratios)), ("worst", min(ratios))):
-        yield Row(case=f"throughput of the light plan, part of the whole planner's, {len(ratios)} losses, {name}",
-                  ours=value, peer="the whole planner's", peer_value=1.0, unit="", ratio=value, limit=1.0, ok=right)
+        yield Row(
+            case=f"throughput of the light plan, part of the whole planner's, {len(ratios)} losses, {name}",
+            ours=value,
+            peer="the whole planner's",
+            peer_value=1.0,
+            unit="",
+            ratio=value,
+            limit=1.0,
+            ok=right,
+        )
 
 
 if __name__ == "__main__":

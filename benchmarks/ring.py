@@ -46,9 +46,21 @@ ALONE = Entry(name="a member on its own", transport="none")
 GLOO_WHOLE = Entry(name="gloo, 1 bucket", transport="gloo")
 GLOO = Entry(name=f"gloo, {NUM_BUCKETS} buckets", transport="gloo", num_buckets=NUM_BUCKETS)
 GRPC = Entry(name=f"grpc, {NUM_BUCKETS} buckets", transport="grpc", num_buckets=NUM_BUCKETS)
-TLS = Entry(name=f"grpc with TLS, {NUM_BUCKETS} buckets", transport="grpc", num_buckets=NUM_BUCKETS, tls=True)
-COMPRESSED = tuple(Entry(name=f"gloo, {NUM_BUCKETS} buckets, {name}", transport="gloo", num_buckets=NUM_BUCKETS,
-                         compression=name) for name in ("fp16", "int8", "dgc"))
+TLS = Entry(
+    name=f"grpc with TLS, {NUM_BUCKETS} buckets",
+    transport="grpc",
+    num_buckets=NUM_BUCKETS,
+    tls=True,
+)
+COMPRESSED = tuple(
+    Entry(
+        name=f"gloo, {NUM_BUCKETS} buckets, {name}",
+        transport="gloo",
+        num_buckets=NUM_BUCKETS,
+        compression=name,
+    )
+    for name in ("fp16", "int8", "dgc")
+)
 
 _load: dict[str, list[float]] = {}
 
@@ -60,10 +72,20 @@ def run(quick: bool = False) -> list[Row]:
     rounds = 3 if quick else 11
     rows = []
     for model, samples, num_members, steps in (
-            ("lenet5", 32, 2, 20), ("vgg11", 8, 2, 2), ("resnet18", 4, 2, 1), ("lenet5", 32, 4, 20), ("vgg11", 4, 4, 1),
-    )[:2 if quick else None]:
-        contest = Contest(model=model, samples=samples, entries=uncompressed, rounds=rounds, steps=steps,
-                          interface="lo")
+        ("lenet5", 32, 2, 20),
+        ("vgg11", 8, 2, 2),
+        ("resnet18", 4, 2, 1),
+        ("lenet5", 32, 4, 20),
+        ("vgg11", 4, 4, 1),
+    )[: 2 if quick else None]:
+        contest = Contest(
+            model=model,
+            samples=samples,
+            entries=uncompressed,
+            rounds=rounds,
+            steps=steps,
+            interface="lo",
+        )
         place = f"{model}, {num_members} members x {samples} samples, loopback"
         times = on_loopback(contest, num_members)
         rows += _step_rows(place, contest, times) + _cpu_rows(place, contest, times)
@@ -80,34 +102,61 @@ def peers() -> dict[str, object]:
     """Return how the peer was set up, and how busy the machine was."""
     return {
         "DistributedDataParallel": f"torch {torch.__version__}, backend gloo, all settings as they come; SGD with "
-                                   "momentum, channels_last and one thread a process on both sides",
-        "link": missing() or f"{LINK_BIT_PER_S / 1e6:.0f} Mbit/s in each direction, network namespaces",
+        "momentum, channels_last and one thread a process on both sides",
+        "link": missing()
+        or f"{LINK_BIT_PER_S / 1e6:.0f} Mbit/s in each direction, network namespaces",
         "load_average": dict(_load),
     }
 
 
 def _on_link(model: str, samples: int, num_members: int, *, rounds: int, steps: int) -> list[Row]:
     entries = (DDP, GLOO_WHOLE, GLOO, GRPC, TLS, *COMPRESSED, ALONE)
-    contest = Contest(model=model, samples=samples, entries=entries, rounds=rounds, steps=steps, interface="eth0")
+    contest = Contest(
+        model=model, samples=samples, entries=entries, rounds=rounds, steps=steps, interface="eth0"
+    )
     place = f"{model}, {num_members} members x {samples} samples, {LINK_BIT_PER_S / 1e6:.0f} Mbit/s"
     times = on_link(contest, num_members, LINK_BIT_PER_S)
-    return [*_step_rows(place, contest, times), *_simulated_rows(place, contest, times, num_members),
-            *_byte_rows(place, contest, times, num_members)]
+    return [
+        *_step_rows(place, contest, times),
+        *_simulated_rows(place, contest, times, num_members),
+        *_byte_rows(place, contest, times, num_members),
+    ]
 
 
 def _step_rows(place: str, contest: Contest, times: Sequence[Times]) -> list[Row]:
     """Return what a step takes until the last member is done."""
-    rows = [_row(f"{place}: {entry.name}", own.step_s, times[0].step_s, "ms", _is_right(entry, own))
-            for entry, own in zip(contest.entries, times, strict=True) if entry not in (DDP, ALONE)]
+    rows = [
+        _row(f"{place}: {entry.name}", own.step_s, times[0].step_s, "ms", _is_right(entry, own))
+        for entry, own in zip(contest.entries, times, strict=True)
+        if entry not in (DDP, ALONE)
+    ]
     whole, parts = (times[contest.entries.index(entry)] for entry in (GLOO_WHOLE, GLOO))
-    return [*rows, _row(f"{place}: gloo, overlap", parts.step_s, whole.step_s, "ms",
-                        _is_right(GLOO, parts) and _is_right(GLOO_WHOLE, whole), peer="gloo, 1 bucket")]
+    return [
+        *rows,
+        _row(
+            f"{place}: gloo, overlap",
+            parts.step_s,
+            whole.step_s,
+            "ms",
+            _is_right(GLOO, parts) and _is_right(GLOO_WHOLE, whole),
+            peer="gloo, 1 bucket",
+        ),
+    ]
 
 
 def _cpu_rows(place: str, contest: Contest, times: Sequence[Times]) -> list[Row]:
     """Return what a step takes of one member's processors: what is left to compare where others use them, too."""
-    return [_row(f"{place}: {entry.name}, processor time", own.cpu_s, times[0].cpu_s, "ms", _is_right(entry, own))
-            for entry, own in zip(contest.entries, times, strict=True) if entry != DDP]
+    return [
+        _row(
+            f"{place}: {entry.name}, processor time",
+            own.cpu_s,
+            times[0].cpu_s,
+            "ms",
+            _is_right(entry, own),
+        )
+        for entry, own in zip(contest.entries, times, strict=True)
+        if entry != DDP
+    ]
 
 
 def _byte_rows(place: str, contest: Contest, times: Sequence[Times], num_members: int) -> list[Row]:
@@ -119,43 +168,96 @@ def _byte_rows(place: str, contest: Contest, times: Sequence[Times], num_members
             exchange = GradientExchange(model, entry.num_buckets)
             compression = make_compression(entry.compression)
             sizes = exchange.bucket_sizes
-            limit = sum(compression.wire_bytes(size, num_members) for size in sizes) if compression is not None \
+            limit = (
+                sum(compression.wire_bytes(size, num_members) for size in sizes)
+                if compression is not None
                 else sum(4 * size * 2 * (num_members - 1) / num_members for size in sizes)
+            )
             exchange.close()
-            rows.append(_row(f"{place}: {entry.name}, bytes sent", own.sent_bytes, times[0].sent_bytes, "bytes",
-                             _is_right(entry, own), scale=1.0, limit=limit))
+            rows.append(
+                _row(
+                    f"{place}: {entry.name}, bytes sent",
+                    own.sent_bytes,
+                    times[0].sent_bytes,
+                    "bytes",
+                    _is_right(entry, own),
+                    scale=1.0,
+                    limit=limit,
+                )
+            )
     return rows
 
 
-def _simulated_rows(place: str, contest: Contest, times: Sequence[Times], num_members: int) -> list[Row]:
+def _simulated_rows(
+    place: str, contest: Contest, times: Sequence[Times], num_members: int
+) -> list[Row]:
     """Return the steps measured beside those that the simulator has for the passes of a member on its own (F7)."""
     model = build_model(contest.model, in_channels=3, image_size=32, num_classes=10, seed=1)
     parameters = list(model.parameters())
     alone = times[contest.entries.index(ALONE)]
     forward_s, backward_s = statistics.median(alone.forward_s), statistics.median(alone.backward_s)
-    cost = StepCost(forward_s=forward_s, backward_s=backward_s, processor="cpu",
-                    update_s=max(statistics.median(alone.step_s) - forward_s - backward_s, 0.0))
-    cluster = Rack(slots_per_board=(num_members,), soc_bit_per_s=LINK_BIT_PER_S,
-                   uplink_bit_per_s=LINK_BIT_PER_S).cluster()
+    cost = StepCost(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        processor="cpu",
+        update_s=max(statistics.median(alone.step_s) - forward_s - backward_s, 0.0),
+    )
+    cluster = Rack(
+        slots_per_board=(num_members,),
+        soc_bit_per_s=LINK_BIT_PER_S,
+        uplink_bit_per_s=LINK_BIT_PER_S,
+    ).cluster()
     plan = plan_of(cluster, [range(num_members)])
-    exchange = Exchange(num_bytes=sum(parameter.nbytes for parameter in parameters), num_tensors=len(parameters))
+    exchange = Exchange(
+        num_bytes=sum(parameter.nbytes for parameter in parameters), num_tensors=len(parameters)
+    )
     rows = []
     for entry in (GLOO_WHOLE, GLOO):
-        graph = step_graph(plan, dict.fromkeys(plan.participants, cost), exchange, overlap_buckets=entry.num_buckets)
-        simulated_s = EventClock(cluster).run(graph, repeat=_PREDICTED_STEPS).duration_s / _PREDICTED_STEPS
+        graph = step_graph(
+            plan,
+            dict.fromkeys(plan.participants, cost),
+            exchange,
+            overlap_buckets=entry.num_buckets,
+        )
+        simulated_s = (
+            EventClock(cluster).run(graph, repeat=_PREDICTED_STEPS).duration_s / _PREDICTED_STEPS
+        )
         own = times[contest.entries.index(entry)]
-        rows.append(_row(f"{place}: {entry.name}, simulated", own.step_s, [simulated_s] * len(own.step_s), "ms",
-                         _is_right(entry, own), peer="simulator"))
+        rows.append(
+            _row(
+                f"{place}: {entry.name}, simulated",
+                own.step_s,
+                [simulated_s] * len(own.step_s),
+                "ms",
+                _is_right(entry, own),
+                peer="simulator",
+            )
+        )
     return rows
 
 
 def _row(
-    case: str, ours: Sequence[float], theirs: Sequence[float], unit: str, ok: bool, *, peer: str = _PEER,
-    scale: float = 1e3, limit: float | None = None,
+    case: str,
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    unit: str,
+    ok: bool,
+    *,
+    peer: str = _PEER,
+    scale: float = 1e3,
+    limit: float | None = None,
 ) -> Row:
     median: Callable[[Sequence[float]], float] = statistics.median
-    return Row(case=case, ours=scale * median(ours), peer=peer, peer_value=scale * median(theirs), unit=unit,
-               ratio=median([their / own for own, their in zip(ours, theirs, strict=True)]), limit=limit, ok=ok)
+    return Row(
+        case=case,
+        ours=scale * median(ours),
+        peer=peer,
+        peer_value=scale * median(theirs),
+        unit=unit,
+        ratio=median([their / own for own, their in zip(ours, theirs, strict=True)]),
+        limit=limit,
+        ok=ok,
+    )
 
 
 def _is_right(entry: Entry, times: Times) -> bool:

@@ -88,7 +88,10 @@ def run(quick: bool = False) -> list[Row]:
     if missing() is None:
         with Pair(CORES) as pair:
             exact = _is_exact(pair)
-            _told["weights of local training at K = 0"], _told["costs"] = exact, (by_speed := dict[str, object]())
+            _told["weights of local training at K = 0"], _told["costs"] = (
+                exact,
+                (by_speed := dict[str, object]()),
+            )
             for speed in _QUICK_SPEEDS if quick else SPEEDS:
                 costs = pair.costs(mbit_per_s=speed, num_repeats=1, num_batches=10)
                 by_speed[_place(speed)] = to_document(costs)
@@ -103,41 +106,88 @@ def peers() -> dict[str, object]:
 
 def systems(costs: SplitCosts, rates: LinkRates) -> list[System]:
     """Return all that train at one speed; ours last."""
-    ours = [System(name=f"ours, gradients in {bits} bits", gradient_bits=bits, split_plan=DecisionEngine(
-        replace(costs, gradient_bits=bits), (8,), allow_edge_only=True).best(rates, WINDOW)) for bits in (32, 8)]
+    ours = [
+        System(
+            name=f"ours, gradients in {bits} bits",
+            gradient_bits=bits,
+            split_plan=DecisionEngine(
+                replace(costs, gradient_bits=bits), (8,), allow_edge_only=True
+            ).best(rates, WINDOW),
+        )
+        for bits in (32, 8)
+    ]
 
     def peer(kind: str, name: str, *, allow_edge_only: bool = True) -> System:
-        return System(name=name, split_plan=baselines.plan_baseline(
-            kind, costs, rates, num_batches=_PLANNED_BATCHES, window=WINDOW, allow_edge_only=allow_edge_only))
+        return System(
+            name=name,
+            split_plan=baselines.plan_baseline(
+                kind,
+                costs,
+                rates,
+                num_batches=_PLANNED_BATCHES,
+                window=WINDOW,
+                allow_edge_only=allow_edge_only,
+            ),
+        )
 
     # Ours may leave the cloud out here, so the pipeline without compression may too.
-    return [peer("edge-only", "edge-only"), peer("split", "plain split learning"), peer("joint-dnn", "JointDNN"),
-            peer("pipelined", "pipelined"), peer("pipelined", "pipelined, always split", allow_edge_only=False), *ours]
+    return [
+        peer("edge-only", "edge-only"),
+        peer("split", "plain split learning"),
+        peer("joint-dnn", "JointDNN"),
+        peer("pipelined", "pipelined"),
+        peer("pipelined", "pipelined, always split", allow_edge_only=False),
+        *ours,
+    ]
 
 
-def _rows_of(pair: Pair, costs: SplitCosts, mbit_per_s: float, exact: bool, *, seconds: float) -> list[Row]:
+def _rows_of(
+    pair: Pair, costs: SplitCosts, mbit_per_s: float, exact: bool, *, seconds: float
+) -> list[Row]:
     rates = _rates(mbit_per_s)
     runs: dict[tuple[object, ...], tuple[float, float, bool]] = {}
     found: list[Outcome] = []
     for system in systems(costs, rates):
         chosen = system.split_plan
         window = 0 if chosen.cut is None else chosen.window
-        key = (chosen.cut,) if chosen.cut is None else (chosen.cut, chosen.bits, window, system.gradient_bits)
+        key = (
+            (chosen.cut,)
+            if chosen.cut is None
+            else (chosen.cut, chosen.bits, window, system.gradient_bits)
+        )
         if key not in runs:
             sent = replace(costs, gradient_bits=system.gradient_bits)
             now = pair.as_of_now(sent, chosen)
-            steady = max(4 if window == 0 else window + 2, math.ceil(seconds / system.seconds(now, rates)))
-            measured = pair.train(Run(
-                cut=chosen.cut, bits=chosen.bits, window=window, gradient_bits=system.gradient_bits,
-                mbit_per_s=mbit_per_s, num_batches=2 * (window + 1) + steady))
+            steady = max(
+                4 if window == 0 else window + 2, math.ceil(seconds / system.seconds(now, rates))
+            )
+            measured = pair.train(
+                Run(
+                    cut=chosen.cut,
+                    bits=chosen.bits,
+                    window=window,
+                    gradient_bits=system.gradient_bits,
+                    mbit_per_s=mbit_per_s,
+                    num_batches=2 * (window + 1) + steady,
+                )
+            )
             then = pair.as_of_now(sent, chosen)
             predicted_s = (system.seconds(now, rates) + system.seconds(then, rates)) / 2
-            runs[key] = predicted_s, measured.period_s(window), exact and _is_right(measured, chosen)
+            runs[key] = (
+                predicted_s,
+                measured.period_s(window),
+                exact and _is_right(measured, chosen),
+            )
             _told["samples"] = measured.source
-            _runs.append({
-                "case": f"{_place(mbit_per_s)}: {system.label(costs)}", "predicted_s": predicted_s,
-                "measured_s": measured.period_s(window), "phases": asdict(system.phases(now, rates)),
-                "measured_edge_s": pair.slowdown * measured.spent_period_s(window)})
+            _runs.append(
+                {
+                    "case": f"{_place(mbit_per_s)}: {system.label(costs)}",
+                    "predicted_s": predicted_s,
+                    "measured_s": measured.period_s(window),
+                    "phases": asdict(system.phases(now, rates)),
+                    "measured_edge_s": pair.slowdown * measured.spent_period_s(window),
+                }
+            )
         found.append(Outcome(system.label(costs), *runs[key]))
     return throughput_rows(mbit_per_s, found)
 
@@ -155,13 +205,31 @@ class Outcome:
 def throughput_rows(mbit_per_s: float, found: Sequence[Outcome]) -> list[Row]:
     """Return rows of what was measured at one speed; edge-only is the first, both of ours are the last."""
     place = _place(mbit_per_s)
-    rows = [Row(case=f"{place}: {own.label}, by F26", ours=BATCH_SIZE / own.measured_s, peer="F26",
-                peer_value=BATCH_SIZE / own.predicted_s, unit="samples/s", ratio=own.predicted_s / own.measured_s,
-                ok=own.ok) for own in found]
+    rows = [
+        Row(
+            case=f"{place}: {own.label}, by F26",
+            ours=BATCH_SIZE / own.measured_s,
+            peer="F26",
+            peer_value=BATCH_SIZE / own.predicted_s,
+            unit="samples/s",
+            ratio=own.predicted_s / own.measured_s,
+            ok=own.ok,
+        )
+        for own in found
+    ]
     for own in found[-2:]:
-        rows += [Row(case=f"{place}: {own.label}", ours=BATCH_SIZE / own.measured_s, peer=other.label,
-                     peer_value=BATCH_SIZE / other.measured_s, unit="samples/s",
-                     ratio=other.measured_s / own.measured_s, ok=own.ok and other.ok) for other in found[:-2]]
+        rows += [
+            Row(
+                case=f"{place}: {own.label}",
+                ours=BATCH_SIZE / own.measured_s,
+                peer=other.label,
+                peer_value=BATCH_SIZE / other.measured_s,
+                unit="samples/s",
+                ratio=other.measured_s / own.measured_s,
+                ok=own.ok and other.ok,
+            )
+            for other in found[:-2]
+        ]
     return rows
 
 
@@ -174,7 +242,10 @@ def _rates(mbit_per_s: float) -> LinkRates:
 
 
 def _is_right(measured: Measured, split_plan: SplitPlan) -> bool:
-    return all(map(math.isfinite, measured.losses)) and max(measured.staleness, default=0) <= split_plan.window
+    return (
+        all(map(math.isfinite, measured.losses))
+        and max(measured.staleness, default=0) <= split_plan.window
+    )
 
 
 def _is_exact(pair: Pair) -> bool:
@@ -193,57 +264,106 @@ def _is_exact(pair: Pair) -> bool:
     with np.load(file) as edge:
         both = {**cloud, **{name: edge[name] for name in edge.files}}
     local = alone.weights()
-    return set(both) == set(local) and all(np.array_equal(both[name], local[name]) for name in local)
+    return set(both) == set(local) and all(
+        np.array_equal(both[name], local[name]) for name in local
+    )
 
 
 def _memory_rows(quick: bool) -> list[Row]:
     """Return the peak of an edge process against that of plain split learning."""
     cases = [Run(cut=_MEMORY_CUT, window=0)]
-    cases += [Run(cut=_MEMORY_CUT, window=window) for window in ((WINDOW,) if quick else (1, WINDOW, 10))]
-    cases += [Run(cut=_MEMORY_CUT, window=WINDOW, bits=8, gradient_bits=bits, feedback=feedback)
-              for bits, feedback in (((8, "diagonal"),) if quick else ((32, "none"), (8, "none"), (8, "diagonal")))]
+    cases += [
+        Run(cut=_MEMORY_CUT, window=window) for window in ((WINDOW,) if quick else (1, WINDOW, 10))
+    ]
+    cases += [
+        Run(cut=_MEMORY_CUT, window=WINDOW, bits=8, gradient_bits=bits, feedback=feedback)
+        for bits, feedback in (
+            ((8, "diagonal"),) if quick else ((32, "none"), (8, "none"), (8, "diagonal"))
+        )
+    ]
     rows: list[Row] = []
     with Pair(None) as pair:
         for batch_size in (BATCH_SIZE,) if quick else (BATCH_SIZE, 4 * BATCH_SIZE):
             plain = 0.0
             for case in cases:
                 pair.renew_edge()
-                measured = pair.train(replace(case, batch_size=batch_size, mbit_per_s=_MEMORY_MBIT_PER_S,
-                                              num_batches=12 + 2 * case.window))
+                measured = pair.train(
+                    replace(
+                        case,
+                        batch_size=batch_size,
+                        mbit_per_s=_MEMORY_MBIT_PER_S,
+                        num_batches=12 + 2 * case.window,
+                    )
+                )
                 peak = measured.memory["peak_bytes"]
                 plain = plain or peak
-                rows.append(Row(
-                    case=f"peak memory of the edge, batch {batch_size}: K = {case.window}, features in {case.bits} "
-                    f"bits, gradients in {case.gradient_bits}, error feedback {case.feedback}", ours=peak / 1e6,
-                    peer="plain split learning", peer_value=plain / 1e6, unit="MB", ratio=plain / peak,
-                    ok=_is_right(measured, case.split_plan)))
+                rows.append(
+                    Row(
+                        case=f"peak memory of the edge, batch {batch_size}: K = {case.window}, features in {case.bits} "
+                        f"bits, gradients in {case.gradient_bits}, error feedback {case.feedback}",
+                        ours=peak / 1e6,
+                        peer="plain split learning",
+                        peer_value=plain / 1e6,
+                        unit="MB",
+                        ratio=plain / peak,
+                        ok=_is_right(measured, case.split_plan),
+                    )
+                )
     return rows
 
 
 def _energy_rows() -> list[Row]:
     """Return the edge's joules for a sample by profiles, at one speed of the link."""
-    split, profile = program().split, profile_module(program().model(), torch.zeros(1, *program().example), MODEL)
-    shapes = [CutShape(name=cut.name, num_layers=cut.num_layers(profile), front_state_bytes=cut.front_weight_bytes,
-                       feature_elements_per_sample=cut.feature_elements) for cut in split.cuts]
+    split, profile = (
+        program().split,
+        profile_module(program().model(), torch.zeros(1, *program().example), MODEL),
+    )
+    shapes = [
+        CutShape(
+            name=cut.name,
+            num_layers=cut.num_layers(profile),
+            front_state_bytes=cut.front_weight_bytes,
+            feature_elements_per_sample=cut.feature_elements,
+        )
+        for cut in split.cuts
+    ]
     rates = _rates(_ENERGY_MBIT_PER_S)
     rows: list[Row] = []
     for name in ("raspberry-pi-4b", "jetson-tx2"):
         edge = device(name)
         costs = split_costs(profile, shapes, edge, device("gpu-v100"), BATCH_SIZE)
         plain_j = 0.0
-        for system in (System(name="plain split learning", split_plan=SplitPlan(cut=_MEMORY_CUT)),
-                       *(System(name=f"K = {window}", split_plan=SplitPlan(cut=_MEMORY_CUT, window=window))
-                         for window in (1, WINDOW, 10)),
-                       System(name="8 bits both ways", gradient_bits=8,
-                              split_plan=SplitPlan(cut=_MEMORY_CUT, bits=8, window=WINDOW)),
-                       System(name="edge-only", split_plan=SplitPlan(cut=None))):
-            times = phases(replace(costs, gradient_bits=system.gradient_bits), system.split_plan, rates)
-            joules = training_energy_j(edge, times, _ENERGY_BATCHES, system.split_plan.window) \
-                / (_ENERGY_BATCHES * BATCH_SIZE)
+        for system in (
+            System(name="plain split learning", split_plan=SplitPlan(cut=_MEMORY_CUT)),
+            *(
+                System(name=f"K = {window}", split_plan=SplitPlan(cut=_MEMORY_CUT, window=window))
+                for window in (1, WINDOW, 10)
+            ),
+            System(
+                name="8 bits both ways",
+                gradient_bits=8,
+                split_plan=SplitPlan(cut=_MEMORY_CUT, bits=8, window=WINDOW),
+            ),
+            System(name="edge-only", split_plan=SplitPlan(cut=None)),
+        ):
+            times = phases(
+                replace(costs, gradient_bits=system.gradient_bits), system.split_plan, rates
+            )
+            joules = training_energy_j(edge, times, _ENERGY_BATCHES, system.split_plan.window) / (
+                _ENERGY_BATCHES * BATCH_SIZE
+            )
             plain_j = plain_j or joules
-            rows.append(Row(case=f"energy of a {name} at {_ENERGY_MBIT_PER_S:g} Mbit/s: {system.label(costs)}",
-                            ours=1e3 * joules, peer="plain split learning", peer_value=1e3 * plain_j, unit="mJ/sample",
-                            ratio=plain_j / joules, ok=math.isfinite(joules)))
+            rows.append(
+                Row(
+                    case=f"energy of a {name} at {_ENERGY_MBIT_PER_S:g} Mbit/s: {system.label(costs)}",
+                    ours=1e3 * joules,
+                    peer="plain split learning",
+                    peer_value=1e3 * plain_j,
+                    unit="mJ/sample",
+                    ratio=plain_j / joules,
+                    ok=math.isfinite(joules),
+                )
+            )
     return rows
 
 

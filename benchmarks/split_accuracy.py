@@ -64,15 +64,26 @@ class Runs:
     def __init__(self, path: Path, plan: Plan, *, resume: bool) -> None:
         self._path = path
         self._document: dict[str, Any] = {
-            "schema": 1, "machine": machine(), "threads": 1, "plan": json.loads(json.dumps(asdict(plan))),
-            "same_weights": None, "gradients": [], "runs": [], "rows": []}
+            "schema": 1,
+            "machine": machine(),
+            "threads": 1,
+            "plan": json.loads(json.dumps(asdict(plan))),
+            "same_weights": None,
+            "gradients": [],
+            "runs": [],
+            "rows": [],
+        }
         if not path.exists():
             return
         stored = json.loads(path.read_text())
         if not resume:
-            raise SystemExit(f"{path}: holds {len(stored['runs'])} runs; give --resume to go on, or remove it")
+            raise SystemExit(
+                f"{path}: holds {len(stored['runs'])} runs; give --resume to go on, or remove it"
+            )
         if stored["plan"] != self._document["plan"]:
-            raise SystemExit(f"{path}: its runs are of another recipe; remove it, or give other --results")
+            raise SystemExit(
+                f"{path}: its runs are of another recipe; remove it, or give other --results"
+            )
         self._document = stored
 
     def __getitem__(self, key: str) -> Any:
@@ -88,8 +99,11 @@ class Runs:
     def add(self, work: Work, found: dict[str, Any]) -> None:
         """Store a run; one of the same key is replaced."""
         setting, variant, seed = work.key
+
         def replaced(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-            kept = [run for run in runs if (run["setting"], run["variant"], run["seed"]) != work.key]
+            kept = [
+                run for run in runs if (run["setting"], run["variant"], run["seed"]) != work.key
+            ]
             return [*kept, {"setting": setting, "variant": variant, "seed": seed, **found}]
 
         self.change("runs", replaced)
@@ -122,8 +136,14 @@ class Bench:
         if setting not in self._images:
             self._images[setting] = images_of(recipe, self._dataset)
         transfers = setting in ("type 1", "type 2")
-        return Training(recipe=recipe, images=self._images[setting], seed=seed, model_name=self._plan.model,
-                        pretrained=self._weights(seed) if transfers else None, frozen=setting == "type 2")
+        return Training(
+            recipe=recipe,
+            images=self._images[setting],
+            seed=seed,
+            model_name=self._plan.model,
+            pretrained=self._weights(seed) if transfers else None,
+            frozen=setting == "type 2",
+        )
 
     def compare(self) -> None:
         """See that K = 0 without compression has the weights of normal training, with and without a frozen part."""
@@ -133,8 +153,14 @@ class Bench:
         settings: tuple[SettingName, ...] = ("scratch", "type 2")
         for setting in settings:
             different, num_tensors = differing_tensors(self.training(setting, seed), num_batches)
-            compared.append({"setting": setting, "batches": num_batches, "tensors": num_tensors,
-                             "different": different})
+            compared.append(
+                {
+                    "setting": setting,
+                    "batches": num_batches,
+                    "tensors": num_tensors,
+                    "different": different,
+                }
+            )
         self._runs.change("same_weights", lambda _: compared)
 
     def do(self, work: Work, *, again: bool = False) -> None:
@@ -152,16 +178,21 @@ class Bench:
             np.savez(partial_file, **weights_of(model))
             partial_file.replace(self._weights(work.seed))
         self._runs.add(work, found)
-        print(f"{len(self._runs['runs'])}: {work.setting}, {work.variant.name}, seed {work.seed}: "
-              f"{found['accuracy']:.4f} in {found['wall_s']:.0f} s ({found['cpu_s']:.0f} s of CPU)",
-              file=sys.stderr, flush=True)
+        print(
+            f"{len(self._runs['runs'])}: {work.setting}, {work.variant.name}, seed {work.seed}: "
+            f"{found['accuracy']:.4f} in {found['wall_s']:.0f} s ({found['cpu_s']:.0f} s of CPU)",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def choose(self) -> list[dict[str, Any]]:
         """Return what normal training comes to on training images that were left out, by a seed of its own."""
         own = self.training("scratch", 0)
         found = []
         for batch_size, rate in TRIED:
-            training = replace(own, recipe=replace(own.recipe, batch_size=batch_size, learning_rate=rate))
+            training = replace(
+                own, recipe=replace(own.recipe, batch_size=batch_size, learning_rate=rate)
+            )
             accuracy = evaluate(training.normal().model, own.images.held_out).accuracy
             found.append({"batch_size": batch_size, "learning_rate": rate, "accuracy": accuracy})
             print(found[-1], file=sys.stderr, flush=True)
@@ -180,16 +211,32 @@ class Bench:
         last = training.recipe.num_batches - 1
 
         def measure(share: float, model: nn.Module) -> None:
-            rows = gradient_errors(model, held_out, cut=training.recipe.cut, batch_size=size,
-                                   num_batches=min(50, len(held_out) // size))
-            self._runs.change("gradients", lambda kept: [
-                *(row for row in kept if row["progress"] != share), *({"progress": share, **row} for row in rows)])
+            rows = gradient_errors(
+                model,
+                held_out,
+                cut=training.recipe.cut,
+                batch_size=size,
+                num_batches=min(50, len(held_out) // size),
+            )
+            self._runs.change(
+                "gradients",
+                lambda kept: [
+                    *(row for row in kept if row["progress"] != share),
+                    *({"progress": share, **row} for row in rows),
+                ],
+            )
 
         return {round(share * last): partial(measure, share) for share in (0.1, 0.5, 1.0)}
 
 
-def run(quick: bool = False, *, results: Path = RESULTS, resume: bool = True, part: int = 1, parts: int = 1,
-        ) -> list[Row]:
+def run(
+    quick: bool = False,
+    *,
+    results: Path = RESULTS,
+    resume: bool = True,
+    part: int = 1,
+    parts: int = 1,
+) -> list[Row]:
     """Return a row for every setting and variant: its mean accuracy against that of normal training.
 
     With `parts` only every so manieth training is done here, from the `part`-th on; other processes do the others.
@@ -205,9 +252,11 @@ def run(quick: bool = False, *, results: Path = RESULTS, resume: bool = True, pa
         bench = Bench(plan, runs, RESULTS.parent / "split-accuracy")
         if part == 1 and runs["same_weights"] is None:
             bench.compare()
-        for work in works(plan.seeds)[part - 1::parts]:
+        for work in works(plan.seeds)[part - 1 :: parts]:
             bench.do(work)
-            runs.change("rows", lambda _: [asdict(row) for row in rows(runs, plan, judged=not quick)])
+            runs.change(
+                "rows", lambda _: [asdict(row) for row in rows(runs, plan, judged=not quick)]
+            )
     finally:
         torch.set_num_threads(threads)
     return rows(runs, plan, judged=not quick)
@@ -216,17 +265,32 @@ def run(quick: bool = False, *, results: Path = RESULTS, resume: bool = True, pa
 def rows(runs: Runs, plan: Plan, *, judged: bool) -> list[Row]:
     """Return the rows of the runs that are done."""
     found = [
-        Row(case=f"{compared['setting']}: tensors equal to those of normal training after {compared['batches']} "
-                 "batches with K = 0 and 32 bits", ours=compared["tensors"] - len(compared["different"]),
-            peer="all tensors", peer_value=compared["tensors"], unit="tensors",
-            ratio=1 - len(compared["different"]) / compared["tensors"], ok=not compared["different"])
-        for compared in runs["same_weights"] or []]
-    for setting, variant in dict.fromkeys((work.setting, work.variant.name) for work in works(plan.seeds)):
+        Row(
+            case=f"{compared['setting']}: tensors equal to those of normal training after {compared['batches']} "
+            "batches with K = 0 and 32 bits",
+            ours=compared["tensors"] - len(compared["different"]),
+            peer="all tensors",
+            peer_value=compared["tensors"],
+            unit="tensors",
+            ratio=1 - len(compared["different"]) / compared["tensors"],
+            ok=not compared["different"],
+        )
+        for compared in runs["same_weights"] or []
+    ]
+    for setting, variant in dict.fromkeys(
+        (work.setting, work.variant.name) for work in works(plan.seeds)
+    ):
         peer = PEERS.get(setting, setting)
-        pairs = [(ours["accuracy"], normal["accuracy"]) for seed in plan.seeds
-                 if (ours := runs.find(setting, variant, seed)) and (normal := runs.find(peer, NORMAL.name, seed))]
+        pairs = [
+            (ours["accuracy"], normal["accuracy"])
+            for seed in plan.seeds
+            if (ours := runs.find(setting, variant, seed))
+            and (normal := runs.find(peer, NORMAL.name, seed))
+        ]
         if pairs and (variant != NORMAL.name or setting == "anew"):
-            found.append(_row(setting, variant, pairs, judged=judged and is_judged(setting, variant)))
+            found.append(
+                _row(setting, variant, pairs, judged=judged and is_judged(setting, variant))
+            )
     return found
 
 
@@ -235,9 +299,14 @@ def _row(setting: str, variant: str, pairs: Sequence[tuple[float, float]], *, ju
     differences = [100 * (own - other) for own, other in pairs]
     return Row(
         case=f"{setting}, {variant}, {len(pairs)} seeds: {statistics.mean(differences):+.2f} points "
-             f"({min(differences):+.2f} to {max(differences):+.2f})",
-        ours=ours, peer="normal, transferred" if setting == "anew" else "normal", peer_value=normal, unit="accuracy",
-        ratio=ours / normal, ok=not judged or ours >= normal - POINT)
+        f"({min(differences):+.2f} to {max(differences):+.2f})",
+        ours=ours,
+        peer="normal, transferred" if setting == "anew" else "normal",
+        peer_value=normal,
+        unit="accuracy",
+        ratio=ours / normal,
+        ok=not judged or ours >= normal - POINT,
+    )
 
 
 def _choose(plan: Plan) -> None:
@@ -252,7 +321,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print a document")
     parser.add_argument("--resume", action="store_true", help="go on with the runs that are there")
     parser.add_argument("--choose", action="store_true", help="try batch sizes and learning rates")
-    parser.add_argument("--part", default="1/1", metavar="I/N", help="every N-th training, from the I-th on")
+    parser.add_argument(
+        "--part", default="1/1", metavar="I/N", help="every N-th training, from the I-th on"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="where runs are kept")
     return parser.parse_args()
 
@@ -263,5 +334,14 @@ if __name__ == "__main__":
         _choose(quick_plan() if arguments.quick else full_plan())
     else:
         number, _, of = arguments.part.partition("/")
-        sys.exit(main(lambda quick: run(quick, results=arguments.results, resume=arguments.resume or quick,
-                                        part=int(number), parts=int(of))))
+        sys.exit(
+            main(
+                lambda quick: run(
+                    quick,
+                    results=arguments.results,
+                    resume=arguments.resume or quick,
+                    part=int(number),
+                    parts=int(of),
+                )
+            )
+        )

@@ -27,7 +27,16 @@ from benchmarks.truth_cells.prediction import Constants
 from tests.testbed.testbed import REPOSITORY, missing
 
 _CELL_S = 60.0  # after which a cell has failed
-_NAMESPACES = ("unshare", "--user", "--map-root-user", "--net", "--mount", "--pid", "--fork", "--kill-child")
+_NAMESPACES = (
+    "unshare",
+    "--user",
+    "--map-root-user",
+    "--net",
+    "--mount",
+    "--pid",
+    "--fork",
+    "--kill-child",
+)
 CATALOGUE_MESSAGE_S = 0.000485
 
 
@@ -37,20 +46,45 @@ def run(quick: bool = False, cells: int = 100, seed: int = 0) -> list[Row]:
     if reason is not None:
         sys.exit(reason)
     constants = measured_constants()
-    rows = [Row(case=f"a message of a ring over {runtime}", ours=seconds, peer="the catalogue's, fitted to a paper",
-                peer_value=CATALOGUE_MESSAGE_S, unit="s", ratio=CATALOGUE_MESSAGE_S / max(seconds, 1e-9), ok=True)
-            for runtime, seconds in constants.message_s.items()]
-    rows += [Row(case=f"{what} over {name}", ours=seconds, peer="virtual time", peer_value=0.0, unit="s", ratio=0.0,
-                 ok=True) for what, costs in (("a step with an exchange, besides,", constants.step_s),
-                                              ("a synchronisation, besides,", constants.synchronisation_s))
-             for name, seconds in costs.items()]
+    rows = [
+        Row(
+            case=f"a message of a ring over {runtime}",
+            ours=seconds,
+            peer="the catalogue's, fitted to a paper",
+            peer_value=CATALOGUE_MESSAGE_S,
+            unit="s",
+            ratio=CATALOGUE_MESSAGE_S / max(seconds, 1e-9),
+            ok=True,
+        )
+        for runtime, seconds in constants.message_s.items()
+    ]
+    rows += [
+        Row(
+            case=f"{what} over {name}",
+            ours=seconds,
+            peer="virtual time",
+            peer_value=0.0,
+            unit="s",
+            ratio=0.0,
+            ok=True,
+        )
+        for what, costs in (
+            ("a step with an exchange, besides,", constants.step_s),
+            ("a synchronisation, besides,", constants.synchronisation_s),
+        )
+        for name, seconds in costs.items()
+    ]
     halves: dict[str, list[float]] = {"sleeping": [], "computing": []}
     for cell, found in measured(draw_cells(min(cells, 6) if quick else cells, seed), constants):
         row, error = _row(cell, found)
         rows.append(row)
         halves["sleeping" if cell.sleeps else "computing"].append(error)
-        print(f"{row.case}: {row.ours:.3f} s, measured {row.peer_value:.3f}: {100 * error:+.1f} % "
-              f"{_phases(found)}", file=sys.stderr, flush=True)
+        print(
+            f"{row.case}: {row.ours:.3f} s, measured {row.peer_value:.3f}: {100 * error:+.1f} % "
+            f"{_phases(found)}",
+            file=sys.stderr,
+            flush=True,
+        )
     for name, errors in {**halves, "all": [*halves["sleeping"], *halves["computing"]]}.items():
         if len(errors) > 1:
             rows += _summary(name, [abs(error) for error in errors], seed)
@@ -73,11 +107,14 @@ def measured_constants() -> Constants:
             steps.setdefault(cell.runtime, []).append(((1.0, substeps), excess_s))
         else:
             synchronisation_s[f"{cell.transport} {cell.leaders}"] = max(
-                0.0, found["between_s"] - found["synchronisation_s"])
+                0.0, found["between_s"] - found["synchronisation_s"]
+            )
     solved = {runtime: _least_squares(rows) for runtime, rows in steps.items()}
-    return Constants(message_s={runtime: message for runtime, (_, message) in solved.items()},
-                     step_s={runtime: step for runtime, (step, _) in solved.items()},
-                     synchronisation_s=synchronisation_s)
+    return Constants(
+        message_s={runtime: message for runtime, (_, message) in solved.items()},
+        step_s={runtime: step for runtime, (step, _) in solved.items()},
+        synchronisation_s=synchronisation_s,
+    )
 
 
 def _least_squares(rows: Sequence[tuple[tuple[float, float], float]]) -> tuple[float, float]:
@@ -87,7 +124,10 @@ def _least_squares(rows: Sequence[tuple[tuple[float, float], float]]) -> tuple[f
     if (both >= 0.0).all():
         return float(both[0]), float(both[1])
     single = [max(0.0, float(column @ right / (column @ column))) for column in left.T]
-    errors = [float(((right - column * each) ** 2).sum()) for column, each in zip(left.T, single, strict=True)]
+    errors = [
+        float(((right - column * each) ** 2).sum())
+        for column, each in zip(left.T, single, strict=True)
+    ]
     return (single[0], 0.0) if errors[0] < errors[1] else (0.0, single[1])
 
 
@@ -112,9 +152,14 @@ class _Resident:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [*_NAMESPACES, sys.executable, "-m", "benchmarks.truth_cells.resident"], cwd=REPOSITORY, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1"})
+            [*_NAMESPACES, sys.executable, "-m", "benchmarks.truth_cells.resident"],
+            cwd=REPOSITORY,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -149,26 +194,55 @@ def _row(cell: Cell, found: Mapping[str, Any]) -> tuple[Row, float]:
     predicted_s, measured_s = found.get("predicted_s", 0.0), found.get("measured_s", 0.0)
     if not measured_s:
         case = f"{cell.text}: FAILED: {found['error'].strip().splitlines()[-1]}"
-        return Row(case=case, ours=predicted_s, peer="measured", peer_value=0.0, unit="s", ratio=0.0, ok=False), 1.0
-    row = Row(case=f"{cell.text}, {found['num_steps']} steps", ours=predicted_s, peer="measured",
-              peer_value=measured_s, unit="s", ratio=predicted_s / measured_s, ok=found["right"])
+        return Row(
+            case=case,
+            ours=predicted_s,
+            peer="measured",
+            peer_value=0.0,
+            unit="s",
+            ratio=0.0,
+            ok=False,
+        ), 1.0
+    row = Row(
+        case=f"{cell.text}, {found['num_steps']} steps",
+        ours=predicted_s,
+        peer="measured",
+        peer_value=measured_s,
+        unit="s",
+        ratio=predicted_s / measured_s,
+        ok=found["right"],
+    )
     return row, predicted_s / measured_s - 1.0
 
 
 def _phases(found: Mapping[str, Any]) -> str:
     if "between_s" not in found:
         return f"({found.get('error', '').strip()[-300:]})" if "error" in found else ""
-    return (f"(steps {found['steps_s']:.3f}, measured {found['first_steps_s']:.3f} and {found['last_steps_s']:.3f}; "
-            f"synchronisation {found['synchronisation_s']:.3f}, measured {found['between_s']:.3f})")
+    return (
+        f"(steps {found['steps_s']:.3f}, measured {found['first_steps_s']:.3f} and {found['last_steps_s']:.3f}; "
+        f"synchronisation {found['synchronisation_s']:.3f}, measured {found['between_s']:.3f})"
+    )
 
 
 def _summary(name: str, errors: Sequence[float], seed: int) -> list[Row]:
     """Return the median and the 95th percentile of absolute errors, beside what is aimed at."""
-    figures = {"median error": (median(errors), 0.02), "95th percentile": (
-        quantiles(errors, n=20, method="inclusive")[-1], 0.05), "worst": (max(errors), 0.05)}
-    return [Row(case=f"{name}, {len(errors)} cells of seed {seed}: {what}", ours=100 * value, peer="aim",
-                peer_value=100 * aim, unit="%", ratio=aim / max(value, 1e-9), ok=True)
-            for what, (value, aim) in figures.items()]
+    figures = {
+        "median error": (median(errors), 0.02),
+        "95th percentile": (quantiles(errors, n=20, method="inclusive")[-1], 0.05),
+        "worst": (max(errors), 0.05),
+    }
+    return [
+        Row(
+            case=f"{name}, {len(errors)} cells of seed {seed}: {what}",
+            ours=100 * value,
+            peer="aim",
+            peer_value=100 * aim,
+            unit="%",
+            ratio=aim / max(value, 1e-9),
+            ok=True,
+        )
+        for what, (value, aim) in figures.items()
+    ]
 
 
 if __name__ == "__main__":

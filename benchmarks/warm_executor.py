@@ -27,7 +27,9 @@ class Measured:
         cluster.wait_until_idle()
         self._cluster = cluster
         self.round_s: list[float] = []  # of each round but the first of a run
-        self.cpu_s: list[float] = []  # of all SuperNodes and what they started; a round's share of each run
+        self.cpu_s: list[
+            float
+        ] = []  # of all SuperNodes and what they started; a round's share of each run
         self.weights: set[str] = set()
 
     def run(self) -> None:
@@ -36,7 +38,9 @@ class Measured:
         marks = self._cluster.run(strategy="socflow", num_groups=NUM_NODES, num_rounds=NUM_ROUNDS)
         self._cluster.wait_until_idle()
         self.cpu_s.append((_cpu_s(self._cluster.node_pids) - before_s) / NUM_ROUNDS)
-        self.round_s += [after["time_s"] - before["time_s"] for before, after in pairwise(marks[1:])]
+        self.round_s += [
+            after["time_s"] - before["time_s"] for before, after in pairwise(marks[1:])
+        ]
         self.weights.add(marks[-1]["sha256"])
 
     def memory_bytes(self) -> float:
@@ -47,19 +51,33 @@ class Measured:
 def run(quick: bool = False) -> list[Row]:
     """Return rows for time, processor time and memory."""
     with ExitStack() as stack:
-        warm, cold = (Measured(stack.enter_context(deployed(NUM_NODES, warm=warm))) for warm in (True, False))
+        warm, cold = (
+            Measured(stack.enter_context(deployed(NUM_NODES, warm=warm))) for warm in (True, False)
+        )
         for _ in range(1 if quick else 2):
             warm.run()
             cold.run()
         memory_bytes = [measured.memory_bytes() for measured in (warm, cold)]
     case, ok = f"LeNet-5, {NUM_NODES} SuperNodes: ", len(warm.weights | cold.weights) == 1
     return [
-        Row(case=case + what, ours=ours, peer="a fresh process for each message", peer_value=peer, unit=unit,
-            ratio=peer / ours, ok=ok)
+        Row(
+            case=case + what,
+            ours=ours,
+            peer="a fresh process for each message",
+            peer_value=peer,
+            unit=unit,
+            ratio=peer / ours,
+            ok=ok,
+        )
         for what, ours, peer, unit in (
             ("a round, median", median(warm.round_s), median(cold.round_s), "s"),
             ("a round, fastest", min(warm.round_s), min(cold.round_s), "s"),
-            ("processor time of all nodes in a round, median", median(warm.cpu_s), median(cold.cpu_s), "s"),
+            (
+                "processor time of all nodes in a round, median",
+                median(warm.cpu_s),
+                median(cold.cpu_s),
+                "s",
+            ),
             ("memory of a node between rounds", *memory_bytes, "B"),
         )
     ]
@@ -76,8 +94,14 @@ def _cpu_s(pids: tuple[int, ...]) -> float:
 
 
 def _memory_bytes(pid: int) -> float:
-    return float(sum(process.memory_full_info().pss for process in _family(pid)
-                     if process.status() != psutil.STATUS_ZOMBIE and Path(f"/proc/{process.pid}/smaps").exists()))
+    return float(
+        sum(
+            process.memory_full_info().pss
+            for process in _family(pid)
+            if process.status() != psutil.STATUS_ZOMBIE
+            and Path(f"/proc/{process.pid}/smaps").exists()
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -42,18 +42,37 @@ class Family:
     capabilities: Mapping[str, Capability]
 
 
-_HEAT = Capability(label="heat and fans", says='[thermal]\nfan = "fixed"\nrpm = 6000', is_in=lambda s: bool(s.thermal))
-_USERS = Capability(label="background load", says='[background_load]\ngames = "tidal"\nstart_hour = 17.0',
-                    is_in=lambda s: s.background_load is not None)
-_PREEMPTION = Capability(label="preemption", says='[[event]]\nkind = "preempt"\nsoc = 1\nround = 1',
-                         is_in=lambda s: any(event.kind == "preempt" for event in s.events))
-_INT8 = Capability(label="int8", chooses="arithmetic", says='[precision]\narithmetic = "int8"',
-                   is_in=lambda s: s.precision.arithmetic == "int8")
-_MIXED = Capability(label="mixed precision", chooses="arithmetic",
-                    says='[precision]\narithmetic = "mixed"\nheld_out = 16',
-                    is_in=lambda s: s.precision.arithmetic == "mixed")
+_HEAT = Capability(
+    label="heat and fans",
+    says='[thermal]\nfan = "fixed"\nrpm = 6000',
+    is_in=lambda s: bool(s.thermal),
+)
+_USERS = Capability(
+    label="background load",
+    says='[background_load]\ngames = "tidal"\nstart_hour = 17.0',
+    is_in=lambda s: s.background_load is not None,
+)
+_PREEMPTION = Capability(
+    label="preemption",
+    says='[[event]]\nkind = "preempt"\nsoc = 1\nround = 1',
+    is_in=lambda s: any(event.kind == "preempt" for event in s.events),
+)
+_INT8 = Capability(
+    label="int8",
+    chooses="arithmetic",
+    says='[precision]\narithmetic = "int8"',
+    is_in=lambda s: s.precision.arithmetic == "int8",
+)
+_MIXED = Capability(
+    label="mixed precision",
+    chooses="arithmetic",
+    says='[precision]\narithmetic = "mixed"\nheld_out = 16',
+    is_in=lambda s: s.precision.arithmetic == "mixed",
+)
 
-GROUPS = Family(title="Groups", base="""
+GROUPS = Family(
+    title="Groups",
+    base="""
 [cluster]
 boards = 4
 socs_per_board = 1
@@ -68,11 +87,21 @@ learning_rate = 0.02
 [strategy]
 groups = 2
 sync_interval_epochs = 0.5
-""", capabilities={
-    "int8": _INT8, "mixed": _MIXED, "heat": _HEAT, "users": _USERS, "preemption": _PREEMPTION,
-    "rebalancing": Capability(label="re-balancing", says='[strategy]\nrebalance = "both"\nrebalance_steps = 2',
-                              is_in=lambda s: s.strategy.rebalance != "off"),
-    "servers": Capability(label="servers of a site", says="""
+""",
+    capabilities={
+        "int8": _INT8,
+        "mixed": _MIXED,
+        "heat": _HEAT,
+        "users": _USERS,
+        "preemption": _PREEMPTION,
+        "rebalancing": Capability(
+            label="re-balancing",
+            says='[strategy]\nrebalance = "both"\nrebalance_steps = 2',
+            is_in=lambda s: s.strategy.rebalance != "off",
+        ),
+        "servers": Capability(
+            label="servers of a site",
+            says="""
 [cluster]
 boards = 2
 socs_per_board = 1
@@ -80,24 +109,52 @@ socs_per_board = 1
 count = 2
 [strategy]
 server_interval = 2
-""", is_in=lambda s: bool(s.servers)),
-    "outer": Capability(label="outer strategy", says='[strategy.outer]\nname = "fedadam"\neta = 0.01',
-                        is_in=lambda s: s.strategy.outer is not None),
-    "auto": Capability(label='groups = "auto"', says='[strategy]\ngroups = "auto"',
-                       is_in=lambda s: s.has_groups and s.strategy.groups == "auto"),
-    "overlap": Capability(label="overlapped exchange", says="[strategy]\noverlap_buckets = 4",
-                          is_in=lambda s: s.strategy.overlap_buckets > 1),
-    "leaders": Capability(label="leaders in a ring", says='[strategy]\nleaders = "ring"', chooses="leaders",
-                          is_in=lambda s: s.has_groups and "leaders" in s.strategy.model_fields_set),
-    "between": Capability(label="compressed leaders", says='[strategy]\nleaders = "tree"\nleader_compression = "int8"',
-                          chooses="leaders", is_in=lambda s: s.strategy.leader_compression != "none"),
-    "compression": Capability(label="compressed gradients", says='[ring]\ncompression = "fp16"',
-                              is_in=lambda s: s.ring.compression != "none"),
-    "local": Capability(label="data that stay", says='[data]\npartition = "dirichlet"\n[strategy]\nreshuffle = false',
-                        is_in=lambda s: s.has_groups and not s.strategy.reshuffle),
-})
+""",
+            is_in=lambda s: bool(s.servers),
+        ),
+        "outer": Capability(
+            label="outer strategy",
+            says='[strategy.outer]\nname = "fedadam"\neta = 0.01',
+            is_in=lambda s: s.strategy.outer is not None,
+        ),
+        "auto": Capability(
+            label='groups = "auto"',
+            says='[strategy]\ngroups = "auto"',
+            is_in=lambda s: s.has_groups and s.strategy.groups == "auto",
+        ),
+        "overlap": Capability(
+            label="overlapped exchange",
+            says="[strategy]\noverlap_buckets = 4",
+            is_in=lambda s: s.strategy.overlap_buckets > 1,
+        ),
+        "leaders": Capability(
+            label="leaders in a ring",
+            says='[strategy]\nleaders = "ring"',
+            chooses="leaders",
+            is_in=lambda s: s.has_groups and "leaders" in s.strategy.model_fields_set,
+        ),
+        "between": Capability(
+            label="compressed leaders",
+            says='[strategy]\nleaders = "tree"\nleader_compression = "int8"',
+            chooses="leaders",
+            is_in=lambda s: s.strategy.leader_compression != "none",
+        ),
+        "compression": Capability(
+            label="compressed gradients",
+            says='[ring]\ncompression = "fp16"',
+            is_in=lambda s: s.ring.compression != "none",
+        ),
+        "local": Capability(
+            label="data that stay",
+            says='[data]\npartition = "dirichlet"\n[strategy]\nreshuffle = false',
+            is_in=lambda s: s.has_groups and not s.strategy.reshuffle,
+        ),
+    },
+)
 
-SPLIT = Family(title="Split training", base="""
+SPLIT = Family(
+    title="Split training",
+    base="""
 [cluster]
 boards = 2
 socs_per_board = 1
@@ -118,15 +175,32 @@ link = "constant"
 up_bytes_per_s = 1e6
 down_bytes_per_s = 1e6
 round_epochs = 0.5
-""", capabilities={
-    "int8": _INT8, "mixed": _MIXED, "heat": _HEAT, "users": _USERS, "preemption": _PREEMPTION,
-    "uplink": Capability(label="shared uplink", says="[edgecloud]\nshared_up_bytes_per_s = 1e6\n"
-                         "shared_down_bytes_per_s = 1e6", is_in=lambda s: s.split.shared_up_bytes_per_s is not None),
-    "processors": Capability(label="few cloud processors", says="[edgecloud]\ncloud_processors = 1",
-                             is_in=lambda s: s.split.cloud_processors is not None),
-    "turns": Capability(label="one cloud half", says='[edgecloud]\ncloud_model = "shared"',
-                        is_in=lambda s: s.split.cloud_model == "shared"),
-    "parties": Capability(label="parties with features", chooses="model", says="""
+""",
+    capabilities={
+        "int8": _INT8,
+        "mixed": _MIXED,
+        "heat": _HEAT,
+        "users": _USERS,
+        "preemption": _PREEMPTION,
+        "uplink": Capability(
+            label="shared uplink",
+            says="[edgecloud]\nshared_up_bytes_per_s = 1e6\nshared_down_bytes_per_s = 1e6",
+            is_in=lambda s: s.split.shared_up_bytes_per_s is not None,
+        ),
+        "processors": Capability(
+            label="few cloud processors",
+            says="[edgecloud]\ncloud_processors = 1",
+            is_in=lambda s: s.split.cloud_processors is not None,
+        ),
+        "turns": Capability(
+            label="one cloud half",
+            says='[edgecloud]\ncloud_model = "shared"',
+            is_in=lambda s: s.split.cloud_model == "shared",
+        ),
+        "parties": Capability(
+            label="parties with features",
+            chooses="model",
+            says="""
 [model]
 name = "click-model"
 [data]
@@ -135,8 +209,13 @@ name = "clicks"
 optimizer = "adam"
 learning_rate = 0.01
 batch_size = 2048
-""", is_in=lambda s: s.model.name == "click-model"),
-    "reverse": Capability(label="generator in reverse", chooses="model", says="""
+""",
+            is_in=lambda s: s.model.name == "click-model",
+        ),
+        "reverse": Capability(
+            label="generator in reverse",
+            chooses="model",
+            says="""
 [strategy]
 socs = 1
 [model]
@@ -144,10 +223,16 @@ name = "digit-generator"
 [train]
 optimizer = "adam"
 learning_rate = 0.002
-""", is_in=lambda s: s.model.name == "digit-generator"),
-    "transfer": Capability(label="frozen layers", says='[edgecloud]\nfrozen = "3"',
-                           is_in=lambda s: bool(s.split.frozen)),
-})
+""",
+            is_in=lambda s: s.model.name == "digit-generator",
+        ),
+        "transfer": Capability(
+            label="frozen layers",
+            says='[edgecloud]\nfrozen = "3"',
+            is_in=lambda s: bool(s.split.frozen),
+        ),
+    },
+)
 FAMILIES = (GROUPS, SPLIT)
 
 
@@ -196,10 +281,17 @@ def cells() -> Iterator[tuple[Family, tuple[str, ...], str]]:
 def page() -> str:
     """Return the page."""
     shipped = [load_scenario(path) for path in sorted((ROOT / "scenarios").glob("*.toml"))]
-    return "\n".join(["# What goes together", "",
-                      "Made by `make api` from the checks that precede a run; a test runs every cell. ✓ works, ● has a "
-                      "shipped scenario, – is", "one or the other, a number is refused, with the line below.", "",
-                      *(line for family in FAMILIES for line in _section(family, shipped))])
+    return "\n".join(
+        [
+            "# What goes together",
+            "",
+            "Made by `make api` from the checks that precede a run; a test runs every cell. ✓ works, ● has a "
+            "shipped scenario, – is",
+            "one or the other, a number is refused, with the line below.",
+            "",
+            *(line for family in FAMILIES for line in _section(family, shipped)),
+        ]
+    )
 
 
 def _section(family: Family, shipped: Sequence[Scenario]) -> Iterator[str]:
@@ -212,8 +304,16 @@ def _section(family: Family, shipped: Sequence[Scenario]) -> Iterator[str]:
             return "–"
         line = refusal(family, *pair, engine=engine)
         if line is None:
-            found = [each.name for each in shipped if each.is_split == (family is SPLIT)
-                     and all(family.capabilities[key].is_in(each) for key in pair)] if engine == "local" else []
+            found = (
+                [
+                    each.name
+                    for each in shipped
+                    if each.is_split == (family is SPLIT)
+                    and all(family.capabilities[key].is_in(each) for key in pair)
+                ]
+                if engine == "local"
+                else []
+            )
             if found and len(pair) == 2:
                 examples.extend(found[:1])
             return "●" if found and len(pair) == 2 else "✓"
@@ -221,17 +321,35 @@ def _section(family: Family, shipped: Sequence[Scenario]) -> Iterator[str]:
             lines.append(line)
         return str(lines.index(line) + 1)
 
-    rows = [f"|{number + 1} {family.capabilities[key].label}|" + "|".join(
-        cell(key, other) if other != key else "" for other in keys[:number]) + "|" * (len(keys) - number)
-        + "|".join(cell(key, engine=engine) for engine in ENGINES) + "|" for number, key in enumerate(keys)]
-    yield from (f"## {family.title}", "", "||" + "|".join(str(number) for number in range(1, len(keys))) + "||"
-                + "|".join(ENGINES) + "|", "|---" * (len(keys) + len(ENGINES) + 1) + "|", *rows, "")
+    rows = [
+        f"|{number + 1} {family.capabilities[key].label}|"
+        + "|".join(cell(key, other) if other != key else "" for other in keys[:number])
+        + "|" * (len(keys) - number)
+        + "|".join(cell(key, engine=engine) for engine in ENGINES)
+        + "|"
+        for number, key in enumerate(keys)
+    ]
+    yield from (
+        f"## {family.title}",
+        "",
+        "||"
+        + "|".join(str(number) for number in range(1, len(keys)))
+        + "||"
+        + "|".join(ENGINES)
+        + "|",
+        "|---" * (len(keys) + len(ENGINES) + 1) + "|",
+        *rows,
+        "",
+    )
     yield from (f"{number}. {line}" for number, line in enumerate(lines, 1))
     if examples:
         yield ""
         for name in sorted(set(examples)):
-            has = next([each.label for each in family.capabilities.values() if each.is_in(one)]
-                       for one in shipped if one.name == name)
+            has = next(
+                [each.label for each in family.capabilities.values() if each.is_in(one)]
+                for one in shipped
+                if one.name == name
+            )
             yield f"- [{name}](../../scenarios/{name}.toml): {', '.join(has)}"
     yield ""
 

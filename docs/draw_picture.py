@@ -12,9 +12,16 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from socflower.quantities import human_seconds
 
 DOCS = Path(__file__).parent
-NAMES = {"socflow": "SoCFlow, 32 SoCs in 8 groups", "sgd": "one SoC", "ring": "one ring of 32 SoCs",
-         "fedavg": "FedAvg, 32 SoCs"}
-COLOURS = {"light": ("#0072B2", "#CC79A7", "#D55E00", "#009E73"), "dark": ("#56B4E9", "#E6A1C9", "#FF9D6B", "#62D6AB")}
+NAMES = {
+    "socflow": "SoCFlow, 32 SoCs in 8 groups",
+    "sgd": "one SoC",
+    "ring": "one ring of 32 SoCs",
+    "fedavg": "FedAvg, 32 SoCs",
+}
+COLOURS = {
+    "light": ("#0072B2", "#CC79A7", "#D55E00", "#009E73"),
+    "dark": ("#56B4E9", "#E6A1C9", "#FF9D6B", "#62D6AB"),
+}
 INK = {"light": "#1b1f24", "dark": "#e8eaed"}
 GRID = {"light": "#d5dae0", "dark": "#3b4249"}
 TICKS_S = (1, 3, 10, 30, 60, 180, 600, 1800, 3600)
@@ -24,32 +31,63 @@ def main() -> None:
     """Write picture-light.svg and picture-dark.svg beside this file."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "out/demo")
     comparison = json.loads((folder / "comparison.json").read_text("utf-8"))
-    curves = {row["strategy"]: json.loads((folder / row["strategy"] / "result.json").read_text("utf-8"))["rounds"]
-              for row in comparison["rows"]}
+    curves = {
+        row["strategy"]: json.loads((folder / row["strategy"] / "result.json").read_text("utf-8"))[
+            "rounds"
+        ]
+        for row in comparison["rows"]
+    }
     for theme in COLOURS:
         picture(curves, comparison["target_accuracy"], theme, DOCS / f"picture-{theme}.svg")
 
 
-def picture(curves: dict[str, list[dict[str, float]]], target: float, theme: str, path: Path) -> None:
+def picture(
+    curves: dict[str, list[dict[str, float]]], target: float, theme: str, path: Path
+) -> None:
     """Draw the curves of all strategies with a transparent background."""
-    style = {"svg.fonttype": "none", "svg.hashsalt": "socflower", "font.family": "sans-serif", "font.size": 12,
-             "text.color": INK[theme], "axes.labelcolor": INK[theme], "axes.edgecolor": INK[theme],
-             "xtick.color": INK[theme], "ytick.color": INK[theme], "grid.color": GRID[theme],
-             "axes.spines.top": False, "axes.spines.right": False}
+    style = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "socflower",
+        "font.family": "sans-serif",
+        "font.size": 12,
+        "text.color": INK[theme],
+        "axes.labelcolor": INK[theme],
+        "axes.edgecolor": INK[theme],
+        "xtick.color": INK[theme],
+        "ytick.color": INK[theme],
+        "grid.color": GRID[theme],
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
     with rc_context(style):
         figure = Figure(figsize=(9, 3.6), layout="constrained")
         axes = figure.add_subplot()
         for (name, rounds), colour in zip(curves.items(), COLOURS[theme], strict=False):
-            points = [(entry["virtual_s"], entry["accuracy"]) for entry in rounds if entry["virtual_s"] > 0]
-            axes.plot(*zip(*points, strict=True), color=colour, linewidth=2.5, marker="o", markersize=4,
-                      label=NAMES.get(name, name))
+            points = [
+                (entry["virtual_s"], entry["accuracy"])
+                for entry in rounds
+                if entry["virtual_s"] > 0
+            ]
+            axes.plot(
+                *zip(*points, strict=True),
+                color=colour,
+                linewidth=2.5,
+                marker="o",
+                markersize=4,
+                label=NAMES.get(name, name),
+            )
         axes.axhline(target, color=INK[theme], linewidth=1, dashes=(4, 3))
         axes.set_xscale("log")
         low, high = axes.get_xlim()
-        axes.xaxis.set_major_locator(FixedLocator([tick for tick in TICKS_S if low <= tick <= high]))
+        axes.xaxis.set_major_locator(
+            FixedLocator([tick for tick in TICKS_S if low <= tick <= high])
+        )
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(
-            lambda value, _: re.sub(r"\.0+ | 00 s", " ", human_seconds(value)).strip()))
+        axes.xaxis.set_major_formatter(
+            FuncFormatter(
+                lambda value, _: re.sub(r"\.0+ | 00 s", " ", human_seconds(value)).strip()
+            )
+        )
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
         axes.set_xlabel("time on the cluster, logarithmic")
         axes.set_ylabel("accuracy")

@@ -101,7 +101,13 @@ class Convolution:
         """Write the gradient with respect to x, zero where `mask` is not positive, rounded if `out` is int8."""
 
     def weight_gradient(
-        self, engine: Engine, x: _Array, dy: _Array, out: _Array, workspace: _Array, activations: bool = False
+        self,
+        engine: Engine,
+        x: _Array,
+        dy: _Array,
+        out: _Array,
+        workspace: _Array,
+        activations: bool = False,
     ) -> int:
         """Write the int32 gradient with respect to the weight; OverflowError where it may not fit."""
 
@@ -143,7 +149,13 @@ class Pooling:
         """Write, for each pixel, the sum of the dy of the windows that chose it."""
 
     def average(
-        self, engine: Engine, x: _Array, multiplier: int, out: _Array | None, shift: int = 0, rounding: int = 0
+        self,
+        engine: Engine,
+        x: _Array,
+        multiplier: int,
+        out: _Array | None,
+        shift: int = 0,
+        rounding: int = 0,
     ) -> int:
         """Write multiplier * sum over each window."""
 
@@ -224,16 +236,30 @@ def channel_sums(
 ) -> None:
     """Write per channel, as int64, the sums of a and of a * b; a counts as 0 where `gate` is not positive."""
 
-def update_weight(engine: Engine, weight: _Array, gradient: _Array, shift: int, rounding: int = 0) -> None:
+def update_weight(
+    engine: Engine, weight: _Array, gradient: _Array, shift: int, rounding: int = 0
+) -> None:
     """Subtract the rounded int32 gradient from the int8 weight in place, saturated at +-127."""
 
 def quantise_images(
-    engine: Engine, x: _Array, out: _Array, batch: int, channels: int, height: int, width: int, exponent: int
+    engine: Engine,
+    x: _Array,
+    out: _Array,
+    batch: int,
+    channels: int,
+    height: int,
+    width: int,
+    exponent: int,
 ) -> None:
     """Write the nearest int8 of float32 images (batch, channels, height, width) / 2^exponent as a tensor."""
 
 def quantise_patches(
-    engine: Engine, convolution: Convolution, x: _Array, out: _Array, workspace: _Array, exponent: int
+    engine: Engine,
+    convolution: Convolution,
+    x: _Array,
+    out: _Array,
+    workspace: _Array,
+    exponent: int,
 ) -> None:
     """Write the patches of a first convolution, for a pointwise one over taps * in_c channels."""
 

@@ -11,13 +11,17 @@ from typing_extensions import Buffer
 
 _Float32s: TypeAlias = NDArray[Any] | Buffer
 
-def weighted_sum_into(out: _Float32s, inputs: Sequence[_Float32s], weights: Sequence[float]) -> None:
+def weighted_sum_into(
+    out: _Float32s, inputs: Sequence[_Float32s], weights: Sequence[float]
+) -> None:
     """Write sum_k weights[k] * inputs[k] into `out`, in double, in the order of the inputs.
 
     `out` must be writable, as long as every input, and share memory with none of them.
     """
 
-def weighted_sum_bytes(prefix: bytes, inputs: Sequence[_Float32s], weights: Sequence[float]) -> bytes:
+def weighted_sum_bytes(
+    prefix: bytes, inputs: Sequence[_Float32s], weights: Sequence[float]
+) -> bytes:
     """Return `prefix` followed by the weighted sum as float32, as one bytes object made without a copy."""
 
 def first_non_finite(x: _Float32s) -> int:

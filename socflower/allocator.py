@@ -10,7 +10,9 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
 _KEPT_BYTES = 512 << 20  # freed memory at the end of the heap that is not given back
-_LARGEST_KEPT_BYTES = 64 << 20  # a block above this has pages of its own, which are given back when it is freed
+_LARGEST_KEPT_BYTES = (
+    64 << 20
+)  # a block above this has pages of its own, which are given back when it is freed
 
 
 @cache
@@ -21,7 +23,10 @@ def keep_freed_memory() -> None:
     was a third of the processor time of training and evaluating small convolutions. Thresholds that the user has set
     by `MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_` or `GLIBC_TUNABLES` stay as they are.
     """
-    if any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")):
+    if any(
+        name in os.environ
+        for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+    ):
         return
     with suppress(AttributeError, TypeError, OSError):  # another C library
         library = ctypes.CDLL(None)

@@ -38,12 +38,21 @@ def require_type(where: str, kinds: tuple[type, ...], expected: str, /, **values
     """
     for key, value in values.items():
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise ConfigError(f"{where}: {key} = {' '.join(reprlib.repr(value).split())} must be {expected}")
+            raise ConfigError(
+                f"{where}: {key} = {' '.join(reprlib.repr(value).split())} must be {expected}"
+            )
 
 
 def require_range(
-    where: str, /, *, least: float | None = None, above: float | None = None, most: float = math.inf,
-    below: float = math.inf, advice: str = "", **values: float,
+    where: str,
+    /,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float = math.inf,
+    below: float = math.inf,
+    advice: str = "",
+    **values: float,
 ) -> None:
     """Raise `ConfigError` for the first of `values` that is no number, outside the range, infinite or NaN.
 
@@ -52,14 +61,24 @@ def require_range(
     """
     for key, value in values.items():
         if not isinstance(value, Real):
-            raise ConfigError(f"{where}: {key} = {' '.join(reprlib.repr(value).split())} must be a number"
-                              f"{advice and f'; {advice}'}")
+            raise ConfigError(
+                f"{where}: {key} = {' '.join(reprlib.repr(value).split())} must be a number"
+                f"{advice and f'; {advice}'}"
+            )
         inside = value > above if above is not None else least is None or value >= least
         if inside and value <= most and value < below and abs(value) < math.inf:
             continue
-        bounds = [f"above {above:g}"] if above is not None else [] if least is None else [f"{least:g} or more"]
+        bounds = (
+            [f"above {above:g}"]
+            if above is not None
+            else []
+            if least is None
+            else [f"{least:g} or more"]
+        )
         if most < math.inf or below < math.inf:
             bounds.append(f"at most {most:g}" if most <= below else f"below {below:g}")
         elif not isinstance(value, int):
             bounds.append("finite")
-        raise ConfigError(f"{where}: {key} = {value} must be {' and '.join(bounds)}{advice and f'; {advice}'}")
+        raise ConfigError(
+            f"{where}: {key} = {value} must be {' and '.join(bounds)}{advice and f'; {advice}'}"
+        )

@@ -17,19 +17,27 @@ def plain_numbers(made: T) -> T:
     have seven digits. It is converted in each argument whose annotation has `int` or `float`, alone or in a tuple,
     list, dict or array. What is exported needs this if it takes numbers.
     """
-    target: Callable[..., Any] = cast(Any, made).__init__ if isinstance(made, type) else cast(Any, made)
+    target: Callable[..., Any] = (
+        cast(Any, made).__init__ if isinstance(made, type) else cast(Any, made)
+    )
 
     @functools.cache  # at the first call, when every name of the annotations is defined
     def numeric() -> tuple[frozenset[str], frozenset[int]]:
         parameters = inspect.signature(target, eval_str=True).parameters.values()
-        places = {place: each.name for place, each in enumerate(parameters) if _has_number(each.annotation)}
+        places = {
+            place: each.name
+            for place, each in enumerate(parameters)
+            if _has_number(each.annotation)
+        }
         return frozenset(places.values()), frozenset(places)
 
     @functools.wraps(target)
     def call(*args: Any, **kwargs: Any) -> Any:
         names, places = numeric()
-        return target(*[plain(value) if place in places else value for place, value in enumerate(args)],
-                      **{name: plain(value) if name in names else value for name, value in kwargs.items()})
+        return target(
+            *[plain(value) if place in places else value for place, value in enumerate(args)],
+            **{name: plain(value) if name in names else value for name, value in kwargs.items()},
+        )
 
     if not isinstance(made, type):
         return cast(T, call)
@@ -44,7 +52,11 @@ def plain(value: Any) -> Any:
         return value
     if kind is dict:
         keys, parts = plain([*value]), plain([*value.values()])
-        return value if _same(keys, value) and _same(parts, value.values()) else dict(zip(keys, parts, strict=True))
+        return (
+            value
+            if _same(keys, value) and _same(parts, value.values())
+            else dict(zip(keys, parts, strict=True))
+        )
     if kind in (tuple, list):
         parts = [plain(part) for part in value]
         return value if _same(parts, value) else kind(parts)

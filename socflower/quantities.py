@@ -59,8 +59,13 @@ def human_seconds(seconds: Any) -> str:
         return f"{significant(value)} s"
     if value < 59.95:
         scale, unit = next(
-            ((scale, unit) for limit, scale, unit in reversed(_TIME_STEPS) if value >= 0.9995 * limit),
-            (_TIME_STEPS[0][1], _TIME_STEPS[0][2]))
+            (
+                (scale, unit)
+                for limit, scale, unit in reversed(_TIME_STEPS)
+                if value >= 0.9995 * limit
+            ),
+            (_TIME_STEPS[0][1], _TIME_STEPS[0][2]),
+        )
         return f"{significant(value * scale)} {unit}"
     if round(value) < 3600:
         return "{} min {:02d} s".format(*divmod(round(value), 60))
@@ -75,7 +80,9 @@ def human_joules(joules: Any) -> str:
     if value is None:
         return MISSING
     text = _scaled(value, "J")
-    return text if abs(value) < _JOULES_PER_WH else f"{text} ({_scaled(value / _JOULES_PER_WH, 'Wh')})"
+    return (
+        text if abs(value) < _JOULES_PER_WH else f"{text} ({_scaled(value / _JOULES_PER_WH, 'Wh')})"
+    )
 
 
 def human_bytes(num_bytes: Any) -> str:

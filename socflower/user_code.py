@@ -14,8 +14,11 @@ from typing import Any
 
 from socflower.errors import ConfigError, SocflowerError
 
-_NOT_OF_USERS = (str(Path(__file__).parent), *{sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")},
-                 "<frozen")
+_NOT_OF_USERS = (
+    str(Path(__file__).parent),
+    *{sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")},
+    "<frozen",
+)
 """What the files of this package, of installed ones and of Python itself begin with."""
 
 
@@ -34,8 +37,10 @@ def import_attribute(target: str, folder: Path | None, what: str, advice: str) -
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{what} cannot be loaded: {error}; {advice}") from None
     except SystemExit as end:
-        raise ConfigError(f"{what} cannot be loaded: its module ends with sys.exit({end.code!r}); leave that to "
-                          "`if __name__ == '__main__'`") from None
+        raise ConfigError(
+            f"{what} cannot be loaded: its module ends with sys.exit({end.code!r}); leave that to "
+            "`if __name__ == '__main__'`"
+        ) from None
     except Exception as error:
         raise ConfigError(f"{what} cannot be loaded: {raised(error)}") from error
     _require_place(module, folder, what)
@@ -48,8 +53,10 @@ def _require_place(module: ModuleType, folder: Path | None, what: str) -> None:
     actual = Path(module.__file__ or "").resolve()
     for file in () if folder is None else (folder / f"{stem}.py", folder / stem / "__init__.py"):
         if file.is_file() and file.resolve() != actual:
-            raise ConfigError(f"{what} cannot be loaded: module {module.__name__!r} is {actual} already, not {file}; "
-                              "rename it")
+            raise ConfigError(
+                f"{what} cannot be loaded: module {module.__name__!r} is {actual} already, not {file}; "
+                "rename it"
+            )
 
 
 def call(function: Callable[..., Any], arguments: Mapping[str, Any], what: str) -> Any:
@@ -69,9 +76,13 @@ def raised(error: BaseException) -> str:
 
 def place_of(error: BaseException) -> str:
     """Return " (file, line n)" of the innermost call outside of installed packages, or of the innermost one at all."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__
+    ]
     own = [frame for frame in frames if not frame.filename.startswith(_NOT_OF_USERS)]
-    return "".join(f" ({Path(frame.filename).name}, line {frame.lineno})" for frame in (own or frames)[-1:])
+    return "".join(
+        f" ({Path(frame.filename).name}, line {frame.lineno})" for frame in (own or frames)[-1:]
+    )
 
 
 def own_sources(folder: Path, targets: Iterable[str]) -> dict[str, Path]:
@@ -99,9 +110,17 @@ def _imported(file: Path) -> list[str]:
         nodes = [*ast.walk(ast.parse(file.read_bytes()))]
     except (SyntaxError, ValueError, OSError):  # its import says so
         return []
-    return [name for node in nodes for name in (
-        [alias.name for alias in node.names] if isinstance(node, ast.Import)
-        else [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else [])]
+    return [
+        name
+        for node in nodes
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom) and not node.level
+            else []
+        )
+    ]
 
 
 def require_main_guard(what: str, instead: str) -> None:
@@ -111,7 +130,9 @@ def require_main_guard(what: str, instead: str) -> None:
     """
     main = sys.modules.get("__main__")
     frame = inspect.currentframe()
-    while frame is not None and not (frame.f_code.co_name == "<module>" and frame.f_globals is vars(main)):
+    while frame is not None and not (
+        frame.f_code.co_name == "<module>" and frame.f_globals is vars(main)
+    ):
         frame = frame.f_back
     file = Path(getattr(main, "__file__", None) or "")
     # What is typed in or given by -c has no file, and is not imported again.
@@ -122,10 +143,16 @@ def require_main_guard(what: str, instead: str) -> None:
     except (SyntaxError, ValueError, OSError):  # changed since it was started
         return
     line = frame.f_lineno
-    if not any(isinstance(node, ast.If) and node.lineno <= line <= (node.end_lineno or line)
-               and "__name__" in ast.unparse(node.test) for node in nodes):
-        raise ConfigError(f"{file.name}, line {line}: {what} outside of `if __name__ == '__main__':`, and each of them "
-                          f"would run the script again; put what the script does under that line, or {instead}")
+    if not any(
+        isinstance(node, ast.If)
+        and node.lineno <= line <= (node.end_lineno or line)
+        and "__name__" in ast.unparse(node.test)
+        for node in nodes
+    ):
+        raise ConfigError(
+            f"{file.name}, line {line}: {what} outside of `if __name__ == '__main__':`, and each of them "
+            f"would run the script again; put what the script does under that line, or {instead}"
+        )
 
 
 @contextmanager

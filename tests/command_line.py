@@ -18,8 +18,11 @@ Socflower = Callable[..., Ran]
 
 
 @pytest.fixture
-def socflower(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path,
-              ) -> Iterator[Socflower]:
+def socflower(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> Iterator[Socflower]:
     """The command, without a new interpreter, in a folder of its own."""
     from socflower.cli import main as cli  # here: most tests start no command
     from socflower.user_code import forgotten_modules

@@ -25,8 +25,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Where tests run behind nohup, or as a job of a shell without job control, these are ignored, and every process that a
 # test starts would inherit that.
 if threading.current_thread() is threading.main_thread():
-    for _number, _default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL),
-                              (signal.SIGTERM, signal.SIG_DFL)):
+    for _number, _default in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+        (signal.SIGTERM, signal.SIG_DFL),
+    ):
         if signal.getsignal(_number) is signal.SIG_IGN:
             signal.signal(_number, _default)
 

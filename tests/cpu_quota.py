@@ -51,7 +51,13 @@ class Quota:
 
     def command(self, command: Sequence[str]) -> list[str]:
         """Return a command that starts `command` inside the group: before it can start anything outside."""
-        return ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.folder / "cgroup.procs"), *map(str, command)]
+        return [
+            "sh",
+            "-c",
+            'echo $$ > "$0" && exec "$@"',
+            str(self.folder / "cgroup.procs"),
+            *map(str, command),
+        ]
 
     def num_throttled(self) -> int:
         """Return in how many periods the quota was used up."""
@@ -89,7 +95,10 @@ def quotas(pids: Sequence[int], cores: Sequence[float]) -> Iterator[list[Quota]]
     A SuperNode's ClientApps descend from it: those that it starts later are born into its group.
     """
     with ExitStack() as stack:
-        yield [stack.enter_context(quota(pid, cores=each)) for pid, each in zip(pids, cores, strict=True)]
+        yield [
+            stack.enter_context(quota(pid, cores=each))
+            for pid, each in zip(pids, cores, strict=True)
+        ]
 
 
 def missing() -> str | None:
@@ -118,7 +127,11 @@ def _parent() -> Path | str:
         elif kind == "cgroup2":
             for parent in (folder, (folder / _own_group("").lstrip("/")).parent):
                 control = parent / "cgroup.subtree_control"
-                if folder in (parent, *parent.parents) and control.exists() and "cpu" in control.read_text().split():
+                if (
+                    folder in (parent, *parent.parents)
+                    and control.exists()
+                    and "cpu" in control.read_text().split()
+                ):
                     if os.access(parent, os.W_OK):
                         return parent
                     reason = f"no CPU quota can be set: {parent} is read-only for this user"

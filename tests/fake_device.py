@@ -28,8 +28,13 @@ class OnFake(Tensor):
     @staticmethod
     def __new__(cls, held: Tensor) -> "OnFake":
         made: OnFake = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype,
-            device=f"{NAME}:0")
+            cls,
+            held.shape,
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=f"{NAME}:0",
+        )
         made.held = held
         return made
 
@@ -51,24 +56,36 @@ class OnFake(Tensor):
         self.held = value.held
 
     @classmethod
-    def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if operation is _aten.copy_.default:
             _held(args[0]).copy_(_held(args[1]))
             return args[0]
         if operation is _aten._to_copy.default:
-            made = operation(_held(args[0]), **{key: value for key, value in kwargs.items() if key != "device"})
+            made = operation(
+                _held(args[0]), **{key: value for key, value in kwargs.items() if key != "device"}
+            )
             to = kwargs.get("device")
             return made if to is not None and torch.device(to).type == "cpu" else OnFake(made)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        strangers = [each for each in tensors if not isinstance(each, OnFake)
-                     and (each.dim() or operation in _NOT_ELEMENTWISE)]
+        strangers = [
+            each
+            for each in tensors
+            if not isinstance(each, OnFake) and (each.dim() or operation in _NOT_ELEMENTWISE)
+        ]
         if strangers:
-            raise RuntimeError(f"{operation}: a tensor of shape {tuple(strangers[0].shape)} on {strangers[0].device} "
-                               f"among those on {NAME}")
+            raise RuntimeError(
+                f"{operation}: a tensor of shape {tuple(strangers[0].shape)} on {strangers[0].device} "
+                f"among those on {NAME}"
+            )
         made = operation(*tree_map(_held, args), **tree_map(_held, kwargs))
         own = {id(each.held): each for each in tensors if isinstance(each, OnFake)}
-        return tree_map(lambda value: own.get(id(value), OnFake(value)) if isinstance(value, Tensor) else value, made)
+        return tree_map(
+            lambda value: own.get(id(value), OnFake(value)) if isinstance(value, Tensor) else value,
+            made,
+        )
 
 
 def _held(value: Any) -> Any:
@@ -139,11 +156,24 @@ def _register() -> None:
     autocast.fallback(library.fallthrough_kernel, "AutocastPrivateUse1")
     made = library.Library("aten", "IMPL")
     made.impl("linear", _autocast_linear, "AutocastPrivateUse1")
-    made.impl("empty.memory_format", lambda size, dtype=None, layout=None, device=None, pin_memory=None,
-              memory_format=None: OnFake(torch.empty(size, dtype=dtype, memory_format=memory_format
-                                                     or torch.contiguous_format)), "PrivateUse1")
-    made.impl("empty_strided", lambda size, stride, dtype=None, layout=None, device=None, pin_memory=None: OnFake(
-        torch.empty_strided(size, stride, dtype=dtype)), "PrivateUse1")
+    made.impl(
+        "empty.memory_format",
+        lambda size, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None: (
+            OnFake(
+                torch.empty(
+                    size, dtype=dtype, memory_format=memory_format or torch.contiguous_format
+                )
+            )
+        ),
+        "PrivateUse1",
+    )
+    made.impl(
+        "empty_strided",
+        lambda size, stride, dtype=None, layout=None, device=None, pin_memory=None: OnFake(
+            torch.empty_strided(size, stride, dtype=dtype)
+        ),
+        "PrivateUse1",
+    )
     _libraries.extend((autocast, made))
 
 
@@ -151,7 +181,9 @@ def _autocast_linear(*tensors: Tensor | None) -> Tensor:
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
     with torch._C._ExcludeDispatchKeyGuard(key):
         to = torch.get_autocast_dtype(NAME)
-        made: Tensor = _aten.linear.default(*(None if each is None else each.to(to) for each in tensors))
+        made: Tensor = _aten.linear.default(
+            *(None if each is None else each.to(to) for each in tensors)
+        )
         return made
 
 

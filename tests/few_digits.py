@@ -21,8 +21,12 @@ def few_digits() -> Iterator[None]:
     if len(whole.train) == NUM_TRAIN:
         yield
         return
-    few = DataSet(whole.train.select(torch.arange(NUM_TRAIN)), whole.test.select(torch.arange(NUM_TEST)),
-                  whole.name, whole.source)
+    few = DataSet(
+        whole.train.select(torch.arange(NUM_TRAIN)),
+        whole.test.select(torch.arange(NUM_TEST)),
+        whole.name,
+        whole.source,
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sources, "_load_digits", lambda cache: few)
         patch.setattr(sources, "_DIGITS_TRAIN", NUM_TRAIN)

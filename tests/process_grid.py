@@ -19,6 +19,7 @@ from socflower.engines.local.workers import ClientAppSource, NodeProcess, Worker
 _NODE_UNAVAILABLE = 5  # Flower's error code of a node that has left
 _PULL_INTERVAL_S = 0.02
 
+
 class ProcessGrid(EngineGrid):
     """Runs a ClientApp for nodes with the given configs, each in its own process.
 
@@ -28,12 +29,18 @@ class ProcessGrid(EngineGrid):
     """
 
     def __init__(
-        self, client_app: ClientAppSource, node_configs: NodeConfigs, *, run_config: UserConfig | None = None,
+        self,
+        client_app: ClientAppSource,
+        node_configs: NodeConfigs,
+        *,
+        run_config: UserConfig | None = None,
     ) -> None:
         super().__init__(node_configs, run_config)
         self._processes = {node_id: NodeProcess(client_app) for node_id in self._contexts}
         # One thread a node: its messages run one after the other, each with the state that the one before left.
-        self._queues = {node_id: ThreadPoolExecutor(1, f"node-{node_id}") for node_id in self._contexts}
+        self._queues = {
+            node_id: ThreadPoolExecutor(1, f"node-{node_id}") for node_id in self._contexts
+        }
         self._running: dict[str, tuple[Message, Future[Message]]] = {}
 
     def pid_of(self, node_id: int) -> int:
@@ -58,7 +65,9 @@ class ProcessGrid(EngineGrid):
                 replies.append(self._take(message_id))
         return replies
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
         """Run messages and return their replies; after `timeout` seconds, those that are there."""
         waiting = set(self.push_messages(messages))
         deadline_s = None if timeout is None else monotonic() + timeout
@@ -105,7 +114,9 @@ class ProcessGrid(EngineGrid):
 
     def _answer(self, node_id: int, message: Message) -> Message:
         try:
-            reply, context = self._processes[node_id].submit(message, self._contexts[node_id]).result()
+            reply, context = (
+                self._processes[node_id].submit(message, self._contexts[node_id]).result()
+            )
             if node_id in self._contexts:
                 self._contexts[node_id] = context
             return reply

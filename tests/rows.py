@@ -17,4 +17,6 @@ class Rows(Dataset[tuple[torch.Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         inputs, labels = self.data.batch([index])
-        return (inputs[0].flip(-1) if self.augment and torch.rand(()) < 0.5 else inputs[0]), int(labels[0])
+        return (inputs[0].flip(-1) if self.augment and torch.rand(()) < 0.5 else inputs[0]), int(
+            labels[0]
+        )

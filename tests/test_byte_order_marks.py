@@ -37,19 +37,28 @@ kind = "local"
 
 def cluster_by_profile(path: Path) -> object:
     """Read a cluster whose device is in the file."""
-    (path.parent / "by_profile.toml").write_text(f'[cluster]\nboards = 1\ndevice = "{path.name}"\n', "utf-8")
+    (path.parent / "by_profile.toml").write_text(
+        f'[cluster]\nboards = 1\ndevice = "{path.name}"\n', "utf-8"
+    )
     return load_cluster(path.parent / "by_profile.toml")
 
 
 READERS: dict[str, tuple[str, str, Callable[[Path], object]]] = {
     "a scenario": ("case.toml", "# How long?\n" + CLUSTER, load_scenario),
     "a cluster": ("rack.toml", CLUSTER, load_cluster),
-    "a device profile": ("own.toml", toml_text({"schema": 1, "device": {
-        "own": device_table("raspberry-pi-4b")}}), cluster_by_profile),
+    "a device profile": (
+        "own.toml",
+        toml_text({"schema": 1, "device": {"own": device_table("raspberry-pi-4b")}}),
+        cluster_by_profile,
+    ),
     "an app": ("pyproject.toml", APP, lambda path: load_flower_app(path.parent)),
     "a fan configuration": ("fan.toml", FAN, read_fan_file),
     "any TOML": ("any.toml", "a = 1\n", lambda path: read_toml(path, "file")),
-    "a bandwidth profile": ("link.csv", "time_s,up_bytes_per_s,down_bytes_per_s\n0,1000,2000\n", read_csv),
+    "a bandwidth profile": (
+        "link.csv",
+        "time_s,up_bytes_per_s,down_bytes_per_s\n0,1000,2000\n",
+        read_csv,
+    ),
     "a token": ("token", "0123456789abcdef" * 4 + "\n", read_token),
     "measured layers": ("layers.json", '{"schema": 1}', layer_profiles._read),
     "measured seconds of a cloud": ("cloud.json", '{"kind": "cloud"}', split_measuring._read),

@@ -46,22 +46,50 @@ def weights_of(path: Path) -> Weights:
 def run_here(app: Path, final_model: Path, **config: object) -> Weights:
     """Return the weights after the app has run in this process."""
     loaded = load_flower_app(app)
-    run_app(loaded.server_app, loaded.client_app, cluster=load_cluster(RACK), num_workers=0,
-            run_config={**loaded.run_config, "final-model": str(final_model),
-                        **{key.replace("_", "-"): value for key, value in config.items()}})
+    run_app(
+        loaded.server_app,
+        loaded.client_app,
+        cluster=load_cluster(RACK),
+        num_workers=0,
+        run_config={
+            **loaded.run_config,
+            "final-model": str(final_model),
+            **{key.replace("_", "-"): value for key, value in config.items()},
+        },
+    )
     return weights_of(final_model)
 
 
 def flwr_run(
-    app: Path, environment: Mapping[str, str], connection: str, final_model: Path, *options: str,
+    app: Path,
+    environment: Mapping[str, str],
+    connection: str,
+    final_model: Path,
+    *options: str,
     network: Network = MACHINE_NETWORK,
 ) -> str:
     """Submit an app with Flower's own command and return what it printed."""
     command = shutil.which("flwr", path=environment["PATH"]) or "flwr"
     ran = subprocess.run(
-        network.command([command, "run", str(app), connection, "--stream", "--run-config",
-                         f'final-model="{final_model}"', *options]),
-        capture_output=True, text=True, timeout=500.0, cwd=final_model.parent, env=dict(environment), check=False)
+        network.command(
+            [
+                command,
+                "run",
+                str(app),
+                connection,
+                "--stream",
+                "--run-config",
+                f'final-model="{final_model}"',
+                *options,
+            ]
+        ),
+        capture_output=True,
+        text=True,
+        timeout=500.0,
+        cwd=final_model.parent,
+        env=dict(environment),
+        check=False,
+    )
     assert final_model.exists(), ran.stdout[-3000:] + ran.stderr[-1000:]
     return ran.stdout
 
@@ -85,16 +113,35 @@ def test_few_lines_change(name: str) -> None:
             continue
         after = EXAMPLES / name / "after" / before.relative_to(EXAMPLES / name / "before")
         old, new = before.read_text().splitlines(), after.read_text().splitlines()
-        num_changed += sum(max(end - start, new_end - new_start) for kind, start, end, new_start, new_end
-                           in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes() if kind != "equal")
+        num_changed += sum(
+            max(end - start, new_end - new_start)
+            for kind, start, end, new_start, new_end in difflib.SequenceMatcher(
+                None, old, new, autojunk=False
+            ).get_opcodes()
+            if kind != "equal"
+        )
     assert 0 < num_changed <= MOST_CHANGED_LINES
 
 
 def run_by_the_command(app: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Weights:
     """Return the weights after `socflower run APP`."""
-    monkeypatch.setattr(sys, "argv", [
-        "socflower", "run", str(app), "--cluster", str(RACK), "--workers", "0", "--out", str(tmp_path / "out"),
-        "--set", f'final-model="{tmp_path / "command.pt"}"'])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "socflower",
+            "run",
+            str(app),
+            "--cluster",
+            str(RACK),
+            "--workers",
+            "0",
+            "--out",
+            str(tmp_path / "out"),
+            "--set",
+            f'final-model="{tmp_path / "command.pt"}"',
+        ],
+    )
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert not ended.value.code
@@ -110,16 +157,22 @@ def test_it_learns_on_the_local_engine(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", APPS)
-def test_the_command_ends_with_the_same_weights(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_ends_with_the_same_weights(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     app = EXAMPLES / name / "after"
-    assert_equal(run_by_the_command(app, tmp_path, monkeypatch), run_here(app, tmp_path / "called.pt"))
+    assert_equal(
+        run_by_the_command(app, tmp_path, monkeypatch), run_here(app, tmp_path / "called.pt")
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", APPS)
 def test_before_its_conversion_an_app_learns_too(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    name: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run_here(EXAMPLES / name / "before", tmp_path / "model.pt")
     reached = scores(capsys.readouterr().out)
@@ -135,8 +188,14 @@ def test_the_simulation_ends_with_the_local_engines_weights(name: str, tmp_path:
 
     app, environment = EXAMPLES / name / "after", flower_environment(tmp_path)
     with running_superlink(tmp_path, environment):
-        printed = flwr_run(app, environment, "scenario", tmp_path / "simulated.pt", "--federation-config",
-                           "num-supernodes=4 client-resources-num-cpus=1")
+        printed = flwr_run(
+            app,
+            environment,
+            "scenario",
+            tmp_path / "simulated.pt",
+            "--federation-config",
+            "num-supernodes=4 client-resources-num-cpus=1",
+        )
     assert scores(printed)[-1] > APPS[name]
     assert_equal(weights_of(tmp_path / "simulated.pt"), run_here(app, tmp_path / "local.pt"))
 
@@ -150,7 +209,9 @@ def test_rings_of_supernodes_learn_as_well(name: str, tmp_path: Path) -> None:
     (tmp_path / "flower").mkdir()
     app = EXAMPLES / name / "after"
     with local_flower(tmp_path / "flower", node_configs(rack), print) as flower:
-        printed = flwr_run(app, flower.environment, CONNECTION, tmp_path / "rings.pt", network=flower.network)
+        printed = flwr_run(
+            app, flower.environment, CONNECTION, tmp_path / "rings.pt", network=flower.network
+        )
     assert scores(printed)[-1] > APPS[name]
     if name == "huggingface_text":  # its dropout is drawn per member
         return

@@ -17,18 +17,31 @@ from socflower.engines.installed import Dependency, dependencies
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-PINS = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE))
+PINS = dict(
+    re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
+)
 EXTRAS = PROJECT["optional-dependencies"]
-FLOWER = next(Requirement(text) for text in PROJECT["dependencies"] if Requirement(text).name == "flwr")
-PAGES = [path for pattern in ("*.md", "docs/**/*.md", "docs/**/*.toml", "benchmarks/**/*.toml")
-         for path in ROOT.glob(pattern)]
-PRIVATE = (ROOT / "docs" / "architecture.md").read_text("utf-8").partition("## What is used that others do not")[2]
+FLOWER = next(
+    Requirement(text) for text in PROJECT["dependencies"] if Requirement(text).name == "flwr"
+)
+PAGES = [
+    path
+    for pattern in ("*.md", "docs/**/*.md", "docs/**/*.toml", "benchmarks/**/*.toml")
+    for path in ROOT.glob(pattern)
+]
+PRIVATE = (
+    (ROOT / "docs" / "architecture.md")
+    .read_text("utf-8")
+    .partition("## What is used that others do not")[2]
+)
 # Documented in spite of their names.
 _PUBLIC = {"_replace", "_asdict", "_fields", "_exit", "_make"}
 
 
 def test_the_installed_metadata_is_that_of_the_project() -> None:
-    assert dependencies().keys() == {Requirement(text).name for text in EXTRAS["tested"]}, "run make setup"
+    assert dependencies().keys() == {Requirement(text).name for text in EXTRAS["tested"]}, (
+        "run make setup"
+    )
     assert dependencies()["flwr"].allowed == FLOWER.specifier, "run make setup"
 
 
@@ -47,23 +60,41 @@ def test_flower_is_bounded_above_by_the_minor_version_that_was_tested() -> None:
 
 
 def test_pages_and_examples_allow_what_the_project_allows() -> None:
-    named = [(path.name, text) for path in PAGES
-             for text in re.findall(r"\bflwr(?:\[\w+\])?((?:[<>=~!]=?[\d.]+,?)+)", path.read_text("utf-8"))]
+    named = [
+        (path.name, text)
+        for path in PAGES
+        for text in re.findall(
+            r"\bflwr(?:\[\w+\])?((?:[<>=~!]=?[\d.]+,?)+)", path.read_text("utf-8")
+        )
+    ]
     assert len(named) >= 4
-    assert [(name, text) for name, text in named
-            if SpecifierSet(text) != FLOWER.specifier and text != f"=={PINS['flwr']}"] == []
-    versions = [text for path in PAGES for text in re.findall(r"\bflwr (\d+\.\d+\.\d+)", path.read_text("utf-8"))]
+    assert [
+        (name, text)
+        for name, text in named
+        if SpecifierSet(text) != FLOWER.specifier and text != f"=={PINS['flwr']}"
+    ] == []
+    versions = [
+        text
+        for path in PAGES
+        for text in re.findall(r"\bflwr (\d+\.\d+\.\d+)", path.read_text("utf-8"))
+    ]
     assert versions and set(versions) == {PINS["flwr"]}
 
 
-@pytest.mark.parametrize(("installed", "status", "words"), [
-    ("1.41.0", "ok", "1.41.0; allowed <1.42,>=1.41, tested 1.41.0"),
-    ("1.41.3", "ok", "not the tested version"),
-    ("1.42.0", "broken", "1.42.0; allowed <1.42,>=1.41, tested 1.41.0"),
-    ("1.40.9", "broken", "1.40.9; allowed"),
-])
+@pytest.mark.parametrize(
+    ("installed", "status", "words"),
+    [
+        ("1.41.0", "ok", "1.41.0; allowed <1.42,>=1.41, tested 1.41.0"),
+        ("1.41.3", "ok", "not the tested version"),
+        ("1.42.0", "broken", "1.42.0; allowed <1.42,>=1.41, tested 1.41.0"),
+        ("1.40.9", "broken", "1.40.9; allowed"),
+    ],
+)
 def test_the_doctor_compares_what_is_here_with_what_is_allowed_and_tested(
-    installed: str, status: str, words: str, monkeypatch: pytest.MonkeyPatch,
+    installed: str,
+    status: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(known, "_installed", lambda name: installed if name == "flwr" else None)
     dependencies.cache_clear()
@@ -77,35 +108,64 @@ def test_the_doctor_compares_what_is_here_with_what_is_allowed_and_tested(
 
 
 def test_another_build_of_a_tested_version_is_that_version() -> None:
-    torch = Dependency(name="torch", installed="2.13.0+cpu", allowed=SpecifierSet(">=2.3,<3"), tested="2.13.0")
+    torch = Dependency(
+        name="torch", installed="2.13.0+cpu", allowed=SpecifierSet(">=2.3,<3"), tested="2.13.0"
+    )
     assert torch.is_tested and torch.is_allowed
-    assert not Dependency(name="torch", installed="3.0.0", allowed=torch.allowed, tested="2.13.0").is_allowed
+    assert not Dependency(
+        name="torch", installed="3.0.0", allowed=torch.allowed, tested="2.13.0"
+    ).is_allowed
 
 
 def foreign_private_names(path: Path) -> Iterator[str]:
     """Names of other packages' private modules, classes and attributes that a file uses."""
     nodes = list(ast.walk(ast.parse(path.read_text("utf-8"))))
-    own = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-           and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")}
-    own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    own |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    own = {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ("self", "cls")
+    }
+    own |= {
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    own |= {
+        node.name
+        for node in nodes
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }
     for node in nodes:
-        if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("socflower"):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and not node.module.startswith("socflower")
+        ):
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             names = re.findall(r"^(?:flwr|torch)(?:\.\w+)+$", node.value)
-        elif isinstance(node, ast.Attribute) and node.attr not in own | _PUBLIC \
-                and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+        elif (
+            isinstance(node, ast.Attribute)
+            and node.attr not in own | _PUBLIC
+            and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+        ):
             names = [node.attr]
         else:
             continue
         for name in names:
-            if re.search(r"(^|\.)_(?!_)", name) or re.match(r"flwr\.(?!app\b|serverapp\b|clientapp\b)", name):
+            if re.search(r"(^|\.)_(?!_)", name) or re.match(
+                r"flwr\.(?!app\b|serverapp\b|clientapp\b)", name
+            ):
                 yield name
 
 
 def test_every_private_part_of_another_package_is_named_in_one_place() -> None:
-    used = {name for path in (ROOT / "socflower").rglob("*.py") if not path.name.endswith("_pb2.py")
-            for name in foreign_private_names(path)}
+    used = {
+        name
+        for path in (ROOT / "socflower").rglob("*.py")
+        if not path.name.endswith("_pb2.py")
+        for name in foreign_private_names(path)
+    }
     assert {"flwr.supercore.task_identity.TaskIdentity", "_buffers", "torch._dynamo"} <= used
     assert [name for name in sorted(used) if f"`{name}`" not in PRIVATE] == []

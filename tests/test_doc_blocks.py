@@ -37,8 +37,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-LANGUAGES = {"python": ("", "slow", "fragment"), "sh": ("", "slow", "fragment"), "toml": ("", "fragment"),
-             "text": ("",)}
+LANGUAGES = {
+    "python": ("", "slow", "fragment"),
+    "sh": ("", "slow", "fragment"),
+    "toml": ("", "fragment"),
+    "text": ("",),
+}
 OTHER_PROGRAMS = {"build-system", "project", "superlink", "tool"}
 EXPORTS = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 
@@ -76,10 +80,20 @@ def blocks_of(page: Path) -> list[Block]:
                 if line.strip() == "```":
                     break
                 inner.append(line)
-            block = Block(page, number, opening[1], opening[2].strip(), textwrap.dedent("\n".join([*inner, ""])))
-            is_below = blocks and not any(between.strip() for between in text[above:number - 1])
-            if block.language == "text" and is_below and blocks[-1].language in ("python", "sh") \
-                    and blocks[-1].mark != "fragment":
+            block = Block(
+                page,
+                number,
+                opening[1],
+                opening[2].strip(),
+                textwrap.dedent("\n".join([*inner, ""])),
+            )
+            is_below = blocks and not any(between.strip() for between in text[above : number - 1])
+            if (
+                block.language == "text"
+                and is_below
+                and blocks[-1].language in ("python", "sh")
+                and blocks[-1].mark != "fragment"
+            ):
                 blocks[-1] = blocks[-1]._replace(shown=block)
             blocks.append(block)
             above = number + len(inner) + 1
@@ -88,38 +102,65 @@ def blocks_of(page: Path) -> list[Block]:
 
 def ruled(*languages: str, mark: str | None = None) -> list[Any]:
     """Return the blocks of all pages with these languages and this mark, as parameters."""
-    return [pytest.param(block, id=block.place) for page in PAGES for block in blocks_of(page)
-            if block.language in languages and mark in (None, block.mark)]
+    return [
+        pytest.param(block, id=block.place)
+        for page in PAGES
+        for block in blocks_of(page)
+        if block.language in languages and mark in (None, block.mark)
+    ]
 
 
 def pages_that_run(*marks: str) -> list[Any]:
     """Return the pages with a block of Python or shell that has one of these marks, as parameters."""
-    return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES
-            if any(page == param.values[0].page and param.values[0].mark in marks for param in ruled("python", "sh"))]
+    return [
+        pytest.param(page, id=str(page.relative_to(ROOT)))
+        for page in PAGES
+        if any(
+            page == param.values[0].page and param.values[0].mark in marks
+            for param in ruled("python", "sh")
+        )
+    ]
 
 
 def test_every_block_says_what_it_is() -> None:
-    unruly = [f"{block.place}: ```{block.language} {block.mark}".rstrip() for page in PAGES
-              for block in blocks_of(page) if block.mark not in LANGUAGES.get(block.language, ())]
+    unruly = [
+        f"{block.place}: ```{block.language} {block.mark}".rstrip()
+        for page in PAGES
+        for block in blocks_of(page)
+        if block.mark not in LANGUAGES.get(block.language, ())
+    ]
     assert not unruly, f"{unruly}: use one of {LANGUAGES}"
 
 
 # ------------------------------------------------------------------------------------------- blocks that run
 @pytest.mark.parametrize("page", pages_that_run(""))
-def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                  capfd: pytest.CaptureFixture[str]) -> None:
-    run_blocks([block for block in blocks_of(page) if block.mark == ""], tmp_path, monkeypatch, capfd)
+def test_the_blocks_of_a_page_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_blocks(
+        [block for block in blocks_of(page) if block.mark == ""], tmp_path, monkeypatch, capfd
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", pages_that_run("slow"))
-def test_the_slow_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                       capfd: pytest.CaptureFixture[str]) -> None:
-    run_blocks([block for block in blocks_of(page) if block.mark != "fragment"], tmp_path, monkeypatch, capfd)
+def test_the_slow_blocks_of_a_page_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_blocks(
+        [block for block in blocks_of(page) if block.mark != "fragment"],
+        tmp_path,
+        monkeypatch,
+        capfd,
+    )
 
 
-def run_blocks(blocks: list[Block], folder: Path, monkeypatch: pytest.MonkeyPatch,
-               capfd: pytest.CaptureFixture[str]) -> None:
+def run_blocks(
+    blocks: list[Block],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     """Run a page's blocks in a folder, as a user would in the repository's: Python here, where torch is loaded."""
     import torch
 
@@ -150,8 +191,9 @@ def run_blocks(blocks: list[Block], folder: Path, monkeypatch: pytest.MonkeyPatc
                 printed = run_shell(block, monkeypatch, capfd)
             if block.shown:
                 missing = first_missing(block.shown.text, printed)
-                assert missing is None, \
+                assert missing is None, (
                     f"{block.shown.place}: {missing!r} is not what the block prints now:\n{printed[-2000:]}"
+                )
     finally:
         torch.set_num_threads(threads)
         STRATEGIES.clear()  # a page may register its own
@@ -166,7 +208,9 @@ def run_python(block: Block, main: ModuleType) -> None:
     code = compile("\n" * block.line + block.text, str(block.page), "exec", dont_inherit=True)
     try:
         exec(code, main.__dict__)
-        for name in re.findall(r"^def (test_\w+)", block.text, re.MULTILINE) if block.file_name else ():
+        for name in (
+            re.findall(r"^def (test_\w+)", block.text, re.MULTILINE) if block.file_name else ()
+        ):
             main.__dict__[name]()
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
@@ -175,15 +219,21 @@ def run_python(block: Block, main: ModuleType) -> None:
         raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
 
 
-def run_shell(block: Block, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> str:
+def run_shell(
+    block: Block, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> str:
     """Run a block and return what it prints; plain lines of socflower without a new interpreter, which loads torch."""
     from socflower.cli.main import main as socflower
 
     commands = list(commands_of(block.text))
     is_plain = block.mark == "" and not re.search(r"[|&;<>$()*]|\bsudo\b", block.text)
     if not is_plain or any(command[:1] != ["socflower"] for command in commands):
-        ran = subprocess.run(["bash", "-euo", "pipefail", "-c", block.text], capture_output=True, text=True,
-                             stdin=subprocess.DEVNULL)
+        ran = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", block.text],
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+        )
         printed = ran.stdout[-2000:] + ran.stderr[-2000:]
         assert ran.returncode == 0, f"{block.place}: ended with {ran.returncode}\n{printed}"
         return ran.stdout + ran.stderr
@@ -216,9 +266,17 @@ def first_missing(shown: str, printed: str) -> str | None:
     for line in filter(None, map(in_one_line, shown.splitlines())):
         numbers = [as_number(text) for text in re.findall(NUMBER, line)]
         pattern = re.compile(f"({NUMBER})".join(map(re.escape, re.split(NUMBER, line))))
-        found = next((match for match in pattern.finditer(printed, begin) if all(
-            abs(as_number(now) - number) <= TOLERANCE * number
-            for now, number in zip(match.groups(), numbers, strict=True))), None)
+        found = next(
+            (
+                match
+                for match in pattern.finditer(printed, begin)
+                if all(
+                    abs(as_number(now) - number) <= TOLERANCE * number
+                    for now, number in zip(match.groups(), numbers, strict=True)
+                )
+            ),
+            None,
+        )
         if found is None:
             return line
         begin = found.end()
@@ -228,8 +286,14 @@ def first_missing(shown: str, printed: str) -> str | None:
 def in_one_line(text: str) -> str:
     """Return a text without line breaks and the lines of tables, durations in seconds: "1 min 09 s" is "69 s"."""
     text = " ".join(re.sub(r"[\u2500-\u257f]", " ", text).split())
-    text = re.sub(r"\b(\d+) h (\d\d) min\b", lambda match: f"{int(match[1]) * 3600 + int(match[2]) * 60} s", text)
-    return re.sub(r"\b(\d+) min (\d\d) s\b", lambda match: f"{int(match[1]) * 60 + int(match[2])} s", text)
+    text = re.sub(
+        r"\b(\d+) h (\d\d) min\b",
+        lambda match: f"{int(match[1]) * 3600 + int(match[2]) * 60} s",
+        text,
+    )
+    return re.sub(
+        r"\b(\d+) min (\d\d) s\b", lambda match: f"{int(match[1]) * 60 + int(match[2])} s", text
+    )
 
 
 def as_number(text: str) -> float:
@@ -237,14 +301,25 @@ def as_number(text: str) -> float:
     return float(text.replace(",", ""))
 
 
-@pytest.mark.parametrize(("shown", "missing"), [
-    ("a step 104 ms", None), ("a step 100 ms\n3 169 ms", None), ("a step 106 ms", "a step 106 ms"),
-    ("3 169 ms\na step 100 ms", "a step 100 ms"), ("a round 100 ms", "a round 100 ms"),
-    ("an epoch 1 min 11 s and\n6.85 kJ", None), ("an epoch 2 min 11 s", "an epoch 131 s"),
-    ("1,200 SoCs of vgg11", None), ("1,200 SoCs of vgg12", "1,200 SoCs of vgg12"),
-    ("0 of 3", None), ("1 of 3", "1 of 3"),
-])
-def test_shown_lines_are_found_in_an_output_in_order_within_5_percent(shown: str, missing: str | None) -> None:
+@pytest.mark.parametrize(
+    ("shown", "missing"),
+    [
+        ("a step 104 ms", None),
+        ("a step 100 ms\n3 169 ms", None),
+        ("a step 106 ms", "a step 106 ms"),
+        ("3 169 ms\na step 100 ms", "a step 100 ms"),
+        ("a round 100 ms", "a round 100 ms"),
+        ("an epoch 1 min 11 s and\n6.85 kJ", None),
+        ("an epoch 2 min 11 s", "an epoch 131 s"),
+        ("1,200 SoCs of vgg11", None),
+        ("1,200 SoCs of vgg12", "1,200 SoCs of vgg12"),
+        ("0 of 3", None),
+        ("1 of 3", "1 of 3"),
+    ],
+)
+def test_shown_lines_are_found_in_an_output_in_order_within_5_percent(
+    shown: str, missing: str | None
+) -> None:
     printed = "a\nstep 100 ms\n│ 3  │ 169 ms │\nan epoch 1 min 09 s and 6.85 kJ\n1,234 SoCs of vgg11\n0 of 3 faults\n"
     assert first_missing(shown, printed) == missing
 
@@ -259,10 +334,16 @@ def test_a_fragment_of_python_compiles_and_its_imports_exist(block: Block) -> No
             for alias in node.names:
                 if alias.name.partition(".")[0] == "socflower":
                     importlib.import_module(alias.name)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "socflower":
+        elif (
+            isinstance(node, ast.ImportFrom)
+            and (node.module or "").partition(".")[0] == "socflower"
+        ):
             module = importlib.import_module(node.module or "")
-            missing += [f"{block.page.relative_to(ROOT)}:{node.lineno}: {node.module} has no {alias.name}"
-                        for alias in node.names if not hasattr(module, alias.name)]
+            missing += [
+                f"{block.page.relative_to(ROOT)}:{node.lineno}: {node.module} has no {alias.name}"
+                for alias in node.names
+                if not hasattr(module, alias.name)
+            ]
     assert not missing
 
 
@@ -279,7 +360,9 @@ def commands_of(text: str) -> Iterator[list[str]]:
                 if words:
                     yield words
                 words = []
-            elif words or not (token in ("sudo", "nohup", "time", "do", "then") or re.match(r"[A-Z_]+=", token)):
+            elif words or not (
+                token in ("sudo", "nohup", "time", "do", "then") or re.match(r"[A-Z_]+=", token)
+            ):
                 words.append(token)
 
 
@@ -295,18 +378,25 @@ def test_the_commands_of_a_fragment_of_shell_exist(block: Block) -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
     for words in commands_of(block.text):
         here = f"{block.place}: {shlex.join(words)}"
-        missing = [word for word in words if re.match(r"(scenarios|docs|benchmarks)/", word)
-                   and not (ROOT / word).exists()]
+        missing = [
+            word
+            for word in words
+            if re.match(r"(scenarios|docs|benchmarks)/", word) and not (ROOT / word).exists()
+        ]
         assert not missing, f"{here}: {missing} is not there"
         if Path(words[0]).name == "make":
-            unknown = [word for word in words[1:] if re.fullmatch(r"[a-z-]+", word) and word not in targets]
+            unknown = [
+                word for word in words[1:] if re.fullmatch(r"[a-z-]+", word) and word not in targets
+            ]
             assert not unknown, f"{here}: {unknown} is no target of Makefile"
         if Path(words[0]).name != "socflower":
             continue
         try:
             command, context = program, program.make_context("socflower", words[1:])
             while isinstance(command, click.Group):
-                name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+                name, command, rest = command.resolve_command(
+                    context, [*context._protected_args, *context.args]
+                )
                 context = command.make_context(name, rest, parent=context)
         except click.exceptions.Exit:  # of --help and --version
             continue
@@ -336,14 +426,19 @@ def mistakes_of(document: dict[str, Any]) -> list[str]:
     try:
         kind.model_validate_json(json.dumps(document, default=str), by_alias=True, by_name=False)
     except ValidationError as error:
-        return [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()
-                if each["type"] not in ("missing", "value_error")]
+        return [
+            f"{'.'.join(map(str, each['loc']))}: {each['msg']}"
+            for each in error.errors()
+            if each["type"] not in ("missing", "value_error")
+        ]
     return []
 
 
 @pytest.mark.parametrize("block", ruled("toml"))
 def test_a_toml_file_is_loaded_and_a_fragment_has_known_keys(
-    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    block: Block,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from socflower.cluster import load_cluster
     from socflower.cluster.cluster_file import ClusterFile

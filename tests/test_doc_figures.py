@@ -19,8 +19,15 @@ from typer.testing import CliRunner
 from socflower.cli.main import app
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", *(str(page.relative_to(ROOT)) for folder in ("guides", "concepts")
-                        for page in sorted((ROOT / "docs" / folder).glob("*.md"))), "docs/getting-started.md"]
+PAGES = [
+    "README.md",
+    *(
+        str(page.relative_to(ROOT))
+        for folder in ("guides", "concepts")
+        for page in sorted((ROOT / "docs" / folder).glob("*.md"))
+    ),
+    "docs/getting-started.md",
+]
 UNIT = r"(?:%|ms\b|s\b|min\b|h\b|J\b|kJ\b|times\b|MB\b|GB\b|kB\b|MB/s\b|×)"
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
 FIGURE = re.compile(rf"(?<![\w.]){NUMBER}(?: to {NUMBER})?[\s ]?{UNIT}")
@@ -35,7 +42,9 @@ class Said(NamedTuple):
     compute: Callable[[], Sequence[float]]
 
     def figures(self, page: str) -> list[float]:
-        found = re.search(re.escape(self.text).replace(r"\{\}", f"({NUMBER})").replace(r"\ ", r"\s+"), page)
+        found = re.search(
+            re.escape(self.text).replace(r"\{\}", f"({NUMBER})").replace(r"\ ", r"\s+"), page
+        )
         assert found, f"{self.page}: {self.text!r} is not there; change this list with the page"
         return [float(figure.replace(",", "")) for figure in found.groups()]
 
@@ -59,28 +68,59 @@ def printed(*arguments: str) -> dict[str, Any]:
 
 def seeds(strategy: str, socs: int, key: str = "time_to_accuracy_s") -> list[float]:
     """Return a figure of the demonstration under seeds 1, 2 and 3."""
-    return [row[key] for row in results("digits_seeds")["rows"] if (row["strategy"], row["socs"]) == (strategy, socs)]
+    return [
+        row[key]
+        for row in results("digits_seeds")["rows"]
+        if (row["strategy"], row["socs"]) == (strategy, socs)
+    ]
 
 
 def demonstrated(strategy: str, socs: int) -> list[float]:
     """Return seconds and joules to the target, by seed."""
     of = strategy, socs
-    return [figure for pair in zip(seeds(*of), seeds(*of, "energy_to_accuracy_j"), strict=True) for figure in pair]
+    return [
+        figure
+        for pair in zip(seeds(*of), seeds(*of, "energy_to_accuracy_j"), strict=True)
+        for figure in pair
+    ]
 
 
 def leads() -> list[float]:
     """Return how many times as fast as the best alternative SoCFlow is, by seed."""
     others = [("sgd", 1), ("ring", 32), ("ring", 8), ("fedavg", 32)]
-    return [min(times) / own for own, *times in zip(seeds("socflow", 32), *(seeds(*other) for other in others),
-                                                    strict=True)]
+    return [
+        min(times) / own
+        for own, *times in zip(
+            seeds("socflow", 32), *(seeds(*other) for other in others), strict=True
+        )
+    ]
 
 
 def uplinks(groups: int, fusion: str = "buckets") -> list[float]:
     """Return the seconds of a step in turns and running freely."""
-    return [printed("plan", "scenarios/auto_groups.toml", "--groups", str(groups), "--fusion", fusion, *(
-        part for setting in ("cluster.boards=12", "cluster.socs_per_board=5", "model.name=vgg11", "data.name=cifar10",
-                             "train.batch_size=64", f"strategy.serialize_uplinks={turns}")
-        for part in ("--set", setting)))["predicted"]["step_s"] for turns in ("true", "false")]
+    return [
+        printed(
+            "plan",
+            "scenarios/auto_groups.toml",
+            "--groups",
+            str(groups),
+            "--fusion",
+            fusion,
+            *(
+                part
+                for setting in (
+                    "cluster.boards=12",
+                    "cluster.socs_per_board=5",
+                    "model.name=vgg11",
+                    "data.name=cifar10",
+                    "train.batch_size=64",
+                    f"strategy.serialize_uplinks={turns}",
+                )
+                for part in ("--set", setting)
+            ),
+        )["predicted"]["step_s"]
+        for turns in ("true", "false")
+    ]
 
 
 def pipeline_pays() -> list[float]:
@@ -91,13 +131,33 @@ def pipeline_pays() -> list[float]:
 
 def leaders(way: str) -> list[float]:
     """Return the seconds of a synchronisation of VGG-11 in 8, 32, and 3,000 groups of 200 servers."""
-    def planned(groups: int, *settings: str) -> float:
-        return float(printed("plan", "scenarios/full/mnist_32_socs.toml", "--groups", str(groups), *(
-            part for setting in ("model.name=vgg11", "data.name=cifar10", *settings) for part in ("--set", setting)),
-        )["leaders_s"][way])
 
-    return [planned(8), planned(32), planned(3000, "cluster.boards=12", "cluster.socs_per_board=5",
-                                             "server=[{count=200}]", "strategy.socs=12000")]
+    def planned(groups: int, *settings: str) -> float:
+        return float(
+            printed(
+                "plan",
+                "scenarios/full/mnist_32_socs.toml",
+                "--groups",
+                str(groups),
+                *(
+                    part
+                    for setting in ("model.name=vgg11", "data.name=cifar10", *settings)
+                    for part in ("--set", setting)
+                ),
+            )["leaders_s"][way]
+        )
+
+    return [
+        planned(8),
+        planned(32),
+        planned(
+            3000,
+            "cluster.boards=12",
+            "cluster.socs_per_board=5",
+            "server=[{count=200}]",
+            "strategy.socs=12000",
+        ),
+    ]
 
 
 def over_one_soc(*settings: str) -> list[float]:
@@ -111,38 +171,64 @@ def speedup(name: str, case: str) -> float:
 
 def lost(network: str, algorithm: str) -> float:
     """Return the points of accuracy lost to FP32, the mean over seeds."""
-    rows = [row for row in results("bench-int8-accuracy")["rows"]
-            if row["case"].startswith(network) and row["case"].endswith(algorithm)]
+    rows = [
+        row
+        for row in results("bench-int8-accuracy")["rows"]
+        if row["case"].startswith(network) and row["case"].endswith(algorithm)
+    ]
     assert len(rows) >= 3
     return float(sum(row["peer_value"] - row["ours"] for row in rows) / len(rows))
 
 
 def split_errors() -> list[float]:
-    errors = [abs(run["predicted_s"] / run["measured_s"] - 1) for run in results("split")["peers"]["runs"]]
+    errors = [
+        abs(run["predicted_s"] / run["measured_s"] - 1) for run in results("split")["peers"]["runs"]
+    ]
     return [sum(error <= 0.1 for error in errors), len(errors), 100 * max(errors)]
 
 
 def exchange_errors() -> list[float]:
     rows = results("bench-exchange")["rows"]
-    fitted, left_out = r"(VGG-11|ResNet-18), [\w ]+, \d+ SoCs \(", r".*predicted from the other seven"
-    return [100 * max(abs(row["ours"] / row["peer_value"] - 1) for row in rows if re.match(kind, row["case"]))
-            for kind in (fitted, left_out)]
+    fitted, left_out = (
+        r"(VGG-11|ResNet-18), [\w ]+, \d+ SoCs \(",
+        r".*predicted from the other seven",
+    )
+    return [
+        100
+        * max(
+            abs(row["ours"] / row["peer_value"] - 1) for row in rows if re.match(kind, row["case"])
+        )
+        for kind in (fitted, left_out)
+    ]
 
 
 def trained(scenario: str, *settings: str) -> dict[str, Any]:
-    return printed("run", f"scenarios/{scenario}.toml", *(part for each in settings for part in ("--set", each)))
+    return printed(
+        "run",
+        f"scenarios/{scenario}.toml",
+        *(part for each in settings for part in ("--set", each)),
+    )
 
 
 def slowdowns(rebalance: str) -> list[float]:
     """Return by how many percent longer two trainings take than in a cold rack."""
-    return [100 * float(trained(scenario, f"strategy.rebalance={rebalance}", "expect={}")["heat"]["slowdown"])
-            for scenario in ("rebalanced_shares", "tidal_games")]
+    return [
+        100
+        * float(
+            trained(scenario, f"strategy.rebalance={rebalance}", "expect={}")["heat"]["slowdown"]
+        )
+        for scenario in ("rebalanced_shares", "tidal_games")
+    ]
 
 
 def beside(strategy: str) -> list[float]:
     """Return the virtual seconds and the joules of a strategy at an edge with Wi-Fi."""
     document = printed("compare", "scenarios/split_against_edge.toml")
-    return next([row["virtual_s"], row["energy_j"]] for row in document["rows"] if row["strategy"] == strategy)
+    return next(
+        [row["virtual_s"], row["energy_j"]]
+        for row in document["rows"]
+        if row["strategy"] == strategy
+    )
 
 
 def accuracies_beside() -> list[float]:
@@ -152,75 +238,204 @@ def accuracies_beside() -> list[float]:
 
 
 def lenet_beside() -> list[float]:
-    return [trained("split_against_edge", "model.name=lenet5", "expect={}", f"edgecloud.allow_edge_only={alone}"
-                    )["virtual_s"] for alone in ("true", "false")]
+    return [
+        trained(
+            "split_against_edge",
+            "model.name=lenet5",
+            "expect={}",
+            f"edgecloud.allow_edge_only={alone}",
+        )["virtual_s"]
+        for alone in ("true", "false")
+    ]
 
 
 def int8_edge() -> list[float]:
-    npu, cpu = (trained("split_int8_edge", "expect={}", *settings) for settings in ((), ("precision={}",)))
+    npu, cpu = (
+        trained("split_int8_edge", "expect={}", *settings) for settings in ((), ("precision={}",))
+    )
     alone = trained("split_int8_edge", "expect={}", "strategy.name=edge-only")
-    return [npu["virtual_s"], npu["energy_j"], cpu["virtual_s"], cpu["energy_j"], alone["virtual_s"]]
+    return [
+        npu["virtual_s"],
+        npu["energy_j"],
+        cpu["virtual_s"],
+        cpu["energy_j"],
+        alone["virtual_s"],
+    ]
 
 
-README, PLANNING, VIRTUAL_TIME = "README.md", "docs/concepts/planning.md", "docs/concepts/virtual-time.md"
-HEAT, PRECISION, SPLIT = (f"docs/guides/{name}.md" for name in ("heat", "precision", "split-training"))
+README, PLANNING, VIRTUAL_TIME = (
+    "README.md",
+    "docs/concepts/planning.md",
+    "docs/concepts/virtual-time.md",
+)
+HEAT, PRECISION, SPLIT = (
+    f"docs/guides/{name}.md" for name in ("heat", "precision", "split-training")
+)
 JOULES = "energy_to_accuracy_j"
 QUICK = [
-    Said(README, "A ring of 8 takes {} s and {} J", lambda: [seeds("ring", 8)[0], seeds("ring", 8, JOULES)[0]]),
-    Said(README, "groups are {} times as fast as the best alternative, with {} times its joules; with two other seeds "
-                 "{} and {} times as fast", lambda: [
-        leads()[0], seeds("socflow", 32, JOULES)[0] / seeds("ring", 8, JOULES)[0], *leads()[1:]]),
-    *(Said("docs/results.md", f"| {label} | " + " | ".join(["{} s, {} J"] * 3) + " |", partial(demonstrated, *who))
-      for label, who in {"SoCFlow, 32 SoCs in 8 groups": ("socflow", 32), "one SoC": ("sgd", 1), "FedAvg, 32 SoCs": (
-          "fedavg", 32), "one ring of 32 SoCs": ("ring", 32), "one ring of 8 SoCs": ("ring", 8)}.items()),
-    Said(README, "meets the published exchange latencies within {} %", lambda: exchange_errors()[:1]),
-    Said(VIRTUAL_TIME, "within {} %, {} % for a latency predicted from the other seven", exchange_errors),
-    Said(VIRTUAL_TIME, "A transfer costs handling, {} ms for each [message]", lambda: [
-        1e3 * bench("bench-exchange", "cost of a message")["ours"]]),
-    Said(VIRTUAL_TIME, "{} ms is fitted to its eight", lambda: [
-        1e3 * bench("bench-exchange", "cost of a message")["ours"]]),
-    Said(VIRTUAL_TIME, "alone gets {} MB/s", lambda: [bench("bench-exchange", "rate of a link")["ours"] / 1e6]),
+    Said(
+        README,
+        "A ring of 8 takes {} s and {} J",
+        lambda: [seeds("ring", 8)[0], seeds("ring", 8, JOULES)[0]],
+    ),
+    Said(
+        README,
+        "groups are {} times as fast as the best alternative, with {} times its joules; with two other seeds "
+        "{} and {} times as fast",
+        lambda: [
+            leads()[0],
+            seeds("socflow", 32, JOULES)[0] / seeds("ring", 8, JOULES)[0],
+            *leads()[1:],
+        ],
+    ),
+    *(
+        Said(
+            "docs/results.md",
+            f"| {label} | " + " | ".join(["{} s, {} J"] * 3) + " |",
+            partial(demonstrated, *who),
+        )
+        for label, who in {
+            "SoCFlow, 32 SoCs in 8 groups": ("socflow", 32),
+            "one SoC": ("sgd", 1),
+            "FedAvg, 32 SoCs": ("fedavg", 32),
+            "one ring of 32 SoCs": ("ring", 32),
+            "one ring of 8 SoCs": ("ring", 8),
+        }.items()
+    ),
+    Said(
+        README, "meets the published exchange latencies within {} %", lambda: exchange_errors()[:1]
+    ),
+    Said(
+        VIRTUAL_TIME,
+        "within {} %, {} % for a latency predicted from the other seven",
+        exchange_errors,
+    ),
+    Said(
+        VIRTUAL_TIME,
+        "A transfer costs handling, {} ms for each [message]",
+        lambda: [1e3 * bench("bench-exchange", "cost of a message")["ours"]],
+    ),
+    Said(
+        VIRTUAL_TIME,
+        "{} ms is fitted to its eight",
+        lambda: [1e3 * bench("bench-exchange", "cost of a message")["ours"]],
+    ),
+    Said(
+        VIRTUAL_TIME,
+        "alone gets {} MB/s",
+        lambda: [bench("bench-exchange", "rate of a link")["ours"] / 1e6],
+    ),
     Said(PLANNING, "| 20 groups | {} s a step | {} s |", lambda: uplinks(20)),
-    Said(PLANNING, "In eight groups it is `{}× as fast as one SoC`, VGG-11 on CIFAR-10 `{}×`", lambda: [
-        *over_one_soc(), *over_one_soc("--set", "model.name=vgg11", "--set", "data.name=cifar10")]),
-    Said(PRECISION, "An int8 step takes {} (LeNet-5) to {} times (VGG-11) less time", lambda: [
-        speedup("bench-int8-step", f"avx512-vnni: {model} step") for model in ("LeNet-5", "VGG-11")]),
-    Said(PRECISION, "small networks lose {} points with NITI, {} with adaptive", lambda: [
-        lost("resnet8", "niti, bits 2-1-0"), lost("resnet8", "adaptive-fixed-point")]),
-    Said(PRECISION, "one SoC computes {} times as fast under the default rule", lambda: [
-        speedup("bench-mixed-cluster", "vgg11, paper, one SoC")]),
-    Said("docs/guides/deployment.md", "nodes hold {} times the memory between rounds", lambda: [
-        1 / speedup("warm-executor", "LeNet-5, 4 SuperNodes: memory of a node between rounds")]),
-    Said(SPLIT, "of the measured time in {} of {} deployments on a busy machine, and off by {} % at worst",
-         split_errors),
+    Said(
+        PLANNING,
+        "In eight groups it is `{}× as fast as one SoC`, VGG-11 on CIFAR-10 `{}×`",
+        lambda: [
+            *over_one_soc(),
+            *over_one_soc("--set", "model.name=vgg11", "--set", "data.name=cifar10"),
+        ],
+    ),
+    Said(
+        PRECISION,
+        "An int8 step takes {} (LeNet-5) to {} times (VGG-11) less time",
+        lambda: [
+            speedup("bench-int8-step", f"avx512-vnni: {model} step")
+            for model in ("LeNet-5", "VGG-11")
+        ],
+    ),
+    Said(
+        PRECISION,
+        "small networks lose {} points with NITI, {} with adaptive",
+        lambda: [lost("resnet8", "niti, bits 2-1-0"), lost("resnet8", "adaptive-fixed-point")],
+    ),
+    Said(
+        PRECISION,
+        "one SoC computes {} times as fast under the default rule",
+        lambda: [speedup("bench-mixed-cluster", "vgg11, paper, one SoC")],
+    ),
+    Said(
+        "docs/guides/deployment.md",
+        "nodes hold {} times the memory between rounds",
+        lambda: [
+            1 / speedup("warm-executor", "LeNet-5, 4 SuperNodes: memory of a node between rounds")
+        ],
+    ),
+    Said(
+        SPLIT,
+        "of the measured time in {} of {} deployments on a busy machine, and off by {} % at worst",
+        split_errors,
+    ),
 ]
 SLOW = [
-    Said(README, "three Jetson Nanos: {} times as fast as replicas, {} times as one", pipeline_pays),
+    Said(
+        README, "three Jetson Nanos: {} times as fast as replicas, {} times as one", pipeline_pays
+    ),
     Said("docs/guides/pipelines.md", "# {} times as fast as replicas", lambda: pipeline_pays()[:1]),
     Said(PLANNING, "| 8 groups | {} s | {} s |", lambda: uplinks(8)),
-    Said(PLANNING, "| 8 groups, `--fusion per-tensor` | {} s | {} s |", lambda: uplinks(8, "per-tensor")),
-    *(Said(PLANNING, f"| {label} | {{}} s, {{}} s | {{}} s |", partial(leaders, name)) for name, label in {
-        "ring": '`"ring"`, as in SoCFlow+', "tree": '`"tree"`: by board, server, site', "star": '`"star"`'}.items()),
-    *(Said(HEAT, f"| `{name}`" + (" (default)" if name == "off" else "") + f" | {what} | {{}} %{more} | {{}} %{more} |",
-           partial(slowdowns, name))
-      for name, what, more in (
-          ("off", "nothing", " slower"),
-          ("shares", "each member's samples of a batch, by capacity, every `rebalance_steps` (10)", ""),
-          ("groups", "between rounds SoCs of one board change groups, so that capacities even out", ""),
-          ("both", "both", ""))),
-    *(Said(SPLIT, f"| {label} | {{}} s | {{}} J |", partial(beside, name))
-      for name, label in {"split-replay": "`split-replay`, 8 bits", "pipelined": "`pipelined`, 32 bits",
-                          "edge-only": "`edge-only`", "split": "`split`, one batch at a time"}.items()),
-    Said(README, "a Raspberry Pi on Wi-Fi: {} virtual s; alone {}", lambda: [
-        beside("split-replay")[0], beside("edge-only")[0]]),
+    Said(
+        PLANNING,
+        "| 8 groups, `--fusion per-tensor` | {} s | {} s |",
+        lambda: uplinks(8, "per-tensor"),
+    ),
+    *(
+        Said(PLANNING, f"| {label} | {{}} s, {{}} s | {{}} s |", partial(leaders, name))
+        for name, label in {
+            "ring": '`"ring"`, as in SoCFlow+',
+            "tree": '`"tree"`: by board, server, site',
+            "star": '`"star"`',
+        }.items()
+    ),
+    *(
+        Said(
+            HEAT,
+            f"| `{name}`"
+            + (" (default)" if name == "off" else "")
+            + f" | {what} | {{}} %{more} | {{}} %{more} |",
+            partial(slowdowns, name),
+        )
+        for name, what, more in (
+            ("off", "nothing", " slower"),
+            (
+                "shares",
+                "each member's samples of a batch, by capacity, every `rebalance_steps` (10)",
+                "",
+            ),
+            (
+                "groups",
+                "between rounds SoCs of one board change groups, so that capacities even out",
+                "",
+            ),
+            ("both", "both", ""),
+        )
+    ),
+    *(
+        Said(SPLIT, f"| {label} | {{}} s | {{}} J |", partial(beside, name))
+        for name, label in {
+            "split-replay": "`split-replay`, 8 bits",
+            "pipelined": "`pipelined`, 32 bits",
+            "edge-only": "`edge-only`",
+            "split": "`split`, one batch at a time",
+        }.items()
+    ),
+    Said(
+        README,
+        "a Raspberry Pi on Wi-Fi: {} virtual s; alone {}",
+        lambda: [beside("split-replay")[0], beside("edge-only")[0]],
+    ),
     Said(SPLIT, "Accuracies are {} to {} %", accuracies_beside),
     Said(SPLIT, "LeNet-5: {} s against {} s", lenet_beside),
-    Said(SPLIT, "takes {} s and {} J with its NPU, with its CPU {} s and {} J; its NPU without a cloud takes {} s",
-         int8_edge),
+    Said(
+        SPLIT,
+        "takes {} s and {} J with its NPU, with its CPU {} s and {} J; its NPU without a cloud takes {} s",
+        int8_edge,
+    ),
 ]
 NOT_MEASURED = {  # settings, figures of papers, what follows from a formula beside it, and another processor's figures
-    README: ["to 95 %", "energy to 95 %", "SoCFlow took 2.05 s and 262 J, FedAvg 5.45 s",
-             "at equal samples a step"],
+    README: [
+        "to 95 %",
+        "energy to 95 %",
+        "SoCFlow took 2.05 s and 262 J, FedAvg 5.45 s",
+        "at equal samples a step",
+    ],
     "docs/guides/deployment.md": ["0.1 % for scales", "at least 30 s"],
     "docs/guides/groups.md": ["3600 s unless set"],
     HEAT: ["after 10 to 12 minutes at slow fans, and costs 30 %", "Every 5 s"],
@@ -249,7 +464,9 @@ def test_figures_are_those_of_files_and_plans(said: Said, monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("said", SLOW, ids=lambda said: f"{said.page}: {said.text[:40]}")
-def test_figures_are_those_of_trainings_and_large_plans(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_are_those_of_trainings_and_large_plans(
+    said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     compare(said)
 
@@ -268,6 +485,13 @@ def test_no_figure_is_without_what_makes_it(page: str) -> None:
     for settled in NOT_MEASURED.get(page, ()):
         text = text.replace(settled, "")
     # The tables of the demonstration and of what it predicts are compared by test_doc_results.
-    text = re.sub(r"\| (SoCFlow|one SoC|one ring|FedAvg|VGG-11|ResNet-18)[^|]*\|(?: [^|]* \|){3,4}", "", text) \
-        if page == README else text
+    text = (
+        re.sub(
+            r"\| (SoCFlow|one SoC|one ring|FedAvg|VGG-11|ResNet-18)[^|]*\|(?: [^|]* \|){3,4}",
+            "",
+            text,
+        )
+        if page == README
+        else text
+    )
     assert FIGURE.findall(text) == []

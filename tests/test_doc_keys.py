@@ -13,11 +13,19 @@ CLI = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
 
 
 def test_every_key_of_a_scenario_has_a_description() -> None:
-    tables = [("", ScenarioFile), *((key, table_of(entry.annotation)[0]) for key, entry in keys_of(ScenarioFile).items()
-                                    if key not in ("device", "expect"))]
+    tables = [
+        ("", ScenarioFile),
+        *(
+            (key, table_of(entry.annotation)[0])
+            for key, entry in keys_of(ScenarioFile).items()
+            if key not in ("device", "expect")
+        ),
+    ]
     for name, table in tables:
         for key, entry in keys_of(table).items() if table else ():
-            assert entry.description or key == "expect" or table_of(entry.annotation)[0], f"[{name}] {key}"
+            assert entry.description or key == "expect" or table_of(entry.annotation)[0], (
+                f"[{name}] {key}"
+            )
 
 
 def test_every_argument_and_option_of_a_command_has_a_description() -> None:
@@ -29,17 +37,31 @@ def test_every_argument_and_option_of_a_command_has_a_description() -> None:
 
 def test_claims_and_keys_of_pipelines_are_in_the_reference(tmp_path: Path) -> None:
     """Every claim on a plan by its quantity, and every key of the plan's document, at every depth."""
-    claims = (CLI.parent / "scenarios.md").read_text("utf-8").partition("### [expect]")[2].partition("## What")[0]
+    claims = (
+        (CLI.parent / "scenarios.md")
+        .read_text("utf-8")
+        .partition("### [expect]")[2]
+        .partition("## What")[0]
+    )
     for name in _PLAN_QUANTITIES:
         kind, _, peer = name.rpartition("_over_")
         assert f"`{f'{kind}_over_X' if kind else name}`" in claims and f"`{peer}`" in claims, name
     path = tmp_path / "case.toml"
-    path.write_text("[cluster]\nboards = 2\nsocs_per_board = 1\n[strategy]\nname = 'hybrid-pipeline'\n"
-                    "[expect]\nmin_devices = 1\n")
+    path.write_text(
+        "[cluster]\nboards = 2\nsocs_per_board = 1\n[strategy]\nname = 'hybrid-pipeline'\n"
+        "[expect]\nmin_devices = 1\n"
+    )
     document, _ = plan_of_pipeline(load_scenario(path))
-    page = CLI.read_text("utf-8").partition("**`plan`**")[2].partition("**`bench`**")[0] + "`schema` `kind`"
+    page = (
+        CLI.read_text("utf-8").partition("**`plan`**")[2].partition("**`bench`**")[0]
+        + "`schema` `kind`"
+    )
     missing = {key for key in keys_in({**document, "expectations": []}) if f"`{key}`" not in page}
-    assert missing - {"layers", "architecture", "planner", "model", "samples_on", "communication_bytes"} == set()
+    assert (
+        missing
+        - {"layers", "architecture", "planner", "model", "samples_on", "communication_bytes"}
+        == set()
+    )
 
 
 def keys_in(value: object) -> set[str]:
@@ -48,4 +70,6 @@ def keys_in(value: object) -> set[str]:
         return set().union(*map(keys_in, value))
     if not isinstance(value, dict):
         return set()
-    return set(value) | set().union(*(keys_in(inner) for key, inner in value.items() if key != "bytes"))
+    return set(value) | set().union(
+        *(keys_in(inner) for key, inner in value.items() if key != "bytes")
+    )

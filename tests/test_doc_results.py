@@ -27,94 +27,175 @@ def row(name: str, case: str) -> dict[str, Any]:
 
 
 def test_every_file_of_results_is_linked_from_a_page() -> None:
-    pages = "".join(page.read_text("utf-8") for page in [*DOCS.rglob("*.md"), DOCS.parent / "README.md"])
+    pages = "".join(
+        page.read_text("utf-8") for page in [*DOCS.rglob("*.md"), DOCS.parent / "README.md"]
+    )
     files = [path.name for path in (DOCS / "results").glob("*.json")]
     assert len(files) > 30
-    drawn = [f"{path.stem}.json" for path in (DOCS / "results").glob("*.svg")]  # the data of the pictures
+    drawn = [
+        f"{path.stem}.json" for path in (DOCS / "results").glob("*.svg")
+    ]  # the data of the pictures
     linked = [*drawn, *re.findall(r"results/([\w.-]+\.json)", pages)]
     assert [name for name in files if name not in linked] == []
 
 
 def test_figures_in_sentences_are_those_of_their_files() -> None:
-    predicted = [abs(row["ours"] / row["peer_value"] - 1) for row in document("bench-exchange")["rows"]
-                 if "predicted from the other seven" in row["case"]]
+    predicted = [
+        abs(row["ours"] / row["peer_value"] - 1)
+        for row in document("bench-exchange")["rows"]
+        if "predicted from the other seven" in row["case"]
+    ]
     rings = [abs(row["error"]) for row in document("testbed")["rows"] if not row["compute_s"]]
     runs = [document(f"mnist_32_socs.{engine}") for engine in ("local", "simulation")]
     memory = row("bench-int8-step", "avx512-vnni: VGG-11, peak memory")
-    ideal = row("bench-rebalancing", "constant quotas, gloo: part of what members do in the same steps")
+    ideal = row(
+        "bench-rebalancing", "constant quotas, gloo: part of what members do in the same steps"
+    )
     average = row("bench-aggregate", "32 replies of 63 tensors, time")
-    adapters = {each["case"].rpartition("groups: ")[2]: each for each in document("bench-byte-gpt")["rows"]}
+    adapters = {
+        each["case"].rpartition("groups: ")[2]: each for each in document("bench-byte-gpt")["rows"]
+    }
     hub = row("bench-hub-traffic", "perceptron of 7454760 B, 4 SuperNodes in 2 groups: to")
-    recovery = [row["recovery_s"] for row in document("fault-matrix")["rows"] if row["recovery_s"] is not None]
-    again = [row["again_s"] for row in document("split-faults")["rows"] if row["outcome"] == "went on"]
+    recovery = [
+        row["recovery_s"]
+        for row in document("fault-matrix")["rows"]
+        if row["recovery_s"] is not None
+    ]
+    again = [
+        row["again_s"] for row in document("split-faults")["rows"] if row["outcome"] == "went on"
+    ]
     assert len({run["weights_sha256"] for run in runs}) == 1
     said = " ".join(PAGE.split())
-    third = row("bench-exchange", "with a rate across boards: largest error"), row(
-        "bench-exchange", "with a rate across boards: largest error of a figure left out")
-    truth = [{row["case"].partition(",")[0] + row["case"].rpartition(":")[2]: row["ours"]
-              for row in document(name)["rows"] if f"of seed {name[-3:]}:" in row["case"]}
-             for name in ("bench-truth-501", "bench-truth-502")]
-    again_s = {how: [row["ours"] for row in document("bench-recovery")["rows"] if how in row["case"]]
-               for how in ("a board dies", "a board stops")}
+    third = (
+        row("bench-exchange", "with a rate across boards: largest error"),
+        row("bench-exchange", "with a rate across boards: largest error of a figure left out"),
+    )
+    truth = [
+        {
+            row["case"].partition(",")[0] + row["case"].rpartition(":")[2]: row["ours"]
+            for row in document(name)["rows"]
+            if f"of seed {name[-3:]}:" in row["case"]
+        }
+        for name in ("bench-truth-501", "bench-truth-502")
+    ]
+    again_s = {
+        how: [row["ours"] for row in document("bench-recovery")["rows"] if how in row["case"]]
+        for how in ("a board dies", "a board stops")
+    }
     killed, hung = again_s.values()
-    split = [abs(run["predicted_s"] / run["measured_s"] - 1) <= 0.1 for run in document("split")["peers"]["runs"]]
+    split = [
+        abs(run["predicted_s"] / run["measured_s"] - 1) <= 0.1
+        for run in document("split")["peers"]["runs"]
+    ]
     median, tail = " median error", " 95th percentile"
-    for text in (*(f"{truth[0][half + kind]:.1f} and {truth[1][half + kind]:.1f} %"
-                   for half in ("sleeping", "computing") for kind in (median, tail)),
-                 f"{min(killed):.2f} to {max(killed):.2f} s after that is noticed",
-                 f"{min(hung):.1f} to {max(hung):.1f} s if it hangs",
-                 f"the worst error is {max(predicted) * 100:.1f} %", f"fits all within {third[0]['ours']:.1f} %",
-                 f"predicts one {third[1]['ours']:.1f} % off", f"at most {max(rings) * 100:.1f} % off",
-                 f"within 10 % for {sum(split)} of {len(split)} deployments",
-                 f"10 epochs: {runs[0]['final_accuracy'] * 100:.2f} %",
-                 f"is {memory['ours']:.0f} MB, in torch {memory['peer_value']:.0f} MB",
-                 f"reaches {ideal['ours'] * 100:.0f} % of the ideal",
-                 f"with equal shares {ideal['peer_value'] * 100:.0f} %",
-                 f"simulated {row('bench-clock', 'VGG-11 epoch, 1,000 SoCs in')['ratio']:.1f} times",
-                 f"plan included, takes {row('bench-clock', 'VGG-11 epoch, 12,000 SoCs, groups')['ours']:.1f} s",
-                 f"ring {row('bench-clock', 'VGG-11 epoch, 12,000 SoCs, one ring')['ours']:.1f} s",
-                 f"up to {row('bench-simgrid', '50 random graphs of 2706 tasks, 0.1 ms')['ours'] * 100:.0f} % off",
-                 f"takes {row('bench-plan', '12 x 5, 20 groups, whole')['ours']:.2f} ms",
-                 f"takes {average['ours']:.4f} s, Flower's {average['peer_value']:.3f} s",
-                 f"{hub['ours'] / 1e6:.1f} MB to the SuperLink in a synchronisation, under FedAvg "
-                 f"{hub['peer_value'] / 1e6:.1f} MB",
-                 f"are {100 / adapters['hub and rings']['ratio']:.1f} % of the bytes of all 5.36 MB",
-                 f"makes them {adapters['hub']['ours'] / 1e3:.0f} kB, {100 / adapters['hub']['ratio']:.1f} %",
-                 f"within {max(recovery):.1f} s", f"within {max(again):.0f} s"):
+    for text in (
+        *(
+            f"{truth[0][half + kind]:.1f} and {truth[1][half + kind]:.1f} %"
+            for half in ("sleeping", "computing")
+            for kind in (median, tail)
+        ),
+        f"{min(killed):.2f} to {max(killed):.2f} s after that is noticed",
+        f"{min(hung):.1f} to {max(hung):.1f} s if it hangs",
+        f"the worst error is {max(predicted) * 100:.1f} %",
+        f"fits all within {third[0]['ours']:.1f} %",
+        f"predicts one {third[1]['ours']:.1f} % off",
+        f"at most {max(rings) * 100:.1f} % off",
+        f"within 10 % for {sum(split)} of {len(split)} deployments",
+        f"10 epochs: {runs[0]['final_accuracy'] * 100:.2f} %",
+        f"is {memory['ours']:.0f} MB, in torch {memory['peer_value']:.0f} MB",
+        f"reaches {ideal['ours'] * 100:.0f} % of the ideal",
+        f"with equal shares {ideal['peer_value'] * 100:.0f} %",
+        f"simulated {row('bench-clock', 'VGG-11 epoch, 1,000 SoCs in')['ratio']:.1f} times",
+        f"plan included, takes {row('bench-clock', 'VGG-11 epoch, 12,000 SoCs, groups')['ours']:.1f} s",
+        f"ring {row('bench-clock', 'VGG-11 epoch, 12,000 SoCs, one ring')['ours']:.1f} s",
+        f"up to {row('bench-simgrid', '50 random graphs of 2706 tasks, 0.1 ms')['ours'] * 100:.0f} % off",
+        f"takes {row('bench-plan', '12 x 5, 20 groups, whole')['ours']:.2f} ms",
+        f"takes {average['ours']:.4f} s, Flower's {average['peer_value']:.3f} s",
+        f"{hub['ours'] / 1e6:.1f} MB to the SuperLink in a synchronisation, under FedAvg "
+        f"{hub['peer_value'] / 1e6:.1f} MB",
+        f"are {100 / adapters['hub and rings']['ratio']:.1f} % of the bytes of all 5.36 MB",
+        f"makes them {adapters['hub']['ours'] / 1e3:.0f} kB, {100 / adapters['hub']['ratio']:.1f} %",
+        f"within {max(recovery):.1f} s",
+        f"within {max(again):.0f} s",
+    ):
         assert text in said
 
 
 @pytest.mark.slow
 def test_the_table_of_predictions_is_what_the_command_says() -> None:
     rows = re.findall(r"^\| (`strategy\S+`|nothing).*? \| (.*?) \| (.*?) \|$", PAGE, re.MULTILINE)
-    assert [len(list(group)) for _, group in groupby(rows, key=lambda cells: cells[0])] == [1, 1, 1, 1]
+    assert [len(list(group)) for _, group in groupby(rows, key=lambda cells: cells[0])] == [
+        1,
+        1,
+        1,
+        1,
+    ]
     for setting, *cells in rows:
         extra = [] if setting == "nothing" else ["--set", setting.strip("`")]
         for model, cell in zip(("vgg11", "resnet18"), cells, strict=True):
-            ran = CliRunner().invoke(app, ["plan", MNIST, "--json", "--set", f"model.name={model}", "--set",
-                                           "data.name=cifar10", "--set", "strategy.sync_interval_epochs=0.5", *extra])
+            ran = CliRunner().invoke(
+                app,
+                [
+                    "plan",
+                    MNIST,
+                    "--json",
+                    "--set",
+                    f"model.name={model}",
+                    "--set",
+                    "data.name=cifar10",
+                    "--set",
+                    "strategy.sync_interval_epochs=0.5",
+                    *extra,
+                ],
+            )
             predicted = json.loads(ran.stdout)["predicted"]
-            step_s, epoch_s, energy_kj = (float(figure.split()[0].replace(",", "")) for figure in cell.split(", "))
+            step_s, epoch_s, energy_kj = (
+                float(figure.split()[0].replace(",", "")) for figure in cell.split(", ")
+            )
             assert step_s == pytest.approx(predicted["step_s"], abs=0.005 + 1e-9)
             assert epoch_s == pytest.approx(predicted["epoch_s"], abs=0.5)
-            assert energy_kj == pytest.approx(predicted["epoch_energy_j"] / 1e3, abs=0.5 if energy_kj > 100 else 0.05)
+            assert energy_kj == pytest.approx(
+                predicted["epoch_energy_j"] / 1e3, abs=0.5 if energy_kj > 100 else 0.05
+            )
 
 
 def test_figures_of_the_demonstration_in_the_readme_are_those_of_its_last_run() -> None:
     readme = " ".join((DOCS.parent / "README.md").read_text("utf-8").split())
     demo = document("digits_demo")
     rows = {row["strategy"]: row for row in demo["rows"]}
-    for strategy, label in {"socflow": "SoCFlow, 32 SoCs in 8 groups", "sgd": "one SoC", "ring": "one ring of 32 SoCs",
-                            "fedavg": "FedAvg, 32 SoCs"}.items():
+    for strategy, label in {
+        "socflow": "SoCFlow, 32 SoCs in 8 groups",
+        "sgd": "one SoC",
+        "ring": "one ring of 32 SoCs",
+        "fedavg": "FedAvg, 32 SoCs",
+    }.items():
         run = rows[strategy]
         reached = run["time_to_accuracy_s"]
-        time = human_seconds(reached) if reached is not None else f"not in {human_seconds(run['virtual_s'])}"
-        assert f"| {label} | {time} | {human_joules(run['energy_to_accuracy_j'])} | " \
-               f"{percent(run['final_accuracy'])} |" in readme
+        time = (
+            human_seconds(reached)
+            if reached is not None
+            else f"not in {human_seconds(run['virtual_s'])}"
+        )
+        assert (
+            f"| {label} | {time} | {human_joules(run['energy_to_accuracy_j'])} | "
+            f"{percent(run['final_accuracy'])} |" in readme
+        )
     predicted = prediction_table(demo["predictions"])
-    for row, label in zip(predicted["rows"], ("VGG-11, FP32", "VGG-11, CPU and NPU at once", "ResNet-18, FP32",
-                                              "ResNet-18, CPU and NPU at once"), strict=True):
+    for row, label in zip(
+        predicted["rows"],
+        (
+            "VGG-11, FP32",
+            "VGG-11, CPU and NPU at once",
+            "ResNet-18, FP32",
+            "ResNet-18, CPU and NPU at once",
+        ),
+        strict=True,
+    ):
         cells = [*map(human_seconds, row["epoch_s"]), f"{row['equal_gain']:.2f} times"]
         assert f"| {label} | {' | '.join(cells)} |" in readme
-    best_ratios = [f"{row['equal_gain']:.2f}" for row in predicted["rows"] if row["arithmetic"] == "fp32"]
-    assert f"groups are {' and '.join(best_ratios)} times as fast as a ring" in " ".join(PAGE.split())
+    best_ratios = [
+        f"{row['equal_gain']:.2f}" for row in predicted["rows"] if row["arithmetic"] == "fp32"
+    ]
+    assert f"groups are {' and '.join(best_ratios)} times as fast as a ring" in " ".join(
+        PAGE.split()
+    )

@@ -11,8 +11,11 @@ README = ROOT / "README.md"
 
 def test_all_written_pages_together_have_at_most_21000_words() -> None:
     """All but the changelog, which only grows, and the reference, which is made from the code."""
-    words = {str(page.relative_to(ROOT)): len(page.read_text("utf-8").split())
-             for page in PAGES if page.name != "CHANGELOG.md" and page.parent.name != "reference"}
+    words = {
+        str(page.relative_to(ROOT)): len(page.read_text("utf-8").split())
+        for page in PAGES
+        if page.name != "CHANGELOG.md" and page.parent.name != "reference"
+    }
     assert sum(words.values()) <= 21_000, sorted(words.items(), key=lambda entry: -entry[1])
 
 
@@ -22,5 +25,8 @@ def test_a_page_and_its_tables_are_not_cut_off(page: Path) -> None:
     lines = page.read_text("utf-8").splitlines()
     most = 120 if page == README else 160
     assert page != README or len(lines) <= 130
-    assert [f"{page.relative_to(ROOT)}:{number}: {len(line)} characters" for number, line in enumerate(lines, 1)
-            if line.lstrip().startswith("|") and len(line) > most] == []
+    assert [
+        f"{page.relative_to(ROOT)}:{number}: {len(line)} characters"
+        for number, line in enumerate(lines, 1)
+        if line.lstrip().startswith("|") and len(line) > most
+    ] == []

@@ -29,21 +29,40 @@ def slow_property(folder: Path) -> Path:
         "    print('drew', number)\n"
         "    end = time.perf_counter() + 0.25\n"
         "    while time.perf_counter() < end:\n"
-        "        pass\n")
+        "        pass\n"
+    )
     return path
 
 
 def drawn(path: Path, *options: str) -> list[str]:
     """Run the file with the tests' conftest in a process of its own; return what it drew."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "-p", "tests.conftest", *options,
-         str(path)], cwd=FOLDER, capture_output=True, text=True, check=False)
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-s",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "tests.conftest",
+            *options,
+            str(path),
+        ],
+        cwd=FOLDER,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return [line for line in done.stdout.splitlines() if "drew" in line]
 
 
 @pytest.mark.slow
-def test_another_process_has_no_deadline_either_and_draws_the_same_unless_asked_to_explore(tmp_path: Path) -> None:
+def test_another_process_has_no_deadline_either_and_draws_the_same_unless_asked_to_explore(
+    tmp_path: Path,
+) -> None:
     path = slow_property(tmp_path)
     first = drawn(path)
     assert len(first) == 3 and drawn(path) == first

@@ -14,7 +14,9 @@ DATA = Path(os.environ.get("SOCFLOWER_DATA", ROOT.parent / "shared" / "data"))
 CURVES = ROOT / "docs" / "results" / "int8-accuracy-curves.json"
 
 
-def test_one_epoch_of_niti_learns_digits_as_one_of_fp32_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_epoch_of_niti_learns_digits_as_one_of_fp32_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     if not (DATA / "mnist").exists():
         pytest.skip(f"no mnist/ in {DATA}; SOCFLOWER_DATA names another folder")
     monkeypatch.setenv("SOCFLOWER_DATA", str(DATA))
@@ -35,7 +37,9 @@ def test_one_epoch_of_niti_learns_digits_as_one_of_fp32_does(monkeypatch: pytest
         ("resnet8", "adaptive-fixed-point", 3.0),
     ],
 )
-def test_the_stored_runs_lose_no_more_points_than_claimed(model: str, method: str, most: float) -> None:
+def test_the_stored_runs_lose_no_more_points_than_claimed(
+    model: str, method: str, most: float
+) -> None:
     final: dict[str, dict[int, float]] = {}
     for run in json.loads(CURVES.read_text()):
         if run["case"]["model"] == model:

@@ -15,24 +15,35 @@ CURVES = ROOT / "docs" / "results" / "mixed-accuracy-curves.json"
 
 
 def stored(key: str, method: str) -> dict[int, dict[str, object]]:
-    return {run["seed"]: run for run in json.loads(CURVES.read_text())
-            if run["scenario"] == key and run["method"] == method}
+    return {
+        run["seed"]: run
+        for run in json.loads(CURVES.read_text())
+        if run["scenario"] == key and run["method"] == method
+    }
 
 
-@pytest.mark.parametrize(("key", "method", "most"), [
-    ("mixed_mnist", "paper", 0.5),
-    ("mixed_mnist", "normalised", 0.5),
-    ("mixed_cifar10_lenet5", "paper", 1.0),
-    ("mixed_cifar10_lenet5", "normalised", 1.0),
-    ("mixed_cifar10", "normalised", 1.0),
-    # Splitting the batches of a network with BatchNorm costs more than int8 does, see docs/guides/precision.md.
-    ("mixed_cifar10", "paper", 1.5),
-])
-def test_the_stored_runs_lose_no_more_points_than_claimed(key: str, method: str, most: float) -> None:
+@pytest.mark.parametrize(
+    ("key", "method", "most"),
+    [
+        ("mixed_mnist", "paper", 0.5),
+        ("mixed_mnist", "normalised", 0.5),
+        ("mixed_cifar10_lenet5", "paper", 1.0),
+        ("mixed_cifar10_lenet5", "normalised", 1.0),
+        ("mixed_cifar10", "normalised", 1.0),
+        # Splitting the batches of a network with BatchNorm costs more than int8 does, see docs/guides/precision.md.
+        ("mixed_cifar10", "paper", 1.5),
+    ],
+)
+def test_the_stored_runs_lose_no_more_points_than_claimed(
+    key: str, method: str, most: float
+) -> None:
     ours, fp32 = stored(key, method), stored(key, "fp32")
     assert len(ours) >= 2
     assert ours.keys() <= fp32.keys()
-    assert mean(100 * (fp32[seed]["final_accuracy"] - ours[seed]["final_accuracy"]) for seed in ours) <= most
+    assert (
+        mean(100 * (fp32[seed]["final_accuracy"] - ours[seed]["final_accuracy"]) for seed in ours)
+        <= most
+    )
 
 
 @pytest.mark.parametrize("key", ["mixed_mnist", "mixed_cifar10_lenet5", "mixed_cifar10"])
@@ -46,13 +57,22 @@ def test_the_stored_runs_took_less_virtual_time_than_fp32(key: str, method: str)
 def test_alone_in_int8_the_stored_runs_lose_on_cifar10() -> None:
     for key, least in (("mixed_cifar10_lenet5", 0.5), ("mixed_cifar10", 2.0)):
         fp32, niti = stored(key, "fp32"), stored(key, "niti")
-        assert mean(100 * (fp32[seed]["final_accuracy"] - niti[seed]["final_accuracy"]) for seed in niti) >= least
+        assert (
+            mean(
+                100 * (fp32[seed]["final_accuracy"] - niti[seed]["final_accuracy"]) for seed in niti
+            )
+            >= least
+        )
 
 
 def test_alpha_stayed_near_one_in_the_stored_runs() -> None:
     """What docs/guides/precision.md says of it."""
-    alphas = [entry["alpha"] for run in json.loads(CURVES.read_text()) for entry in run["rounds"]
-              if entry.get("alpha") is not None]
+    alphas = [
+        entry["alpha"]
+        for run in json.loads(CURVES.read_text())
+        for entry in run["rounds"]
+        if entry.get("alpha") is not None
+    ]
     assert len(alphas) > 100
     assert min(alphas) >= 0.994
 
@@ -60,7 +80,8 @@ def test_alpha_stayed_near_one_in_the_stored_runs() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_epoch_of_mixed_precision_learns_digits_as_one_of_fp32_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not (DATA / "mnist").exists():
         pytest.skip(f"no mnist/ in {DATA}; SOCFLOWER_DATA names another folder")

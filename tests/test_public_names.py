@@ -26,13 +26,19 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_importing_the_package_loads_neither_torch_nor_flower() -> None:
     program = "import sys, socflower; print([name for name in ('torch', 'flwr', 'numpy') if name in sys.modules])"
-    ran = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
     assert ran.stdout.strip() == "[]"
 
 
 def test_stub_and_page_are_what_is_exported() -> None:
-    ran = subprocess.run([sys.executable, "docs/generate_reference.py", "--check"], cwd=ROOT, capture_output=True,
-                         text=True)
+    ran = subprocess.run(
+        [sys.executable, "docs/generate_reference.py", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert ran.returncode == 0, ran.stderr
 
 

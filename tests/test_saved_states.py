@@ -43,7 +43,9 @@ class Store:
     write: Callable[[Path, int], None]
     read: Callable[[Path, Say], int | None]  # `None`: from none, and the caller says so
     file: str  # of entry 2
-    without_it: int | type[SocflowerError] | None  # what becomes of the training where entry 2 is damaged
+    without_it: (
+        int | type[SocflowerError] | None
+    )  # what becomes of the training where entry 2 is damaged
     lock: str | None  # held while it writes
 
 
@@ -51,9 +53,20 @@ class Store:
 def write_run(folder: Path, number: int) -> None:
     kept = CheckpointFolder(folder)
     kept.create()
-    kept.write(Checkpoint(
-        server_round=number, num_rounds=9, scenario={}, engine="local", versions={}, rounds=[], clock={},
-        arrays={"w": np.full(3, number)}, trace_parts=list(range(1, number + 1))), {"spans": [number]})
+    kept.write(
+        Checkpoint(
+            server_round=number,
+            num_rounds=9,
+            scenario={},
+            engine="local",
+            versions={},
+            rounds=[],
+            clock={},
+            arrays={"w": np.full(3, number)},
+            trace_parts=list(range(1, number + 1)),
+        ),
+        {"spans": [number]},
+    )
 
 
 def read_run(folder: Path, say: Say) -> int | None:
@@ -67,9 +80,23 @@ def context() -> Context:
 
 def trainer(folder: Path, first_step: int) -> TrainerState:
     task = GroupTask(
-        group_id=0, num_groups=1, members=(0,), leader=0, partitions=(0,), num_partitions=1, capacities=(1.0,),
-        first_step=first_step, num_steps=1, steps_per_epoch=1, total_steps=9, batch_size=1, reshuffle=False,
-        deal_epoch=0, seed=1, num_samples=9)
+        group_id=0,
+        num_groups=1,
+        members=(0,),
+        leader=0,
+        partitions=(0,),
+        num_partitions=1,
+        capacities=(1.0,),
+        first_step=first_step,
+        num_steps=1,
+        steps_per_epoch=1,
+        total_steps=9,
+        batch_size=1,
+        reshuffle=False,
+        deal_epoch=0,
+        seed=1,
+        num_samples=9,
+    )
     begin_run(1)
     message = Message(RecordDict({CONFIG: ConfigRecord({RESUMED: True})}), 5, "train")
     return TrainerState(task, message, context(), StateFiles(folder))
@@ -82,8 +109,20 @@ def read_trainer(folder: Path, say: Say) -> int | None:
 
 def halves(folder: Path, first_batch: int) -> SplitState:
     task = SplitTask(
-        parties=(0,), num_parties=1, mode="own", reverse=False, first_batch=first_batch, num_batches=1,
-        total_batches=9, batches_per_epoch=3, seed=1, cuts=(1,), bits=(8,), windows=(0,), gradient_bits=8)
+        parties=(0,),
+        num_parties=1,
+        mode="own",
+        reverse=False,
+        first_batch=first_batch,
+        num_batches=1,
+        total_batches=9,
+        batches_per_epoch=3,
+        seed=1,
+        cuts=(1,),
+        bits=(8,),
+        windows=(0,),
+        gradient_bits=8,
+    )
     return SplitState(task, context(), StateFiles(folder))
 
 
@@ -94,7 +133,8 @@ def read_halves(folder: Path, say: Say) -> int | None:
 
 def write_half(folder: Path, number: int) -> None:
     CheckpointStore(folder, "mine").save(
-        HalfCheckpoint(batch=number, epoch_id="ab"), SavedHalf(half=b"%d" % number, codec=b"c"))
+        HalfCheckpoint(batch=number, epoch_id="ab"), SavedHalf(half=b"%d" % number, codec=b"c")
+    )
 
 
 def read_half(folder: Path, say: Say) -> int | None:
@@ -111,8 +151,15 @@ def read_half(folder: Path, say: Say) -> int | None:
 
 @contextmanager
 def sessions(folder: Path, say: Say) -> Iterator[SessionStore]:
-    store = SessionStore(lambda terms, weights: cast(Any, Back()), folder=folder, limits=Limits(), patience_s=1.0,
-                         gather_s=1.0, most_parties=1, log=say)
+    store = SessionStore(
+        lambda terms, weights: cast(Any, Back()),
+        folder=folder,
+        limits=Limits(),
+        patience_s=1.0,
+        gather_s=1.0,
+        most_parties=1,
+        log=say,
+    )
     try:
         yield store
     finally:
@@ -121,8 +168,12 @@ def sessions(folder: Path, say: Say) -> Iterator[SessionStore]:
 
 def write_session(folder: Path, number: int) -> None:
     with sessions(folder, print) as store:
-        store.open(wire.Opening(version=PROTOCOL_VERSION, run_id=f"run-{number}", num_bytes=0, num_parties=1),
-                   memoryview(b""))
+        store.open(
+            wire.Opening(
+                version=PROTOCOL_VERSION, run_id=f"run-{number}", num_bytes=0, num_parties=1
+            ),
+            memoryview(b""),
+        )
 
 
 def read_session(folder: Path, say: Say) -> int | None:
@@ -133,10 +184,20 @@ def read_session(folder: Path, say: Say) -> int | None:
 STORES = {
     "checkpoint": Store(write_run, read_run, "round-000002.ckpt", 1, ".round-lock"),
     "spans": Store(write_run, read_run, "trace-000002.spans", 1, ".trace-lock"),
-    "trainer state": Store(lambda folder, number: trainer(folder, number - 1).save(b"%d" % number, 1.0), read_trainer,
-                           "group-0-of-1-steps-9-at-000002.state", ConfigError, ".group-0-of-1-steps-9-at-lock"),
-    "halves": Store(lambda folder, number: halves(folder, number - 1).save([b"%d" % number], [1]), read_halves,
-                    "group-0-of-1-steps-9-at-000002.state", None, ".group-0-of-1-steps-9-at-lock"),
+    "trainer state": Store(
+        lambda folder, number: trainer(folder, number - 1).save(b"%d" % number, 1.0),
+        read_trainer,
+        "group-0-of-1-steps-9-at-000002.state",
+        ConfigError,
+        ".group-0-of-1-steps-9-at-lock",
+    ),
+    "halves": Store(
+        lambda folder, number: halves(folder, number - 1).save([b"%d" % number], [1]),
+        read_halves,
+        "group-0-of-1-steps-9-at-000002.state",
+        None,
+        ".group-0-of-1-steps-9-at-lock",
+    ),
     "half of a split": Store(write_half, read_half, "barrier-000001.saved", 1, ".barrier-lock"),
     "session": Store(write_session, read_session, "run-2/session.sealed", 1, None),
 }
@@ -177,8 +238,19 @@ def check_damaged(store: Store, folder: Path) -> None:
 def interesting(content: bytes) -> list[int]:
     """Return offsets in each part of a file, around the borders of its lines and its ends."""
     lines = [index for index, byte in enumerate(content) if byte == ord("\n")][:2]
-    near = {0, 1, 9, 16, 17, 18, 40, 81, 82, len(content) - 1,
-            *(index + step for index in lines for step in (-1, 0, 1, 5))}
+    near = {
+        0,
+        1,
+        9,
+        16,
+        17,
+        18,
+        40,
+        81,
+        82,
+        len(content) - 1,
+        *(index + step for index in lines for step in (-1, 0, 1, 5)),
+    }
     return sorted(index for index in near if 0 <= index < len(content))
 
 
@@ -194,12 +266,14 @@ def test_a_byte_flipped_anywhere_is_damage(store: Store, folder: Path) -> None:
     path = folder / store.file
     whole = path.read_bytes()
     for index in interesting(whole):
-        path.write_bytes(whole[:index] + bytes([whole[index] ^ 0x20]) + whole[index + 1:])
+        path.write_bytes(whole[:index] + bytes([whole[index] ^ 0x20]) + whole[index + 1 :])
         check_damaged(store, folder)
 
 
 @pytest.mark.parametrize(
-    "content", [b"\x89PNG\r\n\x1a\n", b'{"schema": 1}', b"PK\x03\x04", b"socflower", b"\n\n", b"\xff"])
+    "content",
+    [b"\x89PNG\r\n\x1a\n", b'{"schema": 1}', b"PK\x03\x04", b"socflower", b"\n\n", b"\xff"],
+)
 def test_a_file_of_another_program_is_damage(store: Store, folder: Path, content: bytes) -> None:
     (folder / store.file).write_bytes(content)
     check_damaged(store, folder)
@@ -213,7 +287,9 @@ def test_a_folder_in_the_place_of_a_file_is_damage_and_stays(store: Store, folde
     assert path.is_dir()
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="root may read everything; a folder in the place of a file fails alike")
+@pytest.mark.skipif(
+    os.getuid() == 0, reason="root may read everything; a folder in the place of a file fails alike"
+)
 def test_a_file_that_may_not_be_read_is_damage(store: Store, folder: Path) -> None:
     (folder / store.file).chmod(0)
     check_damaged(store, folder)
@@ -225,18 +301,29 @@ def written_by(path: Path, **changes: Any) -> bytes:
     _, _, rest = path.read_bytes().partition(b"\n")
     line, _, payload = rest.partition(b"\n")
     header = json.loads(line)
-    form = StateKind(name=changes.get("kind", header["kind"]), schema=header["schema"] + changes.get("newer", 0),
-                     remedy="")
-    return b"".join(seal(form, header["state"], [payload], owner=header["owner"], number=header["number"]))
+    form = StateKind(
+        name=changes.get("kind", header["kind"]),
+        schema=header["schema"] + changes.get("newer", 0),
+        remedy="",
+    )
+    return b"".join(
+        seal(form, header["state"], [payload], owner=header["owner"], number=header["number"])
+    )
 
 
-@pytest.mark.parametrize(("changes", "says"), [
-    ({"newer": -1}, "was written by an older version of socflower"),
-    ({"newer": 1}, "was written by a newer version of socflower"),
-    ({"kind": "recipe"}, "is of another kind (recipe, not "),
-])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"newer": -1}, "was written by an older version of socflower"),
+        ({"newer": 1}, "was written by a newer version of socflower"),
+        ({"kind": "recipe"}, "is of another kind (recipe, not "),
+    ],
+)
 def test_a_whole_file_of_another_version_or_kind_is_refused(
-    store: Store, folder: Path, changes: dict[str, Any], says: str,
+    store: Store,
+    folder: Path,
+    changes: dict[str, Any],
+    says: str,
 ) -> None:
     """The training does not go on from an earlier entry in silence: its user has to decide."""
     path, said = folder / store.file, list[str]()
@@ -255,7 +342,9 @@ def test_a_whole_file_of_another_version_or_kind_is_refused(
 def test_a_file_from_before_files_said_their_version_is_refused(store: Store, folder: Path) -> None:
     path = folder / store.file
     rest = b'{"schema":1}\npayload'
-    path.write_bytes(b"socflower-sealed %s %d\n" % (hashlib.sha256(rest).hexdigest().encode(), len(rest)) + rest)
+    path.write_bytes(
+        b"socflower-sealed %s %d\n" % (hashlib.sha256(rest).hexdigest().encode(), len(rest)) + rest
+    )
     said: list[str] = []
     try:
         store.read(folder, said.append)
@@ -268,7 +357,10 @@ def test_a_file_from_before_files_said_their_version_is_refused(store: Store, fo
 # ---------------------------------------------------------------------------------------------- writers in trouble
 @pytest.mark.parametrize("step", ["fsync", "replace"])
 def test_a_full_disk_is_one_line_and_loses_nothing(
-    store: Store, tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch,
+    store: Store,
+    tmp_path: Path,
+    step: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store.write(tmp_path, 1)
     before = files_of(tmp_path)
@@ -277,8 +369,10 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, step, fail)
-    with pytest.raises((ConfigError, SplitRefused), match=r"cannot be written \(No space left on device\); make room") \
-            as caught:
+    with pytest.raises(
+        (ConfigError, SplitRefused),
+        match=r"cannot be written \(No space left on device\); make room",
+    ) as caught:
         store.write(tmp_path, 2)
     monkeypatch.undo()
     assert "\n" not in str(caught.value) and files_of(tmp_path) == before
@@ -286,10 +380,14 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
     assert store.read(tmp_path, pytest.fail) == 2
 
 
-def test_a_writer_killed_between_write_and_replace_leaves_the_entry_before(store: Store, tmp_path: Path) -> None:
+def test_a_writer_killed_between_write_and_replace_leaves_the_entry_before(
+    store: Store, tmp_path: Path
+) -> None:
     store.write(tmp_path, 1)
     before = files_of(tmp_path)
-    writer = multiprocessing.get_context("fork").Process(target=write_and_die, args=(store, tmp_path))
+    writer = multiprocessing.get_context("fork").Process(
+        target=write_and_die, args=(store, tmp_path)
+    )
     writer.start()
     writer.join()
     assert writer.exitcode == -signal.SIGKILL
@@ -313,12 +411,19 @@ def write_and_die(store: Store, folder: Path) -> None:
 
 
 def test_two_that_write_at_once_are_told_of_each_other(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(saved_state, "_WRITE_WAIT_S", 0.0)
     store.write(tmp_path, 1)
-    with FolderLock(tmp_path / (store.lock or ".socflower.lock"), "the first"), \
-            pytest.raises(ConfigError, match=rf"process {os.getpid()} is at work there; wait until it ends, or name"):
+    with (
+        FolderLock(tmp_path / (store.lock or ".socflower.lock"), "the first"),
+        pytest.raises(
+            ConfigError,
+            match=rf"process {os.getpid()} is at work there; wait until it ends, or name",
+        ),
+    ):
         store.write(tmp_path, 2)
     store.write(tmp_path, 2)
     assert store.read(tmp_path, pytest.fail) == 2
@@ -327,5 +432,8 @@ def test_two_that_write_at_once_are_told_of_each_other(
 
 def files_of(folder: Path) -> dict[str, bytes]:
     """Return what a resumption could read; half-written files and spans of a round to come are not that."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*")
-            if path.is_file() and not path.name.endswith((".part", "lock", "2.spans"))}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and not path.name.endswith((".part", "lock", "2.spans"))
+    }

@@ -13,17 +13,45 @@ from tests.test_scenarios import NEED_PROCESSES, SMALL, socflower, socflower_her
 PER_RUN_S = 1200.0
 
 FIXED_TIME = {
-    **dict.fromkeys((
-        "broken_reply", "compressed_leaders", "data_stays", "dead_client", "deployment_digits", "digits_demo",
-        "idle_slots", "int8_digits",
-        "measured_board", "mixed_digits", "mixed_shelf", "pipeline_in_8_bits", "pipeline_in_int8", "pipeline_of_pis",
-        "pipeline_preempted", "preempted_soc", "ring_of_leaders",
-        "server_momentum",
-        "split_int8_edge", "split_shared_uplink", "two_servers",
-    ), "devices and links are as the file says, and every seed trains as many batches; faults strike by plan"),
-    **dict.fromkeys(("failed_fan", "hot_ambient", "hot_board", "int8_heat_and_users", "mixed_heat_and_users",
-                     "pipeline_on_a_hot_board", "predictive_fan", "throttling_onset"),
-                    "all SoCs sit equally well (no spread), and what happens to rack and room is written down"),
+    **dict.fromkeys(
+        (
+            "broken_reply",
+            "compressed_leaders",
+            "data_stays",
+            "dead_client",
+            "deployment_digits",
+            "digits_demo",
+            "idle_slots",
+            "int8_digits",
+            "measured_board",
+            "mixed_digits",
+            "mixed_shelf",
+            "pipeline_in_8_bits",
+            "pipeline_in_int8",
+            "pipeline_of_pis",
+            "pipeline_preempted",
+            "preempted_soc",
+            "ring_of_leaders",
+            "server_momentum",
+            "split_int8_edge",
+            "split_shared_uplink",
+            "two_servers",
+        ),
+        "devices and links are as the file says, and every seed trains as many batches; faults strike by plan",
+    ),
+    **dict.fromkeys(
+        (
+            "failed_fan",
+            "hot_ambient",
+            "hot_board",
+            "int8_heat_and_users",
+            "mixed_heat_and_users",
+            "pipeline_on_a_hot_board",
+            "predictive_fan",
+            "throttling_onset",
+        ),
+        "all SoCs sit equally well (no spread), and what happens to rack and room is written down",
+    ),
 }
 """Why a scenario takes the same virtual time whatever the seed. In all others heat, users or links are random."""
 BY_CHOICE = {"auto_groups": "time follows the number of groups, which the seed's accuracies choose"}
@@ -31,19 +59,32 @@ BY_CHOICE = {"auto_groups": "time follows the number of groups, which the seed's
 
 def other_seeds(scenario: Path) -> list[int]:
     """Return two seeds that are not the file's own, with which `test_scenarios` runs it."""
-    return [seed for seed in (1, 2, 3) if seed != tomllib.loads(scenario.read_text("utf-8"))["seed"]][:2]
+    return [
+        seed for seed in (1, 2, 3) if seed != tomllib.loads(scenario.read_text("utf-8"))["seed"]
+    ][:2]
 
 
 def run(
-    scenario: Path, seed: int, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    scenario: Path,
+    seed: int,
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
     *options: str,
 ) -> dict[str, Any]:
     """Return what the command says of the scenario: a comparison where its claims are about other strategies too."""
     arguments = [str(scenario), "--set", f"seed={seed}", "--out", str(out), "--json", *options]
     claims = scenario.read_text().rpartition("[expect]")[2]
-    others = [name for name in STRATEGIES if any(f"{link}_{name} " in claims for link in ("over", "to"))]
+    others = [
+        name for name in STRATEGIES if any(f"{link}_{name} " in claims for link in ("over", "to"))
+    ]
     if others:
-        own = scenario.read_text().partition("[strategy]")[2].split('name = "', 1)[1].partition('"')[0]
+        own = (
+            scenario.read_text()
+            .partition("[strategy]")[2]
+            .split('name = "', 1)[1]
+            .partition('"')[0]
+        )
         arguments = ["compare", *arguments, "--strategies", ",".join([own, *others])]
     else:
         arguments = ["run", *arguments]
@@ -52,7 +93,9 @@ def run(
         status, said, err = ran.returncode, ran.stdout, ran.stderr
     else:
         status, said, err = socflower_here(monkeypatch, capsys, *arguments, "--workers", "0")
-    assert status == 0, f"seed {seed}: {[claim for claim in _claims(said) if not claim['holds']]}\n{err[-2000:]}"
+    assert status == 0, (
+        f"seed {seed}: {[claim for claim in _claims(said) if not claim['holds']]}\n{err[-2000:]}"
+    )
     document: dict[str, Any] = json.loads(said)
     assert document["expectations"] and all(claim["holds"] for claim in document["expectations"])
     return {**document, **document["rows"][0]} if others else document
@@ -66,7 +109,10 @@ def _claims(said: str) -> list[dict[str, Any]]:
 @pytest.mark.timeout(4 * PER_RUN_S)
 @pytest.mark.parametrize("scenario", SMALL, ids=lambda path: path.stem)
 def test_claims_hold_for_every_seed_and_seeds_differ(
-    scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    scenario: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     seeds = other_seeds(scenario)
     results = [run(scenario, seed, tmp_path / str(seed), monkeypatch, capsys) for seed in seeds]
@@ -82,11 +128,15 @@ def test_claims_hold_for_every_seed_and_seeds_differ(
 @pytest.mark.slow
 @pytest.mark.timeout(4 * PER_RUN_S)
 def test_claims_of_a_deployment_hold_for_every_seed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     scenario = next(path for path in SMALL if path.stem == "deployment_digits")
-    results = [run(scenario, seed, tmp_path / str(seed), monkeypatch, capsys, "--engine", "deployment")
-               for seed in other_seeds(scenario)]
+    results = [
+        run(scenario, seed, tmp_path / str(seed), monkeypatch, capsys, "--engine", "deployment")
+        for seed in other_seeds(scenario)
+    ]
     assert all(result["engine"] == "deployment" for result in results)
     assert len({result["weights_sha256"] for result in results}) == len(results)
 

@@ -29,7 +29,9 @@ class _VirtualTime:
         self.now_s += seconds
 
     def bucket(self, direction: Direction, bytes_per_s: float) -> TokenBucket:
-        return TokenBucket(constant(bytes_per_s, bytes_per_s), direction, clock=self.clock, sleep=self.sleep)
+        return TokenBucket(
+            constant(bytes_per_s, bytes_per_s), direction, clock=self.clock, sleep=self.sleep
+        )
 
 
 @contextmanager
@@ -37,6 +39,7 @@ def _server(answer: bytes = b"") -> Iterator[tuple[str, list[bytes]]]:
     """Yield an address and what each connection to it has sent; it answers after the end of that."""
     heard: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
+
         def serve() -> None:
             while True:
                 try:
@@ -67,7 +70,9 @@ def _ask(address: str, content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("bytes_per_s", [0.0, 40e6])
-def test_what_is_sent_arrives_unchanged_and_in_full_though_the_sender_has_closed(bytes_per_s: float) -> None:
+def test_what_is_sent_arrives_unchanged_and_in_full_though_the_sender_has_closed(
+    bytes_per_s: float,
+) -> None:
     with _server(answer=_NOISE[::-1]) as (target, heard), Relay(target) as relay:
         relay.set_rate(bytes_per_s)
         assert _ask(relay.address, _NOISE) == _NOISE[::-1]
@@ -79,7 +84,7 @@ def test_what_is_sent_arrives_unchanged_and_in_full_though_the_sender_has_closed
 def test_each_direction_has_its_rate(mbit_per_s: int) -> None:
     """In virtual time, since the machine's own may be short."""
     time, rate = _VirtualTime(), mbit_per_s * 1e6 / 8
-    sent = (_NOISE * 16)[:round(0.1 * rate)]
+    sent = (_NOISE * 16)[: round(0.1 * rate)]
     with _server(answer=sent) as (target, heard), Relay(target, time.bucket) as relay:
         relay.set_rate(rate)
         assert _ask(relay.address, sent) == sent and heard == [sent]
@@ -104,11 +109,11 @@ def test_a_new_rate_holds_at_once() -> None:
         relay.set_rate(1.0)
         host, port = relay.address.split(":")
         with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(_NOISE[:1 << 16])
+            connection.sendall(_NOISE[: 1 << 16])
             relay.set_rate(0.0)
             connection.shutdown(socket.SHUT_WR)
             assert _read(connection) == b""
-        assert heard == [_NOISE[:1 << 16]]
+        assert heard == [_NOISE[: 1 << 16]]
 
 
 def test_without_a_target_a_connection_ends() -> None:

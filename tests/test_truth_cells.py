@@ -19,15 +19,31 @@ def test_a_cell_depends_on_its_seed_and_number_alone(seed: int, count: int) -> N
     for cell in cells:
         assert Cell.from_document(json.loads(json.dumps(cell.to_document()))) == cell
         assert 2 <= cell.num_socs <= 6
-        assert cell.num_groups == {ONE_RING: 1, FEDERATED: cell.num_socs}.get(cell.strategy, cell.num_groups)
-        assert cell.strategy != GROUPS or 1 < cell.num_groups < cell.num_socs or cell.num_socs == cell.num_groups == 2
+        assert cell.num_groups == {ONE_RING: 1, FEDERATED: cell.num_socs}.get(
+            cell.strategy, cell.num_groups
+        )
+        assert (
+            cell.strategy != GROUPS
+            or 1 < cell.num_groups < cell.num_socs
+            or cell.num_socs == cell.num_groups == 2
+        )
 
 
 def test_seeds_differ_and_all_there_is_is_drawn() -> None:
     cells = draw_cells(400, 1)
-    assert [cell.to_document() for cell in cells] != [cell.to_document() for cell in draw_cells(400, 2)]
-    for key in ("slots_per_board", "soc_mbit_per_s", "model", "strategy", "leaders", "transport", "overlap_buckets",
-                "in_turn"):
+    assert [cell.to_document() for cell in cells] != [
+        cell.to_document() for cell in draw_cells(400, 2)
+    ]
+    for key in (
+        "slots_per_board",
+        "soc_mbit_per_s",
+        "model",
+        "strategy",
+        "leaders",
+        "transport",
+        "overlap_buckets",
+        "in_turn",
+    ):
         assert len({getattr(cell, key) for cell in cells}) > 1, key
 
 
@@ -35,7 +51,12 @@ def test_seeds_differ_and_all_there_is_is_drawn() -> None:
 def test_a_cell_that_sleeps_is_predicted_from_what_was_drawn(number: int) -> None:
     cell = draw_cells(12, 5)[number]
     prediction = predict(cell, sleeping(cell), Constants.none())
-    assert prediction.plan.groups == plan_of(cell).groups and len(prediction.plan.groups) == cell.num_groups
-    assert prediction.steps_s > 0.0 and (prediction.synchronisation_s > 0.0) == (cell.num_groups > 1)
+    assert (
+        prediction.plan.groups == plan_of(cell).groups
+        and len(prediction.plan.groups) == cell.num_groups
+    )
+    assert prediction.steps_s > 0.0 and (prediction.synchronisation_s > 0.0) == (
+        cell.num_groups > 1
+    )
     slowest_s = max(sleeping(cell).step_s.values())
     assert prediction.seconds >= 2 * prediction.interval.num_steps * slowest_s

@@ -16,20 +16,49 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[1]
-CACHES = ("__pycache__", ".pyc", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", ".venv", ".git/",
-          "/out/", "/build/")
+CACHES = (
+    "__pycache__",
+    ".pyc",
+    ".mypy_cache",
+    ".ruff_cache",
+    ".pytest_cache",
+    ".hypothesis",
+    ".venv",
+    ".git/",
+    "/out/",
+    "/build/",
+)
 DATA = (".parquet", ".npz", ".npy", ".pt", ".safetensors", ".onnx")
 
 
 def assert_clean(names: Iterable[str]) -> None:
-    assert [name for name in names if any(part in name for part in CACHES) or name.endswith(DATA)] == []
+    assert [
+        name for name in names if any(part in name for part in CACHES) or name.endswith(DATA)
+    ] == []
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "-w", folder,
-                    "-C", f"build-dir={folder / 'build'}", ROOT], check=True, capture_output=True, timeout=900.0)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--no-build-isolation",
+            "--no-deps",
+            "-w",
+            folder,
+            "-C",
+            f"build-dir={folder / 'build'}",
+            ROOT,
+        ],
+        check=True,
+        capture_output=True,
+        timeout=900.0,
+    )
     return next(folder.glob("*.whl"))
 
 
@@ -38,8 +67,22 @@ def scripts(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs of an environment with the wheel, which takes all other packages from the one of the tests."""
     folder = tmp_path_factory.mktemp("venv")
     venv.create(folder, with_pip=False)
-    subprocess.run([sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--quiet",
-                    "--no-deps", wheel], check=True, capture_output=True, timeout=300.0)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            folder / "bin" / "python",
+            "install",
+            "--quiet",
+            "--no-deps",
+            wheel,
+        ],
+        check=True,
+        capture_output=True,
+        timeout=300.0,
+    )
     packages = next(folder.glob("lib/python*/site-packages"))
     # Paths of a .pth file come last, and those of other .pth files there are not read: nor that of the checkout.
     (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -50,34 +93,70 @@ def test_the_wheel_has_scenarios_and_templates_and_no_caches_or_data(wheel: Path
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert_clean(names)
-    shipped = {name.removeprefix("socflower/_shipped/") for name in names if name.startswith("socflower/_shipped/")}
-    tracked = subprocess.run(["git", "ls-files", "scenarios", "templates"], cwd=ROOT, capture_output=True, text=True,
-                             check=True).stdout.split()
+    shipped = {
+        name.removeprefix("socflower/_shipped/")
+        for name in names
+        if name.startswith("socflower/_shipped/")
+    }
+    tracked = subprocess.run(
+        ["git", "ls-files", "scenarios", "templates"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
     assert shipped == set(tracked)
     assert {name.partition("/")[0] for name in names} == {"socflower", "socflower-0.1.0.dist-info"}
     assert wheel.stat().st_size < 3e6
 
 
 def test_the_sdist_has_what_a_build_needs_and_no_caches_or_data(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", "import sys; from scikit_build_core.build import build_sdist; "
-                    "build_sdist(sys.argv[1])", tmp_path], cwd=ROOT, check=True, capture_output=True, timeout=300.0)
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])",
+            tmp_path,
+        ],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=300.0,
+    )
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]
     assert_clean(names)
-    assert {"LICENSE", "README.md", "pyproject.toml", "native/CMakeLists.txt", "scenarios/digits_demo.toml",
-            "templates/text/my_app/task.py", "socflower/__init__.py"} <= set(names)
+    assert {
+        "LICENSE",
+        "README.md",
+        "pyproject.toml",
+        "native/CMakeLists.txt",
+        "scenarios/digits_demo.toml",
+        "templates/text/my_app/task.py",
+        "socflower/__init__.py",
+    } <= set(names)
     assert next(tmp_path.glob("*.tar.gz")).stat().st_size < 6e6
 
 
 def test_the_first_commands_in_an_empty_folder(scripts: Path, tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items()
-                   if not name.startswith(("PYTHON", "SOCFLOWER", "VIRTUAL_ENV"))}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "SOCFLOWER", "VIRTUAL_ENV"))
+    }
     environment |= {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "80"}
 
     def socflower(*arguments: str) -> str:
         started_s = time.perf_counter()
-        ran = subprocess.run([scripts / "socflower", *arguments], cwd=tmp_path, env=environment, capture_output=True,
-                             text=True, timeout=900.0, check=False)
+        ran = subprocess.run(
+            [scripts / "socflower", *arguments],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=900.0,
+            check=False,
+        )
         print(f"{time.perf_counter() - started_s:6.1f} s  socflower {' '.join(arguments)}")
         assert ran.returncode == 0, ran.stdout[-1000:] + ran.stderr[-2000:]
         return ran.stdout
@@ -91,9 +170,23 @@ def test_the_first_commands_in_an_empty_folder(scripts: Path, tmp_path: Path) ->
     socflower("plan", "measured_board")  # its cluster file lies beside it
     socflower("run", "broken_reply", "--log", "csv,jsonl")
     assert len((tmp_path / "out" / "broken_reply" / "metrics.csv").read_text().splitlines()) > 2
-    socflower("compare", "digits_demo", "--strategies", "socflow,sgd", "--set", "model.name=lenet5", "--set",
-              "train.epochs=2", "--set", "compare.train={}", "--set", "compare.predict=[]", "--set", "expect={}")
+    socflower(
+        "compare",
+        "digits_demo",
+        "--strategies",
+        "socflow,sgd",
+        "--set",
+        "model.name=lenet5",
+        "--set",
+        "train.epochs=2",
+        "--set",
+        "compare.train={}",
+        "--set",
+        "compare.predict=[]",
+        "--set",
+        "expect={}",
+    )
     report = (tmp_path / "out" / "digits_demo-compare" / "report.html").read_text("utf-8")
     assert "<svg" in report and "socflow" in report and "sgd" in report
-    assert "src=\"http" not in report
+    assert 'src="http' not in report
     assert not list(tmp_path.glob("scenarios"))

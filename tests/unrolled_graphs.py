@@ -20,7 +20,9 @@ def unrolled(graph: TaskGraph, *, in_order: bool = False) -> TaskGraph:
         before[index, 0] = [(other, rounds[other] - 1) for other in task.after]
         for number in range(1, rounds[index]):
             assert isinstance(task, Transfer)
-            before[index, number] = [(other, number - 1) for other in dict.fromkeys((index, *task.after_round))]
+            before[index, number] = [
+                (other, number - 1) for other in dict.fromkeys((index, *task.after_round))
+            ]
     place = {node: number for number, node in enumerate(_ordered(before))}
     tasks = []
     for index, number in place:
@@ -28,9 +30,15 @@ def unrolled(graph: TaskGraph, *, in_order: bool = False) -> TaskGraph:
         previous = (*task.after_previous, *((index,) if in_order and rounds[index] > 1 else ()))
         if isinstance(task, Transfer):
             task = replace(task, rounds=1, after_round=())
-        tasks.append(replace(
-            task, after=tuple(place[node] for node in before[index, number]),
-            after_previous=tuple(place[other, rounds[other] - 1] for other in previous) if number == 0 else ()))
+        tasks.append(
+            replace(
+                task,
+                after=tuple(place[node] for node in before[index, number]),
+                after_previous=tuple(place[other, rounds[other] - 1] for other in previous)
+                if number == 0
+                else (),
+            )
+        )
     return TaskGraph(tasks=tuple(tasks), participants=graph.participants)
 
 

@@ -13,5 +13,8 @@ def load_partition(context: Context, partition_id: int, num_partitions: int) -> 
     return data.select(iid_partition(len(data), num_partitions, seed=1)[partition_id])
 
 
-app = make_client_app(lambda context: load_model(str(context.run_config["model"])), load_partition,
-                      lambda context: load_trainer(str(context.run_config["model"])))
+app = make_client_app(
+    lambda context: load_model(str(context.run_config["model"])),
+    load_partition,
+    lambda context: load_trainer(str(context.run_config["model"])),
+)

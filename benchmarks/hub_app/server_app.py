@@ -25,15 +25,23 @@ def main(grid: Grid, context: Context) -> None:
     config = context.run_config
     num_nodes, num_rounds = int(config["num-nodes"]), int(config["num-rounds"])
     batch_size = int(config["batch-size"])
-    model, num_samples = load_model(str(config["model"])), len(load_training_data(str(config["model"])))
+    model, num_samples = (
+        load_model(str(config["model"])),
+        len(load_training_data(str(config["model"]))),
+    )
     marks = Path(str(config["marks"]))
 
     def mark(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         weights = arrays.to_torch_state_dict()
         line = {
-            "round": server_round, "time_s": time.time(),
-            "model_bytes": sum(tensor.numel() * tensor.element_size() for tensor in weights.values()),
-            "sha256": hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in weights.values())).hexdigest(),
+            "round": server_round,
+            "time_s": time.time(),
+            "model_bytes": sum(
+                tensor.numel() * tensor.element_size() for tensor in weights.values()
+            ),
+            "sha256": hashlib.sha256(
+                b"".join(tensor.numpy().tobytes() for tensor in weights.values())
+            ).hexdigest(),
         }
         if server_round == num_rounds:
             load_trainable_state(model, weights)
@@ -47,12 +55,29 @@ def main(grid: Grid, context: Context) -> None:
     initial = ArrayRecord(trainable_state(model))
     frozen = {"frozen-sha256": digest} if (digest := frozen_digest(model)) else {}
     if config["strategy"] == "fedavg":
-        FedAvg(fraction_evaluate=0.0, min_train_nodes=num_nodes, min_available_nodes=num_nodes).start(
-            grid, initial, num_rounds=num_rounds, evaluate_fn=mark,
-            train_config=ConfigRecord({"local-epochs": 1, "batch-size": batch_size, **frozen}))
+        FedAvg(
+            fraction_evaluate=0.0, min_train_nodes=num_nodes, min_available_nodes=num_nodes
+        ).start(
+            grid,
+            initial,
+            num_rounds=num_rounds,
+            evaluate_fn=mark,
+            train_config=ConfigRecord({"local-epochs": 1, "batch-size": batch_size, **frozen}),
+        )
     else:
-        SoCFlow(cluster=parse_cluster({"boards": 1, "socs_per_board": num_nodes}), groups=int(config["num-groups"]),
-                schedule=TrainingSchedule(num_samples=num_samples, batch_size=batch_size, num_epochs=num_rounds,
-                                          interval_epochs=1.0),
-                ).start(GroupGrid(grid), initial, num_rounds=num_rounds, evaluate_fn=mark,
-                        train_config=ConfigRecord(frozen))
+        SoCFlow(
+            cluster=parse_cluster({"boards": 1, "socs_per_board": num_nodes}),
+            groups=int(config["num-groups"]),
+            schedule=TrainingSchedule(
+                num_samples=num_samples,
+                batch_size=batch_size,
+                num_epochs=num_rounds,
+                interval_epochs=1.0,
+            ),
+        ).start(
+            GroupGrid(grid),
+            initial,
+            num_rounds=num_rounds,
+            evaluate_fn=mark,
+            train_config=ConfigRecord(frozen),
+        )

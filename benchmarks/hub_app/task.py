@@ -26,8 +26,14 @@ def load_model(name: str) -> nn.Module:
         return build_model(name, in_channels=1, image_size=28, num_classes=10, seed=1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        return nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(),
-                             nn.Linear(WIDTH, 10))
+        return nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(28 * 28, WIDTH),
+            nn.ReLU(),
+            nn.Linear(WIDTH, WIDTH),
+            nn.ReLU(),
+            nn.Linear(WIDTH, 10),
+        )
 
 
 def load_trainer(name: str) -> Trainer:

@@ -13,19 +13,27 @@ from socflower.pipeline.schedule.order import ASTEROID, InFlight
 def compositions(total: int, parts: int, least: int = 1) -> Iterator[tuple[int, ...]]:
     """Yield all ways to write `total` as a sum of `parts` numbers of at least `least`."""
     for inner in combinations(range(total - parts * (least - 1) - 1), parts - 1):
-        yield tuple(after - before + least - 1 for before, after in
-                    pairwise((-1, *inner, total - parts * (least - 1) - 1)))
+        yield tuple(
+            after - before + least - 1
+            for before, after in pairwise((-1, *inner, total - parts * (least - 1) - 1))
+        )
 
 
-def best_shares(problem: PipelineProblem, first: int, last: int, devices: Sequence[PipelineDevice],
-                in_flight: int) -> tuple[float, tuple[int, ...]]:
+def best_shares(
+    problem: PipelineProblem,
+    first: int,
+    last: int,
+    devices: Sequence[PipelineDevice],
+    in_flight: int,
+) -> tuple[float, tuple[int, ...]]:
     """Return the least seconds of the slowest device (Eq. 7) over all allocations within the budgets, and one."""
     best: tuple[float, tuple[int, ...]] = (inf, ())
     for shares in compositions(problem.micro_batch_size, len(devices), least=0):
         stage_s = 0.0
         for device, share in zip(devices, shares, strict=True):
-            needed = problem.model.state_bytes(first, last, problem.optimizer_copies) \
-                + in_flight * share * problem.model.kept_bytes(first, last)
+            needed = problem.model.state_bytes(
+                first, last, problem.optimizer_copies
+            ) + in_flight * share * problem.model.kept_bytes(first, last)
             if share and needed > device.memory_bytes:
                 break
             stage_s = max(stage_s, sum(problem.pass_s(device, first, last, share)))
@@ -34,8 +42,13 @@ def best_shares(problem: PipelineProblem, first: int, last: int, devices: Sequen
     return best
 
 
-def plans_of_order(problem: PipelineProblem, order: Sequence[PipelineDevice], *, rule: InFlight = ASTEROID,
-                   all_shares: bool = False) -> Iterator[PipelinePlan]:
+def plans_of_order(
+    problem: PipelineProblem,
+    order: Sequence[PipelineDevice],
+    *,
+    rule: InFlight = ASTEROID,
+    all_shares: bool = False,
+) -> Iterator[PipelinePlan]:
     """Yield every plan whose stages take the devices in this order, all of them unless their best share is 0.
 
     Each stage has its best allocation, or, with `all_shares`, every allocation within the budgets in turn.
@@ -44,24 +57,38 @@ def plans_of_order(problem: PipelineProblem, order: Sequence[PipelineDevice], *,
     for num_stages in range(1, min(len(order), num_layers) + 1):
         for widths in compositions(len(order), num_stages):
             for depths in compositions(num_layers, num_stages):
-                yield from plans_of(problem, order, widths, depths, rule=rule, all_shares=all_shares)
+                yield from plans_of(
+                    problem, order, widths, depths, rule=rule, all_shares=all_shares
+                )
 
 
-def plans_of(problem: PipelineProblem, order: Sequence[PipelineDevice], widths: Sequence[int], depths: Sequence[int], *,
-             rule: InFlight = ASTEROID, all_shares: bool = False) -> Iterator[PipelinePlan]:
+def plans_of(
+    problem: PipelineProblem,
+    order: Sequence[PipelineDevice],
+    widths: Sequence[int],
+    depths: Sequence[int],
+    *,
+    rule: InFlight = ASTEROID,
+    all_shares: bool = False,
+) -> Iterator[PipelinePlan]:
     """Yield the plans whose stages have so many devices of the order and so many layers."""
     choices: list[list[Stage]] = []
     begin = first = 0
     counts = rule.counts(len(widths), problem.num_micro_batches)
     for width, depth, in_flight in zip(widths, depths, counts, strict=True):
-        group, last = order[begin:begin + width], first + int(depth) - 1
+        group, last = order[begin : begin + width], first + int(depth) - 1
         choices.append(list(_stages(problem, first, last, group, in_flight, all_shares)))
         begin, first = begin + int(width), last + 1
     yield from _products(problem, choices)
 
 
-def best_by_brute_force(problem: PipelineProblem, *, rule: InFlight = ASTEROID, subsets: bool = True,
-                        all_shares: bool = False) -> tuple[float, PipelinePlan | None]:
+def best_by_brute_force(
+    problem: PipelineProblem,
+    *,
+    rule: InFlight = ASTEROID,
+    subsets: bool = True,
+    all_shares: bool = False,
+) -> tuple[float, PipelinePlan | None]:
     """Return the least latency by the closed form over all orders, groupings and cuts, and its plan."""
     best: tuple[float, PipelinePlan | None] = (inf, None)
     sizes = range(1, len(problem.devices) + 1) if subsets else (len(problem.devices),)
@@ -74,8 +101,14 @@ def best_by_brute_force(problem: PipelineProblem, *, rule: InFlight = ASTEROID, 
     return best
 
 
-def _stages(problem: PipelineProblem, first: int, last: int, group: Sequence[PipelineDevice], in_flight: int,
-            all_shares: bool) -> Iterator[Stage]:
+def _stages(
+    problem: PipelineProblem,
+    first: int,
+    last: int,
+    group: Sequence[PipelineDevice],
+    in_flight: int,
+    all_shares: bool,
+) -> Iterator[Stage]:
     if all_shares:
         every = compositions(problem.micro_batch_size, len(group), least=1)
     else:
@@ -83,13 +116,22 @@ def _stages(problem: PipelineProblem, first: int, last: int, group: Sequence[Pip
         every = iter([shares] if seconds < inf else [])
     for shares in every:
         members = [(device, share) for device, share in zip(group, shares, strict=True) if share]
-        stage = Stage(first_layer=first, last_layer=last, devices=tuple(device.soc for device, _ in members),
-                      shares=tuple(share for _, share in members), in_flight=in_flight)
-        if all(stage.memory_bytes(problem, share) <= device.memory_bytes for device, share in members):
+        stage = Stage(
+            first_layer=first,
+            last_layer=last,
+            devices=tuple(device.soc for device, _ in members),
+            shares=tuple(share for _, share in members),
+            in_flight=in_flight,
+        )
+        if all(
+            stage.memory_bytes(problem, share) <= device.memory_bytes for device, share in members
+        ):
             yield stage
 
 
-def _products(problem: PipelineProblem, choices: Sequence[Sequence[Stage]]) -> Iterator[PipelinePlan]:
+def _products(
+    problem: PipelineProblem, choices: Sequence[Sequence[Stage]]
+) -> Iterator[PipelinePlan]:
     def combined(index: int) -> Iterator[tuple[Stage, ...]]:
         if index == len(choices):
             yield ()
@@ -99,5 +141,8 @@ def _products(problem: PipelineProblem, choices: Sequence[Sequence[Stage]]) -> I
                 yield (stage, *rest)
 
     for stages in combined(0):
-        yield PipelinePlan(stages=stages, micro_batch_size=problem.micro_batch_size,
-                           num_micro_batches=problem.num_micro_batches)
+        yield PipelinePlan(
+            stages=stages,
+            micro_batch_size=problem.micro_batch_size,
+            num_micro_batches=problem.num_micro_batches,
+        )

@@ -3,52 +3,126 @@
 import numpy as np
 
 from socflower.cluster import Board, Cluster, Device, Processor
-from socflower.pipeline.problem import LayerSeconds, PipelineDevice, PipelineLayer, PipelineModel, PipelineProblem
+from socflower.pipeline.problem import (
+    LayerSeconds,
+    PipelineDevice,
+    PipelineLayer,
+    PipelineModel,
+    PipelineProblem,
+)
 
-KIND = Device(name="board", idle_w=2.0, network_w=0.5, memory_bytes=8e9, memory_bytes_per_s=2e10,
-              layer_overhead_s=0.0, processors={"gpu": Processor(name="gpu", flops_per_s=1e11, active_w=10.0)})
+KIND = Device(
+    name="board",
+    idle_w=2.0,
+    network_w=0.5,
+    memory_bytes=8e9,
+    memory_bytes_per_s=2e10,
+    layer_overhead_s=0.0,
+    processors={"gpu": Processor(name="gpu", flops_per_s=1e11, active_w=10.0)},
+)
 
 
 def small_problem(seed: int, *, num_layers: int = 4, num_devices: int = 3) -> PipelineProblem:
     """Return a problem for brute force: a few layers and devices; every third has scarce memory."""
     rng = np.random.default_rng(seed)
-    return _problem(rng, num_layers, num_devices, micro_batch_size=4, num_micro_batches=int(rng.integers(2, 9)),
-                    bytes_per_s=float(rng.choice([3e5, 1e6, 1e7])), scarce=seed % 3 == 0)
+    return _problem(
+        rng,
+        num_layers,
+        num_devices,
+        micro_batch_size=4,
+        num_micro_batches=int(rng.integers(2, 9)),
+        bytes_per_s=float(rng.choice([3e5, 1e6, 1e7])),
+        scarce=seed % 3 == 0,
+    )
 
 
-def large_problem(seed: int, num_layers: int, num_devices: int, *, bytes_per_s: float = 1.25e7,
-                  micro_batch_size: int = 32, num_micro_batches: int = 16) -> PipelineProblem:
+def large_problem(
+    seed: int,
+    num_layers: int,
+    num_devices: int,
+    *,
+    bytes_per_s: float = 1.25e7,
+    micro_batch_size: int = 32,
+    num_micro_batches: int = 16,
+) -> PipelineProblem:
     """Return a problem of the size of a real one."""
-    return _problem(np.random.default_rng(seed), num_layers, num_devices, micro_batch_size=micro_batch_size,
-                    num_micro_batches=num_micro_batches, bytes_per_s=bytes_per_s, scarce=False)
+    return _problem(
+        np.random.default_rng(seed),
+        num_layers,
+        num_devices,
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=num_micro_batches,
+        bytes_per_s=bytes_per_s,
+        scarce=False,
+    )
 
 
-def _problem(rng: np.random.Generator, num_layers: int, num_devices: int, *, micro_batch_size: int,
-             num_micro_batches: int, bytes_per_s: float, scarce: bool) -> PipelineProblem:
+def _problem(
+    rng: np.random.Generator,
+    num_layers: int,
+    num_devices: int,
+    *,
+    micro_batch_size: int,
+    num_micro_batches: int,
+    bytes_per_s: float,
+    scarce: bool,
+) -> PipelineProblem:
     """Weights grow and outputs shrink from layer to layer, as in convolutional networks."""
     depth = np.linspace(0.0, 1.0, num_layers)
     weights = rng.uniform(0.5, 1.5, num_layers) * 4e6 * (0.05 + depth) / num_layers * 4
     outputs = rng.uniform(0.2, 1.5, num_layers) * 1e5 * (1.1 - depth)
     base_s = rng.uniform(0.5, 2.0, num_layers) * 2e-2 / num_layers
     kinds = []
-    for speed in (2.4, 1.6, 1.0)[:min(3, num_devices)]:
+    for speed in (2.4, 1.6, 1.0)[: min(3, num_devices)]:
         own_s = base_s / speed * rng.uniform(0.8, 1.2, num_layers)
         fixed_s = 2e-3 / num_layers
         sizes = np.array([1.0, 1024.0])
-        kinds.append((LayerSeconds(device=f"kind {speed}", batches=(1, 1024),
-                                   forward_s=np.outer(own_s, sizes) + fixed_s,
-                                   backward_s=np.outer(own_s, 2.0 * sizes) + 2.0 * fixed_s), 4e9 * speed))
-    layers = tuple(PipelineLayer(name=f"layer {index}", forward_flops=0.0, backward_flops=0.0,
-                                 weight_bytes=float(weights[index]), activation_bytes=float(3.0 * outputs[index]),
-                                 output_bytes=float(outputs[index])) for index in range(num_layers))
+        kinds.append(
+            (
+                LayerSeconds(
+                    device=f"kind {speed}",
+                    batches=(1, 1024),
+                    forward_s=np.outer(own_s, sizes) + fixed_s,
+                    backward_s=np.outer(own_s, 2.0 * sizes) + 2.0 * fixed_s,
+                ),
+                4e9 * speed,
+            )
+        )
+    layers = tuple(
+        PipelineLayer(
+            name=f"layer {index}",
+            forward_flops=0.0,
+            backward_flops=0.0,
+            weight_bytes=float(weights[index]),
+            activation_bytes=float(3.0 * outputs[index]),
+            output_bytes=float(outputs[index]),
+        )
+        for index in range(num_layers)
+    )
     whole = 3.0 * weights.sum() + micro_batch_size * 4.0 * outputs.sum()
     chosen = sorted(int(rng.integers(len(kinds))) for _ in range(num_devices))
-    devices = tuple(PipelineDevice(
-        soc=soc, name=kinds[kind][0].device, seconds=kinds[kind][0],
-        memory_bytes=float(whole * rng.uniform(0.4, 2.0)) if scarce else kinds[kind][1],
-        update_bytes_per_s=KIND.memory_bytes_per_s) for soc, kind in enumerate(chosen))
-    board = Board(num_slots=num_devices, device=KIND, soc_bytes_per_s=bytes_per_s, uplink_bytes_per_s=bytes_per_s)
+    devices = tuple(
+        PipelineDevice(
+            soc=soc,
+            name=kinds[kind][0].device,
+            seconds=kinds[kind][0],
+            memory_bytes=float(whole * rng.uniform(0.4, 2.0)) if scarce else kinds[kind][1],
+            update_bytes_per_s=KIND.memory_bytes_per_s,
+        )
+        for soc, kind in enumerate(chosen)
+    )
+    board = Board(
+        num_slots=num_devices,
+        device=KIND,
+        soc_bytes_per_s=bytes_per_s,
+        uplink_bytes_per_s=bytes_per_s,
+    )
     return PipelineProblem(
-        model=PipelineModel(name="random", layers=layers, input_bytes=12288.0), devices=devices,
-        cluster=Cluster(name="random", boards=(board,), hub_bytes_per_s=bytes_per_s, message_s=1e-4),
-        micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches)
+        model=PipelineModel(name="random", layers=layers, input_bytes=12288.0),
+        devices=devices,
+        cluster=Cluster(
+            name="random", boards=(board,), hub_bytes_per_s=bytes_per_s, message_s=1e-4
+        ),
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=num_micro_batches,
+    )

@@ -58,7 +58,7 @@ def english(*, test: bool = False) -> NextBytes:
     """Return the text of `help("topics")`, its end for the test."""
     text = (Path(sysconfig.get_path("stdlib")) / "pydoc_data" / "topics.py").read_bytes()
     bound = len(text) - _NUM_TEST * CONTEXT
-    return NextBytes(text[bound - 1:] if test else text[:bound])
+    return NextBytes(text[bound - 1 :] if test else text[:bound])
 
 
 def loss_of(logits: Tensor, following: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def save_base(path: Path, num_windows: int) -> float:
         optimizer.step()
         losses.append(float(loss.detach()))
     torch.save(model.state_dict(), path)
-    tail = losses[-max(1, len(losses) // 10):]
+    tail = losses[-max(1, len(losses) // 10) :]
     return sum(tail) / len(tail)
 
 
@@ -100,20 +100,31 @@ def adapted(base: str, seed: int) -> nn.Module:
     model.requires_grad_(False)
     torch.manual_seed(seed)
     made = peft.inject_adapter_in_model(
-        peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=["queries_keys_values", "mix"]), model)
+        peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=["queries_keys_values", "mix"]),
+        model,
+    )
     assert isinstance(made, nn.Module)
     return made
 
 
 def workload(base: Path, seed: int) -> Workload:
     """Return the training of adapters on a base."""
-    return Workload(build=partial(adapted, str(base), seed), data=english,
-                    trainer=FP32Trainer(optimizer=partial(torch.optim.AdamW, lr=_RATE), loss=loss_of, device="cpu"))
+    return Workload(
+        build=partial(adapted, str(base), seed),
+        data=english,
+        trainer=FP32Trainer(
+            optimizer=partial(torch.optim.AdamW, lr=_RATE), loss=loss_of, device="cpu"
+        ),
+    )
 
 
 def test_loss(model: nn.Module) -> float:
     """Return the mean loss of the English that is not trained on."""
     data = english(test=True)
     with torch.no_grad():
-        return sum(float(loss_of(model(inputs), following)) * len(inputs) for inputs, following in (
-            data.batch(indices) for indices in torch.arange(len(data)).split(16))) / len(data)
+        return sum(
+            float(loss_of(model(inputs), following)) * len(inputs)
+            for inputs, following in (
+                data.batch(indices) for indices in torch.arange(len(data)).split(16)
+            )
+        ) / len(data)

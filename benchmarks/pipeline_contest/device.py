@@ -50,8 +50,14 @@ class Device:
     def __init__(self, soc: int, rack: Rack) -> None:
         self._soc, self._rack = soc, rack
         addresses = [f"{rack.address(each)}:{_PORT}" for each in range(rack.num_socs)]
-        self._port = RingPort(addresses[soc], rank=soc, addresses=addresses, token=_TOKEN, tls=None,
-                              heartbeat_s=_PATIENCE_S)
+        self._port = RingPort(
+            addresses[soc],
+            rank=soc,
+            addresses=addresses,
+            token=_TOKEN,
+            tls=None,
+            heartbeat_s=_PATIENCE_S,
+        )
         keep_freed_memory()
 
     def do(self, work: Work, number: int, socs: Sequence[int]) -> Any:
@@ -83,8 +89,14 @@ class Device:
         workload = work.workload
         module, batch = workload.build(), workload.data().batch(torch.arange(1))
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
-        measured = measure_layers(module, workload.example(), work.batches, repeats=work.repeats,
-                                  chain=workload.read(module).chain, clock=time.process_time)
+        measured = measure_layers(
+            module,
+            workload.example(),
+            work.batches,
+            repeats=work.repeats,
+            chain=workload.read(module).chain,
+            clock=time.process_time,
+        )
         session = workload.trainer.start(module, SPAN)
         session.gradients([batch], 1)
         session.apply()
@@ -93,8 +105,12 @@ class Device:
             session.apply()
         update_s = (time.process_time() - update_s) / _UPDATES
         cores = (time.process_time() - began_cpu_s) / (time.perf_counter() - began_s)
-        return Profiled(forward_s=measured.forward_s / cores, backward_s=measured.backward_s / cores,
-                        update_s=update_s / cores, cores=cores)
+        return Profiled(
+            forward_s=measured.forward_s / cores,
+            backward_s=measured.backward_s / cores,
+            update_s=update_s / cores,
+            cores=cores,
+        )
 
     def _speed(self, work: Speed) -> float:
         """Return the seconds of both passes of a batch."""
@@ -119,7 +135,9 @@ class Device:
         channels.expect([message] * work.num_messages)
         for _ in range(work.num_messages):
             channels.send(other, ACTIVATIONS, bytearray(work.num_bytes))
-        while number < work.num_messages or channels.sent_bytes < work.num_messages * work.num_bytes:
+        while (
+            number < work.num_messages or channels.sent_bytes < work.num_messages * work.num_bytes
+        ):
             session.gradients([batch], work.batch_size)
             count += 1
             while number < work.num_messages and channels.has_arrived(message):
@@ -139,13 +157,29 @@ class Device:
         sent_bytes, cpu_s = channels.sent_bytes, time.process_time() - cpu_s
         end = run_script(member.finish(), channels)
         channels.flush()
-        return Trained(began_s=began_s, ends_s=tuple(ends_s), sent_bytes=sent_bytes, cpu_s=cpu_s,
-                       weights={} if end is None else {name: tensor.numpy() for name, tensor in end.weights.items()})
+        return Trained(
+            began_s=began_s,
+            ends_s=tuple(ends_s),
+            sent_bytes=sent_bytes,
+            cpu_s=cpu_s,
+            weights={}
+            if end is None
+            else {name: tensor.numpy() for name, tensor in end.weights.items()},
+        )
 
     def _member(self, work: Train | Passes, send: Send, coding: ActivationCoding = EXACT) -> Member:
         workload, module = work.workload, work.workload.build()
-        return Member(work.plan, self._soc, workload.read(module), module, workload.trainer, SPAN,
-                      data=workload.data(), send=send, coding=coding)
+        return Member(
+            work.plan,
+            self._soc,
+            workload.read(module),
+            module,
+            workload.trainer,
+            SPAN,
+            data=workload.data(),
+            send=send,
+            coding=coding,
+        )
 
     def _train_by_torch(self, work: Train, number: int) -> Trained:
         from torch.distributed.pipelining import PipelineStage
@@ -158,18 +192,34 @@ class Device:
         chain, stage = workload.read(module).chain, plan.stages[rank]
         own = chain.module(module, stage.first_layer, stage.last_layer).train()
         with torch.no_grad():
-            entering: Any = workload.example().repeat(plan.micro_batch_size, *[1] * (workload.example().dim() - 1))
+            entering: Any = workload.example().repeat(
+                plan.micro_batch_size, *[1] * (workload.example().dim() - 1)
+            )
             if rank:
-                entering, = chain.module(module, 0, stage.first_layer - 1)(entering)
+                (entering,) = chain.module(module, 0, stage.first_layer - 1)(entering)
             leaving = own(entering)
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
         dist.init_process_group(
-            "gloo", init_method=f"tcp://{self._rack.address(plan.socs[0])}:{_TORCH_PORT + number}", rank=rank,
-            world_size=size, timeout=timedelta(seconds=_PATIENCE_S))
-        schedule = Schedule1F1B(PipelineStage(
-            own, rank, size, torch.device("cpu"), input_args=entering.requires_grad_(rank > 0),
-            output_args=leaving if rank == size - 1 else tuple(each.requires_grad_() for each in leaving)),
-            plan.num_micro_batches, loss_fn=functional.cross_entropy)
+            "gloo",
+            init_method=f"tcp://{self._rack.address(plan.socs[0])}:{_TORCH_PORT + number}",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=_PATIENCE_S),
+        )
+        schedule = Schedule1F1B(
+            PipelineStage(
+                own,
+                rank,
+                size,
+                torch.device("cpu"),
+                input_args=entering.requires_grad_(rank > 0),
+                output_args=leaving
+                if rank == size - 1
+                else tuple(each.requires_grad_() for each in leaving),
+            ),
+            plan.num_micro_batches,
+            loss_fn=functional.cross_entropy,
+        )
         session = workload.trainer.start(own, SPAN)
         dist.barrier()
         began_s, ends_s = time.monotonic(), []
@@ -186,8 +236,11 @@ class Device:
             ends_s.append(time.monotonic())
         dist.barrier()
         dist.destroy_process_group()
-        return Trained(began_s=began_s, ends_s=tuple(ends_s),
-                       weights={name: tensor.numpy() for name, tensor in own.state_dict().items()})
+        return Trained(
+            began_s=began_s,
+            ends_s=tuple(ends_s),
+            weights={name: tensor.numpy() for name, tensor in own.state_dict().items()},
+        )
 
     def _federated(self, work: Federated, channels: GlooChannels, socs: Sequence[int]) -> Trained:
         module, data, own = VGG.build(), VGG.data(), work.samples[self._soc]
@@ -198,25 +251,39 @@ class Device:
         for _ in range(work.num_rounds):
             for first in range(0, own, work.batch_size):
                 size = min(work.batch_size, own - first)
-                session.gradients([data.batch(torch.from_numpy(rng.integers(0, len(data), size)))], size)
+                session.gradients(
+                    [data.batch(torch.from_numpy(rng.integers(0, len(data), size)))], size
+                )
                 session.apply()
             share = own / sum(work.samples)
             mean = torch.cat([weight.detach().flatten() for weight in weights]) * share
             channels.all_reduce(Reduce(tuple(socs), mean))
             with torch.no_grad():
-                for weight, part in zip(weights, mean.split([weight.numel() for weight in weights]), strict=True):
+                for weight, part in zip(
+                    weights, mean.split([weight.numel() for weight in weights]), strict=True
+                ):
                     weight.copy_(part.view_as(weight))
             ends_s.append(time.monotonic())
         channels.flush()
         sent_bytes = channels.sent_bytes
         self._meet(channels, socs)
-        return Trained(began_s=began_s, ends_s=tuple(ends_s), sent_bytes=sent_bytes,
-                       weights={name: tensor.numpy() for name, tensor in module.state_dict().items()})
+        return Trained(
+            began_s=began_s,
+            ends_s=tuple(ends_s),
+            sent_bytes=sent_bytes,
+            weights={name: tensor.numpy() for name, tensor in module.state_dict().items()},
+        )
 
     def _passes(self, work: Passes) -> Trained:
         """Run the passes of a stage on what could have come."""
-        index = next(number for number, each in enumerate(work.plan.stages) if self._soc in each.devices)
-        stage, own, data = work.plan.stages[index], self._member(work, lambda *_: None).work, work.workload.data()
+        index = next(
+            number for number, each in enumerate(work.plan.stages) if self._soc in each.devices
+        )
+        stage, own, data = (
+            work.plan.stages[index],
+            self._member(work, lambda *_: None).work,
+            work.workload.data(),
+        )
         assert own is not None
         began_s = time.monotonic()
         for mini in minis(work):
@@ -225,12 +292,21 @@ class Device:
             for operation in operations(work.plan.policy, stage.in_flight, len(batches)):
                 batch = batches[operation.micro_batch]
                 first, stop = batch.interval(index, 0)
-                inputs, labels = data.batch(torch.from_numpy(mini.indices[batch.first:batch.first + batch.size]))
+                inputs, labels = data.batch(
+                    torch.from_numpy(mini.indices[batch.first : batch.first + batch.size])
+                )
                 if operation.kind == Pass.FORWARD:
-                    entering = (inputs,) if index == 0 else [
-                        torch.zeros(stop - first, *one.shape) for one in own.entering]
-                    kept[batch.number] = own.forward(batch.number, entering, stream=0,
-                                                     labels=labels if own.loss is not None else None)
+                    entering = (
+                        (inputs,)
+                        if index == 0
+                        else [torch.zeros(stop - first, *one.shape) for one in own.entering]
+                    )
+                    kept[batch.number] = own.forward(
+                        batch.number,
+                        entering,
+                        stream=0,
+                        labels=labels if own.loss is not None else None,
+                    )
                 else:
                     own.backward(batch.number, kept.pop(batch.number) if own.loss is None else ())
         return Trained(began_s=began_s, ends_s=(time.monotonic(),))

@@ -26,7 +26,16 @@ from tests.testbed.rack_process import enter_network
 from tests.testbed.topology import Rack
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-_NAMESPACES = ("unshare", "--user", "--map-root-user", "--net", "--mount", "--pid", "--fork", "--kill-child")
+_NAMESPACES = (
+    "unshare",
+    "--user",
+    "--map-root-user",
+    "--net",
+    "--mount",
+    "--pid",
+    "--fork",
+    "--kill-child",
+)
 _TIMEOUT_S = 300.0
 
 
@@ -40,11 +49,18 @@ class Devices:
     def __enter__(self) -> "Devices":
         with self._stack:
             self._said = self._stack.enter_context(tempfile.TemporaryFile())
-            folders = [self._stack.enter_context(quota(cores=cores)).folder for cores in self._cores]
+            folders = [
+                self._stack.enter_context(quota(cores=cores)).folder for cores in self._cores
+            ]
             self._process = subprocess.Popen(
-                [*_NAMESPACES, sys.executable, "-m", "benchmarks.pipeline_contest.launch"], cwd=REPOSITORY,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
+                [*_NAMESPACES, sys.executable, "-m", "benchmarks.pipeline_contest.launch"],
+                cwd=REPOSITORY,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._said,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+            )
             self._stack.callback(self._end)
             self._send((self._rack, folders))
             self._stack = self._stack.pop_all()
@@ -88,9 +104,13 @@ class Devices:
 def main() -> int:
     """Be the rack."""
     rack, folders = pickle.load(sys.stdin.buffer)
-    script = "\n".join(["set -e", "mount -t tmpfs none /run", "mkdir -p /run/netns", *rack.commands()])
+    script = "\n".join(
+        ["set -e", "mount -t tmpfs none /run", "mkdir -p /run/netns", *rack.commands()]
+    )
     subprocess.run(["bash", "-c", script], check=True, stdin=subprocess.DEVNULL, stdout=sys.stderr)
-    import_module("benchmarks.pipeline_contest.device")  # with torch, once for all processes that are forked
+    import_module(
+        "benchmarks.pipeline_contest.device"
+    )  # with torch, once for all processes that are forked
 
     fork = multiprocessing.get_context("fork")
     pipes: list[Connection] = []

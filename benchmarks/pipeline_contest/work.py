@@ -167,20 +167,28 @@ def build_wide_model() -> nn.Module:
 def build_data() -> LabelledData:
     """Return random images, the same in every process."""
     generator = torch.Generator().manual_seed(1)
-    return LabelledData(torch.randn(_NUM_SAMPLES, *SHAPE, generator=generator),
-                        torch.randint(0, _CLASSES, (_NUM_SAMPLES,), generator=generator),
-                        mean=(0.0,) * 3, std=(1.0,) * 3, num_classes=_CLASSES)
+    return LabelledData(
+        torch.randn(_NUM_SAMPLES, *SHAPE, generator=generator),
+        torch.randint(0, _CLASSES, (_NUM_SAMPLES,), generator=generator),
+        mean=(0.0,) * 3,
+        std=(1.0,) * 3,
+        num_classes=_CLASSES,
+    )
 
 
-VGG = Workload(build=build_model, data=build_data, trainer=FP32Trainer(optimizer=sgd(0.01, 0.9), device="cpu"))
+VGG = Workload(
+    build=build_model, data=build_data, trainer=FP32Trainer(optimizer=sgd(0.01, 0.9), device="cpu")
+)
 WIDE = Workload(build=build_wide_model, data=build_data, trainer=VGG.trainer)
 
 
 def minis(work: Train | Passes) -> list[Mini]:
     """Return the mini-batches of a training."""
     rng, num_data = np.random.default_rng(getattr(work, "seed", 2)), len(work.workload.data())
-    return [Mini(step=step, indices=rng.integers(0, num_data, work.plan.num_samples))
-            for step in range(work.num_updates)]
+    return [
+        Mini(step=step, indices=rng.integers(0, num_data, work.plan.num_samples))
+        for step in range(work.num_updates)
+    ]
 
 
 def rack(bit_per_s: int, num_devices: int = len(CORES)) -> Rack:
@@ -189,5 +197,9 @@ def rack(bit_per_s: int, num_devices: int = len(CORES)) -> Rack:
     A link sends at once what it may in 5.5 ms: whole segments of TCP at 100 Mbit/s. Where they are split into frames,
     a device with a small part of a core needs more time for them than the link.
     """
-    return Rack(slots_per_board=(num_devices,), soc_bit_per_s=bit_per_s, uplink_bit_per_s=bit_per_s,
-                burst_bytes=min(_MOST_BURST_BYTES, int(_BURST_S * bit_per_s / 8)))
+    return Rack(
+        slots_per_board=(num_devices,),
+        soc_bit_per_s=bit_per_s,
+        uplink_bit_per_s=bit_per_s,
+        burst_bytes=min(_MOST_BURST_BYTES, int(_BURST_S * bit_per_s / 8)),
+    )

@@ -17,8 +17,15 @@ def load_all(context: Context, partition_id: int, num_partitions: int) -> Labell
 
 def ledger(context: Context) -> Path:
     """Return this node's file of steps."""
-    return Path(str(context.run_config["ledgers"])) / f"node-{context.node_config['partition-id']}.jsonl"
+    return (
+        Path(str(context.run_config["ledgers"]))
+        / f"node-{context.node_config['partition-id']}.jsonl"
+    )
 
 
-app = make_client_app(lambda context: load_model(), load_all, FP32Trainer(optimizer=sgd(0.002), channels_last=True),
-                      ring_ledger=ledger)
+app = make_client_app(
+    lambda context: load_model(),
+    load_all,
+    FP32Trainer(optimizer=sgd(0.002), channels_last=True),
+    ring_ledger=ledger,
+)

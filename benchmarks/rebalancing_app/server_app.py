@@ -26,17 +26,32 @@ def main(grid: Grid, context: Context) -> None:
     while len(list(grid.get_node_ids())) < num_nodes:
         time.sleep(0.5)
     strategy = SoCFlow(
-        cluster=parse_cluster({"boards": 1, "socs_per_board": num_nodes}), groups=int(config["num-groups"]),
-        schedule=TrainingSchedule(num_samples=num_samples(dict(config)), batch_size=int(config["batch-size"]),
-                                  num_epochs=num_rounds, interval_epochs=1.0),
-        rebalancing=Rebalancing(steps=steps) if steps >= 0 else None)
+        cluster=parse_cluster({"boards": 1, "socs_per_board": num_nodes}),
+        groups=int(config["num-groups"]),
+        schedule=TrainingSchedule(
+            num_samples=num_samples(dict(config)),
+            batch_size=int(config["batch-size"]),
+            num_epochs=num_rounds,
+            interval_epochs=1.0,
+        ),
+        rebalancing=Rebalancing(steps=steps) if steps >= 0 else None,
+    )
 
     def mark(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         events = strategy.reports[-1].events if strategy.reports else ()
-        line = {"round": server_round, "time_s": time.time(), "events": [event.text for event in events],
-                "groups": [list(group.members) for group in strategy.plan.groups]}
+        line = {
+            "round": server_round,
+            "time_s": time.time(),
+            "events": [event.text for event in events],
+            "groups": [list(group.members) for group in strategy.plan.groups],
+        }
         with marks.open("a") as stream:
             stream.write(json.dumps(line) + "\n")
         return MetricRecord({})
 
-    strategy.start(GroupGrid(grid), ArrayRecord(load_model().state_dict()), num_rounds=num_rounds, evaluate_fn=mark)
+    strategy.start(
+        GroupGrid(grid),
+        ArrayRecord(load_model().state_dict()),
+        num_rounds=num_rounds,
+        evaluate_fn=mark,
+    )

@@ -26,10 +26,25 @@ _PATIENCE_S = 120.0
 def measure(run: Run, rank: int, folder: Path) -> Measured:
     """Train as a member of the run's ring."""
     ring = RingTask(
-        participant=rank, leader=0, addresses=run.addresses, token=_TOKEN.hex(), transport=run.transport, num_buckets=1,
-        compression="none", heartbeat_s=_PATIENCE_S, rendezvous_s=_PATIENCE_S, rebalance_steps=run.rebalance_steps)
-    port = RingPort(run.addresses[rank], rank=rank, addresses=run.addresses, token=_TOKEN, tls=None,
-                    heartbeat_s=_PATIENCE_S)
+        participant=rank,
+        leader=0,
+        addresses=run.addresses,
+        token=_TOKEN.hex(),
+        transport=run.transport,
+        num_buckets=1,
+        compression="none",
+        heartbeat_s=_PATIENCE_S,
+        rendezvous_s=_PATIENCE_S,
+        rebalance_steps=run.rebalance_steps,
+    )
+    port = RingPort(
+        run.addresses[rank],
+        rank=rank,
+        addresses=run.addresses,
+        token=_TOKEN,
+        tls=None,
+        heartbeat_s=_PATIENCE_S,
+    )
     ended_s: list[float] = []
     own_s: list[float] = []
     samples: list[int] = []
@@ -43,18 +58,37 @@ def measure(run: Run, rank: int, folder: Path) -> Measured:
     trained = model()
     began_s, cpu_s = time.perf_counter(), time.process_time()
     try:
-        end = RingMember(model=trained, has_model=rank == 0, data=run.samples(), group=run.task(), ring=ring,
-                         trainer=trainer(), port=port, switch=PreemptionSwitch(), on_step=on_step).train()
+        end = RingMember(
+            model=trained,
+            has_model=rank == 0,
+            data=run.samples(),
+            group=run.task(),
+            ring=ring,
+            trainer=trainer(),
+            port=port,
+            switch=PreemptionSwitch(),
+            on_step=on_step,
+        ).train()
     finally:
         port.close()
     if end.outcome.outcome != COMPLETED or end.outcome.recoveries_s:
         raise RuntimeError(f"the ring did not stay whole: {end.outcome}")
     cores = (time.process_time() - cpu_s) / (time.perf_counter() - began_s)
     file = folder / f"weights-{rank}.npy"
-    np.save(file, np.concatenate([parameter.detach().contiguous().numpy().ravel()
-                                  for parameter in trained.parameters()]))
-    return Measured(step_s=tuple(np.diff(ended_s).tolist()), own_s=tuple(own_s), samples=tuple(samples),
-                    rates=end.outcome.rates, cores=cores, weights=str(file))
+    np.save(
+        file,
+        np.concatenate(
+            [parameter.detach().contiguous().numpy().ravel() for parameter in trained.parameters()]
+        ),
+    )
+    return Measured(
+        step_s=tuple(np.diff(ended_s).tolist()),
+        own_s=tuple(own_s),
+        samples=tuple(samples),
+        rates=end.outcome.rates,
+        cores=cores,
+        weights=str(file),
+    )
 
 
 def main(folder: str) -> int:
@@ -62,7 +96,12 @@ def main(folder: str) -> int:
     torch.set_num_threads(1)
     for line in sys.stdin:
         asked = json.loads(line)
-        print(json.dumps(asdict(measure(Run.from_document(asked["run"]), asked["rank"], Path(folder)))), flush=True)
+        print(
+            json.dumps(
+                asdict(measure(Run.from_document(asked["run"]), asked["rank"], Path(folder)))
+            ),
+            flush=True,
+        )
     return 0
 
 

@@ -35,26 +35,46 @@ class Run:
         """Return the group's work: one epoch of different batches."""
         size = len(self.addresses)
         return GroupTask(
-            group_id=0, num_groups=1, members=tuple(range(size)), leader=0, partitions=tuple(range(size)),
-            num_partitions=size, capacities=(1.0,) * size, first_step=0, num_steps=self.num_steps,
-            steps_per_epoch=self.num_steps, total_steps=self.num_steps, batch_size=self.batch_size, reshuffle=True,
-            deal_epoch=0, seed=3, num_samples=self.batch_size * self.num_steps)
+            group_id=0,
+            num_groups=1,
+            members=tuple(range(size)),
+            leader=0,
+            partitions=tuple(range(size)),
+            num_partitions=size,
+            capacities=(1.0,) * size,
+            first_step=0,
+            num_steps=self.num_steps,
+            steps_per_epoch=self.num_steps,
+            total_steps=self.num_steps,
+            batch_size=self.batch_size,
+            reshuffle=True,
+            deal_epoch=0,
+            seed=3,
+            num_samples=self.batch_size * self.num_steps,
+        )
 
     def samples(self) -> LabelledData:
         """Return the data: noise, which takes as long to train on as anything else."""
         generator = torch.Generator().manual_seed(1)
         num_samples = self.batch_size * self.num_steps
         return LabelledData(
-            inputs=torch.randint(0, 256, (num_samples, 3, 32, 32), generator=generator, dtype=torch.uint8),
-            labels=torch.randint(0, 10, (num_samples,), generator=generator), mean=(0.5,) * 3, std=(0.25,) * 3,
-            num_classes=10)
+            inputs=torch.randint(
+                0, 256, (num_samples, 3, 32, 32), generator=generator, dtype=torch.uint8
+            ),
+            labels=torch.randint(0, 10, (num_samples,), generator=generator),
+            mean=(0.5,) * 3,
+            std=(0.25,) * 3,
+            num_classes=10,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
     """What a member measured in a run."""
 
-    step_s: tuple[float, ...]  # from the end of the step before to the end of the step; the first is not known
+    step_s: tuple[
+        float, ...
+    ]  # from the end of the step before to the end of the step; the first is not known
     own_s: tuple[float, ...]  # of each step, what this member did itself
     samples: tuple[int, ...]  # of each step, this member's
     rates: tuple[float, ...]  # of all members, as the ring's outcome has them

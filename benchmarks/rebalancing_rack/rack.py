@@ -32,18 +32,34 @@ class ThrottledRack:
 
     def __enter__(self) -> "ThrottledRack":
         with self._stack:
-            folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="throttled-rack-")))
+            folder = Path(
+                self._stack.enter_context(tempfile.TemporaryDirectory(prefix="throttled-rack-"))
+            )
             command = [sys.executable, "-m", "benchmarks.rebalancing_rack.member", str(folder)]
             for number, cores in enumerate(self._cores):
                 (folder / str(number)).mkdir()
                 self._quotas.append(self._stack.enter_context(quota(cores=cores)))
-                self._processes.append(subprocess.Popen(
-                    [*command[:-1], str(folder / str(number))], cwd=REPOSITORY, stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE, text=True, env={**os.environ, **_ENVIRONMENT}))
+                self._processes.append(
+                    subprocess.Popen(
+                        [*command[:-1], str(folder / str(number))],
+                        cwd=REPOSITORY,
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        text=True,
+                        env={**os.environ, **_ENVIRONMENT},
+                    )
+                )
                 self._stack.callback(self._end, self._processes[-1])
             self._stack = self._stack.pop_all()
         # Only now: importing torch with a tenth of a core takes a minute.
-        self.train(Run(transport="grpc", addresses=tuple(free_addresses(len(self._cores))), batch_size=8, num_steps=2))
+        self.train(
+            Run(
+                transport="grpc",
+                addresses=tuple(free_addresses(len(self._cores))),
+                batch_size=8,
+                num_steps=2,
+            )
+        )
         for held, process in zip(self._quotas, self._processes, strict=True):
             held.add(process.pid)
         return self
@@ -57,7 +73,10 @@ class ThrottledRack:
             held.set(each)
 
     def train(
-        self, run: Run, members: Sequence[int] | None = None, on_step: Callable[[int], None] = lambda step: None,
+        self,
+        run: Run,
+        members: Sequence[int] | None = None,
+        on_step: Callable[[int], None] = lambda step: None,
     ) -> list[Measured]:
         """Have `members`, all if not given, do a run; return what each measured.
 
@@ -73,8 +92,10 @@ class ThrottledRack:
         overdue.start()
         try:
             with ThreadPoolExecutor(len(processes)) as threads:
-                heard = [threads.submit(_listen, process, on_step if rank == 0 else lambda step: None)
-                         for rank, process in enumerate(processes)]
+                heard = [
+                    threads.submit(_listen, process, on_step if rank == 0 else lambda step: None)
+                    for rank, process in enumerate(processes)
+                ]
                 try:
                     return [each.result() for each in heard]
                 except BaseException:
@@ -98,6 +119,11 @@ def _listen(process: "subprocess.Popen[str]", on_step: Callable[[int], None]) ->
     for line in process.stdout:
         said = json.loads(line)
         if isinstance(said, Mapping):
-            return Measured(**{key: tuple(value) if isinstance(value, list) else value for key, value in said.items()})
+            return Measured(
+                **{
+                    key: tuple(value) if isinstance(value, list) else value
+                    for key, value in said.items()
+                }
+            )
         on_step(said)
     raise RuntimeError(f"rebalancing: a member ended with {process.wait()}")

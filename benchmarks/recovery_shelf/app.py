@@ -43,7 +43,9 @@ def trainer() -> FP32Trainer:
 
 def shelf() -> Cluster:
     """Return four boards on 1 Gbit/s."""
-    return parse_cluster({"name": "shelf", "soc_bytes_per_s": 125e6}, [{"count": 4, "device": "jetson-nano"}])
+    return parse_cluster(
+        {"name": "shelf", "soc_bytes_per_s": 125e6}, [{"count": 4, "device": "jetson-nano"}]
+    )
 
 
 def problem() -> PipelineProblem:
@@ -54,8 +56,10 @@ def problem() -> PipelineProblem:
 def plans() -> dict[str, PipelinePlan]:
     """Return a pipeline of four stages, and one whose first stage is on two boards."""
     last = problem().model.num_layers - 1
-    return {"four stages": straight_plan((1, 3, 5, last), ((8,),) * 4, 4),
-            "a stage of two boards": straight_plan((3, 5, last), ((4, 4), (8,), (8,)), 4)}
+    return {
+        "four stages": straight_plan((1, 3, 5, last), ((8,),) * 4, 4),
+        "a stage of two boards": straight_plan((3, 5, last), ((4, 4), (8,), (8,)), 4),
+    }
 
 
 def client_app() -> ClientApp:
@@ -65,5 +69,10 @@ def client_app() -> ClientApp:
     def model(context: Context) -> nn.Module:
         return perceptron()
 
-    return make_client_app(model, lambda context, partition, count: vectors(), trainer(), mods=[pipeline_app.failing],
-                           extra_keys=pipeline_app.KEYS)
+    return make_client_app(
+        model,
+        lambda context, partition, count: vectors(),
+        trainer(),
+        mods=[pipeline_app.failing],
+        extra_keys=pipeline_app.KEYS,
+    )

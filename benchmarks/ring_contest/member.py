@@ -57,12 +57,15 @@ class Ddp:
     def __init__(self, model: nn.Module) -> None:
         self.model = model.to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
         self._parallel = DistributedDataParallel(self.model)
-        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+        self._optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM
+        )
 
     def step(self, inputs: Tensor, labels: Tensor) -> None:
         self._optimizer.zero_grad()
-        functional.cross_entropy(self._parallel(inputs.contiguous(memory_format=torch.channels_last)),
-                                 labels).backward()
+        functional.cross_entropy(
+            self._parallel(inputs.contiguous(memory_format=torch.channels_last)), labels
+        ).backward()
         self._optimizer.step()
 
     def close(self) -> None:
@@ -136,12 +139,20 @@ def main(path: str, rank: int) -> int:
     contest = Contest.from_document(document["contest"])
     hosts, first_port = document["addresses"], document["port"]
     os.environ["GLOO_SOCKET_IFNAME"] = contest.interface
-    dist.init_process_group("gloo", init_method=f"tcp://{hosts[0]}:{first_port}", rank=rank, world_size=len(hosts),
-                            timeout=timedelta(seconds=_PATIENCE_S))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{hosts[0]}:{first_port}",
+        rank=rank,
+        world_size=len(hosts),
+        timeout=timedelta(seconds=_PATIENCE_S),
+    )
     trainees = []
     for number, entry in enumerate(contest.entries):
         # Ports of members on one host are apart, those on hosts of their own need not be.
-        addresses = [f"{host}:{first_port + 1 + number * len(hosts) + member}" for member, host in enumerate(hosts)]
+        addresses = [
+            f"{host}:{first_port + 1 + number * len(hosts) + member}"
+            for member, host in enumerate(hosts)
+        ]
         tls = Tls(*map(Path, document["tls"][rank])) if entry.tls else None
         trainees.append(_trainee(contest, entry, rank, addresses, tls))
         dist.barrier()
@@ -156,21 +167,35 @@ def main(path: str, rank: int) -> int:
     return 0
 
 
-def _trainee(contest: Contest, entry: Entry, rank: int, addresses: list[str], tls: Tls | None) -> Trainee:
+def _trainee(
+    contest: Contest, entry: Entry, rank: int, addresses: list[str], tls: Tls | None
+) -> Trainee:
     model = build_model(contest.model, in_channels=3, image_size=32, num_classes=_CLASSES, seed=1)
     if entry.transport == "ddp":
         return Ddp(model)
     if entry.transport == "none":
         return Alone(model)
-    port = RingPort(addresses[rank], rank=rank, addresses=addresses, token=_TOKEN, tls=tls, heartbeat_s=_PATIENCE_S)
+    port = RingPort(
+        addresses[rank],
+        rank=rank,
+        addresses=addresses,
+        token=_TOKEN,
+        tls=tls,
+        heartbeat_s=_PATIENCE_S,
+    )
     dist.barrier()  # all can be reached before a ring opens, as a group's membership sees to
     return Ours(model, entry, port, len(addresses))
 
 
 def _measured(contest: Contest, rank: int, trainees: list[Trainee]) -> list[Times]:
     generator = torch.Generator().manual_seed(100 + rank)
-    batches = [(torch.randn(contest.samples, 3, 32, 32, generator=generator),
-                torch.randint(0, _CLASSES, (contest.samples,), generator=generator)) for _ in range(4)]
+    batches = [
+        (
+            torch.randn(contest.samples, 3, 32, 32, generator=generator),
+            torch.randint(0, _CLASSES, (contest.samples,), generator=generator),
+        )
+        for _ in range(4)
+    ]
     for trainee in trainees:
         trainee.step(*batches[0])
     # Compared now: sums of more than two members are rounded in another order, and the first activation that changes
@@ -184,15 +209,27 @@ def _measured(contest: Contest, rank: int, trainees: list[Trainee]) -> list[Time
             done[index] += contest.steps
             if number:
                 rows[index].append(row)
-    return [Times(step_s=tuple(row[0] for row in rows[index]), cpu_s=tuple(row[1] for row in rows[index]),
-                  forward_s=tuple(row[2] for row in rows[index]), backward_s=tuple(row[3] for row in rows[index]),
-                  sent_bytes=tuple(row[4] for row in rows[index]),
-                  difference=differences[index] if contest.entries[0].transport == "ddp" else float("nan"),
-                  same_on_all=_same_on_all(trainee.model)) for index, trainee in enumerate(trainees)]
+    return [
+        Times(
+            step_s=tuple(row[0] for row in rows[index]),
+            cpu_s=tuple(row[1] for row in rows[index]),
+            forward_s=tuple(row[2] for row in rows[index]),
+            backward_s=tuple(row[3] for row in rows[index]),
+            sent_bytes=tuple(row[4] for row in rows[index]),
+            difference=differences[index]
+            if contest.entries[0].transport == "ddp"
+            else float("nan"),
+            same_on_all=_same_on_all(trainee.model),
+        )
+        for index, trainee in enumerate(trainees)
+    ]
 
 
 def _block(
-    contest: Contest, trainee: Trainee, batches: list[tuple[Tensor, Tensor]], done: int,
+    contest: Contest,
+    trainee: Trainee,
+    batches: list[tuple[Tensor, Tensor]],
+    done: int,
 ) -> tuple[float, float, float, float, int]:
     """Do a round's steps of one entry; return seconds, of all and of this process's processors, and bytes, per step."""
     if isinstance(trainee, Alone):
@@ -205,14 +242,23 @@ def _block(
     sent = _sent_bytes(contest.interface) - sent
     slowest = torch.tensor([taken_s])
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    forward_s, backward_s = (trainee.forward_s, trainee.backward_s) if isinstance(trainee, Alone) else (0.0, 0.0)
-    return (float(slowest) / contest.steps, cpu_s / contest.steps, forward_s / contest.steps,
-            backward_s / contest.steps, sent // contest.steps)
+    forward_s, backward_s = (
+        (trainee.forward_s, trainee.backward_s) if isinstance(trainee, Alone) else (0.0, 0.0)
+    )
+    return (
+        float(slowest) / contest.steps,
+        cpu_s / contest.steps,
+        forward_s / contest.steps,
+        backward_s / contest.steps,
+        sent // contest.steps,
+    )
 
 
 def _difference(model: nn.Module, reference: nn.Module) -> float:
-    return max(float((own.detach() - other.detach()).abs().max())
-               for own, other in zip(model.parameters(), reference.parameters(), strict=True))
+    return max(
+        float((own.detach() - other.detach()).abs().max())
+        for own, other in zip(model.parameters(), reference.parameters(), strict=True)
+    )
 
 
 def _same_on_all(model: nn.Module) -> bool:

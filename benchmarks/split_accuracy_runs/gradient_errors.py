@@ -22,7 +22,12 @@ from socflower.workloads import LabelledData
 
 
 def gradient_errors(
-    model: nn.Module, images: LabelledData, *, cut: str, batch_size: int, num_batches: int,
+    model: nn.Module,
+    images: LabelledData,
+    *,
+    cut: str,
+    batch_size: int,
+    num_batches: int,
 ) -> list[dict[str, Any]]:
     """Return for every width, and range per tensor or sample, the means over some batches of these relative errors:
 
@@ -46,17 +51,29 @@ def gradient_errors(
     rows = []
     for bits in (16, 8, 4, 2):
         for grouping in GROUPINGS:
-            found = [_errors(back, features, labels, decode(encode(features, bits, grouping=grouping)))
-                     for features, labels in batches]
-            rows.append({"bits": bits, "grouping": grouping,
-                         **{key: statistics.mean(each[key] for each in found) for key in found[0]}})
+            found = [
+                _errors(back, features, labels, decode(encode(features, bits, grouping=grouping)))
+                for features, labels in batches
+            ]
+            rows.append(
+                {
+                    "bits": bits,
+                    "grouping": grouping,
+                    **{key: statistics.mean(each[key] for each in found) for key in found[0]},
+                }
+            )
     return rows
 
 
-def _errors(back: nn.Module, features: Array, labels: torch.Tensor, decoded: Array) -> dict[str, float]:
+def _errors(
+    back: nn.Module, features: Array, labels: torch.Tensor, decoded: Array
+) -> dict[str, float]:
     wanted, got = _gradient(back, features, labels), _gradient(back, decoded, labels)
-    errors = {"features": _distance(decoded, features), "none": _distance(got, wanted),
-              "windows": _distance(_by_window(got), _by_window(wanted))}
+    errors = {
+        "features": _distance(decoded, features),
+        "none": _distance(got, wanted),
+        "windows": _distance(_by_window(got), _by_window(wanted)),
+    }
     for form in FORMS[1:]:
         for scale in SCALES:
             feedback = ErrorFeedback(form, scale=scale)
@@ -80,4 +97,6 @@ def _by_window(gradient: Array) -> Array:
 
 
 def _distance(found: Array, wanted: Array) -> float:
-    return float(np.linalg.norm(np.subtract(found, wanted, dtype=np.float64)) / np.linalg.norm(wanted))
+    return float(
+        np.linalg.norm(np.subtract(found, wanted, dtype=np.float64)) / np.linalg.norm(wanted)
+    )

@@ -17,7 +17,8 @@ MIDDLE, LATE = "6", "10"
 4,096. So a real part of the network learns from late gradients."""
 
 SettingName: TypeAlias = Literal[
-    "scratch", "scratch, fast", "scratch, late cut", "pre-training", "anew", "type 1", "type 2"]
+    "scratch", "scratch, fast", "scratch, late cut", "pre-training", "anew", "type 1", "type 2"
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,28 +95,59 @@ def _bits(bits: int) -> str:
 
 
 WIDTHS = tuple(Variant(name=_bits(bits), window=5, bits=bits) for bits in (8, 4, 2))
-GROUPS = tuple(Variant(name=f"K = 5, {bits} bits, groups" if bits < 32 else "K = 5, groups", window=5, bits=bits,
-                       groups=True) for bits in (8, 32))
-DELTA = tuple(Variant(name=f"{_bits(bits)}, delta", window=5, bits=bits, delta=True) for bits in (4, 2))
-PER_SAMPLE = tuple(Variant(name=f"{_bits(bits)}, per sample", window=5, bits=bits, grouping="sample")
-                   for bits in (4, 2))
+GROUPS = tuple(
+    Variant(
+        name=f"K = 5, {bits} bits, groups" if bits < 32 else "K = 5, groups",
+        window=5,
+        bits=bits,
+        groups=True,
+    )
+    for bits in (8, 32)
+)
+DELTA = tuple(
+    Variant(name=f"{_bits(bits)}, delta", window=5, bits=bits, delta=True) for bits in (4, 2)
+)
+PER_SAMPLE = tuple(
+    Variant(name=f"{_bits(bits)}, per sample", window=5, bits=bits, grouping="sample")
+    for bits in (4, 2)
+)
 _FORMS: tuple[Form, ...] = ("diagonal", "rank-one")
-FEEDBACK = tuple(Variant(name=f"{_bits(bits)}, {form}", window=5, bits=bits, feedback=form)
-                 for bits in (8, 4, 2) for form in _FORMS)
-MEAN_LOSS = tuple(Variant(name=f"{_bits(bits)}, {form}, mean-loss", window=5, bits=bits, feedback=form,
-                          scale="mean-loss") for bits in (8, 4, 2) for form in _FORMS)
+FEEDBACK = tuple(
+    Variant(name=f"{_bits(bits)}, {form}", window=5, bits=bits, feedback=form)
+    for bits in (8, 4, 2)
+    for form in _FORMS
+)
+MEAN_LOSS = tuple(
+    Variant(
+        name=f"{_bits(bits)}, {form}, mean-loss",
+        window=5,
+        bits=bits,
+        feedback=form,
+        scale="mean-loss",
+    )
+    for bits in (8, 4, 2)
+    for form in _FORMS
+)
 WINDOWS = tuple(Variant(name=f"K = {window}", window=window) for window in (1, 2, 10))
 
 
 def is_judged(setting: str, variant: str) -> bool:
     """Return whether a variant must be within a point of normal: 8 bits, also as in the paper's Table 4, by Alg. 1."""
-    return setting in ("scratch", "type 1", "type 2") and variant in ("K = 5, 8 bits", "K = 5, 8 bits, diagonal")
+    return setting in ("scratch", "type 1", "type 2") and variant in (
+        "K = 5, 8 bits",
+        "K = 5, 8 bits, diagonal",
+    )
 
 
 def works(seeds: Sequence[int]) -> list[Work]:
     """Return all trainings, what matters most first, so that what is there after a cut can be compared."""
-    def each(setting: SettingName, variants: Sequence[Variant], of: Sequence[int] = seeds) -> list[Work]:
-        return [Work(setting=setting, variant=variant, seed=seed) for seed in of for variant in variants]
+
+    def each(
+        setting: SettingName, variants: Sequence[Variant], of: Sequence[int] = seeds
+    ) -> list[Work]:
+        return [
+            Work(setting=setting, variant=variant, seed=seed) for seed in of for variant in variants
+        ]
 
     one, others = seeds[:1], seeds[1:]
     return [
@@ -154,7 +186,14 @@ def full_plan() -> Plan:
     Of the recipes that `--choose` tries, "scratch, fast" is the one that is best for normal training. The others are
     gentler, with small batches and low rates, so that weights move less while K batches pass.
     """
-    fast = Recipe(classes=None, num_images=25_000, num_held_out=5_000, epochs=4, batch_size=64, learning_rate=0.05)
+    fast = Recipe(
+        classes=None,
+        num_images=25_000,
+        num_held_out=5_000,
+        epochs=4,
+        batch_size=64,
+        learning_rate=0.05,
+    )
     gentle = replace(fast, batch_size=16, learning_rate=0.005)
     first = replace(fast, classes=tuple(range(5)), num_held_out=0, epochs=3)
     rest = replace(gentle, classes=tuple(range(5, 10)), num_images=5_000)
@@ -163,18 +202,34 @@ def full_plan() -> Plan:
 
 def quick_plan() -> Plan:
     """Return the same on handwritten digits in seconds, to see that all of it runs."""
-    fast = Recipe(classes=None, num_images=640, num_held_out=300, epochs=1, batch_size=64, learning_rate=0.05)
+    fast = Recipe(
+        classes=None, num_images=640, num_held_out=300, epochs=1, batch_size=64, learning_rate=0.05
+    )
     gentle = replace(fast, batch_size=32, learning_rate=0.01)
     first = replace(fast, classes=tuple(range(5)), num_held_out=0, epochs=2)
     rest = replace(gentle, classes=tuple(range(5, 10)), num_images=320)
     return _plan("digits", fast, gentle, first, rest, seeds=(1,), num_compared=3)
 
 
-def _plan(dataset: str, fast: Recipe, gentle: Recipe, first: Recipe, rest: Recipe, *, seeds: tuple[int, ...],
-          num_compared: int) -> Plan:
+def _plan(
+    dataset: str,
+    fast: Recipe,
+    gentle: Recipe,
+    first: Recipe,
+    rest: Recipe,
+    *,
+    seeds: tuple[int, ...],
+    num_compared: int,
+) -> Plan:
     recipes: dict[SettingName, Recipe] = {
-        "scratch": gentle, "scratch, fast": fast, "scratch, late cut": replace(gentle, cut=LATE),
-        "pre-training": first, "anew": rest, "type 1": rest, "type 2": rest}
+        "scratch": gentle,
+        "scratch, fast": fast,
+        "scratch, late cut": replace(gentle, cut=LATE),
+        "pre-training": first,
+        "anew": rest,
+        "type 1": rest,
+        "type 2": rest,
+    }
     return Plan(dataset=dataset, recipes=recipes, seeds=seeds, num_compared=num_compared)
 
 
@@ -196,5 +251,8 @@ def images_of(recipe: Recipe, dataset: DataSet) -> Images:
     stop = recipe.num_images + recipe.num_held_out
     if stop > len(train):
         raise ValueError(f"{stop} images are asked of {len(train)}")
-    return Images(train=train.select(order[:recipe.num_images]), held_out=train.select(order[recipe.num_images:stop]),
-                  test=test)
+    return Images(
+        train=train.select(order[: recipe.num_images]),
+        held_out=train.select(order[recipe.num_images : stop]),
+        test=test,
+    )

@@ -31,7 +31,9 @@ class Trained:
 
     model: nn.Module
     losses: list[float]  # by batch
-    feature_bytes: float | None = None  # sent per sample, on average over the training; None without a split
+    feature_bytes: float | None = (
+        None  # sent per sample, on average over the training; None without a split
+    )
     staleness: int | None = None  # the largest that was seen
 
 
@@ -52,8 +54,13 @@ class Training:
     def first_model(self) -> nn.Module:
         """Return the network with the weights that the training begins with."""
         images = self.images.train
-        model = build_model(self.model_name, in_channels=images.inputs.shape[1], image_size=images.inputs.shape[-1],
-                            num_classes=images.num_classes, seed=self.seed)
+        model = build_model(
+            self.model_name,
+            in_channels=images.inputs.shape[1],
+            image_size=images.inputs.shape[-1],
+            num_classes=images.num_classes,
+            seed=self.seed,
+        )
         if self.pretrained is not None:
             load_weights(model, self.pretrained)
         # The layout in which convolutions run faster on most CPUs; it is the same for all variants.
@@ -67,8 +74,11 @@ class Training:
         order = BatchOrder(self.recipe.num_images, self.recipe.batches_per_epoch, self.seed)
         return PartyBatches(self.images.train, order)
 
-    def normal(self, num_batches: int | None = None, at: Mapping[int, Callable[[nn.Module], None]] | None = None,
-               ) -> Trained:
+    def normal(
+        self,
+        num_batches: int | None = None,
+        at: Mapping[int, Callable[[nn.Module], None]] | None = None,
+    ) -> Trained:
         """Train the whole network in a loop as anyone would write it; `at` is called with it before these batches."""
         recipe, model, batches = self.recipe, self.first_model(), self.batches()
         model.train()
@@ -97,34 +107,63 @@ class Training:
             raise ValueError(f"{variant.name} has no window, and is not trained in two halves")
         recipe = self.recipe
         program = LayeredProgram(
-            model_fn=self.first_model, example=tuple(self.images.train.inputs.shape[1:]),
-            optimizer=sgd(recipe.learning_rate, recipe.momentum, recipe.weight_decay), schedule=recipe.schedule,
-            frozen=recipe.cut if self.frozen else None, seed=self.seed)
+            model_fn=self.first_model,
+            example=tuple(self.images.train.inputs.shape[1:]),
+            optimizer=sgd(recipe.learning_rate, recipe.momentum, recipe.weight_decay),
+            schedule=recipe.schedule,
+            frozen=recipe.cut if self.frozen else None,
+            seed=self.seed,
+        )
         cut, batches = program.split.cut_named(recipe.cut), self.batches()
         front, back = program.front(0, cut, batches).half, program.back(cut).half
         # As much memory as all samples need, in float16.
-        delta_bytes = 2 * program.split.cuts[cut].feature_elements * recipe.num_images if variant.delta else 0
+        delta_bytes = (
+            2 * program.split.cuts[cut].feature_elements * recipe.num_images if variant.delta else 0
+        )
         in_order = in_groups if variant.groups else constant_staleness
-        actions = in_order(recipe.num_batches if num_batches is None else num_batches, variant.window,
-                           cut=cut, bits=variant.bits)
-        (report,) = run_actions(actions, [front], [back], coding=FeatureCoding(
-            feedback=variant.feedback, scale=variant.scale, grouping=variant.grouping, delta_bytes=delta_bytes))
+        actions = in_order(
+            recipe.num_batches if num_batches is None else num_batches,
+            variant.window,
+            cut=cut,
+            bits=variant.bits,
+        )
+        (report,) = run_actions(
+            actions,
+            [front],
+            [back],
+            coding=FeatureCoding(
+                feedback=variant.feedback,
+                scale=variant.scale,
+                grouping=variant.grouping,
+                delta_bytes=delta_bytes,
+            ),
+        )
         model = self.first_model()
         weights = {**front.weights(), **back.weights()}
         model.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
         num_samples = sum(len(batches.order.rows(batch)) for batch in report.losses)
-        return Trained(model=model, losses=[report.losses[batch] for batch in sorted(report.losses)],
-                       feature_bytes=sum(report.feature_bytes.values()) / num_samples,
-                       staleness=max(report.staleness.values()))
+        return Trained(
+            model=model,
+            losses=[report.losses[batch] for batch in sorted(report.losses)],
+            feature_bytes=sum(report.feature_bytes.values()) / num_samples,
+            staleness=max(report.staleness.values()),
+        )
 
 
 def constant_staleness(
-    num_batches: int, window: int, *, cut: int = 0, bits: int = 32, party: int = 0, first_batch: int = 0,
+    num_batches: int,
+    window: int,
+    *,
+    cut: int = 0,
+    bits: int = 32,
+    party: int = 0,
+    first_batch: int = 0,
 ) -> list[Action]:
     """Return the actions in which every gradient arrives as late as a window K allows: the worst case of F23.
 
     The window is filled; then applying the oldest batch alternates with the next forward pass; at the end it drains.
     """
+
     def act(kind: Kind, batch: int) -> Action:
         return Action(kind, party, batch, cut, bits, window)
 
@@ -144,23 +183,33 @@ def in_groups(num_batches: int, window: int, *, cut: int, bits: int) -> list[Act
     for first in range(0, num_batches, window + 1):
         group = range(first, min(first + window + 1, num_batches))
         for batch in group:
-            actions += [Action(kind, 0, batch, cut, bits, window) for kind in (Kind.FORWARD, Kind.STEP)]
+            actions += [
+                Action(kind, 0, batch, cut, bits, window) for kind in (Kind.FORWARD, Kind.STEP)
+            ]
         actions += [Action(Kind.APPLY, 0, batch, cut, bits, window) for batch in group]
     return actions
 
 
-def outcome(training: Training, variant: Variant, at: Mapping[int, Callable[[nn.Module], None]] | None = None,
-            ) -> tuple[dict[str, Any], nn.Module]:
+def outcome(
+    training: Training,
+    variant: Variant,
+    at: Mapping[int, Callable[[nn.Module], None]] | None = None,
+) -> tuple[dict[str, Any], nn.Module]:
     """Return what is stored of a training, and the trained network."""
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     trained = training.normal(at=at) if variant.window is None else training.split(variant)
     wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
     found = evaluate(trained.model, training.images.test)
-    last = trained.losses[-len(trained.losses) // 10:]
+    last = trained.losses[-len(trained.losses) // 10 :]
     return {
-        "accuracy": found.accuracy, "test_loss": found.loss, "last_training_loss": statistics.mean(last),
-        "feature_bytes": trained.feature_bytes, "staleness": trained.staleness,
-        "weights_sha256": _digest(trained.model), "wall_s": round(wall_s, 2), "cpu_s": round(cpu_s, 2),
+        "accuracy": found.accuracy,
+        "test_loss": found.loss,
+        "last_training_loss": statistics.mean(last),
+        "feature_bytes": trained.feature_bytes,
+        "staleness": trained.staleness,
+        "weights_sha256": _digest(trained.model),
+        "wall_s": round(wall_s, 2),
+        "cpu_s": round(cpu_s, 2),
     }, trained.model
 
 
@@ -168,12 +217,16 @@ def differing_tensors(training: Training, num_batches: int) -> tuple[list[str], 
     """Return which tensors K = 0 without compression leaves other than normal training does, and how many there are."""
     normal = training.normal(num_batches).model.state_dict()
     split = training.split(Variant(name="K = 0", window=0), num_batches).model.state_dict()
-    return [name for name, value in normal.items() if not torch.equal(value, split[name])], len(normal)
+    return [name for name, value in normal.items() if not torch.equal(value, split[name])], len(
+        normal
+    )
 
 
 def weights_of(model: nn.Module) -> Weights:
     """Return all tensors of a network as arrays."""
-    return {name: np.array(tensor.numpy(), order="C") for name, tensor in model.state_dict().items()}
+    return {
+        name: np.array(tensor.numpy(), order="C") for name, tensor in model.state_dict().items()
+    }
 
 
 def _digest(model: nn.Module) -> str:

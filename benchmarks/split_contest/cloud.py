@@ -36,8 +36,14 @@ def main() -> int:
     print(json.dumps({"address": service.address, "token": token}), flush=True)
     for line in sys.stdin:
         what, *numbers = line.split()
-        print(json.dumps([echo.batch_s() for echo in _echoes[-2:]] if what == "echoes" else
-                         measure_cloud(program().split, measuring(int(numbers[0])))), flush=True)
+        print(
+            json.dumps(
+                [echo.batch_s() for echo in _echoes[-2:]]
+                if what == "echoes"
+                else measure_cloud(program().split, measuring(int(numbers[0])))
+            ),
+            flush=True,
+        )
     service.close()
     return 0
 

@@ -37,19 +37,34 @@ def costs(asked: dict[str, Any]) -> dict[str, Any]:
     """
     slowdown = measure_slowdown(at_least_s=_SLOWDOWN_S)
     how = replace(measuring(asked["num_repeats"]), clock=lambda: slowdown * time.process_time())
-    measured = measure_costs(program().split, how, cloud_s=asked["cloud_s"], bits=(8,), label_bytes=8.0)
-    few_s, many_s = (slowdown * echo_s(asked["address"], asked["token"], num_bytes, num_batches=asked["num_batches"],
-                                       name=f"{asked['name']}-{num_bytes}")
-                     for num_bytes in (FEW_BYTES, asked["many_bytes"]))
+    measured = measure_costs(
+        program().split, how, cloud_s=asked["cloud_s"], bits=(8,), label_bytes=8.0
+    )
+    few_s, many_s = (
+        slowdown
+        * echo_s(
+            asked["address"],
+            asked["token"],
+            num_bytes,
+            num_batches=asked["num_batches"],
+            name=f"{asked['name']}-{num_bytes}",
+        )
+        for num_bytes in (FEW_BYTES, asked["many_bytes"])
+    )
     return {"costs": to_document(measured), "few_s": few_s, "many_s": many_s, "slowdown": slowdown}
 
 
 def front(asked: dict[str, Any]) -> dict[str, Any]:
     """Return what a batch costs in front of one cut as of now, or what a step does of the edge alone."""
     split = program().split
-    how = replace(measuring(1), at_least_s=asked["at_least_s"],
-                  clock=lambda: asked["slowdown"] * time.process_time())
-    return asdict(measure_front(split, split.num_cuts if asked["cut"] is None else asked["cut"], how))
+    how = replace(
+        measuring(1),
+        at_least_s=asked["at_least_s"],
+        clock=lambda: asked["slowdown"] * time.process_time(),
+    )
+    return asdict(
+        measure_front(split, split.num_cuts if asked["cut"] is None else asked["cut"], how)
+    )
 
 
 def echo(asked: dict[str, Any]) -> float:
@@ -75,7 +90,9 @@ def train(run: Run) -> Measured:
         for batch in range(run.num_batches):
             losses.append(placed.half.train_alone(batch))
             note()
-        report = LoopReport(first_batch=0, num_batches=run.num_batches, losses=dict(enumerate(losses)))
+        report = LoopReport(
+            first_batch=0, num_batches=run.num_batches, losses=dict(enumerate(losses))
+        )
     else:
         report = _train_split(run, placed.half, note)
     if run.weights:
@@ -83,20 +100,37 @@ def train(run: Run) -> Measured:
     after = _memory()
     order = sorted(report.losses)
     return Measured(
-        done_s=tuple(done_s), losses=tuple(report.losses[batch] for batch in order),
-        staleness=tuple(report.staleness.get(batch, 0) for batch in order), sent_bytes=report.sent_bytes,
-        received_bytes=report.received_bytes, compute_s=report.compute_s, wait_s=report.wait_s,
-        spent_s=tuple(spent_s), source=batches.source,
-        memory={"before_bytes": before["rss"], "peak_bytes": after["peak"], "kept_bytes": report.peak_kept_bytes})
+        done_s=tuple(done_s),
+        losses=tuple(report.losses[batch] for batch in order),
+        staleness=tuple(report.staleness.get(batch, 0) for batch in order),
+        sent_bytes=report.sent_bytes,
+        received_bytes=report.received_bytes,
+        compute_s=report.compute_s,
+        wait_s=report.wait_s,
+        spent_s=tuple(spent_s),
+        source=batches.source,
+        memory={
+            "before_bytes": before["rss"],
+            "peak_bytes": after["peak"],
+            "kept_bytes": report.peak_kept_bytes,
+        },
+    )
 
 
 def _train_split(run: Run, half: Any, on_done: Any) -> LoopReport:
     operator = CloudOperator(address=run.address, token=run.token)
     fingerprint = program().fingerprint()
-    edge_token = open_session(operator, run_id=run.name, fingerprint=fingerprint, settings={"cut": run.cut})
-    connection = EdgeConnection(run.address, run_id=run.name, token=edge_token, fingerprint=fingerprint)
-    plan = FrontPlan(split_plan=run.split_plan, progress=lambda progress: on_done(),
-                     coding=FeatureCoding(gradient_bits=run.gradient_bits, feedback=run.feedback))
+    edge_token = open_session(
+        operator, run_id=run.name, fingerprint=fingerprint, settings={"cut": run.cut}
+    )
+    connection = EdgeConnection(
+        run.address, run_id=run.name, token=edge_token, fingerprint=fingerprint
+    )
+    plan = FrontPlan(
+        split_plan=run.split_plan,
+        progress=lambda progress: on_done(),
+        coding=FeatureCoding(gradient_bits=run.gradient_bits, feedback=run.feedback),
+    )
     try:
         return train_front(connection, half, Span(first_batch=0, num_batches=run.num_batches), plan)
     finally:
@@ -108,11 +142,18 @@ def _train_split(run: Run, half: Any, on_done: Any) -> LoopReport:
 def _memory() -> dict[str, float]:
     """Return the process's resident memory, now and at most so far."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return {"rss": float(psutil.Process().memory_info().rss), "peak": 1024.0 * float(lines["VmHWM"].split()[0])}
+    return {
+        "rss": float(psutil.Process().memory_info().rss),
+        "peak": 1024.0 * float(lines["VmHWM"].split()[0]),
+    }
 
 
 _DOES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "costs": costs, "front": front, "echo": echo, "run": lambda told: asdict(train(Run(**told)))}
+    "costs": costs,
+    "front": front,
+    "echo": echo,
+    "run": lambda told: asdict(train(Run(**told))),
+}
 
 
 def main() -> int:
@@ -120,7 +161,7 @@ def main() -> int:
     torch.set_num_threads(1)
     for line in sys.stdin:
         asked = json.loads(line)
-        (what, told), = asked.items()
+        ((what, told),) = asked.items()
         print(json.dumps(_DOES[what](told)), flush=True)
     return 0
 

@@ -47,7 +47,9 @@ class Pair:
 
     def __enter__(self) -> "Pair":
         with self._stack:
-            self.folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="split-contest-"))
+            self.folder = self._stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="split-contest-")
+            )
             processors = sorted(os.sched_getaffinity(0))
             self._cloud = self._start("cloud", processors[-1:])
             self._edge = self._start("edge", processors[:1])
@@ -58,7 +60,9 @@ class Pair:
                 # Before it is held: to import torch with a tenth of a core takes a minute.
                 self.train(Run(cut=0, num_batches=2))
                 self.train(Run(cut=None, num_batches=2))
-                self._stack.enter_context(quota(self._cloud.pid, cores=1.0))  # only so that it goes before others
+                self._stack.enter_context(
+                    quota(self._cloud.pid, cores=1.0)
+                )  # only so that it goes before others
                 self._stack.enter_context(quota(self._edge.pid, cores=self._cores))
             self._stack = self._stack.pop_all()
         return self
@@ -79,33 +83,68 @@ class Pair:
     def costs(self, *, mbit_per_s: float, num_repeats: int, num_batches: int) -> SplitCosts:
         """Return what a batch costs at either end, and its messages over the link at this rate, as of now."""
         self.set_rate(mbit_per_s)
-        many_bytes = self._most_bytes = \
+        many_bytes = self._most_bytes = (
             MOST_BYTES if not mbit_per_s else round(min(MOST_BYTES, _ECHO_S * mbit_per_s * 1e6 / 8))
-        at_edge = self._ask(self._edge, {"costs": {
-            "cloud_s": self.cloud_s(num_repeats), "num_repeats": num_repeats, "num_batches": num_batches,
-            "many_bytes": many_bytes, "address": self.address, "token": self.token,
-            "name": f"echo-{next(self._numbers)}"}})
+        )
+        at_edge = self._ask(
+            self._edge,
+            {
+                "costs": {
+                    "cloud_s": self.cloud_s(num_repeats),
+                    "num_repeats": num_repeats,
+                    "num_batches": num_batches,
+                    "many_bytes": many_bytes,
+                    "address": self.address,
+                    "token": self.token,
+                    "name": f"echo-{next(self._numbers)}",
+                }
+            },
+        )
         self.slowdown = at_edge["slowdown"]
-        edge, cloud = (StreamCosts.of(few_s, many_s, many_bytes) for few_s, many_s in (
-            (at_edge["few_s"], at_edge["many_s"]), json.loads(self._tell(self._cloud, "echoes"))))
+        edge, cloud = (
+            StreamCosts.of(few_s, many_s, many_bytes)
+            for few_s, many_s in (
+                (at_edge["few_s"], at_edge["many_s"]),
+                json.loads(self._tell(self._cloud, "echoes")),
+            )
+        )
         return with_streams(from_document(at_edge["costs"]), edge, cloud)
 
     def as_of_now(self, costs: SplitCosts, split_plan: SplitPlan) -> SplitCosts:
         """Return the costs with the edge's measured again: of its half and its messages, or of the edge alone."""
         cut = split_plan.cut
-        front = self._ask(self._edge, {"front": {"cut": cut, "slowdown": self.slowdown, "at_least_s": _FRONT_S}})
+        front = self._ask(
+            self._edge, {"front": {"cut": cut, "slowdown": self.slowdown, "at_least_s": _FRONT_S}}
+        )
         if cut is None:
             return replace(costs, edge_only_s=front["training_s"])
-        renewed = replace(costs.cuts[cut], edge_forward_s=front["forward_s"],
-                          edge_backward_s=max(0.0, front["training_s"] - front["forward_s"]))
+        renewed = replace(
+            costs.cuts[cut],
+            edge_forward_s=front["forward_s"],
+            edge_backward_s=max(0.0, front["training_s"] - front["forward_s"]),
+        )
         message_bytes = (costs.feature_bytes(cut, split_plan.bits) + costs.gradient_bytes(cut)) / 2
         num_bytes = 4 * round(min(self._most_bytes, max(FEW_BYTES, message_bytes)) / 4)
-        batch_s: float = self.slowdown * self._ask(self._edge, {"echo": {
-            "address": self.address, "token": self.token, "num_bytes": num_bytes,
-            "num_batches": _ECHO_BATCHES, "window": split_plan.window, "name": f"echo-{next(self._numbers)}"}})
+        batch_s: float = self.slowdown * self._ask(
+            self._edge,
+            {
+                "echo": {
+                    "address": self.address,
+                    "token": self.token,
+                    "num_bytes": num_bytes,
+                    "num_batches": _ECHO_BATCHES,
+                    "window": split_plan.window,
+                    "name": f"echo-{next(self._numbers)}",
+                }
+            },
+        )
         fixed_s = min(batch_s, costs.edge_s_per_batch)
-        return replace(costs, cuts=(*costs.cuts[:cut], renewed, *costs.cuts[cut + 1:]), edge_s_per_batch=fixed_s,
-                       edge_s_per_byte=(batch_s - fixed_s) / (2 * num_bytes))
+        return replace(
+            costs,
+            cuts=(*costs.cuts[:cut], renewed, *costs.cuts[cut + 1 :]),
+            edge_s_per_batch=fixed_s,
+            edge_s_per_byte=(batch_s - fixed_s) / (2 * num_bytes),
+        )
 
     def cloud_s(self, num_repeats: int) -> Sequence[float]:
         """Return the cloud's seconds for a batch at every cut."""
@@ -115,9 +154,19 @@ class Pair:
     def train(self, run: Run) -> Measured:
         """Do a run and return what the edge measured. Raises `RuntimeError` if it fails."""
         self.set_rate(run.mbit_per_s)
-        named = replace(run, address=self.address, token=self.token, name=run.name or f"run-{next(self._numbers)}")
+        named = replace(
+            run,
+            address=self.address,
+            token=self.token,
+            name=run.name or f"run-{next(self._numbers)}",
+        )
         answer = self._ask(self._edge, {"run": asdict(named)})
-        return Measured(**{key: tuple(value) if isinstance(value, list) else value for key, value in answer.items()})
+        return Measured(
+            **{
+                key: tuple(value) if isinstance(value, list) else value
+                for key, value in answer.items()
+            }
+        )
 
     def _ask(self, process: "subprocess.Popen[str]", what: dict[str, Any]) -> Any:
         answer: Any = json.loads(self._tell(process, json.dumps(what)))
@@ -140,10 +189,17 @@ class Pair:
             overdue.cancel()
         raise RuntimeError(f"split: a process ended with {process.wait()}")
 
-    def _start(self, name: str, processors: Sequence[int], *arguments: str) -> "subprocess.Popen[str]":
+    def _start(
+        self, name: str, processors: Sequence[int], *arguments: str
+    ) -> "subprocess.Popen[str]":
         process = subprocess.Popen(
-            [sys.executable, "-m", f"benchmarks.split_contest.{name}", *arguments], cwd=REPOSITORY,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **_ENVIRONMENT})
+            [sys.executable, "-m", f"benchmarks.split_contest.{name}", *arguments],
+            cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **_ENVIRONMENT},
+        )
         psutil.Process(process.pid).cpu_affinity(list(processors))
         self._stack.callback(_end, process)
         return process

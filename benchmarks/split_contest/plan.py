@@ -28,14 +28,24 @@ _OPTIMIZER = sgd(0.01, 0.9)
 def program() -> LayeredProgram:
     """Return the model, always with the same weights, and where it can be cut."""
     return LayeredProgram(
-        model_fn=lambda: build_model(MODEL, in_channels=_SHAPE[0], image_size=_SHAPE[1], num_classes=10, seed=1),
-        example=_SHAPE, optimizer=_OPTIMIZER, seed=1)
+        model_fn=lambda: build_model(
+            MODEL, in_channels=_SHAPE[0], image_size=_SHAPE[1], num_classes=10, seed=1
+        ),
+        example=_SHAPE,
+        optimizer=_OPTIMIZER,
+        seed=1,
+    )
 
 
 def measuring(num_repeats: int, batch_size: int = BATCH_SIZE) -> Measuring:
     """Return how costs are measured, on either side."""
-    return Measuring(optimizer=_OPTIMIZER, batch_size=batch_size, num_repeats=num_repeats, num_warm_ups=1,
-                     at_least_s=0.5)
+    return Measuring(
+        optimizer=_OPTIMIZER,
+        batch_size=batch_size,
+        num_repeats=num_repeats,
+        num_warm_ups=1,
+        at_least_s=0.5,
+    )
 
 
 class Batches:
@@ -57,7 +67,11 @@ class Batches:
         """Return inputs, labels and ids of a batch: the same for the same number."""
         rows = (np.arange(self.batch_size) + batch * self.batch_size) % NUM_SAMPLES
         chosen = torch.from_numpy(rows)
-        return self.inputs.index_select(0, chosen), self.labels.index_select(0, chosen).numpy(), rows
+        return (
+            self.inputs.index_select(0, chosen),
+            self.labels.index_select(0, chosen).numpy(),
+            rows,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +126,8 @@ class Measured:
 
 
 def _period(times_s: tuple[float, ...], window: int) -> float:
-    full = times_s[window + 1:len(times_s) - window]
+    full = times_s[window + 1 : len(times_s) - window]
     step = min(window + 1, len(full) - 1)
-    return statistics.median((after - before) / step for before, after in zip(full, full[step:], strict=False))
+    return statistics.median(
+        (after - before) / step for before, after in zip(full, full[step:], strict=False)
+    )

@@ -34,7 +34,9 @@ class Relay:
     `bucket` makes the limit of a direction for a rate in bytes per second.
     """
 
-    def __init__(self, target: str, bucket: Callable[[Direction, float], TokenBucket] | None = None) -> None:
+    def __init__(
+        self, target: str, bucket: Callable[[Direction, float], TokenBucket] | None = None
+    ) -> None:
         self._target = Address.parse(target, "relay: target")
         self._bucket = bucket or _bucket
         self._buckets: dict[Direction, TokenBucket | None] = {"up": None, "down": None}
@@ -59,11 +61,16 @@ class Relay:
     def set_rate(self, bytes_per_s: float) -> None:
         """Limit each direction to a rate from now on; 0: to none."""
         old = [bucket for bucket in self._buckets.values() if bucket is not None]
-        self._chunk_bytes = _MOST_CHUNK_BYTES if not bytes_per_s else \
-            round(min(_MOST_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, _CHUNK_S * bytes_per_s)))
+        self._chunk_bytes = (
+            _MOST_CHUNK_BYTES
+            if not bytes_per_s
+            else round(min(_MOST_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, _CHUNK_S * bytes_per_s)))
+        )
         directions: tuple[Direction, Direction] = ("up", "down")
-        self._buckets = {direction: self._bucket(direction, bytes_per_s) if bytes_per_s else None
-                         for direction in directions}
+        self._buckets = {
+            direction: self._bucket(direction, bytes_per_s) if bytes_per_s else None
+            for direction in directions
+        }
         for bucket in old:
             bucket.close()
 
@@ -81,7 +88,9 @@ class Relay:
                     each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
                     self._sockets.append(each)
                 for source, sink, direction in ((near, far, "up"), (far, near, "down")):
-                    threading.Thread(target=self._forward, args=(source, sink, direction), daemon=True).start()
+                    threading.Thread(
+                        target=self._forward, args=(source, sink, direction), daemon=True
+                    ).start()
 
     def _dial(self) -> socket.socket:
         far = socket.socket()

@@ -41,15 +41,22 @@ class StreamCosts:
     def of(cls, few_s: float, many_s: float, many_bytes: int) -> "StreamCosts":
         """Return the costs of the seconds for a batch of `FEW_BYTES` and for one of `many_bytes` each way."""
         if not many_bytes > FEW_BYTES:
-            raise ConfigError(f"stream costs: many_bytes = {many_bytes} must be more than {FEW_BYTES}")
+            raise ConfigError(
+                f"stream costs: many_bytes = {many_bytes} must be more than {FEW_BYTES}"
+            )
         s_per_byte = max(0.0, many_s - few_s) / (2 * (many_bytes - FEW_BYTES))
         return cls(s_per_byte=s_per_byte, s_per_batch=max(0.0, few_s - 2 * FEW_BYTES * s_per_byte))
 
 
 def with_streams(costs: SplitCosts, edge: StreamCosts, cloud: StreamCosts) -> SplitCosts:
     """Return a model's costs with those of its messages included."""
-    return replace(costs, edge_s_per_byte=edge.s_per_byte, edge_s_per_batch=edge.s_per_batch,
-                   cloud_s_per_byte=cloud.s_per_byte, cloud_s_per_batch=cloud.s_per_batch)
+    return replace(
+        costs,
+        edge_s_per_byte=edge.s_per_byte,
+        edge_s_per_batch=edge.s_per_batch,
+        cloud_s_per_byte=cloud.s_per_byte,
+        cloud_s_per_batch=cloud.s_per_batch,
+    )
 
 
 def measure_slowdown(work: Callable[[], object] | None = None, *, at_least_s: float = 0.5) -> float:
@@ -67,7 +74,9 @@ def measure_slowdown(work: Callable[[], object] | None = None, *, at_least_s: fl
     return max(1.0, passed_s / max(1e-9, time.process_time() - began_cpu_s))
 
 
-def echo_s(address: str, token: str, num_bytes: int, *, num_batches: int, name: str, window: int = 0) -> float:
+def echo_s(
+    address: str, token: str, num_bytes: int, *, num_batches: int, name: str, window: int = 0
+) -> float:
     """Return this process's processor seconds for a batch with features of `num_bytes`, sent to a cloud that echoes.
 
     The session of this name is given the settings {"echo": num_bytes}. With a window up to window + 1 batches are on
@@ -76,11 +85,19 @@ def echo_s(address: str, token: str, num_bytes: int, *, num_batches: int, name: 
     if num_batches < 1:
         raise ConfigError(f"stream costs: num_batches = {num_batches} must be 1 or more")
     operator, front = CloudOperator(address=address, token=token), Echo(num_bytes)
-    edge_token = open_session(operator, run_id=name, fingerprint=FINGERPRINT, settings={"echo": num_bytes})
+    edge_token = open_session(
+        operator, run_id=name, fingerprint=FINGERPRINT, settings={"echo": num_bytes}
+    )
     connection = EdgeConnection(address, run_id=name, token=edge_token, fingerprint=FINGERPRINT)
     try:
-        train_front(connection, front, Span(first_batch=0, num_batches=_WARM_UP_BATCHES + num_batches + 2 * window),
-                    FrontPlan(split_plan=SplitPlan(cut=0, window=window), progress=lambda progress: front.note()))
+        train_front(
+            connection,
+            front,
+            Span(first_batch=0, num_batches=_WARM_UP_BATCHES + num_batches + 2 * window),
+            FrontPlan(
+                split_plan=SplitPlan(cut=0, window=window), progress=lambda progress: front.note()
+            ),
+        )
     finally:
         connection.close()
         close_session(operator, name)
@@ -103,9 +120,11 @@ class Echo:
 
     def batch_s(self, window: int = 0) -> float:
         """Return the processor seconds of a batch in the full pipeline, without what is touched in memory."""
-        full = self._noted_s[_WARM_UP_BATCHES - 1 + window:len(self._noted_s) - window]
+        full = self._noted_s[_WARM_UP_BATCHES - 1 + window : len(self._noted_s) - window]
         step = min(window + 1, len(full) - 1)
-        return statistics.median((after - before) / step for before, after in zip(full, full[step:], strict=False))
+        return statistics.median(
+            (after - before) / step for before, after in zip(full, full[step:], strict=False)
+        )
 
     def _train(self) -> None:
         began_s = time.thread_time()
@@ -134,7 +153,9 @@ class Echo:
         """Discard the gradient."""
         self._train()
 
-    def step(self, batch: int, features: Sequence[Array], labels: NDArray[Any]) -> tuple[list[Array | None], float]:
+    def step(
+        self, batch: int, features: Sequence[Array], labels: NDArray[Any]
+    ) -> tuple[list[Array | None], float]:
         self._train()
         self.note()
         return [part.copy() for part in features], 0.0

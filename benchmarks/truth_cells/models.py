@@ -31,16 +31,36 @@ def build_model(name: str) -> nn.Module:
     """Return a model with the same weights in every process."""
     torch.manual_seed(0)
     if name == REFERENCE:
-        return nn.Sequential(nn.Flatten(), nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 100), nn.ReLU(),
-                             nn.Linear(100, NUM_CLASSES))
+        return nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(784, 300),
+            nn.ReLU(),
+            nn.Linear(300, 100),
+            nn.ReLU(),
+            nn.Linear(100, NUM_CLASSES),
+        )
     if name == "mlp":
-        return nn.Sequential(nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(),
-                             nn.Linear(128, NUM_CLASSES))
+        return nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(784, 256),
+            nn.ReLU(),
+            nn.Linear(256, 128),
+            nn.ReLU(),
+            nn.Linear(128, NUM_CLASSES),
+        )
     if name == "cnn":
         return nn.Sequential(
-            nn.Conv2d(1, 32, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(),
-            nn.Conv2d(32, 64, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.Flatten(),
-            nn.Linear(64 * 49, 64), nn.ReLU(), nn.Linear(64, NUM_CLASSES))
+            nn.Conv2d(1, 32, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(32),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(64),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(64 * 49, 64),
+            nn.ReLU(),
+            nn.Linear(64, NUM_CLASSES),
+        )
     return Transformer()
 
 
@@ -49,5 +69,8 @@ def build_data(num_samples: int) -> LabelledData:
     generator = torch.Generator().manual_seed(1)
     return LabelledData(
         inputs=torch.randint(0, 256, (num_samples, *IMAGE), generator=generator, dtype=torch.uint8),
-        labels=torch.randint(0, NUM_CLASSES, (num_samples,), generator=generator), mean=(0.5,), std=(0.5,),
-        num_classes=NUM_CLASSES)
+        labels=torch.randint(0, NUM_CLASSES, (num_samples,), generator=generator),
+        mean=(0.5,),
+        std=(0.5,),
+        num_classes=NUM_CLASSES,
+    )

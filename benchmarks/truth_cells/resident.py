@@ -63,7 +63,9 @@ def _build(cell: Cell) -> None:
     library = ctypes.CDLL(None, use_errno=True)
     if library.unshare(_NEW_NETWORK | _NEW_MOUNTS):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "unshare")
-    script = "\n".join(["set -e", "mount -t tmpfs none /run", "mkdir -p /run/netns", *cell.rack.commands()])
+    script = "\n".join(
+        ["set -e", "mount -t tmpfs none /run", "mkdir -p /run/netns", *cell.rack.commands()]
+    )
     subprocess.run(["bash", "-c", script], check=True, stdin=subprocess.DEVNULL, stdout=sys.stderr)
 
 
@@ -98,7 +100,13 @@ class _Socs:
         found: dict[int, Any] = {}
         try:
             while len(found) < len(self._receivers):
-                for ready in wait([receiver for index, receiver in enumerate(self._receivers) if index not in found]):
+                for ready in wait(
+                    [
+                        receiver
+                        for index, receiver in enumerate(self._receivers)
+                        if index not in found
+                    ]
+                ):
                     index = self._receivers.index(ready)  # type: ignore[arg-type]
                     try:
                         found[index], error = self._receivers[index].recv()
@@ -134,18 +142,31 @@ def _measure(cell: Cell, constants: Constants) -> dict[str, Any]:
     if cell.sleeps:
         calibration = sleeping(cell)
     else:
-        calibrated = _Socs(cell, {
-            soc: lambda meeting, soc=soc: calibrate(cell, soc, meeting) for soc in socs}).results()
-        calibration = Calibration(step_s={soc: passes_s for soc, (passes_s, _) in zip(socs, calibrated, strict=True)},
-                                  update_s=max(update_s for _, update_s in calibrated))
+        calibrated = _Socs(
+            cell, {soc: lambda meeting, soc=soc: calibrate(cell, soc, meeting) for soc in socs}
+        ).results()
+        calibration = Calibration(
+            step_s={soc: passes_s for soc, (passes_s, _) in zip(socs, calibrated, strict=True)},
+            update_s=max(update_s for _, update_s in calibrated),
+        )
     prediction = predict(cell, calibration, constants)
-    _say({"predicted_s": prediction.seconds, "steps_s": prediction.steps_s,
-          "synchronisation_s": prediction.synchronisation_s, "num_steps": prediction.interval.num_steps,
-          "step_s": list(calibration.step_s.values()), "update_s": calibration.update_s,
-          "groups": [group.members for group in prediction.plan.groups], "in_turn": prediction.exchanges.turns.taken,
-          "predicted_at": time.time()})
+    _say(
+        {
+            "predicted_s": prediction.seconds,
+            "steps_s": prediction.steps_s,
+            "synchronisation_s": prediction.synchronisation_s,
+            "num_steps": prediction.interval.num_steps,
+            "step_s": list(calibration.step_s.values()),
+            "update_s": calibration.update_s,
+            "groups": [group.members for group in prediction.plan.groups],
+            "in_turn": prediction.exchanges.turns.taken,
+            "predicted_at": time.time(),
+        }
+    )
     parts: dict[int, Callable[[Meeting], Any]] = {
-        soc: lambda meeting, soc=soc: train(cell, soc, prediction, calibration, meeting) for soc in socs}
+        soc: lambda meeting, soc=soc: train(cell, soc, prediction, calibration, meeting)
+        for soc in socs
+    }
     parts[cell.hub] = lambda meeting: serve(cell, meeting)
     began_at = time.time()
     *reports, _ = _Socs(cell, parts).results()
@@ -157,9 +178,19 @@ def _judged(cell: Cell, num_steps: int, reports: list[dict[str, Any]]) -> dict[s
     began_s = min(report["began"][0] for report in reports)
     ended_s = max(report["steps"][-1] for report in reports)
     trained_s = max(report["steps"][num_steps - 1] for report in reports) - began_s
-    found = {"measured_s": ended_s - began_s, "first_steps_s": trained_s,
-             "right": len({report["digests"][0] for report in reports if cell.leaders == "ring" or cell.num_groups == 1}
-                          ) <= 1 and all(len(report["steps"]) == 2 * num_steps for report in reports)}
+    found = {
+        "measured_s": ended_s - began_s,
+        "first_steps_s": trained_s,
+        "right": len(
+            {
+                report["digests"][0]
+                for report in reports
+                if cell.leaders == "ring" or cell.num_groups == 1
+            }
+        )
+        <= 1
+        and all(len(report["steps"]) == 2 * num_steps for report in reports),
+    }
     if "synchronised" in reports[0]:
         again_s = min(report["began"][1] for report in reports)
         found |= {"between_s": again_s - began_s - trained_s, "last_steps_s": ended_s - again_s}

@@ -49,32 +49,71 @@ class Meeting:
     start: Callable[[], float]  # `together`, and returns a moment soon after at which all begin
 
 
-def tasks_of(cell: Cell, prediction: Prediction, number: int) -> dict[int, tuple[GroupTask, RingTask]]:
+def tasks_of(
+    cell: Cell, prediction: Prediction, number: int
+) -> dict[int, tuple[GroupTask, RingTask]]:
     """Return every SoC's tasks for an interval of the cell, made as the strategy makes them."""
     alone = cell.strategy == ONE_RING
     plan, num_steps = prediction.plan, prediction.interval.num_steps
     length = 2 * num_steps if alone else num_steps
-    addresses = {soc: f"{cell.rack.address(soc)}:{_RING_PORT + number}" for soc in range(cell.num_socs)}
-    this = Round(server_round=number + 1, interval=prediction.interval, plan=plan, exchanges=prediction.exchanges,
-                 costs=None, node_of={soc: soc for soc in addresses}, transport=cell.transport, sent=None,  # type: ignore[arg-type]
-                 settled_by_grid=True)
-    rings = ring_tasks(this, RingSettings(transport=cell.transport), addresses, {soc: soc for soc in addresses},
-                       num_buckets=cell.overlap_buckets, rebalance_steps=0, tolerate_errors=False)
+    addresses = {
+        soc: f"{cell.rack.address(soc)}:{_RING_PORT + number}" for soc in range(cell.num_socs)
+    }
+    this = Round(
+        server_round=number + 1,
+        interval=prediction.interval,
+        plan=plan,
+        exchanges=prediction.exchanges,
+        costs=None,
+        node_of={soc: soc for soc in addresses},
+        transport=cell.transport,
+        sent=None,  # type: ignore[arg-type]
+        settled_by_grid=True,
+    )
+    rings = ring_tasks(
+        this,
+        RingSettings(transport=cell.transport),
+        addresses,
+        {soc: soc for soc in addresses},
+        num_buckets=cell.overlap_buckets,
+        rebalance_steps=0,
+        tolerate_errors=False,
+    )
     tasks = {}
     for group in plan.groups:
-        task = _group_task(cell, group, first_step=number * num_steps, num_steps=length, total_steps=2 * num_steps)
+        task = _group_task(
+            cell, group, first_step=number * num_steps, num_steps=length, total_steps=2 * num_steps
+        )
         tasks |= {soc: (task, rings[soc]) for soc in group.members}
     return tasks
 
 
-def _group_task(cell: Cell, group: Group, *, first_step: int, num_steps: int, total_steps: int) -> GroupTask:
-    speeds = [speed for slots, speed in zip(cell.slots_per_board, cell.speeds, strict=True) for _ in range(slots)]
+def _group_task(
+    cell: Cell, group: Group, *, first_step: int, num_steps: int, total_steps: int
+) -> GroupTask:
+    speeds = [
+        speed
+        for slots, speed in zip(cell.slots_per_board, cell.speeds, strict=True)
+        for _ in range(slots)
+    ]
     return GroupTask(
-        group_id=group.group_id, num_groups=cell.num_groups, members=group.members, leader=group.leader,
-        partitions=group.members, num_partitions=cell.num_socs, capacities=tuple(speeds[soc] for soc in group.members),
-        first_step=first_step, num_steps=num_steps, steps_per_epoch=total_steps, total_steps=total_steps,
-        batch_size=cell.batch_size, reshuffle=True, deal_epoch=0, seed=cell.number,
-        num_samples=cell.batch_size * cell.num_groups * total_steps)
+        group_id=group.group_id,
+        num_groups=cell.num_groups,
+        members=group.members,
+        leader=group.leader,
+        partitions=group.members,
+        num_partitions=cell.num_socs,
+        capacities=tuple(speeds[soc] for soc in group.members),
+        first_step=first_step,
+        num_steps=num_steps,
+        steps_per_epoch=total_steps,
+        total_steps=total_steps,
+        batch_size=cell.batch_size,
+        reshuffle=True,
+        deal_epoch=0,
+        seed=cell.number,
+        num_samples=cell.batch_size * cell.num_groups * total_steps,
+    )
 
 
 def calibrate(cell: Cell, soc: int, meeting: Meeting) -> tuple[float, float]:
@@ -89,17 +128,36 @@ def calibrate(cell: Cell, soc: int, meeting: Meeting) -> tuple[float, float]:
         began_s = time.perf_counter()
         session.apply()
         updates_s.append(time.perf_counter() - began_s)
-    alone = replace(cell, strategy=FEDERATED, num_groups=cell.num_socs, batch_size=share, sleeps=False)
+    alone = replace(
+        cell, strategy=FEDERATED, num_groups=cell.num_socs, batch_size=share, sleeps=False
+    )
     plan = plan_of(alone)
-    interval = SyncInterval(index=0, first_step=0, num_steps=_WARM_UP + _REPEATS, epoch_end=1.0, deal_epoch=0)
-    work = _Work(alone, soc, Prediction(plan=plan, exchanges=unpredicted_exchanges(plan, False, "star"),
-                                        interval=interval, steps_s=0.0, synchronisation_s=0.0), 0.0, meeting)
+    interval = SyncInterval(
+        index=0, first_step=0, num_steps=_WARM_UP + _REPEATS, epoch_end=1.0, deal_epoch=0
+    )
+    work = _Work(
+        alone,
+        soc,
+        Prediction(
+            plan=plan,
+            exchanges=unpredicted_exchanges(plan, False, "star"),
+            interval=interval,
+            steps_s=0.0,
+            synchronisation_s=0.0,
+        ),
+        0.0,
+        meeting,
+    )
     work.interval(0, has_model=True)
     *_, first_s = work.report["steps"][:_WARM_UP]
-    return (work.report["steps"][-1] - first_s) / _REPEATS - median(updates_s[_WARM_UP:]), median(updates_s[_WARM_UP:])
+    return (work.report["steps"][-1] - first_s) / _REPEATS - median(updates_s[_WARM_UP:]), median(
+        updates_s[_WARM_UP:]
+    )
 
 
-def train(cell: Cell, soc: int, prediction: Prediction, calibration: Calibration, meeting: Meeting) -> dict[str, Any]:
+def train(
+    cell: Cell, soc: int, prediction: Prediction, calibration: Calibration, meeting: Meeting
+) -> dict[str, Any]:
     """Train both intervals, with what leaders and hub do between them; return moments of the monotonic clock."""
     work = _Work(cell, soc, prediction, calibration.step_s[soc], meeting)
     work.connect()
@@ -132,7 +190,12 @@ def serve(cell: Cell, meeting: Meeting) -> None:
             if cell.leaders == "star":
                 mean = weighted_average(models, [1.0] * len(models))
                 body = b"".join(pack_arrays(mean))
-                list(threads.map(lambda connection: connection.sendall(_LENGTH.pack(len(body)) + body), connections))
+                list(
+                    threads.map(
+                        lambda connection: connection.sendall(_LENGTH.pack(len(body)) + body),
+                        connections,
+                    )
+                )
         for connection in connections:
             connection.recv(1)  # until it is closed
             connection.close()
@@ -141,7 +204,9 @@ def serve(cell: Cell, meeting: Meeting) -> None:
 
 
 class _Work:
-    def __init__(self, cell: Cell, soc: int, prediction: Prediction, step_s: float, meeting: Meeting) -> None:
+    def __init__(
+        self, cell: Cell, soc: int, prediction: Prediction, step_s: float, meeting: Meeting
+    ) -> None:
         self._cell, self._soc, self._prediction, self._meeting = cell, soc, prediction, meeting
         self._model = build_model(cell.model)
         num_steps = 2 * prediction.interval.num_steps
@@ -157,20 +222,44 @@ class _Work:
         """Connect to the hub, if this SoC is to send it a model."""
         cell = self._cell
         self._meeting.together()
-        if self.leads and cell.strategy != ONE_RING and (cell.leaders == "star" or self._group.group_id == 0):
-            self._hub = socket.create_connection((cell.rack.address(cell.hub), _HUB_PORT), _PATIENCE_S)
+        if (
+            self.leads
+            and cell.strategy != ONE_RING
+            and (cell.leaders == "star" or self._group.group_id == 0)
+        ):
+            self._hub = socket.create_connection(
+                (cell.rack.address(cell.hub), _HUB_PORT), _PATIENCE_S
+            )
 
     def interval(self, number: int, *, has_model: bool) -> MemberResult:
         group, ring = tasks_of(self._cell, self._prediction, number)[self._soc]
-        addresses = [f"{self._cell.rack.address(soc)}:{_RING_PORT + number}" for soc in range(self._cell.num_socs)]
+        addresses = [
+            f"{self._cell.rack.address(soc)}:{_RING_PORT + number}"
+            for soc in range(self._cell.num_socs)
+        ]
         token = (self._cell.number * 2 + number + 1).to_bytes(32, "big")
-        port = RingPort(addresses[self._soc], rank=self._soc, addresses=addresses, token=token, tls=None,
-                        heartbeat_s=_PATIENCE_S)
+        port = RingPort(
+            addresses[self._soc],
+            rank=self._soc,
+            addresses=addresses,
+            token=token,
+            tls=None,
+            heartbeat_s=_PATIENCE_S,
+        )
         try:
             with PreemptionSwitch() as switch:
-                end = RingMember(model=self._model, has_model=has_model, data=self._data, group=group, ring=ring,
-                                 trainer=self._trainer, port=port, switch=switch, state=self._state,
-                                 on_step=self._applied).train()
+                end = RingMember(
+                    model=self._model,
+                    has_model=has_model,
+                    data=self._data,
+                    group=group,
+                    ring=ring,
+                    trainer=self._trainer,
+                    port=port,
+                    switch=switch,
+                    state=self._state,
+                    on_step=self._applied,
+                ).train()
         finally:
             port.close()
         assert end.end is not None
@@ -178,7 +267,9 @@ class _Work:
             raise RuntimeError(f"SoC {self._soc}: the ring did not stay whole: {end.outcome}")
         self._state = end.end.state
         self.note("trained")
-        self.report["digests"].append(digest_of({name: array.tobytes() for name, array in self._arrays().items()}))
+        self.report["digests"].append(
+            digest_of({name: array.tobytes() for name, array in self._arrays().items()})
+        )
         return end
 
     def synchronise(self, end: MemberResult) -> None:
@@ -189,7 +280,9 @@ class _Work:
         self._hub.sendall(_LENGTH.pack(len(body)) + body)
         if self._cell.leaders == "star":
             mean = _receive(self._hub)
-            load_trainable_state(self._model, {name: torch.from_numpy(array) for name, array in mean.items()})
+            load_trainable_state(
+                self._model, {name: torch.from_numpy(array) for name, array in mean.items()}
+            )
         else:
             self._hub.shutdown(socket.SHUT_WR)
             self._hub.recv(1)
@@ -220,7 +313,9 @@ class _NotedTrainer:
     model: nn.Module
     began_s: list[float] = field(default_factory=list)
 
-    def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> FP32Session:
+    def start(
+        self, model: nn.Module, span: TrainingSpan, state: bytes | None = None
+    ) -> FP32Session:
         if not self.began_s:
             self._warm_up()
         session = FP32Trainer(optimizer=sgd(0.01, 0.9), device="cpu").start(model, span, state)
@@ -247,13 +342,17 @@ class _Pace:
 
     def __init__(self, cell: Cell, step_s: float, model: nn.Module) -> None:
         profile = model_profile(cell.model)
-        self._forward_s, self._backward_s = step_s * profile.forward_share, step_s * (1.0 - profile.forward_share)
+        self._forward_s, self._backward_s = (
+            step_s * profile.forward_share,
+            step_s * (1.0 - profile.forward_share),
+        )
         self._begins_s = self._backward_begins_s = 0.0
         done = 0.0
         for layer in reversed([layer for layer in profile.layers if layer.forward_flops]):
             done += layer.training_flops
             model.get_submodule(layer.name).register_full_backward_pre_hook(
-                self._sleeper(done / profile.training_flops))
+                self._sleeper(done / profile.training_flops)
+            )
 
     def slow(self, session: FP32Session) -> None:
         gradients, apply = session.gradients, session.apply
@@ -306,4 +405,3 @@ def _exactly(connection: socket.socket, length: int) -> bytearray:
             raise ConnectionError("the other end is gone")
         view = view[count:]
     return body
-

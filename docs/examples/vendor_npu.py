@@ -44,10 +44,17 @@ class RoundedTorch(Int8Backend):
         random = np.random.default_rng(seed)
         state = {}
         for name, values in weights.items():
-            largest = float(np.abs(values).max()) if values.dtype == np.float32 and values.ndim > 1 else 0.0
+            largest = (
+                float(np.abs(values).max())
+                if values.dtype == np.float32 and values.ndim > 1
+                else 0.0
+            )
             if largest:  # down or up at random, without bias; vectors stay as they are
                 quantum = largest / 127
-                values = np.floor(values / quantum + random.random(values.shape)).astype(np.float32) * quantum
+                values = (
+                    np.floor(values / quantum + random.random(values.shape)).astype(np.float32)
+                    * quantum
+                )
             state[name] = torch.tensor(values)
         self._module.load_state_dict(state, strict=False)  # without running statistics they stay
 
@@ -60,8 +67,11 @@ class RoundedTorch(Int8Backend):
         with torch.no_grad():
             for parameter in self._module.parameters():
                 parameter -= learning_rate * parameter.grad
-        return StepResult(loss=float(loss.detach()), num_correct=int((logits.argmax(1) == targets).sum()),
-                          num_samples=len(targets))
+        return StepResult(
+            loss=float(loss.detach()),
+            num_correct=int((logits.argmax(1) == targets).sum()),
+            num_samples=len(targets),
+        )
 
     def weights(self):
         return {name: value.detach().numpy() for name, value in self._module.state_dict().items()}
@@ -80,8 +90,9 @@ def main() -> None:
     model = build_model("lenet5", in_channels=1, image_size=28, num_classes=10, seed=1)
     # Plain SGD: the difference of weights that this backend hands out has the rounding in it, which momentum would
     # add up. A backend that can hand out its gradient overrides pseudo_gradient, and may have momentum.
-    trainer = MixedPrecisionTrainer(fp32=FP32Trainer(optimizer=sgd(0.05, momentum=0.0)), rule="half",
-                                    backend=RoundedTorch)
+    trainer = MixedPrecisionTrainer(
+        fp32=FP32Trainer(optimizer=sgd(0.05, momentum=0.0)), rule="half", backend=RoundedTorch
+    )
     epochs, steps = 4, len(digits.train) // 32
     session = trainer.start(model, TrainingSpan(total_steps=epochs * steps, steps_per_epoch=steps))
     for epoch in range(epochs):
@@ -89,8 +100,10 @@ def main() -> None:
         for indices in np.array_split(order, steps):
             session.step([digits.train.batch(indices)])
     end = session.finish()
-    print(f"accuracy {evaluate(model, digits.test).accuracy:.3f}, "
-          f"the CPU had {100 * end.metrics['cpu-share']:.0f} % of the samples, events: {list(end.events)}")
+    print(
+        f"accuracy {evaluate(model, digits.test).accuracy:.3f}, "
+        f"the CPU had {100 * end.metrics['cpu-share']:.0f} % of the samples, events: {list(end.events)}"
+    )
 
 
 if __name__ == "__main__":

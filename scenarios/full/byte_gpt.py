@@ -62,11 +62,11 @@ def modules(num_windows: int) -> tuple[Texts, Texts]:
 def topics(num_windows: int) -> tuple[Texts, Texts]:
     """Return windows of the text that `help("topics")` shows: English, and no code but examples."""
     file = Path(sysconfig.get_path("stdlib")) / "pydoc_data" / "topics.py"
-    return _split(file.read_bytes()[:(num_windows + NUM_TEST) * CONTEXT + 1], num_windows)
+    return _split(file.read_bytes()[: (num_windows + NUM_TEST) * CONTEXT + 1], num_windows)
 
 
 def _split(text: bytes, num_windows: int) -> tuple[Texts, Texts]:
-    return Texts(text[:num_windows * CONTEXT + 1]), Texts(text[num_windows * CONTEXT:])
+    return Texts(text[: num_windows * CONTEXT + 1]), Texts(text[num_windows * CONTEXT :])
 
 
 def adapted(base: str, rank: int) -> nn.Module:
@@ -77,10 +77,14 @@ def adapted(base: str, rank: int) -> nn.Module:
     import peft
 
     if not Path(base).is_file():
-        raise FileNotFoundError(f"{base}: train the base first: socflower run byte_gpt --save-model {base}")
+        raise FileNotFoundError(
+            f"{base}: train the base first: socflower run byte_gpt --save-model {base}"
+        )
     model = NextByte()
     model.load_state_dict({name: torch.from_numpy(array) for name, array in np.load(base).items()})
-    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["queries_keys_values", "mix"])
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=["queries_keys_values", "mix"]
+    )
     made: Any = peft.get_peft_model(model, config)  # type: ignore[arg-type]
     assert isinstance(made, nn.Module)
     return made

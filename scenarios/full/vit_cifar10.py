@@ -18,9 +18,18 @@ class ViT(nn.Module):
         self.patches = nn.Conv2d(3, width, patch, stride=patch)
         self.token = nn.Parameter(torch.zeros(1, 1, width))
         self.positions = nn.Parameter(0.02 * torch.randn(1, 1 + (IMAGE // patch) ** 2, width))
-        block = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True,
-                                           norm_first=True)
-        self.blocks = nn.TransformerEncoder(block, depth, norm=nn.LayerNorm(width), enable_nested_tensor=False)
+        block = nn.TransformerEncoderLayer(
+            width,
+            heads,
+            4 * width,
+            dropout=0.0,
+            activation="gelu",
+            batch_first=True,
+            norm_first=True,
+        )
+        self.blocks = nn.TransformerEncoder(
+            block, depth, norm=nn.LayerNorm(width), enable_nested_tensor=False
+        )
         self.classes = nn.Linear(width, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -41,7 +50,9 @@ class Augmented(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         top, left, mirror = (int(torch.randint(high, ())) for high in (9, 9, 2))
-        image = functional.pad(self.images[index], (4, 4, 4, 4))[:, top:top + IMAGE, left:left + IMAGE]
+        image = functional.pad(self.images[index], (4, 4, 4, 4))[
+            :, top : top + IMAGE, left : left + IMAGE
+        ]
         return image.flip(2) if mirror else image, self.targets[index]
 
 
@@ -50,7 +61,9 @@ def model(patch: int = 4, width: int = 192, depth: int = 12, heads: int = 3) -> 
     return ViT(patch, width, depth, heads)
 
 
-def data(num_train: int = 50_000, num_test: int = 10_000) -> tuple[Dataset[tuple[Tensor, Tensor]], DataSource]:
+def data(
+    num_train: int = 50_000, num_test: int = 10_000
+) -> tuple[Dataset[tuple[Tensor, Tensor]], DataSource]:
     """Return (training, test): augmented images, and test images as they are."""
     cifar10 = load_data("cifar10")
     return Augmented(cifar10.train, num_train), cifar10.test.select(range(num_test))

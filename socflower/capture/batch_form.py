@@ -27,10 +27,16 @@ def pair_of(batch: Batch, reader: str) -> tuple[Tensor, Tensor]:
     """Return `batch` as a pair (inputs, labels) of tensors; `ConfigError` in the name of `reader` if it is none."""
     if not num_samples(batch):
         return torch.empty(0), torch.empty(0, dtype=torch.int64)
-    if isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch):
+    if (
+        isinstance(batch, tuple | list)
+        and len(batch) == 2
+        and all(isinstance(part, Tensor) for part in batch)
+    ):
         return batch[0], batch[1]
-    raise ConfigError(f"{reader}: takes batches (inputs, labels) of two tensors, and the data give {form_of(batch)}; "
-                      "give the data a collate_fn that returns such a pair, or use FP32Trainer")
+    raise ConfigError(
+        f"{reader}: takes batches (inputs, labels) of two tensors, and the data give {form_of(batch)}; "
+        "give the data a collate_fn that returns such a pair, or use FP32Trainer"
+    )
 
 
 def concatenated(batches: Sequence[Batch]) -> Batch | None:
@@ -42,8 +48,13 @@ def concatenated(batches: Sequence[Batch]) -> Batch | None:
 
 def split(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
     """Return the batches of the first, the next, ... `sizes` samples."""
+
     def rows(first: int, end: int) -> Batch:
-        return mapped(batch, lambda tensor: tensor[first:end] if tensor.dim() else tensor) if end > first else NOTHING
+        return (
+            mapped(batch, lambda tensor: tensor[first:end] if tensor.dim() else tensor)
+            if end > first
+            else NOTHING
+        )
 
     return [rows(first, end) for first, end in pairwise(accumulate(sizes, initial=0))]
 
@@ -80,7 +91,13 @@ def tensors_in(batch: Batch) -> list[Tensor]:
     """Return the tensors of `batch` in order."""
     if isinstance(batch, Tensor):
         return [batch]
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
+    parts = (
+        batch.values()
+        if isinstance(batch, Mapping)
+        else batch
+        if isinstance(batch, tuple | list)
+        else ()
+    )
     return [leaf for part in parts for leaf in tensors_in(part)]
 
 
@@ -102,7 +119,9 @@ def _combine(batches: Sequence[Batch], join: Callable[[list[Tensor]], Any]) -> B
         return join(list(batches))
     if isinstance(first, Mapping):
         # A mapping of the same type, which takes a dict: a dict itself, or a BatchEncoding of transformers.
-        return type(first)({key: _combine([batch[key] for batch in batches], join) for key in first})  # type: ignore[call-arg]
+        return type(first)(
+            {key: _combine([batch[key] for batch in batches], join) for key in first}
+        )  # type: ignore[call-arg]
     if isinstance(first, tuple | list):
         parts = [_combine(parts, join) for parts in zip(*batches, strict=True)]
         # A named tuple takes its fields one by one.

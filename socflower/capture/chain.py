@@ -18,11 +18,32 @@ from socflower.capture.graph import NUM_SAMPLES, Example, ModelGraph, Operation,
 from socflower.capture.halves import piece_of
 from socflower.errors import ConfigError
 
-_VIEWS = frozenset({
-    "chunk", "contiguous", "dropout", "expand", "expand_as", "flatten", "getitem", "movedim", "narrow", "permute",
-    "reshape", "select", "split", "squeeze", "swapaxes", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view",
-    "view_as",
-})
+_VIEWS = frozenset(
+    {
+        "chunk",
+        "contiguous",
+        "dropout",
+        "expand",
+        "expand_as",
+        "flatten",
+        "getitem",
+        "movedim",
+        "narrow",
+        "permute",
+        "reshape",
+        "select",
+        "split",
+        "squeeze",
+        "swapaxes",
+        "t",
+        "transpose",
+        "unbind",
+        "unflatten",
+        "unsqueeze",
+        "view",
+        "view_as",
+    }
+)
 _VIEW_MODULES = (nn.Flatten, nn.Unflatten, nn.Identity, nn.Dropout)
 
 
@@ -64,9 +85,13 @@ class ModelChain:
         pieces that do not exist.
         """
         if not 0 <= first <= last < len(self.pieces):
-            raise ConfigError(f"model {self.graph.name}: has pieces 0 to {len(self.pieces) - 1}, not {first} to {last}")
-        whole = joined(self.graph, self.pieces[first:last + 1])
-        return piece_of(model, self.graph, whole.operations, starts=whole.entering, ends=whole.leaving)
+            raise ConfigError(
+                f"model {self.graph.name}: has pieces 0 to {len(self.pieces) - 1}, not {first} to {last}"
+            )
+        whole = joined(self.graph, self.pieces[first : last + 1])
+        return piece_of(
+            model, self.graph, whole.operations, starts=whole.entering, ends=whole.leaving
+        )
 
     def coarsened(self, is_heavy: Callable[[Operation], bool]) -> "ModelChain":
         """Return the chain with one heavy operation in each piece, as far as the model can be cut there.
@@ -79,7 +104,9 @@ class ModelChain:
         for number, piece in enumerate(self.pieces):
             if any(is_heavy(operation) for operation in piece.operations):
                 if seen and places:
-                    ends.append(min(reversed(places), key=lambda place: self.pieces[place].output_bytes))
+                    ends.append(
+                        min(reversed(places), key=lambda place: self.pieces[place].output_bytes)
+                    )
                 seen, places = True, []
             places.append(number)
         return self.merged(ends)
@@ -88,10 +115,17 @@ class ModelChain:
         """Return the chain with pieces joined up to each of `ends`, which rise; the last piece of all is added."""
         bounds = [-1, *ends, len(self.pieces) - 1]
         if any(after <= before for before, after in pairwise(bounds)):
-            raise ConfigError(f"model {self.graph.name}: ends of pieces must rise from 0 and stay below "
-                              f"{len(self.pieces) - 1}, got {list(ends)}")
-        return replace(self, pieces=tuple(joined(self.graph, self.pieces[before + 1:after + 1])
-                                          for before, after in pairwise(bounds)))
+            raise ConfigError(
+                f"model {self.graph.name}: ends of pieces must rise from 0 and stay below "
+                f"{len(self.pieces) - 1}, got {list(ends)}"
+            )
+        return replace(
+            self,
+            pieces=tuple(
+                joined(self.graph, self.pieces[before + 1 : after + 1])
+                for before, after in pairwise(bounds)
+            ),
+        )
 
 
 def capture_chain(model: nn.Module, example: Example, *, name: str = "") -> ModelChain:
@@ -110,8 +144,10 @@ def capture_chain(model: nn.Module, example: Example, *, name: str = "") -> Mode
     constants = _constants_of(graph)
     ends = _ends(model, graph, running, constants)
     if not ends:
-        raise NoParts(f"model {graph.name}: cannot be cut; behind every operation a weight or a value that is no batch "
-                      "of tensors would be needed on both sides")
+        raise NoParts(
+            f"model {graph.name}: cannot be cut; behind every operation a weight or a value that is no batch "
+            "of tensors would be needed on both sides"
+        )
     pieces: list[Piece] = []
     before: tuple[Operation, ...] = ()
     for start, end in pairwise([0, *(end + 1 for end in ends), len(running)]):
@@ -119,7 +155,9 @@ def capture_chain(model: nn.Module, example: Example, *, name: str = "") -> Mode
         leaving = _crossing(graph, running, end) if end < len(running) else ()
         needed = {constant for operation in operations for constant in constants[operation]}
         own = tuple(sorted((*needed, *operations), key=lambda operation: operation.position))
-        pieces.append(Piece(name=_piece_name(graph, own), operations=own, entering=before, leaving=leaving))
+        pieces.append(
+            Piece(name=_piece_name(graph, own), operations=own, entering=before, leaving=leaving)
+        )
         before = leaving
     return ModelChain(graph=graph, pieces=tuple(pieces))
 
@@ -130,21 +168,35 @@ def _captured(model: nn.Module, example: Example, name: str) -> ModelGraph:
         try:
             return capture(model, example, name=name, leaves=whole)
         except CaptureFailed as failed:
-            if not failed.module and isinstance(getattr(getattr(model, "base_model", None), "model", None), nn.Module):
-                raise NoParts(f"{failed}; give its .base_model.model, which has the same adapters") from None
+            if not failed.module and isinstance(
+                getattr(getattr(model, "base_model", None), "model", None), nn.Module
+            ):
+                raise NoParts(
+                    f"{failed}; give its .base_model.model, which has the same adapters"
+                ) from None
             kind = type(model.get_submodule(failed.module))
             # A piece gets the samples of a batch in several calls, so what is kept between calls would be another.
             if failed.module in ("", *whole) or isinstance(failed, KeepsState):
                 raise
-            whole.update(path for path, module in model.named_modules() if path and type(module) is kind)
+            whole.update(
+                path for path, module in model.named_modules() if path and type(module) is kind
+            )
 
 
 def joined(graph: ModelGraph, pieces: Sequence[Piece]) -> Piece:
     """Return consecutive pieces as one."""
-    operations = tuple(sorted({operation for piece in pieces for operation in piece.operations},
-                              key=lambda operation: operation.position))
-    return Piece(name=_piece_name(graph, operations), operations=operations, entering=pieces[0].entering,
-                 leaving=pieces[-1].leaving)
+    operations = tuple(
+        sorted(
+            {operation for piece in pieces for operation in piece.operations},
+            key=lambda operation: operation.position,
+        )
+    )
+    return Piece(
+        name=_piece_name(graph, operations),
+        operations=operations,
+        entering=pieces[0].entering,
+        leaving=pieces[-1].leaving,
+    )
 
 
 def _constants_of(graph: ModelGraph) -> Mapping[Operation, Collection[Operation]]:
@@ -157,7 +209,9 @@ def _constants_of(graph: ModelGraph) -> Mapping[Operation, Collection[Operation]
 
 
 def _ends(
-    model: nn.Module, graph: ModelGraph, running: Sequence[Operation],
+    model: nn.Module,
+    graph: ModelGraph,
+    running: Sequence[Operation],
     constants: Mapping[Operation, Collection[Operation]],
 ) -> list[int]:
     """Return the positions among the running operations behind which the model can be cut."""
@@ -171,24 +225,37 @@ def _ends(
                 users.setdefault(key, []).append(number)
         if operation.writes_in_place:
             # The tensor that it overwrites must have been made on its own side.
-            made = [numbers[_origin(model, other)] for other in operation.inputs if not other.is_constant]
+            made = [
+                numbers[_origin(model, other)]
+                for other in operation.inputs
+                if not other.is_constant
+            ]
             refused.update(range(min(made, default=number), number))
     for positions in users.values():
         refused.update(range(positions[0], positions[-1]))
-    first = next(number for number, operation in enumerate(running) if operation.node.op != "placeholder")
-    return [number for number in range(first, len(running) - 2)
-            if number not in refused and all(map(_can_cross, _crossing(graph, running, number + 1)))]
+    first = next(
+        number for number, operation in enumerate(running) if operation.node.op != "placeholder"
+    )
+    return [
+        number
+        for number in range(first, len(running) - 2)
+        if number not in refused and all(map(_can_cross, _crossing(graph, running, number + 1)))
+    ]
 
 
 def _origin(model: nn.Module, operation: Operation) -> Operation:
     """Return the operation that made the memory of a result, which may be a view of another's."""
-    while operation.inputs and not operation.inputs[0].is_constant and _may_be_view(model, operation):
+    while (
+        operation.inputs and not operation.inputs[0].is_constant and _may_be_view(model, operation)
+    ):
         operation = operation.inputs[0]
     return operation
 
 
 def _may_be_view(model: nn.Module, operation: Operation) -> bool:
-    if operation.module is not None and isinstance(model.get_submodule(operation.module), _VIEW_MODULES):
+    if operation.module is not None and isinstance(
+        model.get_submodule(operation.module), _VIEW_MODULES
+    ):
         return True
     return operation.writes_in_place or operation.function in _VIEWS
 
@@ -196,22 +263,33 @@ def _may_be_view(model: nn.Module, operation: Operation) -> bool:
 def _crossing(graph: ModelGraph, running: Sequence[Operation], end: int) -> tuple[Operation, ...]:
     """Return the operations before number `end` whose results are read from there on, in order."""
     behind = set(running[end:])
-    return tuple(operation for operation in running[:end] if not behind.isdisjoint(graph.readers[operation]))
+    return tuple(
+        operation for operation in running[:end] if not behind.isdisjoint(graph.readers[operation])
+    )
 
 
 def _can_cross(operation: Operation) -> bool:
-    return bool(operation.shape) and operation.shape is not None and operation.shape[0] == NUM_SAMPLES
+    return (
+        bool(operation.shape) and operation.shape is not None and operation.shape[0] == NUM_SAMPLES
+    )
 
 
 def _piece_name(graph: ModelGraph, operations: Sequence[Operation]) -> str:
-    named = [operation for operation in operations if operation.module is not None and operation.tensors]
+    named = [
+        operation for operation in operations if operation.module is not None and operation.tensors
+    ]
     return graph.name_of((named or operations)[0 if named else -1])
 
 
 def result_bytes(operations: Sequence[Operation]) -> float:
     """Return the bytes of one sample of several results."""
-    return float(sum(math.prod(operation.shape[1:]) * _item_bytes(operation.dtype) for operation in operations
-                     if operation.shape is not None and operation.dtype is not None))
+    return float(
+        sum(
+            math.prod(operation.shape[1:]) * _item_bytes(operation.dtype)
+            for operation in operations
+            if operation.shape is not None and operation.dtype is not None
+        )
+    )
 
 
 def _item_bytes(dtype: torch.dtype) -> int:

@@ -49,20 +49,33 @@ def follow_repeatable(own: nn.Module, name: str, leaves: Set[str]) -> tuple[fx.N
 
     Raises CaptureFailed for a model that draws random numbers without its input, and KeepsState.
     """
-    before, tensors = {path: dict(vars(module)) for path, module in own.named_modules()}, list(_held_tensors(own))
+    before, tensors = (
+        {path: dict(vars(module)) for path, module in own.named_modules()},
+        list(_held_tensors(own)),
+    )
     tracer, states = _Tracer(leaves), generator_states()
     nodes = _followed(own, name, tracer)
     tracer.note_draws(states, "")
     if tracer.draws_in is not None:
-        raise CaptureFailed(name, tracer.draws_in, f"forward of {_type_name(own, tracer.draws_in)} draws random "
-                            "numbers that do not depend on its input, of which torch.fx keeps the first; draw them "
-                            "with torch.rand_like or .bernoulli() of a tensor that does")
+        raise CaptureFailed(
+            name,
+            tracer.draws_in,
+            f"forward of {_type_name(own, tracer.draws_in)} draws random "
+            "numbers that do not depend on its input, of which torch.fx keeps the first; draw them "
+            "with torch.rand_like or .bernoulli() of a tensor that does",
+        )
     for path, tensor, version in tensors:
         module, _, key = path.rpartition(".")
-        if tensor._version != version or (key in dict(own.get_submodule(module).named_buffers(recurse=False))
-                                          and operator.attrgetter(path)(own) is not tensor):
-            raise KeepsState(name, module, f"forward of {_type_name(own, module)} changes {path!r} by something that "
-                             f"does not depend on its input, which torch.fx leaves out; {_AS_IT_IS}")
+        if tensor._version != version or (
+            key in dict(own.get_submodule(module).named_buffers(recurse=False))
+            and operator.attrgetter(path)(own) is not tensor
+        ):
+            raise KeepsState(
+                name,
+                module,
+                f"forward of {_type_name(own, module)} changes {path!r} by something that "
+                f"does not depend on its input, which torch.fx leaves out; {_AS_IT_IS}",
+            )
     form, num_nodes = _form(own, nodes), len(nodes)
     try:
         repeats = _form(own, _followed(own, name, _Tracer(leaves))) == form
@@ -70,13 +83,24 @@ def follow_repeatable(own: nn.Module, name: str, leaves: Set[str]) -> tuple[fx.N
         repeats = False
     # A call that reads a symbol of the first one adds to the graph of the first one.
     if not repeats or len(nodes[0].graph.nodes) != num_nodes:
-        stored = [(path, key) for path, module in own.named_modules() for key, value in vars(module).items()
-                  if before[path].get(key, before) is not value and not key.startswith("_tensor_constant")]
+        stored = [
+            (path, key)
+            for path, module in own.named_modules()
+            for key, value in vars(module).items()
+            if before[path].get(key, before) is not value and not key.startswith("_tensor_constant")
+        ]
         module, key = stored[0] if stored else ("", "")
-        what = f"stores {f'{module}.{key}'.strip('.')!r}, and its next call reads that" if stored else \
-            "computes something else at its second call"
-        raise KeepsState(name, module, f"forward of {_type_name(own, module)} {what}, which is not in the graph of "
-                         f"torch.fx; pass it as input and output. {_AS_IT_IS}")
+        what = (
+            f"stores {f'{module}.{key}'.strip('.')!r}, and its next call reads that"
+            if stored
+            else "computes something else at its second call"
+        )
+        raise KeepsState(
+            name,
+            module,
+            f"forward of {_type_name(own, module)} {what}, which is not in the graph of "
+            f"torch.fx; pass it as input and output. {_AS_IT_IS}",
+        )
     return nodes
 
 
@@ -86,7 +110,9 @@ _AS_IT_IS = "SoCFlow with FP32Trainer runs a model as it is"
 def constants_of(model: nn.Module, own: nn.Module, nodes: Sequence[fx.Node]) -> dict[str, Any]:
     """Return what operations read of the copy `own`, by name, that torch.fx has added to it."""
     names = dict.fromkeys(str(node.target) for node in nodes if node.op == "get_attr")
-    return {name: getattr(own, name) for name in names if "." not in name and not hasattr(model, name)}
+    return {
+        name: getattr(own, name) for name in names if "." not in name and not hasattr(model, name)
+    }
 
 
 def same_value(one: Any, other: Any) -> bool:
@@ -95,8 +121,9 @@ def same_value(one: Any, other: Any) -> bool:
         return True
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
         return False
-    return (one.dtype, one.shape, one.device) == (other.dtype, other.shape, other.device) \
-        and bool(((one == other) | ((one != one) & (other != other))).all())
+    return (one.dtype, one.shape, one.device) == (other.dtype, other.shape, other.device) and bool(
+        ((one == other) | ((one != one) & (other != other))).all()
+    )
 
 
 class _Tracer(fx.Tracer):
@@ -109,14 +136,18 @@ class _Tracer(fx.Tracer):
         self.draws_in: str | None = None  # the innermost module that drew while it was followed
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return module_qualified_name in self._leaves or super().is_leaf_module(m, module_qualified_name)
+        return module_qualified_name in self._leaves or super().is_leaf_module(
+            m, module_qualified_name
+        )
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         states = generator_states()
         try:
             result = super().call_module(m, forward, args, kwargs)
         except Exception:
-            self.failed_in = self.failed_in or self.path_of_module(m)  # the innermost module fails first
+            self.failed_in = self.failed_in or self.path_of_module(
+                m
+            )  # the innermost module fails first
             raise
         self.note_draws(states, self.path_of_module(m))
         return result
@@ -131,11 +162,21 @@ def _followed(own: nn.Module, name: str, tracer: _Tracer) -> tuple[fx.Node, ...]
     try:
         return tuple(tracer.trace(own).nodes)
     except Exception as error:  # fx raises many types, and a forward function may raise anything
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__)
-                  if not Path(frame.filename).is_relative_to(_TORCH) and frame.filename != __file__]
-        where = f", {frames[-1].name} at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-        raise CaptureFailed(name, tracer.failed_in, f"torch.fx cannot follow {_type_name(own, tracer.failed_in)}"
-                            f"{where}: {reason(error)}") from error
+        frames = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if not Path(frame.filename).is_relative_to(_TORCH) and frame.filename != __file__
+        ]
+        where = (
+            f", {frames[-1].name} at {Path(frames[-1].filename).name}:{frames[-1].lineno}"
+            if frames
+            else ""
+        )
+        raise CaptureFailed(
+            name,
+            tracer.failed_in,
+            f"torch.fx cannot follow {_type_name(own, tracer.failed_in)}{where}: {reason(error)}",
+        ) from error
 
 
 def _type_name(own: nn.Module, path: str) -> str:
@@ -170,6 +211,8 @@ def _form(own: nn.Module, nodes: Sequence[fx.Node]) -> list[Any]:
     for node in nodes:
         read = operator.attrgetter(str(node.target))(own) if node.op == "get_attr" else None
         target = _Constant(read) if isinstance(read, torch.Tensor) else node.target
-        arguments = fx.node.map_arg((node.args, node.kwargs), lambda other: places.get(other, "of the call before"))
+        arguments = fx.node.map_arg(
+            (node.args, node.kwargs), lambda other: places.get(other, "of the call before")
+        )
         form.append((node.op, target, repr(arguments)))
     return form

@@ -21,7 +21,14 @@ from torch import fx, nn
 from torch.nn import functional
 
 from socflower.capture.batch_form import form_of
-from socflower.capture.following import CaptureFailed, NoParts, constants_of, follow, follow_repeatable, same_value
+from socflower.capture.following import (
+    CaptureFailed,
+    NoParts,
+    constants_of,
+    follow,
+    follow_repeatable,
+    same_value,
+)
 from socflower.capture.model_copy import copied, reason
 from socflower.capture.random_state import forked_generators
 from socflower.capture.tensor_arrays import layout_of, spec_of
@@ -88,10 +95,14 @@ class Operation:
     node: fx.Node
     position: int  # in the order of execution
     inputs: tuple["Operation", ...]
-    module: str | None  # path of the module that it calls, None for a function and for inputs and outputs
+    module: (
+        str | None
+    )  # path of the module that it calls, None for a function and for inputs and outputs
     caller: str  # path of the module whose `forward` calls it, "" for the model itself
     function: str  # name of the torch function or tensor method that it calls, without underscores; "" for others
-    tensors: frozenset[str]  # names of the parameters and buffers that it uses; a shared one has one name
+    tensors: frozenset[
+        str
+    ]  # names of the parameters and buffers that it uses; a shared one has one name
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
     layout: tuple[int, ...]  # dimensions from the outermost in memory to the innermost
@@ -116,7 +127,9 @@ class ModelGraph:
     name: str
     operations: tuple[Operation, ...]
     evaluation: tuple[fx.Node, ...]
-    constants: Mapping[str, Any]  # values that `forward` makes without its input, by the names that operations read
+    constants: Mapping[
+        str, Any
+    ]  # values that `forward` makes without its input, by the names that operations read
 
     @cached_property
     def by_node(self) -> dict[fx.Node, Operation]:
@@ -126,17 +139,24 @@ class ModelGraph:
     @cached_property
     def readers(self) -> dict[Operation, tuple[Operation, ...]]:
         """The operations that read the result of an operation."""
-        return {operation: tuple(self.by_node[user] for user in operation.node.users) for operation in self.operations}
+        return {
+            operation: tuple(self.by_node[user] for user in operation.node.users)
+            for operation in self.operations
+        }
 
     def name_of(self, operation: Operation) -> str:
         """Return the module's path (with `@n` for its n-th call, n > 1), or fx's name of a function call."""
         if operation.module is None:
             return operation.node.name
-        number = sum(other.module == operation.module for other in self.operations[:operation.position + 1])
+        number = sum(
+            other.module == operation.module for other in self.operations[: operation.position + 1]
+        )
         return f"{operation.module}@{number}" if number > 1 else operation.module
 
 
-def capture(model: nn.Module, example: Example, *, name: str = "", leaves: Set[str] = frozenset()) -> ModelGraph:
+def capture(
+    model: nn.Module, example: Example, *, name: str = "", leaves: Set[str] = frozenset()
+) -> ModelGraph:
     """Return the graph of `model` in training mode, down to torch's own layers and the modules named by `leaves`.
 
     Copies of the model are followed and run; the model itself and the random state are unchanged. Raises CaptureFailed
@@ -151,16 +171,24 @@ def capture(model: nn.Module, example: Example, *, name: str = "", leaves: Set[s
         nodes = follow_repeatable(own, name, leaves)
         inputs = [node.name for node in nodes if node.op == "placeholder"]
         if len(inputs) != 1:
-            raise NoParts(f"model {name}: takes {len(inputs)} inputs ({', '.join(inputs)}); it must take one "
-                          "tensor")
+            raise NoParts(
+                f"model {name}: takes {len(inputs)} inputs ({', '.join(inputs)}); it must take one "
+                "tensor"
+            )
         constants = constants_of(model, own, nodes)
         operations = _observed(own, nodes, samples, name)
-    if not all(same_value(value, constants.get(key, value)) for key, value in in_evaluation.items()):
+    if not all(
+        same_value(value, constants.get(key, value)) for key, value in in_evaluation.items()
+    ):
         evaluation, in_evaluation = (), {}
-    return ModelGraph(name=name, operations=operations, evaluation=evaluation, constants=in_evaluation | constants)
+    return ModelGraph(
+        name=name, operations=operations, evaluation=evaluation, constants=in_evaluation | constants
+    )
 
 
-def _in_evaluation(model: nn.Module, name: str, leaves: Set[str]) -> tuple[tuple[fx.Node, ...], dict[str, Any]]:
+def _in_evaluation(
+    model: nn.Module, name: str, leaves: Set[str]
+) -> tuple[tuple[fx.Node, ...], dict[str, Any]]:
     """Return what torch.fx captures in evaluation mode, and its constants; nothing where that fails.
 
     The copy is its own, since one that has been followed may have values stored in it.
@@ -182,16 +210,26 @@ def module_of(model: nn.Module, graph: fx.Graph, constants: Mapping[str, Any]) -
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and persistent buffers of a model themselves, in the order of its state_dict."""
-    return {key: value for key, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
+    return {
+        key: value
+        for key, value in model.state_dict(keep_vars=True).items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
-def first_samples(model: nn.Module, example: Example, name: str, num_samples: int = NUM_SAMPLES) -> torch.Tensor:
+def first_samples(
+    model: nn.Module, example: Example, name: str, num_samples: int = NUM_SAMPLES
+) -> torch.Tensor:
     """Return a batch on the model's device: the first sample of the example repeatedly, or zeros of its shape."""
     device = next((tensor.device for tensor in tensors_of(model).values()), torch.device("cpu"))
     if not isinstance(example, torch.Tensor):
-        if not isinstance(example, tuple | list) or not all(isinstance(size, Integral) for size in example):
-            raise ConfigError(f"model {name}: its example must be a tensor, or the shape of one sample, got "
-                              f"{form_of(example)}; a model that is divided into layers takes one tensor")
+        if not isinstance(example, tuple | list) or not all(
+            isinstance(size, Integral) for size in example
+        ):
+            raise ConfigError(
+                f"model {name}: its example must be a tensor, or the shape of one sample, got "
+                f"{form_of(example)}; a model that is divided into layers takes one tensor"
+            )
         return torch.zeros(num_samples, *example, device=device)
     require_batch(example, name)
     return example[:1].detach().expand(num_samples, *example.shape[1:]).clone().to(device)
@@ -200,8 +238,10 @@ def first_samples(model: nn.Module, example: Example, name: str, num_samples: in
 def require_batch(example: torch.Tensor, name: str) -> None:
     """Raise ConfigError for an example that is no batch of one or more samples."""
     if example.ndim == 0 or example.shape[0] == 0:
-        raise ConfigError(f"model {name}: example input needs a batch dimension of 1 or more, got shape "
-                          f"{tuple(example.shape)}")
+        raise ConfigError(
+            f"model {name}: example input needs a batch dimension of 1 or more, got shape "
+            f"{tuple(example.shape)}"
+        )
 
 
 @contextmanager
@@ -222,7 +262,9 @@ def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 def refused_samples(name: str, samples: torch.Tensor, error: Exception) -> ConfigError:
     """Return the error of a model whose forward pass failed for a batch."""
     shape = tuple(samples.shape[1:])
-    return ConfigError(f"model {name}: does not take {len(samples)} samples of shape {shape}: {reason(error)}")
+    return ConfigError(
+        f"model {name}: does not take {len(samples)} samples of shape {shape}: {reason(error)}"
+    )
 
 
 class _Observer(fx.Interpreter):
@@ -245,10 +287,16 @@ class _Observer(fx.Interpreter):
 
     def _random_state(self) -> list[torch.Tensor]:
         states = [torch.get_rng_state()]
-        return [*states, torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else states
+        return (
+            [*states, torch.cuda.get_rng_state(self._device)]
+            if self._device.type == "cuda"
+            else states
+        )
 
 
-def _observed(model: nn.Module, nodes: Iterable[fx.Node], samples: torch.Tensor, name: str) -> tuple[Operation, ...]:
+def _observed(
+    model: nn.Module, nodes: Iterable[fx.Node], samples: torch.Tensor, name: str
+) -> tuple[Operation, ...]:
     graph = next(iter(nodes)).graph
     observer = _Observer(module_of(model, graph, {}), samples.device)
     graph.owning_module = None  # else the graph would keep the weights of the copy
@@ -262,14 +310,22 @@ def _observed(model: nn.Module, nodes: Iterable[fx.Node], samples: torch.Tensor,
         result = observer.results[node.name]
         inputs = tuple(made[other] for other in node.all_input_nodes)
         made[node] = Operation(
-            node=node, position=len(made), inputs=inputs, module=str(node.target) if node.op == "call_module" else None,
-            caller=caller_of(node), function=_function_name(node), tensors=_own_tensors(model, node, names),
-            shape=None if result is None else tuple(result.shape), dtype=None if result is None else result.dtype,
-            layout=() if result is None else layout_of(result), draws=node.name in observer.drawing,
+            node=node,
+            position=len(made),
+            inputs=inputs,
+            module=str(node.target) if node.op == "call_module" else None,
+            caller=caller_of(node),
+            function=_function_name(node),
+            tensors=_own_tensors(model, node, names),
+            shape=None if result is None else tuple(result.shape),
+            dtype=None if result is None else result.dtype,
+            layout=() if result is None else layout_of(result),
+            draws=node.name in observer.drawing,
             # A module call is never constant: it has effects and weights of its own.
             is_constant=node.op not in ("placeholder", "output", "call_module")
             and all(other.is_constant for other in inputs),
-            writes_in_place=_writes_in_place(model, node))
+            writes_in_place=_writes_in_place(model, node),
+        )
     return tuple(made.values())
 
 
@@ -287,18 +343,30 @@ def _function_name(node: fx.Node) -> str:
     if node.op != "call_function":
         return ""
     module = inspect.getmodule(node.target)
-    known = node.target in vars(functional).values() or module is None or module is operator \
+    known = (
+        node.target in vars(functional).values()
+        or module is None
+        or module is operator
         or module.__name__.startswith(("torch", "_operator"))
+    )
     return getattr(node.target, "__name__", "").strip("_") if known else ""
 
 
 def _writes_in_place(model: nn.Module, node: fx.Node) -> bool:
     if node.op == "call_module":
-        return any(getattr(part, "inplace", False) for part in model.get_submodule(str(node.target)).modules())
+        return any(
+            getattr(part, "inplace", False)
+            for part in model.get_submodule(str(node.target)).modules()
+        )
     name = str(getattr(node.target, "__name__", node.target))
-    augmented = getattr(node.target, "__module__", "") == "_operator" and name in vars(operator) and name[0] == "i"
-    return (node.op in ("call_method", "call_function")
-            and (name.endswith("_") or augmented or bool(node.kwargs.get("inplace")) or name == "setitem"))
+    augmented = (
+        getattr(node.target, "__module__", "") == "_operator"
+        and name in vars(operator)
+        and name[0] == "i"
+    )
+    return node.op in ("call_method", "call_function") and (
+        name.endswith("_") or augmented or bool(node.kwargs.get("inplace")) or name == "setitem"
+    )
 
 
 def _own_tensors(model: nn.Module, node: fx.Node, names: dict[int, str]) -> frozenset[str]:
@@ -307,5 +375,7 @@ def _own_tensors(model: nn.Module, node: fx.Node, names: dict[int, str]) -> froz
         return frozenset(names[id(tensor)] for tensor in [*module.parameters(), *module.buffers()])
     if node.op == "get_attr":
         value = operator.attrgetter(str(node.target))(model)
-        return frozenset({names.get(id(value), str(node.target))} if isinstance(value, torch.Tensor) else ())
+        return frozenset(
+            {names.get(id(value), str(node.target))} if isinstance(value, torch.Tensor) else ()
+        )
     return frozenset()

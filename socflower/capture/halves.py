@@ -18,24 +18,43 @@ from socflower.capture.random_state import forked_generator, seed_generators
 
 def random_layers(graph: ModelGraph, frozen_until: int) -> dict[int, str]:
     """Return the operations that draw random numbers in training, by position, which is their stream's number."""
-    return {operation.position: operation.layer for operation in graph.operations
-            if operation.draws and operation.position > frozen_until}
+    return {
+        operation.position: operation.layer
+        for operation in graph.operations
+        if operation.draws and operation.position > frozen_until
+    }
 
 
 def part_of(
-    model: nn.Module, graph: ModelGraph, operations: Sequence[Operation], frozen_until: int, *,
-    start: Operation | None = None, end: Operation | None = None,
+    model: nn.Module,
+    graph: ModelGraph,
+    operations: Sequence[Operation],
+    frozen_until: int,
+    *,
+    start: Operation | None = None,
+    end: Operation | None = None,
 ) -> nn.Module:
     """Return operations as a module, from the result of `start` (the model's input) to that of `end` (its output).
 
     Operations up to position `frozen_until` (none: -1) run in evaluation mode.
     """
     starts, output = () if start is None else (start,), None if end is None else end.position
-    return _part(model, graph, operations, frozen_until, starts, None if output is None else lambda made: made[output])
+    return _part(
+        model,
+        graph,
+        operations,
+        frozen_until,
+        starts,
+        None if output is None else lambda made: made[output],
+    )
 
 
 def piece_of(
-    model: nn.Module, graph: ModelGraph, operations: Sequence[Operation], *, starts: Sequence[Operation],
+    model: nn.Module,
+    graph: ModelGraph,
+    operations: Sequence[Operation],
+    *,
+    starts: Sequence[Operation],
     ends: Sequence[Operation],
 ) -> fx.GraphModule:
     """Return operations as a module that several tensors enter and leave.
@@ -43,21 +62,40 @@ def piece_of(
     It takes the results of `starts` one by one (without any: the model's input) and returns a tuple of those of `ends`
     (without any: the model's output).
     """
-    return _part(model, graph, operations, -1, starts,
-                 (lambda made: tuple(made[end.position] for end in ends)) if ends else None)
+    return _part(
+        model,
+        graph,
+        operations,
+        -1,
+        starts,
+        (lambda made: tuple(made[end.position] for end in ends)) if ends else None,
+    )
 
 
 def _part(
-    model: nn.Module, graph: ModelGraph, operations: Sequence[Operation], frozen_until: int,
-    starts: Sequence[Operation], output: Callable[[Mapping[int, fx.Node]], fx.node.Argument] | None,
+    model: nn.Module,
+    graph: ModelGraph,
+    operations: Sequence[Operation],
+    frozen_until: int,
+    starts: Sequence[Operation],
+    output: Callable[[Mapping[int, fx.Node]], fx.node.Argument] | None,
 ) -> fx.GraphModule:
     streams = random_layers(graph, frozen_until)
     # Frozen operations are copied from the evaluation-mode graph, whose nodes are in the same order.
-    places = {node: place for nodes in (graph.evaluation, (one.node for one in graph.operations))
-              for place, node in enumerate(nodes)}
+    places = {
+        node: place
+        for nodes in (graph.evaluation, (one.node for one in graph.operations))
+        for place, node in enumerate(nodes)
+    }
     part = fx.Graph()
-    names = ["features"] if len(starts) == 1 else [f"features_{number}" for number in range(len(starts))]
-    made = {start.position: part.placeholder(name) for name, start in zip(names, starts, strict=True)}
+    names = (
+        ["features"]
+        if len(starts) == 1
+        else [f"features_{number}" for number in range(len(starts))]
+    )
+    made = {
+        start.position: part.placeholder(name) for name, start in zip(names, starts, strict=True)
+    }
     for operation in operations:
         place = operation.position
         if place in streams:

@@ -14,7 +14,14 @@ from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from socflower.capture.batch_form import Batch, form_of, mapped, num_samples, output_of, tensors_in
-from socflower.capture.graph import CAPTURE_LOCK, Example, ModelGraph, Operation, first_samples, module_of
+from socflower.capture.graph import (
+    CAPTURE_LOCK,
+    Example,
+    ModelGraph,
+    Operation,
+    first_samples,
+    module_of,
+)
 from socflower.capture.model_copy import copied, kept_results, reason
 from socflower.capture.operation_costs import AttentionAsFused, products_of
 from socflower.capture.random_state import forked_generators
@@ -77,7 +84,11 @@ class _Recorder(TorchDispatchMode):
             self._last_leaf = name
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None,
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if not self._open:  # inputs are being prepared
@@ -92,8 +103,14 @@ class _Recorder(TorchDispatchMode):
         if not self._is_fused:
             # Neither views nor results in place are new tensors.
             storages = [tensor.untyped_storage() for tensor in given]
-            self._make(_num_bytes(tensor for tensor in _tensors_in(result) if tensor.is_floating_point()
-                                  and not any(tensor.untyped_storage() is storage for storage in storages)))
+            self._make(
+                _num_bytes(
+                    tensor
+                    for tensor in _tensors_in(result)
+                    if tensor.is_floating_point()
+                    and not any(tensor.untyped_storage() is storage for storage in storages)
+                )
+            )
         return result
 
     def _make(self, num_bytes: int) -> None:
@@ -135,7 +152,9 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from value.values()
     elif isinstance(value, (Sequence, AbstractSet)) and not isinstance(value, (str, bytes)):
         yield from value
-    elif not isinstance(value, (type, nn.Module)) and (is_dataclass(value) or hasattr(value, "__dict__")):
+    elif not isinstance(value, (type, nn.Module)) and (
+        is_dataclass(value) or hasattr(value, "__dict__")
+    ):
         names = [*getattr(value, "__dict__", ()), *getattr(value, "__dataclass_fields__", ())]
         yield from (getattr(value, name, None) for name in dict.fromkeys(names))
 
@@ -170,21 +189,35 @@ def profile_module(module: nn.Module, example_input: ExampleBatch, name: str) ->
     batch = _example_batch(example_input, name)
     ran_on, size = "meta", num_samples(batch)
     try:
-        skeleton, recorder = _recorded(_without_values(module, name), mapped(batch, _empty), ran_on, name)
+        skeleton, recorder = _recorded(
+            _without_values(module, name), mapped(batch, _empty), ran_on, name
+        )
     except _ForwardFailed as without_values:
         ran_on = "cpu"
         try:
-            if any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers(), *tensors_in(batch)]):
+            if any(
+                tensor.is_meta
+                for tensor in [*module.parameters(), *module.buffers(), *tensors_in(batch)]
+            ):
                 raise without_values
-            skeleton, recorder = _recorded(_with_values(module, name), mapped(batch, _on_cpu), ran_on, name)
+            skeleton, recorder = _recorded(
+                _with_values(module, name), mapped(batch, _on_cpu), ran_on, name
+            )
         except _ForwardFailed as failure:
             what = tuple(batch.shape) if isinstance(batch, torch.Tensor) else f"({form_of(batch)})"
             error = failure.error
-            raise ConfigError(f"model {name}: forward pass for inputs {what} failed: {reason(error)}") from error
+            raise ConfigError(
+                f"model {name}: forward pass for inputs {what} failed: {reason(error)}"
+            ) from error
     input_bytes = _num_bytes(tensors_in(batch)) / size
     layers = _layers(skeleton, recorder.tallies, size)
-    return ModelProfile(name=name, layers=layers, input_bytes=input_bytes, ran_on=ran_on,
-                        gradients=_gradients(skeleton, layers, recorder.tallies))
+    return ModelProfile(
+        name=name,
+        layers=layers,
+        input_bytes=input_bytes,
+        ran_on=ran_on,
+        gradients=_gradients(skeleton, layers, recorder.tallies),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,22 +230,37 @@ class OperationCost:
     in_backward: bool  # whether gradients pass through it, so that its output is kept
 
 
-def profile_operations(model: nn.Module, graph: ModelGraph, example: Example) -> dict[Operation, OperationCost]:
+def profile_operations(
+    model: nn.Module, graph: ModelGraph, example: Example
+) -> dict[Operation, OperationCost]:
     """Return the cost of each operation of a model's graph, by the rules of `profile_module`.
 
     Sums over all operations are those of its layers. No values are computed.
     """
     samples = first_samples(model, example, graph.name)
-    constants = {key: _empty(value) if isinstance(value, torch.Tensor) else value
-                 for key, value in graph.constants.items()}
-    skeleton = module_of(_without_values(model, graph.name), copy.deepcopy(graph.operations[0].node.graph), constants)
+    constants = {
+        key: _empty(value) if isinstance(value, torch.Tensor) else value
+        for key, value in graph.constants.items()
+    }
+    skeleton = module_of(
+        _without_values(model, graph.name), copy.deepcopy(graph.operations[0].node.graph), constants
+    )
     runner = _OperationRunner(skeleton)
     try:
-        with (CAPTURE_LOCK.shared(), forked_generators(), torch.inference_mode(False), torch.enable_grad(),
-              torch.device("meta"), runner.recorder.attention_as_fused(), runner.recorder):
+        with (
+            CAPTURE_LOCK.shared(),
+            forked_generators(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.device("meta"),
+            runner.recorder.attention_as_fused(),
+            runner.recorder,
+        ):
             runner.run(_empty(samples))
     except Exception as error:
-        raise ConfigError(f"model {graph.name}: cannot be profiled without values: {reason(error)}") from error
+        raise ConfigError(
+            f"model {graph.name}: cannot be profiled without values: {reason(error)}"
+        ) from error
     runner.recorder.finish()
     costs = {}
     for operation in graph.operations:
@@ -220,8 +268,11 @@ def profile_operations(model: nn.Module, graph: ModelGraph, example: Example) ->
         returns = operation.module is not None and _is_leaf(model.get_submodule(operation.module))
         num_bytes = tally.output_bytes if returns else tally.made_bytes.total()
         costs[operation] = OperationCost(
-            forward_flops=tally.flops / len(samples), backward_flops=tally.backward_flops / len(samples),
-            output_bytes=num_bytes / len(samples), in_backward=tally.in_backward)
+            forward_flops=tally.flops / len(samples),
+            backward_flops=tally.backward_flops / len(samples),
+            output_bytes=num_bytes / len(samples),
+            in_backward=tally.in_backward,
+        )
     return costs
 
 
@@ -247,17 +298,27 @@ class _ForwardFailed(Exception):
         self.error = error
 
 
-def _recorded(skeleton: nn.Module, batch: Batch, device: str, name: str) -> tuple[nn.Module, _Recorder]:
+def _recorded(
+    skeleton: nn.Module, batch: Batch, device: str, name: str
+) -> tuple[nn.Module, _Recorder]:
     """Return the module and what its forward pass did, with a graph, since that decides what is differentiated."""
     try:
         recorder = _Recorder(skeleton)
     except Exception as error:  # a ScriptModule takes no hooks
-        raise ConfigError(f"model {name}: cannot be profiled: {reason(error)}; give the module that it was made of") \
-            from error
+        raise ConfigError(
+            f"model {name}: cannot be profiled: {reason(error)}; give the module that it was made of"
+        ) from error
     try:
         # Tensors made inside a forward function are on the device too; on the meta device they draw no numbers.
-        with (CAPTURE_LOCK.shared(), forked_generators(), torch.inference_mode(False), torch.enable_grad(),
-              torch.device(device), recorder.attention_as_fused(), recorder):
+        with (
+            CAPTURE_LOCK.shared(),
+            forked_generators(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.device(device),
+            recorder.attention_as_fused(),
+            recorder,
+        ):
             output_of(skeleton, batch)
     except Exception as error:  # a user's forward function may raise anything
         raise _ForwardFailed(error) from error
@@ -270,7 +331,9 @@ def _example_batch(example: ExampleBatch, name: str) -> Batch:
     if isinstance(example, tuple | list) and all(isinstance(size, int) for size in example):
         return torch.zeros(1).expand(1, *example)
     if not num_samples(example):
-        raise ConfigError(f"model {name}: example input needs a batch dimension of 1 or more, got {form_of(example)}")
+        raise ConfigError(
+            f"model {name}: example input needs a batch dimension of 1 or more, got {form_of(example)}"
+        )
     return example
 
 
@@ -287,7 +350,9 @@ def _without_values(module: nn.Module, name: str) -> nn.Module:
     # Tensors entered in the memo are not copied: a model may fill half the memory.
     memo: dict[int, Any] = {}
     for weight in module.parameters():
-        memo[id(weight)] = nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
+        memo[id(weight)] = nn.Parameter(
+            torch.empty_like(weight, device="meta"), weight.requires_grad
+        )
     for tensor in [*module.buffers(), *kept_results(module)]:
         memo[id(tensor)] = torch.empty_like(tensor, device="meta")
     return copied(module, name, memo).eval()
@@ -308,7 +373,9 @@ def _layers(skeleton: nn.Module, tallies: dict[str, _Tally], size: int) -> tuple
     for name in [*tallies, *never_run]:
         module = modules[name]
         tally = tallies.get(name, _Tally())
-        weights = [weight for weight in module.parameters(recurse=False) if id(weight) not in counted]
+        weights = [
+            weight for weight in module.parameters(recurse=False) if id(weight) not in counted
+        ]
         trained = [weight for weight in weights if weight.requires_grad]
         counted.update(id(weight) for weight in weights)
         is_leaf = _is_leaf(module)
@@ -320,20 +387,34 @@ def _layers(skeleton: nn.Module, tallies: dict[str, _Tally], size: int) -> tuple
         output_bytes[name] = made if not is_leaf else tally.output_bytes
         if is_leaf and not type(module).__module__.startswith("torch."):
             output_bytes[name] = max(made, tally.output_bytes)
-        layers.append(LayerProfile(
-            name=name or type(module).__name__, kind=type(module).__name__, num_tensors=len(trained),
-            forward_flops=tally.flops / size, output_bytes=0.0, weight_bytes=float(_num_bytes(trained)),
-            frozen_bytes=float(_num_bytes(weights) - _num_bytes(trained)), in_backward=tally.in_backward,
-            backward_to_forward=tally.backward_flops / tally.flops if tally.flops else BACKWARD_TO_FORWARD))
+        layers.append(
+            LayerProfile(
+                name=name or type(module).__name__,
+                kind=type(module).__name__,
+                num_tensors=len(trained),
+                forward_flops=tally.flops / size,
+                output_bytes=0.0,
+                weight_bytes=float(_num_bytes(trained)),
+                frozen_bytes=float(_num_bytes(weights) - _num_bytes(trained)),
+                in_backward=tally.in_backward,
+                backward_to_forward=tally.backward_flops / tally.flops
+                if tally.flops
+                else BACKWARD_TO_FORWARD,
+            )
+        )
         names.append(name)
     for leaf, num_bytes in unclaimed.items():
         # Neither identities nor operations before the first layer have a layer to be counted with.
         output_bytes[leaf if leaf in output_bytes else names[0]] += num_bytes
-    return tuple(replace(layer, output_bytes=output_bytes[name] / size)
-                 for name, layer in zip(names, layers, strict=True))
+    return tuple(
+        replace(layer, output_bytes=output_bytes[name] / size)
+        for name, layer in zip(names, layers, strict=True)
+    )
 
 
-def _gradients(skeleton: nn.Module, layers: Sequence[LayerProfile], ran: Collection[str]) -> tuple[Gradient, ...]:
+def _gradients(
+    skeleton: nn.Module, layers: Sequence[LayerProfile], ran: Collection[str]
+) -> tuple[Gradient, ...]:
     """Return the trained tensors' gradients in the order of buckets, which is the reverse of the module's own.
 
     A gradient is complete when the backward pass has done all layers that use the tensor. Where a module with weights
@@ -353,8 +434,10 @@ def _gradients(skeleton: nn.Module, layers: Sequence[LayerProfile], ran: Collect
                 owner = owner.rpartition(".")[0]
             key = owner or type(skeleton).__name__
             completed[weight] = max(completed.get(weight, 0.0), done.get(key, 1.0))
-    return tuple(Gradient(num_bytes=float(_num_bytes([weight])), done=share)
-                 for weight, share in reversed(completed.items()))
+    return tuple(
+        Gradient(num_bytes=float(_num_bytes([weight])), done=share)
+        for weight, share in reversed(completed.items())
+    )
 
 
 def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -25,13 +25,19 @@ def copied(model: nn.Module, name: str = "", memo: dict[int, Any] | None = None)
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:  # locks, files, process groups and others raise various types
-        raise ConfigError(f"model {name or type(model).__name__}: cannot be copied: {reason(error)}") from error
+        raise ConfigError(
+            f"model {name or type(model).__name__}: cannot be copied: {reason(error)}"
+        ) from error
 
 
 def kept_results(model: nn.Module) -> list[torch.Tensor]:
     """Return the tensors with a graph that are attributes of a model's modules."""
-    return [tensor for module in model.modules() for tensor in tensors_in(list(vars(module).values()))
-            if not tensor.is_leaf]
+    return [
+        tensor
+        for module in model.modules()
+        for tensor in tensors_in(list(vars(module).values()))
+        if not tensor.is_leaf
+    ]
 
 
 def reason(error: BaseException) -> str:

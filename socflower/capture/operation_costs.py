@@ -33,7 +33,9 @@ class Product:
         return self.flops * (self.left + self.right)
 
 
-def products_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> tuple[Product, ...]:
+def products_of(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+) -> tuple[Product, ...]:
     """Return the products of a call of an operation below autograd; none for operations that do not multiply.
 
     What fused kernels compute a second time in the backward pass does not count.
@@ -48,20 +50,28 @@ def products_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], res
     return (Product(flops, left.requires_grad, right.requires_grad),)
 
 
-def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> tuple[Product, ...]:
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
+) -> tuple[Product, ...]:
     """Scores of every query and key, and the sums of values weighted by them; all (batch, heads, length, width)."""
     num_scores = math.prod(query.shape[:-1]) * key.shape[-2]
     scores_need = query.requires_grad or key.requires_grad
-    return (Product(2.0 * num_scores * query.shape[-1], query.requires_grad, key.requires_grad),
-            Product(2.0 * num_scores * value.shape[-1], scores_need, value.requires_grad))
+    return (
+        Product(2.0 * num_scores * query.shape[-1], query.requires_grad, key.requires_grad),
+        Product(2.0 * num_scores * value.shape[-1], scores_need, value.requires_grad),
+    )
 
 
-def _recurrent(steps: torch.Tensor, of_input: torch.Tensor, of_hidden: torch.Tensor, *_: Any) -> tuple[Product, ...]:
+def _recurrent(
+    steps: torch.Tensor, of_input: torch.Tensor, of_hidden: torch.Tensor, *_: Any
+) -> tuple[Product, ...]:
     """One layer in one direction: `steps` (length, batch, inputs), weights (gates x hidden, inputs or hidden)."""
     num_rows = math.prod(steps.shape[:-1])
     hidden_needs = any(tensor.requires_grad for tensor in (steps, of_input, of_hidden))
-    return (Product(2.0 * num_rows * of_input.numel(), steps.requires_grad, of_input.requires_grad),
-            Product(2.0 * num_rows * of_hidden.numel(), hidden_needs, of_hidden.requires_grad))
+    return (
+        Product(2.0 * num_rows * of_input.numel(), steps.requires_grad, of_input.requires_grad),
+        Product(2.0 * num_rows * of_hidden.numel(), hidden_needs, of_hidden.requires_grad),
+    )
 
 
 _LOG_SUM_BYTES = 4
@@ -82,17 +92,30 @@ class AttentionAsFused(TorchFunctionMode):
     log-sum for each query and head. `within` is a context around the call, and `report` gets the number of bytes.
     """
 
-    def __init__(self, within: Callable[[], AbstractContextManager[None]], report: Callable[[int], None]) -> None:
+    def __init__(
+        self, within: Callable[[], AbstractContextManager[None]], report: Callable[[int], None]
+    ) -> None:
         super().__init__()
         self._within, self._report = within, report
         # It calls attention by a global name, where no mode sees it.
         original = functional.multi_head_attention_forward
         self._multi_head = FunctionType(
-            original.__code__, {**original.__globals__, "scaled_dot_product_attention": self._attend,
-                                "has_torch_function": lambda _: False}, original.__name__, original.__defaults__)
+            original.__code__,
+            {
+                **original.__globals__,
+                "scaled_dot_product_attention": self._attend,
+                "has_torch_function": lambda _: False,
+            },
+            original.__name__,
+            original.__defaults__,
+        )
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None,
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is functional.scaled_dot_product_attention:
             func = self._attend
@@ -103,8 +126,11 @@ class AttentionAsFused(TorchFunctionMode):
     def _attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self._within():
             output: torch.Tensor = functional.scaled_dot_product_attention(*args, **kwargs)
-            if output.is_meta and output.ndim == 4:  # the kernels store heads beside each other, for the projection
+            if (
+                output.is_meta and output.ndim == 4
+            ):  # the kernels store heads beside each other, for the projection
                 output = output.transpose(1, 2).contiguous().transpose(1, 2)
-        self._report(output.numel() * output.element_size() + math.prod(output.shape[:-1]) * _LOG_SUM_BYTES)
+        self._report(
+            output.numel() * output.element_size() + math.prod(output.shape[:-1]) * _LOG_SUM_BYTES
+        )
         return output
-

@@ -30,7 +30,9 @@ def seed_generators(seed: int) -> None:
     """
     torch.default_generator.manual_seed(seed)
     for module in _in_use():
-        module.manual_seed_all(seed) if hasattr(module, "manual_seed_all") else module.manual_seed(seed)
+        module.manual_seed_all(seed) if hasattr(module, "manual_seed_all") else module.manual_seed(
+            seed
+        )
 
 
 def _in_use() -> Iterator[Any]:
@@ -71,9 +73,14 @@ def generator_states() -> dict[str, NDArray[Any]]:
     version, words, next_gauss = random.getstate()
     assert (kind, version) == ("MT19937", 3)
     return {
-        "torch": state.cpu.numpy(), **{f"torch-{index}": each.numpy() for index, each in enumerate(state.accelerators)},
-        "numpy": np.asarray(key), "numpy-position": np.array([position, has_gauss]), "numpy-gauss": np.array([gauss]),
-        "python": np.array(words), "python-gauss": np.array([] if next_gauss is None else [next_gauss])}
+        "torch": state.cpu.numpy(),
+        **{f"torch-{index}": each.numpy() for index, each in enumerate(state.accelerators)},
+        "numpy": np.asarray(key),
+        "numpy-position": np.array([position, has_gauss]),
+        "numpy-gauss": np.array([gauss]),
+        "python": np.array(words),
+        "python-gauss": np.array([] if next_gauss is None else [next_gauss]),
+    }
 
 
 def same_states(one: Mapping[str, NDArray[Any]], other: Mapping[str, NDArray[Any]]) -> bool:
@@ -93,7 +100,9 @@ def restore_generators(states: Mapping[str, NDArray[Any]]) -> None:
             for index in range(module.device_count()):
                 if (saved := states.get(f"torch-{index}")) is not None:
                     module.set_rng_state(torch.from_numpy(saved), *_index_of(module, index))
-        np.random.set_state(("MT19937", states["numpy"], position, has_gauss, float(states["numpy-gauss"][0])))
+        np.random.set_state(
+            ("MT19937", states["numpy"], position, has_gauss, float(states["numpy-gauss"][0]))
+        )
         gauss = states["python-gauss"].tolist()
         random.setstate((3, tuple(states["python"].tolist()), gauss[0] if gauss else None))
 

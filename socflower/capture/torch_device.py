@@ -24,16 +24,22 @@ def resolve_device(name: str, where: str) -> torch.device:
     if name == AUTO:
         return present or torch.device("cpu")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ConfigError(f"{where} = {name!r}: no name of a device; use auto, cpu, cuda, cuda:N or mps")
+        raise ConfigError(
+            f"{where} = {name!r}: no name of a device; use auto, cpu, cuda, cuda:N or mps"
+        )
     kind, _, index = name.partition(":")
     if kind == "cpu":
         return torch.device("cpu")
     if present is None or kind != present.type:
-        raise ConfigError(f"{where} = {name!r}: torch {torch.__version__} finds {present or 'no accelerator'} on this "
-                          f"machine; {_NEITHER}")
+        raise ConfigError(
+            f"{where} = {name!r}: torch {torch.__version__} finds {present or 'no accelerator'} on this "
+            f"machine; {_NEITHER}"
+        )
     count = num_devices()
     if index and int(index) >= count:
-        raise ConfigError(f"{where} = {name!r}: devices of this machine are {kind}:0 to {kind}:{count - 1}; {_NEITHER}")
+        raise ConfigError(
+            f"{where} = {name!r}: devices of this machine are {kind}:0 to {kind}:{count - 1}; {_NEITHER}"
+        )
     # Without its number, a device would differ from that of its own tensors.
     return torch.device(kind, int(index)) if index else present
 
@@ -44,7 +50,9 @@ def accelerator() -> torch.device | None:
     `CUDA_VISIBLE_DEVICES` chooses among several of CUDA's.
     """
     if hasattr(torch, "accelerator"):  # since torch 2.6
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        found = (
+            torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        )
         return None if found is None else torch.device(found.type, 0)
     if torch.cuda.is_available():
         return torch.device("cuda", 0)
@@ -53,7 +61,11 @@ def accelerator() -> torch.device | None:
 
 def num_devices() -> int:
     """Return how many accelerators of the kind of `accelerator()` this machine has."""
-    return torch.accelerator.device_count() if hasattr(torch, "accelerator") else torch.cuda.device_count()
+    return (
+        torch.accelerator.device_count()
+        if hasattr(torch, "accelerator")
+        else torch.cuda.device_count()
+    )
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -66,7 +78,9 @@ def device_label(device: torch.device) -> str:
     """Return a device as results name it, such as "cpu" or "cuda:0 (NVIDIA H100 80GB HBM3)"."""
     if device.type == "cpu":
         return "cpu"
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+    return (
+        f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+    )
 
 
 def settle(device: torch.device) -> None:

@@ -10,34 +10,62 @@ from socflower.cli.options import PlainCommand, refuse_unread
 from socflower.cli.process import prints_to_stderr
 from socflower.cli.terminal import OUT, print_json, print_notice
 
-cloud = typer.Typer(no_args_is_help=True, rich_markup_mode=None, suggest_commands=False,
-                    help="The cloud's side of split training.")
+cloud = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    suggest_commands=False,
+    help="The cloud's side of split training.",
+)
 
-Token = Annotated[Path, typer.Option(help="File with the operator's token, which the ServerApp presents too.")]
+Token = Annotated[
+    Path, typer.Option(help="File with the operator's token, which the ServerApp presents too.")
+]
 Tls = Annotated[Path | None, typer.Option(help="PEM file.")]
 
 
 @cloud.command(cls=PlainCommand)
 def serve(
     context: typer.Context,
-    program: Annotated[str, typer.Argument(help="A split scenario (TOML, or JSON as a result has it), or "
-                                                "module:name of a SplitProgram.", show_default=False)],
-    listen: Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0 asks for a free one."
-                                        )] = "127.0.0.1:28400",
+    program: Annotated[
+        str,
+        typer.Argument(
+            help="A split scenario (TOML, or JSON as a result has it), or "
+            "module:name of a SplitProgram.",
+            show_default=False,
+        ),
+    ],
+    listen: Annotated[
+        str, typer.Option(help="HOST:PORT to listen on; port 0 asks for a free one.")
+    ] = "127.0.0.1:28400",
     token_file: Token = Path("cloud-token"),
-    folder: Annotated[Path | None, typer.Option(help="Folder for sessions and their checkpoints, from which a "
-                                                     "restarted cloud resumes.")] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for sessions and their checkpoints, from which a restarted cloud resumes."
+        ),
+    ] = None,
     certificate: Tls = None,
     key: Tls = None,
-    ca: Annotated[Path | None, typer.Option(help="PEM file of the authority whose certificates edges must show; "
-                                                 "default: none need.")] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Plain text beyond private addresses too.")] = False,
+    ca: Annotated[
+        Path | None,
+        typer.Option(
+            help="PEM file of the authority whose certificates edges must show; default: none need."
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Plain text beyond private addresses too.")
+    ] = False,
     threads: Annotated[int, typer.Option(help="Torch threads; 0: one a core.")] = 0,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Override one key of the scenario.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Override one key of the scenario.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the address as JSON.")] = False,
 ) -> None:
     """Host the cloud's halves of a program's runs, until Ctrl-C. A missing token file is created."""
-    refuse_unread(context, {"insecure": "is for plain text, and --certificate was given"} if certificate else {})
+    refuse_unread(
+        context,
+        {"insecure": "is for plain text, and --certificate was given"} if certificate else {},
+    )
     from socflower.scenario.app.split_cloud import read_or_create_token, serve_until_signal
     from socflower.wire.secure_channel import Tls
 
@@ -49,13 +77,26 @@ def serve(
     with prints_to_stderr() as own:
 
         def on_ready(address: str) -> None:
-            text = json.dumps({"address": address}) if as_json else f"listening on {address}; Ctrl-C ends"
+            text = (
+                json.dumps({"address": address})
+                if as_json
+                else f"listening on {address}; Ctrl-C ends"
+            )
             own.write(text + "\n")
             own.flush()
 
-        serve_until_signal(program, set_ or [], listen=listen, token=token, tls=tls, insecure=insecure, folder=folder,
-                           num_threads=threads, on_ready=on_ready,
-                           on_notice=print_notice)
+        serve_until_signal(
+            program,
+            set_ or [],
+            listen=listen,
+            token=token,
+            tls=tls,
+            insecure=insecure,
+            folder=folder,
+            num_threads=threads,
+            on_ready=on_ready,
+            on_notice=print_notice,
+        )
 
 
 @cloud.command(cls=PlainCommand)
@@ -63,26 +104,45 @@ def measure(
     context: typer.Context,
     scenario: Annotated[Path, typer.Argument(help="A split scenario (TOML).", show_default=False)],
     side: Annotated[str, typer.Option(help="What this device is: edge or cloud.")] = "edge",
-    cloud_seconds: Annotated[Path | None, typer.Option("--cloud", help="What --side cloud wrote on the cloud's "
-                                                                       "machine.")] = None,
-    out: Annotated[Path | None, typer.Option(help="File for the result, FILE.json; [edgecloud] costs names the "
-                                                  "edge's.")] = None,
-    repeats: Annotated[int, typer.Option(help="Runs of each half, of which the median counts.")] = 5,
+    cloud_seconds: Annotated[
+        Path | None, typer.Option("--cloud", help="What --side cloud wrote on the cloud's machine.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="File for the result, FILE.json; [edgecloud] costs names the edge's."),
+    ] = None,
+    repeats: Annotated[
+        int, typer.Option(help="Runs of each half, of which the median counts.")
+    ] = 5,
     threads: Annotated[int, typer.Option(help="Torch threads.")] = 1,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="Override one key of the scenario.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Override one key of the scenario.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document instead of text.")
+    ] = False,
 ) -> None:
     """Measure what the scenario's model costs this device at every cut."""
-    refuse_unread(context, {"cloud_seconds": "is for --side edge, which reads what the cloud took"}
-                  if side == "cloud" else {})
+    refuse_unread(
+        context,
+        {"cloud_seconds": "is for --side edge, which reads what the cloud took"}
+        if side == "cloud"
+        else {},
+    )
     from socflower.scenario.schema.file import load_scenario
     from socflower.scenario.split_measuring import measure_split, print_measured, write_measured
     from socflower.scenario.split_setting import SplitSetting
 
     loaded = load_scenario(scenario, set_ or ())
     with prints_to_stderr():
-        document = measure_split(loaded, SplitSetting(loaded).workload.program, side=side, cloud=cloud_seconds,
-                                 repeats=repeats, threads=threads)
+        document = measure_split(
+            loaded,
+            SplitSetting(loaded).workload.program,
+            side=side,
+            cloud=cloud_seconds,
+            repeats=repeats,
+            threads=threads,
+        )
     if out is not None:
         write_measured(out, document)
     if as_json:
@@ -96,15 +156,25 @@ def status(
     context: typer.Context,
     address: Annotated[str, typer.Argument(help="HOST:PORT of the cloud.", show_default=False)],
     token_file: Token = Path("cloud-token"),
-    ca: Annotated[Path | None, typer.Option(help="PEM file of the authority that signed its certificate.")] = None,
-    certificate: Annotated[Path | None, typer.Option(help="PEM file to show to a cloud that was started with "
-                                                          "--ca.")] = None,
+    ca: Annotated[
+        Path | None, typer.Option(help="PEM file of the authority that signed its certificate.")
+    ] = None,
+    certificate: Annotated[
+        Path | None, typer.Option(help="PEM file to show to a cloud that was started with --ca.")
+    ] = None,
     key: Annotated[Path | None, typer.Option(help="PEM file of the key of --certificate.")] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Plain text beyond private addresses too.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Plain text beyond private addresses too.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document instead of text.")
+    ] = False,
 ) -> None:
     """Show the sessions of a cloud: their progress, connected edges and last error."""
-    refuse_unread(context, {"insecure": "is for plain text, and PEM files were given"} if ca or certificate else {})
+    refuse_unread(
+        context,
+        {"insecure": "is for plain text, and PEM files were given"} if ca or certificate else {},
+    )
     from socflower.scenario.app.split_cloud import cloud_status, status_table
     from socflower.wire.secure_channel import Tls
 

@@ -28,7 +28,11 @@ def print_findings(console: Console, findings: Sequence[Mapping[str, Any]]) -> N
     """Print the findings of `doctor`."""
     colours = {"ok": "green", "missing": "yellow", "broken": "red"}
     for finding in findings:
-        console.print(f"[{colours[finding['status']]}]{finding['status']:8}[/]{finding['name']:24}"
-                      f"{escape(finding['detail'])}", soft_wrap=True, highlight=False)
+        console.print(
+            f"[{colours[finding['status']]}]{finding['status']:8}[/]{finding['name']:24}"
+            f"{escape(finding['detail'])}",
+            soft_wrap=True,
+            highlight=False,
+        )
         if finding["remedy"]:
             print_line(f"{'':32}-> {finding['remedy']}", console)

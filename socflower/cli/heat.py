@@ -22,8 +22,13 @@ _SAMPLE_INTERVAL_S = 0.6
 
 
 def show_heat(
-    console: Console, *, watch_s: float | None = None, record_to: Path | None = None, as_json: bool = False,
-    source: LinuxSensors | None = None, sleep: Callable[[float], None] = time.sleep,
+    console: Console,
+    *,
+    watch_s: float | None = None,
+    record_to: Path | None = None,
+    as_json: bool = False,
+    source: LinuxSensors | None = None,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Print the sensors of this machine and their readings; a machine without sensors is no error.
 
@@ -41,8 +46,12 @@ def show_heat(
     sensors = source or LinuxSensors()
     num_readings = 1 if watch_s is None else None
     # Created before the recording, so that an invalid interval leaves no empty file.
-    readings = readings_of(sensors, interval_s=1.0 if watch_s is None else watch_s, num_readings=num_readings,
-                           sleep=sleep)
+    readings = readings_of(
+        sensors,
+        interval_s=1.0 if watch_s is None else watch_s,
+        num_readings=num_readings,
+        sleep=sleep,
+    )
     with nullcontext() if record_to is None else Recorder(record_to) as recorder:
         try:
             found = sensors.found
@@ -68,10 +77,19 @@ def heat_document(found: SensorsFound, reading: Reading) -> dict[str, Any]:
     return {
         "schema": 1,
         "sensors": {
-            "temperatures": [{"name": sensor.name, "kind": _KINDS[sensor.kind], "temperature_c": sensor.temperature_c,
-                              "trouble": sensor.rejection} for sensor in found.temperatures],
-            "num_clock_policies": found.num_clock_policies, "throttle_sources": list(found.throttle_sources),
-            "batteries": list(found.batteries), "load_known": found.load_known,
+            "temperatures": [
+                {
+                    "name": sensor.name,
+                    "kind": _KINDS[sensor.kind],
+                    "temperature_c": sensor.temperature_c,
+                    "trouble": sensor.rejection,
+                }
+                for sensor in found.temperatures
+            ],
+            "num_clock_policies": found.num_clock_policies,
+            "throttle_sources": list(found.throttle_sources),
+            "batteries": list(found.batteries),
+            "load_known": found.load_known,
         },
         "reading": as_object(reading),
     }
@@ -80,13 +98,19 @@ def heat_document(found: SensorsFound, reading: Reading) -> dict[str, Any]:
 def sensors_line(found: SensorsFound) -> str:
     """Return the available sensors as one line."""
     plausible = sum(sensor.temperature_c is not None for sensor in found.temperatures)
-    temperatures = counted(len(found.temperatures), "temperature") if plausible == len(found.temperatures) else \
-        f"{plausible} of {len(found.temperatures)} temperatures make sense"
-    parts = [temperatures if found.temperatures else "no temperatures",
-             counted(found.num_clock_policies, "clock") if found.num_clock_policies else "no clocks",
-             f"throttling by {' and '.join(found.throttle_sources)}" if found.throttle_sources else
-             "no throttle states",
-             f"battery {', '.join(found.batteries)}" if found.batteries else "no battery"]
+    temperatures = (
+        counted(len(found.temperatures), "temperature")
+        if plausible == len(found.temperatures)
+        else f"{plausible} of {len(found.temperatures)} temperatures make sense"
+    )
+    parts = [
+        temperatures if found.temperatures else "no temperatures",
+        counted(found.num_clock_policies, "clock") if found.num_clock_policies else "no clocks",
+        f"throttling by {' and '.join(found.throttle_sources)}"
+        if found.throttle_sources
+        else "no throttle states",
+        f"battery {', '.join(found.batteries)}" if found.batteries else "no battery",
+    ]
     return "; ".join(parts)
 
 
@@ -111,22 +135,35 @@ def reading_line(reading: Reading) -> str:
 def _print_found(console: Console, found: SensorsFound) -> None:
     print_line(sensors_line(found), console)
     for sensor in found.temperatures:
-        shown = f"{sensor.temperature_c:6.1f} °C" if sensor.temperature_c is not None else f"{'–':>6}   "
-        print_line(f"  {shown}  {_KINDS[sensor.kind]:8}{sensor.name}"
-                   f"{f': {sensor.rejection}' if sensor.rejection else ''}", console)
+        shown = (
+            f"{sensor.temperature_c:6.1f} °C"
+            if sensor.temperature_c is not None
+            else f"{'–':>6}   "
+        )
+        print_line(
+            f"  {shown}  {_KINDS[sensor.kind]:8}{sensor.name}"
+            f"{f': {sensor.rejection}' if sensor.rejection else ''}",
+            console,
+        )
 
 
 def _print_reading(console: Console, reading: Reading, *, timed: bool) -> None:
     for note in reading.notes:
         print_line(f"note: {note}", console)
-    print_line(f"{time.strftime('%H:%M:%S')}  {reading_line(reading)}" if timed else reading_line(reading), console)
+    print_line(
+        f"{time.strftime('%H:%M:%S')}  {reading_line(reading)}" if timed else reading_line(reading),
+        console,
+    )
 
 
 def heat(
-    watch: Annotated[float | None, typer.Option(help="Print a line every so many seconds, until Ctrl-C.")] = None,
-    record: Annotated[Path | None, typer.Option(help="Write the readings to this new file, .csv or .jsonl.")] = None,
+    watch: Annotated[
+        float | None, typer.Option(help="Print a line every so many seconds, until Ctrl-C.")
+    ] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Write the readings to this new file, .csv or .jsonl.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show this machine's heat sensors and their readings."""
     show_heat(OUT, watch_s=watch, record_to=record, as_json=as_json)
-

@@ -26,11 +26,29 @@ from socflower.cli.terminal import ERR, OUT
 from socflower.errors import SocflowerError, TrainingFailed
 
 app = typer.Typer(
-    name="socflower", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    name="socflower",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     suggest_commands=False,  # click does it already
     help="Train neural networks with Flower on virtual clusters of small machines.",
 )
-for _command in (new, run, compare, plan, scenarios, demo, paper, bench, profile, doctor, heat, fan, certificates):
+for _command in (
+    new,
+    run,
+    compare,
+    plan,
+    scenarios,
+    demo,
+    paper,
+    bench,
+    profile,
+    doctor,
+    heat,
+    fan,
+    certificates,
+):
     app.command(cls=PlainCommand)(_command)
 app.add_typer(cloud, name="cloud")
 
@@ -63,7 +81,9 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True,
-                                          help="Print the version.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
+    ] = False,
 ) -> None:
     """Options of all commands."""

@@ -19,7 +19,9 @@ if TYPE_CHECKING:  # flwr is loaded by the command that runs something
 def _shipped_or_file(given: Path | Sequence[Path]) -> Path | list[Path]:
     from socflower.scenario.shipped import find_scenario
 
-    return find_scenario(given) if isinstance(given, Path) else [find_scenario(path) for path in given]
+    return (
+        find_scenario(given) if isinstance(given, Path) else [find_scenario(path) for path in given]
+    )
 
 
 def scenario_argument(help: str) -> Any:
@@ -27,16 +29,34 @@ def scenario_argument(help: str) -> Any:
     return typer.Argument(help=help, show_default=False, callback=_shipped_or_file)
 
 
-Set = Annotated[list[str] | None, typer.Option("--set", help="Override one key: table.key=value. Repeatable.")]
-Fusion = Annotated[str | None, typer.Option(help="What costs a message: per-tensor or buckets; as strategy.fusion.")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", help="Override one key: table.key=value. Repeatable.")
+]
+Fusion = Annotated[
+    str | None,
+    typer.Option(help="What costs a message: per-tensor or buckets; as strategy.fusion."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-Engine = Annotated[str, typer.Option(help="local (no Ray, virtual time), simulation (Flower's own, Ray) or deployment "
-                                          "(SuperLink and SuperNodes, real time).")]
-Workers = Annotated[int | None, typer.Option(help="Worker processes of the local engine; 0 runs all in this one. "
-                                                  "Default: one per core.")]
+Engine = Annotated[
+    str,
+    typer.Option(
+        help="local (no Ray, virtual time), simulation (Flower's own, Ray) or deployment "
+        "(SuperLink and SuperNodes, real time)."
+    ),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        help="Worker processes of the local engine; 0 runs all in this one. Default: one per core."
+    ),
+]
 
-Log = Annotated[str, typer.Option(help="Follow the rounds in --out: some of tensorboard, csv, jsonl, "
-                                       "comma-separated.")]
+Log = Annotated[
+    str,
+    typer.Option(
+        help="Follow the rounds in --out: some of tensorboard, csv, jsonl, comma-separated."
+    ),
+]
 
 _DEPLOYMENT_OPTIONS = ("superlink", "superlink_ca", "restarts", "checkpoint_folder", "warm")
 _APP_FOLDER_OPTIONS = ("cluster", "nodes", "training_flops", "expect")
@@ -51,7 +71,11 @@ class PlainCommand(TyperCommand):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Make the command, and give its arguments the texts of their annotations."""
         super().__init__(*args, **kwargs)
-        hints = get_type_hints(inspect.unwrap(self.callback), include_extras=True) if self.callback else {}
+        hints = (
+            get_type_hints(inspect.unwrap(self.callback), include_extras=True)
+            if self.callback
+            else {}
+        )
         for parameter in self.params:
             if isinstance(parameter, TyperArgument) and parameter.help is None:
                 parameter.help = hints[parameter.name].__metadata__[0].help
@@ -82,60 +106,91 @@ def mistakes_name_file(name: str, path: Path) -> Iterator[None]:
         if not text.startswith((f"{name} [", f"{name}: ")):
             raise
         kind = InfeasiblePlan if isinstance(error, InfeasiblePlan) else ConfigError
-        raise kind(f"{path}{text[len(name):]}") from error
+        raise kind(f"{path}{text[len(name) :]}") from error
 
 
-def unread_by_run(*, of_app_folder: bool, engine: str, is_remote: bool, keeps_checkpoints: bool) -> dict[str, str]:
+def unread_by_run(
+    *, of_app_folder: bool, engine: str, is_remote: bool, keeps_checkpoints: bool
+) -> dict[str, str]:
     """Return the options that a run of this kind does not read, as a map from parameter to reason.
 
     `is_remote`: on a SuperLink that is not started here. `keeps_checkpoints`: in a named folder on its machine.
     """
     if of_app_folder:
-        unread = {"save_model": "is for scenarios: an app of your own keeps its model itself",
-                  **dict.fromkeys(("superlink", "superlink_ca", "checkpoint_folder"),
-                                  "is for scenarios, and this is the folder of a Flower app")}
+        unread = {
+            "save_model": "is for scenarios: an app of your own keeps its model itself",
+            **dict.fromkeys(
+                ("superlink", "superlink_ca", "checkpoint_folder"),
+                "is for scenarios, and this is the folder of a Flower app",
+            ),
+        }
         if engine != "local":
             unread["workers"] = f"is for --engine local only, and this is --engine {engine}"
-            unread["fresh"] = ("is for --engine local only: elsewhere Flower keeps the clients' states, so runs of app "
-                               "folders always start anew")
+            unread["fresh"] = (
+                "is for --engine local only: elsewhere Flower keeps the clients' states, so runs of app "
+                "folders always start anew"
+            )
         if engine != "deployment":
-            unread |= dict.fromkeys(("restarts", "warm"), f"is for --engine deployment only, and this is --engine "
-                                                          f"{engine}")
+            unread |= dict.fromkeys(
+                ("restarts", "warm"),
+                f"is for --engine deployment only, and this is --engine {engine}",
+            )
         return unread
-    unread = dict.fromkeys(_APP_FOLDER_OPTIONS, "is for the folder of a Flower app; a scenario has its own [cluster] "
-                                                "and [strategy] socs")
+    unread = dict.fromkeys(
+        _APP_FOLDER_OPTIONS,
+        "is for the folder of a Flower app; a scenario has its own [cluster] and [strategy] socs",
+    )
     if engine != "local":
         unread["workers"] = f"is for --engine local only, and this is --engine {engine}"
     if engine != "deployment":
-        unread |= dict.fromkeys(_DEPLOYMENT_OPTIONS, f"is for --engine deployment only, and this is --engine {engine}")
+        unread |= dict.fromkeys(
+            _DEPLOYMENT_OPTIONS, f"is for --engine deployment only, and this is --engine {engine}"
+        )
     elif is_remote:
-        unread["warm"] = ("is for SuperNodes that are started here; those of --superlink are warm if they were started "
-                          "so (docs/guides/deployment.md)")
+        unread["warm"] = (
+            "is for SuperNodes that are started here; those of --superlink are warm if they were started "
+            "so (docs/guides/deployment.md)"
+        )
         if not keeps_checkpoints:
-            unread |= dict.fromkeys(("fresh", "restarts"), "needs --checkpoint-folder with --superlink: without "
-                                                           "checkpoints a run there starts anew, and once")
+            unread |= dict.fromkeys(
+                ("fresh", "restarts"),
+                "needs --checkpoint-folder with --superlink: without "
+                "checkpoints a run there starts anew, and once",
+            )
     else:
         unread["superlink_ca"] = "belongs to a --superlink HOST:PORT"
-        unread["checkpoint_folder"] = ("is a folder on the machine of --superlink; without one, checkpoints are in the "
-                                       "folder of --out")
+        unread["checkpoint_folder"] = (
+            "is a folder on the machine of --superlink; without one, checkpoints are in the "
+            "folder of --out"
+        )
     return unread
 
 
 def refuse_fusion_of_split(scenario: "Scenario", fusion: str | None) -> None:
     """Raise `ConfigError` for --fusion where a cloud trains with its edges, whose streams have no such messages."""
     if fusion is not None and scenario.is_split:
-        raise ConfigError(f"--fusion {fusion}: is for strategies on clusters, and {scenario.name} has "
-                          f"{scenario.strategy.name!r}; leave it out")
+        raise ConfigError(
+            f"--fusion {fusion}: is for strategies on clusters, and {scenario.name} has "
+            f"{scenario.strategy.name!r}; leave it out"
+        )
 
 
 def unread_by_compare(engine: str, *, of_app_folders: bool) -> dict[str, str]:
     """Return the options that `compare` does not read, as a map from parameter to reason."""
-    unread = {} if engine == "local" else {"workers": f"is for --engine local only, and this is --engine {engine}"}
+    unread = (
+        {}
+        if engine == "local"
+        else {"workers": f"is for --engine local only, and this is --engine {engine}"}
+    )
     if of_app_folders:
-        return unread | dict.fromkeys(("strategies", "seeds", "tune", "fusion"), "is for scenarios, and these are "
-                                      "folders of Flower apps; --vary compares values of their run config")
-    return unread | dict.fromkeys((*_APP_FOLDER_OPTIONS, "vary"), "is for folders of Flower apps, and this is a "
-                                                                 "scenario")
+        return unread | dict.fromkeys(
+            ("strategies", "seeds", "tune", "fusion"),
+            "is for scenarios, and these are "
+            "folders of Flower apps; --vary compares values of their run config",
+        )
+    return unread | dict.fromkeys(
+        (*_APP_FOLDER_OPTIONS, "vary"), "is for folders of Flower apps, and this is a scenario"
+    )
 
 
 def refuse_unread(context: typer.Context, unread: Mapping[str, str]) -> None:
@@ -164,4 +219,7 @@ def _given(context: typer.Context) -> Iterator[tuple[str, str]]:
         source = context.get_parameter_source(parameter.name)
         if source is not None and source.name == "COMMANDLINE":
             is_option = parameter.param_type_name == "option"
-            yield parameter.name, max(parameter.opts, key=len) if is_option else f"argument {parameter.name}"
+            yield (
+                parameter.name,
+                max(parameter.opts, key=len) if is_option else f"argument {parameter.name}",
+            )

@@ -9,7 +9,15 @@ from rich.table import Table
 
 from socflower.cli.options import mistakes_name_file
 from socflower.cli.process import prints_to_stderr
-from socflower.cli.terminal import ERR, OUT, exit_on_failed_claims, print_claims, print_json, print_text, step_progress
+from socflower.cli.terminal import (
+    ERR,
+    OUT,
+    exit_on_failed_claims,
+    print_claims,
+    print_json,
+    print_text,
+    step_progress,
+)
 from socflower.quantities import counted, human_bytes, human_joules, human_seconds
 
 if TYPE_CHECKING:  # the planners are loaded by the command
@@ -19,14 +27,24 @@ if TYPE_CHECKING:  # the planners are loaded by the command
 _SAME = 1.005  # times as long, up to which two closed forms are one
 
 
-def plan_pipeline_scenario(scenario: "Scenario", path: Path, out: Path | None, as_json: bool) -> None:
+def plan_pipeline_scenario(
+    scenario: "Scenario", path: Path, out: Path | None, as_json: bool
+) -> None:
     """Plan a scenario, print the plan, write it to `out`, and exit with 1 if a claim does not hold."""
     from socflower.scenario.pipeline_planning import plan_of_pipeline, write_plan
 
-    with (mistakes_name_file(scenario.name, path), prints_to_stderr(), step_progress(ERR, disable=as_json) as bar):
+    with (
+        mistakes_name_file(scenario.name, path),
+        prints_to_stderr(),
+        step_progress(ERR, disable=as_json) as bar,
+    ):
         task = bar.add_task("reading the model", total=None)
-        document, planned = plan_of_pipeline(scenario, on_step=lambda text, done, total: bar.update(
-            task, description=text, completed=done, total=total))
+        document, planned = plan_of_pipeline(
+            scenario,
+            on_step=lambda text, done, total: bar.update(
+                task, description=text, completed=done, total=total
+            ),
+        )
         if out is not None:
             write_plan(scenario, document, planned, out)
     if as_json:
@@ -40,31 +58,61 @@ def print_pipeline_plan(console: Console, document: Mapping[str, Any]) -> None:
     """Print a plan's stages, prediction and peers."""
     print_text(document["work"], console)
     pipelines = document["pipelines"]
-    together = sum(pipeline["micro_batch_size"] * pipeline["num_micro_batches"] for pipeline in pipelines)
+    together = sum(
+        pipeline["micro_batch_size"] * pipeline["num_micro_batches"] for pipeline in pipelines
+    )
     if len(pipelines) > 1:
-        print_text(f"{counted(len(pipelines), 'pipeline')} side by side, {counted(together, 'sample')} an update: "
-                   f"{_micro_batches(pipelines)}", console)
+        print_text(
+            f"{counted(len(pipelines), 'pipeline')} side by side, {counted(together, 'sample')} an update: "
+            f"{_micro_batches(pipelines)}",
+            console,
+        )
     for number, pipeline in enumerate(pipelines):
         title = f"pipeline {number}: " if len(pipelines) > 1 else ""
-        table = Table("layers", "K", "device", "SoC", "share", "memory", "of", header_style="bold",
-                      title=f"{title}{_micro_batches([pipeline])}",
-                      title_justify="left")
+        table = Table(
+            "layers",
+            "K",
+            "device",
+            "SoC",
+            "share",
+            "memory",
+            "of",
+            header_style="bold",
+            title=f"{title}{_micro_batches([pipeline])}",
+            title_justify="left",
+        )
         for stage in pipeline["stages"]:
             layers = f"{stage['first_layer']} … {stage['last_layer']}"
             for index, member in enumerate(stage["devices"]):
-                table.add_row(*((layers, str(stage["in_flight"])) if index == 0 else ("", "")), member["device"],
-                              str(member["soc"]), str(member["share"]), human_bytes(member["memory_bytes"]),
-                              human_bytes(member["budget_bytes"]))
+                table.add_row(
+                    *((layers, str(stage["in_flight"])) if index == 0 else ("", "")),
+                    member["device"],
+                    str(member["soc"]),
+                    str(member["share"]),
+                    human_bytes(member["memory_bytes"]),
+                    human_bytes(member["budget_bytes"]),
+                )
         console.print(table)
     predicted = document["predicted"]
-    print_text(f"an update {human_seconds(predicted['step_s'])} ({_closed_form(predicted)}), "
-               f"{predicted['samples_per_s']:.1f} samples/s, {human_joules(predicted['energy_j'])}, "
-               f"{human_bytes(document['communication_bytes'])} sent", console)
-    print_text(f"an epoch {human_seconds(predicted['epoch_s'])} and {human_joules(predicted['epoch_energy_j'])}",
-               console)
+    print_text(
+        f"an update {human_seconds(predicted['step_s'])} ({_closed_form(predicted)}), "
+        f"{predicted['samples_per_s']:.1f} samples/s, {human_joules(predicted['energy_j'])}, "
+        f"{human_bytes(document['communication_bytes'])} sent",
+        console,
+    )
+    print_text(
+        f"an epoch {human_seconds(predicted['epoch_s'])} and {human_joules(predicted['epoch_energy_j'])}",
+        console,
+    )
     for row in document["peers"]:
-        text = f"{human_seconds(row['step_s'])} an update" if row["step_s"] is not None else "no plan"
-        print_text(f"{row['name']}: {text}{'' if row['fits'] else ', does not fit: ' + row['why_not']}", console, "dim")
+        text = (
+            f"{human_seconds(row['step_s'])} an update" if row["step_s"] is not None else "no plan"
+        )
+        print_text(
+            f"{row['name']}: {text}{'' if row['fits'] else ', does not fit: ' + row['why_not']}",
+            console,
+            "dim",
+        )
     print_text(document["verdict"], console, "bold")
     for note in document["notes"]:
         print_text(f"note: {note}", console, "dim")
@@ -85,5 +133,7 @@ def _closed_form(predicted: Mapping[str, float]) -> str:
     formula_s, duplex_s = predicted["formula_s"], predicted["duplex_s"]
     if formula_s <= _SAME * duplex_s:
         return f"closed form {human_seconds(formula_s)}"
-    return (f"closed form {human_seconds(formula_s)} with the directions of a link one after the other, as in the "
-            f"paper, {human_seconds(duplex_s)} with both at once, as simulated")
+    return (
+        f"closed form {human_seconds(formula_s)} with the directions of a link one after the other, as in the "
+        f"paper, {human_seconds(duplex_s)} with both at once, as simulated"
+    )

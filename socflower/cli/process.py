@@ -40,7 +40,11 @@ def interrupted_by_signals() -> Iterator[None]:
     atexit.register(die)
     # Python sets signal handlers only in the main thread.
     in_main_thread = threading.current_thread() is threading.main_thread()
-    taken = [number for number in _SIGNALS if in_main_thread and signal.getsignal(number) is signal.SIG_DFL]
+    taken = [
+        number
+        for number in _SIGNALS
+        if in_main_thread and signal.getsignal(number) is signal.SIG_DFL
+    ]
     for number in taken:
         signal.signal(number, interrupt)
     try:
@@ -99,6 +103,7 @@ def _flush_c() -> None:
 @cache
 def _redirect_prints_at_exit(descriptor: int) -> None:
     """Also redirect prints at the exit of this process to stderr; exit handlers run last in, first out."""
+
     def redirect() -> None:
         with suppress(OSError, ValueError):
             sys.stdout.flush()

@@ -37,13 +37,18 @@ StartBar: TypeAlias = Callable[[str], OnRound]
 _NARROW, _MEDIUM_TIMES, _MEDIUM = 64, 72, 104
 """Terminal widths in columns below which a bar shows less: only the quality, no virtual time, no energy."""
 
+
 @contextmanager
 def progress(console: Console, *, disable: bool) -> Iterator[StartBar]:
     """Yield a function that starts a bar for a strategy and returns the callback for its rounds."""
     # On a narrow terminal only the bar shrinks; times are not cut off.
-    columns = (TextColumn("{task.description:10}"), BarColumn(bar_width=None), TextColumn("{task.fields[state]}"),
-               TimeElapsedColumn(table_column=Column(no_wrap=True)),
-               TimeRemainingColumn(table_column=Column(no_wrap=True)))
+    columns = (
+        TextColumn("{task.description:10}"),
+        BarColumn(bar_width=None),
+        TextColumn("{task.fields[state]}"),
+        TimeElapsedColumn(table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(table_column=Column(no_wrap=True)),
+    )
     bar = Progress(*columns, console=console, disable=disable, expand=True)
     started = False
 
@@ -63,11 +68,18 @@ def progress(console: Console, *, disable: bool) -> Iterator[StartBar]:
             def on_round(entry: dict[str, Any]) -> None:
                 nonlocal task
                 task = add(strategy) if task is None else task
-                bar.update(task, total=entry["num_rounds"], completed=entry["round"],
-                           state=progress_state(entry, console.width))
+                bar.update(
+                    task,
+                    total=entry["num_rounds"],
+                    completed=entry["round"],
+                    state=progress_state(entry, console.width),
+                )
                 for event in entry["events"]:
-                    console.print(f"[yellow]{strategy}, round {entry['round']}:[/] {escape(event['text'])}",
-                                  soft_wrap=True, highlight=False)
+                    console.print(
+                        f"[yellow]{strategy}, round {entry['round']}:[/] {escape(event['text'])}",
+                        soft_wrap=True,
+                        highlight=False,
+                    )
 
             return on_round
 
@@ -79,17 +91,23 @@ def progress(console: Console, *, disable: bool) -> Iterator[StartBar]:
 
 def step_progress(console: Console, *, disable: bool) -> Progress:
     """Return the progress bar of work in steps: the current one, how many of all are done, and the elapsed time."""
-    return Progress(TextColumn("{task.description}"), BarColumn(bar_width=None),
-                    MofNCompleteColumn(table_column=Column(no_wrap=True)),
-                    TimeElapsedColumn(table_column=Column(no_wrap=True)), console=console,
-                    disable=disable or not console.is_interactive, expand=True, transient=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        TimeElapsedColumn(table_column=Column(no_wrap=True)),
+        console=console,
+        disable=disable or not console.is_interactive,
+        expand=True,
+        transient=True,
+    )
 
 
 def _shortened(label: str, width: int) -> str:
     """Return a bar's label, cut where state, times and a bar would not fit a terminal of `width` columns."""
     state = 6 if width < _NARROW else 15 if width < _MEDIUM_TIMES else 28 if width < _MEDIUM else 50
     most = max(12, width - state - 28)
-    return label if len(label) <= most else label[:most - 1] + "…"
+    return label if len(label) <= most else label[: most - 1] + "…"
 
 
 def progress_state(entry: Mapping[str, Any], width: int) -> str:
@@ -101,7 +119,9 @@ def progress_state(entry: Mapping[str, Any], width: int) -> str:
     if width < _NARROW:
         return value
     if virtual_s is None or width < _MEDIUM:
-        return f"{quality.name} {value}" + ("" if virtual_s is None or width < _MEDIUM_TIMES else f"  {virtual_s}")
+        return f"{quality.name} {value}" + (
+            "" if virtual_s is None or width < _MEDIUM_TIMES else f"  {virtual_s}"
+        )
     return f"{quality.name} {value}  {virtual_s} virtual  {human_joules(entry['energy_j'])}"
 
 
@@ -113,10 +133,20 @@ def print_question(console: Console, scenario: "Scenario") -> None:
 
 def print_claims(console: Console, expectations: Sequence[Mapping[str, Any]]) -> None:
     """Print each claim and whether it holds."""
-    words = {True: "[green]holds[/]", False: "[bold red]FAILS[/]", None: "[dim]open: its other strategy did not run[/]"}
+    words = {
+        True: "[green]holds[/]",
+        False: "[bold red]FAILS[/]",
+        None: "[dim]open: its other strategy did not run[/]",
+    }
     for claim in expectations:
-        of = "".join(f", {prefix}{claim[key]}" for key, prefix in (("seed", "seed "), ("app", "")) if key in claim)
-        console.print(f"{words[claim['holds']]}  {claim['name']} = {claim['expected']:g}{_observed(claim)}{of}")
+        of = "".join(
+            f", {prefix}{claim[key]}"
+            for key, prefix in (("seed", "seed "), ("app", ""))
+            if key in claim
+        )
+        console.print(
+            f"{words[claim['holds']]}  {claim['name']} = {claim['expected']:g}{_observed(claim)}{of}"
+        )
 
 
 def _observed(claim: Mapping[str, Any]) -> str:
@@ -126,7 +156,9 @@ def _observed(claim: Mapping[str, Any]) -> str:
         return ""
     if isinstance(found, int):  # a count
         return f", observed {found}"
-    return f", observed {found if significant(found) == significant(expected) else significant(found)}"
+    return (
+        f", observed {found if significant(found) == significant(expected) else significant(found)}"
+    )
 
 
 def share_of(part: float, whole: Mapping[str, float]) -> str:
@@ -149,7 +181,11 @@ def print_line(line: str, console: Console = OUT, style: str = "") -> None:
 
 def print_text(line: str, console: Console = OUT, style: str = "") -> None:
     """Print one sentence as it is, wrapped between words; a path that is longer than a line stays whole."""
-    print_line(textwrap.fill(line, console.width, break_long_words=False, break_on_hyphens=False), console, style)
+    print_line(
+        textwrap.fill(line, console.width, break_long_words=False, break_on_hyphens=False),
+        console,
+        style,
+    )
 
 
 def print_notice(line: str) -> None:

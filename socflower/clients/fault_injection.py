@@ -46,7 +46,9 @@ class Fault:
     at: float = 0.5
 
 
-def inject(faults: Sequence[Fault], message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+def inject(
+    faults: Sequence[Fault], message: Message, context: Context, call_next: ClientAppCallable
+) -> Message:
     """Answer a message, with those of `faults` injected that concern its SoCs in this round.
 
     A group in one process has the faults of all its members, as a ring would; in a ring each member has its own.
@@ -59,11 +61,16 @@ def inject(faults: Sequence[Fault], message: Message, context: Context, call_nex
     socs = _socs(message, context)
     if config.get(ASK) == ASK_STATUS:
         return _status(faults, socs, cast(int, server_round), call_next(message, context))
-    leaving = {str(fault.soc): fault.at for fault in faults
-               if fault.kind == "preempt" and fault.soc in socs and fault.server_round == server_round}
+    leaving = {
+        str(fault.soc): fault.at
+        for fault in faults
+        if fault.kind == "preempt" and fault.soc in socs and fault.server_round == server_round
+    }
     if leaving and GROUP in records:
         message.content[DEPARTURES] = ConfigRecord({**leaving})
-    kinds = {fault.kind for fault in faults if fault.soc in socs and fault.server_round == server_round}
+    kinds = {
+        fault.kind for fault in faults if fault.soc in socs and fault.server_round == server_round
+    }
     if "raise" in kinds:
         raise RuntimeError(f"fault on purpose in round {server_round!r}")
     if "hang" in kinds:
@@ -89,13 +96,21 @@ def _socs(message: Message, context: Context) -> Sequence[int]:
     task = GroupTask.decode(records[GROUP])
     if RING not in records:
         return task.members
-    return (task.members[task.partitions.index(decode(RingTask, records[RING], "ring").participant)],)
+    return (
+        task.members[task.partitions.index(decode(RingTask, records[RING], "ring").participant)],
+    )
 
 
-def _status(faults: Sequence[Fault], socs: Sequence[int], server_round: int, reply: Message) -> Message:
+def _status(
+    faults: Sequence[Fault], socs: Sequence[int], server_round: int, reply: Message
+) -> Message:
     """Mark the node as preempted in its status reply during the rounds of a "preempt" fault."""
-    away = any(fault.kind == "preempt" and fault.soc in socs
-               and fault.server_round <= server_round < fault.server_round + fault.num_rounds for fault in faults)
+    away = any(
+        fault.kind == "preempt"
+        and fault.soc in socs
+        and fault.server_round <= server_round < fault.server_round + fault.num_rounds
+        for fault in faults
+    )
     if away and reply.has_content():
         reply.content.config_records[STATUS]["preempted"] = True
     return reply

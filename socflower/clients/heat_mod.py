@@ -26,7 +26,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from socflower.clients.node_config import NodeConfig
 from socflower.errors import ConfigError, require_range
 from socflower.plain_numbers import plain_numbers
-from socflower.thermal.limits import HeatGuard, HeatLimits, Pause, current_guard, guarding, next_pause
+from socflower.thermal.limits import (
+    HeatGuard,
+    HeatLimits,
+    Pause,
+    current_guard,
+    guarding,
+    next_pause,
+)
 from socflower.thermal.sensors.guarded import GuardedSource
 from socflower.thermal.sensors.reading import HeatSource, Reading
 from socflower.thermal.sensors.step_times import StepTiming
@@ -60,9 +67,14 @@ _DEFAULT_LIMITS = HeatLimits()
 
 @plain_numbers
 def heat_mod(
-    source: HeatSource | SourceFn | None = None, limits: HeatLimits = _DEFAULT_LIMITS, *,
-    shrink_keys: Sequence[str] = ("local-epochs",), sample_interval_s: float = 1.0, poll_interval_s: float = 2.0,
-    read_timeout_s: float = 5.0, sleep: Callable[[float], object] = time.sleep,
+    source: HeatSource | SourceFn | None = None,
+    limits: HeatLimits = _DEFAULT_LIMITS,
+    *,
+    shrink_keys: Sequence[str] = ("local-epochs",),
+    sample_interval_s: float = 1.0,
+    poll_interval_s: float = 2.0,
+    read_timeout_s: float = 5.0,
+    sleep: Callable[[float], object] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> Mod:
     """Return a mod that holds, reduces or refuses training on a device that is hot, in use or low on battery.
@@ -87,12 +99,27 @@ def heat_mod(
     TRAIN messages of groups and rings are never held: the SoC leaves before the first step, as if preempted, and the
     others continue. A device that may not train reports itself as preempted in status replies.
     """
-    require_range("heat_mod", above=0, sample_interval_s=sample_interval_s, poll_interval_s=poll_interval_s,
-                  read_timeout_s=read_timeout_s)
+    require_range(
+        "heat_mod",
+        above=0,
+        sample_interval_s=sample_interval_s,
+        poll_interval_s=poll_interval_s,
+        read_timeout_s=read_timeout_s,
+    )
     if isinstance(shrink_keys, str):
-        raise ConfigError(f"heat_mod: shrink_keys = {shrink_keys!r} is one text; give a list, [{shrink_keys!r}]")
-    return _HeatMod(source, limits, tuple(shrink_keys), sample_interval_s, poll_interval_s, read_timeout_s, sleep,
-                    clock)
+        raise ConfigError(
+            f"heat_mod: shrink_keys = {shrink_keys!r} is one text; give a list, [{shrink_keys!r}]"
+        )
+    return _HeatMod(
+        source,
+        limits,
+        tuple(shrink_keys),
+        sample_interval_s,
+        poll_interval_s,
+        read_timeout_s,
+        sleep,
+        clock,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +141,9 @@ class _HeatMod:
     read_timeout_s: float
     sleep: Callable[[float], object]
     clock: Callable[[], float]
-    sources: dict[int | None, GuardedSource] = field(default_factory=dict)  # by node, or one for all
+    sources: dict[int | None, GuardedSource] = field(
+        default_factory=dict
+    )  # by node, or one for all
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         category = message.metadata.message_type.partition(".")[0]
@@ -137,9 +166,21 @@ class _HeatMod:
             message = _with_reduced_work(message, self.shrink_keys, share)
         with _limited_threads(share if alone else 1.0) as thread_share:
             timing = _timing(context)
-            guard = HeatGuard(careful, self.limits, check.reading, timing=timing, thread_share=thread_share,
-                              poll_interval_s=self.poll_interval_s, sleep=self.sleep, clock=self.clock)
-            with guarding(guard), _sampled(guard, self.sample_interval_s), _pauses_between_steps(alone):
+            guard = HeatGuard(
+                careful,
+                self.limits,
+                check.reading,
+                timing=timing,
+                thread_share=thread_share,
+                poll_interval_s=self.poll_interval_s,
+                sleep=self.sleep,
+                clock=self.clock,
+            )
+            with (
+                guarding(guard),
+                _sampled(guard, self.sample_interval_s),
+                _pauses_between_steps(alone),
+            ):
                 reply = call_next(message, context)
         guard.final_poll()
         _keep_timing(context, timing)
@@ -147,7 +188,9 @@ class _HeatMod:
             records = reply.content.config_records
             if category == MessageType.QUERY and check.refusal is not None and STATUS in records:
                 records[STATUS]["preempted"] = True
-            reply.content[HEAT] = ConfigRecord(guard.report(paused_s=paused_s, notes=check.notes).encode())
+            reply.content[HEAT] = ConfigRecord(
+                guard.report(paused_s=paused_s, notes=check.notes).encode()
+            )
         return reply
 
     def _careful_source(self, context: Context) -> GuardedSource:
@@ -155,13 +198,18 @@ class _HeatMod:
         of_node = source is not None and not hasattr(source, "read")
         key = context.node_id if of_node else None
         if key not in self.sources:
+
             def make() -> HeatSource:
-                return _prepared(cast(SourceFn, source)(context) if of_node else cast(HeatSource | None, source))
+                return _prepared(
+                    cast(SourceFn, source)(context) if of_node else cast(HeatSource | None, source)
+                )
 
             self.sources[key] = GuardedSource(make, timeout_s=self.read_timeout_s, clock=self.clock)
         return self.sources[key]
 
-    def _hold(self, check: _HeatCheck, careful: GuardedSource, context: Context) -> tuple[_HeatCheck, float]:
+    def _hold(
+        self, check: _HeatCheck, careful: GuardedSource, context: Context
+    ) -> tuple[_HeatCheck, float]:
         """Repeat the check until the device may train or `max_pause_s` are over; return the seconds held too."""
         began_s, slept_s = self.clock(), 0.0
         while True:
@@ -184,10 +232,21 @@ class _HeatMod:
         if pause is not None:
             context.state[_PAUSE] = ConfigRecord(encode(pause))
         stuck = pause is not None and pause.stuck(self.limits, now_s)
-        seen = "is unknown" if reading.temperature_c is None else f"stays at exactly {reading.temperature_c:g} °C"
-        notes = (f"temperature {seen} while the device rests: its sensor is taken for stuck",) if stuck else ()
-        return _HeatCheck(reading=reading, notes=notes,
-                        refusal=self.limits.refusal(reading, rests=pause is not None and not stuck))
+        seen = (
+            "is unknown"
+            if reading.temperature_c is None
+            else f"stays at exactly {reading.temperature_c:g} °C"
+        )
+        notes = (
+            (f"temperature {seen} while the device rests: its sensor is taken for stuck",)
+            if stuck
+            else ()
+        )
+        return _HeatCheck(
+            reading=reading,
+            notes=notes,
+            refusal=self.limits.refusal(reading, rests=pause is not None and not stuck),
+        )
 
 
 class LocalSensors:
@@ -215,14 +274,19 @@ def _prepared(source: HeatSource | None) -> HeatSource:
 
 def _timing(context: Context) -> StepTiming:
     kept = context.state.config_records.get(_STEPS, ConfigRecord())
-    samples, seconds = cast(list[int], kept.get("samples", [])), cast(list[float], kept.get("seconds", []))
+    samples, seconds = (
+        cast(list[int], kept.get("samples", [])),
+        cast(list[float], kept.get("seconds", [])),
+    )
     return StepTiming(references_s=dict(zip(samples, seconds, strict=True)))
 
 
 def _keep_timing(context: Context, timing: StepTiming) -> None:
     references_s = timing.references()
     if references_s:
-        context.state[_STEPS] = ConfigRecord({"samples": list(references_s), "seconds": list(references_s.values())})
+        context.state[_STEPS] = ConfigRecord(
+            {"samples": list(references_s), "seconds": list(references_s.values())}
+        )
 
 
 def _with_departure(message: Message, context: Context) -> Message:
@@ -233,9 +297,16 @@ def _with_departure(message: Message, context: Context) -> Message:
     """
     records = message.content.config_records
     task = GroupTask.decode(records[GROUP])
-    own = decode(RingTask, records[RING], "ring").participant if RING in records else \
-        context.node_config.get(PARTITION_ID)
-    socs = [soc for soc, partition in zip(task.members, task.partitions, strict=True) if str(partition) == str(own)]
+    own = (
+        decode(RingTask, records[RING], "ring").participant
+        if RING in records
+        else context.node_config.get(PARTITION_ID)
+    )
+    socs = [
+        soc
+        for soc, partition in zip(task.members, task.partitions, strict=True)
+        if str(partition) == str(own)
+    ]
     leaving = {**records.get(DEPARTURES, {}), **{str(soc): 0.0 for soc in socs or task.members}}
     return _with_records(message, {DEPARTURES: ConfigRecord(leaving)})
 
@@ -247,7 +318,9 @@ def _with_reduced_work(message: Message, keys: Sequence[str], share: float) -> M
         for key in keys:
             value = record.get(key)
             if type(value) is int and value > 1:
-                changed[name] = ConfigRecord({**changed.get(name, record), key: max(1, round(share * value))})
+                changed[name] = ConfigRecord(
+                    {**changed.get(name, record), key: max(1, round(share * value))}
+                )
     return _with_records(message, changed)
 
 
@@ -329,7 +402,9 @@ def node_heat_limits(node_config: NodeConfig) -> HeatLimits | None:
     given = {key: value for key, value in node_config.items() if key.startswith(f"{_SWITCH}-")}
     unknown = sorted(set(given) - set(_LIMIT_KEYS))
     if unknown:
-        raise ConfigError(f"node config: {unknown[0]} is unknown; use one of {', '.join(_LIMIT_KEYS)}")
+        raise ConfigError(
+            f"node config: {unknown[0]} is unknown; use one of {', '.join(_LIMIT_KEYS)}"
+        )
     if not isinstance(switch, bool):
         raise ConfigError(f"node config: {_SWITCH} = {switch!r} must be true or false")
     if not switch:
@@ -347,7 +422,9 @@ def node_heat_limits(node_config: NodeConfig) -> HeatLimits | None:
 def node_heat_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
     """Answer as `heat_mod` does with the limits of the node's config; without `heat`, messages pass unchanged."""
     limits = node_heat_limits(context.node_config)
-    return call_next(message, context) if limits is None else _mod(limits)(message, context, call_next)
+    return (
+        call_next(message, context) if limits is None else _mod(limits)(message, context, call_next)
+    )
 
 
 @cache

@@ -34,7 +34,9 @@ class RingNode:
     @property
     def status(self) -> NodeStatus:
         """The status that this node reports to a strategy."""
-        return NodeStatus(ring=self.address, board=self.board, slot=self.slot, transports=self.transports)
+        return NodeStatus(
+            ring=self.address, board=self.board, slot=self.slot, transports=self.transports
+        )
 
 
 def ring_node(node_config: NodeConfig) -> RingNode | None:
@@ -44,29 +46,47 @@ def ring_node(node_config: NodeConfig) -> RingNode | None:
     if not address:
         alone = [key for key in _KEYS_BESIDE_RING if node_config.get(key)]
         if alone:
-            raise ConfigError(f"node config: {alone[0]} without ring; add ring=\"host:port\", the address of this "
-                              "machine's ring port")
+            raise ConfigError(
+                f'node config: {alone[0]} without ring; add ring="host:port", the address of this '
+                "machine's ring port"
+            )
         return None
     if given and len(given) < len(_TLS_KEYS):
         missing = [key for key in _TLS_KEYS if key not in given]
-        raise ConfigError(f"node config: {', '.join(given)} without {', '.join(missing)}; a ring with TLS needs all "
-                          "three")
+        raise ConfigError(
+            f"node config: {', '.join(given)} without {', '.join(missing)}; a ring with TLS needs all "
+            "three"
+        )
     transport = node_config.get("ring-transport")
     if transport not in (None, "gloo", "grpc"):
-        raise ConfigError(f"node config: ring-transport = {transport!r} is unknown; use gloo or grpc")
+        raise ConfigError(
+            f"node config: ring-transport = {transport!r} is unknown; use gloo or grpc"
+        )
     trusted = node_config.get("ring-trusted", False)
     if not isinstance(trusted, bool):
-        raise ConfigError(f"node config: ring-trusted = {trusted!r} must be true or false, without quotes")
+        raise ConfigError(
+            f"node config: ring-trusted = {trusted!r} must be true or false, without quotes"
+        )
     tls = Tls.from_keys(node_config, "ring")
     # Certificates ask for encryption, which gloo does not have.
     over_grpc = GRPC_WITH_TLS if tls else "grpc"
-    transports = ("gloo", over_grpc) if transport is None else (over_grpc if transport == "grpc" else "gloo",)
+    transports = (
+        ("gloo", over_grpc)
+        if transport is None
+        else (over_grpc if transport == "grpc" else "gloo",)
+    )
     if tls and transport is None:
         transports = (over_grpc,)
     board, slot = board_and_slot(node_config)
     return RingNode(
-        address=str(address), listen=str(node_config.get("ring-bind") or address), tls=tls,
-        trusted=trusted, board=board, slot=slot, transports=transports)
+        address=str(address),
+        listen=str(node_config.get("ring-bind") or address),
+        tls=tls,
+        trusted=trusted,
+        board=board,
+        slot=slot,
+        transports=transports,
+    )
 
 
 def board_and_slot(node_config: NodeConfig) -> tuple[int, int]:
@@ -74,7 +94,9 @@ def board_and_slot(node_config: NodeConfig) -> tuple[int, int]:
     board, slot = _index(node_config, "board"), _index(node_config, "slot")
     if (board < 0) != (slot < 0):
         known, missing = ("slot", "board") if board < 0 else ("board", "slot")
-        raise ConfigError(f"node config: {known} without {missing}; a place in the cluster needs both")
+        raise ConfigError(
+            f"node config: {known} without {missing}; a place in the cluster needs both"
+        )
     return board, slot
 
 

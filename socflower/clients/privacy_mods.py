@@ -41,13 +41,17 @@ class _ClippingAdapter:
         if message.metadata.message_type.partition(".")[0] != MessageType.TRAIN:
             return call_next(message, context)
         if RING in message.content.config_records:
-            raise ConfigError(f"{_name_of(self._mod)}: a member of a ring sends its gradients to the others, and has "
-                              "no update of its own to clip; take it off the mods, and clip at the server")
+            raise ConfigError(
+                f"{_name_of(self._mod)}: a member of a ring sends its gradients to the others, and has "
+                "no update of its own to clip; take it off the mods, and clip at the server"
+            )
         for record in message.content.array_records.values():
             for name, array in record.items():
                 if np.issubdtype(np.dtype(array.dtype), np.integer):
-                    raise ConfigError(f"{_name_of(self._mod)}: the model has {name!r}, an integer, which cannot be "
-                                      "clipped; use GroupNorm in place of BatchNorm")
+                    raise ConfigError(
+                        f"{_name_of(self._mod)}: the model has {name!r}, an integer, which cannot be "
+                        "clipped; use GroupNorm in place of BatchNorm"
+                    )
         replies: list[Message] = []
 
         def answer(_: Message, context: Context) -> Message:
@@ -56,7 +60,9 @@ class _ClippingAdapter:
 
         # A copy, since on some engines nodes share the content object.
         shown = copy.copy(message)
-        shown.content = RecordDict({name: record for name, record in message.content.items() if name not in _HIDDEN})
+        shown.content = RecordDict(
+            {name: record for name, record in message.content.items() if name not in _HIDDEN}
+        )
         reply = self._mod(shown, context, answer)
         # If all SoCs of a group were preempted, there is no model to clip.
         left = replies and replies[0].has_content() and not replies[0].content.array_records

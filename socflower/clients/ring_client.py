@@ -45,22 +45,47 @@ _COMPRESSION_STATE, KEPT_MODEL = "socflower-compression", "socflower-model"
 
 
 def train_member(
-    context: Context, group: GroupTask, ring: RingTask, *, model: nn.Module, has_model: bool, data: DataSource,
-    trainer: Trainer, state: bytes | None, departs_at: int | None, on_step: Callable[[AppliedStep], None],
+    context: Context,
+    group: GroupTask,
+    ring: RingTask,
+    *,
+    model: nn.Module,
+    has_model: bool,
+    data: DataSource,
+    trainer: Trainer,
+    state: bytes | None,
+    departs_at: int | None,
+    on_step: Callable[[AppliedStep], None],
     files: StateFiles | None = None,
 ) -> MemberResult:
     """Open this node's ring port and train as one member, with the arguments of `RingMember`."""
     node = ring_node(context.node_config)
     if node is None:
-        raise ConfigError(f"node {context.node_id}: its node config lacks ring; start the SuperNode with "
-                          "--node-config 'ring=\"host:port\"'")
+        raise ConfigError(
+            f"node {context.node_id}: its node config lacks ring; start the SuperNode with "
+            "--node-config 'ring=\"host:port\"'"
+        )
     kept = context.state.config_records.get(_COMPRESSION_STATE)
     feedback = FeedbackState(group, context, files)
-    with preempt_switch(context.node_config) as switch, closing(open_port(node, group, ring)) as port:
+    with (
+        preempt_switch(context.node_config) as switch,
+        closing(open_port(node, group, ring)) as port,
+    ):
         end = RingMember(
-            model=model, has_model=has_model, data=data, group=group, ring=ring, trainer=trainer, port=port,
-            switch=switch, state=state, compression_state=cast(bytes, kept["state"]) if kept else None,
-            feedback=feedback.read(ring.feedback_sha256), departs_at=departs_at, on_step=on_step).train()
+            model=model,
+            has_model=has_model,
+            data=data,
+            group=group,
+            ring=ring,
+            trainer=trainer,
+            port=port,
+            switch=switch,
+            state=state,
+            compression_state=cast(bytes, kept["state"]) if kept else None,
+            feedback=feedback.read(ring.feedback_sha256),
+            departs_at=departs_at,
+            on_step=on_step,
+        ).train()
     if end.compression:
         context.state[_COMPRESSION_STATE] = ConfigRecord({"state": end.compression})
     if end.feedback is not None and end.outcome.feedback_sha256:
@@ -77,12 +102,25 @@ def open_port(node: RingNode, group: GroupTask, ring: RingTask) -> RingPort:
     own = addresses[ring.participant]
     # Ranks of the port are participants; this member never calls those without an address here.
     by_rank = [addresses.get(rank, own) for rank in range(max(addresses) + 1)]
-    return RingPort(node.listen, rank=ring.participant, addresses=by_rank, token=bytes.fromhex(ring.token),
-                    tls=node.tls, heartbeat_s=ring.heartbeat_s, bind_timeout_s=ring.rendezvous_s, trusted=node.trusted)
+    return RingPort(
+        node.listen,
+        rank=ring.participant,
+        addresses=by_rank,
+        token=bytes.fromhex(ring.token),
+        tls=node.tls,
+        heartbeat_s=ring.heartbeat_s,
+        bind_timeout_s=ring.rendezvous_s,
+        trusted=node.trusted,
+    )
 
 
-def member_reply(message: Message, context: Context, group: GroupTask, end: MemberResult, weights: ArrayRecord | None,
-                 ) -> Message:
+def member_reply(
+    message: Message,
+    context: Context,
+    group: GroupTask,
+    end: MemberResult,
+    weights: ArrayRecord | None,
+) -> Message:
     """Return a member's reply: with the model if it answers for its group, else with metrics only (F8).
 
     The other members keep the model until the next interval, in case the answering one is lost. Where leaders have met,
@@ -96,8 +134,14 @@ def member_reply(message: Message, context: Context, group: GroupTask, end: Memb
     content = RecordDict({OUTCOME: ConfigRecord(encode(outcome))})
     if outcome.outcome == COMPLETED:
         assert weights is not None and end.end is not None
-        metrics = MetricRecord({TRAIN_LOSS: end.mean_loss, NUM_EXAMPLES: end.num_samples, GROUP_ID: group.group_id,
-                                **end.end.metrics})
+        metrics = MetricRecord(
+            {
+                TRAIN_LOSS: end.mean_loss,
+                NUM_EXAMPLES: end.num_samples,
+                GROUP_ID: group.group_id,
+                **end.end.metrics,
+            }
+        )
         content[METRICS] = metrics
         if end.devices is not None:
             content[TRAINED_ON] = ConfigRecord(encode(end.devices))
@@ -141,11 +185,19 @@ def step_ledger(path: Path | None, message: Message) -> Callable[[AppliedStep], 
     if path is None:
         return lambda step: None
     path.parent.mkdir(parents=True, exist_ok=True)
-    server_round = int(cast(int, message.content.config_records.get(CONFIG, ConfigRecord()).get(SERVER_ROUND, 0)))
+    server_round = int(
+        cast(int, message.content.config_records.get(CONFIG, ConfigRecord()).get(SERVER_ROUND, 0))
+    )
 
     def note(step: AppliedStep) -> None:
-        line = {"round": server_round, "step": step.step, "members": step.members, "samples": step.samples,
-                "adopted": step.adopted, "at_s": time.time()}
+        line = {
+            "round": server_round,
+            "step": step.step,
+            "members": step.members,
+            "samples": step.samples,
+            "adopted": step.adopted,
+            "at_s": time.time(),
+        }
         with path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line) + "\n")
 

@@ -25,7 +25,9 @@ _TRAINER = StateKind(name="trainer state", schema=3, remedy="start a new trainin
 _NUM_KEPT = 3
 
 
-_FEEDBACK = StateKind(name="feedback of leaders' compression", schema=1, remedy="start a new training (--fresh)")
+_FEEDBACK = StateKind(
+    name="feedback of leaders' compression", schema=1, remedy="start a new training (--fresh)"
+)
 
 
 class Position(NamedTuple):
@@ -43,13 +45,21 @@ class StateFiles:
     """The last three states of each group that this node leads in one training, or of each edge that it is."""
 
     folder: Path
-    owner: str = "group"  # or "edge", "feedback"; all have numbers from 0, and may stand side by side
+    owner: str = (
+        "group"  # or "edge", "feedback"; all have numbers from 0, and may stand side by side
+    )
 
     def of(self, position: Position, kind: StateKind) -> StateStore:
         """Return the states of a group under one plan, numbered by the step at which each continues."""
         plan = f"{self.owner}-{position.group_id}-of-{position.num_groups}-steps-{position.total_steps}"
-        return StateStore(self.folder, kind, prefix=f"{plan}-at-", suffix=".state", keep=_NUM_KEPT,
-                          owner=f"{plan}-seed-{position.seed}")
+        return StateStore(
+            self.folder,
+            kind,
+            prefix=f"{plan}-at-",
+            suffix=".state",
+            keep=_NUM_KEPT,
+            owner=f"{plan}-seed-{position.seed}",
+        )
 
     def delete(self, group_id: int) -> None:
         """Delete all states of a group, since its training starts again."""
@@ -57,7 +67,9 @@ class StateFiles:
             path.unlink(missing_ok=True)
 
 
-_TRAINING_FOLDER = re.compile(r"training-[0-9]{1,20}|[0-9a-f]{16}")  # the latter in earlier versions
+_TRAINING_FOLDER = re.compile(
+    r"training-[0-9]{1,20}|[0-9a-f]{16}"
+)  # the latter in earlier versions
 _LAST_STATE = re.compile(r".*-steps-([0-9]+)-at-0*\1\.state")
 _DAY_S = 24 * 3600.0
 _ENDED_KEPT_S = _DAY_S  # the server may still die before it has the last round
@@ -79,7 +91,9 @@ def state_files(message: Message, folder: Path | None, owner: str = "group") -> 
         return StateFiles(folder, owner)
     own = folder / f"training-{training!s}"
     if not _TRAINING_FOLDER.fullmatch(own.name):
-        raise ConfigError(f"train config: {TRAINING} = {training!r} must be the decimal digits of an id")
+        raise ConfigError(
+            f"train config: {TRAINING} = {training!r} must be the decimal digits of an id"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Without the lock, another training could remove the folder of one that is resumed just now.
@@ -90,15 +104,21 @@ def state_files(message: Message, folder: Path | None, owner: str = "group") -> 
             if is_new:
                 _remove_old_trainings(folder)
     except OSError as error:
-        raise ConfigError(f"state folder {folder}: cannot be written ({error.strerror}); name another one in the node "
-                          "config") from None
+        raise ConfigError(
+            f"state folder {folder}: cannot be written ({error.strerror}); name another one in the node "
+            "config"
+        ) from None
     return StateFiles(own, owner)
 
 
 def _remove_old_trainings(folder: Path) -> None:
     now_s = time.time()
     for training in folder.iterdir():
-        if not _TRAINING_FOLDER.fullmatch(training.name) or training.is_symlink() or not training.is_dir():
+        if (
+            not _TRAINING_FOLDER.fullmatch(training.name)
+            or training.is_symlink()
+            or not training.is_dir()
+        ):
             continue
         has_ended = any(_LAST_STATE.fullmatch(file.name) for file in training.iterdir())
         if now_s - training.stat().st_mtime > (_ENDED_KEPT_S if has_ended else _INTERRUPTED_KEPT_S):
@@ -112,7 +132,13 @@ class TrainerState:
     """The optimiser state of one group at this node; momentum stays local (F3)."""
 
     def __init__(
-        self, task: GroupTask, message: Message, context: Context, files: StateFiles | None, settings: str = "", *,
+        self,
+        task: GroupTask,
+        message: Message,
+        context: Context,
+        files: StateFiles | None,
+        settings: str = "",
+        *,
         is_leader: bool = True,
     ) -> None:
         self._task, self._context, self._files = task, context, files
@@ -120,7 +146,9 @@ class TrainerState:
         config = message.content.config_records.get(CONFIG, ConfigRecord())
         # Members of a ring get the optimiser from their leader.
         self._resumed, self._required = RESUMED in config, is_leader and bool(config.get(RESUMED))
-        self._begin = Position(task.group_id, task.num_groups, task.total_steps, task.first_step, task.seed)
+        self._begin = Position(
+            task.group_id, task.num_groups, task.total_steps, task.first_step, task.seed
+        )
         if files is not None and task.first_step == 0:
             files.delete(task.group_id)
 
@@ -149,8 +177,10 @@ class TrainerState:
             except DamagedFile as error:
                 cause = error.cause
                 if not store.path(self._begin.next_step).exists():
-                    remedy = ("bring the node back that led the group, or its folder for states, and run the same "
-                              f"command again; if it is lost, {_TRAINER.remedy}")
+                    remedy = (
+                        "bring the node back that led the group, or its folder for states, and run the same "
+                        f"command again; if it is lost, {_TRAINER.remedy}"
+                    )
             except ConfigError as error:
                 cause = str(error)
             else:
@@ -158,16 +188,20 @@ class TrainerState:
                 return bytes(payload)
         if not self._required:
             return None
-        raise ConfigError(f"group {self._begin.group_id} {LOST_STATE} for step {self._begin.next_step} of "
-                          f"{self._begin.total_steps} to resume from: {cause}; without its momentum the weights would "
-                          f"differ, so {remedy}")
+        raise ConfigError(
+            f"group {self._begin.group_id} {LOST_STATE} for step {self._begin.next_step} of "
+            f"{self._begin.total_steps} to resume from: {cause}; without its momentum the weights would "
+            f"differ, so {remedy}"
+        )
 
     def _require_same_settings(self, before: Any) -> None:
         """Raise `ConfigError` if settings have changed: the optimiser continues with those in its state."""
         if before != self._settings:
-            raise ConfigError("the train config's settings of the trainer have changed within a training of groups, "
-                              "whose optimiser continues from round to round; keep them, and give a schedule as "
-                              "FP32Trainer(scheduler=...)")
+            raise ConfigError(
+                "the train config's settings of the trainer have changed within a training of groups, "
+                "whose optimiser continues from round to round; keep them, and give a schedule as "
+                "FP32Trainer(scheduler=...)"
+            )
 
     def save(self, state: bytes | None, mean_loss: float, *, in_file: bool = True) -> None:
         """Save the state of the task's end; None if there is none."""
@@ -176,13 +210,16 @@ class TrainerState:
         left = state if math.isfinite(mean_loss) else None
         if left is not None:
             self._context.state[TRAINER_STATE] = ConfigRecord(
-                {"state": left, "position": list(position), "settings": self._settings})
+                {"state": left, "position": list(position), "settings": self._settings}
+            )
         else:
             self._context.state.pop(TRAINER_STATE, None)
         if self._files is not None and in_file:
             self._files.of(position, _TRAINER).write(
-                position.next_step, {"has_state": left is not None, "settings": self._settings},
-                () if left is None else (left,))
+                position.next_step,
+                {"has_state": left is not None, "settings": self._settings},
+                () if left is None else (left,),
+            )
 
 
 _KEPT_FEEDBACK = "socflower-feedback"
@@ -221,7 +258,9 @@ class FeedbackState:
         self._context.state[_KEPT_FEEDBACK] = ConfigRecord({"sha256": sha256, "values": payload})
         if self._files is not None:
             end = self._task.first_step + self._task.num_steps
-            self._files.of(self._position(end), _FEEDBACK).write(end, {"sha256": sha256}, (payload,))
+            self._files.of(self._position(end), _FEEDBACK).write(
+                end, {"sha256": sha256}, (payload,)
+            )
 
     def _position(self, step: int) -> Position:
         task = self._task

@@ -39,15 +39,22 @@ from socflower.wire.split_message_keys import SPLIT
 STANDALONE_KEYS = ("batch-size", "local-epochs", "num-rounds", "proximal-mu", "seed")
 """Config keys that are read by a client that trains alone."""
 
-_STRATEGY_KEYS = frozenset({EVALUATED, FROZEN_SHA256, SERVER_ROUND, PRICED, RESUMED, TRAINING, WARM_UP})
+_STRATEGY_KEYS = frozenset(
+    {EVALUATED, FROZEN_SHA256, SERVER_ROUND, PRICED, RESUMED, TRAINING, WARM_UP}
+)
 """Keys that Flower's and our strategies set in configs, and those that are read of every config."""
 
 _CLIPPING_NORM = "clipping_norm"
 _KEYS_OF_MODS: Mapping[Any, tuple[str, ...]] = {
-    fixedclipping_mod: (_CLIPPING_NORM,), adaptiveclipping_mod: (_CLIPPING_NORM,), node_heat_mod: ("heat",)}
+    fixedclipping_mod: (_CLIPPING_NORM,),
+    adaptiveclipping_mod: (_CLIPPING_NORM,),
+    node_heat_mod: ("heat",),
+}
 
-_RATE_IS_THE_TRAINERS = ("the learning rate is the trainer's: give trainer=lambda context, config: "
-                         "FP32Trainer(optimizer=sgd(config['lr']))")
+_RATE_IS_THE_TRAINERS = (
+    "the learning rate is the trainer's: give trainer=lambda context, config: "
+    "FP32Trainer(optimizer=sgd(config['lr']))"
+)
 _REMEDIES = {
     "proximal-mu": "this key is for clients that train alone: for groups give SoCFlow(outer=FedProx(proximal_mu=...))",
     _CLIPPING_NORM: "what clips is a mod: give fixedclipping_mod or adaptiveclipping_mod of flwr.clientapp.mod",
@@ -57,10 +64,30 @@ _REMEDIES = {
 """What to do instead, for keys that users often try."""
 
 _NODE_KEYS = (
-    PARTITION_ID, NUM_PARTITIONS, "board", "slot", "ring", "ring-bind", "ring-ca", "ring-certificate", "ring-key",
-    "ring-trusted", "ring-transport", "preempt-file", "preempt-port", "preempt-bind", "preempt-signal", "cloud-ca",
-    "cloud-certificate", "cloud-key", "cloud-insecure", "cloud-folder", "state-folder", "heat",
-    *(f"heat-{entry.name.replace('_', '-')}" for entry in fields(HeatLimits)))
+    PARTITION_ID,
+    NUM_PARTITIONS,
+    "board",
+    "slot",
+    "ring",
+    "ring-bind",
+    "ring-ca",
+    "ring-certificate",
+    "ring-key",
+    "ring-trusted",
+    "ring-transport",
+    "preempt-file",
+    "preempt-port",
+    "preempt-bind",
+    "preempt-signal",
+    "cloud-ca",
+    "cloud-certificate",
+    "cloud-key",
+    "cloud-insecure",
+    "cloud-folder",
+    "state-folder",
+    "heat",
+    *(f"heat-{entry.name.replace('_', '-')}" for entry in fields(HeatLimits)),
+)
 """All node config keys that are read here; others belong to the app, unless they are similar to one of these."""
 
 _OWN_PREFIXES = ("ring-", "cloud-", "preempt-", "heat-")
@@ -71,8 +98,10 @@ class MissingSetting(KeyError, ConfigError):
     """A setting that a trainer's function reads was not sent."""
 
     def __str__(self) -> str:
-        return (f"the trainer's function reads {self.args[0]!r} of the train config, which was not sent; give it by "
-                "the strategy's start(..., train_config=ConfigRecord({...}))")
+        return (
+            f"the trainer's function reads {self.args[0]!r} of the train config, which was not sent; give it by "
+            "the strategy's start(..., train_config=ConfigRecord({...}))"
+        )
 
 
 class TrainConfig(Mapping[str, Any]):
@@ -96,7 +125,10 @@ class TrainConfig(Mapping[str, Any]):
 
     def digest(self, declared: Collection[str]) -> str:
         """Return a digest of the trainer's settings: those that are neither the strategy's nor `declared` by mods."""
-        settings = sorted((key, repr(self._config[key])) for key in self._config.keys() - _STRATEGY_KEYS - {*declared})
+        settings = sorted(
+            (key, repr(self._config[key]))
+            for key in self._config.keys() - _STRATEGY_KEYS - {*declared}
+        )
         return hashlib.sha256(repr(settings).encode()).hexdigest() if settings else ""
 
 
@@ -110,9 +142,13 @@ class ReadSettings:
     declared: frozenset[str] = field(init=False)  # `extra_keys`, and the keys of known mods
 
     def __post_init__(self) -> None:
-        if isinstance(self.extra_keys, str) or not all(isinstance(key, str) for key in self.extra_keys):
-            raise ConfigError(f"{self.maker}: extra_keys = {self.extra_keys!r} must be a list of names, such as "
-                              "['clipping_norm']")
+        if isinstance(self.extra_keys, str) or not all(
+            isinstance(key, str) for key in self.extra_keys
+        ):
+            raise ConfigError(
+                f"{self.maker}: extra_keys = {self.extra_keys!r} must be a list of names, such as "
+                "['clipping_norm']"
+            )
         of_mods = (key for mod in self.mods for key in _keys_of(mod))
         object.__setattr__(self, "declared", frozenset({*self.extra_keys, *of_mods}))
 
@@ -120,18 +156,39 @@ class ReadSettings:
         """Raise `ConfigError` for an unknown setting of a TRAIN message; the trainer's function has `read` some."""
         records = message.content.config_records
         if SPLIT in records:
-            self._check(message, "train config", (ARRAYS, CONFIG, SPLIT), (),
-                        "a split training's settings are arguments of SplitReplay and of its program")
+            self._check(
+                message,
+                "train config",
+                (ARRAYS, CONFIG, SPLIT),
+                (),
+                "a split training's settings are arguments of SplitReplay and of its program",
+            )
         elif GROUP in records:
-            self._check(message, "train config", (ARRAYS, CONFIG, GROUP, RING, PIPELINE, DEPARTURES), read,
-                        "a group's batch size, epochs and seed are arguments of its strategy")
+            self._check(
+                message,
+                "train config",
+                (ARRAYS, CONFIG, GROUP, RING, PIPELINE, DEPARTURES),
+                read,
+                "a group's batch size, epochs and seed are arguments of its strategy",
+            )
         else:
-            self._check(message, "train config", (ARRAYS, CONFIG), (*STANDALONE_KEYS, *read),
-                        f"this client reads {', '.join(STANDALONE_KEYS)}")
+            self._check(
+                message,
+                "train config",
+                (ARRAYS, CONFIG),
+                (*STANDALONE_KEYS, *read),
+                f"this client reads {', '.join(STANDALONE_KEYS)}",
+            )
 
     def check_evaluation(self, message: Message) -> None:
         """Raise `ConfigError` for any setting of an EVALUATE message: none is read."""
-        self._check(message, "evaluate config", (ARRAYS, CONFIG), (), "this client reads none when it evaluates")
+        self._check(
+            message,
+            "evaluate config",
+            (ARRAYS, CONFIG),
+            (),
+            "this client reads none when it evaluates",
+        )
 
     def check_node(self, context: Context) -> None:
         """Raise `ConfigError` for a misspelled key of the node config, or one without the keys that it requires."""
@@ -144,27 +201,49 @@ class ReadSettings:
                 continue
             close = difflib.get_close_matches(plain, _NODE_KEYS, n=1, cutoff=_MIN_SIMILARITY)
             if close or plain.startswith(_OWN_PREFIXES):
-                known = close or [name for name in _NODE_KEYS if name.startswith(plain.partition("-")[0])]
-                raise ConfigError(f"node {context.node_id}: its node config has {key}, which is not used; did you "
-                                  f"mean {' or '.join(known)}? If it is your app's own key, declare it: "
-                                  f"{self.maker}(…, extra_keys=[{key!r}])")
+                known = close or [
+                    name for name in _NODE_KEYS if name.startswith(plain.partition("-")[0])
+                ]
+                raise ConfigError(
+                    f"node {context.node_id}: its node config has {key}, which is not used; did you "
+                    f"mean {' or '.join(known)}? If it is your app's own key, declare it: "
+                    f"{self.maker}(…, extra_keys=[{key!r}])"
+                )
         if config.get("heat") is True and "heat" not in self.declared:
-            raise ConfigError(f"node {context.node_id}: its node config has heat=true, but this app does not limit "
-                              f"heat; give {self.maker} mods=[node_heat_mod] of socflower.clients.heat_mod, or, if "
-                              "another mod does, extra_keys=['heat']")
+            raise ConfigError(
+                f"node {context.node_id}: its node config has heat=true, but this app does not limit "
+                f"heat; give {self.maker} mods=[node_heat_mod] of socflower.clients.heat_mod, or, if "
+                "another mod does, extra_keys=['heat']"
+            )
 
-    def _check(self, message: Message, what: str, records: Collection[str], keys: Collection[str], known: str) -> None:
+    def _check(
+        self,
+        message: Message,
+        what: str,
+        records: Collection[str],
+        keys: Collection[str],
+        known: str,
+    ) -> None:
         for name in message.content:
             if name not in records and name not in self.declared:
-                raise ConfigError(self._unused_text(
-                    f"message: its record {name!r} is not used", name,
-                    f"this client reads {', '.join(records)}; leave arrayrecord_key and configrecord_key of the "
-                    "strategy as they are"))
+                raise ConfigError(
+                    self._unused_text(
+                        f"message: its record {name!r} is not used",
+                        name,
+                        f"this client reads {', '.join(records)}; leave arrayrecord_key and configrecord_key of the "
+                        "strategy as they are",
+                    )
+                )
         config = message.content.config_records.get(CONFIG, ConfigRecord())
         for key in config:
             if key not in keys and key not in _STRATEGY_KEYS and key not in self.declared:
-                raise ConfigError(self._unused_text(f"{what}: {key!r} is not used{_suggestion(key, keys)}", key,
-                                                    "; ".join(filter(None, (_REMEDIES.get(key), known)))))
+                raise ConfigError(
+                    self._unused_text(
+                        f"{what}: {key!r} is not used{_suggestion(key, keys)}",
+                        key,
+                        "; ".join(filter(None, (_REMEDIES.get(key), known))),
+                    )
+                )
 
     def _unused_text(self, text: str, key: str, known: str) -> str:
         return f"{text}; {known}; if a mod of yours reads it, declare it: {self.maker}(…, extra_keys=[{key!r}])"

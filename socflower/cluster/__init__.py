@@ -16,7 +16,15 @@ from socflower.cluster.cost_model import (
 )
 from socflower.cluster.device import Device, LayerTimings, Processor, StepTimings
 from socflower.cluster.device_catalog import device, device_names
-from socflower.cluster.task_graph import HUB, Activity, Compute, Endpoint, GraphBuilder, TaskGraph, Transfer
+from socflower.cluster.task_graph import (
+    HUB,
+    Activity,
+    Compute,
+    Endpoint,
+    GraphBuilder,
+    TaskGraph,
+    Transfer,
+)
 from socflower.cluster.topology import Board, Cluster, Server, Tier
 from socflower.cluster.virtual_clock import DeviceDynamics, Usage, VirtualClock
 

@@ -58,7 +58,9 @@ class LayerProfile:
     weight_bytes: float  # of the weights that are trained
     num_tensors: int  # that are trained
     frozen_bytes: float = 0.0  # of the weights that are not
-    backward_to_forward: float = BACKWARD_TO_FORWARD  # FLOPs of the backward pass for each of the forward pass
+    backward_to_forward: float = (
+        BACKWARD_TO_FORWARD  # FLOPs of the backward pass for each of the forward pass
+    )
     in_backward: bool = True  # whether gradients pass through it, so that its outputs are kept
 
     @property
@@ -80,8 +82,12 @@ class ModelProfile:
     name: str
     layers: tuple[LayerProfile, ...]
     input_bytes: float  # of one sample
-    ran_on: str = field(default="meta", compare=False)  # device of the profiled pass; "meta" computes no values
-    gradients: tuple[Gradient, ...] = ()  # in the order in which rings send them; empty: of no known sizes
+    ran_on: str = field(
+        default="meta", compare=False
+    )  # device of the profiled pass; "meta" computes no values
+    gradients: tuple[
+        Gradient, ...
+    ] = ()  # in the order in which rings send them; empty: of no known sizes
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -105,7 +111,11 @@ class ModelProfile:
     @property
     def trained_share(self) -> float:
         """Its training FLOPs as a part of those with all weights trained, which measured timings are of."""
-        return self.training_flops / (self.forward_flops * (1.0 + BACKWARD_TO_FORWARD)) if self.forward_flops else 1.0
+        return (
+            self.training_flops / (self.forward_flops * (1.0 + BACKWARD_TO_FORWARD))
+            if self.forward_flops
+            else 1.0
+        )
 
     @property
     def weight_bytes(self) -> float:
@@ -131,7 +141,11 @@ class ModelProfile:
     def activation_bytes(self) -> float:
         """Bytes of one sample's activations: those kept for the backward pass, and the largest of the others."""
         kept = sum(layer.output_bytes for layer in self.layers if layer.in_backward)
-        return self.input_bytes + kept + max((0.0, *(x.output_bytes for x in self.layers if not x.in_backward)))
+        return (
+            self.input_bytes
+            + kept
+            + max((0.0, *(x.output_bytes for x in self.layers if not x.in_backward)))
+        )
 
     def training_memory_bytes(self, batch_size: int, optimizer_copies: float = 1.0) -> float:
         """Return the peak memory of a training step: weights, gradients, optimiser state, activations.
@@ -169,7 +183,9 @@ class StepCost:
     backward_s: float
     update_s: float
     processor: str
-    concurrent: tuple[ProcessorCost, ...] = ()  # processors that compute other samples of the share concurrently
+    concurrent: tuple[
+        ProcessorCost, ...
+    ] = ()  # processors that compute other samples of the share concurrently
     merge_s: float = 0.0  # of `processor`, to merge its gradients with theirs before the exchange
 
     @property
@@ -180,7 +196,9 @@ class StepCost:
     @property
     def processors(self) -> tuple[ProcessorCost, ...]:
         """The cost of each processor that takes part, `processor` first."""
-        own = ProcessorCost(processor=self.processor, forward_s=self.forward_s, backward_s=self.backward_s)
+        own = ProcessorCost(
+            processor=self.processor, forward_s=self.forward_s, backward_s=self.backward_s
+        )
         return tuple(part for part in (own, *self.concurrent) if part.compute_s) or (own,)
 
 
@@ -222,7 +240,9 @@ FP32 = OneProcessor()
 """Every device on its default processor."""
 
 
-def step_cost(model: ModelProfile, device: Device, num_samples: int, processor: str | None = None) -> StepCost:
+def step_cost(
+    model: ModelProfile, device: Device, num_samples: int, processor: str | None = None
+) -> StepCost:
     """Return a device's cost for `num_samples` of a batch and one update of the weights.
 
     compute = samples x training FLOPs / sustained rate + layers x fixed overhead, so that T_train(BS) of F1 is less
@@ -250,6 +270,10 @@ def compute_seconds(model: ModelProfile, device: Device, num_samples: int, proce
     return arithmetic_s + (len(model.layers) * device.layer_overhead_s if num_samples else 0.0)
 
 
-def sustained_rates(cluster: Cluster, model_name: str = "", pricing: Pricing = FP32) -> tuple[float, ...]:
+def sustained_rates(
+    cluster: Cluster, model_name: str = "", pricing: Pricing = FP32
+) -> tuple[float, ...]:
     """Return every SoC's FLOP/s on a model, in SoC order: the capacities for shares and plans (F4)."""
-    return tuple(pricing.rate(model_name, cluster.device_of(soc)) for soc in range(cluster.num_socs))
+    return tuple(
+        pricing.rate(model_name, cluster.device_of(soc)) for soc in range(cluster.num_socs)
+    )

@@ -20,12 +20,18 @@ class StepTimings:
 
     def __post_init__(self) -> None:
         if not self.batches or len(self.batches) != len(self.step_s):
-            raise ConfigError(f"timings: need as many step_s as batches and at least one, got {len(self.step_s)} "
-                              f"for {len(self.batches)}")
+            raise ConfigError(
+                f"timings: need as many step_s as batches and at least one, got {len(self.step_s)} "
+                f"for {len(self.batches)}"
+            )
         if self.batches[0] < 1 or any(after <= before for before, after in pairwise(self.batches)):
-            raise ConfigError(f"timings: batches must rise from 1 or more, got {list(self.batches)}")
+            raise ConfigError(
+                f"timings: batches must rise from 1 or more, got {list(self.batches)}"
+            )
         if not all(0.0 < seconds < math.inf for seconds in self.step_s):
-            raise ConfigError(f"timings: step_s must be above 0 and finite, got {list(self.step_s)}")
+            raise ConfigError(
+                f"timings: step_s must be above 0 and finite, got {list(self.step_s)}"
+            )
 
     def seconds(self, num_samples: float) -> float:
         """Return the seconds of a batch; 0.0 for no samples. More samples never take less.
@@ -49,7 +55,9 @@ class StepTimings:
             line_s = rising_s[0] - slope_s * (batches[0] - num_samples)
             return max(line_s, rising_s[0] * num_samples / batches[0])
         if num_samples > batches[-1]:
-            slope_s = (rising_s[-1] - rising_s[-2]) / (batches[-1] - batches[-2]) or rising_s[-1] / batches[-1]
+            slope_s = (rising_s[-1] - rising_s[-2]) / (batches[-1] - batches[-2]) or rising_s[
+                -1
+            ] / batches[-1]
             return rising_s[-1] + slope_s * (num_samples - batches[-1])
         share = (num_samples - batches[right - 1]) / (batches[right] - batches[right - 1])
         return rising_s[right - 1] + share * (rising_s[right] - rising_s[right - 1])
@@ -73,13 +81,21 @@ class Processor:
     flops_per_s: float  # sustained over a whole training step; multiply and add are two operations
     active_w: float  # of the whole device while this processor trains
     number_format: str = "fp32"
-    flops_per_s_by_model: Mapping[str, float] = field(default_factory=dict)  # measured; overrides `flops_per_s`
-    timings: Mapping[str, StepTimings] = field(default_factory=dict)  # by model; measured, overrides all rates
-    layer_timings: Mapping[str, tuple[LayerTimings, ...]] = field(default_factory=dict)  # by model, in running order
+    flops_per_s_by_model: Mapping[str, float] = field(
+        default_factory=dict
+    )  # measured; overrides `flops_per_s`
+    timings: Mapping[str, StepTimings] = field(
+        default_factory=dict
+    )  # by model; measured, overrides all rates
+    layer_timings: Mapping[str, tuple[LayerTimings, ...]] = field(
+        default_factory=dict
+    )  # by model, in running order
     shares: str = ""  # the processor with the same silicon; the two cannot run at the same time
 
     def __post_init__(self) -> None:
-        require_range(f"processor {self.name}", above=0, flops_per_s=self.flops_per_s, active_w=self.active_w)
+        require_range(
+            f"processor {self.name}", above=0, flops_per_s=self.flops_per_s, active_w=self.active_w
+        )
         for model, rate in self.flops_per_s_by_model.items():
             require_range(f"processor {self.name}, model {model}", above=0, flops_per_s=rate)
 
@@ -99,30 +115,51 @@ class Device:
     network_w: float  # drawn on top of the rest while the network interface is busy
     memory_bytes: float
     memory_bytes_per_s: float  # of a streaming update, not the data sheet's peak
-    layer_overhead_s: float  # fixed cost of a layer in a training step; why small batches are less efficient
+    layer_overhead_s: (
+        float  # fixed cost of a layer in a training step; why small batches are less efficient
+    )
 
     def __post_init__(self) -> None:
         if not self.processors:
-            raise ConfigError(f"device {self.name}: has no processor; give at least [processor.cpu]")
-        require_range(f"device {self.name}", above=0, memory_bytes=self.memory_bytes,
-                      memory_bytes_per_s=self.memory_bytes_per_s)
-        require_range(f"device {self.name}", least=0, idle_w=self.idle_w, network_w=self.network_w,
-                      layer_overhead_s=self.layer_overhead_s)
+            raise ConfigError(
+                f"device {self.name}: has no processor; give at least [processor.cpu]"
+            )
+        require_range(
+            f"device {self.name}",
+            above=0,
+            memory_bytes=self.memory_bytes,
+            memory_bytes_per_s=self.memory_bytes_per_s,
+        )
+        require_range(
+            f"device {self.name}",
+            least=0,
+            idle_w=self.idle_w,
+            network_w=self.network_w,
+            layer_overhead_s=self.layer_overhead_s,
+        )
         for name, processor in self.processors.items():
             if not processor.shares:
                 continue
-            others = [other for other, entry in self.processors.items() if other != name and not entry.shares]
+            others = [
+                other
+                for other, entry in self.processors.items()
+                if other != name and not entry.shares
+            ]
             if processor.shares not in others:
-                raise ConfigError(f"device {self.name}: processor {name} shares = {processor.shares!r} must name "
-                                  f"another processor that has silicon of its own: {', '.join(others) or 'none here'}")
+                raise ConfigError(
+                    f"device {self.name}: processor {name} shares = {processor.shares!r} must name "
+                    f"another processor that has silicon of its own: {', '.join(others) or 'none here'}"
+                )
 
     def processor(self, name: str) -> Processor:
         """Return a processor by name; `ConfigError` lists what the device has."""
         try:
             return self.processors[name]
         except KeyError:
-            raise ConfigError(f"device {self.name}: no processor {name!r}; it has "
-                              f"{', '.join(sorted(self.processors))}") from None
+            raise ConfigError(
+                f"device {self.name}: no processor {name!r}; it has "
+                f"{', '.join(sorted(self.processors))}"
+            ) from None
 
     @property
     def default_processor(self) -> str:
@@ -137,13 +174,18 @@ class Device:
     @property
     def accelerator(self) -> str | None:
         """The fastest int8 processor that can run concurrently with the default one; None if there is none."""
-        return self._fastest_int8(lambda name: self.silicon(name) != self.silicon(self.default_processor))
+        return self._fastest_int8(
+            lambda name: self.silicon(name) != self.silicon(self.default_processor)
+        )
 
     def silicon(self, name: str) -> str:
         """Return the processor whose silicon a processor uses: its own name if it shares none."""
         return self.processor(name).shares or name
 
     def _fastest_int8(self, suits: Callable[[str], bool]) -> str | None:
-        names = [name for name, processor in self.processors.items()
-                 if processor.number_format == "int8" and suits(name)]
+        names = [
+            name
+            for name, processor in self.processors.items()
+            if processor.number_format == "int8" and suits(name)
+        ]
         return max(names, key=lambda name: self.processors[name].flops_per_s, default=None)

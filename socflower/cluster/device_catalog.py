@@ -54,8 +54,11 @@ class LayerTable(Table):
     @property
     def timings(self) -> LayerTimings:
         """The layer as a value."""
-        return LayerTimings(name=self.name, kind=self.kind,
-                            timings=StepTimings(batches=self.batch, step_s=self.seconds))
+        return LayerTimings(
+            name=self.name,
+            kind=self.kind,
+            timings=StepTimings(batches=self.batch, step_s=self.seconds),
+        )
 
     def check(self) -> None:
         """Let the value check itself."""
@@ -95,12 +98,19 @@ class ProcessorTable(Table):
     def processor(self, name: str) -> Processor:
         """Return the table as a value."""
         return Processor(
-            name=name, number_format=self.number_format, shares=self.shares or "",
-            flops_per_s=self.flops_per_s.value, active_w=self.active_w.value,
+            name=name,
+            number_format=self.number_format,
+            shares=self.shares or "",
+            flops_per_s=self.flops_per_s.value,
+            active_w=self.active_w.value,
             flops_per_s_by_model={model: table.value for model, table in self.model.items()},
             timings={model: table.timings for model, table in self.model.items() if table.timings},
-            layer_timings={model: tuple(layer.timings for layer in table.layer)
-                           for model, table in self.model.items() if table.layer is not None})
+            layer_timings={
+                model: tuple(layer.timings for layer in table.layer)
+                for model, table in self.model.items()
+                if table.layer is not None
+            },
+        )
 
 
 class LinkTable(Table):
@@ -125,8 +135,12 @@ class DeviceTable(Table):
 
     def device(self, name: str) -> Device:
         """Return the table as a value."""
-        return Device(name=name, processors={key: table.processor(key) for key, table in self.processor.items()},
-                      **{key: getattr(self, key).value for key in DEVICE_FIGURES})
+        return Device(
+            name=name,
+            processors={key: table.processor(key) for key, table in self.processor.items()},
+            **{key: getattr(self, key).value for key in DEVICE_FIGURES},
+        )
+
 
 def check_devices(tables: Mapping[str, DeviceTable]) -> None:
     """Raise `ConfigError` for a name that cannot be, or a device with values that do not fit each other."""
@@ -146,7 +160,9 @@ class DeviceFile(Table):
     def check(self) -> None:
         """Refuse a profile of nothing, and let devices check themselves."""
         if not self.device:
-            raise ConfigError("has no [device.NAME] table; `socflower profile --device snapdragon-865` prints one")
+            raise ConfigError(
+                "has no [device.NAME] table; `socflower profile --device snapdragon-865` prints one"
+            )
         check_devices(self.device)
 
 
@@ -197,7 +213,11 @@ def _is_value(value: object) -> bool:
 
 def _value(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_key(key)} = {_value(entry)}" for key, entry in value.items()) + " }"
+        return (
+            "{ "
+            + ", ".join(f"{_key(key)} = {_value(entry)}" for key, entry in value.items())
+            + " }"
+        )
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, float):
@@ -211,7 +231,11 @@ def _float(value: float) -> str:
     if value == 0.0 or not math.isfinite(value):
         return plain
     exponent = 3 * math.floor(math.log10(abs(value)) / 3)
-    scaled = f"{repr(value / 10.0**exponent).removesuffix('.0')}e{exponent}" if abs(exponent) < 300 else plain
+    scaled = (
+        f"{repr(value / 10.0**exponent).removesuffix('.0')}e{exponent}"
+        if abs(exponent) < 300
+        else plain
+    )
     return scaled if len(scaled) < len(plain) and float(scaled) == value else plain
 
 
@@ -226,7 +250,9 @@ def _dotted(path: tuple[str, ...]) -> str:
 @cache
 def catalog() -> Mapping[str, Any]:
     """Return the whole catalogue, sources included."""
-    return tomllib.loads(resources.files("socflower.cluster").joinpath("catalog.toml").read_text("utf-8"))
+    return tomllib.loads(
+        resources.files("socflower.cluster").joinpath("catalog.toml").read_text("utf-8")
+    )
 
 
 def device_names() -> tuple[str, ...]:
@@ -240,7 +266,9 @@ def device_table(name: str) -> Mapping[str, Any]:
     if name not in devices:
         close = get_close_matches(name, devices, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else "; a file of your own ends in .toml"
-        raise ConfigError(f"device {name!r} is unknown; the catalogue has {', '.join(devices)}{hint}")
+        raise ConfigError(
+            f"device {name!r} is unknown; the catalogue has {', '.join(devices)}{hint}"
+        )
     table: Mapping[str, Any] = devices[name]
     return table
 
@@ -264,6 +292,7 @@ def link_bytes_per_s() -> float:
 def usable_memory_bytes(kind: Device) -> float:
     """Return the memory that training may use on a device, besides its system and runtime."""
     board = catalog()["board"]
-    reserved_bytes, least_part = (float(board[key]["value"]) for key in (
-        "reserved_memory_bytes", "least_part_for_training"))
+    reserved_bytes, least_part = (
+        float(board[key]["value"]) for key in ("reserved_memory_bytes", "least_part_for_training")
+    )
     return max(kind.memory_bytes - reserved_bytes, kind.memory_bytes * least_part)

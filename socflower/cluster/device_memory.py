@@ -19,12 +19,18 @@ def require_memory(kind: Device, needed_bytes: float, what: str, remedy: str) ->
         raise InfeasiblePlan(
             f"{what} takes at least {human_bytes(needed_bytes)} of memory, and {kind.name} has "
             f"{human_bytes(kind.memory_bytes)}, of which system and runtime leave {human_bytes(usable_bytes)}; "
-            f"{remedy}")
+            f"{remedy}"
+        )
 
 
 def require_training_memory(
-    cluster: Cluster, profile: ModelProfile, shares: Mapping[int, int], *, pricing: Pricing = FP32,
-    optimizer_copies: float = 0.0, remedy: str = "use a smaller batch or model",
+    cluster: Cluster,
+    profile: ModelProfile,
+    shares: Mapping[int, int],
+    *,
+    pricing: Pricing = FP32,
+    optimizer_copies: float = 0.0,
+    remedy: str = "use a smaller batch or model",
 ) -> None:
     """Raise `InfeasiblePlan` for the first SoC that has too little memory for its share of a step, in samples.
 
@@ -32,5 +38,9 @@ def require_training_memory(
     """
     width = _WIDTH_IN_INT8 if getattr(pricing, "arithmetic", "") == "int8" else 1.0
     for soc, share in shares.items():
-        require_memory(cluster.device_of(soc), profile.training_memory_bytes(share, optimizer_copies) * width,
-                       f"SoC {soc}: to train {profile.name} on {counted(share, 'sample')} a step", remedy)
+        require_memory(
+            cluster.device_of(soc),
+            profile.training_memory_bytes(share, optimizer_copies) * width,
+            f"SoC {soc}: to train {profile.name} on {counted(share, 'sample')} a step",
+            remedy,
+        )

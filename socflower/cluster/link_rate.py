@@ -18,19 +18,27 @@ class RateSteps:
     times_s: tuple[float, ...]  # rise from 0
     bytes_per_s: tuple[float, ...]
     end_s: float = math.inf
-    _passed_bytes: tuple[float, ...] = field(init=False, repr=False, compare=False)  # by each of the times, and the end
+    _passed_bytes: tuple[float, ...] = field(
+        init=False, repr=False, compare=False
+    )  # by each of the times, and the end
 
     def __post_init__(self) -> None:
         times_s = self.times_s
         if not times_s or len(times_s) != len(self.bytes_per_s) or times_s[0] != 0.0:
-            raise ConfigError("bandwidth profile: needs as many rates as times, the first at 0 s; got "
-                              f"{len(self.bytes_per_s)} rates and times {list(times_s[:3])}...")
+            raise ConfigError(
+                "bandwidth profile: needs as many rates as times, the first at 0 s; got "
+                f"{len(self.bytes_per_s)} rates and times {list(times_s[:3])}..."
+            )
         for before_s, after_s in pairwise((*times_s, self.end_s)):
             if not before_s < after_s:
-                raise ConfigError(f"bandwidth profile: times must rise, but {after_s} s follows {before_s} s")
+                raise ConfigError(
+                    f"bandwidth profile: times must rise, but {after_s} s follows {before_s} s"
+                )
         for time_s, rate in zip(times_s, self.bytes_per_s, strict=True):
             if not 0 <= rate < math.inf:
-                raise ConfigError(f"bandwidth profile: {rate} bytes/s at {time_s} s must be 0 or more and finite")
+                raise ConfigError(
+                    f"bandwidth profile: {rate} bytes/s at {time_s} s must be 0 or more and finite"
+                )
         passed = [0.0]
         for index, (before_s, after_s) in enumerate(pairwise((*times_s, self.end_s))):
             rate = self.bytes_per_s[index]
@@ -61,7 +69,9 @@ class RateSteps:
         """Return how many bytes a link that is always busy has carried since time 0."""
         rounds, within_s = self._locate(time_s)
         index = bisect_right(self.times_s, within_s) - 1
-        total = self._passed_bytes[index] + self.bytes_per_s[index] * (within_s - self.times_s[index])
+        total = self._passed_bytes[index] + self.bytes_per_s[index] * (
+            within_s - self.times_s[index]
+        )
         return total + rounds * self._passed_bytes[-1] if rounds else total
 
     def passed_s(self, start_s: float, num_bytes: float) -> float:
@@ -72,7 +82,9 @@ class RateSteps:
         index = bisect_right(self.times_s, within_s) - 1
         rate = self.bytes_per_s[index]
         next_s = self.times_s[index + 1] if index + 1 < len(self.times_s) else self.end_s
-        if rate and num_bytes <= rate * (next_s - within_s):  # most transfers end in the step in which they begin
+        if rate and num_bytes <= rate * (
+            next_s - within_s
+        ):  # most transfers end in the step in which they begin
             return start_s + num_bytes / rate
         target = self._passed_bytes[index] + rate * (within_s - self.times_s[index]) + num_bytes
         per_round = self._passed_bytes[-1]
@@ -89,7 +101,9 @@ class RateSteps:
             return max(start_s, rounds * self.end_s)
         if index >= len(self.times_s):  # lost for good, or by rounding the very end of a round
             return math.inf if math.isinf(self.end_s) else max(start_s, (rounds + 1) * self.end_s)
-        when_s = self.times_s[index] + (target - self._passed_bytes[index]) / self.bytes_per_s[index]
+        when_s = (
+            self.times_s[index] + (target - self._passed_bytes[index]) / self.bytes_per_s[index]
+        )
         return max(start_s, when_s + rounds * self.end_s if rounds else when_s)
 
     def _locate(self, time_s: float) -> tuple[int, float]:

@@ -25,7 +25,9 @@ class Activity(StrEnum):
     COOLING = "cooling"  # the rack's fans: joules, but no SoC's seconds
 
 
-SOC_ACTIVITIES: tuple[Activity, ...] = tuple(activity for activity in Activity if activity != Activity.COOLING)
+SOC_ACTIVITIES: tuple[Activity, ...] = tuple(
+    activity for activity in Activity if activity != Activity.COOLING
+)
 """The activities that take SoCs' time."""
 
 
@@ -85,11 +87,15 @@ class TaskGraph:
     def __post_init__(self) -> None:
         for index, task in enumerate(self.tasks):
             if any(not 0 <= other < index for other in task.after):
-                raise ConfigError(f"task graph: task {index} ({task.name}) must come after {task.after}, "
-                                  f"which are not all earlier tasks")
+                raise ConfigError(
+                    f"task graph: task {index} ({task.name}) must come after {task.after}, "
+                    f"which are not all earlier tasks"
+                )
             if any(not 0 <= other < len(self.tasks) for other in task.after_previous):
-                raise ConfigError(f"task graph: task {index} ({task.name}) names previous tasks "
-                                  f"{task.after_previous} of {len(self.tasks)}")
+                raise ConfigError(
+                    f"task graph: task {index} ({task.name}) names previous tasks "
+                    f"{task.after_previous} of {len(self.tasks)}"
+                )
             if isinstance(task, Transfer) and (task.rounds != 1 or task.after_round):
                 self._check_rounds(index, task)
 
@@ -102,15 +108,22 @@ class TaskGraph:
         tasks = list(self.tasks)
         for task in closing.tasks:
             place = task.device if isinstance(task, Compute) else task.source
-            own = dict.fromkeys(end for soc in (waits.get(place, ()) if isinstance(place, int) else ())
-                                for end in ends.get(soc, ()))
+            own = dict.fromkeys(
+                end
+                for soc in (waits.get(place, ()) if isinstance(place, int) else ())
+                for end in ends.get(soc, ())
+            )
             shifted = replace(task, after=(*own, *(first + other for other in task.after)))
             if isinstance(shifted, Transfer):
-                shifted = replace(shifted, after_round=tuple(first + other for other in shifted.after_round))
+                shifted = replace(
+                    shifted, after_round=tuple(first + other for other in shifted.after_round)
+                )
             tasks.append(shifted)
-        return TaskGraph(tasks=tuple(tasks), participants=tuple(dict.fromkeys((*self.participants,
-                                                                               *closing.participants))),
-                         num_repeated=first)
+        return TaskGraph(
+            tasks=tuple(tasks),
+            participants=tuple(dict.fromkeys((*self.participants, *closing.participants))),
+            num_repeated=first,
+        )
 
     def _ends(self) -> dict[int, list[int]]:
         """Return each SoC's tasks that no other task of the repetition follows."""
@@ -118,18 +131,27 @@ class TaskGraph:
         ends: dict[int, list[int]] = {}
         for index, task in enumerate(self.tasks):
             if index not in followed:
-                for place in (task.device,) if isinstance(task, Compute) else (task.source, task.target):
+                for place in (
+                    (task.device,) if isinstance(task, Compute) else (task.source, task.target)
+                ):
                     if isinstance(place, int):
                         ends.setdefault(place, []).append(index)
         return ends
 
     def _check_rounds(self, index: int, task: Transfer) -> None:
         if task.rounds < 1:
-            raise ConfigError(f"task graph: task {index} ({task.name}) has {task.rounds} rounds; it needs 1 or more")
-        others = [self.tasks[other] if 0 <= other < len(self.tasks) else None for other in task.after_round]
+            raise ConfigError(
+                f"task graph: task {index} ({task.name}) has {task.rounds} rounds; it needs 1 or more"
+            )
+        others = [
+            self.tasks[other] if 0 <= other < len(self.tasks) else None
+            for other in task.after_round
+        ]
         if any(not isinstance(other, Transfer) or other.rounds != task.rounds for other in others):
-            raise ConfigError(f"task graph: task {index} ({task.name}) follows the rounds of tasks {task.after_round}, "
-                              f"which are not all transfers of {task.rounds} rounds")
+            raise ConfigError(
+                f"task graph: task {index} ({task.name}) follows the rounds of tasks {task.after_round}, "
+                f"which are not all transfers of {task.rounds} rounds"
+            )
 
 
 class GraphBuilder:
@@ -139,22 +161,57 @@ class GraphBuilder:
         self._tasks: list[Task] = []
 
     def compute(
-        self, name: str, device: Endpoint, seconds: float, *, processor: str = "cpu",
-        activity: Activity = Activity.COMPUTE, after: Sequence[int] = (), after_previous: Sequence[int] = (),
+        self,
+        name: str,
+        device: Endpoint,
+        seconds: float,
+        *,
+        processor: str = "cpu",
+        activity: Activity = Activity.COMPUTE,
+        after: Sequence[int] = (),
+        after_previous: Sequence[int] = (),
     ) -> int:
         """Add a `Compute` and return its index."""
-        self._tasks.append(Compute(name=name, device=plain(device), seconds=plain(seconds), processor=processor,
-                                   activity=activity, after=tuple(after), after_previous=tuple(after_previous)))
+        self._tasks.append(
+            Compute(
+                name=name,
+                device=plain(device),
+                seconds=plain(seconds),
+                processor=processor,
+                activity=activity,
+                after=tuple(after),
+                after_previous=tuple(after_previous),
+            )
+        )
         return len(self._tasks) - 1
 
     def transfer(
-        self, name: str, source: Endpoint, target: Endpoint, num_bytes: float, *, num_messages: int = 1,
-        rounds: int = 1, after: Sequence[int] = (), after_previous: Sequence[int] = (), after_round: Sequence[int] = (),
+        self,
+        name: str,
+        source: Endpoint,
+        target: Endpoint,
+        num_bytes: float,
+        *,
+        num_messages: int = 1,
+        rounds: int = 1,
+        after: Sequence[int] = (),
+        after_previous: Sequence[int] = (),
+        after_round: Sequence[int] = (),
     ) -> int:
         """Add a `Transfer` and return its index; `after_round` may name tasks that are yet to be added."""
-        self._tasks.append(Transfer(name=name, source=plain(source), target=plain(target), num_bytes=plain(num_bytes),
-                                    num_messages=plain(num_messages), rounds=plain(rounds), after=tuple(after),
-                                    after_previous=tuple(after_previous), after_round=tuple(after_round)))
+        self._tasks.append(
+            Transfer(
+                name=name,
+                source=plain(source),
+                target=plain(target),
+                num_bytes=plain(num_bytes),
+                num_messages=plain(num_messages),
+                rounds=plain(rounds),
+                after=tuple(after),
+                after_previous=tuple(after_previous),
+                after_round=tuple(after_round),
+            )
+        )
         return len(self._tasks) - 1
 
     @property

@@ -9,9 +9,27 @@ from datetime import date, time
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Self,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_after_validator_function
@@ -26,7 +44,9 @@ class OneOf:
 
     values: Collection[int | str]
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
         """Check the value after its type."""
         return no_info_after_validator_function(self._check, handler(source))
 
@@ -36,7 +56,9 @@ class OneOf:
         return value
 
 
-SchemaVersion = Annotated[int, OneOf((1,)), Field(description="version of the format; 1 is the only one")]
+SchemaVersion = Annotated[
+    int, OneOf((1,)), Field(description="version of the format; 1 is the only one")
+]
 Pairs = tuple[tuple[float, float], ...]
 Text = Annotated[str, Field(pattern=r"\S")]
 
@@ -52,8 +74,14 @@ class Table(BaseModel):
     A key that was renamed has its old name in `Field(json_schema_extra={"was": ...})`.
     """
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, validate_by_name=True,
-                              validate_by_alias=True)
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        validate_by_name=True,
+        validate_by_alias=True,
+    )
     FORM: ClassVar[str] = ""  # how to write such a table in one line, if that is how it is written
 
     @model_validator(mode="after")
@@ -85,13 +113,20 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:
-        raise ConfigError(f"{what} {path}: cannot be read ({error.strerror}); check the path") from None
+        raise ConfigError(
+            f"{what} {path}: cannot be read ({error.strerror}); check the path"
+        ) from None
     except UnicodeDecodeError:
         raise ConfigError(f"{what} {path}: is not UTF-8 text; is it a TOML file?") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{what} {path}: not valid TOML: {error}") from None
-    except (RecursionError, ValueError) as error:  # nesting; a number of more digits than Python converts
-        raise ConfigError(f"{what} {path}: not valid TOML: {str(error).partition(';')[0]}") from None
+    except (
+        RecursionError,
+        ValueError,
+    ) as error:  # nesting; a number of more digits than Python converts
+        raise ConfigError(
+            f"{what} {path}: not valid TOML: {str(error).partition(';')[0]}"
+        ) from None
 
 
 def parse_value(text: str) -> object:
@@ -106,7 +141,9 @@ def read_table(kind: type[_Kind], table: object, where: str) -> _Kind:
     """Return a table's values as `kind`; `ConfigError` names `where`, the first wrong key, its value and the remedy."""
     try:
         # The rules of JSON input are those of TOML: a list for a tuple, a table for a dataclass, and nothing else.
-        return kind.model_validate_json(json.dumps(table, default=_plain), by_alias=True, by_name=False)
+        return kind.model_validate_json(
+            json.dumps(table, default=_plain), by_alias=True, by_name=False
+        )
     except ValidationError as error:
         raise ConfigError(_refusal(kind, table, where, error)) from None
     except RecursionError:
@@ -126,8 +163,10 @@ def keys_of(kind: type) -> dict[str, FieldInfo]:
     """Return the keys of a table with type, default, limits and description. `kind` may be a dataclass too."""
     if is_dataclass(kind):
         hints = get_type_hints(kind, include_extras=True)
-        return {entry.name: FieldInfo.from_annotated_attribute(hints[entry.name], entry.default)
-                for entry in fields(kind)}
+        return {
+            entry.name: FieldInfo.from_annotated_attribute(hints[entry.name], entry.default)
+            for entry in fields(kind)
+        }
     assert issubclass(kind, BaseModel)
     return {entry.alias or name: entry for name, entry in kind.model_fields.items()}
 
@@ -140,11 +179,17 @@ def allowed(annotation: Any, limits: Sequence[Any] = ()) -> str:
         return allowed(inner, (*limits, *more))
     if get_origin(annotation) in (Union, UnionType):
         kinds = [kind for kind in get_args(annotation) if kind is not NoneType]
-        return " or ".join(allowed(kind, limits) for kind in kinds if kind is not int or float not in kinds)
+        return " or ".join(
+            allowed(kind, limits) for kind in kinds if kind is not int or float not in kinds
+        )
     for limit in limits:
         if isinstance(limit, OneOf):
             values = [*limit.values]
-            return f"one of {', '.join(map(str, values))}" if len(values) > 1 else json.dumps(values[0])
+            return (
+                f"one of {', '.join(map(str, values))}"
+                if len(values) > 1
+                else json.dumps(values[0])
+            )
     if get_origin(annotation) is tuple:
         return f"a list of {_items(get_args(annotation)[0])}{_range(limits)}"
     return f"{_TYPES.get(annotation, 'a table')}{_range(limits)}"
@@ -170,14 +215,30 @@ def _flat(limits: Sequence[Any]) -> Iterator[Any]:
 
 
 def _range(limits: Sequence[Any]) -> str:
-    number = {name: f"{getattr(limit, name):.15g}" for limit in limits for name in ("gt", "ge", "lt", "le")
-              if getattr(limit, name, None) is not None}
-    is_filled = any(getattr(limit, name, None) for limit in limits for name in ("min_length", "pattern"))
+    number = {
+        name: f"{getattr(limit, name):.15g}"
+        for limit in limits
+        for name in ("gt", "ge", "lt", "le")
+        if getattr(limit, name, None) is not None
+    }
+    is_filled = any(
+        getattr(limit, name, None) for limit in limits for name in ("min_length", "pattern")
+    )
     if {"ge", "le"} <= set(number):
         return f" from {number['ge']} to {number['le']}"
-    words = (f"above {number['gt']}" if "gt" in number else f"of {number['ge']} or more" if "ge" in number else "",
-             f"below {number['lt']}" if "lt" in number else f"at most {number['le']}" if "le" in number else "",
-             "that is not empty" if is_filled else "")
+    words = (
+        f"above {number['gt']}"
+        if "gt" in number
+        else f"of {number['ge']} or more"
+        if "ge" in number
+        else "",
+        f"below {number['lt']}"
+        if "lt" in number
+        else f"at most {number['le']}"
+        if "le" in number
+        else "",
+        "that is not empty" if is_filled else "",
+    )
     return f" {' and '.join(filter(None, words))}".rstrip()
 
 
@@ -186,7 +247,9 @@ def _refusal(kind: type, document: object, where: str, error: ValidationError) -
     """Return the line on the first unknown key, which explains a missing one, else on the first error."""
     errors = error.errors(include_url=False, include_input=False)
     unknown = ("extra_forbidden", "unexpected_keyword_argument")
-    return _line(kind, document, where, next((each for each in errors if each["type"] in unknown), errors[0]))
+    return _line(
+        kind, document, where, next((each for each in errors if each["type"] in unknown), errors[0])
+    )
 
 
 def _line(kind: type, document: Any, where: str, error: Any) -> str:
@@ -213,8 +276,10 @@ def _line(kind: type, document: Any, where: str, error: Any) -> str:
             if not isinstance(value, Mapping):
                 return f"{_place(where, path)} must be a table, got {_shown(value)}"
             path.append(loc[0])
-            return (f"{_key(where, path)} = {_shown(value[str(loc[0])])} must be "
-                    f"{allowed(get_args(entry.annotation)[1])}{_finite(error)}")
+            return (
+                f"{_key(where, path)} = {_shown(value[str(loc[0])])} must be "
+                f"{allowed(get_args(entry.annotation)[1])}{_finite(error)}"
+            )
         if inner is None:
             break
         if loc and shape:  # an entry of a list of tables, or of tables by name
@@ -249,7 +314,11 @@ def unknown_key(name: str, value: object, keys: Mapping[str, FieldInfo | None], 
     """Return the line on an unknown key, with its successor, the closest known one, or all of them."""
     before = f"{at}: " if at else ""
     for key, entry in keys.items():
-        if entry and isinstance(entry.json_schema_extra, dict) and entry.json_schema_extra.get("was") == name:
+        if (
+            entry
+            and isinstance(entry.json_schema_extra, dict)
+            and entry.json_schema_extra.get("was") == name
+        ):
             return f"{before}key {name!r} is called {key!r} now; rename it"
     close = get_close_matches(name, keys, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(keys)}"
@@ -270,14 +339,19 @@ def _no_table(where: str, path: list[int | str], value: object, inner: type, sha
 
 def table_of(annotation: Any) -> tuple[Any, str]:
     """Return the table that a key takes, and "list" or "dict" if it takes several; None for a value."""
-    origin, inner = get_origin(annotation), [kind for kind in get_args(annotation) if kind is not NoneType]
+    origin, inner = (
+        get_origin(annotation),
+        [kind for kind in get_args(annotation) if kind is not NoneType],
+    )
     if origin in (Annotated, Union, UnionType):
         found = [table_of(kind) for kind in (inner[:1] if origin is Annotated else inner)]
         return next((each for each in found if each[0]), (None, ""))
     if origin in (tuple, dict):
         table, _ = table_of(inner[0] if origin is tuple else inner[1])
         return (table, "list" if origin is tuple else "dict") if table else (None, "")
-    is_table = isinstance(annotation, type) and (issubclass(annotation, BaseModel) or is_dataclass(annotation))
+    is_table = isinstance(annotation, type) and (
+        issubclass(annotation, BaseModel) or is_dataclass(annotation)
+    )
     return (annotation, "") if is_table else (None, "")
 
 
@@ -295,7 +369,13 @@ def _key(where: str, path: Sequence[int | str]) -> str:
 
 def _at(place: str, text: str) -> str:
     """Return a text after its place: "file.toml: seed", "file.toml [train] epochs"."""
-    return text if not place else f"{place} {text}" if re.search(r"\](?: \d+)?$", place) else f"{place}: {text}"
+    return (
+        text
+        if not place
+        else f"{place} {text}"
+        if re.search(r"\](?: \d+)?$", place)
+        else f"{place}: {text}"
+    )
 
 
 def _shown(value: object) -> str:

@@ -36,8 +36,12 @@ class Board:
     def __post_init__(self) -> None:
         if self.num_slots < 1:
             raise ConfigError(f"board: needs at least one SoC slot, got {self.num_slots}")
-        require_range("board", above=0, soc_bytes_per_s=self.soc_bytes_per_s,
-                      uplink_bytes_per_s=self.uplink_bytes_per_s)
+        require_range(
+            "board",
+            above=0,
+            soc_bytes_per_s=self.soc_bytes_per_s,
+            uplink_bytes_per_s=self.uplink_bytes_per_s,
+        )
 
 
 @plain_numbers
@@ -68,7 +72,9 @@ class Cluster:
     boards: tuple[Board, ...]
     hub_bytes_per_s: float
     message_s: float  # handling of one message of one tensor at each end
-    servers: tuple[Server, ...] = ()  # of a site, each with the next boards; empty: one server without an uplink
+    servers: tuple[
+        Server, ...
+    ] = ()  # of a site, each with the next boards; empty: one server without an uplink
 
     def __post_init__(self) -> None:
         if not self.boards:
@@ -77,8 +83,10 @@ class Cluster:
         if not self.message_s >= 0:
             raise ConfigError(f"cluster: message_s must not be negative, got {self.message_s}")
         if self.servers and sum(server.num_boards for server in self.servers) != len(self.boards):
-            raise ConfigError(f"cluster: its servers have {sum(server.num_boards for server in self.servers)} boards, "
-                              f"and {len(self.boards)} are described")
+            raise ConfigError(
+                f"cluster: its servers have {sum(server.num_boards for server in self.servers)} boards, "
+                f"and {len(self.boards)} are described"
+            )
 
     @cached_property
     def _first_soc(self) -> tuple[int, ...]:
@@ -143,7 +151,9 @@ class Cluster:
         near, far = self.board_of(source), self.board_of(target)
         if near == far:
             return Tier.INTRA_BOARD
-        return Tier.INTER_BOARD if self.server_of(near) == self.server_of(far) else Tier.INTER_SERVER
+        return (
+            Tier.INTER_BOARD if self.server_of(near) == self.server_of(far) else Tier.INTER_SERVER
+        )
 
     def _to_top(self, endpoint: Endpoint, port: str, uplink: str) -> tuple[str, ...]:
         """Return the links from an endpoint to the switch that all share."""
@@ -158,10 +168,23 @@ class Cluster:
 
 
 def uniform_cluster(
-    device: Device, slots_per_board: Sequence[int], *, soc_bytes_per_s: float, board_bytes_per_s: float,
-    hub_bytes_per_s: float, message_s: float, name: str = "cluster",
+    device: Device,
+    slots_per_board: Sequence[int],
+    *,
+    soc_bytes_per_s: float,
+    board_bytes_per_s: float,
+    hub_bytes_per_s: float,
+    message_s: float,
+    name: str = "cluster",
 ) -> Cluster:
     """Return a cluster of one kind of device; `slots_per_board` holds the slots in use on each board."""
-    boards = tuple(Board(num_slots=slots, device=device, soc_bytes_per_s=soc_bytes_per_s,
-                         uplink_bytes_per_s=board_bytes_per_s) for slots in slots_per_board)
+    boards = tuple(
+        Board(
+            num_slots=slots,
+            device=device,
+            soc_bytes_per_s=soc_bytes_per_s,
+            uplink_bytes_per_s=board_bytes_per_s,
+        )
+        for slots in slots_per_board
+    )
     return Cluster(name=name, boards=boards, hub_bytes_per_s=hub_bytes_per_s, message_s=message_s)

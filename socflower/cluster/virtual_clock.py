@@ -32,7 +32,9 @@ class Usage:
     def bytes_by_tier(self) -> dict[str, float]:
         """The bytes of every tier by its name, 0 without traffic; between servers only if there is some."""
         found = {tier.value: self.num_bytes.get(tier, 0.0) for tier in Tier}
-        return {tier: count for tier, count in found.items() if count or tier != Tier.INTER_SERVER.value}
+        return {
+            tier: count for tier, count in found.items() if count or tier != Tier.INTER_SERVER.value
+        }
 
     def __add__(self, other: "Usage") -> "Usage":
         """Return the usage of both, one after the other."""
@@ -62,14 +64,22 @@ class Pace:
     """
 
     remaining: dict[int, int]  # repetitions that each SoC has not started
-    ahead_s: dict[int, float] = field(default_factory=dict)  # from the clock to the end of the repetition in progress
-    in_progress_w: dict[int, float] = field(default_factory=dict)  # each SoC's power during that time
-    ended_s: dict[int, float] = field(default_factory=dict)  # by the clock: when a SoC without remaining work ends
+    ahead_s: dict[int, float] = field(
+        default_factory=dict
+    )  # from the clock to the end of the repetition in progress
+    in_progress_w: dict[int, float] = field(
+        default_factory=dict
+    )  # each SoC's power during that time
+    ended_s: dict[int, float] = field(
+        default_factory=dict
+    )  # by the clock: when a SoC without remaining work ends
 
     @property
     def done(self) -> bool:
         """Whether all SoCs have finished."""
-        return not any(self.remaining.values()) and not any(ahead_s > 0.0 for ahead_s in self.ahead_s.values())
+        return not any(self.remaining.values()) and not any(
+            ahead_s > 0.0 for ahead_s in self.ahead_s.values()
+        )
 
 
 class VirtualClock(Protocol):
@@ -93,7 +103,9 @@ class VirtualClock(Protocol):
         """Return the SoCs that users have now and training must not use."""
         ...
 
-    def run(self, graph: TaskGraph, *, repeat: int = 1, label: str = "", head_start_s: float = 0.0) -> Usage:
+    def run(
+        self, graph: TaskGraph, *, repeat: int = 1, label: str = "", head_start_s: float = 0.0
+    ) -> Usage:
         """Execute `graph` `repeat` times, repetitions overlapping as its dependencies allow, and advance.
 
         With `head_start_s` the graph began so long ago, beside what was run since then, in which the SoCs that it uses
@@ -101,8 +113,15 @@ class VirtualClock(Protocol):
         """
         ...
 
-    def run_overlapped(self, graph: TaskGraph, closing: TaskGraph, waits: Mapping[int, Sequence[int]], *, repeat: int,
-                       labels: tuple[str, str] = ("", "")) -> Usage | None:
+    def run_overlapped(
+        self,
+        graph: TaskGraph,
+        closing: TaskGraph,
+        waits: Mapping[int, Sequence[int]],
+        *,
+        repeat: int,
+        labels: tuple[str, str] = ("", ""),
+    ) -> Usage | None:
         """Execute `graph` so many times and `closing` once, without a barrier between them, and advance.
 
         For `closing` a SoC computes and sends when the last repetition has ended on the SoCs of its entry in `waits`.
@@ -120,7 +139,9 @@ class VirtualClock(Protocol):
         """Return after how many seconds of such a run each SoC would have done its last repetition; no time passes."""
         ...
 
-    def run_while_steady(self, graph: TaskGraph, pace: Pace, *, at_most: int | None = None, label: str = "") -> Usage:
+    def run_while_steady(
+        self, graph: TaskGraph, pace: Pace, *, at_most: int | None = None, label: str = ""
+    ) -> Usage:
         """Execute `graph` until speeds or users change, or all is done; advance `pace` and return the usage.
 
         All tasks of `graph` are of SoCs in `pace`. It also ends once a part has done `at_most` repetitions.

@@ -16,8 +16,11 @@ Weights: TypeAlias = Mapping[str, NDArray[Any]]
 def arrays_in(labels: Labels) -> list[NDArray[Any]]:
     """Return the arrays of labels that have elements."""
     if isinstance(labels, Mapping | tuple | list):
-        return [array for part in (labels.values() if isinstance(labels, Mapping) else labels)
-                for array in arrays_in(part)]
+        return [
+            array
+            for part in (labels.values() if isinstance(labels, Mapping) else labels)
+            for array in arrays_in(part)
+        ]
     return [labels] if labels.size else []
 
 
@@ -86,7 +89,9 @@ class FrontHalf(Half, Protocol):
 class BackHalf(Half, Protocol):
     """The half with the loss."""
 
-    def step(self, batch: int, features: Sequence[Array], labels: Labels) -> tuple[list[Array | None], float]:
+    def step(
+        self, batch: int, features: Sequence[Array], labels: Labels
+    ) -> tuple[list[Array | None], float]:
         """Do forward, backward and update; return the gradient for each part of the features, and the loss.
 
         Several parts are those of several parties that hold different features of the same samples, in party order. A

@@ -31,7 +31,13 @@ from socflower.edgecloud.runtime.half_optimizer import Schedule, constant_rate
 from socflower.edgecloud.runtime.halves import HalfStep, Passes, require_loss, targets_from
 from socflower.edgecloud.runtime.int8_front import Int8Front
 from socflower.edgecloud.runtime.mixed_front import MixedEdge, MixedFront
-from socflower.edgecloud.samples import LABELS, BatchSource, PartyBatches, inputs_and_labels, label_arrays
+from socflower.edgecloud.samples import (
+    LABELS,
+    BatchSource,
+    PartyBatches,
+    inputs_and_labels,
+    label_arrays,
+)
 from socflower.errors import ConfigError, require_range
 from socflower.plain_numbers import plain_numbers
 from socflower.training.fp32 import LossFn, OptimizerFn, sgd
@@ -63,7 +69,11 @@ class PlacedHalf(Generic[HalfT]):
 
 def without_prefix(prefix: str, arrays: Arrays) -> dict[str, NDArray[Any]]:
     """Return the arrays whose names begin with a prefix, under their names without the prefix."""
-    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): array
+        for name, array in arrays.items()
+        if name.startswith(prefix)
+    }
 
 
 @plain_numbers
@@ -100,23 +110,34 @@ class SplitProgram(ABC):
         if self.edge_trainer is not None:
             self._check_int8(where)
         if self.train_step is not None and self.loss is not functional.cross_entropy:
-            raise ConfigError(f"{where}: train_step computes the loss itself, so loss would be ignored; give one of "
-                              "the two")
+            raise ConfigError(
+                f"{where}: train_step computes the loss itself, so loss would be ignored; give one of "
+                "the two"
+            )
         if self.max_grad_norm is not None:
             require_range(where, above=0.0, max_grad_norm=self.max_grad_norm)
         if self.autocast not in (None, torch.bfloat16):
-            raise ConfigError(f"{where}: autocast = {self.autocast}; use torch.bfloat16, or None for float32")
+            raise ConfigError(
+                f"{where}: autocast = {self.autocast}; use torch.bfloat16, or None for float32"
+            )
 
     def _check_int8(self, where: str) -> None:
         is_mixed = isinstance(self.edge_trainer, MixedEdge)
-        for name, value, suits in (("autocast", self.autocast, False), ("max_grad_norm", self.max_grad_norm, is_mixed),
-                                   ("train_step", self.train_step, not is_mixed)):
+        for name, value, suits in (
+            ("autocast", self.autocast, False),
+            ("max_grad_norm", self.max_grad_norm, is_mixed),
+            ("train_step", self.train_step, not is_mixed),
+        ):
             if value is not None and not suits:
-                raise ConfigError(f"{where}: {name} = {value} is not for an edge_trainer, whose half is in integers; "
-                                  "leave one of the two out")
+                raise ConfigError(
+                    f"{where}: {name} = {value} is not for an edge_trainer, whose half is in integers; "
+                    "leave one of the two out"
+                )
         if self.is_reverse:
-            raise ConfigError(f"{where}: edge_trainer in a reverse split, whose edge has the loss: integer arithmetic "
-                              "knows softmax cross-entropy only; train in FP32")
+            raise ConfigError(
+                f"{where}: edge_trainer in a reverse split, whose edge has the loss: integer arithmetic "
+                "knows softmax cross-entropy only; train in FP32"
+            )
 
     @property
     def is_reverse(self) -> bool:
@@ -149,30 +170,81 @@ class SplitProgram(ABC):
         split, prefix = self._front_part(party)
         if self.edge_trainer is not None:
             if isinstance(self.edge_trainer, MixedEdge):
-                return PlacedHalf(MixedFront(
-                    split, self._place(cut), batches, self.optimizer, self.edge_trainer, party=party,
-                    schedule=self.schedule, seed=self.seed + party, passes=self._passes), prefix)
+                return PlacedHalf(
+                    MixedFront(
+                        split,
+                        self._place(cut),
+                        batches,
+                        self.optimizer,
+                        self.edge_trainer,
+                        party=party,
+                        schedule=self.schedule,
+                        seed=self.seed + party,
+                        passes=self._passes,
+                    ),
+                    prefix,
+                )
             if not isinstance(batches, PartyBatches):
-                raise ConfigError("split training: edge_trainer needs PartyBatches, which know the training's length")
-            return PlacedHalf(Int8Front(split, self._place(cut), batches, self.edge_trainer, loss=self.loss,
-                                        progress=batches.progress, seed=self.seed + party), prefix)
-        return PlacedHalf(TorchFront(split, self._place(cut), batches, self.optimizer, schedule=self.schedule,
-                                     seed=self.seed + party, device=self._own_device(), passes=self._passes), prefix)
+                raise ConfigError(
+                    "split training: edge_trainer needs PartyBatches, which know the training's length"
+                )
+            return PlacedHalf(
+                Int8Front(
+                    split,
+                    self._place(cut),
+                    batches,
+                    self.edge_trainer,
+                    loss=self.loss,
+                    progress=batches.progress,
+                    seed=self.seed + party,
+                ),
+                prefix,
+            )
+        return PlacedHalf(
+            TorchFront(
+                split,
+                self._place(cut),
+                batches,
+                self.optimizer,
+                schedule=self.schedule,
+                seed=self.seed + party,
+                device=self._own_device(),
+                passes=self._passes,
+            ),
+            prefix,
+        )
 
     def back(self, cut: int | None, batches: PartyBatches | None = None) -> PlacedHalf[TorchBack]:
         """Return the back half, which is empty if the edge has all layers.
 
         With `batches` it has its own targets (a reverse split).
         """
-        targets = None if batches is None else lambda batch: torch.from_numpy(batches.targets(batch))
-        return PlacedHalf(TorchBack(self._back_part(), self._place(cut), self.optimizer, self.loss,
-                                    schedule=self.schedule, seed=self.seed, targets=targets,
-                                    device=self._own_device(), passes=self._passes), self.cloud_prefix)
+        targets = (
+            None if batches is None else lambda batch: torch.from_numpy(batches.targets(batch))
+        )
+        return PlacedHalf(
+            TorchBack(
+                self._back_part(),
+                self._place(cut),
+                self.optimizer,
+                self.loss,
+                schedule=self.schedule,
+                seed=self.seed,
+                targets=targets,
+                device=self._own_device(),
+                passes=self._passes,
+            ),
+            self.cloud_prefix,
+        )
 
     @property
     def _passes(self) -> Passes:
-        return Passes(loss=self.loss, train_step=self.train_step, max_grad_norm=self.max_grad_norm,
-                      autocast=self.autocast)
+        return Passes(
+            loss=self.loss,
+            train_step=self.train_step,
+            max_grad_norm=self.max_grad_norm,
+            autocast=self.autocast,
+        )
 
     def _own_device(self) -> torch.device:
         return resolve_device(self.device, "split training: device")
@@ -200,7 +272,11 @@ class SplitProgram(ABC):
         """
         if not batch:
             return self
-        return replace(self, schedule=lambda own: self.schedule(batch + own), seed=self.seed + _SEEDS_APART * batch)
+        return replace(
+            self,
+            schedule=lambda own: self.schedule(batch + own),
+            seed=self.seed + _SEEDS_APART * batch,
+        )
 
     def edge_names(self, party: int, cut: int | None) -> Collection[str]:
         """Return the names of the tensors that are at an edge."""
@@ -250,8 +326,10 @@ class LayeredProgram(SplitProgram):
     def _check_int8(self, where: str) -> None:
         super()._check_int8(where)
         if self.frozen is not None:
-            raise ConfigError(f"{where}: frozen = {self.frozen!r} is not for an edge_trainer: frozen layers stay in "
-                              "evaluation mode, and int8 training normalises by the batch; leave one of the two out")
+            raise ConfigError(
+                f"{where}: frozen = {self.frozen!r} is not for an edge_trainer: frozen layers stay in "
+                "evaluation mode, and int8 training normalises by the batch; leave one of the two out"
+            )
 
     @property
     def is_reverse(self) -> bool:
@@ -265,7 +343,9 @@ class LayeredProgram(SplitProgram):
             # A copy, since layers are frozen in it, and `model_fn` may return a model that its user keeps.
             return capture_split(copied(self.model()), self.example, frozen=self.frozen)
         except NoParts as error:
-            raise ConfigError(f"{error}; or divide it yourself, in two submodules, and use HalvesProgram") from error
+            raise ConfigError(
+                f"{error}; or divide it yourself, in two submodules, and use HalvesProgram"
+            ) from error
 
     def _frozen_model(self) -> nn.Module:
         return self.split.model
@@ -299,8 +379,10 @@ class _NamedParts(SplitProgram):
     top: str
 
     def _check_int8(self, where: str) -> None:
-        raise ConfigError(f"{where}: edge_trainer is for a LayeredProgram: the parts of a {type(self).__name__} may be "
-                          "no networks of images, which int8 training needs; leave it out")
+        raise ConfigError(
+            f"{where}: edge_trainer is for a LayeredProgram: the parts of a {type(self).__name__} may be "
+            "no networks of images, which int8 training needs; leave it out"
+        )
 
     @property
     def cloud_prefix(self) -> str:
@@ -317,18 +399,26 @@ class _NamedParts(SplitProgram):
 
     def front_names(self, party: int, cut: int | None) -> Collection[str]:
         """Return the names of the tensors in a party's bottom model."""
-        return [name for name in self._frozen_model().state_dict() if name.startswith(f"{self.bottom_of(party)}.")]
+        return [
+            name
+            for name in self._frozen_model().state_dict()
+            if name.startswith(f"{self.bottom_of(party)}.")
+        ]
 
     def _digest(self, what: str) -> str:
         """Return a digest of `what`, and of all names and shapes."""
         state = self._frozen_model().state_dict()
-        layout = ";".join(f"{name}:{tensor.dtype}{tuple(tensor.shape)}" for name, tensor in state.items())
+        layout = ";".join(
+            f"{name}:{tensor.dtype}{tuple(tensor.shape)}" for name, tensor in state.items()
+        )
         return hashlib.sha256(f"{what}|{self.top}|{layout}".encode()).hexdigest()
 
     def _place(self, cut: int | None) -> int:
         if cut != 0:
-            raise ConfigError(f"split training: cut = {cut}; a model of named parts has one cut, 0, at the end of "
-                              f"{self.bottom_of(0)}")
+            raise ConfigError(
+                f"split training: cut = {cut}; a model of named parts has one cut, 0, at the end of "
+                f"{self.bottom_of(0)}"
+            )
         return cut
 
 
@@ -347,8 +437,10 @@ class JoinedProgram(_NamedParts):
     def __post_init__(self) -> None:
         SplitProgram.__post_init__(self)
         if len(self.bottoms) != len(self.examples):
-            raise ConfigError(f"joined training: {len(self.bottoms)} bottom models and {len(self.examples)} examples; "
-                              "need one for each party")
+            raise ConfigError(
+                f"joined training: {len(self.bottoms)} bottom models and {len(self.examples)} examples; "
+                "need one for each party"
+            )
 
     @property
     def num_parties(self) -> int:
@@ -365,7 +457,9 @@ class JoinedProgram(_NamedParts):
 
     def _front_part(self, party: int) -> tuple[SplitModel, str]:
         bottom = self.bottoms[party]
-        return whole_front(copied(self.model().get_submodule(bottom)), self.examples[party]), f"{bottom}."
+        return whole_front(
+            copied(self.model().get_submodule(bottom)), self.examples[party]
+        ), f"{bottom}."
 
     def _back_part(self) -> SplitModel:
         return whole_back(copied(self.model().get_submodule(self.top)))
@@ -400,9 +494,15 @@ class HalvesProgram(_NamedParts):
         if not self.shared:
             return inputs, labels
         if not isinstance(inputs, Mapping) or not set(self.shared) <= set(inputs):
-            raise ConfigError(f"split training: shared = {list(self.shared)} must be entries of a batch in a dict; the "
-                              f"data give {form_of(batch)}")
-        own = {key: part for key, part in inputs.items() if key not in self.shared or key in self._bottom_takes}
+            raise ConfigError(
+                f"split training: shared = {list(self.shared)} must be entries of a batch in a dict; the "
+                f"data give {form_of(batch)}"
+            )
+        own = {
+            key: part
+            for key, part in inputs.items()
+            if key not in self.shared or key in self._bottom_takes
+        }
         return own, {LABELS: labels, **{key: inputs[key] for key in self.shared}}
 
     def fingerprint(self) -> str:
@@ -428,27 +528,39 @@ class HalvesProgram(_NamedParts):
         with forked_generator():
             features = output_of(front.model, inputs).detach().requires_grad_()
             try:
-                loss = self._passes.loss_of(back.model, features, targets_from(label_arrays(labels), features.device))
+                loss = self._passes.loss_of(
+                    back.model, features, targets_from(label_arrays(labels), features.device)
+                )
                 require_loss(loss, type(model).__name__)
             except Exception as error:
                 if isinstance(error, ConfigError):
                     raise
-                raise ConfigError(f"model {type(model).__name__}: {self.top!r} and the loss do not take features of "
-                                  f"shape {tuple(features.shape)} with {form_of(labels)} of the example: "
-                                  f"{reason(error)}") from error
-        frozen = sorted(name for name, weight in model.named_parameters() if not weight.requires_grad)
+                raise ConfigError(
+                    f"model {type(model).__name__}: {self.top!r} and the loss do not take features of "
+                    f"shape {tuple(features.shape)} with {form_of(labels)} of the example: "
+                    f"{reason(error)}"
+                ) from error
+        frozen = sorted(
+            name for name, weight in model.named_parameters() if not weight.requires_grad
+        )
         return self._digest(f"{self.bottom}|{list(self.shared)}|{frozen}")
 
     def _check_parts(self, model: nn.Module) -> None:
         name, halves = type(model).__name__, dict[int, str]()
         for key, tensor in tensors_of(model).items():
-            part = next((part for part in (self.bottom, self.top) if key.startswith(f"{part}.")), None)
+            part = next(
+                (part for part in (self.bottom, self.top) if key.startswith(f"{part}.")), None
+            )
             if part is None:
-                raise ConfigError(f"model {name}: {key!r} is neither in {self.bottom!r} nor in {self.top!r}; put it "
-                                  "into one of the halves")
+                raise ConfigError(
+                    f"model {name}: {key!r} is neither in {self.bottom!r} nor in {self.top!r}; put it "
+                    "into one of the halves"
+                )
             if halves.setdefault(id(tensor), part) != part:
-                raise ConfigError(f"model {name}: {key!r} is a weight of both halves, which two machines cannot share; "
-                                  "give each half its own")
+                raise ConfigError(
+                    f"model {name}: {key!r} is a weight of both halves, which two machines cannot share; "
+                    "give each half its own"
+                )
 
     @cached_property
     def _original(self) -> nn.Module:
@@ -465,37 +577,66 @@ class HalvesProgram(_NamedParts):
     @property
     def _passes(self) -> Passes:
         passes = super()._passes
-        return replace(passes, train_step=self._loss_of_top) if self.shared and self.train_step is None else passes
+        return (
+            replace(passes, train_step=self._loss_of_top)
+            if self.shared and self.train_step is None
+            else passes
+        )
 
-    def _loss_of_top(self, top: nn.Module, features: Tensor, travelled: Mapping[str, Any]) -> Tensor:
-        return self.loss(top(features, **{key: travelled[key] for key in self.shared}), travelled[LABELS])
+    def _loss_of_top(
+        self, top: nn.Module, features: Tensor, travelled: Mapping[str, Any]
+    ) -> Tensor:
+        return self.loss(
+            top(features, **{key: travelled[key] for key in self.shared}), travelled[LABELS]
+        )
 
     def _part(self, path: str) -> nn.Module:
         model = self._original
         try:
             return model.get_submodule(path)
         except AttributeError:
-            raise ConfigError(f"model {type(model).__name__}: has no submodule {path!r}; its parts are "
-                              f"{', '.join(name for name, _ in model.named_children())}") from None
+            raise ConfigError(
+                f"model {type(model).__name__}: has no submodule {path!r}; its parts are "
+                f"{', '.join(name for name, _ in model.named_children())}"
+            ) from None
 
     def _evaluating(self, part: nn.Module) -> frozenset[str]:
         """Return the layers of a half that stay in evaluation mode."""
-        return frozenset(path for path, module in part.named_modules()
-                         if self._original.training and not module.training)
+        return frozenset(
+            path
+            for path, module in part.named_modules()
+            if self._original.training and not module.training
+        )
 
     def _front_part(self, party: int) -> tuple[SplitModel, str]:
         bottom = self._part(self.bottom)
-        return whole_front(copied(bottom), self.divide(self.example)[0], name=self.bottom,
-                           evaluating=self._evaluating(bottom), may_be_frozen=True), f"{self.bottom}."
+        return whole_front(
+            copied(bottom),
+            self.divide(self.example)[0],
+            name=self.bottom,
+            evaluating=self._evaluating(bottom),
+            may_be_frozen=True,
+        ), f"{self.bottom}."
 
     def _back_part(self) -> SplitModel:
         bottom, top = self._part(self.bottom), self._part(self.top)
-        return whole_back(copied(top), name=self.top, evaluating=self._evaluating(top), may_be_frozen=True,
-                          front_trains=any(weight.requires_grad for weight in bottom.parameters()))
+        return whole_back(
+            copied(top),
+            name=self.top,
+            evaluating=self._evaluating(top),
+            may_be_frozen=True,
+            front_trains=any(weight.requires_grad for weight in bottom.parameters()),
+        )
 
 
 def cut_shapes(split: SplitModel, profile: ModelProfile) -> tuple[CutShape, ...]:
     """Return the cuts in the form that `split_costs` takes, for the layer profile of the same model."""
-    return tuple(CutShape(name=point.name, num_layers=point.num_layers(profile),
-                          feature_elements_per_sample=point.feature_elements,
-                          front_state_bytes=point.front_weight_bytes) for point in split.cuts)
+    return tuple(
+        CutShape(
+            name=point.name,
+            num_layers=point.num_layers(profile),
+            feature_elements_per_sample=point.feature_elements,
+            front_state_bytes=point.front_weight_bytes,
+        )
+        for point in split.cuts
+    )

@@ -38,9 +38,11 @@ def inputs_and_labels(batch: Batch) -> tuple[Batch, Batch]:
         return {key: part for key, part in batch.items() if key != LABELS}, batch[LABELS]
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
-    raise ConfigError(f"split training: the data give {form_of(batch)}; which part is for the cloud is only known of a "
-                      f"pair (inputs, labels) and of a dict with {LABELS!r}: give the data a collate_fn that returns "
-                      "one")
+    raise ConfigError(
+        f"split training: the data give {form_of(batch)}; which part is for the cloud is only known of a "
+        f"pair (inputs, labels) and of a dict with {LABELS!r}: give the data a collate_fn that returns "
+        "one"
+    )
 
 
 def label_arrays(labels: Batch) -> Labels:
@@ -51,8 +53,10 @@ def label_arrays(labels: Batch) -> Labels:
         return {str(key): label_arrays(part) for key, part in labels.items()}
     if isinstance(labels, tuple | list):
         return [label_arrays(part) for part in labels]
-    raise ConfigError(f"split training: labels of type {type(labels).__name__} cannot travel to the cloud; give the "
-                      "data a collate_fn that makes tensors of them")
+    raise ConfigError(
+        f"split training: labels of type {type(labels).__name__} cannot travel to the cloud; give the "
+        "data a collate_fn that makes tensors of them"
+    )
 
 
 @dataclass
@@ -72,14 +76,18 @@ class BatchOrder:
 
     def __post_init__(self) -> None:
         if not 1 <= self.batches_per_epoch <= self.num_samples:
-            raise ConfigError(f"split training: {self.num_samples} samples cannot make {self.batches_per_epoch} "
-                              "batches an epoch; use a larger batch size, fewer edges or more even partitions")
+            raise ConfigError(
+                f"split training: {self.num_samples} samples cannot make {self.batches_per_epoch} "
+                "batches an epoch; use a larger batch size, fewer edges or more even partitions"
+            )
 
     def rows(self, batch: int) -> Rows:
         """Return the samples of a batch, counted from the start of training."""
         epoch, within = divmod(batch, self.batches_per_epoch)
         if epoch != self._epoch:
-            order = np.random.default_rng([self.seed, epoch, self.key]).permutation(self.num_samples)
+            order = np.random.default_rng([self.seed, epoch, self.key]).permutation(
+                self.num_samples
+            )
             self._epoch, self._batches = epoch, np.array_split(order, self.batches_per_epoch)
         return self._batches[within]
 

@@ -48,10 +48,17 @@ class AppFiles:
     def write(self, folder: Path, run_config: Mapping[str, Any]) -> None:
         """Create `folder`, which must not exist, with the files of the app."""
         folder.mkdir()
-        files = {"server_app.py": self.server_app, "client_app.py": self.client_app, **self.extra_files}
+        files = {
+            "server_app.py": self.server_app,
+            "client_app.py": self.client_app,
+            **self.extra_files,
+        }
         for name, text in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text, "utf-8")
         # A JSON string, number or boolean is valid TOML.
-        config = "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in run_config.items())
+        config = "".join(
+            f"{key} = {json.dumps(value, ensure_ascii=False)}\n"
+            for key, value in run_config.items()
+        )
         (folder / "pyproject.toml").write_text(_PROJECT + config, "utf-8")

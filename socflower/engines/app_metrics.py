@@ -53,8 +53,12 @@ class RoundLog:
         self.plan: dict[str, Any] | None = None  # of its groups in the first round
         self.arrays: ArrayRecord | None = None  # of the last result
         self.devices: TrainedDevices | None = None  # of the clients that trained
-        self.priced_in = FP32.arithmetic  # the arithmetic that the strategy prices, as of `DeviceReport`
-        self.num_pushed = 0  # messages of training and evaluation that were pushed, which have no price
+        self.priced_in = (
+            FP32.arithmetic
+        )  # the arithmetic that the strategy prices, as of `DeviceReport`
+        self.num_pushed = (
+            0  # messages of training and evaluation that were pushed, which have no price
+        )
         self.threads: set[int] = set()  # that exchanged messages
         self._clock, self._on_round, self._started_s = clock, on_round, perf_counter()
         self._rounds: dict[int, dict[str, Any]] = {}
@@ -90,8 +94,12 @@ class RoundLog:
             return
         usage = self._clock.usage
         entry = self._rounds[self._open]
-        entry |= {"virtual_s": self._clock.now_s, "wall_s": perf_counter() - self._started_s,
-                  "energy_j": usage.total_energy_j, "bytes": usage.bytes_by_tier}
+        entry |= {
+            "virtual_s": self._clock.now_s,
+            "wall_s": perf_counter() - self._started_s,
+            "energy_j": usage.total_energy_j,
+            "bytes": usage.bytes_by_tier,
+        }
         if self._open and not self._clock.now_s:
             # Nothing so far had a price; zeros would say that the cluster needs no time.
             entry |= dict.fromkeys(PRICED_KEYS)
@@ -101,7 +109,8 @@ class RoundLog:
     def add(self, source: str, number: int, metrics: Mapping[str, Any]) -> None:
         """Set the metrics of a round from one source."""
         self._rounds.setdefault(number, {"round": number})[source] = {
-            name: value for name, value in metrics.items() if _is_shown(name, value)}
+            name: value for name, value in metrics.items() if _is_shown(name, value)
+        }
 
     def update(self, source: str, number: int, metrics: Mapping[str, Any]) -> None:
         """Set some metrics of a round from one source, and keep the others."""
@@ -110,8 +119,13 @@ class RoundLog:
     def add_replies(self, message_type: str, number: int, replies: Sequence[Message]) -> None:
         """Set a round's metrics to the replies' means; metrics that not all of them have are left out."""
         source = _SOURCE_OF.get(message_type.partition(".")[0])
-        answered = [figures for reply in replies if reply.has_content() and legacy_api.fault_of(reply) is None
-                    and (figures := _figures(reply))]
+        answered = [
+            figures
+            for reply in replies
+            if reply.has_content()
+            and legacy_api.fault_of(reply) is None
+            and (figures := _figures(reply))
+        ]
         if source and answered:
             known = self._replies.setdefault((source, number), [])
             known += answered
@@ -123,8 +137,11 @@ class RoundLog:
             self._returned = f"{type(strategy).__name__}.start returned {type(result).__name__}, not Flower's Result"
             return
         self.arrays = result.arrays
-        for source, by_round in ((TRAIN, result.train_metrics_clientapp), (EVALUATE, result.evaluate_metrics_clientapp),
-                                 (SERVER, result.evaluate_metrics_serverapp)):
+        for source, by_round in (
+            (TRAIN, result.train_metrics_clientapp),
+            (EVALUATE, result.evaluate_metrics_clientapp),
+            (SERVER, result.evaluate_metrics_serverapp),
+        ):
             for number, metrics in by_round.items():
                 self.add(source, number, metrics)
 
@@ -151,15 +168,29 @@ class RoundLog:
         for event in events:
             number = event.get("round")
             by_round.setdefault(last_number if number is None else int(number), []).append(event)
-        last: dict[str, Any] = {"virtual_s": 0.0, "wall_s": 0.0, "energy_j": 0.0, "bytes": Usage().bytes_by_tier}
+        last: dict[str, Any] = {
+            "virtual_s": 0.0,
+            "wall_s": 0.0,
+            "energy_j": 0.0,
+            "bytes": Usage().bytes_by_tier,
+        }
         documents = []
-        evaluates_loss = any(named("loss", entry, (SERVER, EVALUATE)) is not None for entry in self._rounds.values())
+        evaluates_loss = any(
+            named("loss", entry, (SERVER, EVALUATE)) is not None for entry in self._rounds.values()
+        )
         for number, entry in sorted(self._rounds.items()):
-            last = {key: entry.get(key, value) for key, value in last.items()}  # of a round without messages
+            last = {
+                key: entry.get(key, value) for key, value in last.items()
+            }  # of a round without messages
             document = {**self._document(entry), **last, "events": by_round.pop(number, [])}
             if evaluates_loss:
                 document["loss"] = _judged("loss", entry)[0]
-            documents.append({key: _finite(value) if key in SOURCES else value for key, value in document.items()})
+            documents.append(
+                {
+                    key: _finite(value) if key in SOURCES else value
+                    for key, value in document.items()
+                }
+            )
         return documents
 
     def final_scores(self) -> tuple[dict[str, float | None], dict[str, str]]:
@@ -169,20 +200,31 @@ class RoundLog:
         """
         scores: dict[str, float | None] = {}
         reasons: dict[str, str] = {}
-        evaluated = dict.fromkeys(name for entry in self._rounds.values() for source in (SERVER, EVALUATE)
-                                  for name in entry.get(source, ()))
+        evaluated = dict.fromkeys(
+            name
+            for entry in self._rounds.values()
+            for source in (SERVER, EVALUATE)
+            for name in entry.get(source, ())
+        )
         for word, words in _WORDS.items():
-            having = [entry for _, entry in sorted(self._rounds.items())
-                      if named(word, entry, (SERVER, EVALUATE)) is not None]
+            having = [
+                entry
+                for _, entry in sorted(self._rounds.items())
+                if named(word, entry, (SERVER, EVALUATE)) is not None
+            ]
             if having:
                 scores[word], fault = _judged(word, having[-1])
                 if fault:
                     reasons[word] = f"in round {having[-1]['round']} {fault}"
             elif evaluated:
-                reasons[word] = (f"no metric that the app evaluates is called {' or '.join(sorted(words))}: it has "
-                                 f"{', '.join(evaluated)}")
+                reasons[word] = (
+                    f"no metric that the app evaluates is called {' or '.join(sorted(words))}: it has "
+                    f"{', '.join(evaluated)}"
+                )
             else:
-                reasons[word] = self._returned or "the app evaluates nothing, on the server or at clients"
+                reasons[word] = (
+                    self._returned or "the app evaluates nothing, on the server or at clients"
+                )
         return scores, reasons
 
     @property
@@ -192,33 +234,53 @@ class RoundLog:
             return None
         if self.strategy is None:
             return f"{_NO_START} the final arrays"
-        return self._returned or f"the Result of {self.strategy} has no arrays: no round made a model"
+        return (
+            self._returned or f"the Result of {self.strategy} has no arrays: no round made a model"
+        )
 
     @property
     def without_strategy(self) -> str | None:
         """Why the strategy is unknown; None if it is known."""
-        return None if self.strategy is not None else "the app starts none by Strategy.start of Flower's message API"
+        return (
+            None
+            if self.strategy is not None
+            else "the app starts none by Strategy.start of Flower's message API"
+        )
 
     @property
     def notes(self) -> list[str]:
         """What the rounds' figures leave out or change."""
         notes = []
-        odd = [f"{source}/{name} in round {number}: {value}" for number, entry in sorted(self._rounds.items())
-               for source in SOURCES for name, value in entry.get(source, {}).items() if _finite(value) != value]
+        odd = [
+            f"{source}/{name} in round {number}: {value}"
+            for number, entry in sorted(self._rounds.items())
+            for source in SOURCES
+            for name, value in entry.get(source, {}).items()
+            if _finite(value) != value
+        ]
         if odd:
-            notes.append(f"{counted(len(odd), 'metric')} not finite, and null in the rounds; first {odd[0]}")
+            notes.append(
+                f"{counted(len(odd), 'metric')} not finite, and null in the rounds; first {odd[0]}"
+            )
         if self.num_pushed:
-            notes.append(f"{counted(self.num_pushed, 'message')} took no virtual time, since the app pushes and pulls "
-                         "them; send_and_receive has a price")
+            notes.append(
+                f"{counted(self.num_pushed, 'message')} took no virtual time, since the app pushes and pulls "
+                "them; send_and_receive has a price"
+            )
         if len(self.threads) > 1:
-            notes.append(f"the app exchanges messages in {len(self.threads)} threads; virtual time is that of one "
-                         "exchange after the other")
+            notes.append(
+                f"the app exchanges messages in {len(self.threads)} threads; virtual time is that of one "
+                "exchange after the other"
+            )
         return notes
 
     def _document(self, entry: Mapping[str, Any]) -> dict[str, Any]:
         loss = named("loss", entry, SOURCES)
-        return {**entry, "accuracy": _judged("accuracy", entry)[0],
-                "loss": loss if loss is None or math.isfinite(loss) else None}
+        return {
+            **entry,
+            "accuracy": _judged("accuracy", entry)[0],
+            "loss": loss if loss is None or math.isfinite(loss) else None,
+        }
 
 
 def named(word: str, entry: Mapping[str, Any], sources: Sequence[str]) -> float | None:
@@ -252,8 +314,11 @@ def _judged(word: str, entry: Mapping[str, Any]) -> tuple[float | None, str]:
 def _is_shown(name: str, value: object) -> bool:
     """Return whether a metric is the app's own and a number, or numbers."""
     values = value if isinstance(value, list) else [value]
-    return name != NUM_EXAMPLES and not name.startswith(INTERNAL) and all(
-        isinstance(each, int | float) and not isinstance(each, bool) for each in values)
+    return (
+        name != NUM_EXAMPLES
+        and not name.startswith(INTERNAL)
+        and all(isinstance(each, int | float) and not isinstance(each, bool) for each in values)
+    )
 
 
 def _finite(value: Any) -> Any:
@@ -269,9 +334,16 @@ def _figures(reply: Message) -> Metrics:
     """Return the numbers that a reply has as metrics, and its number of examples."""
     metrics = legacy_api.metrics_of(reply)
     if metrics is None:
-        metrics = {name: value for record in reply.content.metric_records.values() for name, value in record.items()}
-    figures = {name: value for name, value in metrics.items()
-               if isinstance(value, int | float) and not isinstance(value, bool)}
+        metrics = {
+            name: value
+            for record in reply.content.metric_records.values()
+            for name, value in record.items()
+        }
+    figures = {
+        name: value
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
     num_examples = num_examples_of(reply)
     return figures | ({} if num_examples is None else {NUM_EXAMPLES: num_examples})
 
@@ -281,8 +353,12 @@ def _means(replies: Sequence[Metrics]) -> Metrics:
     weighted = all(NUM_EXAMPLES in each for each in replies)
     weights = [float(each[NUM_EXAMPLES]) if weighted else 1.0 for each in replies]
     total = sum(weights) or 1.0
-    return {name: sum(weight * each[name] for weight, each in zip(weights, replies, strict=True)) / total
-            for name in replies[0] if name != NUM_EXAMPLES and all(name in each for each in replies)}
+    return {
+        name: sum(weight * each[name] for weight, each in zip(weights, replies, strict=True))
+        / total
+        for name in replies[0]
+        if name != NUM_EXAMPLES and all(name in each for each in replies)
+    }
 
 
 class MeteredGrid(ForwardingGrid):
@@ -295,7 +371,9 @@ class MeteredGrid(ForwardingGrid):
         self._pushed: dict[str, Message] = {}
         self._lock = RLock()  # an app may exchange messages in several threads
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
         """Exchange messages through the inner grid."""
         sent = list(messages)
         with self._lock:
@@ -307,7 +385,9 @@ class MeteredGrid(ForwardingGrid):
                 self._rounds.add_replies(sent[0].metadata.message_type, number, replies)
             if self._messages is not None:
                 by_id = {reply.metadata.reply_to_message_id: reply for reply in replies}
-                self._record([(message, by_id.get(message.metadata.message_id)) for message in sent])
+                self._record(
+                    [(message, by_id.get(message.metadata.message_id)) for message in sent]
+                )
             return replies
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
@@ -322,11 +402,17 @@ class MeteredGrid(ForwardingGrid):
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """Pull through the inner grid."""
         replies = list(self._grid.pull_messages(message_ids))
-        answered = [(message, reply) for reply in replies
-                    if (message := self._pushed.pop(reply.metadata.reply_to_message_id, None)) is not None]
+        answered = [
+            (message, reply)
+            for reply in replies
+            if (message := self._pushed.pop(reply.metadata.reply_to_message_id, None)) is not None
+        ]
         for message, reply in answered:
-            self._rounds.add_replies(message.metadata.message_type, round_of(message) or self._rounds.next_number - 1,
-                                     [reply])
+            self._rounds.add_replies(
+                message.metadata.message_type,
+                round_of(message) or self._rounds.next_number - 1,
+                [reply],
+            )
         if self._messages is not None and answered:
             self._record(answered, pulled=True)
         return replies
@@ -335,16 +421,27 @@ class MeteredGrid(ForwardingGrid):
         """Return the round of messages, which begins now if its training is sent."""
         number = next((found for message in sent if (found := round_of(message)) is not None), None)
         if number is None:
-            is_training = any(message.metadata.message_type.startswith(MessageType.TRAIN) for message in sent)
-            number = self._rounds.next_number if is_training else max(1, self._rounds.next_number - 1)
+            is_training = any(
+                message.metadata.message_type.startswith(MessageType.TRAIN) for message in sent
+            )
+            number = (
+                self._rounds.next_number if is_training else max(1, self._rounds.next_number - 1)
+            )
         if any(map(_is_work, sent)):
             self._rounds.enter(number)
         return number
 
-    def _record(self, answered: Sequence[tuple[Message, Message | None]], *, pulled: bool = False) -> None:
+    def _record(
+        self, answered: Sequence[tuple[Message, Message | None]], *, pulled: bool = False
+    ) -> None:
         assert self._messages is not None
-        nodes = {*self._grid.get_node_ids(), *(message.metadata.dst_node_id for message, _ in answered)}
-        self._messages.record(answered, {node: soc for soc, node in enumerate(sorted(nodes))}, pulled=pulled)
+        nodes = {
+            *self._grid.get_node_ids(),
+            *(message.metadata.dst_node_id for message, _ in answered),
+        }
+        self._messages.record(
+            answered, {node: soc for soc, node in enumerate(sorted(nodes))}, pulled=pulled
+        )
 
 
 def _is_work(message: Message) -> bool:
@@ -359,6 +456,7 @@ def observed_strategies(rounds: RoundLog, messages: MessageLog) -> Iterator[None
     A round of training in which no client succeeded ends them: strategies of Flower's would keep their weights and go
     on. Ours of groups raise themselves.
     """
+
     def around(strategy: Strategy, bound: BoundArguments, start: Callable[[], object]) -> object:
         inner, given = innermost(strategy), bound.arguments
         if isinstance(given.get("num_rounds"), int):

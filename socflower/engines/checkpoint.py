@@ -39,15 +39,25 @@ class Checkpoint:
     clock: Mapping[str, Any]
     arrays: Mapping[str, NDArray[Any]]
     warm_up: Mapping[str, Any] | None = None
-    without_state: list[int] = field(default_factory=list)  # groups dropped in the round; they may lack momentum
+    without_state: list[int] = field(
+        default_factory=list
+    )  # groups dropped in the round; they may lack momentum
     away: list[int] = field(default_factory=list)  # SoCs that no work was planned for
-    planned_without: list[int] = field(default_factory=list)  # SoCs that the round was planned without
+    planned_without: list[int] = field(
+        default_factory=list
+    )  # SoCs that the round was planned without
     balance: Mapping[str, Any] = field(default_factory=dict)  # state of re-balancing
     outer: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # moments of an outer strategy
-    servers: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # models of servers, where they differ
-    feedback: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # of compression of leaders' models
+    servers: Mapping[str, NDArray[Any]] = field(
+        default_factory=dict
+    )  # models of servers, where they differ
+    feedback: Mapping[str, NDArray[Any]] = field(
+        default_factory=dict
+    )  # of compression of leaders' models
     resumed_from: list[int] = field(default_factory=list)
-    trained_on: Mapping[str, list[int]] = field(default_factory=dict)  # SoCs by the device that trained them last
+    trained_on: Mapping[str, list[int]] = field(
+        default_factory=dict
+    )  # SoCs by the device that trained them last
     training: str = ""  # its id in the state folders of nodes
     trace_parts: list[int] = field(default_factory=list)  # rounds whose spans are in separate files
 
@@ -79,7 +89,13 @@ class CheckpointFolder:
         """Remove all checkpoints, and the folder unless it contains other files."""
         self._rounds.remove()
         self._spans.remove()
-        for pattern in ("clients/*.state", ".*.part", "clients/.*.part", ".*-lock", "clients/.*-lock"):
+        for pattern in (
+            "clients/*.state",
+            ".*.part",
+            "clients/.*.part",
+            ".*-lock",
+            "clients/.*-lock",
+        ):
             for path in self.path.glob(pattern):
                 path.unlink(missing_ok=True)
         self._rounds.close()
@@ -91,10 +107,19 @@ class CheckpointFolder:
         """Write the spans of the round, then the checkpoint; remove checkpoints that are no longer kept."""
         if trace_part is not None:
             self._spans.write(checkpoint.server_round, trace_part)
-        state = {entry.name: getattr(checkpoint, entry.name) for entry in fields(checkpoint)
-                 if entry.name not in ("arrays", *_BESIDE)}
-        arrays = {**checkpoint.arrays, **{f"/{key}/{name}": array for key in _BESIDE
-                                          for name, array in getattr(checkpoint, key).items()}}
+        state = {
+            entry.name: getattr(checkpoint, entry.name)
+            for entry in fields(checkpoint)
+            if entry.name not in ("arrays", *_BESIDE)
+        }
+        arrays = {
+            **checkpoint.arrays,
+            **{
+                f"/{key}/{name}": array
+                for key in _BESIDE
+                for name, array in getattr(checkpoint, key).items()
+            },
+        }
         self._rounds.write(checkpoint.server_round, state, pack_arrays(arrays))
 
     def rounds(self) -> list[int]:
@@ -110,12 +135,23 @@ class CheckpointFolder:
         state, payload = self._rounds.read(server_round)
         try:
             arrays = unpack_arrays(payload)
-            beside: dict[str, Any] = {key: {name.removeprefix(f"/{key}/"): array for name, array in arrays.items()
-                            if name.startswith(f"/{key}/")} for key in _BESIDE}
+            beside: dict[str, Any] = {
+                key: {
+                    name.removeprefix(f"/{key}/"): array
+                    for name, array in arrays.items()
+                    if name.startswith(f"/{key}/")
+                }
+                for key in _BESIDE
+            }
             checkpoint = Checkpoint(
-                **state, **beside, arrays={name: array for name, array in arrays.items() if not name.startswith("/")})
+                **state,
+                **beside,
+                arrays={name: array for name, array in arrays.items() if not name.startswith("/")},
+            )
         except MalformedBytes as error:  # forged; the digest is no signature
-            raise DamagedFile(f"{self._rounds.path(server_round)} is damaged ({error})", _ROUND.remedy) from None
+            raise DamagedFile(
+                f"{self._rounds.path(server_round)} is damaged ({error})", _ROUND.remedy
+            ) from None
         for _ in self.trace_parts(checkpoint):
             pass
         return checkpoint
@@ -129,7 +165,10 @@ class CheckpointFolder:
         return self._rounds.newest(self.read, on_damage)
 
     def resume(
-        self, scenario: Mapping[str, Any], engine: str, versions: Mapping[str, str],
+        self,
+        scenario: Mapping[str, Any],
+        engine: str,
+        versions: Mapping[str, str],
         on_damage: Callable[[str], None] = lambda line: None,
     ) -> Checkpoint | None:
         """Return the newest intact checkpoint, from which this run resumes, and remove those after it.
@@ -161,30 +200,53 @@ class Checkpointing:
         return replace(self, resume_after=None if checkpoint is None else checkpoint.server_round)
 
 
-def require_same_run(checkpoint: Checkpoint, scenario: Mapping[str, Any], engine: str, versions: Mapping[str, str],
-                     where: Path) -> None:
+def require_same_run(
+    checkpoint: Checkpoint,
+    scenario: Mapping[str, Any],
+    engine: str,
+    versions: Mapping[str, str],
+    where: Path,
+) -> None:
     """Raise `ConfigError` with the first difference if the checkpoint is of another training."""
-    theirs = {**training_keys(checkpoint.scenario), "engine": checkpoint.engine, "versions": checkpoint.versions}
+    theirs = {
+        **training_keys(checkpoint.scenario),
+        "engine": checkpoint.engine,
+        "versions": checkpoint.versions,
+    }
     ours = {**training_keys(scenario), "engine": engine, "versions": versions}
     found = difference(theirs, ours)
     if found is not None:
         key, before, now = found
-        raise ConfigError(f"{where} is of another run: {key} was {before!r} there and is {now!r} now; name another "
-                          "--out, or start anew with --fresh")
+        raise ConfigError(
+            f"{where} is of another run: {key} was {before!r} there and is {now!r} now; name another "
+            "--out, or start anew with --fresh"
+        )
 
 
 def difference(left: Any, right: Any, key: str = "") -> tuple[str, Any, Any] | None:
     """Return the dotted key of the first difference of two documents, and both values; None if they are equal."""
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         for name in dict.fromkeys((*left, *right)):
-            found = difference(left.get(name), right.get(name), f"{key}.{name}" if key else str(name))
+            found = difference(
+                left.get(name), right.get(name), f"{key}.{name}" if key else str(name)
+            )
             if found is not None:
                 return found
         return None
-    if isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) == len(right):
+    if (
+        isinstance(left, list | tuple)
+        and isinstance(right, list | tuple)
+        and len(left) == len(right)
+    ):
         pairs = enumerate(zip(left, right, strict=True))
-        return next((found for index, (one, other) in pairs if (found := difference(one, other, f"{key}[{index}]"))),
-                    None)
+        return next(
+            (
+                found
+                for index, (one, other) in pairs
+                if (found := difference(one, other, f"{key}[{index}]"))
+            ),
+            None,
+        )
     return None if left == right else (key, left, right)
 
 

@@ -37,16 +37,29 @@ class Dependency:
 def dependencies() -> dict[str, Dependency]:
     """Return the packages that the extra `tested` names, by name."""
     required = [Requirement(text) for text in metadata.requires("socflower") or ()]
-    tested = {one.name: next(iter(one.specifier)).version for one in required if _belongs_to(one, _TESTED)}
-    return {name: Dependency(name=name, installed=_installed(name), tested=version,
-                             allowed=next((one.specifier for one in required
-                                           if one.name == name and one.marker is None), SpecifierSet()))
-            for name, version in tested.items()}
+    tested = {
+        one.name: next(iter(one.specifier)).version for one in required if _belongs_to(one, _TESTED)
+    }
+    return {
+        name: Dependency(
+            name=name,
+            installed=_installed(name),
+            tested=version,
+            allowed=next(
+                (one.specifier for one in required if one.name == name and one.marker is None),
+                SpecifierSet(),
+            ),
+        )
+        for name, version in tested.items()
+    }
 
 
 def _belongs_to(requirement: Requirement, extra: str) -> bool:
-    return requirement.marker is not None and requirement.marker.evaluate({"extra": extra}) \
+    return (
+        requirement.marker is not None
+        and requirement.marker.evaluate({"extra": extra})
         and not requirement.marker.evaluate({"extra": ""})
+    )
 
 
 def _installed(name: str) -> str | None:

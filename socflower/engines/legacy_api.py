@@ -37,14 +37,20 @@ def metrics_of(reply: Message) -> dict[str, Any] | None:
     kind = _kind(reply)
     if kind is None:
         return None
-    return {**reply.content.metric_records.get(f"{kind}.loss", {}),
-            **reply.content.config_records.get(f"{kind}.metrics", {})}
+    return {
+        **reply.content.metric_records.get(f"{kind}.loss", {}),
+        **reply.content.config_records.get(f"{kind}.metrics", {}),
+    }
 
 
 def num_examples_of(reply: Message) -> float | None:
     """Return the number of examples of a client's result; None for other replies."""
     kind = _kind(reply)
-    value = None if kind is None else reply.content.metric_records[f"{kind}.{_NUM_EXAMPLES}"].get(_NUM_EXAMPLES)
+    value = (
+        None
+        if kind is None
+        else reply.content.metric_records[f"{kind}.{_NUM_EXAMPLES}"].get(_NUM_EXAMPLES)
+    )
     return value if isinstance(value, int | float) else None
 
 
@@ -58,7 +64,10 @@ def fault_of(reply: Message) -> str | None:
 
 
 def _kind(reply: Message) -> str | None:
-    return next((kind for kind in _RESULTS if f"{kind}.{_NUM_EXAMPLES}" in reply.content.metric_records), None)
+    return next(
+        (kind for kind in _RESULTS if f"{kind}.{_NUM_EXAMPLES}" in reply.content.metric_records),
+        None,
+    )
 
 
 @contextmanager
@@ -68,22 +77,31 @@ def observed_history(on_metrics: OnMetrics) -> Iterator[None]:
     Flower's `Server` sends each from a thread of its own: their order would depend on time, and virtual time would
     be that of one client after the other.
     """
+
     def loss_of(source: str) -> Callable[..., None]:
         def add(self: History, server_round: int, loss: float) -> None:
             on_metrics(source, server_round, {"loss": loss})
             originals[f"add_loss_{_NAMES[source]}"](self, server_round, loss)
+
         return add
 
     def metrics_from(source: str, name: str) -> Callable[..., None]:
         def add(self: History, server_round: int, metrics: dict[str, Any]) -> None:
             on_metrics(source, server_round, metrics)
             originals[name](self, server_round, metrics)
+
         return add
 
     changed: dict[str, Callable[..., None]] = {
-        f"add_loss_{name}": loss_of(source) for source, name in _NAMES.items()}
-    changed |= {f"add_metrics_{name}": metrics_from(source, f"add_metrics_{name}") for source, name in _NAMES.items()}
-    changed["add_metrics_distributed_fit"] = metrics_from(MessageType.TRAIN, "add_metrics_distributed_fit")
+        f"add_loss_{name}": loss_of(source) for source, name in _NAMES.items()
+    }
+    changed |= {
+        f"add_metrics_{name}": metrics_from(source, f"add_metrics_{name}")
+        for source, name in _NAMES.items()
+    }
+    changed["add_metrics_distributed_fit"] = metrics_from(
+        MessageType.TRAIN, "add_metrics_distributed_fit"
+    )
     originals = {name: getattr(History, name) for name in changed}
     fit_clients, evaluate_clients = server.fit_clients, server.evaluate_clients
     for name, method in changed.items():
@@ -105,8 +123,10 @@ def bounded_waits(num_nodes: int) -> Iterator[None]:
 
     def wait_for(self: SimpleClientManager, num_clients: int, timeout: int = 86400) -> bool:
         if num_clients > num_nodes:
-            raise ConfigError(f"the strategy waits for {num_clients} clients, and there {are_nodes(num_nodes)}, so it "
-                              f"would wait without end; give min_available_clients={num_nodes}, or start more nodes")
+            raise ConfigError(
+                f"the strategy waits for {num_clients} clients, and there {are_nodes(num_nodes)}, so it "
+                f"would wait without end; give min_available_clients={num_nodes}, or start more nodes"
+            )
         return original(self, num_clients, timeout)
 
     # Flower makes the manager itself, so its class is all that can be changed from here; mypy cannot allow that.
@@ -129,19 +149,40 @@ _NAMES = {MessageType.EVALUATE: "distributed", "": "centralized"}
 def _together(message_type: str, one_by_one: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function like `fit_clients` that sends all messages in one exchange."""
     is_training = message_type == MessageType.TRAIN
-    to_records: Callable[..., Any] = compat.fitins_to_recorddict if is_training else compat.evaluateins_to_recorddict
-    from_records: Callable[..., Any] = (lambda content: compat.recorddict_to_fitres(content, keep_input=False)
-                                        ) if is_training else compat.recorddict_to_evaluateres
+    to_records: Callable[..., Any] = (
+        compat.fitins_to_recorddict if is_training else compat.evaluateins_to_recorddict
+    )
+    from_records: Callable[..., Any] = (
+        (lambda content: compat.recorddict_to_fitres(content, keep_input=False))
+        if is_training
+        else compat.recorddict_to_evaluateres
+    )
 
-    def clients(client_instructions: Sequence[tuple[Any, Any]], max_workers: int | None, timeout: float | None,
-                group_id: int) -> tuple[list[Any], list[Any]]:
+    def clients(
+        client_instructions: Sequence[tuple[Any, Any]],
+        max_workers: int | None,
+        timeout: float | None,
+        group_id: int,
+    ) -> tuple[list[Any], list[Any]]:
         proxies = [proxy for proxy, _ in client_instructions]
         if not all(type(proxy) is GridClientProxy for proxy in proxies):
-            found: tuple[list[Any], list[Any]] = one_by_one(client_instructions, max_workers, timeout, group_id)
+            found: tuple[list[Any], list[Any]] = one_by_one(
+                client_instructions, max_workers, timeout, group_id
+            )
             return found
-        sent = [Message(to_records(ins, True), proxy.node_id, message_type, ttl=timeout, group_id=str(group_id))
-                for proxy, ins in client_instructions]
-        replies = {reply.metadata.src_node_id: reply for reply in proxies[0].grid.send_and_receive(sent)}
+        sent = [
+            Message(
+                to_records(ins, True),
+                proxy.node_id,
+                message_type,
+                ttl=timeout,
+                group_id=str(group_id),
+            )
+            for proxy, ins in client_instructions
+        ]
+        replies = {
+            reply.metadata.src_node_id: reply for reply in proxies[0].grid.send_and_receive(sent)
+        }
         results: list[Any] = []
         failures: list[Any] = []
         for proxy in proxies:

@@ -27,14 +27,18 @@ class CloudAddress:
     address: str  # host:port
     token_file: str  # of the operator's token
     ca: str = ""  # PEM file of the authority that signed its certificate
-    certificate: str = ""  # PEM file of the ServerApp's own, with its key, for a cloud that requires one
+    certificate: str = (
+        ""  # PEM file of the ServerApp's own, with its key, for a cloud that requires one
+    )
     key: str = ""
 
     @classmethod
     def from_environment(cls) -> "CloudAddress | None":
         """Return the address in a SuperLink's environment, by `SOCFLOWER_CLOUD` and names that begin with it."""
-        address, *files = (os.environ.get(f"SOCFLOWER_CLOUD{end}", "")
-                           for end in ("", "_TOKEN_FILE", "_CA", "_CERTIFICATE", "_KEY"))
+        address, *files = (
+            os.environ.get(f"SOCFLOWER_CLOUD{end}", "")
+            for end in ("", "_TOKEN_FILE", "_CA", "_CERTIFICATE", "_KEY")
+        )
         return cls(address, *files) if address else None
 
     @property
@@ -66,14 +70,23 @@ class RunFolder:
 
     def write_checkpointing(self, checkpointing: Checkpointing) -> None:
         """Write, for server and clients, where the run keeps checkpoints and which one it resumes from."""
-        self._write("checkpointing", {"folder": str(checkpointing.kept.path.resolve()), "engine": checkpointing.engine,
-                                      "resume_after": checkpointing.resume_after})
+        self._write(
+            "checkpointing",
+            {
+                "folder": str(checkpointing.kept.path.resolve()),
+                "engine": checkpointing.engine,
+                "resume_after": checkpointing.resume_after,
+            },
+        )
 
     def read_checkpointing(self) -> Checkpointing | None:
         """Return how the run keeps checkpoints, or None if it keeps none."""
         document = self._read("checkpointing")
-        return None if document is None else Checkpointing(
-            kept=CheckpointFolder(Path(document.pop("folder"))), **document)
+        return (
+            None
+            if document is None
+            else Checkpointing(kept=CheckpointFolder(Path(document.pop("folder"))), **document)
+        )
 
     @property
     def training(self) -> str:
@@ -140,7 +153,9 @@ class RunFolder:
 
     def _read(self, name: str) -> dict[str, Any] | None:
         path = self.path / f"{name}.json"
-        document: dict[str, Any] | None = json.loads(path.read_text("utf-8")) if path.exists() else None
+        document: dict[str, Any] | None = (
+            json.loads(path.read_text("utf-8")) if path.exists() else None
+        )
         return document
 
 

@@ -115,7 +115,9 @@ _LOGGERS: Mapping[str, Callable[[Path], RunLogger]] = {
 
 def _require_tensorboard(who: str) -> None:
     if find_spec("tensorboard") is None:
-        raise ConfigError(f"{who}: needs the package tensorboard: pip install 'socflower[tensorboard]'")
+        raise ConfigError(
+            f"{who}: needs the package tensorboard: pip install 'socflower[tensorboard]'"
+        )
 
 
 @dataclass(frozen=True)
@@ -191,8 +193,10 @@ class _RunLog:
             yield
         except OSError as error:
             self._open.pop(name, None)
-            self._on_notice(f"--log {name}: cannot be written in {self._out} ({error.strerror}); the run goes on "
-                            "without it")
+            self._on_notice(
+                f"--log {name}: cannot be written in {self._out} ({error.strerror}); the run goes on "
+                "without it"
+            )
 
 
 def scalars(entry: Mapping[str, Any]) -> dict[str, float]:
@@ -200,7 +204,11 @@ def scalars(entry: Mapping[str, Any]) -> dict[str, float]:
 
     Those are named by where they come from, as in "train/loss".
     """
-    values = {name: value for name, value in _numbers(entry).items() if name not in ("round", "num_rounds")}
+    values = {
+        name: value
+        for name, value in _numbers(entry).items()
+        if name not in ("round", "num_rounds")
+    }
     if (by_tier := entry["bytes"]) is not None:  # of an app of which nothing has a price
         values["bytes"] = float(sum(by_tier.values()))
         values |= {f"bytes_{tier}": float(num_bytes) for tier, num_bytes in by_tier.items()}
@@ -211,7 +219,9 @@ def scalars(entry: Mapping[str, Any]) -> dict[str, float]:
     return values
 
 
-def logged_evaluation(evaluate_fn: EvaluateFn, *loggers: RunLogger, grid: Grid | None = None) -> EvaluateFn:
+def logged_evaluation(
+    evaluate_fn: EvaluateFn, *loggers: RunLogger, grid: Grid | None = None
+) -> EvaluateFn:
     """Return `evaluate_fn` of `Strategy.start` that also logs its metrics after every round.
 
     With a `grid` that has a clock, as the `local` engine's, virtual time, energy and bytes are logged too. The caller
@@ -223,8 +233,11 @@ def logged_evaluation(evaluate_fn: EvaluateFn, *loggers: RunLogger, grid: Grid |
         values = _numbers(metrics or {})
         if (clock := getattr(grid, "clock", None)) is not None:
             usage = clock.usage
-            values |= {"virtual_s": clock.now_s, "energy_j": usage.total_energy_j,
-                       "bytes": float(sum(usage.num_bytes.values()))}
+            values |= {
+                "virtual_s": clock.now_s,
+                "energy_j": usage.total_energy_j,
+                "bytes": float(sum(usage.num_bytes.values())),
+            }
         if metrics is not None:
             for logger in loggers:
                 logger.log(server_round, values)
@@ -234,8 +247,11 @@ def logged_evaluation(evaluate_fn: EvaluateFn, *loggers: RunLogger, grid: Grid |
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items()
-            if isinstance(value, int | float) and not isinstance(value, bool)}
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 def _new_file(path: Path) -> TextIO:

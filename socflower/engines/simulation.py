@@ -26,7 +26,9 @@ from socflower.errors import ConfigError, TrainingFailed
 _RAY_START_TIMEOUT = {"RAY_raylet_start_wait_time_s": "180"}
 
 
-def run_in_flower_simulation(folder: RunFolder, files: AppFiles, num_nodes: int, num_workers: int) -> None:
+def run_in_flower_simulation(
+    folder: RunFolder, files: AppFiles, num_nodes: int, num_workers: int
+) -> None:
     """Run the app of the scenario in `folder` on `num_nodes` virtual SuperNodes and wait for its outcome.
 
     Ray runs `num_workers` processes, each one node at a time; each imports torch, which takes seconds. Starts a
@@ -34,23 +36,42 @@ def run_in_flower_simulation(folder: RunFolder, files: AppFiles, num_nodes: int,
     simulation extra is missing and `TrainingFailed` with the end of Flower's log.
     """
     if find_spec("ray") is None:
-        raise ConfigError("engine simulation: needs Ray; pip install 'socflower[simulation]', or use --engine local")
+        raise ConfigError(
+            "engine simulation: needs Ray; pip install 'socflower[simulation]', or use --engine local"
+        )
     app, log = folder.path / "app", folder.path / "flwr-run.log"
     files.write(app, {RUN_FOLDER_KEY: str(folder.path), NUM_NODES_KEY: 0})
     with own_processes(folder.path) as mark:
         # Ray listens on all addresses of this machine, so it has to require a token.
-        environment = {**_RAY_START_TIMEOUT, **marked(flower_environment(folder.path), mark),
-                       "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        environment = {
+            **_RAY_START_TIMEOUT,
+            **marked(flower_environment(folder.path), mark),
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        }
         with running_superlink(folder.path, environment):
-            run = start(["flwr", "run", str(app), CONNECTION, "--stream", "--federation-config",
-                         f"num-supernodes={num_nodes} client-resources-num-cpus=1 init-args-num-cpus={num_workers}"
-                         + gpu_resources(num_workers, *_gpus())],
-                        environment, log, app)
+            run = start(
+                [
+                    "flwr",
+                    "run",
+                    str(app),
+                    CONNECTION,
+                    "--stream",
+                    "--federation-config",
+                    f"num-supernodes={num_nodes} client-resources-num-cpus=1 init-args-num-cpus={num_workers}"
+                    + gpu_resources(num_workers, *_gpus()),
+                ],
+                environment,
+                log,
+                app,
+            )
             while folder.read_outcome() is None and run.poll() is None:
                 time.sleep(0.2)
             await_end(run)
     if folder.read_outcome() is None:
-        raise TrainingFailed(f"engine simulation: Flower ended without an outcome; the end of its log: {tail(log)}")
+        raise TrainingFailed(
+            f"engine simulation: Flower ended without an outcome; the end of its log: {tail(log)}"
+        )
 
 
 def gpu_resources(num_workers: int, kind: str, count: int) -> str:
@@ -74,8 +95,15 @@ def _gpus() -> tuple[str, int]:
 @contextmanager
 def running_superlink(folder: Path, environment: Mapping[str, str]) -> Iterator[None]:
     """Run a SuperLink for simulations, with Ray, within the context."""
-    superlink = start_superlink(folder, environment, free_ports(1)[0], "--simulation", "--isolation", "subprocess",
-                                engine="simulation")
+    superlink = start_superlink(
+        folder,
+        environment,
+        free_ports(1)[0],
+        "--simulation",
+        "--isolation",
+        "subprocess",
+        engine="simulation",
+    )
     try:
         yield
     finally:

@@ -40,7 +40,9 @@ def around_starts(around: AroundStart) -> Iterator[None]:
 
     # Flower tells nobody but the app of a strategy's Result.
     base: Any = Strategy  # abstract
-    originals: dict[type[Strategy], Any] = {each: each.__dict__["start"] for each in _with_own_start(base)}
+    originals: dict[type[Strategy], Any] = {
+        each: each.__dict__["start"] for each in _with_own_start(base)
+    }
     hook = Strategy.__dict__.get("__init_subclass__")
 
     def on_subclass(cls: Any, /, **named_args: Any) -> None:

@@ -24,14 +24,18 @@ class TrainedDevices(ForwardingGrid):
 
     def document(self) -> dict[str, list[int]]:
         """Return the SoCs that trained on each device, such as `{"cpu": [0, 1]}`."""
-        return {device: [soc for soc in sorted(self._device_of) if self._device_of[soc] == device]
-                for device in sorted(set(self._device_of.values()))}
+        return {
+            device: [soc for soc in sorted(self._device_of) if self._device_of[soc] == device]
+            for device in sorted(set(self._device_of.values()))
+        }
 
     def restore(self, document: Mapping[str, Sequence[int]]) -> None:
         """Begin with what `document()` returned before the run was interrupted."""
         self._device_of = {soc: device for device, socs in document.items() for soc in socs}
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
         """Exchange messages through the inner grid."""
         replies = list(self._grid.send_and_receive(messages, timeout=timeout))
         self._read(replies)
@@ -44,9 +48,16 @@ class TrainedDevices(ForwardingGrid):
         return replies
 
     def _read(self, replies: Sequence[Message]) -> None:
-        trained = [reply for reply in replies if reply.has_content() and reply.metadata.message_type.startswith("train")
-                   and (NUM_EXAMPLES in reply.content.metric_records.get(METRICS, {})
-                        or legacy_api.num_examples_of(reply) is not None)]
+        trained = [
+            reply
+            for reply in replies
+            if reply.has_content()
+            and reply.metadata.message_type.startswith("train")
+            and (
+                NUM_EXAMPLES in reply.content.metric_records.get(METRICS, {})
+                or legacy_api.num_examples_of(reply) is not None
+            )
+        ]
         if not trained:
             return
         own_soc = {node: soc for soc, node in enumerate(sorted(self._grid.get_node_ids()))}

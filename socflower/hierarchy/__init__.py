@@ -7,11 +7,21 @@ from socflower.hierarchy.averaging import first_non_finite, weighted_average
 from socflower.hierarchy.batch_shares import split_batch
 from socflower.hierarchy.collectives import Exchange
 from socflower.hierarchy.communication_groups import communication_groups, conflicts
-from socflower.hierarchy.delayed_sync import SyncInterval, group_steps_per_epoch, sync_schedule, sync_shapes
+from socflower.hierarchy.delayed_sync import (
+    SyncInterval,
+    group_steps_per_epoch,
+    sync_schedule,
+    sync_shapes,
+)
 from socflower.hierarchy.exchanges import Exchanges, choose_exchanges, unpredicted_exchanges
 from socflower.hierarchy.group_count import GroupCountChoice, choose_group_count, default_candidates
 from socflower.hierarchy.interval_costs import IntervalCosts, Phase
-from socflower.hierarchy.lowering import deal_graph, exchange_graph, step_graph, synchronisation_graph
+from socflower.hierarchy.lowering import (
+    deal_graph,
+    exchange_graph,
+    step_graph,
+    synchronisation_graph,
+)
 from socflower.hierarchy.mapping.integrity_greedy import integrity_greedy, map_groups
 from socflower.hierarchy.mapping.placement import GroupPlacement
 from socflower.hierarchy.plan import Group, GroupPlan, plan_groups, plan_without

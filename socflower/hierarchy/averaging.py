@@ -23,7 +23,9 @@ Tensor = NDArray[Any]
 Model = Mapping[str, Tensor]
 Average = TypeVar("Average")
 
-_THREADED_BYTES = 32e6  # of all models together; below this, starting threads takes longer than they save
+_THREADED_BYTES = (
+    32e6  # of all models together; below this, starting threads takes longer than they save
+)
 _NUM_THREADS = min(4, os.cpu_count() or 1)  # more threads do not increase memory throughput
 
 
@@ -32,7 +34,9 @@ def average_tensors(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tenso
     dtype = tensors[0].dtype
     average = np.empty(tensors[0].shape, dtype)
     if is_native_float32(tensors[0]):
-        _native.weighted_sum_into(average, [np.ascontiguousarray(tensor) for tensor in tensors], shares)
+        _native.weighted_sum_into(
+            average, [np.ascontiguousarray(tensor) for tensor in tensors], shares
+        )
     elif np.issubdtype(dtype, np.inexact):
         total = np.zeros(average.shape, np.result_type(dtype, np.float64))
         for tensor, share in zip(tensors, shares, strict=True):
@@ -68,7 +72,9 @@ def weighted_average(models: Sequence[Model], weights: Sequence[float]) -> dict[
 
 
 def averaged_by(
-    average: Callable[[Sequence[Tensor], Sequence[float]], Average], models: Sequence[Model], weights: Sequence[float],
+    average: Callable[[Sequence[Tensor], Sequence[float]], Average],
+    models: Sequence[Model],
+    weights: Sequence[float],
 ) -> dict[str, Average]:
     """Like `weighted_average`, but with tensors computed by `average` and returned in its form, without a copy."""
     shares = _shares(weights, len(models))
@@ -79,7 +85,13 @@ def averaged_by(
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
         # Largest first, so that no thread starts a large tensor when the others have finished.
         order = sorted(by_tensor, key=lambda name: -by_tensor[name][0].nbytes)
-        averages = dict(zip(order, threads.map(lambda name: average(by_tensor[name], shares), order), strict=True))
+        averages = dict(
+            zip(
+                order,
+                threads.map(lambda name: average(by_tensor[name], shares), order),
+                strict=True,
+            )
+        )
     return {name: averages[name] for name in by_tensor}
 
 
@@ -123,14 +135,20 @@ def _shares(weights: Sequence[float], num_models: int) -> list[float]:
     if num_models == 0:
         raise ConfigError("aggregation: need at least one model, got 0")
     if len(weights) != num_models:
-        raise ConfigError(f"aggregation: need one weight per model, got {len(weights)} for {num_models} models")
+        raise ConfigError(
+            f"aggregation: need one weight per model, got {len(weights)} for {num_models} models"
+        )
     values = [float(weight) for weight in weights]
     for index, value in enumerate(values):
         if not (math.isfinite(value) and value >= 0):
-            raise ConfigError(f"aggregation: weights[{index}] is {value}, need a finite number of at least 0")
+            raise ConfigError(
+                f"aggregation: weights[{index}] is {value}, need a finite number of at least 0"
+            )
     total = math.fsum(values)
     if not 0 < total < math.inf:
-        raise ConfigError(f"aggregation: the {num_models} weights sum to {total}, need a finite sum above 0")
+        raise ConfigError(
+            f"aggregation: the {num_models} weights sum to {total}, need a finite sum above 0"
+        )
     return [value / total for value in values]
 
 
@@ -141,7 +159,9 @@ def _require_alike(models: Sequence[Model]) -> None:
         if model.keys() != first.keys():
             name = next(iter(sorted(model.keys() ^ first.keys())))
             having, lacking = (index, 0) if name in model else (0, index)
-            raise ConfigError(f"aggregation: tensor '{name}' is in model {having} but not in model {lacking}")
+            raise ConfigError(
+                f"aggregation: tensor '{name}' is in model {having} but not in model {lacking}"
+            )
         for name, tensor in first.items():
             other = model[name]
             if other.shape != tensor.shape or other.dtype != tensor.dtype:

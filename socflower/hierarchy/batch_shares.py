@@ -31,18 +31,24 @@ def split_batch(batch_size: int, capacities: Sequence[float]) -> tuple[int, ...]
     if batch_size < 0:
         raise ConfigError(f"shares: batch_size must not be negative, got {batch_size}")
     if not all(0.0 <= capacity < math.inf for capacity in capacities):
-        raise ConfigError(f"shares: capacities must be finite and not negative, got {list(capacities)}")
+        raise ConfigError(
+            f"shares: capacities must be finite and not negative, got {list(capacities)}"
+        )
     largest = max(capacities, default=0.0)
     if not largest > 0.0:
-        raise ConfigError(f"shares: no member has capacity for {batch_size} samples, got {list(capacities)}; "
-                          "give at least one above 0")
+        raise ConfigError(
+            f"shares: no member has capacity for {batch_size} samples, got {list(capacities)}; "
+            "give at least one above 0"
+        )
     relative = [capacity / largest for capacity in capacities]  # their sum cannot overflow
     total = sum(relative)
     quotas = [batch_size * capacity / total for capacity in relative]
     shares = [math.floor(quota) for quota in quotas]
-    by_remainder = sorted((index for index, capacity in enumerate(relative) if capacity),
-                          key=lambda index: (shares[index] - quotas[index], index))
-    for index in by_remainder[:batch_size - sum(shares)]:
+    by_remainder = sorted(
+        (index for index, capacity in enumerate(relative) if capacity),
+        key=lambda index: (shares[index] - quotas[index], index),
+    )
+    for index in by_remainder[: batch_size - sum(shares)]:
         shares[index] += 1
     return tuple(shares)
 
@@ -60,7 +66,9 @@ _FIRST_PROBE, _LAST_PROBE = 8, 128
 @dataclass(slots=True)
 class _Member:
     rate: float  # basis of the shares; relative as given until the first move, then samples per second
-    recent: list[float] = field(default_factory=list)  # samples per second, observed under the present shares
+    recent: list[float] = field(
+        default_factory=list
+    )  # samples per second, observed under the present shares
     num_idle: int = 0  # observations in a row without samples
     probe_after: int = _FIRST_PROBE
 
@@ -97,17 +105,33 @@ class CapacityFilter:
     """
 
     def __init__(
-        self, nominal: Mapping[int, float], *, threshold: float = 0.10, patience: int = 2, window: int = 5,
+        self,
+        nominal: Mapping[int, float],
+        *,
+        threshold: float = 0.10,
+        patience: int = 2,
+        window: int = 5,
         enough: int = 3,
     ) -> None:
-        if not all(0.0 <= capacity < math.inf for capacity in nominal.values()) or not any(nominal.values()):
-            raise ConfigError("capacities: nominal values must be finite and not negative, and one above 0, got "
-                              f"{dict(nominal)}")
+        if not all(0.0 <= capacity < math.inf for capacity in nominal.values()) or not any(
+            nominal.values()
+        ):
+            raise ConfigError(
+                "capacities: nominal values must be finite and not negative, and one above 0, got "
+                f"{dict(nominal)}"
+            )
         require_range("capacities", above=0.0, advice="such as 0.1", threshold=threshold)
         require_range("capacities", least=1, patience=patience)
         if not 1 <= enough <= window:
-            raise ConfigError(f"capacities: need 1 <= enough <= window, got enough = {enough}, window = {window}")
-        self._threshold, self._patience, self._window, self._enough = threshold, patience, window, enough
+            raise ConfigError(
+                f"capacities: need 1 <= enough <= window, got enough = {enough}, window = {window}"
+            )
+        self._threshold, self._patience, self._window, self._enough = (
+            threshold,
+            patience,
+            window,
+            enough,
+        )
         self._members = {ident: _Member(rate) for ident, rate in nominal.items()}
         self._num_away = self._num_follow_ups = 0
         self.num_noted = 0
@@ -132,7 +156,9 @@ class CapacityFilter:
         """
         unknown = passes.keys() - self._members.keys()
         if unknown:
-            raise ConfigError(f"capacities: observed {sorted(unknown)}; the members are {sorted(self._members)}")
+            raise ConfigError(
+                f"capacities: observed {sorted(unknown)}; the members are {sorted(self._members)}"
+            )
         self.num_noted += 1
         observed: set[int] = set()
         for ident in sorted(passes):
@@ -143,15 +169,21 @@ class CapacityFilter:
 
     def state(self) -> dict[str, Any]:
         """Return the state for `restore`, as plain JSON."""
-        return {"members": [[ident, asdict(member)] for ident, member in self._members.items()],
-                "away": self._num_away, "to_mend": self._num_follow_ups, "noted": self.num_noted,
-                "moves": self.num_moves}
+        return {
+            "members": [[ident, asdict(member)] for ident, member in self._members.items()],
+            "away": self._num_away,
+            "to_mend": self._num_follow_ups,
+            "noted": self.num_noted,
+            "moves": self.num_moves,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state of another filter of the same members; raises `ConfigError` for other members."""
         members = {ident: _Member(**values) for ident, values in state["members"]}
         if members.keys() != self._members.keys():
-            raise ConfigError(f"capacities: a state of members {sorted(members)}; here are {sorted(self._members)}")
+            raise ConfigError(
+                f"capacities: a state of members {sorted(members)}; here are {sorted(self._members)}"
+            )
         self._members = members
         self._num_away, self._num_follow_ups = state["away"], state["to_mend"]
         self.num_noted, self.num_moves = state["noted"], state["moves"]
@@ -166,7 +198,7 @@ class CapacityFilter:
             return False
         if not member.is_due:
             member.num_idle, member.probe_after = 0, _FIRST_PROBE
-        member.recent = [*member.recent, rate][-self._window:]
+        member.recent = [*member.recent, rate][-self._window :]
         return True
 
     def _end_failed_probes(self, observed: set[int]) -> None:
@@ -178,11 +210,15 @@ class CapacityFilter:
 
     def _decide(self, ready: set[int]) -> bool:
         """Move if it is due, by the members that had samples, all of which need enough observations."""
-        if len(ready) < 2 or any(len(self._members[ident].recent) < self._enough for ident in ready):
+        if len(ready) < 2 or any(
+            len(self._members[ident].recent) < self._enough for ident in ready
+        ):
             return False
         away = self._distance(ready)
         if self._num_follow_ups:
-            self._num_follow_ups = self._num_follow_ups - 1 if away > _SETTLED * self._threshold else 0
+            self._num_follow_ups = (
+                self._num_follow_ups - 1 if away > _SETTLED * self._threshold else 0
+            )
             moves = self._num_follow_ups > 0
         else:
             self._num_away = self._num_away + 1 if away > self._threshold else 0
@@ -198,8 +234,13 @@ class CapacityFilter:
         order = sorted(ready)
         accepted = _parts([self._members[ident].rate for ident in order])
         measured = _parts([_median(self._members[ident].recent) for ident in order])
-        return max((max(old / new, new / old) - 1.0 if old and new else math.inf
-                    for old, new in zip(accepted, measured, strict=True)), default=0.0)
+        return max(
+            (
+                max(old / new, new / old) - 1.0 if old and new else math.inf
+                for old, new in zip(accepted, measured, strict=True)
+            ),
+            default=0.0,
+        )
 
     def _move(self, ready: set[int]) -> None:
         """Accept the rates of `ready`; the others keep their rates relative to these."""
@@ -219,8 +260,9 @@ class CapacityFilter:
         order = [ident for ident in sorted(ready) if self._members[ident].rate]
         if not order:
             return 1.0
-        return math.fsum(_median(self._members[ident].recent) for ident in order) \
-            / math.fsum(self._members[ident].rate for ident in order)
+        return math.fsum(_median(self._members[ident].recent) for ident in order) / math.fsum(
+            self._members[ident].rate for ident in order
+        )
 
 
 def _median(rates: list[float]) -> float:

@@ -26,12 +26,16 @@ class Exchange:
     num_bytes: float
     num_tensors: int
     fused: bool = False  # in one message instead of one for each tensor (F8a)
-    gradients: tuple[Gradient, ...] = ()  # of the tensors, in the order in which they are sent; empty: not known
+    gradients: tuple[
+        Gradient, ...
+    ] = ()  # of the tensors, in the order in which they are sent; empty: not known
 
     def __post_init__(self) -> None:
         if not self.num_bytes >= 0.0 or self.num_tensors < 1:
-            raise ConfigError(f"exchange: need num_bytes >= 0 and num_tensors >= 1, got {self.num_bytes} and "
-                              f"{self.num_tensors}")
+            raise ConfigError(
+                f"exchange: need num_bytes >= 0 and num_tensors >= 1, got {self.num_bytes} and "
+                f"{self.num_tensors}"
+            )
 
     @property
     def num_messages(self) -> int:
@@ -46,19 +50,41 @@ class Exchange:
         """
         if self.gradients:
             starts = bucket_starts([gradient.num_bytes for gradient in self.gradients], count)
-            parts = [self.gradients[start:end] for start, end in pairwise([*starts, len(self.gradients)])]
+            parts = [
+                self.gradients[start:end] for start, end in pairwise([*starts, len(self.gradients)])
+            ]
         else:
             count = min(count, self.num_tensors)
             small, extra = divmod(self.num_tensors, count)
-            parts = [(Gradient(num_bytes=self.num_bytes / count / (small + (index < extra)), done=(index + 1) / count),)
-                     * (small + (index < extra)) for index in range(count)]
+            parts = [
+                (
+                    Gradient(
+                        num_bytes=self.num_bytes / count / (small + (index < extra)),
+                        done=(index + 1) / count,
+                    ),
+                )
+                * (small + (index < extra))
+                for index in range(count)
+            ]
         buckets: list[Bucket] = []
         done = 0.0
         for part in parts:
             # What is computed after the last gradient, if anything, is waited for as well.
-            done = 1.0 if len(buckets) == len(parts) - 1 else max(done, *(gradient.done for gradient in part))
-            buckets.append(Bucket(Exchange(num_bytes=sum(gradient.num_bytes for gradient in part),
-                                           num_tensors=len(part), fused=self.fused), done))
+            done = (
+                1.0
+                if len(buckets) == len(parts) - 1
+                else max(done, *(gradient.done for gradient in part))
+            )
+            buckets.append(
+                Bucket(
+                    Exchange(
+                        num_bytes=sum(gradient.num_bytes for gradient in part),
+                        num_tensors=len(part),
+                        fused=self.fused,
+                    ),
+                    done,
+                )
+            )
         return tuple(buckets)
 
 
@@ -78,7 +104,11 @@ class RingTasks:
 
 
 def ring_all_reduce(
-    builder: GraphBuilder, socs: Sequence[int], exchange: Exchange, after: Dependencies, name: str,
+    builder: GraphBuilder,
+    socs: Sequence[int],
+    exchange: Exchange,
+    after: Dependencies,
+    name: str,
 ) -> RingTasks:
     """Add a ring all-reduce: 2(n-1) rounds in which each of n SoCs sends bytes/n to the next one.
 
@@ -88,54 +118,123 @@ def ring_all_reduce(
     if size == 1:
         return RingTasks((), {socs[0]: tuple(after[socs[0]])})
     first = builder.next_index
-    sends = tuple(builder.transfer(
-        f"{name} ring", soc, socs[(rank + 1) % size], exchange.num_bytes / size, num_messages=exchange.num_messages,
-        rounds=2 * (size - 1), after=after[soc], after_round=(first + (rank - 1) % size,))
-        for rank, soc in enumerate(socs))
+    sends = tuple(
+        builder.transfer(
+            f"{name} ring",
+            soc,
+            socs[(rank + 1) % size],
+            exchange.num_bytes / size,
+            num_messages=exchange.num_messages,
+            rounds=2 * (size - 1),
+            after=after[soc],
+            after_round=(first + (rank - 1) % size,),
+        )
+        for rank, soc in enumerate(socs)
+    )
     return RingTasks(sends, {soc: (sends[rank - 1], sends[rank]) for rank, soc in enumerate(socs)})
 
 
 def server_exchange(
-    builder: GraphBuilder, socs: Sequence[int], exchange: Exchange, after: Dependencies, name: str,
+    builder: GraphBuilder,
+    socs: Sequence[int],
+    exchange: Exchange,
+    after: Dependencies,
+    name: str,
 ) -> dict[int, tuple[int, ...]]:
     """Add an exchange with a parameter server, the first SoC: n-1 uploads and, after all of them, n-1 downloads."""
     server, *others = socs
-    uploads = [builder.transfer(f"{name} upload", soc, server, exchange.num_bytes,
-                                num_messages=exchange.num_messages, after=after[soc]) for soc in others]
+    uploads = [
+        builder.transfer(
+            f"{name} upload",
+            soc,
+            server,
+            exchange.num_bytes,
+            num_messages=exchange.num_messages,
+            after=after[soc],
+        )
+        for soc in others
+    ]
     # The sum includes the server's own gradient.
     ready = (*after[server], *uploads)
-    downloads = {soc: builder.transfer(f"{name} download", server, soc, exchange.num_bytes,
-                                       num_messages=exchange.num_messages, after=ready) for soc in others}
-    return {server: (*ready, *downloads.values()), **{soc: (index,) for soc, index in downloads.items()}}
+    downloads = {
+        soc: builder.transfer(
+            f"{name} download",
+            server,
+            soc,
+            exchange.num_bytes,
+            num_messages=exchange.num_messages,
+            after=ready,
+        )
+        for soc in others
+    }
+    return {
+        server: (*ready, *downloads.values()),
+        **{soc: (index,) for soc, index in downloads.items()},
+    }
 
 
 def gather(
-    builder: GraphBuilder, center: Endpoint, leaders: Sequence[int], exchange: Exchange, after: Dependencies, name: str,
+    builder: GraphBuilder,
+    center: Endpoint,
+    leaders: Sequence[int],
+    exchange: Exchange,
+    after: Dependencies,
+    name: str,
     processor: str = "cpu",
 ) -> int:
     """Add an upload from every leader but `center` to it; return the task that waits for all, and for its own.
 
     `processor` is one of the center's.
     """
-    uploads = [builder.transfer(f"{name} upload", leader, center, exchange.num_bytes,
-                                num_messages=exchange.num_messages, after=after.get(leader, ()))
-               for leader in leaders if leader != center]
+    uploads = [
+        builder.transfer(
+            f"{name} upload",
+            leader,
+            center,
+            exchange.num_bytes,
+            num_messages=exchange.num_messages,
+            after=after.get(leader, ()),
+        )
+        for leader in leaders
+        if leader != center
+    ]
     own = after.get(center, ()) if isinstance(center, int) else ()
     # One task, which takes no time: N downloads after N uploads would be N² dependencies.
-    return builder.compute(f"{name} uploaded", center, 0.0, processor=processor, after=(*own, *uploads))
+    return builder.compute(
+        f"{name} uploaded", center, 0.0, processor=processor, after=(*own, *uploads)
+    )
 
 
 def scatter(
-    builder: GraphBuilder, center: Endpoint, leaders: Sequence[int], exchange: Exchange, after: int, name: str,
+    builder: GraphBuilder,
+    center: Endpoint,
+    leaders: Sequence[int],
+    exchange: Exchange,
+    after: int,
+    name: str,
 ) -> dict[int, int]:
     """Add a download from `center` to every other leader; return what ends each leader's wait."""
-    return {leader: after if leader == center else builder.transfer(
-        f"{name} download", center, leader, exchange.num_bytes, num_messages=exchange.num_messages, after=(after,))
-        for leader in leaders}
+    return {
+        leader: after
+        if leader == center
+        else builder.transfer(
+            f"{name} download",
+            center,
+            leader,
+            exchange.num_bytes,
+            num_messages=exchange.num_messages,
+            after=(after,),
+        )
+        for leader in leaders
+    }
 
 
 def broadcast(
-    builder: GraphBuilder, order: Sequence[int], exchange: Exchange, after: Sequence[int], name: str,
+    builder: GraphBuilder,
+    order: Sequence[int],
+    exchange: Exchange,
+    after: Sequence[int],
+    name: str,
 ) -> dict[int, tuple[int, ...]]:
     """Add a broadcast by a binomial tree from the first SoC to all, and return the last task of each: ceil(log2 n)
     rounds.
@@ -145,8 +244,14 @@ def broadcast(
     """
     needs = {order[0]: tuple(after)}
     for holder, receiver in _halvings(order):
-        index = builder.transfer(f"{name} broadcast", holder, receiver, exchange.num_bytes,
-                                 num_messages=exchange.num_messages, after=needs[holder])
+        index = builder.transfer(
+            f"{name} broadcast",
+            holder,
+            receiver,
+            exchange.num_bytes,
+            num_messages=exchange.num_messages,
+            after=needs[holder],
+        )
         needs[holder] = needs[receiver] = (index,)
     return needs
 

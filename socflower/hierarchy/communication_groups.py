@@ -49,7 +49,9 @@ def communication_groups(groups: Sequence[PlacedGroup]) -> tuple[tuple[int, ...]
     neighbours = conflicts(groups)
     graph = nx.Graph()
     graph.add_nodes_from(sorted(neighbours))
-    graph.add_edges_from((left, right) for left in sorted(neighbours) for right in sorted(neighbours[left]))
+    graph.add_edges_from(
+        (left, right) for left in sorted(neighbours) for right in sorted(neighbours[left])
+    )
     colours: dict[int, int] = {}
     for nodes in nx.connected_components(graph):
         chain = graph.subgraph(sorted(nodes))
@@ -59,5 +61,7 @@ def communication_groups(groups: Sequence[PlacedGroup]) -> tuple[tuple[int, ...]
             colours |= {node: int(colour != first) for node, colour in found.items()}
         else:
             colours |= nx.greedy_color(chain, strategy="DSATUR")
-    return tuple(tuple(sorted(node for node, own in colours.items() if own == colour))
-                 for colour in range(max(colours.values(), default=-1) + 1))
+    return tuple(
+        tuple(sorted(node for node, own in colours.items() if own == colour))
+        for colour in range(max(colours.values(), default=-1) + 1)
+    )

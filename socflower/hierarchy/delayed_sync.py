@@ -31,21 +31,31 @@ class SyncInterval:
     num_steps: int
     epoch_end: float  # epochs done at its end
     deal_epoch: int  # the latest epoch that began with a synchronisation of all, when data could change groups
-    across_servers: bool = True  # whether all groups synchronise at its end, or those of each server
+    across_servers: bool = (
+        True  # whether all groups synchronise at its end, or those of each server
+    )
 
 
 @plain_numbers
 def group_steps_per_epoch(num_samples: int, num_groups: int, batch_size: int) -> int:
     """Return ceil(ceil(n / N) / batch): all groups take the same number of steps, even with less data."""
-    require_range("schedule", least=1, num_samples=num_samples, num_groups=num_groups, batch_size=batch_size)
+    require_range(
+        "schedule", least=1, num_samples=num_samples, num_groups=num_groups, batch_size=batch_size
+    )
     most_samples = -(-num_samples // num_groups)
     return -(-most_samples // batch_size)
 
 
 @plain_numbers
 def sync_schedule(
-    num_epochs: int, steps_per_epoch: int, interval_epochs: float | str, *,
-    initial: float = 0.25, doubling_epochs: int = 10, maximum: float = 2.0, server_interval: int = 1,
+    num_epochs: int,
+    steps_per_epoch: int,
+    interval_epochs: float | str,
+    *,
+    initial: float = 0.25,
+    doubling_epochs: int = 10,
+    maximum: float = 2.0,
+    server_interval: int = 1,
 ) -> tuple[SyncInterval, ...]:
     """Return the intervals of a training of `num_epochs`, in order, without gap or overlap (F3).
 
@@ -54,11 +64,28 @@ def sync_schedule(
     ends with the training. Raises `ConfigError` for invalid values, and for more than
     `MOST_INTERVALS`.
     """
-    cursor = _cursor(num_epochs, steps_per_epoch, interval_epochs, initial, doubling_epochs, maximum, server_interval)
-    least = cursor.total_steps / (cursor.longest * steps_per_epoch + 1)  # none has more steps, rounded up
+    cursor = _cursor(
+        num_epochs,
+        steps_per_epoch,
+        interval_epochs,
+        initial,
+        doubling_epochs,
+        maximum,
+        server_interval,
+    )
+    least = cursor.total_steps / (
+        cursor.longest * steps_per_epoch + 1
+    )  # none has more steps, rounded up
     if least <= MOST_INTERVALS:
-        shapes = sync_shapes(num_epochs, steps_per_epoch, interval_epochs, initial=initial,
-                             doubling_epochs=doubling_epochs, maximum=maximum, server_interval=server_interval)
+        shapes = sync_shapes(
+            num_epochs,
+            steps_per_epoch,
+            interval_epochs,
+            initial=initial,
+            doubling_epochs=doubling_epochs,
+            maximum=maximum,
+            server_interval=server_interval,
+        )
         least = Fraction(sum(count for _, count in shapes))
     if least > MOST_INTERVALS:
         raise _too_many(num_epochs, interval_epochs)
@@ -67,8 +94,14 @@ def sync_schedule(
 
 @plain_numbers
 def sync_shapes(
-    num_epochs: int, steps_per_epoch: int, interval_epochs: float | str, *,
-    initial: float = 0.25, doubling_epochs: int = 10, maximum: float = 2.0, server_interval: int = 1,
+    num_epochs: int,
+    steps_per_epoch: int,
+    interval_epochs: float | str,
+    *,
+    initial: float = 0.25,
+    doubling_epochs: int = 10,
+    maximum: float = 2.0,
+    server_interval: int = 1,
 ) -> tuple[tuple[SyncInterval, int], ...]:
     """Return the distinct intervals of `sync_schedule`, the first of each kind, and how many of each kind there are.
 
@@ -76,17 +109,27 @@ def sync_shapes(
     both or neither end with all servers; the very first one is a kind of its own. Once intervals have stopped growing,
     their lengths are periodic, so the work does not depend on `num_epochs`.
     """
-    cursor = _cursor(num_epochs, steps_per_epoch, interval_epochs, initial, doubling_epochs, maximum, server_interval)
+    cursor = _cursor(
+        num_epochs,
+        steps_per_epoch,
+        interval_epochs,
+        initial,
+        doubling_epochs,
+        maximum,
+        server_interval,
+    )
     firsts: dict[_Shape, SyncInterval] = {}
     counts: dict[_Shape, int] = {}
     walked: list[_Shape] = []
-    reached: dict[tuple[Fraction, int, int], int] = {}  # number of intervals before each place of the cursor
+    reached: dict[
+        tuple[Fraction, int, int], int
+    ] = {}  # number of intervals before each place of the cursor
     skipped = False
     while not cursor.done:
         if walked and not skipped and cursor.interval == cursor.longest:
             place = cursor.place
             if place in reached:
-                cycle = walked[reached[place]:]
+                cycle = walked[reached[place] :]
                 # One interval is left at least: the last one may differ, since all servers take part in it.
                 times = (cursor.total_steps - cursor.first - 1) // sum(shape[0] for shape in cycle)
                 for shape in cycle:
@@ -96,8 +139,12 @@ def sync_shapes(
                 continue
             reached[place] = len(walked)
         interval = cursor.next()
-        shape = (interval.num_steps, interval.first_step == interval.deal_epoch * steps_per_epoch,
-                 interval.index == 0, interval.across_servers)
+        shape = (
+            interval.num_steps,
+            interval.first_step == interval.deal_epoch * steps_per_epoch,
+            interval.index == 0,
+            interval.across_servers,
+        )
         firsts.setdefault(shape, interval)
         counts[shape] = counts.get(shape, 0) + 1
         walked.append(shape)
@@ -113,8 +160,15 @@ _Shape: TypeAlias = tuple[int, bool, bool, bool]
 class _IntervalCursor:
     """An iterator over the intervals, from its present position."""
 
-    def __init__(self, num_epochs: int, steps_per_epoch: int, shortest: Fraction, longest: Fraction,
-                 doubling_epochs: int, server_interval: int) -> None:
+    def __init__(
+        self,
+        num_epochs: int,
+        steps_per_epoch: int,
+        shortest: Fraction,
+        longest: Fraction,
+        doubling_epochs: int,
+        server_interval: int,
+    ) -> None:
         self.total_steps, self.first = num_epochs * steps_per_epoch, 0
         self._server_interval = server_interval
         self._steps_per_epoch, self._doubling_epochs = steps_per_epoch, doubling_epochs
@@ -141,7 +195,11 @@ class _IntervalCursor:
         These are position and steps within the epoch, and synchronisations since all servers took part.
         """
         epoch = int(self._position)
-        return (self._position - epoch, self.first - epoch * self._steps_per_epoch, self._index % self._server_interval)
+        return (
+            self._position - epoch,
+            self.first - epoch * self._steps_per_epoch,
+            self._index % self._server_interval,
+        )
 
     def next(self) -> SyncInterval:
         """Return the present interval, and advance to the next."""
@@ -156,9 +214,14 @@ class _IntervalCursor:
         if first % steps_per_epoch == 0 and self._index % self._server_interval == 0:
             self._deal_epoch = first // steps_per_epoch
         made = SyncInterval(
-            index=self._index, first_step=first, num_steps=end - first, epoch_end=end / steps_per_epoch,
+            index=self._index,
+            first_step=first,
+            num_steps=end - first,
+            epoch_end=end / steps_per_epoch,
             deal_epoch=self._deal_epoch,
-            across_servers=(self._index + 1) % self._server_interval == 0 or end == self.total_steps)
+            across_servers=(self._index + 1) % self._server_interval == 0
+            or end == self.total_steps,
+        )
         self.first, self._index = end, self._index + 1
         return made
 
@@ -172,28 +235,51 @@ class _IntervalCursor:
             self._deal_epoch += num_steps // self._steps_per_epoch
 
 
-def _cursor(num_epochs: int, steps_per_epoch: int, interval_epochs: float | str, initial: float, doubling_epochs: int,
-            maximum: float, server_interval: int) -> _IntervalCursor:
+def _cursor(
+    num_epochs: int,
+    steps_per_epoch: int,
+    interval_epochs: float | str,
+    initial: float,
+    doubling_epochs: int,
+    maximum: float,
+    server_interval: int,
+) -> _IntervalCursor:
     """Return a cursor at the start of a training; `ConfigError` for invalid values."""
-    require_range("schedule", least=1, epochs=num_epochs, steps_per_epoch=steps_per_epoch,
-                  doubling_epochs=doubling_epochs, server_interval=server_interval)
+    require_range(
+        "schedule",
+        least=1,
+        epochs=num_epochs,
+        steps_per_epoch=steps_per_epoch,
+        doubling_epochs=doubling_epochs,
+        server_interval=server_interval,
+    )
     shortest, longest = _lengths(interval_epochs, initial, maximum)
     if 2 * longest * steps_per_epoch < 1:
-        shortest = longest = Fraction(1, steps_per_epoch)  # also one step each, without hundreds of digits
-    return _IntervalCursor(num_epochs, steps_per_epoch, shortest, longest, doubling_epochs, server_interval)
+        shortest = longest = Fraction(
+            1, steps_per_epoch
+        )  # also one step each, without hundreds of digits
+    return _IntervalCursor(
+        num_epochs, steps_per_epoch, shortest, longest, doubling_epochs, server_interval
+    )
 
 
 def _too_many(num_epochs: int, interval_epochs: float | str) -> ConfigError:
-    return ConfigError(f"schedule: epochs = {num_epochs} with sync_interval_epochs = {interval_epochs!r} make more "
-                       f"than {MOST_INTERVALS} rounds; train fewer epochs, or synchronise less often")
+    return ConfigError(
+        f"schedule: epochs = {num_epochs} with sync_interval_epochs = {interval_epochs!r} make more "
+        f"than {MOST_INTERVALS} rounds; train fewer epochs, or synchronise less often"
+    )
 
 
-def _lengths(interval_epochs: float | str, initial: float, maximum: float) -> tuple[Fraction, Fraction]:
+def _lengths(
+    interval_epochs: float | str, initial: float, maximum: float
+) -> tuple[Fraction, Fraction]:
     """Return the shortest and the longest interval, in epochs; `ConfigError` for invalid values."""
     if isinstance(interval_epochs, str):
         if interval_epochs != DECAY:
-            raise ConfigError(f"schedule: sync_interval_epochs = {interval_epochs!r} must be a number of epochs "
-                              f"or {DECAY!r}")
+            raise ConfigError(
+                f"schedule: sync_interval_epochs = {interval_epochs!r} must be a number of epochs "
+                f"or {DECAY!r}"
+            )
         if not 0.0 < initial <= maximum < math.inf:
             raise ConfigError(f"schedule: need 0 < initial <= maximum, got {initial} and {maximum}")
         return _exact(initial), _exact(maximum)

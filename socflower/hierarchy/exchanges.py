@@ -25,22 +25,40 @@ class Exchanges:
 
 
 def choose_exchanges(
-    work: IntervalCosts, serialize_uplinks: bool | str, leaders: str, lengths: Mapping[int, int],
-    clock: VirtualClock | None, kinds: Sequence[str] = KINDS,
+    work: IntervalCosts,
+    serialize_uplinks: bool | str,
+    leaders: str,
+    lengths: Mapping[int, int],
+    clock: VirtualClock | None,
+    kinds: Sequence[str] = KINDS,
 ) -> tuple[Exchanges, IntervalCosts]:
     """Return the choices, and the work with them; see `choose_turns`, `step_times` and `choose_leaders`."""
     chosen = Exchanges(
-        turns=choose_turns(work.plan, serialize_uplinks, None if clock is None else partial(
-            step_times, work, lengths, clock)),
-        leaders=choose_leaders(work.plan, leaders, None if clock is None else partial(work.synchronisation_s, clock),
-                               work.leader_compression, kinds))
+        turns=choose_turns(
+            work.plan,
+            serialize_uplinks,
+            None if clock is None else partial(step_times, work, lengths, clock),
+        ),
+        leaders=choose_leaders(
+            work.plan,
+            leaders,
+            None if clock is None else partial(work.synchronisation_s, clock),
+            work.leader_compression,
+            kinds,
+        ),
+    )
     return chosen, replace(work, serialize_uplinks=chosen.turns.taken, leaders=chosen.leaders.kind)
 
 
 def unpredicted_exchanges(
-    plan: GroupPlan, serialize_uplinks: bool | str, leaders: str, compression: str = NONE,
+    plan: GroupPlan,
+    serialize_uplinks: bool | str,
+    leaders: str,
+    compression: str = NONE,
     kinds: Sequence[str] = KINDS,
 ) -> Exchanges:
     """Return the choices where nothing tells what a step costs."""
-    return Exchanges(turns=choose_turns(plan, serialize_uplinks, None),
-                     leaders=choose_leaders(plan, leaders, None, compression, kinds))
+    return Exchanges(
+        turns=choose_turns(plan, serialize_uplinks, None),
+        leaders=choose_leaders(plan, leaders, None, compression, kinds),
+    )

@@ -12,7 +12,9 @@ class GroupCountChoice:
     """The chosen number of groups, and the accuracies measured for it."""
 
     num_groups: int
-    accuracies: Mapping[int, float]  # after the first epoch, by number of groups, in the order tried
+    accuracies: Mapping[
+        int, float
+    ]  # after the first epoch, by number of groups, in the order tried
     stopped_at: int | None  # the first number of groups whose accuracy fell; None if none did
 
 
@@ -30,8 +32,11 @@ def default_candidates(num_socs: int) -> tuple[int, ...]:
 
 @plain_numbers
 def choose_group_count(
-    candidates: Iterable[int], first_epoch_accuracy: Callable[[int], float], *,
-    relative_drop: float = 0.15, floor: float = 0.15,
+    candidates: Iterable[int],
+    first_epoch_accuracy: Callable[[int], float],
+    *,
+    relative_drop: float = 0.15,
+    floor: float = 0.15,
 ) -> GroupCountChoice:
     """Return the largest number of groups before first-epoch accuracy drops clearly (F2).
 
@@ -45,12 +50,16 @@ def choose_group_count(
     """
     ordered = sorted(set(candidates))
     if not ordered or ordered[0] < 1:
-        raise ConfigError(f"group count: candidates must be one or more numbers of 1 or more, got {ordered}")
+        raise ConfigError(
+            f"group count: candidates must be one or more numbers of 1 or more, got {ordered}"
+        )
     require_range("group count", least=0.0, most=1.0, relative_drop=relative_drop, floor=floor)
     reference = first_epoch_accuracy(ordered[0])
     if not reference >= 0.0:
-        raise TrainingFailed(f"group count: accuracy with {ordered[0]} groups is {reference} after the first "
-                             "epoch; lower the learning rate")
+        raise TrainingFailed(
+            f"group count: accuracy with {ordered[0]} groups is {reference} after the first "
+            "epoch; lower the learning rate"
+        )
     least = max((1.0 - relative_drop) * reference, floor if reference >= floor else 0.0)
     accuracies, best = {ordered[0]: reference}, ordered[0]
     for num_groups in ordered[1:]:

@@ -43,7 +43,9 @@ class IntervalCosts:
     num_samples: int
     batch_size: int  # of a group
     steps_per_epoch: int
-    serialize_uplinks: bool  # communication groups take turns; `choose_turns` says whether they should
+    serialize_uplinks: (
+        bool  # communication groups take turns; `choose_turns` says whether they should
+    )
     reshuffle: bool = True
     overlap_buckets: int = 1
     pricing: Pricing = FP32  # of the arithmetic that members train in
@@ -64,49 +66,88 @@ class IntervalCosts:
 
     def shares_of(self, plan: GroupPlan, parts: Mapping[int, float]) -> Mapping[int, int]:
         """Return the shares with fractions `parts` of nominal capacities; SoCs without an entry have all of it."""
-        return {soc: share for group in plan.groups for soc, share in zip(
-            group.members, split_batch(self.batch_size, [self._rates[soc] * parts.get(soc, 1.0)
-                                                         for soc in group.members]), strict=True)}
+        return {
+            soc: share
+            for group in plan.groups
+            for soc, share in zip(
+                group.members,
+                split_batch(
+                    self.batch_size,
+                    [self._rates[soc] * parts.get(soc, 1.0) for soc in group.members],
+                ),
+                strict=True,
+            )
+        }
 
     def require_memory(self, optimizer_copies: float = 0.0) -> None:
         """Raise `InfeasiblePlan` for a SoC with too little memory for its share; see `require_training_memory`."""
         require_training_memory(
-            self.cluster, self.profile, self.shares, pricing=self.pricing, optimizer_copies=optimizer_copies,
-            remedy="use a smaller batch or model, or fewer groups, whose members have smaller shares")
+            self.cluster,
+            self.profile,
+            self.shares,
+            pricing=self.pricing,
+            optimizer_copies=optimizer_copies,
+            remedy="use a smaller batch or model, or fewer groups, whose members have smaller shares",
+        )
 
     @cached_property
     def costs(self) -> Mapping[int, StepCost]:
         """Each member's cost of a step."""
         return self._costs(self.plan, self.shares, {})
 
-    def _costs(self, plan: GroupPlan, shares: Mapping[int, int], pricings: Mapping[int, Pricing],
-               ) -> Mapping[int, StepCost]:
+    def _costs(
+        self,
+        plan: GroupPlan,
+        shares: Mapping[int, int],
+        pricings: Mapping[int, Pricing],
+    ) -> Mapping[int, StepCost]:
         """Return the members' costs; `pricings` overrides the pricing of single groups."""
         return {
             soc: pricings.get(group.group_id, self.pricing).step_cost(
-                self.profile, self.cluster.device_of(soc), shares[soc])
-            for group in plan.groups for soc in group.members
+                self.profile, self.cluster.device_of(soc), shares[soc]
+            )
+            for group in plan.groups
+            for soc in group.members
         }
 
     @cached_property
     def exchange(self) -> Exchange:
         """The exchanged data, gradients or weights."""
-        return Exchange(num_bytes=self.profile.weight_bytes, num_tensors=self.profile.num_tensors,
-                        fused=self.fusion == BUCKETS, gradients=self.profile.gradients)
+        return Exchange(
+            num_bytes=self.profile.weight_bytes,
+            num_tensors=self.profile.num_tensors,
+            fused=self.fusion == BUCKETS,
+            gradients=self.profile.gradients,
+        )
 
     def step(
-        self, *, serialize_uplinks: bool | None = None, pricings: Mapping[int, Pricing] | None = None,
+        self,
+        *,
+        serialize_uplinks: bool | None = None,
+        pricings: Mapping[int, Pricing] | None = None,
     ) -> TaskGraph:
         """Return one step of all groups.
 
         `serialize_uplinks` overrides whether communication groups take turns, `pricings` the costs of single groups.
         """
         costs = self._costs(self.plan, self.shares, pricings) if pricings else self.costs
-        return step_graph(self.plan, costs, self.exchange, overlap_buckets=self.overlap_buckets,
-                          serialize_uplinks=self.serialize_uplinks if serialize_uplinks is None else serialize_uplinks)
+        return step_graph(
+            self.plan,
+            costs,
+            self.exchange,
+            overlap_buckets=self.overlap_buckets,
+            serialize_uplinks=self.serialize_uplinks
+            if serialize_uplinks is None
+            else serialize_uplinks,
+        )
 
-    def synchronisation(self, *, across_servers: bool = True, leaders: str | None = None,
-                        delays_s: Mapping[int, float] | None = None) -> TaskGraph | None:
+    def synchronisation(
+        self,
+        *,
+        across_servers: bool = True,
+        leaders: str | None = None,
+        delays_s: Mapping[int, float] | None = None,
+    ) -> TaskGraph | None:
         """Return a synchronisation between groups, of all or of each server; None where no two groups take part.
 
         `leaders` overrides how they exchange models, `delays_s` says how long after its beginning they have them.
@@ -115,8 +156,15 @@ class IntervalCosts:
         if len(self.plan.groups) == 1 or (alone and not across_servers):
             return None
         return synchronisation_graph(
-            self.plan, self.exchange, self.cluster, leaders=leaders or self.leaders, across_servers=across_servers,
-            hub_decides=self.hub_decides, compression=self.leader_compression, delays_s=delays_s)
+            self.plan,
+            self.exchange,
+            self.cluster,
+            leaders=leaders or self.leaders,
+            across_servers=across_servers,
+            hub_decides=self.hub_decides,
+            compression=self.leader_compression,
+            delays_s=delays_s,
+        )
 
     def synchronisation_s(self, clock: VirtualClock, leaders: str) -> float:
         """Return the predicted seconds of a synchronisation of all groups whose leaders exchange models in this way.
@@ -128,11 +176,18 @@ class IntervalCosts:
 
     def begins_with_deal(self, interval: SyncInterval) -> bool:
         """Return whether groups get other data at this interval's start; the first distribution is part of setup."""
-        is_new = interval.index > 0 and interval.first_step == interval.deal_epoch * self.steps_per_epoch
+        is_new = (
+            interval.index > 0 and interval.first_step == interval.deal_epoch * self.steps_per_epoch
+        )
         return self.reshuffle and is_new and len(self.plan.groups) > 1
 
-    def run(self, interval: SyncInterval, clock: VirtualClock, phases: Sequence[Phase] = (),
-            capacities: CapacitiesInUse | None = None) -> Usage:
+    def run(
+        self,
+        interval: SyncInterval,
+        clock: VirtualClock,
+        phases: Sequence[Phase] = (),
+        capacities: CapacitiesInUse | None = None,
+    ) -> Usage:
         """Run an interval and the synchronisation at its end on the clock.
 
         In a star or tree each leader sends its model as soon as its group has done its steps, in a ring all wait for
@@ -144,39 +199,61 @@ class IntervalCosts:
         """
         usage = Usage()
         if self.begins_with_deal(interval):
-            bytes_per_soc = self.num_samples / len(self.plan.participants) * self.profile.input_bytes
+            bytes_per_soc = (
+                self.num_samples / len(self.plan.participants) * self.profile.input_bytes
+            )
             usage += clock.run(deal_graph(self.plan, bytes_per_soc), label="deal data")
         labels = (f"to epoch {interval.epoch_end:g}", "synchronisation")
         synchronisation = self.synchronisation(across_servers=interval.across_servers)
-        steps_of = partial(_ChangingSteps, self, clock, capacities or CapacitiesInUse(1.0)) if clock.changes else \
-            partial(_SteadySteps, self, clock)
+        steps_of = (
+            partial(_ChangingSteps, self, clock, capacities or CapacitiesInUse(1.0))
+            if clock.changes
+            else partial(_SteadySteps, self, clock)
+        )
         *earlier, (num_steps, pricings) = phases or [(interval.num_steps, {})]
         for before, own in earlier:
             usage += steps_of(own).run(before, labels[0])
         steps = steps_of(pricings)
         is_overlapped = synchronisation is not None and self.leaders != RING
-        if synchronisation is not None and is_overlapped and (graph := steps.steady_graph()) is not None:
+        if (
+            synchronisation is not None
+            and is_overlapped
+            and (graph := steps.steady_graph()) is not None
+        ):
             members = {group.leader: group.members for group in self.plan.groups}
-            whole = clock.run_overlapped(graph, synchronisation, members, repeat=num_steps, labels=labels)
+            whole = clock.run_overlapped(
+                graph, synchronisation, members, repeat=num_steps, labels=labels
+            )
             if whole is not None:
                 return usage + whole
         begin_s = clock.now_s
         usage += steps.run(num_steps, labels[0])
         if synchronisation is None:
             return usage
-        delays_s, head_start_s = self._delays_s(steps.ended_s(), begin_s, clock.now_s) if is_overlapped else ({}, 0.0)
+        delays_s, head_start_s = (
+            self._delays_s(steps.ended_s(), begin_s, clock.now_s) if is_overlapped else ({}, 0.0)
+        )
         if head_start_s:
-            synchronisation = self.synchronisation(across_servers=interval.across_servers, delays_s=delays_s)
+            synchronisation = self.synchronisation(
+                across_servers=interval.across_servers, delays_s=delays_s
+            )
             assert synchronisation is not None
         return usage + clock.run(synchronisation, label=labels[1], head_start_s=head_start_s)
 
-    def _delays_s(self, ended_s: Mapping[int, float], begin_s: float, now_s: float,
-                  ) -> tuple[Mapping[int, float], float]:
+    def _delays_s(
+        self,
+        ended_s: Mapping[int, float],
+        begin_s: float,
+        now_s: float,
+    ) -> tuple[Mapping[int, float], float]:
         """Return how long after the first group the others have done their steps, by leader, and how long ago that was.
 
         Differences by rounding count as none.
         """
-        done_s = {group.leader: max(ended_s.get(soc, now_s) for soc in group.members) for group in self.plan.groups}
+        done_s = {
+            group.leader: max(ended_s.get(soc, now_s) for soc in group.members)
+            for group in self.plan.groups
+        }
         first_s = min(done_s.values())
         if max(done_s.values()) - first_s <= _SAME_TIME * (now_s - begin_s) + _ROUNDING * now_s:
             return {}, 0.0
@@ -186,7 +263,9 @@ class IntervalCosts:
 class _SteadySteps:
     """Steps of an interval at constant speeds."""
 
-    def __init__(self, work: IntervalCosts, clock: VirtualClock, pricings: Mapping[int, Pricing]) -> None:
+    def __init__(
+        self, work: IntervalCosts, clock: VirtualClock, pricings: Mapping[int, Pricing]
+    ) -> None:
         self._clock, self._graph = clock, work.step(pricings=pricings)
         self._begin_s, self._num_steps = 0.0, 0
 
@@ -201,8 +280,12 @@ class _SteadySteps:
 
     def ended_s(self) -> Mapping[int, float]:
         """Return by the clock when each SoC had done its last step."""
-        return {soc: self._begin_s + end_s for soc, end_s in self._clock.predicted_ends_s(
-            self._graph, repeat=self._num_steps).items()}
+        return {
+            soc: self._begin_s + end_s
+            for soc, end_s in self._clock.predicted_ends_s(
+                self._graph, repeat=self._num_steps
+            ).items()
+        }
 
 
 class _ChangingSteps:
@@ -213,13 +296,20 @@ class _ChangingSteps:
     are between two checks in a real ring.
     """
 
-    def __init__(self, work: IntervalCosts, clock: VirtualClock, capacities: CapacitiesInUse,
-                 pricings: Mapping[int, Pricing]) -> None:
+    def __init__(
+        self,
+        work: IntervalCosts,
+        clock: VirtualClock,
+        capacities: CapacitiesInUse,
+        pricings: Mapping[int, Pricing],
+    ) -> None:
         self._work, self._clock, self._pricings = work, clock, pricings
         self._capacities = capacities
         # Where data are not redistributed, shares are fixed by each member's data.
         balancing = work.rebalancing if work.reshuffle else None
-        self._check_interval_steps = balancing.steps if balancing is not None and balancing.within_groups else 0
+        self._check_interval_steps = (
+            balancing.steps if balancing is not None and balancing.within_groups else 0
+        )
         self._graphs: dict[tuple[object, ...], TaskGraph] = {}
         self._ended_s: dict[int, float] = {}
 
@@ -239,13 +329,21 @@ class _ChangingSteps:
         num_behind = 0  # steps since the measured speeds deviated
         while not pace.done:
             present = without_members(work.plan, clock.taken_socs())
-            groups = tuple(group for group in present.groups if any(
-                pace.remaining[soc] or pace.ahead_s.get(soc, 0.0) > 0.0 for soc in group.members))
+            groups = tuple(
+                group
+                for group in present.groups
+                if any(
+                    pace.remaining[soc] or pace.ahead_s.get(soc, 0.0) > 0.0 for soc in group.members
+                )
+            )
             if not groups:
                 usage += clock.idle(work.plan.participants)
                 continue
-            plan = replace(present, groups=groups,
-                           participants=tuple(sorted(soc for group in groups for soc in group.members)))
+            plan = replace(
+                present,
+                groups=groups,
+                participants=tuple(sorted(soc for group in groups for soc in group.members)),
+            )
             speeds = clock.speed_factors()
             measured = {soc: speeds[soc] for soc in plan.participants}
             is_off = self._check_interval_steps > 0 and self._capacities.is_off(measured)
@@ -254,8 +352,11 @@ class _ChangingSteps:
                 is_off, num_behind = False, 0
             before = dict(pace.remaining)
             usage += clock.run_while_steady(
-                self._graph(plan, present.participants), pace, label=label,
-                at_most=self._check_interval_steps - num_behind if is_off else None)
+                self._graph(plan, present.participants),
+                pace,
+                label=label,
+                at_most=self._check_interval_steps - num_behind if is_off else None,
+            )
             self._align_members(pace, plan)
             done = max(before[soc] - left for soc, left in pace.remaining.items())
             num_behind = num_behind + done if is_off else 0
@@ -272,7 +373,10 @@ class _ChangingSteps:
         for group in worked.groups:
             present = group.members[0]  # all present members have equal progress
             for soc in members_of[group.group_id]:
-                pace.remaining[soc], pace.ahead_s[soc] = pace.remaining[present], pace.ahead_s.get(present, 0.0)
+                pace.remaining[soc], pace.ahead_s[soc] = (
+                    pace.remaining[present],
+                    pace.ahead_s.get(present, 0.0),
+                )
                 if present in pace.ended_s:
                     pace.ended_s[soc] = pace.ended_s[present]
 
@@ -282,7 +386,12 @@ class _ChangingSteps:
         shares = work.shares_of(plan, self._capacities.parts if work.reshuffle else {})
         key = (tuple(shares.items()), present)
         if key not in self._graphs:
-            graph = step_graph(plan, work._costs(plan, shares, self._pricings), work.exchange,
-                               serialize_uplinks=work.serialize_uplinks, overlap_buckets=work.overlap_buckets)
+            graph = step_graph(
+                plan,
+                work._costs(plan, shares, self._pricings),
+                work.exchange,
+                serialize_uplinks=work.serialize_uplinks,
+                overlap_buckets=work.overlap_buckets,
+            )
             self._graphs[key] = replace(graph, participants=present)
         return self._graphs[key]

@@ -31,17 +31,26 @@ class LeaderExchange:
 
     kind: str = STAR
     decided_by: str = ASKED
-    predicted_s: Mapping[str, float] = field(default_factory=dict)  # of a synchronisation of all groups, by kind
+    predicted_s: Mapping[str, float] = field(
+        default_factory=dict
+    )  # of a synchronisation of all groups, by kind
     compression: str = NONE
 
     def to_document(self) -> dict[str, Any]:
         """Return the entry for plan and result documents."""
-        return {"leaders": self.kind, "leaders_by": self.decided_by, "leaders_s": dict(self.predicted_s),
-                "leader_compression": self.compression}
+        return {
+            "leaders": self.kind,
+            "leaders_by": self.decided_by,
+            "leaders_s": dict(self.predicted_s),
+            "leader_compression": self.compression,
+        }
 
 
 def choose_leaders(
-    plan: GroupPlan, asked: str, predict: Callable[[str], float] | None, compression: str = NONE,
+    plan: GroupPlan,
+    asked: str,
+    predict: Callable[[str], float] | None,
+    compression: str = NONE,
     kinds: Sequence[str] = KINDS,
 ) -> LeaderExchange:
     """Return the kind that is asked for, or with "auto" that of `kinds` for which `predict` returns the fewest seconds.
@@ -50,19 +59,28 @@ def choose_leaders(
     `ConfigError` for an unknown kind, and for more groups than eight bits can sum.
     """
     if asked not in (AUTO, *KINDS):
-        raise ConfigError(f"leaders = {asked!r} is unknown; use {', '.join(map(repr, (AUTO, *KINDS)))}")
+        raise ConfigError(
+            f"leaders = {asked!r} is unknown; use {', '.join(map(repr, (AUTO, *KINDS)))}"
+        )
     if compression == INT8 and len(plan.groups) > MOST_GROUPS_INT8:
-        raise ConfigError(f"leader_compression = {INT8!r} sums at most {MOST_GROUPS_INT8} groups, and there are "
-                          f"{len(plan.groups)}; use {FP16!r}, or fewer groups")
+        raise ConfigError(
+            f"leader_compression = {INT8!r} sums at most {MOST_GROUPS_INT8} groups, and there are "
+            f"{len(plan.groups)}; use {FP16!r}, or fewer groups"
+        )
     if asked != AUTO:
         return LeaderExchange(kind=asked, decided_by=ASKED, compression=compression)
     kinds = kinds if compression == NONE else COMPRESSING
     if len(plan.groups) == 1 or predict is None:
-        return LeaderExchange(kind=kinds[0], decided_by=ALONE if len(plan.groups) == 1 else NOT_PREDICTED,
-                              compression=compression)
+        return LeaderExchange(
+            kind=kinds[0],
+            decided_by=ALONE if len(plan.groups) == 1 else NOT_PREDICTED,
+            compression=compression,
+        )
     predicted_s = {kind: predict(kind) for kind in kinds}
     best = min(kinds, key=predicted_s.__getitem__)
-    return LeaderExchange(kind=best, decided_by=PREDICTED, predicted_s=predicted_s, compression=compression)
+    return LeaderExchange(
+        kind=best, decided_by=PREDICTED, predicted_s=predicted_s, compression=compression
+    )
 
 
 def tree_levels(places: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
@@ -84,8 +102,10 @@ def compression_fault(leaders: str, compression: str) -> str:
     """Return why leaders that exchange in this way cannot compress, and the way out; empty if they can."""
     if compression == NONE or leaders in (AUTO, *COMPRESSING):
         return ""
-    return (f"leader_compression = {compression!r} is for leaders = {' or '.join(map(repr, (*COMPRESSING, AUTO)))}, "
-            f"and leaders is {leaders!r}; set one of them, or leave the compression out")
+    return (
+        f"leader_compression = {compression!r} is for leaders = {' or '.join(map(repr, (*COMPRESSING, AUTO)))}, "
+        f"and leaders is {leaders!r}; set one of them, or leave the compression out"
+    )
 
 
 def exchanged_bytes(num_bytes: float, compression: str) -> float:

@@ -39,7 +39,9 @@ class GroupPlan:
     """All groups of a cluster, as strategies, the simulator and the real runtime execute them."""
 
     groups: tuple[Group, ...]
-    communication_groups: tuple[tuple[int, ...], ...]  # group ids; conflicting groups in different ones (F6)
+    communication_groups: tuple[
+        tuple[int, ...], ...
+    ]  # group ids; conflicting groups in different ones (F6)
     contention: int  # C of F5: split groups on the fullest board
     slots_per_board: tuple[int, ...]  # slots available for training
     participants: tuple[int, ...]  # all members, ascending
@@ -56,9 +58,17 @@ class GroupPlan:
     def to_document(self) -> dict[str, Any]:
         """Return the public part of the plan document, with stable keys."""
         return {
-            "groups": [{"id": group.group_id, "members": list(group.members), "leader": group.leader,
-                        "boards": list(group.boards), "server": group.server, "split": group.split}
-                       for group in self.groups],
+            "groups": [
+                {
+                    "id": group.group_id,
+                    "members": list(group.members),
+                    "leader": group.leader,
+                    "boards": list(group.boards),
+                    "server": group.server,
+                    "split": group.split,
+                }
+                for group in self.groups
+            ],
             "contention": self.contention,
             "communication_groups": [list(ids) for ids in self.communication_groups],
             "proven_optimal": self.proven_optimal,
@@ -68,7 +78,10 @@ class GroupPlan:
 
 @plain_numbers
 def plan_groups(
-    cluster: Cluster, num_groups: int, num_socs: int | None = None, capacities: Sequence[float] | None = None,
+    cluster: Cluster,
+    num_groups: int,
+    num_socs: int | None = None,
+    capacities: Sequence[float] | None = None,
 ) -> GroupPlan:
     """Return `num_groups` groups of `num_socs` SoCs (default all): mapping by F5, turns by F6, leaders by F8.
 
@@ -81,21 +94,32 @@ def plan_groups(
     are negative, not finite or of the wrong number.
     """
     capacities = (1.0,) * cluster.num_socs if capacities is None else capacities
-    if len(capacities) != cluster.num_socs or not all(0.0 <= value < math.inf for value in capacities):
-        raise ConfigError(f"plan: need {cluster.num_socs} capacities, finite and not negative, got "
-                          f"{list(capacities)}")
-    available = {board: [soc for soc in cluster.socs_of(board) if capacities[soc] > 0.0]
-                 for board in range(len(cluster.boards))}
+    if len(capacities) != cluster.num_socs or not all(
+        0.0 <= value < math.inf for value in capacities
+    ):
+        raise ConfigError(
+            f"plan: need {cluster.num_socs} capacities, finite and not negative, got "
+            f"{list(capacities)}"
+        )
+    available = {
+        board: [soc for soc in cluster.socs_of(board) if capacities[soc] > 0.0]
+        for board in range(len(cluster.boards))
+    }
     board_of = {soc: board for board, socs in available.items() for soc in socs}
     slots = tuple(map(len, available.values()))
     placement, servers = map_to_servers(_by_server(cluster, slots), num_groups, num_socs)
     members = deal_in_order(placement.groups, fastest_socs(placement.groups, available, capacities))
     members = balance_capacities(members, board_of, capacities)
-    groups = tuple(_group(group_id, socs, board_of, server)
-                   for group_id, (socs, server) in enumerate(zip(members, servers, strict=True)))
+    groups = tuple(
+        _group(group_id, socs, board_of, server)
+        for group_id, (socs, server) in enumerate(zip(members, servers, strict=True))
+    )
     return GroupPlan(
-        groups=groups, communication_groups=communication_groups(groups), contention=placement.contention,
-        slots_per_board=slots, participants=tuple(sorted(soc for socs in members for soc in socs)),
+        groups=groups,
+        communication_groups=communication_groups(groups),
+        contention=placement.contention,
+        slots_per_board=slots,
+        participants=tuple(sorted(soc for socs in members for soc in socs)),
         proven_optimal=placement.proven_optimal,
     )
 
@@ -119,12 +143,20 @@ def _group(group_id: int, socs: Sequence[int], board_of: Mapping[int, int], serv
     on_board = Counter(board_of[soc] for soc in members)
     fullest = max(on_board, key=lambda board: (on_board[board], -board))
     leader = next(soc for soc in members if board_of[soc] == fullest)
-    return Group(group_id=group_id, members=members, leader=leader, boards=tuple(sorted(on_board)),
-                 server=server)
+    return Group(
+        group_id=group_id,
+        members=members,
+        leader=leader,
+        boards=tuple(sorted(on_board)),
+        server=server,
+    )
 
 
 def plan_without(
-    whole: GroupPlan, cluster: Cluster, capacities: Sequence[float], away: Collection[int],
+    whole: GroupPlan,
+    cluster: Cluster,
+    capacities: Sequence[float],
+    away: Collection[int],
 ) -> GroupPlan:
     """Return a plan of the SoCs of `whole` that are not away, by the same rules (F5, F6); `whole` if none is away.
 
@@ -137,5 +169,9 @@ def plan_without(
     if not present:
         raise InfeasiblePlan("no SoC is left to train: all are gone, or preempted by their users")
     available = set(present)
-    return plan_groups(cluster, min(len(whole.groups), len(present)), None,
-                       [capacity if soc in available else 0.0 for soc, capacity in enumerate(capacities)])
+    return plan_groups(
+        cluster,
+        min(len(whole.groups), len(present)),
+        None,
+        [capacity if soc in available else 0.0 for soc, capacity in enumerate(capacities)],
+    )

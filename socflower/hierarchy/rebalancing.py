@@ -29,8 +29,10 @@ class Rebalancing:
 
     def __post_init__(self) -> None:
         if self.steps < 0:
-            raise ConfigError(f"re-balancing: steps = {self.steps} must not be negative; 0 means only between "
-                              "intervals")
+            raise ConfigError(
+                f"re-balancing: steps = {self.steps} must not be negative; 0 means only between "
+                "intervals"
+            )
         require_range("re-balancing", above=0.0, below=1.0, tolerance=self.tolerance)
 
 
@@ -58,12 +60,16 @@ class CapacitiesInUse:
 
     def _is_off(self, soc: int, part: float) -> bool:
         if not 0.0 < part < math.inf:
-            raise ConfigError(f"re-balancing: SoC {soc} has a measured capacity of {part} of its nominal one; need one "
-                              "above 0")
+            raise ConfigError(
+                f"re-balancing: SoC {soc} has a measured capacity of {part} of its nominal one; need one "
+                "above 0"
+            )
         return abs(part / self.part(soc) - 1.0) > self.tolerance
 
 
-def reordered(plan: GroupPlan, cluster: Cluster, capacities: Sequence[float], min_gain: float = 0.0) -> GroupPlan:
+def reordered(
+    plan: GroupPlan, cluster: Cluster, capacities: Sequence[float], min_gain: float = 0.0
+) -> GroupPlan:
     """Return the plan after swaps of SoCs of one board that even out the groups' capacities (F20).
 
     The number of SoCs of each group on each board is unchanged, and so are contention and communication groups (F5,
@@ -72,15 +78,21 @@ def reordered(plan: GroupPlan, cluster: Cluster, capacities: Sequence[float], mi
     `capacities` has one entry for each SoC of the cluster.
     """
     if len(capacities) != cluster.num_socs:
-        raise ConfigError(f"re-balancing: need {cluster.num_socs} capacities, got {len(capacities)}")
+        raise ConfigError(
+            f"re-balancing: need {cluster.num_socs} capacities, got {len(capacities)}"
+        )
     board_of = {soc: cluster.board_of(soc) for soc in plan.participants}
     leaders = {group.leader for group in plan.groups}
-    members = balance_capacities([group.members for group in plan.groups], board_of, capacities, fixed=leaders)
+    members = balance_capacities(
+        [group.members for group in plan.groups], board_of, capacities, fixed=leaders
+    )
     before = slowest(capacities, (group.members for group in plan.groups))
     if slowest(capacities, members) <= before * (1.0 + min_gain):
         return plan
-    groups = tuple(replace(group, members=tuple(sorted(socs)))
-                   for group, socs in zip(plan.groups, members, strict=True))
+    groups = tuple(
+        replace(group, members=tuple(sorted(socs)))
+        for group, socs in zip(plan.groups, members, strict=True)
+    )
     return replace(plan, groups=groups)
 
 
@@ -91,10 +103,16 @@ def slowest(capacities: Sequence[float], groups: Iterable[Sequence[int]]) -> flo
 
 def with_members(plan: GroupPlan, members: Sequence[Sequence[int]]) -> GroupPlan:
     """Return the plan with `members`, an earlier result of `reordered`, in group order."""
-    groups = tuple(replace(group, members=tuple(socs)) for group, socs in zip(plan.groups, members, strict=True))
+    groups = tuple(
+        replace(group, members=tuple(socs))
+        for group, socs in zip(plan.groups, members, strict=True)
+    )
     if sorted(soc for group in groups for soc in group.members) != list(plan.participants) or any(
-            group.leader not in group.members for group in groups):
-        raise ConfigError(f"re-balancing: members {[list(socs) for socs in members]} are not those of this plan")
+        group.leader not in group.members for group in groups
+    ):
+        raise ConfigError(
+            f"re-balancing: members {[list(socs) for socs in members]} are not those of this plan"
+        )
     return replace(plan, groups=groups)
 
 
@@ -112,5 +130,8 @@ def without_members(plan: GroupPlan, taken: Iterable[int]) -> GroupPlan:
         if members:
             leader = group.leader if group.leader in members else members[0]
             groups.append(replace(group, members=members, leader=leader))
-    return replace(plan, groups=tuple(groups),
-                   participants=tuple(soc for soc in plan.participants if soc not in gone))
+    return replace(
+        plan,
+        groups=tuple(groups),
+        participants=tuple(soc for soc in plan.participants if soc not in gone),
+    )

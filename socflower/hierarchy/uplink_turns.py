@@ -16,7 +16,12 @@ from socflower.hierarchy.plan import GroupPlan
 AUTO = "auto"
 """The setting with which the prediction decides."""
 
-ASKED, PREDICTED, NO_SHARED_UPLINK, NOT_PREDICTED = "asked", "predicted", "no-shared-uplink", "not-predicted"
+ASKED, PREDICTED, NO_SHARED_UPLINK, NOT_PREDICTED = (
+    "asked",
+    "predicted",
+    "no-shared-uplink",
+    "not-predicted",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,12 +51,16 @@ def step_times(work: IntervalCosts, lengths: Mapping[int, int], clock: VirtualCl
     """
     num_steps = sum(length * count for length, count in lengths.items())
     in_turn_s, free_s = (
-        sum(count * clock.predicted_s(graph, repeat=length) for length, count in lengths.items()) / num_steps
-        for graph in (work.step(serialize_uplinks=True), work.step(serialize_uplinks=False)))
+        sum(count * clock.predicted_s(graph, repeat=length) for length, count in lengths.items())
+        / num_steps
+        for graph in (work.step(serialize_uplinks=True), work.step(serialize_uplinks=False))
+    )
     return StepTimes(in_turn_s=in_turn_s, free_s=free_s)
 
 
-def choose_turns(plan: GroupPlan, serialize_uplinks: bool | str, predict: Callable[[], StepTimes] | None) -> Turns:
+def choose_turns(
+    plan: GroupPlan, serialize_uplinks: bool | str, predict: Callable[[], StepTimes] | None
+) -> Turns:
     """Return the choice of `serialize_uplinks`, or with "auto" the faster one; on a tie, no turns.
 
     Without `predict`, groups that share an uplink take turns: by F7 a step takes max(C + S, 2S) with turns and C + 2S
@@ -59,7 +68,9 @@ def choose_turns(plan: GroupPlan, serialize_uplinks: bool | str, predict: Callab
     value of `serialize_uplinks`.
     """
     if not isinstance(serialize_uplinks, bool) and serialize_uplinks != AUTO:
-        raise ConfigError(f"serialize_uplinks = {serialize_uplinks!r} is unknown; use true, false or {AUTO!r}")
+        raise ConfigError(
+            f"serialize_uplinks = {serialize_uplinks!r} is unknown; use true, false or {AUTO!r}"
+        )
     if not any(conflicts(plan.groups).values()):
         return Turns(taken=False, decided_by=NO_SHARED_UPLINK)
     if isinstance(serialize_uplinks, bool):

@@ -21,7 +21,12 @@ PAPERS = ("asteroid",)
 
 COMPARED, CALIBRATION = "compared", "calibration"
 STATES = (COMPARED, CALIBRATION)
-SCORED, OTHER_READING, NOT_COMPARABLE, UNPRINTED = "scored", "other reading", "not comparable", "not printed"
+SCORED, OTHER_READING, NOT_COMPARABLE, UNPRINTED = (
+    "scored",
+    "other reading",
+    "not comparable",
+    "not printed",
+)
 USES = (SCORED, CALIBRATION, OTHER_READING, NOT_COMPARABLE, UNPRINTED)
 """Cells under another reading of the paper are compared, but not scored; those that the paper has in an image only, or
 leaves out, have ours alone."""
@@ -32,7 +37,9 @@ class Cell(Table):
 
     key: Text
     value: float | None = Field(None, description="a number of a table, or of the prose")
-    says: bool | None = Field(None, description="a statement of the prose, and whether it is made or denied")
+    says: bool | None = Field(
+        None, description="a statement of the prose, and whether it is made or denied"
+    )
     unit: str = ""
     use: Annotated[str, OneOf(USES)] = SCORED
     place: str = Field("", description="where it stands, if not where the item says")
@@ -41,7 +48,9 @@ class Cell(Table):
         """Refuse a cell that is neither a number nor a statement, unless neither is printed, or both."""
         given = (self.value is not None) + (self.says is not None)
         if given != (self.use != UNPRINTED):
-            raise ValueError(f"cell {self.key!r}: needs either value or says, or neither and use = {UNPRINTED!r}")
+            raise ValueError(
+                f"cell {self.key!r}: needs either value or says, or neither and use = {UNPRINTED!r}"
+            )
 
 
 class Item(Table):
@@ -73,8 +82,10 @@ class Paper(Table):
         """Return a table or figure; `ConfigError` lists them."""
         found = next((item for item in self.items if item.id == item_id), None)
         if found is None:
-            raise ConfigError(f"paper {self.name}: has no {item_id!r}; there are "
-                              f"{', '.join(item.id for item in self.items)}")
+            raise ConfigError(
+                f"paper {self.name}: has no {item_id!r}; there are "
+                f"{', '.join(item.id for item in self.items)}"
+            )
         return found
 
 
@@ -88,20 +99,37 @@ class Row:
     @property
     def ratio(self) -> float | None:
         """Ours over the paper's; None for statements, and where either is no number above 0."""
-        if self.cell.value is None or isinstance(self.ours, str | bool) or not self.cell.value > 0 or not self.ours > 0:
+        if (
+            self.cell.value is None
+            or isinstance(self.ours, str | bool)
+            or not self.cell.value > 0
+            or not self.ours > 0
+        ):
             return None
         return self.ours / self.cell.value
 
     @property
     def holds(self) -> bool | None:
         """Whether a statement of the paper holds for ours; None for numbers, and where ours is a text."""
-        return None if self.cell.says is None or isinstance(self.ours, str) else self.ours == self.cell.says
+        return (
+            None
+            if self.cell.says is None or isinstance(self.ours, str)
+            else self.ours == self.cell.says
+        )
 
     def to_document(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         paper = self.cell.value if self.cell.says is None else self.cell.says
-        return {"key": self.cell.key, "paper": paper, "ours": self.ours, "unit": self.cell.unit, "use": self.cell.use,
-                "ratio": self.ratio, "holds": self.holds, "place": self.cell.place}
+        return {
+            "key": self.cell.key,
+            "paper": paper,
+            "ours": self.ours,
+            "unit": self.cell.unit,
+            "use": self.cell.use,
+            "ratio": self.ratio,
+            "holds": self.holds,
+            "place": self.cell.place,
+        }
 
 
 @cache
@@ -145,9 +173,18 @@ def score(rows: Sequence[Row]) -> Score:
     factors = sorted(abs(math.log(row.ratio)) for row in numbers if row.ratio is not None)
     statements = [row for row in scored if row.cell.says is not None]
     middle = len(factors) // 2
-    median = None if not factors else factors[middle] if len(factors) % 2 else (
-        factors[middle - 1] + factors[middle]) / 2
-    return Score(num_numbers=len(numbers), num_without=len(numbers) - len(factors),
-                 typical_factor=None if median is None else math.exp(median),
-                 worst_factor=math.exp(factors[-1]) if factors else None, num_statements=len(statements),
-                 num_held=sum(bool(row.holds) for row in statements))
+    median = (
+        None
+        if not factors
+        else factors[middle]
+        if len(factors) % 2
+        else (factors[middle - 1] + factors[middle]) / 2
+    )
+    return Score(
+        num_numbers=len(numbers),
+        num_without=len(numbers) - len(factors),
+        typical_factor=None if median is None else math.exp(median),
+        worst_factor=math.exp(factors[-1]) if factors else None,
+        num_statements=len(statements),
+        num_held=sum(bool(row.holds) for row in statements),
+    )

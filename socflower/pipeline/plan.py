@@ -17,7 +17,9 @@ from socflower.pipeline.problem import PipelineProblem
 class Policy(StrEnum):
     """The order of a stage's forward and backward passes."""
 
-    ONE_FORWARD_ONE_BACKWARD = "1f1b"  # K_p forward passes, then alternately a backward and a forward pass
+    ONE_FORWARD_ONE_BACKWARD = (
+        "1f1b"  # K_p forward passes, then alternately a backward and a forward pass
+    )
     BACKWARD_AFTER_FORWARD = "gpipe"  # all forward passes, then all backward passes
 
 
@@ -51,8 +53,10 @@ def slices_between(senders: Sequence[int], receivers: Sequence[int]) -> tuple[Sl
     one device. Each sample crosses once, whatever the widths of the stages: 2β·a bytes a cut, as in the paper's Eq. 2.
     """
     if sum(senders) != sum(receivers):
-        raise ConfigError(f"pipeline: stages of {sum(senders)} and {sum(receivers)} samples a micro-batch cannot be "
-                          "joined; shares of all stages have one sum")
+        raise ConfigError(
+            f"pipeline: stages of {sum(senders)} and {sum(receivers)} samples a micro-batch cannot be "
+            "joined; shares of all stages have one sum"
+        )
     found = []
     for sender, (first, stop) in enumerate(intervals(senders)):
         for receiver, (begin, end) in enumerate(intervals(receivers)):
@@ -74,12 +78,20 @@ class Stage:
     def __post_init__(self) -> None:
         if not 0 <= self.first_layer <= self.last_layer:
             raise ConfigError(f"stage: layers {self.first_layer} to {self.last_layer} are none")
-        if not self.devices or len(self.devices) != len(self.shares) or len(set(self.devices)) != len(self.devices):
-            raise ConfigError(f"stage: needs different devices and as many shares, got devices {list(self.devices)} "
-                              f"and shares {list(self.shares)}")
+        if (
+            not self.devices
+            or len(self.devices) != len(self.shares)
+            or len(set(self.devices)) != len(self.devices)
+        ):
+            raise ConfigError(
+                f"stage: needs different devices and as many shares, got devices {list(self.devices)} "
+                f"and shares {list(self.shares)}"
+            )
         if min(self.shares) < 1:
-            raise ConfigError(f"stage: shares {list(self.shares)} must be 1 or more; leave out devices without "
-                              "samples")
+            raise ConfigError(
+                f"stage: shares {list(self.shares)} must be 1 or more; leave out devices without "
+                "samples"
+            )
         require_range("stage", least=1, in_flight=self.in_flight)
 
     @property
@@ -97,8 +109,9 @@ class Stage:
         What has arrived and waits for its forward pass is not counted, as in the paper.
         """
         model = problem.model
-        return (model.state_bytes(self.first_layer, self.last_layer, problem.optimizer_copies)
-                + self.in_flight * share * model.kept_bytes(self.first_layer, self.last_layer))
+        return model.state_bytes(
+            self.first_layer, self.last_layer, problem.optimizer_copies
+        ) + self.in_flight * share * model.kept_bytes(self.first_layer, self.last_layer)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,34 +122,55 @@ class PipelinePlan:
     micro_batch_size: int
     num_micro_batches: int
     policy: Policy = Policy.ONE_FORWARD_ONE_BACKWARD
-    samples_on: int | None = None  # the SoC that has samples and labels; None: each device that needs them has them
+    samples_on: int | None = (
+        None  # the SoC that has samples and labels; None: each device that needs them has them
+    )
     planner: str = "asteroid"  # whose plan it is
 
     def __post_init__(self) -> None:
-        require_range("pipeline", least=1, micro_batch_size=self.micro_batch_size,
-                      num_micro_batches=self.num_micro_batches)
+        require_range(
+            "pipeline",
+            least=1,
+            micro_batch_size=self.micro_batch_size,
+            num_micro_batches=self.num_micro_batches,
+        )
         if not self.stages or self.stages[0].first_layer != 0:
             raise ConfigError("pipeline: needs a stage that begins with layer 0")
         for before, after in pairwise(self.stages):
             if after.first_layer != before.last_layer + 1:
-                raise ConfigError(f"pipeline: a stage begins with layer {after.first_layer}, and the one before ends "
-                                  f"with layer {before.last_layer}; stages follow each other without gap")
+                raise ConfigError(
+                    f"pipeline: a stage begins with layer {after.first_layer}, and the one before ends "
+                    f"with layer {before.last_layer}; stages follow each other without gap"
+                )
             # A stage that waits for more forward passes than the one before may do would wait for ever.
             if after.in_flight > before.in_flight:
-                raise ConfigError(f"pipeline: in_flight {before.in_flight} of a stage is below {after.in_flight} of "
-                                  "the next, which would wait for ever; it must not rise from stage to stage")
+                raise ConfigError(
+                    f"pipeline: in_flight {before.in_flight} of a stage is below {after.in_flight} of "
+                    "the next, which would wait for ever; it must not rise from stage to stage"
+                )
         if len(set(self.socs)) != len(self.socs):
-            raise ConfigError(f"pipeline: a SoC is in two stages of {list(self.socs)}; each takes one")
+            raise ConfigError(
+                f"pipeline: a SoC is in two stages of {list(self.socs)}; each takes one"
+            )
         for stage in self.stages:
             if stage.micro_batch_size != self.micro_batch_size:
-                raise ConfigError(f"pipeline: shares {list(stage.shares)} do not add up to the micro-batch of "
-                                  f"{self.micro_batch_size} samples")
+                raise ConfigError(
+                    f"pipeline: shares {list(stage.shares)} do not add up to the micro-batch of "
+                    f"{self.micro_batch_size} samples"
+                )
             if stage.in_flight > self.num_micro_batches:
-                raise ConfigError(f"pipeline: in_flight = {stage.in_flight} is more than all "
-                                  f"{self.num_micro_batches} micro-batches")
-            if self.policy == Policy.BACKWARD_AFTER_FORWARD and stage.in_flight != self.num_micro_batches:
-                raise ConfigError(f"pipeline: backward after forward keeps all {self.num_micro_batches} micro-batches, "
-                                  f"but in_flight = {stage.in_flight}")
+                raise ConfigError(
+                    f"pipeline: in_flight = {stage.in_flight} is more than all "
+                    f"{self.num_micro_batches} micro-batches"
+                )
+            if (
+                self.policy == Policy.BACKWARD_AFTER_FORWARD
+                and stage.in_flight != self.num_micro_batches
+            ):
+                raise ConfigError(
+                    f"pipeline: backward after forward keeps all {self.num_micro_batches} micro-batches, "
+                    f"but in_flight = {stage.in_flight}"
+                )
 
     @property
     def socs(self) -> tuple[int, ...]:
@@ -176,17 +210,32 @@ class PipelinePlan:
         """
         model, total = problem.model, 0.0
         for stage in self.stages:
-            total += 2.0 * (len(stage.devices) - 1) * model.weight_bytes(stage.first_layer, stage.last_layer)
+            total += (
+                2.0
+                * (len(stage.devices) - 1)
+                * model.weight_bytes(stage.first_layer, stage.last_layer)
+            )
         for stage in self.stages[:-1]:
-            total += problem.sent_part * self.num_samples * model.layers[stage.last_layer].output_bytes
+            total += (
+                problem.sent_part * self.num_samples * model.layers[stage.last_layer].output_bytes
+            )
         return total + self._source_bytes(problem)
 
     def _source_bytes(self, problem: PipelineProblem) -> float:
         if self.samples_on is None:
             return 0.0
-        ends = ((self.stages[0], problem.model.input_bytes), (self.stages[-1], problem.model.label_bytes))
-        return float(sum(num_bytes * share * self.num_micro_batches for stage, num_bytes in ends
-                         for soc, share in zip(stage.devices, stage.shares, strict=True) if soc != self.samples_on))
+        ends = (
+            (self.stages[0], problem.model.input_bytes),
+            (self.stages[-1], problem.model.label_bytes),
+        )
+        return float(
+            sum(
+                num_bytes * share * self.num_micro_batches
+                for stage, num_bytes in ends
+                for soc, share in zip(stage.devices, stage.shares, strict=True)
+                if soc != self.samples_on
+            )
+        )
 
     def check(self, problem: PipelineProblem) -> None:
         """Raise `ConfigError` if the plan is not of this problem's model, `InfeasiblePlan` if it exceeds a budget."""
@@ -198,29 +247,52 @@ class PipelinePlan:
                     raise InfeasiblePlan(
                         f"pipeline: layers {stage.first_layer} to {stage.last_layer} with {share} samples, "
                         f"{stage.in_flight} in flight, need {needed / 1e6:.1f} MB on {device.name} (SoC {soc}), whose "
-                        f"budget is {device.memory_bytes / 1e6:.1f} MB; use smaller micro-batches or more devices")
+                        f"budget is {device.memory_bytes / 1e6:.1f} MB; use smaller micro-batches or more devices"
+                    )
 
-    def to_document(self, problem: PipelineProblem, prediction: "Prediction | None" = None) -> dict[str, Any]:
+    def to_document(
+        self, problem: PipelineProblem, prediction: "Prediction | None" = None
+    ) -> dict[str, Any]:
         """Return the plan as plain values for JSON, with each device's memory against its budget."""
         names = [layer.name for layer in problem.model.layers]
-        stages = [{
-            "layers": [stage.first_layer, stage.last_layer],
-            "first_layer": names[stage.first_layer], "last_layer": names[stage.last_layer],
-            "in_flight": stage.in_flight,
-            "weight_bytes": problem.model.weight_bytes(stage.first_layer, stage.last_layer),
-            "devices": [{
-                "soc": soc, "device": problem.device(soc).name, "share": share, "samples": list(interval),
-                "processor": problem.device(soc).int8_processor or problem.kind(soc).default_processor,
-                "memory_bytes": stage.memory_bytes(problem, share),
-                "budget_bytes": problem.device(soc).memory_bytes,
-            } for soc, share, interval in zip(stage.devices, stage.shares, intervals(stage.shares), strict=True)],
-        } for stage in self.stages]
-        return {"kind": "pipeline", "architecture": self.architecture,
-                "planner": self.planner, "model": problem.model.name, "policy": self.policy.value,
-                "micro_batch_size": self.micro_batch_size, "num_micro_batches": self.num_micro_batches,
-                "samples_on": self.samples_on, "stages": stages,
-                "communication_bytes": self.communication_bytes(problem),
-                "predicted": None if prediction is None else prediction.to_document()}
+        stages = [
+            {
+                "layers": [stage.first_layer, stage.last_layer],
+                "first_layer": names[stage.first_layer],
+                "last_layer": names[stage.last_layer],
+                "in_flight": stage.in_flight,
+                "weight_bytes": problem.model.weight_bytes(stage.first_layer, stage.last_layer),
+                "devices": [
+                    {
+                        "soc": soc,
+                        "device": problem.device(soc).name,
+                        "share": share,
+                        "samples": list(interval),
+                        "processor": problem.device(soc).int8_processor
+                        or problem.kind(soc).default_processor,
+                        "memory_bytes": stage.memory_bytes(problem, share),
+                        "budget_bytes": problem.device(soc).memory_bytes,
+                    }
+                    for soc, share, interval in zip(
+                        stage.devices, stage.shares, intervals(stage.shares), strict=True
+                    )
+                ],
+            }
+            for stage in self.stages
+        ]
+        return {
+            "kind": "pipeline",
+            "architecture": self.architecture,
+            "planner": self.planner,
+            "model": problem.model.name,
+            "policy": self.policy.value,
+            "micro_batch_size": self.micro_batch_size,
+            "num_micro_batches": self.num_micro_batches,
+            "samples_on": self.samples_on,
+            "stages": stages,
+            "communication_bytes": self.communication_bytes(problem),
+            "predicted": None if prediction is None else prediction.to_document(),
+        }
 
 
 class Sync(StrEnum):
@@ -243,7 +315,9 @@ class TwoDPlan:
         if not self.groups:
             raise ConfigError("2-D plan: needs at least one group")
         if len(set(self.socs)) != len(self.socs):
-            raise ConfigError(f"2-D plan: a SoC is in two groups of {list(self.socs)}; each takes one")
+            raise ConfigError(
+                f"2-D plan: a SoC is in two groups of {list(self.socs)}; each takes one"
+            )
         if len({group.num_layers for group in self.groups}) > 1:
             raise ConfigError("2-D plan: its groups train models of different numbers of layers")
 
@@ -275,7 +349,10 @@ class TwoDPlan:
         With a server `2GP + Σ_i 2β_i·Σ_j a_ij` for G > 1 groups (paper Eq. 1; less for a server that is itself a device
         of a group); with rings `2(n − 1)` times each part of the model that n devices hold.
         """
-        crossing = sum(group.communication_bytes(problem) - own_ring_bytes(group, problem) for group in self.groups)
+        crossing = sum(
+            group.communication_bytes(problem) - own_ring_bytes(group, problem)
+            for group in self.groups
+        )
         return crossing + sum(part.num_bytes(problem, self) for part in synchronised_parts(self))
 
     def check(self, problem: PipelineProblem) -> None:
@@ -283,14 +360,21 @@ class TwoDPlan:
         for group in self.groups:
             group.check(problem)
 
-    def to_document(self, problem: PipelineProblem, prediction: "Prediction | None" = None) -> dict[str, Any]:
+    def to_document(
+        self, problem: PipelineProblem, prediction: "Prediction | None" = None
+    ) -> dict[str, Any]:
         """Return the plan as plain values for JSON."""
-        return {"kind": "2d", "architecture": self.architecture,
-                "planner": self.planner, "model": problem.model.name, "sync": self.sync.value,
-                "server": self.server if self.sync == Sync.SERVER else None,
-                "groups": [group.to_document(problem) for group in self.groups],
-                "communication_bytes": self.communication_bytes(problem),
-                "predicted": None if prediction is None else prediction.to_document()}
+        return {
+            "kind": "2d",
+            "architecture": self.architecture,
+            "planner": self.planner,
+            "model": problem.model.name,
+            "sync": self.sync.value,
+            "server": self.server if self.sync == Sync.SERVER else None,
+            "groups": [group.to_document(problem) for group in self.groups],
+            "communication_bytes": self.communication_bytes(problem),
+            "predicted": None if prediction is None else prediction.to_document(),
+        }
 
 
 Plan: TypeAlias = PipelinePlan | TwoDPlan
@@ -327,11 +411,20 @@ def synchronised_parts(plan: Plan) -> tuple[SynchronisedPart, ...]:
     """
     starts = sorted({stage.first_layer for pipeline in plan.pipelines for stage in pipeline.stages})
     ends = [*starts[1:], plan.pipelines[0].num_layers]
-    return tuple(SynchronisedPart(
-        first_layer=first, last_layer=end - 1,
-        devices=tuple(soc for pipeline in plan.pipelines for stage in pipeline.stages
-                      if stage.first_layer <= first <= stage.last_layer for soc in stage.devices))
-        for first, end in zip(starts, ends, strict=True))
+    return tuple(
+        SynchronisedPart(
+            first_layer=first,
+            last_layer=end - 1,
+            devices=tuple(
+                soc
+                for pipeline in plan.pipelines
+                for stage in pipeline.stages
+                if stage.first_layer <= first <= stage.last_layer
+                for soc in stage.devices
+            ),
+        )
+        for first, end in zip(starts, ends, strict=True)
+    )
 
 
 def own_ring_bytes(plan: PipelinePlan, problem: PipelineProblem) -> float:
@@ -342,8 +435,10 @@ def own_ring_bytes(plan: PipelinePlan, problem: PipelineProblem) -> float:
 def check_layers(plan: PipelinePlan, problem: PipelineProblem) -> None:
     """Raise `ConfigError` if a plan does not cover the problem's model."""
     if plan.num_layers != problem.model.num_layers:
-        raise ConfigError(f"pipeline: the plan has {plan.num_layers} layers, and model {problem.model.name} has "
-                          f"{problem.model.num_layers}; plan it for this model")
+        raise ConfigError(
+            f"pipeline: the plan has {plan.num_layers} layers, and model {problem.model.name} has "
+            f"{problem.model.num_layers}; plan it for this model"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -364,10 +459,15 @@ class Prediction:
 
     def to_document(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return {"step_s": self.step_s, "formula_s": self.formula_s, "duplex_s": self.duplex_s,
-                "energy_j": self.energy_j,
-                "samples_per_s": self.samples_per_s, "energy_j_per_sample": self.energy_j / self.num_samples,
-                "bytes": dict(self.num_bytes)}
+        return {
+            "step_s": self.step_s,
+            "formula_s": self.formula_s,
+            "duplex_s": self.duplex_s,
+            "energy_j": self.energy_j,
+            "samples_per_s": self.samples_per_s,
+            "energy_j_per_sample": self.energy_j / self.num_samples,
+            "bytes": dict(self.num_bytes),
+        }
 
 
 def to_json(plan: Plan) -> str:
@@ -380,15 +480,23 @@ def from_json(text: str) -> Plan:
     try:
         values = json.loads(text)
         if "groups" in values:
-            return TwoDPlan(groups=tuple(map(_pipeline, values["groups"])), sync=Sync(values["sync"]),
-                            server=values["server"], planner=values["planner"])
+            return TwoDPlan(
+                groups=tuple(map(_pipeline, values["groups"])),
+                sync=Sync(values["sync"]),
+                server=values["server"],
+                planner=values["planner"],
+            )
         return _pipeline(values)
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"pipeline record: is no plan ({error}); server and client run different versions of "
-                          "socflower") from None
+        raise ConfigError(
+            f"pipeline record: is no plan ({error}); server and client run different versions of "
+            "socflower"
+        ) from None
 
 
 def _pipeline(values: dict[str, Any]) -> PipelinePlan:
-    stages = tuple(Stage(**{**stage, "devices": tuple(stage["devices"]), "shares": tuple(stage["shares"])})
-                   for stage in values["stages"])
+    stages = tuple(
+        Stage(**{**stage, "devices": tuple(stage["devices"]), "shares": tuple(stage["shares"])})
+        for stage in values["stages"]
+    )
     return PipelinePlan(**{**values, "stages": stages, "policy": Policy(values["policy"])})

@@ -30,18 +30,27 @@ class PipelineLayer:
     forward_flops: float  # per sample; multiply and add are two operations
     backward_flops: float  # per sample
     weight_bytes: float  # of the weights that are trained; also of their gradients
-    activation_bytes: float  # per sample: what the layer makes and keeps from its forward to its backward pass
+    activation_bytes: (
+        float  # per sample: what the layer makes and keeps from its forward to its backward pass
+    )
     output_bytes: float  # per sample: all tensors that cross a cut behind the layer
     frozen_bytes: float = 0.0  # of the weights that are not trained
     num_tensors: int = 0  # that are trained
     num_operations: int = 1  # primitive operations, each with a fixed cost
 
     def __post_init__(self) -> None:
-        require_range(f"layer {self.name}", least=0, forward_flops=self.forward_flops,
-                      backward_flops=self.backward_flops, weight_bytes=self.weight_bytes,
-                      frozen_bytes=self.frozen_bytes, num_tensors=self.num_tensors,
-                      activation_bytes=self.activation_bytes, output_bytes=self.output_bytes,
-                      num_operations=self.num_operations)
+        require_range(
+            f"layer {self.name}",
+            least=0,
+            forward_flops=self.forward_flops,
+            backward_flops=self.backward_flops,
+            weight_bytes=self.weight_bytes,
+            frozen_bytes=self.frozen_bytes,
+            num_tensors=self.num_tensors,
+            activation_bytes=self.activation_bytes,
+            output_bytes=self.output_bytes,
+            num_operations=self.num_operations,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +67,12 @@ class PipelineModel:
     def __post_init__(self) -> None:
         if not self.layers:
             raise ConfigError(f"model {self.name}: has no layers; a pipeline needs at least one")
-        require_range(f"model {self.name}", least=0, input_bytes=self.input_bytes, label_bytes=self.label_bytes)
+        require_range(
+            f"model {self.name}",
+            least=0,
+            input_bytes=self.input_bytes,
+            label_bytes=self.label_bytes,
+        )
 
     @property
     def num_layers(self) -> int:
@@ -68,7 +82,10 @@ class PipelineModel:
     @cached_property
     def sha256(self) -> str:
         """Digest of the layers' names, weights and outputs, by which processes know that they have the same model."""
-        parts = [(layer.name, layer.weight_bytes, layer.frozen_bytes, layer.output_bytes) for layer in self.layers]
+        parts = [
+            (layer.name, layer.weight_bytes, layer.frozen_bytes, layer.output_bytes)
+            for layer in self.layers
+        ]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     @cached_property
@@ -102,7 +119,11 @@ class PipelineModel:
 
     def kept_bytes(self, first: int, last: int) -> float:
         """Return what a stage of these layers keeps for each sample in flight: its input and its activations (F28)."""
-        return float(self.entering_bytes[first] + self.activation_prefix[last + 1] - self.activation_prefix[first])
+        return float(
+            self.entering_bytes[first]
+            + self.activation_prefix[last + 1]
+            - self.activation_prefix[first]
+        )
 
     def state_bytes(self, first: int, last: int, optimizer_copies: float) -> float:
         """Return MOD + OPT of these layers (F28): weights, gradient buffers, optimiser state, frozen weights."""
@@ -126,19 +147,29 @@ class LayerSeconds:
 
     def __post_init__(self) -> None:
         where = f"seconds on {self.device}"
-        if not self.batches or self.batches[0] < 1 or any(after <= before for before, after in pairwise(self.batches)):
-            raise ConfigError(f"{where}: batches must rise from 1 or more, got {list(self.batches)}")
+        if (
+            not self.batches
+            or self.batches[0] < 1
+            or any(after <= before for before, after in pairwise(self.batches))
+        ):
+            raise ConfigError(
+                f"{where}: batches must rise from 1 or more, got {list(self.batches)}"
+            )
         for key in ("forward_s", "backward_s"):
             array = np.array(getattr(self, key), dtype=np.float64)
             if array.ndim != 2 or not len(array) or array.shape[1] != len(self.batches):
-                raise ConfigError(f"{where}: {key} must be of layers x {len(self.batches)} batches, got {array.shape}")
+                raise ConfigError(
+                    f"{where}: {key} must be of layers x {len(self.batches)} batches, got {array.shape}"
+                )
             if not (np.isfinite(array).all() and (array >= 0.0).all()):
                 raise ConfigError(f"{where}: {key} must be 0 or more and finite everywhere")
             array.flags.writeable = False
             object.__setattr__(self, key, array)
         if len(self.forward_s) != len(self.backward_s):
-            raise ConfigError(f"{where}: forward_s is of {len(self.forward_s)} layers and backward_s of "
-                              f"{len(self.backward_s)}")
+            raise ConfigError(
+                f"{where}: forward_s is of {len(self.forward_s)} layers and backward_s of "
+                f"{len(self.backward_s)}"
+            )
 
     @property
     def num_layers(self) -> int:
@@ -162,20 +193,33 @@ class LayerSeconds:
         slope of the nearest two, and never less for more samples.
         """
         if max_samples < 0:
-            raise ConfigError(f"seconds on {self.device}: a number of samples must not be negative, got {max_samples}")
+            raise ConfigError(
+                f"seconds on {self.device}: a number of samples must not be negative, got {max_samples}"
+            )
         if not self._tables or self._tables[0][0].shape[1] <= max_samples:
             columns = 1 << max(5, max_samples.bit_length())
             samples = np.arange(columns, dtype=np.float64)
-            self._tables[:] = [(self._table(self.forward_s, samples), self._table(self.backward_s, samples))]
+            self._tables[:] = [
+                (self._table(self.forward_s, samples), self._table(self.backward_s, samples))
+            ]
         return self._tables[0]
 
     def _table(self, seconds: Floats, samples: Floats) -> Floats:
-        batches, rising_s = np.array(self.batches, np.float64), np.maximum.accumulate(seconds, axis=1)
-        dense = rising_s[:, :1] * samples / batches[0]  # in proportion: one measurement, or the least below the first
+        batches, rising_s = (
+            np.array(self.batches, np.float64),
+            np.maximum.accumulate(seconds, axis=1),
+        )
+        dense = (
+            rising_s[:, :1] * samples / batches[0]
+        )  # in proportion: one measurement, or the least below the first
         if len(batches) > 1:
             slopes_s = np.diff(rising_s, axis=1) / np.diff(batches)
-            slopes_s[:, -1] = np.where(slopes_s[:, -1] > 0.0, slopes_s[:, -1], rising_s[:, -1] / batches[-1])
-            segment = np.clip(np.searchsorted(batches, samples, side="right") - 1, 0, len(batches) - 2)
+            slopes_s[:, -1] = np.where(
+                slopes_s[:, -1] > 0.0, slopes_s[:, -1], rising_s[:, -1] / batches[-1]
+            )
+            segment = np.clip(
+                np.searchsorted(batches, samples, side="right") - 1, 0, len(batches) - 2
+            )
             line = rising_s[:, segment] + slopes_s[:, segment] * (samples - batches[segment])
             # The last slope is that of the extrapolation; within the segment, noise may have made it 0.
             within = (samples >= batches[-2]) & (samples <= batches[-1])
@@ -183,8 +227,9 @@ class LayerSeconds:
             last = rising_s[:, -2:-1] + share * (rising_s[:, -1:] - rising_s[:, -2:-1])
             beyond = rising_s[:, -1:] + slopes_s[:, -1:] * (samples - batches[-1])
             line = np.where(within, last, np.where(samples > batches[-1], beyond, line))
-            first = rising_s[:, :1] - (rising_s[:, 1:2] - rising_s[:, :1]) / (batches[1] - batches[0]) \
-                * (batches[0] - samples)
+            first = rising_s[:, :1] - (rising_s[:, 1:2] - rising_s[:, :1]) / (
+                batches[1] - batches[0]
+            ) * (batches[0] - samples)
             dense = np.where(samples < batches[0], np.maximum(first, dense), line)
         dense[:, 0] = 0.0
         return np.vstack([np.zeros((1, len(samples))), np.cumsum(dense, axis=0)])
@@ -198,16 +243,24 @@ class PipelineDevice:
     name: str
     seconds: LayerSeconds
     memory_bytes: float  # budget
-    update_bytes_per_s: float = math.inf  # of memory, for the update of weights; infinite: the update is free
+    update_bytes_per_s: float = (
+        math.inf
+    )  # of memory, for the update of weights; infinite: the update is free
     byte_s: float = 0.0  # of its processor, for each byte of activations and gradients that it sends or receives
     int8_processor: str = ""  # computes its passes, whose masters stay in FP32; none: in FP32 on the default processor
 
     def __post_init__(self) -> None:
         require_range(f"device {self.name}", least=0, soc=self.soc, byte_s=self.byte_s)
-        require_range(f"device {self.name}", above=0, memory_bytes=self.memory_bytes,
-                      advice="give the bytes that training may use")
+        require_range(
+            f"device {self.name}",
+            above=0,
+            memory_bytes=self.memory_bytes,
+            advice="give the bytes that training may use",
+        )
         if not self.update_bytes_per_s > 0:
-            raise ConfigError(f"device {self.name}: update_bytes_per_s = {self.update_bytes_per_s} must be above 0")
+            raise ConfigError(
+                f"device {self.name}: update_bytes_per_s = {self.update_bytes_per_s} must be above 0"
+            )
 
     def update_s(self, weight_bytes: float) -> float:
         """Return the seconds in which it updates so many bytes of weights."""
@@ -224,26 +277,41 @@ class PipelineProblem:
     micro_batch_size: int  # samples, over all devices of a stage
     num_micro_batches: int
     optimizer_copies: float = 1.0  # of the trained weights: 1 for SGD with momentum, 2 for Adam
-    activation_part: float = 1.0  # of the bytes of tensors that cross a cut, what is sent: 0.25 in eight bits
+    activation_part: float = (
+        1.0  # of the bytes of tensors that cross a cut, what is sent: 0.25 in eight bits
+    )
     gradient_part: float = 1.0  # and of their gradients
 
     def __post_init__(self) -> None:
-        require_range("pipeline", least=1, micro_batch_size=self.micro_batch_size,
-                      num_micro_batches=self.num_micro_batches)
+        require_range(
+            "pipeline",
+            least=1,
+            micro_batch_size=self.micro_batch_size,
+            num_micro_batches=self.num_micro_batches,
+        )
         require_range("pipeline", least=0, optimizer_copies=self.optimizer_copies)
-        require_range("pipeline", above=0, most=1, activation_part=self.activation_part,
-                      gradient_part=self.gradient_part)
+        require_range(
+            "pipeline",
+            above=0,
+            most=1,
+            activation_part=self.activation_part,
+            gradient_part=self.gradient_part,
+        )
         if not self.devices:
             raise ConfigError("pipeline: no devices; give at least one")
         socs = [device.soc for device in self.devices]
         twice = next((soc for soc in socs if socs.count(soc) > 1), None)
         if twice is not None:
-            raise ConfigError(f"pipeline: SoC {twice} is given to two devices; each needs a slot of its own")
+            raise ConfigError(
+                f"pipeline: SoC {twice} is given to two devices; each needs a slot of its own"
+            )
         for device in self.devices:
             self.cluster.board_of(device.soc)
             if device.seconds.num_layers != self.model.num_layers:
-                raise ConfigError(f"pipeline: device {device.name} has seconds of {device.seconds.num_layers} layers, "
-                                  f"and model {self.model.name} has {self.model.num_layers}; profile it for this model")
+                raise ConfigError(
+                    f"pipeline: device {device.name} has seconds of {device.seconds.num_layers} layers, "
+                    f"and model {self.model.name} has {self.model.num_layers}; profile it for this model"
+                )
 
     @property
     def mini_batch_size(self) -> int:
@@ -264,17 +332,23 @@ class PipelineProblem:
         try:
             return self._device_of[soc]
         except KeyError:
-            raise ConfigError(f"pipeline: SoC {soc} is no device of this problem; it has "
-                              f"{', '.join(str(device.soc) for device in self.devices)}") from None
+            raise ConfigError(
+                f"pipeline: SoC {soc} is no device of this problem; it has "
+                f"{', '.join(str(device.soc) for device in self.devices)}"
+            ) from None
 
-    def pass_s(self, device: PipelineDevice, first: int, last: int, share: int) -> tuple[float, float]:
+    def pass_s(
+        self, device: PipelineDevice, first: int, last: int, share: int
+    ) -> tuple[float, float]:
         """Return the seconds of the forward and the backward pass of `share` samples over layers `first` to `last`.
 
         In them is what the processor itself takes for the bytes that cross the cuts on either side (`byte_s`).
         """
         crossing_s = device.byte_s * share * float(self.model.cut_bytes[[first, last + 1]].sum())
-        return (device.seconds.forward(first, last, share) + crossing_s * self.activation_part,
-                device.seconds.backward(first, last, share) + crossing_s * self.gradient_part)
+        return (
+            device.seconds.forward(first, last, share) + crossing_s * self.activation_part,
+            device.seconds.backward(first, last, share) + crossing_s * self.gradient_part,
+        )
 
     def kind(self, soc: int) -> Device:
         """Return the kind of hardware in a slot: processors and watts."""

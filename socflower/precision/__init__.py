@@ -1,7 +1,13 @@
 """Training in int8 arithmetic: the engine, its algorithms, rescaling, batch splitting, graph reuse and placement."""
 
 from socflower.precision.accelerator import Int8Backend, NativeInt8Backend
-from socflower.precision.algorithm import ADAPTIVE_FIXED_POINT, ALGORITHMS, NITI, TrainingAlgorithm, int8_algorithm
+from socflower.precision.algorithm import (
+    ADAPTIVE_FIXED_POINT,
+    ALGORITHMS,
+    NITI,
+    TrainingAlgorithm,
+    int8_algorithm,
+)
 from socflower.precision.int8.model import EngineSettings, Int8Model, StepResult
 from socflower.precision.int8.requantisation import RescalingPolicy
 from socflower.precision.mixed_precision import MIXING_RULES

@@ -13,7 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from socflower.errors import ConfigError
-from socflower.precision.algorithm import HANDED_OUT_GRADIENTS, IntegerUpdate, OutsideUpdate, TrainingAlgorithm
+from socflower.precision.algorithm import (
+    HANDED_OUT_GRADIENTS,
+    IntegerUpdate,
+    OutsideUpdate,
+    TrainingAlgorithm,
+)
 from socflower.precision.int8.model import EngineSettings, Int8Model, StepResult
 from socflower.precision.int8.network import UnsupportedOperator
 from socflower.precision.int8.parameters import start_gradients, take_weights
@@ -53,8 +58,14 @@ class Int8Backend(ABC):
         """
 
     @abstractmethod
-    def train_step(self, images: FloatArray, labels: npt.NDArray[np.int32], *, learning_rate: float,
-                   progress: float) -> StepResult:
+    def train_step(
+        self,
+        images: FloatArray,
+        labels: npt.NDArray[np.int32],
+        *,
+        learning_rate: float,
+        progress: float,
+    ) -> StepResult:
         """Train on a batch of any size; `progress` in [0, 1] is the fraction of training done."""
 
     @abstractmethod
@@ -74,7 +85,8 @@ class Int8Backend(ABC):
         now = self.weights()
         scale = np.float32(1.0 / learning_rate)
         return {
-            name: scale * (np.asarray(loaded[name], dtype=np.float32) - np.asarray(value, dtype=np.float32))
+            name: scale
+            * (np.asarray(loaded[name], dtype=np.float32) - np.asarray(value, dtype=np.float32))
             for name, value in now.items()
             if not name.endswith(_STATISTICS)
         }
@@ -114,12 +126,17 @@ class NativeInt8Backend(Int8Backend):
     """
 
     def __init__(
-        self, algorithm: TrainingAlgorithm = HANDED_OUT_GRADIENTS, settings: EngineSettings | None = None, *,
-        fp32_operators: Sequence[str] = (), unsupported: Literal["refuse", "fp32"] = "refuse",
+        self,
+        algorithm: TrainingAlgorithm = HANDED_OUT_GRADIENTS,
+        settings: EngineSettings | None = None,
+        *,
+        fp32_operators: Sequence[str] = (),
+        unsupported: Literal["refuse", "fp32"] = "refuse",
     ) -> None:
         if not isinstance(algorithm.update, OutsideUpdate | IntegerUpdate):
             raise ConfigError(
-                f"mixed precision: the FP32 masters of {algorithm.name} live in the trainer; use niti or the default")
+                f"mixed precision: the FP32 masters of {algorithm.name} live in the trainer; use niti or the default"
+            )
         self._algorithm, self._settings = algorithm, settings or EngineSettings()
         self._fp32_operators: Sequence[str] = fp32_operators
         self._unsupported: Literal["refuse", "fp32"] = unsupported
@@ -157,11 +174,18 @@ class NativeInt8Backend(Int8Backend):
         """Capture the module; see `Int8Backend.build`."""
         try:
             self._model = Int8Model.from_module(
-                module, input_shape=input_shape, algorithm=self._algorithm, settings=self._settings,
-                fp32_operators=self._fp32_operators, unsupported=self._unsupported)
+                module,
+                input_shape=input_shape,
+                algorithm=self._algorithm,
+                settings=self._settings,
+                fp32_operators=self._fp32_operators,
+                unsupported=self._unsupported,
+            )
         except UnsupportedOperator as error:
             backend = "MixedPrecisionTrainer(backend=partial(NativeInt8Backend, {}))"
-            advice = error.remedy("use", backend.format("fp32_operators={}"), backend.format("unsupported={}"))
+            advice = error.remedy(
+                "use", backend.format("fp32_operators={}"), backend.format("unsupported={}")
+            )
             raise ConfigError(f"{error.what}; {advice}") from None
         self._loaded_seed = None
         if isinstance(self._algorithm.update, OutsideUpdate):
@@ -177,12 +201,19 @@ class NativeInt8Backend(Int8Backend):
         self._loaded_seed = seed
 
     def train_step(
-        self, images: FloatArray, labels: npt.NDArray[np.int32], *, learning_rate: float, progress: float
+        self,
+        images: FloatArray,
+        labels: npt.NDArray[np.int32],
+        *,
+        learning_rate: float,
+        progress: float,
     ) -> StepResult:
         """Do one step; see `Int8Backend.train_step`."""
         # Returned gradients are means over the batch, with factor 1; an integer step has bits, not a rate.
         rate = 1.0 if self._gradients else learning_rate
-        return self._built.train_step(images, labels, learning_rate=rate, progress=progress, seed=self._draw)
+        return self._built.train_step(
+            images, labels, learning_rate=rate, progress=progress, seed=self._draw
+        )
 
     def weights(self) -> dict[str, npt.NDArray[Any]]:
         """Return the int8 weights as float32; under an outside update these are the loaded ones."""

@@ -58,11 +58,15 @@ class IntegerUpdate:
         if any(not -8 <= bits <= 7 for bits in self.bits):
             raise ConfigError(f"integer update: gradient bits must be -8 to 7, got {self.bits}")
         if list(self.starts) != sorted(self.starts) or self.starts[-1] >= 1.0:
-            raise ConfigError(f"integer update: starts must rise from 0 to below 1, got {self.starts}")
+            raise ConfigError(
+                f"integer update: starts must rise from 0 to below 1, got {self.starts}"
+            )
 
     def bits_at(self, progress: float) -> int:
         """Return the gradient bits at a fraction of training in [0, 1]."""
-        return [bits for bits, start in zip(self.bits, self.starts, strict=True) if progress >= start][-1]
+        return [
+            bits for bits, start in zip(self.bits, self.starts, strict=True) if progress >= start
+        ][-1]
 
 
 @plain_numbers
@@ -102,27 +106,41 @@ class TrainingAlgorithm:
 
     def __post_init__(self) -> None:
         if (self.weight == "int8") != isinstance(self.update, IntegerUpdate):
-            raise ConfigError(f"algorithm {self.name}: int8 weights take an IntegerUpdate, fp32 weights another update")
+            raise ConfigError(
+                f"algorithm {self.name}: int8 weights take an IntegerUpdate, fp32 weights another update"
+            )
 
 
 NITI = TrainingAlgorithm(
-    name="niti", forward=OperatorTranslation(rounding=Rounding.NEAREST),
-    backward=BackwardRule(rounding=Rounding.PSEUDO_STOCHASTIC, loss="integer"), weight="int8", update=IntegerUpdate())
+    name="niti",
+    forward=OperatorTranslation(rounding=Rounding.NEAREST),
+    backward=BackwardRule(rounding=Rounding.PSEUDO_STOCHASTIC, loss="integer"),
+    weight="int8",
+    update=IntegerUpdate(),
+)
 """Wang et al. 2020: int8 throughout, weights included."""
 
 ADAPTIVE_FIXED_POINT = TrainingAlgorithm(
-    name="adaptive-fixed-point", forward=OperatorTranslation(rounding=Rounding.NEAREST),
-    backward=BackwardRule(rounding=Rounding.PSEUDO_STOCHASTIC, loss="integer"), weight="fp32", update=Fp32Update())
+    name="adaptive-fixed-point",
+    forward=OperatorTranslation(rounding=Rounding.NEAREST),
+    backward=BackwardRule(rounding=Rounding.PSEUDO_STOCHASTIC, loss="integer"),
+    weight="fp32",
+    update=Fp32Update(),
+)
 """Zhang et al. 2020: int8 forward and backward pass, FP32 master weights. Gradients never switch to int16 as there."""
 
-HANDED_OUT_GRADIENTS = replace(ADAPTIVE_FIXED_POINT, name="handed-out-gradients", update=OutsideUpdate())
+HANDED_OUT_GRADIENTS = replace(
+    ADAPTIVE_FIXED_POINT, name="handed-out-gradients", update=OutsideUpdate()
+)
 """The passes of `ADAPTIVE_FIXED_POINT` for mixed-precision training, with an `OutsideUpdate`."""
 
 ALGORITHMS: dict[str, TrainingAlgorithm] = {a.name: a for a in (NITI, ADAPTIVE_FIXED_POINT)}
 
 
 @plain_numbers
-def int8_algorithm(name: str, momentum: float = 0.0, gradient_bits: tuple[int, ...] | None = None) -> TrainingAlgorithm:
+def int8_algorithm(
+    name: str, momentum: float = 0.0, gradient_bits: tuple[int, ...] | None = None
+) -> TrainingAlgorithm:
     """Return a known algorithm, with that momentum where it updates FP32 weights, and those bits where int8 ones.
 
     Raises ConfigError on other names, impossible values, and a setting that the algorithm's update does not have.
@@ -132,12 +150,19 @@ def int8_algorithm(name: str, momentum: float = 0.0, gradient_bits: tuple[int, .
         raise ConfigError(f"int8 algorithm {name!r} is unknown, known are {', '.join(ALGORITHMS)}")
     if isinstance(algorithm.update, Fp32Update):
         if gradient_bits is not None:
-            raise ConfigError(f"int8 algorithm {name}: has a learning rate and no gradient bits; leave gradient_bits "
-                              "out, or use niti")
+            raise ConfigError(
+                f"int8 algorithm {name}: has a learning rate and no gradient bits; leave gradient_bits "
+                "out, or use niti"
+            )
         return replace(algorithm, update=replace(algorithm.update, momentum=momentum))
     assert isinstance(algorithm.update, IntegerUpdate)
     if momentum:
-        raise ConfigError(f"int8 algorithm {name}: its integer update has no momentum, got {momentum}; use momentum 0, "
-                          "or adaptive-fixed-point")
-    return algorithm if gradient_bits is None else replace(
-        algorithm, update=replace(algorithm.update, bits=gradient_bits))
+        raise ConfigError(
+            f"int8 algorithm {name}: its integer update has no momentum, got {momentum}; use momentum 0, "
+            "or adaptive-fixed-point"
+        )
+    return (
+        algorithm
+        if gradient_bits is None
+        else replace(algorithm, update=replace(algorithm.update, bits=gradient_bits))
+    )

@@ -31,9 +31,14 @@ def confidence(fp32_logits: npt.ArrayLike, int8_logits: npt.ArrayLike) -> float:
     A sample whose logits have norm 0 in one of them, or a value that is not finite, counts as 0. A negative mean is
     returned as 0, because the rules are not defined for it.
     """
-    fp32, int8 = np.asarray(fp32_logits, dtype=np.float64), np.asarray(int8_logits, dtype=np.float64)
+    fp32, int8 = (
+        np.asarray(fp32_logits, dtype=np.float64),
+        np.asarray(int8_logits, dtype=np.float64),
+    )
     if fp32.shape != int8.shape or fp32.ndim != 2 or not len(fp32):
-        raise ConfigError(f"confidence: need two (samples, classes) logits, got {fp32.shape} and {int8.shape}")
+        raise ConfigError(
+            f"confidence: need two (samples, classes) logits, got {fp32.shape} and {int8.shape}"
+        )
     with np.errstate(all="ignore"):
         lengths = np.linalg.norm(fp32, axis=1) * np.linalg.norm(int8, axis=1)
         cosines = (fp32 * int8).sum(axis=1) / lengths
@@ -43,8 +48,10 @@ def confidence(fp32_logits: npt.ArrayLike, int8_logits: npt.ArrayLike) -> float:
 def compute_power_ratio(npu_samples_per_s: float, cpu_samples_per_s: float) -> float:
     """Return beta in [0, 1): the NPU's part of both throughputs together (F10); 0 without an NPU."""
     if not (0.0 <= npu_samples_per_s < math.inf and 0.0 < cpu_samples_per_s < math.inf):
-        raise ConfigError(f"compute power: throughputs must be finite, the NPU's 0 or more and the CPU's above 0, got "
-                          f"{npu_samples_per_s} and {cpu_samples_per_s} samples a second")
+        raise ConfigError(
+            f"compute power: throughputs must be finite, the NPU's 0 or more and the CPU's above 0, got "
+            f"{npu_samples_per_s} and {cpu_samples_per_s} samples a second"
+        )
     return npu_samples_per_s / (npu_samples_per_s + cpu_samples_per_s)
 
 
@@ -58,7 +65,9 @@ def cpu_share(rule: str, alpha: float, beta: float) -> float:
     if rule not in MIXING_RULES:
         raise ConfigError(f"mixing rule {rule!r} is unknown; use one of {', '.join(MIXING_RULES)}")
     if math.isnan(alpha) or not 0.0 <= beta <= 1.0:
-        raise ConfigError(f"mixing: alpha = {alpha} must be a number and beta = {beta} lie in [0, 1]")
+        raise ConfigError(
+            f"mixing: alpha = {alpha} must be a number and beta = {beta} lie in [0, 1]"
+        )
     return min(1.0, max(accuracy_floor(rule, alpha), 1.0 - beta))
 
 
@@ -123,7 +132,9 @@ class ThroughputRatio:
         """Record a step: samples and seconds of each processor; a processor without samples is ignored."""
         self._recent_cpu_s = _smoothed(self._recent_cpu_s, *cpu)
         self._recent_npu_s = _smoothed(self._recent_npu_s, *npu)
-        away = max(abs(self._recent_cpu_s / self.cpu_s - 1.0), abs(self._recent_npu_s / self.npu_s - 1.0))
+        away = max(
+            abs(self._recent_cpu_s / self.cpu_s - 1.0), abs(self._recent_npu_s / self.npu_s - 1.0)
+        )
         self._num_away = self._num_away + 1 if away > self.tolerance else 0
         if self._num_away >= self.patience:
             self.cpu_s, self.npu_s = self._recent_cpu_s, self._recent_npu_s

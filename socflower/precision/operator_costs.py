@@ -32,8 +32,13 @@ class OperatorProfile:
 
 @plain_numbers
 def profile_operators(
-    module: nn.Module, input_shape: ir.Shape, batch: int, *, algorithm: TrainingAlgorithm = NITI,
-    settings: EngineSettings | None = None, repeats: int = 5,
+    module: nn.Module,
+    input_shape: ir.Shape,
+    batch: int,
+    *,
+    algorithm: TrainingAlgorithm = NITI,
+    settings: EngineSettings | None = None,
+    repeats: int = 5,
 ) -> OperatorProfile:
     """Time forward and backward of every operator on both sides, and place the operators.
 
@@ -51,11 +56,16 @@ def profile_operators(
 
 
 def _profile(
-    module: nn.Module, input_shape: ir.Shape, batch: int, algorithm: TrainingAlgorithm, settings: EngineSettings,
+    module: nn.Module,
+    input_shape: ir.Shape,
+    batch: int,
+    algorithm: TrainingAlgorithm,
+    settings: EngineSettings,
     repeats: int,
 ) -> OperatorProfile:
     model = Int8Model.from_module(
-        module, input_shape=input_shape, algorithm=algorithm, settings=settings, unsupported="fp32")
+        module, input_shape=input_shape, algorithm=algorithm, settings=settings, unsupported="fp32"
+    )
     random = np.random.default_rng(0)
     images = random.standard_normal((batch, *input_shape), dtype=np.float32)
     labels = random.integers(0, model.graph.num_classes, batch, dtype=np.int32)
@@ -70,14 +80,27 @@ def _profile(
         fp32_s = _fp32_seconds(node, model.graph, modules, batch, repeats)
         int8_s = statistics.median(run[node.name] for run in runs[3:])
         latencies.append(
-            OperatorLatency(name=node.name, cpu_s=fp32_s, npu_s=math.inf if isinstance(node, ir.Fp32) else int8_s))
-    switches_s = tuple(_switch_seconds(node.shape, batch, repeats) for node in model.graph.nodes[:-1])
+            OperatorLatency(
+                name=node.name,
+                cpu_s=fp32_s,
+                npu_s=math.inf if isinstance(node, ir.Fp32) else int8_s,
+            )
+        )
+    switches_s = tuple(
+        _switch_seconds(node.shape, batch, repeats) for node in model.graph.nodes[:-1]
+    )
     return OperatorProfile(
-        batch=batch, kernel=model.kernel, latencies=tuple(latencies), switches_s=switches_s,
-        placement=place(latencies, switches_s))
+        batch=batch,
+        kernel=model.kernel,
+        latencies=tuple(latencies),
+        switches_s=switches_s,
+        placement=place(latencies, switches_s),
+    )
 
 
-def _fp32_seconds(node: ir.Node, graph: ir.Graph, modules: dict[str, nn.Module], batch: int, repeats: int) -> float:
+def _fp32_seconds(
+    node: ir.Node, graph: ir.Graph, modules: dict[str, nn.Module], batch: int, repeats: int
+) -> float:
     generator = torch.Generator().manual_seed(0)
     inputs = [  # in the layout that Fp32Operator gives a module
         torch.randn(batch, *graph.shape_of(value), generator=generator).requires_grad_()
@@ -91,7 +114,9 @@ def _fp32_seconds(node: ir.Node, graph: ir.Graph, modules: dict[str, nn.Module],
     return median_seconds(step, repeats)
 
 
-def _run_fp32(node: ir.Node, modules: dict[str, nn.Module], inputs: list[torch.Tensor]) -> torch.Tensor:
+def _run_fp32(
+    node: ir.Node, modules: dict[str, nn.Module], inputs: list[torch.Tensor]
+) -> torch.Tensor:
     if isinstance(node, ir.Add):
         output = inputs[0] + inputs[1]
     elif isinstance(node, ir.Relu):

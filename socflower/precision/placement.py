@@ -31,7 +31,9 @@ class OperatorLatency:
 
     def __post_init__(self) -> None:
         if not (self.cpu_s >= 0.0 and self.npu_s >= 0.0):
-            raise ConfigError(f"{self.name}: latencies must be 0 or more, got {self.cpu_s} and {self.npu_s}")
+            raise ConfigError(
+                f"{self.name}: latencies must be 0 or more, got {self.cpu_s} and {self.npu_s}"
+            )
 
     def on(self, side: Side) -> float:
         """Return the latency on a side."""
@@ -50,7 +52,9 @@ class OperatorPlacement:
     @property
     def on_cpu(self) -> tuple[str, ...]:
         """Names of the operators on the CPU side."""
-        return tuple(name for name, side in zip(self.operators, self.sides, strict=True) if side == "cpu")
+        return tuple(
+            name for name, side in zip(self.operators, self.sides, strict=True) if side == "cpu"
+        )
 
     def path(self) -> str:
         """Return the placement as readable text: runs of operators per side, in order."""
@@ -63,7 +67,9 @@ class OperatorPlacement:
         return " -> ".join(f"{side}[{span}]" for (side, _), span in zip(runs, spans, strict=True))
 
 
-def place(latencies: Sequence[OperatorLatency], switch_s: float | Sequence[float]) -> OperatorPlacement:
+def place(
+    latencies: Sequence[OperatorLatency], switch_s: float | Sequence[float]
+) -> OperatorPlacement:
     """Return the placement of lowest latency for operators that run one after another.
 
     T[i+1, p] = min over q of T[i, q] + L[i+1, p] + (p != q) * switch_s; the answer is min over p of T[n, p] (F17).
@@ -77,7 +83,9 @@ def place(latencies: Sequence[OperatorLatency], switch_s: float | Sequence[float
     given = [float(switch_s)] if isinstance(switch_s, int | float) else list(switch_s)
     switches = given * gaps if isinstance(switch_s, int | float) else given
     if len(switches) != gaps:
-        raise ConfigError(f"placement: need {gaps} switches between {len(latencies)} operators, got {len(switches)}")
+        raise ConfigError(
+            f"placement: need {gaps} switches between {len(latencies)} operators, got {len(switches)}"
+        )
     for switch in given:
         if not (switch >= 0.0 and math.isfinite(switch)):
             raise ConfigError(f"placement: switch_s must be 0 or more, got {switch}")
@@ -105,5 +113,8 @@ def place(latencies: Sequence[OperatorLatency], switch_s: float | Sequence[float
         sides.append(side)
     sides.reverse()
     return OperatorPlacement(
-        operators=tuple(latency.name for latency in latencies), sides=tuple(sides), latency_s=latency_s,
-        num_switches=sum(a != b for a, b in pairwise(sides)))
+        operators=tuple(latency.name for latency in latencies),
+        sides=tuple(sides),
+        latency_s=latency_s,
+        num_switches=sum(a != b for a, b in pairwise(sides)),
+    )

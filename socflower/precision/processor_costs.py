@@ -60,8 +60,10 @@ class MixedPricing:
         """Return beta from the catalogue's rates (F10); 0 without an accelerator."""
         if device.accelerator is None:
             if self.rule not in (*RULES_BY_THROUGHPUT, "fp32"):
-                raise ConfigError(f"mixed precision: device {device.name} has no int8 processor beside its "
-                                  f"{device.default_processor}, which rule = {self.rule!r} needs; use rule = 'paper'")
+                raise ConfigError(
+                    f"mixed precision: device {device.name} has no int8 processor beside its "
+                    f"{device.default_processor}, which rule = {self.rule!r} needs; use rule = 'paper'"
+                )
             return 0.0
         cpu, npu = device.processor(device.default_processor), device.processor(device.accelerator)
         return compute_power_ratio(npu.rate(model_name), cpu.rate(model_name))
@@ -92,7 +94,11 @@ class MixedPricing:
             cost,
             # With a single processor there is nothing to merge.
             merge_s=MERGE_PASSES * pass_s if on_cpu else 0.0,
-            concurrent=(ProcessorCost(processor=npu.processor, forward_s=npu.forward_s, backward_s=npu.backward_s),),
+            concurrent=(
+                ProcessorCost(
+                    processor=npu.processor, forward_s=npu.forward_s, backward_s=npu.backward_s
+                ),
+            ),
             update_s=cost.update_s + REQUANTISE_PASSES * pass_s,
         )
 
@@ -102,4 +108,6 @@ class MixedPricing:
         cpu_s = gamma / device.processor(device.default_processor).rate(model_name)
         if device.accelerator is None:
             return 1.0 / cpu_s
-        return 1.0 / max(cpu_s, (1.0 - gamma) / device.processor(device.accelerator).rate(model_name))
+        return 1.0 / max(
+            cpu_s, (1.0 - gamma) / device.processor(device.accelerator).rate(model_name)
+        )

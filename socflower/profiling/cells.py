@@ -21,7 +21,11 @@ from socflower.capture.torch_device import device_label, settle
 from socflower.cluster.cost_model import UPDATE_PASSES
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.precision import EngineSettings, Int8Model
-from socflower.precision.int8.batch_splitting import best_blocks, median_seconds, profile_batch_blocks
+from socflower.precision.int8.batch_splitting import (
+    best_blocks,
+    median_seconds,
+    profile_batch_blocks,
+)
 from socflower.precision.int8.requantisation import RescalingPolicy
 from socflower.precision.operator_costs import profile_operators
 from socflower.profiling.power_meter import PowerMeter, RaplMeter, mean_watts
@@ -59,15 +63,23 @@ class Conditions:
         return {key: value for key, value in asdict(self).items() if value != ""}
 
 
-def conditions(*, kernel: str, num_threads: int, repeats: int, accelerator: torch.device | None = None) -> Conditions:
+def conditions(
+    *, kernel: str, num_threads: int, repeats: int, accelerator: torch.device | None = None
+) -> Conditions:
     """Return the conditions of this machine; `kernel` "" selects the best path. `ConfigError` if it is unknown."""
     try:
         engine = _int8.Engine(num_threads, [], kernel)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(str(error)) from None
-    return Conditions(kernel=str(engine.kernel), num_threads=num_threads, torch=torch.__version__,
-                      socflower=__version__, repeats=repeats, processor=processor_name(),
-                      accelerator="" if accelerator is None else device_label(accelerator))
+    return Conditions(
+        kernel=str(engine.kernel),
+        num_threads=num_threads,
+        torch=torch.__version__,
+        socflower=__version__,
+        repeats=repeats,
+        processor=processor_name(),
+        accelerator="" if accelerator is None else device_label(accelerator),
+    )
 
 
 def processor_name() -> str:
@@ -87,13 +99,22 @@ def processor_name() -> str:
 def build_module(model: str, data: str) -> tuple[nn.Module, tuple[int, int, int]]:
     """Return a model for a data set, which need not be available, and the shape of its images."""
     shape = data_shape(data)
-    module = build_model(model, in_channels=shape.channels, image_size=shape.size, num_classes=shape.num_classes,
-                         seed=1)
+    module = build_model(
+        model,
+        in_channels=shape.channels,
+        image_size=shape.size,
+        num_classes=shape.num_classes,
+        seed=1,
+    )
     return module, (shape.channels, shape.size, shape.size)
 
 
 def measure_cell(
-    model: str, data: str, batch_size: int, at: Conditions, meter: PowerMeter | None,
+    model: str,
+    data: str,
+    batch_size: int,
+    at: Conditions,
+    meter: PowerMeter | None,
     accelerator: torch.device | None = None,
 ) -> dict[str, Any]:
     """Return one cell of `profile --json`: whole steps, operators and placement, micro-batches, watts.
@@ -104,12 +125,18 @@ def measure_cell(
     try:
         return _measure(model, data, batch_size, at, meter, accelerator)
     except ValueError as error:  # such as BatchNorm over a single value
-        raise ConfigError(f"profile: {model} on {data} cannot train on a batch of {batch_size} "
-                          f"({error}); choose others with --batch-size") from None
+        raise ConfigError(
+            f"profile: {model} on {data} cannot train on a batch of {batch_size} "
+            f"({error}); choose others with --batch-size"
+        ) from None
 
 
 def _measure(
-    model: str, data: str, batch_size: int, at: Conditions, meter: PowerMeter | None,
+    model: str,
+    data: str,
+    batch_size: int,
+    at: Conditions,
+    meter: PowerMeter | None,
     accelerator: torch.device | None,
 ) -> dict[str, Any]:
     module, image = build_module(model, data)
@@ -118,7 +145,9 @@ def _measure(
     # Settled rescaling from the second batch on, as in most of a training.
     settings = replace(settings, rescaling=RescalingPolicy(warm_up_batches=1))
     int8 = Int8Model.from_module(module, input_shape=image, settings=settings, unsupported="fp32")
-    blocks = best_blocks(profile_batch_blocks(int8.graph, batch_size, int8.engine, repeats=at.repeats))
+    blocks = best_blocks(
+        profile_batch_blocks(int8.graph, batch_size, int8.engine, repeats=at.repeats)
+    )
     costs = profile_module(module, image, model)
     sides = dict(zip(operators.placement.operators, operators.placement.sides, strict=True))
     threads_before = torch.get_num_threads()
@@ -126,16 +155,28 @@ def _measure(
     try:
         int8_s, int8_w = _timed(_int8_step(int8, module, image, batch_size), at.repeats, meter)
         fp32_s, fp32_w = _timed(_fp32_step(module, data, batch_size), at.repeats, meter)
-        on_accelerator = {} if accelerator is None else _accelerated(module, data, batch_size, at, meter, accelerator)
+        on_accelerator = (
+            {}
+            if accelerator is None
+            else _accelerated(module, data, batch_size, at, meter, accelerator)
+        )
     finally:
         torch.set_num_threads(threads_before)
     return {
-        "model": model, "data": data, "batch_size": batch_size, "num_threads": at.num_threads,
-        "kernel": operators.kernel, "measured_on": date.today().isoformat(),
-        "training_flops": costs.training_flops, "memory_bytes": costs.training_memory_bytes(batch_size),
-        "fp32_step_s": fp32_s, "int8_step_s": int8_s,
-        "fp32_samples_per_s": batch_size / fp32_s, "int8_samples_per_s": batch_size / int8_s,
-        "fp32_w": fp32_w, "int8_w": int8_w,
+        "model": model,
+        "data": data,
+        "batch_size": batch_size,
+        "num_threads": at.num_threads,
+        "kernel": operators.kernel,
+        "measured_on": date.today().isoformat(),
+        "training_flops": costs.training_flops,
+        "memory_bytes": costs.training_memory_bytes(batch_size),
+        "fp32_step_s": fp32_s,
+        "int8_step_s": int8_s,
+        "fp32_samples_per_s": batch_size / fp32_s,
+        "int8_samples_per_s": batch_size / int8_s,
+        "fp32_w": fp32_w,
+        "int8_w": int8_w,
         "operators": [
             {
                 "name": latency.name,
@@ -156,14 +197,25 @@ def _measure(
 
 
 def _accelerated(
-    module: nn.Module, data: str, batch_size: int, at: Conditions, meter: PowerMeter | None, accelerator: torch.device,
+    module: nn.Module,
+    data: str,
+    batch_size: int,
+    at: Conditions,
+    meter: PowerMeter | None,
+    accelerator: torch.device,
 ) -> dict[str, Any]:
     """Return a cell's figures of an accelerator."""
     # Of the processors' own counters none sees a GPU beside them.
     board_meter = None if isinstance(meter, RaplMeter) else meter
-    step_s, step_w = _timed(_fp32_step(module, data, batch_size, accelerator), at.repeats, board_meter)
-    return {"accelerator": device_label(accelerator), "gpu_step_s": step_s, "gpu_samples_per_s": batch_size / step_s,
-            "gpu_w": step_w}
+    step_s, step_w = _timed(
+        _fp32_step(module, data, batch_size, accelerator), at.repeats, board_meter
+    )
+    return {
+        "accelerator": device_label(accelerator),
+        "gpu_step_s": step_s,
+        "gpu_samples_per_s": batch_size / step_s,
+        "gpu_w": step_w,
+    }
 
 
 def update_bytes_per_s(num_threads: int, device: torch.device) -> float:
@@ -204,8 +256,11 @@ class CellStore:
         if document["conditions"] == self._at:
             self._cells, self._host = document["cells"], document["host"]
         elif document["cells"]:
-            self.dropped = [f"{key} {value}, now {self._at.get(key, 'none')}"
-                            for key, value in document["conditions"].items() if value != self._at.get(key)]
+            self.dropped = [
+                f"{key} {value}, now {self._at.get(key, 'none')}"
+                for key, value in document["conditions"].items()
+                if value != self._at.get(key)
+            ]
 
     def find(self, model: str, data: str, batch_size: int) -> dict[str, Any] | None:
         """Return a finished cell, or None."""
@@ -231,9 +286,13 @@ class CellStore:
         models: dict[str, list[dict[str, Any]]] = {}
         for cell in self._cells:
             models.setdefault(cell["model"], []).append(cell)
-        return {name: sorted((cell for cell in cells if cell["data"] == cells[-1]["data"]),
-                             key=lambda cell: int(cell["batch_size"]))
-                for name, cells in models.items()}
+        return {
+            name: sorted(
+                (cell for cell in cells if cell["data"] == cells[-1]["data"]),
+                key=lambda cell: int(cell["batch_size"]),
+            )
+            for name, cells in models.items()
+        }
 
     def _read(self) -> dict[str, Any] | None:
         if self.path is None or not self.path.exists():
@@ -245,11 +304,15 @@ class CellStore:
             if not isinstance(document["host"], dict):
                 raise ValueError
             for cell in document["cells"]:
-                if not (set(cell) >= _CELL_KEYS and cell["fp32_step_s"] > 0 and cell["int8_step_s"] > 0):
+                if not (
+                    set(cell) >= _CELL_KEYS and cell["fp32_step_s"] > 0 and cell["int8_step_s"] > 0
+                ):
                     raise ValueError
         except (OSError, ValueError, KeyError, TypeError):
-            raise ConfigError(f"{self.path}: does not hold the finished cells of a profile; delete or move it, and "
-                              "they are measured anew") from None
+            raise ConfigError(
+                f"{self.path}: does not hold the finished cells of a profile; delete or move it, and "
+                "they are measured anew"
+            ) from None
         return document
 
     def _write(self) -> None:
@@ -271,7 +334,9 @@ def _key(cell: Mapping[str, Any]) -> tuple[str, str, int]:
     return cell["model"], cell["data"], cell["batch_size"]
 
 
-def _timed(step: Callable[[], None], repeats: int, meter: PowerMeter | None) -> tuple[float, float | None]:
+def _timed(
+    step: Callable[[], None], repeats: int, meter: PowerMeter | None
+) -> tuple[float, float | None]:
     """Return the median seconds of a step after three warm-up steps, and its watts if there is a meter."""
     step()
     step()
@@ -285,7 +350,9 @@ def _repeat(step: Callable[[], None], seconds: float) -> None:
         step()
 
 
-def _int8_step(model: Int8Model, module: nn.Module, image: tuple[int, int, int], batch: int) -> Callable[[], None]:
+def _int8_step(
+    model: Int8Model, module: nn.Module, image: tuple[int, int, int], batch: int
+) -> Callable[[], None]:
     random = np.random.default_rng(0)
     images = random.standard_normal((batch, *image), dtype=np.float32)
     labels = random.integers(0, model.graph.num_classes, batch, dtype=np.int32)
@@ -293,13 +360,17 @@ def _int8_step(model: Int8Model, module: nn.Module, image: tuple[int, int, int],
     def step() -> None:
         try:
             model.train_step(images, labels, learning_rate=0.0, progress=0.0)
-        except TrainingFailed:  # random labels over thousands of steps may diverge: reset the weights
+        except (
+            TrainingFailed
+        ):  # random labels over thousands of steps may diverge: reset the weights
             model.load_state_dict(module.state_dict())
 
     return step
 
 
-def _fp32_step(module: nn.Module, data: str, batch: int, device: torch.device = _CPU) -> Callable[[], None]:
+def _fp32_step(
+    module: nn.Module, data: str, batch: int, device: torch.device = _CPU
+) -> Callable[[], None]:
     """Return a step of forward and backward pass, to its end on the device, in the memory layout of FP32 clients."""
     shape, random = data_shape(data), torch.Generator().manual_seed(0)
     images = torch.randn(batch, shape.channels, shape.size, shape.size, generator=random)

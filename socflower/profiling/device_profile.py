@@ -74,11 +74,15 @@ class ProfileRequest:
 
     def __post_init__(self) -> None:
         if min(*self.batch_sizes, self.num_threads, self.repeats) < 1:
-            raise ConfigError(f"profile: batch sizes, threads and repeats must be 1 or more, got "
-                              f"{list(self.batch_sizes)}, {self.num_threads}, {self.repeats}")
-        for option, values, most in (("--batch-size", self.batch_sizes, _MAX_SAMPLES),
-                                     ("--threads", (self.num_threads,), MAX_WORKERS),
-                                     ("--repeats", (self.repeats,), _MAX_REPEATS)):
+            raise ConfigError(
+                f"profile: batch sizes, threads and repeats must be 1 or more, got "
+                f"{list(self.batch_sizes)}, {self.num_threads}, {self.repeats}"
+            )
+        for option, values, most in (
+            ("--batch-size", self.batch_sizes, _MAX_SAMPLES),
+            ("--threads", (self.num_threads,), MAX_WORKERS),
+            ("--repeats", (self.repeats,), _MAX_REPEATS),
+        ):
             for value in values:
                 require_count(option, value, 1, most)
         if self.name:
@@ -91,14 +95,15 @@ class ProfileRequest:
         for model in self.models:
             build_module(model, self.data)
 
-
     def accelerator_device(self) -> torch.device | None:
         """Return the device that is measured beside the CPU; `ConfigError` if this machine does not have it."""
         if self.accelerator == "none":
             return None
         found = resolve_device(self.accelerator, "--accelerator")
         if found.type == "cpu" and self.accelerator != AUTO:
-            raise ConfigError(f"--accelerator {self.accelerator}: the CPU is measured anyway; use none, or auto")
+            raise ConfigError(
+                f"--accelerator {self.accelerator}: the CPU is measured anyway; use none, or auto"
+            )
         return None if found.type == "cpu" else found
 
 
@@ -107,11 +112,16 @@ def require_own_name(name: str) -> None:
     if not NAME_PATTERN.fullmatch(name):
         raise ConfigError(f"--name {name}: must be made of letters, digits, - and _")
     if name in device_names():
-        raise ConfigError(f"--name {name}: is a name of the catalogue; give yours another one, as in my-{name}")
+        raise ConfigError(
+            f"--name {name}: is a name of the catalogue; give yours another one, as in my-{name}"
+        )
 
 
 def profile_device(
-    request: ProfileRequest, out: Path | None = None, *, on_cell: OnCell = lambda text, done, total: None,
+    request: ProfileRequest,
+    out: Path | None = None,
+    *,
+    on_cell: OnCell = lambda text, done, total: None,
     root: Path = Path("/"),
 ) -> dict[str, Any]:
     """Measure missing cells, write the profile to `out`, and return the document of `socflower profile`.
@@ -125,44 +135,72 @@ def profile_device(
         return _profile(request, out, on_cell, root)
 
 
-def _profile(request: ProfileRequest, out: Path | None, on_cell: OnCell, root: Path) -> dict[str, Any]:
+def _profile(
+    request: ProfileRequest, out: Path | None, on_cell: OnCell, root: Path
+) -> dict[str, Any]:
     name = request.name or host_name()
     before = None if out is None else existing_profile(out, name)
     accelerator = request.accelerator_device()
-    at = conditions(kernel=request.kernel, num_threads=request.num_threads, repeats=request.repeats,
-                    accelerator=accelerator)
+    at = conditions(
+        kernel=request.kernel,
+        num_threads=request.num_threads,
+        repeats=request.repeats,
+        accelerator=accelerator,
+    )
     store = CellStore(None if out is None else cell_file(out), at)
     # The link first, so that a missing peer is reported at once and not after minutes.
     link = probe(*parse_peer(request.peer)) if request.peer else None
     meter = find_power_meter(root)
-    wanted = [(model, request.data, batch) for model in dict.fromkeys(request.models)
-              for batch in sorted(set(request.batch_sizes))]
+    wanted = [
+        (model, request.data, batch)
+        for model in dict.fromkeys(request.models)
+        for batch in sorted(set(request.batch_sizes))
+    ]
     missing = [key for key in wanted if store.find(*key) is None]
     for done, (model, data, batch) in enumerate(missing):
         on_cell(f"{model}, batch {batch}", done, len(missing))
         store.add(measure_cell(model, data, batch, at, meter, accelerator))
     on_cell("", len(missing), len(missing))
     figures = {
-        "memory_bytes_per_s": store.host_figure("memory_bytes_per_s", lambda: update_bytes_per_s(
-            at.num_threads, accelerator or torch.device("cpu"))),
-        "idle_w": None if meter is None else store.host_figure(
-            "idle_w", lambda: mean_watts(meter, lambda: time.sleep(_IDLE_S))),
+        "memory_bytes_per_s": store.host_figure(
+            "memory_bytes_per_s",
+            lambda: update_bytes_per_s(at.num_threads, accelerator or torch.device("cpu")),
+        ),
+        "idle_w": None
+        if meter is None
+        else store.host_figure("idle_w", lambda: mean_watts(meter, lambda: time.sleep(_IDLE_S))),
     }
-    table = _device_table(store.cells_by_model(), at, figures, like=request.like or similar_device(),
-                          meter=meter, usable_cores=num_cores())
+    table = _device_table(
+        store.cells_by_model(),
+        at,
+        figures,
+        like=request.like or similar_device(),
+        meter=meter,
+        usable_cores=num_cores(),
+    )
     link_table = None if link is None else _link_table(link)
     if before is not None:
         table = _with_edits(before["device"][name], table)
         link_table = link_table or before.get("link")
-    document = {"schema": 1, "device": {name: table}, **({"link": link_table} if link_table else {})}
+    document = {
+        "schema": 1,
+        "device": {name: table},
+        **({"link": link_table} if link_table else {}),
+    }
     read_table(DeviceFile, document, "profile")
     if out is not None:
         write_file(out, toml_text(document, comment=_comment(at, out)))
     cells = [cell for cell in (store.find(*key) for key in wanted) if cell is not None]
     return {
-        "schema": SCHEMA, "name": name, "machine": _machine(meter, at.accelerator), "cells": cells, "link": link_table,
+        "schema": SCHEMA,
+        "name": name,
+        "machine": _machine(meter, at.accelerator),
+        "cells": cells,
+        "link": link_table,
         "device": {name: table},
-        "notes": _notes(request, store, num_kept=len(wanted) - len(missing), num_cells=len(wanted), table=table),
+        "notes": _notes(
+            request, store, num_kept=len(wanted) - len(missing), num_cells=len(wanted), table=table
+        ),
     }
 
 
@@ -171,14 +209,23 @@ def published_device(name: str, new_name: str = "") -> dict[str, Any]:
     table = device_table(name)
     if new_name:
         require_own_name(new_name)
-    return {"schema": SCHEMA, "name": new_name or name, "machine": None, "cells": [], "link": None,
-            "device": {new_name or name: table}, "notes": []}
+    return {
+        "schema": SCHEMA,
+        "name": new_name or name,
+        "machine": None,
+        "cells": [],
+        "link": None,
+        "device": {new_name or name: table},
+        "notes": [],
+    }
 
 
 def published_toml(document: Mapping[str, Any], source: str) -> str:
     """Return the profile file of a `published_device` document; `source` is the catalogue's name."""
-    comment = (f"The device {source} of socflower's catalogue, as a template. Change figures and give the origin of\n"
-               "yours in their sources; a cluster names this file with `device = \"FILE.toml\"`.")
+    comment = (
+        f"The device {source} of socflower's catalogue, as a template. Change figures and give the origin of\n"
+        'yours in their sources; a cluster names this file with `device = "FILE.toml"`.'
+    )
     if document["name"] == source:
         comment += f"\nGive it a name of its own: a cluster does not take a second {source}."
     return toml_text({"schema": 1, "device": document["device"]}, comment=comment)
@@ -193,7 +240,9 @@ def write_published(text: str, out: Path, name: str) -> None:
 def existing_profile(out: Path, name: str) -> dict[str, Any] | None:
     """Return the document of the existing profile at `out`, or None; `ConfigError` if it must not be replaced."""
     if out.suffix != ".toml":
-        raise ConfigError(f"--out {out}: must end in .toml, by which clusters distinguish a file from a name")
+        raise ConfigError(
+            f"--out {out}: must end in .toml, by which clusters distinguish a file from a name"
+        )
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}; make it first")
     if not os.access(out.parent, os.W_OK):
@@ -203,10 +252,14 @@ def existing_profile(out: Path, name: str) -> dict[str, Any] | None:
     try:
         profile = read_device_file(out)
     except ConfigError as error:
-        raise ConfigError(f"--out {out}: is there and no device profile ({error}); name another file") from None
+        raise ConfigError(
+            f"--out {out}: is there and no device profile ({error}); name another file"
+        ) from None
     if list(profile["device"]) != [name]:
-        raise ConfigError(f"--out {out}: holds {', '.join(profile['device'])}, not {name}; set --name, or name another "
-                          "file")
+        raise ConfigError(
+            f"--out {out}: holds {', '.join(profile['device'])}, not {name}; set --name, or name another "
+            "file"
+        )
     return profile
 
 
@@ -217,42 +270,86 @@ def cell_file(out: Path) -> Path:
 
 def host_name() -> str:
     """Return a device name made from the host's name, distinct from the catalogue's names."""
-    name = re.sub(r"[^a-z0-9_]+", "-", platform.node().partition(".")[0].lower()).strip("-") or "this-machine"
+    name = (
+        re.sub(r"[^a-z0-9_]+", "-", platform.node().partition(".")[0].lower()).strip("-")
+        or "this-machine"
+    )
     return f"my-{name}" if name in device_names() else name
 
 
 def similar_device() -> str:
     """Return the catalogue's device that is most similar to this machine, by architecture alone."""
-    return "x86-core" if platform.machine().lower() in ("x86_64", "amd64", "i386", "i686") else "raspberry-pi-4b"
+    return (
+        "x86-core"
+        if platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
+        else "raspberry-pi-4b"
+    )
 
 
 def _device_table(
-    models: Mapping[str, Sequence[Mapping[str, Any]]], at: Conditions, figures: Mapping[str, float | None], *,
-    like: str, meter: PowerMeter | None, usable_cores: int,
+    models: Mapping[str, Sequence[Mapping[str, Any]]],
+    at: Conditions,
+    figures: Mapping[str, float | None],
+    *,
+    like: str,
+    meter: PowerMeter | None,
+    usable_cores: int,
 ) -> dict[str, Any]:
     """Return the `[device.NAME]` table: measured figures of the cells, and those of `like` for the rest."""
     lent, lent_device = device_table(like), device(like)
-    threads = f"{at.num_threads} thread{'s' if at.num_threads > 1 else ''}, {date.today().isoformat()}"
+    threads = (
+        f"{at.num_threads} thread{'s' if at.num_threads > 1 else ''}, {date.today().isoformat()}"
+    )
     table = {key: _assumed(lent[key], like) for key in DEVICE_FIGURES}
     table["memory_bytes"] = _measured(psutil.virtual_memory().total, "memory of the system")
     if figures["memory_bytes_per_s"]:
         table["memory_bytes_per_s"] = _measured(
             figures["memory_bytes_per_s"],
-            f"SGD with momentum of torch {at.torch} on {at.accelerator}, {date.today().isoformat()}" if at.accelerator
-            else f"SGD with momentum of torch {at.torch}, {threads}")
+            f"SGD with momentum of torch {at.torch} on {at.accelerator}, {date.today().isoformat()}"
+            if at.accelerator
+            else f"SGD with momentum of torch {at.torch}, {threads}",
+        )
     if figures["idle_w"] and meter is not None:
-        table["idle_w"] = _measured(figures["idle_w"], f"{meter.source}, {date.today().isoformat()}")
+        table["idle_w"] = _measured(
+            figures["idle_w"], f"{meter.source}, {date.today().isoformat()}"
+        )
     # First, since torch trains on it unless it is told otherwise.
-    gpu = {} if not at.accelerator else {"gpu": _processor_table(
-        models, "gpu", f"torch {at.torch} on {at.accelerator}",
-        lent["processor"].get("gpu", lent["processor"][lent_device.default_processor])["active_w"], like, meter)}
+    gpu = (
+        {}
+        if not at.accelerator
+        else {
+            "gpu": _processor_table(
+                models,
+                "gpu",
+                f"torch {at.torch} on {at.accelerator}",
+                lent["processor"].get("gpu", lent["processor"][lent_device.default_processor])[
+                    "active_w"
+                ],
+                like,
+                meter,
+            )
+        }
+    )
     table["processor"] = {
         **gpu,
-        "cpu": _processor_table(models, "fp32", f"torch {at.torch}",
-                                lent["processor"][lent_device.default_processor]["active_w"], like, meter),
+        "cpu": _processor_table(
+            models,
+            "fp32",
+            f"torch {at.torch}",
+            lent["processor"][lent_device.default_processor]["active_w"],
+            like,
+            meter,
+        ),
         "cpu-int8": _processor_table(
-            models, "int8", at.kernel,
-            lent["processor"][lent_device.int8_processor or lent_device.default_processor]["active_w"], like, meter),
+            models,
+            "int8",
+            at.kernel,
+            lent["processor"][lent_device.int8_processor or lent_device.default_processor][
+                "active_w"
+            ],
+            like,
+            meter,
+        ),
     }
     # FP32 and int8 can run at the same time only if there are cores for the threads of both.
     if 2 * at.num_threads > usable_cores:
@@ -261,7 +358,11 @@ def _device_table(
 
 
 def _processor_table(
-    models: Mapping[str, Sequence[Mapping[str, Any]]], side: str, what: str, lent_w: Mapping[str, Any], like: str,
+    models: Mapping[str, Sequence[Mapping[str, Any]]],
+    side: str,
+    what: str,
+    lent_w: Mapping[str, Any],
+    like: str,
     meter: PowerMeter | None,
 ) -> dict[str, Any]:
     tables: dict[str, dict[str, Any]] = {}
@@ -270,8 +371,10 @@ def _processor_table(
         last = largest[name]
         threads = f"{last['num_threads']} thread{'s' if last['num_threads'] > 1 else ''}"
         tables[name] = {
-            **_measured(last["training_flops"] * last["batch_size"] / last[f"{side}_step_s"],
-                        f"{what}, {threads}, {last['measured_on']}; {last['data']}, batch {last['batch_size']}"),
+            **_measured(
+                last["training_flops"] * last["batch_size"] / last[f"{side}_step_s"],
+                f"{what}, {threads}, {last['measured_on']}; {last['data']}, batch {last['batch_size']}",
+            ),
             "batch": [cell["batch_size"] for cell in cells],
             "step_s": [_rounded(cell[f"{side}_step_s"]) for cell in cells],
             **({} if side == "gpu" else {"layer": _layer_tables(cells, side)}),
@@ -285,7 +388,9 @@ def _processor_table(
         active_w = figure(lent_w["value"], f"assumption: as {like}; this machine exposes no power")
     return {
         "flops_per_s": _measured(rate, f"{what}, {day}; the geometric mean of {', '.join(tables)}"),
-        "active_w": active_w, "number_format": "int8" if side == "int8" else "fp32", "model": tables,
+        "active_w": active_w,
+        "number_format": "int8" if side == "int8" else "fp32",
+        "model": tables,
     }
 
 
@@ -295,8 +400,14 @@ def _layer_tables(cells: Sequence[Mapping[str, Any]], side: str) -> list[dict[st
     for index, operator in enumerate(cells[-1]["operators"]):
         seconds = [cell["operators"][index][f"{side}_s"] for cell in cells]
         if all(value is not None for value in seconds):
-            tables.append({"name": operator["name"], "kind": operator["kind"],
-                           "batch": [cell["batch_size"] for cell in cells], "seconds": list(map(_rounded, seconds))})
+            tables.append(
+                {
+                    "name": operator["name"],
+                    "kind": operator["kind"],
+                    "batch": [cell["batch_size"] for cell in cells],
+                    "seconds": list(map(_rounded, seconds)),
+                }
+            )
     return tables
 
 
@@ -305,10 +416,14 @@ def _link_table(link: LinkFigures) -> dict[str, Any]:
     table = {
         "peer": link.peer,
         "bytes_per_s": _measured(
-            link.bytes_per_s, f"{source}; the slower of {link.upload_bytes_per_s / 1e6:.4g} MB/s out and "
-                              f"{link.download_bytes_per_s / 1e6:.4g} MB/s in"),
+            link.bytes_per_s,
+            f"{source}; the slower of {link.upload_bytes_per_s / 1e6:.4g} MB/s out and "
+            f"{link.download_bytes_per_s / 1e6:.4g} MB/s in",
+        ),
         "round_trip_s": _measured(link.round_trip_s, source),
-        "message_s": _measured(link.message_s, f"{source}; half the round trip of 4 KB, less its bytes"),
+        "message_s": _measured(
+            link.message_s, f"{source}; half the round trip of 4 KB, less its bytes"
+        ),
     }
     read_table(LinkTable, table, "profile [link]")
     return table
@@ -327,41 +442,70 @@ def _with_edits(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
     merged = dict(after)
     for key, old in before.items():
         if key == "processor":
-            merged[key] = {**after[key], **{name: _with_edits(table, after[key].get(name, table))
-                                            for name, table in old.items()}}
-        elif (isinstance(old, Mapping) and key != "flops_per_s"
-              and not str(old.get("source", _MEASURED)).startswith((_MEASURED, _ASSUMED))):
+            merged[key] = {
+                **after[key],
+                **{
+                    name: _with_edits(table, after[key].get(name, table))
+                    for name, table in old.items()
+                },
+            }
+        elif (
+            isinstance(old, Mapping)
+            and key != "flops_per_s"
+            and not str(old.get("source", _MEASURED)).startswith((_MEASURED, _ASSUMED))
+        ):
             merged[key] = old
     return merged
 
 
 def _machine(meter: PowerMeter | None, accelerator: str) -> dict[str, Any]:
     return {
-        "host": platform.node(), "architecture": platform.machine(), "processor": processor_name(),
-        "usable_cores": num_cores(), "memory_bytes": psutil.virtual_memory().total, "torch": torch.__version__,
-        "accelerator": accelerator or None, "kernels_available": _int8.available_kernels(),
+        "host": platform.node(),
+        "architecture": platform.machine(),
+        "processor": processor_name(),
+        "usable_cores": num_cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "torch": torch.__version__,
+        "accelerator": accelerator or None,
+        "kernels_available": _int8.available_kernels(),
         "power": None if meter is None else meter.source,
     }
 
 
-def _notes(request: ProfileRequest, store: CellStore, *, num_kept: int, num_cells: int, table: Mapping[str, Any],
-           ) -> list[str]:
+def _notes(
+    request: ProfileRequest,
+    store: CellStore,
+    *,
+    num_kept: int,
+    num_cells: int,
+    table: Mapping[str, Any],
+) -> list[str]:
     notes = []
     if store.dropped:
-        notes.append(f"earlier cells were measured under other settings ({'; '.join(store.dropped)}) and are left out")
+        notes.append(
+            f"earlier cells were measured under other settings ({'; '.join(store.dropped)}) and are left out"
+        )
     if num_kept:
-        notes.append(f"{num_kept} of {num_cells} cells were measured before; delete {store.path} to measure them anew")
-    if any(str(processor["active_w"]["source"]).startswith(_ASSUMED)
-           for processor in table["processor"].values()):
-        notes.append(f"this machine exposes no power: watts are those of {request.like or similar_device()} (--like)")
+        notes.append(
+            f"{num_kept} of {num_cells} cells were measured before; delete {store.path} to measure them anew"
+        )
+    if any(
+        str(processor["active_w"]["source"]).startswith(_ASSUMED)
+        for processor in table["processor"].values()
+    ):
+        notes.append(
+            f"this machine exposes no power: watts are those of {request.like or similar_device()} (--like)"
+        )
     return notes
 
 
 def _comment(at: Conditions, out: Path) -> str:
-    return (f"Measured by `socflower profile` on {at.processor}. A cluster file beside it names it with\n"
-            f'`device = "{out.name}"`. Figures may be edited: one whose source begins neither with "measured: "\n'
-            'nor with "assumption: " stays when the device is measured again, and so does an added processor;\n'
-            "measured rates do not.")
+    return (
+        f"Measured by `socflower profile` on {at.processor}. A cluster file beside it names it with\n"
+        f'`device = "{out.name}"`. Figures may be edited: one whose source begins neither with "measured: "\n'
+        'nor with "assumption: " stays when the device is measured again, and so does an added processor;\n'
+        "measured rates do not."
+    )
 
 
 def _rounded(value: float) -> float:

@@ -58,7 +58,9 @@ class ProbeServer:
         try:
             self._listener = socket.create_server((host, port))
         except OSError as error:
-            raise ConfigError(f"--serve {port}: cannot listen ({error.strerror or error}); take another port") from None
+            raise ConfigError(
+                f"--serve {port}: cannot listen ({error.strerror or error}); take another port"
+            ) from None
         self.port = int(self._listener.getsockname()[1])
         """The port that it listens on."""
         self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
@@ -68,7 +70,9 @@ class ProbeServer:
     def close(self) -> None:
         """Stop answering."""
         with suppress(OSError):  # not on all systems possible for a listener
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept(), which close() alone does not
+            self._listener.shutdown(
+                socket.SHUT_RDWR
+            )  # wakes accept(), which close() alone does not
         self._listener.close()
 
     def wait(self) -> None:
@@ -79,8 +83,12 @@ class ProbeServer:
     def __enter__(self) -> "ProbeServer":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _accept(self) -> None:
@@ -117,7 +125,13 @@ def serve(port: int, on_ready: Callable[[int], None]) -> None:
 def parse_peer(text: str) -> tuple[str, int]:
     """Return host and port of HOST:PORT; an IPv6 address is in brackets."""
     host, separator, port = text.rpartition(":")
-    if not separator or not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
+    if (
+        not separator
+        or not host
+        or not port.isascii()
+        or not port.isdigit()
+        or not 1 <= int(port) <= 65535
+    ):
         raise ConfigError(f"--peer {text}: write HOST:PORT, as in --peer 192.168.1.7:5201")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
@@ -138,7 +152,9 @@ def probe(host: str, port: int, *, stream_s: float = STREAM_S) -> LinkFigures:
             round_trip_s = _round_trip_s(connection, PING_BYTES)
             upload = _upload_bytes_per_s(connection, stream_s, round_trip_s)
             download = _download_bytes_per_s(connection, stream_s)
-            message_s = _round_trip_s(connection, MESSAGE_BYTES) / 2 - MESSAGE_BYTES / min(upload, download)
+            message_s = _round_trip_s(connection, MESSAGE_BYTES) / 2 - MESSAGE_BYTES / min(
+                upload, download
+            )
     except (EOFError, ValueError, ConnectionError, TimeoutError) as error:
         if isinstance(error, ConnectionRefusedError):
             reason = "the connection was refused"
@@ -146,13 +162,22 @@ def probe(host: str, port: int, *, stream_s: float = STREAM_S) -> LinkFigures:
             reason = f"no answer within {_TIMEOUT_S:g} s"
         else:
             reason = str(error) if isinstance(error, ValueError) else "the connection was closed"
-        raise ConfigError(f"--peer {peer}: {reason}; run `socflower profile --serve {port}`, of the same version, "
-                          "on that machine") from None
+        raise ConfigError(
+            f"--peer {peer}: {reason}; run `socflower profile --serve {port}`, of the same version, "
+            "on that machine"
+        ) from None
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"--peer {peer}: cannot be reached ({reason}); check host and port") from None
-    return LinkFigures(peer=peer, round_trip_s=round_trip_s, upload_bytes_per_s=upload,
-                       download_bytes_per_s=download, message_s=max(0.0, message_s))
+        raise ConfigError(
+            f"--peer {peer}: cannot be reached ({reason}); check host and port"
+        ) from None
+    return LinkFigures(
+        peer=peer,
+        round_trip_s=round_trip_s,
+        upload_bytes_per_s=upload,
+        download_bytes_per_s=download,
+        message_s=max(0.0, message_s),
+    )
 
 
 def _prepare(connection: socket.socket) -> None:

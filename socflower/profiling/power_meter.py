@@ -9,7 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from socflower.thermal.sensors.sysfs import DeviceFolder, OpenFolder, matching_paths, read_integer, read_text
+from socflower.thermal.sensors.sysfs import (
+    DeviceFolder,
+    OpenFolder,
+    matching_paths,
+    read_integer,
+    read_text,
+)
 
 _GRAPHICS = ("amdgpu", "i915", "nouveau", "nvidia", "radeon", "xe")
 _SAMPLE_S = 0.05
@@ -52,7 +58,11 @@ def find_power_meter(root: Path = Path("/")) -> PowerMeter | None:
 def mean_watts(meter: PowerMeter, work: Callable[[], object]) -> float | None:
     """Return the mean watts while `work` runs; None if the meter failed or showed 0, as in many VMs."""
     try:
-        watts = _from_counter(meter, work) if isinstance(meter, EnergyMeter) else _from_samples(meter, work)
+        watts = (
+            _from_counter(meter, work)
+            if isinstance(meter, EnergyMeter)
+            else _from_samples(meter, work)
+        )
     except (OSError, ValueError):
         return None
     return watts if watts > 0 else None
@@ -84,7 +94,12 @@ class ProductMeter:
     """Watts from a device's file in microwatts, or as the product of two files: volts and amperes."""
 
     def __init__(
-        self, source: str, folder: Path, factors: tuple[tuple[str, float], ...], *, is_battery: bool = False,
+        self,
+        source: str,
+        folder: Path,
+        factors: tuple[tuple[str, float], ...],
+        *,
+        is_battery: bool = False,
     ) -> None:
         self.source = source
         self._device = DeviceFolder(folder)
@@ -137,7 +152,9 @@ def _find_rail(root: Path) -> ProductMeter | None:
             volts, amperes = f"in{channel}_input", f"curr{channel}_input"
             for factors in (((f"power{channel}_input", 1e-6),), ((volts, 1e-3), (amperes, 1e-3))):
                 label = _label(folder, channel)
-                meter = ProductMeter(f"hwmon {chip}, {label or f'channel {channel}'}", folder, factors)
+                meter = ProductMeter(
+                    f"hwmon {chip}, {label or f'channel {channel}'}", folder, factors
+                )
                 if _is_readable(meter):
                     rails.append(("_in" in label.lower(), meter))
                     break

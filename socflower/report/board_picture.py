@@ -9,7 +9,16 @@ from typing import Any
 from socflower.quantities import counted
 
 # Paul Tol's "light" scheme: distinct under the common colour deficiencies, legible under black letters.
-_GROUP_COLOURS = ("#77AADD", "#EE8866", "#EEDD88", "#BBCC33", "#FFAABB", "#99DDFF", "#44BB99", "#AAAA00")
+_GROUP_COLOURS = (
+    "#77AADD",
+    "#EE8866",
+    "#EEDD88",
+    "#BBCC33",
+    "#FFAABB",
+    "#99DDFF",
+    "#44BB99",
+    "#AAAA00",
+)
 _PICTURE_WIDTH = 1080.0
 _LETTERED = 12.0  # font size from which a cell has room for its communication group too
 _MAX_BOARDS = 400
@@ -68,7 +77,9 @@ def board_picture(plan: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     pitch = scale.cell + scale.gap
     columns = min(8, max([2, *shown]))
     width = 2 * scale.padding + columns * pitch - scale.gap
-    per_row = max(1, min(len(shown), int((_PICTURE_WIDTH + scale.gutter) // (width + scale.gutter))))
+    per_row = max(
+        1, min(len(shown), int((_PICTURE_WIDTH + scale.gutter) // (width + scale.gutter)))
+    )
     deepest = max((math.ceil(count / columns) for count in shown), default=1) or 1
     height = scale.header + 2 * scale.padding + deepest * pitch - scale.gap
 
@@ -78,9 +89,15 @@ def board_picture(plan: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         x = 1 + board % per_row * (width + scale.gutter)
         y = 1 + board // per_row * (height + scale.gutter)
         # A board with fewer slots is drawn smaller, but wide enough for its name.
-        boards.append({"number": board, "x": x, "y": y,
-                       "width": 2 * scale.padding + max(2, min(count, columns)) * pitch - scale.gap,
-                       "height": height - (deepest - max(1, math.ceil(count / columns))) * pitch})
+        boards.append(
+            {
+                "number": board,
+                "x": x,
+                "y": y,
+                "width": 2 * scale.padding + max(2, min(count, columns)) * pitch - scale.gap,
+                "height": height - (deepest - max(1, math.ceil(count / columns))) * pitch,
+            }
+        )
         for slot in range(count):
             left = x + scale.padding + slot % columns * pitch
             top = y + scale.header + scale.padding + slot // columns * pitch
@@ -88,16 +105,22 @@ def board_picture(plan: Mapping[str, Any], prefix: str) -> dict[str, Any]:
             centre[soc] = (left + scale.cell / 2, top + scale.cell / 2)
             cells.append(_cell(soc, members.get(soc), left, top, scale))
     return {
-        "prefix": prefix, "scale": scale, "colours": _GROUP_COLOURS, "boards": boards, "num_boards": len(slots),
-        "cells": cells, "links": _links(groups, slots, centre, scale),
+        "prefix": prefix,
+        "scale": scale,
+        "colours": _GROUP_COLOURS,
+        "boards": boards,
+        "num_boards": len(slots),
+        "cells": cells,
+        "links": _links(groups, slots, centre, scale),
         "width": 2 + per_row * (width + scale.gutter) - scale.gutter,
         # Keep the last gutter, since links also run below the last row.
         "height": 2 + math.ceil(len(shown) / per_row) * (height + scale.gutter),
         "has_split": num_split > 0,
         "is_lettered": scale.font >= _LETTERED and bool(communication_letters(plan)),
         "label": f"{counted(len(groups), 'group')} on {counted(len(slots), 'board')} with "
-                 f"{counted(sum(slots), 'slot')}; {counted(num_split, 'group')} split over boards; "
-                 f"{counted(sum(slots) - len(members), 'slot')} idle"}
+        f"{counted(sum(slots), 'slot')}; {counted(num_split, 'group')} split over boards; "
+        f"{counted(sum(slots) - len(members), 'slot')} idle",
+    }
 
 
 def _members(plan: Mapping[str, Any]) -> dict[int, _Member]:
@@ -107,8 +130,12 @@ def _members(plan: Mapping[str, Any]) -> dict[int, _Member]:
         group_id = str(group.get("id", index))
         for soc in group.get("members") or []:
             members[int(soc)] = _Member(
-                group=index, group_id=group_id, leads=soc == group.get("leader"),
-                split=bool(group.get("split")), letter=letters.get(group_id, ""))
+                group=index,
+                group_id=group_id,
+                leads=soc == group.get("leader"),
+                split=bool(group.get("split")),
+                letter=letters.get(group_id, ""),
+            )
     return members
 
 
@@ -117,17 +144,27 @@ def _cell(soc: int, member: _Member | None, x: float, y: float, scale: _Scale) -
     if member is None:
         return {"title": f"SoC {soc}: idle", "x": x, "y": y, "member": None}
     lettered = bool(member.letter) and scale.font >= _LETTERED
-    baseline = .5 if lettered else .5 + .36 * scale.font / scale.cell
+    baseline = 0.5 if lettered else 0.5 + 0.36 * scale.font / scale.cell
     return {
-        "title": f"SoC {soc}: group {member.group_id}" + (", leader" if member.leads else "")
-                 + (", split over boards" if member.split else "")
-                 + (f", communication group {member.letter}" if member.letter else ""),
-        "x": x, "y": y, "member": member, "name": member.group_id if len(member.group_id) <= 6 else "…",
-        "name_size": scale.font * min(1.0, 3 / max(1, len(member.group_id))), "name_y": y + scale.cell * baseline}
+        "title": f"SoC {soc}: group {member.group_id}"
+        + (", leader" if member.leads else "")
+        + (", split over boards" if member.split else "")
+        + (f", communication group {member.letter}" if member.letter else ""),
+        "x": x,
+        "y": y,
+        "member": member,
+        "name": member.group_id if len(member.group_id) <= 6 else "…",
+        "name_size": scale.font * min(1.0, 3 / max(1, len(member.group_id))),
+        "name_y": y + scale.cell * baseline,
+    }
 
 
-def _links(groups: Sequence[Mapping[str, Any]], slots: Sequence[int], centre: Mapping[int, tuple[float, float]],
-           scale: _Scale) -> list[tuple[str, Any]]:
+def _links(
+    groups: Sequence[Mapping[str, Any]],
+    slots: Sequence[int],
+    centre: Mapping[int, tuple[float, float]],
+    scale: _Scale,
+) -> list[tuple[str, Any]]:
     """Return a curve from board to board along each split group, and its id: the traffic that shares board uplinks."""
     board_of = [board for board, count in enumerate(slots) for _ in range(count)]
     links: list[tuple[str, Any]] = []
@@ -147,6 +184,11 @@ def _links(groups: Sequence[Mapping[str, Any]], slots: Sequence[int], centre: Ma
             else:
                 y1 += scale.cell / 2
                 # A cubic curve reaches 3/4 of its control points' depth, so that it stays within the gutter.
-                first = second = max(y0, y1) + (scale.padding + scale.gutter) * .95
-            links.append((f"M{x0:g} {y0:g}C{x0:g} {first:g} {x1:g} {second:g} {x1:g} {y1:g}", group.get("id", "")))
+                first = second = max(y0, y1) + (scale.padding + scale.gutter) * 0.95
+            links.append(
+                (
+                    f"M{x0:g} {y0:g}C{x0:g} {first:g} {x1:g} {second:g} {x1:g} {y1:g}",
+                    group.get("id", ""),
+                )
+            )
     return links

@@ -9,7 +9,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from socflower.quantities import finite, human_seconds, percent
-from socflower.report.plots import Curve, LegendEntry, Plot, as_svg, curve_legend, line_style, report_style, scale_x
+from socflower.report.plots import (
+    Curve,
+    LegendEntry,
+    Plot,
+    as_svg,
+    curve_legend,
+    line_style,
+    report_style,
+    scale_x,
+)
 from socflower.report.summary import Run
 from socflower.thermal.model.governor import snapdragon_governor
 
@@ -43,13 +52,18 @@ def heat_curves(run: Run) -> HeatCurves | None:
     history = run.heat.get("history")
     if not isinstance(history, Mapping):
         return None
-    moments = [moment for moment in zip(*(history.get(key) or () for key in _KEYS), strict=False)
-               if all(finite(value) is not None for value in moment)]
+    moments = [
+        moment
+        for moment in zip(*(history.get(key) or () for key in _KEYS), strict=False)
+        if all(finite(value) is not None for value in moment)
+    ]
     if not moments:
         return None
     stretch = math.ceil(len(moments) / _MAX_POINTS)
-    thinned = [max(moments[begin:begin + stretch], key=lambda moment: moment[1])
-               for begin in range(0, len(moments), stretch)]
+    thinned = [
+        max(moments[begin : begin + stretch], key=lambda moment: moment[1])
+        for begin in range(0, len(moments), stretch)
+    ]
     at_s, hottest_c, mean_clock, rpm = zip(*thinned, strict=True)
     return HeatCurves(run.style, run.label, at_s, hottest_c, mean_clock, rpm)
 
@@ -57,13 +71,19 @@ def heat_curves(run: Run) -> HeatCurves | None:
 def _temperature_plot(curves: Sequence[HeatCurves]) -> Plot:
     alt = "The hottest SoC over virtual time. " + "; ".join(
         f"{each.label}: at most {max(each.hottest_c):.1f} °C, {each.hottest_c[-1]:.1f} °C after "
-        f"{human_seconds(each.at_s[-1])}" for each in curves)
+        f"{human_seconds(each.at_s[-1])}"
+        for each in curves
+    )
     trips_c = snapdragon_governor().trip_c
     with report_style():
         drawing = Figure(figsize=(10.6, 3.4), layout="constrained")
         axes = drawing.add_subplot()
-        legend = _draw(axes, curves, lambda each: each.hottest_c,
-                       [f"clocks fall at {trip_c:g} °C" for trip_c in trips_c])
+        legend = _draw(
+            axes,
+            curves,
+            lambda each: each.hottest_c,
+            [f"clocks fall at {trip_c:g} °C" for trip_c in trips_c],
+        )
         for trip_c in trips_c:
             axes.axhline(trip_c, color="#59636e", linewidth=1.2, dashes=(4, 3), zorder=1)
         axes.set_ylabel("hottest SoC (°C)")
@@ -75,7 +95,9 @@ def _temperature_plot(curves: Sequence[HeatCurves]) -> Plot:
 def _speed_plot(curves: Sequence[HeatCurves]) -> Plot:
     alt = "Mean clock and fan speed over virtual time. " + "; ".join(
         f"{each.label}: clock at least {percent(min(each.mean_clock))} of the highest, fans up to "
-        f"{max(each.rpm):,.0f} rpm" for each in curves)
+        f"{max(each.rpm):,.0f} rpm"
+        for each in curves
+    )
     with report_style():
         drawing = Figure(figsize=(10.6, 4.4), layout="constrained")
         clock, fan = drawing.subplots(2, 1, sharex=True)
@@ -91,11 +113,22 @@ def _speed_plot(curves: Sequence[HeatCurves]) -> Plot:
         return Plot(as_svg(drawing, alt, "heat-speed"), legend)
 
 
-def _draw(axes: Axes, curves: Sequence[HeatCurves], values: Callable[[HeatCurves], tuple[float, ...]],
-          levels: Sequence[str] = ()) -> list[LegendEntry]:
+def _draw(
+    axes: Axes,
+    curves: Sequence[HeatCurves],
+    values: Callable[[HeatCurves], tuple[float, ...]],
+    levels: Sequence[str] = (),
+) -> list[LegendEntry]:
     """Draw a quantity of each run, and return the legend."""
-    lines = [Curve(style=each.style, label=each.label, xs=each.at_s, ys=values(each)) for each in curves]
+    lines = [
+        Curve(style=each.style, label=each.label, xs=each.at_s, ys=values(each)) for each in curves
+    ]
     for line in lines:
-        axes.plot(line.xs, line.ys, markevery=max(1, math.ceil(len(line.xs) / 8)), **line_style(line.style))
+        axes.plot(
+            line.xs,
+            line.ys,
+            markevery=max(1, math.ceil(len(line.xs) / 8)),
+            **line_style(line.style),
+        )
     axes.set_xlim(left=0)
     return curve_legend(lines, levels)

@@ -31,40 +31,73 @@ class DrawnPass(NamedTuple):
 
 
 def write_pipeline_report(
-    path: Path, document: Mapping[str, Any], passes: Sequence[DrawnPass], *, title: str, question: str,
+    path: Path,
+    document: Mapping[str, Any],
+    passes: Sequence[DrawnPass],
+    *,
+    title: str,
+    question: str,
 ) -> None:
     """Write the page atomically; `document` is that of `plan_of_pipeline`, `passes` are those of one update."""
     drawn = sorted(passes, key=lambda each: each.start_s)[:_MOST_PASSES]
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, render(
-        "pipeline.html.j2", title=title, question=question.strip(), plan=document, timeline=timeline_plot(
-            drawn, document["predicted"]["step_s"]),
-        num_left_out=len(passes) - len(drawn)))
+    write_atomically(
+        path,
+        render(
+            "pipeline.html.j2",
+            title=title,
+            question=question.strip(),
+            plan=document,
+            timeline=timeline_plot(drawn, document["predicted"]["step_s"]),
+            num_left_out=len(passes) - len(drawn),
+        ),
+    )
 
 
 def timeline_plot(passes: Sequence[DrawnPass], step_s: float) -> Plot:
     """Return the passes of an update of `step_s` as bars, a row for each device in order of its first pass."""
     rows = {device: row for row, device in enumerate(dict.fromkeys(each.device for each in passes))}
     end_s = max([step_s, *(each.end_s for each in passes)])
-    alt = (f"Forward and backward passes of micro-batches on {len(rows)} devices over "
-           f"{human_seconds(end_s)} of virtual time")
+    alt = (
+        f"Forward and backward passes of micro-batches on {len(rows)} devices over "
+        f"{human_seconds(end_s)} of virtual time"
+    )
     with report_style():
         drawing = Figure(figsize=(10.6, 1.1 + 0.42 * len(rows)), layout="constrained")
         axes = drawing.subplots()
         axes.grid(visible=False, axis="y")
         for each in passes:
             row, width_s = rows[each.device], each.end_s - each.start_s
-            axes.barh(row, width_s, left=each.start_s, height=.74, color=_COLOURS[each.kind], edgecolor="#fff",
-                      linewidth=.5)
+            axes.barh(
+                row,
+                width_s,
+                left=each.start_s,
+                height=0.74,
+                color=_COLOURS[each.kind],
+                edgecolor="#fff",
+                linewidth=0.5,
+            )
             if width_s >= _ROOM_FOR_NUMBER * end_s:
-                axes.text(each.start_s + width_s / 2, row, str(each.micro_batch), ha="center", va="center",
-                          color="#fff" if each.kind == "forward" else "#000", fontsize=8)
+                axes.text(
+                    each.start_s + width_s / 2,
+                    row,
+                    str(each.micro_batch),
+                    ha="center",
+                    va="center",
+                    color="#fff" if each.kind == "forward" else "#000",
+                    fontsize=8,
+                )
         axes.set_yticks(range(len(rows)), list(rows))
-        axes.set_ylim(len(rows) - .5, -.5)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.set_xlim(0.0, end_s)
         axes.tick_params(left=False, axis="y")
         axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: human_seconds(value)))
         axes.set_xlabel("virtual time of an update")
-        return Plot(as_svg(drawing, alt, "pipeline"), [
-            LegendEntry(name=f"{kind} pass", colour=colour, hatch="") for kind, colour in _COLOURS.items()])
+        return Plot(
+            as_svg(drawing, alt, "pipeline"),
+            [
+                LegendEntry(name=f"{kind} pass", colour=colour, hatch="")
+                for kind, colour in _COLOURS.items()
+            ],
+        )

@@ -16,7 +16,14 @@ import matplotlib
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import (
+    FixedLocator,
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    NullLocator,
+)
 
 from socflower.quantities import human_joules, human_seconds, percent, significant
 from socflower.report.quality import ACCURACY, Quality
@@ -29,25 +36,70 @@ PARTS = ("compute", "synchronisation", "update", "idle", "cooling")
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 # The same shapes for the legend, around (15, 7).
-_SWATCHES = ("M11 7a4 4 0 1 0 8 0a4 4 0 1 0-8 0Z", "M11.4 3.4h7.2v7.2h-7.2Z", "M15 2.5L19.5 11H10.5Z",
-             "M15 1.8L20.2 7L15 12.2L9.8 7Z", "M15 11.5L19.5 3H10.5Z",
-             "M13.3 2.5h3.4v2.8h2.8v3.4h-2.8v2.8h-3.4v-2.8h-2.8v-3.4h2.8Z",
-             "M11 4L13 2L15 4.6L17 2L19 4L17 7L19 10L17 12L15 9.4L13 12L11 10L13 7Z")
-_HATCHES = {"": "", "\\\\\\\\": "M-2 -2L16 16M4 -4L22 14M-8 2L10 20",
-            "////": "M-2 16L16 -2M4 18L22 0M-8 12L10 -6", "----": "M0 3.5H18M0 7H18M0 10.5H18"}
+_SWATCHES = (
+    "M11 7a4 4 0 1 0 8 0a4 4 0 1 0-8 0Z",
+    "M11.4 3.4h7.2v7.2h-7.2Z",
+    "M15 2.5L19.5 11H10.5Z",
+    "M15 1.8L20.2 7L15 12.2L9.8 7Z",
+    "M15 11.5L19.5 3H10.5Z",
+    "M13.3 2.5h3.4v2.8h2.8v3.4h-2.8v2.8h-3.4v-2.8h-2.8v-3.4h2.8Z",
+    "M11 4L13 2L15 4.6L17 2L19 4L17 7L19 10L17 12L15 9.4L13 12L11 10L13 7Z",
+)
+_HATCHES = {
+    "": "",
+    "\\\\\\\\": "M-2 -2L16 16M4 -4L22 14M-8 2L10 20",
+    "////": "M-2 16L16 -2M4 18L22 0M-8 12L10 -6",
+    "----": "M0 3.5H18M0 7H18M0 10.5H18",
+}
 _DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5))
 # Fill, hatch and text colour of each part; hatches distinguish the bars in greyscale.
-_PART_STYLE = {"compute": ("#0072B2", "", "#fff"), "synchronisation": ("#E69F00", "", "#000"),
-              "update": ("#009E73", "\\\\\\\\", "#000"), "idle": ("#DDE0E3", "////", "#000"),
-               "cooling": ("#56B4E9", "----", "#000")}
+_PART_STYLE = {
+    "compute": ("#0072B2", "", "#fff"),
+    "synchronisation": ("#E69F00", "", "#000"),
+    "update": ("#009E73", "\\\\\\\\", "#000"),
+    "idle": ("#DDE0E3", "////", "#000"),
+    "cooling": ("#56B4E9", "----", "#000"),
+}
 _LOG_SPAN = 8.0
-_NICE_S = (1e-3, 1e-2, .1, 1, 3, 10, 30, 60, 180, 600, 1800, 3600, 3 * 3600, 6 * 3600, 12 * 3600, 86400, 2 * 86400,
-           7 * 86400, 30 * 86400, 90 * 86400, 365 * 86400)
+_NICE_S = (
+    1e-3,
+    1e-2,
+    0.1,
+    1,
+    3,
+    10,
+    30,
+    60,
+    180,
+    600,
+    1800,
+    3600,
+    3 * 3600,
+    6 * 3600,
+    12 * 3600,
+    86400,
+    2 * 86400,
+    7 * 86400,
+    30 * 86400,
+    90 * 86400,
+    365 * 86400,
+)
 _STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none", "svg.hashsalt": "socflower", "text.parse_math": False, "font.family": "DejaVu Sans",
-    "font.size": 10.5, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#59636e",
-    "axes.grid": True, "axes.axisbelow": True, "grid.color": "#e3e6ea", "xtick.color": "#3b4249",
-    "ytick.color": "#3b4249", "hatch.linewidth": 0.6, "path.simplify": True,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "socflower",
+    "text.parse_math": False,
+    "font.family": "DejaVu Sans",
+    "font.size": 10.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#59636e",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e3e6ea",
+    "xtick.color": "#3b4249",
+    "ytick.color": "#3b4249",
+    "hatch.linewidth": 0.6,
+    "path.simplify": True,
 }
 
 
@@ -94,8 +146,15 @@ def report_style() -> Iterator[None]:
 
 def line_style(style: int) -> dict[str, Any]:
     """Return matplotlib's arguments for the line of a strategy."""
-    return {"color": _colour(style), "linewidth": 2, "marker": _MARKERS[style % len(_MARKERS)], "markersize": 7,
-            "markeredgecolor": "#fff", "markeredgewidth": .7, "dashes": _dash(style) or (None, None)}
+    return {
+        "color": _colour(style),
+        "linewidth": 2,
+        "marker": _MARKERS[style % len(_MARKERS)],
+        "markersize": 7,
+        "markeredgecolor": "#fff",
+        "markeredgewidth": 0.7,
+        "dashes": _dash(style) or (None, None),
+    }
 
 
 def needs_log(curves: Sequence[Curve]) -> bool:
@@ -105,13 +164,21 @@ def needs_log(curves: Sequence[Curve]) -> bool:
 
 
 def quality_plot(
-    curves: Sequence[Curve], *, quantity: str, targets: Sequence[float], alt: str, prefix: str,
-    of: Quality = ACCURACY, label: str | None = None, noun: str | None = None,
+    curves: Sequence[Curve],
+    *,
+    quantity: str,
+    targets: Sequence[float],
+    alt: str,
+    prefix: str,
+    of: Quality = ACCURACY,
+    label: str | None = None,
+    noun: str | None = None,
 ) -> Plot:
     """Return accuracy, loss, or with `label` another share, over virtual time, energy or epochs.
 
     `quantity` is "s", "J" or "epoch", and `noun` its name if not the default one.
     """
+
     def drawn(size: tuple[float, float], max_ticks: int) -> Figure:
         drawing = Figure(figsize=size, layout="constrained")
         axes = drawing.add_subplot()
@@ -121,7 +188,12 @@ def quality_plot(
             # Markers on all of 500 rounds would overlap; the last point always has one.
             every = math.ceil(len(points) / 12)
             marked = sorted({*range(0, len(points), max(1, every)), len(points) - 1})
-            axes.plot([x for x, _ in points], [y for _, y in points], markevery=marked, **line_style(curve.style))
+            axes.plot(
+                [x for x, _ in points],
+                [y for _, y in points],
+                markevery=marked,
+                **line_style(curve.style),
+            )
         if not log:
             axes.set_xlim(left=0)
         for target in targets:
@@ -138,13 +210,20 @@ def quality_plot(
         return drawing
 
     with report_style():
-        return Plot(as_svg(drawn((10.6, 4.4), 8), alt, prefix),
-                    curve_legend(curves, [f"target {of.shown(each)}" for each in targets]),
-                    narrow=as_svg(drawn((4.6, 3.7), 4), alt, f"{prefix}-narrow"))
+        return Plot(
+            as_svg(drawn((10.6, 4.4), 8), alt, prefix),
+            curve_legend(curves, [f"target {of.shown(each)}" for each in targets]),
+            narrow=as_svg(drawn((4.6, 3.7), 4), alt, f"{prefix}-narrow"),
+        )
 
 
 def breakdown_plot(
-    rows: Sequence[tuple[str, Mapping[str, float]]], parts: Sequence[str], *, quantity: str, alt: str, prefix: str,
+    rows: Sequence[tuple[str, Mapping[str, float]]],
+    parts: Sequence[str],
+    *,
+    quantity: str,
+    alt: str,
+    prefix: str,
 ) -> Plot:
     """Return totals and stacked shares of some of `PARTS`, one row per strategy; totals that differ 8-fold on a
     logarithmic axis."""
@@ -157,8 +236,14 @@ def breakdown_plot(
         """Draw the sums: on a logarithmic axis, where parts cannot be stacked, if small ones would be invisible."""
         axes.grid(visible=False, axis="y")
         for row, total in enumerate(sums):
-            axes.barh(row, total, height=.62, color="#8a939c")
-        axes.set_xlim(*((min(above_0) / 3, max(above_0) * 1.5) if log else (0, 1.04 * max(sums, default=0.0) or 1.0)))
+            axes.barh(row, total, height=0.62, color="#8a939c")
+        axes.set_xlim(
+            *(
+                (min(above_0) / 3, max(above_0) * 1.5)
+                if log
+                else (0, 1.04 * max(sums, default=0.0) or 1.0)
+            )
+        )
         scale_x(axes, quantity, log, noun=noun, max_ticks=max_ticks)
 
     def draw_shares(axes: Axes) -> None:
@@ -168,10 +253,29 @@ def breakdown_plot(
             for part in parts:
                 fill, hatch, ink = _PART_STYLE[part]
                 size = values[part] / (sums[row] or 1.0)
-                axes.barh(row, size, left=left, height=.62, color=fill, hatch=hatch, edgecolor="#fff", linewidth=.8)
-                if size >= .07:
-                    axes.text(left + size / 2, row, percent(size, 0), ha="center", va="center", color=ink, fontsize=9.5,
-                              bbox=None if not hatch else {"facecolor": fill, "edgecolor": "none", "pad": 1.2})
+                axes.barh(
+                    row,
+                    size,
+                    left=left,
+                    height=0.62,
+                    color=fill,
+                    hatch=hatch,
+                    edgecolor="#fff",
+                    linewidth=0.8,
+                )
+                if size >= 0.07:
+                    axes.text(
+                        left + size / 2,
+                        row,
+                        percent(size, 0),
+                        ha="center",
+                        va="center",
+                        color=ink,
+                        fontsize=9.5,
+                        bbox=None
+                        if not hatch
+                        else {"facecolor": fill, "edgecolor": "none", "pad": 1.2},
+                    )
                 left += size
         axes.set_xlim(0, 1)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: percent(value, 0)))
@@ -179,28 +283,47 @@ def breakdown_plot(
 
     def drawn(is_narrow: bool) -> Figure:
         height = 1.15 + 0.46 * len(rows)
-        drawing = Figure(figsize=(4.6, 2 * height) if is_narrow else (10.6, height), layout="constrained")
-        total, share = drawing.subplots(2, 1) if is_narrow else drawing.subplots(1, 2, width_ratios=(1, 1.25))
+        drawing = Figure(
+            figsize=(4.6, 2 * height) if is_narrow else (10.6, height), layout="constrained"
+        )
+        total, share = (
+            drawing.subplots(2, 1) if is_narrow else drawing.subplots(1, 2, width_ratios=(1, 1.25))
+        )
         draw_totals(total, 3 if is_narrow else 5)
         draw_shares(share)
         for axes in (total, share):
-            axes.set_yticks(range(len(rows)), [_short(label, 14 if is_narrow else 30) for label, _ in rows])
-            axes.set_ylim(len(rows) - .5, -.5)
+            axes.set_yticks(
+                range(len(rows)), [_short(label, 14 if is_narrow else 30) for label, _ in rows]
+            )
+            axes.set_ylim(len(rows) - 0.5, -0.5)
             axes.tick_params(left=False, axis="y")
         if not is_narrow:
             share.tick_params(labelleft=False)
         return drawing
 
     with report_style():
-        return Plot(as_svg(drawn(False), alt, prefix), [
-            LegendEntry(part, fill, hatch=_HATCHES[hatch]) for part, (fill, hatch, _) in _PART_STYLE.items()
-            if part in parts], narrow=as_svg(drawn(True), alt, f"{prefix}-narrow"))
+        return Plot(
+            as_svg(drawn(False), alt, prefix),
+            [
+                LegendEntry(part, fill, hatch=_HATCHES[hatch])
+                for part, (fill, hatch, _) in _PART_STYLE.items()
+                if part in parts
+            ],
+            narrow=as_svg(drawn(True), alt, f"{prefix}-narrow"),
+        )
 
 
 def curve_legend(curves: Sequence[Curve], levels: Sequence[str] = ()) -> list[LegendEntry]:
     """Return the legend of curves, and of horizontal lines by their names."""
-    entries = [LegendEntry(curve.label, _colour(curve.style), " ".join(f"{2 * step:g}" for step in _dash(curve.style)),
-                           _SWATCHES[curve.style % len(_SWATCHES)]) for curve in curves]
+    entries = [
+        LegendEntry(
+            curve.label,
+            _colour(curve.style),
+            " ".join(f"{2 * step:g}" for step in _dash(curve.style)),
+            _SWATCHES[curve.style % len(_SWATCHES)],
+        )
+        for curve in curves
+    ]
     return entries + [LegendEntry(name, "#59636e", "5 3.5") for name in levels]
 
 
@@ -212,7 +335,9 @@ def _dash(style: int) -> tuple[float, ...]:
     return _DASHES[style // len(_COLOURS) % len(_DASHES)]
 
 
-def scale_x(axes: Axes, quantity: str, log: bool, *, noun: str | None = None, max_ticks: int = 8) -> None:
+def scale_x(
+    axes: Axes, quantity: str, log: bool, *, noun: str | None = None, max_ticks: int = 8
+) -> None:
     """Label the x-axis in the unit that fits its largest value, or with readable units if it is logarithmic."""
     name = noun or {"s": "virtual time", "J": "energy", "epoch": "epoch"}[quantity]
     if log:
@@ -248,18 +373,27 @@ class _UnitLocator(MaxNLocator):
 
     def tick_values(self, vmin: float, vmax: float) -> list[float]:
         """Return the ticks in the axis's own unit."""
-        return [tick * self._divisor for tick in super().tick_values(vmin / self._divisor, vmax / self._divisor)]
+        return [
+            tick * self._divisor
+            for tick in super().tick_values(vmin / self._divisor, vmax / self._divisor)
+        ]
 
 
 def _unit(largest: float, quantity: str) -> tuple[float, str]:
     if quantity == "epoch":
         return 1.0, ""
     if quantity == "s":
-        steps = ((1.0, "s", 180.0), (60.0, "min", 3 * 3600.0), (3600.0, "h", 4 * 86400.0),
-                 (86400.0, "d", math.inf))
+        steps = (
+            (1.0, "s", 180.0),
+            (60.0, "min", 3 * 3600.0),
+            (3600.0, "h", 4 * 86400.0),
+            (86400.0, "d", math.inf),
+        )
     else:
         steps = ((1.0, "J", 2e3), (1e3, "kJ", 2e6), (1e6, "MJ", 2e9), (1e9, "GJ", math.inf))
-    return next((divisor, unit) for divisor, unit, limit in steps if largest < limit or math.isinf(limit))
+    return next(
+        (divisor, unit) for divisor, unit, limit in steps if largest < limit or math.isinf(limit)
+    )
 
 
 def _tick(label: str) -> str:
@@ -269,22 +403,30 @@ def _tick(label: str) -> str:
 
 
 def _short(label: str, limit: int = 30) -> str:
-    return label if len(label) <= limit else label[:limit - 1] + "…"
+    return label if len(label) <= limit else label[: limit - 1] + "…"
 
 
 def as_svg(drawing: Figure, alt: str, prefix: str) -> Markup:
     """Return the figure as an `<svg>` element for a page, with unique ids and without date and external addresses."""
     buffer = io.StringIO()
-    drawing.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    drawing.savefig(
+        buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
+    )
     svg = buffer.getvalue()
-    svg = svg[svg.index("<svg"):].strip()
+    svg = svg[svg.index("<svg") :].strip()
     svg = re.sub(r"<!--.*?-->\s*|<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
-    svg = re.sub(r' id="([^"]+)"', lambda match: f' id="{prefix}-{match[1]}"' if match[1] in used else "", svg)
+    svg = re.sub(
+        r' id="([^"]+)"',
+        lambda match: f' id="{prefix}-{match[1]}"' if match[1] in used else "",
+        svg,
+    )
     svg = re.sub(r'(href="#|url\(#)', rf"\g<1>{prefix}-", svg)
     # Its style sheet `* {stroke-linejoin: ...}` would apply to the whole page.
     svg = re.sub(r'<style type="text/css">.*?</style>', "", svg, flags=re.DOTALL)
     svg = re.sub(r' transform="rotate\(-0 [^"]*\)"', "", svg)
     svg = re.sub(r"'?DejaVu Sans'?(, [^;\"]*)?", "system-ui, 'DejaVu Sans', sans-serif", svg)
-    opening = Markup('<svg role="img" aria-label="{}" stroke-linejoin="round" stroke-linecap="butt"')
-    return opening.format(printable(alt)) + Markup(svg[len("<svg"):])
+    opening = Markup(
+        '<svg role="img" aria-label="{}" stroke-linejoin="round" stroke-linecap="butt"'
+    )
+    return opening.format(printable(alt)) + Markup(svg[len("<svg") :])

@@ -44,7 +44,9 @@ class Quality:
     def reaches(self, value: Any, target: float) -> bool:
         """Return whether a value is as good as the target; one that was not measured is not."""
         measured = finite(value)
-        return measured is not None and (measured <= target if self.lower_is_better else measured >= target)
+        return measured is not None and (
+            measured <= target if self.lower_is_better else measured >= target
+        )
 
     def rank(self, value: Any) -> float:
         """Return a number that is smaller for better values, and infinite for one that was not measured."""
@@ -56,15 +58,22 @@ class Quality:
 
         None if a result has no accuracy, or none has a loss; a training that diverged has none at its end.
         """
-        reached = [value for result in results if (value := finite(result.get(self.final_key))) is not None]
+        reached = [
+            value for result in results if (value := finite(result.get(self.final_key))) is not None
+        ]
         if self.lower_is_better:
             return max(reached) + _MARGIN * abs(max(reached)) if reached else None
         return max(0.0, min(reached) - _MARGIN) if len(reached) == len(results) else None
 
     def goal(self, target: float | None) -> str:
         """Return a target in words, such as "81.2%" or "loss 2.4"."""
-        return MISSING if target is None else self.shown(target) if self is ACCURACY else \
-            f"{self.name} {self.shown(target)}"
+        return (
+            MISSING
+            if target is None
+            else self.shown(target)
+            if self is ACCURACY
+            else f"{self.name} {self.shown(target)}"
+        )
 
 
 def _loss(value: Any) -> str:
@@ -76,15 +85,33 @@ def _loss(value: Any) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-ACCURACY = Quality(name="accuracy", label="accuracy on the test data", lower_is_better=False, shown=percent,
-                   tick=lambda value: percent(value, 0), least_span=0.1)
-LOSS = Quality(name="loss", label="loss on the test data (lower is better)", lower_is_better=True, shown=_loss,
-               tick="{:g}".format, least_span=0.0)
+ACCURACY = Quality(
+    name="accuracy",
+    label="accuracy on the test data",
+    lower_is_better=False,
+    shown=percent,
+    tick=lambda value: percent(value, 0),
+    least_span=0.1,
+)
+LOSS = Quality(
+    name="loss",
+    label="loss on the test data (lower is better)",
+    lower_is_better=True,
+    shown=_loss,
+    tick="{:g}".format,
+    least_span=0.0,
+)
 QUALITIES: Mapping[str, Quality] = {each.name: each for each in (ACCURACY, LOSS)}
 TARGETS = tuple(each.target_key for each in QUALITIES.values())
 """The keys of a document with the targets, of which at most one is set."""
-FIGURES = ("quality", *(key for each in QUALITIES.values()
-                        for key in (each.final_key, each.target_key, each.time_key, each.energy_key)))
+FIGURES = (
+    "quality",
+    *(
+        key
+        for each in QUALITIES.values()
+        for key in (each.final_key, each.target_key, each.time_key, each.energy_key)
+    ),
+)
 """The keys of a result that tell its quality, and what the target cost."""
 
 
@@ -96,22 +123,42 @@ def quality_of(results: Sequence[Mapping[str, Any]]) -> Quality:
 def final_figures(scores: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run's final accuracy and loss, and which of them it is judged by: accuracy if it has one."""
     has_only_loss = scores.get(ACCURACY.name) is None and LOSS.name in scores
-    return {"quality": (LOSS if has_only_loss else ACCURACY).name,
-            **{each.final_key: scores.get(each.name) for each in QUALITIES.values()}}
+    return {
+        "quality": (LOSS if has_only_loss else ACCURACY).name,
+        **{each.final_key: scores.get(each.name) for each in QUALITIES.values()},
+    }
 
 
 def costs_to_target(
-    result: Mapping[str, Any], quality: Quality, target: float | None, *, in_wall_time: bool = False,
+    result: Mapping[str, Any],
+    quality: Quality,
+    target: float | None,
+    *,
+    in_wall_time: bool = False,
 ) -> dict[str, Any]:
     """Return the target and the time and energy up to the end of the first round that reached it, None if none did.
 
     The time is virtual time, or wall time if there is no virtual time, also of others that it is compared with
     (`in_wall_time`). The keys of the other metrics are None.
     """
-    reached: Mapping[str, Any] = next((entry for entry in result["rounds"] if target is not None and
-                                       quality.reaches(entry.get(quality.name), target)), {})
+    reached: Mapping[str, Any] = next(
+        (
+            entry
+            for entry in result["rounds"]
+            if target is not None and quality.reaches(entry.get(quality.name), target)
+        ),
+        {},
+    )
     virtual_s = reached.get("virtual_s")
-    unused = {key: None for each in QUALITIES.values() for key in (each.target_key, each.time_key, each.energy_key)}
-    return {**unused, "quality": quality.name, quality.target_key: target,
-            quality.time_key: reached.get("wall_s") if virtual_s is None or in_wall_time else virtual_s,
-            quality.energy_key: reached.get("energy_j")}
+    unused = {
+        key: None
+        for each in QUALITIES.values()
+        for key in (each.target_key, each.time_key, each.energy_key)
+    }
+    return {
+        **unused,
+        "quality": quality.name,
+        quality.target_key: target,
+        quality.time_key: reached.get("wall_s") if virtual_s is None or in_wall_time else virtual_s,
+        quality.energy_key: reached.get("energy_j"),
+    }

@@ -49,9 +49,15 @@ _MAX_EVENTS = 500
 
 
 def write_report(
-    path: Path, results: Sequence[Mapping[str, Any]], *, title: str, question: str = "",
-    predictions: Sequence[Mapping[str, Any]] = (), means: Sequence[Mapping[str, Any]] = (),
-    tuning: Mapping[str, Any] | None = None, caveats: Sequence[str] = (),
+    path: Path,
+    results: Sequence[Mapping[str, Any]],
+    *,
+    title: str,
+    question: str = "",
+    predictions: Sequence[Mapping[str, Any]] = (),
+    means: Sequence[Mapping[str, Any]] = (),
+    tuning: Mapping[str, Any] | None = None,
+    caveats: Sequence[str] = (),
 ) -> None:
     """Write the report of one or several result documents atomically; `predictions` are epochs that nobody trained.
 
@@ -59,33 +65,67 @@ def write_report(
     `caveats` are those of a comparison document. Equal arguments give equal bytes. Raises `ConfigError`
     without results.
     """
-    content = render_report(results, title=title, question=question, predictions=predictions, means=means,
-                            tuning=tuning, caveats=caveats)
+    content = render_report(
+        results,
+        title=title,
+        question=question,
+        predictions=predictions,
+        means=means,
+        tuning=tuning,
+        caveats=caveats,
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, content)
 
 
 def render_report(
-    results: Sequence[Mapping[str, Any]], *, title: str, question: str = "",
-    predictions: Sequence[Mapping[str, Any]] = (), means: Sequence[Mapping[str, Any]] = (),
-    tuning: Mapping[str, Any] | None = None, caveats: Sequence[str] = (),
+    results: Sequence[Mapping[str, Any]],
+    *,
+    title: str,
+    question: str = "",
+    predictions: Sequence[Mapping[str, Any]] = (),
+    means: Sequence[Mapping[str, Any]] = (),
+    tuning: Mapping[str, Any] | None = None,
+    caveats: Sequence[str] = (),
 ) -> str:
     """Return the HTML that `write_report` writes."""
     if not results:
         raise ConfigError("report: needs at least one result, got none")
     runs = name_runs(results)
     means_by_name = name_runs(means)
-    comparison, claims, quality = comparison_of(means_by_name or runs), claims_of(runs), quality_of_runs(runs)
+    comparison, claims, quality = (
+        comparison_of(means_by_name or runs),
+        claims_of(runs),
+        quality_of_runs(runs),
+    )
     return _ENVIRONMENT.get_template("report.html.j2").render(
-        title=title, question=question.strip(), missing=MISSING, runs=runs, targets=targets_of(runs),
-        means=means_by_name, tuning=tuning, quality=quality, caveats=caveats,
+        title=title,
+        question=question.strip(),
+        missing=MISSING,
+        runs=runs,
+        targets=targets_of(runs),
+        means=means_by_name,
+        tuning=tuning,
+        quality=quality,
+        caveats=caveats,
         has_servers=any("inter_server" in run.table("bytes") for run in runs),
-        comparison=comparison, claims=claims, verdict=verdict_on(claims), predictions=prediction_table(predictions),
-        over_time=_over_time(runs, quality), over_energy=_over_energy(runs, quality),
-        without_energy=_without_energy(runs, quality), mixing=_mixing_plots(runs), without_groups=_without_groups(runs),
+        comparison=comparison,
+        claims=claims,
+        verdict=verdict_on(claims),
+        predictions=prediction_table(predictions),
+        over_time=_over_time(runs, quality),
+        over_energy=_over_energy(runs, quality),
+        without_energy=_without_energy(runs, quality),
+        mixing=_mixing_plots(runs),
+        without_groups=_without_groups(runs),
         has_apps=any(run.is_app for run in runs),
-        heat_plots=heat_plots(runs), cut_plot=cut_plot(runs), breakdowns=_breakdowns(runs), plans=_plans(runs),
-        events=_events(runs), scenarios=_scenarios(runs))
+        heat_plots=heat_plots(runs),
+        cut_plot=cut_plot(runs),
+        breakdowns=_breakdowns(runs),
+        plans=_plans(runs),
+        events=_events(runs),
+        scenarios=_scenarios(runs),
+    )
 
 
 def render(template: str, **values: Any) -> str:
@@ -99,8 +139,12 @@ def ranges(numbers: Iterable[Any] | None) -> str:
     values = list(numbers or ())
     if not all(isinstance(value, int) for value in values):
         return ", ".join(str(value) for value in values)
-    runs = [[value for _, value in run] for _, run in itertools.groupby(
-        enumerate(sorted(values)), key=lambda pair: pair[1] - pair[0])]
+    runs = [
+        [value for _, value in run]
+        for _, run in itertools.groupby(
+            enumerate(sorted(values)), key=lambda pair: pair[1] - pair[0]
+        )
+    ]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
 
 
@@ -131,12 +175,27 @@ def _finalize(value: Any) -> Any:
 
 
 _ENVIRONMENT = Environment(
-    loader=PackageLoader("socflower.report"), autoescape=True, undefined=StrictUndefined, finalize=_finalize,
-    trim_blocks=True, lstrip_blocks=True)
+    loader=PackageLoader("socflower.report"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    finalize=_finalize,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
 _ENVIRONMENT.filters |= {
-    "bytes": human_bytes, "counted": counted, "energy": _energy, "fixed": _fixed, "g": "{:g}".format,
-    "joules": human_joules, "number": plain_number, "one_line": _one_line, "percent": percent, "ranges": ranges,
-    "ratio": human_ratio, "seconds": human_seconds}
+    "bytes": human_bytes,
+    "counted": counted,
+    "energy": _energy,
+    "fixed": _fixed,
+    "g": "{:g}".format,
+    "joules": human_joules,
+    "number": plain_number,
+    "one_line": _one_line,
+    "percent": percent,
+    "ranges": ranges,
+    "ratio": human_ratio,
+    "seconds": human_seconds,
+}
 
 
 # ------------------------------------------------------------------------------------------------- values of sections
@@ -144,20 +203,36 @@ def _over_time(runs: Sequence[Run], quality: Quality) -> dict[str, Any]:
     """Return heading, note and plot; a deployment has wall time instead of virtual time."""
     for key, quantity, noun, note in (
         ("virtual_s", "s", "virtual time", ""),
-        ("wall_s", "s", "wall time", "Real time since the app began." if any(run.is_app for run in runs) else
-         "Real time since the command began, the start of Flower included."),
+        (
+            "wall_s",
+            "s",
+            "wall time",
+            "Real time since the app began."
+            if any(run.is_app for run in runs)
+            else "Real time since the command began, the start of Flower included.",
+        ),
         ("epoch", "epoch", "epochs", "There is no virtual time on this engine."),
     ):
         if (plot := _quality_plot(runs, quality, key, quantity, noun)) is not None:
-            return {"heading": f"{quality.name.capitalize()} over {noun}", "note": note, "plot": plot}
-    return {"heading": f"{quality.name.capitalize()} over virtual time", "note": _without_quality(runs, quality),
-            "plot": None}
+            return {
+                "heading": f"{quality.name.capitalize()} over {noun}",
+                "note": note,
+                "plot": plot,
+            }
+    return {
+        "heading": f"{quality.name.capitalize()} over virtual time",
+        "note": _without_quality(runs, quality),
+        "plot": None,
+    }
 
 
 def _without_quality(runs: Sequence[Run], quality: Quality) -> str:
     """Return why no run has the quality; apps give the reason, as they may have metrics of other names."""
-    reasons = [f"{run.label}: {reason}." for run in runs
-               if (reason := run.table("unknown").get(quality.final_key)) is not None]
+    reasons = [
+        f"{run.label}: {reason}."
+        for run in runs
+        if (reason := run.table("unknown").get(quality.final_key)) is not None
+    ]
     return " ".join(reasons) or f"No {quality.name} was measured."
 
 
@@ -171,61 +246,125 @@ def _without_energy(runs: Sequence[Run], quality: Quality) -> str:
 
 def _over_energy(runs: Sequence[Run], quality: Quality) -> Plot | None:
     curves = [_curve(run, "energy_j", quality.name) for run in runs]
-    return _quality_plot(runs, quality, "energy_j", "J", "energy") if any(
-        x > 0 for each in curves for x in each.xs) else None
+    return (
+        _quality_plot(runs, quality, "energy_j", "J", "energy")
+        if any(x > 0 for each in curves for x in each.xs)
+        else None
+    )
 
 
-def _quality_plot(runs: Sequence[Run], quality: Quality, key: str, quantity: str, over: str) -> Plot | None:
+def _quality_plot(
+    runs: Sequence[Run], quality: Quality, key: str, quantity: str, over: str
+) -> Plot | None:
     curves = [curve for run in runs if (curve := _curve(run, key, quality.name)).xs]
     if not curves:
         return None
     readable = {"s": human_seconds, "J": human_joules, "epoch": plain_number}[quantity]
-    alt = f"{quality.name.capitalize()} over {over}" + (", logarithmic. " if needs_log(curves) else ". ") + "; ".join(
-        f"{curve.label}: {quality.shown(curve.ys[-1])} after {readable(curve.xs[-1])}" for curve in curves)
-    return quality_plot(curves, quantity=quantity, targets=targets_of(runs), alt=alt, of=quality,
-                        prefix=f"{quality.name}-{quantity}", noun="wall time" if over == "wall time" else None)
+    alt = (
+        f"{quality.name.capitalize()} over {over}"
+        + (", logarithmic. " if needs_log(curves) else ". ")
+        + "; ".join(
+            f"{curve.label}: {quality.shown(curve.ys[-1])} after {readable(curve.xs[-1])}"
+            for curve in curves
+        )
+    )
+    return quality_plot(
+        curves,
+        quantity=quantity,
+        targets=targets_of(runs),
+        alt=alt,
+        of=quality,
+        prefix=f"{quality.name}-{quantity}",
+        noun="wall time" if over == "wall time" else None,
+    )
 
 
 def _mixing_plots(runs: Sequence[Run]) -> list[Plot]:
     """Return the CPU's share of the samples and the confidence in int8; none without mixed precision."""
     plots = []
-    for key, noun, label in (("cpu_share", "The CPUs' share of the samples (gamma)", "share of the CPU"),
-                             ("alpha", "Confidence in int8 (alpha)", "cosine of the logits")):
+    for key, noun, label in (
+        ("cpu_share", "The CPUs' share of the samples (gamma)", "share of the CPU"),
+        ("alpha", "Confidence in int8 (alpha)", "cosine of the logits"),
+    ):
         curves = [curve for run in runs if (curve := _curve(run, "epoch", of=key)).xs]
         if curves:
-            alt = f"{noun} over epochs. " + "; ".join(f"{curve.label}: {percent(curve.ys[-1])} at the end"
-                                                      for curve in curves)
-            plots.append(quality_plot(curves, quantity="epoch", targets=(), alt=alt, prefix=key, label=label))
+            alt = f"{noun} over epochs. " + "; ".join(
+                f"{curve.label}: {percent(curve.ys[-1])} at the end" for curve in curves
+            )
+            plots.append(
+                quality_plot(curves, quantity="epoch", targets=(), alt=alt, prefix=key, label=label)
+            )
     return plots
 
 
 def _curve(run: Run, key: str, of: str) -> Curve:
     """Return the curve of the rounds that have both the quantity `key` and the figure `of`, such as the accuracy."""
-    points = [(x, y) for row in run.rows("rounds")
-              if (x := finite(row.get(key))) is not None and (y := finite(row.get(of))) is not None]
-    return Curve(style=run.style, label=run.label, xs=tuple(x for x, _ in points), ys=tuple(y for _, y in points))
+    points = [
+        (x, y)
+        for row in run.rows("rounds")
+        if (x := finite(row.get(key))) is not None and (y := finite(row.get(of))) is not None
+    ]
+    return Curve(
+        style=run.style,
+        label=run.label,
+        xs=tuple(x for x, _ in points),
+        ys=tuple(y for _, y in points),
+    )
 
 
 def _breakdowns(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return plot and rows of time and energy by part, as far as they were recorded."""
     breakdowns = []
     for key, quantity, noun, caption, readable in (
-        ("soc_seconds", "s", "SoC time", "SoC time, summed over the SoCs that take part", human_seconds),
-        ("energy_j", "J", "Energy", "Energy, summed over the SoCs that take part; cooling is the fans'", human_joules),
+        (
+            "soc_seconds",
+            "s",
+            "SoC time",
+            "SoC time, summed over the SoCs that take part",
+            human_seconds,
+        ),
+        (
+            "energy_j",
+            "J",
+            "Energy",
+            "Energy, summed over the SoCs that take part; cooling is the fans'",
+            human_joules,
+        ),
     ):
         # Negative values are clipped to 0, since a bar cannot be negative.
-        rows = [(run.label, {part: max(0.0, finite(values.get(part)) or 0.0) for part in PARTS})
-                for run in runs if isinstance(values := run.table("breakdown").get(key), Mapping)]
+        rows = [
+            (run.label, {part: max(0.0, finite(values.get(part)) or 0.0) for part in PARTS})
+            for run in runs
+            if isinstance(values := run.table("breakdown").get(key), Mapping)
+        ]
         if any(value for _, values in rows for value in values.values()):
-            parts = [part for part in PARTS if part != "cooling" or any(values[part] for _, values in rows)]
+            parts = [
+                part
+                for part in PARTS
+                if part != "cooling" or any(values[part] for _, values in rows)
+            ]
             alt = f"{noun} by part. " + "; ".join(
                 f"{label}: " + ", ".join(f"{part} {readable(values[part])}" for part in parts)
-                for label, values in rows)
-            breakdowns.append({
-                "noun": noun, "caption": caption, "parts": parts,
-                "plot": breakdown_plot(rows, parts, quantity=quantity, alt=alt, prefix=f"parts-{quantity}"),
-                "rows": [[label, *(readable(values[part]) for part in parts),
-                          readable(math.fsum(values[part] for part in parts))] for label, values in rows]})
+                for label, values in rows
+            )
+            breakdowns.append(
+                {
+                    "noun": noun,
+                    "caption": caption,
+                    "parts": parts,
+                    "plot": breakdown_plot(
+                        rows, parts, quantity=quantity, alt=alt, prefix=f"parts-{quantity}"
+                    ),
+                    "rows": [
+                        [
+                            label,
+                            *(readable(values[part]) for part in parts),
+                            readable(math.fsum(values[part] for part in parts)),
+                        ]
+                        for label, values in rows
+                    ],
+                }
+            )
     return breakdowns
 
 
@@ -235,16 +374,28 @@ def _plans(runs: Sequence[Run]) -> list[dict[str, Any]]:
     for run in runs:
         plan = run.table("plan")
         if plan.get("groups") and plan.get("slots_per_board"):
-            plans.setdefault(json.dumps(plan, sort_keys=True, default=str), (plan, []))[1].append(run.label)
-    return [{"labels": labels, "note": _plan_note(plan), "groups": plan["groups"],
-             "letters": communication_letters(plan), "picture": board_picture(plan, f"boards-{index}")}
-            for index, (plan, labels) in enumerate(plans.values())]
+            plans.setdefault(json.dumps(plan, sort_keys=True, default=str), (plan, []))[1].append(
+                run.label
+            )
+    return [
+        {
+            "labels": labels,
+            "note": _plan_note(plan),
+            "groups": plan["groups"],
+            "letters": communication_letters(plan),
+            "picture": board_picture(plan, f"boards-{index}"),
+        }
+        for index, (plan, labels) in enumerate(plans.values())
+    ]
 
 
 def _without_groups(runs: Sequence[Run]) -> str:
     """Return the sentence in place of the groups' pictures; a strategy that is unknown may form groups."""
-    unknown = [run.label for run in runs
-               if run.is_app and run.get("plan") is None and "strategy" in run.table("unknown")]
+    unknown = [
+        run.label
+        for run in runs
+        if run.is_app and run.get("plan") is None and "strategy" in run.table("unknown")
+    ]
     if unknown:
         return f"The strategy of {', '.join(unknown)} is not known, nor whether it forms groups."
     return "No strategy of this report forms groups."
@@ -259,12 +410,22 @@ def _plan_note(plan: Mapping[str, Any]) -> str:
     parts = plan.get("communication_groups") or []
     turns = "take turns" if plan.get("sequenced", True) else "run freely, without turns"
     if len(parts) > 1 and len(groups) > _MAX_LISTED:
-        note += f"Communication groups {turns}: " + ", ".join(
-            f"{letter(index)} with {counted(len(part), 'group')}" for index, part in enumerate(parts)
-        ) + "; see the table."
+        note += (
+            f"Communication groups {turns}: "
+            + ", ".join(
+                f"{letter(index)} with {counted(len(part), 'group')}"
+                for index, part in enumerate(parts)
+            )
+            + "; see the table."
+        )
     elif len(parts) > 1:
-        note += f"Communication groups {turns}: " + "; ".join(
-            f"{letter(index)} = groups {ranges(part)}" for index, part in enumerate(parts)) + "."
+        note += (
+            f"Communication groups {turns}: "
+            + "; ".join(
+                f"{letter(index)} = groups {ranges(part)}" for index, part in enumerate(parts)
+            )
+            + "."
+        )
     elif parts:
         note += "One communication group: all groups synchronise at once."
     return note
@@ -272,16 +433,46 @@ def _plan_note(plan: Mapping[str, Any]) -> str:
 
 def _events(runs: Sequence[Run]) -> dict[str, Any]:
     deployed = all(run.is_predicted for run in runs)
-    rows = [[run.label, row.get("round", MISSING), human_seconds(row.get("wall_s" if deployed else "virtual_s")),
-             event.get("kind", MISSING), event.get("text", "")]
-            for run in runs for row in run.rows("rounds") for event in row.get("events") or ()]
-    rows += [[run.label, MISSING, MISSING, event.get("kind", MISSING), event.get("text", "")]
-             for run in runs if not run.rows("rounds") for event in run.rows("events")]
-    rows += [[run.label, restart.get("after_round", MISSING), MISSING, "restart", restart.get("cause", "")]
-             for run in runs for restart in run.rows("restarts")]
-    note = f"The first {_MAX_EVENTS} of {len(rows)} events; result.json has all." if len(rows) > _MAX_EVENTS else ""
-    return {"num_events": len(rows), "rows": rows[:_MAX_EVENTS], "note": note,
-            "time": "Wall time" if deployed else "Virtual time"}
+    rows = [
+        [
+            run.label,
+            row.get("round", MISSING),
+            human_seconds(row.get("wall_s" if deployed else "virtual_s")),
+            event.get("kind", MISSING),
+            event.get("text", ""),
+        ]
+        for run in runs
+        for row in run.rows("rounds")
+        for event in row.get("events") or ()
+    ]
+    rows += [
+        [run.label, MISSING, MISSING, event.get("kind", MISSING), event.get("text", "")]
+        for run in runs
+        if not run.rows("rounds")
+        for event in run.rows("events")
+    ]
+    rows += [
+        [
+            run.label,
+            restart.get("after_round", MISSING),
+            MISSING,
+            "restart",
+            restart.get("cause", ""),
+        ]
+        for run in runs
+        for restart in run.rows("restarts")
+    ]
+    note = (
+        f"The first {_MAX_EVENTS} of {len(rows)} events; result.json has all."
+        if len(rows) > _MAX_EVENTS
+        else ""
+    )
+    return {
+        "num_events": len(rows),
+        "rows": rows[:_MAX_EVENTS],
+        "note": note,
+        "time": "Wall time" if deployed else "Virtual time",
+    }
 
 
 def _scenarios(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
@@ -290,8 +481,10 @@ def _scenarios(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     for run in runs:
         key = json.dumps(run.get("scenario"), sort_keys=True, default=str)
         scenarios.setdefault(key, (run.get("scenario"), []))[1].append(run.label)
-    return [(json.dumps(_as_json(scenario), indent=2, ensure_ascii=False), labels)
-            for scenario, labels in scenarios.values()]
+    return [
+        (json.dumps(_as_json(scenario), indent=2, ensure_ascii=False), labels)
+        for scenario, labels in scenarios.values()
+    ]
 
 
 def _as_json(value: Any) -> Any:

@@ -7,7 +7,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from socflower.quantities import finite
-from socflower.report.plots import Curve, Plot, as_svg, curve_legend, line_style, report_style, scale_x
+from socflower.report.plots import (
+    Curve,
+    Plot,
+    as_svg,
+    curve_legend,
+    line_style,
+    report_style,
+    scale_x,
+)
 from socflower.report.summary import Run
 
 _MAX_POINTS = 700  # of a line; more would exceed a screen's resolution
@@ -16,8 +24,11 @@ _MBIT_PER_BYTE = 8e-6
 
 def cut_curve(run: Run) -> Curve | None:
     """Return the cut of a run's first edge from each time on, the last time being its end; None if it has none."""
-    moments = [(float(at_s), float(cut)) for at_s, cut in run.split.get("cuts_over_time") or ()
-               if finite(at_s) is not None and finite(cut) is not None]
+    moments = [
+        (float(at_s), float(cut))
+        for at_s, cut in run.split.get("cuts_over_time") or ()
+        if finite(at_s) is not None and finite(cut) is not None
+    ]
     if not moments:
         return None
     at_s, cut = zip(*moments, strict=True)
@@ -26,10 +37,15 @@ def cut_curve(run: Run) -> Curve | None:
 
 def link_rates(run: Run) -> list[tuple[float, float, float]]:
     """Return (seconds, Mbit/s up, Mbit/s down) of the first edge's link; of long runs every n-th sample."""
-    moments = [tuple(float(value) for value in moment) for moment in run.split.get("link_over_time") or ()
-               if len(moment) == 3 and all(finite(value) is not None for value in moment)]
+    moments = [
+        tuple(float(value) for value in moment)
+        for moment in run.split.get("link_over_time") or ()
+        if len(moment) == 3 and all(finite(value) is not None for value in moment)
+    ]
     every = max(1, math.ceil(len(moments) / _MAX_POINTS))
-    return [(at_s, up * _MBIT_PER_BYTE, down * _MBIT_PER_BYTE) for at_s, up, down in moments[::every]]
+    return [
+        (at_s, up * _MBIT_PER_BYTE, down * _MBIT_PER_BYTE) for at_s, up, down in moments[::every]
+    ]
 
 
 def cut_plot(runs: Sequence[Run]) -> Plot | None:
@@ -41,14 +57,23 @@ def cut_plot(runs: Sequence[Run]) -> Plot | None:
     names = next((run.split.get("cut_names") or [] for run in runs), [])
     alt = "The link and the cut over virtual time. " + "; ".join(
         f"{curve.label}: begins with {_cut_name(curve.ys[0], names)}, ends with {_cut_name(curve.ys[-1], names)}"
-        for curve in curves)
+        for curve in curves
+    )
     with report_style():
         drawing = Figure(figsize=(10.6, 4.8), layout="constrained")
         link, cut = drawing.subplots(2, 1, sharex=True)
         if rates:
             at_s, up, down = zip(*rates, strict=True)
             link.step(at_s, up, where="post", color="#0550ae", linewidth=1.3, label="up")
-            link.step(at_s, down, where="post", color="#59636e", linewidth=1.3, dashes=(4, 2), label="down")
+            link.step(
+                at_s,
+                down,
+                where="post",
+                color="#59636e",
+                linewidth=1.3,
+                dashes=(4, 2),
+                label="down",
+            )
             link.legend(loc="upper right", ncols=2)
         link.set_ylabel("link (Mbit/s)")
         link.set_ylim(bottom=0)

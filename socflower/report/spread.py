@@ -34,7 +34,16 @@ def _means(strategy: Any, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         known = len(values) == len(runs)
         means[figure] = fmean(values) if known else None
         spread[figure] = stdev(values) if known and len(values) > 1 else None
-    return {"strategy": strategy, "seeds": [run.get("seed") for run in runs], **means, "spread": spread,
-            "bytes": {tier: fmean(float(run["bytes"][tier]) for run in runs) for tier in runs[0].get("bytes", {})},
-            "num_reached": sum(finite(run.get(quality.time_key)) is not None for run in runs),
-            "quality": quality.name, quality.target_key: runs[0].get(quality.target_key)}
+    return {
+        "strategy": strategy,
+        "seeds": [run.get("seed") for run in runs],
+        **means,
+        "spread": spread,
+        "bytes": {
+            tier: fmean(float(run["bytes"][tier]) for run in runs)
+            for tier in runs[0].get("bytes", {})
+        },
+        "num_reached": sum(finite(run.get(quality.time_key)) is not None for run in runs),
+        "quality": quality.name,
+        quality.target_key: runs[0].get(quality.target_key),
+    }

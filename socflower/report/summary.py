@@ -68,8 +68,14 @@ class Run:
     @property
     def metric_names(self) -> list[tuple[str, str]]:
         """The metrics of an app's rounds, by source and name."""
-        return list(dict.fromkeys((source, name) for row in self.rows("rounds")
-                                  for source in ("server", "evaluate", "train") for name in row.get(source) or ()))
+        return list(
+            dict.fromkeys(
+                (source, name)
+                for row in self.rows("rounds")
+                for source in ("server", "evaluate", "train")
+                for name in row.get(source) or ()
+            )
+        )
 
     @property
     def is_predicted(self) -> bool:
@@ -89,15 +95,27 @@ def name_runs(results: Sequence[Mapping[str, Any]]) -> tuple[Run, ...]:
     labels = [printable(result.get("strategy") or "unnamed") for result in results]
     labels = [_SPELT_OUT.get(label, label) for label in labels]
     if len(set(labels)) < len(labels):
-        labels = [f"{label} (seed {printable(result.get('seed', MISSING))})" if labels.count(label) > 1 else label
-                  for label, result in zip(labels, results, strict=True)]
-    distinct = [f"{label} #{labels[:index].count(label) + 1}" if labels.count(label) > 1 else label
-                for index, label in enumerate(labels)]
+        labels = [
+            f"{label} (seed {printable(result.get('seed', MISSING))})"
+            if labels.count(label) > 1
+            else label
+            for label, result in zip(labels, results, strict=True)
+        ]
+    distinct = [
+        f"{label} #{labels[:index].count(label) + 1}" if labels.count(label) > 1 else label
+        for index, label in enumerate(labels)
+    ]
     # The seeds of a strategy look the same.
-    looks = [printable(result.get("strategy")) for result in results] if distinct == labels else distinct
+    looks = (
+        [printable(result.get("strategy")) for result in results]
+        if distinct == labels
+        else distinct
+    )
     styles = {look: index for index, look in enumerate(dict.fromkeys(looks))}
-    return tuple(Run(label=label, style=styles[look], result=result)
-                 for label, look, result in zip(distinct, looks, results, strict=True))
+    return tuple(
+        Run(label=label, style=styles[look], result=result)
+        for label, look, result in zip(distinct, looks, results, strict=True)
+    )
 
 
 def quality_of_runs(runs: Iterable[Run]) -> Quality:
@@ -138,12 +156,16 @@ class Comparison:
     def in_wall_time(self) -> bool:
         """Whether the times are wall times, since a run has no virtual time."""
         return self.time_key == "wall_s" or any(
-            finite(run.get("virtual_s")) is None for run in (self.subject, *(each.run for each in self.alternatives)))
+            finite(run.get("virtual_s")) is None
+            for run in (self.subject, *(each.run for each in self.alternatives))
+        )
 
     @property
     def best(self) -> Alternative | None:
         """The quickest of the others; None if none of them reached the target."""
-        able = [each for each in self.alternatives if finite(each.run.get(self.time_key)) is not None]
+        able = [
+            each for each in self.alternatives if finite(each.run.get(self.time_key)) is not None
+        ]
         return min(able, key=lambda each: finite(each.run.get(self.time_key)) or 0.0, default=None)
 
     def headline(self) -> str:
@@ -153,11 +175,16 @@ class Comparison:
         own = finite(self.subject.get(self.time_key))
         best = self.best
         if own is None:
-            others = "neither did any other" if best is None else \
-                f"{best.run.label} did, in {human_seconds(best.run.get(self.time_key))} of {clock}"
+            others = (
+                "neither did any other"
+                if best is None
+                else f"{best.run.label} did, in {human_seconds(best.run.get(self.time_key))} of {clock}"
+            )
             return f"{self.subject.label} never reached {goal}; {others}."
-        text = f"{self.subject.label} {f'reaches {goal} in' if self.target is not None else 'takes'} " \
-               f"{human_seconds(own)} of {clock}"
+        text = (
+            f"{self.subject.label} {f'reaches {goal} in' if self.target is not None else 'takes'} "
+            f"{human_seconds(own)} of {clock}"
+        )
         if best is None:
             return f"{text}; no other strategy reached it."
         ratio, theirs = best.time_ratio, human_seconds(best.run.get(self.time_key))
@@ -176,16 +203,29 @@ def comparison_of(runs: Sequence[Run]) -> Comparison | None:
     if len(runs) < 2:
         return None
     subject, target, quality = runs[0], None, quality_of_runs(runs)
-    if len(targets_of(runs)) == 1 and any(finite(run.get(quality.time_key)) is not None for run in runs):
+    if len(targets_of(runs)) == 1 and any(
+        finite(run.get(quality.time_key)) is not None for run in runs
+    ):
         time_key, energy_key, target = quality.time_key, quality.energy_key, targets_of(runs)[0]
     elif all(finite(run.get("virtual_s")) is not None for run in runs):
         time_key, energy_key = "virtual_s", "energy_j"
     else:
         time_key, energy_key = "wall_s", "energy_j"
-    return Comparison(time_key=time_key, energy_key=energy_key, target=target, quality=quality, subject=subject,
-                      alternatives=[
-        Alternative(run=run, time_ratio=_ratio(run.get(time_key), subject.get(time_key)),
-                    energy_ratio=_ratio(run.get(energy_key), subject.get(energy_key))) for run in runs[1:]])
+    return Comparison(
+        time_key=time_key,
+        energy_key=energy_key,
+        target=target,
+        quality=quality,
+        subject=subject,
+        alternatives=[
+            Alternative(
+                run=run,
+                time_ratio=_ratio(run.get(time_key), subject.get(time_key)),
+                energy_ratio=_ratio(run.get(energy_key), subject.get(energy_key)),
+            )
+            for run in runs[1:]
+        ],
+    )
 
 
 def headline_of(results: Sequence[Mapping[str, Any]]) -> str | None:
@@ -204,16 +244,30 @@ def claims_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     claims = []
     for run in runs:
         for claim in run.rows("expectations"):
-            name, values = str(claim.get("name", MISSING)), (claim.get("expected"), claim.get("observed"))
+            name, values = (
+                str(claim.get("name", MISSING)),
+                (claim.get("expected"), claim.get("observed")),
+            )
             plain = [plain_number(value) for value in values]
             if plain[0] == plain[1] and values[0] != values[1]:
                 # Equal after rounding: 0.8 expected, 0.79999999 observed must not read "0.8, 0.8, fails".
                 plain = [str(value) for value in values]
-            readable = next((helper for suffix, helper in _READABLE.items() if name.endswith(suffix)), None)
-            expected, observed = ((text, "" if readable is None or finite(value) is None else readable(value))
-                                  for text, value in zip(plain, values, strict=True))
-            claims.append({"name": name, "label": run.label, "expected": expected, "observed": observed,
-                           "holds": claim.get("holds")})
+            readable = next(
+                (helper for suffix, helper in _READABLE.items() if name.endswith(suffix)), None
+            )
+            expected, observed = (
+                (text, "" if readable is None or finite(value) is None else readable(value))
+                for text, value in zip(plain, values, strict=True)
+            )
+            claims.append(
+                {
+                    "name": name,
+                    "label": run.label,
+                    "expected": expected,
+                    "observed": observed,
+                    "holds": claim.get("holds"),
+                }
+            )
     return claims
 
 
@@ -222,13 +276,20 @@ def verdict_on(claims: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     holds = [claim["holds"] for claim in claims]
     failed, unchecked = holds.count(False), holds.count(None)
     if failed:
-        return {"kind": "fails", "text": f"✗ {failed} of {len(holds)} expectations "
-                                         f"{'fails' if failed == 1 else 'fail'}."}
+        return {
+            "kind": "fails",
+            "text": f"✗ {failed} of {len(holds)} expectations "
+            f"{'fails' if failed == 1 else 'fail'}.",
+        }
     if unchecked:
-        return {"kind": "unknown", "text": f"? {len(holds) - unchecked} of {len(holds)} expectations hold, {unchecked} "
-                                           "could not be checked: the strategy compared with did not run."}
+        return {
+            "kind": "unknown",
+            "text": f"? {len(holds) - unchecked} of {len(holds)} expectations hold, {unchecked} "
+            "could not be checked: the strategy compared with did not run.",
+        }
     said = {1: "The expectation holds.", 2: "Both expectations hold."}.get(
-        len(holds), f"All {len(holds)} expectations hold.")
+        len(holds), f"All {len(holds)} expectations hold."
+    )
     return {"kind": "holds", "text": f"✓ {said}"}
 
 
@@ -241,14 +302,35 @@ def prediction_table(predictions: Sequence[Mapping[str, Any]]) -> dict[str, list
     strategies = list(dict.fromkeys(str(each["strategy"]) for each in predictions))
     rows: dict[tuple[str, ...], dict[str, Mapping[str, Any]]] = {}
     for each in predictions:
-        key = (str(each["model"]), str(each["data"]), str(each["batch_size"]), str(each["arithmetic"]))
+        key = (
+            str(each["model"]),
+            str(each["data"]),
+            str(each["batch_size"]),
+            str(each["arithmetic"]),
+        )
         rows.setdefault(key, {})[str(each["strategy"])] = each
-    return {"strategies": strategies, "rows": [
-        {"model": key[0], "data": key[1], "batch_size": key[2], "arithmetic": key[3],
-         "epoch_s": [by_name[name]["epoch_s"] for name in strategies],
-         "epoch_energy_j": [by_name[name]["epoch_energy_j"] for name in strategies],
-         "step_samples": [by_name[name]["step_samples"] for name in strategies],
-         **{gain: _ratio(min((by_name[name][key] for name in strategies[1:] if by_name[name][key]), default=None),
-                         by_name[strategies[0]][key])
-            for gain, key in (("gain", "epoch_s"), ("equal_gain", "equal_epoch_s"))}}
-        for key, by_name in rows.items()]}
+    return {
+        "strategies": strategies,
+        "rows": [
+            {
+                "model": key[0],
+                "data": key[1],
+                "batch_size": key[2],
+                "arithmetic": key[3],
+                "epoch_s": [by_name[name]["epoch_s"] for name in strategies],
+                "epoch_energy_j": [by_name[name]["epoch_energy_j"] for name in strategies],
+                "step_samples": [by_name[name]["step_samples"] for name in strategies],
+                **{
+                    gain: _ratio(
+                        min(
+                            (by_name[name][key] for name in strategies[1:] if by_name[name][key]),
+                            default=None,
+                        ),
+                        by_name[strategies[0]][key],
+                    )
+                    for gain, key in (("gain", "epoch_s"), ("equal_gain", "equal_epoch_s"))
+                },
+            }
+            for key, by_name in rows.items()
+        ],
+    }

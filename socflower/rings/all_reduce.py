@@ -50,7 +50,7 @@ def all_reduce(buffer: _Array, rank: int, size: int, links: Links) -> None:
     if size == 1 or not len(buffer):
         return
     bounds = [len(buffer) * part // size for part in range(size + 1)]
-    parts = [buffer[bounds[part]:bounds[part + 1]] for part in range(size)]
+    parts = [buffer[bounds[part] : bounds[part + 1]] for part in range(size)]
     chunk = chunk_bytes(max(part.nbytes for part in parts)) // buffer.itemsize
 
     def add(part: _Array, arrived: memoryview) -> None:
@@ -65,8 +65,8 @@ def all_reduce(buffer: _Array, rank: int, size: int, links: Links) -> None:
     outgoing, incoming = [], []
     for leaving, arriving, take in steps:
         for start in range(0, chunks_per_part * chunk, chunk):
-            outgoing.append(parts[leaving % size][start:start + chunk])
-            incoming.append((parts[arriving % size][start:start + chunk], take))
+            outgoing.append(parts[leaving % size][start : start + chunk])
+            incoming.append((parts[arriving % size][start : start + chunk], take))
     _exchange(outgoing, incoming, chunks_per_part, links)
 
 
@@ -80,8 +80,10 @@ def all_gather(own: bytes, rank: int, size: int, links: Links) -> list[bytes]:
     all_reduce(lengths, rank, size, links)
     for length in lengths:
         check_size(int(length), "a payload")
-    payloads = [np.frombuffer(own, np.uint8) if member == rank else np.empty(length, np.uint8)
-                for member, length in enumerate(lengths)]
+    payloads = [
+        np.frombuffer(own, np.uint8) if member == rank else np.empty(length, np.uint8)
+        for member, length in enumerate(lengths)
+    ]
     longest = max(payload.nbytes for payload in payloads)
 
     def copy(part: _Array, arrived: memoryview) -> None:
@@ -90,8 +92,10 @@ def all_gather(own: bytes, rank: int, size: int, links: Links) -> list[bytes]:
     outgoing, incoming = [], []
     for step in range(size - 1):
         for start in range(0, longest, MAX_CHUNK_BYTES):
-            outgoing.append(payloads[(rank - step) % size][start:start + MAX_CHUNK_BYTES])
-            incoming.append((payloads[(rank - step - 1) % size][start:start + MAX_CHUNK_BYTES], copy))
+            outgoing.append(payloads[(rank - step) % size][start : start + MAX_CHUNK_BYTES])
+            incoming.append(
+                (payloads[(rank - step - 1) % size][start : start + MAX_CHUNK_BYTES], copy)
+            )
     _exchange(outgoing, incoming, -(-longest // MAX_CHUNK_BYTES), links)
     return [payload.tobytes() for payload in payloads]
 
@@ -105,7 +109,7 @@ def broadcast(payload: bytes | None, source: int, rank: int, size: int, links: L
         if size > 1:
             links.send(memoryview(np.int64(len(payload)).tobytes()))
             for start in range(0, len(payload), MAX_CHUNK_BYTES):
-                links.send(memoryview(payload)[start:start + MAX_CHUNK_BYTES])
+                links.send(memoryview(payload)[start : start + MAX_CHUNK_BYTES])
         return payload
     head = links.receive(8)
     if not is_last:
@@ -125,8 +129,10 @@ def chunk_bytes(part_bytes: int) -> int:
 
 
 def _exchange(
-    outgoing: Sequence[_Array], incoming: Sequence[tuple[_Array, Callable[[_Array, memoryview], None]]],
-    chunks_per_step: int, links: Links,
+    outgoing: Sequence[_Array],
+    incoming: Sequence[tuple[_Array, Callable[[_Array, memoryview], None]]],
+    chunks_per_step: int,
+    links: Links,
 ) -> None:
     """Send and receive alternately; the chunk sent at k is complete once k - `chunks_per_step` has been received.
 
@@ -137,7 +143,9 @@ def _exchange(
     for part in outgoing[:ahead]:
         _send(part, links)
     for position, (part, take) in enumerate(incoming):
-        if part.nbytes:  # a part may be shorter than others, or empty; both neighbours know its size
+        if (
+            part.nbytes
+        ):  # a part may be shorter than others, or empty; both neighbours know its size
             take(part, links.receive(part.nbytes))
         if position + ahead < len(outgoing):
             _send(outgoing[position + ahead], links)

@@ -100,14 +100,24 @@ class RingBalance:
     def due(self, present: Sequence[int]) -> list[int]:
         """Return the indices of the present members that need at least one sample, so that their speed is observed."""
         due = self._filter.due
-        return [index for index, member in enumerate(present) if member in due and self._limits[member] > 0.0]
+        return [
+            index
+            for index, member in enumerate(present)
+            if member in due and self._limits[member] > 0.0
+        ]
 
     def synchronise(self, ring: Collective, poll: Poll) -> None:
         """Adopt the state of the member with the most observations: an exchange may have reached only some members."""
         own = self._filter.num_noted
-        reports: list[dict[str, Any]] = [json.loads(payload) for payload in ring.all_gather(
-            json.dumps({"filter": self._filter.state(), "limits": self._limits}).encode(), poll)]
-        newest = max(reports, key=lambda state: int(state["filter"]["noted"]))  # the first among equals
+        reports: list[dict[str, Any]] = [
+            json.loads(payload)
+            for payload in ring.all_gather(
+                json.dumps({"filter": self._filter.state(), "limits": self._limits}).encode(), poll
+            )
+        ]
+        newest = max(
+            reports, key=lambda state: int(state["filter"]["noted"])
+        )  # the first among equals
         self._filter.restore(newest["filter"])
         self._limits = newest["limits"]
         if self._filter.num_noted > own:
@@ -119,11 +129,19 @@ class RingBalance:
         Raises `PeerLost`, or what `poll` raises; this member's report is then kept for the next exchange.
         """
         num_samples, seconds = self._timer.unreported
-        reports = [json.loads(payload) for payload in ring.all_gather(
-            json.dumps([num_samples, seconds, _power_share()]).encode(), poll)]
+        reports = [
+            json.loads(payload)
+            for payload in ring.all_gather(
+                json.dumps([num_samples, seconds, _power_share()]).encode(), poll
+            )
+        ]
         self._timer.mark_reported()
-        self._filter.note({member: (samples, taken_s) for member, (samples, taken_s, _) in
-                           zip(present, reports, strict=True)})
+        self._filter.note(
+            {
+                member: (samples, taken_s)
+                for member, (samples, taken_s, _) in zip(present, reports, strict=True)
+            }
+        )
         for member, (_, _, share) in zip(present, reports, strict=True):
             self._limits[member] = share
 

@@ -71,7 +71,9 @@ class Collective(ABC):
 class RingPeers:
     """The members of a ring for a session that agrees with them during a step; see `JointSession`."""
 
-    def __init__(self, ring: Collective, poll: Poll, waiting: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self, ring: Collective, poll: Poll, waiting: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self.rank, self.size = ring.rank, ring.size
         self.poll = poll
         self._ring, self._waiting = ring, waiting

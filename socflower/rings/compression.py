@@ -63,7 +63,9 @@ class GradientCompression(ABC):
         self._kept.update(self._pending)
         self._pending = {}
 
-    def exchange(self, ring: Collective, bucket: int, gradient: Tensor, poll: Poll = no_poll) -> None:
+    def exchange(
+        self, ring: Collective, bucket: int, gradient: Tensor, poll: Poll = no_poll
+    ) -> None:
         """Replace `gradient`, which is weighted with the member's share, by the sum over all members.
 
         Members call it for the same buckets in the same order. `gradient` is float32, contiguous, one-dimensional and
@@ -72,8 +74,10 @@ class GradientCompression(ABC):
         assert self._step is not None, "start_step comes first"
         assert gradient.dim() == 1 and gradient.is_contiguous() and gradient.device.type == "cpu"
         if gradient.dtype != torch.float32:
-            raise ConfigError(f"gradient compression {self.name!r}: takes float32 gradients, not "
-                              f"{str(gradient.dtype).removeprefix('torch.')}; use 'none'")
+            raise ConfigError(
+                f"gradient compression {self.name!r}: takes float32 gradients, not "
+                f"{str(gradient.dtype).removeprefix('torch.')}; use 'none'"
+            )
         if not gradient.numel():
             return
         pending = self._pending
@@ -82,7 +86,9 @@ class GradientCompression(ABC):
             pending[bucket] = residuals
 
     @abstractmethod
-    def _exchange(self, ring: Collective, bucket: int, gradient: Tensor, poll: Poll) -> tuple[Tensor, ...]:
+    def _exchange(
+        self, ring: Collective, bucket: int, gradient: Tensor, poll: Poll
+    ) -> tuple[Tensor, ...]:
         """Do `exchange`, and return the bucket's residuals, which must not be changed afterwards."""
 
     @abstractmethod
@@ -98,8 +104,15 @@ class GradientCompression(ABC):
 
     def state(self) -> bytes:
         """Return the residuals, to be restored later."""
-        return to_bytes(self._kind, {}, {f"{bucket} {index}": tensor.numpy() for bucket, tensors in self._kept.items()
-                                         for index, tensor in enumerate(tensors)})
+        return to_bytes(
+            self._kind,
+            {},
+            {
+                f"{bucket} {index}": tensor.numpy()
+                for bucket, tensors in self._kept.items()
+                for index, tensor in enumerate(tensors)
+            },
+        )
 
     def restore(self, state: bytes) -> None:
         """Restore what `state` returned; `ConfigError` if it is damaged or from another compression."""
@@ -115,9 +128,11 @@ class GradientCompression(ABC):
         if kept is None:
             return tuple(torch.zeros_like(gradient) for _ in range(num_tensors))
         if len(kept) != num_tensors or kept[0].shape != gradient.shape:
-            raise ConfigError(f"gradient compression {self.name!r}: bucket {bucket} had {kept[0].numel()} elements and "
-                              f"has {gradient.numel()}; keep model and number of buckets, or start a "
-                              "new training")
+            raise ConfigError(
+                f"gradient compression {self.name!r}: bucket {bucket} had {kept[0].numel()} elements and "
+                f"has {gradient.numel()}; keep model and number of buckets, or start a "
+                "new training"
+            )
         return kept
 
 
@@ -137,7 +152,9 @@ class Float16Compression(GradientCompression):
 
     name = "fp16"
 
-    def _exchange(self, ring: Collective, bucket: int, gradient: Tensor, poll: Poll) -> tuple[Tensor, ...]:
+    def _exchange(
+        self, ring: Collective, bucket: int, gradient: Tensor, poll: Poll
+    ) -> tuple[Tensor, ...]:
         if ring.size == 1:
             return ()
         bound = torch.linalg.vector_norm(gradient, math.inf)[None]
@@ -147,9 +164,9 @@ class Float16Compression(GradientCompression):
             gradient.fill_(math.nan)
             return ()
         exponent = half_exponent(limit)
-        halves = (gradient * 2.0 ** exponent).to(torch.float16)
+        halves = (gradient * 2.0**exponent).to(torch.float16)
         ring.all_reduce(halves).wait(poll)
-        gradient.copy_(halves).mul_(2.0 ** -exponent)
+        gradient.copy_(halves).mul_(2.0**-exponent)
         return ()
 
     def wire_bytes(self, num_elements: int, size: int) -> int:
@@ -175,10 +192,12 @@ class Int8Compression(GradientCompression):
     _error_feedback = True
     _max_rounding = 0.5  # maximum rounding of a quotient away from zero
 
-    def _exchange(self, ring: Collective, bucket: int, gradient: Tensor, poll: Poll) -> tuple[Tensor, ...]:
+    def _exchange(
+        self, ring: Collective, bucket: int, gradient: Tensor, poll: Poll
+    ) -> tuple[Tensor, ...]:
         self._require_few(ring.size)
         values = in_blocks(gradient)
-        flat = values.view(-1)[:gradient.numel()]
+        flat = values.view(-1)[: gradient.numel()]
         if self._error_feedback:
             flat += self._residuals(bucket, gradient, 1)[0]
         if ring.size == 1:
@@ -191,7 +210,7 @@ class Int8Compression(GradientCompression):
         levels = self._rounded(values / step, bucket, ring.rank)
         values.addcmul_(levels, step, value=-1)
         levels = sum_levels(ring, levels, gradient.numel(), poll)
-        gradient.copy_(levels.mul_(step).view(-1)[:gradient.numel()])
+        gradient.copy_(levels.mul_(step).view(-1)[: gradient.numel()])
         return (flat,) if self._error_feedback else ()
 
     def _rounded(self, quotients: Tensor, bucket: int, rank: int) -> Tensor:
@@ -199,8 +218,10 @@ class Int8Compression(GradientCompression):
 
     def _require_few(self, size: int) -> None:
         if size > MOST_MEMBERS:
-            raise ConfigError(f"gradient compression {self.name!r}: a group has at most {MOST_MEMBERS} members, this "
-                              f"one {size}; use 'fp16', or more groups")
+            raise ConfigError(
+                f"gradient compression {self.name!r}: a group has at most {MOST_MEMBERS} members, this "
+                f"one {size}; use 'fp16', or more groups"
+            )
 
     def wire_bytes(self, num_elements: int, size: int) -> int:
         """Return the bytes of one all-reduce of bytes, and of the scales; see `GradientCompression.wire_bytes`."""
@@ -211,11 +232,13 @@ class Int8Compression(GradientCompression):
 def in_blocks(flat: Tensor) -> Tensor:
     """Return a copy of a row of values as blocks (blocks, 4096) that share a step each; zeros fill the last one up."""
     values = torch.zeros(-(-flat.numel() // _BLOCK), _BLOCK)
-    values.view(-1)[:flat.numel()].copy_(flat)
+    values.view(-1)[: flat.numel()].copy_(flat)
     return values
 
 
-def agree_on_steps(ring: Collective, values: Tensor, *, max_rounding: float = 0.5, poll: Poll = no_poll) -> Tensor:
+def agree_on_steps(
+    ring: Collective, values: Tensor, *, max_rounding: float = 0.5, poll: Poll = no_poll
+) -> Tensor:
     """Return the step (blocks, 1) of each block, the same at all members; not finite where a value or a sum is not."""
     step = values.abs().amax(dim=1, keepdim=True)
     ring.all_reduce(step.view(-1)).wait(poll)
@@ -225,9 +248,9 @@ def agree_on_steps(ring: Collective, values: Tensor, *, max_rounding: float = 0.
 
 def sum_levels(ring: Collective, levels: Tensor, num_elements: int, poll: Poll = no_poll) -> Tensor:
     """Return the members' sum of multiples of those steps (blocks, 4096), exact; `levels` is used for it."""
-    words = torch.from_numpy(pack_lanes(levels.view(-1)[:_whole_words(num_elements)].numpy()))
+    words = torch.from_numpy(pack_lanes(levels.view(-1)[: _whole_words(num_elements)].numpy()))
     ring.all_reduce(words).wait(poll)
-    levels.view(-1)[:4 * words.numel()] = torch.from_numpy(unpack_lanes(words.numpy()))
+    levels.view(-1)[: 4 * words.numel()] = torch.from_numpy(unpack_lanes(words.numpy()))
     return levels
 
 
@@ -248,7 +271,9 @@ class StochasticInt8Compression(Int8Compression):
 
     def _rounded(self, quotients: Tensor, bucket: int, rank: int) -> Tensor:
         assert self._step is not None
-        words = np.random.SeedSequence((self._seed % 2 ** 64, self._step, bucket, rank)).generate_state(1, np.uint64)
+        words = np.random.SeedSequence(
+            (self._seed % 2**64, self._step, bucket, rank)
+        ).generate_state(1, np.uint64)
         generator = torch.Generator().manual_seed(int(words[0] >> np.uint64(1)))
         return (quotients + torch.rand(quotients.shape, generator=generator)).floor_()
 
@@ -278,19 +303,25 @@ class DeepGradientCompression(GradientCompression):
     name = "dgc"
     applies_momentum = True
 
-    def __init__(self, *, momentum: float = 0.0, ratio: float = 0.001, warm_up_steps: int = 0) -> None:
+    def __init__(
+        self, *, momentum: float = 0.0, ratio: float = 0.001, warm_up_steps: int = 0
+    ) -> None:
         super().__init__()
         if not 0 <= momentum < 1:
             raise ConfigError(f"dgc: momentum = {momentum}; give at least 0 and less than 1")
         if not 0 < ratio <= 1:
-            raise ConfigError(f"dgc: ratio = {ratio}; give the part of the values to send, above 0 and at most 1")
+            raise ConfigError(
+                f"dgc: ratio = {ratio}; give the part of the values to send, above 0 and at most 1"
+            )
         if warm_up_steps < 0:
             raise ConfigError(f"dgc: warm_up_steps = {warm_up_steps}; give 0 or more")
         self._momentum = momentum
         self._ratio = ratio
         self._warm_up_steps = warm_up_steps
 
-    def _exchange(self, ring: Collective, bucket: int, gradient: Tensor, poll: Poll) -> tuple[Tensor, ...]:
+    def _exchange(
+        self, ring: Collective, bucket: int, gradient: Tensor, poll: Poll
+    ) -> tuple[Tensor, ...]:
         velocity, unsent = self._residuals(bucket, gradient, 2)
         velocity = torch.add(gradient, velocity, alpha=self._momentum)
         unsent = unsent + velocity
@@ -306,8 +337,10 @@ class DeepGradientCompression(GradientCompression):
         payloads = ring.all_gather(payload, poll)
         lengths = {len(payload) for payload in payloads}
         if len(lengths) > 1:
-            raise ConfigError(f"dgc: members sent {min(lengths)} to {max(lengths)} bytes for the same bucket; give all "
-                              "of them the same ratio and warm-up")
+            raise ConfigError(
+                f"dgc: members sent {min(lengths)} to {max(lengths)} bytes for the same bucket; give all "
+                "of them the same ratio and warm-up"
+            )
         gradient.zero_()
         for payload in payloads:  # in rank order, so that all members get the same bits
             where, values = decode_values(payload)
@@ -341,7 +374,12 @@ def _whole_words(num_elements: int) -> int:
 
 
 def make_compression(
-    name: str, *, seed: int = 0, momentum: float = 0.0, ratio: float = 0.001, warm_up_steps: int = 0,
+    name: str,
+    *,
+    seed: int = 0,
+    momentum: float = 0.0,
+    ratio: float = 0.001,
+    warm_up_steps: int = 0,
 ) -> GradientCompression | None:
     """Return a member's compression by name, None for `none`; `ConfigError` for an unknown name.
 
@@ -355,4 +393,6 @@ def make_compression(
         return Int8Compression() if name == "int8" else StochasticInt8Compression(seed)
     if name == "dgc":
         return DeepGradientCompression(momentum=momentum, ratio=ratio, warm_up_steps=warm_up_steps)
-    raise ConfigError(f"gradient compression {name!r} does not exist; use one of {', '.join(COMPRESSIONS)}")
+    raise ConfigError(
+        f"gradient compression {name!r} does not exist; use one of {', '.join(COMPRESSIONS)}"
+    )

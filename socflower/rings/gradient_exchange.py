@@ -34,9 +34,13 @@ class GradientExchange:
 
     def __init__(self, model: nn.Module, num_buckets: int) -> None:
         self._buckets = make_buckets(model, num_buckets)
-        self._hooks = [parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, number, position))
-                       for number, bucket in enumerate(self._buckets)
-                       for position, parameter in enumerate(bucket.parameters)]
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(
+                partial(self._on_gradient, number, position)
+            )
+            for number, bucket in enumerate(self._buckets)
+            for position, parameter in enumerate(bucket.parameters)
+        ]
         self._step: _Step | None = None
         self._checked_ring: Collective | None = None  # the ring in which layouts were found equal
 
@@ -51,7 +55,12 @@ class GradientExchange:
         return tuple(bucket.buffer.numel() for bucket in self._buckets)
 
     def begin(
-        self, ring: Collective, poll: Poll, *, overlapped: bool = True, turn: Turn | None = None,
+        self,
+        ring: Collective,
+        poll: Poll,
+        *,
+        overlapped: bool = True,
+        turn: Turn | None = None,
         compression: GradientCompression | None = None,
     ) -> None:
         """Prepare for a step's backward pass.
@@ -62,8 +71,10 @@ class GradientExchange:
         `PeerLost`, or what `poll` raises.
         """
         # A trainer may have changed the model's layout; gradients would have to be transposed in every step.
-        self._buckets = [bucket if bucket.has_current_layout() else make_bucket(bucket.parameters)
-                         for bucket in self._buckets]
+        self._buckets = [
+            bucket if bucket.has_current_layout() else make_bucket(bucket.parameters)
+            for bucket in self._buckets
+        ]
         if ring is not self._checked_ring:
             self._require_same_layout(ring, poll)
         for bucket in self._buckets:
@@ -78,7 +89,7 @@ class GradientExchange:
         step, self._step = self._step, None
         assert step is not None
         try:
-            for bucket in self._buckets[step.num_sent:]:
+            for bucket in self._buckets[step.num_sent :]:
                 for position, stored in enumerate(bucket.stored):
                     if not stored:
                         bucket.store_gradient(position)
@@ -92,8 +103,10 @@ class GradientExchange:
     def is_finite(self) -> bool:
         """Return whether the gradients that `finish` has set have no NaN and no infinity."""
         # A sum reads the gradients without a second array of their size. It may overflow where none is infinite.
-        return all(math.isfinite(bucket.gradients.sum()) or bool(torch.isfinite(bucket.gradients).all())
-                   for bucket in self._buckets)
+        return all(
+            math.isfinite(bucket.gradients.sum()) or bool(torch.isfinite(bucket.gradients).all())
+            for bucket in self._buckets
+        )
 
     def abandon(self) -> None:
         """Discard a step whose backward pass or exchange failed, with its gradients."""
@@ -124,18 +137,30 @@ class GradientExchange:
         if not step.overlapped:
             return
         if self._buckets[number].stored[position]:
-            raise RuntimeError("a gradient was made twice in one step; begin with overlapped=False where passes add up")
+            raise RuntimeError(
+                "a gradient was made twice in one step; begin with overlapped=False where passes add up"
+            )
         self._buckets[number].store_gradient(position)
         while step.num_sent < len(self._buckets) and not self._buckets[step.num_sent].num_missing:
             step.send(self._buckets[step.num_sent])
 
     def _require_same_layout(self, ring: Collective, poll: Poll) -> None:
-        own = hashlib.sha256(repr([
-            (bucket.buffer.dtype, [(tuple(view.shape), view.stride()) for view in bucket.views])
-            for bucket in self._buckets]).encode()).digest()
+        own = hashlib.sha256(
+            repr(
+                [
+                    (
+                        bucket.buffer.dtype,
+                        [(tuple(view.shape), view.stride()) for view in bucket.views],
+                    )
+                    for bucket in self._buckets
+                ]
+            ).encode()
+        ).digest()
         if len(set(ring.all_gather(own, poll))) > 1:
-            raise ConfigError("ring: its members differ in their models' parameters, the layout of these in memory, "
-                              "or the number of buckets; give all members of a group the same model and trainer")
+            raise ConfigError(
+                "ring: its members differ in their models' parameters, the layout of these in memory, "
+                "or the number of buckets; give all members of a group the same model and trainer"
+            )
         self._checked_ring = ring
 
 
@@ -143,7 +168,11 @@ class _Step:
     """The exchange of one step."""
 
     def __init__(
-        self, ring: Collective, poll: Poll, overlapped: bool, turn: Turn | None,
+        self,
+        ring: Collective,
+        poll: Poll,
+        overlapped: bool,
+        turn: Turn | None,
         compression: GradientCompression | None,
     ) -> None:
         self.poll, self.overlapped = poll, overlapped
@@ -163,8 +192,15 @@ class _Step:
         elif self._compression is None:
             self._sender.submit(partial(self._reduce, bucket))
         else:
-            self._sender.submit(partial(self._compression.exchange, self._ring, number, bucket.buffer,
-                                    self._sender.require_open))
+            self._sender.submit(
+                partial(
+                    self._compression.exchange,
+                    self._ring,
+                    number,
+                    bucket.buffer,
+                    self._sender.require_open,
+                )
+            )
 
     def wait(self) -> None:
         if self._sender is None:
@@ -228,4 +264,3 @@ class _TaskThread:
             except BaseException as error:  # raised again in `wait`
                 self._failure = error
         self._idle.set()
-

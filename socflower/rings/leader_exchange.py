@@ -21,7 +21,13 @@ from numpy.typing import NDArray
 
 from socflower.hierarchy.averaging import first_non_finite
 from socflower.rings.collective import Collective, PeerLost, Poll, no_poll
-from socflower.rings.membership import Generation, LeaderMembership, LeftOut, MemberState, OthersDone
+from socflower.rings.membership import (
+    Generation,
+    LeaderMembership,
+    LeftOut,
+    MemberState,
+    OthersDone,
+)
 from socflower.rings.model_changes import ChangeCompression, Floats, reals
 from socflower.rings.transports.grpc import GrpcRing
 from socflower.rings.transports.in_process import in_process_rings
@@ -45,13 +51,18 @@ class GroupsModel:
     arrays: Mapping[str, _Array]
     samples: float  # that those groups trained on
     groups: tuple[int, ...]  # in the order of the plan; empty if the model is of no use
-    steps: Floats | None = None  # of the blocks of a sum in eight bits, which this is; see `feedback_after`
+    steps: Floats | None = (
+        None  # of the blocks of a sum in eight bits, which this is; see `feedback_after`
+    )
     # Of the model before the training, the tensors with values that are not finite: if these stay, they are constants.
     began_with: Mapping[str, _Array] = field(default_factory=dict)
 
 
 def exchange_models(
-    ring: Collective, own: GroupsModel, poll: Poll = no_poll, changes: ChangeCompression | None = None,
+    ring: Collective,
+    own: GroupsModel,
+    poll: Poll = no_poll,
+    changes: ChangeCompression | None = None,
 ) -> GroupsModel:
     """Return the mean of the models of all members of a ring, by samples; all of them get the same bits.
 
@@ -68,12 +79,26 @@ def exchange_models(
     if ring.size == 1:
         changes = None
     is_finite = first_non_finite(own.arrays, own.began_with) is None
-    usable = bool(own.groups) and 0 < own.samples < math.inf and is_finite \
+    usable = (
+        bool(own.groups)
+        and 0 < own.samples < math.inf
+        and is_finite
         and (changes is None or _can_be_summed(changes.change(own.arrays, 1.0), ring.size))
-    heads = [json.loads(head) for head in ring.all_gather(json.dumps({
-        "groups": own.groups if usable else (), "samples": own.samples if usable else 0.0,
-        "layout": _layout_digest(own.arrays) + ("" if changes is None else changes.layout(own.arrays))}).encode(),
-        poll)]
+    )
+    heads = [
+        json.loads(head)
+        for head in ring.all_gather(
+            json.dumps(
+                {
+                    "groups": own.groups if usable else (),
+                    "samples": own.samples if usable else 0.0,
+                    "layout": _layout_digest(own.arrays)
+                    + ("" if changes is None else changes.layout(own.arrays)),
+                }
+            ).encode(),
+            poll,
+        )
+    ]
     total = math.fsum(head["samples"] for head in heads)
     if len({head["layout"] for head in heads}) > 1 or not total:
         return own
@@ -85,17 +110,27 @@ def exchange_models(
         change, steps = changes.sum(ring, change if usable else np.zeros_like(change), poll)
         averaged |= changes.model(own.arrays, change)
     for dtype in (np.float32, np.float64):
-        names = [name for name, array in own.arrays.items() if _sum_type(array) == dtype and name not in averaged]
+        names = [
+            name
+            for name, array in own.arrays.items()
+            if _sum_type(array) == dtype and name not in averaged
+        ]
         if names:
             averaged |= _sum(ring, {name: own.arrays[name] for name in names}, share, dtype, poll)
     counters = {name: array for name, array in own.arrays.items() if _sum_type(array) is None}
     if counters:
         averaged |= _largest(ring, counters, poll, [bool(head["groups"]) for head in heads])
-    return GroupsModel(arrays={name: averaged[name] for name in own.arrays}, samples=total, steps=steps,
-                       groups=tuple(group for head in heads for group in head["groups"]))
+    return GroupsModel(
+        arrays={name: averaged[name] for name in own.arrays},
+        samples=total,
+        steps=steps,
+        groups=tuple(group for head in heads for group in head["groups"]),
+    )
 
 
-def feedback_after(own: GroupsModel, mean: GroupsModel, changes: ChangeCompression) -> Floats | None:
+def feedback_after(
+    own: GroupsModel, mean: GroupsModel, changes: ChangeCompression
+) -> Floats | None:
     """Return what a group has still to send after an exchange: as before, unless its change is in the mean."""
     if mean.steps is None or not {*own.groups} <= {*mean.groups}:
         return changes.feedback
@@ -107,7 +142,8 @@ def _can_be_summed(change: Floats, size: int) -> bool:
 
 
 def exchange_in_process(
-    models: Sequence[GroupsModel], changes: Sequence[ChangeCompression | None] | None = None,
+    models: Sequence[GroupsModel],
+    changes: Sequence[ChangeCompression | None] | None = None,
     places: Sequence[Place] = (),
 ) -> GroupsModel:
     """Return what `exchange_models` returns to members with these models, in ring order, or in a tree of `places`."""
@@ -115,39 +151,47 @@ def exchange_in_process(
     polls = [no_poll] * len(models)
     with ThreadPoolExecutor(len(models)) as threads:
         try:
-            first, *_ = threads.map(exchange_models, rings, models, polls, changes or [None] * len(models))
+            first, *_ = threads.map(
+                exchange_models, rings, models, polls, changes or [None] * len(models)
+            )
         finally:
             for ring in rings:
                 ring.close()
     return first
 
 
-def _sum(ring: Collective, arrays: Mapping[str, _Array], share: float, dtype: type, poll: Poll) -> dict[str, _Array]:
+def _sum(
+    ring: Collective, arrays: Mapping[str, _Array], share: float, dtype: type, poll: Poll
+) -> dict[str, _Array]:
     flat: _Array = np.empty(sum(reals(array).size for array in arrays.values()), dtype)
     start = 0
     for array in arrays.values():
         row = reals(array)
-        flat[start:start + row.size] = row.astype(np.float64) * share if share else 0.0
+        flat[start : start + row.size] = row.astype(np.float64) * share if share else 0.0
         start += row.size
     ring.all_reduce(torch.from_numpy(flat)).wait(poll)
     summed: dict[str, _Array] = {}
     start = 0
     for name, array in arrays.items():
         row = reals(array)
-        part = flat[start:start + row.size].astype(row.dtype)
+        part = flat[start : start + row.size].astype(row.dtype)
         summed[name] = part.view(array.dtype).reshape(array.shape)
         start += row.size
     return summed
 
 
-def _largest(ring: Collective, counters: Mapping[str, _Array], poll: Poll, usable: Sequence[bool]) -> dict[str, _Array]:
+def _largest(
+    ring: Collective, counters: Mapping[str, _Array], poll: Poll, usable: Sequence[bool]
+) -> dict[str, _Array]:
     parts = ring.all_gather(b"".join(array_to_bytes(array) for array in counters.values()), poll)
     parts = [part for part, counts in zip(parts, usable, strict=True) if counts]
     largest: dict[str, _Array] = {}
     start = 0
     for name, array in counters.items():
         stored = array.dtype.newbyteorder("<")
-        each = [np.frombuffer(part, stored, array.size, start).astype(array.dtype) for part in parts]
+        each = [
+            np.frombuffer(part, stored, array.size, start).astype(array.dtype) for part in parts
+        ]
         largest[name] = np.maximum.reduce(each).reshape(array.shape)
         start += array.nbytes
     return largest
@@ -157,7 +201,9 @@ def _sum_type(array: _Array) -> type | None:
     """Return the type in which an array is summed; None for counters."""
     if not np.issubdtype(array.dtype, np.inexact):
         return None
-    return np.float64 if array.dtype in (np.dtype(np.float64), np.dtype(np.complex128)) else np.float32
+    return (
+        np.float64 if array.dtype in (np.dtype(np.float64), np.dtype(np.complex128)) else np.float32
+    )
 
 
 def _layout_digest(arrays: Mapping[str, _Array]) -> str:
@@ -169,7 +215,12 @@ class LeaderMeeting:
     """One group's part in an exchange among the groups of a plan, on its own machine; used once."""
 
     def __init__(
-        self, port: LeaderPort, groups: Sequence[int], *, heartbeat_s: float, rendezvous_until_s: float,
+        self,
+        port: LeaderPort,
+        groups: Sequence[int],
+        *,
+        heartbeat_s: float,
+        rendezvous_until_s: float,
         places: Mapping[int, Place] | None = None,
     ) -> None:
         self._port, self._groups, self._places = port, tuple(groups), places or {}
@@ -179,15 +230,21 @@ class LeaderMeeting:
         self.log_lines: list[str] = []
         port.handle(_RESULT, self._on_result)
 
-    def exchange(self, own: GroupsModel, poll: Poll, changes: ChangeCompression | None = None) -> GroupsModel:
+    def exchange(
+        self, own: GroupsModel, poll: Poll, changes: ChangeCompression | None = None
+    ) -> GroupsModel:
         """Return the mean with the models of all groups that can be reached; raise what `poll` raises.
 
         A group is waited for as long as any of its members lives. This group's own model is returned if the others have
         a mean without it.
         """
         membership = LeaderMembership(
-            self._port, self._port.rank, self._groups, heartbeat_s=self._heartbeat_s,
-            rendezvous_s=max(0.0, self._rendezvous_until_s - time.monotonic()))
+            self._port,
+            self._port.rank,
+            self._groups,
+            heartbeat_s=self._heartbeat_s,
+            rendezvous_s=max(0.0, self._rendezvous_until_s - time.monotonic()),
+        )
 
         def check() -> None:
             poll()
@@ -197,7 +254,11 @@ class LeaderMeeting:
             while True:
                 try:
                     generation = membership.form(
-                        MemberState(num_steps=int(self._result is not None), has_model=True, optimizer=""), poll)
+                        MemberState(
+                            num_steps=int(self._result is not None), has_model=True, optimizer=""
+                        ),
+                        poll,
+                    )
                     mean = self._exchange_in(generation, own, check, changes)
                     membership.finish()
                     return mean
@@ -214,7 +275,11 @@ class LeaderMeeting:
             membership.close()
 
     def _exchange_in(
-        self, generation: Generation, own: GroupsModel, poll: Poll, changes: ChangeCompression | None,
+        self,
+        generation: Generation,
+        own: GroupsModel,
+        poll: Poll,
+        changes: ChangeCompression | None,
     ) -> GroupsModel:
         ring = self._open(generation)
         try:
@@ -235,14 +300,21 @@ class LeaderMeeting:
             return in_process_rings(1)[0]
         if not self._places:
             return GrpcRing(self._port, members, generation.number, self._heartbeat_s)
-        return grpc_tree(self._port, members, [self._places[group] for group in members], generation.number,
-                         self._heartbeat_s)
+        return grpc_tree(
+            self._port,
+            members,
+            [self._places[group] for group in members],
+            generation.number,
+            self._heartbeat_s,
+        )
 
     def _ask_for_result(self, group: int, poll: Poll) -> GroupsModel | None:
         """Return the result of a leader that is done; None if it cannot be had any more."""
         payload = bytearray()
         with suppress(PeerFailed, MalformedBytes):
-            while part := self._port.call(group, _RESULT, str(len(payload)).encode(), timeout_s=self._heartbeat_s):
+            while part := self._port.call(
+                group, _RESULT, str(len(payload)).encode(), timeout_s=self._heartbeat_s
+            ):
                 poll()
                 payload += part
             return unpack_model(bytes(payload))
@@ -250,7 +322,7 @@ class LeaderMeeting:
 
     def _on_result(self, caller: Caller, body: bytes) -> bytes:
         start = int(body)
-        return b"" if self._result is None else self._pack()[start:start + CALL_LIMIT_BYTES]
+        return b"" if self._result is None else self._pack()[start : start + CALL_LIMIT_BYTES]
 
     def _pack(self) -> bytes:
         assert self._result is not None
@@ -272,7 +344,10 @@ class GroupLeader:
         self.log_lines: list[str] = []
 
     def mean(
-        self, own: Callable[[], GroupsModel], timeout_s: float, changes: ChangeCompression | None = None,
+        self,
+        own: Callable[[], GroupsModel],
+        timeout_s: float,
+        changes: ChangeCompression | None = None,
     ) -> GroupsModel | None:
         """Return the mean of all groups, or None if it takes longer; the first call begins with the group's `own`."""
         if self._meeting is None:
@@ -291,13 +366,19 @@ class GroupLeader:
         for text in self._ring.leaders:
             group, participant, _ = text.split(" ")
             members.setdefault(int(group), []).append(int(participant))
-        if len(members) < 2 or self._ring.participant not in members[self._group]:  # others could not reach this one
+        if (
+            len(members) < 2 or self._ring.participant not in members[self._group]
+        ):  # others could not reach this one
             alone = Future[GroupsModel]()
             alone.set_result(own)
             return alone
-        meeting = LeaderMeeting(LeaderPort(self._port, self._group, members), tuple(members),
-                                heartbeat_s=self._ring.heartbeat_s, rendezvous_until_s=self._rendezvous_until_s,
-                                places=_places(self._ring))
+        meeting = LeaderMeeting(
+            LeaderPort(self._port, self._group, members),
+            tuple(members),
+            heartbeat_s=self._ring.heartbeat_s,
+            rendezvous_until_s=self._rendezvous_until_s,
+            places=_places(self._ring),
+        )
         self.log_lines = meeting.log_lines
         thread = ThreadPoolExecutor(1, thread_name_prefix="ring-leaders")
         begun = thread.submit(meeting.exchange, own, self._require_present, changes)

@@ -20,13 +20,21 @@ from typing import Any, TypeVar
 from socflower.rings.collective import PeerLost, Poll
 from socflower.rings.transports.port import Caller, Peers
 from socflower.wire.logs import log
-from socflower.wire.secure_channel import PeerFailed, PeerNotReady, PeerRefused, PeerSilent, PeerUnreachable
+from socflower.wire.secure_channel import (
+    PeerFailed,
+    PeerNotReady,
+    PeerRefused,
+    PeerSilent,
+    PeerUnreachable,
+)
 
 _ATTEMPT_S = 1.0  # of one attempt; then the coordinator is determined again
 _POLL_INTERVAL_S = 0.05
 _START_POLL_INTERVAL_S = 0.25  # while others start, or train; frequent calls would slow them down
 _DONE = "done"  # in answers to joins and probes
-_MAX_SILENT_CALLS = 2  # a silent peer is called again before it counts as lost: a loaded machine answers late
+_MAX_SILENT_CALLS = (
+    2  # a silent peer is called again before it counts as lost: a loaded machine answers late
+)
 
 _Answer = TypeVar("_Answer")
 
@@ -49,7 +57,9 @@ class Generation:
     source: int  # the member whose model and step count the others adopt
     num_steps: int  # applied by the source
     same_model: bool  # whether all members already have that model at that step
-    optimizer_source: int  # the member whose optimiser is adopted; a leader that is new to its group has none
+    optimizer_source: (
+        int  # the member whose optimiser is adopted; a leader that is new to its group has none
+    )
     same_optimizer: bool
 
 
@@ -85,10 +95,18 @@ class Membership:
     _whom = "participant"  # in events
 
     def __init__(
-        self, port: Peers, participant: int, members: Sequence[int], *, heartbeat_s: float, rendezvous_s: float,
+        self,
+        port: Peers,
+        participant: int,
+        members: Sequence[int],
+        *,
+        heartbeat_s: float,
+        rendezvous_s: float,
     ) -> None:
         self._port, self._own = port, participant
-        self._call_timeout_s = heartbeat_s / 4  # of one call; so that a hung member costs less than a heartbeat
+        self._call_timeout_s = (
+            heartbeat_s / 4
+        )  # of one call; so that a hung member costs less than a heartbeat
         self._deadline_s = time.monotonic() + rendezvous_s
         self._planned = tuple(members)
         self._members = self._planned  # of the latest decision; at first, of the plan
@@ -96,12 +114,16 @@ class Membership:
         self._joins: dict[int, dict[int, MemberState]] = {}  # by generation and participant
         self._decision: Generation | None = None
         self._requested = 0  # the highest generation that any member asks for
-        self._callers: set[int] = set()  # forming members that called since this one last looked for a coordinator
+        self._callers: set[int] = (
+            set()
+        )  # forming members that called since this one last looked for a coordinator
         self._departed: set[int] = set()  # members that announced that they leave
         self._done: set[int] = set()  # members that announced that they have the interval's result
         self._finished = False  # whether this one has announced it
         self._asked: set[int] = set()  # generations that this member has asked to join
-        self._reached: set[int] = set()  # members that were reached before: if unreachable later, they are lost
+        self._reached: set[int] = (
+            set()
+        )  # members that were reached before: if unreachable later, they are lost
         self._suspect: int | None = None  # the member that the watchdog found to be silent
         self._forming = True
         self._closed = False
@@ -130,7 +152,9 @@ class Membership:
         `poll` raises.
         """
         with self._changed:
-            number = max(self._requested, 0 if self._decision is None else self._decision.number + 1)
+            number = max(
+                self._requested, 0 if self._decision is None else self._decision.number + 1
+            )
             self._requested, self._forming = number, True
             # The watchdog's result counts as one silent call, so that a hung member costs little more than a heartbeat.
             silent = {} if self._suspect is None else {self._suspect: 1}
@@ -142,7 +166,11 @@ class Membership:
                     number = max(number, self._requested)
                 continue
             with self._changed:
-                absent = [member for member in self._members if member not in {*decision.members, *self._done}]
+                absent = [
+                    member
+                    for member in self._members
+                    if member not in {*decision.members, *self._done}
+                ]
                 self._decision, self._members, self._forming = decision, decision.members, False
                 self._changed.notify_all()
             if absent:
@@ -159,7 +187,9 @@ class Membership:
 
     def leave(self) -> None:
         """Announce to the others that this member leaves, so that they need not detect it."""
-        self._to_all(self._others(), lambda member: self._port.call(member, "leave", timeout_s=_ATTEMPT_S))
+        self._to_all(
+            self._others(), lambda member: self._port.call(member, "leave", timeout_s=_ATTEMPT_S)
+        )
 
     def finish(self) -> None:
         """Announce that this member has the interval's result, and wait briefly until the others have it too.
@@ -168,11 +198,17 @@ class Membership:
         re-formed without need. Members that are lost or hang are not waited for any longer.
         """
         self._finished = True
-        answers = self._to_all(self._others(),
-                               lambda member: self._port.call(member, "done", timeout_s=self._call_timeout_s))
-        reached = {member for member, answer in answers.items() if not isinstance(answer, Exception)}
+        answers = self._to_all(
+            self._others(),
+            lambda member: self._port.call(member, "done", timeout_s=self._call_timeout_s),
+        )
+        reached = {
+            member for member, answer in answers.items() if not isinstance(answer, Exception)
+        }
         with self._changed:
-            self._changed.wait_for(lambda: reached <= {*self._done, *self._departed}, self._call_timeout_s)
+            self._changed.wait_for(
+                lambda: reached <= {*self._done, *self._departed}, self._call_timeout_s
+            )
 
     def close(self) -> None:
         """Stop the watchdog; the caller closes the port."""
@@ -186,7 +222,11 @@ class Membership:
     # ------------------------------------------------------------------------------------------------ forming
 
     def _try_candidates(
-        self, number: int, own_state: MemberState, silent: dict[int, int], poll: Poll,
+        self,
+        number: int,
+        own_state: MemberState,
+        silent: dict[int, int],
+        poll: Poll,
     ) -> Generation | None:
         """Join the first live member in order, or coordinate; return None if there is no decision yet."""
         with self._changed:
@@ -199,19 +239,29 @@ class Membership:
                 return self._coordinate(number, own_state, silent, poll)
             try:
                 # A probe first: it detects a hung member sooner than a join, whose answer may be delayed.
-                probed = json.loads(self._port.call(candidate, "probe", str(number).encode(),
-                                                    timeout_s=self._call_timeout_s))
+                probed = json.loads(
+                    self._port.call(
+                        candidate, "probe", str(number).encode(), timeout_s=self._call_timeout_s
+                    )
+                )
                 self._reached.add(candidate)
                 if _DONE not in probed:
                     if probed and _parse_decision(probed).number >= number:
                         return self._accept_decision(probed)
                     self._asked.add(number)
-                    answer = json.loads(self._port.call(
-                        candidate, "join", json.dumps({"generation": number, **asdict(own_state)}).encode(),
-                        timeout_s=_ATTEMPT_S + self._call_timeout_s))
+                    answer = json.loads(
+                        self._port.call(
+                            candidate,
+                            "join",
+                            json.dumps({"generation": number, **asdict(own_state)}).encode(),
+                            timeout_s=_ATTEMPT_S + self._call_timeout_s,
+                        )
+                    )
             except PeerFailed as failure:
                 if not self._is_lost(candidate, failure, number, silent):
-                    if isinstance(failure, PeerNotReady):  # once ready, it probes those that it misses
+                    if isinstance(
+                        failure, PeerNotReady
+                    ):  # once ready, it probes those that it misses
                         with self._changed:
                             self._changed.wait_for(lambda: self._callers, _START_POLL_INTERVAL_S)
                     return None
@@ -223,7 +273,9 @@ class Membership:
             return None if "wait" in answer else self._accept_decision(answer)
         raise AssertionError("a member is among its own ring's members")
 
-    def _is_lost(self, member: int, failure: Exception, number: int, silent: dict[int, int]) -> bool:
+    def _is_lost(
+        self, member: int, failure: Exception, number: int, silent: dict[int, int]
+    ) -> bool:
         """Whether a member whose call failed is lost; one that was silent is called again first.
 
         Raises `LeftOut` if a member that refuses this one's token must be in a later interval. At the beginning it may
@@ -247,14 +299,18 @@ class Membership:
     def _accept_decision(self, answer: dict[str, Any]) -> Generation | None:
         decision = _parse_decision(answer)
         if self._own not in decision.members:
-            raise LeftOut(f"the ring continued with {self._whom}s {', '.join(map(str, decision.members))}")
+            raise LeftOut(
+                f"the ring continued with {self._whom}s {', '.join(map(str, decision.members))}"
+            )
         if decision.number in self._asked:
             return decision
         with self._changed:  # it was made with the one whose place this member has taken
             self._requested = max(self._requested, decision.number + 1)
         return None
 
-    def _coordinate(self, number: int, own_state: MemberState, silent: dict[int, int], poll: Poll) -> Generation | None:
+    def _coordinate(
+        self, number: int, own_state: MemberState, silent: dict[int, int], poll: Poll
+    ) -> Generation | None:
         """Wait for all live members and decide; return None after a while, to check for an earlier coordinator."""
         until_s = time.monotonic() + _ATTEMPT_S
         while True:
@@ -263,9 +319,16 @@ class Membership:
                 if self._requested > number or self._earlier_callers(silent):
                     return None
                 seen = self._seen(number, silent)
-                joined = {member: theirs for member, theirs in self._joins.get(number, {}).items()
-                          if member not in self._departed}
-            missing = [member for member in self._others() if member not in {*joined, *self._departed, *self._done}]
+                joined = {
+                    member: theirs
+                    for member, theirs in self._joins.get(number, {}).items()
+                    if member not in self._departed
+                }
+            missing = [
+                member
+                for member in self._others()
+                if member not in {*joined, *self._departed, *self._done}
+            ]
             absent = self._absent(missing, number, silent) if missing else set()
             if isinstance(absent, Generation):
                 return self._accept_decision(asdict(absent))
@@ -273,33 +336,52 @@ class Membership:
                 return self._decide(number, {**joined, self._own: own_state})
             if time.monotonic() > until_s:
                 return None
-            self._wait_for_change(number, silent, seen, _POLL_INTERVAL_S if number else _START_POLL_INTERVAL_S)
+            self._wait_for_change(
+                number, silent, seen, _POLL_INTERVAL_S if number else _START_POLL_INTERVAL_S
+            )
 
-    def _wait_for_change(self, number: int, silent: dict[int, int], seen: tuple[int, ...], timeout_s: float) -> None:
+    def _wait_for_change(
+        self, number: int, silent: dict[int, int], seen: tuple[int, ...], timeout_s: float
+    ) -> None:
         """Wait until another member has called, which one may have done since `seen` was read."""
         with self._changed:
             self._changed.wait_for(lambda: self._seen(number, silent) != seen, timeout_s)
 
     def _seen(self, number: int, silent: dict[int, int]) -> tuple[int, ...]:
         """Return what changes with every call of another member that a coordinator waits for."""
-        return (self._requested, len(self._joins.get(number, {})), len(self._departed), len(self._done),
-                self._earlier_callers(silent))
+        return (
+            self._requested,
+            len(self._joins.get(number, {})),
+            len(self._departed),
+            len(self._done),
+            self._earlier_callers(silent),
+        )
 
     def _earlier_callers(self, silent: dict[int, int]) -> int:
         """Return how many members that coordinate in place of this one have called by now.
 
         One that calls and does not answer cannot coordinate: to make way for it would be for ever.
         """
-        earlier = self._members[:self._members.index(self._own)]
-        return sum(member in self._callers and silent.get(member, 0) < _MAX_SILENT_CALLS for member in earlier)
+        earlier = self._members[: self._members.index(self._own)]
+        return sum(
+            member in self._callers and silent.get(member, 0) < _MAX_SILENT_CALLS
+            for member in earlier
+        )
 
-    def _absent(self, missing: Sequence[int], number: int, silent: dict[int, int]) -> set[int] | Generation:
+    def _absent(
+        self, missing: Sequence[int], number: int, silent: dict[int, int]
+    ) -> set[int] | Generation:
         """Return the members that will not join, or a decision that was made without this member."""
         waiting_for_start = number == 0 and time.monotonic() < self._deadline_s
         # Members that were silent while this one looked for a coordinator are not waited for again.
-        absent = set() if waiting_for_start else {
-            member for member in missing if silent.get(member, 0) >= _MAX_SILENT_CALLS}
-        for member, answer in self._probe([member for member in missing if member not in absent]).items():
+        absent = (
+            set()
+            if waiting_for_start
+            else {member for member in missing if silent.get(member, 0) >= _MAX_SILENT_CALLS}
+        )
+        for member, answer in self._probe(
+            [member for member in missing if member not in absent]
+        ).items():
             if isinstance(answer, dict):
                 self._reached.add(member)
                 silent.pop(member, None)
@@ -309,7 +391,9 @@ class Membership:
                 decision = _parse_decision(answer) if answer else None
                 if decision is not None and decision.number >= number:
                     return decision
-            elif waiting_for_start and not (isinstance(answer, PeerUnreachable) and member in self._reached):
+            elif waiting_for_start and not (
+                isinstance(answer, PeerUnreachable) and member in self._reached
+            ):
                 continue
             elif self._is_lost(member, answer, number, silent):
                 absent.add(member)
@@ -318,19 +402,34 @@ class Membership:
     def _decide(self, number: int, member_states: dict[int, MemberState]) -> Generation:
         members = tuple(member for member in self._members if member in member_states)
         with_model = [member for member in members if member_states[member].has_model]
-        source = max(with_model, key=lambda member: (member_states[member].num_steps, -member), default=-1)
-        best = member_states[source] if source >= 0 else MemberState(num_steps=0, has_model=False, optimizer="")
+        source = max(
+            with_model, key=lambda member: (member_states[member].num_steps, -member), default=-1
+        )
+        best = (
+            member_states[source]
+            if source >= 0
+            else MemberState(num_steps=0, has_model=False, optimizer="")
+        )
         # Before the first step all optimisers are unchanged, so any will do; a node that returns has lost its own.
         optimizer_source = source
         if not best.num_steps and not best.optimizer:
-            optimizer_source = next((member for member in members if member_states[member].optimizer), source)
+            optimizer_source = next(
+                (member for member in members if member_states[member].optimizer), source
+            )
         optimizer = member_states[optimizer_source].optimizer if optimizer_source >= 0 else ""
         decision = Generation(
-            number=number, members=members, source=source, num_steps=best.num_steps,
-            same_model=all((member_states[member].num_steps, member_states[member].has_model) == (best.num_steps, True)
-                           for member in members),
+            number=number,
+            members=members,
+            source=source,
+            num_steps=best.num_steps,
+            same_model=all(
+                (member_states[member].num_steps, member_states[member].has_model)
+                == (best.num_steps, True)
+                for member in members
+            ),
             optimizer_source=optimizer_source,
-            same_optimizer=all(member_states[member].optimizer == optimizer for member in members))
+            same_optimizer=all(member_states[member].optimizer == optimizer for member in members),
+        )
         with self._changed:
             self._decision = decision
             self._changed.notify_all()
@@ -339,10 +438,18 @@ class Membership:
     def _log_absent(self, absent: Sequence[int], number: int) -> None:
         for member in absent:
             if member in self._departed:
-                log(INFO, "ring: %s %d has left; the ring continues with %d", self._whom, member, len(self._members))
+                log(
+                    INFO,
+                    "ring: %s %d has left; the ring continues with %d",
+                    self._whom,
+                    member,
+                    len(self._members),
+                )
                 continue
             why = "did not come to the rendezvous" if number == 0 else "is gone or hangs"
-            self.log_lines.append(f"{self._whom} {member} {why}; the ring continues with {len(self._members)}")
+            self.log_lines.append(
+                f"{self._whom} {member} {why}; the ring continues with {len(self._members)}"
+            )
             log(WARNING, "ring: %s", self.log_lines[-1])
 
     # ------------------------------------------------------------------------------------- what peers ask of us
@@ -358,8 +465,10 @@ class Membership:
                 self._changed.notify_all()
             self._reached.add(caller.rank)
             self._joins.setdefault(number, {})[caller.rank] = MemberState(
-                num_steps=int(asked["num_steps"]), has_model=bool(asked["has_model"]),
-                optimizer=str(asked["optimizer"]))
+                num_steps=int(asked["num_steps"]),
+                has_model=bool(asked["has_model"]),
+                optimizer=str(asked["optimizer"]),
+            )
             self._changed.notify_all()
             while True:
                 if self._decision is not None and self._decision.number >= number:
@@ -381,7 +490,11 @@ class Membership:
                 self._callers.add(caller.rank)
                 self._changed.notify_all()
                 self._requested = max(self._requested, int(body))
-            if self._finished and self._decision is not None and self._requested > self._decision.number:
+            if (
+                self._finished
+                and self._decision is not None
+                and self._requested > self._decision.number
+            ):
                 return json.dumps({_DONE: True}).encode()
             return json.dumps({} if self._decision is None else asdict(self._decision)).encode()
 
@@ -409,8 +522,15 @@ class Membership:
                 time.sleep(self._call_timeout_s)
             with self._changed:
                 decision, forming = self._decision, self._forming
-                ring = () if decision is None else tuple(
-                    member for member in decision.members if member not in self._done or member == self._own)
+                ring = (
+                    ()
+                    if decision is None
+                    else tuple(
+                        member
+                        for member in decision.members
+                        if member not in self._done or member == self._own
+                    )
+                )
             if decision is None or forming or len(ring) < 2:
                 failures = 0
                 time.sleep(_POLL_INTERVAL_S)
@@ -425,7 +545,11 @@ class Membership:
                 failures = _MAX_SILENT_CALLS
             if failures >= _MAX_SILENT_CALLS:
                 with self._changed:
-                    if self._decision is decision and not self._forming and following not in self._done:
+                    if (
+                        self._decision is decision
+                        and not self._forming
+                        and following not in self._done
+                    ):
                         self._requested = max(self._requested, decision.number + 1)
                         self._suspect = following
                         self._changed.notify_all()
@@ -436,12 +560,16 @@ class Membership:
         wanted = str(self._requested).encode()
 
         def ask(member: int) -> dict[str, Any]:
-            return dict(json.loads(self._port.call(member, "probe", wanted, timeout_s=self._call_timeout_s)))
+            return dict(
+                json.loads(self._port.call(member, "probe", wanted, timeout_s=self._call_timeout_s))
+            )
 
         return self._to_all(members, ask)
 
     @staticmethod
-    def _to_all(members: Sequence[int], ask: Callable[[int], _Answer]) -> dict[int, _Answer | Exception]:
+    def _to_all(
+        members: Sequence[int], ask: Callable[[int], _Answer]
+    ) -> dict[int, _Answer | Exception]:
         def safely(member: int) -> _Answer | Exception:
             try:
                 return ask(member)
@@ -479,7 +607,9 @@ class LeaderMembership(Membership):
     def _skip_done(self, member: int) -> None:
         raise OthersDone(member)
 
-    def _is_lost(self, member: int, failure: Exception, number: int, silent: dict[int, int]) -> bool:
+    def _is_lost(
+        self, member: int, failure: Exception, number: int, silent: dict[int, int]
+    ) -> bool:
         if isinstance(failure, PeerNotReady):
             return False
         # One that refuses the interval's token has been asked again, alone, and answers for itself.

@@ -44,11 +44,17 @@ class ChangeCompression:
 
     def __post_init__(self) -> None:
         if self.name not in (FP16, INT8):
-            raise ConfigError(f"leaders: compression {self.name!r} is unknown; use {FP16!r} or {INT8!r}")
+            raise ConfigError(
+                f"leaders: compression {self.name!r} is unknown; use {FP16!r} or {INT8!r}"
+            )
 
     def compresses(self, name: str, array: _Array) -> bool:
         """Return whether a tensor is compressed."""
-        return name not in self.untrained and np.issubdtype(array.dtype, np.inexact) and reals(array).itemsize <= 4
+        return (
+            name not in self.untrained
+            and np.issubdtype(array.dtype, np.inexact)
+            and reals(array).itemsize <= 4
+        )
 
     def layout(self, arrays: Mapping[str, _Array]) -> str:
         """Return a digest of what groups must have in common to add their changes."""
@@ -57,8 +63,10 @@ class ChangeCompression:
 
     def change(self, arrays: Mapping[str, _Array], share: float) -> Floats:
         """Return x, flat, in the order of the tensors; of floats that are too large some values are not finite."""
-        parts = [(reals(array).astype(np.float64) - reals(self.common[name]).astype(np.float64)) * share
-                 for name, array in self._compressed(arrays)]
+        parts = [
+            (reals(array).astype(np.float64) - reals(self.common[name]).astype(np.float64)) * share
+            for name, array in self._compressed(arrays)
+        ]
         with np.errstate(over="ignore"):
             change: Floats = np.concatenate([np.zeros(0), *parts]).astype(np.float32)
             if self.feedback is not None:
@@ -72,7 +80,7 @@ class ChangeCompression:
         start = 0
         for name, array in self._compressed(arrays):
             row = reals(self.common[name])
-            part = (row.astype(np.float64) + total[start:start + row.size]).astype(row.dtype)
+            part = (row.astype(np.float64) + total[start : start + row.size]).astype(row.dtype)
             made[name] = part.view(array.dtype).reshape(array.shape)
             start += row.size
         return made
@@ -81,9 +89,11 @@ class ChangeCompression:
         """Return the next e of a group whose change was summed with these steps."""
         change = self.change(arrays, share)
         blocks, step = in_blocks(torch.from_numpy(change)), torch.from_numpy(steps)[:, None]
-        return (blocks - _levels(blocks, step) * step).view(-1)[:len(change)].numpy().copy()
+        return (blocks - _levels(blocks, step) * step).view(-1)[: len(change)].numpy().copy()
 
-    def sum(self, ring: Collective, change: Floats, poll: Poll = no_poll) -> tuple[Floats, Floats | None]:
+    def sum(
+        self, ring: Collective, change: Floats, poll: Poll = no_poll
+    ) -> tuple[Floats, Floats | None]:
         """Return the sum of all members' changes, the same bits at all, and with "int8" the steps of its blocks.
 
         The largest magnitudes of all members' changes, summed, must be finite. Raises what the ring and `poll` raise.
@@ -97,7 +107,7 @@ class ChangeCompression:
         blocks = in_blocks(flat)
         step = agree_on_steps(ring, blocks, poll=poll)
         levels = sum_levels(ring, _levels(blocks, step), flat.numel(), poll)
-        return (levels * step).view(-1)[:flat.numel()].numpy(), step.view(-1).numpy()
+        return (levels * step).view(-1)[: flat.numel()].numpy(), step.view(-1).numpy()
 
     def _compressed(self, arrays: Mapping[str, _Array]) -> Iterator[tuple[str, _Array]]:
         return ((name, array) for name, array in arrays.items() if self.compresses(name, array))
@@ -113,7 +123,9 @@ class MemberChanges:
     `feedback` is e if this member holds it, `owed` e's digest if the group has any.
     """
 
-    def __init__(self, name: str, untrained: Sequence[str], feedback: Floats | None, owed: str) -> None:
+    def __init__(
+        self, name: str, untrained: Sequence[str], feedback: Floats | None, owed: str
+    ) -> None:
         self._name, self._untrained, self._owed = name, frozenset(untrained), owed
         self._common: Mapping[str, _Array] | None = None
         self._is_complete = False
@@ -130,29 +142,43 @@ class MemberChanges:
         """Whether this member has c, and e."""
         return self._common is not None, self.feedback is not None
 
-    def complete(self, held: Sequence[tuple[bool, bool]], broadcast_from: Callable[[int, Callable[[], bytes]], bytes],
-                 ) -> None:
+    def complete(
+        self,
+        held: Sequence[tuple[bool, bool]],
+        broadcast_from: Callable[[int, Callable[[], bytes]], bytes],
+    ) -> None:
         """Get what this member misses from the first that has it; `held` is what members have, in ring order.
 
         `broadcast_from` is called alike at all members, with the rank of the one that has it.
         """
-        with_common, with_feedback = ([rank for rank, has in enumerate(held) if has[part]] for part in (0, 1))
+        with_common, with_feedback = (
+            [rank for rank, has in enumerate(held) if has[part]] for part in (0, 1)
+        )
         if 0 < len(with_common) < len(held):
-            common = broadcast_from(with_common[0], lambda: b"".join(pack_arrays(self._common or {})))
+            common = broadcast_from(
+                with_common[0], lambda: b"".join(pack_arrays(self._common or {}))
+            )
             self._common = self._common or unpack_arrays(memoryview(common))
         if 0 < len(with_feedback) < len(held):
-            packed = broadcast_from(with_feedback[0], lambda: b"".join(pack_arrays({"": self._own_feedback()})))
+            packed = broadcast_from(
+                with_feedback[0], lambda: b"".join(pack_arrays({"": self._own_feedback()}))
+            )
             if self.feedback is None:
                 self.feedback = unpack_arrays(memoryview(packed))[""]
         elif self._owed and not with_feedback:
-            self.log_lines.append("what compression has left of its earlier changes is lost with those that held it")
+            self.log_lines.append(
+                "what compression has left of its earlier changes is lost with those that held it"
+            )
         self._is_complete = True
 
     def compression(self) -> ChangeCompression:
         """Return how the group's change is compressed."""
-        assert self._common is not None, "a ring does no step before all of its members have the model"
-        return ChangeCompression(name=self._name, common=self._common, untrained=self._untrained,
-                                 feedback=self.feedback)
+        assert self._common is not None, (
+            "a ring does no step before all of its members have the model"
+        )
+        return ChangeCompression(
+            name=self._name, common=self._common, untrained=self._untrained, feedback=self.feedback
+        )
 
     def on_mean(self, next_feedback: Callable[[ChangeCompression], Floats | None]) -> None:
         """Take the next e; none if this member has been lost before it had all that goes into it."""

@@ -61,13 +61,20 @@ class PreemptionSwitch:
     """
 
     def __init__(
-        self, *, file: Path | None = None, port: int | None = None, host: str = _LOOPBACK, signals: bool = False,
+        self,
+        *,
+        file: Path | None = None,
+        port: int | None = None,
+        host: str = _LOOPBACK,
+        signals: bool = False,
     ) -> None:
         self.notes: list[str] = []
         """The warnings, a line each."""
         self._file, self._port, self._host, self._signals = file, port, host, signals
         # Plain assignments, no lock: a signal handler may interrupt the same method that it calls.
-        self._requested_at_s: float | None = None  # by a signal or request that is not stored in a file; Unix time
+        self._requested_at_s: float | None = (
+            None  # by a signal or request that is not stored in a file; Unix time
+        )
         self._file_exists = False
         self._next_check_s = -math.inf
         self._unlogged: list[str] = []
@@ -119,7 +126,9 @@ class PreemptionSwitch:
     def raise_if_active(self) -> None:
         """Raise `Preempted` if the device is preempted."""
         if self.active:
-            raise Preempted(f"the device is preempted by its user, since {self.since_s() or 0.0:.1f} s")
+            raise Preempted(
+                f"the device is preempted by its user, since {self.since_s() or 0.0:.1f} s"
+            )
 
     def since_s(self) -> float | None:
         """Return for how many seconds the device has been preempted, or None if it is not."""
@@ -136,8 +145,10 @@ class PreemptionSwitch:
                 self._requested_at_s, self._next_check_s = None, -math.inf
                 return
             except OSError as error:
-                self._warn_once(f"preempt-file {self._file}: cannot be written ({error.strerror}); this process "
-                                "leaves, but those of later messages will not")
+                self._warn_once(
+                    f"preempt-file {self._file}: cannot be written ({error.strerror}); this process "
+                    "leaves, but those of later messages will not"
+                )
         if self._requested_at_s is None:
             self._requested_at_s = time.time()
 
@@ -148,8 +159,10 @@ class PreemptionSwitch:
             try:
                 self._file.unlink(missing_ok=True)
             except OSError as error:
-                self._warn_once(f"preempt-file {self._file}: cannot be removed ({error.strerror}), so the device stays "
-                                "preempted; remove it")
+                self._warn_once(
+                    f"preempt-file {self._file}: cannot be removed ({error.strerror}), so the device stays "
+                    "preempted; remove it"
+                )
             self._next_check_s = -math.inf
 
     def _file_time_s(self) -> float | None:
@@ -161,8 +174,10 @@ class PreemptionSwitch:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            self._warn_once(f"preempt-file {self._file}: cannot be read ({error.strerror}); let the client's user "
-                            "read its folder")
+            self._warn_once(
+                f"preempt-file {self._file}: cannot be read ({error.strerror}); let the client's user "
+                "read its folder"
+            )
             return time.time() if self._file_exists else None
 
     # ------------------------------------------------------------------------------------------------ sources
@@ -172,21 +187,33 @@ class PreemptionSwitch:
             self._server = _Server(self._host, port, self)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                raise ConfigError(f"preempt-port {port}: cannot listen on {self._host} ({error.strerror}); choose a "
-                                  "port above 1023 and an address of this device in preempt-bind") from None
-            heard = "requests to it arrive through preempt-file" if self._file is not None else \
-                "set preempt-file too, so that requests to it arrive here"
+                raise ConfigError(
+                    f"preempt-port {port}: cannot listen on {self._host} ({error.strerror}); choose a "
+                    "port above 1023 and an address of this device in preempt-bind"
+                ) from None
+            heard = (
+                "requests to it arrive through preempt-file"
+                if self._file is not None
+                else "set preempt-file too, so that requests to it arrive here"
+            )
             self._warn_once(f"preempt-port {port}: in use on {self._host}; {heard}")
             return
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="preempt-port",
-                         daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever,
+            kwargs={"poll_interval": 0.1},
+            name="preempt-port",
+            daemon=True,
+        ).start()
 
     def _catch_signals(self) -> None:
         if threading.current_thread() is not threading.main_thread():
-            self._warn_once("preempt-signal: the client does not run in its process's main thread, so signals are left "
-                            "alone; use preempt-file")
+            self._warn_once(
+                "preempt-signal: the client does not run in its process's main thread, so signals are left "
+                "alone; use preempt-file"
+            )
             return
         for number, answer in ((signal.SIGUSR1, self.activate), (signal.SIGUSR2, self.deactivate)):
+
             def handler(_number: int, _frame: FrameType | None, answer: Any = answer) -> None:
                 answer()
 
@@ -212,18 +239,27 @@ def preempt_switch(node_config: Mapping[str, Any]) -> PreemptionSwitch:
     if unknown:
         raise ConfigError(f"node-config {unknown[0]}: there is no such key; use {', '.join(_KEYS)}")
     file, port = node_config.get("preempt-file"), node_config.get("preempt-port")
-    host, signals = node_config.get("preempt-bind", _LOOPBACK), node_config.get("preempt-signal", False)
+    host, signals = (
+        node_config.get("preempt-bind", _LOOPBACK),
+        node_config.get("preempt-signal", False),
+    )
     # Absolute, since each message has its own process, in a working folder of Flower's.
-    if file is not None and not (isinstance(file, str) and Path(file).is_absolute() and "\0" not in file):
-        raise ConfigError(f"node-config preempt-file = {file!r}: give an absolute path, such as "
-                          '"/run/socflower/preempt"')
+    if file is not None and not (
+        isinstance(file, str) and Path(file).is_absolute() and "\0" not in file
+    ):
+        raise ConfigError(
+            f"node-config preempt-file = {file!r}: give an absolute path, such as "
+            '"/run/socflower/preempt"'
+        )
     if port is not None and not (type(port) is int and 0 < port < 65536):
         raise ConfigError(f"node-config preempt-port = {port!r}: give a number from 1 to 65535")
     if not (isinstance(host, str) and _is_address(host)):
         raise ConfigError(f"node-config preempt-bind = {host!r}: give an IP address of this device")
     if not isinstance(signals, bool):
         raise ConfigError(f"node-config preempt-signal = {signals!r}: give true or false")
-    return PreemptionSwitch(file=Path(file) if file is not None else None, port=port, host=host, signals=signals)
+    return PreemptionSwitch(
+        file=Path(file) if file is not None else None, port=port, host=host, signals=signals
+    )
 
 
 def _is_address(text: str) -> bool:
@@ -246,7 +282,10 @@ class _Server(ThreadingHTTPServer):
     def server_bind(self) -> None:
         """Bind without looking up the host's name, which takes seconds where no name server answers."""
         socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.server_name, self.server_port = (
+            str(self.server_address[0]),
+            int(self.server_address[1]),
+        )
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore broken connections, which their client notices."""
@@ -281,8 +320,13 @@ class _RequestHandler(BaseHTTPRequestHandler):
             if change is not None:
                 change()
             since_s = self.server.switch.since_s()
-            self._reply(200, {"preempted": since_s is not None,
-                              "since_s": None if since_s is None else round(since_s, 3)})
+            self._reply(
+                200,
+                {
+                    "preempted": since_s is not None,
+                    "since_s": None if since_s is None else round(since_s, 3),
+                },
+            )
 
     def _reply(self, status: int, document: dict[str, Any]) -> None:
         body = json.dumps(document).encode() + b"\n"

@@ -29,7 +29,12 @@ Edge = tuple[int, int]
 
 def tree_edges(places: Sequence[Place]) -> tuple[Edge, ...]:
     """Return the edges of the tree of members at these places, in the order in which sums are added."""
-    return tuple((first, other) for level in tree_levels(places) for first, *others in level for other in others)
+    return tuple(
+        (first, other)
+        for level in tree_levels(places)
+        for first, *others in level
+        for other in others
+    )
 
 
 class Tree(Collective):
@@ -93,16 +98,35 @@ class _Sum:
 def in_process_trees(places: Sequence[Place]) -> list[Collective]:
     """Return the members' ends of one tree, by rank, each to be used in its own thread."""
     rings = {edge: in_process_rings(2) for edge in tree_edges(places)}
-    return [Tree(rank, len(places), {edge: ends[edge.index(rank)] for edge, ends in rings.items() if rank in edge})
-            for rank in range(len(places))]
+    return [
+        Tree(
+            rank,
+            len(places),
+            {edge: ends[edge.index(rank)] for edge, ends in rings.items() if rank in edge},
+        )
+        for rank in range(len(places))
+    ]
 
 
-def grpc_tree(port: Peers, ranks: Sequence[int], places: Sequence[Place], generation: int, heartbeat_s: float) -> Tree:
+def grpc_tree(
+    port: Peers, ranks: Sequence[int], places: Sequence[Place], generation: int, heartbeat_s: float
+) -> Tree:
     """Return this member's end of generation `generation` of a tree among `ranks` of the port's addresses."""
     own = list(ranks).index(port.rank)
-    return Tree(own, len(ranks), {edge: GrpcRing(
-        _EdgePort(port, f"{ranks[edge[0]]}-{ranks[edge[1]]}-"), [ranks[rank] for rank in edge], generation, heartbeat_s)
-        for edge in tree_edges(places) if own in edge})
+    return Tree(
+        own,
+        len(ranks),
+        {
+            edge: GrpcRing(
+                _EdgePort(port, f"{ranks[edge[0]]}-{ranks[edge[1]]}-"),
+                [ranks[rank] for rank in edge],
+                generation,
+                heartbeat_s,
+            )
+            for edge in tree_edges(places)
+            if own in edge
+        },
+    )
 
 
 class _EdgePort:

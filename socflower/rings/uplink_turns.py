@@ -39,7 +39,13 @@ class UplinkTurns:
     """
 
     def __init__(
-        self, port: RingPort, group_id: int, neighbours: Neighbours, *, heartbeat_s: float, rendezvous_s: float,
+        self,
+        port: RingPort,
+        group_id: int,
+        neighbours: Neighbours,
+        *,
+        heartbeat_s: float,
+        rendezvous_s: float,
     ) -> None:
         self._port, self._group_id, self._neighbours = port, group_id, neighbours
         self._heartbeat_s = heartbeat_s
@@ -47,19 +53,28 @@ class UplinkTurns:
         self._changed = threading.Condition()
         self._done = dict.fromkeys((*neighbours.before, *neighbours.after), 0)  # exchanges of each
         self._given_up: set[int] = set()
-        self._notifiers = [_Notifier(port, member, group_id, heartbeat_s / 4)
-                           for group in self._done for member in neighbours.members[group]]
+        self._notifiers = [
+            _Notifier(port, member, group_id, heartbeat_s / 4)
+            for group in self._done
+            for member in neighbours.members[group]
+        ]
         port.handle("turn", self._on_turn)
         port.handle("alive", lambda caller, body: b"")
 
     def wait(self, step: int, poll: Poll) -> None:
         """Return when it is this group's turn to exchange in `step`, counted from 0 in the interval."""
-        needed = {**dict.fromkeys(self._neighbours.before, step + 1), **dict.fromkeys(self._neighbours.after, step)}
+        needed = {
+            **dict.fromkeys(self._neighbours.before, step + 1),
+            **dict.fromkeys(self._neighbours.after, step),
+        }
         asked_s = time.monotonic()
         while True:
             with self._changed:
-                late = [group for group, steps in needed.items()
-                        if self._done[group] < steps and group not in self._given_up]
+                late = [
+                    group
+                    for group, steps in needed.items()
+                    if self._done[group] < steps and group not in self._given_up
+                ]
                 if not late:
                     return
                 self._changed.wait(_POLL_INTERVAL_S)
@@ -105,8 +120,12 @@ class UplinkTurns:
                 continue
         with self._changed:
             self._given_up.add(group)
-        log(WARNING, "ring: no member of group %d answers; group %d no longer takes turns with it", group,
-            self._group_id)
+        log(
+            WARNING,
+            "ring: no member of group %d answers; group %d no longer takes turns with it",
+            group,
+            self._group_id,
+        )
 
 
 class _Notifier:
@@ -117,7 +136,12 @@ class _Notifier:
     """
 
     def __init__(self, port: RingPort, member: int, group_id: int, timeout_s: float) -> None:
-        self._port, self._member, self._group_id, self._timeout_s = port, member, group_id, timeout_s
+        self._port, self._member, self._group_id, self._timeout_s = (
+            port,
+            member,
+            group_id,
+            timeout_s,
+        )
         self._changed = threading.Condition()
         self._done = self._acknowledged = 0
         self._closed = False
@@ -144,8 +168,12 @@ class _Notifier:
                 done, last = self._done, self._closed
             if done > self._acknowledged:
                 try:
-                    self._port.call(self._member, "turn", json.dumps({"group": self._group_id, "done": done}).encode(),
-                                    timeout_s=self._timeout_s)
+                    self._port.call(
+                        self._member,
+                        "turn",
+                        json.dumps({"group": self._group_id, "done": done}).encode(),
+                        timeout_s=self._timeout_s,
+                    )
                     self._acknowledged = done
                 except PeerFailed:  # not started, lost, or in another interval
                     if not last:

@@ -16,7 +16,16 @@ from socflower.scenario.expectations import check_app_claims, parse_claims
 from socflower.wire.folders import exclusive_folder
 from socflower.wire.saved_state import remove_partial, write_atomically
 
-_ROW_KEYS = ("app", "run_config", *FIGURES, "virtual_s", "wall_s", "energy_j", "bytes", "weights_sha256")
+_ROW_KEYS = (
+    "app",
+    "run_config",
+    *FIGURES,
+    "virtual_s",
+    "wall_s",
+    "energy_j",
+    "bytes",
+    "weights_sha256",
+)
 _INPUTS = (".py", ".toml", ".json", ".yaml")
 _INPUTS_FILE = "inputs.json"
 
@@ -29,25 +38,50 @@ def app_variants(folders: Sequence[Path], vary: str, **settings: Any) -> list[Ap
     key, separator, values = vary.partition("=")
     tried = [value.strip() for value in values.split(",")] if vary else []
     if vary and (not separator or "" in tried or len(set(tried)) < max(2, len(tried))):
-        raise ConfigError(f"--vary {vary}: write a key of the run config and different values, as in "
-                          "learning-rate=0.01,0.05")
+        raise ConfigError(
+            f"--vary {vary}: write a key of the run config and different values, as in "
+            "learning-rate=0.01,0.05"
+        )
     if len({folder.resolve() for folder in folders}) < len(folders):
-        raise ConfigError(f"compare {' '.join(map(str, folders))}: an app is named twice; name each once")
+        raise ConfigError(
+            f"compare {' '.join(map(str, folders))}: an app is named twice; name each once"
+        )
     if len(folders) < 2 and not vary:
-        raise ConfigError(f"compare {folders[0]}: is one app; name others to compare it with, or values of a key of "
-                          "its run config with --vary KEY=VALUE,VALUE")
+        raise ConfigError(
+            f"compare {folders[0]}: is one app; name others to compare it with, or values of a key of "
+            "its run config with --vary KEY=VALUE,VALUE"
+        )
     names = [folder.resolve().name for folder in folders]
-    labels = [str(folder) if names.count(name) > 1 else name for folder, name in zip(folders, names, strict=True)]
-    runs = [AppRun(folder=folder, label=label, **settings) for folder, label in zip(folders, labels, strict=True)]
+    labels = [
+        str(folder) if names.count(name) > 1 else name
+        for folder, name in zip(folders, names, strict=True)
+    ]
+    runs = [
+        AppRun(folder=folder, label=label, **settings)
+        for folder, label in zip(folders, labels, strict=True)
+    ]
     if not vary:
         return runs
-    return [replace(run, label=f"{run.label} {key.strip()}={value}" if len(runs) > 1 else f"{key.strip()}={value}",
-                    overrides=(*run.overrides, f"{key}={value}")) for run in runs for value in tried]
+    return [
+        replace(
+            run,
+            label=f"{run.label} {key.strip()}={value}"
+            if len(runs) > 1
+            else f"{key.strip()}={value}",
+            overrides=(*run.overrides, f"{key}={value}"),
+        )
+        for run in runs
+        for value in tried
+    ]
 
 
 def compare_apps(
-    runs: Sequence[AppRun], out: Path, *, on_notice: OnNotice = lambda line: None,
-    run_one: Callable[..., dict[str, Any]] = run_app_folder, logging: RoundLogging = NO_LOGGING,
+    runs: Sequence[AppRun],
+    out: Path,
+    *,
+    on_notice: OnNotice = lambda line: None,
+    run_one: Callable[..., dict[str, Any]] = run_app_folder,
+    logging: RoundLogging = NO_LOGGING,
 ) -> dict[str, Any]:
     """Run the apps and return the comparison document; each result is in a folder of its own in `out`.
 
@@ -69,7 +103,11 @@ def compare_apps(
 
 
 def _result(
-    run: AppRun, out: Path, on_notice: OnNotice, run_one: Callable[..., dict[str, Any]], logging: RoundLogging,
+    run: AppRun,
+    out: Path,
+    on_notice: OnNotice,
+    run_one: Callable[..., dict[str, Any]],
+    logging: RoundLogging,
 ) -> dict[str, Any]:
     folder = out / "".join(char if char.isalnum() or char in "._=-" else "-" for char in run.title)
     inputs = _inputs(run)
@@ -90,11 +128,21 @@ def _result(
 def _inputs(run: AppRun) -> dict[str, Any]:
     """Return what determines an app's result: its files, its settings, its cluster."""
     digest = hashlib.sha256()
-    for file in sorted(file for file in run.folder.rglob("*") if file.suffix in _INPUTS and file.is_file()):
-        digest.update(f"{file.relative_to(run.folder)}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
-    return {"files_sha256": digest.hexdigest(), "cluster": run.cluster_file.read_text("utf-8"), "engine": run.engine,
-            "num_nodes": run.num_nodes, "training_flops": run.training_flops, "overrides": list(run.overrides),
-            "label": run.title}
+    for file in sorted(
+        file for file in run.folder.rglob("*") if file.suffix in _INPUTS and file.is_file()
+    ):
+        digest.update(
+            f"{file.relative_to(run.folder)}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode()
+        )
+    return {
+        "files_sha256": digest.hexdigest(),
+        "cluster": run.cluster_file.read_text("utf-8"),
+        "engine": run.engine,
+        "num_nodes": run.num_nodes,
+        "training_flops": run.training_flops,
+        "overrides": list(run.overrides),
+        "label": run.title,
+    }
 
 
 def _write(runs: Sequence[AppRun], results: list[dict[str, Any]], out: Path) -> dict[str, Any]:
@@ -107,9 +155,15 @@ def _write(runs: Sequence[AppRun], results: list[dict[str, Any]], out: Path) -> 
         result["expectations"] = check_app_claims(parse_claims(run.claims), result)[0]
         claims += [{**claim, "app": run.title} for claim in result["expectations"]]
     document = {
-        "schema": 1, "engine": runs[0].engine, "cluster_file": str(runs[0].cluster_file),
-        "quality": quality.name, **{key: results[0][key] for key in TARGETS},
-        "rows": [{"strategy": result["label"], **{key: result.get(key) for key in _ROW_KEYS}} for result in results],
+        "schema": 1,
+        "engine": runs[0].engine,
+        "cluster_file": str(runs[0].cluster_file),
+        "quality": quality.name,
+        **{key: results[0][key] for key in TARGETS},
+        "rows": [
+            {"strategy": result["label"], **{key: result.get(key) for key in _ROW_KEYS}}
+            for result in results
+        ],
         "headline": headline_of([{**result, "strategy": result["label"]} for result in results]),
         "expectations": claims,
     }

@@ -38,22 +38,29 @@ class _PlanningGrid(EngineGrid):
     """Has nodes and sends nothing."""
 
     def _accept(self, message_id: str, message: Message) -> NoReturn:
-        raise ConfigError(f"plan: the app sends {message.metadata.message_type} messages before its strategy starts, "
-                          "as a warm-up does that chooses the number of groups, and a plan sends none; set that number "
-                          "with --set, or run the app")
+        raise ConfigError(
+            f"plan: the app sends {message.metadata.message_type} messages before its strategy starts, "
+            "as a warm-up does that chooses the number of groups, and a plan sends none; set that number "
+            "with --set, or run the app"
+        )
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """Return nothing, as nothing was sent."""
         return []
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
         """Refuse any message."""
         self.push_messages(messages)
         return []
 
 
 def plan_app_folder(
-    folder: Path, cluster_file: Path, overrides: Iterable[str] = (), training_flops: float | None = None,
+    folder: Path,
+    cluster_file: Path,
+    overrides: Iterable[str] = (),
+    training_flops: float | None = None,
 ) -> tuple[Cluster, dict[str, Any]]:
     """Return the cluster and the plan document of the app's SoCFlow, as `plan_scenario` does.
 
@@ -64,47 +71,78 @@ def plan_app_folder(
     app, cluster = load_flower_app(folder), load_cluster(cluster_file)
     config = run_config(app, tuple(overrides))
     with forgotten_modules(folder), flower_quiet():
-        started = _start_of(require_server_app(app.server_app), _PlanningGrid([{}] * cluster.num_socs, config), config)
+        started = _start_of(
+            require_server_app(app.server_app),
+            _PlanningGrid([{}] * cluster.num_socs, config),
+            config,
+        )
     strategy = innermost(started.strategy)
     name = type(strategy).__name__
     if not isinstance(strategy, SoCFlow):
-        raise ConfigError(f"{folder}: its strategy is {name}, which has no groups to plan; plan is for SoCFlow and "
-                          "its subclasses, and socflower run prices any other: give --training-flops")
+        raise ConfigError(
+            f"{folder}: its strategy is {name}, which has no groups to plan; plan is for SoCFlow and "
+            "its subclasses, and socflower run prices any other: give --training-flops"
+        )
     if strategy.plan.participants and strategy.plan.participants[-1] >= cluster.num_socs:
-        raise ConfigError(f"{folder}: {name} plans SoC {strategy.plan.participants[-1]}, and {cluster_file} has "
-                          f"{counted(cluster.num_socs, 'SoC')}; describe both by the same cluster file")
+        raise ConfigError(
+            f"{folder}: {name} plans SoC {strategy.plan.participants[-1]}, and {cluster_file} has "
+            f"{counted(cluster.num_socs, 'SoC')}; describe both by the same cluster file"
+        )
     profile = None if own is None else with_weights(own, started.arrays)
     exchanges, work = strategy.predicted(EventClock(cluster), profile)
     schedule, notes = strategy.schedule, []
     if work is None:
-        notes.append(f"no time is predicted: {name} has no costs=Costs(model_profile=profile_module(…)); add it, or "
-                     "give --training-flops")
+        notes.append(
+            f"no time is predicted: {name} has no costs=Costs(model_profile=profile_module(…)); add it, or "
+            "give --training-flops"
+        )
     elif own is not None:
-        notes.append("priced by --training-flops and the bytes of the arrays" if work.profile is profile else
-                     f"--training-flops was not needed: {name} has a model_profile of its own")
-    shapes = sync_shapes(schedule.num_epochs, strategy.steps_per_epoch, schedule.interval_epochs,
-                         server_interval=schedule.server_interval)
+        notes.append(
+            "priced by --training-flops and the bytes of the arrays"
+            if work.profile is profile
+            else f"--training-flops was not needed: {name} has a model_profile of its own"
+        )
+    shapes = sync_shapes(
+        schedule.num_epochs,
+        strategy.steps_per_epoch,
+        schedule.interval_epochs,
+        server_interval=schedule.server_interval,
+    )
     return cluster, {
-        "schema": 1, "work": f"{name} of {folder.resolve().name}, {counted(schedule.num_epochs, 'epoch')} of "
+        "schema": 1,
+        "work": f"{name} of {folder.resolve().name}, {counted(schedule.num_epochs, 'epoch')} of "
         f"{counted(strategy.steps_per_epoch, 'step')}, batches of {schedule.batch_size} a group",
-        "model": None if work is None else model_document(work.profile), **strategy.plan.to_document(),
-        **exchanges.to_document(), "predicted": None if work is None else predicted_costs(
-            work, shapes, schedule.num_epochs, in_servers=schedule.server_interval > 1),
-        "one_soc": None, "verdict": None, "notes": notes}
+        "model": None if work is None else model_document(work.profile),
+        **strategy.plan.to_document(),
+        **exchanges.to_document(),
+        "predicted": None
+        if work is None
+        else predicted_costs(
+            work, shapes, schedule.num_epochs, in_servers=schedule.server_interval > 1
+        ),
+        "one_soc": None,
+        "verdict": None,
+        "notes": notes,
+    }
 
 
 def _start_of(app: Any, grid: EngineGrid, config: Any) -> _Started:
     """Run the ServerApp until it starts a strategy, and return that strategy and its first arrays."""
-    context = Context(run_id=grid.run.run_id, node_id=0, node_config={}, state=RecordDict(), run_config=config)
+    context = Context(
+        run_id=grid.run.run_id, node_id=0, node_config={}, state=RecordDict(), run_config=config
+    )
     try:
         with around_starts(_end_start):
             app(GroupGrid(grid), context)
     except _Started as started:
         return started
     except SystemExit as end:
-        raise ConfigError(f"plan: the ServerApp ended with sys.exit({end.code!r}) before it started a strategy"
-                          ) from end
-    raise ConfigError("plan: the app started no strategy of Flower's message API, so there is nothing to plan; run it")
+        raise ConfigError(
+            f"plan: the ServerApp ended with sys.exit({end.code!r}) before it started a strategy"
+        ) from end
+    raise ConfigError(
+        "plan: the app started no strategy of Flower's message API, so there is nothing to plan; run it"
+    )
 
 
 def _end_start(strategy: Strategy, bound: BoundArguments, start: object) -> NoReturn:
@@ -114,6 +152,8 @@ def _end_start(strategy: Strategy, bound: BoundArguments, start: object) -> NoRe
         refuse_too_many_rounds(innermost(strategy), given["num_rounds"])
     arrays = given.get("initial_arrays")
     if not isinstance(arrays, ArrayRecord):
-        raise ConfigError(f"plan: {type(strategy).__name__}.start has no initial_arrays, so the model's bytes are "
-                          "unknown; run the app")
+        raise ConfigError(
+            f"plan: {type(strategy).__name__}.start has no initial_arrays, so the model's bytes are "
+            "unknown; run the app"
+        )
     raise _Started(strategy, arrays)

@@ -14,8 +14,11 @@ _NAME_RULE = re.compile(r"[A-Za-z](?:[A-Za-z0-9-]{0,30}[A-Za-z0-9])?")
 
 def template_names() -> list[str]:
     """Return the names of the templates."""
-    return sorted(path.name for path in shipped_folder("templates").iterdir()
-                  if path.is_dir() and path.name != _COMMON)
+    return sorted(
+        path.name
+        for path in shipped_folder("templates").iterdir()
+        if path.is_dir() and path.name != _COMMON
+    )
 
 
 def app_names(folder: Path) -> tuple[str, str]:
@@ -26,12 +29,18 @@ def app_names(folder: Path) -> tuple[str, str]:
     name = folder.resolve().name
     project, package = name.replace("_", "-"), name.replace("-", "_")
     if not _NAME_RULE.fullmatch(project):
-        raise ConfigError(f"{folder}: an app's name begins with a letter, ends with a letter or digit, and has at most "
-                          "32 letters, digits, hyphens and underscores, as in my_app; name another folder")
+        raise ConfigError(
+            f"{folder}: an app's name begins with a letter, ends with a letter or digit, and has at most "
+            "32 letters, digits, hyphens and underscores, as in my_app; name another folder"
+        )
     module = importlib.util.find_spec(package)
-    if keyword.iskeyword(package) or (module is not None and module.origin is not None):  # not a plain folder
-        raise ConfigError(f"{folder}: the app's package {package} would hide the module of that name; name another "
-                          "folder")
+    if keyword.iskeyword(package) or (
+        module is not None and module.origin is not None
+    ):  # not a plain folder
+        raise ConfigError(
+            f"{folder}: the app's package {package} would hide the module of that name; name another "
+            "folder"
+        )
     return project, package
 
 
@@ -42,7 +51,9 @@ def write_app(folder: Path, template: str) -> list[Path]:
     cannot be written to.
     """
     if template not in template_names():
-        raise ConfigError(f"--template {template}: is unknown; use one of {', '.join(template_names())}")
+        raise ConfigError(
+            f"--template {template}: is unknown; use one of {', '.join(template_names())}"
+        )
     project, package = app_names(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: exists and is not an empty folder; name another one")
@@ -62,7 +73,9 @@ def write_app(folder: Path, template: str) -> list[Path]:
                 target.write_text(renamed(file.read_text("utf-8")), "utf-8")
                 written.append(target)
     except OSError as error:
-        raise ConfigError(f"{folder}: cannot be written ({error.strerror}); name another folder") from None
+        raise ConfigError(
+            f"{folder}: cannot be written ({error.strerror}); name another folder"
+        ) from None
     return written
 
 

@@ -36,14 +36,20 @@ from socflower.workloads import DataSource
 
 def model_profile(scenario: Scenario, model: nn.Module | None = None) -> ModelProfile:
     """Return the layer profile of the scenario's model on its data; `model` is that model if it is built already."""
-    return profile_module(model or initial_model(scenario), example_inputs(scenario), scenario.model.name)
+    return profile_module(
+        model or initial_model(scenario), example_inputs(scenario), scenario.model.name
+    )
 
 
 def pricing(scenario: Scenario) -> Pricing:
     """Return the cost model of the scenario's arithmetic."""
     if scenario.precision.arithmetic == "int8":
         return Int8Pricing()
-    return MixedPricing(rule=scenario.precision.rule) if scenario.precision.arithmetic == "mixed" else FP32
+    return (
+        MixedPricing(rule=scenario.precision.rule)
+        if scenario.precision.arithmetic == "mixed"
+        else FP32
+    )
 
 
 def mixing_note(rule: str) -> str:
@@ -52,8 +58,10 @@ def mixing_note(rule: str) -> str:
     if rule == "fp32":
         return "Rule 'fp32' leaves everything to the CPU."
     if math.isfinite(most):
-        return (f"Rule '{rule}' gives the CPU at least {percent(1.0 / most)} of the samples: computing takes no less "
-                f"than 1/{most:.2f} of the CPU's time, however fast the NPU.")
+        return (
+            f"Rule '{rule}' gives the CPU at least {percent(1.0 / most)} of the samples: computing takes no less "
+            f"than 1/{most:.2f} of the CPU's time, however fast the NPU."
+        )
     return f"Rule '{rule}' has no bound but the throughputs of CPU and NPU."
 
 
@@ -83,8 +91,11 @@ def arithmetic_notes(scenario: Scenario) -> list[str]:
     if has_int8_stages(scenario):
         devices = [device for device in devices if device.int8_processor]
     if uses_int8(scenario):
-        notes.append("NPU: CPU int8. The int8 training ran on this CPU; its virtual time and energy are those of "
-                     + ", ".join(sorted(f"{device.name}'s {_int8_side(kind, device)}" for device in devices)) + ".")
+        notes.append(
+            "NPU: CPU int8. The int8 training ran on this CPU; its virtual time and energy are those of "
+            + ", ".join(sorted(f"{device.name}'s {_int8_side(kind, device)}" for device in devices))
+            + "."
+        )
     if kind == "mixed":
         notes.append(mixing_note(scenario.precision.rule))
     return notes
@@ -92,7 +103,9 @@ def arithmetic_notes(scenario: Scenario) -> list[str]:
 
 def _devices(scenario: Scenario) -> list[Device]:
     """Return the distinct devices of the cluster, by name since their tables make them unhashable."""
-    return list({board.device.name: board.device for board in scenario_cluster(scenario).boards}.values())
+    return list(
+        {board.device.name: board.device for board in scenario_cluster(scenario).boards}.values()
+    )
 
 
 def _int8_side(kind: str, device: Device) -> str:
@@ -108,7 +121,9 @@ def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
             algorithm=_algorithm(scenario),
             learning_rate=settings.learning_rate,
             schedule=settings.schedule,
-            settings=EngineSettings(rescaling=RescalingPolicy(adaptive=precision.adaptive_rescaling)),
+            settings=EngineSettings(
+                rescaling=RescalingPolicy(adaptive=precision.adaptive_rescaling)
+            ),
             unsupported=unsupported(scenario),
         )
     fp32 = FP32Trainer(
@@ -126,8 +141,13 @@ def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
     inputs, _ = pair_of(held_out.batch(np.arange(len(held_out))), "mixed precision")
     device = scenario_cluster(scenario).device_of(soc)
     ratio = MixedPricing(rule=precision.rule).npu_ratio(scenario.model.name, device)
-    return MixedPrecisionTrainer(fp32=fp32, rule=precision.rule, held_out=inputs, npu_ratio=ratio,
-                                 backend=partial(NativeInt8Backend, unsupported=unsupported(scenario)))
+    return MixedPrecisionTrainer(
+        fp32=fp32,
+        rule=precision.rule,
+        held_out=inputs,
+        npu_ratio=ratio,
+        backend=partial(NativeInt8Backend, unsupported=unsupported(scenario)),
+    )
 
 
 def _algorithm(scenario: Scenario) -> TrainingAlgorithm:
@@ -151,22 +171,30 @@ def optimizer(scenario: Scenario) -> OptimizerFn:
     """Return the scenario's optimiser; only SGD has momentum."""
     settings = scenario.train
     if settings.optimizer == "adam":
-        return partial(torch.optim.Adam, lr=settings.learning_rate, weight_decay=settings.weight_decay)
+        return partial(
+            torch.optim.Adam, lr=settings.learning_rate, weight_decay=settings.weight_decay
+        )
     return sgd(settings.learning_rate, scenario.momentum, settings.weight_decay)
 
 
 def training_data(scenario: Scenario) -> DataSource:
     """Return the samples to train on: all except the held-out ones."""
     train = scenario_data(scenario).train
-    return held_out_split(train, scenario.precision.held_out)[0] if scenario.precision.held_out else train
+    return (
+        held_out_split(train, scenario.precision.held_out)[0]
+        if scenario.precision.held_out
+        else train
+    )
 
 
 def num_training_samples(scenario: Scenario, num_train: int) -> int:
     """Return the number of samples to train on, of `num_train`, without the held-out ones; `ConfigError` if none."""
     num_held_out = scenario.precision.held_out
     if num_held_out >= num_train:
-        raise ConfigError(f"[precision] held_out = {num_held_out}, but {scenario.data.name} has only {num_train} "
-                          "training samples; set fewer aside")
+        raise ConfigError(
+            f"[precision] held_out = {num_held_out}, but {scenario.data.name} has only {num_train} "
+            "training samples; set fewer aside"
+        )
     return num_train - num_held_out
 
 

@@ -18,8 +18,9 @@ def caveats_of(compared: Mapping[str, Scenario]) -> list[str]:
     `compared` is the scenario under each strategy, with the strategy's own settings.
     """
     subject, *others = compared
-    return [sentence for name in others for sentence in _number_of_socs(name, compared[name])] + \
-        list(_widths(subject, compared[subject], others))
+    return [
+        sentence for name in others for sentence in _number_of_socs(name, compared[name])
+    ] + list(_widths(subject, compared[subject], others))
 
 
 def _number_of_socs(name: str, planned: Scenario) -> Iterator[str]:
@@ -37,12 +38,15 @@ def _number_of_socs(name: str, planned: Scenario) -> Iterator[str]:
     for count in (used, *(2**power for power in range(used.bit_length()) if 2**power < used)):
         with suppress(InfeasiblePlan):  # too little memory for a larger share
             found[count] = planned_training(
-                planned.replaced(strategy=planned.strategy.replaced(socs=count)), cluster)
+                planned.replaced(strategy=planned.strategy.replaced(socs=count)), cluster
+            )
     best = min(found, key=lambda count: found[count].duration_s)
     if best != used:
-        yield (f"{name} ran on {used} SoCs, and no other number was tried: for the same steps, "
-               f"{_cost(found[best])} are predicted on {best}, instead of {_cost(found[used])} "
-               f"(strategy.socs = {best})")
+        yield (
+            f"{name} ran on {used} SoCs, and no other number was tried: for the same steps, "
+            f"{_cost(found[best])} are predicted on {best}, instead of {_cost(found[used])} "
+            f"(strategy.socs = {best})"
+        )
 
 
 def _cost(training: PlannedTraining) -> str:
@@ -56,5 +60,7 @@ def _widths(subject: str, scenario: Scenario, others: Sequence[str]) -> Iterator
         return
     features, gradients = min(scenario.split.bits), scenario.split.gradient_bits
     if min(features, gradients) < 32:
-        yield (f"{subject} sends features in {features} bits and gradients in {gradients}; "
-               f"{', '.join(peers)} send both in 32")
+        yield (
+            f"{subject} sends features in {features} bits and gradients in {gradients}; "
+            f"{', '.join(peers)} send both in 32"
+        )

@@ -24,21 +24,41 @@ from socflower.scenario.tuning import Tuning, best_of, search_seed
 from socflower.wire.folders import exclusive_folder
 from socflower.wire.saved_state import remove_partial, write_atomically
 
-_ROW_KEYS = ("strategy", "seed", *FIGURES, "virtual_s", "wall_s", "energy_j", "bytes", "weights_sha256")
+_ROW_KEYS = (
+    "strategy",
+    "seed",
+    *FIGURES,
+    "virtual_s",
+    "wall_s",
+    "energy_j",
+    "bytes",
+    "weights_sha256",
+)
 OnStart = Callable[[str], Callable[[dict[str, Any]], None]]
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
     """Return the seeds of `--seeds 1,2,3`; `ConfigError` unless they are different whole numbers."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) < 2**32 for part in parts) or len(set(map(int, parts))) < len(parts):
-        raise ConfigError(f"--seeds {text}: write different whole numbers from 0 to 4294967295, as in 1,2,3")
+    if not all(part.isdecimal() and int(part) < 2**32 for part in parts) or len(
+        set(map(int, parts))
+    ) < len(parts):
+        raise ConfigError(
+            f"--seeds {text}: write different whole numbers from 0 to 4294967295, as in 1,2,3"
+        )
     return tuple(map(int, parts))
 
 
 def compare(
-    scenario: Scenario, strategies: Sequence[str], out: Path, *, engine: str = "local", num_workers: int | None = None,
-    on_start: OnStart = lambda strategy: lambda entry: None, seeds: Sequence[int] = (), tuning: Tuning | None = None,
+    scenario: Scenario,
+    strategies: Sequence[str],
+    out: Path,
+    *,
+    engine: str = "local",
+    num_workers: int | None = None,
+    on_start: OnStart = lambda strategy: lambda entry: None,
+    seeds: Sequence[int] = (),
+    tuning: Tuning | None = None,
     logging: RoundLogging = NO_LOGGING,
 ) -> dict[str, Any]:
     """Run the scenario under each strategy, and each of `seeds`, and return the comparison document.
@@ -55,12 +75,23 @@ def compare(
         if name not in STRATEGIES:
             raise ConfigError(f"--strategies {name}: unknown; use some of {', '.join(STRATEGIES)}")
         if name not in family:
-            raise ConfigError(f"--strategies {name}: cannot run the workload of {scenario.strategy.name!r}; use some "
-                              f"of {', '.join(family)}")
+            raise ConfigError(
+                f"--strategies {name}: cannot run the workload of {scenario.strategy.name!r}; use some "
+                f"of {', '.join(family)}"
+            )
         if strategies.count(name) > 1:
             raise ConfigError(f"--strategies {name}: is named twice; name each once")
-    comparison = _Comparison(scenario, tuple(strategies), out, engine, num_workers, on_start, tuple(seeds), tuning,
-                             logging)
+    comparison = _Comparison(
+        scenario,
+        tuple(strategies),
+        out,
+        engine,
+        num_workers,
+        on_start,
+        tuple(seeds),
+        tuning,
+        logging,
+    )
     comparison.check()
     with exclusive_folder(out, f"--out {out}"):
         remove_partial(out)
@@ -71,11 +102,29 @@ class _Comparison:
     """The runs of one comparison; `done` names the finished ones."""
 
     def __init__(
-        self, scenario: Scenario, strategies: tuple[str, ...], out: Path, engine: str, num_workers: int | None,
-        on_start: OnStart, seeds: tuple[int, ...], tuning: Tuning | None, logging: RoundLogging,
+        self,
+        scenario: Scenario,
+        strategies: tuple[str, ...],
+        out: Path,
+        engine: str,
+        num_workers: int | None,
+        on_start: OnStart,
+        seeds: tuple[int, ...],
+        tuning: Tuning | None,
+        logging: RoundLogging,
     ) -> None:
-        self._scenario, self._strategies, self._seeds, self._tuning = scenario, strategies, seeds, tuning
-        self._out, self._engine, self._num_workers, self._on_start = out, engine, num_workers, on_start
+        self._scenario, self._strategies, self._seeds, self._tuning = (
+            scenario,
+            strategies,
+            seeds,
+            tuning,
+        )
+        self._out, self._engine, self._num_workers, self._on_start = (
+            out,
+            engine,
+            num_workers,
+            on_start,
+        )
         self._logging = logging
         self._done: list[str] = []
         self._search_seed = search_seed(scenario, seeds or (scenario.seed,))
@@ -98,8 +147,10 @@ class _Comparison:
     def run(self) -> dict[str, Any]:
         """Run what is not finished, and write comparison and report."""
         found = {name: self._search(name) for name in self._strategies} if self._tuning else {}
-        by_seed = [[self._reported(name, seed, found) for name in self._strategies]
-                   for seed in self._seeds or (self._scenario.seed,)]
+        by_seed = [
+            [self._reported(name, seed, found) for name in self._strategies]
+            for seed in self._seeds or (self._scenario.seed,)
+        ]
         results = [result for runs in by_seed for result in runs]
         quality, target = target_of(self._scenario, results)
         if target is None:
@@ -109,26 +160,47 @@ class _Comparison:
             result["expectations"] = []
         for subject, *others in by_seed:
             claims = check_expectations(self._scenario.expect, subject, others)
-            subject["expectations"] = [{**claim, **({"seed": subject["seed"]} if self._seeds else {})}
-                                       for claim in claims]
+            subject["expectations"] = [
+                {**claim, **({"seed": subject["seed"]} if self._seeds else {})} for claim in claims
+            ]
         return self._write(results, quality, found)
 
-    def _write(self, results: list[dict[str, Any]], quality: Quality, found: Mapping[str, Any]) -> dict[str, Any]:
+    def _write(
+        self, results: list[dict[str, Any]], quality: Quality, found: Mapping[str, Any]
+    ) -> dict[str, Any]:
         means, predictions = means_of(results), self._predictions
         caveats = caveats_of({name: self._variant(name, found) for name in self._strategies})
-        tuning = None if self._tuning is None else {
-            "key": self._tuning.key, "seed": self._search_seed, "strategies": found}
+        tuning = (
+            None
+            if self._tuning is None
+            else {"key": self._tuning.key, "seed": self._search_seed, "strategies": found}
+        )
         document = {
-            "schema": 1, "scenario": to_document(self._scenario), "engine": self._engine,
-            "quality": quality.name, **{key: results[0][key] for key in TARGETS},
-            "rows": [{key: result.get(key) for key in _ROW_KEYS} for result in results], "means": means,
-            "headline": headline_of(means or results), "caveats": caveats, "tuning": tuning,
+            "schema": 1,
+            "scenario": to_document(self._scenario),
+            "engine": self._engine,
+            "quality": quality.name,
+            **{key: results[0][key] for key in TARGETS},
+            "rows": [{key: result.get(key) for key in _ROW_KEYS} for result in results],
+            "means": means,
+            "headline": headline_of(means or results),
+            "caveats": caveats,
+            "tuning": tuning,
             "expectations": [claim for result in results for claim in result["expectations"]],
-            "predictions": predictions, "fusions": epochs_by_fusion(self._scenario, self._strategies),
+            "predictions": predictions,
+            "fusions": epochs_by_fusion(self._scenario, self._strategies),
         }
         write_atomically(self._out / "comparison.json", json.dumps(document, indent=1))
-        write_report(self._out / "report.html", results, title=self._scenario.name, question=self._scenario.question,
-                     predictions=predictions, means=means, tuning=tuning, caveats=caveats)
+        write_report(
+            self._out / "report.html",
+            results,
+            title=self._scenario.name,
+            question=self._scenario.question,
+            predictions=predictions,
+            means=means,
+            tuning=tuning,
+            caveats=caveats,
+        )
         return document
 
     def _search(self, name: str) -> dict[str, Any]:
@@ -136,22 +208,34 @@ class _Comparison:
         assert self._tuning is not None
         choices, tried = self._tuning.choices, []
         for choice in choices:
-            variant = self._tuning.variant(self._scenario.under(name), choice).replaced(seed=self._search_seed)
+            variant = self._tuning.variant(self._scenario.under(name), choice).replaced(
+                seed=self._search_seed
+            )
             folder = "_".join(f"{key}-{value}" for key, value in choice.items())
             label = ", ".join(f"{key} {value}" for key, value in choice.items())
             tried.append(self._run(variant, self._out / "tune" / name / folder, f"{name}, {label}"))
         quality, target = target_of(self._scenario, tried)
         found = [result | costs_to_target(result, quality, target) for result in tried]
         best = choices[best_of(found, quality)]
-        return {"chosen": self._tuning.value(best), "settings": best, "tried": [
-            {"value": self._tuning.value(choice), quality.final_key: result[quality.final_key],
-             quality.time_key: result[quality.time_key]}
-            for choice, result in zip(choices, found, strict=True)]}
+        return {
+            "chosen": self._tuning.value(best),
+            "settings": best,
+            "tried": [
+                {
+                    "value": self._tuning.value(choice),
+                    quality.final_key: result[quality.final_key],
+                    quality.time_key: result[quality.time_key],
+                }
+                for choice, result in zip(choices, found, strict=True)
+            ],
+        }
 
     def _variant(self, name: str, found: Mapping[str, Any]) -> Scenario:
         """Return the scenario under a strategy, with what a search has found for it."""
         under = self._scenario.under(name)
-        return under if self._tuning is None else self._tuning.variant(under, found[name]["settings"])
+        return (
+            under if self._tuning is None else self._tuning.variant(under, found[name]["settings"])
+        )
 
     def _reported(self, name: str, seed: int, found: Mapping[str, Any]) -> dict[str, Any]:
         variant = self._variant(name, found).replaced(seed=seed)
@@ -168,10 +252,20 @@ class _Comparison:
         if result is None:
             prepared = run if isinstance(run, PreparedRun) else prepare(run, self._engine)
             try:
-                result = run_to_folder(prepared, folder, self._engine, num_workers=self._num_workers,
-                                       on_round=self._on_start(label), logging=self._logging)
+                result = run_to_folder(
+                    prepared,
+                    folder,
+                    self._engine,
+                    num_workers=self._num_workers,
+                    on_round=self._on_start(label),
+                    logging=self._logging,
+                )
             except TrainingFailed as error:
-                done = f"; finished and kept in {self._out}: {'; '.join(self._done)}" if self._done else ""
+                done = (
+                    f"; finished and kept in {self._out}: {'; '.join(self._done)}"
+                    if self._done
+                    else ""
+                )
                 raise TrainingFailed(f"{label}: {error}{done}") from None
         else:
             self._logging.write(folder, result["rounds"])
@@ -182,8 +276,9 @@ class _Comparison:
 def _finished(path: Path, scenario: Scenario, engine: str) -> dict[str, Any] | None:
     try:
         result: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        same = result["engine"] == engine and \
-            training_keys(result["scenario"]) == training_keys(to_document(scenario))
+        same = result["engine"] == engine and training_keys(result["scenario"]) == training_keys(
+            to_document(scenario)
+        )
     except (OSError, ValueError, KeyError, TypeError):  # incomplete, or not a result
         return None
     return result if same else None

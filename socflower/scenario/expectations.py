@@ -22,8 +22,10 @@ _RUN_QUANTITIES: Mapping[str, Callable[[Result], float | None]] = {
     "hub_bytes": lambda result: result["bytes"]["hub"],
     "inter_board_bytes": lambda result: result["bytes"]["inter_board"],
     "events": lambda result: float(sum(len(entry["events"]) for entry in result["rounds"])),
-    "idle_fraction": lambda result: _ratio(result["breakdown"]["soc_seconds"].get("idle", 0.0),
-                                           sum(result["breakdown"]["soc_seconds"].values())),
+    "idle_fraction": lambda result: _ratio(
+        result["breakdown"]["soc_seconds"].get("idle", 0.0),
+        sum(result["breakdown"]["soc_seconds"].values()),
+    ),
     "peak_c": lambda result: _heat(result, "peak_c"),
     "cooling_j": lambda result: _heat(result, "cooling_j"),
     "slowdown": lambda result: _heat(result, "slowdown"),
@@ -38,14 +40,25 @@ _RUN_QUANTITIES: Mapping[str, Callable[[Result], float | None]] = {
     "groups": lambda result: _count(result, "groups"),
 }
 _COMPARED_QUANTITIES: Mapping[str, Callable[[Result, Result], float | None]] = {
-    "accuracy_gap_to": lambda ours, other: _difference(other["final_accuracy"], ours["final_accuracy"]),
-    "loss_gap_to": lambda ours, other: _difference(ours["rounds"][-1]["loss"], other["rounds"][-1]["loss"]),
+    "accuracy_gap_to": lambda ours, other: _difference(
+        other["final_accuracy"], ours["final_accuracy"]
+    ),
+    "loss_gap_to": lambda ours, other: _difference(
+        ours["rounds"][-1]["loss"], other["rounds"][-1]["loss"]
+    ),
     "speedup_over": lambda ours, other: _ratio(_time_s(other), _time_s(ours)),
-    "time_to_accuracy_gain_over": lambda ours, other: _ratio(other["time_to_accuracy_s"], ours["time_to_accuracy_s"]),
-    "energy_to_accuracy_gain_over": lambda ours, other: _ratio(other["energy_to_accuracy_j"],
-                                                               ours["energy_to_accuracy_j"]),
-    "time_to_loss_gain_over": lambda ours, other: _ratio(other["time_to_loss_s"], ours["time_to_loss_s"]),
-    "energy_to_loss_gain_over": lambda ours, other: _ratio(other["energy_to_loss_j"], ours["energy_to_loss_j"]),
+    "time_to_accuracy_gain_over": lambda ours, other: _ratio(
+        other["time_to_accuracy_s"], ours["time_to_accuracy_s"]
+    ),
+    "energy_to_accuracy_gain_over": lambda ours, other: _ratio(
+        other["energy_to_accuracy_j"], ours["energy_to_accuracy_j"]
+    ),
+    "time_to_loss_gain_over": lambda ours, other: _ratio(
+        other["time_to_loss_s"], ours["time_to_loss_s"]
+    ),
+    "energy_to_loss_gain_over": lambda ours, other: _ratio(
+        other["energy_to_loss_j"], ours["energy_to_loss_j"]
+    ),
     "energy_gain_over": lambda ours, other: _ratio(other["energy_j"], ours["energy_j"]),
 }
 
@@ -57,8 +70,12 @@ _PLAN_QUANTITIES: Mapping[str, Callable[[Result], float | None]] = {
     "step_s": lambda document: document["predicted"]["step_s"],
     "samples_per_s": lambda document: document["predicted"]["samples_per_s"],
     "energy_j_per_sample": lambda document: document["predicted"]["energy_j_per_sample"],
-    **{f"speedup_over_{peer}": lambda document, peer=peer: next(  # type: ignore[misc]
-        (row["over_ours"] for row in document["peers"] if row["name"] == peer), None) for peer in PEERS},
+    **{
+        f"speedup_over_{peer}": lambda document, peer=peer: next(  # type: ignore[misc]
+            (row["over_ours"] for row in document["peers"] if row["name"] == peer), None
+        )
+        for peer in PEERS
+    },
 }
 """Of plans of pipelines, whose claims `socflower plan` checks."""
 
@@ -70,8 +87,11 @@ def _count(result: Result, key: str) -> float | None:
 
 def check_plan(expect: Mapping[str, float], document: Result) -> list[dict[str, Any]]:
     """Return each claim on the plan of a pipeline, with the observed value."""
-    return [_bounded(key, expected, _PLAN_QUANTITIES[key.partition("_")[2]](document))
-            for key, expected in expect.items() if is_of_plan(key)]
+    return [
+        _bounded(key, expected, _PLAN_QUANTITIES[key.partition("_")[2]](document))
+        for key, expected in expect.items()
+        if is_of_plan(key)
+    ]
 
 
 def is_of_plan(claim: str) -> bool:
@@ -87,24 +107,42 @@ def require_known_claims(expect: Mapping[str, float], where: str, *, of_plan: bo
     for key, value in expect.items():
         if key not in known:
             close = get_close_matches(key, known, n=1)
-            raise ConfigError(f"{where} [expect]: unknown claim {key!r} (value {value!r}); "
-                              + (f"did you mean {close[0]!r}?" if close else "claims begin with min_ or max_, as in "
-                                 f"min_{next(iter(names))}"))
+            raise ConfigError(
+                f"{where} [expect]: unknown claim {key!r} (value {value!r}); "
+                + (
+                    f"did you mean {close[0]!r}?"
+                    if close
+                    else f"claims begin with min_ or max_, as in min_{next(iter(names))}"
+                )
+            )
 
 
 def check_expectations(
-    expect: Mapping[str, float], result: Result, others: Sequence[Result] = (),
+    expect: Mapping[str, float],
+    result: Result,
+    others: Sequence[Result] = (),
 ) -> list[dict[str, Any]]:
     """Return each claim with the observed value; `holds` is None if its other strategy did not run."""
     by_strategy = {other["strategy"]: other for other in others}
-    return [_check(key, expected, result, by_strategy) for key, expected in expect.items() if not is_of_plan(key)]
+    return [
+        _check(key, expected, result, by_strategy)
+        for key, expected in expect.items()
+        if not is_of_plan(key)
+    ]
 
 
 SOURCES = ("server", "evaluate", "train")
 """The sources of an app's metrics in a round."""
 
-_APP_FIGURES = {"accuracy": "final_accuracy", "loss": "final_loss", "virtual_s": "virtual_s", "energy_j": "energy_j",
-                "wall_s": "wall_s", "hub_bytes": "bytes", "inter_board_bytes": "bytes"}
+_APP_FIGURES = {
+    "accuracy": "final_accuracy",
+    "loss": "final_loss",
+    "virtual_s": "virtual_s",
+    "energy_j": "energy_j",
+    "wall_s": "wall_s",
+    "hub_bytes": "bytes",
+    "inter_board_bytes": "bytes",
+}
 """What claims on apps call the figures that every result has, and under which key it has them."""
 
 _CLAIM = re.compile(r"\s*([^\s<>=]+)\s*(>=|<=)\s*(\S+)\s*")
@@ -134,8 +172,10 @@ def parse_claims(texts: Sequence[str]) -> tuple[AppClaim, ...]:
         except ValueError:
             expected = math.nan
         if not found or not math.isfinite(expected):
-            raise ConfigError(f"--expect {text}: write a metric, >= or <=, and a number, as in 'accuracy>=0.9' (in "
-                              "quotes, or the shell redirects)")
+            raise ConfigError(
+                f"--expect {text}: write a metric, >= or <=, and a number, as in 'accuracy>=0.9' (in "
+                "quotes, or the shell redirects)"
+            )
         claims.append(AppClaim(quantity=found[1], bound=found[2], expected=expected))
     return tuple(claims)
 
@@ -150,30 +190,46 @@ def refuse_unknown_metrics(claims: Sequence[AppClaim], sources: Iterable[str]) -
     quoted = (name for text in texts for name in re.findall(r"[\"']([\w-]+)[\"']", text))
     known = dict.fromkeys((*_APP_FIGURES, *quoted))
     for claim in claims:
-        where, name = f"--expect {claim.quantity}{claim.bound}{claim.expected:g}", claim.quantity.rpartition("/")[2]
+        where, name = (
+            f"--expect {claim.quantity}{claim.bound}{claim.expected:g}",
+            claim.quantity.rpartition("/")[2],
+        )
         words = re.findall(r"[a-z]+", name.lower())
         if name in known or any(name in text for text in texts):
             continue
         bound, _, bare = name.partition("_")
         if bound in ("min", "max") and bare:
-            raise ConfigError(f"{where}: min_ and max_ are for claims of scenarios; write '{bare}>=...' or "
-                              f"'{bare}<=...' for an app")
-        if name in _RUN_QUANTITIES or any(name.startswith(f"{kind}_") for kind in _COMPARED_QUANTITIES):
-            raise ConfigError(f"{where}: is a claim of scenarios; those of an app are on its metrics, and on "
-                              f"{', '.join(_APP_FIGURES)}")
+            raise ConfigError(
+                f"{where}: min_ and max_ are for claims of scenarios; write '{bare}>=...' or "
+                f"'{bare}<=...' for an app"
+            )
+        if name in _RUN_QUANTITIES or any(
+            name.startswith(f"{kind}_") for kind in _COMPARED_QUANTITIES
+        ):
+            raise ConfigError(
+                f"{where}: is a claim of scenarios; those of an app are on its metrics, and on "
+                f"{', '.join(_APP_FIGURES)}"
+            )
         close = get_close_matches(name, known, n=1, cutoff=0.75)
         if close and not all(any(word in text.lower() for text in texts) for word in words):
-            raise ConfigError(f"{where}: nothing in the app's code is called {name!r}; did you mean {close[0]!r}?")
+            raise ConfigError(
+                f"{where}: nothing in the app's code is called {name!r}; did you mean {close[0]!r}?"
+            )
 
 
-def check_app_claims(claims: Sequence[AppClaim], result: Result) -> tuple[list[dict[str, Any]], list[str]]:
+def check_app_claims(
+    claims: Sequence[AppClaim], result: Result
+) -> tuple[list[dict[str, Any]], list[str]]:
     """Return each claim with the observed value, and a note on each one whose value is unknown; that one fails."""
     documents, notes = [], []
     for claim in claims:
         observed, reason = _app_figure(claim.quantity, result)
-        holds = observed is not None and (observed >= claim.expected if claim.bound == ">=" else
-                                          observed <= claim.expected)
-        documents.append({"name": claim.name, "expected": claim.expected, "observed": observed, "holds": holds})
+        holds = observed is not None and (
+            observed >= claim.expected if claim.bound == ">=" else observed <= claim.expected
+        )
+        documents.append(
+            {"name": claim.name, "expected": claim.expected, "observed": observed, "holds": holds}
+        )
         if observed is None:
             notes.append(f"--expect {claim.quantity}: {reason}")
     return documents, notes
@@ -193,20 +249,36 @@ def _app_figure(quantity: str, result: Result) -> tuple[float | None, str]:
             value = rounds[0]["loss"]  # that of the training, if the app evaluates none
         if isinstance(value, Mapping):
             value = value[quantity.removesuffix("_bytes")]
-        return (None, result["unknown"].get(key, "is unknown")) if value is None else (float(value), "")
+        return (
+            (None, result["unknown"].get(key, "is unknown"))
+            if value is None
+            else (float(value), "")
+        )
     source, _, name = quantity.rpartition("/")
     for entry in rounds:
         for each in (source,) if source else SOURCES:
             if name in (metrics := entry.get(each) or {}):
                 value = metrics[name]
-                return (float(value), "") if isinstance(value, int | float) else (
-                    None, f"is no finite number in round {entry['round']}, the last one that has it")
-    known = dict.fromkeys(name for entry in result["rounds"] for each in SOURCES for name in entry.get(each, ()))
-    return None, (f"the app has no such metric; it has {', '.join(known) or 'none'}, and the result "
-                  f"{', '.join(_APP_FIGURES)}")
+                return (
+                    (float(value), "")
+                    if isinstance(value, int | float)
+                    else (
+                        None,
+                        f"is no finite number in round {entry['round']}, the last one that has it",
+                    )
+                )
+    known = dict.fromkeys(
+        name for entry in result["rounds"] for each in SOURCES for name in entry.get(each, ())
+    )
+    return None, (
+        f"the app has no such metric; it has {', '.join(known) or 'none'}, and the result "
+        f"{', '.join(_APP_FIGURES)}"
+    )
 
 
-def _check(key: str, expected: float, result: Result, others: Mapping[str, Result]) -> dict[str, Any]:
+def _check(
+    key: str, expected: float, result: Result, others: Mapping[str, Result]
+) -> dict[str, Any]:
     quantity = key.partition("_")[2]
     if quantity in _RUN_QUANTITIES:
         observed = _RUN_QUANTITIES[quantity](result)
@@ -221,8 +293,12 @@ def _check(key: str, expected: float, result: Result, others: Mapping[str, Resul
 def _bounded(key: str, expected: float, observed: float | None) -> dict[str, Any]:
     if observed is None:
         return {"name": key, "expected": expected, "observed": None, "holds": False}
-    return {"name": key, "expected": expected, "observed": observed,
-            "holds": observed >= expected if key.startswith("min_") else observed <= expected}
+    return {
+        "name": key,
+        "expected": expected,
+        "observed": observed,
+        "holds": observed >= expected if key.startswith("min_") else observed <= expected,
+    }
 
 
 def _heat(result: Result, key: str) -> float | None:

@@ -15,7 +15,13 @@ from socflower.scenario.split_setting import SplitSetting
 from socflower.sim import EventClock
 from socflower.strategies.rebalancing import Balancer
 from socflower.thermal.fans.fan_curve import rack_fans
-from socflower.thermal.fans.policies import FanPolicy, FixedSpeed, PassiveCooling, PlannedLoad, PredictiveCooling
+from socflower.thermal.fans.policies import (
+    FanPolicy,
+    FixedSpeed,
+    PassiveCooling,
+    PlannedLoad,
+    PredictiveCooling,
+)
 from socflower.thermal.model.background_load import DAY_S, changes, idle_windows
 from socflower.thermal.model.dynamics import RackDynamics, Surroundings
 from socflower.thermal.model.governor import ClockGovernor
@@ -37,20 +43,31 @@ def rack_dynamics(scenario: Scenario, cluster: Cluster) -> RackDynamics | None:
     games: Any = ()
     if background_load.games == "tidal":
         games = background_load.tide.loads(
-            cluster.num_socs, _HORIZON_S, background_load.start_hour, scenario.seed)
+            cluster.num_socs, _HORIZON_S, background_load.start_hour, scenario.seed
+        )
     rack = _rack(thermal, cluster, scenario.seed)
     return RackDynamics(
-        rack, _policy(thermal, scenario, cluster, rack), start_c=thermal.start_c, start_rpm=thermal.rpm,
+        rack,
+        _policy(thermal, scenario, cluster, rack),
+        start_c=thermal.start_c,
+        start_rpm=thermal.rpm,
         # Without [thermal], only users matter: clocks do not throttle and fans draw no power.
-        governor=None if scenario.thermal else _ONE_CLOCK, fans=None if scenario.thermal else _NO_FANS,
+        governor=None if scenario.thermal else _ONE_CLOCK,
+        fans=None if scenario.thermal else _NO_FANS,
         surroundings=Surroundings(
             ambient_c=changes(thermal.ambient_c, thermal.ambient_changes),
-            fans_working=changes(1.0, thermal.fans_working_changes), background_load=games,
-            open=idle_windows(background_load.idle_windows, _HORIZON_S, background_load.start_hour)))
+            fans_working=changes(1.0, thermal.fans_working_changes),
+            background_load=games,
+            open=idle_windows(background_load.idle_windows, _HORIZON_S, background_load.start_hour),
+        ),
+    )
 
 
 def heat_document(
-    scenario: Scenario, rack: RackDynamics, virtual_s: float, unthrottled_s: float | None,
+    scenario: Scenario,
+    rack: RackDynamics,
+    virtual_s: float,
+    unthrottled_s: float | None,
 ) -> dict[str, Any]:
     """Return the heat part of a result; `unthrottled_s` is the training time without heat and users.
 
@@ -64,9 +81,13 @@ def heat_document(
         "peak_c": rack.peak_c,
         "cooling_j": rack.cooling_j,
         "slowdown": slowdown,
-        "history": {"at_s": [entry.at_s for entry in history], "hottest_c": [entry.hottest_c for entry in history],
-                    "mean_clock": [entry.mean_clock for entry in history], "rpm": [entry.rpm for entry in history],
-                    "fan_w": [entry.fan_w for entry in history]},
+        "history": {
+            "at_s": [entry.at_s for entry in history],
+            "hottest_c": [entry.hottest_c for entry in history],
+            "mean_clock": [entry.mean_clock for entry in history],
+            "rpm": [entry.rpm for entry in history],
+            "fan_w": [entry.fan_w for entry in history],
+        },
     }
 
 
@@ -81,16 +102,21 @@ def predicted_heat(scenario: Scenario, cluster: Cluster) -> dict[str, Any] | Non
         return None
     unthrottled_s = unthrottled_training_s(scenario, cluster)
     if unthrottled_s is not None and unthrottled_s > _HORIZON_S:
-        raise ConfigError(f"{scenario.name}: heat and users are followed for {_HORIZON_S / DAY_S:g} days, and this "
-                          f"training takes {human_seconds(unthrottled_s)}; lower [train] epochs, or leave [thermal] "
-                          "and [background_load] out")
+        raise ConfigError(
+            f"{scenario.name}: heat and users are followed for {_HORIZON_S / DAY_S:g} days, and this "
+            f"training takes {human_seconds(unthrottled_s)}; lower [train] epochs, or leave [thermal] "
+            "and [background_load] out"
+        )
     clock = EventClock(cluster, dynamics=rack)
     if scenario.is_split:
         SplitSetting(scenario).run(clock)
     else:
         _run_groups(scenario, cluster, clock)
-    return {"virtual_s": clock.now_s, "energy_j": clock.usage.total_energy_j,
-            **heat_document(scenario, rack, clock.now_s, unthrottled_s)}
+    return {
+        "virtual_s": clock.now_s,
+        "energy_j": clock.usage.total_energy_j,
+        **heat_document(scenario, rack, clock.now_s, unthrottled_s),
+    }
 
 
 def _run_groups(scenario: Scenario, cluster: Cluster, clock: EventClock) -> None:
@@ -98,10 +124,14 @@ def _run_groups(scenario: Scenario, cluster: Cluster, clock: EventClock) -> None
     work, _ = planned_work(scenario, cluster)
     intervals = planned_intervals(scenario, work)
     if len(intervals) > _MAX_ROUNDS:
-        raise ConfigError(f"{scenario.name}: heat and users are planned round by round, and these are {len(intervals)} "
-                          f"rounds, of at most {_MAX_ROUNDS}; lower [train] epochs, or leave [thermal] and "
-                          "[background_load] out")
-    balancer = Balancer(cluster, sustained_rates(cluster, work.profile.name, work.pricing), work.rebalancing)
+        raise ConfigError(
+            f"{scenario.name}: heat and users are planned round by round, and these are {len(intervals)} "
+            f"rounds, of at most {_MAX_ROUNDS}; lower [train] epochs, or leave [thermal] and "
+            "[background_load] out"
+        )
+    balancer = Balancer(
+        cluster, sustained_rates(cluster, work.profile.name, work.pricing), work.rebalancing
+    )
     for interval in intervals:
         balancer.update_speeds(clock, work.plan.participants)
         plan, _ = balancer.rebalance_groups(work.plan)
@@ -125,26 +155,43 @@ def check_boards(scenario: Scenario, cluster: Cluster) -> None:
     """Raise `ConfigError` for a board of `[thermal]` that the cluster does not have."""
     for board in scenario.thermal.hot_boards if scenario.thermal else ():
         if board >= len(cluster.boards):
-            raise ConfigError(f"{scenario.name} [thermal] hot_boards: there is no board {board}; the cluster has 0 to "
-                              f"{len(cluster.boards) - 1}")
+            raise ConfigError(
+                f"{scenario.name} [thermal] hot_boards: there is no board {board}; the cluster has 0 to "
+                f"{len(cluster.boards) - 1}"
+            )
 
 
 def _rack(thermal: ThermalConfig, cluster: Cluster, seed: int) -> Rack:
     draws = np.random.default_rng([seed, 1]).standard_normal(cluster.num_socs)
-    coupling = {} if not thermal.spread else {
-        soc: float(np.exp(thermal.spread * draw)) for soc, draw in enumerate(draws)}
-    return Rack(slots_per_board=cluster.slots_per_board, coupling=coupling,
-                airflow=dict.fromkeys(thermal.hot_boards, thermal.hot_board_airflow))
+    coupling = (
+        {}
+        if not thermal.spread
+        else {soc: float(np.exp(thermal.spread * draw)) for soc, draw in enumerate(draws)}
+    )
+    return Rack(
+        slots_per_board=cluster.slots_per_board,
+        coupling=coupling,
+        airflow=dict.fromkeys(thermal.hot_boards, thermal.hot_board_airflow),
+    )
 
 
 def _policy(thermal: ThermalConfig, scenario: Scenario, cluster: Cluster, rack: Rack) -> FanPolicy:
     if thermal.fan == "fixed":
         return FixedSpeed(fixed_rpm=thermal.rpm)
     if thermal.fan == "passive":
-        return PassiveCooling(low_rpm=thermal.rpm, high_rpm=thermal.high_rpm, hot_c=thermal.hot_c,
-                              cool_c=thermal.cool_c)
-    return PredictiveCooling(load=planned_load(scenario, cluster, rack), ambient_c=thermal.ambient_c,
-                             low_rpm=thermal.rpm, high_rpm=thermal.high_rpm, max_slowdown=thermal.max_slowdown)
+        return PassiveCooling(
+            low_rpm=thermal.rpm,
+            high_rpm=thermal.high_rpm,
+            hot_c=thermal.hot_c,
+            cool_c=thermal.cool_c,
+        )
+    return PredictiveCooling(
+        load=planned_load(scenario, cluster, rack),
+        ambient_c=thermal.ambient_c,
+        low_rpm=thermal.rpm,
+        high_rpm=thermal.high_rpm,
+        max_slowdown=thermal.max_slowdown,
+    )
 
 
 def planned_load(scenario: Scenario, cluster: Cluster, rack: Rack) -> PlannedLoad:
@@ -154,11 +201,15 @@ def planned_load(scenario: Scenario, cluster: Cluster, rack: Rack) -> PlannedLoa
         num_socs = scenario.strategy.socs or cluster.num_socs
         busy = [cluster.device_of(soc) for soc in range(num_socs)]
         busy_w = sum(device.processor(device.default_processor).active_w for device in busy)
-        return PlannedLoad(rack_w=busy_w + sum(idle_w[num_socs:]),
-                           local_rise_c=rack.local_rise_c(busy_w / num_socs, max(cluster.slots_per_board)))
+        return PlannedLoad(
+            rack_w=busy_w + sum(idle_w[num_socs:]),
+            local_rise_c=rack.local_rise_c(busy_w / num_socs, max(cluster.slots_per_board)),
+        )
     training = planned_training(scenario, cluster)
     busy_w = training.energy_j / training.duration_s
     others_w = sum(idle_w) - sum(idle_w[soc] for soc in training.socs)
     return PlannedLoad(
-        rack_w=busy_w + others_w, end_s=training.duration_s,
-        local_rise_c=rack.local_rise_c(busy_w / len(training.socs), max(cluster.slots_per_board)))
+        rack_w=busy_w + others_w,
+        end_s=training.duration_s,
+        local_rise_c=rack.local_rise_c(busy_w / len(training.socs), max(cluster.slots_per_board)),
+    )

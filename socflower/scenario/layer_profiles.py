@@ -58,18 +58,31 @@ class LayerProfile(Table):
         for layer in self.layers:
             for key in ("forward_s", "backward_s"):
                 if len(getattr(layer, key)) != len(self.batches):
-                    raise ValueError(f"layer {layer.name!r}: {key} has {len(getattr(layer, key))} seconds for "
-                                     f"{len(self.batches)} batches; give one for each")
+                    raise ValueError(
+                        f"layer {layer.name!r}: {key} has {len(getattr(layer, key))} seconds for "
+                        f"{len(self.batches)} batches; give one for each"
+                    )
 
     def seconds(self) -> LayerSeconds:
         """Return the table as a value."""
-        return LayerSeconds(device=self.device, batches=self.batches,
-                            forward_s=np.array([layer.forward_s for layer in self.layers]),
-                            backward_s=np.array([layer.backward_s for layer in self.layers]))
+        return LayerSeconds(
+            device=self.device,
+            batches=self.batches,
+            forward_s=np.array([layer.forward_s for layer in self.layers]),
+            backward_s=np.array([layer.backward_s for layer in self.layers]),
+        )
 
 
-def measured_profile(scenario: Scenario, device: str, *, batches: Sequence[int] = DEFAULT_BATCHES, repeats: int = 3,
-                     threads: int = 1, accelerator: str = "none", arithmetic: str = "fp32") -> LayerProfile:
+def measured_profile(
+    scenario: Scenario,
+    device: str,
+    *,
+    batches: Sequence[int] = DEFAULT_BATCHES,
+    repeats: int = 3,
+    threads: int = 1,
+    accelerator: str = "none",
+    arithmetic: str = "fp32",
+) -> LayerProfile:
     """Return the seconds of a pipeline scenario's layers on this machine, which is a `device` of its cluster.
 
     `accelerator` is the device of torch that computes, or "none" for the CPU, on which `arithmetic` may be "int8".
@@ -77,8 +90,10 @@ def measured_profile(scenario: Scenario, device: str, *, batches: Sequence[int] 
     kernels.
     """
     if not scenario.is_pipeline:
-        raise ConfigError(f"{scenario.name} [strategy] name = {scenario.strategy.name!r}: layers are measured for "
-                          "'hybrid-pipeline'")
+        raise ConfigError(
+            f"{scenario.name} [strategy] name = {scenario.strategy.name!r}: layers are measured for "
+            "'hybrid-pipeline'"
+        )
     _require_device(scenario, device, f"--name {device}")
     require_count("--threads", threads, 1, MAX_WORKERS)
     module, example, _ = pipeline_workload(scenario)
@@ -87,51 +102,96 @@ def measured_profile(scenario: Scenario, device: str, *, batches: Sequence[int] 
     torch.set_num_threads(threads)
     if arithmetic == "int8":
         if accelerator != "none":
-            raise ConfigError(f"--accelerator {accelerator}: int8 kernels run on the CPU; leave it or --int8 out")
+            raise ConfigError(
+                f"--accelerator {accelerator}: int8 kernels run on the CPU; leave it or --int8 out"
+            )
         require_int8(read, module)
     where = "cpu" if accelerator == "none" else resolve_device(accelerator, "--accelerator")
-    seconds = measure_layers(module.to(where), example, batches, chain=read.chain, device=device, repeats=repeats,
-                             in_int8=arithmetic == "int8")
-    return LayerProfile(kind=KIND, device=device, model=scenario.model.name, cuts=table.cuts, arithmetic=arithmetic,
-                        sample=_sample_shape(example), batches=seconds.batches, layers=tuple(
-            MeasuredLayer(name=layer.name, forward_s=tuple(forward_s.tolist()), backward_s=tuple(backward_s.tolist()))
-            for layer, forward_s, backward_s in zip(read.model.layers, seconds.forward_s, seconds.backward_s,
-                                                    strict=True)))
+    seconds = measure_layers(
+        module.to(where),
+        example,
+        batches,
+        chain=read.chain,
+        device=device,
+        repeats=repeats,
+        in_int8=arithmetic == "int8",
+    )
+    return LayerProfile(
+        kind=KIND,
+        device=device,
+        model=scenario.model.name,
+        cuts=table.cuts,
+        arithmetic=arithmetic,
+        sample=_sample_shape(example),
+        batches=seconds.batches,
+        layers=tuple(
+            MeasuredLayer(
+                name=layer.name,
+                forward_s=tuple(forward_s.tolist()),
+                backward_s=tuple(backward_s.tolist()),
+            )
+            for layer, forward_s, backward_s in zip(
+                read.model.layers, seconds.forward_s, seconds.backward_s, strict=True
+            )
+        ),
+    )
 
 
 def write_profile(path: Path, profile: LayerProfile) -> None:
     """Write a profile; `ConfigError` if the file cannot be written."""
     try:
-        write_atomically(path, json.dumps(profile.model_dump(mode="json", by_alias=True), indent=1) + "\n")
+        write_atomically(
+            path, json.dumps(profile.model_dump(mode="json", by_alias=True), indent=1) + "\n"
+        )
     except OSError as error:
-        raise ConfigError(f"--out {path}: cannot be written ({error.strerror}); name another file") from None
+        raise ConfigError(
+            f"--out {path}: cannot be written ({error.strerror}); name another file"
+        ) from None
 
 
-def measured_seconds(scenario: Scenario, model: PipelineModel, example: Example) -> dict[str, dict[str, LayerSeconds]]:
+def measured_seconds(
+    scenario: Scenario, model: PipelineModel, example: Example
+) -> dict[str, dict[str, LayerSeconds]]:
     """Return the seconds of `[pipeline] profiles` by arithmetic, "fp32" and "int8", and kind of device.
 
     Raises ConfigError that names the file and the key: for what is no profile, for one of another model, sample, cuts
     or layers, for a device that the cluster does not have, and for two of one device.
     """
-    table, every = scenario.pipeline or PipelineConfig(), {"fp32": dict[str, LayerSeconds](), "int8": {}}
+    table, every = (
+        scenario.pipeline or PipelineConfig(),
+        {"fp32": dict[str, LayerSeconds](), "int8": {}},
+    )
     for name in table.profiles:
         path = Path(name)
         profile = read_table(LayerProfile, _read(path), str(path))
-        for key, theirs, ours in (("model", profile.model, scenario.model.name), ("cuts", profile.cuts, table.cuts),
-                                  ("sample", list(profile.sample), list(_sample_shape(example)))):
+        for key, theirs, ours in (
+            ("model", profile.model, scenario.model.name),
+            ("cuts", profile.cuts, table.cuts),
+            ("sample", list(profile.sample), list(_sample_shape(example))),
+        ):
             if theirs != ours:
-                raise ConfigError(f"{path}: {key} = {theirs!r}, and {scenario.name} plans {ours!r}; measure again, or "
-                                  "leave the profile out")
+                raise ConfigError(
+                    f"{path}: {key} = {theirs!r}, and {scenario.name} plans {ours!r}; measure again, or "
+                    "leave the profile out"
+                )
         layers = [layer.name for layer in profile.layers]
         expected = [layer.name for layer in model.layers]
         if layers != expected:
             lost = [each for each in expected if each not in layers]
-            what = f"{lost[0]!r} is missing" if lost else f"it has {len(layers)} layers in another order"
-            raise ConfigError(f"{path}: layer: {what}, of the {len(expected)} layers of {model.name}; measure again")
+            what = (
+                f"{lost[0]!r} is missing"
+                if lost
+                else f"it has {len(layers)} layers in another order"
+            )
+            raise ConfigError(
+                f"{path}: layer: {what}, of the {len(expected)} layers of {model.name}; measure again"
+            )
         _require_device(scenario, profile.device, f"{path}: device = {profile.device!r}")
         found = every[profile.arithmetic]
         if profile.device in found:
-            raise ConfigError(f"{path}: device = {profile.device!r} is measured in two profiles; keep one")
+            raise ConfigError(
+                f"{path}: device = {profile.device!r} is measured in two profiles; keep one"
+            )
         found[profile.device] = profile.seconds()
     return every
 
@@ -139,7 +199,9 @@ def measured_seconds(scenario: Scenario, model: PipelineModel, example: Example)
 def _require_device(scenario: Scenario, device: str, where: str) -> None:
     kinds = sorted({board.device.name for board in scenario_cluster(scenario).boards})
     if device not in kinds:
-        raise ConfigError(f"{where}: is no device of the cluster of {scenario.name}, which has {', '.join(kinds)}")
+        raise ConfigError(
+            f"{where}: is no device of the cluster of {scenario.name}, which has {', '.join(kinds)}"
+        )
 
 
 def _sample_shape(example: Example) -> tuple[int, ...]:
@@ -150,7 +212,9 @@ def _read(path: Path) -> object:
     try:
         return json.loads(path.read_text("utf-8-sig"))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); [pipeline] profiles names files of `socflower "
-                          "profile --layers`") from None
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); [pipeline] profiles names files of `socflower "
+            "profile --layers`"
+        ) from None
     except ValueError as error:
         raise ConfigError(f"{path}: is no JSON ({error}); measure again") from None

@@ -29,7 +29,9 @@ _SAME = 1.005  # times as long, up to which a plan counts as the same
 
 
 def plan_of_pipeline(
-    scenario: Scenario, *, on_step: OnStep = lambda text, done, total: None,
+    scenario: Scenario,
+    *,
+    on_step: OnStep = lambda text, done, total: None,
 ) -> tuple[dict[str, Any], Planned]:
     """Return the plan document of `socflower plan`, and the plan itself.
 
@@ -51,21 +53,39 @@ def plan_of_pipeline(
     planned = plan_pipeline(problem, PlannerSettings(micro_batch_sizes=tuple(sizes)), on_step=step)
     prediction, own = planned.prediction, planned.problem
     steps = max(1, epoch_samples // scenario.train.batch_size)
-    peers = [{"name": each.name, "fits": each.fits, "why_not": each.why_not,
-              "step_s": each.prediction.step_s if each.prediction else None,
-              "energy_j": each.prediction.energy_j if each.prediction else None,
-              "over_ours": each.prediction.step_s / prediction.step_s if each.prediction and each.fits else None}
-             for each in compare(problem, PEERS, micro_batch_sizes=sizes, on_step=lambda text, done, total: on_step(
-                 text, num_steps + done, num_steps + total))]
+    peers = [
+        {
+            "name": each.name,
+            "fits": each.fits,
+            "why_not": each.why_not,
+            "step_s": each.prediction.step_s if each.prediction else None,
+            "energy_j": each.prediction.energy_j if each.prediction else None,
+            "over_ours": each.prediction.step_s / prediction.step_s
+            if each.prediction and each.fits
+            else None,
+        }
+        for each in compare(
+            problem,
+            PEERS,
+            micro_batch_sizes=sizes,
+            on_step=lambda text, done, total: on_step(text, num_steps + done, num_steps + total),
+        )
+    ]
     document = {
-        "schema": 1, "kind": "pipeline",
+        "schema": 1,
+        "kind": "pipeline",
         "work": f"{scenario.model.name}, {counted(own.model.num_layers, 'layer')}, "
-                f"{counted(scenario.train.epochs, 'epoch')} of {counted(steps, 'update')} of "
-                f"{counted(scenario.train.batch_size, 'sample')}",
+        f"{counted(scenario.train.epochs, 'epoch')} of {counted(steps, 'update')} of "
+        f"{counted(scenario.train.batch_size, 'sample')}",
         **planned_document(planned),
-        "predicted": {**prediction.to_document(), "epoch_s": steps * prediction.step_s,
-                      "epoch_energy_j": steps * prediction.energy_j},
-        "peers": peers, "verdict": _verdict(planned, peers), "notes": _notes(planned),
+        "predicted": {
+            **prediction.to_document(),
+            "epoch_s": steps * prediction.step_s,
+            "epoch_energy_j": steps * prediction.energy_j,
+        },
+        "peers": peers,
+        "verdict": _verdict(planned, peers),
+        "notes": _notes(planned),
     }
     document["expectations"] = check_plan(scenario.expect, document)
     return document, planned
@@ -74,14 +94,22 @@ def plan_of_pipeline(
 def planned_document(planned: Planned) -> dict[str, Any]:
     """Return a plan as plain values, as results have it too."""
     own = planned.problem
-    return {"architecture": planned.plan.architecture, "exact": planned.exact,
-            "pipelines": [{key: value for key, value in pipeline.to_document(own).items() if key != "predicted"}
-                          for pipeline in planned.plan.pipelines],
-            "num_devices": len(planned.plan.socs), "communication_bytes": planned.plan.communication_bytes(own),
-            "predicted": planned.prediction.to_document()}
+    return {
+        "architecture": planned.plan.architecture,
+        "exact": planned.exact,
+        "pipelines": [
+            {key: value for key, value in pipeline.to_document(own).items() if key != "predicted"}
+            for pipeline in planned.plan.pipelines
+        ],
+        "num_devices": len(planned.plan.socs),
+        "communication_bytes": planned.plan.communication_bytes(own),
+        "predicted": planned.prediction.to_document(),
+    }
 
 
-def write_plan(scenario: Scenario, document: dict[str, Any], planned: Planned, folder: Path) -> None:
+def write_plan(
+    scenario: Scenario, document: dict[str, Any], planned: Planned, folder: Path
+) -> None:
     """Write `plan.json`, `trace.json` and `report.html` with one update of the plan, executed in virtual time."""
     trace, problem = Trace(), planned.problem
     run = simulate(problem, planned.plan, clock=EventClock(problem.cluster, trace=trace))
@@ -90,10 +118,15 @@ def write_plan(scenario: Scenario, document: dict[str, Any], planned: Planned, f
     write_atomically(folder / "plan.json", json.dumps(document, indent=2) + "\n")
     trace.write(folder / "trace.json")
     write_pipeline_report(
-        folder / "report.html", document,
-        [DrawnPass(names[each.soc], each.kind.value, each.micro_batch, each.start_s, each.end_s)
-         for each in run.passes],
-        title=scenario.name, question=scenario.question)
+        folder / "report.html",
+        document,
+        [
+            DrawnPass(names[each.soc], each.kind.value, each.micro_batch, each.start_s, each.end_s)
+            for each in run.passes
+        ],
+        title=scenario.name,
+        question=scenario.question,
+    )
 
 
 def pipeline_problem(scenario: Scenario) -> tuple[PipelineProblem, int]:
@@ -101,12 +134,16 @@ def pipeline_problem(scenario: Scenario) -> tuple[PipelineProblem, int]:
     cluster = scenario_cluster(scenario)
     socs = scenario.strategy.socs or cluster.num_socs
     if socs > cluster.num_socs:
-        raise ConfigError(f"{scenario.name} [strategy] socs = {socs}, but the cluster has {cluster.num_socs} SoCs; "
-                          "lower socs or add boards")
+        raise ConfigError(
+            f"{scenario.name} [strategy] socs = {socs}, but the cluster has {cluster.num_socs} SoCs; "
+            "lower socs or add boards"
+        )
     if socs == 1:
         key = "[strategy] socs = 1" if scenario.strategy.socs else "[cluster]"
-        raise ConfigError(f"{scenario.name} {key}: one device, {cluster.device_of(0).name}, and a pipeline needs 2 or "
-                          "more; give more boards or SoCs, or use strategy.name = 'sgd'")
+        raise ConfigError(
+            f"{scenario.name} {key}: one device, {cluster.device_of(0).name}, and a pipeline needs 2 or "
+            "more; give more boards or SoCs, or use strategy.name = 'sgd'"
+        )
     module, example, epoch_samples = pipeline_workload(scenario)
     table = scenario.pipeline or PipelineConfig()
     read = read_model(module, example, scenario.model.name, granularity=Granularity(table.cuts))
@@ -115,23 +152,36 @@ def pipeline_problem(scenario: Scenario) -> tuple[PipelineProblem, int]:
         require_int8(read, module)
     measured = measured_seconds(scenario, read.model, example)
     problem = estimated_problem(
-        read.model, cluster, measured=measured["fp32"], measured_int8=measured["int8"], socs=range(socs),
-        int8_socs=cast(Int8Socs, table.int8_socs), micro_batch_size=size,
+        read.model,
+        cluster,
+        measured=measured["fp32"],
+        measured_int8=measured["int8"],
+        socs=range(socs),
+        int8_socs=cast(Int8Socs, table.int8_socs),
+        micro_batch_size=size,
         num_micro_batches=scenario.train.batch_size // size,
-        optimizer_copies=2.0 if scenario.train.optimizer == "adam" else float(scenario.momentum > 0))
+        optimizer_copies=2.0
+        if scenario.train.optimizer == "adam"
+        else float(scenario.momentum > 0),
+    )
     _require_read(measured, problem)
-    return replace(problem, activation_part=table.activation_bits / 32,
-                   gradient_part=table.gradient_bits / 32), epoch_samples
+    return replace(
+        problem, activation_part=table.activation_bits / 32, gradient_part=table.gradient_bits / 32
+    ), epoch_samples
 
 
-def _require_read(measured: Mapping[str, Mapping[str, LayerSeconds]], problem: PipelineProblem) -> None:
+def _require_read(
+    measured: Mapping[str, Mapping[str, LayerSeconds]], problem: PipelineProblem
+) -> None:
     """Raise ConfigError for a profile that no device of the problem uses."""
     used = {id(device.seconds) for device in problem.devices}
     for arithmetic, profiles in measured.items():
         for name, seconds in profiles.items():
             if id(seconds) not in used:
-                raise ConfigError(f"[pipeline] profiles: there is one of {name} in {arithmetic}, in which none of them "
-                                  "computes; leave it out, or change int8_socs")
+                raise ConfigError(
+                    f"[pipeline] profiles: there is one of {name} in {arithmetic}, in which none of them "
+                    "computes; leave it out, or change int8_socs"
+                )
 
 
 def micro_batch_sizes(scenario: Scenario) -> Sequence[int]:
@@ -144,27 +194,38 @@ def micro_batch_sizes(scenario: Scenario) -> Sequence[int]:
 def _notes(planned: Planned) -> list[str]:
     """Return what limits the plan."""
     kinds = dict.fromkeys(device.seconds for device in planned.problem.devices)
-    estimated, measured = ([kind.device for kind in kinds if kind.estimated == wanted] for wanted in (True, False))
+    estimated, measured = (
+        [kind.device for kind in kinds if kind.estimated == wanted] for wanted in (True, False)
+    )
     notes = []
     if estimated:
         which = f" on {', '.join(estimated)}" if measured else ""
-        notes.append(f"the seconds of layers{which} are estimated from the devices' rates, not measured")
+        notes.append(
+            f"the seconds of layers{which} are estimated from the devices' rates, not measured"
+        )
     if measured:
-        notes.append(f"the seconds of layers on {', '.join(measured)} are those measured in [pipeline] profiles")
+        notes.append(
+            f"the seconds of layers on {', '.join(measured)} are those measured in [pipeline] profiles"
+        )
     if in_int8 := planned.problem.int8_socs:
-        notes.append(f"stages compute in int8 on SoCs {', '.join(map(str, in_int8))}; their memory is counted as in "
-                     "FP32, and checked when they run")
+        notes.append(
+            f"stages compute in int8 on SoCs {', '.join(map(str, in_int8))}; their memory is counted as in "
+            "FP32, and checked when they run"
+        )
     if not planned.exact:
-        notes.append("the search was pruned: it looked at likely cuts and even groups of devices first, then at all "
-                     "near the best, so that another plan may be quicker")
+        notes.append(
+            "the search was pruned: it looked at likely cuts and even groups of devices first, then at all "
+            "near the best, so that another plan may be quicker"
+        )
     return notes
 
 
 def _verdict(planned: Planned, peers: Sequence[dict[str, Any]]) -> str:
     """Return which kind of parallelism pays, and how much longer others take, the next best first."""
-    slower = sorted((row for row in peers if row["over_ours"] is not None and row["over_ours"] > _SAME),
-                    key=lambda row: float(row["over_ours"]))
+    slower = sorted(
+        (row for row in peers if row["over_ours"] is not None and row["over_ours"] > _SAME),
+        key=lambda row: float(row["over_ours"]),
+    )
     others = [f"{row['name']} takes {row['over_ours']:.2f} times as long" for row in slower]
     others += [f"{row['name']} does not fit" for row in peers if row["over_ours"] is None]
     return f"{planned.plan.architecture} pays here" + (f": {', '.join(others)}" if others else "")
-

@@ -54,7 +54,9 @@ def planned_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
     """Return the prediction for a strategy with groups; with `groups = "auto"`, for one group per board."""
     work, _ = planned_work(scenario, cluster)
     usage = _training_usage(work, _planned_shapes(scenario, work))
-    return PlannedTraining(duration_s=usage.duration_s, energy_j=usage.total_energy_j, socs=work.plan.participants)
+    return PlannedTraining(
+        duration_s=usage.duration_s, energy_j=usage.total_energy_j, socs=work.plan.participants
+    )
 
 
 def plan_scenario(scenario: Scenario) -> dict[str, Any]:
@@ -73,22 +75,38 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
     work, exchanges = planned_work(scenario, cluster)
     plan, cost = work.plan, work.pricing
     if scenario.strategy.groups == "auto" and not group_strategy(scenario.strategy.name).num_groups:
-        notes.append("groups = 'auto' is decided by training an epoch with each candidate; planned with "
-                     f"{len(plan.groups)}, one group per board")
+        notes.append(
+            "groups = 'auto' is decided by training an epoch with each candidate; planned with "
+            f"{len(plan.groups)}, one group per board"
+        )
     if isinstance(cost, MixedPricing):
         if cost.rule in RULES_BY_THROUGHPUT:
-            notes.append("planned at alpha = 1, the most that int8 can be trusted; a run measures alpha")
+            notes.append(
+                "planned at alpha = 1, the most that int8 can be trusted; a run measures alpha"
+            )
         notes.append(mixing_note(cost.rule))
     elif scenario.precision.arithmetic == "int8":
-        notes.append("int8 on each device's fastest int8 processor, " + ", ".join(sorted(
-            {f"{device.name}: {device.int8_processor or 'none known, FP32 instead'}"
-             for device in (board.device for board in cluster.boards)})))
+        notes.append(
+            "int8 on each device's fastest int8 processor, "
+            + ", ".join(
+                sorted(
+                    {
+                        f"{device.name}: {device.int8_processor or 'none known, FP32 instead'}"
+                        for device in (board.device for board in cluster.boards)
+                    }
+                )
+            )
+        )
     if work.profile.ran_on != "meta":
-        notes.append(f"the forward pass of {scenario.model.name} reads values: its operations are those of a pass on "
-                     f"the {work.profile.ran_on.upper()} with the first sample")
+        notes.append(
+            f"the forward pass of {scenario.model.name} reads values: its operations are those of a pass on "
+            f"the {work.profile.ran_on.upper()} with the first sample"
+        )
     notes += gpu_notes(priced_processors(scenario), None)
-    what = (f"{scenario.model.name} on {scenario.data.name}, {counted(scenario.train.epochs, 'epoch')} of "
-            f"{counted(work.steps_per_epoch, 'step')}, batches of {scenario.train.batch_size} a group")
+    what = (
+        f"{scenario.model.name} on {scenario.data.name}, {counted(scenario.train.epochs, 'epoch')} of "
+        f"{counted(work.steps_per_epoch, 'step')}, batches of {scenario.train.batch_size} a group"
+    )
     predicted = _predict(scenario, work)
     one_soc = None
     if len(plan.participants) > 1:
@@ -96,16 +114,28 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
             one_soc = _predict_one_soc(scenario, cluster)
         except InfeasiblePlan as error:
             notes.append(f"one SoC alone cannot train: {error}")
-    return {"schema": 1, "work": what, "model": model_document(work.profile), **plan.to_document(),
-            **exchanges.to_document(),
-            "predicted": predicted, "one_soc": one_soc, "verdict": _verdict(predicted, one_soc), "notes": notes}
+    return {
+        "schema": 1,
+        "work": what,
+        "model": model_document(work.profile),
+        **plan.to_document(),
+        **exchanges.to_document(),
+        "predicted": predicted,
+        "one_soc": one_soc,
+        "verdict": _verdict(predicted, one_soc),
+        "notes": notes,
+    }
 
 
 def model_document(profile: ModelProfile) -> dict[str, float]:
     """Return the bytes of the weights, all and those that train and travel, and a sample's operations."""
-    return {"weight_bytes": profile.parameter_bytes, "trained_bytes": profile.weight_bytes,
-            "activation_bytes_per_sample": profile.activation_bytes, "forward_flops": profile.forward_flops,
-            "training_flops": profile.training_flops}
+    return {
+        "weight_bytes": profile.parameter_bytes,
+        "trained_bytes": profile.weight_bytes,
+        "activation_bytes_per_sample": profile.activation_bytes,
+        "forward_flops": profile.forward_flops,
+        "training_flops": profile.training_flops,
+    }
 
 
 def predicted_epochs(scenario: Scenario, strategies: Sequence[str]) -> list[dict[str, Any]]:
@@ -120,10 +150,13 @@ def predicted_epochs(scenario: Scenario, strategies: Sequence[str]) -> list[dict
         step_samples: int | None = None
         for name in strategies:
             planned = scenario.replaced(
-                strategy=scenario.strategy.under(name, outer=None), edgecloud=None,
-                model=ModelConfig(name=entry.model), data=DataConfig(name=entry.data),
+                strategy=scenario.strategy.under(name, outer=None),
+                edgecloud=None,
+                model=ModelConfig(name=entry.model),
+                data=DataConfig(name=entry.data),
                 train=scenario.train.replaced(batch_size=entry.batch_size),
-                precision=PrecisionConfig(arithmetic=entry.arithmetic))
+                precision=PrecisionConfig(arithmetic=entry.arithmetic),
+            )
             if not planned.has_groups:
                 continue
             work, _ = planned_work(planned, scenario_cluster(planned))
@@ -133,13 +166,26 @@ def predicted_epochs(scenario: Scenario, strategies: Sequence[str]) -> list[dict
             equal_s: float | None = predicted["epoch_s"]
             if num_groups * entry.batch_size != step_samples:
                 try:
-                    equal_s = _epoch_s(planned.replaced(train=planned.train.replaced(
-                        batch_size=max(1, step_samples // num_groups))), planned.strategy.fusion)
+                    equal_s = _epoch_s(
+                        planned.replaced(
+                            train=planned.train.replaced(
+                                batch_size=max(1, step_samples // num_groups)
+                            )
+                        ),
+                        planned.strategy.fusion,
+                    )
                 except InfeasiblePlan:  # too little memory for such batches
                     equal_s = None
-            rows.append({**entry.model_dump(), "strategy": name, "epoch_s": predicted["epoch_s"],
-                         "epoch_energy_j": predicted["epoch_energy_j"], "step_samples": num_groups * entry.batch_size,
-                         "equal_epoch_s": equal_s})
+            rows.append(
+                {
+                    **entry.model_dump(),
+                    "strategy": name,
+                    "epoch_s": predicted["epoch_s"],
+                    "epoch_energy_j": predicted["epoch_energy_j"],
+                    "step_samples": num_groups * entry.batch_size,
+                    "equal_epoch_s": equal_s,
+                }
+            )
     return rows
 
 
@@ -149,7 +195,12 @@ def epochs_by_fusion(scenario: Scenario, strategies: Sequence[str]) -> list[dict
     for name in strategies:
         planned = scenario.under(name)
         if planned.has_groups:
-            rows.append({"strategy": name, "epoch_s": {fusion: _epoch_s(planned, fusion) for fusion in FUSIONS}})
+            rows.append(
+                {
+                    "strategy": name,
+                    "epoch_s": {fusion: _epoch_s(planned, fusion) for fusion in FUSIONS},
+                }
+            )
     return rows
 
 
@@ -173,16 +224,20 @@ def _verdict(predicted: Mapping[str, float], one_soc: Mapping[str, float] | None
         return None
     ours, alone = predicted["epoch_s"], one_soc["epoch_s"]
     fraction = predicted["exchange_fraction"]
-    exchange = f"exchanging gradients takes {percent(fraction, 0 if fraction < 0.99 else 1)} of a step"
+    exchange = (
+        f"exchanging gradients takes {percent(fraction, 0 if fraction < 0.99 else 1)} of a step"
+    )
     synchronising = predicted["sync_s"] * predicted["syncs_per_epoch"] / ours if ours else 0.0
     advice = "Use strategy.name = 'sgd', or larger batches or a larger model"
     if synchronising > fraction:
         exchange = f"synchronising takes {percent(synchronising, 0)} of an epoch"
         advice = "Use strategy.name = 'sgd', or raise strategy.sync_interval_epochs"
     if alone <= ours:
-        return (f"one SoC is quicker: {human_seconds(alone)} an epoch instead of {human_seconds(ours)}, with "
-                f"{human_joules(one_soc['epoch_energy_j'])} instead of {human_joules(predicted['epoch_energy_j'])}; "
-                f"{exchange}. {advice}")
+        return (
+            f"one SoC is quicker: {human_seconds(alone)} an epoch instead of {human_seconds(ours)}, with "
+            f"{human_joules(one_soc['epoch_energy_j'])} instead of {human_joules(predicted['epoch_energy_j'])}; "
+            f"{exchange}. {advice}"
+        )
     return f"{human_ratio(alone / ours)} as fast as one SoC, which takes {human_seconds(alone)} an epoch; {exchange}"
 
 
@@ -191,8 +246,11 @@ def rebalancing(scenario: Scenario) -> Rebalancing | None:
     settings = scenario.strategy
     if settings.rebalance == "off":
         return None
-    return Rebalancing(within_groups=settings.rebalance != "groups", across_groups=settings.rebalance != "shares",
-                       steps=settings.rebalance_steps)
+    return Rebalancing(
+        within_groups=settings.rebalance != "groups",
+        across_groups=settings.rebalance != "shares",
+        steps=settings.rebalance_steps,
+    )
 
 
 def planned_work(scenario: Scenario, cluster: Cluster) -> tuple[IntervalCosts, Exchanges]:
@@ -214,7 +272,11 @@ def group_work(scenario: Scenario, cluster: Cluster) -> IntervalCosts:
     kind = group_strategy(settings.name)
     num_socs, num_groups = kind.num_socs or settings.socs, kind.num_groups or settings.groups
     least = 1 if isinstance(num_groups, str) else num_groups
-    most = min(len(cluster.boards), num_socs or cluster.num_socs) if isinstance(num_groups, str) else num_groups
+    most = (
+        min(len(cluster.boards), num_socs or cluster.num_socs)
+        if isinstance(num_groups, str)
+        else num_groups
+    )
     for number in range(most, least - 1, -1):
         work = _work_of(scenario, cluster, number, num_socs)
         try:
@@ -232,37 +294,67 @@ def optimizer_copies(scenario: Scenario) -> float:
     return 2.0 if scenario.train.optimizer == "adam" else float(scenario.momentum > 0)
 
 
-def _work_of(scenario: Scenario, cluster: Cluster, num_groups: int, num_socs: int | None) -> IntervalCosts:
+def _work_of(
+    scenario: Scenario, cluster: Cluster, num_groups: int, num_socs: int | None
+) -> IntervalCosts:
     settings, cost = scenario.strategy, pricing(scenario)
-    plan = plan_groups(cluster, num_groups, num_socs, sustained_rates(cluster, scenario.model.name, cost))
+    plan = plan_groups(
+        cluster, num_groups, num_socs, sustained_rates(cluster, scenario.model.name, cost)
+    )
     num_samples = num_training_samples(scenario, num_samples_of(scenario))
     return IntervalCosts(
-        cluster=cluster, plan=plan, profile=model_profile(scenario), num_samples=num_samples,
-        batch_size=scenario.train.batch_size, reshuffle=settings.reshuffle, serialize_uplinks=False,
-        overlap_buckets=settings.overlap_buckets, pricing=cost, rebalancing=rebalancing(scenario),
-        fusion=settings.fusion, hub_decides=settings.outer is not None,
+        cluster=cluster,
+        plan=plan,
+        profile=model_profile(scenario),
+        num_samples=num_samples,
+        batch_size=scenario.train.batch_size,
+        reshuffle=settings.reshuffle,
+        serialize_uplinks=False,
+        overlap_buckets=settings.overlap_buckets,
+        pricing=cost,
+        rebalancing=rebalancing(scenario),
+        fusion=settings.fusion,
+        hub_decides=settings.outer is not None,
         leader_compression=settings.leader_compression,
-        steps_per_epoch=group_steps_per_epoch(num_samples, len(plan.groups), scenario.train.batch_size))
+        steps_per_epoch=group_steps_per_epoch(
+            num_samples, len(plan.groups), scenario.train.batch_size
+        ),
+    )
 
 
-def with_plan(scenario: Scenario, work: IntervalCosts, plan: GroupPlan) -> tuple[IntervalCosts, Exchanges]:
+def with_plan(
+    scenario: Scenario, work: IntervalCosts, plan: GroupPlan
+) -> tuple[IntervalCosts, Exchanges]:
     """Return the work under a plan, with the exchanges that a run would choose."""
     work, settings = replace(work, plan=plan), scenario.strategy
-    exchanges, work = choose_exchanges(work, settings.serialize_uplinks, scenario.leaders,
-                                       _planned_lengths(scenario, work), EventClock(work.cluster))
+    exchanges, work = choose_exchanges(
+        work,
+        settings.serialize_uplinks,
+        scenario.leaders,
+        _planned_lengths(scenario, work),
+        EventClock(work.cluster),
+    )
     return work, exchanges
 
 
 def planned_intervals(scenario: Scenario, work: IntervalCosts) -> Sequence[SyncInterval]:
     """Return the intervals of the whole training."""
-    return sync_schedule(scenario.train.epochs, work.steps_per_epoch, _interval_epochs(scenario),
-                         server_interval=_server_interval(scenario))
+    return sync_schedule(
+        scenario.train.epochs,
+        work.steps_per_epoch,
+        _interval_epochs(scenario),
+        server_interval=_server_interval(scenario),
+    )
 
 
 def _planned_shapes(scenario: Scenario, work: IntervalCosts) -> Sequence[tuple[SyncInterval, int]]:
     """Return the distinct intervals and their counts, so that the cost does not grow with the number of epochs."""
-    return sync_shapes(scenario.train.epochs, work.steps_per_epoch, _interval_epochs(scenario),
-                       server_interval=_server_interval(scenario))
+    return sync_shapes(
+        scenario.train.epochs,
+        work.steps_per_epoch,
+        _interval_epochs(scenario),
+        server_interval=_server_interval(scenario),
+    )
 
 
 def _planned_lengths(scenario: Scenario, work: IntervalCosts) -> Mapping[int, int]:
@@ -278,7 +370,9 @@ def _lengths(shapes: Sequence[tuple[SyncInterval, int]]) -> dict[int, int]:
 
 
 def _interval_epochs(scenario: Scenario) -> float | str:
-    return group_strategy(scenario.strategy.name).sync_interval_epochs(scenario.strategy.sync_interval_epochs)
+    return group_strategy(scenario.strategy.name).sync_interval_epochs(
+        scenario.strategy.sync_interval_epochs
+    )
 
 
 def _server_interval(scenario: Scenario) -> int:
@@ -287,17 +381,28 @@ def _server_interval(scenario: Scenario) -> int:
 
 def _training_usage(work: IntervalCosts, shapes: Sequence[tuple[SyncInterval, int]]) -> Usage:
     """Return the usage of all intervals; equal intervals are priced once."""
-    return sum((work.run(interval, EventClock(work.cluster)) * count for interval, count in shapes), Usage())
+    return sum(
+        (work.run(interval, EventClock(work.cluster)) * count for interval, count in shapes),
+        Usage(),
+    )
 
 
 def _predict(scenario: Scenario, work: IntervalCosts) -> dict[str, Any]:
     return predicted_costs(
-        work, _planned_shapes(scenario, work), scenario.train.epochs, in_servers=_server_interval(scenario) > 1,
-        optimizer_copies=optimizer_copies(scenario))
+        work,
+        _planned_shapes(scenario, work),
+        scenario.train.epochs,
+        in_servers=_server_interval(scenario) > 1,
+        optimizer_copies=optimizer_copies(scenario),
+    )
 
 
 def predicted_costs(
-    work: IntervalCosts, shapes: Sequence[tuple[SyncInterval, int]], epochs: int, *, in_servers: bool,
+    work: IntervalCosts,
+    shapes: Sequence[tuple[SyncInterval, int]],
+    epochs: int,
+    *,
+    in_servers: bool,
     optimizer_copies: float = 1.0,
 ) -> dict[str, Any]:
     """Return `predicted` of a plan document: see `plan_scenario`; `shapes` are all intervals of `epochs` epochs."""
@@ -307,7 +412,9 @@ def predicted_costs(
     busy = sum(training.soc_seconds.values())
     times = step_times(work, _lengths(shapes), EventClock(work.cluster))
     step_s = times.in_turn_s if work.serialize_uplinks else times.free_s
-    sync_s = 0.0 if synchronisation is None else EventClock(work.cluster).run(synchronisation).duration_s
+    sync_s = (
+        0.0 if synchronisation is None else EventClock(work.cluster).run(synchronisation).duration_s
+    )
     own_s = max(cost.compute_s + cost.merge_s + cost.update_s for cost in work.costs.values())
     return {
         "step_s": step_s,
@@ -316,34 +423,53 @@ def predicted_costs(
         "step_free_running_s": times.free_s,
         "steps_per_epoch": float(work.steps_per_epoch),
         "sync_s": sync_s,
-        "leaders_s": {} if synchronisation is None else {
-            kind: work.synchronisation_s(EventClock(work.cluster), kind) for kind in KINDS},
+        "leaders_s": {}
+        if synchronisation is None
+        else {kind: work.synchronisation_s(EventClock(work.cluster), kind) for kind in KINDS},
         "fusion": work.fusion,
-        "fusions": {fusion: {"step_s": step_s, "sync_s": sync_s} if fusion == work.fusion
-                    else _step_and_sync(replace(work, fusion=fusion), shapes) for fusion in FUSIONS},
+        "fusions": {
+            fusion: {"step_s": step_s, "sync_s": sync_s}
+            if fusion == work.fusion
+            else _step_and_sync(replace(work, fusion=fusion), shapes)
+            for fusion in FUSIONS
+        },
         "server_sync_s": 0.0 if inside is None else EventClock(work.cluster).run(inside).duration_s,
-        "syncs_per_epoch": 0.0 if synchronisation is None else sum(count for _, count in shapes) / epochs,
+        "syncs_per_epoch": 0.0
+        if synchronisation is None
+        else sum(count for _, count in shapes) / epochs,
         "epoch_s": training.duration_s / epochs,
         "epoch_energy_j": training.total_energy_j / epochs,
         "memory_bytes": work.profile.training_memory_bytes(
-            max(work.shares.values()), optimizer_copies=optimizer_copies),
+            max(work.shares.values()), optimizer_copies=optimizer_copies
+        ),
         "compute_fraction": training.soc_seconds.get(Activity.COMPUTE, 0.0) / busy if busy else 0.0,
     }
 
 
-def _step_and_sync(work: IntervalCosts, shapes: Sequence[tuple[SyncInterval, int]]) -> dict[str, float]:
+def _step_and_sync(
+    work: IntervalCosts, shapes: Sequence[tuple[SyncInterval, int]]
+) -> dict[str, float]:
     """Return the seconds of a step, in turns or not as is quicker, and of a synchronisation."""
-    times, synchronisation = step_times(work, _lengths(shapes), EventClock(work.cluster)), work.synchronisation()
-    return {"step_s": min(times.in_turn_s, times.free_s),
-            "sync_s": 0.0 if synchronisation is None else EventClock(work.cluster).run(synchronisation).duration_s}
+    times, synchronisation = (
+        step_times(work, _lengths(shapes), EventClock(work.cluster)),
+        work.synchronisation(),
+    )
+    return {
+        "step_s": min(times.in_turn_s, times.free_s),
+        "sync_s": 0.0
+        if synchronisation is None
+        else EventClock(work.cluster).run(synchronisation).duration_s,
+    }
 
 
 def plan_split(scenario: Scenario) -> dict[str, Any]:
     """Return the plan document: each edge's cut, and T1 to T4, memory and batch time of every cut on the mean link."""
     setting = SplitSetting(scenario)
     workload = setting.workload
-    what = (f"{scenario.model.name} on {scenario.data.name}, {counted(scenario.train.epochs, 'epoch')} of "
-            f"{counted(workload.batches_per_epoch, 'batch', 'batches')} of {scenario.train.batch_size}")
+    what = (
+        f"{scenario.model.name} on {scenario.data.name}, {counted(scenario.train.epochs, 'epoch')} of "
+        f"{counted(workload.batches_per_epoch, 'batch', 'batches')} of {scenario.train.batch_size}"
+    )
     edges = [_edge(setting, edge, party) for edge, party in enumerate(setting.parties())]
     notes = ["planned on each link's mean rates; a run follows the link as it changes"]
     if scenario.strategy.name == "split-replay" and scenario.split.adapt and setting.num_edges == 1:
@@ -351,13 +477,22 @@ def plan_split(scenario: Scenario) -> dict[str, Any]:
     if scenario.split.shared_up_bytes_per_s is not None:
         notes.append("each edge is planned with an even share of the uplink")
     if scenario.split.cloud_processors is not None:
-        notes.append("planned as if the cloud were free; a run shares its "
-                     f"{counted(scenario.split.cloud_processors, 'processor')}")
+        notes.append(
+            "planned as if the cloud were free; a run shares its "
+            f"{counted(scenario.split.cloud_processors, 'processor')}"
+        )
     notes += gpu_notes(priced_processors(scenario), None)
-    return {"schema": 1, "work": what, "mode": setting.mode, "window": [list(step) for step in setting.schedule.steps],
-            "edges": edges, "cut": edges[0]["deployment"]["cut_name"],
-            "predicted": {key: max(edge[key] for edge in edges) for key in ("batch_s", "epoch_s")}
-            | {"epoch_energy_j": sum(edge["epoch_energy_j"] for edge in edges)}, "notes": notes}
+    return {
+        "schema": 1,
+        "work": what,
+        "mode": setting.mode,
+        "window": [list(step) for step in setting.schedule.steps],
+        "edges": edges,
+        "cut": edges[0]["deployment"]["cut_name"],
+        "predicted": {key: max(edge[key] for edge in edges) for key in ("batch_s", "epoch_s")}
+        | {"epoch_energy_j": sum(edge["epoch_energy_j"] for edge in edges)},
+        "notes": notes,
+    }
 
 
 def _edge(setting: SplitSetting, edge: int, party: Party) -> dict[str, Any]:
@@ -368,23 +503,40 @@ def _edge(setting: SplitSetting, edge: int, party: Party) -> dict[str, Any]:
     def row(index: int) -> dict[str, Any]:
         split_plan = SplitPlan(cut=index, bits=chosen.bits, window=chosen.window)
         served = phases(costs, split_plan, rates, reverse=reverse)
-        return {"name": costs.cuts[index].name, "edge_s": served.edge_s, "up_s": _finite(served.up_s),
-                "cloud_s": served.cloud_s, "down_s": _finite(served.down_s),
-                "batch_s": _finite(period_s(served, window_limit(costs, split_plan))),
-                "edge_memory_bytes": costs.cuts[index].edge_memory_bytes}
+        return {
+            "name": costs.cuts[index].name,
+            "edge_s": served.edge_s,
+            "up_s": _finite(served.up_s),
+            "cloud_s": served.cloud_s,
+            "down_s": _finite(served.down_s),
+            "batch_s": _finite(period_s(served, window_limit(costs, split_plan))),
+            "edge_memory_bytes": costs.cuts[index].edge_memory_bytes,
+        }
 
     served, limit = phases(costs, chosen, rates, reverse=reverse), window_limit(costs, chosen)
     batches = setting.workload.batches_per_epoch
     epoch_s = training_s(served, batches, limit)
     return {
-        "device": device.name, "link": {"up_bytes_per_s": rates.up_bytes_per_s,
-                                        "down_bytes_per_s": rates.down_bytes_per_s, "latency_s": rates.latency_s},
-        "deployment": {"cut": chosen.cut, "cut_name": None if chosen.cut is None else costs.cuts[chosen.cut].name,
-                       "bits": chosen.bits, "window": chosen.window, "text": cut_text(chosen, costs)},
-        "cuts": [row(index) for index in range(len(costs.cuts))], "edge_only_s": costs.edge_only_s,
-        "batch_s": _finite(period_s(served, limit)), "epoch_s": _finite(epoch_s),
-        "epoch_energy_j": training_energy_j(device, served, batches, limit, costs.edge_processor,
-                                            costs.edge_beside),
+        "device": device.name,
+        "link": {
+            "up_bytes_per_s": rates.up_bytes_per_s,
+            "down_bytes_per_s": rates.down_bytes_per_s,
+            "latency_s": rates.latency_s,
+        },
+        "deployment": {
+            "cut": chosen.cut,
+            "cut_name": None if chosen.cut is None else costs.cuts[chosen.cut].name,
+            "bits": chosen.bits,
+            "window": chosen.window,
+            "text": cut_text(chosen, costs),
+        },
+        "cuts": [row(index) for index in range(len(costs.cuts))],
+        "edge_only_s": costs.edge_only_s,
+        "batch_s": _finite(period_s(served, limit)),
+        "epoch_s": _finite(epoch_s),
+        "epoch_energy_j": training_energy_j(
+            device, served, batches, limit, costs.edge_processor, costs.edge_beside
+        ),
     }
 
 

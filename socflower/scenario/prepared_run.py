@@ -54,24 +54,33 @@ class PreparedRun:
         require_engine(engine)
         _check_compression(scenario, engine)
         if scenario.pipeline is not None and scenario.pipeline.sample:
-            raise ConfigError(f"{scenario.name} [pipeline] sample = {list(scenario.pipeline.sample)}: there are no "
-                              "data to train on; give [data] instead, or use `socflower plan`")
+            raise ConfigError(
+                f"{scenario.name} [pipeline] sample = {list(scenario.pipeline.sample)}: there are no "
+                "data to train on; give [data] instead, or use `socflower plan`"
+            )
         if trains_here:
             resolve_device(scenario.train.device, f"{scenario.name} [train] device")
         num_socs = scenario.strategy.socs or self.cluster.num_socs
         if num_socs > self.cluster.num_socs:
-            raise InfeasiblePlan(f"{scenario.name} [strategy] socs = {num_socs}, but the cluster has "
-                                 f"{self.cluster.num_socs} SoCs; lower socs or add boards")
+            raise InfeasiblePlan(
+                f"{scenario.name} [strategy] socs = {num_socs}, but the cluster has "
+                f"{self.cluster.num_socs} SoCs; lower socs or add boards"
+            )
         if scenario.is_split:
             check_boards(scenario, self.cluster)
             _check_shared(scenario, engine)
             if trains_here:
                 # Raises if model, data, cuts and links do not fit together.
                 cuts = [party.split_plan.cut for party in self.split_setting.parties()]
-                if scenario.split.cloud_processors is not None and self.split_setting.workload.is_joined:
-                    raise ConfigError(f"{scenario.name} [edgecloud] cloud_processors = "
-                                      f"{scenario.split.cloud_processors} is for a cloud half of each edge; joined "
-                                      "parties share one; leave it out")
+                if (
+                    scenario.split.cloud_processors is not None
+                    and self.split_setting.workload.is_joined
+                ):
+                    raise ConfigError(
+                        f"{scenario.name} [edgecloud] cloud_processors = "
+                        f"{scenario.split.cloud_processors} is for a cloud half of each edge; joined "
+                        "parties share one; leave it out"
+                    )
                 if scenario.precision.arithmetic != "fp32":
                     self._check_int8_front(cuts)
             return
@@ -89,14 +98,18 @@ class PreparedRun:
         scenario = self.scenario
         groups = scenario.strategy.groups
         if isinstance(groups, int) and groups > num_socs:
-            raise InfeasiblePlan(f"{scenario.name} [strategy] groups = {groups}, but only {num_socs} SoCs take part; "
-                                 f"use groups = {num_socs} or fewer")
+            raise InfeasiblePlan(
+                f"{scenario.name} [strategy] groups = {groups}, but only {num_socs} SoCs take part; "
+                f"use groups = {num_socs} or fewer"
+            )
         if scenario.precision.arithmetic == "int8" and scenario.has_groups:
             _check_int8_exchange(scenario)
         for event in scenario.events:
             if event.soc >= self.cluster.num_socs:
-                raise ConfigError(f"{scenario.name} [[event]] soc = {event.soc}, but SoCs are 0 to "
-                                  f"{self.cluster.num_socs - 1}")
+                raise ConfigError(
+                    f"{scenario.name} [[event]] soc = {event.soc}, but SoCs are 0 to "
+                    f"{self.cluster.num_socs - 1}"
+                )
 
     def _check_memory(self, num_socs: int) -> None:
         """Raise for a device with too little memory for its part of a step; pipelines are planned within it."""
@@ -106,34 +119,50 @@ class PreparedRun:
         elif not scenario.is_pipeline:
             share = min(scenario.train.batch_size, math.ceil(num_samples(scenario) / num_socs))
             require_training_memory(
-                self.cluster, model_profile(scenario), dict.fromkeys(range(num_socs), share), pricing=pricing(scenario),
-                optimizer_copies=optimizer_copies(scenario))
+                self.cluster,
+                model_profile(scenario),
+                dict.fromkeys(range(num_socs), share),
+                pricing=pricing(scenario),
+                optimizer_copies=optimizer_copies(scenario),
+            )
 
     def _check_int8(self) -> None:
         """Raise if int8 cannot train the scenario's model, or this machine lacks the kernel path."""
         scenario = self.scenario
         self._model = initial_model(scenario)
         try:
-            Int8Model.from_module(self._model, input_shape=image_shape(scenario), unsupported=unsupported(scenario))
+            Int8Model.from_module(
+                self._model, input_shape=image_shape(scenario), unsupported=unsupported(scenario)
+            )
         except UnsupportedOperator as error:
-            raise ConfigError(f"{scenario.name} [model] name = {scenario.model.name!r}: {error.what}; set [precision] "
-                              "unsupported = 'fp32' to run such operators in FP32, or arithmetic = 'fp32'") from None
-
+            raise ConfigError(
+                f"{scenario.name} [model] name = {scenario.model.name!r}: {error.what}; set [precision] "
+                "unsupported = 'fp32' to run such operators in FP32, or arithmetic = 'fp32'"
+            ) from None
 
     def _check_int8_front(self, cuts: Sequence[int | None]) -> None:
         """Raise if int8 cannot train what the edges have now, or may have when the cut moves."""
         scenario, program = self.scenario, self.split_setting.workload.program
         assert isinstance(program, LayeredProgram)
         split, moves = program.split, self.split_setting.can_move_cuts
-        last = split.num_cuts if None in cuts or (moves and scenario.split.allow_edge_only) else (
-            split.num_cuts - 1 if moves else max(cut for cut in cuts if cut is not None))
+        last = (
+            split.num_cuts
+            if None in cuts or (moves and scenario.split.allow_edge_only)
+            else (split.num_cuts - 1 if moves else max(cut for cut in cuts if cut is not None))
+        )
         try:
-            Int8Model.from_module(split.front(last), input_shape=image_shape(scenario), head=last == split.num_cuts,
-                                  unsupported=unsupported(scenario))
+            Int8Model.from_module(
+                split.front(last),
+                input_shape=image_shape(scenario),
+                head=last == split.num_cuts,
+                unsupported=unsupported(scenario),
+            )
         except UnsupportedOperator as error:
-            raise ConfigError(f"{scenario.name} [model] name = {scenario.model.name!r}: {error.what}; set [precision] "
-                              "unsupported = 'fp32' to run such operators in FP32, or leave them to the cloud by "
-                              "[edgecloud] cut with adapt = false") from None
+            raise ConfigError(
+                f"{scenario.name} [model] name = {scenario.model.name!r}: {error.what}; set [precision] "
+                "unsupported = 'fp32' to run such operators in FP32, or leave them to the cloud by "
+                "[edgecloud] cut with adapt = false"
+            ) from None
 
 
 def prepare(scenario: Scenario, engine: str = "local", *, trains_here: bool = True) -> PreparedRun:
@@ -149,8 +178,10 @@ def _check_compression(scenario: Scenario, engine: str) -> None:
         return
     asked = f"{scenario.name} [ring] compression = {scenario.ring.compression!r}"
     if not scenario.has_groups:
-        raise ConfigError(f"{asked} is of rings, and [strategy] name = {scenario.strategy.name!r} has none; leave it "
-                          "out")
+        raise ConfigError(
+            f"{asked} is of rings, and [strategy] name = {scenario.strategy.name!r} has none; leave it "
+            "out"
+        )
     if engine != "deployment":
         raise ConfigError(f"{asked} needs --engine deployment; leave it out")
 
@@ -158,19 +189,27 @@ def _check_compression(scenario: Scenario, engine: str) -> None:
 def _check_int8_exchange(scenario: Scenario) -> None:
     """Raise for settings that the exchange of integer gradients does not have."""
     if scenario.ring.compression != "none":
-        raise ConfigError(f"{scenario.name} [ring] compression = {scenario.ring.compression!r} rounds gradients, but "
-                          "arithmetic = 'int8' has to sum its int32 gradients exactly; leave it out, or use "
-                          "arithmetic = 'mixed'")
+        raise ConfigError(
+            f"{scenario.name} [ring] compression = {scenario.ring.compression!r} rounds gradients, but "
+            "arithmetic = 'int8' has to sum its int32 gradients exactly; leave it out, or use "
+            "arithmetic = 'mixed'"
+        )
     if scenario.strategy.overlap_buckets > 1:
-        raise ConfigError(f"{scenario.name} [strategy] overlap_buckets = {scenario.strategy.overlap_buckets}, but "
-                          "gradients in int8 are exchanged after the backward pass, in which members agree on the "
-                          "scale of each tensor; leave it out")
+        raise ConfigError(
+            f"{scenario.name} [strategy] overlap_buckets = {scenario.strategy.overlap_buckets}, but "
+            "gradients in int8 are exchanged after the backward pass, in which members agree on the "
+            "scale of each tensor; leave it out"
+        )
 
 
 def _check_shared(scenario: Scenario, engine: str) -> None:
     """Raise for what edges share in virtual time only, if they are to be real."""
     table = scenario.split
-    if engine == "deployment" and (table.shared_up_bytes_per_s is not None or table.cloud_processors is not None):
-        raise ConfigError(f"{scenario.name} [edgecloud] shared_up_bytes_per_s and cloud_processors are of virtual "
-                          "time: a deployment has the uplink and the processors that are there; leave them out, or "
-                          "use another engine")
+    if engine == "deployment" and (
+        table.shared_up_bytes_per_s is not None or table.cloud_processors is not None
+    ):
+        raise ConfigError(
+            f"{scenario.name} [edgecloud] shared_up_bytes_per_s and cloud_processors are of virtual "
+            "time: a deployment has the uplink and the processors that are there; leave them out, or "
+            "use another engine"
+        )

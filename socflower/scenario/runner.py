@@ -20,7 +20,13 @@ from socflower.engines.names import num_cores
 from socflower.engines.run_folder import RunFolder
 from socflower.engines.run_log import NO_LOGGING, RoundLogging
 from socflower.engines.simulation import run_in_flower_simulation
-from socflower.errors import ConfigError, DataUnavailable, InfeasiblePlan, SocflowerError, TrainingFailed
+from socflower.errors import (
+    ConfigError,
+    DataUnavailable,
+    InfeasiblePlan,
+    SocflowerError,
+    TrainingFailed,
+)
 from socflower.report.quality import ACCURACY, LOSS, Quality, costs_to_target, quality_of
 from socflower.report.report import write_report
 from socflower.scenario.app.deployed import app_in_folder, deployed_app
@@ -52,7 +58,8 @@ _NOTES_OF_DEPLOYMENT = (
 
 WARNING_OF_SIMULATION = (
     "while this runs, every user of this machine can reach its SuperLink, and so run programs as you; where there are "
-    "others, use --engine local")
+    "others, use --engine local"
+)
 
 OnRound: TypeAlias = Callable[[dict[str, Any]], None]
 
@@ -60,9 +67,15 @@ DEFAULT_DEPLOYMENT = DeploymentOptions()
 
 
 def run_scenario(
-    scenario: Scenario | PreparedRun, engine: str = "local", *, num_workers: int | None = None,
-    on_round: OnRound = lambda entry: None, trace_to: Path | None = None, checkpointing: Checkpointing | None = None,
-    deployment: DeploymentOptions = DEFAULT_DEPLOYMENT, on_notice: OnNotice = lambda line: None,
+    scenario: Scenario | PreparedRun,
+    engine: str = "local",
+    *,
+    num_workers: int | None = None,
+    on_round: OnRound = lambda entry: None,
+    trace_to: Path | None = None,
+    checkpointing: Checkpointing | None = None,
+    deployment: DeploymentOptions = DEFAULT_DEPLOYMENT,
+    on_notice: OnNotice = lambda line: None,
     model_to: Path | None = None,
 ) -> dict[str, Any]:
     """Train and return the result document, expectations checked; trace and model go to `trace_to` and `model_to`.
@@ -73,12 +86,21 @@ def run_scenario(
     A scenario that is not prepared yet is checked first. Raises a `SocflowerError` in one line if it cannot run or
     failed.
     """
-    prepared = scenario if isinstance(scenario, PreparedRun) else prepare(
-        scenario, engine, trains_here=not deployment.superlink)
+    prepared = (
+        scenario
+        if isinstance(scenario, PreparedRun)
+        else prepare(scenario, engine, trains_here=not deployment.superlink)
+    )
     scenario = prepared.scenario
-    if engine == "local" and num_workers == 0 and any(event.kind in _NEED_WORKERS for event in scenario.events):
-        raise ConfigError(f"{scenario.name} [[event]]: {' and '.join(_NEED_WORKERS)} would take this process with "
-                          "them; use --workers 1 or more")
+    if (
+        engine == "local"
+        and num_workers == 0
+        and any(event.kind in _NEED_WORKERS for event in scenario.events)
+    ):
+        raise ConfigError(
+            f"{scenario.name} [[event]]: {' and '.join(_NEED_WORKERS)} would take this process with "
+            "them; use --workers 1 or more"
+        )
     with temporary_folder() as temporary:
         folder = RunFolder(temporary)
         folder.write_scenario(to_document(scenario))
@@ -88,11 +110,18 @@ def run_scenario(
             if engine == "local":
                 _run_locally(prepared, folder, num_workers)
             elif engine == "deployment":
-                run_in_deployment(deployed_app(scenario), folder, deployment, on_notice,
-                                  wants_model=model_to is not None)
+                run_in_deployment(
+                    deployed_app(scenario),
+                    folder,
+                    deployment,
+                    on_notice,
+                    wants_model=model_to is not None,
+                )
             else:
                 on_notice(WARNING_OF_SIMULATION)
-                run_in_flower_simulation(folder, app_in_folder(), _num_nodes(scenario), _num_useful_workers(scenario))
+                run_in_flower_simulation(
+                    folder, app_in_folder(), _num_nodes(scenario), _num_useful_workers(scenario)
+                )
         outcome = folder.read_outcome()
         assert outcome is not None
         if "error" in outcome:
@@ -108,8 +137,11 @@ def run_scenario(
         result = with_predictions(result)
     result |= costs_to_target(result, *target_of(scenario, [result]))
     result["processors"] = priced_processors(scenario, result["trained_on"])
-    result["notes"] = [*(_NOTES_OF_DEPLOYMENT if engine == "deployment" else _NOTES), *arithmetic_notes(scenario),
-                       *gpu_notes(result["processors"], engine)]
+    result["notes"] = [
+        *(_NOTES_OF_DEPLOYMENT if engine == "deployment" else _NOTES),
+        *arithmetic_notes(scenario),
+        *gpu_notes(result["processors"], engine),
+    ]
     return result
 
 
@@ -122,8 +154,11 @@ def failure(outcome: Mapping[str, Any]) -> SocflowerError:
 def with_predictions(result: dict[str, Any]) -> dict[str, Any]:
     """Return the result of a deployment, in which virtual time is a prediction."""
     warm_up = result.get("warm_up")  # an app of the user's has none
-    return {**with_prediction(result), "rounds": [with_prediction(entry) for entry in result["rounds"]],
-            "warm_up": None if warm_up is None else with_prediction(warm_up)}
+    return {
+        **with_prediction(result),
+        "rounds": [with_prediction(entry) for entry in result["rounds"]],
+        "warm_up": None if warm_up is None else with_prediction(warm_up),
+    }
 
 
 def with_prediction(entry: dict[str, Any]) -> dict[str, Any]:
@@ -132,10 +167,18 @@ def with_prediction(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_to_folder(
-    scenario: Scenario | PreparedRun, out: Path, engine: str = "local", *, num_workers: int | None = None,
-    on_round: OnRound = lambda entry: None, resumable: bool = False, fresh: bool = False,
-    on_notice: OnNotice = lambda line: None, deployment: DeploymentOptions = DEFAULT_DEPLOYMENT,
-    save_model: Path | None = None, logging: RoundLogging = NO_LOGGING,
+    scenario: Scenario | PreparedRun,
+    out: Path,
+    engine: str = "local",
+    *,
+    num_workers: int | None = None,
+    on_round: OnRound = lambda entry: None,
+    resumable: bool = False,
+    fresh: bool = False,
+    on_notice: OnNotice = lambda line: None,
+    deployment: DeploymentOptions = DEFAULT_DEPLOYMENT,
+    save_model: Path | None = None,
+    logging: RoundLogging = NO_LOGGING,
 ) -> dict[str, Any]:
     """Run and write `result.json`, `trace.json` and `report.html` into `out`, all three or none.
 
@@ -143,15 +186,28 @@ def run_to_folder(
     unless `fresh` is set; `on_notice` gets a line about that. `save_model` is a file for the trained model. `logging`
     writes the rounds into `out` while the run goes. Raises `ConfigError` for a checkpoint of another run.
     """
-    prepared = scenario if isinstance(scenario, PreparedRun) else prepare(
-        scenario, engine, trains_here=not deployment.superlink)
+    prepared = (
+        scenario
+        if isinstance(scenario, PreparedRun)
+        else prepare(scenario, engine, trains_here=not deployment.superlink)
+    )
     with exclusive_folder(out, f"--out {out}"), logging.into(out) as log_round:
 
         def follow(entry: dict[str, Any]) -> None:
             log_round(with_prediction(entry) if engine == "deployment" else entry)
             on_round(entry)
 
-        run = partial(_run_to_folder, prepared, out, engine, num_workers, follow, on_notice, deployment, save_model)
+        run = partial(
+            _run_to_folder,
+            prepared,
+            out,
+            engine,
+            num_workers,
+            follow,
+            on_notice,
+            deployment,
+            save_model,
+        )
         if resumable:
             return _resumed(run, prepared.scenario, out, engine, fresh, on_notice)
         try:
@@ -161,32 +217,57 @@ def run_to_folder(
 
 
 def _resumed(
-    run: Callable[[Checkpointing | None], dict[str, Any]], scenario: Scenario, out: Path, engine: str, fresh: bool,
+    run: Callable[[Checkpointing | None], dict[str, Any]],
+    scenario: Scenario,
+    out: Path,
+    engine: str,
+    fresh: bool,
     on_notice: OnNotice,
 ) -> dict[str, Any]:
     with kept_for_resume(kept := checkpoint_folder(out), out, fresh):
         checkpoint = kept.resume(to_document(scenario), engine, versions(), on_notice)
         if checkpoint is not None:
-            on_notice(f"resuming {out} after round {checkpoint.server_round} of {checkpoint.num_rounds}; "
-                      "--fresh starts anew")
+            on_notice(
+                f"resuming {out} after round {checkpoint.server_round} of {checkpoint.num_rounds}; "
+                "--fresh starts anew"
+            )
         result = run(Checkpointing(kept=kept, engine=engine).after(checkpoint))
         kept.remove()
     return result
 
 
 def _run_to_folder(
-    run: PreparedRun, out: Path, engine: str, num_workers: int | None, on_round: OnRound, on_notice: OnNotice,
-    deployment: DeploymentOptions, save_model: Path | None, checkpointing: Checkpointing | None,
+    run: PreparedRun,
+    out: Path,
+    engine: str,
+    num_workers: int | None,
+    on_round: OnRound,
+    on_notice: OnNotice,
+    deployment: DeploymentOptions,
+    save_model: Path | None,
+    checkpointing: Checkpointing | None,
 ) -> dict[str, Any]:
-    with new_folder(out, within=None if checkpointing is None else checkpointing.kept.path) as fresh:
-        result = run_scenario(run, engine, num_workers=num_workers, on_round=on_round,
-                              trace_to=fresh / "trace.json", checkpointing=checkpointing, deployment=deployment,
-                              on_notice=on_notice, model_to=None if save_model is None else fresh / "model.npz")
+    with new_folder(
+        out, within=None if checkpointing is None else checkpointing.kept.path
+    ) as fresh:
+        result = run_scenario(
+            run,
+            engine,
+            num_workers=num_workers,
+            on_round=on_round,
+            trace_to=fresh / "trace.json",
+            checkpointing=checkpointing,
+            deployment=deployment,
+            on_notice=on_notice,
+            model_to=None if save_model is None else fresh / "model.npz",
+        )
         if save_model is not None and save_model.parent.resolve() == out.resolve():
             (fresh / "model.npz").replace(fresh / save_model.name)
             save_model = None
         write_atomically(fresh / "result.json", json.dumps(result, indent=1))
-        write_report(fresh / "report.html", [result], title=run.scenario.name, question=run.scenario.question)
+        write_report(
+            fresh / "report.html", [result], title=run.scenario.name, question=run.scenario.question
+        )
     if save_model is not None:
         _move_model(out / "model.npz", save_model)
     return result
@@ -198,8 +279,10 @@ def _move_model(model: Path, target: Path) -> None:
         with model.open("rb") as source, atomic_file(target) as copy:
             shutil.copyfileobj(source, copy)
     except OSError as error:
-        raise ConfigError(f"--save-model {target}: cannot be written ({error.strerror}); the trained model is "
-                          f"{model}") from None
+        raise ConfigError(
+            f"--save-model {target}: cannot be written ({error.strerror}); the trained model is "
+            f"{model}"
+        ) from None
     model.unlink()
 
 
@@ -235,7 +318,9 @@ def kept_for_resume(kept: Kept, out: Path, fresh: bool) -> Iterator[None]:
         for half_written in kept.path.glob(f"{UNFINISHED}*"):
             shutil.rmtree(half_written)
     except OSError as error:
-        raise ConfigError(f"--out {out}: cannot write in {out} ({error.strerror}); name another folder") from None
+        raise ConfigError(
+            f"--out {out}: cannot write in {out} ({error.strerror}); name another folder"
+        ) from None
     try:
         yield
     except BaseException as error:
@@ -252,14 +337,17 @@ def kept_line(kept: Kept, *, fresh: bool) -> str:
     With `fresh` the command was given --fresh, which would remove it.
     """
     name = kept.newest_name()
-    return name and f"{name} is kept in {kept.path}: {_resumes(fresh)} after it, --fresh starts anew"
+    return (
+        name and f"{name} is kept in {kept.path}: {_resumes(fresh)} after it, --fresh starts anew"
+    )
 
 
 def remotely_kept_line(deployment: DeploymentOptions) -> str:
     """Return the line about checkpoints on the SuperLink's machine; empty if none are kept there."""
     return deployment.checkpoint_folder and (
         f"checkpoints are in {deployment.checkpoint_folder} on the SuperLink's machine: "
-        f"{_resumes(deployment.fresh)} after the newest, --fresh starts anew")
+        f"{_resumes(deployment.fresh)} after the newest, --fresh starts anew"
+    )
 
 
 def _resumes(fresh: bool) -> str:
@@ -271,7 +359,9 @@ def _with_advice(error: TrainingFailed, advice: str) -> str:
     return str(error) if not advice or LOST_STATE in str(error) else f"{error}; {advice}"
 
 
-def target_of(scenario: Scenario, results: Sequence[Mapping[str, Any]]) -> tuple[Quality, float | None]:
+def target_of(
+    scenario: Scenario, results: Sequence[Mapping[str, Any]]
+) -> tuple[Quality, float | None]:
     """Return the metric that results of the scenario are judged by, and its target in `[compare]`, if there is one."""
     own = scenario.compare
     if own.target_loss is not None or quality_of(results) is LOSS:
@@ -283,8 +373,12 @@ def _run_locally(run: PreparedRun, folder: RunFolder, num_workers: int | None) -
     scenario = run.scenario
     workers = _num_useful_workers(scenario) if num_workers is None else num_workers
     run_on_local_grid(
-        scenario_server_app(lambda context: folder, run), AppReference(target="socflower.scenario.app.main:client_app"),
-        num_nodes=_num_nodes(scenario), run_config={RUN_FOLDER_KEY: str(folder.path)}, num_workers=workers)
+        scenario_server_app(lambda context: folder, run),
+        AppReference(target="socflower.scenario.app.main:client_app"),
+        num_nodes=_num_nodes(scenario),
+        run_config={RUN_FOLDER_KEY: str(folder.path)},
+        num_workers=workers,
+    )
 
 
 def _num_nodes(scenario: Scenario) -> int:

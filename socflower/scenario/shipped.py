@@ -24,7 +24,9 @@ def shipped_folder(name: str) -> Path:
 def scenario_files() -> dict[str, Path]:
     """Return the shipped scenarios by name, which is that of the file without its ending; `full/` comes last."""
     folder = shipped_folder("scenarios")
-    return {path.stem: path for part in _SUBFOLDERS for path in sorted((folder / part).glob("*.toml"))}
+    return {
+        path.stem: path for part in _SUBFOLDERS for path in sorted((folder / part).glob("*.toml"))
+    }
 
 
 def find_scenario(path: Path) -> Path:
@@ -42,8 +44,10 @@ def find_scenario(path: Path) -> Path:
     if not close and not is_name:
         return path  # whoever reads it says what is missing
     meant = f"did you mean {close[0]}? " if close else ""
-    raise ConfigError(f"scenario {path}: no such file, and no scenario of that name is shipped; {meant}"
-                      "`socflower scenarios` lists them")
+    raise ConfigError(
+        f"scenario {path}: no such file, and no scenario of that name is shipped; {meant}"
+        "`socflower scenarios` lists them"
+    )
 
 
 def list_scenarios() -> Iterator[dict[str, Any]]:
@@ -54,11 +58,16 @@ def list_scenarios() -> Iterator[dict[str, Any]]:
     for name, path in scenario_files().items():
         scenario = load_scenario(path)
         yield {
-            "name": name, "path": str(path), "question": first_question(scenario.question),
+            "name": name,
+            "path": str(path),
+            "question": first_question(scenario.question),
             "num_socs": scenario.strategy.socs or scenario_cluster(scenario).num_socs,
-            "model": scenario.model.name, "data": scenario.data.name, "strategy": scenario.strategy.name,
+            "model": scenario.model.name,
+            "data": scenario.data.name,
+            "strategy": scenario.strategy.name,
             "epochs": scenario.train.epochs,
-            "needs": ["socflower plan"] if scenario.pipeline is not None and scenario.pipeline.sample
+            "needs": ["socflower plan"]
+            if scenario.pipeline is not None and scenario.pipeline.sample
             else needs_of(scenario.data.name, scenario.question),
             "recorded_cpu_s": recorded["cpu_s"].get(name),
         }
@@ -66,7 +75,7 @@ def list_scenarios() -> Iterator[dict[str, Any]]:
 
 def first_question(text: str) -> str:
     """Return a scenario's comment up to its first question mark."""
-    return text[:text.index("?") + 1] if "?" in text else text
+    return text[: text.index("?") + 1] if "?" in text else text
 
 
 def needs_of(data: str | None, comment: str) -> list[str]:

@@ -13,7 +13,13 @@ from rich.table import Table
 from socflower.capture.torch_device import resolve_device
 from socflower.edgecloud.plan.cuts import SplitCosts
 from socflower.edgecloud.program import LayeredProgram
-from socflower.edgecloud.runtime.measuring import Measuring, from_document, measure_cloud, measure_costs, to_document
+from socflower.edgecloud.runtime.measuring import (
+    Measuring,
+    from_document,
+    measure_cloud,
+    measure_costs,
+    to_document,
+)
 from socflower.engines.names import MAX_WORKERS, require_count
 from socflower.errors import ConfigError
 from socflower.quantities import human_bytes, human_seconds
@@ -25,18 +31,29 @@ from socflower.wire.saved_state import write_atomically
 _CLOUD_KIND = "split-cloud-seconds"
 
 
-def measure_split(scenario: Scenario, program: object, *, side: str, cloud: Path | None, repeats: int, threads: int,
-                  ) -> dict[str, Any]:
+def measure_split(
+    scenario: Scenario,
+    program: object,
+    *,
+    side: str,
+    cloud: Path | None,
+    repeats: int,
+    threads: int,
+) -> dict[str, Any]:
     """Return this machine's costs at every cut on the program's device: seconds for the cloud, all costs for the edge.
 
     The edge reads the cloud's seconds from the file that was measured there, or measures them on itself.
     """
     if not isinstance(program, LayeredProgram) or program.is_reverse:
-        raise ConfigError(f"{scenario.name}: only models that are cut between layers, with the front at the edge, are "
-                          "measured; others are priced by the catalogue")
+        raise ConfigError(
+            f"{scenario.name}: only models that are cut between layers, with the front at the edge, are "
+            "measured; others are priced by the catalogue"
+        )
     if side == "edge" and scenario.precision.arithmetic != "fp32":
-        raise ConfigError(f"{scenario.name}: an edge that trains in {scenario.precision.arithmetic} is priced by its "
-                          "device's processors; use --set precision.arithmetic=fp32 to measure it in FP32")
+        raise ConfigError(
+            f"{scenario.name}: an edge that trains in {scenario.precision.arithmetic} is priced by its "
+            "device's processors; use --set precision.arithmetic=fp32 to measure it in FP32"
+        )
     if side not in ("edge", "cloud"):
         raise ConfigError(f"--side {side}: unknown; use edge or cloud")
     if repeats < 1 or threads < 1:
@@ -44,15 +61,33 @@ def measure_split(scenario: Scenario, program: object, *, side: str, cloud: Path
     require_count("--repeats", repeats, 1, 10_000)
     require_count("--threads", threads, 1, MAX_WORKERS)
     torch.set_num_threads(threads)
-    how = Measuring(optimizer=program.optimizer, batch_size=scenario.train.batch_size, num_repeats=repeats,
-                    device=resolve_device(program.device, "measuring: device"))
+    how = Measuring(
+        optimizer=program.optimizer,
+        batch_size=scenario.train.batch_size,
+        num_repeats=repeats,
+        device=resolve_device(program.device, "measuring: device"),
+    )
     if side == "cloud":
-        return {"schema": 1, "kind": _CLOUD_KIND, "model": scenario.model.name,
-                "batch_size": scenario.train.batch_size, "fingerprint": program.fingerprint(),
-                "cloud_s": list(measure_cloud(program.split, how))}
-    cloud_s = None if cloud is None else _cloud_seconds(cloud, program.fingerprint(), scenario.train.batch_size)
-    costs = measure_costs(program.split, how, cloud_s=cloud_s, bits=[bits for bits in BITS if bits < 32],
-                          feedback=cast(Form, scenario.split.error_feedback))
+        return {
+            "schema": 1,
+            "kind": _CLOUD_KIND,
+            "model": scenario.model.name,
+            "batch_size": scenario.train.batch_size,
+            "fingerprint": program.fingerprint(),
+            "cloud_s": list(measure_cloud(program.split, how)),
+        }
+    cloud_s = (
+        None
+        if cloud is None
+        else _cloud_seconds(cloud, program.fingerprint(), scenario.train.batch_size)
+    )
+    costs = measure_costs(
+        program.split,
+        how,
+        cloud_s=cloud_s,
+        bits=[bits for bits in BITS if bits < 32],
+        feedback=cast(Form, scenario.split.error_feedback),
+    )
     return to_document(replace(costs, model=scenario.model.name))
 
 
@@ -61,9 +96,11 @@ def measured_costs(path: Path, expected: SplitCosts) -> SplitCosts:
     costs = from_document(_read(path))
     ours, theirs = ([cut.name for cut in each.cuts] for each in (expected, costs))
     if ours != theirs or costs.batch_size != expected.batch_size:
-        raise ConfigError(f"costs {path}: are of batches of {costs.batch_size} and cuts after {', '.join(theirs)}; the "
-                          f"scenario has batches of {expected.batch_size} and cuts after {', '.join(ours)}; measure "
-                          "again")
+        raise ConfigError(
+            f"costs {path}: are of batches of {costs.batch_size} and cuts after {', '.join(theirs)}; the "
+            f"scenario has batches of {expected.batch_size} and cuts after {', '.join(ours)}; measure "
+            "again"
+        )
     return replace(costs, gradient_bits=expected.gradient_bits)
 
 
@@ -72,30 +109,54 @@ def write_measured(path: Path, document: Mapping[str, Any]) -> None:
     try:
         write_atomically(path, json.dumps(document, indent=1) + "\n")
     except OSError as error:
-        raise ConfigError(f"--out {path}: cannot be written ({error.strerror}); name another file") from None
+        raise ConfigError(
+            f"--out {path}: cannot be written ({error.strerror}); name another file"
+        ) from None
 
 
 def print_measured(console: Console, document: Mapping[str, Any]) -> None:
     """Print the measured costs."""
     if document["kind"] == _CLOUD_KIND:
-        console.print("cloud, by cut: " + ", ".join(human_seconds(seconds) for seconds in document["cloud_s"]),
-                      highlight=False, soft_wrap=True)
+        console.print(
+            "cloud, by cut: "
+            + ", ".join(human_seconds(seconds) for seconds in document["cloud_s"]),
+            highlight=False,
+            soft_wrap=True,
+        )
         return
-    table = Table("cut after", "forward", "backward, update", "cloud", "features of a batch", header_style="bold")
+    table = Table(
+        "cut after",
+        "forward",
+        "backward, update",
+        "cloud",
+        "features of a batch",
+        header_style="bold",
+    )
     for cut in document["cuts"]:
-        table.add_row(cut["name"], human_seconds(cut["edge_forward_s"]), human_seconds(cut["edge_backward_s"]),
-                      human_seconds(cut["cloud_s"]), human_bytes(4.0 * cut["feature_elements"]))
+        table.add_row(
+            cut["name"],
+            human_seconds(cut["edge_forward_s"]),
+            human_seconds(cut["edge_backward_s"]),
+            human_seconds(cut["cloud_s"]),
+            human_bytes(4.0 * cut["feature_elements"]),
+        )
     console.print(table)
-    console.print(f"a whole step at the edge: {human_seconds(document['edge_only_s'])}", highlight=False)
+    console.print(
+        f"a whole step at the edge: {human_seconds(document['edge_only_s'])}", highlight=False
+    )
 
 
 def _cloud_seconds(path: Path, fingerprint: str, batch_size: int) -> list[float]:
     document = _read(path)
     if document.get("kind") != _CLOUD_KIND:
-        raise ConfigError(f"--cloud {path}: is not what `socflower cloud measure --side cloud` writes")
+        raise ConfigError(
+            f"--cloud {path}: is not what `socflower cloud measure --side cloud` writes"
+        )
     if (document["fingerprint"], document["batch_size"]) != (fingerprint, batch_size):
-        raise ConfigError(f"--cloud {path}: is of another model or batch size ({document['model']}, "
-                          f"{document['batch_size']}); measure the same scenario there")
+        raise ConfigError(
+            f"--cloud {path}: is of another model or batch size ({document['model']}, "
+            f"{document['batch_size']}); measure the same scenario there"
+        )
     return [float(seconds) for seconds in document["cloud_s"]]
 
 

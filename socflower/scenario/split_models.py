@@ -97,13 +97,23 @@ class SplitWorkload(ABC):
         shapes = cut_shapes(program.split, profile)
         frozen = sum(not cut.front_trains for cut in program.split.cuts)
         return split_costs(
-            profile, shapes, device, cloud, self.scenario.train.batch_size, reverse=program.reverse,
+            profile,
+            shapes,
+            device,
+            cloud,
+            self.scenario.train.batch_size,
+            reverse=program.reverse,
             edge_processor=device.int8_processor if self._in_int8 else None,
             edge_value_bytes=1.0 if self._in_int8 else 4.0,
             edge_shares=MixedPricing(rule=self.scenario.precision.rule).samples(
-                self.scenario.model.name, device, self.scenario.train.batch_size) if self._is_mixed else None,
+                self.scenario.model.name, device, self.scenario.train.batch_size
+            )
+            if self._is_mixed
+            else None,
             merge_passes=MERGE_PASSES + REQUANTISE_PASSES,
-            frozen_layers=shapes[frozen - 1].num_layers if frozen else 0, gradient_bits=self._gradient_bits)
+            frozen_layers=shapes[frozen - 1].num_layers if frozen else 0,
+            gradient_bits=self._gradient_bits,
+        )
 
     @property
     @abstractmethod
@@ -119,18 +129,35 @@ class SplitWorkload(ABC):
         """Return the factor on the learning rate for a batch."""
         train = self.scenario.train
         total = self.batches_per_epoch * train.epochs
-        return 0.5 * (1.0 + math.cos(math.pi * min(batch, total) / total)) if train.schedule == "cosine" else 1.0
+        return (
+            0.5 * (1.0 + math.cos(math.pi * min(batch, total) / total))
+            if train.schedule == "cosine"
+            else 1.0
+        )
 
-    def _program(self, model: nn.Module, example: tuple[int, ...], loss: LossFn, *, reverse: bool = False,
-                 ) -> LayeredProgram:
+    def _program(
+        self,
+        model: nn.Module,
+        example: tuple[int, ...],
+        loss: LossFn,
+        *,
+        reverse: bool = False,
+    ) -> LayeredProgram:
         settings = self.scenario.split
         if settings.pretrained:
             load_weights(model, Path(settings.pretrained))
         return LayeredProgram(
-            model_fn=lambda: copy.deepcopy(model), example=example, schedule=self.schedule, loss=loss, reverse=reverse,
-            optimizer=optimizer(self.scenario), frozen=settings.frozen or None,
+            model_fn=lambda: copy.deepcopy(model),
+            example=example,
+            schedule=self.schedule,
+            loss=loss,
+            reverse=reverse,
+            optimizer=optimizer(self.scenario),
+            frozen=settings.frozen or None,
             edge_trainer=self._edge_trainer(),
-            seed=self.scenario.seed, device=self.scenario.train.device)
+            seed=self.scenario.seed,
+            device=self.scenario.train.device,
+        )
 
     @property
     def _in_int8(self) -> bool:
@@ -149,8 +176,15 @@ class SplitWorkload(ABC):
         if not self._is_mixed:
             return None
         cluster, pricing = scenario_cluster(scenario), MixedPricing(rule=rule)
-        return MixedEdge(rule=rule, held_out=self._held_out_inputs(), unsupported=unsupported(scenario), npu_ratios=[
-            pricing.npu_ratio(scenario.model.name, cluster.device_of(edge)) for edge in range(self.num_edges)])
+        return MixedEdge(
+            rule=rule,
+            held_out=self._held_out_inputs(),
+            unsupported=unsupported(scenario),
+            npu_ratios=[
+                pricing.npu_ratio(scenario.model.name, cluster.device_of(edge))
+                for edge in range(self.num_edges)
+            ],
+        )
 
     def _held_out_inputs(self) -> Tensor | None:
         """Return the inputs on which mixed training measures alpha."""
@@ -191,7 +225,9 @@ class ImageWorkload(SplitWorkload):
         return self._data.source
 
     def _held_out_inputs(self) -> Tensor | None:
-        held_out = held_out_split(_selected_images(self.scenario).train, self.scenario.precision.held_out)[1]
+        held_out = held_out_split(
+            _selected_images(self.scenario).train, self.scenario.precision.held_out
+        )[1]
         return pair_of(held_out.batch(np.arange(len(held_out))), "mixed precision")[0]
 
     @cached_property
@@ -205,8 +241,13 @@ class ImageWorkload(SplitWorkload):
     @cached_property
     def _parts(self) -> Sequence[NDArray[np.int64]]:
         settings = self.scenario.data
-        return partition(self._data.train.labels.numpy(), self.num_edges, settings.partition, settings.alpha,
-                         self.scenario.seed)
+        return partition(
+            self._data.train.labels.numpy(),
+            self.num_edges,
+            settings.partition,
+            settings.alpha,
+            self.scenario.seed,
+        )
 
 
 class ClickWorkload(SplitWorkload):
@@ -220,9 +261,15 @@ class ClickWorkload(SplitWorkload):
         seed = self.scenario.seed
         parts, _ = self._data.train.batch(torch.arange(1))
         return JoinedProgram(
-            model_fn=lambda: build_click_model(self.num_edges, seed=seed), examples=parts[:self.num_edges], top="top",
-            bottoms=[f"bottoms.{edge}" for edge in range(self.num_edges)], schedule=self.schedule, seed=seed,
-            optimizer=optimizer(self.scenario), device=self.scenario.train.device)
+            model_fn=lambda: build_click_model(self.num_edges, seed=seed),
+            examples=parts[: self.num_edges],
+            top="top",
+            bottoms=[f"bottoms.{edge}" for edge in range(self.num_edges)],
+            schedule=self.schedule,
+            seed=seed,
+            optimizer=optimizer(self.scenario),
+            device=self.scenario.train.device,
+        )
 
     def samples(self, edge: int) -> DataSource:
         """Return a party's features of all samples."""
@@ -239,7 +286,7 @@ class ClickWorkload(SplitWorkload):
         with torch.inference_mode():
             for first in range(0, len(test), _EVALUATION_BATCH):
                 parts, labels = test.batch(range(first, min(first + _EVALUATION_BATCH, len(test))))
-                logits = model(parts[:self.num_edges])
+                logits = model(parts[: self.num_edges])
                 right += int((logits.argmax(dim=1) == labels).sum())
                 loss += float(functional.cross_entropy(logits, labels, reduction="sum"))
         return Score(right / len(test), loss / len(test))
@@ -247,25 +294,41 @@ class ClickWorkload(SplitWorkload):
     def costs(self, edge: int, device: Device, cloud: Device) -> SplitCosts:
         """Return the costs of one party's bottom model and of the top."""
         model = build_click_model(self.num_edges, seed=self.scenario.seed)
-        bottom = profile_module(model.bottoms[edge], self.program.examples[edge], self.program.bottoms[edge])
+        bottom = profile_module(
+            model.bottoms[edge], self.program.examples[edge], self.program.bottoms[edge]
+        )
         features = model.bottoms[edge](self.program.examples[edge]).shape[1]
         top = profile_module(model.top, (features * self.num_edges,), "top")
-        whole = ModelProfile(name=self.scenario.model.name, layers=(*bottom.layers, *top.layers),
-                             input_bytes=bottom.input_bytes)
+        whole = ModelProfile(
+            name=self.scenario.model.name,
+            layers=(*bottom.layers, *top.layers),
+            input_bytes=bottom.input_bytes,
+        )
         state = model.bottoms[edge].state_dict().values()
-        shape = CutShape(name=self.program.bottoms[edge], num_layers=len(bottom.layers),
-                         feature_elements_per_sample=features,
-                         front_state_bytes=float(sum(tensor.nbytes for tensor in state)))
-        return split_costs(whole, [shape], device, cloud, self.scenario.train.batch_size,
-                           gradient_bits=self._gradient_bits,
-                           label_bytes_per_sample=8.0 if edge == 0 else 0.0)
+        shape = CutShape(
+            name=self.program.bottoms[edge],
+            num_layers=len(bottom.layers),
+            feature_elements_per_sample=features,
+            front_state_bytes=float(sum(tensor.nbytes for tensor in state)),
+        )
+        return split_costs(
+            whole,
+            [shape],
+            device,
+            cloud,
+            self.scenario.train.batch_size,
+            gradient_bits=self._gradient_bits,
+            label_bytes_per_sample=8.0 if edge == 0 else 0.0,
+        )
 
     @property
     def source(self) -> str:
         """The origin of the samples, and the accuracies of the majority class and of the best possible model."""
         data = self._data
-        return (f"generated in the shape of MovieLens, seed {self.scenario.seed}; the majority's accuracy is "
-                f"{data.majority_accuracy:.3f}, that of one who knows all probabilities {data.best_accuracy:.3f}")
+        return (
+            f"generated in the shape of MovieLens, seed {self.scenario.seed}; the majority's accuracy is "
+            f"{data.majority_accuracy:.3f}, that of one who knows all probabilities {data.best_accuracy:.3f}"
+        )
 
     @cached_property
     def _data(self) -> ClickData:
@@ -299,15 +362,23 @@ class GeneratorWorkload(SplitWorkload):
         rows = torch.arange(min(len(self._samples), _EVALUATION_BATCH))
         model.eval()
         with torch.inference_mode():
-            return Score(None, float(functional.mse_loss(model(self._samples.codes(rows)),
-                                                         self._samples.targets(rows))))
+            return Score(
+                None,
+                float(
+                    functional.mse_loss(
+                        model(self._samples.codes(rows)), self._samples.targets(rows)
+                    )
+                ),
+            )
 
     @property
     def source(self) -> str:
         """The origin of the images, and the errors of trivial generators."""
         of_all, of_class = self._samples.mean_image_losses()
-        return (f"{_selected_images(self.scenario).source}; the mean image has a mean squared error of "
-                f"{of_all:.4f}, the mean image of each class {of_class:.4f}")
+        return (
+            f"{_selected_images(self.scenario).source}; the mean image has a mean squared error of "
+            f"{of_all:.4f}, the mean image of each class {of_class:.4f}"
+        )
 
     @cached_property
     def _samples(self) -> GeneratorSamples:
@@ -318,20 +389,28 @@ def split_workload(scenario: Scenario, num_edges: int) -> SplitWorkload:
     """Return the workload of a scenario; `ConfigError` if model, data and edges do not fit together."""
     model, data = scenario.model.name, scenario.data.name
     if (data == CLICKS) != (model == CLICK_MODEL):
-        raise ConfigError(f"{scenario.name}: [model] name = {model!r} with [data] name = {data!r}; {CLICK_MODEL!r} and "
-                          f"{CLICKS!r} belong together")
+        raise ConfigError(
+            f"{scenario.name}: [model] name = {model!r} with [data] name = {data!r}; {CLICK_MODEL!r} and "
+            f"{CLICKS!r} belong together"
+        )
     if data == CLICKS:
         if scenario.split.classes or scenario.split.frozen or scenario.split.pretrained:
-            raise ConfigError(f"{scenario.name} [edgecloud]: {CLICKS!r} does not support classes, frozen and "
-                              "pretrained; leave them out")
+            raise ConfigError(
+                f"{scenario.name} [edgecloud]: {CLICKS!r} does not support classes, frozen and "
+                "pretrained; leave them out"
+            )
         if num_edges != 2:
-            raise ConfigError(f"{scenario.name}: {CLICKS!r} has two parties, and {num_edges} SoCs take part; set "
-                              "[strategy] socs = 2")
+            raise ConfigError(
+                f"{scenario.name}: {CLICKS!r} has two parties, and {num_edges} SoCs take part; set "
+                "[strategy] socs = 2"
+            )
         return ClickWorkload(scenario, num_edges)
     if model == GENERATOR:
         if num_edges != 1:
-            raise ConfigError(f"{scenario.name}: {GENERATOR!r} is trained with one edge, and {num_edges} SoCs take "
-                              "part; set [strategy] socs = 1")
+            raise ConfigError(
+                f"{scenario.name}: {GENERATOR!r} is trained with one edge, and {num_edges} SoCs take "
+                "part; set [strategy] socs = 1"
+            )
         return GeneratorWorkload(scenario, num_edges)
     return ImageWorkload(scenario, num_edges)
 
@@ -341,12 +420,18 @@ def _selected_images(scenario: Scenario) -> DataSet:
     data, classes = scenario_data(scenario), scenario.split.classes
     train, test = data.train, data.test
     if not isinstance(train, LabelledData) or not isinstance(test, LabelledData):
-        raise ConfigError(f"{scenario.name} [data] factory = {scenario.data.factory!r}: strategy.name = "
-                          f"{scenario.strategy.name!r} trains on images with labels; return LabelledData")
+        raise ConfigError(
+            f"{scenario.name} [data] factory = {scenario.data.factory!r}: strategy.name = "
+            f"{scenario.strategy.name!r} trains on images with labels; return LabelledData"
+        )
     if not classes:
         return DataSet(train, test, scenario.data.name, data.source)
-    return DataSet(class_subset(train, classes), class_subset(test, classes), scenario.data.name,
-                   f"{data.source}, classes {', '.join(map(str, classes))}")
+    return DataSet(
+        class_subset(train, classes),
+        class_subset(test, classes),
+        scenario.data.name,
+        f"{data.source}, classes {', '.join(map(str, classes))}",
+    )
 
 
 @cache

@@ -33,10 +33,14 @@ class SplitSetting:
         self.workload: SplitWorkload = split_workload(scenario, self.num_edges)
         self.links = edge_links(scenario, self.num_edges)
         cloud = device(scenario.split.cloud_device)
-        catalogue_costs = [self.workload.costs(edge, self.cluster.device_of(edge), cloud)
-                           for edge in range(self.num_edges)]
-        self.costs = tuple(measured_costs(Path(scenario.split.costs), costs) if scenario.split.costs else costs
-                           for costs in catalogue_costs)
+        catalogue_costs = [
+            self.workload.costs(edge, self.cluster.device_of(edge), cloud)
+            for edge in range(self.num_edges)
+        ]
+        self.costs = tuple(
+            measured_costs(Path(scenario.split.costs), costs) if scenario.split.costs else costs
+            for costs in catalogue_costs
+        )
         self.total_batches = self.workload.batches_per_epoch * scenario.train.epochs
 
     @property
@@ -51,15 +55,21 @@ class SplitSetting:
         if self.workload.is_joined:
             return "joined"
         # Edges that train alone have no cloud half to share; their models are averaged.
-        shared = self.scenario.split.cloud_model == "shared" and self.num_edges > 1 \
+        shared = (
+            self.scenario.split.cloud_model == "shared"
+            and self.num_edges > 1
             and self._initial_plans[0].cut is not None
+        )
         return "turns" if shared else "own"
 
     @property
     def schedule(self) -> WindowSchedule:
         """K by fraction of training done; 0 if edge and cloud wait for each other."""
-        steps = ((0.0, 0),) if self.is_sequential else tuple(
-            (part, int(limit)) for part, limit in self.scenario.split.window)
+        steps = (
+            ((0.0, 0),)
+            if self.is_sequential
+            else tuple((part, int(limit)) for part, limit in self.scenario.split.window)
+        )
         return WindowSchedule(steps=steps)
 
     def window(self, batch: int) -> int:
@@ -69,8 +79,12 @@ class SplitSetting:
     @property
     def can_move_cuts(self) -> bool:
         """Whether decision engines may move the edges' cuts."""
-        return self.scenario.strategy.name == "split-replay" and self.scenario.split.adapt and (
-            self.num_edges == 1 or self.mode == "own") and not self.workload.is_joined
+        return (
+            self.scenario.strategy.name == "split-replay"
+            and self.scenario.split.adapt
+            and (self.num_edges == 1 or self.mode == "own")
+            and not self.workload.is_joined
+        )
 
     @property
     def uplink(self) -> BandwidthProfile | None:
@@ -86,8 +100,11 @@ class SplitSetting:
 
     def spans(self) -> Iterator[tuple[int, int]]:
         """Yield each round's first batch and number of batches."""
-        ends = round_ends(self.scenario.split.round_epochs, self.workload.batches_per_epoch,
-                          self.scenario.train.epochs)
+        ends = round_ends(
+            self.scenario.split.round_epochs,
+            self.workload.batches_per_epoch,
+            self.scenario.train.epochs,
+        )
         for first, end in pairwise((0, *ends)):
             yield first, end - first
 
@@ -95,16 +112,35 @@ class SplitSetting:
         """Let the whole training pass on a clock, without training."""
         parties = self.parties()
         for first, num_batches in self.spans():
-            parties = moved(parties, simulate(
-                parties, num_batches, first, clock=clock, cluster=self.cluster, cloud=self.mode, uplink=self.uplink,
-                cloud_processors=self.scenario.split.cloud_processors, reverse=self.workload.program.is_reverse))
+            parties = moved(
+                parties,
+                simulate(
+                    parties,
+                    num_batches,
+                    first,
+                    clock=clock,
+                    cluster=self.cluster,
+                    cloud=self.mode,
+                    uplink=self.uplink,
+                    cloud_processors=self.scenario.split.cloud_processors,
+                    reverse=self.workload.program.is_reverse,
+                ),
+            )
 
     def decision_engine(self, edge: int) -> DecisionEngine | None:
         """Return the engine that may move an edge's cut on a real link; within a round it always keeps a cloud half."""
         settings = self.scenario.split
-        return DecisionEngine(
-            self.costs[edge], settings.bits, num_batches=self.total_batches, edge_memory_bytes=self._memory_bytes(edge),
-            reverse=self.workload.program.is_reverse) if self.can_move_cuts else None
+        return (
+            DecisionEngine(
+                self.costs[edge],
+                settings.bits,
+                num_batches=self.total_batches,
+                edge_memory_bytes=self._memory_bytes(edge),
+                reverse=self.workload.program.is_reverse,
+            )
+            if self.can_move_cuts
+            else None
+        )
 
     def parties(self) -> list[Party]:
         """Return the edges in their initial state."""
@@ -115,10 +151,19 @@ class SplitSetting:
         for edge, plan in enumerate(initial):
             require_edge_memory(self.cluster.device_of(edge), self.costs[edge], plan, edge)
         self._check_events()
-        return [Party(costs=costs, bandwidth_profile=link, split_plan=plan, window=self.window, away=self._away(edge),
-                      decider=engine if self.can_move_cuts and plan.cut is not None else None)
-                for edge, (costs, engine, link, plan) in enumerate(
-                    zip(self.costs, engines, self.links, initial, strict=True))]
+        return [
+            Party(
+                costs=costs,
+                bandwidth_profile=link,
+                split_plan=plan,
+                window=self.window,
+                away=self._away(edge),
+                decider=engine if self.can_move_cuts and plan.cut is not None else None,
+            )
+            for edge, (costs, engine, link, plan) in enumerate(
+                zip(self.costs, engines, self.links, initial, strict=True)
+            )
+        ]
 
     def _away(self, edge: int) -> tuple[range, ...]:
         """Return the batches for which an edge's user has it."""
@@ -135,18 +180,30 @@ class SplitSetting:
         name, spans = self.scenario.name, list(self.spans())
         for event in self.scenario.events:
             if self.num_edges == 1 or self.mode != "own":
-                why = "there is no other edge" if self.num_edges == 1 else "the cloud's half needs every edge's batches"
-                raise ConfigError(f"{name} [[event]] kind = 'preempt': {why}, so the training would wait; use "
-                                  "[background_load], under which edges wait")
+                why = (
+                    "there is no other edge"
+                    if self.num_edges == 1
+                    else "the cloud's half needs every edge's batches"
+                )
+                raise ConfigError(
+                    f"{name} [[event]] kind = 'preempt': {why}, so the training would wait; use "
+                    "[background_load], under which edges wait"
+                )
             if event.soc >= self.num_edges or event.round > len(spans):
-                raise ConfigError(f"{name} [[event]] soc = {event.soc}, round = {event.round}: edges are 0 to "
-                                  f"{self.num_edges - 1}, rounds 1 to {len(spans)}")
+                raise ConfigError(
+                    f"{name} [[event]] soc = {event.soc}, round = {event.round}: edges are 0 to "
+                    f"{self.num_edges - 1}, rounds 1 to {len(spans)}"
+                )
         for number, (first, _) in enumerate(spans, 1):
-            away = [any(absence.start <= first < absence.stop for absence in self._away(edge))
-                    for edge in range(self.num_edges)]
+            away = [
+                any(absence.start <= first < absence.stop for absence in self._away(edge))
+                for edge in range(self.num_edges)
+            ]
             if self.scenario.events and all(away):
-                raise ConfigError(f"{name} [[event]]: in round {number} users have all edges from the beginning; leave "
-                                  "one to train")
+                raise ConfigError(
+                    f"{name} [[event]]: in round {number} users have all edges from the beginning; leave "
+                    "one to train"
+                )
 
     @cached_property
     def _initial_plans(self) -> tuple[SplitPlan, ...]:
@@ -160,17 +217,26 @@ class SplitSetting:
     def _engine(self, edge: int) -> DecisionEngine:
         settings, cuts = self.scenario.split, self.costs[edge].cuts
         smallest = min(range(len(cuts)), key=lambda cut: cuts[cut].edge_memory_bytes)
-        require_edge_memory(self.cluster.device_of(edge), self.costs[edge], SplitPlan(cut=smallest), edge)
-        return DecisionEngine(self.costs[edge], settings.bits, allow_edge_only=settings.allow_edge_only,
-                              num_batches=self.total_batches, reverse=self.workload.program.is_reverse,
-                              edge_memory_bytes=self._memory_bytes(edge))
+        require_edge_memory(
+            self.cluster.device_of(edge), self.costs[edge], SplitPlan(cut=smallest), edge
+        )
+        return DecisionEngine(
+            self.costs[edge],
+            settings.bits,
+            allow_edge_only=settings.allow_edge_only,
+            num_batches=self.total_batches,
+            reverse=self.workload.program.is_reverse,
+            edge_memory_bytes=self._memory_bytes(edge),
+        )
 
     def _initial_plan(self, edge: int) -> SplitPlan:
         costs, link, engine = self.costs[edge], self.links[edge], self._engine(edge)
         name, window = self.scenario.strategy.name, self.window(0)
         if name == "edge-only" and self.workload.is_joined:
-            raise ConfigError(f"{self.scenario.name}: parties that hold different features cannot train alone; "
-                              "leave edge-only out")
+            raise ConfigError(
+                f"{self.scenario.name}: parties that hold different features cannot train alone; "
+                "leave edge-only out"
+            )
         first = self.planned_rates(initial_rates(link))
         best = engine.best(first, window)
         if self.workload.is_joined:  # there is one cut, and no edge can train alone
@@ -179,13 +245,22 @@ class SplitSetting:
         cut = self._configured_cut(costs)
         if name in baselines.BASELINES:
             return baselines.plan_baseline(
-                name, costs, self.planned_rates(link.mean_rates()), num_batches=self.total_batches, window=window,
-                cut=cut, allow_edge_only=self.scenario.split.allow_edge_only,
-                reverse=self.workload.program.is_reverse)
+                name,
+                costs,
+                self.planned_rates(link.mean_rates()),
+                num_batches=self.total_batches,
+                window=window,
+                cut=cut,
+                allow_edge_only=self.scenario.split.allow_edge_only,
+                reverse=self.workload.program.is_reverse,
+            )
         if cut is None:
             return best
-        given = DecisionEngine(replace(costs, cuts=costs.cuts[cut:cut + 1]), self.scenario.split.bits,
-                               reverse=self.workload.program.is_reverse).best(first, window)
+        given = DecisionEngine(
+            replace(costs, cuts=costs.cuts[cut : cut + 1]),
+            self.scenario.split.bits,
+            reverse=self.workload.program.is_reverse,
+        ).best(first, window)
         return SplitPlan(cut=cut, bits=given.bits, window=window)
 
     def _configured_cut(self, costs: SplitCosts) -> int | None:
@@ -194,9 +269,13 @@ class SplitSetting:
             return None
         if isinstance(cut, str):
             if cut not in names:
-                raise ConfigError(f"{self.scenario.name} [edgecloud] cut = {cut!r}: the model can be cut after "
-                                  f"{', '.join(names)}")
+                raise ConfigError(
+                    f"{self.scenario.name} [edgecloud] cut = {cut!r}: the model can be cut after "
+                    f"{', '.join(names)}"
+                )
             return names.index(cut)
         if not 0 <= cut < len(names):
-            raise ConfigError(f"{self.scenario.name} [edgecloud] cut = {cut}: cuts are 0 to {len(names) - 1}")
+            raise ConfigError(
+                f"{self.scenario.name} [edgecloud] cut = {cut}: cuts are 0 to {len(names) - 1}"
+            )
         return cut

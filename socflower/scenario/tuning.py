@@ -26,8 +26,10 @@ class Tuning:
     @property
     def choices(self) -> tuple[dict[str, Any], ...]:
         """Every combination of the keys' values; the last key changes first."""
-        return tuple(dict(zip((key for key, _ in self.axes), values, strict=True))
-                     for values in product(*(values for _, values in self.axes)))
+        return tuple(
+            dict(zip((key for key, _ in self.axes), values, strict=True))
+            for values in product(*(values for _, values in self.axes))
+        )
 
     def value(self, choice: Mapping[str, Any]) -> Any:
         """Return a combination as documents have it: the value of the only key, or of several a text."""
@@ -53,7 +55,9 @@ def parse_tuning(texts: Sequence[str]) -> Tuning:
     for text in texts:
         key, values = _axis(text)
         if key in axes:
-            raise ConfigError(f"--tune {text}: {key} is searched twice; give all its values at once")
+            raise ConfigError(
+                f"--tune {text}: {key} is searched twice; give all its values at once"
+            )
         axes[key] = values
     return Tuning(axes=tuple(axes.items()))
 
@@ -62,8 +66,10 @@ def _axis(text: str) -> tuple[str, tuple[Any, ...]]:
     key, separator, values = (part.strip() for part in text.partition("="))
     tried = tuple(parse_value(value.strip()) for value in values.split(","))
     if not separator or "" in tried or len(set(map(str, tried))) < max(2, len(tried)):
-        raise ConfigError(f"--tune {text}: write a key of [train] and different values to try, as in "
-                          "learning_rate=0.01,0.02,0.05")
+        raise ConfigError(
+            f"--tune {text}: write a key of [train] and different values to try, as in "
+            "learning_rate=0.01,0.02,0.05"
+        )
     known = keys_of(TrainConfig)
     if key not in known:
         raise ConfigError(unknown_key(key, values, known, f"--tune {text}"))

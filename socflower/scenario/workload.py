@@ -48,7 +48,9 @@ class TrainingData:
 class Score:
     """Metrics of a model on the test data."""
 
-    accuracy: float | None  # 0..1; None for a model that predicts no classes, such as a generator of text or images
+    accuracy: (
+        float | None
+    )  # 0..1; None for a model that predicts no classes, such as a generator of text or images
     loss: float
 
     @property
@@ -66,12 +68,19 @@ def initial_model(scenario: Scenario, num_classes: int | None = None) -> nn.Modu
     if scenario.model.factory:
         made = _made("model", scenario.model, scenario)
         if not isinstance(made, nn.Module):
-            raise ConfigError(f"{_factory_text('model', scenario)}: returned a {type(made).__name__}, not a "
-                              "torch.nn.Module")
+            raise ConfigError(
+                f"{_factory_text('model', scenario)}: returned a {type(made).__name__}, not a "
+                "torch.nn.Module"
+            )
         return made
     channels, size, known_classes = _image_shape(scenario)
-    return build_model(scenario.model.name, in_channels=channels, image_size=size,
-                       num_classes=num_classes or known_classes, seed=scenario.seed)
+    return build_model(
+        scenario.model.name,
+        in_channels=channels,
+        image_size=size,
+        num_classes=num_classes or known_classes,
+        seed=scenario.seed,
+    )
 
 
 def scenario_data(scenario: Scenario) -> TrainingData:
@@ -80,8 +89,13 @@ def scenario_data(scenario: Scenario) -> TrainingData:
     if not settings.factory:
         loaded = load_data(settings.name)
         return TrainingData(train=loaded.train, test=loaded.test, source=loaded.source)
-    return _own_data(settings.factory, json.dumps(settings.arguments, sort_keys=True), scenario.seed, scenario.folder,
-                     scenario.name)
+    return _own_data(
+        settings.factory,
+        json.dumps(settings.arguments, sort_keys=True),
+        scenario.seed,
+        scenario.folder,
+        scenario.name,
+    )
 
 
 def num_samples(scenario: Scenario) -> int:
@@ -102,8 +116,10 @@ def example_inputs(scenario: Scenario) -> ExampleBatch:
         return inputs
     if isinstance(inputs, tuple | list) and inputs:
         return tuple(inputs)
-    raise ConfigError(f"{_factory_text('data', scenario)}: its batches are {form_of(batch)}; give pairs (inputs, "
-                      "labels), or dicts")
+    raise ConfigError(
+        f"{_factory_text('data', scenario)}: its batches are {form_of(batch)}; give pairs (inputs, "
+        "labels), or dicts"
+    )
 
 
 def image_shape(scenario: Scenario) -> tuple[int, int, int]:
@@ -112,20 +128,32 @@ def image_shape(scenario: Scenario) -> tuple[int, int, int]:
         shape = data_shape(scenario.data.name)
         return shape.channels, shape.size, shape.size
     example = example_inputs(scenario)
-    if not isinstance(example, torch.Tensor) or example.dim() != 4 or not example.is_floating_point():
+    if (
+        not isinstance(example, torch.Tensor)
+        or example.dim() != 4
+        or not example.is_floating_point()
+    ):
         kind = form_of(example)
         if isinstance(example, torch.Tensor):
-            kind = f"{str(example.dtype).removeprefix('torch.')} of shape {tuple(example.shape[1:])}"
-        raise ConfigError(f"{_factory_text('data', scenario)}: a sample's inputs are {kind}, and [precision] "
-                          f"arithmetic = {scenario.precision.arithmetic!r} takes images, (channels, height, width) of "
-                          "float32; use arithmetic = 'fp32'")
+            kind = (
+                f"{str(example.dtype).removeprefix('torch.')} of shape {tuple(example.shape[1:])}"
+            )
+        raise ConfigError(
+            f"{_factory_text('data', scenario)}: a sample's inputs are {kind}, and [precision] "
+            f"arithmetic = {scenario.precision.arithmetic!r} takes images, (channels, height, width) of "
+            "float32; use arithmetic = 'fp32'"
+        )
     return example.shape[1], example.shape[2], example.shape[3]
 
 
-def partitions(scenario: Scenario, train: DataSource, num_partitions: int) -> list[NDArray[np.int64]]:
+def partitions(
+    scenario: Scenario, train: DataSource, num_partitions: int
+) -> list[NDArray[np.int64]]:
     """Return the numbers of each client's training samples; `ConfigError` for label skew of data without labels."""
     settings = scenario.data
-    return partition(_labels(scenario, train), num_partitions, settings.partition, settings.alpha, scenario.seed)
+    return partition(
+        _labels(scenario, train), num_partitions, settings.partition, settings.alpha, scenario.seed
+    )
 
 
 def check_workload(scenario: Scenario) -> None:
@@ -147,8 +175,10 @@ def check_workload(scenario: Scenario) -> None:
         _ = outcome.loss  # raises if there is none
     except Exception as error:
         what = str(error) if isinstance(error, ConfigError) else raised(error)
-        raise ConfigError(f"{scenario.name}: model {scenario.model.name} cannot evaluate the test data of "
-                          f"{scenario.data.name}: {what}") from error
+        raise ConfigError(
+            f"{scenario.name}: model {scenario.model.name} cannot evaluate the test data of "
+            f"{scenario.data.name}: {what}"
+        ) from error
     if "accuracy" not in outcome.metrics:
         _refuse_accuracy(scenario)
 
@@ -159,9 +189,11 @@ def _refuse_accuracy(scenario: Scenario) -> None:
     target = scenario.compare.target_accuracy
     named = f"[expect] {claims[0]}" if claims else f"[compare] target_accuracy = {target}"
     if claims or target is not None:
-        raise ConfigError(f"{scenario.name} {named}: the evaluation of {scenario.model.name} on "
-                          f"{scenario.data.name} gives a loss and no accuracy; write "
-                          + (_of_loss(claims[0]) if claims else "target_loss"))
+        raise ConfigError(
+            f"{scenario.name} {named}: the evaluation of {scenario.model.name} on "
+            f"{scenario.data.name} gives a loss and no accuracy; write "
+            + (_of_loss(claims[0]) if claims else "target_loss")
+        )
 
 
 def _of_loss(claim: str) -> str:
@@ -172,21 +204,34 @@ def _of_loss(claim: str) -> str:
 
 def _check_name(table: str, settings: Any, known: tuple[str, ...], scenario: Scenario) -> None:
     if settings.factory and settings.name in known:
-        raise ConfigError(f"{scenario.name} [{table}] name = {settings.name!r} is that of a built-in, and factory = "
-                          f"{settings.factory!r} is given too; remove one")
+        raise ConfigError(
+            f"{scenario.name} [{table}] name = {settings.name!r} is that of a built-in, and factory = "
+            f"{settings.factory!r} is given too; remove one"
+        )
     if not settings.factory and settings.name not in known:
         close = get_close_matches(settings.name, known, n=1)
-        hint = f', or factory = "{settings.name}"' if ":" in settings.name else f"; did you mean {close[0]!r}?" \
-            if close else ""
-        raise ConfigError(f"{scenario.name} [{table}] name = {settings.name!r} is unknown; use one of "
-                          f"{', '.join(known)}{hint}")
+        hint = (
+            f', or factory = "{settings.name}"'
+            if ":" in settings.name
+            else f"; did you mean {close[0]!r}?"
+            if close
+            else ""
+        )
+        raise ConfigError(
+            f"{scenario.name} [{table}] name = {settings.name!r} is unknown; use one of "
+            f"{', '.join(known)}{hint}"
+        )
 
 
 def _made(table: str, settings: Factory, scenario: Scenario) -> Any:
     """Return what the factory of a table returns for its arguments."""
     text = _factory_text(table, scenario)
-    function = import_attribute(settings.factory, None if scenario.folder is None else Path(scenario.folder), text,
-                                f"it is looked for in {scenario.folder or 'the import path'}")
+    function = import_attribute(
+        settings.factory,
+        None if scenario.folder is None else Path(scenario.folder),
+        text,
+        f"it is looked for in {scenario.folder or 'the import path'}",
+    )
     if not callable(function):
         raise ConfigError(f"{text}: is a {type(function).__name__}, not a function")
     with forked_generators(scenario.seed):
@@ -198,16 +243,36 @@ def _factory_text(table: str, scenario: Scenario) -> str:
 
 
 @lru_cache(maxsize=2)  # of two seeds
-def _own_data(factory: str, arguments: str, seed: int, folder: str | None, name: str) -> TrainingData:
-    scenario = Scenario(name=name, seed=seed, folder=folder,
-                        data=DataConfig(factory=factory, arguments=json.loads(arguments)))
+def _own_data(
+    factory: str, arguments: str, seed: int, folder: str | None, name: str
+) -> TrainingData:
+    scenario = Scenario(
+        name=name,
+        seed=seed,
+        folder=folder,
+        data=DataConfig(factory=factory, arguments=json.loads(arguments)),
+    )
     text = _factory_text("data", scenario)
     made = _made("data", scenario.data, scenario)
-    parts = (made.get("train"), made.get("test")) if isinstance(made, Mapping) else \
-        (made.train, made.test) if hasattr(made, "train") and hasattr(made, "test") else made
-    if not isinstance(parts, tuple | list) or len(parts) != 2 or any(part is None for part in parts):
-        raise ConfigError(f"{text}: returned {form_of(made)}; return (train, test), or an object that has both")
-    train, test = (_as_source(part, which, text) for part, which in zip(parts, ("training", "test"), strict=True))
+    parts = (
+        (made.get("train"), made.get("test"))
+        if isinstance(made, Mapping)
+        else (made.train, made.test)
+        if hasattr(made, "train") and hasattr(made, "test")
+        else made
+    )
+    if (
+        not isinstance(parts, tuple | list)
+        or len(parts) != 2
+        or any(part is None for part in parts)
+    ):
+        raise ConfigError(
+            f"{text}: returned {form_of(made)}; return (train, test), or an object that has both"
+        )
+    train, test = (
+        _as_source(part, which, text)
+        for part, which in zip(parts, ("training", "test"), strict=True)
+    )
     return TrainingData(train=train, test=test, source=factory)
 
 
@@ -226,7 +291,9 @@ def _first(scenario: Scenario, source: DataSource) -> Batch:
         return source.batch([0])
     except Exception as error:
         what = str(error) if isinstance(error, ConfigError) else raised(error)
-        raise ConfigError(f"{_factory_text('data', scenario)}: its first sample cannot be read: {what}") from error
+        raise ConfigError(
+            f"{_factory_text('data', scenario)}: its first sample cannot be read: {what}"
+        ) from error
 
 
 def _image_shape(scenario: Scenario) -> tuple[int, int, int]:
@@ -236,9 +303,11 @@ def _image_shape(scenario: Scenario) -> tuple[int, int, int]:
         return shape.channels, shape.size, shape.num_classes
     train = scenario_data(scenario).train
     if not isinstance(train, LabelledData) or train.inputs.shape[2] != train.inputs.shape[3]:
-        raise ConfigError(f"{scenario.name} [model] name = {scenario.model.name!r} takes square images of a known "
-                          f"number of classes; let {scenario.data.factory} return LabelledData, or name a [model] "
-                          "factory")
+        raise ConfigError(
+            f"{scenario.name} [model] name = {scenario.model.name!r} takes square images of a known "
+            f"number of classes; let {scenario.data.factory} return LabelledData, or name a [model] "
+            "factory"
+        )
     return train.inputs.shape[1], train.inputs.shape[2], train.num_classes
 
 
@@ -247,11 +316,15 @@ def _labels(scenario: Scenario, train: DataSource) -> NDArray[np.int64]:
     if scenario.data.partition == "iid":
         return np.zeros(len(train), np.int64)
     if train.targets is None:
-        raise ConfigError(f"{scenario.name} [data] partition = {scenario.data.partition!r} needs each sample's class: "
-                          f"give the Dataset of {scenario.data.factory} a list `targets`, as torchvision's have, or "
-                          "use partition = 'iid'")
+        raise ConfigError(
+            f"{scenario.name} [data] partition = {scenario.data.partition!r} needs each sample's class: "
+            f"give the Dataset of {scenario.data.factory} a list `targets`, as torchvision's have, or "
+            "use partition = 'iid'"
+        )
     labels = np.asarray(train.targets, np.int64)
     if labels.shape != (len(train),):
-        raise ConfigError(f"{scenario.name} [data] factory = {scenario.data.factory!r}: `targets` has shape "
-                          f"{labels.shape}, and there are {len(train)} training samples; it takes a class of each")
+        raise ConfigError(
+            f"{scenario.name} [data] factory = {scenario.data.factory!r}: `targets` has shape "
+            f"{labels.shape}, and there are {len(train)} training samples; it takes a class of each"
+        )
     return labels

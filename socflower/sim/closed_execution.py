@@ -43,17 +43,30 @@ class _Lane:
 class ClosedExecution(Execution):
     """Executes `repetitions` of the repeated tasks of a program from time 0, and its closing tasks once."""
 
-    def __init__(self, program: Program, table: RateTable, repetitions: int, *, extrapolate: bool = True,
-                 max_instances: int = 0) -> None:
-        super().__init__(program, table, repetitions, extrapolate=extrapolate, max_instances=max_instances)
+    def __init__(
+        self,
+        program: Program,
+        table: RateTable,
+        repetitions: int,
+        *,
+        extrapolate: bool = True,
+        max_instances: int = 0,
+    ) -> None:
+        super().__init__(
+            program, table, repetitions, extrapolate=extrapolate, max_instances=max_instances
+        )
         self._finder = None  # the whole never recurs
         self._first_closing = first = program.num_repeated
-        self._closed_by = [[other for other in following if other >= first] for following in self._next[:first]]
+        self._closed_by = [
+            [other for other in following if other >= first] for following in self._next[:first]
+        ]
         for task in range(first):
             self._next[task] = [other for other in self._next[task] if other < first]
         self._num_left = len(program.steps)
         self._num_closing = 0  # closing tasks under way
-        self._lanes = [_Lane(tasks, program) for tasks in _independent(program)] if extrapolate else []
+        self._lanes = (
+            [_Lane(tasks, program) for tasks in _independent(program)] if extrapolate else []
+        )
         self._lane_of: list[_Lane | None] = [None] * len(program.steps)
         for lane in self._lanes:
             for task in lane.tasks:
@@ -70,7 +83,9 @@ class ClosedExecution(Execution):
         return not self._num_left
 
     def _start(self, ready: Sequence[int]) -> list[int]:
-        closing = sum([task >= self._first_closing and self._stage[task] == WAITING for task in ready])
+        closing = sum(
+            [task >= self._first_closing and self._stage[task] == WAITING for task in ready]
+        )
         if closing:
             self._num_closing += closing
             for lane in self._lanes:
@@ -121,9 +136,20 @@ class ClosedExecution(Execution):
             elif not self._num_closing and lane.found is None and self._num_to_begin(lane) >= 0:
                 self._meter.settle(lane.socs, self._now_s)
                 rounds = self._program.rounds
-                lane.found = lane.finder.find(self._state(
-                    lane.oldest, [(task, (self._repetition[task] - lane.oldest) * rounds[task] + self._round[task])
-                                  for task in lane.tasks], lane.socs))
+                lane.found = lane.finder.find(
+                    self._state(
+                        lane.oldest,
+                        [
+                            (
+                                task,
+                                (self._repetition[task] - lane.oldest) * rounds[task]
+                                + self._round[task],
+                            )
+                            for task in lane.tasks
+                        ],
+                        lane.socs,
+                    )
+                )
         if self._lanes and not self._num_closing:
             self._skip()
 
@@ -150,7 +176,9 @@ class ClosedExecution(Execution):
         """Let a lane be in its present state again after so many periods, and stand still until then."""
         shift_s, repetitions = periods * found.period_s, periods * found.repetitions
         begin_s, end_s = self._now_s, self._now_s + shift_s
-        self._gaps.append(Gap(tuple(lane.tasks), begin_s + self._skipped_s, end_s + self._skipped_s, repetitions))
+        self._gaps.append(
+            Gap(tuple(lane.tasks), begin_s + self._skipped_s, end_s + self._skipped_s, repetitions)
+        )
         lane.oldest += repetitions
         for soc, seconds in zip(lane.socs, found.seconds, strict=True):
             self._meter.postpone(soc, shift_s, seconds, periods, begin_s)
@@ -168,8 +196,10 @@ class ClosedExecution(Execution):
             if loop is not None and loop.repetition >= 0:
                 loop.repetition += repetitions
         for processor in lane.processors:
-            self._queues[processor] = [(ready_s + shift_s, turn + repetitions, task)
-                                       for ready_s, turn, task in self._queues[processor]]
+            self._queues[processor] = [
+                (ready_s + shift_s, turn + repetitions, task)
+                for ready_s, turn, task in self._queues[processor]
+            ]
             heapify(self._queues[processor])
 
 
@@ -183,11 +213,22 @@ def _independent(program: Program) -> list[list[int]]:
             parent[task] = task = parent[parent[task]]
         return task
 
-    for task, step in enumerate(program.steps[:program.num_repeated]):
+    for task, step in enumerate(program.steps[: program.num_repeated]):
         joined = {*program.after[task], *program.after_previous[task], *program.after_round[task]}
-        tokens = [("processor", step.processor)] if isinstance(step, ComputeStep) else [
-            *(("resource", each) for each in (program.paths[step.handling_path] if step.handling_s else ())),
-            *(("resource", each) for each in (program.paths[step.data_path] if step.num_bytes else ()))]
+        tokens = (
+            [("processor", step.processor)]
+            if isinstance(step, ComputeStep)
+            else [
+                *(
+                    ("resource", each)
+                    for each in (program.paths[step.handling_path] if step.handling_s else ())
+                ),
+                *(
+                    ("resource", each)
+                    for each in (program.paths[step.data_path] if step.num_bytes else ())
+                ),
+            ]
+        )
         socs = (step.soc,) if isinstance(step, ComputeStep) else step.socs
         tokens += [("soc", soc) for soc in socs if soc != SERVER]
         for other in (*joined, *(owner.setdefault(token, task) for token in tokens)):

@@ -49,7 +49,9 @@ class StateMeter:
         """Add the time of every SoC's present state up to now."""
         self.settle(range(len(self.seconds)), now_s)
 
-    def postpone(self, soc: int, shift_s: float, more: Mapping[State, float], times: int, now_s: float) -> None:
+    def postpone(
+        self, soc: int, shift_s: float, more: Mapping[State, float], times: int, now_s: float
+    ) -> None:
         """Add a SoC's seconds of a time that is skipped, which begins now: `more`, so many times."""
         self._settle(soc, now_s)
         self._since_s[soc] = now_s + shift_s
@@ -86,7 +88,9 @@ def power_w(state: State, device: Device, factor: float = 1.0) -> float:
     return device.idle_w + factor * active_w + (device.network_w if networking else 0.0)
 
 
-def split_state(state: State, device: Device, factor: float = 1.0) -> Iterator[tuple[Activity, float, float]]:
+def split_state(
+    state: State, device: Device, factor: float = 1.0
+) -> Iterator[tuple[Activity, float, float]]:
     """Yield activity, its share of the time and its watts; shares sum to 1 and watts to `power_w`.
 
     Processors that work together share time and idle watts evenly. A transfer during work costs no time,
@@ -99,13 +103,22 @@ def split_state(state: State, device: Device, factor: float = 1.0) -> Iterator[t
         yield activity, share, factor * above_idle_w + device.idle_w * share
     if networking:
         alone = not loads
-        yield Activity.SYNCHRONISATION, float(alone), device.network_w + (device.idle_w if alone else 0.0)
+        yield (
+            Activity.SYNCHRONISATION,
+            float(alone),
+            device.network_w + (device.idle_w if alone else 0.0),
+        )
     elif not loads:
         yield Activity.IDLE, 1.0, device.idle_w
 
 
-def add_activities(seconds: Mapping[State, float], device: Device, soc_seconds: dict[Activity, float],
-                   energy_j: dict[Activity, float], factor: float = 1.0) -> None:
+def add_activities(
+    seconds: Mapping[State, float],
+    device: Device,
+    soc_seconds: dict[Activity, float],
+    energy_j: dict[Activity, float],
+    factor: float = 1.0,
+) -> None:
     """Add one SoC's time in states to the sums of seconds and joules by activity."""
     for state, spent_s in seconds.items():
         for activity, share, watts in split_state(state, device, factor):

@@ -14,7 +14,14 @@ from socflower.plain_numbers import plain_numbers
 from socflower.sim.energy import IDLE_STATE, State, add_activities, power_w
 from socflower.sim.execution import MIN_LOOP_ROUNDS
 from socflower.sim.processes import Simulation
-from socflower.sim.program import SERVER, CompiledGraph, Component, ComputeStep, Program, compile_graph
+from socflower.sim.program import (
+    SERVER,
+    CompiledGraph,
+    Component,
+    ComputeStep,
+    Program,
+    compile_graph,
+)
 from socflower.sim.solution import Repeated, Solution
 from socflower.sim.trace import Recorded, Rows, Trace, TracedPart, record, record_spans
 
@@ -38,7 +45,9 @@ class Part:
 
     def end_s(self, repetitions: int) -> float:
         """Return when so many repetitions more have ended, from now."""
-        return self.ahead_s + (self.solution.repeated(repetitions).duration_s if repetitions else 0.0)
+        return self.ahead_s + (
+            self.solution.repeated(repetitions).duration_s if repetitions else 0.0
+        )
 
     def spend(self, stretch_s: float) -> None:
         """Execute all repetitions that begin within the stretch; the last one may end after it."""
@@ -69,12 +78,20 @@ class Part:
         return before + 1
 
 
-def parts_of(components: Sequence[Component], pace: Pace, solve: Callable[[Component], Solution]) -> list[Part]:
+def parts_of(
+    components: Sequence[Component], pace: Pace, solve: Callable[[Component], Solution]
+) -> list[Part]:
     """Return the components with their SoCs' remaining work; a part without SoCs has as much as the others."""
     most = max(pace.remaining.values(), default=0)
-    return [Part(component, solve(component), min((pace.remaining[soc] for soc in component.socs), default=most),
-                 max((pace.ahead_s.get(soc, 0.0) for soc in component.socs), default=0.0))
-            for component in components]
+    return [
+        Part(
+            component,
+            solve(component),
+            min((pace.remaining[soc] for soc in component.socs), default=most),
+            max((pace.ahead_s.get(soc, 0.0) for soc in component.socs), default=0.0),
+        )
+        for component in components
+    ]
 
 
 def stretch_s(parts: Sequence[Part], hold_s: float, at_most: int | None = None) -> float:
@@ -90,14 +107,16 @@ def advance_pace(pace: Pace, parts: Sequence[Part], start_s: float) -> None:
         for soc in part.component.socs:
             pace.remaining[soc], pace.ahead_s[soc] = part.left, part.ahead_s
         if not part.left and part.done is not None:
-            pace.ended_s |= {soc: start_s + part.before_s + end_s
-                             for soc, end_s in _ends_s(part.component, part.done).items()}
+            pace.ended_s |= {
+                soc: start_s + part.before_s + end_s
+                for soc, end_s in _ends_s(part.component, part.done).items()
+            }
 
 
 def _ends_s(component: Component, repeated: Repeated) -> dict[int, float]:
     """Return when each SoC ends the last repetition."""
     program, found = component.program, dict[int, float]()
-    for step, end_s in zip(program.steps[:program.num_repeated], repeated.ended_s(), strict=False):
+    for step, end_s in zip(program.steps[: program.num_repeated], repeated.ended_s(), strict=False):
         for number in (step.soc,) if isinstance(step, ComputeStep) else step.socs:
             if number != SERVER:
                 soc = component.socs[number]
@@ -107,8 +126,11 @@ def _ends_s(component: Component, repeated: Repeated) -> dict[int, float]:
 
 def _all_ends_s(parts: Sequence[Part]) -> dict[int, float]:
     """Return when each SoC ends the last of the repetitions that are left, none of which has begun."""
-    return {soc: end_s for part in parts
-            for soc, end_s in _ends_s(part.component, part.solution.repeated(part.left)).items()}
+    return {
+        soc: end_s
+        for part in parts
+        for soc, end_s in _ends_s(part.component, part.solution.repeated(part.left)).items()
+    }
 
 
 def _is_together(times_s: Collection[float]) -> bool:
@@ -134,14 +156,22 @@ class EventClock:
     repetitions in progress finish at their initial speeds. Joules of cooling count as a separate activity.
     """
 
-    def __init__(self, cluster: Cluster, dynamics: DeviceDynamics | None = None, trace: Trace | None = None, *,
-                 extrapolate: bool = True) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        dynamics: DeviceDynamics | None = None,
+        trace: Trace | None = None,
+        *,
+        extrapolate: bool = True,
+    ) -> None:
         self._cluster = cluster
         self._devices = [cluster.device_of(soc) for soc in range(cluster.num_socs)]
         self._dynamics = dynamics
         self._trace = trace
         self._rows = Rows(cluster)
-        self._recorded: list[tuple[CompiledGraph, int, Recorded]] = []  # of the latest runs at full speed
+        self._recorded: list[
+            tuple[CompiledGraph, int, Recorded]
+        ] = []  # of the latest runs at full speed
         self._latest_ends_s: tuple[CompiledGraph, int, dict[int, float]] | None = None
         self._extrapolate = extrapolate
         self._usage = Usage()
@@ -161,11 +191,13 @@ class EventClock:
     def state(self) -> dict[str, Any]:
         """Return the state as plain values that JSON stores exactly."""
         usage = self._usage
-        return {"duration_s": usage.duration_s,
-                "soc_seconds": [[key.value, value] for key, value in usage.soc_seconds.items()],
-                "energy_j": [[key.value, value] for key, value in usage.energy_j.items()],
-                "num_bytes": [[key.value, value] for key, value in usage.num_bytes.items()],
-                **({} if self._dynamics is None else {"dynamics": self._dynamics.state()})}
+        return {
+            "duration_s": usage.duration_s,
+            "soc_seconds": [[key.value, value] for key, value in usage.soc_seconds.items()],
+            "energy_j": [[key.value, value] for key, value in usage.energy_j.items()],
+            "num_bytes": [[key.value, value] for key, value in usage.num_bytes.items()],
+            **({} if self._dynamics is None else {"dynamics": self._dynamics.state()}),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state of another clock of the same cluster; the trace is restored separately."""
@@ -174,7 +206,8 @@ class EventClock:
             duration_s=state["duration_s"],
             soc_seconds={Activity(key): value for key, value in state["soc_seconds"]},
             energy_j={Activity(key): value for key, value in state["energy_j"]},
-            num_bytes={Tier(key): value for key, value in state["num_bytes"]})
+            num_bytes={Tier(key): value for key, value in state["num_bytes"]},
+        )
         if self._dynamics is not None:
             self._dynamics.restore(state["dynamics"])
 
@@ -189,7 +222,9 @@ class EventClock:
             return [1.0] * len(self._devices)
         factors = list(self._dynamics.speed_factors())
         if len(factors) != len(self._devices) or not all(0 < factor < inf for factor in factors):
-            raise ConfigError(f"device dynamics: need {len(self._devices)} speed factors above 0, got {factors}")
+            raise ConfigError(
+                f"device dynamics: need {len(self._devices)} speed factors above 0, got {factors}"
+            )
         return factors
 
     def taken_socs(self) -> frozenset[int]:
@@ -197,7 +232,9 @@ class EventClock:
         return frozenset() if self._dynamics is None else frozenset(self._dynamics.taken_socs())
 
     @plain_numbers
-    def run(self, graph: TaskGraph, *, repeat: int = 1, label: str = "", head_start_s: float = 0.0) -> Usage:
+    def run(
+        self, graph: TaskGraph, *, repeat: int = 1, label: str = "", head_start_s: float = 0.0
+    ) -> Usage:
         """Execute `graph` `repeat` times and advance; return what it took.
 
         Of `head_start_s` its SoCs' time is over and was idle; what they did in it is counted now.
@@ -213,7 +250,10 @@ class EventClock:
             parts = self._whole_parts(compiled, repeat, self.speed_factors())
             total = self._run_parts(compiled, parts, repeat, head_start_s)
         else:
-            total, pace = Usage(), Pace({soc: repeat for component in compiled.components for soc in component.socs})
+            total, pace = (
+                Usage(),
+                Pace({soc: repeat for component in compiled.components for soc in component.socs}),
+            )
             while not pace.done:
                 total += self.run_while_steady(graph, pace)
         self._label(label, start_s, total.duration_s, repeat)
@@ -225,12 +265,23 @@ class EventClock:
         compiled = self._compiled(graph)
         known = self._latest_ends_s
         if known is None or known[0] is not compiled or known[1] != repeat:
-            known = self._latest_ends_s = (compiled, repeat, _all_ends_s(self._whole_parts(compiled, repeat)))
+            known = self._latest_ends_s = (
+                compiled,
+                repeat,
+                _all_ends_s(self._whole_parts(compiled, repeat)),
+            )
         return known[2]
 
     @plain_numbers
-    def run_overlapped(self, graph: TaskGraph, closing: TaskGraph, waits: Mapping[int, Sequence[int]], *, repeat: int,
-                       labels: tuple[str, str] = ("", "")) -> Usage | None:
+    def run_overlapped(
+        self,
+        graph: TaskGraph,
+        closing: TaskGraph,
+        waits: Mapping[int, Sequence[int]],
+        *,
+        repeat: int,
+        labels: tuple[str, str] = ("", ""),
+    ) -> Usage | None:
         """Execute `graph` so many times with `closing` at its end; see `VirtualClock.run_overlapped`."""
         factors, start_s, hold_s = self.speed_factors(), self.now_s, inf
         parts = self._whole_parts(self._compiled(graph), repeat, factors)
@@ -238,10 +289,18 @@ class EventClock:
             ends_s = self.predicted_ends_s(graph, repeat=repeat)
         else:
             ends_s = _all_ends_s(parts)
-            hold_s = self._dynamics.steady_s(self._working_w(parts, list(self._dynamics.power_factors()), Pace({})))
-        if _is_together([max(ends_s[soc] for soc in socs) for socs in waits.values()]) \
-                or max(ends_s.values()) > hold_s \
-                or any(rounds >= MIN_LOOP_ROUNDS for part in parts for rounds in part.component.program.rounds):
+            hold_s = self._dynamics.steady_s(
+                self._working_w(parts, list(self._dynamics.power_factors()), Pace({}))
+            )
+        if (
+            _is_together([max(ends_s[soc] for soc in socs) for socs in waits.values()])
+            or max(ends_s.values()) > hold_s
+            or any(
+                rounds >= MIN_LOOP_ROUNDS
+                for part in parts
+                for rounds in part.component.program.rounds
+            )
+        ):
             return None
         compiled = self._compiled(graph.followed_by(closing, waits))
         parts = self._whole_parts(compiled, repeat, factors)
@@ -261,7 +320,9 @@ class EventClock:
         return stretch_s(self._whole_parts(self._compiled(graph), repeat), inf) if repeat else 0.0
 
     @plain_numbers
-    def run_while_steady(self, graph: TaskGraph, pace: Pace, *, at_most: int | None = None, label: str = "") -> Usage:
+    def run_while_steady(
+        self, graph: TaskGraph, pace: Pace, *, at_most: int | None = None, label: str = ""
+    ) -> Usage:
         """Execute `graph` until speeds or users change; see `VirtualClock.run_while_steady`."""
         if at_most is not None and at_most < 1:
             raise ConfigError(f"clock: at_most must be 1 or more, got {at_most}")
@@ -269,7 +330,9 @@ class EventClock:
             raise ConfigError("clock: without dynamics speeds never change; use run")
         compiled, start_s = self._compiled(graph), self.now_s
         factors, powers = self.speed_factors(), list(self._dynamics.power_factors())
-        parts = parts_of(compiled.components, pace, lambda component: self._solution(component.at_speed(factors)))
+        parts = parts_of(
+            compiled.components, pace, lambda component: self._solution(component.at_speed(factors))
+        )
         hold_s = self._dynamics.steady_s(self._working_w(parts, powers, pace))
         duration_s = stretch_s(parts, hold_s, at_most)
         for part in parts:
@@ -279,7 +342,9 @@ class EventClock:
         usage = self._account(compiled, parts, duration_s, powers, pace)
         advance_pace(pace, parts, start_s)
         self._usage += usage
-        self._label(label, start_s, duration_s, max((part.repetitions for part in parts), default=0))
+        self._label(
+            label, start_s, duration_s, max((part.repetitions for part in parts), default=0)
+        )
         return usage
 
     def idle(self, socs: Sequence[int]) -> Usage:
@@ -287,23 +352,33 @@ class EventClock:
         idle_w = [device.idle_w for device in self._devices]
         duration_s = inf if self._dynamics is None else self._dynamics.steady_s(idle_w)
         if self._dynamics is None or not 0.0 < duration_s < inf:
-            raise ConfigError(f"clock: resting for {duration_s} s would never end; nothing is going to change")
+            raise ConfigError(
+                f"clock: resting for {duration_s} s would never end; nothing is going to change"
+            )
         soc_seconds = {Activity.IDLE: duration_s * len(socs)}
-        energy_j = {Activity.IDLE: duration_s * sum(idle_w[soc] for soc in socs),
-                    Activity.COOLING: self._dynamics.advance(duration_s, idle_w)}
+        energy_j = {
+            Activity.IDLE: duration_s * sum(idle_w[soc] for soc in socs),
+            Activity.COOLING: self._dynamics.advance(duration_s, idle_w),
+        }
         usage = Usage(duration_s=duration_s, soc_seconds=soc_seconds, energy_j=energy_j)
         self._label("resting", self.now_s, duration_s, 1)
         self._usage += usage
         return usage
 
-    def run_processes(self, start: Callable[[Simulation], object], *, socs: Sequence[int], label: str = "") -> Usage:
+    def run_processes(
+        self, start: Callable[[Simulation], object], *, socs: Sequence[int], label: str = ""
+    ) -> Usage:
         """Run processes that react until they have ended, and advance; return what it took.
 
         `start` starts them; of the cluster's SoCs they may use `socs`, whose idle watts count. Heat and users change
         the SoCs' speeds while they run; a SoC that users have taken waits. Raises what `Simulation.run` does.
         """
-        simulation = Simulation(self._cluster, socs, now_s=self.now_s,
-                                max_spans=0 if self._trace is None else self._trace.room)
+        simulation = Simulation(
+            self._cluster,
+            socs,
+            now_s=self.now_s,
+            max_spans=0 if self._trace is None else self._trace.room,
+        )
         start(simulation)
         total, start_s = Usage(num_bytes=dict.fromkeys(Tier, 0.0)), self.now_s
         while not simulation.done:
@@ -315,9 +390,13 @@ class EventClock:
                 simulation.set_speeds(self._process_speeds(socs))
                 simulation.run(begin_s + self._dynamics.until_reading_s())
             total += self._account_processes(simulation, socs, simulation.now_s - begin_s, powers)
-        total = replace(total, num_bytes={tier: value for tier, value in simulation.num_bytes.items()})
+        total = replace(
+            total, num_bytes={tier: value for tier, value in simulation.num_bytes.items()}
+        )
         if self._trace is not None:
-            record_spans(simulation.spans, simulation.num_unlogged, self._rows).add_to(self._trace, 0.0)
+            record_spans(simulation.spans, simulation.num_unlogged, self._rows).add_to(
+                self._trace, 0.0
+            )
         self._label(label, start_s, total.duration_s, 1)
         self._usage += total
         return total
@@ -327,8 +406,13 @@ class EventClock:
         taken, factors = self.taken_socs(), self.speed_factors()
         return {soc: 0.0 if soc in taken else factors[soc] for soc in socs}
 
-    def _account_processes(self, simulation: Simulation, socs: Sequence[int], duration_s: float,
-                           powers: Sequence[float]) -> Usage:
+    def _account_processes(
+        self,
+        simulation: Simulation,
+        socs: Sequence[int],
+        duration_s: float,
+        powers: Sequence[float],
+    ) -> Usage:
         """Return the usage of a stretch of time, and advance the dynamics by it."""
         soc_seconds: dict[Activity, float] = dict.fromkeys(SOC_ACTIVITIES, 0.0)
         energy_j: dict[Activity, float] = dict.fromkeys(SOC_ACTIVITIES, 0.0)
@@ -340,8 +424,13 @@ class EventClock:
             energy_j[Activity.COOLING] = self._dynamics.advance(duration_s, watts)
         return Usage(duration_s=duration_s, soc_seconds=soc_seconds, energy_j=energy_j)
 
-    def _run_parts(self, compiled: CompiledGraph, parts: Sequence[Part], repetitions: int, head_start_s: float = 0.0,
-                   ) -> Usage:
+    def _run_parts(
+        self,
+        compiled: CompiledGraph,
+        parts: Sequence[Part],
+        repetitions: int,
+        head_start_s: float = 0.0,
+    ) -> Usage:
         """Execute all repetitions at constant speeds."""
         if not repetitions:
             return Usage()
@@ -351,13 +440,22 @@ class EventClock:
         if self._trace is not None:
             recorded = self._recorded_steadily(compiled, repetitions, parts, self._trace)
             recorded.add_to(self._trace, self.now_s - head_start_s)
-        powers = [1.0] * len(self._devices) if self._dynamics is None else list(self._dynamics.power_factors())
+        powers = (
+            [1.0] * len(self._devices)
+            if self._dynamics is None
+            else list(self._dynamics.power_factors())
+        )
         usage = self._account(compiled, parts, duration_s, powers, Pace({}), head_start_s)
         self._usage += usage
         return usage
 
-    def _recorded_steadily(self, compiled: CompiledGraph, repetitions: int, parts: Sequence[Part], trace: Trace,
-                           ) -> Recorded:
+    def _recorded_steadily(
+        self,
+        compiled: CompiledGraph,
+        repetitions: int,
+        parts: Sequence[Part],
+        trace: Trace,
+    ) -> Recorded:
         """Return the spans of a run; without dynamics those of the latest runs are kept, for rounds are often alike."""
         for graph, count, recorded in self._recorded:
             if graph is compiled and count == repetitions:
@@ -369,18 +467,41 @@ class EventClock:
         return found
 
     def _record(self, graph: TaskGraph, parts: Sequence[Part], most: int) -> Recorded:
-        return record(graph, [TracedPart(part.component, part.done, part.before_s) for part in parts
-                              if part.done is not None], self._rows, most)
+        return record(
+            graph,
+            [
+                TracedPart(part.component, part.done, part.before_s)
+                for part in parts
+                if part.done is not None
+            ],
+            self._rows,
+            most,
+        )
 
-    def _whole_parts(self, compiled: CompiledGraph, repetitions: int, factors: Sequence[float] | None = None,
-                     ) -> list[Part]:
+    def _whole_parts(
+        self,
+        compiled: CompiledGraph,
+        repetitions: int,
+        factors: Sequence[float] | None = None,
+    ) -> list[Part]:
         """Return the parts of all repetitions, at nominal speeds or with each SoC's factor."""
-        return [Part(component, self._solution(component.program if factors is None else component.at_speed(factors)),
-                     repetitions, 0.0) for component in compiled.components]
+        return [
+            Part(
+                component,
+                self._solution(
+                    component.program if factors is None else component.at_speed(factors)
+                ),
+                repetitions,
+                0.0,
+            )
+            for component in compiled.components
+        ]
 
     def _label(self, label: str, start_s: float, duration_s: float, repetitions: int) -> None:
         if self._trace is not None and label:
-            self._trace.add("runs", "runs", label, start_s, duration_s, args={"repetitions": repetitions})
+            self._trace.add(
+                "runs", "runs", label, start_s, duration_s, args={"repetitions": repetitions}
+            )
 
     def _compiled(self, graph: TaskGraph) -> CompiledGraph:
         """Return the compiled graph; a strategy emits equal graphs round after round."""
@@ -397,15 +518,24 @@ class EventClock:
             return Solution(program, extrapolate=False, max_instances=max_instances)
         solution = self._solutions.get(program)
         if solution is None:
-            solution = self._solutions[program] = Solution(program, extrapolate=True, max_instances=max_instances)
+            solution = self._solutions[program] = Solution(
+                program, extrapolate=True, max_instances=max_instances
+            )
             if len(self._solutions) > _SOLUTIONS_KEPT:
                 self._solutions.popitem(last=False)
         else:
             self._solutions.move_to_end(program)
         return solution
 
-    def _account(self, compiled: CompiledGraph, parts: Sequence[Part], duration_s: float,
-                 powers: Sequence[float], pace: Pace, head_start_s: float = 0.0) -> Usage:
+    def _account(
+        self,
+        compiled: CompiledGraph,
+        parts: Sequence[Part],
+        duration_s: float,
+        powers: Sequence[float],
+        pace: Pace,
+        head_start_s: float = 0.0,
+    ) -> Usage:
         """Return the usage of a stretch of time, and advance the dynamics by it.
 
         Of a head start all SoCs were counted as idle, and the dynamics advanced with that.
@@ -415,21 +545,32 @@ class EventClock:
         num_bytes = dict.fromkeys(Tier, 0.0)
         states: dict[int, Mapping[State, float]] = {}
         watts: dict[int, list[tuple[float, float]]] = {}  # by SoC: (end time, watts)
-        for part, own, closing in zip(parts, compiled.component_bytes, compiled.closing_bytes, strict=True):
+        for part, own, closing in zip(
+            parts, compiled.component_bytes, compiled.closing_bytes, strict=True
+        ):
             for part_bytes, times in ((own, part.repetitions), (closing, 1)):
                 for tier, value in part_bytes.items():
                     num_bytes[tier] += value * times
-            worked = part.done.seconds() if part.done is not None else [{} for _ in part.component.socs]
+            worked = (
+                part.done.seconds() if part.done is not None else [{} for _ in part.component.socs]
+            )
             for soc, seconds in zip(part.component.socs, worked, strict=True):
                 states[soc] = {**seconds, IDLE_STATE: seconds.get(IDLE_STATE, 0.0) + part.idle_s}
                 before_w = pace.in_progress_w.get(soc, 0.0)
                 if seconds:
                     pace.in_progress_w[soc] = _mean_w(seconds, self._devices[soc], powers[soc])
-                watts[soc] = [(part.before_s, before_w),
-                              (part.before_s + part.work_s, pace.in_progress_w.get(soc, before_w))]
+                watts[soc] = [
+                    (part.before_s, before_w),
+                    (part.before_s + part.work_s, pace.in_progress_w.get(soc, before_w)),
+                ]
         for soc in dict.fromkeys(compiled.graph.participants):
-            add_activities(states.get(soc, {IDLE_STATE: duration_s}), self._devices[soc], soc_seconds, energy_j,
-                           powers[soc])
+            add_activities(
+                states.get(soc, {IDLE_STATE: duration_s}),
+                self._devices[soc],
+                soc_seconds,
+                energy_j,
+                powers[soc],
+            )
         duration_s -= head_start_s
         if head_start_s:
             for soc in dict.fromkeys(compiled.graph.participants):
@@ -437,21 +578,41 @@ class EventClock:
                 soc_seconds[Activity.IDLE] -= head_start_s
                 energy_j[Activity.IDLE] -= idle_w * head_start_s
                 above_w = _mean_w(states.get(soc, {}), self._devices[soc], powers[soc]) - idle_w
-                watts[soc] = [(duration_s, idle_w + above_w * (1.0 + head_start_s / duration_s if duration_s else 0.0))]
+                watts[soc] = [
+                    (
+                        duration_s,
+                        idle_w + above_w * (1.0 + head_start_s / duration_s if duration_s else 0.0),
+                    )
+                ]
         if self._dynamics is not None:
             energy_j[Activity.COOLING] = self._heat(self._dynamics, watts, duration_s)
-        return Usage(duration_s=duration_s, soc_seconds=soc_seconds, energy_j=energy_j, num_bytes=num_bytes)
+        return Usage(
+            duration_s=duration_s, soc_seconds=soc_seconds, energy_j=energy_j, num_bytes=num_bytes
+        )
 
-    def _heat(self, dynamics: DeviceDynamics, watts: Mapping[int, Sequence[tuple[float, float]]],
-              duration_s: float) -> float:
+    def _heat(
+        self,
+        dynamics: DeviceDynamics,
+        watts: Mapping[int, Sequence[tuple[float, float]]],
+        duration_s: float,
+    ) -> float:
         """Advance the dynamics by the stretch, with each SoC's watts over time; return the joules of cooling."""
-        ends_s = sorted({end_s for phases in watts.values() for end_s, _ in phases if 0.0 < end_s < duration_s})
+        ends_s = sorted(
+            {end_s for phases in watts.values() for end_s, _ in phases if 0.0 < end_s < duration_s}
+        )
         begin_s = cooling_j = 0.0
         for end_s in (*ends_s, duration_s):
             if end_s - begin_s > 1e-9 * duration_s or not duration_s:
-                cooling_j += dynamics.advance(end_s - begin_s, [
-                    next((own_w for until_s, own_w in watts.get(soc, ()) if begin_s < until_s), device.idle_w)
-                    for soc, device in enumerate(self._devices)])
+                cooling_j += dynamics.advance(
+                    end_s - begin_s,
+                    [
+                        next(
+                            (own_w for until_s, own_w in watts.get(soc, ()) if begin_s < until_s),
+                            device.idle_w,
+                        )
+                        for soc, device in enumerate(self._devices)
+                    ],
+                )
                 begin_s = end_s
         return cooling_j
 
@@ -460,7 +621,9 @@ class EventClock:
         working_w = [device.idle_w for device in self._devices]
         for part in parts:
             if part.left:
-                for soc, seconds in zip(part.component.socs, part.solution.repeated(part.left).seconds(), strict=True):
+                for soc, seconds in zip(
+                    part.component.socs, part.solution.repeated(part.left).seconds(), strict=True
+                ):
                     working_w[soc] = _mean_w(seconds, self._devices[soc], powers[soc])
             elif part.ahead_s:
                 for soc in part.component.socs:

@@ -63,18 +63,27 @@ class RecurrenceFinder:
         for past in reversed(self._past):
             if past.shape == present.shape and _same_clocks(past, present):
                 return Recurrence(
-                    at_s=present.now_s, repetitions=present.repetition - past.repetition,
+                    at_s=present.now_s,
+                    repetitions=present.repetition - past.repetition,
                     period_s=present.now_s - past.now_s,
-                    seconds=[{state: spent_s - before.get(state, 0.0) for state, spent_s in after.items()}
-                             for before, after in zip(past.seconds, present.seconds, strict=True)])
+                    seconds=[
+                        {
+                            state: spent_s - before.get(state, 0.0)
+                            for state, spent_s in after.items()
+                        }
+                        for before, after in zip(past.seconds, present.seconds, strict=True)
+                    ],
+                )
         self._past.append(present)
         return None
 
 
 def _same_clocks(past: Snapshot, present: Snapshot) -> bool:
     tolerance_s = SAME_STATE * (present.now_s - past.now_s) + _ROUNDING * present.now_s
-    return all(abs(before - after) <= tolerance_s
-               for before, after in zip(past.clocks_s, present.clocks_s, strict=True))
+    return all(
+        abs(before - after) <= tolerance_s
+        for before, after in zip(past.clocks_s, present.clocks_s, strict=True)
+    )
 
 
 class Instance(NamedTuple):
@@ -107,9 +116,13 @@ class Outcome:
     recurrence: Recurrence | None
     instances: Sequence[Instance] = field(default=())
     num_unlogged: int = 0
-    ended_s: Sequence[float] = field(default=())  # the last repetition of each task, in the order of its tasks
+    ended_s: Sequence[float] = field(
+        default=()
+    )  # the last repetition of each task, in the order of its tasks
     gaps: Sequence["Gap"] = field(default=())
-    members: Sequence[Sequence[int]] | None = None  # by the task of an instance: all tasks that it is one of
+    members: Sequence[Sequence[int]] | None = (
+        None  # by the task of an instance: all tasks that it is one of
+    )
 
 
 MIN_LOOP_ROUNDS = 40
@@ -128,7 +141,11 @@ class _Loop:
     def advance(self, repetition: int, following: int) -> bool:
         """Note that a task goes on to a round; return whether all tasks have done the round before it."""
         if repetition != self.repetition:  # the first to come to a new one
-            self.repetition, self.finder, self._done = repetition, RecurrenceFinder(), [0] * self.num_rounds
+            self.repetition, self.finder, self._done = (
+                repetition,
+                RecurrenceFinder(),
+                [0] * self.num_rounds,
+            )
         self._done[following - 1] += 1
         return self._done[following - 1] == len(self.tasks) and self.finder is not None
 
@@ -161,16 +178,29 @@ class Execution(Kernel):
     longer differs only by m periods inserted where the recurrence was seen.
     """
 
-    def __init__(self, program: Program, table: RateTable, repetitions: int, *, extrapolate: bool = True,
-                 max_instances: int = 0) -> None:
+    def __init__(
+        self,
+        program: Program,
+        table: RateTable,
+        repetitions: int,
+        *,
+        extrapolate: bool = True,
+        max_instances: int = 0,
+    ) -> None:
         size = len(program.steps)
-        super().__init__(program.steps, table, num_processors=program.num_processors,
-                         meter=StateMeter(program.num_socs))
+        super().__init__(
+            program.steps,
+            table,
+            num_processors=program.num_processors,
+            meter=StateMeter(program.num_socs),
+        )
         self._program = program
         self._limit = repetitions
         self._finder = RecurrenceFinder() if extrapolate else None
         self._recurrence: Recurrence | None = None
-        self._repetition = self._turn  # of each task; of tasks that are ready together the earlier one goes first
+        self._repetition = (
+            self._turn
+        )  # of each task; of tasks that are ready together the earlier one goes first
         self._missing = [len(after) for after in program.after]
         self._round = [0] * size  # of the repetition
         self._next_round: list[list[int]] = [[] for _ in range(size)]
@@ -179,7 +209,9 @@ class Execution(Kernel):
                 self._next_round[other].append(task)
         self._loop_of = _loops(program) if extrapolate else [None] * size
         self._closed_loop: _Loop | None = None
-        self._skipped_s = 0.0  # virtual time of rounds that were not executed, which the present time leaves out
+        self._skipped_s = (
+            0.0  # virtual time of rounds that were not executed, which the present time leaves out
+        )
         self._oldest = 0
         self._num_oldest = size
         self._next: list[list[int]] = [[] for _ in range(size)]
@@ -196,13 +228,21 @@ class Execution(Kernel):
 
     def run(self) -> Outcome:
         """Return the outcome once no task is left."""
-        self._settle(self._start([task for task, missing in enumerate(self._missing) if not missing]))
+        self._settle(
+            self._start([task for task, missing in enumerate(self._missing) if not missing])
+        )
         self._run_until()
         assert self._is_done(), f"tasks of repetition {min(self._repetition)} can never finish"
         self._meter.settle_all(self._now_s)
-        return Outcome(repetitions=self._limit, duration_s=self._now_s + self._skipped_s, seconds=self._meter.seconds,
-                       recurrence=self._recurrence, instances=self._instances, num_unlogged=self._num_unlogged,
-                       ended_s=self._ended_s)
+        return Outcome(
+            repetitions=self._limit,
+            duration_s=self._now_s + self._skipped_s,
+            seconds=self._meter.seconds,
+            recurrence=self._recurrence,
+            instances=self._instances,
+            num_unlogged=self._num_unlogged,
+            ended_s=self._ended_s,
+        )
 
     def _is_done(self) -> bool:
         return self._oldest == self._limit or not self._steps
@@ -249,8 +289,16 @@ class Execution(Kernel):
         """Move a task to its next round; return whether that was the last one."""
         now_s = self._now_s + self._skipped_s
         if self._max_instances:
-            self._log(Instance(task, self._repetition[task], self._round[task], self._start_s[task] + self._skipped_s,
-                               self._moved_s[task] + self._skipped_s, now_s))
+            self._log(
+                Instance(
+                    task,
+                    self._repetition[task],
+                    self._round[task],
+                    self._start_s[task] + self._skipped_s,
+                    self._moved_s[task] + self._skipped_s,
+                    now_s,
+                )
+            )
         self._stage[task] = WAITING
         if self._round[task] + 1 < self._program.rounds[task]:
             self._begin_round(task, ready)
@@ -264,8 +312,12 @@ class Execution(Kernel):
         repetition, rounds, missing = self._repetition, self._round, self._missing
         own, following = repetition[task], rounds[task] + 1
         rounds[task] = following
-        missing[task] = sum([repetition[other] < own or (repetition[other] == own and rounds[other] < following)
-                             for other in self._program.after_round[task]])
+        missing[task] = sum(
+            [
+                repetition[other] < own or (repetition[other] == own and rounds[other] < following)
+                for other in self._program.after_round[task]
+            ]
+        )
         if not missing[task]:
             ready.append(task)
         for other in self._next_round[task]:
@@ -288,7 +340,9 @@ class Execution(Kernel):
             return
         self._meter.settle_all(self._now_s)
         oldest = min([rounds[task] for task in tasks])
-        found = loop.finder.find(self._state(oldest, [(task, rounds[task] - oldest) for task in tasks]))
+        found = loop.finder.find(
+            self._state(oldest, [(task, rounds[task] - oldest) for task in tasks])
+        )
         if found is None:
             return
         loop.finder = None
@@ -315,10 +369,17 @@ class Execution(Kernel):
 
     def _snapshot(self) -> Snapshot:
         rounds, oldest = self._program.rounds, self._oldest
-        return self._state(oldest, [(task, (repetition - oldest) * rounds[task] + self._round[task])
-                                    for task, repetition in enumerate(self._repetition)])
+        return self._state(
+            oldest,
+            [
+                (task, (repetition - oldest) * rounds[task] + self._round[task])
+                for task, repetition in enumerate(self._repetition)
+            ],
+        )
 
-    def _state(self, oldest: int, progress: Iterable[tuple[int, int]], socs: Sequence[int] | None = None) -> Snapshot:
+    def _state(
+        self, oldest: int, progress: Iterable[tuple[int, int]], socs: Sequence[int] | None = None
+    ) -> Snapshot:
         """Return the state of tasks, each with its progress since the oldest repetition or round, and of SoCs."""
         now_s = self._now_s
         shape: list[int] = []
@@ -330,9 +391,16 @@ class Execution(Kernel):
                 clocks_s.append(self._flows.end_s[task] - now_s)
             elif stage:
                 clocks_s.append(self._stamp_s[task] - now_s)
-        return Snapshot(oldest, now_s + self._skipped_s, tuple(shape), clocks_s,
-                        [dict(self._meter.seconds[soc])
-                         for soc in (range(len(self._meter.seconds)) if socs is None else socs)])
+        return Snapshot(
+            oldest,
+            now_s + self._skipped_s,
+            tuple(shape),
+            clocks_s,
+            [
+                dict(self._meter.seconds[soc])
+                for soc in (range(len(self._meter.seconds)) if socs is None else socs)
+            ],
+        )
 
     def _log(self, instance: Instance) -> None:
         if len(self._instances) < self._max_instances:

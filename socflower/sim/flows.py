@@ -12,7 +12,8 @@ SAME_SHARE = 1e-12
 
 
 def max_min_rates(
-    paths: Sequence[Sequence[Resource]], capacities: Mapping[Resource, float],
+    paths: Sequence[Sequence[Resource]],
+    capacities: Mapping[Resource, float],
     weights: Sequence[Sequence[int]] | None = None,
 ) -> list[float]:
     """Return the max-min fair rate of each flow, in the capacities' unit.
@@ -64,10 +65,16 @@ _MAX_KNOWN = 1_000_000
 class RateTable:
     """Max-min rates by the multiset of paths that share; steps repeat, so allocations do."""
 
-    def __init__(self, paths: Sequence[Sequence[int]], capacities: Sequence[float],
-                 weights: Sequence[Sequence[int]] | None = None) -> None:
+    def __init__(
+        self,
+        paths: Sequence[Sequence[int]],
+        capacities: Sequence[float],
+        weights: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self.paths: list[Sequence[int]] = []
-        self.weights: list[Sequence[int]] = []  # of each resource of a path: how many equal flows one stands for there
+        self.weights: list[
+            Sequence[int]
+        ] = []  # of each resource of a path: how many equal flows one stands for there
         self.capacities = list(capacities)
         self.alone: list[float] = []  # rate of each path's flow with nobody else
         self._by_resource = dict(enumerate(capacities))
@@ -90,8 +97,12 @@ class RateTable:
         return len(self.paths) - 1
 
     def _alone(self, path: int) -> float:
-        return min([self.capacities[resource] / weight
-                    for resource, weight in zip(self.paths[path], self.weights[path], strict=True)])
+        return min(
+            [
+                self.capacities[resource] / weight
+                for resource, weight in zip(self.paths[path], self.weights[path], strict=True)
+            ]
+        )
 
     def set_capacity(self, resource: int, capacity: float) -> None:
         """Change a resource's capacity; 0 stops the flows across it."""
@@ -107,12 +118,17 @@ class RateTable:
         key = tuple(sharing)
         known = self._known.get(key)
         if known is None:
-            if self._size > _MAX_KNOWN:  # a thousand flows that end one by one would fill the memory
+            if (
+                self._size > _MAX_KNOWN
+            ):  # a thousand flows that end one by one would fill the memory
                 self._known.clear()
                 self._size = 0
             # Flows of one path cross the same bottleneck, so their rates are equal.
-            rates = max_min_rates([self.paths[path] for path in key], self._by_resource,
-                                  [self.weights[path] for path in key])
+            rates = max_min_rates(
+                [self.paths[path] for path in key],
+                self._by_resource,
+                [self.weights[path] for path in key],
+            )
             known = self._known[key] = dict(zip(key, rates, strict=True))
             self._size += len(key)
         return known
@@ -126,12 +142,16 @@ class Flows:
     `versions[task]` tells a valid event from one that a later change of rate replaced.
     """
 
-    def __init__(self, table: RateTable, num_tasks: int, events: list[Event], versions: list[int]) -> None:
+    def __init__(
+        self, table: RateTable, num_tasks: int, events: list[Event], versions: list[int]
+    ) -> None:
         self._table = table
         self._events = events
         self._versions = versions
         self._users: list[dict[int, None]] = [{} for _ in table.capacities]
-        self._load = [0] * len(table.capacities)  # flows that cross each resource, with their weights
+        self._load = [0] * len(
+            table.capacities
+        )  # flows that cross each resource, with their weights
         self._path = [0] * num_tasks
         self._left = [0.0] * num_tasks
         self._rate = [0.0] * num_tasks
@@ -189,7 +209,9 @@ class Flows:
         reached: set[int] = set()
         for first in self.changed:
             users = self._users[first]
-            if not users or not reached.isdisjoint(users):  # the users of one resource are reached together
+            if not users or not reached.isdisjoint(
+                users
+            ):  # the users of one resource are reached together
                 continue
             tasks, level, crossing = self._connected(first)
             reached.update(tasks)
@@ -204,7 +226,12 @@ class Flows:
 
     def _connected(self, first: int) -> tuple[list[int], float, int]:
         """Return the flows that share with users of a resource, the least equal share and how many cross there."""
-        users, path_of, paths, capacities = self._users, self._path, self._table.paths, self._table.capacities
+        users, path_of, paths, capacities = (
+            self._users,
+            self._path,
+            self._table.paths,
+            self._table.capacities,
+        )
         load = self._load
         if len(users[first]) == 1:
             (task,) = users[first]

@@ -31,7 +31,9 @@ class Folded:
     """A program of one member of each class, and the class of each task and SoC of the whole one."""
 
     program: Program
-    weights: tuple[tuple[int, ...], ...]  # by path: how many flows one stands for, on each of its resources
+    weights: tuple[
+        tuple[int, ...], ...
+    ]  # by path: how many flows one stands for, on each of its resources
     task_class: tuple[int, ...]
     soc_class: tuple[int, ...]
 
@@ -74,22 +76,31 @@ class _Parts:
                     pairs[3].append((task, self.first_soc + step.soc))
                 continue
             if step.handling_s:
-                pairs[4] += [(task, self.first_resource + each) for each in program.paths[step.handling_path]]
+                pairs[4] += [
+                    (task, self.first_resource + each) for each in program.paths[step.handling_path]
+                ]
             if step.num_bytes:
-                pairs[5] += [(task, self.first_resource + each) for each in program.paths[step.data_path]]
+                pairs[5] += [
+                    (task, self.first_resource + each) for each in program.paths[step.data_path]
+                ]
             pairs[6] += [(task, self.first_soc + soc) for soc in step.socs]
             pairs[7] += [(task, other) for other in program.after_round[task]]
         arrays = [np.array(each, np.int64).reshape(-1, 2) for each in pairs]
         kinds = np.repeat(np.arange(len(pairs)), [len(each) for each in arrays])
         both = np.concatenate(arrays)
-        return (np.concatenate([both[:, 0], both[:, 1]]), np.concatenate([both[:, 1], both[:, 0]]),
-                np.concatenate([kinds, kinds + len(pairs)]))
+        return (
+            np.concatenate([both[:, 0], both[:, 1]]),
+            np.concatenate([both[:, 1], both[:, 0]]),
+            np.concatenate([kinds, kinds + len(pairs)]),
+        )
 
     def _first_colours(self) -> Colours:
         """Colour the parts by what they are; tasks also by their place among those of their processor."""
         places = [0] * self.program.num_processors
         colours: list[Hashable] = []
-        for task, (step, rounds) in enumerate(zip(self.program.steps, self.program.rounds, strict=True)):
+        for task, (step, rounds) in enumerate(
+            zip(self.program.steps, self.program.rounds, strict=True)
+        ):
             is_repeated = task < self.program.num_repeated
             if isinstance(step, ComputeStep):
                 colours.append((step.duration_s, step.load, places[step.processor], is_repeated))
@@ -107,14 +118,17 @@ class _Parts:
         num_colours = int(colours.max()) + 1
         while True:
             signature = _mixed(colours.astype(np.uint64) * _SALT[0] + np.uint64(1))
-            along = _mixed(colours[self.target].astype(np.uint64) * _SALT[1] + self.kind.astype(np.uint64) * _SALT[2])
+            along = _mixed(
+                colours[self.target].astype(np.uint64) * _SALT[1]
+                + self.kind.astype(np.uint64) * _SALT[2]
+            )
             sums = np.zeros(self.size, np.uint64)
             used = np.flatnonzero(np.diff(self.starts))
             if len(used):
                 sums[used] = np.add.reduceat(along, self.starts[used])
             _, colours = np.unique(signature + sums * _SALT[2], return_inverse=True)
             before, num_colours = num_colours, int(colours.max()) + 1
-            if len(np.unique(colours[:self.num_tasks])) > most:
+            if len(np.unique(colours[: self.num_tasks])) > most:
                 return None
             if num_colours == before:
                 assert self._is_equitable(colours)
@@ -155,9 +169,15 @@ class _Classes:
 
 
 def _quotient(program: Program, parts: _Parts, colours: Colours) -> Folded:
-    tasks, resources, processors, socs = (_Classes(colours[first:end].tolist()) for first, end in (
-        (0, parts.first_resource), (parts.first_resource, parts.first_processor),
-        (parts.first_processor, parts.first_soc), (parts.first_soc, parts.size)))
+    tasks, resources, processors, socs = (
+        _Classes(colours[first:end].tolist())
+        for first, end in (
+            (0, parts.first_resource),
+            (parts.first_resource, parts.first_processor),
+            (parts.first_processor, parts.first_soc),
+            (parts.first_soc, parts.size),
+        )
+    )
     crossing = _crossing(program, tasks.of, resources.first)
     steps: list[ComputeStep | TransferStep] = []
     paths: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
@@ -170,39 +190,63 @@ def _quotient(program: Program, parts: _Parts, colours: Colours) -> Folded:
     for task in tasks.first:
         step = program.steps[task]
         if isinstance(step, ComputeStep):
-            steps.append(step._replace(processor=processors.of[step.processor],
-                                       soc=SERVER if step.soc == SERVER else socs.of[step.soc]))
+            steps.append(
+                step._replace(
+                    processor=processors.of[step.processor],
+                    soc=SERVER if step.soc == SERVER else socs.of[step.soc],
+                )
+            )
         else:
-            steps.append(step._replace(
-                handling_path=path(task, step.handling_path, True) if step.handling_s else 0,
-                data_path=path(task, step.data_path, False) if step.num_bytes else 0,
-                socs=tuple(socs.of[soc] for soc in step.socs)))
+            steps.append(
+                step._replace(
+                    handling_path=path(task, step.handling_path, True) if step.handling_s else 0,
+                    data_path=path(task, step.data_path, False) if step.num_bytes else 0,
+                    socs=tuple(socs.of[soc] for soc in step.socs),
+                )
+            )
 
     def others(before: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-        return tuple([tuple(sorted({tasks.of[other] for other in before[task]})) for task in tasks.first])
+        return tuple(
+            [tuple(sorted({tasks.of[other] for other in before[task]})) for task in tasks.first]
+        )
 
     return Folded(
         program=Program(
-            steps=tuple(steps), after=others(program.after), after_previous=others(program.after_previous),
+            steps=tuple(steps),
+            after=others(program.after),
+            after_previous=others(program.after_previous),
             rounds=tuple(program.rounds[first] for first in tasks.first),
-            after_round=tuple(tuple(other for other in before if other != task)  # a task follows its own rounds anyway
-                              for task, before in enumerate(others(program.after_round))),
+            after_round=tuple(
+                tuple(
+                    other for other in before if other != task
+                )  # a task follows its own rounds anyway
+                for task, before in enumerate(others(program.after_round))
+            ),
             paths=tuple(crossed for crossed, _ in paths),
             capacities=tuple(program.capacities[first] for first in resources.first),
-            num_processors=len(processors.first), num_socs=len(socs.first),
-            num_repeated=bisect_left(tasks.first, program.num_repeated)),
-        weights=tuple(weights for _, weights in paths), task_class=tuple(tasks.of), soc_class=tuple(socs.of))
+            num_processors=len(processors.first),
+            num_socs=len(socs.first),
+            num_repeated=bisect_left(tasks.first, program.num_repeated),
+        ),
+        weights=tuple(weights for _, weights in paths),
+        task_class=tuple(tasks.of),
+        soc_class=tuple(socs.of),
+    )
 
 
-def _crossing(program: Program, task_class: Sequence[int], models: Sequence[int]) -> dict[tuple[bool, int, int], int]:
+def _crossing(
+    program: Program, task_class: Sequence[int], models: Sequence[int]
+) -> dict[tuple[bool, int, int], int]:
     """Return how many tasks cross the first resource of a class, by (handled or moved, that class, class of tasks)."""
     class_of = {resource: number for number, resource in enumerate(models)}
     counts: dict[tuple[bool, int, int], int] = {}
     for task, step in enumerate(program.steps):
         if isinstance(step, ComputeStep):
             continue
-        for handled, used, number in ((True, step.handling_s, step.handling_path),
-                                      (False, step.num_bytes, step.data_path)):
+        for handled, used, number in (
+            (True, step.handling_s, step.handling_path),
+            (False, step.num_bytes, step.data_path),
+        ):
             for resource in program.paths[number] if used else ():
                 if resource in class_of:
                     key = handled, class_of[resource], task_class[task]

@@ -24,8 +24,15 @@ class Kernel:
     kind and number, and the network is shared anew once.
     """
 
-    def __init__(self, steps: Sequence[ComputeStep | TransferStep], table: RateTable, *, num_processors: int,
-                 meter: StateMeter, now_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        steps: Sequence[ComputeStep | TransferStep],
+        table: RateTable,
+        *,
+        num_processors: int,
+        meter: StateMeter,
+        now_s: float = 0.0,
+    ) -> None:
         size = len(steps)
         self._steps = steps
         self._now_s = now_s

@@ -195,16 +195,25 @@ class Simulation(Kernel):
     at speed 0 it waits. The SoCs' seconds by state are collected, up to `take_seconds`.
     """
 
-    def __init__(self, cluster: Cluster, socs: Sequence[int], *, now_s: float = 0.0, max_spans: int = 0) -> None:
+    def __init__(
+        self, cluster: Cluster, socs: Sequence[int], *, now_s: float = 0.0, max_spans: int = 0
+    ) -> None:
         self._activities: list[ComputeStep | TransferStep] = []
         self._table = RateTable([], [])
-        super().__init__(self._activities, self._table, num_processors=0, meter=StateMeter(len(socs), now_s),
-                         now_s=now_s)
+        super().__init__(
+            self._activities,
+            self._table,
+            num_processors=0,
+            meter=StateMeter(len(socs), now_s),
+            now_s=now_s,
+        )
         self._cluster = cluster
         self._local = {soc: index for index, soc in enumerate(socs)}
         self._routes = Routes(cluster)
         self._speeds = [1.0] * len(socs)
-        self._running: dict[int, tuple[int, float, float]] = {}  # by processor: activity, work left, since when
+        self._running: dict[
+            int, tuple[int, float, float]
+        ] = {}  # by processor: activity, work left, since when
         self._processors: dict[tuple[Endpoint, str], Processor] = {}
         self._cluster_links: dict[str, Link] = {}
         self._paths: dict[tuple[int, ...], int] = {}
@@ -216,7 +225,9 @@ class Simulation(Kernel):
         self._num_begun = self._num_processes = 0
         self._ready: list[int] = []
         self._resumed: deque[Callable[[], None]] = deque()
-        self._left: dict[int, tuple[str, Event[Any]]] = {}  # processes that must end, and what each waits for
+        self._left: dict[
+            int, tuple[str, Event[Any]]
+        ] = {}  # processes that must end, and what each waits for
         self._speed_change: Event[None] = Event("a change of speed")
         self._max_spans = max_spans
         self.spans: list[Span] = []
@@ -235,7 +246,9 @@ class Simulation(Kernel):
 
     # ---------------------------------------------------------------------------------------------- processes
 
-    def start(self, process: Process[Value], name: str, *, background: bool = False) -> Event[Value]:
+    def start(
+        self, process: Process[Value], name: str, *, background: bool = False
+    ) -> Event[Value]:
         """Start a process at this instant and return the event of its end, whose value is what it returns.
 
         The simulation does not wait for processes in the background.
@@ -287,7 +300,9 @@ class Simulation(Kernel):
         if known is None:
             if isinstance(device, int):
                 if device not in self._local:
-                    raise ConfigError(f"simulation: SoC {device} takes no part in it; name it among its SoCs")
+                    raise ConfigError(
+                        f"simulation: SoC {device} takes no part in it; name it among its SoCs"
+                    )
                 self._cluster.device_of(device).processor(name)
             known = self._processors[device, name] = Processor(len(self._queues), device, name)
             self._queues.append([])
@@ -300,8 +315,11 @@ class Simulation(Kernel):
 
     def set_speeds(self, factors: Mapping[int, float]) -> None:
         """Change the speed of SoCs; 0 stops their computations."""
-        changed = {self._local[soc]: factor for soc, factor in factors.items()
-                   if soc in self._local and factor != self._speeds[self._local[soc]]}
+        changed = {
+            self._local[soc]: factor
+            for soc, factor in factors.items()
+            if soc in self._local and factor != self._speeds[self._local[soc]]
+        }
         if not changed:
             return
         for processor, (activity, left_s, since_s) in list(self._running.items()):
@@ -336,49 +354,93 @@ class Simulation(Kernel):
         """Give directed links of the cluster, before they are used, bandwidths that change with time."""
         for name, steps in rates.items():
             if name not in self._routes.capacities:
-                raise ConfigError(f"cluster {self._cluster.name}: no link {name!r}; links are such as soc0/tx, "
-                                  "soc0/rx, board0/up")
+                raise ConfigError(
+                    f"cluster {self._cluster.name}: no link {name!r}; links are such as soc0/tx, "
+                    "soc0/rx, board0/up"
+                )
             assert name not in self._cluster_links, f"{name} is in use"
             self._cluster_links[name] = self.link(name, steps)
 
     def rate(self, link: Link) -> float:
         """Return a link's present bandwidth, in bytes per second."""
         changing = self._changing.get(link.number)
-        return self._table.capacities[link.number] if changing is None else changing.steps.rate(self._now_s)
+        return (
+            self._table.capacities[link.number]
+            if changing is None
+            else changing.steps.rate(self._now_s)
+        )
 
     def rate_change(self, link: Link) -> Event[float]:
         """Return the event of the next time at which a link's bandwidth may change; it may never come."""
         changing = self._changing.get(link.number)
-        return self._at(inf if changing is None else changing.steps.step_at(self._now_s)[1], f"a change of {link.name}")
+        return self._at(
+            inf if changing is None else changing.steps.step_at(self._now_s)[1],
+            f"a change of {link.name}",
+        )
 
     # ----------------------------------------------------------------------------------------------- activities
 
-    def compute(self, processor: Processor, seconds: float, name: str = "work", *,
-                activity: Activity = Activity.COMPUTE) -> Event[float]:
+    def compute(
+        self,
+        processor: Processor,
+        seconds: float,
+        name: str = "work",
+        *,
+        activity: Activity = Activity.COMPUTE,
+    ) -> Event[float]:
         """Return the event of a computation's end, with the seconds that it ran; `seconds` are those at speed 1."""
         device = processor.device
         soc = self._local[device] if isinstance(device, int) else SERVER
-        step = ComputeStep(_amount(seconds, "seconds"), processor.number, soc, (processor.name, activity))
+        step = ComputeStep(
+            _amount(seconds, "seconds"), processor.number, soc, (processor.name, activity)
+        )
         return self._begin(step, _About(name, processor, (), (), 0.0))
 
-    def transfer(self, path: Sequence[Link], num_bytes: float, name: str = "bytes", *, socs: Sequence[int] = (),
-                 tier: Tier = Tier.WAN) -> Event[float]:
+    def transfer(
+        self,
+        path: Sequence[Link],
+        num_bytes: float,
+        name: str = "bytes",
+        *,
+        socs: Sequence[int] = (),
+        tier: Tier = Tier.WAN,
+    ) -> Event[float]:
         """Return the event of a transfer's end over `path`, with its seconds; `socs` are its ends that draw power."""
         self.num_bytes[tier] += num_bytes
-        step = TransferStep(0.0, 0, _amount(num_bytes, "num_bytes"), self._path(path),
-                            tuple([self._local[soc] for soc in socs]))
-        return self._begin(step, _About(name, None, tuple([link.name for link in path]), tuple(socs), num_bytes))
+        step = TransferStep(
+            0.0,
+            0,
+            _amount(num_bytes, "num_bytes"),
+            self._path(path),
+            tuple([self._local[soc] for soc in socs]),
+        )
+        return self._begin(
+            step, _About(name, None, tuple([link.name for link in path]), tuple(socs), num_bytes)
+        )
 
-    def send(self, source: Endpoint, target: Endpoint, num_bytes: float, name: str = "bytes", *,
-             num_messages: int = 1) -> Event[float]:
+    def send(
+        self,
+        source: Endpoint,
+        target: Endpoint,
+        num_bytes: float,
+        name: str = "bytes",
+        *,
+        num_messages: int = 1,
+    ) -> Event[float]:
         """Return the event of the end of a transfer between places of the cluster, as in a task graph; its seconds."""
         route = self._routes.between(source, target)
         self.num_bytes[route.tier] += num_bytes
-        handlers, links = ([self._cluster_link(each) for each in names] for names in (route.handlers, route.links))
+        handlers, links = (
+            [self._cluster_link(each) for each in names] for names in (route.handlers, route.links)
+        )
         socs = [end for end in (source, target) if isinstance(end, int)]
-        step = TransferStep(_amount(num_messages, "num_messages") * self._routes.message_s, self._path(handlers),
-                            _amount(num_bytes, "num_bytes"), self._path(links),
-                            tuple([self._local[soc] for soc in socs]))
+        step = TransferStep(
+            _amount(num_messages, "num_messages") * self._routes.message_s,
+            self._path(handlers),
+            _amount(num_bytes, "num_bytes"),
+            self._path(links),
+            tuple([self._local[soc] for soc in socs]),
+        )
         return self._begin(step, _About(name, None, route.links, tuple(socs), num_bytes))
 
     def timeout(self, seconds: float) -> Event[float]:
@@ -435,7 +497,9 @@ class Simulation(Kernel):
     def _cluster_link(self, name: str) -> Link:
         known = self._cluster_links.get(name)
         if known is None:
-            known = self._cluster_links[name] = self._new_link(name, self._routes.capacities.get(name, 1.0))
+            known = self._cluster_links[name] = self._new_link(
+                name, self._routes.capacities.get(name, 1.0)
+            )
         return known
 
     def _path(self, links: Sequence[Link]) -> int:
@@ -504,7 +568,9 @@ class Simulation(Kernel):
             self._running.pop(step.processor, None)
         if about is not None:
             if len(self.spans) < self._max_spans:
-                self.spans.append(Span(*about, self._start_s[activity], self._moved_s[activity], self._now_s))
+                self.spans.append(
+                    Span(*about, self._start_s[activity], self._moved_s[activity], self._now_s)
+                )
             else:
                 self.num_unlogged += 1
             self._about[activity] = None
@@ -520,9 +586,11 @@ class Simulation(Kernel):
             for number in self._table.paths[step.data_path]:
                 changing = self._changing.get(number)
                 if changing is not None and not changing.steps.rate(self._now_s):
-                    return (f"{changing.link.name} carries nothing any more after {self._now_s:.3f} s, so "
-                            f"{event.what if event else 'a transfer'} never arrives; give a profile in which it comes "
-                            "back")
+                    return (
+                        f"{changing.link.name} carries nothing any more after {self._now_s:.3f} s, so "
+                        f"{event.what if event else 'a transfer'} never arrives; give a profile in which it comes "
+                        "back"
+                    )
         name, event = next(iter(self._left.values()))
         return f"{name} waits for {event.what or 'an event'}, which can never happen"
 

@@ -50,7 +50,9 @@ class Program:
     rounds: tuple[int, ...]  # of each task
     after_round: tuple[tuple[int, ...], ...]  # of other tasks
     paths: tuple[tuple[int, ...], ...]  # resources of each distinct path
-    capacities: tuple[float, ...]  # of each resource: bytes per second of a link, 1 of an end's handler
+    capacities: tuple[
+        float, ...
+    ]  # of each resource: bytes per second of a link, 1 of an end's handler
     num_processors: int
     num_socs: int
     num_repeated: int  # the first tasks; the others run once, after the last repetition of those that they follow
@@ -75,9 +77,15 @@ class Component:
         own = [factors[soc] for soc in self.socs]
         if all(factor == 1.0 for factor in own):
             return self.program
-        return replace(self.program, steps=tuple(
-            step._replace(duration_s=step.duration_s / own[step.soc])
-            if isinstance(step, ComputeStep) and step.soc != SERVER else step for step in self.program.steps))
+        return replace(
+            self.program,
+            steps=tuple(
+                step._replace(duration_s=step.duration_s / own[step.soc])
+                if isinstance(step, ComputeStep) and step.soc != SERVER
+                else step
+                for step in self.program.steps
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +114,19 @@ def compile_graph(graph: TaskGraph, cluster: Cluster) -> CompiledGraph:
                 routes.between(task.source, task.target)
         except ConfigError as error:
             raise ConfigError(f"task {task.name!r}: {error}") from None
-    components = tuple(_component(graph, members, routes) for members in _independent(graph, routes))
+    components = tuple(
+        _component(graph, members, routes) for members in _independent(graph, routes)
+    )
     return CompiledGraph(
-        graph, components,
-        tuple(_bytes(graph, each.tasks[:each.program.num_repeated], routes) for each in components),
-        tuple(_bytes(graph, each.tasks[each.program.num_repeated:], routes) for each in components))
+        graph,
+        components,
+        tuple(
+            _bytes(graph, each.tasks[: each.program.num_repeated], routes) for each in components
+        ),
+        tuple(
+            _bytes(graph, each.tasks[each.program.num_repeated :], routes) for each in components
+        ),
+    )
 
 
 def _bytes(graph: TaskGraph, tasks: Sequence[int], routes: "Routes") -> dict[Tier, float]:
@@ -147,8 +163,10 @@ class Routes:
         route = self._routes.get(pair)
         if route is None:
             route = self._routes[pair] = Route(
-                (f"{_port(source)}/send", f"{_port(target)}/receive"), self._cluster.path(*pair),
-                self._cluster.tier(*pair))
+                (f"{_port(source)}/send", f"{_port(target)}/receive"),
+                self._cluster.path(*pair),
+                self._cluster.tier(*pair),
+            )
         return route
 
     def check_processor(self, device: Endpoint, processor: str) -> None:
@@ -196,7 +214,9 @@ def _independent(graph: TaskGraph, routes: Routes) -> list[list[int]]:
             join(index, other)
         if isinstance(task, Compute):
             # A SoC's tasks stay together, whichever processor they use: its power depends on all of them.
-            token: Hashable = task.device if isinstance(task.device, int) else (task.device, task.processor)
+            token: Hashable = (
+                task.device if isinstance(task.device, int) else (task.device, task.processor)
+            )
             join(index, owner.setdefault(token, index))
             continue
         handled, moved = task.num_messages * routes.message_s > 0, task.num_bytes > 0
@@ -234,25 +254,54 @@ def _component(graph: TaskGraph, members: Sequence[int], routes: Routes) -> Comp
         task = graph.tasks[index]
         if isinstance(task, Compute):
             processor = processors.setdefault((task.device, task.processor), len(processors))
-            soc = socs.setdefault(task.device, len(socs)) if isinstance(task.device, int) else SERVER
+            soc = (
+                socs.setdefault(task.device, len(socs)) if isinstance(task.device, int) else SERVER
+            )
             steps.append(ComputeStep(task.seconds, processor, soc, (task.processor, task.activity)))
         else:
             route = routes.between(task.source, task.target)
-            ends = tuple([socs.setdefault(end, len(socs)) for end in (task.source, task.target)
-                          if isinstance(end, int)])
-            steps.append(TransferStep(task.num_messages * routes.message_s, path(route.handlers),
-                                      task.num_bytes, path(route.links), ends))
+            ends = tuple(
+                [
+                    socs.setdefault(end, len(socs))
+                    for end in (task.source, task.target)
+                    if isinstance(end, int)
+                ]
+            )
+            steps.append(
+                TransferStep(
+                    task.num_messages * routes.message_s,
+                    path(route.handlers),
+                    task.num_bytes,
+                    path(route.links),
+                    ends,
+                )
+            )
     program = Program(
         steps=tuple(steps),
-        after=tuple([tuple([local[other] for other in graph.tasks[index].after]) for index in members]),
-        after_previous=tuple([tuple([local[other] for other in graph.tasks[index].after_previous])
-                              for index in members]),
+        after=tuple(
+            [tuple([local[other] for other in graph.tasks[index].after]) for index in members]
+        ),
+        after_previous=tuple(
+            [
+                tuple([local[other] for other in graph.tasks[index].after_previous])
+                for index in members
+            ]
+        ),
         rounds=tuple([rounds_of(graph.tasks[index])[0] for index in members]),
-        after_round=tuple([tuple([local[other] for other in rounds_of(graph.tasks[index])[1] if other != index])
-                           for index in members]),
+        after_round=tuple(
+            [
+                tuple(
+                    [local[other] for other in rounds_of(graph.tasks[index])[1] if other != index]
+                )
+                for index in members
+            ]
+        ),
         paths=tuple([tuple([resources[name] for name in names]) for names in paths]),
         capacities=tuple([routes.capacities.get(name, 1.0) for name in resources]),
-        num_processors=len(processors), num_socs=len(socs),
-        num_repeated=len(members) if graph.num_repeated is None else bisect_left(members, graph.num_repeated),
+        num_processors=len(processors),
+        num_socs=len(socs),
+        num_repeated=len(members)
+        if graph.num_repeated is None
+        else bisect_left(members, graph.num_repeated),
     )
     return Component(program, tuple(members), tuple(socs), tuple(resources))

@@ -39,8 +39,13 @@ class Repeated:
         if not self.num_periods or recurrence is None:
             return self.outcome.seconds
         count = self.num_periods
-        return [{state: base.get(state, 0.0) + count * more.get(state, 0.0) for state in {**base, **more}}
-                for base, more in zip(self.outcome.seconds, recurrence.seconds, strict=True)]
+        return [
+            {
+                state: base.get(state, 0.0) + count * more.get(state, 0.0)
+                for state in {**base, **more}
+            }
+            for base, more in zip(self.outcome.seconds, recurrence.seconds, strict=True)
+        ]
 
 
 class Solution:
@@ -49,8 +54,11 @@ class Solution:
     def __init__(self, program: Program, *, extrapolate: bool, max_instances: int) -> None:
         self._folded = fold(program) if extrapolate else None
         self._program = program if self._folded is None else self._folded.program
-        self._table = RateTable(self._program.paths, self._program.capacities,
-                                None if self._folded is None else self._folded.weights)
+        self._table = RateTable(
+            self._program.paths,
+            self._program.capacities,
+            None if self._folded is None else self._folded.weights,
+        )
         self._extrapolate = extrapolate
         self._max_instances = max_instances
         self._outcomes: list[Outcome] = []
@@ -64,8 +72,13 @@ class Solution:
             if outcome.recurrence and more > 0 and not more % outcome.recurrence.repetitions:
                 return Repeated(outcome=outcome, num_periods=more // outcome.recurrence.repetitions)
         kind = ClosedExecution if self._program.is_closed else Execution
-        outcome = kind(self._program, self._table, repetitions, extrapolate=self._extrapolate,
-                       max_instances=self._max_instances).run()
+        outcome = kind(
+            self._program,
+            self._table,
+            repetitions,
+            extrapolate=self._extrapolate,
+            max_instances=self._max_instances,
+        ).run()
         self._outcomes.append(outcome if self._folded is None else _unfolded(outcome, self._folded))
         return self.repeated(repetitions)
 
@@ -78,7 +91,13 @@ def _unfolded(outcome: Outcome, folded: Folded) -> Outcome:
         for task, number in enumerate(folded.task_class):
             members[number].append(task)
     return replace(
-        outcome, seconds=[outcome.seconds[number] for number in folded.soc_class],
-        recurrence=None if recurrence is None else replace(
-            recurrence, seconds=[recurrence.seconds[number] for number in folded.soc_class]), members=members,
-        ended_s=[outcome.ended_s[number] for number in folded.task_class])
+        outcome,
+        seconds=[outcome.seconds[number] for number in folded.soc_class],
+        recurrence=None
+        if recurrence is None
+        else replace(
+            recurrence, seconds=[recurrence.seconds[number] for number in folded.soc_class]
+        ),
+        members=members,
+        ended_s=[outcome.ended_s[number] for number in folded.task_class],
+    )

@@ -54,8 +54,17 @@ class Trace:
         """Number of spans that can still be added; the names of runs always can."""
         return max(0, self.max_spans - len(self._spans))
 
-    def add(self, process: str, row: str, name: str, start_s: float, duration_s: float, *,
-            order: tuple[int, ...] = (0,), args: Mapping[str, Any] | None = None) -> None:
+    def add(
+        self,
+        process: str,
+        row: str,
+        name: str,
+        start_s: float,
+        duration_s: float,
+        *,
+        order: tuple[int, ...] = (0,),
+        args: Mapping[str, Any] | None = None,
+    ) -> None:
         """Add a span to a row of one of `PROCESSES`; rows are sorted by `order`, then by name."""
         assert process in PROCESSES, f"no process {process!r}"
         if not self.room and process != RUNS:
@@ -71,41 +80,64 @@ class Trace:
     def state(self, first_span: int = 0) -> dict[str, Any]:
         """Return the trace from a span on, as plain values that JSON stores exactly; see `restore`."""
         rows = {row: index for index, row in enumerate(self._rows)}
-        return {"first_span": first_span, "num_dropped": self.num_dropped,
-                "rows": [[*row, list(order)] for row, order in self._rows.items()],
-                "spans": [[rows[span.row], span.name, span.start_s, span.duration_s, dict(span.args)]
-                          for span in self._spans[first_span:]]}
+        return {
+            "first_span": first_span,
+            "num_dropped": self.num_dropped,
+            "rows": [[*row, list(order)] for row, order in self._rows.items()],
+            "spans": [
+                [rows[span.row], span.name, span.start_s, span.duration_s, dict(span.args)]
+                for span in self._spans[first_span:]
+            ],
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Add a part of another trace's state; consecutive parts together restore that trace."""
         if state["first_span"] != self.num_spans:
-            raise ConfigError(f"trace: a part from span {state['first_span']} does not follow {self.num_spans} spans")
+            raise ConfigError(
+                f"trace: a part from span {state['first_span']} does not follow {self.num_spans} spans"
+            )
         rows = [(process, row) for process, row, _ in state["rows"]]
-        self._rows.update({row: tuple(order) for row, (_, _, order) in zip(rows, state["rows"], strict=True)})
-        self._spans += [_Span(rows[row], name, start_s, duration_s, args)
-                        for row, name, start_s, duration_s, args in state["spans"]]
+        self._rows.update(
+            {row: tuple(order) for row, (_, _, order) in zip(rows, state["rows"], strict=True)}
+        )
+        self._spans += [
+            _Span(rows[row], name, start_s, duration_s, args)
+            for row, name, start_s, duration_s, args in state["spans"]
+        ]
         self.num_dropped = state["num_dropped"]
 
     def write(self, path: Path) -> None:
         """Write the trace in one step: a reader finds the old file or the whole new one."""
         document = {
             "displayTimeUnit": "ms",
-            "otherData": {"time": "virtual", "num_spans": len(self._spans), "num_spans_dropped": self.num_dropped},
+            "otherData": {
+                "time": "virtual",
+                "num_spans": len(self._spans),
+                "num_spans_dropped": self.num_dropped,
+            },
             "traceEvents": list(self._events()),
         }
         try:
             write_atomically(path, json.dumps(document, separators=(",", ":"), default=plain))
         except OSError as error:
-            raise ConfigError(f"trace {path}: cannot be written ({error.strerror}); check the folder") from None
+            raise ConfigError(
+                f"trace {path}: cannot be written ({error.strerror}); check the folder"
+            ) from None
 
     def _events(self) -> Iterator[dict[str, Any]]:
         for pid, process in enumerate(PROCESSES):
             yield _metadata("process_name", pid, 0, name=process)
             yield _metadata("process_sort_index", pid, 0, sort_index=pid)
         if self.num_dropped:
-            yield _metadata("process_labels", 0, 0,
-                            labels=f"{self.num_dropped} spans beyond {self.max_spans} dropped")
-        rows = sorted(self._rows, key=lambda row: (PROCESSES.index(row[0]), self._rows[row], row[1]))
+            yield _metadata(
+                "process_labels",
+                0,
+                0,
+                labels=f"{self.num_dropped} spans beyond {self.max_spans} dropped",
+            )
+        rows = sorted(
+            self._rows, key=lambda row: (PROCESSES.index(row[0]), self._rows[row], row[1])
+        )
         ids: dict[tuple[str, str], tuple[int, int]] = {}
         for tid, row in enumerate(rows, start=1):
             pid = PROCESSES.index(row[0])
@@ -114,8 +146,15 @@ class Trace:
             yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
         for span in sorted(self._spans, key=lambda span: (ids[span.row], span.start_s)):
             pid, tid = ids[span.row]
-            yield {"ph": "X", "pid": pid, "tid": tid, "name": span.name, "ts": span.start_s * _MICROSECONDS,
-                   "dur": span.duration_s * _MICROSECONDS, "args": span.args}
+            yield {
+                "ph": "X",
+                "pid": pid,
+                "tid": tid,
+                "name": span.name,
+                "ts": span.start_s * _MICROSECONDS,
+                "dur": span.duration_s * _MICROSECONDS,
+                "args": span.args,
+            }
 
 
 def _metadata(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
@@ -144,9 +183,14 @@ class Rows:
         self.is_aggregated = cluster.num_socs > MOST_ROWS
         num_boards, num_servers = len(cluster.boards), len(cluster.servers)
         by_server = num_boards > MOST_ROWS >= num_servers > 0
-        boards_each, servers_each = ceil(num_boards / MOST_ROWS), max(1, ceil(num_servers / MOST_ROWS))
-        self._part_of_board = [cluster.server_of(board) if by_server else board // boards_each
-                               for board in range(num_boards)]
+        boards_each, servers_each = (
+            ceil(num_boards / MOST_ROWS),
+            max(1, ceil(num_servers / MOST_ROWS)),
+        )
+        self._part_of_board = [
+            cluster.server_of(board) if by_server else board // boards_each
+            for board in range(num_boards)
+        ]
         boards: dict[int, list[int]] = {}
         for board, part in enumerate(self._part_of_board):
             boards.setdefault(part, []).append(board)
@@ -179,12 +223,21 @@ class Rows:
         number = _number(port)
         if port.startswith("board"):
             part = self._part_of_board[number]
-            return _Row("links", f"{_range('board', *self._boards[part])}/{direction}", (1, part), "transfers")
+            return _Row(
+                "links",
+                f"{_range('board', *self._boards[part])}/{direction}",
+                (1, part),
+                "transfers",
+            )
         if port.startswith("server") and number >= 0:
             part = number // self._servers_each
             last = min((part + 1) * self._servers_each, len(self._cluster.servers)) - 1
-            return _Row("links", f"{_range('server', part * self._servers_each, last)}/{direction}", (0, part),
-                        "transfers")
+            return _Row(
+                "links",
+                f"{_range('server', part * self._servers_each, last)}/{direction}",
+                (0, part),
+                "transfers",
+            )
         return _Row("links", name, (-1, number), "transfers")
 
     def _part(self, soc: int) -> int:
@@ -192,7 +245,9 @@ class Rows:
 
     def _socs_of(self, part: int) -> str:
         first, last = self._boards[part]
-        return _range("SoC", self._cluster.socs_of(first).start, self._cluster.socs_of(last).stop - 1)
+        return _range(
+            "SoC", self._cluster.socs_of(first).start, self._cluster.socs_of(last).stop - 1
+        )
 
 
 def _range(noun: str, first: int, last: int) -> str:
@@ -225,10 +280,22 @@ class Recorded(NamedTuple):
         """Add the spans of a run that begins at `origin_s`."""
         trace.drop(self.num_unlogged)
         for row, piece in self.pieces:
-            args = {} if not piece.number else {"tasks": piece.number} if row.noun == "tasks" else \
-                {"bytes": piece.num_bytes, "transfers": piece.number}
-            trace.add(row.process, row.name, piece.name, origin_s + piece.start_s, piece.end_s - piece.start_s,
-                      order=row.order, args=args)
+            args = (
+                {}
+                if not piece.number
+                else {"tasks": piece.number}
+                if row.noun == "tasks"
+                else {"bytes": piece.num_bytes, "transfers": piece.number}
+            )
+            trace.add(
+                row.process,
+                row.name,
+                piece.name,
+                origin_s + piece.start_s,
+                piece.end_s - piece.start_s,
+                order=row.order,
+                args=args,
+            )
 
 
 def record(graph: TaskGraph, parts: Iterable[TracedPart], rows: Rows, most: int) -> Recorded:
@@ -242,32 +309,62 @@ def record(graph: TaskGraph, parts: Iterable[TracedPart], rows: Rows, most: int)
     for component, repeated, before_s in parts:
         outcome = repeated.outcome
         own = _pieces_of(graph, component, outcome, rows, most)
-        num_all = sum(1 if outcome.members is None else len(outcome.members[instance.task])
-                      for instance in outcome.instances)
-        num_unlogged += outcome.num_unlogged + max(0, num_all - (num_all if rows.is_aggregated else most))
+        num_all = sum(
+            1 if outcome.members is None else len(outcome.members[instance.task])
+            for instance in outcome.instances
+        )
+        num_unlogged += outcome.num_unlogged + max(
+            0, num_all - (num_all if rows.is_aggregated else most)
+        )
         for gap in outcome.gaps:
             members = outcome.members
-            each = gap.tasks if members is None else [one for task in gap.tasks for one in members[task]]
-            for row in {row for task in each for row, _ in _places(graph, component, task, rows)} & own.keys():
+            each = (
+                gap.tasks
+                if members is None
+                else [one for task in gap.tasks for one in members[task]]
+            )
+            for row in {
+                row for task in each for row, _ in _places(graph, component, task, rows)
+            } & own.keys():
                 own[row].append(_Piece(_more(gap.repetitions), gap.start_s, gap.end_s))
         recurrence = outcome.recurrence
         for row, pieces in own.items():
             if recurrence is not None and repeated.num_periods:
-                more = _Piece(_more(repeated.num_periods * recurrence.repetitions), recurrence.at_s,
-                              recurrence.at_s + repeated.inserted_s)
-                pieces = [more, *_parted(_merged(row, pieces), recurrence.at_s, repeated.inserted_s)]
+                more = _Piece(
+                    _more(repeated.num_periods * recurrence.repetitions),
+                    recurrence.at_s,
+                    recurrence.at_s + repeated.inserted_s,
+                )
+                pieces = [
+                    more,
+                    *_parted(_merged(row, pieces), recurrence.at_s, repeated.inserted_s),
+                ]
             found.setdefault(row, []).extend(
-                piece._replace(start_s=piece.start_s + before_s, end_s=piece.end_s + before_s) for piece in pieces)
-    return Recorded([(row, piece) for row, pieces in found.items() for piece in _merged(row, pieces)
-                     if piece.end_s > piece.start_s], num_unlogged)
+                piece._replace(start_s=piece.start_s + before_s, end_s=piece.end_s + before_s)
+                for piece in pieces
+            )
+    return Recorded(
+        [
+            (row, piece)
+            for row, pieces in found.items()
+            for piece in _merged(row, pieces)
+            if piece.end_s > piece.start_s
+        ],
+        num_unlogged,
+    )
 
 
 def _more(repetitions: int) -> str:
     return f"{repetitions} more repetitions (not re-simulated)"
 
 
-def _pieces_of(graph: TaskGraph, component: Component, outcome: Outcome, rows: Rows, most: int,
-               ) -> dict[_Row, list[_Piece]]:
+def _pieces_of(
+    graph: TaskGraph,
+    component: Component,
+    outcome: Outcome,
+    rows: Rows,
+    most: int,
+) -> dict[_Row, list[_Piece]]:
     """Return the pieces of each row. In a row of many, tasks of one class that are there are one piece."""
     found: dict[_Row, list[_Piece]] = {}
     if rows.is_aggregated:
@@ -275,22 +372,41 @@ def _pieces_of(graph: TaskGraph, component: Component, outcome: Outcome, rows: R
         for instance in outcome.instances:
             counts = places.get(instance.task)
             if counts is None:
-                of_class = (instance.task,) if outcome.members is None else outcome.members[instance.task]
+                of_class = (
+                    (instance.task,) if outcome.members is None else outcome.members[instance.task]
+                )
                 counts = places[instance.task] = Counter(
-                    place for task in of_class for place in _places(graph, component, task, rows))
-            one = outcome.members[instance.task][0] if outcome.members is not None else instance.task
+                    place for task in of_class for place in _places(graph, component, task, rows)
+                )
+            one = (
+                outcome.members[instance.task][0] if outcome.members is not None else instance.task
+            )
             whole = _piece(graph.tasks[component.tasks[one]], instance)
             for (row, is_link), count in counts.items():
                 start_s = instance.moved_s if is_link else instance.start_s
-                found.setdefault(row, []).append(_Piece(
-                    whole.name, start_s, whole.end_s, whole.num_bytes * count, count if row.noun else 0))
+                found.setdefault(row, []).append(
+                    _Piece(
+                        whole.name,
+                        start_s,
+                        whole.end_s,
+                        whole.num_bytes * count,
+                        count if row.noun else 0,
+                    )
+                )
         return found
-    every = ((instance, task) for instance in outcome.instances
-             for task in ((instance.task,) if outcome.members is None else outcome.members[instance.task]))
+    every = (
+        (instance, task)
+        for instance in outcome.instances
+        for task in (
+            (instance.task,) if outcome.members is None else outcome.members[instance.task]
+        )
+    )
     for instance, task in islice(every, most):
         whole = _piece(graph.tasks[component.tasks[task]], instance)
         for row, is_link in _places(graph, component, task, rows):
-            found.setdefault(row, []).append(whole._replace(start_s=instance.moved_s) if is_link else whole)
+            found.setdefault(row, []).append(
+                whole._replace(start_s=instance.moved_s) if is_link else whole
+            )
     return found
 
 
@@ -301,7 +417,9 @@ def _piece(task: Task, instance: Instance) -> _Piece:
     return _Piece(name, instance.start_s, instance.end_s, task.num_bytes, 1)
 
 
-def _places(graph: TaskGraph, component: Component, number: int, rows: Rows) -> Iterator[tuple[_Row, bool]]:
+def _places(
+    graph: TaskGraph, component: Component, number: int, rows: Rows
+) -> Iterator[tuple[_Row, bool]]:
     """Yield the rows of a task, and whether each is that of a link, which is busy while bytes flow."""
     task, step = graph.tasks[component.tasks[number]], component.program.steps[number]
     if isinstance(task, Compute):
@@ -323,7 +441,9 @@ def record_spans(spans: Iterable[Span], num_unlogged: int, rows: Rows) -> Record
     for span in spans:
         if span.processor is not None:
             row = rows.processor(span.processor.device, span.processor.name)
-            found.setdefault(row, []).append(_Piece(span.name, span.start_s, span.end_s, number=int(row.noun != "")))
+            found.setdefault(row, []).append(
+                _Piece(span.name, span.start_s, span.end_s, number=int(row.noun != ""))
+            )
             continue
         whole = _Piece(span.name, span.start_s, span.end_s, span.num_bytes, 1)
         for soc in span.socs:
@@ -331,8 +451,15 @@ def record_spans(spans: Iterable[Span], num_unlogged: int, rows: Rows) -> Record
         for link in span.links:
             if (of_link := rows.link(link)) is not None:
                 found.setdefault(of_link, []).append(whole._replace(start_s=span.moved_s))
-    return Recorded([(row, piece) for row, pieces in found.items() for piece in _merged(row, pieces)
-                     if piece.end_s > piece.start_s], num_unlogged)
+    return Recorded(
+        [
+            (row, piece)
+            for row, pieces in found.items()
+            for piece in _merged(row, pieces)
+            if piece.end_s > piece.start_s
+        ],
+        num_unlogged,
+    )
 
 
 def _number(link: str) -> int:
@@ -352,8 +479,13 @@ def _merged(row: _Row, pieces: Sequence[_Piece]) -> Sequence[_Piece]:
             continue
         current = found[-1]
         number = current.number + piece.number
-        found[-1] = _Piece(f"{number} {row.noun}" if number else current.name, current.start_s,
-                           max(current.end_s, piece.end_s), current.num_bytes + piece.num_bytes, number)
+        found[-1] = _Piece(
+            f"{number} {row.noun}" if number else current.name,
+            current.start_s,
+            max(current.end_s, piece.end_s),
+            current.num_bytes + piece.num_bytes,
+            number,
+        )
     return found
 
 
@@ -367,5 +499,8 @@ def _parted(pieces: Iterable[_Piece], at_s: float, inserted_s: float) -> Iterato
         else:
             before = (at_s - piece.start_s) / (piece.end_s - piece.start_s)
             yield piece._replace(end_s=at_s, num_bytes=piece.num_bytes * before)
-            yield piece._replace(start_s=at_s + inserted_s, end_s=piece.end_s + inserted_s,
-                                 num_bytes=piece.num_bytes * (1.0 - before))
+            yield piece._replace(
+                start_s=at_s + inserted_s,
+                end_s=piece.end_s + inserted_s,
+                num_bytes=piece.num_bytes * (1.0 - before),
+            )

@@ -29,7 +29,12 @@ class ForwardingGrid(Grid):
         return self._grid.run
 
     def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None,
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
     ) -> Message:
         """Return a new message to a node."""
         return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
@@ -50,6 +55,8 @@ class ForwardingGrid(Grid):
         """Pull through the inner grid."""
         return self._grid.pull_messages(message_ids)
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
         """Exchange messages through the inner grid."""
         return self._grid.send_and_receive(messages, timeout=timeout)

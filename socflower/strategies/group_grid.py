@@ -37,7 +37,9 @@ from socflower.wire.message_keys import (
     encode,
 )
 
-_NUM_ATTEMPTS = 3  # at a group's interval, each with the members that answered in the previous attempt
+_NUM_ATTEMPTS = (
+    3  # at a group's interval, each with the members that answered in the previous attempt
+)
 _PULL_INTERVAL_S = 0.25
 _NODE_CHECK_INTERVAL_S = 3.0  # between checks of which nodes are still connected
 
@@ -64,31 +66,48 @@ class GroupGrid(ForwardingGrid):
 
     def __init__(self, grid: Grid) -> None:
         if isinstance(grid, type) or not hasattr(grid, "send_and_receive"):
-            require_type(type(self).__name__, (), "the Grid that Flower gives the ServerApp", grid=grid)
+            require_type(
+                type(self).__name__, (), "the Grid that Flower gives the ServerApp", grid=grid
+            )
         super().__init__(grid)
         self._held: dict[int, str] = {}  # digests of the models that nodes have kept, by node
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
         """Exchange messages through the inner grid, for at most `timeout` seconds; one reply for each group."""
         sent = list(messages)
         if any(RING in message.content.config_records for message in sent):
             return _RingExchange(self._grid, sent, self._held).run(timeout)
-        groups = [(message, GroupTask.decode(message.content.config_records[GROUP])) for message in sent
-                  if GROUP in message.content.config_records]
+        groups = [
+            (message, GroupTask.decode(message.content.config_records[GROUP]))
+            for message in sent
+            if GROUP in message.content.config_records
+        ]
         replies = list(self._grid.send_and_receive(sent, timeout=timeout))
-        if not getattr(self._grid, "settles_groups", False):  # else these notes are the inner grid's
+        if not getattr(
+            self._grid, "settles_groups", False
+        ):  # else these notes are the inner grid's
             replies = [remove_notes(reply) for reply in replies]
         return _without_errors(replies, groups) if groups else replies
 
 
-def _without_errors(replies: Sequence[Message], groups: Sequence[tuple[Message, GroupTask]]) -> list[Message]:
+def _without_errors(
+    replies: Sequence[Message], groups: Sequence[tuple[Message, GroupTask]]
+) -> list[Message]:
     """Return the replies that have content, with errors as notes of the first."""
     by_node = {message.metadata.dst_node_id: (message, task) for message, task in groups}
     # The error reply for a dead node has the SuperLink's id as its source; only a real grid gives messages ids.
-    by_id = {message.metadata.message_id: (message, task) for message, task in groups if message.metadata.message_id}
+    by_id = {
+        message.metadata.message_id: (message, task)
+        for message, task in groups
+        if message.metadata.message_id
+    }
     answered, errors = [], list[ReplyEvent]()
     for reply in replies:
-        group = by_node.get(reply.metadata.src_node_id) or by_id.get(reply.metadata.reply_to_message_id)
+        group = by_node.get(reply.metadata.src_node_id) or by_id.get(
+            reply.metadata.reply_to_message_id
+        )
         if reply.has_content() or group is None:
             answered.append(reply)
         else:
@@ -114,10 +133,16 @@ class _RingGroup:
     messages: dict[int, Message]  # of the first attempt, by SoC
     progress: GroupProgress
     attempt: int = 0
-    waiting: dict[str, int] = field(default_factory=dict)  # SoCs of this attempt that have not replied, by message id
-    fetching: dict[str, int] = field(default_factory=dict)  # SoCs that were asked for their model, by message id
+    waiting: dict[str, int] = field(
+        default_factory=dict
+    )  # SoCs of this attempt that have not replied, by message id
+    fetching: dict[str, int] = field(
+        default_factory=dict
+    )  # SoCs that were asked for their model, by message id
     fetched_from: set[int] = field(default_factory=set)
-    grace_until_s: float | None = None  # after this, members that have not replied are not waited for
+    grace_until_s: float | None = (
+        None  # after this, members that have not replied are not waited for
+    )
     fetch_until_s: float = 0.0  # after this, another member is asked too
     failed: bool = False
 
@@ -140,8 +165,11 @@ class _RingExchange:
     def __init__(self, grid: Grid, sent: Sequence[Message], held: dict[int, str]) -> None:
         self._grid, self._held = grid, held
         self._groups = _ring_groups(sent)
-        self._other_ids = set(grid.push_messages([message for message in sent
-                                                  if RING not in message.content.config_records]))
+        self._other_ids = set(
+            grid.push_messages(
+                [message for message in sent if RING not in message.content.config_records]
+            )
+        )
         self._other_replies: list[Message] = []
         digests: dict[int, str] = {}  # of a record that all leaders get, by its identity
         for group in self._groups:
@@ -167,7 +195,9 @@ class _RingExchange:
                     group.progress.away |= set(group.waiting.values())
                 break
             time.sleep(_PULL_INTERVAL_S)
-        while self._ask_for_means() and not (deadline_s is not None and time.monotonic() > deadline_s):
+        while self._ask_for_means() and not (
+            deadline_s is not None and time.monotonic() > deadline_s
+        ):
             time.sleep(_PULL_INTERVAL_S)
             self._pull()
         return [*self._answers(), *self._other_replies]
@@ -177,8 +207,11 @@ class _RingExchange:
         answered = [group.progress for group in self._groups if group.progress.model is not None]
         if not answered:
             first = self._groups[0]
-            raise no_model(sum((group.progress.notes() for group in self._groups), start=RoundNotes()),
-                           first.task.group_id, first.progress.where(first.task.leader))
+            raise no_model(
+                sum((group.progress.notes() for group in self._groups), start=RoundNotes()),
+                first.task.group_id,
+                first.progress.where(first.task.leader),
+            )
         replies = [cast(Message, progress.model) for progress in answered]
         for group in self._groups:
             progress = group.progress
@@ -215,41 +248,83 @@ class _RingExchange:
         leader = task.leader if task.leader in survivors else task.members[kept[0]]
         group.attempt += 1
         group.task = replace(
-            task, members=_at(kept, task.members), partitions=_at(kept, task.partitions), leader=leader,
-            capacities=_at(kept, task.capacities), npu_ratios=_at(kept, task.npu_ratios) if task.npu_ratios else ())
+            task,
+            members=_at(kept, task.members),
+            partitions=_at(kept, task.partitions),
+            leader=leader,
+            capacities=_at(kept, task.capacities),
+            npu_ratios=_at(kept, task.npu_ratios) if task.npu_ratios else (),
+        )
         # With a new token, others are out of reach: the group answers with its own model.
-        group.ring = replace(group.ring, leader=task.partitions[task.members.index(leader)], token=new_token(),
-                             addresses=_at(kept, group.ring.addresses), leaders=(), model_sha256="")
+        group.ring = replace(
+            group.ring,
+            leader=task.partitions[task.members.index(leader)],
+            token=new_token(),
+            addresses=_at(kept, group.ring.addresses),
+            leaders=(),
+            model_sha256="",
+        )
         group.grace_until_s = None
         progress.begin_again(group.task.members)
-        progress.event("member-lost", f"the model was lost with SoCs {', '.join(map(str, gone))}; the others are asked "
-                                      f"again, led by SoC {leader}")
+        progress.event(
+            "member-lost",
+            f"the model was lost with SoCs {', '.join(map(str, gone))}; the others are asked "
+            f"again, led by SoC {leader}",
+        )
         self._push(group, {soc: self._message_again(group, soc) for soc in group.task.members})
 
     def _message_again(self, group: _RingGroup, soc: int, *, with_model: bool = True) -> Message:
         """Return a member's message for the group as it is now, with the model if it leads it."""
         first = group.messages[soc]
-        content = RecordDict({**first.content, GROUP: ConfigRecord(group.task.encode()), RING: ConfigRecord(encode(
-            replace(group.ring, participant=group.task.partitions[group.task.members.index(soc)])))})
+        content = RecordDict(
+            {
+                **first.content,
+                GROUP: ConfigRecord(group.task.encode()),
+                RING: ConfigRecord(
+                    encode(
+                        replace(
+                            group.ring,
+                            participant=group.task.partitions[group.task.members.index(soc)],
+                        )
+                    )
+                ),
+            }
+        )
         content.pop(ARRAYS, None)
         if with_model and soc == group.task.leader:
             content[ARRAYS] = group.messages[group.progress.leader].content[ARRAYS]
-        return Message(content, first.metadata.dst_node_id, first.metadata.message_type,
-                       group_id=first.metadata.group_id)
+        return Message(
+            content,
+            first.metadata.dst_node_id,
+            first.metadata.message_type,
+            group_id=first.metadata.group_id,
+        )
 
     def _fetch(self, group: _RingGroup, soc: int) -> None:
         log(INFO, "group %d: asking SoC %d for the model", group.task.group_id, soc)
         group.fetched_from.add(soc)
-        message = Message(RecordDict({CONFIG: ConfigRecord({ASK: ASK_MODEL})}), group.progress.node_of[soc], QUERY_TYPE,
-                          group_id=group.messages[soc].metadata.group_id)
+        message = Message(
+            RecordDict({CONFIG: ConfigRecord({ASK: ASK_MODEL})}),
+            group.progress.node_of[soc],
+            QUERY_TYPE,
+            group_id=group.messages[soc].metadata.group_id,
+        )
         for message_id in self._grid.push_messages([message]):
             group.fetching[message_id] = soc
 
     # ---------------------------------------------------------------------------------------------- receiving
 
     def _pull(self) -> None:
-        waited_for = {*self._other_ids, *(message_id for group in self._groups for message_id in (
-            group.fetching if group.finished else (*group.waiting, *group.fetching)))}
+        waited_for = {
+            *self._other_ids,
+            *(
+                message_id
+                for group in self._groups
+                for message_id in (
+                    group.fetching if group.finished else (*group.waiting, *group.fetching)
+                )
+            ),
+        }
         for reply in map(remove_notes, self._grid.pull_messages(waited_for)):
             message_id = reply.metadata.reply_to_message_id
             if message_id in self._other_ids:
@@ -261,7 +336,9 @@ class _RingExchange:
                 elif message_id in group.waiting and not group.finished:
                     soc = group.waiting.pop(message_id)
                     outcome = outcome_of(reply) if reply.has_content() else None
-                    self._held[group.progress.node_of[soc]] = "" if outcome is None else outcome.holds
+                    self._held[group.progress.node_of[soc]] = (
+                        "" if outcome is None else outcome.holds
+                    )
                     group.progress.take(soc, reply)
 
     def _on_model_reply(self, group: _RingGroup, soc: int, reply: Message) -> None:
@@ -274,7 +351,9 @@ class _RingExchange:
             self._answer_for_leader(group, soc, own)
         elif ARRAYS not in progress.model.content.array_records:
             progress.model.content[ARRAYS] = reply.content.array_records[ARRAYS]
-            progress.event("leader-lost", f"the leader that should send the mean did not; SoC {soc} did")
+            progress.event(
+                "leader-lost", f"the leader that should send the mean did not; SoC {soc} did"
+            )
 
     def _answer_for_leader(self, group: _RingGroup, soc: int, reply: Message) -> None:
         group.progress.event("leader-lost", f"the member that should answer did not; SoC {soc} did")
@@ -284,10 +363,19 @@ class _RingExchange:
     def _ask_for_means(self) -> bool:
         """Ask for means of leaders that nobody has sent; return whether any may come."""
         now_s = time.monotonic()
-        answered = [(group, outcome) for group in self._groups if group.progress.model is not None
-                    and (outcome := outcome_of(group.progress.model)) is not None and outcome.met]
-        sent = {outcome.holds for group, outcome in answered
-                if group.progress.model is not None and ARRAYS in group.progress.model.content.array_records}
+        answered = [
+            (group, outcome)
+            for group in self._groups
+            if group.progress.model is not None
+            and (outcome := outcome_of(group.progress.model)) is not None
+            and outcome.met
+        ]
+        sent = {
+            outcome.holds
+            for group, outcome in answered
+            if group.progress.model is not None
+            and ARRAYS in group.progress.model.content.array_records
+        }
         asked: set[str] = set()
         for group, outcome in answered:
             if outcome.holds in {*sent, *asked}:
@@ -310,8 +398,11 @@ class _RingExchange:
                 if node_of[soc] not in connected:
                     del group.waiting[message_id]
                     group.progress.on_loss(f"SoC {soc}: its node {node_of[soc]} is gone")
-            group.fetching = {message_id: soc for message_id, soc in group.fetching.items()
-                              if node_of[soc] in connected}
+            group.fetching = {
+                message_id: soc
+                for message_id, soc in group.fetching.items()
+                if node_of[soc] in connected
+            }
 
     def _advance(self, group: _RingGroup) -> None:
         """Retry the group, or fetch the model from another member, if no model is to be expected otherwise."""
@@ -326,7 +417,9 @@ class _RingExchange:
             for soc, reply in progress.completed.items():
                 outcome = outcome_of(reply)
                 if outcome is not None and outcome.met and outcome.met[0] != group.task.group_id:
-                    return self._answer_for_leader(group, soc, reply)  # another group sends the mean
+                    return self._answer_for_leader(
+                        group, soc, reply
+                    )  # another group sends the mean
             candidates = [soc for soc in progress.completed if soc not in group.fetched_from]
             if candidates and not (group.fetching and now_s < group.fetch_until_s):
                 group.fetch_until_s = now_s + grace_s
@@ -356,12 +449,26 @@ def _ring_groups(sent: Iterable[Message]) -> list[_RingGroup]:
             task, ring = GroupTask.decode(records[GROUP]), decode(RingTask, records[RING], "ring")
             key = ring.token, task.group_id
             tasks[key] = task, ring
-            members.setdefault(key, {})[task.members[task.partitions.index(ring.participant)]] = message
-    return [_RingGroup(
-        task=task, ring=ring, messages=members[key], progress=GroupProgress(
-            group_id=task.group_id, leader=task.leader, members=task.members, tolerate_errors=ring.tolerate_errors,
-            node_of={soc: message.metadata.dst_node_id for soc, message in members[key].items()}))
-        for key, (task, ring) in tasks.items()]
+            members.setdefault(key, {})[task.members[task.partitions.index(ring.participant)]] = (
+                message
+            )
+    return [
+        _RingGroup(
+            task=task,
+            ring=ring,
+            messages=members[key],
+            progress=GroupProgress(
+                group_id=task.group_id,
+                leader=task.leader,
+                members=task.members,
+                tolerate_errors=ring.tolerate_errors,
+                node_of={
+                    soc: message.metadata.dst_node_id for soc, message in members[key].items()
+                },
+            ),
+        )
+        for key, (task, ring) in tasks.items()
+    ]
 
 
 def _at(positions: Sequence[int], values: Sequence[_Value]) -> tuple[_Value, ...]:

@@ -25,7 +25,9 @@ class GroupMean:
     arrays: ArrayRecord
     samples: float  # that those groups trained on
     groups: tuple[int, ...]
-    feedback: Mapping[int, GroupFeedback] = field(default_factory=dict)  # of groups that were averaged here, compressed
+    feedback: Mapping[int, GroupFeedback] = field(
+        default_factory=dict
+    )  # of groups that were averaged here, compressed
 
 
 def means_of(this: Round, usable: Sequence[Message]) -> list[GroupMean]:
@@ -35,8 +37,14 @@ def means_of(this: Round, usable: Sequence[Message]) -> list[GroupMean]:
     """
     if this.leaders_meet and not this.in_rings:
         replies = {group_id_of(reply): reply for reply in usable}
-        return [_meet(this, {group: replies[group.group_id] for group in groups if group.group_id in replies})
-                for groups in this.meetings if any(group.group_id in replies for group in groups)]
+        return [
+            _meet(
+                this,
+                {group: replies[group.group_id] for group in groups if group.group_id in replies},
+            )
+            for groups in this.meetings
+            if any(group.group_id in replies for group in groups)
+        ]
     return _disjoint([_sent(reply) for reply in usable if ARRAYS in reply.content.array_records])
 
 
@@ -49,27 +57,51 @@ def _sent(reply: Message) -> GroupMean:
 
 def _meet(this: Round, replies: Mapping[Group, Message]) -> GroupMean:
     began_with = non_finite_tensors(array_views(this.sent))
-    models = [GroupsModel(
-        arrays=array_views(cast(ArrayRecord, reply.content[ARRAYS])), samples=_samples(reply),
-        groups=(group.group_id,), began_with=began_with) for group, reply in replies.items()]
+    models = [
+        GroupsModel(
+            arrays=array_views(cast(ArrayRecord, reply.content[ARRAYS])),
+            samples=_samples(reply),
+            groups=(group.group_id,),
+            began_with=began_with,
+        )
+        for group, reply in replies.items()
+    ]
     places = [this.place_of[group.group_id] for group in replies] if this.in_tree else []
     compression = this.exchanges.leaders.compression
     if compression == NONE:
         mean, feedback = exchange_in_process(models, places=places), dict[int, GroupFeedback]()
     else:
         common, untrained = array_views(this.sent), untrained_of(list(replies.values()))
-        changes = [ChangeCompression(name=compression, common=common, untrained=untrained,
-                                     feedback=_held(this, group, reply)) for group, reply in replies.items()]
+        changes = [
+            ChangeCompression(
+                name=compression,
+                common=common,
+                untrained=untrained,
+                feedback=_held(this, group, reply),
+            )
+            for group, reply in replies.items()
+        ]
         mean = exchange_in_process(models, changes, places)
-        feedback = {group.group_id: GroupFeedback(values=feedback_after(own, mean, change), socs=_present(group, reply))
-                    for (group, reply), own, change in zip(replies.items(), models, changes, strict=True)}
-    return GroupMean(arrays=to_array_record(mean.arrays), samples=mean.samples, groups=mean.groups, feedback=feedback)
+        feedback = {
+            group.group_id: GroupFeedback(
+                values=feedback_after(own, mean, change), socs=_present(group, reply)
+            )
+            for (group, reply), own, change in zip(replies.items(), models, changes, strict=True)
+        }
+    return GroupMean(
+        arrays=to_array_record(mean.arrays),
+        samples=mean.samples,
+        groups=mean.groups,
+        feedback=feedback,
+    )
 
 
 def _held(this: Round, group: Group, reply: Message) -> Floats | None:
     """Return what the group owes, if any of its members would have it on a machine of its own."""
     feedback = this.feedback.get(group.group_id)
-    return None if feedback is None or not feedback.socs & _present(group, reply) else feedback.values
+    return (
+        None if feedback is None or not feedback.socs & _present(group, reply) else feedback.values
+    )
 
 
 def _present(group: Group, reply: Message) -> frozenset[int]:

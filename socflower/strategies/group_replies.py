@@ -44,7 +44,9 @@ class GroupProgress:
     node_of: Mapping[int, int]  # by SoC of the group, as planned
     members: tuple[int, ...]  # as of the latest attempt, without members that are lost
     tolerate_errors: bool
-    completed: dict[int, Message] = field(default_factory=dict)  # replies by SoC, of members that have a model
+    completed: dict[int, Message] = field(
+        default_factory=dict
+    )  # replies by SoC, of members that have a model
     without_model: set[int] = field(default_factory=set)
     model: Message | None = None
     leader_replaced: bool = False  # the model came from another member than the planned leader
@@ -76,18 +78,28 @@ class GroupProgress:
             self.event("malformed", f"SoC {soc}: {error}; its reply is dropped")
             return
         if outcome is None:
-            self.event("malformed", f"SoC {soc}: its reply says nothing of its ring; make its ClientApp with "
-                                    "socflower.make_client_app")
+            self.event(
+                "malformed",
+                f"SoC {soc}: its reply says nothing of its ring; make its ClientApp with "
+                "socflower.make_client_app",
+            )
         elif outcome.outcome == COMPLETED:
             self.completed[soc] = reply
-            if outcome.answers and (ARRAYS in reply.content.array_records or outcome.met) and self.model is None:
+            if (
+                outcome.answers
+                and (ARRAYS in reply.content.array_records or outcome.met)
+                and self.model is None
+            ):
                 self.accept_model(soc, reply)
         elif outcome.outcome == PREEMPTED:
             self._record_departure(soc)
         elif outcome.outcome == NO_MODEL:
             self.without_model.add(soc)
         elif outcome.outcome == LEFT_OUT:
-            self.event("left-out", f"SoC {soc} joined too late, or was silent; its ring continued without it")
+            self.event(
+                "left-out",
+                f"SoC {soc} joined too late, or was silent; its ring continued without it",
+            )
 
     def on_loss(self, text: str) -> None:
         """Record that a member is lost.
@@ -124,7 +136,9 @@ class GroupProgress:
 
     def event(self, kind: str, text: str) -> None:
         """Record an event of the group."""
-        self.events.append(ReplyEvent(kind=kind, group_id=self.group_id, text=f"group {self.group_id}: {text}"))
+        self.events.append(
+            ReplyEvent(kind=kind, group_id=self.group_id, text=f"group {self.group_id}: {text}")
+        )
 
     def notes(self) -> RoundNotes:
         """Return what a reply has to tell of the group besides its model."""
@@ -145,19 +159,27 @@ class GroupProgress:
             self.event("preempted", f"SoC {soc} was preempted by its user")
 
 
-def make_notes(events: Iterable[ReplyEvent], away: Iterable[int] = (), leaders_replaced: Iterable[int] = (),
-               ) -> RoundNotes:
+def make_notes(
+    events: Iterable[ReplyEvent],
+    away: Iterable[int] = (),
+    leaders_replaced: Iterable[int] = (),
+) -> RoundNotes:
     """Return notes of these events."""
     events = list(events)
     return RoundNotes(
-        kinds=tuple(event.kind for event in events), groups=tuple(event.group_id for event in events),
-        texts=tuple(event.text for event in events), away=tuple(sorted(away)),
-        leaders_replaced=tuple(sorted(leaders_replaced)))
+        kinds=tuple(event.kind for event in events),
+        groups=tuple(event.group_id for event in events),
+        texts=tuple(event.text for event in events),
+        away=tuple(sorted(away)),
+        leaders_replaced=tuple(sorted(leaders_replaced)),
+    )
 
 
 def attach_notes(reply: Message, notes: RoundNotes) -> None:
     """Add notes to those that a reply has."""
-    if NOTES in reply.content.config_records:  # of this grid: those of clients are removed on arrival
+    if (
+        NOTES in reply.content.config_records
+    ):  # of this grid: those of clients are removed on arrival
         notes = decode(RoundNotes, reply.content.config_records[NOTES], "notes") + notes
     reply.content[NOTES] = ConfigRecord(encode(notes))
 
@@ -178,7 +200,9 @@ class SettledRound:
     lost: tuple[ReplyEvent, ...]  # of groups whose work is lost
     events: tuple[ReplyEvent, ...]  # of failures and changes that groups recovered from
     away: frozenset[int]  # SoCs that left their rings, or were dropped by them
-    leaders_replaced: frozenset[int]  # groups whose model came from another member than their leader
+    leaders_replaced: frozenset[
+        int
+    ]  # groups whose model came from another member than their leader
 
 
 def settle(this: Round, replies: Iterable[Message], *, tolerate_errors: bool) -> SettledRound:
@@ -187,36 +211,71 @@ def settle(this: Round, replies: Iterable[Message], *, tolerate_errors: bool) ->
     Raises `TrainingFailed` if no group has a usable reply, or if a client raised and that is not tolerated.
     """
     replies = list(replies) if this.settled_by_grid else [remove_notes(reply) for reply in replies]
-    records = [reply.content.config_records[NOTES] for reply in replies
-               if reply.has_content() and NOTES in reply.content.config_records]
+    records = [
+        reply.content.config_records[NOTES]
+        for reply in replies
+        if reply.has_content() and NOTES in reply.content.config_records
+    ]
     notes = sum((decode(RoundNotes, record, "notes") for record in records), start=RoundNotes())
     if this.in_rings and not records:
         replies, notes = _settle_rings(this, replies, tolerate_errors)
-    events = [ReplyEvent(kind=kind, group_id=group, text=text)
-              for kind, group, text in zip(notes.kinds, notes.groups, notes.texts, strict=True)]
-    usable, lost = sort_replies(replies, this.group_of_node, [event for event in events if event.kind in GROUP_LOST],
-                                tolerate_errors=tolerate_errors, sent=this.sent)
+    events = [
+        ReplyEvent(kind=kind, group_id=group, text=text)
+        for kind, group, text in zip(notes.kinds, notes.groups, notes.texts, strict=True)
+    ]
+    usable, lost = sort_replies(
+        replies,
+        this.group_of_node,
+        [event for event in events if event.kind in GROUP_LOST],
+        tolerate_errors=tolerate_errors,
+        sent=this.sent,
+    )
     means = means_of(this, usable)
     met = {group for mean in means for group in mean.groups}
-    saved = [ReplyEvent(kind="leader-lost", group_id=event.group_id,
-                        text=f"{event.text.partition(';')[0]}; its model is in the mean of the leaders")
-             for event in lost if event.group_id in met]
-    twice = [ReplyEvent(kind="no-reply", group_id=group, text=(
-        f"group {group}: its leader met others that had met without it; left out of this synchronisation"))
-        for group in map(group_id_of, usable) if group not in met]
+    saved = [
+        ReplyEvent(
+            kind="leader-lost",
+            group_id=event.group_id,
+            text=f"{event.text.partition(';')[0]}; its model is in the mean of the leaders",
+        )
+        for event in lost
+        if event.group_id in met
+    ]
+    twice = [
+        ReplyEvent(
+            kind="no-reply",
+            group_id=group,
+            text=(
+                f"group {group}: its leader met others that had met without it; left out of this synchronisation"
+            ),
+        )
+        for group in map(group_id_of, usable)
+        if group not in met
+    ]
     return SettledRound(
-        usable=[reply for reply in usable if group_id_of(reply) in met], means=means,
+        usable=[reply for reply in usable if group_id_of(reply) in met],
+        means=means,
         lost=(*(event for event in lost if event.group_id not in met), *twice),
         events=(*(event for event in events if event.kind not in GROUP_LOST), *saved),
-        away=frozenset(notes.away) & this.node_of.keys(), leaders_replaced=frozenset(notes.leaders_replaced))
+        away=frozenset(notes.away) & this.node_of.keys(),
+        leaders_replaced=frozenset(notes.leaders_replaced),
+    )
 
 
-def _settle_rings(this: Round, replies: Sequence[Message], tolerate_errors: bool) -> tuple[list[Message], RoundNotes]:
+def _settle_rings(
+    this: Round, replies: Sequence[Message], tolerate_errors: bool
+) -> tuple[list[Message], RoundNotes]:
     """Read the replies of all members; nobody was asked again, so a group without a model is lost."""
-    groups = {group.group_id: GroupProgress(
-        group_id=group.group_id, leader=group.leader, members=group.members,
-        node_of={soc: this.node_of[soc] for soc in group.members}, tolerate_errors=tolerate_errors)
-        for group in this.plan.groups}
+    groups = {
+        group.group_id: GroupProgress(
+            group_id=group.group_id,
+            leader=group.leader,
+            members=group.members,
+            node_of={soc: this.node_of[soc] for soc in group.members},
+            tolerate_errors=tolerate_errors,
+        )
+        for group in this.plan.groups
+    }
     heard: set[int] = set()
     soc_of = {node: soc for soc, node in this.node_of.items()}
     for reply in replies:

@@ -11,7 +11,13 @@ from flwr.serverapp import Grid
 from flwr.supercore import log
 
 from socflower.cluster import FP32, HUB, GraphBuilder, Usage, VirtualClock
-from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed, require_range, require_type
+from socflower.errors import (
+    ConfigError,
+    InfeasiblePlan,
+    TrainingFailed,
+    require_range,
+    require_type,
+)
 from socflower.hierarchy import Rebalancing, plan_groups
 from socflower.hierarchy.leader_exchange import STAR
 from socflower.pipeline.plan import Plan, to_json
@@ -78,48 +84,84 @@ class HybridPipeline(SoCFlow):
     """
 
     def __init__(
-        self, *, problem: PipelineProblem, schedule: TrainingSchedule, planner: PlannerSettings | None = None,
-        plan: Plan | None = None, coding: ActivationCoding = EXACT, clock: VirtualClock | None = None,
-        rings: RingSettings = RingSettings(), backup_steps: int = 0,
-        rebalancing: Rebalancing | None = None, tolerate_client_errors: bool = False,
+        self,
+        *,
+        problem: PipelineProblem,
+        schedule: TrainingSchedule,
+        planner: PlannerSettings | None = None,
+        plan: Plan | None = None,
+        coding: ActivationCoding = EXACT,
+        clock: VirtualClock | None = None,
+        rings: RingSettings = RingSettings(),
+        backup_steps: int = 0,
+        rebalancing: Rebalancing | None = None,
+        tolerate_client_errors: bool = False,
     ) -> None:
         name = type(self).__name__
-        require_type(name, (PipelineProblem,), "a PipelineProblem, as of pipeline_problem(model, …)", problem=problem)
+        require_type(
+            name,
+            (PipelineProblem,),
+            "a PipelineProblem, as of pipeline_problem(model, …)",
+            problem=problem,
+        )
         require_type(name, (TrainingSchedule,), "TrainingSchedule(…)", schedule=schedule)
         require_type(name, (ActivationCoding,), "ActivationCoding(…)", coding=coding)
         if schedule.batch_size != problem.mini_batch_size:
-            raise ConfigError(f"{name}: the schedule has batch_size = {schedule.batch_size}, and mini-batches of the "
-                              f"problem have {problem.mini_batch_size} samples; give both the same")
+            raise ConfigError(
+                f"{name}: the schedule has batch_size = {schedule.batch_size}, and mini-batches of the "
+                f"problem have {problem.mini_batch_size} samples; give both the same"
+            )
         if not schedule.reshuffle:
-            raise ConfigError(f"{name}: all samples of a mini-batch come from one place, so data cannot stay at their "
-                              "nodes; use reshuffle=True")
+            raise ConfigError(
+                f"{name}: all samples of a mini-batch come from one place, so data cannot stay at their "
+                "nodes; use reshuffle=True"
+            )
         require_type(name, (RingSettings,), "RingSettings(…)", rings=rings)
         if rings.compression != "none":
-            raise ConfigError(f"{name}: rings has compression = {rings.compression!r}, and stages sum gradients in "
-                              "float32; leave it out, or give coding=ActivationCoding(bits=8)")
+            raise ConfigError(
+                f"{name}: rings has compression = {rings.compression!r}, and stages sum gradients in "
+                "float32; leave it out, or give coding=ActivationCoding(bits=8)"
+            )
         require_type(name, (int,), "a whole number, 0 or more", backup_steps=backup_steps)
         require_range(name, least=0, backup_steps=backup_steps)
         self._backup_steps = backup_steps
         socs = {device.soc for device in problem.devices}
-        self._problem = replace(problem, activation_part=coding.bits / 32, gradient_part=coding.gradient_bits / 32)
+        self._problem = replace(
+            problem, activation_part=coding.bits / 32, gradient_part=coding.gradient_bits / 32
+        )
         self._coding, self._own_plan = coding, plan
-        self._settings = planner or PlannerSettings(micro_batch_sizes=default_micro_batches(schedule.batch_size))
+        self._settings = planner or PlannerSettings(
+            micro_batch_sizes=default_micro_batches(schedule.batch_size)
+        )
         self._planned: dict[tuple[tuple[int, float], ...], Planned] = {}
         self._latest: Planned | None = None  # of the latest round
         super().__init__(
-            cluster=problem.cluster, schedule=schedule,
-            groups=plan_groups(problem.cluster, 1, None, [float(soc in socs) for soc in
-                                                          range(problem.cluster.num_socs)]),
-            costs=Costs(pricing=FP32), exchange=ExchangeSettings(leaders=STAR), rings=rings,
-            rebalancing=rebalancing, tolerate_client_errors=tolerate_client_errors)
+            cluster=problem.cluster,
+            schedule=schedule,
+            groups=plan_groups(
+                problem.cluster,
+                1,
+                None,
+                [float(soc in socs) for soc in range(problem.cluster.num_socs)],
+            ),
+            costs=Costs(pricing=FP32),
+            exchange=ExchangeSettings(leaders=STAR),
+            rings=rings,
+            rebalancing=rebalancing,
+            tolerate_client_errors=tolerate_client_errors,
+        )
         if clock is not None:
             self._clock = _event_clock(clock)
         if plan is not None:
             plan.check(problem)
             if plan.num_samples != schedule.batch_size:
-                raise ConfigError(f"{name}: the plan takes {plan.num_samples} samples an update, and the schedule has "
-                                  f"batch_size = {schedule.batch_size}; give both the same")
-        self._planned_for(self.plan.participants)  # so that what nothing fits is an error before anything starts
+                raise ConfigError(
+                    f"{name}: the plan takes {plan.num_samples} samples an update, and the schedule has "
+                    f"batch_size = {schedule.batch_size}; give both the same"
+                )
+        self._planned_for(
+            self.plan.participants
+        )  # so that what nothing fits is an error before anything starts
 
     @property
     def pipeline(self) -> Planned:
@@ -129,12 +171,24 @@ class HybridPipeline(SoCFlow):
     def _planned_for(self, socs: Sequence[int]) -> Planned:
         """Return the plan for devices at their present speeds; an earlier one while a new one gains too little."""
         # Never 0, by which seconds would be divided.
-        parts = {soc: max(0.01, round(self._planner.balancer.in_use.part(soc), 2)) for soc in sorted(socs)} \
-            if self._rebalancing is not None and self._rebalancing.across_groups else dict.fromkeys(sorted(socs), 1.0)
+        parts = (
+            {
+                soc: max(0.01, round(self._planner.balancer.in_use.part(soc), 2))
+                for soc in sorted(socs)
+            }
+            if self._rebalancing is not None and self._rebalancing.across_groups
+            else dict.fromkeys(sorted(socs), 1.0)
+        )
         key = tuple(parts.items())
         if key not in self._planned:
-            problem = replace(self._problem, devices=tuple(
-                _slower(device, parts[device.soc]) for device in self._problem.devices if device.soc in parts))
+            problem = replace(
+                self._problem,
+                devices=tuple(
+                    _slower(device, parts[device.soc])
+                    for device in self._problem.devices
+                    if device.soc in parts
+                ),
+            )
             before, own = self._latest, self._own_plan
             if before is not None and {device.soc for device in before.problem.devices} == {*parts}:
                 self._planned[key] = self._better(_as_planned(problem, before.plan), problem)
@@ -148,7 +202,9 @@ class HybridPipeline(SoCFlow):
         """Return the present plan, or that for the devices' new speeds if it gains more than the tolerance."""
         assert self._rebalancing is not None  # without it, devices have one speed
         new = self._best(problem)
-        gains = new.prediction.step_s < present.prediction.step_s * (1.0 - self._rebalancing.tolerance)
+        gains = new.prediction.step_s < present.prediction.step_s * (
+            1.0 - self._rebalancing.tolerance
+        )
         return new if gains else present
 
     def _best(self, problem: PipelineProblem) -> Planned:
@@ -163,18 +219,40 @@ class HybridPipeline(SoCFlow):
     def summary(self) -> None:
         """Log the plan."""
         planned = self.pipeline
-        log(INFO, "\t├──> Pipeline: %s of %s", planned.plan.architecture, counted(len(planned.plan.socs), "device"))
+        log(
+            INFO,
+            "\t├──> Pipeline: %s of %s",
+            planned.plan.architecture,
+            counted(len(planned.plan.socs), "device"),
+        )
         for pipeline in planned.plan.pipelines:
             for stage in pipeline.stages:
-                shares = ", ".join(f"SoC {soc}: {share}"
-                                   for soc, share in zip(stage.devices, stage.shares, strict=True))
-                log(INFO, "\t├──> layers %d to %d, %d in flight; samples of each micro-batch: %s", stage.first_layer,
-                    stage.last_layer, stage.in_flight, shares)
-        log(INFO, "\t└──> An update of %d samples: %s, %s sent", planned.plan.num_samples,
-            human_seconds(planned.prediction.step_s), human_bytes(planned.plan.communication_bytes(planned.problem)))
+                shares = ", ".join(
+                    f"SoC {soc}: {share}"
+                    for soc, share in zip(stage.devices, stage.shares, strict=True)
+                )
+                log(
+                    INFO,
+                    "\t├──> layers %d to %d, %d in flight; samples of each micro-batch: %s",
+                    stage.first_layer,
+                    stage.last_layer,
+                    stage.in_flight,
+                    shares,
+                )
+        log(
+            INFO,
+            "\t└──> An update of %d samples: %s, %s sent",
+            planned.plan.num_samples,
+            human_seconds(planned.prediction.step_s),
+            human_bytes(planned.plan.communication_bytes(planned.problem)),
+        )
 
     def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
+        self,
+        server_round: int,
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        grid: Grid,
     ) -> list[Message]:
         """Send the plan to the node that runs all stages, or to every node that runs one; the leader gets the model."""
         messages = super().configure_train(server_round, arrays, config, grid)
@@ -188,11 +266,17 @@ class HybridPipeline(SoCFlow):
         self._latest = planned
         budgets = tuple(planned.problem.device(soc).memory_bytes for soc in planned.plan.socs)
         task = PipelineTask(
-            plan=to_json(planned.plan), cuts=planned.problem.model.cuts, layers_sha256=planned.problem.model.sha256,
+            plan=to_json(planned.plan),
+            cuts=planned.problem.model.cuts,
+            layers_sha256=planned.problem.model.sha256,
             sample_shape=planned.problem.model.sample_shape,
-            bits=self._coding.bits, gradient_bits=self._coding.gradient_bits, feedback=self._coding.feedback,
-            budget_bytes=budgets if all(map(math.isfinite, budgets)) else (), backup_steps=self._backup_steps,
-            int8_socs=planned.problem.int8_socs)
+            bits=self._coding.bits,
+            gradient_bits=self._coding.gradient_bits,
+            feedback=self._coding.feedback,
+            budget_bytes=budgets if all(map(math.isfinite, budgets)) else (),
+            backup_steps=self._backup_steps,
+            int8_socs=planned.problem.int8_socs,
+        )
         for message in messages:
             message.content[PIPELINE] = ConfigRecord(encode(task))
         return messages
@@ -205,13 +289,28 @@ class HybridPipeline(SoCFlow):
         if outcome.recoveries_s:  # they are of other stages than these
             return replace(outcome, rates=())
         estimated = {soc: planned.problem.device(soc).seconds for soc in planned.plan.socs}
-        predicted_s = {soc: (estimated[soc].forward(stage.first_layer, stage.last_layer, share)
-                             + estimated[soc].backward(stage.first_layer, stage.last_layer, share)) / share
-                       for pipeline in planned.plan.pipelines for stage in pipeline.stages
-                       for soc, share in zip(stage.devices, stage.shares, strict=True)}
-        return replace(outcome, rates=tuple(
-            self._planner.balancer.nominal(soc) * self._part_in(planned, soc) * rate * predicted_s[soc]
-            if soc in predicted_s else 0.0 for soc, rate in zip(outcome.members, outcome.rates, strict=True)))
+        predicted_s = {
+            soc: (
+                estimated[soc].forward(stage.first_layer, stage.last_layer, share)
+                + estimated[soc].backward(stage.first_layer, stage.last_layer, share)
+            )
+            / share
+            for pipeline in planned.plan.pipelines
+            for stage in pipeline.stages
+            for soc, share in zip(stage.devices, stage.shares, strict=True)
+        }
+        return replace(
+            outcome,
+            rates=tuple(
+                self._planner.balancer.nominal(soc)
+                * self._part_in(planned, soc)
+                * rate
+                * predicted_s[soc]
+                if soc in predicted_s
+                else 0.0
+                for soc, rate in zip(outcome.members, outcome.rates, strict=True)
+            ),
+        )
 
     def _part_in(self, planned: Planned, soc: int) -> float:
         """Return the part of its nominal speed that a plan has taken a device to have."""
@@ -232,7 +331,9 @@ class HybridPipeline(SoCFlow):
         """Price the interval's updates, and the stages' way to the hub."""
         if not isinstance(self._clock, EventClock):
             return Usage()
-        return self._planner.drain_idle() + self._priced(self._clock, this.plan.participants, this.interval.num_steps)
+        return self._planner.drain_idle() + self._priced(
+            self._clock, this.plan.participants, this.interval.num_steps
+        )
 
     def undisturbed_s(self) -> float:
         """Return the virtual seconds of all rounds on all devices without heat, users and events."""
@@ -245,20 +346,26 @@ class HybridPipeline(SoCFlow):
         """Advance a clock by an interval of the plan for these devices."""
         planned = self._planned_for(socs)
         # At nominal speeds: the clock itself slows devices down.
-        nominal = replace(planned.problem, devices=tuple(
-            device for device in self._problem.devices if device.soc in socs))
+        nominal = replace(
+            planned.problem,
+            devices=tuple(device for device in self._problem.devices if device.soc in socs),
+        )
         usage = simulate(nominal, planned.plan, clock=clock, num_steps=num_steps).usage
         builder = GraphBuilder()
         for stage in planned.plan.pipelines[0].stages:
             if num_bytes := planned.problem.model.weight_bytes(stage.first_layer, stage.last_layer):
-                builder.transfer("stage to the hub", stage.devices[0], HUB, num_bytes, num_messages=1)
+                builder.transfer(
+                    "stage to the hub", stage.devices[0], HUB, num_bytes, num_messages=1
+                )
         return usage + clock.run(builder.build(socs), label="model to the hub")
 
 
 def _as_planned(problem: PipelineProblem, plan: Plan) -> Planned:
     """Return a plan with its prediction, and its problem in micro-batches of its size."""
     size = plan.pipelines[0].micro_batch_size
-    sized = replace(problem, micro_batch_size=size, num_micro_batches=problem.mini_batch_size // size)
+    sized = replace(
+        problem, micro_batch_size=size, num_micro_batches=problem.mini_batch_size // size
+    )
     return Planned(problem=sized, plan=plan, prediction=predict(sized, plan))
 
 
@@ -267,13 +374,22 @@ def _slower(device: PipelineDevice, part: float) -> PipelineDevice:
     if part == 1.0:
         return device
     seconds = device.seconds
-    return replace(device, seconds=LayerSeconds(
-        device=f"{seconds.device} at {part:.0%}", batches=seconds.batches, forward_s=seconds.forward_s / part,
-        backward_s=seconds.backward_s / part, estimated=seconds.estimated))
+    return replace(
+        device,
+        seconds=LayerSeconds(
+            device=f"{seconds.device} at {part:.0%}",
+            batches=seconds.batches,
+            forward_s=seconds.forward_s / part,
+            backward_s=seconds.backward_s / part,
+            estimated=seconds.estimated,
+        ),
+    )
 
 
 def _event_clock(clock: Any) -> EventClock:
     if not isinstance(clock, EventClock):
-        raise ConfigError(f"HybridPipeline: clock = {type(clock).__name__} cannot run the processes of a pipeline; use "
-                          "socflower.EventClock")
+        raise ConfigError(
+            f"HybridPipeline: clock = {type(clock).__name__} cannot run the processes of a pipeline; use "
+            "socflower.EventClock"
+        )
     return clock

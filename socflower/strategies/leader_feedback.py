@@ -19,8 +19,11 @@ from socflower.strategies.replies import ReplyEvent, outcome_of
 from socflower.strategies.round import GroupFeedback, Round
 
 
-def feedback_after_round(this: Round, means: Sequence[GroupMean], usable: Sequence[Message],
-                         ) -> dict[int, GroupFeedback]:
+def feedback_after_round(
+    this: Round,
+    means: Sequence[GroupMean],
+    usable: Sequence[Message],
+) -> dict[int, GroupFeedback]:
     """Return what groups have still to send after a round with these means and replies; see `Round.feedback`."""
     after = dict(this.feedback)
     replies = {group_id_of(reply): reply for reply in usable}
@@ -33,18 +36,32 @@ def feedback_after_round(this: Round, means: Sequence[GroupMean], usable: Sequen
                 # A group alone has sent nothing, and members that left may come back with what it owes.
                 alone = mean.groups == (group,) and not outcome.feedback_sha256
                 after[group] = before if alone else GroupFeedback(sha256=outcome.feedback_sha256)
-            elif len(mean.groups) > 1:  # what it owes now went with those that met; what it owed has been sent
+            elif (
+                len(mean.groups) > 1
+            ):  # what it owes now went with those that met; what it owed has been sent
                 after[group] = GroupFeedback()
     return {group: each for group, each in after.items() if each.sha256 or each.values is not None}
 
 
-def lost_feedback(this: Round, means: Sequence[GroupMean], after: Mapping[int, GroupFeedback]) -> list[ReplyEvent]:
+def lost_feedback(
+    this: Round, means: Sequence[GroupMean], after: Mapping[int, GroupFeedback]
+) -> list[ReplyEvent]:
     """Return an event for each group whose change is in a mean, and of which nobody has what eight bits left of it."""
     if this.exchanges.leaders.compression != INT8 or not this.in_rings:
         return []
-    return [ReplyEvent(kind="leader-lost", group_id=group, text=(
-        f"group {group}: what compression left of its change, up to half a step, is lost with its leader"))
-        for mean in means if len(mean.groups) > 1 for group in mean.groups if group not in after]
+    return [
+        ReplyEvent(
+            kind="leader-lost",
+            group_id=group,
+            text=(
+                f"group {group}: what compression left of its change, up to half a step, is lost with its leader"
+            ),
+        )
+        for mean in means
+        if len(mean.groups) > 1
+        for group in mean.groups
+        if group not in after
+    ]
 
 
 def to_arrays(feedback: Mapping[int, GroupFeedback]) -> dict[str, NDArray[Any]]:
@@ -61,6 +78,11 @@ def to_arrays(feedback: Mapping[int, GroupFeedback]) -> dict[str, NDArray[Any]]:
 def from_arrays(arrays: Mapping[str, NDArray[Any]]) -> dict[int, GroupFeedback]:
     """Return what `to_arrays` stored."""
     groups = sorted({int(key.partition("/")[0]) for key in arrays})
-    return {group: GroupFeedback(
-        values=arrays.get(f"{group}/values"), socs=frozenset(arrays[f"{group}/socs"].tolist()),
-        sha256=arrays[f"{group}/sha256"].tobytes().decode()) for group in groups}
+    return {
+        group: GroupFeedback(
+            values=arrays.get(f"{group}/values"),
+            socs=frozenset(arrays[f"{group}/socs"].tolist()),
+            sha256=arrays[f"{group}/sha256"].tobytes().decode(),
+        )
+        for group in groups
+    }

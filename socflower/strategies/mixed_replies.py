@@ -33,8 +33,14 @@ def mixed_phases(replies: Sequence[Message], num_steps: int, pricing: MixedPrici
             alphas[group_id] = list(zip(starts, cast(list[float], metrics[ALPHA]), strict=True))
             cuts.update(start for start in starts if start < num_steps)
     return [
-        (end - begin, fixed | {group_id: pricing.with_alpha(_alpha_at(begin, held))
-                               for group_id, held in alphas.items()})
+        (
+            end - begin,
+            fixed
+            | {
+                group_id: pricing.with_alpha(_alpha_at(begin, held))
+                for group_id, held in alphas.items()
+            },
+        )
         for begin, end in pairwise(sorted(cuts))
     ]
 
@@ -51,11 +57,15 @@ def mean_metric(replies: Sequence[Message], key: str) -> float | None:
     return sum(means) / len(means) if means else None
 
 
-def client_events(reply: Message, group_id: int, where: str, kind: str = BACKEND_DROPPED) -> list[ReplyEvent]:
+def client_events(
+    reply: Message, group_id: int, where: str, kind: str = BACKEND_DROPPED
+) -> list[ReplyEvent]:
     """Return events for the failures that a client recovered from itself; `where` names the client."""
     record = reply.content.config_records.get(EVENTS, ConfigRecord({"texts": []}))
-    return [ReplyEvent(kind=kind, group_id=group_id, text=f"{where}: {text}")
-            for text in cast(list[str], record["texts"])]
+    return [
+        ReplyEvent(kind=kind, group_id=group_id, text=f"{where}: {text}")
+        for text in cast(list[str], record["texts"])
+    ]
 
 
 def _alpha_at(step: int, held: Sequence[tuple[int, float]]) -> float:

@@ -27,7 +27,10 @@ from socflower.wire.message_keys import (
 
 QUERY_TYPE = f"{MessageType.QUERY}.{QUERY_ACTION}"
 _PULL_INTERVAL_S = 0.25
-_NO_FUNCTION = (f"function registered with name '{QUERY_ACTION}'", f"Invalid message type: {QUERY_TYPE}")
+_NO_FUNCTION = (
+    f"function registered with name '{QUERY_ACTION}'",
+    f"Invalid message type: {QUERY_TYPE}",
+)
 """What Flower says for ClientApps of functions, and of `NumPyClient`, that do not answer our queries."""
 _QUERY_TIMEOUT_S = 180.0  # every node starts a process to answer a query
 _REST_FACTOR = 3.0
@@ -65,9 +68,13 @@ class NodeRegistry:
         self._away: set[int] = set()
         self._unanswered: dict[str, int] = {}  # nodes that have a status query, by its message id
         self._late: set[str] = set()  # queries that were waited for in vain
-        self.lost: set[int] = set()  # SoCs of nodes that have not answered since they were to be matched
+        self.lost: set[int] = (
+            set()
+        )  # SoCs of nodes that have not answered since they were to be matched
         self.left_out = ""  # a line about these nodes
-        self._queried_new_nodes: set[int] = set()  # unknown nodes that were asked for their board and slot
+        self._queried_new_nodes: set[int] = (
+            set()
+        )  # unknown nodes that were asked for their board and slot
 
     @property
     def node_of(self) -> Mapping[int, int]:
@@ -83,11 +90,15 @@ class NodeRegistry:
         """Return a transport that all nodes allow: `wanted`, or any if that is "auto"."""
         offered = [status.transports for status in self._status.values()]
         for transport in offered[0]:
-            if wanted in ("auto", transport.partition("+")[0]) and all(transport in each for each in offered):
+            if wanted in ("auto", transport.partition("+")[0]) and all(
+                transport in each for each in offered
+            ):
                 return transport
-        raise ConfigError(f"SoCFlow: nodes allow no common ring transport ({wanted} was asked for; they offer "
-                          f"{', '.join(sorted({'/'.join(each) for each in offered}))}); give all of them certificates, "
-                          "or none, and the same ring-transport")
+        raise ConfigError(
+            f"SoCFlow: nodes allow no common ring transport ({wanted} was asked for; they offer "
+            f"{', '.join(sorted({'/'.join(each) for each in offered}))}); give all of them certificates, "
+            "or none, and the same ring-transport"
+        )
 
     def match_nodes(self, grid: Grid, *, query: bool) -> None:
         """Match nodes with SoCs, by their answers to a status query if `query`; `InfeasiblePlan` for too few nodes.
@@ -96,27 +107,43 @@ class NodeRegistry:
         """
         nodes = sorted(grid.get_node_ids())
         if len(nodes) < len(self._socs):
-            raise InfeasiblePlan(f"SoCFlow: the plan needs {len(self._socs)} nodes and Flower has {len(nodes)}; start "
-                                 f"more SuperNodes, or plan with num_socs={len(nodes)}")
+            raise InfeasiblePlan(
+                f"SoCFlow: the plan needs {len(self._socs)} nodes and Flower has {len(nodes)}; start "
+                f"more SuperNodes, or plan with num_socs={len(nodes)}"
+            )
         statuses, lost = self._first_answers(grid, nodes) if query else ({}, {})
         placed = {node: status for node, status in statuses.items() if _is_placed(status)}
         if placed:
-            self._match_by_slot([node for node in nodes if node not in lost], placed, num_lost=len(lost))
+            self._match_by_slot(
+                [node for node in nodes if node not in lost], placed, num_lost=len(lost)
+            )
         else:
             self._node_of = dict(zip(self._socs, nodes, strict=False))
-        self._status = {soc: statuses[node] for soc, node in self._node_of.items() if node in statuses}
+        self._status = {
+            soc: statuses[node] for soc, node in self._node_of.items() if node in statuses
+        }
         self._leave_out(lost)
-        without = [node for soc, node in self._node_of.items() if soc not in {*self.ring_address_of, *self._away}]
+        without = [
+            node
+            for soc, node in self._node_of.items()
+            if soc not in {*self.ring_address_of, *self._away}
+        ]
         if self.ring_address_of and without:
-            raise ConfigError(f"SoCFlow: nodes {', '.join(map(str, without))} have no ring in their node config, and "
-                              "others have one; start all SuperNodes with --node-config 'ring=\"host:port\"', or none")
+            raise ConfigError(
+                f"SoCFlow: nodes {', '.join(map(str, without))} have no ring in their node config, and "
+                "others have one; start all SuperNodes with --node-config 'ring=\"host:port\"', or none"
+            )
         addresses = list(self.ring_address_of.values())
         twice = {address for address in addresses if addresses.count(address) > 1}
         if twice:
-            raise ConfigError(f"SoCFlow: several nodes have the ring address {min(twice)}; give each its own")
+            raise ConfigError(
+                f"SoCFlow: several nodes have the ring address {min(twice)}; give each its own"
+            )
         self._away |= {soc for soc, status in self._status.items() if status.preempted}
 
-    def _first_answers(self, grid: Grid, nodes: Sequence[int]) -> tuple[dict[int, NodeStatus], dict[int, str]]:
+    def _first_answers(
+        self, grid: Grid, nodes: Sequence[int]
+    ) -> tuple[dict[int, NodeStatus], dict[int, str]]:
         """Return the nodes' statuses, and the nodes that are lost with the reason.
 
         Raises `ConfigError` if the app of a node fails and others say where they are, and `TrainingFailed` if no node
@@ -127,13 +154,20 @@ class NodeRegistry:
         # A node whose process died during the query may have a new process by now.
         again = {*first.gone, *(first.failed if say_where else ())}
         second = self._query_nodes(grid, sorted(again), first.limit_s)
-        statuses, lost = first.statuses | second.statuses, first.silent | second.silent | second.gone
+        statuses, lost = (
+            first.statuses | second.statuses,
+            first.silent | second.silent | second.gone,
+        )
         if second.failed and say_where:
-            raise ConfigError(f"SoCFlow: nodes {', '.join(map(str, sorted(second.failed)))} failed, twice, and others "
-                              "say where they are; see these nodes' logs, and run the same app on all")
+            raise ConfigError(
+                f"SoCFlow: nodes {', '.join(map(str, sorted(second.failed)))} failed, twice, and others "
+                "say where they are; see these nodes' logs, and run the same app on all"
+            )
         if len(lost) == len(nodes):
-            raise TrainingFailed(f"SoCFlow: none of {len(nodes)} nodes answered within {_QUERY_TIMEOUT_S:g} s; see "
-                                 "their logs")
+            raise TrainingFailed(
+                f"SoCFlow: none of {len(nodes)} nodes answered within {_QUERY_TIMEOUT_S:g} s; see "
+                "their logs"
+            )
         return statuses, lost
 
     def _leave_out(self, lost: Mapping[int, str]) -> None:
@@ -144,7 +178,10 @@ class NodeRegistry:
         if lost:
             nodes = ", ".join(f"node {node} {reason}" for node, reason in sorted(lost.items()))
             self.left_out = f"{nodes}: left out" + (
-                f" with SoC {', '.join(map(str, socs))}, until it answers" if socs else "; the plan does not need it")
+                f" with SoC {', '.join(map(str, socs))}, until it answers"
+                if socs
+                else "; the plan does not need it"
+            )
             log(WARNING, "SoCFlow: %s", self.left_out)
 
     def require_group_clients(self, grid: Grid) -> None:
@@ -155,25 +192,37 @@ class NodeRegistry:
         probe = getattr(grid, "probe", None)
         if not self._status and probe is not None:
             config = ConfigRecord({ASK: ASK_MODEL, SERVER_ROUND: 0, PRICED: True})
-            _refuse_without_groups(probe(Message(RecordDict({CONFIG: config}), self._node_of[self._socs[0]],
-                                                 QUERY_TYPE)))
+            _refuse_without_groups(
+                probe(
+                    Message(RecordDict({CONFIG: config}), self._node_of[self._socs[0]], QUERY_TYPE)
+                )
+            )
 
     def present(self, grid: Grid) -> tuple[int, ...]:
         """Return the SoCs whose nodes are connected and available, ascending."""
         connected = set(grid.get_node_ids())
-        return tuple(soc for soc in self._socs
-                     if self._node_of.get(soc) in connected and soc not in self._away)
+        return tuple(
+            soc
+            for soc in self._socs
+            if self._node_of.get(soc) in connected and soc not in self._away
+        )
 
     def ask(self, grid: Grid, server_round: int) -> None:
         """Push status queries to the nodes that are away and to new nodes, except where one is unanswered."""
         connected = set(grid.get_node_ids()) - set(self._unanswered.values())
         away = [node for soc in sorted(self._away) if (node := self._node_of.get(soc)) in connected]
         known = set(self._node_of.values())
-        new = sorted(connected - known - self._queried_new_nodes) if any(map(_is_placed, self._status.values())) else []
+        new = (
+            sorted(connected - known - self._queried_new_nodes)
+            if any(map(_is_placed, self._status.values()))
+            else []
+        )
         self._queried_new_nodes |= set(new)
         if asked := [*away, *new]:
             soc_of = {node: soc for soc, node in self._node_of.items()}
-            ids = grid.push_messages([_status_query(node, server_round, soc_of.get(node)) for node in asked])
+            ids = grid.push_messages(
+                [_status_query(node, server_round, soc_of.get(node)) for node in asked]
+            )
             self._unanswered |= dict(zip(ids, asked, strict=True))
 
     def hear(self, grid: Grid) -> list[int]:
@@ -207,7 +256,12 @@ class NodeRegistry:
         if soc is None or soc not in self._socs:
             return []
         if fault := self._fault_of(node, soc, status, grid, is_new=is_new):
-            log(WARNING, "SoCFlow: node %d %s; left out, until its node config is corrected", node, fault)
+            log(
+                WARNING,
+                "SoCFlow: node %d %s; left out, until its node config is corrected",
+                node,
+                fault,
+            )
             return []
         if is_new:
             self._node_of[soc] = node
@@ -220,14 +274,24 @@ class NodeRegistry:
         self._away.discard(soc)
         return [soc]
 
-    def _fault_of(self, node: int, soc: int, status: NodeStatus, grid: Grid, *, is_new: bool) -> str:
+    def _fault_of(
+        self, node: int, soc: int, status: NodeStatus, grid: Grid, *, is_new: bool
+    ) -> str:
         """Return why a node that answers cannot be the one of `soc`; empty if it can."""
         known = self._node_of.get(soc)
-        if is_new and known is not None and soc not in self._away and known in set(grid.get_node_ids()):
+        if (
+            is_new
+            and known is not None
+            and soc not in self._away
+            and known in set(grid.get_node_ids())
+        ):
             return f"says that it is at board {status.board}, slot {status.slot}, where node {known} is"
         others = [each for other, each in self._status.items() if other != soc and each.ring]
-        common = [transport for transport in status.transports
-                  if all(transport in each.transports for each in others)]
+        common = [
+            transport
+            for transport in status.transports
+            if all(transport in each.transports for each in others)
+        ]
         if others and not (status.ring and common):
             return "has no ring, or not the transport of the others"
         return ""
@@ -244,8 +308,17 @@ class NodeRegistry:
     def _query_nodes(self, grid: Grid, nodes: Sequence[int], limit_s: float) -> "_Answers":
         """Ask nodes for their statuses; wait `limit_s` until half have answered, then as `_REST_FACTOR` says."""
         answers = _Answers(limit_s=limit_s)
-        waiting = dict(zip(grid.push_messages([_status_query(node, 0) for node in nodes]), nodes, strict=True)) \
-            if nodes else {}
+        waiting = (
+            dict(
+                zip(
+                    grid.push_messages([_status_query(node, 0) for node in nodes]),
+                    nodes,
+                    strict=True,
+                )
+            )
+            if nodes
+            else {}
+        )
         begin_s = time.monotonic()
         while waiting:
             replies = list(grid.pull_messages(list(waiting)))
@@ -255,9 +328,13 @@ class NodeRegistry:
                 # Not by its source: the error reply for a node that is gone is the SuperLink's.
                 node = waiting.pop(reply.metadata.reply_to_message_id)
                 if reply.has_content() and STATUS in reply.content.config_records:
-                    answers.statuses[node] = decode(NodeStatus, reply.content.config_records[STATUS], "status")
+                    answers.statuses[node] = decode(
+                        NodeStatus, reply.content.config_records[STATUS], "status"
+                    )
                     if 2 * len(answers.statuses) >= len(nodes):
-                        answers.limit_s = min(limit_s, max(_REST_FACTOR * waited_s, waited_s + _REST_LEAST_S))
+                        answers.limit_s = min(
+                            limit_s, max(_REST_FACTOR * waited_s, waited_s + _REST_LEAST_S)
+                        )
                 elif reply.has_error() and reply.error.code in _LOST:
                     answers.gone[node] = f"is gone ({reply.error.reason})"
                 else:
@@ -266,31 +343,43 @@ class NodeRegistry:
                 break
             if waiting:
                 time.sleep(_PULL_INTERVAL_S)
-        answers.silent = dict.fromkeys(waiting.values(), f"did not answer within {answers.limit_s:.0f} s")
+        answers.silent = dict.fromkeys(
+            waiting.values(), f"did not answer within {answers.limit_s:.0f} s"
+        )
         self._unanswered |= waiting
         self._late |= waiting.keys()
         return answers
 
-    def _match_by_slot(self, nodes: Sequence[int], placed: Mapping[int, NodeStatus], *, num_lost: int) -> None:
+    def _match_by_slot(
+        self, nodes: Sequence[int], placed: Mapping[int, NodeStatus], *, num_lost: int
+    ) -> None:
         unplaced = [node for node in nodes if node not in placed]
         if unplaced:
-            raise ConfigError(f"SoCFlow: nodes {', '.join(map(str, unplaced))} have no board and slot in their node "
-                              "config and others have; give them to all, or to none")
+            raise ConfigError(
+                f"SoCFlow: nodes {', '.join(map(str, unplaced))} have no board and slot in their node "
+                "config and others have; give them to all, or to none"
+            )
         self._node_of = {}
         for node in nodes:
             soc = self._soc_at(placed[node])
             where = f"board {placed[node].board}, slot {placed[node].slot}"
             if soc is None:
-                raise ConfigError(f"SoCFlow: node {node} says that it is at {where}, which the cluster does not have; "
-                                  "correct its node config or the cluster file")
+                raise ConfigError(
+                    f"SoCFlow: node {node} says that it is at {where}, which the cluster does not have; "
+                    "correct its node config or the cluster file"
+                )
             if soc in self._node_of:
-                raise ConfigError(f"SoCFlow: nodes {self._node_of[soc]} and {node} both say that they are at {where}; "
-                                  "correct their node configs")
+                raise ConfigError(
+                    f"SoCFlow: nodes {self._node_of[soc]} and {node} both say that they are at {where}; "
+                    "correct their node configs"
+                )
             self._node_of[soc] = node
         missing = [soc for soc in self._socs if soc not in self._node_of]
         if len(missing) > num_lost:  # else they may be the lost nodes' places
-            raise InfeasiblePlan(f"SoCFlow: the plan needs SoCs {', '.join(map(str, missing))} and no node says that "
-                                 "it is there; start their SuperNodes, or plan with fewer SoCs")
+            raise InfeasiblePlan(
+                f"SoCFlow: the plan needs SoCs {', '.join(map(str, missing))} and no node says that "
+                "it is there; start their SuperNodes, or plan with fewer SoCs"
+            )
 
     def _soc_at(self, status: NodeStatus) -> int | None:
         if not 0 <= status.board < len(self._cluster.boards):
@@ -303,9 +392,11 @@ def _refuse_without_groups(reply: Message) -> None:
     """Raise `ConfigError` for Flower's answer for a ClientApp that has no function for our queries."""
     reason = reply.error.reason if reply.has_error() else ""
     if reason and any(words in reason for words in _NO_FUNCTION):
-        raise ConfigError(f"SoCFlow: the ClientApp of node {reply.metadata.src_node_id} trains on its own and not in "
-                          "groups; make it with socflower.make_client_app(model_fn, data_fn, app=yours), for models of "
-                          "torch, or give its ServerApp a strategy such as FedAvg")
+        raise ConfigError(
+            f"SoCFlow: the ClientApp of node {reply.metadata.src_node_id} trains on its own and not in "
+            "groups; make it with socflower.make_client_app(model_fn, data_fn, app=yours), for models of "
+            "torch, or give its ServerApp a strategy such as FedAvg"
+        )
 
 
 def _is_placed(status: NodeStatus) -> bool:

@@ -14,7 +14,15 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import (
     Bulyan,
@@ -60,11 +68,22 @@ from socflower.wire.message_keys import (
 )
 
 _PROXIMAL_MU = "proximal-mu"
-_SETTINGS = {"fraction_train": 1.0, "weighted_by_key": NUM_EXAMPLES, "arrayrecord_key": ARRAYS,
-             "configrecord_key": CONFIG}
+_SETTINGS = {
+    "fraction_train": 1.0,
+    "weighted_by_key": NUM_EXAMPLES,
+    "arrayrecord_key": ARRAYS,
+    "configrecord_key": CONFIG,
+}
 """Settings of Flower's strategies that groups do not leave open: all of them train, with the keys that clients read."""
 
-_OF_MEANS = (FedAvg, FedProx, FedAvgM, FedAdagrad, FedAdam, FedYogi)  # no subclass of them: it may do more
+_OF_MEANS = (
+    FedAvg,
+    FedProx,
+    FedAvgM,
+    FedAdagrad,
+    FedAdam,
+    FedYogi,
+)  # no subclass of them: it may do more
 
 
 class OuterStep:
@@ -74,18 +93,29 @@ class OuterStep:
     """
 
     def __init__(self, strategy: Strategy, num_groups: int, num_nodes: int) -> None:
-        require_type("SoCFlow", (Strategy,), "a strategy of Flower's, such as FedAdam(), or None", outer=strategy)
+        require_type(
+            "SoCFlow",
+            (Strategy,),
+            "a strategy of Flower's, such as FedAdam(), or None",
+            outer=strategy,
+        )
         self.strategy = strategy
         self.name = type(strategy).__name__
         self._refuse_kind()
         self._refuse_settings(num_groups, num_nodes)
-        self._made_with = {key: value for key, value in vars(strategy).items() if isinstance(value, int | float)}
+        self._made_with = {
+            key: value for key, value in vars(strategy).items() if isinstance(value, int | float)
+        }
         self._set_each_round: frozenset[str] = frozenset()
         try:
-            self._trial = copy.deepcopy(strategy)  # as it is without the moments of a resumed training
+            self._trial = copy.deepcopy(
+                strategy
+            )  # as it is without the moments of a resumed training
         except Exception as error:
-            raise ConfigError(f"SoCFlow: outer = {self.name}(…) cannot be copied to be tried before round 1 "
-                              f"({_one_line(error)}); make what it holds outside of it") from None
+            raise ConfigError(
+                f"SoCFlow: outer = {self.name}(…) cannot be copied to be tried before round 1 "
+                f"({_one_line(error)}); make what it holds outside of it"
+            ) from None
 
     @property
     def takes_mean(self) -> bool:
@@ -96,34 +126,48 @@ class OuterStep:
     def _refuse_kind(self) -> None:
         strategy, name = self.strategy, self.name
         if isinstance(strategy, Resumable):
-            raise ConfigError(f"SoCFlow: outer = {name}(…) makes groups or rounds of its own; give a strategy of "
-                              "Flower's, such as FedAvg() or FedAdam()")
+            raise ConfigError(
+                f"SoCFlow: outer = {name}(…) makes groups or rounds of its own; give a strategy of "
+                "Flower's, such as FedAvg() or FedAdam()"
+            )
         if isinstance(getattr(strategy, "strategy", None), Strategy):
-            raise ConfigError(f"SoCFlow: outer = {name}(…) wraps another strategy; put it around: "
-                              f"{name}(SoCFlow(…), …)")
+            raise ConfigError(
+                f"SoCFlow: outer = {name}(…) wraps another strategy; put it around: "
+                f"{name}(SoCFlow(…), …)"
+            )
         if isinstance(strategy, FedXgbBagging | FedXgbCyclic):
-            raise ConfigError(f"SoCFlow: outer = {name}(…) collects trees, and groups train the weights of a network; "
-                              "start it without SoCFlow, over clients that train trees")
+            raise ConfigError(
+                f"SoCFlow: outer = {name}(…) collects trees, and groups train the weights of a network; "
+                "start it without SoCFlow, over clients that train trees"
+            )
 
     def _refuse_settings(self, num_groups: int, num_nodes: int) -> None:
         strategy = self.strategy
         for key, needed in _SETTINGS.items():
             if (value := getattr(strategy, key, needed)) != needed:
-                raise ConfigError(f"SoCFlow: outer = {self.name}({key}={value!r}) must be {needed!r}: every group "
-                                  "trains in every round, and clients read and write these keys")
+                raise ConfigError(
+                    f"SoCFlow: outer = {self.name}({key}={value!r}) must be {needed!r}: every group "
+                    "trains in every round, and clients read and write these keys"
+                )
         least, default = getattr(strategy, "min_train_nodes", 0), 2
         if least > max(num_groups, default):
-            raise ConfigError(f"SoCFlow: outer = {self.name}(min_train_nodes={least}), and there "
-                              f"{_are(num_groups, 'group')} to train; leave it out")
+            raise ConfigError(
+                f"SoCFlow: outer = {self.name}(min_train_nodes={least}), and there "
+                f"{_are(num_groups, 'group')} to train; leave it out"
+            )
         for key in ("min_evaluate_nodes", "min_available_nodes"):
             if (least := getattr(strategy, key, 0)) > max(num_nodes, default):
-                raise ConfigError(f"SoCFlow: outer = {self.name}({key}={least}), and there {_are(num_nodes, 'node')}; "
-                                  f"give {num_nodes} at most")
+                raise ConfigError(
+                    f"SoCFlow: outer = {self.name}({key}={least}), and there {_are(num_nodes, 'node')}; "
+                    f"give {num_nodes} at most"
+                )
         if fault := self.too_few(num_groups):
             raise ConfigError(f"SoCFlow: outer: {fault}; plan more groups")
         if isinstance(strategy, QFedAvg) and strategy.train_loss_key != TRAIN_LOSS:
-            raise ConfigError(f"SoCFlow: outer = QFedAvg(train_loss_key={strategy.train_loss_key!r}), and groups "
-                              f"report their loss as {TRAIN_LOSS!r}; give QFedAvg(train_loss_key={TRAIN_LOSS!r}, …)")
+            raise ConfigError(
+                f"SoCFlow: outer = QFedAvg(train_loss_key={strategy.train_loss_key!r}), and groups "
+                f"report their loss as {TRAIN_LOSS!r}; give QFedAvg(train_loss_key={TRAIN_LOSS!r}, …)"
+            )
 
     def too_few(self, num_groups: int) -> str:
         """Return why the rule does not do what it promises with so few models; empty if it does."""
@@ -134,26 +178,39 @@ class OuterStep:
         elif isinstance(strategy, MultiKrum):
             malicious, chosen = strategy.num_malicious_nodes, strategy.num_nodes_to_select
             needed = max(2 * malicious + 3 if malicious else 1, chosen)
-            why = (f"num_nodes_to_select = {chosen} needs" if needed == chosen else
-                   f"num_malicious_nodes = {malicious} needs 2 · {malicious} + 3")
+            why = (
+                f"num_nodes_to_select = {chosen} needs"
+                if needed == chosen
+                else f"num_malicious_nodes = {malicious} needs 2 · {malicious} + 3"
+            )
         elif isinstance(strategy, FedTrimmedAvg) and strategy.beta:
             needed = math.ceil(1 / strategy.beta)
             why = f"beta = {strategy.beta} trims nobody of fewer than"
         if num_groups >= needed:
             return ""
         separator = " = " if "+" in why else " "
-        return f"{self.name}: {why}{separator}{needed} groups, and there {_are(num_groups, 'group')}"
+        return (
+            f"{self.name}: {why}{separator}{needed} groups, and there {_are(num_groups, 'group')}"
+        )
 
     def refuse_unfit(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, num_groups: int, *, in_rings: bool,
+        self,
+        server_round: int,
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        num_groups: int,
+        *,
+        in_rings: bool,
     ) -> None:
         """Try the strategy on replies that change nothing, before clients train; `ConfigError` if that cannot be.
 
         A copy is tried, once, so that its own state stays as it is.
         """
         if in_rings and self.proximal_mu:
-            raise ConfigError("SoCFlow: outer = FedProx(…): members of a ring do not add the proximal term; use it "
-                              "where a group trains in one process, or without groups")
+            raise ConfigError(
+                "SoCFlow: outer = FedProx(…): members of a ring do not add the proximal term; use it "
+                "where a group trains in one process, or without groups"
+            )
         trial = self._trial
         if hasattr(trial, "train_metrics_aggr_fn"):
             trial.train_metrics_aggr_fn = lambda contents, key: MetricRecord()
@@ -167,18 +224,24 @@ class OuterStep:
                 before = dict(vars(trial))
                 self._announce(trial, server_round, trained, ConfigRecord(dict(config)), num_groups)
                 self._set_each_round = frozenset(
-                    key for key, value in vars(trial).items() if value is not before.get(key))
+                    key for key, value in vars(trial).items() if value is not before.get(key)
+                )
                 made, _ = trial.aggregate_train(server_round, replies)
         except Exception as error:
-            raise ConfigError(f"SoCFlow: outer = {self.name}(…) cannot take groups as clients: {_one_line(error)}"
-                              ) from None
+            raise ConfigError(
+                f"SoCFlow: outer = {self.name}(…) cannot take groups as clients: {_one_line(error)}"
+            ) from None
         if made is None or (difference := _difference(made, trained)):
-            raise ConfigError(f"SoCFlow: outer = {self.name}(…) makes no model of {counted(num_groups, 'group')}"
-                              + ("" if made is None else f": {difference}"))
+            raise ConfigError(
+                f"SoCFlow: outer = {self.name}(…) makes no model of {counted(num_groups, 'group')}"
+                + ("" if made is None else f": {difference}")
+            )
         known = {SERVER_ROUND, *([_PROXIMAL_MU] if isinstance(trial, FedProx) else [])}
         if own := [key for key in sent if key not in known and sent[key] != config.get(key)]:
-            raise ConfigError(f"SoCFlow: outer = {self.name}(…) sets {own[0]!r} in the train config, which groups do "
-                              "not get from it; give it as train_config of start")
+            raise ConfigError(
+                f"SoCFlow: outer = {self.name}(…) sets {own[0]!r} in the train config, which groups do "
+                "not get from it; give it as train_config of start"
+            )
 
     # ------------------------------------------------------------------------------------------------- training
     @property
@@ -187,7 +250,11 @@ class OuterStep:
         return float(self.strategy.proximal_mu) if isinstance(self.strategy, FedProx) else 0.0
 
     def apply(
-        self, server_round: int, sent: ArrayRecord, replies: Sequence[Message], metrics: MetricRecord,
+        self,
+        server_round: int,
+        sent: ArrayRecord,
+        replies: Sequence[Message],
+        metrics: MetricRecord,
     ) -> tuple[ArrayRecord | None, MetricRecord]:
         """Return the next global model and the strategy's mean of the metrics; no model if it makes none.
 
@@ -198,15 +265,30 @@ class OuterStep:
         models = [cast(ArrayRecord, reply.content[ARRAYS]) for reply in replies]
         first, untrained = models[0], untrained_of(replies)
         parts = [_parts(model, untrained) for model in models]
-        buffers = aggregate_records([rest for _, rest in parts], samples) if parts[0][1] else ArrayRecord()
-        if self._is_mean and self._reports_means:  # Flower's sum of the same models rounds at every term
-            trained: ArrayRecord | None = aggregate_records([own for own, _ in parts], samples) if parts[0][0] else \
-                ArrayRecord()
+        buffers = (
+            aggregate_records([rest for _, rest in parts], samples)
+            if parts[0][1]
+            else ArrayRecord()
+        )
+        if (
+            self._is_mean and self._reports_means
+        ):  # Flower's sum of the same models rounds at every term
+            trained: ArrayRecord | None = (
+                aggregate_records([own for own, _ in parts], samples)
+                if parts[0][0]
+                else ArrayRecord()
+            )
             return _joined(first, cast(ArrayRecord, trained), buffers), metrics
         common = set.intersection(*(set(_scalars(reply)) for reply in replies)) - {GROUP_ID}
-        given = [_with_content(reply, own, {key: value for key, value in _scalars(reply).items() if key in common})
-                 for reply, (own, _) in zip(replies, parts, strict=True)]
-        self._announce(self.strategy, server_round, _parts(sent, untrained)[0], ConfigRecord(), len(replies))
+        given = [
+            _with_content(
+                reply, own, {key: value for key, value in _scalars(reply).items() if key in common}
+            )
+            for reply, (own, _) in zip(replies, parts, strict=True)
+        ]
+        self._announce(
+            self.strategy, server_round, _parts(sent, untrained)[0], ConfigRecord(), len(replies)
+        )
         trained, own_metrics = self.strategy.aggregate_train(server_round, given)
         if trained is not None and self._is_mean:
             trained = aggregate_records([own for own, _ in parts], samples)
@@ -229,23 +311,40 @@ class OuterStep:
         return getattr(self.strategy, "train_metrics_aggr_fn", default) is default
 
     def _announce(
-        self, strategy: Strategy, server_round: int, trained: ArrayRecord, config: ConfigRecord, num_groups: int,
+        self,
+        strategy: Strategy,
+        server_round: int,
+        trained: ArrayRecord,
+        config: ConfigRecord,
+        num_groups: int,
     ) -> None:
         """Show the strategy the model that was sent; its messages are not used, groups have got theirs."""
         with reproducible_draws(0):
-            list(strategy.configure_train(server_round, trained, config, cast(Grid, _Nodes(strategy, num_groups))))
+            list(
+                strategy.configure_train(
+                    server_round, trained, config, cast(Grid, _Nodes(strategy, num_groups))
+                )
+            )
 
-    def _as_sent(self, server_round: int, made: ArrayRecord, model: ArrayRecord, sent: ArrayRecord) -> ArrayRecord:
+    def _as_sent(
+        self, server_round: int, made: ArrayRecord, model: ArrayRecord, sent: ArrayRecord
+    ) -> ArrayRecord:
         """Return the model in the types of the groups' models: Flower's steps make float64 of float32."""
         views = array_views(made)
         if difference := _difference(made, model):
-            raise TrainingFailed(f"round {server_round}: {self.name} made another model than the groups': {difference}")
+            raise TrainingFailed(
+                f"round {server_round}: {self.name} made another model than the groups': {difference}"
+            )
         dtypes = {name: dtype for name, (dtype, _) in layout_of(model).items()}
         with np.errstate(over="ignore"):
-            cast_views = {name: view.astype(dtypes[name], copy=False) for name, view in views.items()}
+            cast_views = {
+                name: view.astype(dtypes[name], copy=False) for name, view in views.items()
+            }
         if tensor := first_non_finite(cast_views, array_views(sent)):
-            raise TrainingFailed(f"round {server_round}: {self.name} made {tensor} NaN or infinite; a smaller step of "
-                                 "the outer strategy may help")
+            raise TrainingFailed(
+                f"round {server_round}: {self.name} made {tensor} NaN or infinite; a smaller step of "
+                "the outer strategy may help"
+            )
         return to_array_record(cast_views)
 
     # ---------------------------------------------------------------------------------------------------- state
@@ -270,8 +369,10 @@ class OuterStep:
         for place, array in state.items():
             key, kind, name = place.split("/", 2)
             if not hasattr(self.strategy, key) or kind not in _KINDS:
-                raise ConfigError(f"resume_from: outer has {key!r}, which {self.name} does not have; use the state of "
-                                  "the same strategy")
+                raise ConfigError(
+                    f"resume_from: outer has {key!r}, which {self.name} does not have; use the state of "
+                    "the same strategy"
+                )
             own = np.array(array)
             if kind in (_NUMBER, _ARRAY):
                 values[key] = own.item() if kind == _NUMBER else own
@@ -281,8 +382,13 @@ class OuterStep:
                 values.setdefault(key, {})[name] = own
         records = {place.split("/", 2)[0] for place in state if place.split("/", 2)[1] == _RECORD}
         for key, value in values.items():
-            setattr(self.strategy, key, ArrayRecord({name: Array(array) for name, array in value.items()})
-                    if key in records else value)
+            setattr(
+                self.strategy,
+                key,
+                ArrayRecord({name: Array(array) for name, array in value.items()})
+                if key in records
+                else value,
+            )
 
 
 _NUMBER, _ARRAY, _LIST, _DICT, _RECORD = _KINDS = ("number", "array", "list", "dict", "record")
@@ -295,13 +401,18 @@ def _arrays_of(value: Any) -> Iterator[tuple[str, str, NDArray[Any]]]:
         yield _ARRAY, "", value
     elif isinstance(value, ArrayRecord):
         yield from ((_RECORD, name, view) for name, view in array_views(value).items())
-    elif isinstance(value, Mapping) and all(isinstance(each, np.ndarray) for each in value.values()):
+    elif isinstance(value, Mapping) and all(
+        isinstance(each, np.ndarray) for each in value.values()
+    ):
         yield from ((_DICT, str(name), array) for name, array in value.items())
     elif isinstance(value, list | tuple) and all(isinstance(each, np.ndarray) for each in value):
         yield from ((_LIST, str(index), array) for index, array in enumerate(value))
 
 
-_CLIPPING = (DifferentialPrivacyServerSideAdaptiveClipping, DifferentialPrivacyServerSideFixedClipping)
+_CLIPPING = (
+    DifferentialPrivacyServerSideAdaptiveClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+)
 
 
 def refuse_integers_clipped(arrays: ArrayRecord, *, at_clients: bool) -> None:
@@ -311,8 +422,10 @@ def refuse_integers_clipped(arrays: ArrayRecord, *, at_clients: bool) -> None:
     """
     integers = integers_of(arrays)
     if integers and (at_clients or _is_clipped_by_caller()):
-        raise ConfigError(f"SoCFlow: the model has {min(integers)!r}, an integer, and Flower's differential privacy "
-                          "clips weights only; use GroupNorm in place of BatchNorm")
+        raise ConfigError(
+            f"SoCFlow: the model has {min(integers)!r}, an integer, and Flower's differential privacy "
+            "clips weights only; use GroupNorm in place of BatchNorm"
+        )
 
 
 def _is_clipped_by_caller() -> bool:
@@ -327,8 +440,10 @@ class _Nodes:
     """All that a strategy asks of a Grid for its sample: as many nodes as there are groups, or as it waits for."""
 
     def __init__(self, strategy: Strategy, num_groups: int) -> None:
-        self._num_nodes = max(num_groups, *(int(getattr(strategy, key, 0))
-                                            for key in ("min_train_nodes", "min_available_nodes")))
+        self._num_nodes = max(
+            num_groups,
+            *(int(getattr(strategy, key, 0)) for key in ("min_train_nodes", "min_available_nodes")),
+        )
 
     def get_node_ids(self) -> list[int]:
         """Return their ids."""
@@ -371,21 +486,32 @@ def _unlogged() -> Iterator[None]:
 
 def _parts(model: ArrayRecord, untrained: frozenset[str]) -> tuple[ArrayRecord, ArrayRecord]:
     """Return what trains, and the rest; arrays are shared with the model."""
-    return (ArrayRecord({name: array for name, array in model.items() if name not in untrained}),
-            ArrayRecord({name: array for name, array in model.items() if name in untrained}))
+    return (
+        ArrayRecord({name: array for name, array in model.items() if name not in untrained}),
+        ArrayRecord({name: array for name, array in model.items() if name in untrained}),
+    )
 
 
 def _joined(like: ArrayRecord, trained: ArrayRecord, buffers: ArrayRecord) -> ArrayRecord:
     """Return both in the order of a model; what that does not have comes last."""
     both = {**trained, **buffers}
-    return ArrayRecord({name: both[name] for name in (*(name for name in like if name in both),
-                                                      *(name for name in both if name not in like))})
+    return ArrayRecord(
+        {
+            name: both[name]
+            for name in (
+                *(name for name in like if name in both),
+                *(name for name in both if name not in like),
+            )
+        }
+    )
 
 
 def _difference(made: ArrayRecord, model: ArrayRecord) -> str:
     """Return the first difference in names and shapes; types may differ."""
     own, expected = layout_of(made), layout_of(model)
-    in_its_types = {name: (expected.get(name, (dtype, ()))[0], shape) for name, (dtype, shape) in own.items()}
+    in_its_types = {
+        name: (expected.get(name, (dtype, ()))[0], shape) for name, (dtype, shape) in own.items()
+    }
     return layout_difference(in_its_types, expected)
 
 
@@ -397,7 +523,9 @@ def _scalars(reply: Message) -> dict[str, int | float]:
     return {key: value for key, value in _metrics(reply).items() if isinstance(value, int | float)}
 
 
-def _with_content(reply: Message, model: ArrayRecord, metrics: Mapping[str, int | float]) -> Message:
+def _with_content(
+    reply: Message, model: ArrayRecord, metrics: Mapping[str, int | float]
+) -> Message:
     """Return the reply with nothing but a model and metrics."""
     given = copy.copy(reply)
     given.content = RecordDict({ARRAYS: model, METRICS: MetricRecord(dict(metrics))})

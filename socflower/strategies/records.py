@@ -23,7 +23,9 @@ from socflower.hierarchy.averaging import average_tensors, averaged_by, is_nativ
 from socflower.wire.message_keys import ARRAYS, UNTRAINED
 
 _NUMPY_STYPE = "numpy.ndarray"  # flwr's SType.NUMPY: `data` is a .npy file
-_NPY_PREAMBLE_BYTES = 10  # of .npy version 1.0: magic, version, length of the header; sufficient for tensors
+_NPY_PREAMBLE_BYTES = (
+    10  # of .npy version 1.0: magic, version, length of the header; sufficient for tensors
+)
 
 
 def array_views(record: ArrayRecord) -> dict[str, NDArray[Any]]:
@@ -41,8 +43,16 @@ def with_weights(profile: ModelProfile, arrays: ArrayRecord) -> ModelProfile:
         return profile
     views = array_views(arrays).values()
     *others, last = profile.layers
-    return replace(profile, gradients=(), layers=(*others, replace(
-        last, weight_bytes=float(sum(view.nbytes for view in views)), num_tensors=len(views))))
+    return replace(
+        profile,
+        gradients=(),
+        layers=(
+            *others,
+            replace(
+                last, weight_bytes=float(sum(view.nbytes for view in views)), num_tensors=len(views)
+            ),
+        ),
+    )
 
 
 def layout_of(record: ArrayRecord) -> dict[str, tuple["np.dtype[Any]", tuple[int, ...]]]:
@@ -86,7 +96,9 @@ def _average(tensors: Sequence[NDArray[Any]], shares: Sequence[float]) -> Array:
         return _serialised(average_tensors(tensors, shares))
     shape, dtype = tensors[0].shape, tensors[0].dtype
     contiguous = [np.ascontiguousarray(tensor) for tensor in tensors]
-    return _array(shape, dtype, _native.weighted_sum_bytes(_npy_header(shape, dtype), contiguous, shares))
+    return _array(
+        shape, dtype, _native.weighted_sum_bytes(_npy_header(shape, dtype), contiguous, shares)
+    )
 
 
 def _view(array: Array) -> NDArray[Any]:
@@ -108,7 +120,9 @@ def _layout(file: bytes) -> _Layout | None:
     return _parse_header(file[: _NPY_PREAMBLE_BYTES + int.from_bytes(file[8:10], "little")])
 
 
-@lru_cache(maxsize=4096)  # parsing takes longer than summing a small tensor, and replies have equal headers
+@lru_cache(
+    maxsize=4096
+)  # parsing takes longer than summing a small tensor, and replies have equal headers
 def _parse_header(header: bytes) -> _Layout | None:
     try:
         shape, fortran_order, dtype = npy.read_array_header_1_0(BytesIO(header[8:]))
@@ -129,7 +143,9 @@ def _serialised(array: NDArray[Any]) -> Array:
     if not array.flags.c_contiguous or array.dtype.hasobject or array.dtype.kind in "VmM":
         return Array(array)  # NumPy's writer knows Fortran order, records and dates
     elements = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return _array(array.shape, array.dtype, b"".join((_npy_header(array.shape, array.dtype), elements.data)))
+    return _array(
+        array.shape, array.dtype, b"".join((_npy_header(array.shape, array.dtype), elements.data))
+    )
 
 
 def _npy_header(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bytes:
@@ -152,12 +168,19 @@ def untrained_of(replies: Sequence[Message]) -> frozenset[str]:
     named: dict[str, int] = {}
     for reply in replies:
         names = reply.content.config_records.get(UNTRAINED, ConfigRecord()).get("names", [])
-        for name in {name for name in names if isinstance(name, str)} if isinstance(names, list) else ():
+        for name in (
+            {name for name in names if isinstance(name, str)} if isinstance(names, list) else ()
+        ):
             named[name] = named.get(name, 0) + 1
-    return frozenset(name for name, count in named.items() if 2 * count > len(replies)) | integers_of(
-        cast(ArrayRecord, replies[0].content[ARRAYS]))
+    return frozenset(
+        name for name, count in named.items() if 2 * count > len(replies)
+    ) | integers_of(cast(ArrayRecord, replies[0].content[ARRAYS]))
 
 
 def integers_of(model: ArrayRecord) -> frozenset[str]:
     """Return the names of a model's integer tensors."""
-    return frozenset(name for name, (dtype, _) in layout_of(model).items() if not np.issubdtype(dtype, np.inexact))
+    return frozenset(
+        name
+        for name, (dtype, _) in layout_of(model).items()
+        if not np.issubdtype(dtype, np.inexact)
+    )

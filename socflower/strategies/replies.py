@@ -25,7 +25,10 @@ from socflower.wire.message_keys import (
     decode,
 )
 
-_CLIENT_FAULTS = (1, 2)  # Flower's error codes of a ClientApp that cannot be loaded, and of one that raised
+_CLIENT_FAULTS = (
+    1,
+    2,
+)  # Flower's error codes of a ClientApp that cannot be loaded, and of one that raised
 
 BACKEND_DROPPED = "backend-dropped"
 """The kind of event of a reply that is averaged although its client's accelerator failed."""
@@ -51,8 +54,12 @@ class ReplyEvent:
 
 
 def sort_replies(
-    replies: Iterable[Message], group_of_node: Mapping[int, Group], lost: Iterable[ReplyEvent] = (), *,
-    tolerate_errors: bool, sent: ArrayRecord | None = None,
+    replies: Iterable[Message],
+    group_of_node: Mapping[int, Group],
+    lost: Iterable[ReplyEvent] = (),
+    *,
+    tolerate_errors: bool,
+    sent: ArrayRecord | None = None,
 ) -> tuple[list[Message], tuple[ReplyEvent, ...]]:
     """Return the usable replies in group order, and an event for each group without one; some are known as `lost`.
 
@@ -64,8 +71,14 @@ def sort_replies(
     sent_views = array_views(sent or ArrayRecord())
     usable: dict[int, Message] = {}
     events = {event.group_id: event for event in lost}
-    sent_means = {outcome.holds for reply in replies if reply.has_content() and ARRAYS in reply.content.array_records
-                  and (outcome := outcome_of(reply)) is not None and outcome.met}
+    sent_means = {
+        outcome.holds
+        for reply in replies
+        if reply.has_content()
+        and ARRAYS in reply.content.array_records
+        and (outcome := outcome_of(reply)) is not None
+        and outcome.met
+    }
     # The error reply for a dead node has the SuperLink's id as its source, so its group is found by the missing reply.
     for reply in replies:
         node_id = reply.metadata.src_node_id
@@ -75,12 +88,19 @@ def sort_replies(
         where = f"group {group.group_id}, SoC {group.leader} (node {node_id})"
         outcome = outcome_of(reply)
         has_mean = outcome is not None and bool(outcome.met) and outcome.holds in sent_means
-        event = fault_of(reply, group.group_id, where, without_model=has_mean, sent=sent_views) \
-            or _wrong_group_fault(reply, group.group_id, where)
+        event = fault_of(
+            reply, group.group_id, where, without_model=has_mean, sent=sent_views
+        ) or _wrong_group_fault(reply, group.group_id, where)
         if event is None and has_mean and outcome is not None and group.group_id not in outcome.met:
-            event = ReplyEvent(kind="not-finite", group_id=group.group_id, text=(
-                f"{where}: its model is not in the mean of the leaders, since it has NaN or infinite values; a lower "
-                "learning rate may help if groups diverge"))
+            event = ReplyEvent(
+                kind="not-finite",
+                group_id=group.group_id,
+                text=(
+                    f"{where}: its model is not in the mean of the leaders, since it has NaN or "
+                    f"infinite values; a lower "
+                    "learning rate may help if groups diverge"
+                ),
+            )
         if event is None:
             usable[group.group_id] = reply
         else:
@@ -88,14 +108,17 @@ def sort_replies(
     for group_id, difference in other_layouts(usable, sent).items():
         node_id = usable.pop(group_id).metadata.src_node_id
         where = f"group {group_id}, SoC {group_of_node[node_id].leader} (node {node_id})"
-        events[group_id] = ReplyEvent(kind="malformed", group_id=group_id, text=f"{where}: {difference}, dropped")
+        events[group_id] = ReplyEvent(
+            kind="malformed", group_id=group_id, text=f"{where}: {difference}, dropped"
+        )
     for event in events.values():
         if event.kind == "client-raised" and (not tolerate_errors or LOST_STATE in event.text):
             raise TrainingFailed(event.text)
     for node_id, group in group_of_node.items():
         if group.group_id not in usable and group.group_id not in events:
             events[group.group_id] = no_reply_event(
-                group.group_id, f"group {group.group_id}, SoC {group.leader} (node {node_id})")
+                group.group_id, f"group {group.group_id}, SoC {group.leader} (node {node_id})"
+            )
     ordered = tuple(events[group_id] for group_id in sorted(events))
     if not usable:
         raise TrainingFailed(f"no group sent a usable model; first cause: {ordered[0].text}")
@@ -106,29 +129,46 @@ def _wrong_group_fault(reply: Message, group_id: int, where: str) -> ReplyEvent 
     """Return the fault of a client that trained alone: its model would be averaged as that of its group."""
     if cast(MetricRecord, reply.content[METRICS]).get(GROUP_ID) == group_id:
         return None
-    return ReplyEvent(kind="not-a-group", group_id=group_id,
-                      text=f"{where}: its ClientApp did not train as a group, dropped; make it with "
-                           "socflower.make_client_app")
+    return ReplyEvent(
+        kind="not-a-group",
+        group_id=group_id,
+        text=f"{where}: its ClientApp did not train as a group, dropped; make it with "
+        "socflower.make_client_app",
+    )
 
 
 def other_layouts(replies: Mapping[int, Message], sent: ArrayRecord | None) -> dict[int, str]:
     """Return how models differ from the one that was sent; nothing if all replies have the same tensors."""
-    layouts = {ident: layout_of(cast(ArrayRecord, reply.content[ARRAYS])) for ident, reply in replies.items()
-               if ARRAYS in reply.content.array_records}
+    layouts = {
+        ident: layout_of(cast(ArrayRecord, reply.content[ARRAYS]))
+        for ident, reply in replies.items()
+        if ARRAYS in reply.content.array_records
+    }
     if sent is None or all(layout == next(iter(layouts.values())) for layout in layouts.values()):
         return {}
     expected = layout_of(sent)
-    return {ident: difference for ident, layout in layouts.items()
-            if (difference := layout_difference(layout, expected))}
+    return {
+        ident: difference
+        for ident, layout in layouts.items()
+        if (difference := layout_difference(layout, expected))
+    }
 
 
 def no_reply_event(group_id: int, where: str) -> ReplyEvent:
     """Return the event of a missing reply."""
-    return ReplyEvent(kind="no-reply", group_id=group_id, text=f"{where}: no reply; left out of this synchronisation")
+    return ReplyEvent(
+        kind="no-reply",
+        group_id=group_id,
+        text=f"{where}: no reply; left out of this synchronisation",
+    )
 
 
 def fault_of(
-    reply: Message, group_id: int, where: str, *, without_model: bool = False,
+    reply: Message,
+    group_id: int,
+    where: str,
+    *,
+    without_model: bool = False,
     sent: Mapping[str, NDArray[Any]] | None = None,
 ) -> ReplyEvent | None:
     """Return why a reply cannot be averaged, or None if it can; `where` names its sender.
@@ -144,28 +184,49 @@ def fault_of(
         return ReplyEvent(kind="malformed", group_id=group_id, text=f"{where}: {error}; dropped")
     needs_model = not without_model or ARRAYS in content.array_records
     if needs_model and OUTCOME in content.config_records and ARRAYS not in content.array_records:
-        return ReplyEvent(kind="group-left", group_id=group_id,
-                          text=f"{where}: all of its SoCs were preempted by their users")
-    if (needs_model and ARRAYS not in content.array_records) \
-            or NUM_EXAMPLES not in content.metric_records.get(METRICS, {}):
-        return ReplyEvent(kind="malformed", group_id=group_id,
-                          text=f"{where}: its reply lacks {ARRAYS!r} or {METRICS!r} with {NUM_EXAMPLES!r}, dropped")
+        return ReplyEvent(
+            kind="group-left",
+            group_id=group_id,
+            text=f"{where}: all of its SoCs were preempted by their users",
+        )
+    if (
+        needs_model and ARRAYS not in content.array_records
+    ) or NUM_EXAMPLES not in content.metric_records.get(METRICS, {}):
+        return ReplyEvent(
+            kind="malformed",
+            group_id=group_id,
+            text=f"{where}: its reply lacks {ARRAYS!r} or {METRICS!r} with {NUM_EXAMPLES!r}, dropped",
+        )
     try:
-        tensor = first_non_finite(array_views(content.array_records.get(ARRAYS, ArrayRecord())), sent)
+        tensor = first_non_finite(
+            array_views(content.array_records.get(ARRAYS, ArrayRecord())), sent
+        )
     except (ValueError, TypeError, EOFError) as error:
-        return ReplyEvent(kind="malformed", group_id=group_id,
-                          text=f"{where}: its arrays cannot be read ({error}), dropped")
+        return ReplyEvent(
+            kind="malformed",
+            group_id=group_id,
+            text=f"{where}: its arrays cannot be read ({error}), dropped",
+        )
     if tensor is not None:
-        return ReplyEvent(kind="not-finite", group_id=group_id,
-                          text=f"{where}: {tensor} has NaN or infinite values, dropped; a lower learning rate may "
-                               "help if groups diverge")
+        return ReplyEvent(
+            kind="not-finite",
+            group_id=group_id,
+            text=f"{where}: {tensor} has NaN or infinite values, dropped; a lower learning rate may "
+            "help if groups diverge",
+        )
     num_examples = cast(MetricRecord, content[METRICS])[NUM_EXAMPLES]
     if num_examples == 0:
-        return ReplyEvent(kind="malformed", group_id=group_id,
-                          text=f"{where}: it trained on no samples, dropped; give it data, or leave its SoCs out")
+        return ReplyEvent(
+            kind="malformed",
+            group_id=group_id,
+            text=f"{where}: it trained on no samples, dropped; give it data, or leave its SoCs out",
+        )
     if not isinstance(num_examples, int | float) or not 0 < num_examples < math.inf:
-        return ReplyEvent(kind="malformed", group_id=group_id,
-                          text=f"{where}: {NUM_EXAMPLES} = {num_examples} is not a number above 0, dropped")
+        return ReplyEvent(
+            kind="malformed",
+            group_id=group_id,
+            text=f"{where}: {NUM_EXAMPLES} = {num_examples} is not a number above 0, dropped",
+        )
     return None
 
 
@@ -195,8 +256,11 @@ def failure_event(reply: Message, group_id: int, where: str) -> ReplyEvent:
     raised = reply.error.code in _CLIENT_FAULTS
     # torch raises exceptions with several lines; an event has one.
     reason = " ".join((reply.error.reason or "without a reason").split())
-    return ReplyEvent(kind="client-raised" if raised else "no-reply", group_id=group_id,
-                      text=f"{where}: {'the client raised' if raised else 'failed:'} {reason}")
+    return ReplyEvent(
+        kind="client-raised" if raised else "no-reply",
+        group_id=group_id,
+        text=f"{where}: {'the client raised' if raised else 'failed:'} {reason}",
+    )
 
 
 def heat_events(reply: Message, ident: int, where: str) -> list[ReplyEvent]:
@@ -210,7 +274,13 @@ def heat_events(reply: Message, ident: int, where: str) -> list[ReplyEvent]:
     try:
         report = HeatReport.decode(record)
     except (ConfigError, TypeError, ValueError) as error:
-        return [ReplyEvent(kind="hot", group_id=ident, text=f"{where}: its heat record cannot be read ({error})")]
+        return [
+            ReplyEvent(
+                kind="hot",
+                group_id=ident,
+                text=f"{where}: its heat record cannot be read ({error})",
+            )
+        ]
     if not report.triggered:
         return []
     parts = [
@@ -222,4 +292,10 @@ def heat_events(reply: Message, ident: int, where: str) -> list[ReplyEvent]:
         f"others use {report.user_load:.0%}" if report.user_load else "",
         f"waited {report.paused_s:.0f} s" if report.paused_s else "",
     ]
-    return [ReplyEvent(kind="hot", group_id=ident, text=f"{where}: {', '.join(filter(None, parts)) or 'slow clocks'}")]
+    return [
+        ReplyEvent(
+            kind="hot",
+            group_id=ident,
+            text=f"{where}: {', '.join(filter(None, parts)) or 'slow clocks'}",
+        )
+    ]

@@ -37,15 +37,20 @@ class Resumable(Strategy):
         """
         require_type("resume_from", (int,), "a whole number", server_round=server_round)
         if server_round < 0:
-            raise ConfigError(f"resume_from({server_round}): rounds are counted from 1; 0 is a new start")
+            raise ConfigError(
+                f"resume_from({server_round}): rounds are counted from 1; 0 is a new start"
+            )
         self.resumed_after = server_round
 
     def skip_done_rounds(self, evaluate_fn: EvaluateFn) -> EvaluateFn:
         """Return `evaluate_fn` without the rounds that were done before the resume."""
 
         def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-            return None if self.resumed_after and server_round <= self.resumed_after else evaluate_fn(
-                server_round, arrays)
+            return (
+                None
+                if self.resumed_after and server_round <= self.resumed_after
+                else evaluate_fn(server_round, arrays)
+            )
 
         return evaluate
 
@@ -67,7 +72,11 @@ class Resumable(Strategy):
         return not self.is_done(server_round)
 
     def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
+        self,
+        server_round: int,
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        grid: Grid,
     ) -> Iterable[Message]:
         """Address clients as the strategy does; none in a round that is done."""
         if not self._begins(server_round):
@@ -76,7 +85,9 @@ class Resumable(Strategy):
         return cast(Strategy, super()).configure_train(server_round, arrays, config, grid)
 
     def aggregate_train(
-        self, server_round: int, replies: Iterable[Message],
+        self,
+        server_round: int,
+        replies: Iterable[Message],
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Aggregate as the strategy does; nothing in a round that is done."""
         if not self._ends(server_round):
@@ -84,7 +95,11 @@ class Resumable(Strategy):
         return cast(Strategy, super()).aggregate_train(server_round, replies)
 
     def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
+        self,
+        server_round: int,
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        grid: Grid,
     ) -> Iterable[Message]:
         """Address clients as the strategy does; none in a round that is done.
 
@@ -97,17 +112,25 @@ class Resumable(Strategy):
             raise TrainingFailed(
                 f"round {server_round}: its replies did not reach {type(self).__name__}: the strategy around it keeps "
                 "them back, as Flower's differential privacy does where any client failed; Flower's log has the cause. "
-                "Groups of SoCFlow that are started with GroupGrid(grid) keep such failures from it")
+                "Groups of SoCFlow that are started with GroupGrid(grid) keep such failures from it"
+            )
         unread = [key for key in config if key != SERVER_ROUND]
         if unread and not getattr(self, "fraction_evaluate", 1.0):
-            raise ConfigError(f"{type(self).__name__}: evaluate_config ({', '.join(unread)}) is not used: no client is "
-                              "asked to evaluate; evaluate in evaluate_fn, on the server")
+            raise ConfigError(
+                f"{type(self).__name__}: evaluate_config ({', '.join(unread)}) is not used: no client is "
+                "asked to evaluate; evaluate in evaluate_fn, on the server"
+            )
         return cast(Strategy, super()).configure_evaluate(server_round, arrays, config, grid)
 
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
         """Aggregate as the strategy does; nothing in a round that is done."""
-        return None if self.is_done(server_round) else cast(Strategy, super()).aggregate_evaluate(
-            server_round, replies)
+        return (
+            None
+            if self.is_done(server_round)
+            else cast(Strategy, super()).aggregate_evaluate(server_round, replies)
+        )
 
     def initialize_parameters(self, client_manager: object) -> NoReturn:
         """Raise `ConfigError`: Flower calls this of strategies in `ServerAppComponents`."""
@@ -129,23 +152,36 @@ class PlannedRounds(Resumable):
         """Make `start` continue after `server_round`; see `Resumable.resume_from`."""
         require_type("resume_from", (int,), "a whole number", server_round=server_round)
         if server_round > self.num_rounds:
-            raise ConfigError(f"resume_from({server_round}): the training has num_rounds = {self.num_rounds}")
+            raise ConfigError(
+                f"resume_from({server_round}): the training has num_rounds = {self.num_rounds}"
+            )
         super().resume_from(server_round)
 
     def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
+        self,
+        server_round: int,
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        grid: Grid,
     ) -> list[Message]:
         """Send nothing; raise `TrainingFailed` if the round's replies were withheld."""
         super().configure_evaluate(server_round, arrays, config, grid)
         return []
 
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
         """Return nothing; see `configure_evaluate`."""
         return None
 
     @plain_numbers
     def start(
-        self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, *args: Any, **named_args: Any,
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        *args: Any,
+        **named_args: Any,
     ) -> Result:
         """Train as every strategy does; `ConfigError` for more rounds than are planned."""
         refuse_too_many_rounds(self, num_rounds)
@@ -153,17 +189,21 @@ class PlannedRounds(Resumable):
 
     def _begins(self, server_round: int) -> bool:
         if not 1 <= server_round <= self.num_rounds:  # a strategy around this one has its own start
-            raise ConfigError(f"{type(self).__name__}: round {server_round} of a plan of {self.num_rounds} rounds; "
-                              "call start with num_rounds=strategy.num_rounds")
+            raise ConfigError(
+                f"{type(self).__name__}: round {server_round} of a plan of {self.num_rounds} rounds; "
+                "call start with num_rounds=strategy.num_rounds"
+            )
         return super()._begins(server_round)
 
 
 def no_component(strategy: Strategy) -> ConfigError:
     """Return the error of a strategy of Flower's message API in `ServerAppComponents`, which has another API."""
     name = type(strategy).__name__
-    return ConfigError(f"{name} in ServerAppComponents: that takes strategies of flwr.server.strategy, and {name} is "
-                       "one of Flower's message API; start it in the ServerApp's main function: @app.main() def "
-                       f"main(grid, context): {name}(...).start(GroupGrid(grid), ...)")
+    return ConfigError(
+        f"{name} in ServerAppComponents: that takes strategies of flwr.server.strategy, and {name} is "
+        "one of Flower's message API; start it in the ServerApp's main function: @app.main() def "
+        f"main(grid, context): {name}(...).start(GroupGrid(grid), ...)"
+    )
 
 
 def innermost(strategy: Strategy) -> Strategy:
@@ -176,5 +216,7 @@ def innermost(strategy: Strategy) -> Strategy:
 def refuse_too_many_rounds(strategy: Strategy, num_rounds: int) -> None:
     """Raise `ConfigError` if a strategy that knows its number of rounds is to train more."""
     if isinstance(strategy, PlannedRounds) and num_rounds > strategy.num_rounds:
-        raise ConfigError(f"{type(strategy).__name__}: start was called with num_rounds = {num_rounds}, and the plan "
-                          f"has {strategy.num_rounds}; call start with num_rounds=strategy.num_rounds")
+        raise ConfigError(
+            f"{type(strategy).__name__}: start was called with num_rounds = {num_rounds}, and the plan "
+            f"has {strategy.num_rounds}; call start with num_rounds=strategy.num_rounds"
+        )

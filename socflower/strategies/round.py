@@ -38,15 +38,27 @@ class Round:
     node_of: Mapping[int, int]  # by SoC of the plan
     transport: str  # of gradients inside groups: "gloo", "grpc", "grpc+tls", or "in process"
     sent: ArrayRecord  # the model that leaders got
-    settled_by_grid: bool  # whether the grid is a GroupGrid, so that notes in replies are the grid's
-    place_of: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # board and server of leaders, by group
-    feedback: Mapping[int, GroupFeedback] = field(default_factory=dict)  # by group, of earlier rounds
+    settled_by_grid: (
+        bool  # whether the grid is a GroupGrid, so that notes in replies are the grid's
+    )
+    place_of: Mapping[int, tuple[int, int]] = field(
+        default_factory=dict
+    )  # board and server of leaders, by group
+    feedback: Mapping[int, GroupFeedback] = field(
+        default_factory=dict
+    )  # by group, of earlier rounds
     group_of_node: Mapping[int, Group] = field(init=False)  # of all nodes that got a message
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "group_of_node", {
-            self.node_of[soc]: group for group in self.plan.groups
-            for soc in (group.members if self.in_rings else (group.leader,))})
+        object.__setattr__(
+            self,
+            "group_of_node",
+            {
+                self.node_of[soc]: group
+                for group in self.plan.groups
+                for soc in (group.members if self.in_rings else (group.leader,))
+            },
+        )
 
     @property
     def in_rings(self) -> bool:
@@ -75,7 +87,9 @@ def leader_transport(transport: str) -> str:
 
 
 _TOKEN_BYTES = 32
-_NUM_DEPUTIES = 2  # members besides its leader that others know of a group; more would lengthen every message
+_NUM_DEPUTIES = (
+    2  # members besides its leader that others know of a group; more would lengthen every message
+)
 
 
 def new_token() -> str:
@@ -84,53 +98,92 @@ def new_token() -> str:
 
 
 def ring_tasks(
-    this: Round, settings: RingSettings, address_of: Mapping[int, str], participant_of: Mapping[int, int], *,
-    num_buckets: int, rebalance_steps: int, tolerate_errors: bool,
+    this: Round,
+    settings: RingSettings,
+    address_of: Mapping[int, str],
+    participant_of: Mapping[int, int],
+    *,
+    num_buckets: int,
+    rebalance_steps: int,
+    tolerate_errors: bool,
 ) -> dict[int, RingTask]:
     """Return the ring task of each member of the round's groups, by SoC, in ring order."""
     token = new_token()
     groups = {group.group_id: group for group in this.plan.groups}
     leaders = _lines_of_leaders(this, participant_of, address_of)
-    places = {group.group_id: tuple(" ".join(map(str, (each.group_id, *this.place_of[each.group_id])))
-                                    for each in groups_met)
-              for groups_met in this.meetings for group in groups_met} if this.in_tree else {}
-    turn_of = {ident: turn for turn, ids in enumerate(this.plan.communication_groups) for ident in ids}
+    places = (
+        {
+            group.group_id: tuple(
+                " ".join(map(str, (each.group_id, *this.place_of[each.group_id])))
+                for each in groups_met
+            )
+            for groups_met in this.meetings
+            for group in groups_met
+        }
+        if this.in_tree
+        else {}
+    )
+    turn_of = {
+        ident: turn for turn, ids in enumerate(this.plan.communication_groups) for ident in ids
+    }
     sharing = conflicts(this.plan.groups) if this.exchanges.turns.taken else {}
     tasks: dict[int, RingTask] = {}
     for ident, group in groups.items():
         others = sharing.get(ident, frozenset())
         before = sorted(other for other in others if turn_of[other] < turn_of[ident])
         after = sorted(set(others) - set(before))
-        neighbours = tuple(f"{other} {participant_of[soc]} {address_of[soc]}"
-                           for other in (*before, *after) for soc in groups[other].members)
+        neighbours = tuple(
+            f"{other} {participant_of[soc]} {address_of[soc]}"
+            for other in (*before, *after)
+            for soc in groups[other].members
+        )
         owed = this.feedback[ident].sha256 if ident in this.feedback else ""
         for soc in group.members:
             tasks[soc] = RingTask(
-                participant=participant_of[soc], leader=participant_of[group.leader],
-                addresses=tuple(address_of[member] for member in group.members), token=token,
-                transport=this.transport, num_buckets=num_buckets, compression=settings.compression,
-                heartbeat_s=settings.heartbeat_s, rendezvous_s=settings.rendezvous_s,
-                leader_grace_s=settings.leader_grace_s, tolerate_errors=tolerate_errors,
-                rebalance_steps=rebalance_steps, groups_before=tuple(before), groups_after=tuple(after),
-                neighbours=neighbours, leaders=leaders.get(ident, ()),
-                leader_places=places.get(ident, ()), leader_compression=this.exchanges.leaders.compression,
-                feedback_sha256=owed)
+                participant=participant_of[soc],
+                leader=participant_of[group.leader],
+                addresses=tuple(address_of[member] for member in group.members),
+                token=token,
+                transport=this.transport,
+                num_buckets=num_buckets,
+                compression=settings.compression,
+                heartbeat_s=settings.heartbeat_s,
+                rendezvous_s=settings.rendezvous_s,
+                leader_grace_s=settings.leader_grace_s,
+                tolerate_errors=tolerate_errors,
+                rebalance_steps=rebalance_steps,
+                groups_before=tuple(before),
+                groups_after=tuple(after),
+                neighbours=neighbours,
+                leaders=leaders.get(ident, ()),
+                leader_places=places.get(ident, ()),
+                leader_compression=this.exchanges.leaders.compression,
+                feedback_sha256=owed,
+            )
     return tasks
 
 
-def _lines_of_leaders(this: Round, participant_of: Mapping[int, int], address_of: Mapping[int, str],
-                      ) -> dict[int, tuple[str, ...]]:
+def _lines_of_leaders(
+    this: Round,
+    participant_of: Mapping[int, int],
+    address_of: Mapping[int, str],
+) -> dict[int, tuple[str, ...]]:
     """Return, for each group whose leader meets others in a ring, who may answer for each of them (F8)."""
     if not this.leaders_meet:
         return {}
     lines_of: dict[int, tuple[str, ...]] = {}
     for groups in this.meetings:
-        lines = tuple(f"{group.group_id} {participant_of[soc]} {address_of[soc]}"
-                      for group in groups for soc in _answering(group))
+        lines = tuple(
+            f"{group.group_id} {participant_of[soc]} {address_of[soc]}"
+            for group in groups
+            for soc in _answering(group)
+        )
         lines_of |= {group.group_id: lines for group in groups}
     return lines_of
 
 
 def _answering(group: Group) -> tuple[int, ...]:
     """Return who may answer for a group: its leader, then others as they take its place."""
-    return (group.leader, *(soc for soc in group.members if soc != group.leader))[:1 + _NUM_DEPUTIES]
+    return (group.leader, *(soc for soc in group.members if soc != group.leader))[
+        : 1 + _NUM_DEPUTIES
+    ]

@@ -22,7 +22,11 @@ class RoundPlanner:
     """
 
     def __init__(
-        self, cluster: Cluster, plan: GroupPlan, rates: Sequence[float], rebalancing: Rebalancing | None,
+        self,
+        cluster: Cluster,
+        plan: GroupPlan,
+        rates: Sequence[float],
+        rebalancing: Rebalancing | None,
     ) -> None:
         self._cluster, self._rates = cluster, rates
         self.full_plan = self.plan = plan
@@ -47,14 +51,18 @@ class RoundPlanner:
             self.registry.match_nodes(grid, query=not getattr(grid, "in_one_process", False))
             self.registry.require_group_clients(grid)
             if self.registry.left_out:
-                self.events.append(ReplyEvent(kind="no-answer", group_id=0, text=self.registry.left_out))
+                self.events.append(
+                    ReplyEvent(kind="no-answer", group_id=0, text=self.registry.left_out)
+                )
         self._replan(self._wait_for_free_socs(self.registry.present(grid), clock))
         self.balancer.update_speeds(clock, self.plan.participants)
         self.plan, events = self.balancer.rebalance_groups(self.plan)
         self.events += events
         return self.plan
 
-    def restore(self, *, away: Collection[int], planned_without: Collection[int], balance: Mapping[str, Any]) -> None:
+    def restore(
+        self, *, away: Collection[int], planned_without: Collection[int], balance: Mapping[str, Any]
+    ) -> None:
         """Restore the planning state of an interrupted training; `balance` is its `balancer.state`."""
         plan = plan_without(self.full_plan, self._cluster, self._rates, planned_without)
         self.plan = self.balancer.restore(balance, plan)
@@ -68,17 +76,27 @@ class RoundPlanner:
     def hear_absent(self) -> None:
         """Record the nodes that answered that they are available again."""
         back = self.registry.hear(self._asked_through) if self._asked_through is not None else []
-        self.events += [ReplyEvent(kind="returned", group_id=0, text=f"SoC {soc} is available again from the next "
-                                                                     "synchronisation on") for soc in back]
+        self.events += [
+            ReplyEvent(
+                kind="returned",
+                group_id=0,
+                text=f"SoC {soc} is available again from the next synchronisation on",
+            )
+            for soc in back
+        ]
 
     def remove(self, socs: Collection[int]) -> None:
         """Record SoCs that left their groups within the round."""
         self.registry.mark_away(socs)
         for soc in sorted(socs):
             group = next(group for group in self.plan.groups if soc in group.members)
-            self.events.append(ReplyEvent(
-                kind="preempted", group_id=group.group_id,
-                text=f"group {group.group_id}: SoC {soc} was preempted by its user"))
+            self.events.append(
+                ReplyEvent(
+                    kind="preempted",
+                    group_id=group.group_id,
+                    text=f"group {group.group_id}: SoC {soc} was preempted by its user",
+                )
+            )
 
     def drain_events(self) -> list[ReplyEvent]:
         """Return and clear the events since the last call."""
@@ -90,7 +108,9 @@ class RoundPlanner:
         usage, self._idle_usage = self._idle_usage, Usage()
         return usage
 
-    def _wait_for_free_socs(self, present: Sequence[int], clock: VirtualClock | None) -> Sequence[int]:
+    def _wait_for_free_socs(
+        self, present: Sequence[int], clock: VirtualClock | None
+    ) -> Sequence[int]:
         """Return the SoCs that no user occupies; in virtual time, wait idle until there is one."""
         if clock is None or not clock.changes:
             return present
@@ -110,7 +130,11 @@ class RoundPlanner:
             self.plan = plan_without(self.full_plan, self._cluster, self._rates, away)
         except InfeasiblePlan as error:
             raise TrainingFailed(f"SoCFlow: {error}") from None
-        self.events.append(ReplyEvent(
-            kind="planned-anew", group_id=0,
-            text=f"planned anew: {counted(len(self.plan.groups), 'group')} of {counted(len(present), 'SoC')}"
-                 + (f", without {', '.join(map(str, away))}" if away else "")))
+        self.events.append(
+            ReplyEvent(
+                kind="planned-anew",
+                group_id=0,
+                text=f"planned anew: {counted(len(self.plan.groups), 'group')} of {counted(len(present), 'SoC')}"
+                + (f", without {', '.join(map(str, away))}" if away else ""),
+            )
+        )

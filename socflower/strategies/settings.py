@@ -48,8 +48,12 @@ class TrainingSchedule:
             require_type("TrainingSchedule", (int,), _COUNT, **{key: value})
             if value < 1:
                 raise ConfigError(f"TrainingSchedule: {key} = {value} must be {_COUNT}")
-        require_type("TrainingSchedule", (int, float, str), 'a number above 0, or "decay"',
-                     interval_epochs=self.interval_epochs)
+        require_type(
+            "TrainingSchedule",
+            (int, float, str),
+            'a number above 0, or "decay"',
+            interval_epochs=self.interval_epochs,
+        )
         require_type("TrainingSchedule", (bool,), "True or False", reshuffle=self.reshuffle)
         require_type("TrainingSchedule", (int,), "a whole number", seed=self.seed)
 
@@ -64,7 +68,9 @@ class Grouping:
 
     def __post_init__(self) -> None:
         require_type("Grouping", (int,), _COUNT, num_groups=self.num_groups)
-        require_type("Grouping", (int, type(None)), f"{_COUNT}, or None for all", num_socs=self.num_socs)
+        require_type(
+            "Grouping", (int, type(None)), f"{_COUNT}, or None for all", num_socs=self.num_socs
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,16 +96,24 @@ class Costs:
     clock: VirtualClock | None = None
 
     def __post_init__(self) -> None:
-        require_type("Costs", (ModelProfile, type(None)), "a ModelProfile, as of profile_module(model, …)",
-                     model_profile=self.model_profile)
+        require_type(
+            "Costs",
+            (ModelProfile, type(None)),
+            "a ModelProfile, as of profile_module(model, …)",
+            model_profile=self.model_profile,
+        )
         for key, value, method, expected in (
             ("pricing", self.pricing, "step_cost", "a Pricing, such as Int8Pricing()"),
             ("clock", self.clock, "now_s", "a VirtualClock, or None for that of the grid"),
         ):
-            if isinstance(value, type) or not (hasattr(value, method) or (key == "clock" and value is None)):
+            if isinstance(value, type) or not (
+                hasattr(value, method) or (key == "clock" and value is None)
+            ):
                 require_type("Costs", (), expected, **{key: value})
         if self.clock is not None and self.model_profile is None:
-            raise ConfigError("Costs: a clock needs a model_profile to price; make one with profile_module(model, …)")
+            raise ConfigError(
+                "Costs: a clock needs a model_profile to price; make one with profile_module(model, …)"
+            )
 
 
 @plain_numbers
@@ -136,32 +150,51 @@ class ExchangeSettings:
 
     def __post_init__(self) -> None:
         if not isinstance(self.serialize_uplinks, bool) and self.serialize_uplinks != AUTO:
-            raise ConfigError(f"serialize_uplinks = {self.serialize_uplinks!r} is unknown; use true, false or {AUTO!r}")
+            raise ConfigError(
+                f"serialize_uplinks = {self.serialize_uplinks!r} is unknown; use true, false or {AUTO!r}"
+            )
         require_type("ExchangeSettings", (int,), _COUNT, overlap_buckets=self.overlap_buckets)
         if self.overlap_buckets < 1:
-            raise ConfigError(f"ExchangeSettings: overlap_buckets = {self.overlap_buckets} must be {_COUNT}")
-        require_type("ExchangeSettings", (str,), "a text", leaders=self.leaders, fusion=self.fusion,
-                     leader_compression=self.leader_compression)
+            raise ConfigError(
+                f"ExchangeSettings: overlap_buckets = {self.overlap_buckets} must be {_COUNT}"
+            )
+        require_type(
+            "ExchangeSettings",
+            (str,),
+            "a text",
+            leaders=self.leaders,
+            fusion=self.fusion,
+            leader_compression=self.leader_compression,
+        )
         if self.fusion not in FUSIONS:
-            raise ConfigError(f"ExchangeSettings: fusion = {self.fusion!r} is unknown; use "
-                              f"{' or '.join(map(repr, FUSIONS))}")
+            raise ConfigError(
+                f"ExchangeSettings: fusion = {self.fusion!r} is unknown; use "
+                f"{' or '.join(map(repr, FUSIONS))}"
+            )
         if self.leaders not in (AUTO, *KINDS):
-            raise ConfigError(f"ExchangeSettings: leaders = {self.leaders!r} is unknown; use "
-                              f"{', '.join(map(repr, (AUTO, *KINDS)))}")
+            raise ConfigError(
+                f"ExchangeSettings: leaders = {self.leaders!r} is unknown; use "
+                f"{', '.join(map(repr, (AUTO, *KINDS)))}"
+            )
         if self.leader_compression not in COMPRESSIONS:
-            raise ConfigError(f"ExchangeSettings: leader_compression = {self.leader_compression!r} is unknown; use "
-                              f"{', '.join(map(repr, COMPRESSIONS))}")
+            raise ConfigError(
+                f"ExchangeSettings: leader_compression = {self.leader_compression!r} is unknown; use "
+                f"{', '.join(map(repr, COMPRESSIONS))}"
+            )
         if fault := compression_fault(self.leaders, self.leader_compression):
             raise ConfigError(f"ExchangeSettings: {fault}")
 
 
 _MOVED = {
-    **dict.fromkeys(("num_samples", "batch_size", "num_epochs", "interval_epochs", "reshuffle", "seed"),
-                    "schedule=TrainingSchedule({key}=…)"),
+    **dict.fromkeys(
+        ("num_samples", "batch_size", "num_epochs", "interval_epochs", "reshuffle", "seed"),
+        "schedule=TrainingSchedule({key}=…)",
+    ),
     **dict.fromkeys(("model_profile", "pricing", "clock"), "costs=Costs({key}=…)"),
     **dict.fromkeys(("serialize_uplinks", "overlap_buckets"), "exchange=ExchangeSettings({key}=…)"),
     "num_socs": "groups=Grouping(num_groups=…, num_socs=…)",
-    "num_groups": "groups, a number", "plan": "groups, which may be a plan",
+    "num_groups": "groups, a number",
+    "plan": "groups, which may be a plan",
 }
 
 

@@ -17,8 +17,13 @@ from socflower.wire.message_keys import WARM_UP
 
 @plain_numbers
 def profile_group_count(
-    grid: Grid, initial_arrays: ArrayRecord, accuracy_of: Callable[[ArrayRecord], float],
-    make_strategy: Callable[[int], SoCFlow], candidates: Sequence[int], *, timeout_s: float = 3600.0,
+    grid: Grid,
+    initial_arrays: ArrayRecord,
+    accuracy_of: Callable[[ArrayRecord], float],
+    make_strategy: Callable[[int], SoCFlow],
+    candidates: Sequence[int],
+    *,
+    timeout_s: float = 3600.0,
     train_config: Mapping[str, str] | None = None,
 ) -> GroupCountChoice:
     """Train an epoch with each candidate, few groups first, and return the last N before accuracy falls.
@@ -30,8 +35,13 @@ def profile_group_count(
 
     def first_epoch_accuracy(num_groups: int) -> float:
         strategy = make_strategy(num_groups)
-        trained = strategy.start(GroupGrid(grid), initial_arrays, num_rounds=strategy.num_rounds, timeout=timeout_s,
-                                 train_config=ConfigRecord({WARM_UP: True, **(train_config or {})}))
+        trained = strategy.start(
+            GroupGrid(grid),
+            initial_arrays,
+            num_rounds=strategy.num_rounds,
+            timeout=timeout_s,
+            train_config=ConfigRecord({WARM_UP: True, **(train_config or {})}),
+        )
         accuracy = accuracy_of(trained.arrays)
         log(INFO, "warm-up: %d groups reach %.4f in their first epoch", num_groups, accuracy)
         return accuracy
@@ -40,7 +50,9 @@ def profile_group_count(
     for num_groups in sorted(set(candidates)):
         try:
             make_strategy(num_groups)
-        except InfeasiblePlan as error:  # more groups are smaller, so that shares of a batch are larger
+        except (
+            InfeasiblePlan
+        ) as error:  # more groups are smaller, so that shares of a batch are larger
             if not feasible:
                 raise
             log(INFO, "warm-up: not with %d groups or more: %s", num_groups, error)

@@ -47,14 +47,23 @@ class HeatLimits:
     max_user_load: float = 0.5  # no training while others use more of its processors
     max_pause_s: float = 120.0  # longest time for which a message waits before its work starts
     min_share: float = 0.1  # smallest share of a training device's power, even when hot
-    stuck_s: float = 60.0  # a temperature still unchanged after so long a pause is from a stuck sensor
+    stuck_s: float = (
+        60.0  # a temperature still unchanged after so long a pause is from a stuck sensor
+    )
 
     def __post_init__(self) -> None:
         if not COLDEST_C <= self.resume_c < self.shrink_c <= self.pause_c <= HOTTEST_C:
-            raise ConfigError(f"heat limits: need resume_c < shrink_c <= pause_c between {COLDEST_C:g} and "
-                              f"{HOTTEST_C:g} °C, got {self.resume_c} < {self.shrink_c} <= {self.pause_c}")
-        require_range("heat limits", least=0.0, most=1.0, min_battery_fraction=self.min_battery_fraction,
-                      max_user_load=self.max_user_load)
+            raise ConfigError(
+                f"heat limits: need resume_c < shrink_c <= pause_c between {COLDEST_C:g} and "
+                f"{HOTTEST_C:g} °C, got {self.resume_c} < {self.shrink_c} <= {self.pause_c}"
+            )
+        require_range(
+            "heat limits",
+            least=0.0,
+            most=1.0,
+            min_battery_fraction=self.min_battery_fraction,
+            max_user_load=self.max_user_load,
+        )
         require_range("heat limits", above=0.0, most=1.0, min_share=self.min_share)
         require_range("heat limits", least=0.0, max_pause_s=self.max_pause_s)
         require_range("heat limits", above=0.0, stuck_s=self.stuck_s)
@@ -82,7 +91,9 @@ class HeatLimits:
             seen = "unknown temperature" if now_c is None else f"{now_c:.1f} °C"
             return f"at {seen}, rests from {self.pause_c:g} °C down to {self.resume_c:g} °C"
         if reading.on_battery and charge is not None and charge < self.min_battery_fraction:
-            return f"on battery at {100 * charge:.0f} %, limit {100 * self.min_battery_fraction:g} %"
+            return (
+                f"on battery at {100 * charge:.0f} %, limit {100 * self.min_battery_fraction:g} %"
+            )
         if load is not None and load > self.max_user_load:
             return f"others use {100 * load:.0f} % of its processors, limit {100 * self.max_user_load:g} %"
         return None
@@ -96,14 +107,22 @@ class Pause:
     temperature_c: float  # at its first reading
     num_looks: int = 1
     moved: bool = False  # whether any later reading had another temperature
-    unknown_since_s: tuple[float, ...] = ()  # time of the first of the present readings without a temperature
+    unknown_since_s: tuple[
+        float, ...
+    ] = ()  # time of the first of the present readings without a temperature
 
     def stuck(self, limits: HeatLimits, now_s: float) -> bool:
         """Whether the sensor must be stuck: a cooling device does not keep exactly the same temperature."""
-        return not self.moved and self.num_looks >= _MIN_STUCK_READINGS and now_s - self.since_s >= limits.stuck_s
+        return (
+            not self.moved
+            and self.num_looks >= _MIN_STUCK_READINGS
+            and now_s - self.since_s >= limits.stuck_s
+        )
 
 
-def next_pause(limits: HeatLimits, pause: Pause | None, reading: Reading, now_s: float) -> Pause | None:
+def next_pause(
+    limits: HeatLimits, pause: Pause | None, reading: Reading, now_s: float
+) -> Pause | None:
     """Return the pause after a reading: it starts at `pause_c` and ends at `resume_c`.
 
     It also ends where the temperature has been unknown for `stuck_s`: a sensor failure on a hot device does not mean
@@ -112,13 +131,21 @@ def next_pause(limits: HeatLimits, pause: Pause | None, reading: Reading, now_s:
     now_c = reading.temperature_c
     if now_c is None and pause is not None and pause.since_s <= now_s:
         since_s = pause.unknown_since_s or (now_s,)
-        return None if now_s - since_s[0] >= limits.stuck_s else replace(pause, unknown_since_s=since_s)
+        return (
+            None
+            if now_s - since_s[0] >= limits.stuck_s
+            else replace(pause, unknown_since_s=since_s)
+        )
     if now_c is None or (now_c < limits.pause_c if pause is None else now_c <= limits.resume_c):
         return None
     if pause is None or pause.since_s > now_s:  # the clock restarted, and so did the machine
         return Pause(since_s=now_s, temperature_c=now_c)
-    return replace(pause, num_looks=pause.num_looks + 1, moved=pause.moved or now_c != pause.temperature_c,
-                   unknown_since_s=())
+    return replace(
+        pause,
+        num_looks=pause.num_looks + 1,
+        moved=pause.moved or now_c != pause.temperature_c,
+        unknown_since_s=(),
+    )
 
 
 class HeatGuard:
@@ -129,15 +156,24 @@ class HeatGuard:
     """
 
     def __init__(
-        self, source: HeatSource, limits: HeatLimits, first: Reading, *, timing: StepTiming, thread_share: float = 1.0,
-        poll_interval_s: float = 2.0, sleep: Callable[[float], object] = time.sleep,
+        self,
+        source: HeatSource,
+        limits: HeatLimits,
+        first: Reading,
+        *,
+        timing: StepTiming,
+        thread_share: float = 1.0,
+        poll_interval_s: float = 2.0,
+        sleep: Callable[[float], object] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._source, self._limits = source, limits
         self._thread_share, self._poll_interval_s = thread_share, poll_interval_s
         self._sleep, self._clock = sleep, clock
         self._timing = timing
-        self._steps: deque[tuple[float, int]] = deque()  # seconds and samples of steps not yet added to `timing`
+        self._steps: deque[tuple[float, int]] = (
+            deque()
+        )  # seconds and samples of steps not yet added to `timing`
         self._lock = threading.Lock()
         self._taken_over = False
         self._idle = True  # an idle device's clock is low to save power, not because of heat
@@ -217,11 +253,17 @@ class HeatGuard:
             share = min(1.0, sum(self._shares) / len(self._shares))
             slow = factor is not None and factor < _SLOW_CLOCK
             return HeatReport(
-                temperature_c=last.temperature_c, peak_c=self._peak_c, clock_factor=factor,
-                throttled_s=self._throttled_s, share=share, battery_fraction=last.battery_fraction,
-                user_load=last.user_load, paused_s=paused_s,
+                temperature_c=last.temperature_c,
+                peak_c=self._peak_c,
+                clock_factor=factor,
+                throttled_s=self._throttled_s,
+                share=share,
+                battery_fraction=last.battery_fraction,
+                user_load=last.user_load,
+                paused_s=paused_s,
                 triggered=bool(self._throttled_s) or share < 1.0 or slow or last.throttled is True,
-                notes=tuple(dict.fromkeys([*notes, *self._notes]))[:_MOST_NOTES])
+                notes=tuple(dict.fromkeys([*notes, *self._notes]))[:_MOST_NOTES],
+            )
 
     def _rest(self, step_s: float, at_full: float) -> float:
         rested_s = 0.0
@@ -239,7 +281,9 @@ class HeatGuard:
     def _tally(self, reading: Reading, since_s: float) -> None:
         """Record a reading, `since_s` after the previous one; each of the two counts for half of that time."""
         if reading.temperature_c is not None:
-            self._peak_c = max(reading.temperature_c, self._peak_c if self._peak_c is not None else COLDEST_C)
+            self._peak_c = max(
+                reading.temperature_c, self._peak_c if self._peak_c is not None else COLDEST_C
+            )
         if reading.throttled is not None:
             throttled = (reading.throttled, self._last.throttled is True)
             self._throttled_s = (self._throttled_s or 0.0) + since_s * sum(throttled) / 2

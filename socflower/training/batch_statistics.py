@@ -11,17 +11,21 @@ from socflower.errors import ConfigError
 
 def depends_on_batch(model: nn.Module) -> bool:
     """Return whether a sample's output depends on the other samples of its pass, as with BatchNorm."""
-    return any(isinstance(module, _NormBase) and (module.training or not module.track_running_stats)
-               for module in model.modules())
+    return any(
+        isinstance(module, _NormBase) and (module.training or not module.track_running_stats)
+        for module in model.modules()
+    )
 
 
 def require_batch_statistics(model: nn.Module, trainer: str) -> None:
     """Raise `ConfigError` if a normalisation layer in training has frozen statistics, which int8 does not support."""
     for name, module in model.named_modules():
         if model.training and isinstance(module, _NormBase) and not module.training:
-            raise ConfigError(f"{trainer}: {type(module).__name__} {name!r} is in evaluation mode, but int8 training "
-                              "normalises by the statistics of the batch; put it into training mode in model_fn, or "
-                              "train in FP32")
+            raise ConfigError(
+                f"{trainer}: {type(module).__name__} {name!r} is in evaluation mode, but int8 training "
+                "normalises by the statistics of the batch; put it into training mode in model_fn, or "
+                "train in FP32"
+            )
 
 
 class MemberBuffers:
@@ -53,7 +57,9 @@ class MemberBuffers:
         for index, (module, name, shared) in enumerate(self._slots):
             members = [own[index] for own in self._own]
             if shared.is_floating_point():
-                mean = torch.zeros(shared.shape, dtype=torch.float64)  # on the CPU: mps has no float64
+                mean = torch.zeros(
+                    shared.shape, dtype=torch.float64
+                )  # on the CPU: mps has no float64
                 for weight, buffer in zip(weights, members, strict=True):
                     mean += weight * buffer.cpu().double()
                 shared.copy_(mean.to(shared.dtype))

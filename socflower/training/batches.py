@@ -25,18 +25,26 @@ class BatchSchedule:
         self._task = task
         self._num_samples = tuple(num_samples)
         self._epoch = -1
-        self._batches: list[list[Indices]] = []  # of the current epoch, by step; for the group, or per member
+        self._batches: list[
+            list[Indices]
+        ] = []  # of the current epoch, by step; for the group, or per member
 
     def batch(self, step: int) -> list[Indices]:
         """Return a step's indices: one array for the group, or one per member into its own data."""
         epoch, within = divmod(step, self._task.steps_per_epoch)
         if epoch != self._epoch:
             self._epoch = epoch
-            self._batches = [np.array_split(order, self._task.steps_per_epoch) for order in self._orders(epoch)]
+            self._batches = [
+                np.array_split(order, self._task.steps_per_epoch) for order in self._orders(epoch)
+            ]
         return [batches[within] for batches in self._batches]
 
     def shares(
-        self, step: int, present: Sequence[int], capacities: Sequence[float] | None = None, due: Collection[int] = (),
+        self,
+        step: int,
+        present: Sequence[int],
+        capacities: Sequence[float] | None = None,
+        due: Collection[int] = (),
     ) -> list[Indices]:
         """Return a step's indices for each of the present members, which are positions in `task.members`.
 
@@ -54,12 +62,19 @@ class BatchSchedule:
     def _orders(self, epoch: int) -> list[Indices]:
         task = self._task
         if not task.reshuffle:
-            return [np.random.default_rng([task.seed, epoch, partition]).permutation(size)
-                    for partition, size in zip(task.partitions, self._num_samples, strict=True)]
-        order = np.random.default_rng([task.seed, task.deal_epoch]).permutation(self._num_samples[0])
+            return [
+                np.random.default_rng([task.seed, epoch, partition]).permutation(size)
+                for partition, size in zip(task.partitions, self._num_samples, strict=True)
+            ]
+        order = np.random.default_rng([task.seed, task.deal_epoch]).permutation(
+            self._num_samples[0]
+        )
         dealt = np.array_split(order, task.num_groups)[task.group_id]
-        return [dealt if epoch == task.deal_epoch
-                else np.random.default_rng([task.seed, epoch, task.group_id]).permutation(dealt)]
+        return [
+            dealt
+            if epoch == task.deal_epoch
+            else np.random.default_rng([task.seed, epoch, task.group_id]).permutation(dealt)
+        ]
 
 
 def sample_key(task: GroupTask, step: int, member: int | None = None) -> tuple[int, ...]:
@@ -68,7 +83,11 @@ def sample_key(task: GroupTask, step: int, member: int | None = None) -> tuple[i
     `step` counts from the task's first one; `member` is a position in `task.members`, whose own data are read.
     """
     epoch = (task.first_step + step) // task.steps_per_epoch
-    return (task.seed, epoch) if member is None or task.reshuffle else (task.seed, epoch, task.partitions[member])
+    return (
+        (task.seed, epoch)
+        if member is None or task.reshuffle
+        else (task.seed, epoch, task.partitions[member])
+    )
 
 
 def ensure_one_sample(sizes: Sequence[int], due: Collection[int]) -> tuple[int, ...]:
@@ -93,7 +112,11 @@ def group_batches(task: GroupTask, num_samples: int) -> Iterator[Indices]:
 
 
 def local_batches(
-    num_samples: int, batch_size: int, num_epochs: int, seed: Sequence[int], first_epoch: int,
+    num_samples: int,
+    batch_size: int,
+    num_epochs: int,
+    seed: Sequence[int],
+    first_epoch: int,
 ) -> Iterator[Indices]:
     """Yield the batches of a client that trains alone: `num_epochs` permutations of its own samples."""
     for epoch in range(first_epoch, first_epoch + num_epochs):

@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
-from socflower.capture.batch_form import Batch, concatenated, form_of, mapped, output_entry, output_of, split
+from socflower.capture.batch_form import (
+    Batch,
+    concatenated,
+    form_of,
+    mapped,
+    output_entry,
+    output_of,
+    split,
+)
 from socflower.capture.batch_form import num_samples as num_samples_of
 from socflower.capture.torch_device import AUTO, device_of, on_device, resolve_device
 from socflower.errors import ConfigError, require_range, require_type
@@ -43,7 +51,9 @@ TrainStep: TypeAlias = Callable[[nn.Module, Batch], Tensor]
 
 
 @plain_numbers
-def sgd(learning_rate: float = 0.01, momentum: float = 0.9, weight_decay: float = 0.0) -> OptimizerFn:
+def sgd(
+    learning_rate: float = 0.01, momentum: float = 0.9, weight_decay: float = 0.0
+) -> OptimizerFn:
     """Return a factory of SGD with momentum, the papers' optimiser.
 
     Raises `ConfigError` for a learning rate that is not positive and finite, and for a momentum outside [0, 1).
@@ -105,28 +115,41 @@ class FP32Trainer:
 
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
-            raise ConfigError(f"FP32Trainer: reduction = {self.reduction!r}; use one of "
-                              f"{', '.join(REDUCTIONS)}")
+            raise ConfigError(
+                f"FP32Trainer: reduction = {self.reduction!r}; use one of {', '.join(REDUCTIONS)}"
+            )
         if self.num_buckets != 1 and self.reduction != "ring":
-            raise ConfigError(f"FP32Trainer: num_buckets = {self.num_buckets} divides the sums of reduction = 'ring', "
-                              f"and reduction = {self.reduction!r} has none; leave it out")
+            raise ConfigError(
+                f"FP32Trainer: num_buckets = {self.num_buckets} divides the sums of reduction = 'ring', "
+                f"and reduction = {self.reduction!r} has none; leave it out"
+            )
         require_type("FP32Trainer", (int,), "a whole number", num_buckets=self.num_buckets)
         require_range("FP32Trainer", least=1, num_buckets=self.num_buckets)
         if not callable(self.optimizer):
-            raise ConfigError(f"FP32Trainer: optimizer = {type(self.optimizer).__name__}(...) is one model's; give a "
-                              "function that makes it, such as functools.partial(torch.optim.AdamW, lr=1e-3)")
+            raise ConfigError(
+                f"FP32Trainer: optimizer = {type(self.optimizer).__name__}(...) is one model's; give a "
+                "function that makes it, such as functools.partial(torch.optim.AdamW, lr=1e-3)"
+            )
         if self.train_step is not None and self.loss is not functional.cross_entropy:
-            raise ConfigError("FP32Trainer: train_step computes the loss itself, so loss would be ignored; give one of "
-                              "the two")
+            raise ConfigError(
+                "FP32Trainer: train_step computes the loss itself, so loss would be ignored; give one of "
+                "the two"
+            )
         if self.loss_weight is not None and not callable(self.loss_weight):
-            raise ConfigError(f"FP32Trainer: loss_weight = {self.loss_weight!r}; give a function of a batch that "
-                              "returns what its mean loss divides by")
-        require_type("FP32Trainer", (int,), "a whole number", accumulation_steps=self.accumulation_steps)
+            raise ConfigError(
+                f"FP32Trainer: loss_weight = {self.loss_weight!r}; give a function of a batch that "
+                "returns what its mean loss divides by"
+            )
+        require_type(
+            "FP32Trainer", (int,), "a whole number", accumulation_steps=self.accumulation_steps
+        )
         require_range("FP32Trainer", least=1, accumulation_steps=self.accumulation_steps)
         if self.max_grad_norm is not None:
             require_range("FP32Trainer", above=0.0, max_grad_norm=self.max_grad_norm)
         if self.autocast not in (None, torch.bfloat16):
-            raise ConfigError(f"FP32Trainer: autocast = {self.autocast}; use torch.bfloat16, or None for float32")
+            raise ConfigError(
+                f"FP32Trainer: autocast = {self.autocast}; use torch.bfloat16, or None for float32"
+            )
 
     @property
     def loss_weights(self) -> LossWeights:
@@ -135,18 +158,31 @@ class FP32Trainer:
             return LossWeights(read=self.loss_weight)
         return BY_SAMPLES if self.train_step is not None else weights_of(self.loss) or BY_SAMPLES
 
-    def require_divisible_loss(self, model: nn.Module, first: Batch, data: DataSource, batch_size: int) -> None:
+    def require_divisible_loss(
+        self, model: nn.Module, first: Batch, data: DataSource, batch_size: int
+    ) -> None:
         """Raise `ConfigError` if batches of `data`, such as `first`, cannot be divided.
 
         A loss that is unknown is tried, and one that the model computes.
         """
-        known = self.loss_weight is None and self.train_step is None and weights_of(self.loss) is not None
+        known = (
+            self.loss_weight is None
+            and self.train_step is None
+            and weights_of(self.loss) is not None
+        )
         if known and not isinstance(first, Mapping):
             return
         exact = replace(self, autocast=None)  # in bfloat16 parts round otherwise than the whole
-        require_divisible(model, exact.loss_of, self.loss_weights, trial_batches(data, batch_size), remedy=(
-            "return the mean over its samples, or give FP32Trainer(loss_weight=...), a function of a batch that "
-            "returns what its mean divides by, or train on one device"))
+        require_divisible(
+            model,
+            exact.loss_of,
+            self.loss_weights,
+            trial_batches(data, batch_size),
+            remedy=(
+                "return the mean over its samples, or give FP32Trainer(loss_weight=...), a function of a batch that "
+                "returns what its mean divides by, or train on one device"
+            ),
+        )
 
     def loss_of(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the loss of a batch, a tensor without dimensions; `ConfigError` for another result and another form.
@@ -155,9 +191,19 @@ class FP32Trainer:
         """
         batch = on_device(batch, device_of(model))
         if self.channels_last:
-            batch = mapped(batch, lambda tensor: tensor.contiguous(memory_format=torch.channels_last)
-                           if tensor.dim() == 4 else tensor)
-        autocast = torch.autocast(device_of(model).type, self.autocast) if self.autocast is not None else nullcontext()
+            batch = mapped(
+                batch,
+                lambda tensor: (
+                    tensor.contiguous(memory_format=torch.channels_last)
+                    if tensor.dim() == 4
+                    else tensor
+                ),
+            )
+        autocast = (
+            torch.autocast(device_of(model).type, self.autocast)
+            if self.autocast is not None
+            else nullcontext()
+        )
         with autocast:
             if self.train_step is not None:
                 loss = self.train_step(model, batch)
@@ -166,22 +212,34 @@ class FP32Trainer:
             elif isinstance(batch, tuple | list) and len(batch) == 2:
                 loss = self._pair_loss(model, *batch)
             else:
-                raise ConfigError(f"FP32Trainer: the data give {form_of(batch)}, of which the loss is unknown; give "
-                                  "FP32Trainer(train_step=...), a function (model, batch) that returns the loss")
-        if not isinstance(loss, Tensor) or loss.dim() or (torch.is_grad_enabled() and not loss.requires_grad):
-            raise ConfigError(f"FP32Trainer: the loss of a batch is {_described(loss)}; it must be a tensor without "
-                              "dimensions, the mean over the samples, through which gradients flow")
+                raise ConfigError(
+                    f"FP32Trainer: the data give {form_of(batch)}, of which the loss is unknown; give "
+                    "FP32Trainer(train_step=...), a function (model, batch) that returns the loss"
+                )
+        if (
+            not isinstance(loss, Tensor)
+            or loss.dim()
+            or (torch.is_grad_enabled() and not loss.requires_grad)
+        ):
+            raise ConfigError(
+                f"FP32Trainer: the loss of a batch is {_described(loss)}; it must be a tensor without "
+                "dimensions, the mean over the samples, through which gradients flow"
+            )
         return loss
 
     def _own_loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:
         """Return the loss that a model computes from a dict with labels."""
         if self.loss is not functional.cross_entropy:
-            raise ConfigError(f"FP32Trainer: the data give {form_of(batch)}, of which the model itself computes the "
-                              "loss, so that loss would be ignored; leave it out, or give train_step")
+            raise ConfigError(
+                f"FP32Trainer: the data give {form_of(batch)}, of which the model itself computes the "
+                "loss, so that loss would be ignored; leave it out, or give train_step"
+            )
         loss = output_entry(model(**batch), "loss")
         if loss is None:
-            raise ConfigError(f"FP32Trainer: the model returned no loss for {form_of(batch)}; give it its labels, or "
-                              "FP32Trainer(train_step=...), a function (model, batch) that returns the loss")
+            raise ConfigError(
+                f"FP32Trainer: the model returned no loss for {form_of(batch)}; give it its labels, or "
+                "FP32Trainer(train_step=...), a function (model, batch) that returns the loss"
+            )
         return loss
 
     def _pair_loss(self, model: nn.Module, inputs: Any, labels: Any) -> Tensor:
@@ -191,10 +249,14 @@ class FP32Trainer:
         except IndexError:
             if not isinstance(made, Tensor) or made.dim() != 2 or int(labels.max()) < made.shape[1]:
                 raise
-            raise ConfigError(f"FP32Trainer: the labels reach {int(labels.max())}, but the model has {made.shape[1]} "
-                              "outputs; give the model an output for each class") from None
+            raise ConfigError(
+                f"FP32Trainer: the labels reach {int(labels.max())}, but the model has {made.shape[1]} "
+                "outputs; give the model an output for each class"
+            ) from None
 
-    def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> "FP32Session":
+    def start(
+        self, model: nn.Module, span: TrainingSpan, state: bytes | None = None
+    ) -> "FP32Session":
         """Begin, or continue from the state an earlier session returned; see `Trainer.start`."""
         require_trained_parameters(model)
         session = FP32Session(self, model, span.num_members, span.total_steps)
@@ -224,7 +286,9 @@ class _Pass:
 class FP32Session:
     """One model under FP32 training; see `TrainingSession`."""
 
-    def __init__(self, trainer: FP32Trainer, model: nn.Module, num_members: int, total_steps: int) -> None:
+    def __init__(
+        self, trainer: FP32Trainer, model: nn.Module, num_members: int, total_steps: int
+    ) -> None:
         self._trainer, self._weights = trainer, trainer.loss_weights
         self._device = resolve_device(trainer.device, "FP32Trainer: device")
         model.to(self._device)
@@ -242,11 +306,18 @@ class FP32Session:
         _require_trains(self._optimizer, model, scheduled=trainer.scheduler is not None)
         # Before a state is restored, in which momentum may be disabled.
         self._momentum = float(self._optimizer.param_groups[0].get("momentum", 0.0))
-        self._scheduler = trainer.scheduler(self._optimizer, total_steps) if trainer.scheduler else None
-        separate_passes = num_members > 1 and (trainer.reduction != "auto" or depends_on_batch(model))
+        self._scheduler = (
+            trainer.scheduler(self._optimizer, total_steps) if trainer.scheduler else None
+        )
+        separate_passes = num_members > 1 and (
+            trainer.reduction != "auto" or depends_on_batch(model)
+        )
         self._buffers = MemberBuffers(model, num_members) if separate_passes else None
-        self._ring_order = RingOrderSum(model, num_members, trainer.num_buckets) \
-            if separate_passes and trainer.reduction == "ring" else None
+        self._ring_order = (
+            RingOrderSum(model, num_members, trainer.num_buckets)
+            if separate_passes and trainer.reduction == "ring"
+            else None
+        )
 
     def step(self, parts: Sequence[Part]) -> Tensor:
         """Do one synchronous step of the group; see `TrainingSession.step`."""
@@ -260,7 +331,9 @@ class FP32Session:
         """Whether one backward pass computes the whole gradient; see `ExchangingSession.final_in_backward`."""
         return self._trainer.accumulation_steps == 1
 
-    def require_divisible_loss(self, first: Batch, data: DataSource, batch_size: int, *, divided: bool) -> None:
+    def require_divisible_loss(
+        self, first: Batch, data: DataSource, batch_size: int, *, divided: bool
+    ) -> None:
         """Try the loss if batches are divided; see `TriesLoss.require_divisible_loss`."""
         if divided or self._trainer.accumulation_steps > 1:
             self._trainer.require_divisible_loss(self._model, first, data, batch_size)
@@ -269,7 +342,9 @@ class FP32Session:
         """Return the weight of these parts of a batch; see `ExchangingSession.batch_weight`."""
         return sum(each.weight for each in self._passes(parts)) if self._weights.is_read else None
 
-    def gradients(self, parts: Sequence[Part], num_samples: int, weight: Callable[[], float] | None = None) -> Tensor:
+    def gradients(
+        self, parts: Sequence[Part], num_samples: int, weight: Callable[[], float] | None = None
+    ) -> Tensor:
         """Compute the gradient of `parts` of a batch of `num_samples`; see `ExchangingSession.gradients`."""
         self.begin()
         return self.accumulate(parts, num_samples, weight)
@@ -278,7 +353,9 @@ class FP32Session:
         """Clear the gradients of the last step."""
         self._optimizer.zero_grad(set_to_none=True)
 
-    def accumulate(self, parts: Sequence[Part], num_samples: int, weight: Callable[[], float] | None = None) -> Tensor:
+    def accumulate(
+        self, parts: Sequence[Part], num_samples: int, weight: Callable[[], float] | None = None
+    ) -> Tensor:
         """Add the gradient of the members' parts of a batch of `num_samples`; return their part of its mean loss.
 
         Parts are in the order of the members; another processor may add the gradients of further samples (F12).
@@ -293,8 +370,14 @@ class FP32Session:
             whole = concatenated([part for _, part in present])
             present = present if whole is None else [(0, whole)]
         steps = self._trainer.accumulation_steps
-        return [_Pass(member, num_samples_of(part), [
-            (micro, self._weights.of(micro)) for micro in _micro_batches(part, steps)]) for member, part in present]
+        return [
+            _Pass(
+                member,
+                num_samples_of(part),
+                [(micro, self._weights.of(micro)) for micro in _micro_batches(part, steps)],
+            )
+            for member, part in present
+        ]
 
     def _accumulate(self, passes: Sequence["_Pass"], total: Callable[[], float] | None) -> Tensor:
         """Add the gradients of passes over a batch with the weight `total`; None: there are no others."""
@@ -331,8 +414,9 @@ class FP32Session:
         """Step the optimiser and the schedule with the current gradients."""
         for parameter, received in self._received:
             # A parameter without a gradient gets that of the proximal term, as in a loss that contains the term.
-            parameter.grad = (parameter.grad if parameter.grad is not None else 0.0) + self._proximal_mu * (
-                parameter.detach() - received)
+            parameter.grad = (
+                parameter.grad if parameter.grad is not None else 0.0
+            ) + self._proximal_mu * (parameter.detach() - received)
         if self._trainer.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._trainer.max_grad_norm)
         self._optimizer.step()
@@ -342,8 +426,11 @@ class FP32Session:
     def stay_near(self, proximal_mu: float) -> None:
         """Add `proximal_mu` / 2 times the squared distance from the present weights to every loss, as FedProx does."""
         self._proximal_mu = proximal_mu
-        self._received = [(parameter, parameter.detach().clone()) for parameter in self._model.parameters()
-                          if proximal_mu and parameter.requires_grad]
+        self._received = [
+            (parameter, parameter.detach().clone())
+            for parameter in self._model.parameters()
+            if proximal_mu and parameter.requires_grad
+        ]
 
     def disable_momentum(self) -> float:
         """Return the optimiser's momentum and set it to 0; the caller applies it instead.
@@ -351,9 +438,15 @@ class FP32Session:
         Raises `ConfigError` for an optimiser without the momentum of plain SGD.
         """
         for group in self._optimizer.param_groups:
-            if not isinstance(self._optimizer, torch.optim.SGD) or group["nesterov"] or group["dampening"]:
-                raise ConfigError(f"{type(self._optimizer).__name__}: its momentum cannot be handed over to a gradient "
-                                  "compression; use SGD without nesterov and dampening, or another compression")
+            if (
+                not isinstance(self._optimizer, torch.optim.SGD)
+                or group["nesterov"]
+                or group["dampening"]
+            ):
+                raise ConfigError(
+                    f"{type(self._optimizer).__name__}: its momentum cannot be handed over to a gradient "
+                    "compression; use SGD without nesterov and dampening, or another compression"
+                )
             group["momentum"] = 0.0
         return self._momentum
 
@@ -380,8 +473,10 @@ class FP32Session:
 
     def state(self) -> bytes:
         """Return the state of optimiser and schedule; see `ExchangingSession.state`."""
-        state = {"optimizer": self._optimizer.state_dict(),
-                 "scheduler": self._scheduler.state_dict() if self._scheduler else None}
+        state = {
+            "optimizer": self._optimizer.state_dict(),
+            "scheduler": self._scheduler.state_dict() if self._scheduler else None,
+        }
         if not self._is_read_back and self._optimizer.state:
             self._is_read_back = True  # once: later states have values of the same types
             require_readable(state, self._names)
@@ -389,8 +484,13 @@ class FP32Session:
 
     def require_readable_settings(self) -> None:
         """Before the first step, raise `ConfigError` for settings of optimiser and schedule that cannot be saved."""
-        require_readable({"optimizer": self._optimizer.state_dict()["param_groups"],
-                          "scheduler": self._scheduler.state_dict() if self._scheduler else None}, self._names)
+        require_readable(
+            {
+                "optimizer": self._optimizer.state_dict()["param_groups"],
+                "scheduler": self._scheduler.state_dict() if self._scheduler else None,
+            },
+            self._names,
+        )
 
     @property
     def _names(self) -> str:
@@ -400,8 +500,12 @@ class FP32Session:
     @property
     def state_bytes(self) -> int:
         """Bytes of the optimiser's state, besides weights and gradients."""
-        return sum(value.nbytes for own in self._optimizer.state.values() for value in own.values()
-                   if isinstance(value, Tensor))
+        return sum(
+            value.nbytes
+            for own in self._optimizer.state.values()
+            for value in own.values()
+            if isinstance(value, Tensor)
+        )
 
     def named_state(self) -> dict[str, Any]:
         """Return the state of optimiser and schedule with parameters by name, so that parts of a model can exchange it.
@@ -409,26 +513,47 @@ class FP32Session:
         `parameters` has each parameter's state, `groups` the settings of each group, `scheduler` the schedule's state.
         """
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        own = {names[id(parameter)]: plain(dict(state)) for parameter, state in self._optimizer.state.items()}
-        groups = [{key: plain(value) for key, value in group.items() if key != "params"}
-                  for group in self._optimizer.param_groups]
-        return {"parameters": own, "groups": groups,
-                "scheduler": plain(self._scheduler.state_dict()) if self._scheduler else None}
+        own = {
+            names[id(parameter)]: plain(dict(state))
+            for parameter, state in self._optimizer.state.items()
+        }
+        groups = [
+            {key: plain(value) for key, value in group.items() if key != "params"}
+            for group in self._optimizer.param_groups
+        ]
+        return {
+            "parameters": own,
+            "groups": groups,
+            "scheduler": plain(self._scheduler.state_dict()) if self._scheduler else None,
+        }
 
     def restore_named(self, state: Mapping[str, Any]) -> None:
         """Restore what `named_state` of one or several parts of the model has of this one's parameters."""
         groups = self._optimizer.param_groups
         if len(groups) != len(state["groups"]):
-            raise ConfigError(f"FP32Trainer: the optimizer function makes {len(groups)} groups of parameters of one "
-                              f"part of the model and {len(state['groups'])} of another; make as many of each part")
+            raise ConfigError(
+                f"FP32Trainer: the optimizer function makes {len(groups)} groups of parameters of one "
+                f"part of the model and {len(state['groups'])} of another; make as many of each part"
+            )
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         held = [names[id(parameter)] for group in groups for parameter in group["params"]]
         numbers = {name: number for number, name in enumerate(held)}
-        self._optimizer.load_state_dict({
-            "param_groups": [{**settings, "params": [numbers[names[id(parameter)]] for parameter in group["params"]]}
-                             for settings, group in zip(state["groups"], groups, strict=True)],
-            "state": {number: dict(state["parameters"][name]) for number, name in enumerate(held)
-                      if name in state["parameters"]}})
+        self._optimizer.load_state_dict(
+            {
+                "param_groups": [
+                    {
+                        **settings,
+                        "params": [numbers[names[id(parameter)]] for parameter in group["params"]],
+                    }
+                    for settings, group in zip(state["groups"], groups, strict=True)
+                ],
+                "state": {
+                    number: dict(state["parameters"][name])
+                    for number, name in enumerate(held)
+                    if name in state["parameters"]
+                },
+            }
+        )
         if self._scheduler is not None and state["scheduler"] is not None:
             self._scheduler.load_state_dict(state["scheduler"])
 
@@ -461,8 +586,10 @@ def require_no_closure(optimizer: torch.optim.Optimizer, where: str) -> None:
     """Raise `ConfigError` for an optimiser that evaluates the loss itself, such as LBFGS."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
-        raise ConfigError(f"{where}: {type(optimizer).__name__} evaluates the loss several times a step, where a step "
-                          "here is one gradient; use an optimiser whose step needs no closure, such as SGD or AdamW")
+        raise ConfigError(
+            f"{where}: {type(optimizer).__name__} evaluates the loss several times a step, where a step "
+            "here is one gradient; use an optimiser whose step needs no closure, such as SGD or AdamW"
+        )
 
 
 def _require_trains(optimizer: torch.optim.Optimizer, model: nn.Module, *, scheduled: bool) -> None:
@@ -471,20 +598,34 @@ def _require_trains(optimizer: torch.optim.Optimizer, model: nn.Module, *, sched
     require_no_closure(optimizer, "FP32Trainer")
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if held - {id(parameter) for parameter in model.parameters()}:
-        raise ConfigError(f"{what} holds tensors that are no parameters of the model; give it those that the optimizer "
-                          "function is called with")
-    left_out = [name for name, part in model.named_parameters() if part.requires_grad and id(part) not in held]
+        raise ConfigError(
+            f"{what} holds tensors that are no parameters of the model; give it those that the optimizer "
+            "function is called with"
+        )
+    left_out = [
+        name
+        for name, part in model.named_parameters()
+        if part.requires_grad and id(part) not in held
+    ]
     if left_out:
-        named = ", ".join(left_out[:3]) + (f" and {len(left_out) - 3} more" if len(left_out) > 3 else "")
-        raise ConfigError(f"{what} leaves out {named}, which would never be trained; give it all parameters that the "
-                          "optimizer function is called with, or freeze those in model_fn by requires_grad_(False)")
+        named = ", ".join(left_out[:3]) + (
+            f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
+        )
+        raise ConfigError(
+            f"{what} leaves out {named}, which would never be trained; give it all parameters that the "
+            "optimizer function is called with, or freeze those in model_fn by requires_grad_(False)"
+        )
     rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
     if not all(0.0 <= rate < math.inf for rate in rates):
-        raise ConfigError(f"{what} has lr = {', '.join(map(str, rates))}; it must be above 0 and finite")
+        raise ConfigError(
+            f"{what} has lr = {', '.join(map(str, rates))}; it must be above 0 and finite"
+        )
     # A scheduler may set the rate itself: OneCycleLR does, from the rate that it is given.
     if rates and not any(rates) and not scheduled:
-        raise ConfigError(f"{what} has lr = 0 and no scheduler raises it, so nothing would be trained; give it an lr "
-                          "above 0")
+        raise ConfigError(
+            f"{what} has lr = 0 and no scheduler raises it, so nothing would be trained; give it an lr "
+            "above 0"
+        )
 
 
 def _described(loss: Any) -> str:

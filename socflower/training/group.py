@@ -11,7 +11,14 @@ from socflower.capture.batch_form import NOTHING
 from socflower.capture.random_state import own_random_state
 from socflower.plain_numbers import plain_numbers
 from socflower.training.batches import BatchSchedule, sample_key
-from socflower.training.trainer import Part, SessionResult, Trainer, TrainingSpan, mean_loss, try_loss
+from socflower.training.trainer import (
+    Part,
+    SessionResult,
+    Trainer,
+    TrainingSpan,
+    mean_loss,
+    try_loss,
+)
 from socflower.wire.message_keys import GroupTask
 from socflower.workloads import DataSource
 
@@ -27,8 +34,13 @@ class GroupOutcome:
 
 @plain_numbers
 def train_group(
-    model: nn.Module, data: DataSource | Sequence[DataSource], task: GroupTask, trainer: Trainer,
-    state: bytes | None = None, *, departures: Mapping[int, int] | None = None,
+    model: nn.Module,
+    data: DataSource | Sequence[DataSource],
+    task: GroupTask,
+    trainer: Trainer,
+    state: bytes | None = None,
+    *,
+    departures: Mapping[int, int] | None = None,
 ) -> GroupOutcome:
     """Train `model` in place through all steps of the task, synchronously over the group's members (F4).
 
@@ -37,9 +49,15 @@ def train_group(
     interval is reproducible. `departures` maps a member's position to the interval's step (from 0) before which it
     leaves; when all have left, the interval ends.
     """
-    span = TrainingSpan(num_members=len(task.members), first_step=task.first_step, total_steps=task.total_steps,
-                        steps_per_epoch=task.steps_per_epoch, npu_ratios=task.npu_ratios,
-                        proximal_mu=task.proximal_mu, seed=(task.seed, task.group_id))
+    span = TrainingSpan(
+        num_members=len(task.members),
+        first_step=task.first_step,
+        total_steps=task.total_steps,
+        steps_per_epoch=task.steps_per_epoch,
+        npu_ratios=task.npu_ratios,
+        proximal_mu=task.proximal_mu,
+        seed=(task.seed, task.group_id),
+    )
     with own_random_state(task.seed, task.group_id, task.first_step):
         session = trainer.start(model, span, state)
         own = [data] if isinstance(data, DataSource) else list(data)
@@ -50,25 +68,35 @@ def train_group(
                 try_loss(session, parts, own[0], task.batch_size, divided=len(task.members) > 1)
             losses.append(session.step(parts))
             num_samples += sum(map(batch_form.num_samples, parts))
-        return GroupOutcome(mean_loss=mean_loss(losses), num_samples=num_samples, end=session.finish())
+        return GroupOutcome(
+            mean_loss=mean_loss(losses), num_samples=num_samples, end=session.finish()
+        )
 
 
 def _step_parts(
-    own: Sequence[DataSource], task: GroupTask, departures: Mapping[int, int],
+    own: Sequence[DataSource],
+    task: GroupTask,
+    departures: Mapping[int, int],
 ) -> Iterator[list[Part]]:
     """Yield each step's parts, one for every member; those of members that have left are empty."""
     schedule = BatchSchedule(task, [len(each) for each in own])
     for step in range(task.num_steps):
-        present = [member for member in range(len(task.members)) if departures.get(member, step + 1) > step]
+        present = [
+            member for member in range(len(task.members)) if departures.get(member, step + 1) > step
+        ]
         if not present:
             return
         indices = schedule.shares(task.first_step + step, present)
         if not any(map(len, indices)):
             continue
         if task.reshuffle:
-            parts = own[0].parts([torch.from_numpy(each) for each in indices], sample_key(task, step))
+            parts = own[0].parts(
+                [torch.from_numpy(each) for each in indices], sample_key(task, step)
+            )
         else:
-            parts = [own[member].batch(torch.from_numpy(each), sample_key(task, step, member))
-                     for member, each in zip(present, indices, strict=True)]
+            parts = [
+                own[member].batch(torch.from_numpy(each), sample_key(task, step, member))
+                for member, each in zip(present, indices, strict=True)
+            ]
         of_present = dict(zip(present, parts, strict=True))
         yield [of_present.get(member, NOTHING) for member in range(len(task.members))]

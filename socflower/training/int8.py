@@ -19,7 +19,13 @@ from socflower.precision.int8.batch_share import Peers, gather
 from socflower.precision.int8.model import JointStep
 from socflower.precision.int8.network import UnsupportedOperator
 from socflower.training.batch_statistics import require_batch_statistics
-from socflower.training.trainer import Part, SessionResult, TrainingSpan, require_cpu, require_trained_parameters
+from socflower.training.trainer import (
+    Part,
+    SessionResult,
+    TrainingSpan,
+    require_cpu,
+    require_trained_parameters,
+)
 from socflower.wire.saved_state import from_bytes, to_bytes
 
 SCHEDULES = ("cosine", "constant")
@@ -56,7 +62,9 @@ class Int8Trainer:
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
-            raise ConfigError(f"Int8Trainer: schedule = {self.schedule!r}; use one of {', '.join(SCHEDULES)}")
+            raise ConfigError(
+                f"Int8Trainer: schedule = {self.schedule!r}; use one of {', '.join(SCHEDULES)}"
+            )
         require_cpu(self.device, "Int8Trainer")
         object.__setattr__(self, "device", "cpu")
         require_range("Int8Trainer", above=0.0, learning_rate=self.learning_rate)
@@ -67,7 +75,11 @@ class Int8Trainer:
         return self.learning_rate * annealed
 
     def model(
-        self, module: nn.Module, input_shape: Sequence[int], *, exponents: Mapping[str, int] | None = None,
+        self,
+        module: nn.Module,
+        input_shape: Sequence[int],
+        *,
+        exponents: Mapping[str, int] | None = None,
         head: bool = True,
     ) -> Int8Model:
         """Return the int8 model of a module for inputs (n, *input_shape); see `Int8Model.from_module`.
@@ -81,18 +93,31 @@ class Int8Trainer:
         channels, height, width = input_shape
         try:
             return Int8Model.from_module(
-                module, input_shape=(channels, height, width), algorithm=self.algorithm, settings=self.settings,
-                fp32_operators=self.fp32_operators, unsupported=self.unsupported, exponents=exponents, head=head)
+                module,
+                input_shape=(channels, height, width),
+                algorithm=self.algorithm,
+                settings=self.settings,
+                fp32_operators=self.fp32_operators,
+                unsupported=self.unsupported,
+                exponents=exponents,
+                head=head,
+            )
         except UnsupportedOperator as error:
-            advice = error.remedy("use", "Int8Trainer(fp32_operators={})", "Int8Trainer(unsupported={})")
+            advice = error.remedy(
+                "use", "Int8Trainer(fp32_operators={})", "Int8Trainer(unsupported={})"
+            )
             raise ConfigError(f"{error.what}; {advice}") from None
 
-    def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> "Int8Session":
+    def start(
+        self, model: nn.Module, span: TrainingSpan, state: bytes | None = None
+    ) -> "Int8Session":
         """Begin, or continue from the state an earlier session returned; see `Trainer.start`."""
         require_trained_parameters(model)
         if span.proximal_mu:
-            raise ConfigError(f"Int8Trainer: proximal-mu = {span.proximal_mu}, but its integer update has no proximal "
-                              "term, so that FedProx would be FedAvg: use FedAvg, or FP32Trainer")
+            raise ConfigError(
+                f"Int8Trainer: proximal-mu = {span.proximal_mu}, but its integer update has no proximal "
+                "term, so that FedProx would be FedAvg: use FedAvg, or FP32Trainer"
+            )
         session = Int8Session(self, model, span)
         if state is not None:
             session.restore(state)
@@ -104,11 +129,17 @@ class Int8Session:
 
     def __init__(self, trainer: Int8Trainer, model: nn.Module, span: TrainingSpan) -> None:
         self._trainer, self._module = trainer, model
-        self._step, self._total_steps, self._seed = span.first_step, max(1, span.total_steps), span.seed
+        self._step, self._total_steps, self._seed = (
+            span.first_step,
+            max(1, span.total_steps),
+            span.seed,
+        )
         self._peers: Peers | None = None
         self._image_shape: tuple[int, ...] = ()  # in a ring, known to all of its members
         self._joint: JointStep | None = None
-        self._int8: Int8Model | None = None  # built at the first batch, which has the shape of the images
+        self._int8: Int8Model | None = (
+            None  # built at the first batch, which has the shape of the images
+        )
         self._state: bytes | None = None
 
     def step(self, parts: Sequence[Part]) -> Tensor:
@@ -129,13 +160,19 @@ class Int8Session:
         """Compute this member's share of a step; see `JointSession.gradients`."""
         assert self._peers is not None
         pairs = [pair_of(part, "Int8Trainer") for part in parts if num_samples_of(part)]
-        images, labels = _arrays(pairs) if pairs else (np.zeros((0, *self._image_shape), np.float32), np.zeros(0, int))
+        images, labels = (
+            _arrays(pairs)
+            if pairs
+            else (np.zeros((0, *self._image_shape), np.float32), np.zeros(0, int))
+        )
         if not self._image_shape:
             self._image_shape = self._common_shape(self._peers, images.shape[1:])
             images = images.reshape(len(images), *self._image_shape)
         if self._int8 is None:
             self._int8 = self._start(self._image_shape)
-        self._joint = self._int8.begin_joint_step(images, labels, self._peers, **self._settings(self._int8))
+        self._joint = self._int8.begin_joint_step(
+            images, labels, self._peers, **self._settings(self._int8)
+        )
         return torch.tensor(self._joint.loss)
 
     def exchange(self) -> None:
@@ -159,7 +196,10 @@ class Int8Session:
         if self._int8 is None:
             return self._state or b""
         self._module.load_state_dict(self._int8.state_dict())
-        header = {"trackers": self._int8.trackers_to_json(), "exponents": self._int8.weight_exponents()}
+        header = {
+            "trackers": self._int8.trackers_to_json(),
+            "exponents": self._int8.weight_exponents(),
+        }
         return to_bytes(_STATE, header, self._int8.velocities())
 
     def restore(self, state: bytes) -> None:
@@ -171,7 +211,9 @@ class Int8Session:
         progress = min(1.0, self._step / self._total_steps)
         seed = None
         if model.draws and self._seed:
-            seed = int(np.random.SeedSequence([*self._seed, self._step]).generate_state(1, np.uint64)[0])
+            seed = int(
+                np.random.SeedSequence([*self._seed, self._step]).generate_state(1, np.uint64)[0]
+            )
         elif model.draws:
             seed = int(torch.randint(2**62, ()))
         return {"learning_rate": self._trainer.rate(progress), "progress": progress, "seed": seed}
@@ -193,12 +235,16 @@ class Int8Session:
         return model
 
 
-def _arrays(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
+def _arrays(
+    pairs: Sequence[tuple[Tensor, Tensor]],
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
     images = torch.cat([inputs for inputs, _ in pairs]).numpy()
     labels = torch.cat([labels for _, labels in pairs]).numpy().astype(np.int32)
     return np.ascontiguousarray(images, dtype=np.float32), labels
 
 
 def _no_images(shape: Sequence[int]) -> ConfigError:
-    return ConfigError("Int8Trainer: int8 training takes images (n, channels, height, width), got inputs of shape "
-                       f"{('n', *shape)}; use FP32Trainer")
+    return ConfigError(
+        "Int8Trainer: int8 training takes images (n, channels, height, width), got inputs of shape "
+        f"{('n', *shape)}; use FP32Trainer"
+    )

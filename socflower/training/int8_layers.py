@@ -28,8 +28,15 @@ class Int8Layers:
     """
 
     def __init__(
-        self, layers: nn.Module, input_shape: Sequence[int], output_shape: Sequence[int], *, seed: int = 0,
-        unsupported: Literal["refuse", "fp32"] = "refuse", input_gradient: bool = False, num_passes: int = 1,
+        self,
+        layers: nn.Module,
+        input_shape: Sequence[int],
+        output_shape: Sequence[int],
+        *,
+        seed: int = 0,
+        unsupported: Literal["refuse", "fp32"] = "refuse",
+        input_gradient: bool = False,
+        num_passes: int = 1,
         trackers: Sequence[Any] = (),
     ) -> None:
         """Build the engine; shapes are of one sample, `trackers` as of `trackers_to_json`, also for other layers.
@@ -39,12 +46,19 @@ class Int8Layers:
         """
         require_batch_statistics(layers, "int8 training")
         if len(input_shape) not in (1, 3):
-            raise ConfigError("int8 training takes inputs of shape (n, channels, height, width) or (n, features), got "
-                              f"{('n', *input_shape)}; train in FP32")
+            raise ConfigError(
+                "int8 training takes inputs of shape (n, channels, height, width) or (n, features), got "
+                f"{('n', *input_shape)}; train in FP32"
+            )
         shape = cast(tuple[int, int, int] | tuple[int], tuple(input_shape))
         self.engine = Int8Model.from_module(
-            layers, input_shape=shape, algorithm=HANDED_OUT_GRADIENTS, unsupported=unsupported, head=False,
-            input_gradient=input_gradient)
+            layers,
+            input_shape=shape,
+            algorithm=HANDED_OUT_GRADIENTS,
+            unsupported=unsupported,
+            head=False,
+            input_gradient=input_gradient,
+        )
         self._layers, self._seed, self._output_shape = layers, seed, tuple(output_shape)
         known = {node.name for node in self.engine.graph.nodes}
         self.engine.restore_trackers([entry for entry in trackers if entry[0] in known])
@@ -56,10 +70,19 @@ class Int8Layers:
 
         Running statistics are taken from `tensors`; those that it lacks stay as the engine has them.
         """
-        state = {name: parameter.detach().numpy() for name, parameter in self._layers.named_parameters()}
-        statistics = {name: tensor.numpy() for name, tensor in tensors.items() if name.endswith(STATISTICS)}
-        take_weights(self.engine.graph, self.engine.parameters, self.engine.engine, {**state, **statistics},
-                     layer_seed(self._seed, draw, 1) % 2**32)
+        state = {
+            name: parameter.detach().numpy() for name, parameter in self._layers.named_parameters()
+        }
+        statistics = {
+            name: tensor.numpy() for name, tensor in tensors.items() if name.endswith(STATISTICS)
+        }
+        take_weights(
+            self.engine.graph,
+            self.engine.parameters,
+            self.engine.engine,
+            {**state, **statistics},
+            layer_seed(self._seed, draw, 1) % 2**32,
+        )
 
     def forward(self, inputs: Tensor, draw: int, *, number: int = 0) -> Tensor:
         """Return the layers' result (samples, ...), differentiable; `draw` numbers the random numbers of the pass.
@@ -67,9 +90,19 @@ class Int8Layers:
         `number`, below `num_passes`, is the engine: none whose last result waits for its backward pass.
         """
         weights = dict(self._layers.named_parameters())
-        return cast(Tensor, _Int8Pass.apply(
-            inputs, self._engines[number], self._handed_out, layer_seed(self._seed, draw, 0) >> 1,
-            torch.is_grad_enabled(), self._output_shape, list(weights), *weights.values()))
+        return cast(
+            Tensor,
+            _Int8Pass.apply(
+                inputs,
+                self._engines[number],
+                self._handed_out,
+                layer_seed(self._seed, draw, 0) >> 1,
+                torch.is_grad_enabled(),
+                self._output_shape,
+                list(weights),
+                *weights.values(),
+            ),
+        )
 
     def evaluate(self, inputs: Tensor) -> Tensor:
         """Return the layers' result in evaluation mode, not differentiable."""
@@ -78,10 +111,16 @@ class Int8Layers:
 
     def statistics(self) -> dict[str, Tensor]:
         """Return the running statistics of BatchNorm after the latest pass."""
-        shapes = {name: node.shape[0] for node in self.engine.graph.nodes
-                  for name in (f"{node.name}.{part}" for part in node.vectors) if name.endswith(STATISTICS)}
-        return {name: torch.from_numpy(self.engine.parameters.vectors[name].data[:size])
-                for name, size in shapes.items()}
+        shapes = {
+            name: node.shape[0]
+            for node in self.engine.graph.nodes
+            for name in (f"{node.name}.{part}" for part in node.vectors)
+            if name.endswith(STATISTICS)
+        }
+        return {
+            name: torch.from_numpy(self.engine.parameters.vectors[name].data[:size])
+            for name, size in shapes.items()
+        }
 
     @property
     def weight_bytes(self) -> int:
@@ -99,12 +138,24 @@ class _Int8Pass(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, engine: Int8Model, handed_out: Mapping[str, NDArray[np.float32]], seed: int,
-        keep: bool, shape: tuple[int, ...], names: list[str], *weights: Tensor,
+        ctx: Any,
+        inputs: Tensor,
+        engine: Int8Model,
+        handed_out: Mapping[str, NDArray[np.float32]],
+        seed: int,
+        keep: bool,
+        shape: tuple[int, ...],
+        names: list[str],
+        *weights: Tensor,
     ) -> Tensor:
         """Return the result (samples, ...)."""
         real, _ = engine.forward(_images(inputs), seed=seed, keep=keep)
-        ctx.engine, ctx.names, ctx.output_shape, ctx.input_shape = engine, names, real.shape, inputs.shape
+        ctx.engine, ctx.names, ctx.output_shape, ctx.input_shape = (
+            engine,
+            names,
+            real.shape,
+            inputs.shape,
+        )
         ctx.handed_out = handed_out  # arrays that `backward` of the engine fills
         ctx.shapes = [weight.shape for weight in weights]
         return torch.from_numpy(real).reshape(len(real), *shape)
@@ -113,15 +164,24 @@ class _Int8Pass(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Return the gradient of the inputs, if the engine computes it, and of each weight, summed over the samples."""
         of_input = ctx.engine.backward(
-            gradients[0].reshape(ctx.output_shape).numpy(), learning_rate=1.0, summed=True)
-        of_weights = (torch.from_numpy(np.array(ctx.handed_out[name])).reshape(shape)
-                      if name in ctx.handed_out else None
-                      for name, shape in zip(ctx.names, ctx.shapes, strict=True))
-        return (None if of_input is None else torch.from_numpy(of_input).reshape(ctx.input_shape),
-                *(None,) * 6, *of_weights)
+            gradients[0].reshape(ctx.output_shape).numpy(), learning_rate=1.0, summed=True
+        )
+        of_weights = (
+            torch.from_numpy(np.array(ctx.handed_out[name])).reshape(shape)
+            if name in ctx.handed_out
+            else None
+            for name, shape in zip(ctx.names, ctx.shapes, strict=True)
+        )
+        return (
+            None if of_input is None else torch.from_numpy(of_input).reshape(ctx.input_shape),
+            *(None,) * 6,
+            *of_weights,
+        )
 
 
 def _images(inputs: Tensor) -> NDArray[np.float32]:
     """Return inputs as the engine takes them: features as images of a pixel."""
     images = inputs.detach()
-    return np.ascontiguousarray((images if images.ndim == 4 else images[..., None, None]).numpy(), dtype=np.float32)
+    return np.ascontiguousarray(
+        (images if images.ndim == 4 else images[..., None, None]).numpy(), dtype=np.float32
+    )

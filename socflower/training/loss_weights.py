@@ -58,8 +58,10 @@ class LossWeights:
             return float(num_samples(part))
         weight = float(self.read(part))
         if not 0.0 <= weight < math.inf:
-            raise ConfigError(f"loss weight: a part of {num_samples(part)} samples has {weight}; it must be 0 or more, "
-                              "what the mean over the part divides by")
+            raise ConfigError(
+                f"loss weight: a part of {num_samples(part)} samples has {weight}; it must be 0 or more, "
+                "what the mean over the part divides by"
+            )
         return float(np.float32(weight))
 
     def share(self, weight: float, total: float) -> float:
@@ -70,8 +72,10 @@ class LossWeights:
         if self.is_sum:
             return 1.0
         if not total:
-            raise ConfigError("loss: every label of a batch is ignored or has weight 0, so its mean is 0 / 0; leave "
-                              "such samples out, or use larger batches")
+            raise ConfigError(
+                "loss: every label of a batch is ignored or has weight 0, so its mean is 0 / 0; leave "
+                "such samples out, or use larger batches"
+            )
         return weight / total
 
 
@@ -80,15 +84,36 @@ BY_SAMPLES = LossWeights()
 
 _LABEL_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 _SAMPLE_LOSSES = (
-    nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.KLDivLoss,
-    nn.PoissonNLLLoss, nn.SoftMarginLoss, nn.MultiMarginLoss, nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss,
-    nn.HingeEmbeddingLoss)
+    nn.MSELoss,
+    nn.L1Loss,
+    nn.SmoothL1Loss,
+    nn.HuberLoss,
+    nn.BCELoss,
+    nn.BCEWithLogitsLoss,
+    nn.KLDivLoss,
+    nn.PoissonNLLLoss,
+    nn.SoftMarginLoss,
+    nn.MultiMarginLoss,
+    nn.MultiLabelMarginLoss,
+    nn.MultiLabelSoftMarginLoss,
+    nn.HingeEmbeddingLoss,
+)
 _LABEL_FUNCTIONS: tuple[Callable[..., Any], ...] = (functional.cross_entropy, functional.nll_loss)
 _SAMPLE_FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss,
-    functional.binary_cross_entropy, functional.binary_cross_entropy_with_logits, functional.kl_div,
-    functional.poisson_nll_loss, functional.soft_margin_loss, functional.multi_margin_loss,
-    functional.multilabel_margin_loss, functional.multilabel_soft_margin_loss, functional.hinge_embedding_loss)
+    functional.mse_loss,
+    functional.l1_loss,
+    functional.smooth_l1_loss,
+    functional.huber_loss,
+    functional.binary_cross_entropy,
+    functional.binary_cross_entropy_with_logits,
+    functional.kl_div,
+    functional.poisson_nll_loss,
+    functional.soft_margin_loss,
+    functional.multi_margin_loss,
+    functional.multilabel_margin_loss,
+    functional.multilabel_soft_margin_loss,
+    functional.hinge_embedding_loss,
+)
 
 
 def weights_of(loss: Callable[..., Any]) -> LossWeights | None:
@@ -117,7 +142,9 @@ def weights_of(loss: Callable[..., Any]) -> LossWeights | None:
     return BY_SAMPLES if reduction in ("mean", "batchmean") else None
 
 
-def label_weight(batch: Batch, class_weights: Tensor | None = None, ignored: int = IGNORED) -> float:
+def label_weight(
+    batch: Batch, class_weights: Tensor | None = None, ignored: int = IGNORED
+) -> float:
     """Return what the mean cross-entropy of a batch (inputs, labels) divides by.
 
     That is the summed class weights of the labels that are not `ignored`. Labels that are probabilities count one by
@@ -143,12 +170,20 @@ def trial_batches(data: DataSource, batch_size: int) -> list[Batch]:
         return []
     rows = np.linspace(0, len(data) - 1, size).astype(np.int64)
     with forked_generators(0):  # samples may draw from global generators
-        return [data.batch(torch.from_numpy((rows + turn * (len(data) // (3 * size) + 1)) % len(data)), (0,))
-                for turn in range(len(_TRIAL_CUTS))]
+        return [
+            data.batch(
+                torch.from_numpy((rows + turn * (len(data) // (3 * size) + 1)) % len(data)), (0,)
+            )
+            for turn in range(len(_TRIAL_CUTS))
+        ]
 
 
 def require_divisible(
-    model: nn.Module, loss_of: Callable[[nn.Module, Batch], Tensor], weights: LossWeights, batches: Sequence[Batch], *,
+    model: nn.Module,
+    loss_of: Callable[[nn.Module, Batch], Tensor],
+    weights: LossWeights,
+    batches: Sequence[Batch],
+    *,
     remedy: str,
 ) -> None:
     """Raise `ConfigError` if the loss of a batch is not the weighted mean of those of its parts.
@@ -162,8 +197,9 @@ def require_divisible(
     try:
         tried = copied(model)
     except ConfigError as error:
-        raise ConfigError(f"{error}; so its loss cannot be tried, and batches are divided; use a loss of torch") \
-            from error
+        raise ConfigError(
+            f"{error}; so its loss cannot be tried, and batches are divided; use a loss of torch"
+        ) from error
     with in_mode(tried, training=False), torch.no_grad():
         for batch, cut in zip(batches, _TRIAL_CUTS, strict=False):
             size = num_samples(batch)
@@ -171,23 +207,34 @@ def require_divisible(
             sizes = (first, size - first)
             whole = _Draws(partial(_joined, tried, loss_of, weights, [batch], batch))
             try:
-                parts = _Draws(partial(_joined, tried, loss_of, weights, split(batch, sizes), batch))
+                parts = _Draws(
+                    partial(_joined, tried, loss_of, weights, split(batch, sizes), batch)
+                )
             except Exception as error:
-                raise ConfigError(f"the loss of {first} of the {size} samples of a batch fails ({reason(error)}), and "
-                                  f"batches are divided; {remedy}") from error
+                raise ConfigError(
+                    f"the loss of {first} of the {size} samples of a batch fails ({reason(error)}), and "
+                    f"batches are divided; {remedy}"
+                ) from error
             if not whole.agrees_with(parts):
-                raise ConfigError(f"the loss cannot be divided: of a batch of {size} samples it is {whole.mean:.6g}, "
-                                  f"but {parts.mean:.6g} from its parts of {sizes[0]} and {sizes[1]}; {remedy}")
+                raise ConfigError(
+                    f"the loss cannot be divided: of a batch of {size} samples it is {whole.mean:.6g}, "
+                    f"but {parts.mean:.6g} from its parts of {sizes[0]} and {sizes[1]}; {remedy}"
+                )
 
 
 def _joined(
-    model: nn.Module, loss_of: Callable[[nn.Module, Batch], Tensor], weights: LossWeights, parts: Sequence[Batch],
+    model: nn.Module,
+    loss_of: Callable[[nn.Module, Batch], Tensor],
+    weights: LossWeights,
+    parts: Sequence[Batch],
     batch: Batch,
 ) -> float:
     """Return the loss of a batch from those of its parts."""
     total = weights.of(batch)
     own = [(part, weights.of(part)) for part in parts]
-    return sum(weights.share(weight, total) * float(loss_of(model, part)) for part, weight in own if weight)
+    return sum(
+        weights.share(weight, total) * float(loss_of(model, part)) for part, weight in own if weight
+    )
 
 
 class _Draws:
@@ -204,7 +251,9 @@ class _Draws:
         """Whether both means differ by rounding alone, or by what the draws leave open."""
         if not math.isfinite(self.mean):
             return True  # training itself reports a loss that is not finite
-        allowed = _TRIAL_TOLERANCE * max(abs(self.mean), 1e-3) + 4.0 * math.hypot(self.error, other.error)
+        allowed = _TRIAL_TOLERANCE * max(abs(self.mean), 1e-3) + 4.0 * math.hypot(
+            self.error, other.error
+        )
         return abs(self.mean - other.mean) <= allowed
 
     @staticmethod
@@ -219,4 +268,3 @@ def _with_keywords(loss: Callable[..., Any]) -> tuple[Callable[..., Any], dict[s
         function, settings = _with_keywords(loss.func)
         return function, {**settings, **loss.keywords}
     return loss, {}
-

@@ -68,28 +68,42 @@ class MixedPrecisionTrainer:
 
     def __post_init__(self) -> None:
         if self.rule not in MIXING_RULES:
-            raise ConfigError(f"MixedPrecisionTrainer: rule = {self.rule!r}; use one of {', '.join(MIXING_RULES)}")
+            raise ConfigError(
+                f"MixedPrecisionTrainer: rule = {self.rule!r}; use one of {', '.join(MIXING_RULES)}"
+            )
         if self.fp32.loss is not functional.cross_entropy or self.fp32.loss_weight is not None:
-            raise ConfigError("MixedPrecisionTrainer: int8 training has the cross-entropy of logits only; leave the "
-                              "loss and the loss_weight of its FP32Trainer at their defaults")
+            raise ConfigError(
+                "MixedPrecisionTrainer: int8 training has the cross-entropy of logits only; leave the "
+                "loss and the loss_weight of its FP32Trainer at their defaults"
+            )
         if self.fp32.train_step is not None:
-            raise ConfigError("MixedPrecisionTrainer: the train_step of its FP32Trainer computes a loss that int8 "
-                              "training does not have, so that a part of the samples would get another one; leave it "
-                              "out, or use FP32Trainer")
+            raise ConfigError(
+                "MixedPrecisionTrainer: the train_step of its FP32Trainer computes a loss that int8 "
+                "training does not have, so that a part of the samples would get another one; leave it "
+                "out, or use FP32Trainer"
+            )
         if self.fp32.reduction == "ring":
-            raise ConfigError("MixedPrecisionTrainer: reduction = 'ring' of its FP32Trainer sums the members' "
-                              "gradients as a ring does, which int8 gradients do not take part in; use 'always'")
+            raise ConfigError(
+                "MixedPrecisionTrainer: reduction = 'ring' of its FP32Trainer sums the members' "
+                "gradients as a ring does, which int8 gradients do not take part in; use 'always'"
+            )
         if self.held_out is not None and not len(self.held_out):
-            raise ConfigError("MixedPrecisionTrainer: held_out has no inputs; give at least one, or None")
+            raise ConfigError(
+                "MixedPrecisionTrainer: held_out has no inputs; give at least one, or None"
+            )
         require_cpu(self.fp32.device, "MixedPrecisionTrainer")
         object.__setattr__(self, "fp32", replace(self.fp32, device="cpu"))
 
-    def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> "MixedPrecisionSession":
+    def start(
+        self, model: nn.Module, span: TrainingSpan, state: bytes | None = None
+    ) -> "MixedPrecisionSession":
         """Begin, or continue from the state an earlier session returned; see `Trainer.start`."""
         header, fp32_state = _parse(state)
         if self.npu_ratio is not None and not span.npu_ratios:
             span = replace(span, npu_ratios=(self.npu_ratio,) * span.num_members)
-        return MixedPrecisionSession(self, model, span, self.fp32.start(model, span, fp32_state), header)
+        return MixedPrecisionSession(
+            self, model, span, self.fp32.start(model, span, fp32_state), header
+        )
 
 
 @dataclass(slots=True)
@@ -106,15 +120,23 @@ class _Int8Pass:
 class MixedPrecisionSession:
     """One model under mixed-precision training; see `TrainingSession`."""
 
-    def __init__(self, trainer: MixedPrecisionTrainer, model: nn.Module, span: TrainingSpan, fp32: FP32Session,
-                 header: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        trainer: MixedPrecisionTrainer,
+        model: nn.Module,
+        span: TrainingSpan,
+        fp32: FP32Session,
+        header: dict[str, Any],
+    ) -> None:
         self._trainer, self._model, self._span, self._fp32 = trainer, model, span, fp32
         self._parameters = dict(model.named_parameters())
         every = dict(model.named_parameters(remove_duplicate=False))
         self._aliases = {name: part for name, part in every.items() if name not in self._parameters}
         self._step = span.first_step
         self._backend: Int8Backend | None = None
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="int8") if trainer.parallel else None
+        self._worker = (
+            ThreadPoolExecutor(1, thread_name_prefix="int8") if trainer.parallel else None
+        )
         self._dropped = False
         self._events: list[str] = []
         self._alpha: float | None = header.get("alpha")
@@ -145,10 +167,18 @@ class MixedPrecisionSession:
         _require_labels(parts)
         if num_own and self._trainer.rule != "fp32":
             self._prepare(parts)
-        sizes = [cpu_samples(len(labels), share, self._floor)
-                 for (_, labels), share in zip(parts, self._shares, strict=True)]
-        cpu_parts = [(inputs[:size], labels[:size]) for (inputs, labels), size in zip(parts, sizes, strict=True)]
-        npu_parts = [(inputs[size:], labels[size:]) for (inputs, labels), size in zip(parts, sizes, strict=True)]
+        sizes = [
+            cpu_samples(len(labels), share, self._floor)
+            for (_, labels), share in zip(parts, self._shares, strict=True)
+        ]
+        cpu_parts = [
+            (inputs[:size], labels[:size])
+            for (inputs, labels), size in zip(parts, sizes, strict=True)
+        ]
+        npu_parts = [
+            (inputs[size:], labels[size:])
+            for (inputs, labels), size in zip(parts, sizes, strict=True)
+        ]
         self._fp32.begin()
         self._num_int8_samples = 0
         int8 = self._start_int8(npu_parts, num_samples)
@@ -215,27 +245,36 @@ class MixedPrecisionSession:
         if self._dropped:
             return
         assert self._alpha is not None
-        ratios = self._span.npu_ratios or [self._ratio.beta if self._ratio else 0.0] * self._span.num_members
+        ratios = (
+            self._span.npu_ratios
+            or [self._ratio.beta if self._ratio else 0.0] * self._span.num_members
+        )
         self._shares = [cpu_share(self._trainer.rule, self._alpha, ratio) for ratio in ratios]
         self._floor = accuracy_floor(self._trainer.rule, self._alpha)
 
     def _build_backend(self, inputs: Tensor) -> None:
         if inputs.dim() != 4:
-            raise ConfigError(f"mixed precision: int8 training takes images (n, channels, height, width), got inputs "
-                              f"of shape {tuple(inputs.shape)}; use FP32Trainer")
+            raise ConfigError(
+                f"mixed precision: int8 training takes images (n, channels, height, width), got inputs "
+                f"of shape {tuple(inputs.shape)}; use FP32Trainer"
+            )
         held_out = self._trainer.held_out
         if held_out is not None and held_out.shape[1:] != inputs.shape[1:]:
-            raise ConfigError(f"mixed precision: held_out has inputs of shape {tuple(held_out.shape[1:])}, but "
-                              f"training has {tuple(inputs.shape[1:])}; hold out samples of the same data")
+            raise ConfigError(
+                f"mixed precision: held_out has inputs of shape {tuple(held_out.shape[1:])}, but "
+                f"training has {tuple(inputs.shape[1:])}; hold out samples of the same data"
+            )
         require_batch_statistics(self._model, "MixedPrecisionTrainer")
         channels, height, width = inputs.shape[1:]
         self._backend = self._trainer.backend()
         self._backend.build(self._model, (channels, height, width))
         if self._fp32.accumulates_gradients and not self._backend.hands_out_gradients:
-            raise ConfigError(f"mixed precision: {self._backend.name} hands out differences of rounded weights, whose "
-                              "noise momentum adds up: such a training stays at chance; give the FP32Trainer "
-                              "optimizer=sgd(learning_rate, momentum=0.0), or leave the backend at its default, which "
-                              "hands out gradients")
+            raise ConfigError(
+                f"mixed precision: {self._backend.name} hands out differences of rounded weights, whose "
+                "noise momentum adds up: such a training stays at chance; give the FP32Trainer "
+                "optimizer=sgd(learning_rate, momentum=0.0), or leave the backend at its default, which "
+                "hands out gradients"
+            )
         # In the middle of an epoch alpha is known, and no measurement would load the running statistics.
         self._backend.load_weights(self._weights(with_statistics=True), seed=self._seed)
         self._joules_at_start = self._backend.energy_j()
@@ -248,7 +287,11 @@ class MixedPrecisionSession:
             if self._dropped:
                 return
             self._alpha, self._alpha_epoch = self._measure_alpha(parts), epoch
-        if self._ratio is None and not self._span.npu_ratios and self._trainer.rule in RULES_BY_THROUGHPUT:
+        if (
+            self._ratio is None
+            and not self._span.npu_ratios
+            and self._trainer.rule in RULES_BY_THROUGHPUT
+        ):
             # The measurement must not advance the generator of the model's random layers.
             with forked_generator():
                 self._ratio = self._measure_ratio(parts)
@@ -275,7 +318,9 @@ class MixedPrecisionSession:
         fastest: list[float] = []
         for attempt in range(3):
             self._backend.load_weights(weights, seed=-1 - attempt)
-            int8 = self._submit(lambda: self._int8_seconds(inputs, labels)) if known is None else None
+            int8 = (
+                self._submit(lambda: self._int8_seconds(inputs, labels)) if known is None else None
+            )
             started_s = time.perf_counter()
             fp32.begin()
             fp32.accumulate([(inputs, labels)], len(labels))
@@ -283,14 +328,19 @@ class MixedPrecisionSession:
             npu_s = int8.result() if int8 is not None else len(labels) / (known or 1.0)
             # The first run builds graphs and fills caches.
             if attempt:
-                fastest = [min(pair) for pair in zip(fastest or [cpu_s, npu_s], [cpu_s, npu_s], strict=True)]
+                fastest = [
+                    min(pair)
+                    for pair in zip(fastest or [cpu_s, npu_s], [cpu_s, npu_s], strict=True)
+                ]
         self._backend.load_weights(weights, seed=self._seed)
         return ThroughputRatio(fastest[0] / len(labels), fastest[1] / len(labels))
 
     def _int8_seconds(self, inputs: Tensor, labels: Tensor) -> float:
         assert self._backend is not None
         started_s = time.perf_counter()
-        self._backend.train_step(_images(inputs), _labels(labels), learning_rate=self._fp32.learning_rate, progress=0.0)
+        self._backend.train_step(
+            _images(inputs), _labels(labels), learning_rate=self._fp32.learning_rate, progress=0.0
+        )
         return time.perf_counter() - started_s
 
     def _npu_energy(self) -> dict[str, Metric]:
@@ -336,7 +386,9 @@ class MixedPrecisionSession:
             future.set_exception(error)
         return future
 
-    def _int8_work(self, present: Sequence[Part], draws: Sequence[int | None], num_samples: int) -> _Int8Pass:
+    def _int8_work(
+        self, present: Sequence[Part], draws: Sequence[int | None], num_samples: int
+    ) -> _Int8Pass:
         """Do each member's INT8 step from the same weights; every member has an accelerator of its own."""
         backend = self._backend
         assert backend is not None
@@ -351,7 +403,9 @@ class MixedPrecisionSession:
             backend.load_weights(weights, seed=self._seed)
             if draw is not None:
                 backend.draw_from(draw)
-            result = backend.train_step(_images(inputs), _labels(labels), learning_rate=rate, progress=progress)
+            result = backend.train_step(
+                _images(inputs), _labels(labels), learning_rate=rate, progress=progress
+            )
             share = len(labels) / num_samples
             for name, array in backend.pseudo_gradient(weights, learning_rate=rate).items():
                 if name in others or not (parameter := self._parameters[name]).requires_grad:
@@ -375,8 +429,13 @@ class MixedPrecisionSession:
         known = backend.samples_per_s(num_done) if self._ratio is not None else None
         return _Int8Pass(total, weight, loss, num_done, num_done / known if known else seconds)
 
-    def _merge_int8(self, future: "Future[_Int8Pass]", parts: Sequence[Part], num_samples: int,
-                    cpu: tuple[int, float]) -> Tensor:
+    def _merge_int8(
+        self,
+        future: "Future[_Int8Pass]",
+        parts: Sequence[Part],
+        num_samples: int,
+        cpu: tuple[int, float],
+    ) -> Tensor:
         """Add the INT8 gradients to the FP32 ones; if the backend failed, compute that share on the CPU too."""
         try:
             work = future.result()
@@ -401,14 +460,18 @@ class MixedPrecisionSession:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         self._dropped = True
         self._shares = [1.0] * self._span.num_members
-        self._events.append(f"{name} failed at step {self._step} and is left out until the next round; its samples "
-                            f"went to the CPU ({reason})")
+        self._events.append(
+            f"{name} failed at step {self._step} and is left out until the next round; its samples "
+            f"went to the CPU ({reason})"
+        )
 
     # ------------------------------------------------------------------------------------------ weights
 
     def _weights(self, *, with_statistics: bool = False) -> dict[str, Any]:
         every = {**self._parameters, **self._aliases}
-        weights: dict[str, Any] = {name: parameter.detach().numpy() for name, parameter in every.items()}
+        weights: dict[str, Any] = {
+            name: parameter.detach().numpy() for name, parameter in every.items()
+        }
         if with_statistics:
             weights |= {name: buffer.numpy() for name, buffer in self._model.named_buffers()}
         return weights
@@ -416,12 +479,24 @@ class MixedPrecisionSession:
     def _average_statistics(self) -> None:
         """Average running statistics over members and then processors, by the samples that each has seen (F3)."""
         self._fp32.average_statistics()
-        buffers = {name: buffer for name, buffer in self._model.named_buffers() if buffer.is_floating_point()}
-        if buffers and self._int8_samples_since_average and self._backend is not None and not self._dropped:
+        buffers = {
+            name: buffer
+            for name, buffer in self._model.named_buffers()
+            if buffer.is_floating_point()
+        }
+        if (
+            buffers
+            and self._int8_samples_since_average
+            and self._backend is not None
+            and not self._dropped
+        ):
             share = self._int8_samples_since_average / self._samples_since_average
             try:
-                seen = {name: torch.from_numpy(np.array(array)) for name, array in self._backend.weights().items()
-                        if name in buffers}
+                seen = {
+                    name: torch.from_numpy(np.array(array))
+                    for name, array in self._backend.weights().items()
+                    if name in buffers
+                }
                 if not all(bool(torch.isfinite(statistic).all()) for statistic in seen.values()):
                     raise TrainingFailed("its running statistics are not finite")
             except Exception as error:  # a vendor's runtime may raise anything; then only the CPU's statistics are used
@@ -434,8 +509,10 @@ class MixedPrecisionSession:
 
 def _require_labels(parts: Sequence[Part]) -> None:
     if any(bool((labels == IGNORED).any()) for _, labels in parts):
-        raise ConfigError(f"MixedPrecisionTrainer: some labels are {IGNORED}, which FP32 training ignores and int8 "
-                          "training cannot; leave such samples out, or use FP32Trainer")
+        raise ConfigError(
+            f"MixedPrecisionTrainer: some labels are {IGNORED}, which FP32 training ignores and int8 "
+            "training cannot; leave such samples out, or use FP32Trainer"
+        )
 
 
 def _images(inputs: Tensor) -> Any:

@@ -11,7 +11,19 @@ from torch import Tensor
 
 from socflower.errors import ConfigError
 
-_READABLE = (Tensor, int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+_READABLE = (
+    Tensor,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bool,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
 
 
 def plain(value: Any) -> Any:
@@ -53,8 +65,10 @@ def require_readable(state: Mapping[str, Any], where: str) -> None:
     except Exception as error:
         found = next(_unreadable(plain(state)), ("a value", type(error)))
         path, kind = found
-        raise ConfigError(f"{where}: its state has {path} of type {kind.__name__}, which can be saved but not read "
-                          "back; make it a number, a text or a tensor") from error
+        raise ConfigError(
+            f"{where}: its state has {path} of type {kind.__name__}, which can be saved but not read "
+            "back; make it a number, a text or a tensor"
+        ) from error
 
 
 def _unreadable(value: Any, path: str = "") -> Iterator[tuple[str, type]]:

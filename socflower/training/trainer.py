@@ -31,9 +31,15 @@ class TrainingSpan:
     first_step: int = 0  # counted from the start of training
     total_steps: int = 1  # of the whole training
     steps_per_epoch: int = 1
-    proximal_mu: float = 0.0  # of FedProx: the loss grows by mu / 2 times the squared way from the received weights
-    seed: tuple[int, ...] = ()  # of random numbers that all members share; empty: torch's global generator has them
-    npu_ratios: tuple[float, ...] = ()  # each member's NPU share of its throughput (F10); empty: the client measures it
+    proximal_mu: float = (
+        0.0  # of FedProx: the loss grows by mu / 2 times the squared way from the received weights
+    )
+    seed: tuple[
+        int, ...
+    ] = ()  # of random numbers that all members share; empty: torch's global generator has them
+    npu_ratios: tuple[
+        float, ...
+    ] = ()  # each member's NPU share of its throughput (F10); empty: the client measures it
 
 
 @plain_numbers
@@ -42,7 +48,9 @@ class SessionResult:
     """The result of a session, besides the trained model."""
 
     state: bytes  # to resume from
-    metrics: Mapping[str, Metric] = field(default_factory=dict)  # for the reply, besides loss and samples
+    metrics: Mapping[str, Metric] = field(
+        default_factory=dict
+    )  # for the reply, besides loss and samples
     events: tuple[str, ...] = ()  # failures that were recovered from, a line each
 
 
@@ -102,7 +110,9 @@ class WeighingSession(Protocol):
         """Return the weight of `parts` of a batch, 0 without samples; None if it is always their number of samples."""
         ...
 
-    def gradients(self, parts: Sequence[Part], num_samples: int, weight: Callable[[], float] | None = None) -> Tensor:
+    def gradients(
+        self, parts: Sequence[Part], num_samples: int, weight: Callable[[], float] | None = None
+    ) -> Tensor:
         """Do as `ExchangingSession.gradients`; `weight` waits for the batch's weight, summed over all machines."""
         ...
 
@@ -111,7 +121,9 @@ class WeighingSession(Protocol):
 class TriesLoss(Protocol):
     """A session that can try whether the loss of a batch follows from those of its parts."""
 
-    def require_divisible_loss(self, first: Batch, data: DataSource, batch_size: int, *, divided: bool) -> None:
+    def require_divisible_loss(
+        self, first: Batch, data: DataSource, batch_size: int, *, divided: bool
+    ) -> None:
         """Raise `ConfigError` if it does not and batches are divided: by the caller, if `divided`, or by the session.
 
         `first` is a batch of the form that is trained on. The model, its mode, and the generators are as before.
@@ -120,7 +132,12 @@ class TriesLoss(Protocol):
 
 
 def try_loss(
-    session: TrainingSession, parts: Sequence[Part], data: DataSource, batch_size: int, *, divided: bool,
+    session: TrainingSession,
+    parts: Sequence[Part],
+    data: DataSource,
+    batch_size: int,
+    *,
+    divided: bool,
 ) -> None:
     """Before the first step of a training, on `parts`, refuse a loss that cannot be divided; see `TriesLoss`."""
     first = next((part for part in parts if num_samples(part)), None)
@@ -163,7 +180,9 @@ class Trainer(Protocol):
     another arithmetic than FP32, its `arithmetic` is "int8" or "mixed".
     """
 
-    def start(self, model: nn.Module, span: TrainingSpan, state: bytes | None = None) -> TrainingSession:
+    def start(
+        self, model: nn.Module, span: TrainingSpan, state: bytes | None = None
+    ) -> TrainingSession:
         """Start a session at the span's first step, from the `state` of an earlier session's result.
 
         Without a state the optimiser is new, but the learning-rate schedule still starts at the first step.
@@ -184,21 +203,33 @@ def arithmetic_of(trainer: Trainer) -> str:
 def require_cpu(device: str, trainer: str) -> None:
     """Raise `ConfigError` in the name of a trainer with integer kernels for a device other than "auto" and "cpu"."""
     if device not in (AUTO, "cpu"):
-        raise ConfigError(f"{trainer}: device = {device!r}, but its integer kernels run on the CPU; leave it out, or "
-                          "use FP32Trainer")
+        raise ConfigError(
+            f"{trainer}: device = {device!r}, but its integer kernels run on the CPU; leave it out, or "
+            "use FP32Trainer"
+        )
 
 
 def mean_loss(losses: Sequence[Tensor]) -> float:
     """Return the mean of the losses of steps, 0 without any; the only place that waits for the device."""
-    return float(torch.stack([loss.to(losses[-1].device) for loss in losses]).mean()) if losses else 0.0
+    return (
+        float(torch.stack([loss.to(losses[-1].device) for loss in losses]).mean())
+        if losses
+        else 0.0
+    )
 
 
 def require_trained_parameters(model: nn.Module) -> None:
     """Raise `ConfigError` for a model without trainable parameters."""
     parameters = list(model.parameters())
     if not any(parameter.requires_grad for parameter in parameters):
-        what = "has no parameters" if not parameters else "has all of its parameters frozen (requires_grad is False)"
-        raise ConfigError(f"{type(model).__name__} {what}: there is nothing to train; leave at least one trainable")
+        what = (
+            "has no parameters"
+            if not parameters
+            else "has all of its parameters frozen (requires_grad is False)"
+        )
+        raise ConfigError(
+            f"{type(model).__name__} {what}: there is nothing to train; leave at least one trainable"
+        )
 
 
 @contextmanager

@@ -12,8 +12,23 @@ from numpy.typing import NDArray
 
 _INDEX_LENGTH = struct.Struct("<I")
 _LONGEST_INDEX_BYTES = 16 << 20
-_DTYPES = {name: np.dtype(name) for name in (
-    "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool")}
+_DTYPES = {
+    name: np.dtype(name)
+    for name in (
+        "float16",
+        "float32",
+        "float64",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "bool",
+    )
+}
 _LARGEST_RANK = 16
 _MOST_ELEMENTS = 1 << 40
 
@@ -26,7 +41,11 @@ def array_to_bytes(array: NDArray[Any]) -> memoryview:
     """Return an array's elements in C order, little-endian; a view if the array already has this layout."""
     # ascontiguousarray would make a vector of a scalar, hence the reshape.
     flat: NDArray[Any] = np.ascontiguousarray(array).reshape(-1)
-    return flat.astype(flat.dtype.newbyteorder("<"), copy=False).view(np.uint8).data if flat.size else memoryview(b"")
+    return (
+        flat.astype(flat.dtype.newbyteorder("<"), copy=False).view(np.uint8).data
+        if flat.size
+        else memoryview(b"")
+    )
 
 
 def array_type(array: NDArray[Any], name: str = "array") -> str:
@@ -47,8 +66,11 @@ def array_num_bytes(dtype: str, shape: Sequence[int]) -> int:
 
 def check_shape(shape: Sequence[int]) -> None:
     """Raise `MalformedBytes` if no array has that shape; also for one without elements, whose sizes bound nothing."""
-    if len(shape) > _LARGEST_RANK or not all(type(size) is int and size >= 0 for size in shape) \
-            or math.prod(max(size, 1) for size in shape) > _MOST_ELEMENTS:
+    if (
+        len(shape) > _LARGEST_RANK
+        or not all(type(size) is int and size >= 0 for size in shape)
+        or math.prod(max(size, 1) for size in shape) > _MOST_ELEMENTS
+    ):
         raise MalformedBytes(f"a tensor of shape {str(list(shape[:5]))[:80]}")
 
 
@@ -74,8 +96,13 @@ def pack_arrays(arrays: Mapping[str, NDArray[Any]]) -> list[memoryview]:
 
     Raises `TypeError` for arrays of other than numbers.
     """
-    index = json.dumps([[name, array_type(array, name), array.shape] for name, array in arrays.items()]).encode()
-    return [memoryview(_INDEX_LENGTH.pack(len(index)) + index), *map(array_to_bytes, arrays.values())]
+    index = json.dumps(
+        [[name, array_type(array, name), array.shape] for name, array in arrays.items()]
+    ).encode()
+    return [
+        memoryview(_INDEX_LENGTH.pack(len(index)) + index),
+        *map(array_to_bytes, arrays.values()),
+    ]
 
 
 def unpack_arrays(body: memoryview) -> dict[str, NDArray[Any]]:
@@ -88,8 +115,10 @@ def unpack_arrays(body: memoryview) -> dict[str, NDArray[Any]]:
         raise MalformedBytes("arrays without an index")
     start = _INDEX_LENGTH.size + int(length)
     try:
-        index = [(name, dtype, shape, array_num_bytes(dtype, shape))
-                 for name, dtype, shape in json.loads(bytes(body[_INDEX_LENGTH.size:start]))]
+        index = [
+            (name, dtype, shape, array_num_bytes(dtype, shape))
+            for name, dtype, shape in json.loads(bytes(body[_INDEX_LENGTH.size : start]))
+        ]
         if len({name for name, *_ in index if isinstance(name, str)}) != len(index):
             raise MalformedBytes("arrays of which two have one name, or one has none")
     except MalformedBytes:
@@ -100,6 +129,6 @@ def unpack_arrays(body: memoryview) -> dict[str, NDArray[Any]]:
         raise MalformedBytes(f"{body.nbytes} bytes of arrays, which is not what their index says")
     arrays: dict[str, NDArray[Any]] = {}
     for name, dtype, shape, num_bytes in index:
-        arrays[name] = array_from_bytes(dtype, shape, body[start:start + num_bytes]).copy()
+        arrays[name] = array_from_bytes(dtype, shape, body[start : start + num_bytes]).copy()
         start += num_bytes
     return arrays

@@ -91,7 +91,9 @@ class _Details(grpc.ClientCallDetails):  # type: ignore[misc]
 
 
 class ClientAuthentication(
-    grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor, grpc.StreamUnaryClientInterceptor,  # type: ignore[misc]
+    grpc.UnaryUnaryClientInterceptor,  # type: ignore[misc]
+    grpc.UnaryStreamClientInterceptor,  # type: ignore[misc]
+    grpc.StreamUnaryClientInterceptor,  # type: ignore[misc]
     grpc.StreamStreamClientInterceptor,  # type: ignore[misc]
 ):
     """Shows `token` as `caller` in all calls of a channel; `receiver` names the server, by default its challenge.
@@ -99,7 +101,9 @@ class ClientAuthentication(
     Answers that were made without the token raise `ForgedAnswer`.
     """
 
-    def __init__(self, caller: str, token: bytes, *, tls: bool, receiver: str | None = None) -> None:
+    def __init__(
+        self, caller: str, token: bytes, *, tls: bool, receiver: str | None = None
+    ) -> None:
         self._caller, self._token, self._tls = caller, token, tls
         self._receiver = None if receiver is None else _padded(receiver)
 
@@ -108,35 +112,50 @@ class ClientAuthentication(
         self._channel = channel
         return grpc.intercept_channel(channel, self)
 
-    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+    def intercept_unary_unary(
+        self, continuation: Any, client_call_details: Any, request: Any
+    ) -> Any:
         """Authenticate a call; called by gRPC, as the next three are."""
         return self._intercept(continuation, client_call_details, request, False, False)
 
-    def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+    def intercept_unary_stream(
+        self, continuation: Any, client_call_details: Any, request: Any
+    ) -> Any:
         """Authenticate a call with a stream of answers."""
         return self._intercept(continuation, client_call_details, request, False, True)
 
-    def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+    def intercept_stream_unary(
+        self, continuation: Any, client_call_details: Any, request_iterator: Any
+    ) -> Any:
         """Authenticate a call with a stream of requests."""
         return self._intercept(continuation, client_call_details, request_iterator, True, False)
 
-    def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+    def intercept_stream_stream(
+        self, continuation: Any, client_call_details: Any, request_iterator: Any
+    ) -> Any:
         """Authenticate a call with both."""
         return self._intercept(continuation, client_call_details, request_iterator, True, True)
 
-    def _intercept(self, continuation: Any, details: Any, request: Any, requests: bool, answers: bool) -> Any:
+    def _intercept(
+        self, continuation: Any, details: Any, request: Any, requests: bool, answers: bool
+    ) -> Any:
         metadata = (*(details.metadata or ()), (_CALLER_KEY, self._caller))
         if self._tls:
             metadata = (*metadata, (_TOKEN_KEY, self._token.hex()))
             return continuation(_Details(details.method, details.timeout, metadata), request)
         if self._receiver is None:
-            self._receiver = self._channel.unary_unary(_CHALLENGE)(b"", timeout=details.timeout or _CHALLENGE_TIMEOUT_S)
+            self._receiver = self._channel.unary_unary(_CHALLENGE)(
+                b"", timeout=details.timeout or _CHALLENGE_TIMEOUT_S
+            )
         hello = os.urandom(_NUM_NONCE) + self._receiver
         session = _Session(self._token, details.method, self._caller, hello)
         sealed = session.seal(iter(request) if requests else iter((request,)), b"request")
         call = continuation(
-            _Details(details.method, details.timeout, (*metadata, (_HELLO_KEY, hello + session.mac()))),
-            sealed if requests else next(sealed))
+            _Details(
+                details.method, details.timeout, (*metadata, (_HELLO_KEY, hello + session.mac()))
+            ),
+            sealed if requests else next(sealed),
+        )
         return _Opened(call, session, answers)
 
 
@@ -160,7 +179,9 @@ class _Opened:
             self._call.cancel()
             raise ForgedAnswer("an answer that was made without the token") from None
 
-    def result(self, timeout: float | None = None) -> bytes:  # gRPC asks a call of one answer for it
+    def result(
+        self, timeout: float | None = None
+    ) -> bytes:  # gRPC asks a call of one answer for it
         return next(self)
 
     def _result(self) -> Iterator[bytes]:
@@ -176,8 +197,15 @@ class ServerAuthentication(grpc.ServerInterceptor):  # type: ignore[misc]
     without a token may hold a thread, each until it has read its challenge.
     """
 
-    def __init__(self, token_of: Callable[[str], bytes | None], *, tls: bool, receiver: str | None = None,
-                 on_refused: Callable[[str, str], object], most_challenges: int = 8) -> None:
+    def __init__(
+        self,
+        token_of: Callable[[str], bytes | None],
+        *,
+        tls: bool,
+        receiver: str | None = None,
+        on_refused: Callable[[str, str], object],
+        most_challenges: int = 8,
+    ) -> None:
         self._token_of, self._tls, self._on_refused = token_of, tls, on_refused
         self._most_challenges = most_challenges
         self._receiver = os.urandom(_NUM_RECEIVER) if receiver is None else _padded(receiver)
@@ -196,18 +224,27 @@ class ServerAuthentication(grpc.ServerInterceptor):  # type: ignore[misc]
         handler = continuation(handler_call_details)
         if handler is None:
             return None
-        answer = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        answer = (
+            handler.unary_unary
+            or handler.unary_stream
+            or handler.stream_unary
+            or handler.stream_stream
+        )
 
         def serve(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             session = self._authenticate(method, context)
-            requests = messages if session is None else self._opened(session, messages, method, context)
+            requests = (
+                messages if session is None else self._opened(session, messages, method, context)
+            )
             answers = self._answers(answer, handler, requests, method, context)
             yield from answers if session is None else session.seal(answers, b"answer")
 
         # A handler of one message would be called after that message was read; this one is called before.
         return grpc.stream_stream_rpc_method_handler(serve)
 
-    def _challenge(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+    def _challenge(
+        self, messages: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
         """Answer with the receiver's name; the caller has shown no token yet."""
         peer = context.peer()
         with self._lock:
@@ -221,19 +258,36 @@ class ServerAuthentication(grpc.ServerInterceptor):  # type: ignore[misc]
             self._end_challenge()
             return
         if is_flood:
-            self._on_refused(peer, f"{_FLOOD} challenges on one connection, without an authenticated call after them")
-        if too_many:  # callers that do not read the answers hold the others; this one may call again
-            self.refuse(context, f"a challenge beyond {self._most_challenges} at a time", grpc.StatusCode.UNAVAILABLE)
+            self._on_refused(
+                peer,
+                f"{_FLOOD} challenges on one connection, without an authenticated call after them",
+            )
+        if (
+            too_many
+        ):  # callers that do not read the answers hold the others; this one may call again
+            self.refuse(
+                context,
+                f"a challenge beyond {self._most_challenges} at a time",
+                grpc.StatusCode.UNAVAILABLE,
+            )
         yield self._receiver
 
     def _end_challenge(self) -> None:
         with self._lock:
             self._num_challenges -= 1
 
-    def _answers(self, answer: Any, handler: Any, requests: Iterator[bytes], method: str, context: grpc.ServicerContext,
-                 ) -> Iterator[bytes]:
+    def _answers(
+        self,
+        answer: Any,
+        handler: Any,
+        requests: Iterator[bytes],
+        method: str,
+        context: grpc.ServicerContext,
+    ) -> Iterator[bytes]:
         try:
-            request = requests if handler.request_streaming else self._only(requests, method, context)
+            request = (
+                requests if handler.request_streaming else self._only(requests, method, context)
+            )
             if handler.response_streaming:
                 yield from answer(request, context)
             else:
@@ -248,12 +302,22 @@ class ServerAuthentication(grpc.ServerInterceptor):  # type: ignore[misc]
             return next(requests)
         except PeerRefused:
             raise
-        except Exception:  # for a truncated or too long message, gRPC ends the iterator or raises a bare Exception
-            self.refuse(context, f"an empty, truncated or too long {_short(method)!r} call",
-                        grpc.StatusCode.RESOURCE_EXHAUSTED)
+        except (
+            Exception
+        ):  # for a truncated or too long message, gRPC ends the iterator or raises a bare Exception
+            self.refuse(
+                context,
+                f"an empty, truncated or too long {_short(method)!r} call",
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+            )
 
-    def _opened(self, session: _Session, messages: Iterator[bytes], method: str, context: grpc.ServicerContext,
-                ) -> Iterator[bytes]:
+    def _opened(
+        self,
+        session: _Session,
+        messages: Iterator[bytes],
+        method: str,
+        context: grpc.ServicerContext,
+    ) -> Iterator[bytes]:
         try:
             for message in session.open(messages, b"request"):
                 yield bytes(message)
@@ -273,12 +337,18 @@ class ServerAuthentication(grpc.ServerInterceptor):  # type: ignore[misc]
         secret = token or os.urandom(32)  # of an unknown caller: nothing fits
         if self._tls:
             if not hmac.compare_digest(shown.encode(), secret.hex().encode()):
-                self.refuse(context, f"{what} with a wrong token", remedy="; give the one that was agreed on")
+                self.refuse(
+                    context,
+                    f"{what} with a wrong token",
+                    remedy="; give the one that was agreed on",
+                )
             return None
         nonce, receiver, mac = hello[:_NUM_NONCE], hello[_NUM_NONCE:-_NUM_MAC], hello[-_NUM_MAC:]
         session = _Session(secret, method, caller, nonce + receiver)
         if not hmac.compare_digest(mac, session.mac()):
-            self.refuse(context, f"{what} with a wrong token", remedy="; give the one that was agreed on")
+            self.refuse(
+                context, f"{what} with a wrong token", remedy="; give the one that was agreed on"
+            )
         with self._lock:
             self._challenges_of.pop(context.peer(), None)
         # Only nonces of authenticated calls are kept, so that others cannot fill the memory.
@@ -289,14 +359,21 @@ class ServerAuthentication(grpc.ServerInterceptor):  # type: ignore[misc]
             if self._is_challenge and len(self._nonces) > _MOST_NONCES:
                 self._receiver = os.urandom(_NUM_RECEIVER)
                 self._nonces.clear()
-        if not is_current:  # recorded elsewhere; or made just before a restart, and its caller calls again
+        if (
+            not is_current
+        ):  # recorded elsewhere; or made just before a restart, and its caller calls again
             self.refuse(context, f"{what} for another receiver", grpc.StatusCode.UNAVAILABLE)
         if replayed:
             self.refuse(context, f"a replayed {_short(method)!r} call")
         return session
 
-    def refuse(self, context: grpc.ServicerContext, what: str,
-               code: grpc.StatusCode = grpc.StatusCode.UNAUTHENTICATED, remedy: str = "") -> NoReturn:
+    def refuse(
+        self,
+        context: grpc.ServicerContext,
+        what: str,
+        code: grpc.StatusCode = grpc.StatusCode.UNAUTHENTICATED,
+        remedy: str = "",
+    ) -> NoReturn:
         """Report and abort a call."""
         self._on_refused(context.peer(), what)
         context.abort(code, f"refused {what}{remedy}")

@@ -24,8 +24,12 @@ from socflower.wire.saved_state import remove_partial, write_atomically
 _CA_DAYS = 3650
 # A board without a clock battery starts with a past time, at which a new certificate would not be valid yet.
 _CLOCK_SKEW = timedelta(days=1)
-_DNS_NAME = re.compile(r"(?=.{1,253}\Z)(?!ca\Z)(?!-)[a-z0-9-]{1,63}(?<!-)(\.(?!-)[a-z0-9-]{1,63}(?<!-))*")
-_ANEW = "put the right file back, or start with an empty folder and give every host new certificates"
+_DNS_NAME = re.compile(
+    r"(?=.{1,253}\Z)(?!ca\Z)(?!-)[a-z0-9-]{1,63}(?<!-)(\.(?!-)[a-z0-9-]{1,63}(?<!-))*"
+)
+_ANEW = (
+    "put the right file back, or start with an empty folder and give every host new certificates"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +50,11 @@ class HostCertificate:
 
 
 def write_certificates(
-    folder: Path, hosts: Sequence[str], *, valid_days: int = 825, renew: bool = False,
+    folder: Path,
+    hosts: Sequence[str],
+    *,
+    valid_days: int = 825,
+    renew: bool = False,
 ) -> dict[str, HostCertificate]:
     """Write a certificate and a key for each host into `folder`, and an authority if there is none; return them.
 
@@ -62,30 +70,52 @@ def write_certificates(
         raise ConfigError(f"certificates: valid for {valid_days} days; give 1 to {_CA_DAYS}")
     folder = folder.absolute()
     if set("\"'\\\n") & set(str(folder)):
-        raise ConfigError(f"{folder}: quotes, backslashes and line breaks in a path cannot stand in --node-config; "
-                          "name another folder")
+        raise ConfigError(
+            f"{folder}: quotes, backslashes and line breaks in a path cannot stand in --node-config; "
+            "name another folder"
+        )
     # Some file systems do not allow colons, and scp reads them as a host; no DNS name contains an underscore.
     stems = {host: folder / host.replace(":", "_") for host in names}
     with exclusive_folder(folder, f"--out {folder}"):
         remove_partial(folder)  # of a killed command; it may hold a key
         authority = _read(folder / "ca", None, _ANEW)
-        present = {host for host, stem in stems.items() if any(path.exists() for path in _files(stem))}
+        present = {
+            host for host, stem in stems.items() if any(path.exists() for path in _files(stem))
+        }
         if authority is None and present:  # a new authority must not overwrite keys of an old one
-            raise ConfigError(f"{stems[min(present)]}.key: is there, but ca.pem and ca.key that it belongs to are not; "
-                              "put them back, or start with an empty folder")
-        kept = {} if renew else {host: _read(stems[host], authority, "give the host new ones with --renew")
-                                 for host in present}
+            raise ConfigError(
+                f"{stems[min(present)]}.key: is there, but ca.pem and ca.key that it belongs to are not; "
+                "put them back, or start with an empty folder"
+            )
+        kept = (
+            {}
+            if renew
+            else {
+                host: _read(stems[host], authority, "give the host new ones with --renew")
+                for host in present
+            }
+        )
         try:
             issuer = authority or _issue(folder / "ca", None, None, _CA_DAYS)
-            issued = {host: kept.get(host) or _issue(stems[host], host, issuer, valid_days) for host in names}
+            issued = {
+                host: kept.get(host) or _issue(stems[host], host, issuer, valid_days)
+                for host in names
+            }
         except OSError as error:
-            raise ConfigError(f"{folder}: cannot be written ({error.strerror}); make room, or name another folder") \
-                from None
-    return {host: HostCertificate(
-        host=host, ca=folder / "ca.pem", certificate=_files(stems[host])[0], key=_files(stems[host])[1],
-        not_after=certificate.not_valid_after_utc,
-        status="kept" if host in kept else "renewed" if host in present else "new")
-        for host, (certificate, _) in issued.items()}
+            raise ConfigError(
+                f"{folder}: cannot be written ({error.strerror}); make room, or name another folder"
+            ) from None
+    return {
+        host: HostCertificate(
+            host=host,
+            ca=folder / "ca.pem",
+            certificate=_files(stems[host])[0],
+            key=_files(stems[host])[1],
+            not_after=certificate.not_valid_after_utc,
+            status="kept" if host in kept else "renewed" if host in present else "new",
+        )
+        for host, (certificate, _) in issued.items()
+    }
 
 
 _Pair = tuple[x509.Certificate, ec.EllipticCurvePrivateKey]
@@ -101,7 +131,11 @@ def _host(text: str) -> str:
         pass
     # A last label of digits alone is a mistyped address: no such top-level domain exists.
     if not _DNS_NAME.fullmatch(host) or host.rpartition(".")[2].isdigit():
-        hint = f"; leave out the port: {host.partition(':')[0]}" if re.fullmatch(r"[^:]+:\d+", host) else ""
+        hint = (
+            f"; leave out the port: {host.partition(':')[0]}"
+            if re.fullmatch(r"[^:]+:\d+", host)
+            else ""
+        )
         raise ConfigError(f"host {text!r} is neither a DNS name nor an IP address{hint}")
     return host
 
@@ -124,7 +158,10 @@ def _read(stem: Path, issuer: _Pair | None, remedy: str) -> _Pair | None:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
     except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: the key is encrypted
         raise ConfigError(f"{path}: is damaged, or not in unencrypted PEM form; {remedy}") from None
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or certificate.public_key() != key.public_key():
+    if (
+        not isinstance(key, ec.EllipticCurvePrivateKey)
+        or certificate.public_key() != key.public_key()
+    ):
         raise ConfigError(f"{key_path}: is not the key of {certificate_path.name}; {remedy}")
     try:
         certificate.verify_directly_issued_by((issuer or (certificate,))[0])
@@ -132,7 +169,9 @@ def _read(stem: Path, issuer: _Pair | None, remedy: str) -> _Pair | None:
         signer = "ca.pem" if issuer else "itself: a host's certificate cannot sign others"
         raise ConfigError(f"{certificate_path}: was not signed by {signer}; {remedy}") from None
     if certificate.not_valid_after_utc <= _now():
-        raise ConfigError(f"{certificate_path}: ended on {certificate.not_valid_after_utc:%Y-%m-%d}; {remedy}")
+        raise ConfigError(
+            f"{certificate_path}: ended on {certificate.not_valid_after_utc:%Y-%m-%d}; {remedy}"
+        )
     return certificate, key
 
 
@@ -140,36 +179,75 @@ def _issue(stem: Path, host: str | None, issuer: _Pair | None, valid_days: int) 
     """Make a key and a host's certificate, or without `issuer` an authority's, and write both."""
     key, is_ca = ec.generate_private_key(ec.SECP256R1()), issuer is None
     # A common name is limited to 64 characters; it is for people, TLS uses the alternative name.
-    name = x509.Name([x509.NameAttribute(
-        NameOID.COMMON_NAME, (host or "socflower private certificate authority")[:64])])
+    name = x509.Name(
+        [
+            x509.NameAttribute(
+                NameOID.COMMON_NAME, (host or "socflower private certificate authority")[:64]
+            )
+        ]
+    )
     not_after = _now() + timedelta(days=valid_days)
     if issuer is not None:
         not_after = min(not_after, issuer[0].not_valid_after_utc)
-    usage = dict.fromkeys(("content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
-                           "encipher_only", "decipher_only"), False)
+    usage = dict.fromkeys(
+        (
+            "content_commitment",
+            "key_encipherment",
+            "data_encipherment",
+            "key_agreement",
+            "encipher_only",
+            "decipher_only",
+        ),
+        False,
+    )
     builder = (
-        x509.CertificateBuilder().subject_name(name).issuer_name(issuer[0].subject if issuer else name)
-        .public_key(key.public_key()).serial_number(x509.random_serial_number())
-        .not_valid_before(_now() - _CLOCK_SKEW).not_valid_after(not_after)
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(issuer[0].subject if issuer else name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(_now() - _CLOCK_SKEW)
+        .not_valid_after(not_after)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(x509.BasicConstraints(ca=is_ca, path_length=0 if is_ca else None), critical=True)
-        .add_extension(x509.KeyUsage(digital_signature=not is_ca, key_cert_sign=is_ca, crl_sign=is_ca, **usage),
-                       critical=True))
+        .add_extension(
+            x509.BasicConstraints(ca=is_ca, path_length=0 if is_ca else None), critical=True
+        )
+        .add_extension(
+            x509.KeyUsage(
+                digital_signature=not is_ca, key_cert_sign=is_ca, crl_sign=is_ca, **usage
+            ),
+            critical=True,
+        )
+    )
     if issuer is not None and host is not None:
         try:
             general_name: x509.GeneralName = x509.IPAddress(ipaddress.ip_address(host))
         except ValueError:
             general_name = x509.DNSName(host)
         # A host is both server and client: it listens to one neighbour of the ring and connects to the other.
-        both = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+        both = x509.ExtendedKeyUsage(
+            [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+        )
         identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer[1].public_key())
-        builder = builder.add_extension(x509.SubjectAlternativeName([general_name]), critical=False) \
-            .add_extension(both, critical=False).add_extension(identifier, critical=False)
+        builder = (
+            builder.add_extension(x509.SubjectAlternativeName([general_name]), critical=False)
+            .add_extension(both, critical=False)
+            .add_extension(identifier, critical=False)
+        )
     certificate = builder.sign(issuer[1] if issuer else key, hashes.SHA256())
     certificate_path, key_path = _files(stem)
-    write_atomically(key_path, key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8,
-                                                 serialization.NoEncryption()), mode=0o600)
-    write_atomically(certificate_path, certificate.public_bytes(serialization.Encoding.PEM), mode=0o644)
+    write_atomically(
+        key_path,
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        ),
+        mode=0o600,
+    )
+    write_atomically(
+        certificate_path, certificate.public_bytes(serialization.Encoding.PEM), mode=0o644
+    )
     return certificate, key
 
 

@@ -56,11 +56,19 @@ class FolderLock:
     holder is no longer running is waited for, 5 s at most.
     """
 
-    def __init__(self, path: Path, what: str, *, wait_s: float = 0.0,
-                 on_wait: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        what: str,
+        *,
+        wait_s: float = 0.0,
+        on_wait: Callable[[str], None] = lambda line: None,
+    ) -> None:
         self.path = path
         # An existence lock would outlive a killed process, so none replaces one of the kernel.
-        self._lock = FileLock(path, thread_local=False, fallback_to_soft=False, poll_interval=_POLL_S)
+        self._lock = FileLock(
+            path, thread_local=False, fallback_to_soft=False, poll_interval=_POLL_S
+        )
         try:
             try:
                 self._lock.acquire(timeout=0)
@@ -70,11 +78,17 @@ class FolderLock:
         except OSError as error:
             self._lock.release()
             if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-                raise ConfigError(f"{what}: its file system has no locks ({error.strerror}), so two processes could "
-                                  "spoil each other's files; name one on another file system") from None
-            raise ConfigError(f"{what}: cannot write in {path.parent} ({error.strerror}); name another one") from None
+                raise ConfigError(
+                    f"{what}: its file system has no locks ({error.strerror}), so two processes could "
+                    "spoil each other's files; name one on another file system"
+                ) from None
+            raise ConfigError(
+                f"{what}: cannot write in {path.parent} ({error.strerror}); name another one"
+            ) from None
 
-    def _acquire_from_holder(self, what: str, wait_s: float, on_wait: Callable[[str], None]) -> None:
+    def _acquire_from_holder(
+        self, what: str, wait_s: float, on_wait: Callable[[str], None]
+    ) -> None:
         deadline_s = time.monotonic() + _ENDING_S
         ended = True
         # One wait at least: for an instant a killed process looks like any other.
@@ -115,8 +129,12 @@ class FolderLock:
     def __enter__(self) -> "FolderLock":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None,
-                 ) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.release()
 
 
@@ -132,7 +150,11 @@ def is_ending(pid: int | None) -> bool:
         status = Path(f"/proc/{pid}/status").read_text("utf-8", "replace")
     except OSError:  # it ended just now, or this system shows no such files
         return _is_free(pid)
-    pending = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigPnd:", "ShdPnd:"))]
+    pending = [
+        int(line.split()[1], 16)
+        for line in status.splitlines()
+        if line.startswith(("SigPnd:", "ShdPnd:"))
+    ]
     killed = any(signals >> (signal.SIGKILL - 1) & 1 for signals in pending)
     return killed or fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
 
@@ -159,7 +181,9 @@ def exclusive_folder(folder: Path, what: str) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{what}: cannot write in {folder} ({error.strerror}); name another folder") from None
+        raise ConfigError(
+            f"{what}: cannot write in {folder} ({error.strerror}); name another folder"
+        ) from None
     try:
         with FolderLock(folder / LOCK_FILE, what):
             yield
@@ -199,14 +223,17 @@ def new_folder(out: Path, *, within: Path | None = None) -> Iterator[Path]:
     """
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out}: is a file; name a folder")
-    nearest = within or next((parent for parent in (out, *out.parents) if parent.exists()), Path("."))
+    nearest = within or next(
+        (parent for parent in (out, *out.parents) if parent.exists()), Path(".")
+    )
     # On the file system of `out`, so that the move is a rename and write errors appear before training.
     with ExitStack() as stack:
         try:
             temporary = stack.enter_context(temporary_folder(UNFINISHED, within=nearest))
         except OSError as error:
-            raise ConfigError(f"--out {out}: cannot write in {nearest} ({error.strerror}); name another folder") \
-                from None
+            raise ConfigError(
+                f"--out {out}: cannot write in {nearest} ({error.strerror}); name another folder"
+            ) from None
         yield temporary
         out.mkdir(parents=True, exist_ok=True)
         for entry in temporary.iterdir():
@@ -240,7 +267,9 @@ def _make(parent: Path, prefix: str) -> tuple[Path, int]:
         folder = Path(tempfile.mkdtemp(prefix=prefix, suffix=_SUFFIX, dir=parent))
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:  # another process removed it as abandoned before it was locked here
+        except (
+            FileNotFoundError
+        ):  # another process removed it as abandoned before it was locked here
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

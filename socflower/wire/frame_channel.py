@@ -39,7 +39,9 @@ class StreamLost(SocflowerError):
 class MessageKinds(Protocol[M]):
     """The messages of one use of the channel, as bytes. What comes in is not trusted."""
 
-    frame: type[Any]  # a protobuf message with a oneof `kind`, of which `credit` and `part` are those of framing.proto
+    frame: type[
+        Any
+    ]  # a protobuf message with a oneof `kind`, of which `credit` and `part` are those of framing.proto
 
     def encode(self, message: M) -> tuple[bytes, Sequence[bytes | memoryview]]:
         """Return a message's head, and its body in pieces that are not copied before they are sent."""
@@ -62,10 +64,15 @@ class ChannelLimits:
 
     def __post_init__(self) -> None:
         for entry in fields(self):
-            value, most = getattr(self, entry.name), LARGEST_PART_BYTES if entry.name == "part_bytes" else math.inf
+            value, most = (
+                getattr(self, entry.name),
+                LARGEST_PART_BYTES if entry.name == "part_bytes" else math.inf,
+            )
             if not 1 <= value <= most:
-                raise ConfigError(f"stream: {entry.name} = {value} must be "
-                                  f"{'1 or more' if most == math.inf else f'from 1 to {most}'}")
+                raise ConfigError(
+                    f"stream: {entry.name} = {value} must be "
+                    f"{'1 or more' if most == math.inf else f'from 1 to {most}'}"
+                )
 
 
 def cost_bytes(head: bytes, num_bytes: int) -> int:
@@ -91,8 +98,11 @@ class _Unacknowledged:
     def parts(self, part_bytes: int) -> Iterator[Part]:
         """Yield the message in parts."""
         for index, piece in enumerate(parts_of(self.body, part_bytes)):
-            yield Part(number=self.number, index=index, body=piece) if index else \
-                Part(number=self.number, head=self.head, num_bytes=self.num_bytes, body=piece)
+            yield (
+                Part(number=self.number, index=index, body=piece)
+                if index
+                else Part(number=self.number, head=self.head, num_bytes=self.num_bytes, body=piece)
+            )
 
 
 @dataclass(slots=True)
@@ -130,7 +140,9 @@ class Traffic:
         """Add what went through another channel; peaks are the higher of both."""
         for entry in fields(Traffic):
             own, more = getattr(self, entry.name), getattr(other, entry.name)
-            setattr(self, entry.name, max(own, more) if entry.name.startswith("peak_") else own + more)
+            setattr(
+                self, entry.name, max(own, more) if entry.name.startswith("peak_") else own + more
+            )
 
 
 class FrameChannel(Generic[M]):
@@ -140,8 +152,15 @@ class FrameChannel(Generic[M]):
     progress; then they raise `StreamLost`. `peer` names the other end in such messages.
     """
 
-    def __init__(self, peer: str, kinds: MessageKinds[M], *, limits: ChannelLimits, patience_s: float = 900.0,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        peer: str,
+        kinds: MessageKinds[M],
+        *,
+        limits: ChannelLimits,
+        patience_s: float = 900.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.peer = peer
         self.limits = limits
         self.traffic = Traffic()
@@ -150,17 +169,23 @@ class FrameChannel(Generic[M]):
         self._clock = clock
         self._changed = Condition()
         self._failure: Exception | None = None
-        self._stream_id = 0  # number of the present stream; even one that was detached keeps its number
+        self._stream_id = (
+            0  # number of the present stream; even one that was detached keeps its number
+        )
         self._attached = False
         self._progress_s = clock()
         # As sender.
         self._next_number = 1
         self._unacknowledged: deque[_Unacknowledged] = deque()
         self._unacknowledged_bytes = 0
-        self._started = 0  # number of the last message of which anything went out on the present stream
+        self._started = (
+            0  # number of the last message of which anything went out on the present stream
+        )
         self._peer_used = 0
         self._peer_credit_bytes = 0
-        self._unused_by_peer: deque[tuple[int, int]] = deque()  # numbers and costs of what the peer has not worked off
+        self._unused_by_peer: deque[tuple[int, int]] = (
+            deque()
+        )  # numbers and costs of what the peer has not worked off
         self._free_s = -math.inf  # when the link was last seen free of what was sent
         # As receiver.
         self._inbox: deque[tuple[int, M]] = deque()  # costs
@@ -168,7 +193,9 @@ class FrameChannel(Generic[M]):
         self._received = 0
         self._used = 0
         self._arriving: _Arriving[M] | None = None
-        self._most_received = 0  # bytes of the message that is arriving, on whichever stream most of it came
+        self._most_received = (
+            0  # bytes of the message that is arriving, on whichever stream most of it came
+        )
         self._last_credit = (0, 0)
         self._unreported_transfers: deque[Transfer] = deque(maxlen=_KEPT_TRANSFERS)
         self._transfers: deque[Transfer] = deque(maxlen=_KEPT_TRANSFERS)
@@ -184,16 +211,24 @@ class FrameChannel(Generic[M]):
         num_bytes = body_num_bytes(body)
         with self._changed:
             began_s = self._clock()
-            while wait_for_room and self._unacknowledged and \
-                    self._unacknowledged_bytes + cost_bytes(head, num_bytes) > self.limits.credit_bytes:
+            while (
+                wait_for_room
+                and self._unacknowledged
+                and self._unacknowledged_bytes + cost_bytes(head, num_bytes)
+                > self.limits.credit_bytes
+            ):
                 self._wait(began_s, "takes nothing of what it is sent")
             self._raise_failure()
             kept = _Unacknowledged(self._next_number, head, body, num_bytes)
             self._next_number += 1
             self._unacknowledged.append(kept)
             self._unacknowledged_bytes += kept.cost_bytes
-            self.traffic.peak_kept_bytes = max(self.traffic.peak_kept_bytes, self._unacknowledged_bytes)
-            self.traffic.peak_kept_messages = max(self.traffic.peak_kept_messages, len(self._unacknowledged))
+            self.traffic.peak_kept_bytes = max(
+                self.traffic.peak_kept_bytes, self._unacknowledged_bytes
+            )
+            self.traffic.peak_kept_messages = max(
+                self.traffic.peak_kept_messages, len(self._unacknowledged)
+            )
             self._changed.notify_all()
 
     def poll(self) -> M | None:
@@ -221,7 +256,9 @@ class FrameChannel(Generic[M]):
     def flush(self, timeout_s: float) -> bool:
         """Wait at most `timeout_s` until everything is acknowledged, and return whether it is."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._unacknowledged or self._failure is not None, timeout_s)
+            self._changed.wait_for(
+                lambda: not self._unacknowledged or self._failure is not None, timeout_s
+            )
             return not self._unacknowledged
 
     def transfers(self) -> tuple[Transfer, ...]:
@@ -280,11 +317,16 @@ class FrameChannel(Generic[M]):
         """
         with self._changed:
             oldest = self._unacknowledged[0].number if self._unacknowledged else self._next_number
-            if not oldest - 1 <= received < self._next_number or not self._peer_used <= used <= received or \
-                    credit_bytes < 1:
-                raise MalformedBytes(f"a stream that says it has {received} messages and used {used}, with "
-                                   f"{credit_bytes} bytes of credit, where {oldest - 1} to {self._next_number - 1} can "
-                                   f"be and {self._peer_used} are used")
+            if (
+                not oldest - 1 <= received < self._next_number
+                or not self._peer_used <= used <= received
+                or credit_bytes < 1
+            ):
+                raise MalformedBytes(
+                    f"a stream that says it has {received} messages and used {used}, with "
+                    f"{credit_bytes} bytes of credit, where {oldest - 1} to {self._next_number - 1} can "
+                    f"be and {self._peer_used} are used"
+                )
             self._stream_id += 1
             self._attached = True
             self._arriving = None
@@ -294,7 +336,9 @@ class FrameChannel(Generic[M]):
             self._started = received
             for kept in self._unacknowledged:
                 kept.began_s, kept.sent_bytes = math.nan, 0
-            self._unused_by_peer = deque((number, cost) for number, cost in self._unused_by_peer if number <= received)
+            self._unused_by_peer = deque(
+                (number, cost) for number, cost in self._unused_by_peer if number <= received
+            )
             self._note_used(used)
             self._last_credit = (self._received, self._used)
             self.traffic.num_streams += 1
@@ -314,7 +358,9 @@ class FrameChannel(Generic[M]):
                     credit = self._credit_due()
                     if credit is None and parts is None:
                         sending = self._start_next()
-                        parts = sending.parts(self.limits.part_bytes) if sending is not None else None
+                        parts = (
+                            sending.parts(self.limits.part_bytes) if sending is not None else None
+                        )
                     if credit is not None:
                         frame = self._kinds.frame(credit=credit)
                     elif parts is not None and sending is not None:
@@ -342,7 +388,9 @@ class FrameChannel(Generic[M]):
             elif kind == "part":
                 self._take_part(frame.part)
             else:
-                raise MalformedBytes(f"a {kind or 'frame of an unknown kind'} in the middle of a stream")
+                raise MalformedBytes(
+                    f"a {kind or 'frame of an unknown kind'} in the middle of a stream"
+                )
             self._changed.notify_all()
 
     # ------------------------------------------------------------------------------------------------------- inside
@@ -352,8 +400,10 @@ class FrameChannel(Generic[M]):
         left_s = max(began_s, self._progress_s) + self._patience_s - self._clock()
         if left_s <= 0:
             state = "" if self._attached else " and has no stream"
-            raise StreamLost(f"{self.peer} {complaint}{state} for {self._patience_s:g} s; see whether it still works, "
-                            "and start the span again")
+            raise StreamLost(
+                f"{self.peer} {complaint}{state} for {self._patience_s:g} s; see whether it still works, "
+                "and start the span again"
+            )
         self._changed.wait(left_s)
 
     def _raise_failure(self) -> None:
@@ -398,16 +448,23 @@ class FrameChannel(Generic[M]):
         if counts == self._last_credit and not self._unreported_transfers:
             return None
         self._last_credit = counts
-        transfers = [TransferReport(num_bytes=transfer.num_bytes, seconds=transfer.seconds)
-                     for transfer in self._unreported_transfers]
+        transfers = [
+            TransferReport(num_bytes=transfer.num_bytes, seconds=transfer.seconds)
+            for transfer in self._unreported_transfers
+        ]
         self._unreported_transfers.clear()
         return Credit(received=counts[0], used=counts[1], transfers=transfers)
 
     def _take_credit(self, credit: Credit) -> None:
         oldest = self._unacknowledged[0].number if self._unacknowledged else self._next_number
-        if not oldest - 1 <= credit.received <= self._started or not self._peer_used <= credit.used <= credit.received:
-            raise MalformedBytes(f"a credit for {credit.received} messages received and {credit.used} used, where "
-                               f"{self._started} were sent")
+        if (
+            not oldest - 1 <= credit.received <= self._started
+            or not self._peer_used <= credit.used <= credit.received
+        ):
+            raise MalformedBytes(
+                f"a credit for {credit.received} messages received and {credit.used} used, where "
+                f"{self._started} were sent"
+            )
         now_s = self._clock()
         if credit.received >= oldest or credit.used > self._peer_used:
             self._progress_s = now_s
@@ -415,8 +472,14 @@ class FrameChannel(Generic[M]):
         self._note_used(credit.used)
         for transfer in credit.transfers:
             if transfer.seconds > 0 and transfer.num_bytes:
-                self._transfers.append(Transfer(
-                    sent=False, num_bytes=transfer.num_bytes, seconds=transfer.seconds, at_s=now_s))
+                self._transfers.append(
+                    Transfer(
+                        sent=False,
+                        num_bytes=transfer.num_bytes,
+                        seconds=transfer.seconds,
+                        at_s=now_s,
+                    )
+                )
 
     def _forget_received(self, received: int, *, measure: bool) -> None:
         now_s = self._clock()
@@ -428,8 +491,12 @@ class FrameChannel(Generic[M]):
         if crossed and measure:
             # Several messages acknowledged together count as one transfer: single durations are not known.
             seconds = now_s - max(crossed[0].began_s, self._free_s)
-            transfer = Transfer(sent=True, num_bytes=sum(kept.sent_bytes for kept in crossed), seconds=seconds,
-                                at_s=now_s)
+            transfer = Transfer(
+                sent=True,
+                num_bytes=sum(kept.sent_bytes for kept in crossed),
+                seconds=seconds,
+                at_s=now_s,
+            )
             if seconds > 0:
                 self._transfers.append(transfer)
                 self._unreported_transfers.append(transfer)
@@ -443,17 +510,25 @@ class FrameChannel(Generic[M]):
 
     def _take_part(self, part: Part) -> None:
         if part.number != self._received + 1:
-            raise MalformedBytes(f"a part of message {part.number}, where {self._received + 1} is next")
+            raise MalformedBytes(
+                f"a part of message {part.number}, where {self._received + 1} is next"
+            )
         if len(part.body) > LARGEST_PART_BYTES:
-            raise MalformedBytes(f"a part of {len(part.body)} bytes, where {LARGEST_PART_BYTES} are the limit")
+            raise MalformedBytes(
+                f"a part of {len(part.body)} bytes, where {LARGEST_PART_BYTES} are the limit"
+            )
         arriving = self._arriving
         if arriving is None:
             if part.index != 0 or not part.HasField("head"):
-                raise MalformedBytes(f"part {part.index} of message {part.number} before its beginning")
+                raise MalformedBytes(
+                    f"part {part.index} of message {part.number} before its beginning"
+                )
             arriving = self._arriving = self._begin(part)
         if part.index != arriving.next_index or (part.index and part.HasField("head")):
-            raise MalformedBytes(f"part {part.index} of message {part.number}, where part {arriving.next_index} is "
-                                 "next")
+            raise MalformedBytes(
+                f"part {part.index} of message {part.number}, where part {arriving.next_index} is "
+                "next"
+            )
         arriving.body.add(part.body)
         arriving.next_index += 1
         arrived_bytes = arriving.body.num_bytes - arriving.body.missing_bytes
@@ -471,8 +546,14 @@ class FrameChannel(Generic[M]):
         decode = self._kinds.begin(part.head, part.num_bytes)
         cost = cost_bytes(part.head, part.num_bytes)
         if self._inbox_bytes and self._inbox_bytes + cost > self.limits.credit_bytes:
-            raise MalformedBytes(f"a message of {cost} bytes beyond the credit: {self._inbox_bytes} of "
-                                 f"{self.limits.credit_bytes} are waiting")
+            raise MalformedBytes(
+                f"a message of {cost} bytes beyond the credit: {self._inbox_bytes} of "
+                f"{self.limits.credit_bytes} are waiting"
+            )
         self.traffic.peak_inbox_bytes = max(self.traffic.peak_inbox_bytes, self._inbox_bytes + cost)
         # `begin` has seen to the limit.
-        return _Arriving(decode, Assembly(part.num_bytes, f"message {part.number}", most_bytes=part.num_bytes), cost)
+        return _Arriving(
+            decode,
+            Assembly(part.num_bytes, f"message {part.number}", most_bytes=part.num_bytes),
+            cost,
+        )

@@ -26,8 +26,8 @@ def parts_of(pieces: Sequence[bytes | memoryview], part_bytes: int) -> Iterator[
     for piece in pieces:
         rest = memoryview(piece).cast("B")
         while rest.nbytes:
-            head = rest[:part_bytes - pending_bytes]
-            rest = rest[head.nbytes:]
+            head = rest[: part_bytes - pending_bytes]
+            rest = rest[head.nbytes :]
             pending.append(head)
             pending_bytes += head.nbytes
             if pending_bytes == part_bytes:
@@ -63,11 +63,15 @@ class Assembly:
     def add(self, part: bytes | memoryview) -> None:
         """Take the next part; `MalformedBytes` for an empty one, and for more bytes than are missing."""
         if len(part) > self.missing_bytes or (self.num_bytes and not len(part)):
-            raise MalformedBytes(f"{self._what} in parts that do not make up its {self.num_bytes} bytes")
+            raise MalformedBytes(
+                f"{self._what} in parts that do not make up its {self.num_bytes} bytes"
+            )
         self._body += part
 
     def whole(self) -> memoryview:
         """Return the complete body, read-only; `MalformedBytes` if it is not complete."""
         if self.missing_bytes:
-            raise MalformedBytes(f"{self._what} that broke off after {len(self._body)} of {self.num_bytes} bytes")
+            raise MalformedBytes(
+                f"{self._what} that broke off after {len(self._body)} of {self.num_bytes} bytes"
+            )
         return memoryview(self._body).toreadonly()

@@ -36,11 +36,21 @@ class RefusalLog:
     """
 
     def __init__(
-        self, log_line: Log, *, what: str, lines_per_period: int = 5, most_hosts: int = 32, period_s: float = 60.0,
+        self,
+        log_line: Log,
+        *,
+        what: str,
+        lines_per_period: int = 5,
+        most_hosts: int = 32,
+        period_s: float = 60.0,
         clock: Clock = time.monotonic,
     ) -> None:
         self._log_line, self._what, self._clock = log_line, what, clock
-        self._lines_per_period, self._most_hosts, self._period_s = lines_per_period, most_hosts, period_s
+        self._lines_per_period, self._most_hosts, self._period_s = (
+            lines_per_period,
+            most_hosts,
+            period_s,
+        )
         self._lock = Lock()
         self._periods: dict[str, _HostPeriod] = {}
 
@@ -49,13 +59,18 @@ class RefusalLog:
         host = peer.rpartition(":")[0] or peer  # an unknown peer has a new port each time
         with self._lock:
             lines_to_log = self._ended()
-            if host not in self._periods and len(self._periods) - (_OTHERS in self._periods) >= self._most_hosts:
+            if (
+                host not in self._periods
+                and len(self._periods) - (_OTHERS in self._periods) >= self._most_hosts
+            ):
                 host = _OTHERS
             period = self._periods.setdefault(host, _HostPeriod(self._clock()))
             if period.num_lines < self._lines_per_period:
                 period.num_lines += 1
                 last = period.num_lines == self._lines_per_period
-                note = f"; more about {host} is only counted for {self._period_s:g} s" if last else ""
+                note = (
+                    f"; more about {host} is only counted for {self._period_s:g} s" if last else ""
+                )
                 lines_to_log.append(line + note)
             else:
                 period.num_left_out += 1
@@ -70,14 +85,19 @@ class RefusalLog:
     def _ended(self, everything: bool = False) -> list[str]:
         """Remove hosts whose period has ended; return the lines about them."""
         now_s = self._clock()
-        ended = [host for host, period in self._periods.items()
-                 if everything or now_s >= period.since_s + self._period_s]
+        ended = [
+            host
+            for host, period in self._periods.items()
+            if everything or now_s >= period.since_s + self._period_s
+        ]
         lines: list[str] = []
         for host in ended:
             period = self._periods.pop(host)
             if period.num_left_out:
-                lines.append(f"{self._what}: {period.num_left_out} more refusals of {host} within "
-                             f"{min(self._period_s, now_s - period.since_s):.0f} s")
+                lines.append(
+                    f"{self._what}: {period.num_left_out} more refusals of {host} within "
+                    f"{min(self._period_s, now_s - period.since_s):.0f} s"
+                )
         return lines
 
     def _log_lines(self, lines: list[str]) -> None:

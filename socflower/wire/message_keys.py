@@ -117,19 +117,26 @@ def encode(values: Any) -> dict[str, Any]:
     Lists and texts that are empty by default are left out: Flower cannot count the bytes of empty ones, which its mod
     for the sizes of messages does.
     """
-    return {key.replace("_", "-"): list(value) if isinstance(value, tuple) else value
-            for key, value in asdict(values).items() if value not in _EMPTY or key not in _empty_by_default(values)}
+    return {
+        key.replace("_", "-"): list(value) if isinstance(value, tuple) else value
+        for key, value in asdict(values).items()
+        if value not in _EMPTY or key not in _empty_by_default(values)
+    }
 
 
 def decode(kind: type[_Values], record: Mapping[str, Any], name: str) -> _Values:
     """Return the dataclass of a record that `encode` made; `ConfigError` names missing and unknown keys."""
-    values: dict[str, Any] = {key.replace("-", "_"): tuple(value) if isinstance(value, list) else value
-                              for key, value in record.items()}
+    values: dict[str, Any] = {
+        key.replace("-", "_"): tuple(value) if isinstance(value, list) else value
+        for key, value in record.items()
+    }
     known = {entry.name for entry in fields(kind)}  # type: ignore[arg-type]
     missing, unknown = known - values.keys() - _empty_by_default(kind), values.keys() - known
     if missing or unknown:
-        raise ConfigError(f"{name} record: missing {sorted(missing)}, unknown {sorted(unknown)}; server and client "
-                          "run different versions of socflower")
+        raise ConfigError(
+            f"{name} record: missing {sorted(missing)}, unknown {sorted(unknown)}; server and client "
+            "run different versions of socflower"
+        )
     return kind(**values)
 
 
@@ -157,18 +164,26 @@ class GroupTask:
     deal_epoch: int  # the epoch at whose start data were last redistributed, if at all
     seed: int
     num_samples: int  # of the whole data set, as given to the strategy
-    npu_ratios: tuple[float, ...] = ()  # of the members' throughputs (F10); none where clients measure, or need none
+    npu_ratios: tuple[
+        float, ...
+    ] = ()  # of the members' throughputs (F10); none where clients measure, or need none
     proximal_mu: float = 0.0  # of FedProx, whose clients the groups are
 
     def __post_init__(self) -> None:
         if self.npu_ratios and len(self.npu_ratios) != len(self.members):
-            raise ConfigError(f"group {self.group_id}: {len(self.members)} members and {len(self.npu_ratios)} NPU "
-                              "ratios; need one for every member, or none")
+            raise ConfigError(
+                f"group {self.group_id}: {len(self.members)} members and {len(self.npu_ratios)} NPU "
+                "ratios; need one for every member, or none"
+            )
         if self.leader not in self.members:
-            raise ConfigError(f"group {self.group_id}: its leader, SoC {self.leader}, is not one of its members")
+            raise ConfigError(
+                f"group {self.group_id}: its leader, SoC {self.leader}, is not one of its members"
+            )
         if not len(self.members) == len(self.capacities) == len(self.partitions) > 0:
-            raise ConfigError(f"group {self.group_id}: {len(self.members)} members, {len(self.capacities)} capacities "
-                              f"and {len(self.partitions)} partitions; need one of each for every member")
+            raise ConfigError(
+                f"group {self.group_id}: {len(self.members)} members, {len(self.capacities)} capacities "
+                f"and {len(self.partitions)} partitions; need one of each for every member"
+            )
 
     def encode(self) -> dict[str, Any]:
         """Return the task as a Flower record's scalars and lists."""
@@ -189,7 +204,9 @@ class RingTask:
 
     participant: int  # this member
     leader: int  # the participant that has the model, and replies with it
-    addresses: tuple[str, ...]  # host:port of the members' ring ports, in the order of the group's members
+    addresses: tuple[
+        str, ...
+    ]  # host:port of the members' ring ports, in the order of the group's members
     token: str  # hexadecimal, secret, of all rings of this interval only
     transport: str  # "gloo", "grpc" or "grpc+tls"
     num_buckets: int  # parts of the gradient whose exchange overlaps with the backward pass (F7)
@@ -200,19 +217,34 @@ class RingTask:
     groups_before: tuple[int, ...] = ()
     groups_after: tuple[int, ...] = ()
     neighbours: tuple[str, ...] = ()  # of all those groups' members: "group participant address"
-    leader_grace_s: float = 30.0  # how much longer than the others the member that answers may be silent
-    tolerate_errors: bool = False  # whether a member that raises is left out instead of ending the training
-    rebalance_steps: int = 0  # shares follow measured capacities every so many steps, if data are dealt; 0: never
+    leader_grace_s: float = (
+        30.0  # how much longer than the others the member that answers may be silent
+    )
+    tolerate_errors: bool = (
+        False  # whether a member that raises is left out instead of ending the training
+    )
+    rebalance_steps: int = (
+        0  # shares follow measured capacities every so many steps, if data are dealt; 0: never
+    )
     # Of leaders in a ring or a tree (F8), those that may answer for each group, its leader first, each as a line of
     # "group participant address".
     leaders: tuple[str, ...] = ()
-    leader_places: tuple[str, ...] = ()  # and of a tree, where each group's leader is: "group board server"
+    leader_places: tuple[
+        str, ...
+    ] = ()  # and of a tree, where each group's leader is: "group board server"
     leader_compression: str = "none"  # of that exchange: "none", "fp16" or "int8"
-    feedback_sha256: str = ""  # of what that compression has still to send of the group, which its members keep
+    feedback_sha256: str = (
+        ""  # of what that compression has still to send of the group, which its members keep
+    )
     model_sha256: str = ""  # of the model that members have kept, where it is not sent again
 
     def __post_init__(self) -> None:
-        require_range("ring", least=0, advice="or 0 for shares that stay", rebalance_steps=self.rebalance_steps)
+        require_range(
+            "ring",
+            least=0,
+            advice="or 0 for shares that stay",
+            rebalance_steps=self.rebalance_steps,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,7 +259,9 @@ class PipelineTask:
     gradient_bits: int = 32
     feedback: str = "none"  # of what fewer bits lose: "diagonal" or "rank-one"
     budget_bytes: tuple[float, ...] = ()  # of each of the plan's devices; none: unbounded
-    backup_steps: int = 0  # updates after which stages on one device are backed up; 0: once an interval
+    backup_steps: int = (
+        0  # updates after which stages on one device are backed up; 0: once an interval
+    )
     int8_socs: tuple[int, ...] = ()  # devices whose stages compute in int8
 
 
@@ -258,7 +292,9 @@ class RingOutcome:
     log: tuple[str, ...] = ()  # losses of the ring, one line each
     notes: tuple[str, ...] = ()  # what a pipeline has changed, one line each
     dropped: tuple[str, ...] = ()  # gradients that were left out of steps, one line each
-    rates: tuple[float, ...] = ()  # samples per second of each of `members`, while it waited for nobody; 0: unknown
+    rates: tuple[
+        float, ...
+    ] = ()  # samples per second of each of `members`, while it waited for nobody; 0: unknown
     # After a ring of leaders, the groups whose models are in the mean, which the first one's answer brings, and:
     met: tuple[int, ...] = ()
     met_samples: float = 0.0  # that those groups trained on
@@ -268,23 +304,36 @@ class RingOutcome:
     def __post_init__(self) -> None:
         if self.outcome not in (COMPLETED, PREEMPTED, NO_MODEL, LEFT_OUT):
             raise ConfigError(f"outcome record: outcome = {self.outcome!r} is unknown")
-        for kind, keys in ((int, ("members", "preempted", "met")), (int | float, ("recoveries_s", "rates")),
-                           (str, ("log", "notes", "dropped"))):
+        for kind, keys in (
+            (int, ("members", "preempted", "met")),
+            (int | float, ("recoveries_s", "rates")),
+            (str, ("log", "notes", "dropped")),
+        ):
             for key in keys:
                 values = getattr(self, key)
-                if not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values):
-                    raise ConfigError(f"outcome record: {key.replace('_', '-')} = {values!r} is of the wrong type")
+                if not isinstance(values, tuple) or not all(
+                    isinstance(value, kind) for value in values
+                ):
+                    raise ConfigError(
+                        f"outcome record: {key.replace('_', '-')} = {values!r} is of the wrong type"
+                    )
         if not isinstance(self.feedback_sha256, str):
-            raise ConfigError(f"outcome record: feedback-sha256 = {self.feedback_sha256!r} is of the wrong type")
+            raise ConfigError(
+                f"outcome record: feedback-sha256 = {self.feedback_sha256!r} is of the wrong type"
+            )
         if not isinstance(self.met_samples, int | float) or not 0.0 <= self.met_samples < math.inf:
-            raise ConfigError(f"outcome record: met-samples = {self.met_samples!r} must be a number, 0 or more")
+            raise ConfigError(
+                f"outcome record: met-samples = {self.met_samples!r} must be a number, 0 or more"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceReport:
     """The devices on which the work of a reply was trained."""
 
-    devices: tuple[str, ...]  # such as "cpu" and "cuda:0 (Orin)", one for each of `socs`, or one for a client alone
+    devices: tuple[
+        str, ...
+    ]  # such as "cpu" and "cuda:0 (Orin)", one for each of `socs`, or one for a client alone
     socs: tuple[int, ...] = ()  # of a group
     arithmetic: str = ""  # "int8" or "mixed"; empty: FP32
 
@@ -297,17 +346,25 @@ class RoundNotes:
     groups: tuple[int, ...] = ()
     texts: tuple[str, ...] = ()
     away: tuple[int, ...] = ()  # SoCs that left their rings, or were dropped by them
-    leaders_replaced: tuple[int, ...] = ()  # groups whose model came from another member than their leader
+    leaders_replaced: tuple[
+        int, ...
+    ] = ()  # groups whose model came from another member than their leader
 
     def __post_init__(self) -> None:
         if not len(self.kinds) == len(self.groups) == len(self.texts):
-            raise ConfigError(f"notes record: {len(self.kinds)} kinds, {len(self.groups)} groups and {len(self.texts)} "
-                              "texts of events; need one of each for every event")
+            raise ConfigError(
+                f"notes record: {len(self.kinds)} kinds, {len(self.groups)} groups and {len(self.texts)} "
+                "texts of events; need one of each for every event"
+            )
 
     def __add__(self, other: "RoundNotes") -> "RoundNotes":
         """Return the notes of both."""
-        return RoundNotes(**{entry.name: getattr(self, entry.name) + getattr(other, entry.name)
-                             for entry in fields(self)})
+        return RoundNotes(
+            **{
+                entry.name: getattr(self, entry.name) + getattr(other, entry.name)
+                for entry in fields(self)
+            }
+        )
 
 
 @plain_numbers
@@ -317,7 +374,9 @@ class HeatReport:
 
     temperature_c: float | None = None  # at the end
     peak_c: float | None = None
-    clock_factor: float | None = None  # mean of present clock over the highest while it worked, 0 to 1
+    clock_factor: float | None = (
+        None  # mean of present clock over the highest while it worked, 0 to 1
+    )
     throttled_s: float | None = None  # for how long the device reported throttling by heat or power
     share: float = 1.0  # mean share of its power used for training, above 0
     battery_fraction: float | None = None  # charge, 0 to 1, at the end
@@ -331,7 +390,9 @@ class HeatReport:
         for key in ("clock_factor", "battery_fraction", "user_load"):
             value = getattr(self, key)
             if value is not None and not 0.0 <= value <= 1.0:
-                raise ConfigError(f"heat record: {key.replace('_', '-')} = {value} must lie between 0 and 1")
+                raise ConfigError(
+                    f"heat record: {key.replace('_', '-')} = {value} must lie between 0 and 1"
+                )
 
     def encode(self) -> dict[str, Any]:
         """Return the report as a Flower record's scalars and lists."""
@@ -340,5 +401,7 @@ class HeatReport:
     @classmethod
     def decode(cls, record: Mapping[str, Any]) -> "HeatReport":
         """Return the report of a record; `ConfigError` for an invalid key or value."""
-        unsaid = {entry.name.replace("_", "-"): None for entry in fields(cls) if entry.default is None}
+        unsaid = {
+            entry.name.replace("_", "-"): None for entry in fields(cls) if entry.default is None
+        }
         return decode(cls, {**unsaid, **record}, "heat")

@@ -46,7 +46,9 @@ def atomic_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
     partial.unlink(missing_ok=True)  # of a killed process with the same ids
     _being_written.add(partial)
     try:
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as stream:
+        with os.fdopen(
+            os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb"
+        ) as stream:
             yield stream
             stream.flush()
             # Without this a power failure may leave an empty file under the new name.
@@ -65,7 +67,9 @@ def atomic_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
             os.close(descriptor)
 
 
-def write_atomically(path: Path, content: str | bytes | Iterable[bytes | memoryview], *, mode: int = 0o666) -> None:
+def write_atomically(
+    path: Path, content: str | bytes | Iterable[bytes | memoryview], *, mode: int = 0o666
+) -> None:
     """Write a text (UTF-8) or bytes by `atomic_file`."""
     pieces = content.encode() if isinstance(content, str) else content
     with atomic_file(path, mode=mode) as stream:
@@ -75,7 +79,9 @@ def write_atomically(path: Path, content: str | bytes | Iterable[bytes | memoryv
 def remove_partial(folder: Path) -> None:
     """Remove the partial files of writers that were killed; those of running processes stay."""
     for partial in folder.glob(".*.part"):
-        match = re.fullmatch(r"\..+\.(\d+)-\d+\.part", partial.name)  # else it is of another program
+        match = re.fullmatch(
+            r"\..+\.(\d+)-\d+\.part", partial.name
+        )  # else it is of another program
         if match is None or partial in _being_written:
             continue
         pid = int(match[1])
@@ -105,18 +111,40 @@ class UnreadableFile(ConfigError):
     """An entry that may be intact, which this process may not or cannot read at present."""
 
     def __init__(self, path: Path, error: OSError) -> None:
-        super().__init__(f"{path} cannot be read ({error.strerror}); mend that, and run the same command again")
+        super().__init__(
+            f"{path} cannot be read ({error.strerror}); mend that, and run the same command again"
+        )
 
 
-_PASSING = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT)
+_PASSING = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+)
 """Errors that say nothing against a file: rights, too many open files, a file server that is away."""
 
 
-def seal(kind: StateKind, state: Mapping[str, Any], payload: Iterable[bytes | memoryview] = (), *, owner: str = "",
-         number: int = 0) -> list[bytes | memoryview]:
+def seal(
+    kind: StateKind,
+    state: Mapping[str, Any],
+    payload: Iterable[bytes | memoryview] = (),
+    *,
+    owner: str = "",
+    number: int = 0,
+) -> list[bytes | memoryview]:
     """Return the pieces of an entry with `state` (JSON) and the bytes of `payload`; see `unseal`."""
-    header = {"kind": kind.name, "schema": kind.schema, "version": __version__, "owner": owner, "number": number,
-              "state": state}
+    header = {
+        "kind": kind.name,
+        "schema": kind.schema,
+        "version": __version__,
+        "owner": owner,
+        "number": number,
+        "state": state,
+    }
     pieces = [json.dumps(header, separators=(",", ":")).encode() + b"\n", *payload]
     digest = hashlib.sha256()
     for piece in pieces:
@@ -125,38 +153,54 @@ def seal(kind: StateKind, state: Mapping[str, Any], payload: Iterable[bytes | me
     return [b"%s%s %d\n" % (_MAGIC, digest.hexdigest().encode(), num_bytes), *pieces]
 
 
-def unseal(kind: StateKind, content: bytes, where: str, *, owner: str = "", number: int = 0,
-           ) -> tuple[dict[str, Any], memoryview]:
+def unseal(
+    kind: StateKind,
+    content: bytes,
+    where: str,
+    *,
+    owner: str = "",
+    number: int = 0,
+) -> tuple[dict[str, Any], memoryview]:
     """Return state and payload of a whole entry of this kind, schema, owner and number.
 
     Raises `DamagedFile` if any byte is missing, added or changed, or if it is another entry under this one's name, and
     `ConfigError` for a whole entry of another kind, schema or owner. `where` begins each line.
     """
     if not content.startswith(_MAGIC):
-        raise DamagedFile(f"{where} is damaged (its beginning is not that of a file of socflower)", kind.remedy)
+        raise DamagedFile(
+            f"{where} is damaged (its beginning is not that of a file of socflower)", kind.remedy
+        )
     first_line, _, _ = content.partition(b"\n")
-    rest = memoryview(content)[len(first_line) + 1:]
+    rest = memoryview(content)[len(first_line) + 1 :]
     if first_line != b"%s%s %d" % (_MAGIC, hashlib.sha256(rest).hexdigest().encode(), len(rest)):
         raise DamagedFile(f"{where} is damaged (its digest does not fit)", kind.remedy)
-    line, _, _ = content[len(first_line) + 1:].partition(b"\n")
+    line, _, _ = content[len(first_line) + 1 :].partition(b"\n")
     header: dict[str, Any] = json.loads(line)
     schema, version = header.get("schema", 0), header.get("version")
     if header.get("kind", kind.name) != kind.name:
-        raise ConfigError(f"{where} is of another kind ({header['kind']}, not {kind.name}); {kind.remedy}")
+        raise ConfigError(
+            f"{where} is of another kind ({header['kind']}, not {kind.name}); {kind.remedy}"
+        )
     if version is None or schema != kind.schema:
         newer = version is not None and schema > kind.schema
-        raise ConfigError(f"{where} was written by {'a newer' if newer else 'an older'} version of socflower ("
-                          f"{version or 'before 0.1.0'}, schema {schema} where this one has {kind.schema}); use that "
-                          f"version, or {kind.remedy}")
+        raise ConfigError(
+            f"{where} was written by {'a newer' if newer else 'an older'} version of socflower ("
+            f"{version or 'before 0.1.0'}, schema {schema} where this one has {kind.schema}); use that "
+            f"version, or {kind.remedy}"
+        )
     if header["owner"] != owner:
-        raise ConfigError(f"{where} belongs to {header['owner'] or 'nobody'}, not to {owner or 'nobody'}; name another "
-                          f"folder, or {kind.remedy}")
+        raise ConfigError(
+            f"{where} belongs to {header['owner'] or 'nobody'}, not to {owner or 'nobody'}; name another "
+            f"folder, or {kind.remedy}"
+        )
     if header["number"] != number:
         raise DamagedFile(f"{where} is number {header['number']} under another name", kind.remedy)
-    return header["state"], rest[len(line) + 1:]
+    return header["state"], rest[len(line) + 1 :]
 
 
-def read_sealed(path: Path, kind: StateKind, *, owner: str = "", number: int = 0) -> tuple[dict[str, Any], memoryview]:
+def read_sealed(
+    path: Path, kind: StateKind, *, owner: str = "", number: int = 0
+) -> tuple[dict[str, Any], memoryview]:
     """Return state and payload of an entry's file; raises as `unseal` does, and `UnreadableFile`."""
     try:
         content = path.read_bytes()
@@ -207,13 +251,23 @@ class StateStore:
         Whose state it is; entries of another owner are an error.
     """
 
-    def __init__(self, folder: Path, kind: StateKind, *, prefix: str, suffix: str, keep: int | None = None,
-                 owner: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        kind: StateKind,
+        *,
+        prefix: str,
+        suffix: str,
+        keep: int | None = None,
+        owner: str = "",
+    ) -> None:
         self.folder, self.kind = folder, kind
         self._prefix, self._suffix, self._keep, self._owner = prefix, suffix, keep, owner
         self._lock: FolderLock | None = None
 
-    def open(self, what: str, *, wait_s: float = 0.0, on_wait: Callable[[str], None] = lambda line: None) -> None:
+    def open(
+        self, what: str, *, wait_s: float = 0.0, on_wait: Callable[[str], None] = lambda line: None
+    ) -> None:
         """Create and lock the store until `close`; a second call does nothing. Raises `ConfigError` as `FolderLock`."""
         if self._lock is None:
             self._lock = self._new_lock(what, wait_s, on_wait)
@@ -234,34 +288,47 @@ class StateStore:
         for name in self._names():
             number = name.removeprefix(self._prefix).removesuffix(self._suffix)
             if not number.isdecimal():
-                raise ConfigError(f"{self.folder / name} was not written by this version of socflower; remove it, use "
-                                  f"the version that wrote it, or {self.kind.remedy}")
+                raise ConfigError(
+                    f"{self.folder / name} was not written by this version of socflower; remove it, use "
+                    f"the version that wrote it, or {self.kind.remedy}"
+                )
             found.append(int(number))
         return sorted(found, reverse=True)
 
-    def write(self, number: int, state: Mapping[str, Any], payload: Iterable[bytes | memoryview] = ()) -> None:
+    def write(
+        self, number: int, state: Mapping[str, Any], payload: Iterable[bytes | memoryview] = ()
+    ) -> None:
         """Write an entry, and remove those that are no longer kept.
 
         Raises `ConfigError` if it cannot be written; all others stay as they are.
         """
         path = self.path(number)
-        waits = self._new_lock(f"{self.kind.name} in {self.folder}", _WRITE_WAIT_S) if self._lock is None \
+        waits = (
+            self._new_lock(f"{self.kind.name} in {self.folder}", _WRITE_WAIT_S)
+            if self._lock is None
             else nullcontext()
+        )
         with waits:
             try:
-                write_atomically(path, seal(self.kind, state, payload, owner=self._owner, number=number))
+                write_atomically(
+                    path, seal(self.kind, state, payload, owner=self._owner, number=number)
+                )
             except OSError as error:
-                raise ConfigError(f"{path}: cannot be written ({error.strerror}); make room, or name another folder, "
-                                  "and run the same again") from None
+                raise ConfigError(
+                    f"{path}: cannot be written ({error.strerror}); make room, or name another folder, "
+                    "and run the same again"
+                ) from None
             if self._keep is not None:
-                for old in [each for each in self.numbers() if each <= number][self._keep:]:
+                for old in [each for each in self.numbers() if each <= number][self._keep :]:
                     self.path(old).unlink(missing_ok=True)
 
     def read(self, number: int) -> tuple[dict[str, Any], memoryview]:
         """Return state and payload of an entry; raises as `unseal` does, and `DamagedFile` for a missing one."""
         return read_sealed(self.path(number), self.kind, owner=self._owner, number=number)
 
-    def newest(self, load: Callable[[int], T], on_damage: Callable[[str], None] = lambda line: None) -> T | None:
+    def newest(
+        self, load: Callable[[int], T], on_damage: Callable[[str], None] = lambda line: None
+    ) -> T | None:
         """Return `load(number)` of the newest entry for which it raises no `DamagedFile`, or None without entries.
 
         `on_damage` gets a line for each damaged one that is skipped. Raises `ConfigError` if all are damaged, for an
@@ -278,17 +345,25 @@ class StateStore:
                 on_damage(f"{cause}; going on from the one before it, {self.path(number).name}")
             return found
         if causes:
-            raise ConfigError(f"{self.folder}: no {self.kind.name} is whole: {'; '.join(causes)}; {self.kind.remedy}")
+            raise ConfigError(
+                f"{self.folder}: no {self.kind.name} is whole: {'; '.join(causes)}; {self.kind.remedy}"
+            )
         return None
 
     def remove(self, *, after: int = -1) -> None:
         """Remove the entries with numbers above `after`; by default all, and whatever has their form of name."""
-        for path in map(self.path, self.numbers()) if after >= 0 else map(self.folder.joinpath, self._names()):
+        for path in (
+            map(self.path, self.numbers())
+            if after >= 0
+            else map(self.folder.joinpath, self._names())
+        ):
             if after < 0 or int(path.stem.removeprefix(self._prefix)) > after:
                 try:
                     path.unlink(missing_ok=True)
                 except OSError as error:
-                    raise ConfigError(f"{path}: cannot be removed ({error.strerror}); remove it yourself") from None
+                    raise ConfigError(
+                        f"{path}: cannot be removed ({error.strerror}); remove it yourself"
+                    ) from None
 
     def _names(self) -> list[str]:
         try:
@@ -296,19 +371,31 @@ class StateStore:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise ConfigError(f"{self.folder}: cannot be read ({error.strerror}); name a folder that this process may "
-                              "read") from None
-        return [name for name in names if name.startswith(self._prefix) and name.endswith(self._suffix)]
+            raise ConfigError(
+                f"{self.folder}: cannot be read ({error.strerror}); name a folder that this process may "
+                "read"
+            ) from None
+        return [
+            name for name in names if name.startswith(self._prefix) and name.endswith(self._suffix)
+        ]
 
-    def _new_lock(self, what: str, wait_s: float, on_wait: Callable[[str], None] = lambda line: None) -> FolderLock:
+    def _new_lock(
+        self, what: str, wait_s: float, on_wait: Callable[[str], None] = lambda line: None
+    ) -> FolderLock:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"{what}: cannot be written ({error.strerror}); name another folder") from None
-        lock = FolderLock(self.folder / f".{self._prefix}lock", what, wait_s=wait_s, on_wait=on_wait)
+            raise ConfigError(
+                f"{what}: cannot be written ({error.strerror}); name another folder"
+            ) from None
+        lock = FolderLock(
+            self.folder / f".{self._prefix}lock", what, wait_s=wait_s, on_wait=on_wait
+        )
         try:
             remove_partial(self.folder)
         except OSError as error:
             lock.release()
-            raise ConfigError(f"{what}: cannot be written ({error.strerror}); name another folder") from None
+            raise ConfigError(
+                f"{what}: cannot be written ({error.strerror}); name another folder"
+            ) from None
         return lock

@@ -33,8 +33,16 @@ class Address:
     def parse(cls, text: str, what: str = "address") -> "Address":
         """Return the address of "host:port" or "[host]:port"; `ConfigError` if it is neither."""
         host, colon, port = text.rpartition(":")
-        if not colon or not host or not port.isdecimal() or int(port) > 65535 or (":" in host and host[0] != "["):
-            raise ConfigError(f'{what} "{text}" is not host:port; write it like 10.0.0.2:28200 or [fd00::2]:28200')
+        if (
+            not colon
+            or not host
+            or not port.isdecimal()
+            or int(port) > 65535
+            or (":" in host and host[0] != "[")
+        ):
+            raise ConfigError(
+                f'{what} "{text}" is not host:port; write it like 10.0.0.2:28200 or [fd00::2]:28200'
+            )
         return cls(host.strip("[]"), int(port), what)
 
     def __str__(self) -> str:
@@ -43,7 +51,10 @@ class Address:
     def require_private(self, remedy: str) -> None:
         """Raise `ConfigError`, which ends with `remedy`, unless the host is loopback, link-local or private."""
         try:
-            found = {str(entry[4][0]) for entry in socket.getaddrinfo(self.host, None, type=socket.SOCK_STREAM)}
+            found = {
+                str(entry[4][0])
+                for entry in socket.getaddrinfo(self.host, None, type=socket.SOCK_STREAM)
+            }
         except socket.gaierror as error:
             raise self._unresolved(error) from None
         for resolved in sorted(found):
@@ -56,7 +67,9 @@ class Address:
     def why_taken(self) -> str | None:
         """Return why a server cannot listen here now; `ConfigError` if it never can. gRPC itself only prints it."""
         try:
-            family, kind, protocol, _, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                self.host, self.port, type=socket.SOCK_STREAM
+            )[0]
             with socket.socket(family, kind, protocol) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
@@ -65,14 +78,18 @@ class Address:
             raise self._unresolved(error) from None
         except OSError as error:
             if error.errno in _PERMANENT_ERRNOS:
-                raise ConfigError(f"{self.what} {self} cannot be listened on ({error.strerror}); give an address of "
-                                  "this machine") from None
+                raise ConfigError(
+                    f"{self.what} {self} cannot be listened on ({error.strerror}); give an address of "
+                    "this machine"
+                ) from None
             return f"{self.what} {self} is in use"
         return None
 
     def _unresolved(self, error: socket.gaierror) -> ConfigError:
-        return ConfigError(f"{self.what} {self} cannot be resolved ({error.strerror}); give a name or address that "
-                           "this machine knows")
+        return ConfigError(
+            f"{self.what} {self} cannot be resolved ({error.strerror}); give a name or address that "
+            "this machine knows"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,27 +106,39 @@ class Tls:
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
-            raise ConfigError("TLS: a certificate needs its key and a key its certificate; give both or neither")
+            raise ConfigError(
+                "TLS: a certificate needs its key and a key its certificate; give both or neither"
+            )
 
     @classmethod
     def from_keys(cls, config: Any, prefix: str) -> "Tls | None":
         """Return the files that a node config names by `<prefix>-ca`, `-certificate` and `-key`; None for no file."""
-        ca, certificate, key = (Path(str(config[name])) if config.get(name) else None
-                                for name in (f"{prefix}-ca", f"{prefix}-certificate", f"{prefix}-key"))
+        ca, certificate, key = (
+            Path(str(config[name])) if config.get(name) else None
+            for name in (f"{prefix}-ca", f"{prefix}-certificate", f"{prefix}-key")
+        )
         return cls(ca, certificate, key) if ca or certificate or key else None
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Return what a server listens with; `ConfigError` for files that are missing or no PEM."""
         if self.certificate is None or self.key is None:
-            raise ConfigError("TLS: a server needs a certificate and a key; name the PEM files of both")
+            raise ConfigError(
+                "TLS: a server needs a certificate and a key; name the PEM files of both"
+            )
         ca = _read_pem("ca", self.ca)
-        return grpc.ssl_server_credentials([(_read_pem("key", self.key), _read_pem("certificate", self.certificate))],
-                                           root_certificates=ca, require_client_auth=ca is not None)
+        return grpc.ssl_server_credentials(
+            [(_read_pem("key", self.key), _read_pem("certificate", self.certificate))],
+            root_certificates=ca,
+            require_client_auth=ca is not None,
+        )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Return what a client dials with; `ConfigError` for files that are missing or no PEM."""
         return grpc.ssl_channel_credentials(
-            _read_pem("ca", self.ca), _read_pem("key", self.key), _read_pem("certificate", self.certificate))
+            _read_pem("ca", self.ca),
+            _read_pem("key", self.key),
+            _read_pem("certificate", self.certificate),
+        )
 
 
 def _read_pem(name: str, path: Path | None) -> bytes | None:
@@ -118,7 +147,9 @@ def _read_pem(name: str, path: Path | None) -> bytes | None:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"TLS: {name} {path} cannot be read ({error.strerror}); give a PEM file") from None
+        raise ConfigError(
+            f"TLS: {name} {path} cannot be read ({error.strerror}); give a PEM file"
+        ) from None
     if b"-----BEGIN" not in content:
         raise ConfigError(f"TLS: {name} {path} is no PEM file; it begins with -----BEGIN")
     return content
@@ -133,29 +164,46 @@ def _options(heartbeat_s: float, max_message_bytes: int) -> list[tuple[str, int]
     """
     ping_ms, answer_ms = max(1, round(250 * heartbeat_s)), max(1, round(750 * heartbeat_s))
     return [
-        ("grpc.keepalive_time_ms", ping_ms), ("grpc.keepalive_timeout_ms", answer_ms),
+        ("grpc.keepalive_time_ms", ping_ms),
+        ("grpc.keepalive_timeout_ms", answer_ms),
         # Without this option, an unanswered ping ends a connection only after a minute.
         ("grpc.http2.ping_timeout_ms", answer_ms),
-        ("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 1), ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 1),
+        ("grpc.http2.max_ping_strikes", 0),
         # An adaptive window would grow with the link's speed, to dozens of MiB for a peer that does not read.
-        ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4 << 20),
-        ("grpc.max_receive_message_length", max_message_bytes), ("grpc.max_send_message_length", -1),
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", 4 << 20),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", 16 << 10),
     ]
 
 
 def open_channel(
-    address: str, credentials: grpc.ChannelCredentials | None, *, heartbeat_s: float, max_message_bytes: int,
+    address: str,
+    credentials: grpc.ChannelCredentials | None,
+    *,
+    heartbeat_s: float,
+    max_message_bytes: int,
 ) -> grpc.Channel:
     """Return a channel with a connection of its own; in plain text without `credentials`."""
     options = [
-        ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0), ("grpc.enable_retries", 0),
-        ("grpc.initial_reconnect_backoff_ms", _RECONNECT_MS), ("grpc.max_reconnect_backoff_ms", 2 * _RECONNECT_MS),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.enable_retries", 0),
+        ("grpc.initial_reconnect_backoff_ms", _RECONNECT_MS),
+        ("grpc.max_reconnect_backoff_ms", 2 * _RECONNECT_MS),
         # Despite its name, this is the timeout of one attempt to connect.
-        ("grpc.min_reconnect_backoff_ms", round(1000 * heartbeat_s)), *_options(heartbeat_s, max_message_bytes)]
-    return grpc.insecure_channel(address, options) if credentials is None else \
-        grpc.secure_channel(address, credentials, options)
+        ("grpc.min_reconnect_backoff_ms", round(1000 * heartbeat_s)),
+        *_options(heartbeat_s, max_message_bytes),
+    ]
+    return (
+        grpc.insecure_channel(address, options)
+        if credentials is None
+        else grpc.secure_channel(address, credentials, options)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +221,20 @@ class BoundServer:
     def stop(self, grace_s: float) -> None:
         """End all calls after `grace_s`, and the threads that no handler holds."""
         self.server.stop(grace_s).wait(grace_s + _STOP_S)
-        self.threads.shutdown(wait=False)  # else they stay until the cycle of server and handlers is collected
+        self.threads.shutdown(
+            wait=False
+        )  # else they stay until the cycle of server and handlers is collected
 
 
 def bind_server(
-    address: Address, tls: Tls | None, handlers: Sequence[grpc.GenericRpcHandler], *,
-    interceptors: Sequence[grpc.ServerInterceptor], num_threads: int, heartbeat_s: float, max_message_bytes: int,
+    address: Address,
+    tls: Tls | None,
+    handlers: Sequence[grpc.GenericRpcHandler],
+    *,
+    interceptors: Sequence[grpc.ServerInterceptor],
+    num_threads: int,
+    heartbeat_s: float,
+    max_message_bytes: int,
     bind_timeout_s: float,
 ) -> "BoundServer":
     """Return a server that is bound but not started; port 0 asks for a free one.
@@ -193,12 +249,21 @@ def bind_server(
         if problem is None:
             threads = ThreadPoolExecutor(num_threads, thread_name_prefix="socflower-grpc")
             server = grpc.server(
-                threads, handlers=handlers, interceptors=interceptors,
-                options=[("grpc.so_reuseport", 0), ("grpc.server_handshake_timeout_ms", 5000),
-                         *_options(heartbeat_s, max_message_bytes)])
+                threads,
+                handlers=handlers,
+                interceptors=interceptors,
+                options=[
+                    ("grpc.so_reuseport", 0),
+                    ("grpc.server_handshake_timeout_ms", 5000),
+                    *_options(heartbeat_s, max_message_bytes),
+                ],
+            )
             with suppress(RuntimeError):  # another process took the port
-                port = server.add_secure_port(str(address), credentials) if credentials else \
-                    server.add_insecure_port(str(address))
+                port = (
+                    server.add_secure_port(str(address), credentials)
+                    if credentials
+                    else server.add_insecure_port(str(address))
+                )
                 if port:
                     return BoundServer(server, Address(address.host, port, address.what), threads)
             server.stop(None)
@@ -241,12 +306,27 @@ class HandlerFailed(PeerRefused):
     """The peer's handler raised something else than a refusal."""
 
 
-_REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.RESOURCE_EXHAUSTED,
-             grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED)
+_REFUSALS = (
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.UNIMPLEMENTED,
+)
 # gRPC has one code for "refused", "broken", "hangs" and "not trusted"; only the text distinguishes them.
 _SILENCE_WORDS = ("keepalive", "ping timeout", "timeout", "timed out")
-_CERTIFICATE_WORDS = ("certificate_verify_failed", "bad_signature", "hostname verification", "wrong_version_number",
-                      "tlsv1_alert", "peer name", "unknown_ca", "certificate required", "alert_bad_certificate")
+_CERTIFICATE_WORDS = (
+    "certificate_verify_failed",
+    "bad_signature",
+    "hostname verification",
+    "wrong_version_number",
+    "tlsv1_alert",
+    "peer name",
+    "unknown_ca",
+    "certificate required",
+    "alert_bad_certificate",
+)
 
 
 def failure_of(peer: str, error: Any) -> PeerFailed:
@@ -262,8 +342,10 @@ def failure_of(peer: str, error: Any) -> PeerFailed:
         return PeerSilent(f"{peer} did not answer in time")
     words = details.lower()
     if any(word in words for word in _CERTIFICATE_WORDS):
-        return PeerNotTrusted(f"{peer}: the certificates do not fit ({details}); give the authority that signed the "
-                              "peer's, and dial the name or address it is for")
+        return PeerNotTrusted(
+            f"{peer}: the certificates do not fit ({details}); give the authority that signed the "
+            "peer's, and dial the name or address it is for"
+        )
     if any(word in words for word in _SILENCE_WORDS):
         return PeerSilent(f"{peer} hangs ({details})")
     kind = PeerNotConnected if "failed to connect" in words else PeerUnreachable

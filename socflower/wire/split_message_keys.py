@@ -40,8 +40,12 @@ class SplitTask:
     bits: tuple[int, ...]
     windows: tuple[int, ...]  # K at the beginning
     gradient_bits: int
-    actions: bytes = b""  # the order of all actions (edgecloud.plan.timeline_actions); empty on a real link
-    address: str = ""  # host:port of the cloud; empty where both halves train in the client's process
+    actions: bytes = (
+        b""  # the order of all actions (edgecloud.plan.timeline_actions); empty on a real link
+    )
+    address: str = (
+        ""  # host:port of the cloud; empty where both halves train in the client's process
+    )
     run: str = ""  # the cloud's session
     session_first: int = 0  # the batch that the session counts as its first
     token: str = ""  # hexadecimal, of that session
@@ -50,13 +54,21 @@ class SplitTask:
 
     def __post_init__(self) -> None:
         if self.mode not in CLOUD_MODES:
-            raise ConfigError(f"split task: mode = {self.mode!r} is unknown; use one of {', '.join(CLOUD_MODES)}")
+            raise ConfigError(
+                f"split task: mode = {self.mode!r} is unknown; use one of {', '.join(CLOUD_MODES)}"
+            )
         if not len(self.parties) == len(self.cuts) == len(self.bits) == len(self.windows) > 0:
-            raise ConfigError(f"split task: {len(self.parties)} parties, {len(self.cuts)} cuts, {len(self.bits)} bits "
-                              f"and {len(self.windows)} windows; need one of each for every party")
-        if not (self.first_batch >= 0 and 1 <= self.num_batches <= self.total_batches - self.first_batch):
-            raise ConfigError(f"split task: batches {self.first_batch} to {self.first_batch + self.num_batches} of "
-                              f"{self.total_batches} do not exist")
+            raise ConfigError(
+                f"split task: {len(self.parties)} parties, {len(self.cuts)} cuts, {len(self.bits)} bits "
+                f"and {len(self.windows)} windows; need one of each for every party"
+            )
+        if not (
+            self.first_batch >= 0 and 1 <= self.num_batches <= self.total_batches - self.first_batch
+        ):
+            raise ConfigError(
+                f"split task: batches {self.first_batch} to {self.first_batch + self.num_batches} of "
+                f"{self.total_batches} do not exist"
+            )
 
     def encode(self) -> dict[str, Any]:
         """Return the task as a Flower record's scalars and lists."""

@@ -5,7 +5,13 @@ from socflower.workloads.data_source import DataSource
 from socflower.workloads.dataset import DataSet, LabelledData, concatenate
 from socflower.workloads.evaluation import Evaluation, EvaluationStep, EvaluationWeight, evaluate
 from socflower.workloads.map_dataset import MapDataset, as_data_source
-from socflower.workloads.models import ClickModel, build_click_model, build_generator, build_model, model_names
+from socflower.workloads.models import (
+    ClickModel,
+    build_click_model,
+    build_generator,
+    build_model,
+    model_names,
+)
 from socflower.workloads.partition import dirichlet_partition, iid_partition, partition
 from socflower.workloads.sample_tensors import GeneratorSamples, VerticalSamples, generator_codes
 from socflower.workloads.sources import DataShape, data_names, data_shape, load_data

@@ -83,31 +83,45 @@ def click_data(*, seed: int, num_train: int = 60_000, num_test: int = 10_000) ->
     samples_per_user = -(-(num_train + num_test) // NUM_USERS)
     if HISTORY + samples_per_user > NUM_MOVIES // 2:
         most = NUM_USERS * (NUM_MOVIES // 2 - HISTORY)
-        raise ConfigError(f"click data: {num_train} + {num_test} samples are too many for {NUM_USERS} users and "
-                          f"{NUM_MOVIES} movies; ask for {most} at most")
+        raise ConfigError(
+            f"click data: {num_train} + {num_test} samples are too many for {NUM_USERS} users and "
+            f"{NUM_MOVIES} movies; ask for {most} at most"
+        )
     random = np.random.default_rng(seed)
     movies, users = _Movies(random), _Users(random)
     # Ordered by time, not by user, so that the first samples are the early ones of all users.
     user = np.concatenate([random.permutation(NUM_USERS) for _ in range(samples_per_user)])
     moment = np.repeat(np.arange(samples_per_user), NUM_USERS)
-    kept = np.r_[0:num_train, len(user) - num_test:len(user)]
+    kept = np.r_[0:num_train, len(user) - num_test : len(user)]
     user, moment = user[kept], moment[kept]
-    watchers, watcher = np.unique(user, return_inverse=True)  # fewer than all users where few samples are wanted
+    watchers, watcher = np.unique(
+        user, return_inverse=True
+    )  # fewer than all users where few samples are wanted
     watched = _watch(random, movies, users, watchers, HISTORY + samples_per_user - 1)
     advertised = random.choice(NUM_MOVIES, size=len(user), p=movies.popularity)
-    shown = np.column_stack([watched[watcher[:, None], moment[:, None] + np.arange(HISTORY)], advertised])
+    shown = np.column_stack(
+        [watched[watcher[:, None], moment[:, None] + np.arange(HISTORY)], advertised]
+    )
     probability = _click_probability(movies, users, user, shown[:, -1])
     labels = (random.random(len(user)) < probability).astype(np.int64)
-    attributes = np.concatenate([users.attributes[user], movies.genre_slots[shown].reshape(len(user), -1)], axis=1)
+    attributes = np.concatenate(
+        [users.attributes[user], movies.genre_slots[shown].reshape(len(user), -1)], axis=1
+    )
 
     def samples(rows: slice) -> VerticalSamples:
-        features = (torch.from_numpy(shown[rows].astype(np.int32)), torch.from_numpy(attributes[rows].astype(np.int32)))
-        return VerticalSamples(torch.arange(len(user))[rows], features, torch.from_numpy(labels[rows]))
+        features = (
+            torch.from_numpy(shown[rows].astype(np.int32)),
+            torch.from_numpy(attributes[rows].astype(np.int32)),
+        )
+        return VerticalSamples(
+            torch.arange(len(user))[rows], features, torch.from_numpy(labels[rows])
+        )
 
     early, late = slice(0, num_train), slice(num_train, None)
     majority, by_movie = _frequencies(shown[early, -1], labels[early])
     return ClickData(
-        samples(early), samples(late),
+        samples(early),
+        samples(late),
         best_accuracy=float(np.maximum(probability[late], 1 - probability[late]).mean()),
         majority_accuracy=float((labels[late] == majority).mean()),
         movie_accuracy=float((labels[late] == by_movie[shown[late, -1]]).mean()),
@@ -124,13 +138,17 @@ class _Movies:
         self.quality = random.normal(0.0, 0.5, NUM_MOVIES)
         circles = random.normal(0.0, 1.0 / np.sqrt(_FACTORS), (_CIRCLES, _FACTORS))
         own = random.normal(0.0, 0.1 / np.sqrt(_FACTORS), (NUM_MOVIES, _FACTORS))
-        self.factors = (circles[random.integers(_CIRCLES, size=NUM_MOVIES)] + own).astype(np.float32)
+        self.factors = (circles[random.integers(_CIRCLES, size=NUM_MOVIES)] + own).astype(
+            np.float32
+        )
         # A draw without replacement in proportion to the shares, as in `_watch`.
         race = random.standard_exponential((NUM_MOVIES, NUM_GENRES)) / np.array(GENRE_SHARES)
         drawn = np.argsort(race, axis=1)[:, :GENRE_SLOTS] + 1
         num_genres = random.choice([1, 2, 3], size=NUM_MOVIES, p=[0.5, 0.35, 0.15])
         self.genre_slots = np.where(np.arange(GENRE_SLOTS) < num_genres[:, None], drawn, 0)
-        self.genres = np.zeros((NUM_MOVIES, NUM_GENRES + 1), dtype=np.float32)  # one extra column, for unused slots
+        self.genres = np.zeros(
+            (NUM_MOVIES, NUM_GENRES + 1), dtype=np.float32
+        )  # one extra column, for unused slots
         np.put_along_axis(self.genres, self.genre_slots, 1.0 / num_genres[:, None], axis=1)
         self.genres = self.genres[:, 1:]
 
@@ -140,8 +158,11 @@ class _Users:
 
     def __init__(self, random: np.random.Generator) -> None:
         kinds = (len(GENDERS), len(AGES), NUM_OCCUPATIONS)
-        drawn = (random.choice(len(GENDERS), NUM_USERS, p=GENDERS), random.choice(len(AGES), NUM_USERS, p=AGES),
-                 random.integers(NUM_OCCUPATIONS, size=NUM_USERS))
+        drawn = (
+            random.choice(len(GENDERS), NUM_USERS, p=GENDERS),
+            random.choice(len(AGES), NUM_USERS, p=AGES),
+            random.integers(NUM_OCCUPATIONS, size=NUM_USERS),
+        )
         self.attributes = np.stack(drawn, axis=1)
         tastes = random.normal(0.0, 0.3, (NUM_USERS, NUM_GENRES))
         for num_kinds, column in zip(kinds, drawn, strict=True):
@@ -151,13 +172,19 @@ class _Users:
 
 
 def _watch(
-    random: np.random.Generator, movies: _Movies, users: _Users, watchers: npt.NDArray[np.int64], num_watched: int
+    random: np.random.Generator,
+    movies: _Movies,
+    users: _Users,
+    watchers: npt.NDArray[np.int64],
+    num_watched: int,
 ) -> npt.NDArray[np.int64]:
     """Return the movies (len(watchers), num_watched) that each of `watchers` watched, in order, each at most once.
 
     Ascending order of E / odds, E exponential, is a draw without replacement with probabilities proportional to odds.
     """
-    tastes = np.hstack([_WATCH_BY_FACTORS * users.factors, _WATCH_BY_GENRES * users.tastes])[watchers]
+    tastes = np.hstack([_WATCH_BY_FACTORS * users.factors, _WATCH_BY_GENRES * users.tastes])[
+        watchers
+    ]
     traits = np.hstack([movies.factors, movies.genres])
     popularity = movies.popularity.astype(np.float32)
     watched = np.empty((len(watchers), num_watched), dtype=np.int64)
@@ -183,7 +210,9 @@ def _click_probability(
     low, high = -40.0, 40.0
     for _ in range(60):
         constant = (low + high) / 2
-        low, high = (constant, high) if _logistic(utility + constant).mean() < CLICKED else (low, constant)
+        low, high = (
+            (constant, high) if _logistic(utility + constant).mean() < CLICKED else (low, constant)
+        )
     return _logistic(utility + constant)
 
 

@@ -28,7 +28,9 @@ class LabelledData(DataSource):
     mean: tuple[float, ...]
     std: tuple[float, ...]
     num_classes: int
-    _scale: torch.Tensor = field(init=False, repr=False)  # (channels, 1, 1): 1 / std, divided by 255 for bytes
+    _scale: torch.Tensor = field(
+        init=False, repr=False
+    )  # (channels, 1, 1): 1 / std, divided by 255 for bytes
     _shift: torch.Tensor = field(init=False, repr=False)  # (channels, 1, 1): -mean / std
 
     def __post_init__(self) -> None:
@@ -41,7 +43,9 @@ class LabelledData(DataSource):
         if self.labels.dtype != torch.int64:
             raise ConfigError(f"data: labels must be int64, got {self.labels.dtype}")
         if self.inputs.dtype != torch.uint8 and not self.inputs.is_floating_point():
-            raise ConfigError(f"data: inputs must be uint8 or floating point, got {self.inputs.dtype}")
+            raise ConfigError(
+                f"data: inputs must be uint8 or floating point, got {self.inputs.dtype}"
+            )
         if not len(self.mean) == len(self.std) == self.inputs.shape[1]:
             raise ConfigError(
                 f"data: {self.inputs.shape[1]} channels need as many means and deviations, "
@@ -72,9 +76,11 @@ class LabelledData(DataSource):
             return
         low, high = (int(end) for end in torch.aminmax(self.labels))
         if not 0 <= low <= high < self.num_classes:
-            raise ConfigError(f"data: labels must be 0..{self.num_classes - 1} for num_classes = {self.num_classes}, "
-                              f"got {low} to {high}; number the classes from 0, set num_classes to fit, and leave out "
-                              "samples without a class")
+            raise ConfigError(
+                f"data: labels must be 0..{self.num_classes - 1} for num_classes = {self.num_classes}, "
+                f"got {low} to {high}; number the classes from 0, set num_classes to fit, and leave out "
+                "samples without a class"
+            )
 
     def _require_pixels(self) -> None:
         if not self.inputs.numel():
@@ -85,9 +91,11 @@ class LabelledData(DataSource):
         # With mean 0 and std 1 the caller has normalised the inputs, so their range is not checked.
         normalised = not any(self.mean) and set(self.std) == {1.0}
         if not normalised and not (low >= 0.0 and high <= 1.0):
-            raise ConfigError(f"data: floating-point inputs must be in 0..1, got {low:.4g} to {high:.4g}; divide "
-                              "pixels by 255 or pass them as uint8, and give inputs that are normalised already a mean "
-                              "of 0 and a std of 1 in every channel")
+            raise ConfigError(
+                f"data: floating-point inputs must be in 0..1, got {low:.4g} to {high:.4g}; divide "
+                "pixels by 255 or pass them as uint8, and give inputs that are normalised already a mean "
+                "of 0 and a std of 1 in every channel"
+            )
 
     def select(self, indices: Indices) -> "LabelledData":
         """Return a copy of the samples at `indices`, in that order."""
@@ -100,7 +108,9 @@ class LabelledData(DataSource):
         rows = _as_rows(indices)
         # Select first, so that only the batch's pixels are read and converted. In-place operations are safe on the
         # selected copy, and twice as fast as addcmul with broadcast constants.
-        inputs = self.inputs.index_select(0, rows).to(torch.float32).mul_(self._scale).add_(self._shift)
+        inputs = (
+            self.inputs.index_select(0, rows).to(torch.float32).mul_(self._scale).add_(self._shift)
+        )
         return inputs, self.labels.index_select(0, rows)
 
     def parts(self, indices: Sequence[Indices], key: Sequence[int] = ()) -> list[Batch]:
@@ -131,7 +141,9 @@ def concatenate(parts: Sequence[LabelledData]) -> LabelledData:
     first = parts[0]
     for number, part in enumerate(parts[1:], start=1):
         if _format(part) != _format(first):
-            raise ConfigError(f"data: part {number} has format {_format(part)}, part 0 has {_format(first)}")
+            raise ConfigError(
+                f"data: part {number} has format {_format(part)}, part 0 has {_format(first)}"
+            )
     inputs = torch.cat([part.inputs for part in parts])
     labels = torch.cat([part.labels for part in parts])
     return LabelledData(inputs, labels, first.mean, first.std, first.num_classes)

@@ -50,15 +50,22 @@ class Evaluation:
 
     def _metric(self, name: str) -> float:
         if name not in self.metrics:
-            raise ConfigError(f"evaluation: there is no {name}, only {', '.join(self.metrics) or 'nothing'}; return it "
-                              "from the function that evaluates a batch")
+            raise ConfigError(
+                f"evaluation: there is no {name}, only {', '.join(self.metrics) or 'nothing'}; return it "
+                "from the function that evaluates a batch"
+            )
         return self.metrics[name]
 
 
 @plain_numbers
 def evaluate(
-    model: nn.Module, data: Any, batch_size: int = 128, *, step: EvaluationStep | None = None,
-    weight: EvaluationWeight | None = None, device: str | None = None,
+    model: nn.Module,
+    data: Any,
+    batch_size: int = 128,
+    *,
+    step: EvaluationStep | None = None,
+    weight: EvaluationWeight | None = None,
+    device: str | None = None,
 ) -> Evaluation:
     """Return the model's metrics over all of `data`.
 
@@ -90,16 +97,23 @@ def evaluate(
     total = 0.0
     with in_mode(model, training=False), torch.inference_mode():
         for start in range(0, len(source), batch_size):
-            batch = on_device(source.batch(torch.arange(start, min(start + batch_size, len(source)))), where)
+            batch = on_device(
+                source.batch(torch.arange(start, min(start + batch_size, len(source)))), where
+            )
             own = None if weight is None else _checked(weight(batch))
-            added, counted = _classifier_sums(model, batch, own) if step is None else _sums(
-                step(model, batch), num_samples(batch) if own is None else own)
+            added, counted = (
+                _classifier_sums(model, batch, own)
+                if step is None
+                else _sums(step(model, batch), num_samples(batch) if own is None else own)
+            )
             if not counted:  # the means of this batch are 0 / 0
                 continue
             total += counted
             if sums and added.keys() != sums.keys():
-                raise ConfigError(f"evaluation: one batch gave {', '.join(sums) or 'nothing'} and another "
-                                  f"{', '.join(added) or 'nothing'}; return the same metrics for every batch")
+                raise ConfigError(
+                    f"evaluation: one batch gave {', '.join(sums) or 'nothing'} and another "
+                    f"{', '.join(added) or 'nothing'}; return the same metrics for every batch"
+                )
             sums = {name: sums.get(name, 0.0) + value for name, value in added.items()}
     if not total:
         raise ConfigError("evaluation: no label of the data counts; give data with labels")
@@ -108,8 +122,10 @@ def evaluate(
 
 def _checked(weight: float) -> float:
     if not 0.0 <= float(weight) < math.inf:
-        raise ConfigError(f"evaluation: the weight of a batch is {weight}; it must be 0 or more, what its metrics "
-                          "divide by")
+        raise ConfigError(
+            f"evaluation: the weight of a batch is {weight}; it must be 0 or more, what its metrics "
+            "divide by"
+        )
     return float(weight)
 
 
@@ -117,25 +133,48 @@ def _sums(means: Mapping[str, Tensor | float], weight: float) -> tuple[dict[str,
     return {name: float(value) * weight for name, value in means.items()}, weight
 
 
-def _classifier_sums(model: nn.Module, batch: Batch, weight: float | None) -> tuple[dict[str, float], float]:
+def _classifier_sums(
+    model: nn.Module, batch: Batch, weight: float | None
+) -> tuple[dict[str, float], float]:
     """Return the summed loss, the number of correct labels if the model gives one for each sample, and their weight."""
     if isinstance(batch, Mapping):
         made = model(**batch)
-        loss, logits, labels = output_entry(made, "loss"), output_entry(made, "logits"), batch.get("labels")
+        loss, logits, labels = (
+            output_entry(made, "loss"),
+            output_entry(made, "logits"),
+            batch.get("labels"),
+        )
         if loss is None:
-            raise ConfigError(f"evaluation: the model returned no loss for {form_of(batch)}; {_GIVE_STEP}")
+            raise ConfigError(
+                f"evaluation: the model returned no loss for {form_of(batch)}; {_GIVE_STEP}"
+            )
         num_correct = _num_correct(logits, labels)
-        counted = weight if weight is not None else num_samples(batch) if num_correct is None else _num_counted(labels)
-        return {**({} if num_correct is None else {"accuracy": num_correct}), "loss": float(loss) * counted}, counted
+        counted = (
+            weight
+            if weight is not None
+            else num_samples(batch)
+            if num_correct is None
+            else _num_counted(labels)
+        )
+        return {
+            **({} if num_correct is None else {"accuracy": num_correct}),
+            "loss": float(loss) * counted,
+        }, counted
     if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise ConfigError(f"evaluation: the data give {form_of(batch)}, of which no metric is known; {_GIVE_STEP}")
+        raise ConfigError(
+            f"evaluation: the data give {form_of(batch)}, of which no metric is known; {_GIVE_STEP}"
+        )
     inputs, labels = batch
     logits = output_of(model, inputs)
     num_correct = _num_correct(logits, labels)
     if num_correct is None:
-        raise ConfigError(f"evaluation: {form_of(logits)} for labels as {form_of(labels)} are no classes; {_GIVE_STEP}")
+        raise ConfigError(
+            f"evaluation: {form_of(logits)} for labels as {form_of(labels)} are no classes; {_GIVE_STEP}"
+        )
     loss = float(functional.cross_entropy(logits, labels, reduction="sum"))
-    return {"accuracy": num_correct, "loss": loss}, _num_counted(labels) if weight is None else weight
+    return {"accuracy": num_correct, "loss": loss}, _num_counted(
+        labels
+    ) if weight is None else weight
 
 
 IGNORED = -100
@@ -146,8 +185,13 @@ _GIVE_STEP = "give a function (model, batch) that returns metrics, as evaluate(.
 
 def _num_correct(logits: Any, labels: Any) -> int | None:
     """Return how many labels (n,) have the largest of their logits (n, classes); None for other forms."""
-    if not isinstance(logits, Tensor) or not isinstance(labels, Tensor) or logits.dim() != 2 or labels.dim() != 1 \
-            or labels.is_floating_point():
+    if (
+        not isinstance(logits, Tensor)
+        or not isinstance(labels, Tensor)
+        or logits.dim() != 2
+        or labels.dim() != 1
+        or labels.is_floating_point()
+    ):
         return None
     return int((logits.argmax(dim=1) == labels).sum())
 

@@ -37,7 +37,12 @@ def optional_package(module: str, *, extra: str, purpose: str) -> ModuleType:
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMN = "label"
 
-_UNDECODABLE = (OSError, SyntaxError, TypeError, ValueError)  # pillow raises SyntaxError for a broken PNG
+_UNDECODABLE = (
+    OSError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)  # pillow raises SyntaxError for a broken PNG
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +74,23 @@ def read_parquet(path: Path) -> EncodedImages:
     try:
         table = parquet.read_table(path)
     except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
-        raise DataUnavailable(f"{path}: not a readable Parquet file: {_first_line(error)}") from error
+        raise DataUnavailable(
+            f"{path}: not a readable Parquet file: {_first_line(error)}"
+        ) from error
     column = table.column(image_column(table.column_names, str(path)))
     try:
         files = [file for chunk in column.chunks for file in chunk.field("bytes").to_pylist()]
         labels = table.column(LABEL_COLUMN).to_pylist()
     except (AttributeError, KeyError, ValueError) as error:
-        raise DataUnavailable(f"{path}: images must be structs of bytes and path, are {column.type}") from error
+        raise DataUnavailable(
+            f"{path}: images must be structs of bytes and path, are {column.type}"
+        ) from error
     return EncodedImages(files, labels)
 
 
-def decode(encoded: EncodedImages, shape: tuple[int, int, int], num_classes: int, where: str) -> ImagesAndLabels:
+def decode(
+    encoded: EncodedImages, shape: tuple[int, int, int], num_classes: int, where: str
+) -> ImagesAndLabels:
     """Return images (n, channels, height, width) uint8 and labels (n,) int64.
 
     `shape` is (channels, height, width) with 1 (grey) or 3 (RGB) channels. Raises DataUnavailable if pillow
@@ -94,14 +105,20 @@ def decode(encoded: EncodedImages, shape: tuple[int, int, int], num_classes: int
             with pillow.open(io.BytesIO(file)) as image:
                 pixels = np.asarray(image.convert(mode))
         except _UNDECODABLE as error:
-            raise DataUnavailable(f"{where}: row {row} is no image: {_first_line(error)}") from error
+            raise DataUnavailable(
+                f"{where}: row {row} is no image: {_first_line(error)}"
+            ) from error
         if pixels.shape[:2] != (height, width):
             found = f"{pixels.shape[1]}x{pixels.shape[0]}"
-            raise DataUnavailable(f"{where}: row {row} has {found} pixels instead of {width}x{height}")
+            raise DataUnavailable(
+                f"{where}: row {row} has {found} pixels instead of {width}x{height}"
+            )
         images[row] = pixels if channels == 1 else pixels.transpose(2, 0, 1)
     for row, label in enumerate(encoded.labels):
         if not isinstance(label, int) or not 0 <= label < num_classes:
-            raise DataUnavailable(f"{where}: row {row} has label {label}, need 0 to {num_classes - 1}")
+            raise DataUnavailable(
+                f"{where}: row {row} has label {label}, need 0 to {num_classes - 1}"
+            )
     return images, np.asarray(encoded.labels, dtype=np.int64)
 
 
@@ -138,7 +155,11 @@ def cached_arrays(key: str, make: Callable[[], ImagesAndLabels], folder: Path) -
             with atomic_file(path) as file:
                 np.save(file, array, allow_pickle=False)
     except OSError as error:
-        _log.warning("data cache: cannot write %s (%s); every process decodes the images itself", folder, error)
+        _log.warning(
+            "data cache: cannot write %s (%s); every process decodes the images itself",
+            folder,
+            error,
+        )
         return images, labels
     _log.info("data cache: decoded %d images into %s", len(images), images_path)
     return _read(images_path, labels_path) or (images, labels)

@@ -53,22 +53,37 @@ class MapDataset(DataSource):
     """
 
     def __init__(
-        self, dataset: Any, collate_fn: CollateFn = default_collate, num_workers: int = 0, *, timeout_s: float = 0.0,
+        self,
+        dataset: Any,
+        collate_fn: CollateFn = default_collate,
+        num_workers: int = 0,
+        *,
+        timeout_s: float = 0.0,
         multiprocessing_context: Any = None,
     ) -> None:
         require_range("MapDataset", least=0, num_workers=num_workers)
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") \
-                or not hasattr(dataset, "__getitem__"):
-            raise ConfigError(f"data: {type(dataset).__name__} cannot be read by number of the sample; give a "
-                              "map-style Dataset, with len(dataset) and dataset[i]")
+        if (
+            isinstance(dataset, IterableDataset)
+            or not hasattr(dataset, "__len__")
+            or not hasattr(dataset, "__getitem__")
+        ):
+            raise ConfigError(
+                f"data: {type(dataset).__name__} cannot be read by number of the sample; give a "
+                "map-style Dataset, with len(dataset) and dataset[i]"
+            )
         self._dataset = dataset
         self._collate = collate_fn
         self._wanted: list[list[_Place]] = []
         self._num_workers = num_workers
         self._loader = DataLoader(
-            _Seeded(dataset), batch_sampler=self._wanted, collate_fn=_as_read,
-            num_workers=num_workers, persistent_workers=num_workers > 0, timeout=timeout_s,
-            multiprocessing_context=multiprocessing_context)
+            _Seeded(dataset),
+            batch_sampler=self._wanted,
+            collate_fn=_as_read,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            timeout=timeout_s,
+            multiprocessing_context=multiprocessing_context,
+        )
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -89,8 +104,10 @@ class MapDataset(DataSource):
         with forked_generators():
             made = self._collate([sample for part in self._loader for sample in part])
         if num_samples(made) != len(places):
-            raise ConfigError(f"data: the collate function made {form_of(made)} of {len(places)} samples of "
-                              f"{type(self._dataset).__name__}; the first dimension of every tensor must count samples")
+            raise ConfigError(
+                f"data: the collate function made {form_of(made)} of {len(places)} samples of "
+                f"{type(self._dataset).__name__}; the first dimension of every tensor must count samples"
+            )
         return made
 
 
@@ -106,9 +123,16 @@ def as_data_source(data: Any) -> DataSource:
     ignored = _ignored(data)
     if ignored is not None:
         what, why = ignored
-        raise ConfigError(f"data: the DataLoader has {what}, but {why}; leave that out, or return its dataset")
-    return MapDataset(data.dataset, data.collate_fn, data.num_workers, timeout_s=data.timeout,
-                      multiprocessing_context=data.multiprocessing_context)
+        raise ConfigError(
+            f"data: the DataLoader has {what}, but {why}; leave that out, or return its dataset"
+        )
+    return MapDataset(
+        data.dataset,
+        data.collate_fn,
+        data.num_workers,
+        timeout_s=data.timeout,
+        multiprocessing_context=data.multiprocessing_context,
+    )
 
 
 _STRATEGYS_CHOICE = "which samples a step uses is the strategy's choice"
@@ -133,9 +157,15 @@ def _ignored(loader: DataLoader[Any]) -> tuple[str, str] | None:
     if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
         return f"a batch_sampler ({type(loader.batch_sampler).__name__})", _STRATEGYS_CHOICE
     if loader.drop_last:
-        return "drop_last=True", "the strategy trains on all samples, in batches of a size of its own"
+        return (
+            "drop_last=True",
+            "the strategy trains on all samples, in batches of a size of its own",
+        )
     if loader.worker_init_fn is not None:
-        return "a worker_init_fn", "the processes that read samples are started otherwise, and seeded for each sample"
+        return (
+            "a worker_init_fn",
+            "the processes that read samples are started otherwise, and seeded for each sample",
+        )
     return None
 
 

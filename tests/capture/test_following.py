@@ -90,34 +90,52 @@ class Step(nn.Module):
 
 
 REFUSED = {
-    "adds_its_last_result": "stores '1.h', and its next call reads that", "asks_whether_it_has_one": "stores '1.h'",
-    "multiplies_by_its_calls": "stores '1.calls'", "reads_a_list": "computes something else at its second call",
-    "counts": "changes '1.n' by something that does not depend on its input", "replaces_a_buffer": "changes '1.n'",
-    "decays_a_buffer": "changes '1.n'", "counts_in_a_plain_tensor": "changes '1.plain'"}
+    "adds_its_last_result": "stores '1.h', and its next call reads that",
+    "asks_whether_it_has_one": "stores '1.h'",
+    "multiplies_by_its_calls": "stores '1.calls'",
+    "reads_a_list": "computes something else at its second call",
+    "counts": "changes '1.n' by something that does not depend on its input",
+    "replaces_a_buffer": "changes '1.n'",
+    "decays_a_buffer": "changes '1.n'",
+    "counts_in_a_plain_tensor": "changes '1.plain'",
+}
 
 
 @pytest.mark.parametrize("habit", REFUSED)
-def test_a_model_that_remembers_between_calls_is_refused_by_the_name_of_what_it_keeps(habit: str) -> None:
+def test_a_model_that_remembers_between_calls_is_refused_by_the_name_of_what_it_keeps(
+    habit: str,
+) -> None:
     model = nn.Sequential(nn.Linear(4, 4), Step(habit), nn.Linear(4, 2))
     for read in (capture, capture_chain):
         with pytest.raises(KeepsState) as refused:
             read(model, (4,), name="mine")
-        assert REFUSED[habit] in str(refused.value) and str(refused.value).startswith("model mine: ")
+        assert REFUSED[habit] in str(refused.value) and str(refused.value).startswith(
+            "model mine: "
+        )
         assert "\n" not in str(refused.value)
         assert refused.value.module == ("" if habit == "reads_a_list" else "1")
 
 
 @pytest.mark.parametrize("habit", ["draws", "draws_with_numpy", "skips_at_random"])
-def test_a_layer_that_draws_without_its_input_is_refused_and_a_piece_of_a_chain_as_a_whole(habit: str) -> None:
+def test_a_layer_that_draws_without_its_input_is_refused_and_a_piece_of_a_chain_as_a_whole(
+    habit: str,
+) -> None:
     model = nn.Sequential(nn.Linear(4, 4), Step(habit), nn.Linear(4, 2))
-    with pytest.raises(CaptureFailed, match="forward of Step draws random numbers that do not depend on its input") \
-            as refused:
+    with pytest.raises(
+        CaptureFailed, match="forward of Step draws random numbers that do not depend on its input"
+    ) as refused:
         capture(model, (4,))
     assert refused.value.module == "1"
-    assert [one.module for one in capture_chain(model, (4,)).graph.operations if one.module] == ["0", "1", "2"]
+    assert [one.module for one in capture_chain(model, (4,)).graph.operations if one.module] == [
+        "0",
+        "1",
+        "2",
+    ]
 
 
-@pytest.mark.parametrize("habit", ["notes", "caches", "draws_like_its_input", "averages_into_a_buffer"])
+@pytest.mark.parametrize(
+    "habit", ["notes", "caches", "draws_like_its_input", "averages_into_a_buffer"]
+)
 def test_what_no_later_call_reads_does_not_hinder(habit: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), Step(habit), nn.Linear(4, 2))
     graph = capture(model, (4,))

@@ -28,17 +28,28 @@ class Mixed(nn.Module):
 
 def test_operations_say_who_makes_them_and_what_they_read_and_do() -> None:
     graph = capture(nn.Sequential(Mixed()), (4,))
-    found = {one.node.name: (one.layer, one.function, one.draws, one.writes_in_place, one.is_constant)
-             for one in graph.operations[1:-1]}
+    found = {
+        one.node.name: (one.layer, one.function, one.draws, one.writes_in_place, one.is_constant)
+        for one in graph.operations[1:-1]
+    }
     assert found == {
-        "_0_first": ("0.first", "", False, False, False), "_0_norm": ("0.norm", "", False, False, False),
-        "dropout": ("0", "dropout", True, False, False), "_0_scale": ("0", "", False, False, True),
-        "mul": ("0", "mul", False, False, False), "add_": ("0", "add", False, True, False),
-        "relu": ("0", "relu", False, False, False), "_0_last": ("0.last", "", False, False, False)}
+        "_0_first": ("0.first", "", False, False, False),
+        "_0_norm": ("0.norm", "", False, False, False),
+        "dropout": ("0", "dropout", True, False, False),
+        "_0_scale": ("0", "", False, False, True),
+        "mul": ("0", "mul", False, False, False),
+        "add_": ("0", "add", False, True, False),
+        "relu": ("0", "relu", False, False, False),
+        "_0_last": ("0.last", "", False, False, False),
+    }
     tensors = {one.module: one.tensors for one in graph.operations if one.module}
-    assert tensors["0.first"] & tensors["0.last"] == {"0.first.weight"}  # tied weights have one name
+    assert tensors["0.first"] & tensors["0.last"] == {
+        "0.first.weight"
+    }  # tied weights have one name
     assert [one.shape for one in graph.operations if one.node.name == "mul"] == [(3, 4)]
-    assert [one.dtype for one in graph.operations if one.node.op == "placeholder"] == [torch.float32]
+    assert [one.dtype for one in graph.operations if one.node.op == "placeholder"] == [
+        torch.float32
+    ]
     assert len(graph.evaluation) == len(graph.operations)
 
 
@@ -48,10 +59,16 @@ def test_modules_named_as_leaves_are_one_operation_and_may_compute_anything() ->
             return inputs if float(inputs.sum()) > 0 else torch.from_numpy(inputs.numpy() + 1)
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Odd()), nn.Linear(4, 2))
-    with pytest.raises(CaptureFailed, match=r"model m: torch.fx cannot follow Odd, forward at test_graph.py") as failed:
+    with pytest.raises(
+        CaptureFailed, match=r"model m: torch.fx cannot follow Odd, forward at test_graph.py"
+    ) as failed:
         capture(model, (4,), name="m")
     assert failed.value.module == "1.0" and "\n" not in str(failed.value)
-    assert [one.module for one in capture(model, (4,), leaves={"1"}).operations[1:-1]] == ["0", "1", "2"]
+    assert [one.module for one in capture(model, (4,), leaves={"1"}).operations[1:-1]] == [
+        "0",
+        "1",
+        "2",
+    ]
 
 
 def test_a_failure_restores_modes_buffers_and_the_random_state_too() -> None:
@@ -65,13 +82,21 @@ def test_a_failure_restores_modes_buffers_and_the_random_state_too() -> None:
 
 
 def test_a_copy_of_a_split_model_is_not_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    split = capture_split(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2)), (4,))
+    split = capture_split(
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2)), (4,)
+    )
     monkeypatch.setattr("socflower.capture.cut_points.capture", None)
     other = split.copy()
-    assert other.fingerprint() == split.fingerprint() and other.random_layers == split.random_layers == {3: "2"}
+    assert (
+        other.fingerprint() == split.fingerprint()
+        and other.random_layers == split.random_layers == {3: "2"}
+    )
     with torch.no_grad():
         for weight in other.model.parameters():
             weight.zero_()
     inputs = torch.ones(2, 4)
-    assert not other.back(0)(other.front(0)(inputs)).any() and split.back(0)(split.front(0)(inputs)).any()
+    assert (
+        not other.back(0)(other.front(0)(inputs)).any()
+        and split.back(0)(split.front(0)(inputs)).any()
+    )
     assert copy.deepcopy(split).fingerprint() == split.fingerprint()

@@ -51,7 +51,9 @@ def test_convolution_costs_two_operations_per_weight_and_output_pixel(
     convolution = nn.Conv2d(
         in_channels, out_channels, kernel, stride=stride, padding=padding, groups=groups, bias=bias
     )
-    (layer,) = profile_module(convolution, torch.empty(batch_size, in_channels, *size), "conv").layers
+    (layer,) = profile_module(
+        convolution, torch.empty(batch_size, in_channels, *size), "conv"
+    ).layers
     out_pixels = math.prod((size[d] + 2 * padding[d] - kernel[d]) // stride[d] + 1 for d in (0, 1))
     num_weights = out_channels * in_per_group * math.prod(kernel)
     assert layer.forward_flops == 2 * num_weights * out_pixels
@@ -63,18 +65,28 @@ def test_convolution_costs_two_operations_per_weight_and_output_pixel(
 
 @settings(max_examples=30)
 @given(
-    features=st.tuples(st.integers(1, 50), st.integers(1, 50)), batch_size=st.integers(1, 5), bias=st.booleans()
+    features=st.tuples(st.integers(1, 50), st.integers(1, 50)),
+    batch_size=st.integers(1, 5),
+    bias=st.booleans(),
 )
-def test_linear_costs_two_operations_per_weight(features: tuple[int, int], batch_size: int, bias: bool) -> None:
-    profile = profile_module(nn.Linear(*features, bias=bias), torch.empty(batch_size, features[0]), "linear")
+def test_linear_costs_two_operations_per_weight(
+    features: tuple[int, int], batch_size: int, bias: bool
+) -> None:
+    profile = profile_module(
+        nn.Linear(*features, bias=bias), torch.empty(batch_size, features[0]), "linear"
+    )
     (layer,) = profile.layers
     assert layer.forward_flops == 2 * features[0] * features[1]
     assert layer.output_bytes == 4 * features[1]
     assert profile.input_bytes == 4 * features[0]
 
 
-@pytest.mark.parametrize(("name", "num_tensors", "mega_macs"), [("vgg11", 18, 153), ("resnet18", 62, 556)])
-def test_multiplications_of_the_published_models(name: str, num_tensors: int, mega_macs: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "num_tensors", "mega_macs"), [("vgg11", 18, 153), ("resnet18", 62, 556)]
+)
+def test_multiplications_of_the_published_models(
+    name: str, num_tensors: int, mega_macs: int
+) -> None:
     profile = profile_module(build(name), (3, 32, 32), name)
     assert profile.forward_flops / 2e6 == pytest.approx(mega_macs, rel=2e-3)
     assert profile.num_tensors == num_tensors
@@ -108,7 +120,10 @@ def test_layers_come_in_the_order_in_which_they_run() -> None:
             output: torch.Tensor = self.last(self.first(inputs))
             return output
 
-    assert [layer.name for layer in profile_module(Backwards(), (3,), "backwards").layers] == ["first", "last"]
+    assert [layer.name for layer in profile_module(Backwards(), (3,), "backwards").layers] == [
+        "first",
+        "last",
+    ]
 
 
 def test_the_batch_size_of_the_example_does_not_matter() -> None:
@@ -164,7 +179,9 @@ def test_weights_and_products_outside_leaves_get_a_layer_of_their_own() -> None:
 
 
 def test_weights_that_never_run_are_still_exchanged() -> None:
-    attention = nn.MultiheadAttention(8, 2, batch_first=True)  # uses its projection's weights, not its module
+    attention = nn.MultiheadAttention(
+        8, 2, batch_first=True
+    )  # uses its projection's weights, not its module
 
     class SelfAttention(nn.Module):
         def __init__(self) -> None:
@@ -233,9 +250,17 @@ class SelfAttention(nn.Module):
         return outputs
 
 
-@given(heads=st.integers(1, 4), head_width=st.integers(1, 5), length=st.integers(1, 7), batch=st.integers(1, 3))
+@given(
+    heads=st.integers(1, 4),
+    head_width=st.integers(1, 5),
+    length=st.integers(1, 7),
+    batch=st.integers(1, 3),
+)
 def test_attention_multiplies_projections_and_scores_and_keeps_both(
-    heads: int, head_width: int, length: int, batch: int,
+    heads: int,
+    head_width: int,
+    length: int,
+    batch: int,
 ) -> None:
     """Four projections of n tokens, and two products of n x n scores for each head."""
     width = heads * head_width
@@ -245,16 +270,27 @@ def test_attention_multiplies_projections_and_scores_and_keeps_both(
     assert attention.forward_flops == 4 * 2 * length * width**2 + 2 * 2 * length**2 * width
     # Projections of queries, keys and values, the weighted values and the output; scores and their softmax. Besides,
     # torch copies tokens into other orders, adds the bias anew, and takes the mean of the scores over the heads.
-    least, most = (num * length * width + scores * heads * length**2 for num, scores in ((5, 2), (14, 3)))
+    least, most = (
+        num * length * width + scores * heads * length**2 for num, scores in ((5, 2), (14, 3))
+    )
     assert 4 * least <= attention.output_bytes <= 4 * most
 
 
-@pytest.mark.parametrize(("model", "shape"), [
-    (SelfAttention(8, 2), (5, 8)), (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (5, 8)),
-    (nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 4, 16, batch_first=True), 2), (5, 8)),
-    (nn.GRU(8, 7, batch_first=True), (5, 8)), (build("resnet8"), (3, 32, 32)), (build("lenet5", 1, 28), (1, 28, 28)),
-], ids=lambda value: type(value).__name__)
-def test_flops_are_those_that_torch_counts_while_the_model_trains(model: nn.Module, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (SelfAttention(8, 2), (5, 8)),
+        (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (5, 8)),
+        (nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 4, 16, batch_first=True), 2), (5, 8)),
+        (nn.GRU(8, 7, batch_first=True), (5, 8)),
+        (build("resnet8"), (3, 32, 32)),
+        (build("lenet5", 1, 28), (1, 28, 28)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_flops_are_those_that_torch_counts_while_the_model_trains(
+    model: nn.Module, shape: tuple[int, ...]
+) -> None:
     """Also where evaluation takes a fused path, such as a transformer's, whose operations nobody counts."""
     profile = profile_module(model.eval(), shape, "model")
     model.train()
@@ -272,7 +308,9 @@ class Packed(nn.Module):
         self.recurrent = nn.LSTM(8, 7, batch_first=True)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(inputs, [inputs.shape[1]] * inputs.shape[0], batch_first=True)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            inputs, [inputs.shape[1]] * inputs.shape[0], batch_first=True
+        )
         states, _ = self.recurrent(packed)
         output: torch.Tensor = nn.utils.rnn.pad_packed_sequence(states, batch_first=True)[0]
         return output
@@ -280,7 +318,9 @@ class Packed(nn.Module):
 
 def test_recurrent_layers_return_states_with_their_sequence_packed_or_not() -> None:
     (plain,) = profile_module(nn.LSTM(8, 7, batch_first=True), (5, 8), "lstm").layers
-    assert plain.forward_flops == 5 * 2 * 4 * 7 * (8 + 7) and plain.output_bytes == 4 * (5 * 7 + 7 + 7)
+    assert plain.forward_flops == 5 * 2 * 4 * 7 * (8 + 7) and plain.output_bytes == 4 * (
+        5 * 7 + 7 + 7
+    )
     (packed,) = profile_module(Packed(), (5, 8), "packed").layers
     assert packed.forward_flops == plain.forward_flops and packed.output_bytes > plain.output_bytes
 
@@ -301,9 +341,13 @@ class Returning(nn.Module):
     def forward(self, inputs: torch.Tensor) -> Any:
         product = inputs @ self.weight
         active, more = functional.relu(product), product + 1
-        return {"tuple": (product, active, more), "dict": {"a": product, "b": [active, (more,)], "c": product},
-                "object": Result(product, {"all": [active, more]}), "order": OrderedDict(a=active, b=product, c=more),
-                "one": more}[self.container]
+        return {
+            "tuple": (product, active, more),
+            "dict": {"a": product, "b": [active, (more,)], "c": product},
+            "object": Result(product, {"all": [active, more]}),
+            "order": OrderedDict(a=active, b=product, c=more),
+            "one": more,
+        }[self.container]
 
 
 @pytest.mark.parametrize("container", ["tuple", "dict", "object", "order", "one"])
@@ -320,14 +364,18 @@ def test_what_functions_make_counts_with_the_layer_before_them() -> None:
 
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             hidden = functional.max_pool2d(functional.relu(self.first(inputs * 2)), 2)
-            output: torch.Tensor = self.last(torch.flatten(hidden, 1).add_(1.0))  # a view, and in place
+            output: torch.Tensor = self.last(
+                torch.flatten(hidden, 1).add_(1.0)
+            )  # a view, and in place
             return output
 
     first, last = profile_module(Functional(), (1, 8, 8), "functional").layers
     # What is made before the first layer is counted with it; 2x2 pooling leaves a quarter.
     assert first.output_bytes == 4 * (64 + 4 * 64 + 4 * 64 + 4 * 16) and last.output_bytes == 4 * 3
     modules = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
-    assert profile_module(modules, (1, 8, 8), "modules").activation_bytes == 4 * (64 + 4 * 64 + 4 * 64 + 4 * 16)
+    assert profile_module(modules, (1, 8, 8), "modules").activation_bytes == 4 * (
+        64 + 4 * 64 + 4 * 64 + 4 * 16
+    )
 
 
 def test_the_sum_of_a_residual_block_is_kept_too() -> None:
@@ -384,7 +432,9 @@ def test_a_failing_forward_pass_is_named_in_one_line() -> None:
     ) as caught:
         profile_module(model, (1, 32, 32), "vgg11")
     assert "\n" not in str(caught.value)
-    assert profile_module(model, (3, 32, 32), "vgg11").num_tensors == 18  # the failure left nothing behind
+    assert (
+        profile_module(model, (3, 32, 32), "vgg11").num_tensors == 18
+    )  # the failure left nothing behind
 
 
 def test_empty_examples_and_empty_models_are_refused() -> None:

@@ -34,7 +34,11 @@ class Busy(nn.Module):
     def __init__(self, *, memory: bool = False) -> None:
         super().__init__()
         self.first, self.norm, self.frozen, self.last = (
-            nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+            nn.Linear(4, 4),
+            nn.BatchNorm1d(4),
+            nn.BatchNorm1d(4),
+            nn.Linear(4, 3),
+        )
         self.memory = memory
         self.kept: Any = None
         self.seen: list[Any] = []
@@ -47,7 +51,9 @@ class Busy(nn.Module):
         self.seen.append(output)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        hidden = torch.relu(self.norm(self.first(inputs)) + torch.tensor([1.0, 2.0, float("nan"), 4.0]).nan_to_num())
+        hidden = torch.relu(
+            self.norm(self.first(inputs)) + torch.tensor([1.0, 2.0, float("nan"), 4.0]).nan_to_num()
+        )
         if self.memory and self.kept is not None:
             hidden = hidden + self.kept.mean(0)
         self.kept = hidden.detach()
@@ -59,7 +65,9 @@ def measured(model: nn.Module) -> None:
 
 
 def problem(model: nn.Module) -> None:
-    cluster = parse_cluster({"boards": 2, "socs_per_board": 1, "device": "raspberry-pi-4b", "soc_bytes_per_s": 1e7})
+    cluster = parse_cluster(
+        {"boards": 2, "socs_per_board": 1, "device": "raspberry-pi-4b", "soc_bytes_per_s": 1e7}
+    )
     pipeline_problem(model, SHAPE, cluster, batch_size=4)
 
 
@@ -76,16 +84,38 @@ def int8(model: nn.Module) -> None:
 def halves(model: nn.Module) -> None:
     whole = nn.Sequential(model, built(lambda: nn.Linear(3, 2), seed=4)).eval()
     model.norm.train()  # type: ignore[union-attr]
-    HalvesProgram(model_fn=lambda: whole, bottom="0", top="1", example=(torch.ones(2, 4), torch.tensor([0, 1]))
-                  ).fingerprint()
+    HalvesProgram(
+        model_fn=lambda: whole,
+        bottom="0",
+        top="1",
+        example=(torch.ones(2, 4), torch.tensor([0, 1])),
+    ).fingerprint()
 
 
 READERS: list[Callable[[nn.Module], object]] = [
-    lambda model: capture(model, SHAPE), lambda model: capture_chain(model, SHAPE),
-    lambda model: capture_split(model, SHAPE), lambda model: whole_front(model, SHAPE),
-    lambda model: profile_module(model, SHAPE, "busy"), measured, problem, halves, layered, int8]
-NAMES = ["capture", "capture_chain", "capture_split", "whole_front", "profile_module", "measure_layers",
-         "pipeline_problem", "HalvesProgram", "LayeredProgram", "Int8Model"]
+    lambda model: capture(model, SHAPE),
+    lambda model: capture_chain(model, SHAPE),
+    lambda model: capture_split(model, SHAPE),
+    lambda model: whole_front(model, SHAPE),
+    lambda model: profile_module(model, SHAPE, "busy"),
+    measured,
+    problem,
+    halves,
+    layered,
+    int8,
+]
+NAMES = [
+    "capture",
+    "capture_chain",
+    "capture_split",
+    "whole_front",
+    "profile_module",
+    "measure_layers",
+    "pipeline_problem",
+    "HalvesProgram",
+    "LayeredProgram",
+    "Int8Model",
+]
 
 
 def everything(model: nn.Module) -> list[Any]:
@@ -97,8 +127,14 @@ def everything(model: nn.Module) -> list[Any]:
             for name, one in parts:
                 found.append((path, key, name, id(one)))
                 if isinstance(one, torch.Tensor):
-                    found.append((one.detach().clone().nan_to_num(7.0).tolist(), one._version, one.requires_grad,
-                                  one.grad if one.is_leaf else None))
+                    found.append(
+                        (
+                            one.detach().clone().nan_to_num(7.0).tolist(),
+                            one._version,
+                            one.requires_grad,
+                            one.grad if one.is_leaf else None,
+                        )
+                    )
                 if isinstance(one, list):
                     found.append(list(map(id, one)))
     return found
@@ -107,7 +143,8 @@ def everything(model: nn.Module) -> list[Any]:
 @pytest.mark.parametrize("memory", [False, True], ids=["no memory", "memory"])
 @pytest.mark.parametrize("read", READERS, ids=NAMES)
 def test_reading_leaves_the_model_and_the_generators_as_they_were(
-    read: Callable[[nn.Module], object], memory: bool,
+    read: Callable[[nn.Module], object],
+    memory: bool,
 ) -> None:
     model = built(lambda: Busy(memory=memory), seed=3)
     before, states = everything(model), generator_states()
@@ -122,7 +159,11 @@ def test_reading_leaves_the_model_and_the_generators_as_they_were(
 def test_constants_of_forward_belong_to_the_graph_and_so_to_any_copy_of_the_model() -> None:
     model, other = (built(Busy, seed=3) for _ in range(2))
     split = capture_split(model, SHAPE)
-    assert split.fingerprint() == capture_split(model, SHAPE).fingerprint() == capture_split(other, SHAPE).fingerprint()
+    assert (
+        split.fingerprint()
+        == capture_split(model, SHAPE).fingerprint()
+        == capture_split(other, SHAPE).fingerprint()
+    )
     chain = capture_chain(model, SHAPE)
     inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
     with random_streams(0, 0):
@@ -137,9 +178,14 @@ def test_constants_of_forward_belong_to_the_graph_and_so_to_any_copy_of_the_mode
 def test_a_model_that_cannot_be_copied_is_refused_in_one_line() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     model.guard = threading.Lock()  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match=r"^model Sequential: cannot be copied: TypeError: cannot pickle"):
+    with pytest.raises(
+        ConfigError, match=r"^model Sequential: cannot be copied: TypeError: cannot pickle"
+    ):
         copied(model)
-    for read in (lambda: capture(model, SHAPE, name="mine"), lambda: profile_module(model, SHAPE, "mine")):
+    for read in (
+        lambda: capture(model, SHAPE, name="mine"),
+        lambda: profile_module(model, SHAPE, "mine"),
+    ):
         with pytest.raises(ConfigError, match=r"^model mine: cannot be copied: "):
             read()
 
@@ -147,5 +193,9 @@ def test_a_model_that_cannot_be_copied_is_refused_in_one_line() -> None:
 def test_results_with_a_graph_are_copied_without_it() -> None:
     model = nn.utils.weight_norm(nn.Linear(3, 2))
     own = copied(model)
-    assert own.weight.is_leaf and not model.weight.is_leaf and own.state_dict().keys() == model.state_dict().keys()
+    assert (
+        own.weight.is_leaf
+        and not model.weight.is_leaf
+        and own.state_dict().keys() == model.state_dict().keys()
+    )
     assert bool((own(torch.ones(1, 3)) == model(torch.ones(1, 3))).all())

@@ -16,7 +16,9 @@ def test_equal_keys_draw_equal_numbers_and_others_do_not() -> None:
     first = drawn(1, 2, 3)
     torch.manual_seed(2)
     assert drawn(1, 2, 3) == first
-    assert len({tuple(drawn(*key)) for key in ((1, 2, 3), (2, 1, 3), (1, 2, 4), (1, 2), (12, 3))}) == 5
+    assert (
+        len({tuple(drawn(*key)) for key in ((1, 2, 3), (2, 1, 3), (1, 2, 4), (1, 2), (12, 3))}) == 5
+    )
 
 
 def test_the_callers_random_numbers_stay_as_they_were() -> None:

@@ -16,17 +16,29 @@ from socflower.scenario.runner import run_to_folder
 from socflower.scenario.schema.file import load_scenario
 from socflower.wire.folders import LOCK_FILE
 from tests.command_line import Socflower
-from tests.engines.deployment.interrupted_runs import DEADLINE_S, Runs, comparable, kill, refused_by, wait_for
+from tests.engines.deployment.interrupted_runs import (
+    DEADLINE_S,
+    Runs,
+    comparable,
+    kill,
+    refused_by,
+    wait_for,
+)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_second_run_changes_nothing_for_the_first_and_ctrl_c_says_how_to_go_on(
-    socflower: Socflower, tmp_path: Path,
+    socflower: Socflower,
+    tmp_path: Path,
 ) -> None:
     """The first stands still while the second comes, is interrupted later, and goes on from where it was."""
     runs = Runs(tmp_path, epochs=1)
@@ -37,7 +49,9 @@ def test_a_second_run_changes_nothing_for_the_first_and_ctrl_c_says_how_to_go_on
         before = contents(runs.out)
         assert LOCK_FILE in before and "result.json" not in before
         for options in ((), ("--fresh",), ("--set", "train.epochs=2")):
-            second = socflower("run", runs.scenario, "--out", runs.out, "--workers", 0, "--json", *options)
+            second = socflower(
+                "run", runs.scenario, "--out", runs.out, "--workers", 0, "--json", *options
+            )
             assert refused_by(second, run.pid, f"--out {runs.out}: "), second.err
         assert contents(runs.out) == before
         os.kill(run.pid, signal.SIGINT)
@@ -48,7 +62,10 @@ def test_a_second_run_changes_nothing_for_the_first_and_ctrl_c_says_how_to_go_on
     assert (run.returncode, out) == (130, "")
     (line,) = [line for line in said.splitlines() if "interrupted" in line]
     kept = runs.newest()
-    assert f"round {kept} is kept in {runs.out / 'checkpoint'}: the same command resumes after it" in line
+    assert (
+        f"round {kept} is kept in {runs.out / 'checkpoint'}: the same command resumes after it"
+        in line
+    )
     assert [path.name for path in runs.out.iterdir()] == ["checkpoint"]
     assert not list(runs.temporary.glob("socflower-*"))
     assert f"resuming {runs.out} after round {kept} of 4" in runs.finish_here(socflower)
@@ -71,12 +88,20 @@ with interrupted_by_signals(), temporary_folder(within=Path(sys.argv[1])):
 """
 
 
-@pytest.mark.parametrize(("number", "second"), [(signal.SIGTERM, signal.SIGHUP), (signal.SIGHUP, signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("number", "second"), [(signal.SIGTERM, signal.SIGHUP), (signal.SIGHUP, signal.SIGTERM)]
+)
 def test_a_signal_is_died_of_after_cleaning_up_and_a_second_one_does_not_cut_that_short(
-    number: signal.Signals, second: signal.Signals, tmp_path: Path,
+    number: signal.Signals,
+    second: signal.Signals,
+    tmp_path: Path,
 ) -> None:
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)], stdin=subprocess.PIPE,
-                               stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     with process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.send_signal(number)
@@ -88,8 +113,13 @@ def test_a_signal_is_died_of_after_cleaning_up_and_a_second_one_does_not_cut_tha
 
 
 def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
-    process = subprocess.Popen(["nohup", sys.executable, "-c", PROGRAM, str(tmp_path)], stdin=subprocess.PIPE,
-                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        ["nohup", sys.executable, "-c", PROGRAM, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     with process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGHUP)
@@ -127,9 +157,14 @@ STRANGER = "import ray, sys; ray.init(address=sys.argv[1], logging_level='ERROR'
 
 def _gcs(run: "subprocess.Popen[str]") -> psutil.Process | None:
     """One of Ray's processes, in whose command line is the address that takes orders; Ray's are nobody's children."""
-    (guard,) = [process for process in psutil.Process(run.pid).children()
-                if "socflower.engines.deployment.flower_processes" in process.cmdline()]
-    mark = guard.cmdline()[guard.cmdline().index("socflower.engines.deployment.flower_processes") + 1]
+    (guard,) = [
+        process
+        for process in psutil.Process(run.pid).children()
+        if "socflower.engines.deployment.flower_processes" in process.cmdline()
+    ]
+    mark = guard.cmdline()[
+        guard.cmdline().index("socflower.engines.deployment.flower_processes") + 1
+    ]
     for process in processes_of(mark):
         with suppress(psutil.Error):
             if any(word.startswith("--gcs-address=") for word in process.cmdline()):
@@ -148,16 +183,30 @@ def test_ray_of_a_simulation_takes_orders_from_its_own_run_alone(tmp_path: Path)
         assert run.poll() is None, run.communicate()
         process = _gcs(run)
         assert process is not None
-        (address,) = [word.partition("=")[2] for word in process.cmdline() if word.startswith("--gcs-address=")]
+        (address,) = [
+            word.partition("=")[2]
+            for word in process.cmdline()
+            if word.startswith("--gcs-address=")
+        ]
         ours = process.environ()
         theirs = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
         for name, environment, gets_in in (
-            ("nobody's", theirs, False), ("another's", {**theirs, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "f" * 64},
-                                          False),
-            ("its own", {**theirs, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": ours["RAY_AUTH_TOKEN"]}, True),
+            ("nobody's", theirs, False),
+            ("another's", {**theirs, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "f" * 64}, False),
+            (
+                "its own",
+                {**theirs, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": ours["RAY_AUTH_TOKEN"]},
+                True,
+            ),
         ):
-            asked = subprocess.run([sys.executable, "-c", STRANGER, address], env=environment, capture_output=True,
-                                   text=True, timeout=200, check=False)
+            asked = subprocess.run(
+                [sys.executable, "-c", STRANGER, address],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=200,
+                check=False,
+            )
             assert ("in\n" in asked.stdout) is gets_in, (name, asked.stdout, asked.stderr)
         os.kill(run.pid, signal.SIGTERM)
         run.communicate(timeout=DEADLINE_S)

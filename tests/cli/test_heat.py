@@ -42,7 +42,9 @@ def test_a_phone_is_described_and_read(tmp_path: Path) -> None:
     assert lines[0] == "7 temperatures; 3 clocks; throttling by cooling devices; battery battery"
     assert "    43.7 °C  soc     cpu-1-0-usr (thermal_zone1)" in lines
     assert "    61.0 °C  beside  skin-therm (thermal_zone6)" in lines
-    assert lines[-1] == "43.7 °C, clock at 90% of the highest, not throttled, battery 83%, on battery"
+    assert (
+        lines[-1] == "43.7 °C, clock at 90% of the highest, not throttled, battery 83%, on battery"
+    )
 
 
 def test_a_sensor_that_lies_is_shown_with_its_reason(tmp_path: Path) -> None:
@@ -56,7 +58,9 @@ def test_a_sensor_that_lies_is_shown_with_its_reason(tmp_path: Path) -> None:
 def test_a_machine_without_sensors_is_told_so_and_no_mistake(tmp_path: Path) -> None:
     assert Shown(tmp_path, VIRTUAL).heat().splitlines() == [
         "no temperatures; no clocks; no throttle states; no battery",
-        "note: no temperature sensor here: only slow steps can show heat", "nothing is known"]
+        "note: no temperature sensor here: only slow steps can show heat",
+        "nothing is known",
+    ]
 
 
 def test_markup_in_a_name_is_printed_as_it_is(tmp_path: Path) -> None:
@@ -69,14 +73,24 @@ def test_one_document_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     document = json.loads(capsys.readouterr().out)
     assert document["schema"] == 1 and document["sensors"]["num_clock_policies"] == 3
     assert document["sensors"]["temperatures"][0] == {
-        "name": "tsens_tz_sensor5 (thermal_zone0)", "kind": "soc", "temperature_c": 41.2, "trouble": ""}
+        "name": "tsens_tz_sensor5 (thermal_zone0)",
+        "kind": "soc",
+        "temperature_c": 41.2,
+        "trouble": "",
+    }
     assert document["reading"]["temperature_c"] == 43.7 and document["reading"]["notes"] == []
 
 
-def test_watching_goes_on_until_interrupted_and_ends_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watching_goes_on_until_interrupted_and_ends_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shown = Shown(tmp_path, JETSON)
     shown.interrupted_after = 3
-    lines = [line for line in shown.heat(watch_s=2.5).splitlines() if "64.2 °C" in line and "clock at" in line]
+    lines = [
+        line
+        for line in shown.heat(watch_s=2.5).splitlines()
+        if "64.2 °C" in line and "clock at" in line
+    ]
     assert len(lines) == 3 and shown.slept_s == [0.6, 2.5, 2.5, 2.5]
     shown.slept_s, shown.interrupted_after = [], 2
     shown.heat(watch_s=1.0, as_json=True)
@@ -91,7 +105,9 @@ def test_what_is_watched_is_recorded_and_replays(tmp_path: Path, suffix: str) ->
     path = tmp_path / f"heat.{suffix}"
     assert f"recording: {path}" in shown.heat(watch_s=2.0, record_to=path)
     readings = load_recording(path)
-    assert [reading.at_s - readings[0].at_s for reading in readings] == pytest.approx([0.0, 2.0, 4.0, 6.0])
+    assert [reading.at_s - readings[0].at_s for reading in readings] == pytest.approx(
+        [0.0, 2.0, 4.0, 6.0]
+    )
     assert RecordedSource(path, clock=lambda: 0.0).read().temperature_c == 64.25
 
 
@@ -102,12 +118,21 @@ def test_without_watching_an_interrupt_is_one(tmp_path: Path) -> None:
         shown.heat()
 
 
-@pytest.mark.parametrize(("options", "complaint"), [
-    ({"watch_s": 0.0}, "give seconds above 0"), ({"watch_s": float("nan")}, "give seconds above 0"),
-    ({"record_to": "a.txt"}, r"name a recording \.csv or \.jsonl"), ({"record_to": "there.csv"}, "is there already"),
-    ({"record_to": "no/a.csv"}, "cannot be written"), ({"watch_s": -1.0, "record_to": "new.csv"}, "above 0")])
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"watch_s": 0.0}, "give seconds above 0"),
+        ({"watch_s": float("nan")}, "give seconds above 0"),
+        ({"record_to": "a.txt"}, r"name a recording \.csv or \.jsonl"),
+        ({"record_to": "there.csv"}, "is there already"),
+        ({"record_to": "no/a.csv"}, "cannot be written"),
+        ({"watch_s": -1.0, "record_to": "new.csv"}, "above 0"),
+    ],
+)
 def test_mistakes_are_told_in_one_line_and_leave_no_file(
-    tmp_path: Path, options: dict[str, Any], complaint: str,
+    tmp_path: Path,
+    options: dict[str, Any],
+    complaint: str,
 ) -> None:
     (tmp_path / "there.csv").write_text("precious")
     if "record_to" in options:
@@ -115,7 +140,9 @@ def test_mistakes_are_told_in_one_line_and_leave_no_file(
     shown = Shown(tmp_path, JETSON)
     with pytest.raises(ConfigError, match=complaint):
         shown.heat(**options)
-    assert not (tmp_path / "new.csv").exists() and (tmp_path / "there.csv").read_text() == "precious"
+    assert (
+        not (tmp_path / "new.csv").exists() and (tmp_path / "there.csv").read_text() == "precious"
+    )
 
 
 def test_this_machine_is_shown() -> None:
@@ -124,11 +151,20 @@ def test_this_machine_is_shown() -> None:
     assert out.getvalue().strip()
 
 
-@pytest.mark.parametrize(("tree", "status", "words"), [
-    (PHONE, "ok", "7 temperatures; 3 clocks"), (VIRTUAL, "missing", "no temperatures"),
-    (zone(0, "cpu-thermal", "nan"), "missing", "0 of 1 temperatures make sense")])
+@pytest.mark.parametrize(
+    ("tree", "status", "words"),
+    [
+        (PHONE, "ok", "7 temperatures; 3 clocks"),
+        (VIRTUAL, "missing", "no temperatures"),
+        (zone(0, "cpu-thermal", "nan"), "missing", "0 of 1 temperatures make sense"),
+    ],
+)
 def test_the_doctor_says_what_sensors_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree: dict[str, object], status: str, words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tree: dict[str, object],
+    status: str,
+    words: str,
 ) -> None:
     machine = Machine(tmp_path, tree)
     monkeypatch.setattr(diagnosis, "LinuxSensors", lambda: LinuxSensors(machine.root))

@@ -50,19 +50,36 @@ def has_failed(ran: Ran, *says: str) -> None:
     is_mistake(ran, *says, status=1)
 
 
-def test_a_run_whose_claims_hold_ends_with_0(socflower: Socflower, scenario: Path, tmp_path: Path) -> None:
+def test_a_run_whose_claims_hold_ends_with_0(
+    socflower: Socflower, scenario: Path, tmp_path: Path
+) -> None:
     ran = socflower("run", scenario, "--workers", 0)
     assert ran.status == 0
     assert "What does it print?" in ran.out
     assert "holds" in ran.out and "FAILS" not in ran.out
     assert {path.name for path in (tmp_path / "out" / "case").iterdir()} == {
-        "result.json", "trace.json", "report.html"}
+        "result.json",
+        "trace.json",
+        "report.html",
+    }
 
 
 def test_a_claim_that_fails_ends_with_1_and_still_writes_the_result(
-    socflower: Socflower, scenario: Path, tmp_path: Path,
+    socflower: Socflower,
+    scenario: Path,
+    tmp_path: Path,
 ) -> None:
-    ran = socflower("run", scenario, "--workers", 0, "--out", "here", "--set", "expect.min_accuracy=0.9999", "--json")
+    ran = socflower(
+        "run",
+        scenario,
+        "--workers",
+        0,
+        "--out",
+        "here",
+        "--set",
+        "expect.min_accuracy=0.9999",
+        "--json",
+    )
     assert ran.status == 1
     document = json.loads(ran.out)
     assert document == json.loads((tmp_path / "here" / "result.json").read_text())
@@ -70,8 +87,19 @@ def test_a_claim_that_fails_ends_with_1_and_still_writes_the_result(
     assert ran.err == ""
 
 
-def test_compare_prints_a_table_and_resumes(socflower: Socflower, scenario: Path, tmp_path: Path) -> None:
-    arguments = ("compare", scenario, "--strategies", "socflow, sgd", "--workers", 0, "--out", "both")
+def test_compare_prints_a_table_and_resumes(
+    socflower: Socflower, scenario: Path, tmp_path: Path
+) -> None:
+    arguments = (
+        "compare",
+        scenario,
+        "--strategies",
+        "socflow, sgd",
+        "--workers",
+        0,
+        "--out",
+        "both",
+    )
     ran = socflower(*arguments)
     assert ran.status == 0
     lines = ran.out.splitlines()
@@ -83,26 +111,35 @@ def test_compare_prints_a_table_and_resumes(socflower: Socflower, scenario: Path
     document = json.loads(again.out)
     assert [row["strategy"] for row in document["rows"]] == ["socflow", "sgd"]
     of_groups, alone = (row["epoch_s"] for row in document["fusions"])
-    assert of_groups["buckets"] < of_groups["per-tensor"] and alone["buckets"] == alone["per-tensor"]
+    assert (
+        of_groups["buckets"] < of_groups["per-tensor"] and alone["buckets"] == alone["per-tensor"]
+    )
     assert "an epoch, messages buckets: socflow" in ran.out
     assert (tmp_path / "both" / "sgd" / "result.json").stat().st_mtime_ns == written
 
 
-@pytest.mark.parametrize(("arguments", "says"), [
-    (("--set", "strategy.groups=9"), ("groups = 9", "4 SoCs")),
-    (("--set", "strategy.socs=9"), ("socs = 9", "4 SoCs")),
-    (("--set", "train.epoch=3"), ("unknown key 'epoch' (value 3)", "did you mean 'epochs'?")),
-    (("--set", "cluster.bords=3"), ("unknown key 'bords'", "'boards'")),
-    (("--set", "data.name=minst"), ("'minst'", "did you mean 'mnist'?")),
-    (("--set", "model.name=lenet"), ("'lenet'", "lenet5")),
-    (("--set", "train.epochs"), ("--set train.epochs: write table.key=value",)),
-    (("--set", "event=[{kind='nan', soc=4, round=1}]"), ("soc = 4", "0 to 3")),
-    (("--engine", "warp"), ("--engine warp", "local, simulation")),
-    (("--out", "case.toml"), ("--out case.toml", "name a folder")),
-    (("--out", "case.toml/below"), ("--out case.toml/below",)),
-])
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--set", "strategy.groups=9"), ("groups = 9", "4 SoCs")),
+        (("--set", "strategy.socs=9"), ("socs = 9", "4 SoCs")),
+        (("--set", "train.epoch=3"), ("unknown key 'epoch' (value 3)", "did you mean 'epochs'?")),
+        (("--set", "cluster.bords=3"), ("unknown key 'bords'", "'boards'")),
+        (("--set", "data.name=minst"), ("'minst'", "did you mean 'mnist'?")),
+        (("--set", "model.name=lenet"), ("'lenet'", "lenet5")),
+        (("--set", "train.epochs"), ("--set train.epochs: write table.key=value",)),
+        (("--set", "event=[{kind='nan', soc=4, round=1}]"), ("soc = 4", "0 to 3")),
+        (("--engine", "warp"), ("--engine warp", "local, simulation")),
+        (("--out", "case.toml"), ("--out case.toml", "name a folder")),
+        (("--out", "case.toml/below"), ("--out case.toml/below",)),
+    ],
+)
 def test_a_mistake_is_one_line_and_ends_with_2(
-    arguments: tuple[str, ...], says: tuple[str, ...], socflower: Socflower, scenario: Path, tmp_path: Path,
+    arguments: tuple[str, ...],
+    says: tuple[str, ...],
+    socflower: Socflower,
+    scenario: Path,
+    tmp_path: Path,
 ) -> None:
     is_mistake(socflower("run", scenario, "--workers", 0, "--json", *arguments), *says)
     assert list(tmp_path.iterdir()) == [scenario]
@@ -114,15 +151,26 @@ def test_a_file_that_is_not_there_is_one_line(command: str, socflower: Socflower
 
 
 def test_data_that_are_nowhere_are_one_line_with_where_they_were_sought(
-    socflower: Socflower, scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    socflower: Socflower,
+    scenario: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SOCFLOWER_DATA", str(tmp_path / "nowhere"))
     monkeypatch.setitem(sys.modules, "datasets", None)  # as if the hub reader were not installed
-    is_mistake(socflower("run", scenario, "--set", "data.name=mnist"), "nowhere/mnist/train.parquet", "SOCFLOWER_DATA")
+    is_mistake(
+        socflower("run", scenario, "--set", "data.name=mnist"),
+        "nowhere/mnist/train.parquet",
+        "SOCFLOWER_DATA",
+    )
 
 
 def test_an_unknown_strategy_to_compare_is_one_line(socflower: Socflower, scenario: Path) -> None:
-    is_mistake(socflower("compare", scenario, "--strategies", "socflow,star", "--json"), "star", "socflow, ring")
+    is_mistake(
+        socflower("compare", scenario, "--strategies", "socflow,star", "--json"),
+        "star",
+        "socflow, ring",
+    )
 
 
 def test_markup_in_a_mistake_is_printed_as_it_stands(socflower: Socflower, tmp_path: Path) -> None:
@@ -131,8 +179,12 @@ def test_markup_in_a_mistake_is_printed_as_it_stands(socflower: Socflower, tmp_p
     is_mistake(socflower("run", path), "[bold]x[red].toml", "[train] epochs = '[blue]'")
 
 
-def test_a_client_that_raises_is_one_line(socflower: Socflower, scenario: Path, tmp_path: Path) -> None:
-    ran = socflower("run", scenario, "--workers", 0, "--json", "--set", "event=[{kind='raise', soc=1, round=1}]")
+def test_a_client_that_raises_is_one_line(
+    socflower: Socflower, scenario: Path, tmp_path: Path
+) -> None:
+    ran = socflower(
+        "run", scenario, "--workers", 0, "--json", "--set", "event=[{kind='raise', soc=1, round=1}]"
+    )
     is_mistake(ran, "group 0, SoC 0", "fault on purpose", status=1)
     assert not (tmp_path / "out").exists()
 
@@ -148,49 +200,95 @@ def test_a_plan_is_one_document(socflower: Socflower, scenario: Path) -> None:
     assert [group["members"] for group in document["groups"]] == [[0, 1], [2, 3]]
     assert document["contention"] == 0
     assert sorted(ids for group in document["communication_groups"] for ids in group) == [0, 1]
-    for key in ("epoch_s", "epoch_energy_j", "step_s", "step_in_turn_s", "step_free_running_s", "sync_s"):
+    for key in (
+        "epoch_s",
+        "epoch_energy_j",
+        "step_s",
+        "step_in_turn_s",
+        "step_free_running_s",
+        "sync_s",
+    ):
         assert document["predicted"][key] > 0.0
 
 
 def test_a_plan_prices_messages_both_ways_and_its_option_says_which_counts(
-    socflower: Socflower, scenario: Path, tmp_path: Path,
+    socflower: Socflower,
+    scenario: Path,
+    tmp_path: Path,
 ) -> None:
-    each = {fusion: json.loads(socflower("plan", scenario, "--fusion", fusion, "--json").out)["predicted"]
-            for fusion in ("per-tensor", "buckets")}
+    each = {
+        fusion: json.loads(socflower("plan", scenario, "--fusion", fusion, "--json").out)[
+            "predicted"
+        ]
+        for fusion in ("per-tensor", "buckets")
+    }
     for fusion, predicted in each.items():
         assert predicted["fusion"] == fusion
         for key in ("step_s", "sync_s"):
-            assert predicted["fusions"][fusion][key] == predicted[key] == pytest.approx(
-                each["per-tensor"]["fusions"][fusion][key])
+            assert (
+                predicted["fusions"][fusion][key]
+                == predicted[key]
+                == pytest.approx(each["per-tensor"]["fusions"][fusion][key])
+            )
     assert each["buckets"]["epoch_s"] < each["per-tensor"]["epoch_s"]
-    is_mistake(socflower("plan", scenario, "--fusion", "none"), "fusion = 'none'", "per-tensor, buckets")
+    is_mistake(
+        socflower("plan", scenario, "--fusion", "none"), "fusion = 'none'", "per-tensor, buckets"
+    )
     (tmp_path / "app").mkdir()
-    is_mistake(socflower("plan", "app", "--fusion", "buckets"), "--fusion buckets: is for scenarios")
+    is_mistake(
+        socflower("plan", "app", "--fusion", "buckets"), "--fusion buckets: is for scenarios"
+    )
 
 
-@pytest.mark.parametrize(("groups", "fusion", "serialize_uplinks", "faster"), [
-    pytest.param(8, "per-tensor", False, "free_running", marks=pytest.mark.slow),
-    pytest.param(8, "buckets", True, "in_turn", marks=pytest.mark.slow), (20, "buckets", True, "in_turn")])
+@pytest.mark.parametrize(
+    ("groups", "fusion", "serialize_uplinks", "faster"),
+    [
+        pytest.param(8, "per-tensor", False, "free_running", marks=pytest.mark.slow),
+        pytest.param(8, "buckets", True, "in_turn", marks=pytest.mark.slow),
+        (20, "buckets", True, "in_turn"),
+    ],
+)
 def test_a_plan_takes_turns_only_where_that_is_predicted_to_be_faster(
-    socflower: Socflower, tmp_path: Path, groups: int, fusion: str, serialize_uplinks: bool, faster: str,
+    socflower: Socflower,
+    tmp_path: Path,
+    groups: int,
+    fusion: str,
+    serialize_uplinks: bool,
+    faster: str,
 ) -> None:
     """The two cases of F7, and its 8 groups with messages in buckets, which take turns like its 20."""
     path = tmp_path / "rack.toml"
-    path.write_text("[cluster]\nboards = 12\nsocs_per_board = 5\n[data]\nname = 'cifar10'\n[train]\nepochs = 2\n"
-                    f"batch_size = 64\n[model]\nname = 'vgg11'\n[strategy]\ngroups = {groups}\n")
+    path.write_text(
+        "[cluster]\nboards = 12\nsocs_per_board = 5\n[data]\nname = 'cifar10'\n[train]\nepochs = 2\n"
+        f"batch_size = 64\n[model]\nname = 'vgg11'\n[strategy]\ngroups = {groups}\n"
+    )
     options = ("--fusion", fusion)
-    ways = {asked: json.loads(
-        socflower("plan", path, *options, "--json", "--set", f"strategy.serialize_uplinks={asked}").out)
-        for asked in ("auto", "true", "false")}
+    ways = {
+        asked: json.loads(
+            socflower(
+                "plan", path, *options, "--json", "--set", f"strategy.serialize_uplinks={asked}"
+            ).out
+        )
+        for asked in ("auto", "true", "false")
+    }
     steps = [document["predicted"] for document in ways.values()]
     assert steps[0]["step_s"] == min(steps[0]["step_in_turn_s"], steps[0]["step_free_running_s"])
     assert steps[0]["step_s"] == steps[0][f"step_{faster}_s"]
-    assert [one["step_s"] for one in steps[1:]] == [steps[0]["step_in_turn_s"], steps[0]["step_free_running_s"]]
+    assert [one["step_s"] for one in steps[1:]] == [
+        steps[0]["step_in_turn_s"],
+        steps[0]["step_free_running_s"],
+    ]
     assert steps[0]["epoch_s"] == min(one["epoch_s"] for one in steps)
     assert [(document["sequenced"], document["sequenced_by"]) for document in ways.values()] == [
-        (serialize_uplinks, "predicted"), (True, "asked"), (False, "asked")]
+        (serialize_uplinks, "predicted"),
+        (True, "asked"),
+        (False, "asked"),
+    ]
     said = socflower("plan", path, *options).out
-    taking_turns, running_freely = "groups taking turns; running freely", "groups running freely; taking turns"
+    taking_turns, running_freely = (
+        "groups taking turns; running freely",
+        "groups running freely; taking turns",
+    )
     assert (taking_turns if serialize_uplinks else running_freely) in said
 
 
@@ -211,7 +309,9 @@ def test_a_cluster_file_can_be_planned(socflower: Socflower, tmp_path: Path) -> 
 def test_plans_that_cannot_be_are_one_line(socflower: Socflower, scenario: Path) -> None:
     is_mistake(socflower("plan", scenario, "--groups", 9, "--json"), "9", "4")
     is_mistake(socflower("plan", scenario, "--groups", 0, "--json"), "groups = 0")
-    is_mistake(socflower("plan", scenario, "--set", "strategy.name=fedavg"), "fedavg has no groups to plan")
+    is_mistake(
+        socflower("plan", scenario, "--set", "strategy.name=fedavg"), "fedavg has no groups to plan"
+    )
 
 
 def test_the_plan_of_a_run_is_the_plan(socflower: Socflower, scenario: Path) -> None:
@@ -223,7 +323,9 @@ def test_the_plan_of_a_run_is_the_plan(socflower: Socflower, scenario: Path) -> 
 
 
 # ---------------------------------------------------------------------------------------------------- others
-def test_doctor_finds_what_there_is_and_gives_a_remedy_for_what_is_missing(socflower: Socflower) -> None:
+def test_doctor_finds_what_there_is_and_gives_a_remedy_for_what_is_missing(
+    socflower: Socflower,
+) -> None:
     ran = socflower("doctor", "--json")
     findings = {finding["name"]: finding for finding in json.loads(ran.out)["findings"]}
     assert findings["native kernels"]["status"] == findings["data digits"]["status"] == "ok"
@@ -239,25 +341,41 @@ def test_bench_lists_its_names_and_refuses_others(socflower: Socflower) -> None:
     assert ran.status == 0
     assert {"aggregate", "clock"} <= set(ran.out.split())
     is_mistake(socflower("bench", "nonsense"), "'nonsense' is unknown", "aggregate")
-    is_mistake(socflower("bench", "clock", "--cells", "3"), "only bench truth draws its cases: leave out --cells")
+    is_mistake(
+        socflower("bench", "clock", "--cells", "3"),
+        "only bench truth draws its cases: leave out --cells",
+    )
     is_mistake(socflower("bench", "truth", "--cells", "0"), "--cells 0: must be from 1 to 10000")
 
 
-def test_a_benchmark_runs_as_a_process_whatever_else_it_prints(socflower: Socflower, tmp_path: Path) -> None:
+def test_a_benchmark_runs_as_a_process_whatever_else_it_prints(
+    socflower: Socflower, tmp_path: Path
+) -> None:
     folder = tmp_path / "benchmarks"
     folder.mkdir()
     (folder / "harness.py").write_text("")
-    row = {"case": "all", "ours": 1.0, "peer": "none", "peer_value": 2.0, "unit": "s", "ratio": 2.0, "limit": None}
+    row = {
+        "case": "all",
+        "ours": 1.0,
+        "peer": "none",
+        "peer_value": 2.0,
+        "unit": "s",
+        "ratio": 2.0,
+        "limit": None,
+    }
     for name, is_right in (("noisy", True), ("wrong", False)):
         document = {"schema": 1, "machine": {}, "rows": [{**row, "ok": is_right}]}
         (folder / f"{name}.py").write_text(
-            f"import json, sys\nprint('a peer: {{ and')\nprint(json.dumps({document!r}, indent=2))\n")
+            f"import json, sys\nprint('a peer: {{ and')\nprint(json.dumps({document!r}, indent=2))\n"
+        )
     (folder / "broken.py").write_text("print('{')\nraise SystemExit(3)\n")
     ran = socflower("bench", "noisy", "--json")
     assert ran.status == 0 and json.loads(ran.out)["rows"][0]["ok"]
     assert socflower("bench", "wrong").status == 1
     ran = socflower("bench", "broken")
-    assert ran.status == 1 and "bench broken: ended with exit status 3 and without a result" in ran.err
+    assert (
+        ran.status == 1 and "bench broken: ended with exit status 3 and without a result" in ran.err
+    )
 
 
 def test_the_version_is_printed(socflower: Socflower) -> None:
@@ -275,21 +393,38 @@ def test_an_unknown_option_ends_with_2(socflower: Socflower, scenario: Path) -> 
 def test_the_installed_command_is_this_one(scenario: Path, tmp_path: Path) -> None:
     """In a narrow, dumb terminal, which must not break the line."""
     command = Path(sysconfig.get_path("scripts")) / "socflower"
-    ran = subprocess.run([command, "run", scenario, "--engine", "warp"], capture_output=True, text=True, check=False,
-                         cwd=tmp_path, timeout=100,
-                         env={**os.environ, "COLUMNS": "20", "TERM": "dumb", "FORCE_COLOR": ""})
+    ran = subprocess.run(
+        [command, "run", scenario, "--engine", "warp"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        timeout=100,
+        env={**os.environ, "COLUMNS": "20", "TERM": "dumb", "FORCE_COLOR": ""},
+    )
     is_mistake(Ran(ran.returncode, ran.stdout, ran.stderr), "--engine warp", "local, simulation")
 
 
 # --------------------------------------------------------------------------------------------- interrupted runs
-FAULT = ("--set", "event=[{kind='raise', soc=0, round=2}]", "--set", "strategy.sync_interval_epochs=0.5")
+FAULT = (
+    "--set",
+    "event=[{kind='raise', soc=0, round=2}]",
+    "--set",
+    "strategy.sync_interval_epochs=0.5",
+)
 
 
 def test_a_run_that_failed_goes_on_after_its_last_good_round_or_starts_fresh(
-    socflower: Socflower, scenario: Path, tmp_path: Path,
+    socflower: Socflower,
+    scenario: Path,
+    tmp_path: Path,
 ) -> None:
     failed = socflower("run", scenario, "--workers", 0, "--json", *FAULT)
-    has_failed(failed, "fault on purpose", "round 1 is kept in out/case/checkpoint: the same command resumes after it")
+    has_failed(
+        failed,
+        "fault on purpose",
+        "round 1 is kept in out/case/checkpoint: the same command resumes after it",
+    )
     again = socflower("run", scenario, "--workers", 0, "--json", *FAULT)
     resuming, error = again.err.splitlines()
     assert resuming == "resuming out/case after round 1 of 2; --fresh starts anew"
@@ -300,7 +435,10 @@ def test_a_run_that_failed_goes_on_after_its_last_good_round_or_starts_fresh(
     is_mistake(other, "strategy.sync_interval_epochs was 0.5 there and is 1", "--fresh")
     assert socflower("run", scenario, "--workers", 0, "--fresh", "--json").status == 0
     assert {path.name for path in (tmp_path / "out" / "case").iterdir()} == {
-        "result.json", "trace.json", "report.html"}
+        "result.json",
+        "trace.json",
+        "report.html",
+    }
 
 
 APP = {
@@ -350,22 +488,27 @@ def flower_app(folder: Path, name: str) -> Path:
 
 
 def test_an_app_in_which_no_client_succeeds_ends_with_1_and_its_first_cause(
-    socflower: Socflower, tmp_path: Path,
+    socflower: Socflower,
+    tmp_path: Path,
 ) -> None:
     """Flower's FedAvg logs what failed, keeps its weights and returns."""
     app = flower_app(tmp_path / "app", "all_fail")
     ran = socflower("run", app, "--cluster", app / "cluster.toml", "--out", "here", "--workers", 0)
     assert ran.status == 1 and ran.out == ""
     assert ran.err.splitlines()[-1].startswith(
-        "error: round 1: no client succeeded: none of 2 train messages had a usable answer; first cause: SoC 0 (node")
+        "error: round 1: no client succeeded: none of 2 train messages had a usable answer; first cause: SoC 0 (node"
+    )
     assert ran.err.splitlines()[-1].endswith(
-        "<class 'ValueError'>:<'not on this device'> (all_fail_client.py, line 10)")
+        "<class 'ValueError'>:<'not on this device'> (all_fail_client.py, line 10)"
+    )
     assert not (tmp_path / "here").exists()
 
 
 @pytest.mark.parametrize("outer", ["", '[strategy.outer]\nname = "fedadam"\n'])
 def test_a_round_of_groups_in_which_no_client_succeeds_ends_with_1_and_its_first_cause(
-    socflower: Socflower, tmp_path: Path, outer: str,
+    socflower: Socflower,
+    tmp_path: Path,
+    outer: str,
 ) -> None:
     (tmp_path / "nan.toml").write_text(f"""
 [cluster]
@@ -402,13 +545,27 @@ def test_an_app_that_is_not_there_is_no_scenario(socflower: Socflower, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fails", [
-    pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "fails", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_any_round_in_which_no_client_succeeds_ends_the_run_of_a_strategy(
-    socflower: Socflower, tmp_path: Path, fails: int,
+    socflower: Socflower,
+    tmp_path: Path,
+    fails: int,
 ) -> None:
     app = flower_app(tmp_path / "app", f"fails_{fails}")
-    asked = ("run", app, "--cluster", app / "cluster.toml", "--out", "here", "--workers", 0, "--set", "num-rounds=3")
+    asked = (
+        "run",
+        app,
+        "--cluster",
+        app / "cluster.toml",
+        "--out",
+        "here",
+        "--workers",
+        0,
+        "--set",
+        "num-rounds=3",
+    )
     ran = socflower(*asked, "--set", f"fails={fails}")
     assert ran.status == 1 and ran.out == ""
     (line,) = [line for line in ran.err.splitlines() if line.startswith("error: ")]
@@ -416,27 +573,37 @@ def test_any_round_in_which_no_client_succeeds_ends_the_run_of_a_strategy(
     assert line == (
         f"error: round {fails}: no client succeeded: none of 2 train messages had a usable answer; first cause: SoC 0 "
         f"(node 1000): <class 'ValueError'>:<'not on this device'> (fails_{fails}_client.py, line 10)"
-        f"{kept if fails > 1 else ''}")
-    assert [path.name for path in tmp_path.glob("here/*")] == ["exchanges"][:fails - 1]
+        f"{kept if fails > 1 else ''}"
+    )
+    assert [path.name for path in tmp_path.glob("here/*")] == ["exchanges"][: fails - 1]
     if fails == 2:
         for priced in ((), ("--training-flops", "1e6")):
             ran = socflower(*asked, "--set", "fails=none", "--fresh", *priced)
             assert (ran.status == 0 and priced) or (
-                "note: training took no virtual time, since nothing tells what it costs: give --training-flops" in
-                ran.out)
+                "note: training took no virtual time, since nothing tells what it costs: give --training-flops"
+                in ran.out
+            )
 
 
 def test_a_file_for_the_model_is_refused_before_anything_is_trained(
-    socflower: Socflower, scenario: Path, tmp_path: Path,
+    socflower: Socflower,
+    scenario: Path,
+    tmp_path: Path,
 ) -> None:
-    is_mistake(socflower("run", scenario, "--save-model", "model.pt"), "--save-model model.pt", "FILE.npz")
-    is_mistake(socflower("run", scenario, "--save-model", "nowhere/model.npz"), "in a folder that exists")
+    is_mistake(
+        socflower("run", scenario, "--save-model", "model.pt"), "--save-model model.pt", "FILE.npz"
+    )
+    is_mistake(
+        socflower("run", scenario, "--save-model", "nowhere/model.npz"), "in a folder that exists"
+    )
     assert not (tmp_path / "out").exists()
     assert socflower("run", scenario, "--workers", 0, "--save-model", "model.npz").status == 0
     assert (tmp_path / "model.npz").is_file()
 
 
-def test_the_model_may_lie_on_another_file_system(socflower: Socflower, scenario: Path, tmp_path: Path) -> None:
+def test_the_model_may_lie_on_another_file_system(
+    socflower: Socflower, scenario: Path, tmp_path: Path
+) -> None:
     memory = Path("/dev/shm")
     if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("/dev/shm is no other file system here")
@@ -448,29 +615,49 @@ def test_the_model_may_lie_on_another_file_system(socflower: Socflower, scenario
 
 @pytest.mark.parametrize("option", [("--warm",), ("--superlink", "127.0.0.1:1")])
 def test_options_of_a_deployment_are_for_that_engine(
-    socflower: Socflower, scenario: Path, option: tuple[str, ...],
+    socflower: Socflower,
+    scenario: Path,
+    option: tuple[str, ...],
 ) -> None:
     is_mistake(socflower("run", scenario, *option), option[0], "for --engine deployment only")
 
 
 def test_a_warm_deployment_elsewhere_is_refused(socflower: Socflower, scenario: Path) -> None:
-    is_mistake(socflower("run", scenario, "--engine", "deployment", "--superlink", "127.0.0.1:1", "--warm"),
-               "--warm is for SuperNodes that are started here")
+    is_mistake(
+        socflower(
+            "run", scenario, "--engine", "deployment", "--superlink", "127.0.0.1:1", "--warm"
+        ),
+        "--warm is for SuperNodes that are started here",
+    )
 
 
-@pytest.mark.parametrize(("override", "says"), [
-    ("num-epochs", "--set num-epochs: write key=value"),
-    ("num-epochs=", "--set num-epochs=: write key=value"),
-    ("num-epoch=2", "has no 'num-epoch'; it has num-groups, num-epochs"),
-    ("num-epochs=abc", "must be a number, as num-epochs = 3 of the app is"),
-    ("num-epochs=true", "must be a number, as num-epochs = 3 of the app is"),
-    ("num-epochs=[1]", "a run config holds numbers, texts, true and false only"),
-])
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("num-epochs", "--set num-epochs: write key=value"),
+        ("num-epochs=", "--set num-epochs=: write key=value"),
+        ("num-epoch=2", "has no 'num-epoch'; it has num-groups, num-epochs"),
+        ("num-epochs=abc", "must be a number, as num-epochs = 3 of the app is"),
+        ("num-epochs=true", "must be a number, as num-epochs = 3 of the app is"),
+        ("num-epochs=[1]", "a run config holds numbers, texts, true and false only"),
+    ],
+)
 def test_a_key_of_an_apps_run_config_keeps_its_kind(
-    socflower: Socflower, tmp_path: Path, override: str, says: str,
+    socflower: Socflower,
+    tmp_path: Path,
+    override: str,
+    says: str,
 ) -> None:
-    ran = socflower("run", ROOT / "scenarios" / "quickstart_app", "--set", override, "--out", tmp_path / "out",
-                    "--cluster", ROOT / "scenarios" / "clusters" / "shelf_of_eight.toml")
+    ran = socflower(
+        "run",
+        ROOT / "scenarios" / "quickstart_app",
+        "--set",
+        override,
+        "--out",
+        tmp_path / "out",
+        "--cluster",
+        ROOT / "scenarios" / "clusters" / "shelf_of_eight.toml",
+    )
     assert (ran.status, ran.out) == (2, "")
     assert says in ran.err and ran.err.count("\n") == 1
     assert not (tmp_path / "out").exists()

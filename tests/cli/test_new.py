@@ -22,8 +22,14 @@ from tests.command_line import Socflower
 from tests.flower_checks import flower_accepts
 
 ROOT = Path(__file__).parents[2]
-FILES = {".gitignore", "LICENSE", "README.md", "cluster.toml", "pyproject.toml",
-         *(f"my_app/{name}.py" for name in ("__init__", "client_app", "server_app", "task"))}
+FILES = {
+    ".gitignore",
+    "LICENSE",
+    "README.md",
+    "cluster.toml",
+    "pyproject.toml",
+    *(f"my_app/{name}.py" for name in ("__init__", "client_app", "server_app", "task")),
+}
 TEMPLATES = ["image", "text"]
 
 
@@ -33,14 +39,21 @@ def test_these_are_the_templates() -> None:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_new_app_passes_the_checks_of_flowers_build_and_publishing(
-    template: str, socflower: Socflower, tmp_path: Path,
+    template: str,
+    socflower: Socflower,
+    tmp_path: Path,
 ) -> None:
     ran = socflower("new", "bird-songs", "--template", template)
     assert ran.status == 0 and "note" not in ran.out
     app = tmp_path / "bird-songs"
-    assert {str(path.relative_to(app)).replace("bird_songs", "my_app")
-            for path in app.rglob("*") if path.is_file()} == FILES
-    assert not any(re.search("my[-_]app", path.read_text("utf-8")) for path in app.rglob("*") if path.is_file())
+    assert {
+        str(path.relative_to(app)).replace("bird_songs", "my_app")
+        for path in app.rglob("*")
+        if path.is_file()
+    } == FILES
+    assert not any(
+        re.search("my[-_]app", path.read_text("utf-8")) for path in app.rglob("*") if path.is_file()
+    )
     flower_accepts(app)
 
 
@@ -50,11 +63,18 @@ def test_the_quickstart_passes_the_same_checks(app: str) -> None:
 
 
 @pytest.mark.parametrize("template", ["image", pytest.param("text", marks=pytest.mark.slow)])
-def test_flwr_build_makes_a_bundle_of_a_new_app(template: str, socflower: Socflower, tmp_path: Path) -> None:
+def test_flwr_build_makes_a_bundle_of_a_new_app(
+    template: str, socflower: Socflower, tmp_path: Path
+) -> None:
     name = f"built-{template}"
     assert socflower("new", name, "--template", template).status == 0
-    subprocess.run([Path(sysconfig.get_path("scripts")) / "flwr", "build", "--app", name], cwd=tmp_path, check=True,
-                   capture_output=True, timeout=100.0)
+    subprocess.run(
+        [Path(sysconfig.get_path("scripts")) / "flwr", "build", "--app", name],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        timeout=100.0,
+    )
     assert next(tmp_path.glob("*.fab")).name.startswith(f"example.{name}.1-0-0.")
 
 
@@ -75,8 +95,12 @@ def test_the_command_names_the_files_and_what_to_do(socflower: Socflower, tmp_pa
     assert ["rename it to my-app" in note for note in document["notes"]] == [True]
 
 
-def test_an_app_whose_data_set_is_not_installed_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "pyproject.toml").write_text((ROOT / "templates" / "image" / "pyproject.toml").read_text("utf-8"))
+def test_an_app_whose_data_set_is_not_installed_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pyproject.toml").write_text(
+        (ROOT / "templates" / "image" / "pyproject.toml").read_text("utf-8")
+    )
     assert missing_package(tmp_path) is None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install 'socflower[demo]'" in str(missing_package(tmp_path))
@@ -95,15 +119,25 @@ def test_a_name_that_is_accepted_is_one_that_flower_accepts(name: str) -> None:
     assert package.isidentifier() and package.replace("_", "-") == project
 
 
-@pytest.mark.parametrize(("arguments", "says"), [
-    (("3d-app",), "begins with a letter"), (("a" * 33,), "at most 32"), (("été",), "letters, digits"),
-    (("torch",), "would hide the module"), (("class",), "would hide the module"),
-    (("mine", "--template", "audio"), "use one of image, text"),
-    (("full",), "not an empty folder"), (("full/file",), "not an empty folder"),
-    (("full/file/app",), "cannot be written"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("3d-app",), "begins with a letter"),
+        (("a" * 33,), "at most 32"),
+        (("été",), "letters, digits"),
+        (("torch",), "would hide the module"),
+        (("class",), "would hide the module"),
+        (("mine", "--template", "audio"), "use one of image, text"),
+        (("full",), "not an empty folder"),
+        (("full/file",), "not an empty folder"),
+        (("full/file/app",), "cannot be written"),
+    ],
+)
 def test_what_cannot_be_written_is_refused_in_one_line(
-    arguments: tuple[str, ...], says: str, socflower: Socflower, tmp_path: Path,
+    arguments: tuple[str, ...],
+    says: str,
+    socflower: Socflower,
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("kept")
@@ -116,8 +150,12 @@ def test_what_cannot_be_written_is_refused_in_one_line(
 
 def scores(printed: str) -> list[tuple[float, float]]:
     """Return accuracy and loss after each round."""
-    return [(float(accuracy), float(loss))
-            for accuracy, loss in re.findall(r"^round \d+: accuracy ([\d.]+), loss ([\d.]+)$", printed, re.MULTILINE)]
+    return [
+        (float(accuracy), float(loss))
+        for accuracy, loss in re.findall(
+            r"^round \d+: accuracy ([\d.]+), loss ([\d.]+)$", printed, re.MULTILINE
+        )
+    ]
 
 
 def new_app(socflower: Socflower, folder: str, template: str) -> None:
@@ -143,7 +181,9 @@ def test_the_image_app_learns_the_digits(socflower: Socflower) -> None:
 def test_the_text_app_predicts_better_than_the_frequencies_of_bytes(socflower: Socflower) -> None:
     new_app(socflower, "text_run", "text")
     of_rounds = run_in_virtual_time(socflower, "text_run")
-    text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:10])
+    text = b"".join(
+        path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:10]
+    )
     shares = [count / len(text) for count in Counter(text).values()]
     (first, _), (accuracy, loss) = of_rounds[0], of_rounds[-1]
     assert loss < -sum(share * math.log(share) for share in shares) - 0.5
@@ -153,7 +193,9 @@ def test_the_text_app_predicts_better_than_the_frequencies_of_bytes(socflower: S
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_flwr_run_trains_the_app_unchanged(template: str, socflower: Socflower, tmp_path: Path) -> None:
+def test_flwr_run_trains_the_app_unchanged(
+    template: str, socflower: Socflower, tmp_path: Path
+) -> None:
     pytest.importorskip("ray", reason="flwr run needs socflower[simulation]")
     from socflower.engines.simulation import flower_environment, running_superlink
 
@@ -161,9 +203,22 @@ def test_flwr_run_trains_the_app_unchanged(template: str, socflower: Socflower, 
     environment = flower_environment(tmp_path)
     with running_superlink(tmp_path, environment):
         ran = subprocess.run(
-            [shutil.which("flwr", path=environment["PATH"]) or "flwr", "run", f"{template}-flwr", "scenario",
-             "--stream", "--federation-config", "num-supernodes=4 client-resources-num-cpus=1"],
-            capture_output=True, text=True, timeout=500.0, cwd=tmp_path, env=dict(environment), check=False)
+            [
+                shutil.which("flwr", path=environment["PATH"]) or "flwr",
+                "run",
+                f"{template}-flwr",
+                "scenario",
+                "--stream",
+                "--federation-config",
+                "num-supernodes=4 client-resources-num-cpus=1",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=500.0,
+            cwd=tmp_path,
+            env=dict(environment),
+            check=False,
+        )
     of_rounds = scores(ran.stdout)
     assert of_rounds, ran.stdout[-3000:] + ran.stderr[-1000:]
     assert of_rounds[-1][0] > of_rounds[0][0] + 0.3

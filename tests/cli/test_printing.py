@@ -64,7 +64,8 @@ def noisy_app(tmp_path: Path) -> Path:
     folder = tmp_path / "app"
     folder.mkdir()
     (folder / "pyproject.toml").write_text(
-        "[tool.flwr.app.components]\nserverapp = 'noisy_server:app'\nclientapp = 'noisy_client:app'\n")
+        "[tool.flwr.app.components]\nserverapp = 'noisy_server:app'\nclientapp = 'noisy_client:app'\n"
+    )
     for name, text in (("noise", NOISE), ("noisy_server", SERVER), ("noisy_client", CLIENT)):
         (folder / f"{name}.py").write_text(text)
     (tmp_path / "cluster.toml").write_text("[cluster]\nboards = [2]\n")
@@ -73,15 +74,33 @@ def noisy_app(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_document_is_all_of_standard_output_whatever_an_app_prints(noisy_app: Path, workers: int) -> None:
+def test_a_document_is_all_of_standard_output_whatever_an_app_prints(
+    noisy_app: Path, workers: int
+) -> None:
     ran = subprocess.run(
-        [COMMAND, "run", noisy_app, "--cluster", "cluster.toml", "--workers", str(workers), "--json"],
-        cwd=noisy_app.parent, capture_output=True, text=True, check=False, timeout=100,
-        env={**os.environ, "TERM": "dumb"})
+        [
+            COMMAND,
+            "run",
+            noisy_app,
+            "--cluster",
+            "cluster.toml",
+            "--workers",
+            str(workers),
+            "--json",
+        ],
+        cwd=noisy_app.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+        env={**os.environ, "TERM": "dumb"},
+    )
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout)["engine"] == "local"
-    for voice, where in itertools.product(("python", "descriptor", "C", "shell"), (
-            "import of the server", "server", "import of the client", "client", "exit of the server")):
+    for voice, where in itertools.product(
+        ("python", "descriptor", "C", "shell"),
+        ("import of the server", "server", "import of the client", "client", "exit of the server"),
+    ):
         # Workers are killed before they could write what C has in its buffer.
         if voice == "C" and workers and "client" in where:
             continue
@@ -89,12 +108,19 @@ def test_a_document_is_all_of_standard_output_whatever_an_app_prints(noisy_app: 
 
 
 def test_help_and_suggestions_are_plain_and_said_once(socflower: Socflower) -> None:
-    for command, says in ((("run",), "A scenario file"), (("certificates",), "DNS names"),
-                          (("cloud", "serve"), "A split scenario"), (("fan",), "an configuration (TOML)")):
+    for command, says in (
+        (("run",), "A scenario file"),
+        (("certificates",), "DNS names"),
+        (("cloud", "serve"), "A split scenario"),
+        (("fan",), "an configuration (TOML)"),
+    ):
         ran = socflower(*command, "--help")
         assert ran.status == 0 and "[required]" in ran.out and "\\" not in ran.out
         assert ran.out.count("rguments:") == 1 and ran.out.count(says) == 1
-    for typed, says in ((("rn",), "Did you mean 'run'?"), (("cloud", "serv"), "Did you mean 'serve'?")):
+    for typed, says in (
+        (("rn",), "Did you mean 'run'?"),
+        (("cloud", "serv"), "Did you mean 'serve'?"),
+    ):
         ran = socflower(*typed)
         assert ran.status == 2 and ran.err.count("Did you mean") == 1 and says in ran.err
 
@@ -105,15 +131,26 @@ def test_counts_agree_with_what_they_count() -> None:
 
 
 def test_a_plan_of_one_of_each_is_in_the_singular(socflower: Socflower, tmp_path: Path) -> None:
-    (tmp_path / "case.toml").write_text("[cluster]\nboards = [1]\n[train]\nepochs = 1\nbatch_size = 4000\n")
+    (tmp_path / "case.toml").write_text(
+        "[cluster]\nboards = [1]\n[train]\nepochs = 1\nbatch_size = 4000\n"
+    )
     said = socflower("plan", "case.toml", "--groups", 1).out
     assert "1 group, split over" in said and "1 epoch of 1 step," in said
-    (tmp_path / "split.toml").write_text("[cluster]\nboards = [1]\n[train]\nepochs = 1\n[strategy]\n"
-                                         "name = 'edge-only'\n[edgecloud]\nlink = 'wifi'\n")
+    (tmp_path / "split.toml").write_text(
+        "[cluster]\nboards = [1]\n[train]\nepochs = 1\n[strategy]\n"
+        "name = 'edge-only'\n[edgecloud]\nlink = 'wifi'\n"
+    )
     assert ", 1 epoch of " in socflower("plan", "split.toml").out
 
 
-LONGEST = {"accuracy": 1.0, "virtual_s": 59.94 * 60, "energy_j": 999.4e6, "num_rounds": 40, "round": 20, "events": []}
+LONGEST = {
+    "accuracy": 1.0,
+    "virtual_s": 59.94 * 60,
+    "energy_j": 999.4e6,
+    "num_rounds": 40,
+    "round": 20,
+    "events": [],
+}
 
 
 @pytest.mark.parametrize("width", [50, 60, 80, 100, 120, 200])
@@ -121,7 +158,9 @@ LONGEST = {"accuracy": 1.0, "virtual_s": 59.94 * 60, "energy_j": 999.4e6, "num_r
 def test_progress_fits_a_terminal_with_all_of_its_times(strategy: str, width: int) -> None:
     """Elapsed and remaining time, name and accuracy; where there is room, virtual time and energy."""
     screen = io.StringIO()
-    console = Console(file=screen, width=width, force_terminal=True, color_system=None, legacy_windows=False)
+    console = Console(
+        file=screen, width=width, force_terminal=True, color_system=None, legacy_windows=False
+    )
     with progress(console, disable=False) as start:
         on_round = start(strategy)
         on_round(LONGEST)
@@ -135,11 +174,15 @@ def test_progress_fits_a_terminal_with_all_of_its_times(strategy: str, width: in
 
 
 @pytest.mark.parametrize("width", [50, 60, 80, 120])
-@pytest.mark.parametrize("label", ["ring, seed 4294967295", "split-replay, sync_interval_epochs 0.25"])
+@pytest.mark.parametrize(
+    "label", ["ring, seed 4294967295", "split-replay, sync_interval_epochs 0.25"]
+)
 def test_a_long_label_is_cut_before_the_times_are(label: str, width: int) -> None:
     """As those of a comparison over seeds, or of a search."""
     screen = io.StringIO()
-    console = Console(file=screen, width=width, force_terminal=True, color_system=None, legacy_windows=False)
+    console = Console(
+        file=screen, width=width, force_terminal=True, color_system=None, legacy_windows=False
+    )
     with progress(console, disable=False) as start:
         start(label)({**LONGEST, "round": 40})
     shown = re.sub(r"\x1b\[\S*?[A-Za-z]", "", screen.getvalue()).replace("\r", "\n")
@@ -150,7 +193,9 @@ def test_a_long_label_is_cut_before_the_times_are(label: str, width: int) -> Non
 
 @pytest.mark.usefixtures("on_few_digits")
 def test_what_commands_print_without_a_terminal_fits_80_columns(
-    socflower: Socflower, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    socflower: Socflower,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """But for paths, which are not divided."""
     monkeypatch.setenv("COLUMNS", "80")
@@ -159,14 +204,22 @@ def test_what_commands_print_without_a_terminal_fits_80_columns(
     (tmp_path / "case.toml").write_text(
         "# A question that is longer than eighty columns, so that it has to be divided between its words, has it?\n"
         "[cluster]\nboards = [4, 4]\n[train]\nepochs = 1\n[strategy]\ngroups = 'auto'\n"
-        "[expect]\nmin_accuracy = 0.1\n")
-    for command in (("plan", "case.toml"), ("plan", "split_against_edge"), ("scenarios",),
-                    ("run", "case.toml", "--workers", 0, "--set", "strategy.name=sgd"),
-                    ("compare", "case.toml", "--strategies", "sgd", "--workers", 0)):
+        "[expect]\nmin_accuracy = 0.1\n"
+    )
+    for command in (
+        ("plan", "case.toml"),
+        ("plan", "split_against_edge"),
+        ("scenarios",),
+        ("run", "case.toml", "--workers", 0, "--set", "strategy.name=sgd"),
+        ("compare", "case.toml", "--strategies", "sgd", "--workers", 0),
+    ):
         ran = socflower(*command)
         assert ran.status == 0, ran.err
-        assert [line for line in (ran.out + ran.err).splitlines()
-                if len(line.rstrip()) > 80 and not re.fullmatch(r"\S+", line.strip())] == [], command
+        assert [
+            line
+            for line in (ran.out + ran.err).splitlines()
+            if len(line.rstrip()) > 80 and not re.fullmatch(r"\S+", line.strip())
+        ] == [], command
 
 
 @pytest.mark.parametrize("width", range(40, 200, 4))
@@ -174,9 +227,16 @@ def test_a_deployment_shows_no_virtual_time(width: int) -> None:
     assert "59 min" not in progress_state({**LONGEST, "wall_s": 1.0}, width)
 
 
-def test_a_mistake_is_one_line_where_no_terminal_shows_progress(socflower: Socflower, tmp_path: Path) -> None:
+def test_a_mistake_is_one_line_where_no_terminal_shows_progress(
+    socflower: Socflower, tmp_path: Path
+) -> None:
     (tmp_path / "case.toml").write_text("[cluster]\nboards = [2]\n")
     (tmp_path / "file").touch()
-    for command in (("run", "case.toml", "--out", "file"), ("compare", "case.toml", "--strategies", "star")):
+    for command in (
+        ("run", "case.toml", "--out", "file"),
+        ("compare", "case.toml", "--strategies", "star"),
+    ):
         ran = socflower(*command)
-        assert ran.status == 2 and ran.err.startswith("error: ") and ran.err.count("\n") == 1, ran.err
+        assert ran.status == 2 and ran.err.startswith("error: ") and ran.err.count("\n") == 1, (
+            ran.err
+        )

@@ -11,7 +11,9 @@ from socflower.scenario.schema.file import load_scenario
 from tests.command_line import Socflower
 
 ROOT = Path(__file__).parents[2]
-FILES = [path for part in ("", "full", "planned") for path in (ROOT / "scenarios" / part).glob("*.toml")]
+FILES = [
+    path for part in ("", "full", "planned") for path in (ROOT / "scenarios" / part).glob("*.toml")
+]
 
 
 def test_every_file_is_listed_once_under_its_name() -> None:
@@ -27,7 +29,10 @@ def test_the_list_says_what_each_asks_and_needs(socflower: Socflower) -> None:
     assert listed["digits_demo"]["num_socs"] == 32
     assert listed["digits_demo"]["needs"] == ["socflower[demo]"]
     assert listed["pipeline_pays"]["needs"] == ["socflower plan"]
-    assert listed["mnist_rings"]["needs"] == ["mnist in SOCFLOWER_DATA, or socflower[hub]", "--engine deployment"]
+    assert listed["mnist_rings"]["needs"] == [
+        "mnist in SOCFLOWER_DATA, or socflower[hub]",
+        "--engine deployment",
+    ]
 
 
 def test_recorded_times_are_of_scenarios_that_exist() -> None:
@@ -52,27 +57,36 @@ def test_a_scenario_is_planned_by_name_from_any_folder(socflower: Socflower) -> 
     assert json.loads(ran.out) == json.loads(by_path.out)
 
 
-def test_a_file_of_the_name_of_a_shipped_scenario_wins(socflower: Socflower, tmp_path: Path) -> None:
+def test_a_file_of_the_name_of_a_shipped_scenario_wins(
+    socflower: Socflower, tmp_path: Path
+) -> None:
     (tmp_path / "digits_demo").write_text("# Mine?\nseeds = 5\n")
     assert shipped.find_scenario(tmp_path / "digits_demo") == tmp_path / "digits_demo"
     ran = socflower("plan", "digits_demo")
     assert ran.status == 2 and "seeds" in ran.err
 
 
-@pytest.mark.parametrize(("name", "says"), [
-    ("digit_demo", "did you mean digits_demo? "), ("scenarios/digits_demo.toml", "did you mean digits_demo? "),
-    ("xyzzy", "no scenario of that name is shipped; `socflower scenarios` lists them"),
-    ("nowhere/xyzzy.toml", "cannot be read"),
-])
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("digit_demo", "did you mean digits_demo? "),
+        ("scenarios/digits_demo.toml", "did you mean digits_demo? "),
+        ("xyzzy", "no scenario of that name is shipped; `socflower scenarios` lists them"),
+        ("nowhere/xyzzy.toml", "cannot be read"),
+    ],
+)
 @pytest.mark.parametrize("command", ["run", "compare", "plan"])
-def test_an_unknown_name_is_refused_in_one_line(socflower: Socflower, command: str, name: str, says: str) -> None:
+def test_an_unknown_name_is_refused_in_one_line(
+    socflower: Socflower, command: str, name: str, says: str
+) -> None:
     ran = socflower(command, name)
     assert (ran.status, ran.out, ran.err.count("\n")) == (2, "", 1)
     assert says in ran.err
 
 
 def test_an_installed_package_has_scenarios_and_clusters_within(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shutil.copytree(ROOT / "scenarios", tmp_path / "_shipped" / "scenarios")
     monkeypatch.setattr(shipped, "_PACKAGE", tmp_path)
@@ -85,7 +99,9 @@ def test_an_installed_package_has_scenarios_and_clusters_within(
         shipped.scenario_files.cache_clear()
 
 
-def test_the_demo_is_the_comparison_of_digits_demo(socflower: Socflower, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_is_the_comparison_of_digits_demo(
+    socflower: Socflower, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from socflower.scenario import comparison
 
     called = []
@@ -100,7 +116,9 @@ def test_the_demo_is_the_comparison_of_digits_demo(socflower: Socflower, monkeyp
     assert called == [(demo, list(demo.compare.strategies), Path("out/demo"))]
 
 
-def test_digits_without_their_package_are_one_line(socflower: Socflower, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digits_without_their_package_are_one_line(
+    socflower: Socflower, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import importlib.metadata
 
     from socflower.workloads import sources

@@ -41,16 +41,26 @@ def make_app(**changes: object) -> ClientApp:
 
 
 def node(partition_id: int = 0, num_partitions: int = 4) -> Context:
-    return Context(run_id=1, node_id=5, state=RecordDict(), run_config={},
-                   node_config={"partition-id": partition_id, "num-partitions": num_partitions})
+    return Context(
+        run_id=1,
+        node_id=5,
+        state=RecordDict(),
+        run_config={},
+        node_config={"partition-id": partition_id, "num-partitions": num_partitions},
+    )
 
 
 def weights(model: nn.Module) -> ArrayRecord:
     return ArrayRecord({name: tensor.contiguous() for name, tensor in model.state_dict().items()})
 
 
-def message(message_type: str = "train", *, model: nn.Module | None = None, group: GroupTask | None = None,
-            **config: object) -> Message:
+def message(
+    message_type: str = "train",
+    *,
+    model: nn.Module | None = None,
+    group: GroupTask | None = None,
+    **config: object,
+) -> Message:
     begin_run(1)
     content = RecordDict({"arrays": weights(model or fresh()), "config": ConfigRecord(config)})
     if group is not None:
@@ -79,14 +89,24 @@ def one_thread(train: Callable[[], object]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- alone
-def trained_alone(*, batch_size: int, num_epochs: int, seed: int = 1, first_epoch: int = 0, first_step: int = 0,
-                  total_steps: int = 10**6, trainer: FP32Trainer = TRAINER) -> nn.Module:
+def trained_alone(
+    *,
+    batch_size: int,
+    num_epochs: int,
+    seed: int = 1,
+    first_epoch: int = 0,
+    first_step: int = 0,
+    total_steps: int = 10**6,
+    trainer: FP32Trainer = TRAINER,
+) -> nn.Module:
     """Return the model after the batches of a client on partition 2 of 4, without Flower."""
     model, data = fresh(), part(node(), 2, 4)
 
     def train() -> None:
         session = trainer.start(model, TrainingSpan(first_step=first_step, total_steps=total_steps))
-        for indices in local_batches(len(data), batch_size, num_epochs, seed=(seed, 2), first_epoch=first_epoch):
+        for indices in local_batches(
+            len(data), batch_size, num_epochs, seed=(seed, 2), first_epoch=first_epoch
+        ):
             session.step([data.batch(torch.from_numpy(indices))])
 
     one_thread(train)
@@ -118,11 +138,19 @@ def test_a_schedule_goes_on_across_rounds_if_their_number_is_known() -> None:
     cosine = FP32Trainer(optimizer=sgd(0.05, 0.9), scheduler=cosine_annealing)
     config = {"server-round": 2, "batch-size": 4}
     reply = make_app(trainer=cosine)(message(**config, **{"num-rounds": 4}), node(2))
-    assert_weights(reply, trained_alone(batch_size=4, num_epochs=1, first_epoch=1, first_step=3, total_steps=12,
-                                        trainer=cosine))
+    assert_weights(
+        reply,
+        trained_alone(
+            batch_size=4, num_epochs=1, first_epoch=1, first_step=3, total_steps=12, trainer=cosine
+        ),
+    )
     without = make_app(trainer=cosine)(message(**config), node(2))
-    assert_weights(without, trained_alone(batch_size=4, num_epochs=1, first_epoch=1, first_step=3, total_steps=6,
-                                          trainer=cosine))
+    assert_weights(
+        without,
+        trained_alone(
+            batch_size=4, num_epochs=1, first_epoch=1, first_step=3, total_steps=6, trainer=cosine
+        ),
+    )
 
 
 def test_a_node_alone_keeps_nothing() -> None:
@@ -131,10 +159,19 @@ def test_a_node_alone_keeps_nothing() -> None:
     assert TRAINER_STATE not in context.state
 
 
-@pytest.mark.parametrize(("key", "value"), [
-    ("batch-size", 0), ("batch-size", -1), ("batch-size", 2.5), ("batch-size", "8"), ("local-epochs", 0),
-    ("num-rounds", 0), ("seed", 0), ("server-round", 0),
-])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("batch-size", 0),
+        ("batch-size", -1),
+        ("batch-size", 2.5),
+        ("batch-size", "8"),
+        ("local-epochs", 0),
+        ("num-rounds", 0),
+        ("seed", 0),
+        ("server-round", 0),
+    ],
+)
 def test_a_setting_that_cannot_be_is_named(key: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         make_app()(message(**{key: value}), node())
@@ -143,7 +180,9 @@ def test_a_setting_that_cannot_be_is_named(key: str, value: object) -> None:
 
 def test_a_node_without_samples_is_told_so() -> None:
     app = make_app()
-    with pytest.raises(ConfigError, match=r"data_fn\(context, 48, 49\) returned no samples; give every node some"):
+    with pytest.raises(
+        ConfigError, match=r"data_fn\(context, 48, 49\) returned no samples; give every node some"
+    ):
         app(message(), node(48, 49))
 
 
@@ -153,19 +192,31 @@ def test_a_node_without_its_partition_is_told_how_to_start(missing: str) -> None
     del context.node_config[missing]
     with pytest.raises(ConfigError) as caught:
         make_app()(message(), context)
-    assert f"node 5: its node config lacks '{missing}'; start the SuperNode with --node-config" in str(caught.value)
+    assert (
+        f"node 5: its node config lacks '{missing}'; start the SuperNode with --node-config"
+        in str(caught.value)
+    )
 
 
 # -------------------------------------------------------------------------------------------------- a group
 def group_task(**changes: object) -> GroupTask:
     """The second of two groups of two over four partitions; three steps an epoch."""
     values: dict[str, object] = {
-        "members": (2, 3), "partitions": (2, 3), "num_partitions": 4, "capacities": (1.0, 2.0), "num_steps": 2,
-        "steps_per_epoch": 3, "total_steps": 6, "num_samples": len(DATA)}
+        "members": (2, 3),
+        "partitions": (2, 3),
+        "num_partitions": 4,
+        "capacities": (1.0, 2.0),
+        "num_steps": 2,
+        "steps_per_epoch": 3,
+        "total_steps": 6,
+        "num_samples": len(DATA),
+    }
     return task(1, 2, **(values | changes))
 
 
-def trained_as_group(group: GroupTask, data: LabelledData, model: nn.Module, state: bytes | None = None) -> bytes:
+def trained_as_group(
+    group: GroupTask, data: LabelledData, model: nn.Module, state: bytes | None = None
+) -> bytes:
     new_state = b""
 
     def train() -> None:
@@ -215,13 +266,16 @@ def test_momentum_goes_on_from_one_message_to_the_next() -> None:
         assert_weights(second, without_momentum)
 
 
-@pytest.mark.parametrize("changes", [
-    {"first_step": 0},  # the training begins again
-    {"first_step": 4},  # an interval was missed
-    {"first_step": 2, "total_steps": 9},  # a longer training
-    {"first_step": 2, "num_groups": 3},
-    {"first_step": 2, "group_id": 0},
-])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"first_step": 0},  # the training begins again
+        {"first_step": 4},  # an interval was missed
+        {"first_step": 2, "total_steps": 9},  # a longer training
+        {"first_step": 2, "num_groups": 3},
+        {"first_step": 2, "group_id": 0},
+    ],
+)
 def test_momentum_of_another_plan_is_not_taken_up(changes: dict[str, int]) -> None:
     app, context = make_app(), node(2)
     app(message(group=group_task()), context)
@@ -255,8 +309,11 @@ def test_a_group_record_of_another_version_is_refused() -> None:
 def test_evaluation_is_of_the_nodes_own_data() -> None:
     reply = make_app(evaluate_data_fn=part)(message("evaluate"), node(1))
     expected = evaluate(fresh(), part(node(), 1, 4))
-    assert dict(metrics_of(reply)) == {"accuracy": expected.accuracy, "loss": pytest.approx(expected.loss),
-                                       "num-examples": 12}
+    assert dict(metrics_of(reply)) == {
+        "accuracy": expected.accuracy,
+        "loss": pytest.approx(expected.loss),
+        "num-examples": 12,
+    }
 
 
 def test_without_evaluation_data_there_is_no_evaluation() -> None:
@@ -311,15 +368,26 @@ def test_threads_are_as_before_afterwards() -> None:
 
 def test_data_that_are_not_what_the_strategy_was_told_are_refused() -> None:
     """A data function that ignores its arguments, as Flower's habits suggest, returns one part for the whole."""
-    with pytest.raises(ConfigError, match=rf"returned {len(DATA)} samples, but the strategy was told num_samples = 99"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"returned {len(DATA)} samples, but the strategy was told num_samples = 99",
+    ):
         make_app()(message(group=group_task(num_samples=99)), node(2))
 
 
 # ------------------------------------------------------------------------------------------- states in files
 def half(first_step: int, **changes: object) -> GroupTask:
     """Return one of two intervals of four steps."""
-    return task(0, 1, first_step=first_step, num_steps=4, steps_per_epoch=8, total_steps=8,
-                num_samples=len(DATA), **changes)
+    return task(
+        0,
+        1,
+        first_step=first_step,
+        num_steps=4,
+        steps_per_epoch=8,
+        total_steps=8,
+        num_samples=len(DATA),
+        **changes,
+    )
 
 
 def trained_weights(reply: Message) -> dict[str, torch.Tensor]:
@@ -339,26 +407,36 @@ def test_a_leader_without_memory_goes_on_from_its_file(tmp_path: Path) -> None:
     from_file = app(message(group=half(4), **{RESUMED: True}), node())
     assert_equal_weights(remembered, from_file)
     forgetful = make_app()(message(group=half(4)), node())
-    assert any(not torch.equal(tensor, trained_weights(forgetful)[name])
-               for name, tensor in trained_weights(from_file).items()), "momentum makes no difference here"
+    assert any(
+        not torch.equal(tensor, trained_weights(forgetful)[name])
+        for name, tensor in trained_weights(from_file).items()
+    ), "momentum makes no difference here"
 
 
 @pytest.mark.parametrize("with_folder", [False, True])
-def test_a_resumed_group_without_any_state_is_an_error_that_names_it(with_folder: bool, tmp_path: Path) -> None:
+def test_a_resumed_group_without_any_state_is_an_error_that_names_it(
+    with_folder: bool, tmp_path: Path
+) -> None:
     app = make_app(**({"state_folder": lambda context: tmp_path} if with_folder else {}))
-    with pytest.raises(ConfigError, match=r"group 0 has no trainer state for step 4 of 8 to resume from") as caught:
+    with pytest.raises(
+        ConfigError, match=r"group 0 has no trainer state for step 4 of 8 to resume from"
+    ) as caught:
         app(message(group=half(4), **{RESUMED: True}), node())
     assert "--fresh" in str(caught.value)
     assert (str(tmp_path) in str(caught.value)) == with_folder
 
 
 def test_a_group_that_diverged_may_be_resumed_with_a_new_optimiser(tmp_path: Path) -> None:
-    diverging = make_app(trainer=FP32Trainer(optimizer=sgd(1e30)), state_folder=lambda context: tmp_path)
+    diverging = make_app(
+        trainer=FP32Trainer(optimizer=sgd(1e30)), state_folder=lambda context: tmp_path
+    )
     reply = diverging(message(group=half(0)), node())
     assert not math.isfinite(float(metrics_of(reply)["train-loss"]))  # type: ignore[arg-type]
     app = make_app(state_folder=lambda context: tmp_path)
-    assert_equal_weights(app(message(group=half(4), **{RESUMED: True}), node()),
-                         make_app()(message(group=half(4)), node()))
+    assert_equal_weights(
+        app(message(group=half(4), **{RESUMED: True}), node()),
+        make_app()(message(group=half(4)), node()),
+    )
 
 
 def test_a_new_training_takes_nothing_from_the_one_before(tmp_path: Path) -> None:
@@ -371,7 +449,9 @@ def test_a_new_training_takes_nothing_from_the_one_before(tmp_path: Path) -> Non
 
 
 def test_the_warm_up_keeps_no_files(tmp_path: Path) -> None:
-    make_app(state_folder=lambda context: tmp_path)(message(group=half(0), **{WARM_UP: True}), node())
+    make_app(state_folder=lambda context: tmp_path)(
+        message(group=half(0), **{WARM_UP: True}), node()
+    )
     assert not list(tmp_path.iterdir())
     make_app(state_folder=lambda context: None)(message(group=half(0)), node())
 
@@ -382,12 +462,19 @@ def own_app() -> ClientApp:
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        metrics = MetricRecord({"num-examples": 1, "mine": float(message.content["config"]["speed"])})
-        return Message(RecordDict({"arrays": message.content["arrays"], "metrics": metrics}), reply_to=message)
+        metrics = MetricRecord(
+            {"num-examples": 1, "mine": float(message.content["config"]["speed"])}
+        )
+        return Message(
+            RecordDict({"arrays": message.content["arrays"], "metrics": metrics}), reply_to=message
+        )
 
     @app.evaluate()
     def evaluate_mine(message: Message, context: Context) -> Message:
-        return Message(RecordDict({"metrics": MetricRecord({"num-examples": 1, "mine": 2.0})}), reply_to=message)
+        return Message(
+            RecordDict({"metrics": MetricRecord({"num-examples": 1, "mine": 2.0})}),
+            reply_to=message,
+        )
 
     return app
 
@@ -406,5 +493,9 @@ def test_an_app_that_exists_answers_what_is_not_for_a_group() -> None:
 
 
 def test_mods_of_an_app_that_exists_must_be_given_for_groups_too() -> None:
-    with pytest.raises(ConfigError, match=r"mods of the given app would not see messages for groups; give them to"):
-        make_app(app=ClientApp(mods=[lambda message, context, call_next: call_next(message, context)]))
+    with pytest.raises(
+        ConfigError, match=r"mods of the given app would not see messages for groups; give them to"
+    ):
+        make_app(
+            app=ClientApp(mods=[lambda message, context, call_next: call_next(message, context)])
+        )

@@ -28,7 +28,9 @@ def half_frozen(*, norm: bool = True, changed: bool = False) -> nn.Module:
     return model
 
 
-def asked(arrays: dict[str, torch.Tensor], group: GroupTask | None, kind: str = "train", **config: object) -> Message:
+def asked(
+    arrays: dict[str, torch.Tensor], group: GroupTask | None, kind: str = "train", **config: object
+) -> Message:
     begin_run(1)
     content = RecordDict({"arrays": ArrayRecord(arrays), "config": ConfigRecord(config)})
     if group is not None:
@@ -37,7 +39,9 @@ def asked(arrays: dict[str, torch.Tensor], group: GroupTask | None, kind: str = 
 
 
 def answered(message: Message, model: nn.Module) -> dict[str, torch.Tensor]:
-    app = make_client_app(lambda context: model, part, FP32Trainer(optimizer=sgd(0.1, 0.9)), evaluate_data_fn=part)
+    app = make_client_app(
+        lambda context: model, part, FP32Trainer(optimizer=sgd(0.1, 0.9)), evaluate_data_fn=part
+    )
     return app(message, node(2)).content.array_records["arrays"].to_torch_state_dict()
 
 
@@ -57,7 +61,10 @@ def test_only_what_trains_travels_and_the_training_is_the_same(group: GroupTask 
 def test_a_node_with_another_base_is_refused(kind: str) -> None:
     server = half_frozen()
     message = asked(trainable_state(server), None, kind, **{FROZEN_SHA256: frozen_digest(server)})
-    with pytest.raises(ConfigError, match="the frozen parameters of this node are not the server's: their digest is"):
+    with pytest.raises(
+        ConfigError,
+        match="the frozen parameters of this node are not the server's: their digest is",
+    ):
         answered(message, half_frozen(changed=True))
     everything = small_network(norm=True)
     with pytest.raises(ConfigError, match=r"0\.weight' is trained, or a buffer, and was not sent"):
@@ -79,8 +86,9 @@ def test_lora_on_a_frozen_language_model_sends_a_fiftieth() -> None:
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(1)
-    base = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        vocab_size=256, n_positions=64, n_embd=256, n_layer=6, n_head=4))
+    base = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=256, n_positions=64, n_embd=256, n_layer=6, n_head=4)
+    )
     full_bytes = sum(tensor.nbytes for tensor in base.state_dict().values())
     config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
     model = peft.get_peft_model(copy.deepcopy(base), config)

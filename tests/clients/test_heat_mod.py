@@ -65,7 +65,9 @@ from tests.clients.test_app import (
 from tests.rings.peers import TOKEN, free_addresses
 from tests.thermal.test_limits import DEADLINE_S, Calls, Source, Time, forged, raising
 
-LIMITS = HeatLimits(resume_c=60.0, shrink_c=70.0, pause_c=80.0, min_share=0.2, max_pause_s=40.0, stuck_s=30.0)
+LIMITS = HeatLimits(
+    resume_c=60.0, shrink_c=70.0, pause_c=80.0, min_share=0.2, max_pause_s=40.0, stuck_s=30.0
+)
 Say = Callable[[float], dict[str, Any]]
 
 
@@ -73,12 +75,22 @@ def at(now_c: float | None, **values: Any) -> Say:
     return lambda now_s: {"temperature_c": now_c, **values}
 
 
-def mod_of(say: Say | None = None, *, source: HeatSource | SourceFn | None = None, when: Time | None = None,
-           limits: HeatLimits = LIMITS, **changes: Any) -> Mod:
+def mod_of(
+    say: Say | None = None,
+    *,
+    source: HeatSource | SourceFn | None = None,
+    when: Time | None = None,
+    limits: HeatLimits = LIMITS,
+    **changes: Any,
+) -> Mod:
     """A mod on made-up time, whose sampler never gets its turn."""
     when = when or Time()
-    settings: dict[str, Any] = {"sample_interval_s": DEADLINE_S, "read_timeout_s": DEADLINE_S, "sleep": when.sleep,
-                                "clock": when.clock}
+    settings: dict[str, Any] = {
+        "sample_interval_s": DEADLINE_S,
+        "read_timeout_s": DEADLINE_S,
+        "sleep": when.sleep,
+        "clock": when.clock,
+    }
     return heat_mod(source or Source(say or at(40.0), when), limits, **(settings | changes))
 
 
@@ -101,8 +113,15 @@ class ForeignApp:
                 model(torch.ones(3, 4)).sum().backward()
                 optimizer.step()
                 on_step()
-            return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()),
-                                       "metrics": MetricRecord({"num-examples": 3, "train-loss": 1.0})}), reply_to=sent)
+            return Message(
+                RecordDict(
+                    {
+                        "arrays": ArrayRecord(model.state_dict()),
+                        "metrics": MetricRecord({"num-examples": 3, "train-loss": 1.0}),
+                    }
+                ),
+                reply_to=sent,
+            )
 
     def __call__(self, context: Context | None = None, **config: Any) -> Message:
         return self.app(message(**config), context or node())
@@ -113,12 +132,24 @@ def heat_of(reply: Message) -> HeatReport:
 
 
 # ------------------------------------------------------------------------------------------------- settings
-@pytest.mark.parametrize(("changes", "text"), [
-    ({"sample_interval_s": 0.0}, "heat_mod: sample_interval_s = 0.0 must be above 0 and finite"),
-    ({"poll_interval_s": math.nan}, "heat_mod: poll_interval_s = nan must be above 0 and finite"),
-    ({"read_timeout_s": math.inf}, "heat_mod: read_timeout_s = inf must be above 0 and finite"),
-    ({"shrink_keys": "epochs"}, "heat_mod: shrink_keys = 'epochs' is one text; give a list, ['epochs']"),
-])
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"sample_interval_s": 0.0},
+            "heat_mod: sample_interval_s = 0.0 must be above 0 and finite",
+        ),
+        (
+            {"poll_interval_s": math.nan},
+            "heat_mod: poll_interval_s = nan must be above 0 and finite",
+        ),
+        ({"read_timeout_s": math.inf}, "heat_mod: read_timeout_s = inf must be above 0 and finite"),
+        (
+            {"shrink_keys": "epochs"},
+            "heat_mod: shrink_keys = 'epochs' is one text; give a list, ['epochs']",
+        ),
+    ],
+)
 def test_a_setting_that_cannot_be_is_one_line(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         heat_mod(**changes)
@@ -128,11 +159,17 @@ def test_a_setting_that_cannot_be_is_one_line(changes: dict[str, Any], text: str
 # ----------------------------------------------------------------------------------------- a device that is cool
 def test_a_cool_device_trains_as_without_the_mod_and_says_how_it_is() -> None:
     config = {"batch-size": 5, "local-epochs": 3}
-    reply = make_app(mods=[mod_of(at(45.0, clock_factor=1.0, battery_fraction=0.9, notes=("zone7 lies",)))])(
-        message(**config), node(2))
+    reply = make_app(
+        mods=[mod_of(at(45.0, clock_factor=1.0, battery_fraction=0.9, notes=("zone7 lies",)))]
+    )(message(**config), node(2))
     assert_weights(reply, trained_alone(batch_size=5, num_epochs=3))
-    assert heat_of(reply) == HeatReport(temperature_c=45.0, peak_c=45.0, clock_factor=1.0, battery_fraction=0.9,
-                                        notes=("zone7 lies",))
+    assert heat_of(reply) == HeatReport(
+        temperature_c=45.0,
+        peak_c=45.0,
+        clock_factor=1.0,
+        battery_fraction=0.9,
+        notes=("zone7 lies",),
+    )
 
 
 def test_evaluation_and_questions_are_never_held_and_are_reported() -> None:
@@ -152,7 +189,9 @@ def test_the_default_source_is_this_machine_and_training_goes_on_whatever_it_has
 
 @pytest.mark.parametrize("given_by_hand", [False, True])
 def test_the_first_reading_of_a_machine_has_the_load_of_others_and_all_notes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given_by_hand: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given_by_hand: bool,
 ) -> None:
     """A made-up machine on which others use three quarters of the processors, by counters that go on."""
     seconds = 0
@@ -161,7 +200,9 @@ def test_the_first_reading_of_a_machine_has_the_load_of_others_and_all_notes(
     def clock() -> float:
         nonlocal seconds
         seconds += 1
-        (tmp_path / "proc/stat").write_text(f"cpu {300 * seconds} 0 0 {100 * seconds} 0 0 0 0\ncpu0 0\n")
+        (tmp_path / "proc/stat").write_text(
+            f"cpu {300 * seconds} 0 0 {100 * seconds} 0 0 0 0\ncpu0 0\n"
+        )
         return float(seconds)
 
     class HereSensors(LinuxSensors):
@@ -171,7 +212,11 @@ def test_the_first_reading_of_a_machine_has_the_load_of_others_and_all_notes(
     monkeypatch.setattr(mods, "_LOAD_WINDOW_S", 0.0)
     monkeypatch.setattr("socflower.thermal.sensors.linux.LinuxSensors", HereSensors)
     limits = HeatLimits(max_user_load=0.9)
-    report = heat_of(make_app(mods=[heat_mod(HereSensors() if given_by_hand else None, limits)])(message(), node(2)))
+    report = heat_of(
+        make_app(mods=[heat_mod(HereSensors() if given_by_hand else None, limits)])(
+            message(), node(2)
+        )
+    )
     assert report.user_load == pytest.approx(0.75) and report.share == pytest.approx(0.25)
     assert any("no temperature sensor here" in note for note in report.notes)
 
@@ -184,8 +229,10 @@ def test_a_function_gives_each_node_a_source_of_its_own_once() -> None:
         return Calls(lambda: Reading(at_s=0.0, temperature_c=10.0 * context.node_id))
 
     app = ForeignApp(mod_of(source=source_of))
-    contexts = [Context(run_id=1, node_id=node_id, node_config={}, state=RecordDict(), run_config={})
-                for node_id in (3, 4)]
+    contexts = [
+        Context(run_id=1, node_id=node_id, node_config={}, state=RecordDict(), run_config={})
+        for node_id in (3, 4)
+    ]
     seen = [heat_of(app(context)).peak_c for context in (*contexts, *contexts)]
     assert seen == [30.0, 40.0, 30.0, 40.0] and asked == [3, 4]
 
@@ -223,10 +270,13 @@ def test_a_pause_outlives_the_message() -> None:
     assert warm(resting).has_content()
 
 
-@pytest.mark.parametrize(("values", "reason"), [
-    ({"on_battery": True, "battery_fraction": 0.12}, "on battery at 12 %, limit 30 %"),
-    ({"user_load": 0.8}, "others use 80 % of its processors, limit 50 %"),
-])
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"on_battery": True, "battery_fraction": 0.12}, "on battery at 12 %, limit 30 %"),
+        ({"user_load": 0.8}, "others use 80 % of its processors, limit 50 %"),
+    ],
+)
 def test_a_battery_and_a_user_are_honoured(values: dict[str, Any], reason: str) -> None:
     assert reason in str(ForeignApp(mod_of(at(40.0, **values)))().error.reason)
     when = Time()
@@ -244,7 +294,9 @@ def test_a_warm_device_does_less_on_fewer_threads(monkeypatch: pytest.MonkeyPatc
         content = sent.content
         reply = app.app(sent, node())
         assert (app.epochs, app.threads) == ([4], [2]) and torch.get_num_threads() == 4
-        assert sent.content is content and content["config"]["local-epochs"] == 7, "the sender's config was changed"
+        assert sent.content is content and content["config"]["local-epochs"] == 7, (
+            "the sender's config was changed"
+        )
         assert heat_of(reply).share == pytest.approx(0.5) and heat_of(reply).triggered
         ForeignApp(mod_of(at(79.99)))(**{"local-epochs": 1})
         other = ForeignApp(mod_of(at(76.25), shrink_keys=("epochs",)))
@@ -261,7 +313,9 @@ def test_work_is_scaled_by_the_share_but_never_to_nothing(epochs: int, now_c: fl
     app = ForeignApp(mod_of(at(now_c)))
     app(**{"local-epochs": epochs})
     share = LIMITS.share(Reading(at_s=0.0, temperature_c=now_c))
-    assert 1 <= app.epochs[0] <= epochs and abs(app.epochs[0] - max(1.0, share * epochs)) <= 0.5 + 1e-9
+    assert (
+        1 <= app.epochs[0] <= epochs and abs(app.epochs[0] - max(1.0, share * epochs)) <= 0.5 + 1e-9
+    )
 
 
 @pytest.mark.parametrize("value", [True, 0, 1, 2.0, "4"])
@@ -277,8 +331,15 @@ def test_any_torch_app_rests_between_its_steps() -> None:
     torch.set_num_threads(1)
     try:
         when = Time()
-        app = ForeignApp(mod_of(lambda now_s: {"temperature_c": 76.25 if now_s < 107.0 else 50.0}, when=when,
-                                shrink_keys=(), poll_interval_s=0.5), on_step=lambda: when.work(1.0))
+        app = ForeignApp(
+            mod_of(
+                lambda now_s: {"temperature_c": 76.25 if now_s < 107.0 else 50.0},
+                when=when,
+                shrink_keys=(),
+                poll_interval_s=0.5,
+            ),
+            on_step=lambda: when.work(1.0),
+        )
         app(**{"local-epochs": 8})
         assert 2.5 <= when.slept_s <= 3.5
     finally:
@@ -303,7 +364,9 @@ def test_our_own_client_rests_between_batches_and_its_weights_are_the_same() -> 
             session.step = slow_step
             return session
 
-    reply = make_app(trainer=Slow(), mods=[mod_of(at(77.5), when=when)])(message(**{"batch-size": 4}), node(2))
+    reply = make_app(trainer=Slow(), mods=[mod_of(at(77.5), when=when)])(
+        message(**{"batch-size": 4}), node(2)
+    )
     assert_weights(reply, trained_alone(batch_size=4, num_epochs=1))
     assert when.slept_s == pytest.approx(3 * 1.5)  # share 0.4
     assert current_guard() is None
@@ -344,8 +407,12 @@ def test_the_sampler_ends_with_a_call_that_raises() -> None:
     def fail() -> None:
         raise RuntimeError("as apps do")
 
-    app = ForeignApp(heat_mod(Calls(lambda: Reading(at_s=0.0, temperature_c=75.0)), LIMITS, sample_interval_s=0.01),
-                     on_step=fail)
+    app = ForeignApp(
+        heat_mod(
+            Calls(lambda: Reading(at_s=0.0, temperature_c=75.0)), LIMITS, sample_interval_s=0.01
+        ),
+        on_step=fail,
+    )
     with pytest.raises(RuntimeError, match="as apps do"):
         app()
     assert not heat_threads() and current_guard() is None and torch.get_num_threads() == threads
@@ -365,12 +432,21 @@ def test_how_fast_steps_can_be_is_remembered_from_message_to_message() -> None:
 
 
 # ------------------------------------------------------------------------------------- sensors that cannot be trusted
-LIES = st.sampled_from([
-    raising(OSError("gone")), raising(SystemExit(2)), lambda: None, lambda: "warm",
-    lambda: forged(temperature_c=math.nan), lambda: forged(temperature_c=-128.0), lambda: forged(temperature_c=1e9),
-    lambda: forged(user_load=math.nan), lambda: forged(battery_fraction=-1.0, on_battery=True),
-    lambda: forged(notes=object()), lambda: Reading(at_s=math.nan, throttled=True, clock_factor=0.0),
-])
+LIES = st.sampled_from(
+    [
+        raising(OSError("gone")),
+        raising(SystemExit(2)),
+        lambda: None,
+        lambda: "warm",
+        lambda: forged(temperature_c=math.nan),
+        lambda: forged(temperature_c=-128.0),
+        lambda: forged(temperature_c=1e9),
+        lambda: forged(user_load=math.nan),
+        lambda: forged(battery_fraction=-1.0, on_battery=True),
+        lambda: forged(notes=object()),
+        lambda: Reading(at_s=math.nan, throttled=True, clock_factor=0.0),
+    ]
+)
 
 
 @given(lies=st.lists(LIES, min_size=1, max_size=4), epochs=st.integers(1, 3))
@@ -385,19 +461,32 @@ def test_a_lying_sensor_never_stops_training(lies: list[Callable[[], Any]], epoc
 
 
 readings = st.builds(
-    dict, temperature_c=st.none() | st.floats(-40.0, 150.0), clock_factor=st.none() | st.floats(0.0, 1.0),
-    throttled=st.none() | st.booleans(), battery_fraction=st.none() | st.floats(0.0, 1.0),
-    on_battery=st.none() | st.booleans(), user_load=st.none() | st.floats(0.0, 1.0))
+    dict,
+    temperature_c=st.none() | st.floats(-40.0, 150.0),
+    clock_factor=st.none() | st.floats(0.0, 1.0),
+    throttled=st.none() | st.booleans(),
+    battery_fraction=st.none() | st.floats(0.0, 1.0),
+    on_battery=st.none() | st.booleans(),
+    user_load=st.none() | st.floats(0.0, 1.0),
+)
 
 
-_HOT = {"temperature_c": 80.0, "clock_factor": None, "throttled": None, "battery_fraction": None, "on_battery": None,
-        "user_load": None}
+_HOT = {
+    "temperature_c": 80.0,
+    "clock_factor": None,
+    "throttled": None,
+    "battery_fraction": None,
+    "on_battery": None,
+    "user_load": None,
+}
 
 
 @given(seen=st.lists(readings, min_size=1, max_size=10))
 @example(seen=[_HOT, {**_HOT, "temperature_c": None}])  # a pause at whose end nothing is read
 @settings(max_examples=60)
-def test_whatever_the_source_says_a_reply_comes_within_the_longest_pause(seen: list[dict[str, Any]]) -> None:
+def test_whatever_the_source_says_a_reply_comes_within_the_longest_pause(
+    seen: list[dict[str, Any]],
+) -> None:
     number = iter(range(10**6))
     when = Time()
     app = ForeignApp(mod_of(lambda now_s: seen[next(number) % len(seen)], when=when))
@@ -413,11 +502,17 @@ def test_a_stuck_sensor_costs_a_rest_and_then_the_device_trains_gently() -> None
     app = ForeignApp(mod_of(at(99.0), when=when))
     reply = app(context, **{"local-epochs": 10})
     assert heat_of(reply).paused_s == pytest.approx(30.0) and app.epochs == [2]
-    assert heat_of(reply).notes == ("temperature stays at exactly 99 °C while the device rests: its sensor is taken "
-                                    "for stuck",)
+    assert heat_of(reply).notes == (
+        "temperature stays at exactly 99 °C while the device rests: its sensor is taken for stuck",
+    )
     assert heat_of(app(context)).paused_s == 0.0
-    moved = ForeignApp(mod_of(at(98.0), when=when, limits=HeatLimits(
-        resume_c=60.0, shrink_c=70.0, pause_c=80.0, max_pause_s=0.0)))
+    moved = ForeignApp(
+        mod_of(
+            at(98.0),
+            when=when,
+            limits=HeatLimits(resume_c=60.0, shrink_c=70.0, pause_c=80.0, max_pause_s=0.0),
+        )
+    )
     assert moved(context).has_error(), "a sensor that moves again is believed again"
 
 
@@ -429,7 +524,9 @@ def test_a_source_that_hangs_delays_training_and_does_not_stop_it() -> None:
         raise AssertionError
 
     try:
-        reply = ForeignApp(heat_mod(Calls(read), LIMITS, read_timeout_s=0.05, sample_interval_s=0.01))()
+        reply = ForeignApp(
+            heat_mod(Calls(read), LIMITS, read_timeout_s=0.05, sample_interval_s=0.01)
+        )()
         assert heat_of(reply).temperature_c is None
         assert any("did not answer within 0.05 s" in note for note in heat_of(reply).notes)
     finally:
@@ -439,8 +536,13 @@ def test_a_source_that_hangs_delays_training_and_does_not_stop_it() -> None:
 # ------------------------------------------------------------------------------------------------------- FedAvg
 def test_fedavg_averages_those_that_trained_and_goes_on_without_those_that_rest() -> None:
     """Real strategy, three nodes: one cool, one warm, one resting; equal to the average of two plain clients."""
+
     def train(now_c: float | None, partition: int) -> Message:
-        mods = [] if now_c is None else [mod_of(lambda now_s: {"temperature_c": now_c + 0.001 * (now_s % 3)})]
+        mods = (
+            []
+            if now_c is None
+            else [mod_of(lambda now_s: {"temperature_c": now_c + 0.001 * (now_s % 3)})]
+        )
         return make_app(mods=mods)(message(**{"batch-size": 4}), node(partition))
 
     replies = [train(40.0, 0), train(72.0, 1), train(95.0, 2)]
@@ -453,8 +555,12 @@ def test_fedavg_averages_those_that_trained_and_goes_on_without_those_that_rest(
 
 
 def test_fedavg_averages_evaluations() -> None:
-    replies = [make_app(mods=[mod_of(at(95.0))], evaluate_data_fn=part)(message("evaluate"), node(partition))
-               for partition in (0, 1)]
+    replies = [
+        make_app(mods=[mod_of(at(95.0))], evaluate_data_fn=part)(
+            message("evaluate"), node(partition)
+        )
+        for partition in (0, 1)
+    ]
     metrics = FedAvg().aggregate_evaluate(1, replies)
     assert metrics is not None and {"accuracy", "loss"} <= metrics.keys()
 
@@ -469,12 +575,24 @@ def outcome_of(reply: Message) -> RingOutcome:
     return decode(RingOutcome, reply.content.config_records[OUTCOME], "outcome")
 
 
-@pytest.mark.parametrize(("now_c", "values", "preempted"), [
-    (40.0, {}, False), (79.0, {}, False), (81.0, {}, True), (40.0, {"user_load": 0.9}, True), (None, {}, False)])
+@pytest.mark.parametrize(
+    ("now_c", "values", "preempted"),
+    [
+        (40.0, {}, False),
+        (79.0, {}, False),
+        (81.0, {}, True),
+        (40.0, {"user_load": 0.9}, True),
+        (None, {}, False),
+    ],
+)
 def test_a_device_that_may_not_train_says_so_when_asked(
-    now_c: float | None, values: dict[str, Any], preempted: bool,
+    now_c: float | None,
+    values: dict[str, Any],
+    preempted: bool,
 ) -> None:
-    reply = make_app(mods=[mod_of(at(now_c, **values))])(message("query.socflower", **{ASK: ASK_STATUS}), node())
+    reply = make_app(mods=[mod_of(at(now_c, **values))])(
+        message("query.socflower", **{ASK: ASK_STATUS}), node()
+    )
     assert decode(NodeStatus, reply.content.config_records[STATUS], "status").preempted is preempted
 
 
@@ -484,8 +602,11 @@ def test_in_a_group_in_one_process_its_own_soc_leaves_and_nothing_is_held() -> N
     reply = make_app(mods=[mod_of(at(95.0), when=when)])(sent, node(2))
     assert outcome_of(reply).preempted == (2,) and outcome_of(reply).members == (3,)
     assert when.slept_s == 0.0 and DEPARTURES not in sent.content
-    assert sort_replies([reply], {5: Group(group_id=1, members=(2, 3), leader=2, boards=(0,))},
-                        tolerate_errors=False) == ([reply], ())
+    assert sort_replies(
+        [reply],
+        {5: Group(group_id=1, members=(2, 3), leader=2, boards=(0,))},
+        tolerate_errors=False,
+    ) == ([reply], ())
 
 
 def test_a_group_of_one_leaves_as_a_whole() -> None:
@@ -515,21 +636,58 @@ def test_a_ring_goes_on_without_a_member_that_is_hot(hot: int) -> None:
     begin_run(1)
     addresses = free_addresses(2)
     task = GroupTask(
-        group_id=0, num_groups=1, members=(4, 5), leader=4, partitions=(0, 1), num_partitions=2, capacities=(1.0, 1.0),
-        first_step=0, num_steps=3, steps_per_epoch=3, total_steps=3, batch_size=16, reshuffle=True, deal_epoch=0,
-        seed=3, num_samples=len(DATA))
+        group_id=0,
+        num_groups=1,
+        members=(4, 5),
+        leader=4,
+        partitions=(0, 1),
+        num_partitions=2,
+        capacities=(1.0, 1.0),
+        first_step=0,
+        num_steps=3,
+        steps_per_epoch=3,
+        total_steps=3,
+        batch_size=16,
+        reshuffle=True,
+        deal_epoch=0,
+        seed=3,
+        num_samples=len(DATA),
+    )
 
     def member(participant: int) -> Message:
-        ring = RingTask(participant=participant, leader=0, addresses=tuple(addresses), token=TOKEN.hex(),
-                        transport="grpc", num_buckets=1, compression="none", heartbeat_s=10.0, rendezvous_s=60.0)
-        content = RecordDict({"config": ConfigRecord({}), "group": ConfigRecord(task.encode()),
-                              "ring": ConfigRecord(encode(ring))})
+        ring = RingTask(
+            participant=participant,
+            leader=0,
+            addresses=tuple(addresses),
+            token=TOKEN.hex(),
+            transport="grpc",
+            num_buckets=1,
+            compression="none",
+            heartbeat_s=10.0,
+            rendezvous_s=60.0,
+        )
+        content = RecordDict(
+            {
+                "config": ConfigRecord({}),
+                "group": ConfigRecord(task.encode()),
+                "ring": ConfigRecord(encode(ring)),
+            }
+        )
         if participant == 0:
             content["arrays"] = weights(fresh())
-        context = Context(run_id=1, node_id=participant, state=RecordDict(), run_config={},
-                          node_config={"ring": addresses[participant]})
-        app = make_client_app(lambda context: fresh(), part, TRAINER,
-                              mods=[mod_of(at(95.0 if participant == hot else 40.0))])
+        context = Context(
+            run_id=1,
+            node_id=participant,
+            state=RecordDict(),
+            run_config={},
+            node_config={"ring": addresses[participant]},
+        )
+        app = make_client_app(
+            lambda context: fresh(),
+            part,
+            TRAINER,
+            mods=[mod_of(at(95.0 if participant == hot else 40.0))],
+        )
         return app(Message(content, participant, "train"), context)
 
     before = torch.get_num_threads()
@@ -542,7 +700,9 @@ def test_a_ring_goes_on_without_a_member_that_is_hot(hot: int) -> None:
     assert left.outcome == PREEMPTED and "arrays" not in replies[hot].content
     assert stayed.outcome == COMPLETED and stayed.answers and stayed.num_steps == 3
     assert stayed.preempted == (4 + hot,) and "arrays" in replies[1 - hot].content
-    assert [heat_of(reply).peak_c for reply in replies] == [95.0 if rank == hot else 40.0 for rank in (0, 1)]
+    assert [heat_of(reply).peak_c for reply in replies] == [
+        95.0 if rank == hot else 40.0 for rank in (0, 1)
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------ example
@@ -553,9 +713,16 @@ def test_the_example_app_learns_and_reports(monkeypatch: pytest.MonkeyPatch) -> 
     begin_run(1)
     model, strategy = task.load_model(), FedAvg(train_metrics_aggr_fn=server.with_heat)
     for server_round in range(1, 9):
-        content = RecordDict({"arrays": ArrayRecord(model.state_dict()),
-                              "config": ConfigRecord({"local-epochs": 8, "learning-rate": 0.1})})
-        replies = [client.app(Message(content, partition, "train"), node(partition)) for partition in (0, 1)]
+        content = RecordDict(
+            {
+                "arrays": ArrayRecord(model.state_dict()),
+                "config": ConfigRecord({"local-epochs": 8, "learning-rate": 0.1}),
+            }
+        )
+        replies = [
+            client.app(Message(content, partition, "train"), node(partition))
+            for partition in (0, 1)
+        ]
         arrays, metrics = strategy.aggregate_train(server_round, replies)
         assert arrays is not None and metrics is not None
         model.load_state_dict(arrays.to_torch_state_dict())

@@ -18,8 +18,12 @@ def status_of(**config: Any) -> NodeStatus:
     begin_run(1)
     context = node()
     context.node_config.update(config)
-    question = Message(RecordDict({"config": ConfigRecord({ASK: ASK_STATUS})}), 5, "query.socflower")
-    return decode(NodeStatus, make_app()(question, context).content.config_records[STATUS], "status")
+    question = Message(
+        RecordDict({"config": ConfigRecord({ASK: ASK_STATUS})}), 5, "query.socflower"
+    )
+    return decode(
+        NodeStatus, make_app()(question, context).content.config_records[STATUS], "status"
+    )
 
 
 @pytest.mark.parametrize("ring", [{}, {"ring": "127.0.0.1:28200"}])
@@ -39,8 +43,15 @@ def test_a_place_needs_board_and_slot(given: str, missing: str) -> None:
         make_app()(message(), context)
 
 
-@pytest.mark.parametrize(("key", "value"), [
-    ("ring-bind", "0.0.0.0:1"), ("ring-trusted", True), ("ring-transport", "gloo"), ("ring-ca", "ca.pem")])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("ring-bind", "0.0.0.0:1"),
+        ("ring-trusted", True),
+        ("ring-transport", "gloo"),
+        ("ring-ca", "ca.pem"),
+    ],
+)
 def test_what_belongs_to_a_ring_needs_one(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"node config: {key} without ring; add ring="):
         ring_node({key: value})  # type: ignore[dict-item]
@@ -48,8 +59,19 @@ def test_what_belongs_to_a_ring_needs_one(key: str, value: object) -> None:
 
 def test_a_text_is_no_yes() -> None:
     """In quotes, "false" would count as true, and allow plain text on public addresses."""
-    with pytest.raises(ConfigError, match="ring-trusted = 'false' must be true or false, without quotes"):
+    with pytest.raises(
+        ConfigError, match="ring-trusted = 'false' must be true or false, without quotes"
+    ):
         ring_node({"ring": "127.0.0.1:1", "ring-trusted": "false"})
-    with pytest.raises(ConfigError, match="cloud-insecure = 'false' must be true or false, without quotes"):
-        cloud_link(Context(run_id=1, node_id=1, node_config={"cloud-insecure": "false"}, state=RecordDict(),
-                           run_config={}))
+    with pytest.raises(
+        ConfigError, match="cloud-insecure = 'false' must be true or false, without quotes"
+    ):
+        cloud_link(
+            Context(
+                run_id=1,
+                node_id=1,
+                node_config={"cloud-insecure": "false"},
+                state=RecordDict(),
+                run_config={},
+            )
+        )

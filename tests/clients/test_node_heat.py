@@ -18,22 +18,42 @@ def test_a_node_that_says_nothing_of_heat_does_not_mind_it() -> None:
 
 def test_every_limit_can_be_given_and_the_others_keep_their_defaults() -> None:
     assert node_heat_limits({"heat": True}) == HeatLimits()
-    limits = node_heat_limits({"heat": True, "heat-resume-c": 40, "heat-shrink-c": 50.5, "heat-pause-c": 60})
+    limits = node_heat_limits(
+        {"heat": True, "heat-resume-c": 40, "heat-shrink-c": 50.5, "heat-pause-c": 60}
+    )
     assert limits == HeatLimits(resume_c=40.0, shrink_c=50.5, pause_c=60.0)
     for entry in fields(HeatLimits):
         value = getattr(HeatLimits(), entry.name)
-        assert node_heat_limits({"heat": True, f"heat-{entry.name.replace('_', '-')}": value}) == HeatLimits()
+        assert (
+            node_heat_limits({"heat": True, f"heat-{entry.name.replace('_', '-')}": value})
+            == HeatLimits()
+        )
 
 
-@pytest.mark.parametrize(("config", "message"), [
-    ({"heat": "yes"}, "node config: heat = 'yes' must be true or false"),
-    ({"heat": True, "heat-pause": 80}, "node config: heat-pause is unknown; use one of heat-resume-c, "),
-    ({"heat-pause-c": 80.0}, "node config: heat-pause-c without heat; add heat=true"),
-    ({"heat": False, "heat-pause-c": 80.0}, "node config: heat-pause-c without heat; add heat=true"),
-    ({"heat": True, "heat-pause-c": "hot"}, "node config: heat-pause-c = 'hot' must be a number"),
-    ({"heat": True, "heat-max-user-load": True}, "node config: heat-max-user-load = True must be a number"),
-    ({"heat": True, "heat-pause-c": 20.0}, "heat limits: need resume_c < shrink_c <= pause_c"),
-])
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"heat": "yes"}, "node config: heat = 'yes' must be true or false"),
+        (
+            {"heat": True, "heat-pause": 80},
+            "node config: heat-pause is unknown; use one of heat-resume-c, ",
+        ),
+        ({"heat-pause-c": 80.0}, "node config: heat-pause-c without heat; add heat=true"),
+        (
+            {"heat": False, "heat-pause-c": 80.0},
+            "node config: heat-pause-c without heat; add heat=true",
+        ),
+        (
+            {"heat": True, "heat-pause-c": "hot"},
+            "node config: heat-pause-c = 'hot' must be a number",
+        ),
+        (
+            {"heat": True, "heat-max-user-load": True},
+            "node config: heat-max-user-load = True must be a number",
+        ),
+        ({"heat": True, "heat-pause-c": 20.0}, "heat limits: need resume_c < shrink_c <= pause_c"),
+    ],
+)
 def test_what_cannot_be_is_refused_in_one_line(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         node_heat_limits(config)

@@ -42,7 +42,9 @@ def test_groups_and_plans_do_not_push_each_other_out(tmp_path: Path) -> None:
 def test_the_state_of_another_seed_is_refused(tmp_path: Path) -> None:
     files = StateFiles(tmp_path)
     files.of(Position(0, 2, 100, 5, seed=2), KIND).write(5, {}, [b"other"])
-    with pytest.raises(ConfigError, match=r"belongs to group-0-of-2-steps-100-seed-2, not to .*-seed-1"):
+    with pytest.raises(
+        ConfigError, match=r"belongs to group-0-of-2-steps-100-seed-2, not to .*-seed-1"
+    ):
         read(files, 0, 2, 5)
 
 
@@ -52,14 +54,22 @@ DAY_S = 24 * 3600
 
 def of(training: object) -> Message:
     begin_run(1)  # without one no message can be made
-    return Message(RecordDict({CONFIG: ConfigRecord({} if training is None else {TRAINING: training})}), 1, "train")
+    return Message(
+        RecordDict({CONFIG: ConfigRecord({} if training is None else {TRAINING: training})}),
+        1,
+        "train",
+    )
 
 
 def test_each_training_has_a_folder_of_its_own_if_the_server_names_it(tmp_path: Path) -> None:
     assert state_files(of("7"), None) is None
     assert state_files(of(None), tmp_path) == StateFiles(tmp_path)
     first, second = (state_files(of(training), tmp_path, "edge") for training in ("7", "8"))
-    assert first == StateFiles(tmp_path / "training-7", "edge") and second is not None and first.folder.is_dir()
+    assert (
+        first == StateFiles(tmp_path / "training-7", "edge")
+        and second is not None
+        and first.folder.is_dir()
+    )
     write(first, 0, 2, 5)
     second.delete(0)
     assert read(first, 0, 2, 5) == b"5"
@@ -75,8 +85,14 @@ def test_an_id_that_is_no_number_names_no_folder(tmp_path: Path, training: objec
 
 def test_a_new_training_removes_those_that_ended_or_were_given_up(tmp_path: Path) -> None:
     """A training that has reached its last step stays for a day, one that was interrupted for thirty."""
-    for name, step, days in (("training-1", 100, 0.9), ("training-2", 100, 1.1), ("training-3", 99, 29),
-                             ("training-4", 99, 31), ("0123456789abcdef", 99, 31), ("mine", 100, 99)):
+    for name, step, days in (
+        ("training-1", 100, 0.9),
+        ("training-2", 100, 1.1),
+        ("training-3", 99, 29),
+        ("training-4", 99, 31),
+        ("0123456789abcdef", 99, 31),
+        ("mine", 100, 99),
+    ):
         write(StateFiles(tmp_path / name), 0, 2, step)
         then_s = time.time() - days * DAY_S
         os.utime(tmp_path / name, (then_s, then_s))
@@ -91,7 +107,10 @@ def test_a_new_training_removes_those_that_ended_or_were_given_up(tmp_path: Path
     state_files(of("3"), tmp_path)
     assert len(names()) == 7, "a training that goes on removes none"
     state_files(of("6"), tmp_path)
-    assert names() == {"training-1", "training-3", "training-5", "training-6", "mine"} and elsewhere.is_dir()
+    assert (
+        names() == {"training-1", "training-3", "training-5", "training-6", "mine"}
+        and elsewhere.is_dir()
+    )
 
 
 def test_a_training_in_use_stays_however_long_its_rounds_are(tmp_path: Path) -> None:
@@ -104,5 +123,8 @@ def test_a_training_in_use_stays_however_long_its_rounds_are(tmp_path: Path) -> 
 
 def test_a_folder_that_cannot_be_written_is_named_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=rf"^state folder {tmp_path}/file: cannot be written \(File exists\); name"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"^state folder {tmp_path}/file: cannot be written \(File exists\); name",
+    ):
         state_files(of("1"), tmp_path / "file")

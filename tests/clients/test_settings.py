@@ -35,8 +35,24 @@ from socflower.strategies.socflow import SoCFlow
 from socflower.strategies.split_replay import SplitReplay
 from socflower.training.int8 import Int8Trainer
 from socflower.wire.message_keys import PRICED, RESUMED, SERVER_ROUND, WARM_UP
-from tests.clients.split.models import BATCHES_PER_EPOCH, ThreadGrid, layered, parties_of, samples_of
-from tests.clients.test_app import DATA, TRAINER, fresh, group_task, make_app, message, node, part, weights
+from tests.clients.split.models import (
+    BATCHES_PER_EPOCH,
+    ThreadGrid,
+    layered,
+    parties_of,
+    samples_of,
+)
+from tests.clients.test_app import (
+    DATA,
+    TRAINER,
+    fresh,
+    group_task,
+    make_app,
+    message,
+    node,
+    part,
+    weights,
+)
 
 OF_STRATEGIES = (SERVER_ROUND, PRICED, RESUMED, WARM_UP)
 KINDS = ("alone", "group", "evaluate")
@@ -84,16 +100,27 @@ def test_what_is_read_is_let_through_where_it_is_read(kind: str) -> None:
                 check(read, asked(kind, **{key: 2}))
 
 
-@pytest.mark.parametrize(("kind", "key", "words"), [
-    ("alone", "batch_size", "(did you mean 'batch-size'?)"),
-    ("alone", "Local-Epochs", "(did you mean 'local-epochs'?)"),
-    ("alone", "lr", "FP32Trainer(optimizer=sgd(config['lr']))"),
-    ("group", "proximal-mu", "for clients that train alone"),
-    ("alone", "steps", "this client reads batch-size, local-epochs, num-rounds, proximal-mu, seed"),
-    ("group", "batch-size", "a group's batch size, epochs and seed are arguments of its strategy"),
-    ("group", "clipping_norm", "give fixedclipping_mod or adaptiveclipping_mod"),
-    ("evaluate", "batch-size", "this client reads none when it evaluates"),
-])
+@pytest.mark.parametrize(
+    ("kind", "key", "words"),
+    [
+        ("alone", "batch_size", "(did you mean 'batch-size'?)"),
+        ("alone", "Local-Epochs", "(did you mean 'local-epochs'?)"),
+        ("alone", "lr", "FP32Trainer(optimizer=sgd(config['lr']))"),
+        ("group", "proximal-mu", "for clients that train alone"),
+        (
+            "alone",
+            "steps",
+            "this client reads batch-size, local-epochs, num-rounds, proximal-mu, seed",
+        ),
+        (
+            "group",
+            "batch-size",
+            "a group's batch size, epochs and seed are arguments of its strategy",
+        ),
+        ("group", "clipping_norm", "give fixedclipping_mod or adaptiveclipping_mod"),
+        ("evaluate", "batch-size", "this client reads none when it evaluates"),
+    ],
+)
 def test_the_refusal_says_what_to_do_instead(kind: str, key: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make_app(evaluate_data_fn=part)(asked(kind, **{key: 5}), node(2))
@@ -113,7 +140,9 @@ def test_a_record_of_another_name_is_not_passed_over() -> None:
     for record in (ConfigRecord({"batch-size": 4}), ArrayRecord(), MetricRecord({"a": 1})):
         sent = message()
         sent.content["settings"] = record
-        with pytest.raises(ConfigError, match=r"its record 'settings' is not used.*configrecord_key"):
+        with pytest.raises(
+            ConfigError, match=r"its record 'settings' is not used.*configrecord_key"
+        ):
             make_app()(sent, node(2))
         ReadSettings(maker="make_client_app", extra_keys=["settings"]).check_training(sent)
 
@@ -156,7 +185,9 @@ def first_cause(strategy: Strategy, app: ClientApp, **settings: Any) -> str:
     return causes[0]
 
 
-def watch_with(app: ClientApp, watch: Callable[[Message, Context, ClientAppCallable], Message]) -> ClientApp:
+def watch_with(
+    app: ClientApp, watch: Callable[[Message, Context, ClientAppCallable], Message]
+) -> ClientApp:
     class Watched(ClientApp):
         def __call__(self, sent: Message, context: Context) -> Message:
             return watch(sent, context, app)
@@ -166,11 +197,16 @@ def watch_with(app: ClientApp, watch: Callable[[Message, Context, ClientAppCalla
 
 def test_fedprox_keeps_clients_near_the_weights_they_got() -> None:
     def moved(proximal_mu: float) -> float:
-        found = train(FedProx(fraction_evaluate=0.0, proximal_mu=proximal_mu), make_app(),
-                      train_config=ConfigRecord({"local-epochs": 5}))
+        found = train(
+            FedProx(fraction_evaluate=0.0, proximal_mu=proximal_mu),
+            make_app(),
+            train_config=ConfigRecord({"local-epochs": 5}),
+        )
         received = weights(fresh())
-        return sum(float(np.square(array.numpy() - received[name].numpy()).sum())
-                   for name, array in found.arrays.items())
+        return sum(
+            float(np.square(array.numpy() - received[name].numpy()).sum())
+            for name, array in found.arrays.items()
+        )
 
     free, near, held = moved(0.0), moved(0.5), moved(4.0)
     assert held < near < free
@@ -181,10 +217,19 @@ def test_a_run_of_fedprox_with_a_trainer_without_its_term_ends_with_the_refusal(
 
     @server_app.main()
     def main(grid: Grid, context: Context) -> None:
-        FedProx(fraction_evaluate=0.0, proximal_mu=1000.0).start(grid, weights(fresh()), num_rounds=1)
+        FedProx(fraction_evaluate=0.0, proximal_mu=1000.0).start(
+            grid, weights(fresh()), num_rounds=1
+        )
 
-    with pytest.raises(TrainingFailed, match=r"no client succeeded.*its integer update has no proximal term"):
-        run_app(server_app, make_app(trainer=Int8Trainer()), cluster=parse_cluster({"boards": [2]}), num_workers=0)
+    with pytest.raises(
+        TrainingFailed, match=r"no client succeeded.*its integer update has no proximal term"
+    ):
+        run_app(
+            server_app,
+            make_app(trainer=Int8Trainer()),
+            cluster=parse_cluster({"boards": [2]}),
+            num_workers=0,
+        )
 
 
 SCHEDULE = TrainingSchedule(num_samples=len(DATA), batch_size=16, num_epochs=1, interval_epochs=1)
@@ -197,13 +242,24 @@ def test_socflow_ends_with_the_refusal_of_its_clients() -> None:
     train(strategy, make_app(extra_keys=["lr"]), train_config=ConfigRecord({"lr": 5}))
 
 
-@pytest.mark.parametrize("strategy", [
-    lambda: SoCFlow(cluster=parse_cluster({"boards": [2]}), schedule=SCHEDULE),
-    lambda: OrderedFedAvg(fraction_evaluate=0.0),
-    lambda: SplitReplay(cluster=parse_cluster({"boards": [1]}), parties=parties_of(layered(), 1, cut=0),
-                        edge_names=layered().edge_names, batches_per_epoch=1, num_epochs=1),
-], ids=["SoCFlow", "OrderedFedAvg", "SplitReplay"])
-def test_a_strategy_that_asks_nobody_to_evaluate_refuses_settings_for_it(strategy: Callable[[], Strategy]) -> None:
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lambda: SoCFlow(cluster=parse_cluster({"boards": [2]}), schedule=SCHEDULE),
+        lambda: OrderedFedAvg(fraction_evaluate=0.0),
+        lambda: SplitReplay(
+            cluster=parse_cluster({"boards": [1]}),
+            parties=parties_of(layered(), 1, cut=0),
+            edge_names=layered().edge_names,
+            batches_per_epoch=1,
+            num_epochs=1,
+        ),
+    ],
+    ids=["SoCFlow", "OrderedFedAvg", "SplitReplay"],
+)
+def test_a_strategy_that_asks_nobody_to_evaluate_refuses_settings_for_it(
+    strategy: Callable[[], Strategy],
+) -> None:
     made = strategy()
     refusal = rf"{type(made).__name__}: evaluate_config \(batch-size\) is not used"
     with pytest.raises(ConfigError, match=refusal):
@@ -220,7 +276,9 @@ def test_they_are_refused_around_socflow_too() -> None:
 
 def test_a_strategy_that_evaluates_sends_its_settings_and_its_clients_refuse_them() -> None:
     fedavg = OrderedFedAvg(fraction_evaluate=1.0)
-    cause = first_cause(fedavg, make_app(evaluate_data_fn=part), evaluate_config=ConfigRecord({"batch-size": 4}))
+    cause = first_cause(
+        fedavg, make_app(evaluate_data_fn=part), evaluate_config=ConfigRecord({"batch-size": 4})
+    )
     assert cause.startswith("evaluate config: 'batch-size' is not used")
     result = train(OrderedFedAvg(fraction_evaluate=1.0), make_app(evaluate_data_fn=part))
     assert "accuracy" in result.evaluate_metrics_clientapp[1]
@@ -231,7 +289,11 @@ def test_client_side_privacy_needs_its_mod() -> None:
 
     def private() -> Strategy:
         return DifferentialPrivacyClientSideFixedClipping(
-            FedAvg(fraction_evaluate=0.0), noise_multiplier=0.0, clipping_norm=0.1, num_sampled_clients=2)
+            FedAvg(fraction_evaluate=0.0),
+            noise_multiplier=0.0,
+            clipping_norm=0.1,
+            num_sampled_clients=2,
+        )
 
     assert "'clipping_norm' is not used" in first_cause(private(), make_app())
     assert train(private(), make_app(mods=[fixedclipping_mod])).arrays is not None
@@ -243,14 +305,29 @@ def test_edges_refuse_what_they_do_not_read() -> None:
 
     def train_split(**settings: Any) -> None:
         app = make_split_client_app(
-            lambda context: program, lambda context, party, num_parties: samples_of(program, party), **settings)
+            lambda context: program,
+            lambda context, party, num_parties: samples_of(program, party),
+            **settings,
+        )
         strategy = SplitReplay(
-            cluster=parse_cluster({"boards": [1]}), parties=parties_of(program, 1, cut=0), num_epochs=1,
-            edge_names=program.edge_names, batches_per_epoch=BATCHES_PER_EPOCH, fingerprint=program.fingerprint())
-        strategy.start(ThreadGrid([app]), ArrayRecord(program.model().state_dict()),  # type: ignore[arg-type]
-                       num_rounds=1, timeout=60, train_config=ConfigRecord({"lr": 5}))
+            cluster=parse_cluster({"boards": [1]}),
+            parties=parties_of(program, 1, cut=0),
+            num_epochs=1,
+            edge_names=program.edge_names,
+            batches_per_epoch=BATCHES_PER_EPOCH,
+            fingerprint=program.fingerprint(),
+        )
+        strategy.start(
+            ThreadGrid([app]),
+            ArrayRecord(program.model().state_dict()),  # type: ignore[arg-type]
+            num_rounds=1,
+            timeout=60,
+            train_config=ConfigRecord({"lr": 5}),
+        )
 
-    with pytest.raises(TrainingFailed, match=r"'lr' is not used.*arguments of SplitReplay.*make_split_client_app"):
+    with pytest.raises(
+        TrainingFailed, match=r"'lr' is not used.*arguments of SplitReplay.*make_split_client_app"
+    ):
         train_split()
     train_split(extra_keys=["lr"])
 
@@ -262,15 +339,28 @@ def configured(**config: object) -> Context:
     return context
 
 
-@pytest.mark.parametrize(("key", "meant"), [
-    ("ring_adress", "ring or ring-bind"), ("ring-adress", "ring-certificate"), ("rings", "ring"), ("Board", "board"),
-    ("slots", "slot"), ("ring_trusted", "ring-trusted"), ("num_partition", "num-partitions"), ("cloud_ca", "cloud-ca"),
-    ("heat_pause_c", "heat-pause-c"), ("prempt-file", "preempt-file"), ("preempt-files", "preempt-file"),
-])
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("ring_adress", "ring or ring-bind"),
+        ("ring-adress", "ring-certificate"),
+        ("rings", "ring"),
+        ("Board", "board"),
+        ("slots", "slot"),
+        ("ring_trusted", "ring-trusted"),
+        ("num_partition", "num-partitions"),
+        ("cloud_ca", "cloud-ca"),
+        ("heat_pause_c", "heat-pause-c"),
+        ("prempt-file", "preempt-file"),
+        ("preempt-files", "preempt-file"),
+    ],
+)
 def test_a_misspelled_key_is_refused_with_the_one_that_was_meant(key: str, meant: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make_app()(message(), configured(**{key: "x"}))
-    assert str(caught.value).startswith(f"node 5: its node config has {key}, which is not used; did you mean ")
+    assert str(caught.value).startswith(
+        f"node 5: its node config has {key}, which is not used; did you mean "
+    )
     assert meant in str(caught.value)
     ReadSettings(maker="make_client_app", extra_keys=[key]).check_node(configured(**{key: "x"}))
 
@@ -281,7 +371,9 @@ def test_keys_of_the_apps_own_are_let_through(key: str) -> None:
 
 
 def test_a_node_that_minds_heat_needs_an_app_that_does() -> None:
-    with pytest.raises(ConfigError, match=r"has heat=true, but this app does not limit heat.*node_heat_mod"):
+    with pytest.raises(
+        ConfigError, match=r"has heat=true, but this app does not limit heat.*node_heat_mod"
+    ):
         make_app()(message(), configured(heat=True))
     make_app()(message(), configured(heat=False))
     ReadSettings(maker="", mods=[node_heat_mod]).check_node(configured(heat=True))

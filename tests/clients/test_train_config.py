@@ -21,15 +21,23 @@ def by_config(context: Context, config: Mapping[str, Any]) -> FP32Trainer:
 
 def test_settings_that_the_function_reads_are_those_of_the_trainer() -> None:
     reply = make_app(trainer=by_config)(message(lr=0.3, momentum=0.5, **{"batch-size": 4}), node(2))
-    assert_weights(reply, trained_alone(batch_size=4, num_epochs=1, trainer=FP32Trainer(optimizer=sgd(0.3, 0.5))))
+    assert_weights(
+        reply,
+        trained_alone(batch_size=4, num_epochs=1, trainer=FP32Trainer(optimizer=sgd(0.3, 0.5))),
+    )
 
 
 def test_the_trainers_own_functions_may_read_settings_too() -> None:
     def lazy(context: Context, config: Mapping[str, Any]) -> FP32Trainer:
-        return FP32Trainer(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=config["lr"], momentum=0.5))
+        return FP32Trainer(
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=config["lr"], momentum=0.5)
+        )
 
     reply = make_app(trainer=lazy)(message(lr=0.3, **{"batch-size": 4}), node(2))
-    assert_weights(reply, trained_alone(batch_size=4, num_epochs=1, trainer=FP32Trainer(optimizer=sgd(0.3, 0.5))))
+    assert_weights(
+        reply,
+        trained_alone(batch_size=4, num_epochs=1, trainer=FP32Trainer(optimizer=sgd(0.3, 0.5))),
+    )
     with pytest.raises(ConfigError, match="train config: 'moment' is not used"):
         make_app(trainer=lazy)(message(lr=0.3, moment=0.5), node(2))
     with pytest.raises(ConfigError, match="reads 'lr' of the train config"):
@@ -37,7 +45,9 @@ def test_the_trainers_own_functions_may_read_settings_too() -> None:
 
 
 @pytest.mark.parametrize("group", [None, task(0, 1, num_samples=48)])
-def test_a_setting_that_no_function_reads_is_refused_before_training(group: GroupTask | None) -> None:
+def test_a_setting_that_no_function_reads_is_refused_before_training(
+    group: GroupTask | None,
+) -> None:
     with pytest.raises(ConfigError, match="train config: 'moment' is not used"):
         make_app(trainer=by_config)(message(lr=0.3, moment=0.5, group=group), node(2))
 
@@ -48,7 +58,10 @@ def test_a_function_that_reads_all_settings_knows_them_all() -> None:
         return FP32Trainer(optimizer=sgd(settings["lr"], settings["momentum"]))
 
     reply = make_app(trainer=trainer)(message(lr=0.3, momentum=0.5, **{"batch-size": 4}), node(2))
-    assert_weights(reply, trained_alone(batch_size=4, num_epochs=1, trainer=FP32Trainer(optimizer=sgd(0.3, 0.5))))
+    assert_weights(
+        reply,
+        trained_alone(batch_size=4, num_epochs=1, trainer=FP32Trainer(optimizer=sgd(0.3, 0.5))),
+    )
 
 
 def test_a_setting_that_was_not_sent_is_named_with_how_to_send_it() -> None:
@@ -70,11 +83,16 @@ def test_a_function_without_a_config_is_called_without() -> None:
         return FP32Trainer(optimizer=sgd(rate, 0.0))
 
     reply = make_app(trainer=trainer)(message(**{"batch-size": 4}), node(2))
-    assert_weights(reply, trained_alone(batch_size=4, num_epochs=1, trainer=FP32Trainer(optimizer=sgd(0.3, 0.0))))
+    assert_weights(
+        reply,
+        trained_alone(batch_size=4, num_epochs=1, trainer=FP32Trainer(optimizer=sgd(0.3, 0.0))),
+    )
 
 
 def test_a_function_that_returns_no_trainer_is_told() -> None:
-    with pytest.raises(ConfigError, match="the trainer's function returned NoneType; return a trainer"):
+    with pytest.raises(
+        ConfigError, match="the trainer's function returned NoneType; return a trainer"
+    ):
         make_app(trainer=lambda context: None)(message(), node(2))
 
 
@@ -85,5 +103,7 @@ def test_a_group_keeps_its_settings_since_its_optimiser_continues() -> None:
     second = task(0, 1, **interval | {"first_step": 2})
     app(message(lr=0.3, momentum=0.9, group=second), context)
     app(message(lr=0.3, momentum=0.9, group=task(0, 1, **interval)), context)
-    with pytest.raises(ConfigError, match="settings of the trainer have changed within a training of groups"):
+    with pytest.raises(
+        ConfigError, match="settings of the trainer have changed within a training of groups"
+    ):
         app(message(lr=0.1, momentum=0.9, group=second), context)

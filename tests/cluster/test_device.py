@@ -11,9 +11,13 @@ from socflower.errors import ConfigError
 
 seconds = st.floats(1e-6, 1e3)
 timings = st.dictionaries(st.integers(1, 300), seconds, min_size=1, max_size=6).map(
-    lambda table: StepTimings(batches=tuple(sorted(table)), step_s=tuple(table[key] for key in sorted(table))))
+    lambda table: StepTimings(
+        batches=tuple(sorted(table)), step_s=tuple(table[key] for key in sorted(table))
+    )
+)
 rising = st.dictionaries(st.integers(1, 300), seconds, min_size=1, max_size=6).map(
-    lambda table: StepTimings(batches=tuple(sorted(table)), step_s=tuple(sorted(table.values()))))
+    lambda table: StepTimings(batches=tuple(sorted(table)), step_s=tuple(sorted(table.values())))
+)
 
 
 @given(timings, st.floats(0, 1000), st.floats(0, 1000))
@@ -24,7 +28,9 @@ def test_more_samples_never_take_less_time(measured: StepTimings, one: float, ot
 
 
 @given(timings, st.floats(0, 1000, exclude_min=True))
-def test_any_sample_takes_time_and_none_takes_none(measured: StepTimings, num_samples: float) -> None:
+def test_any_sample_takes_time_and_none_takes_none(
+    measured: StepTimings, num_samples: float
+) -> None:
     assert measured.seconds(0) == 0.0
     assert measured.seconds(num_samples) > 0.0 or num_samples < 1e-300
 
@@ -35,19 +41,30 @@ def test_what_was_measured_is_given_back(measured: StepTimings) -> None:
 
 
 @given(rising, st.floats(1, 300))
-def test_between_two_measurements_it_is_the_straight_line(measured: StepTimings, num_samples: float) -> None:
+def test_between_two_measurements_it_is_the_straight_line(
+    measured: StepTimings, num_samples: float
+) -> None:
     right = bisect_left(measured.batches, num_samples)
     if 0 < right < len(measured.batches):
-        (x0, x1), (y0, y1) = measured.batches[right - 1:right + 1], measured.step_s[right - 1:right + 1]
+        (x0, x1), (y0, y1) = (
+            measured.batches[right - 1 : right + 1],
+            measured.step_s[right - 1 : right + 1],
+        )
         expected = (y0 * (x1 - num_samples) + y1 * (num_samples - x0)) / (x1 - x0)
         assert measured.seconds(num_samples) == pytest.approx(expected, rel=1e-9)
 
 
 @given(st.floats(0, 1), st.floats(1e-4, 1), st.integers(0, 1000))
-def test_a_device_with_a_fixed_cost_and_a_rate_is_found_exactly(fixed_s: float, sample_s: float, count: int) -> None:
+def test_a_device_with_a_fixed_cost_and_a_rate_is_found_exactly(
+    fixed_s: float, sample_s: float, count: int
+) -> None:
     """The line of the cost model, measured at three batches, holds below, between and above them."""
-    measured = StepTimings(batches=(4, 16, 64), step_s=tuple(fixed_s + sample_s * batch for batch in (4, 16, 64)))
-    assert measured.seconds(count) == pytest.approx(fixed_s + sample_s * count if count else 0.0, rel=1e-6)
+    measured = StepTimings(
+        batches=(4, 16, 64), step_s=tuple(fixed_s + sample_s * batch for batch in (4, 16, 64))
+    )
+    assert measured.seconds(count) == pytest.approx(
+        fixed_s + sample_s * count if count else 0.0, rel=1e-6
+    )
 
 
 def test_one_measurement_goes_in_proportion() -> None:
@@ -61,34 +78,62 @@ def test_noise_between_batches_does_not_make_larger_ones_faster() -> None:
     assert measured.seconds(8) == 3.0 + 4 * 3.0 / 4  # no slope left: seconds per sample
 
 
-@pytest.mark.parametrize(("batches", "step_s", "says"), [
-    ((), (), "got 0 for 0"), ((1,), (1.0, 2.0), "got 2 for 1"), ((0,), (1.0,), "rise from 1 or more"),
-    ((2, 2), (1.0, 2.0), "rise from 1"), ((1, 2), (1.0, 0.0), "above 0 and finite"),
-    ((1,), (float("nan"),), "above 0 and finite"), ((1,), (float("inf"),), "above 0 and finite"),
-])
-def test_timings_that_cannot_be(batches: tuple[int, ...], step_s: tuple[float, ...], says: str) -> None:
+@pytest.mark.parametrize(
+    ("batches", "step_s", "says"),
+    [
+        ((), (), "got 0 for 0"),
+        ((1,), (1.0, 2.0), "got 2 for 1"),
+        ((0,), (1.0,), "rise from 1 or more"),
+        ((2, 2), (1.0, 2.0), "rise from 1"),
+        ((1, 2), (1.0, 0.0), "above 0 and finite"),
+        ((1,), (float("nan"),), "above 0 and finite"),
+        ((1,), (float("inf"),), "above 0 and finite"),
+    ],
+)
+def test_timings_that_cannot_be(
+    batches: tuple[int, ...], step_s: tuple[float, ...], says: str
+) -> None:
     with pytest.raises(ConfigError, match=says):
         StepTimings(batches=batches, step_s=step_s)
 
 
 def made(**processors: tuple[float, str, str]) -> Device:
-    return Device(name="made", idle_w=1.0, network_w=1.0, memory_bytes=1.0, memory_bytes_per_s=1.0,
-                  layer_overhead_s=0.0, processors={
-                      name: Processor(name=name, flops_per_s=rate, active_w=1.0, number_format=kind, shares=shares)
-                      for name, (rate, kind, shares) in processors.items()})
+    return Device(
+        name="made",
+        idle_w=1.0,
+        network_w=1.0,
+        memory_bytes=1.0,
+        memory_bytes_per_s=1.0,
+        layer_overhead_s=0.0,
+        processors={
+            name: Processor(
+                name=name, flops_per_s=rate, active_w=1.0, number_format=kind, shares=shares
+            )
+            for name, (rate, kind, shares) in processors.items()
+        },
+    )
 
 
 names = st.sampled_from(("a", "b", "c", "d"))
 
 
-@given(st.dictionaries(names, st.tuples(st.floats(1, 9), st.sampled_from(("fp32", "int8")), st.just("")), min_size=1),
-       st.sets(names))
+@given(
+    st.dictionaries(
+        names,
+        st.tuples(st.floats(1, 9), st.sampled_from(("fp32", "int8")), st.just("")),
+        min_size=1,
+    ),
+    st.sets(names),
+)
 def test_the_accelerator_is_the_fastest_int8_processor_beside_the_default_one(
-    processors: dict[str, tuple[float, str, str]], sharing: set[str],
+    processors: dict[str, tuple[float, str, str]],
+    sharing: set[str],
 ) -> None:
     default = next(iter(processors))
-    shared = {name: (rate, kind, default if name in sharing and name != default else "")
-              for name, (rate, kind, _) in processors.items()}
+    shared = {
+        name: (rate, kind, default if name in sharing and name != default else "")
+        for name, (rate, kind, _) in processors.items()
+    }
     soc = made(**shared)
     int8 = {name: rate for name, (rate, kind, _) in shared.items() if kind == "int8"}
     apart = {name: rate for name, rate in int8.items() if name != default and not shared[name][2]}
@@ -98,12 +143,17 @@ def test_the_accelerator_is_the_fastest_int8_processor_beside_the_default_one(
 
 
 def test_the_phone_has_an_npu_beside_its_cpu_and_the_others_none() -> None:
-    assert {name: (device(name).int8_processor, device(name).accelerator) for name in device_names()
-            if device(name).int8_processor} == {"snapdragon-865": ("npu", "npu"), "snapdragon-8gen1": ("npu", "npu")}
+    assert {
+        name: (device(name).int8_processor, device(name).accelerator)
+        for name in device_names()
+        if device(name).int8_processor
+    } == {"snapdragon-865": ("npu", "npu"), "snapdragon-8gen1": ("npu", "npu")}
     assert device("snapdragon-865").silicon("cpu-int8") == "cpu"
 
 
 @pytest.mark.parametrize("shares", ["b", "nobody", "c"])
 def test_silicon_is_shared_with_another_processor_that_has_its_own(shares: str) -> None:
-    with pytest.raises(ConfigError, match=rf"processor b shares = '{shares}' must name another processor"):
+    with pytest.raises(
+        ConfigError, match=rf"processor b shares = '{shares}' must name another processor"
+    ):
         made(a=(1.0, "fp32", ""), b=(1.0, "int8", shares), c=(1.0, "int8", "a"))

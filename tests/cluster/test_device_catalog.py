@@ -22,7 +22,9 @@ def figures(table: Any, where: str = "") -> list[tuple[str, Any]]:
 
 
 def test_every_figure_has_a_source() -> None:
-    for where, figure in figures({key: value for key, value in catalog().items() if key != "schema"}):
+    for where, figure in figures(
+        {key: value for key, value in catalog().items() if key != "schema"}
+    ):
         if where.endswith((".number_format", ".shares")):
             continue
         assert isinstance(figure, dict), f"{where} is a bare value"
@@ -30,8 +32,17 @@ def test_every_figure_has_a_source() -> None:
 
 
 def test_all_devices_of_the_design_are_there_and_can_be_made() -> None:
-    assert device_names() == ("snapdragon-865", "snapdragon-8gen1", "jetson-nano", "jetson-tx2", "jetson-nx",
-                              "raspberry-pi-4b", "x86-core", "gpu-v100", "gpu-a100")
+    assert device_names() == (
+        "snapdragon-865",
+        "snapdragon-8gen1",
+        "jetson-nano",
+        "jetson-tx2",
+        "jetson-nx",
+        "raspberry-pi-4b",
+        "x86-core",
+        "gpu-v100",
+        "gpu-a100",
+    )
     for name in device_names():
         made = device(name)
         assert made.idle_w < made.processor(made.default_processor).active_w
@@ -39,15 +50,27 @@ def test_all_devices_of_the_design_are_there_and_can_be_made() -> None:
 
 
 def cifar_model(name: str) -> ModelProfile:
-    return profile_module(build_model(name, in_channels=3, image_size=32, num_classes=10, seed=1), (3, 32, 32), name)
+    return profile_module(
+        build_model(name, in_channels=3, image_size=32, num_classes=10, seed=1), (3, 32, 32), name
+    )
 
 
-@pytest.mark.parametrize(("model", "processor", "hours", "watt_hours"), [
-    ("vgg11", "cpu", 29.13, 187.0), ("vgg11", "cpu-int8", 24.77, 153.3), ("vgg11", "npu", 7.50, 31.4),
-    ("resnet18", "cpu", 223.55, 1435.0), ("resnet18", "cpu-int8", 135.71, 840.0), ("resnet18", "npu", 35.68, 149.3),
-])
+@pytest.mark.parametrize(
+    ("model", "processor", "hours", "watt_hours"),
+    [
+        ("vgg11", "cpu", 29.13, 187.0),
+        ("vgg11", "cpu-int8", 24.77, 153.3),
+        ("vgg11", "npu", 7.50, 31.4),
+        ("resnet18", "cpu", 223.55, 1435.0),
+        ("resnet18", "cpu-int8", 135.71, 840.0),
+        ("resnet18", "npu", 35.68, 149.3),
+    ],
+)
 def test_one_soc_alone_takes_what_mandheling_measured(
-    model: str, processor: str, hours: float, watt_hours: float,
+    model: str,
+    processor: str,
+    hours: float,
+    watt_hours: float,
 ) -> None:
     """Mandheling Table 8: 150 epochs of CIFAR-10 on one Snapdragon 865. Updates and layer overhead, which the table
     holds within its hours, come on top here: they weigh most where training is fastest."""
@@ -57,7 +80,9 @@ def test_one_soc_alone_takes_what_mandheling_measured(
     predicted_h = (cost.compute_s + cost.update_s) * EPOCHS * SAMPLES / batch / 3600
     tolerance = 0.06 if processor == "npu" else 0.02
     assert predicted_h == pytest.approx(hours, rel=tolerance)
-    assert predicted_h * soc.processor(processor).active_w == pytest.approx(watt_hours, rel=tolerance)
+    assert predicted_h * soc.processor(processor).active_w == pytest.approx(
+        watt_hours, rel=tolerance
+    )
 
 
 def test_network_constants_are_those_fitted_to_the_paper() -> None:
@@ -66,11 +91,18 @@ def test_network_constants_are_those_fitted_to_the_paper() -> None:
 
 
 def test_an_unknown_device_is_named_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"'snapdragon-86' is unknown; the catalogue has .*; did you mean 'snapdrag"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'snapdragon-86' is unknown; the catalogue has .*; did you mean 'snapdrag",
+    ):
         device("snapdragon-86")
 
 
 def test_each_figure_of_the_catalogue_is_read_by_the_reader_of_profiles() -> None:
     assert device("snapdragon-865").processor("cpu-int8").shares == "cpu"
     assert device("snapdragon-865").processor("npu").rate("vgg11") == 254.8e9
-    assert not any(processor.timings for name in device_names() for processor in device(name).processors.values())
+    assert not any(
+        processor.timings
+        for name in device_names()
+        for processor in device(name).processors.values()
+    )

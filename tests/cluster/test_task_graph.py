@@ -6,9 +6,24 @@ from socflower.cluster import Activity, Compute, GraphBuilder, TaskGraph, Tier, 
 from socflower.errors import ConfigError
 from socflower.wire.message_keys import GroupTask
 
-TASK = GroupTask(group_id=1, num_groups=2, members=(3, 4), leader=3, partitions=(0, 1), num_partitions=4,
-                 capacities=(1.0, 2.0), first_step=5, num_steps=6, steps_per_epoch=7, total_steps=70, batch_size=8,
-                 reshuffle=False, deal_epoch=0, seed=9, num_samples=100)
+TASK = GroupTask(
+    group_id=1,
+    num_groups=2,
+    members=(3, 4),
+    leader=3,
+    partitions=(0, 1),
+    num_partitions=4,
+    capacities=(1.0, 2.0),
+    first_step=5,
+    num_steps=6,
+    steps_per_epoch=7,
+    total_steps=70,
+    batch_size=8,
+    reshuffle=False,
+    deal_epoch=0,
+    seed=9,
+    num_samples=100,
+)
 
 
 def test_a_group_task_survives_the_message() -> None:
@@ -21,7 +36,9 @@ def test_a_group_task_survives_the_message() -> None:
 def test_a_record_of_another_version_is_refused() -> None:
     record = TASK.encode()
     del record["seed"]
-    with pytest.raises(ConfigError, match=r"missing \['seed'\], unknown \['sead'\]; .* different versions"):
+    with pytest.raises(
+        ConfigError, match=r"missing \['seed'\], unknown \['sead'\]; .* different versions"
+    ):
         GroupTask.decode(record | {"sead": 1})
 
 
@@ -40,12 +57,19 @@ def test_a_graph_is_in_order() -> None:
     with pytest.raises(ConfigError, match=r"task 0 \(a\) must come after \(0,\)"):
         TaskGraph(tasks=(Compute(name="a", device=0, seconds=1.0, after=(0,)),), participants=(0,))
     with pytest.raises(ConfigError, match=r"names previous tasks \(3,\) of 1"):
-        TaskGraph(tasks=(Compute(name="a", device=0, seconds=1.0, after_previous=(3,)),), participants=(0,))
+        TaskGraph(
+            tasks=(Compute(name="a", device=0, seconds=1.0, after_previous=(3,)),),
+            participants=(0,),
+        )
 
 
 def test_usages_add_up() -> None:
     one = Usage(duration_s=1.0, energy_j={Activity.COMPUTE: 2.0}, num_bytes={Tier.HUB: 3.0})
-    two = Usage(duration_s=4.0, energy_j={Activity.COMPUTE: 1.0, Activity.IDLE: 5.0}, soc_seconds={Activity.IDLE: 6.0})
+    two = Usage(
+        duration_s=4.0,
+        energy_j={Activity.COMPUTE: 1.0, Activity.IDLE: 5.0},
+        soc_seconds={Activity.IDLE: 6.0},
+    )
     total = one + two
     assert total.duration_s == 5.0
     assert total.energy_j == {Activity.COMPUTE: 3.0, Activity.IDLE: 5.0}

@@ -13,9 +13,17 @@ from socflower.errors import ConfigError
 from socflower.workloads.map_dataset import as_data_source
 
 
-@given(num_samples=st.integers(1, 200), seed=st.integers(0, 2**32 - 1), key=st.integers(0, 5), draw=st.data())
+@given(
+    num_samples=st.integers(1, 200),
+    seed=st.integers(0, 2**32 - 1),
+    key=st.integers(0, 5),
+    draw=st.data(),
+)
 def test_an_epoch_has_every_sample_once_in_batches_that_differ_by_one_at_most(
-    num_samples: int, seed: int, key: int, draw: st.DataObject,
+    num_samples: int,
+    seed: int,
+    key: int,
+    draw: st.DataObject,
 ) -> None:
     per_epoch = draw.draw(st.integers(1, num_samples))
     order = BatchOrder(num_samples, per_epoch, seed, key)
@@ -52,7 +60,9 @@ class Flipping(Dataset):  # type: ignore[type-arg]
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         row = torch.arange(4.0) + 10 * index
-        return (row.flip(0) if torch.rand(()) < 0.5 else row) + np.random.normal() + random.random(), index % 3
+        return (
+            row.flip(0) if torch.rand(()) < 0.5 else row
+        ) + np.random.normal() + random.random(), index % 3
 
 
 @given(asked=st.lists(st.integers(0, 11), min_size=1, max_size=3))
@@ -62,14 +72,24 @@ def test_augmentation_is_a_function_of_seed_epoch_party_and_sample(asked: list[i
         data = as_data_source(DataLoader(Flipping(), **options))
         return PartyBatches(data, BatchOrder(12, 4, seed, key))
 
-    first, again, other, reseeded = party(0), party(0, collate_fn=default_collate), party(1), party(0, seed=4)
+    first, again, other, reseeded = (
+        party(0),
+        party(0, collate_fn=default_collate),
+        party(1),
+        party(0, seed=4),
+    )
     for batch in asked:
         inputs, labels, rows = first(batch)
         assert torch.equal(inputs, again(batch)[0]) and labels.tolist() == (rows % 3).tolist()
-        for row, value in zip(rows, inputs, strict=True):  # of another epoch, party or seed: another one
+        for row, value in zip(
+            rows, inputs, strict=True
+        ):  # of another epoch, party or seed: another one
             for strange, number in ((first, (batch + 4) % 12), (other, batch), (reseeded, batch)):
-                found = {int(each): tensor for at in range(4 * (number // 4), 4 * (number // 4) + 4)
-                         for each, tensor in zip(strange(at)[2], strange(at)[0], strict=True)}
+                found = {
+                    int(each): tensor
+                    for at in range(4 * (number // 4), 4 * (number // 4) + 4)
+                    for each, tensor in zip(strange(at)[2], strange(at)[0], strict=True)
+                }
                 assert not torch.equal(found[int(row)], value)
 
 
@@ -82,4 +102,7 @@ def test_a_batch_of_another_form_is_refused_with_what_would_do() -> None:
 def test_a_dict_is_divided_into_its_labels_and_the_rest() -> None:
     rows = [{"input_ids": torch.tensor([at, 1]), "labels": at} for at in range(4)]
     inputs, labels, ids = PartyBatches(as_data_source(rows), BatchOrder(4, 2, 1))(1)
-    assert set(inputs) == {"input_ids"} and inputs["input_ids"][:, 0].tolist() == labels.tolist() == ids.tolist()
+    assert (
+        set(inputs) == {"input_ids"}
+        and inputs["input_ids"][:, 0].tolist() == labels.tolist() == ids.tolist()
+    )

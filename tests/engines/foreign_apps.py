@@ -18,11 +18,21 @@ CLUSTER = parse_cluster({"boards": 1, "socs_per_board": 4, "device": "raspberry-
 ZERO = ArrayRecord({"x": Array(np.zeros(3, np.float32))})
 
 
-def outcome_of(server_app: ServerApp, client_app: ClientApp, *, training_flops: float | None = 1e9) -> dict[str, Any]:
+def outcome_of(
+    server_app: ServerApp, client_app: ClientApp, *, training_flops: float | None = 1e9
+) -> dict[str, Any]:
     clock, messages = EventClock(CLUSTER), MessageLog()
     rounds = RoundLog(clock)
-    run_app(server_app, client_app, cluster=CLUSTER, num_workers=0, clock=clock, messages=messages, rounds=rounds,
-            model_profile=training_profile(training_flops))
+    run_app(
+        server_app,
+        client_app,
+        cluster=CLUSTER,
+        num_workers=0,
+        clock=clock,
+        messages=messages,
+        rounds=rounds,
+        model_profile=training_profile(training_flops),
+    )
     return app_outcome(clock, messages, rounds)
 
 
@@ -34,12 +44,16 @@ def client_app(train: dict[str, float], evaluate: dict[str, float] | None = None
     def on_train(message: Message, context: Any) -> Message:
         (record,) = message.content.array_records.values()
         arrays = ArrayRecord({name: Array(array.numpy() + 1) for name, array in record.items()})
-        return Message(RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": 8, **train})}),
-                       reply_to=message)
+        return Message(
+            RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": 8, **train})}),
+            reply_to=message,
+        )
 
     @app.evaluate()
     def on_evaluate(message: Message, context: Any) -> Message:
-        return Message(RecordDict({"metrics": MetricRecord({"num-examples": 8, **(evaluate or {})})}),
-                       reply_to=message)
+        return Message(
+            RecordDict({"metrics": MetricRecord({"num-examples": 8, **(evaluate or {})})}),
+            reply_to=message,
+        )
 
     return app

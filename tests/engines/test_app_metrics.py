@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid, ServerApp
-from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg, Result, Strategy
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAvg,
+    Result,
+    Strategy,
+)
 
 from socflower.engines.app_metrics import named
 from socflower.scenario.app.round_record import weights_sha256
@@ -23,11 +28,17 @@ class OwnStart(FedAvg):
 
     returned: Callable[[Result], object] = staticmethod(lambda result: result)
 
-    def start(self, grid: Grid, arrays: ArrayRecord, rounds: int, evaluate_fn: Any, patience: int = 1) -> Any:
+    def start(
+        self, grid: Grid, arrays: ArrayRecord, rounds: int, evaluate_fn: Any, patience: int = 1
+    ) -> Any:
         result = Result()
         for number in range(1, rounds + 1):
-            replies = grid.send_and_receive([Message(RecordDict({"arrays": arrays}), node, "train")
-                                             for node in grid.get_node_ids()])
+            replies = grid.send_and_receive(
+                [
+                    Message(RecordDict({"arrays": arrays}), node, "train")
+                    for node in grid.get_node_ids()
+                ]
+            )
             new, _ = self.aggregate_train(number, replies)
             assert new is not None
             result.arrays = arrays = new
@@ -74,24 +85,37 @@ def final_arrays(level: float) -> str:
 
 
 def test_a_start_of_its_own_has_its_result() -> None:
-    outcome = outcome_of(server(lambda grid: OwnStart().start(grid, ZERO, NUM_ROUNDS, evaluate)), client_app({}))
+    outcome = outcome_of(
+        server(lambda grid: OwnStart().start(grid, ZERO, NUM_ROUNDS, evaluate)), client_app({})
+    )
     assert [(entry["round"], entry["train"], entry["server"]) for entry in outcome["rounds"]] == [
-        (number, {"own_loss": 1.0 / number}, {"accuracy": number / 10, "rmse": 5.0}) for number in (1, 2, 3)]
-    assert values_of(outcome, "strategy", "final_accuracy", "weights_sha256") == ["OwnStart", 0.3, final_arrays(3.0)]
-    assert outcome["unknown"] == {"final_loss": (
-        "no metric that the app evaluates is called loss: it has accuracy, rmse")}
+        (number, {"own_loss": 1.0 / number}, {"accuracy": number / 10, "rmse": 5.0})
+        for number in (1, 2, 3)
+    ]
+    assert values_of(outcome, "strategy", "final_accuracy", "weights_sha256") == [
+        "OwnStart",
+        0.3,
+        final_arrays(3.0),
+    ]
+    assert outcome["unknown"] == {
+        "final_loss": ("no metric that the app evaluates is called loss: it has accuracy, rmse")
+    }
 
 
 def test_what_a_start_keeps_for_itself_is_unknown_with_the_reason() -> None:
     class Keeps(OwnStart):  # of the app's run: defined while it is observed in other apps
         returned = staticmethod(lambda result: {"best": result})
 
-    outcome = outcome_of(server(lambda grid: Keeps().start(grid, ZERO, NUM_ROUNDS, lambda *_: None)),
-                         client_app({"train_loss": 2.0}))
+    outcome = outcome_of(
+        server(lambda grid: Keeps().start(grid, ZERO, NUM_ROUNDS, lambda *_: None)),
+        client_app({"train_loss": 2.0}),
+    )
     assert [entry["train"] for entry in outcome["rounds"]] == [{"train_loss": 2.0}] * 3
     assert values_of(outcome, "final_accuracy", "final_loss", "weights_sha256") == [None] * 3
     reason = "Keeps.start returned dict, not Flower's Result"
-    assert outcome["unknown"] == dict.fromkeys(("final_accuracy", "final_loss", "weights_sha256"), reason)
+    assert outcome["unknown"] == dict.fromkeys(
+        ("final_accuracy", "final_loss", "weights_sha256"), reason
+    )
 
 
 def test_a_class_that_the_app_makes_while_it_runs_is_observed_too() -> None:
@@ -108,10 +132,18 @@ def test_a_class_that_the_app_makes_while_it_runs_is_observed_too() -> None:
     assert before == (Strategy.start, OwnStart.start, False)
 
 
-@pytest.mark.parametrize("make", [
-    FedAvg, CallsFlowers, lambda: DifferentialPrivacyServerSideFixedClipping(FedAvg(), 0.0, 100.0, 4)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        FedAvg,
+        CallsFlowers,
+        lambda: DifferentialPrivacyServerSideFixedClipping(FedAvg(), 0.0, 100.0, 4),
+    ],
+)
 def test_wrapped_starts_have_the_rounds_of_flowers(make: Callable[[], Strategy]) -> None:
-    outcome = outcome_of(by_flower(make, evaluate_fn=evaluate), client_app({"train_loss": 2.0}, {"eval_loss": 3.0}))
+    outcome = outcome_of(
+        by_flower(make, evaluate_fn=evaluate), client_app({"train_loss": 2.0}, {"eval_loss": 3.0})
+    )
     assert [entry["round"] for entry in outcome["rounds"]] == [0, 1, 2, 3]
     assert values_of(outcome, "final_accuracy", "final_loss") == [0.3, 3.0]
     assert outcome["weights_sha256"] == final_arrays(3.0) and outcome["unknown"] == {}
@@ -126,14 +158,19 @@ def test_phases_inside_a_start_are_one_training() -> None:
 def test_regression_metrics_are_no_accuracy_and_the_reason_names_them() -> None:
     outcome = outcome_of(by_flower(FedAvg), client_app({"mse": 4.0}, {"rmse": 2.0, "mae": 1.0}))
     assert values_of(outcome, "final_accuracy", "final_loss") == [None, None]
-    assert outcome["unknown"]["final_accuracy"].endswith("is called acc or accuracy: it has rmse, mae")
+    assert outcome["unknown"]["final_accuracy"].endswith(
+        "is called acc or accuracy: it has rmse, mae"
+    )
     assert outcome["unknown"]["final_loss"].endswith("is called loss: it has rmse, mae")
 
 
 def test_an_app_that_skips_evaluation_says_so() -> None:
-    outcome = outcome_of(by_flower(lambda: FedAvg(fraction_evaluate=0.0)), client_app({"loss": 4.0}))
+    outcome = outcome_of(
+        by_flower(lambda: FedAvg(fraction_evaluate=0.0)), client_app({"loss": 4.0})
+    )
     assert outcome["unknown"] == dict.fromkeys(
-        ("final_accuracy", "final_loss"), "the app evaluates nothing, on the server or at clients")
+        ("final_accuracy", "final_loss"), "the app evaluates nothing, on the server or at clients"
+    )
     assert [entry["loss"] for entry in outcome["rounds"]] == [4.0] * 3
     ((claim,), _) = check_app_claims(parse_claims(["loss<=4"]), {**outcome, "wall_s": 1.0})
     assert claim["holds"]
@@ -142,50 +179,88 @@ def test_an_app_that_skips_evaluation_says_so() -> None:
 def test_a_loop_of_its_own_has_no_weights_and_no_strategy() -> None:
     def main(grid: Grid) -> None:
         for _ in range(2):
-            grid.send_and_receive([Message(RecordDict({"arrays": ZERO}), node, "train")
-                                   for node in grid.get_node_ids()])
+            grid.send_and_receive(
+                [
+                    Message(RecordDict({"arrays": ZERO}), node, "train")
+                    for node in grid.get_node_ids()
+                ]
+            )
 
     outcome = outcome_of(server(main), client_app({"train_loss": 1.0, "socflower-group": 3.0}))
     assert values_of(outcome, "strategy", "weights_sha256") == [None, None]
     assert {"strategy", "weights_sha256"} <= set(outcome["unknown"])
-    assert [entry["train"] for entry in outcome["rounds"]] == [{"train_loss": 1.0}] * 2  # and no key of ours
+    assert [entry["train"] for entry in outcome["rounds"]] == [
+        {"train_loss": 1.0}
+    ] * 2  # and no key of ours
 
 
-@pytest.mark.parametrize(("value", "reason"), [
-    (float("nan"), "in round 3 its accuracy is nan"), (float("inf"), "in round 3 its accuracy is inf"),
-    (95.5, "in round 3 its accuracy is 95.5, which is no share from 0 to 1")])
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (float("nan"), "in round 3 its accuracy is nan"),
+        (float("inf"), "in round 3 its accuracy is inf"),
+        (95.5, "in round 3 its accuracy is 95.5, which is no share from 0 to 1"),
+    ],
+)
 def test_an_accuracy_that_cannot_be_one_is_unknown(value: float, reason: str) -> None:
-    outcome = outcome_of(by_flower(lambda: FedAvg(fraction_evaluate=0.0), evaluate_fn=lambda number, _: MetricRecord(
-        {"accuracy": 0.5 if number < 3 else value})), client_app({}))
+    outcome = outcome_of(
+        by_flower(
+            lambda: FedAvg(fraction_evaluate=0.0),
+            evaluate_fn=lambda number, _: MetricRecord({"accuracy": 0.5 if number < 3 else value}),
+        ),
+        client_app({}),
+    )
     assert outcome["final_accuracy"] is None and outcome["unknown"]["final_accuracy"] == reason
     assert [entry["accuracy"] for entry in outcome["rounds"]] == [0.5, 0.5, 0.5, None]
     json.dumps(outcome, allow_nan=False)
     finite = abs(value) < 1e9
     assert outcome["rounds"][-1]["server"]["accuracy"] == (value if finite else None)
-    assert outcome["notes"] == ([] if finite else [
-        f"1 metric not finite, and null in the rounds; first server/accuracy in round 3: {value}"])
+    assert outcome["notes"] == (
+        []
+        if finite
+        else [
+            f"1 metric not finite, and null in the rounds; first server/accuracy in round 3: {value}"
+        ]
+    )
     for claim in ("accuracy>=0.1", "accuracy<=100"):
         ((checked,), (note,)) = check_app_claims(parse_claims([claim]), {**outcome, "wall_s": 1.0})
         assert not checked["holds"] and note == f"--expect accuracy: {reason}"
 
 
 def test_a_metric_is_named_by_the_fewest_words() -> None:
-    entry = {"server": {"top5_accuracy": 0.9, "accuracy": 0.5, "loss_scale": 8.0, "eval_loss": 1.0, "l1_loss_x": 2.0}}
+    entry = {
+        "server": {
+            "top5_accuracy": 0.9,
+            "accuracy": 0.5,
+            "loss_scale": 8.0,
+            "eval_loss": 1.0,
+            "l1_loss_x": 2.0,
+        }
+    }
     assert named("accuracy", entry, ("server",)) == 0.5
-    assert named("loss", {"train": {"my_cross_loss": 3.0, "train_loss": 2.0}}, ("server", "train")) == 2.0
+    assert (
+        named("loss", {"train": {"my_cross_loss": 3.0, "train_loss": 2.0}}, ("server", "train"))
+        == 2.0
+    )
 
 
 def test_messages_without_a_price_are_no_zeros() -> None:
     def main(grid: Grid) -> None:
-        ids = grid.push_messages([Message(RecordDict({"arrays": ZERO}), node, "train")
-                                  for node in grid.get_node_ids()])
+        ids = grid.push_messages(
+            [Message(RecordDict({"arrays": ZERO}), node, "train") for node in grid.get_node_ids()]
+        )
         assert len(list(grid.pull_messages(ids))) == 4
 
     outcome = outcome_of(server(main), client_app({"train_loss": 1.0}))
     assert values_of(outcome, "virtual_s", "energy_j", "bytes") == [None] * 3
     assert values_of(outcome["rounds"][0], "virtual_s", "energy_j", "bytes") == [None] * 3
-    assert outcome["unknown"]["virtual_s"] == outcome["unknown"]["bytes"] == (
-        "the app pushes its messages and pulls the replies, which has no price: call send_and_receive")
+    assert (
+        outcome["unknown"]["virtual_s"]
+        == outcome["unknown"]["bytes"]
+        == (
+            "the app pushes its messages and pulls the replies, which has no price: call send_and_receive"
+        )
+    )
     for claim in ("virtual_s<=1", "hub_bytes<=1", "energy_j<=1"):
         ((checked,), _) = check_app_claims(parse_claims([claim]), {**outcome, "wall_s": 1.0})
         assert (checked["observed"], checked["holds"]) == (None, False)
@@ -201,14 +276,18 @@ def test_threads_take_turns_and_a_note_says_so() -> None:
 
         def ask(node: int) -> int:
             together.wait(timeout=30.0)
-            return len(list(grid.send_and_receive([Message(RecordDict({"arrays": ZERO}), node, "train")])))
+            return len(
+                list(grid.send_and_receive([Message(RecordDict({"arrays": ZERO}), node, "train")]))
+            )
 
         with ThreadPoolExecutor(len(nodes)) as pool:
             assert list(pool.map(ask, nodes)) == [1, 1, 1, 1]
 
     outcome = outcome_of(server(main), client_app({"train_loss": 1.0}))
-    assert outcome["notes"] == ["the app exchanges messages in 4 threads; virtual time is that of one exchange after "
-                                "the other"]
+    assert outcome["notes"] == [
+        "the app exchanges messages in 4 threads; virtual time is that of one exchange after "
+        "the other"
+    ]
 
 
 def test_events_that_name_no_round_are_in_the_last_one() -> None:

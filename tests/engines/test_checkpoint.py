@@ -18,35 +18,68 @@ from socflower.wire.saved_state import DamagedFile
 
 ARRAYS = st.dictionaries(
     st.text(min_size=1),
-    arrays_of.arrays(st.sampled_from(["<f4", "<f8", "<i8", "|u1", "|b1"]),
-                     arrays_of.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)), max_size=4)
+    arrays_of.arrays(
+        st.sampled_from(["<f4", "<f8", "<i8", "|u1", "|b1"]),
+        arrays_of.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4),
+    ),
+    max_size=4,
+)
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 
 
 def checkpoint(server_round: int = 1, **changes: Any) -> Checkpoint:
     values: dict[str, Any] = {
-        "server_round": server_round, "num_rounds": 9, "scenario": {"seed": 1, "train": {"epochs": 2}},
-        "engine": "local", "versions": {"torch": "2"}, "rounds": [{"round": 0, "loss": None}],
+        "server_round": server_round,
+        "num_rounds": 9,
+        "scenario": {"seed": 1, "train": {"epochs": 2}},
+        "engine": "local",
+        "versions": {"torch": "2"},
+        "rounds": [{"round": 0, "loss": None}],
         "clock": {"duration_s": 0.1},
-        "arrays": {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}}
+        "arrays": {"w": np.arange(6, dtype=np.float32).reshape(2, 3)},
+    }
     return Checkpoint(**{**values, **changes})
 
 
 def equal(left: Checkpoint, right: Checkpoint) -> bool:
     same_arrays = list(left.arrays) == list(right.arrays) and all(
         one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
-        for one, other in zip(left.arrays.values(), right.arrays.values(), strict=True))
+        for one, other in zip(left.arrays.values(), right.arrays.values(), strict=True)
+    )
     same_moments = {name: array.tobytes() for name, array in left.outer.items()} == {
-        name: array.tobytes() for name, array in right.outer.items()}
-    return same_arrays and same_moments and replace(left, arrays={}, outer={}) == replace(right, arrays={}, outer={})
+        name: array.tobytes() for name, array in right.outer.items()
+    }
+    return (
+        same_arrays
+        and same_moments
+        and replace(left, arrays={}, outer={}) == replace(right, arrays={}, outer={})
+    )
 
 
-@given(arrays=ARRAYS, outer=ARRAYS, virtual_s=FLOATS, loss=st.none() | FLOATS, dropped=st.lists(st.integers(0, 99)))
+@given(
+    arrays=ARRAYS,
+    outer=ARRAYS,
+    virtual_s=FLOATS,
+    loss=st.none() | FLOATS,
+    dropped=st.lists(st.integers(0, 99)),
+)
 def test_a_checkpoint_comes_back_as_it_was(
-    arrays: dict[str, Any], outer: dict[str, Any], virtual_s: float, loss: float | None, dropped: list[int],
+    arrays: dict[str, Any],
+    outer: dict[str, Any],
+    virtual_s: float,
+    loss: float | None,
+    dropped: list[int],
 ) -> None:
-    written = checkpoint(3, arrays=arrays, outer=outer, clock={"duration_s": virtual_s}, rounds=[{"loss": loss}],
-                         without_state=dropped, warm_up={"num_groups": 4}, resumed_from=[1, 2])
+    written = checkpoint(
+        3,
+        arrays=arrays,
+        outer=outer,
+        clock={"duration_s": virtual_s},
+        rounds=[{"loss": loss}],
+        without_state=dropped,
+        warm_up={"num_groups": 4},
+        resumed_from=[1, 2],
+    )
     with TemporaryDirectory() as folder:
         kept = CheckpointFolder(Path(folder))
         kept.create()
@@ -59,11 +92,16 @@ def test_the_last_two_are_kept_and_the_spans_of_all_rounds(tmp_path: Path) -> No
     kept = CheckpointFolder(tmp_path)
     kept.create()
     for server_round in range(1, 12):
-        kept.write(checkpoint(server_round, trace_parts=list(range(1, server_round + 1))), {"spans": [server_round]})
+        kept.write(
+            checkpoint(server_round, trace_parts=list(range(1, server_round + 1))),
+            {"spans": [server_round]},
+        )
     assert kept.rounds() == [11, 10]
     found = kept.newest()
     assert found is not None and found.server_round == 11
-    assert [part["spans"] for part in kept.trace_parts(found)] == [[number] for number in range(1, 12)]
+    assert [part["spans"] for part in kept.trace_parts(found)] == [
+        [number] for number in range(1, 12)
+    ]
     kept.remove_after(10)
     assert kept.rounds() == [10] and not list(tmp_path.glob("trace-000011*"))
     kept.remove()
@@ -80,13 +118,22 @@ def test_somebody_elses_files_are_never_removed(tmp_path: Path) -> None:
 
 
 @settings(max_examples=60)
-@given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), part=st.sampled_from(["round", "trace"]))
-def test_damage_anywhere_is_noticed_and_the_one_before_is_used(where: float, bit: int, part: str) -> None:
+@given(
+    where=st.floats(0, 1, exclude_max=True),
+    bit=st.integers(0, 7),
+    part=st.sampled_from(["round", "trace"]),
+)
+def test_damage_anywhere_is_noticed_and_the_one_before_is_used(
+    where: float, bit: int, part: str
+) -> None:
     with TemporaryDirectory() as folder:
         kept = CheckpointFolder(Path(folder))
         kept.create()
         for number in (1, 2):
-            kept.write(checkpoint(number, trace_parts=list(range(1, number + 1))), {"spans": [[number] * 20]})
+            kept.write(
+                checkpoint(number, trace_parts=list(range(1, number + 1))),
+                {"spans": [[number] * 20]},
+            )
         (path,) = Path(folder).glob(f"{part}-000002.*")
         content = bytearray(path.read_bytes())
         content[int(where * len(content))] ^= 1 << bit
@@ -105,13 +152,18 @@ def test_if_all_are_damaged_the_run_does_not_start_anew_in_silence(tmp_path: Pat
     for number in (1, 2):
         kept.write(checkpoint(number))
         os.truncate(tmp_path / f"round-00000{number}.ckpt", 100)
-    with pytest.raises(ConfigError, match=r"no checkpoint is whole: .*round-000002.ckpt.*round-000001.ckpt.*--fresh"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no checkpoint is whole: .*round-000002.ckpt.*round-000001.ckpt.*--fresh",
+    ):
         kept.newest()
 
 
 @pytest.mark.parametrize("torn", ["trace-000002", "round-000002"])
 def test_a_kill_between_write_and_rename_leaves_the_one_before(
-    torn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    torn: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept = CheckpointFolder(tmp_path)
     kept.create()
@@ -151,16 +203,25 @@ def test_spans_that_are_missing_make_a_checkpoint_unusable(tmp_path: Path) -> No
 
 
 # ---------------------------------------------------------------------------------------------- the same run
-@pytest.mark.parametrize(("changes", "key"), [
-    ({"seed": 2}, "seed was 1 there and is 2 now"),
-    ({"train": {"epochs": 3}}, "train.epochs was 2 there and is 3 now"),
-    ({"event": [{"round": 1}]}, "event was None there and is"),
-])
-def test_another_scenario_is_refused_by_the_key_that_differs(changes: dict[str, Any], key: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"seed": 2}, "seed was 1 there and is 2 now"),
+        ({"train": {"epochs": 3}}, "train.epochs was 2 there and is 3 now"),
+        ({"event": [{"round": 1}]}, "event was None there and is"),
+    ],
+)
+def test_another_scenario_is_refused_by_the_key_that_differs(
+    changes: dict[str, Any], key: str
+) -> None:
     ours = {"seed": 1, "train": {"epochs": 2}, **changes}
     with pytest.raises(ConfigError) as caught:
         require_same_run(checkpoint(), ours, "local", {"torch": "2"}, Path("out/checkpoint"))
-    assert key in str(caught.value) and "--fresh" in str(caught.value) and "\n" not in str(caught.value)
+    assert (
+        key in str(caught.value)
+        and "--fresh" in str(caught.value)
+        and "\n" not in str(caught.value)
+    )
 
 
 def test_another_engine_or_version_is_refused() -> None:
@@ -172,17 +233,26 @@ def test_another_engine_or_version_is_refused() -> None:
 
 
 def test_claims_and_names_may_differ() -> None:
-    ours = {"seed": 1, "train": {"epochs": 2}, "name": "x", "question": "?", "expect": {"min_accuracy": 1.0},
-            "compare": {"target_accuracy": 0.5}}
+    ours = {
+        "seed": 1,
+        "train": {"epochs": 2},
+        "name": "x",
+        "question": "?",
+        "expect": {"min_accuracy": 1.0},
+        "compare": {"target_accuracy": 0.5},
+    }
     require_same_run(checkpoint(), ours, "local", {"torch": "2"}, Path("x"))
 
 
-@pytest.mark.parametrize(("left", "right", "expected"), [
-    ({"a": [1, {"b": 2}]}, {"a": [1, {"b": 3}]}, ("a[1].b", 2, 3)),
-    ({"a": (1, 2)}, {"a": [1, 2]}, None),
-    ({"a": [1]}, {"a": [1, 2]}, ("a", [1], [1, 2])),
-    ({"a": 1}, {}, ("a", 1, None)),
-    ({}, {}, None),
-])
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    [
+        ({"a": [1, {"b": 2}]}, {"a": [1, {"b": 3}]}, ("a[1].b", 2, 3)),
+        ({"a": (1, 2)}, {"a": [1, 2]}, None),
+        ({"a": [1]}, {"a": [1, 2]}, ("a", [1], [1, 2])),
+        ({"a": 1}, {}, ("a", 1, None)),
+        ({}, {}, None),
+    ],
+)
 def test_the_first_difference_is_found(left: Any, right: Any, expected: Any) -> None:
     assert difference(left, right) == expected

@@ -29,7 +29,11 @@ class Numbers(NumPyClient):
         self.own = own
 
     def fit(self, parameters: Any, config: Any) -> Any:
-        return [array + self.own + 1 for array in parameters], self.own + 1, {"own": float(self.own), "name": "text"}
+        return (
+            [array + self.own + 1 for array in parameters],
+            self.own + 1,
+            {"own": float(self.own), "name": "text"},
+        )
 
     def evaluate(self, parameters: Any, config: Any) -> Any:
         return float(self.own), self.own + 1, {"accuracy": self.own / 10}
@@ -43,8 +47,12 @@ class OnlyEvaluates(NumPyClient):
 
 
 def numpy_app(kind: type = Numbers, **settings: Any) -> ClientApp:
-    return ClientApp(lambda context: (kind(context.node_config["partition-id"]) if kind is Numbers
-                                      else kind()).to_client(), **settings)
+    return ClientApp(
+        lambda context: (
+            kind(context.node_config["partition-id"]) if kind is Numbers else kind()
+        ).to_client(),
+        **settings,
+    )
 
 
 def strategy(**settings: Any) -> FedAvg:
@@ -60,8 +68,11 @@ def on_server(server_round: int, parameters: Any, config: Any) -> Any:
 
 
 def components(**settings: Any) -> ServerApp:
-    return ServerApp(server_fn=lambda context: ServerAppComponents(
-        strategy=strategy(**settings), config=ServerConfig(num_rounds=NUM_ROUNDS)))
+    return ServerApp(
+        server_fn=lambda context: ServerAppComponents(
+            strategy=strategy(**settings), config=ServerConfig(num_rounds=NUM_ROUNDS)
+        )
+    )
 
 
 def workflow(fit: Callable[[], Any] | None = None, **settings: Any) -> ServerApp:
@@ -69,8 +80,11 @@ def workflow(fit: Callable[[], Any] | None = None, **settings: Any) -> ServerApp
 
     @app.main()
     def main(grid: Any, context: Context) -> None:
-        legacy = LegacyContext(context=context, config=ServerConfig(num_rounds=NUM_ROUNDS), strategy=strategy(
-            **settings))
+        legacy = LegacyContext(
+            context=context,
+            config=ServerConfig(num_rounds=NUM_ROUNDS),
+            strategy=strategy(**settings),
+        )
         DefaultWorkflow(fit_workflow=None if fit is None else fit())(grid, legacy)
 
     return app
@@ -80,17 +94,30 @@ def secure() -> Any:
     return SecAggPlusWorkflow(num_shares=3, reconstruction_threshold=2)
 
 
-@pytest.mark.parametrize(("server_app", "mods"), [
-    (components, []), (workflow, []), (lambda **settings: workflow(secure, **settings), [secaggplus_mod])])
-def test_rounds_and_metrics_are_those_of_the_apps_history(server_app: Callable[..., ServerApp], mods: Any) -> None:
-    outcome = outcome_of(server_app(evaluate_metrics_aggregation_fn=largest, evaluate_fn=on_server),
-                         numpy_app(mods=mods))
+@pytest.mark.parametrize(
+    ("server_app", "mods"),
+    [
+        (components, []),
+        (workflow, []),
+        (lambda **settings: workflow(secure, **settings), [secaggplus_mod]),
+    ],
+)
+def test_rounds_and_metrics_are_those_of_the_apps_history(
+    server_app: Callable[..., ServerApp], mods: Any
+) -> None:
+    outcome = outcome_of(
+        server_app(evaluate_metrics_aggregation_fn=largest, evaluate_fn=on_server),
+        numpy_app(mods=mods),
+    )
     assert [entry["round"] for entry in outcome["rounds"]] == [0, 1, 2, 3]
     first, *others = outcome["rounds"]
     assert first["server"] == {"loss": 0.0, "level": 0.0} and "train" not in first
     weights = np.arange(1, 5)
     for entry in others:
-        assert entry["evaluate"] == {"loss": pytest.approx(np.average(range(4), weights=weights)), "accuracy": 0.3}
+        assert entry["evaluate"] == {
+            "loss": pytest.approx(np.average(range(4), weights=weights)),
+            "accuracy": 0.3,
+        }
         assert entry["server"]["loss"] == entry["round"] == entry["loss"]
         # Flower's FedAvg has no aggregate of these, so that they are the replies' means.
         assert entry["train"] == {"own": pytest.approx(np.average(range(4), weights=weights))}
@@ -103,6 +130,7 @@ def test_rounds_and_metrics_are_those_of_the_apps_history(server_app: Callable[.
 
 def test_a_round_takes_as_long_as_that_of_the_same_app_on_messages() -> None:
     """All clients train at the same time, though Flower's server sends each message from a thread of its own."""
+
     class Eight(Numbers):
         def fit(self, parameters: Any, config: Any) -> Any:
             return [array + 1 for array in parameters], 8, {}
@@ -134,30 +162,45 @@ def test_an_app_behaves_as_without_being_observed() -> None:
         def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
             found = super().aggregate_fit(server_round, results, failures)
             assert found[0] is not None and not failures
-            seen.append((parameters_to_ndarrays(found[0])[0][0], [proxy.node_id for proxy, _ in results]))
+            seen.append(
+                (parameters_to_ndarrays(found[0])[0][0], [proxy.node_id for proxy, _ in results])
+            )
             return found
 
-    app = ServerApp(server_fn=lambda context: ServerAppComponents(
-        strategy=Kept(initial_parameters=ndarrays_to_parameters([np.zeros(3)])), config=ServerConfig(num_rounds=2)))
+    app = ServerApp(
+        server_fn=lambda context: ServerAppComponents(
+            strategy=Kept(initial_parameters=ndarrays_to_parameters([np.zeros(3)])),
+            config=ServerConfig(num_rounds=2),
+        )
+    )
     outcome_of(app, numpy_app())
     assert [level for level, _ in seen] == pytest.approx([3.0, 6.0])
     assert all(sorted(nodes) == [1000, 1001, 1002, 1003] for _, nodes in seen)
 
 
 def test_a_client_without_fit_is_the_first_cause() -> None:
-    with pytest.raises(TrainingFailed, match=r"no client succeeded: none of .* Client does not implement `fit`"):
+    with pytest.raises(
+        TrainingFailed, match=r"no client succeeded: none of .* Client does not implement `fit`"
+    ):
         outcome_of(components(), numpy_app(OnlyEvaluates))
 
 
 def test_differential_privacy_around_a_strategy_changes_no_round() -> None:
-    app = ServerApp(server_fn=lambda context: ServerAppComponents(
-        strategy=DifferentialPrivacyServerSideFixedClipping(strategy(), 0.0, 10.0, 4),
-        config=ServerConfig(num_rounds=NUM_ROUNDS)))
+    app = ServerApp(
+        server_fn=lambda context: ServerAppComponents(
+            strategy=DifferentialPrivacyServerSideFixedClipping(strategy(), 0.0, 10.0, 4),
+            config=ServerConfig(num_rounds=NUM_ROUNDS),
+        )
+    )
     outcome = outcome_of(app, numpy_app())
     assert [entry["round"] for entry in outcome["rounds"]] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("made", [components, workflow])
-def test_a_strategy_that_would_wait_for_clients_without_end_is_refused(made: Callable[..., ServerApp]) -> None:
-    with pytest.raises(ConfigError, match=r"waits for 5 clients, and there are 4 nodes.*min_available_clients=4"):
+def test_a_strategy_that_would_wait_for_clients_without_end_is_refused(
+    made: Callable[..., ServerApp],
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"waits for 5 clients, and there are 4 nodes.*min_available_clients=4"
+    ):
         outcome_of(made(min_available_clients=5), numpy_app())

@@ -32,7 +32,10 @@ def in_lines(folder: Path) -> list[dict[str, float]]:
 
 def in_table(folder: Path) -> list[dict[str, float]]:
     with (folder / "metrics.csv").open(newline="") as stream:
-        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(stream)]
+        return [
+            {name: float(value) for name, value in row.items() if value}
+            for row in csv.DictReader(stream)
+        ]
 
 
 def in_events(folder: Path) -> Rounds:
@@ -60,7 +63,8 @@ def assert_logged(folder: Path, rounds: list[dict[str, Any]]) -> None:
         assert line["bytes"] == sum(entry["bytes"].values())
         assert line["bytes_hub"] == entry["bytes"]["hub"]
         assert events[entry["round"]] == pytest.approx(
-            {name: value for name, value in line.items() if name != "round"}, rel=1e-6)
+            {name: value for name, value in line.items() if name != "round"}, rel=1e-6
+        )
 
 
 @pytest.mark.usefixtures("on_few_digits")
@@ -96,40 +100,72 @@ def test_a_resumed_run_continues_its_logs_without_doubled_rounds(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("on_few_digits")
-def test_a_comparison_logs_each_strategy_and_what_it_reuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_logs_each_strategy_and_what_it_reuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in (comparison, runner):
         monkeypatch.setattr(module, "write_report", lambda path, *_, **__: path.touch())
     comparison.compare(small(), ["socflow"], tmp_path, num_workers=0)
     assert not (tmp_path / "socflow" / "metrics.csv").exists()
     comparison.compare(small(), ["socflow", "sgd"], tmp_path, num_workers=0, logging=ALL)
     for name in ("socflow", "sgd"):
-        assert_logged(tmp_path / name, json.loads((tmp_path / name / "result.json").read_text())["rounds"])
+        assert_logged(
+            tmp_path / name, json.loads((tmp_path / name / "result.json").read_text())["rounds"]
+        )
 
 
-FIGURES = st.dictionaries(st.sampled_from(["accuracy", "loss", "alpha", "a, \"b\""]),
-                          st.floats(allow_nan=False, allow_infinity=False), max_size=4)
+FIGURES = st.dictionaries(
+    st.sampled_from(["accuracy", "loss", "alpha", 'a, "b"']),
+    st.floats(allow_nan=False, allow_infinity=False),
+    max_size=4,
+)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), FIGURES), max_size=12))
 def test_rounds_are_logged_once_in_order_whatever_is_reported_again(
-    tmp_path_factory: pytest.TempPathFactory, reported: list[tuple[int, dict[str, float]]],
+    tmp_path_factory: pytest.TempPathFactory,
+    reported: list[tuple[int, dict[str, float]]],
 ) -> None:
     folder = tmp_path_factory.mktemp("log")
     first: Rounds = {}
     with RoundLogging(("csv", "jsonl")).into(folder) as log_round:
         for number, figures in reported:
-            log_round({"round": number, "num_rounds": 5, "bytes": {"hub": 2.0, "wan": 1.0}, "events": [], **figures})
+            log_round(
+                {
+                    "round": number,
+                    "num_rounds": 5,
+                    "bytes": {"hub": 2.0, "wan": 1.0},
+                    "events": [],
+                    **figures,
+                }
+            )
             if number > max(first, default=-1):
                 first[number] = {**figures, "bytes": 3.0, "bytes_hub": 2.0, "bytes_wan": 1.0}
-            assert {line.pop("round"): line for line in in_lines(folder)} == first  # as soon as it is reported
+            assert {
+                line.pop("round"): line for line in in_lines(folder)
+            } == first  # as soon as it is reported
     if first:
         assert {row.pop("round"): row for row in in_table(folder)} == first
 
 
 def test_what_is_no_number_is_not_logged() -> None:
-    entry = {"round": 3, "accuracy": None, "loss": 0.5, "events": ["x"], "resumed": True, "bytes": {"hub": 1},
-             "train": {"loss": 2, "per_class": [1, 2]}, "server": {"acc": 0.25}}
-    assert scalars(entry) == {"loss": 0.5, "bytes": 1.0, "bytes_hub": 1.0, "train/loss": 2.0, "server/acc": 0.25}
+    entry = {
+        "round": 3,
+        "accuracy": None,
+        "loss": 0.5,
+        "events": ["x"],
+        "resumed": True,
+        "bytes": {"hub": 1},
+        "train": {"loss": 2, "per_class": [1, 2]},
+        "server": {"acc": 0.25},
+    }
+    assert scalars(entry) == {
+        "loss": 0.5,
+        "bytes": 1.0,
+        "bytes_hub": 1.0,
+        "train/loss": 2.0,
+        "server/acc": 0.25,
+    }
 
 
 def test_a_logger_that_cannot_write_is_dropped_with_a_line(tmp_path: Path) -> None:
@@ -160,15 +196,21 @@ def test_an_apps_own_evaluation_goes_to_a_logger_of_its_own(tmp_path: Path) -> N
         clock = EventClock(parse_cluster({"boards": 1, "socs_per_board": 1}))
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        return MetricRecord({"accuracy": server_round / 4, "per-class": [0.5, 1.0]}) if server_round != 1 else None
+        return (
+            MetricRecord({"accuracy": server_round / 4, "per-class": [0.5, 1.0]})
+            if server_round != 1
+            else None
+        )
 
     own, lines = Remembering(), JsonLinesLogger(tmp_path / "deep" / "metrics.jsonl")
     logged = logged_evaluation(evaluate, own, lines, grid=Clocked())  # type: ignore[arg-type]
     for server_round in range(3):
         assert logged(server_round, ArrayRecord()) == evaluate(server_round, ArrayRecord())
     lines.close()
-    assert own.rounds == {number: {"accuracy": number / 4, "virtual_s": 0.0, "energy_j": 0.0, "bytes": 0.0}
-                          for number in (0, 2)}
+    assert own.rounds == {
+        number: {"accuracy": number / 4, "virtual_s": 0.0, "energy_j": 0.0, "bytes": 0.0}
+        for number in (0, 2)
+    }
     assert {line.pop("round"): line for line in in_lines(tmp_path / "deep")} == own.rounds
 
 
@@ -179,16 +221,27 @@ def test_a_metric_that_appears_late_gets_a_column_and_json_has_no_nan(tmp_path: 
         log.log(2, {"accuracy": math.nan})
         log.close()
     assert in_lines(tmp_path)[2] == {"round": 2, "accuracy": None}
-    assert (tmp_path / "metrics.csv").read_text() == "round,loss,accuracy\n0,2.0,\n1,1.0,0.5\n2,,nan\n"
+    assert (
+        tmp_path / "metrics.csv"
+    ).read_text() == "round,loss,accuracy\n0,2.0,\n1,1.0,0.5\n2,,nan\n"
 
 
-@pytest.mark.parametrize(("log", "says"), [
-    ("mlflow", "--log mlflow: is unknown; use some of tensorboard, csv, jsonl"), ("csv, csv", "named twice"),
-    ("csv,", "--log : is unknown"), ("", "--log is empty"),
-])
+@pytest.mark.parametrize(
+    ("log", "says"),
+    [
+        ("mlflow", "--log mlflow: is unknown; use some of tensorboard, csv, jsonl"),
+        ("csv, csv", "named twice"),
+        ("csv,", "--log : is unknown"),
+        ("", "--log is empty"),
+    ],
+)
 @pytest.mark.parametrize("command", ["run", "compare"])
 def test_what_cannot_log_is_refused_before_anything_starts(
-    command: str, log: str, says: str, socflower: Socflower, tmp_path: Path,
+    command: str,
+    log: str,
+    says: str,
+    socflower: Socflower,
+    tmp_path: Path,
 ) -> None:
     ran = socflower(command, "digits_demo", "--log", log)
     assert (ran.status, ran.out, ran.err.count("\n")) == (2, "", 1)
@@ -197,27 +250,40 @@ def test_what_cannot_log_is_refused_before_anything_starts(
 
 
 def test_tensorboard_that_is_not_installed_is_one_line(
-    socflower: Socflower, monkeypatch: pytest.MonkeyPatch,
+    socflower: Socflower,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from socflower.engines import run_log
 
     monkeypatch.setattr(run_log, "find_spec", lambda name: None)
     ran = socflower("run", "digits_demo", "--log", "jsonl,tensorboard")
     assert (ran.status, ran.out, ran.err.count("\n")) == (2, "", 1)
-    assert "--log tensorboard: needs the package tensorboard: pip install 'socflower[tensorboard]'" in ran.err
+    assert (
+        "--log tensorboard: needs the package tensorboard: pip install 'socflower[tensorboard]'"
+        in ran.err
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("engine", ["simulation", "deployment"])
 def test_flowers_own_engines_are_logged_too(engine: str, tmp_path: Path) -> None:
-    result = without_drawing(small(epochs=2), tmp_path, engine=engine, num_workers=None,
-                             logging=RoundLogging(("csv", "jsonl")))
+    result = without_drawing(
+        small(epochs=2),
+        tmp_path,
+        engine=engine,
+        num_workers=None,
+        logging=RoundLogging(("csv", "jsonl")),
+    )
     lines = in_lines(tmp_path)
     assert in_table(tmp_path) == lines
     assert [(line["round"], line["accuracy"]) for line in lines] == [
-        (entry["round"], entry["accuracy"]) for entry in result["rounds"]]
+        (entry["round"], entry["accuracy"]) for entry in result["rounds"]
+    ]
     times = ("predicted_s", "wall_s") if engine == "deployment" else ("virtual_s",)
-    assert [[line.get(key) for key in ("virtual_s", "predicted_s", "wall_s")] for line in lines] == [
+    assert [
+        [line.get(key) for key in ("virtual_s", "predicted_s", "wall_s")] for line in lines
+    ] == [
         [entry.get(key) if key in times else None for key in ("virtual_s", "predicted_s", "wall_s")]
-        for entry in result["rounds"]]
+        for entry in result["rounds"]
+    ]

@@ -6,7 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from socflower.errors import ConfigError
-from socflower.hierarchy.averaging import average_tensors, first_non_finite, non_finite_tensors, weighted_average
+from socflower.hierarchy.averaging import (
+    average_tensors,
+    first_non_finite,
+    non_finite_tensors,
+    weighted_average,
+)
 
 SHAPES = [(), (0,), (1,), (7,), (3, 0, 2), (4, 5), (2, 3, 4, 1), (8193,)]
 
@@ -17,7 +22,9 @@ def model(rng, dtype=np.float32):
 
 @settings(max_examples=30)
 @given(
-    st.integers(1, 8).flatmap(lambda n: st.lists(st.floats(0, 1e4), min_size=n, max_size=n)).filter(sum),
+    st.integers(1, 8)
+    .flatmap(lambda n: st.lists(st.floats(0, 1e4), min_size=n, max_size=n))
+    .filter(sum),
     st.integers(0, 2**32 - 1),
     st.sampled_from([np.float16, np.float32, np.float64, ">f4", np.complex64]),
 )
@@ -43,7 +50,10 @@ def test_equal_inputs_in_equal_order_give_equal_bits(num_models, seed):
     rng = np.random.default_rng(seed)
     models = [model(rng) for _ in range(num_models)]
     weights = list(rng.integers(1, 1000, num_models))
-    first, second = weighted_average(models, weights), weighted_average([dict(m) for m in models], weights)
+    first, second = (
+        weighted_average(models, weights),
+        weighted_average([dict(m) for m in models], weights),
+    )
     assert all(first[name].tobytes() == second[name].tobytes() for name in first)
 
 
@@ -68,7 +78,10 @@ def test_a_model_of_weight_zero_does_not_count():
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint8, np.int32, bool])
 def test_integer_tensors_keep_their_largest_value(dtype):
-    models = [{"num_batches_tracked": np.array(n, dtype), "mask": np.array([n, 1, 0], dtype)} for n in (0, 1, 1)]
+    models = [
+        {"num_batches_tracked": np.array(n, dtype), "mask": np.array([n, 1, 0], dtype)}
+        for n in (0, 1, 1)
+    ]
     result = weighted_average(models, [3, 0, 1])
     assert result["num_batches_tracked"] == 1
     assert result["num_batches_tracked"].shape == ()
@@ -88,15 +101,23 @@ def test_strided_fortran_and_read_only_tensors():
     frozen.flags.writeable = False
     models = [{"w": base[::2]}, {"w": np.asfortranarray(base[1::2])}, {"w": frozen}]
     expected = (2 * base[::2].astype(np.float64) + base[1::2]) / 3
-    np.testing.assert_allclose(weighted_average(models, [1, 1, 1])["w"], expected, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(
+        weighted_average(models, [1, 1, 1])["w"], expected, rtol=1e-6, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize(
     ("models", "message"),
     [
         ([{"w": 1.0, "b": 1.0}, {"w": 1.0}], "tensor 'b' is in model 0 but not in model 1"),
-        ([{"w": 1.0}, {"w": 1.0}, {"w": 1.0, "x": 1.0}], "tensor 'x' is in model 2 but not in model 0"),
-        ([{"w": [1.0, 2.0]}, {"w": [[1.0, 2.0]]}], r"'w' is float64\[1, 2\] in model 1 but float64\[2\]"),
+        (
+            [{"w": 1.0}, {"w": 1.0}, {"w": 1.0, "x": 1.0}],
+            "tensor 'x' is in model 2 but not in model 0",
+        ),
+        (
+            [{"w": [1.0, 2.0]}, {"w": [[1.0, 2.0]]}],
+            r"'w' is float64\[1, 2\] in model 1 but float64\[2\]",
+        ),
         ([{"w": [1.0]}, {"w": [1]}], r"tensor 'w' is int64\[1\] in model 1 but float64\[1\]"),
     ],
 )
@@ -125,7 +146,12 @@ def test_refuses_weights_that_make_no_mean(num_models, weights, message):
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ">f4", np.complex64])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_names_the_first_tensor_that_is_not_finite(dtype, bad):
-    tensors = {"a": np.zeros((2, 2), dtype), "n": np.array(3), "b": np.zeros(9, dtype), "c": np.zeros(4, dtype)}
+    tensors = {
+        "a": np.zeros((2, 2), dtype),
+        "n": np.array(3),
+        "b": np.zeros(9, dtype),
+        "c": np.zeros(4, dtype),
+    }
     assert first_non_finite(tensors) is None
     tensors["b"][4] = bad
     tensors["c"][0] = bad
@@ -145,8 +171,14 @@ def test_the_average_of_empty_tensors_is_empty():
 
 def test_a_large_model_has_the_bits_of_its_tensors_alone():
     rng = np.random.default_rng(3)
-    models = [{"large": rng.standard_normal(3_000_000).astype(np.float32), "n": np.array(k),
-               "small": rng.standard_normal(5)} for k in range(3)]
+    models = [
+        {
+            "large": rng.standard_normal(3_000_000).astype(np.float32),
+            "n": np.array(k),
+            "small": rng.standard_normal(5),
+        }
+        for k in range(3)
+    ]
     result = weighted_average(models, [1, 2, 4])
     assert list(result) == ["large", "n", "small"]
     for name in result:
@@ -160,7 +192,9 @@ def test_constants_that_are_not_finite_do_not_count() -> None:
     weights = np.arange(4, dtype=np.float32)
     sent = {"mask": mask, "w": weights}
     assert first_non_finite({"mask": mask.copy(), "w": weights + 1}, sent) is None
-    assert first_non_finite({"mask": mask.copy(), "w": weights + 1}, non_finite_tensors(sent)) is None
+    assert (
+        first_non_finite({"mask": mask.copy(), "w": weights + 1}, non_finite_tensors(sent)) is None
+    )
     assert first_non_finite({"mask": mask}) == "mask"
     for place, value in (((0, 1), np.inf), ((1, 0), -np.inf), ((2, 2), np.nan)):
         changed = mask.copy()

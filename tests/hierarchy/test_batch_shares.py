@@ -9,11 +9,15 @@ from hypothesis import strategies as st
 from socflower.errors import ConfigError
 from socflower.hierarchy import split_batch
 
-CAPACITIES = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1e300)), min_size=1, max_size=40).filter(any)
+CAPACITIES = st.lists(
+    st.one_of(st.just(0.0), st.floats(1e-6, 1e300)), min_size=1, max_size=40
+).filter(any)
 
 
 @given(batch_size=st.integers(0, 5000), capacities=CAPACITIES)
-def test_shares_sum_to_the_batch_and_are_quotas_rounded(batch_size: int, capacities: list[float]) -> None:
+def test_shares_sum_to_the_batch_and_are_quotas_rounded(
+    batch_size: int, capacities: list[float]
+) -> None:
     shares = split_batch(batch_size, capacities)
     assert sum(shares) == batch_size
     largest = max(capacities)
@@ -24,7 +28,9 @@ def test_shares_sum_to_the_batch_and_are_quotas_rounded(batch_size: int, capacit
 
 
 @given(batch_size=st.integers(0, 500), size=st.integers(1, 30))
-def test_equal_members_differ_by_one_sample_at_most_earlier_ones_first(batch_size: int, size: int) -> None:
+def test_equal_members_differ_by_one_sample_at_most_earlier_ones_first(
+    batch_size: int, size: int
+) -> None:
     shares = split_batch(batch_size, [0.3] * size)
     assert max(shares) - min(shares) <= 1
     assert list(shares) == sorted(shares, reverse=True)
@@ -35,11 +41,19 @@ def test_largest_remainders_get_what_is_left() -> None:
     assert split_batch(7, [5.0, 3.0, 0.0, 2.0]) == (4, 2, 0, 1)
 
 
-@pytest.mark.parametrize(("batch_size", "capacities", "text"), [
-    (-1, [1.0], "batch_size"), (4, [1.0, -1.0], "not negative"), (4, [math.nan], "finite"),
-    (4, [math.inf], "finite"),
-    (4, [0.0, 0.0], "no member has capacity"), (4, [], "no member has capacity"),
-])
-def test_shares_that_cannot_be_are_refused(batch_size: int, capacities: list[float], text: str) -> None:
+@pytest.mark.parametrize(
+    ("batch_size", "capacities", "text"),
+    [
+        (-1, [1.0], "batch_size"),
+        (4, [1.0, -1.0], "not negative"),
+        (4, [math.nan], "finite"),
+        (4, [math.inf], "finite"),
+        (4, [0.0, 0.0], "no member has capacity"),
+        (4, [], "no member has capacity"),
+    ],
+)
+def test_shares_that_cannot_be_are_refused(
+    batch_size: int, capacities: list[float], text: str
+) -> None:
     with pytest.raises(ConfigError, match=text):
         split_batch(batch_size, capacities)

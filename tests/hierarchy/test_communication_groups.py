@@ -20,13 +20,16 @@ class Placed:
 
 
 PLACED = st.lists(st.sets(st.integers(0, 6), min_size=1, max_size=4), max_size=10).map(
-    lambda sets: [Placed(index, tuple(sorted(boards))) for index, boards in enumerate(sets)])
+    lambda sets: [Placed(index, tuple(sorted(boards))) for index, boards in enumerate(sets)]
+)
 
 
 @given(groups=PLACED)
 def test_colouring_is_proper_and_complete(groups: list[Placed]) -> None:
     found = communication_groups(groups)
-    assert sorted(group_id for ids in found for group_id in ids) == [group.group_id for group in groups]
+    assert sorted(group_id for ids in found for group_id in ids) == [
+        group.group_id for group in groups
+    ]
     turn = {group_id: index for index, ids in enumerate(found) for group_id in ids}
     for left, right in combinations(groups, 2):
         conflict = left.split and right.split and bool({*left.boards} & {*right.boards})
@@ -37,14 +40,17 @@ def test_colouring_is_proper_and_complete(groups: list[Placed]) -> None:
 
 @given(slots=st.lists(st.integers(1, 6), min_size=1, max_size=12), data=st.data())
 def test_contiguous_placement_yields_paths_hence_at_most_two_colours(
-    slots: list[int], data: st.DataObject,
+    slots: list[int],
+    data: st.DataObject,
 ) -> None:
     num_socs = data.draw(st.integers(1, sum(slots)))
     num_groups = data.draw(st.integers(1, num_socs))
     for plan in (map_groups, integrity_greedy):
         placement = plan(slots, num_groups, num_socs)
-        groups = [Placed(index, tuple(board for board, _ in pieces))
-                  for index, pieces in enumerate(placement.groups)]
+        groups = [
+            Placed(index, tuple(board for board, _ in pieces))
+            for index, pieces in enumerate(placement.groups)
+        ]
         assert all(len(others) <= 2 for others in conflicts(groups).values())
         assert len(communication_groups(groups)) <= 2
 

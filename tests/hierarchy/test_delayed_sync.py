@@ -16,7 +16,9 @@ INTERVALS = st.one_of(st.just("decay"), st.floats(1e-3, 50.0))
 
 
 @given(num_epochs=st.integers(1, 60), steps=st.integers(1, 120), interval=INTERVALS)
-def test_every_step_lies_in_one_interval_in_order(num_epochs: int, steps: int, interval: float | str) -> None:
+def test_every_step_lies_in_one_interval_in_order(
+    num_epochs: int, steps: int, interval: float | str
+) -> None:
     schedule = sync_schedule(num_epochs, steps, interval)
     position = 0
     for index, part in enumerate(schedule):
@@ -27,8 +29,14 @@ def test_every_step_lies_in_one_interval_in_order(num_epochs: int, steps: int, i
     assert position == num_epochs * steps
 
 
-@given(num_epochs=st.integers(1, 40), steps=st.integers(1, 200), interval=st.sampled_from([0.1, 0.25, 0.3, 1.5]))
-def test_intervals_are_rounded_without_drifting(num_epochs: int, steps: int, interval: float) -> None:
+@given(
+    num_epochs=st.integers(1, 40),
+    steps=st.integers(1, 200),
+    interval=st.sampled_from([0.1, 0.25, 0.3, 1.5]),
+)
+def test_intervals_are_rounded_without_drifting(
+    num_epochs: int, steps: int, interval: float
+) -> None:
     if interval * steps >= 1.0:
         for number, part in enumerate(sync_schedule(num_epochs, steps, interval)[:-1], start=1):
             assert abs(part.first_step + part.num_steps - number * interval * steps) <= 0.5 + 1e-6
@@ -45,24 +53,47 @@ def test_whole_epochs_and_the_cut_last_interval() -> None:
     assert [part.num_steps for part in sync_schedule(1, 3, 0.01)] == [1, 1, 1]
 
 
-@given(num_epochs=st.integers(1, 90), steps=st.integers(1, 120), interval=INTERVALS,
-       initial=st.sampled_from([0.25, 0.3]), doubling_epochs=st.integers(1, 12), server_interval=st.integers(1, 5))
+@given(
+    num_epochs=st.integers(1, 90),
+    steps=st.integers(1, 120),
+    interval=INTERVALS,
+    initial=st.sampled_from([0.25, 0.3]),
+    doubling_epochs=st.integers(1, 12),
+    server_interval=st.integers(1, 5),
+)
 def test_the_shapes_of_a_schedule_are_its_intervals_counted(
-    num_epochs: int, steps: int, interval: float | str, initial: float, doubling_epochs: int, server_interval: int,
+    num_epochs: int,
+    steps: int,
+    interval: float | str,
+    initial: float,
+    doubling_epochs: int,
+    server_interval: int,
 ) -> None:
     """Against brute force."""
-    def shape(part: SyncInterval) -> tuple[int, bool, bool, bool]:
-        return (part.num_steps, part.first_step == part.deal_epoch * steps, part.index == 0, part.across_servers)
 
-    options: dict[str, Any] = {"initial": initial, "doubling_epochs": doubling_epochs,
-                               "server_interval": server_interval}
+    def shape(part: SyncInterval) -> tuple[int, bool, bool, bool]:
+        return (
+            part.num_steps,
+            part.first_step == part.deal_epoch * steps,
+            part.index == 0,
+            part.across_servers,
+        )
+
+    options: dict[str, Any] = {
+        "initial": initial,
+        "doubling_epochs": doubling_epochs,
+        "server_interval": server_interval,
+    }
     schedule = sync_schedule(num_epochs, steps, interval, **options)
     shapes = sync_shapes(num_epochs, steps, interval, **options)
     assert {shape(first): count for first, count in shapes} == Counter(map(shape, schedule))
     assert all(first == schedule[first.index] for first, _ in shapes)
 
 
-@given(steps=st.integers(1, 120), interval=st.one_of(st.just("decay"), st.integers(1, 400).map(lambda n: n / 100)))
+@given(
+    steps=st.integers(1, 120),
+    interval=st.one_of(st.just("decay"), st.integers(1, 400).map(lambda n: n / 100)),
+)
 def test_shapes_take_no_more_work_for_more_epochs(steps: int, interval: float | str) -> None:
     """Counted in intervals that are walked along: two decimals repeat after a hundred epochs."""
     num_walked = [0]
@@ -79,49 +110,88 @@ def test_shapes_take_no_more_work_for_more_epochs(steps: int, interval: float | 
     assert sum(first.num_steps * count for first, count in shapes) == 10**12 * steps
 
 
-@pytest.mark.parametrize(("num_epochs", "steps", "interval"), [
-    (10**8, 100, "decay"), (10**8, 1, 1.0), (10**5, 1000, 1e-9), (10, 10**6, 1e-300), (10**7, 3, 0.123456789123),
-])
+@pytest.mark.parametrize(
+    ("num_epochs", "steps", "interval"),
+    [
+        (10**8, 100, "decay"),
+        (10**8, 1, 1.0),
+        (10**5, 1000, 1e-9),
+        (10, 10**6, 1e-300),
+        (10**7, 3, 0.123456789123),
+    ],
+)
 def test_more_rounds_than_can_be_meant_are_refused_with_the_way_out(
-    num_epochs: int, steps: int, interval: float | str,
+    num_epochs: int,
+    steps: int,
+    interval: float | str,
 ) -> None:
-    with pytest.raises(ConfigError, match=f"epochs = {num_epochs} .* rounds.*; train fewer epochs, or synchronise"):
+    with pytest.raises(
+        ConfigError, match=f"epochs = {num_epochs} .* rounds.*; train fewer epochs, or synchronise"
+    ):
         sync_schedule(num_epochs, steps, interval)
 
 
-@pytest.mark.parametrize(("arguments", "options", "text"), [
-    ((0, 5, 1.0), {}, "epochs"), ((5, 0, 1.0), {}, "steps_per_epoch"), ((5, 5, 0.0), {}, "above 0"),
-    ((5, 5, float("nan")), {}, "above 0"), ((5, 5, float("inf")), {}, "finite"),
-    ((5, 5, "sometimes"), {}, "'sometimes'"),
-    ((5, 5, "decay"), {"doubling_epochs": 0}, "doubling_epochs"), ((5, 5, "decay"), {"initial": 3.0}, "initial"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "options", "text"),
+    [
+        ((0, 5, 1.0), {}, "epochs"),
+        ((5, 0, 1.0), {}, "steps_per_epoch"),
+        ((5, 5, 0.0), {}, "above 0"),
+        ((5, 5, float("nan")), {}, "above 0"),
+        ((5, 5, float("inf")), {}, "finite"),
+        ((5, 5, "sometimes"), {}, "'sometimes'"),
+        ((5, 5, "decay"), {"doubling_epochs": 0}, "doubling_epochs"),
+        ((5, 5, "decay"), {"initial": 3.0}, "initial"),
+    ],
+)
 def test_schedules_that_cannot_be_are_refused(
-    arguments: tuple[int, int, float | str], options: dict[str, int], text: str,
+    arguments: tuple[int, int, float | str],
+    options: dict[str, int],
+    text: str,
 ) -> None:
     with pytest.raises(ConfigError, match=text):
         sync_schedule(*arguments, **options)
 
 
-@given(num_epochs=st.integers(1, 30), steps=st.integers(1, 20), interval=INTERVALS, server_interval=st.integers(1, 6))
+@given(
+    num_epochs=st.integers(1, 30),
+    steps=st.integers(1, 20),
+    interval=INTERVALS,
+    server_interval=st.integers(1, 6),
+)
 def test_servers_take_part_in_every_nth_synchronisation_and_the_last_and_data_change_only_after_these(
-    num_epochs: int, steps: int, interval: float | str, server_interval: int,
+    num_epochs: int,
+    steps: int,
+    interval: float | str,
+    server_interval: int,
 ) -> None:
     schedule = sync_schedule(num_epochs, steps, interval, server_interval=server_interval)
     flat = sync_schedule(num_epochs, steps, interval)
     assert [(part.first_step, part.num_steps) for part in schedule] == [
-        (part.first_step, part.num_steps) for part in flat]
+        (part.first_step, part.num_steps) for part in flat
+    ]
     assert [part.index for part in schedule if part.across_servers] == [
-        index for index in range(len(flat)) if index % server_interval == server_interval - 1 or index == len(flat) - 1]
+        index
+        for index in range(len(flat))
+        if index % server_interval == server_interval - 1 or index == len(flat) - 1
+    ]
     for before, part in pairwise(schedule):
         if part.deal_epoch != before.deal_epoch:
             assert before.across_servers and part.first_step == part.deal_epoch * steps
         assert (part.deal_epoch == part.first_step / steps) >= (
-            before.across_servers and part.first_step % steps == 0)
+            before.across_servers and part.first_step % steps == 0
+        )
 
 
-@given(num_samples=st.integers(1, 10_000), num_groups=st.integers(1, 60), batch_size=st.integers(1, 300))
+@given(
+    num_samples=st.integers(1, 10_000),
+    num_groups=st.integers(1, 60),
+    batch_size=st.integers(1, 300),
+)
 def test_steps_suffice_for_the_group_with_most_samples_and_no_more(
-    num_samples: int, num_groups: int, batch_size: int,
+    num_samples: int,
+    num_groups: int,
+    batch_size: int,
 ) -> None:
     most = max(len(range(group, num_samples, num_groups)) for group in range(num_groups))
     steps = group_steps_per_epoch(num_samples, num_groups, batch_size)
@@ -134,8 +204,16 @@ def test_steps_need_samples_groups_and_a_batch(arguments: tuple[int, int, int]) 
         group_steps_per_epoch(*arguments)
 
 
-@pytest.mark.parametrize(("interval", "deals"), [
-    (0.5, [0, 0, 1, 1, 2, 2, 3, 3]), (1.0, [0, 1, 2, 3]), (2.0, [0, 2]), (0.75, [0, 0, 0, 0, 3, 3]),
-])
-def test_data_are_dealt_where_a_synchronisation_ends_an_epoch(interval: float, deals: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("interval", "deals"),
+    [
+        (0.5, [0, 0, 1, 1, 2, 2, 3, 3]),
+        (1.0, [0, 1, 2, 3]),
+        (2.0, [0, 2]),
+        (0.75, [0, 0, 0, 0, 3, 3]),
+    ],
+)
+def test_data_are_dealt_where_a_synchronisation_ends_an_epoch(
+    interval: float, deals: list[int]
+) -> None:
     assert [entry.deal_epoch for entry in sync_schedule(4, 4, interval)] == deals

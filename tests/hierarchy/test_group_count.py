@@ -33,13 +33,20 @@ def test_divergence_is_a_fall_and_of_the_reference_an_error() -> None:
         choose_group_count((1, 2), lambda _: math.nan)
 
 
-@given(curve=st.dictionaries(st.integers(1, 64), st.floats(0.0, 1.0), min_size=1),
-       drop=st.floats(0.0, 1.0), floor=st.floats(0.0, 1.0))
+@given(
+    curve=st.dictionaries(st.integers(1, 64), st.floats(0.0, 1.0), min_size=1),
+    drop=st.floats(0.0, 1.0),
+    floor=st.floats(0.0, 1.0),
+)
 def test_each_candidate_is_profiled_at_most_once_from_few_to_many(
-    curve: dict[int, float], drop: float, floor: float,
+    curve: dict[int, float],
+    drop: float,
+    floor: float,
 ) -> None:
     asked: list[int] = []
-    choice = choose_group_count(curve, lambda n: asked.append(n) or curve[n], relative_drop=drop, floor=floor)
+    choice = choose_group_count(
+        curve, lambda n: asked.append(n) or curve[n], relative_drop=drop, floor=floor
+    )
     assert asked == sorted(set(asked)) == list(choice.accuracies)
     assert choice.num_groups == (asked[-1] if choice.stopped_at is None else asked[-2])
     assert choice.stopped_at in (None, asked[-1])
@@ -51,9 +58,13 @@ def test_default_candidates_are_powers_of_two() -> None:
     assert default_candidates(60) == (1, 2, 4, 8, 16, 32)
 
 
-@pytest.mark.parametrize(("candidates", "options"), [((), {}), ((0, 1), {}), ((1,), {"relative_drop": 1.5}),
-                                                     ((1,), {"floor": -0.1})])
-def test_what_cannot_be_chosen_from_is_refused(candidates: tuple[int, ...], options: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    ("candidates", "options"),
+    [((), {}), ((0, 1), {}), ((1,), {"relative_drop": 1.5}), ((1,), {"floor": -0.1})],
+)
+def test_what_cannot_be_chosen_from_is_refused(
+    candidates: tuple[int, ...], options: dict[str, float]
+) -> None:
     with pytest.raises(ConfigError, match="group count"):
         choose_group_count(candidates, lambda _: 0.5, **options)
     with pytest.raises(ConfigError, match="at least one SoC"):

@@ -12,8 +12,20 @@ from socflower.precision.processor_costs import MixedPricing
 from socflower.sim import EventClock
 
 CLUSTER = parse_cluster({"boards": [2, 2]})
-PROFILE = ModelProfile(name="toy", input_bytes=4.0, layers=(
-    LayerProfile(name="only", kind="Linear", forward_flops=1e8, output_bytes=4.0, weight_bytes=4e5, num_tensors=2),))
+PROFILE = ModelProfile(
+    name="toy",
+    input_bytes=4.0,
+    layers=(
+        LayerProfile(
+            name="only",
+            kind="Linear",
+            forward_flops=1e8,
+            output_bytes=4.0,
+            weight_bytes=4e5,
+            num_tensors=2,
+        ),
+    ),
+)
 (INTERVAL,) = sync_schedule(1, 10, 1.0)
 
 ALPHAS = st.floats(0.0, 1.0)
@@ -22,8 +34,15 @@ ALPHAS = st.floats(0.0, 1.0)
 def work(**changes: Any) -> IntervalCosts:
     """Two groups of two, ten steps an epoch, which is the only interval."""
     values: dict[str, Any] = {
-        "cluster": CLUSTER, "plan": plan_groups(CLUSTER, 2), "profile": PROFILE, "num_samples": 640, "batch_size": 32,
-        "steps_per_epoch": 10, "serialize_uplinks": True, "pricing": MixedPricing(rule="paper")}
+        "cluster": CLUSTER,
+        "plan": plan_groups(CLUSTER, 2),
+        "profile": PROFILE,
+        "num_samples": 640,
+        "batch_size": 32,
+        "steps_per_epoch": 10,
+        "serialize_uplinks": True,
+        "pricing": MixedPricing(rule="paper"),
+    }
     return IntervalCosts(**(values | changes))
 
 
@@ -54,12 +73,16 @@ def test_phases_that_say_what_the_pricing_says_cost_the_same(alpha: float) -> No
 
 @given(first=st.tuples(ALPHAS, ALPHAS), second=st.tuples(ALPHAS, ALPHAS), cut=st.integers(1, 9))
 def test_two_phases_cost_the_sum_of_both_and_one_synchronisation(
-    first: tuple[float, float], second: tuple[float, float], cut: int,
+    first: tuple[float, float],
+    second: tuple[float, float],
+    cut: int,
 ) -> None:
     """Against the two phases on the clock by hand; pipelines drain between them, and leaders wait for each other."""
     of, clock = work(leaders="ring"), EventClock(CLUSTER)
-    pricings = [{group_id: MixedPricing(rule="paper", alpha=alpha) for group_id, alpha in enumerate(alphas)}
-                for alphas in (first, second)]
+    pricings = [
+        {group_id: MixedPricing(rule="paper", alpha=alpha) for group_id, alpha in enumerate(alphas)}
+        for alphas in (first, second)
+    ]
     expected = clock.run(of.step(pricings=pricings[0]), repeat=cut)
     expected += clock.run(of.step(pricings=pricings[1]), repeat=10 - cut)
     synchronisation = of.synchronisation()
@@ -78,15 +101,22 @@ def test_one_slow_group_does_not_slow_the_others_steps() -> None:
     slow, all_slow = [(10, {1: on_cpu})], [(10, {0: on_cpu, 1: on_cpu})]
     for leaders, saved in (("ring", 0.0), ("star", 1.0)):
         of = work(leaders=leaders)
-        upload_s = of.exchange.num_messages * CLUSTER.message_s + of.exchange.num_bytes / CLUSTER.hub_bytes_per_s
+        upload_s = (
+            of.exchange.num_messages * CLUSTER.message_s
+            + of.exchange.num_bytes / CLUSTER.hub_bytes_per_s
+        )
         assert usage(of).duration_s < usage(of, slow).duration_s
-        assert usage(of, all_slow).duration_s - usage(of, slow).duration_s == pytest.approx(saved * upload_s)
+        assert usage(of, all_slow).duration_s - usage(of, slow).duration_s == pytest.approx(
+            saved * upload_s
+        )
         assert usage(of, slow).soc_seconds["compute"] < usage(of, all_slow).soc_seconds["compute"]
 
 
 def test_shares_follow_the_rates_of_the_pricing_whatever_the_phases_say() -> None:
     """F4: the clients split batches before the alphas of the interval are known."""
-    mixed = parse_cluster({}, [{"socs": 1, "device": "snapdragon-865"}, {"socs": 1, "device": "raspberry-pi-4b"}])
+    mixed = parse_cluster(
+        {}, [{"socs": 1, "device": "snapdragon-865"}, {"socs": 1, "device": "raspberry-pi-4b"}]
+    )
     of = work(cluster=mixed, plan=plan_groups(mixed, 1))
     shares = dict(of.shares)
     assert shares[0] > shares[1] and sum(shares.values()) == 32

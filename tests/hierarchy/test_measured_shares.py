@@ -29,8 +29,11 @@ class Device:
         return self.fixed_s + self.sample_s * num_samples
 
 
-DEVICES = st.lists(st.builds(Device, fixed_s=st.floats(0.0, 2.0), sample_s=st.floats(0.01, 1.0)),
-                   min_size=2, max_size=6)
+DEVICES = st.lists(
+    st.builds(Device, fixed_s=st.floats(0.0, 2.0), sample_s=st.floats(0.01, 1.0)),
+    min_size=2,
+    max_size=6,
+)
 
 
 def even(num_members: int, **options: float) -> CapacityFilter:
@@ -39,10 +42,14 @@ def even(num_members: int, **options: float) -> CapacityFilter:
 
 def sizes_by(filtered: CapacityFilter, batch_size: int) -> tuple[int, ...]:
     rates = filtered.capacities()
-    return ensure_one_sample(split_batch(batch_size, [rates[member] for member in sorted(rates)]), filtered.due)
+    return ensure_one_sample(
+        split_batch(batch_size, [rates[member] for member in sorted(rates)]), filtered.due
+    )
 
 
-def step(filtered: CapacityFilter, devices: Sequence[Device], batch_size: int) -> tuple[tuple[int, ...], list[float]]:
+def step(
+    filtered: CapacityFilter, devices: Sequence[Device], batch_size: int
+) -> tuple[tuple[int, ...], list[float]]:
     """Let the devices do a step by the filter's shares, and the filter see it; return shares and seconds."""
     sizes = sizes_by(filtered, batch_size)
     taken_s = [device.seconds(size) for device, size in zip(devices, sizes, strict=True)]
@@ -58,9 +65,11 @@ def note_rates(filtered: CapacityFilter, rates: Sequence[float]) -> bool:
 
 
 @given(devices=DEVICES, shares=st.lists(st.floats(0.01, 1.0), min_size=6, max_size=6))
-def test_step_times_approach_each_other_monotonically(devices: list[Device], shares: list[float]) -> None:
+def test_step_times_approach_each_other_monotonically(
+    devices: list[Device], shares: list[float]
+) -> None:
     """The theorem of the module's docstring, in real numbers: t' - T = (a / t) (t - T)."""
-    sizes = [64.0 * share / sum(shares[:len(devices)]) for share in shares[:len(devices)]]
+    sizes = [64.0 * share / sum(shares[: len(devices)]) for share in shares[: len(devices)]]
     for _ in range(200):
         taken_s = [device.seconds(size) for device, size in zip(devices, sizes, strict=True)]
         rates = [size / seconds for size, seconds in zip(sizes, taken_s, strict=True)]
@@ -69,14 +78,17 @@ def test_step_times_approach_each_other_monotonically(devices: list[Device], sha
         sizes = [64.0 * rate / math.fsum(rates) for rate in rates]
         after_s = [device.seconds(size) for device, size in zip(devices, sizes, strict=True)]
         for device, before, after in zip(devices, taken_s, after_s, strict=True):
-            assert after - common_s == pytest.approx(device.fixed_s / before * (before - common_s), abs=1e-6 * common_s)
+            assert after - common_s == pytest.approx(
+                device.fixed_s / before * (before - common_s), abs=1e-6 * common_s
+            )
         assert max(after_s) <= max(taken_s) * (1 + 1e-9)
         assert min(after_s) >= min(taken_s) * (1 - 1e-9)
 
 
 @given(devices=DEVICES, batch_size=st.integers(48, 512))
 def test_under_constant_load_shares_come_to_rest_where_times_are_equal_within_a_sample(
-    devices: list[Device], batch_size: int,
+    devices: list[Device],
+    batch_size: int,
 ) -> None:
     """Equal but for the mean time of a sample and what the dead band lets pass."""
     filtered = even(len(devices))
@@ -118,11 +130,18 @@ def test_noise_within_the_dead_band_never_moves_shares(noise: list[list[float]])
     assert filtered.capacities() == {0: 1.0, 1: 1.0, 2: 1.0}
 
 
-@given(factor=st.sampled_from([0.1, 0.01, 10.0, 100.0]), at=st.integers(0, 30), member=st.integers(0, 2))
+@given(
+    factor=st.sampled_from([0.1, 0.01, 10.0, 100.0]),
+    at=st.integers(0, 30),
+    member=st.integers(0, 2),
+)
 def test_one_step_that_is_far_off_is_ignored(factor: float, at: int, member: int) -> None:
     filtered = even(3)
     for number in range(40):
-        note_rates(filtered, [7.0 * (factor if (number, other) == (at, member) else 1.0) for other in range(3)])
+        note_rates(
+            filtered,
+            [7.0 * (factor if (number, other) == (at, member) else 1.0) for other in range(3)],
+        )
     assert filtered.num_moves == 0
 
 
@@ -137,7 +156,8 @@ def test_two_steps_that_are_far_off_are_ignored_by_a_full_window(at: int, member
 
 @pytest.mark.parametrize(("factor", "taken_up_after"), [(0.5, 4), (2.0, 4), (0.1, 4)])
 def test_a_lasting_change_is_taken_up_when_the_median_has_turned_and_patience_is_over(
-    factor: float, taken_up_after: int,
+    factor: float,
+    taken_up_after: int,
 ) -> None:
     filtered = even(3)
     for _ in range(10):
@@ -166,7 +186,9 @@ def test_equal_observations_give_equal_bits_also_after_a_restore(seen: list[list
     first, second = even(3), even(3)
     for rates in seen:
         note_rates(first, rates)
-        second.note({member: (rates[member], 1.0) for member in (2, 0, 1)})  # the order in which they are told
+        second.note(
+            {member: (rates[member], 1.0) for member in (2, 0, 1)}
+        )  # the order in which they are told
         third = even(3)
         third.restore(json.loads(json.dumps(second.state())))
         second = third
@@ -177,12 +199,14 @@ def test_equal_observations_give_equal_bits_also_after_a_restore(seen: list[list
 # --------------------------------------------------------------------------------- members without samples
 
 
-def test_a_member_too_slow_for_a_sample_is_probed_ever_more_rarely_at_most_every_128_steps() -> None:
+def test_a_member_too_slow_for_a_sample_is_probed_ever_more_rarely_at_most_every_128_steps() -> (
+    None
+):
     devices = [Device(sample_s=0.1), Device(sample_s=0.1), Device(sample_s=100.0)]
     filtered = even(3)
     probes = [number for number in range(1000) if step(filtered, devices, 16)[0][2] and number > 10]
     gaps = [later - earlier for earlier, later in itertools.pairwise(probes)]
-    assert gaps == [17, 33, 65, 129, 129, 129, 129, 129, 129][:len(gaps)]
+    assert gaps == [17, 33, 65, 129, 129, 129, 129, 129, 129][: len(gaps)]
     assert len(gaps) >= 8
 
 
@@ -201,8 +225,12 @@ def test_a_member_that_is_faster_than_nothing_but_still_too_slow_is_left_alone_a
     filtered = even(3)
     for _ in range(100):
         step(filtered, [Device(sample_s=0.1), Device(sample_s=0.1), Device(sample_s=100.0)], 16)
-    with_sample = [step(filtered, [Device(sample_s=0.1), Device(sample_s=0.1), Device(sample_s=50.0)], 16)[0][2]
-                   for _ in range(600)]
+    with_sample = [
+        step(filtered, [Device(sample_s=0.1), Device(sample_s=0.1), Device(sample_s=50.0)], 16)[0][
+            2
+        ]
+        for _ in range(600)
+    ]
     assert sum(with_sample) <= 25
     assert with_sample[-100:].count(1) <= 1
 
@@ -222,8 +250,10 @@ def test_members_that_are_absent_keep_their_place_beside_the_others() -> None:
     assert accepted[2] == pytest.approx(6.0)  # as it was beside both
 
 
-@given(samples=st.sampled_from([-1.0, 3.0, math.nan, math.inf]),
-       seconds=st.sampled_from([0.0, -1.0, math.nan, math.inf]))
+@given(
+    samples=st.sampled_from([-1.0, 3.0, math.nan, math.inf]),
+    seconds=st.sampled_from([0.0, -1.0, math.nan, math.inf]),
+)
 def test_observations_that_cannot_be_tell_nothing(samples: float, seconds: float) -> None:
     filtered = even(2)
     for _ in range(30):
@@ -235,19 +265,24 @@ def test_observations_that_cannot_be_tell_nothing(samples: float, seconds: float
 # ------------------------------------------------------------------------------------------------- mistakes
 
 
-@pytest.mark.parametrize(("nominal", "options", "says"), [
-    ({0: -1.0, 1: 1.0}, {}, "nominal"),
-    ({0: math.nan}, {}, "nominal"),
-    ({0: math.inf}, {}, "nominal"),
-    ({0: 0.0, 1: 0.0}, {}, "one above 0"),
-    ({}, {}, "one above 0"),
-    ({0: 1.0}, {"threshold": 0.0}, "threshold = 0.0"),
-    ({0: 1.0}, {"threshold": math.nan}, "threshold = nan"),
-    ({0: 1.0}, {"patience": 0}, "patience = 0"),
-    ({0: 1.0}, {"window": 2}, "enough = 3, window = 2"),
-    ({0: 1.0}, {"enough": 0}, "enough = 0, window = 5"),
-])
-def test_settings_that_cannot_be_are_refused(nominal: dict[int, float], options: dict[str, float], says: str) -> None:
+@pytest.mark.parametrize(
+    ("nominal", "options", "says"),
+    [
+        ({0: -1.0, 1: 1.0}, {}, "nominal"),
+        ({0: math.nan}, {}, "nominal"),
+        ({0: math.inf}, {}, "nominal"),
+        ({0: 0.0, 1: 0.0}, {}, "one above 0"),
+        ({}, {}, "one above 0"),
+        ({0: 1.0}, {"threshold": 0.0}, "threshold = 0.0"),
+        ({0: 1.0}, {"threshold": math.nan}, "threshold = nan"),
+        ({0: 1.0}, {"patience": 0}, "patience = 0"),
+        ({0: 1.0}, {"window": 2}, "enough = 3, window = 2"),
+        ({0: 1.0}, {"enough": 0}, "enough = 0, window = 5"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(
+    nominal: dict[int, float], options: dict[str, float], says: str
+) -> None:
     with pytest.raises(ConfigError, match=says) as refusal:
         CapacityFilter(nominal, **options)
     assert "\n" not in str(refusal.value)

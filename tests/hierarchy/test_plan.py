@@ -23,7 +23,8 @@ def totals(plan: GroupPlan, capacities: list[float]) -> list[float]:
 
 @given(slots=st.lists(st.integers(1, 6), min_size=1, max_size=8), data=st.data())
 def test_every_soc_is_used_at_most_once_and_rings_are_contiguous_by_board(
-    slots: list[int], data: st.DataObject,
+    slots: list[int],
+    data: st.DataObject,
 ) -> None:
     rack = cluster(*slots)
     num_socs = data.draw(st.integers(1, sum(slots)))
@@ -39,7 +40,9 @@ def test_every_soc_is_used_at_most_once_and_rings_are_contiguous_by_board(
         assert group.split == (len(boards) > 1)
         on_board = [sum(rack.board_of(soc) == board for soc in group.members) for board in boards]
         assert on_board[boards.index(rack.board_of(group.leader))] == max(on_board)
-    assert sorted(group_id for ids in plan.communication_groups for group_id in ids) == list(range(num_groups))
+    assert sorted(group_id for ids in plan.communication_groups for group_id in ids) == list(
+        range(num_groups)
+    )
 
 
 def test_leader_is_the_first_member_where_most_of_its_group_is() -> None:
@@ -51,23 +54,43 @@ def test_leader_is_the_first_member_where_most_of_its_group_is() -> None:
 
 def test_document_has_the_keys_that_programs_rely_on() -> None:
     document = json.loads(json.dumps(plan_groups(cluster(5, 5, 5, 5), 3).to_document()))
-    assert set(document) == {"groups", "contention", "communication_groups", "proven_optimal", "slots_per_board"}
-    assert all(set(group) == {"id", "members", "leader", "boards", "server", "split"} for group in document["groups"])
-    assert sorted(group_id for ids in document["communication_groups"] for group_id in ids) == [0, 1, 2]
+    assert set(document) == {
+        "groups",
+        "contention",
+        "communication_groups",
+        "proven_optimal",
+        "slots_per_board",
+    }
+    assert all(
+        set(group) == {"id", "members", "leader", "boards", "server", "split"}
+        for group in document["groups"]
+    )
+    assert sorted(group_id for ids in document["communication_groups"] for group_id in ids) == [
+        0,
+        1,
+        2,
+    ]
 
 
-@pytest.mark.parametrize(("num_groups", "num_socs", "text"), [
-    (9, 8, "9 groups need at least 9 SoCs and 8 take part"),
-    (2, 11, "11 SoCs are asked for and 10 slots are in use"),
-    (0, None, "0 groups of 10 SoCs"),
-])
-def test_infeasible_plans_are_refused_in_one_line(num_groups: int, num_socs: int | None, text: str) -> None:
+@pytest.mark.parametrize(
+    ("num_groups", "num_socs", "text"),
+    [
+        (9, 8, "9 groups need at least 9 SoCs and 8 take part"),
+        (2, 11, "11 SoCs are asked for and 10 slots are in use"),
+        (0, None, "0 groups of 10 SoCs"),
+    ],
+)
+def test_infeasible_plans_are_refused_in_one_line(
+    num_groups: int, num_socs: int | None, text: str
+) -> None:
     with pytest.raises(InfeasiblePlan, match=text) as caught:
         plan_groups(cluster(5, 5), num_groups, num_socs)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("capacities", [[1.0], [1.0, -1.0], [1.0, float("nan")], [1.0, float("inf")]])
+@pytest.mark.parametrize(
+    "capacities", [[1.0], [1.0, -1.0], [1.0, float("nan")], [1.0, float("inf")]]
+)
 def test_capacities_that_cannot_be_are_refused(capacities: list[float]) -> None:
     with pytest.raises(ConfigError, match="need 2 capacities"):
         plan_groups(cluster(2), 1, capacities=capacities)
@@ -94,14 +117,16 @@ def test_equal_capacities_change_nothing() -> None:
 
 
 @given(capacities=st.lists(st.sampled_from([0.5, 0.6, 0.9, 1.0]), min_size=8, max_size=8))
-def test_groups_of_a_board_are_about_equally_fast_and_placement_stays(capacities: list[float]) -> None:
+def test_groups_of_a_board_are_about_equally_fast_and_placement_stays(
+    capacities: list[float],
+) -> None:
     rack = cluster(4, 4)
     plain, dealt = plan_groups(rack, 4), plan_groups(rack, 4, capacities=capacities)
     assert [group.boards for group in dealt.groups] == [group.boards for group in plain.groups]
     for board in range(2):
-        own = capacities[4 * board:4 * board + 4]
+        own = capacities[4 * board : 4 * board + 4]
         best = min(sum(x * x for x in (a + b, c + d)) for a, b, c, d in permutations(own))
-        got = totals(dealt, capacities)[2 * board:2 * board + 2]
+        got = totals(dealt, capacities)[2 * board : 2 * board + 2]
         assert sum(x * x for x in got) == pytest.approx(best)
 
 
@@ -111,7 +136,12 @@ def test_exchanges_never_make_groups_less_even_and_end(data: st.DataObject) -> N
     members = [[0, 1, 2, 6], [3, 4, 7], [5, 8, 9, 10, 11]]
     board_of = {soc: soc // 6 for soc in range(12)}
     after = balance_capacities(members, board_of, capacities)
-    assert [[board_of[soc] for soc in group] for group in after] == [[board_of[s] for s in g] for g in members]
+    assert [[board_of[soc] for soc in group] for group in after] == [
+        [board_of[s] for s in g] for g in members
+    ]
     assert sorted(soc for group in after for soc in group) == list(range(12))
-    squares = [sum(sum(capacities[soc] for soc in group) ** 2 for group in groups) for groups in (members, after)]
+    squares = [
+        sum(sum(capacities[soc] for soc in group) ** 2 for group in groups)
+        for groups in (members, after)
+    ]
     assert squares[1] <= squares[0] * (1 + 1e-12)

@@ -25,8 +25,20 @@ from socflower.hierarchy.rebalancing import (
 )
 from socflower.sim import EventClock
 
-PROFILE = ModelProfile(name="toy", input_bytes=4.0, layers=(
-    LayerProfile(name="only", kind="Linear", forward_flops=1e10, output_bytes=4.0, weight_bytes=4.0, num_tensors=1),))
+PROFILE = ModelProfile(
+    name="toy",
+    input_bytes=4.0,
+    layers=(
+        LayerProfile(
+            name="only",
+            kind="Linear",
+            forward_flops=1e10,
+            output_bytes=4.0,
+            weight_bytes=4.0,
+            num_tensors=1,
+        ),
+    ),
+)
 PARTS = st.floats(0.05, 1.0)
 LOOSE = settings(max_examples=30)
 
@@ -34,7 +46,9 @@ LOOSE = settings(max_examples=30)
 @st.composite
 def plans(draw: st.DrawFn, most_on_board: int = 5) -> tuple[Cluster, GroupPlan]:
     """A random rack with uneven boards and idle slots, and a plan of groups on it."""
-    cluster = parse_cluster({"boards": draw(st.lists(st.integers(1, most_on_board), min_size=1, max_size=5))})
+    cluster = parse_cluster(
+        {"boards": draw(st.lists(st.integers(1, most_on_board), min_size=1, max_size=5))}
+    )
     num_socs = draw(st.integers(1, cluster.num_socs))
     return cluster, plan_groups(cluster, draw(st.integers(1, num_socs)), num_socs)
 
@@ -55,7 +69,9 @@ def boards_of(plan: GroupPlan, cluster: Cluster) -> list[list[int]]:
 @LOOSE
 @given(plans(), st.floats(0.0, 0.5), st.data())
 def test_reordering_keeps_boards_contention_communication_groups_and_leaders(
-    rack: tuple[Cluster, GroupPlan], min_gain: float, data: st.DataObject,
+    rack: tuple[Cluster, GroupPlan],
+    min_gain: float,
+    data: st.DataObject,
 ) -> None:
     """F20 within F5 and F6: how many SoCs a group has on which board stays."""
     cluster, plan = rack
@@ -63,10 +79,21 @@ def test_reordering_keeps_boards_contention_communication_groups_and_leaders(
     new = reordered(plan, cluster, capacities, min_gain)
     assert boards_of(new, cluster) == boards_of(plan, cluster)
     assert [(group.group_id, group.leader, group.boards) for group in new.groups] == [
-        (group.group_id, group.leader, group.boards) for group in plan.groups]
-    assert all(group.leader in group.members and group.members == tuple(sorted(group.members)) for group in new.groups)
-    assert sorted(soc for socs in members_of(new) for soc in socs) == list(plan.participants) == list(new.participants)
-    assert (new.contention, new.communication_groups) == (plan.contention, plan.communication_groups)
+        (group.group_id, group.leader, group.boards) for group in plan.groups
+    ]
+    assert all(
+        group.leader in group.members and group.members == tuple(sorted(group.members))
+        for group in new.groups
+    )
+    assert (
+        sorted(soc for socs in members_of(new) for soc in socs)
+        == list(plan.participants)
+        == list(new.participants)
+    )
+    assert (new.contention, new.communication_groups) == (
+        plan.contention,
+        plan.communication_groups,
+    )
     assert communication_groups(new.groups) == plan.communication_groups
     assert conflicts(new.groups) == conflicts(plan.groups)
     before, after = slowest(capacities, members_of(plan)), slowest(capacities, members_of(new))
@@ -76,7 +103,8 @@ def test_reordering_keeps_boards_contention_communication_groups_and_leaders(
 @LOOSE
 @given(plans(), st.data())
 def test_after_reordering_no_single_exchange_makes_the_slowest_group_faster(
-    rack: tuple[Cluster, GroupPlan], data: st.DataObject,
+    rack: tuple[Cluster, GroupPlan],
+    data: st.DataObject,
 ) -> None:
     """By trying every exchange of two SoCs that are neither leaders nor on different boards."""
     cluster, plan = rack
@@ -106,8 +134,10 @@ def test_two_groups_on_a_board_are_as_even_as_single_exchanges_get_and_never_abo
     ours = slowest(capacities, members_of(reordered(plan, cluster, capacities)))
     first, second = (group.leader for group in plan.groups)
     rest = [soc for soc in range(6) if soc not in (first, second)]
-    deals = [slowest(capacities, [(first, *own), (second, *(soc for soc in rest if soc not in own))])
-             for own in combinations(rest, 2)]
+    deals = [
+        slowest(capacities, [(first, *own), (second, *(soc for soc in rest if soc not in own))])
+        for own in combinations(rest, 2)
+    ]
     assert slowest(capacities, members_of(plan)) <= ours <= max(deals) * (1.0 + 1e-12)
     # What a local search may miss here is at most the difference of two members.
     assert ours >= max(deals) - (max(capacities) - min(capacities))
@@ -116,7 +146,8 @@ def test_two_groups_on_a_board_are_as_even_as_single_exchanges_get_and_never_abo
 @LOOSE
 @given(plans(), st.data())
 def test_reordering_again_with_the_same_capacities_moves_nothing(
-    rack: tuple[Cluster, GroupPlan], data: st.DataObject,
+    rack: tuple[Cluster, GroupPlan],
+    data: st.DataObject,
 ) -> None:
     cluster, plan = rack
     capacities = data.draw(capacities_of(cluster))
@@ -137,8 +168,14 @@ def test_one_slow_soc_in_each_group_is_better_than_two_in_one() -> None:
 def test_members_of_another_plan_are_refused() -> None:
     cluster = parse_cluster({"boards": [4]})
     plan = plan_groups(cluster, 2)
-    for members in ([[0, 1], [2, 2]], [[0, 1], [2, 5]], [[2, 1], [0, 3]]):  # twice, unknown, led from elsewhere
-        with pytest.raises(ConfigError, match=r"re-balancing: members .* are not those of this plan") as caught:
+    for members in (
+        [[0, 1], [2, 2]],
+        [[0, 1], [2, 5]],
+        [[2, 1], [0, 3]],
+    ):  # twice, unknown, led from elsewhere
+        with pytest.raises(
+            ConfigError, match=r"re-balancing: members .* are not those of this plan"
+        ) as caught:
             with_members(plan, members)
         assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="re-balancing: need 4 capacities, got 3"):
@@ -146,12 +183,15 @@ def test_members_of_another_plan_are_refused() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ capacities
-@pytest.mark.parametrize(("changes", "says"), [
-    ({"steps": -1}, "steps = -1 must not be negative"),
-    ({"tolerance": 0.0}, "tolerance = 0.0 must be above 0 and below 1"),
-    ({"tolerance": 1.0}, "tolerance = 1.0 must be above 0 and below 1"),
-    ({"tolerance": math.nan}, "tolerance = nan must be above 0 and below 1"),
-])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"steps": -1}, "steps = -1 must not be negative"),
+        ({"tolerance": 0.0}, "tolerance = 0.0 must be above 0 and below 1"),
+        ({"tolerance": 1.0}, "tolerance = 1.0 must be above 0 and below 1"),
+        ({"tolerance": math.nan}, "tolerance = nan must be above 0 and below 1"),
+    ],
+)
 def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Rebalancing(**changes)
@@ -165,7 +205,9 @@ def test_a_measured_capacity_that_cannot_be_is_refused(part: float) -> None:
 
 @LOOSE
 @given(tolerance=st.floats(0.01, 0.5), parts=st.lists(PARTS, min_size=1, max_size=20))
-def test_what_is_in_use_is_never_further_off_than_the_tolerance(tolerance: float, parts: list[float]) -> None:
+def test_what_is_in_use_is_never_further_off_than_the_tolerance(
+    tolerance: float, parts: list[float]
+) -> None:
     """And moves only where it would be."""
     in_use = CapacitiesInUse(tolerance)
     for part in parts:
@@ -180,7 +222,9 @@ def test_what_is_in_use_is_never_further_off_than_the_tolerance(tolerance: float
 # -------------------------------------------------------------------------------------------------- members
 @LOOSE
 @given(plans(), st.data())
-def test_groups_go_on_without_members_that_are_taken(rack: tuple[Cluster, GroupPlan], data: st.DataObject) -> None:
+def test_groups_go_on_without_members_that_are_taken(
+    rack: tuple[Cluster, GroupPlan], data: st.DataObject
+) -> None:
     _, plan = rack
     taken = data.draw(st.sets(st.sampled_from(plan.participants)))
     left = without_members(plan, taken)
@@ -189,7 +233,8 @@ def test_groups_go_on_without_members_that_are_taken(rack: tuple[Cluster, GroupP
     assert sorted(soc for socs in members_of(left) for soc in socs) == list(left.participants)
     before = {group.group_id: group for group in plan.groups}
     assert [group.group_id for group in left.groups] == [
-        group.group_id for group in plan.groups if not set(group.members) <= taken]
+        group.group_id for group in plan.groups if not set(group.members) <= taken
+    ]
     for group in left.groups:
         old = before[group.group_id]
         assert group.members == tuple(soc for soc in old.members if soc not in taken)
@@ -198,17 +243,27 @@ def test_groups_go_on_without_members_that_are_taken(rack: tuple[Cluster, GroupP
 
 
 # ----------------------------------------------------------------------------------------- shares of a batch
-def work(cluster: Cluster, plan: GroupPlan, batch_size: int = 32, steps: int | None = None) -> IntervalCosts:
+def work(
+    cluster: Cluster, plan: GroupPlan, batch_size: int = 32, steps: int | None = None
+) -> IntervalCosts:
     return IntervalCosts(
-        cluster=cluster, plan=plan, profile=PROFILE, num_samples=10 * batch_size * len(plan.groups),
-        batch_size=batch_size, steps_per_epoch=10, serialize_uplinks=True,
-        rebalancing=None if steps is None else Rebalancing(steps=steps))
+        cluster=cluster,
+        plan=plan,
+        profile=PROFILE,
+        num_samples=10 * batch_size * len(plan.groups),
+        batch_size=batch_size,
+        steps_per_epoch=10,
+        serialize_uplinks=True,
+        rebalancing=None if steps is None else Rebalancing(steps=steps),
+    )
 
 
 @LOOSE
 @given(plans(), st.integers(1, 64), st.data())
 def test_shares_sum_to_the_batch_whatever_was_measured(
-    rack: tuple[Cluster, GroupPlan], batch_size: int, data: st.DataObject,
+    rack: tuple[Cluster, GroupPlan],
+    batch_size: int,
+    data: st.DataObject,
 ) -> None:
     """Whole samples, none negative; in proportion to within one; a member of a small batch may have none."""
     cluster, plan = rack
@@ -217,7 +272,9 @@ def test_shares_sum_to_the_batch_whatever_was_measured(
     assert sorted(shares) == list(plan.participants)
     for group in plan.groups:
         own = [shares[soc] for soc in group.members]
-        assert sum(own) == batch_size and all(isinstance(share, int) and share >= 0 for share in own)
+        assert sum(own) == batch_size and all(
+            isinstance(share, int) and share >= 0 for share in own
+        )
         total = sum(parts.get(soc, 1.0) for soc in group.members)
         for soc in group.members:
             assert abs(shares[soc] - batch_size * parts.get(soc, 1.0) / total) < 1.0
@@ -233,7 +290,11 @@ class Weather:
         self._stretches, self._now_s = stretches, 0.0
 
     def _present(self) -> int:
-        return max(index for index, (from_s, _, _) in enumerate(self._stretches) if from_s <= self._now_s + 1e-9)
+        return max(
+            index
+            for index, (from_s, _, _) in enumerate(self._stretches)
+            if from_s <= self._now_s + 1e-9
+        )
 
     def speed_factors(self) -> list[float]:
         return list(self._stretches[self._present()][1])
@@ -246,7 +307,11 @@ class Weather:
 
     def steady_s(self, power_w: Sequence[float]) -> float:
         index = self._present()
-        return math.inf if index + 1 == len(self._stretches) else self._stretches[index + 1][0] - self._now_s
+        return (
+            math.inf
+            if index + 1 == len(self._stretches)
+            else self._stretches[index + 1][0] - self._now_s
+        )
 
     def advance(self, duration_s: float, power_w: Sequence[float]) -> float:
         self._now_s += duration_s
@@ -263,19 +328,32 @@ NOBODY = frozenset[int]()
 (INTERVAL,) = sync_schedule(1, 100, 1.0)
 
 
-def run(speeds: Sequence[float], steps: int | None, batch_size: int = 120, num_groups: int = 1,
-        *later: tuple[float, Sequence[float], frozenset[int]]) -> tuple[Usage, CapacitiesInUse]:
+def run(
+    speeds: Sequence[float],
+    steps: int | None,
+    batch_size: int = 120,
+    num_groups: int = 1,
+    *later: tuple[float, Sequence[float], frozenset[int]],
+) -> tuple[Usage, CapacitiesInUse]:
     """Return what 100 steps on a board of SoCs take, and what is in use at their end."""
     cluster = parse_cluster({"boards": [len(speeds)]})
-    of = replace(work(cluster, plan_groups(cluster, num_groups), batch_size, steps), steps_per_epoch=100)
+    of = replace(
+        work(cluster, plan_groups(cluster, num_groups), batch_size, steps), steps_per_epoch=100
+    )
     in_use = CapacitiesInUse(0.05)
-    usage = of.run(INTERVAL, EventClock(cluster, dynamics=Weather((0.0, speeds, NOBODY), *later)), capacities=in_use)
+    usage = of.run(
+        INTERVAL,
+        EventClock(cluster, dynamics=Weather((0.0, speeds, NOBODY), *later)),
+        capacities=in_use,
+    )
     return usage, in_use
 
 
 @settings(max_examples=25)
 @given(speeds=st.lists(st.floats(0.2, 1.0), min_size=2, max_size=4), steps=st.integers(1, 10))
-def test_rebalanced_steps_take_what_the_total_capacity_allows(speeds: list[float], steps: int) -> None:
+def test_rebalanced_steps_take_what_the_total_capacity_allows(
+    speeds: list[float], steps: int
+) -> None:
     """The ideal of F4, but for samples that are whole and the steps until the first look."""
     assume(max(speeds) / min(speeds) > 1.2)
     full, _ = run([1.0] * len(speeds), None)
@@ -322,7 +400,13 @@ def test_while_a_user_has_a_soc_its_group_does_all_of_the_batch() -> None:
 
 def test_while_users_have_all_socs_everybody_rests() -> None:
     full_s = run([1.0, 1.0], None)[0].duration_s
-    usage, _ = run([1.0, 1.0], None, 120, 1, (full_s / 2, [1.0, 1.0], frozenset({0, 1})),
-                   (5 * full_s, [1.0, 1.0], NOBODY))
+    usage, _ = run(
+        [1.0, 1.0],
+        None,
+        120,
+        1,
+        (full_s / 2, [1.0, 1.0], frozenset({0, 1})),
+        (5 * full_s, [1.0, 1.0], NOBODY),
+    )
     assert usage.duration_s == pytest.approx(5.5 * full_s, rel=0.05)
     assert usage.soc_seconds[Activity.IDLE] >= 2 * 4.4 * full_s

@@ -43,8 +43,13 @@ def test_close_to_float64_for_any_finite_values_weights_and_alignment(data):
     num_inputs = data.draw(st.integers(1, 9))
     value = st.floats(-(2.0**100), 2.0**100, width=32)
     inputs = [
-        unaligned(np.array(data.draw(st.lists(value, min_size=length, max_size=length)), np.float32), offset)
-        for offset in data.draw(st.lists(st.integers(0, 9), min_size=num_inputs, max_size=num_inputs))
+        unaligned(
+            np.array(data.draw(st.lists(value, min_size=length, max_size=length)), np.float32),
+            offset,
+        )
+        for offset in data.draw(
+            st.lists(st.integers(0, 9), min_size=num_inputs, max_size=num_inputs)
+        )
     ]
     weights = data.draw(st.lists(st.floats(0, 1), min_size=num_inputs, max_size=num_inputs))
     out = np.empty(length, np.float32)
@@ -129,13 +134,28 @@ SHARED = f32(8)
         (f32(3), [f32(3)], [1, 2], r"2 weights for 1 inputs"),
         (f32(3), [], [1], r"1 weights for 0 inputs"),
         (f32(3), [np.zeros(3)], [1], r"inputs\[0\]: need float32 .* format 'd' with 8 bytes"),
-        (f32(3), [np.zeros(3, ">f4")], [1], r"inputs\[0\]: need float32 in the machine's byte order"),
+        (
+            f32(3),
+            [np.zeros(3, ">f4")],
+            [1],
+            r"inputs\[0\]: need float32 in the machine's byte order",
+        ),
         (f32(3), [np.zeros(3, np.int32)], [1], r"inputs\[0\]: need float32 .* format 'i'"),
         (f32(3), [bytes(12)], [1], r"inputs\[0\]: need float32 .* format 'B'"),
-        (f32(3), [[0.0, 0.0, 0.0]], [1], r"inputs\[0\]: need a C-contiguous float32 array, got list"),
+        (
+            f32(3),
+            [[0.0, 0.0, 0.0]],
+            [1],
+            r"inputs\[0\]: need a C-contiguous float32 array, got list",
+        ),
         (f32(3), [f32(6)[::2]], [1], r"inputs\[0\]: need a C-contiguous array"),
         (f32(3)[::-1], [f32(3)], [1], r"out: need a C-contiguous array"),
-        (np.frombuffer(bytes(12), np.float32), [f32(3)], [1], r"out: need a writable C-contiguous float32"),
+        (
+            np.frombuffer(bytes(12), np.float32),
+            [f32(3)],
+            [1],
+            r"out: need a writable C-contiguous float32",
+        ),
         (SHARED[:4], [f32(4), SHARED[3:7]], [1, 1], r"out shares memory with inputs\[1\]"),
     ],
 )

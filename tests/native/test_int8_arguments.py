@@ -228,7 +228,9 @@ EXPECTED = {name: call.run(call.arguments()) for name, call in CALLS.items()}
 def assert_still_right(name):
     call = CALLS[name]
     for got, expected in zip(call.run(call.arguments()), EXPECTED[name], strict=True):
-        if not np.array_equal(got, expected):  # outputs only: what a workspace holds is nobody's business
+        if not np.array_equal(
+            got, expected
+        ):  # outputs only: what a workspace holds is nobody's business
             assert isinstance(got, np.ndarray)
             assert got.dtype == np.uint8, f"{name} no longer gives its result"
             assert "workspace" in call.outputs
@@ -248,15 +250,42 @@ def read_only(array):
 
 def smaller(array):
     """Return the array without its last row, or without 17 of its elements where rows do not count."""
-    return np.ascontiguousarray(array[:-1]) if array.ndim > 1 else array[: max(0, array.size - 17)].copy()
+    return (
+        np.ascontiguousarray(array[:-1])
+        if array.ndim > 1
+        else array[: max(0, array.size - 17)].copy()
+    )
 
 
-OTHER_TYPES = (np.float64, np.float32, np.int16, np.uint8, np.int8, np.int32, np.int64, np.bool_, ">i4", "<U2", object)
+OTHER_TYPES = (
+    np.float64,
+    np.float32,
+    np.int16,
+    np.uint8,
+    np.int8,
+    np.int32,
+    np.int64,
+    np.bool_,
+    ">i4",
+    "<U2",
+    object,
+)
 
 
 def spoilt(draw, call, name, array):
     """Return something in place of `array`, and whether the message must name just this argument."""
-    kinds = ["type", "strided", "reversed", "smaller", "empty", "larger", "text", "number", "list", "bytes"]
+    kinds = [
+        "type",
+        "strided",
+        "reversed",
+        "smaller",
+        "empty",
+        "larger",
+        "text",
+        "number",
+        "list",
+        "bytes",
+    ]
     if name not in call.any_shape:
         kinds += ["flattened", "transposed"]
     if name in call.outputs:
@@ -271,7 +300,11 @@ def spoilt(draw, call, name, array):
         "reversed": lambda: array[::-1] if array.shape[0] > 1 else array[..., ::-1],
         "smaller": lambda: smaller(array),
         "empty": lambda: array[:0].copy(),
-        "larger": lambda: np.concatenate([array, array[:1]]) if array.ndim > 1 else np.resize(array, array.size + 1),
+        "larger": lambda: (
+            np.concatenate([array, array[:1]])
+            if array.ndim > 1
+            else np.resize(array, array.size + 1)
+        ),
         "text": lambda: "int8",
         "number": lambda: 3,
         "list": lambda: array.tolist(),
@@ -283,7 +316,9 @@ def spoilt(draw, call, name, array):
         "none": lambda: None,
     }
     if kind == "type":
-        allowed = {array.dtype, np.dtype(np.int8), np.dtype(np.int32)} if name == "out" else {array.dtype}
+        allowed = (
+            {array.dtype, np.dtype(np.int8), np.dtype(np.int32)} if name == "out" else {array.dtype}
+        )
         other = draw(st.sampled_from([t for t in OTHER_TYPES if np.dtype(t) not in allowed]))
         return np.zeros(array.shape, other), kind
     return whole[kind](), kind
@@ -301,13 +336,21 @@ def test_a_spoilt_array_is_refused_by_name_and_harms_nothing(data):
         return  # as good as the one asked for
     if which == "outside" and kind == "larger":
         return  # as good: the stride has room for one more channel
-    before = {key: array.copy() for key, array in arguments.items() if key in call.outputs and key != which}
+    before = {
+        key: array.copy()
+        for key, array in arguments.items()
+        if key in call.outputs and key != which
+    }
     with pytest.raises(REFUSALS) as caught:
         call.run(arguments)
     for key, array in before.items():
         np.testing.assert_array_equal(arguments[key], array, f"{key} was written to")
     message = str(caught.value)
-    if kind in ("smaller", "empty", "larger"):  # sizes disagree: either of the two may be called wrong
+    if kind in (
+        "smaller",
+        "empty",
+        "larger",
+    ):  # sizes disagree: either of the two may be called wrong
         assert any(argument in message for argument in (*call.inputs, *call.outputs)), message
     else:
         assert which in message, message
@@ -315,7 +358,10 @@ def test_a_spoilt_array_is_refused_by_name_and_harms_nothing(data):
 
 
 NUMBERS = [
-    (name, key, value) for name, call in CALLS.items() for key, values in call.out_of_range.items() for value in values
+    (name, key, value)
+    for name, call in CALLS.items()
+    for key, values in call.out_of_range.items()
+    for value in values
 ]
 
 
@@ -324,7 +370,11 @@ def test_a_number_out_of_range_is_refused_and_harms_nothing(name, key, value):
     call = CALLS[name]
     with pytest.raises(REFUSALS) as caught:
         call.run({**call.arguments(), key: value})
-    names = (key, *call.inputs, *call.outputs)  # a wrong size shows in the array that should have it
+    names = (
+        key,
+        *call.inputs,
+        *call.outputs,
+    )  # a wrong size shows in the array that should have it
     assert any(argument in str(caught.value) for argument in names), str(caught.value)
     assert_still_right(name)
 
@@ -375,7 +425,9 @@ def test_an_output_that_shares_memory_is_refused(name, out, other):
         arguments["labels"][...] = 1
     if arguments.get("activations"):
         arguments["activations"] = False  # half of x is something else now
-    with pytest.raises(ValueError, match=f"({out} shares memory with {other}|{other} shares memory with {out})"):
+    with pytest.raises(
+        ValueError, match=f"({out} shares memory with {other}|{other} shares memory with {out})"
+    ):
         call.run(arguments)
     assert_still_right(name)
 
@@ -387,16 +439,22 @@ def exchange(name, **changes):
     """Return (arguments, the one that is written) of an exchange of weights; zeros where shapes are given."""
     arguments = CALLS[name].arguments()
     for key, value in changes.items():
-        arguments[key] = np.zeros(value, arguments[key].dtype) if isinstance(value, tuple) else value
+        arguments[key] = (
+            np.zeros(value, arguments[key].dtype) if isinstance(value, tuple) else value
+        )
     return arguments, next(iter(CALLS[name].outputs))
 
 
 @pytest.mark.parametrize("name", EXCHANGES)
 @pytest.mark.parametrize("outs", [1, 32, 49, 64])
-def test_weights_of_another_number_of_channels_than_the_stride_holds_are_refused_in_one_line(name, outs):
+def test_weights_of_another_number_of_channels_than_the_stride_holds_are_refused_in_one_line(
+    name, outs
+):
     arguments, written = exchange(name, outside=(outs, 3, 3, 20))
     before = arguments[written].copy()
-    with pytest.raises(ValueError, match=rf"has room for 48 channels, outside has {outs}, which need") as caught:
+    with pytest.raises(
+        ValueError, match=rf"has room for 48 channels, outside has {outs}, which need"
+    ) as caught:
         CALLS[name].run(arguments)
     assert "\n" not in str(caught.value)
     np.testing.assert_array_equal(arguments[written], before)
@@ -413,12 +471,23 @@ def test_the_stride_holds_any_number_of_channels_of_its_last_block(name, outs):
 @pytest.mark.parametrize("name", EXCHANGES)
 @pytest.mark.parametrize(
     "shape",
-    [(), (33,), (33, 180), (33, 20, 3, 3), (33, 3, 20, 3), (33, 3, 3, 21), (33, 3, 3, 20, 1), (1, 33, 3, 3, 20)],
+    [
+        (),
+        (33,),
+        (33, 180),
+        (33, 20, 3, 3),
+        (33, 3, 20, 3),
+        (33, 3, 3, 21),
+        (33, 3, 3, 20, 1),
+        (1, 33, 3, 3, 20),
+    ],
 )
 def test_weights_of_another_shape_or_memory_order_are_refused_in_one_line(name, shape):
     arguments, written = exchange(name, outside=shape)
     before = arguments[written].copy()
-    with pytest.raises(ValueError, match=r"outside: need (shape \(33, 3, 3, 20\)|4 dimensions)") as caught:
+    with pytest.raises(
+        ValueError, match=r"outside: need (shape \(33, 3, 3, 20\)|4 dimensions)"
+    ) as caught:
         CALLS[name].run(arguments)
     assert "\n" not in str(caught.value)
     np.testing.assert_array_equal(arguments[written], before)
@@ -488,7 +557,9 @@ def test_coefficients_that_may_leave_int32_are_refused(name, which, bound):
 
 
 LARGE = st.sampled_from([2**15, 2**16 + 1, 2**30, 2**31 - 1, 2**31, 2**63, 10**30])
-ODD = st.one_of(LARGE, LARGE.map(lambda n: -n), st.integers(-2, 9), st.sampled_from([None, "3", 2.5]))
+ODD = st.one_of(
+    LARGE, LARGE.map(lambda n: -n), st.integers(-2, 9), st.sampled_from([None, "3", 2.5])
+)
 
 
 def mostly(usual):
@@ -501,7 +572,10 @@ def pixels_out(size, kernel, stride, padding):
 
 
 @settings(max_examples=250)
-@given(mostly([2, 6, 6, 4, 4, 3, 3, 1, 1, 1, 1, 1, 0]), st.sampled_from(["auto", "direct", "winograd", "fft"]))
+@given(
+    mostly([2, 6, 6, 4, 4, 3, 3, 1, 1, 1, 1, 1, 0]),
+    st.sampled_from(["auto", "direct", "winograd", "fft"]),
+)
 def test_a_convolution_of_any_shape_is_made_or_refused(sizes, algorithm):
     try:
         plan = _int8.Convolution(*sizes, algorithm=algorithm)
@@ -543,11 +617,17 @@ def test_padding_beyond_any_image_is_refused(make):
     ("arguments", "message"),
     [
         ((1, 4, 4, 3, 8, 5, 5), r"kernel of 5x5 does not fit into an input of 4x4"),
-        ((1, 4, 4, 6, 8, 3, 3, 1, 1, 1, 1, 4), r"6 input and 8 output channels cannot be split into 4 groups"),
+        (
+            (1, 4, 4, 6, 8, 3, 3, 1, 1, 1, 1, 4),
+            r"6 input and 8 output channels cannot be split into 4 groups",
+        ),
         ((1, 1, 1, 131072, 8, 1, 1), r"131072 products of int8 may leave int32; at most 131071"),
         ((4, 4, 4, 3, 8, 3, 3, 1, 1, 1, 1, 1, 5), r"batch_block must be 0 to 4, got 5"),
         ((4, 4, 4, 3, 8, 3, 3, 1, 1, 1, 1, 1, -1), r"batch_block must be 0 to 4, got -1"),
-        ((4, 4, 4, 3, 8, 3, 3, 2, 2, 1, 1, 1, 0, "winograd"), r"Winograd needs a 3x3 kernel.* stride 1"),
+        (
+            (4, 4, 4, 3, 8, 3, 3, 2, 2, 1, 1, 1, 0, "winograd"),
+            r"Winograd needs a 3x3 kernel.* stride 1",
+        ),
         ((4, 4, 4, 3, 8, 3, 3, 1, 1, 1, 1, 1, 0, "fft"), r"algorithm: .* got 'fft'"),
         ((0, 4, 4, 3, 8, 3, 3), r"at least 1"),
     ],

@@ -49,7 +49,9 @@ def test_two_threads_end_with_the_parameters_of_one(saved_models):
 
 def test_peers_are_described_with_their_threads_limits_and_build():
     setting = settings()[0]
-    described = in_setting(setting, "benchmarks.int8_settings:describe_torch", avx2_only=setting.avx2_only)
+    described = in_setting(
+        setting, "benchmarks.int8_settings:describe_torch", avx2_only=setting.avx2_only
+    )
     assert described["num_threads"] == 1 and described["build"]
     assert described["environment"].items() <= setting.environment().items()
 

@@ -47,12 +47,16 @@ def values_like(draw_extreme, rng, shape, low=-127):
 def convolutions(draw):
     """Return (batch, in_h, in_w, in_c, out_c, kernel, stride, padding, groups) of every kind the engine takes."""
     groups = draw(st.sampled_from([1, 1, 1, 2, 4]))
-    in_c, out_c = (groups * draw(st.sampled_from([1, 3, 4, 5, 8, 15, 16, 17, 33])) for _ in range(2))
+    in_c, out_c = (
+        groups * draw(st.sampled_from([1, 3, 4, 5, 8, 15, 16, 17, 33])) for _ in range(2)
+    )
     if draw(st.integers(0, 5)) == 0:  # depthwise, of multiplier 1 and 2
         groups, out_c = in_c, in_c * draw(st.sampled_from([1, 1, 2]))
     size = draw(st.tuples(st.integers(1, 7), st.integers(1, 7)))
     padding = draw(st.tuples(st.integers(0, 2), st.integers(0, 2)))
-    kernel = tuple(draw(st.integers(1, min(4, s + 2 * p))) for s, p in zip(size, padding, strict=True))
+    kernel = tuple(
+        draw(st.integers(1, min(4, s + 2 * p))) for s, p in zip(size, padding, strict=True)
+    )
     stride = draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
     return draw(st.integers(1, 9)), *size, in_c, out_c, kernel, stride, padding, groups
 
@@ -74,7 +78,17 @@ def check_convolution(shape, seed, batch_block, extreme, activations, algorithm=
     acc = nk.kept(acc, relu=relu)
     shift, shift_x = nk.shift_for(nk.largest_magnitude(acc)), nk.shift_for(nk.largest_magnitude(dx))
     plan = _int8.Convolution(
-        batch, in_h, in_w, in_c, out_c, *kernel, *stride, *padding, groups, min(batch_block, batch), algorithm
+        batch,
+        in_h,
+        in_w,
+        in_c,
+        out_c,
+        *kernel,
+        *stride,
+        *padding,
+        groups,
+        min(batch_block, batch),
+        algorithm,
     )
     assert plan.weight_shape == (*kernel, in_c // groups, stride_of(out_c))
     x8, weight8, dy8, mask8 = padded(x), padded(weight), padded(dy), padded(mask)
@@ -84,24 +98,42 @@ def check_convolution(shape, seed, batch_block, extreme, activations, algorithm=
         rounded, wide = np.full((2, *acc.shape[:3], stride_of(out_c)), 9, np.int32)
         rounded = rounded.astype(np.int8)
         for out in (rounded, wide):
-            largest = plan.forward(which, x8, weight8, bias32, out, workspace, activations, shift, rounding, relu)
+            largest = plan.forward(
+                which, x8, weight8, bias32, out, workspace, activations, shift, rounding, relu
+            )
             assert largest == nk.largest_magnitude(acc)
         np.testing.assert_array_equal(unpadded(wide, out_c), acc)
-        np.testing.assert_array_equal(unpadded(rounded, out_c), nk.round_shift(acc, shift, rounding))
+        np.testing.assert_array_equal(
+            unpadded(rounded, out_c), nk.round_shift(acc, shift, rounding)
+        )
         rounded, wide = np.full(x8.shape, 9, np.int8), np.full(x8.shape, 9, np.int32)
         for out in (rounded, wide):
-            largest = plan.input_gradient(which, dy8, weight8, out, workspace, shift_x, rounding, mask8)
+            largest = plan.input_gradient(
+                which, dy8, weight8, out, workspace, shift_x, rounding, mask8
+            )
             assert largest == nk.largest_magnitude(dx)
         np.testing.assert_array_equal(unpadded(wide, in_c), dx)
-        np.testing.assert_array_equal(unpadded(rounded, in_c), nk.round_shift(dx, shift_x, rounding))
+        np.testing.assert_array_equal(
+            unpadded(rounded, in_c), nk.round_shift(dx, shift_x, rounding)
+        )
         got = np.full(plan.weight_shape, 9, np.int32)
-        assert plan.weight_gradient(which, x8, dy8, got, workspace, activations) == nk.largest_magnitude(dw)
+        assert plan.weight_gradient(
+            which, x8, dy8, got, workspace, activations
+        ) == nk.largest_magnitude(dw)
         np.testing.assert_array_equal(unpadded(got, out_c), dw)
 
 
 @many
-@given(convolutions(), seeds, st.sampled_from([0, 1, 2, 4]), st.sampled_from(["random", "high", "low"]), st.booleans())
-def test_convolution_equals_numpy_on_every_path_and_number_of_threads(shape, seed, batch_block, extreme, activations):
+@given(
+    convolutions(),
+    seeds,
+    st.sampled_from([0, 1, 2, 4]),
+    st.sampled_from(["random", "high", "low"]),
+    st.booleans(),
+)
+def test_convolution_equals_numpy_on_every_path_and_number_of_threads(
+    shape, seed, batch_block, extreme, activations
+):
     check_convolution(shape, seed, batch_block, extreme, activations)
 
 
@@ -120,7 +152,13 @@ def test_layers_of_real_networks_equal_numpy(shape, activations):
 
 
 @few
-@given(seeds, st.integers(1, 9), st.integers(3, 9), st.sampled_from([1, 5, 16, 33]), st.sampled_from(["random", "low"]))
+@given(
+    seeds,
+    st.integers(1, 9),
+    st.integers(3, 9),
+    st.sampled_from([1, 5, 16, 33]),
+    st.sampled_from(["random", "low"]),
+)
 def test_every_algorithm_has_the_same_bits(seed, batch, size, channels, extreme):
     shape = (batch, size, size + 1, channels, 18, (3, 3), (1, 1), (1, 1), 1)
     for algorithm in ("direct", "winograd"):
@@ -139,11 +177,16 @@ def test_says_which_algorithm_runs():
 @given(st.integers(1, 40), st.integers(1, 70), st.integers(1, 300), st.booleans(), seeds)
 def test_gemm_equals_numpy_on_every_path(rows, cols, depth, activations, seed):
     rng = np.random.default_rng(seed)
-    lhs, rhs = random_tensor(rng, (rows, depth), 0 if activations else -127), random_tensor(rng, (cols, depth))
+    lhs, rhs = (
+        random_tensor(rng, (rows, depth), 0 if activations else -127),
+        random_tensor(rng, (cols, depth)),
+    )
     expected = lhs @ rhs.T
     for which in all_engines():
         out = np.full((rows, cols), 9, np.int32)
-        _int8.gemm(which, lhs.astype(np.int8), rhs.astype(np.int8), out, rows, cols, depth, activations)
+        _int8.gemm(
+            which, lhs.astype(np.int8), rhs.astype(np.int8), out, rows, cols, depth, activations
+        )
         np.testing.assert_array_equal(out, expected)
 
 
@@ -155,7 +198,10 @@ def test_gemm_is_exact_at_the_deepest_sum_and_refuses_a_deeper_one(sign):
     rhs = np.full((3, depth + 1), sign * 127, np.int8)
     out = np.empty((2, 3), np.int32)
     for kernel in KERNELS:
-        flat = lhs.reshape(-1)[: 2 * depth].reshape(2, depth), rhs.reshape(-1)[: 3 * depth].reshape(3, depth)
+        flat = (
+            lhs.reshape(-1)[: 2 * depth].reshape(2, depth),
+            rhs.reshape(-1)[: 3 * depth].reshape(3, depth),
+        )
         _int8.gemm(engine(kernel), *flat, out, 2, 3, depth)
         np.testing.assert_array_equal(out, sign * 127 * 127 * depth)
         with pytest.raises(ValueError, match=r"depth 131072: .* at most 131071 are exact"):
@@ -166,7 +212,9 @@ def test_deep_weight_gradient_is_exact_for_small_values_and_refused_for_large_on
     plan = _int8.Convolution(64, 64, 33, 16, 16, 1, 1)  # 135,168 products per sum
     rng = np.random.default_rng(3)
     x = random_tensor(rng, (64, 33, 64, 16)).astype(np.int8)
-    small = np.where(rng.random(x.shape) < 0.05, random_tensor(rng, x.shape, -3, 3), 0).astype(np.int8)
+    small = np.where(rng.random(x.shape) < 0.05, random_tensor(rng, x.shape, -3, 3), 0).astype(
+        np.int8
+    )
     expected = x.reshape(-1, 16).astype(np.int64).T @ small.reshape(-1, 16)
     for kernel in KERNELS:
         which, out = engine(kernel), np.empty(plan.weight_shape, np.int32)
@@ -184,7 +232,14 @@ def poolings(draw):
     kernel = tuple(draw(st.integers(1, min(5, s))) for s in size)
     padding = tuple(draw(st.integers(0, k // 2)) for k in kernel)
     stride = draw(st.tuples(st.integers(1, 4), st.integers(1, 4)))
-    return draw(st.integers(1, 5)), *size, draw(st.sampled_from([1, 3, 15, 16, 17, 40])), kernel, stride, padding
+    return (
+        draw(st.integers(1, 5)),
+        *size,
+        draw(st.sampled_from([1, 3, 15, 16, 17, 40])),
+        kernel,
+        stride,
+        padding,
+    )
 
 
 @many
@@ -210,16 +265,24 @@ def test_pooling_equals_numpy_on_every_path_and_number_of_threads(shape, seed, f
         np.testing.assert_array_equal(unpadded(out, channels), best)
         np.testing.assert_array_equal(argmax[..., :channels], chosen)
         for into in (np.full(x8.shape, 9, np.int8), None):
-            assert plan.max_gradient(which, dy8, argmax, into, 1, rounding, mask8) == nk.largest_magnitude(dx_max)
+            assert plan.max_gradient(
+                which, dy8, argmax, into, 1, rounding, mask8
+            ) == nk.largest_magnitude(dx_max)
             if into is not None:
-                np.testing.assert_array_equal(unpadded(into, channels), nk.round_shift(dx_max, 1, rounding))
+                np.testing.assert_array_equal(
+                    unpadded(into, channels), nk.round_shift(dx_max, 1, rounding)
+                )
         for into in (out, None):
             assert plan.average(which, x8, 1820, into, 13, rounding) == nk.largest_magnitude(sums)
         np.testing.assert_array_equal(unpadded(out, channels), nk.round_shift(sums, 13, rounding))
         for into in (np.full(x8.shape, 9, np.int8), None):
-            assert plan.average_gradient(which, dy8, 911, into, 12, rounding, mask8) == nk.largest_magnitude(dx_mean)
+            assert plan.average_gradient(
+                which, dy8, 911, into, 12, rounding, mask8
+            ) == nk.largest_magnitude(dx_mean)
             if into is not None:
-                np.testing.assert_array_equal(unpadded(into, channels), nk.round_shift(dx_mean, 12, rounding))
+                np.testing.assert_array_equal(
+                    unpadded(into, channels), nk.round_shift(dx_mean, 12, rounding)
+                )
 
 
 sizes = st.tuples(st.sampled_from([1, 2, 31, 683, 2049]), st.sampled_from([16, 48, 64]))
@@ -254,7 +317,9 @@ def test_elementwise_functions_equal_numpy_on_every_path(size, shift, rounding, 
         ),
         "affine_gradient": (
             scale * gated + other * wide[1] + offset.astype(np.int64),
-            lambda e, out: _int8.affine_gradient(e, a, b, mask, scale, other, offset, out, shift, rounding),
+            lambda e, out: _int8.affine_gradient(
+                e, a, b, mask, scale, other, offset, out, shift, rounding
+            ),
         ),
     }
     for which in all_engines():
@@ -269,18 +334,26 @@ def test_elementwise_functions_equal_numpy_on_every_path(size, shift, rounding, 
         weight = b.copy()
         _int8.update_weight(which, weight, acc, shift, rounding)
         np.testing.assert_array_equal(
-            weight, np.clip(wide[1] - nk.round_shift(acc.astype(np.int64), shift, rounding), -127, 127)
+            weight,
+            np.clip(wide[1] - nk.round_shift(acc.astype(np.int64), shift, rounding), -127, 127),
         )
 
 
 @few
 @given(
-    st.integers(1, 4), st.integers(1, 5), st.integers(1, 9), st.integers(1, 30), st.integers(-12, 6), seeds
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.integers(1, 9),
+    st.integers(1, 30),
+    st.integers(-12, 6),
+    seeds,
 )
 def test_quantise_equals_numpy_on_every_path(batch, channels, height, width, exponent, seed):
     rng = np.random.default_rng(seed)
     shape = (batch, channels, height, width)
-    real = (rng.integers(-600, 600, shape) * 2.0 ** (exponent - 1)).astype(np.float32)  # half of them are ties
+    real = (rng.integers(-600, 600, shape) * 2.0 ** (exponent - 1)).astype(
+        np.float32
+    )  # half of them are ties
     real[rng.random(shape) < 0.05] = 1e30
     expected = nk.quantise(real, exponent).transpose(2, 3, 0, 1)
     kernel, stride = (min(3, height + 2), min(3, width + 2)), (int(rng.integers(1, 3)), 1)
@@ -310,9 +383,14 @@ def random24(index, seed):
 
 def rounded_at_random(real, exponent, seed):
     """Return the int8 weight (kh, kw, in, stride) of float32 (out, kh, kw, in), in float64."""
-    inside = padded(np.clip(real.astype(np.float64) / 2.0**exponent, -127, 127).transpose(1, 2, 3, 0), np.float64)
+    inside = padded(
+        np.clip(real.astype(np.float64) / 2.0**exponent, -127, 127).transpose(1, 2, 3, 0),
+        np.float64,
+    )
     down = np.floor(inside)
-    return down + (random24(np.arange(inside.size), seed).reshape(inside.shape) / 2.0**24 < inside - down)
+    return down + (
+        random24(np.arange(inside.size), seed).reshape(inside.shape) / 2.0**24 < inside - down
+    )
 
 
 def round_weights(which, real, exponent, seed):
@@ -322,7 +400,9 @@ def round_weights(which, real, exponent, seed):
     return out
 
 
-weight_shapes = st.tuples(st.integers(1, 40), st.integers(1, 3), st.integers(1, 3), st.integers(1, 40))
+weight_shapes = st.tuples(
+    st.integers(1, 40), st.integers(1, 3), st.integers(1, 3), st.integers(1, 40)
+)
 
 
 @many
@@ -338,12 +418,16 @@ def test_random_rounding_equals_numpy_on_every_path_and_number_of_threads(shape,
 
 @many
 @given(weight_shapes, st.integers(-60, 60), seeds)
-def test_random_rounding_is_within_a_quantum_keeps_exact_values_and_leaves_the_padding_zero(shape, exponent, seed):
+def test_random_rounding_is_within_a_quantum_keeps_exact_values_and_leaves_the_padding_zero(
+    shape, exponent, seed
+):
     rng = np.random.default_rng(seed)
     real = np.ldexp(rng.uniform(-127, 127, shape), exponent).astype(np.float32)
     exact = rng.random(shape) < 0.5
     real[exact] = np.rint(np.ldexp(real[exact], -exponent)) * np.float32(2.0**exponent)
-    got = np.ldexp(unpadded(round_weights(engine(KERNELS[-1]), real, exponent, seed), shape[0]), exponent)
+    got = np.ldexp(
+        unpadded(round_weights(engine(KERNELS[-1]), real, exponent, seed), shape[0]), exponent
+    )
     got = got.transpose(3, 0, 1, 2)
     np.testing.assert_array_equal(got[exact], real[exact])
     assert (np.abs(got - real.astype(np.float64)) < 2.0**exponent).all()
@@ -353,7 +437,9 @@ def test_random_rounding_has_the_value_as_its_expectation():
     """Over seeds, for fractions on either side of a half and of zero: within Bernstein's bound, e^-15 a value."""
     num_seeds = 3000
     fractions = np.array([2.0**-24, 0.001, 0.1, 0.25, 0.4999, 0.5, 0.75, 0.999])
-    values = np.concatenate([whole + sign * fractions for whole in (0, 1, -3, 125) for sign in (1, -1)])
+    values = np.concatenate(
+        [whole + sign * fractions for whole in (0, 1, -3, 125) for sign in (1, -1)]
+    )
     real = np.float32(values).reshape(-1, 1, 1, 1)
     out = np.empty((1, 1, 1, stride_of(len(real))), np.int8)
     total = np.zeros(len(values))
@@ -376,7 +462,10 @@ def test_random_rounding_has_the_value_as_its_mean_over_a_weight(value):
 
 def test_seeds_that_follow_one_another_round_independently():
     real = np.full((64, 1, 1, 500), 0.5, np.float32)
-    rounds = np.array([round_weights(engine(KERNELS[-1]), real, 0, seed).ravel() for seed in range(20)], np.float64)
+    rounds = np.array(
+        [round_weights(engine(KERNELS[-1]), real, 0, seed).ravel() for seed in range(20)],
+        np.float64,
+    )
     correlations = np.corrcoef(rounds)[np.triu_indices(len(rounds), 1)]
     assert np.abs(correlations).max() < 5 / np.sqrt(real.size)
     one = rounds[0] - rounds[0].mean()
@@ -385,7 +474,9 @@ def test_seeds_that_follow_one_another_round_independently():
 
 
 def test_random_rounding_saturates_and_takes_a_nan_for_zero():
-    real = np.array([1e30, -1e30, np.inf, -np.inf, np.nan, 127.5, -127.5, 200, 1e-45], np.float32).reshape(-1, 1, 1, 1)
+    real = np.array(
+        [1e30, -1e30, np.inf, -np.inf, np.nan, 127.5, -127.5, 200, 1e-45], np.float32
+    ).reshape(-1, 1, 1, 1)
     for kernel in KERNELS:
         out = round_weights(engine(kernel), real, 0, 3)
         assert out[0, 0, 0].tolist() == [127, -127, 127, -127, 0, 127, -127, 127, *[0] * 8]
@@ -412,7 +503,9 @@ def test_exporting_undoes_the_rounding_of_exact_weights(shape, seed):
     real = np.ldexp(rng.integers(-127, 128, shape), -5).astype(np.float32)
     for which in all_engines():
         back = np.full(shape, 9, np.float32)
-        _int8.export_gradient(which, round_weights(which, real, -5, seed).astype(np.int32), back, 2.0**-5)
+        _int8.export_gradient(
+            which, round_weights(which, real, -5, seed).astype(np.int32), back, 2.0**-5
+        )
         np.testing.assert_array_equal(back, real)
 
 
@@ -422,21 +515,30 @@ def test_a_convolution_over_patches_is_the_convolution():
     weight = random_tensor(rng, (5, 5, 3, 20))
     plan = _int8.Convolution(4, 9, 8, 3, 20, 5, 5, 2, 1, 2, 2)
     inner = _int8.Convolution(4, 5, 8, 75, 20, 1, 1)
-    expected = nk.convolution(nk.quantise(images, -5).transpose(2, 3, 0, 1), weight, stride=(2, 1), padding=(2, 2))
+    expected = nk.convolution(
+        nk.quantise(images, -5).transpose(2, 3, 0, 1), weight, stride=(2, 1), padding=(2, 2)
+    )
     for kernel in KERNELS:
         which = engine(kernel)
         patches, out = np.empty((5, 8, 4, 80), np.int8), np.empty((5, 8, 4, 32), np.int32)
-        workspace = np.empty(max(_int8.patch_images_bytes(plan), inner.workspace_bytes(which)), np.uint8)
+        workspace = np.empty(
+            max(_int8.patch_images_bytes(plan), inner.workspace_bytes(which)), np.uint8
+        )
         _int8.quantise_patches(which, plan, images, patches, workspace, -5)
         inner.forward(which, patches, padded(weight).reshape(1, 1, 75, 32), None, out, workspace)
         np.testing.assert_array_equal(unpadded(out, 20), expected)
 
 
 @many
-@given(st.integers(1, 6), st.integers(1, 20), st.integers(-45, 30), st.sampled_from(ROUNDINGS), seeds)
+@given(
+    st.integers(1, 6), st.integers(1, 20), st.integers(-45, 30), st.sampled_from(ROUNDINGS), seeds
+)
 def test_softmax_gradient_equals_integer_python(batch, classes, exponent, rounding, seed):
     rng = np.random.default_rng(seed)
-    logits, labels = random_tensor(rng, (batch, classes)), rng.integers(0, classes, batch).astype(np.int32)
+    logits, labels = (
+        random_tensor(rng, (batch, classes)),
+        rng.integers(0, classes, batch).astype(np.int32),
+    )
     out = np.full((1, 1, batch, stride_of(classes)), 9, np.int8)
     _int8.softmax_gradient(padded(logits)[None, None], exponent, labels, out, classes, rounding)
     np.testing.assert_array_equal(
@@ -482,7 +584,9 @@ def test_rounding_is_nearly_unbiased_on_either_side_of_zero(kernel, shift, sign,
     bias = float(np.mean(out - real))
     half_bits = 2.0 ** -(shift // 2 + 1)  # NITI's carry compares half the bits with the other half
     assert abs(bias) <= (half_bits if rounding == nk.PSEUDO_STOCHASTIC else 2.0**-shift)
-    assert float(np.mean(np.floor(real) - real)) == pytest.approx(-0.5, abs=0.01)  # what F14 warns of
+    assert float(np.mean(np.floor(real) - real)) == pytest.approx(
+        -0.5, abs=0.01
+    )  # what F14 warns of
     assert np.abs(out - real).max() <= (1.0 if rounding == nk.PSEUDO_STOCHASTIC else 0.5)
 
 
@@ -491,7 +595,24 @@ def test_rounding_is_nearly_unbiased_on_either_side_of_zero(kernel, shift, sign,
 def test_rounding_is_symmetric_under_negation_and_saturates_at_127(kernel, rounding):
     rng = np.random.default_rng(1)
     acc = rng.integers(-(2**31) + 1, 2**31, 4096).astype(np.int32)
-    acc[:16] = [255, -255, 254, 253, 127, 128, 0, 1, 2**31 - 1, -(2**31) + 1, 2**30, 16256, 16257, 65535, 3, 5]
+    acc[:16] = [
+        255,
+        -255,
+        254,
+        253,
+        127,
+        128,
+        0,
+        1,
+        2**31 - 1,
+        -(2**31) + 1,
+        2**30,
+        16256,
+        16257,
+        65535,
+        3,
+        5,
+    ]
     for shift in range(31):
         plus, minus = np.empty(acc.shape, np.int8), np.empty(acc.shape, np.int8)
         _int8.requantise(engine(kernel), acc, plus, shift, rounding)

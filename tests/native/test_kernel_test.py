@@ -26,7 +26,9 @@ def kernel_test():
         [cmake, "-S", str(ROOT / "native"), "-B", str(BUILD), *options],
         [cmake, "--build", str(BUILD), "--target", "kernel_test", "--parallel", "2"],
     ):
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PATH": path})
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, env={**os.environ, "PATH": path}
+        )
         assert done.returncode == 0, done.stdout + done.stderr
     return BUILD / "kernel_test"
 

@@ -9,13 +9,27 @@ from hypothesis import strategies as st
 
 from socflower.paper.asteroid import recovery
 from socflower.paper.asteroid.items import COMPUTE
-from socflower.paper.asteroid.recovery import concurrent_s, heavy, held_after, layers_of, lightweight, without
+from socflower.paper.asteroid.recovery import (
+    concurrent_s,
+    heavy,
+    held_after,
+    layers_of,
+    lightweight,
+    without,
+)
 from socflower.paper.records import compare_item, read_paper
 from socflower.pipeline.planner.selection import Planned, PlannerSettings, plan_pipeline
 from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.recovery.backups import moves
 from socflower.pipeline.replanning import replanned
-from tests.pipeline.problems import layer, linear_seconds, plans, problem, random_problem, straight_plan
+from tests.pipeline.problems import (
+    layer,
+    linear_seconds,
+    plans,
+    problem,
+    random_problem,
+    straight_plan,
+)
 
 SETTINGS = PlannerSettings(width=1, num_simulated=2, num_tuned=1, two_d=False)
 
@@ -30,7 +44,10 @@ def test_the_layers_of_a_lost_stage_come_from_its_backup_and_neighbours_send_at_
     The first gets layer 2 from the third, which has layer 3 of the copy. With the optimiser's state that is 200 B at
     100 B/s.
     """
-    case = problem([layer(weight=100.0, output=1.0) for _ in range(6)], [linear_seconds([0.1] * 6, [0.1] * 6)] * 3)
+    case = problem(
+        [layer(weight=100.0, output=1.0) for _ in range(6)],
+        [linear_seconds([0.1] * 6, [0.1] * 6)] * 3,
+    )
     plan = straight_plan([1, 3, 5], [[4], [4], [4]], 4)
     assert held_after(plan, 1) == {0: ["0", "1", "4", "5"], 2: ["4", "5", "2", "3"]}
     light = lightweight(case, plan, 1)
@@ -45,7 +62,10 @@ def test_the_layers_of_a_lost_stage_come_from_its_backup_and_neighbours_send_at_
 
 
 def test_a_replicated_stage_moves_nothing() -> None:
-    case = problem([layer(weight=100.0, output=1.0) for _ in range(4)], [linear_seconds([0.1] * 4, [0.1] * 4)] * 3)
+    case = problem(
+        [layer(weight=100.0, output=1.0) for _ in range(4)],
+        [linear_seconds([0.1] * 4, [0.1] * 4)] * 3,
+    )
     light = lightweight(case, straight_plan([1, 3], [[2, 2], [4]], 4), 0)
     assert (light.moved_bytes, light.transfer_s) == (0.0, 0.0)
 
@@ -59,7 +79,9 @@ def test_concurrent_transfers_share_links() -> None:
 
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), choices=st.data())
-def test_after_either_recovery_every_device_has_the_layers_of_its_stage(seed: int, choices: st.DataObject) -> None:
+def test_after_either_recovery_every_device_has_the_layers_of_its_stage(
+    seed: int, choices: st.DataObject
+) -> None:
     case = random_problem(np.random.default_rng(seed), 5, 4, micro_batch_size=4)
     plan = choices.draw(plans(case))
     if len(plan.socs) < 2:
@@ -73,7 +95,9 @@ def test_after_either_recovery_every_device_has_the_layers_of_its_stage(seed: in
         assert set(names) <= {*held[soc], *arrived} and not set(arrived) & set(held[soc])
     light = lightweight(case, plan, lost)
     weights = {str(index): each.weight_bytes for index, each in enumerate(case.model.layers)}
-    assert light.moved_bytes == pytest.approx(2.0 * sum(weights[name] for move in sent for name in move.names))
+    assert light.moved_bytes == pytest.approx(
+        2.0 * sum(weights[name] for move in sent for name in move.names)
+    )
     assert lost not in light.plan.socs
     if len(present) > 1:
         full = heavy(case, plan, lost, planned)
@@ -81,12 +105,19 @@ def test_after_either_recovery_every_device_has_the_layers_of_its_stage(seed: in
         assert {device.soc for device in without(case, lost).devices} >= set(full.plan.socs)
 
 
-def test_ratios_of_the_figures_are_those_of_both_recoveries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ratios_of_the_figures_are_those_of_both_recoveries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With small recoveries in place of EfficientNet-B1's."""
-    case = problem([layer(weight=100.0, output=1.0) for _ in range(6)], [linear_seconds([0.1] * 6, [0.1] * 6)] * 4)
+    case = problem(
+        [layer(weight=100.0, output=1.0) for _ in range(6)],
+        [linear_seconds([0.1] * 6, [0.1] * 6)] * 4,
+    )
     plan = straight_plan([1, 3, 4, 5], [[4]] * 4, 4)
-    pairs = [(lightweight(case, plan, soc), replace(heavy(case, plan, soc, planned), planning_s=5.0))
-             for soc in range(4)]
+    pairs = [
+        (lightweight(case, plan, soc), replace(heavy(case, plan, soc, planned), planning_s=5.0))
+        for soc in range(4)
+    ]
     monkeypatch.setattr(recovery, "dropped", pairs.__getitem__)
     found = COMPUTE["figure-16"]()
     for letter, (light, full) in zip("ABCD", pairs, strict=True):
@@ -100,6 +131,10 @@ def test_ratios_of_the_figures_are_those_of_both_recoveries(monkeypatch: pytest.
 @pytest.mark.slow
 def test_figures_16_and_17_recover_faster_than_rescheduling() -> None:
     paper = read_paper("asteroid")
-    rows = {row.cell.key: row for name in ("figure-16", "figure-17") for row in compare_item(paper, paper.item(name))}
+    rows = {
+        row.cell.key: row
+        for name in ("figure-16", "figure-17")
+        for row in compare_item(paper, paper.item(name))
+    }
     assert rows["lightweight recovers faster, whichever leaves"].holds
     assert isinstance(rows["throughput over heavy"].ours, float)

@@ -17,19 +17,34 @@ from socflower.pipeline.problem import PipelineProblem
 from tests.pipeline.problems import layer, linear_seconds, problem, random_problem, straight_plan
 
 
-def two_workers(factor: float = 1.0, *, server: int | str = "hub", link: float = 1e6,
-                ) -> tuple[PipelineProblem, TwoDPlan]:
+def two_workers(
+    factor: float = 1.0,
+    *,
+    server: int | str = "hub",
+    link: float = 1e6,
+) -> tuple[PipelineProblem, TwoDPlan]:
     """Return two pipelines of two stages of 1 s a micro-batch each, the second one `factor` times as slow."""
     fast, slow = (linear_seconds([0.1 * by] * 2, [0.4 * by] * 2) for by in (1.0, factor))
-    case = problem([layer(weight=100.0, output=1.0) for _ in range(2)], [fast, fast, slow, slow], link=link,
-                   micro_batch_size=4, num_micro_batches=6)
+    case = problem(
+        [layer(weight=100.0, output=1.0) for _ in range(2)],
+        [fast, fast, slow, slow],
+        link=link,
+        micro_batch_size=4,
+        num_micro_batches=6,
+    )
     first = replace(straight_plan([0, 1], [[2], [2]], 6), micro_batch_size=2)
-    second = replace(first, stages=tuple(replace(stage, devices=(soc,))
-                                         for stage, soc in zip(first.stages, (2, 3), strict=True)))
+    second = replace(
+        first,
+        stages=tuple(
+            replace(stage, devices=(soc,)) for stage, soc in zip(first.stages, (2, 3), strict=True)
+        ),
+    )
     return case, TwoDPlan(groups=(first, second), sync=Sync.SERVER, server=server)
 
 
-def most_lacking(moments: Sequence[Moment], num_workers: int, num_minibatches: int) -> tuple[int, int]:
+def most_lacking(
+    moments: Sequence[Moment], num_workers: int, num_minibatches: int
+) -> tuple[int, int]:
     """Return the most minibatches before it that one lacks of its own worker, and of another one.
 
     By definition: those whose updates are not in the weights that it enters with.
@@ -50,19 +65,33 @@ def most_lacking(moments: Sequence[Moment], num_workers: int, num_minibatches: i
             pulled[worker] = list(pushed)
         elif kind == Kind.TAKE:
             seen[worker] = pulled.pop(worker)
-            assert seen[worker][worker] == own[worker] // num_minibatches  # no own update is lost or doubled
+            assert (
+                seen[worker][worker] == own[worker] // num_minibatches
+            )  # no own update is lost or doubled
         else:
             most_own = max(most_own, number - own[worker])
-            most_other = max([most_other, *(number - seen[worker][other] * num_minibatches
-                                            for other in range(num_workers) if other != worker)])
+            most_other = max(
+                [
+                    most_other,
+                    *(
+                        number - seen[worker][other] * num_minibatches
+                        for other in range(num_workers)
+                        if other != worker
+                    ),
+                ]
+            )
     return most_own, most_other
 
 
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32 - 1), minibatches=st.integers(1, 4), max_ahead=st.integers(0, 2))
-def test_no_minibatch_lacks_more_than_the_bounds_of_wsp_allow(seed: int, minibatches: int, max_ahead: int) -> None:
+def test_no_minibatch_lacks_more_than_the_bounds_of_wsp_allow(
+    seed: int, minibatches: int, max_ahead: int
+) -> None:
     """Local staleness Nm − 1, global staleness (D + 1)·Nm + Nm − 2 (Park et al., §4 and §5)."""
-    case = random_problem(np.random.default_rng(seed), 4, 5, micro_batch_size=4, num_micro_batches=4)
+    case = random_problem(
+        np.random.default_rng(seed), 4, 5, micro_batch_size=4, num_micro_batches=4
+    )
     plan = hetpipe(case)
     found = waves_of(case, plan, 12, num_minibatches=minibatches, max_ahead=max_ahead)
     own, other = most_lacking(found.moments, len(plan.groups), minibatches)
@@ -82,14 +111,18 @@ def test_every_minibatch_enters_and_leaves_and_every_wave_is_pushed_once_and_in_
     found = waves_of(*two_workers(1.7), 100, num_minibatches=3)
     for worker in (0, 1):
         for kind, per_wave in ((Kind.ENTER, 3), (Kind.LEAVE, 3), (Kind.PUSH, 1)):
-            numbers = [each.number for each in found.moments if each.kind == kind and each.worker == worker]
+            numbers = [
+                each.number for each in found.moments if each.kind == kind and each.worker == worker
+            ]
             assert numbers == list(range(len(numbers))) and len(numbers) >= 99 * per_wave
     assert Counter(each.kind for each in found.moments)[Kind.PULL] >= 198
     assert [each.time_s for each in found.moments] == sorted(each.time_s for each in found.moments)
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.7, 3.0])
-def test_repeated_waves_are_those_of_a_longer_simulation(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_waves_are_those_of_a_longer_simulation(
+    factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case, plan = two_workers(factor, link=50.0)
     short = waves_of(case, plan, 60)
     monkeypatch.setattr("socflower.paper.asteroid.wave_synchronous._SIMULATED", 60)
@@ -102,7 +135,9 @@ def test_repeated_waves_are_those_of_a_longer_simulation(factor: float, monkeypa
     assert short.wave_s == pytest.approx(long.wave_s)
 
 
-def test_waves_without_a_cycle_are_repeated_between_equal_states(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waves_without_a_cycle_are_repeated_between_equal_states(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Without looking for cycles, what is repeated keeps order, bounds and pace."""
     case, plan = two_workers(1.7, link=50.0)
     expected = waves_of(case, plan, 300, num_minibatches=3)

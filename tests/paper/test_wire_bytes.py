@@ -22,7 +22,11 @@ def test_bytes_of_a_hybrid_pipeline_by_hand() -> None:
     module = model()
     plan = plan_of((4, 5), ((2, 2), (4,)), 2)
     own = read(module)
-    weights = sum(parameter.nbytes for name, parameter in module.named_parameters() if not name.startswith("last"))
+    weights = sum(
+        parameter.nbytes
+        for name, parameter in module.named_parameters()
+        if not name.startswith("last")
+    )
     crossing = own.model.layers[4].output_bytes * 8
     assert sent_bytes(plan, own, module, data(), minis(2, 8)) == 2 * (2 * weights + 2 * crossing)
     alone = plan_of((5,), ((4,),), 2)
@@ -31,7 +35,14 @@ def test_bytes_of_a_hybrid_pipeline_by_hand() -> None:
 
 def test_a_device_that_fails_ends_the_others() -> None:
     module = model()
-    plan = TwoDPlan(groups=(plan_of((2, 5), ((4,), (4,)), 2), plan_of((5,), ((4,),), 2, first_soc=2)))
+    plan = TwoDPlan(
+        groups=(plan_of((2, 5), ((4,), (4,)), 2), plan_of((5,), ((4,),), 2, first_soc=2))
+    )
     with pytest.raises(IndexError):
-        sent_bytes(plan, read(module), module, data(),
-                   [Mini(step=0, indices=np.array([0, 1, 2, NUM_SAMPLES + 5, 3, 4]))])
+        sent_bytes(
+            plan,
+            read(module),
+            module,
+            data(),
+            [Mini(step=0, indices=np.array([0, 1, 2, NUM_SAMPLES + 5, 3, 4]))],
+        )

@@ -7,11 +7,24 @@ from hypothesis import strategies as st
 
 from socflower.cluster import Board, Cluster, Device, Processor
 from socflower.pipeline.plan import PipelinePlan, Policy, Stage
-from socflower.pipeline.problem import LayerSeconds, PipelineDevice, PipelineLayer, PipelineModel, PipelineProblem
+from socflower.pipeline.problem import (
+    LayerSeconds,
+    PipelineDevice,
+    PipelineLayer,
+    PipelineModel,
+    PipelineProblem,
+)
 from socflower.pipeline.schedule.order import ASTEROID, InFlight
 
-KIND = Device(name="toy", idle_w=1.0, network_w=0.5, memory_bytes=1e12, memory_bytes_per_s=1e9, layer_overhead_s=0.0,
-              processors={"cpu": Processor(name="cpu", flops_per_s=1e9, active_w=5.0)})
+KIND = Device(
+    name="toy",
+    idle_w=1.0,
+    network_w=0.5,
+    memory_bytes=1e12,
+    memory_bytes_per_s=1e9,
+    layer_overhead_s=0.0,
+    processors={"cpu": Processor(name="cpu", flops_per_s=1e9, active_w=5.0)},
+)
 
 
 def cluster(num_socs: int, *, link: float = 100.0, message_s: float = 0.0) -> Cluster:
@@ -19,77 +32,150 @@ def cluster(num_socs: int, *, link: float = 100.0, message_s: float = 0.0) -> Cl
     return Cluster(name="toy", boards=(board,), hub_bytes_per_s=link, message_s=message_s)
 
 
-def layer(name: str = "layer", *, weight: float = 0.0, activation: float = 0.0, output: float = 0.0) -> PipelineLayer:
-    return PipelineLayer(name=name, forward_flops=1.0, backward_flops=2.0, weight_bytes=weight,
-                         activation_bytes=activation, output_bytes=output, num_tensors=1)
+def layer(
+    name: str = "layer", *, weight: float = 0.0, activation: float = 0.0, output: float = 0.0
+) -> PipelineLayer:
+    return PipelineLayer(
+        name=name,
+        forward_flops=1.0,
+        backward_flops=2.0,
+        weight_bytes=weight,
+        activation_bytes=activation,
+        output_bytes=output,
+        num_tensors=1,
+    )
 
 
-def linear_seconds(forward_s: Sequence[float], backward_s: Sequence[float], fixed_s: float = 0.0,
-                   device: str = "toy") -> LayerSeconds:
+def linear_seconds(
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    fixed_s: float = 0.0,
+    device: str = "toy",
+) -> LayerSeconds:
     """Return seconds in proportion to the samples, plus `fixed_s` a pass of a layer."""
     batches = (1, 2)
-    return LayerSeconds(device=device, batches=batches,
-                        forward_s=np.array([[fixed_s + each * n for n in batches] for each in forward_s]),
-                        backward_s=np.array([[fixed_s + each * n for n in batches] for each in backward_s]))
+    return LayerSeconds(
+        device=device,
+        batches=batches,
+        forward_s=np.array([[fixed_s + each * n for n in batches] for each in forward_s]),
+        backward_s=np.array([[fixed_s + each * n for n in batches] for each in backward_s]),
+    )
 
 
-def problem(layers: Sequence[PipelineLayer], seconds: Sequence[LayerSeconds], *, link: float = 100.0,
-            memory: float | Sequence[float] = 1e9, micro_batch_size: int = 4, num_micro_batches: int = 4,
-            message_s: float = 0.0, input_bytes: float = 0.0, byte_s: float = 0.0) -> PipelineProblem:
+def problem(
+    layers: Sequence[PipelineLayer],
+    seconds: Sequence[LayerSeconds],
+    *,
+    link: float = 100.0,
+    memory: float | Sequence[float] = 1e9,
+    micro_batch_size: int = 4,
+    num_micro_batches: int = 4,
+    message_s: float = 0.0,
+    input_bytes: float = 0.0,
+    byte_s: float = 0.0,
+) -> PipelineProblem:
     budgets = [memory] * len(seconds) if isinstance(memory, int | float) else memory
     return PipelineProblem(
         model=PipelineModel(name="toy", layers=tuple(layers), input_bytes=input_bytes),
-        devices=tuple(PipelineDevice(soc=soc, name=f"toy {soc}", seconds=each, memory_bytes=budget, byte_s=byte_s)
-                      for soc, (each, budget) in enumerate(zip(seconds, budgets, strict=True))),
-        cluster=cluster(len(seconds), link=link, message_s=message_s), micro_batch_size=micro_batch_size,
-        num_micro_batches=num_micro_batches)
+        devices=tuple(
+            PipelineDevice(
+                soc=soc, name=f"toy {soc}", seconds=each, memory_bytes=budget, byte_s=byte_s
+            )
+            for soc, (each, budget) in enumerate(zip(seconds, budgets, strict=True))
+        ),
+        cluster=cluster(len(seconds), link=link, message_s=message_s),
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=num_micro_batches,
+    )
 
 
-def straight_plan(cuts: Sequence[int], shares: Sequence[Sequence[int]], num_micro_batches: int, *,
-                  rule: InFlight = ASTEROID, policy: Policy = Policy.ONE_FORWARD_ONE_BACKWARD,
-                  samples_on: int | None = None) -> PipelinePlan:
+def straight_plan(
+    cuts: Sequence[int],
+    shares: Sequence[Sequence[int]],
+    num_micro_batches: int,
+    *,
+    rule: InFlight = ASTEROID,
+    policy: Policy = Policy.ONE_FORWARD_ONE_BACKWARD,
+    samples_on: int | None = None,
+) -> PipelinePlan:
     """Return a plan whose stages end with the layers `cuts` and whose devices are numbered through."""
     counts = rule.counts(len(cuts), num_micro_batches)
     if policy == Policy.BACKWARD_AFTER_FORWARD:
         counts = (num_micro_batches,) * len(cuts)
     stages, first, soc = [], 0, 0
     for last, own, in_flight in zip(cuts, shares, counts, strict=True):
-        stages.append(Stage(first_layer=first, last_layer=last, devices=tuple(range(soc, soc + len(own))),
-                            shares=tuple(own), in_flight=in_flight))
+        stages.append(
+            Stage(
+                first_layer=first,
+                last_layer=last,
+                devices=tuple(range(soc, soc + len(own))),
+                shares=tuple(own),
+                in_flight=in_flight,
+            )
+        )
         first, soc = last + 1, soc + len(own)
-    return PipelinePlan(stages=tuple(stages), micro_batch_size=sum(shares[0]), num_micro_batches=num_micro_batches,
-                        policy=policy, samples_on=samples_on)
+    return PipelinePlan(
+        stages=tuple(stages),
+        micro_batch_size=sum(shares[0]),
+        num_micro_batches=num_micro_batches,
+        policy=policy,
+        samples_on=samples_on,
+    )
 
 
 @st.composite
-def problems(draw: st.DrawFn, *, max_devices: int = 4, max_layers: int = 5, memory: bool = False) -> PipelineProblem:
+def problems(
+    draw: st.DrawFn, *, max_devices: int = 4, max_layers: int = 5, memory: bool = False
+) -> PipelineProblem:
     """Draw a problem of a few layers on devices of up to three kinds."""
     num_layers, num_devices = draw(st.integers(1, max_layers)), draw(st.integers(1, max_devices))
     seed = draw(st.integers(0, 2**32 - 1))
     return random_problem(np.random.default_rng(seed), num_layers, num_devices, memory=memory)
 
 
-def random_problem(rng: np.random.Generator, num_layers: int, num_devices: int, *, memory: bool = False,
-                   micro_batch_size: int | None = None, num_micro_batches: int | None = None,
-                   message_s: float | None = None) -> PipelineProblem:
+def random_problem(
+    rng: np.random.Generator,
+    num_layers: int,
+    num_devices: int,
+    *,
+    memory: bool = False,
+    micro_batch_size: int | None = None,
+    num_micro_batches: int | None = None,
+    message_s: float | None = None,
+) -> PipelineProblem:
     kinds = []
     base_f = rng.uniform(0.01, 0.1, num_layers)
     for _ in range(int(rng.integers(1, min(3, num_devices) + 1))):
         speed, fixed = rng.uniform(0.3, 3.0), rng.choice([0.0, 0.02])
         own = base_f / speed * rng.uniform(0.8, 1.2, num_layers)
         kinds.append(linear_seconds(own, own * rng.uniform(1.0, 3.0), fixed))
-    layers = [layer(f"layer {index}", weight=float(rng.integers(0, 100)), activation=float(rng.integers(0, 30)),
-                    output=float(rng.integers(1, 30))) for index in range(num_layers)]
+    layers = [
+        layer(
+            f"layer {index}",
+            weight=float(rng.integers(0, 100)),
+            activation=float(rng.integers(0, 30)),
+            output=float(rng.integers(1, 30)),
+        )
+        for index in range(num_layers)
+    ]
     seconds = [kinds[int(rng.integers(len(kinds)))] for _ in range(num_devices)]
     budget: float | list[float] = 1e9
     if memory:
-        whole = sum(each.weight_bytes for each in layers) * 3.0 + sum(each.activation_bytes for each in layers) * 4
+        whole = (
+            sum(each.weight_bytes for each in layers) * 3.0
+            + sum(each.activation_bytes for each in layers) * 4
+        )
         budget = [float(whole * rng.uniform(0.3, 3.0)) + 1.0 for _ in range(num_devices)]
-    return problem(layers, seconds, link=float(rng.choice([20.0, 100.0, 1000.0, 1e5])), memory=budget,
-                   micro_batch_size=micro_batch_size or int(rng.integers(1, 7)),
-                   num_micro_batches=num_micro_batches or int(rng.integers(1, 9)),
-                   message_s=float(rng.choice([0.0, 0.01])) if message_s is None else message_s,
-                   byte_s=float(rng.choice([0.0, 0.0, 1e-4, 2e-3])))
+    return problem(
+        layers,
+        seconds,
+        link=float(rng.choice([20.0, 100.0, 1000.0, 1e5])),
+        memory=budget,
+        micro_batch_size=micro_batch_size or int(rng.integers(1, 7)),
+        num_micro_batches=num_micro_batches or int(rng.integers(1, 9)),
+        message_s=float(rng.choice([0.0, 0.01])) if message_s is None else message_s,
+        byte_s=float(rng.choice([0.0, 0.0, 1e-4, 2e-3])),
+    )
 
 
 @st.composite
@@ -97,8 +183,11 @@ def plans(draw: st.DrawFn, problem: PipelineProblem) -> PipelinePlan:
     """Draw a plan of a problem: any cuts, groups, shares, rule for K and policy."""
     num_devices, num_layers = len(problem.devices), problem.model.num_layers
     num_stages = draw(st.integers(1, min(num_devices, num_layers)))
-    inner = draw(st.sets(st.integers(0, num_layers - 2), min_size=num_stages - 1, max_size=num_stages - 1)
-                 if num_stages > 1 else st.just(set()))
+    inner = draw(
+        st.sets(st.integers(0, num_layers - 2), min_size=num_stages - 1, max_size=num_stages - 1)
+        if num_stages > 1
+        else st.just(set())
+    )
     cuts = [*sorted(inner), num_layers - 1]
     left, widths = num_devices, []
     for stage in range(num_stages):
@@ -107,11 +196,29 @@ def plans(draw: st.DrawFn, problem: PipelineProblem) -> PipelinePlan:
         left -= widths[-1]
     shares = []
     for width in widths:
-        ends = sorted(draw(st.sets(st.integers(1, problem.micro_batch_size - 1), min_size=width - 1,
-                                   max_size=width - 1)) if width > 1 else [])
-        shares.append([after - before for before, after in
-                       zip([0, *ends], [*ends, problem.micro_batch_size], strict=True)])
+        ends = sorted(
+            draw(
+                st.sets(
+                    st.integers(1, problem.micro_batch_size - 1),
+                    min_size=width - 1,
+                    max_size=width - 1,
+                )
+            )
+            if width > 1
+            else []
+        )
+        shares.append(
+            [
+                after - before
+                for before, after in zip([0, *ends], [*ends, problem.micro_batch_size], strict=True)
+            ]
+        )
     policy = draw(st.sampled_from(list(Policy)))
     slope = draw(st.integers(0, 3))
-    return straight_plan(cuts, shares, problem.num_micro_batches, policy=policy,
-                         rule=InFlight(slope, draw(st.integers(-1, 4))))
+    return straight_plan(
+        cuts,
+        shares,
+        problem.num_micro_batches,
+        policy=policy,
+        rule=InFlight(slope, draw(st.integers(-1, 4))),
+    )

@@ -13,54 +13,91 @@ from benchmarks.pipeline_cases.brute_force import compositions
 from benchmarks.pipeline_cases.published import Example, examples
 from socflower.errors import ConfigError
 from socflower.pipeline.plan import PipelinePlan
-from socflower.pipeline.planner.peers import PEERS, compare, dapple, gpipe, pipedream_partition, pipeline_parallel
+from socflower.pipeline.planner.peers import (
+    PEERS,
+    compare,
+    dapple,
+    gpipe,
+    pipedream_partition,
+    pipeline_parallel,
+)
 from socflower.pipeline.planner.selection import plan_pipeline, predict
 from socflower.pipeline.problem import Floats
 from socflower.pipeline.schedule.run import simulate
 from tests.pipeline.problems import layer, linear_seconds, problem, random_problem
 
 
-@pytest.mark.parametrize("example", [each for each in examples() if each.source == "PipeDream"],
-                         ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "example",
+    [each for each in examples() if each.source == "PipeDream"],
+    ids=lambda each: each.name,
+)
 def test_pipedream_finds_the_plans_that_its_published_optimiser_prints(example: Example) -> None:
     columns = np.array([row[1:] for row in example.profile])
-    found = pipedream_partition((columns[:, 0] + columns[:, 1]) * 1e-3, columns[:, 3], columns[:, 2],
-                                len(example.problem.devices), example.bytes_per_s)
+    found = pipedream_partition(
+        (columns[:, 0] + columns[:, 1]) * 1e-3,
+        columns[:, 3],
+        columns[:, 2],
+        len(example.problem.devices),
+        example.bytes_per_s,
+    )
     assert tuple(found) == example.published
 
 
-@pytest.mark.parametrize("example", [each for each in examples() if each.source == "DAPPLE"],
-                         ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "example", [each for each in examples() if each.source == "DAPPLE"], ids=lambda each: each.name
+)
 def test_dapple_finds_the_published_groups_of_devices(example: Example) -> None:
     """The cuts are not those of its runtime; ours are faster in the simulator."""
     found = dapple(example.problem)
-    assert [len(stage.devices) for stage in found.stages] == [replicas for _, replicas in example.published]
-    assert predict(example.problem, found).step_s < predict(example.problem, example.published_plan()).step_s
+    assert [len(stage.devices) for stage in found.stages] == [
+        replicas for _, replicas in example.published
+    ]
+    assert (
+        predict(example.problem, found).step_s
+        < predict(example.problem, example.published_plan()).step_s
+    )
 
 
 @given(seed=st.integers(0, 2**32 - 1), num_layers=st.integers(1, 5), num_workers=st.integers(1, 4))
-def test_pipedream_finds_the_least_period_of_its_own_objective(seed: int, num_layers: int, num_workers: int) -> None:
+def test_pipedream_finds_the_least_period_of_its_own_objective(
+    seed: int, num_layers: int, num_workers: int
+) -> None:
     rng = np.random.default_rng(seed)
     layer_s, weights = rng.uniform(0.1, 2.0, num_layers), rng.uniform(0.0, 50.0, num_layers)
     outputs, speed = rng.uniform(0.0, 50.0, num_layers), 50.0
-    best = min((period_s(cuts, widths, layer_s, weights, outputs, speed)
-                for size in range(1, min(num_layers, num_workers) + 1)
-                for cuts in combinations(range(num_layers - 1), size - 1)
-                for widths in compositions(num_workers, size)), default=inf)
+    best = min(
+        (
+            period_s(cuts, widths, layer_s, weights, outputs, speed)
+            for size in range(1, min(num_layers, num_workers) + 1)
+            for cuts in combinations(range(num_layers - 1), size - 1)
+            for widths in compositions(num_workers, size)
+        ),
+        default=inf,
+    )
     found = pipedream_partition(layer_s, weights, outputs, num_workers, speed)
     ends = [last for last, _ in found]
     assert sum(replicas for _, replicas in found) == num_workers
-    assert period_s(ends[:-1], [replicas for _, replicas in found], layer_s, weights, outputs, speed) \
-        == pytest.approx(best)
+    assert period_s(
+        ends[:-1], [replicas for _, replicas in found], layer_s, weights, outputs, speed
+    ) == pytest.approx(best)
 
 
-def period_s(cuts: Sequence[int], widths: Sequence[int], layer_s: Floats, weights: Floats, outputs: Floats,
-             speed: float) -> float:
+def period_s(
+    cuts: Sequence[int],
+    widths: Sequence[int],
+    layer_s: Floats,
+    weights: Floats,
+    outputs: Floats,
+    speed: float,
+) -> float:
     """Return the slowest stage or transfer; the transfer behind a stage is counted over its own replicas too."""
     ends, first, slowest = [*cuts, len(layer_s) - 1], 0, 0.0
     for index, (last, width) in enumerate(zip(ends, widths, strict=True)):
-        weight = weights[first:last + 1].sum()
-        stage_s = (layer_s[first:last + 1].sum() + 4.0 * (width - 1) * weight / (speed * width)) / width
+        weight = weights[first : last + 1].sum()
+        stage_s = (
+            layer_s[first : last + 1].sum() + 4.0 * (width - 1) * weight / (speed * width)
+        ) / width
         slowest = max(slowest, stage_s)
         if index:
             slowest = max(slowest, 2.0 * outputs[first - 1] / (speed * width))
@@ -79,31 +116,50 @@ def test_straight_pipelines_have_the_least_slowest_stage(seed: int) -> None:
         total, first = 0.0, 0
         for device, last in zip(case.devices, ends, strict=True):
             over = case.devices if mean else (device,)
-            total = max(total, float(np.mean([each.seconds.forward(first, last, size)
-                                              + each.seconds.backward(first, last, size) for each in over])))
+            total = max(
+                total,
+                float(
+                    np.mean(
+                        [
+                            each.seconds.forward(first, last, size)
+                            + each.seconds.backward(first, last, size)
+                            for each in over
+                        ]
+                    )
+                ),
+            )
             first = last + 1
         return total
 
     for planner, mean in ((pipeline_parallel, False), (gpipe, True)):
         found = planner(case)
-        best = min(slowest((*cuts, num_layers - 1), mean) for cuts in combinations(range(num_layers - 1), 2))
+        best = min(
+            slowest((*cuts, num_layers - 1), mean)
+            for cuts in combinations(range(num_layers - 1), 2)
+        )
         assert slowest([stage.last_layer for stage in found.stages], mean) == pytest.approx(best)
 
 
 def test_every_peer_has_a_plan_whose_bytes_are_simulated() -> None:
     for seed in range(6):
-        case = random_problem(np.random.default_rng(seed), 5, 4, micro_batch_size=8, num_micro_batches=4)
+        case = random_problem(
+            np.random.default_rng(seed), 5, 4, micro_batch_size=8, num_micro_batches=4
+        )
         for each in compare(case):
             assert each.fits
             assert each.plan is not None
             assert each.plan.planner == each.name
-            assert simulate(case, each.plan).num_bytes == pytest.approx(each.plan.communication_bytes(case))
+            assert simulate(case, each.plan).num_bytes == pytest.approx(
+                each.plan.communication_bytes(case)
+            )
             assert each.plan.num_samples == case.mini_batch_size
 
 
 def test_plans_that_know_no_budgets_may_exceed_them_and_say_so() -> None:
     layers = [layer(weight=100.0, output=1.0, activation=10.0) for _ in range(4)]
-    case = problem(layers, [linear_seconds([0.1] * 4, [0.2] * 4)] * 4, memory=1000.0, num_micro_batches=16)
+    case = problem(
+        layers, [linear_seconds([0.1] * 4, [0.2] * 4)] * 4, memory=1000.0, num_micro_batches=16
+    )
     found = {each.name: each for each in compare(case, micro_batch_sizes=(2, 8))}
     assert set(found) == set(PEERS)
     assert not found["gpipe"].fits

@@ -17,22 +17,42 @@ NUM_LAYERS = 9
 
 @st.composite
 def models(draw: st.DrawFn) -> PipelineModel:
-    flops = draw(st.lists(st.sampled_from([0.0, 1.0, 2.0, 5.0, 20.0]), min_size=NUM_LAYERS, max_size=NUM_LAYERS))
-    return PipelineModel(name="toy", input_bytes=4.0, layers=tuple(
-        PipelineLayer(name=str(number), forward_flops=each, backward_flops=2 * each, weight_bytes=4.0,
-                      activation_bytes=4.0, output_bytes=4.0) for number, each in enumerate(flops)))
+    flops = draw(
+        st.lists(
+            st.sampled_from([0.0, 1.0, 2.0, 5.0, 20.0]), min_size=NUM_LAYERS, max_size=NUM_LAYERS
+        )
+    )
+    return PipelineModel(
+        name="toy",
+        input_bytes=4.0,
+        layers=tuple(
+            PipelineLayer(
+                name=str(number),
+                forward_flops=each,
+                backward_flops=2 * each,
+                weight_bytes=4.0,
+                activation_bytes=4.0,
+                output_bytes=4.0,
+            )
+            for number, each in enumerate(flops)
+        ),
+    )
 
 
 @st.composite
 def pipelines(draw: st.DrawFn) -> PipelinePlan:
     cuts = sorted(draw(st.sets(st.integers(0, NUM_LAYERS - 2), max_size=4)))
-    shares = [draw(st.sampled_from([(12,), (5, 7), (3, 4, 5), (1, 11)])) for _ in range(len(cuts) + 1)]
+    shares = [
+        draw(st.sampled_from([(12,), (5, 7), (3, 4, 5), (1, 11)])) for _ in range(len(cuts) + 1)
+    ]
     return straight_plan((*cuts, NUM_LAYERS - 1), shares, draw(st.integers(1, 6)))
 
 
 @given(plan=pipelines(), model=models(), data=st.data())
 def test_a_plan_without_lost_devices_has_all_layers_once_and_no_lost_device(
-    plan: PipelinePlan, model: PipelineModel, data: st.DataObject,
+    plan: PipelinePlan,
+    model: PipelineModel,
+    data: st.DataObject,
 ) -> None:
     present = data.draw(st.sets(st.sampled_from(plan.socs), min_size=1))
     new = replanned(plan, model, present)
@@ -45,39 +65,66 @@ def test_a_plan_without_lost_devices_has_all_layers_once_and_no_lost_device(
     assert [stage.in_flight for stage in new.stages] == [stage.in_flight for stage in whole_stages]
     if len(whole_stages) == len(plan.stages):  # then layers stay where they are
         assert [(stage.first_layer, stage.last_layer) for stage in new.stages] == [
-            (stage.first_layer, stage.last_layer) for stage in plan.stages]
-        assert all(after == before for before, after in zip(plan.stages, new.stages, strict=True)
-                   if set(before.devices) <= present)
+            (stage.first_layer, stage.last_layer) for stage in plan.stages
+        ]
+        assert all(
+            after == before
+            for before, after in zip(plan.stages, new.stages, strict=True)
+            if set(before.devices) <= present
+        )
 
 
 @given(plan=pipelines(), model=models(), data=st.data())
 def test_layers_of_a_lost_stage_follow_what_the_others_had(
-    plan: PipelinePlan, model: PipelineModel, data: st.DataObject,
+    plan: PipelinePlan,
+    model: PipelineModel,
+    data: st.DataObject,
 ) -> None:
     kept = data.draw(st.sets(st.integers(0, len(plan.stages) - 1), min_size=1))
     new = replanned(plan, model, {soc for number in kept for soc in plan.stages[number].devices})
     assert isinstance(new, PipelinePlan)
     flops = [layer.forward_flops for layer in model.layers]
-    had = [sum(flops[plan.stages[number].first_layer:plan.stages[number].last_layer + 1]) for number in sorted(kept)]
+    had = [
+        sum(flops[plan.stages[number].first_layer : plan.stages[number].last_layer + 1])
+        for number in sorted(kept)
+    ]
     if not sum(had):
         return
     for position in range(1, len(new.stages)):
         wanted = sum(had[:position]) / sum(had) * sum(flops)
-        reached = sum(flops[:new.stages[position].first_layer])
+        reached = sum(flops[: new.stages[position].first_layer])
         # No further from it than half of the largest layer, where the others' least of one layer allows it.
-        free = new.stages[position].first_layer > position and \
-            new.stages[position].first_layer < NUM_LAYERS - (len(new.stages) - position)
+        free = new.stages[position].first_layer > position and new.stages[
+            position
+        ].first_layer < NUM_LAYERS - (len(new.stages) - position)
         assert not free or abs(reached - wanted) <= max(flops)
 
 
 def test_pipelines_of_a_2d_plan_that_are_lost_are_left_out() -> None:
-    model = PipelineModel(name="toy", input_bytes=4.0, layers=tuple(
-        PipelineLayer(name=str(number), forward_flops=1.0, backward_flops=2.0, weight_bytes=4.0, activation_bytes=4.0,
-                      output_bytes=4.0) for number in range(4)))
+    model = PipelineModel(
+        name="toy",
+        input_bytes=4.0,
+        layers=tuple(
+            PipelineLayer(
+                name=str(number),
+                forward_flops=1.0,
+                backward_flops=2.0,
+                weight_bytes=4.0,
+                activation_bytes=4.0,
+                output_bytes=4.0,
+            )
+            for number in range(4)
+        ),
+    )
     first, second = straight_plan((1, 3), ((4,), (4,)), 2), straight_plan((3,), ((4,),), 2)
-    second = PipelinePlan(stages=tuple(
-        type(stage)(first_layer=0, last_layer=3, devices=(7,), shares=(4,), in_flight=1) for stage in second.stages),
-        micro_batch_size=4, num_micro_batches=2)
+    second = PipelinePlan(
+        stages=tuple(
+            type(stage)(first_layer=0, last_layer=3, devices=(7,), shares=(4,), in_flight=1)
+            for stage in second.stages
+        ),
+        micro_batch_size=4,
+        num_micro_batches=2,
+    )
     plan = TwoDPlan(groups=(first, second))
     without = replanned(plan, model, {7})
     assert isinstance(without, TwoDPlan) and without.socs == (7,)
@@ -87,10 +134,17 @@ def test_pipelines_of_a_2d_plan_that_are_lost_are_left_out() -> None:
         replanned(plan, model, set())
 
 
-@given(size=st.integers(3, 12), speeds=st.lists(st.sampled_from([0.5, 1.0, 2.0, 6.0]), min_size=3, max_size=3),
-       most=st.lists(st.integers(1, 12), min_size=3, max_size=3), data=st.data())
+@given(
+    size=st.integers(3, 12),
+    speeds=st.lists(st.sampled_from([0.5, 1.0, 2.0, 6.0]), min_size=3, max_size=3),
+    most=st.lists(st.integers(1, 12), min_size=3, max_size=3),
+    data=st.data(),
+)
 def test_new_shares_are_the_quickest_within_memory_up_to_a_sample(
-    size: int, speeds: list[float], most: list[int], data: st.DataObject,
+    size: int,
+    speeds: list[float],
+    most: list[int],
+    data: st.DataObject,
 ) -> None:
     first = data.draw(st.integers(1, size - 2))
     second = data.draw(st.integers(1, size - first - 1))
@@ -103,14 +157,19 @@ def test_new_shares_are_the_quickest_within_memory_up_to_a_sample(
     def slowest(shares: tuple[int, ...]) -> float:
         return max(share * seconds[soc] for soc, share in enumerate(shares))
 
-    best = min(slowest(shares) for shares in product(*(range(1, limit + 1) for limit in limits))
-               if sum(shares) == size)
+    best = min(
+        slowest(shares)
+        for shares in product(*(range(1, limit + 1) for limit in limits))
+        if sum(shares) == size
+    )
     if new is None:
         assert slowest(old) <= best + max(seconds.values()) + 1e-9
         return
     assert isinstance(new, PipelinePlan)
     shares = new.stages[0].shares
-    assert sum(shares) == size and all(1 <= share <= limit for share, limit in zip(shares, limits, strict=True))
+    assert sum(shares) == size and all(
+        1 <= share <= limit for share, limit in zip(shares, limits, strict=True)
+    )
     assert slowest(shares) < slowest(old)
     assert slowest(shares) <= best + max(seconds.values()) + 1e-9
 

@@ -24,18 +24,29 @@ from socflower.thermal.model.rack import Rack
 from tests.pipeline.problems import layer, linear_seconds, plans, problem, problems, straight_plan
 
 
-@given(policy=st.sampled_from(list(Policy)), in_flight=st.integers(1, 12), num_micro_batches=st.integers(1, 12))
-def test_an_order_does_every_pass_once_and_keeps_at_most_k(policy: Policy, in_flight: int,
-                                                           num_micro_batches: int) -> None:
+@given(
+    policy=st.sampled_from(list(Policy)),
+    in_flight=st.integers(1, 12),
+    num_micro_batches=st.integers(1, 12),
+)
+def test_an_order_does_every_pass_once_and_keeps_at_most_k(
+    policy: Policy, in_flight: int, num_micro_batches: int
+) -> None:
     order = list(operations(policy, in_flight, num_micro_batches))
     for kind in Pass:
-        assert [each.micro_batch for each in order if each.kind == kind] == list(range(num_micro_batches))
+        assert [each.micro_batch for each in order if each.kind == kind] == list(
+            range(num_micro_batches)
+        )
     kept, most = 0, 0
     for each in order:
         kept += 1 if each.kind == Pass.FORWARD else -1
         most = max(most, kept)
         assert kept >= 0
-    limit = num_micro_batches if policy == Policy.BACKWARD_AFTER_FORWARD else min(in_flight, num_micro_batches)
+    limit = (
+        num_micro_batches
+        if policy == Policy.BACKWARD_AFTER_FORWARD
+        else min(in_flight, num_micro_batches)
+    )
     assert most == limit
 
 
@@ -43,19 +54,29 @@ def test_the_rules_of_the_paper() -> None:
     """Fig. 4: K of 5, 3, 1 for three stages; Fig. 15(b): the policies."""
     assert ASTEROID.counts(3, 8) == (5, 3, 1)
     assert {name: each.counts(3, 8) for name, each in RULES.items()} == {
-        "asteroid": (5, 3, 1), "a": (6, 4, 2), "b": (3, 2, 1), "c": (7, 5, 3)}
+        "asteroid": (5, 3, 1),
+        "a": (6, 4, 2),
+        "b": (3, 2, 1),
+        "c": (7, 5, 3),
+    }
     assert at_most(4).counts(3, 3) == (3, 3, 3)
 
 
 @settings(max_examples=120)
 @given(data=st.data(), case=problems(max_devices=5), num_steps=st.integers(1, 2))
-def test_dependencies_and_memory_hold_under_random_delays(data: st.DataObject, case: PipelineProblem,
-                                                          num_steps: int) -> None:
+def test_dependencies_and_memory_hold_under_random_delays(
+    data: st.DataObject, case: PipelineProblem, num_steps: int
+) -> None:
     """A pass follows the passes of the same samples next to it, and K_p and the budgets hold, whatever is late."""
     plan = data.draw(plans(case))
     delays = data.draw(st.lists(st.floats(0.0, 3.0), min_size=1, max_size=7))
     counter = iter(range(10**9))
-    run = simulate(case, plan, num_steps=num_steps, delay=lambda soc, operation: delays[next(counter) % len(delays)])
+    run = simulate(
+        case,
+        plan,
+        num_steps=num_steps,
+        delay=lambda soc, operation: delays[next(counter) % len(delays)],
+    )
     check_passes(run, plan, num_steps)
     for stage in plan.stages:
         for soc in stage.devices:
@@ -72,23 +93,36 @@ def check_passes(run: ScheduleRun, plan: PipelinePlan, num_steps: int) -> None:
     for index, stage in enumerate(plan.stages):
         expected = list(operations(plan.policy, stage.in_flight, plan.num_micro_batches))
         for soc in stage.devices:
-            assert [Operation(each.kind, each.micro_batch) for each in by_device[soc]] == expected * num_steps
+            assert [
+                Operation(each.kind, each.micro_batch) for each in by_device[soc]
+            ] == expected * num_steps
             for before, after in zip(by_device[soc], by_device[soc][1:], strict=False):
                 assert before.end_s <= after.start_s + 1e-9
         if index + 1 == len(plan.stages):
             continue
         for piece in plan.slices(index):
-            sender, receiver = stage.devices[piece.sender], plan.stages[index + 1].devices[piece.receiver]
+            sender, receiver = (
+                stage.devices[piece.sender],
+                plan.stages[index + 1].devices[piece.receiver],
+            )
             for step in range(num_steps):
                 for number in range(plan.num_micro_batches):
-                    assert done[sender, step, Pass.FORWARD, number][1] \
+                    assert (
+                        done[sender, step, Pass.FORWARD, number][1]
                         <= done[receiver, step, Pass.FORWARD, number][0] + 1e-9
-                    assert done[receiver, step, Pass.BACKWARD, number][1] \
+                    )
+                    assert (
+                        done[receiver, step, Pass.BACKWARD, number][1]
                         <= done[sender, step, Pass.BACKWARD, number][0] + 1e-9
+                    )
 
 
 def test_a_pipeline_of_equal_stages_takes_m_plus_p_minus_1_steps() -> None:
-    case = problem([layer() for _ in range(3)], [linear_seconds([0.5] * 3, [0.75] * 3)] * 3, num_micro_batches=8)
+    case = problem(
+        [layer() for _ in range(3)],
+        [linear_seconds([0.5] * 3, [0.75] * 3)] * 3,
+        num_micro_batches=8,
+    )
     for policy in Policy:
         run = simulate(case, straight_plan([0, 1, 2], [[4]] * 3, 8, policy=policy))
         assert run.step_s == pytest.approx((8 + 3 - 1) * 4 * (0.5 + 0.75))
@@ -97,14 +131,22 @@ def test_a_pipeline_of_equal_stages_takes_m_plus_p_minus_1_steps() -> None:
 
 def test_one_in_flight_keeps_one_stage_busy_at_a_time() -> None:
     """Paper §3.2: with K_p = 1 for all stages, only one is active."""
-    case = problem([layer() for _ in range(3)], [linear_seconds([0.5] * 3, [0.75] * 3)] * 3, num_micro_batches=8)
-    assert simulate(case, straight_plan([0, 1, 2], [[4]] * 3, 8, rule=at_most(1))).step_s == pytest.approx(8 * 3 * 5.0)
+    case = problem(
+        [layer() for _ in range(3)],
+        [linear_seconds([0.5] * 3, [0.75] * 3)] * 3,
+        num_micro_batches=8,
+    )
+    assert simulate(
+        case, straight_plan([0, 1, 2], [[4]] * 3, 8, rule=at_most(1))
+    ).step_s == pytest.approx(8 * 3 * 5.0)
 
 
 def test_a_ring_and_an_update_end_the_step() -> None:
     """Two devices, 1 s a pass of their half; 2(n-1)/n of 100 B at 100 B/s; 5 passes over 100 B at 1,000 B/s."""
     case = problem([layer(weight=100.0)], [linear_seconds([0.5], [0.5])] * 2, num_micro_batches=3)
-    case = replace(case, devices=tuple(replace(each, update_bytes_per_s=1000.0) for each in case.devices))
+    case = replace(
+        case, devices=tuple(replace(each, update_bytes_per_s=1000.0) for each in case.devices)
+    )
     run = simulate(case, straight_plan([0], [[2, 2]], 3), num_steps=2)
     assert run.step_ends_s == pytest.approx((6 + 1 + 0.5, 15.0))
     assert run.usage.soc_seconds[Activity.UPDATE] == pytest.approx(2 * 2 * 0.5)
@@ -112,8 +154,17 @@ def test_a_ring_and_an_update_end_the_step() -> None:
 
 def test_samples_that_are_elsewhere_are_sent() -> None:
     """Images of 10 B to the first stage, labels of 1 B to the last; SoC 2 has them."""
-    case = problem([layer(output=5.0), layer()], [linear_seconds([0.1, 0.1], [0.1, 0.1])] * 3, num_micro_batches=3)
-    case = replace(case, model=PipelineModel(name="toy", layers=case.model.layers, input_bytes=10.0, label_bytes=1.0))
+    case = problem(
+        [layer(output=5.0), layer()],
+        [linear_seconds([0.1, 0.1], [0.1, 0.1])] * 3,
+        num_micro_batches=3,
+    )
+    case = replace(
+        case,
+        model=PipelineModel(
+            name="toy", layers=case.model.layers, input_bytes=10.0, label_bytes=1.0
+        ),
+    )
     for source, own_bytes in ((2, 12 * 11), (0, 12 * 1), (1, 12 * 10)):
         plan = straight_plan([0, 1], [[4], [4]], 3, samples_on=source)
         assert simulate(case, plan, num_steps=2).num_bytes == 2 * (2 * 12 * 5 + own_bytes)
@@ -127,18 +178,29 @@ def test_samples_that_are_elsewhere_are_sent() -> None:
 
 def two_d(sync: Sync, server: int | str = "hub") -> TwoDPlan:
     whole = straight_plan([0, 1], [[4], [4]], 3)
-    other = replace(whole, stages=tuple(replace(stage, devices=(stage.devices[0] + 2,)) for stage in whole.stages))
+    other = replace(
+        whole,
+        stages=tuple(replace(stage, devices=(stage.devices[0] + 2,)) for stage in whole.stages),
+    )
     return TwoDPlan(groups=(whole, other), sync=sync, server=server)
 
 
-@pytest.mark.parametrize(("sync", "server", "num_bytes"), [
-    (Sync.RING, "hub", 2 * 70.0),  # 2(G - 1)P
-    (Sync.SERVER, "hub", 2 * 2 * 70.0),  # 2GP: Eq. 1
-    (Sync.SERVER, 0, 2 * 2 * 70.0 - 2 * 40.0),  # the server's own part stays
-])
-def test_bytes_of_two_dimensions_are_those_of_equation_1(sync: Sync, server: int | str, num_bytes: float) -> None:
-    case = problem([layer(weight=40.0, output=5.0), layer(weight=30.0)],
-                   [linear_seconds([0.1, 0.1], [0.1, 0.1])] * 4, num_micro_batches=3)
+@pytest.mark.parametrize(
+    ("sync", "server", "num_bytes"),
+    [
+        (Sync.RING, "hub", 2 * 70.0),  # 2(G - 1)P
+        (Sync.SERVER, "hub", 2 * 2 * 70.0),  # 2GP: Eq. 1
+        (Sync.SERVER, 0, 2 * 2 * 70.0 - 2 * 40.0),  # the server's own part stays
+    ],
+)
+def test_bytes_of_two_dimensions_are_those_of_equation_1(
+    sync: Sync, server: int | str, num_bytes: float
+) -> None:
+    case = problem(
+        [layer(weight=40.0, output=5.0), layer(weight=30.0)],
+        [linear_seconds([0.1, 0.1], [0.1, 0.1])] * 4,
+        num_micro_batches=3,
+    )
     plan = two_d(sync, server)
     expected = num_bytes + 2 * (2 * 12 * 5.0)
     assert plan.communication_bytes(case) == expected
@@ -146,32 +208,49 @@ def test_bytes_of_two_dimensions_are_those_of_equation_1(sync: Sync, server: int
 
 
 def test_groups_that_are_cut_in_different_places_exchange_by_part() -> None:
-    case = problem([layer(weight=40.0, output=5.0), layer(weight=30.0, output=5.0), layer(weight=20.0)],
-                   [linear_seconds([0.1] * 3, [0.1] * 3)] * 4, num_micro_batches=3)
+    case = problem(
+        [layer(weight=40.0, output=5.0), layer(weight=30.0, output=5.0), layer(weight=20.0)],
+        [linear_seconds([0.1] * 3, [0.1] * 3)] * 4,
+        num_micro_batches=3,
+    )
     one, other = straight_plan([0, 2], [[4], [4]], 3), straight_plan([1, 2], [[4], [4]], 3)
-    other = replace(other, stages=tuple(replace(stage, devices=(stage.devices[0] + 2,)) for stage in other.stages))
+    other = replace(
+        other,
+        stages=tuple(replace(stage, devices=(stage.devices[0] + 2,)) for stage in other.stages),
+    )
     for sync in Sync:
         plan = TwoDPlan(groups=(one, other), sync=sync)
-        assert simulate(case, plan, num_steps=2).num_bytes == pytest.approx(2 * plan.communication_bytes(case))
+        assert simulate(case, plan, num_steps=2).num_bytes == pytest.approx(
+            2 * plan.communication_bytes(case)
+        )
 
 
 # ------------------------------------------------------------------------------------ heat, users, links, traces
 
 
 def make_rack(w_per_k: float, around: Surroundings | None = None) -> RackDynamics:
-    return RackDynamics(Rack(slots_per_board=(2,), chassis_j_per_k=300.0, soc_to_board_w_per_k=w_per_k),
-                        FixedSpeed(fixed_rpm=3250.0), surroundings=around)
+    return RackDynamics(
+        Rack(slots_per_board=(2,), chassis_j_per_k=300.0, soc_to_board_w_per_k=w_per_k),
+        FixedSpeed(fixed_rpm=3250.0),
+        surroundings=around,
+    )
 
 
 def slow_case() -> tuple[PipelineProblem, PipelinePlan]:
-    case = problem([layer(output=10.0), layer()], [linear_seconds([1.0, 1.0], [1.0, 1.0])] * 2, num_micro_batches=8)
+    case = problem(
+        [layer(output=10.0), layer()],
+        [linear_seconds([1.0, 1.0], [1.0, 1.0])] * 2,
+        num_micro_batches=8,
+    )
     return case, straight_plan([0, 1], [[4], [4]], 8)
 
 
 def test_a_user_who_takes_a_device_stops_the_pipeline() -> None:
     case, plan = slow_case()
     free = simulate(case, plan, clock=EventClock(case.cluster, make_rack(0.4)))
-    taken = changes(NOBODY, [(20.0, BackgroundLoad(share=0.0, power_w=1.0, taken=True)), (50.0, NOBODY)])
+    taken = changes(
+        NOBODY, [(20.0, BackgroundLoad(share=0.0, power_w=1.0, taken=True)), (50.0, NOBODY)]
+    )
     around = Surroundings(background_load=(changes(NOBODY, []), taken))
     late = simulate(case, plan, clock=EventClock(case.cluster, make_rack(0.4, around)))
     assert free.step_s + 20.0 < late.step_s <= free.step_s + 30.0 + 1e-6
@@ -203,4 +282,10 @@ def test_the_trace_shows_micro_batches() -> None:
     trace = Trace()
     simulate(case, plan, clock=EventClock(case.cluster, trace=trace))
     names = {span[1] for span in trace.state()["spans"]}
-    assert {"forward 0", "backward 7", "activations 3 of stage 0", "gradients 3 of stage 1", "pipeline"} <= names
+    assert {
+        "forward 0",
+        "backward 7",
+        "activations 3 of stage 0",
+        "gradients 3 of stage 1",
+        "pipeline",
+    } <= names

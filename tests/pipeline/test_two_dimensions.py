@@ -16,12 +16,24 @@ from tests.pipeline.problems import layer, linear_seconds, problem, random_probl
 
 def two_pairs(output: float, link: float = 100.0) -> tuple[PipelineProblem, TwoDPlan]:
     """Return two equal pipelines of two stages, whose parts are exchanged in two rings of two devices."""
-    case = problem([layer(weight=100.0, output=output), layer(weight=300.0)],
-                   [linear_seconds([0.1, 0.1], [0.2, 0.2])] * 4, micro_batch_size=4, num_micro_batches=16, link=link)
-    groups = tuple(PipelinePlan(micro_batch_size=2, num_micro_batches=16, stages=(
-        Stage(first_layer=0, last_layer=0, devices=(first,), shares=(2,), in_flight=3),
-        Stage(first_layer=1, last_layer=1, devices=(second,), shares=(2,), in_flight=1)))
-        for first, second in ((0, 1), (2, 3)))
+    case = problem(
+        [layer(weight=100.0, output=output), layer(weight=300.0)],
+        [linear_seconds([0.1, 0.1], [0.2, 0.2])] * 4,
+        micro_batch_size=4,
+        num_micro_batches=16,
+        link=link,
+    )
+    groups = tuple(
+        PipelinePlan(
+            micro_batch_size=2,
+            num_micro_batches=16,
+            stages=(
+                Stage(first_layer=0, last_layer=0, devices=(first,), shares=(2,), in_flight=3),
+                Stage(first_layer=1, last_layer=1, devices=(second,), shares=(2,), in_flight=1),
+            ),
+        )
+        for first, second in ((0, 1), (2, 3))
+    )
     return case, TwoDPlan(groups=groups)
 
 

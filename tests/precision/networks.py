@@ -53,7 +53,10 @@ class Residual(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, 12, 3, padding=1)
         self.a, self.norm = nn.Conv2d(12, 12, 3, padding=1, bias=False), nn.BatchNorm2d(12)
-        self.b, self.project = nn.Conv2d(12, 20, 3, stride=2, padding=1), nn.Conv2d(12, 20, 1, stride=2)
+        self.b, self.project = (
+            nn.Conv2d(12, 20, 3, stride=2, padding=1),
+            nn.Conv2d(12, 20, 1, stride=2),
+        )
         self.c = nn.Conv2d(20, 20, 1)
         self.mean, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(20, CLASSES)
 

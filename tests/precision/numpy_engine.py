@@ -35,7 +35,9 @@ class Tracker:
             return 1
         if not self.changes:
             return max(1, (self.batch + 1) // 2)
-        closed = self.changes[-1] / len(self.changes)  # mean interval between changes, the first counted from 0
+        closed = self.changes[-1] / len(
+            self.changes
+        )  # mean interval between changes, the first counted from 0
         open_too = (self.batch - self.changes[-1]) / (len(self.changes) + 1)
         return max(1, int(max(closed, open_too) / 2))
 
@@ -72,7 +74,9 @@ class Weight:
 def per_channel_integers(bits, *arrays):
     """Return (exponent, integer arrays): the finest common exponent at which array i has fewer than bits[i] bits."""
     exponents = [
-        int(np.frexp(np.abs(array).max())[1]) - b for array, b in zip(arrays, bits, strict=True) if array.any()
+        int(np.frexp(np.abs(array).max())[1]) - b
+        for array, b in zip(arrays, bits, strict=True)
+        if array.any()
     ]
     exponent = max(exponents, default=0)
     return exponent, [np.rint(array * 2.0**-exponent).astype(np.int64) for array in arrays]
@@ -91,7 +95,9 @@ class NumpyTrainer:
                 real = real.reshape(node.shape[0], in_channels, *node.kernel).transpose(2, 3, 1, 0)
                 exponent = exponent_for(np.abs(real).max())
                 master = None if algorithm.weight == "int8" else real.copy()
-                self.weights[f"{node.name}.weight"] = Weight(nk.quantise(real, exponent), exponent, master)
+                self.weights[f"{node.name}.weight"] = Weight(
+                    nk.quantise(real, exponent), exponent, master
+                )
         for name, array in state.items():
             if name not in self.weights and not name.endswith("num_batches_tracked"):
                 self.vectors[name] = np.array(array, np.float32)
@@ -100,7 +106,9 @@ class NumpyTrainer:
         return self.trackers.setdefault((name, role), Tracker(self.policy))
 
     def round_forward(self, node, acc, exponent):
-        return self.tracker(node.name, "forward").round(acc, exponent, self.algorithm.forward.rounding)
+        return self.tracker(node.name, "forward").round(
+            acc, exponent, self.algorithm.forward.rounding
+        )
 
     def round_backward(self, node, acc, exponent, role="backward"):
         return self.tracker(node.name, role).round(acc, exponent, self.algorithm.backward.rounding)
@@ -118,16 +126,22 @@ class NumpyTrainer:
             forward = getattr(self, "forward_" + node.kind.replace("-", "_"))
             values[node.name] = forward(node, memory, *(values[value] for value in node.inputs))
         logits, exponent = values[self.graph.output]
-        gradient = nk.softmax_gradient(logits[0, 0], exponent, labels, self.algorithm.backward.rounding)
+        gradient = nk.softmax_gradient(
+            logits[0, 0], exponent, labels, self.algorithm.backward.rounding
+        )
         self.backward(values, memory, gradient[None, None])
         return logits[0, 0], exponent
 
     def forward_convolution(self, node, memory, x):
         weight = self.weights[f"{node.name}.weight"]
-        acc = nk.convolution(x[0], weight.q, stride=node.stride, padding=node.padding, groups=node.groups)
+        acc = nk.convolution(
+            x[0], weight.q, stride=node.stride, padding=node.padding, groups=node.groups
+        )
         exponent = x[1] + weight.exponent
         if node.bias:
-            acc += np.rint(self.vectors[f"{node.name}.bias"].astype(np.float64) * 2.0**-exponent).astype(np.int64)
+            acc += np.rint(
+                self.vectors[f"{node.name}.bias"].astype(np.float64) * 2.0**-exponent
+            ).astype(np.int64)
         return self.round_forward(node, nk.kept(acc, node.relu), exponent)
 
     def forward_batch_norm(self, node, memory, x):
@@ -140,7 +154,9 @@ class NumpyTrainer:
         for part, new in (("mean", mean * 2.0**exponent), ("var", unbiased)):
             running = self.vectors[f"{node.name}.running_{part}"]
             kept = np.float32(1.0 - node.momentum) * running
-            self.vectors[f"{node.name}.running_{part}"] = (kept + node.momentum * new).astype(np.float32)
+            self.vectors[f"{node.name}.running_{part}"] = (kept + node.momentum * new).astype(
+                np.float32
+            )
         memory[node.name] = mean, slope
         scale = self.vectors[f"{node.name}.weight"] * slope
         offset = self.vectors[f"{node.name}.bias"] - scale * mean
@@ -210,7 +226,9 @@ class NumpyTrainer:
     def backward(self, values, memory, logits_gradient):
         masks = self.masks(values)
         gradients = {name: [] for name in values}
-        gradients[self.graph.output].append((nk.kept(logits_gradient, mask=masks.get(self.graph.output)), -7))
+        gradients[self.graph.output].append(
+            (nk.kept(logits_gradient, mask=masks.get(self.graph.output)), -7)
+        )
         for node in reversed(self.graph.nodes):
             total, *others = gradients[node.name]
             for index, other in enumerate(others, start=1):
@@ -219,7 +237,9 @@ class NumpyTrainer:
                 acc = nk.kept(acc, mask=masks.get(node.name) if last else None)
                 total = self.round_backward(node, acc, exponent, f"gradient sum {index}")
             read = {
-                value: masks[value] if value in masks and len(self.graph.consumers(value)) == 1 else None
+                value: masks[value]
+                if value in masks and len(self.graph.consumers(value)) == 1
+                else None
                 for value in node.inputs
             }
             backward = getattr(self, "backward_" + node.kind.replace("-", "_"))
@@ -235,7 +255,9 @@ class NumpyTrainer:
             acc = nk.input_gradient(dy, weight.q, x.shape, **geometry)
             acc = nk.kept(acc, mask=read[node.inputs[0]])
             dx = self.round_backward(node, acc, exponent + weight.exponent)
-        self.update_weight(weight, nk.weight_gradient(x, dy, node.kernel, **geometry), x_exponent + exponent)
+        self.update_weight(
+            weight, nk.weight_gradient(x, dy, node.kernel, **geometry), x_exponent + exponent
+        )
         if node.bias:
             self.update_vector(f"{node.name}.bias", dy.sum(axis=(0, 1, 2)) * 2.0**exponent)
         return [dx]
@@ -268,7 +290,9 @@ class NumpyTrainer:
 
     def backward_max_pool(self, node, memory, values, read, dy, exponent):
         height, width = values[node.inputs[0]][0].shape[:2]
-        acc = nk.max_pool_gradient(dy, memory[node.name], node.kernel, node.stride, node.padding, height, width)
+        acc = nk.max_pool_gradient(
+            dy, memory[node.name], node.kernel, node.stride, node.padding, height, width
+        )
         acc = nk.kept(acc, mask=read[node.inputs[0]])
         disjoint = node.stride[0] >= node.kernel[0] and node.stride[1] >= node.kernel[1]
         return [(acc, exponent) if disjoint else self.round_backward(node, acc, exponent)]
@@ -288,7 +312,9 @@ class NumpyTrainer:
             shift = min(30, nk.shift_for(nk.largest_magnitude(gradient), rule.bits[begun - 1]))
             weight.q = np.clip(weight.q - nk.round_shift(gradient, shift, rule.rounding), -127, 127)
             return
-        weight.velocity = self.descend(weight.master, weight.velocity, gradient * 2.0**exponent, rule.momentum)
+        weight.velocity = self.descend(
+            weight.master, weight.velocity, gradient * 2.0**exponent, rule.momentum
+        )
         weight.exponent = max(-90, exponent_for(np.abs(weight.master).max()))
         weight.q = nk.quantise(weight.master, weight.exponent)
 
@@ -299,7 +325,9 @@ class NumpyTrainer:
 
     def descend(self, values, velocity, gradient, momentum):
         """Follow SGD with momentum in float32 and return the new velocity."""
-        velocity = np.float32(momentum) * velocity + gradient.astype(np.float32) if momentum else gradient
+        velocity = (
+            np.float32(momentum) * velocity + gradient.astype(np.float32) if momentum else gradient
+        )
         velocity = np.asarray(velocity, np.float32)
         values -= self.rate * velocity
         return velocity

@@ -131,17 +131,29 @@ def max_pool(x, kernel, stride, padding):
     best = chosen = None
     inside = np.ones(x.shape[:2], bool)
     positions = list(taps(inside, kernel, stride, padding))
-    for (h, w, window), (_, _, valid) in zip(taps(x, kernel, stride, padding), positions, strict=True):
+    for (h, w, window), (_, _, valid) in zip(
+        taps(x, kernel, stride, padding), positions, strict=True
+    ):
         candidate = np.where(valid[..., None, None], window, -1000)
         if best is None:
             best, chosen = np.full_like(candidate, -999), np.zeros(candidate.shape, np.int64)
         better = candidate > best
-        best, chosen = np.where(better, candidate, best), np.where(better, h * kernel[1] + w, chosen)
+        best, chosen = (
+            np.where(better, candidate, best),
+            np.where(better, h * kernel[1] + w, chosen),
+        )
     return best, chosen
 
 
 def max_pool_gradient(dy, chosen, kernel, stride, padding, height, width):
-    return spread(lambda h, w: np.where(chosen == h * kernel[1] + w, dy, 0), kernel, stride, padding, height, width)
+    return spread(
+        lambda h, w: np.where(chosen == h * kernel[1] + w, dy, 0),
+        kernel,
+        stride,
+        padding,
+        height,
+        width,
+    )
 
 
 def window_sums(x, kernel, stride, padding):
@@ -154,7 +166,9 @@ def window_sums_gradient(dy, kernel, stride, padding, height, width):
 
 def quantise(real, exponent):
     """Return the nearest integers of real / 2^exponent, half to even, within +-127; NaN counts as 0."""
-    return np.clip(np.nan_to_num(np.rint(real.astype(np.float64) / 2.0**exponent), nan=0.0), -127, 127).astype(np.int64)
+    return np.clip(
+        np.nan_to_num(np.rint(real.astype(np.float64) / 2.0**exponent), nan=0.0), -127, 127
+    ).astype(np.int64)
 
 
 def softmax_gradient(logits, exponent, labels, rounding):
@@ -166,7 +180,9 @@ def softmax_gradient(logits, exponent, labels, rounding):
         powers = []
         for logit in row:
             power_q15 = (logit - max(row)) * log2_e
-            power_q15 = power_q15 << min(exponent, 24) if exponent >= 0 else power_q15 >> min(-exponent, 40)
+            power_q15 = (
+                power_q15 << min(exponent, 24) if exponent >= 0 else power_q15 >> min(-exponent, 40)
+            )
             whole, fraction = divmod(power_q15, 2**15)
             powers.append(table[fraction * 64 // 2**15] >> -whole if -whole <= fraction_bits else 0)
         total = sum(powers)

@@ -88,7 +88,11 @@ def test_gradients_equal_numpy_step_for_step(name):
     trainer = RecordingTrainer(graph, exact_state(name), ADAPTIVE_FIXED_POINT, SELDOM)
     for index, (images, labels) in enumerate(batches(5)):
         state = exact_state(name, seed=index)
-        statistics = {key: trainer.vectors[key] for key in state if key.endswith(("running_mean", "running_var"))}
+        statistics = {
+            key: trainer.vectors[key]
+            for key in state
+            if key.endswith(("running_mean", "running_var"))
+        }
         trainer.load({**state, **statistics} if index else state)
         backend.load_weights(trained_of(state) if index else state, seed=index)
         backend.train_step(images, labels, learning_rate=0.3, progress=0.5)
@@ -109,14 +113,21 @@ def test_gradients_are_what_adaptive_fixed_point_goes_along(name):
     images, labels = batches(1, size=9)[0]
     state = exact_state(name)
     model = Int8Model.from_module(
-        build(name), input_shape=IMAGE, algorithm=ADAPTIVE_FIXED_POINT, settings=EngineSettings(rescaling=SELDOM)
+        build(name),
+        input_shape=IMAGE,
+        algorithm=ADAPTIVE_FIXED_POINT,
+        settings=EngineSettings(rescaling=SELDOM),
     )
     model.load_state_dict(state)
     backend = built(name)
     backend.load_weights(state, seed=0)
     for key, weight in model.parameters.weights.items():
-        np.testing.assert_array_equal(np.ldexp(weight.data.astype(float), weight.exponent)[..., : len(state[key])]
-                                      .transpose(3, 2, 0, 1).reshape(state[key].shape), backend.weights()[key])
+        np.testing.assert_array_equal(
+            np.ldexp(weight.data.astype(float), weight.exponent)[..., : len(state[key])]
+            .transpose(3, 2, 0, 1)
+            .reshape(state[key].shape),
+            backend.weights()[key],
+        )
     expected = model.train_step(images, labels, learning_rate=rate, progress=0.0)
     assert backend.train_step(images, labels, learning_rate=1e-3, progress=0.0) == expected
     after = model.arrays()
@@ -142,13 +153,17 @@ def test_the_default_pseudo_gradient_with_niti_is_loaded_minus_weights_after_ove
     assert set(gradients) == set(trained_of(state))
     for key, gradient in gradients.items():
         expected = (state[key].astype(np.float64) - after[key]) / rate
-        np.testing.assert_allclose(gradient, expected, rtol=1e-6, atol=2e-7 * np.abs(state[key]).max() / rate)
+        np.testing.assert_allclose(
+            gradient, expected, rtol=1e-6, atol=2e-7 * np.abs(state[key]).max() / rate
+        )
     assert any((after[key] != rounded[key]).any() for key in gradients)
 
 
 def test_nitis_step_is_that_of_an_int8_model_on_the_rounded_weights():
     state = exact_state("plain")
-    model = Int8Model.from_module(build("plain"), input_shape=IMAGE, settings=EngineSettings(rescaling=SELDOM))
+    model = Int8Model.from_module(
+        build("plain"), input_shape=IMAGE, settings=EngineSettings(rescaling=SELDOM)
+    )
     model.load_state_dict(state)
     backend = built("plain", NITI)
     backend.load_weights(state, seed=0)
@@ -171,7 +186,9 @@ def test_no_setting_of_the_machine_changes_a_bit_of_a_gradient(name, settings_):
             backend.load_weights(state, seed=index)
             backend.train_step(images, labels, learning_rate=0.1, progress=0.0)
         for key, gradient in one.pseudo_gradient(state, learning_rate=0.1).items():
-            np.testing.assert_array_equal(other.pseudo_gradient(state, learning_rate=0.1)[key], gradient)
+            np.testing.assert_array_equal(
+                other.pseudo_gradient(state, learning_rate=0.1)[key], gradient
+            )
 
 
 @few
@@ -183,17 +200,25 @@ def test_the_gradient_is_a_mean_over_the_batch_and_has_no_learning_rate(seed, ra
     once, twice = built("plain"), built("plain")
     for backend, times, own_rate in ((once, 1, rate), (twice, 2, 1.0)):
         backend.load_weights(state, seed=0)
-        backend.train_step(np.tile(images, (times, 1, 1, 1)), np.tile(labels, times), learning_rate=own_rate,
-                           progress=0.0)
+        backend.train_step(
+            np.tile(images, (times, 1, 1, 1)),
+            np.tile(labels, times),
+            learning_rate=own_rate,
+            progress=0.0,
+        )
     for key, gradient in once.pseudo_gradient(state, learning_rate=rate).items():
-        np.testing.assert_array_equal(gradient, twice.pseudo_gradient(state, learning_rate=1.0)[key])
+        np.testing.assert_array_equal(
+            gradient, twice.pseudo_gradient(state, learning_rate=1.0)[key]
+        )
 
 
 # -------------------------------------------------------------------------------------------------- loading
 
 
 def moved(state):
-    return {key: array * 1.5 if array.dtype == np.float32 else array for key, array in state.items()}
+    return {
+        key: array * 1.5 if array.dtype == np.float32 else array for key, array in state.items()
+    }
 
 
 def test_one_seed_gives_one_rounding_and_steps_do_not_move_it():
@@ -297,12 +322,16 @@ def test_nothing_goes_before_build(call):
 
 
 def test_masters_of_its_own_are_refused_and_the_kernel_is_named():
-    with pytest.raises(ConfigError, match="the FP32 masters of adaptive-fixed-point live in the trainer; use niti"):
+    with pytest.raises(
+        ConfigError, match="the FP32 masters of adaptive-fixed-point live in the trainer; use niti"
+    ):
         NativeInt8Backend(ADAPTIVE_FIXED_POINT)
     assert NativeInt8Backend().name == "CPU int8"
     assert built("plain", kernel="portable").name == "CPU int8, portable"
     assert isinstance(pickle.loads(pickle.dumps(NativeInt8Backend())), NativeInt8Backend)
-    coarse = dataclasses.replace(NITI, name="coarse", update=IntegerUpdate(bits=(2,), starts=(0.0,)))
+    coarse = dataclasses.replace(
+        NITI, name="coarse", update=IntegerUpdate(bits=(2,), starts=(0.0,))
+    )
     assert NativeInt8Backend(coarse).name == "CPU int8"
 
 
@@ -315,7 +344,9 @@ class LinearBackend(Int8Backend):
     name = "NumPy"
 
     def build(self, module, input_shape):
-        self.values = {key: value.numpy().astype(np.float64) for key, value in module.state_dict().items()}
+        self.values = {
+            key: value.numpy().astype(np.float64) for key, value in module.state_dict().items()
+        }
 
     def load_weights(self, weights, *, seed):
         self.values = {key: np.array(weights[key], np.float64) for key in self.values}
@@ -344,10 +375,19 @@ def test_a_vendors_backend_needs_the_abstract_methods_and_no_more():
     from torch import nn
     from torch.nn import functional
 
-    assert Int8Backend.__abstractmethods__ == {"name", "build", "load_weights", "train_step", "weights", "predict"}
+    assert Int8Backend.__abstractmethods__ == {
+        "name",
+        "build",
+        "load_weights",
+        "train_step",
+        "weights",
+        "predict",
+    }
     module = nn.Sequential(nn.Flatten(), nn.Linear(300, CLASSES))
     images, labels = batches(1, size=8)[0]
-    functional.cross_entropy(module(torch.from_numpy(images)), torch.from_numpy(labels).long()).backward()
+    functional.cross_entropy(
+        module(torch.from_numpy(images)), torch.from_numpy(labels).long()
+    ).backward()
     loaded = {key: value.detach().numpy() for key, value in module.named_parameters()}
     backend = LinearBackend()
     backend.build(module, IMAGE)
@@ -358,15 +398,20 @@ def test_a_vendors_backend_needs_the_abstract_methods_and_no_more():
         assert set(gradients) == set(loaded)
         for key, parameter in module.named_parameters():
             assert gradients[key].dtype == np.float32
-            np.testing.assert_allclose(gradients[key], parameter.grad.numpy(), atol=2e-8 + 2e-7 / rate, rtol=1e-4)
+            np.testing.assert_allclose(
+                gradients[key], parameter.grad.numpy(), atol=2e-8 + 2e-7 / rate, rtol=1e-4
+            )
     assert backend.samples_per_s(32) is None
     assert backend.energy_j() is None
 
 
 @pytest.mark.parametrize("missing", sorted(Int8Backend.__abstractmethods__))
 def test_a_backend_without_one_of_them_cannot_be_made(missing):
-    members = {key: value for key, value in vars(LinearBackend).items()
-               if key in Int8Backend.__abstractmethods__ and key != missing}
+    members = {
+        key: value
+        for key, value in vars(LinearBackend).items()
+        if key in Int8Backend.__abstractmethods__ and key != missing
+    }
     with pytest.raises(TypeError, match=missing):
         type("Lacking", (Int8Backend,), members)()
     assert inspect.isabstract(Int8Backend)
@@ -376,7 +421,9 @@ def test_a_backend_without_one_of_them_cannot_be_made(missing):
 def test_gradients_of_operators_in_fp32_are_those_of_autograd_between_the_same_int8_ones(make):
     """Handed out as they come: an int8 model that follows them by plain SGD comes to the same weights."""
     with forked_generator(2):
-        module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), make(), nn.Flatten(), nn.Linear(8 * 64, CLASSES))
+        module = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.ReLU(), make(), nn.Flatten(), nn.Linear(8 * 64, CLASSES)
+        )
     images, labels = batches(1)[0]
     weights = {name: value.numpy() for name, value in module.state_dict().items()}
     backend = NativeInt8Backend(fp32_operators=["2"])
@@ -384,11 +431,18 @@ def test_gradients_of_operators_in_fp32_are_those_of_autograd_between_the_same_i
     backend.load_weights(weights, seed=1)
     loaded = {name: np.array(value) for name, value in backend.weights().items()}
     backend.train_step(images, labels, learning_rate=0.1, progress=0.0)
-    handed_out = {name: np.array(value) for name, value in backend.pseudo_gradient(loaded, learning_rate=0.1).items()}
+    handed_out = {
+        name: np.array(value)
+        for name, value in backend.pseudo_gradient(loaded, learning_rate=0.1).items()
+    }
     assert set(handed_out) == {name for name, _ in module.named_parameters()}
     # The very int8 weights that were rounded at random, as those of a model with masters.
     model = Int8Model.from_module(
-        module, input_shape=IMAGE, algorithm=ADAPTIVE_FIXED_POINT, settings=EngineSettings(), fp32_operators=["2"]
+        module,
+        input_shape=IMAGE,
+        algorithm=ADAPTIVE_FIXED_POINT,
+        settings=EngineSettings(),
+        fp32_operators=["2"],
     )
     model.load_state_dict(loaded)
     for name, weight in model.parameters.weights.items():

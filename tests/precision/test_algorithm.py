@@ -13,7 +13,9 @@ from socflower.precision.algorithm import Fp32Update, IntegerUpdate, Rounding, i
 
 def test_the_published_algorithms():
     assert {"niti", "adaptive-fixed-point"} <= set(ALGORITHMS)
-    assert NITI.update == IntegerUpdate(bits=(5, 4, 3), starts=(0.0, 0.5, 0.75), rounding=Rounding.PSEUDO_STOCHASTIC)
+    assert NITI.update == IntegerUpdate(
+        bits=(5, 4, 3), starts=(0.0, 0.5, 0.75), rounding=Rounding.PSEUDO_STOCHASTIC
+    )
     assert ALGORITHMS["adaptive-fixed-point"] is ADAPTIVE_FIXED_POINT
     assert isinstance(ADAPTIVE_FIXED_POINT.update, Fp32Update)
 
@@ -51,16 +53,22 @@ def test_an_algorithm_takes_the_setting_that_its_update_has():
     assert int8_algorithm("niti", momentum=0.0) == NITI
     assert int8_algorithm("niti", gradient_bits=(2, 1, 0)).update == IntegerUpdate(bits=(2, 1, 0))
     assert int8_algorithm("adaptive-fixed-point", momentum=0.9).update == Fp32Update(momentum=0.9)
-    with pytest.raises(ConfigError, match="int8 algorithm 'octo' is unknown, known are niti, adaptive-fixed-point"):
+    with pytest.raises(
+        ConfigError, match="int8 algorithm 'octo' is unknown, known are niti, adaptive-fixed-point"
+    ):
         int8_algorithm("octo")
     with pytest.raises(ConfigError, match="one start per number of bits"):
         int8_algorithm("niti", gradient_bits=(5,))
 
 
 def test_an_algorithm_refuses_a_setting_that_its_update_has_not():
-    with pytest.raises(ConfigError, match=r"niti: .* no momentum, got 0.9; use momentum 0, or adaptive-fixed-point"):
+    with pytest.raises(
+        ConfigError, match=r"niti: .* no momentum, got 0.9; use momentum 0, or adaptive-fixed-point"
+    ):
         int8_algorithm("niti", momentum=0.9)
-    with pytest.raises(ConfigError, match=r"adaptive-fixed-point: .* no gradient bits; leave gradient_bits out"):
+    with pytest.raises(
+        ConfigError, match=r"adaptive-fixed-point: .* no gradient bits; leave gradient_bits out"
+    ):
         int8_algorithm("adaptive-fixed-point", gradient_bits=(5, 4, 3))
 
 

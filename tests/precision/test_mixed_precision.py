@@ -37,7 +37,9 @@ def test_gamma_lies_in_1_minus_beta_to_1(rule, alpha, beta):
 
 @many
 @given(followers, fractions, fractions, fractions, fractions)
-def test_more_confidence_or_a_faster_npu_never_give_the_cpu_more(rule, alpha, higher_alpha, beta, higher_beta):
+def test_more_confidence_or_a_faster_npu_never_give_the_cpu_more(
+    rule, alpha, higher_alpha, beta, higher_beta
+):
     alpha, higher_alpha = sorted((alpha, higher_alpha))
     beta, higher_beta = sorted((beta, higher_beta))
     assert cpu_share(rule, higher_alpha, higher_beta) <= cpu_share(rule, alpha, beta)
@@ -46,7 +48,9 @@ def test_more_confidence_or_a_faster_npu_never_give_the_cpu_more(rule, alpha, hi
 @many
 @given(fractions, fractions)
 def test_gamma_of_the_paper_is_the_larger_of_its_two_terms(alpha, beta):
-    assert cpu_share("paper", alpha, beta) == pytest.approx(max(math.exp(-alpha), 1.0 - beta), rel=1e-15)
+    assert cpu_share("paper", alpha, beta) == pytest.approx(
+        max(math.exp(-alpha), 1.0 - beta), rel=1e-15
+    )
 
 
 @many
@@ -84,15 +88,21 @@ def test_the_fastest_of_each_fixed_share():
     assert [most_speedup(rule) for rule in ("fp32", "half", "int8")] == [1.0, 2.0, math.inf]
 
 
-@pytest.mark.parametrize(("alpha", "beta"), [(math.nan, 0.5), (0.5, math.nan), (0.5, -0.01), (0.5, 1.01)])
+@pytest.mark.parametrize(
+    ("alpha", "beta"), [(math.nan, 0.5), (0.5, math.nan), (0.5, -0.01), (0.5, 1.01)]
+)
 @pytest.mark.parametrize("rule", RULES_BY_THROUGHPUT)
 def test_what_is_no_confidence_or_no_ratio_is_refused_with_the_numbers(rule, alpha, beta):
-    with pytest.raises(ConfigError, match=rf"alpha = {alpha} must be a number and beta = {beta} lie in"):
+    with pytest.raises(
+        ConfigError, match=rf"alpha = {alpha} must be a number and beta = {beta} lie in"
+    ):
         cpu_share(rule, alpha, beta)
 
 
 def test_an_unknown_rule_is_refused_with_those_there_are():
-    with pytest.raises(ConfigError, match="'quarter' is unknown; use one of paper, normalised, fp32, int8, half"):
+    with pytest.raises(
+        ConfigError, match="'quarter' is unknown; use one of paper, normalised, fp32, int8, half"
+    ):
         cpu_share("quarter", 0.5, 0.5)
 
 
@@ -128,8 +138,17 @@ def test_without_an_npu_beta_is_0_and_the_cpu_does_all(cpu):
 
 
 @pytest.mark.parametrize(
-    ("npu", "cpu"), [(1.0, 0.0), (-1.0, 1.0), (1.0, -1.0), (math.nan, 1.0), (1.0, math.nan), (math.inf, 1.0),
-                     (1.0, math.inf)])
+    ("npu", "cpu"),
+    [
+        (1.0, 0.0),
+        (-1.0, 1.0),
+        (1.0, -1.0),
+        (math.nan, 1.0),
+        (1.0, math.nan),
+        (math.inf, 1.0),
+        (1.0, math.inf),
+    ],
+)
 def test_impossible_throughputs_are_refused(npu, cpu):
     with pytest.raises(ConfigError, match=rf"got {npu} and {cpu} samples a second"):
         compute_power_ratio(npu, cpu)
@@ -147,7 +166,9 @@ shapes = (st.integers(0, 2**32 - 1), st.integers(1, 20), st.integers(1, 12))
 
 @many
 @given(*shapes, st.floats(-30, 30))
-def test_confidence_is_1_for_equal_logits_at_any_positive_scale_of_each_sample(seed, samples, classes, exponent):
+def test_confidence_is_1_for_equal_logits_at_any_positive_scale_of_each_sample(
+    seed, samples, classes, exponent
+):
     fp32 = logits(seed, samples, classes)
     scales = np.random.default_rng(seed).uniform(0.1, 10.0, (samples, 1)) * 10.0**exponent
     assert confidence(fp32, fp32) == pytest.approx(1.0, abs=1e-12)
@@ -177,8 +198,13 @@ def test_confidence_is_the_mean_cosine_where_that_is_positive(seed, samples, cla
 
 
 @many
-@given(st.integers(0, 2**32 - 1), st.integers(1, 20), st.integers(1, 20), st.integers(2, 12),
-       st.sampled_from([0.0, math.nan, math.inf, -math.inf]))
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 20),
+    st.integers(1, 20),
+    st.integers(2, 12),
+    st.sampled_from([0.0, math.nan, math.inf, -math.inf]),
+)
 def test_samples_that_have_no_direction_count_as_0(seed, good, bad, classes, value):
     """alpha = 0 for NaN, infinity and zeros; among others they pull the mean down by their part of the samples."""
     fp32 = logits(seed, good + bad, classes)
@@ -190,9 +216,13 @@ def test_samples_that_have_no_direction_count_as_0(seed, good, bad, classes, val
     assert confidence(fp32, int8) == pytest.approx(good / (good + bad), abs=1e-12)
 
 
-@pytest.mark.parametrize(("one", "other"), [((3, 2), (2, 3)), ((3,), (3,)), ((0, 4), (0, 4)), ((2, 2, 2), (2, 2, 2))])
+@pytest.mark.parametrize(
+    ("one", "other"), [((3, 2), (2, 3)), ((3,), (3,)), ((0, 4), (0, 4)), ((2, 2, 2), (2, 2, 2))]
+)
 def test_logits_that_cannot_be_compared_are_refused_with_their_shapes(one, other):
-    with pytest.raises(ConfigError, match=r"two \(samples, classes\) logits, got \(.*\) and \(.*\)"):
+    with pytest.raises(
+        ConfigError, match=r"two \(samples, classes\) logits, got \(.*\) and \(.*\)"
+    ):
         confidence(np.ones(one), np.ones(other))
 
 

@@ -16,7 +16,12 @@ SHAPE = (3, 8, 8)
 def network() -> nn.Module:
     return built(
         lambda: nn.Sequential(
-            nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.GELU(), nn.Flatten(), nn.Linear(256, 4)
+            nn.Conv2d(3, 16, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.GELU(),
+            nn.Flatten(),
+            nn.Linear(256, 4),
         ),
         0,
     )
@@ -26,18 +31,29 @@ def test_every_operator_is_timed_on_both_sides_and_what_int8_lacks_runs_in_fp32(
     profile = profile_operators(network(), SHAPE, 4, repeats=1)
     assert [latency.name for latency in profile.latencies] == ["0", "2", "3", "5"]
     assert all(latency.cpu_s > 0.0 for latency in profile.latencies)
-    assert [math.isinf(latency.npu_s) for latency in profile.latencies] == [False, False, True, False]
+    assert [math.isinf(latency.npu_s) for latency in profile.latencies] == [
+        False,
+        False,
+        True,
+        False,
+    ]
     assert "3" in profile.placement.on_cpu
 
 
 def test_the_chosen_placement_trains() -> None:
     module = network()
     profile = profile_operators(module, SHAPE, 8, repeats=1)
-    model = Int8Model.from_module(module, input_shape=SHAPE, fp32_operators=profile.placement.on_cpu)
+    model = Int8Model.from_module(
+        module, input_shape=SHAPE, fp32_operators=profile.placement.on_cpu
+    )
     random = np.random.default_rng(0)
     labels = random.integers(0, 4, 8, dtype=np.int32)
-    images = (0.3 * random.standard_normal((8, *SHAPE)) + labels[:, None, None, None]).astype(np.float32)
-    losses = [model.train_step(images, labels, learning_rate=0.02, progress=0.8).loss for _ in range(40)]
+    images = (0.3 * random.standard_normal((8, *SHAPE)) + labels[:, None, None, None]).astype(
+        np.float32
+    )
+    losses = [
+        model.train_step(images, labels, learning_rate=0.02, progress=0.8).loss for _ in range(40)
+    ]
     assert min(losses[-5:]) < 0.7 * losses[0]
 
 
@@ -63,8 +79,15 @@ def test_splitting_changes_no_result() -> None:
     labels = random.integers(0, 4, 12, dtype=np.int32)
     states = []
     for blocks in ({}, {"0": 5, "3": 7}):
-        module = built(lambda: nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 4)), 0)
-        model = Int8Model.from_module(module, input_shape=SHAPE, settings=EngineSettings(batch_blocks=blocks))
+        module = built(
+            lambda: nn.Sequential(
+                nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 4)
+            ),
+            0,
+        )
+        model = Int8Model.from_module(
+            module, input_shape=SHAPE, settings=EngineSettings(batch_blocks=blocks)
+        )
         for _ in range(3):
             model.train_step(images, labels, progress=0.0)
         states.append(model.arrays())

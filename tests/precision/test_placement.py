@@ -11,12 +11,17 @@ from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.precision.placement import SIDES, OperatorLatency, place
 
 LATENCIES = st.lists(
-    st.tuples(st.integers(0, 20), st.one_of(st.integers(0, 20), st.just(math.inf))), min_size=1, max_size=8
+    st.tuples(st.integers(0, 20), st.one_of(st.integers(0, 20), st.just(math.inf))),
+    min_size=1,
+    max_size=8,
 )
 
 
 def operators(pairs: list[tuple[float, float]]) -> list[OperatorLatency]:
-    return [OperatorLatency(name=f"op{i}", cpu_s=float(cpu), npu_s=float(npu)) for i, (cpu, npu) in enumerate(pairs)]
+    return [
+        OperatorLatency(name=f"op{i}", cpu_s=float(cpu), npu_s=float(npu))
+        for i, (cpu, npu) in enumerate(pairs)
+    ]
 
 
 def cost(latencies: list[OperatorLatency], sides: tuple[str, ...], switch_s: float) -> float:
@@ -34,17 +39,23 @@ def test_no_placement_is_quicker(pairs: list[tuple[float, float]], switch_s: int
 
 
 @given(LATENCIES, st.integers(0, 15))
-def test_what_the_npu_lacks_runs_on_the_cpu(pairs: list[tuple[float, float]], switch_s: int) -> None:
+def test_what_the_npu_lacks_runs_on_the_cpu(
+    pairs: list[tuple[float, float]], switch_s: int
+) -> None:
     placed = place(operators(pairs), switch_s)
     for (_, npu_s), side in zip(pairs, placed.sides, strict=True):
         assert side == "cpu" or not math.isinf(npu_s)
 
 
 @given(LATENCIES, st.data())
-def test_no_placement_is_quicker_where_switches_differ(pairs: list[tuple[float, float]], data: st.DataObject) -> None:
+def test_no_placement_is_quicker_where_switches_differ(
+    pairs: list[tuple[float, float]], data: st.DataObject
+) -> None:
     latencies = operators(pairs)
     gaps = len(latencies) - 1
-    switches = [float(gap) for gap in data.draw(st.lists(st.integers(0, 15), min_size=gaps, max_size=gaps))]
+    switches = [
+        float(gap) for gap in data.draw(st.lists(st.integers(0, 15), min_size=gaps, max_size=gaps))
+    ]
 
     def total(sides: tuple[str, ...]) -> float:
         crossed = sum(gap for gap, (a, b) in zip(switches, pairwise(sides), strict=True) if a != b)
@@ -56,7 +67,11 @@ def test_no_placement_is_quicker_where_switches_differ(pairs: list[tuple[float, 
 
 
 def test_costly_switches_keep_an_operator_beside_its_neighbours() -> None:
-    pairs = [(9, 1), (1, 2), (9, 1)]  # the middle one is quicker on the CPU, by less than two switches
+    pairs = [
+        (9, 1),
+        (1, 2),
+        (9, 1),
+    ]  # the middle one is quicker on the CPU, by less than two switches
     assert place(operators(pairs), 5).sides == ("npu", "npu", "npu")
     assert place(operators(pairs), 0.1).sides == ("npu", "cpu", "npu")
 

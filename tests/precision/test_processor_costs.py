@@ -7,18 +7,65 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from socflower.cluster import FP32, Device, LayerProfile, ModelProfile, Processor, StepTimings, device
+from socflower.cluster import (
+    FP32,
+    Device,
+    LayerProfile,
+    ModelProfile,
+    Processor,
+    StepTimings,
+    device,
+)
 from socflower.errors import ConfigError
-from socflower.precision.mixed_precision import MIXING_RULES, RULES_BY_THROUGHPUT, accuracy_floor, cpu_samples
-from socflower.precision.processor_costs import MERGE_PASSES, REQUANTISE_PASSES, Int8Pricing, MixedPricing
+from socflower.precision.mixed_precision import (
+    MIXING_RULES,
+    RULES_BY_THROUGHPUT,
+    accuracy_floor,
+    cpu_samples,
+)
+from socflower.precision.processor_costs import (
+    MERGE_PASSES,
+    REQUANTISE_PASSES,
+    Int8Pricing,
+    MixedPricing,
+)
 
-MODEL = ModelProfile(name="m", input_bytes=100.0, layers=(
-    LayerProfile(name="a", kind="Conv2d", forward_flops=2e6, output_bytes=400.0, weight_bytes=40.0, num_tensors=2),
-    LayerProfile(name="b", kind="Linear", forward_flops=1e6, output_bytes=40.0, weight_bytes=60.0, num_tensors=1),
-))
-VGG11 = ModelProfile(name="vgg11", input_bytes=12288.0, layers=(
-    LayerProfile(name="all", kind="Conv2d", forward_flops=0.917e9 / 3, output_bytes=4e5, weight_bytes=36.9e6,
-                 num_tensors=34),))
+MODEL = ModelProfile(
+    name="m",
+    input_bytes=100.0,
+    layers=(
+        LayerProfile(
+            name="a",
+            kind="Conv2d",
+            forward_flops=2e6,
+            output_bytes=400.0,
+            weight_bytes=40.0,
+            num_tensors=2,
+        ),
+        LayerProfile(
+            name="b",
+            kind="Linear",
+            forward_flops=1e6,
+            output_bytes=40.0,
+            weight_bytes=60.0,
+            num_tensors=1,
+        ),
+    ),
+)
+VGG11 = ModelProfile(
+    name="vgg11",
+    input_bytes=12288.0,
+    layers=(
+        LayerProfile(
+            name="all",
+            kind="Conv2d",
+            forward_flops=0.917e9 / 3,
+            output_bytes=4e5,
+            weight_bytes=36.9e6,
+            num_tensors=34,
+        ),
+    ),
+)
 SOC = device("snapdragon-865")
 
 many = settings(max_examples=60)
@@ -32,12 +79,23 @@ def machine(cpu=9e6, npu=36e6, **changes):
     """Return a device of a CPU and, unless `npu` is 0, an NPU, with a CPU path in int8 that shares the CPU."""
     processors = {
         "cpu": Processor(name="cpu", flops_per_s=cpu, active_w=5.0),
-        "cpu-int8": Processor(name="cpu-int8", flops_per_s=cpu * 1.5, active_w=5.0, number_format="int8", shares="cpu"),
+        "cpu-int8": Processor(
+            name="cpu-int8", flops_per_s=cpu * 1.5, active_w=5.0, number_format="int8", shares="cpu"
+        ),
     }
     if npu:
-        processors["npu"] = Processor(name="npu", flops_per_s=npu, active_w=3.0, number_format="int8")
-    values = {"name": "d", "idle_w": 1.0, "network_w": 0.5, "memory_bytes": 1e9, "memory_bytes_per_s": 500.0,
-              "layer_overhead_s": 0.0, "processors": processors}
+        processors["npu"] = Processor(
+            name="npu", flops_per_s=npu, active_w=3.0, number_format="int8"
+        )
+    values = {
+        "name": "d",
+        "idle_w": 1.0,
+        "network_w": 0.5,
+        "memory_bytes": 1e9,
+        "memory_bytes_per_s": 500.0,
+        "layer_overhead_s": 0.0,
+        "processors": processors,
+    }
     return Device(**(values | changes))
 
 
@@ -56,14 +114,19 @@ def test_at_rule_fp32_a_step_costs_what_it_costs_in_fp32(cpu, npu, num_samples, 
 
 @many
 @given(rules, rates, rates, st.integers(1, 2000), fractions)
-def test_a_step_takes_the_samples_of_the_slower_processor_over_its_rate(rule, cpu, npu, num_samples, alpha):
+def test_a_step_takes_the_samples_of_the_slower_processor_over_its_rate(
+    rule, cpu, npu, num_samples, alpha
+):
     soc, pricing = machine(cpu, npu), MixedPricing(rule=rule, alpha=alpha)
-    on_cpu = cpu_samples(num_samples, pricing.share("m", soc), accuracy_floor(pricing.rule, pricing.alpha))
+    on_cpu = cpu_samples(
+        num_samples, pricing.share("m", soc), accuracy_floor(pricing.rule, pricing.alpha)
+    )
     expected = MODEL.training_flops * max(on_cpu / cpu, (num_samples - on_cpu) / npu)
     cost = pricing.step_cost(MODEL, soc, num_samples)
     assert slowest_s(cost) == pytest.approx(expected, rel=1e-12)
     assert {part.processor for part in cost.processors} == {
-        name for name, count in (("cpu", on_cpu), ("npu", num_samples - on_cpu)) if count}
+        name for name, count in (("cpu", on_cpu), ("npu", num_samples - on_cpu)) if count
+    }
 
 
 @many
@@ -81,7 +144,9 @@ def test_no_rule_is_faster_than_both_processors_together(rule, cpu, npu, alpha):
     soc = machine(cpu, npu)
     rate = MixedPricing(rule=rule, alpha=alpha).rate("m", soc)
     assert cpu * (1 - 1e-12) <= rate <= (cpu + npu) * (1 + 1e-12)
-    assert MixedPricing(rule="normalised", alpha=1.0).rate("m", soc) == pytest.approx(cpu + npu, rel=1e-9)
+    assert MixedPricing(rule="normalised", alpha=1.0).rate("m", soc) == pytest.approx(
+        cpu + npu, rel=1e-9
+    )
 
 
 @many
@@ -96,22 +161,32 @@ def test_the_paper_is_at_most_e_times_faster_than_fp32(cpu, npu, alpha):
 def test_a_steps_gain_is_at_most_the_samples_over_those_of_the_cpu(cpu, npu, num_samples, alpha):
     """Of small batches that may be above e, since samples are whole: 4 samples give the CPU 1.47, which is 1."""
     soc, pricing = machine(cpu, npu), MixedPricing(alpha=alpha)
-    gain = slowest_s(FP32.step_cost(MODEL, soc, num_samples)) / slowest_s(pricing.step_cost(MODEL, soc, num_samples))
-    on_cpu = cpu_samples(num_samples, pricing.share("m", soc), accuracy_floor(pricing.rule, pricing.alpha))
+    gain = slowest_s(FP32.step_cost(MODEL, soc, num_samples)) / slowest_s(
+        pricing.step_cost(MODEL, soc, num_samples)
+    )
+    on_cpu = cpu_samples(
+        num_samples, pricing.share("m", soc), accuracy_floor(pricing.rule, pricing.alpha)
+    )
     assert on_cpu == 0 or gain <= num_samples / on_cpu * (1 + 1e-12)
     assert on_cpu >= num_samples / math.e - 0.5
 
 
 @many
 @given(rules, rates, rates, st.integers(1, 2000), fractions)
-def test_merging_and_rounding_are_paid_where_both_work_and_only_there(rule, cpu, npu, num_samples, alpha):
+def test_merging_and_rounding_are_paid_where_both_work_and_only_there(
+    rule, cpu, npu, num_samples, alpha
+):
     """3 passes over 100 bytes at 500 bytes/s to merge, 1.25 more to round the masters anew."""
     soc, pricing = machine(cpu, npu), MixedPricing(rule=rule, alpha=alpha)
     cost, fp32 = pricing.step_cost(MODEL, soc, num_samples), FP32.step_cost(MODEL, soc, num_samples)
-    on_cpu = cpu_samples(num_samples, pricing.share("m", soc), accuracy_floor(pricing.rule, pricing.alpha))
+    on_cpu = cpu_samples(
+        num_samples, pricing.share("m", soc), accuracy_floor(pricing.rule, pricing.alpha)
+    )
     uses_npu = on_cpu < num_samples
     assert cost.merge_s == pytest.approx(MERGE_PASSES * 0.2 if 0 < on_cpu < num_samples else 0.0)
-    assert cost.update_s - fp32.update_s == pytest.approx(REQUANTISE_PASSES * 0.2 if uses_npu else 0.0)
+    assert cost.update_s - fp32.update_s == pytest.approx(
+        REQUANTISE_PASSES * 0.2 if uses_npu else 0.0
+    )
     assert cost.processor == "cpu"
 
 
@@ -129,9 +204,14 @@ def test_both_processors_pay_their_own_overhead():
 
 def test_timings_of_a_device_profile_win_on_both_sides():
     soc = machine()
-    timed = {"cpu": StepTimings(batches=(1,), step_s=(3.0,)), "npu": StepTimings(batches=(1,), step_s=(0.5,))}
-    processors = {name: dataclasses.replace(processor, timings={"m": timed[name]} if name in timed else {})
-                  for name, processor in soc.processors.items()}
+    timed = {
+        "cpu": StepTimings(batches=(1,), step_s=(3.0,)),
+        "npu": StepTimings(batches=(1,), step_s=(0.5,)),
+    }
+    processors = {
+        name: dataclasses.replace(processor, timings={"m": timed[name]} if name in timed else {})
+        for name, processor in soc.processors.items()
+    }
     cost = MixedPricing(rule="half").step_cost(MODEL, machine(processors=processors), 10)
     assert [part.compute_s for part in cost.processors] == pytest.approx([15.0, 2.5])
 
@@ -168,7 +248,8 @@ def test_a_given_share_of_the_cpu_holds_whatever_the_rule(rule, cpu, npu, num_sa
     on_cpu = cpu_samples(num_samples, share)
     assert cost.compute_s == pytest.approx(MODEL.training_flops * on_cpu / cpu)
     assert sum(part.compute_s for part in cost.concurrent) == pytest.approx(
-        MODEL.training_flops * (num_samples - on_cpu) / npu)
+        MODEL.training_flops * (num_samples - on_cpu) / npu
+    )
 
 
 @given(fractions)
@@ -183,7 +264,10 @@ def test_another_confidence_changes_nothing_else(alpha):
 
 def joules(cost, soc):
     """Return the device's energy while it computes: at rest for the whole step, and each processor's own on top."""
-    work = sum(part.compute_s * (soc.processor(part.processor).active_w - soc.idle_w) for part in cost.processors)
+    work = sum(
+        part.compute_s * (soc.processor(part.processor).active_w - soc.idle_w)
+        for part in cost.processors
+    )
     return slowest_s(cost) * soc.idle_w + work
 
 

@@ -10,7 +10,13 @@ SECONDS = st.floats(1e-6, 1e3)
 SAMPLES = st.integers(1, 500)
 
 
-def note(ratio: ThroughputRatio, cpu_factor: float = 1.0, npu_factor: float = 1.0, *, of: tuple[float, float]) -> None:
+def note(
+    ratio: ThroughputRatio,
+    cpu_factor: float = 1.0,
+    npu_factor: float = 1.0,
+    *,
+    of: tuple[float, float],
+) -> None:
     """Let both processors do 8 samples, at a multiple of the seconds that each sample took at `of`."""
     ratio.note(cpu=(8, 8 * of[0] * cpu_factor), npu=(8, 8 * of[1] * npu_factor))
 
@@ -35,9 +41,13 @@ def test_noise_within_the_tolerance_never_moves_beta(noise: list[tuple[float, fl
 
 
 @pytest.mark.parametrize("patience", [1, 2, 10])
-@pytest.mark.parametrize(("cpu_factor", "npu_factor"), [(2.0, 1.0), (1.0, 2.0), (0.2, 1.0), (1.0, 0.2), (3.0, 0.1)])
+@pytest.mark.parametrize(
+    ("cpu_factor", "npu_factor"), [(2.0, 1.0), (1.0, 2.0), (0.2, 1.0), (1.0, 0.2), (3.0, 0.1)]
+)
 def test_a_lasting_change_is_taken_up_after_exactly_patience_steps(
-    patience: int, cpu_factor: float, npu_factor: float,
+    patience: int,
+    cpu_factor: float,
+    npu_factor: float,
 ) -> None:
     """All these changes pass the tolerance at once: a fifth of the newest step is in the mean."""
     ratio = ThroughputRatio(0.02, 0.01, patience=patience)
@@ -89,9 +99,13 @@ def test_a_processor_without_samples_tells_nothing(seconds: list[float]) -> None
     assert (ratio.cpu_s, ratio.npu_s, ratio.num_renewals) == (0.02, 0.01, 0)
 
 
-@given(steps=st.lists(st.tuples(SAMPLES, SECONDS, SAMPLES, SECONDS), max_size=100), patience=st.integers(1, 12))
+@given(
+    steps=st.lists(st.tuples(SAMPLES, SECONDS, SAMPLES, SECONDS), max_size=100),
+    patience=st.integers(1, 12),
+)
 def test_the_reference_moves_only_in_renewals_and_those_are_patience_steps_apart(
-    steps: list[tuple[int, float, int, float]], patience: int,
+    steps: list[tuple[int, float, int, float]],
+    patience: int,
 ) -> None:
     ratio = ThroughputRatio(0.02, 0.01, patience=patience)
     at: list[int] = []

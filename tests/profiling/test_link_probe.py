@@ -27,11 +27,21 @@ def test_a_probe_measures_both_directions(server: ProbeServer) -> None:
     assert 0 <= found.message_s < 5
 
 
-@pytest.mark.parametrize("said", [
-    b"", b"GET / HTTP/1.1\r\n\r\n", MAGIC[:5], MAGIC, MAGIC + b"X\0\0\0\1", MAGIC + b"E\xff\xff\xff\xff",
-    MAGIC + b"E\0",
-    MAGIC + b"U\0\0\0\1\xff\xff\xff\xff", MAGIC + b"D\0\0\0\1", b"\0" * 100_000,
-])
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        MAGIC[:5],
+        MAGIC,
+        MAGIC + b"X\0\0\0\1",
+        MAGIC + b"E\xff\xff\xff\xff",
+        MAGIC + b"E\0",
+        MAGIC + b"U\0\0\0\1\xff\xff\xff\xff",
+        MAGIC + b"D\0\0\0\1",
+        b"\0" * 100_000,
+    ],
+)
 def test_a_stranger_does_not_stop_the_server(server: ProbeServer, said: bytes) -> None:
     with socket.create_connection((HOST, server.port), timeout=5) as stranger:
         stranger.sendall(said)
@@ -73,16 +83,36 @@ def answering(answer: Callable[[socket.socket], object]) -> tuple[int, threading
     return listener.getsockname()[1], thread
 
 
-@pytest.mark.parametrize(("answer", "says"), [
-    (lambda connection: None, "the connection was closed"),
-    (lambda connection: connection.recv(99) and connection.sendall(b"HTTP/1.1 400 Bad Request\r\n"),
-     "answered something else"),
-    (lambda connection: connection.recv(99) and connection.sendall(b"socflower-link 2\n"), "answered something else"),
-    (lambda connection: (connection.recv(99) and connection.sendall(MAGIC + b"x" * 8)) or connection.recv(99),
-     "sent back other bytes than it got"),
-    (lambda connection: connection.recv(99) and connection.sendall(MAGIC), "the connection was closed"),
-])
-def test_a_peer_that_is_none_of_ours_is_named(answer: Callable[[socket.socket], object], says: str) -> None:
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (lambda connection: None, "the connection was closed"),
+        (
+            lambda connection: (
+                connection.recv(99) and connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")
+            ),
+            "answered something else",
+        ),
+        (
+            lambda connection: connection.recv(99) and connection.sendall(b"socflower-link 2\n"),
+            "answered something else",
+        ),
+        (
+            lambda connection: (
+                (connection.recv(99) and connection.sendall(MAGIC + b"x" * 8))
+                or connection.recv(99)
+            ),
+            "sent back other bytes than it got",
+        ),
+        (
+            lambda connection: connection.recv(99) and connection.sendall(MAGIC),
+            "the connection was closed",
+        ),
+    ],
+)
+def test_a_peer_that_is_none_of_ours_is_named(
+    answer: Callable[[socket.socket], object], says: str
+) -> None:
     port, thread = answering(answer)
     with pytest.raises(ConfigError, match=says) as caught:
         probe(HOST, port, stream_s=0.005)
@@ -93,7 +123,9 @@ def test_a_peer_that_is_none_of_ours_is_named(answer: Callable[[socket.socket], 
 def test_nobody_there_is_named() -> None:
     with socket.create_server((HOST, 0)) as free:
         port = free.getsockname()[1]
-    with pytest.raises(ConfigError, match="the connection was refused; run `socflower profile --serve"):
+    with pytest.raises(
+        ConfigError, match="the connection was refused; run `socflower profile --serve"
+    ):
         probe(HOST, port)
 
 
@@ -113,14 +145,21 @@ def test_a_closed_server_answers_nobody() -> None:
         probe(HOST, port)
 
 
-@pytest.mark.parametrize(("text", "peer"), [
-    ("there:80", ("there", 80)), ("10.0.0.1:65535", ("10.0.0.1", 65535)), ("[::1]:7", ("::1", 7)),
-])
+@pytest.mark.parametrize(
+    ("text", "peer"),
+    [
+        ("there:80", ("there", 80)),
+        ("10.0.0.1:65535", ("10.0.0.1", 65535)),
+        ("[::1]:7", ("::1", 7)),
+    ],
+)
 def test_peers(text: str, peer: tuple[str, int]) -> None:
     assert parse_peer(text) == peer
 
 
-@pytest.mark.parametrize("text", ["there", "there:", ":80", "there:0", "there:65536", "there:-1", "there:x", "", "a:²"])
+@pytest.mark.parametrize(
+    "text", ["there", "there:", ":80", "there:0", "there:65536", "there:-1", "there:x", "", "a:²"]
+)
 def test_peers_that_cannot_be(text: str) -> None:
     with pytest.raises(ConfigError, match="write HOST:PORT"):
         parse_peer(text)

@@ -11,34 +11,65 @@ from socflower.report.pipeline_report import DrawnPass, timeline_plot, write_pip
 
 
 def passes(num_devices: int = 2, num_micro_batches: int = 3) -> list[DrawnPass]:
-    return [DrawnPass(f"SoC {soc}, <board>", kind, batch, 2.0 * batch + begin + soc, 2.0 * batch + begin + soc + 0.9)
-            for soc in range(num_devices) for batch in range(num_micro_batches)
-            for kind, begin in (("forward", 0.0), ("backward", 1.0))]
+    return [
+        DrawnPass(
+            f"SoC {soc}, <board>",
+            kind,
+            batch,
+            2.0 * batch + begin + soc,
+            2.0 * batch + begin + soc + 0.9,
+        )
+        for soc in range(num_devices)
+        for batch in range(num_micro_batches)
+        for kind, begin in (("forward", 0.0), ("backward", 1.0))
+    ]
 
 
 def document() -> dict[str, Any]:
-    stage = {"first_layer": "0", "last_layer": "<4>", "in_flight": 3, "devices": [
-        {"device": "nano", "soc": 0, "share": 8, "memory_bytes": 1e6, "budget_bytes": 2e6}]}
-    return {"verdict": "pipeline pays here", "work": "a model", "notes": ["estimated"],
-            "predicted": {"step_s": 12.5, "energy_j": 20.0, "samples_per_s": 4.0},
-            "pipelines": [{"num_micro_batches": 3, "micro_batch_size": 8, "stages": [stage]}],
-            "peers": [{"name": "single", "step_s": 25.0, "over_ours": 2.0},
-                      {"name": "data-parallel", "step_s": None, "over_ours": None}]}
+    stage = {
+        "first_layer": "0",
+        "last_layer": "<4>",
+        "in_flight": 3,
+        "devices": [
+            {"device": "nano", "soc": 0, "share": 8, "memory_bytes": 1e6, "budget_bytes": 2e6}
+        ],
+    }
+    return {
+        "verdict": "pipeline pays here",
+        "work": "a model",
+        "notes": ["estimated"],
+        "predicted": {"step_s": 12.5, "energy_j": 20.0, "samples_per_s": 4.0},
+        "pipelines": [{"num_micro_batches": 3, "micro_batch_size": 8, "stages": [stage]}],
+        "peers": [
+            {"name": "single", "step_s": 25.0, "over_ours": 2.0},
+            {"name": "data-parallel", "step_s": None, "over_ours": None},
+        ],
+    }
 
 
 def test_every_pass_is_drawn_and_the_axis_ends_with_the_update() -> None:
     plot = timeline_plot(passes(), 12.5)
     assert {entry.name for entry in plot.legend} == {"forward pass", "backward pass"}
-    assert len(re.findall(r"fill: #0072b2", plot.svg)) == 6 and len(re.findall(r"fill: #e69f00", plot.svg)) == 6
+    assert (
+        len(re.findall(r"fill: #0072b2", plot.svg)) == 6
+        and len(re.findall(r"fill: #e69f00", plot.svg)) == 6
+    )
     assert "12.5 s of virtual time" in plot.svg
     assert plot.svg == timeline_plot(passes(), 12.5).svg
 
 
 def test_the_page_has_stages_and_peers_and_says_what_it_leaves_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pipeline_report, "_MOST_PASSES", 5)
-    write_pipeline_report(tmp_path / "out" / "report.html", document(), passes(), title="a <plan>", question="Why?")
+    write_pipeline_report(
+        tmp_path / "out" / "report.html", document(), passes(), title="a <plan>", question="Why?"
+    )
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "7 passes that begin later are not drawn" in page and "does not fit" in page and "2.00×" in page
+    assert (
+        "7 passes that begin later are not drawn" in page
+        and "does not fit" in page
+        and "2.00×" in page
+    )
     assert "a &lt;plan&gt;" in page and "&lt;4&gt;" in page and "<board>" not in page

@@ -69,39 +69,79 @@ class _Page(HTMLParser):
         return re.sub(r"\s+", " ", " ".join(self.words))
 
 
-def _plan(num_boards: int = 12, slots: int = 5, size: int = 4, used: int | None = None) -> dict[str, Any]:
+def _plan(
+    num_boards: int = 12, slots: int = 5, size: int = 4, used: int | None = None
+) -> dict[str, Any]:
     groups = []
     for index in range((used or num_boards * slots) // size):
         members = list(range(index * size, (index + 1) * size))
         boards = sorted({soc // slots for soc in members})
-        groups.append({"id": index, "members": members, "leader": members[0], "boards": boards,
-                       "split": len(boards) > 1})
+        groups.append(
+            {
+                "id": index,
+                "members": members,
+                "leader": members[0],
+                "boards": boards,
+                "split": len(boards) > 1,
+            }
+        )
     ids = [group["id"] for group in groups]
-    return {"groups": groups, "contention": 2, "communication_groups": [ids[::2], ids[1::2]],
-            "slots_per_board": [slots] * num_boards}
+    return {
+        "groups": groups,
+        "contention": 2,
+        "communication_groups": [ids[::2], ids[1::2]],
+        "slots_per_board": [slots] * num_boards,
+    }
 
 
 def _result(
     strategy: str = "socflow", *, speed: float = 1.0, plan: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     rounds: list[dict[str, Any]] = [
-        {"round": index, "epoch": index / 4, "accuracy": None if index == 2 else 0.5 + index / 25,
-         "loss": 2.0 / index, "virtual_s": 620.0 * index / speed, "energy_j": 5e4 * index / speed,
-         "bytes": {"intra_board": 1, "inter_board": 2, "hub": 3, "wan": 4}, "events": []}
-        for index in range(1, 10)]
-    rounds[4]["events"] = [{"kind": "reply-dropped", "text": "group 3: NaN in conv1.weight, dropped"}]
+        {
+            "round": index,
+            "epoch": index / 4,
+            "accuracy": None if index == 2 else 0.5 + index / 25,
+            "loss": 2.0 / index,
+            "virtual_s": 620.0 * index / speed,
+            "energy_j": 5e4 * index / speed,
+            "bytes": {"intra_board": 1, "inter_board": 2, "hub": 3, "wan": 4},
+            "events": [],
+        }
+        for index in range(1, 10)
+    ]
+    rounds[4]["events"] = [
+        {"kind": "reply-dropped", "text": "group 3: NaN in conv1.weight, dropped"}
+    ]
     parts = {"compute": 700.0, "synchronisation": 200.0, "update": 60.0, "idle": 40.0}
     return {
-        "schema": 1, "scenario": {"seed": 7, "cluster": {"boards": 12, "device": "snapdragon-865"}},
-        "engine": "local", "strategy": strategy, "kernels": {"int8": "avx512-vnni"},
-        "transports": {"group": "in process"}, "seed": 7, "rounds": rounds, "final_accuracy": 0.8612,
-        "energy_to_accuracy_j": 4e5 / speed, "virtual_s": 5580.0 / speed, "wall_s": 512.0, "energy_j": 4.5e5 / speed,
+        "schema": 1,
+        "scenario": {"seed": 7, "cluster": {"boards": 12, "device": "snapdragon-865"}},
+        "engine": "local",
+        "strategy": strategy,
+        "kernels": {"int8": "avx512-vnni"},
+        "transports": {"group": "in process"},
+        "seed": 7,
+        "rounds": rounds,
+        "final_accuracy": 0.8612,
+        "energy_to_accuracy_j": 4e5 / speed,
+        "virtual_s": 5580.0 / speed,
+        "wall_s": 512.0,
+        "energy_j": 4.5e5 / speed,
         "bytes": {"intra_board": 3.21e9, "inter_board": 4.56e8, "hub": 7.89e6, "wan": 1234},
-        "weights_sha256": "ab" * 32, "time_to_accuracy_s": 4960.0 / speed, "target_accuracy": 0.8,
-        "expectations": [{"name": "min_accuracy", "expected": 0.8, "observed": 0.8612, "holds": True},
-                         {"name": "max_virtual_s", "expected": 3600, "observed": 5580.0, "holds": False}],
-        "breakdown": {"soc_seconds": parts, "energy_j": {key: 2 * value for key, value in parts.items()}},
-        "plan": plan, "notes": ["NPU: CPU int8"],
+        "weights_sha256": "ab" * 32,
+        "time_to_accuracy_s": 4960.0 / speed,
+        "target_accuracy": 0.8,
+        "expectations": [
+            {"name": "min_accuracy", "expected": 0.8, "observed": 0.8612, "holds": True},
+            {"name": "max_virtual_s", "expected": 3600, "observed": 5580.0, "holds": False},
+        ],
+        "breakdown": {
+            "soc_seconds": parts,
+            "energy_j": {key: 2 * value for key, value in parts.items()},
+        },
+        "plan": plan,
+        "notes": ["NPU: CPU int8"],
     }
 
 
@@ -115,18 +155,59 @@ def _render(results: list[dict[str, Any]], **options: Any) -> _Page:
 
 def test_sections_come_in_order_and_hold_every_number() -> None:
     page = _render(_three())
-    headings = ("A title", "What?", "Result", "Totals", "Expectations", "Rounds",
-                "Accuracy over energy", "Where time and energy go", "Groups on boards", "Events",
-                "Resolved scenario", "How it ran")
+    headings = (
+        "A title",
+        "What?",
+        "Result",
+        "Totals",
+        "Expectations",
+        "Rounds",
+        "Accuracy over energy",
+        "Where time and energy go",
+        "Groups on boards",
+        "Events",
+        "Resolved scenario",
+        "How it ran",
+    )
     place = 0
     for heading in headings:
         place = page.text.index(heading, place) + len(heading)
     for expected in (
-        "86.1%", "1 h 33 min", "1 h 23 min", "Time to 80.0%", "450 kJ", "125 Wh", "3.21 GB", "456 MB", "7.89 MB",
-        "1.23 kB", "8 min 32 s", "50.0×", "10.0×", "0.8612", "3600", "✓ holds", "✗ fails",
-        "3 of 6 expectations fail.", "11 min 40 s", "3 min 20 s", "1 min 00 s", "40.0 s", "1.40 kJ", "400 J",
-        "reply-dropped", "group 3: NaN in conv1.weight, dropped", "snapdragon-865", "ab" * 32, "avx512-vnni",
-        "in process", "NPU: CPU int8", "ui.perfetto.dev", "trace.json", "15 groups", "B = groups 1, 3, 5",
+        "86.1%",
+        "1 h 33 min",
+        "1 h 23 min",
+        "Time to 80.0%",
+        "450 kJ",
+        "125 Wh",
+        "3.21 GB",
+        "456 MB",
+        "7.89 MB",
+        "1.23 kB",
+        "8 min 32 s",
+        "50.0×",
+        "10.0×",
+        "0.8612",
+        "3600",
+        "✓ holds",
+        "✗ fails",
+        "3 of 6 expectations fail.",
+        "11 min 40 s",
+        "3 min 20 s",
+        "1 min 00 s",
+        "40.0 s",
+        "1.40 kJ",
+        "400 J",
+        "reply-dropped",
+        "group 3: NaN in conv1.weight, dropped",
+        "snapdragon-865",
+        "ab" * 32,
+        "avx512-vnni",
+        "in process",
+        "NPU: CPU int8",
+        "ui.perfetto.dev",
+        "trace.json",
+        "15 groups",
+        "B = groups 1, 3, 5",
     ):
         assert expected in page.text, expected
 
@@ -143,15 +224,24 @@ def test_needs_no_network_and_no_script() -> None:
 
 
 @pytest.mark.parametrize(
-    ("serialize_uplinks", "says"), [(True, "take turns: A"), (False, "run freely, without turns: A")])
-def test_the_note_on_groups_says_whether_they_take_turns(serialize_uplinks: bool, says: str) -> None:
+    ("serialize_uplinks", "says"),
+    [(True, "take turns: A"), (False, "run freely, without turns: A")],
+)
+def test_the_note_on_groups_says_whether_they_take_turns(
+    serialize_uplinks: bool, says: str
+) -> None:
     plan = {**_plan(), "sequenced": serialize_uplinks}
     assert len(plan["communication_groups"]) > 1
-    assert f"Communication groups {says}" in _Page(render_report([_result(plan=plan)], title="A title")).text
+    assert (
+        f"Communication groups {says}"
+        in _Page(render_report([_result(plan=plan)], title="A title")).text
+    )
 
 
 def test_ids_are_unique_and_every_reference_has_its_target() -> None:
-    html = render_report([_result(plan=_plan()), _result("other", plan=_plan(size=3))], title="A title")
+    html = render_report(
+        [_result(plan=_plan()), _result("other", plan=_plan(size=3))], title="A title"
+    )
     page = _Page(html)
     assert len(page.ids) == len(set(page.ids))
     references = {address[1:] for address in page.addresses if address.startswith("#")}
@@ -162,11 +252,20 @@ def test_ids_are_unique_and_every_reference_has_its_target() -> None:
 def test_whatever_the_user_provides_is_escaped() -> None:
     evil = "<script>alert('x')</script>\"><img src=x onerror=alert(1)>&lt;"
     result = _result(evil, plan=_plan())
-    result.update(engine=evil, seed=evil, kernels={evil: evil}, transports=[evil], notes=[evil],
-                  weights_sha256=evil, scenario={evil: [evil]}, schema=evil)
+    result.update(
+        engine=evil,
+        seed=evil,
+        kernels={evil: evil},
+        transports=[evil],
+        notes=[evil],
+        weights_sha256=evil,
+        scenario={evil: [evil]},
+        schema=evil,
+    )
     result["expectations"][0].update(name=evil, expected=evil, observed=evil)
-    result["rounds"][0].update(round=evil, epoch=evil, loss=evil, accuracy=evil,
-                               events=[{"kind": evil, "text": evil}])
+    result["rounds"][0].update(
+        round=evil, epoch=evil, loss=evil, accuracy=evil, events=[{"kind": evil, "text": evil}]
+    )
     result["plan"]["groups"][0].update(id=evil, leader=evil, boards=[evil])
     result["plan"].update(contention=evil, communication_groups=[[evil], [1]])
     page = _render([result, _result()], title=evil, question=evil)
@@ -175,13 +274,23 @@ def test_whatever_the_user_provides_is_escaped() -> None:
 
 
 def test_mathematics_and_odd_characters_in_names_are_plain_text() -> None:
-    names = ["$x^2", "_hidden", "100% \\frac{", "socflow 组 😀", "bell\x07 \ud800 \x00", "a" * 200, ""]
+    names = [
+        "$x^2",
+        "_hidden",
+        "100% \\frac{",
+        "socflow 组 😀",
+        "bell\x07 \ud800 \x00",
+        "a" * 200,
+        "",
+    ]
     page = _render([_result(name) for name in names])
     assert "$x^2" in page.text and "socflow 组" in page.text and "unnamed" in page.text
     assert "\x07" not in page.text and "\x00" not in page.text
 
 
-def test_equal_input_gives_equal_bytes_whatever_matplotlib_is_set_to(tmp_path: Path, drawn_anew: None) -> None:
+def test_equal_input_gives_equal_bytes_whatever_matplotlib_is_set_to(
+    tmp_path: Path, drawn_anew: None
+) -> None:
     write_report(tmp_path / "a.html", _three(), title="A title")
     with matplotlib.rc_context({"lines.linewidth": 9.0, "svg.fonttype": "path", "font.size": 30.0}):
         write_report(tmp_path / "b.html", copy.deepcopy(_three()), title="A title")
@@ -216,8 +325,11 @@ def test_the_headline_compares_the_first_with_the_best_of_the_others() -> None:
     assert sentence in _render(_three()).text
     assert headline_of(_three()) == f"{sentence} takes 13 h 47 min."
     slower = headline_of([_result("ring", speed=0.5), _result("sgd")])
-    assert slower == "ring reaches 80.0% in 2 h 45 min of virtual time; one SoC (sgd) is 2.00× as fast and " \
-                     "takes 1 h 23 min."
+    assert (
+        slower
+        == "ring reaches 80.0% in 2 h 45 min of virtual time; one SoC (sgd) is 2.00× as fast and "
+        "takes 1 h 23 min."
+    )
     with pytest.raises(ConfigError, match="got none"):
         render_report([], title="A title")
 
@@ -225,8 +337,12 @@ def test_the_headline_compares_the_first_with_the_best_of_the_others() -> None:
 def test_every_alternative_has_the_ratios_of_its_time_and_energy() -> None:
     comparison = comparison_of(name_runs(_three()))
     assert comparison is not None
-    assert [(each.run.label, each.time_ratio, each.energy_ratio) for each in comparison.alternatives] == [
-        ("ring", pytest.approx(50.0), pytest.approx(50.0)), ("fedavg", pytest.approx(10.0), pytest.approx(10.0))]
+    assert [
+        (each.run.label, each.time_ratio, each.energy_ratio) for each in comparison.alternatives
+    ] == [
+        ("ring", pytest.approx(50.0), pytest.approx(50.0)),
+        ("fedavg", pytest.approx(10.0), pytest.approx(10.0)),
+    ]
     text = _render(_three()).text
     assert "50.0× as fast as ring" in text and "10.0× as fast as fedavg" in text
     assert "1 h 23 min instead of 13 h 47 min; 400 kJ instead of 4.00 MJ" in text
@@ -246,32 +362,59 @@ def test_who_misses_the_target_is_never_praised() -> None:
 
 
 def test_without_a_target_whole_trainings_are_compared() -> None:
-    results = [{**result, "target_accuracy": None, "time_to_accuracy_s": None} for result in _three()]
-    assert headline_of(results) == "socflow takes 1 h 33 min of virtual time, 10.0× as fast as the best alternative: " \
-                                   "fedavg takes 15 h 30 min."
+    results = [
+        {**result, "target_accuracy": None, "time_to_accuracy_s": None} for result in _three()
+    ]
+    assert (
+        headline_of(results)
+        == "socflow takes 1 h 33 min of virtual time, 10.0× as fast as the best alternative: "
+        "fedavg takes 15 h 30 min."
+    )
 
 
 def test_the_result_says_what_is_real_and_what_is_modelled() -> None:
-    assert "Accuracy: real training, on this machine. Time, energy and bytes: modelled" in _render(_three()).text
-    deployed = [{**result, "virtual_s": None, "predicted_s": 1.0, "wall_s": 20.0} for result in _three()]
+    assert (
+        "Accuracy: real training, on this machine. Time, energy and bytes: modelled"
+        in _render(_three()).text
+    )
+    deployed = [
+        {**result, "virtual_s": None, "predicted_s": 1.0, "wall_s": 20.0} for result in _three()
+    ]
     assert "Time: as measured. Energy and bytes: modelled." in _render(deployed).text
 
 
 def test_predictions_stand_apart_and_say_that_nothing_was_trained() -> None:
-    rows = [{"model": "<vgg11>", "data": "cifar10", "batch_size": 64, "arithmetic": arithmetic, "strategy": name,
-             "epoch_s": seconds, "epoch_energy_j": 7000.0, "step_samples": 512 if name == "socflow" else 64,
-             "equal_epoch_s": None if name == "sgd" else min(seconds, 100.0)}
-            for arithmetic, times in (("fp32", (80.0, 400.0, 160.0)), ("mixed", (60.0, 400.0, 90.0)))
-            for name, seconds in zip(("socflow", "ring", "sgd"), times, strict=True)]
+    rows = [
+        {
+            "model": "<vgg11>",
+            "data": "cifar10",
+            "batch_size": 64,
+            "arithmetic": arithmetic,
+            "strategy": name,
+            "epoch_s": seconds,
+            "epoch_energy_j": 7000.0,
+            "step_samples": 512 if name == "socflow" else 64,
+            "equal_epoch_s": None if name == "sgd" else min(seconds, 100.0),
+        }
+        for arithmetic, times in (("fp32", (80.0, 400.0, 160.0)), ("mixed", (60.0, 400.0, 90.0)))
+        for name, seconds in zip(("socflow", "ring", "sgd"), times, strict=True)
+    ]
     text = _render(_three(), predictions=rows).text
-    assert "Predicted, not trained" in text and "Predicted, not trained" not in _render(_three()).text
-    assert "<vgg11>, fp32 cifar10, batches of 64 2.00× 1.25× 1 min 20 s 7.00 kJ 6 min 40 s 7.00 kJ 2 min 40 s" in text
+    assert (
+        "Predicted, not trained" in text and "Predicted, not trained" not in _render(_three()).text
+    )
+    assert (
+        "<vgg11>, fp32 cifar10, batches of 64 2.00× 1.25× 1 min 20 s 7.00 kJ 6 min 40 s 7.00 kJ 2 min 40 s"
+        in text
+    )
     assert "1.50×" in text and "1.67×" in text
 
 
 def test_caveats_stand_right_below_the_headline() -> None:
     page = _render(_three(), caveats=["<ring> ran on 32 SoCs"])
-    assert f"{comparison_of(name_runs(_three())).headline()} But <ring> ran on 32 SoCs." in page.text
+    assert (
+        f"{comparison_of(name_runs(_three())).headline()} But <ring> ran on 32 SoCs." in page.text
+    )
     assert "But" not in _render(_three()).text
 
 
@@ -283,20 +426,31 @@ def test_totals_that_differ_much_are_drawn_on_a_logarithmic_axis() -> None:
 def test_same_strategy_twice_is_told_apart() -> None:
     results = [_result(), {**_result(), "seed": 8}, {**_result(), "seed": 8}, _result("ring")]
     assert [run.label for run in name_runs(results)] == [
-        "socflow (seed 7)", "socflow (seed 8) #1", "socflow (seed 8) #2", "ring"]
+        "socflow (seed 7)",
+        "socflow (seed 8) #1",
+        "socflow (seed 8) #2",
+        "ring",
+    ]
 
 
 def test_expectations_that_could_not_be_checked_are_no_success() -> None:
     result = _result()
-    result["expectations"] = [{"name": "min_speedup_over_ring", "expected": 5, "observed": None, "holds": None},
-                              {"name": "min_accuracy", "expected": 0.8, "observed": 0.9, "holds": True}]
+    result["expectations"] = [
+        {"name": "min_speedup_over_ring", "expected": 5, "observed": None, "holds": None},
+        {"name": "min_accuracy", "expected": 0.8, "observed": 0.9, "holds": True},
+    ]
     page = _render([result])
-    assert "1 of 2 expectations hold, 1 could not be checked" in page.text and "? not checked" in page.text
+    assert (
+        "1 of 2 expectations hold, 1 could not be checked" in page.text
+        and "? not checked" in page.text
+    )
 
 
 def test_observed_values_are_not_rounded_into_the_expected_one() -> None:
     result = _result()
-    result["expectations"] = [{"name": "min_accuracy", "expected": 0.8, "observed": 0.79999999, "holds": False}]
+    result["expectations"] = [
+        {"name": "min_accuracy", "expected": 0.8, "observed": 0.79999999, "holds": False}
+    ]
     assert "0.79999999" in _render([result]).text
 
 
@@ -307,20 +461,46 @@ def test_logarithmic_time_only_where_spans_differ_more_than_eightfold() -> None:
 
 def test_pictures_say_in_words_what_they_show() -> None:
     alternatives = " ".join(_render(_three()).alternatives)
-    for expected in ("socflow: 86.0% after 1 h 33 min", "compute 11 min 40 s",
-                     "15 groups on 12 boards with 60 slots; 9 groups split over boards; 0 slots idle"):
+    for expected in (
+        "socflow: 86.0% after 1 h 33 min",
+        "compute 11 min 40 s",
+        "15 groups on 12 boards with 60 slots; 9 groups split over boards; 0 slots idle",
+    ):
         assert expected in alternatives, expected
 
 
-@pytest.mark.parametrize("changes", [
-    {"rounds": []}, {"rounds": None}, {"plan": None}, {"expectations": []}, {"breakdown": None}, {"bytes": {}},
-    {"virtual_s": None, "predicted_s": 7200.0, "time_to_accuracy_s": None}, {"energy_j": 0.0}, {"notes": None},
-    {"final_accuracy": math.nan, "virtual_s": math.nan, "energy_j": math.inf, "wall_s": math.nan},
-    {"breakdown": {"soc_seconds": {"compute": math.nan, "idle": -1.0}, "energy_j": {"compute": 0, "idle": 0}}},
-    {"target_accuracy": None, "time_to_accuracy_s": None}, {"scenario": None}, {"kernels": None},
-    {"plan": {"groups": [], "slots_per_board": []}}, {"plan": {**_plan(), "slots_per_board": [0, 3]}},
-    {"plan": {**_plan(), "communication_groups": [], "slots_per_board": [16, 1, 40, 3]}},
-])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rounds": []},
+        {"rounds": None},
+        {"plan": None},
+        {"expectations": []},
+        {"breakdown": None},
+        {"bytes": {}},
+        {"virtual_s": None, "predicted_s": 7200.0, "time_to_accuracy_s": None},
+        {"energy_j": 0.0},
+        {"notes": None},
+        {
+            "final_accuracy": math.nan,
+            "virtual_s": math.nan,
+            "energy_j": math.inf,
+            "wall_s": math.nan,
+        },
+        {
+            "breakdown": {
+                "soc_seconds": {"compute": math.nan, "idle": -1.0},
+                "energy_j": {"compute": 0, "idle": 0},
+            }
+        },
+        {"target_accuracy": None, "time_to_accuracy_s": None},
+        {"scenario": None},
+        {"kernels": None},
+        {"plan": {"groups": [], "slots_per_board": []}},
+        {"plan": {**_plan(), "slots_per_board": [0, 3]}},
+        {"plan": {**_plan(), "communication_groups": [], "slots_per_board": [16, 1, 40, 3]}},
+    ],
+)
 def test_odd_results(changes: dict[str, Any]) -> None:
     odd = {**_result(plan=_plan()), **changes}
     _render([odd])
@@ -329,15 +509,29 @@ def test_odd_results(changes: dict[str, Any]) -> None:
 
 def test_only_a_strategy_name_is_enough() -> None:
     page = _render([{"strategy": "socflow"}])
-    for expected in ("No accuracy was measured", "No breakdown was recorded",
-                     "No strategy of this report forms groups", "expects nothing", "No event was recorded"):
+    for expected in (
+        "No accuracy was measured",
+        "No breakdown was recorded",
+        "No strategy of this report forms groups",
+        "expects nothing",
+        "No event was recorded",
+    ):
         assert expected in page.text, expected
 
 
-@pytest.mark.parametrize(("key", "value"), [
-    ("accuracy", None), ("accuracy", math.nan), ("virtual_s", None), ("virtual_s", 0.0), ("energy_j", math.nan),
-    ("energy_j", 0.0), ("loss", math.inf), ("events", None),
-])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("accuracy", None),
+        ("accuracy", math.nan),
+        ("virtual_s", None),
+        ("virtual_s", 0.0),
+        ("energy_j", math.nan),
+        ("energy_j", 0.0),
+        ("loss", math.inf),
+        ("events", None),
+    ],
+)
 def test_odd_rounds(key: str, value: Any) -> None:
     result = _result()
     for row in result["rounds"]:
@@ -358,13 +552,18 @@ def test_without_virtual_time_accuracy_is_shown_over_epochs() -> None:
 def _picture(plan: dict[str, Any]) -> str:
     """The picture of the groups, with what is below it."""
     html = render_report([_result(plan=plan)], title="A title")
-    return html[html.index('<svg viewBox="0 0', html.index("Groups on boards")):html.index("<details", html.index(
-        "Groups on boards"))]
+    return html[
+        html.index('<svg viewBox="0 0', html.index("Groups on boards")) : html.index(
+            "<details", html.index("Groups on boards")
+        )
+    ]
 
 
 def test_a_thousand_socs_stay_a_picture_and_more_are_cut() -> None:
     svg = _picture(_plan(200, 5, 8, 990))
-    width, height = (float(found) for found in re.findall(r'<svg viewBox="0 0 (\S+) (\S+)"', svg)[0])
+    width, height = (
+        float(found) for found in re.findall(r'<svg viewBox="0 0 (\S+) (\S+)"', svg)[0]
+    )
     assert width <= 1090 and height <= 900
     assert svg.count("<title>SoC ") == 1000 and svg.count(": idle</title>") == 1000 - 984
     many = _picture(_plan(2000, 5, 5))
@@ -385,7 +584,9 @@ def test_strategies_that_share_a_plan_share_its_picture() -> None:
 def test_long_lists_are_cut_and_say_so() -> None:
     result = _result()
     row = result["rounds"][4]
-    result["rounds"] = [{**row, "round": index, "events": row["events"] * 2} for index in range(1, 1001)]
+    result["rounds"] = [
+        {**row, "round": index, "events": row["events"] * 2} for index in range(1, 1001)
+    ]
     page = _render([result])
     assert "Every 5th of 1000 rounds." in page.text and "The first 500 of 2000 events" in page.text
     assert re.search(r"\b1000 1\.25 ", page.text), "the last round is in the table"
@@ -393,7 +594,9 @@ def test_long_lists_are_cut_and_say_so() -> None:
 
 def test_results_survive_their_json_file() -> None:
     results = _three()
-    assert render_report(json.loads(json.dumps(results)), title="A") == render_report(results, title="A")
+    assert render_report(json.loads(json.dumps(results)), title="A") == render_report(
+        results, title="A"
+    )
 
 
 def test_ranges_and_letters() -> None:
@@ -413,17 +616,43 @@ def test_mixed_precision_has_pictures_of_its_share_and_confidence_and_others_hav
 
 
 def _hot(strategy: str = "hot") -> dict[str, Any]:
-    history = {"at_s": [0, 10, 20, 30], "hottest_c": [25, 60, 70, 81.0], "mean_clock": [1, 1, 0.9, 0.8],
-               "rpm": [0, 1000, 2000, 3000]}
-    return {**_result(strategy), "heat": {"peak_c": 81.26, "slowdown": 0.123, "cooling_j": 999.0, "history": history}}
+    history = {
+        "at_s": [0, 10, 20, 30],
+        "hottest_c": [25, 60, 70, 81.0],
+        "mean_clock": [1, 1, 0.9, 0.8],
+        "rpm": [0, 1000, 2000, 3000],
+    }
+    return {
+        **_result(strategy),
+        "heat": {"peak_c": 81.26, "slowdown": 0.123, "cooling_j": 999.0, "history": history},
+    }
 
 
 def _split(strategy: str = "split-replay") -> dict[str, Any]:
-    return {**_result(strategy), "split": {
-        "start": "after conv1", "end": "edge alone", "num_moves": 1, "mean_staleness": 1.5, "max_staleness": 3,
-        "busy": {"edge": 0.5, "up": 0.25, "cloud": 0.1, "down": None}, "cut_names": ["conv1", "pool1"],
-        "cuts_over_time": [[0.0, 0], [30.0, 2], [60.0, 2]], "link_over_time": [[0.0, 1e6, 2e6], [60.0, 5e5, 1e6]],
-        "moves": [{"at_s": 30.0, "edge": 0, "batch": 12, "from": "conv1", "to": "edge alone", "migration_s": 0.5}]}}
+    return {
+        **_result(strategy),
+        "split": {
+            "start": "after conv1",
+            "end": "edge alone",
+            "num_moves": 1,
+            "mean_staleness": 1.5,
+            "max_staleness": 3,
+            "busy": {"edge": 0.5, "up": 0.25, "cloud": 0.1, "down": None},
+            "cut_names": ["conv1", "pool1"],
+            "cuts_over_time": [[0.0, 0], [30.0, 2], [60.0, 2]],
+            "link_over_time": [[0.0, 1e6, 2e6], [60.0, 5e5, 1e6]],
+            "moves": [
+                {
+                    "at_s": 30.0,
+                    "edge": 0,
+                    "batch": 12,
+                    "from": "conv1",
+                    "to": "edge alone",
+                    "migration_s": 0.5,
+                }
+            ],
+        },
+    }
 
 
 def test_heat_has_its_plots_and_totals_and_runs_without_a_history_a_line() -> None:
@@ -437,7 +666,14 @@ def test_heat_has_its_plots_and_totals_and_runs_without_a_history_a_line() -> No
 
 def test_edge_and_cloud_have_their_plot_totals_and_moves() -> None:
     page = _render([_split(), _result()])
-    for expected in ("after conv1", "1.50", "25.0%", "Moves of the cut: split-replay", "Moving took", "500 ms"):
+    for expected in (
+        "after conv1",
+        "1.50",
+        "25.0%",
+        "Moves of the cut: split-replay",
+        "Moving took",
+        "500 ms",
+    ):
         assert expected in page.text, expected
     assert any("begins with conv1, ends with edge alone" in text for text in page.alternatives)
     bare = _render([{**_result(), "split": {"start": "conv1"}}])
@@ -446,12 +682,22 @@ def test_edge_and_cloud_have_their_plot_totals_and_moves() -> None:
 
 
 def test_a_deployment_has_real_time_and_restarts() -> None:
-    result = {**_result(), "virtual_s": None, "predicted_s": 7200.0, "time_to_accuracy_s": None,
-              "restarts": [{"after_round": 3, "cause": "the SuperLink ended <killed>"}]}
+    result = {
+        **_result(),
+        "virtual_s": None,
+        "predicted_s": 7200.0,
+        "time_to_accuracy_s": None,
+        "restarts": [{"after_round": 3, "cause": "the SuperLink ended <killed>"}],
+    }
     for index, row in enumerate(result["rounds"]):
         row.update(virtual_s=None, wall_s=10.0 * index)
     page = _render([result])
-    for expected in ("Accuracy over wall time", "Real time since", "Predicted time", "the SuperLink ended <killed>"):
+    for expected in (
+        "Accuracy over wall time",
+        "Real time since",
+        "Predicted time",
+        "the SuperLink ended <killed>",
+    ):
         assert expected in page.text, expected
 
 
@@ -474,7 +720,14 @@ def test_a_template_that_prints_an_unknown_name_fails() -> None:
 
 def _app(label: str = "app", **changes: Any) -> dict[str, Any]:
     """Return the result of an app, as `run_app_folder` has it."""
-    result = {**_result(label), "app": f"apps/{label}", "unknown": {}, "expectations": [], "events": [], **changes}
+    result = {
+        **_result(label),
+        "app": f"apps/{label}",
+        "unknown": {},
+        "expectations": [],
+        "events": [],
+        **changes,
+    }
     for row in result["rounds"]:
         del row["epoch"]
         row["server"] = {"rmse": 2.5}
@@ -503,12 +756,20 @@ def test_of_apps_with_other_metrics_the_report_says_which_are_there() -> None:
     assert text.count(f"app: {reason}.") == 2 and f"final_accuracy is not known: {reason}" in text
 
 
-@pytest.mark.parametrize(("changes", "sentence"), [
-    ({"plan": _plan()}, "15 groups"), ({"plan": None}, "No strategy of this report forms groups."),
-    ({"plan": None, "unknown": {"strategy": "none is started"}},
-     "The strategy of app is not known, nor whether it forms groups."),
-])
-def test_whether_the_strategy_of_an_app_forms_groups(changes: dict[str, Any], sentence: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"plan": _plan()}, "15 groups"),
+        ({"plan": None}, "No strategy of this report forms groups."),
+        (
+            {"plan": None, "unknown": {"strategy": "none is started"}},
+            "The strategy of app is not known, nor whether it forms groups.",
+        ),
+    ],
+)
+def test_whether_the_strategy_of_an_app_forms_groups(
+    changes: dict[str, Any], sentence: str
+) -> None:
     text = _render([_app(**changes)]).text
     assert sentence in text
     assert ("forms groups" in text) == (sentence != "15 groups")
@@ -525,12 +786,20 @@ def test_an_app_of_which_nothing_has_a_price_is_compared_in_wall_time() -> None:
     alone = _render([unpriced]).text
     assert "Accuracy over wall time Real time since the app began." in alone
     assert "No energy was accounted for in the rounds that have an accuracy." in alone
-    whole = headline_of([_app("priced", target_accuracy=None, time_to_accuracy_s=None, wall_s=30.0),
-                         {**unpriced, "target_accuracy": None, "time_to_accuracy_s": None}])
+    whole = headline_of(
+        [
+            _app("priced", target_accuracy=None, time_to_accuracy_s=None, wall_s=30.0),
+            {**unpriced, "target_accuracy": None, "time_to_accuracy_s": None},
+        ]
+    )
     assert whole == "priced takes 30.0 s of wall time; unpriced is 1.11× as fast and takes 27.0 s."
 
 
 def test_events_of_an_app_without_rounds_are_shown() -> None:
-    event = {"kind": "no-message", "text": "the ServerApp sent no message to any client", "round": None}
+    event = {
+        "kind": "no-message",
+        "text": "the ServerApp sent no message to any client",
+        "round": None,
+    }
     text = _render([_app(events=[event]) | {"rounds": []}]).text
     assert event["text"] in text and "No event was recorded" not in text

@@ -19,7 +19,9 @@ class Authority:
         self._folder = folder
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        certificate = self._sign(self._name, self._key, x509.BasicConstraints(ca=True, path_length=0), None)
+        certificate = self._sign(
+            self._name, self._key, x509.BasicConstraints(ca=True, path_length=0), None
+        )
         self.ca = folder / f"{name}.pem"
         self.ca.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
@@ -27,21 +29,38 @@ class Authority:
         """Return the files of a new certificate for an address."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        certificate = self._sign(subject, key, x509.BasicConstraints(ca=False, path_length=None), host)
+        certificate = self._sign(
+            subject, key, x509.BasicConstraints(ca=False, path_length=None), host
+        )
         files = Tls(self.ca, self._folder / f"{name}.crt", self._folder / f"{name}.key")
         files.certificate.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-        files.key.write_bytes(key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()))
+        files.key.write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM,
+                serialization.PrivateFormat.PKCS8,
+                serialization.NoEncryption(),
+            )
+        )
         return files
 
     def _sign(
-        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, constraints: x509.BasicConstraints, host: str | None,
+        self,
+        subject: x509.Name,
+        key: ec.EllipticCurvePrivateKey,
+        constraints: x509.BasicConstraints,
+        host: str | None,
     ) -> x509.Certificate:
         now = datetime.datetime.now(datetime.UTC)
         builder = (
-            x509.CertificateBuilder().subject_name(subject).issuer_name(self._name).public_key(key.public_key())
-            .serial_number(x509.random_serial_number()).not_valid_before(now - datetime.timedelta(hours=1))
-            .not_valid_after(now + datetime.timedelta(days=1)).add_extension(constraints, critical=True))
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(self._name)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(hours=1))
+            .not_valid_after(now + datetime.timedelta(days=1))
+            .add_extension(constraints, critical=True)
+        )
         if host is not None:
             names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(host))])
             builder = builder.add_extension(names, critical=False)

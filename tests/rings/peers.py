@@ -42,12 +42,19 @@ class Peer:
     """A process with one member, forked from the server of processes; ended on leaving the `with` block."""
 
     def __init__(
-        self, role: str, rank: int, addresses: list[str], *, heartbeat_s: float = 5.0, tls: Tls | None = None,
+        self,
+        role: str,
+        rank: int,
+        addresses: list[str],
+        *,
+        heartbeat_s: float = 5.0,
+        tls: Tls | None = None,
     ) -> None:
         processes = start_method()
         self._lines, lines = processes.Pipe(duplex=False)
         self._process = processes.Process(
-            target=main, args=(lines, role, rank, addresses, heartbeat_s, tls), daemon=True)
+            target=main, args=(lines, role, rank, addresses, heartbeat_s, tls), daemon=True
+        )
         self._process.start()
         lines.close()
 
@@ -74,10 +81,25 @@ class Peer:
         os.kill(self._process.pid, signal.SIGSTOP)
 
 
-def main(lines: Connection, role: str, rank: int, addresses: list[str], heartbeat_s: float, tls: Tls | None) -> None:
+def main(
+    lines: Connection,
+    role: str,
+    rank: int,
+    addresses: list[str],
+    heartbeat_s: float,
+    tls: Tls | None,
+) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
-    port = RingPort(addresses[rank], rank=rank, addresses=addresses, token=TOKEN, tls=tls, heartbeat_s=heartbeat_s)
+    port = RingPort(
+        addresses[rank],
+        rank=rank,
+        addresses=addresses,
+        token=TOKEN,
+        tls=tls,
+        heartbeat_s=heartbeat_s,
+    )
     if role == "hold":
+
         def hold(caller, body):
             lines.send("held")
             while caller.is_active():
@@ -93,12 +115,16 @@ def main(lines: Connection, role: str, rank: int, addresses: list[str], heartbea
         lines.send("ready")
         port.call(0, "hold", timeout_s=600)
     elif role.startswith("graceful-"):
-        close_gracefully(lines, port, role.removeprefix("graceful-"), list(range(len(addresses))), heartbeat_s)
+        close_gracefully(
+            lines, port, role.removeprefix("graceful-"), list(range(len(addresses))), heartbeat_s
+        )
     else:  # a transport's name: reduce until something ends it
         reduce_on(lines, port, role, list(range(len(addresses))), heartbeat_s)
 
 
-def reduce_on(lines: Connection, port: RingPort, transport: str, ranks: list[int], heartbeat_s: float) -> None:
+def reduce_on(
+    lines: Connection, port: RingPort, transport: str, ranks: list[int], heartbeat_s: float
+) -> None:
     torch.set_num_threads(1)
     wait_for_peers(port, ranks)
     ring: Collective = open_ring(transport, port, ranks, 1, heartbeat_s)
@@ -107,7 +133,9 @@ def reduce_on(lines: Connection, port: RingPort, transport: str, ranks: list[int
         ring.all_reduce(torch.ones(250_000)).wait()
 
 
-def close_gracefully(lines: Connection, port: RingPort, transport: str, ranks: list[int], heartbeat_s: float) -> None:
+def close_gracefully(
+    lines: Connection, port: RingPort, transport: str, ranks: list[int], heartbeat_s: float
+) -> None:
     """Reduce once in each of ten generations and leave at once; say the sums, or what went wrong."""
     wait_for_peers(port, ranks)
     sums = []

@@ -65,7 +65,9 @@ def run_ring(size: int, operation: Any) -> tuple[list[Any], list[BoundedLinks]]:
 def reduced(buffers: list[NDArray[Any]]) -> tuple[list[NDArray[Any]], list[BoundedLinks]]:
     copies = [buffer.copy() for buffer in buffers]
     _, links = run_ring(
-        len(buffers), lambda rank, link: ring_algorithm.all_reduce(copies[rank], rank, len(buffers), link))
+        len(buffers),
+        lambda rank, link: ring_algorithm.all_reduce(copies[rank], rank, len(buffers), link),
+    )
     return copies, links
 
 
@@ -75,7 +77,9 @@ def in_ring_order(buffers: list[NDArray[Any]]) -> NDArray[Any]:
     bounds = [length * part // size for part in range(size + 1)]
     parts = []
     for part in range(size):
-        terms = [buffers[(part + turn) % size][bounds[part]:bounds[part + 1]] for turn in range(size)]
+        terms = [
+            buffers[(part + turn) % size][bounds[part] : bounds[part + 1]] for turn in range(size)
+        ]
         parts.append(functools.reduce(np.add, terms))
     return np.concatenate(parts)
 
@@ -91,9 +95,15 @@ def test_every_length_up_to_forty_has_the_bits_of_the_specification(size: int) -
 
 
 @settings(max_examples=30)
-@given(size=st.integers(2, 5), length=st.integers(1, 600_000), seed=st.integers(0, 2**32 - 1),
-       dtype=st.sampled_from([np.float32, np.float64, np.float16, np.int32]))
-def test_sums_are_numpys_and_alike_on_all_ranks(size: int, length: int, seed: int, dtype: type) -> None:
+@given(
+    size=st.integers(2, 5),
+    length=st.integers(1, 600_000),
+    seed=st.integers(0, 2**32 - 1),
+    dtype=st.sampled_from([np.float32, np.float64, np.float16, np.int32]),
+)
+def test_sums_are_numpys_and_alike_on_all_ranks(
+    size: int, length: int, seed: int, dtype: type
+) -> None:
     rng = np.random.default_rng(seed)
     buffers = [(rng.normal(size=length) * 100).astype(dtype) for _ in range(size)]
     sums, _ = reduced(buffers)
@@ -109,7 +119,9 @@ def test_a_member_sends_the_least_possible_in_chunks_within_the_limit() -> None:
     size, length = 4, 4_000_000
     _, links = reduced([np.ones(length, np.float32) for _ in range(size)])
     assert {link.bytes_sent for link in links} == {2 * (size - 1) * length * 4 // size}
-    assert {link.num_sent for link in links} == {2 * (size - 1) * 4}  # parts of 4 MB in chunks of 1 MiB
+    assert {link.num_sent for link in links} == {
+        2 * (size - 1) * 4
+    }  # parts of 4 MB in chunks of 1 MiB
 
 
 @given(part_bytes=st.integers(0, 10**9))
@@ -119,12 +131,19 @@ def test_chunks_keep_their_limits_and_alignment(part_bytes: int) -> None:
 
 
 @settings(max_examples=20)
-@given(lengths=st.lists(st.sampled_from([0, 1, 5, MAX_CHUNK_BYTES, MAX_CHUNK_BYTES + 1, 3_000_000]), min_size=1,
-                        max_size=5))
+@given(
+    lengths=st.lists(
+        st.sampled_from([0, 1, 5, MAX_CHUNK_BYTES, MAX_CHUNK_BYTES + 1, 3_000_000]),
+        min_size=1,
+        max_size=5,
+    )
+)
 def test_everybody_gathers_everything(lengths: list[int]) -> None:
     payloads = [bytes([rank + 1]) * length for rank, length in enumerate(lengths)]
     gathered, _ = run_ring(
-        len(payloads), lambda rank, link: ring_algorithm.all_gather(payloads[rank], rank, len(payloads), link))
+        len(payloads),
+        lambda rank, link: ring_algorithm.all_gather(payloads[rank], rank, len(payloads), link),
+    )
     assert all(each == payloads for each in gathered)
 
 
@@ -133,8 +152,12 @@ def test_everybody_gathers_everything(lengths: list[int]) -> None:
 def test_a_broadcast_reaches_everybody_from_every_source(size: int, length: int) -> None:
     payload = np.random.default_rng(length).bytes(length)
     for source in range(size):
-        received, _ = run_ring(size, lambda rank, link, source=source: ring_algorithm.broadcast(
-            payload if rank == source else None, source, rank, size, link))
+        received, _ = run_ring(
+            size,
+            lambda rank, link, source=source: ring_algorithm.broadcast(
+                payload if rank == source else None, source, rank, size, link
+            ),
+        )
         assert received == [payload] * size
 
 
@@ -149,7 +172,9 @@ def test_a_length_that_no_payload_has_is_refused_before_anything_is_allocated(le
     to_next, arriving = Queue[bytes](), Queue[bytes]()
     links = BoundedLinks(to_next, arriving)
     arriving.put(np.int64(length).tobytes())
-    with pytest.raises(MalformedBytes, match=rf"^a payload of {length} bytes, where {4 << 30} are the limit$"):
+    with pytest.raises(
+        MalformedBytes, match=rf"^a payload of {length} bytes, where {4 << 30} are the limit$"
+    ):
         ring_algorithm.broadcast(None, 1, 0, 2, links)
     # Two members sum lengths in two parts: the sum of the first's comes back from the other.
     own = np.int64(0).tobytes()

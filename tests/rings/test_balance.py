@@ -39,7 +39,14 @@ def passes(work: StepTimer, clock: Clock, num_samples: int, seconds: float) -> N
 
 
 def group_of(size: int, **changes: object) -> GroupTask:
-    return task(0, 1, members=tuple(range(size)), partitions=tuple(range(size)), capacities=(1.0,) * size, **changes)
+    return task(
+        0,
+        1,
+        members=tuple(range(size)),
+        partitions=tuple(range(size)),
+        capacities=(1.0,) * size,
+        **changes,
+    )
 
 
 class Ends:
@@ -53,8 +60,10 @@ class Ends:
     def all(self, act: Callable[[RingBalance, Collective], object], members: Sequence[int]) -> None:
         """Let `members` do the same over a ring of theirs."""
         with ThreadPoolExecutor(len(members)) as threads:
-            for done in [threads.submit(act, self.balances[member], ring)
-                         for member, ring in zip(members, in_process_rings(len(members)), strict=True)]:
+            for done in [
+                threads.submit(act, self.balances[member], ring)
+                for member, ring in zip(members, in_process_rings(len(members)), strict=True)
+            ]:
                 done.result(WAIT_S)
 
     def exchange(self, members: Sequence[int]) -> None:
@@ -175,9 +184,13 @@ class _Guard:
         self.num_taken_over += 1
 
 
-@pytest.mark.parametrize(("share", "counts_as"), [(0.75, 0.75), (0.0, 0.0), (math.nan, 1.0), (-1.0, 1.0), (7.0, 1.0)])
+@pytest.mark.parametrize(
+    ("share", "counts_as"), [(0.75, 0.75), (0.0, 0.0), (math.nan, 1.0), (-1.0, 1.0), (7.0, 1.0)]
+)
 def test_a_member_that_may_do_less_gets_less_at_once_and_its_measured_speed_stays(
-    monkeypatch: pytest.MonkeyPatch, share: float, counts_as: float,
+    monkeypatch: pytest.MonkeyPatch,
+    share: float,
+    counts_as: float,
 ) -> None:
     ends, here = Ends(2), threading.local()
     monkeypatch.setattr(ring_balance, "current_guard", lambda: getattr(here, "guard", None))
@@ -189,19 +202,25 @@ def test_a_member_that_may_do_less_gets_less_at_once_and_its_measured_speed_stay
     for _ in range(5):
         ends.step([40.0, 20.0], range(2))
         ends.all(exchange, range(2))
-    assert [balance.capacities([0, 1]) for balance in ends.balances] == [[40.0, counts_as * 20.0]] * 2
+    assert [balance.capacities([0, 1]) for balance in ends.balances] == [
+        [40.0, counts_as * 20.0]
+    ] * 2
     ends.exchange(range(2))  # it has cooled, or nobody looks any more
     assert ends.balances[0].capacities([0, 1]) == [40.0, 20.0]
 
 
-def test_a_guard_need_not_let_the_device_rest_where_shares_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guard_need_not_let_the_device_rest_where_shares_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     guard = _Guard(0.5)
     monkeypatch.setattr(ring_balance, "current_guard", lambda: guard)
     RingBalance(group_of(1), StepTimer(Clock()))
     assert guard.num_taken_over == 1
 
 
-def test_where_nobody_may_do_anything_all_share_as_if_they_might(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nobody_may_do_anything_all_share_as_if_they_might(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ends = Ends(2)
     monkeypatch.setattr(ring_balance, "_power_share", lambda: 0.0)
     for _ in range(12):
@@ -237,16 +256,23 @@ def test_those_due_get_a_sample_and_none_is_lost(sizes: list[int], data: st.Data
         assert given_out == tuple(sizes)
 
 
-@given(capacities=st.lists(st.floats(0.0, 1e6), min_size=3, max_size=3).filter(any), step=st.integers(0, 9),
-       due=st.sets(st.integers(0, 2)))
-def test_whatever_the_capacities_a_step_uses_its_batch_once(capacities: list[float], step: int, due: set[int]) -> None:
+@given(
+    capacities=st.lists(st.floats(0.0, 1e6), min_size=3, max_size=3).filter(any),
+    step=st.integers(0, 9),
+    due=st.sets(st.integers(0, 2)),
+)
+def test_whatever_the_capacities_a_step_uses_its_batch_once(
+    capacities: list[float], step: int, due: set[int]
+) -> None:
     schedule = BatchSchedule(group_of(3, steps_per_epoch=5), [100])
     shares = schedule.shares(step, [0, 1, 2], capacities, due)
     assert np.concatenate(shares).tolist() == schedule.batch(step)[0].tolist()
 
 
 def test_the_tasks_own_capacities_count_where_none_are_measured() -> None:
-    planned = task(0, 1, members=(0, 1), partitions=(0, 1), capacities=(3.0, 1.0), steps_per_epoch=5)
+    planned = task(
+        0, 1, members=(0, 1), partitions=(0, 1), capacities=(3.0, 1.0), steps_per_epoch=5
+    )
     schedule = BatchSchedule(planned, [100])
     assert [len(share) for share in schedule.shares(0, [0, 1])] == [15, 5]
     assert [len(share) for share in schedule.shares(0, [0, 1], [1.0, 1.0])] == [10, 10]
@@ -260,12 +286,23 @@ def test_data_that_stay_where_they_are_cannot_be_balanced() -> None:
 # ------------------------------------------------------------------------------------------------ messages
 
 
-RING = {"participant": 0, "leader": 0, "addresses": ("127.0.0.1:1",), "token": "00", "transport": "grpc",
-        "num_buckets": 1, "compression": "none", "heartbeat_s": 1.0, "rendezvous_s": 1.0}
+RING = {
+    "participant": 0,
+    "leader": 0,
+    "addresses": ("127.0.0.1:1",),
+    "token": "00",
+    "transport": "grpc",
+    "num_buckets": 1,
+    "compression": "none",
+    "heartbeat_s": 1.0,
+    "rendezvous_s": 1.0,
+}
 
 
 def test_messages_carry_rates_and_how_often_to_balance() -> None:
-    outcome = RingOutcome(outcome="completed", members=(4, 7), num_steps=3, answers=True, rates=(12.5, 0.0))
+    outcome = RingOutcome(
+        outcome="completed", members=(4, 7), num_steps=3, answers=True, rates=(12.5, 0.0)
+    )
     assert decode(RingOutcome, encode(outcome), "outcome") == outcome
     ring = RingTask(**RING, rebalance_steps=5)
     assert decode(RingTask, encode(ring), "ring") == ring

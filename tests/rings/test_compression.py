@@ -38,9 +38,12 @@ def together(rings: Sequence[Collective], member: Callable[[Collective], Result]
 
 
 def on_all(
-    rings: Sequence[Collective], threads: ThreadPoolExecutor, member: Callable[[Collective], Result],
+    rings: Sequence[Collective],
+    threads: ThreadPoolExecutor,
+    member: Callable[[Collective], Result],
 ) -> list[Result]:
     """Run `member` with every end of a ring and return the results by rank; the rings are closed if one fails."""
+
     def run(ring: Collective) -> Result:
         try:
             return member(ring)
@@ -102,6 +105,7 @@ class Group:
 
     def step(self, number: int, gradients: Sequence[Tensor], *, finish: bool = True) -> Tensor:
         """Exchange one bucket; return the sum, which is the same in all members to the bit."""
+
         def exchange(ring: Collective) -> Tensor:
             own, gradient = self.members[ring.rank], gradients[ring.rank].clone()
             own.start_step(number)
@@ -119,7 +123,9 @@ class Group:
         return torch.stack([member._kept[0][tensor] for member in self.members]).sum(0)
 
 
-def random_gradients(size: int, num_elements: int, seed: int = 0, spread: float = 3.0) -> list[Tensor]:
+def random_gradients(
+    size: int, num_elements: int, seed: int = 0, spread: float = 3.0
+) -> list[Tensor]:
     """Return gradients whose magnitudes differ by powers of ten, as those of layers do."""
     generator = torch.Generator().manual_seed(seed)
     scale = 10.0 ** (spread * torch.rand(num_elements, generator=generator) - spread)
@@ -156,7 +162,10 @@ def test_what_is_not_finite_is_seen_by_all(name: str, bad: float, ratio: float) 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_restored_state_goes_on_bit_for_bit(name: str) -> None:
-    first, second = Group(name, 3, ratio=0.02, momentum=0.9), Group(name, 3, ratio=0.02, momentum=0.9)
+    first, second = (
+        Group(name, 3, ratio=0.02, momentum=0.9),
+        Group(name, 3, ratio=0.02, momentum=0.9),
+    )
     for step in range(3):
         first.step(step, random_gradients(3, 700, seed=step))
     for before, after in zip(first.members, second.members, strict=True):
@@ -181,7 +190,9 @@ def test_an_abandoned_exchange_that_ends_late_leaves_no_trace(name: str) -> None
     assert members[0] is not None and members[1] is not None
     rings = in_process_rings(2)
     members[0].start_step(0)
-    late = threading.Thread(target=members[0].exchange, args=(rings[0], 0, random_gradients(1, 500)[0]))
+    late = threading.Thread(
+        target=members[0].exchange, args=(rings[0], 0, random_gradients(1, 500)[0])
+    )
     late.start()
     members[0].start_step(0)
     members[1].start_step(0)
@@ -242,24 +253,35 @@ def test_wire_bytes_are_what_is_sent(name: str, size: int, num_elements: int) ->
         group.wrap = counted
         group.step(3, random_gradients(size, num_elements))
         expected = group.members[0].wire_bytes(num_elements, size)
-        assert len(counting) == size and all(math.ceil(ring.num_bytes - 1e-6) == expected for ring in counting)
+        assert len(counting) == size and all(
+            math.ceil(ring.num_bytes - 1e-6) == expected for ring in counting
+        )
 
 
 def test_halves_are_half_of_the_bytes_and_eight_bits_a_quarter() -> None:
     num_elements = 1_000_000
     for size in (2, 5, 15):
         float32 = all_reduce_bytes(4 * num_elements, size)
-        bytes_of = {name: Group(name, 1).members[0].wire_bytes(num_elements, size) for name in NAMES}
+        bytes_of = {
+            name: Group(name, 1).members[0].wire_bytes(num_elements, size) for name in NAMES
+        }
         assert bytes_of["fp16"] == pytest.approx(float32 / 2, rel=0.001)
-        assert bytes_of["int8"] == bytes_of["int8-stochastic"] == pytest.approx(float32 / 4, rel=0.001)
+        assert (
+            bytes_of["int8"] == bytes_of["int8-stochastic"] == pytest.approx(float32 / 4, rel=0.001)
+        )
         assert bytes_of["dgc"] == (size - 1) * 8 * num_elements // 1000
 
 
-@pytest.mark.parametrize(("name", "options", "tolerance"), [
-    ("fp16", {}, 1e-3), ("int8", {}, 1e-3), pytest.param("int8-stochastic", {}, 0.05, marks=pytest.mark.slow),
-    ("dgc", {"ratio": 0.05}, 0.02),
-    ("dgc", {"ratio": 0.05, "momentum": 0.5, "warm_up_steps": 50}, 0.02),
-])
+@pytest.mark.parametrize(
+    ("name", "options", "tolerance"),
+    [
+        ("fp16", {}, 1e-3),
+        ("int8", {}, 1e-3),
+        pytest.param("int8-stochastic", {}, 0.05, marks=pytest.mark.slow),
+        ("dgc", {"ratio": 0.05}, 0.02),
+        ("dgc", {"ratio": 0.05, "momentum": 0.5, "warm_up_steps": 50}, 0.02),
+    ],
+)
 def test_least_squares_converge(name: str, options: dict[str, object], tolerance: float) -> None:
     size, num_elements = 4, 60
     generator = torch.Generator().manual_seed(5)
@@ -269,9 +291,14 @@ def test_least_squares_converge(name: str, options: dict[str, object], tolerance
     weights = torch.zeros(num_elements)
     group = Group(name, size, **options)
     for step in range(400):
-        gradients = [inputs[rank].T @ (inputs[rank] @ weights - targets[rank]) / 80 / size for rank in range(size)]
+        gradients = [
+            inputs[rank].T @ (inputs[rank] @ weights - targets[rank]) / 80 / size
+            for rank in range(size)
+        ]
         weights = weights - 0.05 * group.step(step, gradients)
-    assert torch.linalg.vector_norm(weights - solution) < tolerance * torch.linalg.vector_norm(solution)
+    assert torch.linalg.vector_norm(weights - solution) < tolerance * torch.linalg.vector_norm(
+        solution
+    )
 
 
 def test_a_peer_that_leaves_ends_the_exchange() -> None:
@@ -292,14 +319,20 @@ def test_a_peer_that_leaves_ends_the_exchange() -> None:
 
 
 @settings(max_examples=60)
-@given(size=st.integers(2, 6), exponent=st.integers(-110, 110), seed=st.integers(0, 10**6),
-       spread=st.floats(0, 8))
-def test_halves_are_off_by_no_more_than_their_rounding(size: int, exponent: int, seed: int, spread: float) -> None:
-    gradients = [one * 2.0 ** exponent for one in random_gradients(size, 257, seed, spread)]
+@given(
+    size=st.integers(2, 6),
+    exponent=st.integers(-110, 110),
+    seed=st.integers(0, 10**6),
+    spread=st.floats(0, 8),
+)
+def test_halves_are_off_by_no_more_than_their_rounding(
+    size: int, exponent: int, seed: int, spread: float
+) -> None:
+    gradients = [one * 2.0**exponent for one in random_gradients(size, 257, seed, spread)]
     exchanged = Group("fp16", size).step(0, gradients).double()
     stacked = torch.stack(gradients).double()
     limit = stacked.abs().amax(1).sum()
-    bound = size * 2.0 ** -11 * stacked.abs().sum(0) * 1.01 + size * 2.0 ** -39 * limit
+    bound = size * 2.0**-11 * stacked.abs().sum(0) * 1.01 + size * 2.0**-39 * limit
     assert ((exchanged - stacked.sum(0)).abs() <= bound).all()
 
 
@@ -314,15 +347,24 @@ def test_halves_neither_overflow_nor_underflow_together() -> None:
 
 def eight_bit_step(gradients: Sequence[Tensor], rounding: float = 0.5) -> Tensor:
     """Return the step of each element's block."""
-    largest = [torch.cat([block.abs().max().expand(len(block)) for block in one.split(4096)]) for one in gradients]
+    largest = [
+        torch.cat([block.abs().max().expand(len(block)) for block in one.split(4096)])
+        for one in gradients
+    ]
     return torch.stack(largest).sum(0) / (126 - rounding * len(gradients))
 
 
 @settings(max_examples=40)
-@given(size=st.integers(2, 6), num_elements=st.integers(1, 9000), seed=st.integers(0, 10**6),
-       exponent=st.integers(-110, 110))
-def test_eight_bits_are_off_by_half_a_step_a_member(size: int, num_elements: int, seed: int, exponent: int) -> None:
-    gradients = [one * 2.0 ** exponent for one in random_gradients(size, num_elements, seed)]
+@given(
+    size=st.integers(2, 6),
+    num_elements=st.integers(1, 9000),
+    seed=st.integers(0, 10**6),
+    exponent=st.integers(-110, 110),
+)
+def test_eight_bits_are_off_by_half_a_step_a_member(
+    size: int, num_elements: int, seed: int, exponent: int
+) -> None:
+    gradients = [one * 2.0**exponent for one in random_gradients(size, num_elements, seed)]
     for name, rounding in (("int8", 0.5), ("int8-stochastic", 1.0)):
         exchanged = Group(name, size, seed=seed).step(0, gradients)
         error = (exchanged.double() - torch.stack(gradients).double().sum(0)).abs()
@@ -333,7 +375,9 @@ def test_the_largest_values_of_all_members_add_up_to_the_last_level() -> None:
     for size in (2, 15, 62):
         members = [make_compression("int8") for _ in range(size)]
 
-        def exchange(ring: Collective, members: list[GradientCompression | None] = members) -> Tensor:
+        def exchange(
+            ring: Collective, members: list[GradientCompression | None] = members
+        ) -> Tensor:
             own, gradient = members[ring.rank], torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
             assert own is not None
             own.start_step(0)
@@ -341,13 +385,20 @@ def test_the_largest_values_of_all_members_add_up_to_the_last_level() -> None:
             return gradient
 
         for exchanged in together(in_process_rings(size), exchange):
-            assert torch.allclose(exchanged, size * torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0]), rtol=0.51)
+            assert torch.allclose(
+                exchanged, size * torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0]), rtol=0.51
+            )
 
 
 def test_stochastic_rounding_is_right_on_average_and_repeats() -> None:
-    gradients = [torch.tensor([1.0, 0.001, -0.003, 0.2501]), torch.tensor([-0.5, 0.002, 0.004, 0.3])]
+    gradients = [
+        torch.tensor([1.0, 0.001, -0.003, 0.2501]),
+        torch.tensor([-0.5, 0.002, 0.004, 0.3]),
+    ]
     seeds = 600
-    exchanged = torch.stack([Group("int8-stochastic", 2, seed=seed).step(0, gradients) for seed in range(seeds)])
+    exchanged = torch.stack(
+        [Group("int8-stochastic", 2, seed=seed).step(0, gradients) for seed in range(seeds)]
+    )
     # A member's error has a deviation of at most half a step.
     deviation = math.sqrt(2 / seeds) * eight_bit_step(gradients, 1.0) / 2
     assert ((exchanged.mean(0) - torch.stack(gradients).sum(0)).abs() < 5 * deviation).all()
@@ -402,7 +453,9 @@ def test_what_was_not_sent_is_kept_to_the_last_bit() -> None:
     random = torch.Generator().manual_seed(3)
     for step in range(20):
         # Whole numbers, whose sums are exact.
-        gradients = [torch.randint(-1000, 1000, (1000,), generator=random).float() for _ in range(3)]
+        gradients = [
+            torch.randint(-1000, 1000, (1000,), generator=random).float() for _ in range(3)
+        ]
         total += torch.stack(gradients).sum(0)
         exchanged += group.step(step, gradients)
         assert torch.equal(exchanged + group.residuals(), total)
@@ -411,9 +464,23 @@ def test_what_was_not_sent_is_kept_to_the_last_bit() -> None:
 
 def test_the_largest_accumulated_values_go_first() -> None:
     group = Group("dgc", 2, ratio=0.1)
-    gradients = [torch.tensor([0.0, 3.0, 1.0, -2.0, 0, 0, 0, 0, 0, 0]), torch.tensor([0.0, 0, 2.0, -3.0] + 6 * [0.0])]
+    gradients = [
+        torch.tensor([0.0, 3.0, 1.0, -2.0, 0, 0, 0, 0, 0, 0]),
+        torch.tensor([0.0, 0, 2.0, -3.0] + 6 * [0.0]),
+    ]
     assert group.step(0, gradients).tolist() == [0, 3, 0, -3, 0, 0, 0, 0, 0, 0]
-    assert group.step(1, gradients).tolist() == [0, 0, 4, -4, 0, 0, 0, 0, 0, 0]  # 2 + 2 has overtaken 3
+    assert group.step(1, gradients).tolist() == [
+        0,
+        0,
+        4,
+        -4,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+    ]  # 2 + 2 has overtaken 3
     assert group.residuals().tolist() == [0, 3, 2, -3, 0, 0, 0, 0, 0, 0]
 
 
@@ -435,8 +502,14 @@ def test_momentum_is_corrected_and_masked() -> None:
     assert group.members[0].applies_momentum
     first = [torch.tensor([8.0, 1.0] + 8 * [0.0])] + 2 * [torch.zeros(10)]
     assert group.step(0, first).tolist()[:2] == [8, 0]
-    assert group.step(1, [torch.zeros(10)] * 3).tolist()[:2] == [0, 1.5]  # 1 + 1/2: its momentum has gone on
-    assert group.step(2, [torch.zeros(10)] * 3).tolist()[:2] == [0, 0]  # and both momenta ended when they were sent
+    assert group.step(1, [torch.zeros(10)] * 3).tolist()[:2] == [
+        0,
+        1.5,
+    ]  # 1 + 1/2: its momentum has gone on
+    assert group.step(2, [torch.zeros(10)] * 3).tolist()[:2] == [
+        0,
+        0,
+    ]  # and both momenta ended when they were sent
 
 
 def test_the_warm_up_sends_less_and_less() -> None:
@@ -475,10 +548,18 @@ def test_none_is_no_compression_and_others_are_refused() -> None:
         make_compression("zip")
 
 
-@pytest.mark.parametrize(("option", "value"), [
-    ("momentum", 1.0), ("momentum", -0.1), ("momentum", math.nan), ("ratio", 0.0), ("ratio", 1.5),
-    ("ratio", math.nan), ("warm_up_steps", -1),
-])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("momentum", 1.0),
+        ("momentum", -0.1),
+        ("momentum", math.nan),
+        ("ratio", 0.0),
+        ("ratio", 1.5),
+        ("ratio", math.nan),
+        ("warm_up_steps", -1),
+    ],
+)
 def test_options_that_cannot_be_are_refused(option: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"dgc: {option} = "):
         make_compression("dgc", **{option: value})  # type: ignore[arg-type]

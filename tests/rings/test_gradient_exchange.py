@@ -66,9 +66,19 @@ def rings_of(size: int = NUM_MEMBERS) -> Iterator[list[Watched]]:
 
 
 def network() -> nn.Module:
-    return built(lambda: nn.Sequential(
-        nn.Conv2d(2, 6, 3), nn.Tanh(), nn.Conv2d(6, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(64, 9), nn.Tanh(),
-        nn.Linear(9, 5)), 3)
+    return built(
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 6, 3),
+            nn.Tanh(),
+            nn.Conv2d(6, 4, 3),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(64, 9),
+            nn.Tanh(),
+            nn.Linear(9, 5),
+        ),
+        3,
+    )
 
 
 def images() -> list[Tensor]:
@@ -94,16 +104,26 @@ def expected(model: nn.Module, inputs: Sequence[Inputs]) -> list[Tensor | None]:
 
 
 def one_step(
-    exchange: GradientExchange, model: nn.Module, ring: Collective, inputs: Inputs, **options: Any,
+    exchange: GradientExchange,
+    model: nn.Module,
+    ring: Collective,
+    inputs: Inputs,
+    **options: Any,
 ) -> list[Tensor | None]:
     exchange.begin(ring, no_poll, **options)
     passes(model, inputs)
     exchange.finish()
-    return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+    return [
+        None if parameter.grad is None else parameter.grad.clone()
+        for parameter in model.parameters()
+    ]
 
 
-def on_all(rings: Sequence[Collective], member: Callable[[int], Any], *others: Collective) -> list[Any]:
+def on_all(
+    rings: Sequence[Collective], member: Callable[[int], Any], *others: Collective
+) -> list[Any]:
     """Return what every member comes to, each in a thread of its own; `others` are rings that they use later."""
+
     def guarded(rank: int) -> Any:
         try:
             return member(rank)
@@ -117,34 +137,49 @@ def on_all(rings: Sequence[Collective], member: Callable[[int], Any], *others: C
 
 
 def on_copies(
-    model: nn.Module, num_buckets: int, inputs: Sequence[Inputs], **options: Any,
+    model: nn.Module,
+    num_buckets: int,
+    inputs: Sequence[Inputs],
+    **options: Any,
 ) -> list[list[Tensor | None]]:
     """Return every member's gradients after one step with a copy of `model` each."""
     with rings_of(len(inputs)) as rings:
+
         def member(rank: int) -> list[Tensor | None]:
             own = copy.deepcopy(model)
-            return one_step(GradientExchange(own, num_buckets), own, rings[rank], inputs[rank], **options)
+            return one_step(
+                GradientExchange(own, num_buckets), own, rings[rank], inputs[rank], **options
+            )
 
         return on_all(rings, member)
 
 
 def require_sums(
-    found: list[list[Tensor | None]], model: nn.Module, inputs: Sequence[Inputs], tolerance: float = 1e-5,
+    found: list[list[Tensor | None]],
+    model: nn.Module,
+    inputs: Sequence[Inputs],
+    tolerance: float = 1e-5,
 ) -> None:
     for index, wanted in enumerate(expected(model, inputs)):
         for gradients in found:
             own, first = gradients[index], found[0][index]
             assert (own is None) == (wanted is None)
             if own is not None and wanted is not None and first is not None:
-                torch.testing.assert_close(own, wanted, rtol=tolerance, atol=tolerance * float(wanted.abs().max()))
+                torch.testing.assert_close(
+                    own, wanted, rtol=tolerance, atol=tolerance * float(wanted.abs().max())
+                )
                 assert torch.equal(own, first), "members have different bits"
 
 
 @pytest.mark.parametrize("overlapped", [True, False])
 @pytest.mark.parametrize("num_buckets", [1, 2, 3, 100])
-def test_every_member_has_the_sum_whatever_the_number_of_parts(num_buckets: int, overlapped: bool) -> None:
+def test_every_member_has_the_sum_whatever_the_number_of_parts(
+    num_buckets: int, overlapped: bool
+) -> None:
     model = network()
-    assert GradientExchange(model, num_buckets).num_buckets == min(num_buckets, 6)  # small ones travel together
+    assert GradientExchange(model, num_buckets).num_buckets == min(
+        num_buckets, 6
+    )  # small ones travel together
     require_sums(on_copies(model, num_buckets, images(), overlapped=overlapped), model, images())
 
 
@@ -200,13 +235,19 @@ def test_gradients_keep_the_layout_of_channels_last_weights(when: str) -> None:
     """Trainers choose the layout, also after the exchange was made."""
     model = network()
     with rings_of() as rings:
+
         def member(rank: int) -> list[Tensor | None]:
             own = copy.deepcopy(model)
             if when == "before":
                 own = own.to(memory_format=torch.channels_last)
             exchange = GradientExchange(own, 2)
             own = own.to(memory_format=torch.channels_last)
-            one_step(exchange, own, rings[rank], images()[rank].contiguous(memory_format=torch.channels_last))
+            one_step(
+                exchange,
+                own,
+                rings[rank],
+                images()[rank].contiguous(memory_format=torch.channels_last),
+            )
             for parameter in own.parameters():
                 assert parameter.grad is not None and parameter.grad.stride() == parameter.stride()
             return [parameter.grad for parameter in own.parameters()]
@@ -263,6 +304,7 @@ def test_parts_go_out_in_one_order_whatever_the_timing() -> None:
 
     model, inputs = built(Fork, 1), [torch.ones(2, 3), -torch.ones(2, 3), 2 * torch.ones(2, 3)]
     with rings_of() as rings:
+
         def member(rank: int) -> list[Tensor | None]:
             own = copy.deepcopy(model)
             exchange = GradientExchange(own, 8)
@@ -292,10 +334,13 @@ def test_the_first_part_is_sent_before_the_pass_is_over() -> None:
 
 @pytest.mark.parametrize("where", ["in the pass", "while waiting"])
 @pytest.mark.parametrize("compression", ["none", "int8", "dgc"])
-def test_a_step_that_fails_and_is_done_again_leaves_nothing_behind(where: str, compression: str) -> None:
+def test_a_step_that_fails_and_is_done_again_leaves_nothing_behind(
+    where: str, compression: str
+) -> None:
     model, wrong = network(), [1000 * own for own in images()]
     given_up = threading.Barrier(NUM_MEMBERS, timeout=PATIENCE_S)
     with rings_of() as broken, rings_of() as again:
+
         def member(rank: int) -> list[Tensor | None]:
             own = copy.deepcopy(model)
             exchange = GradientExchange(own, 4)
@@ -346,11 +391,17 @@ def agree(exchange: GradientExchange, ring: Collective) -> None:
 
 def compressed_step(model: nn.Module, compression: str) -> list[Tensor | None]:
     with rings_of() as rings:
+
         def member(rank: int) -> list[Tensor | None]:
-            own, compressed = copy.deepcopy(model), make_compression(compression, momentum=0.0, ratio=0.3)
+            own, compressed = (
+                copy.deepcopy(model),
+                make_compression(compression, momentum=0.0, ratio=0.3),
+            )
             assert compressed is not None
             compressed.start_step(0)
-            return one_step(GradientExchange(own, 4), own, rings[rank], images()[rank], compression=compressed)
+            return one_step(
+                GradientExchange(own, 4), own, rings[rank], images()[rank], compression=compressed
+            )
 
         return on_all(rings, member)[0]
 
@@ -371,12 +422,15 @@ def test_what_is_written_late_into_a_failed_steps_buffers_is_seen_by_nobody() ->
         for buffer in ring.buffers:
             buffer.fill_(float("inf"))
         require_sums([[parameter.grad for parameter in model.parameters()]], model, images()[:1])
-    assert not {buffer.data_ptr() for buffer in ring.buffers} & {buffer.data_ptr() for buffer in again.buffers}
+    assert not {buffer.data_ptr() for buffer in ring.buffers} & {
+        buffer.data_ptr() for buffer in again.buffers
+    }
 
 
 def test_a_lost_peer_ends_the_step_and_the_survivors_do_it_again() -> None:
     model = network()
     with rings_of() as rings, rings_of(2) as survivors:
+
         def member(rank: int) -> list[Tensor | None] | None:
             own = copy.deepcopy(model)
             exchange = GradientExchange(own, 4)
@@ -386,7 +440,9 @@ def test_a_lost_peer_ends_the_step_and_the_survivors_do_it_again() -> None:
                 rings[rank].close()
                 return None
             with pytest.raises(PeerLost):
-                while True:  # what the lost one had sent may be enough for one step, or not even to begin it
+                while (
+                    True
+                ):  # what the lost one had sent may be enough for one step, or not even to begin it
                     exchange.begin(rings[rank], no_poll)
                     passes(own, images()[rank])
                     exchange.finish()
@@ -401,6 +457,7 @@ def test_a_turn_begins_before_the_first_part_and_ends_after_the_last() -> None:
     model = network()
     happened: list[list[str]] = [[] for _ in range(NUM_MEMBERS)]
     with rings_of() as rings:
+
         def member(rank: int) -> list[Tensor | None]:
             own, mine = copy.deepcopy(model), happened[rank]
             ring = Watched(rings[rank], lambda _: mine.append("part"))
@@ -416,7 +473,11 @@ def test_the_backward_pass_does_not_wait_for_the_turn() -> None:
     may_begin = threading.Event()
     with rings_of(1) as (ring,):
         exchange = GradientExchange(model, 4)
-        exchange.begin(ring, no_poll, turn=Turn(begin=lambda: require(may_begin.wait(PATIENCE_S)), end=lambda: None))
+        exchange.begin(
+            ring,
+            no_poll,
+            turn=Turn(begin=lambda: require(may_begin.wait(PATIENCE_S)), end=lambda: None),
+        )
         passes(model, images()[0])
         assert not ring.buffers  # the pass is over, and nothing has been sent
         may_begin.set()
@@ -437,8 +498,13 @@ def test_a_turn_that_is_waited_for_in_vain_ends_with_what_the_poll_raises() -> N
     with rings_of(1) as (ring,):
         exchange = GradientExchange(model, 4)
         waiting = False
-        exchange.begin(ring, poll, turn=Turn(begin=lambda: require(given_up.wait(PATIENCE_S)),
-                                             end=lambda: ended.append(True)))
+        exchange.begin(
+            ring,
+            poll,
+            turn=Turn(
+                begin=lambda: require(given_up.wait(PATIENCE_S)), end=lambda: ended.append(True)
+            ),
+        )
         passes(model, images()[0])
         waiting = True
         with pytest.raises(Enough):
@@ -464,25 +530,35 @@ def test_what_fails_in_the_turn_is_raised_where_the_step_ends() -> None:
         assert not ring.buffers
 
 
-@pytest.mark.parametrize(("compression", "tolerance"), [("fp16", 2e-3), ("int8", 0.1), ("int8-stochastic", 0.2)])
-def test_compressed_sums_are_close_and_equal_on_all_members(compression: str, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("compression", "tolerance"), [("fp16", 2e-3), ("int8", 0.1), ("int8-stochastic", 0.2)]
+)
+def test_compressed_sums_are_close_and_equal_on_all_members(
+    compression: str, tolerance: float
+) -> None:
     model = network()
     with rings_of() as rings:
+
         def member(rank: int) -> list[Tensor | None]:
             own, compressed = copy.deepcopy(model), make_compression(compression, seed=1)
             assert compressed is not None
             compressed.start_step(0)
-            return one_step(GradientExchange(own, 3), own, rings[rank], images()[rank], compression=compressed)
+            return one_step(
+                GradientExchange(own, 3), own, rings[rank], images()[rank], compression=compressed
+            )
 
         require_sums(on_all(rings, member), model, images(), tolerance)
 
 
 def test_members_that_differ_are_told_so() -> None:
     with rings_of() as rings:
+
         def member(rank: int) -> None:
             own = network()
             exchange = GradientExchange(own, 2)
-            if rank == 1:  # its trainer wants another layout: flat buffers would be in another order
+            if (
+                rank == 1
+            ):  # its trainer wants another layout: flat buffers would be in another order
                 own.to(memory_format=torch.channels_last)
             with pytest.raises(ConfigError, match="layout"):
                 exchange.begin(rings[rank], no_poll)
@@ -524,15 +600,22 @@ def require(condition: bool) -> None:
 def test_frozen_parameters_are_in_no_part_and_stay_without_gradient() -> None:
     """Also in the member that has no samples, and also with compression."""
     for compression in ("none", "int8"):
-        models = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)) for _ in range(2)]
+        models = [
+            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)) for _ in range(2)
+        ]
         for model in models:
             model[1].requires_grad_(False)
             model[2].bias.requires_grad_(False)
         exchanges = [GradientExchange(model, num_buckets=2) for model in models]
         assert sum(exchanges[0].bucket_sizes) == 4 * 4 + 4 + 4 * 2
 
-        def step(place: int, ring: Collective, kind: str = compression, models: Any = models,
-                 exchanges: Any = exchanges) -> None:
+        def step(
+            place: int,
+            ring: Collective,
+            kind: str = compression,
+            models: Any = models,
+            exchanges: Any = exchanges,
+        ) -> None:
             compression = make_compression(kind)
             if compression is not None:
                 compression.start_step(0)
@@ -546,4 +629,10 @@ def test_frozen_parameters_are_in_no_part_and_stay_without_gradient() -> None:
                 done.result(PATIENCE_S)
         for model in models:
             assert [parameter.grad is None for parameter in model.parameters()] == [
-                False, False, True, True, False, True]
+                False,
+                False,
+                True,
+                True,
+                False,
+                True,
+            ]

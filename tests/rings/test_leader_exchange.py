@@ -33,7 +33,8 @@ FLOATS = ("float32", "float64", "float16", "complex64")
 def model(seed: int, group: int, *, samples: float = 1.0, num_values: int = 7) -> GroupsModel:
     generator = np.random.default_rng(seed)
     arrays: dict[str, NDArray[Any]] = {
-        dtype: generator.normal(size=(num_values, 2)).astype(dtype) for dtype in FLOATS}
+        dtype: generator.normal(size=(num_values, 2)).astype(dtype) for dtype in FLOATS
+    }
     arrays["counter"] = np.array(seed % 97, np.int64)
     arrays["empty"] = np.zeros((0, 3), np.float32)
     return GroupsModel(arrays=arrays, samples=samples, groups=(group,))
@@ -42,8 +43,10 @@ def model(seed: int, group: int, *, samples: float = 1.0, num_values: int = 7) -
 def summed_in_order(models: Sequence[GroupsModel], name: str) -> NDArray[Any]:
     """Return the sum of a float32 tensor that is the whole buffer, part by part, from the part's own member on."""
     total = sum(each.samples for each in models)
-    rows = [(each.arrays[name].astype(np.float64) * (each.samples / total)).astype(np.float32).ravel()
-            for each in models]
+    rows = [
+        (each.arrays[name].astype(np.float64) * (each.samples / total)).astype(np.float32).ravel()
+        for each in models
+    ]
     size, result = len(models), np.empty_like(rows[0])
     for part in range(size):
         where = slice(len(result) * part // size, len(result) * (part + 1) // size)
@@ -55,10 +58,14 @@ def summed_in_order(models: Sequence[GroupsModel], name: str) -> NDArray[Any]:
 
 
 @settings(deadline=None, max_examples=30)
-@given(size=st.integers(1, 6), seed=st.integers(0, 10 ** 6), num_values=st.integers(0, 9))
-def test_the_mean_is_that_by_samples_in_the_order_of_the_plan(size: int, seed: int, num_values: int) -> None:
-    models = [model(seed + group, group, samples=1.0 + (seed + group) % 5, num_values=num_values)
-              for group in range(size)]
+@given(size=st.integers(1, 6), seed=st.integers(0, 10**6), num_values=st.integers(0, 9))
+def test_the_mean_is_that_by_samples_in_the_order_of_the_plan(
+    size: int, seed: int, num_values: int
+) -> None:
+    models = [
+        model(seed + group, group, samples=1.0 + (seed + group) % 5, num_values=num_values)
+        for group in range(size)
+    ]
     mean = exchange_in_process(models)
     assert mean.groups == tuple(range(size))
     assert mean.samples == sum(each.samples for each in models)
@@ -73,8 +80,14 @@ def test_the_mean_is_that_by_samples_in_the_order_of_the_plan(size: int, seed: i
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_the_order_of_the_sum_is_the_rings(size: int) -> None:
-    models = [GroupsModel(arrays={"w": np.random.default_rng(group).normal(size=101).astype(np.float32)},
-                          samples=3.0 + group, groups=(group,)) for group in range(size)]
+    models = [
+        GroupsModel(
+            arrays={"w": np.random.default_rng(group).normal(size=101).astype(np.float32)},
+            samples=3.0 + group,
+            groups=(group,),
+        )
+        for group in range(size)
+    ]
     assert np.array_equal(exchange_in_process(models).arrays["w"], summed_in_order(models, "w"))
 
 
@@ -105,7 +118,9 @@ def test_models_with_other_tensors_stay_apart() -> None:
 
 
 def test_models_travel_as_they_are() -> None:
-    sent = GroupsModel(arrays={"w": np.arange(6, dtype=np.float32).reshape(2, 3)}, samples=12.5, groups=(3, 0))
+    sent = GroupsModel(
+        arrays={"w": np.arange(6, dtype=np.float32).reshape(2, 3)}, samples=12.5, groups=(3, 0)
+    )
     got = unpack_model(pack_model(sent))
     assert (got.samples, got.groups) == (12.5, (3, 0))
     assert np.array_equal(got.arrays["w"], sent.arrays["w"])
@@ -127,22 +142,35 @@ class Rack:
 
     def open(self, rank: int) -> None:
         self._dead.discard(rank)
-        self._ports[rank] = RingPort(self._addresses[rank], rank=rank, addresses=self._addresses, token=TOKEN,
-                                     tls=None, heartbeat_s=4.0)
+        self._ports[rank] = RingPort(
+            self._addresses[rank],
+            rank=rank,
+            addresses=self._addresses,
+            token=TOKEN,
+            tls=None,
+            heartbeat_s=4.0,
+        )
 
     def meet(self, member: int, *, rendezvous_s: float = WAIT_S) -> Future[GroupsModel]:
         """Let a member bring its group's model, which is all of the group's number."""
         group = member // 2
-        meeting = LeaderMeeting(LeaderPort(self._ports[member], group, {each: (2 * each, 2 * each + 1)
-                                                                        for each in self.groups}),
-                                self.groups, heartbeat_s=4.0, rendezvous_until_s=time.monotonic() + rendezvous_s)
+        meeting = LeaderMeeting(
+            LeaderPort(
+                self._ports[member], group, {each: (2 * each, 2 * each + 1) for each in self.groups}
+            ),
+            self.groups,
+            heartbeat_s=4.0,
+            rendezvous_until_s=time.monotonic() + rendezvous_s,
+        )
         self.lines[member] = meeting.log_lines
 
         def poll() -> None:
             if member in self._dead:
                 raise RuntimeError("dead")
 
-        own = GroupsModel(arrays={"w": np.full(1000, float(group), np.float32)}, samples=1.0, groups=(group,))
+        own = GroupsModel(
+            arrays={"w": np.full(1000, float(group), np.float32)}, samples=1.0, groups=(group,)
+        )
         return self._threads.submit(meeting.exchange, own, poll)
 
     def die(self, *members: int) -> None:
@@ -187,7 +215,9 @@ def test_a_group_of_which_nobody_lives_is_left_out(rack: Rack, group: int) -> No
     others = [each for each in rack.groups if each != group]
     expected = (tuple(others), sum(others) / 2)
     assert means([rack.meet(2 * each, rendezvous_s=1.0) for each in others]) == [expected] * 2
-    assert any(f"group {group} did not come" in line for lines in rack.lines.values() for line in lines)
+    assert any(
+        f"group {group} did not come" in line for lines in rack.lines.values() for line in lines
+    )
 
 
 def test_a_group_that_still_trains_is_waited_for_longer_than_the_rendezvous(rack: Rack) -> None:
@@ -199,13 +229,19 @@ def test_a_group_that_still_trains_is_waited_for_longer_than_the_rendezvous(rack
 
 @pytest.mark.parametrize("struck", [0, 1, 2])
 def test_a_sum_that_only_some_have_got_is_not_made_again(
-    rack: Rack, monkeypatch: pytest.MonkeyPatch, struck: int,
+    rack: Rack,
+    monkeypatch: pytest.MonkeyPatch,
+    struck: int,
 ) -> None:
     """A leader dies with the sum, and one of the others has not got it."""
     exchange, lacking = leader_exchange.exchange_models, (struck + 1) % 3
 
-    def exchange_struck(ring: Collective, own: GroupsModel, poll: Poll, changes: ChangeCompression | None,
-                        ) -> GroupsModel:
+    def exchange_struck(
+        ring: Collective,
+        own: GroupsModel,
+        poll: Poll,
+        changes: ChangeCompression | None,
+    ) -> GroupsModel:
         mean = exchange(ring, own, poll, changes)
         monkeypatch.setattr(leader_exchange, "exchange_models", exchange)
         if own.groups == (struck,):
@@ -222,7 +258,9 @@ def test_a_sum_that_only_some_have_got_is_not_made_again(
 
 
 @pytest.mark.parametrize("group", [0, 1, 2])
-def test_one_that_comes_when_all_others_are_done_is_given_their_mean(rack: Rack, group: int) -> None:
+def test_one_that_comes_when_all_others_are_done_is_given_their_mean(
+    rack: Rack, group: int
+) -> None:
     means([rack.meet(2 * each) for each in rack.groups])
     rack.die(2 * group)
     assert means([rack.meet(2 * group + 1)]) == [((0, 1, 2), 1.0)]
@@ -240,8 +278,12 @@ def test_leaders_keep_a_constant_that_is_not_finite() -> None:
     mask = np.triu(np.full((4, 4), -np.inf, np.float32), 1)
 
     def group(number: int, weight: float) -> GroupsModel:
-        return GroupsModel(arrays={"mask": mask, "w": np.full(3, weight, np.float32)}, samples=1.0, groups=(number,),
-                           began_with={"mask": mask})
+        return GroupsModel(
+            arrays={"mask": mask, "w": np.full(3, weight, np.float32)},
+            samples=1.0,
+            groups=(number,),
+            began_with={"mask": mask},
+        )
 
     mean = exchange_in_process([group(0, 1.0), group(1, 3.0), group(2, np.nan)])
     assert mean.groups == (0, 1)

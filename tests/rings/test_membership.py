@@ -34,21 +34,45 @@ class Group:
         self._threads = ThreadPoolExecutor(16)
 
     def open(
-        self, *ranks: int, heartbeat_s: float = 4.0, rendezvous_s: float = WAIT_S, token: bytes = TOKEN,
-        addresses: Sequence[str] = (), members: Sequence[int] = (), port: RingPort | None = None,
+        self,
+        *ranks: int,
+        heartbeat_s: float = 4.0,
+        rendezvous_s: float = WAIT_S,
+        token: bytes = TOKEN,
+        addresses: Sequence[str] = (),
+        members: Sequence[int] = (),
+        port: RingPort | None = None,
     ) -> None:
         for rank in ranks or range(len(self.addresses)):
             self._dead.discard(rank)
-            own = port or self.open_port(rank, heartbeat_s=heartbeat_s, token=token, addresses=addresses)
-            self.memberships[rank] = Membership(own, rank, members or range(len(self.addresses)),
-                                                heartbeat_s=heartbeat_s, rendezvous_s=rendezvous_s)
+            own = port or self.open_port(
+                rank, heartbeat_s=heartbeat_s, token=token, addresses=addresses
+            )
+            self.memberships[rank] = Membership(
+                own,
+                rank,
+                members or range(len(self.addresses)),
+                heartbeat_s=heartbeat_s,
+                rendezvous_s=rendezvous_s,
+            )
             self._closing.insert(0, self.memberships[rank])
 
     def open_port(
-        self, rank: int, *, heartbeat_s: float = 4.0, token: bytes = TOKEN, addresses: Sequence[str] = (),
+        self,
+        rank: int,
+        *,
+        heartbeat_s: float = 4.0,
+        token: bytes = TOKEN,
+        addresses: Sequence[str] = (),
     ) -> RingPort:
-        port = RingPort(self.addresses[rank], rank=rank, addresses=addresses or self.addresses, token=token,
-                        tls=None, heartbeat_s=heartbeat_s)
+        port = RingPort(
+            self.addresses[rank],
+            rank=rank,
+            addresses=addresses or self.addresses,
+            token=token,
+            tls=None,
+            heartbeat_s=heartbeat_s,
+        )
         self.ports[rank] = port
         self._closing.append(port)
         return port
@@ -125,7 +149,12 @@ def the_only(outcomes: Mapping[int, Outcome]) -> Generation:
 def test_all_agree_and_the_model_is_the_leaders(group: Group) -> None:
     group.open()
     decision = the_only(group.form(FIRST))
-    assert (decision.number, decision.members, decision.source, decision.same_model) == (0, (0, 1, 2), 0, False)
+    assert (decision.number, decision.members, decision.source, decision.same_model) == (
+        0,
+        (0, 1, 2),
+        0,
+        False,
+    )
     assert not any(is_broken(membership) for membership in group.memberships.values())
 
 
@@ -137,10 +166,16 @@ def test_members_may_come_one_after_the_other(group: Group) -> None:
     first = group.begin_to_form(1, FIRST[1])
     time.sleep(0.3)
     group.open(0)
-    assert the_only({0: group.begin_to_form(0, FIRST[0])(), 1: first(), 2: second()}).members == (0, 1, 2)
+    assert the_only({0: group.begin_to_form(0, FIRST[0])(), 1: first(), 2: second()}).members == (
+        0,
+        1,
+        2,
+    )
 
 
-def test_a_coordinator_that_comes_is_joined_at_once(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_coordinator_that_comes_is_joined_at_once(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("socflower.rings.membership._START_POLL_INTERVAL_S", 2 * WAIT_S)
     port = group.open_port(0)
     group.open(1, members=(0, 1))
@@ -159,7 +194,9 @@ def test_a_coordinator_that_never_comes_is_not_waited_for(group: Group) -> None:
 
 def test_without_the_member_that_has_the_model_there_is_no_ring(group: Group) -> None:
     group.open(1, 2, rendezvous_s=0.6)
-    assert all(isinstance(outcome, NoModel) for outcome in group.form({1: FIRST[1], 2: FIRST[2]}).values())
+    assert all(
+        isinstance(outcome, NoModel) for outcome in group.form({1: FIRST[1], 2: FIRST[2]}).values()
+    )
 
 
 def test_who_was_there_and_is_gone_is_not_waited_for_at_the_rendezvous(group: Group) -> None:
@@ -196,7 +233,9 @@ def test_survivors_form_anew_from_who_is_farthest(group: Group, dead: int) -> No
     the_only(group.form(FIRST))
     group.die(dead)
     first, second = (rank for rank in range(3) if rank != dead)
-    decision = the_only(group.form({first: state(4, optimizer="a"), second: state(5, optimizer="b")}))
+    decision = the_only(
+        group.form({first: state(4, optimizer="a"), second: state(5, optimizer="b")})
+    )
     assert (decision.number, decision.members) == (1, (first, second))
     assert (decision.source, decision.optimizer_source, decision.num_steps) == (second, second, 5)
     assert not decision.same_model
@@ -308,7 +347,10 @@ def test_who_has_finished_is_not_missed(group: Group) -> None:
     group.die(1)
     # Its watchdog would miss member 1 at once, and passes over it instead; twice, since one look may be under way.
     called, call = list[int](), group.ports[0].call
-    group.ports[0].call = lambda rank, *rest, **options: (called.append(rank), call(rank, *rest, **options))[1]
+    group.ports[0].call = lambda rank, *rest, **options: (
+        called.append(rank),
+        call(rank, *rest, **options),
+    )[1]
     wait_until(lambda: len(called) >= 2, "member 0 to look twice")
     assert set(called) == {2} and not is_broken(group.memberships[0])
     # Should the others have to form again, it counts as one of those that got the result.
@@ -347,13 +389,24 @@ def test_at_the_beginning_a_refusal_is_waited_out(group: Group) -> None:
     time.sleep(0.4)
     group.die(1)
     group.open(1)
-    assert the_only({1: group.begin_to_form(1, FIRST[1])(), 0: first(), 2: third()}).members == (0, 1, 2)
+    assert the_only({1: group.begin_to_form(1, FIRST[1])(), 0: first(), 2: third()}).members == (
+        0,
+        1,
+        2,
+    )
 
 
 def test_an_optimiser_survives_a_leader_that_is_new(group: Group) -> None:
     group.open()
-    decision = the_only(group.form({0: state(), 1: state(has_model=False, optimizer="kept"),
-                                    2: state(has_model=False, optimizer="kept")}))
+    decision = the_only(
+        group.form(
+            {
+                0: state(),
+                1: state(has_model=False, optimizer="kept"),
+                2: state(has_model=False, optimizer="kept"),
+            }
+        )
+    )
     assert (decision.source, decision.optimizer_source, decision.same_optimizer) == (0, 1, False)
 
 
@@ -376,4 +429,6 @@ def test_a_watchdog_ends_with_its_membership(group: Group) -> None:
     for rank in range(3):
         with suppress(PeerLost):
             group.die(rank)
-    wait_until(lambda: not any(watchdog.is_alive() for watchdog in watchdogs), "the watchdogs to end")
+    wait_until(
+        lambda: not any(watchdog.is_alive() for watchdog in watchdogs), "the watchdogs to end"
+    )

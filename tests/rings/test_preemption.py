@@ -17,7 +17,12 @@ import pytest
 
 from socflower.engines.deployment.flower_processes import free_ports
 from socflower.errors import ConfigError
-from socflower.rings.preemption import FILE_CHECK_INTERVAL_S, Preempted, PreemptionSwitch, preempt_switch
+from socflower.rings.preemption import (
+    FILE_CHECK_INTERVAL_S,
+    Preempted,
+    PreemptionSwitch,
+    preempt_switch,
+)
 
 LOOPBACK = "127.0.0.1"
 DEADLINE_S = 60.0
@@ -46,7 +51,9 @@ def _signals_are_given_back() -> Iterator[None]:
     assert (signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGUSR2)) == before
 
 
-def ask(method: str, port: int, path: str = "/preempt", body: bytes | None = None, **headers: str) -> tuple[int, Any]:
+def ask(
+    method: str, port: int, path: str = "/preempt", body: bytes | None = None, **headers: str
+) -> tuple[int, Any]:
     connection = http.client.HTTPConnection(LOOPBACK, port, timeout=30)
     try:
         connection.request(method, path, body, headers)
@@ -164,7 +171,9 @@ with preempt_switch({"preempt-signal": True, "preempt-file": sys.argv[1]}) as sw
 
 def test_a_signal_to_one_process_holds_for_those_that_follow(tmp_path: Path) -> None:
     path = tmp_path / "run" / "preempt"
-    first = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, text=True)
+    first = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, text=True
+    )
     second: subprocess.Popen[str] | None = None
     try:
         assert first.stdout is not None
@@ -174,7 +183,9 @@ def test_a_signal_to_one_process_holds_for_those_that_follow(tmp_path: Path) -> 
         first.kill()
         first.wait()
         assert path.exists()
-        second = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, text=True)
+        second = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, text=True
+        )
         assert second.stdout is not None
         assert second.stdout.readline() == "active\n"
         assert second.stdout.readline() == "left\n"
@@ -222,7 +233,9 @@ def test_a_request_lives_on_in_the_file(port: int, tmp_path: Path) -> None:
         assert not switch.active and not path.exists()
 
 
-def test_a_file_that_an_operator_removes_ends_what_a_request_began(port: int, tmp_path: Path) -> None:
+def test_a_file_that_an_operator_removes_ends_what_a_request_began(
+    port: int, tmp_path: Path
+) -> None:
     path = tmp_path / "preempt"
     with PreemptionSwitch(file=path, port=port) as switch:
         ask("POST", port)
@@ -233,7 +246,10 @@ def test_a_file_that_an_operator_removes_ends_what_a_request_began(port: int, tm
 
 def test_the_second_process_of_a_device_hears_through_the_file(port: int, tmp_path: Path) -> None:
     path = tmp_path / "preempt"
-    with PreemptionSwitch(file=path, port=port) as first, PreemptionSwitch(file=path, port=port) as second:
+    with (
+        PreemptionSwitch(file=path, port=port) as first,
+        PreemptionSwitch(file=path, port=port) as second,
+    ):
         assert first.notes == []
         assert len(second.notes) == 1 and f"preempt-port {port}: in use" in second.notes[0]
         ask("POST", port)
@@ -253,7 +269,9 @@ def test_the_port_is_free_again_afterwards(port: int) -> None:
             ask("GET", port)
 
 
-def test_a_file_that_cannot_be_written_still_lets_this_process_leave(port: int, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_still_lets_this_process_leave(
+    port: int, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     with PreemptionSwitch(file=tmp_path / "file" / "preempt", port=port) as switch:
         assert ask("POST", port)[1]["preempted"]
@@ -263,13 +281,23 @@ def test_a_file_that_cannot_be_written_still_lets_this_process_leave(port: int, 
         assert not switch.active
 
 
-@pytest.mark.parametrize(("method", "path", "headers", "status"), [
-    ("POST", "/", {}, 404), ("GET", "/preempted", {}, 404), ("POST", "/preempt", {"Origin": "http://x"}, 403),
-    ("POST", "/preempt", {"Content-Length": "-1"}, 413), ("POST", "/preempt", {"Content-Length": "9999999"}, 413),
-    ("POST", "/preempt", {"Content-Length": "many"}, 413),
-])
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status"),
+    [
+        ("POST", "/", {}, 404),
+        ("GET", "/preempted", {}, 404),
+        ("POST", "/preempt", {"Origin": "http://x"}, 403),
+        ("POST", "/preempt", {"Content-Length": "-1"}, 413),
+        ("POST", "/preempt", {"Content-Length": "9999999"}, 413),
+        ("POST", "/preempt", {"Content-Length": "many"}, 413),
+    ],
+)
 def test_other_requests_change_nothing(
-    port: int, method: str, path: str, headers: dict[str, str], status: int,
+    port: int,
+    method: str,
+    path: str,
+    headers: dict[str, str],
+    status: int,
 ) -> None:
     with PreemptionSwitch(port=port) as switch:
         found, document = ask(method, port, path, **headers)
@@ -305,18 +333,33 @@ def test_version_6_addresses_work_where_there_are_any(port: int) -> None:
 # --------------------------------------------------------------------------------------------- mistakes
 
 
-@pytest.mark.parametrize(("key", "value"), [
-    ("preempt-file", ""), ("preempt-file", "run/preempt"), ("preempt-file", True), ("preempt-file", "/a\0b"),
-    ("preempt-port", 0), ("preempt-port", 65536), ("preempt-port", "28300"), ("preempt-port", True),
-    ("preempt-port", 1.5), ("preempt-signal", "yes"), ("preempt-signal", 1), ("preempt-bind", "somewhere"),
-    ("preempt-bind", 1), ("preempt-flie", "/run/preempt"),
-])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("preempt-file", ""),
+        ("preempt-file", "run/preempt"),
+        ("preempt-file", True),
+        ("preempt-file", "/a\0b"),
+        ("preempt-port", 0),
+        ("preempt-port", 65536),
+        ("preempt-port", "28300"),
+        ("preempt-port", True),
+        ("preempt-port", 1.5),
+        ("preempt-signal", "yes"),
+        ("preempt-signal", 1),
+        ("preempt-bind", "somewhere"),
+        ("preempt-bind", 1),
+        ("preempt-flie", "/run/preempt"),
+    ],
+)
 def test_values_that_cannot_be_are_refused(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"node-config {key}"):
         preempt_switch({key: value})
 
 
 def test_an_address_that_is_not_this_devices_is_refused_and_nothing_stays_behind(port: int) -> None:
-    with (pytest.raises(ConfigError, match=f"preempt-port {port}: cannot listen on 192.0.2.1"),
-          PreemptionSwitch(port=port, host="192.0.2.1", signals=True)):
+    with (
+        pytest.raises(ConfigError, match=f"preempt-port {port}: cannot listen on 192.0.2.1"),
+        PreemptionSwitch(port=port, host="192.0.2.1", signals=True),
+    ):
         pass

@@ -26,7 +26,9 @@ input()
 
 
 def weights_of(trained: torch.nn.Module) -> np.ndarray:
-    return np.concatenate([parameter.detach().contiguous().numpy().ravel() for parameter in trained.parameters()])
+    return np.concatenate(
+        [parameter.detach().contiguous().numpy().ravel() for parameter in trained.parameters()]
+    )
 
 
 @pytest.mark.slow
@@ -34,7 +36,13 @@ def weights_of(trained: torch.nn.Module) -> np.ndarray:
 def test_shares_follow_quotas_and_weights_are_those_of_the_full_batch() -> None:
     """On a loaded machine the fast member may get less than its quota: half of it would still do."""
     with ThrottledRack([0.5, 0.1]) as rack:
-        run = Run(transport="grpc", addresses=tuple(free_addresses(2)), batch_size=40, num_steps=12, rebalance_steps=1)
+        run = Run(
+            transport="grpc",
+            addresses=tuple(free_addresses(2)),
+            batch_size=40,
+            num_steps=12,
+            rebalance_steps=1,
+        )
         fast, slow = rack.train(run)
         assert [sum(shares) for shares in zip(fast.samples, slow.samples, strict=True)] == [40] * 12
         assert fast.samples[:4] == slow.samples[:4] == (20,) * 4
@@ -46,11 +54,15 @@ def test_shares_follow_quotas_and_weights_are_those_of_the_full_batch() -> None:
         train_group(whole, run.samples(), run.task(), trainer())
         assert np.abs(weights_of(whole) - before).max() > 1e-2
         for member in (fast, slow):
-            np.testing.assert_allclose(np.load(member.weights), weights_of(whole), atol=1e-4, rtol=0)
+            np.testing.assert_allclose(
+                np.load(member.weights), weights_of(whole), atol=1e-4, rtol=0
+            )
 
 
 def test_what_a_process_in_a_quota_starts_is_in_it_and_nothing_is_left() -> None:
-    with subprocess.Popen([sys.executable, "-c", SPIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", SPIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as parent:
         assert parent.stdout is not None and parent.stdout.readline()
         child = psutil.Process(parent.pid).children()[0]
         try:
@@ -67,9 +79,24 @@ def test_what_a_process_in_a_quota_starts_is_in_it_and_nothing_is_left() -> None
 
 def test_a_process_that_spins_uses_up_its_quota_and_no_more() -> None:
     with quota(cores=0.1) as held:
-        spun = subprocess.run(held.command([sys.executable, "-c", (
-            "import time; began = time.perf_counter(); end = time.process_time() + 0.15\n"
-            "while time.process_time() < end: pass\n"
-            "print(time.perf_counter() - began)")]), capture_output=True, text=True, check=True, timeout=60)
+        spun = subprocess.run(
+            held.command(
+                [
+                    sys.executable,
+                    "-c",
+                    (
+                        "import time; began = time.perf_counter(); end = time.process_time() + 0.15\n"
+                        "while time.process_time() < end: pass\n"
+                        "print(time.perf_counter() - began)"
+                    ),
+                ]
+            ),
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
         assert held.num_throttled() > 10
-    assert float(spun.stdout) > 0.5 * 0.15 / 0.1  # however busy the machine is, it takes longer, not shorter
+    assert (
+        float(spun.stdout) > 0.5 * 0.15 / 0.1
+    )  # however busy the machine is, it takes longer, not shorter

@@ -20,11 +20,19 @@ def weights(members: Members, rank: int) -> list[torch.Tensor]:
     return [tensor.cpu() for tensor in members.models[rank].state_dict().values()]
 
 
-@pytest.mark.parametrize("settings", [
-    {"norm": True, "own_data": True}, {"num_buckets": 3, "frozen": True}, {"compression": "int8"},
-    {"compression": "dgc"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"norm": True, "own_data": True},
+        {"num_buckets": 3, "frozen": True},
+        {"compression": "int8"},
+        {"compression": "dgc"},
+    ],
+    ids=str,
+)
 def test_members_on_any_devices_train_what_members_on_cpus_do(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ours = Members(3, monkeypatch, nothing, devices=DEVICES, **settings)
     ours.check()
@@ -33,11 +41,17 @@ def test_members_on_any_devices_train_what_members_on_cpus_do(
         assert next(ours.models[rank].parameters()).device.type == ("cpu" if rank == 1 else "fake")
         assert all(map(torch.equal, weights(ours, rank), weights(expected, rank)))
     report = ours.ends[0].devices
-    assert report is not None and report.devices == ("fake:0", "cpu", "fake:0") and report.socs == (0, 1, 2)
+    assert (
+        report is not None
+        and report.devices == ("fake:0", "cpu", "fake:0")
+        and report.socs == (0, 1, 2)
+    )
     assert ours.ends[0].mean_loss == expected.ends[0].mean_loss
 
 
-def test_a_ring_goes_on_when_a_member_with_an_accelerator_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ring_goes_on_when_a_member_with_an_accelerator_dies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def strike(rank: int, generation: int, operation: str, number: int) -> None:
         if (rank, generation, operation, number) == (1, 0, "all_reduce", 3):
             raise Died
@@ -78,5 +92,7 @@ def test_members_that_round_otherwise_end_with_the_weights_of_the_one_that_answe
 def test_equal_devices_with_other_weights_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     sessions: list[FP32Session] = []
     rounding(monkeypatch, lambda session: sessions.append(session) or session is not sessions[0])
-    with pytest.raises((RuntimeError, PeerLost), match="its members have come to different weights"):
+    with pytest.raises(
+        (RuntimeError, PeerLost), match="its members have come to different weights"
+    ):
         dict(Members(2, monkeypatch, nothing, devices=("fake", "fake")).ends)

@@ -17,7 +17,8 @@ from socflower.rings.tree import Place, grpc_tree, in_process_trees, tree_edges
 from tests.rings.peers import TOKEN, free_addresses
 
 PLACES = st.lists(st.tuples(st.integers(0, 4), st.just(0)), min_size=1, max_size=7).map(
-    lambda boards: [(board, board // 2) for board, _ in boards])
+    lambda boards: [(board, board // 2) for board, _ in boards]
+)
 _Got = TypeVar("_Got")
 
 
@@ -32,6 +33,7 @@ def at_all(trees: Sequence[Collective], do: Callable[[Collective], _Got]) -> lis
 
 def summed(places: Sequence[Place], values: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
     """Return the sum by its definition: of each board, then of each server's boards, then of all servers."""
+
     def add(parts: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
         total = parts[0].copy()
         for part in parts[1:]:
@@ -41,14 +43,21 @@ def summed(places: Sequence[Place], values: Sequence[np.ndarray[Any, Any]]) -> n
     rows = list(zip(places, values, strict=True))
     for level in range(2):
         where = list(dict.fromkeys(place[level] for place, _ in rows))
-        rows = [(next(place for place, _ in rows if place[level] == here),
-                 add([value for place, value in rows if place[level] == here])) for here in where]
+        rows = [
+            (
+                next(place for place, _ in rows if place[level] == here),
+                add([value for place, value in rows if place[level] == here]),
+            )
+            for here in where
+        ]
     return add([value for _, value in rows])
 
 
 @settings(deadline=None, max_examples=40)
-@given(places=PLACES, seed=st.integers(0, 10 ** 6))
-def test_boards_are_summed_first_then_servers_and_all_have_the_same_bits(places: list[Place], seed: int) -> None:
+@given(places=PLACES, seed=st.integers(0, 10**6))
+def test_boards_are_summed_first_then_servers_and_all_have_the_same_bits(
+    places: list[Place], seed: int
+) -> None:
     values = np.random.default_rng(seed).normal(size=(len(places), 33)).astype(np.float32)
 
     def reduce(tree: Collective) -> bytes:
@@ -66,9 +75,14 @@ def test_all_get_all_payloads_and_that_of_any_source(places: list[Place], source
 
     def exchange(tree: Collective) -> tuple[list[bytes], bytes]:
         own = b"x" * (3 * tree.rank)
-        return tree.all_gather(own), tree.broadcast(b"told" if tree.rank == source % size else None, source % size)
+        return tree.all_gather(own), tree.broadcast(
+            b"told" if tree.rank == source % size else None, source % size
+        )
 
-    assert at_all(in_process_trees(places), exchange) == [([b"x" * (3 * rank) for rank in range(size)], b"told")] * size
+    assert (
+        at_all(in_process_trees(places), exchange)
+        == [([b"x" * (3 * rank) for rank in range(size)], b"told")] * size
+    )
 
 
 @settings(max_examples=60)
@@ -103,8 +117,12 @@ def test_ports_give_the_bits_of_one_process(num_generations: int) -> None:
     places = [(0, 0), (2, 1), (0, 0), (1, 0), (2, 1)]
     values = np.random.default_rng(3).normal(size=(5, 100_000)).astype(np.float32)
     addresses = free_addresses(5)
-    ports = [RingPort(addresses[rank], rank=rank, addresses=addresses, token=TOKEN, tls=None, heartbeat_s=4.0)
-             for rank in range(5)]
+    ports = [
+        RingPort(
+            addresses[rank], rank=rank, addresses=addresses, token=TOKEN, tls=None, heartbeat_s=4.0
+        )
+        for rank in range(5)
+    ]
 
     def reduce(tree: Collective) -> tuple[bytes, int]:
         own = torch.from_numpy(values[tree.rank].copy())

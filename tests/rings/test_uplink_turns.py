@@ -23,16 +23,33 @@ class Rack:
         self._closing: list[RingPort] = []
 
     def port(self, rank: int) -> RingPort:
-        port = RingPort(self.addresses[rank], rank=rank, addresses=self.addresses, token=TOKEN, tls=None,
-                        heartbeat_s=2.0)
+        port = RingPort(
+            self.addresses[rank],
+            rank=rank,
+            addresses=self.addresses,
+            token=TOKEN,
+            tls=None,
+            heartbeat_s=2.0,
+        )
         self._closing.append(port)
         return port
 
-    def turns(self, rank: int, *, rendezvous_s: float = WAIT_S, heartbeat_s: float = 2.0) -> UplinkTurns:
+    def turns(
+        self, rank: int, *, rendezvous_s: float = WAIT_S, heartbeat_s: float = 2.0
+    ) -> UplinkTurns:
         group_id = 0 if rank == 0 else 1
-        neighbours = Neighbours(after=(1,), members={1: (1, 2)}) if group_id == 0 else \
-            Neighbours(before=(0,), members={0: (0,)})
-        return UplinkTurns(self.port(rank), group_id, neighbours, heartbeat_s=heartbeat_s, rendezvous_s=rendezvous_s)
+        neighbours = (
+            Neighbours(after=(1,), members={1: (1, 2)})
+            if group_id == 0
+            else Neighbours(before=(0,), members={0: (0,)})
+        )
+        return UplinkTurns(
+            self.port(rank),
+            group_id,
+            neighbours,
+            heartbeat_s=heartbeat_s,
+            rendezvous_s=rendezvous_s,
+        )
 
     def close(self) -> None:
         for port in self._closing:

@@ -25,12 +25,27 @@ class Lost(Exception):
 
 @contextmanager
 def ring_of_threads(
-    transport: str, size: int, *, tls: Tls | None = None, generation: int = 1, log: Callable[[str], Any] = print,
+    transport: str,
+    size: int,
+    *,
+    tls: Tls | None = None,
+    generation: int = 1,
+    log: Callable[[str], Any] = print,
 ) -> Iterator[tuple[list[RingPort], list[Collective]]]:
     """Open ports and rings for a thread each; real sockets between them."""
     addresses = free_addresses(size)
-    ports = [RingPort(addresses[rank], rank=rank, addresses=addresses, token=TOKEN, tls=tls, heartbeat_s=10.0, log=log)
-             for rank in range(size)]
+    ports = [
+        RingPort(
+            addresses[rank],
+            rank=rank,
+            addresses=addresses,
+            token=TOKEN,
+            tls=tls,
+            heartbeat_s=10.0,
+            log=log,
+        )
+        for rank in range(size)
+    ]
     rings = [open_ring(transport, port, list(range(size)), generation, 10.0) for port in ports]
     try:
         yield ports, rings
@@ -68,29 +83,40 @@ def check_operations(transport: str, size: int, tls: Tls | None = None) -> list[
     lengths = (1, 10, 100_003, 2_000_000)
     blob = bytes(range(256)) * 12_345  # three chunks and a bit
     with ring_of_threads(transport, size, tls=tls) as (_, rings):
+
         def work(ring: Collective) -> tuple[list[torch.Tensor], list[bytes], bytes, bytes]:
             sums = reduce_several(ring, lengths)
-            gathered = ring.all_gather(blob[:ring.rank * 1_000_000])
-            return sums, gathered, ring.broadcast(blob if ring.rank == 1 else None, 1), \
-                ring.broadcast(b"" if ring.rank == 0 else None, 0)
+            gathered = ring.all_gather(blob[: ring.rank * 1_000_000])
+            return (
+                sums,
+                gathered,
+                ring.broadcast(blob if ring.rank == 1 else None, 1),
+                ring.broadcast(b"" if ring.rank == 0 else None, 0),
+            )
 
         results = on_all(rings, work)
         assert [(ring.rank, ring.size, ring.transport) for ring in rings] == [
-            (rank, size, transport) for rank in range(size)]
-    terms = [[torch.randn(length, generator=generator) for length in lengths]
-             for generator in (torch.Generator().manual_seed(rank) for rank in range(size))]
+            (rank, size, transport) for rank in range(size)
+        ]
+    terms = [
+        [torch.randn(length, generator=generator) for length in lengths]
+        for generator in (torch.Generator().manual_seed(rank) for rank in range(size))
+    ]
     for sums, gathered, spread, nothing in results:
-        assert gathered == [blob[:rank * 1_000_000] for rank in range(size)]
+        assert gathered == [blob[: rank * 1_000_000] for rank in range(size)]
         assert (spread, nothing) == (blob, b"")
         for index, found in enumerate(sums):
             assert torch.equal(found, results[0][0][index])  # same bits on all ranks
-            assert torch.allclose(found, torch.stack([term[index] for term in terms]).sum(0), atol=1e-5)
+            assert torch.allclose(
+                found, torch.stack([term[index] for term in terms]).sum(0), atol=1e-5
+            )
     return [sums for sums, *_ in results]
 
 
 def check_types(transport: str) -> None:
     """Every element type sums."""
     with ring_of_threads(transport, 2) as (_, rings):
+
         def work(ring: Collective) -> None:
             for dtype in (torch.float64, torch.float16, torch.int32):
                 buffer = torch.full((9,), ring.rank + 1).to(dtype)
@@ -103,8 +129,11 @@ def check_types(transport: str) -> None:
 def check_graceful_close(transport: str) -> None:
     """Whoever is done leaves at once; nobody loses a sum by it, and the next generation opens."""
     addresses = free_addresses(3)
-    with Peer(f"graceful-{transport}", 0, addresses) as first, Peer(f"graceful-{transport}", 1, addresses) as second, \
-            Peer(f"graceful-{transport}", 2, addresses) as third:
+    with (
+        Peer(f"graceful-{transport}", 0, addresses) as first,
+        Peer(f"graceful-{transport}", 1, addresses) as second,
+        Peer(f"graceful-{transport}", 2, addresses) as third,
+    ):
         assert [peer.read_line() for peer in (first, second, third)] == [str([3.0] * 10)] * 3
 
 
@@ -132,8 +161,11 @@ def check_survivors_form_again(transport: str) -> None:
 def check_death(transport: str) -> None:
     """A member killed in the middle of a reduction ends it for the others, who are processes and this one."""
     addresses = free_addresses(3)
-    with Peer(transport, 1, addresses) as victim, Peer(transport, 2, addresses), \
-            member_zero(transport, addresses) as ring:
+    with (
+        Peer(transport, 1, addresses) as victim,
+        Peer(transport, 2, addresses),
+        member_zero(transport, addresses) as ring,
+    ):
         wait_with_timeout(ring.all_reduce(torch.ones(250_000)))
         killer = threading.Timer(0.3, victim.kill)
         killer.start()
@@ -146,8 +178,10 @@ def check_death(transport: str) -> None:
 def check_hang(transport: str) -> None:
     """A member that hangs ends nothing by itself; what the poll raises does, and closing waits for nobody."""
     addresses = free_addresses(2)
-    with Peer(transport, 1, addresses, heartbeat_s=60.0) as victim, \
-            member_zero(transport, addresses, heartbeat_s=60.0) as ring:
+    with (
+        Peer(transport, 1, addresses, heartbeat_s=60.0) as victim,
+        member_zero(transport, addresses, heartbeat_s=60.0) as ring,
+    ):
         wait_with_timeout(ring.all_reduce(torch.ones(250_000)))
         victim.stop()
         began_s = time.monotonic()
@@ -161,13 +195,19 @@ def check_hang(transport: str) -> None:
                 ring.all_reduce(torch.ones(250_000)).wait(poll)
         closing_s = time.monotonic()
         ring.close()
-        assert time.monotonic() < closing_s + 20  # gloo alone would wait for its group's ten minutes
+        assert (
+            time.monotonic() < closing_s + 20
+        )  # gloo alone would wait for its group's ten minutes
 
 
 @contextmanager
-def member_zero(transport: str, addresses: list[str], heartbeat_s: float = 5.0) -> Iterator[Collective]:
+def member_zero(
+    transport: str, addresses: list[str], heartbeat_s: float = 5.0
+) -> Iterator[Collective]:
     """Open this process's end of a ring whose other members are processes."""
-    port = RingPort(addresses[0], rank=0, addresses=addresses, token=TOKEN, tls=None, heartbeat_s=heartbeat_s)
+    port = RingPort(
+        addresses[0], rank=0, addresses=addresses, token=TOKEN, tls=None, heartbeat_s=heartbeat_s
+    )
     ranks = list(range(len(addresses)))
     try:
         wait_for_peers(port, ranks)

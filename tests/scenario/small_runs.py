@@ -23,15 +23,37 @@ LENET_BYTES = 4 * 61_706
 
 
 def small(
-    name: str = "socflow", *, boards: tuple[int, ...] = BOARDS, groups: int | str = 2, epochs: int = 1, seed: int = 1,
-    interval: float = 0.5, events: tuple[EventConfig, ...] = (), reply_timeout_s: float = 3600.0,
-    batch_size: int = 32, servers: tuple[ServerTable, ...] = (), **strategy: Any,
+    name: str = "socflow",
+    *,
+    boards: tuple[int, ...] = BOARDS,
+    groups: int | str = 2,
+    epochs: int = 1,
+    seed: int = 1,
+    interval: float = 0.5,
+    events: tuple[EventConfig, ...] = (),
+    reply_timeout_s: float = 3600.0,
+    batch_size: int = 32,
+    servers: tuple[ServerTable, ...] = (),
+    **strategy: Any,
 ) -> Scenario:
     """Return a scenario that has as many steps on a few of the digits as on all of them in batches of 128."""
     return Scenario(
-        seed=seed, name="small", question="Does it run?", cluster={"boards": boards}, events=events, servers=servers,
-        train=TrainConfig(epochs=epochs, batch_size=batch_size, learning_rate=0.05, reply_timeout_s=reply_timeout_s),
-        strategy=StrategyConfig(name=name, groups=groups, sync_interval_epochs=interval, **strategy))
+        seed=seed,
+        name="small",
+        question="Does it run?",
+        cluster={"boards": boards},
+        events=events,
+        servers=servers,
+        train=TrainConfig(
+            epochs=epochs,
+            batch_size=batch_size,
+            learning_rate=0.05,
+            reply_timeout_s=reply_timeout_s,
+        ),
+        strategy=StrategyConfig(
+            name=name, groups=groups, sync_interval_epochs=interval, **strategy
+        ),
+    )
 
 
 def small_result(name: str = "socflow", **changes: Any) -> dict[str, Any]:

@@ -111,8 +111,12 @@ def write_app(folder: Path, *, called: str = "level") -> Path:
 
 
 def run(folder: Path, rack: Path, out: Path, *overrides: str, **settings: Any) -> dict[str, Any]:
-    return run_app_folder(AppRun(folder=folder, cluster_file=rack, overrides=overrides, **{"num_workers": 0, **settings}
-                                 ), out)
+    return run_app_folder(
+        AppRun(
+            folder=folder, cluster_file=rack, overrides=overrides, **{"num_workers": 0, **settings}
+        ),
+        out,
+    )
 
 
 def expected_rounds(num_rounds: int) -> list[Mapping[str, float]]:
@@ -123,12 +127,19 @@ def expected_rounds(num_rounds: int) -> list[Mapping[str, float]]:
         losses = [(own - each) ** 2 for own, each in enumerate(moved)]
         x = sum(weight * each for weight, each in zip(weights, moved, strict=True)) / sum(weights)
         errors = [abs(own - x) for own in range(NUM_NODES)]
-        rounds.append({"x": x, "train_loss": sum(map(float.__mul__, map(float, weights), losses)) / sum(weights),
-                       "eval_loss": sum(map(float.__mul__, map(float, weights), errors)) / sum(weights)})
+        rounds.append(
+            {
+                "x": x,
+                "train_loss": sum(map(float.__mul__, map(float, weights), losses)) / sum(weights),
+                "eval_loss": sum(map(float.__mul__, map(float, weights), errors)) / sum(weights),
+            }
+        )
     return rounds
 
 
-def test_rounds_have_the_metrics_of_the_strategy_and_rising_virtual_time(rack: Path, tmp_path: Path) -> None:
+def test_rounds_have_the_metrics_of_the_strategy_and_rising_virtual_time(
+    rack: Path, tmp_path: Path
+) -> None:
     result = run(write_app(tmp_path / "app"), rack, tmp_path / "out", training_flops=1e9)
     assert result == json.loads((tmp_path / "out" / "result.json").read_text("utf-8"))
     first, *rounds = result["rounds"]
@@ -143,7 +154,10 @@ def test_rounds_have_the_metrics_of_the_strategy_and_rising_virtual_time(rack: P
     assert times == sorted(set(times)) and times[-1] == result["virtual_s"]
     assert result["rounds"][-1]["energy_j"] == result["energy_j"] > 0
     assert result["rounds"][-1]["bytes"] == result["bytes"]
-    assert (result["strategy"], result["final_accuracy"]) == ("FedAvg", result["rounds"][-1]["accuracy"])
+    assert (result["strategy"], result["final_accuracy"]) == (
+        "FedAvg",
+        result["rounds"][-1]["accuracy"],
+    )
     assert len(result["weights_sha256"]) == 64
     page = (tmp_path / "out" / "report.html").read_text("utf-8")
     assert "Accuracy over virtual time" in page and "&#34;rate&#34;: 0.5" in page
@@ -160,11 +174,21 @@ def test_an_app_without_a_strategy_has_the_means_of_its_replies(rack: Path, tmp_
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("override", ["loop=false", "loop=true"])
-def test_the_rounds_of_an_app_are_logged_as_in_its_result(override: str, rack: Path, tmp_path: Path) -> None:
-    app = AppRun(folder=write_app(tmp_path / "app"), cluster_file=rack, num_workers=0, training_flops=1e9,
-                 overrides=(override,))
+def test_the_rounds_of_an_app_are_logged_as_in_its_result(
+    override: str, rack: Path, tmp_path: Path
+) -> None:
+    app = AppRun(
+        folder=write_app(tmp_path / "app"),
+        cluster_file=rack,
+        num_workers=0,
+        training_flops=1e9,
+        overrides=(override,),
+    )
     result = run_app_folder(app, tmp_path / "out", logging=RoundLogging(("csv", "jsonl")))
-    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text("utf-8").splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "out" / "metrics.jsonl").read_text("utf-8").splitlines()
+    ]
     assert [line.pop("round") for line in lines] == [entry["round"] for entry in result["rounds"]]
     for line, entry in zip(lines, result["rounds"], strict=True):
         assert line == pytest.approx(scalars(entry))
@@ -174,9 +198,13 @@ def test_the_rounds_of_an_app_are_logged_as_in_its_result(override: str, rack: P
 @pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_a_comparison_of_apps_logs_each_and_what_it_reuses(
-    rack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    rack: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    runs = app_variants([write_app(tmp_path / "app")], "rate=0.5,0.25", cluster_file=rack, num_workers=0)
+    runs = app_variants(
+        [write_app(tmp_path / "app")], "rate=0.5,0.25", cluster_file=rack, num_workers=0
+    )
     compare_apps(runs[:1], tmp_path / "out")
     compare_apps(runs, tmp_path / "out", logging=RoundLogging(("jsonl",)))
     for name in ("rate=0.5", "rate=0.25"):
@@ -184,29 +212,65 @@ def test_a_comparison_of_apps_logs_each_and_what_it_reuses(
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_claims_are_checked_on_the_last_round_that_has_the_metric(rack: Path, tmp_path: Path) -> None:
-    claims = ("eval_acc>=0.1", "eval_loss <= 0.1", "level>=1", "virtual_s<=1e9", "f1>=0.5", "accuracy>=0.1",
-              "train/train_loss>=0", "server/train_loss>=0")
+def test_claims_are_checked_on_the_last_round_that_has_the_metric(
+    rack: Path, tmp_path: Path
+) -> None:
+    claims = (
+        "eval_acc>=0.1",
+        "eval_loss <= 0.1",
+        "level>=1",
+        "virtual_s<=1e9",
+        "f1>=0.5",
+        "accuracy>=0.1",
+        "train/train_loss>=0",
+        "server/train_loss>=0",
+    )
     result = run(write_app(tmp_path / "app"), rack, tmp_path / "out", claims=claims)
     assert [(claim["name"], claim["holds"]) for claim in result["expectations"]] == [
-        ("min_eval_acc", True), ("max_eval_loss", False), ("min_level", True), ("max_virtual_s", True),
-        ("min_f1", False), ("min_accuracy", True), ("min_train/train_loss", True), ("min_server/train_loss", False)]
-    assert any("--expect f1: the app has no such metric; it has level, eval_acc, eval_loss, train_loss"
-               in note for note in result["notes"])
+        ("min_eval_acc", True),
+        ("max_eval_loss", False),
+        ("min_level", True),
+        ("max_virtual_s", True),
+        ("min_f1", False),
+        ("min_accuracy", True),
+        ("min_train/train_loss", True),
+        ("min_server/train_loss", False),
+    ]
+    assert any(
+        "--expect f1: the app has no such metric; it has level, eval_acc, eval_loss, train_loss"
+        in note
+        for note in result["notes"]
+    )
     assert check_app_claims(parse_claims(["level>=9"]), result)[0][0]["observed"] == pytest.approx(
-        expected_rounds(3)[-1]["x"])
+        expected_rounds(3)[-1]["x"]
+    )
 
 
-@pytest.mark.parametrize(("claim", "line"), [
-    ("accurcy>=0.5", "nothing in the app's code is called 'accurcy'; did you mean 'accuracy'?"),
-    ("evaluate/eval_lss<=0.5", "nothing in the app's code is called 'eval_lss'; did you mean 'eval_loss'?"),
-    ("min_accuracy>=0.5", "min_ and max_ are for claims of scenarios; write 'accuracy>=...'"),
-    ("peak_c<=60", "is a claim of scenarios; those of an app are on its metrics, and on accuracy, loss, virtual_s"),
-    ("speedup_over_fedavg>=2", "is a claim of scenarios"),
-    ("f1>=0.5", None), ("eval_x>=0", None), ("virtual_s<=1", None), ("train-loss<=1", None),  # of a package, composed
-])
+@pytest.mark.parametrize(
+    ("claim", "line"),
+    [
+        ("accurcy>=0.5", "nothing in the app's code is called 'accurcy'; did you mean 'accuracy'?"),
+        (
+            "evaluate/eval_lss<=0.5",
+            "nothing in the app's code is called 'eval_lss'; did you mean 'eval_loss'?",
+        ),
+        ("min_accuracy>=0.5", "min_ and max_ are for claims of scenarios; write 'accuracy>=...'"),
+        (
+            "peak_c<=60",
+            "is a claim of scenarios; those of an app are on its metrics, and on accuracy, loss, virtual_s",
+        ),
+        ("speedup_over_fedavg>=2", "is a claim of scenarios"),
+        ("f1>=0.5", None),
+        ("eval_x>=0", None),
+        ("virtual_s<=1", None),
+        ("train-loss<=1", None),  # of a package, composed
+    ],
+)
 def test_a_claim_on_a_metric_that_cannot_be_is_refused_before_the_app_runs(
-    claim: str, line: str | None, rack: Path, tmp_path: Path,
+    claim: str,
+    line: str | None,
+    rack: Path,
+    tmp_path: Path,
 ) -> None:
     app = AppRun(folder=write_app(tmp_path / "app"), cluster_file=rack, claims=("level>=0", claim))
     if line is None:
@@ -217,7 +281,9 @@ def test_a_claim_on_a_metric_that_cannot_be_is_refused_before_the_app_runs(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("claim", ["accuracy", "accuracy>0.5", "accuracy>=high", "accuracy>=nan", ">=0.5", "a b>=1"])
+@pytest.mark.parametrize(
+    "claim", ["accuracy", "accuracy>0.5", "accuracy>=high", "accuracy>=nan", ">=0.5", "a b>=1"]
+)
 def test_a_claim_has_a_metric_a_sign_and_a_number(claim: str) -> None:
     with pytest.raises(ConfigError, match="write a metric, >= or <=, and a number"):
         parse_claims([claim])
@@ -225,7 +291,8 @@ def test_a_claim_has_a_metric_a_sign_and_a_number(claim: str) -> None:
 
 @pytest.mark.usefixtures("undrawn")
 def test_nothing_of_another_run_stays_beside_the_result_and_a_failed_run_changes_nothing(
-    rack: Path, tmp_path: Path,
+    rack: Path,
+    tmp_path: Path,
 ) -> None:
     app, out = write_app(tmp_path / "app"), tmp_path / "out"
     out.mkdir()
@@ -235,25 +302,52 @@ def test_nothing_of_another_run_stays_beside_the_result_and_a_failed_run_changes
         run(app, rack, out, "fail=true")
     assert (out / "report.html").read_text("utf-8") == "of another run"
     run(app, rack, out)
-    assert {file.name for file in out.iterdir()} == {"result.json", "trace.json", "report.html", "notes.txt"}
+    assert {file.name for file in out.iterdir()} == {
+        "result.json",
+        "trace.json",
+        "report.html",
+        "notes.txt",
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
-def test_apps_with_modules_of_the_same_names_are_compared_and_finished_ones_kept(rack: Path, tmp_path: Path) -> None:
-    apps = [write_app(tmp_path / "before", called="accuracy"), write_app(tmp_path / "after", called="acc")]
+def test_apps_with_modules_of_the_same_names_are_compared_and_finished_ones_kept(
+    rack: Path, tmp_path: Path
+) -> None:
+    apps = [
+        write_app(tmp_path / "before", called="accuracy"),
+        write_app(tmp_path / "after", called="acc"),
+    ]
     # After one round the level is below 1, as an accuracy is.
-    runs, begun = app_variants(apps, "", cluster_file=rack, num_workers=0, claims=("accuracy>=0.1",),
-                               overrides=("rounds=1",)), list[str]()
+    runs, begun = (
+        app_variants(
+            apps,
+            "",
+            cluster_file=rack,
+            num_workers=0,
+            claims=("accuracy>=0.1",),
+            overrides=("rounds=1",),
+        ),
+        list[str](),
+    )
     document = compare_apps(runs, tmp_path / "out", on_notice=begun.append)
     assert begun == ["running before", "running after"]
     assert [row["strategy"] for row in document["rows"]] == ["before", "after"]
-    kept = [json.loads((tmp_path / "out" / name / "result.json").read_text("utf-8")) for name in ("before", "after")]
+    kept = [
+        json.loads((tmp_path / "out" / name / "result.json").read_text("utf-8"))
+        for name in ("before", "after")
+    ]
     assert [set(result["rounds"][0]["server"]) for result in kept] == [{"accuracy"}, {"acc"}]
-    assert [(claim["app"], claim["holds"]) for claim in document["expectations"]] == [("before", True), ("after", True)]
+    assert [(claim["app"], claim["holds"]) for claim in document["expectations"]] == [
+        ("before", True),
+        ("after", True),
+    ]
     assert document == json.loads((tmp_path / "out" / "comparison.json").read_text("utf-8"))
     assert compare_apps(runs, tmp_path / "out", on_notice=begun.append) == document
-    (apps[1] / "server.py").write_text((apps[1] / "server.py").read_text("utf-8") + "# changed\n", "utf-8")
+    (apps[1] / "server.py").write_text(
+        (apps[1] / "server.py").read_text("utf-8") + "# changed\n", "utf-8"
+    )
     compare_apps(runs, tmp_path / "out", on_notice=begun.append)
     assert begun[2:] == ["running after"]
 
@@ -264,7 +358,9 @@ def test_values_of_the_run_config_are_compared(rack: Path, tmp_path: Path) -> No
     runs = app_variants([app], "rate=0.1,0.9", cluster_file=rack, num_workers=0)
     document = compare_apps(runs, tmp_path / "out")
     assert [(row["strategy"], row["run_config"]["rate"]) for row in document["rows"]] == [
-        ("rate=0.1", 0.1), ("rate=0.9", 0.9)]
+        ("rate=0.1", 0.1),
+        ("rate=0.9", 0.9),
+    ]
     assert document["rows"][0]["final_accuracy"] < document["rows"][1]["final_accuracy"]
     with pytest.raises(ConfigError, match="the app's run config has no 'rat'; it has rounds, rate"):
         compare_apps(app_variants([app], "rat=0.1,0.9", cluster_file=rack), tmp_path / "out")
@@ -273,33 +369,55 @@ def test_values_of_the_run_config_are_compared(rack: Path, tmp_path: Path) -> No
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("evaluates", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_apps_without_accuracy_are_compared_by_the_loss_that_they_evaluate(
-    evaluates: bool, rack: Path, tmp_path: Path,
+    evaluates: bool,
+    rack: Path,
+    tmp_path: Path,
 ) -> None:
     app = write_app(tmp_path / "app")
     client = (app / "client.py").read_text("utf-8").replace('"eval_acc": x / 10, ', "")
-    (app / "client.py").write_text(client if evaluates else client.replace("eval_loss", "eval_error"), "utf-8")
-    document = compare_apps(app_variants([app], "rate=0.1,0.9", cluster_file=rack, num_workers=0), tmp_path / "out")
+    (app / "client.py").write_text(
+        client if evaluates else client.replace("eval_loss", "eval_error"), "utf-8"
+    )
+    document = compare_apps(
+        app_variants([app], "rate=0.1,0.9", cluster_file=rack, num_workers=0), tmp_path / "out"
+    )
     slow, quick = document["rows"]
     if not evaluates:  # the training's own loss judges nothing
-        assert (document["quality"], document["target_loss"], slow["final_loss"]) == ("accuracy", None, None)
+        assert (document["quality"], document["target_loss"], slow["final_loss"]) == (
+            "accuracy",
+            None,
+            None,
+        )
         return
     assert document["quality"] == slow["quality"] == "loss" and slow["final_accuracy"] is None
-    assert document["target_loss"] == pytest.approx(1.01 * max(slow["final_loss"], quick["final_loss"]))
+    assert document["target_loss"] == pytest.approx(
+        1.01 * max(slow["final_loss"], quick["final_loss"])
+    )
     assert 0 < quick["time_to_loss_s"] <= slow["time_to_loss_s"]
     kept = json.loads((tmp_path / "out" / "rate=0.9" / "result.json").read_text("utf-8"))
     assert [entry["loss"] is None for entry in kept["rounds"]] == [True, False, False, False]
 
 
-@pytest.mark.parametrize(("change", "line"), [
-    ({"num_nodes": 9}, "--nodes 9: .*rack.toml has 3 SoCs"), ({"training_flops": -1.0}, "must be above 0"),
-    ({"overrides": ("rate=fast",)}, "must be a number"), ({"claims": ("accuracy",)}, "--expect accuracy: write"),
-    ({"folder": Path("nowhere")}, "Flower app .*nowhere.* cannot be read"),
-    ({"cluster_file": Path("no.toml")}, "no.toml: cannot be read"),
-])
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"num_nodes": 9}, "--nodes 9: .*rack.toml has 3 SoCs"),
+        ({"training_flops": -1.0}, "must be above 0"),
+        ({"overrides": ("rate=fast",)}, "must be a number"),
+        ({"claims": ("accuracy",)}, "--expect accuracy: write"),
+        ({"folder": Path("nowhere")}, "Flower app .*nowhere.* cannot be read"),
+        ({"cluster_file": Path("no.toml")}, "no.toml: cannot be read"),
+    ],
+)
 def test_a_mistake_is_found_before_anything_runs(
-    change: dict[str, Any], line: str, rack: Path, tmp_path: Path,
+    change: dict[str, Any],
+    line: str,
+    rack: Path,
+    tmp_path: Path,
 ) -> None:
-    run = replace(AppRun(folder=write_app(tmp_path / "app"), cluster_file=rack, engine="simulation"), **change)
+    run = replace(
+        AppRun(folder=write_app(tmp_path / "app"), cluster_file=rack, engine="simulation"), **change
+    )
     with pytest.raises(ConfigError, match=line):
         run_app_folder(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -308,16 +426,25 @@ def test_a_mistake_is_found_before_anything_runs(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("engine", ["simulation", "deployment"])
-def test_flowers_engines_run_the_same_app_with_the_same_metrics(engine: str, rack: Path, tmp_path: Path) -> None:
+def test_flowers_engines_run_the_same_app_with_the_same_metrics(
+    engine: str, rack: Path, tmp_path: Path
+) -> None:
     """On a deployment, nodes reply in any order, so that sums may differ in their last bits."""
     app = write_app(tmp_path / "app")
-    here, there = run(app, rack, tmp_path / "here"), run(app, rack, tmp_path / "there", engine=engine)
+    here, there = (
+        run(app, rack, tmp_path / "here"),
+        run(app, rack, tmp_path / "there", engine=engine),
+    )
     assert there["engine"] == engine
     assert there["run_config"] == here["run_config"]
     for ours, theirs in zip(here["rounds"], there["rounds"], strict=True):
         for source in ("train", "evaluate", "server"):
             assert ours.get(source, {}) == pytest.approx(theirs.get(source, {}), rel=1e-5)
     times = (there["virtual_s"], there.get("predicted_s"))
-    assert times == ((here["virtual_s"], None) if engine == "simulation" else (None, pytest.approx(here["virtual_s"])))
+    assert times == (
+        (here["virtual_s"], None)
+        if engine == "simulation"
+        else (None, pytest.approx(here["virtual_s"]))
+    )
     with pytest.raises(TrainingFailed, match="no such data"):
         run(app, rack, tmp_path / "failed", "fail=true", engine=engine)

@@ -89,30 +89,63 @@ Run: TypeAlias = Callable[..., Ran]
 @pytest.fixture
 def run(tmp_path: Path, socflower: Socflower, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run the app with these values of its run config."""
-    monkeypatch.setattr(logging, "raiseExceptions", False)  # Flower's handler writes to a stream of an earlier test
+    monkeypatch.setattr(
+        logging, "raiseExceptions", False
+    )  # Flower's handler writes to a stream of an earlier test
     app, rack = tmp_path / "points", tmp_path / "rack.toml"
     app.mkdir()
     rack.write_text("[cluster]\nboards = [2, 2]\n", "utf-8")
-    for name, text in (("pyproject.toml", PROJECT), ("points_client.py", CLIENT), ("points_server.py", SERVER)):
+    for name, text in (
+        ("pyproject.toml", PROJECT),
+        ("points_client.py", CLIENT),
+        ("points_server.py", SERVER),
+    ):
         (app / name).write_text(textwrap.dedent(text).replace("CLUSTER", repr(str(rack))), "utf-8")
 
     def run_with(**config: str) -> Ran:
-        settings = [option for key, value in config.items() for option in ("--set", f"{key}={value}")]
-        return socflower("run", app, "--cluster", rack, "--out", tmp_path / "out", "--workers", 0, "--json",
-                         "--training-flops", 1e6, *settings)
+        settings = [
+            option for key, value in config.items() for option in ("--set", f"{key}={value}")
+        ]
+        return socflower(
+            "run",
+            app,
+            "--cluster",
+            rack,
+            "--out",
+            tmp_path / "out",
+            "--workers",
+            0,
+            "--json",
+            "--training-flops",
+            1e6,
+            *settings,
+        )
 
     return run_with
 
 
-@pytest.mark.parametrize(("strategy", "mistake", "line"), [
-    ("groups", "length", "data_fn(context, 0, 1) returned 16 samples, but the strategy was told num_samples = 24"),
-    ("groups", "collate", "<class 'ValueError'>:<'no mask token'> (points_client.py, line 22)"),
-    ("fedavg", "collate", "<class 'ValueError'>:<'no mask token'> (points_client.py, line 22)"),
-    ("groups", "nan", "a lower learning rate may help"),
-    ("fedavg", "nan", "its weights are not finite, 1.weight first; a lower learning rate may help"),
-    ("groups", "base", "the frozen parameters of this node are not the server's"),
-])
-def test_a_mistake_of_clients_is_one_line(run: Run, tmp_path: Path, strategy: str, mistake: str, line: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "mistake", "line"),
+    [
+        (
+            "groups",
+            "length",
+            "data_fn(context, 0, 1) returned 16 samples, but the strategy was told num_samples = 24",
+        ),
+        ("groups", "collate", "<class 'ValueError'>:<'no mask token'> (points_client.py, line 22)"),
+        ("fedavg", "collate", "<class 'ValueError'>:<'no mask token'> (points_client.py, line 22)"),
+        ("groups", "nan", "a lower learning rate may help"),
+        (
+            "fedavg",
+            "nan",
+            "its weights are not finite, 1.weight first; a lower learning rate may help",
+        ),
+        ("groups", "base", "the frozen parameters of this node are not the server's"),
+    ],
+)
+def test_a_mistake_of_clients_is_one_line(
+    run: Run, tmp_path: Path, strategy: str, mistake: str, line: str
+) -> None:
     ended = run(mistake=mistake, strategy=strategy)
     *_, last = ended.err.splitlines()
     assert ended.status == 1 and last.startswith("error: ") and line in last, ended.err
@@ -128,17 +161,45 @@ def test_a_mistake_of_some_clients_is_an_event_where_the_strategy_goes_on(run: R
     assert "the frozen parameters of this node are not the server's" in events[0]["text"]
 
 
-@pytest.mark.parametrize(("strategy", "trainer", "priced", "note"), [
-    pytest.param("groups", "fp32", "fp32", None, marks=pytest.mark.slow), ("groups", "int8", "int8", None),
-    pytest.param("fedavg", "fp32", "fp32", None, marks=pytest.mark.slow),
-    ("groups", "int8", "fp32", "trained in int8, but time and energy are those of fp32: SoCFlow"),
-    ("fedavg", "int8", "fp32", "trained in int8, but time and energy are those of fp32: SoCFlow"),
-    pytest.param("groups", "mixed", "fp32", "trained in mixed, but time and energy are those of fp32: SoCFlow",
-                 marks=pytest.mark.slow),
-    ("groups", "fp32", "int8", "trained in fp32, but time and energy are those of int8: leave the pricing out"),
-])
+@pytest.mark.parametrize(
+    ("strategy", "trainer", "priced", "note"),
+    [
+        pytest.param("groups", "fp32", "fp32", None, marks=pytest.mark.slow),
+        ("groups", "int8", "int8", None),
+        pytest.param("fedavg", "fp32", "fp32", None, marks=pytest.mark.slow),
+        (
+            "groups",
+            "int8",
+            "fp32",
+            "trained in int8, but time and energy are those of fp32: SoCFlow",
+        ),
+        (
+            "fedavg",
+            "int8",
+            "fp32",
+            "trained in int8, but time and energy are those of fp32: SoCFlow",
+        ),
+        pytest.param(
+            "groups",
+            "mixed",
+            "fp32",
+            "trained in mixed, but time and energy are those of fp32: SoCFlow",
+            marks=pytest.mark.slow,
+        ),
+        (
+            "groups",
+            "fp32",
+            "int8",
+            "trained in fp32, but time and energy are those of int8: leave the pricing out",
+        ),
+    ],
+)
 def test_training_in_another_arithmetic_than_the_priced_one_is_a_note(
-    run: Run, strategy: str, trainer: str, priced: str, note: str | None,
+    run: Run,
+    strategy: str,
+    trainer: str,
+    priced: str,
+    note: str | None,
 ) -> None:
     ended = run(strategy=strategy, trainer=trainer, priced=priced)
     assert ended.status == 0, ended.err

@@ -71,24 +71,32 @@ def app(folder: Path, name: str) -> tuple[Path, Path]:
     folder.mkdir()
     (folder / "pyproject.toml").write_text(PROJECT.format(name=name))
     (folder / "cluster.toml").write_text(CLUSTER)
-    (folder / f"{name}_server.py").write_text(textwrap.dedent(SERVER).replace("CLUSTER", str(folder / "cluster.toml")))
+    (folder / f"{name}_server.py").write_text(
+        textwrap.dedent(SERVER).replace("CLUSTER", str(folder / "cluster.toml"))
+    )
     (folder / f"{name}_client.py").write_text(textwrap.dedent(CLIENT))
     return folder, folder / "cluster.toml"
 
 
 @pytest.mark.parametrize("groups", [2, 3])
-def test_the_plan_predicts_the_virtual_time_and_energy_of_the_run(tmp_path: Path, groups: int) -> None:
+def test_the_plan_predicts_the_virtual_time_and_energy_of_the_run(
+    tmp_path: Path, groups: int
+) -> None:
     folder, cluster = app(tmp_path, f"planned_{groups}")
     _, document = plan_app_folder(folder, cluster, [f"groups={groups}"])
-    ran = run_app_folder(AppRun(folder=folder, cluster_file=cluster, num_workers=0, overrides=(f"groups={groups}",)),
-                         tmp_path / "out")
+    ran = run_app_folder(
+        AppRun(folder=folder, cluster_file=cluster, num_workers=0, overrides=(f"groups={groups}",)),
+        tmp_path / "out",
+    )
     assert len(document["groups"]) == groups
     assert document["predicted"]["epoch_s"] * 2 == pytest.approx(ran["virtual_s"], rel=1e-9)
     assert document["predicted"]["epoch_energy_j"] * 2 == pytest.approx(ran["energy_j"], rel=1e-9)
 
 
 @pytest.mark.slow
-def test_training_flops_price_a_strategy_without_a_profile_and_a_note_says_what_is_missing(tmp_path: Path) -> None:
+def test_training_flops_price_a_strategy_without_a_profile_and_a_note_says_what_is_missing(
+    tmp_path: Path,
+) -> None:
     folder, cluster = app(tmp_path, "flops")
     _, without = plan_app_folder(folder, cluster, ["profile=false"])
     assert without["predicted"] is None and len(without["groups"]) == 2
@@ -96,8 +104,16 @@ def test_training_flops_price_a_strategy_without_a_profile_and_a_note_says_what_
     _, priced = plan_app_folder(folder, cluster, ["profile=false"], 1e6)
     assert priced["model"]["training_flops"] == pytest.approx(1e6)
     assert priced["model"]["weight_bytes"] == (4 * 2 + 2) * 4
-    ran = run_app_folder(AppRun(folder=folder, cluster_file=cluster, num_workers=0, overrides=("profile=false",),
-                                training_flops=1e6), tmp_path / "out")
+    ran = run_app_folder(
+        AppRun(
+            folder=folder,
+            cluster_file=cluster,
+            num_workers=0,
+            overrides=("profile=false",),
+            training_flops=1e6,
+        ),
+        tmp_path / "out",
+    )
     assert priced["predicted"]["epoch_s"] * 2 == pytest.approx(ran["virtual_s"], rel=1e-9)
     assert priced["predicted"]["epoch_energy_j"] * 2 == pytest.approx(ran["energy_j"], rel=1e-9)
     _, dearer = plan_app_folder(folder, cluster, ["profile=false"], 1e9)
@@ -108,16 +124,21 @@ def test_training_flops_price_a_strategy_without_a_profile_and_a_note_says_what_
 
 def test_a_strategy_inside_differential_privacy_is_planned(tmp_path: Path) -> None:
     folder, cluster = app(tmp_path, "private")
-    assert plan_app_folder(folder, cluster, ["then=private"])[1] == plan_app_folder(folder, cluster)[1]
+    assert (
+        plan_app_folder(folder, cluster, ["then=private"])[1] == plan_app_folder(folder, cluster)[1]
+    )
 
 
-@pytest.mark.parametrize(("then", "line"), [
-    ("sends", "the app sends query messages before its strategy starts"),
-    ("returns", "the app started no strategy of Flower's message API"),
-    ("exits", "ended with sys.exit(0) before it started a strategy"),
-    ("fedavg", "its strategy is FedAvg, which has no groups to plan"),
-    ("too many", "num_rounds = 5, and the plan has 4"),
-])
+@pytest.mark.parametrize(
+    ("then", "line"),
+    [
+        ("sends", "the app sends query messages before its strategy starts"),
+        ("returns", "the app started no strategy of Flower's message API"),
+        ("exits", "ended with sys.exit(0) before it started a strategy"),
+        ("fedavg", "its strategy is FedAvg, which has no groups to plan"),
+        ("too many", "num_rounds = 5, and the plan has 4"),
+    ],
+)
 def test_an_app_without_a_plan_is_told_why(tmp_path: Path, then: str, line: str) -> None:
     folder, cluster = app(tmp_path, "no_plan_" + then.replace(" ", "_"))
     with pytest.raises(ConfigError) as caught:

@@ -100,7 +100,11 @@ class Interrupted(KeyboardInterrupt):
 def run(tmp_path: Path) -> AppRun:
     folder = tmp_path / "app"
     folder.mkdir()
-    for name, text in (("pyproject.toml", PROJECT), ("foreign_client.py", CLIENT), ("foreign_server.py", SERVER)):
+    for name, text in (
+        ("pyproject.toml", PROJECT),
+        ("foreign_client.py", CLIENT),
+        ("foreign_server.py", SERVER),
+    ):
         (folder / name).write_text(textwrap.dedent(text), "utf-8")
     rack = tmp_path / "rack.toml"
     rack.write_text(f"[cluster]\nboards = 1\nsocs_per_board = {NUM_NODES}\n", "utf-8")
@@ -137,8 +141,15 @@ class Moments:
         if self.num_passed == self.interrupt_at:
             raise Interrupted
 
-    def run(self, run: AppRun, out: Path, seed: int, *, interrupt_at: int | None = None, **settings: Any,
-            ) -> dict[str, Any]:
+    def run(
+        self,
+        run: AppRun,
+        out: Path,
+        seed: int,
+        *,
+        interrupt_at: int | None = None,
+        **settings: Any,
+    ) -> dict[str, Any]:
         """Run with generators of this seed, to the end or until the moment."""
         self.interrupt_at, self.num_passed = interrupt_at, 0
         random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
@@ -152,12 +163,17 @@ def moments(monkeypatch: pytest.MonkeyPatch) -> Moments:
 
 def outcome(result: dict[str, Any]) -> dict[str, Any]:
     """Return what interruptions leave as it was: everything but wall time and the interruptions."""
-    rounds = [{key: value for key, value in entry.items() if key != "wall_s"} for entry in result["rounds"]]
+    rounds = [
+        {key: value for key, value in entry.items() if key != "wall_s"}
+        for entry in result["rounds"]
+    ]
     return {**result, "rounds": rounds, "wall_s": None, "resumed_from": None}
 
 
 @pytest.mark.parametrize("by_hand", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_every_interruption_changes_nothing(run: AppRun, tmp_path: Path, moments: Moments, by_hand: bool) -> None:
+def test_every_interruption_changes_nothing(
+    run: AppRun, tmp_path: Path, moments: Moments, by_hand: bool
+) -> None:
     """The resumed process has other generators, and the app draws from all, at the server and at the clients."""
     run = replace(run, overrides=("by-hand=true", "rounds=1") if by_hand else ())
     whole = moments.run(run, tmp_path / "whole", seed=7)
@@ -172,7 +188,12 @@ def test_every_interruption_changes_nothing(run: AppRun, tmp_path: Path, moments
         resumed = moments.run(run, out, seed=moment, on_notice=said.append)
         recorded = moment // 2
         assert resumed["resumed_from"] == ([recorded] if recorded else [])
-        assert said == [f"resuming {out} after exchange {recorded} of messages; --fresh starts anew"][:recorded]
+        assert (
+            said
+            == [f"resuming {out} after exchange {recorded} of messages; --fresh starts anew"][
+                :recorded
+            ]
+        )
         assert moments.num_passed == num_moments - 2 * recorded, "no client trains twice"
         if recorded:
             assert outcome(resumed) == outcome(whole), moment
@@ -181,8 +202,9 @@ def test_every_interruption_changes_nothing(run: AppRun, tmp_path: Path, moments
 
 
 @pytest.mark.slow
-def test_two_interruptions_and_a_failure_between_them(run: AppRun, tmp_path: Path, moments: Moments,
-                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_interruptions_and_a_failure_between_them(
+    run: AppRun, tmp_path: Path, moments: Moments, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A failed exchange is tried again, and what succeeded before it is not."""
     out, whole = tmp_path / "out", moments.run(run, tmp_path / "whole", seed=7)
     with pytest.raises(Interrupted):
@@ -191,12 +213,16 @@ def test_two_interruptions_and_a_failure_between_them(run: AppRun, tmp_path: Pat
 
     def all_fail(workers: Any, work: Any, deadline: Any) -> Any:
         done = handle(workers, work, deadline)
-        return {key: (Message(Error(2, "out of memory"), reply_to=work[key][0]), context)
-                for key, (_, context) in done.items()}
+        return {
+            key: (Message(Error(2, "out of memory"), reply_to=work[key][0]), context)
+            for key, (_, context) in done.items()
+        }
 
     with monkeypatch.context() as patch:
         patch.setattr(InProcessWorkers, "run", all_fail)
-        with pytest.raises(TrainingFailed, match=r"(?s)out of memory.*exchange 2? ?.*resumes after it, --fresh"):
+        with pytest.raises(
+            TrainingFailed, match=r"(?s)out of memory.*exchange 2? ?.*resumes after it, --fresh"
+        ):
             moments.run(run, out, seed=1)
     said: list[str] = []
     with pytest.raises(Interrupted):
@@ -211,34 +237,56 @@ def interrupted(run: AppRun, out: Path, moments: Moments, at: int = 6) -> None:
         moments.run(run, out, seed=7, interrupt_at=at)
 
 
-@pytest.mark.parametrize("how", [
-    "flipped", "missing", *(pytest.param(how, marks=pytest.mark.slow) for how in ("cut", "empty"))])
-def test_a_damaged_exchange_is_made_again(run: AppRun, tmp_path: Path, moments: Moments, how: str) -> None:
+@pytest.mark.parametrize(
+    "how",
+    [
+        "flipped",
+        "missing",
+        *(pytest.param(how, marks=pytest.mark.slow) for how in ("cut", "empty")),
+    ],
+)
+def test_a_damaged_exchange_is_made_again(
+    run: AppRun, tmp_path: Path, moments: Moments, how: str
+) -> None:
     out, whole, said = tmp_path / "out", moments.run(run, tmp_path / "whole", seed=7), list[str]()
     interrupted(run, out, moments)
     file = out / "exchanges" / "exchange-000002.messages"
     content = bytearray(file.read_bytes())
     content[-9] ^= 1
-    file.write_bytes({"flipped": bytes(content), "cut": bytes(content[:-9]), "empty": b"", "missing": b""}[how])
+    file.write_bytes(
+        {"flipped": bytes(content), "cut": bytes(content[:-9]), "empty": b"", "missing": b""}[how]
+    )
     if how == "missing":
         file.unlink()
     resumed = moments.run(run, out, seed=1, on_notice=said.append)
     assert outcome(resumed) == outcome(whole) and resumed["resumed_from"] == [1]
     assert len(said) == (1 if how == "missing" else 2)
-    assert how == "missing" or ("exchange-000002.messages is damaged" in said[1] and "\n" not in said[1])
+    assert how == "missing" or (
+        "exchange-000002.messages is damaged" in said[1] and "\n" not in said[1]
+    )
 
 
-def test_without_its_beginning_a_record_is_refused(run: AppRun, tmp_path: Path, moments: Moments) -> None:
+def test_without_its_beginning_a_record_is_refused(
+    run: AppRun, tmp_path: Path, moments: Moments
+) -> None:
     interrupted(run, out := tmp_path / "out", moments)
     (out / "exchanges" / "exchange-000000.messages").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"exchange-000000.messages is damaged .*; start anew with --fresh"):
+    with pytest.raises(
+        ConfigError, match=r"exchange-000000.messages is damaged .*; start anew with --fresh"
+    ):
         moments.run(run, out, seed=7)
     assert moments.run(run, out, seed=7, fresh=True)["resumed_from"] == []
 
 
-@pytest.mark.parametrize("changed", ["run_config.rounds", "code.foreign_client.py", "cluster", "training_flops"])
-def test_another_run_is_refused_and_changes_nothing(run: AppRun, tmp_path: Path, moments: Moments, changed: str,
-                                                    ) -> None:
+@pytest.mark.parametrize(
+    "changed", ["run_config.rounds", "code.foreign_client.py", "cluster", "training_flops"]
+)
+def test_another_run_is_refused_and_changes_nothing(
+    run: AppRun,
+    tmp_path: Path,
+    moments: Moments,
+    changed: str,
+) -> None:
     interrupted(run, out := tmp_path / "out", moments)
     other = run
     if changed == "run_config.rounds":
@@ -249,39 +297,56 @@ def test_another_run_is_refused_and_changes_nothing(run: AppRun, tmp_path: Path,
         file = run.cluster_file if changed == "cluster" else run.folder / "foreign_client.py"
         file.write_text(file.read_text("utf-8") + "# changed\n", "utf-8")
     before = {path: path.read_bytes() for path in (out / "exchanges").iterdir()}
-    with pytest.raises(ConfigError, match=rf"exchanges is of another run: {re.escape(changed)} was .* and is .* now; "
-                                          "name another --out, or start anew with --fresh"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"exchanges is of another run: {re.escape(changed)} was .* and is .* now; "
+        "name another --out, or start anew with --fresh",
+    ):
         moments.run(other, out, seed=7)
     assert {path: path.read_bytes() for path in (out / "exchanges").iterdir()} == before
 
 
-def test_an_app_that_sends_the_time_is_refused(run: AppRun, tmp_path: Path, moments: Moments) -> None:
+def test_an_app_that_sends_the_time_is_refused(
+    run: AppRun, tmp_path: Path, moments: Moments
+) -> None:
     run = replace(run, overrides=("clock=true",))
     interrupted(run, out := tmp_path / "out", moments)
-    with pytest.raises(ConfigError, match=r"exchange-000001.messages: before its interruption the ServerApp sent other "
-                                          r"messages in this exchange"):
+    with pytest.raises(
+        ConfigError,
+        match=r"exchange-000001.messages: before its interruption the ServerApp sent other "
+        r"messages in this exchange",
+    ):
         moments.run(run, out, seed=7)
     assert moments.run(run, out, seed=7, fresh=True)["resumed_from"] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", ["disk", "size"])
-def test_a_full_record_does_not_end_the_run(run: AppRun, tmp_path: Path, moments: Moments, limit: str,
-                                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_record_does_not_end_the_run(
+    run: AppRun, tmp_path: Path, moments: Moments, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It goes on without a record; an interruption then costs what came after the last saved exchange."""
     whole, said = moments.run(run, tmp_path / "whole", seed=7), list[str]()
     write = StateStore.write
 
     def full(store: StateStore, number: int, *content: Any) -> None:
         if number > 2:
-            raise ConfigError(f"{store.path(number)}: cannot be written (No space left on device); make room")
+            raise ConfigError(
+                f"{store.path(number)}: cannot be written (No space left on device); make room"
+            )
         write(store, number, *content)
 
     def record(out: Path, inputs: Any, on_notice: Any) -> ExchangeRecord:
         return ExchangeRecord(out / "exchanges", inputs, on_notice=on_notice, most_bytes=20_000)
 
     with monkeypatch.context() as patch:
-        patch.setattr(*((StateStore, "write", full) if limit == "disk" else (app_folder, "run_record", record)))
+        patch.setattr(
+            *(
+                (StateStore, "write", full)
+                if limit == "disk"
+                else (app_folder, "run_record", record)
+            )
+        )
         result = moments.run(run, tmp_path / "full", seed=7, on_notice=said.append)
         assert outcome(result) == outcome(whole)
         reason = "No space left on device" if limit == "disk" else "it would have more than 20.0 kB"
@@ -292,18 +357,33 @@ def test_a_full_record_does_not_end_the_run(run: AppRun, tmp_path: Path, moments
     assert outcome(resumed) == outcome(whole) and resumed["resumed_from"] in ([1], [2])
 
 
-def test_the_command_says_what_is_kept(run: AppRun, tmp_path: Path, moments: Moments, socflower: Socflower) -> None:
+def test_the_command_says_what_is_kept(
+    run: AppRun, tmp_path: Path, moments: Moments, socflower: Socflower
+) -> None:
     out = tmp_path / "out"
-    command = ("run", run.folder, "--cluster", run.cluster_file, "--out", out, "--workers", 0, "--json")
+    command = (
+        "run",
+        run.folder,
+        "--cluster",
+        run.cluster_file,
+        "--out",
+        out,
+        "--workers",
+        0,
+        "--json",
+    )
     moments.interrupt_at = 3
     ended = socflower(*command)
     assert ended.status == 130 and ended.err.endswith(
-        f"interrupted; exchange 1 is kept in {out}/exchanges: the same command resumes after it, --fresh starts anew\n")
+        f"interrupted; exchange 1 is kept in {out}/exchanges: the same command resumes after it, --fresh starts anew\n"
+    )
     moments.interrupt_at = None
     ended = socflower(*command)
     assert ended.status == 0 and f"resuming {out} after exchange 1 of messages" in ended.err
     refused = socflower(*command[:-3], "--engine", "simulation", "--fresh")
-    assert refused.status == 2 and refused.err.startswith("error: --fresh is for --engine local only")
+    assert refused.status == 2 and refused.err.startswith(
+        "error: --fresh is for --engine local only"
+    )
 
 
 @pytest.mark.slow
@@ -314,12 +394,26 @@ def test_an_app_of_a_template_goes_on_after_kills(tmp_path: Path, socflower: Soc
     app = tmp_path / "my_app"
 
     def command(out: Path) -> list[str]:
-        return [str(COMMAND), "run", str(app), "--cluster", str(app / "cluster.toml"), "--out",
-                str(out), "--workers", "2", "--set", "num-epochs=4", "--json"]
+        return [
+            str(COMMAND),
+            "run",
+            str(app),
+            "--cluster",
+            str(app / "cluster.toml"),
+            "--out",
+            str(out),
+            "--workers",
+            "2",
+            "--set",
+            "num-epochs=4",
+            "--json",
+        ]
 
     out, rng = tmp_path / "out", random.Random(5)
     for least in (1, 2):
-        process = subprocess.Popen(command(out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command(out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         while not (out / "exchanges" / f"exchange-{least:06d}.messages").exists():
             assert process.poll() is None
             time.sleep(0.01)

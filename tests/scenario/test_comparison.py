@@ -37,7 +37,10 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> TrainedBy:
     def train(run: PreparedRun, out: Path, engine: str, **_: object) -> dict[str, Any]:
         scenario = run.scenario
         names.append(scenario.strategy.name)
-        result = small_result(scenario.strategy.name) | {"scenario": to_document(scenario), "engine": engine}
+        result = small_result(scenario.strategy.name) | {
+            "scenario": to_document(scenario),
+            "engine": engine,
+        }
         out.mkdir(parents=True, exist_ok=True)
         (out / "result.json").write_text(json.dumps(result))
         return result
@@ -48,8 +51,14 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> TrainedBy:
 
 
 def test_rows_carry_the_totals_of_each_strategy(tmp_path: Path) -> None:
-    scenario = small().replaced(expect={"max_accuracy_gap_to_fedavg": 0.5, "min_speedup_over_fedavg": 1e9,
-                                        "min_accuracy": 0.5, "min_energy_gain_over_sgd": 1.0})
+    scenario = small().replaced(
+        expect={
+            "max_accuracy_gap_to_fedavg": 0.5,
+            "min_speedup_over_fedavg": 1e9,
+            "min_accuracy": 0.5,
+            "min_energy_gain_over_sgd": 1.0,
+        }
+    )
     document = compare(scenario, ["socflow", "fedavg"], tmp_path, num_workers=0)
     assert document == json.loads((tmp_path / "comparison.json").read_text())
     assert [row["strategy"] for row in document["rows"]] == ["socflow", "fedavg"]
@@ -59,11 +68,17 @@ def test_rows_carry_the_totals_of_each_strategy(tmp_path: Path) -> None:
             assert row[key] == alone[key]
         assert 0.0 < row["time_to_accuracy_s"] <= row["virtual_s"]
         assert {path.name for path in (tmp_path / row["strategy"]).iterdir()} == {
-            "result.json", "trace.json", "report.html"}
+            "result.json",
+            "trace.json",
+            "report.html",
+        }
     assert (tmp_path / "report.html").stat().st_size > 0
     assert {claim["name"]: claim["holds"] for claim in document["expectations"]} == {
-        "max_accuracy_gap_to_fedavg": True, "min_speedup_over_fedavg": False, "min_accuracy": True,
-        "min_energy_gain_over_sgd": None}
+        "max_accuracy_gap_to_fedavg": True,
+        "min_speedup_over_fedavg": False,
+        "min_accuracy": True,
+        "min_energy_gain_over_sgd": None,
+    }
 
 
 def test_a_second_call_trains_nothing_and_says_the_same(trained: TrainedBy, tmp_path: Path) -> None:
@@ -77,13 +92,18 @@ def test_a_second_call_trains_nothing_and_says_the_same(trained: TrainedBy, tmp_
     assert more["rows"][0]["weights_sha256"] == first["rows"][1]["weights_sha256"]
 
 
-@pytest.mark.parametrize("change", [
-    lambda s: s.replaced(seed=2),
-    lambda s: s.replaced(train=s.train.replaced(learning_rate=0.01)),
-    lambda s: s.replaced(cluster={"boards": (4,)}),
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: s.replaced(seed=2),
+        lambda s: s.replaced(train=s.train.replaced(learning_rate=0.01)),
+        lambda s: s.replaced(cluster={"boards": (4,)}),
+    ],
+)
 def test_a_changed_scenario_trains_anew(
-    change: Callable[[Scenario], Scenario], trained: TrainedBy, tmp_path: Path,
+    change: Callable[[Scenario], Scenario],
+    trained: TrainedBy,
+    tmp_path: Path,
 ) -> None:
     compare(small(), ["sgd"], tmp_path)
     compare(change(small()), ["sgd"], tmp_path)
@@ -99,16 +119,22 @@ def test_a_result_of_another_engine_is_not_taken(trained: TrainedBy, tmp_path: P
 
 
 def test_an_interrupted_comparison_goes_on_where_it_stopped(
-    trained: TrainedBy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    trained: TrainedBy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     train = comparison.run_to_folder
 
     def stop(*_: object, **__: object) -> dict[str, Any]:
         raise TrainingFailed("power cut")
 
-    monkeypatch.setattr(comparison, "run_to_folder",
-                        lambda run, *rest, **more: (stop if run.scenario.strategy.name == "ring" else train)(
-                            run, *rest, **more))
+    monkeypatch.setattr(
+        comparison,
+        "run_to_folder",
+        lambda run, *rest, **more: (stop if run.scenario.strategy.name == "ring" else train)(
+            run, *rest, **more
+        ),
+    )
     with pytest.raises(TrainingFailed) as caught:
         compare(small(), ["socflow", "ring", "sgd"], tmp_path)
     assert str(caught.value) == f"ring: power cut; finished and kept in {tmp_path}: socflow"
@@ -118,8 +144,12 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(
     assert trained == ["socflow", "ring", "sgd"]
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"3", b"\xff\xfe", b'{"scenario": {}}'])
-def test_a_result_that_is_cut_short_or_somebody_elses_is_trained_again(content: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"{}", b"3", b"\xff\xfe", b'{"scenario": {}}']
+)
+def test_a_result_that_is_cut_short_or_somebody_elses_is_trained_again(
+    content: bytes, tmp_path: Path
+) -> None:
     path = tmp_path / "result.json"
     path.write_bytes(content)
     assert comparison._finished(path, small(), "local") is None
@@ -140,7 +170,9 @@ def test_a_target_of_the_scenario_may_be_out_of_reach(trained: TrainedBy, tmp_pa
     assert document["rows"][0]["time_to_accuracy_s"] is None
 
 
-def test_an_unknown_strategy_is_refused_before_anything_trains(trained: TrainedBy, tmp_path: Path) -> None:
+def test_an_unknown_strategy_is_refused_before_anything_trains(
+    trained: TrainedBy, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="--strategies star: unknown; use some of socflow, ring"):
         compare(small(), ["sgd", "star"], tmp_path)
     assert trained == []
@@ -150,73 +182,125 @@ def test_a_strategy_trains_with_settings_of_its_own(trained: TrainedBy, tmp_path
     own = {"sgd": OwnTraining(epochs=3, learning_rate=0.125, sync_interval_epochs=0.25)}
     scenario = small().replaced(compare=CompareConfig(train=own, strategies=("socflow", "sgd")))
     compare(scenario, ["socflow", "sgd"], tmp_path)
-    scenarios = {name: json.loads((tmp_path / name / "result.json").read_text())["scenario"]
-                 for name in ("socflow", "sgd")}
+    scenarios = {
+        name: json.loads((tmp_path / name / "result.json").read_text())["scenario"]
+        for name in ("socflow", "sgd")
+    }
     assert scenarios["sgd"]["strategy"]["sync_interval_epochs"] == 0.25
     ran = {name: scenario["train"] for name, scenario in scenarios.items()}
     assert (ran["sgd"]["epochs"], ran["sgd"]["learning_rate"]) == (3, 0.125)
     assert ran["socflow"] == to_document(scenario)["train"]  # the same as without `own`
-    assert {**ran["sgd"], "epochs": 0, "learning_rate": 0} == {**ran["socflow"], "epochs": 0, "learning_rate": 0}
+    assert {**ran["sgd"], "epochs": 0, "learning_rate": 0} == {
+        **ran["socflow"],
+        "epochs": 0,
+        "learning_rate": 0,
+    }
 
 
-@pytest.mark.parametrize(("table", "says"), [
-    ({"train": {"adam": {"epochs": 1}}}, "there is no such strategy"),
-    ({"train": {"sgd": {"epochs": 0}}}, "train.sgd] epochs = 0 must be a whole number"),
-    ({"train": {"sgd": {"momentum": 0.5}}}, "unknown key 'momentum'"),
-    ({"strategies": ["socflow"], "train": {"sgd": {"epochs": 1}}}, "does not run 'sgd'"),
-    ({"predict": [{"model": "vgg11", "arithmetic": "int4"}]}, "arithmetic = 'int4' is unknown; use one of fp32"),
-    ({"predict": [{"data": "cifar10"}]}, "model is missing"),
-])
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ({"train": {"adam": {"epochs": 1}}}, "there is no such strategy"),
+        ({"train": {"sgd": {"epochs": 0}}}, "train.sgd] epochs = 0 must be a whole number"),
+        ({"train": {"sgd": {"momentum": 0.5}}}, "unknown key 'momentum'"),
+        ({"strategies": ["socflow"], "train": {"sgd": {"epochs": 1}}}, "does not run 'sgd'"),
+        (
+            {"predict": [{"model": "vgg11", "arithmetic": "int4"}]},
+            "arithmetic = 'int4' is unknown; use one of fp32",
+        ),
+        ({"predict": [{"data": "cifar10"}]}, "model is missing"),
+    ],
+)
 def test_settings_of_a_comparison_are_refused_in_a_line(table: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        parse_scenario({"cluster": {"boards": 1, "socs_per_board": 2}, "compare": table}, name="x", question="",
-                       where="x.toml")
+        parse_scenario(
+            {"cluster": {"boards": 1, "socs_per_board": 2}, "compare": table},
+            name="x",
+            question="",
+            where="x.toml",
+        )
     assert says in str(refusal.value) and str(refusal.value).count("\n") == 0
 
 
-def test_predictions_are_those_of_plan_and_nothing_is_trained_for_them(trained: TrainedBy, tmp_path: Path) -> None:
-    asked = (Prediction(model="resnet8", data="digits", batch_size=16),
-             Prediction(model="resnet8", data="digits", batch_size=16, arithmetic="int8"))
+def test_predictions_are_those_of_plan_and_nothing_is_trained_for_them(
+    trained: TrainedBy, tmp_path: Path
+) -> None:
+    asked = (
+        Prediction(model="resnet8", data="digits", batch_size=16),
+        Prediction(model="resnet8", data="digits", batch_size=16, arithmetic="int8"),
+    )
     scenario = small().replaced(compare=CompareConfig(predict=asked))
     document = compare(scenario, ["socflow", "fedavg", "sgd"], tmp_path)
     assert trained == ["socflow", "fedavg", "sgd"]
     rows = {(row["arithmetic"], row["strategy"]): row["epoch_s"] for row in document["predictions"]}
-    assert list(rows) == [("fp32", "socflow"), ("fp32", "sgd"), ("int8", "socflow"), ("int8", "sgd")]
+    assert list(rows) == [
+        ("fp32", "socflow"),
+        ("fp32", "sgd"),
+        ("int8", "socflow"),
+        ("int8", "sgd"),
+    ]
     for (arithmetic, name), epoch_s in rows.items():
-        planned = plan_scenario(scenario.replaced(
-            strategy=scenario.strategy.replaced(name=name), model=ModelConfig(name="resnet8"),
-            train=scenario.train.replaced(batch_size=16), precision=PrecisionConfig(arithmetic=arithmetic)))
+        planned = plan_scenario(
+            scenario.replaced(
+                strategy=scenario.strategy.replaced(name=name),
+                model=ModelConfig(name="resnet8"),
+                train=scenario.train.replaced(batch_size=16),
+                precision=PrecisionConfig(arithmetic=arithmetic),
+            )
+        )
         assert epoch_s == planned["predicted"]["epoch_s"]
     assert rows["int8", "sgd"] < rows["fp32", "sgd"]
 
 
-def test_predicted_epochs_are_also_compared_at_equal_samples_a_step(trained: TrainedBy, tmp_path: Path) -> None:
+def test_predicted_epochs_are_also_compared_at_equal_samples_a_step(
+    trained: TrainedBy, tmp_path: Path
+) -> None:
     """An epoch of two groups has half the steps, each of two batches; one SoC takes both batches at once."""
-    scenario = small().replaced(compare=CompareConfig(predict=(Prediction(
-        model="resnet8", data="digits", batch_size=16),)))
+    scenario = small().replaced(
+        compare=CompareConfig(predict=(Prediction(model="resnet8", data="digits", batch_size=16),))
+    )
     groups, alone = compare(scenario, ["socflow", "sgd"], tmp_path)["predictions"]
     assert (groups["step_samples"], alone["step_samples"]) == (32, 16)
     assert groups["equal_epoch_s"] == groups["epoch_s"]
-    planned = plan_scenario(scenario.replaced(
-        strategy=scenario.strategy.replaced(name="sgd"), model=ModelConfig(name="resnet8"),
-        train=scenario.train.replaced(batch_size=32)))
+    planned = plan_scenario(
+        scenario.replaced(
+            strategy=scenario.strategy.replaced(name="sgd"),
+            model=ModelConfig(name="resnet8"),
+            train=scenario.train.replaced(batch_size=32),
+        )
+    )
     assert alone["equal_epoch_s"] == planned["predicted"]["epoch_s"] != alone["epoch_s"]
 
 
 def test_a_plan_says_whether_one_soc_is_quicker() -> None:
     def planned(model: str) -> dict[str, Any]:
-        return plan_scenario(parse_scenario({
-            "cluster": {"boards": 2, "socs_per_board": 4}, "model": {"name": model}, "train": {"batch_size": 16},
-            "strategy": {"name": "socflow", "groups": 2}}, name="x", question="", where="x.toml"))
+        return plan_scenario(
+            parse_scenario(
+                {
+                    "cluster": {"boards": 2, "socs_per_board": 4},
+                    "model": {"name": model},
+                    "train": {"batch_size": 16},
+                    "strategy": {"name": "socflow", "groups": 2},
+                },
+                name="x",
+                question="",
+                where="x.toml",
+            )
+        )
 
     small_model, large_model = planned("lenet5"), planned("vgg-small")
     for document in (small_model, large_model):
         step, own = document["predicted"]["step_s"], document["predicted"]["exchange_fraction"]
         assert 0.0 < own < 1.0 and step > 0.0
     assert small_model["one_soc"]["epoch_s"] < small_model["predicted"]["epoch_s"]
-    assert small_model["verdict"].startswith("one SoC is quicker: ") and "of a step. Use" in small_model["verdict"]
+    assert (
+        small_model["verdict"].startswith("one SoC is quicker: ")
+        and "of a step. Use" in small_model["verdict"]
+    )
     ratio = large_model["one_soc"]["epoch_s"] / large_model["predicted"]["epoch_s"]
-    assert ratio > 1.0 and large_model["verdict"].startswith(f"{human_ratio(ratio)} as fast as one SoC")
+    assert ratio > 1.0 and large_model["verdict"].startswith(
+        f"{human_ratio(ratio)} as fast as one SoC"
+    )
 
 
 def test_one_soc_is_compared_with_nothing() -> None:

@@ -25,7 +25,9 @@ def test_a_scenario_on_the_accelerator_has_the_weights_of_the_cpu() -> None:
         ours, expected = run_scenario(on("auto", small(name)), num_workers=0), small_result(name)
         assert ours["final_accuracy"] == expected["final_accuracy"]
         assert ours["virtual_s"] == expected["virtual_s"]
-        assert ours["trained_on"] == {"fake:0": [0, 1, 2, 3]} and expected["trained_on"] == {"cpu": [0, 1, 2, 3]}
+        assert ours["trained_on"] == {"fake:0": [0, 1, 2, 3]} and expected["trained_on"] == {
+            "cpu": [0, 1, 2, 3]
+        }
         assert ours["processors"][0]["trained"] == "fake:0"
     both = ran(on("auto", split(**EXACT, window=[[0.0, 0]])))
     assert both["trained_on"] == {"fake:0": [0]}
@@ -36,7 +38,9 @@ def test_scenarios_stay_on_the_cpu_unless_they_ask() -> None:
     assert trainer(small()).device == "cpu"  # type: ignore[attr-defined]
 
 
-def test_a_device_that_is_not_there_ends_a_command_in_one_line(socflower: Socflower, tmp_path: Path) -> None:
+def test_a_device_that_is_not_there_ends_a_command_in_one_line(
+    socflower: Socflower, tmp_path: Path
+) -> None:
     (tmp_path / "case.toml").write_text("[cluster]\nboards = [2]\n[strategy]\ngroups = 1\n")
     for command in ("run", "compare"):
         ended = socflower(command, "case.toml", "--set", "train.device=cuda")
@@ -44,7 +48,11 @@ def test_a_device_that_is_not_there_ends_a_command_in_one_line(socflower: Socflo
         assert "[train] device = 'cuda': torch" in ended.err and "use cpu, or auto" in ended.err
     for name in ("0", "'gpu 1'"):
         ended = socflower("run", "case.toml", "--set", f"train.device={name}")
-        assert ended.status == 2 and len(ended.err.splitlines()) == 1 and "[train] device = " in ended.err
+        assert (
+            ended.status == 2
+            and len(ended.err.splitlines()) == 1
+            and "[train] device = " in ended.err
+        )
 
 
 def test_integer_kernels_refuse_an_accelerator() -> None:

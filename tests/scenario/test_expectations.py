@@ -9,14 +9,25 @@ from socflower.scenario.expectations import check_expectations, require_known_cl
 from socflower.scenario.schema.file import parse_scenario
 
 RESULT: dict[str, Any] = {
-    "strategy": "socflow", "final_accuracy": 0.9, "virtual_s": 10.0, "energy_j": 50.0, "wall_s": 3.0,
-    "time_to_accuracy_s": 4.0, "bytes": {"intra_board": 1.0, "inter_board": 20.0, "hub": 300.0, "wan": 0.0},
+    "strategy": "socflow",
+    "final_accuracy": 0.9,
+    "virtual_s": 10.0,
+    "energy_j": 50.0,
+    "wall_s": 3.0,
+    "time_to_accuracy_s": 4.0,
+    "bytes": {"intra_board": 1.0, "inter_board": 20.0, "hub": 300.0, "wan": 0.0},
     "rounds": [{"events": []}, {"events": [{"kind": "no-reply", "text": "…"}] * 2}],
     "plan": {"contention": 2, "communication_groups": [[0], [1], [2]], "groups": [{}, {}, {}, {}]},
     "breakdown": {"soc_seconds": {"compute": 30.0, "idle": 10.0}},
 }
-OTHER: dict[str, Any] = {**RESULT, "strategy": "ring", "final_accuracy": 0.92, "virtual_s": 40.0, "energy_j": 100.0,
-                         "time_to_accuracy_s": 12.0}
+OTHER: dict[str, Any] = {
+    **RESULT,
+    "strategy": "ring",
+    "final_accuracy": 0.92,
+    "virtual_s": 40.0,
+    "energy_j": 100.0,
+    "time_to_accuracy_s": 12.0,
+}
 
 
 def check(claim: str, expected: float, *others: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -24,26 +35,48 @@ def check(claim: str, expected: float, *others: dict[str, Any], **changes: Any) 
     return outcome
 
 
-@pytest.mark.parametrize(("quantity", "observed"), [
-    ("accuracy", 0.9), ("virtual_s", 10.0), ("energy_j", 50.0), ("wall_s", 3.0), ("hub_bytes", 300.0),
-    ("inter_board_bytes", 20.0), ("events", 2.0), ("idle_fraction", 0.25), ("contention", 2),
-    ("communication_groups", 3), ("groups", 4),
-])
+@pytest.mark.parametrize(
+    ("quantity", "observed"),
+    [
+        ("accuracy", 0.9),
+        ("virtual_s", 10.0),
+        ("energy_j", 50.0),
+        ("wall_s", 3.0),
+        ("hub_bytes", 300.0),
+        ("inter_board_bytes", 20.0),
+        ("events", 2.0),
+        ("idle_fraction", 0.25),
+        ("contention", 2),
+        ("communication_groups", 3),
+        ("groups", 4),
+    ],
+)
 def test_both_bounds_of_each_quantity_of_a_run(quantity: str, observed: float) -> None:
     require_known_claims({f"min_{quantity}": 1, f"max_{quantity}": 1.5}, "case")
     for bound, slack in (("min", -0.1), ("max", 0.1)):
         claim = f"{bound}_{quantity}"
-        assert check(claim, observed) == {"name": claim, "expected": observed, "observed": observed, "holds": True}
+        assert check(claim, observed) == {
+            "name": claim,
+            "expected": observed,
+            "observed": observed,
+            "holds": True,
+        }
         assert check(claim, observed + slack)["holds"] is True
         assert check(claim, observed - slack)["holds"] is False
 
 
-@pytest.mark.parametrize(("quantity", "observed"), [
-    ("accuracy_gap_to_ring", 0.02), ("speedup_over_ring", 4.0), ("energy_gain_over_ring", 2.0),
-    ("time_to_accuracy_gain_over_ring", 3.0),
-])
+@pytest.mark.parametrize(
+    ("quantity", "observed"),
+    [
+        ("accuracy_gap_to_ring", 0.02),
+        ("speedup_over_ring", 4.0),
+        ("energy_gain_over_ring", 2.0),
+        ("time_to_accuracy_gain_over_ring", 3.0),
+    ],
+)
 def test_a_comparative_claim_is_checked_against_the_other_and_unknown_without_it(
-    quantity: str, observed: float,
+    quantity: str,
+    observed: float,
 ) -> None:
     require_known_claims({f"min_{quantity}": observed, f"max_{quantity}": observed}, "case")
     outcome = check(f"min_{quantity}", observed - 0.01, OTHER)
@@ -57,7 +90,11 @@ def test_a_comparative_claim_is_checked_against_the_other_and_unknown_without_it
 
 def test_what_was_never_reached_does_not_hold() -> None:
     assert check("min_time_to_accuracy_gain_over_ring", 1.0, OTHER, time_to_accuracy_s=None) == {
-        "name": "min_time_to_accuracy_gain_over_ring", "expected": 1.0, "observed": None, "holds": False}
+        "name": "min_time_to_accuracy_gain_over_ring",
+        "expected": 1.0,
+        "observed": None,
+        "holds": False,
+    }
     assert check("max_virtual_s", 10.0, virtual_s=None)["holds"] is False
     assert check("min_speedup_over_ring", 1.0, OTHER, virtual_s=0.0)["holds"] is False
 
@@ -73,11 +110,16 @@ def test_claims_come_back_in_the_order_of_the_file() -> None:
     assert check_expectations({}, RESULT) == []
 
 
-@pytest.mark.parametrize(("claim", "says"), [
-    ("min_acuracy", "did you mean 'min_accuracy'?"), ("max_speedup_over_rings", "'max_speedup_over_ring'?"),
-    ("min_speedup_over_magic", "unknown claim 'min_speedup_over_magic' (value 1)"), ("accuracy", "unknown claim"),
-    ("zzz", "claims begin with min_ or max_"),
-])
+@pytest.mark.parametrize(
+    ("claim", "says"),
+    [
+        ("min_acuracy", "did you mean 'min_accuracy'?"),
+        ("max_speedup_over_rings", "'max_speedup_over_ring'?"),
+        ("min_speedup_over_magic", "unknown claim 'min_speedup_over_magic' (value 1)"),
+        ("accuracy", "unknown claim"),
+        ("zzz", "claims begin with min_ or max_"),
+    ],
+)
 def test_an_unknown_claim_is_named(claim: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         require_known_claims({claim: 1}, "case")

@@ -26,7 +26,12 @@ from socflower.scenario.planning import plan_scenario
 from socflower.scenario.prepared_run import prepare
 from socflower.scenario.runner import run_scenario
 from socflower.scenario.schema.config import Scenario
-from socflower.scenario.schema.file import from_document, load_scenario, scenario_cluster, to_document
+from socflower.scenario.schema.file import (
+    from_document,
+    load_scenario,
+    scenario_cluster,
+    to_document,
+)
 from socflower.scenario.tuning import parse_tuning
 from socflower.scenario.workload import image_shape, initial_model, scenario_data
 from socflower.user_code import forgotten_modules
@@ -156,13 +161,16 @@ def own(tmp_path: Path) -> Iterator[str]:
 
 def write(folder: Path, module: str, *, model: str = "", data: str = "", more: str = "") -> Path:
     """Write a scenario with functions of the module, each with arguments, as in `lenet seed=1`."""
-    text = "[cluster]\nboards = 2\nsocs_per_board = 2\n[train]\nepochs = 1\nbatch_size = 32\nlearning_rate = 0.05\n" \
-           "[strategy]\ngroups = 2\nsync_interval_epochs = 0.5\n"
+    text = (
+        "[cluster]\nboards = 2\nsocs_per_board = 2\n[train]\nepochs = 1\nbatch_size = 32\nlearning_rate = 0.05\n"
+        "[strategy]\ngroups = 2\nsync_interval_epochs = 0.5\n"
+    )
     for table, call in (("model", model), ("data", data)):
         if call:
             function, *arguments = call.split()
             text += f'[{table}]\nfactory = "{module}:{function}"\n' + "".join(
-                f"arguments.{each}\n" for each in arguments)
+                f"arguments.{each}\n" for each in arguments
+            )
     path = folder / "mine.toml"
     path.write_text(text + more, "utf-8")
     return path
@@ -172,12 +180,18 @@ def load(folder: Path, module: str, overrides: tuple[str, ...] = (), **tables: s
     return load_scenario(write(folder, module, **tables), overrides)
 
 
-@pytest.mark.parametrize("arithmetic", ["fp32", "int8", pytest.param("mixed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "arithmetic", ["fp32", "int8", pytest.param("mixed", marks=pytest.mark.slow)]
+)
 def test_functions_that_return_the_registrys_model_and_data_train_the_registrys_weights(
-    arithmetic: str, own: str, tmp_path: Path,
+    arithmetic: str,
+    own: str,
+    tmp_path: Path,
 ) -> None:
     override = (f"precision.arithmetic={arithmetic}",)
-    ours = run_scenario(load(tmp_path, own, override, model="lenet seed=1", data="digits"), num_workers=0)
+    ours = run_scenario(
+        load(tmp_path, own, override, model="lenet seed=1", data="digits"), num_workers=0
+    )
     theirs = run_scenario(load(tmp_path, own, override), num_workers=0)
     assert ours["virtual_s"] == theirs["virtual_s"]
     if arithmetic == "int8":
@@ -186,11 +200,14 @@ def test_functions_that_return_the_registrys_model_and_data_train_the_registrys_
     assert ours["rounds"][0]["loss"] == pytest.approx(theirs["rounds"][0]["loss"], rel=1e-3)
 
 
-def test_equal_seeds_give_equal_weights_and_leave_the_generators_as_they_were(own: str, tmp_path: Path) -> None:
+def test_equal_seeds_give_equal_weights_and_leave_the_generators_as_they_were(
+    own: str, tmp_path: Path
+) -> None:
     scenario = load(tmp_path, own, model="drawn")
     torch.manual_seed(5), np.random.seed(5), random.seed(5)
-    first, again, other = (initial_model(each).state_dict() for each in (
-        scenario, scenario, scenario.replaced(seed=2)))
+    first, again, other = (
+        initial_model(each).state_dict() for each in (scenario, scenario, scenario.replaced(seed=2))
+    )
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not any(torch.equal(first[name], other[name]) for name in first)
     drawn = torch.rand(1), np.random.rand(), random.random()
@@ -199,9 +216,16 @@ def test_equal_seeds_give_equal_weights_and_leave_the_generators_as_they_were(ow
 
 
 @pytest.mark.parametrize("partition", ["iid", "dirichlet"])
-def test_any_dataset_trains_and_is_planned_with_its_own_length(own: str, tmp_path: Path, partition: str) -> None:
-    scenario = load(tmp_path, own, (f"data.partition={partition}", "train.batch_size=8", "train.learning_rate=0.5"),
-                    model="drawn num_classes=2", data="points noise=0.0")
+def test_any_dataset_trains_and_is_planned_with_its_own_length(
+    own: str, tmp_path: Path, partition: str
+) -> None:
+    scenario = load(
+        tmp_path,
+        own,
+        (f"data.partition={partition}", "train.batch_size=8", "train.learning_rate=0.5"),
+        model="drawn num_classes=2",
+        data="points noise=0.0",
+    )
     first, second = (run_scenario(scenario, num_workers=0) for _ in range(2))
     assert first["weights_sha256"] == second["weights_sha256"]
     assert (first["final_accuracy"] or 0) > 0.6
@@ -212,7 +236,11 @@ def test_any_dataset_trains_and_is_planned_with_its_own_length(own: str, tmp_pat
 @pytest.mark.parametrize(("model", "data"), [("tokens", "ids"), ("Answering", "in_dicts")])
 @pytest.mark.parametrize("strategy", ["fedavg", "ring"])
 def test_token_ids_and_dicts_are_planned_and_train_under_other_strategies(
-    strategy: str, model: str, data: str, own: str, tmp_path: Path,
+    strategy: str,
+    model: str,
+    data: str,
+    own: str,
+    tmp_path: Path,
 ) -> None:
     scenario = load(tmp_path, own, (f"strategy.name={strategy}",), model=model, data=data)
     prepare(scenario)
@@ -221,35 +249,70 @@ def test_token_ids_and_dicts_are_planned_and_train_under_other_strategies(
 
 
 def test_groups_auto_and_training_with_a_cloud_take_functions(own: str, tmp_path: Path) -> None:
-    auto = load(tmp_path, own, ('strategy.groups="auto"',), model="drawn num_classes=2", data="points")
+    auto = load(
+        tmp_path, own, ('strategy.groups="auto"',), model="drawn num_classes=2", data="points"
+    )
     assert run_scenario(auto, num_workers=0)["warm_up"]["num_groups"] >= 1
-    split = load(tmp_path, own, ("strategy.name=split-replay", "strategy.socs=1", "strategy.groups=auto",
-                                 "strategy.sync_interval_epochs=decay", "train.batch_size=200"),
-                 model="lenet seed=1", data="digits")
+    split = load(
+        tmp_path,
+        own,
+        (
+            "strategy.name=split-replay",
+            "strategy.socs=1",
+            "strategy.groups=auto",
+            "strategy.sync_interval_epochs=decay",
+            "train.batch_size=200",
+        ),
+        model="lenet seed=1",
+        data="digits",
+    )
     assert run_scenario(split, num_workers=0)["split"]["num_edges"] == 1
 
 
-@pytest.mark.parametrize(("tables", "line"), [
-    ({"model": "nothing"}, r"\[model\] factory = 'own_\w+:nothing' cannot be loaded: module .* has no attribute"),
-    ({"model": "raises"}, r"\[model\] factory = 'own_\w+:raises' failed: ZeroDivisionError: .* \(own_\w+.py, line"),
-    ({"model": "exits"}, "failed: SystemExit: 3"),
-    ({"model": "a_number"}, "is a int, not a function"),
-    ({"model": "a_list"}, "returned a list, not a torch.nn.Module"),
-    ({"model": "lenet"}, r"failed: TypeError: lenet\(\) missing 1 required positional argument: 'seed'$"),
-    ({"model": "frozen", "data": "points"}, "has all of its parameters frozen"),
-    ({"model": "too_wide", "data": "points"}, "cannot evaluate the test data of own_.*mat1 and mat2 shapes"),
-    ({"model": "one_output", "data": "points"}, "cannot evaluate the test data of own_"),
-    ({"data": "a_list"}, r"returned list of int, int, int; return \(train, test\)"),
-    ({"data": "an_empty_one"}, "there is no training sample"),
-    ({"data": "a_stream"}, "training data: .* cannot be read by number"),
-    ({"data": "points"}, "takes square images of a known number of classes"),
-    ({"model": "drawn", "data": "unreadable"}, "cannot evaluate the test data of own_"),
-    ({"model": "tokens", "data": "ids", "more": "[precision]\narithmetic = 'int8'\n"},
-     r"inputs are int64 of shape \(5,\), and \[precision\] arithmetic = 'int8' takes images"),
-    ({"model": "lenet seed=1", "more": "name = 'vgg11'\n"}, "'vgg11' is that of a built-in, and factory = 'own_"),
-])
+@pytest.mark.parametrize(
+    ("tables", "line"),
+    [
+        (
+            {"model": "nothing"},
+            r"\[model\] factory = 'own_\w+:nothing' cannot be loaded: module .* has no attribute",
+        ),
+        (
+            {"model": "raises"},
+            r"\[model\] factory = 'own_\w+:raises' failed: ZeroDivisionError: .* \(own_\w+.py, line",
+        ),
+        ({"model": "exits"}, "failed: SystemExit: 3"),
+        ({"model": "a_number"}, "is a int, not a function"),
+        ({"model": "a_list"}, "returned a list, not a torch.nn.Module"),
+        (
+            {"model": "lenet"},
+            r"failed: TypeError: lenet\(\) missing 1 required positional argument: 'seed'$",
+        ),
+        ({"model": "frozen", "data": "points"}, "has all of its parameters frozen"),
+        (
+            {"model": "too_wide", "data": "points"},
+            "cannot evaluate the test data of own_.*mat1 and mat2 shapes",
+        ),
+        ({"model": "one_output", "data": "points"}, "cannot evaluate the test data of own_"),
+        ({"data": "a_list"}, r"returned list of int, int, int; return \(train, test\)"),
+        ({"data": "an_empty_one"}, "there is no training sample"),
+        ({"data": "a_stream"}, "training data: .* cannot be read by number"),
+        ({"data": "points"}, "takes square images of a known number of classes"),
+        ({"model": "drawn", "data": "unreadable"}, "cannot evaluate the test data of own_"),
+        (
+            {"model": "tokens", "data": "ids", "more": "[precision]\narithmetic = 'int8'\n"},
+            r"inputs are int64 of shape \(5,\), and \[precision\] arithmetic = 'int8' takes images",
+        ),
+        (
+            {"model": "lenet seed=1", "more": "name = 'vgg11'\n"},
+            "'vgg11' is that of a built-in, and factory = 'own_",
+        ),
+    ],
+)
 def test_what_a_function_returns_wrong_is_one_line_before_training(
-    tables: dict[str, str], line: str, own: str, tmp_path: Path,
+    tables: dict[str, str],
+    line: str,
+    own: str,
+    tmp_path: Path,
 ) -> None:
     with pytest.raises(ConfigError, match=line) as caught:
         prepare(load(tmp_path, own, **tables))
@@ -257,29 +320,40 @@ def test_what_a_function_returns_wrong_is_one_line_before_training(
 
 
 def test_label_skew_needs_the_classes(own: str, tmp_path: Path) -> None:
-    scenario = load(tmp_path, own, ("data.partition=dirichlet",), model="drawn", data="without_targets")
-    with pytest.raises(ConfigError, match=r"needs each sample's class: give the Dataset of own_.* a list"):
+    scenario = load(
+        tmp_path, own, ("data.partition=dirichlet",), model="drawn", data="without_targets"
+    )
+    with pytest.raises(
+        ConfigError, match=r"needs each sample's class: give the Dataset of own_.* a list"
+    ):
         prepare(scenario)
 
 
-@pytest.mark.parametrize(("table", "line"), [
-    ('factory = "models"', 'factory = \'models\': write "package.module:function"'),
-    ('factory = "my-models:make"', 'write "package.module:function"'),
-    ("arguments.width = 3", "are those of a factory, and none is named"),
-    ("factory = 3", r"\[model\] factory = 3 must be a text"),
-    ('factory = "a:b"\narguments = 3', r"arguments\] must be a table, got 3"),
-])
-def test_a_factory_is_written_as_a_module_and_a_function(table: str, line: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("table", "line"),
+    [
+        ('factory = "models"', "factory = 'models': write \"package.module:function\""),
+        ('factory = "my-models:make"', 'write "package.module:function"'),
+        ("arguments.width = 3", "are those of a factory, and none is named"),
+        ("factory = 3", r"\[model\] factory = 3 must be a text"),
+        ('factory = "a:b"\narguments = 3', r"arguments\] must be a table, got 3"),
+    ],
+)
+def test_a_factory_is_written_as_a_module_and_a_function(
+    table: str, line: str, tmp_path: Path
+) -> None:
     (tmp_path / "mine.toml").write_text(f"[model]\n{table}\n", "utf-8")
     with pytest.raises(ConfigError, match=line):
         load_scenario(tmp_path / "mine.toml")
 
 
 def test_a_module_that_cannot_be_imported_is_one_line(tmp_path: Path) -> None:
-    for name, text, line in (("not_there", None, "No module named 'not_there'; it is looked for in"),
-                             ("own_broken", "def make(:\n", "cannot be loaded: SyntaxError: "),
-                             ("own_needs", "import no_such_package\n", "No module named 'no_such_package'"),
-                             ("random", "def make(): ...\n", "module 'random' is .* already, not .*random.py; rename")):
+    for name, text, line in (
+        ("not_there", None, "No module named 'not_there'; it is looked for in"),
+        ("own_broken", "def make(:\n", "cannot be loaded: SyntaxError: "),
+        ("own_needs", "import no_such_package\n", "No module named 'no_such_package'"),
+        ("random", "def make(): ...\n", "module 'random' is .* already, not .*random.py; rename"),
+    ):
         if text is not None:
             (tmp_path / f"{name}.py").write_text(text, "utf-8")
         attribute = "random" if name == "random" else "make"
@@ -288,30 +362,41 @@ def test_a_module_that_cannot_be_imported_is_one_line(tmp_path: Path) -> None:
             prepare(load_scenario(tmp_path / "mine.toml"))
 
 
-def test_a_result_of_other_code_is_another_run_and_one_in_another_folder_the_same(own: str, tmp_path: Path) -> None:
+def test_a_result_of_other_code_is_another_run_and_one_in_another_folder_the_same(
+    own: str, tmp_path: Path
+) -> None:
     before = to_document(load(tmp_path, own, model="drawn", data="points"))
     assert from_document(before) == load(tmp_path, own, model="drawn", data="points")
     moved = tmp_path / "moved"
     moved.mkdir()
     for file in tmp_path.glob("*.py"):
         (moved / file.name).write_bytes(file.read_bytes())
-    assert training_keys(to_document(load(moved, own, model="drawn", data="points"))) == training_keys(before)
+    assert training_keys(
+        to_document(load(moved, own, model="drawn", data="points"))
+    ) == training_keys(before)
     (tmp_path / f"helper_{own}.py").write_text("number = 2\n", "utf-8")  # which the module imports
     after = to_document(load(tmp_path, own, model="drawn", data="points"))
     changed = difference(training_keys(before), training_keys(after))
     assert changed is not None and changed[0] == "code"
 
 
-def test_a_bundle_for_other_machines_has_the_code_and_reads_it_there(own: str, tmp_path: Path) -> None:
+def test_a_bundle_for_other_machines_has_the_code_and_reads_it_there(
+    own: str, tmp_path: Path
+) -> None:
     scenario = load(tmp_path, own, model="drawn", data="points")
     bundle = tmp_path / "bundle"
     app_in_bundle(scenario).write(bundle, {})
-    assert sorted(file.name for file in (bundle / "code").iterdir()) == [f"helper_{own}.py", f"{own}.py"]
+    assert sorted(file.name for file in (bundle / "code").iterdir()) == [
+        f"helper_{own}.py",
+        f"{own}.py",
+    ]
     with forgotten_modules(bundle):
         there = from_document(bundled_document(bundle))
         assert there.folder == str(bundle / "code")
         assert len(scenario_data(there).train) == 64
-        assert torch.equal(initial_model(there).state_dict()["weight"], initial_model(there).state_dict()["weight"])
+        assert torch.equal(
+            initial_model(there).state_dict()["weight"], initial_model(there).state_dict()["weight"]
+        )
 
 
 def test_what_is_random_in_a_sample_is_that_of_its_number_in_the_whole_set() -> None:
@@ -328,7 +413,9 @@ def test_what_is_random_in_a_sample_is_that_of_its_number_in_the_whole_set() -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["simulation", "deployment"])
-def test_functions_are_called_in_the_processes_of_the_other_engines(engine: str, own: str, tmp_path: Path) -> None:
+def test_functions_are_called_in_the_processes_of_the_other_engines(
+    engine: str, own: str, tmp_path: Path
+) -> None:
     """On a deployment the ring sums in another order."""
     scenario = load(tmp_path, own, model="drawn num_classes=2", data="points")
     there, here = run_scenario(scenario, engine), run_scenario(scenario, num_workers=1)
@@ -338,28 +425,52 @@ def test_functions_are_called_in_the_processes_of_the_other_engines(engine: str,
         assert there["weights_sha256"] == here["weights_sha256"]
 
 
-def test_a_plan_prices_batches_of_dicts_and_exchanges_only_what_trains(own: str, tmp_path: Path) -> None:
-    whole, frozen = (plan_scenario(load(tmp_path, own, model=f"reader trained={trained}", data="dicts"))
-                     for trained in ("true", "false"))
+def test_a_plan_prices_batches_of_dicts_and_exchanges_only_what_trains(
+    own: str, tmp_path: Path
+) -> None:
+    whole, frozen = (
+        plan_scenario(load(tmp_path, own, model=f"reader trained={trained}", data="dicts"))
+        for trained in ("true", "false")
+    )
     base_bytes, head_bytes = 4 * (20 * 32 + 32 * 64 + 64), 4 * (2 * 64 + 2)
     forward = 2 * (5 * 32 * 64 + 64 * 2)
-    assert whole["model"]["weight_bytes"] == frozen["model"]["weight_bytes"] == base_bytes + head_bytes
-    assert (whole["model"]["trained_bytes"], frozen["model"]["trained_bytes"]) == (base_bytes + head_bytes, head_bytes)
-    assert (whole["model"]["training_flops"], frozen["model"]["training_flops"]) == (3 * forward, forward + 2 * 64 * 2)
+    assert (
+        whole["model"]["weight_bytes"] == frozen["model"]["weight_bytes"] == base_bytes + head_bytes
+    )
+    assert (whole["model"]["trained_bytes"], frozen["model"]["trained_bytes"]) == (
+        base_bytes + head_bytes,
+        head_bytes,
+    )
+    assert (whole["model"]["training_flops"], frozen["model"]["training_flops"]) == (
+        3 * forward,
+        forward + 2 * 64 * 2,
+    )
     assert frozen["predicted"]["sync_s"] < whole["predicted"]["sync_s"]
     assert frozen["predicted"]["memory_bytes"] < whole["predicted"]["memory_bytes"]
-    adam = load(tmp_path, own, ("train.optimizer=adam",), model="reader trained=false", data="dicts")
-    assert plan_scenario(adam)["predicted"]["memory_bytes"] == frozen["predicted"]["memory_bytes"] + head_bytes
-    assert any("reads values: its operations are those of a pass on the CPU" in note for note in whole["notes"])
+    adam = load(
+        tmp_path, own, ("train.optimizer=adam",), model="reader trained=false", data="dicts"
+    )
+    assert (
+        plan_scenario(adam)["predicted"]["memory_bytes"]
+        == frozen["predicted"]["memory_bytes"] + head_bytes
+    )
+    assert any(
+        "reads values: its operations are those of a pass on the CPU" in note
+        for note in whole["notes"]
+    )
     console = Console(width=200, record=True, file=StringIO())
     print_plan(console, scenario_cluster(adam), {**frozen, "heat": None})
     assert "; of 11.5 kB of weights 520 B train and are exchanged" in console.export_text()
 
 
 def test_a_model_without_accuracy_is_run_compared_and_searched_by_its_loss(
-    own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    own: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(runner, "write_report", lambda path, *_, **__: path.write_text("page"))  # that of each run
+    monkeypatch.setattr(
+        runner, "write_report", lambda path, *_, **__: path.write_text("page")
+    )  # that of each run
     path = write(tmp_path, own, model="Writer", data="texts", more="[expect]\nmax_loss = 3.2\n")
     scenario = load_scenario(path, ("train.learning_rate=0.5",))
     result = run_scenario(scenario, num_workers=0)
@@ -369,15 +480,28 @@ def test_a_model_without_accuracy_is_run_compared_and_searched_by_its_loss(
     assert [entry["accuracy"] for entry in result["rounds"]] == [None] * len(result["rounds"])
     assert result["rounds"][0]["loss"] == pytest.approx(untrained)
     assert result["final_loss"] == result["rounds"][-1]["loss"] < untrained
-    assert result["expectations"][0]["holds"] and result["expectations"][0]["observed"] == result["final_loss"]
+    assert (
+        result["expectations"][0]["holds"]
+        and result["expectations"][0]["observed"] == result["final_loss"]
+    )
 
-    document = compare(scenario, ["socflow", "sgd"], tmp_path / "out", num_workers=0, seeds=(1, 2),
-                       tuning=parse_tuning(["learning_rate=0.001,0.5"]))
+    document = compare(
+        scenario,
+        ["socflow", "sgd"],
+        tmp_path / "out",
+        num_workers=0,
+        seeds=(1, 2),
+        tuning=parse_tuning(["learning_rate=0.001,0.5"]),
+    )
     assert {name: each["chosen"] for name, each in document["tuning"]["strategies"].items()} == {
-        "socflow": 0.5, "sgd": 0.5}
+        "socflow": 0.5,
+        "sgd": 0.5,
+    }
     worst = max(row["final_loss"] for row in document["rows"])
     assert document["quality"] == "loss" and document["target_loss"] == pytest.approx(1.01 * worst)
-    assert all(row["time_to_loss_s"] > 0 and row["final_accuracy"] is None for row in document["rows"])
+    assert all(
+        row["time_to_loss_s"] > 0 and row["final_accuracy"] is None for row in document["rows"]
+    )
     assert " loss " in document["headline"]
     console = Console(width=80, record=True, file=StringIO())
     print_comparison(console, scenario, document, Path("out"))
@@ -385,45 +509,86 @@ def test_a_model_without_accuracy_is_run_compared_and_searched_by_its_loss(
 
 
 def test_groups_auto_compares_losses_and_a_target_of_loss_judges_models_with_accuracy(
-    own: str, tmp_path: Path,
+    own: str,
+    tmp_path: Path,
 ) -> None:
-    auto = load(tmp_path, own, ("strategy.groups=auto", "train.learning_rate=0.5"), model="Writer", data="texts")
+    auto = load(
+        tmp_path,
+        own,
+        ("strategy.groups=auto", "train.learning_rate=0.5"),
+        model="Writer",
+        data="texts",
+    )
     tried = run_scenario(auto, num_workers=0)["warm_up"]["first_epoch_accuracy"]
     assert all(0.0 < likelihood < 1.0 for likelihood in tried.values()) and len(tried) > 1
-    timed = load(tmp_path, own, ("compare.target_loss=0.69",), model="drawn num_classes=2", data="points")
+    timed = load(
+        tmp_path, own, ("compare.target_loss=0.69",), model="drawn num_classes=2", data="points"
+    )
     result = run_scenario(timed, num_workers=0)
-    assert result["quality"] == "loss" and result["target_loss"] == 0.69 and result["final_accuracy"] > 0
-    assert (result["time_to_loss_s"] is not None) == (min(entry["loss"] for entry in result["rounds"]) <= 0.69)
+    assert (
+        result["quality"] == "loss"
+        and result["target_loss"] == 0.69
+        and result["final_accuracy"] > 0
+    )
+    assert (result["time_to_loss_s"] is not None) == (
+        min(entry["loss"] for entry in result["rounds"]) <= 0.69
+    )
 
 
 @pytest.mark.parametrize("strategy", ["socflow", "fedavg"])
 def test_frozen_parameters_stay_at_the_nodes_and_are_in_the_saved_model(
-    strategy: str, own: str, tmp_path: Path,
+    strategy: str,
+    own: str,
+    tmp_path: Path,
 ) -> None:
-    scenario = load(tmp_path, own, (f"strategy.name={strategy}",), model="reader trained=false", data="dicts")
+    scenario = load(
+        tmp_path, own, (f"strategy.name={strategy}",), model="reader trained=false", data="dicts"
+    )
     result = run_scenario(scenario, num_workers=0, model_to=tmp_path / "model.npz")
     saved, first = np.load(tmp_path / "model.npz"), initial_model(scenario).state_dict()
-    assert {name for name in first if not np.array_equal(saved[name], first[name])} == {"head.weight", "head.bias"}
+    assert {name for name in first if not np.array_equal(saved[name], first[name])} == {
+        "head.weight",
+        "head.bias",
+    }
     assert result["final_accuracy"] is not None and result["final_loss"] > 0
     if strategy == "fedavg":  # the grid prices the arrays of real messages
-        whole = run_scenario(scenario.replaced(model=scenario.model.replaced(arguments={})), num_workers=0)
+        whole = run_scenario(
+            scenario.replaced(model=scenario.model.replaced(arguments={})), num_workers=0
+        )
         stayed = sum(value.nbytes for name, value in first.items() if name.startswith("base"))
         num_messages = 2 * 4  # there and back, of four nodes, in a round
-        assert whole["bytes"]["hub"] - result["bytes"]["hub"] == pytest.approx(num_messages * stayed, rel=0.1)
+        assert whole["bytes"]["hub"] - result["bytes"]["hub"] == pytest.approx(
+            num_messages * stayed, rel=0.1
+        )
 
 
 def test_a_base_that_differs_among_nodes_is_refused_by_its_digest(own: str, tmp_path: Path) -> None:
     scenario = load(tmp_path, own, model="elsewhere", data="dicts")
-    with pytest.raises(TrainingFailed, match="the frozen parameters of this node are not the server's"):
+    with pytest.raises(
+        TrainingFailed, match="the frozen parameters of this node are not the server's"
+    ):
         run_scenario(scenario, num_workers=0)
 
 
-@pytest.mark.parametrize(("line", "says"), [
-    ("compare.target_accuracy=0.5", r"\[compare\] target_accuracy = 0.5: .* a loss and no accuracy; write target_loss"),
-    ("expect.min_accuracy=0.5", r"\[expect\] min_accuracy: .* gives a loss and no accuracy; write max_loss"),
-    ("expect.max_accuracy_gap_to_sgd=0.5", "no accuracy; write max_loss_gap_to_sgd")])
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (
+            "compare.target_accuracy=0.5",
+            r"\[compare\] target_accuracy = 0.5: .* a loss and no accuracy; write target_loss",
+        ),
+        (
+            "expect.min_accuracy=0.5",
+            r"\[expect\] min_accuracy: .* gives a loss and no accuracy; write max_loss",
+        ),
+        ("expect.max_accuracy_gap_to_sgd=0.5", "no accuracy; write max_loss_gap_to_sgd"),
+    ],
+)
 def test_an_accuracy_that_a_model_lacks_is_refused_before_training(
-    line: str, says: str, own: str, tmp_path: Path,
+    line: str,
+    says: str,
+    own: str,
+    tmp_path: Path,
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         prepare(load(tmp_path, own, (line,), model="Writer", data="texts"))
@@ -431,5 +596,7 @@ def test_an_accuracy_that_a_model_lacks_is_refused_before_training(
 
 def test_int8_takes_no_dicts(own: str, tmp_path: Path) -> None:
     scenario = load(tmp_path, own, ("precision.arithmetic=int8",), model="reader", data="dicts")
-    with pytest.raises(ConfigError, match=r"inputs are a dict of ids, labels, and \[precision\] .* takes images"):
+    with pytest.raises(
+        ConfigError, match=r"inputs are a dict of ids, labels, and \[precision\] .* takes images"
+    ):
         image_shape(scenario)

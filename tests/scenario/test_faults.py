@@ -53,23 +53,43 @@ def trained_by_hand(scenario: Scenario, group_id: int, num_groups: int) -> tuple
     group = plan_groups(scenario_cluster(scenario), num_groups).groups[group_id]
     num_steps = group_steps_per_epoch(len(data), num_groups, settings.batch_size)
     task = GroupTask(
-        group_id=group_id, num_groups=num_groups, members=group.members, leader=group.leader, partitions=group.members,
-        num_partitions=6, capacities=(1.0,) * len(group.members), first_step=0, num_steps=num_steps,
-        steps_per_epoch=num_steps, total_steps=num_steps, batch_size=settings.batch_size, reshuffle=True, deal_epoch=0,
-        seed=scenario.seed, num_samples=len(data))
-    trainer = FP32Trainer(optimizer=sgd(settings.learning_rate, scenario.momentum), scheduler=cosine_annealing,
-                          channels_last=True)
+        group_id=group_id,
+        num_groups=num_groups,
+        members=group.members,
+        leader=group.leader,
+        partitions=group.members,
+        num_partitions=6,
+        capacities=(1.0,) * len(group.members),
+        first_step=0,
+        num_steps=num_steps,
+        steps_per_epoch=num_steps,
+        total_steps=num_steps,
+        batch_size=settings.batch_size,
+        reshuffle=True,
+        deal_epoch=0,
+        seed=scenario.seed,
+        num_samples=len(data),
+    )
+    trainer = FP32Trainer(
+        optimizer=sgd(settings.learning_rate, scenario.momentum),
+        scheduler=cosine_annealing,
+        channels_last=True,
+    )
     model, num_threads = initial_model(scenario), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         num_samples = train_group(model, data, task, trainer).num_samples
     finally:
         torch.set_num_threads(num_threads)
-    return ArrayRecord({name: tensor.contiguous() for name, tensor in model.state_dict().items()}), num_samples
+    return ArrayRecord(
+        {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    ), num_samples
 
 
 def test_a_group_that_answers_nan_is_left_out_of_the_average_and_reported_once() -> None:
-    scenario = small(boards=(2, 2, 2), groups=3, interval=1.0, leaders="star", events=(event("nan", soc=3),))
+    scenario = small(
+        boards=(2, 2, 2), groups=3, interval=1.0, leaders="star", events=(event("nan", soc=3),)
+    )
     result = run_scenario(scenario, num_workers=0)
     assert list(events_by_round(result)) == [1]
     (report,) = events_by_round(result)[1]
@@ -77,7 +97,9 @@ def test_a_group_that_answers_nan_is_left_out_of_the_average_and_reported_once()
     # SoC 3 is a member; its leader, SoC 2, speaks for the group.
     assert all(part in report["text"] for part in ("group 1", "SoC 2", "0.weight", "NaN"))
     others = [trained_by_hand(scenario, group_id, 3) for group_id in (0, 2)]
-    expected = aggregate_records([arrays for arrays, _ in others], [float(samples) for _, samples in others])
+    expected = aggregate_records(
+        [arrays for arrays, _ in others], [float(samples) for _, samples in others]
+    )
     assert result["weights_sha256"] == weights_sha256(expected)
     assert result["final_accuracy"] > 0.3
 
@@ -86,15 +108,21 @@ def test_without_the_fault_the_average_is_of_all_groups() -> None:
     """The reference of the test above is a reference."""
     scenario = small(boards=(2, 2, 2), groups=3, interval=1.0, leaders="star")
     parts = [trained_by_hand(scenario, group_id, 3) for group_id in range(3)]
-    expected = aggregate_records([arrays for arrays, _ in parts], [float(samples) for _, samples in parts])
+    expected = aggregate_records(
+        [arrays for arrays, _ in parts], [float(samples) for _, samples in parts]
+    )
     assert run_scenario(scenario, num_workers=0)["weights_sha256"] == weights_sha256(expected)
 
 
 def test_a_group_that_was_dropped_is_back_in_the_next_round() -> None:
-    result = run_scenario(small(interval=0.25, events=(event("nan", 0, 2), event("nan", 2, 3))), num_workers=0)
+    result = run_scenario(
+        small(interval=0.25, events=(event("nan", 0, 2), event("nan", 2, 3))), num_workers=0
+    )
     reports = events_by_round(result)
-    assert {number: [report["text"].partition(":")[0] for report in found] for number, found in reports.items()} == {
-        2: ["group 0, SoC 0 (node 1000)"], 3: ["group 1, SoC 2 (node 1002)"]}
+    assert {
+        number: [report["text"].partition(":")[0] for report in found]
+        for number, found in reports.items()
+    } == {2: ["group 0, SoC 0 (node 1000)"], 3: ["group 1, SoC 2 (node 1002)"]}
 
 
 def test_if_all_groups_answer_nan_the_run_fails_with_the_first_cause(tmp_path: Path) -> None:
@@ -110,7 +138,9 @@ def test_training_that_diverges_everywhere_fails_with_advice(tmp_path: Path) -> 
 
 def test_a_client_that_raises_ends_the_run_with_its_words(tmp_path: Path) -> None:
     text = failure(small(events=(event("raise", soc=3, server_round=2),)), tmp_path / "out")
-    assert all(part in text for part in ("group 1", "SoC 2", "RuntimeError", "fault on purpose in round 2"))
+    assert all(
+        part in text for part in ("group 1", "SoC 2", "RuntimeError", "fault on purpose in round 2")
+    )
 
 
 def test_a_client_that_raises_is_dropped_and_reported_where_that_is_tolerated() -> None:
@@ -129,23 +159,30 @@ def test_what_would_take_this_process_with_it_needs_workers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_event_for_a_soc_that_does_not_exist_is_refused(num_workers: int, tmp_path: Path) -> None:
+def test_an_event_for_a_soc_that_does_not_exist_is_refused(
+    num_workers: int, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=r"soc = 4, but SoCs are 0 to 3"):
-        run_to_folder(small(events=(event("nan", soc=4),)), tmp_path / "out", num_workers=num_workers)
+        run_to_folder(
+            small(events=(event("nan", soc=4),)), tmp_path / "out", num_workers=num_workers
+        )
     assert not (tmp_path / "out").exists()
 
 
 def test_fedavg_reports_what_flower_leaves_out_without_a_word() -> None:
     result = run_scenario(small("fedavg", events=(event("raise", soc=3),)), num_workers=0)
-    assert [(report["kind"], report["text"].partition(":")[0]) for report in events_by_round(result)[1]] == [
-        ("client-raised", "SoC 3 (node 1003)")]
+    assert [
+        (report["kind"], report["text"].partition(":")[0]) for report in events_by_round(result)[1]
+    ] == [("client-raised", "SoC 3 (node 1003)")]
     assert result["weights_sha256"] != small_result("fedavg")["weights_sha256"]
 
 
 def test_fedavg_of_clients_that_all_raise_fails(tmp_path: Path) -> None:
     scenario = small("fedavg", events=tuple(event("raise", soc) for soc in range(4)))
     text = failure(scenario, tmp_path / "out")
-    assert text.startswith("no client sent a usable model; first cause: SoC 0 (node 1000): the client raised ")
+    assert text.startswith(
+        "no client sent a usable model; first cause: SoC 0 (node 1000): the client raised "
+    )
 
 
 def test_fedavg_never_averages_nan_in() -> None:
@@ -156,8 +193,10 @@ def test_fedavg_never_averages_nan_in() -> None:
 
 def test_events_strike_the_training_and_not_the_warm_up_that_chooses_the_groups() -> None:
     scenario = small("socflow", events=(event("nan", soc=0),))
-    auto = scenario.replaced(strategy=scenario.strategy.replaced(groups="auto"),
-                             train=scenario.train.replaced(batch_size=16))
+    auto = scenario.replaced(
+        strategy=scenario.strategy.replaced(groups="auto"),
+        train=scenario.train.replaced(batch_size=16),
+    )
     result = run_scenario(auto, num_workers=0)
     assert result["warm_up"]["num_groups"] >= 2
     assert [report["kind"] for report in events_by_round(result)[1]] == ["not-finite"]
@@ -167,12 +206,20 @@ def test_events_strike_the_training_and_not_the_warm_up_that_chooses_the_groups(
 def test_an_event_that_could_never_strike_is_refused(strategy: str) -> None:
     with pytest.raises(ConfigError, match=r"\[\[event\]\] round = 99, but the run has \d rounds"):
         run_scenario(small(strategy, events=(event("nan", soc=0, server_round=99),)), num_workers=0)
-    with pytest.raises(ConfigError, match=r"\[\[event\]\] soc = 3 takes no part in the run; those that do: 0, 1"):
+    with pytest.raises(
+        ConfigError, match=r"\[\[event\]\] soc = 3 takes no part in the run; those that do: 0, 1"
+    ):
         run_scenario(small(strategy, socs=2, events=(event("nan", soc=3),)), num_workers=0)
 
 
 @pytest.mark.parametrize("num_nodes", [3, 5])
-def test_fedavg_on_more_or_fewer_nodes_than_the_scenario_has_socs_is_refused(num_nodes: int, tmp_path: Path) -> None:
-    with LocalGrid(AppReference(target="socflower.scenario.app.main:client_app"), num_nodes, num_workers=0) as grid, \
-            pytest.raises(InfeasiblePlan, match=f"trains on 4 SoCs and Flower has {num_nodes} nodes"):
+def test_fedavg_on_more_or_fewer_nodes_than_the_scenario_has_socs_is_refused(
+    num_nodes: int, tmp_path: Path
+) -> None:
+    with (
+        LocalGrid(
+            AppReference(target="socflower.scenario.app.main:client_app"), num_nodes, num_workers=0
+        ) as grid,
+        pytest.raises(InfeasiblePlan, match=f"trains on 4 SoCs and Flower has {num_nodes} nodes"),
+    ):
         train(PreparedRun(small("fedavg")), grid, RunFolder(tmp_path))

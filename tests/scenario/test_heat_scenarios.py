@@ -25,11 +25,21 @@ pytestmark = pytest.mark.usefixtures("on_few_digits")
 SCENARIOS = Path(__file__).parents[2] / "scenarios"
 HOT = ("rebalanced_shares", ("train.epochs=2", "thermal.fan=passive", "thermal.cool_c=33.5"))
 GAMES = ("tidal_games", ("train.epochs=2",))
-WINDOWS = ("idle_windows", (
-    "train.epochs=3", "background_load.start_hour=3.92", "background_load.idle_windows=[[1, 4], [5, 24]]"))
-ALL = pytest.mark.parametrize("case", [
-    pytest.param(HOT, id=HOT[0]),
-    *(pytest.param(case, id=case[0], marks=pytest.mark.slow) for case in (GAMES, WINDOWS))])
+WINDOWS = (
+    "idle_windows",
+    (
+        "train.epochs=3",
+        "background_load.start_hour=3.92",
+        "background_load.idle_windows=[[1, 4], [5, 24]]",
+    ),
+)
+ALL = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(HOT, id=HOT[0]),
+        *(pytest.param(case, id=case[0], marks=pytest.mark.slow) for case in (GAMES, WINDOWS)),
+    ],
+)
 
 Case = tuple[str, tuple[str, ...]]
 
@@ -45,7 +55,9 @@ def result(case: Case, *more: str) -> dict[str, Any]:
 
 
 def training_of(document: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in document.items() if key not in ("wall_s", "scenario", "seed")}
+    return {
+        key: value for key, value in document.items() if key not in ("wall_s", "scenario", "seed")
+    }
 
 
 # ------------------------------------------------------------------------------------------------ repeatable
@@ -63,7 +75,9 @@ def test_another_seed_draws_other_seats_and_games(case: Case) -> None:
 
 
 @ALL
-def test_an_interrupted_run_with_heat_ends_as_the_undisturbed_one(case: Case, tmp_path: Path) -> None:
+def test_an_interrupted_run_with_heat_ends_as_the_undisturbed_one(
+    case: Case, tmp_path: Path
+) -> None:
     """After every single round, by files alone: temperatures, clocks, fans, games, shares, groups."""
     of, out = scenario(case), tmp_path / "out"
     without_drawing(of, tmp_path / "reference")
@@ -75,12 +89,19 @@ def test_an_interrupted_run_with_heat_ends_as_the_undisturbed_one(case: Case, tm
 
 
 # --------------------------------------------------------------------------------------------- what heat does
-@pytest.mark.parametrize(("case", "more"), [
-    (HOT, ("strategy.rebalance=off",)), (HOT, ("thermal.ambient_c=5", "thermal.start_c=5")),
-    (GAMES, ("strategy.rebalance=off",)), (GAMES, ("strategy.rebalance=shares",)),
-    ((GAMES[0], (*GAMES[1], "strategy.rebalance=off")), ("strategy.rebalance=groups",)),
-])
-def test_heat_and_rebalancing_change_time_and_not_weights(case: Case, more: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("case", "more"),
+    [
+        (HOT, ("strategy.rebalance=off",)),
+        (HOT, ("thermal.ambient_c=5", "thermal.start_c=5")),
+        (GAMES, ("strategy.rebalance=off",)),
+        (GAMES, ("strategy.rebalance=shares",)),
+        ((GAMES[0], (*GAMES[1], "strategy.rebalance=off")), ("strategy.rebalance=groups",)),
+    ],
+)
+def test_heat_and_rebalancing_change_time_and_not_weights(
+    case: Case, more: tuple[str, ...]
+) -> None:
     """One process computes a group's whole batch, so not even a bit differs."""
     ours, other = result(case), result(case, *more)
     assert ours["weights_sha256"] == other["weights_sha256"]
@@ -94,7 +115,9 @@ def test_socs_change_groups_where_games_make_some_slow() -> None:
 
 
 def test_rebalancing_wins_back_time_that_heat_costs() -> None:
-    off, both = (result(HOT, f"strategy.rebalance={mode}")["heat"]["slowdown"] for mode in ("off", "both"))
+    off, both = (
+        result(HOT, f"strategy.rebalance={mode}")["heat"]["slowdown"] for mode in ("off", "both")
+    )
     assert 0.0 < both < off
 
 
@@ -124,8 +147,12 @@ def test_the_result_tells_of_heat() -> None:
 
 def test_users_alone_make_no_heat_and_turn_no_fans() -> None:
     document = result(GAMES)
-    assert document["heat"] == {"peak_c": None, "cooling_j": 0.0, "history": None,
-                                "slowdown": document["heat"]["slowdown"]}
+    assert document["heat"] == {
+        "peak_c": None,
+        "cooling_j": 0.0,
+        "history": None,
+        "slowdown": document["heat"]["slowdown"],
+    }
     assert document["heat"]["slowdown"] > 0.1
     assert document["breakdown"]["energy_j"]["cooling"] == 0.0
     assert all("hottest_c" not in entry for entry in document["rounds"])
@@ -142,8 +169,7 @@ def test_nobody_trains_outside_of_the_window() -> None:
 
 def test_socs_that_players_take_are_planned_without() -> None:
     crowded = result(WINDOWS, "background_load.low=0.4", "background_load.high=0.5")
-    events = [event["kind"] for entry in crowded["rounds"]
-              for event in entry["events"]]
+    events = [event["kind"] for entry in crowded["rounds"] for event in entry["events"]]
     assert "planned-anew" in events
 
 
@@ -156,7 +182,9 @@ def test_claims_about_heat_hold_or_fail_by_what_was_observed() -> None:
         assert [claim["holds"] for claim in check_expectations(claims, document)] == [False, True]
 
 
-@pytest.mark.parametrize("without", [{"heat": None}, {}, {"heat": {"peak_c": None, "cooling_j": 0.0}}])
+@pytest.mark.parametrize(
+    "without", [{"heat": None}, {}, {"heat": {"peak_c": None, "cooling_j": 0.0}}]
+)
 def test_a_claim_about_heat_fails_where_nothing_could_get_hot(without: dict[str, Any]) -> None:
     document = {key: value for key, value in result(HOT).items() if key != "heat"} | without
     (claim,) = check_expectations({"max_peak_c": 100.0}, document)
@@ -170,11 +198,15 @@ def rendered(*documents: dict[str, Any]) -> str:
 
 def test_the_report_shows_the_hottest_soc_clocks_and_fans() -> None:
     html = rendered(result(HOT))
-    assert html.index('<h2 id="mixing"' if 'id="mixing"' in html else '<h2 id="energy"') < html.index('<h2 id="heat"')
+    assert html.index(
+        '<h2 id="mixing"' if 'id="mixing"' in html else '<h2 id="energy"'
+    ) < html.index('<h2 id="heat"')
     assert html.index('<h2 id="heat"') < html.index('<h2 id="breakdown"')
     peak_c = result(HOT)["heat"]["peak_c"]
     labels = re.findall(r'role="img" aria-label="([^"]*)"', html)
-    (hottest,) = (label for label in labels if label.startswith("The hottest SoC over virtual time"))
+    (hottest,) = (
+        label for label in labels if label.startswith("The hottest SoC over virtual time")
+    )
     assert f"socflow: at most {max(result(HOT)['heat']['history']['hottest_c']):.1f} °C" in hottest
     assert any(label.startswith("Mean clock and fan speed over virtual time") for label in labels)
     assert f"{peak_c:.1f} °C</td>" in html
@@ -184,10 +216,14 @@ def test_the_report_shows_the_hottest_soc_clocks_and_fans() -> None:
 
 def test_reports_without_heat_have_no_trace_of_it() -> None:
     cold = {key: value for key, value in result(HOT).items() if key != "heat"}
-    cold["breakdown"] = {name: {part: value for part, value in parts.items() if part != "cooling"}
-                         for name, parts in cold["breakdown"].items()}
+    cold["breakdown"] = {
+        name: {part: value for part, value in parts.items() if part != "cooling"}
+        for name, parts in cold["breakdown"].items()
+    }
     html = rendered(cold, {**cold, "strategy": "ring", "heat": None})
-    assert 'id="heat"' not in html and "ooling</th>" not in html and "<span>cooling</span>" not in html
+    assert (
+        'id="heat"' not in html and "ooling</th>" not in html and "<span>cooling</span>" not in html
+    )
 
 
 def test_a_report_beside_a_strategy_without_heat_keeps_each_ones_look() -> None:
@@ -199,12 +235,22 @@ def test_a_report_beside_a_strategy_without_heat_keeps_each_ones_look() -> None:
 
 
 def test_of_users_alone_the_report_has_no_temperatures() -> None:
-    (section,) = re.findall(r'<section aria-labelledby="heat">.*?</section>', rendered(result(GAMES)), flags=re.DOTALL)
+    (section,) = re.findall(
+        r'<section aria-labelledby="heat">.*?</section>', rendered(result(GAMES)), flags=re.DOTALL
+    )
     assert "<figure>" not in section and "nothing could get hot" in section
 
 
-@pytest.mark.parametrize("history", [
-    None, {}, {"at_s": []}, {"at_s": [0.0], "hottest_c": [None], "mean_clock": [1.0], "rpm": [1e3]}, "hot"])
+@pytest.mark.parametrize(
+    "history",
+    [
+        None,
+        {},
+        {"at_s": []},
+        {"at_s": [0.0], "hottest_c": [None], "mean_clock": [1.0], "rpm": [1e3]},
+        "hot",
+    ],
+)
 def test_a_history_that_says_nothing_is_no_curve(history: object) -> None:
     (run,) = name_runs([{"strategy": "socflow", "heat": {"history": history}}])
     assert heat_curves(run) is None
@@ -212,8 +258,12 @@ def test_a_history_that_says_nothing_is_no_curve(history: object) -> None:
 
 def test_long_histories_keep_their_hottest_moment() -> None:
     number = 4000
-    values = {"at_s": [5.0 * index for index in range(number)], "mean_clock": [1.0] * number, "rpm": [3e3] * number,
-              "hottest_c": [30.0] * number}
+    values = {
+        "at_s": [5.0 * index for index in range(number)],
+        "mean_clock": [1.0] * number,
+        "rpm": [3e3] * number,
+        "hottest_c": [30.0] * number,
+    }
     values["hottest_c"][2345] = 41.0
     (run,) = name_runs([{"strategy": "socflow", "heat": {"history": values}}])
     curves = heat_curves(run)
@@ -226,16 +276,34 @@ def test_long_histories_keep_their_hottest_moment() -> None:
 def test_the_table_of_run_has_rows_for_heat_and_a_claim_that_heat_breaks_makes_the_status_1(
     socflower: Socflower,
 ) -> None:
-    ran = socflower("run", SCENARIOS / "rebalanced_shares.toml", "--workers", "0", "--set", "train.epochs=1",
-                    "--set", "expect={max_peak_c=100, max_cooling_j=0}")
+    ran = socflower(
+        "run",
+        SCENARIOS / "rebalanced_shares.toml",
+        "--workers",
+        "0",
+        "--set",
+        "train.epochs=1",
+        "--set",
+        "expect={max_peak_c=100, max_cooling_j=0}",
+    )
     assert ran.status == 1, ran.err
-    for row in (r"hottest SoC +│ \d\d\.\d °C", r"slower than cold and alone +│ \d+\.\d%", r"energy of fans +│ \d"):
+    for row in (
+        r"hottest SoC +│ \d\d\.\d °C",
+        r"slower than cold and alone +│ \d+\.\d%",
+        r"energy of fans +│ \d",
+    ):
         assert re.search(row, ran.out), ran.out
     assert "holds  max_peak_c = 100" in ran.out and "FAILS  max_cooling_j = 0" in ran.out
 
 
 def test_a_plan_tells_what_its_heat_will_cost(socflower: Socflower) -> None:
     ran = socflower("plan", SCENARIOS / "tidal_games.toml")
-    assert ran.status == 0 and "with heat and users the training takes" in ran.out and "°C" not in ran.out
+    assert (
+        ran.status == 0
+        and "with heat and users the training takes" in ran.out
+        and "°C" not in ran.out
+    )
     hot = socflower("plan", SCENARIOS / "failed_fan.toml")
-    assert hot.status == 0 and re.search(r"slower than without, at most \d\d\.\d °C", " ".join(hot.out.split()))
+    assert hot.status == 0 and re.search(
+        r"slower than without, at most \d\d\.\d °C", " ".join(hot.out.split())
+    )

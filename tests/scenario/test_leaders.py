@@ -31,19 +31,31 @@ def with_leaders(leaders: str) -> Scenario:
 def test_the_hub_has_one_model_of_all_ways_but_the_star() -> None:
     results = {leaders: run_scenario(with_leaders(leaders), num_workers=0) for leaders in LEADERS}
     weights = {leaders: result["weights_sha256"] for leaders, result in results.items()}
-    assert len({weights[leaders] for leaders in ("star", "ring", "tree")}) == 3  # they sum in other orders
+    assert (
+        len({weights[leaders] for leaders in ("star", "ring", "tree")}) == 3
+    )  # they sum in other orders
     assert weights["auto"] == weights[results["auto"]["plan"]["leaders"]]
     model = plan_scenario(with_leaders("star"))
     num_groups, num_synchronisations = len(model["groups"]), len(results["star"]["rounds"]) - 1
     for leaders, result in results.items():
         models = 2 * num_groups if result["plan"]["leaders"] == "star" else 1
-        assert result["bytes"]["hub"] == num_synchronisations * models * model["model"]["trained_bytes"], leaders
+        assert (
+            result["bytes"]["hub"]
+            == num_synchronisations * models * model["model"]["trained_bytes"]
+        ), leaders
     plan = plan_scenario(with_leaders("auto"))
     assert plan["leaders"] == results["auto"]["plan"]["leaders"]
-    assert plan["leaders_s"][plan["leaders"]] == min(plan["leaders_s"].values()) == plan["predicted"]["sync_s"]
+    assert (
+        plan["leaders_s"][plan["leaders"]]
+        == min(plan["leaders_s"].values())
+        == plan["predicted"]["sync_s"]
+    )
     assert results["auto"]["virtual_s"] == min(result["virtual_s"] for result in results.values())
     for leaders in ("star", "ring", "tree"):
-        assert plan_scenario(with_leaders(leaders))["predicted"]["sync_s"] == plan["leaders_s"][leaders]
+        assert (
+            plan_scenario(with_leaders(leaders))["predicted"]["sync_s"]
+            == plan["leaders_s"][leaders]
+        )
 
 
 def test_what_needs_each_groups_model_has_the_star() -> None:
@@ -52,19 +64,30 @@ def test_what_needs_each_groups_model_has_the_star() -> None:
         return parse_scenario(tables, name="case", question="", where="case")
 
     assert plan_scenario(asked("auto"))["leaders"] == "star"
-    with pytest.raises(ConfigError, match=r"\[strategy\] leaders = 'ring' gives the hub the mean .*'fedmedian' needs "
-                                          "each of them; use 'star'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"\[strategy\] leaders = 'ring' gives the hub the mean .*'fedmedian' needs "
+        "each of them; use 'star'",
+    ):
         asked("ring")
     prepare(with_leaders("tree"), "deployment")
 
 
-@pytest.mark.parametrize(("leaders", "precision"), [
-    ("tree", {}), ("ring", {"arithmetic": "int8"}), ("ring", {"arithmetic": "mixed"})], ids=str)
+@pytest.mark.parametrize(
+    ("leaders", "precision"),
+    [("tree", {}), ("ring", {"arithmetic": "int8"}), ("ring", {"arithmetic": "mixed"})],
+    ids=str,
+)
 def test_what_is_compressed_is_priced_trains_on_and_is_in_the_documents(
-    leaders: str, precision: dict[str, str],
+    leaders: str,
+    precision: dict[str, str],
 ) -> None:
-    scenario = small(leaders=leaders, groups=3, leader_compression="int8", servers=(
-        ServerTable(count=2, boards=1, socs_per_board=2),)).replaced(precision=PrecisionConfig(**precision))
+    scenario = small(
+        leaders=leaders,
+        groups=3,
+        leader_compression="int8",
+        servers=(ServerTable(count=2, boards=1, socs_per_board=2),),
+    ).replaced(precision=PrecisionConfig(**precision))
     result, plan = run_scenario(scenario, num_workers=0), plan_scenario(scenario)
     assert result["plan"]["leader_compression"] == plan["leader_compression"] == "int8"
     exact = scenario.replaced(strategy=scenario.strategy.replaced(leader_compression="none"))
@@ -75,54 +98,110 @@ def test_what_is_compressed_is_priced_trains_on_and_is_in_the_documents(
     assert result["final_accuracy"] == pytest.approx(uncompressed["final_accuracy"], abs=0.15)
 
 
-@pytest.mark.parametrize(("strategy", "says"), [
-    ({"leaders": "star"},
-     r"\[strategy\] leader_compression = 'int8' is for leaders = 'ring' or 'tree' or 'auto', and leaders is 'star'"),
-    ({"leaders": "ring", "leader_compression": "int4"}, "leader_compression = 'int4'.*none, fp16, int8|int4"),
-    ({"leaders": "auto", "outer": {"name": "krum"}}, r"'int8' is for .*\[strategy.outer\] name = 'krum' needs each"),
-    ({"leaders": "auto", "outer": {"name": "fedmedian"}}, "'fedmedian' needs each group's model; leave the compr"),
-    ({"leaders": "ring", "server_interval": 2}, "server_interval = 2, and leader_compression = 'int8' compresses"),
-])
+@pytest.mark.parametrize(
+    ("strategy", "says"),
+    [
+        (
+            {"leaders": "star"},
+            r"\[strategy\] leader_compression = 'int8' is for leaders = 'ring' or 'tree' or "
+            r"'auto', and leaders is 'star'",
+        ),
+        (
+            {"leaders": "ring", "leader_compression": "int4"},
+            "leader_compression = 'int4'.*none, fp16, int8|int4",
+        ),
+        (
+            {"leaders": "auto", "outer": {"name": "krum"}},
+            r"'int8' is for .*\[strategy.outer\] name = 'krum' needs each",
+        ),
+        (
+            {"leaders": "auto", "outer": {"name": "fedmedian"}},
+            "'fedmedian' needs each group's model; leave the compr",
+        ),
+        (
+            {"leaders": "ring", "server_interval": 2},
+            "server_interval = 2, and leader_compression = 'int8' compresses",
+        ),
+    ],
+)
 def test_what_cannot_be_compressed_is_one_line(strategy: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
-        parse_scenario({"strategy": {"groups": 2, "leader_compression": "int8", **strategy}}, name="case", question="",
-                       where="case")
+        parse_scenario(
+            {"strategy": {"groups": 2, "leader_compression": "int8", **strategy}},
+            name="case",
+            question="",
+            where="case",
+        )
     assert "\n" not in str(caught.value)
 
 
 def test_more_groups_than_eight_bits_can_sum_are_refused_before_anything_starts() -> None:
-    scenario = parse_scenario({"cluster": {"boards": 64, "socs_per_board": 1}, "strategy": {
-        "groups": 64, "leaders": "ring", "leader_compression": "int8"}}, name="case", question="", where="case")
-    with pytest.raises(ConfigError, match="leader_compression = 'int8' sums at most 63 groups, and there are 64; use"):
+    scenario = parse_scenario(
+        {
+            "cluster": {"boards": 64, "socs_per_board": 1},
+            "strategy": {"groups": 64, "leaders": "ring", "leader_compression": "int8"},
+        },
+        name="case",
+        question="",
+        where="case",
+    )
+    with pytest.raises(
+        ConfigError,
+        match="leader_compression = 'int8' sums at most 63 groups, and there are 64; use",
+    ):
         plan_scenario(scenario)
 
 
 def test_so_in_an_app() -> None:
     def strategy(outer: object, leaders: str) -> SoCFlow:
-        return SoCFlow(cluster=parse_cluster({"boards": [3, 3]}), groups=3, outer=outer,
-                       schedule=TrainingSchedule(num_samples=60, batch_size=4, num_epochs=1),
-                       exchange=ExchangeSettings(leaders=leaders))
+        return SoCFlow(
+            cluster=parse_cluster({"boards": [3, 3]}),
+            groups=3,
+            outer=outer,
+            schedule=TrainingSchedule(num_samples=60, batch_size=4, num_epochs=1),
+            exchange=ExchangeSettings(leaders=leaders),
+        )
 
     assert strategy(FedAdam(), "ring").exchanges.leaders.kind == "ring"
     assert strategy(FedMedian(), "auto").exchanges.leaders.kind == "star"
-    with pytest.raises(ConfigError, match=r"SoCFlow: leaders = 'ring' .* outer = FedMedian\(…\) needs each of them"):
+    with pytest.raises(
+        ConfigError, match=r"SoCFlow: leaders = 'ring' .* outer = FedMedian\(…\) needs each of them"
+    ):
         strategy(FedMedian(), "ring")
-    with pytest.raises(ConfigError, match="ExchangeSettings: leaders = 'mesh' is unknown; use 'auto', 'ring'"):
+    with pytest.raises(
+        ConfigError, match="ExchangeSettings: leaders = 'mesh' is unknown; use 'auto', 'ring'"
+    ):
         ExchangeSettings(leaders="mesh")
 
 
-@pytest.mark.parametrize(("strategy", "why"), [
-    ({"name": "ring"}, "name is 'ring'"), ({"name": "sgd"}, "name is 'sgd'"), ({"name": "fedavg"}, "name is 'fedavg'"),
-    ({"name": "split-replay"}, "name is 'split-replay'"), ({"groups": 1}, "groups is 1")], ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "why"),
+    [
+        ({"name": "ring"}, "name is 'ring'"),
+        ({"name": "sgd"}, "name is 'sgd'"),
+        ({"name": "fedavg"}, "name is 'fedavg'"),
+        ({"name": "split-replay"}, "name is 'split-replay'"),
+        ({"groups": 1}, "groups is 1"),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(("key", "value"), [("leaders", "tree"), ("leader_compression", "int8")])
 def test_what_no_leader_reads_is_refused_in_one_line_unless_it_is_the_default(
-    strategy: dict[str, Any], why: str, key: str, value: str,
+    strategy: dict[str, Any],
+    why: str,
+    key: str,
+    value: str,
 ) -> None:
     def asked(**keys: str) -> Scenario:
-        return parse_scenario({"strategy": {**strategy, **keys}}, name="case", question="", where="case.toml")
+        return parse_scenario(
+            {"strategy": {**strategy, **keys}}, name="case", question="", where="case.toml"
+        )
 
-    with pytest.raises(ConfigError, match=rf"\[strategy\] {key} = '{value}' is for leaders of several groups, and "
-                                          rf"{why}; leave it out") as caught:
+    with pytest.raises(
+        ConfigError,
+        match=rf"\[strategy\] {key} = '{value}' is for leaders of several groups, and "
+        rf"{why}; leave it out",
+    ) as caught:
         asked(**{key: value})
     assert "\n" not in str(caught.value)
     assert asked(leaders="auto", leader_compression="none") is not None
@@ -132,7 +211,12 @@ def test_a_comparison_leaves_the_leaders_out_of_strategies_that_have_none() -> N
     scenario = small(leaders="ring", groups=3, leader_compression="int8")
     for name in ("ring", "sgd", "fedavg"):
         own = scenario.under(name).strategy
-        assert (own.name, own.leaders, own.leader_compression, own.outer) == (name, "auto", "none", None)
+        assert (own.name, own.leaders, own.leader_compression, own.outer) == (
+            name,
+            "auto",
+            "none",
+            None,
+        )
     assert scenario.under("socflow").strategy == scenario.strategy
     assert plan_scenario(scenario)["one_soc"]["epoch_s"] > 0
 
@@ -141,6 +225,12 @@ def test_a_plan_says_that_a_star_cannot_be_compressed(capsys: pytest.CaptureFixt
     for compression, said in (("int8", "in int8 (as a "), ("none", "as a star")):
         scenario = small(leaders="auto", groups=3, leader_compression=compression)
         print_plan(Console(width=250), scenario_cluster(scenario), plan_scenario(scenario))
-        line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("a synchronisation"))
-        assert said in line and ("; a star cannot be compressed)" in line) == (compression != "none")
+        line = next(
+            line
+            for line in capsys.readouterr().out.splitlines()
+            if line.startswith("a synchronisation")
+        )
+        assert said in line and ("; a star cannot be compressed)" in line) == (
+            compression != "none"
+        )
         assert "as a star" not in line or compression == "none"

@@ -23,16 +23,24 @@ from socflower.strategies.socflow import SoCFlow
 from socflower.strategies.warm_up import profile_group_count
 
 pytestmark = pytest.mark.usefixtures("on_few_digits")
-GROUPS = '[cluster]\nboards = 4\nsocs_per_board = 1\ndevice = "small"\n[train]\nbatch_size = 32\nepochs = 1\n' \
+GROUPS = (
+    '[cluster]\nboards = 4\nsocs_per_board = 1\ndevice = "small"\n[train]\nbatch_size = 32\nepochs = 1\n'
     "[strategy]\ngroups = 2\n"
-SPLIT = '[cluster]\nboards = 1\nsocs_per_board = 1\ndevice = "small"\n[model]\nname = "vgg-small"\n[train]\n' \
-    'batch_size = 32\nepochs = 1\n[strategy]\nname = "split-replay"\n[edgecloud]\nlink = "constant"\n' \
+)
+SPLIT = (
+    '[cluster]\nboards = 1\nsocs_per_board = 1\ndevice = "small"\n[model]\nname = "vgg-small"\n[train]\n'
+    'batch_size = 32\nepochs = 1\n[strategy]\nname = "split-replay"\n[edgecloud]\nlink = "constant"\n'
     "up_bytes_per_s = 1e6\ndown_bytes_per_s = 2e6\n"
+)
 
 
-def with_memory(tmp_path: Path, text: str, usable_bytes: float, overrides: Sequence[str] = ()) -> Scenario:
+def with_memory(
+    tmp_path: Path, text: str, usable_bytes: float, overrides: Sequence[str] = ()
+) -> Scenario:
     """Return a scenario whose devices have this memory for training."""
-    memory = figure(2.0 * usable_bytes, "assumption: of this test")  # of which half is for the system
+    memory = figure(
+        2.0 * usable_bytes, "assumption: of this test"
+    )  # of which half is for the system
     table = {**device_table("raspberry-pi-4b"), "memory_bytes": memory}
     path = tmp_path / "case.toml"
     path.write_text("# Does it fit?\n" + text + toml_text({"device": {"small": table}}))
@@ -62,11 +70,20 @@ def needed_by_groups(tmp_path: Path, *overrides: str) -> float:
     return model_profile(scenario).training_memory_bytes(share, copies)
 
 
-@pytest.mark.parametrize("overrides", [
-    (), ("train.momentum=0.0",), ("train.batch_size=64",), ("strategy.groups=4",), ("strategy.name='ring'",),
-    ("strategy.name='sgd'",)])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("train.momentum=0.0",),
+        ("train.batch_size=64",),
+        ("strategy.groups=4",),
+        ("strategy.name='ring'",),
+        ("strategy.name='sgd'",),
+    ],
+)
 def test_groups_fit_exactly_from_the_memory_of_their_largest_share_on(
-    tmp_path: Path, overrides: tuple[str, ...],
+    tmp_path: Path,
+    overrides: tuple[str, ...],
 ) -> None:
     needed = needed_by_groups(tmp_path, *overrides)
     fits = with_memory(tmp_path, GROUPS, needed, overrides)
@@ -99,11 +116,14 @@ def test_auto_plans_as_many_groups_as_fit(tmp_path: Path) -> None:
     auto = with_memory(tmp_path, GROUPS, two, ["strategy.groups='auto'"])
     plan = plan_scenario(auto)
     assert len(plan["groups"]) == 2 and plan["one_soc"] is None and plan["verdict"] is None
-    assert any(note.startswith("one SoC alone cannot train: SoC 0: to train") for note in plan["notes"])
+    assert any(
+        note.startswith("one SoC alone cannot train: SoC 0: to train") for note in plan["notes"]
+    )
 
 
 def test_the_strategy_of_an_app_refuses_its_plan_and_auto_tries_what_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     grid: Any = None
     monkeypatch.setattr(warm_up, "GroupGrid", lambda inner: inner)
@@ -111,9 +131,12 @@ def test_the_strategy_of_an_app_refuses_its_plan_and_auto_tries_what_fits(
     tried: list[int] = []
 
     def strategy(num_groups: int) -> SoCFlow:
-        made = Untrained(cluster=scenario_cluster(scenario), groups=Grouping(num_groups=num_groups),
-                       costs=Costs(model_profile=model_profile(scenario)),
-                       schedule=TrainingSchedule(num_samples=64, batch_size=32, num_epochs=1))
+        made = Untrained(
+            cluster=scenario_cluster(scenario),
+            groups=Grouping(num_groups=num_groups),
+            costs=Costs(model_profile=model_profile(scenario)),
+            schedule=TrainingSchedule(num_samples=64, batch_size=32, num_epochs=1),
+        )
         tried.append(num_groups)
         return made
 
@@ -134,7 +157,10 @@ def test_the_cut_is_the_fastest_of_those_that_fit(tmp_path: Path) -> None:
     for budget in (*needs, needs[0] + 1.0, needs[-1] - 1.0):
         (planned,) = plan_split(with_memory(tmp_path, SPLIT, budget))["edges"]
         fitting = [row for row in edge["cuts"] if row["edge_memory_bytes"] <= budget]
-        assert planned["deployment"]["cut_name"] == min(fitting, key=lambda row: row["batch_s"])["name"]
+        assert (
+            planned["deployment"]["cut_name"]
+            == min(fitting, key=lambda row: row["batch_s"])["name"]
+        )
     for short in (needs[0] - 1.0, 1e6):
         with refused():
             plan_split(with_memory(tmp_path, SPLIT, short))
@@ -142,11 +168,16 @@ def test_the_cut_is_the_fastest_of_those_that_fit(tmp_path: Path) -> None:
             prepare(with_memory(tmp_path, SPLIT, short))
 
 
-@pytest.mark.parametrize("strategy", ["split-replay", "pipelined", "split", "joint-dnn", "edge-only", "splitfed"])
+@pytest.mark.parametrize(
+    "strategy", ["split-replay", "pipelined", "split", "joint-dnn", "edge-only", "splitfed"]
+)
 def test_no_method_is_planned_a_half_that_does_not_fit(tmp_path: Path, strategy: str) -> None:
     ample = with_memory(tmp_path, SPLIT, 4e9, [f"strategy.name={strategy!r}"])
     (edge,) = plan_split(ample)["edges"]
-    cut, needs = edge["deployment"]["cut_name"], {row["name"]: row["edge_memory_bytes"] for row in edge["cuts"]}
+    cut, needs = (
+        edge["deployment"]["cut_name"],
+        {row["name"]: row["edge_memory_bytes"] for row in edge["cuts"]},
+    )
     needed = max(needs.values()) if cut is None else needs[cut]
     tight = with_memory(tmp_path, SPLIT, needed - 1.0, [f"strategy.name={strategy!r}"])
     try:
@@ -154,7 +185,10 @@ def test_no_method_is_planned_a_half_that_does_not_fit(tmp_path: Path, strategy:
     except InfeasiblePlan as error:
         assert strategy != "split-replay" and "takes at least" in str(error)
     else:
-        assert other["deployment"]["cut_name"] is not None and needs[other["deployment"]["cut_name"]] < needed
+        assert (
+            other["deployment"]["cut_name"] is not None
+            and needs[other["deployment"]["cut_name"]] < needed
+        )
 
 
 def test_a_given_cut_and_training_without_the_cloud_must_fit(tmp_path: Path) -> None:
@@ -165,7 +199,11 @@ def test_a_given_cut_and_training_without_the_cloud_must_fit(tmp_path: Path) -> 
     with refused():
         plan_split(with_memory(tmp_path, SPLIT, memory - 1.0, [f"edgecloud.cut={last['name']!r}"]))
     # Over a slow link the edge had better train alone, which takes more than any half.
-    alone = ["edgecloud.allow_edge_only=true", "edgecloud.up_bytes_per_s=1e3", "edgecloud.down_bytes_per_s=1e3"]
+    alone = [
+        "edgecloud.allow_edge_only=true",
+        "edgecloud.up_bytes_per_s=1e3",
+        "edgecloud.down_bytes_per_s=1e3",
+    ]
     assert plan_split(with_memory(tmp_path, SPLIT, 4e9, alone))["cut"] is None
     assert plan_split(with_memory(tmp_path, SPLIT, memory, alone))["cut"] is not None
 

@@ -28,7 +28,9 @@ HELD_OUT = 3400
 """Of 4,000 digits: alpha is measured on many, so that training has few steps."""
 
 
-def mixed(rule: str = "paper", *, arithmetic: str = "mixed", held_out: int = HELD_OUT, **changes: Any) -> Scenario:
+def mixed(
+    rule: str = "paper", *, arithmetic: str = "mixed", held_out: int = HELD_OUT, **changes: Any
+) -> Scenario:
     precision = PrecisionConfig(arithmetic=arithmetic, rule=rule, held_out=held_out)
     return small(**{"batch_size": 128, **changes}).replaced(precision=precision)
 
@@ -96,7 +98,9 @@ def test_the_result_says_what_stood_in_for_the_npu_and_what_the_rule_can_gain() 
 
 def test_the_papers_rule_computes_at_most_e_times_as_fast() -> None:
     """F11."""
-    seconds = {rule: result(rule)["breakdown"]["soc_seconds"]["compute"] for rule in ("fp32", "paper")}
+    seconds = {
+        rule: result(rule)["breakdown"]["soc_seconds"]["compute"] for rule in ("fp32", "paper")
+    }
     assert seconds["fp32"] / math.e <= seconds["paper"] < seconds["fp32"]
     assert result()["virtual_s"] < result("fp32")["virtual_s"]
 
@@ -108,7 +112,10 @@ def test_a_device_without_npu_trains_in_fp32_or_is_refused() -> None:
     assert {entry["cpu_share"] for entry in ran["rounds"][1:]} == {1.0}
     with pytest.raises(SocflowerError) as caught:
         plan_scenario(mixed("half").replaced(cluster=slow))
-    assert "raspberry-pi-4b has no int8 processor beside its cpu, which rule = 'half' needs" in says(caught)
+    assert (
+        "raspberry-pi-4b has no int8 processor beside its cpu, which rule = 'half' needs"
+        in says(caught)
+    )
 
 
 # --------------------------------------------------------------------------------------------- held-out data
@@ -121,7 +128,11 @@ def test_samples_are_either_trained_on_or_held_out(num_held_out: int) -> None:
     scenario, everything = mixed(held_out=num_held_out), load_data("digits").train
     kept = training_data(scenario)
     held_out = trainer(scenario).held_out
-    assert len(kept) == num_training_samples(scenario, len(everything)) == len(everything) - num_held_out
+    assert (
+        len(kept)
+        == num_training_samples(scenario, len(everything))
+        == len(everything) - num_held_out
+    )
     assert len(held_out) == num_held_out
     both = pictures(kept.batch(np.arange(len(kept)))[0].numpy()) + pictures(held_out.numpy())
     assert both == pictures(everything.batch(np.arange(len(everything)))[0].numpy())
@@ -134,41 +145,90 @@ def test_held_out_samples_are_of_every_class() -> None:
 
 
 def test_by_default_mixed_holds_some_out_and_the_others_do_not() -> None:
-    assert [PrecisionConfig(arithmetic=kind).held_out for kind in ("fp32", "int8", "mixed")] == [0, 0, 128]
+    assert [PrecisionConfig(arithmetic=kind).held_out for kind in ("fp32", "int8", "mixed")] == [
+        0,
+        0,
+        128,
+    ]
 
 
 # -------------------------------------------------------------------------------------------------- mistakes
 @pytest.mark.parametrize("arithmetic", ["fp32", "mixed"])
 @pytest.mark.parametrize("num_held_out", [4000, 5000])
-def test_a_held_out_set_that_leaves_nothing_is_refused_with_both_numbers(num_held_out: int, arithmetic: str) -> None:
+def test_a_held_out_set_that_leaves_nothing_is_refused_with_both_numbers(
+    num_held_out: int, arithmetic: str
+) -> None:
     scenario = mixed(held_out=num_held_out, arithmetic=arithmetic)
     for use in (lambda: run_scenario(scenario, num_workers=0), lambda: plan_scenario(scenario)):
         with pytest.raises(SocflowerError) as caught:
             use()
-        assert f"held_out = {num_held_out}, but digits has only 4000 training samples" in says(caught)
+        assert f"held_out = {num_held_out}, but digits has only 4000 training samples" in says(
+            caught
+        )
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("arithmetic = 'fp16'", "arithmetic = 'fp16' is unknown; use one of fp32, int8, mixed"),
-    ("arithmetic = 'mixed'\nrule = 'best'", "rule = 'best' is unknown; use one of paper, normalised, fp32, int8, half"),
-    ("arithmetic = 'mixed'\nheld_out = 0", "held_out = 0 must be 1 or more with arithmetic = 'mixed'"),
-    ("held_out = -1", "held_out = -1 must be a whole number of 0 or more"),
-    ("arithmetic = 'mixed'\nheld_out = 0.1", "held_out = 0.1 must be a whole number"),
-    ("arithmetic = 'mixed'\nheldout = 3", "did you mean 'held_out'?"),
-    ("arithmetic = 'int8'\n[train]\nweight_decay = 0.1", "arithmetic = 'int8' does not support [train] weight_decay"),
-    ("arithmetic = 'int8'\n[train]\nmomentum = 0.9", "[train] momentum = 0.9: the integer update of [precision] "
-     "algorithm = 'niti' has none; leave it out, or use algorithm = 'adaptive-fixed-point'"),
-    ("[train]\noptimizer = 'adam'\nmomentum = 0.9", "[train] momentum = 0.9 is for sgd, and optimizer = 'adam'; leave"),
-    ("rule = 'half'", "rule = 'half' is for arithmetic = 'mixed', and it is 'fp32'; leave it out"),
-    ("arithmetic = 'int8'\nrule = 'half'", "rule = 'half' is for arithmetic = 'mixed', and it is 'int8'; leave it out"),
-    ("arithmetic = 'mixed'\ngradient_bits = [2, 1, 0]", "gradient_bits = [2, 1, 0] is for arithmetic = 'int8', and it"),
-    ("arithmetic = 'mixed'\nalgorithm = 'adaptive-fixed-point'", "is for arithmetic = 'int8', and it is 'mixed'"),
-    ("adaptive_rescaling = false", "adaptive_rescaling = False is for arithmetic = 'int8', and it is 'fp32'"),
-    ("unsupported = 'fp32'", "unsupported = 'fp32' is for arithmetic = 'int8' or 'mixed', and it is 'fp32'; leave"),
-    ("arithmetic = 'int8'\nunsupported = 'drop'", "unsupported = 'drop' is unknown; use one of refuse, fp32"),
-    ("arithmetic = 'int8'\nalgorithm = 'adaptive-fixed-point'\ngradient_bits = [2, 1, 0]",
-     "gradient_bits = [2, 1, 0] is for algorithm = 'niti', and it is 'adaptive-fixed-point'; leave it out"),
-])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("arithmetic = 'fp16'", "arithmetic = 'fp16' is unknown; use one of fp32, int8, mixed"),
+        (
+            "arithmetic = 'mixed'\nrule = 'best'",
+            "rule = 'best' is unknown; use one of paper, normalised, fp32, int8, half",
+        ),
+        (
+            "arithmetic = 'mixed'\nheld_out = 0",
+            "held_out = 0 must be 1 or more with arithmetic = 'mixed'",
+        ),
+        ("held_out = -1", "held_out = -1 must be a whole number of 0 or more"),
+        ("arithmetic = 'mixed'\nheld_out = 0.1", "held_out = 0.1 must be a whole number"),
+        ("arithmetic = 'mixed'\nheldout = 3", "did you mean 'held_out'?"),
+        (
+            "arithmetic = 'int8'\n[train]\nweight_decay = 0.1",
+            "arithmetic = 'int8' does not support [train] weight_decay",
+        ),
+        (
+            "arithmetic = 'int8'\n[train]\nmomentum = 0.9",
+            "[train] momentum = 0.9: the integer update of [precision] "
+            "algorithm = 'niti' has none; leave it out, or use algorithm = 'adaptive-fixed-point'",
+        ),
+        (
+            "[train]\noptimizer = 'adam'\nmomentum = 0.9",
+            "[train] momentum = 0.9 is for sgd, and optimizer = 'adam'; leave",
+        ),
+        (
+            "rule = 'half'",
+            "rule = 'half' is for arithmetic = 'mixed', and it is 'fp32'; leave it out",
+        ),
+        (
+            "arithmetic = 'int8'\nrule = 'half'",
+            "rule = 'half' is for arithmetic = 'mixed', and it is 'int8'; leave it out",
+        ),
+        (
+            "arithmetic = 'mixed'\ngradient_bits = [2, 1, 0]",
+            "gradient_bits = [2, 1, 0] is for arithmetic = 'int8', and it",
+        ),
+        (
+            "arithmetic = 'mixed'\nalgorithm = 'adaptive-fixed-point'",
+            "is for arithmetic = 'int8', and it is 'mixed'",
+        ),
+        (
+            "adaptive_rescaling = false",
+            "adaptive_rescaling = False is for arithmetic = 'int8', and it is 'fp32'",
+        ),
+        (
+            "unsupported = 'fp32'",
+            "unsupported = 'fp32' is for arithmetic = 'int8' or 'mixed', and it is 'fp32'; leave",
+        ),
+        (
+            "arithmetic = 'int8'\nunsupported = 'drop'",
+            "unsupported = 'drop' is unknown; use one of refuse, fp32",
+        ),
+        (
+            "arithmetic = 'int8'\nalgorithm = 'adaptive-fixed-point'\ngradient_bits = [2, 1, 0]",
+            "gradient_bits = [2, 1, 0] is for algorithm = 'niti', and it is 'adaptive-fixed-point'; leave it out",
+        ),
+    ],
+)
 def test_what_cannot_be_is_refused_in_one_line(text: str, expected: str, tmp_path: Path) -> None:
     path = tmp_path / "case.toml"
     path.write_text(f"[precision]\n{text}\n")
@@ -186,13 +246,28 @@ def test_mixed_trains_with_weight_decay_and_passes_of_every_member() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ plan
-@pytest.mark.parametrize(("rule", "bound"), [
-    ("paper", "at least 36.8% of the samples: computing takes no less than 1/2.72 of the CPU's time"),
-    ("half", "no less than 1/2.00"), ("normalised", "no bound but the throughputs"), ("fp32", "everything to the CPU")])
+@pytest.mark.parametrize(
+    ("rule", "bound"),
+    [
+        (
+            "paper",
+            "at least 36.8% of the samples: computing takes no less than 1/2.72 of the CPU's time",
+        ),
+        ("half", "no less than 1/2.00"),
+        ("normalised", "no bound but the throughputs"),
+        ("fp32", "everything to the CPU"),
+    ],
+)
 def test_a_plan_says_at_which_alpha_it_holds_and_what_the_rule_can_gain(
-    rule: str, bound: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    rule: str,
+    bound: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "case.toml").write_text(f"[precision]\narithmetic = 'mixed'\nrule = '{rule}'\n[strategy]\ngroups = 2\n")
+    (tmp_path / "case.toml").write_text(
+        f"[precision]\narithmetic = 'mixed'\nrule = '{rule}'\n[strategy]\ngroups = 2\n"
+    )
     monkeypatch.setattr("sys.argv", ["socflower", "plan", str(tmp_path / "case.toml")])
     try:
         cli.main()
@@ -204,7 +279,10 @@ def test_a_plan_says_at_which_alpha_it_holds_and_what_the_rule_can_gain(
 
 
 def test_a_plan_of_mixed_precision_is_faster_by_no_more_than_the_rule_allows() -> None:
-    steps = {rule: plan_scenario(mixed(rule, groups=4))["predicted"]["step_s"] for rule in ("fp32", "paper", "int8")}
+    steps = {
+        rule: plan_scenario(mixed(rule, groups=4))["predicted"]["step_s"]
+        for rule in ("fp32", "paper", "int8")
+    }
     assert steps["fp32"] / math.e < steps["paper"] < steps["fp32"]
     assert steps["int8"] < steps["paper"]
 
@@ -213,29 +291,43 @@ def test_momentum_is_what_the_update_has_where_nothing_is_said() -> None:
     def momentum(**tables: Any) -> float:
         return small().replaced(train=TrainConfig(**tables.pop("train", {})), **tables).momentum
 
-    niti, masters = PrecisionConfig(arithmetic="int8"), PrecisionConfig(
-        arithmetic="int8", algorithm="adaptive-fixed-point")
+    niti, masters = (
+        PrecisionConfig(arithmetic="int8"),
+        PrecisionConfig(arithmetic="int8", algorithm="adaptive-fixed-point"),
+    )
     assert momentum() == momentum(precision=masters) == 0.9
     assert momentum(precision=niti) == momentum(train={"optimizer": "adam"}) == 0.0
-    assert momentum(precision=niti, train={"momentum": 0.0}) == momentum(train={"momentum": 0.0}) == 0.0
+    assert (
+        momentum(precision=niti, train={"momentum": 0.0})
+        == momentum(train={"momentum": 0.0})
+        == 0.0
+    )
     assert momentum(precision=masters, train={"momentum": 0.5}) == 0.5
 
 
 def gelu_net(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(in_channels, 4, 5, stride=4), nn.GELU(), nn.Flatten(),
-                         nn.Linear(4 * ((image_size - 5) // 4 + 1) ** 2, num_classes))
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 4, 5, stride=4),
+        nn.GELU(),
+        nn.Flatten(),
+        nn.Linear(4 * ((image_size - 5) // 4 + 1) ** 2, num_classes),
+    )
 
 
 @pytest.mark.parametrize("arithmetic", ["int8", "mixed"])
 def test_a_model_that_int8_lacks_an_operator_for_is_refused_before_round_1_and_the_advice_trains_it(
-    arithmetic: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    arithmetic: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setitem(classifiers._BUILDERS, "gelu-net", gelu_net)
     path = tmp_path / "case.toml"
 
     def run(key: str) -> list[Any]:
-        path.write_text(f"[model]\nname = 'gelu-net'\n[train]\nepochs = 1\n[strategy]\nname = 'sgd'\n[precision]\n"
-                        f"arithmetic = '{arithmetic}'\n{key}\n")
+        path.write_text(
+            f"[model]\nname = 'gelu-net'\n[train]\nepochs = 1\n[strategy]\nname = 'sgd'\n[precision]\n"
+            f"arithmetic = '{arithmetic}'\n{key}\n"
+        )
         rounds: list[Any] = []
         run_scenario(load_scenario(path), num_workers=0, on_round=rounds.append)
         return rounds

@@ -25,17 +25,29 @@ def kinds(result: dict[str, Any]) -> list[list[str]]:
 
 def test_a_soc_leaves_is_planned_without_and_comes_back() -> None:
     result = small_result(boards=(4, 4), epochs=3, interval=0.5, events=(preempt(1, 2, rounds=2),))
-    assert kinds(result) == [[], [], ["preempted"], ["planned-anew"], ["returned"], ["planned-anew"], []]
+    assert kinds(result) == [
+        [],
+        [],
+        ["preempted"],
+        ["planned-anew"],
+        ["returned"],
+        ["planned-anew"],
+        [],
+    ]
     texts = [event["text"] for entry in result["rounds"] for event in entry["events"]]
-    assert texts[:2] == ["group 0: SoC 1 was preempted by its user",
-                         "planned anew: 2 groups of 7 SoCs, without 1"]
+    assert texts[:2] == [
+        "group 0: SoC 1 was preempted by its user",
+        "planned anew: 2 groups of 7 SoCs, without 1",
+    ]
     assert texts[-1] == "planned anew: 2 groups of 8 SoCs"
 
 
 def test_leaving_costs_time_but_not_the_gradient_of_a_group() -> None:
     """The members that stay take over the whole batch (F4): the round's weights differ by rounding only."""
-    left, undisturbed = (small_result(boards=(4, 4), epochs=1, interval=0.5, events=events)
-                         for events in ((preempt(1, 1, at=0.0),), ()))
+    left, undisturbed = (
+        small_result(boards=(4, 4), epochs=1, interval=0.5, events=events)
+        for events in ((preempt(1, 1, at=0.0),), ())
+    )
     assert left["rounds"][1]["loss"] == pytest.approx(undisturbed["rounds"][1]["loss"], rel=1e-3)
     assert left["rounds"][1]["events"]
 
@@ -59,11 +71,23 @@ def test_with_nobody_left_the_training_ends_with_a_line() -> None:
         run_scenario(small(events=tuple(preempt(soc, 1) for soc in range(4))), num_workers=0)
 
 
-@pytest.mark.parametrize(("settings", "says"), [
-    ({"kind": "preempt", "soc": 0, "round": 1, "rounds": 0}, r"rounds = 0 must be a whole number above 0"),
-    ({"kind": "preempt", "soc": 0, "round": 1, "at": 1.0}, r"at = 1.0 must be a number of 0 or more and below 1"),
-    ({"kind": "nan", "soc": 0, "round": 1, "rounds": 2}, r"kind = 'nan' takes no rounds and no at"),
-])
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"kind": "preempt", "soc": 0, "round": 1, "rounds": 0},
+            r"rounds = 0 must be a whole number above 0",
+        ),
+        (
+            {"kind": "preempt", "soc": 0, "round": 1, "at": 1.0},
+            r"at = 1.0 must be a number of 0 or more and below 1",
+        ),
+        (
+            {"kind": "nan", "soc": 0, "round": 1, "rounds": 2},
+            r"kind = 'nan' takes no rounds and no at",
+        ),
+    ],
+)
 def test_events_that_cannot_be_are_refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         read_table(EventConfig, settings, "x")

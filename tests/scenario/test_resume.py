@@ -53,11 +53,19 @@ def resume(scenario: Scenario, out: Path, **settings: Any) -> dict[str, Any]:
 
 
 def same_training(result: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in result.items() if key not in ("wall_s", "resumed_from", "engine")}
+    return {
+        key: value
+        for key, value in result.items()
+        if key not in ("wall_s", "resumed_from", "engine")
+    }
 
 
 def assert_ends_as(reference: Path, out: Path) -> dict[str, Any]:
-    assert sorted(path.name for path in out.iterdir()) == ["report.html", "result.json", "trace.json"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "report.html",
+        "result.json",
+        "trace.json",
+    ]
     ours, theirs = (json.loads((folder / "result.json").read_text()) for folder in (out, reference))
     assert same_training(ours) == same_training(theirs)
     assert (out / "trace.json").read_bytes() == (reference / "trace.json").read_bytes()
@@ -75,32 +83,61 @@ def with_outer(scenario: Scenario, **outer: Any) -> Scenario:
 CASES: dict[str, Scenario] = {
     "socflow": small(interval=0.25),
     "socflow without reshuffling": small(interval=0.5, reshuffle=False, epochs=2),
-    "preempted": small(epochs=3, events=(
-        EventConfig(kind="preempt", soc=1, round=2, rounds=2), EventConfig(kind="preempt", soc=0, round=3))),
+    "preempted": small(
+        epochs=3,
+        events=(
+            EventConfig(kind="preempt", soc=1, round=2, rounds=2),
+            EventConfig(kind="preempt", soc=0, round=3),
+        ),
+    ),
     "outer moments": with_outer(small(interval=0.5), name="fedadam", eta=0.01),
-    "outer momentum, preempted": with_outer(small(epochs=3, events=(
-        EventConfig(kind="preempt", soc=1, round=2, rounds=1),)), name="fedavgm", server_momentum=0.5),
-    "servers": small(interval=0.25, groups=4, server_interval=3, servers=(
-        ServerTable(count=2, boards=1, socs_per_board=2),)),
+    "outer momentum, preempted": with_outer(
+        small(epochs=3, events=(EventConfig(kind="preempt", soc=1, round=2, rounds=1),)),
+        name="fedavgm",
+        server_momentum=0.5,
+    ),
+    "servers": small(
+        interval=0.25,
+        groups=4,
+        server_interval=3,
+        servers=(ServerTable(count=2, boards=1, socs_per_board=2),),
+    ),
     "leaders in eight bits, one preempted": small(
-        interval=0.5, epochs=2, leaders="ring", leader_compression="int8", events=(
-            EventConfig(kind="preempt", soc=0, round=2, rounds=1),)),
+        interval=0.5,
+        epochs=2,
+        leaders="ring",
+        leader_compression="int8",
+        events=(EventConfig(kind="preempt", soc=0, round=2, rounds=1),),
+    ),
     "ring": small("ring", epochs=3),
     "sgd": small("sgd", epochs=3),
     "fedavg": small("fedavg", epochs=3),
     "int8": with_precision(small(), arithmetic="int8"),
-    "adaptive fixed point": with_precision(small(), arithmetic="int8", algorithm="adaptive-fixed-point"),
+    "adaptive fixed point": with_precision(
+        small(), arithmetic="int8", algorithm="adaptive-fixed-point"
+    ),
     "mixed": with_precision(small(interval=0.25), arithmetic="mixed"),
     "mixed fedavg": with_precision(small("fedavg", epochs=2), arithmetic="mixed"),
 }
 
-SLOW = ("ring", "preempted", "outer momentum, preempted", "socflow without reshuffling", "adaptive fixed point", "sgd",
-        "mixed", "mixed fedavg")
+SLOW = (
+    "ring",
+    "preempted",
+    "outer momentum, preempted",
+    "socflow without reshuffling",
+    "adaptive fixed point",
+    "sgd",
+    "mixed",
+    "mixed fedavg",
+)
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
-def test_resuming_after_every_single_round_changes_nothing(name: str, reference: Reference, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
+)
+def test_resuming_after_every_single_round_changes_nothing(
+    name: str, reference: Reference, tmp_path: Path
+) -> None:
     """The k-th process does round k alone: nothing but the files can have carried anything over."""
     scenario, out = CASES[name], tmp_path / "out"
     undisturbed = json.loads((reference(scenario) / "result.json").read_text())
@@ -113,7 +150,9 @@ def test_resuming_after_every_single_round_changes_nothing(name: str, reference:
     assert_ends_as(reference(scenario), out)
 
 
-def test_a_run_without_interruption_leaves_no_checkpoint(reference: Reference, tmp_path: Path) -> None:
+def test_a_run_without_interruption_leaves_no_checkpoint(
+    reference: Reference, tmp_path: Path
+) -> None:
     """Nor does more than without checkpoints cross the hub, which is in the result."""
     resume(small(), tmp_path / "out")
     assert assert_ends_as(reference(small()), tmp_path / "out")["resumed_from"] == []
@@ -136,7 +175,9 @@ def test_each_round_is_told_once_those_before_included(tmp_path: Path) -> None:
     assert said == [f"resuming {tmp_path} after round 2 of 4; --fresh starts anew"]
 
 
-def test_a_damaged_checkpoint_costs_one_round_and_no_exactness(reference: Reference, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_costs_one_round_and_no_exactness(
+    reference: Reference, tmp_path: Path
+) -> None:
     scenario, out = small(interval=0.25), tmp_path / "out"
     stop_after(scenario, out, 3)
     newest = out / "checkpoint" / "round-000003.ckpt"
@@ -147,12 +188,16 @@ def test_a_damaged_checkpoint_costs_one_round_and_no_exactness(reference: Refere
     assert len(said) == 2 and "round-000003.ckpt" in said[0] and "after round 2 of 4" in said[1]
 
 
-def test_clients_may_be_two_rounds_ahead_of_the_checkpoint_that_is_used(reference: Reference, tmp_path: Path) -> None:
+def test_clients_may_be_two_rounds_ahead_of_the_checkpoint_that_is_used(
+    reference: Reference, tmp_path: Path
+) -> None:
     """Killed when the clients had done round 4 and the server had not kept it; then round 3 is found damaged."""
     scenario, out = small(interval=0.25), tmp_path / "out"
     write = CheckpointFolder.write
 
-    def stop_before_writing(self: CheckpointFolder, checkpoint: Checkpoint, *arguments: Any) -> None:
+    def stop_before_writing(
+        self: CheckpointFolder, checkpoint: Checkpoint, *arguments: Any
+    ) -> None:
         if checkpoint.server_round == 4:
             raise Stopped
         write(self, checkpoint, *arguments)
@@ -168,11 +213,15 @@ def test_clients_may_be_two_rounds_ahead_of_the_checkpoint_that_is_used(referenc
 
 # ------------------------------------------------------------------------------------------- what clients keep
 def test_a_group_whose_state_is_lost_is_named_and_not_trained_without_it(tmp_path: Path) -> None:
-    scenario = small(interval=0.25, tolerate_client_errors=True)  # which must not let it pass either
+    scenario = small(
+        interval=0.25, tolerate_client_errors=True
+    )  # which must not let it pass either
     stop_after(scenario, tmp_path, 2)
     for path in (tmp_path / "checkpoint" / "clients").glob("group-1-*"):
         path.unlink()
-    with pytest.raises(TrainingFailed, match=r"group 1 has no trainer state for step .*--fresh") as caught:
+    with pytest.raises(
+        TrainingFailed, match=r"group 1 has no trainer state for step .*--fresh"
+    ) as caught:
         resume(scenario, tmp_path)
     assert "\n" not in str(caught.value)
     # What was there is still there.
@@ -190,12 +239,18 @@ def test_a_groups_damaged_state_is_told(tmp_path: Path) -> None:
 def test_clients_keep_three_states_of_each_group(tmp_path: Path) -> None:
     stop_after(small(interval=0.125), tmp_path, 7)
     states = [path.name for path in (tmp_path / "checkpoint" / "clients").iterdir()]
-    assert [sum(name.startswith(f"group-{group}-") for name in states) for group in (0, 1)] == [3, 3]
+    assert [sum(name.startswith(f"group-{group}-") for name in states) for group in (0, 1)] == [
+        3,
+        3,
+    ]
 
 
 @pytest.mark.parametrize("name", ["socflow", "fedavg"])
 def test_a_model_with_dropout_repeats(
-    name: str, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    reference: Reference,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain = app.initial_model
 
@@ -220,33 +275,52 @@ def test_a_model_with_dropout_repeats(
 
 # ---------------------------------------------------------------------------------------------------- groups
 def test_groups_auto_is_tried_out_once(
-    reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    reference: Reference,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scenario, out = small(groups="auto", interval=0.5), tmp_path / "out"
     undisturbed = reference(scenario)
     stop_after(scenario, out, 0)  # at once after the warm-up
-    monkeypatch.setattr(group_training, "profile_group_count", lambda *_, **__: pytest.fail("tried out again"))
+    monkeypatch.setattr(
+        group_training, "profile_group_count", lambda *_, **__: pytest.fail("tried out again")
+    )
     stop_after(scenario, out, 1)
     resume(scenario, out)
     assert assert_ends_as(undisturbed, out)["resumed_from"] == [0, 1]
 
 
 # ---------------------------------------------------------------------------------------------------- faults
-def test_faults_strike_once_and_dropped_groups_go_on_as_they_would(reference: Reference, tmp_path: Path) -> None:
-    scenario = small(interval=0.25, tolerate_client_errors=True, events=(
-        EventConfig(kind="nan", soc=0, round=1), EventConfig(kind="raise", soc=2, round=2),
-        EventConfig(kind="raise", soc=0, round=3)))
+def test_faults_strike_once_and_dropped_groups_go_on_as_they_would(
+    reference: Reference, tmp_path: Path
+) -> None:
+    scenario = small(
+        interval=0.25,
+        tolerate_client_errors=True,
+        events=(
+            EventConfig(kind="nan", soc=0, round=1),
+            EventConfig(kind="raise", soc=2, round=2),
+            EventConfig(kind="raise", soc=0, round=3),
+        ),
+    )
     for server_round in (1, 2, 3):
         stop_after(scenario, tmp_path / "out", server_round)
     resume(scenario, tmp_path / "out")
     rounds = assert_ends_as(reference(scenario), tmp_path / "out")["rounds"]
     assert [[event["kind"] for event in entry["events"]] for entry in rounds] == [
-        [], ["not-finite"], ["client-raised"], ["client-raised"], []]
+        [],
+        ["not-finite"],
+        ["client-raised"],
+        ["client-raised"],
+        [],
+    ]
 
 
 def test_a_training_that_fails_later_says_what_is_kept(tmp_path: Path) -> None:
     scenario = small(events=(EventConfig(kind="raise", soc=0, round=2),))
-    with pytest.raises(TrainingFailed, match=r"fault on purpose .*; round 1 is kept in .*the same command resumes"):
+    with pytest.raises(
+        TrainingFailed, match=r"fault on purpose .*; round 1 is kept in .*the same command resumes"
+    ):
         resume(scenario, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
     with pytest.raises(TrainingFailed, match="fault on purpose in round 2"):
@@ -255,7 +329,9 @@ def test_a_training_that_fails_later_says_what_is_kept(tmp_path: Path) -> None:
 
 def test_a_training_that_fails_at_once_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(TrainingFailed) as caught:
-        resume(small(events=(EventConfig(kind="raise", soc=0, round=1),)), tmp_path / "deep" / "out")
+        resume(
+            small(events=(EventConfig(kind="raise", soc=0, round=1),)), tmp_path / "deep" / "out"
+        )
     assert "kept" not in str(caught.value)
     assert not list(tmp_path.iterdir())
 
@@ -267,7 +343,9 @@ def test_a_checkpoint_of_another_scenario_is_refused_and_stays(tmp_path: Path) -
         resume(small(seed=2), tmp_path)
     with pytest.raises(ConfigError, match=r"strategy\.groups was 2 there and is 4 now"):
         resume(small(groups=4), tmp_path)
-    assert resume(small().replaced(expect={"min_accuracy": 0.1}, question="Other?"), tmp_path)["resumed_from"] == [1]
+    assert resume(small().replaced(expect={"min_accuracy": 0.1}, question="Other?"), tmp_path)[
+        "resumed_from"
+    ] == [1]
 
 
 def test_fresh_starts_anew_whatever_is_there(reference: Reference, tmp_path: Path) -> None:

@@ -26,8 +26,11 @@ pytestmark = pytest.mark.usefixtures("on_few_digits")
 def advised(text: str) -> str:
     """The command that a line advises first: the same one, the same without --fresh, or one with --fresh."""
     assert "\n" not in text
-    commands = {"the same command without --fresh": "same without --fresh", "the same command": "same",
-                "--fresh": "fresh"}
+    commands = {
+        "the same command without --fresh": "same without --fresh",
+        "the same command": "same",
+        "--fresh": "fresh",
+    }
     found = re.search("|".join(commands), text)
     assert found is not None, text
     return commands[found[0]]
@@ -60,17 +63,25 @@ def away(folder: Path, pattern: str) -> Iterator[None]:
 
 
 SITUATIONS: dict[str, Callable[[Path], Any]] = {
-    "the newest checkpoint may not be read": lambda out: unreadable("round-000002.ckpt", errno.EACCES),
+    "the newest checkpoint may not be read": lambda out: unreadable(
+        "round-000002.ckpt", errno.EACCES
+    ),
     "too many files are open": lambda out: unreadable("round-*.ckpt", errno.EMFILE),
     "a group's state may not be read": lambda out: unreadable("group-1-*.state", errno.EACCES),
-    "the file server of a group's state is away": lambda out: unreadable("group-1-*.state", errno.ESTALE),
-    "the node with a group's state is away": lambda out: away(out / "checkpoint" / "clients", "group-1-*.state"),
+    "the file server of a group's state is away": lambda out: unreadable(
+        "group-1-*.state", errno.ESTALE
+    ),
+    "the node with a group's state is away": lambda out: away(
+        out / "checkpoint" / "clients", "group-1-*.state"
+    ),
 }
 
 
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_what_passes_is_waited_for_and_the_same_command_resumes(
-    name: str, reference: Reference, tmp_path: Path,
+    name: str,
+    reference: Reference,
+    tmp_path: Path,
 ) -> None:
     """After the cause is gone the run ends as one that was never interrupted, and has lost no round."""
     scenario, out = small(interval=0.25), tmp_path / "out"
@@ -87,7 +98,9 @@ def spoil(out: Path, pattern: str) -> None:
         path.write_bytes(path.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize("pattern", ["checkpoint/round-*.ckpt", "checkpoint/clients/group-1-*.state"])
+@pytest.mark.parametrize(
+    "pattern", ["checkpoint/round-*.ckpt", "checkpoint/clients/group-1-*.state"]
+)
 def test_what_is_damaged_needs_a_new_start(pattern: str, tmp_path: Path) -> None:
     """Nothing else is advised: the same command ends in the same way each time."""
     scenario = small(interval=0.25)
@@ -109,7 +122,9 @@ def test_a_checkpoint_that_the_disk_has_lost_is_skipped(number: int, tmp_path: P
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_a_training_that_failed_is_resumed_by_what_its_error_advises(fresh: bool, tmp_path: Path) -> None:
+def test_a_training_that_failed_is_resumed_by_what_its_error_advises(
+    fresh: bool, tmp_path: Path
+) -> None:
     """A command with --fresh would remove what is kept, so the same one would not resume."""
     failing = small(interval=0.25, events=(EventConfig(kind="raise", soc=0, round=3),))
     with pytest.raises(TrainingFailed) as caught:
@@ -118,18 +133,29 @@ def test_a_training_that_failed_is_resumed_by_what_its_error_advises(fresh: bool
     assert advice == ("same without --fresh" if fresh else "same")
     said: list[str] = []
     with pytest.raises(TrainingFailed):
-        run_to_folder(failing, tmp_path, resumable=True, num_workers=0, on_notice=said.append,
-                      fresh=fresh and advice == "same")
+        run_to_folder(
+            failing,
+            tmp_path,
+            resumable=True,
+            num_workers=0,
+            on_notice=said.append,
+            fresh=fresh and advice == "same",
+        )
     assert said == [f"resuming {tmp_path} after round 2 of 4; --fresh starts anew"]
 
 
 @pytest.mark.parametrize("fresh", [False, True])
 def test_an_interrupted_command_says_which_command_resumes(
-    fresh: bool, socflower: Socflower, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    fresh: bool,
+    socflower: Socflower,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scenario = tmp_path / "case.toml"
-    scenario.write_text("# Interrupted?\n[cluster]\nboards = 2\nsocs_per_board = 1\n[train]\nepochs = 1\n[strategy]\n"
-                        "groups = 2\nsync_interval_epochs = 0.5\n")
+    scenario.write_text(
+        "# Interrupted?\n[cluster]\nboards = 2\nsocs_per_board = 1\n[train]\nepochs = 1\n[strategy]\n"
+        "groups = 2\nsync_interval_epochs = 0.5\n"
+    )
     write = CheckpointFolder.write
 
     def interrupted(self: CheckpointFolder, *arguments: Any) -> None:
@@ -148,11 +174,20 @@ def test_an_interrupted_command_says_which_command_resumes(
 
 
 # ------------------------------------------------------------------------------------- a remote SuperLink
-@pytest.mark.parametrize(("folder", "fresh", "advice"), [
-    ("", False, None), ("/kept", False, "same"), ("/kept", True, "same without --fresh")])
-@pytest.mark.parametrize("error", [TrainingFailed("the SuperLink has not answered for 180 s"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    ("folder", "fresh", "advice"),
+    [("", False, None), ("/kept", False, "same"), ("/kept", True, "same without --fresh")],
+)
+@pytest.mark.parametrize(
+    "error", [TrainingFailed("the SuperLink has not answered for 180 s"), KeyboardInterrupt()]
+)
 def test_a_run_far_away_resumes_from_the_checkpoints_there(
-    folder: str, fresh: bool, advice: str | None, error: BaseException, socflower: Socflower, tmp_path: Path,
+    folder: str,
+    fresh: bool,
+    advice: str | None,
+    error: BaseException,
+    socflower: Socflower,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def run_scenario(*arguments: Any, **named_arguments: Any) -> None:
@@ -160,18 +195,37 @@ def test_a_run_far_away_resumes_from_the_checkpoints_there(
 
     monkeypatch.setattr(runner, "run_scenario", run_scenario)
     scenario = tmp_path / "case.toml"
-    scenario.write_text("# Far away?\n[cluster]\nboards = 2\nsocs_per_board = 1\n[train]\nepochs = 2\n[strategy]\n"
-                        "groups = 2\nsync_interval_epochs = 1\n")
-    ran = socflower("run", scenario, "--engine", "deployment", "--superlink", "127.0.0.1:8", "--out", tmp_path / "out",
-                    *(["--checkpoint-folder", folder] if folder else []), *(["--fresh"] if fresh else []))
+    scenario.write_text(
+        "# Far away?\n[cluster]\nboards = 2\nsocs_per_board = 1\n[train]\nepochs = 2\n[strategy]\n"
+        "groups = 2\nsync_interval_epochs = 1\n"
+    )
+    ran = socflower(
+        "run",
+        scenario,
+        "--engine",
+        "deployment",
+        "--superlink",
+        "127.0.0.1:8",
+        "--out",
+        tmp_path / "out",
+        *(["--checkpoint-folder", folder] if folder else []),
+        *(["--fresh"] if fresh else []),
+    )
     line = ran.err.splitlines()[-1]
     assert ran.status == (130 if isinstance(error, KeyboardInterrupt) else 1)
     if advice is None:
         assert "fresh" not in line and "same command" not in line
     else:
-        assert advised(line) == advice and f"checkpoints are in {folder} on the SuperLink's machine" in line
+        assert (
+            advised(line) == advice
+            and f"checkpoints are in {folder} on the SuperLink's machine" in line
+        )
 
 
 def test_without_checkpoints_nothing_is_advised(tmp_path: Path) -> None:
-    assert kept_line(CheckpointFolder(tmp_path), fresh=False) == kept_line(CheckpointFolder(tmp_path), fresh=True) == ""
+    assert (
+        kept_line(CheckpointFolder(tmp_path), fresh=False)
+        == kept_line(CheckpointFolder(tmp_path), fresh=True)
+        == ""
+    )
     assert runner.remotely_kept_line(DeploymentOptions(superlink="127.0.0.1:8")) == ""

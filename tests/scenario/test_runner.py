@@ -32,7 +32,9 @@ def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))  # which torch makes when it is first used
+    monkeypatch.setenv(
+        "TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch")
+    )  # which torch makes when it is first used
     return folder
 
 
@@ -41,34 +43,71 @@ def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_result_has_every_promised_key_with_its_type(name: str) -> None:
     result = json.loads(json.dumps(small_result(name), allow_nan=False))
     promised: dict[str, type | tuple[type, ...]] = {
-        "schema": int, "scenario": dict, "engine": str, "strategy": str, "kernels": dict, "transports": dict,
-        "seed": int, "rounds": list, "final_accuracy": float, "virtual_s": float, "wall_s": float, "energy_j": float,
-        "weights_sha256": str, "expectations": list, "bytes": dict, "breakdown": dict,
+        "schema": int,
+        "scenario": dict,
+        "engine": str,
+        "strategy": str,
+        "kernels": dict,
+        "transports": dict,
+        "seed": int,
+        "rounds": list,
+        "final_accuracy": float,
+        "virtual_s": float,
+        "wall_s": float,
+        "energy_j": float,
+        "weights_sha256": str,
+        "expectations": list,
+        "bytes": dict,
+        "breakdown": dict,
     }
     for key, kind in promised.items():
         assert isinstance(result[key], kind), key
-    assert (result["schema"], result["engine"], result["strategy"], result["seed"]) == (1, "local", name, 1)
+    assert (result["schema"], result["engine"], result["strategy"], result["seed"]) == (
+        1,
+        "local",
+        name,
+        1,
+    )
     assert from_document(result["scenario"]) == small(name)
     assert re.fullmatch(r"[0-9a-f]{64}", result["weights_sha256"])
     assert set(result["bytes"]) == TIERS
     for entry in result["rounds"]:
-        assert {"round", "epoch", "accuracy", "loss", "virtual_s", "energy_j", "bytes", "events"} <= set(entry)
-        assert all(isinstance(entry[key], NUMBER) for key in ("round", "epoch", "accuracy", "loss", "virtual_s"))
+        assert {
+            "round",
+            "epoch",
+            "accuracy",
+            "loss",
+            "virtual_s",
+            "energy_j",
+            "bytes",
+            "events",
+        } <= set(entry)
+        assert all(
+            isinstance(entry[key], NUMBER)
+            for key in ("round", "epoch", "accuracy", "loss", "virtual_s")
+        )
         assert set(entry["bytes"]) == TIERS
         assert entry["events"] == []
 
 
 def test_turns_are_taken_where_they_are_faster_and_the_result_says_so() -> None:
     """Two groups of three on boards of two share an uplink: weights are equal, and the faster way is chosen."""
-    ways = {asked: small_result(boards=(2, 2, 2), serialize_uplinks=asked) for asked in ("auto", True, False)}
+    ways = {
+        asked: small_result(boards=(2, 2, 2), serialize_uplinks=asked)
+        for asked in ("auto", True, False)
+    }
     assert len({result["weights_sha256"] for result in ways.values()}) == 1
     assert ways["auto"]["virtual_s"] == min(ways[True]["virtual_s"], ways[False]["virtual_s"])
     assert ways[True]["virtual_s"] != ways[False]["virtual_s"]
     for asked, result in ways.items():
         taken = result["virtual_s"] == ways[True]["virtual_s"]
         assert (result["plan"]["sequenced"], result["plan"]["sequenced_by"]) == (
-            taken, "predicted" if asked == "auto" else "asked")
-        assert [entry["sequenced"] for entry in result["rounds"][1:]] == [taken] * (len(result["rounds"]) - 1)
+            taken,
+            "predicted" if asked == "auto" else "asked",
+        )
+        assert [entry["sequenced"] for entry in result["rounds"][1:]] == [taken] * (
+            len(result["rounds"]) - 1
+        )
     assert small_result()["plan"]["sequenced_by"] == "no-shared-uplink"
 
 
@@ -94,10 +133,14 @@ def test_the_breakdown_sums_to_the_energy_and_to_every_socs_time(name: str) -> N
     result = small_result(name)
     assert sum(result["breakdown"]["energy_j"].values()) == pytest.approx(result["energy_j"])
     num_socs = 1 if name == "sgd" else 4
-    assert sum(result["breakdown"]["soc_seconds"].values()) == pytest.approx(num_socs * result["virtual_s"])
+    assert sum(result["breakdown"]["soc_seconds"].values()) == pytest.approx(
+        num_socs * result["virtual_s"]
+    )
 
 
-def test_bytes_on_the_hub_of_a_star_are_an_upload_and_a_download_of_each_leader_at_each_synchronisation() -> None:
+def test_bytes_on_the_hub_of_a_star_are_an_upload_and_a_download_of_each_leader_at_each_synchronisation() -> (
+    None
+):
     """F8: N of them, never M."""
     result = small_result("socflow", leaders="star")
     num_synchronisations, num_groups = len(result["rounds"]) - 1, 2
@@ -132,7 +175,10 @@ def test_claims_are_in_the_result_with_what_was_observed() -> None:
     claims = {"min_accuracy": 0.5, "max_groups": 1, "min_speedup_over_ring": 2.0}
     result = run_scenario(small().replaced(expect=claims), num_workers=0)
     assert [(claim["name"], claim["holds"]) for claim in result["expectations"]] == [
-        ("min_accuracy", True), ("max_groups", False), ("min_speedup_over_ring", None)]
+        ("min_accuracy", True),
+        ("max_groups", False),
+        ("min_speedup_over_ring", None),
+    ]
     assert result["expectations"][0]["observed"] == result["final_accuracy"]
 
 
@@ -190,18 +236,27 @@ def everything_in(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-def test_a_run_writes_result_trace_and_report_and_nothing_else(tmp_path: Path, temporary_folder: Path) -> None:
+def test_a_run_writes_result_trace_and_report_and_nothing_else(
+    tmp_path: Path, temporary_folder: Path
+) -> None:
     out = tmp_path / "deep" / "out"
     level = logging.getLogger("flwr").level
     result = run_to_folder(small(), out, num_workers=0)
     assert logging.getLogger("flwr").level == level
-    assert everything_in(tmp_path / "deep") == {"out", "out/result.json", "out/trace.json", "out/report.html"}
+    assert everything_in(tmp_path / "deep") == {
+        "out",
+        "out/result.json",
+        "out/trace.json",
+        "out/report.html",
+    }
     assert not everything_in(temporary_folder)
     assert json.loads((out / "result.json").read_text()) == result
     trace = json.loads((out / "trace.json").read_text())
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert spans and all(event["dur"] >= 0 for event in spans)
-    assert max(event["ts"] + event["dur"] for event in spans) <= result["virtual_s"] * 1e6 * (1 + 1e-9)
+    assert max(event["ts"] + event["dur"] for event in spans) <= result["virtual_s"] * 1e6 * (
+        1 + 1e-9
+    )
     page = (out / "report.html").read_text("utf-8")
     assert "Groups on boards" in page and "No strategy of this report forms groups" not in page
 
@@ -221,7 +276,9 @@ def fail_report(monkeypatch: pytest.MonkeyPatch) -> Scenario:
 
 @pytest.mark.parametrize("fail", [fail_training, fail_report])
 def test_a_failure_leaves_everything_as_it_was(
-    fail: Callable[[pytest.MonkeyPatch], Scenario], tmp_path: Path, temporary_folder: Path,
+    fail: Callable[[pytest.MonkeyPatch], Scenario],
+    tmp_path: Path,
+    temporary_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scenario, here = fail(monkeypatch), tmp_path / "here"
@@ -247,7 +304,9 @@ def test_a_new_result_replaces_the_old_one_and_nothing_else(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("out", ["file", "file/below", "file/further/below"])
 def test_an_out_that_cannot_be_a_folder_is_refused_before_training(
-    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    out: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setattr(runner, "run_scenario", lambda *_, **__: pytest.fail("trained for nothing"))
@@ -257,17 +316,32 @@ def test_an_out_that_cannot_be_a_folder_is_refused_before_training(
 
 
 # ------------------------------------------------------------------------------------------------ feasibility
-@pytest.mark.parametrize(("scenario", "engine", "error", "says"), [
-    (small(), "cloud", ConfigError, "--engine cloud: unknown; use one of local, simulation"),
-    (small(groups=5), "local", InfeasiblePlan, "groups = 5, but only 4 SoCs take part"),
-    (small(groups=3, socs=2), "local", InfeasiblePlan, "groups = 3, but only 2 SoCs take part"),
-    (small(socs=9), "local", InfeasiblePlan, "socs = 9, but the cluster has 4 SoCs"),
-    (small().replaced(model=ModelConfig(name="lenet")), "local", ConfigError, "name = 'lenet' is unknown"),
-    (small(events=(EventConfig(kind="nan", soc=4, round=1),)), "local", ConfigError,
-     "soc = 4, but SoCs are 0 to 3"),
-])
+@pytest.mark.parametrize(
+    ("scenario", "engine", "error", "says"),
+    [
+        (small(), "cloud", ConfigError, "--engine cloud: unknown; use one of local, simulation"),
+        (small(groups=5), "local", InfeasiblePlan, "groups = 5, but only 4 SoCs take part"),
+        (small(groups=3, socs=2), "local", InfeasiblePlan, "groups = 3, but only 2 SoCs take part"),
+        (small(socs=9), "local", InfeasiblePlan, "socs = 9, but the cluster has 4 SoCs"),
+        (
+            small().replaced(model=ModelConfig(name="lenet")),
+            "local",
+            ConfigError,
+            "name = 'lenet' is unknown",
+        ),
+        (
+            small(events=(EventConfig(kind="nan", soc=4, round=1),)),
+            "local",
+            ConfigError,
+            "soc = 4, but SoCs are 0 to 3",
+        ),
+    ],
+)
 def test_what_cannot_run_is_refused_with_both_numbers(
-    scenario: Scenario, engine: str, error: type[SocflowerError], says: str,
+    scenario: Scenario,
+    engine: str,
+    error: type[SocflowerError],
+    says: str,
 ) -> None:
     with pytest.raises(error) as caught:
         prepare(scenario, engine)

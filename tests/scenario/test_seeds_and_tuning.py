@@ -38,7 +38,11 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
         made.append((scenario.strategy.name, scenario.seed, rate))
         accuracy = 0.5 - abs(rate - 0.2) + 0.01 * scenario.seed
         result = small_result(scenario.strategy.name) | {
-            "scenario": to_document(scenario), "engine": engine, "seed": scenario.seed, "final_accuracy": accuracy}
+            "scenario": to_document(scenario),
+            "engine": engine,
+            "seed": scenario.seed,
+            "final_accuracy": accuracy,
+        }
         result["rounds"][-1]["accuracy"] = accuracy
         out.mkdir(parents=True, exist_ok=True)
         (out / "result.json").write_text(json.dumps(result))
@@ -49,16 +53,23 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     return made
 
 
-def test_each_strategy_runs_under_each_seed_in_a_folder_of_its_own(runs: Runs, tmp_path: Path) -> None:
+def test_each_strategy_runs_under_each_seed_in_a_folder_of_its_own(
+    runs: Runs, tmp_path: Path
+) -> None:
     scenario = small().replaced(expect={"min_accuracy": 0.375})
     document = compare(scenario, ["socflow", "sgd"], tmp_path, seeds=(1, 2, 5))
     assert [(row["strategy"], row["seed"]) for row in document["rows"]] == [
-        (name, seed) for seed in (1, 2, 5) for name in ("socflow", "sgd")]
-    assert sorted(path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("result.json")) == sorted(
-        f"{name}/seed-{seed}" for seed in (1, 2, 5) for name in ("socflow", "sgd"))
+        (name, seed) for seed in (1, 2, 5) for name in ("socflow", "sgd")
+    ]
+    assert sorted(
+        path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("result.json")
+    ) == sorted(f"{name}/seed-{seed}" for seed in (1, 2, 5) for name in ("socflow", "sgd"))
     # A rate of 0.05: 0.35 + 0.01 * seed.
     assert [(claim["seed"], claim["holds"]) for claim in document["expectations"]] == [
-        (1, False), (2, False), (5, True)]
+        (1, False),
+        (2, False),
+        (5, True),
+    ]
     ours, _ = document["means"]
     assert ours["final_accuracy"] == pytest.approx(np.mean([0.36, 0.37, 0.40]))
     assert ours["spread"]["final_accuracy"] == pytest.approx(np.std([0.36, 0.37, 0.40], ddof=1))
@@ -68,9 +79,16 @@ def test_each_strategy_runs_under_each_seed_in_a_folder_of_its_own(runs: Runs, t
     assert runs[6:] == [("socflow", 7, 0.05), ("sgd", 7, 0.05)]
 
 
-def test_a_search_takes_an_unreported_seed_and_reports_the_best_value_only(runs: Runs, tmp_path: Path) -> None:
-    document = compare(small(), ["socflow", "sgd"], tmp_path, seeds=(1, 2),
-                       tuning=Tuning(axes=(("learning_rate", (0.1, 0.2, 0.4)),)))
+def test_a_search_takes_an_unreported_seed_and_reports_the_best_value_only(
+    runs: Runs, tmp_path: Path
+) -> None:
+    document = compare(
+        small(),
+        ["socflow", "sgd"],
+        tmp_path,
+        seeds=(1, 2),
+        tuning=Tuning(axes=(("learning_rate", (0.1, 0.2, 0.4)),)),
+    )
     assert {seed for _, seed, _ in runs[:6]} == {3} == {document["tuning"]["seed"]}
     assert runs[6:] == [(name, seed, 0.2) for seed in (1, 2) for name in ("socflow", "sgd")]
     found = document["tuning"]["strategies"]["sgd"]
@@ -82,9 +100,13 @@ def test_a_search_takes_an_unreported_seed_and_reports_the_best_value_only(runs:
 
 @given(sizes=st.lists(st.integers(2, 4), min_size=1, max_size=3))
 def test_a_search_of_several_keys_tries_every_combination_once(sizes: list[int]) -> None:
-    keys = ("learning_rate", "batch_size", "weight_decay")[:len(sizes)]
-    tuning = parse_tuning([f"{key}={','.join(map(str, range(1, size + 1)))}" for key, size in zip(keys, sizes,
-                                                                                                  strict=True)])
+    keys = ("learning_rate", "batch_size", "weight_decay")[: len(sizes)]
+    tuning = parse_tuning(
+        [
+            f"{key}={','.join(map(str, range(1, size + 1)))}"
+            for key, size in zip(keys, sizes, strict=True)
+        ]
+    )
     tried = [tuple(choice[key] for key in keys) for choice in tuning.choices]
     assert sorted(tried) == sorted(product(*(range(1, size + 1) for size in sizes)))
     assert len({str(tuning.value(choice)) for choice in tuning.choices}) == prod(sizes)
@@ -93,8 +115,9 @@ def test_a_search_of_several_keys_tries_every_combination_once(sizes: list[int])
 def test_a_search_of_two_keys_reports_the_best_combination(runs: Runs, tmp_path: Path) -> None:
     tuning = parse_tuning(["learning_rate=0.1,0.2", "batch_size=16,32"])
     document = compare(small(), ["sgd"], tmp_path, tuning=tuning)
-    assert [rate for _, _, rate in runs] == [0.1, 0.1, 0.2, 0.2, 0.2] and document["tuning"]["key"] == (
-        "learning_rate, batch_size")
+    assert [rate for _, _, rate in runs] == [0.1, 0.1, 0.2, 0.2, 0.2] and document["tuning"][
+        "key"
+    ] == ("learning_rate, batch_size")
     found = document["tuning"]["strategies"]["sgd"]
     assert found["settings"] == {"learning_rate": 0.2, "batch_size": 16}
     assert found["chosen"] == "learning_rate=0.2, batch_size=16" and len(found["tried"]) == 4
@@ -103,15 +126,24 @@ def test_a_search_of_two_keys_reports_the_best_combination(runs: Runs, tmp_path:
 
 
 def test_one_key_is_searched_once_and_the_command_reads_every_search(socflower: Socflower) -> None:
-    with pytest.raises(ConfigError, match="--tune epochs=3,4: epochs is searched twice; give all its values at once"):
+    with pytest.raises(
+        ConfigError,
+        match="--tune epochs=3,4: epochs is searched twice; give all its values at once",
+    ):
         parse_tuning(["epochs=1,2", "epochs=3,4"])
     for searches in (("rate=1,2", "epochs=1,2"), ("epochs=1,2", "rate=1,2")):
         ran = socflower("compare", "digits_demo", "--tune", searches[0], "--tune", searches[1])
-        assert ran.status == 2 and "unknown key 'rate'" in ran.err and len(ran.err.strip().splitlines()) == 1
+        assert (
+            ran.status == 2
+            and "unknown key 'rate'" in ran.err
+            and len(ran.err.strip().splitlines()) == 1
+        )
 
 
 def test_an_interrupted_search_goes_on_where_it_stopped(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    runs: Runs,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tuning, train = Tuning(axes=(("learning_rate", (0.1, 0.2)),)), comparison.run_to_folder
 
@@ -121,8 +153,11 @@ def test_an_interrupted_search_goes_on_where_it_stopped(
         return train(run, *rest, **more)
 
     monkeypatch.setattr(comparison, "run_to_folder", fail)
-    with pytest.raises(TrainingFailed, match="sgd, learning_rate 0.2: the loss is NaN; finished and kept in .*: sgd, "
-                                             r"learning_rate 0\.1$"):
+    with pytest.raises(
+        TrainingFailed,
+        match="sgd, learning_rate 0.2: the loss is NaN; finished and kept in .*: sgd, "
+        r"learning_rate 0\.1$",
+    ):
         compare(small(), ["sgd"], tmp_path, tuning=tuning)
     monkeypatch.setattr(comparison, "run_to_folder", train)
     compare(small(), ["sgd"], tmp_path, tuning=tuning)
@@ -149,23 +184,38 @@ def test_seeds_are_different_whole_numbers(text: str) -> None:
         parse_seeds(text)
 
 
-@pytest.mark.parametrize(("text", "line"), [
-    ("learning_rate", "write a key of"), ("learning_rate=0.1", "different values"), ("epochs=1,", "write a key"),
-    ("learning_rate=0.1,0.1", "different values"), ("rate=1,2", "unknown key 'rate'"),
-    ("learning_rat=0.1,0.2", "did you mean 'learning_rate'?"),
-])
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("learning_rate", "write a key of"),
+        ("learning_rate=0.1", "different values"),
+        ("epochs=1,", "write a key"),
+        ("learning_rate=0.1,0.1", "different values"),
+        ("rate=1,2", "unknown key 'rate'"),
+        ("learning_rat=0.1,0.2", "did you mean 'learning_rate'?"),
+    ],
+)
 def test_a_search_is_written_as_a_key_and_values(text: str, line: str) -> None:
     with pytest.raises(ConfigError, match=line.replace("?", r"\?")):
         parse_tuning([text])
 
 
-@pytest.mark.parametrize(("text", "line"), [
-    ("learning_rate=0.1,-1", "--tune learning_rate=-1: learning_rate = -1 must be a number above 0"),
-    ("learning_rate=0.1,high", "learning_rate = 'high' must be a number above 0"),
-    ("optimizer=sgd,adamw", "optimizer = 'adamw' is unknown; use one of sgd, adam"),
-])
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "learning_rate=0.1,-1",
+            "--tune learning_rate=-1: learning_rate = -1 must be a number above 0",
+        ),
+        ("learning_rate=0.1,high", "learning_rate = 'high' must be a number above 0"),
+        ("optimizer=sgd,adamw", "optimizer = 'adamw' is unknown; use one of sgd, adam"),
+    ],
+)
 def test_a_value_that_does_not_fit_is_refused_before_any_training(
-    text: str, line: str, runs: Runs, tmp_path: Path,
+    text: str,
+    line: str,
+    runs: Runs,
+    tmp_path: Path,
 ) -> None:
     with pytest.raises(ConfigError, match=line):
         compare(small(), ["sgd"], tmp_path, tuning=parse_tuning([text]))
@@ -174,5 +224,10 @@ def test_a_value_that_does_not_fit_is_refused_before_any_training(
 
 def test_the_search_is_judged_by_the_target_of_the_scenario(runs: Runs, tmp_path: Path) -> None:
     scenario = small().replaced(compare=CompareConfig(target_accuracy=0.3))
-    tried = compare(scenario, ["sgd"], tmp_path, tuning=Tuning(axes=(("learning_rate", (0.1, 0.2)),)))
-    assert all(each["time_to_accuracy_s"] is not None for each in tried["tuning"]["strategies"]["sgd"]["tried"])
+    tried = compare(
+        scenario, ["sgd"], tmp_path, tuning=Tuning(axes=(("learning_rate", (0.1, 0.2)),))
+    )
+    assert all(
+        each["time_to_accuracy_s"] is not None
+        for each in tried["tuning"]["strategies"]["sgd"]["tried"]
+    )

@@ -23,7 +23,9 @@ def ran(**changes: Any) -> dict[str, Any]:
 def test_servers_that_always_take_part_change_times_and_no_weights() -> None:
     flat, site = ran(leaders="star"), ran(leaders="star", servers=TWO_SERVERS)
     assert site["weights_sha256"] == flat["weights_sha256"]
-    assert [entry["loss"] for entry in site["rounds"]] == [entry["loss"] for entry in flat["rounds"]]
+    assert [entry["loss"] for entry in site["rounds"]] == [
+        entry["loss"] for entry in flat["rounds"]
+    ]
     # Of four models two go up and down at the hub, and two to a leader on the other board of their server.
     assert site["bytes"]["hub"] == flat["bytes"]["hub"] / 2
 
@@ -40,13 +42,29 @@ def test_the_plan_has_both_synchronisations() -> None:
     assert 0.0 < predicted["server_sync_s"] < predicted["sync_s"]
 
 
-@pytest.mark.parametrize(("changes", "says"), [
-    (("strategy.groups=1",), "is for several [[server]] with a group each; there are 2, and 1 groups"),
-    (('strategy.groups="auto"',), 'server_interval = 4 needs a number of groups, and groups is "auto"; give it'),
-    (("server=[]", "site={}"), "[site] joins servers, and there is no [[server]]"),
-    (('strategy.outer={name="fedadam"}',), "server_interval = 4, and outer makes one model of all groups'"),
-])
-def test_sites_that_cannot_be_are_refused(socflower: Socflower, changes: tuple[str, ...], says: str) -> None:
-    refused = socflower("run", "two_servers", *(part for each in changes for part in ("--set", each)))
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            ("strategy.groups=1",),
+            "is for several [[server]] with a group each; there are 2, and 1 groups",
+        ),
+        (
+            ('strategy.groups="auto"',),
+            'server_interval = 4 needs a number of groups, and groups is "auto"; give it',
+        ),
+        (("server=[]", "site={}"), "[site] joins servers, and there is no [[server]]"),
+        (
+            ('strategy.outer={name="fedadam"}',),
+            "server_interval = 4, and outer makes one model of all groups'",
+        ),
+    ],
+)
+def test_sites_that_cannot_be_are_refused(
+    socflower: Socflower, changes: tuple[str, ...], says: str
+) -> None:
+    refused = socflower(
+        "run", "two_servers", *(part for each in changes for part in ("--set", each))
+    )
     assert refused.status == 2 and refused.out == ""
     assert says in refused.err and refused.err.count("\n") == 1

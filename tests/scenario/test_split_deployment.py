@@ -39,17 +39,32 @@ error_feedback = "none"
 SAME = ("weights_sha256", "final_accuracy")
 
 
-def scenario(*, edges: int = 1, strategy: str = "split-replay", more: str = "", batch_size: int = 500) -> str:
+def scenario(
+    *, edges: int = 1, strategy: str = "split-replay", more: str = "", batch_size: int = 500
+) -> str:
     return HEAD.format(edges=edges, strategy=strategy, more=more, batch_size=batch_size)
 
 
 CASES = {
     "one edge": (scenario(more='cut = 1\n[model]\nname = "lenet5"'), 1),
-    "two parties of clicks": (scenario(
-        edges=2, batch_size=2000, more='[data]\nname = "clicks"\n[model]\nname = "click-model"'), 1),
-    "splitfed": (scenario(edges=2, strategy="splitfed", more='cut = 2\nround_epochs = 0.5\n[model]\nname = "lenet5"'),
-                 1),
-    "shared halves": (scenario(edges=2, more='cut = 1\ncloud_model = "shared"\n[model]\nname = "lenet5"'), 2),
+    "two parties of clicks": (
+        scenario(
+            edges=2, batch_size=2000, more='[data]\nname = "clicks"\n[model]\nname = "click-model"'
+        ),
+        1,
+    ),
+    "splitfed": (
+        scenario(
+            edges=2,
+            strategy="splitfed",
+            more='cut = 2\nround_epochs = 0.5\n[model]\nname = "lenet5"',
+        ),
+        1,
+    ),
+    "shared halves": (
+        scenario(edges=2, more='cut = 1\ncloud_model = "shared"\n[model]\nname = "lenet5"'),
+        2,
+    ),
     "reverse": (scenario(more='cut = 1\n[model]\nname = "digit-generator"'), 2),
 }
 
@@ -65,7 +80,8 @@ def locally(text: str, epochs: int, folder: Path) -> dict[str, Any]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
 def test_at_k_0_uncompressed_a_deployment_has_the_weights_of_one_process_bit_for_bit(
-    name: str, tmp_path: Path,
+    name: str,
+    tmp_path: Path,
 ) -> None:
     text, epochs = CASES[name]
     local = locally(text, epochs, tmp_path / "local")
@@ -73,7 +89,10 @@ def test_at_k_0_uncompressed_a_deployment_has_the_weights_of_one_process_bit_for
         result = run.finish()
         assert not run.left_over()
     assert {key: result[key] for key in SAME} == {key: local[key] for key in SAME}
-    assert result["transports"]["edge and cloud"] == "gRPC" and local["transports"]["edge and cloud"] == "in process"
+    assert (
+        result["transports"]["edge and cloud"] == "gRPC"
+        and local["transports"]["edge and cloud"] == "in process"
+    )
     assert result["split"]["max_staleness"] == 0
     for entry in result["rounds"]:
         assert entry["events"] == []
@@ -84,11 +103,15 @@ def test_at_k_0_uncompressed_a_deployment_has_the_weights_of_one_process_bit_for
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("arithmetic", ["fp32", "int8"])
-def test_the_simulation_engine_gives_what_the_local_one_gives(tmp_path: Path, arithmetic: str) -> None:
+def test_the_simulation_engine_gives_what_the_local_one_gives(
+    tmp_path: Path, arithmetic: str
+) -> None:
     more = f'cut = 1\n[model]\nname = "lenet5"\n[precision]\narithmetic = "{arithmetic}"'
     text = scenario(edges=2, more=more).replace("[[0.0, 0]]", "[[0.0, 3]]")
     local = locally(text, 2, tmp_path / "local")
-    simulated = run_to_folder(load_scenario(tmp_path / "local" / "case.toml"), tmp_path / "out", "simulation")
+    simulated = run_to_folder(
+        load_scenario(tmp_path / "local" / "case.toml"), tmp_path / "out", "simulation"
+    )
     for key in (*SAME, "virtual_s", "energy_j", "bytes"):
         assert simulated[key] == local[key], key
     assert simulated["split"] == local["split"]
@@ -110,17 +133,39 @@ def is_within_a_round(run: DeployedRun, num_batches: int = 2, at_most: int = 10*
     if cloud is None or run.newest() < 1:
         return False
     words = cloud.cmdline()
-    command = ["socflower", "cloud", "status", words[words.index("--listen") + 1], "--json",
-               "--token-file", words[words.index("--token-file") + 1]]
-    kinds = [kind for kind in ("user", "net")
-             if Path(f"/proc/{cloud.pid}/ns/{kind}").stat().st_ino != Path(f"/proc/self/ns/{kind}").stat().st_ino]
+    command = [
+        "socflower",
+        "cloud",
+        "status",
+        words[words.index("--listen") + 1],
+        "--json",
+        "--token-file",
+        words[words.index("--token-file") + 1],
+    ]
+    kinds = [
+        kind
+        for kind in ("user", "net")
+        if Path(f"/proc/{cloud.pid}/ns/{kind}").stat().st_ino
+        != Path(f"/proc/self/ns/{kind}").stat().st_ino
+    ]
     if kinds:
         credentials = ["--preserve-credentials"] if "user" in kinds else []
-        command = ["nsenter", "--target", str(cloud.pid), *credentials, *(f"--{kind}" for kind in kinds), *command]
-    asked = subprocess.run(command, env=users_environment(), capture_output=True, text=True, check=True)
+        command = [
+            "nsenter",
+            "--target",
+            str(cloud.pid),
+            *credentials,
+            *(f"--{kind}" for kind in kinds),
+            *command,
+        ]
+    asked = subprocess.run(
+        command, env=users_environment(), capture_output=True, text=True, check=True
+    )
     sessions = json.loads(asked.stdout)["sessions"]
-    return any(session["stands_at"] is None and num_batches <= session["num_batches_done"] <= at_most
-               for session in sessions)
+    return any(
+        session["stands_at"] is None and num_batches <= session["num_batches_done"] <= at_most
+        for session in sessions
+    )
 
 
 @pytest.mark.slow
@@ -135,7 +180,9 @@ def test_a_deployment_whose_cloud_is_killed_goes_on_and_nothing_differs(tmp_path
         assert cloud is not None
         os.kill(cloud.pid, signal.SIGKILL)
         result = run.finish()
-        assert "the cloud ended (killed by SIGKILL); starting it again" in run.said().replace("\n", " ")
+        assert "the cloud ended (killed by SIGKILL); starting it again" in run.said().replace(
+            "\n", " "
+        )
         assert not run.left_over()
     assert {key: result[key] for key in SAME} == {key: local[key] for key in SAME}
     texts = [event["text"] for entry in result["rounds"] for event in entry["events"]]
@@ -144,7 +191,9 @@ def test_a_deployment_whose_cloud_is_killed_goes_on_and_nothing_differs(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_deployment_whose_server_app_is_killed_ends_and_says_that_the_cloud_began_anew(tmp_path: Path) -> None:
+def test_a_deployment_whose_server_app_is_killed_ends_and_says_that_the_cloud_began_anew(
+    tmp_path: Path,
+) -> None:
     text = scenario(more='cut = 1\n[model]\nname = "lenet5"').replace("2e7", "3e6")
     with DeployedRun(tmp_path, epochs=3, scenario=text) as run:
         run.wait_for(lambda: run.newest() >= 1)
@@ -153,13 +202,17 @@ def test_a_deployment_whose_server_app_is_killed_ends_and_says_that_the_cloud_be
         assert not run.left_over()
     (restart,) = result["restarts"]
     texts = [event["text"] for entry in result["rounds"] for event in entry["events"]]
-    assert any("the cloud's half begins a new session before batch" in text for text in texts), texts
+    assert any("the cloud's half begins a new session before batch" in text for text in texts), (
+        texts
+    )
     assert result["rounds"][-1]["round"] == 3 and restart["cause"] == "the ServerApp's process died"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_an_edge_whose_client_is_killed_ends_the_run_with_a_line_and_the_same_command_goes_on(tmp_path: Path) -> None:
+def test_an_edge_whose_client_is_killed_ends_the_run_with_a_line_and_the_same_command_goes_on(
+    tmp_path: Path,
+) -> None:
     """Its half of the model is gone with it; what was there before the round is in the checkpoint."""
     text = scenario(more='cut = 1\n[model]\nname = "lenet5"').replace("2e7", "2e6")
     with DeployedRun(tmp_path, epochs=3, scenario=text) as run:

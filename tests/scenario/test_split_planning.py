@@ -47,16 +47,19 @@ def test_the_plan_is_the_fastest_of_its_own_table(path: Path) -> None:
 
 
 def test_a_faster_link_never_makes_the_plan_slower(path: Path) -> None:
-    batch_s = [plan_split(load_scenario(path, [f"edgecloud.up_bytes_per_s={rate}"]))["predicted"]["batch_s"]
-               for rate in (1e4, 1e5, 1e6, 1e7, 1e8)]
+    batch_s = [
+        plan_split(load_scenario(path, [f"edgecloud.up_bytes_per_s={rate}"]))["predicted"][
+            "batch_s"
+        ]
+        for rate in (1e4, 1e5, 1e6, 1e7, 1e8)
+    ]
     assert batch_s == sorted(batch_s, reverse=True)
     assert batch_s[0] > batch_s[-1]
 
 
 @pytest.mark.parametrize("strategy", ["pipelined", "joint-dnn", "split", "edge-only"])
 def test_every_baseline_has_a_plan(path: Path, strategy: str) -> None:
-    """At 8 Mbit/s LeNet is trained faster by the edge alone; JointDNN may do that always, the pipeline where ours may.
-    """
+    """At 8 Mbit/s the edge alone trains LeNet fastest; JointDNN may always choose that."""
     (edge,) = plan_split(load_scenario(path, [f"strategy.name={strategy}"]))["edges"]
     assert edge["deployment"]["window"] == (5 if strategy == "pipelined" else 0)
     assert (edge["deployment"]["cut"] is None) == (strategy in ("edge-only", "joint-dnn"))
@@ -71,8 +74,9 @@ def test_narrow_gradients_are_ours_alone(path: Path, strategy: str) -> None:
     fast = "edgecloud.up_bytes_per_s=1e8"
 
     def down_s(name: str, bits: int) -> list[float]:
-        (edge,) = plan_split(load_scenario(path, [f"strategy.name={name}", f"edgecloud.gradient_bits={bits}", fast]))[
-            "edges"]
+        (edge,) = plan_split(
+            load_scenario(path, [f"strategy.name={name}", f"edgecloud.gradient_bits={bits}", fast])
+        )["edges"]
         return [row["down_s"] for row in edge["cuts"]]
 
     assert down_s(strategy, 8) == down_s(strategy, 32) == down_s("split-replay", 32)
@@ -87,8 +91,9 @@ def test_joint_dnn_is_planned_as_the_edge_alone_where_every_cut_is_slower() -> N
     assert edge["batch_s"] == edge["edge_only_s"] < min(row["batch_s"] for row in edge["cuts"])
 
 
-def test_the_command_prints_the_document(path: Path, monkeypatch: pytest.MonkeyPatch,
-                                         capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_document(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def ran(*arguments: str) -> str:
         monkeypatch.setattr("sys.argv", ["socflower", "plan", str(path), *arguments])
         with pytest.raises(SystemExit) as end:
@@ -104,11 +109,17 @@ def test_measured_costs_take_the_place_of_the_catalogues(path: Path, tmp_path: P
     scenario = load_scenario(path)
     program = SplitSetting(scenario).workload.program
     cloud, edge = tmp_path / "cloud.json", tmp_path / "costs.json"
-    cloud.write_text(json.dumps(measure_split(scenario, program, side="cloud", cloud=None, repeats=1, threads=1)))
-    edge.write_text(json.dumps(measure_split(scenario, program, side="edge", cloud=cloud, repeats=1, threads=1)))
+    cloud.write_text(
+        json.dumps(measure_split(scenario, program, side="cloud", cloud=None, repeats=1, threads=1))
+    )
+    edge.write_text(
+        json.dumps(measure_split(scenario, program, side="edge", cloud=cloud, repeats=1, threads=1))
+    )
     (costs,) = SplitSetting(load_scenario(path, [f"edgecloud.costs={edge}"])).costs
     assert [cut.cloud_s for cut in costs.cuts] == json.loads(cloud.read_text())["cloud_s"]
-    path.write_text(f'{SPLIT}costs = "costs.json"\n')  # beside the scenario, wherever the command runs
+    path.write_text(
+        f'{SPLIT}costs = "costs.json"\n'
+    )  # beside the scenario, wherever the command runs
     assert SplitSetting(load_scenario(path)).costs == (costs,)
     assert costs.edge_only_s == json.loads(edge.read_text())["edge_only_s"]
 
@@ -124,15 +135,24 @@ def test_costs_of_something_else_are_refused_in_one_line(path: Path, tmp_path: P
             measured_costs(file, setting.costs[0])
         assert "\n" not in str(error.value)
 
-    document: dict[str, Any] = measure_split(scenario, setting.workload.program, side="edge", cloud=None, repeats=1,
-                                             threads=1)
+    document: dict[str, Any] = measure_split(
+        scenario, setting.workload.program, side="edge", cloud=None, repeats=1, threads=1
+    )
     refused("nonsense", "cannot be read")
     refused("[]", "no JSON object")
     refused("{}", "measure again")
     refused(json.dumps({**document, "batch_size": 9}), "batches of 9")
     with pytest.raises(ConfigError, match="--side middle: unknown"):
-        measure_split(scenario, setting.workload.program, side="middle", cloud=None, repeats=1, threads=1)
+        measure_split(
+            scenario, setting.workload.program, side="middle", cloud=None, repeats=1, threads=1
+        )
     with pytest.raises(ConfigError, match="not what"):
         (tmp_path / "edge.json").write_text(json.dumps(document))
-        measure_split(scenario, setting.workload.program, side="edge", cloud=tmp_path / "edge.json", repeats=1,
-                      threads=1)
+        measure_split(
+            scenario,
+            setting.workload.program,
+            side="edge",
+            cloud=tmp_path / "edge.json",
+            repeats=1,
+            threads=1,
+        )

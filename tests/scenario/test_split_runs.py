@@ -34,27 +34,55 @@ from tests.scenario.test_resume import assert_ends_as, resume, stop_after
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("on_few_digits")
 RATES = LinkRates(up_bytes_per_s=4e6, down_bytes_per_s=8e6, latency_s=0.004)
-CONSTANT = {"link": "constant", "up_bytes_per_s": RATES.up_bytes_per_s, "down_bytes_per_s": RATES.down_bytes_per_s,
-            "latency_s": RATES.latency_s}
+CONSTANT = {
+    "link": "constant",
+    "up_bytes_per_s": RATES.up_bytes_per_s,
+    "down_bytes_per_s": RATES.down_bytes_per_s,
+    "latency_s": RATES.latency_s,
+}
 NOT_CONSTANT = {"up_bytes_per_s": None, "down_bytes_per_s": None, "latency_s": 0.005}
 EXACT = {**CONSTANT, "bits": [32], "cut": "4", "adapt": False}
-MOVING = {"link": "wifi", "up_bytes_per_s": None, "down_bytes_per_s": None, "latency_s": 0.0, "bits": [32],
-          "segments": [[0.1, 1e6, 1e6], [9.0, 5e9, 5e9]], "window": [[0.0, 2]]}
+MOVING = {
+    "link": "wifi",
+    "up_bytes_per_s": None,
+    "down_bytes_per_s": None,
+    "latency_s": 0.0,
+    "bits": [32],
+    "segments": [[0.1, 1e6, 1e6], [9.0, 5e9, 5e9]],
+    "window": [[0.0, 2]],
+}
 
 
 def split(
-    name: str = "split-replay", *, edges: int = 1, train: Mapping[str, Any] | None = None, model: str = "lenet5",
-    images: str = "digits", seed: int = 1, device: str = "raspberry-pi-4b", precision: Mapping[str, Any] | None = None,
-    event: Sequence[Mapping[str, Any]] = (), **edgecloud: Any,
+    name: str = "split-replay",
+    *,
+    edges: int = 1,
+    train: Mapping[str, Any] | None = None,
+    model: str = "lenet5",
+    images: str = "digits",
+    seed: int = 1,
+    device: str = "raspberry-pi-4b",
+    precision: Mapping[str, Any] | None = None,
+    event: Sequence[Mapping[str, Any]] = (),
+    **edgecloud: Any,
 ) -> Scenario:
     """Return a scenario of LeNet on two of a few digits, 7 batches an epoch."""
     table = {**CONSTANT, **({} if images == "clicks" else {"classes": [0, 1]}), **edgecloud}
-    return from_document({
-        "seed": seed, "name": "split", "question": "Does it run?", "model": {"name": model}, "data": {"name": images},
-        "cluster": {"boards": 1, "socs_per_board": edges, "device": device}, "strategy": {"name": name},
-        "train": {"epochs": 2, "batch_size": 32, "learning_rate": 0.02, **(train or {})}, "precision": precision or {},
-        "event": [{"kind": "preempt", **each} for each in event],
-        "edgecloud": {key: value for key, value in table.items() if value is not None}})
+    return from_document(
+        {
+            "seed": seed,
+            "name": "split",
+            "question": "Does it run?",
+            "model": {"name": model},
+            "data": {"name": images},
+            "cluster": {"boards": 1, "socs_per_board": edges, "device": device},
+            "strategy": {"name": name},
+            "train": {"epochs": 2, "batch_size": 32, "learning_rate": 0.02, **(train or {})},
+            "precision": precision or {},
+            "event": [{"kind": "preempt", **each} for each in event],
+            "edgecloud": {key: value for key, value in table.items() if value is not None},
+        }
+    )
 
 
 def ran(scenario: Scenario) -> dict[str, Any]:
@@ -82,10 +110,15 @@ def test_weights_depend_on_how_stale_gradients_may_be() -> None:
 
 
 @pytest.mark.parametrize("cut", [0, "8"])
-def test_without_staleness_and_compression_the_weights_are_those_of_the_edge_alone(cut: int | str) -> None:
+def test_without_staleness_and_compression_the_weights_are_those_of_the_edge_alone(
+    cut: int | str,
+) -> None:
     """F23, bit for bit through Flower's messages; plain split learning and JointDNN are such trainings too."""
     alone = ran(split("edge-only"))
-    assert ran(split(**{**EXACT, "cut": cut}, window=[[0.0, 0]]))["weights_sha256"] == alone["weights_sha256"]
+    assert (
+        ran(split(**{**EXACT, "cut": cut}, window=[[0.0, 0]]))["weights_sha256"]
+        == alone["weights_sha256"]
+    )
     assert ran(split("split", cut=cut))["weights_sha256"] == alone["weights_sha256"]
     assert alone["bytes"]["wan"] == 0 and alone["split"]["start"] == "edge alone"
 
@@ -102,7 +135,9 @@ def test_virtual_time_is_that_of_the_formulas() -> None:
     """F26 over a link that never changes; a round ends with nothing under way, so each of both begins anew."""
     setting = SplitSetting(split())
     costs, rounds, batches = setting.costs[0], 2, setting.workload.batches_per_epoch
-    assert ran(split("edge-only"))["virtual_s"] == pytest.approx(rounds * batches * costs.edge_only_s)
+    assert ran(split("edge-only"))["virtual_s"] == pytest.approx(
+        rounds * batches * costs.edge_only_s
+    )
     cut = [each.name for each in costs.cuts].index("4")
     for window in (0, 1, 3):
         at_once = phases(costs, SplitPlan(cut=cut, bits=32, window=window), RATES)
@@ -119,29 +154,51 @@ def test_bytes_over_the_wan_are_features_labels_and_gradients() -> None:
     costs, batches = setting.costs[0], setting.total_batches
     cut = [each.name for each in costs.cuts].index("4")
     assert ran_with_window(1)["bytes"]["wan"] == pytest.approx(
-        batches * (costs.feature_bytes(cut, 32) + costs.gradient_bytes(cut)))
+        batches * (costs.feature_bytes(cut, 32) + costs.gradient_bytes(cut))
+    )
     frozen = ran(split(**EXACT, frozen="4"))
-    assert frozen["bytes"]["wan"] == pytest.approx(batches * (costs.feature_bytes(cut, 32) + costs.header_bytes))
+    assert frozen["bytes"]["wan"] == pytest.approx(
+        batches * (costs.feature_bytes(cut, 32) + costs.header_bytes)
+    )
     assert frozen["split"]["max_staleness"] == 0
 
 
 def test_a_window_by_phase_is_kept_to_in_each_round() -> None:
     result = ran(split(window=[[0.0, 1], [0.5, 3]], bits=[32], cut="4"))
-    assert [entry["mean_staleness"] <= bound for entry, bound in zip(result["rounds"][1:], (1, 3), strict=True)] == [
-        True, True]
+    assert [
+        entry["mean_staleness"] <= bound
+        for entry, bound in zip(result["rounds"][1:], (1, 3), strict=True)
+    ] == [True, True]
     assert result["split"]["max_staleness"] == 3
 
 
 @pytest.mark.slow
 def test_staleness_is_told_by_edge() -> None:
     """A fast party waits for the slow one, so its gradients come back as late as they may."""
-    result = ran(from_document({
-        "name": "silos", "question": "Who waits?", "board": [{"device": "jetson-tx2", "socs": 1},
-                                                             {"device": "raspberry-pi-4b", "socs": 1}],
-        "model": {"name": "click-model"}, "data": {"name": "clicks"}, "strategy": {"name": "split-replay"},
-        "train": {"epochs": 1, "batch_size": 4096, "optimizer": "adam"},
-        "edgecloud": {"links": ["one-hop", "constant"], "up_bytes_per_s": 1e9, "down_bytes_per_s": 1e9,
-                      "latency_s": 0.0001, "gradient_bits": 8, "window": [[0.0, 4]]}}))
+    result = ran(
+        from_document(
+            {
+                "name": "silos",
+                "question": "Who waits?",
+                "board": [
+                    {"device": "jetson-tx2", "socs": 1},
+                    {"device": "raspberry-pi-4b", "socs": 1},
+                ],
+                "model": {"name": "click-model"},
+                "data": {"name": "clicks"},
+                "strategy": {"name": "split-replay"},
+                "train": {"epochs": 1, "batch_size": 4096, "optimizer": "adam"},
+                "edgecloud": {
+                    "links": ["one-hop", "constant"],
+                    "up_bytes_per_s": 1e9,
+                    "down_bytes_per_s": 1e9,
+                    "latency_s": 0.0001,
+                    "gradient_bits": 8,
+                    "window": [[0.0, 4]],
+                },
+            }
+        )
+    )
     fast, slow = result["split"]["mean_staleness_by_edge"]
     assert result["split"]["mode"] == "joined" and 3 < fast <= 4 and slow < 2
     assert result["split"]["staleness_spread"] == pytest.approx(fast - slow)
@@ -158,29 +215,51 @@ def test_an_int8_edge_is_priced_on_its_int8_processor_and_the_cloud_in_fp32() ->
     (party,) = setting.parties()
     profile = profile_module(setting.workload.program.model(), (1, 28, 28), "lenet5")
     cuts = cut_shapes(setting.workload.program.split, profile)  # type: ignore[attr-defined]
-    costs = split_costs(profile, cuts, edge, device("gpu-v100"), 32, edge_processor="npu", edge_value_bytes=1.0)
+    costs = split_costs(
+        profile, cuts, edge, device("gpu-v100"), 32, edge_processor="npu", edge_value_bytes=1.0
+    )
     assert party.costs == costs and costs.edge_processor == "npu"
     in_fp32 = split_costs(profile, cuts, edge, device("gpu-v100"), 32)
     assert [cut.cloud_s for cut in costs.cuts] == [cut.cloud_s for cut in in_fp32.cuts]
-    assert all(one.edge_forward_s < other.edge_forward_s and one.edge_memory_bytes < other.edge_memory_bytes
-               for one, other in zip(costs.cuts, in_fp32.cuts, strict=True))
+    assert all(
+        one.edge_forward_s < other.edge_forward_s
+        and one.edge_memory_bytes < other.edge_memory_bytes
+        for one, other in zip(costs.cuts, in_fp32.cuts, strict=True)
+    )
     result = ran(scenario)
     past = simulate([party], 14, clock=EventClock(setting.cluster), cluster=setting.cluster)
-    least, most = (edge_energy_j(edge, compute_s=past.parties[0].compute_s, network_s=network_s,
-                                 duration_s=past.duration_s, processor="npu") for network_s in (0.0, past.duration_s))
+    least, most = (
+        edge_energy_j(
+            edge,
+            compute_s=past.parties[0].compute_s,
+            network_s=network_s,
+            duration_s=past.duration_s,
+            processor="npu",
+        )
+        for network_s in (0.0, past.duration_s)
+    )
     assert least < past.usage.total_energy_j < most
-    assert result["processors"][0]["priced"] == ["npu"] and result["processors"][1]["priced"] == ["gpu"]
+    assert result["processors"][0]["priced"] == ["npu"] and result["processors"][1]["priced"] == [
+        "gpu"
+    ]
     assert "int8" in result["kernels"] and "snapdragon-865's npu" in " ".join(result["notes"])
 
 
 def test_a_mixed_edge_is_priced_as_both_processors_at_once() -> None:
     """Each pass as long as the longer part's, priced by itself; the joules have both processors' watts."""
-    scenario = split(device="snapdragon-865", precision={"arithmetic": "mixed", "held_out": 20}, cut=1, adapt=False)
+    scenario = split(
+        device="snapdragon-865",
+        precision={"arithmetic": "mixed", "held_out": 20},
+        cut=1,
+        adapt=False,
+    )
     setting, edge = SplitSetting(scenario), device("snapdragon-865")
     (party,) = setting.parties()
     profile = profile_module(setting.workload.program.model(), (1, 28, 28), "lenet5")
     cuts = cut_shapes(setting.workload.program.split, profile)  # type: ignore[attr-defined]
-    cpu = split_costs(profile, cuts, edge, device("gpu-v100"), 12)  # 12 of 32, at least e^-1 of them
+    cpu = split_costs(
+        profile, cuts, edge, device("gpu-v100"), 12
+    )  # 12 of 32, at least e^-1 of them
     npu = split_costs(profile, cuts, edge, device("gpu-v100"), 20, edge_processor="npu")
     for both, one, other in zip(party.costs.cuts, cpu.cuts, npu.cuts, strict=True):
         assert both.edge_forward_s == pytest.approx(max(one.edge_forward_s, other.edge_forward_s))
@@ -193,7 +272,8 @@ def test_a_mixed_edge_is_priced_as_both_processors_at_once() -> None:
     extra_w = edge.processor("npu").active_w - edge.idle_w
     assert past.duration_s == without.duration_s
     assert past.usage.total_energy_j - without.usage.total_energy_j == pytest.approx(
-        extra_w * past.parties[0].compute_s * party.costs.edge_beside[0][1])
+        extra_w * past.parties[0].compute_s * party.costs.edge_beside[0][1]
+    )
 
 
 # --------------------------------------------------------------------------------------------------- preemption
@@ -206,7 +286,9 @@ def test_the_others_train_without_an_edge_that_its_user_has(tmp_path: Path) -> N
         out = tmp_path / str(len(times))
         result = run_to_folder(scenario, out, num_workers=0, save_model=out.with_suffix(".npz"))
         with np.load(out.with_suffix(".npz")) as model:
-            trained.append({name: model[name].astype(np.float64) for name in model.files if model[name].ndim})
+            trained.append(
+                {name: model[name].astype(np.float64) for name in model.files if model[name].ndim}
+            )
         times.append((result["virtual_s"], result["energy_j"]))
     one, other, both = trained
     samples = SplitSetting(split(edges=2)).workload.num_samples()
@@ -214,15 +296,22 @@ def test_the_others_train_without_an_edge_that_its_user_has(tmp_path: Path) -> N
         expected = (samples[0] * one[name] + samples[1] * other[name]) / sum(samples)
         assert np.allclose(mean, expected, atol=1e-6), name
     assert times[2][0] == pytest.approx(max(times[0][0], times[1][0]))
-    assert times[2][1] == pytest.approx(times[0][1] + times[1][1], rel=0.05)  # one waits for the other at the end
+    assert times[2][1] == pytest.approx(
+        times[0][1] + times[1][1], rel=0.05
+    )  # one waits for the other at the end
 
 
 @pytest.mark.slow
 def test_an_edge_leaves_within_a_round_and_is_back_with_the_others_model() -> None:
-    result = ran(split(edges=2, train={"epochs": 4}, event=[{"soc": 1, "round": 2, "rounds": 2, "at": 0.5}]))
+    result = ran(
+        split(edges=2, train={"epochs": 4}, event=[{"soc": 1, "round": 2, "rounds": 2, "at": 0.5}])
+    )
     kinds = [[event["kind"] for event in entry["events"]] for entry in result["rounds"][1:]]
     assert kinds == [[], ["preempted"], [], ["returned"]]
-    assert result["rounds"][2]["events"][0]["text"] == "edge 1: preempted by its user after 2 of 4 batches"
+    assert (
+        result["rounds"][2]["events"][0]["text"]
+        == "edge 1: preempted by its user after 2 of 4 batches"
+    )
     assert sum(result["split"]["staleness"].values()) == 4 * 4 + 4 + 2 + 4
 
 
@@ -235,15 +324,22 @@ CASES = {
     "reverse": split(model="digit-generator", classes=[1]),
     "edge alone": split("edge-only"),
     "int8": split(**MOVING, round_epochs=0.5, precision=INT8),
-    "mixed": split(device="snapdragon-865", cut=1, adapt=False, precision={
-        "arithmetic": "mixed", "rule": "normalised", "held_out": 20}),
-    "averaged int8": split(edges=2, precision={"arithmetic": "int8"}, event=[{"soc": 1, "round": 1}]),
+    "mixed": split(
+        device="snapdragon-865",
+        cut=1,
+        adapt=False,
+        precision={"arithmetic": "mixed", "rule": "normalised", "held_out": 20},
+    ),
+    "averaged int8": split(
+        edges=2, precision={"arithmetic": "int8"}, event=[{"soc": 1, "round": 1}]
+    ),
 }
 SLOW = ("moving cut", "averaged halves", "edge alone", "averaged int8", "mixed")
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
+)
 def test_a_resumed_run_ends_as_one_that_was_never_interrupted(name: str, tmp_path: Path) -> None:
     """Weights, virtual time, moves, staleness, trace: everything but the wall clock."""
     scenario, out = CASES[name], tmp_path / "out"
@@ -262,15 +358,27 @@ def test_heat_and_users_slow_edges_down_and_a_killed_run_goes_on_alike(tmp_path:
     document = {**to_document(cold), "device": slow["device"]}
     document["cluster"] = {"boards": 1, "socs_per_board": 2, "device": "slow-soc"}
     cool = from_document(document)
-    hot = from_document({**document, "thermal": {"fan": "fixed", "rpm": 3250, "hot_boards": [0], "ambient_c": 33.0,
-                                                 "hot_board_airflow": 0.01},
-                         "background_load": {"games": "tidal", "low": 0.5, "high": 0.6, "mean_session_s": 300}})
+    hot = from_document(
+        {
+            **document,
+            "thermal": {
+                "fan": "fixed",
+                "rpm": 3250,
+                "hot_boards": [0],
+                "ambient_c": 33.0,
+                "hot_board_airflow": 0.01,
+            },
+            "background_load": {"games": "tidal", "low": 0.5, "high": 0.6, "mean_session_s": 300},
+        }
+    )
     without_drawing(hot, tmp_path / "whole")
     stop_after(hot, tmp_path / "cut", 1)
     assert resume(hot, tmp_path / "cut")["resumed_from"] == [1]
     result = assert_ends_as(tmp_path / "whole", tmp_path / "cut")
     unthrottled = ran(cool)
-    assert result["heat"]["slowdown"] == pytest.approx(result["virtual_s"] / unthrottled["virtual_s"] - 1)
+    assert result["heat"]["slowdown"] == pytest.approx(
+        result["virtual_s"] / unthrottled["virtual_s"] - 1
+    )
     assert result["heat"]["slowdown"] > 0.2
     assert result["heat"]["peak_c"] > 35.0
     assert result["heat"]["cooling_j"] > 0.0
@@ -279,7 +387,6 @@ def test_heat_and_users_slow_edges_down_and_a_killed_run_goes_on_alike(tmp_path:
     predicted = predicted_heat(hot, scenario_cluster(hot))
     assert predicted is not None
     assert predicted["virtual_s"] == pytest.approx(result["virtual_s"])
-
 
 
 # ----------------------------------------------------------------------------------------------- kinds of work
@@ -328,27 +435,55 @@ def test_pretrained_weights_of_other_classes_are_taken_but_for_the_head(tmp_path
 
 
 # ----------------------------------------------------------------------------------------------------- bad input
-@pytest.mark.parametrize(("options", "said"), [
-    ({"cut": "conv9"}, r"cut = 'conv9': the model can be cut after 1, 2, 4, 5, 8, 10"),
-    ({"cut": 9}, "cut = 9: cuts are 0 to 5"),
-    ({"frozen": "conv9"}, "conv9"),
-    ({"pretrained": "nowhere.npz"}, "nowhere.npz: no such file"),
-    ({"classes": [3, 11]}, "there is no class 11"),
-    ({"links": ["wifi", "5g"], "link": "wifi", **NOT_CONSTANT},
-     "2 for 1 edges; name one for each"),
-    ({"link": "wfi", **NOT_CONSTANT}, "did you mean 'wifi'"),
-    ({"model": "click-model"}, "'click-model' and 'clicks' belong together"),
-    ({"model": "click-model", "images": "clicks", "frozen": "1"}, "'clicks' does not support classes, frozen"),
-    ({"model": "click-model", "images": "clicks"}, "two parties, and 1 SoCs take part"),
-    ({"model": "click-model", "images": "clicks", "edges": 2, "name": "edge-only"}, "leave edge-only out"),
-    ({"model": "digit-generator", "edges": 2}, "trained with one edge, and 2 SoCs take part"),
-    ({"event": [{"soc": 0, "round": 1}]}, "there is no other edge, so the training would wait; use .background_load"),
-    ({"edges": 2, "cloud_model": "shared", "event": [{"soc": 0, "round": 1}]}, "the cloud's half needs every edge's"),
-    ({"edges": 2, "event": [{"soc": 2, "round": 1}]}, "soc = 2, round = 1: edges are 0 to 1, rounds 1 to 2"),
-    ({"edges": 2, "event": [{"soc": 1, "round": 3}]}, "soc = 1, round = 3: edges are 0 to 1, rounds 1 to 2"),
-    ({"edges": 2, "event": [{"soc": 0, "round": 1, "rounds": 2}, {"soc": 1, "round": 2, "at": 0.0}]},
-     "in round 2 users have all edges from the beginning"),
-])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"cut": "conv9"}, r"cut = 'conv9': the model can be cut after 1, 2, 4, 5, 8, 10"),
+        ({"cut": 9}, "cut = 9: cuts are 0 to 5"),
+        ({"frozen": "conv9"}, "conv9"),
+        ({"pretrained": "nowhere.npz"}, "nowhere.npz: no such file"),
+        ({"classes": [3, 11]}, "there is no class 11"),
+        (
+            {"links": ["wifi", "5g"], "link": "wifi", **NOT_CONSTANT},
+            "2 for 1 edges; name one for each",
+        ),
+        ({"link": "wfi", **NOT_CONSTANT}, "did you mean 'wifi'"),
+        ({"model": "click-model"}, "'click-model' and 'clicks' belong together"),
+        (
+            {"model": "click-model", "images": "clicks", "frozen": "1"},
+            "'clicks' does not support classes, frozen",
+        ),
+        ({"model": "click-model", "images": "clicks"}, "two parties, and 1 SoCs take part"),
+        (
+            {"model": "click-model", "images": "clicks", "edges": 2, "name": "edge-only"},
+            "leave edge-only out",
+        ),
+        ({"model": "digit-generator", "edges": 2}, "trained with one edge, and 2 SoCs take part"),
+        (
+            {"event": [{"soc": 0, "round": 1}]},
+            "there is no other edge, so the training would wait; use .background_load",
+        ),
+        (
+            {"edges": 2, "cloud_model": "shared", "event": [{"soc": 0, "round": 1}]},
+            "the cloud's half needs every edge's",
+        ),
+        (
+            {"edges": 2, "event": [{"soc": 2, "round": 1}]},
+            "soc = 2, round = 1: edges are 0 to 1, rounds 1 to 2",
+        ),
+        (
+            {"edges": 2, "event": [{"soc": 1, "round": 3}]},
+            "soc = 1, round = 3: edges are 0 to 1, rounds 1 to 2",
+        ),
+        (
+            {
+                "edges": 2,
+                "event": [{"soc": 0, "round": 1, "rounds": 2}, {"soc": 1, "round": 2, "at": 0.0}],
+            },
+            "in round 2 users have all edges from the beginning",
+        ),
+    ],
+)
 def test_what_does_not_go_together_is_said_in_one_line(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
         ran(split(options.pop("name", "split-replay"), **options))
@@ -356,10 +491,14 @@ def test_what_does_not_go_together_is_said_in_one_line(options: dict[str, Any], 
 
 
 def test_the_command_line_says_it_and_exits_with_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = tmp_path / "split.toml"
-    path.write_text('# Does it?\n[strategy]\nname = "split-replay"\nsocs = 1\n[edgecloud]\ncut = 9\n')
+    path.write_text(
+        '# Does it?\n[strategy]\nname = "split-replay"\nsocs = 1\n[edgecloud]\ncut = 9\n'
+    )
     monkeypatch.setattr("sys.argv", ["socflower", "run", str(path), "--out", str(tmp_path / "out")])
     with pytest.raises(SystemExit) as end:
         main()

@@ -20,47 +20,66 @@ def is_refused(ran: Ran, begins: str) -> bool:
     return refused_by(ran, os.getpid(), begins)
 
 
-def test_whatever_writes_into_a_folder_keeps_others_out(socflower: Socflower, tmp_path: Path) -> None:
+def test_whatever_writes_into_a_folder_keeps_others_out(
+    socflower: Socflower, tmp_path: Path
+) -> None:
     (tmp_path / "case.toml").write_text("[cluster]\nboards = [2]\n")
     (tmp_path / "app").mkdir()
     out = tmp_path / "shared"
     out.mkdir()
     with FolderLock(out / LOCK_FILE, "the first"):
-        for command in (("run", "case.toml", "--workers", 0), ("compare", "case.toml", "--workers", 0),
-                        ("run", "app", "--cluster", "case.toml", "--workers", 0), ("certificates", "host-1")):
+        for command in (
+            ("run", "case.toml", "--workers", 0),
+            ("compare", "case.toml", "--workers", 0),
+            ("run", "app", "--cluster", "case.toml", "--workers", 0),
+            ("certificates", "host-1"),
+        ):
             ran = socflower(*command, "--out", "shared", "--json")
             assert is_refused(ran, "--out "), ran.err
         assert [path.name for path in out.iterdir()] == [LOCK_FILE]
 
 
 def test_a_comparison_and_a_run_of_one_of_its_strategies_keep_each_other_out(
-    socflower: Socflower, tmp_path: Path,
+    socflower: Socflower,
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "case.toml").write_text("[cluster]\nboards = [2]\n")
     (tmp_path / "both" / "sgd").mkdir(parents=True)
     with FolderLock(tmp_path / "both" / "sgd" / LOCK_FILE, "the run"):
-        ran = socflower("compare", "case.toml", "--strategies", "sgd", "--out", "both", "--workers", 0, "--json")
+        ran = socflower(
+            "compare", "case.toml", "--strategies", "sgd", "--out", "both", "--workers", 0, "--json"
+        )
         assert is_refused(ran, "--out both/sgd: "), ran.err
-    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()] == ["case.toml"]
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()] == [
+        "case.toml"
+    ]
 
 
-def test_two_profiles_into_one_file_keep_each_other_out(socflower: Socflower, tmp_path: Path) -> None:
+def test_two_profiles_into_one_file_keep_each_other_out(
+    socflower: Socflower, tmp_path: Path
+) -> None:
     with FolderLock(tmp_path / ".here.toml.lock", "the first"):
         assert is_refused(socflower("profile", "--out", "here.toml", "--json"), "--out here.toml: ")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_checkpoints_of_a_run_elsewhere_have_one_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checkpoints_of_a_run_elsewhere_have_one_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its ServerApp waits for the one before, which may have to find out that it was given up."""
     monkeypatch.setattr("socflower.scenario.app.remote_main._ENDING_S", 0.0)
     bundle, kept, lines = tmp_path / "bundle", tmp_path / "kept", list[str]()
     bundle.mkdir()
     kept.mkdir()
     (bundle / SCENARIO_FILE).write_text(json.dumps(to_document(small())))
-    folder = BundledRunFolder(path=tmp_path / "run", bundle=bundle, kept=kept, fresh=False, print_line=lines.append)
+    folder = BundledRunFolder(
+        path=tmp_path / "run", bundle=bundle, kept=kept, fresh=False, print_line=lines.append
+    )
     folder.path.mkdir()
-    with FolderLock(kept / ".round-lock", "the first"), \
-            pytest.raises(ConfigError, match=f"{kept}: process {os.getpid()} is at work there"):
+    with (
+        FolderLock(kept / ".round-lock", "the first"),
+        pytest.raises(ConfigError, match=f"{kept}: process {os.getpid()} is at work there"),
+    ):
         folder.read_checkpointing()
     checkpointing = folder.read_checkpointing()
     assert checkpointing is not None and checkpointing.kept.path == kept

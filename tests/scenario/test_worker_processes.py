@@ -18,7 +18,9 @@ SCENARIOS: dict[str, Scenario] = {
     "socflow": small(interval=0.5, batch_size=128),
     "fedavg": small("fedavg", batch_size=128),
     # Alpha is measured on many, so that training has few steps.
-    "mixed": small(batch_size=128).replaced(precision=PrecisionConfig(arithmetic="mixed", held_out=3400)),
+    "mixed": small(batch_size=128).replaced(
+        precision=PrecisionConfig(arithmetic="mixed", held_out=3400)
+    ),
 }
 
 
@@ -47,21 +49,31 @@ def test_the_number_of_workers_may_differ_before_and_after(tmp_path: Path) -> No
 
 
 def test_a_client_whose_process_dies_is_dropped_and_reported() -> None:
-    result = run_scenario(small(events=(EventConfig(kind="die", soc=2, round=1),), batch_size=128), num_workers=2)
+    result = run_scenario(
+        small(events=(EventConfig(kind="die", soc=2, round=1),), batch_size=128), num_workers=2
+    )
     assert [bool(entry["events"]) for entry in result["rounds"]] == [False, True, False]
     (report,) = result["rounds"][1]["events"]
     assert report["kind"] == "no-reply"
     assert "group 1, SoC 2" in report["text"] and "the client's process died" in report["text"]
     # What was dropped is the same whichever way the group failed.
-    raised = small(events=(EventConfig(kind="raise", soc=2, round=1),), tolerate_client_errors=True, batch_size=128)
+    raised = small(
+        events=(EventConfig(kind="raise", soc=2, round=1),),
+        tolerate_client_errors=True,
+        batch_size=128,
+    )
     assert result["weights_sha256"] == run_scenario(raised, num_workers=0)["weights_sha256"]
 
 
 @pytest.mark.slow
 def test_a_client_that_hangs_is_given_up_on_and_reported() -> None:
     # In round 2, when the workers are up, and long: only the fault may be slower, on a loaded machine too.
-    result = run_scenario(small(events=(EventConfig(kind="hang", soc=0, round=2),), reply_timeout_s=60.0,
-                                batch_size=128), num_workers=2)
+    result = run_scenario(
+        small(
+            events=(EventConfig(kind="hang", soc=0, round=2),), reply_timeout_s=60.0, batch_size=128
+        ),
+        num_workers=2,
+    )
     assert [report["kind"] for report in result["rounds"][2]["events"]] == ["no-reply"]
     assert "group 0, SoC 0" in result["rounds"][2]["events"][0]["text"]
     assert len(result["rounds"]) == 3

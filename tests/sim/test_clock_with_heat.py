@@ -29,7 +29,9 @@ SLOW_FANS = FixedSpeed(fixed_rpm=3250.0)
 POLICIES = st.sampled_from([SLOW_FANS, FixedSpeed(fixed_rpm=11000.0), PassiveCooling()])
 
 
-def heat(policy: FanPolicy = SLOW_FANS, around: Surroundings | None = None, tick_s: float = 5.0) -> RackDynamics:
+def heat(
+    policy: FanPolicy = SLOW_FANS, around: Surroundings | None = None, tick_s: float = 5.0
+) -> RackDynamics:
     return RackDynamics(RACK, policy, surroundings=around, tick_s=tick_s)
 
 
@@ -59,9 +61,16 @@ class BruteForce:
     def __init__(self, tick_s: float, rpm: float) -> None:
         self.tick_s, self.looks, self.at_s, self.energy_j, self.fan_j = tick_s, 0, 0.0, 0.0, 0.0
         self.governor = snapdragon_governor()
-        self.conductance, self.fan_w = rack_fans().conductance_w_per_k(rpm), rack_fans().power_w(rpm)
+        self.conductance, self.fan_w = (
+            rack_fans().conductance_w_per_k(rpm),
+            rack_fans().power_w(rpm),
+        )
         self.board_of = np.repeat(np.arange(len(SLOTS)), SLOTS)
-        self.socs_c, self.boards_c, self.air_c = np.full(sum(SLOTS), 28.0), np.full(len(SLOTS), 28.0), 28.0
+        self.socs_c, self.boards_c, self.air_c = (
+            np.full(sum(SLOTS), 28.0),
+            np.full(len(SLOTS), 28.0),
+            28.0,
+        )
         self.levels = np.zeros(sum(SLOTS), int)
 
     def step(self, seconds: Sequence[float]) -> bool:
@@ -81,7 +90,9 @@ class BruteForce:
                 self.looks += 1
                 for soc, hot_c in enumerate(self.socs_c):
                     level = self.levels[soc]
-                    unsure = unsure or min(abs(hot_c - edge) for edge in (34.0, 35.0, 38.5, 39.5)) < 1e-3
+                    unsure = (
+                        unsure or min(abs(hot_c - edge) for edge in (34.0, 35.0, 38.5, 39.5)) < 1e-3
+                    )
                     if level < 2 and hot_c >= self.governor.trip_c[level]:
                         self.levels[soc] += 1
                     elif level and hot_c <= self.governor.resume_c[level - 1]:
@@ -93,25 +104,42 @@ class BruteForce:
         h = duration_s / steps
         for _ in range(steps):  # Heun's rule
             first = self.slopes(watts, self.socs_c, self.boards_c, self.air_c)
-            second = self.slopes(watts, self.socs_c + h * first[0], self.boards_c + h * first[1],
-                                 self.air_c + h * first[2])
+            second = self.slopes(
+                watts,
+                self.socs_c + h * first[0],
+                self.boards_c + h * first[1],
+                self.air_c + h * first[2],
+            )
             self.socs_c, self.boards_c, self.air_c = (
-                now + 0.5 * h * (a + b) for now, a, b in zip((self.socs_c, self.boards_c, self.air_c), first, second,
-                                                             strict=True))
+                now + 0.5 * h * (a + b)
+                for now, a, b in zip(
+                    (self.socs_c, self.boards_c, self.air_c), first, second, strict=True
+                )
+            )
 
-    def slopes(self, watts: np.ndarray, socs_c: np.ndarray, boards_c: np.ndarray,
-               air_c: float) -> tuple[np.ndarray, np.ndarray, float]:
+    def slopes(
+        self, watts: np.ndarray, socs_c: np.ndarray, boards_c: np.ndarray, air_c: float
+    ) -> tuple[np.ndarray, np.ndarray, float]:
         up = RACK.soc_to_board_w_per_k * (socs_c - boards_c[self.board_of])
         out = RACK.board_to_air_w_per_k * (boards_c - air_c)
-        return ((watts - up) / RACK.soc_j_per_k, (np.bincount(self.board_of, up) - out) / RACK.board_j_per_k,
-                (float(out.sum()) - self.conductance * (air_c - 25.0)) / RACK.chassis_j_per_k)
+        return (
+            (watts - up) / RACK.soc_j_per_k,
+            (np.bincount(self.board_of, up) - out) / RACK.board_j_per_k,
+            (float(out.sum()) - self.conductance * (air_c - 25.0)) / RACK.chassis_j_per_k,
+        )
 
 
 @settings(max_examples=8)
-@given(seconds=st.lists(st.floats(0.5, 8.0), min_size=5, max_size=5), tick_s=st.sampled_from([1.0, 5.0, 0.7]),
-       rpm=st.sampled_from([3250.0, 8300.0]))
+@given(
+    seconds=st.lists(st.floats(0.5, 8.0), min_size=5, max_size=5),
+    tick_s=st.sampled_from([1.0, 5.0, 0.7]),
+    rpm=st.sampled_from([3250.0, 8300.0]),
+)
 def test_virtual_time_under_throttling_equals_a_brute_force_integration(
-    make_cluster: MakeCluster, seconds: list[float], tick_s: float, rpm: float,
+    make_cluster: MakeCluster,
+    seconds: list[float],
+    tick_s: float,
+    rpm: float,
 ) -> None:
     """Time, joules of SoCs and of fans, over about three minutes of work."""
     repeat = int(180.0 / max(seconds))
@@ -125,7 +153,9 @@ def test_virtual_time_under_throttling_equals_a_brute_force_integration(
     # The clock looks ahead with the watts of the work that is about to begin. Where a step under way draws others, a
     # trip may come a look earlier than that, and one of these long steps begins at the speed before.
     assert usage.duration_s == pytest.approx(brute.at_s, rel=5e-3)
-    assert usage.total_energy_j - usage.energy_j[Activity.COOLING] == pytest.approx(brute.energy_j, rel=5e-3)
+    assert usage.total_energy_j - usage.energy_j[Activity.COOLING] == pytest.approx(
+        brute.energy_j, rel=5e-3
+    )
     assert usage.energy_j[Activity.COOLING] == pytest.approx(brute.fan_j, rel=5e-3)
     assert rack.temperatures_c == pytest.approx(brute.socs_c, abs=0.2)
 
@@ -134,7 +164,9 @@ def test_heat_makes_work_slower(make_cluster: MakeCluster) -> None:
     """What these tests are about does happen: an hour's work takes longer at low fan, and not with fast fans."""
     graph, cluster = together([1.0] * 5), make_cluster(SLOTS)
     hot = EventClock(cluster, heat()).run(graph, repeat=3600)
-    cooled = EventClock(cluster, RackDynamics(Rack(slots_per_board=SLOTS), FixedSpeed(fixed_rpm=14000.0)))
+    cooled = EventClock(
+        cluster, RackDynamics(Rack(slots_per_board=SLOTS), FixedSpeed(fixed_rpm=14000.0))
+    )
     assert hot.duration_s > 1.05 * 3600.0
     assert cooled.run(graph, repeat=3600).duration_s == pytest.approx(3600.0)
 
@@ -144,8 +176,17 @@ def graphs(draw: st.DrawFn) -> TaskGraph:
     """Computing and sending in a ring, with or without a barrier."""
     b = GraphBuilder()
     works = [b.compute("work", soc, draw(st.integers(1, 12)) / 2) for soc in range(5)]
-    sent = [b.transfer("send", soc, (soc + 1) % 5, 50.0 * draw(st.integers(0, 3)), num_messages=0, after=(works[soc],))
-            for soc in range(5)]
+    sent = [
+        b.transfer(
+            "send",
+            soc,
+            (soc + 1) % 5,
+            50.0 * draw(st.integers(0, 3)),
+            num_messages=0,
+            after=(works[soc],),
+        )
+        for soc in range(5)
+    ]
     if draw(st.booleans()):
         for work in works:
             b.follow_previous(work, sent)
@@ -154,11 +195,18 @@ def graphs(draw: st.DrawFn) -> TaskGraph:
 
 @st.composite
 def surroundings(draw: st.DrawFn) -> Surroundings:
-    user = st.builds(BackgroundLoad, share=st.floats(0.0, 0.8), power_w=st.floats(0.0, 3.0), taken=st.booleans())
+    user = st.builds(
+        BackgroundLoad, share=st.floats(0.0, 0.8), power_w=st.floats(0.0, 3.0), taken=st.booleans()
+    )
     return Surroundings(
-        ambient_c=changes(25.0, draw(st.lists(st.tuples(st.floats(1.0, 90.0), st.floats(20.0, 30.0)), max_size=1))),
-        background_load=tuple(changes(NOBODY, draw(st.lists(st.tuples(st.floats(1.0, 90.0), user), max_size=1)))
-                    for _ in range(5)))
+        ambient_c=changes(
+            25.0, draw(st.lists(st.tuples(st.floats(1.0, 90.0), st.floats(20.0, 30.0)), max_size=1))
+        ),
+        background_load=tuple(
+            changes(NOBODY, draw(st.lists(st.tuples(st.floats(1.0, 90.0), user), max_size=1)))
+            for _ in range(5)
+        ),
+    )
 
 
 def close(left: Usage, right: Usage) -> None:
@@ -170,18 +218,28 @@ def close(left: Usage, right: Usage) -> None:
 @FEW
 @given(graph=graphs(), policy=POLICIES, around=surroundings(), repeat=st.integers(1, 25))
 def test_extrapolation_equals_full_simulation_on_a_rack(
-    make_cluster: MakeCluster, graph: TaskGraph, policy: FanPolicy, around: Surroundings, repeat: int,
+    make_cluster: MakeCluster,
+    graph: TaskGraph,
+    policy: FanPolicy,
+    around: Surroundings,
+    repeat: int,
 ) -> None:
     first, second = heat(policy, around), heat(policy, around)
-    close(EventClock(make_cluster(SLOTS), first).run(graph, repeat=repeat),
-          EventClock(make_cluster(SLOTS), second, extrapolate=False).run(graph, repeat=repeat))
+    close(
+        EventClock(make_cluster(SLOTS), first).run(graph, repeat=repeat),
+        EventClock(make_cluster(SLOTS), second, extrapolate=False).run(graph, repeat=repeat),
+    )
     assert first.temperatures_c == pytest.approx(second.temperatures_c, abs=1e-6)
 
 
 @FEW
 @given(graph=graphs(), policy=POLICIES, around=surroundings(), repeat=st.integers(1, 25))
 def test_activities_and_cooling_sum_to_everything(
-    make_cluster: MakeCluster, graph: TaskGraph, policy: FanPolicy, around: Surroundings, repeat: int,
+    make_cluster: MakeCluster,
+    graph: TaskGraph,
+    policy: FanPolicy,
+    around: Surroundings,
+    repeat: int,
 ) -> None:
     """Seconds of all SoCs are those of the clock; cooling is the rack's; the rest is the mean load that heated it."""
     rack, loads_j = heat(policy, around), []
@@ -204,7 +262,11 @@ def test_activities_and_cooling_sum_to_everything(
 @FEW
 @given(graph=graphs(), policy=POLICIES, around=surroundings(), at_most=st.integers(1, 60))
 def test_running_while_steady_again_and_again_is_running(
-    make_cluster: MakeCluster, graph: TaskGraph, policy: FanPolicy, around: Surroundings, at_most: int,
+    make_cluster: MakeCluster,
+    graph: TaskGraph,
+    policy: FanPolicy,
+    around: Surroundings,
+    at_most: int,
 ) -> None:
     """While it goes on, all that work can see stays as it is: a copy is looked at often."""
     whole, parts, loads = heat(policy, around), heat(policy, around), []
@@ -238,12 +300,26 @@ def test_running_while_steady_again_and_again_is_running(
 
 
 @FEW
-@given(graph=graphs(), policy=POLICIES, around=surroundings(), before=st.integers(1, 12), after=st.integers(1, 12))
+@given(
+    graph=graphs(),
+    policy=POLICIES,
+    around=surroundings(),
+    before=st.integers(1, 12),
+    after=st.integers(1, 12),
+)
 def test_a_restored_clock_and_its_rack_go_on_to_the_last_bit(
-    make_cluster: MakeCluster, graph: TaskGraph, policy: FanPolicy, around: Surroundings, before: int, after: int,
+    make_cluster: MakeCluster,
+    graph: TaskGraph,
+    policy: FanPolicy,
+    around: Surroundings,
+    before: int,
+    after: int,
 ) -> None:
     cluster = make_cluster(SLOTS)
-    whole, restored = EventClock(cluster, heat(policy, around)), EventClock(cluster, heat(policy, around))
+    whole, restored = (
+        EventClock(cluster, heat(policy, around)),
+        EventClock(cluster, heat(policy, around)),
+    )
     whole.run(graph, repeat=before)
     restored.restore(json.loads(json.dumps(whole.state())))
     assert restored.run(graph, repeat=after) == whole.run(graph, repeat=after)
@@ -265,9 +341,13 @@ def test_resting_lasts_until_the_window_opens_and_cools_the_rack(make_cluster: M
         rests.append(clock.idle([0, 1]))
         rested_s += rests[-1].duration_s
     assert clock.now_s == pytest.approx(400.0)
-    assert sum(rest.energy_j[Activity.IDLE] for rest in rests) == pytest.approx(2.0 * 1.0 * rested_s)
+    assert sum(rest.energy_j[Activity.IDLE] for rest in rests) == pytest.approx(
+        2.0 * 1.0 * rested_s
+    )
     assert sum(rest.soc_seconds[Activity.IDLE] for rest in rests) == pytest.approx(2.0 * rested_s)
-    assert sum(rest.energy_j[Activity.COOLING] for rest in rests) == pytest.approx(rack.cooling_j - before_j)
+    assert sum(rest.energy_j[Activity.COOLING] for rest in rests) == pytest.approx(
+        rack.cooling_j - before_j
+    )
     assert (rack.temperatures_c < hot_c).all()
     # Half an hour at a time where nothing changes any more.
     still = EventClock(cluster, heat())
@@ -277,17 +357,39 @@ def test_resting_lasts_until_the_window_opens_and_cools_the_rack(make_cluster: M
 @FEW
 @given(graph=graphs(), repeat=st.integers(1, 40))
 def test_a_rack_that_never_gets_hot_changes_nothing_but_the_fans_joules(
-    make_cluster: MakeCluster, graph: TaskGraph, repeat: int,
+    make_cluster: MakeCluster,
+    graph: TaskGraph,
+    repeat: int,
 ) -> None:
     cool = Surroundings(ambient_c=always(0.0))
     cluster = make_cluster(SLOTS)
-    plain, cooled = EventClock(cluster), EventClock(cluster, RackDynamics(
-        Rack(slots_per_board=SLOTS), FixedSpeed(fixed_rpm=14000.0), surroundings=cool, start_c=0.0))
+    plain, cooled = (
+        EventClock(cluster),
+        EventClock(
+            cluster,
+            RackDynamics(
+                Rack(slots_per_board=SLOTS),
+                FixedSpeed(fixed_rpm=14000.0),
+                surroundings=cool,
+                start_c=0.0,
+            ),
+        ),
+    )
     with_fans, without = cooled.run(graph, repeat=repeat), plain.run(graph, repeat=repeat)
     assert with_fans.energy_j[Activity.COOLING] == pytest.approx(
-        with_fans.duration_s * rack_fans().power_w(14000.0), rel=1e-6, abs=5.0 * 107.0)
-    close(Usage(duration_s=with_fans.duration_s, soc_seconds=with_fans.soc_seconds, num_bytes=with_fans.num_bytes,
-                energy_j={key: value for key, value in with_fans.energy_j.items() if key != Activity.COOLING}), without)
+        with_fans.duration_s * rack_fans().power_w(14000.0), rel=1e-6, abs=5.0 * 107.0
+    )
+    close(
+        Usage(
+            duration_s=with_fans.duration_s,
+            soc_seconds=with_fans.soc_seconds,
+            num_bytes=with_fans.num_bytes,
+            energy_j={
+                key: value for key, value in with_fans.energy_j.items() if key != Activity.COOLING
+            },
+        ),
+        without,
+    )
     assert plain.changes is False and cooled.changes is True
     assert plain.speed_factors() == [1.0] * 5 and plain.taken_socs() == frozenset()
     assert Activity.COOLING not in without.energy_j and "dynamics" not in plain.state()

@@ -10,15 +10,33 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from socflower.cluster import HUB, Activity, Cluster, Device, GraphBuilder, Processor, TaskGraph, Usage
+from socflower.cluster import (
+    HUB,
+    Activity,
+    Cluster,
+    Device,
+    GraphBuilder,
+    Processor,
+    TaskGraph,
+    Usage,
+)
 from socflower.cluster.topology import Board, Server
 from socflower.sim import EventClock, Trace, folding, solution, trace
 from socflower.sim.folding import fold
 from socflower.sim.program import compile_graph
 
-TOY = Device(name="toy", idle_w=1.0, network_w=0.5, memory_bytes=1e9, memory_bytes_per_s=1e9, layer_overhead_s=0.0,
-             processors={"cpu": Processor(name="cpu", flops_per_s=1e9, active_w=5.0),
-                         "npu": Processor(name="npu", flops_per_s=1e9, active_w=3.0)})
+TOY = Device(
+    name="toy",
+    idle_w=1.0,
+    network_w=0.5,
+    memory_bytes=1e9,
+    memory_bytes_per_s=1e9,
+    layer_overhead_s=0.0,
+    processors={
+        "cpu": Processor(name="cpu", flops_per_s=1e9, active_w=5.0),
+        "npu": Processor(name="npu", flops_per_s=1e9, active_w=3.0),
+    },
+)
 
 
 @pytest.fixture(autouse=True)
@@ -29,13 +47,25 @@ def fold_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def cluster_of(slots: Sequence[int], links: Sequence[float], uplinks: Sequence[float]) -> Cluster:
-    return Cluster(name="toys", hub_bytes_per_s=170.0, message_s=0.05, boards=tuple(
-        Board(num_slots=count, device=TOY, soc_bytes_per_s=link, uplink_bytes_per_s=uplink)
-        for count, link, uplink in zip(slots, links, uplinks, strict=True)))
+    return Cluster(
+        name="toys",
+        hub_bytes_per_s=170.0,
+        message_s=0.05,
+        boards=tuple(
+            Board(num_slots=count, device=TOY, soc_bytes_per_s=link, uplink_bytes_per_s=uplink)
+            for count, link, uplink in zip(slots, links, uplinks, strict=True)
+        ),
+    )
 
 
-def training(groups: Sequence[Sequence[int]], seconds: Callable[[int], float], num_bytes: float, *,
-             barrier: bool, leaders_meet: bool) -> TaskGraph:
+def training(
+    groups: Sequence[Sequence[int]],
+    seconds: Callable[[int], float],
+    num_bytes: float,
+    *,
+    barrier: bool,
+    leaders_meet: bool,
+) -> TaskGraph:
     """Compute, a ring in each group, an update; then leaders meet at the hub, and the next repetition."""
     b = GraphBuilder()
     computes, updates = {}, {}
@@ -47,19 +77,37 @@ def training(groups: Sequence[Sequence[int]], seconds: Callable[[int], float], n
         n = len(group)
         if n > 1:
             first = b.next_index
-            sent = [b.transfer("ring", soc, group[(rank + 1) % n], num_bytes, rounds=2 * (n - 1), after=holds[rank],
-                               after_round=(first + (rank - 1) % n,)) for rank, soc in enumerate(group)]
+            sent = [
+                b.transfer(
+                    "ring",
+                    soc,
+                    group[(rank + 1) % n],
+                    num_bytes,
+                    rounds=2 * (n - 1),
+                    after=holds[rank],
+                    after_round=(first + (rank - 1) % n,),
+                )
+                for rank, soc in enumerate(group)
+            ]
             holds = [(sent[rank - 1], sent[rank]) for rank in range(n)]
         for soc, after in zip(group, holds, strict=True):
             updates[soc] = b.compute("update", soc, 0.25, activity=Activity.UPDATE, after=after)
             b.follow_previous(computes[soc], [updates[soc]])
     if leaders_meet:
-        up = [b.transfer("up", group[0], HUB, num_bytes, after=(updates[group[0]],)) for group in groups]
+        up = [
+            b.transfer("up", group[0], HUB, num_bytes, after=(updates[group[0]],))
+            for group in groups
+        ]
         mean = b.compute("mean", HUB, 0.1, after=up)
-        down = {group[0]: b.transfer("down", HUB, group[0], num_bytes, after=(mean,)) for group in groups}
+        down = {
+            group[0]: b.transfer("down", HUB, group[0], num_bytes, after=(mean,))
+            for group in groups
+        }
         for group in groups:
             for source, target in pairwise(group):
-                down[target] = b.transfer("hand on", source, target, num_bytes, after=(down[source],))
+                down[target] = b.transfer(
+                    "hand on", source, target, num_bytes, after=(down[source],)
+                )
             for soc in group:
                 b.follow_previous(computes[soc], [down[soc]])
     elif barrier:
@@ -76,10 +124,16 @@ def close(left: Usage, right: Usage) -> None:
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_symmetric_and_nearly_symmetric_clusters_take_what_full_simulation_says(data: st.DataObject) -> None:
+def test_symmetric_and_nearly_symmetric_clusters_take_what_full_simulation_says(
+    data: st.DataObject,
+) -> None:
     """Boards of equal slots, perhaps one other; equal members, perhaps one that is 1 % slower."""
     num_boards, slots = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 5))
-    counts, links, uplinks = [slots] * num_boards, [100.0] * num_boards, [data.draw(st.sampled_from([60.0, 250.0]))] * 6
+    counts, links, uplinks = (
+        [slots] * num_boards,
+        [100.0] * num_boards,
+        [data.draw(st.sampled_from([60.0, 250.0]))] * 6,
+    )
     odd = data.draw(st.sampled_from(["none", "slots", "link", "uplink", "member"]))
     which = data.draw(st.integers(0, num_boards - 1))
     if odd == "slots":
@@ -91,14 +145,27 @@ def test_symmetric_and_nearly_symmetric_clusters_take_what_full_simulation_says(
     cluster = cluster_of(counts, links, uplinks[:num_boards])
     slow = data.draw(st.integers(0, cluster.num_socs - 1)) if odd == "member" else -1
     size = data.draw(st.sampled_from([1, 2, 3, slots, cluster.num_socs]))
-    order = data.draw(st.sampled_from([list(range(cluster.num_socs)),
-                                       sorted(range(cluster.num_socs), key=lambda soc: (soc % slots, soc))]))
-    groups = [order[first:first + size] for first in range(0, cluster.num_socs, size)]
-    graph = training(groups, lambda soc: 1.01 if soc == slow else 1.0, data.draw(st.sampled_from([0.0, 30.0, 125.0])),
-                     barrier=data.draw(st.booleans()), leaders_meet=data.draw(st.booleans()))
+    order = data.draw(
+        st.sampled_from(
+            [
+                list(range(cluster.num_socs)),
+                sorted(range(cluster.num_socs), key=lambda soc: (soc % slots, soc)),
+            ]
+        )
+    )
+    groups = [order[first : first + size] for first in range(0, cluster.num_socs, size)]
+    graph = training(
+        groups,
+        lambda soc: 1.01 if soc == slow else 1.0,
+        data.draw(st.sampled_from([0.0, 30.0, 125.0])),
+        barrier=data.draw(st.booleans()),
+        leaders_meet=data.draw(st.booleans()),
+    )
     repeat = data.draw(st.integers(1, 12))
-    close(EventClock(cluster).run(graph, repeat=repeat),
-          EventClock(cluster, extrapolate=False).run(graph, repeat=repeat))
+    close(
+        EventClock(cluster).run(graph, repeat=repeat),
+        EventClock(cluster, extrapolate=False).run(graph, repeat=repeat),
+    )
 
 
 def program_of(graph: TaskGraph, cluster: Cluster) -> folding.Program:
@@ -109,20 +176,34 @@ def program_of(graph: TaskGraph, cluster: Cluster) -> folding.Program:
 def test_a_ring_has_the_classes_of_one_board_and_one_odd_member_undoes_them() -> None:
     cluster = cluster_of([4] * 10, [100.0] * 10, [100.0] * 10)
     ring = [list(range(40))]
-    plain = program_of(training(ring, lambda soc: 1.0, 30.0, barrier=False, leaders_meet=False), cluster)
+    plain = program_of(
+        training(ring, lambda soc: 1.0, 30.0, barrier=False, leaders_meet=False), cluster
+    )
     folded = fold(plain, 0)
     assert folded is not None
     assert len(folded.program.steps) == 4 * 4
     assert len(plain.steps) == 40 * 4
-    odd = program_of(training(ring, lambda soc: 1.01 if soc == 17 else 1.0, 30.0, barrier=False, leaders_meet=False),
-                     cluster)
+    odd = program_of(
+        training(
+            ring, lambda soc: 1.01 if soc == 17 else 1.0, 30.0, barrier=False, leaders_meet=False
+        ),
+        cluster,
+    )
     assert fold(odd, 0) is None
 
 
 def test_a_star_of_leaders_is_one_flow_with_the_weight_of_all() -> None:
     cluster = cluster_of([2] * 50, [100.0] * 50, [100.0] * 50)
-    star = program_of(training([[2 * board, 2 * board + 1] for board in range(50)], lambda soc: 1.0, 30.0,
-                               barrier=False, leaders_meet=True), cluster)
+    star = program_of(
+        training(
+            [[2 * board, 2 * board + 1] for board in range(50)],
+            lambda soc: 1.0,
+            30.0,
+            barrier=False,
+            leaders_meet=True,
+        ),
+        cluster,
+    )
     folded = fold(star, 0)
     assert folded is not None
     assert len(folded.program.steps) * 30 < len(star.steps)
@@ -141,7 +222,10 @@ def test_tasks_of_one_processor_are_served_in_their_order() -> None:
     folded = fold(program_of(graph, cluster), 0)
     assert folded is not None
     assert len(folded.program.steps) == 4
-    close(EventClock(cluster).run(graph, repeat=4), EventClock(cluster, extrapolate=False).run(graph, repeat=4))
+    close(
+        EventClock(cluster).run(graph, repeat=4),
+        EventClock(cluster, extrapolate=False).run(graph, repeat=4),
+    )
 
 
 def test_a_trace_shows_all_members_of_a_class() -> None:
@@ -150,8 +234,13 @@ def test_a_trace_shows_all_members_of_a_class() -> None:
     folded, full = Trace(), Trace()
     EventClock(cluster, trace=folded).run(graph)
     EventClock(cluster, trace=full, extrapolate=False).run(graph)
-    ours, theirs = (sorted((trace.state()["rows"][row][1], name, round(at_s, 9), round(long_s, 9))
-                           for row, name, at_s, long_s, _ in trace.state()["spans"]) for trace in (folded, full))
+    ours, theirs = (
+        sorted(
+            (trace.state()["rows"][row][1], name, round(at_s, 9), round(long_s, 9))
+            for row, name, at_s, long_s, _ in trace.state()["spans"]
+        )
+        for trace in (folded, full)
+    )
     assert ours == theirs
 
 
@@ -186,7 +275,9 @@ def busy(spans: Spans) -> list[list[float]]:
 @settings(max_examples=15)
 @given(data=st.data())
 @pytest.mark.parametrize("most", [1, 2, 3])
-def test_rows_of_a_large_cluster_are_those_of_its_socs_together(most: int, data: st.DataObject) -> None:
+def test_rows_of_a_large_cluster_are_those_of_its_socs_together(
+    most: int, data: st.DataObject
+) -> None:
     """Each row of boards or servers is busy when any of its SoCs is, and has all their tasks and bytes."""
     num_boards, slots = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 4))
     cluster = cluster_of([slots] * num_boards, [100.0] * num_boards, [60.0] * num_boards)
@@ -198,9 +289,13 @@ def test_rows_of_a_large_cluster_are_those_of_its_socs_together(most: int, data:
     socs = list(range(cluster.num_socs))
     size = data.draw(st.integers(1, slots * 2))
     slow = data.draw(st.sampled_from([None, 0, socs[-1]]))
-    graph = training([socs[first:first + size] for first in range(0, len(socs), size)],
-                     lambda soc: 1.3 if soc == slow else 1.0, 50.0, barrier=False,
-                     leaders_meet=data.draw(st.booleans()))
+    graph = training(
+        [socs[first : first + size] for first in range(0, len(socs), size)],
+        lambda soc: 1.3 if soc == slow else 1.0,
+        50.0,
+        barrier=False,
+        leaders_meet=data.draw(st.booleans()),
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trace, "MOST_ROWS", 10**6)
         own = spans_of(cluster, graph, data.draw(st.booleans()))
@@ -211,18 +306,29 @@ def test_rows_of_a_large_cluster_are_those_of_its_socs_together(most: int, data:
     seen = set()
     for name, spans in together.items():
         noun, _, rest = name.partition(" ")
-        numbers, kind = (rest.split(" ", 1) if noun.startswith("SoC") else rest.split("/", 1)) \
-            if noun.rstrip("s") in ("SoC", "board", "server") else ("", "")
+        numbers, kind = (
+            (rest.split(" ", 1) if noun.startswith("SoC") else rest.split("/", 1))
+            if noun.rstrip("s") in ("SoC", "board", "server")
+            else ("", "")
+        )
         first, _, last = numbers.partition("-")
-        ours = [name] if not numbers else [
-            f"SoC {number} {kind}" if noun.startswith("SoC") else f"{noun.rstrip('s')}{number}/{kind}"
-            for number in range(int(first), int(last or first) + 1)]
+        ours = (
+            [name]
+            if not numbers
+            else [
+                f"SoC {number} {kind}"
+                if noun.startswith("SoC")
+                else f"{noun.rstrip('s')}{number}/{kind}"
+                for number in range(int(first), int(last or first) + 1)
+            ]
+        )
         seen |= set(ours)
         alone = [span for each in ours for span in own.get(each, [])]
         np.testing.assert_allclose(busy(spans), busy(alone), rtol=1e-9, atol=1e-9)
         for key in ("bytes", "transfers"):
             assert sum(args.get(key, 0) for *_, args in spans) == pytest.approx(
-                sum(args.get(key, 0) for *_, args in alone)), (name, key)
+                sum(args.get(key, 0) for *_, args in alone)
+            ), (name, key)
         if "tasks" in spans[0][2]:
             assert sum(args["tasks"] for *_, args in spans) == len(alone)
     assert {name for name in own if not name.startswith("soc")} == seen & set(own)

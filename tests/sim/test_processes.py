@@ -34,17 +34,29 @@ def graphs(draw: st.DrawFn) -> TaskGraph:
     for index in range(draw(st.integers(1, 25))):
         after = draw(st.lists(st.integers(0, index - 1), max_size=3, unique=True)) if index else []
         if draw(st.booleans()):
-            b.compute(f"c{index}", draw(st.integers(0, 4)), draw(SECONDS),
-                      processor=draw(st.sampled_from(["cpu", "npu"])), after=after)
+            b.compute(
+                f"c{index}",
+                draw(st.integers(0, 4)),
+                draw(SECONDS),
+                processor=draw(st.sampled_from(["cpu", "npu"])),
+                after=after,
+            )
         else:
             ends = draw(st.permutations([0, 1, 2, 3, 4, "hub"]))[:2]
-            b.transfer(f"t{index}", ends[0], ends[1], 50.0 * draw(st.integers(0, 9)),
-                       num_messages=draw(st.integers(0, 3)), after=after)
+            b.transfer(
+                f"t{index}",
+                ends[0],
+                ends[1],
+                50.0 * draw(st.integers(0, 9)),
+                num_messages=draw(st.integers(0, 3)),
+                after=after,
+            )
     return b.build(range(5))
 
 
 def as_processes(graph: TaskGraph) -> Callable[[Simulation], None]:
     """A process for each task that waits for those before it."""
+
     def start(simulation: Simulation) -> None:
         ends = [Event[None](task.name) for task in graph.tasks]
 
@@ -52,19 +64,26 @@ def as_processes(graph: TaskGraph) -> Callable[[Simulation], None]:
             task = graph.tasks[index]
             yield all_of(*(ends[other] for other in task.after))
             if isinstance(task, Compute):
-                yield simulation.compute(simulation.processor(task.device, task.processor), task.seconds)
+                yield simulation.compute(
+                    simulation.processor(task.device, task.processor), task.seconds
+                )
             else:
-                yield simulation.send(task.source, task.target, task.num_bytes, num_messages=task.num_messages)
+                yield simulation.send(
+                    task.source, task.target, task.num_bytes, num_messages=task.num_messages
+                )
             ends[index].fire()
 
         for index, task in enumerate(graph.tasks):
             simulation.start(run(index), task.name)
+
     return start
 
 
 @settings(max_examples=60)
 @given(graph=graphs())
-def test_a_task_graph_as_processes_costs_what_the_graph_costs(make_cluster: MakeCluster, graph: TaskGraph) -> None:
+def test_a_task_graph_as_processes_costs_what_the_graph_costs(
+    make_cluster: MakeCluster, graph: TaskGraph
+) -> None:
     cluster = make_cluster((3, 2), uplink=150.0, message_s=0.25)
     expected = EventClock(cluster).run(graph)
     usage = EventClock(cluster).run_processes(as_processes(graph), socs=range(5))
@@ -90,10 +109,16 @@ def test_a_pipeline_of_three_stages_that_alternate_forward_and_backward_is_twent
         def stage(rank: int) -> Process[None]:
             cpu, last = simulation.processor(rank), rank == num_stages - 1
             warm_up = min(num_batches, num_stages - rank)
-            order = ["F"] * (warm_up - 1) + ["F", "B"] * (num_batches - warm_up + 1) + ["B"] * (warm_up - 1)
+            order = (
+                ["F"] * (warm_up - 1)
+                + ["F", "B"] * (num_batches - warm_up + 1)
+                + ["B"] * (warm_up - 1)
+            )
             for kind in order:
                 batch = yield (inputs if kind == "F" else gradients)[rank].get()
-                yield simulation.compute(cpu, forward_s if kind == "F" else backward_s, f"{kind}{batch}")
+                yield simulation.compute(
+                    cpu, forward_s if kind == "F" else backward_s, f"{kind}{batch}"
+                )
                 if kind == "F" and last:
                     gradients[rank].put(batch)
                 elif kind == "F":
@@ -107,8 +132,12 @@ def test_a_pipeline_of_three_stages_that_alternate_forward_and_backward_is_twent
             simulation.start(stage(rank), f"stage {rank}")
 
     usage = EventClock(make_cluster((3,))).run_processes(start, socs=range(3))
-    assert usage.duration_s == pytest.approx((num_batches + num_stages - 1) * (forward_s + backward_s), abs=1e-6)
-    assert usage.soc_seconds[Activity.COMPUTE] == pytest.approx(num_stages * num_batches * (forward_s + backward_s))
+    assert usage.duration_s == pytest.approx(
+        (num_batches + num_stages - 1) * (forward_s + backward_s), abs=1e-6
+    )
+    assert usage.soc_seconds[Activity.COMPUTE] == pytest.approx(
+        num_stages * num_batches * (forward_s + backward_s)
+    )
 
 
 # ------------------------------------------------------------------------------------------ changing links
@@ -116,21 +145,33 @@ def test_a_pipeline_of_three_stages_that_alternate_forward_and_backward_is_twent
 
 @st.composite
 def rates(draw: st.DrawFn) -> RateSteps:
-    parts = draw(st.lists(st.tuples(st.floats(0.5, 30), st.sampled_from([0.0, 50.0]) | st.floats(20, 5000)),
-                          min_size=1, max_size=5))
+    parts = draw(
+        st.lists(
+            st.tuples(st.floats(0.5, 30), st.sampled_from([0.0, 50.0]) | st.floats(20, 5000)),
+            min_size=1,
+            max_size=5,
+        )
+    )
     times_s = [0.0]
     for length_s, _ in parts:
         times_s.append(times_s[-1] + length_s)
     speeds = [speed for _, speed in parts]
     speeds[-1] = speeds[-1] or 100.0
     end_s = times_s.pop() if draw(st.booleans()) else inf
-    return RateSteps(tuple(times_s[:len(speeds)]), tuple(speeds), end_s)
+    return RateSteps(tuple(times_s[: len(speeds)]), tuple(speeds), end_s)
 
 
 @settings(max_examples=60)
-@given(steps=rates(), num_bytes=st.lists(st.floats(1, 20_000), min_size=1, max_size=6), begin_s=st.floats(0, 200))
+@given(
+    steps=rates(),
+    num_bytes=st.lists(st.floats(1, 20_000), min_size=1, max_size=6),
+    begin_s=st.floats(0, 200),
+)
 def test_transfers_over_a_changing_link_end_when_the_integral_of_its_rate_says(
-    make_cluster: MakeCluster, steps: RateSteps, num_bytes: list[float], begin_s: float,
+    make_cluster: MakeCluster,
+    steps: RateSteps,
+    num_bytes: list[float],
+    begin_s: float,
 ) -> None:
     simulation = Simulation(make_cluster((1,)), [0], now_s=begin_s)
     link = simulation.link("the link", steps)
@@ -148,25 +189,43 @@ def test_transfers_over_a_changing_link_end_when_the_integral_of_its_rate_says(
 
 
 @settings(max_examples=60)
-@given(parts=st.lists(st.tuples(st.floats(0.5, 30), st.floats(20, 5000)), min_size=1, max_size=6),
-       start_s=st.floats(0, 200), repeats=st.booleans(),
-       num_bytes=st.lists(st.sampled_from([1000, 1001, 60_000]) | st.integers(1, 20_000), min_size=1, max_size=6))
+@given(
+    parts=st.lists(st.tuples(st.floats(0.5, 30), st.floats(20, 5000)), min_size=1, max_size=6),
+    start_s=st.floats(0, 200),
+    repeats=st.booleans(),
+    num_bytes=st.lists(
+        st.sampled_from([1000, 1001, 60_000]) | st.integers(1, 20_000), min_size=1, max_size=6
+    ),
+)
 def test_flows_that_share_a_changing_link_end_when_exact_integration_says(
-    parts: list[tuple[float, float]], start_s: float, repeats: bool, num_bytes: list[int],
+    parts: list[tuple[float, float]],
+    start_s: float,
+    repeats: bool,
+    num_bytes: list[int],
 ) -> None:
     """Equal and different ones, while the bandwidth rises above that at their start and falls below it."""
     times_s = [0.0, *accumulate(length_s for length_s, _ in parts)]
     end_s, rates = times_s.pop() if repeats else inf, [rate for _, rate in parts]
-    times_s = times_s[:len(rates)]
-    ends_s = flow_ends_s([RateSteps(tuple(times_s), tuple(rates), end_s)],
-                         [Flow(start_s=start_s, path=(0,), num_bytes=count) for count in num_bytes])
-    assert ends_s == pytest.approx(integrated_ends_s(times_s, rates, end_s, start_s, num_bytes), rel=1e-9)
+    times_s = times_s[: len(rates)]
+    ends_s = flow_ends_s(
+        [RateSteps(tuple(times_s), tuple(rates), end_s)],
+        [Flow(start_s=start_s, path=(0,), num_bytes=count) for count in num_bytes],
+    )
+    assert ends_s == pytest.approx(
+        integrated_ends_s(times_s, rates, end_s, start_s, num_bytes), rel=1e-9
+    )
 
 
 def test_a_flow_becomes_faster_than_it_began() -> None:
-    rising, flow = RateSteps((0.0, 2.0, 5.0), (100.0, 50.0, 200.0)), Flow(start_s=0.0, path=(0,), num_bytes=1000)
-    assert flow_ends_s([rising], [flow]) == integrated_ends_s(rising.times_s, rising.bytes_per_s, inf, 0.0, [1000]) \
+    rising, flow = (
+        RateSteps((0.0, 2.0, 5.0), (100.0, 50.0, 200.0)),
+        Flow(start_s=0.0, path=(0,), num_bytes=1000),
+    )
+    assert (
+        flow_ends_s([rising], [flow])
+        == integrated_ends_s(rising.times_s, rising.bytes_per_s, inf, 0.0, [1000])
         == [8.25]
+    )
 
 
 def test_a_changing_link_is_shared_evenly_as_others_limit_it(make_cluster: MakeCluster) -> None:
@@ -219,7 +278,8 @@ def test_a_process_can_follow_the_bandwidth(make_cluster: MakeCluster) -> None:
 @settings(max_examples=40)
 @given(steps=rates())
 def test_a_process_that_follows_the_bandwidth_sees_every_step_in_turn(
-    make_cluster: MakeCluster, steps: RateSteps,
+    make_cluster: MakeCluster,
+    steps: RateSteps,
 ) -> None:
     """Also where rounding puts the time of a repeated step a little before it."""
     simulation, seen = Simulation(make_cluster((1,)), [0]), [steps.bytes_per_s[0]]
@@ -240,7 +300,7 @@ def test_a_process_that_follows_the_bandwidth_sees_every_step_in_turn(
     if steps.end_s == inf:
         assert seen == [*steps.bytes_per_s]
     elif len(steps.bytes_per_s) > 1:
-        assert seen == expected[:len(seen)]
+        assert seen == expected[: len(seen)]
         assert len(seen) >= len(steps.bytes_per_s) * int(300.0 / steps.end_s)
 
 
@@ -274,8 +334,11 @@ def test_work_under_way_goes_on_at_the_new_speed(make_cluster: MakeCluster) -> N
 
 
 def rack(*, socs: int, around: Surroundings | None = None) -> RackDynamics:
-    return RackDynamics(Rack(slots_per_board=(socs,), chassis_j_per_k=300.0, soc_to_board_w_per_k=0.4),
-                        FixedSpeed(fixed_rpm=3250.0), surroundings=around)
+    return RackDynamics(
+        Rack(slots_per_board=(socs,), chassis_j_per_k=300.0, soc_to_board_w_per_k=0.4),
+        FixedSpeed(fixed_rpm=3250.0),
+        surroundings=around,
+    )
 
 
 def steps(num_steps: int, seconds: float) -> Callable[[Simulation], None]:
@@ -286,6 +349,7 @@ def steps(num_steps: int, seconds: float) -> Callable[[Simulation], None]:
 
         for soc in range(5):
             simulation.start(work(soc), f"SoC {soc}")
+
     return start
 
 
@@ -304,11 +368,15 @@ def test_heat_slows_processes_down_as_it_slows_a_graph(make_cluster: MakeCluster
 
 
 def test_a_soc_that_a_user_takes_waits(make_cluster: MakeCluster) -> None:
-    taken = changes(NOBODY, [(20.0, BackgroundLoad(share=0.0, power_w=1.0, taken=True)), (50.0, NOBODY)])
+    taken = changes(
+        NOBODY, [(20.0, BackgroundLoad(share=0.0, power_w=1.0, taken=True)), (50.0, NOBODY)]
+    )
     around = Surroundings(background_load=(taken, *[changes(NOBODY, [])] * 4))
     free = EventClock(make_cluster((5,)), rack(socs=5)).run_processes(steps(40, 1.0), socs=range(5))
     clock = EventClock(make_cluster((5,)), rack(socs=5, around=around))
-    assert clock.run_processes(steps(40, 1.0), socs=range(5)).duration_s == pytest.approx(free.duration_s + 30.0)
+    assert clock.run_processes(steps(40, 1.0), socs=range(5)).duration_s == pytest.approx(
+        free.duration_s + 30.0
+    )
 
 
 # ---------------------------------------------------------------------------------- events, queues, mistakes
@@ -341,15 +409,26 @@ def test_events_queues_and_credits(make_cluster: MakeCluster) -> None:
     simulation.start(main(), "main")
     simulation.start(consumer(), "consumer")
     simulation.run()
-    assert log == [(0.0, "put 0"), (0.0, "put 1"), (3.0, "item 0"), (3.0, "put 2"), (6.0, "item 1"), (6.0, "put 3"),
-                   (9.0, "item 2"), (12.0, "item 3")]
+    assert log == [
+        (0.0, "put 0"),
+        (0.0, "put 1"),
+        (3.0, "item 0"),
+        (3.0, "put 2"),
+        (6.0, "item 1"),
+        (6.0, "put 3"),
+        (9.0, "item 2"),
+        (12.0, "item 3"),
+    ]
     assert simulation.now_s == 12.0, "a timeout that nobody waits for ends nothing"
 
 
 @settings(max_examples=20)
 @given(seconds=st.lists(SECONDS, min_size=1, max_size=12))
-def test_simultaneous_events_have_one_order(make_cluster: MakeCluster, seconds: Sequence[float]) -> None:
+def test_simultaneous_events_have_one_order(
+    make_cluster: MakeCluster, seconds: Sequence[float]
+) -> None:
     """Work that is asked for together is done in the order of asking; the same again takes the same course."""
+
     def course() -> list[tuple[int, float]]:
         simulation, ended = Simulation(make_cluster((1,)), [0]), []
 
@@ -364,7 +443,9 @@ def test_simultaneous_events_have_one_order(make_cluster: MakeCluster, seconds: 
 
     first = course()
     assert [index for index, _ in first] == list(range(len(seconds)))
-    assert [at_s for _, at_s in first] == pytest.approx([sum(seconds[:index + 1]) for index in range(len(seconds))])
+    assert [at_s for _, at_s in first] == pytest.approx(
+        [sum(seconds[: index + 1]) for index in range(len(seconds))]
+    )
     assert course() == first
 
 
@@ -402,14 +483,19 @@ def test_the_trace_shows_processes_and_links(make_cluster: MakeCluster) -> None:
 
         simulation.start(edge(), "edge")
 
-    usage = EventClock(make_cluster((1,)), trace=trace).run_processes(start, socs=[0], label="split")
+    usage = EventClock(make_cluster((1,)), trace=trace).run_processes(
+        start, socs=[0], label="split"
+    )
     assert usage.num_bytes[Tier.WAN] == 30.0
     spans = {(span[0], span[1]): span[2:4] for span in trace.state()["spans"]}
     rows = [tuple(row[:2]) for row in trace.state()["rows"]]
     assert {(rows[row], name): times for (row, name), times in spans.items()} == {
-        (("SoCs", "SoC 0 cpu"), "forward 0"): [0.0, 2.0], (("SoCs", "SoC 0 network"), "batch 0"): [2.0, 3.0],
-        (("links", "radio"), "batch 0"): [2.0, 3.0], (("servers", "cloud half 0"), "step 0"): [5.0, 1.0],
-        (("runs", "runs"), "split"): [0.0, 6.0]}
+        (("SoCs", "SoC 0 cpu"), "forward 0"): [0.0, 2.0],
+        (("SoCs", "SoC 0 network"), "batch 0"): [2.0, 3.0],
+        (("links", "radio"), "batch 0"): [2.0, 3.0],
+        (("servers", "cloud half 0"), "step 0"): [5.0, 1.0],
+        (("runs", "runs"), "split"): [0.0, 6.0],
+    }
 
 
 def test_what_can_never_happen_is_said(make_cluster: MakeCluster) -> None:
@@ -424,22 +510,37 @@ def test_what_can_never_happen_is_said(make_cluster: MakeCluster) -> None:
         yield Queue("a gradient").get()
 
     def sends(simulation: Simulation) -> Process[None]:
-        yield simulation.transfer([simulation.link("its up link", RateSteps((0.0, 4.0), (1.0, 0.0)))], 5.0, "batch 7")
+        yield simulation.transfer(
+            [simulation.link("its up link", RateSteps((0.0, 4.0), (1.0, 0.0)))], 5.0, "batch 7"
+        )
 
     assert stuck(waits) == "edge 3 waits for a gradient, which can never happen"
-    assert "its up link carries nothing any more after 4.000 s, so batch 7 never arrives" in stuck(sends)
+    assert "its up link carries nothing any more after 4.000 s, so batch 7 never arrives" in stuck(
+        sends
+    )
 
 
-@pytest.mark.parametrize(("mistake", "complaint"), [
-    (lambda simulation: simulation.processor(5), "SoC 5 takes no part"),
-    (lambda simulation: simulation.processor(0, "gpu"), "gpu"),
-    (lambda simulation: simulation.compute(simulation.processor(0), -1.0), "seconds must be finite and not negative"),
-    (lambda simulation: simulation.transfer([simulation.link("a", 1.0)], inf), "num_bytes must be finite"),
-    (lambda simulation: simulation.timeout(-0.5), "a timeout of -0.5 s"),
-    (lambda simulation: simulation.link("a", -1.0), "the bandwidth of a must be"),
-])
+@pytest.mark.parametrize(
+    ("mistake", "complaint"),
+    [
+        (lambda simulation: simulation.processor(5), "SoC 5 takes no part"),
+        (lambda simulation: simulation.processor(0, "gpu"), "gpu"),
+        (
+            lambda simulation: simulation.compute(simulation.processor(0), -1.0),
+            "seconds must be finite and not negative",
+        ),
+        (
+            lambda simulation: simulation.transfer([simulation.link("a", 1.0)], inf),
+            "num_bytes must be finite",
+        ),
+        (lambda simulation: simulation.timeout(-0.5), "a timeout of -0.5 s"),
+        (lambda simulation: simulation.link("a", -1.0), "the bandwidth of a must be"),
+    ],
+)
 def test_mistakes_name_what_is_wrong(
-    make_cluster: MakeCluster, mistake: Callable[[Simulation], object], complaint: str,
+    make_cluster: MakeCluster,
+    mistake: Callable[[Simulation], object],
+    complaint: str,
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
         mistake(Simulation(make_cluster((1,)), [0]))

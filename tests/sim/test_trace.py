@@ -21,7 +21,11 @@ def written(trace: Trace, folder: Path) -> tuple[dict[str, list[dict[str, Any]]]
     assert [path.name for path in folder.iterdir()] == ["trace.json"], "nothing temporary is left"
     document = json.loads((folder / "trace.json").read_text("utf-8"))
     events = document["traceEvents"]
-    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    names = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in events
+        if event["name"] == "thread_name"
+    }
     rows: dict[str, list[dict[str, Any]]] = {}
     for event in events:
         assert event["ph"] in {"X", "M", "C"}
@@ -30,7 +34,9 @@ def written(trace: Trace, folder: Path) -> tuple[dict[str, list[dict[str, Any]]]
             rows.setdefault(names[event["pid"], event["tid"]], []).append(event)
     for row, spans in rows.items():
         for before, after in pairwise(spans):
-            assert before["ts"] + before["dur"] <= after["ts"] * (1 + 1e-9) + 1e-6, f"{row} overlaps itself"
+            assert before["ts"] + before["dur"] <= after["ts"] * (1 + 1e-9) + 1e-6, (
+                f"{row} overlaps itself"
+            )
     return rows, document
 
 
@@ -52,11 +58,28 @@ def test_rows_of_a_run(make_cluster: MakeCluster, tmp_path: Path) -> None:
     clock.run(busy_graph().build((0, 1)), label="round 1")
     clock.run(busy_graph().build((0, 1)), label="round 2")
     rows, document = written(trace, tmp_path)
-    assert list(rows) == ["runs", "SoC 0 cpu", "SoC 0 npu", "SoC 0 network", "SoC 1 cpu", "SoC 1 network",
-                          "SoC 2 network", "hub/rx", "board0/up", "soc0/tx", "soc1/rx", "hub cpu"]
+    assert list(rows) == [
+        "runs",
+        "SoC 0 cpu",
+        "SoC 0 npu",
+        "SoC 0 network",
+        "SoC 1 cpu",
+        "SoC 1 network",
+        "SoC 2 network",
+        "hub/rx",
+        "board0/up",
+        "soc0/tx",
+        "soc1/rx",
+        "hub cpu",
+    ]
     assert [(span["name"], span["ts"], span["dur"]) for span in rows["runs"]] == [
-        ("round 1", 0.0, 5.0e6), ("round 2", 5.0e6, 5.0e6)]
-    assert [(span["name"], span["ts"]) for span in rows["SoC 0 cpu"]] == [("compute", 0.0), ("compute", 5.0e6)]
+        ("round 1", 0.0, 5.0e6),
+        ("round 2", 5.0e6, 5.0e6),
+    ]
+    assert [(span["name"], span["ts"]) for span in rows["SoC 0 cpu"]] == [
+        ("compute", 0.0),
+        ("compute", 5.0e6),
+    ]
     # Both handle for 0.5 s (they share the sender), then both share its link for 2 s.
     first = rows["SoC 0 network"][0]
     assert (first["name"], first["ts"], first["dur"]) == ("2 transfers", 2.0e6, 2.5e6)
@@ -65,7 +88,9 @@ def test_rows_of_a_run(make_cluster: MakeCluster, tmp_path: Path) -> None:
     assert document["otherData"]["num_spans_dropped"] == 0
 
 
-def test_repetitions_that_are_not_simulated_are_one_span(make_cluster: MakeCluster, tmp_path: Path) -> None:
+def test_repetitions_that_are_not_simulated_are_one_span(
+    make_cluster: MakeCluster, tmp_path: Path
+) -> None:
     trace = Trace()
     b = GraphBuilder()
     b.compute("compute", 0, 1.0)
@@ -75,14 +100,20 @@ def test_repetitions_that_are_not_simulated_are_one_span(make_cluster: MakeClust
     rows, _ = written(trace, tmp_path)
     assert clock.now_s == 100.5
     for row in ("SoC 0 cpu", "SoC 0 network", "SoC 1 network", "soc0/tx"):
-        skipped = [span for span in rows[row] if "more repetitions (not re-simulated)" in span["name"]]
+        skipped = [
+            span for span in rows[row] if "more repetitions (not re-simulated)" in span["name"]
+        ]
         assert len(skipped) == 1
         assert skipped[0]["dur"] == pytest.approx(1e6 * int(skipped[0]["name"].split()[0]))
-    assert max(span["ts"] + span["dur"] for spans in rows.values() for span in spans) == pytest.approx(100.5e6)
+    assert max(
+        span["ts"] + span["dur"] for spans in rows.values() for span in spans
+    ) == pytest.approx(100.5e6)
     assert sum(span["dur"] for span in rows["SoC 0 cpu"]) == pytest.approx(100e6)
 
 
-def test_a_span_that_is_under_way_at_the_cut_goes_on_after_it(make_cluster: MakeCluster, tmp_path: Path) -> None:
+def test_a_span_that_is_under_way_at_the_cut_goes_on_after_it(
+    make_cluster: MakeCluster, tmp_path: Path
+) -> None:
     trace = Trace()
     b = GraphBuilder()
     b.compute("compute", 0, 3.0)
@@ -116,7 +147,9 @@ def test_a_trace_that_cannot_be_is_a_config_error(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------- leaving off and going on
-def test_a_trace_handed_over_in_parts_is_the_same_trace(make_cluster: MakeCluster, tmp_path: Path) -> None:
+def test_a_trace_handed_over_in_parts_is_the_same_trace(
+    make_cluster: MakeCluster, tmp_path: Path
+) -> None:
     cluster, graph = make_cluster(), busy_graph().build(range(2))
     whole, parts = Trace(max_spans=40), []
     clock = EventClock(cluster, trace=whole)
@@ -129,7 +162,11 @@ def test_a_trace_handed_over_in_parts_is_the_same_trace(make_cluster: MakeCluste
     assert whole.num_dropped and [span[1] for span in parts[-1]["spans"]] == ["2 times"]
     for part in parts:
         restored.restore(part)
-    assert (restored.num_spans, restored.num_dropped, restored.room) == (num_told, whole.num_dropped, 0)
+    assert (restored.num_spans, restored.num_dropped, restored.room) == (
+        num_told,
+        whole.num_dropped,
+        0,
+    )
     for name, trace in (("whole", whole), ("restored", restored)):
         trace.write(tmp_path / name)
     assert (tmp_path / "whole").read_bytes() == (tmp_path / "restored").read_bytes()

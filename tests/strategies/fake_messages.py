@@ -22,7 +22,9 @@ class PulledReplies:
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        asked = [self._pushed.pop(message_id) for message_id in message_ids if message_id in self._pushed]
+        asked = [
+            self._pushed.pop(message_id) for message_id in message_ids if message_id in self._pushed
+        ]
         return list(self.send_and_receive(asked)) if asked else []
 
 
@@ -47,8 +49,9 @@ def answer(message: Message, value: float, num_examples: object = 1, **metrics: 
     group = message.content.config_records.get("group")
     if group is not None:
         metrics = {"socflower-group": int(group["group-id"]), **metrics}
-    content = RecordDict({"arrays": model(value),
-                          "metrics": MetricRecord({"num-examples": num_examples, **metrics})})
+    content = RecordDict(
+        {"arrays": model(value), "metrics": MetricRecord({"num-examples": num_examples, **metrics})}
+    )
     return Message(content, reply_to=message)
 
 

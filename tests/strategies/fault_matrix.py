@@ -51,7 +51,9 @@ class Row:
     event: str
     phase: str
     transport: str
-    recovery_s: float | None  # from the strike to the first step of a ring without the struck; None: none was needed.
+    recovery_s: (
+        float | None
+    )  # from the strike to the first step of a ring without the struck; None: none was needed.
     # Of a member that is wanted: until it had left
     target_s: float | None
     events: list[str]  # kinds of the strategy's
@@ -91,9 +93,15 @@ def run_cell(cell: Cell, folder: Path) -> Row:
     slow = event.endswith("stopped") and cell.phase not in ("rendezvous", "mid-batch")
     # Who was stopped is asked in a round whether it is back, and takes part in the next, or on a loaded machine in one
     # after that; all else shows in two rounds.
-    with FaultyRun(folder, transport=cell.transport, num_epochs=3 if event.endswith("stopped") else 1,
-                   interval_epochs=0.5, step_s=0.4 if slow else 0.1,
-                   of_soc=_delays(cell), evaluate=evaluate) as run:
+    with FaultyRun(
+        folder,
+        transport=cell.transport,
+        num_epochs=3 if event.endswith("stopped") else 1,
+        interval_epochs=0.5,
+        step_s=0.4 if slow else 0.1,
+        of_soc=_delays(cell),
+        evaluate=evaluate,
+    ) as run:
         if strikes and cell.phase == "evaluation":
             run.wait(lambda: struck_at, "the evaluation")
         elif strikes:
@@ -103,28 +111,52 @@ def run_cell(cell: Cell, folder: Path) -> Row:
             # Where nobody missed it in the first round, the second one will.
             missed_in = 2 if cell.phase in ("synchronisation", "evaluation") else 1
             run.wait_steps(2, missed_in, 1)
-            run.wait(lambda: run.mark(2, missed_in, "trained").exists(), "the end of the round that missed it")
+            run.wait(
+                lambda: run.mark(2, missed_in, "trained").exists(),
+                "the end of the round that missed it",
+            )
             run.go_on(struck)
         run.result()
         run.check_weights()
-        run.check_ledger({} if event.endswith("slow") else {
-            server_round: {struck} for server_round in range(1, run.strategy.num_rounds + 1)})
+        run.check_ledger(
+            {}
+            if event.endswith("slow")
+            else {server_round: {struck} for server_round in range(1, run.strategy.num_rounds + 1)}
+        )
         kinds, texts = run.kinds(), [event.text for event in run.events]
         # At the rendezvous a ring can form only when the last member has come.
-        recovery_s = run.recovery_s(struck_at[0], [struck], struck_at[0] + _LATE_S if cell.phase == "rendezvous" else
-                                    0.0) if strikes else None
+        recovery_s = (
+            run.recovery_s(
+                struck_at[0],
+                [struck],
+                struck_at[0] + _LATE_S if cell.phase == "rendezvous" else 0.0,
+            )
+            if strikes
+            else None
+        )
     assert _wanted(cell) <= set(kinds), texts
     assert kinds == [] or not event.endswith("slow"), texts
-    return Row(event=event, phase=cell.phase, transport=cell.transport,
-               recovery_s=None if recovery_s is None else round(max(0.0, recovery_s), 2), target_s=_target_s(cell),
-               events=kinds)
+    return Row(
+        event=event,
+        phase=cell.phase,
+        transport=cell.transport,
+        recovery_s=None if recovery_s is None else round(max(0.0, recovery_s), 2),
+        target_s=_target_s(cell),
+        events=kinds,
+    )
 
 
 def run_wanted(transport: str, folder: Path) -> Row:
     """Run a training in whose first round a user wants a member's device; return how long the member took to leave."""
     wanted = folder / "wanted"
-    with FaultyRun(folder, transport=transport, num_epochs=1, interval_epochs=0.5, step_s=0.3,
-                   of_soc={_MEMBER: {"preempt-file": str(wanted)}}) as run:
+    with FaultyRun(
+        folder,
+        transport=transport,
+        num_epochs=1,
+        interval_epochs=0.5,
+        step_s=0.3,
+        of_soc={_MEMBER: {"preempt-file": str(wanted)}},
+    ) as run:
         run.wait_steps(_MEMBER, 1, 3)
         wanted.touch()
         asked_s = time.monotonic()
@@ -133,8 +165,14 @@ def run_wanted(transport: str, folder: Path) -> Row:
         run.check_weights()
         kinds = run.kinds()
     assert "preempted" in kinds and "member-lost" not in kinds, kinds
-    return Row(event="member wanted by its user", phase="mid-batch", transport=transport, recovery_s=round(left_s, 2),
-               target_s=2.0, events=kinds)
+    return Row(
+        event="member wanted by its user",
+        phase="mid-batch",
+        transport=transport,
+        recovery_s=round(left_s, 2),
+        target_s=2.0,
+        events=kinds,
+    )
 
 
 def _delays(cell: Cell) -> dict[int, dict[str, Any]]:
@@ -142,8 +180,13 @@ def _delays(cell: Cell) -> dict[int, dict[str, Any]]:
     if cell.event.endswith("raises"):
         return {struck: {"raises-in": cell.phase}}
     if cell.event.endswith("slow"):
-        return {struck: {"rendezvous": {"begin-delay-s": 3.0}, "mid-batch": {"slower": 5},
-                         "synchronisation": {"end-delay-s": 3.0}}[cell.phase]}
+        return {
+            struck: {
+                "rendezvous": {"begin-delay-s": 3.0},
+                "mid-batch": {"slower": 5},
+                "synchronisation": {"end-delay-s": 3.0},
+            }[cell.phase]
+        }
     if cell.phase == "before the rendezvous":
         return {struck: {"begin-delay-s": 3.0}}
     if cell.phase == "rendezvous":
@@ -183,7 +226,13 @@ def _wanted(cell: Cell) -> set[str]:
     if cell.phase == "mid-batch":
         return {"member-lost", "ring-formed-again", "planned-anew", *back}
     if cell.phase == "synchronisation":
-        return {"leader-lost"} if who == "leader" else {"member-lost", *back} if what == "stopped" else set()
+        return (
+            {"leader-lost"}
+            if who == "leader"
+            else {"member-lost", *back}
+            if what == "stopped"
+            else set()
+        )
     if cell.phase == "evaluation" and what == "killed":
         return set()  # its next message finds a new process
     return {"member-lost", "planned-anew", *back}
@@ -197,7 +246,9 @@ def _target_s(cell: Cell) -> float | None:
     _, _, what = cell.event.partition(" ")
     if what not in ("killed", "stopped"):
         return None
-    if cell.phase == "before the rendezvous" or (what == "stopped" and cell.phase in ("synchronisation", "evaluation")):
+    if cell.phase == "before the rendezvous" or (
+        what == "stopped" and cell.phase in ("synchronisation", "evaluation")
+    ):
         return RENDEZVOUS_S + 5.0
     if what == "stopped" and cell.phase == "rendezvous" and cell.struck == _LEADER:
         return RENDEZVOUS_S + 5.0
@@ -206,20 +257,34 @@ def _target_s(cell: Cell) -> float | None:
 
 def main(target: Path) -> int:
     """Run all cells; return how many were late."""
-    runs = [*(functools.partial(run_cell, cell) for cell in cells()),
-            *(functools.partial(run_wanted, transport) for transport in ("gloo", "grpc"))]
+    runs = [
+        *(functools.partial(run_cell, cell) for cell in cells()),
+        *(functools.partial(run_wanted, transport) for transport in ("gloo", "grpc")),
+    ]
     rows = []
     for run in runs:
         with tempfile.TemporaryDirectory() as folder:
             row = run(Path(folder))
         rows.append(row)
-        print(f"{row.event:16} {row.phase:22} {row.transport:5} {row.recovery_s} of {row.target_s} s  "
-              f"{' '.join(sorted(set(row.events)))}", flush=True)
-    target.write_text(json.dumps({
-        "schema": 1, "command": f"python -m tests.strategies.fault_matrix {target}",
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
-        "heartbeat_s": HEARTBEAT_S, "rendezvous_s": RENDEZVOUS_S, "rows": [asdict(row) for row in rows]}, indent=1)
-        + "\n")
+        print(
+            f"{row.event:16} {row.phase:22} {row.transport:5} {row.recovery_s} of {row.target_s} s  "
+            f"{' '.join(sorted(set(row.events)))}",
+            flush=True,
+        )
+    target.write_text(
+        json.dumps(
+            {
+                "schema": 1,
+                "command": f"python -m tests.strategies.fault_matrix {target}",
+                "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
+                "heartbeat_s": HEARTBEAT_S,
+                "rendezvous_s": RENDEZVOUS_S,
+                "rows": [asdict(row) for row in rows],
+            },
+            indent=1,
+        )
+        + "\n"
+    )
     return sum(not row.in_time for row in rows)
 
 

@@ -37,22 +37,55 @@ class FaultyRun:
     """
 
     def __init__(
-        self, folder: Path, *, boards: int = 1, socs_per_board: int = 3, num_groups: int = 1, transport: str = "gloo",
-        step_s: float = 0.1, norm: bool = False, of_soc: Mapping[int, Mapping[str, Any]] | None = None,
-        rings: Mapping[str, Any] | None = None, timeout_s: float = 150.0,
+        self,
+        folder: Path,
+        *,
+        boards: int = 1,
+        socs_per_board: int = 3,
+        num_groups: int = 1,
+        transport: str = "gloo",
+        step_s: float = 0.1,
+        norm: bool = False,
+        of_soc: Mapping[int, Mapping[str, Any]] | None = None,
+        rings: Mapping[str, Any] | None = None,
+        timeout_s: float = 150.0,
         evaluate: Callable[["FaultyRun", int], None] = lambda run, server_round: None,
         around: Callable[[SoCFlow], Strategy] = lambda strategy: strategy,
-        wrap: Callable[[Grid], Grid] = GroupGrid, **changes: Any,
+        wrap: Callable[[Grid], Grid] = GroupGrid,
+        **changes: Any,
     ) -> None:
-        self.folder, self.num_socs, self._norm, self._timeout_s = folder, boards * socs_per_board, norm, timeout_s
-        self._shape = {"boards": boards, "socs_per_board": socs_per_board, "num_groups": num_groups, **changes}
+        self.folder, self.num_socs, self._norm, self._timeout_s = (
+            folder,
+            boards * socs_per_board,
+            norm,
+            timeout_s,
+        )
+        self._shape = {
+            "boards": boards,
+            "socs_per_board": socs_per_board,
+            "num_groups": num_groups,
+            **changes,
+        }
         cluster = ring_app.cluster(boards, socs_per_board)
-        self.strategy: SoCFlow = ring_app.strategy(cluster, num_groups, tolerate_client_errors=True, rings={
-            "transport": transport, "heartbeat_s": 4.0, "rendezvous_s": 6.0, "leader_grace_s": 4.0, **(rings or {})},
-            **changes)
+        self.strategy: SoCFlow = ring_app.strategy(
+            cluster,
+            num_groups,
+            tolerate_client_errors=True,
+            rings={
+                "transport": transport,
+                "heartbeat_s": 4.0,
+                "rendezvous_s": 6.0,
+                "leader_grace_s": 4.0,
+                **(rings or {}),
+            },
+            **changes,
+        )
         self.configs = ring_app.node_configs(cluster, of_soc)
-        self.grid = ProcessGrid(ring_app.client_app, self.configs,
-                                run_config={"step-s": step_s, "norm": norm, "ledger": str(folder)})
+        self.grid = ProcessGrid(
+            ring_app.client_app,
+            self.configs,
+            run_config={"step-s": step_s, "norm": norm, "ledger": str(folder)},
+        )
         self.nodes = self.grid.get_node_ids()[::-1]  # by SoC
         self._evaluate, self._around, self._wrap = evaluate, around, wrap
         self._thread = ThreadPoolExecutor(1)
@@ -61,7 +94,9 @@ class FaultyRun:
 
     def __enter__(self) -> "FaultyRun":
         for node in self.nodes:
-            self.grid.pid_of(node)  # starting them all at once takes seconds, which are nobody's recovery
+            self.grid.pid_of(
+                node
+            )  # starting them all at once takes seconds, which are nobody's recovery
         self._future = self._thread.submit(self._run)
         return self
 
@@ -103,11 +138,16 @@ class FaultyRun:
 
     def wait_steps(self, soc: int, server_round: int, num_steps: int) -> None:
         """Wait until a SoC has done so many steps of a round."""
-        self.wait(lambda: sum(line["round"] == server_round for line in self.lines(soc)) >= num_steps,
-                  f"step {num_steps} of round {server_round} on SoC {soc}")
+        self.wait(
+            lambda: sum(line["round"] == server_round for line in self.lines(soc)) >= num_steps,
+            f"step {num_steps} of round {server_round} on SoC {soc}",
+        )
 
     def wait_mark(self, soc: int, server_round: int, what: str) -> None:
-        self.wait(lambda: self.mark(soc, server_round, what).exists(), f"SoC {soc} {what} in round {server_round}")
+        self.wait(
+            lambda: self.mark(soc, server_round, what).exists(),
+            f"SoC {soc} {what} in round {server_round}",
+        )
 
     def mark(self, soc: int, server_round: int, what: str) -> Path:
         return ring_app.mark_of(self.folder, self._partition(soc), server_round, what)
@@ -138,13 +178,19 @@ class FaultyRun:
         """Return the weights of the same training in one process, undisturbed."""
         return _undisturbed(tuple(sorted(self._shape.items())), self._norm)
 
-    def recovery_s(self, struck_s: float, struck: Iterable[int], counted_from_s: float = 0.0) -> float:
+    def recovery_s(
+        self, struck_s: float, struck: Iterable[int], counted_from_s: float = 0.0
+    ) -> float:
         """Return the time from the strike to the first step of a ring that formed after it, without those struck."""
         gone = set(struck)
         lines = [line for soc in range(self.num_socs) for line in self.lines(soc)]
         at_strike = max((line["round"] for line in lines if line["at_s"] <= struck_s), default=1)
-        after = [line["at_s"] for line in lines if line["at_s"] > struck_s
-                 and (line["round"] > at_strike or (line["members"] and not gone & set(line["members"])))]
+        after = [
+            line["at_s"]
+            for line in lines
+            if line["at_s"] > struck_s
+            and (line["round"] > at_strike or (line["members"] and not gone & set(line["members"])))
+        ]
         return min(after) - max(struck_s, counted_from_s)
 
     def check_ledger(self, lost: Mapping[int, Iterable[int]]) -> None:
@@ -154,14 +200,22 @@ class FaultyRun:
         """
         for server_round in range(1, self.strategy.num_rounds + 1):
             for task in self._tasks(server_round):
-                _check_group(task, server_round, {
-                    soc: [line for line in self.lines(soc) if line["round"] == server_round] for soc in task.members},
-                    set(lost.get(server_round, ())))
+                _check_group(
+                    task,
+                    server_round,
+                    {
+                        soc: [line for line in self.lines(soc) if line["round"] == server_round]
+                        for soc in task.members
+                    },
+                    set(lost.get(server_round, ())),
+                )
 
     def check_weights(self, tolerance: float = 1e-4) -> None:
         ours, reference = self.result(), self.reference()
         for name in reference:
-            np.testing.assert_allclose(ours[name].numpy(), reference[name].numpy(), atol=tolerance, rtol=1e-3)
+            np.testing.assert_allclose(
+                ours[name].numpy(), reference[name].numpy(), atol=tolerance, rtol=1e-3
+            )
 
     def _tasks(self, server_round: int) -> list[GroupTask]:
         """Return what the groups were asked for in a round; of a group that was asked twice, the last."""
@@ -169,7 +223,9 @@ class FaultyRun:
         for soc in range(self.num_socs):
             for record in _lines(self.mark(soc, server_round, "asked")):
                 task = GroupTask.decode(record)
-                if task.group_id not in tasks or len(task.members) < len(tasks[task.group_id].members):
+                if task.group_id not in tasks or len(task.members) < len(
+                    tasks[task.group_id].members
+                ):
                     tasks[task.group_id] = task
         assert tasks, f"nobody was asked for anything in round {server_round}"
         return list(tasks.values())
@@ -184,32 +240,44 @@ class FaultyRun:
 
         result = self._around(self.strategy).start(
             self._wrap(self.grid),
-            ring_app.initial(norm=self._norm), num_rounds=self.strategy.num_rounds,
-            timeout=self._timeout_s / 2, evaluate_fn=evaluate)
+            ring_app.initial(norm=self._norm),
+            num_rounds=self.strategy.num_rounds,
+            timeout=self._timeout_s / 2,
+            evaluate_fn=evaluate,
+        )
         arrays = result.arrays
         assert all(np.isfinite(arrays[name].numpy()).all() for name in arrays)
         return arrays
 
 
 def _check_group(
-    task: GroupTask, server_round: int, ledgers: Mapping[int, list[dict[str, Any]]], lost: set[int],
+    task: GroupTask,
+    server_round: int,
+    ledgers: Mapping[int, list[dict[str, Any]]],
+    lost: set[int],
 ) -> None:
     schedule = BatchSchedule(task, [ring_app.NUM_SAMPLES])
     stayed = [soc for soc in task.members if soc not in lost]
     for step in range(task.first_step, task.first_step + task.num_steps):
         where = f"round {server_round}, group {task.group_id}, step {step}"
-        made = {soc: [line for line in ledgers[soc] if line["step"] == step] for soc in task.members}
+        made = {
+            soc: [line for line in ledgers[soc] if line["step"] == step] for soc in task.members
+        }
         for soc in stayed:
             assert len(made[soc]) == 1, f"{where}: SoC {soc} has it {len(made[soc])} times"
         applied = [made[soc][0]["members"] for soc in stayed if not made[soc][0]["adopted"]]
-        assert len({tuple(members) for members in applied}) <= 1, f"{where}: members differ, {applied}"
+        assert len({tuple(members) for members in applied}) <= 1, (
+            f"{where}: members differ, {applied}"
+        )
         if not stayed:
             continue
         assert applied, f"{where}: everybody has it from others"
         members = applied[0]
         present = [task.partitions.index(participant) for participant in members]
-        shares = {task.members[position]: share.tolist() for position, share in
-                  zip(present, schedule.shares(step, present), strict=True)}
+        shares = {
+            task.members[position]: share.tolist()
+            for position, share in zip(present, schedule.shares(step, present), strict=True)
+        }
         batch = sorted(schedule.batch(step)[0].tolist())
         assert sorted(sample for share in shares.values() for sample in share) == batch, where
         for soc in stayed:
@@ -222,7 +290,11 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     # The last line of a process that was killed may be half a line, or be under way.
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [
+        json.loads(line)
+        for line in path.read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
 
 
 @functools.cache
@@ -230,5 +302,9 @@ def _undisturbed(shape: tuple[tuple[str, Any], ...], norm: bool) -> ArrayRecord:
     changes = dict(shape)
     cluster = ring_app.cluster(changes.pop("boards"), changes.pop("socs_per_board"))
     strategy = ring_app.strategy(cluster, **changes)
-    with LocalGrid(ring_app.client_app(), cluster.num_socs, run_config={"norm": norm}, num_workers=0) as grid:
-        return strategy.start(grid, ring_app.initial(norm=norm), num_rounds=strategy.num_rounds, timeout=120).arrays
+    with LocalGrid(
+        ring_app.client_app(), cluster.num_socs, run_config={"norm": norm}, num_workers=0
+    ) as grid:
+        return strategy.start(
+            grid, ring_app.initial(norm=norm), num_rounds=strategy.num_rounds, timeout=120
+        ).arrays

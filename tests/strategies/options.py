@@ -8,8 +8,14 @@ from socflower.strategies.settings import Costs, ExchangeSettings, TrainingSched
 
 def grouped(**options: Any) -> dict[str, Any]:
     """Return the options of SoCFlow, with those that are fields of a settings value put into it."""
-    for name, kind in (("schedule", TrainingSchedule), ("costs", Costs), ("exchange", ExchangeSettings)):
-        own = {entry.name: options.pop(entry.name) for entry in fields(kind) if entry.name in options}
+    for name, kind in (
+        ("schedule", TrainingSchedule),
+        ("costs", Costs),
+        ("exchange", ExchangeSettings),
+    ):
+        own = {
+            entry.name: options.pop(entry.name) for entry in fields(kind) if entry.name in options
+        }
         if own:
             options[name] = kind(**own)  # type: ignore[arg-type]
     return options

@@ -139,7 +139,11 @@ def failing(message: Message, context: Context, call_next: ClientAppCallable) ->
     return call_next(message, context)
 
 
-KEYS = ("sample-s", "dies-at-start", *(f"{what}-at-{kind}" for what in ("dies", "stops") for kind in _passes_left))
+KEYS = (
+    "sample-s",
+    "dies-at-start",
+    *(f"{what}-at-{kind}" for what in ("dies", "stops") for kind in _passes_left),
+)
 """Of node configs, that `failing` reads."""
 
 
@@ -154,12 +158,19 @@ def client_app(trainer: Any = None, model: Any = tagger) -> ClientApp:
     """Return a ClientApp, by default one that trains with SGD on the CPU."""
     fail_on_request()
     return make_client_app(
-        lambda context: model(), lambda context, partition, count: Sentences(),
-        trainer or FP32Trainer(optimizer=sgd(0.2), device="cpu"), mods=[failing],
-        extra_keys=KEYS)
+        lambda context: model(),
+        lambda context, partition, count: Sentences(),
+        trainer or FP32Trainer(optimizer=sgd(0.2), device="cpu"),
+        mods=[failing],
+        extra_keys=KEYS,
+    )
 
 
-def node_configs(of_soc: dict[int, dict[str, Any]] | None = None, count: int = 3) -> list[dict[str, Any]]:
+def node_configs(
+    of_soc: dict[int, dict[str, Any]] | None = None, count: int = 3
+) -> list[dict[str, Any]]:
     """Return a config with a ring address for each of the shelf's boards."""
-    return [{"board": soc, "slot": 0, "ring": f"127.0.0.1:{port}", **(of_soc or {}).get(soc, {})}
-            for soc, port in enumerate(free_ports(count))]
+    return [
+        {"board": soc, "slot": 0, "ring": f"127.0.0.1:{port}", **(of_soc or {}).get(soc, {})}
+        for soc, port in enumerate(free_ports(count))
+    ]

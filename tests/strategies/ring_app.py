@@ -42,7 +42,9 @@ def network(*, norm: bool = False) -> nn.Module:
         first: list[nn.Module] = [nn.Conv2d(1, 8, 3, bias=not norm)]
         if norm:
             first.append(nn.BatchNorm2d(8))
-        return nn.Sequential(*first, nn.ReLU(), nn.Flatten(), nn.Linear(8 * 6 * 6, 40), nn.ReLU(), nn.Linear(40, 4))
+        return nn.Sequential(
+            *first, nn.ReLU(), nn.Flatten(), nn.Linear(8 * 6 * 6, 40), nn.ReLU(), nn.Linear(40, 4)
+        )
 
     return built(layers, 3)
 
@@ -57,7 +59,11 @@ def samples() -> LabelledData:
 
 def part(context: Context, partition: int, num_partitions: int) -> LabelledData:
     data = samples()
-    return data if num_partitions == 1 else data.select(torch.arange(partition, NUM_SAMPLES, num_partitions))
+    return (
+        data
+        if num_partitions == 1
+        else data.select(torch.arange(partition, NUM_SAMPLES, num_partitions))
+    )
 
 
 def disturbed(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
@@ -82,7 +88,12 @@ def disturbed(message: Message, context: Context, call_next: ClientAppCallable) 
     stops_in, cut_in = (node.get(key) if strikes else None for key in ("stops-in", "cut-in"))
     _cut_from, _cut_in = frozenset(map(int, str(node.get("cut-from", "")).split())), str(cut_in)
     _struck_meeting = (str(dies_in or stops_in), signal.SIGKILL if dies_in else signal.SIGSTOP)
-    _mark(context, server_round, "asked", json.dumps(GroupTask.decode(message.content.config_records[GROUP]).encode()))
+    _mark(
+        context,
+        server_round,
+        "asked",
+        json.dumps(GroupTask.decode(message.content.config_records[GROUP]).encode()),
+    )
     time.sleep(float(node.get("begin-delay-s", 0.0)) if strikes else 0.0)
     if raises_in == "rendezvous":
         raise ValueError("raised before its ring")
@@ -100,9 +111,17 @@ def disturbed(message: Message, context: Context, call_next: ClientAppCallable) 
 
 def resources() -> dict[str, int]:
     """Return what a process must not have more and more of."""
-    return {"threads": threading.active_count(), "files": len(os.listdir("/proc/self/fd")),
-            "kib": int(next(line for line in Path("/proc/self/status").read_text().splitlines()
-                            if line.startswith("VmRSS")).split()[1])}
+    return {
+        "threads": threading.active_count(),
+        "files": len(os.listdir("/proc/self/fd")),
+        "kib": int(
+            next(
+                line
+                for line in Path("/proc/self/status").read_text().splitlines()
+                if line.startswith("VmRSS")
+            ).split()[1]
+        ),
+    }
 
 
 def mark_of(folder: Path, partition: int, server_round: int, what: str) -> Path:
@@ -113,7 +132,9 @@ def mark_of(folder: Path, partition: int, server_round: int, what: str) -> Path:
 def _mark(context: Context, server_round: int, what: str, text: str) -> None:
     folder = context.run_config.get("ledger")
     if folder:
-        with mark_of(Path(str(folder)), int(context.node_config["partition-id"]), server_round, what).open("a") as to:
+        with mark_of(
+            Path(str(folder)), int(context.node_config["partition-id"]), server_round, what
+        ).open("a") as to:
             to.write(text + "\n")
 
 
@@ -123,11 +144,18 @@ _dies_at_step = 0
 _struck_meeting = ("", signal.SIGKILL)
 _cut_from: frozenset[int] = frozenset()
 _cut_in = ""
-_exchange_models, _call, _open_stream = leader_exchange.exchange_models, RingPort.call, RingPort.open_stream
+_exchange_models, _call, _open_stream = (
+    leader_exchange.exchange_models,
+    RingPort.call,
+    RingPort.open_stream,
+)
 
 
 def _struck_exchange(
-    ring: Collective, own: GroupsModel, poll: Poll = no_poll, changes: ChangeCompression | None = None,
+    ring: Collective,
+    own: GroupsModel,
+    poll: Poll = no_poll,
+    changes: ChangeCompression | None = None,
 ) -> GroupsModel:
     """Exchange models with other leaders; strike before, or when the sum has come."""
     global _cut_in
@@ -181,8 +209,13 @@ def client_app() -> ClientApp:
 
     def trainer(context: Context) -> FP32Trainer:
         reduction = str(context.run_config.get("member-passes", "auto"))
-        return FP32Trainer(optimizer=sgd(0.05, 0.9), scheduler=cosine_annealing, loss=_loss, reduction=reduction,
-                           num_buckets=2 if reduction == "ring" else 1)
+        return FP32Trainer(
+            optimizer=sgd(0.05, 0.9),
+            scheduler=cosine_annealing,
+            loss=_loss,
+            reduction=reduction,
+            num_buckets=2 if reduction == "ring" else 1,
+        )
 
     def states(context: Context) -> Path | None:
         """Return this node's own folder, as on a machine of its own."""
@@ -191,34 +224,69 @@ def client_app() -> ClientApp:
 
     def ledger(context: Context) -> Path | None:
         folder = context.run_config.get("ledger")
-        return Path(str(folder)) / f"{context.node_config['partition-id']}.jsonl" if folder else None
+        return (
+            Path(str(folder)) / f"{context.node_config['partition-id']}.jsonl" if folder else None
+        )
 
-    return make_client_app(model, part, trainer, mods=[disturbed], ring_ledger=ledger, state_folder=states)
+    return make_client_app(
+        model, part, trainer, mods=[disturbed], ring_ledger=ledger, state_folder=states
+    )
 
 
 def node_configs(
-    cluster: Cluster, of_soc: Mapping[int, Mapping[str, Any]] | None = None, **extra: Any,
+    cluster: Cluster,
+    of_soc: Mapping[int, Mapping[str, Any]] | None = None,
+    **extra: Any,
 ) -> list[dict[str, Any]]:
     """Return a config for every SoC, in an order that is not theirs: the last one's first."""
-    places = [(board, slot) for board in range(len(cluster.boards)) for slot in range(len(cluster.socs_of(board)))]
-    return [{"board": board, "slot": slot, "ring": f"127.0.0.1:{port}", **extra, **(of_soc or {}).get(soc, {})}
-            for soc, ((board, slot), port) in enumerate(zip(places, free_ports(len(places)), strict=True))][::-1]
+    places = [
+        (board, slot)
+        for board in range(len(cluster.boards))
+        for slot in range(len(cluster.socs_of(board)))
+    ]
+    return [
+        {
+            "board": board,
+            "slot": slot,
+            "ring": f"127.0.0.1:{port}",
+            **extra,
+            **(of_soc or {}).get(soc, {}),
+        }
+        for soc, ((board, slot), port) in enumerate(
+            zip(places, free_ports(len(places)), strict=True)
+        )
+    ][::-1]
 
 
 def cluster(boards: int = 2, socs_per_board: int = 2) -> Cluster:
     return parse_cluster({"boards": boards, "socs_per_board": socs_per_board})
 
 
-def strategy(on: Cluster, num_groups: int = 2, *, rings: Mapping[str, Any] | None = None, **changes: Any) -> SoCFlow:
-    settings: dict[str, Any] = {"cluster": on, "groups": num_groups, "num_samples": NUM_SAMPLES, "batch_size": 16,
-                                "num_epochs": 2, "interval_epochs": 1.0, "seed": 4}
+def strategy(
+    on: Cluster, num_groups: int = 2, *, rings: Mapping[str, Any] | None = None, **changes: Any
+) -> SoCFlow:
+    settings: dict[str, Any] = {
+        "cluster": on,
+        "groups": num_groups,
+        "num_samples": NUM_SAMPLES,
+        "batch_size": 16,
+        "num_epochs": 2,
+        "interval_epochs": 1.0,
+        "seed": 4,
+    }
     changes = copy.deepcopy(changes)  # an outer strategy has moments
-    return SoCFlow(**grouped(**{**settings, **changes}), rings=RingSettings(**{
-        "heartbeat_s": 4.0, "rendezvous_s": 30.0, "leader_grace_s": 5.0, **(rings or {})}))
+    return SoCFlow(
+        **grouped(**{**settings, **changes}),
+        rings=RingSettings(
+            **{"heartbeat_s": 4.0, "rendezvous_s": 30.0, "leader_grace_s": 5.0, **(rings or {})}
+        ),
+    )
 
 
 def initial(*, norm: bool = False) -> ArrayRecord:
-    return ArrayRecord({name: Array(tensor.numpy()) for name, tensor in network(norm=norm).state_dict().items()})
+    return ArrayRecord(
+        {name: Array(tensor.numpy()) for name, tensor in network(norm=norm).state_dict().items()}
+    )
 
 
 def no_metrics(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:

@@ -44,22 +44,34 @@ class PassingOn(Strategy):
         self.inside.summary()
 
     def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
+        self,
+        server_round: int,
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        grid: Grid,
     ) -> Iterable[Message]:
         return self.inside.configure_train(server_round, arrays, config, grid)
 
     def aggregate_train(
-        self, server_round: int, replies: Iterable[Message],
+        self,
+        server_round: int,
+        replies: Iterable[Message],
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         self.replies[server_round] = list(replies)
         return self.inside.aggregate_train(server_round, self.replies[server_round])
 
     def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid,
+        self,
+        server_round: int,
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        grid: Grid,
     ) -> Iterable[Message]:
         return self.inside.configure_evaluate(server_round, arrays, config, grid)
 
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
         return self.inside.aggregate_evaluate(server_round, replies)
 
 
@@ -73,8 +85,12 @@ def adaptive(inside: Strategy) -> Strategy:
 
 
 def socflow(**settings: Any) -> SoCFlow:
-    return SoCFlow(cluster=parse_cluster({"boards": [2, 2]}), groups=2, schedule=TrainingSchedule(
-        num_samples=400, batch_size=20, num_epochs=2, interval_epochs=1), **settings)
+    return SoCFlow(
+        cluster=parse_cluster({"boards": [2, 2]}),
+        groups=2,
+        schedule=TrainingSchedule(num_samples=400, batch_size=20, num_epochs=2, interval_epochs=1),
+        **settings,
+    )
 
 
 def fedavg() -> OrderedFedAvg:
@@ -85,19 +101,26 @@ class ScriptedGrid(FakeGrid):
     """Every client answers with the round's number in its model; those that `raises` names do not."""
 
     def __init__(
-        self, raises: Callable[[int, int], bool] = lambda server_round, node: False, code: int = 2,
+        self,
+        raises: Callable[[int, int], bool] = lambda server_round, node: False,
+        code: int = 2,
         nodes: tuple[int, ...] = NODES,
     ) -> None:
         super().__init__(nodes)
         self._raises, self._code = raises, code
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
         replies = []
         for message in messages:
             server_round = int(message.content["config"]["server-round"])
             raised = self._raises(server_round, message.metadata.dst_node_id)
-            replies.append(answer_error(message, self._code, "on purpose") if raised
-                           else answer(message, float(server_round)))
+            replies.append(
+                answer_error(message, self._code, "on purpose")
+                if raised
+                else answer(message, float(server_round))
+            )
         return replies
 
 
@@ -109,8 +132,11 @@ def test_around_groups_in_one_process_it_trains_the_same(around: Any, given: Any
     for outer in (lambda strategy: strategy, around):
         strategy = ring_app.strategy(ring_app.cluster(), num_epochs=1)
         with LocalGrid(ring_app.client_app(), 4, num_workers=0) as grid:
-            trained.append(outer(strategy).start(
-                given(grid), ring_app.initial(), num_rounds=strategy.num_rounds).arrays)
+            trained.append(
+                outer(strategy)
+                .start(given(grid), ring_app.initial(), num_rounds=strategy.num_rounds)
+                .arrays
+            )
         assert [report.events for report in strategy.reports] == [()]
     for name in trained[0]:
         np.testing.assert_allclose(trained[1][name].numpy(), trained[0][name].numpy(), atol=1e-6)
@@ -120,13 +146,19 @@ def test_around_groups_in_one_process_it_trains_the_same(around: Any, given: Any
 def test_a_round_that_is_kept_back_ends_the_training(make: Callable[[], Strategy]) -> None:
     """One client raises in round 2; Flower's differential privacy then gives nothing to the strategy inside."""
     strategy = make()
-    with pytest.raises(TrainingFailed, match=r"round 2: its replies did not reach .* Flower's log has the cause"):
-        private(strategy).start(ScriptedGrid(lambda number, node: number == 2 and node == 10), model(), num_rounds=2)
+    with pytest.raises(
+        TrainingFailed, match=r"round 2: its replies did not reach .* Flower's log has the cause"
+    ):
+        private(strategy).start(
+            ScriptedGrid(lambda number, node: number == 2 and node == 10), model(), num_rounds=2
+        )
 
 
 def test_a_round_of_halves_that_is_kept_back_ends_the_training() -> None:
     class EdgesThatRaise(FakeGrid):
-        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        def send_and_receive(
+            self, messages: Iterable[Message], *, timeout: float | None = None
+        ) -> list[Message]:
             return [answer_error(message, 2, "on purpose") for message in messages]
 
     with pytest.raises(TrainingFailed, match="round 1: its replies did not reach SplitReplay"):
@@ -135,23 +167,33 @@ def test_a_round_of_halves_that_is_kept_back_ends_the_training() -> None:
 
 def test_through_the_group_grid_the_client_that_raised_is_named() -> None:
     strategy, grid = socflow(), ScriptedGrid(lambda number, node: number == 2 and node == 10)
-    with pytest.raises(TrainingFailed, match=r"group 0, SoC 0 \(node 10\): the client raised on purpose"):
+    with pytest.raises(
+        TrainingFailed, match=r"group 0, SoC 0 \(node 10\): the client raised on purpose"
+    ):
         private(strategy).start(GroupGrid(grid), model(), num_rounds=2)
 
 
 @pytest.mark.parametrize("around", [PassingOn, private, adaptive])
 def test_through_the_group_grid_a_client_that_died_is_left_out_and_told_of(around: Any) -> None:
-    strategy, grid = socflow(), ScriptedGrid(lambda number, node: number == 1 and node == 10, code=8)
+    strategy, grid = (
+        socflow(),
+        ScriptedGrid(lambda number, node: number == 1 and node == 10, code=8),
+    )
     arrays = around(strategy).start(GroupGrid(grid), model(), num_rounds=2).arrays
     assert values(arrays) == pytest.approx([2.0] * 3)
-    assert [[event.kind for event in report.events] for report in strategy.reports] == [["no-reply"], []]
+    assert [[event.kind for event in report.events] for report in strategy.reports] == [
+        ["no-reply"],
+        [],
+    ]
     assert "SoC 0 (node 10): failed: on purpose" in strategy.reports[0].events[0].text
 
 
 @pytest.mark.parametrize("around", [PassingOn, private, adaptive])
 def test_a_round_in_which_all_clients_died_ends_with_the_first_cause(around: Any) -> None:
     strategy, grid = socflow(), ScriptedGrid(lambda number, node: True, code=8)
-    with pytest.raises(TrainingFailed, match=r"no group sent a usable model; first cause: group 0, .* on purpose"):
+    with pytest.raises(
+        TrainingFailed, match=r"no group sent a usable model; first cause: group 0, .* on purpose"
+    ):
         around(strategy).start(GroupGrid(grid), model(), num_rounds=2)
 
 
@@ -165,8 +207,12 @@ class AskedGrid(ScriptedGrid):
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         replies = []
         for message_id in message_ids:
-            replies.append(Message(RecordDict({STATUS: ConfigRecord(encode(NodeStatus()))}), reply_to=self.asked[
-                int(message_id.split()[1])]))
+            replies.append(
+                Message(
+                    RecordDict({STATUS: ConfigRecord(encode(NodeStatus()))}),
+                    reply_to=self.asked[int(message_id.split()[1])],
+                )
+            )
             replies[-1].metadata.__dict__["_reply_to_message_id"] = message_id
         return replies
 
@@ -179,28 +225,39 @@ def test_nodes_that_are_away_are_asked_in_a_round_and_back_in_the_next(around: A
     assert [message.metadata.dst_node_id for message in grid.asked] == [20]
     assert strategy.state["away"] == []
     assert [[event.kind for event in report.events] for report in strategy.reports] == [
-        ["planned-anew", "returned"], ["planned-anew"]]
+        ["planned-anew", "returned"],
+        ["planned-anew"],
+    ]
 
 
 # --------------------------------------------------------------------------------------------------- resuming
 @pytest.mark.parametrize("around", [PassingOn, private])
 @pytest.mark.parametrize("make", [socflow, fedavg])
-def test_a_strategy_around_a_resumed_one_goes_on_with_the_true_rounds(around: Any, make: Any) -> None:
+def test_a_strategy_around_a_resumed_one_goes_on_with_the_true_rounds(
+    around: Any, make: Any
+) -> None:
     strategy = make()
     strategy.resume_from(1)
     sent: list[tuple[int, object]] = []
 
     class Noting(ScriptedGrid):
-        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        def send_and_receive(
+            self, messages: Iterable[Message], *, timeout: float | None = None
+        ) -> list[Message]:
             messages = list(messages)
-            sent.extend((message.content["config"]["server-round"], message.content["config"].get(RESUMED))
-                        for message in messages)
+            sent.extend(
+                (message.content["config"]["server-round"], message.content["config"].get(RESUMED))
+                for message in messages
+            )
             return super().send_and_receive(messages, timeout=timeout)
 
     evaluated: list[int] = []
     result = around(strategy).start(
-        GroupGrid(Noting()), model(), num_rounds=2,
-        evaluate_fn=strategy.skip_done_rounds(lambda number, arrays: evaluated.append(number)))
+        GroupGrid(Noting()),
+        model(),
+        num_rounds=2,
+        evaluate_fn=strategy.skip_done_rounds(lambda number, arrays: evaluated.append(number)),
+    )
     assert sent == ([(2, True)] * 2 if make is socflow else [(2, None)] * 4)
     assert list(result.train_metrics_clientapp) == evaluated == [2]
     assert values(result.arrays) == pytest.approx([2.0] * 3)
@@ -217,13 +274,16 @@ def test_a_strategy_around_that_cannot_take_an_empty_round_is_resumed_too() -> N
     strategy.resume_from(1)
     outer.resume_from(1)
     result = outer.start(GroupGrid(ScriptedGrid()), model(), num_rounds=2)
-    assert list(result.train_metrics_clientapp) == [2] and values(result.arrays) == pytest.approx([2.0] * 3)
+    assert list(result.train_metrics_clientapp) == [2] and values(result.arrays) == pytest.approx(
+        [2.0] * 3
+    )
 
 
 def test_a_round_in_which_nobody_was_asked_is_refused() -> None:
     with pytest.raises(TrainingFailed, match="round 1: no client was asked; no node is connected"):
         OrderedFedAvg(fraction_evaluate=0.0, min_train_nodes=0, min_available_nodes=0).start(
-            ScriptedGrid(nodes=()), model(), num_rounds=1)
+            ScriptedGrid(nodes=()), model(), num_rounds=1
+        )
 
 
 # ------------------------------------------------------------------------------------------------------ rings
@@ -236,15 +296,24 @@ class RingNodes(FakeGrid):
         super().__init__()
         self.trained: list[Message] = []
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
         replies = []
         for message in messages:
             if message.metadata.message_type != QUERY_TYPE:
                 self.trained.append(message)
                 continue
             node = message.metadata.dst_node_id
-            status = NodeStatus(ring=f"127.0.0.1:{node}", board=node // 30, slot=node // 10 % 2, transports=("grpc",))
-            replies.append(Message(RecordDict({STATUS: ConfigRecord(encode(status))}), reply_to=message))
+            status = NodeStatus(
+                ring=f"127.0.0.1:{node}",
+                board=node // 30,
+                slot=node // 10 % 2,
+                transports=("grpc",),
+            )
+            replies.append(
+                Message(RecordDict({STATUS: ConfigRecord(encode(status))}), reply_to=message)
+            )
         return replies
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
@@ -256,8 +325,12 @@ class RingNodes(FakeGrid):
 
 def test_clipping_at_the_clients_is_refused_in_rings_before_anything_is_trained() -> None:
     grid, strategy = RingNodes(), socflow()
-    with pytest.raises(ConfigError, match=r"the train config has 'clipping_norm'.* clips at the server"):
-        strategy.start(grid, model(), num_rounds=2, train_config=ConfigRecord({"clipping_norm": 1.0}))
+    with pytest.raises(
+        ConfigError, match=r"the train config has 'clipping_norm'.* clips at the server"
+    ):
+        strategy.start(
+            grid, model(), num_rounds=2, train_config=ConfigRecord({"clipping_norm": 1.0})
+        )
     assert grid.trained == []
 
 
@@ -269,8 +342,16 @@ def test_around_rings_every_group_has_one_reply_and_a_death_is_told(tmp_path: Pa
         outer.append(PassingOn(strategy))
         return outer[0]
 
-    with FaultyRun(tmp_path, boards=2, socs_per_board=2, num_groups=2, num_epochs=1, interval_epochs=0.5,
-                   step_s=0.05, around=around) as run:
+    with FaultyRun(
+        tmp_path,
+        boards=2,
+        socs_per_board=2,
+        num_groups=2,
+        num_epochs=1,
+        interval_epochs=0.5,
+        step_s=0.05,
+        around=around,
+    ) as run:
         run.wait_steps(1, 2, 2)
         run.kill(1)
         run.check_weights()
@@ -287,23 +368,35 @@ def test_around_rings_every_group_has_one_reply_and_a_death_is_told(tmp_path: Pa
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("around", [private, adaptive])
 @pytest.mark.parametrize("transport", ["gloo", "grpc"])
-def test_differential_privacy_around_rings_clips_each_groups_update_once(around: Any, transport: str) -> None:
+def test_differential_privacy_around_rings_clips_each_groups_update_once(
+    around: Any, transport: str
+) -> None:
     def trained(outer: Callable[[SoCFlow], Strategy]) -> tuple[ArrayRecord, Any]:
         strategy = ring_app.strategy(ring_app.cluster(), rings={"transport": transport})
         with ProcessGrid(ring_app.client_app, ring_app.node_configs(ring_app.cluster())) as grid:
             started = outer(strategy)
-            result = started.start(GroupGrid(grid), ring_app.initial(), num_rounds=strategy.num_rounds,
-                                   timeout=120)
-        assert [report.events for report in strategy.reports] == [(), ()] and strategy.transport == transport
+            result = started.start(
+                GroupGrid(grid), ring_app.initial(), num_rounds=strategy.num_rounds, timeout=120
+            )
+        assert [report.events for report in strategy.reports] == [
+            (),
+            (),
+        ] and strategy.transport == transport
         return result.arrays, started
 
     reference, _ = trained(lambda strategy: strategy)
     ours, outer = trained(around)
     for name in reference:
-        np.testing.assert_allclose(ours[name].numpy(), reference[name].numpy(), atol=1e-5, rtol=1e-4)
+        np.testing.assert_allclose(
+            ours[name].numpy(), reference[name].numpy(), atol=1e-5, rtol=1e-4
+        )
     if around is adaptive:  # no update was clipped, by the count over groups and not over members
         assert outer.clipping_norm == pytest.approx(FAR * np.exp(0.2 * 0.5) ** 2)
-    clipped = trained(lambda strategy: DifferentialPrivacyServerSideFixedClipping(strategy, 0.0, 0.01, 2))[0]
+    clipped = trained(
+        lambda strategy: DifferentialPrivacyServerSideFixedClipping(strategy, 0.0, 0.01, 2)
+    )[0]
     first = ring_app.initial()
-    update = np.sqrt(sum(((clipped[name].numpy() - first[name].numpy()) ** 2).sum() for name in first))
+    update = np.sqrt(
+        sum(((clipped[name].numpy() - first[name].numpy()) ** 2).sum() for name in first)
+    )
     assert 0.0 < update <= 2 * 0.01 * (1 + 1e-4)

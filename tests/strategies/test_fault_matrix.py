@@ -24,9 +24,17 @@ def always(*socs: int) -> dict[int, tuple[int, ...]]:
     return dict.fromkeys(ALL_ROUNDS, socs)
 
 
-@pytest.mark.parametrize("cell", [
-    pytest.param(cell, id=cell.name, marks=() if (cell.event, cell.phase, cell.transport) in FAST else pytest.mark.slow)
-    for cell in cells()])
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(
+            cell,
+            id=cell.name,
+            marks=() if (cell.event, cell.phase, cell.transport) in FAST else pytest.mark.slow,
+        )
+        for cell in cells()
+    ],
+)
 def test_a_run_survives(cell: Cell, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     row = run_cell(cell, tmp_path)
     # Time decides nothing where other tests run beside this one; the table of recovery times is made by the module.
@@ -35,8 +43,13 @@ def test_a_run_survives(cell: Cell, tmp_path: Path, request: pytest.FixtureReque
 
 
 def struck_mid_batch(
-    tmp_path: Path, strike: Callable[[FaultyRun], object], *, lost: tuple[int, ...], server_round: int = 1,
-    num_steps: int = 3, **settings: Any,
+    tmp_path: Path,
+    strike: Callable[[FaultyRun], object],
+    *,
+    lost: tuple[int, ...],
+    server_round: int = 1,
+    num_steps: int = 3,
+    **settings: Any,
 ) -> FaultyRun:
     """Run a training, strike in the middle of a round, and check all but the events."""
     with FaultyRun(tmp_path, **{"num_epochs": 1, "interval_epochs": 0.5, **settings}) as run:
@@ -49,14 +62,21 @@ def struck_mid_batch(
 
 @pytest.mark.slow
 def test_two_of_four_die_at_once(tmp_path: Path) -> None:
-    run = struck_mid_batch(tmp_path, lambda run: (run.kill(1), run.kill(2)), lost=(1, 2), socs_per_board=4)
+    run = struck_mid_batch(
+        tmp_path, lambda run: (run.kill(1), run.kill(2)), lost=(1, 2), socs_per_board=4
+    )
     assert run.kinds().count("ring-formed-again") >= 1
 
 
 @pytest.mark.slow
 def test_all_but_one_die(tmp_path: Path) -> None:
-    run = struck_mid_batch(tmp_path, lambda run: (run.kill(0), run.kill(1), run.kill(3)), lost=(0, 1, 3),
-                           socs_per_board=4, num_epochs=2)
+    run = struck_mid_batch(
+        tmp_path,
+        lambda run: (run.kill(0), run.kill(1), run.kill(3)),
+        lost=(0, 1, 3),
+        socs_per_board=4,
+        num_epochs=2,
+    )
     assert {"ring-formed-again", "planned-anew", "returned"} <= set(run.kinds())
 
 
@@ -81,7 +101,10 @@ def test_the_work_of_a_whole_group_that_dies_is_lost_and_said_to_be(tmp_path: Pa
         first = run.strategy.reports[0]
         assert "no-reply" in [event.kind for event in first.events if event.group_id == 1]
         assert [event for event in run.strategy.reports[1].events if event.kind == "no-reply"] == []
-        assert any(not np.allclose(arrays[name].numpy(), reference[name].numpy(), atol=1e-4) for name in reference)
+        assert any(
+            not np.allclose(arrays[name].numpy(), reference[name].numpy(), atol=1e-4)
+            for name in reference
+        )
 
 
 @pytest.mark.slow
@@ -105,14 +128,27 @@ def kill_at_a_random_moment(tmp_path: Path, transport: str, seed: int) -> None:
         time.sleep(wait_s)
         run.kill(victim)
 
-    struck_mid_batch(tmp_path, strike, lost=(victim,), transport=transport, step_s=0.01, num_steps=4, batch_size=4,
-                     overlap_buckets=2)
+    struck_mid_batch(
+        tmp_path,
+        strike,
+        lost=(victim,),
+        transport=transport,
+        step_s=0.01,
+        num_steps=4,
+        batch_size=4,
+        overlap_buckets=2,
+    )
 
 
 def test_a_device_that_is_wanted_is_left_and_taken_in_again(tmp_path: Path) -> None:
     wanted = tmp_path / "wanted"
-    with FaultyRun(tmp_path, num_epochs=2, interval_epochs=0.5, step_s=0.06,
-                   of_soc={1: {"preempt-file": str(wanted)}}) as run:
+    with FaultyRun(
+        tmp_path,
+        num_epochs=2,
+        interval_epochs=0.5,
+        step_s=0.06,
+        of_soc={1: {"preempt-file": str(wanted)}},
+    ) as run:
         run.wait_steps(1, 1, 3)
         wanted.touch()
         asked_s = time.monotonic()
@@ -126,8 +162,11 @@ def test_a_device_that_is_wanted_is_left_and_taken_in_again(tmp_path: Path) -> N
         assert kinds.count("preempted") == 1
         assert "member-lost" not in kinds
         # Asked in one round whether it is back, it takes part in the next.
-        assert [kind for kind in kinds if kind in ("planned-anew", "returned")] == \
-            ["planned-anew", "returned", "planned-anew"]
+        assert [kind for kind in kinds if kind in ("planned-anew", "returned")] == [
+            "planned-anew",
+            "returned",
+            "planned-anew",
+        ]
         assert run.lines(1)[-1]["round"] == run.strategy.num_rounds
 
 
@@ -139,7 +178,9 @@ def test_a_node_that_vanishes_is_not_waited_for(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_leader_whose_node_vanishes_before_its_ring_is_replaced(tmp_path: Path) -> None:
-    with FaultyRun(tmp_path, num_epochs=1, interval_epochs=0.5, of_soc={0: {"begin-delay-s": 5.0}}) as run:
+    with FaultyRun(
+        tmp_path, num_epochs=1, interval_epochs=0.5, of_soc={0: {"begin-delay-s": 5.0}}
+    ) as run:
         run.wait_mark(0, 1, "asked")
         run.grid.remove(run.nodes[0])
         run.check_weights()
@@ -149,8 +190,13 @@ def test_a_leader_whose_node_vanishes_before_its_ring_is_replaced(tmp_path: Path
 @pytest.mark.slow
 def test_a_leader_and_a_member_that_never_answer_do_not_hold_up_the_run(tmp_path: Path) -> None:
     """The leader and another one hang before their ring, so the two that are left have no model, nor an error."""
-    with FaultyRun(tmp_path, socs_per_board=4, num_epochs=1, interval_epochs=0.5,
-                   of_soc={0: {"begin-delay-s": 5.0}, 1: {"begin-delay-s": 5.0}}) as run:
+    with FaultyRun(
+        tmp_path,
+        socs_per_board=4,
+        num_epochs=1,
+        interval_epochs=0.5,
+        of_soc={0: {"begin-delay-s": 5.0}, 1: {"begin-delay-s": 5.0}},
+    ) as run:
         for soc in (0, 1):
             run.wait_mark(soc, 1, "asked")
             run.stop(soc)
@@ -161,7 +207,9 @@ def test_a_leader_and_a_member_that_never_answer_do_not_hold_up_the_run(tmp_path
 @pytest.mark.slow
 def test_a_leader_that_hangs_and_the_next_one_asked_that_hangs_too(tmp_path: Path) -> None:
     """Both have finished with the ring; the third member has the model as well."""
-    with FaultyRun(tmp_path, num_epochs=1, interval_epochs=0.5, of_soc={0: {"end-delay-s": 4.0}}) as run:
+    with FaultyRun(
+        tmp_path, num_epochs=1, interval_epochs=0.5, of_soc={0: {"end-delay-s": 4.0}}
+    ) as run:
         run.wait_mark(0, 1, "trained")
         run.stop(0)
         run.wait_mark(1, 1, "trained")
@@ -172,9 +220,13 @@ def test_a_leader_that_hangs_and_the_next_one_asked_that_hangs_too(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_groups_that_take_turns_go_on_without_the_member_that_waited_for_its_group(tmp_path: Path) -> None:
+def test_groups_that_take_turns_go_on_without_the_member_that_waited_for_its_group(
+    tmp_path: Path,
+) -> None:
     """Three SoCs a board and groups of two share uplinks; the one that waits for the split group's turn dies."""
-    with FaultyRun(tmp_path, boards=2, socs_per_board=3, num_groups=3, num_epochs=1, step_s=0.1) as run:
+    with FaultyRun(
+        tmp_path, boards=2, socs_per_board=3, num_groups=3, num_epochs=1, step_s=0.1
+    ) as run:
         split = next(group for group in run.strategy.plan.groups if group.split)
         run.wait_steps(split.members[0], 1, 2)
         run.kill(split.members[0])
@@ -190,7 +242,9 @@ def test_processes_keep_their_size_over_many_rounds_and_rings(tmp_path: Path) ->
             run.wait_steps(2, server_round, 2)
             run.kill(2)
         run.check_weights()
-        sizes = [json.loads(run.mark(0, server_round, "trained").read_text().splitlines()[-1])
-                 for server_round in (3, run.strategy.num_rounds)]
+        sizes = [
+            json.loads(run.mark(0, server_round, "trained").read_text().splitlines()[-1])
+            for server_round in (3, run.strategy.num_rounds)
+        ]
         assert sizes[1]["threads"] <= sizes[0]["threads"] + 10
         assert sizes[1]["files"] <= sizes[0]["files"] + 15

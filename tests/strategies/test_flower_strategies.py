@@ -62,8 +62,13 @@ class Asked(NamedTuple):
 
 
 def train(
-    outer: Strategy | None = None, around: Callable[[SoCFlow], Strategy] = lambda strategy: strategy, *,
-    plain: Strategy | None = None, mods: tuple[Any, ...] = (), norm: bool = False, asked: list[int] | None = None,
+    outer: Strategy | None = None,
+    around: Callable[[SoCFlow], Strategy] = lambda strategy: strategy,
+    *,
+    plain: Strategy | None = None,
+    mods: tuple[Any, ...] = (),
+    norm: bool = False,
+    asked: list[int] | None = None,
     **schedule: Any,
 ) -> Asked:
     """Train three groups of one, or with a `plain` strategy three clients."""
@@ -74,56 +79,110 @@ def train(
             trained.append(1)
         return call_next(message, context)
 
-    app = make_client_app(lambda context: network(norm=norm), part, FP32Trainer(optimizer=sgd(0.1)),
-                          evaluate_data_fn=part, mods=[*mods, counting])
+    app = make_client_app(
+        lambda context: network(norm=norm),
+        part,
+        FP32Trainer(optimizer=sgd(0.1)),
+        evaluate_data_fn=part,
+        mods=[*mods, counting],
+    )
     arrays = ArrayRecord(network(norm=norm).state_dict())
     with LocalGrid(app, NUM_GROUPS, num_workers=0) as grid:
         if plain is not None:
             return Asked(plain.start(grid, arrays, num_rounds=NUM_ROUNDS), len(trained))
-        strategy = SoCFlow(cluster=parse_cluster({"boards": [1] * NUM_GROUPS}), groups=NUM_GROUPS, outer=outer,
-                           schedule=TrainingSchedule(**{
-                               "num_samples": NUM_SAMPLES, "batch_size": 8, "num_epochs": NUM_ROUNDS,
-                               "interval_epochs": 1, **schedule}))
-        return Asked(around(strategy).start(grid, arrays, num_rounds=strategy.num_rounds), len(trained))
+        strategy = SoCFlow(
+            cluster=parse_cluster({"boards": [1] * NUM_GROUPS}),
+            groups=NUM_GROUPS,
+            outer=outer,
+            schedule=TrainingSchedule(
+                **{
+                    "num_samples": NUM_SAMPLES,
+                    "batch_size": 8,
+                    "num_epochs": NUM_ROUNDS,
+                    "interval_epochs": 1,
+                    **schedule,
+                }
+            ),
+        )
+        return Asked(
+            around(strategy).start(grid, arrays, num_rounds=strategy.num_rounds), len(trained)
+        )
 
 
 def change(result: Result) -> float:
     first = network().state_dict()
-    return max(float(np.abs(array.numpy() - first[name].numpy()).max()) for name, array in result.arrays.items())
+    return max(
+        float(np.abs(array.numpy() - first[name].numpy()).max())
+        for name, array in result.arrays.items()
+    )
 
 
 OUTER: dict[str, Callable[[], Strategy]] = {
-    "FedAvg": FedAvg, "FedAvgM": lambda: flower.FedAvgM(server_momentum=0.5), "FedAdam": flower.FedAdam,
-    "FedAdagrad": flower.FedAdagrad, "FedYogi": flower.FedYogi, "FedProx": lambda: flower.FedProx(proximal_mu=0.5),
-    "FedMedian": flower.FedMedian, "FedTrimmedAvg": lambda: flower.FedTrimmedAvg(beta=0.4), "Krum": flower.Krum,
-    "MultiKrum": lambda: flower.MultiKrum(num_nodes_to_select=2), "Bulyan": flower.Bulyan,
-    "QFedAvg": lambda: flower.QFedAvg(0.1, train_loss_key="train-loss")}
+    "FedAvg": FedAvg,
+    "FedAvgM": lambda: flower.FedAvgM(server_momentum=0.5),
+    "FedAdam": flower.FedAdam,
+    "FedAdagrad": flower.FedAdagrad,
+    "FedYogi": flower.FedYogi,
+    "FedProx": lambda: flower.FedProx(proximal_mu=0.5),
+    "FedMedian": flower.FedMedian,
+    "FedTrimmedAvg": lambda: flower.FedTrimmedAvg(beta=0.4),
+    "Krum": flower.Krum,
+    "MultiKrum": lambda: flower.MultiKrum(num_nodes_to_select=2),
+    "Bulyan": flower.Bulyan,
+    "QFedAvg": lambda: flower.QFedAvg(0.1, train_loss_key="train-loss"),
+}
 AROUND: dict[str, tuple[Callable[[Strategy], Strategy], tuple[Any, ...]]] = {
     "DifferentialPrivacyServerSideFixedClipping": (
-        lambda inside: flower.DifferentialPrivacyServerSideFixedClipping(inside, 0.01, 1.0, NUM_GROUPS), ()),
+        lambda inside: flower.DifferentialPrivacyServerSideFixedClipping(
+            inside, 0.01, 1.0, NUM_GROUPS
+        ),
+        (),
+    ),
     "DifferentialPrivacyServerSideAdaptiveClipping": (
-        lambda inside: flower.DifferentialPrivacyServerSideAdaptiveClipping(inside, 0.01, NUM_GROUPS), ()),
+        lambda inside: flower.DifferentialPrivacyServerSideAdaptiveClipping(
+            inside, 0.01, NUM_GROUPS
+        ),
+        (),
+    ),
     "DifferentialPrivacyClientSideFixedClipping": (
-        lambda inside: flower.DifferentialPrivacyClientSideFixedClipping(inside, 0.01, 1.0, NUM_GROUPS),
-        (fixedclipping_mod,)),
+        lambda inside: flower.DifferentialPrivacyClientSideFixedClipping(
+            inside, 0.01, 1.0, NUM_GROUPS
+        ),
+        (fixedclipping_mod,),
+    ),
     "DifferentialPrivacyClientSideAdaptiveClipping": (
-        lambda inside: flower.DifferentialPrivacyClientSideAdaptiveClipping(inside, 0.01, NUM_GROUPS),
-        (adaptiveclipping_mod,))}
+        lambda inside: flower.DifferentialPrivacyClientSideAdaptiveClipping(
+            inside, 0.01, NUM_GROUPS
+        ),
+        (adaptiveclipping_mod,),
+    ),
+}
 TREES = {"FedXgbBagging": flower.FedXgbBagging, "FedXgbCyclic": flower.FedXgbCyclic}
 NO_STRATEGIES = {"Strategy", "Result"}
 MODS: dict[str, Callable[[], tuple[Any, Callable[[SoCFlow], Strategy]]]] = {
     "message_size_mod": lambda: (flower_mods.message_size_mod, lambda inside: inside),
     "arrays_size_mod": lambda: (flower_mods.arrays_size_mod, lambda inside: inside),
     "LocalDpMod": lambda: (LocalDpMod(1.0, 0.1, 100.0, 0.1), lambda inside: inside),
-    "fixedclipping_mod": lambda: (fixedclipping_mod, AROUND["DifferentialPrivacyClientSideFixedClipping"][0]),
-    "adaptiveclipping_mod": lambda: (adaptiveclipping_mod, AROUND["DifferentialPrivacyClientSideAdaptiveClipping"][0])}
+    "fixedclipping_mod": lambda: (
+        fixedclipping_mod,
+        AROUND["DifferentialPrivacyClientSideFixedClipping"][0],
+    ),
+    "adaptiveclipping_mod": lambda: (
+        adaptiveclipping_mod,
+        AROUND["DifferentialPrivacyClientSideAdaptiveClipping"][0],
+    ),
+}
 
 
 def test_every_export_of_flower_has_a_row_and_a_test() -> None:
     assert {*OUTER, *AROUND, *TREES, *NO_STRATEGIES} == set(flower.__all__)
     assert set(MODS) == set(flower_mods.__all__)
-    rows = {name for line in PAGE.read_text("utf-8").splitlines() if line.startswith("|")
-            for name in re.findall(r"`(\w+)`", line.split("|")[1])}
+    rows = {
+        name
+        for line in PAGE.read_text("utf-8").splitlines()
+        if line.startswith("|")
+        for name in re.findall(r"`(\w+)`", line.split("|")[1])
+    }
     assert {*OUTER, *AROUND, *TREES, *MODS} <= rows
 
 
@@ -131,8 +190,9 @@ def test_every_export_of_flower_has_a_row_and_a_test() -> None:
 def test_as_outer_strategy_it_trains_and_evaluates_and_its_clients_are_groups(name: str) -> None:
     trained = train(OUTER[name]())
     assert trained.num_trained == NUM_ROUNDS * NUM_GROUPS and 1e-3 < change(trained.result) < 2.0
-    assert {key: set(metrics) for key, metrics in trained.result.evaluate_metrics_clientapp.items()} == {
-        1: {"accuracy", "loss"}, 2: {"accuracy", "loss"}}
+    assert {
+        key: set(metrics) for key, metrics in trained.result.evaluate_metrics_clientapp.items()
+    } == {1: {"accuracy", "loss"}, 2: {"accuracy", "loss"}}
 
 
 @pytest.mark.parametrize("name", OUTER)
@@ -152,7 +212,10 @@ def test_around_groups_it_trains_and_clips_the_update_of_a_group(name: str, oute
 
 @pytest.mark.parametrize("name", AROUND)
 def test_as_outer_strategy_a_wrapper_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"outer = {name}\(…\) wraps another strategy; put it around: {name}\(SoCF"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"outer = {name}\(…\) wraps another strategy; put it around: {name}\(SoCF",
+    ):
         train(AROUND[name][0](FedAvg()))
 
 
@@ -160,7 +223,9 @@ def test_as_outer_strategy_a_wrapper_is_refused(name: str) -> None:
 def test_around_a_model_with_counters_it_is_refused_before_a_client_trains(name: str) -> None:
     around, mods = AROUND[name]
     asked: list[int] = []
-    with pytest.raises(ConfigError, match=r"the model has '0.num_batches_tracked', an integer, .* use GroupNorm"):
+    with pytest.raises(
+        ConfigError, match=r"the model has '0.num_batches_tracked', an integer, .* use GroupNorm"
+    ):
         train(None, around, mods=mods, norm=True, asked=asked)
     assert not asked
 
@@ -194,24 +259,34 @@ def test_with_the_mod_groups_train(name: str) -> None:
 
 def test_local_privacy_of_a_model_with_counters_is_refused_by_the_client() -> None:
     asked: list[int] = []
-    with pytest.raises(TrainingFailed, match=r"LocalDpMod: the model has '0.num_batches_tracked', an integer"):
+    with pytest.raises(
+        TrainingFailed, match=r"LocalDpMod: the model has '0.num_batches_tracked', an integer"
+    ):
         train(mods=(LocalDpMod(1.0, 0.1, 100.0, 0.1),), norm=True, asked=asked)
     assert not asked
 
 
 def test_fedproxs_groups_stay_nearer_to_the_model_that_they_received() -> None:
-    assert change(train(flower.FedProx(proximal_mu=5.0)).result) < 0.9 * change(train(FedAvg()).result)
+    assert change(train(flower.FedProx(proximal_mu=5.0)).result) < 0.9 * change(
+        train(FedAvg()).result
+    )
 
 
 def test_without_a_proximal_term_fedprox_is_fedavg() -> None:
     ours, mean = train(flower.FedProx(proximal_mu=0.0)).result.arrays, train(None).result.arrays
-    assert {name: array.data for name, array in ours.items()} == {name: array.data for name, array in mean.items()}
+    assert {name: array.data for name, array in ours.items()} == {
+        name: array.data for name, array in mean.items()
+    }
 
 
 def test_fedproxs_term_is_mu_times_the_way_from_the_received_weights() -> None:
     """Three groups of one, two steps on all of their own data a round: against a loop that is written by hand."""
-    ours = train(flower.FedProx(proximal_mu=2.0), batch_size=NUM_SAMPLES // NUM_GROUPS, interval_epochs=2,
-                 reshuffle=False).result.arrays
+    ours = train(
+        flower.FedProx(proximal_mu=2.0),
+        batch_size=NUM_SAMPLES // NUM_GROUPS,
+        interval_epochs=2,
+        reshuffle=False,
+    ).result.arrays
     ends = []
     for group in range(NUM_GROUPS):
         model, received, data = network(), network(), part(None, group, NUM_GROUPS)  # type: ignore[arg-type]
@@ -227,4 +302,6 @@ def test_fedproxs_term_is_mu_times_the_way_from_the_received_weights() -> None:
                     own.grad = None
         ends.append(model.state_dict())
     for name, array in ours.items():
-        np.testing.assert_allclose(array.numpy(), np.mean([end[name].numpy() for end in ends], axis=0), atol=1e-5)
+        np.testing.assert_allclose(
+            array.numpy(), np.mean([end[name].numpy() for end in ends], axis=0), atol=1e-5
+        )

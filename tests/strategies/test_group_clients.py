@@ -37,8 +37,12 @@ def of_messages() -> ClientApp:
     @app.train()
     def train(message: Message, context: Context) -> Message:
         trained.append("train")
-        return Message(RecordDict({"arrays": message.content["arrays"], "metrics": MetricRecord({"num-examples": 1})}),
-                       reply_to=message)
+        return Message(
+            RecordDict(
+                {"arrays": message.content["arrays"], "metrics": MetricRecord({"num-examples": 1})}
+            ),
+            reply_to=message,
+        )
 
     return app
 
@@ -55,16 +59,28 @@ class WithoutProbe(ForwardingGrid):
 
 
 @pytest.mark.parametrize("grid_of", [GroupGrid, WithoutProbe])
-@pytest.mark.parametrize("make", [of_messages, lambda: ClientApp(lambda context: Numbers().to_client()), ClientApp])
+@pytest.mark.parametrize(
+    "make", [of_messages, lambda: ClientApp(lambda context: Numbers().to_client()), ClientApp]
+)
 def test_a_client_app_without_groups_is_refused_before_round_1(
-    make: Callable[[], ClientApp], grid_of: Callable[[Grid], Grid],
+    make: Callable[[], ClientApp],
+    grid_of: Callable[[Grid], Grid],
 ) -> None:
     trained.clear()
-    strategy = SoCFlow(cluster=CLUSTER, groups=2, schedule=TrainingSchedule(num_samples=8, batch_size=2, num_epochs=1))
+    strategy = SoCFlow(
+        cluster=CLUSTER,
+        groups=2,
+        schedule=TrainingSchedule(num_samples=8, batch_size=2, num_epochs=1),
+    )
     with LocalGrid(make(), 4, num_workers=0) as grid, pytest.raises(ConfigError) as caught:
-        strategy.start(grid_of(grid), ArrayRecord({"x": Array(np.zeros(2, np.float32))}),
-                       num_rounds=strategy.num_rounds)
-    assert str(caught.value).startswith("SoCFlow: the ClientApp of node 1000 trains on its own and not in groups; ")
+        strategy.start(
+            grid_of(grid),
+            ArrayRecord({"x": Array(np.zeros(2, np.float32))}),
+            num_rounds=strategy.num_rounds,
+        )
+    assert str(caught.value).startswith(
+        "SoCFlow: the ClientApp of node 1000 trains on its own and not in groups; "
+    )
     assert trained == []
 
 
@@ -73,7 +89,11 @@ def test_a_probe_leaves_no_state_and_asks_nothing_of_the_users_functions() -> No
         raise AssertionError("not asked for")
 
     app = make_client_app(lambda context: nn.Linear(2, 2), data, trainer)
-    strategy = SoCFlow(cluster=CLUSTER, groups=2, schedule=TrainingSchedule(num_samples=8, batch_size=2, num_epochs=1))
+    strategy = SoCFlow(
+        cluster=CLUSTER,
+        groups=2,
+        schedule=TrainingSchedule(num_samples=8, batch_size=2, num_epochs=1),
+    )
     with LocalGrid(app, 4, num_workers=0) as grid:
         strategy._planner.plan_round(grid, None)
         strategy._planner.registry.require_group_clients(grid)

@@ -12,12 +12,25 @@ from socflower.errors import ConfigError, TrainingFailed
 from socflower.strategies.comparators import OrderedFedAvg
 from socflower.strategies.group_grid import GroupGrid
 from socflower.strategies.group_replies import GroupProgress
-from socflower.wire.message_keys import COMPLETED, NOTES, OUTCOME, PREEMPTED, RingOutcome, decode, encode
+from socflower.wire.message_keys import (
+    COMPLETED,
+    NOTES,
+    OUTCOME,
+    PREEMPTED,
+    RingOutcome,
+    decode,
+    encode,
+)
 from tests.strategies.fake_messages import FakeGrid, answer, model, values
 from tests.strategies.test_socflow import messages, socflow
 
-EVIL_NOTES = {"kinds": ["client-raised"], "groups": [0], "texts": ["group 0: what I say"], "away": [0, 1, 99],
-              "leaders-replaced": [0]}
+EVIL_NOTES = {
+    "kinds": ["client-raised"],
+    "groups": [0],
+    "texts": ["group 0: what I say"],
+    "away": [0, 1, 99],
+    "leaders-replaced": [0],
+}
 
 
 class AnsweringGrid(FakeGrid):
@@ -27,7 +40,9 @@ class AnsweringGrid(FakeGrid):
         super().__init__()
         self._reply = reply
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
         return [self._reply(message) for message in messages]
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
@@ -44,18 +59,27 @@ def with_notes(message: Message, record: dict[str, Any]) -> Message:
     return reply
 
 
-@pytest.mark.parametrize("wrap", [lambda grid: grid, GroupGrid, lambda grid: GroupGrid(GroupGrid(grid))])
+@pytest.mark.parametrize(
+    "wrap", [lambda grid: grid, GroupGrid, lambda grid: GroupGrid(GroupGrid(grid))]
+)
 @pytest.mark.parametrize("record", [EVIL_NOTES, {"what": 1}])
-def test_notes_of_a_client_are_not_those_of_a_grid(wrap: Callable[[Any], Any], record: dict[str, Any]) -> None:
+def test_notes_of_a_client_are_not_those_of_a_grid(
+    wrap: Callable[[Any], Any], record: dict[str, Any]
+) -> None:
     grid, strategy = wrap(AnsweringGrid(lambda message: with_notes(message, record))), socflow()
     replies = grid.send_and_receive(messages(strategy, grid=grid))
     assert strategy.aggregate_train(1, replies)[0] is not None
-    assert strategy.reports[-1].events == () and strategy.state["away"] == [] == strategy.state["without_state"]
+    assert (
+        strategy.reports[-1].events == ()
+        and strategy.state["away"] == [] == strategy.state["without_state"]
+    )
     assert len(messages(strategy, 2, grid)) == 2
 
 
 def outcome(**changes: Any) -> dict[str, Any]:
-    return encode(RingOutcome(outcome=COMPLETED, members=(0, 1), num_steps=5, answers=True)) | changes
+    return (
+        encode(RingOutcome(outcome=COMPLETED, members=(0, 1), num_steps=5, answers=True)) | changes
+    )
 
 
 def train_with_outcome(record: dict[str, Any]) -> Any:
@@ -68,8 +92,15 @@ def train_with_outcome(record: dict[str, Any]) -> Any:
 
 
 BAD_OUTCOMES = [
-    {"what": 1}, {}, outcome(outcome="won"), outcome(members=3), outcome(preempted=["a"]), outcome(rates=["fast"]),
-    outcome(log=[1]), outcome(**{"recoveries-s": ["long"]})]
+    {"what": 1},
+    {},
+    outcome(outcome="won"),
+    outcome(members=3),
+    outcome(preempted=["a"]),
+    outcome(rates=["fast"]),
+    outcome(log=[1]),
+    outcome(**{"recoveries-s": ["long"]}),
+]
 
 
 @pytest.mark.parametrize("record", BAD_OUTCOMES)
@@ -103,7 +134,9 @@ def test_if_no_outcome_can_be_read_the_error_names_the_first_node() -> None:
 
 def test_members_of_a_ring_with_odd_outcomes_are_told_and_exclude_only_their_own() -> None:
     first, second = messages(socflow())
-    group = GroupProgress(group_id=0, leader=0, node_of={0: 10, 1: 30}, members=(0, 1), tolerate_errors=False)
+    group = GroupProgress(
+        group_id=0, leader=0, node_of={0: 10, 1: 30}, members=(0, 1), tolerate_errors=False
+    )
     odd, good = answer(second, 9.0), answer(first, 1.0)
     odd.content[OUTCOME] = ConfigRecord({"what": 1})
     good.content[OUTCOME] = ConfigRecord(outcome(preempted=[1, 3, 99]))
@@ -115,9 +148,18 @@ def test_members_of_a_ring_with_odd_outcomes_are_told_and_exclude_only_their_own
 
 OTHER_LAYOUTS = [
     ({}, "it has no tensor 'w'"),
-    ({"w": np.zeros(3, np.float32), "x": np.zeros(1, np.float32)}, "tensor 'x' is in none that was sent"),
-    ({"w": np.zeros(2, np.float32)}, r"tensor 'w' is float32 of shape \(2,\) and was sent as float32 of shape \(3,\)"),
-    ({"w": np.zeros(3, np.float64)}, r"tensor 'w' is float64 of shape \(3,\) and was sent as float32 of shape \(3,\)"),
+    (
+        {"w": np.zeros(3, np.float32), "x": np.zeros(1, np.float32)},
+        "tensor 'x' is in none that was sent",
+    ),
+    (
+        {"w": np.zeros(2, np.float32)},
+        r"tensor 'w' is float32 of shape \(2,\) and was sent as float32 of shape \(3,\)",
+    ),
+    (
+        {"w": np.zeros(3, np.float64)},
+        r"tensor 'w' is float64 of shape \(3,\) and was sent as float32 of shape \(3,\)",
+    ),
 ]
 
 
@@ -130,7 +172,9 @@ def with_layout(message: Message, arrays: dict[str, Any]) -> Message:
 @pytest.mark.parametrize(("arrays", "fault"), OTHER_LAYOUTS)
 @pytest.mark.parametrize("odd", [0, 1])
 def test_a_model_with_other_tensors_than_the_one_sent_is_dropped(
-    odd: int, arrays: dict[str, Any], fault: str,
+    odd: int,
+    arrays: dict[str, Any],
+    fault: str,
 ) -> None:
     strategy = socflow()
     sent = messages(strategy)
@@ -140,14 +184,18 @@ def test_a_model_with_other_tensors_than_the_one_sent_is_dropped(
     assert values(average) == [1.0] * 3
     (event,) = strategy.reports[-1].events
     assert (event.kind, event.group_id) == ("malformed", odd)
-    assert re.fullmatch(rf"group {odd}, SoC {2 * odd} \(node {10 + 20 * odd}\): {fault}, dropped", event.text)
+    assert re.fullmatch(
+        rf"group {odd}, SoC {2 * odd} \(node {10 + 20 * odd}\): {fault}, dropped", event.text
+    )
 
 
 @pytest.mark.parametrize(("arrays", "fault"), OTHER_LAYOUTS)
 def test_fedavg_in_order_drops_it_too(arrays: dict[str, Any], fault: str) -> None:
     strategy = OrderedFedAvg(fraction_evaluate=0.0, min_train_nodes=4, min_available_nodes=4)
     first, *others = strategy.configure_train(1, model(), ConfigRecord({}), FakeGrid())
-    average, _ = strategy.aggregate_train(1, [with_layout(first, arrays), *(answer(each, 1.0) for each in others)])
+    average, _ = strategy.aggregate_train(
+        1, [with_layout(first, arrays), *(answer(each, 1.0) for each in others)]
+    )
     assert values(average) == [1.0] * 3
     (event,) = strategy.events
     assert (event.kind, event.group_id) == ("malformed", 0)
@@ -157,12 +205,22 @@ def test_fedavg_in_order_drops_it_too(arrays: dict[str, Any], fault: str) -> Non
 def test_replies_that_agree_with_each_other_are_averaged_whatever_was_sent() -> None:
     strategy = socflow()
     average, _ = strategy.aggregate_train(
-        1, [with_layout(message, {"v": np.full(3, 2.0, np.float32)}) for message in messages(strategy)])
+        1,
+        [
+            with_layout(message, {"v": np.full(3, 2.0, np.float32)})
+            for message in messages(strategy)
+        ],
+    )
     assert average is not None and list(average) == ["v"] and strategy.reports[-1].events == ()
 
 
 def test_if_no_model_is_like_the_one_sent_the_error_names_the_first() -> None:
     strategy = socflow()
-    replies = [with_layout(message, {"w": np.zeros(4 + k, np.float32)}) for k, message in enumerate(messages(strategy))]
-    with pytest.raises(TrainingFailed, match=r"group 0, SoC 0 \(node 10\): tensor 'w' is float32 of shape \(4,\)"):
+    replies = [
+        with_layout(message, {"w": np.zeros(4 + k, np.float32)})
+        for k, message in enumerate(messages(strategy))
+    ]
+    with pytest.raises(
+        TrainingFailed, match=r"group 0, SoC 0 \(node 10\): tensor 'w' is float32 of shape \(4,\)"
+    ):
         strategy.aggregate_train(1, replies)

@@ -35,7 +35,15 @@ from socflower.training.model_state import frozen_digest, trainable_state
 from socflower.wire.message_keys import FROZEN_SHA256
 from socflower.workloads import LabelledData, as_data_source
 from tests.pipeline.problems import straight_plan
-from tests.strategies.pipeline_app import BATCH, NUM_SAMPLES, Sentences, Tagger, client_app, shelf, tagger
+from tests.strategies.pipeline_app import (
+    BATCH,
+    NUM_SAMPLES,
+    Sentences,
+    Tagger,
+    client_app,
+    shelf,
+    tagger,
+)
 
 
 @pytest.fixture
@@ -44,8 +52,15 @@ def problem() -> PipelineProblem:
 
 
 def schedule(**settings: Any) -> TrainingSchedule:
-    return TrainingSchedule(**{"num_samples": NUM_SAMPLES, "batch_size": BATCH, "num_epochs": 2, "interval_epochs": 1.0,
-                               **settings})
+    return TrainingSchedule(
+        **{
+            "num_samples": NUM_SAMPLES,
+            "batch_size": BATCH,
+            "num_epochs": 2,
+            "interval_epochs": 1.0,
+            **settings,
+        }
+    )
 
 
 def cut_in_three(problem: PipelineProblem) -> PipelinePlan:
@@ -55,29 +70,43 @@ def cut_in_three(problem: PipelineProblem) -> PipelinePlan:
 
 def train(strategy: HybridPipeline, client: ClientApp | None = None) -> dict[str, Tensor]:
     with LocalGrid(client or client_app(), strategy._cluster.num_socs, num_workers=0) as grid:
-        result = strategy.start(grid, ArrayRecord(tagger().state_dict()), num_rounds=strategy.num_rounds)
+        result = strategy.start(
+            grid, ArrayRecord(tagger().state_dict()), num_rounds=strategy.num_rounds
+        )
     return dict(result.arrays.to_torch_state_dict())
 
 
 def close(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.allclose(one[name], other[name], atol=2e-6) for name in one)
+    return one.keys() == other.keys() and all(
+        torch.allclose(one[name], other[name], atol=2e-6) for name in one
+    )
 
 
 def test_any_plan_trains_the_weights_of_one_device(problem: PipelineProblem) -> None:
     planned = HybridPipeline(problem=problem, schedule=schedule())
     own = HybridPipeline(problem=problem, schedule=schedule(), plan=cut_in_three(problem))
-    alone = HybridPipeline(problem=problem, schedule=schedule(),
-                           plan=straight_plan((problem.model.num_layers - 1,), ((24,),), 1))
+    alone = HybridPipeline(
+        problem=problem,
+        schedule=schedule(),
+        plan=straight_plan((problem.model.num_layers - 1,), ((24,),), 1),
+    )
     weights = [train(strategy) for strategy in (planned, own, alone)]
-    assert own.pipeline.plan.architecture == "pipeline" and alone.pipeline.plan.architecture == "single device"
+    assert (
+        own.pipeline.plan.architecture == "pipeline"
+        and alone.pipeline.plan.architecture == "single device"
+    )
     assert close(weights[0], weights[1]) and close(weights[1], weights[2])
     assert not close(weights[2], dict(tagger().state_dict()))
     assert len(own.reports) == own.num_rounds == 2
 
 
-def test_a_round_costs_its_updates_and_the_way_of_the_weights_to_the_hub(problem: PipelineProblem) -> None:
+def test_a_round_costs_its_updates_and_the_way_of_the_weights_to_the_hub(
+    problem: PipelineProblem,
+) -> None:
     clock = EventClock(problem.cluster)
-    strategy = HybridPipeline(problem=problem, schedule=schedule(), plan=cut_in_three(problem), clock=clock)
+    strategy = HybridPipeline(
+        problem=problem, schedule=schedule(), plan=cut_in_three(problem), clock=clock
+    )
     train(strategy)
     step_s, steps = strategy.pipeline.prediction.step_s, strategy.steps_per_epoch
     weights = sum(layer.weight_bytes for layer in problem.model.layers)
@@ -87,34 +116,55 @@ def test_a_round_costs_its_updates_and_the_way_of_the_weights_to_the_hub(problem
     assert clock.now_s == pytest.approx(sum(report.usage.duration_s for report in strategy.reports))
 
 
-def test_a_round_that_is_planned_for_slower_devices_is_priced_at_the_clocks_speeds(problem: PipelineProblem) -> None:
+def test_a_round_that_is_planned_for_slower_devices_is_priced_at_the_clocks_speeds(
+    problem: PipelineProblem,
+) -> None:
     """The clock slows devices down itself; they must not be slow twice."""
     clock = EventClock(problem.cluster)
     own = straight_plan((problem.model.num_layers - 1,), ((24,),), 1)  # on device 0
-    strategy = HybridPipeline(problem=replace(problem, devices=problem.devices[:2]), schedule=schedule(), clock=clock,
-                              plan=own, rebalancing=Rebalancing())
+    strategy = HybridPipeline(
+        problem=replace(problem, devices=problem.devices[:2]),
+        schedule=schedule(),
+        clock=clock,
+        plan=own,
+        rebalancing=Rebalancing(),
+    )
     strategy._planner.balancer.in_use.take({0: 0.25, 1: 1.0})
     train(strategy)
     plan, model = strategy.pipeline.plan, problem.model
     assert strategy.pipeline.problem.device(0).seconds.device == "jetson-nx at 25%"
-    sized = replace(problem, micro_batch_size=plan.pipelines[0].micro_batch_size,
-                    num_micro_batches=plan.pipelines[0].num_micro_batches)
+    sized = replace(
+        problem,
+        micro_batch_size=plan.pipelines[0].micro_batch_size,
+        num_micro_batches=plan.pipelines[0].num_micro_batches,
+    )
     updates_s = 2 * simulate(sized, plan, num_steps=strategy.steps_per_epoch).usage.duration_s
     weights = sum(layer.weight_bytes for layer in model.layers)
-    assert clock.now_s == pytest.approx(updates_s + 2 * (weights / 12.5e6 + problem.cluster.message_s))
-    twice_s = 2 * simulate(strategy.pipeline.problem, plan, num_steps=strategy.steps_per_epoch).usage.duration_s
+    assert clock.now_s == pytest.approx(
+        updates_s + 2 * (weights / 12.5e6 + problem.cluster.message_s)
+    )
+    twice_s = (
+        2
+        * simulate(
+            strategy.pipeline.problem, plan, num_steps=strategy.steps_per_epoch
+        ).usage.duration_s
+    )
     assert twice_s > 1.5 * updates_s  # so the plan uses the slow device, and this test would see it
 
 
 def test_coded_activations_train_otherwise_and_cost_less(problem: PipelineProblem) -> None:
     plan = cut_in_three(problem)
-    exact, coded = (train(HybridPipeline(problem=problem, schedule=schedule(), plan=plan, coding=coding))
-                    for coding in (ActivationCoding(), ActivationCoding(bits=4, gradient_bits=4)))
+    exact, coded = (
+        train(HybridPipeline(problem=problem, schedule=schedule(), plan=plan, coding=coding))
+        for coding in (ActivationCoding(), ActivationCoding(bits=4, gradient_bits=4))
+    )
     assert not close(exact, coded)
     assert all(torch.allclose(exact[name], coded[name], atol=0.3) for name in exact)
 
 
-def test_a_device_that_is_away_is_planned_for_anew_and_its_optimiser_state_goes_on(problem: PipelineProblem) -> None:
+def test_a_device_that_is_away_is_planned_for_anew_and_its_optimiser_state_goes_on(
+    problem: PipelineProblem,
+) -> None:
     plan = cut_in_three(problem)
     whole = train(HybridPipeline(problem=problem, schedule=schedule(), plan=plan))
     strategy = HybridPipeline(problem=problem, schedule=schedule(), plan=plan)
@@ -128,12 +178,15 @@ def test_a_device_that_is_away_is_planned_for_anew_and_its_optimiser_state_goes_
     strategy.configure_train = lose_one  # type: ignore[method-assign]
     weights = train(strategy)
     assert strategy.pipeline.plan.socs and 2 not in strategy.pipeline.plan.socs
-    assert "planned anew" in " ".join(event.text for report in strategy.reports for event in report.events)
+    assert "planned anew" in " ".join(
+        event.text for report in strategy.reports for event in report.events
+    )
     assert close(weights, whole)  # so momentum went with the layers
 
 
 def test_frozen_layers_stay_at_the_nodes_and_the_others_train_as_on_one_device() -> None:
     """As in fine-tuning by adapters; the first stage has nothing to train."""
+
     def frozen() -> Tagger:
         module = tagger()
         module.table.requires_grad_(False)
@@ -145,48 +198,83 @@ def test_frozen_layers_stay_at_the_nodes_and_the_others_train_as_on_one_device()
     for plan in (cut_in_three(own), straight_plan((own.model.num_layers - 1,), ((24,),), 1)):
         strategy = HybridPipeline(problem=own, schedule=schedule(), plan=plan)
         with LocalGrid(client_app(model=frozen), 3, num_workers=0) as grid:
-            weights.append(dict(strategy.start(
-                grid, ArrayRecord(trainable_state(frozen())), num_rounds=strategy.num_rounds,
-                train_config=ConfigRecord({FROZEN_SHA256: frozen_digest(frozen())})).arrays.to_torch_state_dict()))
+            weights.append(
+                dict(
+                    strategy.start(
+                        grid,
+                        ArrayRecord(trainable_state(frozen())),
+                        num_rounds=strategy.num_rounds,
+                        train_config=ConfigRecord({FROZEN_SHA256: frozen_digest(frozen())}),
+                    ).arrays.to_torch_state_dict()
+                )
+            )
     assert "table.weight" not in weights[0] and "mix.0.bias" in weights[0]
     assert close(*weights) and not close(weights[0], dict(trainable_state(frozen())))
 
 
-def test_a_device_that_leaves_within_an_interval_is_gone_on_without_at_that_update(problem: PipelineProblem) -> None:
+def test_a_device_that_leaves_within_an_interval_is_gone_on_without_at_that_update(
+    problem: PipelineProblem,
+) -> None:
     plan, data = cut_in_three(problem), as_data_source(Sentences())
     task = HybridPipeline(problem=problem, schedule=schedule(), plan=plan)
     own = task._task(task.plan.groups[0], task.intervals[0])
-    trainer, whole, left, undisturbed = FP32Trainer(optimizer=sgd(0.2), device="cpu"), tagger(), tagger(), tagger()
+    trainer, whole, left, undisturbed = (
+        FP32Trainer(optimizer=sgd(0.2), device="cpu"),
+        tagger(),
+        tagger(),
+        tagger(),
+    )
     outcome = train_pipeline(whole, data, own, plan, trainer, departures={1: 2})
     first = train_pipeline(left, data, replace(own, num_steps=2), plan, trainer)
-    train_pipeline(left, data, replace(own, first_step=2, num_steps=own.num_steps - 2),
-                   replanned(plan, problem.model, {0, 2}), trainer, first.end.state)
+    train_pipeline(
+        left,
+        data,
+        replace(own, first_step=2, num_steps=own.num_steps - 2),
+        replanned(plan, problem.model, {0, 2}),
+        trainer,
+        first.end.state,
+    )
     train_pipeline(undisturbed, data, own, plan, trainer)
-    assert all(torch.equal(one, other) for one, other in zip(whole.parameters(), left.parameters(), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(whole.parameters(), left.parameters(), strict=True)
+    )
     assert close(dict(whole.state_dict()), dict(undisturbed.state_dict()))
     assert outcome.num_samples == NUM_SAMPLES and outcome.mean_loss > 0
-    nobody = train_pipeline(tagger(), data, own, plan, trainer, departures=dict.fromkeys(plan.socs, 0))
+    nobody = train_pipeline(
+        tagger(), data, own, plan, trainer, departures=dict.fromkeys(plan.socs, 0)
+    )
     assert nobody.num_samples == 0 and not np.isfinite(nobody.mean_loss)
 
 
 @pytest.mark.parametrize("rebalancing", [None, Rebalancing()])
 def test_a_device_that_returns_while_another_is_away_is_planned_with(
-    problem: PipelineProblem, rebalancing: Rebalancing | None,
+    problem: PipelineProblem,
+    rebalancing: Rebalancing | None,
 ) -> None:
     strategy = HybridPipeline(problem=problem, schedule=schedule(), rebalancing=rebalancing)
     strategy._latest = strategy._planned_for((1,))
     fresh = HybridPipeline(problem=problem, schedule=schedule())
-    assert strategy._planned_for((0, 1)).plan == fresh._planned_for((0, 1)).plan != strategy._latest.plan
+    assert (
+        strategy._planned_for((0, 1)).plan
+        == fresh._planned_for((0, 1)).plan
+        != strategy._latest.plan
+    )
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"schedule": schedule(batch_size=12)}, "batch_size = 12"),
-    ({"schedule": schedule(reshuffle=False)}, "reshuffle=True"),
-    ({"problem": "shelf.toml"}, "pipeline_problem"),
-    ({"planner": PlannerSettings(samples_on=9)}, "SoC 9 is no device"),
-])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"schedule": schedule(batch_size=12)}, "batch_size = 12"),
+        ({"schedule": schedule(reshuffle=False)}, "reshuffle=True"),
+        ({"problem": "shelf.toml"}, "pipeline_problem"),
+        ({"planner": PlannerSettings(samples_on=9)}, "SoC 9 is no device"),
+    ],
+)
 def test_what_does_not_fit_is_one_line_before_anything_starts(
-    problem: PipelineProblem, options: dict[str, Any], said: str,
+    problem: PipelineProblem,
+    options: dict[str, Any],
+    said: str,
 ) -> None:
     with pytest.raises(ConfigError, match=said) as refused:
         HybridPipeline(**{"problem": problem, "schedule": schedule(), **options})
@@ -194,7 +282,9 @@ def test_what_does_not_fit_is_one_line_before_anything_starts(
 
 
 def test_a_budget_that_nothing_fits_is_refused_by_the_strategy(problem: PipelineProblem) -> None:
-    tiny = replace(problem, devices=tuple(replace(device, memory_bytes=1000.0) for device in problem.devices))
+    tiny = replace(
+        problem, devices=tuple(replace(device, memory_bytes=1000.0) for device in problem.devices)
+    )
     with pytest.raises(InfeasiblePlan):
         HybridPipeline(problem=tiny, schedule=schedule())
 
@@ -204,17 +294,26 @@ class Wider(Tagger):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mix = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        self.mix = nn.Sequential(
+            nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)
+        )
 
 
-@pytest.mark.parametrize(("client", "said"), [
-    (client_app(Int8Trainer()), "stages train with FP32Trainer"),
-    (client_app(FP32Trainer(device="cpu", max_grad_norm=1.0)), "max_grad_norm"),
-    (client_app(FP32Trainer(device="cpu", accumulation_steps=2)), "accumulation_steps"),
-])
-def test_a_client_that_cannot_train_stages_says_why(problem: PipelineProblem, client: ClientApp, said: str) -> None:
+@pytest.mark.parametrize(
+    ("client", "said"),
+    [
+        (client_app(Int8Trainer()), "stages train with FP32Trainer"),
+        (client_app(FP32Trainer(device="cpu", max_grad_norm=1.0)), "max_grad_norm"),
+        (client_app(FP32Trainer(device="cpu", accumulation_steps=2)), "accumulation_steps"),
+    ],
+)
+def test_a_client_that_cannot_train_stages_says_why(
+    problem: PipelineProblem, client: ClientApp, said: str
+) -> None:
     with pytest.raises(TrainingFailed, match=said):
-        train(HybridPipeline(problem=problem, schedule=schedule(), plan=cut_in_three(problem)), client)
+        train(
+            HybridPipeline(problem=problem, schedule=schedule(), plan=cut_in_three(problem)), client
+        )
 
 
 def test_a_node_with_another_model_says_so(problem: PipelineProblem) -> None:
@@ -223,18 +322,32 @@ def test_a_node_with_another_model_says_so(problem: PipelineProblem) -> None:
 
     client = make_client_app(wider, lambda context, partition, count: Sentences())
     strategy = HybridPipeline(problem=problem, schedule=schedule())
-    with LocalGrid(client, 3, num_workers=0) as grid, pytest.raises(TrainingFailed, match="other layers here"):
+    with (
+        LocalGrid(client, 3, num_workers=0) as grid,
+        pytest.raises(TrainingFailed, match="other layers here"),
+    ):
         strategy.start(grid, ArrayRecord(Wider().state_dict()), num_rounds=2)
 
 
 def phones(*kinds: str) -> Cluster:
-    return parse_cluster({"soc_bytes_per_s": 12.5e6}, [{"count": 1, "device": kind} for kind in kinds])
+    return parse_cluster(
+        {"soc_bytes_per_s": 12.5e6}, [{"count": 1, "device": kind} for kind in kinds]
+    )
 
 
 def classifier() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(),
-                         nn.Flatten(), nn.Linear(72, 16), nn.ReLU(), nn.Linear(16, 4))
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(72, 16),
+        nn.ReLU(),
+        nn.Linear(16, 4),
+    )
 
 
 def pictures() -> LabelledData:
@@ -246,14 +359,23 @@ def pictures() -> LabelledData:
 
 
 def in_int8(int8_socs: Any, *kinds: str) -> PipelineProblem:
-    return pipeline_problem(classifier(), (1, 8, 8), phones(*kinds), batch_size=BATCH, int8_socs=int8_socs)
+    return pipeline_problem(
+        classifier(), (1, 8, 8), phones(*kinds), batch_size=BATCH, int8_socs=int8_socs
+    )
 
 
-def train_pictures(strategy: HybridPipeline, trainer: FP32Trainer | None = None) -> dict[str, Tensor]:
-    client = make_client_app(lambda context: classifier(), lambda context, part, parts: pictures(),
-                             trainer or FP32Trainer(optimizer=sgd(0.05), device="cpu"))
+def train_pictures(
+    strategy: HybridPipeline, trainer: FP32Trainer | None = None
+) -> dict[str, Tensor]:
+    client = make_client_app(
+        lambda context: classifier(),
+        lambda context, part, parts: pictures(),
+        trainer or FP32Trainer(optimizer=sgd(0.05), device="cpu"),
+    )
     with LocalGrid(client, strategy._cluster.num_socs, num_workers=0) as grid:
-        result = strategy.start(grid, ArrayRecord(classifier().state_dict()), num_rounds=strategy.num_rounds)
+        result = strategy.start(
+            grid, ArrayRecord(classifier().state_dict()), num_rounds=strategy.num_rounds
+        )
     return dict(result.arrays.to_torch_state_dict())
 
 
@@ -261,13 +383,17 @@ def test_stages_in_int8_are_planned_priced_and_trained_so() -> None:
     kinds = ("snapdragon-865", "jetson-nano", "snapdragon-865")
     fp32, int8 = in_int8((), *kinds), in_int8("auto", *kinds)
     assert fp32.int8_socs == () and int8.int8_socs == (0, 2) == in_int8([2, 0], *kinds).int8_socs
-    assert int8.device(0).seconds is int8.device(2).seconds and int8.device(0).int8_processor == "npu"
+    assert (
+        int8.device(0).seconds is int8.device(2).seconds and int8.device(0).int8_processor == "npu"
+    )
     assert int8.device(1).seconds.forward(0, 3, 8) == fp32.device(1).seconds.forward(0, 3, 8)
     assert int8.device(0).seconds.forward(0, 3, 8) < fp32.device(0).seconds.forward(0, 3, 8)
     assert int8.device(0).update_s(1e6) == pytest.approx(1.25 * fp32.device(0).update_s(1e6))
     plan = straight_plan((0, 1, 3), ((6,), (6,), (6,)), 4)
-    steps_s = [simulate(replace(problem, micro_batch_size=6, num_micro_batches=4), plan).step_s
-               for problem in (fp32, int8)]
+    steps_s = [
+        simulate(replace(problem, micro_batch_size=6, num_micro_batches=4), plan).step_s
+        for problem in (fp32, int8)
+    ]
     assert steps_s[1] < steps_s[0]
     # Of one device alone, the passes draw the watts of its NPU and the update those of its CPU.
     alone = straight_plan((3,), ((24,),), 1)
@@ -277,23 +403,33 @@ def test_stages_in_int8_are_planned_priced_and_trained_so() -> None:
     update_s = device.update_s(int8.model.weight_bytes(0, 3))
     assert usage.duration_s == pytest.approx(passes_s + update_s)
     assert usage.total_energy_j == pytest.approx(
-        passes_s * kind.processors["npu"].active_w + update_s * kind.processors["cpu"].active_w)
+        passes_s * kind.processors["npu"].active_w + update_s * kind.processors["cpu"].active_w
+    )
 
-    weights = [train_pictures(HybridPipeline(problem=problem, schedule=schedule(num_epochs=4), plan=plan))
-               for problem in (fp32, int8)]
-    assert not close(*weights) and all(torch.allclose(weights[0][name], weights[1][name], atol=0.05)
-                                       for name in weights[0])
+    weights = [
+        train_pictures(HybridPipeline(problem=problem, schedule=schedule(num_epochs=4), plan=plan))
+        for problem in (fp32, int8)
+    ]
+    assert not close(*weights) and all(
+        torch.allclose(weights[0][name], weights[1][name], atol=0.05) for name in weights[0]
+    )
     again = train_pictures(HybridPipeline(problem=int8, schedule=schedule(num_epochs=4), plan=plan))
     assert all(torch.equal(weights[1][name], again[name]) for name in again)
 
 
-@pytest.mark.parametrize(("int8_socs", "said"), [
-    ("auto", "int8_socs = 'auto', and no device has an int8 processor among jetson-nano; leave it out"),
-    ([1], "int8_socs has SoC 1, and jetson-nano has no int8 processor"),
-    ([5], "int8_socs has SoC 5, which takes no part; SoCs are 0, 1"),
-    ("all", "int8_socs = 'all' is unknown"),
-    (1, "int8_socs = 1 is unknown; use"),
-])
+@pytest.mark.parametrize(
+    ("int8_socs", "said"),
+    [
+        (
+            "auto",
+            "int8_socs = 'auto', and no device has an int8 processor among jetson-nano; leave it out",
+        ),
+        ([1], "int8_socs has SoC 1, and jetson-nano has no int8 processor"),
+        ([5], "int8_socs has SoC 5, which takes no part; SoCs are 0, 1"),
+        ("all", "int8_socs = 'all' is unknown"),
+        (1, "int8_socs = 1 is unknown; use"),
+    ],
+)
 def test_int8_where_no_device_has_it_is_refused_in_one_line(int8_socs: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as refused:
         in_int8(int8_socs, "jetson-nano", "jetson-nano")
@@ -302,8 +438,13 @@ def test_int8_where_no_device_has_it_is_refused_in_one_line(int8_socs: Any, said
 
 def test_a_text_model_is_no_model_for_int8() -> None:
     with pytest.raises(ConfigError, match=r"int64 goes into layer 0 .*, where int8 takes float32"):
-        pipeline_problem(tagger(), Sentences().tokens[:1], phones("snapdragon-865", "snapdragon-865"),
-                         batch_size=BATCH, int8_socs="auto")
+        pipeline_problem(
+            tagger(),
+            Sentences().tokens[:1],
+            phones("snapdragon-865", "snapdragon-865"),
+            batch_size=BATCH,
+            int8_socs="auto",
+        )
 
 
 def test_stages_in_int8_go_on_without_a_device_at_the_update_at_which_it_leaves() -> None:
@@ -311,9 +452,25 @@ def test_stages_in_int8_go_on_without_a_device_at_the_update_at_which_it_leaves(
     plan, data = straight_plan((0, 1, 3), ((6,), (6,), (6,)), 4), pictures()
     task = HybridPipeline(problem=problem, schedule=schedule(), plan=plan)
     own = task._task(task.plan.groups[0], task.intervals[0])
-    trainer, whole, left = FP32Trainer(optimizer=sgd(0.05), device="cpu"), classifier(), classifier()
+    trainer, whole, left = (
+        FP32Trainer(optimizer=sgd(0.05), device="cpu"),
+        classifier(),
+        classifier(),
+    )
     train_pipeline(whole, data, own, plan, trainer, departures={1: 2}, int8_socs=(0, 1, 2))
-    first = train_pipeline(left, data, replace(own, num_steps=2), plan, trainer, int8_socs=(0, 1, 2))
-    train_pipeline(left, data, replace(own, first_step=2, num_steps=own.num_steps - 2),
-                   replanned(plan, problem.model, {0, 2}), trainer, first.end.state, int8_socs=(0, 1, 2))
-    assert all(torch.equal(one, other) for one, other in zip(whole.parameters(), left.parameters(), strict=True))
+    first = train_pipeline(
+        left, data, replace(own, num_steps=2), plan, trainer, int8_socs=(0, 1, 2)
+    )
+    train_pipeline(
+        left,
+        data,
+        replace(own, first_step=2, num_steps=own.num_steps - 2),
+        replanned(plan, problem.model, {0, 2}),
+        trainer,
+        first.end.state,
+        int8_socs=(0, 1, 2),
+    )
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(whole.parameters(), left.parameters(), strict=True)
+    )

@@ -33,7 +33,9 @@ class QueriedGrid:
     def get_node_ids(self) -> list[int]:
         return list(self.statuses)
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
         return [self.answer(message) for message in messages]
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
@@ -42,7 +44,11 @@ class QueriedGrid:
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         asked = set(message_ids)
-        replies = [self.answer(message) for message in self.pushed if str(message.metadata.dst_node_id) in asked]
+        replies = [
+            self.answer(message)
+            for message in self.pushed
+            if str(message.metadata.dst_node_id) in asked
+        ]
         for reply in replies:
             reply.metadata.__dict__["_reply_to_message_id"] = str(reply.metadata.src_node_id)
         return replies
@@ -59,7 +65,9 @@ class QueriedGrid:
 
 def at(board: int, slot: int, port: int = 0, **changes: Any) -> NodeStatus:
     ring = f"10.0.0.{board * 10 + slot + 1}:{port or 28200}"
-    return NodeStatus(**{"ring": ring, "board": board, "slot": slot, "transports": ("gloo", "grpc"), **changes})
+    return NodeStatus(
+        **{"ring": ring, "board": board, "slot": slot, "transports": ("gloo", "grpc"), **changes}
+    )
 
 
 PLACES = [at(1, 2), at(0, 1), at(1, 0), at(0, 0), at(1, 1)]
@@ -78,9 +86,15 @@ def test_nodes_are_matched_by_where_they_sit() -> None:
     assert registry.ring_address_of[2] == "10.0.0.11:28200"
 
 
-@pytest.mark.parametrize("places", [PLACES, [replace(place, ring="") for place in PLACES],
-                                    [replace(place, board=-1, slot=-1) for place in PLACES]],
-                         ids=["rings and slots", "slots", "rings"])
+@pytest.mark.parametrize(
+    "places",
+    [
+        PLACES,
+        [replace(place, ring="") for place in PLACES],
+        [replace(place, board=-1, slot=-1) for place in PLACES],
+    ],
+    ids=["rings and slots", "slots", "rings"],
+)
 def test_a_node_that_dies_during_the_first_query_is_asked_again(places: list[NodeStatus]) -> None:
     class DyingOnce(QueriedGrid):
         def answer(self, message: Message) -> Message:
@@ -103,15 +117,24 @@ def test_apps_that_do_not_answer_are_matched_in_order_and_form_no_rings() -> Non
     assert registry.present(grid) == tuple(SOCS)
 
 
-@pytest.mark.parametrize(("statuses", "says"), [
-    ([*PLACES[:4], at(1, 0, 1)], "nodes 102 and 104 both say that they are at board 1, slot 0"),
-    ([*PLACES[:4], at(2, 0)], "node 104 says that it is at board 2, slot 0, which the cluster does not have"),
-    ([*PLACES[:4], at(1, 3)], "board 1, slot 3, which the cluster does not have"),
-    ([*PLACES[:4], at(-1, -1)], "nodes 104 have no board and slot"),
-    ([*PLACES[:4], None], "nodes 104 failed, twice, and others say where they are"),
-    ([*PLACES[:4], at(1, 1, ring="")], "nodes 104 have no ring in their node config"),
-    ([*PLACES[:4], at(1, 1, ring="10.0.0.1:28200")], "several nodes have the ring address 10.0.0.1:28200"),
-])
+@pytest.mark.parametrize(
+    ("statuses", "says"),
+    [
+        ([*PLACES[:4], at(1, 0, 1)], "nodes 102 and 104 both say that they are at board 1, slot 0"),
+        (
+            [*PLACES[:4], at(2, 0)],
+            "node 104 says that it is at board 2, slot 0, which the cluster does not have",
+        ),
+        ([*PLACES[:4], at(1, 3)], "board 1, slot 3, which the cluster does not have"),
+        ([*PLACES[:4], at(-1, -1)], "nodes 104 have no board and slot"),
+        ([*PLACES[:4], None], "nodes 104 failed, twice, and others say where they are"),
+        ([*PLACES[:4], at(1, 1, ring="")], "nodes 104 have no ring in their node config"),
+        (
+            [*PLACES[:4], at(1, 1, ring="10.0.0.1:28200")],
+            "several nodes have the ring address 10.0.0.1:28200",
+        ),
+    ],
+)
 def test_contradictions_are_named(statuses: list[NodeStatus | None], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         registry_of(statuses)
@@ -122,17 +145,30 @@ def test_too_few_nodes_are_refused_with_both_numbers() -> None:
         registry_of(PLACES[:4])
 
 
-@pytest.mark.parametrize(("offered", "wanted", "chosen"), [
-    ([("gloo", "grpc")] * 5, "auto", "gloo"), ([("gloo", "grpc")] * 5, "grpc", "grpc"),
-    ([("grpc",)] * 4 + [("gloo", "grpc")], "auto", "grpc"), ([("grpc",)] * 5, "gloo", None),
-    ([("grpc",)] * 4 + [("gloo",)], "auto", None), ([("grpc+tls",)] * 5, "grpc", "grpc+tls"),
-    ([("grpc+tls",)] * 4 + [("gloo", "grpc")], "auto", None), ([("grpc+tls",)] * 4 + [("gloo", "grpc")], "grpc", None),
-])
+@pytest.mark.parametrize(
+    ("offered", "wanted", "chosen"),
+    [
+        ([("gloo", "grpc")] * 5, "auto", "gloo"),
+        ([("gloo", "grpc")] * 5, "grpc", "grpc"),
+        ([("grpc",)] * 4 + [("gloo", "grpc")], "auto", "grpc"),
+        ([("grpc",)] * 5, "gloo", None),
+        ([("grpc",)] * 4 + [("gloo",)], "auto", None),
+        ([("grpc+tls",)] * 5, "grpc", "grpc+tls"),
+        ([("grpc+tls",)] * 4 + [("gloo", "grpc")], "auto", None),
+        ([("grpc+tls",)] * 4 + [("gloo", "grpc")], "grpc", None),
+    ],
+)
 def test_a_transport_is_one_that_all_nodes_allow(
-    offered: list[tuple[str, ...]], wanted: str, chosen: str | None,
+    offered: list[tuple[str, ...]],
+    wanted: str,
+    chosen: str | None,
 ) -> None:
-    registry, _ = registry_of([at(place.board, place.slot, transports=each)
-                               for place, each in zip(PLACES, offered, strict=True)])
+    registry, _ = registry_of(
+        [
+            at(place.board, place.slot, transports=each)
+            for place, each in zip(PLACES, offered, strict=True)
+        ]
+    )
     if chosen is None:
         with pytest.raises(ConfigError, match="no common ring transport"):
             registry.transport(wanted)
@@ -186,7 +222,9 @@ class TimedGrid(QueriedGrid):
     """Nodes that answer a query a number of seconds after it, on a clock of its own; `gone` are errors by node."""
 
     def __init__(
-        self, statuses: Mapping[int, NodeStatus | None], after_s: Mapping[int, float],
+        self,
+        statuses: Mapping[int, NodeStatus | None],
+        after_s: Mapping[int, float],
         gone: Mapping[int, int] | None = None,
     ) -> None:
         super().__init__(statuses)
@@ -206,8 +244,11 @@ class TimedGrid(QueriedGrid):
             message, pushed_s = self._pushed_s[message_id]
             node = message.metadata.dst_node_id
             if self.now_s >= pushed_s + self.after_s.get(node, 1.0):
-                replies.append(self.answer(message) if node not in self.gone
-                               else Message(Error(self.gone[node], "Node unavailable"), reply_to=message))
+                replies.append(
+                    self.answer(message)
+                    if node not in self.gone
+                    else Message(Error(self.gone[node], "Node unavailable"), reply_to=message)
+                )
                 replies[-1].metadata.__dict__["_reply_to_message_id"] = message_id
         return replies
 
@@ -218,28 +259,43 @@ def clock_of(grid: TimedGrid) -> Iterator[None]:
         grid.now_s += seconds
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(node_registry, "time", SimpleNamespace(monotonic=lambda: grid.now_s, sleep=sleep))
+        patch.setattr(
+            node_registry, "time", SimpleNamespace(monotonic=lambda: grid.now_s, sleep=sleep)
+        )
         yield
 
 
-def matched(statuses: Iterable[NodeStatus | None], after_s: Mapping[int, float], **settings: Any,
-            ) -> tuple[NodeRegistry, TimedGrid]:
+def matched(
+    statuses: Iterable[NodeStatus | None],
+    after_s: Mapping[int, float],
+    **settings: Any,
+) -> tuple[NodeRegistry, TimedGrid]:
     """Match nodes of which some answer late; the clock then shows how long that took."""
-    grid = TimedGrid({100 + index: status for index, status in enumerate(statuses)}, after_s, **settings)
+    grid = TimedGrid(
+        {100 + index: status for index, status in enumerate(statuses)}, after_s, **settings
+    )
     registry = NodeRegistry(CLUSTER, SOCS)
     with clock_of(grid):
         registry.match_nodes(grid, query=True)
     return registry, grid
 
 
-KINDS = pytest.mark.parametrize("places", [
-    PLACES, [replace(place, ring="") for place in PLACES], [replace(place, board=-1, slot=-1) for place in PLACES],
-    [NodeStatus()] * 5], ids=["rings and slots", "slots", "rings", "neither"])
+KINDS = pytest.mark.parametrize(
+    "places",
+    [
+        PLACES,
+        [replace(place, ring="") for place in PLACES],
+        [replace(place, board=-1, slot=-1) for place in PLACES],
+        [NodeStatus()] * 5,
+    ],
+    ids=["rings and slots", "slots", "rings", "neither"],
+)
 
 
 @KINDS
 def test_a_node_that_hangs_at_the_first_question_is_left_out_after_seconds(
-    places: list[NodeStatus], caplog: pytest.LogCaptureFixture,
+    places: list[NodeStatus],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("WARNING", logger="flwr")  # engines of other tests may have left it higher
     registry, grid = matched(places, {102: SILENT})
@@ -248,7 +304,10 @@ def test_a_node_that_hangs_at_the_first_question_is_left_out_after_seconds(
     assert 2 not in registry.ring_address_of
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert line == f"SoCFlow: {registry.left_out}"
-    assert registry.left_out == "node 102 did not answer within 31 s: left out with SoC 2, until it answers"
+    assert (
+        registry.left_out
+        == "node 102 did not answer within 31 s: left out with SoC 2, until it answers"
+    )
 
 
 @KINDS
@@ -286,7 +345,9 @@ def test_the_limit_holds_where_all_are_slow() -> None:
 
 
 def test_no_answer_at_all_ends_the_run_in_one_line() -> None:
-    with pytest.raises(TrainingFailed, match="none of 5 nodes answered within 180 s; see their logs"):
+    with pytest.raises(
+        TrainingFailed, match="none of 5 nodes answered within 180 s; see their logs"
+    ):
         matched(PLACES, dict.fromkeys(range(100, 105), SILENT))
 
 
@@ -319,13 +380,17 @@ def test_rounds_are_planned_without_a_node_that_hangs_and_say_so() -> None:
 def test_a_spare_node_that_hangs_is_named_and_nobody_is_away() -> None:
     registry, _ = matched([*PLACES, at(0, 0)], {105: SILENT})
     assert registry.away == () and registry.left_out == (
-        "node 105 did not answer within 31 s: left out; the plan does not need it")
+        "node 105 did not answer within 31 s: left out; the plan does not need it"
+    )
 
 
 def test_places_without_nodes_are_refused_if_they_are_more_than_the_nodes_that_hang() -> None:
     grid = TimedGrid({100: at(0, 0), 101: at(0, 1), 102: at(1, 0), 103: at(1, 1)}, {102: SILENT})
     registry = NodeRegistry(CLUSTER, (0, 1, 2, 4))
-    with clock_of(grid), pytest.raises(InfeasiblePlan, match="needs SoCs 2, 4 and no node says that it is there"):
+    with (
+        clock_of(grid),
+        pytest.raises(InfeasiblePlan, match="needs SoCs 2, 4 and no node says that it is there"),
+    ):
         registry.match_nodes(grid, query=True)
 
 

@@ -121,25 +121,50 @@ def test_the_simulation_has_the_weights_and_the_metrics_of_the_local_engine(tmp_
 
     folder = write_app(tmp_path / "app")
     loaded = load_flower_app(folder)
-    run_app(loaded.server_app, loaded.client_app, cluster=parse_cluster({"boards": [2, 2]}), num_workers=0,
-            run_config={"out": str(tmp_path / "local.json")})
+    run_app(
+        loaded.server_app,
+        loaded.client_app,
+        cluster=parse_cluster({"boards": [2, 2]}),
+        num_workers=0,
+        run_config={"out": str(tmp_path / "local.json")},
+    )
     environment = flower_environment(tmp_path)
     with running_superlink(tmp_path, environment):
         ran = subprocess.run(
-            [shutil.which("flwr", path=environment["PATH"]) or "flwr", "run", str(folder), "scenario", "--stream",
-             "--run-config", f'out="{tmp_path / "simulated.json"}"', "--federation-config",
-             "num-supernodes=4 client-resources-num-cpus=1"],
-            capture_output=True, text=True, timeout=500.0, cwd=tmp_path, env=dict(environment), check=False)
+            [
+                shutil.which("flwr", path=environment["PATH"]) or "flwr",
+                "run",
+                str(folder),
+                "scenario",
+                "--stream",
+                "--run-config",
+                f'out="{tmp_path / "simulated.json"}"',
+                "--federation-config",
+                "num-supernodes=4 client-resources-num-cpus=1",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=500.0,
+            cwd=tmp_path,
+            env=dict(environment),
+            check=False,
+        )
     assert (tmp_path / "simulated.json").exists(), ran.stdout[-3000:] + ran.stderr[-1000:]
-    simulated, local = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("simulated", "local"))
+    simulated, local = (
+        json.loads((tmp_path / f"{name}.json").read_text()) for name in ("simulated", "local")
+    )
     assert set(local["metrics"]) == {"1", "2"} and local["events"] == []
     assert simulated == local
 
 
 # --------------------------------------------------------------------------------------------------- rings of processes
 def evaluating() -> ClientApp:
-    return make_client_app(lambda context: ring_app.network(norm=True), ring_app.part,
-                           FP32Trainer(optimizer=sgd(0.05)), evaluate_data_fn=ring_app.part)
+    return make_client_app(
+        lambda context: ring_app.network(norm=True),
+        ring_app.part,
+        FP32Trainer(optimizer=sgd(0.05)),
+        evaluate_data_fn=ring_app.part,
+    )
 
 
 @pytest.mark.slow
@@ -150,21 +175,36 @@ def test_rings_take_the_outer_step_and_evaluate_as_groups_in_one_process(make: A
     for real in (False, True):
         strategy = ring_app.strategy(ring_app.cluster(), outer=make())
         nodes = ring_app.node_configs(ring_app.cluster())
-        with ProcessGrid(evaluating, nodes) if real else LocalGrid(evaluating(), 4, num_workers=0) as grid:
-            results.append(strategy.start(GroupGrid(grid), ring_app.initial(norm=True), num_rounds=strategy.num_rounds,
-                                          timeout=120))
+        with (
+            ProcessGrid(evaluating, nodes)
+            if real
+            else LocalGrid(evaluating(), 4, num_workers=0) as grid
+        ):
+            results.append(
+                strategy.start(
+                    GroupGrid(grid),
+                    ring_app.initial(norm=True),
+                    num_rounds=strategy.num_rounds,
+                    timeout=120,
+                )
+            )
         assert [report.events for report in strategy.reports] == [(), ()]
         assert strategy.transport == ("gloo" if real else "in process")
     local, rings = results
     for name in local.arrays:
-        np.testing.assert_allclose(rings.arrays[name].numpy(), local.arrays[name].numpy(), atol=2e-3)
+        np.testing.assert_allclose(
+            rings.arrays[name].numpy(), local.arrays[name].numpy(), atol=2e-3
+        )
     assert rings.evaluate_metrics_clientapp[2]["loss"] == pytest.approx(
-        local.evaluate_metrics_clientapp[2]["loss"], abs=1e-2)
+        local.evaluate_metrics_clientapp[2]["loss"], abs=1e-2
+    )
 
 
 def test_fedprox_is_refused_in_rings_before_anything_is_trained() -> None:
     grid, strategy = RingNodes(), socflow(outer=FedProx(proximal_mu=0.1))
-    with pytest.raises(ConfigError, match=r"outer = FedProx\(…\): members of a ring do not add the proximal term"):
+    with pytest.raises(
+        ConfigError, match=r"outer = FedProx\(…\): members of a ring do not add the proximal term"
+    ):
         strategy.start(grid, model(), num_rounds=2)
     assert grid.trained == []
     with pytest.raises(AssertionError, match="sent"):

@@ -49,8 +49,12 @@ NUM_ROUNDS = 4
 
 
 def first_model() -> Model:
-    return {"w": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3), "norm.mean": np.zeros(2, np.float32),
-            "b": np.array([0.5, -0.5], np.float32), "norm.count": np.array(3, np.int64)}
+    return {
+        "w": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3),
+        "norm.mean": np.zeros(2, np.float32),
+        "b": np.array([0.5, -0.5], np.float32),
+        "norm.count": np.array(3, np.int64),
+    }
 
 
 def record(model: Mapping[str, NDArray[Any]]) -> ArrayRecord:
@@ -66,22 +70,32 @@ def trained(sent: Model, server_round: int, group: int) -> Model:
     """Return what a group makes of a model: a random update, and one of group 0 that is far from all others."""
     draw = np.random.default_rng([server_round, group])
     scale = 5.0 if group == 0 else 0.1
-    return {name: (array + draw.normal(0, scale, array.shape)).astype(array.dtype) if array.dtype == np.float32
-            else np.asarray(array + 2 + group) for name, array in sent.items()}
+    return {
+        name: (array + draw.normal(0, scale, array.shape)).astype(array.dtype)
+        if array.dtype == np.float32
+        else np.asarray(array + 2 + group)
+        for name, array in sent.items()
+    }
 
 
 class Groups(FakeGrid):
     """Clients that train as groups, by `trained`; `lost` says which fail in a round."""
 
-    def __init__(self, num_nodes: int, lost: Callable[[int, int], bool] = lambda server_round, group: False,
-                 names: Sequence[str] | None = BUFFERS) -> None:
+    def __init__(
+        self,
+        num_nodes: int,
+        lost: Callable[[int, int], bool] = lambda server_round, group: False,
+        names: Sequence[str] | None = BUFFERS,
+    ) -> None:
         super().__init__(tuple(range(10, 10 + num_nodes)))
         self.tasks: list[ConfigRecord] = []
         self.models: list[list[Model]] = []  # of the groups, by round
         self.sent: list[Model] = []
         self._lost, self._names = lost, names
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
         replies, models = [], []
         for message in messages:
             if message.metadata.message_type != "train":
@@ -95,8 +109,19 @@ class Groups(FakeGrid):
                 continue
             sent = arrays_of(message.content["arrays"])
             models.append(trained(sent, server_round, group))
-            content = RecordDict({"arrays": record(models[-1]), "metrics": MetricRecord(
-                {"num-examples": samples(group), "train-loss": 1.0 + group, "socflower-group": group, "list": [1.0]})})
+            content = RecordDict(
+                {
+                    "arrays": record(models[-1]),
+                    "metrics": MetricRecord(
+                        {
+                            "num-examples": samples(group),
+                            "train-loss": 1.0 + group,
+                            "socflower-group": group,
+                            "list": [1.0],
+                        }
+                    ),
+                }
+            )
             if self._names is not None:
                 content[UNTRAINED] = ConfigRecord({"names": list(self._names)})
             replies.append(Message(content, reply_to=message))
@@ -111,9 +136,15 @@ def samples(group: int) -> int:
 
 
 def socflow(outer: Strategy | None, num_groups: int = 3, **changes: Any) -> SoCFlow:
-    return SoCFlow(cluster=parse_cluster({"boards": [2] * num_groups}), groups=num_groups, outer=outer,
-                   schedule=TrainingSchedule(num_samples=400, batch_size=20, num_epochs=NUM_ROUNDS, interval_epochs=1),
-                   **changes)
+    return SoCFlow(
+        cluster=parse_cluster({"boards": [2] * num_groups}),
+        groups=num_groups,
+        outer=outer,
+        schedule=TrainingSchedule(
+            num_samples=400, batch_size=20, num_epochs=NUM_ROUNDS, interval_epochs=1
+        ),
+        **changes,
+    )
 
 
 def quiet(outer: FedAvg) -> FedAvg:
@@ -123,20 +154,31 @@ def quiet(outer: FedAvg) -> FedAvg:
 
 
 def run(
-    outer: FedAvg | None, num_groups: int = 3, leaders: str = "auto", **grid: Any,
+    outer: FedAvg | None,
+    num_groups: int = 3,
+    leaders: str = "auto",
+    **grid: Any,
 ) -> tuple[Groups, list[Model], SoCFlow]:
     """Return the grid, the model after each round, and the strategy."""
-    strategy = socflow(outer and quiet(outer), num_groups, exchange=ExchangeSettings(leaders=leaders))
+    strategy = socflow(
+        outer and quiet(outer), num_groups, exchange=ExchangeSettings(leaders=leaders)
+    )
     nodes, after = Groups(2 * num_groups, **grid), list[Model]()
-    strategy.start(nodes, record(first_model()), num_rounds=NUM_ROUNDS,
-                   evaluate_fn=lambda number, arrays: after.append(arrays_of(arrays)))
+    strategy.start(
+        nodes,
+        record(first_model()),
+        num_rounds=NUM_ROUNDS,
+        evaluate_fn=lambda number, arrays: after.append(arrays_of(arrays)),
+    )
     return nodes, after[1:], strategy
 
 
 # ------------------------------------------------------------------------------------------- written anew in NumPy
 def mean(models: Sequence[Model], name: str) -> NDArray[Any]:
     weights = np.array([samples(group) for group in range(len(models))], np.float64)
-    return np.asarray(np.average([model[name].astype(np.float64) for model in models], axis=0, weights=weights))
+    return np.asarray(
+        np.average([model[name].astype(np.float64) for model in models], axis=0, weights=weights)
+    )
 
 
 class Reference:
@@ -157,31 +199,38 @@ class Reference:
         if self.rule == "Krum":
             flat = [np.concatenate([model[key].ravel() for key in ("w", "b")]) for model in models]
             distances = np.array([[np.square(one - other).sum() for other in flat] for one in flat])
-            closest = np.sort(distances, axis=1)[:, 1:2]  # n - f - 2 = 5 - 1 - 2 = 2 without itself; see below
+            closest = np.sort(distances, axis=1)[
+                :, 1:2
+            ]  # n - f - 2 = 5 - 1 - 2 = 2 without itself; see below
             closest = np.sort(distances, axis=1)[:, 1:3] if len(flat) == 5 else closest
             return models[int(np.argmin(closest.sum(axis=1)))][name]
         self.m = 0.9 * self.m + 0.1 * delta
         if self.rule == "FedAdam":
-            self.v = 0.99 * self.v + 0.01 * delta ** 2
+            self.v = 0.99 * self.v + 0.01 * delta**2
             rate = 0.1 * np.sqrt(1 - 0.99 ** (self.rounds + 1)) / (1 - 0.9 ** (self.rounds + 1))
         else:
-            self.v = self.v - 0.01 * delta ** 2 * np.sign(self.v - delta ** 2)
+            self.v = self.v - 0.01 * delta**2 * np.sign(self.v - delta**2)
             rate = 0.1
         return np.asarray(old + rate * self.m / (np.sqrt(self.v) + 1e-3))
 
 
 OUTER: dict[str, tuple[Callable[[], FedAvg], int]] = {
-    "FedAdam": (lambda: FedAdam(eta=0.1), 3), "FedYogi": (lambda: FedYogi(eta=0.1), 3),
-    "FedAvgM": (lambda: FedAvgM(server_learning_rate=0.7, server_momentum=0.6), 3), "FedMedian": (FedMedian, 3),
-    "Krum": (lambda: Krum(num_malicious_nodes=1), 5)}
+    "FedAdam": (lambda: FedAdam(eta=0.1), 3),
+    "FedYogi": (lambda: FedYogi(eta=0.1), 3),
+    "FedAvgM": (lambda: FedAvgM(server_learning_rate=0.7, server_momentum=0.6), 3),
+    "FedMedian": (FedMedian, 3),
+    "Krum": (lambda: Krum(num_malicious_nodes=1), 5),
+}
 
 
 @pytest.mark.parametrize("rule", OUTER)
 def test_the_outer_step_is_the_formula_on_what_trains_and_the_mean_of_buffers(rule: str) -> None:
     make, num_groups = OUTER[rule]
     grid, after, _ = run(make(), num_groups)
-    expected, references = {name: array.astype(np.float64) for name, array in first_model().items()}, {
-        name: Reference(rule) for name in ("w", "b")}
+    expected, references = (
+        {name: array.astype(np.float64) for name, array in first_model().items()},
+        {name: Reference(rule) for name in ("w", "b")},
+    )
     for models, model in zip(grid.models, after, strict=True):
         for name, reference in references.items():
             expected[name] = reference.step(expected[name], models, name)
@@ -189,7 +238,8 @@ def test_the_outer_step_is_the_formula_on_what_trains_and_the_mean_of_buffers(ru
         np.testing.assert_allclose(model["norm.mean"], mean(models, "norm.mean"), rtol=1e-6)
         assert model["norm.count"] == max(each["norm.count"] for each in models)
         assert {name: array.dtype for name, array in model.items()} == {
-            name: array.dtype for name, array in first_model().items()}
+            name: array.dtype for name, array in first_model().items()
+        }
         assert list(model) == list(first_model())
 
 
@@ -203,19 +253,35 @@ def test_the_outer_step_is_what_flowers_strategy_makes_of_the_same_models(rule: 
     make, num_groups = OUTER[rule]
     grid, after, _ = run(make(), num_groups, "star")
     own, nodes = make(), cast(Grid, Sampled(tuple(range(num_groups))))
-    for number, (sent, models, model) in enumerate(zip(grid.sent, grid.models, after, strict=True), 1):
-        messages = list(own.configure_train(number, record({name: sent[name] for name in ("w", "b")}), ConfigRecord(),
-                                            nodes))
-        replies = [Message(RecordDict({"arrays": record({name: each[name] for name in ("w", "b")}),
-                                       "metrics": MetricRecord({"num-examples": samples(group)})}), reply_to=message)
-                   for group, (message, each) in enumerate(zip(messages, models, strict=True))]
+    for number, (sent, models, model) in enumerate(
+        zip(grid.sent, grid.models, after, strict=True), 1
+    ):
+        messages = list(
+            own.configure_train(
+                number, record({name: sent[name] for name in ("w", "b")}), ConfigRecord(), nodes
+            )
+        )
+        replies = [
+            Message(
+                RecordDict(
+                    {
+                        "arrays": record({name: each[name] for name in ("w", "b")}),
+                        "metrics": MetricRecord({"num-examples": samples(group)}),
+                    }
+                ),
+                reply_to=message,
+            )
+            for group, (message, each) in enumerate(zip(messages, models, strict=True))
+        ]
         made = arrays_of(own.aggregate_train(number, replies)[0])
         for name in ("w", "b"):
             np.testing.assert_array_equal(model[name], made[name].astype(np.float32))
 
 
 @pytest.mark.parametrize("names", [BUFFERS, None])
-def test_with_fedavg_the_bits_are_those_without_an_outer_strategy(names: Sequence[str] | None) -> None:
+def test_with_fedavg_the_bits_are_those_without_an_outer_strategy(
+    names: Sequence[str] | None,
+) -> None:
     (_, plain, without), (_, outer, around) = run(None, names=names), run(FedAvg(), names=names)
     for ours, reference in zip(outer, plain, strict=True):
         for name in reference:
@@ -224,38 +290,82 @@ def test_with_fedavg_the_bits_are_those_without_an_outer_strategy(names: Sequenc
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), weights=st.lists(st.integers(1, 10**6), min_size=1, max_size=5))
-def test_fedavg_is_the_mean_by_samples_whatever_models_and_samples(seed: int, weights: list[int]) -> None:
+@given(
+    seed=st.integers(0, 2**32 - 1), weights=st.lists(st.integers(1, 10**6), min_size=1, max_size=5)
+)
+def test_fedavg_is_the_mean_by_samples_whatever_models_and_samples(
+    seed: int, weights: list[int]
+) -> None:
     begin_run(1)
     draw = np.random.default_rng(seed)
-    models = [{name: draw.normal(0, 10, array.shape).astype(array.dtype) for name, array in first_model().items()}
-              for _ in weights]
+    models = [
+        {
+            name: draw.normal(0, 10, array.shape).astype(array.dtype)
+            for name, array in first_model().items()
+        }
+        for _ in weights
+    ]
     made = []
     for outer in (None, quiet(FedAvg())):
         strategy = socflow(outer, len(weights))
-        messages = strategy.configure_train(1, record(first_model()), ConfigRecord(), cast(
-            Grid, FakeGrid(tuple(range(2 * len(weights))))))
-        made.append(strategy.aggregate_train(1, [
-            Message(RecordDict({"arrays": record(model), "metrics": MetricRecord(
-                {"num-examples": weight, "train-loss": 0.5, "socflower-group": group}),
-                UNTRAINED: ConfigRecord({"names": list(BUFFERS)})}), reply_to=message)
-            for group, (message, model, weight) in enumerate(zip(messages, models, weights, strict=True))]))
+        messages = strategy.configure_train(
+            1,
+            record(first_model()),
+            ConfigRecord(),
+            cast(Grid, FakeGrid(tuple(range(2 * len(weights))))),
+        )
+        made.append(
+            strategy.aggregate_train(
+                1,
+                [
+                    Message(
+                        RecordDict(
+                            {
+                                "arrays": record(model),
+                                "metrics": MetricRecord(
+                                    {
+                                        "num-examples": weight,
+                                        "train-loss": 0.5,
+                                        "socflower-group": group,
+                                    }
+                                ),
+                                UNTRAINED: ConfigRecord({"names": list(BUFFERS)}),
+                            }
+                        ),
+                        reply_to=message,
+                    )
+                    for group, (message, model, weight) in enumerate(
+                        zip(messages, models, weights, strict=True)
+                    )
+                ],
+            )
+        )
     (plain, its_metrics), (ours, metrics) = made
-    assert {name: array.data for name, array in ours.items()} == {name: array.data for name, array in plain.items()}
+    assert {name: array.data for name, array in ours.items()} == {
+        name: array.data for name, array in plain.items()
+    }
     assert dict(metrics) == dict(its_metrics)
 
 
 def test_metrics_are_those_of_the_outer_strategy() -> None:
     def largest(contents: list[RecordDict], key: str) -> MetricRecord:
-        return MetricRecord({"most": max(float(content["metrics"]["train-loss"]) for content in contents)})
+        return MetricRecord(
+            {"most": max(float(content["metrics"]["train-loss"]) for content in contents)}
+        )
 
-    cases = ((Krum(num_malicious_nodes=1), None), (FedAvg(train_metrics_aggr_fn=largest), {"most": 5.0}))
+    cases = (
+        (Krum(num_malicious_nodes=1), None),
+        (FedAvg(train_metrics_aggr_fn=largest), {"most": 5.0}),
+    )
     for outer, expected in cases:
         strategy = socflow(quiet(outer), 5)
         result = strategy.start(Groups(10), record(first_model()), num_rounds=NUM_ROUNDS)
         metrics = dict(result.train_metrics_clientapp[1])
         if expected is None:  # the loss of the group that was chosen
-            assert metrics["train-loss"] in (2.0, 3.0, 4.0, 5.0) and set(metrics) == {"train-loss", "num-examples"}
+            assert metrics["train-loss"] in (2.0, 3.0, 4.0, 5.0) and set(metrics) == {
+                "train-loss",
+                "num-examples",
+            }
         else:
             assert metrics == expected
 
@@ -264,7 +374,9 @@ def test_most_groups_decide_what_the_outer_step_leaves_out() -> None:
     """A malicious group that calls its weights buffers would have them averaged, past the median."""
 
     class Liar(Groups):
-        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        def send_and_receive(
+            self, messages: Iterable[Message], *, timeout: float | None = None
+        ) -> list[Message]:
             replies = super().send_and_receive(messages, timeout=timeout)
             if replies:
                 replies[0].content[UNTRAINED] = ConfigRecord({"names": ["w", "b"]})
@@ -272,9 +384,15 @@ def test_most_groups_decide_what_the_outer_step_leaves_out() -> None:
 
     strategy, after = socflow(quiet(FedMedian())), list[Model]()
     grid = Liar(6)
-    strategy.start(grid, record(first_model()), num_rounds=1, evaluate_fn=lambda number, arrays: after.append(
-        arrays_of(arrays)))
-    np.testing.assert_array_equal(after[1]["w"], np.median([each["w"] for each in grid.models[0]], axis=0))
+    strategy.start(
+        grid,
+        record(first_model()),
+        num_rounds=1,
+        evaluate_fn=lambda number, arrays: after.append(arrays_of(arrays)),
+    )
+    np.testing.assert_array_equal(
+        after[1]["w"], np.median([each["w"] for each in grid.models[0]], axis=0)
+    )
     np.testing.assert_allclose(after[1]["norm.mean"], mean(grid.models[0], "norm.mean"), rtol=1e-6)
 
 
@@ -284,7 +402,9 @@ def test_a_group_that_is_lost_is_left_out_of_the_outer_step() -> None:
 
     grid, after, strategy = run(FedMedian(), 3, lost=second)
     assert [len(models) for models in grid.models] == [3, 2, 3, 3]
-    np.testing.assert_allclose(after[1]["w"], np.mean([each["w"] for each in grid.models[1]], axis=0), rtol=1e-6)
+    np.testing.assert_allclose(
+        after[1]["w"], np.mean([each["w"] for each in grid.models[1]], axis=0), rtol=1e-6
+    )
     assert [event.kind for event in strategy.reports[1].events] == ["no-reply"]
 
 
@@ -295,21 +415,31 @@ def test_too_few_groups_for_the_rule_are_told_and_bulyan_keeps_the_model() -> No
     _, after, strategy = run(flower.Bulyan(num_malicious_nodes=1), 7, lost=first)
     for name, array in first_model().items():
         np.testing.assert_array_equal(after[0][name], array)
-    assert [event.kind for event in strategy.reports[0].events] == ["no-reply", "outer-step", "outer-step"]
+    assert [event.kind for event in strategy.reports[0].events] == [
+        "no-reply",
+        "outer-step",
+        "outer-step",
+    ]
     assert "4 · 1 + 3 = 7 groups, and there are 6 groups" in strategy.reports[0].events[1].text
     assert "the global model stays" in strategy.reports[0].events[2].text
     assert strategy.reports[1].events == ()
 
 
-@pytest.mark.parametrize("outer", [None, FedAvg, FedAdam, FedMedian, lambda: Krum(num_malicious_nodes=0)])
+@pytest.mark.parametrize(
+    "outer", [None, FedAvg, FedAdam, FedMedian, lambda: Krum(num_malicious_nodes=0)]
+)
 @pytest.mark.parametrize("number", [1, 2, NUM_ROUNDS])
 def test_a_round_in_which_no_group_succeeded_ends_the_training(outer: Any, number: int) -> None:
-    with pytest.raises(TrainingFailed, match=r"no group sent a usable model; first cause: group 0, .* on purpose"):
+    with pytest.raises(
+        TrainingFailed, match=r"no group sent a usable model; first cause: group 0, .* on purpose"
+    ):
         run(outer and outer(), 3, lost=lambda server_round, group: server_round == number)
 
 
 def test_an_outer_step_that_makes_nan_ends_the_training_with_its_name() -> None:
-    with pytest.raises(TrainingFailed, match="round 1: FedAdam made w NaN or infinite; a smaller step"):
+    with pytest.raises(
+        TrainingFailed, match="round 1: FedAdam made w NaN or infinite; a smaller step"
+    ):
         run(FedAdam(eta=1e39), 3)
 
 
@@ -321,33 +451,59 @@ def test_pythons_random_numbers_are_not_touched() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- resuming
-@pytest.mark.parametrize("make", [lambda: FedAdam(eta=0.1), lambda: FedAvgM(server_momentum=0.6), FedYogi, FedMedian,
-                                  lambda: flower.QFedAvg(0.1, train_loss_key="train-loss"), flower.FedAdagrad])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: FedAdam(eta=0.1),
+        lambda: FedAvgM(server_momentum=0.6),
+        FedYogi,
+        FedMedian,
+        lambda: flower.QFedAvg(0.1, train_loss_key="train-loss"),
+        flower.FedAdagrad,
+    ],
+)
 @pytest.mark.parametrize("done", [0, 1, 3])
-def test_a_resumed_training_has_the_bits_of_an_uninterrupted_one(make: Callable[[], FedAvg], done: int) -> None:
+def test_a_resumed_training_has_the_bits_of_an_uninterrupted_one(
+    make: Callable[[], FedAvg], done: int
+) -> None:
     states: list[tuple[ArrayRecord, Mapping[str, Any]]] = []
     whole = socflow(quiet(make()))
 
     def keep(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        states.append((record(arrays_of(arrays)), {key: dict(value) if key == "outer" else value
-                                                   for key, value in whole.state.items()}))
+        states.append(
+            (
+                record(arrays_of(arrays)),
+                {
+                    key: dict(value) if key == "outer" else value
+                    for key, value in whole.state.items()
+                },
+            )
+        )
         return None
 
-    reference = whole.start(Groups(6), record(first_model()), num_rounds=NUM_ROUNDS, evaluate_fn=keep).arrays
+    reference = whole.start(
+        Groups(6), record(first_model()), num_rounds=NUM_ROUNDS, evaluate_fn=keep
+    ).arrays
     strategy = socflow(quiet(make()))
     arrays, state = states[done]
     strategy.resume_from(done, **state)
     resumed = strategy.start(Groups(6), arrays, num_rounds=NUM_ROUNDS).arrays
     assert {name: array.data for name, array in resumed.items()} == {
-        name: array.data for name, array in reference.items()}
+        name: array.data for name, array in reference.items()
+    }
 
 
 def test_the_state_is_the_moments_without_what_every_round_sets() -> None:
     assert {name.split("/")[0] for name in run(FedAdam())[2].state["outer"]} == {"m_t", "v_t"}
     assert {name.split("/")[0] for name in run(FedAvgM(server_momentum=0.6))[2].state["outer"]} == {
-        "momentum_vector", "current_arrays"}
-    assert run(FedMedian())[2].state["outer"] == run(flower.QFedAvg(0.1, train_loss_key="train-loss"))[2].state[
-        "outer"] == {}
+        "momentum_vector",
+        "current_arrays",
+    }
+    assert (
+        run(FedMedian())[2].state["outer"]
+        == run(flower.QFedAvg(0.1, train_loss_key="train-loss"))[2].state["outer"]
+        == {}
+    )
 
 
 class Counting(FedAvg):
@@ -373,15 +529,22 @@ def test_the_state_of_a_users_own_strategy_is_kept_too() -> None:
 
 def test_moments_of_another_strategy_are_refused() -> None:
     moments = run(FedAdam())[2].state["outer"]
-    with pytest.raises(ConfigError, match=r"outer has 'm_t', which FedAvgM does not have; use the state of the same"):
+    with pytest.raises(
+        ConfigError,
+        match=r"outer has 'm_t', which FedAvgM does not have; use the state of the same",
+    ):
         socflow(FedAvgM()).resume_from(2, outer=moments)
-    with pytest.raises(ConfigError, match="this SoCFlow has no outer strategy; give it the one that"):
+    with pytest.raises(
+        ConfigError, match="this SoCFlow has no outer strategy; give it the one that"
+    ):
         socflow(None).resume_from(2, outer=moments)
 
 
 # ------------------------------------------------------------------------------------------- what is refused, and when
 class Adding(FedAvg):
-    def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Any:
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Any:
         config["temperature"] = 0.5
         return super().configure_train(server_round, arrays, config, grid)
 
@@ -406,24 +569,59 @@ class Locked(FedAvg):
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: "fedadam", "outer = 'fedadam' must be a strategy of Flower's, such as"),
-    (lambda: OrderedFedAvg(), r"outer = OrderedFedAvg\(…\) makes groups or rounds of its own; give a strategy of"),
+    (
+        lambda: OrderedFedAvg(),
+        r"outer = OrderedFedAvg\(…\) makes groups or rounds of its own; give a strategy of",
+    ),
     (lambda: socflow(None), r"outer = SoCFlow\(…\) makes groups or rounds of its own"),
-    (lambda: flower.DifferentialPrivacyServerSideFixedClipping(FedAvg(), 0.1, 1.0, 2),
-     r"wraps another strategy; put it around: DifferentialPrivacyServerSideFixedClipping\(SoCFlow\(…\), …\)"),
-    (lambda: flower.FedXgbBagging(), r"outer = FedXgbBagging\(…\) collects trees, and groups train the weights"),
+    (
+        lambda: flower.DifferentialPrivacyServerSideFixedClipping(FedAvg(), 0.1, 1.0, 2),
+        r"wraps another strategy; put it around: DifferentialPrivacyServerSideFixedClipping\(SoCFlow\(…\), …\)",
+    ),
+    (
+        lambda: flower.FedXgbBagging(),
+        r"outer = FedXgbBagging\(…\) collects trees, and groups train the weights",
+    ),
     (lambda: flower.FedXgbCyclic(), r"outer = FedXgbCyclic\(…\) collects trees"),
-    (lambda: FedAvg(fraction_train=0.5), r"FedAvg\(fraction_train=0.5\) must be 1.0: every group trains in every"),
+    (
+        lambda: FedAvg(fraction_train=0.5),
+        r"FedAvg\(fraction_train=0.5\) must be 1.0: every group trains in every",
+    ),
     (lambda: FedAvg(weighted_by_key="loss"), r"weighted_by_key='loss'\) must be 'num-examples'"),
     (lambda: FedAvg(arrayrecord_key="model"), r"arrayrecord_key='model'\) must be 'arrays'"),
-    (lambda: FedAvg(min_train_nodes=4), r"min_train_nodes=4\), and there are 3 groups to train; leave it out"),
-    (lambda: FedAvg(min_evaluate_nodes=7), r"min_evaluate_nodes=7\), and there are 6 nodes; give 6 at most"),
+    (
+        lambda: FedAvg(min_train_nodes=4),
+        r"min_train_nodes=4\), and there are 3 groups to train; leave it out",
+    ),
+    (
+        lambda: FedAvg(min_evaluate_nodes=7),
+        r"min_evaluate_nodes=7\), and there are 6 nodes; give 6 at most",
+    ),
     (lambda: FedAvg(min_available_nodes=7), r"min_available_nodes=7\), and there are 6 nodes"),
-    (lambda: Krum(num_malicious_nodes=1), r"Krum: num_malicious_nodes = 1 needs 2 · 1 \+ 3 = 5 groups, and there are"),
-    (lambda: flower.MultiKrum(num_nodes_to_select=4), "MultiKrum: num_nodes_to_select = 4 needs 4 groups, and there"),
-    (lambda: flower.Bulyan(num_malicious_nodes=1), r"Bulyan: .* needs 4 · 1 \+ 3 = 7 groups, and there are 3 groups;"),
-    (lambda: FedTrimmedAvg(beta=0.2), "FedTrimmedAvg: beta = 0.2 trims nobody of fewer than 5 groups, and there are 3"),
-    (lambda: flower.QFedAvg(0.1), r"QFedAvg\(train_loss_key='train_loss'\), and groups report their loss as"),
-    (Adding, r"Adding\(…\) sets 'temperature' in the train config, which groups do not get from it; give it as"),
+    (
+        lambda: Krum(num_malicious_nodes=1),
+        r"Krum: num_malicious_nodes = 1 needs 2 · 1 \+ 3 = 5 groups, and there are",
+    ),
+    (
+        lambda: flower.MultiKrum(num_nodes_to_select=4),
+        "MultiKrum: num_nodes_to_select = 4 needs 4 groups, and there",
+    ),
+    (
+        lambda: flower.Bulyan(num_malicious_nodes=1),
+        r"Bulyan: .* needs 4 · 1 \+ 3 = 7 groups, and there are 3 groups;",
+    ),
+    (
+        lambda: FedTrimmedAvg(beta=0.2),
+        "FedTrimmedAvg: beta = 0.2 trims nobody of fewer than 5 groups, and there are 3",
+    ),
+    (
+        lambda: flower.QFedAvg(0.1),
+        r"QFedAvg\(train_loss_key='train_loss'\), and groups report their loss as",
+    ),
+    (
+        Adding,
+        r"Adding\(…\) sets 'temperature' in the train config, which groups do not get from it; give it as",
+    ),
     (Raising, r"Raising\(…\) cannot take groups as clients: I need more$"),
     (Shrinking, r"Shrinking\(…\) makes no model of 3 groups: it has no tensor 'w'"),
     (Locked, r"Locked\(…\) cannot be copied to be tried before round 1 \("),
@@ -432,7 +630,8 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 
 @pytest.mark.parametrize(("make", "text"), REFUSED, ids=[text[:40] for _, text in REFUSED])
 def test_what_cannot_be_an_outer_strategy_is_refused_in_one_line_before_round_1(
-    make: Callable[[], Any], text: str,
+    make: Callable[[], Any],
+    text: str,
 ) -> None:
     grid = Groups(6)
     with pytest.raises(ConfigError, match=text) as caught:
@@ -442,11 +641,16 @@ def test_what_cannot_be_an_outer_strategy_is_refused_in_one_line_before_round_1(
 
 def test_a_rule_of_ones_own_and_an_outer_strategy_are_refused_together() -> None:
     class Own(SoCFlow):
-        def average_models(self, models: Sequence[ArrayRecord], samples: Sequence[float]) -> ArrayRecord:
+        def average_models(
+            self, models: Sequence[ArrayRecord], samples: Sequence[float]
+        ) -> ArrayRecord:
             return models[0]
 
     schedule = TrainingSchedule(num_samples=4, batch_size=2, num_epochs=1)
-    with pytest.raises(ConfigError, match=r"Own: it has an average_models of its own, which outer = FedAvg\(…\) would"):
+    with pytest.raises(
+        ConfigError,
+        match=r"Own: it has an average_models of its own, which outer = FedAvg\(…\) would",
+    ):
         Own(cluster=parse_cluster({"boards": [2]}), schedule=schedule, outer=FedAvg())
 
 
@@ -456,7 +660,9 @@ def test_fedproxs_weight_is_part_of_the_groups_task() -> None:
     assert {task["proximal-mu"] for task in run(FedAdam())[0].tasks} == {0.0}
 
 
-def test_nothing_is_logged_as_a_failure_of_flowers_sampling(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_logged_as_a_failure_of_flowers_sampling(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Flower waits, in its log, for nodes that are not there: groups are enough for any strategy's sample."""
     with caplog.at_level(logging.INFO):
         run(FedAvg(min_available_nodes=6), 3)

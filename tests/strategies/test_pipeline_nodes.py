@@ -24,26 +24,48 @@ from socflower.wire.certificates import write_certificates
 from socflower.workloads import as_data_source
 from tests.pipeline.problems import straight_plan
 from tests.process_grid import ProcessGrid
-from tests.strategies.pipeline_app import BATCH, NUM_SAMPLES, Sentences, client_app, node_configs, shelf, tagger
+from tests.strategies.pipeline_app import (
+    BATCH,
+    NUM_SAMPLES,
+    Sentences,
+    client_app,
+    node_configs,
+    shelf,
+    tagger,
+)
 
 pytestmark = pytest.mark.timeout(180)
 
-LAYERS = pipeline_problem(tagger(), Sentences().tokens[:1], shelf(), batch_size=BATCH).model.num_layers
-PLANS = {"three stages": straight_plan((0, 1, LAYERS - 1), ((6,), (6,), (6,)), 4),
-         "a stage of two": straight_plan((0, LAYERS - 1), ((2, 4), (6,)), 4)}
+LAYERS = pipeline_problem(
+    tagger(), Sentences().tokens[:1], shelf(), batch_size=BATCH
+).model.num_layers
+PLANS = {
+    "three stages": straight_plan((0, 1, LAYERS - 1), ((6,), (6,), (6,)), 4),
+    "a stage of two": straight_plan((0, LAYERS - 1), ((2, 4), (6,)), 4),
+}
 
 
-def strategy(plan: str, num_epochs: int = 4, transport: str = "auto", **settings: Any) -> HybridPipeline:
+def strategy(
+    plan: str, num_epochs: int = 4, transport: str = "auto", **settings: Any
+) -> HybridPipeline:
     return HybridPipeline(
-        problem=pipeline_problem(tagger(), Sentences().tokens[:1], shelf(), batch_size=BATCH), plan=PLANS[plan],
-        schedule=TrainingSchedule(num_samples=NUM_SAMPLES, batch_size=BATCH, num_epochs=num_epochs,
-                                  interval_epochs=2.0),
-        rings=RingSettings(transport=transport, heartbeat_s=2.0, rendezvous_s=20.0, leader_grace_s=5.0), **settings)
+        problem=pipeline_problem(tagger(), Sentences().tokens[:1], shelf(), batch_size=BATCH),
+        plan=PLANS[plan],
+        schedule=TrainingSchedule(
+            num_samples=NUM_SAMPLES, batch_size=BATCH, num_epochs=num_epochs, interval_epochs=2.0
+        ),
+        rings=RingSettings(
+            transport=transport, heartbeat_s=2.0, rendezvous_s=20.0, leader_grace_s=5.0
+        ),
+        **settings,
+    )
 
 
 def train(grid: Any, plan: str, **settings: Any) -> tuple[dict[str, Tensor], HybridPipeline]:
     own = strategy(plan, **settings)
-    result = own.start(GroupGrid(grid), ArrayRecord(tagger().state_dict()), num_rounds=own.num_rounds, timeout=60)
+    result = own.start(
+        GroupGrid(grid), ArrayRecord(tagger().state_dict()), num_rounds=own.num_rounds, timeout=60
+    )
     return dict(result.arrays.to_torch_state_dict()), own
 
 
@@ -52,37 +74,62 @@ def in_one_process(plan: str, **settings: Any) -> dict[str, Tensor]:
         return train(grid, plan, **settings)[0]
 
 
-def on_processes(plan: str, of_soc: dict[int, dict[str, Any]] | None = None, **settings: Any) -> tuple[
-        dict[str, Tensor], HybridPipeline]:
+def on_processes(
+    plan: str, of_soc: dict[int, dict[str, Any]] | None = None, **settings: Any
+) -> tuple[dict[str, Tensor], HybridPipeline]:
     with ProcessGrid(client_app, node_configs(of_soc)) as grid:
         return train(grid, plan, **settings)
 
 
-@pytest.mark.parametrize(("plan", "transport"), [
-    ("a stage of two", "gloo"), ("a stage of two", "grpc"),
-    pytest.param("three stages", "gloo", marks=pytest.mark.slow),
-    pytest.param("three stages", "grpc", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("plan", "transport"),
+    [
+        ("a stage of two", "gloo"),
+        ("a stage of two", "grpc"),
+        pytest.param("three stages", "gloo", marks=pytest.mark.slow),
+        pytest.param("three stages", "grpc", marks=pytest.mark.slow),
+    ],
+)
 def test_stages_in_processes_train_the_bits_of_one_process(plan: str, transport: str) -> None:
     ours, own = on_processes(plan, transport=transport)
     reference = in_one_process(plan)
     assert [event.text for report in own.reports for event in report.events] == []
     assert own.transport == transport
-    assert ours.keys() == reference.keys() and all(torch.equal(ours[name], reference[name]) for name in ours)
+    assert ours.keys() == reference.keys() and all(
+        torch.equal(ours[name], reference[name]) for name in ours
+    )
 
 
-@pytest.mark.parametrize(("plan", "soc", "fault", "backup_steps", "transport"), [
-    ("three stages", 1, {"dies-at-backward": 14}, 2, "gloo"),
-    pytest.param("three stages", 1, {"dies-at-backward": 14}, 2, "grpc", marks=pytest.mark.slow),
-    pytest.param("a stage of two", 1, {"stops-at-forward": 6}, 0, "grpc", marks=pytest.mark.slow),
-    pytest.param("three stages", 0, {"dies-at-forward": 16}, 2, "gloo", marks=pytest.mark.slow),
-    pytest.param("three stages", 2, {"dies-at-forward": 18}, 1, "gloo", marks=pytest.mark.slow),
-    pytest.param("three stages", 2, {"stops-at-backward": 6}, 0, "gloo", marks=pytest.mark.slow),
-    pytest.param("a stage of two", 1, {"dies-at-forward": 6}, 0, "gloo", marks=pytest.mark.slow),
-])
+@pytest.mark.parametrize(
+    ("plan", "soc", "fault", "backup_steps", "transport"),
+    [
+        ("three stages", 1, {"dies-at-backward": 14}, 2, "gloo"),
+        pytest.param(
+            "three stages", 1, {"dies-at-backward": 14}, 2, "grpc", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "a stage of two", 1, {"stops-at-forward": 6}, 0, "grpc", marks=pytest.mark.slow
+        ),
+        pytest.param("three stages", 0, {"dies-at-forward": 16}, 2, "gloo", marks=pytest.mark.slow),
+        pytest.param("three stages", 2, {"dies-at-forward": 18}, 1, "gloo", marks=pytest.mark.slow),
+        pytest.param(
+            "three stages", 2, {"stops-at-backward": 6}, 0, "gloo", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "a stage of two", 1, {"dies-at-forward": 6}, 0, "gloo", marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_a_lost_device_leaves_the_bits_of_a_run_that_was_planned_so(
-    plan: str, soc: int, fault: dict[str, Any], backup_steps: int, transport: str,
+    plan: str,
+    soc: int,
+    fault: dict[str, Any],
+    backup_steps: int,
+    transport: str,
 ) -> None:
-    ours, own = on_processes(plan, {soc: fault}, backup_steps=backup_steps, num_epochs=2, transport=transport)
+    ours, own = on_processes(
+        plan, {soc: fault}, backup_steps=backup_steps, num_epochs=2, transport=transport
+    )
     (report,) = own.reports
     said = " ".join(event.text for event in report.events)
     step = int(re.search(r"goes on from update (\d+)", said)[1])  # type: ignore[index]
@@ -98,18 +145,33 @@ def planned_so(plan: str, soc: int, step: int, own: HybridPipeline) -> dict[str,
     model, trainer = tagger(), FP32Trainer(optimizer=sgd(0.2), device="cpu")
     task = own._task(own.plan.groups[0], own.intervals[0])
     data = as_data_source(Sentences())
-    state = train_pipeline(model, data, replace(task, num_steps=step), PLANS[plan], trainer).end.state if step else None
+    state = (
+        train_pipeline(model, data, replace(task, num_steps=step), PLANS[plan], trainer).end.state
+        if step
+        else None
+    )
     present = {*PLANS[plan].socs} - {soc}
     layers = pipeline_problem(tagger(), Sentences().tokens[:1], shelf(), batch_size=BATCH).model
-    train_pipeline(model, data, replace(task, first_step=step, num_steps=task.num_steps - step),
-                   replanned(PLANS[plan], layers, present), trainer, state)
+    train_pipeline(
+        model,
+        data,
+        replace(task, first_step=step, num_steps=task.num_steps - step),
+        replanned(PLANS[plan], layers, present),
+        trainer,
+        state,
+    )
     return dict(model.state_dict())
 
 
 @pytest.mark.slow
-def test_a_device_that_is_slower_gets_fewer_samples_within_the_round_and_a_plan_of_its_own_in_the_next() -> None:
-    ours, own = on_processes("a stage of two", {0: {"sample-s": 0.002}, 1: {"sample-s": 0.008}, 2: {"sample-s": 0.002}},
-                             rebalancing=Rebalancing(steps=2))
+def test_a_device_that_is_slower_gets_fewer_samples_within_the_round_and_a_plan_of_its_own_in_the_next() -> (
+    None
+):
+    ours, own = on_processes(
+        "a stage of two",
+        {0: {"sample-s": 0.002}, 1: {"sample-s": 0.008}, 2: {"sample-s": 0.002}},
+        rebalancing=Rebalancing(steps=2),
+    )
     said = [event.text for report in own.reports for event in report.events]
     assert any("shares anew after 2 updates" in text for text in said), said
     assert own.pipeline.plan != PLANS["a stage of two"]  # device 1 measured a fraction of its speed
@@ -121,7 +183,9 @@ def test_a_device_that_is_slower_gets_fewer_samples_within_the_round_and_a_plan_
 def test_of_two_devices_that_are_lost_together_the_leader_has_what_the_round_began_with() -> None:
     ours, own = on_processes("three stages", {1: {"dies-at-forward": 9}, 2: {"dies-at-forward": 9}})
     reference = in_one_process("three stages")
-    assert sum(event.kind == "member-lost" for report in own.reports for event in report.events) == 2
+    assert (
+        sum(event.kind == "member-lost" for report in own.reports for event in report.events) == 2
+    )
     assert all(torch.allclose(ours[name], reference[name], atol=1e-5) for name in reference)
 
 
@@ -130,34 +194,57 @@ def test_a_leader_that_is_lost_with_the_only_copy_is_answered_by_asking_the_othe
     """Before the first parts have moved, nobody else has any of the model."""
     ours, own = on_processes("three stages", {0: {"dies-at-start": 1}})
     reference = in_one_process("three stages")
-    assert "the others are asked again" in " ".join(event.text for report in own.reports for event in report.events)
+    assert "the others are asked again" in " ".join(
+        event.text for report in own.reports for event in report.events
+    )
     assert all(torch.allclose(ours[name], reference[name], atol=1e-5) for name in reference)
 
 
 @pytest.mark.slow
-def test_nodes_with_certificates_train_over_encrypted_streams_and_go_on_without_one_that_dies(tmp_path: Path) -> None:
+def test_nodes_with_certificates_train_over_encrypted_streams_and_go_on_without_one_that_dies(
+    tmp_path: Path,
+) -> None:
     own = write_certificates(tmp_path, ["127.0.0.1"])["127.0.0.1"]
-    paths = {"ring-ca": str(own.ca), "ring-certificate": str(own.certificate), "ring-key": str(own.key)}
-    ours, strategy = on_processes("three stages", {0: paths, 1: paths, 2: {**paths, "dies-at-forward": 14}},
-                                  backup_steps=1)
+    paths = {
+        "ring-ca": str(own.ca),
+        "ring-certificate": str(own.certificate),
+        "ring-key": str(own.key),
+    }
+    ours, strategy = on_processes(
+        "three stages", {0: paths, 1: paths, 2: {**paths, "dies-at-forward": 14}}, backup_steps=1
+    )
     assert strategy.transport == "grpc+tls"
-    assert any("the pipeline goes on from update" in event.text for event in strategy.reports[0].events)
+    assert any(
+        "the pipeline goes on from update" in event.text for event in strategy.reports[0].events
+    )
     reference = in_one_process("three stages")
     assert all(torch.allclose(ours[name], reference[name], atol=1e-5) for name in reference)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("plan", "faults"), [
-    ("a stage of two", {1: {"dies-at-sum": 2}}), ("a stage of two", {0: {"stops-at-sum": 3}}),
-    ("three stages", {1: {"dies-at-backup": 2}}), ("three stages", {0: {"stops-at-backup": 1}}),
-    ("three stages", {2: {"dies-at-move": 1}}),
-    ("three stages", {1: {"dies-at-forward": 14}, 2: {"dies-at-move": 2}}),
-    ("three stages", {1: {"stops-at-forward": 14}, 0: {"dies-at-move": 2}}),
-    ("a stage of two", {0: {"dies-at-backward": 7}, 1: {"dies-at-forward": 9}}),
-], ids=str)
-def test_faults_in_sums_backups_and_moves_lose_nothing(plan: str, faults: dict[int, dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    ("plan", "faults"),
+    [
+        ("a stage of two", {1: {"dies-at-sum": 2}}),
+        ("a stage of two", {0: {"stops-at-sum": 3}}),
+        ("three stages", {1: {"dies-at-backup": 2}}),
+        ("three stages", {0: {"stops-at-backup": 1}}),
+        ("three stages", {2: {"dies-at-move": 1}}),
+        ("three stages", {1: {"dies-at-forward": 14}, 2: {"dies-at-move": 2}}),
+        ("three stages", {1: {"stops-at-forward": 14}, 0: {"dies-at-move": 2}}),
+        ("a stage of two", {0: {"dies-at-backward": 7}, 1: {"dies-at-forward": 9}}),
+    ],
+    ids=str,
+)
+def test_faults_in_sums_backups_and_moves_lose_nothing(
+    plan: str, faults: dict[int, dict[str, Any]]
+) -> None:
     ours, own = on_processes(plan, faults, backup_steps=1)
     reference = in_one_process(plan)
-    assert any(event.kind in ("member-lost", "pipeline") for report in own.reports for event in report.events)
+    assert any(
+        event.kind in ("member-lost", "pipeline")
+        for report in own.reports
+        for event in report.events
+    )
     assert len(own.reports) == own.num_rounds
     assert all(torch.allclose(ours[name], reference[name], atol=1e-5) for name in reference)

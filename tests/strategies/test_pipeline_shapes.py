@@ -20,7 +20,9 @@ from socflower.errors import TrainingFailed
 from tests.pipeline.problems import straight_plan
 from tests.seeded import built
 
-CLUSTER = parse_cluster({"boards": 2, "socs_per_board": 1, "device": "raspberry-pi-4b", "soc_bytes_per_s": 1e7})
+CLUSTER = parse_cluster(
+    {"boards": 2, "socs_per_board": 1, "device": "raspberry-pi-4b", "soc_bytes_per_s": 1e7}
+)
 PLANNED = 7
 NUM_SAMPLES = 16
 
@@ -36,7 +38,9 @@ class Words(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         length = self.lengths[index % len(self.lengths)]
-        return torch.randint(1, 16, (length,), generator=torch.Generator().manual_seed(index)), index % 3
+        return torch.randint(
+            1, 16, (length,), generator=torch.Generator().manual_seed(index)
+        ), index % 3
 
 
 def padded(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
@@ -60,28 +64,43 @@ class FirstToken(nn.Module):
 
 def train(*lengths: int, early: bool = False, ends: tuple[int, ...] = (0, 2)) -> dict[str, Tensor]:
     """Return the weights after an epoch, with stages that end with these layers; one stage is one device."""
+
     def model() -> nn.Module:
         return built(lambda: FirstToken(early=early), seed=5)
 
-    problem = pipeline_problem(model(), torch.ones(1, PLANNED, dtype=torch.long), CLUSTER, batch_size=8)
+    problem = pipeline_problem(
+        model(), torch.ones(1, PLANNED, dtype=torch.long), CLUSTER, batch_size=8
+    )
     assert problem.model.sample_shape == (PLANNED,)
     plan = straight_plan(ends, ((4,),) * len(ends), 2)
-    strategy = HybridPipeline(problem=problem, plan=plan, schedule=TrainingSchedule(
-        num_samples=NUM_SAMPLES, batch_size=8, num_epochs=1, interval_epochs=1.0))
-    client = make_client_app(lambda context: model(), lambda *_: DataLoader(Words(*lengths), collate_fn=padded),
-                             FP32Trainer(optimizer=sgd(0.1), device="cpu"))
+    strategy = HybridPipeline(
+        problem=problem,
+        plan=plan,
+        schedule=TrainingSchedule(
+            num_samples=NUM_SAMPLES, batch_size=8, num_epochs=1, interval_epochs=1.0
+        ),
+    )
+    client = make_client_app(
+        lambda context: model(),
+        lambda *_: DataLoader(Words(*lengths), collate_fn=padded),
+        FP32Trainer(optimizer=sgd(0.1), device="cpu"),
+    )
     with LocalGrid(client, CLUSTER.num_socs, num_workers=0) as grid:
         result = strategy.start(grid, ArrayRecord(model().state_dict()), num_rounds=1)
     return dict(result.arrays.to_torch_state_dict())
 
 
 @pytest.mark.parametrize("lengths", [(3, 9), (PLANNED, 9), (11,)])
-def test_activations_of_another_shape_are_one_line_with_both_shapes(lengths: tuple[int, ...]) -> None:
+def test_activations_of_another_shape_are_one_line_with_both_shapes(
+    lengths: tuple[int, ...],
+) -> None:
     with pytest.raises(TrainingFailed) as caught:
         train(*lengths)
-    assert (f"pipeline: samples of shape ({max(lengths)},) make activations of shape ({max(lengths)}, 8) behind layer "
-            f"0 of FirstToken, where samples of shape ({PLANNED},), which were planned, make ({PLANNED}, 8); pad or "
-            "crop all samples to one shape, or train in groups") in str(caught.value)
+    assert (
+        f"pipeline: samples of shape ({max(lengths)},) make activations of shape ({max(lengths)}, 8) behind layer "
+        f"0 of FirstToken, where samples of shape ({PLANNED},), which were planned, make ({PLANNED}, 8); pad or "
+        "crop all samples to one shape, or train in groups"
+    ) in str(caught.value)
     assert "AssertionError" not in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -100,24 +119,50 @@ def test_samples_with_other_dimensions_are_one_line_before_the_model_is_read() -
         def __getitem__(self, index: int) -> tuple[Tensor, int]:
             return torch.ones(2, 3, dtype=torch.long), 0
 
-    problem = pipeline_problem(FirstToken(early=True), torch.ones(1, PLANNED, dtype=torch.long), CLUSTER, batch_size=8)
-    strategy = HybridPipeline(problem=problem, schedule=TrainingSchedule(
-        num_samples=NUM_SAMPLES, batch_size=8, num_epochs=1, interval_epochs=1.0))
-    client = make_client_app(lambda context: FirstToken(early=True), lambda *_: Pairs(),
-                             FP32Trainer(optimizer=sgd(0.1), device="cpu"))
-    with LocalGrid(client, CLUSTER.num_socs, num_workers=0) as grid, pytest.raises(
-            TrainingFailed, match=r"samples of the data have shape \(2, 3\), and \(7,\) was planned; give"):
+    problem = pipeline_problem(
+        FirstToken(early=True), torch.ones(1, PLANNED, dtype=torch.long), CLUSTER, batch_size=8
+    )
+    strategy = HybridPipeline(
+        problem=problem,
+        schedule=TrainingSchedule(
+            num_samples=NUM_SAMPLES, batch_size=8, num_epochs=1, interval_epochs=1.0
+        ),
+    )
+    client = make_client_app(
+        lambda context: FirstToken(early=True),
+        lambda *_: Pairs(),
+        FP32Trainer(optimizer=sgd(0.1), device="cpu"),
+    )
+    with (
+        LocalGrid(client, CLUSTER.num_socs, num_workers=0) as grid,
+        pytest.raises(
+            TrainingFailed,
+            match=r"samples of the data have shape \(2, 3\), and \(7,\) was planned; give",
+        ),
+    ):
         strategy.start(grid, ArrayRecord(FirstToken(early=True).state_dict()), num_rounds=1)
 
 
 @pytest.mark.parametrize("reduction", ["always", "ring"])
 def test_a_reduction_of_groups_is_refused_by_name(reduction: str) -> None:
-    problem = pipeline_problem(FirstToken(early=True), torch.ones(1, PLANNED, dtype=torch.long), CLUSTER, batch_size=8)
-    strategy = HybridPipeline(problem=problem, schedule=TrainingSchedule(
-        num_samples=NUM_SAMPLES, batch_size=8, num_epochs=1, interval_epochs=1.0))
-    client = make_client_app(lambda context: FirstToken(early=True),
-                             lambda *_: DataLoader(Words(PLANNED), collate_fn=padded),
-                             FP32Trainer(optimizer=sgd(0.1), device="cpu", reduction=reduction))
-    with LocalGrid(client, CLUSTER.num_socs, num_workers=0) as grid, pytest.raises(
-            TrainingFailed, match=f"FP32Trainer: reduction = '{reduction}' is for groups"):
+    problem = pipeline_problem(
+        FirstToken(early=True), torch.ones(1, PLANNED, dtype=torch.long), CLUSTER, batch_size=8
+    )
+    strategy = HybridPipeline(
+        problem=problem,
+        schedule=TrainingSchedule(
+            num_samples=NUM_SAMPLES, batch_size=8, num_epochs=1, interval_epochs=1.0
+        ),
+    )
+    client = make_client_app(
+        lambda context: FirstToken(early=True),
+        lambda *_: DataLoader(Words(PLANNED), collate_fn=padded),
+        FP32Trainer(optimizer=sgd(0.1), device="cpu", reduction=reduction),
+    )
+    with (
+        LocalGrid(client, CLUSTER.num_socs, num_workers=0) as grid,
+        pytest.raises(
+            TrainingFailed, match=f"FP32Trainer: reduction = '{reduction}' is for groups"
+        ),
+    ):
         strategy.start(grid, ArrayRecord(FirstToken(early=True).state_dict()), num_rounds=1)

@@ -56,8 +56,15 @@ def look(one: Balancer, speeds: Sequence[float], plan: GroupPlan) -> GroupPlan:
 def hear(one: Balancer, rates: Sequence[float], plan: GroupPlan) -> GroupPlan:
     """Do what a strategy does after and before an interval of rings."""
     for group in plan.groups:
-        one.on_outcome(RingOutcome(outcome="completed", members=group.members, num_steps=1, answers=True,
-                                   rates=tuple(rates[soc] for soc in group.members)))
+        one.on_outcome(
+            RingOutcome(
+                outcome="completed",
+                members=group.members,
+                num_steps=1,
+                answers=True,
+                rates=tuple(rates[soc] for soc in group.members),
+            )
+        )
     one.update_speeds(None, plan.participants)
     return one.rebalance_groups(plan)[0]
 
@@ -70,7 +77,8 @@ def decisions(one: Balancer, plan: GroupPlan) -> tuple[Any, ...]:
 @FEW
 @given(speeds=SPEEDS, data=st.data())
 def test_under_constant_load_noise_within_the_tolerance_moves_each_soc_at_most_once(
-    speeds: list[float], data: st.DataObject,
+    speeds: list[float],
+    data: st.DataObject,
 ) -> None:
     """Noise of up to 0.45 of the tolerance; groups change at most as often as capacities do."""
     cluster, plan = rack()
@@ -102,7 +110,9 @@ def test_constant_speeds_are_taken_once_and_then_nothing_moves(speeds: list[floa
 @FEW
 @given(speeds=SPEEDS, scale=st.floats(0.01, 100.0), data=st.data())
 def test_rings_that_measure_with_noise_move_each_soc_at_most_once(
-    speeds: list[float], scale: float, data: st.DataObject,
+    speeds: list[float],
+    scale: float,
+    data: st.DataObject,
 ) -> None:
     """Noise of up to a fifth of the tolerance, since parts are ratios of two measurements; their unit is nothing."""
     cluster, plan = rack()
@@ -121,12 +131,17 @@ def test_clock_and_rings_that_say_the_same_lead_to_the_same_shares(speeds: list[
     """Of rings the fastest counts as whole, so speeds are compared relative to it."""
     cluster, plan = rack()
     rates = sustained_rates(cluster)
-    by_clock, by_rings = balancer(cluster, across_groups=False), balancer(cluster, across_groups=False)
+    by_clock, by_rings = (
+        balancer(cluster, across_groups=False),
+        balancer(cluster, across_groups=False),
+    )
     fastest = max(speeds)
     look(by_clock, [speed / fastest for speed in speeds], plan)
     hear(by_rings, [rate * speed for rate, speed in zip(rates, speeds, strict=True)], plan)
     for group in plan.groups:
-        assert by_rings.capacities(group) == pytest.approx(by_clock.capacities(group), rel=2 * TOLERANCE)
+        assert by_rings.capacities(group) == pytest.approx(
+            by_clock.capacities(group), rel=2 * TOLERANCE
+        )
 
 
 # ------------------------------------------------------------------------------------------------------- modes
@@ -163,10 +178,18 @@ def test_what_moved_is_told() -> None:
     one = balancer(cluster)
     one.update_speeds(Thermometer([1.0, 0.5, 0.5, 1.0, 1.0, 1.0]), plan.participants)  # type: ignore[arg-type]
     new, (event,) = one.rebalance_groups(plan)
-    assert sorted(sum(speed for soc, speed in enumerate([1.0, 0.5, 0.5, 1.0, 1.0, 1.0]) if soc in group.members)
-                  for group in new.groups) == [2.5, 2.5]
+    assert sorted(
+        sum(
+            speed
+            for soc, speed in enumerate([1.0, 0.5, 0.5, 1.0, 1.0, 1.0])
+            if soc in group.members
+        )
+        for group in new.groups
+    ) == [2.5, 2.5]
     assert event.kind == "re-balanced"
-    assert event.text.startswith("re-balanced: SoCs ") and event.text.endswith("the slowest group is 25% faster for it")
+    assert event.text.startswith("re-balanced: SoCs ") and event.text.endswith(
+        "the slowest group is 25% faster for it"
+    )
 
 
 @pytest.mark.parametrize("rate", [-1.0, 0.0])
@@ -187,7 +210,9 @@ def test_a_measured_speed_that_cannot_be_is_refused() -> None:
 @FEW
 @given(first=SPEEDS, then=SPEEDS, by_rings=st.booleans())
 def test_a_balancer_that_is_restored_decides_as_if_it_had_not_been_interrupted(
-    first: list[float], then: list[float], by_rings: bool,
+    first: list[float],
+    then: list[float],
+    by_rings: bool,
 ) -> None:
     """Through JSON, as checkpoints carry it."""
     cluster, whole = rack()
@@ -202,23 +227,41 @@ def test_a_balancer_that_is_restored_decides_as_if_it_had_not_been_interrupted(
 
 # ----------------------------------------------------------------------------------------------------- weights
 @settings(max_examples=25)
-@given(capacities=st.lists(st.lists(st.floats(0.05, 1.0), min_size=3, max_size=3), min_size=1, max_size=3),
-       batch_size=st.integers(2, 17))
+@given(
+    capacities=st.lists(
+        st.lists(st.floats(0.05, 1.0), min_size=3, max_size=3), min_size=1, max_size=3
+    ),
+    batch_size=st.integers(2, 17),
+)
 def test_weights_under_any_rebalancing_equal_the_full_batch_step(
-    capacities: list[list[float]], batch_size: int,
+    capacities: list[list[float]],
+    batch_size: int,
 ) -> None:
     """F4: intervals with other capacities each, every member's pass run, against one member that does it all."""
     data, steps = small_data(60), 3
     members, alone = small_network(norm=False), small_network(norm=False)
     states: list[bytes | None] = [None, None]
     for number, own in enumerate(capacities):
-        settings_ = {"num_steps": steps, "first_step": number * steps, "total_steps": steps * len(capacities),
-                     "steps_per_epoch": steps, "batch_size": batch_size}
+        settings_ = {
+            "num_steps": steps,
+            "first_step": number * steps,
+            "total_steps": steps * len(capacities),
+            "steps_per_epoch": steps,
+            "batch_size": batch_size,
+        }
         assert sum(split_batch(batch_size, own)) == batch_size
-        split = task(0, 1, members=(0, 1, 2), partitions=(0, 1, 2), capacities=tuple(own), **settings_)
-        states[0] = train_group(members, data, split, FP32Trainer(optimizer=sgd(0.05, 0.9), reduction="always"),
-                                states[0]).end.state
-        states[1] = train_group(alone, data, task(0, 1, **settings_), FP32Trainer(optimizer=sgd(0.05, 0.9)),
-                                states[1]).end.state
+        split = task(
+            0, 1, members=(0, 1, 2), partitions=(0, 1, 2), capacities=tuple(own), **settings_
+        )
+        states[0] = train_group(
+            members,
+            data,
+            split,
+            FP32Trainer(optimizer=sgd(0.05, 0.9), reduction="always"),
+            states[0],
+        ).end.state
+        states[1] = train_group(
+            alone, data, task(0, 1, **settings_), FP32Trainer(optimizer=sgd(0.05, 0.9)), states[1]
+        ).end.state
     for ours, reference in zip(members.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-6)

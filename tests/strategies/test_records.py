@@ -150,7 +150,11 @@ def test_aggregation_is_the_weighted_average_of_the_views():
 
 def test_aggregation_agrees_with_flower_on_floats():
     def floats(seed):
-        return {name: t for name, t in state_dict(seed).items() if t.dtype in (torch.float32, torch.float64)}
+        return {
+            name: t
+            for name, t in state_dict(seed).items()
+            if t.dtype in (torch.float32, torch.float64)
+        }
 
     replies = [ArrayRecord(floats(k)) for k in range(5)]
     weights = [3, 1, 4, 1, 5]
@@ -164,7 +168,9 @@ def test_aggregation_agrees_with_flower_on_floats():
 
 
 def test_replies_of_unequal_models_name_the_tensor():
-    with pytest.raises(ConfigError, match=r"tensor 'w' is float32\[3\] in model 1 but float32\[2\] in model 0"):
+    with pytest.raises(
+        ConfigError, match=r"tensor 'w' is float32\[3\] in model 1 but float32\[2\] in model 0"
+    ):
         aggregate_records([to_array_record({"w": np.zeros(n, np.float32)}) for n in (2, 3)], [1, 1])
 
 

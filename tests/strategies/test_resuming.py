@@ -24,18 +24,28 @@ class AnsweringGrid(FakeGrid):
         self.sent: list[list[Message]] = []
         self.rounds: list[set[int]] = []
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
         sent = list(messages)
         if sent:
             self.sent.append(sent)
             # At once: Flower's FedAvg puts the next round into the same config.
             self.rounds.append({int(message.content["config"]["server-round"]) for message in sent})
-        return [answer(message, float(message.content["config"]["server-round"])) for message in sent]
+        return [
+            answer(message, float(message.content["config"]["server-round"])) for message in sent
+        ]
 
 
 def socflow(**settings: Any) -> SoCFlow:
-    return SoCFlow(cluster=parse_cluster({"boards": [2, 2]}), groups=2, schedule=TrainingSchedule(
-        num_samples=400, batch_size=20, num_epochs=2, interval_epochs=0.5), **settings)
+    return SoCFlow(
+        cluster=parse_cluster({"boards": [2, 2]}),
+        groups=2,
+        schedule=TrainingSchedule(
+            num_samples=400, batch_size=20, num_epochs=2, interval_epochs=0.5
+        ),
+        **settings,
+    )
 
 
 def fedavg() -> OrderedFedAvg:
@@ -43,11 +53,15 @@ def fedavg() -> OrderedFedAvg:
 
 
 def ring() -> RingAllReduce:
-    return RingAllReduce(cluster=parse_cluster({"boards": [2, 2]}), schedule=TrainingSchedule(
-        num_samples=400, batch_size=20, num_epochs=4))
+    return RingAllReduce(
+        cluster=parse_cluster({"boards": [2, 2]}),
+        schedule=TrainingSchedule(num_samples=400, batch_size=20, num_epochs=4),
+    )
 
 
-def started(strategy: Strategy, done: int, arrays: ArrayRecord | None = None) -> tuple[AnsweringGrid, list[int], Any]:
+def started(
+    strategy: Strategy, done: int, arrays: ArrayRecord | None = None
+) -> tuple[AnsweringGrid, list[int], Any]:
     grid, evaluated = AnsweringGrid(), []
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
@@ -56,8 +70,13 @@ def started(strategy: Strategy, done: int, arrays: ArrayRecord | None = None) ->
 
     if done:
         strategy.resume_from(done)  # type: ignore[attr-defined]
-    return grid, evaluated, strategy.start(grid, arrays or model(), num_rounds=4,
-                                           evaluate_fn=strategy.skip_done_rounds(evaluate))  # type: ignore[attr-defined]
+    return (
+        grid,
+        evaluated,
+        strategy.start(
+            grid, arrays or model(), num_rounds=4, evaluate_fn=strategy.skip_done_rounds(evaluate)
+        ),
+    )  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("make", [socflow, fedavg, ring])
@@ -76,7 +95,8 @@ def test_groups_get_the_steps_of_their_true_round() -> None:
     whole, _, _ = started(socflow(), 0)
     left, _, _ = started(socflow(), 2)
     assert [[dict(message.content["group"]) for message in sent] for sent in left.sent] == [
-        [dict(message.content["group"]) for message in sent] for sent in whole.sent[2:]]
+        [dict(message.content["group"]) for message in sent] for sent in whole.sent[2:]
+    ]
 
 
 def test_only_the_first_round_after_a_resume_asks_for_what_clients_kept() -> None:
@@ -85,17 +105,31 @@ def test_only_the_first_round_after_a_resume_asks_for_what_clients_kept() -> Non
     grid = AnsweringGrid()
     strategy.start(grid, model(), num_rounds=4)
     assert [[message.content["config"].get(RESUMED) for message in sent] for sent in grid.sent] == [
-        [False, True], [None, None], [None, None]]
+        [False, True],
+        [None, None],
+        [None, None],
+    ]
     unbroken, _, _ = started(socflow(), 0)
-    assert not any(RESUMED in message.content["config"] for sent in unbroken.sent for message in sent)
+    assert not any(
+        RESUMED in message.content["config"] for sent in unbroken.sent for message in sent
+    )
 
 
 def test_lost_state_is_never_tolerated() -> None:
     strategy = socflow(tolerate_client_errors=True)
     first, second = strategy.configure_train(1, model(), ConfigRecord(), FakeGrid())  # type: ignore[arg-type]
     with pytest.raises(TrainingFailed, match="group 1 has no trainer state"):
-        strategy.aggregate_train(1, [answer(first, 1.0), answer_error(
-            second, 2, "<class 'socflower.errors.ConfigError'>:<'group 1 has no trainer state for step 5'>")])
+        strategy.aggregate_train(
+            1,
+            [
+                answer(first, 1.0),
+                answer_error(
+                    second,
+                    2,
+                    "<class 'socflower.errors.ConfigError'>:<'group 1 has no trainer state for step 5'>",
+                ),
+            ],
+        )
 
 
 def test_rounds_that_cannot_be_are_refused() -> None:

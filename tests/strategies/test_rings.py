@@ -19,7 +19,9 @@ pytestmark = pytest.mark.timeout(900)
 
 def train(grid: Any, *, norm: bool = False, **changes: Any) -> tuple[ArrayRecord, Any]:
     strategy = ring_app.strategy(ring_app.cluster(), **changes)
-    result = strategy.start(GroupGrid(grid), ring_app.initial(norm=norm), num_rounds=strategy.num_rounds, timeout=120)
+    result = strategy.start(
+        GroupGrid(grid), ring_app.initial(norm=norm), num_rounds=strategy.num_rounds, timeout=120
+    )
     return result.arrays, strategy
 
 
@@ -31,14 +33,17 @@ def in_one_process(*, norm: bool = False, passes: str = "auto", **changes: Any) 
 
 
 def on_processes(*, norm: bool = False, **changes: Any) -> tuple[ArrayRecord, Any]:
-    with ProcessGrid(ring_app.client_app, ring_app.node_configs(ring_app.cluster()),
-                     run_config={"norm": norm}) as grid:
+    with ProcessGrid(
+        ring_app.client_app, ring_app.node_configs(ring_app.cluster()), run_config={"norm": norm}
+    ) as grid:
         return train(grid, norm=norm, **changes)
 
 
 def assert_close(ours: ArrayRecord, reference: ArrayRecord, tolerance: float = 1e-5) -> None:
     for name in reference:
-        np.testing.assert_allclose(ours[name].numpy(), reference[name].numpy(), atol=tolerance, rtol=1e-4)
+        np.testing.assert_allclose(
+            ours[name].numpy(), reference[name].numpy(), atol=tolerance, rtol=1e-4
+        )
 
 
 @pytest.mark.parametrize("transport", ["gloo", "grpc"])
@@ -56,10 +61,14 @@ def test_one_process_can_train_the_very_bits_of_a_ring(norm: bool) -> None:
     ours, _ = on_processes(rings={"transport": "grpc"}, **changes)
     reference = in_one_process(passes="ring", **changes)
     for name in reference:
-        if "running" not in name:  # statistics are averaged in float64 by a ring, member by member in one process
+        if (
+            "running" not in name
+        ):  # statistics are averaged in float64 by a ring, member by member in one process
             assert np.array_equal(ours[name].numpy(), reference[name].numpy()), name
         else:
-            np.testing.assert_allclose(ours[name].numpy(), reference[name].numpy(), rtol=1e-5, atol=1e-7)
+            np.testing.assert_allclose(
+                ours[name].numpy(), reference[name].numpy(), rtol=1e-5, atol=1e-7
+            )
 
 
 def test_a_training_is_resumed_where_every_machine_has_but_its_own_files(tmp_path: Path) -> None:
@@ -70,17 +79,30 @@ def test_a_training_is_resumed_where_every_machine_has_but_its_own_files(tmp_pat
     def keep(server_round: int, arrays: ArrayRecord) -> None:
         kept[server_round] = arrays
 
-    with ProcessGrid(ring_app.client_app, ring_app.node_configs(cluster), run_config=config) as grid:
+    with ProcessGrid(
+        ring_app.client_app, ring_app.node_configs(cluster), run_config=config
+    ) as grid:
         first = ring_app.strategy(cluster)
-        unbroken = first.start(GroupGrid(grid), ring_app.initial(), num_rounds=first.num_rounds, timeout=120,
-                               evaluate_fn=keep).arrays
+        unbroken = first.start(
+            GroupGrid(grid),
+            ring_app.initial(),
+            num_rounds=first.num_rounds,
+            timeout=120,
+            evaluate_fn=keep,
+        ).arrays
     # All processes and their memory are gone now; what is left is on the machines' disks.
-    for later in tmp_path.glob(f"*/*-at-{first.intervals[-1].first_step + first.intervals[-1].num_steps:06d}.state"):
+    for later in tmp_path.glob(
+        f"*/*-at-{first.intervals[-1].first_step + first.intervals[-1].num_steps:06d}.state"
+    ):
         later.unlink()
-    with ProcessGrid(ring_app.client_app, ring_app.node_configs(cluster), run_config=config) as grid:
+    with ProcessGrid(
+        ring_app.client_app, ring_app.node_configs(cluster), run_config=config
+    ) as grid:
         second = ring_app.strategy(cluster)
         second.resume_from(1)
-        resumed = second.start(GroupGrid(grid), kept[1], num_rounds=second.num_rounds, timeout=120).arrays
+        resumed = second.start(
+            GroupGrid(grid), kept[1], num_rounds=second.num_rounds, timeout=120
+        ).arrays
     assert_close(resumed, unbroken, tolerance=0.0)
 
 
@@ -89,13 +111,22 @@ def test_rings_with_certificates_take_in_nobody_of_another_authority(tmp_path: P
 
     Which one is a race: the leader may go on by itself, or the other one be asked first, who has no model yet.
     """
-    ours, theirs = (write_certificates(tmp_path / name, ["127.0.0.1"])["127.0.0.1"] for name in ("ours", "theirs"))
+    ours, theirs = (
+        write_certificates(tmp_path / name, ["127.0.0.1"])["127.0.0.1"]
+        for name in ("ours", "theirs")
+    )
 
     def paths(own: HostCertificate) -> dict[str, str]:
-        return {"ring-ca": str(own.ca), "ring-certificate": str(own.certificate), "ring-key": str(own.key)}
+        return {
+            "ring-ca": str(own.ca),
+            "ring-certificate": str(own.certificate),
+            "ring-key": str(own.key),
+        }
 
     cluster = ring_app.cluster()
-    configs = ring_app.node_configs(cluster, {soc: paths(theirs if soc == 3 else ours) for soc in range(4)})
+    configs = ring_app.node_configs(
+        cluster, {soc: paths(theirs if soc == 3 else ours) for soc in range(4)}
+    )
     with ProcessGrid(ring_app.client_app, configs) as grid:
         for node in grid.get_node_ids():
             grid.pid_of(node)  # so that no process starts within the time of the rendezvous
@@ -124,10 +155,14 @@ def test_split_groups_that_take_turns_train_the_same() -> None:
     with ProcessGrid(ring_app.client_app, ring_app.node_configs(rack)) as grid:
         strategy = ring_app.strategy(rack, num_groups=2, overlap_buckets=2)
         assert len(strategy.plan.communication_groups) == 2
-        ours = strategy.start(GroupGrid(grid), ring_app.initial(), num_rounds=strategy.num_rounds, timeout=120).arrays
+        ours = strategy.start(
+            GroupGrid(grid), ring_app.initial(), num_rounds=strategy.num_rounds, timeout=120
+        ).arrays
     assert strategy.exchanges.turns.taken and all(report.in_turn for report in strategy.reports)
     assert [event.text for report in strategy.reports for event in report.events] == []
     with LocalGrid(ring_app.client_app(), 6, num_workers=0) as grid:
         strategy = ring_app.strategy(rack, num_groups=2)
-        reference = strategy.start(GroupGrid(grid), ring_app.initial(), num_rounds=strategy.num_rounds).arrays
+        reference = strategy.start(
+            GroupGrid(grid), ring_app.initial(), num_rounds=strategy.num_rounds
+        ).arrays
     assert_close(ours, reference)

@@ -21,18 +21,38 @@ from socflower.wire.message_keys import PRICED, GroupTask
 from tests.strategies.fake_messages import FakeGrid, answer, answer_error, model, values
 from tests.strategies.options import grouped
 
-PROFILE = ModelProfile(name="toy", input_bytes=4.0, layers=(
-    LayerProfile(name="only", kind="Linear", forward_flops=1e6, output_bytes=4.0, weight_bytes=400.0, num_tensors=1),))
+PROFILE = ModelProfile(
+    name="toy",
+    input_bytes=4.0,
+    layers=(
+        LayerProfile(
+            name="only",
+            kind="Linear",
+            forward_flops=1e6,
+            output_bytes=4.0,
+            weight_bytes=400.0,
+            num_tensors=1,
+        ),
+    ),
+)
 
 
 def socflow(**changes: Any) -> SoCFlow:
     """Two groups of two on two boards; 100 samples in batches of 10 make 5 steps an epoch."""
-    settings: dict[str, Any] = {"cluster": parse_cluster({"boards": [2, 2]}), "groups": 2, "num_samples": 100,
-                                "batch_size": 10, "num_epochs": 2, "interval_epochs": 1.0}
+    settings: dict[str, Any] = {
+        "cluster": parse_cluster({"boards": [2, 2]}),
+        "groups": 2,
+        "num_samples": 100,
+        "batch_size": 10,
+        "num_epochs": 2,
+        "interval_epochs": 1.0,
+    }
     return SoCFlow(**grouped(**(settings | changes)))
 
 
-def messages(strategy: SoCFlow, server_round: int = 1, grid: FakeGrid | None = None) -> list[Message]:
+def messages(
+    strategy: SoCFlow, server_round: int = 1, grid: FakeGrid | None = None
+) -> list[Message]:
     return strategy.configure_train(server_round, model(), ConfigRecord({}), grid or FakeGrid())
 
 
@@ -53,7 +73,9 @@ def test_only_leaders_get_a_message_in_group_order() -> None:
     sent = messages(strategy)
     assert [message.metadata.dst_node_id for message in sent] == [10, 30]
     assert [task_of(message).group_id for message in sent] == [0, 1]
-    assert [task_of(message).members for message in sent] == [group.members for group in strategy.plan.groups]
+    assert [task_of(message).members for message in sent] == [
+        group.members for group in strategy.plan.groups
+    ]
     assert all(message.metadata.message_type == "train" for message in sent)
 
 
@@ -63,9 +85,18 @@ def test_a_message_has_the_model_the_config_and_the_interval() -> None:
     sent = strategy.configure_train(2, arrays, config, FakeGrid())
     for message in sent:
         assert values(message.content.array_records["arrays"]) == [7.0] * 3
-        assert dict(message.content.config_records["config"]) == {"mine": 3, "server-round": 2, PRICED: True}
+        assert dict(message.content.config_records["config"]) == {
+            "mine": 3,
+            "server-round": 2,
+            PRICED: True,
+        }
         task = task_of(message)
-        assert (task.first_step, task.num_steps, task.steps_per_epoch, task.total_steps) == (5, 5, 5, 10)
+        assert (task.first_step, task.num_steps, task.steps_per_epoch, task.total_steps) == (
+            5,
+            5,
+            5,
+            10,
+        )
         assert (task.num_groups, task.num_partitions, task.batch_size, task.seed) == (2, 4, 10, 9)
         assert not task.reshuffle
 
@@ -80,15 +111,23 @@ def test_the_intervals_of_all_rounds_join_without_gap() -> None:
     strategy = socflow(interval_epochs=0.5, num_epochs=3)
     tasks = [task_of(messages(strategy, number)[0]) for number in range(1, strategy.num_rounds + 1)]
     assert strategy.num_rounds == 6
-    assert [task.first_step for task in tasks[1:]] == [task.first_step + task.num_steps for task in tasks[:-1]]
+    assert [task.first_step for task in tasks[1:]] == [
+        task.first_step + task.num_steps for task in tasks[:-1]
+    ]
     assert tasks[-1].first_step + tasks[-1].num_steps == 15 == tasks[0].total_steps
 
 
 # ------------------------------------------------------------------------------------------------- servers
 def site(**changes: Any) -> SoCFlow:
     """Two servers of two boards with a SoC, each a group: SoCs 0 to 3 are nodes 10 to 40."""
-    return socflow(cluster=parse_cluster({"boards": 2, "socs_per_board": 1}, servers=[{"count": 2}]), groups=4,
-                   num_samples=400, interval_epochs=0.5, server_interval=3, **changes)
+    return socflow(
+        cluster=parse_cluster({"boards": 2, "socs_per_board": 1}, servers=[{"count": 2}]),
+        groups=4,
+        num_samples=400,
+        interval_epochs=0.5,
+        server_interval=3,
+        **changes,
+    )
 
 
 def sent_values(sent: list[Message]) -> list[float]:
@@ -96,15 +135,23 @@ def sent_values(sent: list[Message]) -> list[float]:
 
 
 def test_groups_of_a_server_average_more_often_than_servers_do() -> None:
-    strategy, arrays = site(num_epochs=3), model(0.0)  # synchronisations of all after rounds 3 and 6
+    strategy, arrays = (
+        site(num_epochs=3),
+        model(0.0),
+    )  # synchronisations of all after rounds 3 and 6
     expected = [0.0] * 4
     for server_round in range(1, 7):
         sent = strategy.configure_train(server_round, arrays, ConfigRecord({}), FakeGrid())
         assert sent_values(sent) == expected
         trained = [server_round * 10.0 + group for group in range(4)]
         weights = [1, 3, 2, 2]
-        new, _ = strategy.aggregate_train(server_round, [
-            answer(message, value, weight) for message, value, weight in zip(sent, trained, weights, strict=True)])
+        new, _ = strategy.aggregate_train(
+            server_round,
+            [
+                answer(message, value, weight)
+                for message, value, weight in zip(sent, trained, weights, strict=True)
+            ],
+        )
         assert new is not None
         arrays = new
         whole = sum(value * weight for value, weight in zip(trained, weights, strict=True)) / 8
@@ -118,31 +165,66 @@ def test_a_server_without_a_usable_reply_keeps_its_model() -> None:
     first = messages(strategy)
     arrays, _ = strategy.aggregate_train(1, [answer(message, 2.0) for message in first])
     second = strategy.configure_train(2, arrays or model(), ConfigRecord({}), FakeGrid())
-    arrays, _ = strategy.aggregate_train(2, [
-        answer(second[0], 4.0), answer(second[1], 8.0), answer_error(second[2], 2, "it broke"),
-        answer_error(second[3], 2, "it broke")])
+    arrays, _ = strategy.aggregate_train(
+        2,
+        [
+            answer(second[0], 4.0),
+            answer(second[1], 8.0),
+            answer_error(second[2], 2, "it broke"),
+            answer_error(second[3], 2, "it broke"),
+        ],
+    )
     assert values(arrays)[0] == 6.0
-    assert sent_values(strategy.configure_train(3, arrays or model(), ConfigRecord({}), FakeGrid())) == [6, 6, 2, 2]
+    assert sent_values(
+        strategy.configure_train(3, arrays or model(), ConfigRecord({}), FakeGrid())
+    ) == [6, 6, 2, 2]
 
 
 def test_models_of_servers_are_part_of_the_state() -> None:
     strategy, again = site(), site()
-    arrays, _ = strategy.aggregate_train(1, [
-        answer(message, value) for message, value in zip(messages(strategy), (1.0, 3.0, 5.0, 9.0), strict=True)])
+    arrays, _ = strategy.aggregate_train(
+        1,
+        [
+            answer(message, value)
+            for message, value in zip(messages(strategy), (1.0, 3.0, 5.0, 9.0), strict=True)
+        ],
+    )
     again.resume_from(1, **strategy.state)
     assert arrays is not None
-    assert sent_values(again.configure_train(2, arrays, ConfigRecord({}), FakeGrid())) == [2.0, 2.0, 7.0, 7.0]
+    assert sent_values(again.configure_train(2, arrays, ConfigRecord({}), FakeGrid())) == [
+        2.0,
+        2.0,
+        7.0,
+        7.0,
+    ]
 
 
-@pytest.mark.parametrize(("changes", "says"), [
-    ({"groups": 1}, "server_interval = 3 and 1 group on 2 servers: there are no servers with groups of their own"),
-    ({"cluster": parse_cluster({"boards": [2, 2]}), "groups": 2}, "2 groups on 1 server: there are no servers"),
-    ({"outer": FedAdam()}, r"server_interval = 3, and outer = FedAdam\(…\) makes one model of all groups'"),
-    ({"server_interval": 0}, "server_interval = 0 must be a whole number, 1 or more"),
-])
-def test_servers_that_cannot_synchronise_less_often_are_refused(changes: dict[str, Any], says: str) -> None:
-    settings = {"cluster": parse_cluster({"boards": 2, "socs_per_board": 1}, servers=[{"count": 2}]), "groups": 4,
-                "server_interval": 3}
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"groups": 1},
+            "server_interval = 3 and 1 group on 2 servers: there are no servers with groups of their own",
+        ),
+        (
+            {"cluster": parse_cluster({"boards": [2, 2]}), "groups": 2},
+            "2 groups on 1 server: there are no servers",
+        ),
+        (
+            {"outer": FedAdam()},
+            r"server_interval = 3, and outer = FedAdam\(…\) makes one model of all groups'",
+        ),
+        ({"server_interval": 0}, "server_interval = 0 must be a whole number, 1 or more"),
+    ],
+)
+def test_servers_that_cannot_synchronise_less_often_are_refused(
+    changes: dict[str, Any], says: str
+) -> None:
+    settings = {
+        "cluster": parse_cluster({"boards": 2, "socs_per_board": 1}, servers=[{"count": 2}]),
+        "groups": 4,
+        "server_interval": 3,
+    }
     with pytest.raises(ConfigError, match=says) as caught:
         socflow(**(settings | changes))
     one_line(caught)
@@ -160,14 +242,22 @@ def test_a_plan_of_its_own_is_used_as_it_is() -> None:
     assert socflow(groups=plan).plan is plan
 
 
-@pytest.mark.parametrize(("option", "value", "now"), [
-    ("num_groups", 2, "groups, a number"), ("plan", None, "groups, which may be a plan"),
-    ("num_socs", 4, "groups=Grouping(num_groups=…, num_socs=…)"),
-    ("num_samples", 9, "schedule=TrainingSchedule(num_samples=…)"), ("seed", 2, "schedule=TrainingSchedule(seed=…)"),
-    ("model_profile", PROFILE, "costs=Costs(model_profile=…)"),
-    ("overlap_buckets", 2, "exchange=ExchangeSettings(overlap_buckets=…)")])
+@pytest.mark.parametrize(
+    ("option", "value", "now"),
+    [
+        ("num_groups", 2, "groups, a number"),
+        ("plan", None, "groups, which may be a plan"),
+        ("num_socs", 4, "groups=Grouping(num_groups=…, num_socs=…)"),
+        ("num_samples", 9, "schedule=TrainingSchedule(num_samples=…)"),
+        ("seed", 2, "schedule=TrainingSchedule(seed=…)"),
+        ("model_profile", PROFILE, "costs=Costs(model_profile=…)"),
+        ("overlap_buckets", 2, "exchange=ExchangeSettings(overlap_buckets=…)"),
+    ],
+)
 def test_an_option_that_is_part_of_a_settings_value_is_refused_with_its_place(
-    option: str, value: object, now: str,
+    option: str,
+    value: object,
+    now: str,
 ) -> None:
     for strategy in (SoCFlow, RingAllReduce) if option != "num_socs" else (SoCFlow,):
         with pytest.raises(ConfigError) as caught:
@@ -179,25 +269,46 @@ def test_options_that_nobody_knows_and_a_missing_schedule_are_refused() -> None:
     with pytest.raises(TypeError, match="SoCFlow: unexpected option 'what'"):
         socflow(what=1)
     for strategy in (SoCFlow, SingleDevice):
-        with pytest.raises(ConfigError, match=rf"{strategy.__name__}: schedule=TrainingSchedule\(.*\) is missing"):
+        with pytest.raises(
+            ConfigError, match=rf"{strategy.__name__}: schedule=TrainingSchedule\(.*\) is missing"
+        ):
             strategy(cluster=parse_cluster({"boards": [2, 2]}))
 
 
-@pytest.mark.parametrize(("make", "fault"), [
-    (lambda: TrainingSchedule(num_samples=0, batch_size=1, num_epochs=1), "num_samples = 0 must be a whole number"),
-    (lambda: TrainingSchedule(num_samples=1, batch_size=2.5, num_epochs=1), "batch_size = 2.5 must be"),  # type: ignore
-    (lambda: TrainingSchedule(num_samples=1, batch_size=1, num_epochs=-1), "num_epochs = -1 must be"),
-    (lambda: ExchangeSettings(overlap_buckets=0), "overlap_buckets = 0 must be"),
-    (lambda: ExchangeSettings(serialize_uplinks="maybe"), "serialize_uplinks = 'maybe' is unknown"),
-])
-def test_settings_that_cannot_be_are_refused_where_they_are_made(make: Callable[[], object], fault: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "fault"),
+    [
+        (
+            lambda: TrainingSchedule(num_samples=0, batch_size=1, num_epochs=1),
+            "num_samples = 0 must be a whole number",
+        ),
+        (
+            lambda: TrainingSchedule(num_samples=1, batch_size=2.5, num_epochs=1),
+            "batch_size = 2.5 must be",
+        ),  # type: ignore
+        (
+            lambda: TrainingSchedule(num_samples=1, batch_size=1, num_epochs=-1),
+            "num_epochs = -1 must be",
+        ),
+        (lambda: ExchangeSettings(overlap_buckets=0), "overlap_buckets = 0 must be"),
+        (
+            lambda: ExchangeSettings(serialize_uplinks="maybe"),
+            "serialize_uplinks = 'maybe' is unknown",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_where_they_are_made(
+    make: Callable[[], object], fault: str
+) -> None:
     with pytest.raises(ConfigError, match=fault) as caught:
         make()
     one_line(caught)
 
 
 def test_integer_gradients_are_not_exchanged_during_the_backward_pass() -> None:
-    with pytest.raises(ConfigError, match="SoCFlow: overlap_buckets = 2, but gradients in int8 are exchanged after"):
+    with pytest.raises(
+        ConfigError, match="SoCFlow: overlap_buckets = 2, but gradients in int8 are exchanged after"
+    ):
         socflow(costs=Costs(pricing=Int8Pricing()), exchange=ExchangeSettings(overlap_buckets=2))
 
 
@@ -208,7 +319,10 @@ def test_too_few_nodes_are_refused_with_both_numbers() -> None:
 
 
 def test_more_nodes_than_socs_leave_the_last_ones_idle() -> None:
-    assert [message.metadata.dst_node_id for message in messages(socflow(), grid=FakeGrid((9, 1, 2, 8, 3)))] == [1, 3]
+    assert [
+        message.metadata.dst_node_id
+        for message in messages(socflow(), grid=FakeGrid((9, 1, 2, 8, 3)))
+    ] == [1, 3]
 
 
 def test_partitions_are_numbered_over_the_socs_that_take_part() -> None:
@@ -221,8 +335,13 @@ def test_partitions_are_numbered_over_the_socs_that_take_part() -> None:
 
 def test_uneven_devices_get_shares_by_capacity() -> None:
     """F4: a Snapdragon 865 is faster than a Raspberry Pi, so it gets more of a batch."""
-    cluster = parse_cluster({}, [{"socs": 1, "device": "snapdragon-865"}, {"socs": 1, "device": "raspberry-pi-4b"}])
-    rates = [cluster.device_of(soc).processor(cluster.device_of(soc).default_processor).rate("toy") for soc in (0, 1)]
+    cluster = parse_cluster(
+        {}, [{"socs": 1, "device": "snapdragon-865"}, {"socs": 1, "device": "raspberry-pi-4b"}]
+    )
+    rates = [
+        cluster.device_of(soc).processor(cluster.device_of(soc).default_processor).rate("toy")
+        for soc in (0, 1)
+    ]
     strategy = socflow(cluster=cluster, groups=1, model_profile=PROFILE)
     (task,) = map(task_of, messages(strategy, grid=FakeGrid((1, 2))))
     assert task.capacities[0] / task.capacities[1] == pytest.approx(rates[0] / rates[1])
@@ -233,15 +352,31 @@ def test_uneven_devices_get_shares_by_capacity() -> None:
 
 def test_a_group_of_unequal_devices_is_as_fast_as_its_shares_are_fair() -> None:
     """With shares by capacity, two unequal devices take less virtual time than the slower one alone at half."""
-    cluster = parse_cluster({}, [{"socs": 1, "device": "snapdragon-865"}, {"socs": 1, "device": "raspberry-pi-4b"}])
-    heavy = ModelProfile(name="toy", input_bytes=4.0, layers=(LayerProfile(
-        name="only", kind="Linear", forward_flops=1e10, output_bytes=4.0, weight_bytes=400.0, num_tensors=1),))
+    cluster = parse_cluster(
+        {}, [{"socs": 1, "device": "snapdragon-865"}, {"socs": 1, "device": "raspberry-pi-4b"}]
+    )
+    heavy = ModelProfile(
+        name="toy",
+        input_bytes=4.0,
+        layers=(
+            LayerProfile(
+                name="only",
+                kind="Linear",
+                forward_flops=1e10,
+                output_bytes=4.0,
+                weight_bytes=400.0,
+                num_tensors=1,
+            ),
+        ),
+    )
     clock = EventClock(cluster)
     strategy = socflow(cluster=cluster, groups=1, clock=clock, model_profile=heavy)
     sent = messages(strategy, grid=FakeGrid((1, 2)))
     strategy.aggregate_train(1, [answer(message, 1.0) for message in sent])
     slow = cluster.device_of(1)
-    halves_s = strategy.steps_per_epoch * 2 * 5 * heavy.training_flops / slow.processor("cpu").rate("toy")
+    halves_s = (
+        strategy.steps_per_epoch * 2 * 5 * heavy.training_flops / slow.processor("cpu").rate("toy")
+    )
     assert 0.0 < strategy.reports[-1].usage.duration_s < halves_s
 
 
@@ -264,7 +399,8 @@ def test_metrics_that_only_some_have_or_that_are_lists_are_left_out() -> None:
     odd = answer(second, 1.0)
     group = int(odd.content["metrics"]["socflower-group"])
     odd.content["metrics"] = MetricRecord(
-        {"num-examples": 1, "loss": 1.0, "curve": [1.0, 2.0], "socflower-group": group})
+        {"num-examples": 1, "loss": 1.0, "curve": [1.0, 2.0], "socflower-group": group}
+    )
     other = answer(first, 1.0, loss=3.0, extra=2.0)
     other.content["metrics"] = MetricRecord({**other.content["metrics"], "curve": [1.0, 2.0]})
     _, metrics = strategy.aggregate_train(1, [other, odd])
@@ -289,19 +425,38 @@ def broken(message: Message, kind: str) -> list[Message]:
     elif kind == "infinite":
         good.content["arrays"] = model(np.inf)
     elif kind == "unreadable":
-        good.content["arrays"] = ArrayRecord({"w": Array("float32", (3,), "numpy.ndarray", b"not a file")})
+        good.content["arrays"] = ArrayRecord(
+            {"w": Array("float32", (3,), "numpy.ndarray", b"not a file")}
+        )
     else:
-        good.content["metrics"] = MetricRecord({"num-examples": {
-            "zero examples": 0, "negative examples": -3, "NaN examples": np.nan, "infinite examples": np.inf,
-            "list of examples": [3]}[kind]})
+        good.content["metrics"] = MetricRecord(
+            {
+                "num-examples": {
+                    "zero examples": 0,
+                    "negative examples": -3,
+                    "NaN examples": np.nan,
+                    "infinite examples": np.inf,
+                    "list of examples": [3],
+                }[kind]
+            }
+        )
     return [good]
 
 
 KINDS = {
-    "none": "no-reply", "died": "no-reply", "no arrays": "malformed", "no metrics": "malformed",
-    "no num-examples": "malformed", "zero examples": "malformed", "negative examples": "malformed",
-    "NaN examples": "malformed", "infinite examples": "malformed", "list of examples": "malformed",
-    "unreadable": "malformed", "NaN": "not-finite", "infinite": "not-finite",
+    "none": "no-reply",
+    "died": "no-reply",
+    "no arrays": "malformed",
+    "no metrics": "malformed",
+    "no num-examples": "malformed",
+    "zero examples": "malformed",
+    "negative examples": "malformed",
+    "NaN examples": "malformed",
+    "infinite examples": "malformed",
+    "list of examples": "malformed",
+    "unreadable": "malformed",
+    "NaN": "not-finite",
+    "infinite": "not-finite",
 }
 
 
@@ -314,7 +469,12 @@ def test_a_broken_reply_is_dropped_and_reported_and_the_others_are_averaged(kind
     assert metrics is not None and metrics["num-examples"] == 7
     (event,) = strategy.reports[-1].events
     assert (event.kind, event.group_id) == (KINDS[kind], 1)
-    assert "group 1" in event.text and "SoC 2" in event.text and "node 30" in event.text and "\n" not in event.text
+    assert (
+        "group 1" in event.text
+        and "SoC 2" in event.text
+        and "node 30" in event.text
+        and "\n" not in event.text
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -365,7 +525,9 @@ def test_each_round_is_priced_on_the_clock() -> None:
     clock = EventClock(cluster)
     strategy = socflow(cluster=cluster, clock=clock, model_profile=PROFILE, reshuffle=False)
     for number in (1, 2):
-        strategy.aggregate_train(number, [answer(message, 1.0) for message in messages(strategy, number)])
+        strategy.aggregate_train(
+            number, [answer(message, 1.0) for message in messages(strategy, number)]
+        )
     first, second = (report.usage for report in strategy.reports)
     assert first.duration_s > 0.0
     assert second.duration_s == pytest.approx(first.duration_s)
@@ -379,7 +541,9 @@ def test_dealing_the_data_anew_is_priced_too() -> None:
     cluster = parse_cluster({"boards": [2, 2]})
     strategy = socflow(cluster=cluster, clock=EventClock(cluster), model_profile=PROFILE)
     for number in (1, 2):
-        strategy.aggregate_train(number, [answer(message, 1.0) for message in messages(strategy, number)])
+        strategy.aggregate_train(
+            number, [answer(message, 1.0) for message in messages(strategy, number)]
+        )
     first, second = (report.usage for report in strategy.reports)
     assert first.num_bytes.get("inter_board", 0.0) == 0.0
     assert second.num_bytes["inter_board"] == 400.0
@@ -387,24 +551,44 @@ def test_dealing_the_data_anew_is_priced_too() -> None:
 
 
 def profile(**layer: Any) -> ModelProfile:
-    return ModelProfile(name="toy", input_bytes=4.0, layers=(
-        LayerProfile(**{"name": "only", "kind": "Linear", "output_bytes": 4.0, **layer}),))
+    return ModelProfile(
+        name="toy",
+        input_bytes=4.0,
+        layers=(LayerProfile(**{"name": "only", "kind": "Linear", "output_bytes": 4.0, **layer}),),
+    )
 
 
-@pytest.mark.parametrize(("kind", "in_turn"), [
-    (profile(forward_flops=1e9, weight_bytes=4e7, num_tensors=1), True),  # long passes, and bytes
-    (profile(forward_flops=1e6, weight_bytes=4e5, num_tensors=40), False),  # messages
-])
-def test_every_new_plan_takes_turns_where_that_is_predicted_to_be_faster(kind: ModelProfile, in_turn: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "in_turn"),
+    [
+        (
+            profile(forward_flops=1e9, weight_bytes=4e7, num_tensors=1),
+            True,
+        ),  # long passes, and bytes
+        (profile(forward_flops=1e6, weight_bytes=4e5, num_tensors=40), False),  # messages
+    ],
+)
+def test_every_new_plan_takes_turns_where_that_is_predicted_to_be_faster(
+    kind: ModelProfile, in_turn: bool
+) -> None:
     """Each round takes as long as the faster of both ways, with all SoCs and as they go."""
     cluster, took, turns = parse_cluster({"boards": [3, 3, 3]}), {}, []
     for asked in ("auto", True, False):
-        strategy = socflow(cluster=cluster, clock=EventClock(cluster), model_profile=kind, serialize_uplinks=asked,
-                           num_epochs=4)
+        strategy = socflow(
+            cluster=cluster,
+            clock=EventClock(cluster),
+            model_profile=kind,
+            serialize_uplinks=asked,
+            num_epochs=4,
+        )
         nodes = range(10, 100, 10)
         for server_round, gone in enumerate((None, 20, 60, 30), start=1):
             grid = FakeGrid(tuple(node for node in nodes if node != gone))
-            sent = [message for message in messages(strategy, server_round, grid) if "group" in message.content]
+            sent = [
+                message
+                for message in messages(strategy, server_round, grid)
+                if "group" in message.content
+            ]
             strategy.aggregate_train(server_round, [answer(message, 1.0) for message in sent])
         took[asked] = [report.usage.duration_s for report in strategy.reports]
         turns.append([report.in_turn for report in strategy.reports])
@@ -419,7 +603,10 @@ def test_without_a_clock_groups_that_share_an_uplink_take_turns_and_the_log_says
     strategy = socflow(cluster=parse_cluster({"boards": [2, 2, 2]}), model_profile=PROFILE)
     with caplog.at_level("INFO", logger="flwr"):
         messages(strategy, grid=FakeGrid((1, 2, 3, 4, 5, 6)))
-    assert strategy.exchanges.turns.taken and "nothing predicts whether running freely is faster" in caplog.text
+    assert (
+        strategy.exchanges.turns.taken
+        and "nothing predicts whether running freely is faster" in caplog.text
+    )
     assert not socflow(model_profile=PROFILE).exchanges.turns.taken  # these share none
     with pytest.raises(ConfigError, match="serialize_uplinks = 'maybe'"):
         socflow(serialize_uplinks="maybe")
@@ -445,7 +632,10 @@ def test_a_strategy_for_another_cluster_than_the_engines_is_refused() -> None:
     grid.clock = EventClock(parse_cluster({"boards": [4]}))
     grid.cluster = parse_cluster({"boards": [4], "device": "raspberry-pi-4b"})
     strategy = socflow(cluster=parse_cluster({"boards": [2, 2]}), model_profile=PROFILE)
-    with pytest.raises(ConfigError, match=r"4 SoCs on 2 boards, snapdragon-865\) is not .* 1 board, raspberry-pi-4b"):
+    with pytest.raises(
+        ConfigError,
+        match=r"4 SoCs on 2 boards, snapdragon-865\) is not .* 1 board, raspberry-pi-4b",
+    ):
         messages(strategy, grid=grid)
 
 
@@ -461,15 +651,19 @@ def test_a_client_that_trained_alone_does_not_pass_for_its_group() -> None:
 
 # ------------------------------------------------------------------------------------------------ baselines
 def test_a_ring_is_one_group_of_everything_and_a_round_an_epoch() -> None:
-    ring = RingAllReduce(cluster=parse_cluster({"boards": [2, 2]}), schedule=TrainingSchedule(
-        num_samples=100, batch_size=10, num_epochs=3))
+    ring = RingAllReduce(
+        cluster=parse_cluster({"boards": [2, 2]}),
+        schedule=TrainingSchedule(num_samples=100, batch_size=10, num_epochs=3),
+    )
     assert [group.members for group in ring.plan.groups] == [(0, 1, 2, 3)]
     assert (ring.num_rounds, ring.steps_per_epoch) == (3, 10)
 
 
 def test_a_single_device_is_one_group_of_one() -> None:
-    alone = SingleDevice(cluster=parse_cluster({"boards": [2, 2]}), schedule=TrainingSchedule(
-        num_samples=100, batch_size=10, num_epochs=1))
+    alone = SingleDevice(
+        cluster=parse_cluster({"boards": [2, 2]}),
+        schedule=TrainingSchedule(num_samples=100, batch_size=10, num_epochs=1),
+    )
     assert [group.members for group in alone.plan.groups] == [(0,)]
     assert len(messages(alone)) == 1
 
@@ -481,7 +675,15 @@ def test_the_model_is_evaluated_on_the_server_only() -> None:
 
 
 def test_compression_is_refused_before_anything_is_sent_to_nodes_that_form_no_rings() -> None:
-    strategy = SoCFlow(cluster=parse_cluster({"boards": [2, 2]}), groups=2, rings=RingSettings(compression="dgc"),
-                       schedule=TrainingSchedule(num_samples=100, batch_size=10, num_epochs=1, interval_epochs=1.0))
-    with pytest.raises(ConfigError, match=r"^SoCFlow: rings has compression = 'dgc', and its nodes form no rings"):
+    strategy = SoCFlow(
+        cluster=parse_cluster({"boards": [2, 2]}),
+        groups=2,
+        rings=RingSettings(compression="dgc"),
+        schedule=TrainingSchedule(
+            num_samples=100, batch_size=10, num_epochs=1, interval_epochs=1.0
+        ),
+    )
+    with pytest.raises(
+        ConfigError, match=r"^SoCFlow: rings has compression = 'dgc', and its nodes form no rings"
+    ):
         messages(strategy)

@@ -23,7 +23,9 @@ def schedule(**changes: Any) -> TrainingSchedule:
 
 
 def strategy(kind: Callable[..., SoCFlow] = SoCFlow, **changes: Any) -> SoCFlow:
-    return kind(**({"cluster": parse_cluster({"boards": [2, 2]}), "schedule": schedule()} | changes))
+    return kind(
+        **({"cluster": parse_cluster({"boards": [2, 2]}), "schedule": schedule()} | changes)
+    )
 
 
 WRONG: list[tuple[Callable[..., object], str, object, str]] = [
@@ -31,17 +33,28 @@ WRONG: list[tuple[Callable[..., object], str, object, str]] = [
     (schedule, "reshuffle", 0, "TrainingSchedule: reshuffle = 0 must be True or False"),
     (schedule, "reshuffle", np.True_, "must be True or False"),
     (schedule, "seed", "8", "TrainingSchedule: seed = '8' must be a whole number"),
-    (schedule, "seed", [], "seed = [] must be a whole number"), (schedule, "seed", None, "seed = None must be"),
+    (schedule, "seed", [], "seed = [] must be a whole number"),
+    (schedule, "seed", None, "seed = None must be"),
     (schedule, "seed", True, "seed = True must be"),
     (schedule, "num_samples", True, f"num_samples = True must be {COUNT}"),
     (schedule, "batch_size", np.float64(8.0), f"batch_size = 8.0 must be {COUNT}"),
-    (schedule, "interval_epochs", None, "TrainingSchedule: interval_epochs = None must be a number above 0"),
+    (
+        schedule,
+        "interval_epochs",
+        None,
+        "TrainingSchedule: interval_epochs = None must be a number above 0",
+    ),
     (Grouping, "num_groups", "8", f"Grouping: num_groups = '8' must be {COUNT}"),
     (Grouping, "num_socs", 2.5, f"Grouping: num_socs = 2.5 must be {COUNT}, or None for all"),
     (Costs, "pricing", None, "Costs: pricing = None must be a Pricing"),
     (Costs, "model_profile", "x", "Costs: model_profile = 'x' must be a ModelProfile"),
     (Costs, "clock", 3, "Costs: clock = 3 must be a VirtualClock"),
-    (ExchangeSettings, "overlap_buckets", True, f"ExchangeSettings: overlap_buckets = True must be {COUNT}"),
+    (
+        ExchangeSettings,
+        "overlap_buckets",
+        True,
+        f"ExchangeSettings: overlap_buckets = True must be {COUNT}",
+    ),
     (RingSettings, "heartbeat_s", "8", "rings: heartbeat_s = '8' must be a number of seconds"),
     (RingSettings, "rendezvous_s", None, "rings: rendezvous_s = None must be a number of seconds"),
     (GroupGrid, "grid", None, "GroupGrid: grid = None must be the Grid"),
@@ -52,14 +65,28 @@ WRONG: list[tuple[Callable[..., object], str, object, str]] = [
     (strategy, "exchange", RingSettings(), "must be ExchangeSettings(…)"),
     (strategy, "rings", 3, "SoCFlow: rings = 3 must be RingSettings(…)"),
     (strategy, "rebalancing", True, "SoCFlow: rebalancing = True must be Rebalancing(…) or None"),
-    (strategy, "tolerate_client_errors", "no", "SoCFlow: tolerate_client_errors = 'no' must be True or False"),
-    *((strategy, "groups", groups, f"SoCFlow: groups = {groups!r} must be a whole number, Grouping(…) or a GroupPlan")
-      for groups in ("8", None, 2.5, True)),
+    (
+        strategy,
+        "tolerate_client_errors",
+        "no",
+        "SoCFlow: tolerate_client_errors = 'no' must be True or False",
+    ),
+    *(
+        (
+            strategy,
+            "groups",
+            groups,
+            f"SoCFlow: groups = {groups!r} must be a whole number, Grouping(…) or a GroupPlan",
+        )
+        for groups in ("8", None, 2.5, True)
+    ),
 ]
 
 
 @pytest.mark.parametrize(("make", "key", "value", "text"), WRONG)
-def test_a_setting_of_a_wrong_type_is_refused(make: Callable[..., object], key: str, value: object, text: str) -> None:
+def test_a_setting_of_a_wrong_type_is_refused(
+    make: Callable[..., object], key: str, value: object, text: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         make(**{key: value})
     assert text in str(caught.value) and "\n" not in str(caught.value)
@@ -67,18 +94,26 @@ def test_a_setting_of_a_wrong_type_is_refused(make: Callable[..., object], key: 
 
 @pytest.mark.parametrize("kind", [RingAllReduce, SingleDevice])
 def test_the_comparators_refuse_a_schedule_that_is_none(kind: type[SoCFlow]) -> None:
-    with pytest.raises(ConfigError, match=rf"{kind.__name__}: schedule = 3 must be TrainingSchedule"):
+    with pytest.raises(
+        ConfigError, match=rf"{kind.__name__}: schedule = 3 must be TrainingSchedule"
+    ):
         strategy(kind, schedule=3)
 
 
-@pytest.mark.parametrize(("arguments", "state", "text"), [
-    (["1"], {}, "resume_from: server_round = '1' must be a whole number"),
-    ([1.5], {}, "resume_from: server_round = 1.5 must be"), ([True], {}, "resume_from: server_round = True must be"),
-    ([1], {"away": [99]}, "resume_from: away has 99, which is no SoC of the plan"),
-    ([1], {"planned_without": [99]}, "resume_from: planned_without has 99"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "state", "text"),
+    [
+        (["1"], {}, "resume_from: server_round = '1' must be a whole number"),
+        ([1.5], {}, "resume_from: server_round = 1.5 must be"),
+        ([True], {}, "resume_from: server_round = True must be"),
+        ([1], {"away": [99]}, "resume_from: away has 99, which is no SoC of the plan"),
+        ([1], {"planned_without": [99]}, "resume_from: planned_without has 99"),
+    ],
+)
 def test_a_resume_from_what_cannot_be_is_refused_and_changes_nothing(
-    arguments: list[Any], state: dict[str, Any], text: str,
+    arguments: list[Any],
+    state: dict[str, Any],
+    text: str,
 ) -> None:
     ours = socflow()
     with pytest.raises(ConfigError) as caught:

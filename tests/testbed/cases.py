@@ -34,8 +34,14 @@ class Case:
         num_steps = (6 if self.computes else 4) if large else 9
         # 0.1 s for 0.8 MB: what a ring of six that is alone takes at 100 Mbit/s, rounded.
         compute_s = round(num_bytes / 8e6, 1) if self.computes else 0.0
-        return Run(transport=transport, rings=self.rings, num_bytes=num_bytes, num_steps=num_steps,
-                   compute_s=compute_s, in_turn=self.in_turn)
+        return Run(
+            transport=transport,
+            rings=self.rings,
+            num_bytes=num_bytes,
+            num_steps=num_steps,
+            compute_s=compute_s,
+            in_turn=self.in_turn,
+        )
 
 
 def _planned(num_groups: int, socs: range | None = None) -> tuple[tuple[int, ...], ...]:
@@ -46,22 +52,57 @@ def _planned(num_groups: int, socs: range | None = None) -> tuple[tuple[int, ...
 
 
 INSIDE = Case(name="inside", question="A ring of four on one board.", rings=_planned(1, range(4)))
-ACROSS = Case(name="across", question="The same across two boards, two members on each, in the order of the plan.",
-              rings=_planned(1, range(2, 6)))
-INTERLEAVED = Case(name="interleaved", question="The same with ranks that alternate between the boards.",
-                   rings=((2, 4, 3, 5),))
-CONTENDING = Case(name="contending", question="Two groups of six that share the uplink of the board between them, "
-                  "exchanging freely.", rings=_planned(2))
+ACROSS = Case(
+    name="across",
+    question="The same across two boards, two members on each, in the order of the plan.",
+    rings=_planned(1, range(2, 6)),
+)
+INTERLEAVED = Case(
+    name="interleaved",
+    question="The same with ranks that alternate between the boards.",
+    rings=((2, 4, 3, 5),),
+)
+CONTENDING = Case(
+    name="contending",
+    question="Two groups of six that share the uplink of the board between them, "
+    "exchanging freely.",
+    rings=_planned(2),
+)
 IN_TURN = Case(name="in turn", question="The same two in turn.", rings=_planned(2), in_turn=True)
-FREE = Case(name="free, computing", question="The same two with computation between exchanges, running freely.",
-            rings=_planned(2), computes=True)
-COMPUTING_IN_TURN = Case(name="in turn, computing", question="The same two with that computation, exchanging in turn.",
-                         rings=_planned(2), computes=True, in_turn=True)
-FOUR_PLANNED = Case(name="four groups", question="Four groups of three on three boards, all at once, as the planner "
-                    "places them: one is split and has the uplinks to itself.", rings=_planned(4))
-FOUR_IN_SEQUENCE = Case(name="four groups in sequence", question="Four groups of three laid out in sequence, all at "
-                        "once: two are split and share the uplink of the board between them.",
-                        rings=((0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)))
+FREE = Case(
+    name="free, computing",
+    question="The same two with computation between exchanges, running freely.",
+    rings=_planned(2),
+    computes=True,
+)
+COMPUTING_IN_TURN = Case(
+    name="in turn, computing",
+    question="The same two with that computation, exchanging in turn.",
+    rings=_planned(2),
+    computes=True,
+    in_turn=True,
+)
+FOUR_PLANNED = Case(
+    name="four groups",
+    question="Four groups of three on three boards, all at once, as the planner "
+    "places them: one is split and has the uplinks to itself.",
+    rings=_planned(4),
+)
+FOUR_IN_SEQUENCE = Case(
+    name="four groups in sequence",
+    question="Four groups of three laid out in sequence, all at "
+    "once: two are split and share the uplink of the board between them.",
+    rings=((0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)),
+)
 
-CASES = (INSIDE, ACROSS, INTERLEAVED, CONTENDING, IN_TURN, FREE, COMPUTING_IN_TURN, FOUR_PLANNED,
-         FOUR_IN_SEQUENCE)
+CASES = (
+    INSIDE,
+    ACROSS,
+    INTERLEAVED,
+    CONTENDING,
+    IN_TURN,
+    FREE,
+    COMPUTING_IN_TURN,
+    FOUR_PLANNED,
+    FOUR_IN_SEQUENCE,
+)

@@ -26,7 +26,9 @@ class Row:
     steps_s: tuple[float, ...]  # each that was measured
     simulated_s: float  # of drifting groups: as far apart as they were found to be
     error: float  # simulated over measured, less 1; of drifting groups it decides nothing
-    bracket_s: tuple[float, float] | None  # of drifting groups, which decides: staggered, and all starting together
+    bracket_s: (
+        tuple[float, float] | None
+    )  # of drifting groups, which decides: staggered, and all starting together
     closed_form_s: float
     cpu_s: float  # of this machine, for the whole case
     sums_right: bool
@@ -55,7 +57,10 @@ def compare(rack: Rack, case: Case, result: RunResult) -> list[Row]:
     brackets: list[tuple[float, float]] = []
     if case.drifts:
         together = predicted_steps_s(rack, run)
-        brackets = [(mean(steps), mean(other)) for steps, other in zip(_staggered(rack, run), together, strict=True)]
+        brackets = [
+            (mean(steps), mean(other))
+            for steps, other in zip(_staggered(rack, run), together, strict=True)
+        ]
     rows = []
     for ring, members in enumerate(run.rings):
         steps_s = tuple(result.steps_s(ring))
@@ -63,12 +68,28 @@ def compare(rack: Rack, case: Case, result: RunResult) -> list[Row]:
         error = simulated_s / measured_s - 1.0
         bracket_s = brackets[ring] if brackets else None
         # The ends of the bracket are simulated too, and as good as any.
-        within = bracket_s is None or bracket_s[0] * (1 - TOLERANCE) <= measured_s <= bracket_s[1] * (1 + TOLERANCE)
-        rows.append(Row(
-            case=case.name, transport=run.transport, num_bytes=run.num_bytes, compute_s=run.compute_s, ring=ring,
-            members=members, measured_s=measured_s, steps_s=steps_s, simulated_s=simulated_s, error=error,
-            bracket_s=bracket_s, closed_form_s=closed_form_s(rack, run, ring), cpu_s=result.cpu_s,
-            sums_right=result.right, ok=result.right and within and (case.drifts or abs(error) <= TOLERANCE)))
+        within = bracket_s is None or bracket_s[0] * (1 - TOLERANCE) <= measured_s <= bracket_s[
+            1
+        ] * (1 + TOLERANCE)
+        rows.append(
+            Row(
+                case=case.name,
+                transport=run.transport,
+                num_bytes=run.num_bytes,
+                compute_s=run.compute_s,
+                ring=ring,
+                members=members,
+                measured_s=measured_s,
+                steps_s=steps_s,
+                simulated_s=simulated_s,
+                error=error,
+                bracket_s=bracket_s,
+                closed_form_s=closed_form_s(rack, run, ring),
+                cpu_s=result.cpu_s,
+                sums_right=result.right,
+                ok=result.right and within and (case.drifts or abs(error) <= TOLERANCE),
+            )
+        )
     return rows
 
 
@@ -76,8 +97,14 @@ def gains(rows: Sequence[Row]) -> list[Gain]:
     """Return what taking turns gained, for each transport and size for which both cases were measured."""
     found = []
     for transport, num_bytes in dict.fromkeys((row.transport, row.num_bytes) for row in rows):
-        both = [[row for row in rows if (row.case, row.transport, row.num_bytes) == (case.name, transport, num_bytes)]
-                for case in (FREE, COMPUTING_IN_TURN)]
+        both = [
+            [
+                row
+                for row in rows
+                if (row.case, row.transport, row.num_bytes) == (case.name, transport, num_bytes)
+            ]
+            for case in (FREE, COMPUTING_IN_TURN)
+        ]
         if not all(both):
             continue
         free, turns = both
@@ -85,12 +112,22 @@ def gains(rows: Sequence[Row]) -> list[Gain]:
         measured = mean(row.measured_s for row in free) / mean(row.measured_s for row in turns)
         simulated = mean(row.simulated_s for row in free) / base_s
         ends = [row.bracket_s for row in free if row.bracket_s is not None]
-        lowest, highest = mean(low for low, _ in ends) / base_s, mean(high for _, high in ends) / base_s
-        found.append(Gain(
-            transport=transport, num_bytes=num_bytes, compute_s=free[0].compute_s, measured=measured,
-            simulated=simulated, bracket=(lowest, highest),
-            closed_form=free[0].closed_form_s / turns[0].closed_form_s,
-            ok=1.0 + TOLERANCE < measured < highest * (1.0 + TOLERANCE)))
+        lowest, highest = (
+            mean(low for low, _ in ends) / base_s,
+            mean(high for _, high in ends) / base_s,
+        )
+        found.append(
+            Gain(
+                transport=transport,
+                num_bytes=num_bytes,
+                compute_s=free[0].compute_s,
+                measured=measured,
+                simulated=simulated,
+                bracket=(lowest, highest),
+                closed_form=free[0].closed_form_s / turns[0].closed_form_s,
+                ok=1.0 + TOLERANCE < measured < highest * (1.0 + TOLERANCE),
+            )
+        )
     return found
 
 
@@ -100,12 +137,24 @@ def closed_form_s(rack: Rack, run: Run, ring: int) -> float:
     In turn, S is a ring's own exchange and the step max(C + S, sum of S); freely, rings share every link evenly.
     """
     cluster, rates = rack.cluster(), rack.cluster().link_bytes_per_s
-    links = [[link for soc, following in zip(members, (*members[1:], members[0]), strict=True)
-              for link in cluster.path(soc, following)] for members in run.rings]
+    links = [
+        [
+            link
+            for soc, following in zip(members, (*members[1:], members[0]), strict=True)
+            for link in cluster.path(soc, following)
+        ]
+        for members in run.rings
+    ]
 
     def exchange_s(own: int, sharing: Counter[str]) -> float:
         size = len(run.rings[own])
-        return 2 * (size - 1) / size * run.num_bytes * max(sharing[link] / rates[link] for link in links[own])
+        return (
+            2
+            * (size - 1)
+            / size
+            * run.num_bytes
+            * max(sharing[link] / rates[link] for link in links[own])
+        )
 
     if run.in_turn:
         alone_s = [exchange_s(own, Counter(links[own])) for own in range(len(run.rings))]
@@ -131,7 +180,14 @@ def _as_found(case: Case, result: RunResult) -> Run:
     """
     if not case.drifts:
         return result.run
-    first, second = ([max(step) for step in zip(*(soc["ends_s"] for soc in result.socs if soc["ring"] == ring),
-                                                strict=True)] for ring in range(2))
+    first, second = (
+        [
+            max(step)
+            for step in zip(
+                *(soc["ends_s"] for soc in result.socs if soc["ring"] == ring), strict=True
+            )
+        ]
+        for ring in range(2)
+    )
     apart_s = mean(abs(own - other) for own, other in zip(first[:-1], second[:-1], strict=True))
     return replace(result.run, delays_s=(0.0, apart_s))

@@ -30,7 +30,9 @@ _NETWORK_NAMESPACE = 0x40000000  # CLONE_NEWNET
 def main(path: str) -> int:
     """Build the rack, do all runs one after the other, print their results; 0 if every SoC came to the end."""
     document = json.loads(Path(path).read_text("utf-8"))
-    rack = Rack(**{**document["rack"], "slots_per_board": tuple(document["rack"]["slots_per_board"])})
+    rack = Rack(
+        **{**document["rack"], "slots_per_board": tuple(document["rack"]["slots_per_board"])}
+    )
     runs = [Run.from_document(run) for run in document["runs"]]
     _build(rack)
     _import_once({run.transport for run in runs})
@@ -49,14 +51,21 @@ def main(path: str) -> int:
     receivers, processes = [], []
     for soc in range(rack.num_socs):
         receiver, sender = fork.Pipe(duplex=False)
-        process = fork.Process(target=_live_on, args=(soc, rack, runs, meet, sender), name=f"SoC {soc}", daemon=True)
+        process = fork.Process(
+            target=_live_on, args=(soc, rack, runs, meet, sender), name=f"SoC {soc}", daemon=True
+        )
         process.start()
         sender.close()
         receivers.append(receiver)
         processes.append(process)
-    threading.Thread(target=_end_with_stdin, daemon=True).start()  # after the forks, which threads do not survive
+    threading.Thread(
+        target=_end_with_stdin, daemon=True
+    ).start()  # after the forks, which threads do not survive
     for number in range(len(runs)):
-        print(json.dumps([_receive(receiver, processes, number) for receiver in receivers]), flush=True)
+        print(
+            json.dumps([_receive(receiver, processes, number) for receiver in receivers]),
+            flush=True,
+        )
     for process in processes:
         process.join()
     return max(abs(process.exitcode or 0) for process in processes)
@@ -64,7 +73,9 @@ def main(path: str) -> int:
 
 def _build(rack: Rack) -> None:
     """Build the rack; names of namespaces are kept in /run, which is this mount namespace's own from here on."""
-    script = "\n".join(["set -e", "mount -t tmpfs none /run", "mkdir -p /run/netns", *rack.commands()])
+    script = "\n".join(
+        ["set -e", "mount -t tmpfs none /run", "mkdir -p /run/netns", *rack.commands()]
+    )
     subprocess.run(["bash", "-c", script], check=True, stdin=subprocess.DEVNULL, stdout=sys.stderr)
 
 
@@ -76,7 +87,9 @@ def _import_once(transports: set[str]) -> None:
         import socflower.rings.member  # noqa: F401
 
 
-def _live_on(soc: int, rack: Rack, runs: Sequence[Run], meet: Callable[[], float], sender: Connection) -> None:
+def _live_on(
+    soc: int, rack: Rack, runs: Sequence[Run], meet: Callable[[], float], sender: Connection
+) -> None:
     """Be a SoC: enter its namespace and do its part of every run."""
     enter_network(Path(f"/run/netns/soc{soc}"))
     for number, run in enumerate(runs):
@@ -94,10 +107,16 @@ def enter_network(path: Path) -> None:
 def _receive(receiver: Connection, processes: Sequence[BaseProcess], number: int) -> dict[str, Any]:
     """Return a SoC's results of a run; end everything if any SoC failed, which the others would wait for for ever."""
     while True:
-        ready = wait([receiver, *(process.sentinel for process in processes if process.exitcode is None)])
+        ready = wait(
+            [receiver, *(process.sentinel for process in processes if process.exitcode is None)]
+        )
         for process in processes:
             if process.exitcode:
-                print(f"{process.name} ended with {process.exitcode} during run {number}", file=sys.stderr, flush=True)
+                print(
+                    f"{process.name} ended with {process.exitcode} during run {number}",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 os._exit(1)  # and the kernel ends the other SoCs
         if receiver in ready:
             with suppress(EOFError):  # of a process that is about to be known as ended

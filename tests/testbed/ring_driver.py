@@ -40,12 +40,18 @@ class Run:
     def __post_init__(self) -> None:
         members = [soc for ring in self.rings for soc in ring]
         if len(members) != len(set(members)) or any(len(ring) < 2 for ring in self.rings):
-            raise ConfigError(f"run: rings {self.rings} must have two members or more, and none in common")
+            raise ConfigError(
+                f"run: rings {self.rings} must have two members or more, and none in common"
+            )
         if self.num_bytes % 4 or self.num_bytes < 4 or self.num_steps < 2:
-            raise ConfigError(f"run: need num_bytes in whole float32 and two steps or more, got {self.num_bytes} and "
-                              f"{self.num_steps}")
+            raise ConfigError(
+                f"run: need num_bytes in whole float32 and two steps or more, got {self.num_bytes} and "
+                f"{self.num_steps}"
+            )
         if self.delays_s and len(self.delays_s) != len(self.rings):
-            raise ConfigError(f"run: {len(self.delays_s)} delays for {len(self.rings)} rings; give one for each")
+            raise ConfigError(
+                f"run: {len(self.delays_s)} delays for {len(self.rings)} rings; give one for each"
+            )
         # A buffer is summed again and again without being filled anew, which would take a core's time between steps.
         if max(map(len, self.rings)) ** self.num_steps > _LARGEST_SUM:
             raise ConfigError(f"run: {self.num_steps} steps overflow float32; take fewer")
@@ -53,8 +59,13 @@ class Run:
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> "Run":
         """Return the run of what `dataclasses.asdict` made of one, by way of JSON."""
-        return cls(**{**document, "rings": tuple(map(tuple, document["rings"])),
-                      "delays_s": tuple(document["delays_s"])})
+        return cls(
+            **{
+                **document,
+                "rings": tuple(map(tuple, document["rings"])),
+                "delays_s": tuple(document["delays_s"]),
+            }
+        )
 
 
 class Turns(Protocol):
@@ -124,7 +135,9 @@ def drive(soc: int, rack: Rack, run: Run, number: int, meet: Callable[[], float]
         if run.in_turn:
             if turns is not None:
                 turns.wait(step)
-            ring.all_reduce(gate)  # nobody's is done before the first member, who waits for the turn, takes part
+            ring.all_reduce(
+                gate
+            )  # nobody's is done before the first member, who waits for the turn, takes part
         begins.append(time.monotonic())
         ring.all_reduce(buffer)
         ends.append(time.monotonic())
@@ -138,7 +151,14 @@ def drive(soc: int, rack: Rack, run: Run, number: int, meet: Callable[[], float]
     size = len(members)
     expected = pattern * (size * (size + 1) / 2 * float(size) ** (run.num_steps - 1))
     right = bool(torch.allclose(buffer, expected, rtol=1e-5, atol=0.0))
-    return {"soc": soc, "ring": index, "begins_s": begins, "ends_s": ends, "right": right, "cpu_s": cpu_s}
+    return {
+        "soc": soc,
+        "ring": index,
+        "begins_s": begins,
+        "ends_s": ends,
+        "right": right,
+        "cpu_s": cpu_s,
+    }
 
 
 class Token:
@@ -178,11 +198,18 @@ class TorchGloo:
 
         rack, members = self._rack, self._members
         patience = timedelta(seconds=PATIENCE_S)
-        self._store = dist.TCPStore(rack.address(members[0]), STORE_PORT + self._number, is_master=self._rank == 0,
-                                    wait_for_workers=False, timeout=patience)
+        self._store = dist.TCPStore(
+            rack.address(members[0]),
+            STORE_PORT + self._number,
+            is_master=self._rank == 0,
+            wait_for_workers=False,
+            timeout=patience,
+        )
         options = dist.ProcessGroupGloo._Options()
         options._timeout = patience
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=rack.address(members[self._rank]))]
+        options._devices = [
+            dist.ProcessGroupGloo.create_device(hostname=rack.address(members[self._rank]))
+        ]
         self._group = dist.ProcessGroupGloo(self._store, self._rank, len(members), options)
 
     def all_reduce(self, buffer: "Tensor") -> None:
@@ -198,15 +225,23 @@ class TorchGloo:
 class OurRing:
     """A ring of `socflower.rings`, over the transport of that name."""
 
-    def __init__(self, transport: str, rack: Rack, members: Sequence[int], rank: int, number: int) -> None:
+    def __init__(
+        self, transport: str, rack: Rack, members: Sequence[int], rank: int, number: int
+    ) -> None:
         from socflower.rings.transports.port import RingPort
 
         self._transport, self._members = transport, members
         # Participants of the port are all SoCs, as those of a deployment are all members of all groups.
         addresses = [f"{rack.address(soc)}:{RING_PORT}" for soc in range(rack.num_socs)]
         soc = members[rank]
-        self._port = RingPort(addresses[soc], rank=soc, addresses=addresses, token=number.to_bytes(32, "big"),
-                              tls=None, heartbeat_s=PATIENCE_S)
+        self._port = RingPort(
+            addresses[soc],
+            rank=soc,
+            addresses=addresses,
+            token=number.to_bytes(32, "big"),
+            tls=None,
+            heartbeat_s=PATIENCE_S,
+        )
 
     def open(self) -> None:
         from socflower.rings.member import open_ring
@@ -234,7 +269,9 @@ class TorchStar(TorchGloo):
             self._group.recv([buffer], 0, 0).wait()
             return
         arrived = [buffer.new_empty(buffer.shape) for _ in others]
-        for work in [self._group.recv([each], rank, 0) for rank, each in zip(others, arrived, strict=True)]:
+        for work in [
+            self._group.recv([each], rank, 0) for rank, each in zip(others, arrived, strict=True)
+        ]:
             work.wait()
         for each in arrived:
             buffer += each
@@ -263,10 +300,16 @@ class LeaderRing:
 
         port, self._port = self._port, self._open_port()
         groups = range(len(self._members))
-        meeting = LeaderMeeting(LeaderPort(port, self._rank, {group: (group,) for group in groups}), groups,
-                                heartbeat_s=5.0, rendezvous_until_s=time.monotonic() + PATIENCE_S)
-        mean = meeting.exchange(GroupsModel(arrays={"model": buffer.numpy().copy()}, samples=1.0,
-                                            groups=(self._rank,)), no_poll)
+        meeting = LeaderMeeting(
+            LeaderPort(port, self._rank, {group: (group,) for group in groups}),
+            groups,
+            heartbeat_s=5.0,
+            rendezvous_until_s=time.monotonic() + PATIENCE_S,
+        )
+        mean = meeting.exchange(
+            GroupsModel(arrays={"model": buffer.numpy().copy()}, samples=1.0, groups=(self._rank,)),
+            no_poll,
+        )
         buffer.numpy()[:] = mean.arrays["model"] * len(self._members)
         port.close()
 
@@ -280,9 +323,14 @@ class LeaderRing:
         from socflower.rings.transports.port import RingPort
 
         self._number += 1
-        return RingPort(f"{self._rack.address(self._members[self._rank])}:{self._number}", rank=self._rank,
-                        addresses=[f"{self._rack.address(soc)}:{self._number}" for soc in self._members],
-                        token=self._number.to_bytes(32, "big"), tls=None, heartbeat_s=PATIENCE_S)
+        return RingPort(
+            f"{self._rack.address(self._members[self._rank])}:{self._number}",
+            rank=self._rank,
+            addresses=[f"{self._rack.address(soc)}:{self._number}" for soc in self._members],
+            token=self._number.to_bytes(32, "big"),
+            tls=None,
+            heartbeat_s=PATIENCE_S,
+        )
 
 
 class OurTurns:
@@ -291,9 +339,14 @@ class OurTurns:
     def __init__(self, port: "RingPort", rings: Sequence[Sequence[int]], index: int) -> None:
         from socflower.rings import uplink_turns as turns
 
-        neighbours = turns.Neighbours(before=range(index), after=range(index + 1, len(rings)),
-                                      members={other: rings[other] for other in range(len(rings)) if other != index})
-        self._turns = turns.UplinkTurns(port, index, neighbours, heartbeat_s=PATIENCE_S, rendezvous_s=PATIENCE_S)
+        neighbours = turns.Neighbours(
+            before=range(index),
+            after=range(index + 1, len(rings)),
+            members={other: rings[other] for other in range(len(rings)) if other != index},
+        )
+        self._turns = turns.UplinkTurns(
+            port, index, neighbours, heartbeat_s=PATIENCE_S, rendezvous_s=PATIENCE_S
+        )
 
     def wait(self, step: int) -> None:
         self._turns.wait(step, lambda: None)

@@ -9,7 +9,16 @@ from socflower.cluster import StepCost
 from socflower.errors import ConfigError
 from socflower.hierarchy import Exchange, plan_groups, step_graph
 from socflower.sim import EventClock
-from tests.testbed.cases import CASES, CONTENDING, FREE, INSIDE, INTERLEAVED, RACK, SMALL_BYTES, VGG11_BYTES
+from tests.testbed.cases import (
+    CASES,
+    CONTENDING,
+    FREE,
+    INSIDE,
+    INTERLEAVED,
+    RACK,
+    SMALL_BYTES,
+    VGG11_BYTES,
+)
 from tests.testbed.comparison import closed_form_s
 from tests.testbed.prediction import plan_of, predicted_ends_s, predicted_steps_s, unrolled
 from tests.testbed.ring_driver import Run
@@ -29,24 +38,35 @@ def test_rings_in_a_planners_order_are_the_planners_plan() -> None:
         planned = plan_groups(CLUSTER, num_groups)
         ours = plan_of(CLUSTER, [group.members for group in planned.groups])
         assert [(group.members, group.boards, group.split) for group in ours.groups] == [
-            (group.members, group.boards, group.split) for group in planned.groups]
-        assert (ours.communication_groups, ours.contention) == (planned.communication_groups, planned.contention)
+            (group.members, group.boards, group.split) for group in planned.groups
+        ]
+        assert (ours.communication_groups, ours.contention) == (
+            planned.communication_groups,
+            planned.contention,
+        )
 
 
 @pytest.mark.parametrize("serialize_uplinks", [False, True])
 def test_a_graph_written_out_takes_as_long_as_the_graph_repeated(serialize_uplinks: bool) -> None:
     plan = plan_groups(CLUSTER, 2)
     cost = StepCost(forward_s=0.3, backward_s=0.0, update_s=0.01, processor="cpu")
-    step = step_graph(plan, dict.fromkeys(plan.participants, cost), Exchange(num_bytes=1e6, num_tensors=1),
-                      serialize_uplinks=serialize_uplinks)
+    step = step_graph(
+        plan,
+        dict.fromkeys(plan.participants, cost),
+        Exchange(num_bytes=1e6, num_tensors=1),
+        serialize_uplinks=serialize_uplinks,
+    )
     repeated = EventClock(CLUSTER).run(step, repeat=5)
-    assert EventClock(CLUSTER).run(unrolled(step, 5)).duration_s == pytest.approx(repeated.duration_s)
+    assert EventClock(CLUSTER).run(unrolled(step, 5)).duration_s == pytest.approx(
+        repeated.duration_s
+    )
     assert len(unrolled(step, 5).tasks) == 5 * len(step.tasks)
 
 
 def test_a_ring_alone_takes_its_sub_steps_and_an_interleaved_one_twice_their_bytes() -> None:
-    (inside,), (interleaved,) = (predicted_steps_s(RACK, case.run("gloo", SMALL_BYTES))
-                                 for case in (INSIDE, INTERLEAVED))
+    (inside,), (interleaved,) = (
+        predicted_steps_s(RACK, case.run("gloo", SMALL_BYTES)) for case in (INSIDE, INTERLEAVED)
+    )
     assert inside == pytest.approx([exchange_s(4)] * 8, rel=1e-5)
     assert interleaved == pytest.approx([2 * exchange_s(4) - 6 * MESSAGE_S] * 8, rel=1e-5)
 
@@ -55,7 +75,9 @@ def test_a_ring_alone_takes_its_sub_steps_and_an_interleaved_one_twice_their_byt
 def test_taking_turns_takes_what_F7_says(compute_s: float) -> None:
     """C + 2S for groups that start together, max(C + S, 2S) in turn."""
     alone_s = exchange_s(6)
-    run = Run(transport="gloo", rings=TWO_OF_SIX, num_bytes=SMALL_BYTES, num_steps=5, compute_s=compute_s)
+    run = Run(
+        transport="gloo", rings=TWO_OF_SIX, num_bytes=SMALL_BYTES, num_steps=5, compute_s=compute_s
+    )
     for steps in predicted_steps_s(RACK, run):
         assert steps == pytest.approx([compute_s + 2 * alone_s] * 4, rel=0.01)
     for steps in predicted_steps_s(RACK, replace(run, in_turn=True)):
@@ -76,7 +98,9 @@ def test_the_simulator_and_the_closed_form_agree_on_every_case() -> None:
             run = case.run("gloo", num_bytes)
             for ring, steps in enumerate(predicted_steps_s(RACK, run)):
                 # The last exchange of all has nobody beside it where rings take turns or ended before.
-                assert steps[:-1] == pytest.approx([closed_form_s(RACK, run, ring)] * (run.num_steps - 2), rel=0.02)
+                assert steps[:-1] == pytest.approx(
+                    [closed_form_s(RACK, run, ring)] * (run.num_steps - 2), rel=0.02
+                )
 
 
 def test_the_first_step_ends_at_zero() -> None:
@@ -85,15 +109,21 @@ def test_the_first_step_ends_at_zero() -> None:
     assert all(steps[0] == 0.0 and all(a < b for a, b in pairwise(steps)) for steps in ends)
 
 
-@pytest.mark.parametrize(("rings", "num_steps", "delays_s", "said"), [
-    (((0, 1), (1, 2)), 3, (), "none in common"),
-    (((0,),), 3, (), "two members or more"),
-    (((0, 1),), 1, (), "two steps or more"),
-    (((0, 1, 2, 3),), 60, (), "overflow"),
-    (((0, 1),), 3, (0.0, 1.0), "2 delays for 1 rings"),
-])
+@pytest.mark.parametrize(
+    ("rings", "num_steps", "delays_s", "said"),
+    [
+        (((0, 1), (1, 2)), 3, (), "none in common"),
+        (((0,),), 3, (), "two members or more"),
+        (((0, 1),), 1, (), "two steps or more"),
+        (((0, 1, 2, 3),), 60, (), "overflow"),
+        (((0, 1),), 3, (0.0, 1.0), "2 delays for 1 rings"),
+    ],
+)
 def test_a_run_that_cannot_be_is_refused(
-    rings: tuple[tuple[int, ...], ...], num_steps: int, delays_s: tuple[float, ...], said: str,
+    rings: tuple[tuple[int, ...], ...],
+    num_steps: int,
+    delays_s: tuple[float, ...],
+    said: str,
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         Run(transport="gloo", rings=rings, num_bytes=4000, num_steps=num_steps, delays_s=delays_s)

@@ -59,20 +59,36 @@ def test_the_probe_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("namespaces")
-def test_small_rings_sum_right_and_leave_nothing(left: Path, record_property: Callable[[str, object], None]) -> None:
+def test_small_rings_sum_right_and_leave_nothing(
+    left: Path, record_property: Callable[[str, object], None]
+) -> None:
     """Two groups over two boards, freely and in turn; how long they took is recorded and decides nothing."""
     named = Path("/run/netns")
     before = sorted(named.iterdir()) if named.exists() else []
-    runs = [Run(transport=transport, rings=((0, 2), (1, 3)), num_bytes=SMALL_BYTES, num_steps=2, in_turn=in_turn)
-            for transport, in_turn in (("gloo", False), ("grpc", True))]
+    runs = [
+        Run(
+            transport=transport,
+            rings=((0, 2), (1, 3)),
+            num_bytes=SMALL_BYTES,
+            num_steps=2,
+            in_turn=in_turn,
+        )
+        for transport, in_turn in (("gloo", False), ("grpc", True))
+    ]
     for run, result in zip(runs, measure(SMALL, runs, timeout_s=DEADLINE_S), strict=True):
         assert result.right, result
         assert [soc["ring"] for soc in result.socs] == [0, 1, 0, 1]
-        record_property(f"measured_s of {run.transport}", [result.median_s(ring) for ring in range(2)])
-        record_property(f"simulated_s of {run.transport}", [steps[0] for steps in predicted_steps_s(SMALL, run)])
+        record_property(
+            f"measured_s of {run.transport}", [result.median_s(ring) for ring in range(2)]
+        )
+        record_property(
+            f"simulated_s of {run.transport}", [steps[0] for steps in predicted_steps_s(SMALL, run)]
+        )
         # Rates are limited at all: nothing is faster than the uplink that both groups share, but for what its bucket
         # saved.
-        taken_s = max(soc["ends_s"][-1] for soc in result.socs) - min(soc["begins_s"][0] for soc in result.socs)
+        taken_s = max(soc["ends_s"][-1] for soc in result.socs) - min(
+            soc["begins_s"][0] for soc in result.socs
+        )
         assert taken_s > 0.95 * 2 * 2 * SMALL_BYTES / (SMALL.uplink_bit_per_s / 8)
     assert (sorted(named.iterdir()) if named.exists() else []) == before
     wait_until_gone(left)
@@ -82,7 +98,9 @@ def test_small_rings_sum_right_and_leave_nothing(left: Path, record_property: Ca
 @pytest.mark.usefixtures("namespaces")
 def test_a_soc_that_fails_ends_the_testbed_with_its_words(left: Path) -> None:
     run = Run(transport="pigeons", rings=((0, 1),), num_bytes=4, num_steps=2)
-    with pytest.raises(TestbedError, match=r"(?s)KeyError: 'pigeons'.*SoC [01] ended with 1 during run 0"):
+    with pytest.raises(
+        TestbedError, match=r"(?s)KeyError: 'pigeons'.*SoC [01] ended with 1 during run 0"
+    ):
         list(measure(SMALL, [run], timeout_s=DEADLINE_S))
     wait_until_gone(left)
 
@@ -98,12 +116,18 @@ def test_a_testbed_that_is_late_is_ended(left: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("namespaces")
 def test_a_testbed_ends_with_whoever_started_it(left: Path) -> None:
-    program = ("from tests.testbed.test_testbed import ASLEEP, SMALL; from tests.testbed.testbed import measure; "
-               "list(measure(SMALL, [ASLEEP], timeout_s=1000))")
-    starter = subprocess.Popen([sys.executable, "-c", program], cwd=REPOSITORY, env={**os.environ, "TMPDIR": str(left)})
+    program = (
+        "from tests.testbed.test_testbed import ASLEEP, SMALL; from tests.testbed.testbed import measure; "
+        "list(measure(SMALL, [ASLEEP], timeout_s=1000))"
+    )
+    starter = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=REPOSITORY, env={**os.environ, "TMPDIR": str(left)}
+    )
     try:
         end_s = time.monotonic() + DEADLINE_S
-        while len(processes_of(left)) < SMALL.num_socs + 2:  # all SoCs, the first process, and what made the namespaces
+        while (
+            len(processes_of(left)) < SMALL.num_socs + 2
+        ):  # all SoCs, the first process, and what made the namespaces
             assert time.monotonic() < end_s and starter.poll() is None
             time.sleep(0.05)
     finally:

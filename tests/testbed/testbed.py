@@ -20,7 +20,16 @@ from tests.testbed.ring_driver import Run
 from tests.testbed.topology import Rack
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-_NAMESPACES = ("unshare", "--user", "--map-root-user", "--net", "--mount", "--pid", "--fork", "--kill-child")
+_NAMESPACES = (
+    "unshare",
+    "--user",
+    "--map-root-user",
+    "--net",
+    "--mount",
+    "--pid",
+    "--fork",
+    "--kill-child",
+)
 _PROBE_TIMEOUT_S = 60.0
 
 
@@ -75,11 +84,22 @@ def missing() -> str | None:
     for tool in ("unshare", "ip", "tc", "bash", "mount", "sysctl"):
         if shutil.which(tool) is None:
             return f"the testbed needs the command {tool}"
-    script = "\n".join(["set -e", "mount -t tmpfs none /run", "mkdir -p /run/netns",
-                        *Rack(slots_per_board=(1, 1)).commands()])
+    script = "\n".join(
+        [
+            "set -e",
+            "mount -t tmpfs none /run",
+            "mkdir -p /run/netns",
+            *Rack(slots_per_board=(1, 1)).commands(),
+        ]
+    )
     try:
-        tried = subprocess.run([*_NAMESPACES, "bash", "-c", script], capture_output=True, text=True,
-                               stdin=subprocess.DEVNULL, timeout=_PROBE_TIMEOUT_S)
+        tried = subprocess.run(
+            [*_NAMESPACES, "bash", "-c", script],
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=_PROBE_TIMEOUT_S,
+        )
     except subprocess.TimeoutExpired:
         return f"the testbed could not be built within {_PROBE_TIMEOUT_S:g} s"
     if tried.returncode:
@@ -95,12 +115,20 @@ def measure(rack: Rack, runs: Sequence[Run], *, timeout_s: float) -> Iterator[Ru
     """
     with tempfile.TemporaryDirectory(prefix="testbed-") as folder:
         plan, said = Path(folder, "plan.json"), Path(folder, "stderr")
-        plan.write_text(json.dumps({"rack": asdict(rack), "runs": [asdict(run) for run in runs]}), "utf-8")
+        plan.write_text(
+            json.dumps({"rack": asdict(rack), "runs": [asdict(run) for run in runs]}), "utf-8"
+        )
         with said.open("wb") as stderr:
             process = subprocess.Popen(
-                [*_NAMESPACES, sys.executable, "-m", "tests.testbed.rack_process", str(plan)], cwd=REPOSITORY,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"})
+                [*_NAMESPACES, sys.executable, "-m", "tests.testbed.rack_process", str(plan)],
+                cwd=REPOSITORY,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
         late = threading.Event()
 
         def give_up() -> None:
@@ -115,8 +143,14 @@ def measure(rack: Rack, runs: Sequence[Run], *, timeout_s: float) -> Iterator[Ru
                 line = process.stdout.readline()
                 if not line:
                     process.wait()
-                    why = f"not done after {timeout_s:g} s" if late.is_set() else f"ended with {process.returncode}"
-                    raise TestbedError(f"testbed: {why}\n{_shortened(said.read_text('utf-8', 'replace'))}")
+                    why = (
+                        f"not done after {timeout_s:g} s"
+                        if late.is_set()
+                        else f"ended with {process.returncode}"
+                    )
+                    raise TestbedError(
+                        f"testbed: {why}\n{_shortened(said.read_text('utf-8', 'replace'))}"
+                    )
                 yield RunResult(run=run, socs=tuple(json.loads(line)))
             process.wait()
         finally:

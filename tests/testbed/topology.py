@@ -29,14 +29,20 @@ class Rack:
     slots_per_board: tuple[int, ...]
     soc_bit_per_s: int = 100_000_000
     uplink_bit_per_s: int = 100_000_000
-    burst_bytes: int = 128 * 1024  # a smaller one makes the kernel split what TCP hands down whole, which costs time
+    burst_bytes: int = (
+        128 * 1024
+    )  # a smaller one makes the kernel split what TCP hands down whole, which costs time
     queue_s: float = 0.05  # what a link's sender queues at most before it drops
 
     def __post_init__(self) -> None:
         if not self.slots_per_board or not all(1 <= slots <= 250 for slots in self.slots_per_board):
-            raise ConfigError(f"rack: slots_per_board = {self.slots_per_board} must name 1 to 250 slots for each board")
+            raise ConfigError(
+                f"rack: slots_per_board = {self.slots_per_board} must name 1 to 250 slots for each board"
+            )
         if len(self.slots_per_board) > 250:
-            raise ConfigError(f"rack: {len(self.slots_per_board)} boards have no addresses; at most 250")
+            raise ConfigError(
+                f"rack: {len(self.slots_per_board)} boards have no addresses; at most 250"
+            )
         for key, least in _LIMITS.items():
             if not getattr(self, key) > least:
                 raise ConfigError(f"rack: {key} must be above {least}, got {getattr(self, key)}")
@@ -56,11 +62,21 @@ class Rack:
 
         The devices are of any kind, since the cases say what computing takes; nothing hangs on the hub.
         """
-        boards = tuple(Board(num_slots=slots, device=device("snapdragon-865"),
-                             soc_bytes_per_s=GOODPUT * self.soc_bit_per_s / 8,
-                             uplink_bytes_per_s=GOODPUT * self.uplink_bit_per_s / 8) for slots in self.slots_per_board)
-        return Cluster(name="testbed", boards=boards, hub_bytes_per_s=GOODPUT * self.uplink_bit_per_s / 8,
-                       message_s=MESSAGE_S)
+        boards = tuple(
+            Board(
+                num_slots=slots,
+                device=device("snapdragon-865"),
+                soc_bytes_per_s=GOODPUT * self.soc_bit_per_s / 8,
+                uplink_bytes_per_s=GOODPUT * self.uplink_bit_per_s / 8,
+            )
+            for slots in self.slots_per_board
+        )
+        return Cluster(
+            name="testbed",
+            boards=boards,
+            hub_bytes_per_s=GOODPUT * self.uplink_bit_per_s / 8,
+            message_s=MESSAGE_S,
+        )
 
     def commands(self) -> list[str]:
         """Return the shell commands that build the rack in a fresh network namespace, in order."""
@@ -111,19 +127,28 @@ class Rack:
         """Yield `up0` on the board's bridge and `down0` on the core's, each named for where its sender sends."""
         yield f"ip link add up{board} type veth peer name down{board}"
         socs = [soc for soc in range(self.num_socs) if self._place(soc)[0] == board]
-        for name, bridge, end in ((f"up{board}", f"board{board}", "src"), (f"down{board}", "core", "dst")):
+        for name, bridge, end in (
+            (f"up{board}", f"board{board}", "src"),
+            (f"down{board}", "core", "dst"),
+        ):
             yield f"ip link set {name} master {bridge} up"
             yield f"tc qdisc add dev {name} root handle 1: htb"
             whole = f"rate {self.uplink_bit_per_s}bit burst {self.burst_bytes} cburst {self.burst_bytes}"
             yield f"tc class add dev {name} parent 1: classid 1:1 htb {whole} quantum 60000"
             for leaf, soc in enumerate(socs, start=0x10):
-                yield (f"tc class add dev {name} parent 1:1 classid 1:{leaf:x} htb "
-                       f"rate {self.uplink_bit_per_s // len(socs)}bit ceil {self.uplink_bit_per_s}bit "
-                       f"burst {self.burst_bytes} cburst {self.burst_bytes} quantum 60000")
-                yield (f"tc qdisc add dev {name} parent 1:{leaf:x} bfifo "
-                       f"limit {int(self.queue_s * self.uplink_bit_per_s / 8)}")
-                yield (f"tc filter add dev {name} parent 1: protocol ip prio 1 u32 "
-                       f"match ip {end} {self.address(soc)}/32 flowid 1:{leaf:x}")
+                yield (
+                    f"tc class add dev {name} parent 1:1 classid 1:{leaf:x} htb "
+                    f"rate {self.uplink_bit_per_s // len(socs)}bit ceil {self.uplink_bit_per_s}bit "
+                    f"burst {self.burst_bytes} cburst {self.burst_bytes} quantum 60000"
+                )
+                yield (
+                    f"tc qdisc add dev {name} parent 1:{leaf:x} bfifo "
+                    f"limit {int(self.queue_s * self.uplink_bit_per_s / 8)}"
+                )
+                yield (
+                    f"tc filter add dev {name} parent 1: protocol ip prio 1 u32 "
+                    f"match ip {end} {self.address(soc)}/32 flowid 1:{leaf:x}"
+                )
 
 
 def _bridge(name: str) -> tuple[str, str]:

@@ -13,7 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from socflower.errors import ConfigError
-from socflower.thermal.limits import HeatGuard, HeatLimits, Pause, current_guard, guarding, next_pause, paced
+from socflower.thermal.limits import (
+    HeatGuard,
+    HeatLimits,
+    Pause,
+    current_guard,
+    guarding,
+    next_pause,
+    paced,
+)
 from socflower.thermal.sensors.guarded import GuardedSource
 from socflower.thermal.sensors.reading import Reading
 from socflower.thermal.sensors.step_times import StepTiming
@@ -58,7 +66,15 @@ def reading(**values: Any) -> Reading:
 
 def guard_of(say: Callable[[float], dict[str, Any]], when: Time, **changes: Any) -> HeatGuard:
     source = Source(say, when)
-    return HeatGuard(source, LIMITS, source.read(), timing=StepTiming(), sleep=when.sleep, clock=when.clock, **changes)
+    return HeatGuard(
+        source,
+        LIMITS,
+        source.read(),
+        timing=StepTiming(),
+        sleep=when.sleep,
+        clock=when.clock,
+        **changes,
+    )
 
 
 temperatures = st.floats(-40.0, 150.0)
@@ -67,26 +83,40 @@ parts = st.floats(0.0, 1.0)
 
 @st.composite
 def all_limits(draw: st.DrawFn) -> HeatLimits:
-    resume, shrink, pause = sorted(draw(st.lists(st.integers(-40, 150), min_size=3, max_size=3, unique=True)))
-    return HeatLimits(resume_c=resume, shrink_c=shrink, pause_c=draw(st.sampled_from([shrink, pause])),
-                      min_share=draw(st.floats(0.01, 1.0)), max_user_load=draw(parts),
-                      min_battery_fraction=draw(parts), stuck_s=draw(st.floats(0.1, 100.0)))
+    resume, shrink, pause = sorted(
+        draw(st.lists(st.integers(-40, 150), min_size=3, max_size=3, unique=True))
+    )
+    return HeatLimits(
+        resume_c=resume,
+        shrink_c=shrink,
+        pause_c=draw(st.sampled_from([shrink, pause])),
+        min_share=draw(st.floats(0.01, 1.0)),
+        max_user_load=draw(parts),
+        min_battery_fraction=draw(parts),
+        stuck_s=draw(st.floats(0.1, 100.0)),
+    )
 
 
 # --------------------------------------------------------------------------------------------------- limits
-@pytest.mark.parametrize(("changes", "text"), [
-    ({"resume_c": 70.0}, "need resume_c < shrink_c <= pause_c"),
-    ({"shrink_c": 86.0}, "need resume_c < shrink_c <= pause_c"),
-    ({"resume_c": math.nan}, "need resume_c < shrink_c <= pause_c"),
-    ({"pause_c": math.inf}, "between -40 and 150"),
-    ({"min_battery_fraction": -0.1}, "min_battery_fraction = -0.1 must be 0 or more and at most 1"),
-    ({"max_user_load": 50.0}, "max_user_load = 50.0 must be 0 or more and at most 1"),
-    ({"min_share": 0.0}, "min_share = 0.0 must be above 0"),
-    ({"min_share": math.nan}, "min_share = nan must be above 0"),
-    ({"max_pause_s": -1.0}, "max_pause_s = -1.0 must be 0 or more and finite"),
-    ({"max_pause_s": math.inf}, "max_pause_s = inf must be 0 or more and finite"),
-    ({"stuck_s": 0.0}, "stuck_s = 0.0 must be above 0 and finite"),
-])
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"resume_c": 70.0}, "need resume_c < shrink_c <= pause_c"),
+        ({"shrink_c": 86.0}, "need resume_c < shrink_c <= pause_c"),
+        ({"resume_c": math.nan}, "need resume_c < shrink_c <= pause_c"),
+        ({"pause_c": math.inf}, "between -40 and 150"),
+        (
+            {"min_battery_fraction": -0.1},
+            "min_battery_fraction = -0.1 must be 0 or more and at most 1",
+        ),
+        ({"max_user_load": 50.0}, "max_user_load = 50.0 must be 0 or more and at most 1"),
+        ({"min_share": 0.0}, "min_share = 0.0 must be above 0"),
+        ({"min_share": math.nan}, "min_share = nan must be above 0"),
+        ({"max_pause_s": -1.0}, "max_pause_s = -1.0 must be 0 or more and finite"),
+        ({"max_pause_s": math.inf}, "max_pause_s = inf must be 0 or more and finite"),
+        ({"stuck_s": 0.0}, "stuck_s = 0.0 must be above 0 and finite"),
+    ],
+)
 def test_limits_that_cannot_be_are_one_line(changes: dict[str, float], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         HeatLimits(**changes)
@@ -94,31 +124,46 @@ def test_limits_that_cannot_be_are_one_line(changes: dict[str, float], text: str
 
 
 @given(limits=all_limits(), one=temperatures, other=temperatures, load=st.none() | parts)
-def test_the_share_falls_with_temperature(limits: HeatLimits, one: float, other: float, load: float | None) -> None:
+def test_the_share_falls_with_temperature(
+    limits: HeatLimits, one: float, other: float, load: float | None
+) -> None:
     cooler, hotter = sorted((one, other))
     at = [limits.share(reading(temperature_c=value, user_load=load)) for value in (cooler, hotter)]
     assert limits.min_share <= at[1] <= at[0] <= 1.0
 
 
 @given(limits=all_limits(), now_c=temperatures, load=parts)
-def test_the_share_is_a_straight_line_times_what_others_leave(limits: HeatLimits, now_c: float, load: float) -> None:
+def test_the_share_is_a_straight_line_times_what_others_leave(
+    limits: HeatLimits, now_c: float, load: float
+) -> None:
     if limits.shrink_c == limits.pause_c:
         expected = 1.0 if now_c < limits.pause_c else limits.min_share
     else:
         expected = np.interp(now_c, [limits.shrink_c, limits.pause_c], [1.0, limits.min_share])
     assert limits.share(reading(temperature_c=now_c)) == pytest.approx(expected)
     assert limits.share(reading(temperature_c=now_c, user_load=load)) == pytest.approx(
-        max(limits.min_share, expected * (1.0 - load)))
+        max(limits.min_share, expected * (1.0 - load))
+    )
     assert limits.share(reading()) == 1.0
 
 
-@given(limits=all_limits(), charge=st.none() | parts, on_battery=st.none() | st.booleans(), load=st.none() | parts)
+@given(
+    limits=all_limits(),
+    charge=st.none() | parts,
+    on_battery=st.none() | st.booleans(),
+    load=st.none() | parts,
+)
 def test_only_a_low_charge_on_battery_or_a_users_load_refuse_a_cool_device(
-    limits: HeatLimits, charge: float | None, on_battery: bool | None, load: float | None,
+    limits: HeatLimits,
+    charge: float | None,
+    on_battery: bool | None,
+    load: float | None,
 ) -> None:
     empty = on_battery is True and charge is not None and charge < limits.min_battery_fraction
     used = load is not None and load > limits.max_user_load
-    refusal = limits.refusal(reading(battery_fraction=charge, on_battery=on_battery, user_load=load), rests=False)
+    refusal = limits.refusal(
+        reading(battery_fraction=charge, on_battery=on_battery, user_load=load), rests=False
+    )
     assert (refusal is not None) == (empty or used)
     assert refusal is None or "\n" not in refusal
 
@@ -131,8 +176,13 @@ def test_a_pause_has_hysteresis(limits: HeatLimits, seen: list[float | None]) ->
     unknown_from_s: int | None = None
     for at_s, now_c in enumerate(seen):
         before, pause = pause, next_pause(limits, pause, reading(temperature_c=now_c), float(at_s))
-        unknown_from_s = None if now_c is not None or before is None else \
-            at_s if unknown_from_s is None else unknown_from_s
+        unknown_from_s = (
+            None
+            if now_c is not None or before is None
+            else at_s
+            if unknown_from_s is None
+            else unknown_from_s
+        )
         if before is None and pause is not None:
             assert now_c is not None and now_c >= limits.pause_c
         elif before is None:
@@ -152,24 +202,32 @@ def test_a_pause_has_hysteresis(limits: HeatLimits, seen: list[float | None]) ->
                 assert now_c > limits.resume_c and pause.num_looks == before.num_looks + 1
 
 
-@given(limits=all_limits(), seen=st.lists(st.integers(148, 150), min_size=1, max_size=12),
-       interval_s=st.floats(0.1, 30.0))
+@given(
+    limits=all_limits(),
+    seen=st.lists(st.integers(148, 150), min_size=1, max_size=12),
+    interval_s=st.floats(0.1, 30.0),
+)
 def test_a_sensor_is_stuck_if_and_only_if_rest_changes_nothing(
-    limits: HeatLimits, seen: list[int], interval_s: float,
+    limits: HeatLimits,
+    seen: list[int],
+    interval_s: float,
 ) -> None:
     pause: Pause | None = None
     hot = [float(value) if value >= limits.pause_c else limits.pause_c for value in seen]
     for number, now_c in enumerate(hot):
         pause = next_pause(limits, pause, reading(temperature_c=now_c), number * interval_s)
         assert pause is not None
-        same = len(set(hot[:number + 1])) == 1
+        same = len(set(hot[: number + 1])) == 1
         assert pause.stuck(limits, number * interval_s) == (
-            same and number >= 2 and number * interval_s >= limits.stuck_s)
+            same and number >= 2 and number * interval_s >= limits.stuck_s
+        )
 
 
 def test_after_a_reboot_a_pause_is_counted_anew() -> None:
     old = Pause(since_s=5000.0, temperature_c=90.0, num_looks=7)
-    assert next_pause(LIMITS, old, reading(temperature_c=90.0), 10.0) == Pause(since_s=10.0, temperature_c=90.0)
+    assert next_pause(LIMITS, old, reading(temperature_c=90.0), 10.0) == Pause(
+        since_s=10.0, temperature_c=90.0
+    )
 
 
 # ----------------------------------------------------------------------------- sources that cannot be trusted
@@ -203,6 +261,7 @@ class UnprintableError(Exception):
 def raising(error: BaseException) -> Callable[[], Any]:
     def read() -> Any:
         raise error
+
     return read
 
 
@@ -214,25 +273,45 @@ def forged(**values: Any) -> Reading:
     return made
 
 
-@pytest.mark.parametrize("read", [
-    raising(OSError("gone")), raising(PermissionError(13, "denied")), raising(SystemExit(1)),
-    raising(KeyboardInterrupt()), raising(ConfigError("temperature_c = nan")),
-    lambda: None, lambda: 40.0, lambda: {"temperature_c": 40.0}, lambda: forged(temperature_c=math.nan),
-    lambda: forged(temperature_c=-128.0), lambda: forged(temperature_c="hot"), lambda: forged(user_load=3.0),
-    lambda: forged(notes=None), lambda: forged(at_s="now"),
-], ids=lambda read: "")
+@pytest.mark.parametrize(
+    "read",
+    [
+        raising(OSError("gone")),
+        raising(PermissionError(13, "denied")),
+        raising(SystemExit(1)),
+        raising(KeyboardInterrupt()),
+        raising(ConfigError("temperature_c = nan")),
+        lambda: None,
+        lambda: 40.0,
+        lambda: {"temperature_c": 40.0},
+        lambda: forged(temperature_c=math.nan),
+        lambda: forged(temperature_c=-128.0),
+        lambda: forged(temperature_c="hot"),
+        lambda: forged(user_load=3.0),
+        lambda: forged(notes=None),
+        lambda: forged(at_s="now"),
+    ],
+    ids=lambda read: "",
+)
 def test_what_fails_is_unknown_and_said_once(read: Callable[[], Any], warned: list[str]) -> None:
     careful = GuardedSource(lambda: Calls(read), timeout_s=DEADLINE_S)
     seen = [careful.read() for _ in range(3)]
     assert all(one.temperature_c is None and one.user_load is None for one in seen)
-    assert len(warned) == 1 and warned[0].startswith("heat source Calls: ") and "\n" not in warned[0]
+    assert (
+        len(warned) == 1 and warned[0].startswith("heat source Calls: ") and "\n" not in warned[0]
+    )
     assert "Error" in warned[0] or "SystemExit" in warned[0] or "KeyboardInterrupt" in warned[0]
     assert seen[2].notes == (warned[0],)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_error_without_a_text_is_unknown_too(warned: list[str]) -> None:
-    assert GuardedSource(lambda: Calls(raising(UnprintableError())), timeout_s=1.0).read().temperature_c is None
+    assert (
+        GuardedSource(lambda: Calls(raising(UnprintableError())), timeout_s=1.0)
+        .read()
+        .temperature_c
+        is None
+    )
     assert len(warned) == 1
 
 
@@ -247,7 +326,9 @@ def test_a_source_that_cannot_be_made_is_tried_again(warned: list[str]) -> None:
 
     careful = GuardedSource(make, timeout_s=DEADLINE_S)
     assert [careful.read().temperature_c for _ in range(4)] == [None, None, 41.0, 41.0]
-    assert len(tries) == 3 and warned == ["heat source: ImportError: no sensors here; what it does not say is unknown"]
+    assert len(tries) == 3 and warned == [
+        "heat source: ImportError: no sensors here; what it does not say is unknown"
+    ]
 
 
 def test_a_source_that_fails_again_after_it_was_well_is_warned_of_again(warned: list[str]) -> None:
@@ -291,12 +372,28 @@ def test_a_source_that_hangs_is_waited_for_once_and_heard_again_later(warned: li
 
 
 def test_a_good_reading_comes_through_in_plain_types() -> None:
-    careful = GuardedSource(lambda: Calls(lambda: forged(
-        temperature_c=np.float32(41.5), throttled=np.True_, user_load=np.float64(0.25),
-        notes=["zone \udcff", "two\nlines"])), timeout_s=DEADLINE_S)
+    careful = GuardedSource(
+        lambda: Calls(
+            lambda: forged(
+                temperature_c=np.float32(41.5),
+                throttled=np.True_,
+                user_load=np.float64(0.25),
+                notes=["zone \udcff", "two\nlines"],
+            )
+        ),
+        timeout_s=DEADLINE_S,
+    )
     seen = careful.read()
-    assert (type(seen.temperature_c), type(seen.throttled), type(seen.user_load)) == (float, bool, float)
-    assert seen.temperature_c == 41.5 and seen.throttled is True and seen.notes == ("zone ?", "two lines")
+    assert (type(seen.temperature_c), type(seen.throttled), type(seen.user_load)) == (
+        float,
+        bool,
+        float,
+    )
+    assert (
+        seen.temperature_c == 41.5
+        and seen.throttled is True
+        and seen.notes == ("zone ?", "two lines")
+    )
 
 
 # --------------------------------------------------------------------------------------------------- guards
@@ -310,8 +407,12 @@ def test_the_working_part_of_the_time_is_the_share(now_c: float, step_s: float) 
 
 
 @settings(max_examples=50)
-@given(seen=st.lists(st.none() | temperatures, min_size=1, max_size=50), step_s=st.floats(0.01, 50.0))
-def test_rest_is_never_longer_than_the_smallest_share_asks_for(seen: list[float | None], step_s: float) -> None:
+@given(
+    seen=st.lists(st.none() | temperatures, min_size=1, max_size=50), step_s=st.floats(0.01, 50.0)
+)
+def test_rest_is_never_longer_than_the_smallest_share_asks_for(
+    seen: list[float | None], step_s: float
+) -> None:
     when = Time()
     say = iter(seen * 1000)
     guard = guard_of(lambda now_s: {"temperature_c": next(say)}, when)
@@ -329,8 +430,15 @@ def test_a_device_that_cools_while_it_rests_goes_on_earlier() -> None:
 def test_a_source_is_read_at_most_every_poll_interval(looks: list[float]) -> None:
     when = Time()
     source = Source(lambda now_s: {"temperature_c": 75.0}, when)
-    guard = HeatGuard(source, LIMITS, source.read(), timing=StepTiming(), poll_interval_s=2.0, sleep=when.sleep,
-                      clock=when.clock)
+    guard = HeatGuard(
+        source,
+        LIMITS,
+        source.read(),
+        timing=StepTiming(),
+        poll_interval_s=2.0,
+        sleep=when.sleep,
+        clock=when.clock,
+    )
     for pause_s in looks:
         when.work(pause_s)
         assert guard.share() == pytest.approx(0.6)
@@ -346,7 +454,9 @@ def test_foreign_steps_rest_for_what_their_threads_have_not_given_up_yet() -> No
     for number in (1, 2, 3):
         when.work(3.0)
         guard.step_done()
-        assert when.slept_s == pytest.approx(number * 3.0)  # 0.4 = 0.8 of the threads half of the time
+        assert when.slept_s == pytest.approx(
+            number * 3.0
+        )  # 0.4 = 0.8 of the threads half of the time
     guard.take_over_pacing()
     when.work(3.0)
     guard.step_done()
@@ -421,14 +531,34 @@ def test_steps_on_fewer_threads_are_not_taken_for_a_slow_clock() -> None:
 
 
 # -------------------------------------------------------------------------------------------------- reports
-@given(seen=st.lists(st.tuples(st.none() | temperatures, st.none() | st.booleans(), st.none() | parts,
-                               st.none() | parts, st.floats(0.0, 10.0)), min_size=1, max_size=20))
+@given(
+    seen=st.lists(
+        st.tuples(
+            st.none() | temperatures,
+            st.none() | st.booleans(),
+            st.none() | parts,
+            st.none() | parts,
+            st.floats(0.0, 10.0),
+        ),
+        min_size=1,
+        max_size=20,
+    )
+)
 def test_a_report_is_of_all_looks(
     seen: list[tuple[float | None, bool | None, float | None, float | None, float]],
 ) -> None:
     when = Time()
-    say = iter([{"temperature_c": now_c, "throttled": throttled, "clock_factor": clock, "user_load": load}
-                for now_c, throttled, clock, load, _ in seen])
+    say = iter(
+        [
+            {
+                "temperature_c": now_c,
+                "throttled": throttled,
+                "clock_factor": clock,
+                "user_load": load,
+            }
+            for now_c, throttled, clock, load, _ in seen
+        ]
+    )
     guard = guard_of(lambda now_s: next(say), when)
     for *_, pause_s in seen[1:]:
         when.work(pause_s)
@@ -437,24 +567,38 @@ def test_a_report_is_of_all_looks(
     known = [now_c for now_c, *_ in seen if now_c is not None]
     assert (report.temperature_c, report.peak_c) == (seen[-1][0], max(known, default=None))
     assert (report.user_load, report.paused_s) == (seen[-1][3], 3.0)
-    clocks = [clock for *_, clock, _, _ in seen[1:] if clock is not None]  # before its work a device is idle
+    clocks = [
+        clock for *_, clock, _, _ in seen[1:] if clock is not None
+    ]  # before its work a device is idle
     assert report.clock_factor == (pytest.approx(sum(clocks) / len(clocks)) if clocks else None)
-    shares = [LIMITS.share(reading(temperature_c=now_c, user_load=load)) for now_c, _, _, load, _ in seen]
+    shares = [
+        LIMITS.share(reading(temperature_c=now_c, user_load=load)) for now_c, _, _, load, _ in seen
+    ]
     assert report.share == pytest.approx(sum(shares) / len(shares))
     if all(throttled is None for _, throttled, *_ in seen):
         assert report.throttled_s is None
     elif all(throttled is not None for _, throttled, *_ in seen):
         flags = [float(bool(throttled)) for _, throttled, *_ in seen]
-        halves = [pause_s * (flags[number] + flags[number + 1]) / 2 for number, (*_, pause_s) in enumerate(seen[1:])]
+        halves = [
+            pause_s * (flags[number] + flags[number + 1]) / 2
+            for number, (*_, pause_s) in enumerate(seen[1:])
+        ]
         assert report.throttled_s == pytest.approx(sum(halves))
     assert HeatReport.decode(report.encode()) == report
 
 
-@pytest.mark.parametrize(("values", "triggered"), [
-    ({}, False), ({"temperature_c": 70.0, "clock_factor": 0.95, "throttled": False}, False),
-    ({"throttled": True}, True), ({"clock_factor": 0.94}, True), ({"temperature_c": 70.1}, True),
-    ({"user_load": 0.1}, True), ({"on_battery": True, "battery_fraction": 0.9}, False),
-])
+@pytest.mark.parametrize(
+    ("values", "triggered"),
+    [
+        ({}, False),
+        ({"temperature_c": 70.0, "clock_factor": 0.95, "throttled": False}, False),
+        ({"throttled": True}, True),
+        ({"clock_factor": 0.94}, True),
+        ({"temperature_c": 70.1}, True),
+        ({"user_load": 0.1}, True),
+        ({"on_battery": True, "battery_fraction": 0.9}, False),
+    ],
+)
 def test_a_slow_device_asks_for_a_new_balance(values: dict[str, Any], triggered: bool) -> None:
     guard = guard_of(lambda now_s: values, Time())
     guard.poll()
@@ -465,7 +609,9 @@ def test_the_clock_of_an_idle_device_does_not_count() -> None:
     """Half speed before the work and between its steps, to save power; full speed in the steps."""
     when = Time()
     working = False
-    guard = guard_of(lambda now_s: {"clock_factor": 1.0 if working else 0.5, "temperature_c": 75.0}, when)
+    guard = guard_of(
+        lambda now_s: {"clock_factor": 1.0 if working else 0.5, "temperature_c": 75.0}, when
+    )
     for _ in range(3):
         working = True
         when.work(3.0)
@@ -495,13 +641,19 @@ def test_what_a_device_does_not_say_has_no_key() -> None:
     assert HeatReport.decode(report.encode()) == report
 
 
-@pytest.mark.parametrize(("record", "text"), [
-    ({}, r"heat record: missing \['paused_s', 'share', 'triggered'\]"),
-    ({**HeatReport().encode(), "humour": 1.0}, r"unknown \['humour'\]"),
-    ({**HeatReport().encode(), "share": 0.0}, "share = 0.0 must be above 0"),
-    ({**HeatReport().encode(), "share": math.nan}, "share = nan must be above 0"),
-    ({**HeatReport().encode(), "clock-factor": 2.0}, "clock-factor = 2.0 must lie between 0 and 1"),
-])
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        ({}, r"heat record: missing \['paused_s', 'share', 'triggered'\]"),
+        ({**HeatReport().encode(), "humour": 1.0}, r"unknown \['humour'\]"),
+        ({**HeatReport().encode(), "share": 0.0}, "share = 0.0 must be above 0"),
+        ({**HeatReport().encode(), "share": math.nan}, "share = nan must be above 0"),
+        (
+            {**HeatReport().encode(), "clock-factor": 2.0},
+            "clock-factor = 2.0 must lie between 0 and 1",
+        ),
+    ],
+)
 def test_a_report_that_cannot_be_is_refused(record: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         HeatReport.decode(record)

@@ -37,9 +37,17 @@ pytestmark = pytest.mark.usefixtures("fake_device")
 
 def network() -> nn.Sequential:
     """Every kind of state: weights, a frozen weight, running statistics and a counter, and a layer that draws."""
+
     def layers() -> nn.Sequential:
-        return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2),
-                             nn.Linear(64, 8), nn.Linear(8, 3))
+        return nn.Sequential(
+            nn.Conv2d(1, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Dropout(0.2),
+            nn.Linear(64, 8),
+            nn.Linear(8, 3),
+        )
 
     made = built(layers, 3)
     made[5].bias.requires_grad_(False)
@@ -53,18 +61,38 @@ def mean_of_own_step(model: nn.Module, batch: Any) -> torch.Tensor:
 
 TRAINERS = {
     "sgd": {"optimizer": sgd(0.1, 0.9), "scheduler": cosine_annealing},
-    "adamw": {"optimizer": partial(torch.optim.AdamW, lr=0.01), "scheduler": lambda made, steps: StepLR(made, 3)},
-    "own step, clipped, accumulated": {"train_step": mean_of_own_step, "max_grad_norm": 0.5, "accumulation_steps": 2},
+    "adamw": {
+        "optimizer": partial(torch.optim.AdamW, lr=0.01),
+        "scheduler": lambda made, steps: StepLR(made, 3),
+    },
+    "own step, clipped, accumulated": {
+        "train_step": mean_of_own_step,
+        "max_grad_norm": 0.5,
+        "accumulation_steps": 2,
+    },
     "a pass for each member, summed in a ring's order": {"reduction": "ring", "num_buckets": 3},
     "in another layout": {"channels_last": True},
 }
 
 
-def trained(device: str, settings: dict[str, Any], make: Callable[[], nn.Module] = network,
-            ) -> tuple[nn.Module, GroupOutcome]:
+def trained(
+    device: str,
+    settings: dict[str, Any],
+    make: Callable[[], nn.Module] = network,
+) -> tuple[nn.Module, GroupOutcome]:
     model, data = make(), small_data(48)
-    work = task(0, 1, members=(0, 1), partitions=(0, 1), capacities=(1.0, 2.0), num_steps=4, steps_per_epoch=4,
-                total_steps=8, num_samples=48, proximal_mu=0.1)
+    work = task(
+        0,
+        1,
+        members=(0, 1),
+        partitions=(0, 1),
+        capacities=(1.0, 2.0),
+        num_steps=4,
+        steps_per_epoch=4,
+        total_steps=8,
+        num_samples=48,
+        proximal_mu=0.1,
+    )
     trainer = FP32Trainer(device=device, **settings)
     first = train_group(model, data, work, trainer)
     on = first.end.state
@@ -77,8 +105,14 @@ def test_a_training_on_the_accelerator_has_the_weights_of_the_cpu(name: str) -> 
     assert {each.device.type for each in ours[0].state_dict().values()} == {"fake"}
     assert ours[1].mean_loss == pytest.approx(reference[1].mean_loss, rel=1e-6)
     # In another layout a convolution of the fake device sums in another order.
-    same = partial(torch.testing.assert_close, atol=1e-6, rtol=1e-5) if "layout" in name else assert_equal
-    for tensor, expected in zip(ours[0].state_dict().values(), reference[0].state_dict().values(), strict=True):
+    same = (
+        partial(torch.testing.assert_close, atol=1e-6, rtol=1e-5)
+        if "layout" in name
+        else assert_equal
+    )
+    for tensor, expected in zip(
+        ours[0].state_dict().values(), reference[0].state_dict().values(), strict=True
+    ):
         same(tensor.cpu(), expected)
 
 
@@ -88,11 +122,14 @@ def assert_equal(ours: torch.Tensor, expected: torch.Tensor) -> None:
 
 def test_autocast_is_that_of_the_device() -> None:
     """The fake device casts what linear layers read, and the CPU's autocast leaves it alone."""
+
     def layers() -> nn.Sequential:
         return nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 3))
 
-    weights = [trained(device, {"autocast": kind}, lambda: built(layers, 3))[0][1].weight.detach().cpu()
-               for device, kind in (("auto", torch.bfloat16), ("cpu", torch.bfloat16), ("auto", None))]
+    weights = [
+        trained(device, {"autocast": kind}, lambda: built(layers, 3))[0][1].weight.detach().cpu()
+        for device, kind in (("auto", torch.bfloat16), ("cpu", torch.bfloat16), ("auto", None))
+    ]
     torch.testing.assert_close(weights[0], weights[1], atol=1e-3, rtol=1e-2)
     assert not torch.allclose(weights[0], weights[2], atol=1e-6, rtol=1e-6)
 
@@ -105,7 +142,9 @@ def test_the_state_of_a_training_is_on_the_cpu_and_continues_on_either_device() 
     ends = []
     for device in ("auto", "cpu"):
         again = copy.deepcopy(model).cpu() if device == "cpu" else copy.deepcopy(model)
-        train_group(again, data, work, FP32Trainer(device=device, optimizer=trainer.optimizer), state)
+        train_group(
+            again, data, work, FP32Trainer(device=device, optimizer=trainer.optimizer), state
+        )
         ends.append([each.cpu() for each in again.state_dict().values()])
     assert all(map(torch.equal, *ends))
 
@@ -120,12 +159,22 @@ def test_batches_of_any_form_follow_the_model() -> None:
             logits = self.layer(images.flatten(1))
             return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
-    data = MapDataset(Rows(small_data(24)), collate_fn=lambda rows: {
-        "images": torch.stack([image for image, _ in rows]), "labels": torch.tensor([label for _, label in rows])})
+    data = MapDataset(
+        Rows(small_data(24)),
+        collate_fn=lambda rows: {
+            "images": torch.stack([image for image, _ in rows]),
+            "labels": torch.tensor([label for _, label in rows]),
+        },
+    )
     ends = {}
     for device in ("auto", "cpu"):
         model = built(Pair, 1)
-        train_group(model, data, task(0, 1, num_steps=2, steps_per_epoch=2, num_samples=24), FP32Trainer(device=device))
+        train_group(
+            model,
+            data,
+            task(0, 1, num_steps=2, steps_per_epoch=2, num_samples=24),
+            FP32Trainer(device=device),
+        )
         assert next(model.parameters()).device == resolve_device(device, "test")
         ends[device] = [each.detach().cpu() for each in model.parameters()]
     assert all(map(torch.equal, *ends.values()))
@@ -168,15 +217,22 @@ def test_random_numbers_of_the_accelerator_are_seeded_and_restored() -> None:
 
 
 def test_auto_is_the_accelerator_if_there_is_one() -> None:
-    assert resolve_device("auto", "test") == torch.ones(1, device="fake").device == resolve_device("fake", "test")
+    assert (
+        resolve_device("auto", "test")
+        == torch.ones(1, device="fake").device
+        == resolve_device("fake", "test")
+    )
     assert resolve_device("cpu", "test") == torch.device("cpu")
 
 
-@pytest.mark.parametrize(("name", "words"), [
-    ("cuda", "device = 'cuda': torch .* finds fake:0 on this machine; use cpu, or auto"),
-    ("fake:1", "device = 'fake:1': devices of this machine are fake:0 to fake:0; use cpu"),
-    ("gpu 0", "device = 'gpu 0': no name of a device; use auto, cpu, cuda, cuda:N or mps"),
-])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("cuda", "device = 'cuda': torch .* finds fake:0 on this machine; use cpu, or auto"),
+        ("fake:1", "device = 'fake:1': devices of this machine are fake:0 to fake:0; use cpu"),
+        ("gpu 0", "device = 'gpu 0': no name of a device; use auto, cpu, cuda, cuda:N or mps"),
+    ],
+)
 def test_a_device_that_is_not_there_is_refused_in_one_line(name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         FP32Trainer(device=name).start(network(), TrainingSpan())
@@ -184,9 +240,13 @@ def test_a_device_that_is_not_there_is_refused_in_one_line(name: str, words: str
 
 def test_integer_kernels_stay_on_the_cpu() -> None:
     assert Int8Trainer(device="auto").device == MixedPrecisionTrainer().fp32.device == "cpu"
-    with pytest.raises(ConfigError, match=r"^Int8Trainer: device = 'cuda', but its integer kernels run on the CPU"):
+    with pytest.raises(
+        ConfigError, match=r"^Int8Trainer: device = 'cuda', but its integer kernels run on the CPU"
+    ):
         Int8Trainer(device="cuda")
-    with pytest.raises(ConfigError, match=r"^MixedPrecisionTrainer: device = 'fake', but its integer kernels"):
+    with pytest.raises(
+        ConfigError, match=r"^MixedPrecisionTrainer: device = 'fake', but its integer kernels"
+    ):
         MixedPrecisionTrainer(fp32=FP32Trainer(device="fake"))
 
 
@@ -201,5 +261,7 @@ def test_a_client_evaluates_on_its_trainers_device() -> None:
         return FP32Trainer(device="cpu")
 
     for trainer in (FP32Trainer(), FP32Trainer(device="cpu"), made):
-        make_app(trainer=trainer, evaluate_data_fn=part, evaluate_step=noted)(message("evaluate"), node(2))
+        make_app(trainer=trainer, evaluate_data_fn=part, evaluate_step=noted)(
+            message("evaluate"), node(2)
+        )
     assert [each.type for each in seen] == ["fake", "cpu", "cpu"]

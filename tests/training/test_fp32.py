@@ -40,8 +40,13 @@ def built(model: type[nn.Module]) -> nn.Module:
 
 def batches(count: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(3)
-    return [(torch.randn(8, 3, 32, 32, generator=generator), torch.randint(0, 10, (8,), generator=generator))
-            for _ in range(count)]
+    return [
+        (
+            torch.randn(8, 3, 32, 32, generator=generator),
+            torch.randint(0, 10, (8,), generator=generator),
+        )
+        for _ in range(count)
+    ]
 
 
 def strides(model: nn.Module) -> list[tuple[int, ...]]:
@@ -66,7 +71,9 @@ def test_a_model_that_flattens_by_view_trains_as_in_a_loop_of_its_own() -> None:
 @pytest.mark.parametrize("of_model", LAYOUTS)
 @pytest.mark.parametrize("mixed", [False, True])
 def test_model_and_inputs_keep_their_layouts(of_model: str, of_inputs: str, mixed: bool) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 6, 5), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.Flatten(), nn.LazyLinear(10))
+    model = nn.Sequential(
+        nn.Conv2d(3, 6, 5), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.Flatten(), nn.LazyLinear(10)
+    )
     model(torch.zeros(1, 3, 32, 32))
     model = model.to(memory_format=LAYOUTS[of_model])  # type: ignore[call-overload]
     before, seen = strides(model), []
@@ -89,8 +96,15 @@ def test_channels_last_is_there_for_the_asking() -> None:
 
 
 def normalised() -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4),
-                         nn.Flatten(), nn.Linear(4 * 28 * 28, 10))
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.Flatten(),
+        nn.Linear(4 * 28 * 28, 10),
+    )
 
 
 @pytest.mark.parametrize("num_members", [1, 2])
@@ -115,55 +129,84 @@ def test_a_model_in_evaluation_mode_as_a_whole_trains_as_a_whole() -> None:
 
 
 def test_measuring_confidence_leaves_modes_as_they_were() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 4 * 4, 3))
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 4 * 4, 3)
+    )
     model[2].eval()
     generator = torch.Generator().manual_seed(3)
-    inputs, labels = torch.randn(8, 1, 6, 6, generator=generator), torch.randint(0, 3, (8,), generator=generator)
-    session = MixedPrecisionTrainer(rule="paper", parallel=False, npu_ratio=0.5).start(model, TrainingSpan())
+    inputs, labels = (
+        torch.randn(8, 1, 6, 6, generator=generator),
+        torch.randint(0, 3, (8,), generator=generator),
+    )
+    session = MixedPrecisionTrainer(rule="paper", parallel=False, npu_ratio=0.5).start(
+        model, TrainingSpan()
+    )
     session.step([(inputs, labels)])
     session.finish()
     assert [module.training for module in model] == [True, True, False, True, True]
 
 
-@pytest.mark.parametrize("trainer", [Int8Trainer(), MixedPrecisionTrainer(rule="half", parallel=False)])
+@pytest.mark.parametrize(
+    "trainer", [Int8Trainer(), MixedPrecisionTrainer(rule="half", parallel=False)]
+)
 def test_int8_refuses_a_norm_that_is_to_keep_its_statistics(trainer: Trainer) -> None:
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 4 * 4, 3))
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 4 * 4, 3)
+    )
     model[1].eval()
     batch = torch.zeros(4, 1, 6, 6), torch.zeros(4, dtype=torch.int64)
-    with pytest.raises(ConfigError, match=r"BatchNorm2d '1' is in evaluation mode, .* or train in FP32"):
+    with pytest.raises(
+        ConfigError, match=r"BatchNorm2d '1' is in evaluation mode, .* or train in FP32"
+    ):
         trainer.start(model, TrainingSpan()).step([batch])
     model.eval()
     trainer.start(model, TrainingSpan()).step([batch])
 
 
 @pytest.mark.parametrize("passes", ["auto", "always", "ring"])
-@pytest.mark.parametrize("optimizer", [sgd(0.05, 0.9, weight_decay=0.1), partial(torch.optim.AdamW, weight_decay=0.1)])
-def test_frozen_parameters_know_no_weight_decay_however_members_pass(passes: str, optimizer: OptimizerFn) -> None:
+@pytest.mark.parametrize(
+    "optimizer", [sgd(0.05, 0.9, weight_decay=0.1), partial(torch.optim.AdamW, weight_decay=0.1)]
+)
+def test_frozen_parameters_know_no_weight_decay_however_members_pass(
+    passes: str, optimizer: OptimizerFn
+) -> None:
     model = normalised()
     names = [name for name, _ in model.named_parameters()][::2]
     for name in names:
         model.get_parameter(name).requires_grad_(False)
     before = {name: value.clone() for name, value in model.named_parameters()}
-    trainer = FP32Trainer(optimizer=optimizer, reduction=passes, num_buckets=2 if passes == "ring" else 1)
+    trainer = FP32Trainer(
+        optimizer=optimizer, reduction=passes, num_buckets=2 if passes == "ring" else 1
+    )
     session = trainer.start(model, TrainingSpan(num_members=2))
     for _ in range(2):
         session.step(batches(2))
     session.finish()
-    assert [name for name, value in model.named_parameters() if torch.equal(value, before[name])] == names
+    assert [
+        name for name, value in model.named_parameters() if torch.equal(value, before[name])
+    ] == names
 
 
 def test_a_model_of_which_nothing_is_trained_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Sequential has all of its parameters frozen .*; leave at least one"):
+    with pytest.raises(
+        ConfigError, match=r"Sequential has all of its parameters frozen .*; leave at least one"
+    ):
         FP32Trainer().start(normalised().requires_grad_(False), TrainingSpan())
     with pytest.raises(ConfigError, match="Flatten has no parameters"):
         FP32Trainer().start(nn.Flatten(), TrainingSpan())
 
 
-@pytest.mark.parametrize(("settings", "says"), [
-    *(({"learning_rate": rate}, "learning_rate") for rate in (0.0, -0.1, math.nan, math.inf)),
-    *(({"momentum": momentum}, "momentum") for momentum in (-0.1, 1.0, math.nan)),
-    *(({"weight_decay": decay}, "weight_decay") for decay in (-0.1, math.nan, math.inf))])
-def test_settings_of_sgd_that_train_nothing_or_diverge_are_refused(settings: dict[str, float], says: str) -> None:
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        *(({"learning_rate": rate}, "learning_rate") for rate in (0.0, -0.1, math.nan, math.inf)),
+        *(({"momentum": momentum}, "momentum") for momentum in (-0.1, 1.0, math.nan)),
+        *(({"weight_decay": decay}, "weight_decay") for decay in (-0.1, math.nan, math.inf)),
+    ],
+)
+def test_settings_of_sgd_that_train_nothing_or_diverge_are_refused(
+    settings: dict[str, float], says: str
+) -> None:
     with pytest.raises(ConfigError, match=f"sgd: {says} = .* must be"):
         sgd(**settings)
 
@@ -171,7 +214,9 @@ def test_settings_of_sgd_that_train_nothing_or_diverge_are_refused(settings: dic
 @pytest.mark.parametrize("reduction", ["auto", "always"])
 def test_buckets_without_a_ring_order_are_refused_by_name(reduction: str) -> None:
     assert FP32Trainer(reduction="ring", num_buckets=3).num_buckets == 3
-    with pytest.raises(ConfigError, match=f"num_buckets = 3 divides .* and reduction = '{reduction}' has none"):
+    with pytest.raises(
+        ConfigError, match=f"num_buckets = 3 divides .* and reduction = '{reduction}' has none"
+    ):
         FP32Trainer(reduction=reduction, num_buckets=3)
     with pytest.raises(ConfigError, match="num_buckets = 0"):
         FP32Trainer(reduction="ring", num_buckets=0)
@@ -194,13 +239,21 @@ def of_the_first(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize(("optimizer", "says"), [
-    (of_nothing, "SGD holds tensors that are no parameters of the model"), (of_more, "SGD holds tensors that are no"),
-    (of_the_first, r"SGD leaves out 1\.bias, which would never be trained; .* or freeze those in model_fn"),
-    (partial(torch.optim.SGD, lr=0.0), "SGD has lr = 0 and no scheduler raises it"),
-    (partial(torch.optim.Adam, lr=math.inf), "Adam has lr = inf; it must be"),
-    (partial(torch.optim.SGD, lr=math.nan), "lr = nan; it must be|Invalid learning rate"),
-    (torch.optim.LBFGS, "LBFGS evaluates the loss several times a step")])
+@pytest.mark.parametrize(
+    ("optimizer", "says"),
+    [
+        (of_nothing, "SGD holds tensors that are no parameters of the model"),
+        (of_more, "SGD holds tensors that are no"),
+        (
+            of_the_first,
+            r"SGD leaves out 1\.bias, which would never be trained; .* or freeze those in model_fn",
+        ),
+        (partial(torch.optim.SGD, lr=0.0), "SGD has lr = 0 and no scheduler raises it"),
+        (partial(torch.optim.Adam, lr=math.inf), "Adam has lr = inf; it must be"),
+        (partial(torch.optim.SGD, lr=math.nan), "lr = nan; it must be|Invalid learning rate"),
+        (torch.optim.LBFGS, "LBFGS evaluates the loss several times a step"),
+    ],
+)
 def test_an_optimiser_that_would_not_train_the_model_is_refused(
         optimizer: OptimizerFn, says: str, mixed: bool) -> None:  # fmt: skip
     fp32 = FP32Trainer(optimizer=optimizer)
@@ -216,19 +269,36 @@ def in_groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def of_trainable(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([parameter for parameter in parameters if parameter.requires_grad], lr=0.1)
+    return torch.optim.SGD(
+        [parameter for parameter in parameters if parameter.requires_grad], lr=0.1
+    )
 
 
-@pytest.mark.parametrize(("optimizer", "scheduler"), [
-    (in_groups, None), (of_trainable, None), (partial(torch.optim.AdamW, lr=torch.tensor(0.1)), None),
-    (partial(torch.optim.SGD, lr=0.0), lambda optimizer, steps: OneCycleLR(optimizer, 0.1, total_steps=steps)),
-    (partial(torch.optim.SGD, lr=0.1), lambda optimizer, steps: LambdaLR(optimizer, lambda step: step / steps))])
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler"),
+    [
+        (in_groups, None),
+        (of_trainable, None),
+        (partial(torch.optim.AdamW, lr=torch.tensor(0.1)), None),
+        (
+            partial(torch.optim.SGD, lr=0.0),
+            lambda optimizer, steps: OneCycleLR(optimizer, 0.1, total_steps=steps),
+        ),
+        (
+            partial(torch.optim.SGD, lr=0.1),
+            lambda optimizer, steps: LambdaLR(optimizer, lambda step: step / steps),
+        ),
+    ],
+)
 def test_whatever_trains_the_model_is_taken_at_a_rate_that_begins_at_0_too(
         optimizer: OptimizerFn, scheduler: SchedulerFn | None) -> None:  # fmt: skip
     model = weight_and_bias()
     if optimizer is of_trainable:
         model[1].bias.requires_grad_(False)
-    before, trainer = model[1].weight.detach().clone(), FP32Trainer(optimizer=optimizer, scheduler=scheduler)
+    before, trainer = (
+        model[1].weight.detach().clone(),
+        FP32Trainer(optimizer=optimizer, scheduler=scheduler),
+    )
     session = trainer.start(model, TrainingSpan(total_steps=4))
     for each in batches(2):
         session.step([each])
@@ -238,14 +308,20 @@ def test_whatever_trains_the_model_is_taken_at_a_rate_that_begins_at_0_too(
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_labels_beyond_the_outputs_are_the_callers_mistake_and_not_the_accelerators(mixed: bool) -> None:
+def test_labels_beyond_the_outputs_are_the_callers_mistake_and_not_the_accelerators(
+    mixed: bool,
+) -> None:
     inputs, labels = batches(1)[0]
     labels[-1] = 12  # in the accelerator's part of the batch
     trainer = MixedPrecisionTrainer(rule="half", parallel=False) if mixed else FP32Trainer()
-    with pytest.raises(ConfigError, match="the labels reach 12, but the model has 10 outputs; give the model an"):
+    with pytest.raises(
+        ConfigError, match="the labels reach 12, but the model has 10 outputs; give the model an"
+    ):
         trainer.start(weight_and_bias(), TrainingSpan()).step([(inputs, labels)])
 
 
 def test_an_optimiser_in_place_of_a_function_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"AdamW\(...\) is one model's; give a function that makes it"):
+    with pytest.raises(
+        ConfigError, match=r"AdamW\(...\) is one model's; give a function that makes it"
+    ):
         FP32Trainer(optimizer=torch.optim.AdamW(nn.Linear(1, 1).parameters()))  # type: ignore[arg-type]

@@ -33,8 +33,14 @@ def small_network(*, norm: bool) -> nn.Sequential:
 def small_data(num_samples: int) -> LabelledData:
     generator = torch.Generator().manual_seed(5)
     return LabelledData(
-        inputs=torch.randint(0, 256, (num_samples, 1, 6, 6), generator=generator, dtype=torch.uint8),
-        labels=torch.randint(0, 3, (num_samples,), generator=generator), mean=(0.5,), std=(0.5,), num_classes=3)
+        inputs=torch.randint(
+            0, 256, (num_samples, 1, 6, 6), generator=generator, dtype=torch.uint8
+        ),
+        labels=torch.randint(0, 3, (num_samples,), generator=generator),
+        mean=(0.5,),
+        std=(0.5,),
+        num_classes=3,
+    )
 
 
 def session(model: nn.Module, num_members: int, **changes: object) -> FP32Session:
@@ -48,7 +54,9 @@ def parts_of(data: LabelledData, sizes: list[int]) -> list[tuple[torch.Tensor, t
 
 
 @settings(max_examples=40)
-@given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(lambda sizes: sum(sizes) > 0))
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(lambda sizes: sum(sizes) > 0)
+)
 def test_uneven_shares_equal_the_full_batch(sizes: list[int]) -> None:
     data = small_data(sum(sizes))
     split, whole = small_network(norm=False), small_network(norm=False)
@@ -64,8 +72,14 @@ def test_uneven_shares_equal_the_full_batch(sizes: list[int]) -> None:
 def test_one_pass_for_all_members_gives_the_weights_of_a_pass_for_each() -> None:
     data = small_data(64)
     each, once = small_network(norm=False), small_network(norm=False)
-    settings_ = {"members": tuple(range(4)), "partitions": tuple(range(4)), "capacities": (1.0, 2.0, 1.0, 3.0),
-                 "num_steps": 8, "steps_per_epoch": 4, "batch_size": 16}
+    settings_ = {
+        "members": tuple(range(4)),
+        "partitions": tuple(range(4)),
+        "capacities": (1.0, 2.0, 1.0, 3.0),
+        "num_steps": 8,
+        "steps_per_epoch": 4,
+        "batch_size": 16,
+    }
     train_group(each, data, task(0, 1, **settings_), FP32Trainer(reduction="always"))
     train_group(once, data, task(0, 1, **settings_), FP32Trainer(reduction="auto"))
     for ours, reference in zip(each.parameters(), once.parameters(), strict=True):
@@ -100,7 +114,9 @@ def test_batch_norm_members_use_their_own_statistics() -> None:
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in copies]
     for _ in range(3):
         group.step(parts_of(data, sizes))
-        for each, optimizer, (inputs, labels) in zip(copies, optimizers, parts_of(data, sizes), strict=True):
+        for each, optimizer, (inputs, labels) in zip(
+            copies, optimizers, parts_of(data, sizes), strict=True
+        ):
             optimizer.zero_grad()
             nn.functional.cross_entropy(each(inputs), labels).backward()
         for gradients in zip(*([p for p in each.parameters()] for each in copies), strict=True):
@@ -113,7 +129,9 @@ def test_batch_norm_members_use_their_own_statistics() -> None:
     for ours, reference in zip(model.parameters(), copies[0].parameters(), strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-6)
     norm, norms = model[1], [each[1] for each in copies]
-    expected = sum(size / sum(sizes) * each.running_mean for size, each in zip(sizes, norms, strict=True))
+    expected = sum(
+        size / sum(sizes) * each.running_mean for size, each in zip(sizes, norms, strict=True)
+    )
     torch.testing.assert_close(norm.running_mean, expected)
     assert norm.num_batches_tracked.item() == 3
 
@@ -122,7 +140,12 @@ def test_a_session_resumed_from_its_state_goes_on_as_if_never_stopped() -> None:
     data = small_data(80)
     through, resumed = small_network(norm=True), small_network(norm=True)
     trainer = FP32Trainer(optimizer=sgd(0.1, 0.9), scheduler=cosine_annealing)
-    members = {"members": (0, 1), "partitions": (0, 1), "capacities": (1.0, 1.0), "steps_per_epoch": 10}
+    members = {
+        "members": (0, 1),
+        "partitions": (0, 1),
+        "capacities": (1.0, 1.0),
+        "steps_per_epoch": 10,
+    }
     first = train_group(resumed, data, task(0, 1, num_steps=4, **members), trainer).end.state
     train_group(resumed, data, task(0, 1, first_step=4, num_steps=6, **members), trainer, first)
     # The reference settles its members' statistics at the same step, as every synchronisation does.
@@ -130,20 +153,32 @@ def test_a_session_resumed_from_its_state_goes_on_as_if_never_stopped() -> None:
     train_group(through, data, task(0, 1, first_step=4, num_steps=6, **members), trainer, state)
     straight = small_network(norm=True)
     train_group(straight, data, task(0, 1, num_steps=10, **members), trainer)
-    for ours, same, reference in zip(resumed.parameters(), through.parameters(), straight.parameters(), strict=True):
+    for ours, same, reference in zip(
+        resumed.parameters(), through.parameters(), straight.parameters(), strict=True
+    ):
         assert torch.equal(ours, same)
         torch.testing.assert_close(ours, reference)
 
 
 @pytest.mark.parametrize("reshuffle", [True, False])
 def test_a_dataset_of_the_same_samples_trains_the_same_weights(reshuffle: bool) -> None:
-    members = {"members": (0, 1), "partitions": (0, 1), "capacities": (1.0, 1.0), "steps_per_epoch": 5,
-               "reshuffle": reshuffle}
+    members = {
+        "members": (0, 1),
+        "partitions": (0, 1),
+        "capacities": (1.0, 1.0),
+        "steps_per_epoch": 5,
+        "reshuffle": reshuffle,
+    }
     data = small_data(40)
     whole, rows = small_network(norm=True), small_network(norm=True)
     own = [data] if reshuffle else [data, data]
     train_group(whole, own, task(0, 1, num_steps=10, **members), FP32Trainer())
-    train_group(rows, [MapDataset(Rows(each)) for each in own], task(0, 1, num_steps=10, **members), FP32Trainer())
+    train_group(
+        rows,
+        [MapDataset(Rows(each)) for each in own],
+        task(0, 1, num_steps=10, **members),
+        FP32Trainer(),
+    )
     for ours, reference in zip(rows.parameters(), whole.parameters(), strict=True):
         assert torch.equal(ours, reference)
 
@@ -157,19 +192,32 @@ def test_augmentation_is_the_same_in_any_interval_and_differs_by_epoch_and_membe
             return inputs, label
 
     seen: dict[tuple[int, int], list[bool]] = {}
-    members = {"members": (0, 1), "partitions": (0, 1), "capacities": (1.0, 1.0), "steps_per_epoch": 5,
-               "reshuffle": False}
+    members = {
+        "members": (0, 1),
+        "partitions": (0, 1),
+        "capacities": (1.0, 1.0),
+        "steps_per_epoch": 5,
+        "reshuffle": False,
+    }
     own = [small_data(40), small_data(40)]
-    train_group(small_network(norm=False), [MapDataset(Seen(each, augment=True)) for each in own],
-                task(0, 1, num_steps=10, **members), FP32Trainer())
+    train_group(
+        small_network(norm=False),
+        [MapDataset(Seen(each, augment=True)) for each in own],
+        task(0, 1, num_steps=10, **members),
+        FP32Trainer(),
+    )
     at_once = {key: list(flips) for key, flips in seen.items()}
     assert {len(flips) for flips in at_once.values()} == {2}
     assert any(first != second for first, second in at_once.values())
     assert any(at_once[id(own[0]), index] != at_once[id(own[1]), index] for index in range(40))
     seen.clear()
     for first_step, num_steps in ((0, 3), (3, 4), (7, 3)):
-        train_group(small_network(norm=False), [MapDataset(Seen(each, augment=True)) for each in own],
-                    task(0, 1, first_step=first_step, num_steps=num_steps, **members), FP32Trainer())
+        train_group(
+            small_network(norm=False),
+            [MapDataset(Seen(each, augment=True)) for each in own],
+            task(0, 1, first_step=first_step, num_steps=num_steps, **members),
+            FP32Trainer(),
+        )
     assert seen == at_once
 
 
@@ -191,4 +239,6 @@ def test_an_unknown_mode_of_passes_is_refused() -> None:
 
 
 def test_members_shares_are_those_of_the_plan() -> None:
-    assert split_batch(10, (1.0, 1.0, 2.0)) == (3, 2, 5) or sum(split_batch(10, (1.0, 1.0, 2.0))) == 10
+    assert (
+        split_batch(10, (1.0, 1.0, 2.0)) == (3, 2, 5) or sum(split_batch(10, (1.0, 1.0, 2.0))) == 10
+    )

@@ -25,8 +25,13 @@ from socflower.training.trainer import Trainer, TrainingSpan
 from socflower.workloads import LabelledData
 
 IMAGE = (3, 10, 10)
-NAMES = {"Int8Trainer": Int8Trainer, "MixedPrecisionTrainer": MixedPrecisionTrainer, "partial": partial,
-         "NativeInt8Backend": NativeInt8Backend, "FP32Trainer": FP32Trainer}
+NAMES = {
+    "Int8Trainer": Int8Trainer,
+    "MixedPrecisionTrainer": MixedPrecisionTrainer,
+    "partial": partial,
+    "NativeInt8Backend": NativeInt8Backend,
+    "FP32Trainer": FP32Trainer,
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -92,7 +97,11 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.relu, self.second = nn.Conv2d(8, 8, 1, bias=False), nn.ReLU(), nn.Conv2d(8, 8, 1, bias=False)
+        self.first, self.relu, self.second = (
+            nn.Conv2d(8, 8, 1, bias=False),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 1, bias=False),
+        )
         self.second.weight = self.first.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,12 +115,17 @@ def tied_by_memory() -> nn.Module:
 
 
 OPERATORS: dict[str, Callable[[], nn.Module]] = {
-    "module": nn.GELU, "module with parameters": lambda: nn.GroupNorm(2, 8), "setting": lambda: nn.Conv2d(
-        8, 8, 3, padding="same"), "dropout of another kind": lambda: nn.AlphaDropout(0.2),
-    "pool": lambda: nn.AvgPool2d(2, ceil_mode=True, count_include_pad=False), "a module of the user": Squash,
+    "module": nn.GELU,
+    "module with parameters": lambda: nn.GroupNorm(2, 8),
+    "setting": lambda: nn.Conv2d(8, 8, 3, padding="same"),
+    "dropout of another kind": lambda: nn.AlphaDropout(0.2),
+    "pool": lambda: nn.AvgPool2d(2, ceil_mode=True, count_include_pad=False),
+    "a module of the user": Squash,
     "a module inside one": lambda: nn.Sequential(Squash(), nn.Sequential(nn.ReLU(), Squash())),
-    "a module of two inputs": TwoInputs, "a module of three dimensions": Flat,
-    "a module that torch.fx cannot follow": Branching, "a module that differs in evaluation": SkipsInEvaluation,
+    "a module of two inputs": TwoInputs,
+    "a module of three dimensions": Flat,
+    "a module that torch.fx cannot follow": Branching,
+    "a module that differs in evaluation": SkipsInEvaluation,
     "tied weights in a module": Tied,
     "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(8, 8, 1)),
     "spectral_norm of old": lambda: nn.utils.spectral_norm(nn.Conv2d(8, 8, 1)),
@@ -121,14 +135,18 @@ OPERATORS: dict[str, Callable[[], nn.Module]] = {
 def network(odd: nn.Module) -> nn.Module:
     """Return a network of the user's own with `odd` in the middle."""
     with forked_generator(3):
-        model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), odd, nn.Flatten(), nn.LazyLinear(4))
+        model = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), odd, nn.Flatten(), nn.LazyLinear(4)
+        )
         model.eval()(torch.zeros(1, *IMAGE))
     return model.train()
 
 
 def batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(4)
-    return torch.randn(6, *IMAGE, generator=generator), torch.randint(0, 4, (6,), generator=generator)
+    return torch.randn(6, *IMAGE, generator=generator), torch.randint(
+        0, 4, (6,), generator=generator
+    )
 
 
 def train(trainer: Trainer, model: nn.Module) -> None:
@@ -146,8 +164,12 @@ def refused(call: Callable[[], object]) -> str:
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-@pytest.mark.parametrize("trainer", [Int8Trainer(), MixedPrecisionTrainer(rule="half", parallel=False)])
-def test_each_line_of_code_that_a_trainer_advises_trains_the_network(trainer: Trainer, name: str) -> None:
+@pytest.mark.parametrize(
+    "trainer", [Int8Trainer(), MixedPrecisionTrainer(rule="half", parallel=False)]
+)
+def test_each_line_of_code_that_a_trainer_advises_trains_the_network(
+    trainer: Trainer, name: str
+) -> None:
     """The text is taken at its word: what it says to use is evaluated as it stands, again until it trains."""
     model = network(OPERATORS[name]())
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -185,10 +207,16 @@ class InItsOwnForward(nn.Module):
         return self.head((torch.sigmoid(x) if self.squash is None else self.squash(x)).flatten(1))
 
 
-@pytest.mark.parametrize("trainer", [Int8Trainer, partial(MixedPrecisionTrainer, rule="half", parallel=False)])
-def test_what_the_network_itself_does_is_to_be_moved_into_a_module_and_then_trains(trainer: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    "trainer", [Int8Trainer, partial(MixedPrecisionTrainer, rule="half", parallel=False)]
+)
+def test_what_the_network_itself_does_is_to_be_moved_into_a_module_and_then_trains(
+    trainer: Callable[..., Any],
+) -> None:
     text = refused(lambda: train(trainer(), InItsOwnForward(moved=False)))
-    assert "sigmoid: int8 training has no operator 'sigmoid'; move it into a module of its own" in text
+    assert (
+        "sigmoid: int8 training has no operator 'sigmoid'; move it into a module of its own" in text
+    )
     code = re.findall(r"(?:Int8|MixedPrecision)Trainer\(.*\)", text)[0]
     assert "cannot" not in text and "fp32_operators" not in text
     refused(lambda: train(eval(code, NAMES), InItsOwnForward(moved=False)))
@@ -198,23 +226,44 @@ def test_what_the_network_itself_does_is_to_be_moved_into_a_module_and_then_trai
 def tied_network(*, together: bool) -> nn.Module:
     """Return a network with a weight in two places: in its own layers, or in those of a module."""
     with forked_generator(3):
-        model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), Tied(), nn.ReLU(), nn.Conv2d(8, 8, 1, bias=False),
-                              nn.Flatten(), nn.Linear(800, 4))
+        model = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1),
+            Tied(),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 1, bias=False),
+            nn.Flatten(),
+            nn.Linear(800, 4),
+        )
         if not together:
             model[1].second = nn.Identity()
             model[3].weight = model[1].first.weight
     return model
 
 
-@pytest.mark.parametrize("trainer", [
-    Int8Trainer, partial(MixedPrecisionTrainer, rule="half", parallel=False),
-    partial(MixedPrecisionTrainer, rule="half", parallel=False, fp32=FP32Trainer(optimizer=sgd(0.01, momentum=0.0)),
-            backend=partial(NativeInt8Backend, int8_algorithm("niti")))])
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        Int8Trainer,
+        partial(MixedPrecisionTrainer, rule="half", parallel=False),
+        partial(
+            MixedPrecisionTrainer,
+            rule="half",
+            parallel=False,
+            fp32=FP32Trainer(optimizer=sgd(0.01, momentum=0.0)),
+            backend=partial(NativeInt8Backend, int8_algorithm("niti")),
+        ),
+    ],
+)
 def test_weights_tied_across_a_network_are_refused_and_tied_in_a_module_train_as_one(
         trainer: Callable[..., Any]) -> None:  # fmt: skip
     text = refused(lambda: train(trainer(), tied_network(together=False)))
-    assert text.startswith("1.first.weight and 3.weight are one parameter, and int8 training has no operators that sh")
-    assert "train with FP32Trainer" in text and "move it into a module of its own, of one tensor in and one out" in text
+    assert text.startswith(
+        "1.first.weight and 3.weight are one parameter, and int8 training has no operators that sh"
+    )
+    assert (
+        "train with FP32Trainer" in text
+        and "move it into a module of its own, of one tensor in and one out" in text
+    )
     train(FP32Trainer(), tied_network(together=False))
 
     if isinstance(trainer, partial):
@@ -252,48 +301,87 @@ def test_a_parametrised_layer_is_named_with_what_makes_it_one(name: str) -> None
     for trainer in (Int8Trainer(), MixedPrecisionTrainer(rule="half", parallel=False)):
         text = refused(lambda trainer=trainer: train(trainer, network(OPERATORS[name]())))  # type: ignore[misc]
         assert text.startswith("2: int8 training has no ")
-        assert "whose weight is computed from other parameters, as weight_norm and other parametrisations" in text
+        assert (
+            "whose weight is computed from other parameters, as weight_norm and other parametrisations"
+            in text
+        )
 
 
 def on_rows(trainer: Trainer) -> None:
     """Train on inputs that are no images."""
-    trainer.start(nn.Linear(3, 2), TrainingSpan()).step([(torch.zeros(4, 3), torch.zeros(4).long())])
+    trainer.start(nn.Linear(3, 2), TrainingSpan()).step(
+        [(torch.zeros(4, 3), torch.zeros(4).long())]
+    )
 
 
 REMEDIES: dict[str, tuple[Callable[[], object], str, Callable[[], object]]] = {
     "momentum of niti": (
-        lambda: int8_algorithm("niti", momentum=0.9), "use momentum 0, or adaptive-fixed-point",
-        lambda: (int8_algorithm("niti", momentum=0.0), int8_algorithm("adaptive-fixed-point", momentum=0.9))),
+        lambda: int8_algorithm("niti", momentum=0.9),
+        "use momentum 0, or adaptive-fixed-point",
+        lambda: (
+            int8_algorithm("niti", momentum=0.0),
+            int8_algorithm("adaptive-fixed-point", momentum=0.9),
+        ),
+    ),
     "bits of adaptive fixed point": (
-        lambda: int8_algorithm("adaptive-fixed-point", gradient_bits=(2, 1, 0)), "leave gradient_bits out, or use niti",
-        lambda: (int8_algorithm("adaptive-fixed-point"), int8_algorithm("niti", gradient_bits=(2, 1, 0)))),
+        lambda: int8_algorithm("adaptive-fixed-point", gradient_bits=(2, 1, 0)),
+        "leave gradient_bits out, or use niti",
+        lambda: (
+            int8_algorithm("adaptive-fixed-point"),
+            int8_algorithm("niti", gradient_bits=(2, 1, 0)),
+        ),
+    ),
     "masters in a backend": (
-        lambda: NativeInt8Backend(ADAPTIVE_FIXED_POINT), "use niti or the default",
-        lambda: (NativeInt8Backend(int8_algorithm("niti")), NativeInt8Backend())),
+        lambda: NativeInt8Backend(ADAPTIVE_FIXED_POINT),
+        "use niti or the default",
+        lambda: (NativeInt8Backend(int8_algorithm("niti")), NativeInt8Backend()),
+    ),
     "no images, int8": (
         lambda: on_rows(Int8Trainer()),
         "use FP32Trainer",
-        lambda: on_rows(FP32Trainer())),
+        lambda: on_rows(FP32Trainer()),
+    ),
     "no images, mixed": (
         lambda: on_rows(MixedPrecisionTrainer(parallel=False)),
         "use FP32Trainer",
-        lambda: on_rows(FP32Trainer())),
+        lambda: on_rows(FP32Trainer()),
+    ),
     "held-out inputs of another shape": (
-        lambda: train(MixedPrecisionTrainer(rule="half", parallel=False, held_out=torch.zeros(3, 1, 10, 10)),
-                      network(nn.ReLU())), "hold out samples of the same data",
-        lambda: train(MixedPrecisionTrainer(rule="half", parallel=False, held_out=batch()[0]), network(nn.ReLU()))),
+        lambda: train(
+            MixedPrecisionTrainer(rule="half", parallel=False, held_out=torch.zeros(3, 1, 10, 10)),
+            network(nn.ReLU()),
+        ),
+        "hold out samples of the same data",
+        lambda: train(
+            MixedPrecisionTrainer(rule="half", parallel=False, held_out=batch()[0]),
+            network(nn.ReLU()),
+        ),
+    ),
     "another loss": (
-        lambda: MixedPrecisionTrainer(fp32=FP32Trainer(loss=nn.functional.nll_loss)), "leave the loss and the loss_w",
-        lambda: MixedPrecisionTrainer(fp32=FP32Trainer(optimizer=sgd(0.1)))),
+        lambda: MixedPrecisionTrainer(fp32=FP32Trainer(loss=nn.functional.nll_loss)),
+        "leave the loss and the loss_w",
+        lambda: MixedPrecisionTrainer(fp32=FP32Trainer(optimizer=sgd(0.1))),
+    ),
     "a layer that is called twice": (
-        lambda: train(Int8Trainer(), network(Shared(nn.Conv2d(8, 8, 1)))), "make a module for each call",
-        lambda: train(Int8Trainer(), network(nn.Sequential(nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1))))),
+        lambda: train(Int8Trainer(), network(Shared(nn.Conv2d(8, 8, 1)))),
+        "make a module for each call",
+        lambda: train(
+            Int8Trainer(), network(nn.Sequential(nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)))
+        ),
+    ),
     "an FP32 layer that is called twice": (
-        lambda: train(Int8Trainer(unsupported="fp32"), network(Shared(nn.GroupNorm(2, 8)))), "make a module for each",
-        lambda: train(Int8Trainer(unsupported="fp32"), network(nn.Sequential(nn.GroupNorm(2, 8), nn.GroupNorm(2, 8))))),
+        lambda: train(Int8Trainer(unsupported="fp32"), network(Shared(nn.GroupNorm(2, 8)))),
+        "make a module for each",
+        lambda: train(
+            Int8Trainer(unsupported="fp32"),
+            network(nn.Sequential(nn.GroupNorm(2, 8), nn.GroupNorm(2, 8))),
+        ),
+    ),
     "a layer that is called twice, in a module": (
-        lambda: train(Int8Trainer(), network(Shared(nn.Conv2d(8, 8, 1)))), "or list the module around them in",
-        lambda: train(Int8Trainer(fp32_operators=["2"]), network(Shared(nn.Conv2d(8, 8, 1))))),
+        lambda: train(Int8Trainer(), network(Shared(nn.Conv2d(8, 8, 1)))),
+        "or list the module around them in",
+        lambda: train(Int8Trainer(fp32_operators=["2"]), network(Shared(nn.Conv2d(8, 8, 1)))),
+    ),
 }
 
 
@@ -319,20 +407,35 @@ def test_a_function_without_weights_may_run_in_fp32_in_several_places() -> None:
     train(Int8Trainer(unsupported="fp32"), network(Shared(nn.GELU())))
 
 
-@pytest.mark.parametrize("trainer", [Int8Trainer(), MixedPrecisionTrainer(rule="half", parallel=False)])
-def test_a_flower_run_of_such_a_network_ends_with_the_refusal_and_trains_nothing(trainer: Trainer) -> None:
+@pytest.mark.parametrize(
+    "trainer", [Int8Trainer(), MixedPrecisionTrainer(rule="half", parallel=False)]
+)
+def test_a_flower_run_of_such_a_network_ends_with_the_refusal_and_trains_nothing(
+    trainer: Trainer,
+) -> None:
     """Under Flower's FedAvg, which leaves out clients that fail and would keep the first weights for all rounds."""
     inputs, labels = batch()
 
     def data(context: Context, partition_id: int, num_partitions: int) -> LabelledData:
         return LabelledData(inputs, labels, mean=(0.0,) * 3, std=(1.0,) * 3, num_classes=4)
 
-    client, server, rounds = make_client_app(lambda context: network(nn.GELU()), data, trainer), ServerApp(), []
+    client, server, rounds = (
+        make_client_app(lambda context: network(nn.GELU()), data, trainer),
+        ServerApp(),
+        [],
+    )
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:
-        FedAvg().start(grid, ArrayRecord(network(nn.GELU()).state_dict()), num_rounds=2,
-                       evaluate_fn=lambda server_round, arrays: rounds.append(server_round))
+        FedAvg().start(
+            grid,
+            ArrayRecord(network(nn.GELU()).state_dict()),
+            num_rounds=2,
+            evaluate_fn=lambda server_round, arrays: rounds.append(server_round),
+        )
 
-    with pytest.raises(TrainingFailed, match=rf"2: int8 training has no GELU; use {type(trainer).__name__}\(.*'fp32'"):
+    with pytest.raises(
+        TrainingFailed,
+        match=rf"2: int8 training has no GELU; use {type(trainer).__name__}\(.*'fp32'",
+    ):
         run_app(server, client, cluster=parse_cluster({"boards": [2]}), num_workers=0)

@@ -22,7 +22,13 @@ from socflower.rings.gradient_exchange import GradientExchange
 from socflower.rings.transports.in_process import in_process_rings
 from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.training.group import train_group
-from socflower.training.loss_weights import BY_SAMPLES, LossWeights, label_weight, require_divisible, weights_of
+from socflower.training.loss_weights import (
+    BY_SAMPLES,
+    LossWeights,
+    label_weight,
+    require_divisible,
+    weights_of,
+)
 from socflower.training.mixed_precision import MixedPrecisionTrainer
 from socflower.training.trainer import TrainingSpan
 from socflower.workloads import DataSource, as_data_source
@@ -52,26 +58,47 @@ def signs(count: int) -> Tensor:
     return classes(count).remainder(2).mul(2).sub(1).float()
 
 
-LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[[int], Tensor], Callable[[int], Tensor]]] = {
-    name: (loss, lambda n: torch.randn(n, CLASSES, generator=torch.Generator().manual_seed(1)), targets)
+LOSSES: dict[
+    str, tuple[Callable[..., Tensor], Callable[[int], Tensor], Callable[[int], Tensor]]
+] = {
+    name: (
+        loss,
+        lambda n: torch.randn(n, CLASSES, generator=torch.Generator().manual_seed(1)),
+        targets,
+    )
     for name, loss, targets in [
         ("plain", nn.CrossEntropyLoss(), lambda n: classes(n)),
         ("function", functional.cross_entropy, lambda n: classes(n, ignored=0.4)),
         ("class weights", nn.CrossEntropyLoss(weight=WEIGHTS), lambda n: classes(n, ignored=0.2)),
         ("ignored 1", partial(functional.cross_entropy, ignore_index=1), lambda n: classes(n)),
-        ("smoothed", nn.CrossEntropyLoss(label_smoothing=0.2, weight=WEIGHTS), lambda n: classes(n, ignored=0.3)),
-        ("smoothed, unweighted", nn.CrossEntropyLoss(label_smoothing=0.2), lambda n: classes(n, ignored=0.3)),
+        (
+            "smoothed",
+            nn.CrossEntropyLoss(label_smoothing=0.2, weight=WEIGHTS),
+            lambda n: classes(n, ignored=0.3),
+        ),
+        (
+            "smoothed, unweighted",
+            nn.CrossEntropyLoss(label_smoothing=0.2),
+            lambda n: classes(n, ignored=0.3),
+        ),
         ("probabilities", nn.CrossEntropyLoss(weight=WEIGHTS), probabilities),
         ("sum", nn.CrossEntropyLoss(reduction="sum", weight=WEIGHTS), lambda n: classes(n)),
-        ("partial of partial", partial(partial(functional.nll_loss, weight=WEIGHTS), ignore_index=0),
-         lambda n: classes(n)),
+        (
+            "partial of partial",
+            partial(partial(functional.nll_loss, weight=WEIGHTS), ignore_index=0),
+            lambda n: classes(n),
+        ),
         ("likelihood", nn.NLLLoss(weight=WEIGHTS), lambda n: classes(n, ignored=0.3)),
         ("squares", nn.MSELoss(), lambda n: probabilities(n)),
         ("sum of squares", partial(functional.mse_loss, reduction="sum"), probabilities),
         ("absolute", nn.L1Loss(), probabilities),
         ("smooth", nn.SmoothL1Loss(), probabilities),
         ("huber", nn.HuberLoss(), probabilities),
-        ("binary", partial(functional.binary_cross_entropy_with_logits, pos_weight=WEIGHTS + 1), probabilities),
+        (
+            "binary",
+            partial(functional.binary_cross_entropy_with_logits, pos_weight=WEIGHTS + 1),
+            probabilities,
+        ),
         ("divergence", nn.KLDivLoss(reduction="batchmean"), probabilities),
         ("divergence of elements", nn.KLDivLoss(), probabilities),
         ("poisson", nn.PoissonNLLLoss(), probabilities),
@@ -79,8 +106,13 @@ LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[[int], Tensor], Callable
         ("hinge", nn.HingeEmbeddingLoss(), lambda n: signs(n * CLASSES).reshape(n, CLASSES)),
         ("margin of classes", nn.MultiMarginLoss(), lambda n: classes(n)),
         ("margin of labels", nn.MultiLabelMarginLoss(), lambda n: classes(n, CLASSES)),
-        ("soft margin of labels", nn.MultiLabelSoftMarginLoss(), lambda n: probabilities(n).round()),
-    ]}
+        (
+            "soft margin of labels",
+            nn.MultiLabelSoftMarginLoss(),
+            lambda n: probabilities(n).round(),
+        ),
+    ]
+}
 
 
 @settings(max_examples=6, deadline=None)
@@ -96,8 +128,13 @@ def test_parts_make_the_loss_and_the_gradient_of_the_batch(name: str, sizes: lis
     if isinstance(loss, nn.Module):
         loss = copy.deepcopy(loss).double()
     elif isinstance(loss, partial):
-        loss = partial(loss.func, **{key: value.double() if isinstance(value, Tensor) else value
-                                     for key, value in loss.keywords.items()})
+        loss = partial(
+            loss.func,
+            **{
+                key: value.double() if isinstance(value, Tensor) else value
+                for key, value in loss.keywords.items()
+            },
+        )
     batch = (outputs, targets)
     total = weights.of(batch)
     if not total:
@@ -118,16 +155,29 @@ def test_labels_of_sequences_count_one_by_one() -> None:
     logits, labels = torch.randn(6, CLASSES, 9), classes(6, 9, ignored=0.5)
     own = [label_weight((logits[rows], labels[rows])) for rows in (slice(0, 2), slice(2, 6))]
     loss = functional.cross_entropy(logits, labels)
-    parts = [functional.cross_entropy(logits[rows], labels[rows]) for rows in (slice(0, 2), slice(2, 6))]
+    parts = [
+        functional.cross_entropy(logits[rows], labels[rows]) for rows in (slice(0, 2), slice(2, 6))
+    ]
     assert sum(own) == (labels != -100).sum()
-    assert sum(weight * part for weight, part in zip(own, parts, strict=True)) / sum(own) == pytest.approx(float(loss))
+    assert sum(weight * part for weight, part in zip(own, parts, strict=True)) / sum(
+        own
+    ) == pytest.approx(float(loss))
 
 
-@given(order=st.permutations(range(6)), weights=st.lists(st.floats(0.001, 1000.0), min_size=6, max_size=6))
-def test_weights_add_up_to_the_same_bits_in_any_order(order: list[int], weights: list[float]) -> None:
+@given(
+    order=st.permutations(range(6)),
+    weights=st.lists(st.floats(0.001, 1000.0), min_size=6, max_size=6),
+)
+def test_weights_add_up_to_the_same_bits_in_any_order(
+    order: list[int], weights: list[float]
+) -> None:
     """So one process and a ring, which adds in another order, divide by the same number."""
-    own = [LossWeights(read=lambda batch: float(batch[0])).of((torch.tensor([weight], dtype=torch.float64),))
-           for weight in weights]
+    own = [
+        LossWeights(read=lambda batch: float(batch[0])).of(
+            (torch.tensor([weight], dtype=torch.float64),)
+        )
+        for weight in weights
+    ]
     assert sum(own[place] for place in order) == sum(own)
 
 
@@ -135,10 +185,18 @@ class Subclass(nn.CrossEntropyLoss):
     """May compute anything."""
 
 
-@pytest.mark.parametrize("loss", [
-    Subclass(), lambda made, labels: made.sum(), partial(functional.cross_entropy, torch.zeros(1)),
-    nn.BCELoss(weight=torch.ones(8)), partial(functional.mse_loss, size_average=False), nn.CosineEmbeddingLoss(),
-    nn.CrossEntropyLoss(reduction="none")])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        Subclass(),
+        lambda made, labels: made.sum(),
+        partial(functional.cross_entropy, torch.zeros(1)),
+        nn.BCELoss(weight=torch.ones(8)),
+        partial(functional.mse_loss, size_average=False),
+        nn.CosineEmbeddingLoss(),
+        nn.CrossEntropyLoss(reduction="none"),
+    ],
+)
 def test_other_losses_are_unknown(loss: Callable[..., Any]) -> None:
     assert weights_of(loss) is None
 
@@ -153,8 +211,15 @@ def test_a_weight_that_cannot_be_is_refused(weight: float) -> None:
 
 
 def network(norm: bool = False) -> nn.Sequential:
-    return built(lambda: nn.Sequential(
-        nn.Linear(5, 8), nn.BatchNorm1d(8) if norm else nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, CLASSES)), 3)
+    return built(
+        lambda: nn.Sequential(
+            nn.Linear(5, 8),
+            nn.BatchNorm1d(8) if norm else nn.LayerNorm(8),
+            nn.ReLU(),
+            nn.Linear(8, CLASSES),
+        ),
+        3,
+    )
 
 
 def contrast(made: Tensor, labels: Tensor) -> Tensor:
@@ -170,11 +235,20 @@ def own_step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 TRAINERS: dict[str, tuple[FP32Trainer, float]] = {
     "mean": (FP32Trainer(optimizer=sgd(0.1)), 0.0),
-    "class weights": (FP32Trainer(optimizer=sgd(0.1), loss=nn.CrossEntropyLoss(weight=WEIGHTS)), 0.0),
+    "class weights": (
+        FP32Trainer(optimizer=sgd(0.1), loss=nn.CrossEntropyLoss(weight=WEIGHTS)),
+        0.0,
+    ),
     "ignored labels": (FP32Trainer(optimizer=sgd(0.1)), 0.6),
     "sum": (FP32Trainer(optimizer=sgd(0.01), loss=nn.CrossEntropyLoss(reduction="sum")), 0.3),
-    "own weight": (FP32Trainer(optimizer=sgd(0.1), train_step=own_step,
-                               loss_weight=lambda batch: WEIGHTS[batch[1]].sum()), 0.0),
+    "own weight": (
+        FP32Trainer(
+            optimizer=sgd(0.1),
+            train_step=own_step,
+            loss_weight=lambda batch: WEIGHTS[batch[1]].sum(),
+        ),
+        0.0,
+    ),
 }
 
 
@@ -195,7 +269,9 @@ def samples(ignored: float) -> DataSource:
     return Pairs(images(48), classes(48, ignored=ignored))
 
 
-def alone(trainer: FP32Trainer, data: DataSource, rows: Sequence[Tensor], model: nn.Module) -> dict[str, Tensor]:
+def alone(
+    trainer: FP32Trainer, data: DataSource, rows: Sequence[Tensor], model: nn.Module
+) -> dict[str, Tensor]:
     """Train by plain torch on whole batches."""
     model = copy.deepcopy(model).train()
     optimizer = trainer.optimizer(model.parameters())
@@ -220,12 +296,16 @@ SIZES = (5, 1, 0, 6)
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-@pytest.mark.parametrize("changes", [{"reduction": "always"}, {"reduction": "ring"}, {"accumulation_steps": 5}])
+@pytest.mark.parametrize(
+    "changes", [{"reduction": "always"}, {"reduction": "ring"}, {"accumulation_steps": 5}]
+)
 def test_members_and_passes_train_as_one_device(name: str, changes: dict[str, Any]) -> None:
     trainer, ignored = TRAINERS[name]
     data, model = samples(ignored), network()
     reference = alone(trainer, data, BATCHES, model)
-    session = FP32Trainer(**{**vars(trainer), **changes}).start(model, TrainingSpan(num_members=4, total_steps=4))
+    session = FP32Trainer(**{**vars(trainer), **changes}).start(
+        model, TrainingSpan(num_members=4, total_steps=4)
+    )
     for rows in BATCHES:
         session.step([data.batch(part) for part in rows.split(list(SIZES))])
     assert_trained_alike(dict(model.state_dict()), reference)
@@ -245,7 +325,10 @@ def ring_weights(trainer: FP32Trainer, data: DataSource) -> dict[str, Tensor]:
 
     def train(rank: int) -> None:
         ring, model = rings[rank], models[rank]
-        session, exchange = trainer.start(model, TrainingSpan(total_steps=4)), GradientExchange(model, 2)
+        session, exchange = (
+            trainer.start(model, TrainingSpan(total_steps=4)),
+            GradientExchange(model, 2),
+        )
         for rows in BATCHES:
             own = data.batch(rows.split(list(SIZES))[rank]) if SIZES[rank] else ()
             weight, total = session.batch_weight([own]), []
@@ -260,13 +343,19 @@ def ring_weights(trainer: FP32Trainer, data: DataSource) -> dict[str, Tensor]:
         exchange.close()
 
     rings = in_process_rings(len(SIZES))
-    threads = [threading.Thread(target=train, args=(rank,), daemon=True) for rank in range(len(SIZES))]
+    threads = [
+        threading.Thread(target=train, args=(rank,), daemon=True) for rank in range(len(SIZES))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert all(torch.equal(first, second) for first, second in zip(
-        models[0].state_dict().values(), models[1].state_dict().values(), strict=True))
+    assert all(
+        torch.equal(first, second)
+        for first, second in zip(
+            models[0].state_dict().values(), models[1].state_dict().values(), strict=True
+        )
+    )
     return dict(models[0].state_dict())
 
 
@@ -275,10 +364,13 @@ def test_one_process_has_the_bits_of_a_ring(name: str) -> None:
     trainer, ignored = TRAINERS[name]
     data, model = samples(ignored), network()
     session = FP32Trainer(**{**vars(trainer), "reduction": "ring", "num_buckets": 2}).start(
-        model, TrainingSpan(num_members=4, total_steps=4))
+        model, TrainingSpan(num_members=4, total_steps=4)
+    )
     for rows in BATCHES:
         session.step([data.batch(part) if len(part) else () for part in rows.split(list(SIZES))])
-    for ours, theirs in zip(model.state_dict().values(), ring_weights(trainer, data).values(), strict=True):
+    for ours, theirs in zip(
+        model.state_dict().values(), ring_weights(trainer, data).values(), strict=True
+    ):
         assert torch.equal(ours, theirs)
 
 
@@ -298,7 +390,9 @@ def test_pipelines_train_as_one_device(name: str, shares: tuple[tuple[int, ...],
     last = pipelines.read(module).model.num_layers - 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipelines, "data", lambda: data)
-        end = pipelines.train_together(module, pipelines.plan_of((1, last), shares, 4), steps, trainer)
+        end = pipelines.train_together(
+            module, pipelines.plan_of((1, last), shares, 4), steps, trainer
+        )
         alone_weights = pipelines.train_alone(module, steps, trainer)
     assert_trained_alike(dict(end.weights), {name: alone_weights[name] for name in end.weights})
 
@@ -337,9 +431,12 @@ def test_a_batch_without_a_label_that_counts_is_refused() -> None:
 
 
 def test_mixed_precision_refuses_labels_that_int8_cannot_ignore() -> None:
-    model = built(lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)), 1)
-    session = MixedPrecisionTrainer(fp32=FP32Trainer(optimizer=sgd(0.1)), npu_ratio=0.5, parallel=False).start(
-        model, TrainingSpan())
+    model = built(
+        lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)), 1
+    )
+    session = MixedPrecisionTrainer(
+        fp32=FP32Trainer(optimizer=sgd(0.1)), npu_ratio=0.5, parallel=False
+    ).start(model, TrainingSpan())
     with pytest.raises(ConfigError, match="some labels are -100"):
         session.step([(torch.randn(4, 1, 6, 6), torch.tensor([0, 1, -100, 2]))])
 
@@ -382,16 +479,37 @@ def weighted_by_hand(made: Tensor, labels: Tensor) -> Tensor:
 
 def try_in_group(trainer: FP32Trainer, model: nn.Module, data: DataSource, **changes: Any) -> None:
     members = changes.pop("members", (0, 1))
-    train_group(model, data, task(0, 1, members=members, partitions=members, capacities=(1.0,) * len(members),
-                                  num_partitions=len(members), num_samples=len(data), num_steps=2, steps_per_epoch=4,
-                                  batch_size=12, **changes), trainer)
+    train_group(
+        model,
+        data,
+        task(
+            0,
+            1,
+            members=members,
+            partitions=members,
+            capacities=(1.0,) * len(members),
+            num_partitions=len(members),
+            num_samples=len(data),
+            num_steps=2,
+            steps_per_epoch=4,
+            batch_size=12,
+            **changes,
+        ),
+        trainer,
+    )
 
 
-@pytest.mark.parametrize("loss", [contrast, weighted_by_hand, lambda made, labels: made.square().sum()])
-def test_a_loss_that_cannot_be_divided_is_refused_before_the_first_step(loss: Callable[..., Tensor]) -> None:
+@pytest.mark.parametrize(
+    "loss", [contrast, weighted_by_hand, lambda made, labels: made.square().sum()]
+)
+def test_a_loss_that_cannot_be_divided_is_refused_before_the_first_step(
+    loss: Callable[..., Tensor],
+) -> None:
     model = network()
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    with pytest.raises(ConfigError, match="the loss cannot be divided: of a batch of 12 samples it is") as refused:
+    with pytest.raises(
+        ConfigError, match="the loss cannot be divided: of a batch of 12 samples it is"
+    ) as refused:
         try_in_group(FP32Trainer(loss=loss), model, samples(0.0))
     assert "loss_weight" in str(refused.value)
     assert all(torch.equal(before[name], weight) for name, weight in model.state_dict().items())
@@ -405,15 +523,23 @@ def test_one_device_and_later_rounds_try_nothing(changes: dict[str, Any]) -> Non
 
 def test_accumulation_is_tried_on_one_device() -> None:
     with pytest.raises(ConfigError, match="the loss cannot be divided"):
-        try_in_group(FP32Trainer(loss=contrast, accumulation_steps=2), network(), samples(0.0), members=(0,))
+        try_in_group(
+            FP32Trainer(loss=contrast, accumulation_steps=2), network(), samples(0.0), members=(0,)
+        )
 
 
 def test_a_weight_of_ones_own_makes_it_divisible_and_a_wrong_one_does_not() -> None:
-    try_in_group(FP32Trainer(loss=weighted_by_hand, loss_weight=lambda batch: WEIGHTS[batch[1]].sum()), network(),
-                 samples(0.0))
+    try_in_group(
+        FP32Trainer(loss=weighted_by_hand, loss_weight=lambda batch: WEIGHTS[batch[1]].sum()),
+        network(),
+        samples(0.0),
+    )
     with pytest.raises(ConfigError, match="the loss cannot be divided"):
-        try_in_group(FP32Trainer(loss=weighted_by_hand, loss_weight=lambda batch: len(batch[1])), network(),
-                     samples(0.0))
+        try_in_group(
+            FP32Trainer(loss=weighted_by_hand, loss_weight=lambda batch: len(batch[1])),
+            network(),
+            samples(0.0),
+        )
 
 
 def test_a_trial_leaves_the_model_as_it_was() -> None:
@@ -428,7 +554,8 @@ def test_a_mean_with_random_numbers_is_accepted_and_a_sum_with_them_is_not(seed:
     FP32Trainer(loss=mean_of_squares).require_divisible_loss(built(Noisy, seed), (), data, 12)
     with pytest.raises(ConfigError, match="cannot be divided"):
         FP32Trainer(loss=lambda made, labels: made.square().sum() ** 2).require_divisible_loss(
-            built(Noisy, seed), (), data, 12)
+            built(Noisy, seed), (), data, 12
+        )
 
 
 def test_a_loss_that_takes_whole_batches_alone_is_refused() -> None:
@@ -441,11 +568,14 @@ def test_a_loss_that_takes_whole_batches_alone_is_refused() -> None:
 
 def test_a_loss_that_is_not_finite_is_left_to_training() -> None:
     FP32Trainer(loss=lambda made, labels: made.mean() * float("nan")).require_divisible_loss(
-        network(), (), samples(0.0), 12)
+        network(), (), samples(0.0), 12
+    )
 
 
 def test_bfloat16_is_tried_in_float32() -> None:
-    FP32Trainer(loss=mean_of_squares, autocast=torch.bfloat16).require_divisible_loss(network(), (), samples(0.0), 12)
+    FP32Trainer(loss=mean_of_squares, autocast=torch.bfloat16).require_divisible_loss(
+        network(), (), samples(0.0), 12
+    )
 
 
 class Tokens(nn.Module):
@@ -460,7 +590,10 @@ class Tokens(nn.Module):
 
 
 def as_dict(rows: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    return {"inputs": torch.stack([row[0] for row in rows]), "labels": torch.stack([row[1] for row in rows])}
+    return {
+        "inputs": torch.stack([row[0] for row in rows]),
+        "labels": torch.stack([row[1] for row in rows]),
+    }
 
 
 def test_a_models_own_loss_is_tried_and_takes_a_weight() -> None:
@@ -480,5 +613,7 @@ def test_a_loss_that_a_model_of_its_own_loss_would_ignore_is_refused() -> None:
 
 
 def test_batches_of_one_sample_need_no_trial() -> None:
-    require_divisible(network(), lambda model, batch: pytest.fail("tried"), BY_SAMPLES, [], remedy="")
+    require_divisible(
+        network(), lambda model, batch: pytest.fail("tried"), BY_SAMPLES, [], remedy=""
+    )
     assert num_samples(()) == 0

@@ -70,10 +70,13 @@ class ExactBackend(Int8Backend):
         self.loaded.append(taken)
         self.model.load_state_dict(taken, strict=False)
 
-    def train_step(self, images: Any, labels: Any, *, learning_rate: float, progress: float) -> StepResult:
+    def train_step(
+        self, images: Any, labels: Any, *, learning_rate: float, progress: float
+    ) -> StepResult:
         assert 0.0 <= progress <= 1.0 and len(images) == len(labels) > 0
-        loss = functional.cross_entropy(self.model(torch.from_numpy(images).to(self.dtype)),
-                                        torch.from_numpy(labels).long())
+        loss = functional.cross_entropy(
+            self.model(torch.from_numpy(images).to(self.dtype)), torch.from_numpy(labels).long()
+        )
         gradients = torch.autograd.grad(loss, list(self.model.parameters()))
         with torch.no_grad():
             for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
@@ -110,39 +113,71 @@ class ScriptedBackend(CoarseBackend):
     def predict(self, images: Any) -> Any:
         logits, cosine = super().predict(images), self.cosines.pop(0)
         across = np.cross(logits, np.array([0.3, -0.5, 0.8]))
-        across *= np.linalg.norm(logits, axis=1, keepdims=True) / np.linalg.norm(across, axis=1, keepdims=True)
+        across *= np.linalg.norm(logits, axis=1, keepdims=True) / np.linalg.norm(
+            across, axis=1, keepdims=True
+        )
         return cosine * logits + np.sqrt(1.0 - cosine**2) * across
 
 
-def trainer_of(backend: Callable[[], Int8Backend] = ExactBackend, rule: str = "half", *, momentum: float = 0.0,
-               weight_decay: float = 0.0, cosine: bool = False, **changes: Any) -> MixedPrecisionTrainer:
-    fp32 = FP32Trainer(optimizer=sgd(0.1, momentum, weight_decay), scheduler=cosine_annealing if cosine else None)
-    return MixedPrecisionTrainer(**{"fp32": fp32, "rule": rule, "backend": backend, "parallel": False, **changes})
+def trainer_of(
+    backend: Callable[[], Int8Backend] = ExactBackend,
+    rule: str = "half",
+    *,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    cosine: bool = False,
+    **changes: Any,
+) -> MixedPrecisionTrainer:
+    fp32 = FP32Trainer(
+        optimizer=sgd(0.1, momentum, weight_decay), scheduler=cosine_annealing if cosine else None
+    )
+    return MixedPrecisionTrainer(
+        **{"fp32": fp32, "rule": rule, "backend": backend, "parallel": False, **changes}
+    )
 
 
 def network(*, norm: bool, dropout: float = 0.0) -> nn.Sequential:
     layers = list(small_network(norm=norm))
-    return nn.Sequential(*layers[:-1], nn.Dropout(dropout), layers[-1]) if dropout else nn.Sequential(*layers)
+    return (
+        nn.Sequential(*layers[:-1], nn.Dropout(dropout), layers[-1])
+        if dropout
+        else nn.Sequential(*layers)
+    )
 
 
 def batches(num: int, sizes: Sequence[int]) -> list[list[Part]]:
     """Return the parts of `num` different batches."""
     data = small_data(num * sum(sizes))
     parts = parts_of(data, list(sizes) * num)
-    return [parts[start:start + len(sizes)] for start in range(0, len(parts), len(sizes))]
+    return [parts[start : start + len(sizes)] for start in range(0, len(parts), len(sizes))]
 
 
-def run(trainer: Any, model: nn.Module, steps: Sequence[list[Part]], state: bytes | None = None, *,
-        first_step: int = 0, total_steps: int = 12, steps_per_epoch: int = 100, ratios: tuple[float, ...] = (),
-        ) -> tuple[list[float], SessionResult]:
-    span = TrainingSpan(num_members=len(steps[0]), first_step=first_step, total_steps=total_steps,
-                        steps_per_epoch=steps_per_epoch, npu_ratios=ratios)
+def run(
+    trainer: Any,
+    model: nn.Module,
+    steps: Sequence[list[Part]],
+    state: bytes | None = None,
+    *,
+    first_step: int = 0,
+    total_steps: int = 12,
+    steps_per_epoch: int = 100,
+    ratios: tuple[float, ...] = (),
+) -> tuple[list[float], SessionResult]:
+    span = TrainingSpan(
+        num_members=len(steps[0]),
+        first_step=first_step,
+        total_steps=total_steps,
+        steps_per_epoch=steps_per_epoch,
+        npu_ratios=ratios,
+    )
     session = trainer.start(model, span, state)
     return [float(session.step(parts)) for parts in steps], session.finish()
 
 
 def whole(parts: Sequence[Part]) -> list[Part]:
-    return [(torch.cat([inputs for inputs, _ in parts]), torch.cat([labels for _, labels in parts]))]
+    return [
+        (torch.cat([inputs for inputs, _ in parts]), torch.cat([labels for _, labels in parts]))
+    ]
 
 
 def assert_equal(ours: nn.Module, reference: nn.Module) -> None:
@@ -151,7 +186,9 @@ def assert_equal(ours: nn.Module, reference: nn.Module) -> None:
 
 
 def assert_close(ours: nn.Module, reference: nn.Module, *, atol: float = 2e-6) -> None:
-    torch.testing.assert_close(dict(ours.state_dict()), dict(reference.state_dict()), rtol=1e-4, atol=atol)
+    torch.testing.assert_close(
+        dict(ours.state_dict()), dict(reference.state_dict()), rtol=1e-4, atol=atol
+    )
 
 
 def never() -> Int8Backend:
@@ -170,7 +207,9 @@ def test_the_fp32_rule_is_fp32_training_bit_for_bit(norm: bool, sizes: tuple[int
         state = expected = None
         for begin, end in cuts:
             losses, left = run(trainer, ours, data[begin:end], state, first_step=begin)
-            same_losses, left_by_fp32 = run(trainer.fp32, reference, data[begin:end], expected, first_step=begin)
+            same_losses, left_by_fp32 = run(
+                trainer.fp32, reference, data[begin:end], expected, first_step=begin
+            )
             state, expected = left.state, left_by_fp32.state
             assert losses == same_losses
             assert (left.metrics, left.events) == ({"cpu-share": 1.0}, ())
@@ -182,7 +221,9 @@ def test_without_confidence_everything_is_fp32_bit_for_bit() -> None:
     ours, reference = network(norm=True, dropout=0.3), network(norm=True, dropout=0.3)
     data = batches(4, (6,))
     torch.manual_seed(11)
-    _, end = run(trainer_of(lambda: ScriptedBackend([0.0] * 4), "normalised"), ours, data, steps_per_epoch=1)
+    _, end = run(
+        trainer_of(lambda: ScriptedBackend([0.0] * 4), "normalised"), ours, data, steps_per_epoch=1
+    )
     random_state = torch.get_rng_state()
     torch.manual_seed(11)
     run(trainer_of().fp32, reference, data)
@@ -195,7 +236,9 @@ def test_without_confidence_everything_is_fp32_bit_for_bit() -> None:
 @settings(max_examples=25)
 @given(sizes=SIZES, rule=st.sampled_from(["paper", "normalised", "half", "int8"]), data=st.data())
 def test_with_an_exact_accelerator_a_mixed_step_is_a_step_on_the_whole_batch(
-    sizes: list[int], rule: str, data: st.DataObject,
+    sizes: list[int],
+    rule: str,
+    data: st.DataObject,
 ) -> None:
     """Whatever the members' shares and their processors': every sample weighs the same (F4)."""
     ratios = tuple(data.draw(st.floats(0.0, 1.0)) for _ in sizes)
@@ -209,11 +252,17 @@ def test_with_an_exact_accelerator_a_mixed_step_is_a_step_on_the_whole_batch(
 
 
 def gradients_by_hand(model: nn.Module, inputs: Tensor, labels: Tensor) -> list[Tensor]:
-    return list(torch.autograd.grad(functional.cross_entropy(model(inputs), labels), list(model.parameters())))
+    return list(
+        torch.autograd.grad(
+            functional.cross_entropy(model(inputs), labels), list(model.parameters())
+        )
+    )
 
 
 @pytest.mark.parametrize(("ratio", "gamma"), [(0.5, 0.5), (0.25, 0.75), (0.9, 0.1)])
-def test_for_plain_sgd_merging_is_gamma_of_the_one_and_the_rest_of_the_other(ratio: float, gamma: float) -> None:
+def test_for_plain_sgd_merging_is_gamma_of_the_one_and_the_rest_of_the_other(
+    ratio: float, gamma: float
+) -> None:
     """w = gamma * w_FP32 + (1 - gamma) * w_INT8, by hand; alpha = 1 under `normalised` leaves the split to beta."""
     ours, start = network(norm=False), network(norm=False)
     (step,) = batches(1, (20,))
@@ -223,9 +272,13 @@ def test_for_plain_sgd_merging_is_gamma_of_the_one_and_the_rest_of_the_other(rat
     assert end.metrics["cpu-share"] == pytest.approx(gamma)
     on_cpu = gradients_by_hand(start, inputs[:size], labels[:size])
     on_npu = gradients_by_hand(start, inputs[size:], labels[size:])
-    for merged, weight, fp32, int8 in zip(ours.parameters(), start.parameters(), on_cpu, on_npu, strict=True):
+    for merged, weight, fp32, int8 in zip(
+        ours.parameters(), start.parameters(), on_cpu, on_npu, strict=True
+    ):
         w_fp32, w_int8 = weight - 0.1 * fp32, weight - 0.1 * (int8 / 0.05).round() * 0.05
-        torch.testing.assert_close(merged, gamma * w_fp32 + (1 - gamma) * w_int8, rtol=1e-4, atol=2e-6)
+        torch.testing.assert_close(
+            merged, gamma * w_fp32 + (1 - gamma) * w_int8, rtol=1e-4, atol=2e-6
+        )
 
 
 @pytest.mark.parametrize("members", [(8,), (3, 5)])
@@ -242,42 +295,69 @@ def test_momentum_and_weight_decay_live_on_the_master(members: tuple[int, ...]) 
     steps, masters = batches(4, members), []
     run(trainer_of(backend, momentum=0.9, weight_decay=0.05), ours, steps)
     for step in steps:
-        masters.append({name: weight.detach().clone() for name, weight in reference.named_parameters()})
+        masters.append(
+            {name: weight.detach().clone() for name, weight in reference.named_parameters()}
+        )
         optimizer.zero_grad()
         for parameter in reference.parameters():
             parameter.grad = torch.zeros_like(parameter)
         for inputs, labels in step:
             size = cpu_samples(len(labels), 0.5)
-            for part, num, coarse in ((slice(size), size, False), (slice(size, None), len(labels) - size, True)):
+            for part, num, coarse in (
+                (slice(size), size, False),
+                (slice(size, None), len(labels) - size, True),
+            ):
                 for parameter, gradient in zip(
-                        reference.parameters(), gradients_by_hand(reference, inputs[part], labels[part]), strict=True):
+                    reference.parameters(),
+                    gradients_by_hand(reference, inputs[part], labels[part]),
+                    strict=True,
+                ):
                     merged = (gradient / 0.05).round() * 0.05 if coarse else gradient
                     parameter.grad += merged * num / sum(members)
         optimizer.step()
     assert_close(ours, reference)
     (backend_,) = made
-    seen = backend_.loaded[-len(members) * len(steps):]
+    seen = backend_.loaded[-len(members) * len(steps) :]
     for number, loaded in enumerate(seen):
         for name, master in masters[number // len(members)].items():
             torch.testing.assert_close(loaded[name], master, rtol=1e-4, atol=2e-6)
 
 
 @settings(max_examples=25)
-@given(sizes=SIZES, rule=st.sampled_from(["paper", "normalised"]), cosine=st.floats(0.0, 1.0), data=st.data())
+@given(
+    sizes=SIZES,
+    rule=st.sampled_from(["paper", "normalised"]),
+    cosine=st.floats(0.0, 1.0),
+    data=st.data(),
+)
 def test_the_reported_share_is_gamma_and_lies_between_1_minus_beta_and_1(
-    sizes: list[int], rule: str, cosine: float, data: st.DataObject,
+    sizes: list[int],
+    rule: str,
+    cosine: float,
+    data: st.DataObject,
 ) -> None:
     """To half a sample of each member, because samples are whole; what accuracy asks for is only rounded up."""
     ratios = tuple(data.draw(st.floats(0.0, 1.0)) for _ in sizes)
-    _, end = run(trainer_of(lambda: ScriptedBackend([cosine]), rule), network(norm=False), batches(1, sizes),
-                 ratios=ratios)
+    _, end = run(
+        trainer_of(lambda: ScriptedBackend([cosine]), rule),
+        network(norm=False),
+        batches(1, sizes),
+        ratios=ratios,
+    )
     on_cpu = end.metrics["cpu-share"] * sum(sizes)
     floor = accuracy_floor(rule, cosine)
-    gammas = [(cpu_share(rule, cosine, ratio), size) for ratio, size in zip(ratios, sizes, strict=True) if size]
+    gammas = [
+        (cpu_share(rule, cosine, ratio), size)
+        for ratio, size in zip(ratios, sizes, strict=True)
+        if size
+    ]
     least = sum(max(gamma * size - 0.5, floor * size) for gamma, size in gammas)
     most = sum(max(gamma * size + 0.5, floor * size + 1.0) for gamma, size in gammas)
     assert least - 1e-4 <= on_cpu <= most + 1e-4  # alpha is that of float32 logits
-    assert on_cpu >= sum((1.0 - ratio) * size - 0.5 for ratio, size in zip(ratios, sizes, strict=True)) - 1e-4
+    assert (
+        on_cpu
+        >= sum((1.0 - ratio) * size - 0.5 for ratio, size in zip(ratios, sizes, strict=True)) - 1e-4
+    )
     assert on_cpu <= sum(sizes)
 
 
@@ -302,7 +382,9 @@ class FailingBackend(CoarseBackend):
         self.fail_in("load_weights")
         super().load_weights(weights, seed=seed)
 
-    def train_step(self, images: Any, labels: Any, *, learning_rate: float, progress: float) -> StepResult:
+    def train_step(
+        self, images: Any, labels: Any, *, learning_rate: float, progress: float
+    ) -> StepResult:
         self.fail_in("train_step")
         result = super().train_step(images, labels, learning_rate=learning_rate, progress=progress)
         if self.seed < self.step:
@@ -318,7 +400,9 @@ class FailingBackend(CoarseBackend):
         self.fail_in("weights")
         return super().weights()
 
-    def pseudo_gradient(self, loaded: Mapping[str, Any], *, learning_rate: float) -> Mapping[str, Any]:
+    def pseudo_gradient(
+        self, loaded: Mapping[str, Any], *, learning_rate: float
+    ) -> Mapping[str, Any]:
         gradients = dict(super().pseudo_gradient(loaded, learning_rate=learning_rate))
         if self.seed >= self.step and self.way == "wrong shape":
             gradients["0.weight"] = gradients["0.weight"][:2]
@@ -328,7 +412,9 @@ class FailingBackend(CoarseBackend):
 
     def predict(self, images: Any) -> Any:
         self.fail_in("predict")
-        return super().predict(images)[:, :2 if self.way == "odd logits" and self.seed >= self.step else None]
+        return super().predict(images)[
+            :, : 2 if self.way == "odd logits" and self.seed >= self.step else None
+        ]
 
 
 def fails_once(way: str, step: int) -> Callable[[], Int8Backend]:
@@ -337,24 +423,46 @@ def fails_once(way: str, step: int) -> Callable[[], Int8Backend]:
     return lambda: next(made, None) or CoarseBackend()
 
 
-IN_A_STEP = ("load_weights", "train_step", "weights", "NaN loss", "NaN gradient", "infinite gradient", "wrong shape",
-             "unknown name")
-FAILURES = [("build", 0), ("predict", 0), ("predict", 2), ("odd logits", 0), ("odd logits", 2),
-            *((way, step) for way in IN_A_STEP for step in (0, 1, 2, 3))]
+IN_A_STEP = (
+    "load_weights",
+    "train_step",
+    "weights",
+    "NaN loss",
+    "NaN gradient",
+    "infinite gradient",
+    "wrong shape",
+    "unknown name",
+)
+FAILURES = [
+    ("build", 0),
+    ("predict", 0),
+    ("predict", 2),
+    ("odd logits", 0),
+    ("odd logits", 2),
+    *((way, step) for way in IN_A_STEP for step in (0, 1, 2, 3)),
+]
 
 
-@pytest.mark.parametrize(("way", "step", "parallel"), [
-    *((way, step, False) for way, step in FAILURES), *((way, 1, True) for way in IN_A_STEP)])
-def test_a_failing_accelerator_is_left_out_and_its_share_goes_to_the_cpu(way: str, step: int, parallel: bool) -> None:
+@pytest.mark.parametrize(
+    ("way", "step", "parallel"),
+    [*((way, step, False) for way, step in FAILURES), *((way, 1, True) for way in IN_A_STEP)],
+)
+def test_a_failing_accelerator_is_left_out_and_its_share_goes_to_the_cpu(
+    way: str, step: int, parallel: bool
+) -> None:
     """From the step of the failure on it is FP32 training on the whole batch; epochs begin at steps 0 and 2."""
     steps, ours, reference = batches(5, (5, 7)), network(norm=False), network(norm=False)
     trainer = trainer_of(fails_once(way, step), momentum=0.9, parallel=parallel)
     losses, end = run(trainer, ours, steps[:4], steps_per_epoch=2)
     state, expected = None, []
     if step:
-        expected, healthy = run(trainer_of(CoarseBackend, momentum=0.9), reference, steps[:step], steps_per_epoch=2)
+        expected, healthy = run(
+            trainer_of(CoarseBackend, momentum=0.9), reference, steps[:step], steps_per_epoch=2
+        )
         state = healthy.state
-    alone, _ = run(trainer_of(never, "fp32", momentum=0.9), reference, steps[step:4], state, first_step=step)
+    alone, _ = run(
+        trainer_of(never, "fp32", momentum=0.9), reference, steps[step:4], state, first_step=step
+    )
     assert losses == pytest.approx(expected + alone, abs=1e-5)
     assert_close(ours, reference)
     (event,) = end.events
@@ -370,9 +478,15 @@ def test_a_failing_accelerator_is_left_out_and_its_share_goes_to_the_cpu(way: st
 
 
 def test_a_reply_tells_of_the_failure_and_the_next_message_tries_again() -> None:
-    app, context, model = make_app(trainer=trainer_of(fails_once("train_step", 1))), node(2), fresh()
+    app, context, model = (
+        make_app(trainer=trainer_of(fails_once("train_step", 1))),
+        node(2),
+        fresh(),
+    )
     first = app(message(group=group_task(), model=model), context)
-    assert [len(text.splitlines()) for text in first.content.config_records["socflower-events"]["texts"]] == [1]
+    assert [
+        len(text.splitlines()) for text in first.content.config_records["socflower-events"]["texts"]
+    ] == [1]
     assert 0.5 < metrics_of(first)["cpu-share"] < 1.0
     assert sum(metrics_of(first)["socflower-alpha-steps"]) == 2.0
     second = app(message(group=group_task(first_step=2, num_steps=1), model=model), context)
@@ -382,7 +496,9 @@ def test_a_reply_tells_of_the_failure_and_the_next_message_tries_again() -> None
 
 def test_a_node_alone_can_train_on_both_processors() -> None:
     """For any Flower strategy: nobody tells it a beta, and the answers look like those of an FP32 client."""
-    reply = make_app(trainer=trainer_of(rule="half"))(message(**{"batch-size": 4, "local-epochs": 2}), node(2))
+    reply = make_app(trainer=trainer_of(rule="half"))(
+        message(**{"batch-size": 4, "local-epochs": 2}), node(2)
+    )
     assert metrics_of(reply)["num-examples"] == 24
     assert metrics_of(reply)["cpu-share"] == 0.5
     assert metrics_of(reply)["socflower-alpha"] == pytest.approx([1.0, 1.0])
@@ -392,9 +508,13 @@ def test_a_node_alone_can_train_on_both_processors() -> None:
 class KeepsItsStatistics(FailingBackend):
     """Hands gradients out itself, so that `weights` is asked for running statistics only."""
 
-    def pseudo_gradient(self, loaded: Mapping[str, Any], *, learning_rate: float) -> Mapping[str, Any]:
-        return {name: (loaded[name] - weight.detach().numpy()) / np.float32(learning_rate)
-                for name, weight in self.model.float().named_parameters()}
+    def pseudo_gradient(
+        self, loaded: Mapping[str, Any], *, learning_rate: float
+    ) -> Mapping[str, Any]:
+        return {
+            name: (loaded[name] - weight.detach().numpy()) / np.float32(learning_rate)
+            for name, weight in self.model.float().named_parameters()
+        }
 
 
 KeepsItsStatistics.dtype = torch.float32
@@ -402,7 +522,9 @@ KeepsItsStatistics.dtype = torch.float32
 
 def test_statistics_that_fail_at_an_epochs_start_cost_no_samples() -> None:
     steps, ours, reference = batches(4, (8,)), network(norm=True), network(norm=True)
-    losses, end = run(trainer_of(lambda: KeepsItsStatistics("weights", 1)), ours, steps, steps_per_epoch=2)
+    losses, end = run(
+        trainer_of(lambda: KeepsItsStatistics("weights", 1)), ours, steps, steps_per_epoch=2
+    )
     first, state = run(trainer_of(CoarseBackend), reference, steps[:2], steps_per_epoch=2)
     alone, _ = run(trainer_of(never, "fp32"), reference, steps[2:], state.state, first_step=2)
     assert losses == pytest.approx(first + alone, abs=1e-5)
@@ -419,8 +541,9 @@ def test_statistics_that_fail_at_the_end_are_the_cpus(way: str) -> None:
             return {name: array * np.float32("nan") for name, array in super().weights().items()}
 
     model = network(norm=True)
-    session = trainer_of(lambda: (Spoilt if way == "NaN statistics" else KeepsItsStatistics)(way, 0)).start(
-        model, TrainingSpan(steps_per_epoch=100))
+    session = trainer_of(
+        lambda: (Spoilt if way == "NaN statistics" else KeepsItsStatistics)(way, 0)
+    ).start(model, TrainingSpan(steps_per_epoch=100))
     for parts in batches(3, (8,)):
         session.step(parts)
     of_cpu = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -464,18 +587,27 @@ def test_a_model_or_inputs_that_int8_cannot_run_are_mistakes_of_the_caller() -> 
 
 def test_held_out_inputs_of_another_shape_are_a_mistake_of_the_caller() -> None:
     """Not a failure of the accelerator, which would only slow the training down."""
-    with pytest.raises(ConfigError, match=r"held_out has inputs of shape \(3, 6, 6\), but training has \(1, 6, 6\)"):
+    with pytest.raises(
+        ConfigError, match=r"held_out has inputs of shape \(3, 6, 6\), but training has \(1, 6, 6\)"
+    ):
         run(trainer_of(held_out=torch.zeros(4, 3, 6, 6)), network(norm=False), batches(1, (8,)))
 
 
 def test_bad_settings_are_refused_with_their_value() -> None:
-    with pytest.raises(ConfigError, match="rule = 'most'; use one of paper, normalised, fp32, int8, half"):
+    with pytest.raises(
+        ConfigError, match="rule = 'most'; use one of paper, normalised, fp32, int8, half"
+    ):
         MixedPrecisionTrainer(rule="most")
     with pytest.raises(ConfigError, match="cross-entropy"):
         MixedPrecisionTrainer(fp32=FP32Trainer(loss=functional.mse_loss))
-    with pytest.raises(ConfigError, match="the train_step of its FP32Trainer computes a loss that int8 training does"):
+    with pytest.raises(
+        ConfigError,
+        match="the train_step of its FP32Trainer computes a loss that int8 training does",
+    ):
         MixedPrecisionTrainer(fp32=FP32Trainer(train_step=lambda model, batch: model(batch).sum()))
-    with pytest.raises(ConfigError, match=r"reduction = 'ring' of its FP32Trainer .*; use 'always'"):
+    with pytest.raises(
+        ConfigError, match=r"reduction = 'ring' of its FP32Trainer .*; use 'always'"
+    ):
         MixedPrecisionTrainer(fp32=FP32Trainer(reduction="ring"))
     with pytest.raises(ConfigError, match="held_out has no inputs"):
         MixedPrecisionTrainer(held_out=torch.zeros(0, 1, 6, 6))
@@ -488,8 +620,13 @@ def test_in_parallel_and_in_turn_give_equal_weights(norm: bool, native: bool) ->
     models = []
     for parallel in (False, True):
         changes = {"parallel": parallel, "momentum": 0.9}
-        trainer = trainer_of(**changes) if not native else replace(
-            MixedPrecisionTrainer(rule="half"), fp32=trainer_of().fp32, parallel=parallel)
+        trainer = (
+            trainer_of(**changes)
+            if not native
+            else replace(
+                MixedPrecisionTrainer(rule="half"), fp32=trainer_of().fp32, parallel=parallel
+            )
+        )
         models.append(network(norm=norm))
         _, end = run(trainer, models[-1], batches(5, (6, 5)), steps_per_epoch=2)
         assert end.events == () and end.metrics["cpu-share"] == pytest.approx(6 / 11)
@@ -501,9 +638,13 @@ def test_the_workers_overlap() -> None:
     meeting, caller = threading.Barrier(2, timeout=60.0), threading.current_thread()
 
     class Meets(ExactBackend):
-        def train_step(self, images: Any, labels: Any, *, learning_rate: float, progress: float) -> StepResult:
+        def train_step(
+            self, images: Any, labels: Any, *, learning_rate: float, progress: float
+        ) -> StepResult:
             meeting.wait()
-            return super().train_step(images, labels, learning_rate=learning_rate, progress=progress)
+            return super().train_step(
+                images, labels, learning_rate=learning_rate, progress=progress
+            )
 
     def meet(module: nn.Module, inputs: Any, outputs: Any) -> None:
         if module.training and threading.current_thread() is caller:
@@ -517,8 +658,12 @@ def test_the_workers_overlap() -> None:
 
 
 # ------------------------------------------------------------------------------------------ F9: alpha
-@pytest.mark.parametrize("held_out", [None, torch.rand(5, 1, 6, 6, generator=torch.Generator().manual_seed(2))])
-def test_alpha_is_measured_once_an_epoch_however_short_the_sessions(held_out: Tensor | None) -> None:
+@pytest.mark.parametrize(
+    "held_out", [None, torch.rand(5, 1, 6, 6, generator=torch.Generator().manual_seed(2))]
+)
+def test_alpha_is_measured_once_an_epoch_however_short_the_sessions(
+    held_out: Tensor | None,
+) -> None:
     """Epochs of four steps, sessions of two: the state carries alpha into the second half of an epoch."""
     made: list[ScriptedBackend] = []
     cosines = iter([[0.9], [], [0.5], []])
@@ -531,12 +676,16 @@ def test_alpha_is_measured_once_an_epoch_however_short_the_sessions(held_out: Te
     steps = batches(8, (3, 4))
     for session, alpha in enumerate([0.9, 0.9, 0.5, 0.5]):
         first = 2 * session
-        _, end = run(trainer, model, steps[first:first + 2], state, first_step=first, steps_per_epoch=4)
+        _, end = run(
+            trainer, model, steps[first : first + 2], state, first_step=first, steps_per_epoch=4
+        )
         state = end.state
         assert end.events == ()
         assert end.metrics["socflower-alpha"] == pytest.approx([alpha], abs=1e-5)
         assert end.metrics["socflower-alpha-steps"] == [2.0]
-    for backend_, expected in zip(made, [whole(steps[0]), None, whole(steps[4]), None], strict=True):
+    for backend_, expected in zip(
+        made, [whole(steps[0]), None, whole(steps[4]), None], strict=True
+    ):
         assert len(backend_.predicted) == (expected is not None)
         for seen in backend_.predicted:
             assert torch.equal(seen, expected[0][0] if held_out is None else held_out)
@@ -552,10 +701,16 @@ def test_each_alpha_is_reported_with_its_steps() -> None:
 def test_a_low_alpha_sends_more_to_the_cpu() -> None:
     shares = []
     for cosine in (1.0, 0.8, 0.5, 0.2, 0.0):
-        _, end = run(trainer_of(lambda cosine=cosine: ScriptedBackend([cosine]), "paper"), network(norm=False),
-                     batches(1, (1000,)), ratios=(0.9,))
+        _, end = run(
+            trainer_of(lambda cosine=cosine: ScriptedBackend([cosine]), "paper"),
+            network(norm=False),
+            batches(1, (1000,)),
+            ratios=(0.9,),
+        )
         shares.append(end.metrics["cpu-share"])
-    assert shares == pytest.approx([np.exp(-cosine) for cosine in (1.0, 0.8, 0.5, 0.2, 0.0)], abs=1e-3)
+    assert shares == pytest.approx(
+        [np.exp(-cosine) for cosine in (1.0, 0.8, 0.5, 0.2, 0.0)], abs=1e-3
+    )
 
 
 def test_measuring_alpha_changes_neither_weights_nor_statistics_nor_random_numbers() -> None:
@@ -564,8 +719,12 @@ def test_measuring_alpha_changes_neither_weights_nor_statistics_nor_random_numbe
     for steps_per_epoch in (1, 100):
         torch.manual_seed(4)
         models.append(network(norm=True, dropout=0.4))
-        run(trainer_of(CoarseBackend, held_out=torch.rand(7, 1, 6, 6)), models[-1], batches(6, (8,)),
-            steps_per_epoch=steps_per_epoch)
+        run(
+            trainer_of(CoarseBackend, held_out=torch.rand(7, 1, 6, 6)),
+            models[-1],
+            batches(6, (8,)),
+            steps_per_epoch=steps_per_epoch,
+        )
         random_states.append(torch.get_rng_state())
     assert torch.equal(*random_states)
     for ours, reference in zip(models[0].parameters(), models[1].parameters(), strict=True):
@@ -576,7 +735,9 @@ def test_measuring_alpha_changes_neither_weights_nor_statistics_nor_random_numbe
 def test_both_sides_are_compared_on_the_same_weights_and_statistics() -> None:
     """So that an exact accelerator has alpha = 1 at the start of every epoch."""
     _, end = run(trainer_of(), network(norm=True), batches(6, (8, 5)), steps_per_epoch=2)
-    assert end.metrics["socflower-alpha"] == pytest.approx([1.0] * len(end.metrics["socflower-alpha"]), abs=1e-9)
+    assert end.metrics["socflower-alpha"] == pytest.approx(
+        [1.0] * len(end.metrics["socflower-alpha"]), abs=1e-9
+    )
     assert sum(end.metrics["socflower-alpha-steps"]) == 6
 
 
@@ -605,8 +766,12 @@ def seconds_in(state: bytes) -> list[float] | None:
 
 
 def test_beta_comes_from_the_strategy_where_it_plans() -> None:
-    _, end = run(trainer_of(lambda: Told(1e12), "normalised"), network(norm=False), batches(2, (8, 12)),
-                 ratios=(0.25, 0.75))
+    _, end = run(
+        trainer_of(lambda: Told(1e12), "normalised"),
+        network(norm=False),
+        batches(2, (8, 12)),
+        ratios=(0.25, 0.75),
+    )
     assert end.metrics["cpu-share"] == pytest.approx((6 + 3) / 20)
     assert Told.asked == 0 and seconds_in(end.state) is None
 
@@ -638,23 +803,29 @@ def test_a_fast_accelerator_gets_all_that_the_rule_allows() -> None:
 
 def test_a_throughput_that_is_told_is_not_renewed_by_the_stopwatch() -> None:
     """The machine that plays the accelerator is much slower than what it plays, for many more steps than `patience`."""
-    _, end = run(trainer_of(lambda: Told(1e12), "normalised"), network(norm=False), batches(25, (8,)))
+    _, end = run(
+        trainer_of(lambda: Told(1e12), "normalised"), network(norm=False), batches(25, (8,))
+    )
     assert end.metrics["cpu-share"] == 0.0
     assert (seconds_in(end.state) or [])[1] == pytest.approx(1e-12)
 
 
 def test_measuring_beta_leaves_weights_statistics_and_random_numbers_alone() -> None:
     """By a real measurement; that it gives a split at all shows that both sides were timed."""
+
     class Watched(ExactBackend):
         def predict(self, images: Any) -> Any:
-            self.before_measuring = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+            self.before_measuring = {
+                name: tensor.clone() for name, tensor in self.model.state_dict().items()
+            }
             return super().predict(images)
 
     made: list[Watched] = []
     model = network(norm=True, dropout=0.4)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     session = trainer_of(lambda: made.append(Watched()) or made[-1], "normalised").start(
-        model, TrainingSpan(steps_per_epoch=100))
+        model, TrainingSpan(steps_per_epoch=100)
+    )
     torch.manual_seed(9)
     random_state = torch.get_rng_state()
     session._prepare(batches(1, (40,))[0])
@@ -670,19 +841,28 @@ def test_measuring_beta_leaves_weights_statistics_and_random_numbers_alone() -> 
 # ------------------------------------------------------------------------------------------ running statistics
 def norm_first() -> nn.Sequential:
     """A network whose running statistics are those of its inputs, whatever its weights."""
-    return built(lambda: nn.Sequential(
-        nn.BatchNorm2d(1), nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)), 6)
+    return built(
+        lambda: nn.Sequential(
+            nn.BatchNorm2d(1), nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
+        ),
+        6,
+    )
 
 
 @pytest.mark.parametrize(("rule", "size"), [("half", 8), ("half", 5), ("int8", 6), ("fp32", 6)])
-def test_running_statistics_are_the_sample_weighted_mean_of_both_processors(rule: str, size: int) -> None:
+def test_running_statistics_are_the_sample_weighted_mean_of_both_processors(
+    rule: str, size: int
+) -> None:
     model, steps = norm_first(), batches(4, (size,))
     on_cpu = cpu_samples(size, cpu_share(rule, 1.0, 0.0))
     expected = torch.zeros(2)
     for part, num in ((slice(on_cpu), on_cpu), (slice(on_cpu, None), size - on_cpu)):
         mean, var = torch.tensor(0.0), torch.tensor(1.0)
         for ((inputs, _),) in steps if num else ():
-            mean, var = 0.9 * mean + 0.1 * inputs[part].mean(), 0.9 * var + 0.1 * inputs[part].var(unbiased=True)
+            mean, var = (
+                0.9 * mean + 0.1 * inputs[part].mean(),
+                0.9 * var + 0.1 * inputs[part].var(unbiased=True),
+            )
         expected += num / size * torch.stack([mean, var])
     run(trainer_of(rule=rule), model, steps)
     torch.testing.assert_close(torch.cat([model[0].running_mean, model[0].running_var]), expected)
@@ -715,7 +895,9 @@ class MeteredBackend(ExactBackend):
 
 
 def test_a_backend_that_tells_its_energy_is_reported_with_what_the_session_drew() -> None:
-    session = trainer_of(MeteredBackend).start(network(norm=False), TrainingSpan(total_steps=4, steps_per_epoch=4))
+    session = trainer_of(MeteredBackend).start(
+        network(norm=False), TrainingSpan(total_steps=4, steps_per_epoch=4)
+    )
     for parts in batches(4, [6]):
         session.step(parts)
     assert session.finish().metrics["npu-energy-j"] == 12.0
@@ -731,7 +913,9 @@ def test_a_meter_that_breaks_drops_the_backend_and_keeps_the_work() -> None:
                 raise OSError("no such sensor")
             return 0.0
 
-    session = trainer_of(BrokenMeter).start(network(norm=False), TrainingSpan(total_steps=4, steps_per_epoch=4))
+    session = trainer_of(BrokenMeter).start(
+        network(norm=False), TrainingSpan(total_steps=4, steps_per_epoch=4)
+    )
     session.step(batches(1, [6])[0])
     end = session.finish()
     assert "npu-energy-j" not in end.metrics
@@ -739,11 +923,15 @@ def test_a_meter_that_breaks_drops_the_backend_and_keeps_the_work() -> None:
 
 
 # ------------------------------------------------------------------------------------------ what is frozen
-@pytest.mark.parametrize("backend", [CoarseBackend, NativeInt8Backend, partial(NativeInt8Backend, NITI)])
+@pytest.mark.parametrize(
+    "backend", [CoarseBackend, NativeInt8Backend, partial(NativeInt8Backend, NITI)]
+)
 @pytest.mark.parametrize("sizes", [(10,), (4, 0, 7)])
 @pytest.mark.parametrize("rule", ["half", "int8"])
 def test_frozen_parameters_are_bit_for_bit_what_they_were(
-    backend: Callable[[], Int8Backend], sizes: tuple[int, ...], rule: str,
+    backend: Callable[[], Int8Backend],
+    sizes: tuple[int, ...],
+    rule: str,
 ) -> None:
     """With weight decay, and whatever the accelerator does to its own copies."""
     model = network(norm=True)
@@ -765,18 +953,31 @@ def test_a_frozen_model_is_refused() -> None:
 # ------------------------------------------------------------------------------------------ momentum over noise
 @pytest.mark.parametrize("optimizer", [sgd(0.1, 0.9), partial(torch.optim.Adam, lr=0.01)])
 def test_momentum_over_the_rounding_noise_of_niti_is_refused_before_a_step(optimizer: Any) -> None:
-    trainer = MixedPrecisionTrainer(fp32=FP32Trainer(optimizer=optimizer), rule="half", parallel=False,
-                                    backend=partial(NativeInt8Backend, NITI))
+    trainer = MixedPrecisionTrainer(
+        fp32=FP32Trainer(optimizer=optimizer),
+        rule="half",
+        parallel=False,
+        backend=partial(NativeInt8Backend, NITI),
+    )
     session = trainer.start(network(norm=False), TrainingSpan())
-    with pytest.raises(ConfigError, match=r"stays at chance; give the FP32Trainer optimizer=sgd\(learning_rate, mom"):
+    with pytest.raises(
+        ConfigError,
+        match=r"stays at chance; give the FP32Trainer optimizer=sgd\(learning_rate, mom",
+    ):
         session.step(batches(1, (6,))[0])
 
 
-@pytest.mark.parametrize("change", [{"fp32": FP32Trainer(optimizer=sgd(0.1, momentum=0.0))},
-                                    {"backend": NativeInt8Backend}])
+@pytest.mark.parametrize(
+    "change",
+    [{"fp32": FP32Trainer(optimizer=sgd(0.1, momentum=0.0))}, {"backend": NativeInt8Backend}],
+)
 def test_either_advice_of_that_refusal_works(change: dict[str, Any]) -> None:
-    settings = {"fp32": FP32Trainer(optimizer=sgd(0.1, 0.9)), "rule": "half", "parallel": False,
-                "backend": partial(NativeInt8Backend, NITI)}
+    settings = {
+        "fp32": FP32Trainer(optimizer=sgd(0.1, 0.9)),
+        "rule": "half",
+        "parallel": False,
+        "backend": partial(NativeInt8Backend, NITI),
+    }
     run(MixedPrecisionTrainer(**{**settings, **change}), network(norm=False), batches(2, (6,)))
 
 
@@ -823,7 +1024,9 @@ def test_a_pass_that_is_repeated_counts_once() -> None:
     """As in a ring: the statistics of the int8 backend enter the mean with the part of the samples that it had."""
     counted = []
     for repeats in (1, 3):
-        session = trainer_of().start(network(norm=True), TrainingSpan(num_members=1, total_steps=2, steps_per_epoch=2))
+        session = trainer_of().start(
+            network(norm=True), TrainingSpan(num_members=1, total_steps=2, steps_per_epoch=2)
+        )
         assert isinstance(session, MixedPrecisionSession)
         for parts in batches(2, [8]):
             for _ in range(repeats):

@@ -14,7 +14,12 @@ from socflower.errors import ConfigError
 from socflower.training.model_state import frozen_digest, load_trainable_state, trainable_state
 from tests.seeded import built
 
-NAMES = [name for name, _ in nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).named_parameters()]
+NAMES = [
+    name
+    for name, _ in nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+    ).named_parameters()
+]
 
 
 def network(frozen: AbstractSet[str] = frozenset(), seed: int = 1) -> nn.Module:
@@ -48,7 +53,9 @@ def test_a_model_without_frozen_parameters_has_its_whole_state_and_no_digest() -
 def test_any_bit_and_any_name_changes_the_digest(frozen: set[str], data: st.DataObject) -> None:
     one, other = network(frozen), network(frozen)
     assert frozen_digest(one) == frozen_digest(other) != ""
-    parameter = dict(other.named_parameters())[data.draw(st.sampled_from(sorted(frozen)))].data.view(-1)
+    parameter = dict(other.named_parameters())[
+        data.draw(st.sampled_from(sorted(frozen)))
+    ].data.view(-1)
     parameter[data.draw(st.integers(0, len(parameter) - 1))] += 1.0
     assert frozen_digest(one) != frozen_digest(other)
     assert frozen_digest(one) != frozen_digest(network(frozen ^ {NAMES[0]}))
@@ -82,17 +89,32 @@ def test_tied_weights_travel_under_both_names() -> None:
     with torch.no_grad():
         model["in"].weight.add_(1.0)
     load_trainable_state(other, trainable_state(model))
-    assert torch.equal(other["out"].weight, model["in"].weight) and other["out"].weight is other["in"].weight
+    assert (
+        torch.equal(other["out"].weight, model["in"].weight)
+        and other["out"].weight is other["in"].weight
+    )
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    (lambda state: state | {"other": torch.zeros(1)}, "Sequential has no 'other', which was sent"),
-    (lambda state: state | {"2.bias": torch.zeros(3)}, r"'2.bias' has the shape \(2,\) and was sent with \(3,\)"),
-    (lambda state: {name: part for name, part in state.items() if name != "1.running_var"},
-     "'1.running_var' is trained, or a buffer, and was not sent"),
-])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda state: state | {"other": torch.zeros(1)},
+            "Sequential has no 'other', which was sent",
+        ),
+        (
+            lambda state: state | {"2.bias": torch.zeros(3)},
+            r"'2.bias' has the shape \(2,\) and was sent with \(3,\)",
+        ),
+        (
+            lambda state: {name: part for name, part in state.items() if name != "1.running_var"},
+            "'1.running_var' is trained, or a buffer, and was not sent",
+        ),
+    ],
+)
 def test_the_state_of_another_model_is_refused_and_changes_nothing(
-    change: Callable[[dict[str, Tensor]], dict[str, Tensor]], words: str,
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    words: str,
 ) -> None:
     model = network({NAMES[0]})
     before = copies(model.state_dict())

@@ -25,10 +25,16 @@ def cosine(optimizer: optim.Optimizer, steps: int) -> lr_scheduler.LRScheduler:
 TRAINERS: dict[str, dict[str, Any]] = {
     "np.cos": {"optimizer": sgd(0.05), "scheduler": cosine},
     "rate of np.logspace": {"optimizer": partial(optim.SGD, lr=np.logspace(-3, -1, 5)[2])},
-    "one cycle": {"optimizer": sgd(0.05), "scheduler": lambda own, steps: lr_scheduler.OneCycleLR(
-        own, np.float64(0.1), total_steps=steps)},
-    "milestones": {"optimizer": sgd(0.05), "scheduler": lambda own, steps: lr_scheduler.MultiStepLR(
-        own, np.array([2, 5]))},
+    "one cycle": {
+        "optimizer": sgd(0.05),
+        "scheduler": lambda own, steps: lr_scheduler.OneCycleLR(
+            own, np.float64(0.1), total_steps=steps
+        ),
+    },
+    "milestones": {
+        "optimizer": sgd(0.05),
+        "scheduler": lambda own, steps: lr_scheduler.MultiStepLR(own, np.array([2, 5])),
+    },
     "betas": {"optimizer": partial(optim.AdamW, lr=1e-3, betas=tuple(np.array([0.9, 0.99])))},
 }
 
@@ -46,7 +52,9 @@ def network() -> nn.Module:
 
 @pytest.mark.parametrize("name", TRAINERS)
 @pytest.mark.parametrize("by_name", [False, True])
-def test_a_training_goes_on_from_what_was_saved_with_numbers_of_numpy(name: str, by_name: bool) -> None:
+def test_a_training_goes_on_from_what_was_saved_with_numbers_of_numpy(
+    name: str, by_name: bool
+) -> None:
     trainer, span = FP32Trainer(device="cpu", **TRAINERS[name]), TrainingSpan(total_steps=12)
     model = network()
     first = trainer.start(model, span)
@@ -67,18 +75,38 @@ def trained_twice(trainer: FP32Trainer, span: TrainingSpan) -> list[Tensor]:
 
 
 def test_values_of_numpy_become_those_of_python() -> None:
-    state = {"a": np.float64(0.5), "b": (np.int64(3), [np.float32(0.25)]), "c": Counter({np.int64(2): 1}),
-             "d": {np.int64(1): np.array([1.0, 2.0])}, "e": None, "f": "text", "g": np.bool_(True)}
+    state = {
+        "a": np.float64(0.5),
+        "b": (np.int64(3), [np.float32(0.25)]),
+        "c": Counter({np.int64(2): 1}),
+        "d": {np.int64(1): np.array([1.0, 2.0])},
+        "e": None,
+        "f": "text",
+        "g": np.bool_(True),
+    }
     assert from_bytes(to_bytes(state)) == {
-        "a": 0.5, "b": (3, [0.25]), "c": Counter({2: 1}), "d": {1: [1.0, 2.0]}, "e": None, "f": "text", "g": True}
+        "a": 0.5,
+        "b": (3, [0.25]),
+        "c": Counter({2: 1}),
+        "d": {1: [1.0, 2.0]},
+        "e": None,
+        "f": "text",
+        "g": True,
+    }
     assert type(plain(np.float64(0.5))) is float and type(plain(np.int64(3))) is int
 
 
-@pytest.mark.parametrize(("state", "says"), [
-    ({"own": {"queue": deque([1])}}, r"own\['queue'\] of type deque"),
-    ({"own": [1, object()]}, r"own\[1\] of type object")])
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ({"own": {"queue": deque([1])}}, r"own\['queue'\] of type deque"),
+        ({"own": [1, object()]}, r"own\[1\] of type object"),
+    ],
+)
 def test_a_value_that_would_not_be_read_is_named(state: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=f"optimizer: its state has {says}, which can be saved but not read back"):
+    with pytest.raises(
+        ConfigError, match=f"optimizer: its state has {says}, which can be saved but not read back"
+    ):
         require_readable(state, "optimizer")
 
 
@@ -92,7 +120,9 @@ class Odd(lr_scheduler.LambdaLR):
 
 def test_a_schedule_that_cannot_be_saved_is_refused_before_the_first_step() -> None:
     trainer = FP32Trainer(scheduler=lambda own, steps: Odd(own, lambda: deque([1])), device="cpu")
-    with pytest.raises(ConfigError, match=r"SGD and Odd: its state has scheduler\['kept'\] of type deque"):
+    with pytest.raises(
+        ConfigError, match=r"SGD and Odd: its state has scheduler\['kept'\] of type deque"
+    ):
         trainer.start(network(), TrainingSpan())
 
 
@@ -110,5 +140,7 @@ class OddOptimizer(optim.SGD):
 def test_an_optimiser_is_read_back_at_the_first_save() -> None:
     session = FP32Trainer(optimizer=OddOptimizer, device="cpu").start(network(), TrainingSpan())
     trained(session, 1)
-    with pytest.raises(ConfigError, match=r"its state has optimizer\['state'\]\[0\]\['seen'\] of type deque"):
+    with pytest.raises(
+        ConfigError, match=r"its state has optimizer\['state'\]\[0\]\['seen'\] of type deque"
+    ):
         session.finish()

@@ -25,7 +25,9 @@ class Tagger(nn.Module):
         self.embedding = nn.Embedding(20, 6)
         self.output = nn.Linear(6, 3)
 
-    def forward(self, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+    def forward(
+        self, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> Any:
         weights = mask.float() / mask.sum(1, keepdim=True)
         logits = self.output((self.embedding(ids) * weights[..., None]).sum(1))
         if labels is None:
@@ -35,16 +37,20 @@ class Tagger(nn.Module):
 
 def tokens(count: int, length: int, seed: int = 1) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {"ids": torch.randint(0, 20, (count, length), generator=generator),
-            "mask": torch.ones(count, length, dtype=torch.bool),
-            "labels": torch.randint(0, 3, (count,), generator=generator)}
+    return {
+        "ids": torch.randint(0, 20, (count, length), generator=generator),
+        "mask": torch.ones(count, length, dtype=torch.bool),
+        "labels": torch.randint(0, 3, (count,), generator=generator),
+    }
 
 
 def own_step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return functional.cross_entropy(model(batch["ids"], batch["mask"]), batch["labels"])
 
 
-def trained(trainer: FP32Trainer, steps: list[list[Any]], model: nn.Module | None = None) -> nn.Module:
+def trained(
+    trainer: FP32Trainer, steps: list[list[Any]], model: nn.Module | None = None
+) -> nn.Module:
     model = model or built(Tagger, 4)
     session = trainer.start(model, TrainingSpan(num_members=len(steps[0]), total_steps=len(steps)))
     for parts in steps:
@@ -77,16 +83,25 @@ SGD = sgd(0.1, 0.9)
 
 
 @settings(max_examples=20)
-@given(lengths=st.lists(st.integers(1, 5), min_size=1, max_size=4), counts=st.lists(st.integers(0, 4), min_size=4,
-                                                                                    max_size=4))
+@given(
+    lengths=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    counts=st.lists(st.integers(0, 4), min_size=4, max_size=4),
+)
 def test_members_with_batches_of_other_lengths_train_the_mean_over_all_samples(
-    lengths: list[int], counts: list[int],
+    lengths: list[int],
+    counts: list[int],
 ) -> None:
-    parts = [tokens(count, length, seed) if count else () for seed, (length, count) in enumerate(
-        zip(lengths, [max(1, counts[0]), *counts[1:]], strict=False))]
+    parts = [
+        tokens(count, length, seed) if count else ()
+        for seed, (length, count) in enumerate(
+            zip(lengths, [max(1, counts[0]), *counts[1:]], strict=False)
+        )
+    ]
     steps = [parts, parts]
     assert_close(trained(FP32Trainer(optimizer=SGD, train_step=own_step), steps), reference(steps))
-    assert_close(trained(FP32Trainer(optimizer=SGD), steps), reference(steps))  # by the model's own loss
+    assert_close(
+        trained(FP32Trainer(optimizer=SGD), steps), reference(steps)
+    )  # by the model's own loss
 
 
 def test_inputs_in_a_dict_or_a_tuple_beside_labels_reach_the_model() -> None:
@@ -117,7 +132,9 @@ def test_the_proximal_term_is_that_of_a_loss_that_contains_it(proximal_mu: float
         term = torch.stack([(parameter - start).square().sum() for parameter, start in apart]).sum()
         (own_step(model, batch) + proximal_mu / 2 * term).backward()
         optimizer.step()
-    session = FP32Trainer(optimizer=SGD).start(ours := built(Tagger, 4), TrainingSpan(proximal_mu=proximal_mu))
+    session = FP32Trainer(optimizer=SGD).start(
+        ours := built(Tagger, 4), TrainingSpan(proximal_mu=proximal_mu)
+    )
     for _ in range(4):
         session.step([batch])
     assert_close(ours, model)
@@ -146,10 +163,14 @@ def test_bfloat16_runs_in_the_passes_alone() -> None:
         seen.add(logits.dtype)
         return functional.cross_entropy(logits.float(), batch["labels"])
 
-    model = trained(FP32Trainer(optimizer=SGD, train_step=noted, autocast=torch.bfloat16), [[tokens(6, 3)]] * 2)
+    model = trained(
+        FP32Trainer(optimizer=SGD, train_step=noted, autocast=torch.bfloat16), [[tokens(6, 3)]] * 2
+    )
     assert seen == {torch.bfloat16}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    for ours, theirs in zip(model.parameters(), reference([[tokens(6, 3)]] * 2).parameters(), strict=True):
+    for ours, theirs in zip(
+        model.parameters(), reference([[tokens(6, 3)]] * 2).parameters(), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.01)
 
 
@@ -158,11 +179,22 @@ def test_own_steps_of_batch_norm_models_keep_statistics_by_member() -> None:
         return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
     generator = torch.Generator().manual_seed(7)
-    pairs = [(torch.randn(5, 3, generator=generator), torch.randint(0, 2, (5,), generator=generator)) for _ in range(2)]
+    pairs = [
+        (torch.randn(5, 3, generator=generator), torch.randint(0, 2, (5,), generator=generator))
+        for _ in range(2)
+    ]
     by_pair = trained(FP32Trainer(optimizer=SGD), [pairs] * 3, built(network, 2))
-    by_step = trained(FP32Trainer(optimizer=SGD, train_step=lambda model, batch: functional.cross_entropy(
-        model(batch["x"]), batch["y"])), [[{"x": x, "y": y} for x, y in pairs]] * 3, built(network, 2))
-    for ours, theirs in zip(by_step.state_dict().values(), by_pair.state_dict().values(), strict=True):
+    by_step = trained(
+        FP32Trainer(
+            optimizer=SGD,
+            train_step=lambda model, batch: functional.cross_entropy(model(batch["x"]), batch["y"]),
+        ),
+        [[{"x": x, "y": y} for x, y in pairs]] * 3,
+        built(network, 2),
+    )
+    for ours, theirs in zip(
+        by_step.state_dict().values(), by_pair.state_dict().values(), strict=True
+    ):
         assert torch.equal(ours, theirs)
 
 
@@ -176,20 +208,29 @@ def refused(trainer: FP32Trainer, batch: Any) -> str:
 def test_losses_that_cannot_be_trained_are_one_line() -> None:
     batch = tokens(4, 3)
     without = {"ids": batch["ids"], "mask": batch["mask"]}
-    assert "returned no loss for a dict of ids, mask; give it its labels" in refused(FP32Trainer(), without)
+    assert "returned no loss for a dict of ids, mask; give it its labels" in refused(
+        FP32Trainer(), without
+    )
     assert "give FP32Trainer(train_step=...)" in refused(FP32Trainer(), batch["ids"])
-    for made, says in ((lambda model, batch: 1.0, "is float"),
-                       (lambda model, batch: own_step(model, batch).detach(), "a tensor without a gradient"),
-                       (lambda model, batch: own_step(model, batch).expand(2), "a tensor of shape (2,)")):
+    for made, says in (
+        (lambda model, batch: 1.0, "is float"),
+        (lambda model, batch: own_step(model, batch).detach(), "a tensor without a gradient"),
+        (lambda model, batch: own_step(model, batch).expand(2), "a tensor of shape (2,)"),
+    ):
         assert says in refused(FP32Trainer(train_step=made), batch)
 
 
-@pytest.mark.parametrize(("options", "says"), [
-    ({"train_step": own_step, "loss": functional.nll_loss}, "give one of the two"),
-    ({"accumulation_steps": 0}, "accumulation_steps = 0"), ({"accumulation_steps": 1.5}, "accumulation_steps = 1.5"),
-    ({"max_grad_norm": 0.0}, "max_grad_norm = 0.0"), ({"max_grad_norm": float("nan")}, "max_grad_norm = nan"),
-    ({"autocast": torch.float16}, "use torch.bfloat16"),
-])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"train_step": own_step, "loss": functional.nll_loss}, "give one of the two"),
+        ({"accumulation_steps": 0}, "accumulation_steps = 0"),
+        ({"accumulation_steps": 1.5}, "accumulation_steps = 1.5"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm = 0.0"),
+        ({"max_grad_norm": float("nan")}, "max_grad_norm = nan"),
+        ({"autocast": torch.float16}, "use torch.bfloat16"),
+    ],
+)
 def test_options_that_cannot_be_are_one_line(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         FP32Trainer(**options)

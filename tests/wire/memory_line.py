@@ -12,8 +12,14 @@ from socflower.wire.frame_channel import FrameChannel
 class MemoryLine:
     """Joins `near` and `far` until `close`; the i-th stream breaks after `breaks[i]` frames, the last one never."""
 
-    def __init__(self, near: FrameChannel[Any], far: FrameChannel[Any], *, breaks: Sequence[int] = (),
-                 lag_s: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(
+        self,
+        near: FrameChannel[Any],
+        far: FrameChannel[Any],
+        *,
+        breaks: Sequence[int] = (),
+        lag_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self._near, self._far, self._breaks, self._lag_s = near, far, list(breaks), lag_s
         self.num_streams = 0
         self.failures: list[Exception] = []
@@ -34,17 +40,35 @@ class MemoryLine:
             near_has, far_has = self._near.received_and_used(), self._far.received_and_used()
             ends = []
             for channel, (received, used), other in (
-                    (self._near, far_has, self._far), (self._far, near_has, self._near)):
-                ends.append(channel.attach(received=received, used=used, credit_bytes=other.limits.credit_bytes))
+                (self._near, far_has, self._far),
+                (self._far, near_has, self._near),
+            ):
+                ends.append(
+                    channel.attach(
+                        received=received, used=used, credit_bytes=other.limits.credit_bytes
+                    )
+                )
             self.num_streams += 1
-            pumps = [threading.Thread(target=self._pump, args=(*way, budget)) for way in (
-                (self._near, ends[0], self._far, ends[1]), (self._far, ends[1], self._near, ends[0]))]
+            pumps = [
+                threading.Thread(target=self._pump, args=(*way, budget))
+                for way in (
+                    (self._near, ends[0], self._far, ends[1]),
+                    (self._far, ends[1], self._near, ends[0]),
+                )
+            ]
             for pump in pumps:
                 pump.start()
             for pump in pumps:
                 pump.join()
 
-    def _pump(self, source: FrameChannel[Any], out: int, sink: FrameChannel[Any], into: int, budget: list[int]) -> None:
+    def _pump(
+        self,
+        source: FrameChannel[Any],
+        out: int,
+        sink: FrameChannel[Any],
+        into: int,
+        budget: list[int],
+    ) -> None:
         try:
             for frame in source.frames(out):
                 budget[0] -= 1

@@ -10,14 +10,18 @@ from hypothesis import strategies as st
 from socflower.errors import ConfigError
 from socflower.wire.saved_state import StateKind, from_bytes, seal, to_bytes
 
-ARRAYS: dict[str, Any] = {"header": np.arange(6, dtype=np.int8).reshape(2, 3), "x": np.array([1.5, -0.0], np.float16)}
+ARRAYS: dict[str, Any] = {
+    "header": np.arange(6, dtype=np.int8).reshape(2, 3),
+    "x": np.array([1.5, -0.0], np.float16),
+}
 
 
 def test_header_and_arrays_come_back_as_they_were() -> None:
     header, arrays = from_bytes("queue", to_bytes("queue", {"count": 3, "names": ["a"]}, ARRAYS))
     assert header == {"count": 3, "names": ["a"]}
-    assert {key: (array.dtype, array.tobytes()) for key, array in arrays.items()} \
-        == {key: (array.dtype, array.tobytes()) for key, array in ARRAYS.items()}
+    assert {key: (array.dtype, array.tobytes()) for key, array in arrays.items()} == {
+        key: (array.dtype, array.tobytes()) for key, array in ARRAYS.items()
+    }
     assert all(array.flags.writeable for array in arrays.values())
     assert from_bytes("queue", to_bytes("queue", {}, {})) == ({}, {})
 
@@ -25,24 +29,31 @@ def test_header_and_arrays_come_back_as_they_were() -> None:
 @given(cut=st.integers(0, 600))
 def test_what_is_torn_is_refused(cut: int) -> None:
     whole = to_bytes("queue", {"count": 3}, ARRAYS)
-    with pytest.raises(ConfigError, match=r"^saved queue: is damaged .*; go back to an earlier checkpoint"):
-        from_bytes("queue", whole[:min(cut, len(whole) - 1)])
+    with pytest.raises(
+        ConfigError, match=r"^saved queue: is damaged .*; go back to an earlier checkpoint"
+    ):
+        from_bytes("queue", whole[: min(cut, len(whole) - 1)])
 
 
 @given(position=st.integers(0, 10**4), value=st.integers(1, 255))
 def test_what_is_changed_is_refused(position: int, value: int) -> None:
     whole = bytearray(to_bytes("queue", {"count": 3}, ARRAYS))
     whole[position % len(whole)] ^= value
-    with pytest.raises(ConfigError, match=r"^saved queue: is damaged .*; go back to an earlier checkpoint") as caught:
+    with pytest.raises(
+        ConfigError, match=r"^saved queue: is damaged .*; go back to an earlier checkpoint"
+    ) as caught:
         from_bytes("queue", bytes(whole))
     assert "\n" not in str(caught.value)
 
 
 def test_another_kind_and_pickled_objects_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^saved queue: is of another kind \(error feedback, not queue\); go back"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^saved queue: is of another kind \(error feedback, not queue\); go back",
+    ):
         from_bytes("queue", to_bytes("error feedback", {}, {}))
     with pytest.raises(TypeError):
         to_bytes("queue", {}, {"x": np.array([object()], object)})
     kind = StateKind(name="queue", schema=2, remedy="")
     with pytest.raises(ConfigError, match="is damaged"):
-        from_bytes("queue", b"".join(seal(kind, {}, [b"\x10\0\0\0" b'[["x","|O",[1]]]', bytes(8)])))
+        from_bytes("queue", b"".join(seal(kind, {}, [b'\x10\0\0\0[["x","|O",[1]]]', bytes(8)])))

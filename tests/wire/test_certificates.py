@@ -30,8 +30,13 @@ def context(files: HostCertificate, side: ssl.Purpose, ca: Path | None = None) -
     return made
 
 
-def handshake(server: HostCertificate, client: HostCertificate, *, client_trusts: Path | None = None,
-              dialled: str = LOOPBACK) -> bytes:
+def handshake(
+    server: HostCertificate,
+    client: HostCertificate,
+    *,
+    client_trusts: Path | None = None,
+    dialled: str = LOOPBACK,
+) -> bytes:
     """Return what the server says to the client, over mutual TLS on a real socket."""
     refused: list[Exception] = []
     with socket.create_server((LOOPBACK, 0)) as listener:
@@ -40,7 +45,9 @@ def handshake(server: HostCertificate, client: HostCertificate, *, client_trusts
         def serve() -> None:
             connection, _ = listener.accept()
             try:
-                with context(server, ssl.Purpose.CLIENT_AUTH).wrap_socket(connection, server_side=True) as channel:
+                with context(server, ssl.Purpose.CLIENT_AUTH).wrap_socket(
+                    connection, server_side=True
+                ) as channel:
                     channel.sendall(b"welcome")
             except (ssl.SSLError, OSError) as error:
                 refused.append(error)
@@ -48,8 +55,12 @@ def handshake(server: HostCertificate, client: HostCertificate, *, client_trusts
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         try:
-            with socket.create_connection(listener.getsockname(), timeout=30) as raw, context(
-                    client, ssl.Purpose.SERVER_AUTH, client_trusts).wrap_socket(raw, server_hostname=dialled) as secure:
+            with (
+                socket.create_connection(listener.getsockname(), timeout=30) as raw,
+                context(client, ssl.Purpose.SERVER_AUTH, client_trusts).wrap_socket(
+                    raw, server_hostname=dialled
+                ) as secure,
+            ):
                 return secure.recv(100)
         except ssl.SSLCertVerificationError:
             raise
@@ -95,7 +106,9 @@ def test_hosts_are_added_later_and_what_is_there_is_kept(tmp_path: Path) -> None
     second = write_certificates(tmp_path, [LOOPBACK, "localhost"])
     assert (second[LOOPBACK].status, second["localhost"].status) == ("kept", "new")
     assert second[LOOPBACK].not_after == first.not_after
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name in before} == before
+    assert {
+        path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name in before
+    } == before
     assert handshake(second["localhost"], first, dialled="localhost") == b"welcome"
 
 
@@ -115,7 +128,14 @@ def test_keys_are_for_their_owner_alone(tmp_path: Path) -> None:
     finally:
         os.umask(umask)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
-    assert {name for name in modes} == {"ca.pem", "ca.key", "soc-1.pem", "soc-1.key", "fe80__1.pem", "fe80__1.key"}
+    assert {name for name in modes} == {
+        "ca.pem",
+        "ca.key",
+        "soc-1.pem",
+        "soc-1.key",
+        "fe80__1.pem",
+        "fe80__1.key",
+    }
     assert all(mode == 0o600 for name, mode in modes.items() if name.endswith(".key"))
 
 
@@ -123,7 +143,9 @@ def test_what_stands_in_a_certificate(tmp_path: Path) -> None:
     made = write_certificates(tmp_path, ["SOC-1.rack.example.", "2001:DB8:0::1"], valid_days=10)
     assert list(made) == ["soc-1.rack.example", "2001:db8::1"]
     found = [x509.load_pem_x509_certificate(one.certificate.read_bytes()) for one in made.values()]
-    names = [one.extensions.get_extension_for_class(x509.SubjectAlternativeName).value for one in found]
+    names = [
+        one.extensions.get_extension_for_class(x509.SubjectAlternativeName).value for one in found
+    ]
     assert names[0].get_values_for_type(x509.DNSName) == ["soc-1.rack.example"]
     assert names[1].get_values_for_type(x509.IPAddress) == [ipaddress.ip_address("2001:db8::1")]
     for one in found:
@@ -133,8 +155,12 @@ def test_what_stands_in_a_certificate(tmp_path: Path) -> None:
         assert one.not_valid_before_utc < datetime.now(UTC) - timedelta(hours=1)
 
 
-def test_no_certificate_outlives_its_authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ca = x509.load_pem_x509_certificate(write_certificates(tmp_path, ["soc-1"])["soc-1"].ca.read_bytes())
+def test_no_certificate_outlives_its_authority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ca = x509.load_pem_x509_certificate(
+        write_certificates(tmp_path, ["soc-1"])["soc-1"].ca.read_bytes()
+    )
     later = datetime.now(UTC) + timedelta(days=3600)
     monkeypatch.setattr(certificates, "_now", lambda: later)
     assert write_certificates(tmp_path, ["soc-2"])["soc-2"].not_after == ca.not_valid_after_utc
@@ -145,10 +171,30 @@ def test_no_certificate_outlives_its_authority(tmp_path: Path, monkeypatch: pyte
         write_certificates(tmp_path, ["soc-3"])
 
 
-@pytest.mark.parametrize("host", [
-    "", " ", "10.0.0.300", "10.0.0.2:28200", "soc_1", "-soc", "soc-", "a..b", "*.rack", "soc 1", "soc/1", "../soc",
-    "söc", "x" * 64, ".".join(["x" * 60] * 5), "fe80::1%eth0", "ca", "soc\n1", "http://soc-1",
-])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "",
+        " ",
+        "10.0.0.300",
+        "10.0.0.2:28200",
+        "soc_1",
+        "-soc",
+        "soc-",
+        "a..b",
+        "*.rack",
+        "soc 1",
+        "soc/1",
+        "../soc",
+        "söc",
+        "x" * 64,
+        ".".join(["x" * 60] * 5),
+        "fe80::1%eth0",
+        "ca",
+        "soc\n1",
+        "http://soc-1",
+    ],
+)
 def test_a_host_that_is_none_is_refused_and_nothing_written(tmp_path: Path, host: str) -> None:
     with pytest.raises(ConfigError, match=r"^host "):
         write_certificates(tmp_path / "new", ["soc-1", host])
@@ -163,11 +209,19 @@ def test_no_host_and_a_silly_time_are_refused(tmp_path: Path) -> None:
             write_certificates(tmp_path, ["soc-1"], valid_days=days)
 
 
-@pytest.mark.parametrize(("name", "content", "says"), [
-    ("ca.pem", b"junk", "is damaged"), ("ca.key", b"junk", "is damaged"), ("ca.pem", None, "cannot be read"),
-    ("ca.key", None, "cannot be read"), ("ca.key", "soc-1.key", "is not the key of ca.pem"),
-])
-def test_a_damaged_authority_is_refused(tmp_path: Path, name: str, content: bytes | str | None, says: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("ca.pem", b"junk", "is damaged"),
+        ("ca.key", b"junk", "is damaged"),
+        ("ca.pem", None, "cannot be read"),
+        ("ca.key", None, "cannot be read"),
+        ("ca.key", "soc-1.key", "is not the key of ca.pem"),
+    ],
+)
+def test_a_damaged_authority_is_refused(
+    tmp_path: Path, name: str, content: bytes | str | None, says: str
+) -> None:
     write_certificates(tmp_path, ["soc-1"])
     put(tmp_path, name, content)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -184,12 +238,20 @@ def test_a_hosts_certificate_is_no_authority(tmp_path: Path) -> None:
         write_certificates(tmp_path, ["soc-2"])
 
 
-@pytest.mark.parametrize(("name", "content", "says"), [
-    ("soc-1.pem", b"junk", "is damaged"), ("soc-1.key", b"", "is damaged"), ("soc-1.pem", None, "cannot be read"),
-    ("soc-1.key", "soc-2.key", "is not the key of soc-1.pem"),
-])
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("soc-1.pem", b"junk", "is damaged"),
+        ("soc-1.key", b"", "is damaged"),
+        ("soc-1.pem", None, "cannot be read"),
+        ("soc-1.key", "soc-2.key", "is not the key of soc-1.pem"),
+    ],
+)
 def test_a_hosts_damaged_files_are_named_and_renewed(
-    tmp_path: Path, name: str, content: bytes | str | None, says: str,
+    tmp_path: Path,
+    name: str,
+    content: bytes | str | None,
+    says: str,
 ) -> None:
     write_certificates(tmp_path, ["soc-1", "soc-2"])
     put(tmp_path, name, content)
@@ -204,7 +266,9 @@ def put(folder: Path, name: str, content: bytes | str | None) -> None:
     if content is None:
         (folder / name).unlink()
     else:
-        (folder / name).write_bytes(content if isinstance(content, bytes) else (folder / content).read_bytes())
+        (folder / name).write_bytes(
+            content if isinstance(content, bytes) else (folder / content).read_bytes()
+        )
 
 
 def test_a_host_of_another_authority_is_not_kept(tmp_path: Path) -> None:
@@ -239,8 +303,10 @@ def test_the_command_prints_what_node_config_needs(socflower: Socflower, tmp_pat
     assert ran.status == 0, ran.err
     folder = tmp_path / "keys"
     for host in ("10.0.0.2", "soc-1"):
-        assert (f'ring-ca="{folder}/ca.pem" ring-certificate="{folder}/{host}.pem" ring-key="{folder}/{host}.key"'
-                in ran.out)
+        assert (
+            f'ring-ca="{folder}/ca.pem" ring-certificate="{folder}/{host}.pem" ring-key="{folder}/{host}.key"'
+            in ran.out
+        )
     assert f"{folder}/ca.key" in ran.out.splitlines()[-1]
 
 
@@ -249,12 +315,21 @@ def test_the_command_has_a_document_for_programs(socflower: Socflower, tmp_path:
     ran = socflower("certificates", "--out", "keys", "soc-1", "soc-2", "--json")
     document = json.loads(ran.out)
     assert document["schema"] == 1
-    assert [(host["host"], host["status"]) for host in document["hosts"]] == [("soc-1", "kept"), ("soc-2", "new")]
-    assert all(Path(host[file]).exists() for host in document["hosts"] for file in ("ca", "certificate", "key"))
+    assert [(host["host"], host["status"]) for host in document["hosts"]] == [
+        ("soc-1", "kept"),
+        ("soc-2", "new"),
+    ]
+    assert all(
+        Path(host[file]).exists()
+        for host in document["hosts"]
+        for file in ("ca", "certificate", "key")
+    )
 
 
 def test_a_mistake_on_the_command_line_is_one_line(socflower: Socflower) -> None:
     ran = socflower("certificates", "--out", "keys", "10.0.0.2:28200")
     assert ran.status == 2
-    assert ran.err == ("error: host '10.0.0.2:28200' is neither a DNS name nor an IP address; leave out the port: "
-                       "10.0.0.2\n")
+    assert ran.err == (
+        "error: host '10.0.0.2:28200' is neither a DNS name nor an IP address; leave out the port: "
+        "10.0.0.2\n"
+    )

@@ -29,8 +29,12 @@ class Holder:
     """Another process that uses a folder until it is told to end, or killed."""
 
     def __init__(self, folder: Path) -> None:
-        self.process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HOLD, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "held\n"
 
@@ -46,8 +50,13 @@ def test_a_second_process_is_told_who_is_there_until_the_first_is_killed(tmp_pat
     folder = tmp_path / "new" / "out"
     holder = Holder(folder)
     try:
-        with pytest.raises(ConfigError, match=f"^--out here: process {holder.process.pid} is at work there; wait"), \
-                exclusive_folder(folder, "--out here"):
+        with (
+            pytest.raises(
+                ConfigError,
+                match=f"^--out here: process {holder.process.pid} is at work there; wait",
+            ),
+            exclusive_folder(folder, "--out here"),
+        ):
             raise AssertionError("two at a time")
         assert (folder / LOCK_FILE).exists(), "the refused one took the lock away"
     finally:
@@ -86,30 +95,46 @@ else:
 
 @pytest.mark.parametrize("keeper", ["child", "thread"])
 def test_a_lock_that_outlives_its_holder_for_a_moment_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeper: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    keeper: str,
 ) -> None:
     path, tries = tmp_path / LOCK_FILE, [0]
-    holder = subprocess.Popen([sys.executable, "-c", ENDED, str(path), keeper], stdin=subprocess.PIPE,
-                              stdout=subprocess.PIPE, text=True)
-    assert holder.stdin is not None and holder.stdout is not None and holder.stdout.readline() == "held\n"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", ENDED, str(path), keeper],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert (
+        holder.stdin is not None
+        and holder.stdout is not None
+        and holder.stdout.readline() == "held\n"
+    )
     if keeper == "child":
         holder.kill()
         holder.wait(timeout=60)
     else:
-        while not folders.is_ending(holder.pid):  # the thread may be faster than the main thread's end
+        while not folders.is_ending(
+            holder.pid
+        ):  # the thread may be faster than the main thread's end
             pass
 
     class EndsLate(folders.FileLock):  # type: ignore[misc]
         def acquire(self, *arguments: Any, **settings: Any) -> Any:
             tries[0] += 1
             if tries[0] == 5:
-                holder.communicate("end\n", timeout=60)  # the child's end too, since it has the same output
+                holder.communicate(
+                    "end\n", timeout=60
+                )  # the child's end too, since it has the same output
             return super().acquire(*arguments, **settings)
 
     try:
         with monkeypatch.context() as patched:
             patched.setattr(folders, "_ENDING_S", 0.0)
-            with pytest.raises(ConfigError, match=f"^fans: process {holder.pid} has ended, but a process .* holds"):
+            with pytest.raises(
+                ConfigError, match=f"^fans: process {holder.pid} has ended, but a process .* holds"
+            ):
                 FolderLock(path, "fans")
         monkeypatch.setattr(folders, "_ENDING_S", 60.0)
         monkeypatch.setattr(folders, "FileLock", EndsLate)
@@ -124,7 +149,9 @@ def test_a_process_ends_from_its_kill_on_and_never_before() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     assert not folders.is_ending(process.pid) and not folders.is_ending(os.getpid())
     process.kill()
-    while not folders.is_ending(process.pid):  # at the latest as a zombie, since nobody has waited for it
+    while not folders.is_ending(
+        process.pid
+    ):  # at the latest as a zombie, since nobody has waited for it
         pass
     process.communicate(timeout=60)
     assert folders.is_ending(process.pid)
@@ -132,8 +159,10 @@ def test_a_process_ends_from_its_kill_on_and_never_before() -> None:
 
 
 def test_two_of_one_process_keep_each_other_out(tmp_path: Path) -> None:
-    with FolderLock(tmp_path / LOCK_FILE, "first"), \
-            pytest.raises(ConfigError, match=f"second: process {os.getpid()} is at work there"):
+    with (
+        FolderLock(tmp_path / LOCK_FILE, "first"),
+        pytest.raises(ConfigError, match=f"second: process {os.getpid()} is at work there"),
+    ):
         FolderLock(tmp_path / LOCK_FILE, "second")
 
 
@@ -184,7 +213,9 @@ def test_folders_that_were_made_in_vain_go_again(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == ["a", "kept"]
 
 
-@pytest.mark.parametrize(("name", "says"), [("file", "is a file; name a folder"), ("file/below", "cannot write in")])
+@pytest.mark.parametrize(
+    ("name", "says"), [("file", "is a file; name a folder"), ("file/below", "cannot write in")]
+)
 def test_what_cannot_be_a_folder_is_one_line(tmp_path: Path, name: str, says: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=says), exclusive_folder(tmp_path / name, "--out x"):

@@ -43,9 +43,18 @@ def channel(**limits: int) -> FrameChannel[Note]:
     return FrameChannel("the peer", Notes(), limits=ChannelLimits(**limits), patience_s=20)
 
 
-def part(number: int, head: str | None, body: bytes, num_bytes: int | None = None, index: int = 0) -> Any:
-    return Frame(part=Part(number=number, index=index, head=None if head is None else head.encode(), body=body,
-                           num_bytes=len(body) if num_bytes is None else num_bytes))
+def part(
+    number: int, head: str | None, body: bytes, num_bytes: int | None = None, index: int = 0
+) -> Any:
+    return Frame(
+        part=Part(
+            number=number,
+            index=index,
+            head=None if head is None else head.encode(),
+            body=body,
+            num_bytes=len(body) if num_bytes is None else num_bytes,
+        )
+    )
 
 
 def note(number: int, size: int) -> Note:
@@ -53,10 +62,17 @@ def note(number: int, size: int) -> Note:
 
 
 @settings(max_examples=40)
-@given(sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=20), breaks=st.lists(st.integers(0, 25), max_size=5),
-       part_bytes=st.integers(1, 999), credit_bytes=st.integers(1, 6000))
+@given(
+    sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=20),
+    breaks=st.lists(st.integers(0, 25), max_size=5),
+    part_bytes=st.integers(1, 999),
+    credit_bytes=st.integers(1, 6000),
+)
 def test_each_message_arrives_once_and_in_order_wherever_streams_break(
-    sizes: list[int], breaks: list[int], part_bytes: int, credit_bytes: int,
+    sizes: list[int],
+    breaks: list[int],
+    part_bytes: int,
+    credit_bytes: int,
 ) -> None:
     # Parts of single bytes would take long where messages are large.
     part_bytes = max(part_bytes, max(sizes) // 20)
@@ -105,7 +121,9 @@ def test_transfers_are_measured_at_both_ends() -> None:
     near.send(Note(3))
     far.receive()
     seen = far.transfers()
-    assert [transfer.sent for transfer in seen] == [False] and seen[0].seconds == line_seen[0].seconds
+    assert [transfer.sent for transfer in seen] == [False] and seen[0].seconds == line_seen[
+        0
+    ].seconds
     line.close()
 
 
@@ -121,8 +139,12 @@ def test_what_is_under_way_is_known() -> None:
 
 
 def test_patience_has_an_end_and_a_line() -> None:
-    impatient = FrameChannel("the peer", Notes(), limits=ChannelLimits(credit_bytes=1), patience_s=0.05)
-    with pytest.raises(StreamLost, match=r"the peer sends no letter and has no stream for 0.05 s; see"):
+    impatient = FrameChannel(
+        "the peer", Notes(), limits=ChannelLimits(credit_bytes=1), patience_s=0.05
+    )
+    with pytest.raises(
+        StreamLost, match=r"the peer sends no letter and has no stream for 0.05 s; see"
+    ):
         impatient.receive("letter")
     impatient.send(Note(3), wait_for_room=True)
     with pytest.raises(StreamLost, match="the peer takes nothing of what it is sent"):
@@ -166,17 +188,20 @@ def test_more_than_the_credit_is_refused() -> None:
         near.on_frame(stream_id, part(2, "1", bytes(1500)))
 
 
-@pytest.mark.parametrize(("frame", "why"), [
-    (part(1, "one", b""), "a note without a number"),
-    (part(1, "1", b"x", num_bytes=10_001), "a note of 10001 bytes, where 10000 are the limit"),
-    (part(1, "1", b"x", num_bytes=1 << 60), "a note of .* bytes, where 10000 are the limit"),
-    (part(1, "1", b"xx", num_bytes=1), "message 1 in parts that do not make up its 1 bytes"),
-    (part(1, "1", b"", num_bytes=1), "message 1 in parts that do not make up its 1 bytes"),
-    (part(2, "1", b""), "a part of message 2, where 1 is next"),
-    (part(1, None, b""), "part 0 of message 1 before its beginning"),
-    (part(1, "1", b"", index=1), "part 1 of message 1 before its beginning"),
-    (Frame(), "a frame of an unknown kind in the middle of a stream"),
-])
+@pytest.mark.parametrize(
+    ("frame", "why"),
+    [
+        (part(1, "one", b""), "a note without a number"),
+        (part(1, "1", b"x", num_bytes=10_001), "a note of 10001 bytes, where 10000 are the limit"),
+        (part(1, "1", b"x", num_bytes=1 << 60), "a note of .* bytes, where 10000 are the limit"),
+        (part(1, "1", b"xx", num_bytes=1), "message 1 in parts that do not make up its 1 bytes"),
+        (part(1, "1", b"", num_bytes=1), "message 1 in parts that do not make up its 1 bytes"),
+        (part(2, "1", b""), "a part of message 2, where 1 is next"),
+        (part(1, None, b""), "part 0 of message 1 before its beginning"),
+        (part(1, "1", b"", index=1), "part 1 of message 1 before its beginning"),
+        (Frame(), "a frame of an unknown kind in the middle of a stream"),
+    ],
+)
 def test_frames_that_no_peer_sends_are_refused_in_one_line(frame: Any, why: str) -> None:
     near = channel()
     with pytest.raises(MalformedBytes, match=why) as refused:
@@ -184,7 +209,9 @@ def test_frames_that_no_peer_sends_are_refused_in_one_line(frame: Any, why: str)
     assert "\n" not in str(refused.value) and near.poll() is None
 
 
-@pytest.mark.parametrize("limits", [{"part_bytes": 0}, {"part_bytes": (1 << 20) + 1}, {"credit_bytes": 0}])
+@pytest.mark.parametrize(
+    "limits", [{"part_bytes": 0}, {"part_bytes": (1 << 20) + 1}, {"credit_bytes": 0}]
+)
 def test_limits_that_cannot_be_are_refused(limits: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=next(iter(limits))):
         ChannelLimits(**limits)

@@ -21,7 +21,9 @@ def test_what_was_cut_is_whole_again_and_only_then(body: bytes, part_bytes: int)
     arriving = Assembly(len(body), "a letter")
     for part in parts_of([body], part_bytes):
         if arriving.missing_bytes:
-            with pytest.raises(MalformedBytes, match=rf"a letter that broke off after \d+ of {len(body)} bytes"):
+            with pytest.raises(
+                MalformedBytes, match=rf"a letter that broke off after \d+ of {len(body)} bytes"
+            ):
                 arriving.whole()
         arriving.add(part)
     assert bytes(arriving.whole()) == body and arriving.whole().readonly
@@ -31,5 +33,7 @@ def test_what_was_cut_is_whole_again_and_only_then(body: bytes, part_bytes: int)
 
 @pytest.mark.parametrize("num_bytes", [-1, 11, 1 << 62])
 def test_too_large_a_body_is_refused_before_it_arrives(num_bytes: int) -> None:
-    with pytest.raises(MalformedBytes, match=rf"^a letter of {num_bytes} bytes, where 10 are the limit$"):
+    with pytest.raises(
+        MalformedBytes, match=rf"^a letter of {num_bytes} bytes, where 10 are the limit$"
+    ):
         Assembly(num_bytes, "a letter", most_bytes=10)

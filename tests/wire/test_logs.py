@@ -26,10 +26,15 @@ def test_after_a_flood_of_refusals_the_next_minute_is_logged_again_with_a_count(
     watched = Watched()
     watched.refuse("10.0.0.1", 1000)
     assert len(watched.lines) == 5
-    assert watched.lines[-1] == "refused 10.0.0.1; more about ipv4:10.0.0.1 is only counted for 60 s"
+    assert (
+        watched.lines[-1] == "refused 10.0.0.1; more about ipv4:10.0.0.1 is only counted for 60 s"
+    )
     watched.now_s = 61.0
     watched.refuse("10.0.0.2")
-    assert watched.lines[5:] == ["port: 995 more refusals of ipv4:10.0.0.1 within 60 s", "refused 10.0.0.2"]
+    assert watched.lines[5:] == [
+        "port: 995 more refusals of ipv4:10.0.0.1 within 60 s",
+        "refused 10.0.0.2",
+    ]
     watched.refuse("10.0.0.1")
     assert watched.lines[7:] == ["refused 10.0.0.1"]
 
@@ -49,7 +54,10 @@ def test_an_attacker_with_many_addresses_costs_neither_memory_nor_log() -> None:
     assert len(watched.log._periods) == 33
     watched.now_s = 60.0
     watched.refuse("10.0.0.1")
-    assert watched.lines[-2] == f"port: {2 * (10_000 - 32) - 5} more refusals of other peers within 60 s"
+    assert (
+        watched.lines[-2]
+        == f"port: {2 * (10_000 - 32) - 5} more refusals of other peers within 60 s"
+    )
     assert watched.lines[-1] == "refused 10.0.0.1" and len(watched.log._periods) == 1
 
 
@@ -65,16 +73,23 @@ def test_what_was_only_counted_is_said_at_the_end() -> None:
     assert len(watched.lines) == 6
 
 
-@given(events=st.lists(st.tuples(st.floats(0.0, 40.0), st.integers(0, 6)), max_size=300),
-       lines=st.integers(1, 4), hosts=st.integers(1, 4))
-def test_every_refusal_is_logged_or_counted(events: list[tuple[float, int]], lines: int, hosts: int) -> None:
+@given(
+    events=st.lists(st.tuples(st.floats(0.0, 40.0), st.integers(0, 6)), max_size=300),
+    lines=st.integers(1, 4),
+    hosts=st.integers(1, 4),
+)
+def test_every_refusal_is_logged_or_counted(
+    events: list[tuple[float, int]], lines: int, hosts: int
+) -> None:
     watched = Watched(lines_per_period=lines, most_hosts=hosts)
     per_minute: Counter[int] = Counter()
     for wait_s, host in events:
         watched.now_s += wait_s
         before = len(watched.lines)
         watched.refuse(f"host{host}")
-        per_minute[int(watched.now_s // 60)] += sum("refused" in line for line in watched.lines[before:])
+        per_minute[int(watched.now_s // 60)] += sum(
+            "refused" in line for line in watched.lines[before:]
+        )
         assert len(watched.log._periods) <= hosts + 1
     watched.log.flush(everything=True)
     counted = [re.match(r"port: (\d+) more refusals", line) for line in watched.lines]

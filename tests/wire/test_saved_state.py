@@ -27,36 +27,68 @@ from socflower.wire.saved_state import (
 KIND = StateKind(name="thing", schema=3, remedy="throw it away")
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10)
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=10,
+)
 
 
 def store(folder: Path, **options: Any) -> StateStore:
-    return StateStore(folder, KIND, **{"prefix": "thing-", "suffix": ".saved", "keep": 2, **options})
+    return StateStore(
+        folder, KIND, **{"prefix": "thing-", "suffix": ".saved", "keep": 2, **options}
+    )
 
 
 # ---------------------------------------------------------------------------------------------- entries
 @settings(max_examples=40)
-@given(state=st.dictionaries(st.text(), JSON), payload=st.lists(st.binary()), owner=st.text(), number=st.integers(0))
-def test_what_was_sealed_comes_back(state: dict[str, Any], payload: list[bytes], owner: str, number: int) -> None:
+@given(
+    state=st.dictionaries(st.text(), JSON),
+    payload=st.lists(st.binary()),
+    owner=st.text(),
+    number=st.integers(0),
+)
+def test_what_was_sealed_comes_back(
+    state: dict[str, Any], payload: list[bytes], owner: str, number: int
+) -> None:
     content = b"".join(seal(KIND, state, payload, owner=owner, number=number))
     assert unseal(KIND, content, "it", owner=owner, number=number) == (state, b"".join(payload))
 
 
 def test_every_changed_bit_every_cut_and_every_addition_is_noticed() -> None:
     whole = b"".join(seal(KIND, {"a": 1.5}, [b"payload\n\n"]))
-    flipped = (whole[:index] + bytes([whole[index] ^ 1 << bit]) + whole[index + 1:]
-               for index in range(len(whole)) for bit in range(8))
-    for other in (*flipped, *(whole[:length] for length in range(len(whole))), whole + b"\0", whole + b"\n",
-                  whole + whole, b"\n" + whole):
+    flipped = (
+        whole[:index] + bytes([whole[index] ^ 1 << bit]) + whole[index + 1 :]
+        for index in range(len(whole))
+        for bit in range(8)
+    )
+    for other in (
+        *flipped,
+        *(whole[:length] for length in range(len(whole))),
+        whole + b"\0",
+        whole + b"\n",
+        whole + whole,
+        b"\n" + whole,
+    ):
         with pytest.raises(DamagedFile, match=r"^it is damaged .*; throw it away$"):
             unseal(KIND, other, "it")
 
 
-@pytest.mark.parametrize(("kind", "says"), [
-    (StateKind(name="other", schema=3, remedy=""), r"is of another kind \(other, not thing\); throw it away"),
-    (StateKind(name="thing", schema=2, remedy=""), r"an older version .*schema 2 where this one has 3.*; use"),
-    (StateKind(name="thing", schema=4, remedy=""), r"a newer version .*schema 4 where this one has 3.*; use"),
-])
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (
+            StateKind(name="other", schema=3, remedy=""),
+            r"is of another kind \(other, not thing\); throw it away",
+        ),
+        (
+            StateKind(name="thing", schema=2, remedy=""),
+            r"an older version .*schema 2 where this one has 3.*; use",
+        ),
+        (
+            StateKind(name="thing", schema=4, remedy=""),
+            r"a newer version .*schema 4 where this one has 3.*; use",
+        ),
+    ],
+)
 def test_an_entry_of_another_kind_or_schema_is_refused(kind: StateKind, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         unseal(KIND, b"".join(seal(kind, {})), "it")
@@ -65,7 +97,9 @@ def test_an_entry_of_another_kind_or_schema_is_refused(kind: StateKind, says: st
 
 # ---------------------------------------------------------------------------------------------- atomic files
 @pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_a_writer_that_fails_leaves_the_old_file(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_fails_leaves_the_old_file(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "file"
     write_atomically(path, "old")
 
@@ -83,11 +117,15 @@ def test_a_file_is_at_no_time_more_readable_than_asked(tmp_path: Path) -> None:
         (partial,) = tmp_path.iterdir()
         assert partial.stat().st_mode & 0o777 == 0o600
         stream.write(b"secret")
-    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600 and (tmp_path / "key").read_bytes() == b"secret"
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600 and (
+        tmp_path / "key"
+    ).read_bytes() == b"secret"
 
 
 def test_what_a_killed_writer_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
-    writer = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    writer = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
+    )
     (tmp_path / f".file.{writer.pid}-1.part").write_bytes(b"socflower-sea")
     (tmp_path / f".file.{os.getpid()}-1.part").write_bytes(b"of an earlier process of this id")
     (tmp_path / ".mine").write_text("mine")
@@ -95,7 +133,12 @@ def test_what_a_killed_writer_left_is_removed_and_nothing_else(tmp_path: Path) -
     with atomic_file(tmp_path / "file") as stream:
         remove_partial(tmp_path)
         stream.write(b"x")
-    assert sorted(os.listdir(tmp_path)) == [".download.part", f".file.{writer.pid}-1.part", ".mine", "file"]
+    assert sorted(os.listdir(tmp_path)) == [
+        ".download.part",
+        f".file.{writer.pid}-1.part",
+        ".mine",
+        "file",
+    ]
     writer.communicate()
     remove_partial(tmp_path)
     assert sorted(os.listdir(tmp_path)) == [".download.part", ".mine", "file"]
@@ -113,7 +156,9 @@ def test_the_last_up_to_the_one_written_are_kept(attempts: list[int], keep: int)
                 kept.write(number, {"number": number})
             up_to = [number for number in kept.numbers() if number <= last]
             assert up_to == list(range(last, max(0, last - keep), -1))
-            assert kept.newest(lambda number: kept.read(number)[0]) == {"number": max(kept.numbers())}
+            assert kept.newest(lambda number: kept.read(number)[0]) == {
+                "number": max(kept.numbers())
+            }
         kept.remove(after=1)
         assert set(kept.numbers()) <= {1}
 
@@ -126,17 +171,24 @@ def test_a_damaged_entry_is_told_and_the_one_before_is_used(tmp_path: Path) -> N
     kept.path(2).write_bytes(b"")
     found = kept.newest(kept.read, said.append)
     assert found is not None and bytes(found[1]) == b"1"
-    assert said == [f"{kept.path(2)} is damaged (its beginning is not that of a file of socflower); going on from the "
-                    "one before it, thing-000001.saved"]
+    assert said == [
+        f"{kept.path(2)} is damaged (its beginning is not that of a file of socflower); going on from the "
+        "one before it, thing-000001.saved"
+    ]
     kept.path(1).unlink()
     kept.path(1).mkdir()
-    with pytest.raises(ConfigError, match=r"no thing is whole: .*000002.*; .*000001.saved cannot be read \(Is a dir"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no thing is whole: .*000002.*; .*000001.saved cannot be read \(Is a dir",
+    ):
         kept.newest(kept.read)
 
 
 def test_an_entry_of_another_owner_and_one_under_another_name_are_refused(tmp_path: Path) -> None:
     store(tmp_path, owner="mine").write(1, {})
-    with pytest.raises(ConfigError, match=r"belongs to mine, not to yours; name another folder, or throw"):
+    with pytest.raises(
+        ConfigError, match=r"belongs to mine, not to yours; name another folder, or throw"
+    ):
         store(tmp_path, owner="yours").read(1)
     os.rename(store(tmp_path).path(1), store(tmp_path).path(2))
     with pytest.raises(DamagedFile, match="is number 1 under another name"):
@@ -148,35 +200,50 @@ def test_files_of_another_form_of_name_are_refused_until_all_are_removed(tmp_pat
     kept.write(1, {})
     (tmp_path / "thing-of-yesterday.saved").write_text("old")
     (tmp_path / "mine.saved").write_text("mine")
-    with pytest.raises(ConfigError, match=r"thing-of-yesterday.saved was not written by this version .*throw it away$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"thing-of-yesterday.saved was not written by this version .*throw it away$",
+    ):
         kept.numbers()
     kept.remove()
     assert os.listdir(tmp_path) == ["mine.saved"]
 
 
-def test_who_keeps_a_store_open_keeps_others_from_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_keeps_a_store_open_keeps_others_from_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("socflower.wire.saved_state._WRITE_WAIT_S", 0.0)
     first, second = store(tmp_path / "new"), store(tmp_path / "new")
     first.open("the first")
     first.open("the first")
     first.write(1, {})
-    with pytest.raises(ConfigError, match=rf"^thing in .*new: process {os.getpid()} is at work there; wait"):
+    with pytest.raises(
+        ConfigError, match=rf"^thing in .*new: process {os.getpid()} is at work there; wait"
+    ):
         second.write(2, {})
     assert second.read(1)[0] == {} and second.numbers() == [1]
     store(tmp_path / "new", prefix="other-").write(1, {})
     first.close()
     second.write(2, {})
-    assert sorted(os.listdir(tmp_path / "new")) == ["other-000001.saved", "thing-000001.saved", "thing-000002.saved"]
+    assert sorted(os.listdir(tmp_path / "new")) == [
+        "other-000001.saved",
+        "thing-000001.saved",
+        "thing-000002.saved",
+    ]
 
 
 @pytest.mark.parametrize("name", ["file", "file/below"])
 def test_what_cannot_be_a_folder_is_one_line(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
     for use in (lambda: store(tmp_path / name).write(1, {}), store(tmp_path / name).numbers):
-        with pytest.raises(ConfigError, match=r"cannot be (written|read) \((Not a directory|File exists)\); name a"):
+        with pytest.raises(
+            ConfigError, match=r"cannot be (written|read) \((Not a directory|File exists)\); name a"
+        ):
             use()
 
 
 def test_reading_an_entry_that_is_not_there_is_damage(tmp_path: Path) -> None:
-    with pytest.raises(DamagedFile, match=r"cannot be read \(No such file or directory\); throw it away"):
+    with pytest.raises(
+        DamagedFile, match=r"cannot be read \(No such file or directory\); throw it away"
+    ):
         read_sealed(tmp_path / "none", KIND)

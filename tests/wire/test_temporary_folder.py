@@ -30,8 +30,12 @@ def test_a_folder_goes_with_its_use_also_after_an_error(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_killed_process_left_goes_with_the_next_folder_and_not_before(tmp_path: Path) -> None:
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+def test_what_a_killed_process_left_goes_with_the_next_folder_and_not_before(
+    tmp_path: Path,
+) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert holder.stdout is not None
         held = Path(holder.stdout.readline().strip())

@@ -12,8 +12,13 @@ _NAMED = os.environ.get("SOCFLOWER_DATA")  # before the tests of sources unset i
 def published_folder() -> Path:
     """Folder of Parquet data sets: SOCFLOWER_DATA, else shared/data beside the repository."""
     folder = Path(_NAMED) if _NAMED else Path(__file__).resolve().parents[3] / "shared" / "data"
-    if not (folder / "mnist" / "train.parquet").is_file() or not (folder / "cifar10" / "train.parquet").is_file():
-        pytest.skip(f"no mnist/ and cifar10/ Parquet files in {folder}; SOCFLOWER_DATA names another folder")
+    if (
+        not (folder / "mnist" / "train.parquet").is_file()
+        or not (folder / "cifar10" / "train.parquet").is_file()
+    ):
+        pytest.skip(
+            f"no mnist/ and cifar10/ Parquet files in {folder}; SOCFLOWER_DATA names another folder"
+        )
     return folder
 
 

@@ -50,12 +50,17 @@ def test_bottoms_and_top_are_traceable_at_any_batch_size(clicks: ClickData, part
 def test_interest_pooling_is_the_sum_of_weighed_embeddings() -> None:
     generator = torch.Generator().manual_seed(0)
     pooling = InterestPooling(3)
-    history, candidate = torch.randn(5, HISTORY, 3, generator=generator), torch.randn(5, 3, generator=generator)
+    history, candidate = (
+        torch.randn(5, HISTORY, 3, generator=generator),
+        torch.randn(5, 3, generator=generator),
+    )
     with torch.no_grad():
         for row in range(5):
             expected = torch.zeros(3)
             for watched in history[row]:
-                pair = torch.cat([watched, candidate[row], watched - candidate[row], watched * candidate[row]])
+                pair = torch.cat(
+                    [watched, candidate[row], watched - candidate[row], watched * candidate[row]]
+                )
                 expected += pooling.weigh(pair) * watched
             torch.testing.assert_close(pooling(history, candidate)[row], expected)
 
@@ -92,7 +97,9 @@ def test_every_weight_gets_a_gradient_and_the_loss_falls(clicks: ClickData) -> N
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(parts), labels)
         loss.backward()
-        assert all(weight.grad is not None and bool(weight.grad.any()) for weight in model.parameters())
+        assert all(
+            weight.grad is not None and bool(weight.grad.any()) for weight in model.parameters()
+        )
         optimizer.step()
         losses.append(loss.item())
     assert 0.6 < losses[0] < 0.8 and losses[-1] < losses[0] - 0.05

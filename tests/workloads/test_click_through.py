@@ -40,7 +40,9 @@ def test_sizes_and_values_are_in_their_ranges(clicks: ClickData) -> None:
         assert attributes.shape == (num_samples, USER_COLUMNS + (HISTORY + 1) * GENRE_SLOTS)
         assert int(movies.min()) >= 0 and int(movies.max()) < NUM_MOVIES
         highest = attributes[:, :USER_COLUMNS].amax(dim=0)
-        assert (highest < torch.tensor([len(GENDERS), len(AGES), NUM_OCCUPATIONS])).all() and attributes.min() == 0
+        assert (
+            highest < torch.tensor([len(GENDERS), len(AGES), NUM_OCCUPATIONS])
+        ).all() and attributes.min() == 0
         assert int(attributes[:, USER_COLUMNS:].max()) == NUM_GENRES
         assert set(labels.tolist()) == {0, 1}
         assert float(labels.float().mean()) == pytest.approx(CLICKED, abs=0.03)
@@ -61,7 +63,9 @@ def test_parties_speak_of_the_same_movies(clicks: ClickData) -> None:
     genres: dict[int, tuple[int, ...]] = {}
     for samples in (clicks.train, clicks.test):
         (movies, attributes), _ = samples.batch(range(2000))
-        for movie, slots in zip(movies.flatten().tolist(), genre_slots(attributes).flatten(0, 1).tolist(), strict=True):
+        for movie, slots in zip(
+            movies.flatten().tolist(), genre_slots(attributes).flatten(0, 1).tolist(), strict=True
+        ):
             assert genres.setdefault(movie, tuple(slots)) == tuple(slots)
     for slots in genres.values():
         used = [slot for slot in slots if slot]
@@ -85,8 +89,13 @@ def test_equal_seeds_give_equal_samples_whatever_the_global_state() -> None:
     again, other = (click_data(seed=seed, num_train=300, num_test=100) for seed in (5, 6))
     np.random.seed(1)
     assert np.array_equal(np.random.get_state()[1], state)
-    assert all(torch.equal(*pair) for pair in zip(first.train.features, again.train.features, strict=True))
-    assert torch.equal(first.test.labels, again.test.labels) and first.best_accuracy == again.best_accuracy
+    assert all(
+        torch.equal(*pair) for pair in zip(first.train.features, again.train.features, strict=True)
+    )
+    assert (
+        torch.equal(first.test.labels, again.test.labels)
+        and first.best_accuracy == again.best_accuracy
+    )
     assert not torch.equal(first.train.features[0], other.train.features[0])
 
 
@@ -119,8 +128,10 @@ def trained_accuracy(clicks: ClickData, parties: tuple[bool, bool], num_epochs: 
     model = build_click_model(seed=0)
 
     def logits(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        features = [bottom(part) * takes_part
-                    for bottom, part, takes_part in zip(model.bottoms, parts, parties, strict=True)]
+        features = [
+            bottom(part) * takes_part
+            for bottom, part, takes_part in zip(model.bottoms, parts, parties, strict=True)
+        ]
         return model.top(torch.cat(features, dim=1))
 
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
@@ -138,8 +149,10 @@ def trained_accuracy(clicks: ClickData, parties: tuple[bool, bool], num_epochs: 
 
 @pytest.mark.slow
 def test_both_parties_are_needed(clicks: ClickData) -> None:
-    together, viewing, account = (trained_accuracy(clicks, parties, num_epochs=3)
-                                  for parties in ((True, True), (True, False), (False, True)))
+    together, viewing, account = (
+        trained_accuracy(clicks, parties, num_epochs=3)
+        for parties in ((True, True), (True, False), (False, True))
+    )
     assert clicks.movie_accuracy + 0.03 < min(viewing, account)
     assert max(viewing, account) + 0.02 < together < clicks.best_accuracy
 

@@ -19,7 +19,10 @@ def samples(num_samples: int = 20, seed: int = 0) -> LabelledData:
 
 def normalised(data: LabelledData, rows: list[int]) -> torch.Tensor:
     pixels = data.inputs[rows].double() / (255 if data.inputs.dtype == torch.uint8 else 1)
-    mean, std = (torch.tensor(values, dtype=torch.float64).view(1, -1, 1, 1) for values in (data.mean, data.std))
+    mean, std = (
+        torch.tensor(values, dtype=torch.float64).view(1, -1, 1, 1)
+        for values in (data.mean, data.std)
+    )
     return ((pixels - mean) / std).float()
 
 
@@ -53,7 +56,11 @@ def test_select_accepts_every_kind_of_index_and_copies() -> None:
     for indices in (rows, np.array(rows, dtype=np.int32), torch.tensor(rows)):
         chosen = data.select(indices)
         assert len(chosen) == 3 and torch.equal(chosen.inputs, data.inputs[rows])
-        assert (chosen.mean, chosen.std, chosen.num_classes) == (data.mean, data.std, data.num_classes)
+        assert (chosen.mean, chosen.std, chosen.num_classes) == (
+            data.mean,
+            data.std,
+            data.num_classes,
+        )
     chosen.inputs.zero_()
     assert data.inputs[0].any()
     assert len(data.select([])) == 0
@@ -95,22 +102,33 @@ def test_what_does_not_fit_together_is_refused() -> None:
             LabelledData(*arguments)
 
 
-@pytest.mark.parametrize(("labels", "found"), [((0, 2), "0 to 2"), ((-100, 1), "-100 to 1"), ((5, 6), "5 to 6")])
-def test_labels_that_are_no_classes_are_refused_with_the_values_found(labels: tuple[int, int], found: str) -> None:
+@pytest.mark.parametrize(
+    ("labels", "found"), [((0, 2), "0 to 2"), ((-100, 1), "-100 to 1"), ((5, 6), "5 to 6")]
+)
+def test_labels_that_are_no_classes_are_refused_with_the_values_found(
+    labels: tuple[int, int], found: str
+) -> None:
     inputs = torch.zeros(2, 1, 3, 3, dtype=torch.uint8)
-    with pytest.raises(ConfigError, match=rf"labels must be 0\.\.1 for num_classes = 2, got {found}; ") as refusal:
+    with pytest.raises(
+        ConfigError, match=rf"labels must be 0\.\.1 for num_classes = 2, got {found}; "
+    ) as refusal:
         LabelledData(inputs, torch.tensor(labels), (0.0,), (1.0,), 2)
     assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_floats_outside_0_to_1_are_refused_but_where_they_say_that_they_are_normalised(dtype: torch.dtype) -> None:
+def test_floats_outside_0_to_1_are_refused_but_where_they_say_that_they_are_normalised(
+    dtype: torch.dtype,
+) -> None:
     labels = torch.tensor([0, 1])
     for value in (255.0, -0.5):
         inputs = torch.full((2, 1, 3, 3), 0.5, dtype=dtype)
         inputs[1, 0, 2, 2] = value
         for constants in (((0.5,), (1.0,)), ((0.0,), (0.25,))):
-            with pytest.raises(ConfigError, match=r"must be in 0\.\.1, got .*; divide pixels by 255 or pass them as"):
+            with pytest.raises(
+                ConfigError,
+                match=r"must be in 0\.\.1, got .*; divide pixels by 255 or pass them as",
+            ):
                 LabelledData(inputs, labels, *constants, 2)
         made = LabelledData(inputs, labels, (0.0,), (1.0,), 2)
         assert torch.equal(made.batch([0, 1])[0], inputs.float())

@@ -16,13 +16,18 @@ def num_parameters(model: nn.Module) -> int:
 @pytest.mark.parametrize(("builder", "published", "for_100_classes"), [
     (resnet50, 25_557_032, 23_712_932), (mobilenet_v2, 3_504_872, 2_351_972), (efficientnet_b1, 7_794_184, 6_641_284),
 ])  # fmt: skip
-def test_classifiers_have_the_published_parameters_for_imagenet(builder, published, for_100_classes) -> None:
+def test_classifiers_have_the_published_parameters_for_imagenet(
+    builder, published, for_100_classes
+) -> None:
     """Of torchvision's pages; 100 classes are those of Mini-ImageNet."""
     with torch.device("meta"):
         model = builder(in_channels=3, image_size=224, num_classes=1000)
         assert num_parameters(model) == published
         assert model(torch.zeros(2, 3, 224, 224)).shape == (2, 1000)
-        assert num_parameters(builder(in_channels=3, image_size=224, num_classes=100)) == for_100_classes
+        assert (
+            num_parameters(builder(in_channels=3, image_size=224, num_classes=100))
+            == for_100_classes
+        )
 
 
 @pytest.mark.parametrize("builder", [resnet50, mobilenet_v2, efficientnet_b1])
@@ -40,10 +45,24 @@ def test_small_images_keep_pixels_for_the_last_convolutions(builder) -> None:
 
 def test_bert_small_and_gpt2_have_the_published_parameters() -> None:
     with torch.device("meta"):
-        bert = Bert(num_blocks=4, width=512, num_heads=8, vocabulary=30_522, length=512, num_classes=2, dropout=0.1)
-        gpt = Gpt(num_blocks=12, width=768, num_heads=12, vocabulary=50_257, length=1024, dropout=0.1)
-    assert num_parameters(bert) - num_parameters(bert.classifier) == 28_763_648  # Turc et al.: 28.8 M
-    assert num_parameters(gpt) - num_parameters(gpt.head) == 124_439_808  # Radford et al., corrected: 124 M
+        bert = Bert(
+            num_blocks=4,
+            width=512,
+            num_heads=8,
+            vocabulary=30_522,
+            length=512,
+            num_classes=2,
+            dropout=0.1,
+        )
+        gpt = Gpt(
+            num_blocks=12, width=768, num_heads=12, vocabulary=50_257, length=1024, dropout=0.1
+        )
+    assert (
+        num_parameters(bert) - num_parameters(bert.classifier) == 28_763_648
+    )  # Turc et al.: 28.8 M
+    assert (
+        num_parameters(gpt) - num_parameters(gpt.head) == 124_439_808
+    )  # Radford et al., corrected: 124 M
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt"])
@@ -59,7 +78,10 @@ def test_language_models_are_traceable_and_drawn_from_their_seed(kind: str) -> N
     with torch.no_grad():
         logits = model(tokens)
         assert torch.equal(fx.symbolic_trace(model)(tokens), logits)
-    assert logits.shape == ((2, 3) if kind == "bert" else (2, 16, 256)) and torch.isfinite(logits).all()
+    assert (
+        logits.shape == ((2, 3) if kind == "bert" else (2, 16, 256))
+        and torch.isfinite(logits).all()
+    )
     state, again, other = model.state_dict(), built(1).state_dict(), built(2).state_dict()
     assert all(torch.equal(state[key], again[key]) for key in state)
     assert any(not torch.equal(state[key], other[key]) for key in state)

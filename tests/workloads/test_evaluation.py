@@ -33,7 +33,9 @@ def test_every_batch_size_gives_the_same_result(batch_size: int) -> None:
 
 
 def test_modes_and_statistics_stay_as_they_were() -> None:
-    model = build_model("mobilenet-v1", in_channels=3, image_size=32, num_classes=10, seed=0).train()
+    model = build_model(
+        "mobilenet-v1", in_channels=3, image_size=32, num_classes=10, seed=0
+    ).train()
     frozen = next(module for module in model.modules() if isinstance(module, nn.BatchNorm2d)).eval()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     evaluate(model, noise(4))
@@ -71,13 +73,18 @@ class Regression(nn.Module):
 
 def rows(count: int) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(2)
-    return [{"inputs": torch.randn(4, generator=generator), "labels": torch.tensor(number % 3)}
-            for number in range(count)]
+    return [
+        {"inputs": torch.randn(4, generator=generator), "labels": torch.tensor(number % 3)}
+        for number in range(count)
+    ]
 
 
 def test_dicts_have_the_models_own_loss_and_the_accuracy_of_its_logits() -> None:
     model, data = built(Regression, 3), rows(20)
-    inputs, labels = torch.stack([row["inputs"] for row in data]), torch.tensor([int(row["labels"]) for row in data])
+    inputs, labels = (
+        torch.stack([row["inputs"] for row in data]),
+        torch.tensor([int(row["labels"]) for row in data]),
+    )
     with torch.no_grad():
         made = model(inputs, labels)
     found = evaluate(model, data, 7)
@@ -95,19 +102,33 @@ def test_a_users_metrics_are_means_over_samples(batch_size: int) -> None:
     found = evaluate(model, DataLoader(data, batch_size=3), batch_size, step=step)
     with torch.no_grad():
         expected = float((model.layer(torch.stack([row["inputs"] for row in data])) ** 2).mean())
-    assert found.metrics == {"mse": pytest.approx(expected, rel=1e-5), "share": pytest.approx(7 / 20)}
-    with pytest.raises(ConfigError, match="there is no accuracy, only mse, share; return it from the function"):
+    assert found.metrics == {
+        "mse": pytest.approx(expected, rel=1e-5),
+        "share": pytest.approx(7 / 20),
+    }
+    with pytest.raises(
+        ConfigError, match="there is no accuracy, only mse, share; return it from the function"
+    ):
         _ = found.accuracy
 
 
 def test_data_of_which_no_metric_is_known_is_refused() -> None:
     targets = [(torch.zeros(4), torch.tensor(0.5))] * 4
-    with pytest.raises(ConfigError, match=r"labels as a tensor of shape \(4,\) are no classes; give a function"):
+    with pytest.raises(
+        ConfigError, match=r"labels as a tensor of shape \(4,\) are no classes; give a function"
+    ):
         evaluate(nn.Linear(4, 1), targets)
-    with pytest.raises(ConfigError, match=r"the data give a tensor of shape .*, of which no metric is known"):
+    with pytest.raises(
+        ConfigError, match=r"the data give a tensor of shape .*, of which no metric is known"
+    ):
         evaluate(nn.Linear(4, 1), [torch.zeros(4)] * 4)
     with pytest.raises(ConfigError, match="one batch gave a and another b"):
-        evaluate(nn.Linear(4, 1), targets, 3, step=lambda model, batch: {"a" if len(batch[0]) == 3 else "b": 1.0})
+        evaluate(
+            nn.Linear(4, 1),
+            targets,
+            3,
+            step=lambda model, batch: {"a" if len(batch[0]) == 3 else "b": 1.0},
+        )
 
 
 def test_lenet_learns_the_digits(shared_cache: Path) -> None:
@@ -128,8 +149,13 @@ def test_lenet_learns_the_digits(shared_cache: Path) -> None:
 
 def with_ignored(num_samples: int, every: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(6)
-    return [(torch.randn(5, generator=generator), torch.tensor(-100 if place % every == 0 else place % 3))
-            for place in range(num_samples)]
+    return [
+        (
+            torch.randn(5, generator=generator),
+            torch.tensor(-100 if place % every == 0 else place % 3),
+        )
+        for place in range(num_samples)
+    ]
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 50])
@@ -143,7 +169,9 @@ def test_labels_that_are_ignored_do_not_count(batch_size: int) -> None:
     counted = labels != -100
     assert (result.num_samples, result.num_examples) == (20, int(counted.sum()))
     assert result.loss == pytest.approx(float(functional.cross_entropy(logits, labels)), rel=1e-5)
-    assert result.accuracy == pytest.approx(float((logits.argmax(1) == labels)[counted].float().mean()))
+    assert result.accuracy == pytest.approx(
+        float((logits.argmax(1) == labels)[counted].float().mean())
+    )
 
 
 def test_metrics_of_ones_own_divide_by_the_weight_that_is_given() -> None:
@@ -156,8 +184,12 @@ def test_metrics_of_ones_own_divide_by_the_weight_that_is_given() -> None:
         return int((batch[1] != -100).sum())
 
     whole = evaluate(model, DataLoader(data), 50, step=step, weight=weight)
-    assert evaluate(model, DataLoader(data), 7, step=step, weight=weight).loss == pytest.approx(whole.loss, rel=1e-5)
-    assert evaluate(model, DataLoader(data), 7, step=step).loss != pytest.approx(whole.loss, rel=1e-5)
+    assert evaluate(model, DataLoader(data), 7, step=step, weight=weight).loss == pytest.approx(
+        whole.loss, rel=1e-5
+    )
+    assert evaluate(model, DataLoader(data), 7, step=step).loss != pytest.approx(
+        whole.loss, rel=1e-5
+    )
     with pytest.raises(ConfigError, match="the weight of a batch is -1"):
         evaluate(model, DataLoader(data), step=step, weight=lambda batch: -1)
 

@@ -17,7 +17,9 @@ def test_images_are_of_the_digits_size_and_range() -> None:
         images = build_generator(seed=1)(codes)
     assert images.shape == (5, 1, 28, 28)
     assert float(images.min()) >= 0 and float(images.max()) <= 1
-    assert build_generator(seed=1, num_classes=3)(generator_codes([0], [2], num_classes=3)).shape == (1, 1, 28, 28)
+    assert build_generator(seed=1, num_classes=3)(
+        generator_codes([0], [2], num_classes=3)
+    ).shape == (1, 1, 28, 28)
 
 
 def test_the_generator_is_traceable_and_no_module_overwrites_its_input() -> None:
@@ -67,6 +69,8 @@ def test_the_generator_learns_to_tell_classes_apart(shared_cache: Path) -> None:
             functional.mse_loss(model(samples.codes(rows)), samples.targets(rows)).backward()
             optimizer.step()
     with torch.no_grad():
-        loss = float(functional.mse_loss(model(samples.codes(range(128))), samples.targets(range(128))))
+        loss = float(
+            functional.mse_loss(model(samples.codes(range(128))), samples.targets(range(128)))
+        )
     assert own_class < any_code
     assert loss < (any_code + own_class) / 2

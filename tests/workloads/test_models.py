@@ -14,7 +14,9 @@ def images_of(*shape: int) -> torch.Tensor:
 
 
 def build(name: str, in_channels: int = 3, image_size: int = 32, seed: int = 1) -> nn.Module:
-    return build_model(name, in_channels=in_channels, image_size=image_size, num_classes=10, seed=seed)
+    return build_model(
+        name, in_channels=in_channels, image_size=image_size, num_classes=10, seed=seed
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,7 +46,9 @@ def test_sizes_are_the_published_ones(
 
 @pytest.mark.parametrize("name", model_names())
 @pytest.mark.parametrize(("in_channels", "image_size"), FORMATS)
-def test_every_model_takes_grey_and_colour_of_both_sizes(name: str, in_channels: int, image_size: int) -> None:
+def test_every_model_takes_grey_and_colour_of_both_sizes(
+    name: str, in_channels: int, image_size: int
+) -> None:
     logits = build(name, in_channels, image_size)(images_of(2, in_channels, image_size, image_size))
     assert logits.shape == (2, 10)
     assert torch.isfinite(logits).all()
@@ -130,17 +134,23 @@ def test_28_pixels_are_padded_to_32() -> None:
 def test_width_multiplies_mobilenet_channels() -> None:
     half = mobilenet_v1(in_channels=3, image_size=32, num_classes=10, width=0.5)
     assert [m.out_channels for m in half.modules() if isinstance(m, nn.Conv2d)][:3] == [16, 16, 32]
-    assert mobilenet_v1(in_channels=3, image_size=32, num_classes=10, width=0.01)(images_of(2, 3, 32, 32)).shape
+    assert mobilenet_v1(in_channels=3, image_size=32, num_classes=10, width=0.01)(
+        images_of(2, 3, 32, 32)
+    ).shape
     with pytest.raises(ConfigError, match=r"width = 0.0 must be above 0"):
         mobilenet_v1(in_channels=3, image_size=32, num_classes=10, width=0.0)
 
 
 def test_unknown_name_lists_the_known_and_suggests() -> None:
-    with pytest.raises(ConfigError, match=r"'vgg12', known are lenet5, .*; did you mean 'vgg11'\?") as caught:
+    with pytest.raises(
+        ConfigError, match=r"'vgg12', known are lenet5, .*; did you mean 'vgg11'\?"
+    ) as caught:
         build("vgg12")
     assert "\n" not in str(caught.value)
-    known = "lenet5, vgg-tiny, vgg-mini, vgg-small, vgg11, resnet8, resnet18, mobilenet-v1, mobilenet-v2, " \
+    known = (
+        "lenet5, vgg-tiny, vgg-mini, vgg-small, vgg11, resnet8, resnet18, mobilenet-v1, mobilenet-v2, "
         "efficientnet-b1, resnet50"
+    )
     with pytest.raises(ConfigError, match=rf"known are {known}$"):
         build("transformer")
 

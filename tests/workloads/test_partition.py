@@ -64,7 +64,10 @@ def label_skew(partitions: list[npt.NDArray[np.int64]], labels: npt.NDArray[np.i
 
 def test_smaller_alpha_skews_more() -> None:
     labels = np.random.default_rng(0).integers(0, 10, 5000)
-    skews = [label_skew(dirichlet_partition(labels, 10, alpha, seed=3), labels) for alpha in (0.05, 1.0, 1000.0)]
+    skews = [
+        label_skew(dirichlet_partition(labels, 10, alpha, seed=3), labels)
+        for alpha in (0.05, 1.0, 1000.0)
+    ]
     assert skews[0] > skews[1] > skews[2]
     assert skews[0] > 0.5 and skews[2] < 0.15
 
@@ -79,15 +82,21 @@ def test_scheme_is_chosen_by_name() -> None:
     labels = np.arange(50) % 5
     assert_equal(partition(labels, 4, "iid", 0.0, 7), iid_partition(50, 4, 7))
     assert_equal(partition(labels, 4, "dirichlet", 0.5, 7), dirichlet_partition(labels, 4, 0.5, 7))
-    with pytest.raises(ConfigError, match=r"unknown scheme 'pathological', known are iid, dirichlet"):
+    with pytest.raises(
+        ConfigError, match=r"unknown scheme 'pathological', known are iid, dirichlet"
+    ):
         partition(labels, 4, "pathological", 0.5, 7)
 
 
 def test_impossible_partitions_are_refused_with_numbers() -> None:
     labels = np.arange(50) % 5
-    with pytest.raises(ConfigError, match="51 partitions of at least 1 need 51 samples, the data has 50"):
+    with pytest.raises(
+        ConfigError, match="51 partitions of at least 1 need 51 samples, the data has 50"
+    ):
         iid_partition(50, 51, 0)
-    with pytest.raises(ConfigError, match="6 partitions of at least 10 need 60 samples, the data has 50"):
+    with pytest.raises(
+        ConfigError, match="6 partitions of at least 10 need 60 samples, the data has 50"
+    ):
         dirichlet_partition(labels, 6, 1.0, 0, min_size=10)
     with pytest.raises(ConfigError, match="1 partition or more, got 0"):
         iid_partition(50, 0, 0)

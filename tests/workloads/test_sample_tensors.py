@@ -23,7 +23,9 @@ def images(num_samples: int, dtype: torch.dtype = torch.uint8) -> LabelledData:
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (num_samples, 1, 4, 4), dtype=torch.uint8, generator=generator)
     pixels = pixels if dtype == torch.uint8 else pixels.to(dtype) / 255
-    return LabelledData(pixels, torch.randint(0, 3, (num_samples,), generator=generator), (0.5,), (0.2,), 3)
+    return LabelledData(
+        pixels, torch.randint(0, 3, (num_samples,), generator=generator), (0.5,), (0.2,), 3
+    )
 
 
 @given(ids=IDS, seed=st.integers(0, 99))
@@ -39,7 +41,10 @@ def test_whatever_the_order_the_same_id_names_the_same_sample(ids: list[int], se
 def test_a_batch_holds_each_partys_rows_and_the_labels(ids: list[int], data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.integers(0, len(ids) - 1), max_size=10))
     parts, labels = parted(ids).batch(rows)
-    assert [part.dtype for part in parts] == [torch.int64, torch.float32] and labels.dtype == torch.int64
+    assert [part.dtype for part in parts] == [
+        torch.int64,
+        torch.float32,
+    ] and labels.dtype == torch.int64
     assert parts[0][:, 0].tolist() == rows
     assert labels.tolist() == [ids[row] % 2 for row in rows]
 
@@ -49,7 +54,10 @@ def test_vertical_samples_that_do_not_fit_are_refused() -> None:
     part = torch.zeros(3, 2)
     cases = [
         ((ids, (), labels), "one party or more, got none"),
-        ((ids, (part, part[:2]), labels), "3 ids need as many labels and rows of every party, got 3 and 3, 2"),
+        (
+            (ids, (part, part[:2]), labels),
+            "3 ids need as many labels and rows of every party, got 3 and 3, 2",
+        ),
         ((ids, (part,), labels[:2]), "got 2 and 3"),
         ((ids.int(), (part,), labels), "must be int64, got torch.int32"),
         ((ids, (part,), labels.float()), "must be int64"),
@@ -64,13 +72,19 @@ def test_vertical_samples_that_do_not_fit_are_refused() -> None:
 
 
 @given(ids=IDS, seed=st.integers(0, 2**63), data=st.data())
-def test_a_code_is_a_function_of_seed_id_and_label_alone(ids: list[int], seed: int, data: st.DataObject) -> None:
+def test_a_code_is_a_function_of_seed_id_and_label_alone(
+    ids: list[int], seed: int, data: st.DataObject
+) -> None:
     labels = data.draw(st.lists(st.integers(0, 9), min_size=len(ids), max_size=len(ids)))
     together = generator_codes(ids, labels, num_classes=10, seed=seed)
     assert together.shape == (len(ids), 10 + STYLE_SIZE) and bool(torch.isfinite(together).all())
-    assert together[:, :10].argmax(dim=1).tolist() == labels and bool((together[:, :10].sum(dim=1) == 1).all())
+    assert together[:, :10].argmax(dim=1).tolist() == labels and bool(
+        (together[:, :10].sum(dim=1) == 1).all()
+    )
     for row, (own, label) in enumerate(zip(ids, labels, strict=True)):
-        assert torch.equal(generator_codes([own], [label], num_classes=10, seed=seed)[0], together[row])
+        assert torch.equal(
+            generator_codes([own], [label], num_classes=10, seed=seed)[0], together[row]
+        )
         elsewhere = generator_codes([own], [label], num_classes=10, seed=seed + 1)[0]
         assert not torch.equal(elsewhere[10:], together[row, 10:])
 
@@ -78,7 +92,9 @@ def test_a_code_is_a_function_of_seed_id_and_label_alone(ids: list[int], seed: i
 def test_styles_are_standard_normal_and_independent() -> None:
     num_samples = 20_000
     for seed in (0, 1):
-        styles = generator_codes(range(num_samples), [0] * num_samples, num_classes=1, seed=seed)[:, 1:].double()
+        styles = generator_codes(range(num_samples), [0] * num_samples, num_classes=1, seed=seed)[
+            :, 1:
+        ].double()
         # Bounds at about five standard errors of each statistic.
         assert styles.mean(dim=0).abs().max() < 5 / num_samples**0.5
         covariance = styles.T @ styles / num_samples
@@ -106,8 +122,13 @@ def test_trivial_losses_are_those_of_the_mean_images() -> None:
     everywhere, by_class = GeneratorSamples(data).mean_image_losses()
     pixels = data.inputs.double() / 255
     assert everywhere == pytest.approx(float(pixels.var(dim=0, correction=0).mean()), rel=1e-5)
-    within = sum(float(pixels[data.labels == label].var(dim=0, correction=0).mean() * (data.labels == label).sum())
-                 for label in range(3))
+    within = sum(
+        float(
+            pixels[data.labels == label].var(dim=0, correction=0).mean()
+            * (data.labels == label).sum()
+        )
+        for label in range(3)
+    )
     assert by_class == pytest.approx(within / 30, rel=1e-5)
     assert by_class < everywhere
 

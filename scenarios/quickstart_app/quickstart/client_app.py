@@ -11,4 +11,6 @@ def trainer(context: Context) -> FP32Trainer:
     return FP32Trainer(optimizer=sgd(float(context.run_config["learning-rate"])))
 
 
-app = make_client_app(load_model, lambda context, part, num_parts: load_partition(part, num_parts), trainer)
+app = make_client_app(
+    load_model, lambda context, part, num_parts: load_partition(part, num_parts), trainer
+)

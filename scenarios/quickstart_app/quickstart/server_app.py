@@ -39,5 +39,9 @@ def main(grid: Grid, context: Context) -> None:
         ),
         costs=Costs(model_profile=profile_module(model, (1, 28, 28), "lenet5")),
     )
-    strategy.start(GroupGrid(grid), ArrayRecord(model.state_dict()), num_rounds=strategy.num_rounds,
-                   evaluate_fn=evaluate_global)
+    strategy.start(
+        GroupGrid(grid),
+        ArrayRecord(model.state_dict()),
+        num_rounds=strategy.num_rounds,
+        evaluate_fn=evaluate_global,
+    )

@@ -42,9 +42,15 @@ FolderFn: TypeAlias = Callable[[Context], Path | None]
 
 @plain_numbers
 def make_split_client_app(
-    program_fn: ProgramFn, data_fn: SplitDataFn, *, cloud_data_fn: SplitDataFn | None = None,
-    settings_fn: SettingsFn = lambda context: SplitSettings(), link_fn: CloudLinkFn = lambda context: CloudLink(),
-    mods: Sequence[Mod] = (), num_threads: int = 1, state_folder: FolderFn | None = None,
+    program_fn: ProgramFn,
+    data_fn: SplitDataFn,
+    *,
+    cloud_data_fn: SplitDataFn | None = None,
+    settings_fn: SettingsFn = lambda context: SplitSettings(),
+    link_fn: CloudLinkFn = lambda context: CloudLink(),
+    mods: Sequence[Mod] = (),
+    num_threads: int = 1,
+    state_folder: FolderFn | None = None,
     extra_keys: Sequence[str] = (),
 ) -> ClientApp:
     """Return a ClientApp whose nodes are edges of a split training; its strategy is `SplitReplay`.
@@ -78,39 +84,70 @@ def make_split_client_app(
     @app.train()
     def train(message: Message, context: Context) -> Message:
         if SPLIT not in message.content.config_records:
-            raise ConfigError("split client: the message has no split task; the strategy must be "
-                              "socflower.SplitReplay")
+            raise ConfigError(
+                "split client: the message has no split task; the strategy must be "
+                "socflower.SplitReplay"
+            )
         read.check_training(message)
         read.check_node(context)
         task = SplitTask.decode(message.content.config_records[SPLIT])
         program = program_fn(context)
         if task.fingerprint and task.fingerprint != program.fingerprint():
-            raise ConfigError(f"split client: the server cut another model ({task.fingerprint[:12]}) than this node's "
-                              f"({program.fingerprint()[:12]}); run the same code on both")
-        arrays = {name: array.numpy() for name, array in message.content.array_records[ARRAYS].items()}
-        files = state_files(message, None if state_folder is None else state_folder(context), "edge")
+            raise ConfigError(
+                f"split client: the server cut another model ({task.fingerprint[:12]}) than this node's "
+                f"({program.fingerprint()[:12]}); run the same code on both"
+            )
+        arrays = {
+            name: array.numpy() for name, array in message.content.array_records[ARRAYS].items()
+        }
+        files = state_files(
+            message, None if state_folder is None else state_folder(context), "edge"
+        )
         state = SplitState(task, context, files)
         with torch_threads(num_threads):
             if task.address:
                 outcome = train_with_cloud(
-                    program, task, arrays, data_fn(context, task.parties[0], task.num_parties), state,
-                    settings_fn(context), link_fn(context))
+                    program,
+                    task,
+                    arrays,
+                    data_fn(context, task.parties[0], task.num_parties),
+                    state,
+                    settings_fn(context),
+                    link_fn(context),
+                )
             else:
                 data = [data_fn(context, party, task.num_parties) for party in task.parties]
-                others = [cloud_data_fn(context, party, task.num_parties) for party in task.parties] \
-                    if cloud_data_fn is not None and task.reverse else None
-                outcome = train_in_process(program, task, arrays, data, others, state, settings_fn(context))
+                others = (
+                    [cloud_data_fn(context, party, task.num_parties) for party in task.parties]
+                    if cloud_data_fn is not None and task.reverse
+                    else None
+                )
+                outcome = train_in_process(
+                    program, task, arrays, data, others, state, settings_fn(context)
+                )
         label = device_label(resolve_device(program.device, "split training: device"))
-        return _reply(message, outcome, DeviceReport(devices=(label,) * len(task.parties), socs=task.parties))
+        return _reply(
+            message, outcome, DeviceReport(devices=(label,) * len(task.parties), socs=task.parties)
+        )
 
     return app
 
 
 def _reply(message: Message, outcome: SpanOutcome, devices: DeviceReport) -> Message:
-    content = RecordDict({
-        ARRAYS: ArrayRecord({name: Array(np.asarray(array, order="C")) for name, array in outcome.arrays.items()}),
-        METRICS: MetricRecord({"train-loss": outcome.mean_loss, NUM_EXAMPLES: outcome.num_samples}),
-        TRAINED_ON: ConfigRecord(encode(devices))})
+    content = RecordDict(
+        {
+            ARRAYS: ArrayRecord(
+                {
+                    name: Array(np.asarray(array, order="C"))
+                    for name, array in outcome.arrays.items()
+                }
+            ),
+            METRICS: MetricRecord(
+                {"train-loss": outcome.mean_loss, NUM_EXAMPLES: outcome.num_samples}
+            ),
+            TRAINED_ON: ConfigRecord(encode(devices)),
+        }
+    )
     if outcome.report is not None:
         content[SPLIT_REPORT] = ConfigRecord(outcome.report.encode())
     if outcome.events:

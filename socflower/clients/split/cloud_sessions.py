@@ -11,7 +11,12 @@ from numpy.typing import NDArray
 
 from socflower.clients.split.in_process import SplitSettings, load_half, party_batches
 from socflower.clients.split.remote_cloud import front_plan
-from socflower.edgecloud.cloud.operator_calls import CloudOperator, close_session, fetch_weights, open_session
+from socflower.edgecloud.cloud.operator_calls import (
+    CloudOperator,
+    close_session,
+    fetch_weights,
+    open_session,
+)
 from socflower.edgecloud.cloud.session import CloudHalf, HostedFront, SessionFactory, SessionTerms
 from socflower.edgecloud.halves import Weights
 from socflower.edgecloud.program import Arrays, PlacedHalf, SplitProgram, without_prefix
@@ -28,7 +33,9 @@ _PAUSE_S = 0.5
 
 
 def session_factory(
-    program: SplitProgram, *, settings: SplitSettings | None = None,
+    program: SplitProgram,
+    *,
+    settings: SplitSettings | None = None,
     data_fn: CloudDataFn | None = None,
 ) -> SessionFactory:
     """Return a factory of the cloud's halves of one program.
@@ -38,11 +45,15 @@ def session_factory(
 
     def make(terms: SessionTerms, weights: Weights) -> CloudHalf:
         if terms.fingerprint != program.fingerprint():
-            raise ConfigError(f"run {terms.run_id}: the server cut another model ({terms.fingerprint[:12]}) than this "
-                              f"cloud's ({program.fingerprint()[:12]}); run the same code on both")
+            raise ConfigError(
+                f"run {terms.run_id}: the server cut another model ({terms.fingerprint[:12]}) than this "
+                f"cloud's ({program.fingerprint()[:12]}); run the same code on both"
+            )
         if not isinstance(terms.settings.get(_TASK), Mapping):
-            raise ConfigError(f"run {terms.run_id}: was opened without a split task; its manager must be "
-                              "socflower.CloudClient")
+            raise ConfigError(
+                f"run {terms.run_id}: was opened without a split task; its manager must be "
+                "socflower.CloudClient"
+            )
         task = SplitTask.decode(terms.settings[_TASK])
         own = program.starting_at(task.session_first)
         if not task.reverse:
@@ -50,10 +61,14 @@ def session_factory(
             _load(program, task, back, weights)
             return back.half
         if data_fn is None:
-            raise ConfigError(f"run {terms.run_id}: a reverse split, and this cloud knows nothing of its samples; give "
-                              "session_factory data_fn")
+            raise ConfigError(
+                f"run {terms.run_id}: a reverse split, and this cloud knows nothing of its samples; give "
+                "session_factory data_fn"
+            )
         party = task.parties[0]
-        batches = party_batches(program, task, party, data_fn(party, task.num_parties), first=task.session_first)
+        batches = party_batches(
+            program, task, party, data_fn(party, task.num_parties), first=task.session_first
+        )
         front = own.front(party, task.cuts[0], batches)
         _load(program, task, front, weights)
         return HostedFront(half=front.half, plan=front_plan(task, settings or SplitSettings()))
@@ -63,7 +78,9 @@ def session_factory(
 
 def _load(program: SplitProgram, task: SplitTask, half: PlacedHalf[Any], weights: Weights) -> None:
     if weights or task.frozen_sha256:
-        load_half(program, task, half, {f"{half.prefix}{name}": array for name, array in weights.items()})
+        load_half(
+            program, task, half, {f"{half.prefix}{name}": array for name, array in weights.items()}
+        )
 
 
 @plain_numbers
@@ -75,8 +92,15 @@ class CloudClient:
     answer, and `SplitRefused` if the cloud refuses a request.
     """
 
-    def __init__(self, operator: CloudOperator, program: SplitProgram, *, address: str = "", name: str = "",
-                 patience_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        operator: CloudOperator,
+        program: SplitProgram,
+        *,
+        address: str = "",
+        name: str = "",
+        patience_s: float = 60.0,
+    ) -> None:
         self._operator, self._program, self._patience_s = operator, program, patience_s
         self._address = address or operator.address
         self.name = name or f"run-{secrets.token_hex(4)}"
@@ -90,19 +114,36 @@ class CloudClient:
         run = self.name if task.mode in (JOINED, TURNS) else f"{self.name}-{task.parties[0]}"
         known = self._open.get(run)
         averaged = task.mode == OWN and task.num_parties > 1
-        if known is not None and (known.first_batch == task.first_batch or (
-                not averaged and known.first_batch + known.num_batches == task.first_batch)):
-            self._open[run] = replace(task, address=known.address, run=known.run, token=known.token,
-                                      session_first=known.session_first)
+        if known is not None and (
+            known.first_batch == task.first_batch
+            or (not averaged and known.first_batch + known.num_batches == task.first_batch)
+        ):
+            self._open[run] = replace(
+                task,
+                address=known.address,
+                run=known.run,
+                token=known.token,
+                session_first=known.session_first,
+            )
             return self._open[run]
         # The cloud saves these settings, and they must not contain the token.
         settings = {**task.encode(), "session-first": task.first_batch}
-        token = self._call_with_retry(lambda: open_session(
-            self._operator, run_id=run, fingerprint=task.fingerprint,
-            weights=without_prefix(self._program.cloud_prefix, weights), settings={_TASK: settings},
-            joined=task.mode == JOINED, num_parties=1 if task.mode == OWN else task.num_parties, reverse=task.reverse,
-            replace=True))
-        self._open[run] = replace(task, address=self._address, run=run, token=token, session_first=task.first_batch)
+        token = self._call_with_retry(
+            lambda: open_session(
+                self._operator,
+                run_id=run,
+                fingerprint=task.fingerprint,
+                weights=without_prefix(self._program.cloud_prefix, weights),
+                settings={_TASK: settings},
+                joined=task.mode == JOINED,
+                num_parties=1 if task.mode == OWN else task.num_parties,
+                reverse=task.reverse,
+                replace=True,
+            )
+        )
+        self._open[run] = replace(
+            task, address=self._address, run=run, token=token, session_first=task.first_batch
+        )
         return self._open[run]
 
     def fetch(self, run: str) -> dict[str, NDArray[Any]]:
@@ -114,8 +155,10 @@ class CloudClient:
         batch, weights = self._call_with_retry(lambda: fetch_weights(self._operator, run))
         task = self._open[run]
         if task.session_first + batch != (stop := task.first_batch + task.num_batches):
-            raise SplitRefused(f"run {run}: the cloud's half is at batch {task.session_first + batch} and its edges at "
-                               f"{stop}; give the cloud a folder that outlives it, and start the run again")
+            raise SplitRefused(
+                f"run {run}: the cloud's half is at batch {task.session_first + batch} and its edges at "
+                f"{stop}; give the cloud a folder that outlives it, and start the run again"
+            )
         return {f"{self._program.cloud_prefix}{name}": array for name, array in weights.items()}
 
     def close(self) -> None:

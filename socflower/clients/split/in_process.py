@@ -40,18 +40,28 @@ class SplitSettings:
     feedback: Form = "none"
     grouping: Grouping = "tensor"
     delta_bytes: int = 0  # memory for delta coding at each end; 0: no delta coding
-    window: WindowSchedule | None = None  # K by progress of training, on a real link; default: the task's
-    checkpoint_batches: int = 0  # on a real link, between two checkpoints; 0: only at the end of a round
+    window: WindowSchedule | None = (
+        None  # K by progress of training, on a real link; default: the task's
+    )
+    checkpoint_batches: int = (
+        0  # on a real link, between two checkpoints; 0: only at the end of a round
+    )
 
     def __post_init__(self) -> None:
         if self.delta_bytes and self.feedback != "none":
-            raise ConfigError(f"SplitSettings: feedback = {self.feedback!r} beside delta_bytes = {self.delta_bytes}: "
-                              "changes of features are sent without error feedback; leave one of the two out")
+            raise ConfigError(
+                f"SplitSettings: feedback = {self.feedback!r} beside delta_bytes = {self.delta_bytes}: "
+                "changes of features are sent without error feedback; leave one of the two out"
+            )
 
     def coding(self, gradient_bits: int) -> FeatureCoding:
         """Return how features and gradients are coded."""
-        return FeatureCoding(grouping=self.grouping, feedback=self.feedback, delta_bytes=self.delta_bytes,
-                             gradient_bits=gradient_bits)
+        return FeatureCoding(
+            grouping=self.grouping,
+            feedback=self.feedback,
+            delta_bytes=self.delta_bytes,
+            gradient_bits=gradient_bits,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,14 +90,22 @@ class _ReverseSplitData(DataSource):
 
 
 def train_in_process(
-    program: SplitProgram, task: SplitTask, arrays: Arrays, data: Sequence[Any],
-    cloud_data: Sequence[Any] | None, state: SplitState, settings: SplitSettings,
+    program: SplitProgram,
+    task: SplitTask,
+    arrays: Arrays,
+    data: Sequence[Any],
+    cloud_data: Sequence[Any] | None,
+    state: SplitState,
+    settings: SplitSettings,
 ) -> SpanOutcome:
     """Train all of the task's parties and their cloud halves; `arrays` are those of the whole model.
 
     Parties that take turns are averaged at the end, by samples; a single party or joined parties keep their optimisers.
     """
-    batches = [party_batches(program, task, party, own) for party, own in zip(task.parties, data, strict=True)]
+    batches = [
+        party_batches(program, task, party, own)
+        for party, own in zip(task.parties, data, strict=True)
+    ]
     fronts, backs = _halves(program, task, batches, cloud_data)
     resumed = resumed_halves(task, fronts, backs)
     events = resume(resumed, state)
@@ -95,17 +113,31 @@ def train_in_process(
     for half in halves:
         load_half(program, task, half, arrays)
     reports = run_actions(
-        _renumbered_actions(task), [half.half for half in fronts], [half.half for half in backs],
-        joined=task.mode == JOINED, coding=settings.coding(task.gradient_bits))
+        _renumbered_actions(task),
+        [half.half for half in fronts],
+        [half.half for half in backs],
+        joined=task.mode == JOINED,
+        coding=settings.coding(task.gradient_bits),
+    )
     if resumed:
         state.save([half.half.save() for half in resumed], [cut_of(front) for front in fronts])
     return SpanOutcome(
-        arrays=_full_model(task, fronts, backs, batches), mean_loss=mean_loss(*reports), events=events,
-        num_samples=sum(num_samples(task, each) for each in (batches[:1] if task.mode == JOINED else batches)))
+        arrays=_full_model(task, fronts, backs, batches),
+        mean_loss=mean_loss(*reports),
+        events=events,
+        num_samples=sum(
+            num_samples(task, each) for each in (batches[:1] if task.mode == JOINED else batches)
+        ),
+    )
 
 
 def party_batches(
-    program: SplitProgram, task: SplitTask, party: int, data: Any, *, first: int = 0,
+    program: SplitProgram,
+    task: SplitTask,
+    party: int,
+    data: Any,
+    *,
+    first: int = 0,
 ) -> PartyBatches:
     """Return a party's batches, numbered from `first` as 0; joined parties have the same samples in the same order.
 
@@ -113,11 +145,18 @@ def party_batches(
     """
     source = as_data_source(data)
     key = 0 if task.mode == JOINED else party
-    return PartyBatches(source, BatchOrder(len(source), task.batches_per_epoch, task.seed, key), first, program.divide,
-                        task.total_batches)
+    return PartyBatches(
+        source,
+        BatchOrder(len(source), task.batches_per_epoch, task.seed, key),
+        first,
+        program.divide,
+        task.total_batches,
+    )
 
 
-def load_half(program: SplitProgram, task: SplitTask, half: PlacedHalf[Any], arrays: Arrays) -> None:
+def load_half(
+    program: SplitProgram, task: SplitTask, half: PlacedHalf[Any], arrays: Arrays
+) -> None:
     """Set a half's tensors to what the server sent; frozen parameters that it did not send must be the server's."""
     half.load(arrays)
     if task.frozen_sha256 or half.half.keeps_frozen:
@@ -125,7 +164,9 @@ def load_half(program: SplitProgram, task: SplitTask, half: PlacedHalf[Any], arr
 
 
 def resumed_halves(
-    task: SplitTask, fronts: Fronts, backs: Backs,
+    task: SplitTask,
+    fronts: Fronts,
+    backs: Backs,
 ) -> list[PlacedHalf[TorchFront] | PlacedHalf[TorchBack]]:
     """Return the halves that are not averaged with others, whose optimiser state is therefore kept."""
     if task.num_parties == 1 or task.mode == JOINED:
@@ -141,7 +182,11 @@ def resume(halves: Sequence[PlacedHalf[Any]], state: SplitState) -> tuple[str, .
     if saved is None:
         what, new = ("optimisers", "new ones") if len(halves) > 1 else ("optimiser", "a new one")
         first = state.task.first_batch
-        return () if first == 0 else (f"nothing is left of the {what} before batch {first}; continued with {new}",)
+        return (
+            ()
+            if first == 0
+            else (f"nothing is left of the {what} before batch {first}; continued with {new}",)
+        )
     for half, one in zip(halves, saved, strict=True):
         half.half.restore(one)
     return ()
@@ -153,27 +198,44 @@ def cut_of(half: PlacedHalf[Any]) -> int:
 
 
 def _halves(
-    program: SplitProgram, task: SplitTask, batches: Sequence[PartyBatches], cloud_data: Sequence[Any] | None,
+    program: SplitProgram,
+    task: SplitTask,
+    batches: Sequence[PartyBatches],
+    cloud_data: Sequence[Any] | None,
 ) -> tuple[Fronts, Backs]:
     cuts = [None if cut == EDGE_ALONE else cut for cut in task.cuts]
-    sources = batches if cloud_data is None else [
-        party_batches(program, task, party, _ReverseSplitData(as_data_source(cloud), own.data))
-        for party, cloud, own in zip(task.parties, cloud_data, batches, strict=True)]
-    fronts = [program.front(party, cut, source)
-              for party, cut, source in zip(task.parties, cuts, sources, strict=True)]
+    sources = (
+        batches
+        if cloud_data is None
+        else [
+            party_batches(program, task, party, _ReverseSplitData(as_data_source(cloud), own.data))
+            for party, cloud, own in zip(task.parties, cloud_data, batches, strict=True)
+        ]
+    )
+    fronts = [
+        program.front(party, cut, source)
+        for party, cut, source in zip(task.parties, cuts, sources, strict=True)
+    ]
     targets = list(batches) if task.reverse else [None] * len(batches)
     backs = [program.back(cut, target) for cut, target in zip(cuts, targets, strict=True)]
     return fronts, backs if task.mode == OWN else backs[:1]
 
 
 def _full_model(
-    task: SplitTask, fronts: Fronts, backs: Backs, batches: Sequence[PartyBatches],
+    task: SplitTask,
+    fronts: Fronts,
+    backs: Backs,
+    batches: Sequence[PartyBatches],
 ) -> dict[str, NDArray[Any]]:
     """Return the whole model: joined parties each have a part; parties that take turns are averaged (F8)."""
     parts = [front.arrays() for front in fronts]
     if task.mode != JOINED:
         parts = [weighted_average(parts, [float(num_samples(task, each)) for each in batches])]
-    return {name: array for half in (*(back.arrays() for back in backs), *parts) for name, array in half.items()}
+    return {
+        name: array
+        for half in (*(back.arrays() for back in backs), *parts)
+        for name, array in half.items()
+    }
 
 
 def _renumbered_actions(task: SplitTask) -> list[Action]:
@@ -184,5 +246,7 @@ def _renumbered_actions(task: SplitTask) -> list[Action]:
 
 def num_samples(task: SplitTask, batches: PartyBatches) -> int:
     """Return how many samples a party trains on in the task's span."""
-    return sum(len(batches.order.rows(batch))
-               for batch in range(task.first_batch, task.first_batch + task.num_batches))
+    return sum(
+        len(batches.order.rows(batch))
+        for batch in range(task.first_batch, task.first_batch + task.num_batches)
+    )

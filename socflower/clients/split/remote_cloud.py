@@ -62,40 +62,70 @@ def cloud_link(context: Context) -> CloudLink:
     config = context.node_config
     folder, insecure = config.get("cloud-folder"), config.get("cloud-insecure", False)
     if not isinstance(insecure, bool):
-        raise ConfigError(f"node config: cloud-insecure = {insecure!r} must be true or false, without quotes")
-    return CloudLink(tls=Tls.from_keys(config, "cloud"), insecure=insecure,
-                     folder=Path(str(folder)) if folder else None)
+        raise ConfigError(
+            f"node config: cloud-insecure = {insecure!r} must be true or false, without quotes"
+        )
+    return CloudLink(
+        tls=Tls.from_keys(config, "cloud"),
+        insecure=insecure,
+        folder=Path(str(folder)) if folder else None,
+    )
 
 
 def train_with_cloud(
-    program: SplitProgram, task: SplitTask, arrays: Arrays, data: Any, state: SplitState,
-    settings: SplitSettings, link: CloudLink,
+    program: SplitProgram,
+    task: SplitTask,
+    arrays: Arrays,
+    data: Any,
+    state: SplitState,
+    settings: SplitSettings,
+    link: CloudLink,
 ) -> SpanOutcome:
     """Train the task's span with the edge's half here and the other half in the cloud."""
     if len(task.parties) != 1:
-        raise ConfigError(f"split client: a message for parties {list(task.parties)}; with a cloud each edge gets its "
-                          "own")
+        raise ConfigError(
+            f"split client: a message for parties {list(task.parties)}; with a cloud each edge gets its "
+            "own"
+        )
     party, offset = task.parties[0], task.session_first
     batches = party_batches(program, task, party, data, first=offset)
     own = program.starting_at(offset)
-    half: PlacedHalf[Any] = own.back(task.cuts[0], batches) if task.reverse else own.front(party, task.cuts[0], batches)
+    half: PlacedHalf[Any] = (
+        own.back(task.cuts[0], batches) if task.reverse else own.front(party, task.cuts[0], batches)
+    )
     resumed = resumed_halves(task, [], [half]) if task.reverse else resumed_halves(task, [half], [])
     events = resume(resumed, state)
     load_half(program, task, half, arrays)
     shape = link.bandwidth_profile
-    up, down = (None, None) if shape is None else (TokenBucket(shape, "up"), TokenBucket(shape, "down"))
+    up, down = (
+        (None, None) if shape is None else (TokenBucket(shape, "up"), TokenBucket(shape, "down"))
+    )
     connection = EdgeConnection(
-        task.address, run_id=task.run, token=task.token, fingerprint=task.fingerprint,
-        party=0 if task.mode == OWN else party, tls=link.tls, insecure=link.insecure, up=up, down=down,
-        heartbeat_s=link.heartbeat_s, give_up_s=link.give_up_s)
+        task.address,
+        run_id=task.run,
+        token=task.token,
+        fingerprint=task.fingerprint,
+        party=0 if task.mode == OWN else party,
+        tls=link.tls,
+        insecure=link.insecure,
+        up=up,
+        down=down,
+        heartbeat_s=link.heartbeat_s,
+        give_up_s=link.give_up_s,
+    )
     span = Span(first_batch=task.first_batch - offset, num_batches=task.num_batches)
     try:
-        with (nullcontext(link.folder / task.run) if link.folder
-              else temporary_folder("socflower-checkpoints-")) as folder:
+        with (
+            nullcontext(link.folder / task.run)
+            if link.folder
+            else temporary_folder("socflower-checkpoints-")
+        ) as folder:
             if task.reverse:
                 report = train_back(connection, half.half, span, folder=folder)
             else:
-                report = train_front(connection, half.half, span, front_plan(task, settings, link), folder=folder)
+                report = train_front(
+                    connection, half.half, span, front_plan(task, settings, link), folder=folder
+                )
     finally:
         connection.close()
         for bucket in (up, down):
@@ -104,34 +134,57 @@ def train_with_cloud(
     if resumed:
         state.save([one.half.save() for one in resumed], [half.half.cut])
     return SpanOutcome(
-        arrays=half.arrays(), mean_loss=mean_loss(report), report=_report(report, half.half.cut, task, events),
-        num_samples=num_samples(task, batches))
+        arrays=half.arrays(),
+        mean_loss=mean_loss(report),
+        report=_report(report, half.half.cut, task, events),
+        num_samples=num_samples(task, batches),
+    )
 
 
-def front_plan(task: SplitTask, settings: SplitSettings, link: CloudLink | None = None) -> FrontPlan:
+def front_plan(
+    task: SplitTask, settings: SplitSettings, link: CloudLink | None = None
+) -> FrontPlan:
     """Return the settings of a front half's loop, at the edge or, in a reverse split, in the cloud."""
     schedule, offset, decide = settings.window, task.session_first, None
     if link is not None and link.decider is not None:
         profile = link.bandwidth_profile
-        decide = MeasuredDecider(link.decider, None if profile is None else profile.rates(0.0), offset)
+        decide = MeasuredDecider(
+            link.decider, None if profile is None else profile.rates(0.0), offset
+        )
     return FrontPlan(
         split_plan=SplitPlan(cut=task.cuts[0], bits=task.bits[0], window=task.windows[0]),
-        window_of=None if schedule is None else lambda batch: schedule.window(offset + batch, task.total_batches),
-        coding=settings.coding(task.gradient_bits), checkpoint_batches=settings.checkpoint_batches, decide=decide)
+        window_of=None
+        if schedule is None
+        else lambda batch: schedule.window(offset + batch, task.total_batches),
+        coding=settings.coding(task.gradient_bits),
+        checkpoint_batches=settings.checkpoint_batches,
+        decide=decide,
+    )
 
 
 def _report(report: LoopReport, cut: int, task: SplitTask, events: tuple[str, ...]) -> SplitReport:
     stale = Counter(report.staleness.values())
-    lines = [*events, *(f"moved the cut from {move.old} to {move.new} before batch {task.session_first + move.batch}, "
-                       f"{move.seconds:.2f} s" for move in report.moves)]
+    lines = [
+        *events,
+        *(
+            f"moved the cut from {move.old} to {move.new} before batch {task.session_first + move.batch}, "
+            f"{move.seconds:.2f} s"
+            for move in report.moves
+        ),
+    ]
     if report.num_streams > 1:
         lines.append(f"the link was lost and restored {counted(report.num_streams - 1, 'time')}")
     if report.num_rollbacks:
         lines.append(f"rolled back to the last checkpoint {counted(report.num_rollbacks, 'time')}")
     bits = task.bits[0] if report.split_plan is None else report.split_plan.bits
     return SplitReport(
-        cut=cut, bits=bits, duration_s=report.compute_s + report.wait_s, compute_s=report.compute_s,
-        up_bytes=report.sent_bytes, down_bytes=report.received_bytes,
+        cut=cut,
+        bits=bits,
+        duration_s=report.compute_s + report.wait_s,
+        compute_s=report.compute_s,
+        up_bytes=report.sent_bytes,
+        down_bytes=report.received_bytes,
         staleness=tuple(stale[value] for value in range(max(stale, default=-1) + 1)),
-        reconnects=max(0, report.num_streams - 1), events=tuple(lines))
-
+        reconnects=max(0, report.num_streams - 1),
+        events=tuple(lines),
+    )

@@ -38,7 +38,11 @@ class SplitState:
         begin = self._position(self.task.first_batch)
         kept = self.context.state.config_records.get(_RECORD)
         if kept and kept["position"] == list(begin):
-            return cast(list[bytes], kept["halves"]) if kept["cuts"] == self._cuts(self.task.cuts) else None
+            return (
+                cast(list[bytes], kept["halves"])
+                if kept["cuts"] == self._cuts(self.task.cuts)
+                else None
+            )
         if self.files is None:
             return None
         try:
@@ -51,16 +55,29 @@ class SplitState:
 
     def save(self, halves: Sequence[bytes], cuts: Sequence[int]) -> None:
         """Save the halves of the task's end, with each party's cut."""
-        position, place = self._position(self.task.first_batch + self.task.num_batches), self._cuts(cuts)
+        position, place = (
+            self._position(self.task.first_batch + self.task.num_batches),
+            self._cuts(cuts),
+        )
         self.context.state[_RECORD] = ConfigRecord(
-            {"halves": list(halves), "cuts": place, "position": list(position)})
+            {"halves": list(halves), "cuts": place, "position": list(position)}
+        )
         if self.files is not None:
             self.files.of(position, _HALVES).write(
-                position.next_step, {"cuts": place, "half_bytes": [len(half) for half in halves]}, halves)
+                position.next_step,
+                {"cuts": place, "half_bytes": [len(half) for half in halves]},
+                halves,
+            )
 
     def _cuts(self, cuts: Sequence[int]) -> list[int]:
         """Return the cuts, and whether the other half is in a cloud."""
         return [*cuts, int(bool(self.task.address))]
 
     def _position(self, batch: int) -> Position:
-        return Position(self.task.parties[0], self.task.num_parties, self.task.total_batches, batch, self.task.seed)
+        return Position(
+            self.task.parties[0],
+            self.task.num_parties,
+            self.task.total_batches,
+            batch,
+            self.task.seed,
+        )

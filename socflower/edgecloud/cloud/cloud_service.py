@@ -14,12 +14,24 @@ from google.protobuf.message import DecodeError, Message
 from socflower.edgecloud.cloud.session import CloudSession, SessionFactory
 from socflower.edgecloud.cloud.session_store import SessionStore
 from socflower.edgecloud.stream import split_pb2 as wire
-from socflower.edgecloud.stream.credentials import OPERATOR, PLAIN_TEXT, check_token, run_of, run_token
+from socflower.edgecloud.stream.credentials import (
+    OPERATOR,
+    PLAIN_TEXT,
+    check_token,
+    run_of,
+    run_token,
+)
 from socflower.edgecloud.stream.frames import Limits, SplitChannel, SplitRefused, StartOver
 from socflower.errors import SocflowerError
 from socflower.wire.arrays import MalformedBytes, pack_arrays
 from socflower.wire.authentication import ServerAuthentication, caller_of
-from socflower.wire.framing import LARGEST_FRAME_BYTES, LARGEST_PART_BYTES, Assembly, body_num_bytes, parts_of
+from socflower.wire.framing import (
+    LARGEST_FRAME_BYTES,
+    LARGEST_PART_BYTES,
+    Assembly,
+    body_num_bytes,
+    parts_of,
+)
 from socflower.wire.logs import RefusalLog
 from socflower.wire.secure_channel import Address, PeerRefused, Tls, bind_server
 
@@ -44,10 +56,23 @@ class CloudService:
     `ConfigError` for an address, token, certificate or folder that cannot be used.
     """
 
-    def __init__(self, listen: str, factory: SessionFactory, *, operator_token: str, tls: Tls | None = None,
-                 insecure: bool = False, folder: Path | None = None, limits: Limits | None = None,
-                 heartbeat_s: float = 5.0, patience_s: float = 900.0, gather_s: float = 300.0, max_streams: int = 64,
-                 log: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        listen: str,
+        factory: SessionFactory,
+        *,
+        operator_token: str,
+        tls: Tls | None = None,
+        insecure: bool = False,
+        folder: Path | None = None,
+        limits: Limits | None = None,
+        heartbeat_s: float = 5.0,
+        patience_s: float = 900.0,
+        gather_s: float = 300.0,
+        max_streams: int = 64,
+        log: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         here = Address.parse(listen, "cloud address")
         if tls is None and not insecure:
             here.require_private(PLAIN_TEXT)
@@ -58,16 +83,33 @@ class CloudService:
         self._refusals = RefusalLog(log_line, what="split cloud", clock=clock)
         self._num_streams = 0
         self._sessions = SessionStore(
-            factory, folder=folder, limits=limits or Limits(), patience_s=patience_s, gather_s=gather_s,
-            most_parties=max_streams, log=log_line)
+            factory,
+            folder=folder,
+            limits=limits or Limits(),
+            patience_s=patience_s,
+            gather_s=gather_s,
+            most_parties=max_streams,
+            log=log_line,
+        )
         try:
             # Every stream occupies a thread; the manager's calls get their own in addition.
             num_threads = max_streams + 16
             self._authentication = ServerAuthentication(
-                self._token_of, tls=tls is not None, on_refused=self._log_refusal, most_challenges=num_threads // 2)
+                self._token_of,
+                tls=tls is not None,
+                on_refused=self._log_refusal,
+                most_challenges=num_threads // 2,
+            )
             self._server = bind_server(
-                here, tls, [self._handlers()], interceptors=[self._authentication], num_threads=num_threads,
-                heartbeat_s=heartbeat_s, max_message_bytes=_LARGEST_MESSAGE_BYTES, bind_timeout_s=_BIND_TIMEOUT_S)
+                here,
+                tls,
+                [self._handlers()],
+                interceptors=[self._authentication],
+                num_threads=num_threads,
+                heartbeat_s=heartbeat_s,
+                max_message_bytes=_LARGEST_MESSAGE_BYTES,
+                bind_timeout_s=_BIND_TIMEOUT_S,
+            )
         except BaseException:
             self._sessions.close()  # otherwise its folder stays locked while this process lives
             raise
@@ -128,17 +170,22 @@ class CloudService:
         request = self._parse(wire.StatusRequest, message)
         sessions = [self._sessions.get(request.run_id)] if request.run_id else self._sessions.all()
         return wire.StatusReply(
-            sessions=json.dumps([session.status() for session in sessions])).SerializeToString()
+            sessions=json.dumps([session.status() for session in sessions])
+        ).SerializeToString()
 
     def _token_of(self, caller: str) -> bytes | None:
         run_id = run_of(caller)
         if not run_id and caller != OPERATOR:
             return None
-        return (run_token(self._operator_token, run_id) if run_id else self._operator_token).encode()
+        return (
+            run_token(self._operator_token, run_id) if run_id else self._operator_token
+        ).encode()
 
     def _require_operator(self, context: grpc.ServicerContext) -> None:
         if caller_of(context) != OPERATOR:
-            self._authentication.refuse(context, "a manager's call by an edge", grpc.StatusCode.PERMISSION_DENIED)
+            self._authentication.refuse(
+                context, "a manager's call by an edge", grpc.StatusCode.PERMISSION_DENIED
+            )
 
     # ------------------------------------------------------------------------------------------- an edge's stream
 
@@ -146,28 +193,45 @@ class CloudService:
         run_id = run_of(caller_of(context))
         session = self._sessions.find(run_id)
         if session is None:
-            self._log_refusal(context.peer(), f"a stream for a run that is not open ({run_id[:80]!r})")
-            raise PeerRefused(f"run {run_id[:80]} is not open at this cloud; its manager has to open it")
+            self._log_refusal(
+                context.peer(), f"a stream for a run that is not open ({run_id[:80]!r})"
+            )
+            raise PeerRefused(
+                f"run {run_id[:80]} is not open at this cloud; its manager has to open it"
+            )
         with self._lock:
             self._num_streams += 1
             full = self._num_streams > self._max_streams
         try:
             if full:
-                self._log_refusal(context.peer(), f"a stream for run {run_id}, beyond {self._max_streams} at a time")
-                context.abort(grpc.StatusCode.UNAVAILABLE, f"the cloud has {self._max_streams} streams already")
+                self._log_refusal(
+                    context.peer(),
+                    f"a stream for run {run_id}, beyond {self._max_streams} at a time",
+                )
+                context.abort(
+                    grpc.StatusCode.UNAVAILABLE,
+                    f"the cloud has {self._max_streams} streams already",
+                )
             yield from self._serve_stream(session, messages, context)
         finally:
             with self._lock:
                 self._num_streams -= 1
 
     def _serve_stream(
-        self, session: CloudSession, messages: Iterator[bytes], context: grpc.ServicerContext,
+        self,
+        session: CloudSession,
+        messages: Iterator[bytes],
+        context: grpc.ServicerContext,
     ) -> Iterator[bytes]:
         where = f"run {session.terms.run_id}"
         try:
             admitted = session.admit(self._read_hello(messages, context), context.is_active)
         except (MalformedBytes, SocflowerError) as refused:
-            text = str(refused) if isinstance(refused, SocflowerError) else f"{where}: the edge sent {refused}"
+            text = (
+                str(refused)
+                if isinstance(refused, SocflowerError)
+                else f"{where}: the edge sent {refused}"
+            )
             self._log_refusal(context.peer(), "a stream", text)
             yield _refusal(wire.Refusal.REFUSED, text)
             return
@@ -177,12 +241,16 @@ class CloudService:
         channel, stream_id = admitted.channel, admitted.stream_id
         context.add_callback(lambda: channel.detach(stream_id))
         refusals: list[str] = []
-        Thread(target=self._read_frames, args=(channel, stream_id, messages, refusals), daemon=True).start()
+        Thread(
+            target=self._read_frames, args=(channel, stream_id, messages, refusals), daemon=True
+        ).start()
         yield wire.Frame(welcome=admitted.welcome).SerializeToString()
         for frame in channel.frames(stream_id):
             yield frame.SerializeToString()
         if refusals:
-            self._log_refusal(context.peer(), "a stream", f"{where}: it sent {refusals[0]}; the run is unharmed")
+            self._log_refusal(
+                context.peer(), "a stream", f"{where}: it sent {refusals[0]}; the run is unharmed"
+            )
             yield _refusal(wire.Refusal.REFUSED, f"{where}: the edge sent {refusals[0]}")
         elif isinstance(channel.failure, StartOver):
             yield _refusal(wire.Refusal.START_OVER, "join anew")
@@ -202,11 +270,17 @@ class CloudService:
         finally:
             timer.cancel()
         if frame.WhichOneof("kind") != "hello":
-            raise MalformedBytes(f"a {frame.WhichOneof('kind') or 'frame of an unknown kind'} instead of a greeting")
+            raise MalformedBytes(
+                f"a {frame.WhichOneof('kind') or 'frame of an unknown kind'} instead of a greeting"
+            )
         return frame.hello
 
     def _read_frames(
-        self, channel: SplitChannel, stream_id: int, messages: Iterator[bytes], refusals: list[str],
+        self,
+        channel: SplitChannel,
+        stream_id: int,
+        messages: Iterator[bytes],
+        refusals: list[str],
     ) -> None:
         try:
             for message in messages:
@@ -219,7 +293,9 @@ class CloudService:
 
     def _parse_frame(self, message: bytes) -> wire.Frame:
         if len(message) > LARGEST_FRAME_BYTES:
-            raise MalformedBytes(f"a frame of {len(message)} bytes, where {LARGEST_FRAME_BYTES} are the limit")
+            raise MalformedBytes(
+                f"a frame of {len(message)} bytes, where {LARGEST_FRAME_BYTES} are the limit"
+            )
         try:
             return wire.Frame.FromString(message)
         except DecodeError:
@@ -229,13 +305,16 @@ class CloudService:
 
     def _handlers(self) -> grpc.GenericRpcHandler:
         # Bodies are parsed here and not by gRPC, which would log a traceback for each that cannot be parsed.
-        return grpc.method_handlers_generic_handler(SERVICE, {
-            "Open": grpc.stream_unary_rpc_method_handler(self._open),
-            "Close": grpc.unary_unary_rpc_method_handler(self._close),
-            "Status": grpc.unary_unary_rpc_method_handler(self._status),
-            "Fetch": grpc.unary_stream_rpc_method_handler(self._fetch),
-            "Train": grpc.stream_stream_rpc_method_handler(self._stream),
-        })
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "Open": grpc.stream_unary_rpc_method_handler(self._open),
+                "Close": grpc.unary_unary_rpc_method_handler(self._close),
+                "Status": grpc.unary_unary_rpc_method_handler(self._status),
+                "Fetch": grpc.unary_stream_rpc_method_handler(self._fetch),
+                "Train": grpc.stream_stream_rpc_method_handler(self._stream),
+            },
+        )
 
     def _parse(self, kind: type[_Request], message: bytes) -> _Request:
         try:
@@ -244,7 +323,9 @@ class CloudService:
             raise SplitRefused(f"{len(message)} bytes that are no {kind.DESCRIPTOR.name}") from None
 
     def _log_refusal(self, peer: str, what: str, why: str = "") -> None:
-        self._refusals.report(peer, f"split cloud: refused {what} from {peer}{f': {why}' if why else ''}")
+        self._refusals.report(
+            peer, f"split cloud: refused {what} from {peer}{f': {why}' if why else ''}"
+        )
 
 
 def _refusal(code: "wire.Refusal.Code", text: str) -> bytes:

@@ -17,8 +17,21 @@ from socflower.plain_numbers import plain_numbers
 from socflower.wire.arrays import MalformedBytes, pack_arrays, unpack_arrays
 from socflower.wire.authentication import ClientAuthentication
 from socflower.wire.frame_channel import StreamLost
-from socflower.wire.framing import LARGEST_FRAME_BYTES, LARGEST_PART_BYTES, Assembly, body_num_bytes, parts_of
-from socflower.wire.secure_channel import Address, PeerNotTrusted, PeerRefused, Tls, failure_of, open_channel
+from socflower.wire.framing import (
+    LARGEST_FRAME_BYTES,
+    LARGEST_PART_BYTES,
+    Assembly,
+    body_num_bytes,
+    parts_of,
+)
+from socflower.wire.secure_channel import (
+    Address,
+    PeerNotTrusted,
+    PeerRefused,
+    Tls,
+    failure_of,
+    open_channel,
+)
 
 T = TypeVar("T")
 
@@ -46,8 +59,15 @@ class CloudOperator:
 
 
 def open_session(
-    operator: CloudOperator, *, run_id: str, fingerprint: str, weights: Weights | None = None,
-    settings: Mapping[str, Any] | None = None, num_parties: int = 1, joined: bool = False, reverse: bool = False,
+    operator: CloudOperator,
+    *,
+    run_id: str,
+    fingerprint: str,
+    weights: Weights | None = None,
+    settings: Mapping[str, Any] | None = None,
+    num_parties: int = 1,
+    joined: bool = False,
+    reverse: bool = False,
     replace: bool = False,
 ) -> str:
     """Open a run: `weights` and `settings` go to the cloud's factory. Return the token of the run's edges.
@@ -57,9 +77,16 @@ def open_session(
     """
     pieces = pack_arrays(weights) if weights else []
     opening = wire.Opening(
-        version=PROTOCOL_VERSION, run_id=run_id, fingerprint=fingerprint,
-        num_parties=num_parties, joined=joined, reverse=reverse, settings=json.dumps(dict(settings or {})),
-        num_bytes=body_num_bytes(pieces), replace=replace)
+        version=PROTOCOL_VERSION,
+        run_id=run_id,
+        fingerprint=fingerprint,
+        num_parties=num_parties,
+        joined=joined,
+        reverse=reverse,
+        settings=json.dumps(dict(settings or {})),
+        num_bytes=body_num_bytes(pieces),
+        replace=replace,
+    )
 
     def messages() -> Iterator[bytes]:
         yield wire.OpenPart(opening=opening).SerializeToString()
@@ -92,25 +119,33 @@ def close_session(operator: CloudOperator, run_id: str, *, forget: bool = True) 
     """Close a run: its edges are refused from now on. `forget` removes its checkpoints too."""
     with _open_channel(operator) as channel:
         channel.unary_unary(f"/{SERVICE}/Close")(
-            wire.CloseRequest(run_id=run_id, forget=forget).SerializeToString(), timeout=operator.timeout_s)
+            wire.CloseRequest(run_id=run_id, forget=forget).SerializeToString(),
+            timeout=operator.timeout_s,
+        )
 
 
 def session_status(operator: CloudOperator, run_id: str = "") -> list[dict[str, Any]]:
     """Return `CloudSession.status` of one run, or of all."""
     with _open_channel(operator) as channel:
         reply = channel.unary_unary(f"/{SERVICE}/Status")(
-            wire.StatusRequest(run_id=run_id).SerializeToString(), timeout=operator.timeout_s)
+            wire.StatusRequest(run_id=run_id).SerializeToString(), timeout=operator.timeout_s
+        )
         sessions: list[dict[str, Any]] = json.loads(wire.StatusReply.FromString(reply).sessions)
         return sessions
 
 
 def _fetch(
-    operator: CloudOperator, run_id: str, read: Callable[[memoryview], T], *, whole_state: bool,
+    operator: CloudOperator,
+    run_id: str,
+    read: Callable[[memoryview], T],
+    *,
+    whole_state: bool,
 ) -> tuple[int, T]:
     content: Assembly | None = None
     with _open_channel(operator) as channel:
         for message in channel.unary_stream(f"/{SERVICE}/Fetch")(
-            wire.FetchRequest(run_id=run_id, whole_state=whole_state).SerializeToString(), timeout=operator.timeout_s,
+            wire.FetchRequest(run_id=run_id, whole_state=whole_state).SerializeToString(),
+            timeout=operator.timeout_s,
         ):
             part = wire.FetchPart.FromString(message)
             content = content or Assembly(part.num_bytes, "a half")
@@ -123,10 +158,15 @@ def _fetch(
 @contextmanager
 def _open_channel(operator: CloudOperator) -> Iterator[grpc.Channel]:
     channel = open_channel(
-        operator.address, operator.tls.channel_credentials() if operator.tls is not None else None,
-        heartbeat_s=operator.heartbeat_s, max_message_bytes=LARGEST_FRAME_BYTES)
+        operator.address,
+        operator.tls.channel_credentials() if operator.tls is not None else None,
+        heartbeat_s=operator.heartbeat_s,
+        max_message_bytes=LARGEST_FRAME_BYTES,
+    )
     try:
-        yield ClientAuthentication(OPERATOR, operator.token.encode(), tls=operator.tls is not None).on(channel)
+        yield ClientAuthentication(
+            OPERATOR, operator.token.encode(), tls=operator.tls is not None
+        ).on(channel)
     except PeerRefused as refused:
         raise SplitRefused(f"the cloud at {operator.address}: {refused}") from None
     except MalformedBytes as malformed:
@@ -137,7 +177,9 @@ def _open_channel(operator: CloudOperator) -> Iterator[grpc.Channel]:
             raise SplitRefused(str(failure)) from None
         # A server that requires certificates hangs up on those who show none, without a reason.
         shows = operator.tls is None or operator.tls.certificate is not None
-        raise StreamLost(f"{failure}; see that `socflower cloud serve` runs there"
-                         f"{'' if shows else ', and give certificate and key if it was started with --ca'}") from None
+        raise StreamLost(
+            f"{failure}; see that `socflower cloud serve` runs there"
+            f"{'' if shows else ', and give certificate and key if it was started with --ca'}"
+        ) from None
     finally:
         channel.close()

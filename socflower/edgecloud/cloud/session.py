@@ -37,7 +37,9 @@ class SessionTerms:
     run_id: str
     fingerprint: str
     num_parties: int = 1
-    joined: bool = False  # parties hold different features of the same samples; otherwise they take turns
+    joined: bool = (
+        False  # parties hold different features of the same samples; otherwise they take turns
+    )
     reverse: bool = False  # the front half is in the cloud
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -91,13 +93,29 @@ class CloudSession:
     any effect on the training.
     """
 
-    def __init__(self, terms: SessionTerms, half: CloudHalf, *, folder: Path | None, limits: Limits,
-                 patience_s: float, gather_s: float, log: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        terms: SessionTerms,
+        half: CloudHalf,
+        *,
+        folder: Path | None,
+        limits: Limits,
+        patience_s: float,
+        gather_s: float,
+        log: Callable[[str], None],
+    ) -> None:
         self.terms = terms
         self._plan = half.plan if isinstance(half, HostedFront) else None
-        self._state: HalfState[Any] = HalfState(half.half if isinstance(half, HostedFront) else half,
-                                                CheckpointStore(folder, f"{terms.run_id}, cloud"))
-        self._limits, self._patience_s, self._gather_s, self._log = limits, patience_s, gather_s, log
+        self._state: HalfState[Any] = HalfState(
+            half.half if isinstance(half, HostedFront) else half,
+            CheckpointStore(folder, f"{terms.run_id}, cloud"),
+        )
+        self._limits, self._patience_s, self._gather_s, self._log = (
+            limits,
+            patience_s,
+            gather_s,
+            log,
+        )
         self._is_new = True  # no span has begun in this process
         self._changed = Condition()
         self._waiting: dict[int, _WaitingEdge] = {}
@@ -123,8 +141,10 @@ class CloudSession:
             for party, other in self._waiting.items():
                 theirs, ours = _span(other.hello), _span(hello)
                 if party != hello.party and theirs != ours:
-                    raise SplitRefused(f"run {self.terms.run_id}: party {hello.party} wants batches {ours}, party "
-                                       f"{party} {theirs}; give all parties the same span")
+                    raise SplitRefused(
+                        f"run {self.terms.run_id}: party {hello.party} wants batches {ours}, party "
+                        f"{party} {theirs}; give all parties the same span"
+                    )
             former = self._waiting.get(hello.party)
             if former is not None:
                 former.outcome = SplitRefused(self._replaced(hello.party))
@@ -139,26 +159,40 @@ class CloudSession:
             outcome = edge.outcome
         if isinstance(outcome, Admitted):
             return outcome
-        raise outcome or SplitRefused(f"run {self.terms.run_id}: not all of its {self.terms.num_parties} parties have "
-                                      f"come in {self._gather_s:g} s; start them again")
+        raise outcome or SplitRefused(
+            f"run {self.terms.run_id}: not all of its {self.terms.num_parties} parties have "
+            f"come in {self._gather_s:g} s; start them again"
+        )
 
     def _check(self, hello: wire.Hello) -> None:
         terms = self.terms
         if hello.version != PROTOCOL_VERSION:
-            raise SplitRefused(f"the cloud speaks version {PROTOCOL_VERSION} of the split protocol, the edge "
-                               f"{hello.version}; install the same socflower on both")
+            raise SplitRefused(
+                f"the cloud speaks version {PROTOCOL_VERSION} of the split protocol, the edge "
+                f"{hello.version}; install the same socflower on both"
+            )
         if hello.fingerprint != terms.fingerprint:
-            raise SplitRefused(f"run {terms.run_id}: the edge's model ({hello.fingerprint[:16]}) is not the cloud's "
-                               f"({terms.fingerprint[:16]}); build both from the same code and settings")
+            raise SplitRefused(
+                f"run {terms.run_id}: the edge's model ({hello.fingerprint[:16]}) is not the cloud's "
+                f"({terms.fingerprint[:16]}); build both from the same code and settings"
+            )
         if hello.party >= terms.num_parties:
-            raise SplitRefused(f"run {terms.run_id}: there is no party {hello.party} among {terms.num_parties}; "
-                               "parties count from 0")
+            raise SplitRefused(
+                f"run {terms.run_id}: there is no party {hello.party} among {terms.num_parties}; "
+                "parties count from 0"
+            )
         if hello.front == terms.reverse:
-            side, opened = ("front", "reversed") if hello.front else ("back", "as an ordinary split")
-            raise SplitRefused(f"run {terms.run_id}: the edge has the {side} half, and so has the cloud, whose session "
-                               f"was opened {opened}; give them one each")
+            side, opened = (
+                ("front", "reversed") if hello.front else ("back", "as an ordinary split")
+            )
+            raise SplitRefused(
+                f"run {terms.run_id}: the edge has the {side} half, and so has the cloud, whose session "
+                f"was opened {opened}; give them one each"
+            )
         if hello.first_batch + hello.num_batches > _LARGEST_BATCH:
-            raise SplitRefused(f"run {terms.run_id}: a span up to batch {hello.first_batch + hello.num_batches}")
+            raise SplitRefused(
+                f"run {terms.run_id}: a span up to batch {hello.first_batch + hello.num_batches}"
+            )
 
     def _resume(self, hello: wire.Hello) -> Admitted:
         with self._changed:
@@ -172,25 +206,42 @@ class CloudSession:
         if channel.failure is not None:
             raise channel.failure
         try:
-            stream_id = channel.attach(received=hello.received, used=hello.used, credit_bytes=hello.credit_bytes)
+            stream_id = channel.attach(
+                received=hello.received, used=hello.used, credit_bytes=hello.credit_bytes
+            )
         except MalformedBytes as refused:
-            raise SplitRefused(f"run {self.terms.run_id}: party {hello.party} opens {refused}") from None
+            raise SplitRefused(
+                f"run {self.terms.run_id}: party {hello.party} opens {refused}"
+            ) from None
         received, used = channel.received_and_used()
-        return Admitted(channel=channel, stream_id=stream_id, welcome=wire.Welcome(
-            lineage=training.epoch_id, received=received, used=used, credit_bytes=self._limits.credit_bytes,
-            cut=self._state.half.cut))
+        return Admitted(
+            channel=channel,
+            stream_id=stream_id,
+            welcome=wire.Welcome(
+                lineage=training.epoch_id,
+                received=received,
+                used=used,
+                credit_bytes=self._limits.credit_bytes,
+                cut=self._state.half.cut,
+            ),
+        )
 
     def _end_training(self, newcomer: wire.Hello) -> None:
         """Make all training edges start over, except an edge that was replaced, which must not reconnect."""
         if self._training is None:
             return
         for party, channel in enumerate(self._training.channels):
-            replaced = party == newcomer.party and self._training.connection_ids[party] != newcomer.incarnation
+            replaced = (
+                party == newcomer.party
+                and self._training.connection_ids[party] != newcomer.incarnation
+            )
             channel.fail(SplitRefused(self._replaced(party)) if replaced else StartOver())
 
     def _replaced(self, party: int) -> str:
-        return (f"run {self.terms.run_id}: another edge has taken the place of party {party}; give each a party of its "
-                "own")
+        return (
+            f"run {self.terms.run_id}: another edge has taken the place of party {party}; give each a party of its "
+            "own"
+        )
 
     def _require_open(self) -> None:
         if self._closed is not None:
@@ -202,7 +253,9 @@ class CloudSession:
         """Return how many batches the half was trained on, and its weights; `SplitRefused` while a span runs."""
         with self._state.lock:
             self._restore_newest()
-            return self._require_batch(), {name: array.copy() for name, array in self._state.half.weights().items()}
+            return self._require_batch(), {
+                name: array.copy() for name, array in self._state.half.weights().items()
+            }
 
     def state(self) -> tuple[int, bytes]:
         """Return how many batches the half was trained on, and what `Half.restore` needs; else as `weights`."""
@@ -219,8 +272,10 @@ class CloudSession:
 
     def _require_batch(self) -> int:
         if self._state.batch is None:
-            raise SplitRefused(f"run {self.terms.run_id}: is between two checkpoints; ask when its span is over"
-                               + (f" (it has failed: {self._error})" if self._error else ""))
+            raise SplitRefused(
+                f"run {self.terms.run_id}: is between two checkpoints; ask when its span is over"
+                + (f" (it has failed: {self._error})" if self._error else "")
+            )
         return self._state.batch
 
     def status(self) -> dict[str, Any]:
@@ -230,11 +285,18 @@ class CloudSession:
             for channel in self._training.channels if self._training else []:
                 traffic.add(channel.traffic)
             return {
-                "run_id": self.terms.run_id, "num_parties": self.terms.num_parties, "reverse": self.terms.reverse,
-                "stands_at": self._state.batch, "error": self._error, "waiting": sorted(self._waiting),
+                "run_id": self.terms.run_id,
+                "num_parties": self.terms.num_parties,
+                "reverse": self.terms.reverse,
+                "stands_at": self._state.batch,
+                "error": self._error,
+                "waiting": sorted(self._waiting),
                 "barriers": [checkpoint.batch for checkpoint in self._state.store.checkpoints()],
-                "num_batches_done": len(report.losses), "last_batch": max(report.losses.copy(), default=None),
-                "compute_s": report.compute_s, "wait_s": report.wait_s, **asdict(traffic),
+                "num_batches_done": len(report.losses),
+                "last_batch": max(report.losses.copy(), default=None),
+                "compute_s": report.compute_s,
+                "wait_s": report.wait_s,
+                **asdict(traffic),
             }
 
     def close(self, why: Exception, timeout_s: float = 10.0) -> None:
@@ -253,7 +315,9 @@ class CloudSession:
     def _serve(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or len(self._waiting) == self.terms.num_parties)
+                self._changed.wait_for(
+                    lambda: self._closed or len(self._waiting) == self.terms.num_parties
+                )
                 if self._closed:
                     return
                 edges = [self._waiting.pop(party) for party in range(self.terms.num_parties)]
@@ -264,9 +328,17 @@ class CloudSession:
                 pass
             except Exception as error:
                 known = isinstance(error, SocflowerError)
-                text = str(error) if known else f"the cloud's half failed: {type(error).__name__}: {error}"
+                text = (
+                    str(error)
+                    if known
+                    else f"the cloud's half failed: {type(error).__name__}: {error}"
+                )
                 text = " ".join(text.split())
-                failure = error if isinstance(error, SplitRefused) else SplitRefused(f"run {self.terms.run_id}: {text}")
+                failure = (
+                    error
+                    if isinstance(error, SplitRefused)
+                    else SplitRefused(f"run {self.terms.run_id}: {text}")
+                )
                 with self._changed:
                     self._error = text
                     for edge in edges:
@@ -286,32 +358,55 @@ class CloudSession:
         with self._state.lock:
             self._is_new = False
         stop = hellos[0].first_batch + hellos[0].num_batches
-        offers = [[Checkpoint(batch=offer.batch, epoch_id=offer.lineage) for offer in hello.barriers]
-                  for hello in hellos]
+        offers = [
+            [Checkpoint(batch=offer.batch, epoch_id=offer.lineage) for offer in hello.barriers]
+            for hello in hellos
+        ]
         ours = self._state.checkpoints()
         place = common_checkpoint([ours, *offers], stop)
         if place is None:
             raise SplitRefused(
                 f"run {terms.run_id}: edge and cloud have no checkpoint in common up to batch {stop} "
                 f"(cloud: {_batches(ours)}"
-                + "".join(f"; party {party}: {_batches(offer)}" for party, offer in enumerate(offers))
-                + "); give both a folder for checkpoints, or open the run anew with the weights of its last round")
+                + "".join(
+                    f"; party {party}: {_batches(offer)}" for party, offer in enumerate(offers)
+                )
+                + "); give both a folder for checkpoints, or open the run anew with the weights of its last round"
+            )
         restore_codec = all(Checkpoint(batch=place.batch) not in offer for offer in [ours, *offers])
         self._state.restore(place, restore_codec=restore_codec)
         training = _Training(
-            epoch_id=secrets.token_hex(8), connection_ids=[hello.incarnation for hello in hellos],
-            channels=[SplitChannel(f"party {party}" if terms.num_parties > 1 else "the edge",
-                                   SplitMessages(self._limits), limits=self._limits, patience_s=self._patience_s)
-                      for party in range(terms.num_parties)])
+            epoch_id=secrets.token_hex(8),
+            connection_ids=[hello.incarnation for hello in hellos],
+            channels=[
+                SplitChannel(
+                    f"party {party}" if terms.num_parties > 1 else "the edge",
+                    SplitMessages(self._limits),
+                    limits=self._limits,
+                    patience_s=self._patience_s,
+                )
+                for party in range(terms.num_parties)
+            ],
+        )
         with self._changed:
             self._training = training
             self._state.epoch_id = training.epoch_id
             self._state.report = LoopReport(first_batch=place.batch, num_batches=stop - place.batch)
             for edge, channel in zip(edges, training.channels, strict=True):
-                stream_id = channel.attach(received=0, used=0, credit_bytes=max(1, edge.hello.credit_bytes))
-                edge.outcome = Admitted(channel=channel, stream_id=stream_id, welcome=wire.Welcome(
-                    lineage=training.epoch_id, start=wire.Barrier(batch=place.batch, lineage=place.epoch_id),
-                    restore_codec=restore_codec, credit_bytes=self._limits.credit_bytes, cut=self._state.half.cut))
+                stream_id = channel.attach(
+                    received=0, used=0, credit_bytes=max(1, edge.hello.credit_bytes)
+                )
+                edge.outcome = Admitted(
+                    channel=channel,
+                    stream_id=stream_id,
+                    welcome=wire.Welcome(
+                        lineage=training.epoch_id,
+                        start=wire.Barrier(batch=place.batch, lineage=place.epoch_id),
+                        restore_codec=restore_codec,
+                        credit_bytes=self._limits.credit_bytes,
+                        cut=self._state.half.cut,
+                    ),
+                )
             if self._closed is not None or self._waiting:
                 # Another edge has joined in the meantime, so this span would end at once.
                 for channel in training.channels:
@@ -328,7 +423,10 @@ def _span(hello: wire.Hello) -> str:
 
 
 def _batches(checkpoints: list[Checkpoint]) -> str:
-    return ", ".join(str(batch) for batch in sorted({checkpoint.batch for checkpoint in checkpoints})) or "none"
+    return (
+        ", ".join(str(batch) for batch in sorted({checkpoint.batch for checkpoint in checkpoints}))
+        or "none"
+    )
 
 
 def terms_to_document(terms: SessionTerms) -> dict[str, Any]:

@@ -33,10 +33,24 @@ class SessionStore:
     service has the sessions of the one before. Raises `ConfigError` for a folder that cannot be used.
     """
 
-    def __init__(self, factory: SessionFactory, *, folder: Path | None, limits: Limits, patience_s: float,
-                 gather_s: float, most_parties: int, log: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        factory: SessionFactory,
+        *,
+        folder: Path | None,
+        limits: Limits,
+        patience_s: float,
+        gather_s: float,
+        most_parties: int,
+        log: Callable[[str], None],
+    ) -> None:
         self._factory, self._folder, self._limits = factory, folder, limits
-        self._patience_s, self._gather_s, self._most_parties, self._log = patience_s, gather_s, most_parties, log
+        self._patience_s, self._gather_s, self._most_parties, self._log = (
+            patience_s,
+            gather_s,
+            most_parties,
+            log,
+        )
         self._lock = Lock()
         self._opening = Lock()  # one at a time: two of the same run must not write the same folder
         self._sessions: dict[str, CloudSession] = {}
@@ -73,7 +87,9 @@ class SessionStore:
         with self._opening:
             if self.find(terms.run_id) is not None:
                 if not opening.replace:
-                    raise SplitRefused(f"run {terms.run_id} is open already; close it, or open it with replace")
+                    raise SplitRefused(
+                        f"run {terms.run_id} is open already; close it, or open it with replace"
+                    )
                 self.end(terms.run_id, forget=True)
             folder = self._run_folder(terms.run_id)
             try:
@@ -82,12 +98,18 @@ class SessionStore:
                     folder.mkdir(mode=0o700)
                 session = self._session(terms, packed)
                 if folder is not None:
-                    write_atomically(folder / _SESSION_FILE, seal(_SESSION, terms_to_document(terms), [packed]))
+                    write_atomically(
+                        folder / _SESSION_FILE, seal(_SESSION, terms_to_document(terms), [packed])
+                    )
             except OSError as error:
-                raise SplitRefused(f"run {terms.run_id}: its folder cannot be written ({error.strerror}); make room "
-                                   "or give the cloud another one") from None
+                raise SplitRefused(
+                    f"run {terms.run_id}: its folder cannot be written ({error.strerror}); make room "
+                    "or give the cloud another one"
+                ) from None
             except MalformedBytes as refused:
-                raise SplitRefused(f"run {terms.run_id} was opened with {refused}; pack them anew") from None
+                raise SplitRefused(
+                    f"run {terms.run_id} was opened with {refused}; pack them anew"
+                ) from None
             with self._lock:
                 self._sessions[terms.run_id] = session
 
@@ -116,16 +138,26 @@ class SessionStore:
     def check(self, opening: wire.Opening) -> SessionTerms:
         """Return the terms of an opening; `SplitRefused` for invalid ones."""
         if opening.version != PROTOCOL_VERSION:
-            raise SplitRefused(f"the cloud speaks version {PROTOCOL_VERSION} of the split protocol, the manager "
-                               f"{opening.version}; install the same socflower on both")
+            raise SplitRefused(
+                f"the cloud speaks version {PROTOCOL_VERSION} of the split protocol, the manager "
+                f"{opening.version}; install the same socflower on both"
+            )
         if not _RUN_ID.fullmatch(opening.run_id):
-            raise SplitRefused(f"run {opening.run_id[:80]!r}: its name may have 64 letters, digits, '.', '_' and '-'")
+            raise SplitRefused(
+                f"run {opening.run_id[:80]!r}: its name may have 64 letters, digits, '.', '_' and '-'"
+            )
         if opening.num_bytes > self._limits.max_weights_bytes:
-            raise SplitRefused(f"run {opening.run_id}: {opening.num_bytes} bytes of weights, where "
-                               f"{self._limits.max_weights_bytes} are the limit")
-        if not 1 <= opening.num_parties <= self._most_parties or (opening.reverse and opening.num_parties > 1):
-            raise SplitRefused(f"run {opening.run_id}: num_parties = {opening.num_parties} must be from 1 to "
-                               f"{self._most_parties}, and 1 in a reverse split")
+            raise SplitRefused(
+                f"run {opening.run_id}: {opening.num_bytes} bytes of weights, where "
+                f"{self._limits.max_weights_bytes} are the limit"
+            )
+        if not 1 <= opening.num_parties <= self._most_parties or (
+            opening.reverse and opening.num_parties > 1
+        ):
+            raise SplitRefused(
+                f"run {opening.run_id}: num_parties = {opening.num_parties} must be from 1 to "
+                f"{self._most_parties}, and 1 in a reverse split"
+            )
         try:
             settings = json.loads(opening.settings or "{}")
         except ValueError:
@@ -133,8 +165,13 @@ class SessionStore:
         if not isinstance(settings, dict):
             raise SplitRefused(f"run {opening.run_id}: its settings are no JSON object")
         return SessionTerms(
-            run_id=opening.run_id, fingerprint=opening.fingerprint,
-            num_parties=opening.num_parties, joined=opening.joined, reverse=opening.reverse, settings=settings)
+            run_id=opening.run_id,
+            fingerprint=opening.fingerprint,
+            num_parties=opening.num_parties,
+            joined=opening.joined,
+            reverse=opening.reverse,
+            settings=settings,
+        )
 
     def _restore(self) -> None:
         if self._folder is None:
@@ -143,22 +180,34 @@ class SessionStore:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             paths = sorted(self._folder.glob(f"*/{_SESSION_FILE}"))
         except OSError as error:
-            raise ConfigError(f"split cloud: folder {self._folder} cannot be used ({error.strerror}); give one that "
-                              "this process may write to") from None
-        self._folder_lock = FolderLock(self._folder / LOCK_FILE, f"split cloud: folder {self._folder}")
+            raise ConfigError(
+                f"split cloud: folder {self._folder} cannot be used ({error.strerror}); give one that "
+                "this process may write to"
+            ) from None
+        self._folder_lock = FolderLock(
+            self._folder / LOCK_FILE, f"split cloud: folder {self._folder}"
+        )
         for path in paths:
             try:
                 document, packed = read_sealed(path, _SESSION)
                 terms = terms_from_document(document)
                 self._sessions[terms.run_id] = self._session(terms, packed)
             except (SocflowerError, KeyError, TypeError, ValueError) as error:
-                self._log(f"split cloud: the run in {path.parent} is left out, its files cannot be used ({error})")
+                self._log(
+                    f"split cloud: the run in {path.parent} is left out, its files cannot be used ({error})"
+                )
 
     def _session(self, terms: SessionTerms, packed: memoryview) -> CloudSession:
         half = self._factory(terms, unpack_arrays(packed) if packed.nbytes else {})
         return CloudSession(
-            terms, half, folder=self._run_folder(terms.run_id), limits=self._limits, patience_s=self._patience_s,
-            gather_s=self._gather_s, log=self._log)
+            terms,
+            half,
+            folder=self._run_folder(terms.run_id),
+            limits=self._limits,
+            patience_s=self._patience_s,
+            gather_s=self._gather_s,
+            log=self._log,
+        )
 
     def _run_folder(self, run_id: str) -> Path | None:
         return self._folder / run_id if self._folder is not None else None

@@ -38,7 +38,9 @@ class BandwidthMeter:
     chunk) to `set_in_flight`, not the whole of a long tensor.
     """
 
-    first: LinkRates  # the estimate until a transfer has been measured; its latency is used throughout
+    first: (
+        LinkRates  # the estimate until a transfer has been measured; its latency is used throughout
+    )
     memory_s: float = 5.0
     silence_s: float = 2.0
     min_bytes: float = 4096.0
@@ -47,13 +49,19 @@ class BandwidthMeter:
     def __post_init__(self) -> None:
         require_range("bandwidth meter", above=0, memory_s=self.memory_s, silence_s=self.silence_s)
         require_range("bandwidth meter", least=0, min_bytes=self.min_bytes)
-        self._estimates = {"up": _DirectionEstimate(self.first.up_bytes_per_s),
-                           "down": _DirectionEstimate(self.first.down_bytes_per_s)}
+        self._estimates = {
+            "up": _DirectionEstimate(self.first.up_bytes_per_s),
+            "down": _DirectionEstimate(self.first.down_bytes_per_s),
+        }
 
-    def add_transfer(self, direction: Direction, num_bytes: float, seconds: float, now_s: float) -> None:
+    def add_transfer(
+        self, direction: Direction, num_bytes: float, seconds: float, now_s: float
+    ) -> None:
         """Count a transfer that took `seconds`, latency included, and ended at `now_s`; nothing is in flight then."""
         if not (num_bytes >= 0 and 0 <= seconds < math.inf):
-            raise ConfigError(f"bandwidth meter: a transfer of {num_bytes} bytes in {seconds} s cannot be")
+            raise ConfigError(
+                f"bandwidth meter: a transfer of {num_bytes} bytes in {seconds} s cannot be"
+            )
         estimate = self._estimates[direction]
         estimate.waiting_since_s = None
         carrying_s = seconds - self.first.latency_s
@@ -76,8 +84,11 @@ class BandwidthMeter:
 
     def rates(self, now_s: float) -> LinkRates:
         """Return the estimated rates at `now_s`."""
-        return LinkRates(up_bytes_per_s=self._rate(self._estimates["up"], now_s),
-                         down_bytes_per_s=self._rate(self._estimates["down"], now_s), latency_s=self.first.latency_s)
+        return LinkRates(
+            up_bytes_per_s=self._rate(self._estimates["up"], now_s),
+            down_bytes_per_s=self._rate(self._estimates["down"], now_s),
+            latency_s=self.first.latency_s,
+        )
 
     def _rate(self, estimate: _DirectionEstimate, now_s: float) -> float:
         rate = estimate.bytes_per_s

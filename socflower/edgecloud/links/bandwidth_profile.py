@@ -23,17 +23,25 @@ class LinkRates:
     latency_s: float = 0.0  # one way
 
     def __post_init__(self) -> None:
-        if not (self.up_bytes_per_s >= 0 and self.down_bytes_per_s >= 0 and 0 <= self.latency_s < math.inf):
-            raise ConfigError(f"link: rates {self.up_bytes_per_s}, {self.down_bytes_per_s} bytes/s and latency "
-                              f"{self.latency_s} s must not be negative")
+        if not (
+            self.up_bytes_per_s >= 0
+            and self.down_bytes_per_s >= 0
+            and 0 <= self.latency_s < math.inf
+        ):
+            raise ConfigError(
+                f"link: rates {self.up_bytes_per_s}, {self.down_bytes_per_s} bytes/s and latency "
+                f"{self.latency_s} s must not be negative"
+            )
 
     def behind(self, shared: "LinkRates | None", num_sharing: int = 1) -> "LinkRates":
         """Return the rates of this link and a fair share of another one after it, with the latency of both."""
         if shared is None:
             return self
-        return LinkRates(up_bytes_per_s=min(self.up_bytes_per_s, shared.up_bytes_per_s / num_sharing),
-                         down_bytes_per_s=min(self.down_bytes_per_s, shared.down_bytes_per_s / num_sharing),
-                         latency_s=self.latency_s + shared.latency_s)
+        return LinkRates(
+            up_bytes_per_s=min(self.up_bytes_per_s, shared.up_bytes_per_s / num_sharing),
+            down_bytes_per_s=min(self.down_bytes_per_s, shared.down_bytes_per_s / num_sharing),
+            latency_s=self.latency_s + shared.latency_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +68,11 @@ class BandwidthProfile:
 
     def rates(self, time_s: float) -> LinkRates:
         """Return both directions at a time."""
-        return LinkRates(up_bytes_per_s=self.up.rate(time_s), down_bytes_per_s=self.down.rate(time_s),
-                         latency_s=self.latency_s)
+        return LinkRates(
+            up_bytes_per_s=self.up.rate(time_s),
+            down_bytes_per_s=self.down.rate(time_s),
+            latency_s=self.latency_s,
+        )
 
     def passed_s(self, direction: Direction, start_s: float, num_bytes: float) -> float:
         """Return the time until which a transfer that begins at `start_s` occupies the link; infinity for never."""
@@ -91,17 +102,27 @@ class BandwidthProfile:
 
     def mean_rates(self, begin_s: float = 0.0, end_s: float | None = None) -> LinkRates:
         """Return the means of both directions."""
-        return LinkRates(up_bytes_per_s=self.mean("up", begin_s, end_s),
-                         down_bytes_per_s=self.mean("down", begin_s, end_s), latency_s=self.latency_s)
+        return LinkRates(
+            up_bytes_per_s=self.mean("up", begin_s, end_s),
+            down_bytes_per_s=self.mean("down", begin_s, end_s),
+            latency_s=self.latency_s,
+        )
 
 
-def constant(up_bytes_per_s: float, down_bytes_per_s: float, latency_s: float = 0.0) -> BandwidthProfile:
+def constant(
+    up_bytes_per_s: float, down_bytes_per_s: float, latency_s: float = 0.0
+) -> BandwidthProfile:
     """Return a profile whose rates never change."""
-    return BandwidthProfile(RateSteps((0.0,), (up_bytes_per_s,)), RateSteps((0.0,), (down_bytes_per_s,)), latency_s)
+    return BandwidthProfile(
+        RateSteps((0.0,), (up_bytes_per_s,)), RateSteps((0.0,), (down_bytes_per_s,)), latency_s
+    )
 
 
 def segments(
-    parts: Sequence[tuple[float, float, float]], *, latency_s: float = 0.0, repeats: bool = False,
+    parts: Sequence[tuple[float, float, float]],
+    *,
+    latency_s: float = 0.0,
+    repeats: bool = False,
 ) -> BandwidthProfile:
     """Return a profile made of (seconds, bytes/s up, bytes/s down), one after another.
 
@@ -109,16 +130,23 @@ def segments(
     positive.
     """
     if not parts:
-        raise ConfigError("bandwidth profile: no segments; give (seconds, bytes/s up, bytes/s down)")
+        raise ConfigError(
+            "bandwidth profile: no segments; give (seconds, bytes/s up, bytes/s down)"
+        )
     times_s = [0.0]
     for duration_s, _, _ in parts:
         if not 0 < duration_s < math.inf:
-            raise ConfigError(f"bandwidth profile: a segment of {duration_s} s; it must be more than 0 and finite")
+            raise ConfigError(
+                f"bandwidth profile: a segment of {duration_s} s; it must be more than 0 and finite"
+            )
         times_s.append(times_s[-1] + duration_s)
     end_s = times_s.pop() if repeats else math.inf
-    starts_s = tuple(times_s[:len(parts)])
-    return BandwidthProfile(RateSteps(starts_s, tuple(up for _, up, _ in parts), end_s),
-                            RateSteps(starts_s, tuple(down for _, _, down in parts), end_s), latency_s)
+    starts_s = tuple(times_s[: len(parts)])
+    return BandwidthProfile(
+        RateSteps(starts_s, tuple(up for _, up, _ in parts), end_s),
+        RateSteps(starts_s, tuple(down for _, _, down in parts), end_s),
+        latency_s,
+    )
 
 
 def read_csv(path: Path, *, latency_s: float = 0.0, repeats: bool = True) -> BandwidthProfile:
@@ -135,9 +163,13 @@ def read_csv(path: Path, *, latency_s: float = 0.0, repeats: bool = True) -> Ban
     try:
         rows = list(csv.reader(path.read_text("utf-8-sig").splitlines()))
     except OSError as error:
-        raise ConfigError(f"bandwidth profile {path}: cannot be read ({error.strerror}); check the path") from None
+        raise ConfigError(
+            f"bandwidth profile {path}: cannot be read ({error.strerror}); check the path"
+        ) from None
     except UnicodeDecodeError:
-        raise ConfigError(f"bandwidth profile {path}: is not UTF-8 text; is it a bandwidth profile?") from None
+        raise ConfigError(
+            f"bandwidth profile {path}: is not UTF-8 text; is it a bandwidth profile?"
+        ) from None
     if not rows or tuple(cell.strip() for cell in rows[0]) != HEADER:
         raise ConfigError(f"bandwidth profile {path} line 1: must be the header {','.join(HEADER)}")
     times_s: list[float] = []
@@ -150,15 +182,21 @@ def read_csv(path: Path, *, latency_s: float = 0.0, repeats: bool = True) -> Ban
             continue
         where = f"bandwidth profile {path} line {number}"
         if len(cells) != len(HEADER):
-            raise ConfigError(f"{where}: has {len(cells)} values; give {len(HEADER)}: {','.join(HEADER)}")
+            raise ConfigError(
+                f"{where}: has {len(cells)} values; give {len(HEADER)}: {','.join(HEADER)}"
+            )
         if end_s is not None:
-            raise ConfigError(f"{where}: follows a row without rates, which only the last one may be")
+            raise ConfigError(
+                f"{where}: follows a row without rates, which only the last one may be"
+            )
         time_s = _number(cells[0], HEADER[0], where)
         last_s = times_s[-1] if times_s else None
         if last_s is None and time_s != 0:
             raise ConfigError(f"{where}: the first time is {cells[0]}; it must be 0")
         if last_s is not None and time_s <= last_s:
-            raise ConfigError(f"{where}: time {cells[0]} s does not come after {last_s} s; sort the rows")
+            raise ConfigError(
+                f"{where}: time {cells[0]} s does not come after {last_s} s; sort the rows"
+            )
         if last_s is not None and not cells[1] and not cells[2]:
             end_s = time_s
             continue
@@ -172,7 +210,10 @@ def read_csv(path: Path, *, latency_s: float = 0.0, repeats: bool = True) -> Ban
     elif end_s is None:
         end_s = times_s[-1] + (times_s[-1] - times_s[-2] if len(times_s) > 1 else 1.0)
     return BandwidthProfile(
-        RateSteps(tuple(times_s), tuple(up), end_s), RateSteps(tuple(times_s), tuple(down), end_s), latency_s)
+        RateSteps(tuple(times_s), tuple(up), end_s),
+        RateSteps(tuple(times_s), tuple(down), end_s),
+        latency_s,
+    )
 
 
 def _number(text: str, name: str, where: str) -> float:

@@ -53,17 +53,30 @@ class LinkStatistics:
 
     def __post_init__(self) -> None:
         if not 0 < self.min_bytes_per_s < self.mean_bytes_per_s < self.max_bytes_per_s < math.inf:
-            raise ConfigError(f"link statistics: need 0 < min < mean < max, got {self.min_bytes_per_s}, "
-                              f"{self.mean_bytes_per_s}, {self.max_bytes_per_s} bytes/s")
-        widest = math.sqrt((self.max_bytes_per_s - self.mean_bytes_per_s)
-                           * (self.mean_bytes_per_s - self.min_bytes_per_s))
+            raise ConfigError(
+                f"link statistics: need 0 < min < mean < max, got {self.min_bytes_per_s}, "
+                f"{self.mean_bytes_per_s}, {self.max_bytes_per_s} bytes/s"
+            )
+        widest = math.sqrt(
+            (self.max_bytes_per_s - self.mean_bytes_per_s)
+            * (self.mean_bytes_per_s - self.min_bytes_per_s)
+        )
         if not 0 < self.deviation_bytes_per_s < 0.9 * widest:
-            raise ConfigError(f"link statistics: a deviation of {self.deviation_bytes_per_s} bytes/s must be more than "
-                              f"0 and, for these limits, less than {0.9 * widest:.0f}")
-        if not (self.correlation_s > 0 and self.outage_s > 0 and 0 <= self.outage_share <= 0.5
-                and self.up_down_ratio > 0 and 0 <= self.up_down_correlation <= 1):
-            raise ConfigError("link statistics: need correlation_s, outage_s and up_down_ratio above 0, outage_share "
-                              f"from 0 to 0.5 and up_down_correlation from 0 to 1, got {self}")
+            raise ConfigError(
+                f"link statistics: a deviation of {self.deviation_bytes_per_s} bytes/s must be more than "
+                f"0 and, for these limits, less than {0.9 * widest:.0f}"
+            )
+        if not (
+            self.correlation_s > 0
+            and self.outage_s > 0
+            and 0 <= self.outage_share <= 0.5
+            and self.up_down_ratio > 0
+            and 0 <= self.up_down_correlation <= 1
+        ):
+            raise ConfigError(
+                "link statistics: need correlation_s, outage_s and up_down_ratio above 0, outage_share "
+                f"from 0 to 0.5 and up_down_correlation from 0 to 1, got {self}"
+            )
 
 
 @cache
@@ -80,11 +93,15 @@ def link_statistics(kind: str) -> LinkStatistics:
         close = get_close_matches(kind, tables, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(tables)}"
         raise ConfigError(f"link kind {kind!r} is unknown; {hint}")
-    return LinkStatistics(**{key.name: float(tables[kind][key.name]["value"]) for key in fields(LinkStatistics)})
+    return LinkStatistics(
+        **{key.name: float(tables[kind][key.name]["value"]) for key in fields(LinkStatistics)}
+    )
 
 
 @plain_numbers
-def generate_bandwidth_profile(kind: str, seed: int, duration_s: float, step_s: float = 1.0) -> BandwidthProfile:
+def generate_bandwidth_profile(
+    kind: str, seed: int, duration_s: float, step_s: float = 1.0
+) -> BandwidthProfile:
     """Return a profile for a kind of link that repeats after `duration_s`; equal arguments give equal profiles.
 
     Raises `ConfigError` for an unknown kind, and for a duration that is no whole number of steps.
@@ -93,36 +110,62 @@ def generate_bandwidth_profile(kind: str, seed: int, duration_s: float, step_s: 
 
 
 def generate_from_statistics(
-    figures: LinkStatistics, seed: int, duration_s: float, step_s: float = 1.0,
+    figures: LinkStatistics,
+    seed: int,
+    duration_s: float,
+    step_s: float = 1.0,
 ) -> BandwidthProfile:
     """Return a profile with the given statistics; see `generate_bandwidth_profile`."""
     if not (0 < step_s < math.inf and step_s <= duration_s < math.inf):
-        raise ConfigError(f"bandwidth profile: duration_s = {duration_s} and step_s = {step_s} must be positive, "
-                          "finite, and the step not longer than the whole")
+        raise ConfigError(
+            f"bandwidth profile: duration_s = {duration_s} and step_s = {step_s} must be positive, "
+            "finite, and the step not longer than the whole"
+        )
     num_steps = round(duration_s / step_s)
     if not math.isclose(num_steps * step_s, duration_s, rel_tol=1e-9):
-        raise ConfigError(f"bandwidth profile: duration_s = {duration_s} must be a whole number of steps of "
-                          f"{step_s} s")
+        raise ConfigError(
+            f"bandwidth profile: duration_s = {duration_s} must be a whole number of steps of "
+            f"{step_s} s"
+        )
     require_range("bandwidth profile", least=0, seed=seed)
     # One random stream each, so that a longer profile begins like a shorter one of the same seed.
-    down_noise, up_noise, outage_noise = (np.random.default_rng(child)
-                                          for child in np.random.SeedSequence(seed).spawn(3))
+    down_noise, up_noise, outage_noise = (
+        np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(3)
+    )
     phi = math.exp(-step_s / figures.correlation_s)
     shared = figures.up_down_correlation
     down_e = down_noise.standard_normal(num_steps)
     up_e = shared * down_e + math.sqrt(1 - shared * shared) * up_noise.standard_normal(num_steps)
-    mu, sigma = _log_moments(figures.mean_bytes_per_s, figures.deviation_bytes_per_s, figures.min_bytes_per_s,
-                             figures.max_bytes_per_s)
+    mu, sigma = _log_moments(
+        figures.mean_bytes_per_s,
+        figures.deviation_bytes_per_s,
+        figures.min_bytes_per_s,
+        figures.max_bytes_per_s,
+    )
     there = _link_is_up(outage_noise.random(num_steps), figures, step_s)
-    rates = [there * np.clip(np.exp(mu + sigma * _autoregressive(e, phi)), figures.min_bytes_per_s,
-                             figures.max_bytes_per_s) for e in (up_e, down_e)]
+    rates = [
+        there
+        * np.clip(
+            np.exp(mu + sigma * _autoregressive(e, phi)),
+            figures.min_bytes_per_s,
+            figures.max_bytes_per_s,
+        )
+        for e in (up_e, down_e)
+    ]
     times_s = tuple(index * step_s for index in range(num_steps))
     up, down = (tuple(map(float, rate)) for rate in (figures.up_down_ratio * rates[0], rates[1]))
-    return BandwidthProfile(RateSteps(times_s, up, duration_s), RateSteps(times_s, down, duration_s), figures.latency_s)
+    return BandwidthProfile(
+        RateSteps(times_s, up, duration_s), RateSteps(times_s, down, duration_s), figures.latency_s
+    )
 
 
 def add_jitter(
-    link: BandwidthProfile, deviation: float, seed: int, *, duration_s: float, step_s: float = 1.0,
+    link: BandwidthProfile,
+    deviation: float,
+    seed: int,
+    *,
+    duration_s: float,
+    step_s: float = 1.0,
     correlation_s: float = JITTER_CORRELATION_S,
 ) -> BandwidthProfile:
     """Return a profile whose rates scatter around those of `link`; equal arguments give equal profiles.
@@ -137,13 +180,20 @@ def add_jitter(
         return link
     sigma, phi = math.sqrt(math.log1p(deviation * deviation)), math.exp(-step_s / correlation_s)
     streams = (np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(2))
-    up, down = (_scattered(steps, sigma, phi, stream, min(duration_s, steps.end_s), step_s)
-                for steps, stream in zip((link.up, link.down), streams, strict=True))
+    up, down = (
+        _scattered(steps, sigma, phi, stream, min(duration_s, steps.end_s), step_s)
+        for steps, stream in zip((link.up, link.down), streams, strict=True)
+    )
     return BandwidthProfile(up, down, link.latency_s)
 
 
 def _scattered(
-    steps: RateSteps, sigma: float, phi: float, stream: np.random.Generator, until_s: float, step_s: float,
+    steps: RateSteps,
+    sigma: float,
+    phi: float,
+    stream: np.random.Generator,
+    until_s: float,
+    step_s: float,
 ) -> RateSteps:
     noise = _autoregressive(stream.standard_normal(math.ceil(until_s / step_s)), phi)
     factors = np.exp(sigma * noise - sigma * sigma / 2)
@@ -169,7 +219,9 @@ def _autoregressive(noise: NDArray[np.float64], phi: float) -> NDArray[np.float6
     return values
 
 
-def _link_is_up(noise: NDArray[np.float64], figures: LinkStatistics, step_s: float) -> NDArray[np.bool_]:
+def _link_is_up(
+    noise: NDArray[np.float64], figures: LinkStatistics, step_s: float
+) -> NDArray[np.bool_]:
     """Return for every step whether the link is up; outages last one or more whole steps."""
     ends = min(1.0, step_s / figures.outage_s)
     begins = ends * figures.outage_share / (1 - figures.outage_share)
@@ -209,6 +261,7 @@ def _clipped_moment(mu: float, sigma: float, least: float, most: float, power: i
     """Return E[clip(exp(mu + sigma Z), least, most)^power] of a standard normal Z."""
     below, above = (math.log(least) - mu) / sigma, (math.log(most) - mu) / sigma
     shift = power * sigma
-    inside = math.exp(min(700.0, power * mu + shift * shift / 2)) * (_NORMAL.cdf(above - shift)
-                                                                     - _NORMAL.cdf(below - shift))
+    inside = math.exp(min(700.0, power * mu + shift * shift / 2)) * (
+        _NORMAL.cdf(above - shift) - _NORMAL.cdf(below - shift)
+    )
     return least**power * _NORMAL.cdf(below) + most**power * (1 - _NORMAL.cdf(above)) + inside

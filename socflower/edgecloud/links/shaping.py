@@ -32,8 +32,13 @@ class TokenBucket:
     """
 
     def __init__(
-        self, profile: BandwidthProfile, direction: Direction, *, burst_bytes: int = BURST_BYTES,
-        start_s: float | None = None, clock: Callable[[], float] = time.monotonic,
+        self,
+        profile: BandwidthProfile,
+        direction: Direction,
+        *,
+        burst_bytes: int = BURST_BYTES,
+        start_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] | None = None,
     ) -> None:
         require_range("token bucket", least=0, burst_bytes=burst_bytes)
@@ -42,7 +47,9 @@ class TokenBucket:
         self._sleep = self._closed.wait if sleep is None else sleep
         self._start_s = clock() if start_s is None else start_s
         self._lock = threading.Lock()
-        self._passed_s = -math.inf  # when, in the profile's time, the last byte requested so far has passed
+        self._passed_s = (
+            -math.inf
+        )  # when, in the profile's time, the last byte requested so far has passed
 
     def wait(self, num_bytes: int) -> bool:
         """Block until `num_bytes` have passed, after all that were requested before; False if closed meanwhile.
@@ -51,7 +58,9 @@ class TokenBucket:
         """
         with self._lock:
             now_s = self._clock() - self._start_s
-            self._passed_s = self._profile.passed_s(self._direction, self._begin_s(now_s), num_bytes)
+            self._passed_s = self._profile.passed_s(
+                self._direction, self._begin_s(now_s), num_bytes
+            )
             due_s = self._passed_s
         while not self._closed.is_set():
             left_s = due_s - (self._clock() - self._start_s)

@@ -17,8 +17,12 @@ FULL_BITS = 32
 class BaselineTerms:
     """What a method may choose among: what its paper offers, with at least the freedom that ours is given."""
 
-    cut: Literal["best", "given or best", "given or middle", "none"]  # "given" is the cut that the user names
-    edge_alone: Literal["always", "if allowed", "never", "only"]  # "if allowed": where ours may train without the cloud
+    cut: Literal[
+        "best", "given or best", "given or middle", "none"
+    ]  # "given" is the cut that the user names
+    edge_alone: Literal[
+        "always", "if allowed", "never", "only"
+    ]  # "if allowed": where ours may train without the cloud
     waits: bool  # for the gradient of a batch before the next one begins; otherwise it uses our window K
     bits: int = FULL_BITS  # of features
     gradient_bits: int = FULL_BITS
@@ -37,7 +41,12 @@ BASELINES: Mapping[str, BaselineTerms] = {
 
 
 def choices(
-    peer: str, costs: SplitCosts, *, window: int = 0, cut: int | None = None, allow_edge_only: bool = False,
+    peer: str,
+    costs: SplitCosts,
+    *,
+    window: int = 0,
+    cut: int | None = None,
+    allow_edge_only: bool = False,
 ) -> tuple[SplitPlan, ...]:
     """Return every deployment that a method may choose, the smallest cut first and edge-only last.
 
@@ -56,23 +65,35 @@ def choices(
     elif terms.cut == "given or middle":
         cuts = (_middle(costs),)
     split = tuple(SplitPlan(cut=place, bits=terms.bits, window=limit) for place in cuts)
-    given = terms.cut == "given or best" and cut is not None  # then ours cannot choose the cut either
-    alone = terms.edge_alone in ("always", "only") or (terms.edge_alone == "if allowed" and allow_edge_only
-                                                       and not given)
+    given = (
+        terms.cut == "given or best" and cut is not None
+    )  # then ours cannot choose the cut either
+    alone = terms.edge_alone in ("always", "only") or (
+        terms.edge_alone == "if allowed" and allow_edge_only and not given
+    )
     return (*split, SplitPlan(cut=None, bits=terms.bits, window=limit)) if alone else split
 
 
 def plan_baseline(
-    peer: str, costs: SplitCosts, rates: LinkRates, *, num_batches: int = 1, window: int = 0, cut: int | None = None,
-    allow_edge_only: bool = False, reverse: bool = False,
+    peer: str,
+    costs: SplitCosts,
+    rates: LinkRates,
+    *,
+    num_batches: int = 1,
+    window: int = 0,
+    cut: int | None = None,
+    allow_edge_only: bool = False,
+    reverse: bool = False,
 ) -> SplitPlan:
     """Return the method's deployment for a link: of its `choices` the one that trains `num_batches` fastest (F26).
 
     Its time is predicted with the method's own gradient width, not that of `costs`. Ties go to the earlier choice.
     """
     own = replace(costs, gradient_bits=_terms(peer).gradient_bits)
-    return min(choices(peer, costs, window=window, cut=cut, allow_edge_only=allow_edge_only),
-               key=lambda choice: predicted_s(own, choice, rates, num_batches, reverse=reverse))
+    return min(
+        choices(peer, costs, window=window, cut=cut, allow_edge_only=allow_edge_only),
+        key=lambda choice: predicted_s(own, choice, rates, num_batches, reverse=reverse),
+    )
 
 
 def gradient_bits(strategy: str, ours: int) -> int:
@@ -86,8 +107,11 @@ def _middle(costs: SplitCosts) -> int:
     A layer ends where the next weights begin; a cut before its pooling would send features that are not needed.
     """
     middle = len(costs.cuts) // 2
-    same = [index for index, cut in enumerate(costs.cuts)
-            if cut.front_weight_bytes == costs.cuts[middle].front_weight_bytes and index >= middle]
+    same = [
+        index
+        for index, cut in enumerate(costs.cuts)
+        if cut.front_weight_bytes == costs.cuts[middle].front_weight_bytes and index >= middle
+    ]
     return same[-1]
 
 

@@ -15,15 +15,30 @@ class Channel:
     With a meter, transfers are reported to it as the link carries them.
     """
 
-    def __init__(self, simulation: Simulation, path: Sequence[Link], edge: int, direction: Direction, *,
-                 latency_s: float = 0.0, meter: BandwidthMeter | None = None) -> None:
+    def __init__(
+        self,
+        simulation: Simulation,
+        path: Sequence[Link],
+        edge: int,
+        direction: Direction,
+        *,
+        latency_s: float = 0.0,
+        meter: BandwidthMeter | None = None,
+    ) -> None:
         self.direction: Direction = direction
         self.busy_s = 0.0
         self.num_bytes = 0.0
-        self._simulation, self._path, self._edge, self._latency_s = simulation, tuple(path), edge, latency_s
+        self._simulation, self._path, self._edge, self._latency_s = (
+            simulation,
+            tuple(path),
+            edge,
+            latency_s,
+        )
         self._meter = meter
         self._waiting: Queue[tuple[float, str, Event[None]]] = Queue()
-        self._in_flight: deque[tuple[float, float]] = deque()  # begin and bytes of what is under way
+        self._in_flight: deque[tuple[float, float]] = (
+            deque()
+        )  # begin and bytes of what is under way
         self._num_sent = 0
         simulation.start(self._carry(), f"the {direction} link of edge {edge}", background=True)
 

@@ -38,8 +38,9 @@ def training_s(phases: Phases, num_batches: float, window: float) -> float:
     return (num_batches - 1.0) * period_s(phases, window) + phases.total_s
 
 
-def migration_s(costs: SplitCosts, old: int | None, new: int | None, rates: LinkRates, *,
-                reverse: bool = False) -> float:
+def migration_s(
+    costs: SplitCosts, old: int | None, new: int | None, rates: LinkRates, *, reverse: bool = False
+) -> float:
     """Return the seconds for moving the weights between two cuts (U, Eq. 13), one latency included.
 
     Layers leave the edge at the up rate and arrive at the down rate; None is the cut at which the edge has the whole
@@ -54,7 +55,9 @@ def migration_s(costs: SplitCosts, old: int | None, new: int | None, rates: Link
     return transfer_s(abs(received_bytes), rate) + rates.latency_s
 
 
-def received_weight_bytes(costs: SplitCosts, old: int | None, new: int | None, *, reverse: bool = False) -> float:
+def received_weight_bytes(
+    costs: SplitCosts, old: int | None, new: int | None, *, reverse: bool = False
+) -> float:
     """Return the bytes of weights that the edge receives as the cut moves, negative if it sends some (Eq. 13).
 
     Raises ConfigError for a cut that the model does not have, and for None where the model's bytes are not known.
@@ -65,8 +68,10 @@ def received_weight_bytes(costs: SplitCosts, old: int | None, new: int | None, *
 def _edge_weight_bytes(costs: SplitCosts, cut: int | None, reverse: bool) -> float:
     if cut is None:
         if not costs.model_weight_bytes:
-            raise ConfigError(f"model {costs.model}: model_weight_bytes is not known; without it no cost of moving to "
-                              "or from an edge that trains alone can be told")
+            raise ConfigError(
+                f"model {costs.model}: model_weight_bytes is not known; without it no cost of moving to "
+                "or from an edge that trains alone can be told"
+            )
         return costs.model_weight_bytes
     front_bytes = cut_cost(costs, cut).front_weight_bytes
     # Unknown model bytes count as 0: between two cuts of a reverse split they cancel out.
@@ -83,21 +88,39 @@ def drain_s(phases: Phases, window: float) -> float:
     return phases.total_s if math.isinf(window) else window * period_s(phases, window)
 
 
-def predicted_s(costs: SplitCosts, split_plan: SplitPlan, rates: LinkRates, num_batches: float,
-                previous: SplitPlan | None = None, *, now: LinkRates | None = None, reverse: bool = False) -> float:
+def predicted_s(
+    costs: SplitCosts,
+    split_plan: SplitPlan,
+    rates: LinkRates,
+    num_batches: float,
+    previous: SplitPlan | None = None,
+    *,
+    now: LinkRates | None = None,
+    reverse: bool = False,
+) -> float:
     """Return the seconds of the next `num_batches` under a deployment: M, and U and the drain if it is a new one (F27).
 
     `previous` is the deployment whose batches are in flight; None if there are none, or it is the same. `rates` are
     those expected during training; `now` are those for drain and migration, if they differ.
     """
-    training = training_s(phases(costs, split_plan, rates, reverse=reverse), num_batches,
-                          window_limit(costs, split_plan))
+    training = training_s(
+        phases(costs, split_plan, rates, reverse=reverse),
+        num_batches,
+        window_limit(costs, split_plan),
+    )
     if previous is None or previous == split_plan:
         return training
     now = now or rates
-    leaving_s = 0.0 if previous.cut is None else drain_s(phases(costs, previous, now, reverse=reverse),
-                                                         window_limit(costs, previous))
-    return training + leaving_s + migration_s(costs, previous.cut, split_plan.cut, now, reverse=reverse)
+    leaving_s = (
+        0.0
+        if previous.cut is None
+        else drain_s(phases(costs, previous, now, reverse=reverse), window_limit(costs, previous))
+    )
+    return (
+        training
+        + leaving_s
+        + migration_s(costs, previous.cut, split_plan.cut, now, reverse=reverse)
+    )
 
 
 def _check_batches(num_batches: float) -> None:

@@ -20,18 +20,29 @@ from socflower.wire.codecs.quantisation import BITS
 class WindowSchedule:
     """K by training progress: a new value from each given fraction of all batches on."""
 
-    steps: tuple[tuple[float, int], ...] = ((0.0, 4), (0.5, 5))  # (fraction, K), as the paper trains
+    steps: tuple[tuple[float, int], ...] = (
+        (0.0, 4),
+        (0.5, 5),
+    )  # (fraction, K), as the paper trains
 
     def __post_init__(self) -> None:
         fractions = [fraction for fraction, _ in self.steps]
-        if not fractions or fractions[0] != 0.0 or not all(a < b < 1.0 for a, b in pairwise(fractions)):
-            raise ConfigError(f"window schedule: fractions must begin with 0 and rise below 1, got {fractions}")
+        if (
+            not fractions
+            or fractions[0] != 0.0
+            or not all(a < b < 1.0 for a, b in pairwise(fractions))
+        ):
+            raise ConfigError(
+                f"window schedule: fractions must begin with 0 and rise below 1, got {fractions}"
+            )
         for _, window in self.steps:
             require_range("window schedule", least=0, window=window)
 
     def window(self, batch: int, num_batches: int) -> int:
         """Return K for a batch of a training of `num_batches`; the last value beyond its end."""
-        return next(window for fraction, window in reversed(self.steps) if batch >= fraction * num_batches)
+        return next(
+            window for fraction, window in reversed(self.steps) if batch >= fraction * num_batches
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,10 +77,21 @@ class DecisionEngine:
     engine lags behind, and the best fixed cut, which is not known beforehand, is faster.
     """
 
-    def __init__(self, costs: SplitCosts, bits: Sequence[int] = (8,), *, allow_edge_only: bool = False,
-                 beta: float = 0.5, first_gap_batches: float = 200.0, min_gain: float = 0.05, rest_batches: int = 10,
-                 smoothing: float = 0.7, num_batches: int | None = None, edge_memory_bytes: float = math.inf,
-                 reverse: bool = False) -> None:
+    def __init__(
+        self,
+        costs: SplitCosts,
+        bits: Sequence[int] = (8,),
+        *,
+        allow_edge_only: bool = False,
+        beta: float = 0.5,
+        first_gap_batches: float = 200.0,
+        min_gain: float = 0.05,
+        rest_batches: int = 10,
+        smoothing: float = 0.7,
+        num_batches: int | None = None,
+        edge_memory_bytes: float = math.inf,
+        reverse: bool = False,
+    ) -> None:
         """Choose among the cuts of `costs` that fit into `edge_memory_bytes`, and among `bits`.
 
         `beta` is the weight of the past in τ, `smoothing` that of the past in the rates, per decision. With
@@ -77,23 +99,44 @@ class DecisionEngine:
         settings.
         """
         if not bits or any(width not in BITS for width in bits):
-            raise ConfigError(f"decision engine: bits = {list(bits)} must be some of {', '.join(map(str, BITS))}")
-        require_range("decision engine", least=0, below=1, beta=beta, min_gain=min_gain, smoothing=smoothing)
-        require_range("decision engine", least=1, first_gap_batches=first_gap_batches, rest_batches=rest_batches,
-                      num_batches=1 if num_batches is None else num_batches)
+            raise ConfigError(
+                f"decision engine: bits = {list(bits)} must be some of {', '.join(map(str, BITS))}"
+            )
+        require_range(
+            "decision engine", least=0, below=1, beta=beta, min_gain=min_gain, smoothing=smoothing
+        )
+        require_range(
+            "decision engine",
+            least=1,
+            first_gap_batches=first_gap_batches,
+            rest_batches=rest_batches,
+            num_batches=1 if num_batches is None else num_batches,
+        )
         if allow_edge_only and not costs.model_weight_bytes:
-            raise ConfigError(f"decision engine: edge-only training of model {costs.model} needs model_weight_bytes "
-                              "in its costs; set it, or leave edge-only training out")
-        self._cuts = tuple(i for i, cut in enumerate(costs.cuts) if cut.edge_memory_bytes <= edge_memory_bytes)
+            raise ConfigError(
+                f"decision engine: edge-only training of model {costs.model} needs model_weight_bytes "
+                "in its costs; set it, or leave edge-only training out"
+            )
+        self._cuts = tuple(
+            i for i, cut in enumerate(costs.cuts) if cut.edge_memory_bytes <= edge_memory_bytes
+        )
         if not self._cuts:
             least = min(cut.edge_memory_bytes for cut in costs.cuts)
-            raise InfeasiblePlan(f"decision engine: no cut of model {costs.model} fits into {edge_memory_bytes:.0f} "
-                                 f"bytes of the edge; the smallest needs {least:.0f}; make the batch smaller")
+            raise InfeasiblePlan(
+                f"decision engine: no cut of model {costs.model} fits into {edge_memory_bytes:.0f} "
+                f"bytes of the edge; the smallest needs {least:.0f}; make the batch smaller"
+            )
         self._costs, self._reverse = costs, reverse
-        self._allow_edge_only = allow_edge_only and costs.edge_only_memory_bytes <= edge_memory_bytes
+        self._allow_edge_only = (
+            allow_edge_only and costs.edge_only_memory_bytes <= edge_memory_bytes
+        )
         self._bits = tuple(sorted(set(bits), reverse=True))
         self._beta, self._smoothing, self._min_gain = beta, smoothing, min_gain
-        self._rest_batches, self._longest_gap, self._num_batches = rest_batches, first_gap_batches, num_batches
+        self._rest_batches, self._longest_gap, self._num_batches = (
+            rest_batches,
+            first_gap_batches,
+            num_batches,
+        )
         self._gap_batches = first_gap_batches
         self._changed_at: int | None = None  # the batch of the last change; None before the first
         self._smoothed: LinkRates | None = None
@@ -120,11 +163,14 @@ class DecisionEngine:
     def best(self, rates: LinkRates, window: int) -> SplitPlan:
         """Return the deployment to begin with, without the cost of a move; over a dead link the first one."""
         gap = self.expected_batches(0)
-        return min(self.choices(window),
-                   key=lambda choice: predicted_s(self._costs, choice, rates, gap, reverse=self._reverse))
+        return min(
+            self.choices(window),
+            key=lambda choice: predicted_s(self._costs, choice, rates, gap, reverse=self._reverse),
+        )
 
-    def decide(self, batch: int, rates: LinkRates, current: SplitPlan, window: int,
-               edge_speed: float = 1.0) -> SplitPlan | None:
+    def decide(
+        self, batch: int, rates: LinkRates, current: SplitPlan, window: int, edge_speed: float = 1.0
+    ) -> SplitPlan | None:
         """Return the deployment to change to before the forward pass of `batch`, or None to stay.
 
         To be called between batches with the measured rates and the current K, which is not part of the choice; a new K
@@ -144,14 +190,26 @@ class DecisionEngine:
         for choice in self.choices(window):
             if choice == current or (choice.cut is None and current.cut is None):
                 continue
-            seconds = predicted_s(costs, choice, smoothed, gap, current, now=rates, reverse=self._reverse)
+            seconds = predicted_s(
+                costs, choice, smoothed, gap, current, now=rates, reverse=self._reverse
+            )
             if seconds < move_s:
                 chosen, move_s = choice, seconds
         pays = math.isinf(stay_s) or stay_s - move_s > self._min_gain * stay_s
         if chosen is current or not pays:
             return None
-        self._log.append(Decision(batch=batch, rates=rates, smoothed=smoothed, gap_batches=gap, old=current, new=chosen,
-                                  predicted_s_stay=stay_s, predicted_s_move=move_s))
+        self._log.append(
+            Decision(
+                batch=batch,
+                rates=rates,
+                smoothed=smoothed,
+                gap_batches=gap,
+                old=current,
+                new=chosen,
+                predicted_s_stay=stay_s,
+                predicted_s_move=move_s,
+            )
+        )
         self._gap_batches = self._next_gap(batch)
         self._changed_at = batch
         return chosen
@@ -164,20 +222,32 @@ class DecisionEngine:
     def state(self) -> dict[str, Any]:
         """Return the state for `restore`, as values that JSON represents exactly; the log is left out."""
         rates = self._smoothed
-        return {"gap_batches": self._gap_batches, "changed_at": self._changed_at,
-                "smoothed": None if rates is None else [rates.up_bytes_per_s, rates.down_bytes_per_s, rates.latency_s]}
+        return {
+            "gap_batches": self._gap_batches,
+            "changed_at": self._changed_at,
+            "smoothed": None
+            if rates is None
+            else [rates.up_bytes_per_s, rates.down_bytes_per_s, rates.latency_s],
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state of another engine with the same settings."""
         self._gap_batches, self._changed_at = state["gap_batches"], state["changed_at"]
         rates = state["smoothed"]
-        self._smoothed = None if rates is None else LinkRates(
-            up_bytes_per_s=rates[0], down_bytes_per_s=rates[1], latency_s=rates[2])
+        self._smoothed = (
+            None
+            if rates is None
+            else LinkRates(up_bytes_per_s=rates[0], down_bytes_per_s=rates[1], latency_s=rates[2])
+        )
 
     def expected_batches(self, batch: int) -> float:
         """Return τ, the expected number of batches that a change made before `batch` lasts."""
         expected = max(self._gap_batches, self._next_gap(batch))
-        return expected if self._num_batches is None else min(expected, float(self._num_batches - batch))
+        return (
+            expected
+            if self._num_batches is None
+            else min(expected, float(self._num_batches - batch))
+        )
 
     def _next_gap(self, batch: int) -> float:
         """Return the new τ if the gap ends now (Eq. 14); the first change does not end a gap."""
@@ -192,17 +262,28 @@ class DecisionEngine:
         past, weight = self._smoothed, self._smoothing
 
         def blend(old: float, new: float) -> float:
-            return new if old == new else weight * old + (1.0 - weight) * new  # exact for a constant link
+            return (
+                new if old == new else weight * old + (1.0 - weight) * new
+            )  # exact for a constant link
 
-        return LinkRates(up_bytes_per_s=blend(past.up_bytes_per_s, rates.up_bytes_per_s),
-                         down_bytes_per_s=blend(past.down_bytes_per_s, rates.down_bytes_per_s),
-                         latency_s=blend(past.latency_s, rates.latency_s))
+        return LinkRates(
+            up_bytes_per_s=blend(past.up_bytes_per_s, rates.up_bytes_per_s),
+            down_bytes_per_s=blend(past.down_bytes_per_s, rates.down_bytes_per_s),
+            latency_s=blend(past.latency_s, rates.latency_s),
+        )
 
 
 @plain_numbers
 def adaptive_party(
-    costs: SplitCosts, link: BandwidthProfile, *, num_batches: int, bits: Sequence[int] = (8,),
-    window: WindowSchedule | None = None, allow_edge_only: bool = False, moves: bool = True, reverse: bool = False,
+    costs: SplitCosts,
+    link: BandwidthProfile,
+    *,
+    num_batches: int,
+    bits: Sequence[int] = (8,),
+    window: WindowSchedule | None = None,
+    allow_edge_only: bool = False,
+    moves: bool = True,
+    reverse: bool = False,
     edge_memory_bytes: float = math.inf,
 ) -> Party:
     """Return an edge that begins with the best deployment for its link, and moves the cut as the link changes.
@@ -212,11 +293,22 @@ def adaptive_party(
     `edge_memory_bytes` are left out. Raises ConfigError for invalid settings.
     """
     schedule = window or WindowSchedule()
-    engine = DecisionEngine(costs, bits, allow_edge_only=allow_edge_only, num_batches=num_batches, reverse=reverse,
-                            edge_memory_bytes=edge_memory_bytes)
+    engine = DecisionEngine(
+        costs,
+        bits,
+        allow_edge_only=allow_edge_only,
+        num_batches=num_batches,
+        reverse=reverse,
+        edge_memory_bytes=edge_memory_bytes,
+    )
     first = engine.best(initial_rates(link), schedule.window(0, num_batches))
-    return Party(costs=costs, bandwidth_profile=link, split_plan=first,
-                 window=lambda batch: schedule.window(batch, num_batches), decider=engine if moves else None)
+    return Party(
+        costs=costs,
+        bandwidth_profile=link,
+        split_plan=first,
+        window=lambda batch: schedule.window(batch, num_batches),
+        decider=engine if moves else None,
+    )
 
 
 def initial_rates(link: BandwidthProfile) -> LinkRates:

@@ -14,8 +14,9 @@ CloudMode: TypeAlias = Literal["own", "turns", "joined"]
 class Decider(Protocol):
     """Decides on changes of the deployment between two batches."""
 
-    def decide(self, batch: int, rates: LinkRates, current: SplitPlan, window: int,
-               edge_speed: float = 1.0) -> SplitPlan | None:
+    def decide(
+        self, batch: int, rates: LinkRates, current: SplitPlan, window: int, edge_speed: float = 1.0
+    ) -> SplitPlan | None:
         """Return the new deployment from `batch` on, or None to stay; K is given, not chosen.
 
         `edge_speed` is the edge's present speed, as a fraction of that at which its costs hold.
@@ -45,10 +46,18 @@ class Party:
         end = first + num_batches
         for absence in self.away:
             if first < absence.stop < end and absence.start < absence.stop:
-                raise ConfigError(f"split training: an edge is away until batch {absence.stop}, within the round of "
-                                  f"batches {first} to {end - 1}; it can return where a round begins")
-        return min([max(0, absence.start - first) for absence in self.away if absence.start < end <= absence.stop],
-                   default=num_batches)
+                raise ConfigError(
+                    f"split training: an edge is away until batch {absence.stop}, within the round of "
+                    f"batches {first} to {end - 1}; it can return where a round begins"
+                )
+        return min(
+            [
+                max(0, absence.start - first)
+                for absence in self.away
+                if absence.start < end <= absence.stop
+            ],
+            default=num_batches,
+        )
 
     def limit(self, batch: int) -> int:
         """Return K for a batch; `ConfigError` if it is negative."""

@@ -22,15 +22,19 @@ class Phases:
     cloud_s: float = 0.0  # T3
     down_s: float = 0.0  # T4
     latency_s: float = 0.0  # of both directions together; it delays a batch, but occupies no stage
-    hidden_s: float = 0.0  # of edge_s: the part of the edge's transfer work that overlaps with the transfer
+    hidden_s: float = (
+        0.0  # of edge_s: the part of the edge's transfer work that overlaps with the transfer
+    )
 
     def __post_init__(self) -> None:
         for key in ("edge_s", "up_s", "cloud_s", "down_s", "latency_s", "hidden_s"):
             if not getattr(self, key) >= 0:
                 raise ConfigError(f"phases: {key} = {getattr(self, key)} must be 0 or more")
         if self.hidden_s > self.edge_s:
-            raise ConfigError(f"phases: hidden_s = {self.hidden_s} is a part of edge_s = {self.edge_s} and cannot be "
-                              "more")
+            raise ConfigError(
+                f"phases: hidden_s = {self.hidden_s} is a part of edge_s = {self.edge_s} and cannot be "
+                "more"
+            )
 
     @property
     def longest_s(self) -> float:
@@ -85,27 +89,48 @@ def batch_times(costs: SplitCosts, split_plan: SplitPlan, *, reverse: bool = Fal
     replays = split_plan.window > 0 and cut.front_trains
     codec_s = cut.feature_elements * costs.codec_s_per_element.get(split_plan.bits, 0.0)
     message_s = costs.edge_s_per_batch / 2.0  # one goes up, one down
-    features_s, gradient_s = (costs.cloud_s_per_batch / 2.0 + num_bytes * costs.cloud_s_per_byte
-                              for num_bytes in (feature_bytes, gradient_bytes))
+    features_s, gradient_s = (
+        costs.cloud_s_per_batch / 2.0 + num_bytes * costs.cloud_s_per_byte
+        for num_bytes in (feature_bytes, gradient_bytes)
+    )
     if reverse:
         forward_share = FORWARD_SHARE if cut.front_trains else 1.0
         pass_s = cut.cloud_s * forward_share
         forward_s = pass_s + features_s
         apply_s = cut.cloud_s * (1.0 - forward_share) + (pass_s if replays else 0.0) + gradient_s
-        step_s = (cut.edge_forward_s + cut.edge_backward_s + codec_s
-                  + (feature_bytes + gradient_bytes) * costs.edge_s_per_byte + 2.0 * message_s)
+        step_s = (
+            cut.edge_forward_s
+            + cut.edge_backward_s
+            + codec_s
+            + (feature_bytes + gradient_bytes) * costs.edge_s_per_byte
+            + 2.0 * message_s
+        )
     else:
         forward_s = cut.edge_forward_s + codec_s + message_s
         decode_s = costs.decode_s_per_element.get(costs.gradient_bits, 0.0)
-        apply_s = ((cut.edge_backward_s + cut.feature_elements * decode_s if cut.front_trains else 0.0)
-                   + (cut.replay_s if replays else 0.0) + message_s)
+        apply_s = (
+            (cut.edge_backward_s + cut.feature_elements * decode_s if cut.front_trains else 0.0)
+            + (cut.replay_s if replays else 0.0)
+            + message_s
+        )
         step_s = cut.cloud_s + features_s + gradient_s
     s_per_byte = 0.0 if reverse else costs.edge_s_per_byte
-    return BatchTimes(split_plan, forward_s, step_s, apply_s, feature_bytes, gradient_bytes, cut.front_trains,
-                      feature_bytes * s_per_byte, gradient_bytes * s_per_byte)
+    return BatchTimes(
+        split_plan,
+        forward_s,
+        step_s,
+        apply_s,
+        feature_bytes,
+        gradient_bytes,
+        cut.front_trains,
+        feature_bytes * s_per_byte,
+        gradient_bytes * s_per_byte,
+    )
 
 
-def phases(costs: SplitCosts, split_plan: SplitPlan, rates: LinkRates, *, reverse: bool = False) -> Phases:
+def phases(
+    costs: SplitCosts, split_plan: SplitPlan, rates: LinkRates, *, reverse: bool = False
+) -> Phases:
     """Return the seconds of a batch's phases under a deployment; see `batch_times`.
 
     The edge's processor works on one part of a transfer while the link carries another: this occupies the processor,
@@ -115,13 +140,25 @@ def phases(costs: SplitCosts, split_plan: SplitPlan, rates: LinkRates, *, revers
     if times.alone:
         return Phases(edge_s=times.forward_s)
     up_bytes, down_bytes = times.feature_bytes, times.gradient_bytes
-    edge_s, cloud_s = times.forward_s + times.apply_s + times.sending_s + times.receiving_s, times.step_s
+    edge_s, cloud_s = (
+        times.forward_s + times.apply_s + times.sending_s + times.receiving_s,
+        times.step_s,
+    )
     if reverse:
         up_bytes, down_bytes, edge_s, cloud_s = down_bytes, up_bytes, cloud_s, edge_s
-    up_s, down_s = transfer_s(up_bytes, rates.up_bytes_per_s), transfer_s(down_bytes, rates.down_bytes_per_s)
-    return Phases(edge_s=edge_s, up_s=up_s, cloud_s=cloud_s, down_s=down_s, latency_s=2.0 * rates.latency_s,
-                  hidden_s=min(times.sending_s, up_s + rates.latency_s)
-                  + min(times.receiving_s, down_s + rates.latency_s))
+    up_s, down_s = (
+        transfer_s(up_bytes, rates.up_bytes_per_s),
+        transfer_s(down_bytes, rates.down_bytes_per_s),
+    )
+    return Phases(
+        edge_s=edge_s,
+        up_s=up_s,
+        cloud_s=cloud_s,
+        down_s=down_s,
+        latency_s=2.0 * rates.latency_s,
+        hidden_s=min(times.sending_s, up_s + rates.latency_s)
+        + min(times.receiving_s, down_s + rates.latency_s),
+    )
 
 
 def window_limit(costs: SplitCosts, split_plan: SplitPlan) -> float:
@@ -146,5 +183,7 @@ def transfer_s(num_bytes: float, bytes_per_s: float) -> float:
 def cut_cost(costs: SplitCosts, cut: int) -> CutCost:
     """Return the costs of a cut; `ConfigError` names the range if the model has no such cut."""
     if not 0 <= cut < len(costs.cuts):
-        raise ConfigError(f"model {costs.model}: has no cut {cut}; its cuts are 0 to {len(costs.cuts) - 1}")
+        raise ConfigError(
+            f"model {costs.model}: has no cut {cut}; its cuts are 0 to {len(costs.cuts) - 1}"
+        )
     return costs.cuts[cut]

@@ -26,7 +26,16 @@ from socflower.edgecloud.plan.phases import BatchTimes, batch_times
 from socflower.edgecloud.plan.timeline_actions import Action, Kind
 from socflower.errors import ConfigError, require_range
 from socflower.sim import EventClock
-from socflower.sim.processes import Credits, Event, Link, Process, Processor, Queue, Simulation, all_of
+from socflower.sim.processes import (
+    Credits,
+    Event,
+    Link,
+    Process,
+    Processor,
+    Queue,
+    Simulation,
+    all_of,
+)
 
 PROBE_BYTES = 65536
 """What an edge that trains alone sends in each direction to measure whether a cut would pay, if it has a decider."""
@@ -74,9 +83,18 @@ class Timeline:
 
 
 def simulate(
-    parties: Sequence[Party], num_batches: int, first_batch: int = 0, *, clock: EventClock, cluster: Cluster,
-    cloud: CloudMode = "own", reverse: bool = False, apply_first: bool = False, uplink: BandwidthProfile | None = None,
-    cloud_processors: int | None = None, label: str = "split training",
+    parties: Sequence[Party],
+    num_batches: int,
+    first_batch: int = 0,
+    *,
+    clock: EventClock,
+    cluster: Cluster,
+    cloud: CloudMode = "own",
+    reverse: bool = False,
+    apply_first: bool = False,
+    uplink: BandwidthProfile | None = None,
+    cloud_processors: int | None = None,
+    label: str = "split training",
 ) -> Timeline:
     """Let all parties train the batches from `first_batch` on, advance the clock, and return the timeline.
 
@@ -111,20 +129,41 @@ def simulate(
     _check(parties, num_batches, first_batch, cloud, reverse)
     # A back half with only one party is not shared, so its cut may move, even to edge-only.
     mode: CloudMode = "own" if len(parties) == 1 else cloud
-    require_range("split pipeline", least=1, cloud_processors=1 if cloud_processors is None else cloud_processors)
+    require_range(
+        "split pipeline",
+        least=1,
+        cloud_processors=1 if cloud_processors is None else cloud_processors,
+    )
     if mode != "own" and cloud_processors is not None:
-        raise ConfigError(f"split pipeline: cloud = {mode!r} has one half and one processor; leave cloud_processors = "
-                          f"{cloud_processors} out")
-    pipeline = _Pipeline(parties, num_batches, first_batch, cluster, mode, reverse, apply_first, uplink,
-                         cloud_processors)
-    present = [index for index, party in enumerate(parties) if party.num_batches(first_batch, num_batches)]
+        raise ConfigError(
+            f"split pipeline: cloud = {mode!r} has one half and one processor; leave cloud_processors = "
+            f"{cloud_processors} out"
+        )
+    pipeline = _Pipeline(
+        parties,
+        num_batches,
+        first_batch,
+        cluster,
+        mode,
+        reverse,
+        apply_first,
+        uplink,
+        cloud_processors,
+    )
+    present = [
+        index for index, party in enumerate(parties) if party.num_batches(first_batch, num_batches)
+    ]
     if not present:
-        raise ConfigError(f"split pipeline: all parties are away from batch {first_batch} on; one must train")
+        raise ConfigError(
+            f"split pipeline: all parties are away from batch {first_batch} on; one must train"
+        )
     usage = clock.run_processes(pipeline.start, socs=present, label=label)
     return pipeline.timeline(usage)
 
 
-def round_ends(round_epochs: float | Sequence[float], batches_per_epoch: int, num_epochs: int) -> tuple[int, ...]:
+def round_ends(
+    round_epochs: float | Sequence[float], batches_per_epoch: int, num_epochs: int
+) -> tuple[int, ...]:
     """Return how many batches are done at the end of each round.
 
     `round_epochs` are the epochs of each round, rounded to batches, or the epochs at the end of each. Raises
@@ -135,23 +174,33 @@ def round_ends(round_epochs: float | Sequence[float], batches_per_epoch: int, nu
         length = max(1, round(round_epochs * batches_per_epoch))
         return tuple(min(end, total) for end in range(length, total + length, length))
     ends = tuple(round(epoch * batches_per_epoch) for epoch in round_epochs)
-    empty = next((index for index, end in enumerate(ends) if end <= (ends[index - 1] if index else 0)), None)
+    empty = next(
+        (index for index, end in enumerate(ends) if end <= (ends[index - 1] if index else 0)), None
+    )
     if empty is not None:
-        raise ConfigError(f"split training: round {empty + 1}, to epoch {round_epochs[empty]:g}, would have no batch "
-                          f"of the edges' {batches_per_epoch} an epoch; make rounds longer, or batches smaller")
+        raise ConfigError(
+            f"split training: round {empty + 1}, to epoch {round_epochs[empty]:g}, would have no batch "
+            f"of the edges' {batches_per_epoch} an epoch; make rounds longer, or batches smaller"
+        )
     if not ends or ends[-1] != total:
-        raise ConfigError(f"split training: round_epochs end at {round_epochs[-1] if ends else 0:g} of {num_epochs} "
-                          "epochs; the last round ends with the training")
+        raise ConfigError(
+            f"split training: round_epochs end at {round_epochs[-1] if ends else 0:g} of {num_epochs} "
+            "epochs; the last round ends with the training"
+        )
     return ends
 
 
 def moved(parties: Sequence[Party], timeline: Timeline) -> list[Party]:
     """Return the parties with the split plans that they had at the end of a timeline."""
-    return [replace(party, split_plan=past.moves[-1].new) if past.moves else party
-            for party, past in zip(parties, timeline.parties, strict=True)]
+    return [
+        replace(party, split_plan=past.moves[-1].new) if past.moves else party
+        for party, past in zip(parties, timeline.parties, strict=True)
+    ]
 
 
-def _check(parties: Sequence[Party], num_batches: int, first_batch: int, cloud: CloudMode, reverse: bool) -> None:
+def _check(
+    parties: Sequence[Party], num_batches: int, first_batch: int, cloud: CloudMode, reverse: bool
+) -> None:
     if not parties:
         raise ConfigError("split pipeline: no parties; give at least one")
     require_range("split pipeline", least=1, num_batches=num_batches)
@@ -161,49 +210,85 @@ def _check(parties: Sequence[Party], num_batches: int, first_batch: int, cloud: 
     if cloud == "own" or len(parties) == 1:
         return
     if any(party.away for party in parties):
-        raise ConfigError(f"split pipeline: a party is away, and with cloud = {cloud!r} the back half needs every "
-                          "party's batch; use own")
+        raise ConfigError(
+            f"split pipeline: a party is away, and with cloud = {cloud!r} the back half needs every "
+            "party's batch; use own"
+        )
     if reverse:
-        raise ConfigError(f"split pipeline: a reverse split with cloud = {cloud!r} cannot be: each party has its own "
-                          "front half there; use own")
+        raise ConfigError(
+            f"split pipeline: a reverse split with cloud = {cloud!r} cannot be: each party has its own "
+            "front half there; use own"
+        )
     if any(party.split_plan.cut is None for party in parties):
-        raise ConfigError(f"split pipeline: an edge alone beside cloud = {cloud!r} cannot be; give every party a cut")
+        raise ConfigError(
+            f"split pipeline: an edge alone beside cloud = {cloud!r} cannot be; give every party a cut"
+        )
     if any(party.decider is not None for party in parties):
-        raise ConfigError(f"split pipeline: with cloud = {cloud!r} parties share the back half, so none can move its "
-                          "cut; leave out the decider")
+        raise ConfigError(
+            f"split pipeline: with cloud = {cloud!r} parties share the back half, so none can move its "
+            "cut; leave out the decider"
+        )
     if cloud == "turns" and len({party.split_plan.cut for party in parties}) > 1:
-        raise ConfigError("split pipeline: parties that take turns share the back half; give all the same cut")
+        raise ConfigError(
+            "split pipeline: parties that take turns share the back half; give all the same cut"
+        )
 
 
 class _Pipeline:
     """The processes of all parties and of the cloud, and what they record."""
 
-    def __init__(self, parties: Sequence[Party], num_batches: int, first_batch: int, cluster: Cluster,
-                 cloud: CloudMode, reverse: bool, apply_first: bool, uplink: BandwidthProfile | None,
-                 cloud_processors: int | None) -> None:
-        self.num_batches, self.first_batch, self.num_parties = num_batches, first_batch, len(parties)
+    def __init__(
+        self,
+        parties: Sequence[Party],
+        num_batches: int,
+        first_batch: int,
+        cluster: Cluster,
+        cloud: CloudMode,
+        reverse: bool,
+        apply_first: bool,
+        uplink: BandwidthProfile | None,
+        cloud_processors: int | None,
+    ) -> None:
+        self.num_batches, self.first_batch, self.num_parties = (
+            num_batches,
+            first_batch,
+            len(parties),
+        )
         self.reverse, self.apply_first = reverse, apply_first
         self.cloud_busy_s = 0.0
         self.uplink = uplink
         self._parties, self._cluster, self._mode = parties, cluster, cloud
-        self._free = None if cloud_processors is None else Credits(cloud_processors, "a processor of the cloud")
+        self._free = (
+            None
+            if cloud_processors is None
+            else Credits(cloud_processors, "a processor of the cloud")
+        )
         self._actions: list[Action] = []
         self._times_s: list[float] = []
         self._turn = (first_batch, 0)  # the next batch and party, where they take turns
-        self._features: dict[tuple[int, int], float] = {}  # that wait for others: seconds of the step, by batch, party
+        self._features: dict[
+            tuple[int, int], float
+        ] = {}  # that wait for others: seconds of the step, by batch, party
         self._start_s = 0.0
 
     def start(self, simulation: Simulation) -> None:
         """Start all processes."""
         self.simulation, self._start_s = simulation, simulation.now_s
         shared = self.uplink
-        self.shared_links: dict[Direction, list[Link]] = {"up": [], "down": []} if shared is None else {
-            "up": [simulation.link("the shared up link", shared.up)],
-            "down": [simulation.link("the shared down link", shared.down)]}
+        self.shared_links: dict[Direction, list[Link]] = (
+            {"up": [], "down": []}
+            if shared is None
+            else {
+                "up": [simulation.link("the shared up link", shared.up)],
+                "down": [simulation.link("the shared down link", shared.down)],
+            }
+        )
         self._fronts = [_Front(self, index, party) for index, party in enumerate(self._parties)]
         for front in self._fronts:
             simulation.start(front.train(), f"edge {front.index}")
-            simulation.start(front.take_gradients(), f"gradients of edge {front.index}", background=True)
+            simulation.start(
+                front.take_gradients(), f"gradients of edge {front.index}", background=True
+            )
 
     def edge_compute(self, index: int, seconds: float, name: str) -> Event[float]:
         """Compute on an edge's processors, and return the event of the end of the one that is priced."""
@@ -229,7 +314,9 @@ class _Pipeline:
         if self._mode == "joined":
             everyone = tuple(range(len(self._parties)))
             if all((batch, other) in self._features for other in everyone):
-                self._begin_step(everyone, batch, max(self._features.pop((batch, other)) for other in everyone))
+                self._begin_step(
+                    everyone, batch, max(self._features.pop((batch, other)) for other in everyone)
+                )
             return
         while self._turn in self._features:
             batch, index = self._turn
@@ -269,9 +356,14 @@ class _Pipeline:
         """Return what happened."""
         end_s = max(front.ended_s for front in self._fronts)
         return Timeline(
-            actions=tuple(self._actions), times_s=tuple(self._times_s), duration_s=end_s - self._start_s, usage=usage,
-            cloud_busy_s=self.cloud_busy_s, num_batches=self.num_batches,
-            parties=tuple(front.totals(self._start_s, end_s) for front in self._fronts))
+            actions=tuple(self._actions),
+            times_s=tuple(self._times_s),
+            duration_s=end_s - self._start_s,
+            usage=usage,
+            cloud_busy_s=self.cloud_busy_s,
+            num_batches=self.num_batches,
+            parties=tuple(front.totals(self._start_s, end_s) for front in self._fronts),
+        )
 
 
 class _Front:
@@ -283,20 +375,33 @@ class _Front:
         profile, now_s = party.bandwidth_profile, simulation.now_s
         self._start_s = now_s
         shared = pipeline.uplink.rates(now_s) if pipeline.uplink else None
-        self._meter = None if party.decider is None else BandwidthMeter(
-            first=profile.rates(now_s).behind(shared, pipeline.num_parties))
+        self._meter = (
+            None
+            if party.decider is None
+            else BandwidthMeter(first=profile.rates(now_s).behind(shared, pipeline.num_parties))
+        )
         latency_s = profile.latency_s + (pipeline.uplink.latency_s if pipeline.uplink else 0.0)
 
         def channel(direction: Direction) -> Channel:
             own = simulation.link(f"party {index}: its {direction} link", profile.steps(direction))
-            return Channel(simulation, [own, *pipeline.shared_links[direction]], index, direction, latency_s=latency_s,
-                           meter=self._meter)
+            return Channel(
+                simulation,
+                [own, *pipeline.shared_links[direction]],
+                index,
+                direction,
+                latency_s=latency_s,
+                meter=self._meter,
+            )
 
         self._up, self._down = channel("up"), channel("down")
-        self._out, self._back = (self._down, self._up) if pipeline.reverse else (self._up, self._down)
+        self._out, self._back = (
+            (self._down, self._up) if pipeline.reverse else (self._up, self._down)
+        )
         self._cut, self._bits = party.split_plan.cut, party.split_plan.bits
         self._next = self._oldest = pipeline.first_batch
-        self._end = pipeline.first_batch + party.num_batches(pipeline.first_batch, pipeline.num_batches)
+        self._end = pipeline.first_batch + party.num_batches(
+            pipeline.first_batch, pipeline.num_batches
+        )
         self._just_applied = False
         self._gradients: deque[int] = deque()  # that have arrived
         self._returning: Queue[tuple[int, Event[None]]] = Queue()
@@ -304,7 +409,9 @@ class _Front:
         self._in_flight: dict[int, BatchTimes] = {}
         self._staleness: list[int] = []
         self._moves: list[Move] = []
-        self._last_asked = pipeline.first_batch - 1  # the last batch before which the decider was asked
+        self._last_asked = (
+            pipeline.first_batch - 1
+        )  # the last batch before which the decider was asked
         self._pending: tuple[SplitPlan, float] | None = None  # what to move to, and since when
         self._probed_s = -math.inf
         self._compute_s = 0.0  # of the edge
@@ -320,7 +427,9 @@ class _Front:
             if self._pending is None and self._next < self._end:
                 limit = self._party.limit(self._next)
                 may_forward = self._next - self._oldest <= limit
-            if self._gradients and not (may_forward and self._just_applied and not self._pipeline.apply_first):
+            if self._gradients and not (
+                may_forward and self._just_applied and not self._pipeline.apply_first
+            ):
                 yield from self._apply()
             elif may_forward:
                 if self._party.decider is not None and self._last_asked < self._next:
@@ -358,7 +467,8 @@ class _Front:
         # The processor is busy with a transfer while the link carries it, and before it is free for another batch.
         sent: Event[None] = Event("features")
         all_of(self._out.send(times.feature_bytes, f"batch {batch}"), sent).then(
-            lambda _: self._pipeline.take_features(self.index, batch, times.step_s))
+            lambda _: self._pipeline.take_features(self.index, batch, times.step_s)
+        )
         if times.sending_s:
             yield from self._work(times.sending_s, f"send {batch}")
         sent.fire()
@@ -385,7 +495,9 @@ class _Front:
         self._finish(batch)
 
     def _finish(self, batch: int) -> None:
-        assert batch == self._oldest, "gradients come back in the order in which their batches went forward"
+        assert batch == self._oldest, (
+            "gradients come back in the order in which their batches went forward"
+        )
         self._pipeline.record(Kind.APPLY, self.index, batch, self._in_flight.pop(batch).split_plan)
         self._oldest += 1
 
@@ -426,8 +538,16 @@ class _Front:
         if new.cut == self._cut:
             # Another width needs no drain: each batch carries its own.
             self._bits = new.bits
-            self._moves.append(Move(batch=self._next, decided_s=now_s - self._start_s, old=current,
-                                    new=self._batch_times(limit).split_plan, drain_s=0.0, migration_s=0.0))
+            self._moves.append(
+                Move(
+                    batch=self._next,
+                    decided_s=now_s - self._start_s,
+                    old=current,
+                    new=self._batch_times(limit).split_plan,
+                    drain_s=0.0,
+                    migration_s=0.0,
+                )
+            )
         else:
             self._pending = (new, now_s)
 
@@ -443,21 +563,37 @@ class _Front:
     def _move(self, new: SplitPlan, decided_s: float) -> Process[None]:
         """Transfer layers between the halves; both halves are idle meanwhile."""
         drained_s = self._simulation.now_s
-        received_bytes = received_weight_bytes(self._party.costs, self._cut, new.cut, reverse=self._pipeline.reverse)
+        received_bytes = received_weight_bytes(
+            self._party.costs, self._cut, new.cut, reverse=self._pipeline.reverse
+        )
         channel = self._down if received_bytes > 0 else self._up
         yield channel.send(abs(received_bytes), f"what moves before batch {self._next}")
         limit = self._party.limit(self._next)
         old = SplitPlan(cut=self._cut, bits=self._bits, window=limit)
         self._cut, self._bits, self._pending = new.cut, new.bits, None
         plan = self._batch_times(limit).split_plan
-        self._moves.append(Move(batch=self._next, decided_s=decided_s - self._start_s, old=old, new=plan,
-                                drain_s=drained_s - decided_s, migration_s=self._simulation.now_s - drained_s))
+        self._moves.append(
+            Move(
+                batch=self._next,
+                decided_s=decided_s - self._start_s,
+                old=old,
+                new=plan,
+                drain_s=drained_s - decided_s,
+                migration_s=self._simulation.now_s - drained_s,
+            )
+        )
         self._pipeline.record(Kind.RECUT, self.index, self._next, plan)
 
     def totals(self, start_s: float, end_s: float) -> PartyTimeline:
         """Return the party's totals of a training from `start_s` to `end_s`."""
         return PartyTimeline(
-            duration_s=self.ended_s - start_s, compute_s=self._compute_s,
-            idle_s=max(0.0, end_s - start_s - self._compute_s), sending_s=self._up.busy_s,
-            receiving_s=self._down.busy_s, up_bytes=self._up.num_bytes, down_bytes=self._down.num_bytes,
-            staleness=tuple(self._staleness), moves=tuple(self._moves))
+            duration_s=self.ended_s - start_s,
+            compute_s=self._compute_s,
+            idle_s=max(0.0, end_s - start_s - self._compute_s),
+            sending_s=self._up.busy_s,
+            receiving_s=self._down.busy_s,
+            up_bytes=self._up.num_bytes,
+            down_bytes=self._down.num_bytes,
+            staleness=tuple(self._staleness),
+            moves=tuple(self._moves),
+        )

@@ -49,7 +49,11 @@ def encode_actions(actions: Iterable[Action]) -> bytes:
     for action in actions:
         cut = 0 if action.cut is None else action.cut + 1
         try:
-            packed.append(_ACTION.pack(action.kind, action.party, action.batch, cut, action.bits, action.window))
+            packed.append(
+                _ACTION.pack(
+                    action.kind, action.party, action.batch, cut, action.bits, action.window
+                )
+            )
         except struct.error as error:
             raise ConfigError(f"actions: {action} does not fit into its fields ({error})") from None
     body = b"".join(packed)
@@ -58,11 +62,15 @@ def encode_actions(actions: Iterable[Action]) -> bytes:
 
 def decode_actions(encoded: bytes) -> tuple[Action, ...]:
     """Return the actions that `encode_actions` wrote; `ConfigError` for anything else."""
-    head, body = encoded[:_HEAD.size], encoded[_HEAD.size:]
+    head, body = encoded[: _HEAD.size], encoded[_HEAD.size :]
     if len(head) < _HEAD.size or head[0] != _FORMAT:
-        raise ConfigError(f"actions: begin with {head[:1]!r}, not with format {_FORMAT}; use the same version of "
-                          "socflower on both sides")
+        raise ConfigError(
+            f"actions: begin with {head[:1]!r}, not with format {_FORMAT}; use the same version of "
+            "socflower on both sides"
+        )
     if zlib.crc32(body) != _HEAD.unpack(head)[1] or len(body) % _ACTION.size:
         raise ConfigError("actions: the checksum does not fit; some are lost or changed")
-    return tuple(Action(Kind(kind), party, batch, cut - 1 if cut else None, bits, window)
-                 for kind, party, batch, cut, bits, window in _ACTION.iter_unpack(body))
+    return tuple(
+        Action(Kind(kind), party, batch, cut - 1 if cut else None, bits, window)
+        for kind, party, batch, cut, bits, window in _ACTION.iter_unpack(body)
+    )

@@ -20,15 +20,33 @@ class TorchBack(TorchHalf):
     """
 
     def __init__(
-        self, split: SplitModel, cut: int, optimizer: OptimizerFactory, loss: Loss, *,
-        schedule: Schedule = constant_rate, seed: int = 0, device: torch.device | str = "cpu",
-        targets: Callable[[int], torch.Tensor] | None = None, passes: Passes | None = None,
+        self,
+        split: SplitModel,
+        cut: int,
+        optimizer: OptimizerFactory,
+        loss: Loss,
+        *,
+        schedule: Schedule = constant_rate,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        targets: Callable[[int], torch.Tensor] | None = None,
+        passes: Passes | None = None,
     ) -> None:
-        super().__init__("back", split, cut, optimizer=optimizer, schedule=schedule, seed=seed, device=device,
-                         passes=passes or Passes(loss=loss))
+        super().__init__(
+            "back",
+            split,
+            cut,
+            optimizer=optimizer,
+            schedule=schedule,
+            seed=seed,
+            device=device,
+            passes=passes or Passes(loss=loss),
+        )
         self._targets = targets
 
-    def step(self, batch: int, features: Sequence[Array], labels: Labels) -> tuple[list[Array | None], float]:
+    def step(
+        self, batch: int, features: Sequence[Array], labels: Labels
+    ) -> tuple[list[Array | None], float]:
         """Do forward, backward and update; return the gradient for each part of the features, and the loss.
 
         Gradients are those by the weights before the update. Raises ConfigError, with nothing changed, for features
@@ -38,7 +56,9 @@ class TorchBack(TorchHalf):
         self._check_features(batch, features, labels)
         layout = self._split.cuts[self._cut].layout
         leaves = [to_tensor(part, self._device, layout).requires_grad_(trains) for part in features]
-        targets = targets_from(labels, self._device) if self._targets is None else self._targets(batch)
+        targets = (
+            targets_from(labels, self._device) if self._targets is None else self._targets(batch)
+        )
         loss = self._loss_of(batch, self._joined(leaves), targets)
         self._optimizer.zero_grad()
         torch.autograd.backward(loss)
@@ -58,18 +78,24 @@ class TorchBack(TorchHalf):
     def _check_features(self, batch: int, features: Sequence[Array], labels: Labels) -> None:
         name = self._split.name
         if self._cut == self._split.num_cuts:
-            raise ConfigError(f"model {name}: the front half has all layers; there is nothing to do with features")
+            raise ConfigError(
+                f"model {name}: the front half has all layers; there is nothing to do with features"
+            )
         if not features:
             raise ConfigError(f"model {name}: batch {batch} came without features")
         expected = self._split.cuts[self._cut].feature_shape
         for part in features:
             if str(part.dtype) != "float32" or (expected and tuple(part.shape[1:]) != expected):
-                raise ConfigError(f"model {name}: features of batch {batch} are {part.dtype} of shape "
-                                  f"{tuple(part.shape)}; at cut {self._cut} they are float32 of shape (samples, "
-                                  f"{', '.join(map(str, expected)) or '...'})")
+                raise ConfigError(
+                    f"model {name}: features of batch {batch} are {part.dtype} of shape "
+                    f"{tuple(part.shape)}; at cut {self._cut} they are float32 of shape (samples, "
+                    f"{', '.join(map(str, expected)) or '...'})"
+                )
         samples = {part.shape[0] for part in features}
         if self._targets is None:
             samples |= {len(array) for array in arrays_in(labels) if array.ndim} or {0}
         if len(samples) > 1:
-            raise ConfigError(f"model {name}: features and labels of batch {batch} are of different numbers of "
-                              f"samples: {', '.join(map(str, sorted(samples)))}")
+            raise ConfigError(
+                f"model {name}: features and labels of batch {batch} are of different numbers of "
+                f"samples: {', '.join(map(str, sorted(samples)))}"
+            )

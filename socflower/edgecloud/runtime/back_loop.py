@@ -29,7 +29,9 @@ class BackLoop:
     The loop waits for credit before it sends a gradient, so a peer that does not read cannot fill the memory.
     """
 
-    def __init__(self, state: HalfState[BackHalf], channels: Sequence[SplitChannel], *, joined: bool = False) -> None:
+    def __init__(
+        self, state: HalfState[BackHalf], channels: Sequence[SplitChannel], *, joined: bool = False
+    ) -> None:
         self._state, self._half, self._report = state, state.half, state.report
         self._channels, self._joined = tuple(channels), joined
         self._receivers = tuple(FeatureReceiver(channel.peer) for channel in channels)
@@ -62,7 +64,10 @@ class BackLoop:
     def _step_all(self, batch: int, first: Features) -> None:
         losses = []
         if self._joined:
-            messages = [first, *(self._features(party, batch) for party in range(1, len(self._channels)))]
+            messages = [
+                first,
+                *(self._features(party, batch) for party in range(1, len(self._channels))),
+            ]
             losses.append(self._step(batch, range(len(messages)), messages))
         else:
             losses.append(self._step(batch, [0], [first]))
@@ -81,11 +86,16 @@ class BackLoop:
         for party, message in zip(parties, messages, strict=True):
             self._check(party, batch, message, messages[0])
         with self._report.timed("compute_s"):
-            parts = [self._receivers[party].decode(message) for party, message in zip(parties, messages, strict=True)]
+            parts = [
+                self._receivers[party].decode(message)
+                for party, message in zip(parties, messages, strict=True)
+            ]
             self._state.begin_change()
             gradients, loss = self._half.step(batch, parts, _labels(messages))
-            answers = [self._gradient(batch, message, part, gradient, loss) for message, part, gradient in
-                       zip(messages, parts, gradients, strict=True)]
+            answers = [
+                self._gradient(batch, message, part, gradient, loss)
+                for message, part, gradient in zip(messages, parts, gradients, strict=True)
+            ]
         for party, answer in zip(parties, answers, strict=True):
             self._channels[party].send(answer, wait_for_room=True)
         return loss
@@ -93,27 +103,39 @@ class BackLoop:
     def _check(self, party: int, batch: int, message: Features, first: Features) -> None:
         peer = self._channels[party].peer
         if message.batch != batch:
-            raise SplitRefused(f"{peer} sends batch {message.batch} where {batch} is next; start the span again")
+            raise SplitRefused(
+                f"{peer} sends batch {message.batch} where {batch} is next; start the span again"
+            )
         if message.cut != self._half.cut:
-            raise SplitRefused(f"batch {batch}: {peer} cuts at {message.cut}, the back half at {self._half.cut}; give "
-                               "both the same cut")
+            raise SplitRefused(
+                f"batch {batch}: {peer} cuts at {message.cut}, the back half at {self._half.cut}; give "
+                "both the same cut"
+            )
         if message.ids_digest != first.ids_digest:
-            raise SplitRefused(f"batch {batch}: {peer} holds other samples than {self._channels[0].peer}, or the same "
-                               "in another order; align the parties' sample ids")
+            raise SplitRefused(
+                f"batch {batch}: {peer} holds other samples than {self._channels[0].peer}, or the same "
+                "in another order; align the parties' sample ids"
+            )
 
-    def _gradient(self, batch: int, message: Features, part: Array, gradient: Array | None, loss: float) -> Gradient:
+    def _gradient(
+        self, batch: int, message: Features, part: Array, gradient: Array | None, loss: float
+    ) -> Gradient:
         if gradient is None:
             return Gradient(batch=batch, encoded=None, loss=loss)
         if gradient.shape != part.shape:
-            raise SplitRefused(f"batch {batch}: the back half gives a gradient of shape {gradient.shape} for features "
-                               f"of shape {part.shape}; this is a fault of the half")
+            raise SplitRefused(
+                f"batch {batch}: the back half gives a gradient of shape {gradient.shape} for features "
+                f"of shape {part.shape}; this is a fault of the half"
+            )
         encoded = encode(gradient, message.answer_bits, what=f"gradient of batch {batch}")
         return Gradient(batch=batch, encoded=encoded, loss=loss)
 
     def _save_checkpoint(self, batch: int, mark: Mark) -> None:
         if mark.batch != batch or mark.cut != self._half.cut:
-            raise SplitRefused(f"{self._channels[0].peer} is at batch {mark.batch} with cut {mark.cut}, the back half "
-                               f"at batch {batch} with cut {self._half.cut}; start the span again")
+            raise SplitRefused(
+                f"{self._channels[0].peer} is at batch {mark.batch} with cut {mark.cut}, the back half "
+                f"at batch {batch} with cut {self._half.cut}; start the span again"
+            )
         for party in range(1, len(self._channels)):
             self._require_message(party, batch, mark)
         self._state.save_checkpoint(batch, lambda: FeatureReceiver.save_all(self._receivers))
@@ -123,11 +145,15 @@ class BackLoop:
     def _move_cut(self, recut: Recut) -> None:
         old, channel = self._half.cut, self._channels[0]
         if len(self._channels) > 1:
-            raise SplitRefused(f"{channel.peer} moves the cut of a half that several parties share; leave it be")
+            raise SplitRefused(
+                f"{channel.peer} moves the cut of a half that several parties share; leave it be"
+            )
         if recut.cut == old or (recut.weights is None) != (recut.cut > old):
-            raise SplitRefused(f"{channel.peer} moves the cut from {old} to {recut.cut} "
-                               f"{'with' if recut.weights is not None else 'without'} layers; see that both run the "
-                               "same version")
+            raise SplitRefused(
+                f"{channel.peer} moves the cut from {old} to {recut.cut} "
+                f"{'with' if recut.weights is not None else 'without'} layers; see that both run the "
+                "same version"
+            )
         self._state.begin_change()
         if recut.weights is not None:
             self._half.import_layers(recut.cut, recut.weights)
@@ -141,14 +167,21 @@ class BackLoop:
     def _require_message(self, party: int, batch: int, wanted: Message) -> None:
         message = self._receive(party, batch)
         if message != wanted:
-            raise self._unexpected(party, message, f"what {self._channels[0].peer} sent, a "
-                                                   f"{type(wanted).__name__.lower()}, too")
+            raise self._unexpected(
+                party,
+                message,
+                f"what {self._channels[0].peer} sent, a {type(wanted).__name__.lower()}, too",
+            )
 
     def _unexpected(self, party: int, message: Message, wanted: str) -> SplitRefused:
-        return SplitRefused(f"{self._channels[party].peer} sends a {type(message).__name__.lower()} where {wanted} is "
-                            "next; see that all run the same version with the same settings")
+        return SplitRefused(
+            f"{self._channels[party].peer} sends a {type(message).__name__.lower()} where {wanted} is "
+            "next; see that all run the same version with the same settings"
+        )
 
 
 def _labels(messages: Sequence[Features]) -> Labels:
     """Return the labels of the first party that has any."""
-    return next((message.labels for message in messages if arrays_in(message.labels)), messages[0].labels)
+    return next(
+        (message.labels for message in messages if arrays_in(message.labels)), messages[0].labels
+    )

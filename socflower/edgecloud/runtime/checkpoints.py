@@ -16,8 +16,11 @@ from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.errors import ConfigError
 from socflower.wire.saved_state import DamagedFile, StateKind, StateStore
 
-_KIND = StateKind(name="checkpoint of a split half", schema=2,
-                  remedy="remove it, and the training goes on from what all sides have")
+_KIND = StateKind(
+    name="checkpoint of a split half",
+    schema=2,
+    remedy="remove it, and the training goes on from what all sides have",
+)
 
 
 _log = logging.getLogger(__name__)
@@ -54,9 +57,13 @@ class CheckpointStore:
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
-            raise ConfigError(f"checkpoints: folder {folder} cannot be used ({error.strerror}); give one that this "
-                              "process may write to") from None
-        self._store = StateStore(folder, _KIND, prefix="barrier-", suffix=".saved", keep=2, owner=name)
+            raise ConfigError(
+                f"checkpoints: folder {folder} cannot be used ({error.strerror}); give one that this "
+                "process may write to"
+            ) from None
+        self._store = StateStore(
+            folder, _KIND, prefix="barrier-", suffix=".saved", keep=2, owner=name
+        )
 
     @property
     def keeps(self) -> bool:
@@ -70,20 +77,30 @@ class CheckpointStore:
     def save(self, checkpoint: Checkpoint, saved: SavedHalf) -> None:
         """Store a checkpoint atomically, and remove all but the last two."""
         if self._store is not None:
-            self._store.write(max(self._store.numbers(), default=-1) + 1, {
-                "checkpoint": asdict(checkpoint), "half_bytes": len(saved.half),
-                "split_plan": None if saved.split_plan is None else asdict(saved.split_plan),
-            }, (saved.half, saved.codec))
+            self._store.write(
+                max(self._store.numbers(), default=-1) + 1,
+                {
+                    "checkpoint": asdict(checkpoint),
+                    "half_bytes": len(saved.half),
+                    "split_plan": None if saved.split_plan is None else asdict(saved.split_plan),
+                },
+                (saved.half, saved.codec),
+            )
 
     def load(self, checkpoint: Checkpoint) -> SavedHalf:
         """Return what was saved at a checkpoint; `ConfigError` if it is damaged, of another name or missing."""
         for found, state, payload in self._entries():
             if found == checkpoint:
                 at, split_plan = state["half_bytes"], state["split_plan"]
-                return SavedHalf(half=bytes(payload[:at]), codec=bytes(payload[at:]),
-                                 split_plan=None if split_plan is None else SplitPlan(**split_plan))
-        raise ConfigError(f"checkpoints: none of batch {checkpoint.batch} is whole in "
-                          f"{self._store.folder if self._store else 'memory'}; check whether it is the right folder")
+                return SavedHalf(
+                    half=bytes(payload[:at]),
+                    codec=bytes(payload[at:]),
+                    split_plan=None if split_plan is None else SplitPlan(**split_plan),
+                )
+        raise ConfigError(
+            f"checkpoints: none of batch {checkpoint.batch} is whole in "
+            f"{self._store.folder if self._store else 'memory'}; check whether it is the right folder"
+        )
 
     def _entries(self) -> Iterator[tuple[Checkpoint, dict[str, Any], memoryview]]:
         """Yield checkpoint, state and payload of each intact entry, newest first."""
@@ -105,10 +122,14 @@ def common_checkpoint(offers: Sequence[Sequence[Checkpoint]], last_batch: int) -
     the other sides load the checkpoint of that epoch.
     """
     best: Checkpoint | None = None
-    for place in sorted({checkpoint for offer in offers for checkpoint in offer},
-                        key=lambda one: (one.batch, one.epoch_id)):
-        if place.batch > last_batch or (best is not None and (place.batch, place.epoch_id == "") <= (
-                best.batch, best.epoch_id == "")):
+    for place in sorted(
+        {checkpoint for offer in offers for checkpoint in offer},
+        key=lambda one: (one.batch, one.epoch_id),
+    ):
+        if place.batch > last_batch or (
+            best is not None
+            and (place.batch, place.epoch_id == "") <= (best.batch, best.epoch_id == "")
+        ):
             continue
         current = Checkpoint(batch=place.batch)
         if all(current in offer or (place.epoch_id and place in offer) for offer in offers):

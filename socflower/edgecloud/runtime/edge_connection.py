@@ -84,15 +84,30 @@ class EdgeConnection:
     for an invalid address, plain text beyond private addresses (unless `insecure`), and an invalid token.
     """
 
-    def __init__(self, address: str, *, run_id: str, token: str, fingerprint: str, party: int = 0,
-                 tls: Tls | None = None, insecure: bool = False, up: Shaper | None = None,
-                 down: Shaper | None = None, limits: Limits | None = None, heartbeat_s: float = 5.0,
-                 give_up_s: float = 300.0, patience_s: float = 900.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        run_id: str,
+        token: str,
+        fingerprint: str,
+        party: int = 0,
+        tls: Tls | None = None,
+        insecure: bool = False,
+        up: Shaper | None = None,
+        down: Shaper | None = None,
+        limits: Limits | None = None,
+        heartbeat_s: float = 5.0,
+        give_up_s: float = 300.0,
+        patience_s: float = 900.0,
+    ) -> None:
         dialled = Address.parse(address, "cloud address")
         if tls is None and not insecure:
             dialled.require_private(PLAIN_TEXT)
         if not run_id.isascii() or not run_id.isprintable() or not run_id:
-            raise ConfigError(f"run {run_id!r}: a run's name has up to 64 letters, digits, '.', '_' and '-'")
+            raise ConfigError(
+                f"run {run_id!r}: a run's name has up to 64 letters, digits, '.', '_' and '-'"
+            )
         self.address, self.run_id, self.party = address, run_id, party
         self.give_up_s = give_up_s
         self._token = check_token(token, f"token of run {run_id}").encode()
@@ -107,7 +122,12 @@ class EdgeConnection:
         self._jitter = random.Random()
 
     def join(
-        self, *, front: bool, first_batch: int, num_batches: int, checkpoints: Sequence[Checkpoint],
+        self,
+        *,
+        front: bool,
+        first_batch: int,
+        num_batches: int,
+        checkpoints: Sequence[Checkpoint],
     ) -> tuple[SplitChannel, JoinTerms]:
         """Wait for all parties; return a channel to the cloud's half and where the span begins.
 
@@ -115,12 +135,25 @@ class EdgeConnection:
         `end_channel`. Raises `SplitRefused` and `StreamLost`.
         """
         hello = wire.Hello(
-            version=PROTOCOL_VERSION, fingerprint=self._fingerprint, party=self.party, incarnation=self._connection_id,
-            front=front, first_batch=first_batch, num_batches=num_batches, credit_bytes=self._limits.credit_bytes,
-            barriers=[wire.Barrier(lineage=place.epoch_id, batch=place.batch) for place in checkpoints])
+            version=PROTOCOL_VERSION,
+            fingerprint=self._fingerprint,
+            party=self.party,
+            incarnation=self._connection_id,
+            front=front,
+            first_batch=first_batch,
+            num_batches=num_batches,
+            credit_bytes=self._limits.credit_bytes,
+            barriers=[
+                wire.Barrier(lineage=place.epoch_id, batch=place.batch) for place in checkpoints
+            ],
+        )
         call, welcome = self._dial_until(hello, lambda: False)
-        channel = SplitChannel(f"the cloud at {self.address}", SplitMessages(self._limits), limits=self._limits,
-                               patience_s=self._patience_s)
+        channel = SplitChannel(
+            f"the cloud at {self.address}",
+            SplitMessages(self._limits),
+            limits=self._limits,
+            patience_s=self._patience_s,
+        )
         stream_id = channel.attach(received=0, used=0, credit_bytes=max(1, welcome.credit_bytes))
         call.outgoing.put((channel, stream_id))
         self._channel = channel
@@ -130,10 +163,18 @@ class EdgeConnection:
         resuming.CopyFrom(hello)
         resuming.ClearField("barriers")
         resuming.lineage = welcome.lineage
-        Thread(target=self._maintain, args=(call, channel, stream_id, resuming), name="split-edge", daemon=True).start()
+        Thread(
+            target=self._maintain,
+            args=(call, channel, stream_id, resuming),
+            name="split-edge",
+            daemon=True,
+        ).start()
         return channel, JoinTerms(
-            epoch_id=welcome.lineage, cut=welcome.cut, restore_codec=welcome.restore_codec,
-            start=Checkpoint(batch=welcome.start.batch, epoch_id=welcome.start.lineage))
+            epoch_id=welcome.lineage,
+            cut=welcome.cut,
+            restore_codec=welcome.restore_codec,
+            start=Checkpoint(batch=welcome.start.batch, epoch_id=welcome.start.lineage),
+        )
 
     def end_channel(self, channel: SplitChannel) -> None:
         """End a channel, after waiting a moment for sent messages to arrive if nothing has failed."""
@@ -146,15 +187,23 @@ class EdgeConnection:
         self._closed.set()
         channel = self._channel
         if channel is not None:
-            channel.fail(StreamLost(f"run {self.run_id}: the connection to the cloud at {self.address} was closed "
-                                    "here"))
+            channel.fail(
+                StreamLost(
+                    f"run {self.run_id}: the connection to the cloud at {self.address} was closed "
+                    "here"
+                )
+            )
 
     # ------------------------------------------------------------------------------------------------------- inside
 
-    def _maintain(self, call: _Call, channel: SplitChannel, stream_id: int, resuming: wire.Hello) -> None:
+    def _maintain(
+        self, call: _Call, channel: SplitChannel, stream_id: int, resuming: wire.Hello
+    ) -> None:
         """Read a channel's streams, one after the other, until it fails or is ended."""
         while True:
-            watch = Thread(target=self._end_call_on_detach, args=(call, channel, stream_id), daemon=True)
+            watch = Thread(
+                target=self._end_call_on_detach, args=(call, channel, stream_id), daemon=True
+            )
             watch.start()
             failure = self._read_stream(call, channel, stream_id)
             channel.detach(stream_id)
@@ -167,7 +216,10 @@ class EdgeConnection:
                 resuming.received, resuming.used = channel.received_and_used()
                 call, welcome = self._dial_until(resuming, lambda: channel.failure is not None)
                 stream_id = channel.attach(
-                    received=welcome.received, used=welcome.used, credit_bytes=max(1, welcome.credit_bytes))
+                    received=welcome.received,
+                    used=welcome.used,
+                    credit_bytes=max(1, welcome.credit_bytes),
+                )
                 call.outgoing.put((channel, stream_id))
             except (SplitRefused, StreamLost, StartOver) as error:
                 channel.fail(error)
@@ -202,13 +254,21 @@ class EdgeConnection:
             return refused
         return None
 
-    def _dial_until(self, hello: wire.Hello, is_over: Callable[[], bool]) -> tuple[_Call, wire.Welcome]:
+    def _dial_until(
+        self, hello: wire.Hello, is_over: Callable[[], bool]
+    ) -> tuple[_Call, wire.Welcome]:
         """Dial until the cloud answers, and return its welcome; `StreamLost` after `give_up_s` without."""
-        began_s, pause_s, why = time.monotonic(), _FIRST_PAUSE_S, "it was not dialled: the connection was closed here"
+        began_s, pause_s, why = (
+            time.monotonic(),
+            _FIRST_PAUSE_S,
+            "it was not dialled: the connection was closed here",
+        )
         while True:
             if self._closed.is_set():
-                raise StreamLost(f"run {self.run_id}: the cloud at {self.address} is out of reach ({why}); make "
-                                 "another connection")
+                raise StreamLost(
+                    f"run {self.run_id}: the cloud at {self.address} is out of reach ({why}); make "
+                    "another connection"
+                )
             call = self._dial(hello)
             try:
                 return call, self._welcome(call)
@@ -218,24 +278,39 @@ class EdgeConnection:
             except BaseException:
                 call.end()
                 raise
-            if is_over() or self._closed.is_set() or time.monotonic() + pause_s > began_s + self.give_up_s:
-                raise StreamLost(f"run {self.run_id}: the cloud at {self.address} is out of reach, after trying for "
-                                 f"{time.monotonic() - began_s:.0f} s ({why}); see to the line and the cloud, then "
-                                 "start the span again")
+            if (
+                is_over()
+                or self._closed.is_set()
+                or time.monotonic() + pause_s > began_s + self.give_up_s
+            ):
+                raise StreamLost(
+                    f"run {self.run_id}: the cloud at {self.address} is out of reach, after trying for "
+                    f"{time.monotonic() - began_s:.0f} s ({why}); see to the line and the cloud, then "
+                    "start the span again"
+                )
             self._closed.wait(pause_s * self._jitter.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _dial(self, hello: wire.Hello) -> _Call:
-        grpc_channel = open_channel(self.address, self._credentials, heartbeat_s=self._heartbeat_s,
-                                    max_message_bytes=4 * LARGEST_FRAME_BYTES)
+        grpc_channel = open_channel(
+            self.address,
+            self._credentials,
+            heartbeat_s=self._heartbeat_s,
+            max_message_bytes=4 * LARGEST_FRAME_BYTES,
+        )
         outgoing: SimpleQueue[tuple[SplitChannel, int] | None] = SimpleQueue()
-        authentication = ClientAuthentication(run_caller(self.run_id), self._token, tls=self._credentials is not None)
+        authentication = ClientAuthentication(
+            run_caller(self.run_id), self._token, tls=self._credentials is not None
+        )
         replies = authentication.on(grpc_channel).stream_stream(_METHOD)(
-            self._outgoing(wire.Frame(hello=hello), outgoing))
+            self._outgoing(wire.Frame(hello=hello), outgoing)
+        )
         return _Call(grpc_channel, replies, outgoing)
 
     def _outgoing(
-        self, hello: wire.Frame, outgoing: "SimpleQueue[tuple[SplitChannel, int] | None]",
+        self,
+        hello: wire.Frame,
+        outgoing: "SimpleQueue[tuple[SplitChannel, int] | None]",
     ) -> Iterator[bytes]:
         yield hello.SerializeToString()
         following = outgoing.get()
@@ -264,15 +339,18 @@ class EdgeConnection:
         if kind == "refusal":
             raise self._refusal_error(frame.refusal)
         if kind != "welcome":
-            raise SplitRefused(f"the cloud at {self.address} answers a greeting with a {kind}; is it another program?")
+            raise SplitRefused(
+                f"the cloud at {self.address} answers a greeting with a {kind}; is it another program?"
+            )
         return frame.welcome
 
     def _parse(self, content: bytes) -> wire.Frame:
         try:
             return wire.Frame.FromString(content)
         except DecodeError:
-            raise SplitRefused(f"the cloud at {self.address} sends bytes that are no frame; is it another program?") \
-                from None
+            raise SplitRefused(
+                f"the cloud at {self.address} sends bytes that are no frame; is it another program?"
+            ) from None
 
     def _refusal_error(self, refusal: wire.Refusal) -> Exception:
         if refusal.code == wire.Refusal.START_OVER:
@@ -282,5 +360,7 @@ class EdgeConnection:
     def _fatal_error(self, error: Any) -> Exception | None:
         """Return the error that ended a call if dialling again would not help, else None."""
         failure = failure_of(f"the cloud at {self.address}", error)
-        refused = isinstance(failure, PeerRefused | PeerNotTrusted) and not isinstance(failure, HandlerFailed)
+        refused = isinstance(failure, PeerRefused | PeerNotTrusted) and not isinstance(
+            failure, HandlerFailed
+        )
         return SplitRefused(str(failure)) if refused else None

@@ -35,8 +35,10 @@ class FeatureCoding:
 
     def __post_init__(self) -> None:
         if self.gradient_bits not in BITS:
-            raise ConfigError(f"feature coding: gradient_bits = {self.gradient_bits} is unknown; use one of "
-                              f"{', '.join(map(str, BITS))}")
+            raise ConfigError(
+                f"feature coding: gradient_bits = {self.gradient_bits} is unknown; use one of "
+                f"{', '.join(map(str, BITS))}"
+            )
         require_range("feature coding", least=0, delta_bytes=self.delta_bytes)
 
 
@@ -54,18 +56,32 @@ class FeatureSender:
         self.reset()
 
     def encode(
-        self, batch: int, features: Array, sample_ids: NDArray[np.int64], bits: int, quantum: float | None = None,
+        self,
+        batch: int,
+        features: Array,
+        sample_ids: NDArray[np.int64],
+        bits: int,
+        quantum: float | None = None,
     ) -> EncodedTensor | DeltaFeatures:
         """Return the encoded features, and store the error of the encoding; for `quantum` see `encode`."""
         encoded: EncodedTensor | DeltaFeatures
         if self._delta is not None:
             message, decoded = self._delta.encode(sample_ids, features, bits)
-            encoded = DeltaFeatures(message=message, sample_ids=sample_ids, memory_bytes=self._coding.delta_bytes,
-                                    grouping=self._coding.grouping)
+            encoded = DeltaFeatures(
+                message=message,
+                sample_ids=sample_ids,
+                memory_bytes=self._coding.delta_bytes,
+                grouping=self._coding.grouping,
+            )
             self._feedback.keep(batch, features, decoded)
             return encoded
-        encoded = encode(features, bits, grouping=self._coding.grouping, what=f"features of batch {batch}",
-                         quantum=quantum)
+        encoded = encode(
+            features,
+            bits,
+            grouping=self._coding.grouping,
+            what=f"features of batch {batch}",
+            quantum=quantum,
+        )
         if self._feedback.form != "none":
             # At 32 bits nothing is lost, so decoding is not needed.
             self._feedback.keep(batch, features, features if bits == 32 else decode(encoded))
@@ -84,7 +100,9 @@ class FeatureSender:
     def reset(self) -> None:
         """Remember no sample's features: they are another layer's now."""
         if self._coding.delta_bytes:
-            self._delta = DeltaSender(max_bytes=self._coding.delta_bytes, grouping=self._coding.grouping)
+            self._delta = DeltaSender(
+                max_bytes=self._coding.delta_bytes, grouping=self._coding.grouping
+            )
 
     def save(self) -> bytes:
         """Return what `restore` needs; to be called while nothing is in flight."""
@@ -118,8 +136,10 @@ class FeatureReceiver:
     def _delta_receiver(self, memory_bytes: int, grouping: Grouping) -> DeltaReceiver:
         if self._delta is None or self._settings is None:
             if memory_bytes > self._largest:
-                raise ConfigError(f"delta coding wants {memory_bytes} bytes of memory, where {self._largest} are "
-                                  "given; lower delta_bytes")
+                raise ConfigError(
+                    f"delta coding wants {memory_bytes} bytes of memory, where {self._largest} are "
+                    "given; lower delta_bytes"
+                )
             self._settings = (memory_bytes, grouping)
             self._delta = DeltaReceiver(max_bytes=memory_bytes, grouping=grouping)
         if self._settings != (memory_bytes, grouping):
@@ -140,7 +160,9 @@ class FeatureReceiver:
         """Restore the state of a checkpoint; `ConfigError` if it is damaged."""
         if saved:
             memory_bytes, by_sample = _SETTINGS.unpack_from(saved)
-            self._delta_receiver(memory_bytes, "sample" if by_sample else "tensor").restore(saved[_SETTINGS.size:])
+            self._delta_receiver(memory_bytes, "sample" if by_sample else "tensor").restore(
+                saved[_SETTINGS.size :]
+            )
 
     @staticmethod
     def save_all(receivers: Sequence["FeatureReceiver"]) -> bytes:
@@ -153,5 +175,5 @@ class FeatureReceiver:
         """Restore the states of all parties; does nothing for empty bytes."""
         for receiver in receivers if saved else ():
             size = _LENGTH.unpack_from(saved)[0]
-            receiver.restore(saved[_LENGTH.size:_LENGTH.size + size])
-            saved = saved[_LENGTH.size + size:]
+            receiver.restore(saved[_LENGTH.size : _LENGTH.size + size])
+            saved = saved[_LENGTH.size + size :]

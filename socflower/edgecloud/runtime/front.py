@@ -28,7 +28,9 @@ class _InFlight:
     """A batch whose forward pass is done and whose gradient has not arrived."""
 
     shape: tuple[int, ...]  # of its features
-    kept: object | None  # what the update of the same pass needs, such as a graph, if it was to be kept
+    kept: (
+        object | None
+    )  # what the update of the same pass needs, such as a graph, if it was to be kept
     num_updates: int  # before its forward pass
 
 
@@ -44,12 +46,28 @@ class TorchFront(TorchHalf):
     """
 
     def __init__(
-        self, split: SplitModel, cut: int, batches: Callable[[int], Samples], optimizer: OptimizerFactory, *,
-        schedule: Schedule = constant_rate, seed: int = 0, device: torch.device | str = "cpu",
-        loss: Loss | None = None, passes: Passes | None = None,
+        self,
+        split: SplitModel,
+        cut: int,
+        batches: Callable[[int], Samples],
+        optimizer: OptimizerFactory,
+        *,
+        schedule: Schedule = constant_rate,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        loss: Loss | None = None,
+        passes: Passes | None = None,
     ) -> None:
-        super().__init__("front", split, cut, optimizer=optimizer, schedule=schedule, seed=seed, device=device,
-                         passes=passes or Passes(loss=loss))
+        super().__init__(
+            "front",
+            split,
+            cut,
+            optimizer=optimizer,
+            schedule=schedule,
+            seed=seed,
+            device=device,
+            passes=passes or Passes(loss=loss),
+        )
         self._batches = batches
         self._in_flight: dict[int, _InFlight] = {}
         self._num_updates = 0
@@ -62,10 +80,14 @@ class TorchFront(TorchHalf):
         """
         self._require_cut()
         if batch in self._in_flight:
-            raise ConfigError(f"model {self._split.name}: batch {batch} went forward already and waits for its "
-                              "gradient")
+            raise ConfigError(
+                f"model {self._split.name}: batch {batch} went forward already and waits for its "
+                "gradient"
+            )
         samples = self._samples(batch)
-        features, kept = self._first_pass(batch, samples[0], keep=keep_graph and self._split.front_trains(self._cut))
+        features, kept = self._first_pass(
+            batch, samples[0], keep=keep_graph and self._split.front_trains(self._cut)
+        )
         self._in_flight[batch] = _InFlight(tuple(features.shape), kept, self._num_updates)
         return features
 
@@ -92,20 +114,28 @@ class TorchFront(TorchHalf):
         waiting = self._in_flight.get(batch)
         name = self._split.name
         if waiting is None:
-            raise ConfigError(f"model {name}: a gradient came for batch {batch}, which is not under way; those are "
-                              f"{sorted(self._in_flight)}")
+            raise ConfigError(
+                f"model {name}: a gradient came for batch {batch}, which is not under way; those are "
+                f"{sorted(self._in_flight)}"
+            )
         if gradient is None:
             del self._in_flight[batch]
             return
         if not self._split.front_trains(self._cut):
-            raise ConfigError(f"model {name}: a gradient came for batch {batch}, but everything before cut {self._cut} "
-                              "is frozen")
+            raise ConfigError(
+                f"model {name}: a gradient came for batch {batch}, but everything before cut {self._cut} "
+                "is frozen"
+            )
         if tuple(gradient.shape) != waiting.shape:
-            raise ConfigError(f"model {name}: the gradient for batch {batch} has shape {tuple(gradient.shape)}, its "
-                              f"features have {waiting.shape}")
+            raise ConfigError(
+                f"model {name}: the gradient for batch {batch} has shape {tuple(gradient.shape)}, its "
+                f"features have {waiting.shape}"
+            )
         if waiting.kept is not None and waiting.num_updates != self._num_updates:
-            raise ConfigError(f"model {name}: the graph of batch {batch} was kept, but weights were updated since; "
-                              "keep it only where the window is 0")
+            raise ConfigError(
+                f"model {name}: the graph of batch {batch} was kept, but weights were updated since; "
+                "keep it only where the window is 0"
+            )
         if waiting.kept is not None:
             self._update(batch, waiting.kept, gradient)
         else:
@@ -116,8 +146,14 @@ class TorchFront(TorchHalf):
     def train_alone(self, batch: int) -> float:
         """Do a whole training step with all layers, and return the loss; `ConfigError` if the model is cut."""
         if self._cut != self._split.num_cuts or not self._can_compute_loss:
-            raise ConfigError(f"model {self._split.name}: cannot be trained by the front half alone: "
-                              + ("it was given no loss" if not self._can_compute_loss else f"it is cut at {self._cut}"))
+            raise ConfigError(
+                f"model {self._split.name}: cannot be trained by the front half alone: "
+                + (
+                    "it was given no loss"
+                    if not self._can_compute_loss
+                    else f"it is cut at {self._cut}"
+                )
+            )
         inputs, labels, _ = self._samples(batch)
         loss = self._loss_of(batch, inputs, targets_from(labels, self._device))
         self._optimizer.zero_grad()
@@ -144,14 +180,18 @@ class TorchFront(TorchHalf):
         """Update the weights by a gradient with respect to the features of a pass that was kept."""
         features = cast(torch.Tensor, kept)
         self._optimizer.zero_grad()
-        torch.autograd.backward([features], [to_tensor(gradient, self._device, layout_of(features))])
+        torch.autograd.backward(
+            [features], [to_tensor(gradient, self._device, layout_of(features))]
+        )
         self._optimizer.step(batch)
         self._optimizer.zero_grad()  # frees the gradients' memory between batches
 
     def _require_shape(self, batch: int, shape: tuple[int, ...], first: tuple[int, ...]) -> None:
         if shape != first:
-            raise ConfigError(f"model {self._split.name}: batch {batch} is another one in its replay, with features "
-                              f"{shape} for {first}; its source must repeat itself")
+            raise ConfigError(
+                f"model {self._split.name}: batch {batch} is another one in its replay, with features "
+                f"{shape} for {first}; its source must repeat itself"
+            )
 
     @property
     def _can_compute_loss(self) -> bool:
@@ -171,8 +211,10 @@ class TorchFront(TorchHalf):
         taken = inspect.signature(layers.forward).parameters
         strange = [key for key in inputs if key not in taken]
         if strange and not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
-            raise ConfigError(f"model {self._split.name}: takes {', '.join(taken)}, and the batch has {strange[0]!r} "
-                              "as well; leave it out of the data, in a collate_fn")
+            raise ConfigError(
+                f"model {self._split.name}: takes {', '.join(taken)}, and the batch has {strange[0]!r} "
+                "as well; leave it out of the data, in a collate_fn"
+            )
 
     def _samples(self, batch: int) -> Samples:
         # Cached, since forward pass, labels and ids request the same batch one after the other.
@@ -182,31 +224,43 @@ class TorchFront(TorchHalf):
 
     def _require_cut(self) -> None:
         if self._cut == self._split.num_cuts:
-            raise ConfigError(f"model {self._split.name}: has all layers here, and no features to send; use "
-                              "train_alone()")
+            raise ConfigError(
+                f"model {self._split.name}: has all layers here, and no features to send; use "
+                "train_alone()"
+            )
 
     def _require_idle(self) -> None:
         if self._in_flight:
-            raise ConfigError(f"model {self._split.name}: the cut cannot move while batches {sorted(self._in_flight)} "
-                              "wait for their gradients; apply those first")
+            raise ConfigError(
+                f"model {self._split.name}: the cut cannot move while batches {sorted(self._in_flight)} "
+                "wait for their gradients; apply those first"
+            )
 
     def _progress(self) -> list[list[int]]:
         kept = [batch for batch, waiting in self._in_flight.items() if waiting.kept is not None]
         if kept:
-            raise ConfigError(f"model {self._split.name}: the front half cannot be saved while the graphs of batches "
-                              f"{kept} are kept; apply their gradients first")
+            raise ConfigError(
+                f"model {self._split.name}: the front half cannot be saved while the graphs of batches "
+                f"{kept} are kept; apply their gradients first"
+            )
         return [[batch, *waiting.shape] for batch, waiting in self._in_flight.items()]
 
     def _resume(self, progress: Sequence[Sequence[int]]) -> None:
         self._latest = None
-        self._in_flight = {batch: _InFlight(tuple(shape), None, self._num_updates) for batch, *shape in progress}
+        self._in_flight = {
+            batch: _InFlight(tuple(shape), None, self._num_updates) for batch, *shape in progress
+        }
 
 
 @contextmanager
 def _preserve_buffers(module: torch.nn.Module) -> Iterator[None]:
     """Restore the buffers of layers in training mode afterwards: they were updated by this batch already."""
-    buffers = {buffer: buffer.detach().clone() for part in module.modules() if part.training
-               for buffer in part.buffers(recurse=False)}
+    buffers = {
+        buffer: buffer.detach().clone()
+        for part in module.modules()
+        if part.training
+        for buffer in part.buffers(recurse=False)
+    }
     try:
         yield
     finally:

@@ -48,7 +48,9 @@ class MeasuredDecider:
     crossed; by default the rate of the first message in both directions.
     """
 
-    def __init__(self, decider: Decider, first_rates: LinkRates | None = None, first_batch: int = 0) -> None:
+    def __init__(
+        self, decider: Decider, first_rates: LinkRates | None = None, first_batch: int = 0
+    ) -> None:
         self._decider, self._first_rates, self._first_batch = decider, first_rates, first_batch
         self._meter: BandwidthMeter | None = None
 
@@ -58,17 +60,26 @@ class MeasuredDecider:
             if self._meter is None:
                 rate = transfer.num_bytes / max(transfer.seconds, 1e-9)
                 self._meter = BandwidthMeter(
-                    first=self._first_rates or LinkRates(up_bytes_per_s=rate, down_bytes_per_s=rate))
-            self._meter.add_transfer("up" if transfer.sent else "down", transfer.num_bytes, transfer.seconds,
-                                     transfer.at_s)
+                    first=self._first_rates or LinkRates(up_bytes_per_s=rate, down_bytes_per_s=rate)
+                )
+            self._meter.add_transfer(
+                "up" if transfer.sent else "down",
+                transfer.num_bytes,
+                transfer.seconds,
+                transfer.at_s,
+            )
         if self._meter is None:
             return None
         if inputs.in_flight is None:
             self._meter.clear_in_flight("up")
         else:
             self._meter.set_in_flight("up", *inputs.in_flight)
-        return self._decider.decide(self._first_batch + inputs.batch, self._meter.rates(inputs.now_s),
-                                    inputs.split_plan, inputs.split_plan.window)
+        return self._decider.decide(
+            self._first_batch + inputs.batch,
+            self._meter.rates(inputs.now_s),
+            inputs.split_plan,
+            inputs.split_plan.window,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +110,9 @@ class FrontPlan:
 
     def __post_init__(self) -> None:
         if self.split_plan.cut is None:
-            raise ConfigError("front plan: a deployment without a cut needs no cloud; train at the edge alone instead")
+            raise ConfigError(
+                "front plan: a deployment without a cut needs no cloud; train at the edge alone instead"
+            )
         require_range("front plan", least=0, checkpoint_batches=self.checkpoint_batches)
 
 
@@ -151,7 +164,11 @@ class FrontLoop:
             elif allowed or not self._window.drained:
                 what = f"gradient of batch {self._window.oldest}"
                 with self._report.timed("wait_s"):
-                    message = self._channel.receive_or_idle(what) if allowed else self._channel.receive(what)
+                    message = (
+                        self._channel.receive_or_idle(what)
+                        if allowed
+                        else self._channel.receive(what)
+                    )
                 if message is not None:
                     self._apply(message)
                     updated = True
@@ -173,7 +190,7 @@ class FrontLoop:
     def _ask_decider(self, batch: int) -> None:
         """Call the decider, once between two batches."""
         transfers = self._channel.transfers()
-        self._report.transfers.extend(transfers[:_MAX_TRANSFERS - len(self._report.transfers)])
+        self._report.transfers.extend(transfers[: _MAX_TRANSFERS - len(self._report.transfers)])
         if self._plan.decide is None:
             return
         self._unseen_transfers.extend(transfers)
@@ -181,14 +198,22 @@ class FrontLoop:
             return
         self._decided_batch = batch
         seen, self._unseen_transfers = tuple(self._unseen_transfers), []
-        chosen = self._plan.decide(DecisionInput(
-            batch=batch, split_plan=replace(self._split_plan, window=self._window_of(batch)), transfers=seen,
-            in_flight=self._channel.in_flight(), now_s=time.monotonic()))
+        chosen = self._plan.decide(
+            DecisionInput(
+                batch=batch,
+                split_plan=replace(self._split_plan, window=self._window_of(batch)),
+                transfers=seen,
+                in_flight=self._channel.in_flight(),
+                now_s=time.monotonic(),
+            )
+        )
         if chosen is None:
             return
         if chosen.cut is None:
-            raise ConfigError(f"batch {batch}: the decision is to train at the edge alone, which a stream cannot; "
-                              "leave edge-only out while a span runs")
+            raise ConfigError(
+                f"batch {batch}: the decision is to train at the edge alone, which a stream cannot; "
+                "leave edge-only out while a span runs"
+            )
         self._split_plan = replace(chosen, cut=self._split_plan.cut)
         if chosen.cut != self._half.cut:
             self._request_cut(chosen.cut)
@@ -197,7 +222,9 @@ class FrontLoop:
         self._requested_cut, self._requested_at_s = cut, time.monotonic()
 
     def _window_of(self, batch: int) -> int:
-        return self._split_plan.window if self._plan.window_of is None else self._plan.window_of(batch)
+        return (
+            self._split_plan.window if self._plan.window_of is None else self._plan.window_of(batch)
+        )
 
     def _may_forward(self, batch: int) -> bool:
         self._window.resize(self._window_of(batch))
@@ -208,13 +235,21 @@ class FrontLoop:
         with self._report.timed("compute_s"):
             features = self._half.forward(batch, keep_graph=self._window.limit == 0)
             sample_ids = self._half.sample_ids(batch)
-            encoded = self._sender.encode(batch, features, sample_ids, self._split_plan.bits,
-                                          self._half.feature_quantum)
+            encoded = self._sender.encode(
+                batch, features, sample_ids, self._split_plan.bits, self._half.feature_quantum
+            )
         self._window.forward(batch)
         self._shapes[batch], self._report.feature_bytes[batch] = features.shape, encoded.num_bytes
-        self._channel.send(Features(
-            batch=batch, cut=self._half.cut, encoded=encoded, labels=self._half.labels(batch),
-            ids_digest=digest_of_ids(sample_ids), answer_bits=self._plan.coding.gradient_bits))
+        self._channel.send(
+            Features(
+                batch=batch,
+                cut=self._half.cut,
+                encoded=encoded,
+                labels=self._half.labels(batch),
+                ids_digest=digest_of_ids(sample_ids),
+                answer_bits=self._plan.coding.gradient_bits,
+            )
+        )
 
     def _apply(self, message: Message) -> None:
         if not isinstance(message, Gradient):
@@ -225,9 +260,11 @@ class FrontLoop:
         with self._report.timed("compute_s"):
             if message.encoded is not None:
                 if message.encoded.shape != shape:
-                    raise SplitRefused(f"batch {message.batch}: {self._channel.peer} sends a gradient of shape "
-                                       f"{message.encoded.shape} for features of shape {shape}; see that both have the "
-                                       "same model")
+                    raise SplitRefused(
+                        f"batch {message.batch}: {self._channel.peer} sends a gradient of shape "
+                        f"{message.encoded.shape} for features of shape {shape}; see that both have the "
+                        "same model"
+                    )
                 gradient = self._sender.correct(message.batch, decode(message.encoded))
             else:
                 self._sender.forget(message.batch)
@@ -235,23 +272,38 @@ class FrontLoop:
         self._report.staleness[message.batch] = staleness
         self._report.losses[message.batch] = message.loss
         if self._plan.progress is not None:
-            self._plan.progress(Progress(batch=message.batch, loss=message.loss, staleness=staleness))
+            self._plan.progress(
+                Progress(batch=message.batch, loss=message.loss, staleness=staleness)
+            )
 
     def _move_cut(self, cut: int, batch: int) -> None:
         """Move layers to or from the other half; nothing is in flight."""
         old = self._half.cut
         self._state.begin_change()
-        self._channel.send(Recut(cut=cut, weights=self._half.export_layers(cut) if cut < old else None))
+        self._channel.send(
+            Recut(cut=cut, weights=self._half.export_layers(cut) if cut < old else None)
+        )
         with self._report.timed("wait_s"):
             answer = self._channel.receive(f"answer to the move of the cut to {cut}")
-        if not isinstance(answer, Recut) or answer.cut != cut or (answer.weights is None) != (cut < old):
+        if (
+            not isinstance(answer, Recut)
+            or answer.cut != cut
+            or (answer.weights is None) != (cut < old)
+        ):
             raise self._unexpected(answer, f"its part of the move of the cut to {cut}")
         if answer.weights is not None:
             self._half.import_layers(cut, answer.weights)
         self._sender.reset()
         self._split_plan, self._requested_cut = replace(self._split_plan, cut=cut), None
-        self._report.moves.append(Move(batch=batch, old=old, new=cut, gave=cut < old,
-                                       seconds=time.monotonic() - self._requested_at_s))
+        self._report.moves.append(
+            Move(
+                batch=batch,
+                old=old,
+                new=cut,
+                gave=cut < old,
+                seconds=time.monotonic() - self._requested_at_s,
+            )
+        )
 
     def _save_checkpoint(self, batch: int) -> None:
         """Save both halves; nothing is in flight. The back half saves first, so it has all that this one has."""
@@ -264,5 +316,7 @@ class FrontLoop:
         self._checkpointed_batch = batch
 
     def _unexpected(self, message: Message, wanted: str) -> SplitRefused:
-        return SplitRefused(f"{self._channel.peer} sends a {type(message).__name__.lower()} where {wanted} is next; "
-                            "see that both run the same version")
+        return SplitRefused(
+            f"{self._channel.peer} sends a {type(message).__name__.lower()} where {wanted} is next; "
+            "see that both run the same version"
+        )

@@ -35,8 +35,10 @@ def torch_schedule(scheduler: SchedulerFn, num_batches: int) -> Schedule:
     """
     factors, doubled = (_rates(scheduler, num_batches, rate) for rate in (1.0, 2.0))
     if any(abs(twice - 2.0 * once) > 1e-9 for once, twice in zip(factors, doubled, strict=True)):
-        raise ConfigError("split training: the scheduler sets rates of its own, whatever the optimiser's; use one that "
-                          "scales it, such as CosineAnnealingLR")
+        raise ConfigError(
+            "split training: the scheduler sets rates of its own, whatever the optimiser's; use one that "
+            "scales it, such as CosineAnnealingLR"
+        )
     return lambda batch: factors[min(batch, num_batches - 1)]
 
 
@@ -50,11 +52,15 @@ def _rates(scheduler: SchedulerFn, num_batches: int, rate: float) -> list[float]
         try:
             made.step()
         except TypeError:
-            raise ConfigError(f"split training: {type(made).__name__} follows the loss, which the edge learns too "
-                              "late; use a scheduler of the batch's number") from None
+            raise ConfigError(
+                f"split training: {type(made).__name__} follows the loss, which the edge learns too "
+                "late; use a scheduler of the batch's number"
+            ) from None
     if group["momentum"] != 0.9:
-        raise ConfigError(f"split training: {type(made).__name__} changes momentum as well, which halves cannot "
-                          "follow; use a scheduler of the rate alone")
+        raise ConfigError(
+            f"split training: {type(made).__name__} changes momentum as well, which halves cannot "
+            "follow; use a scheduler of the rate alone"
+        )
     return rates
 
 
@@ -67,8 +73,13 @@ class HalfOptimizer:
     one optimiser over the whole model does. State must be tensors per weight; `ConfigError` otherwise (LBFGS).
     """
 
-    def __init__(self, factory: OptimizerFactory, schedule: Schedule = constant_rate, *,
-                 max_grad_norm: float | None = None) -> None:
+    def __init__(
+        self,
+        factory: OptimizerFactory,
+        schedule: Schedule = constant_rate,
+        *,
+        max_grad_norm: float | None = None,
+    ) -> None:
         self._factory = factory
         self._max_grad_norm = max_grad_norm
         self._schedule = schedule
@@ -76,22 +87,35 @@ class HalfOptimizer:
         self._optimizer: Optimizer | None = None
         self._rates: list[float] = []
 
-    def set_weights(self, weights: Mapping[str, torch.Tensor], taken: Mapping[str, NDArray[Any]] | None = None) -> None:
+    def set_weights(
+        self, weights: Mapping[str, torch.Tensor], taken: Mapping[str, NDArray[Any]] | None = None
+    ) -> None:
         """Set the weights to update: weights that stay keep their state, the state of new ones is in `taken`."""
         state = {**self.state(), **(taken or {})}
-        unique = {id(weight): (name, weight) for name, weight in reversed(list(weights.items()))
-                  if isinstance(weight, nn.Parameter) and weight.requires_grad}
+        unique = {
+            id(weight): (name, weight)
+            for name, weight in reversed(list(weights.items()))
+            if isinstance(weight, nn.Parameter) and weight.requires_grad
+        }
         self._weights = dict(reversed(unique.values()))  # a tied weight under its first name
         # torch optimisers do not accept an empty list of weights.
         self._optimizer = self._factory(list(self._weights.values())) if self._weights else None
         if self._optimizer is not None:
             require_no_closure(self._optimizer, "split training")
-            held = {id(weight) for group in self._optimizer.param_groups for weight in group["params"]}
+            held = {
+                id(weight) for group in self._optimizer.param_groups for weight in group["params"]
+            }
             if held != {id(weight) for weight in self._weights.values()}:
-                raise ConfigError(f"optimizer: {type(self._optimizer).__name__} does not hold just the weights that it "
-                                  "is made for; give it all that its function is called with, and freeze what is not "
-                                  "to be trained by requires_grad_(False)")
-        self._rates = [float(group["lr"]) for group in self._optimizer.param_groups] if self._optimizer else []
+                raise ConfigError(
+                    f"optimizer: {type(self._optimizer).__name__} does not hold just the weights that it "
+                    "is made for; give it all that its function is called with, and freeze what is not "
+                    "to be trained by requires_grad_(False)"
+                )
+        self._rates = (
+            [float(group["lr"]) for group in self._optimizer.param_groups]
+            if self._optimizer
+            else []
+        )
         for key, array in state.items():
             name, _, entry = key.partition(SEPARATOR)
             if self._optimizer is not None and name in self._weights:
@@ -121,13 +145,17 @@ class HalfOptimizer:
         arrays: dict[str, NDArray[Any]] = {}
         for name in self._weights if names is None else names:
             weight = self._weights.get(name)
-            for entry, value in self._optimizer.state.get(weight, {}).items() if weight is not None else ():
+            for entry, value in (
+                self._optimizer.state.get(weight, {}).items() if weight is not None else ()
+            ):
                 if value is None:  # for example the momentum of SGD without momentum
                     continue
                 if not isinstance(value, torch.Tensor):
-                    raise ConfigError(f"optimizer: {type(self._optimizer).__name__} keeps {entry} as "
-                                      f"{type(value).__name__}, which cannot move with a layer; use one whose state "
-                                      "is tensors, such as SGD or Adam")
+                    raise ConfigError(
+                        f"optimizer: {type(self._optimizer).__name__} keeps {entry} as "
+                        f"{type(value).__name__}, which cannot move with a layer; use one whose state "
+                        "is tensors, such as SGD or Adam"
+                    )
                 arrays[f"{name}{SEPARATOR}{entry}"] = np.array(value.detach().cpu().numpy())
         return arrays
 

@@ -33,9 +33,15 @@ class LoopReport(Traffic):
 
     first_batch: int = 0
     num_batches: int = 0
-    losses: dict[int, float] = field(default_factory=dict)  # by batch; with several parties in turns: their mean
-    staleness: dict[int, int] = field(default_factory=dict)  # by batch: newest forward − its own, when applied (F23)
-    feature_bytes: dict[int, int] = field(default_factory=dict)  # by batch, at the front half; encoded, without labels
+    losses: dict[int, float] = field(
+        default_factory=dict
+    )  # by batch; with several parties in turns: their mean
+    staleness: dict[int, int] = field(
+        default_factory=dict
+    )  # by batch: newest forward − its own, when applied (F23)
+    feature_bytes: dict[int, int] = field(
+        default_factory=dict
+    )  # by batch, at the front half; encoded, without labels
     compute_s: float = 0.0  # in the half and in the codec
     wait_s: float = 0.0  # for the other side
     num_rollbacks: int = 0
@@ -72,12 +78,17 @@ class HalfState(Generic[HalfT]):
         self.report = LoopReport()
         self.epoch_id = ""
         self.codec = b""  # state of the coding of features at the place where the span begins
-        self.split_plan: SplitPlan | None = None  # with which a front half continues; None: as its plan says
+        self.split_plan: SplitPlan | None = (
+            None  # with which a front half continues; None: as its plan says
+        )
         self.checkpoint_s = time.monotonic()  # when it last reached a checkpoint
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return from where this side can begin: its stored checkpoints, and the state that it is in."""
-        return [*self.store.checkpoints(), *([] if self.batch is None else [Checkpoint(batch=self.batch)])]
+        return [
+            *self.store.checkpoints(),
+            *([] if self.batch is None else [Checkpoint(batch=self.batch)]),
+        ]
 
     def restore(self, place: Checkpoint, *, restore_codec: bool) -> None:
         """Restore a checkpoint from the store, unless the half is in that state."""
@@ -98,11 +109,15 @@ class HalfState(Generic[HalfT]):
         with self.lock:
             self.batch = None
 
-    def save_checkpoint(self, batch: int, codec: Callable[[], bytes], split_plan: SplitPlan | None = None) -> None:
+    def save_checkpoint(
+        self, batch: int, codec: Callable[[], bytes], split_plan: SplitPlan | None = None
+    ) -> None:
         """Store the half as it is before a batch; `codec` returns the state of the coding of features."""
         if self.store.keeps:
-            self.store.save(Checkpoint(batch=batch, epoch_id=self.epoch_id),
-                             SavedHalf(half=self.half.save(), codec=codec(), split_plan=split_plan))
+            self.store.save(
+                Checkpoint(batch=batch, epoch_id=self.epoch_id),
+                SavedHalf(half=self.half.save(), codec=codec(), split_plan=split_plan),
+            )
         with self.lock:
             self.batch = batch
         self.checkpoint_s = time.monotonic()

@@ -18,7 +18,12 @@ from socflower.capture.halves import random_streams
 from socflower.capture.tensor_arrays import to_array, to_tensor
 from socflower.capture.torch_device import on_device
 from socflower.edgecloud.halves import Labels, Weights
-from socflower.edgecloud.runtime.half_optimizer import SEPARATOR, HalfOptimizer, OptimizerFactory, Schedule
+from socflower.edgecloud.runtime.half_optimizer import (
+    SEPARATOR,
+    HalfOptimizer,
+    OptimizerFactory,
+    Schedule,
+)
 from socflower.errors import ConfigError
 from socflower.training.model_state import frozen_digest, frozen_parameters
 from socflower.wire.saved_state import from_bytes, to_bytes
@@ -61,8 +66,16 @@ class TorchHalf:
     """
 
     def __init__(
-        self, side: Literal["front", "back"], split: SplitModel, cut: int, *, optimizer: OptimizerFactory,
-        schedule: Schedule, seed: int, device: torch.device | str, passes: Passes,
+        self,
+        side: Literal["front", "back"],
+        split: SplitModel,
+        cut: int,
+        *,
+        optimizer: OptimizerFactory,
+        schedule: Schedule,
+        seed: int,
+        device: torch.device | str,
+        passes: Passes,
     ) -> None:
         split.check(cut)
         self._side: Literal["front", "back"] = side
@@ -76,8 +89,10 @@ class TorchHalf:
         self._frozen = frozenset(frozen_parameters(split.model))
         self._keeps_frozen = False
         if any(tensor.shape != split.specs[name].shape for name, tensor in self._tensors.items()):
-            raise ConfigError(f"model {split.name}: is another half's already; give each half a copy() of the split "
-                              "model")
+            raise ConfigError(
+                f"model {split.name}: is another half's already; give each half a copy() of the split "
+                "model"
+            )
         self._release_tensors(set(self._tensors) - set(self._names(cut)))
         split.model.to(self._device)
         self._tensors = split.tensors()
@@ -110,7 +125,9 @@ class TorchHalf:
         Raises ConfigError for a cut that does not exist or lies in the other half, and while a batch is in flight.
         """
         moving = self._moving(cut, gives=True)
-        given = {name: self._array(name) for name in self._sent(moving)} | self._optimizer.state(moving)
+        given = {name: self._array(name) for name in self._sent(moving)} | self._optimizer.state(
+            moving
+        )
         self._move_to(cut)
         self._release_tensors(set(moving))
         return given
@@ -122,11 +139,15 @@ class TorchHalf:
         """
         moving = self._moving(cut, gives=False)
         state = {key: array for key, array in weights.items() if SEPARATOR in key}
-        self._check_tensors({key: array for key, array in weights.items() if key not in state}, moving)
+        self._check_tensors(
+            {key: array for key, array in weights.items() if key not in state}, moving
+        )
         unknown = [key for key in state if key.partition(SEPARATOR)[0] not in moving]
         if unknown:
-            raise ConfigError(f"model {self._split.name}: optimiser state {unknown[0]!r} is of no layer that moves "
-                              f"to cut {cut}")
+            raise ConfigError(
+                f"model {self._split.name}: optimiser state {unknown[0]!r} is of no layer that moves "
+                f"to cut {cut}"
+            )
         self._fill_all(moving, weights)
         self._move_to(cut, state)
 
@@ -158,30 +179,51 @@ class TorchHalf:
         Learning rates follow from batch numbers and random numbers from the seed, so neither is saved. Raises
         ConfigError while a batch with a kept graph is in flight.
         """
-        header = {"side": self._side, "fingerprint": self._split.fingerprint(), "cut": self._cut,
-                  "progress": self._progress(), "frozen_sha256": self._base_digest if self._keeps_frozen else "",
-                  "arithmetic": self._arithmetic_state()}
-        return to_bytes(_STATE, header, {**{f"weight {name}": array for name, array in self.weights().items()},
-                                         **{f"state {key}": array for key, array in self._optimizer.state().items()}})
+        header = {
+            "side": self._side,
+            "fingerprint": self._split.fingerprint(),
+            "cut": self._cut,
+            "progress": self._progress(),
+            "frozen_sha256": self._base_digest if self._keeps_frozen else "",
+            "arithmetic": self._arithmetic_state(),
+        }
+        return to_bytes(
+            _STATE,
+            header,
+            {
+                **{f"weight {name}": array for name, array in self.weights().items()},
+                **{f"state {key}": array for key, array in self._optimizer.state().items()},
+            },
+        )
 
     def restore(self, saved: bytes) -> None:
         """Restore what `save` returned; `ConfigError`, with nothing changed, for another half or model."""
         name = self._split.name
         content, stored = from_bytes(_STATE, saved)
         if (content["side"], content["fingerprint"]) != (self._side, self._split.fingerprint()):
-            raise ConfigError(f"model {name}: saved is the {content['side']} half of model "
-                              f"{content['fingerprint'][:12]}, this is the {self._side} half of "
-                              f"{self._split.fingerprint()[:12]}")
+            raise ConfigError(
+                f"model {name}: saved is the {content['side']} half of model "
+                f"{content['fingerprint'][:12]}, this is the {self._side} half of "
+                f"{self._split.fingerprint()[:12]}"
+            )
         cut = int(content["cut"])
         self._split.check(cut)
-        arrays, state = ({key.removeprefix(prefix): array for key, array in stored.items() if key.startswith(prefix)}
-                         for prefix in ("weight ", "state "))
+        arrays, state = (
+            {
+                key.removeprefix(prefix): array
+                for key, array in stored.items()
+                if key.startswith(prefix)
+            }
+            for prefix in ("weight ", "state ")
+        )
         own = self._names(cut)
         self._check_tensors(arrays, own)
         kept = content.get("frozen_sha256", "")  # not in states of earlier versions
         if kept and kept != self._base_digest:
-            raise ConfigError(f"model {name}: its frozen parameters are not those that it was saved with; load the "
-                              "same ones in model_fn, or start a new training")
+            raise ConfigError(
+                f"model {name}: its frozen parameters are not those that it was saved with; load the "
+                "same ones in model_fn, or start a new training"
+            )
         self._release_tensors(set(self._tensors) - set(own))
         self._fill_all(own, arrays)
         self._keeps_frozen = bool(kept)
@@ -208,7 +250,9 @@ class TorchHalf:
         """Restore what `_arithmetic_state` returned."""
 
     def _names(self, cut: int) -> tuple[str, ...]:
-        return self._split.front_names(cut) if self._side == "front" else self._split.back_names(cut)
+        return (
+            self._split.front_names(cut) if self._side == "front" else self._split.back_names(cut)
+        )
 
     def _own_tensors(self) -> dict[str, torch.Tensor]:
         return {name: self._tensors[name] for name in self._names(self._cut)}
@@ -219,8 +263,10 @@ class TorchHalf:
         shrinks = cut <= self._cut if self._side == "front" else cut >= self._cut
         grows = cut >= self._cut if self._side == "front" else cut <= self._cut
         if not (shrinks if gives else grows):
-            raise ConfigError(f"model {self._split.name}: the {self._side} half, cut at {self._cut}, cannot "
-                              f"{'give away' if gives else 'take'} layers by moving to {cut}")
+            raise ConfigError(
+                f"model {self._split.name}: the {self._side} half, cut at {self._cut}, cannot "
+                f"{'give away' if gives else 'take'} layers by moving to {cut}"
+            )
         before, after = set(self._names(self._cut)), set(self._names(cut))
         return tuple(name for name in self._tensors if name in before ^ after)
 
@@ -234,15 +280,21 @@ class TorchHalf:
         """Yield this half's layers in training mode, with the random streams of a batch."""
         layers = self._layers()
         # In this order: the exclusive holder of the lock forks the generator, and would wait for a half at the lock.
-        with (CAPTURE_LOCK.shared(),
-              random_streams(self._seed, batch) if self._split.random_layers else nullcontext(),
-              torch.autocast(self._device.type, self._passes.autocast) if self._passes.autocast else nullcontext()):
+        with (
+            CAPTURE_LOCK.shared(),
+            random_streams(self._seed, batch) if self._split.random_layers else nullcontext(),
+            torch.autocast(self._device.type, self._passes.autocast)
+            if self._passes.autocast
+            else nullcontext(),
+        ):
             yield layers
 
     def _loss_of(self, batch: int, argument: Batch, labels: Any) -> torch.Tensor:
         """Return the loss of a batch, from what this half's first layer takes and the labels as tensors."""
         with self._passing(batch) as layers:
-            loss = self._passes.loss_of(layers, on_device(argument, self._device), on_device(labels, self._device))
+            loss = self._passes.loss_of(
+                layers, on_device(argument, self._device), on_device(labels, self._device)
+            )
         require_loss(loss, self._split.name)
         return loss
 
@@ -256,18 +308,32 @@ class TorchHalf:
     def _check_tensors(self, arrays: Weights, names: Sequence[str]) -> None:
         model = self._split.name
         missing, strange = set(names) - set(arrays), set(arrays) - set(names)
-        if missing == self._frozen & set(names) and (self._split.origin or self._split.graph is None):
+        if missing == self._frozen & set(names) and (
+            self._split.origin or self._split.graph is None
+        ):
             missing = set()
         if missing or strange:
-            wrong = f"{min(missing)!r} is missing" if missing else f"{min(strange)!r} is of other layers"
-            raise ConfigError(f"model {model}: the {self._side} half needs {len(names)} tensors; {wrong}")
+            wrong = (
+                f"{min(missing)!r} is missing"
+                if missing
+                else f"{min(strange)!r} is of other layers"
+            )
+            raise ConfigError(
+                f"model {model}: the {self._side} half needs {len(names)} tensors; {wrong}"
+            )
         for name, array in arrays.items():
             form = self._split.specs[name]
             # From an empty array, since only the type is needed.
-            dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype if array.dtype.kind in "biufc" else array.dtype
+            dtype = (
+                torch.from_numpy(np.empty(0, array.dtype)).dtype
+                if array.dtype.kind in "biufc"
+                else array.dtype
+            )
             if tuple(array.shape) != tuple(form.shape) or dtype != form.dtype:
-                raise ConfigError(f"model {model}: {name} is {array.dtype} of shape {tuple(array.shape)}, it should be "
-                                  f"{str(form.dtype).removeprefix('torch.')} of shape {tuple(form.shape)}")
+                raise ConfigError(
+                    f"model {model}: {name} is {array.dtype} of shape {tuple(array.shape)}, it should be "
+                    f"{str(form.dtype).removeprefix('torch.')} of shape {tuple(form.shape)}"
+                )
 
     @cached_property
     def _base_digest(self) -> str:
@@ -294,7 +360,9 @@ class TorchHalf:
     def _fill(self, name: str, array: NDArray[Any]) -> None:
         tensor, form = self._tensors[name], self._split.specs[name]
         if tensor.shape != form.shape:
-            tensor.data = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device=self._device)
+            tensor.data = torch.empty_strided(
+                form.shape, form.stride(), dtype=form.dtype, device=self._device
+            )
         tensor.data.copy_(to_tensor(array, self._device))
 
     def _release_tensors(self, names: Iterable[str]) -> None:
@@ -307,10 +375,16 @@ class TorchHalf:
 def require_loss(loss: object, model: str) -> None:
     """Raise `ConfigError` for a loss that is not one number that depends on the model."""
     if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.requires_grad:
-        form = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        form = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, torch.Tensor)
+            else type(loss).__name__
+        )
         without = "" if getattr(loss, "requires_grad", True) else " without a gradient"
-        raise ConfigError(f"model {model}: the loss is {form}{without}; it must be one number that depends on the "
-                          "outputs")
+        raise ConfigError(
+            f"model {model}: the loss is {form}{without}; it must be one number that depends on the "
+            "outputs"
+        )
 
 
 def targets_from(labels: Labels, device: torch.device) -> Any:
@@ -321,5 +395,3 @@ def targets_from(labels: Labels, device: torch.device) -> Any:
         return type(labels)(targets_from(part, device) for part in labels)
     whole = np.issubdtype(labels.dtype, np.integer)
     return to_tensor(labels.astype(np.int64, copy=False) if whole else labels, device)
-
-

@@ -11,7 +11,12 @@ import numpy as np
 
 from socflower.edgecloud.halves import Array, BackHalf, FrontHalf
 from socflower.edgecloud.plan.timeline_actions import Action, Kind
-from socflower.edgecloud.runtime.feature_path import EXACT, FeatureCoding, FeatureReceiver, FeatureSender
+from socflower.edgecloud.runtime.feature_path import (
+    EXACT,
+    FeatureCoding,
+    FeatureReceiver,
+    FeatureSender,
+)
 from socflower.edgecloud.runtime.half_state import LoopReport
 from socflower.edgecloud.runtime.replay_window import ReplayWindow
 from socflower.edgecloud.stream.frames import Features
@@ -34,7 +39,11 @@ class WholeModelFront(Protocol):
 
 
 def run_actions(
-    actions: Iterable[Action], fronts: Sequence[FrontHalf], backs: Sequence[BackHalf], *, joined: bool = False,
+    actions: Iterable[Action],
+    fronts: Sequence[FrontHalf],
+    backs: Sequence[BackHalf],
+    *,
+    joined: bool = False,
     coding: FeatureCoding = EXACT,
 ) -> tuple[LoopReport, ...]:
     """Do all actions with a front half per party; return a report per party, in their order.
@@ -46,11 +55,19 @@ def run_actions(
     for features that are not finite; what was done up to there stays done.
     """
     if len(backs) not in (1, len(fronts)) or (joined and len(backs) != 1):
-        raise ConfigError(f"split training: {len(backs)} back halves for {len(fronts)} parties; give one for each, or "
-                          "one for all")
-    lanes = [_Party(front, FeatureSender(coding),
-                    FeatureReceiver(f"party {party}", largest_delta_bytes=coding.delta_bytes), coding.delta_bytes > 0)
-             for party, front in enumerate(fronts)]
+        raise ConfigError(
+            f"split training: {len(backs)} back halves for {len(fronts)} parties; give one for each, or "
+            "one for all"
+        )
+    lanes = [
+        _Party(
+            front,
+            FeatureSender(coding),
+            FeatureReceiver(f"party {party}", largest_delta_bytes=coding.delta_bytes),
+            coding.delta_bytes > 0,
+        )
+        for party, front in enumerate(fronts)
+    ]
     runner = _Runner(lanes, backs, joined, coding.gradient_bits)
     for action in actions:
         runner.do(action)
@@ -73,7 +90,9 @@ class _Party:
 
 
 class _Runner:
-    def __init__(self, lanes: Sequence[_Party], backs: Sequence[BackHalf], joined: bool, gradient_bits: int) -> None:
+    def __init__(
+        self, lanes: Sequence[_Party], backs: Sequence[BackHalf], joined: bool, gradient_bits: int
+    ) -> None:
         self.lanes = lanes
         self._backs = backs
         self._joined = joined
@@ -82,8 +101,10 @@ class _Runner:
 
     def do(self, action: Action) -> None:
         if not 0 <= action.party < len(self.lanes):
-            raise ConfigError(f"split training: {_text(action)} is of a party that is not there; they are 0 to "
-                              f"{len(self.lanes) - 1}")
+            raise ConfigError(
+                f"split training: {_text(action)} is of a party that is not there; they are 0 to "
+                f"{len(self.lanes) - 1}"
+            )
         lane = self.lanes[action.party]
         if action.kind is Kind.RECUT:
             self._move_cut(lane, action)
@@ -91,26 +112,41 @@ class _Runner:
             self._alone(lane, action)
         else:
             if action.cut != lane.front.cut:
-                raise ConfigError(f"split training: {_text(action)} is for cut {action.cut}, the model is cut at "
-                                  f"{lane.front.cut}; a RECUT must come before")
-            {Kind.FORWARD: self._forward, Kind.STEP: self._step, Kind.APPLY: self._apply}[action.kind](lane, action)
+                raise ConfigError(
+                    f"split training: {_text(action)} is for cut {action.cut}, the model is cut at "
+                    f"{lane.front.cut}; a RECUT must come before"
+                )
+            {Kind.FORWARD: self._forward, Kind.STEP: self._step, Kind.APPLY: self._apply}[
+                action.kind
+            ](lane, action)
 
     def finish(self) -> None:
         for party, lane in enumerate(self.lanes):
             if not lane.window.drained:
-                raise ConfigError(f"split training: the actions end while batches {list(lane.window.in_flight)} of "
-                                  f"party {party} are in flight")
+                raise ConfigError(
+                    f"split training: the actions end while batches {list(lane.window.in_flight)} of "
+                    f"party {party} are in flight"
+                )
 
     def _forward(self, lane: _Party, action: Action) -> None:
         lane.window.resize(action.window)
         lane.window.forward(action.batch)
         features = lane.front.forward(action.batch, keep_graph=action.window == 0)
-        sample_ids = lane.front.sample_ids(action.batch) if lane.by_sample else np.empty(0, np.int64)
-        encoded = lane.sender.encode(action.batch, features, sample_ids, action.bits, lane.front.feature_quantum)
+        sample_ids = (
+            lane.front.sample_ids(action.batch) if lane.by_sample else np.empty(0, np.int64)
+        )
+        encoded = lane.sender.encode(
+            action.batch, features, sample_ids, action.bits, lane.front.feature_quantum
+        )
         lane.report.feature_bytes[action.batch] = encoded.num_bytes
         # The digest of the sample ids is only compared between processes.
-        lane.features[action.batch] = Features(batch=action.batch, cut=lane.front.cut, encoded=encoded,
-                                               labels=lane.front.labels(action.batch), ids_digest=b"")
+        lane.features[action.batch] = Features(
+            batch=action.batch,
+            cut=lane.front.cut,
+            encoded=encoded,
+            labels=lane.front.labels(action.batch),
+            ids_digest=b"",
+        )
 
     def _step(self, lane: _Party, action: Action) -> None:
         if action.batch not in lane.features:
@@ -118,14 +154,19 @@ class _Runner:
         parties = [action.party]
         if self._joined:
             if (action.party, action.batch) != self._next_part(action.batch):
-                raise ConfigError(f"split training: {_text(action)} is out of turn in a joined step; all parties' "
-                                  "STEPs of a batch follow one another, in party order")
+                raise ConfigError(
+                    f"split training: {_text(action)} is out of turn in a joined step; all parties' "
+                    "STEPs of a batch follow one another, in party order"
+                )
             self._gathered.append(action)
             if len(self._gathered) < len(self.lanes):
                 return
             parties, self._gathered = list(range(len(self.lanes))), []
         taken = [self.lanes[party].features.pop(action.batch) for party in parties]
-        features = [self.lanes[party].receiver.decode(message) for party, message in zip(parties, taken, strict=True)]
+        features = [
+            self.lanes[party].receiver.decode(message)
+            for party, message in zip(parties, taken, strict=True)
+        ]
         back = self._backs[action.party if len(self._backs) > 1 else 0]
         # The labels of joined parties are the same samples'; the first party's are taken.
         gradients, loss = back.step(action.batch, features, taken[0].labels)
@@ -154,8 +195,10 @@ class _Runner:
     def _alone(self, lane: _Party, action: Action) -> None:
         front = lane.front
         if not isinstance(front, WholeModelFront) or front.cut != front.all_layers_cut:
-            raise ConfigError(f"split training: {_text(action)} is to be done at the edge alone, but the model is cut "
-                              f"at {front.cut}; a RECUT must come before")
+            raise ConfigError(
+                f"split training: {_text(action)} is to be done at the edge alone, but the model is cut "
+                f"at {front.cut}; a RECUT must come before"
+            )
         if action.kind is Kind.FORWARD:
             lane.window.forward(action.batch)
         elif action.kind is Kind.STEP:
@@ -166,19 +209,25 @@ class _Runner:
     def _move_cut(self, lane: _Party, action: Action) -> None:
         front = lane.front
         if not lane.window.drained:
-            raise ConfigError(f"split training: {_text(action)} comes while batches {list(lane.window.in_flight)} are "
-                              "in flight; it must wait for them")
+            raise ConfigError(
+                f"split training: {_text(action)} comes while batches {list(lane.window.in_flight)} are "
+                "in flight; it must wait for them"
+            )
         cut = action.cut
         if cut is None:
             if not isinstance(front, WholeModelFront):
-                raise ConfigError(f"split training: {_text(action)} gives the edge all layers, which this front half "
-                                  "cannot have")
+                raise ConfigError(
+                    f"split training: {_text(action)} gives the edge all layers, which this front half "
+                    "cannot have"
+                )
             cut = front.all_layers_cut
         if cut == front.cut:
             return
         if len(self._backs) < len(self.lanes):
-            raise ConfigError(f"split training: {_text(action)} would move layers of a back half that other parties "
-                              "share; keep the cut, or give each party its own")
+            raise ConfigError(
+                f"split training: {_text(action)} would move layers of a back half that other parties "
+                "share; keep the cut, or give each party its own"
+            )
         back = self._backs[action.party]
         lane.sender.reset()
         lane.receiver.reset()

@@ -38,12 +38,21 @@ class Int8Front(TorchFront):
     under FP32 updates weights and momentum move unchanged, both ways.
     """
 
-    _engine: Int8Model | None = None  # built at its first use, and again after weights or layers were replaced
+    _engine: Int8Model | None = (
+        None  # built at its first use, and again after weights or layers were replaced
+    )
     _updated = False  # the engine's parameters are newer than the tensors
 
     def __init__(
-        self, split: SplitModel, cut: int, batches: Callable[[int], Samples], trainer: Int8Trainer, *,
-        progress: Callable[[int], float], seed: int = 0, loss: Loss | None = None,
+        self,
+        split: SplitModel,
+        cut: int,
+        batches: Callable[[int], Samples],
+        trainer: Int8Trainer,
+        *,
+        progress: Callable[[int], float],
+        seed: int = 0,
+        loss: Loss | None = None,
     ) -> None:
         self._trainer, self._progress_at = trainer, progress
         self._exponents: Mapping[str, int] = {}
@@ -53,7 +62,14 @@ class Int8Front(TorchFront):
         update = trainer.algorithm.update
         self._has_momentum = isinstance(update, Fp32Update) and update.momentum > 0.0
         # The optimiser updates nothing here: it holds the momentum of layers that come and go.
-        super().__init__(split, cut, batches, sgd(trainer.learning_rate, 0.0), seed=seed, passes=Passes(loss=loss))
+        super().__init__(
+            split,
+            cut,
+            batches,
+            sgd(trainer.learning_rate, 0.0),
+            seed=seed,
+            passes=Passes(loss=loss),
+        )
         self._int8()  # so that an operator without an integer form is refused before anything starts
 
     @property
@@ -64,14 +80,20 @@ class Int8Front(TorchFront):
     def train_alone(self, batch: int) -> float:
         """Do a whole training step with all layers, and return the loss; `ConfigError` if the model is cut."""
         if self._cut != self._split.num_cuts:
-            raise ConfigError(f"model {self._split.name}: cannot be trained by the front half alone: it is cut at "
-                              f"{self._cut}")
+            raise ConfigError(
+                f"model {self._split.name}: cannot be trained by the front half alone: it is cut at "
+                f"{self._cut}"
+            )
         inputs, labels, _ = self._samples(batch)
         engine, progress = self._int8(), self._progress_at(batch)
         with self._passing(batch):
             result = engine.train_step(
-                self._images(inputs), np.asarray(labels), learning_rate=self._trainer.rate(progress),
-                progress=progress, seed=self._layer_seed(batch))
+                self._images(inputs),
+                np.asarray(labels),
+                learning_rate=self._trainer.rate(progress),
+                progress=progress,
+                seed=self._layer_seed(batch),
+            )
         self._updated = True
         self._num_updates += 1
         return result.loss
@@ -92,23 +114,29 @@ class Int8Front(TorchFront):
             self._pass(batch, self._samples(batch)[0], keep=True, replay=True)
         self._kept_batch = None
         shape = engine.graph.shape_of(engine.graph.output)
-        engine.backward(gradient.reshape(len(gradient), *shape), learning_rate=self._trainer.rate(progress),
-                        progress=progress)
+        engine.backward(
+            gradient.reshape(len(gradient), *shape),
+            learning_rate=self._trainer.rate(progress),
+            progress=progress,
+        )
         self._updated = True
 
     def _pass(self, batch: int, inputs: Batch, *, keep: bool, replay: bool) -> Array:
         engine, self._kept_batch = self._int8(), None
         with self._passing(batch):  # operators in FP32 draw the batch's random numbers
-            real, exponent = engine.forward(self._images(inputs), seed=self._layer_seed(batch), keep=keep,
-                                            replay=replay)
+            real, exponent = engine.forward(
+                self._images(inputs), seed=self._layer_seed(batch), keep=keep, replay=replay
+            )
         self._updated = True  # BatchNorm's running statistics
         self._kept_batch, self._quantum = batch if keep else None, 2.0**exponent
         return real.reshape(len(real), *self._split.cuts[self._cut].feature_shape)
 
     def _images(self, inputs: Batch) -> NDArray[np.float32]:
         if not isinstance(inputs, torch.Tensor):
-            raise ConfigError(f"model {self._split.name}: int8 training takes images in one tensor, the data give "
-                              f"{form_of(inputs)}; train in FP32")
+            raise ConfigError(
+                f"model {self._split.name}: int8 training takes images in one tensor, the data give "
+                f"{form_of(inputs)}; train in FP32"
+            )
         return np.ascontiguousarray(inputs.numpy(), dtype=np.float32)
 
     def _layer_seed(self, batch: int) -> int:
@@ -122,14 +150,20 @@ class Int8Front(TorchFront):
             return self._engine
         alone = self._cut == self._split.num_cuts
         if alone and self._passes.loss is not functional.cross_entropy:
-            raise ConfigError(f"model {self._split.name}: with all layers in int8 the loss is softmax cross-entropy; "
-                              "keep the cut before the last layer, or train in FP32")
-        engine = self._trainer.model(self._layers(), self._split.samples(1).shape[1:], exponents=self._exponents,
-                                     head=alone)
+            raise ConfigError(
+                f"model {self._split.name}: with all layers in int8 the loss is softmax cross-entropy; "
+                "keep the cut before the last layer, or train in FP32"
+            )
+        engine = self._trainer.model(
+            self._layers(), self._split.samples(1).shape[1:], exponents=self._exponents, head=alone
+        )
         known = {node.name for node in engine.graph.nodes}
         engine.restore_trackers([entry for entry in self._trackers if entry[0] in known])
-        import_velocities(engine.graph, engine.parameters, {
-            key.removesuffix(_MOMENTUM): array for key, array in self._optimizer.state().items()})
+        import_velocities(
+            engine.graph,
+            engine.parameters,
+            {key.removesuffix(_MOMENTUM): array for key, array in self._optimizer.state().items()},
+        )
         self._engine = engine
         return engine
 
@@ -140,8 +174,9 @@ class Int8Front(TorchFront):
         for name, array in self._engine.arrays().items():
             self._tensors[name].data.copy_(torch.from_numpy(array))
         velocities = export_velocities(self._engine.graph, self._engine.parameters)
-        self._optimizer.set_weights(self._own_tensors(), {f"{name}{_MOMENTUM}": array
-                                                          for name, array in velocities.items()})
+        self._optimizer.set_weights(
+            self._own_tensors(), {f"{name}{_MOMENTUM}": array for name, array in velocities.items()}
+        )
         self._updated = False
 
     def _drop_engine(self) -> None:
@@ -149,7 +184,11 @@ class Int8Front(TorchFront):
         if self._engine is not None:
             self._write_back()
             state = self._arithmetic_state()
-            self._exponents, self._trackers, self._engine = state["exponents"], state["trackers"], None
+            self._exponents, self._trackers, self._engine = (
+                state["exponents"],
+                state["trackers"],
+                None,
+            )
 
     def _array(self, name: str) -> NDArray[Any]:
         self._write_back()
@@ -168,12 +207,17 @@ class Int8Front(TorchFront):
         momentum = {key: array for key, array in (taken or {}).items() if key.endswith(_MOMENTUM)}
         super()._move_to(cut, momentum if self._has_momentum else {})
         own = set(self._names(cut))
-        self._exponents = {name: exponent for name, exponent in self._exponents.items() if name in own}
+        self._exponents = {
+            name: exponent for name, exponent in self._exponents.items() if name in own
+        }
 
     def _arithmetic_state(self) -> dict[str, Any]:
         if self._engine is None:
             return {"exponents": dict(self._exponents), "trackers": self._trackers}
-        return {"exponents": self._engine.weight_exponents(), "trackers": self._engine.trackers_to_json()}
+        return {
+            "exponents": self._engine.weight_exponents(),
+            "trackers": self._engine.trackers_to_json(),
+        }
 
     def _restore_arithmetic(self, state: Mapping[str, Any]) -> None:
         self._drop_engine()

@@ -53,9 +53,16 @@ class Measuring:
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
-        require_range("measuring", least=0, at_least_s=self.at_least_s, evict_bytes=self.evict_bytes)
-        require_range("measuring", least=1, batch_size=self.batch_size, num_repeats=self.num_repeats,
-                      num_warm_ups=self.num_warm_ups)
+        require_range(
+            "measuring", least=0, at_least_s=self.at_least_s, evict_bytes=self.evict_bytes
+        )
+        require_range(
+            "measuring",
+            least=1,
+            batch_size=self.batch_size,
+            num_repeats=self.num_repeats,
+            num_warm_ups=self.num_warm_ups,
+        )
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Return the median of the seconds that `work` takes."""
@@ -77,8 +84,13 @@ class Measuring:
 
 
 def measure_costs(
-    split: SplitModel, how: Measuring, *, cloud_s: Sequence[float] | None = None,
-    bits: Sequence[int] = (2, 4, 8, 16), feedback: Form = "none", label_bytes: float = 8.0,
+    split: SplitModel,
+    how: Measuring,
+    *,
+    cloud_s: Sequence[float] | None = None,
+    bits: Sequence[int] = (2, 4, 8, 16),
+    feedback: Form = "none",
+    label_bytes: float = 8.0,
 ) -> SplitCosts:
     """Return the costs of a batch at every cut, with this device as the edge.
 
@@ -99,31 +111,56 @@ def measure_costs(
     if cloud_s is None:
         cloud_s = measure_cloud(split, how)
     if len(cloud_s) != split.num_cuts:
-        raise ConfigError(f"model {split.name}: {len(cloud_s)} seconds of the cloud for {split.num_cuts} cuts; measure "
-                          "the same model there")
+        raise ConfigError(
+            f"model {split.name}: {len(cloud_s)} seconds of the cloud for {split.num_cuts} cuts; measure "
+            "the same model there"
+        )
     cuts: list[CutCost] = []
     for index, point in enumerate(split.cuts):
-        output_bytes = sum(layer.output_bytes for layer in profile.layers
-                           if layer.name in point.front_layers - split.frozen_layers)
+        output_bytes = sum(
+            layer.output_bytes
+            for layer in profile.layers
+            if layer.name in point.front_layers - split.frozen_layers
+        )
         trained_bytes = point.front_trained_bytes
-        cuts.append(CutCost(
-            name=point.name, edge_forward_s=forward_s[index],
-            edge_backward_s=max(0.0, training_s[index] - forward_s[index]) if point.front_trains else 0.0,
-            cloud_s=cloud_s[index], feature_elements=point.feature_elements * how.batch_size,
-            front_weight_bytes=point.front_weight_bytes + runs[index].state_bytes,
-            edge_memory_bytes=(point.front_weight_bytes + trained_bytes + runs[index].state_bytes
-                               + output_bytes * how.batch_size),
-            front_trains=point.front_trains))
+        cuts.append(
+            CutCost(
+                name=point.name,
+                edge_forward_s=forward_s[index],
+                edge_backward_s=max(0.0, training_s[index] - forward_s[index])
+                if point.front_trains
+                else 0.0,
+                cloud_s=cloud_s[index],
+                feature_elements=point.feature_elements * how.batch_size,
+                front_weight_bytes=point.front_weight_bytes + runs[index].state_bytes,
+                edge_memory_bytes=(
+                    point.front_weight_bytes
+                    + trained_bytes
+                    + runs[index].state_bytes
+                    + output_bytes * how.batch_size
+                ),
+                front_trains=point.front_trains,
+            )
+        )
     trained_bytes = sum(layer.weight_bytes for layer in profile.layers)
-    output_bytes = sum(layer.output_bytes for layer in profile.layers if layer.name not in split.frozen_layers)
+    output_bytes = sum(
+        layer.output_bytes for layer in profile.layers if layer.name not in split.frozen_layers
+    )
     all_bytes = float(sum(form.numel() * form.element_size() for form in split.specs.values()))
     return SplitCosts(
-        model=split.name, batch_size=how.batch_size, cuts=tuple(cuts), edge_only_s=training_s[-1],
-        edge_only_memory_bytes=all_bytes + trained_bytes + runs[-1].state_bytes + output_bytes * how.batch_size,
+        model=split.name,
+        batch_size=how.batch_size,
+        cuts=tuple(cuts),
+        edge_only_s=training_s[-1],
+        edge_only_memory_bytes=all_bytes
+        + trained_bytes
+        + runs[-1].state_bytes
+        + output_bytes * how.batch_size,
         label_bytes=label_bytes * how.batch_size,
         codec_s_per_element=measure_codec(split, how, bits=bits, feedback=feedback),
         decode_s_per_element=measure_decode(split, how, bits=bits),
-        model_weight_bytes=all_bytes + runs[-1].state_bytes)
+        model_weight_bytes=all_bytes + runs[-1].state_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +175,15 @@ class FrontCost:
 def measure_front(split: SplitModel, cut: int, how: Measuring) -> FrontCost:
     """Return the costs of a front half as it runs in training: with the copies into and out of arrays."""
     samples, ids = split.samples(how.batch_size), np.arange(how.batch_size, dtype=np.int64)
-    half = TorchFront(split.copy(), cut, lambda batch: (samples, ids, ids), how.optimizer, schedule=_no_rate,
-                      device=how.device, loss=_mean_square)
+    half = TorchFront(
+        split.copy(),
+        cut,
+        lambda batch: (samples, ids, ids),
+        how.optimizer,
+        schedule=_no_rate,
+        device=how.device,
+        loss=_mean_square,
+    )
     if cut == split.num_cuts:
         training_s = how.seconds(lambda: half.train_alone(0))
         return FrontCost(training_s, training_s, half.state_bytes)
@@ -158,7 +202,9 @@ def measure_front(split: SplitModel, cut: int, how: Measuring) -> FrontCost:
         half.forward(0, keep_graph=keep_graph)
         half.apply(0, gradient)
 
-    training_s, replaying_s = (how.seconds(partial(train, keep_graph=keep)) for keep in (True, False))
+    training_s, replaying_s = (
+        how.seconds(partial(train, keep_graph=keep)) for keep in (True, False)
+    )
     return FrontCost(*both_parts(forward_s, training_s, replaying_s), half.state_bytes)
 
 
@@ -166,7 +212,9 @@ def both_parts(first_s: float, second_s: float, sum_s: float) -> tuple[float, fl
     """Return two durations of which both and their sum were timed, each with an error in proportion (least squares)."""
     if min(first_s, second_s, sum_s) <= 0.0:  # below what the clock can tell
         return first_s, second_s
-    timed = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]) / np.array([[first_s], [second_s], [sum_s]])
+    timed = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]) / np.array(
+        [[first_s], [second_s], [sum_s]]
+    )
     first, second = np.linalg.lstsq(timed, np.ones(3), rcond=None)[0]
     return float(first), float(second)
 
@@ -177,13 +225,17 @@ def measure_cloud(split: SplitModel, how: Measuring) -> tuple[float, ...]:
     labels = np.zeros(how.batch_size, np.int64)
     seconds: list[float] = []
     for cut, point in enumerate(split.cuts):
-        half = TorchBack(split.copy(), cut, how.optimizer, _mean_square, schedule=_no_rate, device=how.device)
+        half = TorchBack(
+            split.copy(), cut, how.optimizer, _mean_square, schedule=_no_rate, device=how.device
+        )
         features = rng.random((how.batch_size, *point.feature_shape), dtype=np.float32)
         seconds.append(how.seconds(partial(half.step, 0, [features], labels)))
     return tuple(reversed(monotone(seconds[::-1])))
 
 
-def measure_codec(split: SplitModel, how: Measuring, *, bits: Sequence[int], feedback: Form) -> dict[int, float]:
+def measure_codec(
+    split: SplitModel, how: Measuring, *, bits: Sequence[int], feedback: Form
+) -> dict[int, float]:
     """Return the codec's seconds per feature element by bits, timed on the largest features of a batch."""
     features = _largest_features(split, how)
 
@@ -194,19 +246,28 @@ def measure_codec(split: SplitModel, how: Measuring, *, bits: Sequence[int], fee
             errors.keep(0, features, decode(encoded))
             errors.correct(0, features)
 
-    return {width: how.seconds(partial(pass_through, width)) / features.size for width in bits if width < 32}
+    return {
+        width: how.seconds(partial(pass_through, width)) / features.size
+        for width in bits
+        if width < 32
+    }
 
 
 def measure_decode(split: SplitModel, how: Measuring, *, bits: Sequence[int]) -> dict[int, float]:
     """Return the seconds for decoding an element of a gradient by bits, timed on the largest of a batch."""
     gradient = _largest_features(split, how)
-    return {width: how.seconds(partial(decode, encode(gradient, width))) / gradient.size
-            for width in bits if width < 32}
+    return {
+        width: how.seconds(partial(decode, encode(gradient, width))) / gradient.size
+        for width in bits
+        if width < 32
+    }
 
 
 def _largest_features(split: SplitModel, how: Measuring) -> Array:
     shape = max((point.feature_shape for point in split.cuts), key=math.prod)
-    return to_array(torch.relu(torch.randn(how.batch_size, *shape, generator=torch.Generator().manual_seed(0))))
+    return to_array(
+        torch.relu(torch.randn(how.batch_size, *shape, generator=torch.Generator().manual_seed(0)))
+    )
 
 
 def monotone(values: Sequence[float]) -> list[float]:
@@ -229,14 +290,18 @@ def to_document(costs: SplitCosts) -> dict[str, Any]:
 def from_document(document: Mapping[str, Any]) -> SplitCosts:
     """Return the costs that `to_document` wrote; `ConfigError` for anything else."""
     if document.get("kind") != _KIND or document.get("schema") != SCHEMA:
-        raise ConfigError(f"split costs: kind {document.get('kind')!r} with schema {document.get('schema')!r}, it "
-                          f"should be {_KIND!r} with schema {SCHEMA}; measure again")
+        raise ConfigError(
+            f"split costs: kind {document.get('kind')!r} with schema {document.get('schema')!r}, it "
+            f"should be {_KIND!r} with schema {SCHEMA}; measure again"
+        )
     content = {key: value for key, value in document.items() if key not in ("schema", "kind")}
     try:
         return _COSTS.validate_json(json.dumps(content))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise ConfigError(f"split costs: {'.'.join(map(str, first['loc']))}: {first['msg']}; measure again") from None
+        raise ConfigError(
+            f"split costs: {'.'.join(map(str, first['loc']))}: {first['msg']}; measure again"
+        ) from None
 
 
 def _no_rate(batch: int) -> float:

@@ -17,7 +17,13 @@ from socflower.edgecloud.runtime.half_optimizer import OptimizerFactory, Schedul
 from socflower.edgecloud.runtime.halves import Passes
 from socflower.errors import ConfigError
 from socflower.plain_numbers import plain_numbers
-from socflower.precision.mixed_precision import MIXING_RULES, accuracy_floor, confidence, cpu_samples, cpu_share
+from socflower.precision.mixed_precision import (
+    MIXING_RULES,
+    accuracy_floor,
+    confidence,
+    cpu_samples,
+    cpu_share,
+)
 from socflower.training.int8_layers import STATISTICS, Int8Layers
 
 
@@ -38,7 +44,9 @@ class MixedEdge:
 
     def __post_init__(self) -> None:
         if self.rule not in MIXING_RULES:
-            raise ConfigError(f"MixedEdge: rule = {self.rule!r}; use one of {', '.join(MIXING_RULES)}")
+            raise ConfigError(
+                f"MixedEdge: rule = {self.rule!r}; use one of {', '.join(MIXING_RULES)}"
+            )
         if not self.npu_ratios:
             raise ConfigError("MixedEdge: npu_ratios is empty; give beta of each edge")
         for beta in self.npu_ratios:
@@ -56,14 +64,24 @@ class MixedFront(TorchFront):
     _npu: Int8Layers | None = None
 
     def __init__(
-        self, split: SplitModel, cut: int, batches: Callable[[int], Samples], optimizer: OptimizerFactory,
-        edge: MixedEdge, *, party: int = 0, schedule: Schedule = constant_rate, seed: int = 0,
+        self,
+        split: SplitModel,
+        cut: int,
+        batches: Callable[[int], Samples],
+        optimizer: OptimizerFactory,
+        edge: MixedEdge,
+        *,
+        party: int = 0,
+        schedule: Schedule = constant_rate,
+        seed: int = 0,
         passes: Passes | None = None,
     ) -> None:
         self._edge, self._beta = edge, edge.npu_ratios[min(party, len(edge.npu_ratios) - 1)]
         self.alpha: float | None = None
         self._trackers: list[Any] = []
-        super().__init__(split, cut, batches, optimizer, schedule=schedule, seed=seed, passes=passes)
+        super().__init__(
+            split, cut, batches, optimizer, schedule=schedule, seed=seed, passes=passes
+        )
         if self._beta and edge.rule != "fp32":
             self._int8()  # so that an operator without an integer form is refused before anything starts
 
@@ -73,13 +91,18 @@ class MixedFront(TorchFront):
 
     def _features(self, batch: int, inputs: Batch) -> Tensor:
         if not isinstance(inputs, Tensor):
-            raise ConfigError(f"model {self._split.name}: int8 training takes images in one tensor, the data give "
-                              f"{form_of(inputs)}; train in FP32")
+            raise ConfigError(
+                f"model {self._split.name}: int8 training takes images in one tensor, the data give "
+                f"{form_of(inputs)}; train in FP32"
+            )
         num_cpu = self._num_cpu(inputs)
         if num_cpu == len(inputs):
             return super()._features(batch, inputs)
-        statistics = {name: tensor for name, tensor in self._tensors.items() if name.endswith(STATISTICS)
-                      and name in self._own_tensors()}
+        statistics = {
+            name: tensor
+            for name, tensor in self._tensors.items()
+            if name.endswith(STATISTICS) and name in self._own_tensors()
+        }
         before = {name: tensor.clone() for name, tensor in statistics.items()}
         npu, parts = self._int8(), list[Tensor]()
         if num_cpu:
@@ -109,8 +132,12 @@ class MixedFront(TorchFront):
         if not self._beta or rule == "fp32":
             return len(inputs)
         if self.alpha is None:
-            self.alpha = self._measured_alpha(inputs if self._edge.held_out is None else self._edge.held_out)
-        return cpu_samples(len(inputs), cpu_share(rule, self.alpha, self._beta), accuracy_floor(rule, self.alpha))
+            self.alpha = self._measured_alpha(
+                inputs if self._edge.held_out is None else self._edge.held_out
+            )
+        return cpu_samples(
+            len(inputs), cpu_share(rule, self.alpha, self._beta), accuracy_floor(rule, self.alpha)
+        )
 
     def _measured_alpha(self, inputs: Tensor) -> float:
         """Compare the features of both processors (F9), on the same weights and running statistics."""
@@ -129,8 +156,13 @@ class MixedFront(TorchFront):
     def _int8(self) -> Int8Layers:
         if self._npu is None:
             self._npu = Int8Layers(
-                self._layers(), self._split.samples(1).shape[1:], self._feature_shape, seed=self._seed,
-                unsupported=self._edge.unsupported, trackers=self._trackers)
+                self._layers(),
+                self._split.samples(1).shape[1:],
+                self._feature_shape,
+                seed=self._seed,
+                unsupported=self._edge.unsupported,
+                trackers=self._trackers,
+            )
         return self._npu
 
     def _move_to(self, cut: int, taken: Mapping[str, NDArray[Any]] | None = None) -> None:
@@ -138,8 +170,12 @@ class MixedFront(TorchFront):
         super()._move_to(cut, taken)
 
     def _arithmetic_state(self) -> dict[str, Any]:
-        return {"alpha": self.alpha,
-                "trackers": self._trackers if self._npu is None else self._npu.engine.trackers_to_json()}
+        return {
+            "alpha": self.alpha,
+            "trackers": self._trackers
+            if self._npu is None
+            else self._npu.engine.trackers_to_json(),
+        }
 
     def _restore_arithmetic(self, state: Mapping[str, Any]) -> None:
         self.alpha, self._trackers, self._npu = state.get("alpha"), state.get("trackers", []), None

@@ -51,13 +51,19 @@ class ReplayWindow:
         Raises `ConfigError` for a batch out of turn, and if the window is full: ask `may_forward` first.
         """
         if batch < 0:
-            raise ConfigError(f"replay window: batch {batch} cannot be the first; batches count from 0")
+            raise ConfigError(
+                f"replay window: batch {batch} cannot be the first; batches count from 0"
+            )
         if self._next is not None and batch != self._next:
-            raise ConfigError(f"replay window: batch {batch} went forward where {self._next} is next; batches go "
-                              "forward one after the other, each once")
+            raise ConfigError(
+                f"replay window: batch {batch} went forward where {self._next} is next; batches go "
+                "forward one after the other, each once"
+            )
         if not self.may_forward():
-            raise ConfigError(f"replay window: batch {batch} must wait until batch {self.oldest} has its gradient "
-                              f"(K = {self.limit})")
+            raise ConfigError(
+                f"replay window: batch {batch} must wait until batch {self.oldest} has its gradient "
+                f"(K = {self.limit})"
+            )
         self._next = batch + 1
         self.in_flight = range(self.in_flight[0] if self.in_flight else batch, self._next)
 
@@ -67,12 +73,20 @@ class ReplayWindow:
         Raises `ConfigError` unless it is the oldest that is out: applied elsewhere it would corrupt the training.
         """
         if batch not in self.in_flight:
-            out = f"batches {self.in_flight[0]} to {self.in_flight[-1]} are" if self.in_flight else "none is"
-            raise ConfigError(f"replay window: a gradient for batch {batch} has no activation to be applied to; {out} "
-                              "out")
+            out = (
+                f"batches {self.in_flight[0]} to {self.in_flight[-1]} are"
+                if self.in_flight
+                else "none is"
+            )
+            raise ConfigError(
+                f"replay window: a gradient for batch {batch} has no activation to be applied to; {out} "
+                "out"
+            )
         if batch != self.oldest:
-            raise ConfigError(f"replay window: the gradient of batch {batch} came where that of batch {self.oldest} is "
-                              "next; gradients are applied in the order in which their batches went forward")
+            raise ConfigError(
+                f"replay window: the gradient of batch {batch} came where that of batch {self.oldest} is "
+                "next; gradients are applied in the order in which their batches went forward"
+            )
         staleness = self.in_flight[-1] - batch
         self.in_flight = self.in_flight[1:]
         return staleness

@@ -36,7 +36,12 @@ class Span:
 
 
 def train_front(
-    connection: EdgeConnection, half: FrontHalf, span: Span, plan: FrontPlan, *, folder: Path | None = None,
+    connection: EdgeConnection,
+    half: FrontHalf,
+    span: Span,
+    plan: FrontPlan,
+    *,
+    folder: Path | None = None,
 ) -> LoopReport:
     """Train a span with the front half here and the back half in the cloud, and return a report.
 
@@ -46,36 +51,63 @@ def train_front(
     `StreamLost`, and whatever the half raises.
     """
     state = HalfState(half, _store(connection, folder, "front"), span.first_batch)
-    return _train(connection, state, span, lambda channel, first: FrontLoop(state, channel, plan).run(first, span.stop),
-                  front=True)
+    return _train(
+        connection,
+        state,
+        span,
+        lambda channel, first: FrontLoop(state, channel, plan).run(first, span.stop),
+        front=True,
+    )
 
 
 def train_back(
-    connection: EdgeConnection, half: BackHalf, span: Span, *, folder: Path | None = None,
+    connection: EdgeConnection,
+    half: BackHalf,
+    span: Span,
+    *,
+    folder: Path | None = None,
 ) -> LoopReport:
     """Train a span of a reverse split, with the back half here and the front half in the cloud; see `train_front`."""
     state = HalfState(half, _store(connection, folder, "back"), span.first_batch)
-    return _train(connection, state, span, lambda channel, first: BackLoop(state, [channel]).run(first), front=False)
+    return _train(
+        connection,
+        state,
+        span,
+        lambda channel, first: BackLoop(state, [channel]).run(first),
+        front=False,
+    )
 
 
 def _store(connection: EdgeConnection, folder: Path | None, side: str) -> CheckpointStore:
     return CheckpointStore(folder, f"{connection.run_id}, party {connection.party}, {side} half")
 
 
-def _train(connection: EdgeConnection, state: HalfState[Any], span: Span, drive: Callable[[SplitChannel, int], None], *,
-           front: bool) -> LoopReport:
+def _train(
+    connection: EdgeConnection,
+    state: HalfState[Any],
+    span: Span,
+    drive: Callable[[SplitChannel, int], None],
+    *,
+    front: bool,
+) -> LoopReport:
     """Join and drive the half from the agreed checkpoint on, again after every `StartOver`."""
     report = state.report
     while True:
         channel: SplitChannel | None = None
         try:
-            channel, terms = connection.join(front=front, first_batch=span.first_batch, num_batches=span.num_batches,
-                                             checkpoints=state.checkpoints())
+            channel, terms = connection.join(
+                front=front,
+                first_batch=span.first_batch,
+                num_batches=span.num_batches,
+                checkpoints=state.checkpoints(),
+            )
             state.restore(terms.start, restore_codec=terms.restore_codec)
             state.epoch_id = terms.epoch_id
             if state.half.cut != terms.cut:
-                raise SplitRefused(f"run {connection.run_id}: the edge's half is cut at {state.half.cut}, the cloud's "
-                                   f"at {terms.cut}; make both at the same cut")
+                raise SplitRefused(
+                    f"run {connection.run_id}: the edge's half is cut at {state.half.cut}, the cloud's "
+                    f"at {terms.cut}; make both at the same cut"
+                )
             first = terms.start.batch
             report.first_batch = min(first, report.first_batch) if report.losses else first
             report.num_batches = span.stop - report.first_batch
@@ -84,9 +116,10 @@ def _train(connection: EdgeConnection, state: HalfState[Any], span: Span, drive:
         except StartOver:
             report.num_rollbacks += 1
             if time.monotonic() > state.checkpoint_s + connection.give_up_s:
-                raise StreamLost(f"run {connection.run_id}: had to begin anew again and again for "
-                                f"{connection.give_up_s:g} s; see whether another edge uses the same party number"
-                                ) from None
+                raise StreamLost(
+                    f"run {connection.run_id}: had to begin anew again and again for "
+                    f"{connection.give_up_s:g} s; see whether another edge uses the same party number"
+                ) from None
             time.sleep(_PAUSE_S)
         finally:
             if channel is not None:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from socflower.errors import ConfigError
 
-PLAIN_TEXT = "there is no TLS, so features could be read on the way; give certificates, or say insecure"
+PLAIN_TEXT = (
+    "there is no TLS, so features could be read on the way; give certificates, or say insecure"
+)
 """The remedy for an address beyond private ones without TLS."""
 
 _MIN_TOKEN_LENGTH = 16
@@ -46,13 +48,22 @@ def read_token(path: Path) -> str:
     try:
         return check_token(path.read_text("utf-8-sig").strip(), f"token file {path}")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"token file {path}: cannot be read ({error}); name the text file that the cloud was started "
-                          "with") from None
+        raise ConfigError(
+            f"token file {path}: cannot be read ({error}); name the text file that the cloud was started "
+            "with"
+        ) from None
 
 
 def check_token(token: str, where: str) -> str:
     """Return the token; `ConfigError` if it is too short or cannot be sent in a header."""
-    if len(token) < _MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable() or " " in token:
-        raise ConfigError(f"{where}: a token has at least {_MIN_TOKEN_LENGTH} printable ASCII characters without "
-                          "blanks; make one with `openssl rand -hex 32`")
+    if (
+        len(token) < _MIN_TOKEN_LENGTH
+        or not token.isascii()
+        or not token.isprintable()
+        or " " in token
+    ):
+        raise ConfigError(
+            f"{where}: a token has at least {_MIN_TOKEN_LENGTH} printable ASCII characters without "
+            "blanks; make one with `openssl rand -hex 32`"
+        )
     return token

@@ -140,12 +140,21 @@ class SplitMessages:
                 place = len(body) - isinstance(message.encoded, DeltaFeatures)
                 body[place:place] = [array_to_bytes(array) for array in arrays]
                 head.tensor.batch, head.tensor.cut = message.batch, message.cut
-                head.tensor.ids_digest, head.tensor.answer_bits = message.ids_digest, message.answer_bits
+                head.tensor.ids_digest, head.tensor.answer_bits = (
+                    message.ids_digest,
+                    message.answer_bits,
+                )
                 head.tensor.labels_form = "" if form == 0 else json.dumps(form)
                 head.tensor.labels.extend(
-                    wire.Block(dtype=array_type(array, "labels"), shape=array.shape) for array in arrays)
+                    wire.Block(dtype=array_type(array, "labels"), shape=array.shape)
+                    for array in arrays
+                )
             case Gradient():
-                head.tensor.gradient, head.tensor.batch, head.tensor.loss = True, message.batch, message.loss
+                head.tensor.gradient, head.tensor.batch, head.tensor.loss = (
+                    True,
+                    message.batch,
+                    message.loss,
+                )
                 if message.encoded is not None:
                     body = [_put_encoded(head.tensor.plain, message.encoded)]
             case Recut():
@@ -167,11 +176,18 @@ class SplitMessages:
         kind, tensor = parsed.WhichOneof("kind"), parsed.tensor
         if kind is None:
             raise MalformedBytes("a message of an unknown kind")
-        largest = {"tensor": self._limits.max_tensor_bytes, "recut": self._limits.max_weights_bytes}.get(kind, 0)
+        largest = {
+            "tensor": self._limits.max_tensor_bytes,
+            "recut": self._limits.max_weights_bytes,
+        }.get(kind, 0)
         check_size(num_bytes, f"a {kind}", largest)
         if kind == "tensor" and not tensor.gradient and tensor.answer_bits not in BITS:
             raise MalformedBytes(f"features that want a gradient at {tensor.answer_bits} bits")
-        if kind == "tensor" and not tensor.gradient and tensor.HasField("plain") == tensor.HasField("delta"):
+        if (
+            kind == "tensor"
+            and not tensor.gradient
+            and tensor.HasField("plain") == tensor.HasField("delta")
+        ):
             raise MalformedBytes("features that are neither plain nor coded by sample, or both")
         return partial(_decode, parsed)
 
@@ -195,16 +211,34 @@ def _decode(head: wire.Head, body: memoryview) -> Message:
     plain = _encoded(tensor.plain, cursor) if tensor.HasField("plain") else None
     first = _encoded(delta.first, cursor) if delta.HasField("first") else None
     change = _encoded(delta.change, cursor) if delta.HasField("change") else None
-    labels = _labels(tensor, [array_from_bytes(block.dtype, block.shape, cursor.next(
-        array_num_bytes(block.dtype, block.shape))) for block in tensor.labels])
+    labels = _labels(
+        tensor,
+        [
+            array_from_bytes(
+                block.dtype, block.shape, cursor.next(array_num_bytes(block.dtype, block.shape))
+            )
+            for block in tensor.labels
+        ],
+    )
     sample_ids = np.frombuffer(cursor.next(8 * delta.num_ids), "<i8").astype(np.int64)
     cursor.require_end()
     return Features(
-        batch=tensor.batch, cut=tensor.cut, labels=labels, ids_digest=tensor.ids_digest, answer_bits=tensor.answer_bits,
-        encoded=plain if plain is not None else DeltaFeatures(
-            message=DeltaMessage(count=delta.count, digest=delta.digest, first=first, change=change),
-            sample_ids=sample_ids, memory_bytes=delta.memory_bytes,
-            grouping="sample" if delta.by_sample else "tensor"))
+        batch=tensor.batch,
+        cut=tensor.cut,
+        labels=labels,
+        ids_digest=tensor.ids_digest,
+        answer_bits=tensor.answer_bits,
+        encoded=plain
+        if plain is not None
+        else DeltaFeatures(
+            message=DeltaMessage(
+                count=delta.count, digest=delta.digest, first=first, change=change
+            ),
+            sample_ids=sample_ids,
+            memory_bytes=delta.memory_bytes,
+            grouping="sample" if delta.by_sample else "tensor",
+        ),
+    )
 
 
 def _labels_form(labels: Labels, arrays: list[NDArray[Any]]) -> Any:
@@ -219,6 +253,7 @@ def _labels_form(labels: Labels, arrays: list[NDArray[Any]]) -> Any:
 
 def _labels(tensor: wire.Tensor, arrays: Sequence[NDArray[Any]]) -> Labels:
     """Return labels in the form that they were sent in; tuples are lists."""
+
     def filled(form: Any) -> Labels:
         if isinstance(form, dict):
             return {key: filled(part) for key, part in form.items()}
@@ -227,7 +262,9 @@ def _labels(tensor: wire.Tensor, arrays: Sequence[NDArray[Any]]) -> Labels:
     try:
         return filled(json.loads(tensor.labels_form or "0"))
     except (ValueError, TypeError, IndexError, RecursionError):
-        raise MalformedBytes(f"{len(arrays)} arrays of labels in the form {tensor.labels_form[:40]!r}") from None
+        raise MalformedBytes(
+            f"{len(arrays)} arrays of labels in the form {tensor.labels_form[:40]!r}"
+        ) from None
 
 
 class _Cursor:
@@ -237,9 +274,11 @@ class _Cursor:
         self._body, self._at = body, 0
 
     def next(self, num_bytes: int) -> memoryview:
-        piece = self._body[self._at:self._at + num_bytes]
+        piece = self._body[self._at : self._at + num_bytes]
         if piece.nbytes != num_bytes:
-            raise MalformedBytes(f"a tensor whose body of {self._body.nbytes} bytes is too short for what it says")
+            raise MalformedBytes(
+                f"a tensor whose body of {self._body.nbytes} bytes is too short for what it says"
+            )
         self._at += num_bytes
         return piece
 
@@ -248,12 +287,18 @@ class _Cursor:
             raise MalformedBytes(f"a tensor with {self._body.nbytes - self._at} bytes too many")
 
 
-def _put_features(tensor: wire.Tensor, encoded: EncodedTensor | DeltaFeatures) -> list[bytes | memoryview]:
+def _put_features(
+    tensor: wire.Tensor, encoded: EncodedTensor | DeltaFeatures
+) -> list[bytes | memoryview]:
     """Write features into a head and return the pieces of the body, ids at the end."""
     if isinstance(encoded, EncodedTensor):
         return [_put_encoded(tensor.plain, encoded)]
     message, delta = encoded.message, tensor.delta
-    delta.count, delta.digest, delta.num_ids = message.count, message.digest, len(encoded.sample_ids)
+    delta.count, delta.digest, delta.num_ids = (
+        message.count,
+        message.digest,
+        len(encoded.sample_ids),
+    )
     delta.memory_bytes, delta.by_sample = encoded.memory_bytes, encoded.grouping == "sample"
     parts = ((delta.first, message.first), (delta.change, message.change))
     pieces = [_put_encoded(target, part) for target, part in parts if part is not None]
@@ -271,7 +316,12 @@ def _put_encoded(target: wire.Encoded, encoded: EncodedTensor) -> bytes | memory
 def _encoded(source: wire.Encoded, cursor: _Cursor) -> EncodedTensor:
     check_shape(source.shape)
     try:
-        return EncodedTensor(bits=source.bits, shape=tuple(source.shape), low=tuple(source.low),
-                             high=tuple(source.high), payload=cursor.next(source.num_bytes))
+        return EncodedTensor(
+            bits=source.bits,
+            shape=tuple(source.shape),
+            low=tuple(source.low),
+            high=tuple(source.high),
+            payload=cursor.next(source.num_bytes),
+        )
     except ConfigError as error:
         raise MalformedBytes(str(error)) from None

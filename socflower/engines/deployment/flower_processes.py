@@ -53,7 +53,9 @@ def flower_environment(folder: Path) -> dict[str, str]:
 def users_environment() -> dict[str, str]:
     """Return the environment in which Flower's commands use the user's own Flower configuration."""
     return {
-        **os.environ, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1",
+        **os.environ,
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
         # Otherwise Flower creates an environment for each run and installs the app's dependencies into it.
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "PYTHONUNBUFFERED": "1",  # log lines appear as soon as they are written
@@ -64,25 +66,45 @@ def users_environment() -> dict[str, str]:
 def require_command(name: str, environment: Mapping[str, str], engine: str) -> None:
     """Raise `ConfigError` if one of Flower's commands is not installed."""
     if shutil.which(name, path=environment["PATH"]) is None:
-        raise ConfigError(f"engine {engine}: {name} is not on the PATH; pip install flwr beside socflower")
+        raise ConfigError(
+            f"engine {engine}: {name} is not on the PATH; pip install flwr beside socflower"
+        )
 
 
-def write_connection(home: Path, name: str, address: str, *, root_certificates: Path | None = None) -> None:
+def write_connection(
+    home: Path, name: str, address: str, *, root_certificates: Path | None = None
+) -> None:
     """Add a SuperLink to Flower's configuration: with TLS if `root_certificates` is given, else in plain HTTP."""
     home.mkdir(exist_ok=True)
     # A JSON string is a valid TOML string.
-    how = "insecure = true" if root_certificates is None else "root-certificates = " + json.dumps(
-        str(root_certificates.resolve()), ensure_ascii=False)
-    (home / "config.toml").write_text(f'[superlink]\ndefault = "{name}"\n\n[superlink.{name}]\n'
-                                      f"address = {json.dumps(address)}\n{how}\n", "utf-8")
+    how = (
+        "insecure = true"
+        if root_certificates is None
+        else "root-certificates = "
+        + json.dumps(str(root_certificates.resolve()), ensure_ascii=False)
+    )
+    (home / "config.toml").write_text(
+        f'[superlink]\ndefault = "{name}"\n\n[superlink.{name}]\n'
+        f"address = {json.dumps(address)}\n{how}\n",
+        "utf-8",
+    )
 
 
 # ----------------------------------------------------------------------------------------------------- start and end
-def start(command: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path) -> Process:
+def start(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path
+) -> Process:
     """Start a process in its own session, so that Ctrl-C does not reach it; its output is added to `log`."""
     with log.open("ab") as stream:
-        return subprocess.Popen(command, env=dict(environment), cwd=folder, start_new_session=True,
-                                stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            command,
+            env=dict(environment),
+            cwd=folder,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )
 
 
 def end(process: Process) -> None:
@@ -116,7 +138,9 @@ def is_running(pid: int) -> bool:
 
 def tail(log: Path, num_lines: int = 3) -> str:
     """Return the last lines of a log as one line."""
-    lines = [line.strip() for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
+    lines = [
+        line.strip() for line in log.read_text("utf-8", "replace").splitlines() if line.strip()
+    ]
     return " | ".join(lines[-num_lines:]) if lines else "(its log is empty)"
 
 
@@ -124,8 +148,15 @@ class Server:
     """A process that listens at a port of 127.0.0.1; after its end it can be started again at the same port."""
 
     def __init__(
-        self, name: str, command: Sequence[str], port: int, environment: Mapping[str, str], log: Path, *,
-        engine: str, network: Network = MACHINE_NETWORK,
+        self,
+        name: str,
+        command: Sequence[str],
+        port: int,
+        environment: Mapping[str, str],
+        log: Path,
+        *,
+        engine: str,
+        network: Network = MACHINE_NETWORK,
     ) -> None:
         self._name, self._engine, self._port, self._network = name, engine, port, network
         self._command, self._environment, self._log = network.command(command), environment, log
@@ -146,12 +177,20 @@ class Server:
                 self._num_killed += 1
                 return
             if code is not None and code < 0:
-                raise TrainingFailed(f"engine {self._engine}: {self._name} was killed at each of {_MAX_KILLED_STARTS} "
-                                     "starts; is there enough memory?")
+                raise TrainingFailed(
+                    f"engine {self._engine}: {self._name} was killed at each of {_MAX_KILLED_STARTS} "
+                    "starts; is there enough memory?"
+                )
             if code is not None or time.monotonic() > deadline_s:
                 self.end()
-                what = f"was not ready after {_START_TIMEOUT_S:g} s" if code is None else "ended at its start"
-                raise TrainingFailed(f"engine {self._engine}: {self._name} {what}: {tail(self._log)}")
+                what = (
+                    f"was not ready after {_START_TIMEOUT_S:g} s"
+                    if code is None
+                    else "ended at its start"
+                )
+                raise TrainingFailed(
+                    f"engine {self._engine}: {self._name} {what}: {tail(self._log)}"
+                )
             time.sleep(0.1)
         self._num_killed = 0
 
@@ -179,8 +218,13 @@ def own_processes(folder: Path | None = None) -> Iterator[str]:
     """
     mark = uuid.uuid4().hex
     command = [sys.executable, "-m", "socflower.engines.deployment.flower_processes", mark]
-    guard = subprocess.Popen(command if folder is None else [*command, str(folder)], start_new_session=True,
-                             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    guard = subprocess.Popen(
+        command if folder is None else [*command, str(folder)],
+        start_new_session=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     assert guard.stdin is not None
     try:
         yield mark

@@ -14,7 +14,9 @@ from socflower.errors import ConfigError
 class DeployedApp:
     """The app, its scenario document, and the nodes that it needs."""
 
-    document: Mapping[str, Any]  # read by ServerApp, ClientApps and cloud; written to each attempt's folder
+    document: Mapping[
+        str, Any
+    ]  # read by ServerApp, ClientApps and cloud; written to each attempt's folder
     local_files: AppFiles  # reads the document from the attempt's folder
     bundle_files: AppFiles  # carries the document in its bundle
     node_configs: tuple[str, ...]  # `--node-config` of each SuperNode, without its ring's address
@@ -25,8 +27,12 @@ class DeployedApp:
 class DeploymentOptions:
     """Where to run and how often to restart, as given on the command line."""
 
-    superlink: str = ""  # HOST:PORT, or a name in the user's Flower configuration; "": start a local one
-    superlink_ca: Path | None = None  # the certificate authority of a SuperLink given by its address
+    superlink: str = (
+        ""  # HOST:PORT, or a name in the user's Flower configuration; "": start a local one
+    )
+    superlink_ca: Path | None = (
+        None  # the certificate authority of a SuperLink given by its address
+    )
     restarts: int = 3
     checkpoint_folder: str = ""  # on the machine of a remote SuperLink; "": none
     fresh: bool = False  # remove the checkpoints in it first
@@ -36,19 +42,27 @@ class DeploymentOptions:
         if self.restarts < 0:
             raise ConfigError(f"--restarts {self.restarts}: must be 0 or more")
         if self.warm and self.superlink:
-            raise ConfigError("--warm is for SuperNodes that are started here; those of --superlink are warm if "
-                              "they were started so (docs/guides/deployment.md)")
+            raise ConfigError(
+                "--warm is for SuperNodes that are started here; those of --superlink are warm if "
+                "they were started so (docs/guides/deployment.md)"
+            )
         if self.superlink_ca is not None and not self.is_address:
-            raise ConfigError("--superlink-ca belongs to a --superlink HOST:PORT; a connection of the Flower "
-                              "configuration names its own root-certificates")
+            raise ConfigError(
+                "--superlink-ca belongs to a --superlink HOST:PORT; a connection of the Flower "
+                "configuration names its own root-certificates"
+            )
         if self.superlink_ca is not None and not self.superlink_ca.is_file():
             raise ConfigError(f"--superlink-ca {self.superlink_ca}: no such file")
         if self.checkpoint_folder and not self.superlink:
-            raise ConfigError("--checkpoint-folder is a folder on the machine of --superlink; without one, checkpoints "
-                              "are in the folder of --out")
+            raise ConfigError(
+                "--checkpoint-folder is a folder on the machine of --superlink; without one, checkpoints "
+                "are in the folder of --out"
+            )
         if self.is_address and self.superlink_ca is None and not _is_loopback(self.superlink):
-            raise ConfigError(f"--superlink {self.superlink}: plain HTTP is for 127.0.0.1 only; name the SuperLink's "
-                              "certificate authority with --superlink-ca FILE")
+            raise ConfigError(
+                f"--superlink {self.superlink}: plain HTTP is for 127.0.0.1 only; name the SuperLink's "
+                "certificate authority with --superlink-ca FILE"
+            )
 
     @property
     def is_address(self) -> bool:

@@ -20,7 +20,9 @@ from typing import Any
 
 _LINE = re.compile(r"socflower:([a-z]+) ([0-9a-f]{16}) (\d{1,6})/(\d{1,6}) ([A-Za-z0-9+/=]*)")
 _PIECE = 3000  # characters of a line; far below the line limit of any log
-_MAX_BYTES = 256 * 2**20  # of one document: the log is untrusted, and a few kB may decompress to any size
+_MAX_BYTES = (
+    256 * 2**20
+)  # of one document: the log is untrusted, and a few kB may decompress to any size
 
 
 def to_lines(kind: str, document: Any) -> Iterator[str]:
@@ -28,7 +30,7 @@ def to_lines(kind: str, document: Any) -> Iterator[str]:
     packed = zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 6)
     text = base64.b64encode(packed).decode()
     digest = hashlib.sha256(packed).hexdigest()[:16]
-    pieces = [text[start:start + _PIECE] for start in range(0, len(text), _PIECE)]
+    pieces = [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
     for index, piece in enumerate(pieces, start=1):
         yield f"socflower:{kind} {digest} {index}/{len(pieces)} {piece}"
 
@@ -42,7 +44,11 @@ def file_documents(path: Path) -> Iterator[dict[str, Any]]:
     num_bytes = path.stat().st_size
     with path.open("rb") as stream:
         for start in range(0, num_bytes, _PART_BYTES):
-            yield {"size": num_bytes, "start": start, "content": base64.b64encode(stream.read(_PART_BYTES)).decode()}
+            yield {
+                "size": num_bytes,
+                "start": start,
+                "content": base64.b64encode(stream.read(_PART_BYTES)).decode(),
+            }
 
 
 class ReceivedFile:
@@ -69,8 +75,12 @@ class ReceivedFile:
         if self._missing is None and 0 < num_bytes <= MAX_FILE_BYTES:
             self._num_bytes, self._missing = num_bytes, set(range(0, num_bytes, _PART_BYTES))
             self._path.touch()
-        if (self._missing is None or num_bytes != self._num_bytes or start not in self._missing
-                or len(content) != min(_PART_BYTES, num_bytes - start)):
+        if (
+            self._missing is None
+            or num_bytes != self._num_bytes
+            or start not in self._missing
+            or len(content) != min(_PART_BYTES, num_bytes - start)
+        ):
             return
         with self._path.open("r+b") as stream:
             stream.seek(start)

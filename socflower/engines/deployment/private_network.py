@@ -33,7 +33,10 @@ class Network:
     """
 
     def __init__(
-        self, shared_because: str = "", keeper: "subprocess.Popen[str] | None" = None, enter: Sequence[str] = (),
+        self,
+        shared_because: str = "",
+        keeper: "subprocess.Popen[str] | None" = None,
+        enter: Sequence[str] = (),
     ) -> None:
         self.shared_because = shared_because
         self._keeper = keeper
@@ -67,17 +70,34 @@ def private_network(environment: Mapping[str, str]) -> Iterator[Network]:
 
     The namespace disappears when its last process has ended.
     """
-    missing = [tool for tool in ("unshare", "nsenter") if shutil.which(tool, path=environment.get("PATH")) is None]
+    missing = [
+        tool
+        for tool in ("unshare", "nsenter")
+        if shutil.which(tool, path=environment.get("PATH")) is None
+    ]
     if missing:
-        yield Network(f"there is no command {missing[0]} here, which makes network namespaces on Linux")
+        yield Network(
+            f"there is no command {missing[0]} here, which makes network namespaces on Linux"
+        )
         return
     reason = ""
     # Root needs no user namespace, in which other users' files would be inaccessible.
-    for with_user in ((False, True) if os.geteuid() == 0 else (True,)):
+    for with_user in (False, True) if os.geteuid() == 0 else (True,):
         user = ["--user", "--map-root-user"] if with_user else []
         with subprocess.Popen(
-            ["unshare", *user, "--net", sys.executable, "-m", "socflower.engines.deployment.private_network"],
-            env=dict(environment), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            [
+                "unshare",
+                *user,
+                "--net",
+                sys.executable,
+                "-m",
+                "socflower.engines.deployment.private_network",
+            ],
+            env=dict(environment),
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
         ) as keeper:
             try:
@@ -93,7 +113,9 @@ def private_network(environment: Mapping[str, str]) -> Iterator[Network]:
     yield Network(f"no network namespace can be made here: {reason}")
 
 
-def _enter(keeper: "subprocess.Popen[str]", environment: Mapping[str, str], *, with_user: bool) -> Network | str:
+def _enter(
+    keeper: "subprocess.Popen[str]", environment: Mapping[str, str], *, with_user: bool
+) -> Network | str:
     """Return the namespace that the process keeps open, after a test of it; else the error text."""
     assert keeper.stdout is not None
     said = keeper.stdout.readline().strip()
@@ -102,10 +124,18 @@ def _enter(keeper: "subprocess.Popen[str]", environment: Mapping[str, str], *, w
     # Inside the namespace this user is mapped to root; files that are created there belong to this user.
     user = ["--user", "--preserve-credentials"] if with_user else []
     network = Network("", keeper, ["nsenter", "--target", str(keeper.pid), *user, "--net"])
-    probe = (f"import os, sys; sys.exit(os.stat('/proc/self/ns/net').st_ino != os.stat('/proc/{keeper.pid}/ns/net')"
-             ".st_ino)")
-    tried = subprocess.run(network.command([sys.executable, "-c", probe]), env=dict(environment), text=True,
-                           stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    probe = (
+        f"import os, sys; sys.exit(os.stat('/proc/self/ns/net').st_ino != os.stat('/proc/{keeper.pid}/ns/net')"
+        ".st_ino)"
+    )
+    tried = subprocess.run(
+        network.command([sys.executable, "-c", probe]),
+        env=dict(environment),
+        text=True,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+    )
     if tried.returncode:
         return (tried.stderr.strip().splitlines() or [f"nsenter ended with {tried.returncode}"])[-1]
     return network
@@ -131,7 +161,9 @@ if __name__ == "__main__":
     try:
         _enable_loopback()
     except OSError as error:
-        sys.exit(f"the loopback of a new network namespace cannot be switched on ({error.strerror})")
+        sys.exit(
+            f"the loopback of a new network namespace cannot be switched on ({error.strerror})"
+        )
     print(_READY, flush=True)
     for line in sys.stdin:
         print("yes" if _listens(int(line)) else "no", flush=True)

@@ -28,7 +28,11 @@ _FAILURE_NOTICE_S = 5.0
 
 
 def run_in_deployment(
-    app: DeployedApp, folder: RunFolder, deployment: DeploymentOptions, on_notice: OnNotice, *,
+    app: DeployedApp,
+    folder: RunFolder,
+    deployment: DeploymentOptions,
+    on_notice: OnNotice,
+    *,
     wants_model: bool = False,
 ) -> None:
     """Run the app with `folder` as the run's folder, and write the outcome there.
@@ -39,17 +43,25 @@ def run_in_deployment(
     """
     history = RunHistory(folder)
     if deployment.superlink:
-        history.write_outcome(*run_on_remote_superlink(
-            app, folder, history, deployment, on_notice, wants_model=wants_model))
+        history.write_outcome(
+            *run_on_remote_superlink(
+                app, folder, history, deployment, on_notice, wants_model=wants_model
+            )
+        )
     else:
         history.write_outcome(*_run_locally(app, folder, history, deployment, on_notice))
 
 
 def _run_locally(
-    app: DeployedApp, folder: RunFolder, history: RunHistory, deployment: DeploymentOptions, on_notice: OnNotice,
+    app: DeployedApp,
+    folder: RunFolder,
+    history: RunHistory,
+    deployment: DeploymentOptions,
+    on_notice: OnNotice,
 ) -> tuple[dict[str, Any], Path]:
     checkpointing = folder.read_checkpointing() or Checkpointing(
-        kept=CheckpointFolder(folder.path / "checkpoint"), engine=ENGINE)
+        kept=CheckpointFolder(folder.path / "checkpoint"), engine=ENGINE
+    )
     kept = checkpointing.kept
     kept.create()
     with local_flower(folder.path, app.node_configs, on_notice, warm=deployment.warm) as flower:
@@ -81,7 +93,11 @@ def _run_locally(
 
 
 def _attempt_locally(
-    files: AppFiles, attempt: RunFolder, flower: LocalFlower, flwr: FlwrClient, history: RunHistory,
+    files: AppFiles,
+    attempt: RunFolder,
+    flower: LocalFlower,
+    flwr: FlwrClient,
+    history: RunHistory,
 ) -> tuple[str | None, int | None]:
     """Submit the run and follow it to its outcome; return the cause of failure, if any, and Flower's run id.
 
@@ -102,7 +118,12 @@ def _attempt_locally(
                 cause = "the ServerApp's process died"
             if cause is None and log.ended() and time.monotonic() - asked_s >= _ASK_S:
                 cause, asked_s = _verdict(log, flwr, begun=pid is not None), time.monotonic()
-            if cause is None and pid is None and died_s is not None and time.monotonic() - died_s >= _FAILURE_NOTICE_S:
+            if (
+                cause is None
+                and pid is None
+                and died_s is not None
+                and time.monotonic() - died_s >= _FAILURE_NOTICE_S
+            ):
                 cause = "the ServerApp's process died while it started"
             # In this order: a process that died may have written progress and then an outcome before.
             has_outcome = attempt.read_outcome() is not None
@@ -114,7 +135,9 @@ def _attempt_locally(
                 return None, log.run_id
             if cause is not None:
                 if pid is not None and is_running(pid):
-                    os.kill(pid, signal.SIGKILL)  # it hangs, or has not noticed that its SuperLink ended
+                    os.kill(
+                        pid, signal.SIGKILL
+                    )  # it hangs, or has not noticed that its SuperLink ended
                 return cause, log.run_id
             time.sleep(_POLL_S)
     finally:
@@ -150,6 +173,10 @@ def _verdict(log: RunLog, flwr: FlwrClient, *, begun: bool) -> str | None:
         return None
     if not begun:
         # The next attempt would fail in the same way.
-        what = "Flower did not start the run" if log.run_id is None else "the ServerApp failed as it started"
+        what = (
+            "Flower did not start the run"
+            if log.run_id is None
+            else "the ServerApp failed as it started"
+        )
         raise TrainingFailed(f"engine {ENGINE}: {what}; the end of its log: {tail(log.path)}")
     return f"Flower ended the run ({status or 'it does not answer'})"

@@ -20,7 +20,11 @@ class FlwrClient:
     """
 
     def __init__(
-        self, environment: Mapping[str, str], connection: str, folder: Path, network: Network = MACHINE_NETWORK,
+        self,
+        environment: Mapping[str, str],
+        connection: str,
+        folder: Path,
+        network: Network = MACHINE_NETWORK,
     ) -> None:
         self._network = network
         self._environment = environment
@@ -38,7 +42,9 @@ class FlwrClient:
 
     def status(self, run_id: int) -> str | None:
         """Return Flower's status of a run, such as "running" or "finished:failed"; None if it does not answer."""
-        answer = self._run(["flwr", "list", "--run-id", str(run_id), self._connection, "--format", "json"])
+        answer = self._run(
+            ["flwr", "list", "--run-id", str(run_id), self._connection, "--format", "json"]
+        )
         # The command prints text before the JSON document.
         start_of_document = answer.find("{")
         if start_of_document < 0:
@@ -56,13 +62,23 @@ class FlwrClient:
     def _follow(self, command: list[str]) -> "RunLog":
         self._num_logs += 1
         path = self._folder / f"run-{self._num_logs}.log"
-        return RunLog(start(self._network.command(command), self._environment, path, self._folder), path)
+        return RunLog(
+            start(self._network.command(command), self._environment, path, self._folder), path
+        )
 
     def _run(self, command: list[str]) -> str:
         try:
-            ran = subprocess.run(self._network.command(command), env=dict(self._environment), cwd=self._folder,
-                                 capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False,
-                                 stdin=subprocess.DEVNULL, start_new_session=True)
+            ran = subprocess.run(
+                self._network.command(command),
+                env=dict(self._environment),
+                cwd=self._folder,
+                capture_output=True,
+                text=True,
+                timeout=_COMMAND_TIMEOUT_S,
+                check=False,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         except subprocess.TimeoutExpired:
             return ""
         return ran.stdout

@@ -39,24 +39,54 @@ _POLLING = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25"}
 
 
 def start_superlink(
-    folder: Path, environment: Mapping[str, str], port: int, *options: str, engine: str = ENGINE,
+    folder: Path,
+    environment: Mapping[str, str],
+    port: int,
+    *options: str,
+    engine: str = ENGINE,
     network: Network = MACHINE_NETWORK,
 ) -> Server:
     """Start a SuperLink with more options of `flower-superlink`; `flwr run` knows it by the name `CONNECTION`."""
     require_command("flower-superlink", environment, engine)
     write_connection(Path(environment["FLWR_HOME"]), CONNECTION, f"127.0.0.1:{port}")
-    command = ["flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(port), *options]
-    return Server("the SuperLink", command, port, environment, folder / "superlink.log", engine=engine, network=network)
+    command = [
+        "flower-superlink",
+        "--insecure",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        *options,
+    ]
+    return Server(
+        "the SuperLink",
+        command,
+        port,
+        environment,
+        folder / "superlink.log",
+        engine=engine,
+        network=network,
+    )
 
 
 class LocalFlower:
     """A SuperLink with a database, so that it can be restarted, and its SuperNodes; the cloud, if one is started."""
 
     def __init__(
-        self, folder: Path, configs: Sequence[str], ports: Sequence[int], mark: str, on_notice: Callable[[str], None],
-        network: Network, *, warm: bool = False,
+        self,
+        folder: Path,
+        configs: Sequence[str],
+        ports: Sequence[int],
+        mark: str,
+        on_notice: Callable[[str], None],
+        network: Network,
+        *,
+        warm: bool = False,
     ) -> None:
-        self.environment = {**marked(flower_environment(folder), mark, "command"), **network.environment}
+        self.environment = {
+            **marked(flower_environment(folder), mark, "command"),
+            **network.environment,
+        }
         self.network = network
         self._folder = folder
         self._mark = mark
@@ -65,14 +95,31 @@ class LocalFlower:
         for command in ("flower-supernode", "flwr"):
             require_command(command, self.environment, ENGINE)
         self._superlink = start_superlink(
-            folder, {**marked(self.environment, mark, _SUPERLINK), **_POLLING}, ports[0],
-            "--database", str(folder / "superlink.sqlite"), network=network)
+            folder,
+            {**marked(self.environment, mark, _SUPERLINK), **_POLLING},
+            ports[0],
+            "--database",
+            str(folder / "superlink.sqlite"),
+            network=network,
+        )
         self._nodes = dict[str, Process]()
         for index, (config, port) in enumerate(zip(configs, ports[1:], strict=True)):
             home = folder / f"supernode-{index}"
             home.mkdir()
-            environment = {**marked(self.environment, mark, home.name), **_POLLING, "FLWR_HOME": str(home)}
-            args = ["--insecure", "--superlink", f"127.0.0.1:{ports[0]}", "--port", str(port), "--node-config", config]
+            environment = {
+                **marked(self.environment, mark, home.name),
+                **_POLLING,
+                "FLWR_HOME": str(home),
+            }
+            args = [
+                "--insecure",
+                "--superlink",
+                f"127.0.0.1:{ports[0]}",
+                "--port",
+                str(port),
+                "--node-config",
+                config,
+            ]
             node = warm_supernode_command(args) if warm else ["flower-supernode", *args]
             self._nodes[config] = start(network.command(node), environment, home / "log", folder)
 
@@ -105,10 +152,14 @@ class LocalFlower:
             code = process.poll()
             if code is not None:
                 del self._nodes[config]
-                self._on_notice(f"SuperNode {process.pid} ({config}) ended ({exit_cause(code)}); "
-                                f"{len(self._nodes)} left")
+                self._on_notice(
+                    f"SuperNode {process.pid} ({config}) ended ({exit_cause(code)}); "
+                    f"{len(self._nodes)} left"
+                )
         if not self._nodes:
-            raise TrainingFailed(f"engine {ENGINE}: no SuperNode is left; run the same command again")
+            raise TrainingFailed(
+                f"engine {ENGINE}: no SuperNode is left; run the same command again"
+            )
         if self._cloud is not None and (ended := self._cloud.ended()):
             self._on_notice(f"{ended}; starting it again")
             self._cloud.start()  # edges reconnect by themselves
@@ -126,16 +177,39 @@ class LocalFlower:
         folder.mkdir()
         write_atomically(folder / "scenario.json", json.dumps(document))
         cloud = CloudAddress(address=f"127.0.0.1:{port}", token_file=str(folder / "token"))
-        command = ["socflower", "cloud", "serve", str(folder / "scenario.json"), "--listen", cloud.address,
-                   "--token-file", cloud.token_file, "--folder", str(folder / "sessions"), "--threads", "1"]
-        self._cloud = Server("the cloud", command, port, self.environment, folder / "log", engine=ENGINE,
-                             network=self.network)
+        command = [
+            "socflower",
+            "cloud",
+            "serve",
+            str(folder / "scenario.json"),
+            "--listen",
+            cloud.address,
+            "--token-file",
+            cloud.token_file,
+            "--folder",
+            str(folder / "sessions"),
+            "--threads",
+            "1",
+        ]
+        self._cloud = Server(
+            "the cloud",
+            command,
+            port,
+            self.environment,
+            folder / "log",
+            engine=ENGINE,
+            network=self.network,
+        )
         return cloud
 
 
 @contextmanager
 def local_flower(
-    folder: Path, node_configs: Sequence[str], on_notice: Callable[[str], None], *, warm: bool = False,
+    folder: Path,
+    node_configs: Sequence[str],
+    on_notice: Callable[[str], None],
+    *,
+    warm: bool = False,
 ) -> Iterator[LocalFlower]:
     """Run a SuperLink and SuperNodes in `folder` within the context, and end all their processes at its exit.
 
@@ -143,10 +217,17 @@ def local_flower(
     """
     num_nodes = len(node_configs)
     ports = free_ports(2 * num_nodes + 1)
-    configs = [f'{config} ring="127.0.0.1:{port}"' for config, port in zip(node_configs, ports, strict=False)]
-    with own_processes(folder) as mark, \
-            private_network(marked(flower_environment(folder), mark, "network")) as network:
+    configs = [
+        f'{config} ring="127.0.0.1:{port}"'
+        for config, port in zip(node_configs, ports, strict=False)
+    ]
+    with (
+        own_processes(folder) as mark,
+        private_network(marked(flower_environment(folder), mark, "network")) as network,
+    ):
         if network.shared_because:
-            on_notice("while this runs, every user of this machine can reach its SuperLink, and so run programs as "
-                      f"you: {network.shared_because}")
+            on_notice(
+                "while this runs, every user of this machine can reach its SuperLink, and so run programs as "
+                f"you: {network.shared_because}"
+            )
         yield LocalFlower(folder, configs, ports[num_nodes:], mark, on_notice, network, warm=warm)

@@ -38,7 +38,14 @@ from socflower.engines.installed import dependencies
 from socflower.errors import ConfigError
 from socflower.quantities import counted
 
-PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "flwr.supernode.cli", "flwr.clientapp", "socflower.clients")
+PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "flwr.supernode.cli",
+    "flwr.clientapp",
+    "socflower.clients",
+)
 
 _SUPERNODE, _SUPEREXEC, _CLIENTAPP = "flower-supernode", "flower-superexec", "flwr-clientapp"
 _STARTERS = {  # Flower's command, and its module that starts a child with `subprocess.Popen`
@@ -64,29 +71,51 @@ class Zygote:
     holds, but not the thread that releases them.
     """
 
-    def __init__(self, preload: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, preload: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> None:
         self._requests, theirs = socket.socketpair()
         environment = dict(os.environ if environment is None else environment)
         with theirs:
             # NumPy's OpenBLAS starts its threads on import unless it is limited to one.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", __file__, "--zygote", str(theirs.fileno()),
-                 json.dumps({"preload": list(preload), "openblas-threads": environment.get(_OPENBLAS_THREADS)})],
-                pass_fds=[theirs.fileno()], env={**environment, _OPENBLAS_THREADS: "1"})
+                [
+                    sys.executable,
+                    "-P",
+                    __file__,
+                    "--zygote",
+                    str(theirs.fileno()),
+                    json.dumps(
+                        {
+                            "preload": list(preload),
+                            "openblas-threads": environment.get(_OPENBLAS_THREADS),
+                        }
+                    ),
+                ],
+                pass_fds=[theirs.fileno()],
+                env={**environment, _OPENBLAS_THREADS: "1"},
+            )
         self.pid = self._process.pid
         try:
             self._requests.settimeout(_READY_TIMEOUT_S)
             problem = _read_line(self._requests)
         except OSError as error:
             self.close()
-            raise ConfigError(f"warm executor: the zygote did not get ready ({error}); see its output above, or leave "
-                              "the warm executor out") from error
+            raise ConfigError(
+                f"warm executor: the zygote did not get ready ({error}); see its output above, or leave "
+                "the warm executor out"
+            ) from error
         if problem:
             self.close()
             raise ConfigError(f"warm executor: {problem}")
 
     def fork(
-        self, entry: str, argv: Sequence[str], *, stdout: int | None = None, stderr: int | None = None,
+        self,
+        entry: str,
+        argv: Sequence[str],
+        *,
+        stdout: int | None = None,
+        stderr: int | None = None,
     ) -> int:
         """Run `entry` ("module:function", without arguments) in a fork whose `sys.argv` is `argv`; return its pid.
 
@@ -96,7 +125,11 @@ class Zygote:
         with ours:
             with theirs:
                 text = json.dumps({"entry": entry, "argv": list(argv)}).encode()
-                files = [1 if stdout is None else stdout, 2 if stderr is None else stderr, theirs.fileno()]
+                files = [
+                    1 if stdout is None else stdout,
+                    2 if stderr is None else stderr,
+                    theirs.fileno(),
+                ]
                 socket.send_fds(self._requests, [_HEADER.pack(len(text)) + text], files)
             ours.settimeout(_FORK_TIMEOUT_S)
             answer = _read_line(ours)
@@ -144,44 +177,62 @@ class _WarmSuperExec:
         self._zygote = self._new_zygote()
 
     def Popen(
-        self, args: Sequence[str], stdout: int | None = None, stderr: int | None = None,
+        self,
+        args: Sequence[str],
+        stdout: int | None = None,
+        stderr: int | None = None,
     ) -> int:
         """Start a task with these streams, and return its process id; Flower uses nothing of what this returns."""
         if args[0] != _CLIENTAPP:
             return subprocess.Popen(args, stdout=stdout, stderr=stderr).pid
         with open(os.devnull, "wb") as null:
-            out, err = (null.fileno() if stream == self.DEVNULL else stream for stream in (stdout, stderr))
+            out, err = (
+                null.fileno() if stream == self.DEVNULL else stream for stream in (stdout, stderr)
+            )
             return self._fork([shutil.which(_CLIENTAPP) or _CLIENTAPP, *args[1:]], out, err)
 
     def _fork(self, argv: Sequence[str], stdout: int | None, stderr: int | None) -> int:
         from flwr.supercore import log
+
         try:
             return self._zygote.fork(self._entry, argv, stdout=stdout, stderr=stderr)
         except (BrokenPipeError, ConnectionResetError, ProcessLookupError, TimeoutError) as error:
-            log(WARNING, "warm executor: zygote %d died or hangs (%s); starting another", self._zygote.pid, error)
+            log(
+                WARNING,
+                "warm executor: zygote %d died or hangs (%s); starting another",
+                self._zygote.pid,
+                error,
+            )
             self._zygote.close()
             self._zygote = self._new_zygote()
             return self._zygote.fork(self._entry, argv, stdout=stdout, stderr=stderr)
 
     def _new_zygote(self) -> Zygote:
         from flwr.supercore import log
+
         start_s = time.monotonic()
         zygote = Zygote(self._preload)
-        log(INFO, "warm executor: zygote %d ready in %.1f s", zygote.pid, time.monotonic() - start_s)
+        log(
+            INFO, "warm executor: zygote %d ready in %.1f s", zygote.pid, time.monotonic() - start_s
+        )
         return zygote
 
 
 def check_flwr_version(found: str) -> None:
     """Raise `ConfigError` unless `found` is the version of Flower that this file was tested with."""
     if found != (tested := _tested_flwr()):
-        raise ConfigError(f"warm executor: tested with flwr {tested}, found {found}; leave it out, or pass "
-                          "--any-flwr-version")
+        raise ConfigError(
+            f"warm executor: tested with flwr {tested}, found {found}; leave it out, or pass "
+            "--any-flwr-version"
+        )
 
 
 def _tested_flwr() -> str:
     flower = dependencies().get("flwr")
     if flower is None:
-        raise ConfigError("warm executor: this installation's metadata is older than its code; install socflower again")
+        raise ConfigError(
+            "warm executor: this installation's metadata is older than its code; install socflower again"
+        )
     return flower.tested
 
 
@@ -189,14 +240,23 @@ def main(arguments: Sequence[str]) -> None:
     """Run the Flower command after `--`, warm."""
     parser = argparse.ArgumentParser(
         prog="python -m socflower.engines.deployment.warm_executor",
-        description="Run a Flower SuperNode (or SuperExec) that forks its ClientApps from a process with torch loaded.")
-    parser.add_argument("--any-flwr-version", action="store_true",
-                        help="try it also where flwr is not the tested version")
-    parser.add_argument("--preload", metavar="MODULE", action="append", default=[],
-                        help="import this module too before forking; may be given several times")
+        description="Run a Flower SuperNode (or SuperExec) that forks its ClientApps from a process with torch loaded.",
+    )
+    parser.add_argument(
+        "--any-flwr-version",
+        action="store_true",
+        help="try it also where flwr is not the tested version",
+    )
+    parser.add_argument(
+        "--preload",
+        metavar="MODULE",
+        action="append",
+        default=[],
+        help="import this module too before forking; may be given several times",
+    )
     parser.add_argument("command", nargs="+", metavar="-- flower-supernode ARGS")
     split = arguments.index("--") if "--" in arguments else len(arguments)
-    options, command = list(arguments[:split]), list(arguments[split + 1:])
+    options, command = list(arguments[:split]), list(arguments[split + 1 :])
     chosen = parser.parse_args([*options, *command[:1]])
     if "torch" in sys.modules:
         # `python -m` has imported the whole package; a SuperNode and a SuperExec do not need torch in memory.
@@ -206,11 +266,16 @@ def main(arguments: Sequence[str]) -> None:
     _require_supported(command, chosen.preload)
     starter = importlib.import_module(_STARTERS[command[0]])
     if getattr(starter, "subprocess", None) is not subprocess:
-        raise ConfigError(f"warm executor: flwr {version('flwr')} starts its processes in another way than "
-                          f"{_tested_flwr()}; leave it out")
+        raise ConfigError(
+            f"warm executor: flwr {version('flwr')} starts its processes in another way than "
+            f"{_tested_flwr()}; leave it out"
+        )
     sys.argv = [shutil.which(command[0]) or command[0], *command[1:]]
-    vars(starter)["subprocess"] = (_WarmSuperNode(options) if command[0] == _SUPERNODE
-                                   else _WarmSuperExec([*chosen.preload, *PRELOAD]))
+    vars(starter)["subprocess"] = (
+        _WarmSuperNode(options)
+        if command[0] == _SUPERNODE
+        else _WarmSuperExec([*chosen.preload, *PRELOAD])
+    )
     sys.exit(_function(_console_script(command[0]))())
 
 
@@ -221,13 +286,19 @@ def _require_supported(command: Sequence[str], preload: Sequence[str]) -> None:
         raise ConfigError(f"warm executor: -- {command[0]}: runs {' or '.join(_STARTERS)} only")
     words = " ".join(command[1:]).replace("=", " ")
     if command[0] == _SUPERNODE and "--isolation process" in words:
-        raise ConfigError("warm executor: with --isolation process the SuperNode starts no ClientApps; run its "
-                          "flower-superexec through this command instead")
+        raise ConfigError(
+            "warm executor: with --isolation process the SuperNode starts no ClientApps; run its "
+            "flower-superexec through this command instead"
+        )
     if command[0] == _SUPEREXEC and "--executor kubernetes" in words:
-        raise ConfigError("warm executor: --executor kubernetes starts pods, not processes; leave this out")
+        raise ConfigError(
+            "warm executor: --executor kubernetes starts pods, not processes; leave this out"
+        )
     for module in preload:
         if find_spec(module.partition(".")[0]) is None:
-            raise ConfigError(f"warm executor: --preload {module}: no such module; install it, or leave it out")
+            raise ConfigError(
+                f"warm executor: --preload {module}: no such module; install it, or leave it out"
+            )
 
 
 # ------------------------------------------------------------------------------------------ in the zygote
@@ -302,7 +373,12 @@ def _serve(requests: socket.socket) -> tuple[str, list[str]]:
 def _own_command(preload: Sequence[str] = ()) -> list[str]:
     # By path and not by -m: the package's __init__ imports torch, which a SuperNode does not need. -P keeps this
     # file's folder out of sys.path.
-    return [sys.executable, "-P", __file__, *(word for module in preload for word in ("--preload", module))]
+    return [
+        sys.executable,
+        "-P",
+        __file__,
+        *(word for module in preload for word in ("--preload", module)),
+    ]
 
 
 def _console_script(command: str) -> str:

@@ -46,13 +46,22 @@ class ExchangeRecord:
         The size of a record, at which it ends: later exchanges are not saved.
     """
 
-    def __init__(self, folder: Path, run: Mapping[str, Any], *, on_notice: Callable[[str], None] = lambda line: None,
-                 most_bytes: int = MOST_BYTES) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        run: Mapping[str, Any],
+        *,
+        on_notice: Callable[[str], None] = lambda line: None,
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
         self.path = folder
         self.resumed_from: list[int] = []  # the last recorded exchange at each resumption
         self._run, self._on_notice, self._most_bytes = run, on_notice, most_bytes
         self._store = StateStore(folder, _EXCHANGE, prefix="exchange-", suffix=".messages")
-        self._num_past, self._num_recorded = 0, 0  # exchanges of this process; of the record when it began
+        self._num_past, self._num_recorded = (
+            0,
+            0,
+        )  # exchanges of this process; of the record when it began
         self._is_saving = True
         self._num_bytes = 0
         self._saved_states: dict[int, bytes] = {}  # digests
@@ -84,17 +93,23 @@ class ExchangeRecord:
         found = difference(state["run"], self._run)
         if found is not None:
             key, before, now = found
-            raise ConfigError(f"{self.path} is of another run: {key} was {before!r} there and is {now!r} now; name "
-                              "another --out, or start anew with --fresh")
+            raise ConfigError(
+                f"{self.path} is of another run: {key} was {before!r} there and is {now!r} now; name "
+                "another --out, or start anew with --fresh"
+            )
         self._restore(generators)
         while self._num_recorded + 1 in numbers:
             self._num_recorded += 1
         self._store.remove(after=self._num_recorded)
         if self._num_recorded:
             self.resumed_from = [self._num_recorded]
-            self._on_notice(f"resuming {self.path.parent} after exchange {self._num_recorded} of messages; --fresh "
-                            "starts anew")
-        self._num_bytes = sum(self._store.path(1 + index).stat().st_size for index in range(self._num_recorded))
+            self._on_notice(
+                f"resuming {self.path.parent} after exchange {self._num_recorded} of messages; --fresh "
+                "starts anew"
+            )
+        self._num_bytes = sum(
+            self._store.path(1 + index).stat().st_size for index in range(self._num_recorded)
+        )
 
     def replay(self, messages: Sequence[Message]) -> Exchange | None:
         """Return the recorded result of the next exchange, which has these messages; None beyond the end of the record.
@@ -107,8 +122,14 @@ class ExchangeRecord:
         try:
             state, payload = self._store.read(number)
             parts = _Parts(payload)
-            answers = [None if answer is None else Error(*answer["error"]) if "error" in answer
-                       else record_dict_from_bytes(parts.take(answer["bytes"])) for answer in state["replies"]]
+            answers = [
+                None
+                if answer is None
+                else Error(*answer["error"])
+                if "error" in answer
+                else record_dict_from_bytes(parts.take(answer["bytes"]))
+                for answer in state["replies"]
+            ]
             saved = {node: parts.take(num_bytes) for node, num_bytes in state["states"]}
             self._require_same(number, state["sent"], messages)
             self._restore(parts.rest())
@@ -121,13 +142,19 @@ class ExchangeRecord:
         self._num_past = number
         self.resumed_from = [*state["resumed_from"], self._num_recorded]
         self._saved_states |= {node: hashlib.sha256(each).digest() for node, each in saved.items()}
-        replies = [None if answer is None else Message(answer, reply_to=message)
-                   for message, answer in zip(messages, answers, strict=True)]
+        replies = [
+            None if answer is None else Message(answer, reply_to=message)
+            for message, answer in zip(messages, answers, strict=True)
+        ]
         self._note_failures(messages, replies)
         return replies, {node: record_dict_from_bytes(each) for node, each in saved.items()}
 
-    def add(self, messages: Sequence[Message], replies: Sequence[Message | None], states: Mapping[int, RecordDict],
-            ) -> None:
+    def add(
+        self,
+        messages: Sequence[Message],
+        replies: Sequence[Message | None],
+        states: Mapping[int, RecordDict],
+    ) -> None:
         """Save an exchange with the states of its nodes.
 
         A record that cannot be written or has its full size ends here, and the run goes on.
@@ -141,7 +168,9 @@ class ExchangeRecord:
         changed, pieces = [], []
         for reply in replies:
             if reply is None or reply.has_error():
-                answers.append(None if reply is None else {"error": [reply.error.code, reply.error.reason]})
+                answers.append(
+                    None if reply is None else {"error": [reply.error.code, reply.error.reason]}
+                )
             else:
                 pieces.append(record_dict_to_bytes(reply.content))
                 answers.append({"bytes": len(pieces[-1])})
@@ -157,7 +186,12 @@ class ExchangeRecord:
         if self._num_bytes > self._most_bytes:
             self._end(f"it would have more than {human_bytes(self._most_bytes)}")
             return
-        header = {"sent": _digest(messages), "replies": answers, "states": changed, "resumed_from": self.resumed_from}
+        header = {
+            "sent": _digest(messages),
+            "replies": answers,
+            "states": changed,
+            "resumed_from": self.resumed_from,
+        }
         try:
             self._store.write(self._num_past, header, [*pieces, *generators])
         except ConfigError as error:
@@ -170,27 +204,35 @@ class ExchangeRecord:
             last -= 1
         self._store.remove(after=last)
 
-    def _note_failures(self, messages: Sequence[Message], replies: Sequence[Message | None]) -> None:
+    def _note_failures(
+        self, messages: Sequence[Message], replies: Sequence[Message | None]
+    ) -> None:
         if faults([*zip(messages, replies, strict=True)]):
             self._failed.add(self._num_past)
 
     def _end(self, reason: str) -> None:
         """End the record before the current exchange."""
         self._is_saving = False
-        self._on_notice(f"the record of exchanges in {self.path} ends: {reason}; the run goes on, and resumes after "
-                        f"exchange {self._num_past - 1} if it is interrupted")
+        self._on_notice(
+            f"the record of exchanges in {self.path} ends: {reason}; the run goes on, and resumes after "
+            f"exchange {self._num_past - 1} if it is interrupted"
+        )
 
     def _require_same(self, number: int, sent: str, messages: Sequence[Message]) -> None:
         if _digest(messages) != sent:
-            raise ConfigError(f"{self._store.path(number)}: before its interruption the ServerApp sent other messages "
-                              "in this exchange, so its run cannot be resumed; let it send neither times nor random "
-                              "numbers of its own generators, or start anew with --fresh")
+            raise ConfigError(
+                f"{self._store.path(number)}: before its interruption the ServerApp sent other messages "
+                "in this exchange, so its run cannot be resumed; let it send neither times nor random "
+                "numbers of its own generators, or start anew with --fresh"
+            )
 
     def _restore(self, generators: memoryview) -> None:
         try:
             restore_generators(unpack_arrays(generators))
         except (MalformedBytes, KeyError) as error:  # forged; the digest is no signature
-            raise DamagedFile(f"{self.path} has no state of random generators ({error})", _EXCHANGE.remedy) from None
+            raise DamagedFile(
+                f"{self.path} has no state of random generators ({error})", _EXCHANGE.remedy
+            ) from None
 
 
 class _Parts:

@@ -33,5 +33,13 @@ def record_dict_from_bytes(content: bytes) -> RecordDict:
     return recorddict_from_proto(RecordDictProto.FromString(content))
 
 
-__all__ = ["CLIENT_APP_CRASHED", "CLIENT_APP_RAISED_EXCEPTION", "LOAD_CLIENT_APP_EXCEPTION", "SUPERLINK_NODE_ID", "Run",
-           "begin_run", "record_dict_from_bytes", "record_dict_to_bytes"]
+__all__ = [
+    "CLIENT_APP_CRASHED",
+    "CLIENT_APP_RAISED_EXCEPTION",
+    "LOAD_CLIENT_APP_EXCEPTION",
+    "SUPERLINK_NODE_ID",
+    "Run",
+    "begin_run",
+    "record_dict_from_bytes",
+    "record_dict_to_bytes",
+]

@@ -32,9 +32,16 @@ class EngineGrid(Grid):
         self._run = begin_run(secrets.randbits(62))
         self._contexts = {
             _FIRST_NODE_ID + index: Context(
-                run_id=self._run.run_id, node_id=_FIRST_NODE_ID + index, state=RecordDict(),
-                node_config={"partition-id": index, "num-partitions": len(node_configs), **node_config},
-                run_config=dict(run_config or {}))
+                run_id=self._run.run_id,
+                node_id=_FIRST_NODE_ID + index,
+                state=RecordDict(),
+                node_config={
+                    "partition-id": index,
+                    "num-partitions": len(node_configs),
+                    **node_config,
+                },
+                run_config=dict(run_config or {}),
+            )
             for index, node_config in enumerate(node_configs)
         }
         self._all_nodes = tuple(self._contexts)  # those that left too
@@ -49,7 +56,12 @@ class EngineGrid(Grid):
         return self._run
 
     def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None,
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
     ) -> Message:
         """Return a new message to a node."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
@@ -64,7 +76,9 @@ class EngineGrid(Grid):
         for message in messages:
             node_id = message.metadata.dst_node_id
             if node_id not in self._all_nodes:
-                raise ConfigError(f"message to unknown node {node_id}; ask the grid's get_node_ids()")
+                raise ConfigError(
+                    f"message to unknown node {node_id}; ask the grid's get_node_ids()"
+                )
             message_id = str(uuid4())
             message.metadata.__dict__["_message_id"] = message_id
             self._accept(message_id, message)
@@ -88,8 +102,14 @@ class LocalGrid(EngineGrid):
     in_one_process = True  # a group's members run in one client call
 
     def __init__(
-        self, client_app: ClientAppSource, num_nodes: int, *, run_config: UserConfig | None = None,
-        num_workers: int | None = None, messages: MessageLog | None = None, record: "ExchangeRecord | None" = None,
+        self,
+        client_app: ClientAppSource,
+        num_nodes: int,
+        *,
+        run_config: UserConfig | None = None,
+        num_workers: int | None = None,
+        messages: MessageLog | None = None,
+        record: "ExchangeRecord | None" = None,
     ) -> None:
         require_range("local engine", least=1, num_nodes=num_nodes)
         super().__init__([{}] * num_nodes, run_config)
@@ -103,15 +123,22 @@ class LocalGrid(EngineGrid):
         """Handle the pushed messages with these ids and return their replies."""
         return self._answer(message_ids, None, pulled=True)
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
         """Handle messages and return their replies; after `timeout` seconds, the replies received so far."""
         return self._answer(self.push_messages(messages), timeout)
 
     def probe(self, message: Message) -> Message:
         """Return the reply to a message that neither record, log nor the node's state has afterwards."""
         context = self._contexts[message.metadata.dst_node_id]
-        without_state = Context(run_id=context.run_id, node_id=context.node_id, node_config=context.node_config,
-                                state=RecordDict(), run_config=context.run_config)
+        without_state = Context(
+            run_id=context.run_id,
+            node_id=context.node_id,
+            node_config=context.node_config,
+            state=RecordDict(),
+            run_config=context.run_config,
+        )
         message.metadata.__dict__["_message_id"] = name = str(uuid4())
         return self._workers.run({name: (message, without_state)}, None)[name][0]
 
@@ -128,14 +155,23 @@ class LocalGrid(EngineGrid):
     def _accept(self, message_id: str, message: Message) -> None:
         self._pushed[message_id] = message
 
-    def _answer(self, message_ids: Iterable[str], timeout_s: float | None, *, pulled: bool = False) -> list[Message]:
-        asked = {message_id: self._pushed.pop(message_id) for message_id in message_ids if message_id in self._pushed}
+    def _answer(
+        self, message_ids: Iterable[str], timeout_s: float | None, *, pulled: bool = False
+    ) -> list[Message]:
+        asked = {
+            message_id: self._pushed.pop(message_id)
+            for message_id in message_ids
+            if message_id in self._pushed
+        }
         answered = self._recorded(asked) if self._record is not None and asked else None
         if answered is None:
             answered = self._handled(asked, timeout_s)
         if self._messages is not None:
-            self._messages.record([(message, answered.get(message_id)) for message_id, message in asked.items()],
-                                  self._soc_of_node, pulled=pulled)
+            self._messages.record(
+                [(message, answered.get(message_id)) for message_id, message in asked.items()],
+                self._soc_of_node,
+                pulled=pulled,
+            )
         return [answered[message_id] for message_id in asked if message_id in answered]
 
     def _handled(self, asked: Mapping[str, Message], timeout_s: float | None) -> dict[str, Message]:
@@ -143,7 +179,9 @@ class LocalGrid(EngineGrid):
         deadline = None if timeout_s is None else monotonic() + timeout_s
         answered: dict[str, Message] = {}
         for turn in _one_message_per_node(asked):
-            work: dict[str, Work] = {message_id: (asked[message_id], self._contexts[node]) for message_id, node in turn}
+            work: dict[str, Work] = {
+                message_id: (asked[message_id], self._contexts[node]) for message_id, node in turn
+            }
             for message_id, (reply, context) in self._workers.run(work, deadline).items():
                 # A worker process returns a copy of the context with the state the client left in it.
                 self._contexts[context.node_id] = context
@@ -151,8 +189,11 @@ class LocalGrid(EngineGrid):
                 answered[message_id] = reply
         if self._record is not None and asked:
             nodes = dict.fromkeys(message.metadata.dst_node_id for message in asked.values())
-            self._record.add([*asked.values()], [*map(answered.get, asked)],
-                             {node: self._contexts[node].state for node in nodes})
+            self._record.add(
+                [*asked.values()],
+                [*map(answered.get, asked)],
+                {node: self._contexts[node].state for node in nodes},
+            )
         return answered
 
     def _recorded(self, asked: Mapping[str, Message]) -> dict[str, Message] | None:
@@ -164,7 +205,11 @@ class LocalGrid(EngineGrid):
         replies, states = exchange
         for node, state in states.items():
             self._contexts[node].state = state
-        answered = {message_id: reply for message_id, reply in zip(asked, replies, strict=True) if reply is not None}
+        answered = {
+            message_id: reply
+            for message_id, reply in zip(asked, replies, strict=True)
+            if reply is not None
+        }
         for reply in answered.values():
             reply.metadata.__dict__["_message_id"] = str(uuid4())
         return answered

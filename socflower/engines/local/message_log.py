@@ -48,10 +48,14 @@ class MessageLog:
     """Counts sent and answered messages by kind, since strategies may drop failures silently."""
 
     events: list[MessageEvent] = field(default_factory=list)
-    ends_failed_rounds: bool = False  # while a strategy runs that would train on with unchanged weights
+    ends_failed_rounds: bool = (
+        False  # while a strategy runs that would train on with unchanged weights
+    )
     _exchanges: dict[str, list[_Exchange]] = field(default_factory=dict)
 
-    def record(self, exchanged: Sequence[Answered], soc_of_node: dict[int, int], *, pulled: bool = False) -> None:
+    def record(
+        self, exchanged: Sequence[Answered], soc_of_node: dict[int, int], *, pulled: bool = False
+    ) -> None:
         """Record messages that were sent together; `soc_of_node` maps their nodes to SoCs.
 
         Messages that were `pulled` may be part of an exchange: they are added to the preceding ones of their round.
@@ -62,20 +66,35 @@ class MessageLog:
             by_kind.setdefault(_kind(message), []).append((message, reply))
         for kind, answered in by_kind.items():
             where = _round(answered[0][0])
-            failed = [(soc_of_node[node], f"SoC {soc_of_node[node]} (node {node}): {fault}")
-                      for node, fault in faults(answered)]
+            failed = [
+                (soc_of_node[node], f"SoC {soc_of_node[node]} (node {node}): {fault}")
+                for node, fault in faults(answered)
+            ]
             exchanges = self._exchanges.setdefault(kind, [])
             if not (pulled and exchanges and exchanges[-1].pulled and exchanges[-1].where == where):
                 exchanges.append(_Exchange(where=where, pulled=pulled))
             exchanges[-1].num_sent += len(answered)
             exchanges[-1].failed += failed
             if failed:
-                self.events.append(MessageEvent(kind=_ALL if len(failed) == len(answered) else _SOME, text=(
-                    f"{where}{len(failed)} of {len(answered)} {kind} messages failed; "
-                    f"first cause: {min(failed)[1]}"), round=round_of(answered[0][0])))
-            if self.ends_failed_rounds and kind == MessageType.TRAIN and len(failed) == len(answered):
-                raise TrainingFailed(f"{where}no client succeeded: none of {len(answered)} {kind} messages had a "
-                                     f"usable answer; first cause: {min(failed)[1]}")
+                self.events.append(
+                    MessageEvent(
+                        kind=_ALL if len(failed) == len(answered) else _SOME,
+                        text=(
+                            f"{where}{len(failed)} of {len(answered)} {kind} messages failed; "
+                            f"first cause: {min(failed)[1]}"
+                        ),
+                        round=round_of(answered[0][0]),
+                    )
+                )
+            if (
+                self.ends_failed_rounds
+                and kind == MessageType.TRAIN
+                and len(failed) == len(answered)
+            ):
+                raise TrainingFailed(
+                    f"{where}no client succeeded: none of {len(answered)} {kind} messages had a "
+                    f"usable answer; first cause: {min(failed)[1]}"
+                )
 
     @property
     def failure(self) -> str | None:
@@ -88,11 +107,15 @@ class MessageLog:
         exchanges = [exchange for kind in kinds for exchange in self._exchanges[kind]]
         if exchanges and not any(map(_any_succeeded, exchanges)):
             num_sent = sum(exchange.num_sent for exchange in exchanges)
-            return (f"no client succeeded: none of {num_sent} {' and '.join(kinds)} messages had a usable answer; "
-                    f"first cause: {exchanges[0].first_cause}")
+            return (
+                f"no client succeeded: none of {num_sent} {' and '.join(kinds)} messages had a usable answer; "
+                f"first cause: {exchanges[0].first_cause}"
+            )
         if kinds == [MessageType.TRAIN] and not _any_succeeded(last := exchanges[-1]):
-            return (f"no client succeeded in the end: none of the last {last.num_sent} {MessageType.TRAIN} messages "
-                    f"had a usable answer; first cause: {last.where}{last.first_cause}")
+            return (
+                f"no client succeeded in the end: none of the last {last.num_sent} {MessageType.TRAIN} messages "
+                f"had a usable answer; first cause: {last.where}{last.first_cause}"
+            )
         return None
 
     @property
@@ -113,15 +136,21 @@ class MessageLog:
         if failure is not None:
             raise TrainingFailed(failure)
         if not self._exchanges:
-            self.events.append(MessageEvent(kind=_NOTHING, text="the ServerApp sent no message to any client"))
+            self.events.append(
+                MessageEvent(kind=_NOTHING, text="the ServerApp sent no message to any client")
+            )
 
     def documents(self) -> list[dict[str, Any]]:
         """Return the events as documents of a result."""
-        return [{"kind": event.kind, "text": event.text, "round": event.round} for event in self.events]
+        return [
+            {"kind": event.kind, "text": event.text, "round": event.round} for event in self.events
+        ]
 
     @property
     def _judged_kinds(self) -> list[str]:
-        return [MessageType.TRAIN] if MessageType.TRAIN in self._exchanges else list(self._exchanges)
+        return (
+            [MessageType.TRAIN] if MessageType.TRAIN in self._exchanges else list(self._exchanges)
+        )
 
 
 def _any_succeeded(exchange: _Exchange) -> bool:
@@ -180,7 +209,9 @@ def _first_non_finite(record: ArrayRecord, sent: ArrayRecord) -> str | None:
     for name, array in record.items():
         with suppress(TypeError, ValueError, EOFError):  # in the app's own serialisation
             own = {name: array.numpy()}
-            if first_non_finite(own) and first_non_finite(own, {name: sent[name].numpy()} if name in sent else {}):
+            if first_non_finite(own) and first_non_finite(
+                own, {name: sent[name].numpy()} if name in sent else {}
+            ):
                 return name
     return None
 

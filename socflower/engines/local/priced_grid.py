@@ -37,8 +37,15 @@ class PricedGrid(ForwardingGrid):
     """
 
     def __init__(
-        self, grid: Grid, clock: VirtualClock, cluster: Cluster, *, model_profile: ModelProfile | None = None,
-        batch_size: int = 32, pricing: Pricing = FP32, on_usage: Callable[[Usage], None] = lambda usage: None,
+        self,
+        grid: Grid,
+        clock: VirtualClock,
+        cluster: Cluster,
+        *,
+        model_profile: ModelProfile | None = None,
+        batch_size: int = 32,
+        pricing: Pricing = FP32,
+        on_usage: Callable[[Usage], None] = lambda usage: None,
         fused: bool = False,
     ) -> None:
         super().__init__(grid)
@@ -65,26 +72,36 @@ class PricedGrid(ForwardingGrid):
         """The cluster that messages are priced on."""
         return self._cluster
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
         """Exchange messages through the inner grid and advance the clock by the time that they would take."""
         sent = list(messages)
         replies = list(self._grid.send_and_receive(sent, timeout=timeout))
         to_price = [message for message in sent if not _is_priced(message)]
         if to_price:
-            self._on_usage(self._clock.run(self._graph(to_price, replies), label=to_price[0].metadata.message_type))
+            self._on_usage(
+                self._clock.run(
+                    self._graph(to_price, replies), label=to_price[0].metadata.message_type
+                )
+            )
         return replies
 
     def _graph(self, sent: Sequence[Message], replies: Sequence[Message]) -> TaskGraph:
         soc_of_node = {node: soc for soc, node in enumerate(sorted(self._grid.get_node_ids()))}
         if len(soc_of_node) > self._cluster.num_socs:
-            raise ConfigError(f"{len(soc_of_node)} nodes on a cluster of {self._cluster.num_socs} SoCs; describe a "
-                              "larger cluster or start fewer nodes")
+            raise ConfigError(
+                f"{len(soc_of_node)} nodes on a cluster of {self._cluster.num_socs} SoCs; describe a "
+                "larger cluster or start fewer nodes"
+            )
         answered = {reply.metadata.src_node_id: reply for reply in replies if reply.has_content()}
         trained = {message.metadata.dst_node_id for message in sent if self._has_training(message)}
         for node in sorted(trained & set(answered)):
             if (fault := fault_of_num_examples(answered[node])) is not None:
-                raise TrainingFailed(f"SoC {soc_of_node[node]} (node {node}): {fault}; its training has no price "
-                                     "without one")
+                raise TrainingFailed(
+                    f"SoC {soc_of_node[node]} (node {node}): {fault}; its training has no price "
+                    "without one"
+                )
         builder = GraphBuilder()
         for message in sent:
             node = message.metadata.dst_node_id
@@ -96,7 +113,9 @@ class PricedGrid(ForwardingGrid):
             if self._has_training(message):
                 last = self._training(builder, soc, reply, last)
             num_bytes, num_messages = self._payload(reply)
-            builder.transfer(f"from SoC {soc}", soc, HUB, num_bytes, num_messages=num_messages, after=[last])
+            builder.transfer(
+                f"from SoC {soc}", soc, HUB, num_bytes, num_messages=num_messages, after=[last]
+            )
         return builder.build(list(soc_of_node.values()))
 
     def _payload(self, message: Message) -> tuple[float, int]:
@@ -104,14 +123,25 @@ class PricedGrid(ForwardingGrid):
 
         Bytes in its configs count too: of secure aggregation these are the masked arrays.
         """
-        arrays = [array for record in message.content.array_records.values() for array in record.values()]
-        others = [each for record in message.content.config_records.values() for value in record.values()
-                  for each in (value if isinstance(value, list) else [value]) if isinstance(each, bytes)]
-        return (float(sum(len(array.data) for array in arrays) + sum(map(len, others))),
-                1 if self._fused else max(1, len(arrays)))
+        arrays = [
+            array for record in message.content.array_records.values() for array in record.values()
+        ]
+        others = [
+            each
+            for record in message.content.config_records.values()
+            for value in record.values()
+            for each in (value if isinstance(value, list) else [value])
+            if isinstance(each, bytes)
+        ]
+        return (
+            float(sum(len(array.data) for array in arrays) + sum(map(len, others))),
+            1 if self._fused else max(1, len(arrays)),
+        )
 
     def _has_training(self, message: Message) -> bool:
-        return self._profile is not None and message.metadata.message_type.startswith(MessageType.TRAIN)
+        return self._profile is not None and message.metadata.message_type.startswith(
+            MessageType.TRAIN
+        )
 
     def _training(self, builder: GraphBuilder, soc: int, reply: Message, after: int) -> int:
         assert self._profile is not None
@@ -121,13 +151,29 @@ class PricedGrid(ForwardingGrid):
             return after
         pricing, on_cpu = self._pricing, metric(reply, CPU_SHARE)
         if isinstance(pricing, MixedPricing) and on_cpu is not None:
-            pricing = replace(pricing, cpu_share=on_cpu)  # the client's report, not the predicted alpha
+            pricing = replace(
+                pricing, cpu_share=on_cpu
+            )  # the client's report, not the predicted alpha
         cost = pricing.step_cost(self._profile, self._cluster.device_of(soc), batch)
         num_batches = num_examples / batch
-        trained = [builder.compute(f"train {num_examples}", soc, work.compute_s * num_batches,
-                                   processor=work.processor, after=[after]) for work in cost.processors]
-        return builder.compute("update", soc, (cost.merge_s + cost.update_s) * num_batches, processor=cost.processor,
-                               activity=Activity.UPDATE, after=trained)
+        trained = [
+            builder.compute(
+                f"train {num_examples}",
+                soc,
+                work.compute_s * num_batches,
+                processor=work.processor,
+                after=[after],
+            )
+            for work in cost.processors
+        ]
+        return builder.compute(
+            "update",
+            soc,
+            (cost.merge_s + cost.update_s) * num_batches,
+            processor=cost.processor,
+            activity=Activity.UPDATE,
+            after=trained,
+        )
 
 
 def _is_priced(message: Message) -> bool:

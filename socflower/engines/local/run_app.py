@@ -44,22 +44,37 @@ def load_flower_app(folder: Path) -> FlowerApp:
     try:
         app = document["tool"]["flwr"]["app"]
         components = app["components"]
-        server, client = (AppReference(target=components[key], folder=folder.resolve())
-                          for key in ("serverapp", "clientapp"))
+        server, client = (
+            AppReference(target=components[key], folder=folder.resolve())
+            for key in ("serverapp", "clientapp")
+        )
     except KeyError as error:
-        raise ConfigError(f"{path}: lacks {error} of [tool.flwr.app.components]; see `flwr new`") from None
+        raise ConfigError(
+            f"{path}: lacks {error} of [tool.flwr.app.components]; see `flwr new`"
+        ) from None
     except TypeError:
-        raise ConfigError(f"{path}: [tool.flwr.app.components] must be a table with serverapp and clientapp; see "
-                          "`flwr new`") from None
+        raise ConfigError(
+            f"{path}: [tool.flwr.app.components] must be a table with serverapp and clientapp; see "
+            "`flwr new`"
+        ) from None
     return FlowerApp(server_app=server, client_app=client, run_config=_flat(app.get("config", {})))
 
 
 @plain_numbers
 def run_app(
-    server_app: ServerApp | AppReference, client_app: ClientAppSource, *, cluster: Cluster,
-    num_nodes: int | None = None, run_config: UserConfig | None = None, num_workers: int | None = None,
-    model_profile: ModelProfile | None = None, batch_size: int = 32, clock: EventClock | None = None,
-    messages: MessageLog | None = None, rounds: RoundLog | None = None, record: ExchangeRecord | None = None,
+    server_app: ServerApp | AppReference,
+    client_app: ClientAppSource,
+    *,
+    cluster: Cluster,
+    num_nodes: int | None = None,
+    run_config: UserConfig | None = None,
+    num_workers: int | None = None,
+    model_profile: ModelProfile | None = None,
+    batch_size: int = 32,
+    clock: EventClock | None = None,
+    messages: MessageLog | None = None,
+    rounds: RoundLog | None = None,
+    record: ExchangeRecord | None = None,
 ) -> EventClock:
     """Run the app on `num_nodes` nodes (default: every SoC) and return the clock, with the virtual time it took.
 
@@ -72,15 +87,27 @@ def run_app(
     app = require_server_app(server_app)
     num_nodes = cluster.num_socs if num_nodes is None else num_nodes
     if num_nodes > cluster.num_socs:
-        raise ConfigError(f"local engine: {num_nodes} nodes on a cluster of {cluster.num_socs} SoCs; describe a larger "
-                          "cluster or start fewer nodes")
+        raise ConfigError(
+            f"local engine: {num_nodes} nodes on a cluster of {cluster.num_socs} SoCs; describe a larger "
+            "cluster or start fewer nodes"
+        )
     clock = clock or EventClock(cluster)
     config = dict(run_config or {})
     messages, rounds = messages or MessageLog(), rounds or RoundLog(clock)
-    with LocalGrid(client_app, num_nodes, run_config=config, num_workers=num_workers, messages=messages,
-                   record=record) as grid:
-        priced = PricedGrid(grid, clock, cluster, model_profile=model_profile, batch_size=batch_size)
-        context = Context(run_id=grid.run.run_id, node_id=0, node_config={}, state=RecordDict(), run_config=config)
+    with LocalGrid(
+        client_app,
+        num_nodes,
+        run_config=config,
+        num_workers=num_workers,
+        messages=messages,
+        record=record,
+    ) as grid:
+        priced = PricedGrid(
+            grid, clock, cluster, model_profile=model_profile, batch_size=batch_size
+        )
+        context = Context(
+            run_id=grid.run.run_id, node_id=0, node_config={}, state=RecordDict(), run_config=config
+        )
         if record is not None:
             record.begin()
         try:
@@ -96,16 +123,25 @@ def require_server_app(source: object) -> ServerApp:
     """Return the ServerApp that `source` is or refers to; `ConfigError` if that is another object."""
     app = source.load() if isinstance(source, AppReference) else source
     if not isinstance(app, ServerApp):
-        raise ConfigError(f"app {source!r} is a {type(app).__name__}, not a flwr.serverapp.ServerApp")
+        raise ConfigError(
+            f"app {source!r} is a {type(app).__name__}, not a flwr.serverapp.ServerApp"
+        )
     return app
 
 
-def run_server_app(app: ServerApp, grid: Grid, context: Context, messages: MessageLog, rounds: RoundLog) -> None:
+def run_server_app(
+    app: ServerApp, grid: Grid, context: Context, messages: MessageLog, rounds: RoundLog
+) -> None:
     """Run a ServerApp to its end; see `run_app` for what it raises."""
     try:
         num_nodes = len(list(grid.get_node_ids()))
-        with observed_strategies(rounds, messages), bounded_waits(num_nodes), around_starts(
-                lambda strategy, _, start: _start_with_enough(strategy, num_nodes, start)):
+        with (
+            observed_strategies(rounds, messages),
+            bounded_waits(num_nodes),
+            around_starts(
+                lambda strategy, _, start: _start_with_enough(strategy, num_nodes, start)
+            ),
+        ):
             app(GroupGrid(grid), context)
     except SystemExit as end:
         # With 0 or None the app has finished; the command's own exit status reports the result of the run.
@@ -113,8 +149,11 @@ def run_server_app(app: ServerApp, grid: Grid, context: Context, messages: Messa
             _raise_first_cause(messages, end)
             raise TrainingFailed(f"the ServerApp ended with sys.exit({end.code!r})") from end
     except Exception as error:
-        if isinstance(error, AttributeError) and error.name == "initialize_parameters" and isinstance(
-                error.obj, Strategy):
+        if (
+            isinstance(error, AttributeError)
+            and error.name == "initialize_parameters"
+            and isinstance(error.obj, Strategy)
+        ):
             raise no_component(error.obj) from error
         _raise_first_cause(messages, error)
         raise
@@ -123,24 +162,46 @@ def run_server_app(app: ServerApp, grid: Grid, context: Context, messages: Messa
 
 def _start_with_enough(strategy: Strategy, num_nodes: int, start: Callable[[], object]) -> object:
     """Start a strategy; `ConfigError` if Flower would wait for more nodes than there will ever be here."""
-    strategy = getattr(strategy, "strategy", strategy)  # that a wrapper such as differential privacy has
+    strategy = getattr(
+        strategy, "strategy", strategy
+    )  # that a wrapper such as differential privacy has
     if isinstance(strategy, FedAvg):
-        for fraction, own in (("fraction_train", "min_train_nodes"), ("fraction_evaluate", "min_evaluate_nodes")):
+        for fraction, own in (
+            ("fraction_train", "min_train_nodes"),
+            ("fraction_evaluate", "min_evaluate_nodes"),
+        ):
             for key in (own, "min_available_nodes"):
                 if getattr(strategy, fraction) and (least := getattr(strategy, key)) > num_nodes:
                     raise ConfigError(
                         f"{type(strategy).__name__}: {key} = {least}, and there {are_nodes(num_nodes)}, so it would "
-                        f"wait without end; give {key}={num_nodes}, or start more nodes")
+                        f"wait without end; give {key}={num_nodes}, or start more nodes"
+                    )
     return start()
 
 
 def run_on_local_grid(
-    server_app: ServerApp, client_app: ClientAppSource, *, num_nodes: int, run_config: UserConfig, num_workers: int,
+    server_app: ServerApp,
+    client_app: ClientAppSource,
+    *,
+    num_nodes: int,
+    run_config: UserConfig,
+    num_workers: int,
 ) -> None:
     """Run an app whose strategy charges virtual time itself, with Flower's log lines below errors suppressed."""
-    with flower_quiet(), LocalGrid(client_app, num_nodes, run_config=run_config, num_workers=num_workers) as grid:
-        server_app(GroupGrid(grid), Context(run_id=grid.run.run_id, node_id=0, node_config={}, state=RecordDict(),
-                                            run_config=run_config))
+    with (
+        flower_quiet(),
+        LocalGrid(client_app, num_nodes, run_config=run_config, num_workers=num_workers) as grid,
+    ):
+        server_app(
+            GroupGrid(grid),
+            Context(
+                run_id=grid.run.run_id,
+                node_id=0,
+                node_config={},
+                state=RecordDict(),
+                run_config=run_config,
+            ),
+        )
 
 
 def _raise_first_cause(messages: MessageLog, error: Exception | SystemExit) -> None:
@@ -150,7 +211,9 @@ def _raise_first_cause(messages: MessageLog, error: Exception | SystemExit) -> N
     text = " ".join(str(error).split())
     if failure is None or mistake or messages.first_cause.partition(": ")[2] in text:
         return
-    raise TrainingFailed(f"{failure}; then the ServerApp raised {type(error).__name__}: {text}") from error
+    raise TrainingFailed(
+        f"{failure}; then the ServerApp raised {type(error).__name__}: {text}"
+    ) from error
 
 
 @plain_numbers

@@ -27,7 +27,13 @@ from socflower.engines.local.flower_internals import (
 from socflower.errors import ConfigError, SocflowerError
 from socflower.user_code import import_attribute, place_of, require_main_guard
 
-_PRELOADED = ("flwr.clientapp", "torch", "torch._dynamo", "socflower.clients.app", "socflower.rings.member")
+_PRELOADED = (
+    "flwr.clientapp",
+    "torch",
+    "torch._dynamo",
+    "socflower.clients.app",
+    "socflower.rings.member",
+)
 """Imported once in the fork server, whose children then start in milliseconds and share the memory pages.
 
 The last two hold most of what a ClientApp imports of ours; they start no threads.
@@ -43,8 +49,9 @@ class AppReference:
 
     def load(self) -> object:
         """Import and return the app; `ConfigError` if that fails."""
-        return import_attribute(self.target, self.folder, f"app {self.target!r}",
-                                "check [tool.flwr.app.components]")
+        return import_attribute(
+            self.target, self.folder, f"app {self.target!r}", "check [tool.flwr.app.components]"
+        )
 
 
 ClientAppSource: TypeAlias = AppReference | Callable[[], ClientApp] | ClientApp
@@ -64,7 +71,9 @@ def resolve_client_app(source: ClientAppSource) -> ClientApp:
         return source
     made = source.load() if isinstance(source, AppReference) else source()
     if not isinstance(made, ClientApp):
-        raise ConfigError(f"app {source!r} is a {type(made).__name__}, not a flwr.clientapp.ClientApp")
+        raise ConfigError(
+            f"app {source!r} is a {type(made).__name__}, not a flwr.clientapp.ClientApp"
+        )
     return made
 
 
@@ -90,7 +99,10 @@ def handle(app: ClientApp, message: Message, context: Context) -> Message:
 def _raised(error: BaseException, message: Message) -> Message:
     """Return the reply for what a client raised."""
     place = "" if isinstance(error, SocflowerError) else place_of(error)
-    return Message(Error(CLIENT_APP_RAISED_EXCEPTION, f"{type(error)}:<'{_text_of(error)}'>{place}"), reply_to=message)
+    return Message(
+        Error(CLIENT_APP_RAISED_EXCEPTION, f"{type(error)}:<'{_text_of(error)}'>{place}"),
+        reply_to=message,
+    )
 
 
 def _text_of(error: BaseException) -> str:
@@ -108,7 +120,9 @@ class InProcessWorkers:
     def __init__(self, source: ClientAppSource) -> None:
         self._app = resolve_client_app(source)
 
-    def run(self, work: Mapping[str, Work], deadline: float | None) -> dict[str, tuple[Message, Context]]:
+    def run(
+        self, work: Mapping[str, Work], deadline: float | None
+    ) -> dict[str, tuple[Message, Context]]:
         """Return reply and context by message id; messages not started by the deadline are left out."""
         done = {}
         for message_id, (message, context) in work.items():
@@ -128,7 +142,9 @@ def _with_own_records(message: Message) -> Message:
     not copied, as their bytes cannot be changed.
     """
     own = copy(message)
-    records: dict[str, Any] = {name: type(record)(dict[Any, Any](record)) for name, record in message.content.items()}
+    records: dict[str, Any] = {
+        name: type(record)(dict[Any, Any](record)) for name, record in message.content.items()
+    }
     own.content = RecordDict(records)
     return own
 
@@ -141,12 +157,16 @@ class ProcessWorkers:
 
     def __init__(self, source: ClientAppSource, num_workers: int) -> None:
         if isinstance(source, ClientApp):
-            raise ConfigError("local engine: worker processes import the ClientApp by reference; give AppReference("
-                              "'module:app') or a module-level factory, or num_workers=0 to run it in this process")
+            raise ConfigError(
+                "local engine: worker processes import the ClientApp by reference; give AppReference("
+                "'module:app') or a module-level factory, or num_workers=0 to run it in this process"
+            )
         require_main_guard("the local engine starts worker processes", "give num_workers=0")
         self._workers = [NodeProcess(source) for _ in range(num_workers)]
 
-    def run(self, work: Mapping[str, Work], deadline: float | None) -> dict[str, tuple[Message, Context]]:
+    def run(
+        self, work: Mapping[str, Work], deadline: float | None
+    ) -> dict[str, tuple[Message, Context]]:
         """Return reply and context by message id; messages not answered by the deadline are left out.
 
         A worker that is still busy at the deadline is killed and replaced, so that the next round has all workers.
@@ -172,8 +192,12 @@ class ProcessWorkers:
                     done[message_id] = future.result()
                 except WorkerDied:
                     self._workers[index].replace()
-                    done[message_id] = (Message(Error(CLIENT_APP_CRASHED, "the client's process died"),
-                                                reply_to=message), context)
+                    done[message_id] = (
+                        Message(
+                            Error(CLIENT_APP_CRASHED, "the client's process died"), reply_to=message
+                        ),
+                        context,
+                    )
                 idle.append(index)
         return done
 
@@ -201,7 +225,9 @@ class NodeProcess:
 
     def submit(self, work: Message, context: Context) -> "Future[Answer]":
         """Start handling a message; the future raises `WorkerDied` if the process dies."""
-        if not self._worker.is_alive:  # it died while it was idle, so this message's client did not cause it
+        if (
+            not self._worker.is_alive
+        ):  # it died while it was idle, so this message's client did not cause it
             self.replace()
         return self._worker.submit(work, context)
 
@@ -322,8 +348,12 @@ def _end_with_parent() -> None:
 def _handle_in_worker(message: Message, context: Context) -> tuple[Message, Context]:
     app = _app_of_this_worker
     if isinstance(app, Exception):
-        return Message(Error(LOAD_CLIENT_APP_EXCEPTION, f"{type(app)}:<'{app}'>"), reply_to=message), context
+        return Message(
+            Error(LOAD_CLIENT_APP_EXCEPTION, f"{type(app)}:<'{app}'>"), reply_to=message
+        ), context
     try:
         return handle(app, message, context), context
-    except KeyboardInterrupt as error:  # raised by the client itself, since Ctrl-C is for the parent
+    except (
+        KeyboardInterrupt
+    ) as error:  # raised by the client itself, since Ctrl-C is for the parent
         return _raised(error, message), context

@@ -53,7 +53,9 @@ class Covering:
     slots_left: tuple[int, ...]  # distinct values, descending
     joint: bool  # whether a component may have several groups (contention 2) or only one (contention 1)
     budget: Budget
-    _solved: dict[tuple[Histogram, int, int], tuple[int, Component | None]] = field(default_factory=dict)
+    _solved: dict[tuple[Histogram, int, int], tuple[int, Component | None]] = field(
+        default_factory=dict
+    )
 
     def cost(self, boards: Histogram, num_small: int, num_large: int) -> int:
         """Return the least sum of m - 1 over components, or `IMPOSSIBLE`."""
@@ -80,7 +82,9 @@ class Covering:
         num_groups = num_small + num_large
         if not num_groups:
             return 0
-        largest = next((slots for slots, count in zip(self.slots_left, boards, strict=True) if count), 0)
+        largest = next(
+            (slots for slots, count in zip(self.slots_left, boards, strict=True) if count), 0
+        )
         fewest = self._fewest_boards(boards, num_small * self.small + num_large * (self.small + 1))
         if not largest or fewest >= IMPOSSIBLE:
             return IMPOSSIBLE
@@ -109,7 +113,9 @@ class Covering:
             fewest += count
         return IMPOSSIBLE
 
-    def _solve(self, boards: Histogram, num_small: int, num_large: int) -> tuple[int, Component | None]:
+    def _solve(
+        self, boards: Histogram, num_small: int, num_large: int
+    ) -> tuple[int, Component | None]:
         self.budget.spend(1)
         bound = self.lower_bound(boards, num_small, num_large)
         if bound >= IMPOSSIBLE:

@@ -13,7 +13,12 @@ Integrity-greedy is optimal only if all boards are equal and full. Three facts k
 
 from collections.abc import Sequence
 
-from socflower.hierarchy.mapping.placement import GroupPlacement, check_slots, group_sizes, make_placement
+from socflower.hierarchy.mapping.placement import (
+    GroupPlacement,
+    check_slots,
+    group_sizes,
+    make_placement,
+)
 from socflower.hierarchy.mapping.splitting import lay_in_sequence, split_groups
 from socflower.plain_numbers import plain_numbers
 
@@ -22,7 +27,9 @@ SEARCH_BUDGET = 2_000
 
 
 @plain_numbers
-def integrity_greedy(slots_per_board: Sequence[int], num_groups: int, num_socs: int | None = None) -> GroupPlacement:
+def integrity_greedy(
+    slots_per_board: Sequence[int], num_groups: int, num_socs: int | None = None
+) -> GroupPlacement:
     """Return the paper's mapping: step 1 places whole groups, first fit; step 2 the others in sequence (F5).
 
     Larger groups are placed first. Arguments and errors are those of `map_groups`.
@@ -45,7 +52,11 @@ def integrity_greedy(slots_per_board: Sequence[int], num_groups: int, num_socs: 
 
 @plain_numbers
 def map_groups(
-    slots_per_board: Sequence[int], num_groups: int, num_socs: int | None = None, *, budget: int = SEARCH_BUDGET,
+    slots_per_board: Sequence[int],
+    num_groups: int,
+    num_socs: int | None = None,
+    *,
+    budget: int = SEARCH_BUDGET,
 ) -> GroupPlacement:
     """Return a placement of least objective, or the best one found within `budget`.
 
@@ -63,7 +74,9 @@ def map_groups(
     num_small = num_groups - num_large
     if small == 1:
         # A group of one SoC fits on any board, so only groups of two are searched; the others fill the free slots.
-        better = _add_singles(split_groups(slots_per_board, 2, num_large, 0, budget), slots_per_board, num_small)
+        better = _add_singles(
+            split_groups(slots_per_board, 2, num_large, 0, budget), slots_per_board, num_small
+        )
     else:
         better = split_groups(slots_per_board, small, num_small, num_large, budget)
     if better.objective < greedy.objective:
@@ -71,7 +84,9 @@ def map_groups(
     return GroupPlacement(groups=greedy.groups, proven_optimal=better.proven_optimal)
 
 
-def _add_singles(pairs: GroupPlacement, slots_per_board: Sequence[int], num_singles: int) -> GroupPlacement:
+def _add_singles(
+    pairs: GroupPlacement, slots_per_board: Sequence[int], num_singles: int
+) -> GroupPlacement:
     free = list(slots_per_board)
     for pieces in pairs.groups:
         for board, count in pieces:

@@ -35,9 +35,13 @@ class GroupPlacement:
         return self.contention, len(spans), sum(spans)
 
 
-def make_placement(groups: Iterable[dict[int, int]], *, proven_optimal: bool = False) -> GroupPlacement:
+def make_placement(
+    groups: Iterable[dict[int, int]], *, proven_optimal: bool = False
+) -> GroupPlacement:
     """Return the placement of groups given as {board: SoCs}, in a canonical order."""
-    pieces = sorted(tuple(sorted((board, count) for board, count in group.items() if count)) for group in groups)
+    pieces = sorted(
+        tuple(sorted((board, count) for board, count in group.items() if count)) for group in groups
+    )
     return GroupPlacement(groups=tuple(pieces), proven_optimal=proven_optimal)
 
 
@@ -47,10 +51,14 @@ def group_sizes(num_groups: int, num_socs: int) -> tuple[int, ...]:
     Raises `InfeasiblePlan` where a group would get no SoC.
     """
     if num_groups < 1:
-        raise InfeasiblePlan(f"plan: {num_groups} groups of {num_socs} SoCs are impossible; ask for 1 or more groups")
+        raise InfeasiblePlan(
+            f"plan: {num_groups} groups of {num_socs} SoCs are impossible; ask for 1 or more groups"
+        )
     if num_groups > num_socs:
-        raise InfeasiblePlan(f"plan: {num_groups} groups need at least {num_groups} SoCs and {num_socs} take "
-                             f"part; ask for at most {num_socs} groups")
+        raise InfeasiblePlan(
+            f"plan: {num_groups} groups need at least {num_groups} SoCs and {num_socs} take "
+            f"part; ask for at most {num_socs} groups"
+        )
     small, num_large = divmod(num_socs, num_groups)
     return (small + 1,) * num_large + (small,) * (num_groups - num_large)
 
@@ -58,31 +66,45 @@ def group_sizes(num_groups: int, num_socs: int) -> tuple[int, ...]:
 def check_slots(slots_per_board: Sequence[int], num_socs: int) -> None:
     """Raise `ConfigError` for a negative slot count and `InfeasiblePlan` where the SoCs exceed the slots."""
     if any(slots < 0 for slots in slots_per_board):
-        raise ConfigError(f"plan: slots per board must not be negative, got {list(slots_per_board)}")
+        raise ConfigError(
+            f"plan: slots per board must not be negative, got {list(slots_per_board)}"
+        )
     if num_socs > sum(slots_per_board):
-        raise InfeasiblePlan(f"plan: {num_socs} SoCs are asked for and {sum(slots_per_board)} slots are in use; "
-                             f"ask for at most {sum(slots_per_board)}")
+        raise InfeasiblePlan(
+            f"plan: {num_socs} SoCs are asked for and {sum(slots_per_board)} slots are in use; "
+            f"ask for at most {sum(slots_per_board)}"
+        )
 
 
-def fastest_socs(groups: Sequence[Pieces], available: Mapping[int, Sequence[int]],
-                 capacities: Sequence[float]) -> dict[int, list[int]]:
+def fastest_socs(
+    groups: Sequence[Pieces], available: Mapping[int, Sequence[int]], capacities: Sequence[float]
+) -> dict[int, list[int]]:
     """Return the SoCs of each board that take part, in slot order: the fastest, ties to the lower slot."""
     wanted = dict.fromkeys(available, 0)
     for pieces in groups:
         for board, count in pieces:
             wanted[board] += count
-    return {board: sorted(sorted(socs, key=lambda soc: -capacities[soc])[:wanted[board]])
-            for board, socs in available.items()}
+    return {
+        board: sorted(sorted(socs, key=lambda soc: -capacities[soc])[: wanted[board]])
+        for board, socs in available.items()
+    }
 
 
 def deal_in_order(groups: Sequence[Pieces], socs: Mapping[int, Sequence[int]]) -> list[list[int]]:
     """Return each group's SoCs; each board's SoCs are assigned in the given order."""
     remaining = {board: iter(own) for board, own in socs.items()}
-    return [[next(remaining[board]) for board, count in pieces for _ in range(count)] for pieces in groups]
+    return [
+        [next(remaining[board]) for board, count in pieces for _ in range(count)]
+        for pieces in groups
+    ]
 
 
-def balance_capacities(members: Sequence[Sequence[int]], board_of: Mapping[int, int], capacities: Sequence[float],
-             fixed: Collection[int] = ()) -> list[list[int]]:
+def balance_capacities(
+    members: Sequence[Sequence[int]],
+    board_of: Mapping[int, int],
+    capacities: Sequence[float],
+    fixed: Collection[int] = (),
+) -> list[list[int]]:
     """Return the groups after swaps of SoCs on the same board that even out the groups' total capacities.
 
     All groups have the same batch size and wait for each other at synchronisations; the time of a group's step is
@@ -91,14 +113,21 @@ def balance_capacities(members: Sequence[Sequence[int]], board_of: Mapping[int, 
     """
     groups = [list(group) for group in members]
     totals = [sum(capacities[soc] for soc in group) for group in groups]
-    threshold = 1e-9 * max(totals) ** 2  # swaps that gain less than rounding errors might be repeated without end
+    threshold = (
+        1e-9 * max(totals) ** 2
+    )  # swaps that gain less than rounding errors might be repeated without end
     positions: dict[int, list[tuple[int, int]]] = {}  # (group, place in it) of each board's SoCs
     for index, group in enumerate(groups):
         for position, soc in enumerate(group):
             if soc in fixed:
                 continue
             positions.setdefault(board_of[soc], []).append((index, position))
-    pairs = [(one, other) for own in positions.values() for one, other in combinations(own, 2) if one[0] != other[0]]
+    pairs = [
+        (one, other)
+        for own in positions.values()
+        for one, other in combinations(own, 2)
+        if one[0] != other[0]
+    ]
     improved = True
     while improved:
         improved = False

@@ -10,7 +10,9 @@ from socflower.hierarchy.mapping.placement import GroupPlacement, Pieces, check_
 
 
 def map_to_servers(
-    slots: Sequence[Sequence[int]], num_groups: int, num_socs: int | None = None,
+    slots: Sequence[Sequence[int]],
+    num_groups: int,
+    num_socs: int | None = None,
 ) -> tuple[GroupPlacement, tuple[int, ...]]:
     """Return a placement in which no group has members in two servers, and the server of each group.
 
@@ -31,11 +33,15 @@ def map_to_servers(
     groups: list[Pieces] = []
     servers: list[int] = []
     proven = True
-    for server, (first, own) in enumerate(zip(accumulate(map(len, slots), initial=0), slots, strict=False)):
+    for server, (first, own) in enumerate(
+        zip(accumulate(map(len, slots), initial=0), slots, strict=False)
+    ):
         if not counts[server]:
             continue
         inside = mapped(tuple(own), counts[server], socs[server])
-        groups += [tuple((first + board, count) for board, count in pieces) for pieces in inside.groups]
+        groups += [
+            tuple((first + board, count) for board, count in pieces) for pieces in inside.groups
+        ]
         servers += [server] * len(inside.groups)
         proven = proven and inside.proven_optimal
     return GroupPlacement(groups=tuple(groups), proven_optimal=proven), tuple(servers)

@@ -3,7 +3,14 @@
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-from socflower.hierarchy.mapping.covering import IMPOSSIBLE, Budget, Component, Covering, Histogram, SearchExhausted
+from socflower.hierarchy.mapping.covering import (
+    IMPOSSIBLE,
+    Budget,
+    Component,
+    Covering,
+    Histogram,
+    SearchExhausted,
+)
 from socflower.hierarchy.mapping.placement import GroupPlacement, make_placement
 from socflower.hierarchy.mapping.whole_groups import (
     BoardUse,
@@ -21,7 +28,9 @@ Layout = list[dict[int, int]]
 """Groups as {board: SoCs}."""
 
 
-def split_groups(slots: Sequence[int], small: int, num_small: int, num_large: int, budget: int) -> GroupPlacement:
+def split_groups(
+    slots: Sequence[int], small: int, num_small: int, num_large: int, budget: int
+) -> GroupPlacement:
     """Return the best placement found for groups of `small` and `small + 1` SoCs; `small` > 1 or one size only.
 
     It is optimal, with `proven_optimal` set, if the search ends within `budget` states and covers for each of C = 1
@@ -57,8 +66,15 @@ def split_groups(slots: Sequence[int], small: int, num_small: int, num_large: in
 class _Search:
     """Searches for the cheapest placement with a given contention, by number of split groups."""
 
-    def __init__(self, slots: Sequence[int], small: int, num_small: int, num_large: int, joint: bool,
-                 budget: Budget) -> None:
+    def __init__(
+        self,
+        slots: Sequence[int],
+        small: int,
+        num_small: int,
+        num_large: int,
+        joint: bool,
+        budget: Budget,
+    ) -> None:
         self.best: Layout | None = None
         self.budget = budget
         self._slots = slots
@@ -74,18 +90,28 @@ class _Search:
         if num_splits > _MOST_SPLITS:
             raise SearchExhausted
         covering = self._covering
-        for split_small in range(min(num_splits, self._num_small), max(0, num_splits - self._num_large) - 1, -1):
+        for split_small in range(
+            min(num_splits, self._num_small), max(0, num_splits - self._num_large) - 1, -1
+        ):
             split_large = num_splits - split_small
             most_left = self._small - (1 if split_small else 0)
-            for choice in whole_choices(self._slots, self._small, self._num_small - split_small,
-                                        self._num_large - split_large, most_left, self.budget):
+            for choice in whole_choices(
+                self._slots,
+                self._small,
+                self._num_small - split_small,
+                self._num_large - split_large,
+                most_left,
+                self.budget,
+            ):
                 boards = self._histogram(choice)
                 if covering.lower_bound(boards, split_small, split_large) >= self._cost:
                     continue
                 cost = covering.cost(boards, split_small, split_large)
                 if cost < self._cost:
                     self._cost = cost
-                    self.best = self._lay(choice, covering.components(boards, split_small, split_large))
+                    self.best = self._lay(
+                        choice, covering.components(boards, split_small, split_large)
+                    )
                     if not self._joint and cost == num_splits:
                         return  # two boards for each split group, the minimum
 
@@ -100,15 +126,20 @@ class _Search:
     def _lay(self, choice: WholeChoice, components: Iterable[Component]) -> Layout:
         """Return the layout: assign the histogram's boards to board indices, lowest first, and place each component."""
         unassigned = {available: list(uses) for available, uses in choice.items()}
-        uses = [(board, unassigned[available].pop(0)) for board, available in enumerate(self._slots)]
+        uses = [
+            (board, unassigned[available].pop(0)) for board, available in enumerate(self._slots)
+        ]
         layout = _lay_whole(uses, self._small)
         free: dict[int, list[int]] = {left: [] for left in self._covering.slots_left}
         for board, use in uses:
             if use.slots_left:
                 free[use.slots_left].append(board)
         for component in components:
-            taken = sorted((free[left].pop(0), left) for left, count in
-                           zip(self._covering.slots_left, component.boards, strict=True) for _ in range(count))
+            taken = sorted(
+                (free[left].pop(0), left)
+                for left, count in zip(self._covering.slots_left, component.boards, strict=True)
+                for _ in range(count)
+            )
             sizes = [self._small + 1] * component.num_large + [self._small] * component.num_small
             layout += lay_in_sequence(sizes, taken)
         return layout
@@ -132,8 +163,11 @@ def lay_in_sequence(sizes: Iterable[int], boards: Iterable[tuple[int, int]]) -> 
 
 
 def _lay_whole(uses: Iterable[tuple[int, BoardUse]], small: int) -> Layout:
-    return [{board: size} for board, use in uses
-            for size in [small + 1] * use.num_large + [small] * use.num_small]
+    return [
+        {board: size}
+        for board, use in uses
+        for size in [small + 1] * use.num_large + [small] * use.num_small
+    ]
 
 
 def _own_boards(sizes: Iterable[int], uses: Sequence[BoardUse]) -> Layout | None:

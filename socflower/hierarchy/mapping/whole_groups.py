@@ -30,11 +30,15 @@ WholeChoice = dict[int, list[BoardUse]]
 def most_whole(slots: Sequence[int], small: int, num_small: int, num_large: int) -> tuple[int, int]:
     """Return how many groups of `small` and of `small + 1` fit without a split, with the largest possible sum."""
     last_row = _most_large(slots, small, num_small)[-1]
-    return max(((a, min(int(large), num_large)) for a, large in enumerate(last_row) if large >= 0),
-               key=lambda numbers: (sum(numbers), numbers))
+    return max(
+        ((a, min(int(large), num_large)) for a, large in enumerate(last_row) if large >= 0),
+        key=lambda numbers: (sum(numbers), numbers),
+    )
 
 
-def pack_whole(slots: Sequence[int], small: int, num_small: int, num_large: int) -> list[BoardUse] | None:
+def pack_whole(
+    slots: Sequence[int], small: int, num_small: int, num_large: int
+) -> list[BoardUse] | None:
     """Return a placement of all groups without a split, board by board, or None if there is none."""
     table = _most_large(slots, small, num_small)
     if table[-1][num_small] < num_large:
@@ -69,7 +73,12 @@ def _most_large(slots: Sequence[int], small: int, num_small: int) -> list[NDArra
 
 
 def whole_choices(
-    slots: Sequence[int], small: int, num_small: int, num_large: int, most_left: int, budget: Budget,
+    slots: Sequence[int],
+    small: int,
+    num_small: int,
+    num_large: int,
+    most_left: int,
+    budget: Budget,
 ) -> Iterator[WholeChoice]:
     """Yield all placements of exactly these groups that leave at most `most_left` slots free on each board.
 
@@ -87,26 +96,47 @@ def whole_choices(
     reach_small = [max(use.num_small for use in uses) * count for uses, count in by_kind]
     reach_large = [max(use.num_large for use in uses) * count for uses, count in by_kind]
 
-    def place(kind: int, pattern: int, boards: int, small_left: int, large_left: int,
-              done: list[BoardUse], chosen: WholeChoice) -> Iterator[WholeChoice]:
+    def place(
+        kind: int,
+        pattern: int,
+        boards: int,
+        small_left: int,
+        large_left: int,
+        done: list[BoardUse],
+        chosen: WholeChoice,
+    ) -> Iterator[WholeChoice]:
         budget.spend(1)
         if not boards:
             chosen = {**chosen, kinds[kind][0]: done}
             if kind + 1 == len(kinds):
                 if not small_left and not large_left:
                     yield chosen
-            elif small_left <= sum(reach_small[kind + 1:]) and large_left <= sum(reach_large[kind + 1:]):
-                yield from place(kind + 1, 0, kinds[kind + 1][1], small_left, large_left, [], chosen)
+            elif small_left <= sum(reach_small[kind + 1 :]) and large_left <= sum(
+                reach_large[kind + 1 :]
+            ):
+                yield from place(
+                    kind + 1, 0, kinds[kind + 1][1], small_left, large_left, [], chosen
+                )
             return
         if pattern == len(patterns[kind]):
             return
         use = patterns[kind][pattern]
-        most = min(boards, small_left // use.num_small if use.num_small else boards,
-                   large_left // use.num_large if use.num_large else boards)
+        most = min(
+            boards,
+            small_left // use.num_small if use.num_small else boards,
+            large_left // use.num_large if use.num_large else boards,
+        )
         least = boards if pattern + 1 == len(patterns[kind]) else 0
         for count in range(most, least - 1, -1):
-            yield from place(kind, pattern + 1, boards - count, small_left - count * use.num_small,
-                             large_left - count * use.num_large, done + [use] * count, chosen)
+            yield from place(
+                kind,
+                pattern + 1,
+                boards - count,
+                small_left - count * use.num_small,
+                large_left - count * use.num_large,
+                done + [use] * count,
+                chosen,
+            )
 
     yield from place(0, 0, kinds[0][1], num_small, num_large, [], {})
 
@@ -123,5 +153,7 @@ def _patterns(available: int, small: int, most_left: int) -> list[BoardUse]:
     for large in range(available // (small + 1) + 1):
         rest = available - large * (small + 1)
         least_small = max(0, -(-(rest - most_left) // small))
-        uses.extend(BoardUse(a, large, rest - a * small) for a in range(least_small, rest // small + 1))
+        uses.extend(
+            BoardUse(a, large, rest - a * small) for a in range(least_small, rest // small + 1)
+        )
     return uses

@@ -21,26 +21,45 @@ _BOUNDLESS = 1e30
 def figure_15() -> Mapping[str, float | bool | str]:
     """Return whether each statement holds: planning on environment C, 1F1B and K_p on three TX2, at 100 Mbps."""
     gains = [_gains(name) for name in ("efficientnet-b1", "mobilenet-v2")]
-    problem = problem_of("efficientnet-b1", (TX2,) * 3, 100, micro_batch_size=96, num_micro_batches=16,
-                         granularity=Granularity.BLOCKS)
+    problem = problem_of(
+        "efficientnet-b1",
+        (TX2,) * 3,
+        100,
+        micro_batch_size=96,
+        num_micro_batches=16,
+        granularity=Granularity.BLOCKS,
+    )
     straight = peer_of(problem, "pipeline-parallel").plan
     assert isinstance(straight, PipelinePlan)
     with_rule = {name: _with_rule(problem, straight, name) for name in RULES}
     memory = {name: _peak_bytes(problem, plan) for name, plan in with_rule.items()}
-    per_s = {name: predict(problem, plan, within_memory=False).samples_per_s for name, plan in with_rule.items()}
-    gpipe = replace(straight, stages=tuple(replace(stage, in_flight=problem.num_micro_batches)
-                                           for stage in straight.stages))
+    per_s = {
+        name: predict(problem, plan, within_memory=False).samples_per_s
+        for name, plan in with_rule.items()
+    }
+    gpipe = replace(
+        straight,
+        stages=tuple(
+            replace(stage, in_flight=problem.num_micro_batches) for stage in straight.stages
+        ),
+    )
     # Conventional data parallelism computes its share of the mini-batch at once.
     last, share = problem.model.num_layers - 1, problem.mini_batch_size // 3
-    parallel_bytes = problem.model.state_bytes(0, last, 1.0) + share * problem.model.kept_bytes(0, last)
+    parallel_bytes = problem.model.state_bytes(0, last, 1.0) + share * problem.model.kept_bytes(
+        0, last
+    )
     return {
         "planning between stages boosts throughput": all(between > 1.0 for between, _ in gains),
         "planning inside stages boosts it further": all(inside > 1.0 for _, inside in gains),
-        "1F1B keeps less than backward after forward": memory["asteroid"] < _peak_bytes(problem, gpipe),
+        "1F1B keeps less than backward after forward": memory["asteroid"]
+        < _peak_bytes(problem, gpipe),
         "1F1B keeps less than data parallelism": memory["asteroid"] < parallel_bytes,
         "throughput of K = 2(P - p) - 1 is comparable to a and c": all(
-            per_s["asteroid"] >= 0.95 * per_s[other] for other in ("a", "c")),
-        "its memory is less than that of a and c": all(memory["asteroid"] < memory[other] for other in ("a", "c")),
+            per_s["asteroid"] >= 0.95 * per_s[other] for other in ("a", "c")
+        ),
+        "its memory is less than that of a and c": all(
+            memory["asteroid"] < memory[other] for other in ("a", "c")
+        ),
     }
 
 
@@ -63,25 +82,51 @@ def _gains(name: str) -> tuple[float, float]:
 
 def _alike(problem: PipelineProblem) -> PipelineProblem:
     kinds = [device.seconds for device in problem.devices]
-    mean = LayerSeconds(device="mean", batches=kinds[0].batches, estimated=True,
-                        forward_s=np.mean([kind.forward_s for kind in kinds], axis=0),
-                        backward_s=np.mean([kind.backward_s for kind in kinds], axis=0))
-    cluster = replace(problem.cluster, boards=tuple(
-        replace(board, soc_bytes_per_s=1e15, uplink_bytes_per_s=1e15) for board in problem.cluster.boards))
-    return replace(problem, cluster=cluster, devices=tuple(
-        replace(device, seconds=mean, memory_bytes=_BOUNDLESS) for device in problem.devices))
+    mean = LayerSeconds(
+        device="mean",
+        batches=kinds[0].batches,
+        estimated=True,
+        forward_s=np.mean([kind.forward_s for kind in kinds], axis=0),
+        backward_s=np.mean([kind.backward_s for kind in kinds], axis=0),
+    )
+    cluster = replace(
+        problem.cluster,
+        boards=tuple(
+            replace(board, soc_bytes_per_s=1e15, uplink_bytes_per_s=1e15)
+            for board in problem.cluster.boards
+        ),
+    )
+    return replace(
+        problem,
+        cluster=cluster,
+        devices=tuple(
+            replace(device, seconds=mean, memory_bytes=_BOUNDLESS) for device in problem.devices
+        ),
+    )
 
 
 def _even(plan: PipelinePlan) -> PipelinePlan:
-    return replace(plan, stages=tuple(
-        replace(stage, shares=tuple(class_shares(plan.micro_batch_size, len(stage.devices)))) for stage in plan.stages))
+    return replace(
+        plan,
+        stages=tuple(
+            replace(stage, shares=tuple(class_shares(plan.micro_batch_size, len(stage.devices))))
+            for stage in plan.stages
+        ),
+    )
 
 
 def _with_rule(problem: PipelineProblem, plan: PipelinePlan, name: str) -> PipelinePlan:
     counts = RULES[name].counts(len(plan.stages), problem.num_micro_batches)
-    return replace(plan, stages=tuple(
-        replace(stage, in_flight=count) for stage, count in zip(plan.stages, counts, strict=True)))
+    return replace(
+        plan,
+        stages=tuple(
+            replace(stage, in_flight=count)
+            for stage, count in zip(plan.stages, counts, strict=True)
+        ),
+    )
 
 
 def _peak_bytes(problem: PipelineProblem, plan: PipelinePlan) -> float:
-    return max(stage.memory_bytes(problem, share) for stage in plan.stages for share in stage.shares)
+    return max(
+        stage.memory_bytes(problem, share) for stage in plan.stages for share in stage.shares
+    )

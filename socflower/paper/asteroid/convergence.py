@@ -38,7 +38,11 @@ from socflower.wire.message_keys import GroupTask
 from socflower.workloads import DataSet, LabelledData, evaluate, load_data
 from socflower.workloads.models import build_model
 
-CASES = tuple((model, environment) for model in ("efficientnet-b1", "mobilenet-v2") for environment in ("B", "C"))
+CASES = tuple(
+    (model, environment)
+    for model in ("efficientnet-b1", "mobilenet-v2")
+    for environment in ("B", "C")
+)
 SYNCHRONOUS = ("eddl", "pipedream", "dapple")
 _MBPS = 100
 
@@ -52,7 +56,9 @@ class Task:
     num_test: int
     batch_size: int
     learning_rate: float
-    target: float  # mean accuracy of the last `window` evaluations: a single one varies by some percent
+    target: (
+        float  # mean accuracy of the last `window` evaluations: a single one varies by some percent
+    )
     max_epochs: int
     model: str = "lenet5"
     evaluations: int = 8  # an epoch
@@ -73,11 +79,18 @@ class Task:
         """Return the samples of a mini-batch: each epoch has all of them in an order of its own."""
         epoch, number = divmod(update, self.updates_per_epoch)
         order = _order(self.num_train, epoch, seed)
-        return order[number * self.batch_size:(number + 1) * self.batch_size]
+        return order[number * self.batch_size : (number + 1) * self.batch_size]
 
 
-FIGURE_14 = Task(data="cifar10", num_train=50_000, num_test=4000, batch_size=128, learning_rate=0.1, target=0.45,
-                 max_epochs=6)
+FIGURE_14 = Task(
+    data="cifar10",
+    num_train=50_000,
+    num_test=4000,
+    batch_size=128,
+    learning_rate=0.1,
+    target=0.45,
+    max_epochs=6,
+)
 """Some minutes of one core for all systems and seeds. Of the rates 0.05, 0.1 and 0.2, synchronous training is best
 after two epochs with this one."""
 
@@ -90,11 +103,17 @@ def figure_14(task: Task = FIGURE_14) -> Mapping[str, float | bool | str]:
     most_waves = task.updates_per_epoch * task.max_epochs
     try:
         epochs = mean_epochs(task, synchronous_waves(most_waves))
-        stale = {case: None if (own := hetpipe_waves(*case, most_waves)) is None else (
-            own, mean_epochs(task, own), fresh_epochs(task, own)) for case in CASES}
+        stale = {
+            case: None
+            if (own := hetpipe_waves(*case, most_waves)) is None
+            else (own, mean_epochs(task, own), fresh_epochs(task, own))
+            for case in CASES
+        }
     except DataUnavailable:
-        return dict.fromkeys((cell.key for cell in read_paper("asteroid").item("figure-14").cells),
-                             f"{task.data} is not here")
+        return dict.fromkeys(
+            (cell.key for cell in read_paper("asteroid").item("figure-14").cells),
+            f"{task.data} is not here",
+        )
     assert epochs is not None, f"synchronous training must reach {task.target}"
     found: dict[str, float | bool | str] = {"synchronous, epochs": epochs}
     ratios, more, more_than_fresh = [], [], []
@@ -106,25 +125,36 @@ def figure_14(task: Task = FIGURE_14) -> Mapping[str, float | bool | str]:
             other = peer(system, *case, _MBPS)
             found[f"{key}/{system}"] = NO_FIT
             if other.fits and other.prediction is not None:
-                found[f"{key}/{system}"] = ratio = epochs * samples / other.prediction.samples_per_s / ours_s
+                found[f"{key}/{system}"] = ratio = (
+                    epochs * samples / other.prediction.samples_per_s / ours_s
+                )
                 ratios.append(ratio)
-        found |= dict.fromkeys((f"{key}/hetpipe", f"{key}/hetpipe, epochs", f"{key}/fresh, epochs"), NO_FIT)
+        found |= dict.fromkeys(
+            (f"{key}/hetpipe", f"{key}/hetpipe, epochs", f"{key}/fresh, epochs"), NO_FIT
+        )
         trained = stale[case]
         if trained is not None:
             own, needed, fresh = trained
             more.append(needed is None or needed > epochs)
             more_than_fresh.append(fresh is not None and (needed is None or needed > fresh))
             never = f"over {task.max_epochs}"
-            found |= {f"{key}/hetpipe": "never", f"{key}/hetpipe, epochs": never,
-                      f"{key}/fresh, epochs": never if fresh is None else fresh}
+            found |= {
+                f"{key}/hetpipe": "never",
+                f"{key}/hetpipe, epochs": never,
+                f"{key}/fresh, epochs": never if fresh is None else fresh,
+            }
             if needed is not None:
                 ratio = needed * samples / MINI_BATCH[case[0]] * own.wave_s / ours_s
                 found |= {f"{key}/hetpipe": ratio, f"{key}/hetpipe, epochs": needed}
                 ratios.append(ratio)
-    return {**found, "least over the baselines": min(ratios), "most over the baselines": max(ratios),
-            "synchronous methods need as many epochs": synchronous_error(task) < 1e-4,
-            "hetpipe needs more epochs": all(more) if more else NO_FIT,
-            "hetpipe needs more epochs than fresh updates": all(more_than_fresh) if more else NO_FIT}
+    return {
+        **found,
+        "least over the baselines": min(ratios),
+        "most over the baselines": max(ratios),
+        "synchronous methods need as many epochs": synchronous_error(task) < 1e-4,
+        "hetpipe needs more epochs": all(more) if more else NO_FIT,
+        "hetpipe needs more epochs than fresh updates": all(more_than_fresh) if more else NO_FIT,
+    }
 
 
 def synchronous_error(task: Task, num_updates: int = 3) -> float:
@@ -135,21 +165,45 @@ def synchronous_error(task: Task, num_updates: int = 3) -> float:
     """
     train, _ = task.samples()
     module = _model_of(task, train, 0)
-    problem = pipeline_problem(module, tuple(train.inputs.shape[1:]), cluster_of(ENVIRONMENTS["B"], _MBPS),
-                               batch_size=task.batch_size)
-    plans = [own.plan for own in compare(problem, ("single-device", *SYNCHRONOUS)) if own.plan is not None]
+    problem = pipeline_problem(
+        module,
+        tuple(train.inputs.shape[1:]),
+        cluster_of(ENVIRONMENTS["B"], _MBPS),
+        batch_size=task.batch_size,
+    )
+    plans = [
+        own.plan
+        for own in compare(problem, ("single-device", *SYNCHRONOUS))
+        if own.plan is not None
+    ]
     plans.append(plan_pipeline(problem).plan)
     work = GroupTask(
-        group_id=0, num_groups=1, members=(0,), leader=0, partitions=(0,), num_partitions=1, capacities=(1.0,),
-        first_step=0, num_steps=num_updates, steps_per_epoch=task.updates_per_epoch, total_steps=num_updates,
-        batch_size=task.batch_size, reshuffle=True, deal_epoch=0, seed=0, num_samples=len(train))
+        group_id=0,
+        num_groups=1,
+        members=(0,),
+        leader=0,
+        partitions=(0,),
+        num_partitions=1,
+        capacities=(1.0,),
+        first_step=0,
+        num_steps=num_updates,
+        steps_per_epoch=task.updates_per_epoch,
+        total_steps=num_updates,
+        batch_size=task.batch_size,
+        reshuffle=True,
+        deal_epoch=0,
+        seed=0,
+        num_samples=len(train),
+    )
     trainer = FP32Trainer(optimizer=sgd(task.learning_rate, momentum=0.0), device="cpu")
     weights = []
     for plan in plans:
         own = copy.deepcopy(module)
         train_pipeline(own, train, work, plan, trainer)
         weights.append(parameters_to_vector(own.parameters()).detach())
-    return max(float((each - weights[0]).abs().max() / weights[0].abs().max()) for each in weights[1:])
+    return max(
+        float((each - weights[0]).abs().max() / weights[0].abs().max()) for each in weights[1:]
+    )
 
 
 @cache
@@ -164,9 +218,16 @@ def hetpipe_waves(model: str, environment: str, num_waves: int) -> Waves | None:
 def synchronous_waves(num_waves: int) -> Waves:
     """Return the events of one worker with one minibatch in flight: plain SGD."""
     kinds = (Kind.ENTER, Kind.LEAVE, Kind.PUSH, Kind.PULL, Kind.TAKE)
-    return Waves(moments=tuple(Moment(float(wave), kind, 0, wave + (kind in (Kind.PULL, Kind.TAKE)))
-                               for wave in range(num_waves) for kind in kinds),
-                 wave_s=1.0, num_minibatches=1, parts=(1.0,))
+    return Waves(
+        moments=tuple(
+            Moment(float(wave), kind, 0, wave + (kind in (Kind.PULL, Kind.TAKE)))
+            for wave in range(num_waves)
+            for kind in kinds
+        ),
+        wave_s=1.0,
+        num_minibatches=1,
+        parts=(1.0,),
+    )
 
 
 def fresh_epochs(task: Task, waves: Waves) -> float | None:
@@ -175,7 +236,9 @@ def fresh_epochs(task: Task, waves: Waves) -> float | None:
     They are one worker's, of smaller mini-batches at a rate in proportion.
     """
     size = max(1, task.batch_size // (waves.num_minibatches * len(waves.parts)))
-    finer = replace(task, batch_size=size, learning_rate=task.learning_rate * size / task.batch_size)
+    finer = replace(
+        task, batch_size=size, learning_rate=task.learning_rate * size / task.batch_size
+    )
     return mean_epochs(finer, synchronous_waves(finer.updates_per_epoch * finer.max_epochs))
 
 
@@ -191,8 +254,13 @@ def mean_epochs(task: Task, waves: Waves) -> float | None:
 
 
 @cache
-def _epochs(task: Task, order: tuple[tuple[Kind, int, int], ...], num_minibatches: int, parts: tuple[float, ...],
-            seed: int) -> float | None:
+def _epochs(
+    task: Task,
+    order: tuple[tuple[Kind, int, int], ...],
+    num_minibatches: int,
+    parts: tuple[float, ...],
+    seed: int,
+) -> float | None:
     train, test = task.samples()
     training = WaveTraining(_model_of(task, train, seed), train, task, num_minibatches, parts, seed)
     every = max(1, task.updates_per_epoch // task.evaluations)
@@ -210,7 +278,9 @@ def _epochs(task: Task, order: tuple[tuple[Kind, int, int], ...], num_minibatche
 
 def _model_of(task: Task, data: LabelledData, seed: int) -> nn.Module:
     channels, size = data.inputs.shape[1:3]
-    return build_model(task.model, in_channels=channels, image_size=size, num_classes=data.num_classes, seed=seed)
+    return build_model(
+        task.model, in_channels=channels, image_size=size, num_classes=data.num_classes, seed=seed
+    )
 
 
 class WaveTraining:
@@ -220,8 +290,15 @@ class WaveTraining:
     computed last; it is used for one gradient at a time. `parts` are the workers' parts of each mini-batch.
     """
 
-    def __init__(self, module: nn.Module, data: LabelledData, task: Task, num_minibatches: int, parts: Sequence[float],
-                 seed: int) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        data: LabelledData,
+        task: Task,
+        num_minibatches: int,
+        parts: Sequence[float],
+        seed: int,
+    ) -> None:
         assert not list(module.buffers()), "a model without buffers"
         self._module, self._data, self._task, self._seed = module.train(), data, task, seed
         self._num_minibatches = num_minibatches
@@ -230,7 +307,9 @@ class WaveTraining:
         self.server = parameters_to_vector(self._parameters).detach().clone()
         self.local = [self.server.clone() for _ in parts]
         self._gradients: dict[tuple[int, int], Tensor] = {}  # of minibatches in flight
-        self._waves: dict[tuple[int, int], Tensor] = {}  # sums of those that have left, until the server has them
+        self._waves: dict[
+            tuple[int, int], Tensor
+        ] = {}  # sums of those that have left, until the server has them
         self._pulled: dict[int, Tensor] = {}
         self._num_pushed = [0 for _ in parts]
 
@@ -269,7 +348,7 @@ class WaveTraining:
         """Return the samples of a worker's minibatch: its part of its worker's part of a mini-batch."""
         wave, position = divmod(number, self._num_minibatches)
         bounds = [0, *accumulate(self._sizes)]
-        own = self._task.rows(wave, self._seed)[bounds[worker]:bounds[worker + 1]]
+        own = self._task.rows(wave, self._seed)[bounds[worker] : bounds[worker + 1]]
         return np.array_split(own, self._num_minibatches)[position]
 
     def _gradient(self, worker: int, number: int) -> Tensor:
@@ -279,7 +358,9 @@ class WaveTraining:
             return torch.zeros_like(self.server)
         vector_to_parameters(self.local[worker], self._parameters)
         inputs, labels = self._data.batch(torch.from_numpy(rows))
-        loss = functional.cross_entropy(self._module(inputs), labels) * (len(rows) / self._task.batch_size)
+        loss = functional.cross_entropy(self._module(inputs), labels) * (
+            len(rows) / self._task.batch_size
+        )
         return parameters_to_vector(torch.autograd.grad(loss, self._parameters))
 
 

@@ -52,19 +52,34 @@ def figure_1() -> Ours:
     """Return what three Nanos at 100 Mbps do with 32 samples each, and the slow first transfer of ResNet-50 (§5.2)."""
     sync, more = {}, {}
     for name in MODELS:
-        problem = problem_of(name, (NANO,) * 3, 100, micro_batch_size=3 * _SAMPLES, num_micro_batches=1,
-                             granularity=Granularity.BLOCKS)
-        parallel, pipeline = peer_of(problem, "data-parallel"), peer_of(problem, "pipeline-parallel")
+        problem = problem_of(
+            name,
+            (NANO,) * 3,
+            100,
+            micro_batch_size=3 * _SAMPLES,
+            num_micro_batches=1,
+            granularity=Granularity.BLOCKS,
+        )
+        parallel, pipeline = (
+            peer_of(problem, "data-parallel"),
+            peer_of(problem, "pipeline-parallel"),
+        )
         if parallel.plan is not None and parallel.prediction is not None:
             sync[name] = 1.0 - _compute_s(problem) / parallel.prediction.step_s
             if pipeline.plan is not None:
-                more[name] = pipeline.plan.communication_bytes(problem) / parallel.plan.communication_bytes(problem)
+                more[name] = pipeline.plan.communication_bytes(
+                    problem
+                ) / parallel.plan.communication_bytes(problem)
     cnns = [name for name in CNNS if name in more]
     return {
-        "dp synchronisation is most of its time": bool(cnns) and all(sync[name] > 0.5 for name in cnns),
-        "cnn pipelines send more a sample than dp": bool(cnns) and all(more[name] > 1.0 for name in cnns),
+        "dp synchronisation is most of its time": bool(cnns)
+        and all(sync[name] > 0.5 for name in cnns),
+        "cnn pipelines send more a sample than dp": bool(cnns)
+        and all(more[name] > 1.0 for name in cnns),
         "bert pipeline sends less a sample than dp": more.get("bert-small", 2.0) < 1.0,
-        "transfer over execution, at most": _first_transfer(peer("pipeline-parallel", "resnet50", "B", 100)),
+        "transfer over execution, at most": _first_transfer(
+            peer("pipeline-parallel", "resnet50", "B", 100)
+        ),
     }
 
 
@@ -77,7 +92,9 @@ def table_2() -> Ours:
     equal = True
     for name in CNNS:
         plans: tuple[tuple[str, Planned | Compared], ...] = (
-            ("hpp", asteroid(name, "A", 100)), ("hdp", peer("hetpipe", name, "A", 100)))
+            ("hpp", asteroid(name, "A", 100)),
+            ("hdp", peer("hetpipe", name, "A", 100)),
+        )
         for kind, planned in plans:
             if planned.plan is None or planned.prediction is None:
                 found[f"{name}/{kind}"] = NO_FIT
@@ -105,18 +122,26 @@ def table_4() -> Ours:
         for environment, mbps in (("A", 100), ("B", 100), ("B", 1000)):
             ours_s = asteroid(name, environment, mbps).prediction.step_s
             for key, system in _TABLE_4_PEERS.items():
-                found[f"{name}/{environment}/{mbps}/{key}"] = _over(peer(system, name, environment, mbps), ours_s)
+                found[f"{name}/{environment}/{mbps}/{key}"] = _over(
+                    peer(system, name, environment, mbps), ours_s
+                )
     return found
 
 
 def figure_5() -> Ours:
     """Return whether activations of 32 samples are more than half of the memory of a step."""
-    labels = {"efficientnet-b1": "EfficientNet-B1", "mobilenet-v2": "MobileNetV2", "resnet50": "ResNet-50"}
+    labels = {
+        "efficientnet-b1": "EfficientNet-B1",
+        "mobilenet-v2": "MobileNetV2",
+        "resnet50": "ResNet-50",
+    }
     found = {}
     for name, label in labels.items():
         model = model_of(name)
         kept = _SAMPLES * model.kept_bytes(0, model.num_layers - 1)
-        found[f"activations are most of it, {label}"] = kept > model.state_bytes(0, model.num_layers - 1, 1.0)
+        found[f"activations are most of it, {label}"] = kept > model.state_bytes(
+            0, model.num_layers - 1, 1.0
+        )
     return found
 
 
@@ -126,7 +151,9 @@ def figure_6() -> Ours:
     found = {}
     for label, kind in (("TX2", TX2), ("NX", NX)):
         seconds, last = estimate_seconds(model, device(kind)), model.num_layers - 1
-        alone_s, batch_s = (seconds.forward(0, last, size) + seconds.backward(0, last, size) for size in (1, 32))
+        alone_s, batch_s = (
+            seconds.forward(0, last, size) + seconds.backward(0, last, size) for size in (1, 32)
+        )
         found[f"seconds a sample fall with the batch, {label}"] = batch_s / 32 < 0.9 * alone_s
     return found
 
@@ -134,11 +161,21 @@ def figure_6() -> Ours:
 def figure_12() -> Ours:
     """Return whether the plans of Table 4 have the shapes that the prose describes."""
     cases = [("A", 100), ("B", 100), ("B", 1000)]
-    widths = {name: [[len(stage.devices) for stage in pipeline.stages] for environment, mbps in cases
-                     for pipeline in asteroid(name, environment, mbps).plan.pipelines] for name in MODELS}
+    widths = {
+        name: [
+            [len(stage.devices) for stage in pipeline.stages]
+            for environment, mbps in cases
+            for pipeline in asteroid(name, environment, mbps).plan.pipelines
+        ]
+        for name in MODELS
+    }
     several = [own for name in CNNS for own in widths[name] if len(own) > 1]
-    return {"cnn plans replicate early layers": all(own[0] == max(own) > 1 for own in several),
-            "bert plan is a straight pipeline": all(max(own) == 1 < len(own) for own in widths["bert-small"])}
+    return {
+        "cnn plans replicate early layers": all(own[0] == max(own) > 1 for own in several),
+        "bert plan is a straight pipeline": all(
+            max(own) == 1 < len(own) for own in widths["bert-small"]
+        ),
+    }
 
 
 def figure_13() -> Ours:
@@ -148,8 +185,18 @@ def figure_13() -> Ours:
     """
     found: dict[str, float | bool | str] = {}
     for system in ("eddl", "pipedream", "dapple", "hetpipe"):
-        ratios = [ratio for name in MODELS for environment in ("B", "C") if not isinstance(ratio := _over(
-            peer(system, name, environment, 100), asteroid(name, environment, 100).prediction.step_s), str)]
+        ratios = [
+            ratio
+            for name in MODELS
+            for environment in ("B", "C")
+            if not isinstance(
+                ratio := _over(
+                    peer(system, name, environment, 100),
+                    asteroid(name, environment, 100).prediction.step_s,
+                ),
+                str,
+            )
+        ]
         found[f"least over {system}"] = min(ratios, default=NO_FIT)
         found[f"most over {system}"] = max(ratios, default=NO_FIT)
     return found
@@ -172,14 +219,18 @@ def figure_18() -> Ours:
                 ratios += [] if isinstance(ratio, str) else [ratio]
     pipelines = {size: _scaled_pipeline(size) for size in (2, 4, 6)}
     two, four = (_samples_per_s(pipelines[size]) for size in (2, 4))
-    ranges = {f"efficientnet-b1: {which} over {key}": of(ratios) if ratios else NO_FIT for key, ratios in over.items()
-              for which, of in (("least", min), ("most", max))}
+    ranges = {
+        f"efficientnet-b1: {which} over {key}": of(ratios) if ratios else NO_FIT
+        for key, ratios in over.items()
+        for which, of in (("least", min), ("most", max))
+    }
     return {
         **ranges,
-        "mobilenet-v2: speed-up of eight is near linear": per_s["mobilenet-v2", 8] >= 6 * per_s["mobilenet-v2", 1],
+        "mobilenet-v2: speed-up of eight is near linear": per_s["mobilenet-v2", 8]
+        >= 6 * per_s["mobilenet-v2", 1],
         "gpipe is slower with four stages than with two": four < two,
-        "out of memory from six devices on": _fits_at_full_depth(pipelines[4]) and not _fits_at_full_depth(
-            pipelines[6]),
+        "out of memory from six devices on": _fits_at_full_depth(pipelines[4])
+        and not _fits_at_full_depth(pipelines[6]),
     }
 
 
@@ -201,9 +252,14 @@ def table_8() -> Ours:
         model = model_of(name)
         for kind in total_s:
             seconds, last = estimate_seconds(model, device(kind)), model.num_layers - 1
-            total_s[kind] += sum(seconds.forward(0, last, 1 << power) + seconds.backward(0, last, 1 << power)
-                                 for power in range(6 if name == "resnet50" else 9))
-    return {"nano over tx2": total_s[NANO] / total_s[TX2], "tx2 over nx": total_s[TX2] / total_s[NX]}
+            total_s[kind] += sum(
+                seconds.forward(0, last, 1 << power) + seconds.backward(0, last, 1 << power)
+                for power in range(6 if name == "resnet50" else 9)
+            )
+    return {
+        "nano over tx2": total_s[NANO] / total_s[TX2],
+        "tx2 over nx": total_s[TX2] / total_s[NX],
+    }
 
 
 def energy() -> Ours:
@@ -211,8 +267,12 @@ def energy() -> Ours:
     ours = asteroid("efficientnet-b1", "D", 100)
     own_j = ours.prediction.energy_j / ours.prediction.num_samples
     parallel = peer("data-parallel", "efficientnet-b1", "D", 100).prediction
-    return {"joules a sample": own_j, "data parallelism over it": NO_FIT if parallel is None else (
-        parallel.energy_j / parallel.num_samples / own_j)}
+    return {
+        "joules a sample": own_j,
+        "data parallelism over it": NO_FIT
+        if parallel is None
+        else (parallel.energy_j / parallel.num_samples / own_j),
+    }
 
 
 COMPUTE: Mapping[str, Callable[[], Ours]] = {
@@ -225,14 +285,20 @@ COMPUTE: Mapping[str, Callable[[], Ours]] = {
 
 def _over(planned: Compared, ours_s: float) -> float | str:
     """Return a peer's seconds over ours, or that it does not fit."""
-    return planned.prediction.step_s / ours_s if planned.fits and planned.prediction is not None else NO_FIT
+    return (
+        planned.prediction.step_s / ours_s
+        if planned.fits and planned.prediction is not None
+        else NO_FIT
+    )
 
 
 def _compute_s(problem: PipelineProblem) -> float:
     """Return the seconds of the passes of an even share on the first device."""
     seconds, last = problem.devices[0].seconds, problem.model.num_layers - 1
     share = problem.micro_batch_size // len(problem.devices)
-    return problem.num_micro_batches * (seconds.forward(0, last, share) + seconds.backward(0, last, share))
+    return problem.num_micro_batches * (
+        seconds.forward(0, last, share) + seconds.backward(0, last, share)
+    )
 
 
 def _first_transfer(planned: Compared) -> float | str:
@@ -242,14 +308,22 @@ def _first_transfer(planned: Compared) -> float | str:
         return NO_FIT
     first, second = plan.stages[:2]
     seconds, size = problem.device(first.devices[0]).seconds, plan.micro_batch_size
-    executing_s = seconds.forward(0, first.last_layer, size) + seconds.backward(0, first.last_layer, size)
+    executing_s = seconds.forward(0, first.last_layer, size) + seconds.backward(
+        0, first.last_layer, size
+    )
     crossing = 2.0 * size * problem.model.layers[first.last_layer].output_bytes
     return crossing / problem.bandwidth(first.devices[0], second.devices[0]) / executing_s
 
 
 def _scaled(name: str, size: int, granularity: Granularity = Granularity.LAYERS) -> PipelineProblem:
-    return problem_of(name, (NANO,) * size, 100, micro_batch_size=_SAMPLES * size, num_micro_batches=16,
-                      granularity=granularity)
+    return problem_of(
+        name,
+        (NANO,) * size,
+        100,
+        micro_batch_size=_SAMPLES * size,
+        num_micro_batches=16,
+        granularity=granularity,
+    )
 
 
 def _scaled_pipeline(size: int) -> tuple[PipelineProblem, PipelinePlan]:
@@ -267,6 +341,9 @@ def _fits_at_full_depth(case: tuple[PipelineProblem, PipelinePlan]) -> bool:
     """Return whether the pipeline keeps its budgets with the paper's K in each stage."""
     problem, plan = case
     counts = ASTEROID.counts(len(plan.stages), plan.num_micro_batches)
-    return all(replace(stage, in_flight=count).memory_bytes(problem, share) <= problem.device(soc).memory_bytes
-               for stage, count in zip(plan.stages, counts, strict=True)
-               for soc, share in zip(stage.devices, stage.shares, strict=True))
+    return all(
+        replace(stage, in_flight=count).memory_bytes(problem, share)
+        <= problem.device(soc).memory_bytes
+        for stage, count in zip(plan.stages, counts, strict=True)
+        for soc, share in zip(stage.devices, stage.shares, strict=True)
+    )

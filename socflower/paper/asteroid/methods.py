@@ -27,7 +27,10 @@ WHOLE_MODEL_SIZES = (8, 16, 32)
 @cache
 def asteroid(name: str, environment: str | tuple[str, ...], mbps: float) -> Planned:
     """Return our plan of a model of the paper, cached."""
-    return plan_pipeline(problem_of(name, environment, mbps), replace(SETTINGS, micro_batch_sizes=MICRO_BATCHES[name]))
+    return plan_pipeline(
+        problem_of(name, environment, mbps),
+        replace(SETTINGS, micro_batch_sizes=MICRO_BATCHES[name]),
+    )
 
 
 @cache
@@ -37,9 +40,14 @@ def peer(system: str, name: str, environment: str | tuple[str, ...], mbps: float
     A pipeline that overlooks what crosses a cut has its cuts between blocks: inside one it would send up to four
     tensors, which nobody who cuts by modules does.
     """
-    granularity = Granularity.BLOCKS if system in ("pipeline-parallel", "gpipe") else Granularity.LAYERS
-    return peer_of(problem_of(name, environment, mbps, granularity=granularity), system,
-                   (*WHOLE_MODEL_SIZES, *MICRO_BATCHES[name]))
+    granularity = (
+        Granularity.BLOCKS if system in ("pipeline-parallel", "gpipe") else Granularity.LAYERS
+    )
+    return peer_of(
+        problem_of(name, environment, mbps, granularity=granularity),
+        system,
+        (*WHOLE_MODEL_SIZES, *MICRO_BATCHES[name]),
+    )
 
 
 def peer_of(problem: PipelineProblem, system: str, sizes: Sequence[int] = ()) -> Compared:

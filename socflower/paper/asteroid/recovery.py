@@ -19,7 +19,13 @@ from socflower.paper.asteroid.methods import NO_FIT, SETTINGS, asteroid
 from socflower.paper.asteroid.settings import ENVIRONMENTS, MICRO_BATCHES, problem_of
 from socflower.pipeline.plan import PipelinePlan, Plan
 from socflower.pipeline.planner.pruning import search_work, seconds_of
-from socflower.pipeline.planner.selection import Planned, fits, plan_pipeline, predict, with_in_flight
+from socflower.pipeline.planner.selection import (
+    Planned,
+    fits,
+    plan_pipeline,
+    predict,
+    with_in_flight,
+)
 from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.recovery.backups import Move, backup_of, moves
 from socflower.pipeline.replanning import replanned
@@ -58,16 +64,23 @@ def figure_16() -> Mapping[str, float | bool | str]:
     found: dict[str, float | bool | str] = {}
     pairs = [dropped(soc) for soc in range(len(ENVIRONMENTS[_ENVIRONMENT]))]
     for letter, (light, heavy) in zip(_LETTERS, pairs, strict=True):
-        found |= {f"{letter}: lightweight": light.seconds, f"{letter}: lightweight, sent": light.moved_bytes / 1e6,
-                  f"{letter}: heavy, planned here": heavy.seconds,
-                  f"{letter}: heavy, planned as in Table 7": table_7_s() + heavy.transfer_s,
-                  f"{letter}: heavy, sent": heavy.moved_bytes / 1e6,
-                  f"{letter}: throughput over heavy": _throughput(light, heavy)}
+        found |= {
+            f"{letter}: lightweight": light.seconds,
+            f"{letter}: lightweight, sent": light.moved_bytes / 1e6,
+            f"{letter}: heavy, planned here": heavy.seconds,
+            f"{letter}: heavy, planned as in Table 7": table_7_s() + heavy.transfer_s,
+            f"{letter}: heavy, sent": heavy.moved_bytes / 1e6,
+            f"{letter}: throughput over heavy": _throughput(light, heavy),
+        }
     return {
         **found,
-        "lightweight recovers faster, whichever leaves": all(light.seconds < heavy.seconds for light, heavy in pairs),
+        "lightweight recovers faster, whichever leaves": all(
+            light.seconds < heavy.seconds for light, heavy in pairs
+        ),
         "comparable throughput, whichever leaves": all(
-            light.fits and light.samples_per_s >= _COMPARABLE * heavy.samples_per_s for light, heavy in pairs),
+            light.fits and light.samples_per_s >= _COMPARABLE * heavy.samples_per_s
+            for light, heavy in pairs
+        ),
     }
 
 
@@ -75,11 +88,14 @@ def figure_17() -> Mapping[str, float | bool | str]:
     """Return how much faster the lightweight recovery is when device B leaves, and its part of the throughput."""
     light, heavy = dropped(_LETTERS.index("B"))
     others = dropped(_LETTERS.index("A"))
-    return {"heavy over lightweight, planned here": heavy.seconds / light.seconds,
-            "heavy over lightweight, planned as in Table 7": (table_7_s() + heavy.transfer_s) / light.seconds,
-            "A: heavy over lightweight, planned as in Table 7":
-                (table_7_s() + others[1].transfer_s) / others[0].seconds,
-            "throughput over heavy": _throughput(light, heavy)}
+    return {
+        "heavy over lightweight, planned here": heavy.seconds / light.seconds,
+        "heavy over lightweight, planned as in Table 7": (table_7_s() + heavy.transfer_s)
+        / light.seconds,
+        "A: heavy over lightweight, planned as in Table 7": (table_7_s() + others[1].transfer_s)
+        / others[0].seconds,
+        "throughput over heavy": _throughput(light, heavy),
+    }
 
 
 @cache
@@ -97,8 +113,10 @@ def dropped(soc: int) -> tuple[Rescheduling, Rescheduling]:
     """Return the lightweight and the heavy recovery from the loss of a device of environment D, cached."""
     planned = asteroid(_MODEL, _ENVIRONMENT, _MBPS)
     settings = replace(SETTINGS, micro_batch_sizes=MICRO_BATCHES[_MODEL])
-    return (lightweight(planned.problem, planned.plan, soc),
-            heavy(planned.problem, planned.plan, soc, partial(plan_pipeline, settings=settings)))
+    return (
+        lightweight(planned.problem, planned.plan, soc),
+        heavy(planned.problem, planned.plan, soc, partial(plan_pipeline, settings=settings)),
+    )
 
 
 def lightweight(problem: PipelineProblem, plan: Plan, lost: int) -> Rescheduling:
@@ -108,43 +126,62 @@ def lightweight(problem: PipelineProblem, plan: Plan, lost: int) -> Rescheduling
 
     def planner() -> Plan:
         found = replanned(plan, problem.model, present)
-        return with_in_flight(remaining, found, [stage.in_flight for stage in found.stages]) \
-            if isinstance(found, PipelinePlan) else found
+        return (
+            with_in_flight(remaining, found, [stage.in_flight for stage in found.stages])
+            if isinstance(found, PipelinePlan)
+            else found
+        )
 
     found, planning_s = _timed(planner)
     sent = moves(layers_of(found), held_after(plan, lost), present)
     return _rescheduling(remaining, found, planning_s, [sent])
 
 
-def heavy(problem: PipelineProblem, plan: Plan, lost: int, planner: Callable[[PipelineProblem], Planned],
-          ) -> Rescheduling:
+def heavy(
+    problem: PipelineProblem,
+    plan: Plan,
+    lost: int,
+    planner: Callable[[PipelineProblem], Planned],
+) -> Rescheduling:
     """Return what rescheduling takes that brings all stages to one device, the fastest, and plans anew there."""
     remaining = without(problem, lost)
     coordinator = min(remaining.devices, key=seconds_of).soc
     everything = {coordinator: [str(layer) for layer in range(problem.model.num_layers)]}
     gathered = moves(everything, held_after(plan, lost), [soc for soc in plan.socs if soc != lost])
     found, planning_s = _timed(lambda: planner(remaining))
-    spread = [Move(coordinator, soc, tuple(names)) for soc, names in layers_of(found.plan).items()
-              if soc != coordinator]
+    spread = [
+        Move(coordinator, soc, tuple(names))
+        for soc, names in layers_of(found.plan).items()
+        if soc != coordinator
+    ]
     return _rescheduling(found.problem, found.plan, planning_s, [gathered, spread])
 
 
 def without(problem: PipelineProblem, lost: int) -> PipelineProblem:
     """Return the problem on the devices that are left."""
-    return replace(problem, devices=tuple(device for device in problem.devices if device.soc != lost))
+    return replace(
+        problem, devices=tuple(device for device in problem.devices if device.soc != lost)
+    )
 
 
 def layers_of(plan: Plan) -> dict[int, list[str]]:
     """Return the layers that each device of a plan trains, by their numbers."""
-    return {soc: [str(layer) for layer in range(stage.first_layer, stage.last_layer + 1)]
-            for pipeline in plan.pipelines for stage in pipeline.stages for soc in stage.devices}
+    return {
+        soc: [str(layer) for layer in range(stage.first_layer, stage.last_layer + 1)]
+        for pipeline in plan.pipelines
+        for stage in pipeline.stages
+        for soc in stage.devices
+    }
 
 
 def held_after(plan: Plan, lost: int) -> dict[int, list[str]]:
     """Return the layers that the others have when a device is lost: their own stages' and those they keep copies of."""
     own, kept = layers_of(plan), backup_of(plan)
-    return {soc: list(chain(names, *(own[owner] for owner, keeper in kept.items() if keeper == soc)))
-            for soc, names in own.items() if soc != lost}
+    return {
+        soc: list(chain(names, *(own[owner] for owner, keeper in kept.items() if keeper == soc)))
+        for soc, names in own.items()
+        if soc != lost
+    }
 
 
 def concurrent_s(cluster: Cluster, transfers: Sequence[tuple[int, int, float]]) -> float:
@@ -154,7 +191,9 @@ def concurrent_s(cluster: Cluster, transfers: Sequence[tuple[int, int, float]]) 
 
     def start(simulation: Simulation) -> None:
         for source, target, num_bytes in transfers:
-            simulation.start(_one(simulation, source, target, num_bytes), f"layers from {source} to {target}")
+            simulation.start(
+                _one(simulation, source, target, num_bytes), f"layers from {source} to {target}"
+            )
 
     return EventClock(cluster).run_processes(start, socs=range(cluster.num_socs)).duration_s
 
@@ -163,17 +202,30 @@ def _one(simulation: Simulation, source: int, target: int, num_bytes: float) -> 
     yield simulation.send(source, target, num_bytes, "layers")
 
 
-def _rescheduling(problem: PipelineProblem, plan: Plan, planning_s: float,
-                  phases: Sequence[Sequence[Move]]) -> Rescheduling:
+def _rescheduling(
+    problem: PipelineProblem, plan: Plan, planning_s: float, phases: Sequence[Sequence[Move]]
+) -> Rescheduling:
     """Return a recovery; transfers of a phase are concurrent, and begin when those of the one before have ended."""
     state = 1.0 + problem.optimizer_copies
-    transfers = [[(move.source, move.target,
-                   state * sum(problem.model.layers[int(name)].weight_bytes for name in move.names))
-                  for move in phase] for phase in phases]
+    transfers = [
+        [
+            (
+                move.source,
+                move.target,
+                state * sum(problem.model.layers[int(name)].weight_bytes for name in move.names),
+            )
+            for move in phase
+        ]
+        for phase in phases
+    ]
     return Rescheduling(
-        plan=plan, planning_s=planning_s, transfer_s=sum(concurrent_s(problem.cluster, phase) for phase in transfers),
+        plan=plan,
+        planning_s=planning_s,
+        transfer_s=sum(concurrent_s(problem.cluster, phase) for phase in transfers),
         moved_bytes=sum(num_bytes for phase in transfers for _, _, num_bytes in phase),
-        samples_per_s=predict(problem, plan, within_memory=False).samples_per_s, fits=fits(problem, plan))
+        samples_per_s=predict(problem, plan, within_memory=False).samples_per_s,
+        fits=fits(problem, plan),
+    )
 
 
 def _throughput(light: Rescheduling, heavy: Rescheduling) -> float | str:

@@ -42,9 +42,13 @@ def module_of(name: str) -> tuple[nn.Module, Example]:
     """Return a model of the paper and an example of its input."""
     if name in _IMAGES:
         size, num_classes = _IMAGES[name]
-        model: nn.Module = build_model(name, in_channels=3, image_size=size, num_classes=num_classes, seed=0)
+        model: nn.Module = build_model(
+            name, in_channels=3, image_size=size, num_classes=num_classes, seed=0
+        )
         return model, (3, size, size)
-    return bert_small(length=_TOKENS, num_classes=2, seed=0), torch.zeros(1, _TOKENS, dtype=torch.int64)
+    return bert_small(length=_TOKENS, num_classes=2, seed=0), torch.zeros(
+        1, _TOKENS, dtype=torch.int64
+    )
 
 
 @cache
@@ -57,22 +61,41 @@ def model_of(name: str, granularity: Granularity = Granularity.LAYERS) -> Pipeli
 def cluster_of(devices: tuple[str, ...], mbps: float, name: str = "boards") -> Cluster:
     """Return boards on one switch, each with a link of `mbps` in either direction."""
     rate = mbps * 1e6 / 8.0
-    return Cluster(name=name, hub_bytes_per_s=rate, message_s=0.0, boards=tuple(
-        Board(num_slots=1, device=device(kind), soc_bytes_per_s=rate, uplink_bytes_per_s=rate) for kind in devices))
+    return Cluster(
+        name=name,
+        hub_bytes_per_s=rate,
+        message_s=0.0,
+        boards=tuple(
+            Board(num_slots=1, device=device(kind), soc_bytes_per_s=rate, uplink_bytes_per_s=rate)
+            for kind in devices
+        ),
+    )
 
 
 def problem_of(
-    name: str, environment: str | tuple[str, ...], mbps: float, *, micro_batch_size: int | None = None,
-    num_micro_batches: int | None = None, granularity: Granularity = Granularity.LAYERS,
+    name: str,
+    environment: str | tuple[str, ...],
+    mbps: float,
+    *,
+    micro_batch_size: int | None = None,
+    num_micro_batches: int | None = None,
+    granularity: Granularity = Granularity.LAYERS,
 ) -> PipelineProblem:
     """Return the problem of a model on an environment, by default with the paper's mini-batch."""
     devices = ENVIRONMENTS[environment] if isinstance(environment, str) else environment
     size = micro_batch_size or MICRO_BATCHES[name][1]
-    return estimated_problem(model_of(name, granularity), cluster_of(devices, mbps), micro_batch_size=size,
-                             num_micro_batches=num_micro_batches or MINI_BATCH[name] // size)
+    return estimated_problem(
+        model_of(name, granularity),
+        cluster_of(devices, mbps),
+        micro_batch_size=size,
+        num_micro_batches=num_micro_batches or MINI_BATCH[name] // size,
+    )
 
 
 def resized(problem: PipelineProblem, micro_batch_size: int) -> PipelineProblem:
     """Return the same mini-batch in micro-batches of another size."""
-    return replace(problem, micro_batch_size=micro_batch_size,
-                   num_micro_batches=problem.mini_batch_size // micro_batch_size)
+    return replace(
+        problem,
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=problem.mini_batch_size // micro_batch_size,
+    )

@@ -43,10 +43,14 @@ def nearest(name: str, kind: str, num_bytes: float) -> Reached | None:
     """Return the plan that comes nearest to a volume and fits the boards; None if none of the nearest fits."""
     problem, plans = enumerated(name, kind)
     by_distance = sorted(plans, key=lambda each: abs(each[0] - num_bytes))
-    best = next(((own, plan) for own, plan in by_distance[:_MOST_TRIED] if fits(problem, plan)), None)
+    best = next(
+        ((own, plan) for own, plan in by_distance[:_MOST_TRIED] if fits(problem, plan)), None
+    )
     if best is None:
         return None
-    quickest_s = min(update_latency(problem, plan, duplex=True) for _, plan in plans if fits(problem, plan))
+    quickest_s = min(
+        update_latency(problem, plan, duplex=True) for _, plan in plans if fits(problem, plan)
+    )
     return Reached(*best, update_latency(problem, best[1], duplex=True) / quickest_s)
 
 
@@ -66,7 +70,9 @@ def divisions(problem: PipelineProblem) -> Iterator[TwoDPlan]:
     for sizes in _partitions(size, min(_MOST_STAGES, size - 1)):
         kinds = list(dict.fromkeys(sizes))
         shares = proportional(sizes, problem.micro_batch_size)
-        for cuts in product(*(combinations(range(problem.model.num_layers - 1), kind - 1) for kind in kinds)):
+        for cuts in product(
+            *(combinations(range(problem.model.num_layers - 1), kind - 1) for kind in kinds)
+        ):
             groups, begin = [], 0
             for own, share in zip(sizes, shares, strict=True):
                 groups.append(_pipeline(problem, begin, [1] * own, cuts[kinds.index(own)], share))
@@ -89,14 +95,32 @@ def _partitions(total: int, most: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def _pipeline(problem: PipelineProblem, begin: int, widths: Sequence[int], cuts: Sequence[int],
-              num_samples: int) -> PipelinePlan:
+def _pipeline(
+    problem: PipelineProblem,
+    begin: int,
+    widths: Sequence[int],
+    cuts: Sequence[int],
+    num_samples: int,
+) -> PipelinePlan:
     counts = ASTEROID.counts(len(widths), problem.num_micro_batches)
     stages, first = [], 0
-    for width, last, in_flight in zip(widths, (*cuts, problem.model.num_layers - 1), counts, strict=True):
-        devices = tuple(device.soc for device in problem.devices[begin:begin + width])
-        stages.append(Stage(first_layer=first, last_layer=last, devices=devices,
-                            shares=tuple(class_shares(num_samples, width)), in_flight=in_flight))
+    for width, last, in_flight in zip(
+        widths, (*cuts, problem.model.num_layers - 1), counts, strict=True
+    ):
+        devices = tuple(device.soc for device in problem.devices[begin : begin + width])
+        stages.append(
+            Stage(
+                first_layer=first,
+                last_layer=last,
+                devices=devices,
+                shares=tuple(class_shares(num_samples, width)),
+                in_flight=in_flight,
+            )
+        )
         first, begin = last + 1, begin + width
-    plan = PipelinePlan(stages=tuple(stages), micro_batch_size=num_samples, num_micro_batches=problem.num_micro_batches)
+    plan = PipelinePlan(
+        stages=tuple(stages),
+        micro_batch_size=num_samples,
+        num_micro_batches=problem.num_micro_batches,
+    )
     return with_in_flight(problem, plan, counts)

@@ -65,8 +65,14 @@ class Waves:
     parts: tuple[float, ...]  # of a mini-batch, by worker
 
 
-def waves_of(problem: PipelineProblem, plan: TwoDPlan, num_waves: int, *, num_minibatches: int | None = None,
-             max_ahead: int = 0) -> Waves:
+def waves_of(
+    problem: PipelineProblem,
+    plan: TwoDPlan,
+    num_waves: int,
+    *,
+    num_minibatches: int | None = None,
+    max_ahead: int = 0,
+) -> Waves:
     """Return the events of at least `num_waves` waves of HetPipe's plan.
 
     Some waves are simulated, and then repeated: those of a cycle where their order has one, else the longest run of
@@ -91,15 +97,23 @@ def waves_of(problem: PipelineProblem, plan: TwoDPlan, num_waves: int, *, num_mi
     minibatches = min(most_stages, fewest) if num_minibatches is None else num_minibatches
     require_range("waves", least=1, most=fewest, num_minibatches=minibatches)
     if any(len(stage.devices) > 1 for group in plan.groups for stage in group.stages):
-        raise ConfigError("waves: a stage of HetPipe's workers is one device; give a plan of straight pipelines")
+        raise ConfigError(
+            "waves: a stage of HetPipe's workers is one device; give a plan of straight pipelines"
+        )
     ending = max_ahead + 3  # waves in which workers run out of minibatches
     length = 0
     for wanted in (_SIMULATED, _SIMULATED_LONGER, num_waves):
         simulated = min(wanted, num_waves)
         run = _Run(problem, plan, simulated + ending, minibatches, max_ahead)
-        EventClock(problem.cluster).run_processes(run.start, socs=[device.soc for device in problem.devices])
-        moments = sorted(run.moments, key=lambda each: (round(each.time_s, _SAME_S_DIGITS), *each[1:]))
-        cuts = [index + 1 for index, each in enumerate(moments) if each[1:3] == (Kind.PUSH, 0)][:simulated]
+        EventClock(problem.cluster).run_processes(
+            run.start, socs=[device.soc for device in problem.devices]
+        )
+        moments = sorted(
+            run.moments, key=lambda each: (round(each.time_s, _SAME_S_DIGITS), *each[1:])
+        )
+        cuts = [index + 1 for index, each in enumerate(moments) if each[1:3] == (Kind.PUSH, 0)][
+            :simulated
+        ]
         length = _cycle(moments, cuts, minibatches)
         if not length and wanted == _SIMULATED_LONGER:
             length = _between_equal_states(moments, cuts, minibatches)
@@ -111,38 +125,68 @@ def waves_of(problem: PipelineProblem, plan: TwoDPlan, num_waves: int, *, num_mi
     if length:
         moments = _repeated(moments, cuts, length, num_waves, wave_s, minibatches)
     total = sum(group.micro_batch_size for group in plan.groups)
-    return Waves(moments=tuple(moments), wave_s=wave_s, num_minibatches=minibatches,
-                 parts=tuple(group.micro_batch_size / total for group in plan.groups))
+    return Waves(
+        moments=tuple(moments),
+        wave_s=wave_s,
+        num_minibatches=minibatches,
+        parts=tuple(group.micro_batch_size / total for group in plan.groups),
+    )
 
 
 def _cycle(moments: Sequence[Moment], cuts: Sequence[int], num_minibatches: int) -> int:
     """Return after how many waves the order of the last ones repeats, seen three times; 0 if it does not."""
-    blocks = [tuple(_shifted(each, -number, 0.0, num_minibatches)[1:] for each in moments[begin:end])
-              for number, (begin, end) in enumerate(pairwise(cuts))]
+    blocks = [
+        tuple(_shifted(each, -number, 0.0, num_minibatches)[1:] for each in moments[begin:end])
+        for number, (begin, end) in enumerate(pairwise(cuts))
+    ]
     for length in range(1, _MOST_REPEATED + 1):
-        if len(blocks) >= 3 * length and blocks[-length:] == blocks[-2 * length:-length] == (
-                blocks[-3 * length:-2 * length]):
+        if (
+            len(blocks) >= 3 * length
+            and blocks[-length:]
+            == blocks[-2 * length : -length]
+            == (blocks[-3 * length : -2 * length])
+        ):
             return length
     return 0
 
 
-def _between_equal_states(moments: Sequence[Moment], cuts: Sequence[int], num_minibatches: int) -> int:
+def _between_equal_states(
+    moments: Sequence[Moment], cuts: Sequence[int], num_minibatches: int
+) -> int:
     """Return the most waves before the last cut at whose start as much had happened, counted from their first."""
     states: list[Counter[tuple[Kind, int]]] = []
     counts: Counter[tuple[Kind, int]] = Counter()
     begin = 0
     for number, cut in enumerate(cuts):
         counts.update((kind, worker) for _, kind, worker, _ in moments[begin:cut])
-        states.append(Counter({key: count - number * (num_minibatches if key[0] in _OF_MINIBATCHES else 1)
-                               for key, count in counts.items()}))
+        states.append(
+            Counter(
+                {
+                    key: count - number * (num_minibatches if key[0] in _OF_MINIBATCHES else 1)
+                    for key, count in counts.items()
+                }
+            )
+        )
         begin = cut
-    return next((len(cuts) - 1 - number for number in range(_WARM_UP, len(cuts) - 1)
-                 if states[number] == states[-1]), 0)
+    return next(
+        (
+            len(cuts) - 1 - number
+            for number in range(_WARM_UP, len(cuts) - 1)
+            if states[number] == states[-1]
+        ),
+        0,
+    )
 
 
-def _repeated(moments: Sequence[Moment], cuts: Sequence[int], length: int, num_waves: int, wave_s: float,
-              num_minibatches: int) -> list[Moment]:
-    found, block = list(moments[:cuts[-1]]), moments[cuts[-1 - length]:cuts[-1]]
+def _repeated(
+    moments: Sequence[Moment],
+    cuts: Sequence[int],
+    length: int,
+    num_waves: int,
+    wave_s: float,
+    num_minibatches: int,
+) -> list[Moment]:
+    found, block = list(moments[: cuts[-1]]), moments[cuts[-1 - length] : cuts[-1]]
     for done in range(len(cuts), num_waves + length, length):
         by = done - len(cuts) + length
         found += [_shifted(each, by, by * wave_s, num_minibatches) for each in block]
@@ -169,8 +213,14 @@ class _Stage(NamedTuple):
 class _Run:
     """The processes of all workers, and what they record."""
 
-    def __init__(self, problem: PipelineProblem, plan: TwoDPlan, num_waves: int, num_minibatches: int, max_ahead: int,
-                 ) -> None:
+    def __init__(
+        self,
+        problem: PipelineProblem,
+        plan: TwoDPlan,
+        num_waves: int,
+        num_minibatches: int,
+        max_ahead: int,
+    ) -> None:
         self._problem, self._plan, self._num_waves = problem, plan, num_waves
         self._num_minibatches, self._max_ahead = num_minibatches, max_ahead
         self.moments: list[Moment] = []
@@ -180,8 +230,12 @@ class _Run:
         self._simulation = simulation
         groups = range(len(self._plan.groups))
         self._pushed: list[list[Event[None]]] = [
-            [Event(f"worker {worker}'s wave {wave} at the server") for wave in range(self._num_waves)]
-            for worker in groups]
+            [
+                Event(f"worker {worker}'s wave {wave} at the server")
+                for wave in range(self._num_waves)
+            ]
+            for worker in groups
+        ]
         self._stages = [self._stages_of(worker) for worker in groups]
         for worker in groups:
             simulation.start(self._work(worker), f"worker {worker}")
@@ -194,11 +248,17 @@ class _Run:
             first, last = stage.first_layer, stage.last_layer
             crossing = size * float(model.entering_bytes[first]) if first else 0.0
             weight_bytes = model.weight_bytes(first, last)
-            found.append(_Stage(
-                soc=device.soc, forward_s=device.seconds.forward(first, last, size),
-                backward_s=device.seconds.backward(first, last, size), update_s=device.update_s(weight_bytes),
-                entering_bytes=crossing * self._problem.activation_part,
-                returned_bytes=crossing * self._problem.gradient_part, weight_bytes=weight_bytes))
+            found.append(
+                _Stage(
+                    soc=device.soc,
+                    forward_s=device.seconds.forward(first, last, size),
+                    backward_s=device.seconds.backward(first, last, size),
+                    update_s=device.update_s(weight_bytes),
+                    entering_bytes=crossing * self._problem.activation_part,
+                    returned_bytes=crossing * self._problem.gradient_part,
+                    weight_bytes=weight_bytes,
+                )
+            )
         return found
 
     def _work(self, worker: int) -> Process[None]:
@@ -218,14 +278,24 @@ class _Run:
                 yield places.take()
                 if not ends:
                     self._record(Kind.ENTER, worker, number)
-                ends.append(self._simulation.start(self._micro_batch(worker, places), f"a micro-batch of {number}"))
-            left.append(self._simulation.start(self._leave(worker, number, ends), f"the end of minibatch {number}"))
+                ends.append(
+                    self._simulation.start(
+                        self._micro_batch(worker, places), f"a micro-batch of {number}"
+                    )
+                )
+            left.append(
+                self._simulation.start(
+                    self._leave(worker, number, ends), f"the end of minibatch {number}"
+                )
+            )
 
     def _micro_batch(self, worker: int, places: Credits) -> Process[None]:
         stages = self._stages[worker]
         for index, stage in enumerate(stages):
             if index:
-                yield self._simulation.send(stages[index - 1].soc, stage.soc, stage.entering_bytes, "activations")
+                yield self._simulation.send(
+                    stages[index - 1].soc, stage.soc, stage.entering_bytes, "activations"
+                )
             # On the last device one pass follows the other at once.
             last_s = stage.backward_s if index == len(stages) - 1 else 0.0
             yield self._compute(stage, stage.forward_s + last_s)
@@ -233,7 +303,9 @@ class _Run:
             if index < len(stages) - 1:
                 yield self._compute(stage, stage.backward_s)
             if index:
-                yield self._simulation.send(stage.soc, stages[index - 1].soc, stage.returned_bytes, "gradients")
+                yield self._simulation.send(
+                    stage.soc, stages[index - 1].soc, stage.returned_bytes, "gradients"
+                )
         places.give()
 
     def _leave(self, worker: int, number: int, ends: Sequence[Event[None]]) -> Process[None]:
@@ -265,13 +337,24 @@ class _Run:
         server = self._plan.server
         if len(self._plan.groups) == 1:
             return all_of()
-        ends = [(stage.soc, server) if to_server else (server, stage.soc) for stage in self._stages[worker]]
-        return all_of(*[
-            self._simulation.send(source, target, stage.weight_bytes, "push" if to_server else "pull")
-            for stage, (source, target) in zip(self._stages[worker], ends, strict=True) if stage.soc != server])
+        ends = [
+            (stage.soc, server) if to_server else (server, stage.soc)
+            for stage in self._stages[worker]
+        ]
+        return all_of(
+            *[
+                self._simulation.send(
+                    source, target, stage.weight_bytes, "push" if to_server else "pull"
+                )
+                for stage, (source, target) in zip(self._stages[worker], ends, strict=True)
+                if stage.soc != server
+            ]
+        )
 
     def _compute(self, stage: _Stage, seconds: float) -> Event[float]:
-        processor = self._simulation.processor(stage.soc, self._problem.kind(stage.soc).default_processor)
+        processor = self._simulation.processor(
+            stage.soc, self._problem.kind(stage.soc).default_processor
+        )
         return self._simulation.compute(processor, seconds)
 
     def _record(self, kind: Kind, worker: int, number: int) -> None:

@@ -37,8 +37,12 @@ def equations() -> Mapping[str, float | bool | str]:
     """Return the least and the most of the bytes sent over those of the equations, over all plans."""
     module = build_model("lenet5", in_channels=1, image_size=_SIZE, num_classes=_CLASSES, seed=0)
     read = read_model(module, (1, _SIZE, _SIZE), "lenet5")
-    problem = estimated_problem(read.model, cluster_of((NANO,) * _DEVICES, 100), micro_batch_size=_MICRO_BATCH,
-                                num_micro_batches=_MICRO_BATCHES)
+    problem = estimated_problem(
+        read.model,
+        cluster_of((NANO,) * _DEVICES, 100),
+        micro_batch_size=_MICRO_BATCH,
+        num_micro_batches=_MICRO_BATCHES,
+    )
     samples, minis = _samples(problem.mini_batch_size)
 
     ratios: dict[str, list[float]] = {}
@@ -53,12 +57,20 @@ def equations() -> Mapping[str, float | bool | str]:
     for plan in divisions(problem):
         in_rings = replace(plan, sync=Sync.RING)
         count(in_rings, rings=in_rings, server=plan)
-    return {f"{key}, {which}": of(found) for key, found in ratios.items()
-            for which, of in (("least", min), ("most", max))}
+    return {
+        f"{key}, {which}": of(found)
+        for key, found in ratios.items()
+        for which, of in (("least", min), ("most", max))
+    }
 
 
-def sent_bytes(plan: Plan, read: ReadModel, module: nn.Module, data: LabelledData, minis: Sequence[Mini],
-               ) -> int:
+def sent_bytes(
+    plan: Plan,
+    read: ReadModel,
+    module: nn.Module,
+    data: LabelledData,
+    minis: Sequence[Mini],
+) -> int:
     """Return the bytes of all messages of the updates `minis` of a plan; `module` is left as it is.
 
     Samples and labels are read where they are needed.
@@ -80,8 +92,16 @@ def sent_bytes(plan: Plan, read: ReadModel, module: nn.Module, data: LabelledDat
 
     threads = []
     for soc in plan.socs:
-        member = Member(plan, soc, read, copy.deepcopy(module), trainer, TrainingSpan(seed=(0, 0)), data=data,
-                        send=channels[soc].send)
+        member = Member(
+            plan,
+            soc,
+            read,
+            copy.deepcopy(module),
+            trainer,
+            TrainingSpan(seed=(0, 0)),
+            data=data,
+            send=channels[soc].send,
+        )
         threads.append(threading.Thread(target=train, args=(soc, member), daemon=True))
     for thread in threads:
         thread.start()
@@ -101,6 +121,11 @@ def _mean_over_samples(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tens
 def _samples(count: int) -> tuple[LabelledData, list[Mini]]:
     """Return random images, and the update of all of them."""
     generator = torch.Generator().manual_seed(0)
-    data = LabelledData(torch.randn(count, 1, _SIZE, _SIZE, generator=generator),
-                        torch.randint(0, _CLASSES, (count,), generator=generator), (0.0,), (1.0,), _CLASSES)
+    data = LabelledData(
+        torch.randn(count, 1, _SIZE, _SIZE, generator=generator),
+        torch.randint(0, _CLASSES, (count,), generator=generator),
+        (0.0,),
+        (1.0,),
+        _CLASSES,
+    )
     return data, [Mini(step=0, indices=np.arange(count))]

@@ -54,15 +54,31 @@ class LayerRanges:
         model = problem.model
         weight = model.weight_prefix[stop] - model.weight_prefix[first]
         frozen = model.frozen_prefix[stop] - model.frozen_prefix[first]
-        kept = model.entering_bytes[first] + model.activation_prefix[stop] - model.activation_prefix[first]
+        kept = (
+            model.entering_bytes[first]
+            + model.activation_prefix[stop]
+            - model.activation_prefix[first]
+        )
         crossing = model.cut_bytes[first] + model.cut_bytes[stop]
-        return cls(first, stop, (2.0 + problem.optimizer_copies) * weight + frozen, kept,
-                   crossing * problem.activation_part, crossing * problem.gradient_part)
+        return cls(
+            first,
+            stop,
+            (2.0 + problem.optimizer_copies) * weight + frozen,
+            kept,
+            crossing * problem.activation_part,
+            crossing * problem.gradient_part,
+        )
 
     def take(self, which: Ints) -> "LayerRanges":
         """Return some of them."""
-        return LayerRanges(self.first[which], self.stop[which], self.state_bytes[which], self.kept_bytes[which],
-                           self.forward_bytes[which], self.backward_bytes[which])
+        return LayerRanges(
+            self.first[which],
+            self.stop[which],
+            self.state_bytes[which],
+            self.kept_bytes[which],
+            self.forward_bytes[which],
+            self.backward_bytes[which],
+        )
 
     def most_samples(self, memory_bytes: float, in_flight: int) -> Ints:
         """Return the greatest share within a budget; 0 where not even one sample fits (F28)."""
@@ -90,12 +106,21 @@ class Allocator:
     def __init__(self, ranges: LayerRanges, micro_batch_size: int) -> None:
         self._ranges, self._size = ranges, micro_batch_size
 
-    def allocate(self, classes: Sequence[DeviceClass], counts: Sequence[int], in_flight: int) -> Allocation:
+    def allocate(
+        self, classes: Sequence[DeviceClass], counts: Sequence[int], in_flight: int
+    ) -> Allocation:
         """Return the allocation of every range to `counts` devices of the classes."""
         ranges, size = self._ranges, self._size
         num = np.array(counts, np.int64)[:, None]
-        limits = np.array([np.minimum(ranges.most_samples(each.memory_bytes, in_flight), size) for each in classes]) \
+        limits = (
+            np.array(
+                [
+                    np.minimum(ranges.most_samples(each.memory_bytes, in_flight), size)
+                    for each in classes
+                ]
+            )
             * num
+        )
         seconds = _Seconds(classes, ranges, size)
         if len(classes) == 1:
             totals = np.full((1, len(ranges.first)), size, np.int64)
@@ -106,7 +131,9 @@ class Allocator:
         top = -(-totals // num)
         forward_s, backward_s = seconds.passes(np.minimum(top, size))
         forward_s[~feasible] = backward_s[~feasible] = inf
-        return Allocation(totals, forward_s, backward_s, top.max(axis=0), np.minimum(totals, num).sum(axis=0))
+        return Allocation(
+            totals, forward_s, backward_s, top.max(axis=0), np.minimum(totals, num).sum(axis=0)
+        )
 
     def _phase_1(self, seconds: "_Seconds", num: Ints, limits: Ints) -> Ints:
         """Allot in proportion to capacity within the limits, and what rounding leaves one by one."""
@@ -138,8 +165,11 @@ class Allocator:
         while len(rows):
             own = totals[:, rows]
             now_s = own_seconds.total(-(-own // num))
-            following_s = np.where(own < limits[:, rows], own_seconds.total(np.minimum(own // num + 1, self._size)),
-                                   inf)
+            following_s = np.where(
+                own < limits[:, rows],
+                own_seconds.total(np.minimum(own // num + 1, self._size)),
+                inf,
+            )
             slowest, fastest = now_s.argmax(axis=0), following_s.argmin(axis=0)
             each = np.arange(len(rows))
             moves = following_s[fastest, each] < now_s[slowest, each] * (1.0 - 1e-12)
@@ -156,7 +186,10 @@ class _Seconds:
         tables = [each.seconds.prefixes(size) for each in classes]
         self._forward = [np.ascontiguousarray(forward).ravel() for forward, _ in tables]
         self._backward = [np.ascontiguousarray(backward).ravel() for _, backward in tables]
-        self._both = [forward + backward for forward, backward in zip(self._forward, self._backward, strict=True)]
+        self._both = [
+            forward + backward
+            for forward, backward in zip(self._forward, self._backward, strict=True)
+        ]
         columns = [forward.shape[1] for forward, _ in tables]
         self._first = [ranges.first * width for width in columns]
         self._stop = [ranges.stop * width for width in columns]
@@ -176,18 +209,33 @@ class _Seconds:
 
     def total(self, shares: Ints) -> Floats:
         """Return forward and backward seconds of a share of each class."""
-        return np.array([table.take(stop + share) - table.take(first + share) + share * (forward_s + backward_s)
-                         for table, first, stop, share, forward_s, backward_s in zip(
-                             self._both, self._first, self._stop, shares, self._forward_s, self._backward_s,
-                             strict=True)])
+        return np.array(
+            [
+                table.take(stop + share)
+                - table.take(first + share)
+                + share * (forward_s + backward_s)
+                for table, first, stop, share, forward_s, backward_s in zip(
+                    self._both,
+                    self._first,
+                    self._stop,
+                    shares,
+                    self._forward_s,
+                    self._backward_s,
+                    strict=True,
+                )
+            ]
+        )
 
     def passes(self, shares: Ints) -> tuple[Floats, Floats]:
         """Return the slowest class's forward seconds, and the slowest class's backward seconds (Eq. 8)."""
         found = []
         for tables, sent in ((self._forward, self._forward_s), (self._backward, self._backward_s)):
-            each_s = [table.take(stop + share) - table.take(first + share) + share * sample_s
-                      for table, first, stop, share, sample_s
-                      in zip(tables, self._first, self._stop, shares, sent, strict=True)]
+            each_s = [
+                table.take(stop + share) - table.take(first + share) + share * sample_s
+                for table, first, stop, share, sample_s in zip(
+                    tables, self._first, self._stop, shares, sent, strict=True
+                )
+            ]
             found.append(np.max(each_s, axis=0))
         return found[0], found[1]
 

@@ -50,7 +50,6 @@ class Step:
     after_s: float = 0.0  # all-reduce and update
     transfers: bool = False  # a communication step
 
-
     def all_s(self, num_micro_batches: int, duplex: bool) -> float:
         """Return the seconds of all micro-batches, M·(E_f + E_b) unless the directions of a transfer are concurrent."""
         once_s = self.forward_s + self.backward_s
@@ -83,11 +82,15 @@ def update_latency(problem: PipelineProblem, plan: Plan, *, duplex: bool = False
     if isinstance(plan, PipelinePlan):
         return latency(problem, plan, duplex=duplex).seconds
     alone = len(plan.groups) == 1 and plan.sync == Sync.SERVER
-    slowest_s = max(latency(problem, group, reduces=False, duplex=duplex).seconds for group in plan.groups)
+    slowest_s = max(
+        latency(problem, group, reduces=False, duplex=duplex).seconds for group in plan.groups
+    )
     return slowest_s + (0.0 if alone else _exchange_s(problem, plan))
 
 
-def latency(problem: PipelineProblem, plan: PipelinePlan, *, reduces: bool = True, duplex: bool = False) -> Latency:
+def latency(
+    problem: PipelineProblem, plan: PipelinePlan, *, reduces: bool = True, duplex: bool = False
+) -> Latency:
     """Return the steps of a pipeline and its seconds; without `reduces`, stages only update after the last pass.
 
     In backward-after-forward order all forward passes end before the first backward pass, so that
@@ -109,7 +112,9 @@ def latency(problem: PipelineProblem, plan: PipelinePlan, *, reduces: bool = Tru
     return Latency(steps=steps, dominant=dominant, aligned_s=most_s, tail_s=tail_s)
 
 
-def steps_of(problem: PipelineProblem, plan: PipelinePlan, *, reduces: bool = True) -> tuple[Step, ...]:
+def steps_of(
+    problem: PipelineProblem, plan: PipelinePlan, *, reduces: bool = True
+) -> tuple[Step, ...]:
     """Return execution and communication steps in order; samples that are sent from elsewhere are a first step."""
     steps = []
     if plan.samples_on is not None:
@@ -119,12 +124,22 @@ def steps_of(problem: PipelineProblem, plan: PipelinePlan, *, reduces: bool = Tr
         if index + 1 < len(plan.stages):
             following = plan.stages[index + 1]
             num_bytes = problem.model.layers[stage.last_layer].output_bytes
-            steps.append(communication_step(problem, stage.devices, following.devices, plan.slices(index), num_bytes,
-                                            f"cut {index}"))
+            steps.append(
+                communication_step(
+                    problem,
+                    stage.devices,
+                    following.devices,
+                    plan.slices(index),
+                    num_bytes,
+                    f"cut {index}",
+                )
+            )
     return tuple(steps)
 
 
-def execution_step(problem: PipelineProblem, stage: Stage, *, reduces: bool = True, name: str = "stage") -> Step:
+def execution_step(
+    problem: PipelineProblem, stage: Stage, *, reduces: bool = True, name: str = "stage"
+) -> Step:
     """Return a stage's step: the slowest device's passes (Eq. 8), then all-reduce (Eq. 5) and update."""
     first, last = stage.first_layer, stage.last_layer
     devices = [problem.device(soc) for soc in stage.devices]
@@ -132,9 +147,12 @@ def execution_step(problem: PipelineProblem, stage: Stage, *, reduces: bool = Tr
     members = list(zip(devices, stage.shares, strict=True))
     ring_s = all_reduce_s(problem, stage.devices, weight_bytes) if reduces else 0.0
     passes_s = [problem.pass_s(each, first, last, share) for each, share in members]
-    return Step(name=name, forward_s=max(forward_s for forward_s, _ in passes_s),
-                backward_s=max(backward_s for _, backward_s in passes_s),
-                after_s=ring_s + max(each.update_s(weight_bytes) for each in devices))
+    return Step(
+        name=name,
+        forward_s=max(forward_s for forward_s, _ in passes_s),
+        backward_s=max(backward_s for _, backward_s in passes_s),
+        after_s=ring_s + max(each.update_s(weight_bytes) for each in devices),
+    )
 
 
 def all_reduce_s(problem: PipelineProblem, socs: Sequence[int], weight_bytes: float) -> float:
@@ -143,18 +161,40 @@ def all_reduce_s(problem: PipelineProblem, socs: Sequence[int], weight_bytes: fl
     if size == 1 or not weight_bytes:
         return 0.0
     slowest, byte_s = problem.least_bandwidth(socs), max(problem.device(soc).byte_s for soc in socs)
-    return 2.0 * (size - 1) * (weight_bytes / size * (1.0 / slowest + 2.0 * byte_s) + problem.cluster.message_s)
+    return (
+        2.0
+        * (size - 1)
+        * (weight_bytes / size * (1.0 / slowest + 2.0 * byte_s) + problem.cluster.message_s)
+    )
 
 
-def communication_step(problem: PipelineProblem, senders: Sequence[int], receivers: Sequence[int],
-                       pieces: Sequence[Slice], output_bytes: float, name: str) -> Step:
+def communication_step(
+    problem: PipelineProblem,
+    senders: Sequence[int],
+    receivers: Sequence[int],
+    pieces: Sequence[Slice],
+    output_bytes: float,
+    name: str,
+) -> Step:
     """Return the step of a cut: the time of the busiest link of all transfers of a micro-batch, in either direction."""
-    crossing = [(senders[piece.sender], receivers[piece.receiver], piece.num_samples * output_bytes)
-                for piece in pieces]
-    there = [(source, target, num_bytes * problem.activation_part) for source, target, num_bytes in crossing]
-    back = [(target, source, num_bytes * problem.gradient_part) for source, target, num_bytes in crossing]
-    return Step(name=name, forward_s=concurrent_s(problem.cluster, there),
-                backward_s=concurrent_s(problem.cluster, back), transfers=True)
+    crossing = [
+        (senders[piece.sender], receivers[piece.receiver], piece.num_samples * output_bytes)
+        for piece in pieces
+    ]
+    there = [
+        (source, target, num_bytes * problem.activation_part)
+        for source, target, num_bytes in crossing
+    ]
+    back = [
+        (target, source, num_bytes * problem.gradient_part)
+        for source, target, num_bytes in crossing
+    ]
+    return Step(
+        name=name,
+        forward_s=concurrent_s(problem.cluster, there),
+        backward_s=concurrent_s(problem.cluster, back),
+        transfers=True,
+    )
 
 
 def concurrent_s(cluster: Cluster, transfers: Sequence[tuple[Endpoint, Endpoint, float]]) -> float:
@@ -175,23 +215,52 @@ def _supply_step(problem: PipelineProblem, plan: PipelinePlan, source: int) -> S
     """Return the step in which a device sends samples to the first stage and labels to the last."""
     model = problem.model
     ends = ((plan.stages[0], model.input_bytes), (plan.stages[-1], model.label_bytes))
-    transfers = [(source, soc, num_bytes * share) for stage, num_bytes in ends if num_bytes
-                 for soc, share in zip(stage.devices, stage.shares, strict=True) if soc != source]
-    return Step(name="samples", forward_s=concurrent_s(problem.cluster, transfers), backward_s=0.0,
-                transfers=True)
+    transfers = [
+        (source, soc, num_bytes * share)
+        for stage, num_bytes in ends
+        if num_bytes
+        for soc, share in zip(stage.devices, stage.shares, strict=True)
+        if soc != source
+    ]
+    return Step(
+        name="samples",
+        forward_s=concurrent_s(problem.cluster, transfers),
+        backward_s=0.0,
+        transfers=True,
+    )
 
 
 def _exchange_s(problem: PipelineProblem, plan: TwoDPlan) -> float:
     """Return the seconds of the exchange among groups: rings of each device in turn, or the server's busiest link."""
     parts = synchronised_parts(plan)
     if plan.sync == Sync.RING:
-        return max((sum(all_reduce_s(problem, part.devices, _weight_bytes(problem, part))
-                        for part in parts if soc in part.devices) for soc in plan.socs), default=0.0)
-    uploads = [(soc, plan.server, _weight_bytes(problem, part)) for part in parts for soc in part.devices
-               if soc != plan.server]
-    handling_s = max((2.0 * problem.device(soc).byte_s * num_bytes for soc, _, num_bytes in uploads), default=0.0)
-    return handling_s + concurrent_s(problem.cluster, uploads) + concurrent_s(
-        problem.cluster, [(server, soc, num_bytes) for soc, server, num_bytes in uploads])
+        return max(
+            (
+                sum(
+                    all_reduce_s(problem, part.devices, _weight_bytes(problem, part))
+                    for part in parts
+                    if soc in part.devices
+                )
+                for soc in plan.socs
+            ),
+            default=0.0,
+        )
+    uploads = [
+        (soc, plan.server, _weight_bytes(problem, part))
+        for part in parts
+        for soc in part.devices
+        if soc != plan.server
+    ]
+    handling_s = max(
+        (2.0 * problem.device(soc).byte_s * num_bytes for soc, _, num_bytes in uploads), default=0.0
+    )
+    return (
+        handling_s
+        + concurrent_s(problem.cluster, uploads)
+        + concurrent_s(
+            problem.cluster, [(server, soc, num_bytes) for soc, server, num_bytes in uploads]
+        )
+    )
 
 
 def _weight_bytes(problem: PipelineProblem, part: SynchronisedPart) -> float:

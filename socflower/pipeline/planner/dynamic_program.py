@@ -56,9 +56,16 @@ class _States:
 
 
 def search(
-    problem: PipelineProblem, order: Sequence[PipelineDevice], *, bounds: Ints | None = None,
-    places: Sequence[int] | None = None, rule: InFlight = ASTEROID, width: int = 1, max_stages: int | None = None,
-    may_skip: bool = False, duplex: bool = False,
+    problem: PipelineProblem,
+    order: Sequence[PipelineDevice],
+    *,
+    bounds: Ints | None = None,
+    places: Sequence[int] | None = None,
+    rule: InFlight = ASTEROID,
+    width: int = 1,
+    max_stages: int | None = None,
+    may_skip: bool = False,
+    duplex: bool = False,
 ) -> Iterator[Found]:
     """Yield plans for the devices in this order: for each number of stages the kept ones, if they fit the budgets.
 
@@ -83,7 +90,9 @@ def search(
     costs = _Costs(problem, order, bounds, duplex)
     most = min(size, len(bounds) - 1, max_stages or size)
     # Numbers of devices from a place to the end, rising.
-    nums = sorted({size, *(size - place for place in range(size) if places is None or place in places)})
+    nums = sorted(
+        {size, *(size - place for place in range(size) if places is None or place in places)}
+    )
     before: list[_States | None] = [None] * (size + 1)
     history: list[list[_States | None]] = []
     for stages in range(1, most + 1):
@@ -97,7 +106,9 @@ def search(
                 for rest in nums[:index]:
                     behind = before[rest]
                     if behind is not None:
-                        pool += _prepended(costs, size - num, size - rest, in_flight, behind, rest, width)
+                        pool += _prepended(
+                            costs, size - num, size - rest, in_flight, behind, rest, width
+                        )
             skipped = now[nums[index - 1]] if may_skip and index else None
             if skipped is not None:
                 pool.append(skipped)
@@ -116,10 +127,16 @@ def search(
 class _Costs:
     """Costs of ranges: of all for groups in the middle, of those that a first or a last group can have otherwise."""
 
-    def __init__(self, problem: PipelineProblem, order: Sequence[PipelineDevice], bounds: Ints, duplex: bool) -> None:
+    def __init__(
+        self, problem: PipelineProblem, order: Sequence[PipelineDevice], bounds: Ints, duplex: bool
+    ) -> None:
         self.problem, self.size, self.num_cuts = problem, len(order), len(bounds) - 1
-        self.num_transfers = problem.num_micro_batches + 1.0 if duplex else 2.0 * problem.num_micro_batches
-        self._parts = {which: RangeCosts(problem, order, bounds, which) for which in ("first", "last", "all")}
+        self.num_transfers = (
+            problem.num_micro_batches + 1.0 if duplex else 2.0 * problem.num_micro_batches
+        )
+        self._parts = {
+            which: RangeCosts(problem, order, bounds, which) for which in ("first", "last", "all")
+        }
 
     def of(self, begin: int, end: int) -> RangeCosts:
         """Return the costs of a group of devices."""
@@ -130,34 +147,63 @@ def _last_stage(costs: _Costs, begin: int, end: int, in_flight: int) -> _States:
     """Return the single stages of all suffixes of the layers."""
     found = costs.of(begin, end).stage(begin, end, in_flight)
     constant = np.ones((1, costs.num_cuts), np.int64)
-    return _States(costs.problem.num_micro_batches * found.both_s[None], found.after_s[None], found.most_share[None],
-                   begin * constant, end * constant, np.arange(costs.num_cuts)[None], 0 * constant, 0 * constant)
+    return _States(
+        costs.problem.num_micro_batches * found.both_s[None],
+        found.after_s[None],
+        found.most_share[None],
+        begin * constant,
+        end * constant,
+        np.arange(costs.num_cuts)[None],
+        0 * constant,
+        0 * constant,
+    )
 
 
-def _prepended(every: _Costs, begin: int, end: int, in_flight: int, behind: _States, num_rest: int,
-               width: int) -> list[_States]:
+def _prepended(
+    every: _Costs, begin: int, end: int, in_flight: int, behind: _States, num_rest: int, width: int
+) -> list[_States]:
     """Return the best pipelines of a stage on devices `begin` to `end` before those kept for the rest."""
     costs = every.of(begin, end)
     stage, cut = costs.stage(begin, end, in_flight), costs.stop_cut
-    inside = np.minimum(cut, every.num_cuts - 1)  # the empty rest, behind the last cut, has no state
+    inside = np.minimum(
+        cut, every.num_cuts - 1
+    )  # the empty rest, behind the last cut, has no state
     num_micro_batches, found = every.problem.num_micro_batches, []
     for which in range(len(behind.aligned_s)):
         rest_s = np.append(behind.aligned_s[which], np.inf)[cut]
-        transfer_s = costs.transfer_s(begin, end, behind.end[which][inside],
-                                      np.maximum(stage.most_share, behind.share[which][inside]), cut)
-        aligned_s = np.maximum(num_micro_batches * stage.both_s,
-                               np.maximum(every.num_transfers * transfer_s, rest_s + 2.0 * transfer_s)
-                               + stage.both_s)
+        transfer_s = costs.transfer_s(
+            begin,
+            end,
+            behind.end[which][inside],
+            np.maximum(stage.most_share, behind.share[which][inside]),
+            cut,
+        )
+        aligned_s = np.maximum(
+            num_micro_batches * stage.both_s,
+            np.maximum(every.num_transfers * transfer_s, rest_s + 2.0 * transfer_s) + stage.both_s,
+        )
         with np.errstate(invalid="ignore"):
-            tail_s = np.maximum(stage.after_s, np.append(behind.tail_s[which], 0.0)[cut] - stage.backward_s
-                                - transfer_s)
+            tail_s = np.maximum(
+                stage.after_s,
+                np.append(behind.tail_s[which], 0.0)[cut] - stage.backward_s - transfer_s,
+            )
             tail_s[~np.isfinite(aligned_s)] = np.inf
             latency_s = aligned_s + tail_s
         for measure in (latency_s,) if width == 1 else (latency_s, aligned_s, tail_s):
             layers = _least_of_rows(costs, measure)
             ones = np.ones((1, len(layers)), np.int64)
-            found.append(_States(aligned_s[layers][None], tail_s[layers][None], stage.most_share[layers][None],
-                                 begin * ones, end * ones, layers[None], which * ones, num_rest * ones))
+            found.append(
+                _States(
+                    aligned_s[layers][None],
+                    tail_s[layers][None],
+                    stage.most_share[layers][None],
+                    begin * ones,
+                    end * ones,
+                    layers[None],
+                    which * ones,
+                    num_rest * ones,
+                )
+            )
     return found
 
 
@@ -180,7 +226,9 @@ def _kept(pool: Sequence[_States], width: int) -> _States | None:
     if len(pool) == 1:
         every = pool[0]
     else:
-        every = _States(*(np.concatenate([getattr(each, name) for each in pool]) for name in _States.__slots__))
+        every = _States(
+            *(np.concatenate([getattr(each, name) for each in pool]) for name in _States.__slots__)
+        )
     best = (every.aligned_s + every.tail_s).argmin(axis=0)
     if width == 1:
         return every.at(best[None])
@@ -196,26 +244,41 @@ def _kept(pool: Sequence[_States], width: int) -> _States | None:
     return every.at(np.array(chosen))
 
 
-def _plan(every: _Costs, history: Sequence[Sequence[_States | None]], rule: InFlight, which: int) -> PipelinePlan:
+def _plan(
+    every: _Costs, history: Sequence[Sequence[_States | None]], rule: InFlight, which: int
+) -> PipelinePlan:
     """Return the plan of a kept pipeline of all layers."""
     problem = every.problem
     stages, cut, num = [], 0, len(history[0]) - 1
     for left in range(len(history), 0, -1):
         states = history[left - 1][num]
         assert states is not None
-        layers, begin, end = (int(values[which, cut]) for values in (states.layers, states.begin, states.end))
+        layers, begin, end = (
+            int(values[which, cut]) for values in (states.layers, states.begin, states.end)
+        )
         costs, in_flight = every.of(begin, end), rule.count(left, problem.num_micro_batches)
         stages.append(_stage(costs, layers, begin, end, in_flight))
         which, num = int(states.rest[which, cut]), int(states.num_rest[which, cut])
         cut = int(costs.stop_cut[layers])
-    return PipelinePlan(stages=tuple(stages), micro_batch_size=problem.micro_batch_size,
-                        num_micro_batches=problem.num_micro_batches)
+    return PipelinePlan(
+        stages=tuple(stages),
+        micro_batch_size=problem.micro_batch_size,
+        num_micro_batches=problem.num_micro_batches,
+    )
 
 
 def _stage(costs: RangeCosts, layers: int, begin: int, end: int, in_flight: int) -> Stage:
     totals = costs.allocation(begin, end, in_flight).totals[:, layers]
-    members = [(device.soc, share) for total, devices in zip(totals, costs.devices_by_class(begin, end), strict=True)
-               for device, share in zip(devices, class_shares(int(total), len(devices)), strict=True) if share]
-    return Stage(first_layer=int(costs.ranges.first[layers]), last_layer=int(costs.ranges.stop[layers]) - 1,
-                 devices=tuple(soc for soc, _ in members), shares=tuple(share for _, share in members),
-                 in_flight=in_flight)
+    members = [
+        (device.soc, share)
+        for total, devices in zip(totals, costs.devices_by_class(begin, end), strict=True)
+        for device, share in zip(devices, class_shares(int(total), len(devices)), strict=True)
+        if share
+    ]
+    return Stage(
+        first_layer=int(costs.ranges.first[layers]),
+        last_layer=int(costs.ranges.stop[layers]) - 1,
+        devices=tuple(soc for soc, _ in members),
+        shares=tuple(share for _, share in members),
+        in_flight=in_flight,
+    )

@@ -25,7 +25,9 @@ _CALL_VALUES = 8_000
 
 def by_memory(devices: Sequence[PipelineDevice]) -> list[PipelineDevice]:
     """Return devices by memory, descending, as Algorithm 2 takes them; equal ones by speed, faster first."""
-    return sorted(devices, key=lambda device: (-device.memory_bytes, seconds_of(device), device.soc))
+    return sorted(
+        devices, key=lambda device: (-device.memory_bytes, seconds_of(device), device.soc)
+    )
 
 
 def orders(problem: PipelineProblem, samples_on: int | None = None) -> list[list[PipelineDevice]]:
@@ -38,27 +40,41 @@ def orders(problem: PipelineProblem, samples_on: int | None = None) -> list[list
     """
     devices = problem.devices
     by_speed = sorted(devices, key=lambda device: (seconds_of(device), device.soc))
-    chosen: list[Sequence[PipelineDevice]] = [by_memory(devices), by_speed, by_speed[::-1],
-                                              sorted(devices, key=lambda device: device.soc)]
+    chosen: list[Sequence[PipelineDevice]] = [
+        by_memory(devices),
+        by_speed,
+        by_speed[::-1],
+        sorted(devices, key=lambda device: device.soc),
+    ]
     if len(devices) <= _ALL_ORDERS_OF and problem.model.num_layers <= _ALL_ORDERS_LAYERS:
         chosen += list(permutations(devices))
-    chosen += [sorted(order, key=lambda device: device.soc != samples_on) for order in chosen[:4]
-               if samples_on is not None]
+    chosen += [
+        sorted(order, key=lambda device: device.soc != samples_on)
+        for order in chosen[:4]
+        if samples_on is not None
+    ]
     boards = [problem.cluster.board_of(device.soc) for device in devices]
     alike = len(set(boards)) in (1, len(boards))
     found: dict[tuple[object, ...], list[PipelineDevice]] = {}
     for order in chosen:
-        key = tuple((id(device.seconds), device.memory_bytes, device.update_bytes_per_s,
-                     -1 if alike and device.soc != samples_on else device.soc)
-                    for device in order)
+        key = tuple(
+            (
+                id(device.seconds),
+                device.memory_bytes,
+                device.update_bytes_per_s,
+                -1 if alike and device.soc != samples_on else device.soc,
+            )
+            for device in order
+        )
         found.setdefault(key, list(order))
     return list(found.values())
 
 
 def seconds_of(device: PipelineDevice) -> float:
     """Return a device's seconds for one sample of the whole model."""
-    return device.seconds.forward(0, device.seconds.num_layers - 1, 1) \
-        + device.seconds.backward(0, device.seconds.num_layers - 1, 1)
+    return device.seconds.forward(0, device.seconds.num_layers - 1, 1) + device.seconds.backward(
+        0, device.seconds.num_layers - 1, 1
+    )
 
 
 def search_work(problem: PipelineProblem, width: int) -> float:
@@ -68,7 +84,9 @@ def search_work(problem: PipelineProblem, width: int) -> float:
     leave p − 1 devices: each over all ranges of layers, and with a cost of its own.
     """
     layers, size = problem.model.num_layers, len(problem.devices)
-    calls = sum((size - behind) * (size - behind + 1) // 2 for behind in range(1, min(size, layers)))
+    calls = sum(
+        (size - behind) * (size - behind + 1) // 2 for behind in range(1, min(size, layers))
+    )
     return float(max(1, calls) * width * (layers * (layers + 1) // 2 + _CALL_VALUES))
 
 
@@ -76,8 +94,12 @@ def likely_cuts(problem: PipelineProblem, count: int) -> Ints:
     """Return about `count` cuts: of each part of equal time, the one that the fewest bytes cross."""
     model = problem.model
     size = problem.micro_batch_size
-    forward, backward = (np.mean([device.seconds.prefixes(size)[which][:, size] for device in problem.devices], axis=0)
-                         for which in (0, 1))
+    forward, backward = (
+        np.mean(
+            [device.seconds.prefixes(size)[which][:, size] for device in problem.devices], axis=0
+        )
+        for which in (0, 1)
+    )
     done_s = forward + backward
     part = np.minimum((done_s / max(done_s[-1], 1e-300) * (count - 1)).astype(int), count - 2)
     inner = []
@@ -91,25 +113,47 @@ def likely_places(order: Sequence[PipelineDevice], count: int) -> list[int]:
     """Return about `count` even places in an order, and those where the kind of device changes."""
     size = len(order)
     even = {round(index * size / count) for index in range(count)}
-    kinds = {index for index in range(1, size) if order[index].seconds is not order[index - 1].seconds
-             or order[index].memory_bytes != order[index - 1].memory_bytes}
+    kinds = {
+        index
+        for index in range(1, size)
+        if order[index].seconds is not order[index - 1].seconds
+        or order[index].memory_bytes != order[index - 1].memory_bytes
+    }
     # Where kinds alternate, places of change are not few.
     return sorted(even | (kinds if len(kinds) <= count else set()))
 
 
-def near(problem: PipelineProblem, plan: PipelinePlan, order: Sequence[PipelineDevice]) -> tuple[Ints, list[int]]:
+def near(
+    problem: PipelineProblem, plan: PipelinePlan, order: Sequence[PipelineDevice]
+) -> tuple[Ints, list[int]]:
     """Return the cuts and the places of groups of devices near those of a plan."""
-    num_layers, position = problem.model.num_layers, {device.soc: index for index, device in enumerate(order)}
+    num_layers, position = (
+        problem.model.num_layers,
+        {device.soc: index for index, device in enumerate(order)},
+    )
     cuts = {0, num_layers}
     ends: set[int] = set()
     for stage in plan.stages:
-        cuts.update(range(max(1, stage.first_layer - _NEAR_LAYERS),
-                          min(num_layers, stage.first_layer + _NEAR_LAYERS + 1)) if stage.first_layer else ())
+        cuts.update(
+            range(
+                max(1, stage.first_layer - _NEAR_LAYERS),
+                min(num_layers, stage.first_layer + _NEAR_LAYERS + 1),
+            )
+            if stage.first_layer
+            else ()
+        )
         own = [position[soc] for soc in stage.devices]
         ends.update((min(own), max(own) + 1))
     places: set[int] = set()
     for reach in _NEAR_PLACES:
-        places = {0, *(place for end in ends for place in range(max(0, end - reach), min(len(order), end + reach + 1)))}
+        places = {
+            0,
+            *(
+                place
+                for end in ends
+                for place in range(max(0, end - reach), min(len(order), end + reach + 1))
+            ),
+        }
         if len(places) <= _MOST_NEAR_PLACES:
             break
     return np.array(sorted(cuts), np.int64), sorted(places)

@@ -30,7 +30,9 @@ class RangeCosts:
     `which` ranges: "all", "first", those that begin with the first layer, or "last", those that end with the last one.
     """
 
-    def __init__(self, problem: PipelineProblem, order: Sequence[PipelineDevice], bounds: Ints, which: str) -> None:
+    def __init__(
+        self, problem: PipelineProblem, order: Sequence[PipelineDevice], bounds: Ints, which: str
+    ) -> None:
         model = problem.model
         self._problem, self._order, self.bounds = problem, order, bounds
         last = len(bounds) - 1
@@ -44,7 +46,9 @@ class RangeCosts:
         self.row_starts = np.flatnonzero(np.diff(self.first_cut, prepend=-1))
         self.row_lengths = np.diff(np.append(self.row_starts, len(first_cut)))
         self.ranges = LayerRanges.of(problem, bounds[first_cut], bounds[stop_cut])
-        self._weight = model.weight_prefix[bounds[stop_cut]] - model.weight_prefix[bounds[first_cut]]
+        self._weight = (
+            model.weight_prefix[bounds[stop_cut]] - model.weight_prefix[bounds[first_cut]]
+        )
         self._reduced = self._weight > 0.0
         # Of one sample, by cut; the mean of both directions, which differ where only one of them is coded.
         self.cut_bytes = model.entering_bytes[bounds] * (problem.sent_part / 2.0)
@@ -52,7 +56,9 @@ class RangeCosts:
         classes = [DeviceClass.of(device) for device in order]
         self._classes = list(dict.fromkeys(classes))
         self._class_of = [self._classes.index(each) for each in classes]
-        self._free: dict[tuple[int, ...], Allocation] = {}  # by numbers of devices of each class: limits of K aside
+        self._free: dict[
+            tuple[int, ...], Allocation
+        ] = {}  # by numbers of devices of each class: limits of K aside
         self._limited: dict[tuple[tuple[int, ...], int], Allocation] = {}
         self._most: dict[tuple[float, int], Ints] = {}
         self._stages: dict[tuple[int, int, int], StageCosts] = {}
@@ -71,9 +77,15 @@ class RangeCosts:
             byte_s = max(device.byte_s for device in self._order[begin:end])
             round_s = self._weight / size * (1.0 / slowest + 2.0 * byte_s) + message_s
             after_s = np.where(self._reduced, 2.0 * (size - 1) * round_s, 0.0)
-            after_s += max(self._order[index].update_s(1.0) for index in range(begin, end)) * self._weight
-            self._stages[key] = StageCosts(found.forward_s + found.backward_s, found.backward_s, after_s,
-                                           found.most_share.astype(np.float64))
+            after_s += (
+                max(self._order[index].update_s(1.0) for index in range(begin, end)) * self._weight
+            )
+            self._stages[key] = StageCosts(
+                found.forward_s + found.backward_s,
+                found.backward_s,
+                after_s,
+                found.most_share.astype(np.float64),
+            )
         return self._stages[key]
 
     def allocation(self, begin: int, end: int, in_flight: int) -> Allocation:
@@ -95,10 +107,15 @@ class RangeCosts:
 
     def devices_by_class(self, begin: int, end: int) -> list[list[PipelineDevice]]:
         """Return a group's devices by class, in the order of `members`."""
-        return [[self._order[index] for index in range(begin, end) if self._class_of[index] == number]
-                for number, count in enumerate(self._counts(begin, end)) if count]
+        return [
+            [self._order[index] for index in range(begin, end) if self._class_of[index] == number]
+            for number, count in enumerate(self._counts(begin, end))
+            if count
+        ]
 
-    def transfer_s(self, begin: int, end: int, head_ends: Ints, most_shares: Floats, cut: Ints) -> Floats:
+    def transfer_s(
+        self, begin: int, end: int, head_ends: Ints, most_shares: Floats, cut: Ints
+    ) -> Floats:
         """Return E_f of the communication step behind a group, by range: to a stage on the devices up to `head_ends`.
 
         `most_shares` are the larger of the largest shares on either side: their bytes pass one device's link. All
@@ -106,17 +123,26 @@ class RangeCosts:
         """
         port, trunk = self._links.between(begin, end)
         index = head_ends - end - 1
-        per_byte = np.maximum(most_shares / port[index], self._problem.micro_batch_size / trunk[index])
+        per_byte = np.maximum(
+            most_shares / port[index], self._problem.micro_batch_size / trunk[index]
+        )
         widths = np.maximum(head_ends - end, 1)
         messages = -(-(widths + (end - begin) - 1) // np.minimum(widths, end - begin))
-        return np.asarray(self.cut_bytes[cut] * per_byte + self._problem.cluster.message_s * messages)
+        return np.asarray(
+            self.cut_bytes[cut] * per_byte + self._problem.cluster.message_s * messages
+        )
 
     def _counts(self, begin: int, end: int) -> tuple[int, ...]:
         own = self._class_of[begin:end]
         return tuple(own.count(number) for number in range(len(self._classes)))
 
-    def _limit(self, free: Allocation, classes: Sequence[DeviceClass], counts: Sequence[int],
-               in_flight: int) -> Allocation:
+    def _limit(
+        self,
+        free: Allocation,
+        classes: Sequence[DeviceClass],
+        counts: Sequence[int],
+        in_flight: int,
+    ) -> Allocation:
         """Return the allocation under the budgets with K in flight; only what exceeds one is allotted again."""
         fits = np.ones(len(self._weight), bool)
         for each, count, total in zip(classes, counts, free.totals, strict=True):
@@ -127,7 +153,9 @@ class RangeCosts:
         again = np.nonzero(~fits & np.isfinite(free.forward_s))[0]
         if not len(again):
             return free
-        part = Allocator(self.ranges.take(again), self._problem.micro_batch_size).allocate(classes, counts, in_flight)
+        part = Allocator(self.ranges.take(again), self._problem.micro_batch_size).allocate(
+            classes, counts, in_flight
+        )
         totals, arrays = free.totals.copy(), []
         totals[:, again] = part.totals
         for name in ("forward_s", "backward_s", "most_share", "num_devices"):
@@ -146,7 +174,9 @@ class _Links:
         for i, source in enumerate(order):
             for j, target in enumerate(order):
                 if i != j:
-                    first, *between, last = (links[link] for link in problem.cluster.path(source.soc, target.soc))
+                    first, *between, last = (
+                        links[link] for link in problem.cluster.path(source.soc, target.soc)
+                    )
                     self._port[i, j] = min(first, last)
                     self._trunk[i, j] = min(between, default=inf)
         self._pair = np.minimum(self._port, self._trunk)

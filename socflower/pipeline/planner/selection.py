@@ -51,13 +51,20 @@ class PlannerSettings:
     num_simulated: int = 8  # the best by the closed form that are simulated
     num_tuned: int = 3  # the best of those that are simulated with other K
     micro_batch_sizes: tuple[int, ...] = ()  # others of the same mini-batch to try; each divides it
-    samples_on: int | None = None  # the SoC that has samples and labels; None: they are where they are needed
+    samples_on: int | None = (
+        None  # the SoC that has samples and labels; None: they are where they are needed
+    )
     two_d: bool = True  # whether to look at pipelines in parallel too
     prune: bool | None = None  # None: if the search would exceed `WORK_LIMIT`
 
     def __post_init__(self) -> None:
-        require_range("planner", least=1, width=self.width, num_simulated=self.num_simulated,
-                      num_tuned=self.num_tuned)
+        require_range(
+            "planner",
+            least=1,
+            width=self.width,
+            num_simulated=self.num_simulated,
+            num_tuned=self.num_tuned,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,8 +80,11 @@ class Planned:
 
     def to_document(self) -> dict[str, object]:
         """Return plain values for JSON."""
-        return {**self.plan.to_document(self.problem, self.prediction), "exact": self.exact,
-                "num_candidates": self.num_candidates}
+        return {
+            **self.plan.to_document(self.problem, self.prediction),
+            "exact": self.exact,
+            "num_candidates": self.num_candidates,
+        }
 
 
 def predict(problem: PipelineProblem, plan: Plan, *, within_memory: bool = True) -> Prediction:
@@ -83,10 +93,14 @@ def predict(problem: PipelineProblem, plan: Plan, *, within_memory: bool = True)
     Raises `InfeasiblePlan` if it exceeds a budget, unless budgets are left out of account.
     """
     run = simulate(problem, plan, within_memory=within_memory)
-    return Prediction(formula_s=update_latency(problem, plan), duplex_s=update_latency(problem, plan, duplex=True),
-                      step_s=run.step_s,
-                      energy_j=run.usage.total_energy_j, num_samples=plan.num_samples,
-                      num_bytes=run.usage.bytes_by_tier)
+    return Prediction(
+        formula_s=update_latency(problem, plan),
+        duplex_s=update_latency(problem, plan, duplex=True),
+        step_s=run.step_s,
+        energy_j=run.usage.total_energy_j,
+        num_samples=plan.num_samples,
+        num_bytes=run.usage.bytes_by_tier,
+    )
 
 
 def algorithm_2(problem: PipelineProblem) -> Found:
@@ -94,14 +108,20 @@ def algorithm_2(problem: PipelineProblem) -> Found:
 
     Raises `InfeasiblePlan` if no pipeline fits the budgets.
     """
-    found = min(search(problem, by_memory(problem.devices)), key=lambda each: each.latency_s, default=None)
+    found = min(
+        search(problem, by_memory(problem.devices)), key=lambda each: each.latency_s, default=None
+    )
     if found is None:
         raise nothing_fits(problem)
     return found
 
 
-def plan_pipeline(problem: PipelineProblem, settings: PlannerSettings | None = None, *,
-                  on_step: OnStep = lambda text, done, total: None) -> Planned:
+def plan_pipeline(
+    problem: PipelineProblem,
+    settings: PlannerSettings | None = None,
+    *,
+    on_step: OnStep = lambda text, done, total: None,
+) -> Planned:
     """Return the plan with the least simulated seconds of a mini-batch, its prediction, and the next best.
 
     It may be one device, data parallelism, a pipeline, a hybrid of them or pipelines in parallel: `plan.architecture`.
@@ -139,12 +159,16 @@ def plan_pipeline(problem: PipelineProblem, settings: PlannerSettings | None = N
     ranked.sort(key=_step_s)
     if settings.two_d:
         on_step("searching pipelines in parallel", total - 1, total)
-        ranked = sorted([*ranked, *_in_two_dimensions(ranked[0].problem, settings.samples_on)], key=_step_s)
+        ranked = sorted(
+            [*ranked, *_in_two_dimensions(ranked[0].problem, settings.samples_on)], key=_step_s
+        )
     best = ranked[0]
     return replace(best, exact=exact, num_candidates=num_candidates, alternatives=tuple(ranked[1:]))
 
 
-def candidates(problem: PipelineProblem, settings: PlannerSettings) -> tuple[list[PipelinePlan], bool]:
+def candidates(
+    problem: PipelineProblem, settings: PlannerSettings
+) -> tuple[list[PipelinePlan], bool]:
     """Return different plans, the least latency of the closed form first, and whether nothing was pruned.
 
     They are those of several orders of devices: by memory as in the paper, by speed in either direction, and as they
@@ -154,27 +178,50 @@ def candidates(problem: PipelineProblem, settings: PlannerSettings) -> tuple[lis
     """
     rules = (ASTEROID, RULES["b"]) if _memory_is_scarce(problem) else (ASTEROID,)
     to_search = orders(problem, settings.samples_on)
-    num_searches = len(rules) * len(to_search) * len({problem.micro_batch_size, *settings.micro_batch_sizes})
-    pruned = settings.prune if settings.prune is not None else (
-        num_searches * search_work(problem, settings.width) > WORK_LIMIT)
+    num_searches = (
+        len(rules) * len(to_search) * len({problem.micro_batch_size, *settings.micro_batch_sizes})
+    )
+    pruned = (
+        settings.prune
+        if settings.prune is not None
+        else (num_searches * search_work(problem, settings.width) > WORK_LIMIT)
+    )
     bounds, most_stages = (likely_cuts(problem, MOST_CUTS), MOST_STAGES) if pruned else (None, None)
     found: dict[PipelinePlan, float] = {}
     searches: dict[PipelinePlan, tuple[list[PipelineDevice], InFlight]] = {}
     for rule in rules:
         for order in to_search:
             places = likely_places(order, MOST_PLACES) if pruned else None
-            for each in search(problem, order, bounds=bounds, places=places, rule=rule, width=settings.width,
-                               max_stages=most_stages, may_skip=True, duplex=True):
+            for each in search(
+                problem,
+                order,
+                bounds=bounds,
+                places=places,
+                rule=rule,
+                width=settings.width,
+                max_stages=most_stages,
+                may_skip=True,
+                duplex=True,
+            ):
                 plan = replace(each.plan, samples_on=settings.samples_on)
                 if plan not in found:
                     found[plan] = update_latency(problem, plan, duplex=True)
                     searches[plan] = order, rule
     if pruned:
-        for plan in sorted(found, key=found.__getitem__)[:settings.num_tuned]:
+        for plan in sorted(found, key=found.__getitem__)[: settings.num_tuned]:
             order, rule = searches[plan]
             close, places = near(problem, plan, order)
-            for each in search(problem, order, bounds=close, places=places, rule=rule, width=settings.width,
-                               max_stages=len(plan.stages), may_skip=True, duplex=True):
+            for each in search(
+                problem,
+                order,
+                bounds=close,
+                places=places,
+                rule=rule,
+                width=settings.width,
+                max_stages=len(plan.stages),
+                may_skip=True,
+                duplex=True,
+            ):
                 moved = replace(each.plan, samples_on=settings.samples_on)
                 found[moved] = update_latency(problem, moved, duplex=True)
     for device in problem.devices:
@@ -194,7 +241,14 @@ def best_in_flight(problem: PipelineProblem, plan: PipelinePlan) -> tuple[Pipeli
     if len(plan.stages) == 1 or plan.policy == Policy.BACKWARD_AFTER_FORWARD:
         return best, best_prediction
     tried = {tuple(stage.in_flight for stage in plan.stages)}
-    rules = [RULES["b"], RULES["a"], RULES["c"], InFlight(3, 0), InFlight(4, 1), InFlight(0, plan.num_micro_batches)]
+    rules = [
+        RULES["b"],
+        RULES["a"],
+        RULES["c"],
+        InFlight(3, 0),
+        InFlight(4, 1),
+        InFlight(0, plan.num_micro_batches),
+    ]
     for rule in rules:
         other = with_in_flight(problem, plan, rule.counts(len(plan.stages), plan.num_micro_batches))
         counts = tuple(stage.in_flight for stage in other.stages)
@@ -209,12 +263,25 @@ def best_in_flight(problem: PipelineProblem, plan: PipelinePlan) -> tuple[Pipeli
     return best, best_prediction
 
 
-def with_in_flight(problem: PipelineProblem, plan: PipelinePlan, counts: Sequence[int]) -> PipelinePlan:
+def with_in_flight(
+    problem: PipelineProblem, plan: PipelinePlan, counts: Sequence[int]
+) -> PipelinePlan:
     """Return the plan with at most these K, fewer where a budget holds fewer; K never rises from stage to stage."""
     stages, most = [], plan.num_micro_batches
     for stage, count in zip(plan.stages, counts, strict=True):
-        most = max(1, min([most, count, *(_most_in_flight(problem, stage, soc, share)
-                                          for soc, share in zip(stage.devices, stage.shares, strict=True))]))
+        most = max(
+            1,
+            min(
+                [
+                    most,
+                    count,
+                    *(
+                        _most_in_flight(problem, stage, soc, share)
+                        for soc, share in zip(stage.devices, stage.shares, strict=True)
+                    ),
+                ]
+            ),
+        )
         stages.append(replace(stage, in_flight=most))
     return replace(plan, stages=tuple(stages))
 
@@ -239,10 +306,16 @@ def micro_batch_choices(problem: PipelineProblem, sizes: Iterable[int]) -> list[
     found = {problem.micro_batch_size: problem}
     for size in sizes:
         if size < 1 or problem.mini_batch_size % size:
-            raise ConfigError(f"planner: a micro-batch of {size} samples does not divide the mini-batch of "
-                              f"{problem.mini_batch_size}; use one of its divisors")
-        found.setdefault(size, replace(problem, micro_batch_size=size,
-                                       num_micro_batches=problem.mini_batch_size // size))
+            raise ConfigError(
+                f"planner: a micro-batch of {size} samples does not divide the mini-batch of "
+                f"{problem.mini_batch_size}; use one of its divisors"
+            )
+        found.setdefault(
+            size,
+            replace(
+                problem, micro_batch_size=size, num_micro_batches=problem.mini_batch_size // size
+            ),
+        )
     return list(found.values())
 
 
@@ -258,18 +331,26 @@ def _in_two_dimensions(problem: PipelineProblem, samples_on: int | None) -> list
 def _check(problem: PipelineProblem) -> None:
     model = problem.model
     if model.num_layers == 1:
-        raise ConfigError(f"pipeline: model {model.name} has one layer, {model.layers[0].name}, and cannot be cut into "
-                          "stages; profile it in finer layers, or train it by data parallelism")
+        raise ConfigError(
+            f"pipeline: model {model.name} has one layer, {model.layers[0].name}, and cannot be cut into "
+            "stages; profile it in finer layers, or train it by data parallelism"
+        )
     if len(problem.devices) == 1:
-        raise ConfigError(f"pipeline: one device, {problem.devices[0].name}, and a pipeline needs 2 or more; give more "
-                          "devices, or train on it alone")
+        raise ConfigError(
+            f"pipeline: one device, {problem.devices[0].name}, and a pipeline needs 2 or more; give more "
+            "devices, or train on it alone"
+        )
 
 
-def _simulated(problem: PipelineProblem, plans: Sequence[PipelinePlan], settings: PlannerSettings) -> list[Planned]:
+def _simulated(
+    problem: PipelineProblem, plans: Sequence[PipelinePlan], settings: PlannerSettings
+) -> list[Planned]:
     chosen = dict.fromkeys(_different(plans, settings.num_simulated))
     if plans and problem.model.num_layers * len(problem.devices) <= _MOST_OF_PAPER:
         chosen[replace(algorithm_2(problem).plan, samples_on=settings.samples_on)] = None
-    return [Planned(problem=problem, plan=plan, prediction=predict(problem, plan)) for plan in chosen]
+    return [
+        Planned(problem=problem, plan=plan, prediction=predict(problem, plan)) for plan in chosen
+    ]
 
 
 def _step_s(planned: Planned) -> float:
@@ -300,16 +381,20 @@ def _different(plans: Sequence[PipelinePlan], count: int) -> list[PipelinePlan]:
 def _memory_is_scarce(problem: PipelineProblem) -> bool:
     """Return whether some device could not hold the whole model with all of a pipeline's micro-batches in flight."""
     model, size = problem.model, len(problem.devices)
-    needed = model.state_bytes(0, model.num_layers - 1, problem.optimizer_copies) + problem.micro_batch_size \
-        * ASTEROID.count(size, problem.num_micro_batches) * model.kept_bytes(0, model.num_layers - 1)
+    needed = model.state_bytes(
+        0, model.num_layers - 1, problem.optimizer_copies
+    ) + problem.micro_batch_size * ASTEROID.count(
+        size, problem.num_micro_batches
+    ) * model.kept_bytes(0, model.num_layers - 1)
     return min(device.memory_bytes for device in problem.devices) < needed
 
 
 def _most_in_flight(problem: PipelineProblem, stage: Stage, soc: int, share: int) -> int:
     model = problem.model
     kept = share * model.kept_bytes(stage.first_layer, stage.last_layer)
-    room = problem.device(soc).memory_bytes - model.state_bytes(stage.first_layer, stage.last_layer,
-                                                                problem.optimizer_copies)
+    room = problem.device(soc).memory_bytes - model.state_bytes(
+        stage.first_layer, stage.last_layer, problem.optimizer_copies
+    )
     return int(room / kept) if kept else 1 << 30
 
 
@@ -318,12 +403,20 @@ def nothing_fits(problem: PipelineProblem) -> InfeasiblePlan:
     model = problem.model
     needed = model.state_bytes(0, model.num_layers - 1, problem.optimizer_copies)
     have = sum(device.memory_bytes for device in problem.devices)
-    widest = max(range(model.num_layers), key=lambda layer: model.state_bytes(layer, layer, problem.optimizer_copies)
-                 + model.kept_bytes(layer, layer))
-    one = model.state_bytes(widest, widest, problem.optimizer_copies) + model.kept_bytes(widest, widest)
+    widest = max(
+        range(model.num_layers),
+        key=lambda layer: (
+            model.state_bytes(layer, layer, problem.optimizer_copies)
+            + model.kept_bytes(layer, layer)
+        ),
+    )
+    one = model.state_bytes(widest, widest, problem.optimizer_copies) + model.kept_bytes(
+        widest, widest
+    )
     return InfeasiblePlan(
         f"pipeline: no plan of {model.name} fits: weights, gradients and optimiser take {needed / 1e6:.1f} MB and its "
         f"largest layer, {model.layers[widest].name}, {one / 1e6:.1f} MB with one sample, while {len(problem.devices)} "
         f"devices have {have / 1e6:.1f} MB, the largest "
         f"{max(device.memory_bytes for device in problem.devices) / 1e6:.1f} MB, and a stage shares micro-batches of "
-        f"{problem.micro_batch_size}; use smaller micro-batches, more devices or an optimiser with less state")
+        f"{problem.micro_batch_size}; use smaller micro-batches, more devices or an optimiser with less state"
+    )

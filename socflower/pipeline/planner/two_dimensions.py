@@ -30,13 +30,19 @@ _MOST_MOVES = 8
 _MOST_PLACES = 8
 
 
-def best_two_d(problem: PipelineProblem, *, sync: Sync = Sync.RING, server: int | str = "hub") -> TwoDPlan | None:
+def best_two_d(
+    problem: PipelineProblem, *, sync: Sync = Sync.RING, server: int | str = "hub"
+) -> TwoDPlan | None:
     """Return the plan in two dimensions with the least latency of the closed form; None if none fits the budgets.
 
     It tries some groupings (`groupings`), not all, and leaves to `plan_pipeline` what has one group or one device each.
     """
-    plans = [plan for groups in groupings(problem)
-             if (plan := plan_groups(problem, groups, group_pipeline, sync=sync, server=server)) is not None]
+    plans = [
+        plan
+        for groups in groupings(problem)
+        if (plan := plan_groups(problem, groups, group_pipeline, sync=sync, server=server))
+        is not None
+    ]
     return min(plans, key=lambda plan: update_latency(problem, plan, duplex=True), default=None)
 
 
@@ -51,13 +57,24 @@ def groupings(problem: PipelineProblem) -> Iterator[Groups]:
     seen: set[frozenset[frozenset[int]]] = set()
     for groups in _divided(problem, devices, by_speed):
         key = frozenset(frozenset(device.soc for device in group) for group in groups)
-        if 1 < len(groups) < len(devices) and len(groups) <= problem.micro_batch_size and key not in seen:
+        if (
+            1 < len(groups) < len(devices)
+            and len(groups) <= problem.micro_batch_size
+            and key not in seen
+        ):
             seen.add(key)
             yield groups
 
 
-def plan_groups(problem: PipelineProblem, groups: Groups, plan_group: GroupPlanner, *, sync: Sync = Sync.RING,
-                server: int | str = "hub", planner: str = "2d") -> TwoDPlan | None:
+def plan_groups(
+    problem: PipelineProblem,
+    groups: Groups,
+    plan_group: GroupPlanner,
+    *,
+    sync: Sync = Sync.RING,
+    server: int | str = "hub",
+    planner: str = "2d",
+) -> TwoDPlan | None:
     """Return the plan of given groups, with the samples of each micro-batch divided so that they take equal time.
 
     Samples are in proportion to speed at an equal share first; then some move from the slowest group to the fastest as
@@ -69,8 +86,11 @@ def plan_groups(problem: PipelineProblem, groups: Groups, plan_group: GroupPlann
         if (index, size) not in known:
             own = replace(problem, devices=groups[index], micro_batch_size=size)
             plan = plan_group(own)
-            known[index, size] = None if plan is None else (
-                latency(own, plan, reduces=False, duplex=True).seconds, plan)
+            known[index, size] = (
+                None
+                if plan is None
+                else (latency(own, plan, reduces=False, duplex=True).seconds, plan)
+            )
         return known[index, size]
 
     total = problem.micro_batch_size
@@ -89,8 +109,12 @@ def plan_groups(problem: PipelineProblem, groups: Groups, plan_group: GroupPlann
         slowest_s = max(seconds for seconds, _ in present)
         if best is not None and slowest_s >= best[0]:
             break
-        best = slowest_s, TwoDPlan(groups=tuple(plan for _, plan in present), sync=sync, server=server,
-                                   planner=planner)
+        best = (
+            slowest_s,
+            TwoDPlan(
+                groups=tuple(plan for _, plan in present), sync=sync, server=server, planner=planner
+            ),
+        )
         order = sorted(range(len(groups)), key=lambda index: present[index][0])
         if sizes[order[-1]] == 1:
             break
@@ -109,9 +133,19 @@ def group_pipeline(problem: PipelineProblem) -> PipelinePlan | None:
     most_cuts = MOST_CUTS if few else MOST_CUTS // 2
     bounds = likely_cuts(problem, most_cuts) if problem.model.num_layers > most_cuts else None
     places = None if few else likely_places(order, _MOST_PLACES)
-    found = min(search(problem, order, bounds=bounds, places=places, max_stages=MOST_STAGES, may_skip=True,
-                       duplex=True),
-                key=lambda each: each.latency_s, default=None)
+    found = min(
+        search(
+            problem,
+            order,
+            bounds=bounds,
+            places=places,
+            max_stages=MOST_STAGES,
+            may_skip=True,
+            duplex=True,
+        ),
+        key=lambda each: each.latency_s,
+        default=None,
+    )
     return None if found is None else found.plan
 
 
@@ -124,8 +158,9 @@ def dealt(devices: Sequence[PipelineDevice], num_groups: int) -> Groups:
     return tuple(tuple(group) for group in groups)
 
 
-def _divided(problem: PipelineProblem, devices: Sequence[PipelineDevice],
-             by_speed: Sequence[PipelineDevice]) -> Iterator[Groups]:
+def _divided(
+    problem: PipelineProblem, devices: Sequence[PipelineDevice], by_speed: Sequence[PipelineDevice]
+) -> Iterator[Groups]:
     size = len(devices)
     for num_groups in range(2, min(size, 9)):
         ends = [round(index * size / num_groups) for index in range(num_groups + 1)]
@@ -141,7 +176,8 @@ def _divided(problem: PipelineProblem, devices: Sequence[PipelineDevice],
     yield tuple(tuple(group) for group in classes.values())
     model = problem.model
     whole = model.state_bytes(0, model.num_layers - 1, problem.optimizer_copies) + model.kept_bytes(
-        0, model.num_layers - 1)
+        0, model.num_layers - 1
+    )
     alone = [device for device in devices if device.memory_bytes >= whole]
     others = [device for device in devices if device.memory_bytes < whole]
     if others:
@@ -155,5 +191,10 @@ def _proportional(rates: Sequence[float], total: int) -> list[int]:
     while sum(sizes) < total:
         sizes[max(range(len(sizes)), key=lambda index: shares[index] - sizes[index])] += 1
     while sum(sizes) > total:
-        sizes[max(range(len(sizes)), key=lambda index: (sizes[index] > 1, sizes[index] - shares[index]))] -= 1
+        sizes[
+            max(
+                range(len(sizes)),
+                key=lambda index: (sizes[index] > 1, sizes[index] - shares[index]),
+            )
+        ] -= 1
     return sizes

@@ -19,7 +19,13 @@ from socflower.cluster import Cluster, Device
 from socflower.cluster.cost_model import UPDATE_PASSES
 from socflower.cluster.device_catalog import usable_memory_bytes
 from socflower.errors import ConfigError, require_range
-from socflower.pipeline.problem import Floats, LayerSeconds, PipelineDevice, PipelineModel, PipelineProblem
+from socflower.pipeline.problem import (
+    Floats,
+    LayerSeconds,
+    PipelineDevice,
+    PipelineModel,
+    PipelineProblem,
+)
 from socflower.pipeline.profiler.int8_layers import require_int8
 from socflower.pipeline.profiler.layers import Granularity, read_model
 from socflower.plain_numbers import plain_numbers
@@ -36,7 +42,9 @@ PARTS = (4, 8, 16, 32)
 _BATCHES = (1, 65_536)  # seconds are linear between them
 
 
-def estimate_seconds(model: PipelineModel, device: Device, *, processor: str | None = None) -> LayerSeconds:
+def estimate_seconds(
+    model: PipelineModel, device: Device, *, processor: str | None = None
+) -> LayerSeconds:
     """Return the seconds of each layer of a model on a device of the catalogue.
 
     `forward(l, β) = β·T·w_f(l) / Σ(w_f + w_b) + o·num_operations(l) / 3`, and the same for the backward pass with
@@ -51,18 +59,29 @@ def estimate_seconds(model: PipelineModel, device: Device, *, processor: str | N
     flops = sum(layer.forward_flops + layer.backward_flops for layer in model.layers)
     sample_s = flops / chosen.rate(model.name)
     scale = sample_s / total_w if total_w else 0.0
-    fixed_s = device.layer_overhead_s * np.array([layer.num_operations for layer in model.layers], np.float64)
+    fixed_s = device.layer_overhead_s * np.array(
+        [layer.num_operations for layer in model.layers], np.float64
+    )
     sizes = np.array(_BATCHES, np.float64)
     return LayerSeconds(
-        device=device.name, batches=_BATCHES, estimated=True,
+        device=device.name,
+        batches=_BATCHES,
+        estimated=True,
         forward_s=np.outer(forward_w * scale, sizes) + fixed_s[:, None] / 3.0,
-        backward_s=np.outer(backward_w * scale, sizes) + fixed_s[:, None] * 2.0 / 3.0)
+        backward_s=np.outer(backward_w * scale, sizes) + fixed_s[:, None] * 2.0 / 3.0,
+    )
 
 
 def estimated_problem(
-    model: PipelineModel, cluster: Cluster, *, micro_batch_size: int, num_micro_batches: int,
-    optimizer_copies: float = 1.0, socs: Sequence[int] | None = None,
-    measured: Mapping[str, LayerSeconds] | None = None, int8_socs: Int8Socs = (),
+    model: PipelineModel,
+    cluster: Cluster,
+    *,
+    micro_batch_size: int,
+    num_micro_batches: int,
+    optimizer_copies: float = 1.0,
+    socs: Sequence[int] | None = None,
+    measured: Mapping[str, LayerSeconds] | None = None,
+    int8_socs: Int8Socs = (),
     measured_int8: Mapping[str, LayerSeconds] | None = None,
 ) -> PipelineProblem:
     """Return the problem of training a model on a cluster's devices (`socs`: on some of them).
@@ -75,7 +94,9 @@ def estimated_problem(
     """
     found = list(range(cluster.num_socs) if socs is None else socs)
     if not found:
-        raise ConfigError(f"pipeline: no device of cluster {cluster.name} takes part; name at least one")
+        raise ConfigError(
+            f"pipeline: no device of cluster {cluster.name} takes part; name at least one"
+        )
     in_int8 = _int8_socs(cluster, found, int8_socs)
     seconds = {(name, False): own for name, own in (measured or {}).items()}
     seconds |= {(name, True): own for name, own in (measured_int8 or {}).items()}
@@ -85,20 +106,42 @@ def estimated_problem(
         processor = kind.int8_processor or "" if is_int8 else ""
         if (kind.name, is_int8) not in seconds:
             estimated = estimate_seconds(model, kind, processor=processor or None)
-            seconds[kind.name, is_int8] = replace(estimated, device=f"{kind.name}'s {processor}") if is_int8 \
-                else estimated
+            seconds[kind.name, is_int8] = (
+                replace(estimated, device=f"{kind.name}'s {processor}") if is_int8 else estimated
+            )
         passes = 1.0 + REQUANTISE_PASSES / UPDATE_PASSES if is_int8 else 1.0
-        devices.append(PipelineDevice(
-            soc=soc, name=kind.name, seconds=seconds[kind.name, is_int8], memory_bytes=usable_memory_bytes(kind),
-            update_bytes_per_s=kind.memory_bytes_per_s / passes, int8_processor=processor))
-    return PipelineProblem(model=model, devices=tuple(devices), cluster=cluster, micro_batch_size=micro_batch_size,
-                           num_micro_batches=num_micro_batches, optimizer_copies=optimizer_copies)
+        devices.append(
+            PipelineDevice(
+                soc=soc,
+                name=kind.name,
+                seconds=seconds[kind.name, is_int8],
+                memory_bytes=usable_memory_bytes(kind),
+                update_bytes_per_s=kind.memory_bytes_per_s / passes,
+                int8_processor=processor,
+            )
+        )
+    return PipelineProblem(
+        model=model,
+        devices=tuple(devices),
+        cluster=cluster,
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=num_micro_batches,
+        optimizer_copies=optimizer_copies,
+    )
 
 
 @plain_numbers
 def pipeline_problem(
-    module: nn.Module, example: Example, cluster: Cluster, *, batch_size: int, name: str = "", cuts: str = "layers",
-    optimizer_copies: float = 1.0, num_socs: int | None = None, int8_socs: Int8Socs = (),
+    module: nn.Module,
+    example: Example,
+    cluster: Cluster,
+    *,
+    batch_size: int,
+    name: str = "",
+    cuts: str = "layers",
+    optimizer_copies: float = 1.0,
+    num_socs: int | None = None,
+    int8_socs: Int8Socs = (),
 ) -> PipelineProblem:
     """Return what a pipeline of a model on a cluster is planned for, with seconds estimated from the catalogue.
 
@@ -129,14 +172,22 @@ def pipeline_problem(
     """
     require_range("pipeline", least=1, batch_size=batch_size)
     if cuts not in {each.value for each in Granularity}:
-        raise ConfigError(f"pipeline: cuts = {cuts!r} is unknown; use {', '.join(each.value for each in Granularity)}")
+        raise ConfigError(
+            f"pipeline: cuts = {cuts!r} is unknown; use {', '.join(each.value for each in Granularity)}"
+        )
     read = read_model(module, example, name or type(module).__name__, granularity=Granularity(cuts))
     if int8_socs:
         require_int8(read, module)
     size = default_micro_batches(batch_size)[0]
     return estimated_problem(
-        read.model, cluster, socs=None if num_socs is None else range(num_socs), micro_batch_size=size,
-        num_micro_batches=batch_size // size, optimizer_copies=optimizer_copies, int8_socs=int8_socs)
+        read.model,
+        cluster,
+        socs=None if num_socs is None else range(num_socs),
+        micro_batch_size=size,
+        num_micro_batches=batch_size // size,
+        optimizer_copies=optimizer_copies,
+        int8_socs=int8_socs,
+    )
 
 
 def default_micro_batches(batch_size: int) -> tuple[int, ...]:
@@ -151,18 +202,26 @@ def _int8_socs(cluster: Cluster, socs: Sequence[int], wanted: Int8Socs) -> froze
     if wanted == "auto":
         found = frozenset(soc for soc, processor in able.items() if processor)
         if not found:
-            raise ConfigError(f"pipeline: int8_socs = 'auto', and no device has an int8 processor among {names}; leave "
-                              "it out, or give a device one in its profile")
+            raise ConfigError(
+                f"pipeline: int8_socs = 'auto', and no device has an int8 processor among {names}; leave "
+                "it out, or give a device one in its profile"
+            )
         return found
     if isinstance(wanted, str) or not isinstance(wanted, Iterable):
-        raise ConfigError(f"pipeline: int8_socs = {wanted!r} is unknown; use \"auto\" or the numbers of SoCs")
+        raise ConfigError(
+            f'pipeline: int8_socs = {wanted!r} is unknown; use "auto" or the numbers of SoCs'
+        )
     for soc in wanted:
         if soc not in able:
-            raise ConfigError(f"pipeline: int8_socs has SoC {soc}, which takes no part; SoCs are "
-                              f"{', '.join(map(str, socs))}")
+            raise ConfigError(
+                f"pipeline: int8_socs has SoC {soc}, which takes no part; SoCs are "
+                f"{', '.join(map(str, socs))}"
+            )
         if not able[soc]:
-            raise ConfigError(f"pipeline: int8_socs has SoC {soc}, and {cluster.device_of(soc).name} has no int8 "
-                              "processor; leave it out, or give it one in its profile")
+            raise ConfigError(
+                f"pipeline: int8_socs has SoC {soc}, and {cluster.device_of(soc).name} has no int8 "
+                "processor; leave it out, or give it one in its profile"
+            )
     return frozenset(wanted)
 
 

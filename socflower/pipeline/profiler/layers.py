@@ -35,7 +35,11 @@ class ReadModel:
 
 
 def read_model(
-    module: nn.Module, example: Example, name: str, *, granularity: Granularity = Granularity.LAYERS,
+    module: nn.Module,
+    example: Example,
+    name: str,
+    *,
+    granularity: Granularity = Granularity.LAYERS,
     label_bytes: float = 8.0,
 ) -> ReadModel:
     """Return the layers of a model with their costs per sample; nothing is computed with values.
@@ -53,32 +57,58 @@ def read_model(
     costs = profile_operations(module, fine.graph, example)
     chain = _coarsened(module, fine, costs, granularity)
     if len(chain.pieces) < 2:
-        raise ConfigError(f"model {name}: cannot be cut into {granularity.value}; all that multiplies is in one of "
-                          "them")
+        raise ConfigError(
+            f"model {name}: cannot be cut into {granularity.value}; all that multiplies is in one of "
+            "them"
+        )
     names = _unique(chain.names)
-    layers = tuple(_layer(module, chain, piece, name, costs) for piece, name in zip(chain.pieces, names, strict=True))
+    layers = tuple(
+        _layer(module, chain, piece, name, costs)
+        for piece, name in zip(chain.pieces, names, strict=True)
+    )
     placeholder = next(one for one in chain.graph.operations if one.node.op == "placeholder")
-    return ReadModel(chain=chain, model=PipelineModel(
-        name=name, layers=layers, input_bytes=result_bytes([placeholder]), label_bytes=label_bytes,
-        cuts=granularity.value, sample_shape=(placeholder.shape or ())[1:]))
+    return ReadModel(
+        chain=chain,
+        model=PipelineModel(
+            name=name,
+            layers=layers,
+            input_bytes=result_bytes([placeholder]),
+            label_bytes=label_bytes,
+            cuts=granularity.value,
+            sample_shape=(placeholder.shape or ())[1:],
+        ),
+    )
 
 
 def _coarsened(
-    module: nn.Module, fine: ModelChain, costs: dict[Operation, OperationCost], granularity: Granularity,
+    module: nn.Module,
+    fine: ModelChain,
+    costs: dict[Operation, OperationCost],
+    granularity: Granularity,
 ) -> ModelChain:
     if granularity is Granularity.OPERATIONS:
         return fine
     tables = {id(table.weight) for table in module.modules() if isinstance(table, nn.Embedding)}
     names = {key for key, weight in module.named_parameters() if id(weight) in tables}
-    layers = fine.coarsened(lambda one: costs[one].forward_flops > 0 or (
-        not one.is_constant and not names.isdisjoint(one.tensors)))
+    layers = fine.coarsened(
+        lambda one: (
+            costs[one].forward_flops > 0
+            or (not one.is_constant and not names.isdisjoint(one.tensors))
+        )
+    )
     if granularity is Granularity.LAYERS:
         return layers
-    return layers.merged([number for number, piece in enumerate(layers.pieces) if len(piece.leaving) == 1])
+    return layers.merged(
+        [number for number, piece in enumerate(layers.pieces) if len(piece.leaving) == 1]
+    )
 
 
 def _layer(
-    module: nn.Module, chain: ModelChain, piece: Piece, name: str, costs: dict[Operation, OperationCost],
+    module: nn.Module,
+    chain: ModelChain,
+    piece: Piece,
+    name: str,
+    costs: dict[Operation, OperationCost],
 ) -> PipelineLayer:
     own = [costs[operation] for operation in piece.operations]
     used = frozenset().union(*(operation.tensors for operation in piece.operations))
@@ -86,11 +116,16 @@ def _layer(
     trained = [weight for weight in weights if weight.requires_grad]
     leaving = piece.leaving or tuple(one for one in chain.graph.operations[-1].inputs if one.shape)
     return PipelineLayer(
-        name=name, forward_flops=sum(cost.forward_flops for cost in own),
-        backward_flops=sum(cost.backward_flops for cost in own), weight_bytes=_num_bytes(trained),
-        frozen_bytes=_num_bytes(weights) - _num_bytes(trained), num_tensors=len(trained),
-        activation_bytes=sum(cost.output_bytes for cost in own if cost.in_backward), output_bytes=result_bytes(leaving),
-        num_operations=sum(cost.output_bytes > 0 for cost in own))
+        name=name,
+        forward_flops=sum(cost.forward_flops for cost in own),
+        backward_flops=sum(cost.backward_flops for cost in own),
+        weight_bytes=_num_bytes(trained),
+        frozen_bytes=_num_bytes(weights) - _num_bytes(trained),
+        num_tensors=len(trained),
+        activation_bytes=sum(cost.output_bytes for cost in own if cost.in_backward),
+        output_bytes=result_bytes(leaving),
+        num_operations=sum(cost.output_bytes > 0 for cost in own),
+    )
 
 
 def _num_bytes(weights: Sequence[nn.Parameter]) -> float:
@@ -99,4 +134,6 @@ def _num_bytes(weights: Sequence[nn.Parameter]) -> float:
 
 def _unique(names: Sequence[str]) -> list[str]:
     """Return names of which none repeats: the second call of a layer may be a piece of its own."""
-    return [name if names.count(name) == 1 else f"{name}#{number}" for number, name in enumerate(names)]
+    return [
+        name if names.count(name) == 1 else f"{name}#{number}" for number, name in enumerate(names)
+    ]

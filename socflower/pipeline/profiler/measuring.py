@@ -26,8 +26,14 @@ DEFAULT_BATCHES = (1, 2, 4, 8, 16, 32)
 
 
 def measure_layers(
-    module: nn.Module, example: Example, batches: Sequence[int] = DEFAULT_BATCHES, *, chain: ModelChain | None = None,
-    device: str = "this-machine", repeats: int = 3, clock: Callable[[], float] = time.perf_counter,
+    module: nn.Module,
+    example: Example,
+    batches: Sequence[int] = DEFAULT_BATCHES,
+    *,
+    chain: ModelChain | None = None,
+    device: str = "this-machine",
+    repeats: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
     in_int8: bool = False,
 ) -> LayerSeconds:
     """Return the median seconds of each layer's passes at several batch sizes, on the device of the module's weights.
@@ -50,14 +56,20 @@ def measure_layers(
         example = torch.randn(1, *example, generator=torch.Generator().manual_seed(0))
     layers = read_model(module, example, type(module).__name__).chain if chain is None else chain
     own = copied(module, layers.graph.name).train()
-    pieces = [_Int8Piece(int8_part(own, layers, number, number), input_gradient=number > 0) if in_int8
-              else layers.module(own, number, number) for number in range(len(layers.pieces))]
+    pieces = [
+        _Int8Piece(int8_part(own, layers, number, number), input_gradient=number > 0)
+        if in_int8
+        else layers.module(own, number, number)
+        for number in range(len(layers.pieces))
+    ]
     forward_s, backward_s = (np.zeros((len(pieces), len(sizes))) for _ in range(2))
     with CAPTURE_LOCK.shared(), forked_generators(), torch.enable_grad():
         for column, size in enumerate(sizes):
             entering: Tensors = (first_samples(own, example, layers.graph.name, size),)
             for row, piece in enumerate(pieces):
-                entering, times = _measured(piece, entering, repeats, clock, device_of(own), is_first=row == 0)
+                entering, times = _measured(
+                    piece, entering, repeats, clock, device_of(own), is_first=row == 0
+                )
                 forward_s[row, column], backward_s[row, column] = times
     return LayerSeconds(device=device, batches=sizes, forward_s=forward_s, backward_s=backward_s)
 
@@ -76,14 +88,22 @@ class _Int8Piece(nn.Module):
 
 
 def _measured(
-    piece: nn.Module, entering: Tensors, repeats: int, clock: Callable[[], float], device: torch.device, *,
+    piece: nn.Module,
+    entering: Tensors,
+    repeats: int,
+    clock: Callable[[], float],
+    device: torch.device,
+    *,
     is_first: bool,
 ) -> tuple[Tensors, tuple[float, float]]:
     """Return what a piece makes, and the medians of its forward and backward seconds.
 
     The first piece computes no gradient of its input, since none is sent to anybody.
     """
-    leaves = tuple(tensor.detach().requires_grad_(tensor.is_floating_point() and not is_first) for tensor in entering)
+    leaves = tuple(
+        tensor.detach().requires_grad_(tensor.is_floating_point() and not is_first)
+        for tensor in entering
+    )
     weights = [weight for weight in piece.parameters() if weight.requires_grad]
     times: list[tuple[float, float]] = []
     results: Tensors = ()
@@ -98,8 +118,13 @@ def _measured(
         roots = [result for result in results if result.grad_fn is not None]
         if roots:
             wanted = [leaf for leaf in chained(leaves, weights) if leaf.requires_grad]
-            torch.autograd.grad(roots, wanted, [torch.ones_like(root) for root in roots], allow_unused=True)
+            torch.autograd.grad(
+                roots, wanted, [torch.ones_like(root) for root in roots], allow_unused=True
+            )
         settle(device)
         times.append((middle_s - start_s, clock() - middle_s if roots else 0.0))
     forward_s, backward_s = zip(*times[1:], strict=True)
-    return tuple(result.detach() for result in results), (statistics.median(forward_s), statistics.median(backward_s))
+    return tuple(result.detach() for result in results), (
+        statistics.median(forward_s),
+        statistics.median(backward_s),
+    )

@@ -15,14 +15,25 @@ from socflower.pipeline.plan import Plan
 class StageState:
     """Weights, buffers and optimiser of some of a model's layers at one step."""
 
-    weights: Mapping[str, Tensor] = field(default_factory=dict)  # trained parameters and buffers, by name
-    optimizer: Mapping[str, Any] = field(default_factory=dict)  # as `FP32Session.named_state`; empty: new
+    weights: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # trained parameters and buffers, by name
+    optimizer: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # as `FP32Session.named_state`; empty: new
 
     def to_bytes(self, names: Collection[str]) -> bytearray:
         """Return the part of these names, to be read by `from_bytes`."""
         wanted, stream = set(names), io.BytesIO()
-        torch.save({"weights": {name: weight for name, weight in self.weights.items() if name in wanted},
-                    "optimizer": self._optimizer_of(wanted)}, stream)
+        torch.save(
+            {
+                "weights": {
+                    name: weight for name, weight in self.weights.items() if name in wanted
+                },
+                "optimizer": self._optimizer_of(wanted),
+            },
+            stream,
+        )
         return bytearray(stream.getbuffer())
 
     @classmethod
@@ -35,8 +46,10 @@ class StageState:
         """Return both; of a name in both, this one's."""
         optimizer = dict(other.optimizer) | dict(self.optimizer)
         if optimizer:
-            optimizer["parameters"] = {**other.optimizer.get("parameters", {}),
-                                       **self.optimizer.get("parameters", {})}
+            optimizer["parameters"] = {
+                **other.optimizer.get("parameters", {}),
+                **self.optimizer.get("parameters", {}),
+            }
         return StageState(weights={**other.weights, **self.weights}, optimizer=optimizer)
 
     def optimizer_bytes(self) -> bytes | None:
@@ -48,9 +61,18 @@ class StageState:
         return stream.getvalue()
 
     def _optimizer_of(self, names: Collection[str]) -> dict[str, Any]:
-        return {**self.optimizer, "parameters": {
-            name: own for name, own in self.optimizer.get("parameters", {}).items() if name in names}} \
-            if self.optimizer else {}
+        return (
+            {
+                **self.optimizer,
+                "parameters": {
+                    name: own
+                    for name, own in self.optimizer.get("parameters", {}).items()
+                    if name in names
+                },
+            }
+            if self.optimizer
+            else {}
+        )
 
 
 class Move(NamedTuple):
@@ -70,22 +92,36 @@ def backup_of(plan: Plan) -> dict[int, int]:
     if len(plan.pipelines) > 1:
         return {}
     stages = plan.pipelines[0].stages
-    return {stage.devices[0]: stages[(number + 1) % len(stages)].devices[0]
-            for number, stage in enumerate(stages) if len(stage.devices) == 1 and len(stages) > 1}
+    return {
+        stage.devices[0]: stages[(number + 1) % len(stages)].devices[0]
+        for number, stage in enumerate(stages)
+        if len(stage.devices) == 1 and len(stages) > 1
+    }
 
 
-def newest_common(held: Mapping[int, Mapping[int, Collection[str]]], names: Collection[str]) -> int | None:
+def newest_common(
+    held: Mapping[int, Mapping[int, Collection[str]]], names: Collection[str]
+) -> int | None:
     """Return the newest step at which the devices together have all names; None without one.
 
     `held` has the names of each step, by device.
     """
     steps = sorted({step for own in held.values() for step in own}, reverse=True)
-    return next((step for step in steps
-                 if set(names) <= {name for own in held.values() for name in own.get(step, ())}), None)
+    return next(
+        (
+            step
+            for step in steps
+            if set(names) <= {name for own in held.values() for name in own.get(step, ())}
+        ),
+        None,
+    )
 
 
-def moves(needed: Mapping[int, Sequence[str]], held: Mapping[int, Collection[str]], order: Iterable[int],
-          ) -> tuple[Move, ...]:
+def moves(
+    needed: Mapping[int, Sequence[str]],
+    held: Mapping[int, Collection[str]],
+    order: Iterable[int],
+) -> tuple[Move, ...]:
     """Return who sends what to whom, so that each device has what it needs; the first in `order` that has it sends.
 
     Each name is sent to a device once. Pairs of devices send at the same time.

@@ -29,7 +29,16 @@ from socflower.pipeline.runtime.channels import Channels, QueueChannels, run_scr
 from socflower.pipeline.runtime.gloo_channels import GlooChannels
 from socflower.pipeline.runtime.group import outcome_of
 from socflower.pipeline.runtime.grpc_channels import GrpcChannels
-from socflower.pipeline.runtime.member import CONTROL, END, STATE, Member, Mini, Receive, TrainedModel, refuse_unfit
+from socflower.pipeline.runtime.member import (
+    CONTROL,
+    END,
+    STATE,
+    Member,
+    Mini,
+    Receive,
+    TrainedModel,
+    refuse_unfit,
+)
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
 from socflower.quantities import counted
 from socflower.rings.collective import PeerLost
@@ -101,18 +110,30 @@ class _Session:
         self._config, self._group, self._ring = member, member.group, member.ring
         self._soc_of = dict(zip(member.group.partitions, member.group.members, strict=True))
         self._soc = self._soc_of[member.ring.participant]
-        self._membership = Membership(member.port, member.ring.participant, member.group.partitions,
-                                      heartbeat_s=member.ring.heartbeat_s, rendezvous_s=member.ring.rendezvous_s)
+        self._membership = Membership(
+            member.port,
+            member.ring.participant,
+            member.group.partitions,
+            heartbeat_s=member.ring.heartbeat_s,
+            rendezvous_s=member.ring.rendezvous_s,
+        )
         self._names = frozenset(trainable_state(member.model))
-        self._of_layers = [self._names & frozenset().union(*(one.tensors for one in piece.operations))
-                           for piece in member.read.chain.pieces]
+        self._of_layers = [
+            self._names & frozenset().union(*(one.tensors for one in piece.operations))
+            for piece in member.read.chain.pieces
+        ]
         self._socs: list[int] = []  # that are there
         self._kept: dict[int, StageState] = {}
         if member.has_model:
             self._kept[0] = StageState(
-                weights={name: tensor.detach().cpu().clone() for name, tensor in trainable_state(member.model).items()},
-                optimizer={} if member.state is None else torch.load(
-                    io.BytesIO(member.state), weights_only=True, map_location="cpu"))
+                weights={
+                    name: tensor.detach().cpu().clone()
+                    for name, tensor in trainable_state(member.model).items()
+                },
+                optimizer={}
+                if member.state is None
+                else torch.load(io.BytesIO(member.state), weights_only=True, map_location="cpu"),
+            )
         self._awaited: dict[int, list[int]] = {}  # SoCs whose backups of a step are to come
         self._schedule = BatchSchedule(member.group, [len(member.data)])
         self._channels: Channels | None = None
@@ -159,12 +180,23 @@ class _Session:
     # ------------------------------------------------------------------------------------------------- forming
 
     def _form(self) -> None:
-        standing = MemberState(num_steps=max(self._kept, default=0), has_model=bool(self._kept), optimizer="")
+        standing = MemberState(
+            num_steps=max(self._kept, default=0), has_model=bool(self._kept), optimizer=""
+        )
         generation = self._membership.form(standing, self._config.switch.raise_if_active)
         socs = self._socs = [self._soc_of[participant] for participant in generation.members]
         kind = GlooChannels if self._ring.transport == "gloo" else GrpcChannels
-        self._channels = QueueChannels.of(socs)[self._soc] if len(socs) == 1 else kind(
-            self._config.port, socs, generation.members, generation.number, self._ring.heartbeat_s)
+        self._channels = (
+            QueueChannels.of(socs)[self._soc]
+            if len(socs) == 1
+            else kind(
+                self._config.port,
+                socs,
+                generation.members,
+                generation.number,
+                self._ring.heartbeat_s,
+            )
+        )
         decision = self._agree(socs)
         if decision["step"] is None:
             self._log.append(decision["why"])
@@ -177,8 +209,10 @@ class _Session:
         if self._lost_at_s is not None:
             self._recoveries_s.append(time.monotonic() - self._lost_at_s)
             self._lost_at_s = None
-            self._log.append(f"the pipeline goes on from update {self._step} on "
-                             f"{counted(len(self._plan.socs), 'device')}, as {self._plan.architecture}")
+            self._log.append(
+                f"the pipeline goes on from update {self._step} on "
+                f"{counted(len(self._plan.socs), 'device')}, as {self._plan.architecture}"
+            )
 
     def _agree(self, socs: list[int]) -> dict[str, Any]:
         """Return what the first device has decided: a plan, the step to go on from, and what has to move."""
@@ -190,13 +224,17 @@ class _Session:
             return dict(json.loads(bytes(channels.receive(Receive(first, CONTROL), self._poll))))
         reports: dict[int, dict[int, list[str]]] = {first: held}
         for soc in socs[1:]:
-            reports[soc] = dict(json.loads(bytes(channels.receive(Receive(soc, CONTROL), self._poll))))
+            reports[soc] = dict(
+                json.loads(bytes(channels.receive(Receive(soc, CONTROL), self._poll)))
+            )
         decision = self._decide(socs, reports)
         for soc in socs[1:]:
             channels.send(soc, CONTROL, bytearray(json.dumps(decision).encode()))
         return decision
 
-    def _decide(self, socs: list[int], reports: Mapping[int, Mapping[int, list[str]]]) -> dict[str, Any]:
+    def _decide(
+        self, socs: list[int], reports: Mapping[int, Mapping[int, list[str]]]
+    ) -> dict[str, Any]:
         step = newest_common(reports, self._names)
         if step is None:
             return {"step": None, "why": "a stage and its backup were lost together"}
@@ -212,10 +250,20 @@ class _Session:
 
     def _names_of(self, plan: Plan, soc: int) -> frozenset[str]:
         """Return the names of what a device of a plan trains; those of no layer are the first device's."""
-        own = frozenset().union(*(self._of_layers[layer] for pipeline in plan.pipelines for stage in pipeline.stages
-                                  if soc in stage.devices
-                                  for layer in range(stage.first_layer, stage.last_layer + 1)))
-        return own | (self._names - frozenset().union(*self._of_layers)) if soc == self._leader_of(plan) else own
+        own = frozenset().union(
+            *(
+                self._of_layers[layer]
+                for pipeline in plan.pipelines
+                for stage in pipeline.stages
+                if soc in stage.devices
+                for layer in range(stage.first_layer, stage.last_layer + 1)
+            )
+        )
+        return (
+            own | (self._names - frozenset().union(*self._of_layers))
+            if soc == self._leader_of(plan)
+            else own
+        )
 
     def _leader_of(self, plan: Plan) -> int:
         """Return the device that answers: the leader of the group, or if it is lost the plan's first one."""
@@ -231,7 +279,9 @@ class _Session:
                 channels.send(part.target, STATE, state.to_bytes(part.names))
         for part in parts:
             if part.target == self._soc:
-                state = state.joined(StageState.from_bytes(channels.receive(Receive(part.source, STATE), self._poll)))
+                state = state.joined(
+                    StageState.from_bytes(channels.receive(Receive(part.source, STATE), self._poll))
+                )
         self._kept = {self._step: state}
 
     def _make_stage(self) -> Member:
@@ -241,13 +291,28 @@ class _Session:
         model = copied(config.model)
         load_trainable_state(model, {**trainable_state(model), **state.weights})
         span = TrainingSpan(
-            first_step=self._group.first_step + self._step, total_steps=self._group.total_steps,
-            steps_per_epoch=self._group.steps_per_epoch, proximal_mu=self._group.proximal_mu,
-            seed=(self._group.seed, self._group.group_id))
-        return Member(self._plan, self._soc, config.read, model, config.trainer, span, data=config.data,
-                      send=channels.send, state=state.optimizer_bytes(), coding=config.coding,
-                      budget_bytes=config.budget_bytes.get(self._soc, math.inf), on_pass=lambda *_: self._poll(),
-                      leader=self._leader_of(self._plan), int8_socs=config.int8_socs)
+            first_step=self._group.first_step + self._step,
+            total_steps=self._group.total_steps,
+            steps_per_epoch=self._group.steps_per_epoch,
+            proximal_mu=self._group.proximal_mu,
+            seed=(self._group.seed, self._group.group_id),
+        )
+        return Member(
+            self._plan,
+            self._soc,
+            config.read,
+            model,
+            config.trainer,
+            span,
+            data=config.data,
+            send=channels.send,
+            state=state.optimizer_bytes(),
+            coding=config.coding,
+            budget_bytes=config.budget_bytes.get(self._soc, math.inf),
+            on_pass=lambda *_: self._poll(),
+            leader=self._leader_of(self._plan),
+            int8_socs=config.int8_socs,
+        )
 
     # ------------------------------------------------------------------------------------------------ training
 
@@ -258,19 +323,38 @@ class _Session:
         while self._step < group.num_steps:
             if self._config.departs_at is not None and self._step >= self._config.departs_at:
                 raise Preempted("the device is preempted")
-            if self._config.backup_steps and self._step > begun and self._step % self._config.backup_steps == 0:
+            if (
+                self._config.backup_steps
+                and self._step > begun
+                and self._step % self._config.backup_steps == 0
+            ):
                 self._back_up()
             every = self._ring.rebalance_steps
             if every and self._step > begun and self._step % every == 0:
                 self._share_anew()
             (indices,) = self._schedule.batch(group.first_step + self._step)
-            run_script(stage.update(Mini(step=group.first_step + self._step, indices=indices,
-                                         key=sample_key(group, self._step))), channels, self._poll)
+            run_script(
+                stage.update(
+                    Mini(
+                        step=group.first_step + self._step,
+                        indices=indices,
+                        key=sample_key(group, self._step),
+                    )
+                ),
+                channels,
+                self._poll,
+            )
             self._step += 1
             self._take_backups()
-            self._config.on_step(AppliedStep(
-                step=group.first_step + self._step - 1, samples=tuple(indices.tolist()),
-                members=tuple(group.partitions[group.members.index(soc)] for soc in self._plan.socs)))
+            self._config.on_step(
+                AppliedStep(
+                    step=group.first_step + self._step - 1,
+                    samples=tuple(indices.tolist()),
+                    members=tuple(
+                        group.partitions[group.members.index(soc)] for soc in self._plan.socs
+                    ),
+                )
+            )
 
     def _share_anew(self) -> None:
         """Divide the samples of replicated stages by what their devices have measured since the last time."""
@@ -281,28 +365,50 @@ class _Session:
             channels.send(first, CONTROL, bytearray(json.dumps(own).encode()))
             answer = bytes(channels.receive(Receive(first, CONTROL), self._poll)).decode()
         else:
-            reports = {first: own} | {soc: json.loads(bytes(channels.receive(Receive(soc, CONTROL), self._poll)))
-                                      for soc in self._socs[1:]}
-            plan = shared_anew(self._plan, {soc: each[0] for soc, each in reports.items()},
-                               {soc: each[1] for soc, each in reports.items()}, _SHARE_TOLERANCE)
+            reports = {first: own} | {
+                soc: json.loads(bytes(channels.receive(Receive(soc, CONTROL), self._poll)))
+                for soc in self._socs[1:]
+            }
+            plan = shared_anew(
+                self._plan,
+                {soc: each[0] for soc, each in reports.items()},
+                {soc: each[1] for soc, each in reports.items()},
+                _SHARE_TOLERANCE,
+            )
             answer = "" if plan is None else to_json(plan)
             for soc in self._socs[1:]:
                 channels.send(soc, CONTROL, bytearray(answer.encode()))
         if answer:
             self._plan = from_json(answer)
             stage.share_anew(self._plan)
-            self._log.append(f"shares anew after {counted(self._step, 'update')}: " + "; ".join(
-                f"stage {number}: {', '.join(map(str, each.shares))}"
-                for number, each in enumerate(self._plan.pipelines[0].stages) if len(each.devices) > 1))
+            self._log.append(
+                f"shares anew after {counted(self._step, 'update')}: "
+                + "; ".join(
+                    f"stage {number}: {', '.join(map(str, each.shares))}"
+                    for number, each in enumerate(self._plan.pipelines[0].stages)
+                    if len(each.devices) > 1
+                )
+            )
 
     def _most_samples(self, stage: Member) -> int:
         """Return how many samples of a micro-batch fit this device's budget, by what it has needed so far."""
         work = stage.work
-        if work is None or not math.isfinite(work.budget_bytes) or work.peak_bytes <= work.state_bytes:
+        if (
+            work is None
+            or not math.isfinite(work.budget_bytes)
+            or work.peak_bytes <= work.state_bytes
+        ):
             return 1 << 30
-        share = next(share for pipeline in self._plan.pipelines for each in pipeline.stages
-                     for soc, share in zip(each.devices, each.shares, strict=True) if soc == self._soc)
-        return int(share * (work.budget_bytes - work.state_bytes) / (work.peak_bytes - work.state_bytes))
+        share = next(
+            share
+            for pipeline in self._plan.pipelines
+            for each in pipeline.stages
+            for soc, share in zip(each.devices, each.shares, strict=True)
+            if soc == self._soc
+        )
+        return int(
+            share * (work.budget_bytes - work.state_bytes) / (work.peak_bytes - work.state_bytes)
+        )
 
     def _back_up(self) -> None:
         """Keep this step's state, and send it to the device that keeps a copy."""
@@ -321,8 +427,14 @@ class _Session:
     def _keep(self, stage: Member) -> None:
         """Keep the state after the last update that this device has done."""
         weights, optimizer = stage.snapshot()
-        loose = self._names - frozenset().union(*self._of_layers)  # buffers of no layer, which nothing changes
-        rest = {name: weight for name, weight in self._kept[min(self._kept)].weights.items() if name in loose}
+        loose = self._names - frozenset().union(
+            *self._of_layers
+        )  # buffers of no layer, which nothing changes
+        rest = {
+            name: weight
+            for name, weight in self._kept[min(self._kept)].weights.items()
+            if name in loose
+        }
         own = StageState(weights={**rest, **weights}, optimizer=optimizer)
         self._kept[self._step] = own.joined(self._kept.get(self._step, StageState()))
 
@@ -373,23 +485,44 @@ class _Session:
             return MemberResult(outcome=outcome, mean_loss=0.0, num_samples=0, end=None)
         own = trainable_state(self._config.model)
         load_trainable_state(self._config.model, {**own, **end.weights})
-        num_samples = sum(len(self._schedule.batch(self._group.first_step + step)[0])
-                          for step in range(self._group.num_steps))
+        num_samples = sum(
+            len(self._schedule.batch(self._group.first_step + step)[0])
+            for step in range(self._group.num_steps)
+        )
         whole = outcome_of(end, self._plan, num_samples)
         devices = DeviceReport(devices=tuple(end.devices.values()), socs=tuple(end.devices))
-        return MemberResult(outcome=outcome, mean_loss=whole.mean_loss, num_samples=num_samples, end=whole.end,
-                            devices=devices)
+        return MemberResult(
+            outcome=outcome,
+            mean_loss=whole.mean_loss,
+            num_samples=num_samples,
+            end=whole.end,
+            devices=devices,
+        )
 
     def _without_model(self, outcome: str) -> MemberResult:
-        return MemberResult(outcome=self._outcome(outcome, answers=False), mean_loss=0.0, num_samples=0, end=None)
+        return MemberResult(
+            outcome=self._outcome(outcome, answers=False), mean_loss=0.0, num_samples=0, end=None
+        )
 
     def _outcome(self, outcome: str, *, answers: bool) -> RingOutcome:
-        rates = {soc: 1.0 / each for soc, each in (self._end.sample_s.items() if self._end else ()) if each}
+        rates = {
+            soc: 1.0 / each
+            for soc, each in (self._end.sample_s.items() if self._end else ())
+            if each
+        }
         return RingOutcome(
-            outcome=outcome, members=tuple(self._present), num_steps=self._step, answers=answers,
+            outcome=outcome,
+            members=tuple(self._present),
+            num_steps=self._step,
+            answers=answers,
             rates=tuple(rates.get(soc, 0.0) for soc in self._present) if rates else (),
-            recoveries_s=tuple(self._recoveries_s), log=tuple(self._membership.log_lines), notes=tuple(self._log),
-            preempted=tuple(self._soc_of[participant] for participant in self._membership.preempted))
+            recoveries_s=tuple(self._recoveries_s),
+            log=tuple(self._membership.log_lines),
+            notes=tuple(self._log),
+            preempted=tuple(
+                self._soc_of[participant] for participant in self._membership.preempted
+            ),
+        )
 
     def _close_channels(self) -> None:
         if self._channels is not None:

@@ -110,7 +110,9 @@ class Channels(ABC):
     def all_reduce(self, request: Reduce, poll: Poll = no_poll) -> None:
         """Sum a buffer over devices in place, in a ring of them."""
         size, rank = len(request.devices), request.devices.index(self.soc)
-        links = _RingLinks(self, request.devices[(rank + 1) % size], request.devices[rank - 1], poll)
+        links = _RingLinks(
+            self, request.devices[(rank + 1) % size], request.devices[rank - 1], poll
+        )
         all_reduce(request.buffer.numpy(), rank, size, links)
 
     def flush(self, poll: Poll = no_poll) -> None:
@@ -150,8 +152,11 @@ class Channels(ABC):
                 self._start(self._fetch_lane, key, fetcher)
             return self._fetching[key]
 
-    def _start(self, work: Callable[[tuple[int, str], _Lane], None], key: tuple[int, str], lane: _Lane) -> None:
+    def _start(
+        self, work: Callable[[tuple[int, str], _Lane], None], key: tuple[int, str], lane: _Lane
+    ) -> None:
         """Start a lane's thread; the lock is held."""
+
         def run() -> None:
             try:
                 work(key, lane)
@@ -173,7 +178,9 @@ class Channels(ABC):
     def _fetch_lane(self, key: tuple[int, str], fetcher: "_Fetcher") -> None:
         under_way: deque[Fetched] = deque()
         while self._failure is None:
-            while (wanted := fetcher.next_wanted(wait=not under_way)) is not None and self._failure is None:
+            while (
+                wanted := fetcher.next_wanted(wait=not under_way)
+            ) is not None and self._failure is None:
                 under_way.append(self._fetch(*key, *wanted))
             if under_way and self._failure is None:
                 fetcher.arrived.put(under_way.popleft()())
@@ -211,7 +218,12 @@ class _RingLinks:
     """The links of a ring over the lanes of a pipeline."""
 
     def __init__(self, channels: Channels, following: int, before: int, poll: Poll) -> None:
-        self._channels, self._following, self._before, self._poll = channels, following, before, poll
+        self._channels, self._following, self._before, self._poll = (
+            channels,
+            following,
+            before,
+            poll,
+        )
 
     def send(self, chunk: memoryview) -> None:
         self._channels.send(self._following, RING, bytearray(chunk))
@@ -247,7 +259,10 @@ class QueueChannels(Channels):
     """Lanes among threads of one process: the reference for other transports."""
 
     def __init__(
-        self, soc: int, lanes: dict[tuple[int, int, str], deque[bytearray]], changed: threading.Condition,
+        self,
+        soc: int,
+        lanes: dict[tuple[int, int, str], deque[bytearray]],
+        changed: threading.Condition,
     ) -> None:
         super().__init__(soc)
         self._lanes, self._moved, self._closed = lanes, changed, False

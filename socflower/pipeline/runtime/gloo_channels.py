@@ -17,8 +17,14 @@ class GlooChannels(Channels):
     Raises what `GlooRing` does. Once all have joined, a device that dies ends all lanes of all others with `PeerLost`.
     """
 
-    def __init__(self, port: RingPort, socs: Sequence[int], ranks: Sequence[int], generation: int, heartbeat_s: float,
-                 ) -> None:
+    def __init__(
+        self,
+        port: RingPort,
+        socs: Sequence[int],
+        ranks: Sequence[int],
+        generation: int,
+        heartbeat_s: float,
+    ) -> None:
         super().__init__(socs[list(ranks).index(port.rank)])
         self._place = {soc: place for place, soc in enumerate(socs)}
         self._ring = GlooRing(port, ranks, generation, heartbeat_s, two_way=True)
@@ -31,7 +37,9 @@ class GlooChannels(Channels):
         if is_of_any_size(lane):
             self._ring.send(torch.tensor([len(body)]), self._place[target], LANES.index(lane))
         if body:
-            self._ring.send(torch.frombuffer(body, dtype=torch.uint8), self._place[target], LANES.index(lane))
+            self._ring.send(
+                torch.frombuffer(body, dtype=torch.uint8), self._place[target], LANES.index(lane)
+            )
 
     def _fetch(self, source: int, lane: str, num_bytes: int | None) -> Fetched:
         if num_bytes is None:

@@ -30,9 +30,19 @@ PEAK_BYTES, PEAK_IN_FLIGHT = "pipeline-peak-bytes", "pipeline-peak-in-flight"
 
 
 def train_pipeline(
-    model: nn.Module, data: DataSource, task: GroupTask, plan: Plan, trainer: Trainer, state: bytes | None = None, *,
-    cuts: str = "layers", layers_sha256: str = "", sample_shape: tuple[int, ...] = (), coding: ActivationCoding = EXACT,
-    budget_bytes: Mapping[int, float] | None = None, departures: Mapping[int, int] | None = None,
+    model: nn.Module,
+    data: DataSource,
+    task: GroupTask,
+    plan: Plan,
+    trainer: Trainer,
+    state: bytes | None = None,
+    *,
+    cuts: str = "layers",
+    layers_sha256: str = "",
+    sample_shape: tuple[int, ...] = (),
+    coding: ActivationCoding = EXACT,
+    budget_bytes: Mapping[int, float] | None = None,
+    departures: Mapping[int, int] | None = None,
     int8_socs: Collection[int] = (),
 ) -> GroupOutcome:
     """Train `model` in place through all steps of the task; all devices of the plan run in this process.
@@ -47,13 +57,19 @@ def train_pipeline(
     trainer = require_fp32(trainer)
     refuse_unfit(trainer)
     if not task.reshuffle:
-        raise ConfigError("pipeline: all samples of a mini-batch come from one place, so data cannot stay at their "
-                          "nodes; use reshuffle=True")
+        raise ConfigError(
+            "pipeline: all samples of a mini-batch come from one place, so data cannot stay at their "
+            "nodes; use reshuffle=True"
+        )
     model.to(training_device(trainer))
     read = read_like(model, data, cuts, layers_sha256, sample_shape)
     if not task.first_step:
         trainer.require_divisible_loss(model, (), data, task.batch_size)
-    leaving = {soc: step for soc, step in (departures or {}).items() if soc in plan.socs and step < task.num_steps}
+    leaving = {
+        soc: step
+        for soc, step in (departures or {}).items()
+        if soc in plan.socs and step < task.num_steps
+    }
     bounds = sorted({0, task.num_steps, *leaving.values()})
     ends: list[TrainedModel] = []
     num_samples = 0
@@ -62,8 +78,17 @@ def train_pipeline(
             present = {soc for soc in plan.socs if leaving.get(soc, task.num_steps) > first}
             if not present:
                 break
-            part = _Part(model, data, task, replanned(plan, read.model, present), read, trainer, coding,
-                         budget_bytes or {}, int8_socs)
+            part = _Part(
+                model,
+                data,
+                task,
+                replanned(plan, read.model, present),
+                read,
+                trainer,
+                coding,
+                budget_bytes or {},
+                int8_socs,
+            )
             end = part.train(first, stop, ends[-1].state if ends else state)
             num_samples += part.num_samples
             ends.append(end)
@@ -92,14 +117,32 @@ class _Part:
         """Train the model from step `first` up to, without, `stop` of the interval."""
         task, plan = self.task, self.plan
         span = TrainingSpan(
-            first_step=task.first_step + first, total_steps=task.total_steps, steps_per_epoch=task.steps_per_epoch,
-            proximal_mu=task.proximal_mu, seed=(task.seed, task.group_id))
+            first_step=task.first_step + first,
+            total_steps=task.total_steps,
+            steps_per_epoch=task.steps_per_epoch,
+            proximal_mu=task.proximal_mu,
+            seed=(task.seed, task.group_id),
+        )
         schedule, mail = BatchSchedule(task, [len(self.data)]), Mail()
         sources = {pipeline.samples_on for pipeline in plan.pipelines} - {None, *plan.socs}
-        members = [Member(plan, soc, self.read, copied(self.model), self.trainer, span, data=self.data,
-                          send=mail.sender(soc), state=state, coding=self.coding,
-                          budget_bytes=self.budget_bytes.get(soc, math.inf), int8_socs=self.int8_socs)
-                   for soc in (*plan.socs, *sources) if soc is not None]
+        members = [
+            Member(
+                plan,
+                soc,
+                self.read,
+                copied(self.model),
+                self.trainer,
+                span,
+                data=self.data,
+                send=mail.sender(soc),
+                state=state,
+                coding=self.coding,
+                budget_bytes=self.budget_bytes.get(soc, math.inf),
+                int8_socs=self.int8_socs,
+            )
+            for soc in (*plan.socs, *sources)
+            if soc is not None
+        ]
         for step in range(first, stop):
             (indices,) = schedule.batch(task.first_step + step)
             mini = Mini(step=task.first_step + step, indices=indices, key=sample_key(task, step))
@@ -117,13 +160,19 @@ class _Part:
 def require_fp32(trainer: Trainer) -> FP32Trainer:
     """Return the trainer; `ConfigError` for another than `FP32Trainer`."""
     if not isinstance(trainer, FP32Trainer):
-        raise ConfigError(f"pipeline: stages train with FP32Trainer, and this client has {type(trainer).__name__}; "
-                          "give it one, and name the devices that compute in int8 by int8_socs, or use groups")
+        raise ConfigError(
+            f"pipeline: stages train with FP32Trainer, and this client has {type(trainer).__name__}; "
+            "give it one, and name the devices that compute in int8 by int8_socs, or use groups"
+        )
     return trainer
 
 
 def read_like(
-    model: nn.Module, data: DataSource, cuts: str, layers_sha256: str, sample_shape: tuple[int, ...] = (),
+    model: nn.Module,
+    data: DataSource,
+    cuts: str,
+    layers_sha256: str,
+    sample_shape: tuple[int, ...] = (),
 ) -> ReadModel:
     """Return the layers of a node's model for samples of the planned shape, if known, else of the data's first sample.
 
@@ -133,21 +182,31 @@ def read_like(
     own_shape = tuple(inputs.shape[1:])
     if sample_shape and own_shape != sample_shape:
         if len(own_shape) != len(sample_shape):
-            raise ConfigError(f"pipeline: samples of the data have shape {own_shape}, and {sample_shape} was planned; "
-                              "give pipeline_problem an example of these data")
+            raise ConfigError(
+                f"pipeline: samples of the data have shape {own_shape}, and {sample_shape} was planned; "
+                "give pipeline_problem an example of these data"
+            )
         inputs = inputs.new_zeros(1, *sample_shape)  # the first sample may be shorter than others
     read = read_model(model, inputs, type(model).__name__, granularity=Granularity(cuts))
     if layers_sha256 and read.model.sha256 != layers_sha256:
-        raise ConfigError(f"pipeline: {type(model).__name__} has other layers here than the model that was planned, "
-                          f"{read.model.num_layers} in {cuts}; make model_fn return the planned model, with the same "
-                          "versions of torch and socflower")
+        raise ConfigError(
+            f"pipeline: {type(model).__name__} has other layers here than the model that was planned, "
+            f"{read.model.num_layers} in {cuts}; make model_fn return the planned model, with the same "
+            "versions of torch and socflower"
+        )
     return read
 
 
 def outcome_of(end: TrainedModel, plan: Plan, num_samples: int) -> GroupOutcome:
     """Return a plan's result as that of a group."""
     return GroupOutcome(
-        mean_loss=math.fsum(end.losses) / len(end.losses) if end.losses else 0.0, num_samples=num_samples,
-        end=SessionResult(state=end.state, metrics={
-            PEAK_BYTES: [end.peak_bytes.get(soc, 0.0) for soc in plan.socs],
-            PEAK_IN_FLIGHT: [float(end.peak_in_flight.get(soc, 0)) for soc in plan.socs]}))
+        mean_loss=math.fsum(end.losses) / len(end.losses) if end.losses else 0.0,
+        num_samples=num_samples,
+        end=SessionResult(
+            state=end.state,
+            metrics={
+                PEAK_BYTES: [end.peak_bytes.get(soc, 0.0) for soc in plan.socs],
+                PEAK_IN_FLIGHT: [float(end.peak_in_flight.get(soc, 0)) for soc in plan.socs],
+            },
+        ),
+    )

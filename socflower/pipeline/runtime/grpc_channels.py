@@ -30,11 +30,20 @@ class GrpcChannels(Channels):
     unreachable meanwhile. A device that dies or hangs ends all lanes of those that it has lanes with.
     """
 
-    def __init__(self, port: Peers, socs: Sequence[int], ranks: Sequence[int], generation: int, heartbeat_s: float,
-                 ) -> None:
+    def __init__(
+        self,
+        port: Peers,
+        socs: Sequence[int],
+        ranks: Sequence[int],
+        generation: int,
+        heartbeat_s: float,
+    ) -> None:
         super().__init__(socs[list(ranks).index(port.rank)])
         self._port, self._generation, self._heartbeat_s = port, generation, heartbeat_s
-        self._rank_of, self._soc_of = dict(zip(socs, ranks, strict=True)), dict(zip(ranks, socs, strict=True))
+        self._rank_of, self._soc_of = (
+            dict(zip(socs, ranks, strict=True)),
+            dict(zip(ranks, socs, strict=True)),
+        )
         self._streams: dict[_Key, OutgoingStream] = {}
         self._parts: dict[_Key, deque[bytes]] = {}
         self._ended: set[_Key] = set()
@@ -53,7 +62,7 @@ class GrpcChannels(Channels):
             stream = self._stream(target, lane)
             stream.write(_LENGTH.pack(len(body)))
             for start in range(0, len(body), MAX_CHUNK_BYTES):
-                stream.write(bytes(body[start:start + MAX_CHUNK_BYTES]))
+                stream.write(bytes(body[start : start + MAX_CHUNK_BYTES]))
         except (PeerUnreachable, PeerSilent, PeerRefused) as failure:
             raise PeerLost(str(failure)) from None
 
@@ -63,7 +72,9 @@ class GrpcChannels(Channels):
     def _next(self, source: int, lane: str, num_bytes: int | None) -> memoryview:
         key = (source, lane)
         head = self._take(key)
-        if len(head) != _LENGTH.size or (num_bytes is not None and _LENGTH.unpack(head)[0] != num_bytes):
+        if len(head) != _LENGTH.size or (
+            num_bytes is not None and _LENGTH.unpack(head)[0] != num_bytes
+        ):
             raise self._malformed(source, f"a message of {lane} that is not of {num_bytes} bytes")
         arriving = Assembly(_LENGTH.unpack(head)[0], f"a message of {lane}")
         while arriving.missing_bytes:
@@ -89,8 +100,11 @@ class GrpcChannels(Channels):
             parts = self._parts.setdefault(key, deque())
             self._moved.wait_for(lambda: self._is_shut or parts or key in self._ended)
             if not parts:
-                raise PeerLost(f"SoC {self.soc} has left the pipeline" if self._is_shut
-                               else f"SoC {key[0]} has left the pipeline")
+                raise PeerLost(
+                    f"SoC {self.soc} has left the pipeline"
+                    if self._is_shut
+                    else f"SoC {key[0]} has left the pipeline"
+                )
             part = parts.popleft()
             self._moved.notify_all()
             return part
@@ -109,8 +123,11 @@ class GrpcChannels(Channels):
         unreachable_since_s: float | None = None
         while not self._is_shut:
             try:
-                stream = self._port.open_stream(self._rank_of[target], _METHOD,
-                                                _OPENING.pack(self._generation, LANES.index(lane)))
+                stream = self._port.open_stream(
+                    self._rank_of[target],
+                    _METHOD,
+                    _OPENING.pack(self._generation, LANES.index(lane)),
+                )
             except PeerNotReady:
                 unreachable_since_s = None
             except PeerUnreachable:

@@ -38,10 +38,18 @@ def micro_batches(plan: PipelinePlan, num_samples: int) -> tuple[MicroBatch, ...
     that depend on the batch need more than a sample.
     """
     count = max(1, -(-num_samples // plan.micro_batch_size)) if num_samples else 0
-    bounds = [num_samples // count * number + min(number, num_samples % count) for number in range(count + 1)] \
-        if count else [0]
-    return tuple(MicroBatch(plan, number, bounds[number], bounds[number + 1] - bounds[number])
-                 for number in range(count))
+    bounds = (
+        [
+            num_samples // count * number + min(number, num_samples % count)
+            for number in range(count + 1)
+        ]
+        if count
+        else [0]
+    )
+    return tuple(
+        MicroBatch(plan, number, bounds[number], bounds[number + 1] - bounds[number])
+        for number in range(count)
+    )
 
 
 def samples_by_pipeline(plan: Plan, num_samples: int) -> tuple[int, ...]:

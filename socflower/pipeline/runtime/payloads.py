@@ -15,8 +15,17 @@ from socflower.wire.arrays import array_to_bytes
 from socflower.wire.codecs.error_feedback import FORMS, ErrorFeedback, Form
 from socflower.wire.codecs.quantisation import BITS, EncodedTensor, decode, encode, packed_bytes
 
-_NUMPY_TYPES = {torch.float32: "<f4", torch.float64: "<f8", torch.float16: "<f2", torch.int64: "<i8",
-                torch.int32: "<i4", torch.int16: "<i2", torch.int8: "|i1", torch.uint8: "|u1", torch.bool: "|b1"}
+_NUMPY_TYPES = {
+    torch.float32: "<f4",
+    torch.float64: "<f8",
+    torch.float16: "<f2",
+    torch.int64: "<i8",
+    torch.int32: "<i4",
+    torch.int16: "<i2",
+    torch.int8: "|i1",
+    torch.uint8: "|u1",
+    torch.bool: "|b1",
+}
 
 
 @plain_numbers
@@ -34,13 +43,19 @@ class ActivationCoding:
     def __post_init__(self) -> None:
         for key in ("bits", "gradient_bits"):
             if getattr(self, key) not in BITS:
-                raise ConfigError(f"activation coding: {key} = {getattr(self, key)} is unknown; use one of "
-                                  f"{', '.join(map(str, BITS))}")
+                raise ConfigError(
+                    f"activation coding: {key} = {getattr(self, key)} is unknown; use one of "
+                    f"{', '.join(map(str, BITS))}"
+                )
         if self.feedback not in FORMS:
-            raise ConfigError(f"activation coding: feedback = {self.feedback!r} is unknown; use {', '.join(FORMS)}")
+            raise ConfigError(
+                f"activation coding: feedback = {self.feedback!r} is unknown; use {', '.join(FORMS)}"
+            )
         if self.feedback != "none" and self.bits == 32:
-            raise ConfigError(f"activation coding: feedback = {self.feedback!r} corrects for what fewer bits lose, and "
-                              "bits = 32 loses nothing; leave it out, or give bits=8")
+            raise ConfigError(
+                f"activation coding: feedback = {self.feedback!r} corrects for what fewer bits lose, and "
+                "bits = 32 loses nothing; leave it out, or give bits=8"
+            )
 
 
 EXACT: Final[ActivationCoding] = ActivationCoding()
@@ -52,13 +67,17 @@ class Payloads:
     def __init__(self, crossing: Sequence[Crossing], bits: int, *, what: str) -> None:
         for one in crossing:
             if one.dtype not in _NUMPY_TYPES:
-                raise ConfigError(f"pipeline: {what} of type {one.dtype} cannot be sent; convert them to float32 "
-                                  "before the cut, or cut elsewhere")
+                raise ConfigError(
+                    f"pipeline: {what} of type {one.dtype} cannot be sent; convert them to float32 "
+                    "before the cut, or cut elsewhere"
+                )
         self._crossing, self._bits, self._what = tuple(crossing), bits, what
 
     def num_bytes(self, num_samples: int) -> int:
         """Return the bytes of so many samples."""
-        return sum(self._coded_bytes(one, num_samples) for one in self._crossing) if num_samples else 0
+        return (
+            sum(self._coded_bytes(one, num_samples) for one in self._crossing) if num_samples else 0
+        )
 
     def encode(self, tensors: Sequence[Tensor], first: int, stop: int) -> bytearray:
         """Return rows `first` up to, without, `stop` of the tensors."""
@@ -85,7 +104,9 @@ class Payloads:
         if not self._quantises(one):
             return np.frombuffer(body, _NUMPY_TYPES[one.dtype]).reshape(shape).copy()
         low, high = np.frombuffer(body[:8], "<f4").tolist()
-        return decode(EncodedTensor(bits=self._bits, shape=shape, low=(low,), high=(high,), payload=body[8:]))
+        return decode(
+            EncodedTensor(bits=self._bits, shape=shape, low=(low,), high=(high,), payload=body[8:])
+        )
 
     def _quantises(self, one: Crossing) -> bool:
         return self._bits < 32 and one.dtype == torch.float32
@@ -102,15 +123,23 @@ class CutFeedback:
         self._form = form
         self._kept: dict[tuple[int, int], ErrorFeedback] = {}
 
-    def keep(self, micro_batch: int, receiver: int, sent: Sequence[Tensor], decoded: Sequence[Tensor]) -> None:
+    def keep(
+        self, micro_batch: int, receiver: int, sent: Sequence[Tensor], decoded: Sequence[Tensor]
+    ) -> None:
         """Keep the errors of one message until its gradients come."""
         for number, (tensor, other) in enumerate(zip(sent, decoded, strict=True)):
             if self._form != "none" and tensor.dtype == torch.float32:
                 self._kept.setdefault((receiver, number), ErrorFeedback(self._form)).keep(
-                    micro_batch, tensor.detach().cpu().numpy(), other.numpy())
+                    micro_batch, tensor.detach().cpu().numpy(), other.numpy()
+                )
 
-    def correct(self, micro_batch: int, receiver: int, gradients: Sequence[Tensor], numbers: Sequence[int],
-                ) -> tuple[Tensor, ...]:
+    def correct(
+        self,
+        micro_batch: int,
+        receiver: int,
+        gradients: Sequence[Tensor],
+        numbers: Sequence[int],
+    ) -> tuple[Tensor, ...]:
         """Return the gradients of the tensors with these numbers, corrected; their errors are let go."""
         if self._form == "none":
             return tuple(gradients)
@@ -126,4 +155,6 @@ class CutFeedback:
 
 def joined(pieces: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
     """Return tensors of consecutive samples as one of each."""
-    return tuple(pieces[0]) if len(pieces) == 1 else tuple(map(torch.cat, zip(*pieces, strict=True)))
+    return (
+        tuple(pieces[0]) if len(pieces) == 1 else tuple(map(torch.cat, zip(*pieces, strict=True)))
+    )

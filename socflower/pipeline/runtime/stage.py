@@ -60,10 +60,14 @@ class _Saved:
     here leads to the results of the pass: they would be kept for ever where no backward pass follows.
     """
 
-    def __init__(self, name: str, module: nn.Module, budget_bytes: float, in_flight: int, others_bytes: float) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, budget_bytes: float, in_flight: int, others_bytes: float
+    ) -> None:
         self._name, self._budget_bytes, self._in_flight = name, budget_bytes, in_flight
         self._others_bytes = others_bytes
-        self._seen = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
+        self._seen = {
+            tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())
+        }
         self.num_bytes = 0
 
     @property
@@ -88,15 +92,19 @@ class _Saved:
         """Return what was saved."""
         tensor, version = packed
         if tensor._version != version:  # with hooks, torch does not check it itself
-            raise RuntimeError(f"{self._name}: a tensor that the backward pass needs was changed in place")
+            raise RuntimeError(
+                f"{self._name}: a tensor that the backward pass needs was changed in place"
+            )
         return tensor
 
 
 def _require_budget(name: str, needed_bytes: float, budget_bytes: float, in_flight: int) -> None:
     if needed_bytes > budget_bytes:
-        raise OutOfMemory(f"{name}: needs {needed_bytes / 1e6:.1f} MB or more with {in_flight} micro-batches in "
-                          f"flight, of a budget of {budget_bytes / 1e6:.1f} MB; use smaller micro-batches, fewer in "
-                          "flight or more devices")
+        raise OutOfMemory(
+            f"{name}: needs {needed_bytes / 1e6:.1f} MB or more with {in_flight} micro-batches in "
+            f"flight, of a budget of {budget_bytes / 1e6:.1f} MB; use smaller micro-batches, fewer in "
+            "flight or more devices"
+        )
 
 
 class Int8Passes:
@@ -156,7 +164,13 @@ class StageWork:
     _kept: dict[int, _Kept] = field(default_factory=dict, init=False)
 
     def forward(
-        self, micro_batch: int, entering: Sequence[Tensor], *, stream: int, labels: Any = None, weight: float = 1.0,
+        self,
+        micro_batch: int,
+        entering: Sequence[Tensor],
+        *,
+        stream: int,
+        labels: Any = None,
+        weight: float = 1.0,
     ) -> tuple[Tensor, ...]:
         """Return the tensors that leave the stage, or of the last one its weighted loss (0-d).
 
@@ -164,9 +178,17 @@ class StageWork:
         mini-batch: 0 if none of their labels counts.
         """
         if len(self._kept) >= self.limit:
-            raise AssertionError(f"{self.name}: {len(self._kept)} micro-batches in flight of {self.limit} allowed")
-        entered = tuple(self._entered(tensor, one) for tensor, one in zip(entering, self.entering, strict=True)) \
-            if self.entering else tuple(tensor.to(self.device) for tensor in entering)
+            raise AssertionError(
+                f"{self.name}: {len(self._kept)} micro-batches in flight of {self.limit} allowed"
+            )
+        entered = (
+            tuple(
+                self._entered(tensor, one)
+                for tensor, one in zip(entering, self.entering, strict=True)
+            )
+            if self.entering
+            else tuple(tensor.to(self.device) for tensor in entering)
+        )
         kept = self._kept[micro_batch] = _Kept(entered, ())
         with self._counted(kept), self._streams(stream):
             made: Any
@@ -179,8 +201,10 @@ class StageWork:
             if self.loss is not None:
                 mean = self.loss(made, labels)
                 if not isinstance(mean, Tensor) or mean.dim():
-                    raise SocflowerError(f"{self.name}: the loss must be a tensor without dimensions, the mean over "
-                                         "the samples")
+                    raise SocflowerError(
+                        f"{self.name}: the loss must be a tensor without dimensions, the mean over "
+                        "the samples"
+                    )
                 if not weight:  # the mean is 0 / 0, and its gradient 0
                     mean = torch.zeros((), device=self.device)
                 made = (mean if weight in (0.0, 1.0) else mean * weight,)
@@ -188,7 +212,9 @@ class StageWork:
         self.peak_in_flight = max(self.peak_in_flight, len(self._kept))
         return tuple(tensor.detach() for tensor in kept.made)
 
-    def backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    def backward(
+        self, micro_batch: int, gradients: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
         """Add the parameters' gradients; return those of the entering tensors, None for integers.
 
         `gradients` are of the leaving tensors, in their order; of the last stage there are none.
@@ -198,16 +224,31 @@ class StageWork:
             if kept.made[0].requires_grad:
                 kept.made[0].backward()
         else:
-            pairs = [(made, gradient.to(self.device)) for made, gradient in zip(kept.made, gradients, strict=True)
-                     if made.requires_grad and gradient is not None]
+            pairs = [
+                (made, gradient.to(self.device))
+                for made, gradient in zip(kept.made, gradients, strict=True)
+                if made.requires_grad and gradient is not None
+            ]
             if pairs:
-                torch.autograd.backward([made for made, _ in pairs], [gradient for _, gradient in pairs])
+                torch.autograd.backward(
+                    [made for made, _ in pairs], [gradient for _, gradient in pairs]
+                )
         kept.made = ()  # frees the graph
         if self.int8 is not None:
             self.int8.release(micro_batch)
             self._count_engines(len(self._kept) + 1, kept.int8_bytes)
-        return tuple(None if not one.has_gradient else torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-                     for tensor, one in zip(kept.entered, self.entering, strict=True)) if self.entering else ()
+        return (
+            tuple(
+                None
+                if not one.has_gradient
+                else torch.zeros_like(tensor)
+                if tensor.grad is None
+                else tensor.grad
+                for tensor, one in zip(kept.entered, self.entering, strict=True)
+            )
+            if self.entering
+            else ()
+        )
 
     def _entered(self, tensor: Tensor, crossing: Crossing) -> Tensor:
         tensor = tensor.to(self.device)
@@ -234,7 +275,11 @@ class StageWork:
     def held_bytes(self) -> float:
         """Bytes that the stage has now."""
         engines = 0 if self.int8 is None else self.int8.layers.pass_bytes
-        return self.state_bytes + engines + sum(kept.num_bytes + kept.int8_bytes for kept in self._kept.values())
+        return (
+            self.state_bytes
+            + engines
+            + sum(kept.num_bytes + kept.int8_bytes for kept in self._kept.values())
+        )
 
     def _count_engines(self, in_flight: int, ended_bytes: float = 0.0) -> None:
         """Count what the engines have taken in a pass, which they say at its end."""

@@ -18,6 +18,7 @@ class Mail:
 
     def sender(self, source: int) -> Send:
         """Return the function with which a member sends."""
+
         def send(target: int, lane: str, body: bytearray) -> None:
             self._boxes.setdefault((source, target, lane), deque()).append(body)
 
@@ -48,8 +49,10 @@ def run_together(scripts: Mapping[int, Script[_Result]], mail: Mail) -> dict[int
                 if body is None:
                     break
                 if request.num_bytes not in (None, len(body)):
-                    raise AssertionError(f"SoC {request.source} sent {len(body)} bytes of {request.lane} where "
-                                         f"{request.num_bytes} belong")
+                    raise AssertionError(
+                        f"SoC {request.source} sent {len(body)} bytes of {request.lane} where "
+                        f"{request.num_bytes} belong"
+                    )
                 request = script.send(body)
             waiting[soc] = request
         except StopIteration as end:
@@ -67,8 +70,11 @@ def run_together(scripts: Mapping[int, Script[_Result]], mail: Mail) -> dict[int
                 if body is not None:
                     progressed = True
                     advance(soc, body)
-            elif all(isinstance(other := waiting.get(member), Reduce) and other.devices == request.devices
-                     for member in request.devices):
+            elif all(
+                isinstance(other := waiting.get(member), Reduce)
+                and other.devices == request.devices
+                for member in request.devices
+            ):
                 progressed = True
                 _sum(request.devices, waiting)
                 for member in request.devices:

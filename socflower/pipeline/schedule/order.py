@@ -30,7 +30,11 @@ def operations(policy: Policy, in_flight: int, num_micro_batches: int) -> Iterat
     Backward after forward is the same with K_p = M. At most K_p micro-batches have had a forward pass and no complete
     backward pass.
     """
-    ahead = num_micro_batches if policy == Policy.BACKWARD_AFTER_FORWARD else min(in_flight, num_micro_batches)
+    ahead = (
+        num_micro_batches
+        if policy == Policy.BACKWARD_AFTER_FORWARD
+        else min(in_flight, num_micro_batches)
+    )
     for micro_batch in range(ahead):
         yield Operation(Pass.FORWARD, micro_batch)
     for micro_batch in range(num_micro_batches):
@@ -52,7 +56,9 @@ class InFlight:
 
     def counts(self, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:
         """Return K_p of all stages in order."""
-        return tuple(self.count(num_stages - stage, num_micro_batches) for stage in range(num_stages))
+        return tuple(
+            self.count(num_stages - stage, num_micro_batches) for stage in range(num_stages)
+        )
 
 
 ASTEROID = InFlight(2, -1)
@@ -65,7 +71,9 @@ def rule(name: str) -> InFlight:
     try:
         return RULES[name]
     except KeyError:
-        raise ConfigError(f"pipeline: in_flight = {name!r} is unknown; use {', '.join(RULES)} or a number") from None
+        raise ConfigError(
+            f"pipeline: in_flight = {name!r} is unknown; use {', '.join(RULES)} or a number"
+        ) from None
 
 
 def at_most(limit: int) -> InFlight:

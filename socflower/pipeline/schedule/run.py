@@ -13,7 +13,15 @@ from typing import NamedTuple
 from socflower.cluster import Activity, Usage
 from socflower.cluster.link_rate import RateSteps
 from socflower.errors import require_range
-from socflower.pipeline.plan import PipelinePlan, Plan, Slice, Sync, SynchronisedPart, TwoDPlan, synchronised_parts
+from socflower.pipeline.plan import (
+    PipelinePlan,
+    Plan,
+    Slice,
+    Sync,
+    SynchronisedPart,
+    TwoDPlan,
+    synchronised_parts,
+)
 from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.schedule.order import Operation, Pass, operations
 from socflower.sim import EventClock
@@ -58,8 +66,14 @@ class ScheduleRun:
 
 
 def simulate(
-    problem: PipelineProblem, plan: Plan, *, clock: EventClock | None = None, num_steps: int = 1,
-    link_rates: Mapping[str, RateSteps] | None = None, delay: Delay | None = None, within_memory: bool = True,
+    problem: PipelineProblem,
+    plan: Plan,
+    *,
+    clock: EventClock | None = None,
+    num_steps: int = 1,
+    link_rates: Mapping[str, RateSteps] | None = None,
+    delay: Delay | None = None,
+    within_memory: bool = True,
     label: str = "pipeline",
 ) -> ScheduleRun:
     """Execute `num_steps` updates of a plan in virtual time, advance the clock, and return what happened.
@@ -88,7 +102,8 @@ def simulate(
         plan.check(problem)
     run = _Run(problem, plan, num_steps, link_rates or {}, delay)
     usage = (clock or EventClock(problem.cluster)).run_processes(
-        run.start, socs=[device.soc for device in problem.devices], label=label)
+        run.start, socs=[device.soc for device in problem.devices], label=label
+    )
     return run.result(usage)
 
 
@@ -96,7 +111,13 @@ class _Member:
     """A device's place in a plan, and what has arrived for it."""
 
     def __init__(self, pipeline: int, stage: int, rank: int, soc: int, share: int) -> None:
-        self.pipeline, self.stage, self.rank, self.soc, self.share = pipeline, stage, rank, soc, share
+        self.pipeline, self.stage, self.rank, self.soc, self.share = (
+            pipeline,
+            stage,
+            rank,
+            soc,
+            share,
+        )
         self.inputs: list[Queue[None]] = []  # one a sender, in the order of micro-batches
         self.gradients: list[Queue[None]] = []
         self.parts: list[SynchronisedPart] = []  # in the order of their exchange
@@ -125,14 +146,22 @@ class _Channel:
 class _Run:
     """The processes of a plan, and what they record."""
 
-    def __init__(self, problem: PipelineProblem, plan: Plan, num_steps: int, link_rates: Mapping[str, RateSteps],
-                 delay: Delay | None) -> None:
+    def __init__(
+        self,
+        problem: PipelineProblem,
+        plan: Plan,
+        num_steps: int,
+        link_rates: Mapping[str, RateSteps],
+        delay: Delay | None,
+    ) -> None:
         self._problem, self._plan, self._num_steps, self._delay = problem, plan, num_steps, delay
         self._link_rates = link_rates
         self._members = {
             soc: _Member(number, index, rank, soc, share)
-            for number, pipeline in enumerate(plan.pipelines) for index, stage in enumerate(pipeline.stages)
-            for rank, (soc, share) in enumerate(zip(stage.devices, stage.shares, strict=True))}
+            for number, pipeline in enumerate(plan.pipelines)
+            for index, stage in enumerate(pipeline.stages)
+            for rank, (soc, share) in enumerate(zip(stage.devices, stage.shares, strict=True))
+        }
         self._passes: list[PassRecord] = []
         self._step_ends_s = [0.0] * num_steps
         self._start_s = 0.0
@@ -142,8 +171,12 @@ class _Run:
         self.simulation, self._start_s = simulation, simulation.now_s
         simulation.change_rates(self._link_rates)
         self._plan_exchange()
-        self._outputs: dict[int, list[tuple[_Channel, Slice, Queue[None]]]] = {soc: [] for soc in self._members}
-        self._returns: dict[int, list[tuple[_Channel, Slice, Queue[None]]]] = {soc: [] for soc in self._members}
+        self._outputs: dict[int, list[tuple[_Channel, Slice, Queue[None]]]] = {
+            soc: [] for soc in self._members
+        }
+        self._returns: dict[int, list[tuple[_Channel, Slice, Queue[None]]]] = {
+            soc: [] for soc in self._members
+        }
         self._sources: dict[int, list[Credits]] = {}
         for pipeline in self._plan.pipelines:
             self._connect(pipeline)
@@ -155,8 +188,12 @@ class _Run:
     def result(self, usage: Usage) -> ScheduleRun:
         """Return what happened."""
         return ScheduleRun(
-            usage=usage, num_steps=self._num_steps, step_ends_s=tuple(self._step_ends_s), passes=tuple(self._passes),
-            peak_in_flight={soc: member.peak_in_flight for soc, member in self._members.items()})
+            usage=usage,
+            num_steps=self._num_steps,
+            step_ends_s=tuple(self._step_ends_s),
+            passes=tuple(self._passes),
+            peak_in_flight={soc: member.peak_in_flight for soc, member in self._members.items()},
+        )
 
     # ------------------------------------------------------------------------------------------------ connections
 
@@ -172,14 +209,19 @@ class _Run:
                 receiver.inputs.append(arrived)
                 sender.gradients.append(returned)
                 self._outputs[sender.soc].append(
-                    (_Channel(self, sender.soc, receiver.soc, "activations"), piece, arrived))
+                    (_Channel(self, sender.soc, receiver.soc, "activations"), piece, arrived)
+                )
                 self._returns[receiver.soc].append(
-                    (_Channel(self, receiver.soc, sender.soc, "gradients"), piece, returned))
+                    (_Channel(self, receiver.soc, sender.soc, "gradients"), piece, returned)
+                )
 
     def _supply(self, pipeline: PipelinePlan, source: int) -> None:
         """Let a device send samples to the first stage and labels to the last, not more than K_p ahead."""
         model = self._problem.model
-        ends = ((pipeline.stages[0], model.input_bytes, "samples"), (pipeline.stages[-1], model.label_bytes, "labels"))
+        ends = (
+            (pipeline.stages[0], model.input_bytes, "samples"),
+            (pipeline.stages[-1], model.label_bytes, "labels"),
+        )
         for stage, num_bytes, what in ends:
             for soc, share in zip(stage.devices, stage.shares, strict=True):
                 if soc == source or not num_bytes:
@@ -190,11 +232,21 @@ class _Run:
                 self._sources.setdefault(soc, []).append(free)
                 channel = _Channel(self, source, soc, what)
                 self.simulation.start(
-                    self._send_samples(channel, free, share * num_bytes, pipeline.num_micro_batches, what, arrived),
-                    f"{what} for SoC {soc}")
+                    self._send_samples(
+                        channel, free, share * num_bytes, pipeline.num_micro_batches, what, arrived
+                    ),
+                    f"{what} for SoC {soc}",
+                )
 
-    def _send_samples(self, channel: _Channel, free: Credits, num_bytes: float, num_micro_batches: int, what: str,
-                      arrived: Queue[None]) -> Process[None]:
+    def _send_samples(
+        self,
+        channel: _Channel,
+        free: Credits,
+        num_bytes: float,
+        num_micro_batches: int,
+        what: str,
+        arrived: Queue[None],
+    ) -> Process[None]:
         for number in range(num_micro_batches * self._num_steps):
             yield free.take()
             channel.send(num_bytes, f"{what} {number % num_micro_batches}", arrived)
@@ -206,15 +258,26 @@ class _Run:
         stage = pipeline.stages[member.stage]
         device, model = self._problem.device(member.soc), self._problem.model
         first, last = stage.first_layer, stage.last_layer
-        seconds = dict(zip((Pass.FORWARD, Pass.BACKWARD), self._problem.pass_s(device, first, last, member.share),
-                           strict=True))
+        seconds = dict(
+            zip(
+                (Pass.FORWARD, Pass.BACKWARD),
+                self._problem.pass_s(device, first, last, member.share),
+                strict=True,
+            )
+        )
         returned_bytes = model.layers[first - 1].output_bytes if first else 0.0
-        sent_bytes = {Pass.FORWARD: model.layers[last].output_bytes * self._problem.activation_part,
-                      Pass.BACKWARD: returned_bytes * self._problem.gradient_part}
+        sent_bytes = {
+            Pass.FORWARD: model.layers[last].output_bytes * self._problem.activation_part,
+            Pass.BACKWARD: returned_bytes * self._problem.gradient_part,
+        }
         update_s = device.update_s(model.weight_bytes(first, last))
         simulation = self.simulation
         cpu = simulation.processor(member.soc, self._problem.kind(member.soc).default_processor)
-        processor = simulation.processor(member.soc, device.int8_processor) if device.int8_processor else cpu
+        processor = (
+            simulation.processor(member.soc, device.int8_processor)
+            if device.int8_processor
+            else cpu
+        )
         order = tuple(operations(pipeline.policy, stage.in_flight, pipeline.num_micro_batches))
         for step in range(self._num_steps):
             for operation in order:
@@ -226,17 +289,31 @@ class _Run:
                     member.in_flight += 1
                     member.peak_in_flight = max(member.peak_in_flight, member.in_flight)
                 longer_s = 0.0 if self._delay is None else self._delay(member.soc, operation)
-                ran_s = yield simulation.compute(processor, seconds[kind] + longer_s, f"{kind.value} {micro_batch}")
+                ran_s = yield simulation.compute(
+                    processor, seconds[kind] + longer_s, f"{kind.value} {micro_batch}"
+                )
                 now_s = simulation.now_s
-                self._passes.append(PassRecord(member.soc, member.pipeline, member.stage, step, kind, micro_batch,
-                                               now_s - ran_s, now_s))
+                self._passes.append(
+                    PassRecord(
+                        member.soc,
+                        member.pipeline,
+                        member.stage,
+                        step,
+                        kind,
+                        micro_batch,
+                        now_s - ran_s,
+                        now_s,
+                    )
+                )
                 if not forward:
                     member.in_flight -= 1
                 else:
                     for free in self._sources.get(member.soc, ()):
                         free.give()
                 name = f"{'activations' if forward else 'gradients'} {micro_batch} of stage {member.stage}"
-                for channel, piece, arrived in (self._outputs if forward else self._returns)[member.soc]:
+                for channel, piece, arrived in (self._outputs if forward else self._returns)[
+                    member.soc
+                ]:
                     channel.send(piece.num_samples * sent_bytes[kind], name, arrived)
             for part in member.parts:
                 yield from self._exchange(member, part, step, cpu)
@@ -249,14 +326,23 @@ class _Run:
     def _plan_exchange(self) -> None:
         """Give every device the parts that it exchanges: last layers first, in one order for all devices."""
         plan = self._plan
-        self._by_server = plan.server if isinstance(plan, TwoDPlan) and plan.sync == Sync.SERVER else None
+        self._by_server = (
+            plan.server if isinstance(plan, TwoDPlan) and plan.sync == Sync.SERVER else None
+        )
         alone = isinstance(plan, TwoDPlan) and len(plan.groups) == 1
-        self._rings: dict[tuple[SynchronisedPart, int], tuple[_Channel, Queue[None], Queue[None]]] = {}
-        self._arrivals: dict[tuple[SynchronisedPart, int, int], Queue[None]] = {}  # at the server, by part, SoC, step
+        self._rings: dict[
+            tuple[SynchronisedPart, int], tuple[_Channel, Queue[None], Queue[None]]
+        ] = {}
+        self._arrivals: dict[
+            tuple[SynchronisedPart, int, int], Queue[None]
+        ] = {}  # at the server, by part, SoC, step
         self._uploads: dict[tuple[SynchronisedPart, int], Event[None]] = {}
         for part in reversed(synchronised_parts(plan)):
-            if len(part.devices) < 2 or not self._problem.model.weight_bytes(part.first_layer, part.last_layer) or (
-                    alone and self._by_server is not None):
+            if (
+                len(part.devices) < 2
+                or not self._problem.model.weight_bytes(part.first_layer, part.last_layer)
+                or (alone and self._by_server is not None)
+            ):
                 continue
             for soc in part.devices:
                 self._members[soc].parts.append(part)
@@ -267,7 +353,9 @@ class _Run:
                     self._uploads[part, step] = self._gather(part, step)
 
     def _join_ring(self, part: SynchronisedPart) -> None:
-        arrivals: list[Queue[None]] = [Queue(f"a ring of stage gradients at SoC {soc}") for soc in part.devices]
+        arrivals: list[Queue[None]] = [
+            Queue(f"a ring of stage gradients at SoC {soc}") for soc in part.devices
+        ]
         for rank, soc in enumerate(part.devices):
             following = (rank + 1) % len(part.devices)
             channel = _Channel(self, soc, part.devices[following], "ring")
@@ -280,9 +368,14 @@ class _Run:
             self._arrivals[part, soc, step] = queue
         return all_of(*[queue.get() for queue in waiting])
 
-    def _exchange(self, member: _Member, part: SynchronisedPart, step: int, processor: Processor) -> Process[None]:
+    def _exchange(
+        self, member: _Member, part: SynchronisedPart, step: int, processor: Processor
+    ) -> Process[None]:
         """All-reduce a part's gradients: 2(n − 1) rounds in a ring of n, or up to the server and down again."""
-        num_bytes, simulation = self._problem.model.weight_bytes(part.first_layer, part.last_layer), self.simulation
+        num_bytes, simulation = (
+            self._problem.model.weight_bytes(part.first_layer, part.last_layer),
+            self.simulation,
+        )
         byte_s = self._problem.device(member.soc).byte_s
 
         def handle(moved_bytes: float) -> Process[None]:

@@ -77,7 +77,9 @@ class BatchShare:
         """Raise the error of a gradient that does not fit in int32, or return what stands for its largest magnitude."""
         raise error
 
-    def add_integers(self, own: Int32Array, largest: int, update: Callable[[Int32Array, int], None]) -> None:
+    def add_integers(
+        self, own: Int32Array, largest: int, update: Callable[[Int32Array, int], None]
+    ) -> None:
         """Call `update` with the sum of `own`, whose largest magnitude is `largest`, and that of the sum."""
         update(own, largest)
 
@@ -93,7 +95,7 @@ class JointShare(BatchShare):
     def __init__(self, peers: Peers, sizes: Sequence[int], *, cautious: bool) -> None:
         super().__init__(sum(sizes))
         self.is_empty = not sizes[peers.rank]
-        self.first = 0 if self.is_empty else sum(sizes[:peers.rank])
+        self.first = 0 if self.is_empty else sum(sizes[: peers.rank])
         self._peers, self._cautious = peers, cautious
         self._has_saturated = False
         self._changes: list[Callable[[], None]] = []
@@ -134,7 +136,9 @@ class JointShare(BatchShare):
         """Return a magnitude at which `exchange` raises, at every member and not at this one alone."""
         return _INT32_MAX + 1
 
-    def add_integers(self, own: Int32Array, largest: int, update: Callable[[Int32Array, int], None]) -> None:
+    def add_integers(
+        self, own: Int32Array, largest: int, update: Callable[[Int32Array, int], None]
+    ) -> None:
         """Note an integer gradient for `exchange`."""
         if self.is_empty:
             own, largest = np.zeros_like(own), 0
@@ -148,14 +152,18 @@ class JointShare(BatchShare):
         Raises `OverflowError` at every member if an integer sum might not fit in int32.
         """
         bounds = np.array([float(largest) for _, largest, _ in self._integers])
-        real = np.concatenate([bounds, *(own.astype(np.float64).reshape(-1) for own, _ in self._gradients)])
+        real = np.concatenate(
+            [bounds, *(own.astype(np.float64).reshape(-1) for own, _ in self._gradients)]
+        )
         self._peers.sum(real)
-        if (worst := real[:len(bounds)].max(initial=0.0)) > _INT32_MAX:
-            raise OverflowError(f"weight gradient: the sum of the members' may reach {worst:.0f}, beyond int32; use a "
-                                "smaller batch")
+        if (worst := real[: len(bounds)].max(initial=0.0)) > _INT32_MAX:
+            raise OverflowError(
+                f"weight gradient: the sum of the members' may reach {worst:.0f}, beyond int32; use a "
+                "smaller batch"
+            )
         start = len(bounds)
         for own, _ in self._gradients:
-            own[...] = real[start:start + own.size].reshape(own.shape)
+            own[...] = real[start : start + own.size].reshape(own.shape)
             start += own.size
         if not self._integers:
             return
@@ -163,7 +171,7 @@ class JointShare(BatchShare):
         self._peers.sum(flat)
         start = 0
         for own, _, _ in self._integers:
-            own[...] = flat[start:start + own.size].reshape(own.shape)
+            own[...] = flat[start : start + own.size].reshape(own.shape)
             start += own.size
 
     def apply(self) -> None:

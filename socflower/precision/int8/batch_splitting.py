@@ -40,7 +40,9 @@ class BlockProfile:
 
 
 @plain_numbers
-def profile_batch_blocks(graph: Graph, batch: int, engine: _int8.Engine, *, repeats: int = 3) -> list[BlockProfile]:
+def profile_batch_blocks(
+    graph: Graph, batch: int, engine: _int8.Engine, *, repeats: int = 3
+) -> list[BlockProfile]:
     """Time every convolution of the graph, on random values, for every candidate smaller than the batch."""
     profiles: dict[tuple[object, ...], dict[int, float]] = {}
     result = []
@@ -68,7 +70,9 @@ def best_blocks(profiles: list[BlockProfile]) -> dict[str, int]:
 def _step_seconds(plan: _int8.Convolution, engine: _int8.Engine, repeats: int) -> float:
     random = np.random.default_rng(0)
     x = random.integers(0, 128, plan.input_shape).astype(np.int8)
-    dy = random.integers(-7, 8, plan.output_shape).astype(np.int8)  # small: sums of large batches must stay in int32
+    dy = random.integers(-7, 8, plan.output_shape).astype(
+        np.int8
+    )  # small: sums of large batches must stay in int32
     weight = random.integers(-127, 128, plan.weight_shape).astype(np.int8)
     y, dx = np.empty_like(dy), np.empty_like(x)
     gradient = np.empty(plan.weight_shape, dtype=np.int32)

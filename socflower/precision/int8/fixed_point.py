@@ -38,7 +38,9 @@ def quantise(real: npt.NDArray[np.float32], exponent: int, out: npt.NDArray[np.i
     out[...] = scaled.astype(np.int8)
 
 
-def to_real(data: npt.NDArray[np.int8], exponent: int, shape: tuple[int, int, int]) -> npt.NDArray[np.float32]:
+def to_real(
+    data: npt.NDArray[np.int8], exponent: int, shape: tuple[int, int, int]
+) -> npt.NDArray[np.float32]:
     """Return (batch, c, h, w) float32 of an (h, w, batch, channel stride) int8 tensor."""
     real = np.ldexp(data[..., : shape[0]].astype(np.float32), exponent)
     return np.ascontiguousarray(real.transpose(2, 3, 0, 1))
@@ -49,7 +51,8 @@ def require_finite(real: npt.NDArray[np.float32], name: str) -> None:
     if not np.isfinite(real).all():
         at = tuple(int(i) for i in np.argwhere(~np.isfinite(real))[0])
         raise ConfigError(
-            f"{name}: element {at} is {real[at]}; int8 training needs finite weights, load an earlier checkpoint")
+            f"{name}: element {at} is {real[at]}; int8 training needs finite weights, load an earlier checkpoint"
+        )
 
 
 def scaled_integers(
@@ -65,4 +68,6 @@ def scaled_integers(
         if largest > 0.0:
             exponents.append(math.frexp(largest)[1] - (largest_bits + extra))
     exponent = max(exponents, default=0)
-    return exponent, [np.rint(np.ldexp(array, -exponent)).astype(np.int32) for array, _ in coefficients]
+    return exponent, [
+        np.rint(np.ldexp(array, -exponent)).astype(np.int32) for array, _ in coefficients
+    ]

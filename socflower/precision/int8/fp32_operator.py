@@ -35,7 +35,9 @@ def fp32_factory(modules: Mapping[str, nn.Module]) -> Fp32Factory:
 class Fp32Operator(Operator[ir.Fp32]):
     """A torch module that reads and writes int8 tensors: the switch between sides in the placement (F17)."""
 
-    def __init__(self, node: ir.Fp32, module: nn.Module, inputs: Sequence[Tensor], output: Tensor) -> None:
+    def __init__(
+        self, node: ir.Fp32, module: nn.Module, inputs: Sequence[Tensor], output: Tensor
+    ) -> None:
         super().__init__(node, inputs, output)
         self._module = module
         self._source: torch.Tensor
@@ -46,14 +48,19 @@ class Fp32Operator(Operator[ir.Fp32]):
         x = self.inputs[0]
         self._load_parameters(step)
         self._module.train(step.training)
-        self._source = torch.from_numpy(to_real(x.data, x.exponent, x.shape)).requires_grad_(step.training)
+        self._source = torch.from_numpy(to_real(x.data, x.exponent, x.shape)).requires_grad_(
+            step.training
+        )
         with torch.set_grad_enabled(step.training):
             self._result = self._module(self._source.flatten(1) if self.node.flat else self._source)
         if step.training and not step.replay and not step.share.is_empty:
-            buffers = [(name, buffer.detach().clone()) for name, buffer in self._module.named_buffers()]
+            buffers = [
+                (name, buffer.detach().clone()) for name, buffer in self._module.named_buffers()
+            ]
             step.share.change(lambda: self._store(step, buffers))
         self.output.exponent = to_int8(
-            self.node.name, step.share, self._result.detach(), self.output.shape, self.output.data)
+            self.node.name, step.share, self._result.detach(), self.output.shape, self.output.data
+        )
 
     def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Run autograd from the real gradient, round the input's gradient, and update the parameters by plain SGD.
@@ -62,10 +69,16 @@ class Fp32Operator(Operator[ir.Fp32]):
         """
         real = to_real(self.gradient, self.output.gradient_exponent, self.output.shape)
         x, target = self.inputs[0], into[0]
-        trained = {name: part for name, part in self._module.named_parameters() if part.requires_grad}
+        trained = {
+            name: part for name, part in self._module.named_parameters() if part.requires_grad
+        }
         differentiated = [*trained.values(), *([] if target is None else [self._source])]
         made = torch.autograd.grad(
-            self._result, differentiated, torch.from_numpy(real).reshape(self._result.shape), materialize_grads=True)
+            self._result,
+            differentiated,
+            torch.from_numpy(real).reshape(self._result.shape),
+            materialize_grads=True,
+        )
         exponent = 0
         if target is not None:
             exponent = to_int8(self.node.name, step.share, made[-1], x.shape, target)
@@ -81,7 +94,9 @@ class Fp32Operator(Operator[ir.Fp32]):
             step.share.add(gradient.numpy(), partial(self._descend, parameter, rate))
         # Store each parameter under all its names: one shared within the module has several in a state_dict.
         every = self._module.named_parameters(remove_duplicate=False)
-        step.share.change(lambda: self._store(step, [(name, part) for name, part in every if part.requires_grad]))
+        step.share.change(
+            lambda: self._store(step, [(name, part) for name, part in every if part.requires_grad])
+        )
         return [exponent]
 
     @staticmethod
@@ -91,25 +106,38 @@ class Fp32Operator(Operator[ir.Fp32]):
 
     def _load_parameters(self, step: Step) -> None:
         prefix = f"{self.node.name}."
-        own = {name: array for name, array in step.parameters.fp32.items() if name.startswith(prefix)}
-        state = {name.removeprefix(prefix): torch.from_numpy(np.array(array)) for name, array in own.items()}
+        own = {
+            name: array for name, array in step.parameters.fp32.items() if name.startswith(prefix)
+        }
+        state = {
+            name.removeprefix(prefix): torch.from_numpy(np.array(array))
+            for name, array in own.items()
+        }
         names = {id(part): name for name, part in self._module.named_parameters()}
         for name, part in self._module.named_parameters(remove_duplicate=False):
-            state[name] = state[names[id(part)]]  # only the first name of a shared parameter is up to date
+            state[name] = state[
+                names[id(part)]
+            ]  # only the first name of a shared parameter is up to date
         self._module.load_state_dict(state)
 
     def _store(self, step: Step, values: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, value in values:
-            if f"{self.node.name}.{name}" in step.parameters.fp32:  # a buffer may be left out of the state_dict
+            if (
+                f"{self.node.name}.{name}" in step.parameters.fp32
+            ):  # a buffer may be left out of the state_dict
                 step.parameters.fp32[f"{self.node.name}.{name}"] = value.detach().numpy().copy()
 
 
-def to_int8(name: str, share: BatchShare, real: torch.Tensor, shape: ir.Shape, out: Int8Array) -> int:
+def to_int8(
+    name: str, share: BatchShare, real: torch.Tensor, shape: ir.Shape, out: Int8Array
+) -> int:
     """Round (batch, c, h, w) values to `out` and return the exponent. Raises TrainingFailed on NaN and infinity."""
     values = np.ascontiguousarray(real.numpy(), dtype=np.float32).reshape(-1, *shape)
     largest = share.most(_int8.max_magnitude(values))
     if not np.isfinite(largest):
-        raise TrainingFailed(f"{name}: the FP32 operator made a NaN or an infinity; lower the learning rate")
+        raise TrainingFailed(
+            f"{name}: the FP32 operator made a NaN or an infinity; lower the learning rate"
+        )
     exponent = exponent_for(largest)
     rounded = np.clip(np.rint(values * np.float32(2.0**-exponent)), -127, 127).astype(np.int8)
     out[...] = 0

@@ -22,16 +22,33 @@ import numpy.typing as npt
 from socflower import _int8
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.plain_numbers import plain_numbers
-from socflower.precision.algorithm import NITI, BackwardRule, Fp32Update, IntegerUpdate, TrainingAlgorithm
+from socflower.precision.algorithm import (
+    NITI,
+    BackwardRule,
+    Fp32Update,
+    IntegerUpdate,
+    TrainingAlgorithm,
+)
 from socflower.precision.int8 import saving
 from socflower.precision.int8.batch_share import BatchShare, JointShare, Peers, gather
 from socflower.precision.int8.fixed_point import exponent_for, to_real
 from socflower.precision.int8.network import Convolution, Dropout, Graph, Shape
 from socflower.precision.int8.operators import Step
-from socflower.precision.int8.parameters import Parameters, Vector, Weight, export_parameters, import_parameters
+from socflower.precision.int8.parameters import (
+    Parameters,
+    Vector,
+    Weight,
+    export_parameters,
+    import_parameters,
+)
 from socflower.precision.int8.program import Fp32Factory, Program
 from socflower.precision.int8.region_cache import RegionCache
-from socflower.precision.int8.requantisation import MAX_EXPONENT, Int8Array, RescalingPolicy, ScaleTracker
+from socflower.precision.int8.requantisation import (
+    MAX_EXPONENT,
+    Int8Array,
+    RescalingPolicy,
+    ScaleTracker,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +96,11 @@ class JointStep:
     """A step of a ring whose pass is done; see `Int8Model.begin_joint_step`."""
 
     def __init__(
-        self, model: Int8Model, share: JointShare, trackers: dict[tuple[str, str], ScaleTracker], loss: float,
+        self,
+        model: Int8Model,
+        share: JointShare,
+        trackers: dict[tuple[str, str], ScaleTracker],
+        loss: float,
     ) -> None:
         self._model, self._share, self._trackers = model, share, trackers
         self.loss = loss
@@ -106,13 +127,21 @@ class Int8Model:
     """
 
     def __init__(
-        self, graph: Graph, parameters: Parameters, *, algorithm: TrainingAlgorithm = NITI,
-        settings: EngineSettings | None = None, fp32_factory: Fp32Factory | None = None, head: bool = True,
+        self,
+        graph: Graph,
+        parameters: Parameters,
+        *,
+        algorithm: TrainingAlgorithm = NITI,
+        settings: EngineSettings | None = None,
+        fp32_factory: Fp32Factory | None = None,
+        head: bool = True,
         input_gradient: bool = False,
     ) -> None:
         settings = settings or EngineSettings()
         if head and graph.shape_of(graph.output)[1:] != (1, 1):
-            raise ConfigError(f"{graph.output}: the last operator makes {graph.shape_of(graph.output)}, not logits")
+            raise ConfigError(
+                f"{graph.output}: the last operator makes {graph.shape_of(graph.output)}, not logits"
+            )
         self.graph, self.algorithm, self.settings = graph, algorithm, settings
         self.parameters = parameters
         try:
@@ -122,16 +151,25 @@ class Int8Model:
         _require_known_blocks(graph, settings.batch_blocks)
         self._fp32_factory, self._input_gradient = fp32_factory, input_gradient
         self._trackers: dict[tuple[str, str], ScaleTracker] = {}
-        self.regions = RegionCache(budget_bytes=settings.memory_budget_bytes, reuse=settings.reuse_graph)
+        self.regions = RegionCache(
+            budget_bytes=settings.memory_budget_bytes, reuse=settings.reuse_graph
+        )
         self._programs: dict[int, Program] = {}
         self._kept: tuple[Program, Step] | None = None  # of the last `forward`, for `backward`
 
     @classmethod
     def from_module(
-        cls, module: torch.nn.Module, *, input_shape: Shape | tuple[int], algorithm: TrainingAlgorithm = NITI,
-        settings: EngineSettings | None = None, fp32_operators: Sequence[str] = (),
-        unsupported: Literal["refuse", "fp32"] = "refuse", exponents: Mapping[str, int] | None = None,
-        head: bool = True, input_gradient: bool = False,
+        cls,
+        module: torch.nn.Module,
+        *,
+        input_shape: Shape | tuple[int],
+        algorithm: TrainingAlgorithm = NITI,
+        settings: EngineSettings | None = None,
+        fp32_operators: Sequence[str] = (),
+        unsupported: Literal["refuse", "fp32"] = "refuse",
+        exponents: Mapping[str, int] | None = None,
+        head: bool = True,
+        input_gradient: bool = False,
     ) -> Int8Model:
         """Return the int8 model of a torch module for (n, *input_shape) images; the module is only read.
 
@@ -145,16 +183,22 @@ class Int8Model:
         from socflower.precision.int8.fp32_operator import fp32_factory
         from socflower.precision.int8.from_torch import capture_network
 
-        captured = capture_network(module, input_shape, fp32_operators=fp32_operators, unsupported=unsupported)
+        captured = capture_network(
+            module, input_shape, fp32_operators=fp32_operators, unsupported=unsupported
+        )
         return cls(
             captured.graph,
             import_parameters(
-                captured.graph, captured.state, keep_master=isinstance(algorithm.update, Fp32Update),
-                exponents=exponents),
+                captured.graph,
+                captured.state,
+                keep_master=isinstance(algorithm.update, Fp32Update),
+                exponents=exponents,
+            ),
             algorithm=algorithm,
             settings=settings,
             fp32_factory=fp32_factory(captured.modules) if captured.modules else None,
-            head=head, input_gradient=input_gradient,
+            head=head,
+            input_gradient=input_gradient,
         )
 
     def twin(self) -> Int8Model:
@@ -164,7 +208,9 @@ class Int8Model:
         no result. What replaces the parameters or trackers of one (`load_state_dict`) does not change the other's.
         """
         other = copy.copy(self)
-        other.regions = RegionCache(budget_bytes=self.settings.memory_budget_bytes, reuse=self.settings.reuse_graph)
+        other.regions = RegionCache(
+            budget_bytes=self.settings.memory_budget_bytes, reuse=self.settings.reuse_graph
+        )
         other._programs, other._kept = {}, None
         return other
 
@@ -179,8 +225,14 @@ class Int8Model:
         return any(isinstance(node, Dropout) for node in self.graph.nodes)
 
     def train_step(
-        self, images: npt.NDArray[np.float32], labels: npt.NDArray[np.int32], *, learning_rate: float = 0.01,
-        progress: float | None = None, seed: int | None = None, timings: dict[str, float] | None = None,
+        self,
+        images: npt.NDArray[np.float32],
+        labels: npt.NDArray[np.int32],
+        *,
+        learning_rate: float = 0.01,
+        progress: float | None = None,
+        seed: int | None = None,
+        timings: dict[str, float] | None = None,
     ) -> StepResult:
         """Train on one batch: (n, *input_shape) float32 images and n integer labels.
 
@@ -194,13 +246,21 @@ class Int8Model:
         """
         settings = self._step_settings(learning_rate, progress, seed)
         images, labels = self._checked(images, labels)
-        result = self._run(images, labels, BatchShare(len(images)), self._trackers, settings, timings)
+        result = self._run(
+            images, labels, BatchShare(len(images)), self._trackers, settings, timings
+        )
         self.parameters.num_steps += 1
         return result
 
     def begin_joint_step(
-        self, images: npt.NDArray[np.float32], labels: npt.NDArray[np.int32], peers: Peers, *,
-        learning_rate: float = 0.01, progress: float | None = None, seed: int | None = None,
+        self,
+        images: npt.NDArray[np.float32],
+        labels: npt.NDArray[np.int32],
+        peers: Peers,
+        *,
+        learning_rate: float = 0.01,
+        progress: float | None = None,
+        seed: int | None = None,
     ) -> JointStep:
         """Compute this member's share of a ring's step: n images and labels, where n may be 0.
 
@@ -211,7 +271,10 @@ class Int8Model:
         settings = self._step_settings(learning_rate, progress, seed)
         num_own = len(images)
         if not num_own:  # it takes part in what the members agree on, and contributes nothing
-            images, labels = np.zeros((1, *self.graph.input_shape), np.float32), np.zeros(1, np.int32)
+            images, labels = (
+                np.zeros((1, *self.graph.input_shape), np.float32),
+                np.zeros(1, np.int32),
+            )
         images, labels = self._checked(images, labels)
         sizes = [int(size) for size in gather(peers, [num_own])[:, 0]]
         for cautious in (False, True):
@@ -233,19 +296,26 @@ class Int8Model:
         self.parameters.num_steps += 1
 
     def _step_settings(
-        self, learning_rate: float, progress: float | None, seed: int | None) -> tuple[float, float, int]:
+        self, learning_rate: float, progress: float | None, seed: int | None
+    ) -> tuple[float, float, int]:
         """Return learning rate, progress and seed of a step, checked."""
         progress = self._default_progress() if progress is None else progress
         _require_step(learning_rate, progress)
         if seed is not None and seed < 0:
             raise ConfigError(f"seed must be 0 or more, got {seed}")
         if self.graph.output not in self.graph.differentiated:
-            raise ConfigError("every parameter is frozen (requires_grad is False): there is nothing to train")
+            raise ConfigError(
+                "every parameter is frozen (requires_grad is False): there is nothing to train"
+            )
         return learning_rate, progress, self.parameters.num_steps if seed is None else seed
 
     def _run(
-        self, images: npt.NDArray[np.float32], labels: npt.NDArray[np.int32], share: BatchShare,
-        trackers: dict[tuple[str, str], ScaleTracker], settings: tuple[float, float, int],
+        self,
+        images: npt.NDArray[np.float32],
+        labels: npt.NDArray[np.int32],
+        share: BatchShare,
+        trackers: dict[tuple[str, str], ScaleTracker],
+        settings: tuple[float, float, int],
         timings: dict[str, float] | None,
     ) -> StepResult:
         """Run forward and backward pass; what they change is up to `share`."""
@@ -257,7 +327,13 @@ class Int8Model:
             result = self._result(logits.data, logits.exponent, labels)
             gradient = program.logits_gradient()
             exponent = write_logits_gradient(
-                self.algorithm.backward, logits.data, logits.exponent, labels, self.graph.num_classes, gradient)
+                self.algorithm.backward,
+                logits.data,
+                logits.exponent,
+                labels,
+                self.graph.num_classes,
+                gradient,
+            )
             program.backward(step, gradient, exponent)
         except OverflowError as error:
             raise TrainingFailed(str(error)) from None
@@ -266,7 +342,12 @@ class Int8Model:
         return result
 
     def forward(
-        self, images: npt.NDArray[np.float32], *, seed: int = 0, keep: bool = True, replay: bool = False,
+        self,
+        images: npt.NDArray[np.float32],
+        *,
+        seed: int = 0,
+        keep: bool = True,
+        replay: bool = False,
         training: bool = True,
     ) -> tuple[npt.NDArray[np.float32], int]:
         """Return the last operator's output, (n, channels, height, width), and its exponent.
@@ -288,7 +369,11 @@ class Int8Model:
         return real, output.exponent
 
     def backward(
-        self, gradient: npt.NDArray[np.float32], *, learning_rate: float = 0.01, progress: float = 0.0,
+        self,
+        gradient: npt.NDArray[np.float32],
+        *,
+        learning_rate: float = 0.01,
+        progress: float = 0.0,
         summed: bool = False,
     ) -> npt.NDArray[np.float32] | None:
         """Train on the batch that `forward` kept, by the gradient of the mean loss with respect to its output.
@@ -302,14 +387,21 @@ class Int8Model:
         """
         _require_step(learning_rate, progress)
         if self._kept is None:
-            raise ConfigError("backward: no forward pass was kept; call forward with keep=True before")
+            raise ConfigError(
+                "backward: no forward pass was kept; call forward with keep=True before"
+            )
         (program, step), self._kept = self._kept, None
         try:
             into, num_samples = program.logits_gradient(), step.share.num_samples
-            if not summed:  # integer gradients are sums over the batch of those of each sample's loss
+            if (
+                not summed
+            ):  # integer gradients are sums over the batch of those of each sample's loss
                 gradient = gradient * np.float32(num_samples)
             exponent = round_gradient(step.engine, self.graph, gradient, into)
-            step.learning_rate, step.progress = learning_rate * num_samples if summed else learning_rate, progress
+            step.learning_rate, step.progress = (
+                learning_rate * num_samples if summed else learning_rate,
+                progress,
+            )
             of_input = program.backward(step, into, exponent)
             self.parameters.num_steps += 1
             if of_input is None:
@@ -321,7 +413,9 @@ class Int8Model:
         finally:
             self.regions.release_all()
 
-    def predict(self, images: npt.NDArray[np.float32], *, batch_size: int = 256) -> npt.NDArray[np.float64]:
+    def predict(
+        self, images: npt.NDArray[np.float32], *, batch_size: int = 256
+    ) -> npt.NDArray[np.float64]:
         """Return (n, classes) real logits, with BatchNorm's running statistics."""
         if batch_size < 1:
             raise ConfigError(f"batch_size must be 1 or more, got {batch_size}")
@@ -338,14 +432,20 @@ class Int8Model:
         return np.concatenate(parts)
 
     def evaluate(
-        self, images: npt.NDArray[np.float32], labels: npt.NDArray[np.int32], *, batch_size: int = 256
+        self,
+        images: npt.NDArray[np.float32],
+        labels: npt.NDArray[np.int32],
+        *,
+        batch_size: int = 256,
     ) -> StepResult:
         """Return loss and accuracy on labelled images; nothing changes."""
         images, labels = self._checked(images, labels)
         real = self.predict(images, batch_size=batch_size)
         return StepResult(
-            loss=mean_cross_entropy(real, labels), num_correct=int((real.argmax(axis=1) == labels).sum()),
-            num_samples=len(labels))
+            loss=mean_cross_entropy(real, labels),
+            num_correct=int((real.argmax(axis=1) == labels).sum()),
+            num_samples=len(labels),
+        )
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return the parameters as NumPy arrays by their names in the module's state_dict, weights as float32."""
@@ -368,7 +468,9 @@ class Int8Model:
         parameters = import_parameters(self.graph, arrays, keep_master=keep_master)
         for name, array in self.parameters.fp32.items():
             if name not in parameters.fp32 or parameters.fp32[name].shape != array.shape:
-                raise ConfigError(f"state: {name} of shape {array.shape} is missing or of another shape")
+                raise ConfigError(
+                    f"state: {name} of shape {array.shape} is missing or of another shape"
+                )
         parameters.num_steps = self.parameters.num_steps
         self.parameters = parameters
         self._trackers.clear()
@@ -390,7 +492,11 @@ class Int8Model:
     def velocities(self) -> dict[str, npt.NDArray[np.float32]]:
         """Return the momentum of FP32 updates by parameter; empty under integer updates."""
         holders = self._holders()
-        return {name: holder.velocity.copy() for name, holder in holders.items() if holder.velocity is not None}
+        return {
+            name: holder.velocity.copy()
+            for name, holder in holders.items()
+            if holder.velocity is not None
+        }
 
     def restore_velocities(self, velocities: Mapping[str, npt.NDArray[np.float32]]) -> None:
         """Restore the result of `velocities`."""
@@ -398,7 +504,9 @@ class Int8Model:
         for name, velocity in velocities.items():
             holder = holders.get(name)
             if holder is None or holder.data.shape != velocity.shape:
-                raise ConfigError(f"velocities: the network has no {name} of shape {velocity.shape}")
+                raise ConfigError(
+                    f"velocities: the network has no {name} of shape {velocity.shape}"
+                )
             holder.velocity = np.array(velocity, dtype=np.float32)
 
     def trackers_to_json(self) -> list[Any]:
@@ -408,7 +516,9 @@ class Int8Model:
     def restore_trackers(self, document: list[Any]) -> None:
         """Restore the result of `trackers_to_json`."""
         policy = self.settings.rescaling
-        self._trackers = {(name, role): ScaleTracker.from_json(policy, values) for name, role, values in document}
+        self._trackers = {
+            (name, role): ScaleTracker.from_json(policy, values) for name, role, values in document
+        }
 
     def memory_bytes(self) -> int:
         """Return the bytes of parameters and of all regions held between steps."""
@@ -432,7 +542,11 @@ class Int8Model:
         return {**self.parameters.weights, **self.parameters.vectors}
 
     def _begin(
-        self, images: npt.NDArray[np.float32], *, training: bool = True, share: BatchShare | None = None,
+        self,
+        images: npt.NDArray[np.float32],
+        *,
+        training: bool = True,
+        share: BatchShare | None = None,
         trackers: dict[tuple[str, str], ScaleTracker] | None = None,
     ) -> tuple[Program, Step]:
         """Begin a pass over images that are the whole batch, or a share of it."""
@@ -443,20 +557,34 @@ class Int8Model:
         if not np.isfinite(largest):
             raise ConfigError("images: there is a NaN or an infinity among the pixels")
         if largest and not 2.0**-MAX_EXPONENT < largest < 2.0**MAX_EXPONENT:
-            raise ConfigError(f"images: the largest magnitude is {largest:.3g}; normalise them, to about 1")
+            raise ConfigError(
+                f"images: the largest magnitude is {largest:.3g}; normalise them, to about 1"
+            )
         batch = len(images)
         program = self._programs.get(batch)
         if program is None:
             program = Program(
-                self.graph, batch, self.engine, self.regions, batch_blocks=self.settings.batch_blocks,
-                fp32_factory=self._fp32_factory, input_gradient=self._input_gradient)
+                self.graph,
+                batch,
+                self.engine,
+                self.regions,
+                batch_blocks=self.settings.batch_blocks,
+                fp32_factory=self._fp32_factory,
+                input_gradient=self._input_gradient,
+            )
             self._programs[batch] = program
         step = Step(
-            engine=self.engine, algorithm=self.algorithm, parameters=self.parameters,
-            trackers=self._trackers if trackers is None else trackers, rescaling=self.settings.rescaling, share=share,
+            engine=self.engine,
+            algorithm=self.algorithm,
+            parameters=self.parameters,
+            trackers=self._trackers if trackers is None else trackers,
+            rescaling=self.settings.rescaling,
+            share=share,
             workspace=self._scratch(batch, "workspace", program.workspace_bytes, np.uint8),
             accumulators=self._scratch(batch, "accumulators", program.accumulator_size, np.int32),
-            scratch=self._scratch(batch, "scratch", self._scratch_size(), np.float32), training=training)
+            scratch=self._scratch(batch, "scratch", self._scratch_size(), np.float32),
+            training=training,
+        )
         program.take_input(images, exponent_for(largest), step.workspace)
         return program, step
 
@@ -469,11 +597,15 @@ class Int8Model:
             return 0
         return max((weight.data.size for weight in self.parameters.weights.values()), default=0)
 
-    def _result(self, logits: npt.NDArray[np.int8], exponent: int, labels: npt.NDArray[np.int32]) -> StepResult:
+    def _result(
+        self, logits: npt.NDArray[np.int8], exponent: int, labels: npt.NDArray[np.int32]
+    ) -> StepResult:
         real = real_logits(logits, exponent, self.graph.num_classes)
         return StepResult(
-            loss=mean_cross_entropy(real, labels), num_correct=int((real.argmax(axis=1) == labels).sum()),
-            num_samples=len(labels))
+            loss=mean_cross_entropy(real, labels),
+            num_correct=int((real.argmax(axis=1) == labels).sum()),
+            num_samples=len(labels),
+        )
 
     def _checked(
         self, images: npt.NDArray[np.float32], labels: npt.NDArray[np.int32]
@@ -481,10 +613,13 @@ class Int8Model:
         images = self._checked_images(images)
         labels = np.asarray(labels)
         if labels.shape != (len(images),) or labels.dtype.kind not in "iu":
-            raise ConfigError(f"labels: need {len(images)} integers, got {labels.dtype} of shape {labels.shape}")
+            raise ConfigError(
+                f"labels: need {len(images)} integers, got {labels.dtype} of shape {labels.shape}"
+            )
         if labels.size and not 0 <= int(labels.min()) <= int(labels.max()) < self.graph.num_classes:
             raise ConfigError(
-                f"labels: need 0 to {self.graph.num_classes - 1}, got {int(labels.min())} to {int(labels.max())}")
+                f"labels: need 0 to {self.graph.num_classes - 1}, got {int(labels.min())} to {int(labels.max())}"
+            )
         return images, np.ascontiguousarray(labels, dtype=np.int32)
 
     def _checked_images(self, images: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -492,8 +627,10 @@ class Int8Model:
         if images.dtype != np.float32:
             raise ConfigError(f"images: need float32, got {images.dtype}")
         if images.ndim != 4 or images.shape[1:] != self.graph.input_shape or len(images) == 0:
-            raise ConfigError(f"images: need shape (n, {', '.join(map(str, self.graph.input_shape))}) with n of 1 or "
-                              f"more, got {images.shape}")
+            raise ConfigError(
+                f"images: need shape (n, {', '.join(map(str, self.graph.input_shape))}) with n of 1 or "
+                f"more, got {images.shape}"
+            )
         return np.ascontiguousarray(images)
 
 
@@ -510,22 +647,31 @@ def _require_known_blocks(graph: Graph, blocks: Mapping[str, int]) -> None:
         if name not in known:
             raise ConfigError(f"batch_blocks: the network has no convolution {name!r}")
         if block < 0:
-            raise ConfigError(f"batch_blocks: {name} must be 0 or more images at a time, got {block}")
+            raise ConfigError(
+                f"batch_blocks: {name} must be 0 or more images at a time, got {block}"
+            )
 
 
 def round_gradient(
-    engine: _int8.Engine, graph: Graph, gradient: npt.NDArray[np.float32], out: Int8Array,
+    engine: _int8.Engine,
+    graph: Graph,
+    gradient: npt.NDArray[np.float32],
+    out: Int8Array,
 ) -> int:
     """Round a gradient (batch, c, h, w) to `out` and return its exponent; TrainingFailed if it is not finite."""
     channels, height, width = graph.shape_of(graph.output)
     if gradient.shape != (out.shape[2], channels, height, width):
-        raise ConfigError(f"backward: need a gradient of shape {(out.shape[2], channels, height, width)}, got "
-                          f"{gradient.shape}")
+        raise ConfigError(
+            f"backward: need a gradient of shape {(out.shape[2], channels, height, width)}, got "
+            f"{gradient.shape}"
+        )
     gradient = np.ascontiguousarray(gradient, dtype=np.float32)
     largest = _int8.max_magnitude(gradient)
     if not largest <= 2.0**MAX_EXPONENT:
-        raise TrainingFailed(f"{graph.output}: its gradient has left float32 or reaches {largest:.3g}; lower the "
-                             "learning rate")
+        raise TrainingFailed(
+            f"{graph.output}: its gradient has left float32 or reaches {largest:.3g}; lower the "
+            "learning rate"
+        )
     exponent = max(exponent_for(largest), -MAX_EXPONENT)
     _int8.quantise_images(engine, gradient, out, len(gradient), channels, height, width, exponent)
     return exponent
@@ -544,7 +690,11 @@ def mean_cross_entropy(real: npt.NDArray[np.float64], labels: npt.NDArray[np.int
 
 
 def write_logits_gradient(
-    rule: BackwardRule, logits: Int8Array, exponent: int, labels: npt.NDArray[np.int32], num_classes: int,
+    rule: BackwardRule,
+    logits: Int8Array,
+    exponent: int,
+    labels: npt.NDArray[np.int32],
+    num_classes: int,
     out: Int8Array,
 ) -> int:
     """Write softmax(logits) - one-hot(labels), per sample, as int8 and return its exponent.

@@ -34,10 +34,14 @@ class UnsupportedOperator(ConfigError):
     def remedy(self, do: str, operators: str, unsupported: str) -> str:
         """Return the remedy as text; `operators` and `unsupported` are the settings' spelling, {} for the value."""
         if not self.module:
-            return ("move it into a module of its own, of one tensor in and one out, which can run in FP32: then "
-                    f"{do} {unsupported.format(repr('fp32'))}")
-        return (f"{do} {unsupported.format(repr('fp32'))} to run all such operators in FP32, or "
-                f"{operators.format(self.modules)} to name them")
+            return (
+                "move it into a module of its own, of one tensor in and one out, which can run in FP32: then "
+                f"{do} {unsupported.format(repr('fp32'))}"
+            )
+        return (
+            f"{do} {unsupported.format(repr('fp32'))} to run all such operators in FP32, or "
+            f"{operators.format(self.modules)} to name them"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,7 +178,9 @@ class Fp32(Node):
 
 
 _KINDS: dict[str, type[Node]] = {
-    cls.kind: cls for cls in (Convolution, BatchNorm, Relu, MaxPool, AveragePool, Add, Dropout, Fp32)}
+    cls.kind: cls
+    for cls in (Convolution, BatchNorm, Relu, MaxPool, AveragePool, Add, Dropout, Fp32)
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,10 +195,14 @@ class Graph:
         for node in self.nodes:
             for value in node.inputs:
                 if value not in made:
-                    raise ConfigError(f"graph: {node.name} reads {value!r}, which no earlier node makes")
+                    raise ConfigError(
+                        f"graph: {node.name} reads {value!r}, which no earlier node makes"
+                    )
             if node.name in made:
-                raise ConfigError(f"{node.name}: runs twice; int8 training has no operators that share their weights; "
-                                  "make a module for each call, or list the module around them in fp32_operators")
+                raise ConfigError(
+                    f"{node.name}: runs twice; int8 training has no operators that share their weights; "
+                    "make a module for each call, or list the module around them in fp32_operators"
+                )
             made.add(node.name)
         for node in self.nodes:
             _require_geometry(node, [self.shape_of(value) for value in node.inputs])
@@ -247,12 +257,16 @@ class Graph:
         """Return plain values from which `from_json` builds an equal graph."""
         return {
             "input_shape": list(self.input_shape),
-            "nodes": [{"kind": node.kind, **asdict(node)} for node in self.nodes]}
+            "nodes": [{"kind": node.kind, **asdict(node)} for node in self.nodes],
+        }
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Graph:
         """Return the graph that `to_json` described. Raises ConfigError on an unknown operator or field."""
-        return cls(input_shape=_shape(document["input_shape"]), nodes=tuple(_nodes_from_json(document["nodes"])))
+        return cls(
+            input_shape=_shape(document["input_shape"]),
+            nodes=tuple(_nodes_from_json(document["nodes"])),
+        )
 
 
 def _shape(values: list[int]) -> Shape:
@@ -263,12 +277,16 @@ def _shape(values: list[int]) -> Shape:
 def _nodes_from_json(documents: list[dict[str, Any]]) -> Iterator[Node]:
     for document in documents:
         settings: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in document.items()}
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in document.items()
+        }
         kind = settings.pop("kind", None)
         cls = _KINDS.get(str(kind))
         known = set() if cls is None else {field.name for field in fields(cls)}
         if cls is None or set(settings) - known:
-            raise ConfigError(f"graph: unknown operator {kind!r} or fields {sorted(set(settings) - known)}")
+            raise ConfigError(
+                f"graph: unknown operator {kind!r} or fields {sorted(set(settings) - known)}"
+            )
         yield cls(**settings)
 
 
@@ -279,20 +297,31 @@ def _require_geometry(node: Node, inputs: list[Shape]) -> None:
     if isinstance(node, Convolution | MaxPool | AveragePool):
         if min(*node.kernel, *node.stride) < 1 or min(node.padding) < 0:
             raise ConfigError(
-                f"graph: {node.name} has kernel {node.kernel}, stride {node.stride}, padding {node.padding}")
+                f"graph: {node.name} has kernel {node.kernel}, stride {node.stride}, padding {node.padding}"
+            )
         sizes = [
             (size + 2 * padding - kernel) // stride + 1
             for size, kernel, stride, padding in zip(
-                (height, width), node.kernel, node.stride, node.padding, strict=True)
+                (height, width), node.kernel, node.stride, node.padding, strict=True
+            )
         ]
-        expected = (node.shape[0] if isinstance(node, Convolution) else channels, sizes[0], sizes[1])
+        expected = (
+            node.shape[0] if isinstance(node, Convolution) else channels,
+            sizes[0],
+            sizes[1],
+        )
     elif isinstance(node, BatchNorm | Relu | Add | Dropout):
         expected = inputs[0]
     if isinstance(node, Dropout) and not 0.0 <= node.p <= 1.0:
         raise ConfigError(f"graph: {node.name} has p = {node.p}; it must lie in [0, 1]")
-    if min(node.shape) < 1 or (expected is not None and node.shape != expected) or (
-        isinstance(node, Add) and inputs[0] != inputs[1]):
-        raise ConfigError(f"graph: {node.name} does not make {node.shape} of {' and '.join(map(str, inputs))}")
+    if (
+        min(node.shape) < 1
+        or (expected is not None and node.shape != expected)
+        or (isinstance(node, Add) and inputs[0] != inputs[1])
+    ):
+        raise ConfigError(
+            f"graph: {node.name} does not make {node.shape} of {' and '.join(map(str, inputs))}"
+        )
 
 
 def fuse_relu(graph: Graph) -> Graph:

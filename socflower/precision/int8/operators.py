@@ -74,7 +74,9 @@ class Step:
     rescaling: RescalingPolicy
     share: BatchShare  # of the batch, which its operators compute
     workspace: npt.NDArray[np.uint8]
-    accumulators: Int32Array  # flat; as large as the largest product, forward or backward, or weight gradient
+    accumulators: (
+        Int32Array  # flat; as large as the largest product, forward or backward, or weight gradient
+    )
     scratch: npt.NDArray[np.float32]  # flat; as large as the largest weight, under FP32 updates
     training: bool = True
     differentiated: bool = True  # a backward pass follows; the trackers count no other passes
@@ -82,7 +84,9 @@ class Step:
     learning_rate: float = 0.0
     progress: float = 0.0
     seed: int = 0  # of the random numbers in the step
-    timings: dict[str, float] | None = None  # seconds per operator, forward and backward, if requested
+    timings: dict[str, float] | None = (
+        None  # seconds per operator, forward and backward, if requested
+    )
 
     def tracker(self, name: str, role: str) -> ScaleTracker | None:
         """Return the tracker of a tensor's exponent; None in a pass that always searches the maximum."""
@@ -130,15 +134,23 @@ class Operator(ABC, Generic[NodeT]):
     def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Write the gradient of each input into its array (None: not needed) and return their exponents."""
 
-    def _round(self, step: Step, role: str, acc_exponent: int, run: Callable[[bool, int], int]) -> int:
-        return round_elementwise(self.node.name, step.share, step.tracker(self.node.name, role), acc_exponent, run)
+    def _round(
+        self, step: Step, role: str, acc_exponent: int, run: Callable[[bool, int], int]
+    ) -> int:
+        return round_elementwise(
+            self.node.name, step.share, step.tracker(self.node.name, role), acc_exponent, run
+        )
 
 
 class ConvolutionOperator(Operator[ir.Convolution]):
     """Convolution or linear layer, with bias and ReLU fused."""
 
     def __init__(
-        self, node: ir.Convolution, inputs: Sequence[Tensor], output: Tensor, plan: _int8.Convolution,
+        self,
+        node: ir.Convolution,
+        inputs: Sequence[Tensor],
+        output: Tensor,
+        plan: _int8.Convolution,
         workspace_bytes: int,
     ) -> None:
         super().__init__(node, inputs, output)
@@ -162,12 +174,29 @@ class ConvolutionOperator(Operator[ir.Convolution]):
 
         def run(destination: Int8Array | Int32Array, shift: int) -> int:
             return self._plan.forward(
-                step.engine, x.data, weight_data, bias, destination, step.workspace, x.activations, shift, rounding,
-                node.relu)
+                step.engine,
+                x.data,
+                weight_data,
+                bias,
+                destination,
+                step.workspace,
+                x.activations,
+                shift,
+                rounding,
+                node.relu,
+            )
 
         self.output.exponent = round_product(
-            node.name, step.engine, step.share, step.tracker(node.name, "forward"), acc_exponent, run,
-            self.output.data, step.wide(self.output.array_shape), rounding)
+            node.name,
+            step.engine,
+            step.share,
+            step.tracker(node.name, "forward"),
+            acc_exponent,
+            run,
+            self.output.data,
+            step.wide(self.output.array_shape),
+            rounding,
+        )
 
     def _integer_bias(self, step: Step, acc_exponent: int) -> Int32Array:
         real = step.parameters.vectors[f"{self.node.name}.bias"].data.astype(np.float64)
@@ -193,11 +222,27 @@ class ConvolutionOperator(Operator[ir.Convolution]):
 
             def run(destination: Int8Array | Int32Array, shift: int) -> int:
                 return self._plan.input_gradient(
-                    step.engine, dy, weight_data, destination, step.workspace, shift, rounding, x.mask)
+                    step.engine,
+                    dy,
+                    weight_data,
+                    destination,
+                    step.workspace,
+                    shift,
+                    rounding,
+                    x.mask,
+                )
 
             exponents[0] = round_product(
-                node.name, step.engine, step.share, step.tracker(node.name, "backward"),
-                dy_exponent + weight.exponent, run, into[0], step.wide(x.array_shape), rounding)
+                node.name,
+                step.engine,
+                step.share,
+                step.tracker(node.name, "backward"),
+                dy_exponent + weight.exponent,
+                run,
+                into[0],
+                step.wide(x.array_shape),
+                rounding,
+            )
         if "weight" in node.trained:
             self._update_weight(step, weight)
         if "bias" in node.trained:
@@ -215,16 +260,26 @@ class ConvolutionOperator(Operator[ir.Convolution]):
         x, node, dy = self.inputs[0], self.node, self.gradient
         gradient = step.wide(self._weight_shape)
         try:
-            own_largest = self._plan.weight_gradient(step.engine, x.data, dy, gradient, step.workspace, x.activations)
+            own_largest = self._plan.weight_gradient(
+                step.engine, x.data, dy, gradient, step.workspace, x.activations
+            )
         except OverflowError as error:
             own_largest = step.share.overflowed(error)
         scale = 2.0 ** (x.exponent + self.output.gradient_exponent)
 
         def update(total: Int32Array, largest: int) -> None:
             update_weight(
-                node.name, step.engine, step.algorithm, weight, total.reshape(weight.data.shape), largest=largest,
-                gradient_scale=scale, learning_rate=step.mean_learning_rate, progress=step.progress,
-                scratch=step.scratch)
+                node.name,
+                step.engine,
+                step.algorithm,
+                weight,
+                total.reshape(weight.data.shape),
+                largest=largest,
+                gradient_scale=scale,
+                learning_rate=step.mean_learning_rate,
+                progress=step.progress,
+                scratch=step.scratch,
+            )
 
         step.share.add_integers(gradient, own_largest, update)
 
@@ -254,10 +309,15 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
             mean = sums[0] / rows
             variance = np.maximum(sums[1] / rows - mean * mean, 0.0)
             if not step.replay:
-                real_mean, real_variance = np.ldexp(mean, x.exponent), np.ldexp(variance, 2 * x.exponent)
+                real_mean, real_variance = (
+                    np.ldexp(mean, x.exponent),
+                    np.ldexp(variance, 2 * x.exponent),
+                )
                 step.share.change(lambda: self._track(step, rows, real_mean, real_variance))
         else:
-            mean = np.ldexp(vectors[f"{node.name}.running_mean"].data.astype(np.float64), -x.exponent)
+            mean = np.ldexp(
+                vectors[f"{node.name}.running_mean"].data.astype(np.float64), -x.exponent
+            )
             real = vectors[f"{node.name}.running_var"].data.astype(np.float64)
             variance = np.ldexp(real, -2 * x.exponent)
         slope = np.ldexp(1.0 / np.sqrt(np.ldexp(variance, 2 * x.exponent) + node.eps), x.exponent)
@@ -269,7 +329,9 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
 
         def run(store: bool, shift: int) -> int:
             out = self.output.data if store else None
-            return _int8.affine(step.engine, x.data, int_scale, int_offset, out, shift, rounding, node.relu)
+            return _int8.affine(
+                step.engine, x.data, int_scale, int_offset, out, shift, rounding, node.relu
+            )
 
         self.output.exponent = self._round(step, "forward", acc_exponent, run)
 
@@ -278,14 +340,22 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
         height, width, _, _ = self.output.array_shape
         return height * width * step.share.num_samples
 
-    def _track(self, step: Step, rows: int, mean: npt.NDArray[np.float64], variance: npt.NDArray[np.float64]) -> None:
+    def _track(
+        self,
+        step: Step,
+        rows: int,
+        mean: npt.NDArray[np.float64],
+        variance: npt.NDArray[np.float64],
+    ) -> None:
         keep = 1.0 - self.node.momentum
         unbiased = variance * (rows / max(rows - 1, 1))
         for part, new in (("running_mean", mean), ("running_var", unbiased)):
             running = step.parameters.vectors[f"{self.node.name}.{part}"]
             running.data = (keep * running.data + self.node.momentum * new).astype(np.float32)
             if not np.isfinite(running.data).all():
-                raise TrainingFailed(f"{self.node.name}: {part} has left float32; lower the learning rate")
+                raise TrainingFailed(
+                    f"{self.node.name}: {part} has left float32; lower the learning rate"
+                )
         step.parameters.num_batches_tracked[self.node.name] += 1
 
     def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
@@ -314,13 +384,24 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
             def run(store: bool, shift: int) -> int:
                 out = into[0] if store else None
                 return _int8.affine_gradient(
-                    step.engine, dy, x.data, gate, int_dy, int_x, int_offset, out, shift, rounding)
+                    step.engine, dy, x.data, gate, int_dy, int_x, int_offset, out, shift, rounding
+                )
 
             exponents[0] = self._round(step, "backward", acc_exponent, run)
-        for part, vector, gradient in (("weight", gamma, sum_dy_normalised), ("bias", beta, sum_dy)):
+        for part, vector, gradient in (
+            ("weight", gamma, sum_dy_normalised),
+            ("bias", beta, sum_dy),
+        ):
             if part in node.trained:
-                step.share.change(partial(update_vector, step.algorithm, vector, gradient.astype(np.float32),
-                                          step.mean_learning_rate))
+                step.share.change(
+                    partial(
+                        update_vector,
+                        step.algorithm,
+                        vector,
+                        gradient.astype(np.float32),
+                        step.mean_learning_rate,
+                    )
+                )
         return exponents
 
 
@@ -343,7 +424,9 @@ class ReluOperator(Operator[ir.Relu]):
 class MaxPoolOperator(Operator[ir.MaxPool]):
     """Maximum over windows; the first maximum of a window receives its gradient."""
 
-    def __init__(self, node: ir.MaxPool, inputs: Sequence[Tensor], output: Tensor, plan: _int8.Pooling) -> None:
+    def __init__(
+        self, node: ir.MaxPool, inputs: Sequence[Tensor], output: Tensor, plan: _int8.Pooling
+    ) -> None:
         super().__init__(node, inputs, output)
         self._plan, self._argmax = plan, np.empty(output.array_shape, np.uint8)
 
@@ -361,7 +444,9 @@ class MaxPoolOperator(Operator[ir.MaxPool]):
 
         def run(store: bool, shift: int) -> int:
             out = target if store else None
-            return self._plan.max_gradient(step.engine, self.gradient, self._argmax, out, shift, rounding, x.mask)
+            return self._plan.max_gradient(
+                step.engine, self.gradient, self._argmax, out, shift, rounding, x.mask
+            )
 
         if not self._plan.overlapping:
             run(True, 0)
@@ -372,7 +457,9 @@ class MaxPoolOperator(Operator[ir.MaxPool]):
 class AveragePoolOperator(Operator[ir.AveragePool]):
     """Mean over windows."""
 
-    def __init__(self, node: ir.AveragePool, inputs: Sequence[Tensor], output: Tensor, plan: _int8.Pooling) -> None:
+    def __init__(
+        self, node: ir.AveragePool, inputs: Sequence[Tensor], output: Tensor, plan: _int8.Pooling
+    ) -> None:
         super().__init__(node, inputs, output)
         self._plan = plan
         window = node.kernel[0] * node.kernel[1]
@@ -397,7 +484,8 @@ class AveragePoolOperator(Operator[ir.AveragePool]):
         def run(store: bool, shift: int) -> int:
             out = target if store else None
             return self._plan.average_gradient(
-                step.engine, self.gradient, self._multiplier, out, shift, rounding, x.mask)
+                step.engine, self.gradient, self._multiplier, out, shift, rounding, x.mask
+            )
 
         return [self._round(step, "backward", self.output.gradient_exponent - AVERAGE_BITS, run)]
 
@@ -411,9 +499,13 @@ class DropoutOperator(Operator[ir.Dropout]):
     seed and the operator's index in the graph.
     """
 
-    def __init__(self, node: ir.Dropout, inputs: Sequence[Tensor], output: Tensor, node_index: int) -> None:
+    def __init__(
+        self, node: ir.Dropout, inputs: Sequence[Tensor], output: Tensor, node_index: int
+    ) -> None:
         super().__init__(node, inputs, output)
-        self._gate = np.zeros(output.array_shape, np.int8)  # positive where a value is kept, 0 in the padding
+        self._gate = np.zeros(
+            output.array_shape, np.int8
+        )  # positive where a value is kept, 0 in the padding
         self._node_index = node_index
         self._threshold = round(node.p * 2**32)
         factor = 2.0**32 / (2**32 - self._threshold) if self._threshold < 2**32 else 0.0
@@ -432,22 +524,46 @@ class DropoutOperator(Operator[ir.Dropout]):
         if x.masked:  # zeros of the preceding ReLU pass no gradient
             np.multiply(self._gate, x.data > 0, out=self._gate)
         self.output.exponent = self._scale(
-            step, "forward", x.data, x.exponent, self.output.data, step.algorithm.forward.rounding)
+            step, "forward", x.data, x.exponent, self.output.data, step.algorithm.forward.rounding
+        )
 
     def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Multiply the gradient of kept values by the same factor; the others get 0."""
         if into[0] is None:
             return [0]
-        return [self._scale(step, "backward", self.gradient, self.output.gradient_exponent, into[0],
-                            step.algorithm.backward.rounding)]
+        return [
+            self._scale(
+                step,
+                "backward",
+                self.gradient,
+                self.output.gradient_exponent,
+                into[0],
+                step.algorithm.backward.rounding,
+            )
+        ]
 
     def _scale(
-        self, step: Step, role: str, values: Int8Array, exponent: int, into: Int8Array, rounding: Rounding,
+        self,
+        step: Step,
+        role: str,
+        values: Int8Array,
+        exponent: int,
+        into: Int8Array,
+        rounding: Rounding,
     ) -> int:
         def run(store: bool, shift: int) -> int:
             return _int8.affine_gradient(
-                step.engine, values, values, self._gate, self._factor, self._zeros, self._zeros,
-                into if store else None, shift, rounding)
+                step.engine,
+                values,
+                values,
+                self._gate,
+                self._factor,
+                self._zeros,
+                self._zeros,
+                into if store else None,
+                shift,
+                rounding,
+            )
 
         return self._round(step, role, exponent + self._exponent, run)
 
@@ -460,13 +576,23 @@ class DropoutOperator(Operator[ir.Dropout]):
         bits = np.random.Philox(np.random.SeedSequence([step.seed, self._node_index]))
         # The lower half of each 64-bit number comes first, on any machine.
         numbers = bits.random_raw(-(-count // 2)).astype("<u8", copy=False).view("<u4")[:count]
-        own = numbers.reshape(*shape, channels)[..., step.share.first:step.share.first + num_own, :]
+        own = numbers.reshape(*shape, channels)[
+            ..., step.share.first : step.share.first + num_own, :
+        ]
         self._gate[..., :channels] = own >= self._threshold
 
 
 def add_tensors(
-    name: str, step: Step, tracker: ScaleTracker | None, a: tuple[Int8Array, int], b: tuple[Int8Array, int],
-    out: Int8Array, *, rounding: int, relu: bool = False, mask: Int8Array | None = None,
+    name: str,
+    step: Step,
+    tracker: ScaleTracker | None,
+    a: tuple[Int8Array, int],
+    b: tuple[Int8Array, int],
+    out: Int8Array,
+    *,
+    rounding: int,
+    relu: bool = False,
+    mask: Int8Array | None = None,
 ) -> int:
     """Write a + b, two (int8, exponent) tensors, and return the exponent of the sum.
 
@@ -481,7 +607,18 @@ def add_tensors(
     shift_a, shift_b = max(a[1] - low, 0), max(b[1] - low, 0)
 
     def run(store: bool, shift: int) -> int:
-        return _int8.add(step.engine, a[0], shift_a, b[0], shift_b, out if store else None, shift, rounding, relu, mask)
+        return _int8.add(
+            step.engine,
+            a[0],
+            shift_a,
+            b[0],
+            shift_b,
+            out if store else None,
+            shift,
+            rounding,
+            relu,
+            mask,
+        )
 
     return round_elementwise(name, step.share, tracker, low, run)
 
@@ -493,8 +630,15 @@ class AddOperator(Operator[ir.Add]):
         """Align the exponents, add, apply the ReLU, round."""
         a, b = self.inputs
         self.output.exponent = add_tensors(
-            self.node.name, step, step.tracker(self.node.name, "forward"), (a.data, a.exponent), (b.data, b.exponent),
-            self.output.data, rounding=step.algorithm.forward.rounding, relu=self.node.relu)
+            self.node.name,
+            step,
+            step.tracker(self.node.name, "forward"),
+            (a.data, a.exponent),
+            (b.data, b.exponent),
+            self.output.data,
+            rounding=step.algorithm.forward.rounding,
+            relu=self.node.relu,
+        )
 
     def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Copy the gradient to both inputs."""

@@ -10,7 +10,12 @@ import numpy.typing as npt
 
 from socflower import _int8
 from socflower.errors import ConfigError, TrainingFailed
-from socflower.precision.int8.fixed_point import channel_stride, exponent_for, quantise, require_finite
+from socflower.precision.int8.fixed_point import (
+    channel_stride,
+    exponent_for,
+    quantise,
+    require_finite,
+)
 from socflower.precision.int8.network import BatchNorm, Convolution, Fp32, Graph, Node
 from socflower.precision.int8.requantisation import MAX_EXPONENT
 
@@ -50,15 +55,23 @@ class Parameters:
     """All parameters by their names in the module's state_dict."""
 
     weights: dict[str, Weight] = field(default_factory=dict)
-    vectors: dict[str, Vector] = field(default_factory=dict)  # biases, BatchNorm's affine and running statistics
+    vectors: dict[str, Vector] = field(
+        default_factory=dict
+    )  # biases, BatchNorm's affine and running statistics
     num_batches_tracked: dict[str, int] = field(default_factory=dict)
     num_steps: int = 0  # steps made so far; the default seed of a step
     fp32: dict[str, FloatArray] = field(default_factory=dict)  # of operators on the FP32 side
-    fp32_gradients: dict[str, FloatArray] = field(default_factory=dict)  # of the former, under an outside update
+    fp32_gradients: dict[str, FloatArray] = field(
+        default_factory=dict
+    )  # of the former, under an outside update
 
 
 def import_parameters(
-    graph: Graph, state: Mapping[str, FloatArray], *, keep_master: bool, exponents: Mapping[str, int] | None = None
+    graph: Graph,
+    state: Mapping[str, FloatArray],
+    *,
+    keep_master: bool,
+    exponents: Mapping[str, int] | None = None,
 ) -> Parameters:
     """Return the parameters of a graph from the arrays of a torch state_dict.
 
@@ -71,7 +84,9 @@ def import_parameters(
     for node in graph.nodes:
         if isinstance(node, Convolution):
             name = f"{node.name}.weight"
-            real = _take(left, name, graph.module_weight_shape(node)).reshape(graph.weight_shape(node))
+            real = _take(left, name, graph.module_weight_shape(node)).reshape(
+                graph.weight_shape(node)
+            )
             keep = keep_master or "weight" in node.frozen
             parameters.weights[name] = _import_weight(real, keep, (exponents or {}).get(name))
         elif isinstance(node, Fp32):
@@ -104,7 +119,13 @@ def export_parameters(graph: Graph, parameters: Parameters) -> dict[str, npt.NDA
                 real = np.ldexp(weight.data.astype(np.float32), weight.exponent)
             state[f"{node.name}.weight"] = _to_module(graph, node, real)
         elif isinstance(node, Fp32):
-            state.update({name: array for name, array in parameters.fp32.items() if name.startswith(f"{node.name}.")})
+            state.update(
+                {
+                    name: array
+                    for name, array in parameters.fp32.items()
+                    if name.startswith(f"{node.name}.")
+                }
+            )
         for name in _vector_names(node):
             state[name] = parameters.vectors[name].data[: node.shape[0]].copy()
         if isinstance(node, BatchNorm):
@@ -115,12 +136,18 @@ def export_parameters(graph: Graph, parameters: Parameters) -> dict[str, npt.NDA
 
 def export_velocities(graph: Graph, parameters: Parameters) -> dict[str, FloatArray]:
     """Return the momentum of FP32 updates by names and shapes of the module's state_dict."""
-    return {name: holder.velocity[: node.shape[0]].copy() if isinstance(holder, Vector)
-            else _to_module(graph, node, holder.velocity)
-            for node, name, holder in _trained(graph, parameters) if holder.velocity is not None}
+    return {
+        name: holder.velocity[: node.shape[0]].copy()
+        if isinstance(holder, Vector)
+        else _to_module(graph, node, holder.velocity)
+        for node, name, holder in _trained(graph, parameters)
+        if holder.velocity is not None
+    }
 
 
-def import_velocities(graph: Graph, parameters: Parameters, velocities: Mapping[str, FloatArray]) -> None:
+def import_velocities(
+    graph: Graph, parameters: Parameters, velocities: Mapping[str, FloatArray]
+) -> None:
     """Set the momentum of FP32 updates to what `export_velocities` returned; others stay without."""
     for node, name, holder in _trained(graph, parameters):
         if name not in velocities:
@@ -130,7 +157,9 @@ def import_velocities(graph: Graph, parameters: Parameters, velocities: Mapping[
             velocity[: node.shape[0]] = velocities[name]
         else:
             assert isinstance(node, Convolution)
-            velocity[..., : node.shape[0]] = velocities[name].reshape(graph.weight_shape(node)).transpose(2, 3, 1, 0)
+            velocity[..., : node.shape[0]] = (
+                velocities[name].reshape(graph.weight_shape(node)).transpose(2, 3, 1, 0)
+            )
         holder.velocity = velocity
 
 
@@ -165,7 +194,9 @@ def _take(state: dict[str, FloatArray], name: str, shape: tuple[int, ...]) -> Fl
 
 def _import_weight(real: FloatArray, keep_master: bool, kept_exponent: int | None) -> Weight:
     out_channels, in_channels, kernel_h, kernel_w = real.shape
-    padded = np.zeros((kernel_h, kernel_w, in_channels, channel_stride(out_channels)), dtype=np.float32)
+    padded = np.zeros(
+        (kernel_h, kernel_w, in_channels, channel_stride(out_channels)), dtype=np.float32
+    )
     padded[..., :out_channels] = real.transpose(2, 3, 1, 0)
     exponent = exponent_for(float(np.max(np.abs(padded))))
     if kept_exponent is not None:
@@ -178,7 +209,9 @@ def _import_weight(real: FloatArray, keep_master: bool, kept_exponent: int | Non
 def require_match(graph: Graph, parameters: Parameters, *, keep_master: bool) -> None:
     """Raise ConfigError, naming the first mismatch, if the parameters do not fit the graph and its update rule."""
 
-    def require(name: str, array: npt.NDArray[np.generic] | None, kind: type, shape: tuple[int, ...]) -> None:
+    def require(
+        name: str, array: npt.NDArray[np.generic] | None, kind: type, shape: tuple[int, ...]
+    ) -> None:
         if array is None or array.dtype != kind or array.shape != shape:
             got = "nothing" if array is None else f"{array.dtype} of shape {array.shape}"
             raise ConfigError(f"{name}: need {np.dtype(kind)} of shape {shape}, got {got}")
@@ -192,7 +225,9 @@ def require_match(graph: Graph, parameters: Parameters, *, keep_master: bool) ->
             require(name, None if weight is None else weight.data, np.int8, shape)
             assert weight is not None
             if abs(weight.exponent) > MAX_WEIGHT_EXPONENT:
-                raise ConfigError(f"{name}: an exponent of {weight.exponent} is beyond +-{MAX_WEIGHT_EXPONENT}")
+                raise ConfigError(
+                    f"{name}: an exponent of {weight.exponent} is beyond +-{MAX_WEIGHT_EXPONENT}"
+                )
             if (keep_master or "weight" in node.frozen) and weight.master is None:
                 raise ConfigError(f"{name}: its FP32 master is missing")
             for extra in (weight.master, weight.velocity):
@@ -222,7 +257,11 @@ shifted by one element. With this one the numbers of any two of 200 layers are 1
 
 
 def take_weights(
-    graph: Graph, parameters: Parameters, engine: _int8.Engine, state: Mapping[str, npt.NDArray[np.generic]], seed: int,
+    graph: Graph,
+    parameters: Parameters,
+    engine: _int8.Engine,
+    state: Mapping[str, npt.NDArray[np.generic]],
+    seed: int,
 ) -> None:
     """Replace the parameters by those of a torch state_dict; weights are rounded up or down at random.
 
@@ -234,17 +273,25 @@ def take_weights(
             name = f"{node.name}.weight"
             weight = parameters.weights[name]
             weight.master = None  # of a frozen weight: the value passed in replaces it
-            outside = as_channels_last(_outside(state, name, graph.module_weight_shape(node)), graph.weight_shape(node))
+            outside = as_channels_last(
+                _outside(state, name, graph.module_weight_shape(node)), graph.weight_shape(node)
+            )
             largest = _int8.max_magnitude(outside)
             if not largest <= 2.0**MAX_EXPONENT:
-                raise TrainingFailed(f"{name}: a weight has reached {largest:.3g}; lower the learning rate")
+                raise TrainingFailed(
+                    f"{name}: a weight has reached {largest:.3g}; lower the learning rate"
+                )
             weight.exponent = max(exponent_for(largest), -MAX_EXPONENT)
-            _int8.round_weights(engine, outside, weight.data, weight.exponent, (seed + index * _SEED_STEP) % 2**32)
+            _int8.round_weights(
+                engine, outside, weight.data, weight.exponent, (seed + index * _SEED_STEP) % 2**32
+            )
         elif isinstance(node, Fp32):
             own = {f"{node.name}.{part}" for part in node.parameters}
             for name, array in parameters.fp32.items():
                 if name.startswith(f"{node.name}.") and (name in state or name in own):
-                    parameters.fp32[name] = np.array(_outside(state, name, array.shape), dtype=np.float32)
+                    parameters.fp32[name] = np.array(
+                        _outside(state, name, array.shape), dtype=np.float32
+                    )
         for part in node.vectors:
             name = f"{node.name}.{part}"
             if part in node.parameters or name in state:
@@ -273,20 +320,29 @@ def start_gradients(graph: Graph, parameters: Parameters) -> dict[str, FloatArra
             elif isinstance(node, Convolution):
                 outs, ins, height, width = graph.weight_shape(node)
                 gradient = np.zeros((outs, height, width, ins), dtype=np.float32)
-                parameters.weights[name].gradient, views[name] = gradient, gradient.transpose(0, 3, 1, 2)
+                parameters.weights[name].gradient, views[name] = (
+                    gradient,
+                    gradient.transpose(0, 3, 1, 2),
+                )
     return views
 
 
-def as_channels_last(array: npt.NDArray[np.generic], shape: tuple[int, int, int, int]) -> FloatArray:
+def as_channels_last(
+    array: npt.NDArray[np.generic], shape: tuple[int, int, int, int]
+) -> FloatArray:
     """Return (out, kh, kw, in) float32 of a torch weight of (out, in, kh, kw) values; no copy if already so."""
     return np.ascontiguousarray(array.reshape(shape).transpose(0, 2, 3, 1), dtype=np.float32)
 
 
 def _outside(
-    state: Mapping[str, npt.NDArray[np.generic]], name: str, shape: tuple[int, ...],
+    state: Mapping[str, npt.NDArray[np.generic]],
+    name: str,
+    shape: tuple[int, ...],
 ) -> npt.NDArray[np.generic]:
     if name not in state:
         raise ConfigError(f"weights: {name} of shape {shape} is missing")
     if state[name].shape != shape:
-        raise ConfigError(f"weights: {name} has shape {state[name].shape}, the network needs {shape}")
+        raise ConfigError(
+            f"weights: {name} has shape {state[name].shape}, the network needs {shape}"
+        )
     return state[name]

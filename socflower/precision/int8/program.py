@@ -59,8 +59,12 @@ class _Place:
     key: tuple[int, str, str]
     num_bytes: int
     output: _Array
-    into: tuple[_Array | None, ...]  # gradient of each input; None: not needed, or the output's array reused
-    sums: tuple[tuple[str, _Array], ...]  # for each further gradient of the output: role and array of the sum
+    into: tuple[
+        _Array | None, ...
+    ]  # gradient of each input; None: not needed, or the output's array reused
+    sums: tuple[
+        tuple[str, _Array], ...
+    ]  # for each further gradient of the output: role and array of the sum
 
 
 @dataclass(slots=True)
@@ -75,8 +79,15 @@ class Program:
     """The operators of a graph for one batch size."""
 
     def __init__(
-        self, graph: ir.Graph, batch: int, engine: _int8.Engine, regions: RegionCache, *,
-        batch_blocks: Mapping[str, int], fp32_factory: Fp32Factory | None = None, input_gradient: bool = False,
+        self,
+        graph: ir.Graph,
+        batch: int,
+        engine: _int8.Engine,
+        regions: RegionCache,
+        *,
+        batch_blocks: Mapping[str, int],
+        fp32_factory: Fp32Factory | None = None,
+        input_gradient: bool = False,
     ) -> None:
         self.graph, self.batch = graph, batch
         self._engine, self._regions = engine, regions
@@ -95,7 +106,9 @@ class Program:
         self._logits_gradient = self._array(graph.output, "gradient")
         self._input_sums = self._sums_of(ir.INPUT) if input_gradient else ()
         self._places = [self._place(node) for node in graph.nodes]
-        self._gradient_keys: dict[str, list[tuple[int, str, str]]] = {name: [] for name in self.tensors}
+        self._gradient_keys: dict[str, list[tuple[int, str, str]]] = {
+            name: [] for name in self.tensors
+        }
         for place in self._places:
             for target in place.into:
                 if target is not None:
@@ -110,16 +123,22 @@ class Program:
             self.accumulator_size = max(self.accumulator_size, operator.accumulator_size)
             regions.release(place.key)
 
-    def take_input(self, images: npt.NDArray[np.float32], exponent: int, workspace: npt.NDArray[np.uint8]) -> None:
+    def take_input(
+        self, images: npt.NDArray[np.float32], exponent: int, workspace: npt.NDArray[np.uint8]
+    ) -> None:
         """Round (batch, channels, h, w) float32 images to the input tensor, or to the patches of the first layer."""
         tensor = self.tensors[ir.INPUT]
         tensor.data = self._acquire(self._input)
         tensor.exponent = exponent
         if self._patched is not None:
-            _int8.quantise_patches(self._engine, self._images, images, tensor.data, workspace, exponent)
+            _int8.quantise_patches(
+                self._engine, self._images, images, tensor.data, workspace, exponent
+            )
             return
         channels, height, width = tensor.shape
-        _int8.quantise_images(self._engine, images, tensor.data, self.batch, channels, height, width, exponent)
+        _int8.quantise_images(
+            self._engine, images, tensor.data, self.batch, channels, height, width, exponent
+        )
 
     def forward(self, step: Step) -> Tensor:
         """Run every operator and return the logits."""
@@ -135,7 +154,9 @@ class Program:
         """Return memory for the gradient of the logits, which `backward` starts from."""
         return self._acquire(self._logits_gradient)
 
-    def backward(self, step: Step, logits_gradient: Int8Array, exponent: int) -> tuple[Int8Array, int] | None:
+    def backward(
+        self, step: Step, logits_gradient: Int8Array, exponent: int
+    ) -> tuple[Int8Array, int] | None:
         """Run backward for values that depend on a trained parameter, update, and release memory after its last use.
 
         Returns the gradient of the input and its exponent if the program has one; valid until the next pass.
@@ -158,12 +179,16 @@ class Program:
             exponents = operator.backward(step, into)
             _record_time(step, place, started_s)
             reuses_gradient = False
-            for value, target, target_exponent in zip(place.node.inputs, into, exponents, strict=True):
+            for value, target, target_exponent in zip(
+                place.node.inputs, into, exponents, strict=True
+            ):
                 if value not in self._differentiated:
                     continue
                 reuses_gradient = reuses_gradient or target is None
                 # An addition without a mask passes on the array of its output's gradient.
-                gradients[value].append(_Gradient(total.data if target is None else target, target_exponent))
+                gradients[value].append(
+                    _Gradient(total.data if target is None else target, target_exponent)
+                )
             self._release(place, reuses_gradient=reuses_gradient)
         self._regions.release(self._input.key)
         if ir.INPUT not in self._differentiated:
@@ -172,7 +197,11 @@ class Program:
         return of_input.data, of_input.exponent
 
     def _sum(
-        self, step: Step, name: str, sums: tuple[tuple[str, _Array], ...], gradients: list[_Gradient],
+        self,
+        step: Step,
+        name: str,
+        sums: tuple[tuple[str, _Array], ...],
+        gradients: list[_Gradient],
     ) -> _Gradient:
         total = gradients[0]
         for index, (role, array) in enumerate(sums, start=1):
@@ -180,9 +209,15 @@ class Program:
             out = self._acquire(array)
             last = index == len(sums)
             exponent = add_tensors(
-                f"{name} ({role})", step, step.tracker(name, role), (total.data, total.exponent),
-                (part.data, part.exponent), out, rounding=step.algorithm.backward.rounding,
-                mask=self.tensors[name].data if last and self._mask_of_sum[name] else None)
+                f"{name} ({role})",
+                step,
+                step.tracker(name, role),
+                (total.data, total.exponent),
+                (part.data, part.exponent),
+                out,
+                rounding=step.algorithm.backward.rounding,
+                mask=self.tensors[name].data if last and self._mask_of_sum[name] else None,
+            )
             total = _Gradient(out, exponent)
         return total
 
@@ -206,7 +241,9 @@ class Program:
         return taken
 
     def _operator(self, place: _Place) -> Operator[Any]:
-        operator: Operator[Any] = self._regions.acquire(place.key, place.num_bytes, lambda: self._build(place.node))
+        operator: Operator[Any] = self._regions.acquire(
+            place.key, place.num_bytes, lambda: self._build(place.node)
+        )
         return operator
 
     def _array(self, name: str, role: str) -> _Array:
@@ -218,10 +255,17 @@ class Program:
         for index, value in enumerate(node.inputs):
             reuses_gradient = isinstance(node, ir.Add) and not self.tensors[value].masked
             wanted = value in self._differentiated and not reuses_gradient
-            into.append(self._array(value, f"gradient from {node.name}.{index}") if wanted else None)
+            into.append(
+                self._array(value, f"gradient from {node.name}.{index}") if wanted else None
+            )
         return _Place(
-            node=node, key=(self.batch, node.name, "operator"), num_bytes=self._operator_bytes(node),
-            output=self._array(node.name, "output"), into=tuple(into), sums=self._sums_of(node.name))
+            node=node,
+            key=(self.batch, node.name, "operator"),
+            num_bytes=self._operator_bytes(node),
+            output=self._array(node.name, "output"),
+            into=tuple(into),
+            sums=self._sums_of(node.name),
+        )
 
     def _sums_of(self, value: str) -> tuple[tuple[str, _Array], ...]:
         roles = [f"gradient sum {index}" for index in range(1, len(self.graph.consumers(value)))]
@@ -242,15 +286,37 @@ class Program:
     def _original_plan(self, node: ir.Convolution) -> _int8.Convolution:
         channels, height, width = self.graph.shape_of(node.inputs[0])
         return _int8.Convolution(
-            self.batch, height, width, channels, node.shape[0], *node.kernel, *node.stride, *node.padding, node.groups,
-            self._batch_block(node))
+            self.batch,
+            height,
+            width,
+            channels,
+            node.shape[0],
+            *node.kernel,
+            *node.stride,
+            *node.padding,
+            node.groups,
+            self._batch_block(node),
+        )
 
     def _plan(self, node: ir.Convolution) -> _int8.Convolution:
         if node is not self._patched:
             return self._original_plan(node)
         channels, height, width = self.tensors[ir.INPUT].shape
         return _int8.Convolution(
-            self.batch, height, width, channels, node.shape[0], 1, 1, 1, 1, 0, 0, 1, self._batch_block(node))
+            self.batch,
+            height,
+            width,
+            channels,
+            node.shape[0],
+            1,
+            1,
+            1,
+            1,
+            0,
+            0,
+            1,
+            self._batch_block(node),
+        )
 
     def _batch_block(self, node: ir.Convolution) -> int:
         return min(self._batch_blocks.get(node.name, 0), self.batch)
@@ -260,7 +326,9 @@ class Program:
         match node:
             case ir.Convolution():
                 plan = self._plan(node)
-                return ConvolutionOperator(node, inputs, output, plan, plan.workspace_bytes(self._engine))
+                return ConvolutionOperator(
+                    node, inputs, output, plan, plan.workspace_bytes(self._engine)
+                )
             case ir.BatchNorm():
                 return BatchNormOperator(node, inputs, output)
             case ir.Relu():
@@ -275,11 +343,15 @@ class Program:
                 return DropoutOperator(node, inputs, output, self.graph.nodes.index(node))
             case ir.Fp32() if self._fp32_factory is not None:
                 return self._fp32_factory(node, inputs, output)
-        raise ConfigError(f"{node.name}: int8 training has no operator {getattr(node, 'operator', node.kind)!r}")
+        raise ConfigError(
+            f"{node.name}: int8 training has no operator {getattr(node, 'operator', node.kind)!r}"
+        )
 
     def _pooling(self, node: ir.MaxPool | ir.AveragePool) -> _int8.Pooling:
         channels, height, width = self.tensors[node.inputs[0]].shape
-        return _int8.Pooling(self.batch, height, width, channels, *node.kernel, *node.stride, *node.padding)
+        return _int8.Pooling(
+            self.batch, height, width, channels, *node.kernel, *node.stride, *node.padding
+        )
 
 
 def _record_time(step: Step, place: _Place, started_s: float) -> None:

@@ -31,7 +31,9 @@ class RegionCache:
         self._budget_bytes = budget_bytes
         self._reuse = reuse
         self._regions: dict[Hashable, _Region] = {}
-        self._idle: dict[Hashable, None] = {}  # in the order of release: the last is the most recently used
+        self._idle: dict[
+            Hashable, None
+        ] = {}  # in the order of release: the last is the most recently used
         self.held_bytes = 0
         self.peak_bytes = 0
         self.num_built = 0

@@ -39,7 +39,15 @@ class ScaleTracker:
     batches since the beginning. Saturation causes a search at once.
     """
 
-    __slots__ = ("_batch", "_due", "_last_change", "_num_changes", "_policy", "exponent", "num_looks")
+    __slots__ = (
+        "_batch",
+        "_due",
+        "_last_change",
+        "_num_changes",
+        "_policy",
+        "exponent",
+        "num_looks",
+    )
 
     def __init__(self, policy: RescalingPolicy) -> None:
         self._policy = policy
@@ -52,7 +60,14 @@ class ScaleTracker:
 
     def to_json(self) -> list[int | None]:
         """Return the state as plain values."""
-        return [self.exponent, self.num_looks, self._batch, self._due, self._last_change, self._num_changes]
+        return [
+            self.exponent,
+            self.num_looks,
+            self._batch,
+            self._due,
+            self._last_change,
+            self._num_changes,
+        ]
 
     @classmethod
     def from_json(cls, policy: RescalingPolicy, values: list[int]) -> ScaleTracker:
@@ -87,7 +102,10 @@ class ScaleTracker:
         if self._num_changes == 0:
             return max(1, (self._batch + 1) // 2)
         # The time since the last change is an open interval: it counts once it makes the mean longer.
-        mean = max(self._last_change / self._num_changes, (self._batch - self._last_change) / (self._num_changes + 1))
+        mean = max(
+            self._last_change / self._num_changes,
+            (self._batch - self._last_change) / (self._num_changes + 1),
+        )
         return max(1, int(mean / 2))
 
 
@@ -103,7 +121,11 @@ Int32Array = npt.NDArray[np.int32]
 
 
 def round_elementwise(
-    name: str, share: BatchShare, tracker: ScaleTracker | None, acc_exponent: int, run: Callable[[bool, int], int]
+    name: str,
+    share: BatchShare,
+    tracker: ScaleTracker | None,
+    acc_exponent: int,
+    run: Callable[[bool, int], int],
 ) -> int:
     """Store the result of `run(store, shift)` and return the exponent of the stored values.
 
@@ -120,8 +142,15 @@ def round_elementwise(
 
 
 def round_product(
-    name: str, engine: _int8.Engine, share: BatchShare, tracker: ScaleTracker | None, acc_exponent: int,
-    run: Callable[[Int8Array | Int32Array, int], int], out: Int8Array, accumulators: Int32Array, rounding: Rounding,
+    name: str,
+    engine: _int8.Engine,
+    share: BatchShare,
+    tracker: ScaleTracker | None,
+    acc_exponent: int,
+    run: Callable[[Int8Array | Int32Array, int], int],
+    out: Int8Array,
+    accumulators: Int32Array,
+    rounding: Rounding,
 ) -> int:
     """Store the result of `run(destination, shift)` in `out` and return the exponent of the stored values.
 

@@ -29,13 +29,20 @@ SCHEMA = 1
 def save(path: Path, graph: Graph, algorithm: TrainingAlgorithm, parameters: Parameters) -> None:
     """Write the file; `ConfigError` if it cannot be written, and an old file stays as it was."""
     if any(node.kind == "fp32" for node in graph.nodes):
-        raise ConfigError("save: operators on the FP32 side belong to their torch module; save its state_dict instead")
+        raise ConfigError(
+            "save: operators on the FP32 side belong to their torch module; save its state_dict instead"
+        )
     if isinstance(algorithm.update, OutsideUpdate):
-        raise ConfigError("save: these weights belong to the trainer that hands them in; save its model instead")
+        raise ConfigError(
+            "save: these weights belong to the trainer that hands them in; save its model instead"
+        )
     header = {
         "schema": SCHEMA,
         "graph": graph.to_json(),
-        "algorithm": {**asdict(algorithm), "update": {"kind": algorithm.weight, **asdict(algorithm.update)}},
+        "algorithm": {
+            **asdict(algorithm),
+            "update": {"kind": algorithm.weight, **asdict(algorithm.update)},
+        },
         "exponents": {name: weight.exponent for name, weight in parameters.weights.items()},
         "num_batches_tracked": parameters.num_batches_tracked,
         "num_steps": parameters.num_steps,
@@ -55,7 +62,9 @@ def save(path: Path, graph: Graph, algorithm: TrainingAlgorithm, parameters: Par
         with atomic_file(Path(path)) as file:
             np.savez(file, **arrays)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror}); make room, or name another file") from None
+        raise ConfigError(
+            f"{path}: cannot be written ({error.strerror}); make room, or name another file"
+        ) from None
 
 
 def load(path: Path) -> tuple[Graph, TrainingAlgorithm, Parameters]:
@@ -76,7 +85,9 @@ def load(path: Path) -> tuple[Graph, TrainingAlgorithm, Parameters]:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except Exception as error:  # parsers of a damaged archive raise many types
-        raise ConfigError(f"{path}: not an int8 model that this version can read ({type(error).__name__})") from None
+        raise ConfigError(
+            f"{path}: not an int8 model that this version can read ({type(error).__name__})"
+        ) from None
 
 
 def _algorithm(document: dict[str, Any]) -> TrainingAlgorithm:
@@ -84,7 +95,9 @@ def _algorithm(document: dict[str, Any]) -> TrainingAlgorithm:
     rule: IntegerUpdate | Fp32Update
     if update.pop("kind") == "int8":
         rule = IntegerUpdate(
-            bits=tuple(update["bits"]), starts=tuple(update["starts"]), rounding=Rounding(update["rounding"])
+            bits=tuple(update["bits"]),
+            starts=tuple(update["starts"]),
+            rounding=Rounding(update["rounding"]),
         )
     else:
         rule = Fp32Update(**update)
@@ -100,7 +113,9 @@ def _algorithm(document: dict[str, Any]) -> TrainingAlgorithm:
 
 def _parameters(header: dict[str, Any], arrays: dict[str, Any]) -> Parameters:
     num_steps = int(header.get("num_steps", 0))  # files of earlier versions have none
-    parameters = Parameters(num_batches_tracked=dict(header["num_batches_tracked"]), num_steps=num_steps)
+    parameters = Parameters(
+        num_batches_tracked=dict(header["num_batches_tracked"]), num_steps=num_steps
+    )
     for name, exponent in header["exponents"].items():
         data = arrays[f"weight/{name}"]
         if data.dtype != np.int8 or data.ndim != 4 or (data == -128).any():

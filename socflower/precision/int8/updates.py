@@ -7,15 +7,29 @@ import numpy.typing as npt
 
 from socflower import _int8
 from socflower.errors import TrainingFailed
-from socflower.precision.algorithm import Fp32Update, IntegerUpdate, OutsideUpdate, TrainingAlgorithm
+from socflower.precision.algorithm import (
+    Fp32Update,
+    IntegerUpdate,
+    OutsideUpdate,
+    TrainingAlgorithm,
+)
 from socflower.precision.int8.fixed_point import exponent_for, shift_for
 from socflower.precision.int8.parameters import Vector, Weight
 from socflower.precision.int8.requantisation import MAX_EXPONENT, MAX_SHIFT
 
 
 def update_weight(
-    name: str, engine: _int8.Engine, algorithm: TrainingAlgorithm, weight: Weight, gradient: npt.NDArray[np.int32], *,
-    largest: int, gradient_scale: float, learning_rate: float, progress: float, scratch: npt.NDArray[np.float32],
+    name: str,
+    engine: _int8.Engine,
+    algorithm: TrainingAlgorithm,
+    weight: Weight,
+    gradient: npt.NDArray[np.int32],
+    *,
+    largest: int,
+    gradient_scale: float,
+    learning_rate: float,
+    progress: float,
+    scratch: npt.NDArray[np.float32],
 ) -> None:
     """Update `weight` with an int32 gradient whose real value is gradient * gradient_scale.
 
@@ -39,13 +53,18 @@ def update_weight(
     _descend(weight.master, weight, step, learning_rate, rule.momentum)
     largest_weight = _int8.max_magnitude(weight.master)
     if not largest_weight <= 2.0**MAX_EXPONENT:
-        raise TrainingFailed(f"{name}: a weight has reached {largest_weight:.3g}; lower the learning rate")
+        raise TrainingFailed(
+            f"{name}: a weight has reached {largest_weight:.3g}; lower the learning rate"
+        )
     weight.exponent = max(exponent_for(largest_weight), -MAX_EXPONENT)
     _int8.quantise(engine, weight.master, weight.data, weight.exponent)
 
 
 def update_vector(
-    algorithm: TrainingAlgorithm, vector: Vector, gradient: npt.NDArray[np.float32], learning_rate: float
+    algorithm: TrainingAlgorithm,
+    vector: Vector,
+    gradient: npt.NDArray[np.float32],
+    learning_rate: float,
 ) -> None:
     """Update a vector by SGD, with the momentum of an FP32 update; under an outside update store the gradient."""
     rule = algorithm.update
@@ -53,11 +72,20 @@ def update_vector(
         assert vector.gradient is not None
         np.multiply(gradient, np.float32(learning_rate), out=vector.gradient)
         return
-    _descend(vector.data, vector, gradient, learning_rate, rule.momentum if isinstance(rule, Fp32Update) else 0.0)
+    _descend(
+        vector.data,
+        vector,
+        gradient,
+        learning_rate,
+        rule.momentum if isinstance(rule, Fp32Update) else 0.0,
+    )
 
 
 def _descend(
-    values: npt.NDArray[np.float32], holder: Weight | Vector, gradient: npt.NDArray[np.float32], learning_rate: float,
+    values: npt.NDArray[np.float32],
+    holder: Weight | Vector,
+    gradient: npt.NDArray[np.float32],
+    learning_rate: float,
     momentum: float,
 ) -> None:
     """values -= learning_rate * velocity, velocity = momentum * velocity + gradient; `gradient` is overwritten."""

@@ -20,9 +20,17 @@ from torch import Tensor
 
 from socflower.rings.collective import POLL_INTERVAL_S, Collective, PeerLost, Poll, no_poll
 from socflower.rings.transports.port import Caller, RingPort
-from socflower.wire.secure_channel import Address, PeerNotReady, PeerRefused, PeerSilent, PeerUnreachable
+from socflower.wire.secure_channel import (
+    Address,
+    PeerNotReady,
+    PeerRefused,
+    PeerSilent,
+    PeerUnreachable,
+)
 
-GROUP_TIMEOUT = timedelta(minutes=10)  # longer than any wait: lost members are detected by the callers' polls
+GROUP_TIMEOUT = timedelta(
+    minutes=10
+)  # longer than any wait: lost members are detected by the callers' polls
 _METHOD = "rendezvous"
 _LONG_POLL_S = 0.2
 _RETRY_S = 0.02
@@ -44,12 +52,20 @@ class GlooRing(Collective):
     time.
     """
 
-    def __init__(self, port: RingPort, ranks: Sequence[int], generation: int, heartbeat_s: float, *,
-                 two_way: bool = False) -> None:
+    def __init__(
+        self,
+        port: RingPort,
+        ranks: Sequence[int],
+        generation: int,
+        heartbeat_s: float,
+        *,
+        two_way: bool = False,
+    ) -> None:
         if not port.trusted:
             for member in ranks:
                 Address.parse(port.addresses[member], "ring address").require_private(
-                    "gloo encrypts nothing; take transport grpc, or give ring-trusted=true")
+                    "gloo encrypts nothing; take transport grpc, or give ring-trusted=true"
+                )
         self.rank = list(ranks).index(port.rank)
         self.size = len(ranks)
         self.transport = "gloo"
@@ -72,15 +88,19 @@ class GlooRing(Collective):
         """Return every member's payload, by rank."""
         lengths = [int(length) for length in self._gather(torch.tensor([len(payload)]), poll)]
         padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
-        padded[:len(payload)] = _tensor(payload)
+        padded[: len(payload)] = _tensor(payload)
         gathered = self._gather(padded, poll)
-        return [part[:length].numpy().tobytes() for part, length in zip(gathered, lengths, strict=True)]
+        return [
+            part[:length].numpy().tobytes() for part, length in zip(gathered, lengths, strict=True)
+        ]
 
     def broadcast(self, payload: bytes | None, source: int, poll: Poll = no_poll) -> bytes:
         """Return the payload of rank `source`."""
         length = torch.tensor([0 if payload is None else len(payload)])
         self._broadcast_tensor(length, source, poll)
-        content = torch.zeros(int(length), dtype=torch.uint8) if payload is None else _tensor(payload)
+        content = (
+            torch.zeros(int(length), dtype=torch.uint8) if payload is None else _tensor(payload)
+        )
         if len(content):
             self._broadcast_tensor(content, source, poll)
         return content.numpy().tobytes()
@@ -90,13 +110,23 @@ class GlooRing(Collective):
 
         Messages of one tag between two members keep their order. Raises `PeerLost`.
         """
-        self._begin(lambda group: ((self._downward if target < self.rank else group).send([payload], target, tag),
-                                   lambda: None), PointToPoint).wait()
+        self._begin(
+            lambda group: (
+                (self._downward if target < self.rank else group).send([payload], target, tag),
+                lambda: None,
+            ),
+            PointToPoint,
+        ).wait()
 
     def begin_receive(self, buffer: Tensor, source: int, tag: int) -> "Operation[None]":
         """Begin to receive a tensor of one member, which has the buffer's size; of a tag in the order of beginning."""
-        return self._begin(lambda group: ((self._downward if source > self.rank else group).recv([buffer], source, tag),
-                                          lambda: None), PointToPoint)
+        return self._begin(
+            lambda group: (
+                (self._downward if source > self.rank else group).recv([buffer], source, tag),
+                lambda: None,
+            ),
+            PointToPoint,
+        )
 
     def close(self) -> None:
         """Leave at once; pending operations end with `PeerLost`."""
@@ -104,13 +134,16 @@ class GlooRing(Collective):
 
     def _gather(self, own: Tensor, poll: Poll) -> list[Tensor]:
         parts = [torch.empty_like(own) for _ in range(self.size)]
-        return self._begin(lambda group: (group.allgather([parts], [own]), lambda: parts)).result(poll)
+        return self._begin(lambda group: (group.allgather([parts], [own]), lambda: parts)).result(
+            poll
+        )
 
     def _broadcast_tensor(self, content: Tensor, source: int, poll: Poll) -> None:
         self._begin(lambda group: (group.broadcast(content, source), lambda: None)).result(poll)
 
     def _begin(
-        self, operation: Callable[[Any], tuple[Any, Callable[[], _Result]]],
+        self,
+        operation: Callable[[Any], tuple[Any, Callable[[], _Result]]],
         kind: "type[Operation[_Result]] | None" = None,
     ) -> "Operation[_Result]":
         work = (kind or Operation)(operation)
@@ -132,12 +165,25 @@ class GlooRing(Collective):
             listening = _listening_ports_since(before)
             self._store.set(_DEVICE_KEY.format(self.rank), json.dumps(listening))
             group = dist.ProcessGroupGloo(self._store, self.rank, self.size, options)
-            downward = dist.ProcessGroupGloo(dist.PrefixStore("downward", self._store), self.rank, self.size, options) \
-                if self._two_way else group
+            downward = (
+                dist.ProcessGroupGloo(
+                    dist.PrefixStore("downward", self._store), self.rank, self.size, options
+                )
+                if self._two_way
+                else group
+            )
             ports = frozenset(
-                port for rank in range(self.size) for port in json.loads(self._store.get(_DEVICE_KEY.format(rank))))
-        except Exception as failure:  # gloo only raises RuntimeError, which contains the exception of the store
-            self._fail(self._store.failure or f"the ring could not be built: {str(failure).splitlines()[0]}")
+                port
+                for rank in range(self.size)
+                for port in json.loads(self._store.get(_DEVICE_KEY.format(rank)))
+            )
+        except (
+            Exception
+        ) as failure:  # gloo only raises RuntimeError, which contains the exception of the store
+            self._fail(
+                self._store.failure
+                or f"the ring could not be built: {str(failure).splitlines()[0]}"
+            )
             return self._store.abandon()
         with self._lock:
             self._group, self._downward, self._ports = group, downward, ports
@@ -164,7 +210,9 @@ class GlooRing(Collective):
             group, downward, self._group, self._downward = self._group, self._downward, None, None
         if group is None:
             return
-        if not self._ports:  # without /proc the connections cannot be found, and a leak is better than blocking
+        if (
+            not self._ports
+        ):  # without /proc the connections cannot be found, and a leak is better than blocking
             _LEAKED.extend((group, downward))
             return
         for fd in _sockets():
@@ -284,7 +332,12 @@ class _PortStore(dist.Store):
         """Announce that this member will not join; else the others would wait for its keys."""
         if self._port.rank != self._host_rank:
             with suppress(PeerUnreachable, PeerSilent, PeerRefused):
-                self._port.call(self._host_rank, _METHOD, self._request("give-up", ""), timeout_s=self._heartbeat_s)
+                self._port.call(
+                    self._host_rank,
+                    _METHOD,
+                    self._request("give-up", ""),
+                    timeout_s=self._heartbeat_s,
+                )
 
     def _request(self, what: str, key: str) -> bytes:
         return json.dumps([self._generation, what, key]).encode() + b"\n"
@@ -300,7 +353,9 @@ class _PortStore(dist.Store):
                     self.failure = str(failure)
                     raise
             try:
-                return self._port.call(self._host_rank, _METHOD, request, timeout_s=self._heartbeat_s + _LONG_POLL_S)
+                return self._port.call(
+                    self._host_rank, _METHOD, request, timeout_s=self._heartbeat_s + _LONG_POLL_S
+                )
             except PeerNotReady:
                 deadline_s = None
             except PeerUnreachable as failure:
@@ -338,7 +393,11 @@ class _PortStore(dist.Store):
                 self._values[key] = str(int(self._values.get(key, b"0")) + int(value)).encode()
             elif what == "get":
                 self._changed.wait_for(
-                    lambda: self._closed or self._abandoned_by or key in self._values or not is_active(), _LONG_POLL_S)
+                    lambda: (
+                        self._closed or self._abandoned_by or key in self._values or not is_active()
+                    ),
+                    _LONG_POLL_S,
+                )
             self._changed.notify_all()
             found = self._values.get(key)
             if found is None and self._abandoned_by:
@@ -352,7 +411,11 @@ _LEAKED: list[Any] = []
 
 
 def _tensor(payload: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        if payload
+        else torch.empty(0, dtype=torch.uint8)
+    )
 
 
 def _sockets() -> dict[int, str]:
@@ -370,7 +433,11 @@ def _sockets() -> dict[int, str]:
 def _listening_ports_since(before: Mapping[int, str]) -> list[int]:
     """Return the ports on which sockets listen that were not there `before`, as `_sockets` returned it."""
     # Not by descriptor alone: another thread may have closed a socket, whose descriptor the new one then got.
-    return [port for fd, identity in _sockets().items() if before.get(fd) != identity and (port := _listening_port(fd))]
+    return [
+        port
+        for fd, identity in _sockets().items()
+        if before.get(fd) != identity and (port := _listening_port(fd))
+    ]
 
 
 def _listening_port(fd: int) -> int | None:
@@ -378,7 +445,8 @@ def _listening_port(fd: int) -> int | None:
         view = socket.socket(fileno=fd)
         try:
             if view.family in (socket.AF_INET, socket.AF_INET6) and view.getsockopt(
-                    socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+            ):
                 return int(view.getsockname()[1])
         finally:
             view.detach()

@@ -27,7 +27,9 @@ class GrpcRing(LinkedRing):
     hangs breaks the ring, one that is slow does not.
     """
 
-    def __init__(self, port: Peers, ranks: Sequence[int], generation: int, heartbeat_s: float) -> None:
+    def __init__(
+        self, port: Peers, ranks: Sequence[int], generation: int, heartbeat_s: float
+    ) -> None:
         links = _StreamLinks(port, tuple(ranks), generation, heartbeat_s)
         super().__init__(links, list(ranks).index(port.rank), len(ranks), "grpc")
 
@@ -39,7 +41,9 @@ class _StreamLinks:
     empty.
     """
 
-    def __init__(self, port: Peers, ranks: tuple[int, ...], generation: int, heartbeat_s: float) -> None:
+    def __init__(
+        self, port: Peers, ranks: tuple[int, ...], generation: int, heartbeat_s: float
+    ) -> None:
         position = ranks.index(port.rank)
         self._port = port
         self._next = ranks[(position + 1) % len(ranks)]
@@ -142,7 +146,9 @@ class _StreamLinks:
     # ------------------------------------------------------------------------------------ from the one before
 
     def _admit(self, caller: Caller, opening: bytes) -> Reader:
-        generation, *ranks = struct.unpack(f"!{len(opening) // 4}I", opening[:len(opening) // 4 * 4]) or (0,)
+        generation, *ranks = struct.unpack(
+            f"!{len(opening) // 4}I", opening[: len(opening) // 4 * 4]
+        ) or (0,)
         if generation > self._generation:
             raise PeerNotReady(f"generation {generation} has not begun here")
         with self._changed:
@@ -184,19 +190,23 @@ class _StreamLinks:
                 raise PeerRefused(self._broken)
 
     def _accept_chunk(self, message: bytes, number: int) -> None:
-        payload = memoryview(message)[_HEADER.size:]
+        payload = memoryview(message)[_HEADER.size :]
         if not 0 < payload.nbytes <= MAX_CHUNK_BYTES:
             self._reject_chunk(f"a message of {len(message)} bytes")
         if _HEADER.unpack_from(message) != (self._generation, number, payload.nbytes):
             self._reject_chunk("a chunk out of order or of a wrong length")
         with self._changed:
-            self._changed.wait_for(lambda: self._broken or self._left or len(self._arrived) < SEND_AHEAD)
+            self._changed.wait_for(
+                lambda: self._broken or self._left or len(self._arrived) < SEND_AHEAD
+            )
             self._require_open(not self._left, "the ring has been left")
             self._arrived.append(payload)
             self._changed.notify_all()
 
     def _reject_chunk(self, what: str) -> NoReturn:
-        self._port.report_refused(self._port.address_of(self._previous), f"{what} of rank {self._previous}")
+        self._port.report_refused(
+            self._port.address_of(self._previous), f"{what} of rank {self._previous}"
+        )
         raise PeerLost(f"rank {self._previous} sent {what}")
 
     def _require_open(self, condition: bool, otherwise: str) -> None:

@@ -25,7 +25,11 @@ class LeaderPort:
         self.rank = group
         self._port = port
         self._members = {ident: list(participants) for ident, participants in members.items()}
-        self._group_of = {participant: ident for ident, participants in members.items() for participant in participants}
+        self._group_of = {
+            participant: ident
+            for ident, participants in members.items()
+            for participant in participants
+        }
 
     def address_of(self, rank: int) -> str:
         """Return where a group was reached last."""
@@ -33,7 +37,9 @@ class LeaderPort:
 
     def handle(self, method: str, handler: Handler) -> None:
         """Answer other leaders' calls of `method` from now on."""
-        self._port.handle(_PREFIX + method, lambda caller, body: handler(self._as_group(caller), body))
+        self._port.handle(
+            _PREFIX + method, lambda caller, body: handler(self._as_group(caller), body)
+        )
 
     def handle_stream(self, method: str, admission: Admission) -> None:
         """Accept other leaders' streams of `method` from now on, in place of an earlier admission."""
@@ -45,12 +51,18 @@ class LeaderPort:
 
     def call(self, rank: int, method: str, body: bytes = b"", *, timeout_s: float) -> bytes:
         """Return the answer of the leader of a group."""
-        return self._first_of(rank, lambda participant: self._port.call(
-            participant, _PREFIX + method, body, timeout_s=timeout_s))
+        return self._first_of(
+            rank,
+            lambda participant: self._port.call(
+                participant, _PREFIX + method, body, timeout_s=timeout_s
+            ),
+        )
 
     def open_stream(self, rank: int, method: str, opening: bytes = b"") -> OutgoingStream:
         """Return a stream that the leader of a group has accepted."""
-        return self._first_of(rank, lambda participant: self._port.open_stream(participant, _PREFIX + method, opening))
+        return self._first_of(
+            rank, lambda participant: self._port.open_stream(participant, _PREFIX + method, opening)
+        )
 
     def report_refused(self, peer: str, what: str) -> None:
         """Log that `what` of `peer` was refused."""
@@ -77,9 +89,14 @@ class LeaderPort:
     def _put_first(self, participant: int) -> None:
         members = self._members[self._group_of[participant]]
         # A new list: another thread may go through the old one.
-        self._members[self._group_of[participant]] = [participant, *(each for each in members if each != participant)]
+        self._members[self._group_of[participant]] = [
+            participant,
+            *(each for each in members if each != participant),
+        ]
 
 
 def _liveliness(failure: PeerFailed) -> int:
     kinds = (PeerRefused, PeerSilent, PeerNotReady)
-    return max((position for position, kind in enumerate(kinds) if isinstance(failure, kind)), default=-1)
+    return max(
+        (position for position, kind in enumerate(kinds) if isinstance(failure, kind)), default=-1
+    )

@@ -46,16 +46,21 @@ class LinkedRing(Collective):
         array = buffer.detach().numpy()
         if array.ndim != 1 or not array.flags.c_contiguous:
             raise ValueError("a ring sums contiguous buffers of one dimension")
-        return self._begin(lambda: ring_algorithm.all_reduce(array, self.rank, self.size, self._links))
+        return self._begin(
+            lambda: ring_algorithm.all_reduce(array, self.rank, self.size, self._links)
+        )
 
     def all_gather(self, payload: bytes, poll: Poll = no_poll) -> list[bytes]:
         """Return every member's payload, by rank."""
-        return self._begin(lambda: ring_algorithm.all_gather(payload, self.rank, self.size, self._links)).result(poll)
+        return self._begin(
+            lambda: ring_algorithm.all_gather(payload, self.rank, self.size, self._links)
+        ).result(poll)
 
     def broadcast(self, payload: bytes | None, source: int, poll: Poll = no_poll) -> bytes:
         """Return the payload of rank `source`."""
-        return self._begin(lambda: ring_algorithm.broadcast(
-            payload, source, self.rank, self.size, self._links)).result(poll)
+        return self._begin(
+            lambda: ring_algorithm.broadcast(payload, source, self.rank, self.size, self._links)
+        ).result(poll)
 
     def close(self) -> None:
         """Leave at once: pending operations end with `PeerLost`; completed ones complete at the neighbours too."""
@@ -107,7 +112,11 @@ class _Operation(Generic[_Result]):
             return self._failure
         except BaseException as failure:
             self._failure = failure
-            return failure if isinstance(failure, PeerLost) else PeerLost(f"an operation failed: {failure}")
+            return (
+                failure
+                if isinstance(failure, PeerLost)
+                else PeerLost(f"an operation failed: {failure}")
+            )
         finally:
             self._done.set()
         return None

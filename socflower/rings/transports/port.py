@@ -124,8 +124,16 @@ class RingPort:
     """
 
     def __init__(
-        self, listen: str, *, rank: int, addresses: Sequence[str], token: bytes, tls: Tls | None,
-        heartbeat_s: float, bind_timeout_s: float = 30, trusted: bool = False,
+        self,
+        listen: str,
+        *,
+        rank: int,
+        addresses: Sequence[str],
+        token: bytes,
+        tls: Tls | None,
+        heartbeat_s: float,
+        bind_timeout_s: float = 30,
+        trusted: bool = False,
         log: Log = warn,
     ) -> None:
         here = Address.parse(listen, "ring address")
@@ -140,7 +148,9 @@ class RingPort:
         self.trusted = trusted
         self.heartbeat_s = heartbeat_s
         self._token = token
-        self._refusals = RefusalLog(log, what="ring port", lines_per_period=_REFUSAL_LINES_PER_MINUTE)
+        self._refusals = RefusalLog(
+            log, what="ring port", lines_per_period=_REFUSAL_LINES_PER_MINUTE
+        )
         self._handlers: dict[str, Handler] = {}
         self._admissions: dict[str, Admission] = {}
         self._lock = Lock()
@@ -148,12 +158,20 @@ class RingPort:
         self._streams: list[OutgoingStream] = []
         self._channels: dict[tuple[int, bool], grpc.Channel] = {}
         self._credentials = tls.channel_credentials() if tls else None
-        authentication = ServerAuthentication(self._token_of, tls=tls is not None, receiver=str(rank),
-                                              on_refused=self.report_refused)
+        authentication = ServerAuthentication(
+            self._token_of, tls=tls is not None, receiver=str(rank), on_refused=self.report_refused
+        )
         # Threads for blocking calls (joins, streams) of every member, and for further calls.
         self._server = bind_server(
-            here, tls, [_Dispatch(self)], interceptors=[authentication], num_threads=4 * len(self.addresses) + 8,
-            heartbeat_s=heartbeat_s, max_message_bytes=CALL_LIMIT_BYTES + OVERHEAD_BYTES, bind_timeout_s=bind_timeout_s)
+            here,
+            tls,
+            [_Dispatch(self)],
+            interceptors=[authentication],
+            num_threads=4 * len(self.addresses) + 8,
+            heartbeat_s=heartbeat_s,
+            max_message_bytes=CALL_LIMIT_BYTES + OVERHEAD_BYTES,
+            bind_timeout_s=bind_timeout_s,
+        )
         self.host, self.port = self._server.address.host, self._server.address.port
         self._server.start()
 
@@ -184,7 +202,9 @@ class RingPort:
             finally:
                 channel.close()
 
-    def _call_on(self, channel: grpc.Channel, rank: int, method: str, body: bytes, timeout_s: float) -> bytes:
+    def _call_on(
+        self, channel: grpc.Channel, rank: int, method: str, body: bytes, timeout_s: float
+    ) -> bytes:
         peer = self._name(rank)
         try:
             return bytes(channel.unary_unary(f"/{_SERVICE}/{method}")(body, timeout=timeout_s))
@@ -202,7 +222,10 @@ class RingPort:
         """
         peer = self._name(rank)
         stream = OutgoingStream(
-            peer, self._channel(rank, own=True).stream_stream(f"/{_SERVICE}/{method}{_STREAM}"), opening)
+            peer,
+            self._channel(rank, own=True).stream_stream(f"/{_SERVICE}/{method}{_STREAM}"),
+            opening,
+        )
         try:
             stream.wait_accepted()
         except ForgedAnswer:
@@ -212,7 +235,9 @@ class RingPort:
             stream.cancel()
             raise
         with self._lock:
-            self._streams = [open_one for open_one in self._streams if not open_one.has_ended()] + [stream]
+            self._streams = [open_one for open_one in self._streams if not open_one.has_ended()] + [
+                stream
+            ]
         return stream
 
     def report_refused(self, peer: str, what: str) -> None:
@@ -248,7 +273,9 @@ class RingPort:
             raise PeerNotReady(f"{method!r} is not taken here yet")
         return handler(self._caller(context), body)
 
-    def read_stream(self, method: str, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+    def read_stream(
+        self, method: str, messages: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
         """Read an authenticated stream; yield one empty message when it is accepted."""
         admission = self._admissions.get(method)
         if admission is None:
@@ -261,7 +288,9 @@ class RingPort:
         reader.wait()
 
     def _caller(self, context: grpc.ServicerContext) -> Caller:
-        return Caller(rank=int(caller_of(context)), address=context.peer(), is_active=context.is_active)
+        return Caller(
+            rank=int(caller_of(context)), address=context.peer(), is_active=context.is_active
+        )
 
     def _token_of(self, caller: str) -> bytes | None:
         return self._token if caller in self._ranks else None
@@ -279,10 +308,15 @@ class RingPort:
             return channel
 
     def _new_channel(self, rank: int) -> grpc.Channel:
-        channel = open_channel(self.addresses[rank], self._credentials, heartbeat_s=self.heartbeat_s,
-                               max_message_bytes=CALL_LIMIT_BYTES + OVERHEAD_BYTES)
-        return ClientAuthentication(str(self.rank), self._token, tls=self._credentials is not None,
-                                    receiver=str(rank)).on(channel)
+        channel = open_channel(
+            self.addresses[rank],
+            self._credentials,
+            heartbeat_s=self.heartbeat_s,
+            max_message_bytes=CALL_LIMIT_BYTES + OVERHEAD_BYTES,
+        )
+        return ClientAuthentication(
+            str(self.rank), self._token, tls=self._credentials is not None, receiver=str(rank)
+        ).on(channel)
 
     def _forged(self, peer: str) -> PeerRefused:
         self.report_refused(peer, "an answer without the token")
@@ -303,8 +337,11 @@ class _Dispatch(grpc.GenericRpcHandler):
         if method.endswith(_STREAM):
             name = method.removesuffix(_STREAM)
             return grpc.stream_stream_rpc_method_handler(
-                lambda messages, context: self._port.read_stream(name, messages, context))
-        return grpc.unary_unary_rpc_method_handler(lambda body, context: self._port.answer(method, body, context))
+                lambda messages, context: self._port.read_stream(name, messages, context)
+            )
+        return grpc.unary_unary_rpc_method_handler(
+            lambda body, context: self._port.answer(method, body, context)
+        )
 
 
 def _checked_messages(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:

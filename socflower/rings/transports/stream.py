@@ -61,7 +61,12 @@ class OutgoingStream:
     def on_end(self, callback: Callable[[Exception | None], None]) -> None:
         """Call `callback` once when the stream has ended, with its failure, or None if it ended normally."""
         self._call.add_done_callback(
-            lambda _: callback(None if self._call.code() == grpc.StatusCode.OK else failure_of(self._peer, self._call)))
+            lambda _: callback(
+                None
+                if self._call.code() == grpc.StatusCode.OK
+                else failure_of(self._peer, self._call)
+            )
+        )
 
     def cancel(self) -> None:
         """End the stream at once."""
@@ -78,8 +83,11 @@ class OutgoingStream:
             yield message
 
     def _end(self, _: object) -> None:
-        failure = PeerUnreachable(f"{self._peer} has ended the stream") if self._call.code() == grpc.StatusCode.OK \
+        failure = (
+            PeerUnreachable(f"{self._peer} has ended the stream")
+            if self._call.code() == grpc.StatusCode.OK
             else failure_of(self._peer, self._call)
+        )
         with self._changed:
             self._ended = failure
             self._changed.notify_all()

@@ -44,8 +44,12 @@ __all__ = ["app"]
 def deployed_app(scenario: Scenario) -> DeployedApp:
     """Return the scenario's app as the plain values that a deployment takes."""
     return DeployedApp(
-        document=to_document(scenario), local_files=app_in_folder(), bundle_files=app_in_bundle(scenario),
-        node_configs=node_configs(scenario), needs_cloud=needs_cloud(scenario))
+        document=to_document(scenario),
+        local_files=app_in_folder(),
+        bundle_files=app_in_bundle(scenario),
+        node_configs=node_configs(scenario),
+        needs_cloud=needs_cloud(scenario),
+    )
 
 
 def participants(scenario: Scenario) -> tuple[int, ...]:
@@ -54,7 +58,10 @@ def participants(scenario: Scenario) -> tuple[int, ...]:
     if not scenario.has_groups:
         return tuple(range(settings.socs or cluster.num_socs))
     kind = group_strategy(settings.name)
-    num_socs, num_groups = kind.num_socs or settings.socs or cluster.num_socs, kind.num_groups or settings.groups
+    num_socs, num_groups = (
+        kind.num_socs or settings.socs or cluster.num_socs,
+        kind.num_groups or settings.groups,
+    )
     if isinstance(num_groups, str):
         return tuple(range(num_socs))
     rates = sustained_rates(cluster, scenario.model.name, pricing(scenario))
@@ -67,8 +74,10 @@ def node_configs(scenario: Scenario) -> tuple[str, ...]:
     configs = []
     for index, soc in enumerate(socs):
         board = cluster.board_of(soc)
-        configs.append(f"partition-id={index} num-partitions={len(socs)} board={board} "
-                       f"slot={soc - cluster.socs_of(board).start}")
+        configs.append(
+            f"partition-id={index} num-partitions={len(socs)} board={board} "
+            f"slot={soc - cluster.socs_of(board).start}"
+        )
     return tuple(configs)
 
 
@@ -85,8 +94,13 @@ def app_in_folder() -> AppFiles:
 def app_in_bundle(scenario: Scenario) -> AppFiles:
     """Return the app whose bundle contains its scenario, and the modules of its factories, for other machines."""
     own = own_sources(Path(scenario.folder), scenario.factories) if scenario.folder else {}
-    return _app(_IN_BUNDLE, {SCENARIO_FILE: json.dumps(to_document(scenario)),
-                             **{f"{CODE_FOLDER}/{name}": file.read_text("utf-8") for name, file in own.items()}})
+    return _app(
+        _IN_BUNDLE,
+        {
+            SCENARIO_FILE: json.dumps(to_document(scenario)),
+            **{f"{CODE_FOLDER}/{name}": file.read_text("utf-8") for name, file in own.items()},
+        },
+    )
 
 
 def bundled_document(bundle: Path) -> dict[str, Any]:
@@ -96,5 +110,8 @@ def bundled_document(bundle: Path) -> dict[str, Any]:
 
 
 def _app(template: str, extra_files: Mapping[str, str] | None = None) -> AppFiles:
-    return AppFiles(server_app=template.format(part="Server", name="server"),
-                    client_app=template.format(part="Client", name="client"), extra_files=extra_files or {})
+    return AppFiles(
+        server_app=template.format(part="Server", name="server"),
+        client_app=template.format(part="Client", name="client"),
+        extra_files=extra_files or {},
+    )

@@ -72,7 +72,9 @@ def report_outcome(folder: RunFolder, outcome: Callable[[], dict[str, Any]]) -> 
         folder.write_outcome({"error": str(error), "kind": type(error).__name__})
     except Exception as error:
         # If Flower runs the app, only this traceback shows where it happened.
-        folder.write_outcome({"error": f"{type(error).__name__}: {error}", "bug": traceback.format_exc()})
+        folder.write_outcome(
+            {"error": f"{type(error).__name__}: {error}", "bug": traceback.format_exc()}
+        )
         raise
 
 
@@ -94,26 +96,44 @@ def scenario_client_app(folder_of: FolderOf) -> ClientApp:
         return trainer(scenario_of(context), soc=int(context.node_config[PARTITION_ID]))
 
     def faults(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        return inject([Fault(kind=event.kind, soc=event.soc, server_round=event.round, num_rounds=event.rounds,
-                             at=event.at) for event in scenario_of(context).events], message, context, call_next)
+        return inject(
+            [
+                Fault(
+                    kind=event.kind,
+                    soc=event.soc,
+                    server_round=event.round,
+                    num_rounds=event.rounds,
+                    at=event.at,
+                )
+                for event in scenario_of(context).events
+            ],
+            message,
+            context,
+            call_next,
+        )
 
     def state_folder(context: Context) -> Path | None:
         return folder_of(context).clients_folder(context)
 
-    grouped = make_client_app(model, data, trainer_of, mods=[faults, node_heat_mod], state_folder=state_folder)
+    grouped = make_client_app(
+        model, data, trainer_of, mods=[faults, node_heat_mod], state_folder=state_folder
+    )
     return _DispatchingApp(scenario_of, grouped, split_client_app(folder_of))
 
 
 class _DispatchingApp(ClientApp):
     """Passes each message to the ClientApp for its kind of work, or for the scenario's kind of strategy."""
 
-    def __init__(self, scenario_of: Callable[[Context], Scenario], grouped: ClientApp, split: ClientApp) -> None:
+    def __init__(
+        self, scenario_of: Callable[[Context], Scenario], grouped: ClientApp, split: ClientApp
+    ) -> None:
         super().__init__()
         self._scenario_of, self._grouped, self._split = scenario_of, grouped, split
 
     def __call__(self, message: Message, context: Context) -> Message:
         is_split = self._scenario_of(context).is_split or (
-            message.has_content() and SPLIT in message.content.config_records)
+            message.has_content() and SPLIT in message.content.config_records
+        )
         return (self._split if is_split else self._grouped)(message, context)
 
 
@@ -123,7 +143,13 @@ def await_nodes(grid: Grid, num_nodes: int, timeout_s: float = _NODES_TIMEOUT_S)
     is_logged = False
     while (connected := len(list(grid.get_node_ids()))) < num_nodes:
         if time.monotonic() >= deadline:
-            log(WARNING, "Only %d of %d SuperNodes are connected after %g s; going on", connected, num_nodes, timeout_s)
+            log(
+                WARNING,
+                "Only %d of %d SuperNodes are connected after %g s; going on",
+                connected,
+                num_nodes,
+                timeout_s,
+            )
             return
         if not is_logged:
             log(INFO, "Waiting for %d SuperNodes, %d connected", num_nodes, connected)

@@ -40,8 +40,10 @@ __all__ = ["app"]
 
 def own_app_files() -> AppFiles:
     """Return the app that stands for the one that the run's folder names."""
-    return AppFiles(server_app=_SOURCE.format(part="Server", name="server"),
-                    client_app=_SOURCE.format(part="Client", name="client"))
+    return AppFiles(
+        server_app=_SOURCE.format(part="Server", name="server"),
+        client_app=_SOURCE.format(part="Client", name="client"),
+    )
 
 
 def training_profile(training_flops: float | None) -> ModelProfile | None:
@@ -50,8 +52,14 @@ def training_profile(training_flops: float | None) -> ModelProfile | None:
         return None
     if not 0 < training_flops < math.inf:
         raise ConfigError(f"--training-flops {training_flops}: must be above 0 and finite")
-    layer = LayerProfile(name="model", kind="foreign", forward_flops=training_flops / (1.0 + BACKWARD_TO_FORWARD),
-                         output_bytes=0.0, weight_bytes=0.0, num_tensors=0)
+    layer = LayerProfile(
+        name="model",
+        kind="foreign",
+        forward_flops=training_flops / (1.0 + BACKWARD_TO_FORWARD),
+        output_bytes=0.0,
+        weight_bytes=0.0,
+        num_tensors=0,
+    )
     return ModelProfile(name="foreign", layers=(layer,), input_bytes=0.0)
 
 
@@ -69,15 +77,25 @@ def app_outcome(clock: EventClock, messages: MessageLog, rounds: RoundLog) -> di
     if reason := rounds.without_weights:
         unknown["weights_sha256"] = reason
     outcome = {
-        "strategy": rounds.strategy, "rounds": entries, **final_figures(scores),
-        "virtual_s": clock.now_s, "energy_j": usage.total_energy_j, "bytes": usage.bytes_by_tier,
-        "breakdown": {"soc_seconds": {key.value: value for key, value in usage.soc_seconds.items()},
-                      "energy_j": {key.value: value for key, value in usage.energy_j.items()}},
+        "strategy": rounds.strategy,
+        "rounds": entries,
+        **final_figures(scores),
+        "virtual_s": clock.now_s,
+        "energy_j": usage.total_energy_j,
+        "bytes": usage.bytes_by_tier,
+        "breakdown": {
+            "soc_seconds": {key.value: value for key, value in usage.soc_seconds.items()},
+            "energy_j": {key.value: value for key, value in usage.energy_j.items()},
+        },
         "plan": rounds.plan,
         "weights_sha256": weights_sha256(rounds.arrays) if rounds.arrays else None,
-        "events": events, "trained_on": {} if rounds.devices is None else rounds.devices.document(),
-        "trained_in": sorted(map(_named_arithmetic, () if rounds.devices is None else rounds.devices.arithmetics)),
-        "priced_in": _named_arithmetic(rounds.priced_in), "notes": rounds.notes,
+        "events": events,
+        "trained_on": {} if rounds.devices is None else rounds.devices.document(),
+        "trained_in": sorted(
+            map(_named_arithmetic, () if rounds.devices is None else rounds.devices.arithmetics)
+        ),
+        "priced_in": _named_arithmetic(rounds.priced_in),
+        "notes": rounds.notes,
     }
     if messages.has_work and not clock.now_s:
         unknown |= dict.fromkeys(PRICED_KEYS, _without_price(rounds))
@@ -88,8 +106,10 @@ def app_outcome(clock: EventClock, messages: MessageLog, rounds: RoundLog) -> di
 def _without_price(rounds: RoundLog) -> str:
     """Return why nothing of a run took virtual time."""
     if rounds.has_groups:
-        return (f"{rounds.strategy} has no costs=Costs(model_profile=profile_module(...)), so nothing has a price: add "
-                "it, or give --training-flops")
+        return (
+            f"{rounds.strategy} has no costs=Costs(model_profile=profile_module(...)), so nothing has a price: add "
+            "it, or give --training-flops"
+        )
     if rounds.num_pushed:
         return "the app pushes its messages and pulls the replies, which has no price: call send_and_receive"
     return "no message of the app had a price"
@@ -113,7 +133,9 @@ def _main(grid: Grid, context: Context) -> None:
         cluster, trace, messages = load_cluster(Path(named["cluster_file"])), Trace(), MessageLog()
         clock = EventClock(cluster, trace=trace)
         rounds = RoundLog(clock, on_round=folder.append_progress)
-        priced = PricedGrid(grid, clock, cluster, model_profile=training_profile(named["training_flops"]))
+        priced = PricedGrid(
+            grid, clock, cluster, model_profile=training_profile(named["training_flops"])
+        )
         context.run_config = named["run_config"]
         run_server_app(app, MeteredGrid(priced, rounds, messages), context, messages, rounds)
         ended = app_outcome(clock, messages, rounds)

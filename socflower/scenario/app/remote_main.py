@@ -37,7 +37,9 @@ ENGINE = "deployment"
 STATE_FOLDER_KEY = "state-folder"
 """Key of a SuperNode's config: the folder in which its machine keeps the states of trainings that may be resumed."""
 
-_ENDING_S = 60.0  # within which the ServerApp of an earlier attempt notices that the SuperLink dropped it
+_ENDING_S = (
+    60.0  # within which the ServerApp of an earlier attempt notices that the SuperLink dropped it
+)
 _PART_S = 0.25  # Flower uploads the log several times a second, and at a run's end waits 3 s for what is left
 _NPZ_BYTES = 2**20  # names and headers of the arrays in the file, at most
 _MAX_TRACE_BYTES = 64 * 2**20  # a larger trace is not sent: it would fill the SuperLink's database
@@ -52,10 +54,15 @@ def bundled_server_app(bundle: Path) -> ServerApp:
     def main(grid: Grid, context: Context) -> None:
         kept = str(context.run_config.get(CHECKPOINT_FOLDER_KEY, ""))
         with temporary_folder() as path:
-            folder = BundledRunFolder(path=path, bundle=bundle, kept=Path(kept) if kept else None,
-                                      fresh=bool(context.run_config.get(FRESH_KEY, False)), print_line=_print_line,
-                                      run_id=context.run_id,
-                                      sends_model=bool(context.run_config.get(SEND_MODEL_KEY, False)))
+            folder = BundledRunFolder(
+                path=path,
+                bundle=bundle,
+                kept=Path(kept) if kept else None,
+                fresh=bool(context.run_config.get(FRESH_KEY, False)),
+                print_line=_print_line,
+                run_id=context.run_id,
+                sends_model=bool(context.run_config.get(SEND_MODEL_KEY, False)),
+            )
             scenario_server_app(lambda _: folder)(grid, context)
 
     return app
@@ -63,7 +70,9 @@ def bundled_server_app(bundle: Path) -> ServerApp:
 
 def bundled_client_app(bundle: Path) -> ClientApp:
     """Return the ClientApp of the scenario in the folder `bundle`."""
-    folder = BundledRunFolder(path=bundle, bundle=bundle, kept=None, fresh=False, print_line=_print_line)
+    folder = BundledRunFolder(
+        path=bundle, bundle=bundle, kept=None, fresh=False, print_line=_print_line
+    )
     return scenario_client_app(lambda context: folder)
 
 
@@ -109,9 +118,11 @@ class BundledRunFolder(RunFolder):
         """Return the cloud's address from the environment of this SuperLink; a split scenario needs one."""
         cloud, scenario = CloudAddress.from_environment(), _scenario(self.bundle)
         if cloud is None and needs_cloud(scenario):
-            raise ConfigError(f"[strategy] name = {scenario.strategy.name!r} needs a cloud, and this SuperLink's "
-                              "environment names none; set SOCFLOWER_CLOUD and SOCFLOWER_CLOUD_TOKEN_FILE where it is "
-                              "started")
+            raise ConfigError(
+                f"[strategy] name = {scenario.strategy.name!r} needs a cloud, and this SuperLink's "
+                "environment names none; set SOCFLOWER_CLOUD and SOCFLOWER_CLOUD_TOKEN_FILE where it is "
+                "started"
+            )
         return cloud
 
     def append_progress(self, entry: dict[str, Any]) -> None:
@@ -121,9 +132,11 @@ class BundledRunFolder(RunFolder):
     def require_room_for_model(self, num_bytes: int) -> None:
         """Raise `ConfigError` for a model that is too large for a log."""
         if self.sends_model and num_bytes + _NPZ_BYTES > MAX_FILE_BYTES:
-            raise ConfigError(f"--save-model: the model has {human_bytes(num_bytes)}, and with --superlink it comes "
-                              f"back in the run's log, which carries at most {human_bytes(MAX_FILE_BYTES)}; leave it "
-                              "out, or train it with a SuperLink that is started here")
+            raise ConfigError(
+                f"--save-model: the model has {human_bytes(num_bytes)}, and with --superlink it comes "
+                f"back in the run's log, which carries at most {human_bytes(MAX_FILE_BYTES)}; leave it "
+                "out, or train it with a SuperLink that is started here"
+            )
 
     def write_outcome(self, outcome: dict[str, Any]) -> None:
         """Log trace and model, then the outcome; remove the checkpoints after a success."""
@@ -134,7 +147,9 @@ class BundledRunFolder(RunFolder):
                 descriptor, kept = tempfile.mkstemp(prefix="socflower-trace-", suffix=".json")
                 os.close(descriptor)
                 shutil.copyfile(self.trace, kept)
-                self.print_line(f"the trace is long and stays on the SuperLink's machine, until you remove it: {kept}")
+                self.print_line(
+                    f"the trace is long and stays on the SuperLink's machine, until you remove it: {kept}"
+                )
         if self.sends_model and "error" not in outcome:
             for document in file_documents(self.model):
                 self._log("model", document)

@@ -30,8 +30,13 @@ class RoundRecord:
     """The rounds of one run so far, with clock and trace: a checkpoint's content besides the strategy's own state."""
 
     def __init__(
-        self, scenario: Scenario, folder: RunFolder, clock: EventClock, trace: Trace,
-        devices: TrainedDevices, evaluate: Callable[[ArrayRecord], Score],
+        self,
+        scenario: Scenario,
+        folder: RunFolder,
+        clock: EventClock,
+        trace: Trace,
+        devices: TrainedDevices,
+        evaluate: Callable[[ArrayRecord], Score],
     ) -> None:
         self.rounds: list[dict[str, Any]] = []
         self.warm_up: dict[str, Any] | None = None
@@ -68,7 +73,10 @@ class RoundRecord:
         return {TRAINING: self._training} if self._training else {}
 
     def evaluation(
-        self, round_end: RoundEnd, num_rounds: int, own_state: Callable[[], Mapping[str, Any]] = dict,
+        self,
+        round_end: RoundEnd,
+        num_rounds: int,
+        own_state: Callable[[], Mapping[str, Any]] = dict,
         extra_figures: Callable[[], Mapping[str, float]] = dict,
     ) -> EvaluateFn:
         """Return the evaluate function of `Strategy.start`; it also records the round and writes a checkpoint of it.
@@ -82,12 +90,21 @@ class RoundRecord:
                 return None
             outcome = self._evaluate(arrays)
             training = round_end(server_round) if server_round else {"epoch": 0.0, "events": []}
-            self.rounds.append({
-                "round": server_round, "epoch": training.pop("epoch"), "accuracy": outcome.accuracy,
-                "loss": outcome.loss if math.isfinite(outcome.loss) else None,  # JSON has no NaN
-                "virtual_s": self._clock.now_s, "energy_j": self._clock.usage.total_energy_j,
-                "bytes": self._clock.usage.bytes_by_tier, **training, **extra_figures(),
-            })
+            self.rounds.append(
+                {
+                    "round": server_round,
+                    "epoch": training.pop("epoch"),
+                    "accuracy": outcome.accuracy,
+                    "loss": outcome.loss
+                    if math.isfinite(outcome.loss)
+                    else None,  # JSON has no NaN
+                    "virtual_s": self._clock.now_s,
+                    "energy_j": self._clock.usage.total_energy_j,
+                    "bytes": self._clock.usage.bytes_by_tier,
+                    **training,
+                    **extra_figures(),
+                }
+            )
             # A checkpoint of round 0 is useful only if a warm-up has chosen the number of groups.
             if server_round or self.warm_up is not None:
                 self._write_checkpoint(server_round, num_rounds, arrays, own_state())
@@ -108,34 +125,63 @@ class RoundRecord:
         self._folder.write_model(array_views(whole or final))
         usage = self._clock.usage
         return {
-            "seed": self._scenario.seed, "trained_on": self._devices.document(), "rounds": self.rounds,
+            "seed": self._scenario.seed,
+            "trained_on": self._devices.document(),
+            "rounds": self.rounds,
             "warm_up": self.warm_up,
-            **final_figures(self.rounds[-1]), "virtual_s": self._clock.now_s,
-            "energy_j": usage.total_energy_j, "bytes": usage.bytes_by_tier,
-            "breakdown": {"soc_seconds": {key.value: value for key, value in usage.soc_seconds.items()},
-                          "energy_j": {key.value: value for key, value in usage.energy_j.items()}},
-            "weights_sha256": weights_sha256(final), "resumed_from": self.resumed_from, "versions": versions(),
+            **final_figures(self.rounds[-1]),
+            "virtual_s": self._clock.now_s,
+            "energy_j": usage.total_energy_j,
+            "bytes": usage.bytes_by_tier,
+            "breakdown": {
+                "soc_seconds": {key.value: value for key, value in usage.soc_seconds.items()},
+                "energy_j": {key.value: value for key, value in usage.energy_j.items()},
+            },
+            "weights_sha256": weights_sha256(final),
+            "resumed_from": self.resumed_from,
+            "versions": versions(),
         }
 
-    def _write_checkpoint(self, server_round: int, num_rounds: int, arrays: ArrayRecord, own_state: Mapping[str, Any],
-                          ) -> None:
+    def _write_checkpoint(
+        self,
+        server_round: int,
+        num_rounds: int,
+        arrays: ArrayRecord,
+        own_state: Mapping[str, Any],
+    ) -> None:
         """Write a checkpoint of the round that just ended, if the run keeps any."""
         if self._checkpointing is None:
             return
         self._trace_parts.append(server_round)
-        self._checkpointing.kept.write(Checkpoint(
-            server_round=server_round, num_rounds=num_rounds, scenario=to_document(self._scenario),
-            engine=self._checkpointing.engine, versions=versions(), rounds=self.rounds, clock=self._clock.state(),
-            arrays=array_views(arrays), warm_up=self.warm_up, resumed_from=self.resumed_from,
-            trained_on=self._devices.document(), training=self._training, trace_parts=self._trace_parts, **own_state,
-        ), self._trace.state(self._num_spans_kept))
+        self._checkpointing.kept.write(
+            Checkpoint(
+                server_round=server_round,
+                num_rounds=num_rounds,
+                scenario=to_document(self._scenario),
+                engine=self._checkpointing.engine,
+                versions=versions(),
+                rounds=self.rounds,
+                clock=self._clock.state(),
+                arrays=array_views(arrays),
+                warm_up=self.warm_up,
+                resumed_from=self.resumed_from,
+                trained_on=self._devices.document(),
+                training=self._training,
+                trace_parts=self._trace_parts,
+                **own_state,
+            ),
+            self._trace.state(self._num_spans_kept),
+        )
         self._num_spans_kept = self._trace.num_spans
 
 
 @cache
 def versions() -> dict[str, str]:
     """Return the versions of the packages that compute weights; a run resumes only from checkpoints with the same."""
-    return {"socflower": __version__, **{name: metadata.version(name) for name in ("flwr", "torch", "numpy")}}
+    return {
+        "socflower": __version__,
+        **{name: metadata.version(name) for name in ("flwr", "torch", "numpy")},
+    }
 
 
 def weights_sha256(arrays: ArrayRecord) -> str:

@@ -32,8 +32,17 @@ _LONGEST_WAIT_S = 0.5
 
 
 def serve_until_signal(
-    program: str, overrides: Sequence[str], *, listen: str, token: str, tls: Tls | None, insecure: bool,
-    folder: Path | None, num_threads: int, on_ready: Callable[[str], None], on_notice: Callable[[str], None],
+    program: str,
+    overrides: Sequence[str],
+    *,
+    listen: str,
+    token: str,
+    tls: Tls | None,
+    insecure: bool,
+    folder: Path | None,
+    num_threads: int,
+    on_ready: Callable[[str], None],
+    on_notice: Callable[[str], None],
 ) -> None:
     """Serve a program's runs until SIGINT or SIGTERM; `on_ready` gets the address, `on_notice` a line per failure."""
     factory = _factory(program, overrides)
@@ -41,10 +50,20 @@ def serve_until_signal(
     if num_threads:
         torch.set_num_threads(num_threads)
     ended = threading.Event()
-    before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, lambda *_: ended.set())
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
-        service = CloudService(listen, factory, operator_token=token, tls=tls, insecure=insecure, folder=folder,
-                               log=on_notice)
+        service = CloudService(
+            listen,
+            factory,
+            operator_token=token,
+            tls=tls,
+            insecure=insecure,
+            folder=folder,
+            log=on_notice,
+        )
         try:
             on_ready(service.address)
             # The kernel may give a signal to a thread of gRPC. That does not interrupt a wait without a limit in this
@@ -66,13 +85,19 @@ def read_or_create_token(path: Path) -> tuple[str, bool]:
     try:
         write_atomically(path, f"{token}\n", mode=0o600)
     except OSError as error:
-        raise ConfigError(f"--token-file {path}: cannot be made ({error.strerror}); name another place") from None
+        raise ConfigError(
+            f"--token-file {path}: cannot be made ({error.strerror}); name another place"
+        ) from None
     return token, True
 
 
-def cloud_status(address: str, token_file: Path, tls: Tls | None, *, insecure: bool) -> list[dict[str, Any]]:
+def cloud_status(
+    address: str, token_file: Path, tls: Tls | None, *, insecure: bool
+) -> list[dict[str, Any]]:
     """Return the status of a cloud's sessions."""
-    return session_status(CloudOperator(address=address, token=read_token(token_file), tls=tls, insecure=insecure))
+    return session_status(
+        CloudOperator(address=address, token=read_token(token_file), tls=tls, insecure=insecure)
+    )
 
 
 def status_table(sessions: Sequence[Mapping[str, Any]]) -> Table | str:
@@ -81,8 +106,14 @@ def status_table(sessions: Sequence[Mapping[str, Any]]) -> Table | str:
         return "no sessions are open"
     table = Table("run", "edges", "state", "received", "sent", "last error", header_style="bold")
     for session in sessions:
-        table.add_row(session["run_id"], str(session["num_parties"]), _state(session),
-                      human_bytes(session["received_bytes"]), human_bytes(session["sent_bytes"]), session["error"])
+        table.add_row(
+            session["run_id"],
+            str(session["num_parties"]),
+            _state(session),
+            human_bytes(session["received_bytes"]),
+            human_bytes(session["sent_bytes"]),
+            session["error"],
+        )
     return table
 
 
@@ -126,17 +157,22 @@ def _scenario(path: Path, overrides: Sequence[str]) -> Scenario:
             apply_override(document, override)
         scenario = from_document(document)
     if not scenario.is_split:
-        raise ConfigError(f"{path}: [strategy] name = {scenario.strategy.name!r} has no cloud; use one of the split "
-                          "strategies")
+        raise ConfigError(
+            f"{path}: [strategy] name = {scenario.strategy.name!r} has no cloud; use one of the split "
+            "strategies"
+        )
     return scenario
 
 
 def _import_program(program: str) -> SplitProgram:
     # A command's sys.path has the folder of its script instead of the working directory.
-    found = import_attribute(program, Path.cwd(), f"program {program}", "write module:name, importable from here")
+    found = import_attribute(
+        program, Path.cwd(), f"program {program}", "write module:name, importable from here"
+    )
     found = found() if callable(found) and not isinstance(found, SplitProgram) else found
     if not isinstance(found, SplitProgram):
-        raise ConfigError(f"program {program}: is a {type(found).__name__}, not a SplitProgram; make one with "
-                          "socflower.LayeredProgram")
+        raise ConfigError(
+            f"program {program}: is a {type(found).__name__}, not a SplitProgram; make one with "
+            "socflower.LayeredProgram"
+        )
     return found
-

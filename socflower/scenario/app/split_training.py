@@ -67,12 +67,20 @@ def split_client_app(folder_of: FolderOf) -> ClientApp:
         setting, edge = _setting(folder), int(context.node_config[PARTITION_ID])
         own = cloud_link(context)
         # On one machine the connection is slowed down to the scenario's link; between machines it is not.
-        return replace(own, decider=setting.decision_engine(edge),
-                       bandwidth_profile=setting.links[edge] if folder.read_cloud() is not None else None)
+        return replace(
+            own,
+            decider=setting.decision_engine(edge),
+            bandwidth_profile=setting.links[edge] if folder.read_cloud() is not None else None,
+        )
 
     return make_split_client_app(
-        program, data, cloud_data_fn=cloud_data, settings_fn=settings, link_fn=link,
-        state_folder=lambda context: folder_of(context).clients_folder(context))
+        program,
+        data,
+        cloud_data_fn=cloud_data,
+        settings_fn=settings,
+        link_fn=link,
+        state_folder=lambda context: folder_of(context).clients_folder(context),
+    )
 
 
 def split_settings(setting: SplitSetting) -> SplitSettings:
@@ -81,8 +89,10 @@ def split_settings(setting: SplitSetting) -> SplitSettings:
     table, ours = scenario.split, scenario.strategy.name == "split-replay"
     feedback = cast(Form, table.error_feedback) if ours and not table.delta else "none"
     return SplitSettings(
-        feedback=feedback, delta_bytes=DELTA_BYTES if ours and table.delta else 0,
-        window=setting.schedule)
+        feedback=feedback,
+        delta_bytes=DELTA_BYTES if ours and table.delta else 0,
+        window=setting.schedule,
+    )
 
 
 @cache
@@ -120,12 +130,18 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
     if resumed is not None:
         checkpoint, arrays = resumed
         strategy.resume_from(checkpoint.server_round, state=checkpoint.balance)
-    history = SplitHistory(setting.links, strategy.parties, resumed[0].balance.get("story") if resumed else None)
+    history = SplitHistory(
+        setting.links, strategy.parties, resumed[0].balance.get("story") if resumed else None
+    )
 
     def round_end(server_round: int) -> dict[str, Any]:
         report = strategy.reports[-1]
         history.add(report, clock.now_s - report.timeline.duration_s)
-        entry = {"epoch": report.epoch, "events": event_documents(report.events), **_cuts_and_staleness(strategy)}
+        entry = {
+            "epoch": report.epoch,
+            "events": event_documents(report.events),
+            **_cuts_and_staleness(strategy),
+        }
         if report.measured:
             entry["links"] = [asdict(each) for each in report.measured]
         return entry
@@ -136,25 +152,35 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
     frozen = {FROZEN_SHA256: digest} if (digest := workload.program.frozen_sha256) else {}
     try:
         final = strategy.start(
-            grid, arrays, num_rounds=strategy.num_rounds, timeout=scenario.train.reply_timeout_s,
+            grid,
+            arrays,
+            num_rounds=strategy.num_rounds,
+            timeout=scenario.train.reply_timeout_s,
             train_config=ConfigRecord({**frozen, **record.train_config}),
-            evaluate_fn=record.evaluation(round_end, strategy.num_rounds, own_state)).arrays
+            evaluate_fn=record.evaluation(round_end, strategy.num_rounds, own_state),
+        ).arrays
     finally:  # otherwise a cloud that serves other runs too would keep this run's sessions
         if cloud is not None:
             cloud.close()
     if resumed is not None:
         final = final or arrays  # no round was left
     if not final:
-        raise TrainingFailed("Flower returned no model: every client failed; see the log for the first cause")
+        raise TrainingFailed(
+            "Flower returned no model: every client failed; see the log for the first cause"
+        )
     return {
         "strategy": scenario.strategy.name,
         "kernels": kernels(scenario),
         "transports": {"edge and cloud": strategy.transport, "hub": "Flower messages"},
         "data_source": workload.source,
         **record.totals(ArrayRecord(whole(final).state_dict())),
-        "wall_s": perf_counter() - started_s, "plan": None,
-        "heat": None if rack is None else heat_document(scenario, rack, clock.now_s, unthrottled_training_s(
-            scenario, setting.cluster)),
+        "wall_s": perf_counter() - started_s,
+        "plan": None,
+        "heat": None
+        if rack is None
+        else heat_document(
+            scenario, rack, clock.now_s, unthrottled_training_s(scenario, setting.cluster)
+        ),
         "split": history.document(strategy.parties, setting.mode, clock.now_s),
     }
 
@@ -162,18 +188,32 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
 def _strategy(setting: SplitSetting, clock: EventClock, cloud: CloudClient | None) -> SplitReplay:
     scenario, program = setting.scenario, setting.workload.program
     return SplitReplay(
-        cluster=setting.cluster, parties=setting.parties(), edge_names=program.edge_names, mode=setting.mode,
-        batches_per_epoch=setting.workload.batches_per_epoch, num_epochs=scenario.train.epochs, clock=clock,
-        cloud=cloud, reverse=program.is_reverse, round_epochs=scenario.split.round_epochs, seed=scenario.seed,
-        uplink=setting.uplink, cloud_processors=scenario.split.cloud_processors,
-        fingerprint=program.fingerprint(), tolerate_client_errors=scenario.strategy.tolerate_client_errors)
+        cluster=setting.cluster,
+        parties=setting.parties(),
+        edge_names=program.edge_names,
+        mode=setting.mode,
+        batches_per_epoch=setting.workload.batches_per_epoch,
+        num_epochs=scenario.train.epochs,
+        clock=clock,
+        cloud=cloud,
+        reverse=program.is_reverse,
+        round_epochs=scenario.split.round_epochs,
+        seed=scenario.seed,
+        uplink=setting.uplink,
+        cloud_processors=scenario.split.cloud_processors,
+        fingerprint=program.fingerprint(),
+        tolerate_client_errors=scenario.strategy.tolerate_client_errors,
+    )
 
 
 def _cuts_and_staleness(strategy: SplitReplay) -> dict[str, Any]:
     """Return the mean staleness of the latest round's gradients, and each edge's cut at its end."""
     stale = staleness_of(strategy.reports[-1])
-    return {"mean_staleness": sum(value * count for value, count in stale.items()) / max(1, stale.total()),
-            "cuts": [cut_text(party.split_plan, party.costs) for party in strategy.parties]}
+    return {
+        "mean_staleness": sum(value * count for value, count in stale.items())
+        / max(1, stale.total()),
+        "cuts": [cut_text(party.split_plan, party.costs) for party in strategy.parties],
+    }
 
 
 def _cloud(folder: RunFolder, setting: SplitSetting) -> CloudClient | None:

@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from socflower.cluster import Cluster
-from socflower.cluster.cluster_file import ClusterFile, cluster_document, inline_devices, make_cluster
+from socflower.cluster.cluster_file import (
+    ClusterFile,
+    cluster_document,
+    inline_devices,
+    make_cluster,
+)
 from socflower.cluster.toml_file import parse_value, read_table, read_toml
 from socflower.errors import ConfigError
 from socflower.scenario.expectations import require_known_claims
@@ -27,11 +32,15 @@ def load_scenario(path: Path, overrides: Sequence[str] = ()) -> Scenario:
     inline_recorded_link(document, path)
     resolve_file_paths(document, Path())  # paths in overrides are relative to the working directory
     text = path.read_text("utf-8-sig")
-    scenario = parse_scenario(document, name=path.stem, question=_leading_comment(text), where=str(path))
+    scenario = parse_scenario(
+        document, name=path.stem, question=_leading_comment(text), where=str(path)
+    )
     if not scenario.factories:
         return scenario
     folder = path.parent.resolve()
-    return scenario.replaced(folder=str(folder), code=_digest(own_sources(folder, scenario.factories)))
+    return scenario.replaced(
+        folder=str(folder), code=_digest(own_sources(folder, scenario.factories))
+    )
 
 
 def _digest(files: Mapping[str, Path]) -> str:
@@ -57,13 +66,17 @@ def _resolve_cluster(document: dict[str, Any], path: Path) -> None:
         if isinstance(own, Mapping):
             twice = [name for name in devices if name in own and own[name] != devices[name]]
             if twice:
-                raise ConfigError(f"{path}: [device.{twice[0]}] is another device than the one of that name in {file}; "
-                                  "rename one")
+                raise ConfigError(
+                    f"{path}: [device.{twice[0]}] is another device than the one of that name in {file}; "
+                    "rename one"
+                )
             document["device"] = {**own, **devices}
     inline_devices(document, path.parent, str(path))
 
 
-def parse_scenario(document: Mapping[str, Any], *, name: str, question: str, where: str) -> Scenario:
+def parse_scenario(
+    document: Mapping[str, Any], *, name: str, question: str, where: str
+) -> Scenario:
     """Return the scenario of a parsed document."""
     file = read_table(ScenarioFile, document, where)
     require_known_claims(file.expect, where, of_plan=STRATEGIES[file.strategy.name].is_pipeline)
@@ -77,19 +90,33 @@ def scenario_cluster(scenario: Scenario) -> Cluster:
 
 def to_document(scenario: Scenario) -> dict[str, Any]:
     """Return the scenario's document with all defaults, except those of the cluster, which stays as written."""
-    document = scenario.model_dump(mode="json", by_alias=True, exclude_none=True,
-                                   exclude={"cluster", "boards", "servers", "site", "devices"})
-    written = scenario.model_dump(mode="json", by_alias=True, exclude_unset=True,
-                                  include={"cluster", "boards", "servers", "site", "devices"})
-    return {**document, "cluster": written.get("cluster", {}), "board": written.get("board", []),
-            **{key: written[key] for key in ("server", "site", "device") if written.get(key)}}
+    document = scenario.model_dump(
+        mode="json",
+        by_alias=True,
+        exclude_none=True,
+        exclude={"cluster", "boards", "servers", "site", "devices"},
+    )
+    written = scenario.model_dump(
+        mode="json",
+        by_alias=True,
+        exclude_unset=True,
+        include={"cluster", "boards", "servers", "site", "devices"},
+    )
+    return {
+        **document,
+        "cluster": written.get("cluster", {}),
+        "board": written.get("board", []),
+        **{key: written[key] for key in ("server", "site", "device") if written.get(key)},
+    }
 
 
 def from_document(document: Mapping[str, Any]) -> Scenario:
     """Return the scenario of a resolved document."""
     own = ("name", "question", "folder", "code")
     tables = {key: value for key, value in document.items() if key not in own}
-    scenario = parse_scenario(tables, name=document["name"], question=document["question"], where=document["name"])
+    scenario = parse_scenario(
+        tables, name=document["name"], question=document["question"], where=document["name"]
+    )
     return scenario.replaced(**{key: document[key] for key in own if key in document})
 
 

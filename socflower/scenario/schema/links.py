@@ -5,7 +5,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, constant, read_csv, segments
+from socflower.edgecloud.links.bandwidth_profile import (
+    BandwidthProfile,
+    constant,
+    read_csv,
+    segments,
+)
 from socflower.edgecloud.links.profile_generator import add_jitter, generate_bandwidth_profile
 from socflower.errors import ConfigError
 from socflower.scenario.schema.config import Scenario
@@ -20,27 +25,44 @@ def inline_recorded_link(document: dict[str, Any], path: Path) -> None:
     if not isinstance(table, Mapping) or not str(table.get("link", "")).endswith(".csv"):
         return
     if table.get("segments") or table.get("links"):
-        raise ConfigError(f"{path} [edgecloud]: link names a file, and segments or links are given too; keep one "
-                          "of them")
+        raise ConfigError(
+            f"{path} [edgecloud]: link names a file, and segments or links are given too; keep one "
+            "of them"
+        )
     trace = read_csv(path.parent / str(table["link"]))
     times_s = (*trace.up.times_s, trace.up.end_s)
     document["edgecloud"] = {
-        **table, "link": Path(str(table["link"])).stem, "repeats": True,
-        "segments": [[end_s - begin_s, up, down] for (begin_s, end_s), up, down in
-                     zip(pairwise(times_s), trace.up.bytes_per_s, trace.down.bytes_per_s, strict=True)]}
+        **table,
+        "link": Path(str(table["link"])).stem,
+        "repeats": True,
+        "segments": [
+            [end_s - begin_s, up, down]
+            for (begin_s, end_s), up, down in zip(
+                pairwise(times_s), trace.up.bytes_per_s, trace.down.bytes_per_s, strict=True
+            )
+        ],
+    }
 
 
 def resolve_file_paths(document: dict[str, Any], folder: Path) -> None:
     """Make the paths in `[edgecloud]` and `[pipeline]`, which are relative to `folder`, absolute."""
     table = document.get("edgecloud")
     if isinstance(table, Mapping):
-        named = {key: str((folder / str(table[key])).resolve()) for key in ("costs", "pretrained") if table.get(key)}
+        named = {
+            key: str((folder / str(table[key])).resolve())
+            for key in ("costs", "pretrained")
+            if table.get(key)
+        }
         document["edgecloud"] = {**table, **named}
     table = document.get("pipeline")
     if isinstance(table, Mapping) and isinstance(table.get("profiles"), list):
-        document["pipeline"] = {**table, "profiles": [
-            str((folder / name).resolve()) if isinstance(name, str) and name.strip() else name
-            for name in table["profiles"]]}
+        document["pipeline"] = {
+            **table,
+            "profiles": [
+                str((folder / name).resolve()) if isinstance(name, str) and name.strip() else name
+                for name in table["profiles"]
+            ],
+        }
 
 
 def edge_links(scenario: Scenario, num_edges: int) -> tuple[BandwidthProfile, ...]:
@@ -50,8 +72,10 @@ def edge_links(scenario: Scenario, num_edges: int) -> tuple[BandwidthProfile, ..
     """
     settings = scenario.split
     if settings.links and len(settings.links) != num_edges:
-        raise ConfigError(f"{scenario.name} [edgecloud] links: {len(settings.links)} for {num_edges} edges; name one "
-                          "for each")
+        raise ConfigError(
+            f"{scenario.name} [edgecloud] links: {len(settings.links)} for {num_edges} edges; name one "
+            "for each"
+        )
     names = settings.links or (settings.link,) * num_edges
     return tuple(_link(scenario, name, edge) for edge, name in enumerate(names))
 
@@ -64,10 +88,16 @@ def _link(scenario: Scenario, name: str, edge: int) -> BandwidthProfile:
         return add_jitter(link, settings.jitter, seed, duration_s=GENERATED_S)
 
     if settings.segments and not settings.links:
-        return with_jitter(segments(settings.segments, latency_s=settings.latency_s, repeats=settings.repeats))
+        return with_jitter(
+            segments(settings.segments, latency_s=settings.latency_s, repeats=settings.repeats)
+        )
     if name == "constant":
         if settings.up_bytes_per_s is None or settings.down_bytes_per_s is None:
-            raise ConfigError(f"{scenario.name} [edgecloud] links: \"constant\" needs up_bytes_per_s and "
-                              "down_bytes_per_s")
-        return with_jitter(constant(settings.up_bytes_per_s, settings.down_bytes_per_s, settings.latency_s))
+            raise ConfigError(
+                f'{scenario.name} [edgecloud] links: "constant" needs up_bytes_per_s and '
+                "down_bytes_per_s"
+            )
+        return with_jitter(
+            constant(settings.up_bytes_per_s, settings.down_bytes_per_s, settings.latency_s)
+        )
     return generate_bandwidth_profile(name, seed, GENERATED_S)

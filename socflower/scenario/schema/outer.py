@@ -29,8 +29,9 @@ _COUNTS_GROUPS = ("fedtrimmedavg", "krum", "multikrum", "bulyan")
 class OuterConfig(Table):
     """`[strategy.outer]`: Flower's strategy that makes the next model of the groups' models, with its own defaults."""
 
-    name: Annotated[str, OneOf(OUTER_STRATEGIES)] = Field(description=(
-        "its class, in small letters"))
+    name: Annotated[str, OneOf(OUTER_STRATEGIES)] = Field(
+        description=("its class, in small letters")
+    )
     eta: float | None = Field(None, gt=0, description="of `fedadam`, `fedyogi`, `fedadagrad`")
     beta_1: float | None = Field(None, ge=0, lt=1, description="of `fedadam`, `fedyogi`")
     beta_2: float | None = Field(None, ge=0, lt=1, description="of `fedadam`, `fedyogi`")
@@ -39,9 +40,13 @@ class OuterConfig(Table):
     server_momentum: float | None = Field(None, ge=0, lt=1, description="of `fedavgm`")
     proximal_mu: float | None = Field(None, ge=0, description="of `fedprox`")
     beta: float | None = Field(None, ge=0, lt=0.5, description="of `fedtrimmedavg`")
-    num_malicious_nodes: int | None = Field(None, ge=0, description="groups, of `krum`, `multikrum`, `bulyan`")
+    num_malicious_nodes: int | None = Field(
+        None, ge=0, description="groups, of `krum`, `multikrum`, `bulyan`"
+    )
     num_nodes_to_select: int | None = Field(None, gt=0, description="groups, of `multikrum`")
-    client_learning_rate: float | None = Field(None, gt=0, description="of `qfedavg`, which requires it")
+    client_learning_rate: float | None = Field(
+        None, gt=0, description="of `qfedavg`, which requires it"
+    )
     q: float | None = Field(None, ge=0, description="of `qfedavg`")
 
     @property
@@ -54,9 +59,14 @@ class OuterConfig(Table):
         own = OUTER_STRATEGIES[self.name][1]
         for key in self.arguments:
             if key not in own:
-                raise ValueError(f"{key} is not for {self.name!r}" + (f", which takes {', '.join(own)}" if own else ""))
+                raise ValueError(
+                    f"{key} is not for {self.name!r}"
+                    + (f", which takes {', '.join(own)}" if own else "")
+                )
         if self.name == "qfedavg" and self.client_learning_rate is None:
-            raise ValueError("'qfedavg' needs client_learning_rate, the learning rate of the groups")
+            raise ValueError(
+                "'qfedavg' needs client_learning_rate, the learning rate of the groups"
+            )
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -21,56 +21,122 @@ Rate = Annotated[float, Field(gt=0)]
 class EdgeCloudConfig(Table):
     """`[edgecloud]`: each SoC of the cluster is an edge with a link of its own to the cloud."""
 
-    cloud_device: str = Field("gpu-v100", description="device of the catalogue that each cloud half has")
-    link: str = Field("wifi", description=(
-        "a generated bandwidth profile: `4g-foot`, `4g-bicycle`, `4g-bus`, `4g-car`, `4g-tram`, `4g-train`, `wifi`, "
-        "`one-hop` (an access point at home), `5g`; `constant`; or a recorded one, a path relative to the scenario "
-        "that ends in `.csv`"))
+    cloud_device: str = Field(
+        "gpu-v100", description="device of the catalogue that each cloud half has"
+    )
+    link: str = Field(
+        "wifi",
+        description=(
+            "a generated bandwidth profile: `4g-foot`, `4g-bicycle`, `4g-bus`, `4g-car`, "
+            "`4g-tram`, `4g-train`, `wifi`, "
+            "`one-hop` (an access point at home), `5g`; `constant`; or a recorded one, a path relative to the scenario "
+            "that ends in `.csv`"
+        ),
+    )
     links: tuple[str, ...] = Field((), description="one for each edge, where they differ; no files")
     up_bytes_per_s: Rate | None = Field(None, description="of `constant`, which needs both")
     down_bytes_per_s: Rate | None = Field(None, description="the same")
     latency_s: float = Field(0.005, ge=0, description="of `constant` and of `segments`, one way")
-    segments: tuple[tuple[float, float, float], ...] = Field((), description=(
-        "[seconds, bytes/s up, bytes/s down]: a link in parts, in place of `link`; 0 is an outage"))
-    repeats: bool = Field(False, description="whether `segments` begin again at their end; else the last one stays")
-    jitter: float = Field(0.0, ge=0, description="of `constant` and of `segments`: standard deviation of the rates as "
-                          "a part of their mean, changing within about ten seconds")
-    shared_up_bytes_per_s: Rate | None = Field(None, description=(
-        "of an uplink that all edges share behind their own links; together with `shared_down_bytes_per_s`"))
+    segments: tuple[tuple[float, float, float], ...] = Field(
+        (),
+        description=(
+            "[seconds, bytes/s up, bytes/s down]: a link in parts, in place of `link`; 0 is an outage"
+        ),
+    )
+    repeats: bool = Field(
+        False, description="whether `segments` begin again at their end; else the last one stays"
+    )
+    jitter: float = Field(
+        0.0,
+        ge=0,
+        description="of `constant` and of `segments`: standard deviation of the rates as "
+        "a part of their mean, changing within about ten seconds",
+    )
+    shared_up_bytes_per_s: Rate | None = Field(
+        None,
+        description=(
+            "of an uplink that all edges share behind their own links; together with `shared_down_bytes_per_s`"
+        ),
+    )
     shared_down_bytes_per_s: Rate | None = Field(None, description="the same, from the cloud")
-    cloud_processors: int | None = Field(None, ge=1, description=(
-        "how many cloud halves of `own` work at a time; default: all"))
-    trace_seed: int | None = Field(None, ge=0, le=2**32 - 1, description=(
-        "of generated profiles and of `jitter`; edge i takes `trace_seed + i`; default: the scenario's `seed`"))
-    cut: int | Annotated[str, Field(min_length=1)] = Field("auto", description=(
-        "the front half's last layer by name, or the number of the place from 0; an error lists all names"))
-    adapt: bool = Field(True, description="whether the cut moves as the link changes; `split-replay` alone, with a "
-                                          "cloud half for each edge")
-    allow_edge_only: bool = Field(False, description="whether the engine may take the cloud out of it")
-    window: Pairs = Field(((0.0, 5.0),), min_length=1, description=(
-        "[part of training, K]: from which part of all batches on gradients may be how stale"))
-    bits: tuple[Annotated[int, OneOf(BITS)], ...] = Field((8,), min_length=1, description=(
-        "widths of features that the engine chooses among"))
-    gradient_bits: Annotated[int, OneOf(BITS)] = Field(32, description=(
-        "width of gradients on their way back, of `split-replay` alone"))
-    error_feedback: Annotated[str, OneOf(("none", "diagonal", "rank-one"))] = Field("diagonal", description=(
-        "how gradients are corrected by what the codec lost"))
-    delta: bool = Field(False, description=(
-        "send what a sample's features changed by since they were last sent, without error feedback. It remembers "
-        "within a round, which therefore needs `round_epochs` of 2 or more"))
+    cloud_processors: int | None = Field(
+        None, ge=1, description=("how many cloud halves of `own` work at a time; default: all")
+    )
+    trace_seed: int | None = Field(
+        None,
+        ge=0,
+        le=2**32 - 1,
+        description=(
+            "of generated profiles and of `jitter`; edge i takes `trace_seed + i`; default: the scenario's `seed`"
+        ),
+    )
+    cut: int | Annotated[str, Field(min_length=1)] = Field(
+        "auto",
+        description=(
+            "the front half's last layer by name, or the number of the place from 0; an error lists all names"
+        ),
+    )
+    adapt: bool = Field(
+        True,
+        description="whether the cut moves as the link changes; `split-replay` alone, with a "
+        "cloud half for each edge",
+    )
+    allow_edge_only: bool = Field(
+        False, description="whether the engine may take the cloud out of it"
+    )
+    window: Pairs = Field(
+        ((0.0, 5.0),),
+        min_length=1,
+        description=(
+            "[part of training, K]: from which part of all batches on gradients may be how stale"
+        ),
+    )
+    bits: tuple[Annotated[int, OneOf(BITS)], ...] = Field(
+        (8,), min_length=1, description=("widths of features that the engine chooses among")
+    )
+    gradient_bits: Annotated[int, OneOf(BITS)] = Field(
+        32, description=("width of gradients on their way back, of `split-replay` alone")
+    )
+    error_feedback: Annotated[str, OneOf(("none", "diagonal", "rank-one"))] = Field(
+        "diagonal", description=("how gradients are corrected by what the codec lost")
+    )
+    delta: bool = Field(
+        False,
+        description=(
+            "send what a sample's features changed by since they were last sent, without error feedback. It remembers "
+            "within a round, which therefore needs `round_epochs` of 2 or more"
+        ),
+    )
     cloud_model: Annotated[str, OneOf(("own", "shared"))] = Field(
-        "own", json_schema_extra={"was": "halves"}, description=(
+        "own",
+        json_schema_extra={"was": "halves"},
+        description=(
             "cloud halves of several edges: `own`, one for each, averaged with the edge halves after each round; or "
-            "`shared`, one that takes the edges' batches in turn"))
-    round_epochs: float = Field(1.0, gt=0, description=(
-        "epochs between two averagings, evaluations and [checkpoints](#interrupted-runs)"))
+            "`shared`, one that takes the edges' batches in turn"
+        ),
+    )
+    round_epochs: float = Field(
+        1.0,
+        gt=0,
+        description=(
+            "epochs between two averagings, evaluations and [checkpoints](#interrupted-runs)"
+        ),
+    )
     frozen: str = Field("", description="name of the last layer that is not trained")
-    costs: str = Field("", description="a `.json` of costs measured on the devices themselves "
-                       "([how](guides/split-training.md#when-it-pays)), for all edges; without it those of the "
-                       "catalogue")
-    pretrained: str = Field("", description="an `.npz` of weights to begin with, as `--save-model` writes it; the last "
-                                            "layer's are left out")
-    classes: tuple[int, ...] = Field((), description="train and test on images of these classes only")
+    costs: str = Field(
+        "",
+        description="a `.json` of costs measured on the devices themselves "
+        "([how](guides/split-training.md#when-it-pays)), for all edges; without it those of the "
+        "catalogue",
+    )
+    pretrained: str = Field(
+        "",
+        description="an `.npz` of weights to begin with, as `--save-model` writes it; the last "
+        "layer's are left out",
+    )
+    classes: tuple[int, ...] = Field(
+        (), description="train and test on images of these classes only"
+    )
 
     def check(self) -> None:
         """Refuse links with keys of other links, and windows whose parts do not rise."""
@@ -78,29 +144,45 @@ class EdgeCloudConfig(Table):
         for key in ("up_bytes_per_s", "down_bytes_per_s"):
             value = getattr(self, key)
             if (value is None) == is_constant:
-                raise ValueError(f"{key} = {value}: link = \"constant\" needs it, and no other link takes it")
+                raise ValueError(
+                    f'{key} = {value}: link = "constant" needs it, and no other link takes it'
+                )
         if self.links and self.segments:
-            raise ValueError("links and segments: each edge has its link of one or the other; leave one of the two out")
+            raise ValueError(
+                "links and segments: each edge has its link of one or the other; leave one of the two out"
+            )
         defaults = {key: EdgeCloudConfig.model_fields[key].default for key in ("link", "latency_s")}
         if self.links and self.link != defaults["link"]:
             raise ValueError(f"link = {self.link!r}: links names one for each edge; leave link out")
         if self.latency_s != defaults["latency_s"] and not self.segments and not is_constant:
-            raise ValueError(f"latency_s = {self.latency_s} is of segments and of link = \"constant\"; generated links "
-                             "have their own; leave it out")
+            raise ValueError(
+                f'latency_s = {self.latency_s} is of segments and of link = "constant"; generated links '
+                "have their own; leave it out"
+            )
         if self.repeats and not self.segments:
             raise ValueError("repeats is of segments, and there are none; leave it out")
         if (self.shared_up_bytes_per_s is None) != (self.shared_down_bytes_per_s is None):
-            raise ValueError("shared_up_bytes_per_s and shared_down_bytes_per_s are one link; give both or none")
+            raise ValueError(
+                "shared_up_bytes_per_s and shared_down_bytes_per_s are one link; give both or none"
+            )
         if self.cloud_processors is not None and self.cloud_model == "shared":
-            raise ValueError(f"cloud_processors = {self.cloud_processors} is for cloud_model = \"own\"; a shared half "
-                             "has one processor")
+            raise ValueError(
+                f'cloud_processors = {self.cloud_processors} is for cloud_model = "own"; a shared half '
+                "has one processor"
+            )
         if self.jitter and not self.segments and not is_constant:
-            raise ValueError(f"jitter = {self.jitter} is of segments and of link = \"constant\"; generated links "
-                             "scatter by themselves")
+            raise ValueError(
+                f'jitter = {self.jitter} is of segments and of link = "constant"; generated links '
+                "scatter by themselves"
+            )
         parts = [part for part, _ in self.window]
         shown = [list(pair) for pair in self.window]
         if parts[0] != 0.0 or parts != sorted(set(parts)) or parts[-1] >= 1.0:
-            raise ValueError(f"window = {shown}: need pairs [part of training, K] whose parts rise from 0.0 and stay "
-                             "below 1.0")
+            raise ValueError(
+                f"window = {shown}: need pairs [part of training, K] whose parts rise from 0.0 and stay "
+                "below 1.0"
+            )
         if any(not 0 <= limit <= _MAX_BATCHES or limit != int(limit) for _, limit in self.window):
-            raise ValueError(f"window = {shown}: each K must be a whole number, 0 to {_MAX_BATCHES}")
+            raise ValueError(
+                f"window = {shown}: each K must be a whole number, 0 to {_MAX_BATCHES}"
+            )

@@ -11,7 +11,9 @@ from socflower.scenario.schema.split import SPLIT_STRATEGIES
 class Strategy:
     """A strategy without groups: Flower's FedAvg, and training with a cloud."""
 
-    about: str = ""  # for the description of the key; the page of strategies with a cloud describes them
+    about: str = (
+        ""  # for the description of the key; the page of strategies with a cloud describes them
+    )
     uses_cloud: bool = False
     is_pipeline: bool = False
 
@@ -49,7 +51,9 @@ STRATEGIES: dict[str, Strategy] = {
     "ring": GroupStrategy(about="all SoCs in one ring", num_groups=1, interval_epochs=1.0),
     "fedavg": Strategy(about="Flower's, all SoCs in every round, broken replies are left out"),
     "sgd": GroupStrategy(about="SoC 0 alone", num_groups=1, num_socs=1, interval_epochs=1.0),
-    PIPELINE_STRATEGY: Strategy(about="[a pipeline](#pipeline) of unequal devices", is_pipeline=True),
+    PIPELINE_STRATEGY: Strategy(
+        about="[a pipeline](#pipeline) of unequal devices", is_pipeline=True
+    ),
     **dict.fromkeys(SPLIT_STRATEGIES, Strategy(uses_cloud=True)),
 }
 """Each strategy by its name in `[strategy]`. A new strategy with groups is a class and an entry here."""
@@ -60,14 +64,22 @@ CLUSTER_STRATEGIES = ("socflow", "ring", "fedavg", "sgd")
 
 def family_of(name: str) -> tuple[str, ...]:
     """Return the strategies that can run the workload of a strategy: those with a cloud, or those without."""
-    return tuple(other for other, kind in STRATEGIES.items() if kind.uses_cloud == STRATEGIES[name].uses_cloud)
+    return tuple(
+        other
+        for other, kind in STRATEGIES.items()
+        if kind.uses_cloud == STRATEGIES[name].uses_cloud
+    )
 
 
 def group_strategy(name: str) -> GroupStrategy:
     """Return a strategy with groups; `ConfigError` if it has none."""
     kind = STRATEGIES[name]
     if not isinstance(kind, GroupStrategy):
-        others = [repr(other) for other in family_of(name) if isinstance(STRATEGIES[other], GroupStrategy)]
-        instead = f"; use strategy.name = {', '.join(others[:-1])} or {others[-1]}" if others else ""
+        others = [
+            repr(other) for other in family_of(name) if isinstance(STRATEGIES[other], GroupStrategy)
+        ]
+        instead = (
+            f"; use strategy.name = {', '.join(others[:-1])} or {others[-1]}" if others else ""
+        )
         raise ConfigError(f"plan: {name} has no groups to plan{instead}")
     return kind

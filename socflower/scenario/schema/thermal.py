@@ -14,8 +14,12 @@ GAMES = ("none", "tidal")
 
 _HOT_BOARD_AIRFLOW = 0.1
 
-_READERS = {"high_rpm": ("passive", "predictive"), "hot_c": ("passive",), "cool_c": ("passive",),
-            "max_slowdown": ("predictive",)}
+_READERS = {
+    "high_rpm": ("passive", "predictive"),
+    "hot_c": ("passive",),
+    "cool_c": ("passive",),
+    "max_slowdown": ("predictive",),
+}
 """Keys that only some fan policies read."""
 
 Temperature = Annotated[float, Field(ge=COLDEST_C, le=HOTTEST_C)]
@@ -28,67 +32,120 @@ Change = Annotated[float, Field(ge=0)]
 class ThermalConfig(Table):
     """`[thermal]`: heat, clocks and fans of one chassis like a rack of 60 SoCs; without this table nothing gets hot."""
 
-    fan: Annotated[str, OneOf(FAN_POLICIES)] = Field("fixed", description=(
-        "`fixed`: one speed; `passive`: slow until the hottest SoC is at `hot_c`, then fast until `cool_c`; "
-        "`predictive`: by the planned load ([fans](guides/heat.md#fans-socflower-fan) has its settings)"))
+    fan: Annotated[str, OneOf(FAN_POLICIES)] = Field(
+        "fixed",
+        description=(
+            "`fixed`: one speed; `passive`: slow until the hottest SoC is at `hot_c`, then fast until `cool_c`; "
+            "`predictive`: by the planned load ([fans](guides/heat.md#fans-socflower-fan) has its settings)"
+        ),
+    )
     rpm: FanSpeed = Field(3250.0, description="of `fixed` fans; the low speed of the others")
-    high_rpm: FanSpeed = Field(11000.0, description="the high speed of `passive` fans, the most of `predictive` ones")
-    hot_c: Temperature = Field(35.0, description="of `passive` fans, as their sensor shows it, in steps of 0.5 °C")
+    high_rpm: FanSpeed = Field(
+        11000.0, description="the high speed of `passive` fans, the most of `predictive` ones"
+    )
+    hot_c: Temperature = Field(
+        35.0, description="of `passive` fans, as their sensor shows it, in steps of 0.5 °C"
+    )
     cool_c: Temperature = Field(33.5, description="the same")
-    max_slowdown: Fraction = Field(0.0, description=(
-        "of `predictive` fans: the part of the time that may be lost to lower clocks, to spare the fans"))
+    max_slowdown: Fraction = Field(
+        0.0,
+        description=(
+            "of `predictive` fans: the part of the time that may be lost to lower clocks, to spare the fans"
+        ),
+    )
     ambient_c: Temperature = Field(25.0, description="of the room")
-    ambient_changes: tuple[tuple[Change, Temperature], ...] = Field((), description=(
-        "[seconds, °C]: from when on the room has another temperature"))
-    fans_working_changes: tuple[tuple[Change, Annotated[float, Field(ge=0, le=1)]], ...] = Field((), description=(
-        "[seconds, 0 to 1]: from when on only this part of the fans turns"))
+    ambient_changes: tuple[tuple[Change, Temperature], ...] = Field(
+        (), description=("[seconds, °C]: from when on the room has another temperature")
+    )
+    fans_working_changes: tuple[tuple[Change, Annotated[float, Field(ge=0, le=1)]], ...] = Field(
+        (), description=("[seconds, 0 to 1]: from when on only this part of the fans turns")
+    )
     start_c: Temperature = Field(28.0, description="of everything, at the beginning")
-    hot_boards: tuple[Annotated[int, Field(ge=0)], ...] = Field((), description=(
-        "boards behind a blocked grille, from 0"))
-    hot_board_airflow: float = Field(_HOT_BOARD_AIRFLOW, gt=0, description=(
-        "what they have of the others' conductance to the air"))
-    spread: Fraction = Field(0.0, description=(
-        "how unequally SoCs sit on their boards: the standard deviation of the logarithm of their conductance, drawn "
-        "from the scenario's seed"))
+    hot_boards: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        (), description=("boards behind a blocked grille, from 0")
+    )
+    hot_board_airflow: float = Field(
+        _HOT_BOARD_AIRFLOW,
+        gt=0,
+        description=("what they have of the others' conductance to the air"),
+    )
+    spread: Fraction = Field(
+        0.0,
+        description=(
+            "how unequally SoCs sit on their boards: the standard deviation of the logarithm of "
+            "their conductance, drawn "
+            "from the scenario's seed"
+        ),
+    )
 
     def check(self) -> None:
         """Refuse what the fans do not read, speeds and temperatures in the wrong order, two changes at one time."""
         if self.fan != "fixed" and not self.rpm < self.high_rpm:
-            raise ValueError(f"rpm = {self.rpm}, the low speed, must be below high_rpm = {self.high_rpm}")
+            raise ValueError(
+                f"rpm = {self.rpm}, the low speed, must be below high_rpm = {self.high_rpm}"
+            )
         if not self.cool_c < self.hot_c:
             raise ValueError(f"cool_c = {self.cool_c} must be below hot_c = {self.hot_c}")
         for key, readers in _READERS.items():
-            if getattr(self, key) != ThermalConfig.model_fields[key].default and self.fan not in readers:
-                raise ValueError(f"{key} = {getattr(self, key)} is for fan = {' or '.join(map(repr, readers))}, and it "
-                                 f"is {self.fan!r}; leave it out")
+            if (
+                getattr(self, key) != ThermalConfig.model_fields[key].default
+                and self.fan not in readers
+            ):
+                raise ValueError(
+                    f"{key} = {getattr(self, key)} is for fan = {' or '.join(map(repr, readers))}, and it "
+                    f"is {self.fan!r}; leave it out"
+                )
         for key in ("ambient_changes", "fans_working_changes"):
             times_s = [time_s for time_s, _ in getattr(self, key)]
             if len(set(times_s)) < len(times_s):
                 raise ValueError(f"{key}: one change at a time, got {list(getattr(self, key))}")
         if len(set(self.hot_boards)) < len(self.hot_boards):
-            raise ValueError(f"hot_boards = {list(self.hot_boards)} names a board twice; name each once")
+            raise ValueError(
+                f"hot_boards = {list(self.hot_boards)} names a board twice; name each once"
+            )
         if not self.hot_boards and self.hot_board_airflow != _HOT_BOARD_AIRFLOW:
-            raise ValueError(f"hot_board_airflow = {self.hot_board_airflow} without hot_boards: no board has it; name "
-                             "the boards, or leave it out")
+            raise ValueError(
+                f"hot_board_airflow = {self.hot_board_airflow} without hot_boards: no board has it; name "
+                "the boards, or leave it out"
+            )
+
 
 class BackgroundLoadConfig(Table):
     """`[background_load]`: games that share or take SoCs, and the hours in which training may run."""
 
-    games: Annotated[str, OneOf(GAMES)] = Field("none", description=(
-        "`tidal`: the part of SoCs that are in a game follows a cosine over the day; `none` reads no key of games"))
+    games: Annotated[str, OneOf(GAMES)] = Field(
+        "none",
+        description=(
+            "`tidal`: the part of SoCs that are in a game follows a cosine over the day; `none` reads no key of games"
+        ),
+    )
     start_hour: Hour = Field(0.0, description="of the day, when training begins")
-    low: Fraction = Field(0.05, description="the part of SoCs in a game at `low_hour`, at most `high`")
+    low: Fraction = Field(
+        0.05, description="the part of SoCs in a game at `low_hour`, at most `high`"
+    )
     high: Fraction = Field(0.6, description="the same twelve hours later")
     low_hour: Hour = Field(5.0, description="when the fewest play")
-    mean_session_s: float = Field(2400.0, gt=0, description=(
-        "how long a game lasts on average; exponentially distributed"))
+    mean_session_s: float = Field(
+        2400.0, gt=0, description=("how long a game lasts on average; exponentially distributed")
+    )
     share: Fraction = Field(0.5, description="the part of its SoC's processors that a game has")
-    power_w: float = Field(2.5, ge=0, description=(
-        "what it draws; it heats the rack, and is in no total of the training's energy"))
-    takes_soc: bool = Field(False, description=(
-        "training leaves a SoC that is in a game, until the round after it is free"))
-    idle_windows: Pairs = Field((), description=(
-        "[hour, hour]: when training may run, from and to, also past midnight; none: the whole day"))
+    power_w: float = Field(
+        2.5,
+        ge=0,
+        description=(
+            "what it draws; it heats the rack, and is in no total of the training's energy"
+        ),
+    )
+    takes_soc: bool = Field(
+        False,
+        description=("training leaves a SoC that is in a game, until the round after it is free"),
+    )
+    idle_windows: Pairs = Field(
+        (),
+        description=(
+            "[hour, hour]: when training may run, from and to, also past midnight; none: the whole day"
+        ),
+    )
 
     def check(self) -> None:
         """Let the pattern of games and the windows check themselves."""
@@ -98,5 +155,10 @@ class BackgroundLoadConfig(Table):
     @property
     def tide(self) -> Tide:
         """The daily pattern of games."""
-        return Tide(low=self.low, high=self.high, low_hour=self.low_hour, mean_session_s=self.mean_session_s,
-                    game=Game(share=self.share, power_w=self.power_w, takes_soc=self.takes_soc))
+        return Tide(
+            low=self.low,
+            high=self.high,
+            low_hour=self.low_hour,
+            mean_session_s=self.mean_session_s,
+            game=Game(share=self.share, power_w=self.power_w, takes_soc=self.takes_soc),
+        )

@@ -38,8 +38,10 @@ class FanTable(Table):
     def check(self) -> None:
         """Refuse speeds in the wrong order."""
         if not self.min_rpm <= self.failsafe_rpm <= self.max_rpm or self.min_rpm == self.max_rpm:
-            raise ValueError(f"need 0 < min_rpm <= failsafe_rpm <= max_rpm and min_rpm < max_rpm, got "
-                             f"{self.min_rpm:g}, {self.failsafe_rpm:g} and {self.max_rpm:g}")
+            raise ValueError(
+                f"need 0 < min_rpm <= failsafe_rpm <= max_rpm and min_rpm < max_rpm, got "
+                f"{self.min_rpm:g}, {self.failsafe_rpm:g} and {self.max_rpm:g}"
+            )
 
     @abstractmethod
     def outputs(self, last: DeviceIdentity | None = None) -> list[FanOutput]:
@@ -60,22 +62,32 @@ class _DutyTable(FanTable):
         """Refuse a curve that is none."""
         super().check()
         if len(self.curve_percent) != len(self.curve_rpm):
-            raise ValueError(f"curve_percent has {len(self.curve_percent)} numbers and curve_rpm "
-                             f"{len(self.curve_rpm)}; give a speed for each")
+            raise ValueError(
+                f"curve_percent has {len(self.curve_percent)} numbers and curve_rpm "
+                f"{len(self.curve_rpm)}; give a speed for each"
+            )
         self.curve()
 
     def curve(self) -> DutyCurve | None:
         """Return the measured curve, or None for a straight line."""
         if not self.curve_percent:
             return None
-        return DutyCurve(tuple((percent / 100.0, float(rpm))
-                               for percent, rpm in zip(self.curve_percent, self.curve_rpm, strict=True)))
+        return DutyCurve(
+            tuple(
+                (percent / 100.0, float(rpm))
+                for percent, rpm in zip(self.curve_percent, self.curve_rpm, strict=True)
+            )
+        )
 
     @property
     def duty_settings(self) -> dict[str, Any]:
         """The speed arguments of `HwmonPwm` and `IpmiCommand`."""
-        return {"min_rpm": self.min_rpm, "max_rpm": self.max_rpm, "min_duty": self.min_duty_percent / 100.0,
-                "curve": self.curve()}
+        return {
+            "min_rpm": self.min_rpm,
+            "max_rpm": self.max_rpm,
+            "min_duty": self.min_duty_percent / 100.0,
+            "curve": self.curve(),
+        }
 
 
 class HwmonTable(_DutyTable):
@@ -90,17 +102,23 @@ class HwmonTable(_DutyTable):
         """Refuse outputs that are listed twice, and tachometers that are not one for each."""
         super().check()
         if len(set(self.pwm)) != len(self.pwm):
-            raise ValueError(f"pwm = {list(self.pwm)}: list each output once, by its number from 1 on")
+            raise ValueError(
+                f"pwm = {list(self.pwm)}: list each output once, by its number from 1 on"
+            )
         if self.tachometer and len(self.tachometer) != len(self.pwm):
-            raise ValueError(f"tachometer = {list(self.tachometer)}: needs {len(self.pwm)} numbers, one for each of "
-                             "pwm; leave it out where they are the same")
+            raise ValueError(
+                f"tachometer = {list(self.tachometer)}: needs {len(self.pwm)} numbers, one for each of "
+                "pwm; leave it out where they are the same"
+            )
 
     def outputs(self, last: DeviceIdentity | None = None) -> list[FanOutput]:
         """Return a fan for each PWM output."""
         folder = find_hwmon(self.folder, last=last)
         tachometers = self.tachometer or self.pwm
-        return [HwmonPwm(folder, pwm, fan=fan, automatic_mode=self.automatic_mode, **self.duty_settings)
-                for pwm, fan in zip(self.pwm, tachometers, strict=True)]
+        return [
+            HwmonPwm(folder, pwm, fan=fan, automatic_mode=self.automatic_mode, **self.duty_settings)
+            for pwm, fan in zip(self.pwm, tachometers, strict=True)
+        ]
 
 
 class IpmiTable(_DutyTable):
@@ -115,12 +133,22 @@ class IpmiTable(_DutyTable):
 
     def outputs(self, last: DeviceIdentity | None = None) -> list[FanOutput]:
         """Return the controller's fans as one."""
+
         def command(arguments: str) -> str:
             return f"{self.ipmitool} {arguments}" if arguments else ""
 
         measure = command(f"-c sensor reading {shlex.quote(self.sensor)}") if self.sensor else ""
-        return [IpmiCommand(command(self.set), begin=command(self.begin), restore=command(self.restore),
-                            measure=measure, sensor=self.sensor, timeout_s=self.timeout_s, **self.duty_settings)]
+        return [
+            IpmiCommand(
+                command(self.set),
+                begin=command(self.begin),
+                restore=command(self.restore),
+                measure=measure,
+                sensor=self.sensor,
+                timeout_s=self.timeout_s,
+                **self.duty_settings,
+            )
+        ]
 
 
 class CommandTable(_DutyTable):
@@ -134,8 +162,16 @@ class CommandTable(_DutyTable):
 
     def outputs(self, last: DeviceIdentity | None = None) -> list[FanOutput]:
         """Return the fans behind the program as one."""
-        return [IpmiCommand(self.set, begin=self.begin, restore=self.restore, measure=self.measure,
-                            timeout_s=self.timeout_s, **self.duty_settings)]
+        return [
+            IpmiCommand(
+                self.set,
+                begin=self.begin,
+                restore=self.restore,
+                measure=self.measure,
+                timeout_s=self.timeout_s,
+                **self.duty_settings,
+            )
+        ]
 
 
 class SimulatedTable(FanTable):
@@ -147,8 +183,12 @@ class SimulatedTable(FanTable):
 
     def outputs(self, last: DeviceIdentity | None = None) -> list[FanOutput]:
         """Return the fans, the first of which may be broken."""
-        return [SimulatedFan(self.max_rpm, rpm_per_s=self.rpm_per_s, failure="" if index else self.failure)
-                for index in range(self.num_fans)]
+        return [
+            SimulatedFan(
+                self.max_rpm, rpm_per_s=self.rpm_per_s, failure="" if index else self.failure
+            )
+            for index in range(self.num_fans)
+        ]
 
 
 class SourceTable(Table):
@@ -190,12 +230,20 @@ class HttpTable(SourceTable):
         """Refuse what is no address."""
         try:
             parts = urlsplit(self.url)
-            good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and \
-                self.url.isascii() and self.url.isprintable() and " " not in self.url
+            good = (
+                parts.scheme in ("http", "https")
+                and bool(parts.hostname)
+                and parts.port != 0
+                and self.url.isascii()
+                and self.url.isprintable()
+                and " " not in self.url
+            )
         except ValueError:
             good = False
         if not good:
-            raise ValueError(f"url = {self.url!r}: give an address such as http://10.0.0.11:8080/heat")
+            raise ValueError(
+                f"url = {self.url!r}: give an address such as http://10.0.0.11:8080/heat"
+            )
 
     def source(self) -> HeatSource:
         """Return the source that reads the machine's answers."""
@@ -217,8 +265,16 @@ class FileTable(SourceTable):
 
 
 _OUTPUTS: Mapping[str, type[FanTable]] = {
-    "hwmon": HwmonTable, "ipmi": IpmiTable, "command": CommandTable, "simulated": SimulatedTable}
-_SOURCES: Mapping[str, type[SourceTable]] = {"local": LocalTable, "http": HttpTable, "file": FileTable}
+    "hwmon": HwmonTable,
+    "ipmi": IpmiTable,
+    "command": CommandTable,
+    "simulated": SimulatedTable,
+}
+_SOURCES: Mapping[str, type[SourceTable]] = {
+    "local": LocalTable,
+    "http": HttpTable,
+    "file": FileTable,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,7 +319,9 @@ def _fan_file(content: Mapping[str, Any]) -> FanFile:
         raise ConfigError('[policy] needs a name, such as name = "passive"')
     status_file = document.status_file
     if status_file is not None and not _absolute("status_file", status_file).parent.is_dir():
-        raise ConfigError(f"status_file = {status_file!r}: its folder is not there; make it, or name another")
+        raise ConfigError(
+            f"status_file = {status_file!r}: its folder is not there; make it, or name another"
+        )
     fan = _by_kind(_OUTPUTS, document.fan, "output", "[fan]")
     sources: dict[int, SourceTable] = {}
     for index, table in enumerate(document.source):
@@ -274,14 +332,22 @@ def _fan_file(content: Mapping[str, Any]) -> FanFile:
             raise ConfigError(f"{where} soc = {soc}: give each source another number, from 0 on")
         sources[soc] = source
     if not sources:
-        raise ConfigError('there is no [[source]], so no temperature would be known; add one, such as kind = "local"')
+        raise ConfigError(
+            'there is no [[source]], so no temperature would be known; add one, such as kind = "local"'
+        )
     without = [soc for soc, source in sources.items() if source.board is None]
     if without and len(without) < len(sources):
-        raise ConfigError(f"[[source]] soc = {without[0]} has no board, but others have; give all sources their board, "
-                          "or none of them")
-    return FanFile(fan=fan, policy_name=name, sources=sources,
-                   policy_settings={key: value for key, value in document.policy.items() if key != "name"},
-                   status_file=None if status_file is None else Path(status_file))
+        raise ConfigError(
+            f"[[source]] soc = {without[0]} has no board, but others have; give all sources their board, "
+            "or none of them"
+        )
+    return FanFile(
+        fan=fan,
+        policy_name=name,
+        sources=sources,
+        policy_settings={key: value for key, value in document.policy.items() if key != "name"},
+        status_file=None if status_file is None else Path(status_file),
+    )
 
 
 def _by_kind(kinds: Mapping[str, type[Any]], table: Mapping[str, Any], key: str, where: str) -> Any:

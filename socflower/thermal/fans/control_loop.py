@@ -16,7 +16,13 @@ from socflower.errors import ConfigError, require_range
 from socflower.plain_numbers import plain_numbers
 from socflower.thermal.fans.outputs import FanNotFound, FanOutput, measured_speed
 from socflower.thermal.fans.policies import FanObservation, FanPolicy, PredictingPolicy
-from socflower.thermal.fans.quorum import STUCK_AFTER_S, Alerts, FilteredTemperatures, Quorum, is_number
+from socflower.thermal.fans.quorum import (
+    STUCK_AFTER_S,
+    Alerts,
+    FilteredTemperatures,
+    Quorum,
+    is_number,
+)
 from socflower.thermal.sensors.reading import HeatSource
 
 SPIN_UP_S = 15.0
@@ -87,29 +93,50 @@ class FanControl:
     """
 
     def __init__(
-        self, sources: Mapping[int, HeatSource], policy: FanPolicy, output: FanOutput | Sequence[FanOutput], *,
-        min_rpm: float, max_rpm: float, failsafe_rpm: float, boards: Mapping[int, int] | None = None,
-        period_s: float = 5.0, max_silence_s: float = 30.0, stuck_after_s: float = STUCK_AFTER_S,
-        spin_up_s: float = SPIN_UP_S, clock: Callable[[], float] = time.monotonic,
+        self,
+        sources: Mapping[int, HeatSource],
+        policy: FanPolicy,
+        output: FanOutput | Sequence[FanOutput],
+        *,
+        min_rpm: float,
+        max_rpm: float,
+        failsafe_rpm: float,
+        boards: Mapping[int, int] | None = None,
+        period_s: float = 5.0,
+        max_silence_s: float = 30.0,
+        stuck_after_s: float = STUCK_AFTER_S,
+        spin_up_s: float = SPIN_UP_S,
+        clock: Callable[[], float] = time.monotonic,
         say: Callable[[str], object] = _log.warning,
     ) -> None:
         if not 0.0 < min_rpm <= failsafe_rpm <= max_rpm < math.inf:
-            raise ConfigError(f"fan control: need 0 < min_rpm <= failsafe_rpm <= max_rpm, got {min_rpm:g}, "
-                              f"{failsafe_rpm:g} and {max_rpm:g}")
+            raise ConfigError(
+                f"fan control: need 0 < min_rpm <= failsafe_rpm <= max_rpm, got {min_rpm:g}, "
+                f"{failsafe_rpm:g} and {max_rpm:g}"
+            )
         require_range("fan control", above=0.0, period_s=period_s, spin_up_s=spin_up_s)
         self._outputs = tuple(output) if isinstance(output, Sequence) else (output,)
         if not sources or not self._outputs:
-            raise ConfigError(f"fan control: {len(sources)} sources and {len(self._outputs)} fans; one of each at "
-                              "least is needed")
+            raise ConfigError(
+                f"fan control: {len(sources)} sources and {len(self._outputs)} fans; one of each at "
+                "least is needed"
+            )
         if boards is not None and boards.keys() != sources.keys():
-            raise ConfigError(f"fan control: boards of SoCs {sorted(boards)}, but sources of {sorted(sources)}; give "
-                              "each its board")
+            raise ConfigError(
+                f"fan control: boards of SoCs {sorted(boards)}, but sources of {sorted(sources)}; give "
+                "each its board"
+            )
         self._policy, self._clock = policy, clock
         self._min_rpm, self._max_rpm, self._failsafe_rpm = min_rpm, max_rpm, failsafe_rpm
         self._period_s, self._spin_up_s = period_s, spin_up_s
         self._alerts = Alerts(say)
         self._temperatures = FilteredTemperatures(
-            sources, max_silence_s=max_silence_s, stuck_after_s=stuck_after_s, clock=clock, alerts=self._alerts)
+            sources,
+            max_silence_s=max_silence_s,
+            stuck_after_s=stuck_after_s,
+            clock=clock,
+            alerts=self._alerts,
+        )
         self._quorum = Quorum(boards or dict.fromkeys(sources, 0), patience_s=max_silence_s)
         self._constant_check = _ConstantReadingCheck(policy)
         self._rpm = failsafe_rpm
@@ -119,7 +146,9 @@ class FanControl:
         self._num_errors = 0
         self._stopped_since_s: list[float | None] = [None] * len(self._outputs)
         self._stopped = [False] * len(self._outputs)
-        self._num_missing = [0] * len(self._outputs)  # readings in succession in which the fan was not there
+        self._num_missing = [0] * len(
+            self._outputs
+        )  # readings in succession in which the fan was not there
         self._missing: FanNotFound | None = None
         self.uncontrolled: tuple[str, ...] = ()
         """After the end: fans that could neither be restored nor set to the fail-safe speed."""
@@ -138,29 +167,47 @@ class FanControl:
                 cause = str(error)
             try:
                 output.set_rpm(self._failsafe_rpm)
-                self._set_alert(("restore", index), f"fan {self._name(index)}: has no automatic control now ({cause}); "
-                                                    f"it is left at {self._failsafe_rpm:g} rpm")
+                self._set_alert(
+                    ("restore", index),
+                    f"fan {self._name(index)}: has no automatic control now ({cause}); "
+                    f"it is left at {self._failsafe_rpm:g} rpm",
+                )
             except Exception as error:
                 self.uncontrolled += (self._name(index),)
-                self._set_alert(("leave", index), f"fan {self._name(index)}: its control cannot be restored ({cause}), "
-                                                  f"and it cannot be set to {self._failsafe_rpm:g} rpm ({error})")
+                self._set_alert(
+                    ("leave", index),
+                    f"fan {self._name(index)}: its control cannot be restored ({cause}), "
+                    f"and it cannot be set to {self._failsafe_rpm:g} rpm ({error})",
+                )
 
     def step(self) -> FanState:
         """Read all SoCs, call the policy, and set the fans. Never raises; errors are in the notes."""
         now_s = self._clock()
         temperatures_c = self._temperatures.poll(
-            all_may_be_constant=self._constant_check.may_be_constant(now_s, self._rpm))
+            all_may_be_constant=self._constant_check.may_be_constant(now_s, self._rpm)
+        )
         filtered = {soc: value for soc, value in temperatures_c.items() if value is not None}
         hottest_c = max(filtered.values(), default=None)
         self._constant_check.update(now_s, hottest_c, self._temperatures.constant_since_s)
         lost = not self._quorum.holds(now_s, filtered)
         missing = self._quorum.missing(filtered)
-        self._set_alert("quorum", f"{missing}; the fans {'turn at' if lost else 'go to'} the fail-safe speed"
-                        f"{'' if lost else ' if that lasts'}" if missing else None,
-                        well="enough temperatures are known again")
-        wanted_rpm = self._wanted_rpm(FanObservation(
-            at_s=now_s, hottest_c=hottest_c, rpm=self._policy_rpm, num_unknown=len(temperatures_c) - len(filtered),
-            num_socs=len(temperatures_c)))
+        self._set_alert(
+            "quorum",
+            f"{missing}; the fans {'turn at' if lost else 'go to'} the fail-safe speed"
+            f"{'' if lost else ' if that lasts'}"
+            if missing
+            else None,
+            well="enough temperatures are known again",
+        )
+        wanted_rpm = self._wanted_rpm(
+            FanObservation(
+                at_s=now_s,
+                hottest_c=hottest_c,
+                rpm=self._policy_rpm,
+                num_unknown=len(temperatures_c) - len(filtered),
+                num_socs=len(temperatures_c),
+            )
+        )
         failsafe = lost or wanted_rpm is None
         rpm = self._failsafe_rpm if lost or wanted_rpm is None else wanted_rpm
         self._policy_rpm = rpm
@@ -168,11 +215,22 @@ class FanControl:
         measured_rpm = tuple(self._measure(index, now_s) for index in range(len(self._outputs)))
         set_rpm = tuple(self._set(index) for index in range(len(self._outputs)))
         return FanState(
-            at_s=now_s, temperatures_c=temperatures_c, hottest_c=hottest_c, rpm=self._rpm, failsafe=failsafe,
-            set_rpm=set_rpm, measured_rpm=measured_rpm, num_output_errors=self._num_errors,
-            notes=self._alerts.notes)
+            at_s=now_s,
+            temperatures_c=temperatures_c,
+            hottest_c=hottest_c,
+            rpm=self._rpm,
+            failsafe=failsafe,
+            set_rpm=set_rpm,
+            measured_rpm=measured_rpm,
+            num_output_errors=self._num_errors,
+            notes=self._alerts.notes,
+        )
 
-    def run(self, wait: Callable[[float], bool], on_step: Callable[[FanState], object] = lambda state: None) -> None:
+    def run(
+        self,
+        wait: Callable[[float], bool],
+        on_step: Callable[[FanState], object] = lambda state: None,
+    ) -> None:
         """Step until `wait`, called with the seconds to the next step, returns True, such as `StopSignals.wait`.
 
         Raises `FanNotFound` after three readings in succession in which a fan was not there.
@@ -194,11 +252,16 @@ class FanControl:
         try:
             wanted_rpm: Any = self._policy.rpm(observation)
         except Exception as error:
-            self._set_alert("policy", f"the policy fails ({type(error).__name__}: {error}); the fans turn at the "
-                                    "fail-safe speed")
+            self._set_alert(
+                "policy",
+                f"the policy fails ({type(error).__name__}: {error}); the fans turn at the "
+                "fail-safe speed",
+            )
             return None
         if not is_number(wanted_rpm) or wanted_rpm <= 0.0:
-            self._set_alert("policy", "the policy gives no valid speed; the fans turn at the fail-safe speed")
+            self._set_alert(
+                "policy", "the policy gives no valid speed; the fans turn at the fail-safe speed"
+            )
             return None
         self._set_alert("policy", None, well="the policy works again")
         return float(wanted_rpm)
@@ -221,24 +284,35 @@ class FanControl:
             elif now_s - since_s >= self._spin_up_s:
                 self._stopped[index] = True
         others = "; the others turn at full speed" if len(self._outputs) > 1 else ""
-        self._set_alert(("stopped", index), f"fan {self._name(index)}: is set and does not turn; see to it{others}"
-                        if self._stopped[index] else None, well=f"fan {self._name(index)}: turns again")
+        self._set_alert(
+            ("stopped", index),
+            f"fan {self._name(index)}: is set and does not turn; see to it{others}"
+            if self._stopped[index]
+            else None,
+            well=f"fan {self._name(index)}: turns again",
+        )
         return float(rpm)
 
     def _set(self, index: int) -> float | None:
         """Set a fan and return what it was set to; a failure is None and counted, and the next step tries again."""
-        others_stopped = any(self._stopped[:index] + self._stopped[index + 1:])
+        others_stopped = any(self._stopped[:index] + self._stopped[index + 1 :])
         rpm = self._max_rpm if others_stopped else self._rpm
         try:
             self._outputs[index].set_rpm(rpm)
         except Exception as error:
             self._num_errors += 1
-            self._num_missing[index] = self._num_missing[index] + 1 if isinstance(error, FanNotFound) else 0
+            self._num_missing[index] = (
+                self._num_missing[index] + 1 if isinstance(error, FanNotFound) else 0
+            )
             if self._num_missing[index] >= MOST_MISSING:
-                self._missing = FanNotFound(f"fan {self._name(index)}: not there in {MOST_MISSING} readings ({error}); "
-                                            "fan control ends")
-            self._set_alert(("output", index), f"fan {self._name(index)}: cannot be set ({error}); tried again at "
-                                               "every step")
+                self._missing = FanNotFound(
+                    f"fan {self._name(index)}: not there in {MOST_MISSING} readings ({error}); "
+                    "fan control ends"
+                )
+            self._set_alert(
+                ("output", index),
+                f"fan {self._name(index)}: cannot be set ({error}); tried again at every step",
+            )
             return None
         self._num_missing[index] = 0
         self._set_alert(("output", index), None, well=f"fan {self._name(index)}: can be set again")
@@ -274,7 +348,8 @@ class _ConstantReadingCheck:
             return False
         try:
             self._expected_c = self._policy.expected_c(
-                self._expected_c, rpm=rpm, at_s=now_s, duration_s=max(0.0, now_s - self._at_s))
+                self._expected_c, rpm=rpm, at_s=now_s, duration_s=max(0.0, now_s - self._at_s)
+            )
         except Exception:  # `_wanted_rpm` reports a failing policy
             self._expected_c = None
         self._at_s = now_s

@@ -37,8 +37,15 @@ _CALIBRATION_DUTIES = tuple(percent / 100.0 for percent in range(100, 0, -10))
 
 
 def run_fan(
-    config: Path, *, once: bool = False, dry_run: bool = False, restore: bool = False, calibrate_fans: bool = False,
-    as_json: bool = False, make_policy: PolicyMaker | None = None, show: Callable[[str], object] | None = None,
+    config: Path,
+    *,
+    once: bool = False,
+    dry_run: bool = False,
+    restore: bool = False,
+    calibrate_fans: bool = False,
+    as_json: bool = False,
+    make_policy: PolicyMaker | None = None,
+    show: Callable[[str], object] | None = None,
     say: Callable[[str], object] | None = None,
 ) -> bool:
     """Control the fans until SIGTERM, SIGINT or SIGHUP, then restore their previous control.
@@ -72,11 +79,18 @@ def run_fan(
     if sum((once, restore, calibrate_fans)) > 1:
         raise ConfigError("--once, --restore and --calibrate: give one of them")
     loaded = read_fan_file(config)
-    with StopSignals() as stop, nullcontext() if dry_run else FolderLock(_lock_file(config, loaded), f"{config}: fans"):
+    with (
+        StopSignals() as stop,
+        nullcontext() if dry_run else FolderLock(_lock_file(config, loaded), f"{config}: fans"),
+    ):
         # After the lock, since the daemon that holds it may be writing to the outputs that are read here.
         try:
             policy = (make_policy or _policy_maker())(loaded.policy_name, loaded.policy_settings)
-            outputs = _restorable_outputs(loaded, stop) if restore else loaded.fan.outputs(_last_chip(loaded))
+            outputs = (
+                _restorable_outputs(loaded, stop)
+                if restore
+                else loaded.fan.outputs(_last_chip(loaded))
+            )
         except ConfigError as error:
             raise ConfigError(f"{config}: {error}") from None
         chip = _chip_record(loaded, outputs)
@@ -86,8 +100,14 @@ def run_fan(
             _calibrate(outputs, loaded, stop, show, say)
             return True
         with ExitStack() as stack:
-            sources = {soc: _in_background(table.source(), table.max_age_s, loaded, stack)
-                       for soc, table in loaded.sources.items()} if not restore else {}
+            sources = (
+                {
+                    soc: _in_background(table.source(), table.max_age_s, loaded, stack)
+                    for soc, table in loaded.sources.items()
+                }
+                if not restore
+                else {}
+            )
             settings = loaded.fan
             alert_lines: list[str] = []
 
@@ -98,11 +118,20 @@ def run_fan(
             # Policies see seconds since the daemon started; a planned load in a file uses the same clock.
             began_s = time.monotonic()
             control = FanControl(
-                sources or {0: _NoSource()}, policy, outputs, min_rpm=settings.min_rpm, max_rpm=settings.max_rpm,
-                failsafe_rpm=settings.failsafe_rpm, boards=loaded.boards if sources else None,
-                period_s=settings.period_s, max_silence_s=settings.max_silence_s, stuck_after_s=settings.stuck_after_s,
-                spin_up_s=settings.spin_up_s, say=tell,
-                clock=lambda: time.monotonic() - began_s)
+                sources or {0: _NoSource()},
+                policy,
+                outputs,
+                min_rpm=settings.min_rpm,
+                max_rpm=settings.max_rpm,
+                failsafe_rpm=settings.failsafe_rpm,
+                boards=loaded.boards if sources else None,
+                period_s=settings.period_s,
+                max_silence_s=settings.max_silence_s,
+                stuck_after_s=settings.stuck_after_s,
+                spin_up_s=settings.spin_up_s,
+                say=tell,
+                clock=lambda: time.monotonic() - began_s,
+            )
             if restore:
                 with control:
                     pass
@@ -119,7 +148,11 @@ def run_fan(
                     if not as_json:
                         for line in _lines(document):
                             show(line)
-                    return not state.num_output_errors and not state.failsafe and state.hottest_c is not None
+                    return (
+                        not state.num_output_errors
+                        and not state.failsafe
+                        and state.hottest_c is not None
+                    )
 
                 def on_step(state: FanState) -> None:
                     _notify("READY=1\nWATCHDOG=1")  # resets the watchdog's timeout
@@ -138,8 +171,13 @@ class _Reporter:
     """Writes the status file, and prints a line when the speed changes."""
 
     def __init__(
-        self, loaded: FanFile, outputs: list[FanOutput], chip: Mapping[str, object] | None, dry_run: bool,
-        show: Callable[[str], object] | None, say: Callable[[str], object],
+        self,
+        loaded: FanFile,
+        outputs: list[FanOutput],
+        chip: Mapping[str, object] | None,
+        dry_run: bool,
+        show: Callable[[str], object] | None,
+        say: Callable[[str], object],
     ) -> None:
         self._loaded, self._outputs, self._chip, self._dry_run = loaded, outputs, chip, dry_run
         self._show, self._say = show, say
@@ -150,20 +188,30 @@ class _Reporter:
         """Report the state of a step; return it as a document."""
         document = self._document(state)
         if self._said_rpm is None or abs(state.rpm - self._said_rpm) > _NEWS * self._said_rpm:
-            hottest = "no SoC's temperature is known" if state.hottest_c is None else \
-                f"the hottest SoC has {state.hottest_c:.1f} °C"
+            hottest = (
+                "no SoC's temperature is known"
+                if state.hottest_c is None
+                else f"the hottest SoC has {state.hottest_c:.1f} °C"
+            )
             speed = f"{state.rpm:.0f} rpm{', the fail-safe speed' if state.failsafe else ''}"
             num_failed = sum(rpm is None for rpm in state.set_rpm)
-            self._say(f"{num_failed} of {len(state.set_rpm)} fans cannot be set to {speed}: {hottest}" if num_failed
-                      else f"fans at {speed}: {hottest}")
+            self._say(
+                f"{num_failed} of {len(state.set_rpm)} fans cannot be set to {speed}: {hottest}"
+                if num_failed
+                else f"fans at {speed}: {hottest}"
+            )
             self._said_rpm = state.rpm
         if self._loaded.status_file is not None:
             try:
-                write_atomically(self._loaded.status_file, (json.dumps(document, indent=1).encode(), b"\n"))
+                write_atomically(
+                    self._loaded.status_file, (json.dumps(document, indent=1).encode(), b"\n")
+                )
                 self._complained = False
             except OSError as error:
                 if not self._complained:
-                    self._say(f"{self._loaded.status_file}: cannot be written ({error.strerror}); fan control goes on")
+                    self._say(
+                        f"{self._loaded.status_file}: cannot be written ({error.strerror}); fan control goes on"
+                    )
                 self._complained = True
         if self._show is not None:
             self._show(json.dumps(document))
@@ -171,14 +219,24 @@ class _Reporter:
 
     def _document(self, state: FanState) -> dict[str, Any]:
         return {
-            "schema": 1, "unix_s": round(time.time(), 3), "policy": self._loaded.policy_name, "dry_run": self._dry_run,
+            "schema": 1,
+            "unix_s": round(time.time(), 3),
+            "policy": self._loaded.policy_name,
+            "dry_run": self._dry_run,
             "temperatures_c": {str(soc): value for soc, value in state.temperatures_c.items()},
-            "hottest_c": state.hottest_c, "num_unknown": state.num_unknown, "rpm": state.rpm,
-            "failsafe": state.failsafe, "chip": self._chip,
-            "fans": [{"name": output.describe(), "set_rpm": set_rpm, "measured_rpm": measured_rpm}
-                     for output, set_rpm, measured_rpm in
-                     zip(self._outputs, state.set_rpm, state.measured_rpm, strict=True)],
-            "num_output_errors": state.num_output_errors, "notes": list(state.notes),
+            "hottest_c": state.hottest_c,
+            "num_unknown": state.num_unknown,
+            "rpm": state.rpm,
+            "failsafe": state.failsafe,
+            "chip": self._chip,
+            "fans": [
+                {"name": output.describe(), "set_rpm": set_rpm, "measured_rpm": measured_rpm}
+                for output, set_rpm, measured_rpm in zip(
+                    self._outputs, state.set_rpm, state.measured_rpm, strict=True
+                )
+            ],
+            "num_output_errors": state.num_output_errors,
+            "notes": list(state.notes),
         }
 
 
@@ -212,10 +270,14 @@ class _NoSource:
 
 
 def _calibrate(
-    outputs: list[FanOutput], loaded: FanFile, stop: StopSignals, show: Callable[[str], object],
+    outputs: list[FanOutput],
+    loaded: FanFile,
+    stop: StopSignals,
+    show: Callable[[str], object],
     say: Callable[[str], object],
 ) -> None:
     """Print each fan's curve as keys of `[fan]`. Every fan is restored, or left at full power."""
+
     def sleep(seconds: float) -> None:
         if stop.wait(seconds):
             raise KeyboardInterrupt
@@ -223,10 +285,14 @@ def _calibrate(
     least = getattr(loaded.fan, "min_duty_percent", 100.0) / 100.0
     for output in outputs:
         if not isinstance(output, DutyOutput):
-            raise ConfigError(f"--calibrate: {output.describe()} has no duty to set; it is for hwmon, ipmi and "
-                              "command, without --dry-run")
+            raise ConfigError(
+                f"--calibrate: {output.describe()} has no duty to set; it is for hwmon, ipmi and "
+                "command, without --dry-run"
+            )
         try:
-            curve = calibrate(output, duties=[duty for duty in _CALIBRATION_DUTIES if duty >= least], sleep=sleep)
+            curve = calibrate(
+                output, duties=[duty for duty in _CALIBRATION_DUTIES if duty >= least], sleep=sleep
+            )
         except FanFailure as error:
             raise ConfigError(f"--calibrate: {error}") from None
         finally:
@@ -257,9 +323,18 @@ def _last_chip(loaded: FanFile) -> DeviceIdentity | None:
         if chip["folder"] != loaded.fan.folder:
             return None
         identity = DeviceIdentity(chip["name"], chip["device"])
-    except (OSError, ValueError, TypeError, LookupError):  # there was none, or an earlier version wrote it
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        LookupError,
+    ):  # there was none, or an earlier version wrote it
         return None
-    return identity if all(isinstance(part, str | None) for part in identity) and any(identity) else None
+    return (
+        identity
+        if all(isinstance(part, str | None) for part in identity) and any(identity)
+        else None
+    )
 
 
 def _restorable_outputs(loaded: FanFile, stop: StopSignals) -> list[FanOutput]:
@@ -279,7 +354,9 @@ def _lock_file(config: Path, loaded: FanFile) -> Path:
     return beside.with_name(f".{beside.name}.lock")
 
 
-def _in_background(source: Any, max_age_s: float, loaded: FanFile, stack: ExitStack) -> BackgroundSource:
+def _in_background(
+    source: Any, max_age_s: float, loaded: FanFile, stack: ExitStack
+) -> BackgroundSource:
     background = BackgroundSource(source, period_s=loaded.fan.period_s, max_age_s=max_age_s)
     stack.callback(background.close)
     return background
@@ -287,10 +364,16 @@ def _in_background(source: Any, max_age_s: float, loaded: FanFile, stack: ExitSt
 
 def _lines(document: Mapping[str, Any]) -> list[str]:
     """Return the state of a step as readable lines."""
-    lines = [f"SoC {soc}: {'not known' if value is None else f'{value:.1f} °C'}"
-             for soc, value in document["temperatures_c"].items()]
+    lines = [
+        f"SoC {soc}: {'not known' if value is None else f'{value:.1f} °C'}"
+        for soc, value in document["temperatures_c"].items()
+    ]
     for fan in document["fans"]:
-        measured = "" if fan["measured_rpm"] is None else f", turned at {fan['measured_rpm']:.0f} rpm before"
+        measured = (
+            ""
+            if fan["measured_rpm"] is None
+            else f", turned at {fan['measured_rpm']:.0f} rpm before"
+        )
         speed = "not set" if fan["set_rpm"] is None else f"{fan['set_rpm']:.0f} rpm"
         lines.append(f"fan {fan['name']}: {speed}{measured}")
     return lines + list(document["notes"])
@@ -307,7 +390,9 @@ def _notify(state: str) -> None:
     address = os.environ.get("NOTIFY_SOCKET", "")
     if address:
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
-            channel.sendto(state.encode(), f"\0{address[1:]}" if address.startswith("@") else address)
+            channel.sendto(
+                state.encode(), f"\0{address[1:]}" if address.startswith("@") else address
+            )
 
 
 def _print(line: str) -> None:

@@ -26,16 +26,25 @@ class FanCurve:
     max_rpm: float
 
     def __post_init__(self) -> None:
-        require_range("fan", least=0.0, threshold_rpm=self.threshold_rpm, flow_w_per_k_rpm=self.flow_w_per_k_rpm,
-                      drag_w_per_rpm=self.drag_w_per_rpm, air_w_per_rpm3=self.air_w_per_rpm3)
+        require_range(
+            "fan",
+            least=0.0,
+            threshold_rpm=self.threshold_rpm,
+            flow_w_per_k_rpm=self.flow_w_per_k_rpm,
+            drag_w_per_rpm=self.drag_w_per_rpm,
+            air_w_per_rpm3=self.air_w_per_rpm3,
+        )
         require_range("fan", above=0.0, still_w_per_k=self.still_w_per_k)
         if not 0.0 < self.min_rpm < self.max_rpm < math.inf:
-            raise ConfigError(f"fan: need 0 < min_rpm < max_rpm, got {self.min_rpm} and {self.max_rpm}")
+            raise ConfigError(
+                f"fan: need 0 < min_rpm < max_rpm, got {self.min_rpm} and {self.max_rpm}"
+            )
 
     def conductance_w_per_k(self, rpm: float, working: float = 1.0) -> float:
         """Return W/K from the chassis to the ambient air; `working` is the fraction of fans that turn."""
         return self.still_w_per_k + working * self.flow_w_per_k_rpm * math.sqrt(
-            max(0.0, rpm * rpm - self.threshold_rpm * self.threshold_rpm))
+            max(0.0, rpm * rpm - self.threshold_rpm * self.threshold_rpm)
+        )
 
     def power_w(self, rpm: float, working: float = 1.0) -> float:
         """Return the watts of all fans together."""
@@ -54,6 +63,13 @@ class FanCurve:
 
 def rack_fans() -> FanCurve:
     """Return the fans of the SoC-Cluster, from `constants.toml`."""
-    names = ("still_w_per_k", "threshold_rpm", "flow_w_per_k_rpm", "drag_w_per_rpm", "air_w_per_rpm3", "min_rpm",
-             "max_rpm")
+    names = (
+        "still_w_per_k",
+        "threshold_rpm",
+        "flow_w_per_k_rpm",
+        "drag_w_per_rpm",
+        "air_w_per_rpm3",
+        "min_rpm",
+        "max_rpm",
+    )
     return FanCurve(**{name: constant("fan", name) for name in names})

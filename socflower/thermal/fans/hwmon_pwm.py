@@ -18,7 +18,13 @@ from socflower.thermal.fans.outputs import (
     measured_speed,
     reason,
 )
-from socflower.thermal.sensors.sysfs import DeviceFolder, DeviceIdentity, OpenFolder, identity_of, matching_paths
+from socflower.thermal.sensors.sysfs import (
+    DeviceFolder,
+    DeviceIdentity,
+    OpenFolder,
+    identity_of,
+    matching_paths,
+)
 
 _FULL_PWM = 255
 _MANUAL_MODE = 1
@@ -38,8 +44,10 @@ def find_hwmon(name: str, root: Path = Path("/"), *, last: DeviceIdentity | None
             with DeviceFolder(path, last).open() as folder:
                 return folder.path
         except FileNotFoundError as error:
-            raise ConfigError(f"fan folder = {name!r}: was {last.name}, but {error.strerror} in {path.parent}; load "
-                              "its driver, or name the chip that is meant") from None
+            raise ConfigError(
+                f"fan folder = {name!r}: was {last.name}, but {error.strerror} in {path.parent}; load "
+                "its driver, or name the chip that is meant"
+            ) from None
     if "/" in name:
         return Path(name)
     folders = matching_paths(root / "sys/class/hwmon", "hwmon*")
@@ -73,8 +81,16 @@ class HwmonPwm:
     """
 
     def __init__(
-        self, folder: Path, pwm: int = 1, *, min_rpm: float, max_rpm: float, curve: DutyCurve | None = None,
-        min_duty: float = MIN_DUTY, fan: int | None = None, automatic_mode: int | None = None,
+        self,
+        folder: Path,
+        pwm: int = 1,
+        *,
+        min_rpm: float,
+        max_rpm: float,
+        curve: DutyCurve | None = None,
+        min_duty: float = MIN_DUTY,
+        fan: int | None = None,
+        automatic_mode: int | None = None,
     ) -> None:
         self.curve = curve or DutyCurve.linear(min_rpm, max_rpm, min_duty)
         self._least_pwm = _pwm_of(checked_min_duty(min_duty))
@@ -87,15 +103,23 @@ class HwmonPwm:
                 has_mode = (folder / self._enable).exists()
                 self._found_mode = opened.read_integer(self._enable) if has_mode else None
         except (OSError, ValueError) as error:
-            raise ConfigError(f"fan {folder / self._pwm}: cannot be read ({reason(error)}); name a chip and an output "
-                              "that are there") from None
-        for path in (folder / self._pwm, folder / self._enable)[:1 if self._found_mode is None else 2]:
+            raise ConfigError(
+                f"fan {folder / self._pwm}: cannot be read ({reason(error)}); name a chip and an output "
+                "that are there"
+            ) from None
+        for path in (folder / self._pwm, folder / self._enable)[
+            : 1 if self._found_mode is None else 2
+        ]:
             if not os.access(path, os.W_OK):
-                raise ConfigError(f"fan {path}: cannot be written; run as root, or let a udev rule give the file to "
-                                  "this user")
+                raise ConfigError(
+                    f"fan {path}: cannot be written; run as root, or let a udev rule give the file to "
+                    "this user"
+                )
         if automatic_mode is not None and not self._is_automatic(automatic_mode):
-            raise ConfigError(f"fan automatic_mode = {automatic_mode}: is no automatic mode of {self._name}; 2 or more "
-                              "as a rule")
+            raise ConfigError(
+                f"fan automatic_mode = {automatic_mode}: is no automatic mode of {self._name}; 2 or more "
+                "as a rule"
+            )
         self._mode_after = self._found_mode if automatic_mode is None else automatic_mode
 
     @property
@@ -148,7 +172,9 @@ class HwmonPwm:
             with self._chip.open() as chip:
                 chip.write(self._enable, self._mode_after)
         except OSError as error:
-            raise self._failure(self._enable, f"cannot be set to {self._mode_after}", error) from None
+            raise self._failure(
+                self._enable, f"cannot be set to {self._mode_after}", error
+            ) from None
 
     def describe(self) -> str:
         """Return the names of chip and output."""

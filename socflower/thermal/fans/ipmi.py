@@ -43,19 +43,32 @@ class IpmiCommand:
     """
 
     def __init__(
-        self, template: str, *, min_rpm: float, max_rpm: float, begin: str = "", restore: str = "", measure: str = "",
-        sensor: str = "", curve: DutyCurve | None = None, min_duty: float = MIN_DUTY, timeout_s: float = 10.0,
+        self,
+        template: str,
+        *,
+        min_rpm: float,
+        max_rpm: float,
+        begin: str = "",
+        restore: str = "",
+        measure: str = "",
+        sensor: str = "",
+        curve: DutyCurve | None = None,
+        min_duty: float = MIN_DUTY,
+        timeout_s: float = 10.0,
     ) -> None:
         self.curve = curve or DutyCurve.linear(min_rpm, max_rpm, min_duty)
         require_range("fan", above=0.0, timeout_s=timeout_s)
         self._min_duty, self._timeout_s = checked_min_duty(min_duty), timeout_s
         self._set = _words(template, "set", ("percent", "rpm"))
         if not any(_PLACEHOLDER.search(word) for word in self._set):
-            raise ConfigError(f"fan command set = {template!r}: has neither {{percent}} nor {{rpm}}, so it cannot "
-                              "set a speed")
+            raise ConfigError(
+                f"fan command set = {template!r}: has neither {{percent}} nor {{rpm}}, so it cannot "
+                "set a speed"
+            )
         self._begin, self._restore, self._measure = (
-            _words(text, key, ()) if text.strip() else [] for text, key in
-            ((begin, "begin"), (restore, "restore"), (measure, "measure")))
+            _words(text, key, ()) if text.strip() else []
+            for text, key in ((begin, "begin"), (restore, "restore"), (measure, "measure"))
+        )
         self._sensor, self._begun = sensor, False
 
     def set_rpm(self, rpm: float) -> None:
@@ -102,8 +115,15 @@ class IpmiCommand:
         """Return the command's output."""
         name = " ".join(words)
         try:
-            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                       text=True, errors="replace", start_new_session=True)
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
         except OSError as error:
             raise FanFailure(f"{name}: cannot be run ({reason(error)})") from None
         try:
@@ -121,7 +141,9 @@ class IpmiCommand:
                     pipe.close()
         if process.returncode != 0:
             said = " ".join((complained or printed).split())[:200]
-            raise FanFailure(f"{name}: ended with status {process.returncode}{f' ({said})' if said else ''}")
+            raise FanFailure(
+                f"{name}: ended with status {process.returncode}{f' ({said})' if said else ''}"
+            )
         return printed
 
 
@@ -130,15 +152,21 @@ def _words(template: str, key: str, allowed: Sequence[str]) -> list[str]:
     try:
         words = shlex.split(template)
     except ValueError as error:
-        raise ConfigError(f"fan command {key} = {template!r}: cannot be split into words ({error})") from None
+        raise ConfigError(
+            f"fan command {key} = {template!r}: cannot be split into words ({error})"
+        ) from None
     if not words:
         raise ConfigError(f"fan command {key}: is empty; give a program and its arguments")
     for word in words:
         for name in _PLACEHOLDER.findall(word):
             if name not in allowed:
                 known = " or ".join(f"{{{one}}}" for one in allowed) or "none"
-                raise ConfigError(f"fan command {key} = {template!r}: {{{name}}} is unknown; use {known}")
+                raise ConfigError(
+                    f"fan command {key} = {template!r}: {{{name}}} is unknown; use {known}"
+                )
     if shutil.which(words[0]) is None:
-        raise ConfigError(f"fan command {key} = {template!r}: there is no program {words[0]!r}; install it or give its "
-                          "path")
+        raise ConfigError(
+            f"fan command {key} = {template!r}: there is no program {words[0]!r}; install it or give its "
+            "path"
+        )
     return words

@@ -60,12 +60,16 @@ class DutyCurve:
             raise ConfigError(f"fan curve: {len(self.points)} points are too few; give two or more")
         for duty, rpm in self.points:
             if not (0.0 < duty <= 1.0 and 0.0 < rpm < math.inf):
-                raise ConfigError(f"fan curve: {rpm:g} rpm at {100 * duty:g} % cannot be; give speeds above 0 at "
-                                  "duties above 0 up to 100 %")
+                raise ConfigError(
+                    f"fan curve: {rpm:g} rpm at {100 * duty:g} % cannot be; give speeds above 0 at "
+                    "duties above 0 up to 100 %"
+                )
         for (low, slow), (high, fast) in zip(self.points, self.points[1:], strict=False):
             if not (low < high and slow < fast):
-                raise ConfigError(f"fan curve: {slow:g} rpm at {100 * low:g} % and then {fast:g} rpm at {100 * high:g} "
-                                  "% do not rise; sort the points, and leave out those between which nothing changes")
+                raise ConfigError(
+                    f"fan curve: {slow:g} rpm at {100 * low:g} % and then {fast:g} rpm at {100 * high:g} "
+                    "% do not rise; sort the points, and leave out those between which nothing changes"
+                )
 
     @classmethod
     def linear(cls, min_rpm: float, max_rpm: float, min_duty: float = MIN_DUTY) -> "DutyCurve":
@@ -99,12 +103,18 @@ class SimulatedFan:
     """
 
     def __init__(
-        self, max_rpm: float, *, rpm_per_s: float = 2000.0, failure: str = "",
+        self,
+        max_rpm: float,
+        *,
+        rpm_per_s: float = 2000.0,
+        failure: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not (0.0 < max_rpm < math.inf and rpm_per_s > 0.0):
-            raise ConfigError(f"simulated fan: max_rpm = {max_rpm:g} and rpm_per_s = {rpm_per_s:g} must be above 0, "
-                              "max_rpm finite")
+            raise ConfigError(
+                f"simulated fan: max_rpm = {max_rpm:g} and rpm_per_s = {rpm_per_s:g} must be above 0, "
+                "max_rpm finite"
+            )
         self._max_rpm, self._rpm_per_s, self._clock = max_rpm, rpm_per_s, clock
         self._rpm = self._target_rpm = max_rpm
         self._at_s = clock()
@@ -114,7 +124,9 @@ class SimulatedFan:
     def fail(self, failure: str) -> None:
         """Start a failure, or with "" end it."""
         if failure not in ("", "stopped", "stuck"):
-            raise ConfigError(f"simulated fan: failure = {failure!r} is unknown; use stopped, stuck or nothing")
+            raise ConfigError(
+                f"simulated fan: failure = {failure!r} is unknown; use stopped, stuck or nothing"
+            )
         self._advance()
         self._failure = failure
 
@@ -155,7 +167,10 @@ class DutyOutput(FanOutput, Protocol):
 
 
 def calibrate(
-    output: DutyOutput, *, duties: Sequence[float] = _CALIBRATION_DUTIES, settle_s: float = _SETTLE_S,
+    output: DutyOutput,
+    *,
+    duties: Sequence[float] = _CALIBRATION_DUTIES,
+    settle_s: float = _SETTLE_S,
     sleep: Callable[[float], object] = time.sleep,
 ) -> DutyCurve:
     """Return the measured speeds by duty, from the highest down; the fan is left at full power.
@@ -171,7 +186,9 @@ def calibrate(
             sleep(settle_s)
             rpm = output.measured_rpm()
             if rpm is None or not math.isfinite(rpm):
-                raise FanFailure(f"{output.describe()}: does not show how fast it turns, so it cannot be calibrated")
+                raise FanFailure(
+                    f"{output.describe()}: does not show how fast it turns, so it cannot be calibrated"
+                )
             if rpm <= 0.0:
                 break
             if not points or rpm < points[-1][1]:
@@ -179,8 +196,10 @@ def calibrate(
     finally:
         output.set_duty(1.0)
     if len(points) < 2:
-        raise FanFailure(f"{output.describe()}: turns equally fast at every duty, or hardly at all; is it the fan of "
-                         "that output?")
+        raise FanFailure(
+            f"{output.describe()}: turns equally fast at every duty, or hardly at all; is it the fan of "
+            "that output?"
+        )
     return DutyCurve(tuple(reversed(points)))
 
 
@@ -202,10 +221,16 @@ def measured_speed(rpm: float) -> float | None:
 def checked_min_duty(min_duty: float) -> float:
     """Return the lowest duty if it is valid; raise `ConfigError` otherwise."""
     if not 0.0 < min_duty < 1.0:
-        raise ConfigError(f"fan: min_duty = {min_duty:g} must lie between 0 and 1; {MIN_DUTY} suits most fans")
+        raise ConfigError(
+            f"fan: min_duty = {min_duty:g} must lie between 0 and 1; {MIN_DUTY} suits most fans"
+        )
     return min_duty
 
 
 def reason(error: Exception) -> str:
     """Return a short reason why a file or a program could not be used."""
-    return (error.strerror or type(error).__name__).lower() if isinstance(error, OSError) else str(error)
+    return (
+        (error.strerror or type(error).__name__).lower()
+        if isinstance(error, OSError)
+        else str(error)
+    )

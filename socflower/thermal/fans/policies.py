@@ -30,7 +30,11 @@ class FanObservation:
     @property
     def lacks_temperatures(self) -> bool:
         """Whether the temperatures do not suffice: none is accepted, or fewer than half of the SoCs have one."""
-        return self.hottest_c is None or math.isnan(self.hottest_c) or 2 * self.num_unknown > self.num_socs
+        return (
+            self.hottest_c is None
+            or math.isnan(self.hottest_c)
+            or 2 * self.num_unknown > self.num_socs
+        )
 
 
 class FanPolicy(Protocol):
@@ -45,7 +49,9 @@ class FanPolicy(Protocol):
 class PredictingPolicy(FanPolicy, Protocol):
     """A policy that predicts temperatures, and so whether constant readings are plausible."""
 
-    def expected_c(self, hottest_c: float, *, rpm: float, at_s: float, duration_s: float) -> float | None:
+    def expected_c(
+        self, hottest_c: float, *, rpm: float, at_s: float, duration_s: float
+    ) -> float | None:
         """Return the predicted temperature of the hottest SoC at `at_s`, after `duration_s` at this speed, or None."""
         ...
 
@@ -81,10 +87,14 @@ class PassiveCooling:
     def __post_init__(self) -> None:
         require_range("passive", above=0.0, low_rpm=self.low_rpm, high_rpm=self.high_rpm)
         if not self.low_rpm < self.high_rpm:
-            raise ConfigError(f"passive: low_rpm = {self.low_rpm} must be below high_rpm = {self.high_rpm}")
+            raise ConfigError(
+                f"passive: low_rpm = {self.low_rpm} must be below high_rpm = {self.high_rpm}"
+            )
         if not self.cool_c < self.hot_c:
-            raise ConfigError(f"passive: cool_c = {self.cool_c} must be below hot_c = {self.hot_c}, or the fans would "
-                              "change at every look")
+            raise ConfigError(
+                f"passive: cool_c = {self.cool_c} must be below hot_c = {self.hot_c}, or the fans would "
+                "change at every look"
+            )
 
     def rpm(self, observation: FanObservation) -> float:
         """Return the low or the high speed."""
@@ -109,7 +119,9 @@ class PlannedLoad:
     def __post_init__(self) -> None:
         require_range("planned load", least=0.0, rack_w=self.rack_w, local_rise_c=self.local_rise_c)
         if not self.begin_s <= self.end_s:
-            raise ConfigError(f"planned load: it ends at {self.end_s} s, before it begins at {self.begin_s} s")
+            raise ConfigError(
+                f"planned load: it ends at {self.end_s} s, before it begins at {self.begin_s} s"
+            )
 
 
 @plain_numbers
@@ -136,7 +148,9 @@ class PredictiveCooling:
     chassis_j_per_k: float = field(default_factory=lambda: constant("rack", "chassis_j_per_k"))
     ambient_c: float = 25.0
     limit_c: float = 34.5  # half a sensor step below the first trip point
-    resume_c: float = 33.5  # target for a SoC that has tripped; half a sensor step below its resume point
+    resume_c: float = (
+        33.5  # target for a SoC that has tripped; half a sensor step below its resume point
+    )
     band_c: float = 0.5  # hysteresis of alternating cooling
     horizon_s: float = 120.0
     low_rpm: float = field(default_factory=lambda: constant("fan", "low_rpm"))
@@ -147,15 +161,26 @@ class PredictiveCooling:
     coast_power: float = 0.85  # heat at that clock, as a fraction
 
     def __post_init__(self) -> None:
-        require_range("predictive", above=0.0, horizon_s=self.horizon_s, low_rpm=self.low_rpm, high_rpm=self.high_rpm,
-                      band_c=self.band_c, chassis_j_per_k=self.chassis_j_per_k)
+        require_range(
+            "predictive",
+            above=0.0,
+            horizon_s=self.horizon_s,
+            low_rpm=self.low_rpm,
+            high_rpm=self.high_rpm,
+            band_c=self.band_c,
+            chassis_j_per_k=self.chassis_j_per_k,
+        )
         require_range("predictive", least=0.0, below=1.0, max_slowdown=self.max_slowdown)
         require_range("predictive", above=0.0, below=1.0, coast_slowdown=self.coast_slowdown)
         if not self.low_rpm <= self.high_rpm:
-            raise ConfigError(f"predictive: low_rpm = {self.low_rpm} must not be above high_rpm = {self.high_rpm}")
+            raise ConfigError(
+                f"predictive: low_rpm = {self.low_rpm} must not be above high_rpm = {self.high_rpm}"
+            )
         if not self.resume_c <= self.limit_c <= self.coast_limit_c:
-            raise ConfigError(f"predictive: need resume_c <= limit_c <= coast_limit_c, got {self.resume_c}, "
-                              f"{self.limit_c}, {self.coast_limit_c}")
+            raise ConfigError(
+                f"predictive: need resume_c <= limit_c <= coast_limit_c, got {self.resume_c}, "
+                f"{self.limit_c}, {self.coast_limit_c}"
+            )
 
     @property
     def efficient_rpm(self) -> float:
@@ -171,7 +196,9 @@ class PredictiveCooling:
         # x seconds of work at full clock take x / (1 - coast_slowdown) in that part.
         whole_s = load.end_s - load.begin_s
         lost_s = self.max_slowdown * whole_s
-        return max(load.begin_s, load.end_s - lost_s * (1.0 - self.coast_slowdown) / self.coast_slowdown)
+        return max(
+            load.begin_s, load.end_s - lost_s * (1.0 - self.coast_slowdown) / self.coast_slowdown
+        )
 
     def rpm(self, observation: FanObservation) -> float:
         """Return the speed."""
@@ -188,7 +215,9 @@ class PredictiveCooling:
         rise_c, heat_w = part * load.local_rise_c, part * load.rack_w
         # Work that passes its planned end may continue for long.
         time_s = min(self.horizon_s, end_s - at_s) if at_s < end_s else self.horizon_s
-        wanted_rpm = self._steady_rpm(air_c=hottest_c - rise_c, limit_c=limit_c - rise_c, heat_w=heat_w, time_s=time_s)
+        wanted_rpm = self._steady_rpm(
+            air_c=hottest_c - rise_c, limit_c=limit_c - rise_c, heat_w=heat_w, time_s=time_s
+        )
         if wanted_rpm <= self.low_rpm and time_s < self.horizon_s:
             return self.low_rpm
         efficient_rpm = self.efficient_rpm
@@ -202,7 +231,9 @@ class PredictiveCooling:
             wanted_rpm = max(efficient_rpm, above_band_rpm, observation.rpm if cooling else 0.0)
         return min(max(wanted_rpm, least_rpm, self.low_rpm), self.high_rpm)
 
-    def expected_c(self, hottest_c: float, *, rpm: float, at_s: float, duration_s: float) -> float | None:
+    def expected_c(
+        self, hottest_c: float, *, rpm: float, at_s: float, duration_s: float
+    ) -> float | None:
         """Return the predicted temperature of the hottest SoC at `at_s`, after `duration_s` of the planned load.
 
         None outside the planned time, for which the plan has no heat.
@@ -214,7 +245,11 @@ class PredictiveCooling:
         rise_c, conductance = part * load.local_rise_c, self.fans.conductance_w_per_k(rpm)
         steady_c = self.ambient_c + part * load.rack_w / conductance
         air_c = hottest_c - rise_c
-        return steady_c + (air_c - steady_c) * math.exp(-duration_s * conductance / self.chassis_j_per_k) + rise_c
+        return (
+            steady_c
+            + (air_c - steady_c) * math.exp(-duration_s * conductance / self.chassis_j_per_k)
+            + rise_c
+        )
 
     def _holding_rpm(self, limit_c: float, heat_w: float) -> float:
         """Return the steady speed at which the air temperature settles at the limit."""
@@ -227,7 +262,9 @@ class PredictiveCooling:
 
         def after_c(conductance: float) -> float:
             steady_c = self.ambient_c + heat_w / conductance
-            return steady_c + (air_c - steady_c) * math.exp(-time_s * conductance / self.chassis_j_per_k)
+            return steady_c + (air_c - steady_c) * math.exp(
+                -time_s * conductance / self.chassis_j_per_k
+            )
 
         low, high = self.fans.still_w_per_k, self.fans.conductance_w_per_k(self.fans.max_rpm)
         if after_c(low) <= limit_c:
@@ -244,7 +281,12 @@ class PredictiveCooling:
 def _most_efficient_rpm(fans: FanCurve, low_rpm: float, high_rpm: float) -> float:
     still, low_w = fans.conductance_w_per_k(low_rpm), fans.power_w(low_rpm)
     speeds = [low_rpm + (high_rpm - low_rpm) * part / 200 for part in range(1, 201)]
-    return max(speeds, key=lambda rpm: (fans.conductance_w_per_k(rpm) - still) / max(fans.power_w(rpm) - low_w, 1e-12))
+    return max(
+        speeds,
+        key=lambda rpm: (
+            (fans.conductance_w_per_k(rpm) - still) / max(fans.power_w(rpm) - low_w, 1e-12)
+        ),
+    )
 
 
 POLICIES = ("fixed", "passive", "predictive")
@@ -271,10 +313,14 @@ def make_policy(name: str, settings: Mapping[str, object]) -> FanPolicy:
     if name != "predictive":
         raise ConfigError(f"policy: name = {name!r} is unknown; use one of {', '.join(POLICIES)}")
     of_load = [entry.name for entry in fields(PlannedLoad)]
-    of_policy = [entry.name for entry in fields(PredictiveCooling) if entry.name not in ("load", "fans")]
+    of_policy = [
+        entry.name for entry in fields(PredictiveCooling) if entry.name not in ("load", "fans")
+    ]
     _require_known(numbers, [*of_load, *of_policy], "policy predictive")
     if "rack_w" not in numbers or "local_rise_c" not in numbers:
-        raise ConfigError("policy predictive: rack_w and local_rise_c, the planned heat, are needed")
+        raise ConfigError(
+            "policy predictive: rack_w and local_rise_c, the planned heat, are needed"
+        )
     load = PlannedLoad(**{key: value for key, value in numbers.items() if key in of_load})
     others: dict[str, Any] = {key: value for key, value in numbers.items() if key in of_policy}
     return PredictiveCooling(load=load, **others)

@@ -74,7 +74,9 @@ _IDLE_LOAD = 0.1
 class _SourceHistory:
     """The recent readings of a source."""
 
-    recent_c: deque[tuple[float, float]] = field(default_factory=deque)  # when it changed, and to what
+    recent_c: deque[tuple[float, float]] = field(
+        default_factory=deque
+    )  # when it changed, and to what
     at: float | None = None  # the source's own time
     changed_s: float = math.nan  # time of its last change of temperature
     busy_s: float = 0.0  # time under load, or under unknown load, since then
@@ -99,10 +101,17 @@ class FilteredTemperatures:
     """
 
     def __init__(
-        self, sources: Mapping[int, HeatSource], *, max_silence_s: float, stuck_after_s: float,
-        clock: Callable[[], float], alerts: Alerts,
+        self,
+        sources: Mapping[int, HeatSource],
+        *,
+        max_silence_s: float,
+        stuck_after_s: float,
+        clock: Callable[[], float],
+        alerts: Alerts,
     ) -> None:
-        require_range("fan control", above=0.0, max_silence_s=max_silence_s, stuck_after_s=stuck_after_s)
+        require_range(
+            "fan control", above=0.0, max_silence_s=max_silence_s, stuck_after_s=stuck_after_s
+        )
         self._sources = dict(sources)
         self._max_silence_s, self._stuck_after_s, self._clock = max_silence_s, stuck_after_s, clock
         self._alerts = alerts
@@ -124,7 +133,10 @@ class FilteredTemperatures:
         for soc, source in self._sources.items():
             try:
                 reading = source.read()
-                temperature_c, at = reading.temperature_c, reading.at_s if is_number(reading.at_s) else None
+                temperature_c, at = (
+                    reading.temperature_c,
+                    reading.at_s if is_number(reading.at_s) else None,
+                )
                 load: Any = getattr(reading, "user_load", None)
             except Exception as error:  # foreign code may raise anything
                 reasons[soc] = f"cannot be read ({type(error).__name__})"
@@ -136,33 +148,64 @@ class FilteredTemperatures:
             else:
                 values_c[soc] = float(temperature_c)
                 idle = self._is_idle(self._histories[soc], now_s, load if is_number(load) else None)
-                self._record(self._histories[soc], now_s, values_c[soc], at, busy_s=0.0 if idle else elapsed_s)
-        self.constant_since_s = self._constant_since_s([self._histories[soc].changed_s for soc in values_c])
-        all_constant = not all_may_be_constant and self.constant_since_s is not None and \
-            now_s - self.constant_since_s >= self._stuck_after_s
-        moved = {soc for soc in values_c if self._movement_c(self._histories[soc]) >= _OTHERS_MOVE_C}
+                self._record(
+                    self._histories[soc],
+                    now_s,
+                    values_c[soc],
+                    at,
+                    busy_s=0.0 if idle else elapsed_s,
+                )
+        self.constant_since_s = self._constant_since_s(
+            [self._histories[soc].changed_s for soc in values_c]
+        )
+        all_constant = (
+            not all_may_be_constant
+            and self.constant_since_s is not None
+            and now_s - self.constant_since_s >= self._stuck_after_s
+        )
+        moved = {
+            soc for soc in values_c if self._movement_c(self._histories[soc]) >= _OTHERS_MOVE_C
+        }
         for soc in values_c:
             history = self._histories[soc]
             others = values_c.keys() - {soc}
             if now_s - history.renewed_s >= self._max_silence_s:
                 reasons[soc] = "gives the same reading again and again"
-            elif now_s - history.changed_s >= self._stuck_after_s and 0 < len(others) <= 2 * len(moved & others):
+            elif now_s - history.changed_s >= self._stuck_after_s and 0 < len(others) <= 2 * len(
+                moved & others
+            ):
                 reasons[soc] = "stands still while others move"
             elif all_constant and history.busy_s >= self._stuck_after_s:
                 reasons[soc] = "stands still under load, as all do"
         for soc in self._sources:
-            self._alerts.set(("soc", soc), f"SoC {soc} {reasons[soc]}; left out until it makes sense"
-                             if soc in reasons else None, now_s, well=f"SoC {soc} makes sense again")
+            self._alerts.set(
+                ("soc", soc),
+                f"SoC {soc} {reasons[soc]}; left out until it makes sense"
+                if soc in reasons
+                else None,
+                now_s,
+                well=f"SoC {soc} makes sense again",
+            )
         return {soc: values_c[soc] if soc not in reasons else None for soc in self._sources}
 
     def _is_idle(self, history: _SourceHistory, now_s: float, load: float | None) -> bool:
         """Return whether a SoC reports that it is idle; a load that stays constant for long does not count."""
         if load != history.load:
             history.load, history.load_changed_s = load, now_s
-        return load is not None and load < _IDLE_LOAD and now_s - history.load_changed_s < self._stuck_after_s
+        return (
+            load is not None
+            and load < _IDLE_LOAD
+            and now_s - history.load_changed_s < self._stuck_after_s
+        )
 
     def _record(
-        self, history: _SourceHistory, now_s: float, temperature_c: float, at: float | None, *, busy_s: float,
+        self,
+        history: _SourceHistory,
+        now_s: float,
+        temperature_c: float,
+        at: float | None,
+        *,
+        busy_s: float,
     ) -> None:
         history.busy_s += busy_s
         last_c = history.recent_c[-1][1] if history.recent_c else None
@@ -180,7 +223,11 @@ class FilteredTemperatures:
     @staticmethod
     def _constant_since_s(changes_s: list[float]) -> float | None:
         """Return since when fewer than one in ten have changed, from the time of each one's last change."""
-        return sorted(changes_s, reverse=True)[math.ceil(_FLICKER_PART * len(changes_s)) - 1] if changes_s else None
+        return (
+            sorted(changes_s, reverse=True)[math.ceil(_FLICKER_PART * len(changes_s)) - 1]
+            if changes_s
+            else None
+        )
 
     @staticmethod
     def _movement_c(history: _SourceHistory) -> float:
@@ -203,7 +250,9 @@ class Quorum:
     def __init__(self, boards: Mapping[int, int], *, patience_s: float) -> None:
         self._boards, self._patience_s = dict(boards), patience_s
         self._holds = False
-        self._enough_s = self._lost_s = -math.inf  # last time with enough; last time with too few, while lost
+        self._enough_s = (
+            self._lost_s
+        ) = -math.inf  # last time with enough; last time with too few, while lost
 
     def missing(self, filtered: Collection[int]) -> str:
         """Return a description of what is missing, or ""."""
@@ -224,14 +273,18 @@ class Quorum:
             self._holds = self._holds or now_s - self._lost_s >= self._patience_s
         else:
             self._holds = self._holds and now_s - self._enough_s < self._patience_s
-            if not self._holds and self._enough_s > -math.inf:  # before the first quorum nothing is lost
+            if (
+                not self._holds and self._enough_s > -math.inf
+            ):  # before the first quorum nothing is lost
                 self._lost_s = now_s
         return self._holds
 
 
 def is_number(value: object) -> bool:
     """Return whether a value is a finite number; booleans do not count."""
-    if isinstance(value, float):  # the usual case; looking up an abstract class takes seven times as long
+    if isinstance(
+        value, float
+    ):  # the usual case; looking up an abstract class takes seven times as long
         return math.isfinite(value)
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False

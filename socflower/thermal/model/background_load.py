@@ -24,7 +24,9 @@ class Steps(Generic[_Value]):
 
     def __post_init__(self) -> None:
         if len(self.times_s) != len(self.values) or not self.times_s or self.times_s[0] != 0.0:
-            raise ConfigError(f"steps: need as many values as times, the first at 0 s, got times {list(self.times_s)}")
+            raise ConfigError(
+                f"steps: need as many values as times, the first at 0 s, got times {list(self.times_s)}"
+            )
         if any(after <= before for before, after in pairwise(self.times_s)):
             raise ConfigError(f"steps: times must rise, got {list(self.times_s)}")
 
@@ -47,9 +49,13 @@ def changes(first: _Value, later: Sequence[tuple[float, _Value]]) -> Steps[_Valu
     """Return the function that starts at `first`; `later` are times and the values from each time on."""
     ordered = sorted(later, key=lambda entry: entry[0])
     if ordered and ordered[0][0] <= 0.0:
-        return Steps(tuple(time_s if index else 0.0 for index, (time_s, _) in enumerate(ordered)),
-                     tuple(value for _, value in ordered))
-    return Steps((0.0, *(time_s for time_s, _ in ordered)), (first, *(value for _, value in ordered)))
+        return Steps(
+            tuple(time_s if index else 0.0 for index, (time_s, _) in enumerate(ordered)),
+            tuple(value for _, value in ordered),
+        )
+    return Steps(
+        (0.0, *(time_s for time_s, _ in ordered)), (first, *(value for _, value in ordered))
+    )
 
 
 DAY_S = 86400.0
@@ -80,7 +86,9 @@ class Game:
     takes_soc: bool = False
 
     def __post_init__(self) -> None:
-        BackgroundLoad(share=self.share, power_w=self.power_w, taken=self.takes_soc)  # raises for invalid values
+        BackgroundLoad(
+            share=self.share, power_w=self.power_w, taken=self.takes_soc
+        )  # raises for invalid values
 
     @property
     def load(self) -> BackgroundLoad:
@@ -109,23 +117,37 @@ class Tide:
 
     def part_busy(self, hour: float) -> float:
         """Return the mean fraction of SoCs with a game at an hour of the day."""
-        return self.low + (self.high - self.low) * 0.5 * (1.0 - math.cos(2.0 * math.pi * (hour - self.low_hour) / 24.0))
+        return self.low + (self.high - self.low) * 0.5 * (
+            1.0 - math.cos(2.0 * math.pi * (hour - self.low_hour) / 24.0)
+        )
 
     def loads(
-        self, num_socs: int, duration_s: float, start_hour: float, seed: int,
+        self,
+        num_socs: int,
+        duration_s: float,
+        start_hour: float,
+        seed: int,
     ) -> tuple[Steps[BackgroundLoad], ...]:
         """Return each SoC's background load for `duration_s` from `start_hour` on; equal seeds give equal sessions."""
-        return tuple(self._of_one(np.random.default_rng([seed, soc]), duration_s, start_hour)
-                     for soc in range(num_socs))
+        return tuple(
+            self._of_one(np.random.default_rng([seed, soc]), duration_s, start_hour)
+            for soc in range(num_socs)
+        )
 
-    def _of_one(self, random: np.random.Generator, duration_s: float, start_hour: float) -> Steps[BackgroundLoad]:
+    def _of_one(
+        self, random: np.random.Generator, duration_s: float, start_hour: float
+    ) -> Steps[BackgroundLoad]:
         """A two-state chain whose mean follows the daily curve: idle times depend on the fraction at their start."""
         busy = bool(random.random() < self.part_busy(start_hour))
         first = self.game.load if busy else NOBODY
         time_s, later = 0.0, list[tuple[float, BackgroundLoad]]()
         while True:
             part = self.part_busy(start_hour + time_s / 3600.0)
-            mean_s = self.mean_session_s if busy else self.mean_session_s * (1.0 - part) / max(part, 1e-6)
+            mean_s = (
+                self.mean_session_s
+                if busy
+                else self.mean_session_s * (1.0 - part) / max(part, 1e-6)
+            )
             # An idle time lasts at most an hour, so that it follows the daily curve.
             drawn_s = float(random.exponential(mean_s))
             if not busy and drawn_s > 3600.0:
@@ -141,7 +163,9 @@ class Tide:
         return changes(first, later)
 
 
-def idle_windows(windows: Sequence[tuple[float, float]], duration_s: float, start_hour: float) -> Steps[bool]:
+def idle_windows(
+    windows: Sequence[tuple[float, float]], duration_s: float, start_hour: float
+) -> Steps[bool]:
     """Return whether training may run: only within the daily windows, as hours (from, to) that may span midnight.
 
     Raises `ConfigError` for hours that are not between 0 and 24.
@@ -150,12 +174,17 @@ def idle_windows(windows: Sequence[tuple[float, float]], duration_s: float, star
         return always(True)
     for begin, end in windows:
         if not (0.0 <= begin <= 24.0 and 0.0 <= end <= 24.0) or begin == end:
-            raise ConfigError(f"idle window: hours must lie between 0 and 24 and differ, got {begin} to {end}")
+            raise ConfigError(
+                f"idle window: hours must lie between 0 and 24 and differ, got {begin} to {end}"
+            )
 
     start_hour %= 24.0
 
     def is_open(hour: float) -> bool:
-        return any(begin <= hour < end if begin < end else hour >= begin or hour < end for begin, end in windows)
+        return any(
+            begin <= hour < end if begin < end else hour >= begin or hour < end
+            for begin, end in windows
+        )
 
     edges = sorted({hour % 24.0 for window in windows for hour in window})
     later = []

@@ -38,7 +38,9 @@ class Experiment:
     num_busy: int
     busy_w: float  # of one SoC at full clock
     idle_w: float
-    unthrottled_w: float = 0.0  # part of `busy_w` that does not depend on the clock: another processor
+    unthrottled_w: float = (
+        0.0  # part of `busy_w` that does not depend on the clock: another processor
+    )
     num_boards: int = 12
     socs_per_board: int = 5
     ambient_c: float = 25.0
@@ -51,16 +53,24 @@ class Experiment:
     def power_w(self, power_factors: Sequence[float]) -> list[float]:
         """Return watts by SoC at the present clocks."""
         clocked_w = self.busy_w - self.idle_w - self.unthrottled_w
-        return [self.idle_w + self.unthrottled_w + factor * clocked_w if soc < self.num_busy else self.idle_w
-                for soc, factor in enumerate(power_factors)]
+        return [
+            self.idle_w + self.unthrottled_w + factor * clocked_w
+            if soc < self.num_busy
+            else self.idle_w
+            for soc, factor in enumerate(power_factors)
+        ]
 
 
 def fan_table_experiment() -> Experiment:
     """Return the experiment of SoCFlow+ Table 2."""
     return Experiment(
-        num_busy=int(constant("experiment", "num_busy")), busy_w=constant("experiment", "busy_w"),
-        idle_w=constant("experiment", "idle_w"), num_boards=int(constant("experiment", "num_boards")),
-        socs_per_board=int(constant("experiment", "socs_per_board")), ambient_c=constant("experiment", "ambient_c"))
+        num_busy=int(constant("experiment", "num_busy")),
+        busy_w=constant("experiment", "busy_w"),
+        idle_w=constant("experiment", "idle_w"),
+        num_boards=int(constant("experiment", "num_boards")),
+        socs_per_board=int(constant("experiment", "socs_per_board")),
+        ambient_c=constant("experiment", "ambient_c"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,9 +87,9 @@ def settled(experiment: Experiment, rpm: float, fans: FanCurve | None = None) ->
     _run(rack, experiment, _SETTLED_S)
     temperatures, speeds, passed_s = 0.0, 0.0, 0.0
     while passed_s < _AVERAGED_S:
-        factors = rack.speed_factors()[:experiment.num_busy]
+        factors = rack.speed_factors()[: experiment.num_busy]
         rack.advance(10.0, experiment.power_w(rack.power_factors()))
-        temperatures += float(rack.temperatures_c[:experiment.num_busy].mean()) * 10.0
+        temperatures += float(rack.temperatures_c[: experiment.num_busy].mean()) * 10.0
         speeds += sum(factors) / experiment.num_busy * 10.0
         passed_s += 10.0
     return Settled(soc_c=temperatures / passed_s, decline=1.0 - speeds / passed_s)
@@ -94,23 +104,33 @@ def fit_fans(rows: Sequence[FanTableRow] | None = None) -> FanCurve:
     """
     rows = rows or [row for row in fan_table() if row.rpm in FITTED_RPM]
     if len(rows) != 3 or not rows[0].rpm < rows[1].rpm < rows[2].rpm:
-        raise ConfigError(f"calibration: need three rows with rising rpm, got {[row.rpm for row in rows]}")
+        raise ConfigError(
+            f"calibration: need three rows with rising rpm, got {[row.rpm for row in rows]}"
+        )
     still, middle, fast = (conductance_of(row) for row in rows)
     slow_flow, fast_flow = middle - still, fast - still
     if not 0.0 < slow_flow < fast_flow:
-        raise ConfigError(f"calibration: the rows' conductances {still:.2f}, {middle:.2f}, {fast:.2f} W/K do not rise; "
-                          "no fan curve goes through them")
+        raise ConfigError(
+            f"calibration: the rows' conductances {still:.2f}, {middle:.2f}, {fast:.2f} W/K do not rise; "
+            "no fan curve goes through them"
+        )
     ratio = (slow_flow / fast_flow) ** 2
-    threshold_squared = (rows[1].rpm**2 - ratio * rows[2].rpm**2) / (1.0 - ratio)
+    threshold_squared = (rows[1].rpm ** 2 - ratio * rows[2].rpm ** 2) / (1.0 - ratio)
     if threshold_squared < 0.0:
-        raise ConfigError(f"calibration: {rows[1].rpm:g} rpm carries away more than flow from rest does; choose other "
-                          "rows")
+        raise ConfigError(
+            f"calibration: {rows[1].rpm:g} rpm carries away more than flow from rest does; choose other "
+            "rows"
+        )
     drag, air = _fit_power(rows)
     return FanCurve(
-        still_w_per_k=still, threshold_rpm=math.sqrt(threshold_squared),
-        flow_w_per_k_rpm=fast_flow / math.sqrt(rows[2].rpm**2 - threshold_squared),
-        drag_w_per_rpm=drag, air_w_per_rpm3=air,
-        min_rpm=constant("fan", "min_rpm"), max_rpm=constant("fan", "max_rpm"))
+        still_w_per_k=still,
+        threshold_rpm=math.sqrt(threshold_squared),
+        flow_w_per_k_rpm=fast_flow / math.sqrt(rows[2].rpm ** 2 - threshold_squared),
+        drag_w_per_rpm=drag,
+        air_w_per_rpm3=air,
+        min_rpm=constant("fan", "min_rpm"),
+        max_rpm=constant("fan", "max_rpm"),
+    )
 
 
 def conductance_of(row: FanTableRow) -> float:
@@ -118,7 +138,9 @@ def conductance_of(row: FanTableRow) -> float:
     experiment, rack = fan_table_experiment(), fan_table_experiment().rack
     soc_w = _mean_power_w(experiment, snapdragon_governor(), row.decline)
     heat_w = experiment.num_busy * soc_w + (rack.num_socs - experiment.num_busy) * experiment.idle_w
-    air_rise_c = row.soc_c - experiment.ambient_c - rack.local_rise_c(soc_w, experiment.socs_per_board)
+    air_rise_c = (
+        row.soc_c - experiment.ambient_c - rack.local_rise_c(soc_w, experiment.socs_per_board)
+    )
     return heat_w / air_rise_c
 
 
@@ -134,11 +156,22 @@ def fit_chassis_j_per_k(fans: FanCurve) -> float:
     return math.sqrt(low * high)
 
 
-def onset_s(experiment: Experiment, rpm: float, fans: FanCurve | None = None, *, rack: Rack | None = None,
-            tick_s: float = 5.0) -> float:
+def onset_s(
+    experiment: Experiment,
+    rpm: float,
+    fans: FanCurve | None = None,
+    *,
+    rack: Rack | None = None,
+    tick_s: float = 5.0,
+) -> float:
     """Return the time from `START_C` until constant load first lowers a SoC's clock; infinity if it never does."""
-    dynamics = RackDynamics(rack or experiment.rack, FixedSpeed(fixed_rpm=rpm), fans=fans, start_c=START_C,
-                            tick_s=tick_s)
+    dynamics = RackDynamics(
+        rack or experiment.rack,
+        FixedSpeed(fixed_rpm=rpm),
+        fans=fans,
+        start_c=START_C,
+        tick_s=tick_s,
+    )
     power_w = experiment.power_w(dynamics.power_factors())
     passed_s = 0.0
     while min(dynamics.speed_factors()) == 1.0:
@@ -152,8 +185,12 @@ def onset_s(experiment: Experiment, rpm: float, fans: FanCurve | None = None, *,
 
 def cooling_s(experiment: Experiment, rpm: float) -> float:
     """Return how long fans at `rpm` take to restore all clocks after the first trip at low fan speed."""
-    begin = RackDynamics(experiment.rack, FixedSpeed(fixed_rpm=constant("fan", "low_rpm")), start_c=START_C)
-    begin.advance(onset_s(experiment, constant("fan", "low_rpm")), experiment.power_w(begin.power_factors()))
+    begin = RackDynamics(
+        experiment.rack, FixedSpeed(fixed_rpm=constant("fan", "low_rpm")), start_c=START_C
+    )
+    begin.advance(
+        onset_s(experiment, constant("fan", "low_rpm")), experiment.power_w(begin.power_factors())
+    )
     rack = RackDynamics(experiment.rack, FixedSpeed(fixed_rpm=rpm))
     rack.restore(begin.state() | {"rpm": rpm, "time_s": 0.0})
     passed_s = 0.0
@@ -174,8 +211,10 @@ def worst_errors(fans: FanCurve, fitted: Sequence[float]) -> tuple[float, float]
     """Return the largest errors of the rows that were not fitted: degrees and points of decline."""
     others = [row for row in fan_table() if row.rpm not in fitted]
     found = [(row, settled(fan_table_experiment(), row.rpm, fans)) for row in others]
-    return (max(abs(one.soc_c - row.soc_c) for row, one in found),
-            100.0 * max(abs(one.decline - row.decline) for row, one in found))
+    return (
+        max(abs(one.soc_c - row.soc_c) for row, one in found),
+        100.0 * max(abs(one.decline - row.decline) for row, one in found),
+    )
 
 
 def _run(rack: RackDynamics, experiment: Experiment, duration_s: float) -> None:
@@ -192,8 +231,10 @@ def _mean_power_w(experiment: Experiment, governor: ClockGovernor, decline: floa
     speeds, powers = governor.clock_factors, governor.power_factors
     speed = 1.0 - decline
     if speed < speeds[-1]:
-        raise ConfigError(f"calibration: a decline of {decline:.0%} is more than the lowest clock's "
-                          f"{1.0 - speeds[-1]:.0%}")
+        raise ConfigError(
+            f"calibration: a decline of {decline:.0%} is more than the lowest clock's "
+            f"{1.0 - speeds[-1]:.0%}"
+        )
     upper = max(level for level in range(len(speeds)) if speeds[level] >= speed)
     lower = min(upper + 1, len(speeds) - 1)
     part = (speed - speeds[lower]) / (speeds[upper] - speeds[lower]) if lower != upper else 1.0
@@ -215,6 +256,11 @@ def _fit_power(rows: Sequence[FanTableRow]) -> tuple[float, float]:
 def fitted_constants() -> dict[str, float]:
     """Fit the fitted constants of `constants.toml` again and return them by key."""
     fans = fit_fans()
-    return {"still_w_per_k": fans.still_w_per_k, "threshold_rpm": fans.threshold_rpm,
-            "flow_w_per_k_rpm": fans.flow_w_per_k_rpm, "drag_w_per_rpm": fans.drag_w_per_rpm,
-            "air_w_per_rpm3": fans.air_w_per_rpm3, "chassis_j_per_k": fit_chassis_j_per_k(rack_fans())}
+    return {
+        "still_w_per_k": fans.still_w_per_k,
+        "threshold_rpm": fans.threshold_rpm,
+        "flow_w_per_k_rpm": fans.flow_w_per_k_rpm,
+        "drag_w_per_rpm": fans.drag_w_per_rpm,
+        "air_w_per_rpm3": fans.air_w_per_rpm3,
+        "chassis_j_per_k": fit_chassis_j_per_k(rack_fans()),
+    }

@@ -20,7 +20,9 @@ class FanTableRow:
 @cache
 def document() -> dict[str, Any]:
     """Return the whole file, sources included."""
-    return tomllib.loads(resources.files("socflower.thermal.model").joinpath("constants.toml").read_text("utf-8"))
+    return tomllib.loads(
+        resources.files("socflower.thermal.model").joinpath("constants.toml").read_text("utf-8")
+    )
 
 
 def constant(table: str, key: str) -> float:
@@ -36,4 +38,7 @@ def constants(table: str, key: str) -> tuple[float, ...]:
 @cache
 def fan_table() -> tuple[FanTableRow, ...]:
     """Return SoCFlow+ Table 2, slow fans first."""
-    return tuple(FanTableRow(**{key: float(value) for key, value in row.items()}) for row in document()["fan_table"])
+    return tuple(
+        FanTableRow(**{key: float(value) for key, value in row.items()})
+        for row in document()["fan_table"]
+    )

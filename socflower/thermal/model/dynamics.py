@@ -28,9 +28,13 @@ class Surroundings:
     """External influences on a rack; a change takes effect at the first tick at or after its virtual time."""
 
     ambient_c: Steps[float] = field(default_factory=lambda: always(25.0))
-    fans_working: Steps[float] = field(default_factory=lambda: always(1.0))  # fraction of the fans that turn
+    fans_working: Steps[float] = field(
+        default_factory=lambda: always(1.0)
+    )  # fraction of the fans that turn
     background_load: tuple[Steps[BackgroundLoad], ...] = ()  # by SoC; empty: no users
-    open: Steps[bool] = field(default_factory=lambda: always(True))  # whether training may run at all
+    open: Steps[bool] = field(
+        default_factory=lambda: always(True)
+    )  # whether training may run at all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,9 +65,17 @@ class RackDynamics:
     """
 
     def __init__(
-        self, rack: Rack, policy: FanPolicy, *, governor: ClockGovernor | None = None, fans: FanCurve | None = None,
-        surroundings: Surroundings | None = None, start_c: float = 28.0, tick_s: float = 5.0,
-        sensor_step_c: float = 0.5, start_rpm: float | None = None,
+        self,
+        rack: Rack,
+        policy: FanPolicy,
+        *,
+        governor: ClockGovernor | None = None,
+        fans: FanCurve | None = None,
+        surroundings: Surroundings | None = None,
+        start_c: float = 28.0,
+        tick_s: float = 5.0,
+        sensor_step_c: float = 0.5,
+        start_rpm: float | None = None,
     ) -> None:
         require_range("rack", above=0.0, tick_s=tick_s)
         self._rack, self._policy = rack, policy
@@ -74,9 +86,14 @@ class RackDynamics:
             raise ConfigError(f"rack: users of {len(users)} SoCs, but it has {rack.num_socs}")
         self._tick_s, self._sensor_step_c = tick_s, sensor_step_c
         self._networks: dict[float, ThermalNetwork] = {}
-        self._state = self._update_controls(_State(
-            0.0, np.full(rack.num_nodes, start_c), np.zeros(rack.num_socs, np.int64),
-            self._fans.min_rpm if start_rpm is None else start_rpm))
+        self._state = self._update_controls(
+            _State(
+                0.0,
+                np.full(rack.num_nodes, start_c),
+                np.zeros(rack.num_socs, np.int64),
+                self._fans.min_rpm if start_rpm is None else start_rpm,
+            )
+        )
         self._log: list[RackRecord] = []
         self._log_every_s = tick_s
         self.cooling_j = 0.0
@@ -88,14 +105,18 @@ class RackDynamics:
     def speed_factors(self) -> list[float]:
         """Return each SoC's clock over its highest, times the share that users leave."""
         clocks = np.array(self._governor.clock_factors)[self._state.levels]
-        return [float(clock) * (1.0 - load.share)
-                for clock, load in zip(clocks, self._loads(self._state), strict=True)]
+        return [
+            float(clock) * (1.0 - load.share)
+            for clock, load in zip(clocks, self._loads(self._state), strict=True)
+        ]
 
     def power_factors(self) -> list[float]:
         """Return each SoC's training power above idle, relative to that at full clock without users."""
         powers = np.array(self._governor.power_factors)[self._state.levels]
-        return [float(power) * (1.0 - load.share)
-                for power, load in zip(powers, self._loads(self._state), strict=True)]
+        return [
+            float(power) * (1.0 - load.share)
+            for power, load in zip(powers, self._loads(self._state), strict=True)
+        ]
 
     def taken_socs(self) -> frozenset[int]:
         """Return the SoCs that training must not use now; all of them outside the training windows."""
@@ -143,9 +164,15 @@ class RackDynamics:
         until_s = min(number * self._tick_s, end_s)
         heat_w = node_w + self._user_w(state) if self._surroundings.background_load else node_w
         ambient_c = self._surroundings.ambient_c.at(self._last_tick_s(state))
-        end_c = self._network(state).end_c(state.temperatures_c, heat_w, ambient_c, until_s - state.time_s)
+        end_c = self._network(state).end_c(
+            state.temperatures_c, heat_w, ambient_c, until_s - state.time_s
+        )
         state = _State(until_s, end_c, state.levels, state.rpm)
-        return (self._update_controls(state), True) if self._num_ticks(until_s) >= number else (state, False)
+        return (
+            (self._update_controls(state), True)
+            if self._num_ticks(until_s) >= number
+            else (state, False)
+        )
 
     def _num_ticks(self, time_s: float) -> int:
         """Return the number of ticks after the first, tolerating rounding in sums of times."""
@@ -157,14 +184,22 @@ class RackDynamics:
 
     def _update_controls(self, state: _State) -> _State:
         """Return the state after governor and fan policy have read the temperatures."""
-        socs_c = state.temperatures_c[:self._rack.num_socs]
+        socs_c = state.temperatures_c[: self._rack.num_socs]
         levels = self._governor.next_levels(state.levels, socs_c)
         step_c = self._sensor_step_c
         hottest_c = float(socs_c.max())
         sensed_c = round(hottest_c / step_c) * step_c if step_c else hottest_c
-        rpm = self._policy.rpm(FanObservation(
-            at_s=state.time_s, hottest_c=sensed_c, rpm=state.rpm, num_throttled=int((levels > 0).sum())))
-        rpm = min(max(math.ceil(rpm / _RPM_STEP) * _RPM_STEP, self._fans.min_rpm), self._fans.max_rpm)
+        rpm = self._policy.rpm(
+            FanObservation(
+                at_s=state.time_s,
+                hottest_c=sensed_c,
+                rpm=state.rpm,
+                num_throttled=int((levels > 0).sum()),
+            )
+        )
+        rpm = min(
+            max(math.ceil(rpm / _RPM_STEP) * _RPM_STEP, self._fans.min_rpm), self._fans.max_rpm
+        )
         return _State(state.time_s, state.temperatures_c, levels, rpm)
 
     def _control_state(self, state: _State) -> tuple[bytes, bool]:
@@ -181,13 +216,18 @@ class RackDynamics:
         return network
 
     def _fan_w(self, state: _State) -> float:
-        return self._fans.power_w(state.rpm, self._surroundings.fans_working.at(self._last_tick_s(state)))
+        return self._fans.power_w(
+            state.rpm, self._surroundings.fans_working.at(self._last_tick_s(state))
+        )
 
     def _loads(self, state: _State) -> list[BackgroundLoad]:
         if not self._surroundings.background_load:
             return [_NO_LOAD] * self._rack.num_socs
         tick_start_s = self._last_tick_s(state)
-        return [background_load.at(tick_start_s) for background_load in self._surroundings.background_load]
+        return [
+            background_load.at(tick_start_s)
+            for background_load in self._surroundings.background_load
+        ]
 
     def _node_power(self, power_w: Sequence[float]) -> Vector:
         return np.array(self._rack.node_power_w(power_w))
@@ -204,7 +244,7 @@ class RackDynamics:
     @property
     def temperatures_c(self) -> Vector:
         """Present temperatures of the SoCs."""
-        return self._state.temperatures_c[:self._rack.num_socs].copy()
+        return self._state.temperatures_c[: self._rack.num_socs].copy()
 
     @property
     def history(self) -> tuple[RackRecord, ...]:
@@ -217,12 +257,17 @@ class RackDynamics:
         return self._record(self._state)
 
     def _hottest_c(self, state: _State) -> float:
-        return float(state.temperatures_c[:self._rack.num_socs].max())
+        return float(state.temperatures_c[: self._rack.num_socs].max())
 
     def _record(self, state: _State) -> RackRecord:
         clocks = np.array(self._governor.clock_factors)[state.levels]
-        return RackRecord(at_s=state.time_s, hottest_c=self._hottest_c(state), mean_clock=float(clocks.mean()),
-                          rpm=state.rpm, fan_w=self._fan_w(state))
+        return RackRecord(
+            at_s=state.time_s,
+            hottest_c=self._hottest_c(state),
+            mean_clock=float(clocks.mean()),
+            rpm=state.rpm,
+            fan_w=self._fan_w(state),
+        )
 
     def _append_record(self, state: _State) -> None:
         self.peak_c = max(self.peak_c, self._hottest_c(state))
@@ -238,19 +283,37 @@ class RackDynamics:
     def state(self) -> dict[str, Any]:
         """Return the state as plain values that JSON stores exactly."""
         state = self._state
-        return {"time_s": state.time_s, "temperatures_c": state.temperatures_c.tolist(),
-                "levels": state.levels.tolist(), "rpm": state.rpm, "cooling_j": self.cooling_j, "peak_c": self.peak_c,
-                "log_every_s": self._log_every_s,
-                "log": [[entry.at_s, entry.hottest_c, entry.mean_clock, entry.rpm, entry.fan_w]
-                        for entry in self._log]}
+        return {
+            "time_s": state.time_s,
+            "temperatures_c": state.temperatures_c.tolist(),
+            "levels": state.levels.tolist(),
+            "rpm": state.rpm,
+            "cooling_j": self.cooling_j,
+            "peak_c": self.peak_c,
+            "log_every_s": self._log_every_s,
+            "log": [
+                [entry.at_s, entry.hottest_c, entry.mean_clock, entry.rpm, entry.fan_w]
+                for entry in self._log
+            ],
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state of another rack of the same description."""
-        self._state = _State(state["time_s"], np.array(state["temperatures_c"], float),
-                             np.array(state["levels"], np.int64), state["rpm"])
-        self.cooling_j, self.peak_c, self._log_every_s = state["cooling_j"], state["peak_c"], state["log_every_s"]
-        self._log = [RackRecord(at_s=at_s, hottest_c=hottest_c, mean_clock=mean_clock, rpm=rpm, fan_w=fan_w)
-                     for at_s, hottest_c, mean_clock, rpm, fan_w in state["log"]]
+        self._state = _State(
+            state["time_s"],
+            np.array(state["temperatures_c"], float),
+            np.array(state["levels"], np.int64),
+            state["rpm"],
+        )
+        self.cooling_j, self.peak_c, self._log_every_s = (
+            state["cooling_j"],
+            state["peak_c"],
+            state["log_every_s"],
+        )
+        self._log = [
+            RackRecord(at_s=at_s, hottest_c=hottest_c, mean_clock=mean_clock, rpm=rpm, fan_w=fan_w)
+            for at_s, hottest_c, mean_clock, rpm, fan_w in state["log"]
+        ]
 
 
 _NO_LOAD = BackgroundLoad()

@@ -30,20 +30,39 @@ class ClockGovernor:
     power_exponent: float
 
     def __post_init__(self) -> None:
-        if not self.clock_hz or len(self.trip_c) != len(self.clock_hz) - 1 or len(self.resume_c) != len(self.trip_c):
-            raise ConfigError(f"governor: {len(self.clock_hz)} clocks need one trip and one resume point fewer, got "
-                              f"{len(self.trip_c)} and {len(self.resume_c)}")
-        if any(low >= high for high, low in pairwise(self.clock_hz)) or not 0.0 < self.clock_hz[-1] < math.inf:
-            raise ConfigError(f"governor: clocks must fall and be above 0, got {list(self.clock_hz)}")
+        if (
+            not self.clock_hz
+            or len(self.trip_c) != len(self.clock_hz) - 1
+            or len(self.resume_c) != len(self.trip_c)
+        ):
+            raise ConfigError(
+                f"governor: {len(self.clock_hz)} clocks need one trip and one resume point fewer, got "
+                f"{len(self.trip_c)} and {len(self.resume_c)}"
+            )
+        if (
+            any(low >= high for high, low in pairwise(self.clock_hz))
+            or not 0.0 < self.clock_hz[-1] < math.inf
+        ):
+            raise ConfigError(
+                f"governor: clocks must fall and be above 0, got {list(self.clock_hz)}"
+            )
         for trip_c, resume_c in zip(self.trip_c, self.resume_c, strict=True):
             if not resume_c < trip_c:
-                raise ConfigError(f"governor: resume_c = {resume_c} must be below trip_c = {trip_c}, or the clock "
-                                  "would swing at every look")
-        if any(after <= before for before, after in (*pairwise(self.trip_c), *pairwise(self.resume_c))):
-            raise ConfigError(f"governor: trip and resume points must rise, got {list(self.trip_c)} and "
-                              f"{list(self.resume_c)}")
+                raise ConfigError(
+                    f"governor: resume_c = {resume_c} must be below trip_c = {trip_c}, or the clock "
+                    "would swing at every look"
+                )
+        if any(
+            after <= before for before, after in (*pairwise(self.trip_c), *pairwise(self.resume_c))
+        ):
+            raise ConfigError(
+                f"governor: trip and resume points must rise, got {list(self.trip_c)} and "
+                f"{list(self.resume_c)}"
+            )
         if not self.power_exponent >= 0.0:
-            raise ConfigError(f"governor: power_exponent = {self.power_exponent} must not be negative")
+            raise ConfigError(
+                f"governor: power_exponent = {self.power_exponent} must not be negative"
+            )
 
     @property
     def clock_factors(self) -> tuple[float, ...]:
@@ -53,9 +72,11 @@ class ClockGovernor:
     @property
     def power_factors(self) -> tuple[float, ...]:
         """Watts above idle at each clock, relative to those at the highest."""
-        return tuple(factor ** self.power_exponent for factor in self.clock_factors)
+        return tuple(factor**self.power_exponent for factor in self.clock_factors)
 
-    def next_levels(self, levels: Levels, temperature_c: Sequence[float] | NDArray[np.float64]) -> Levels:
+    def next_levels(
+        self, levels: Levels, temperature_c: Sequence[float] | NDArray[np.float64]
+    ) -> Levels:
         """Return the levels after a reading of the SoCs' temperatures; NaN changes nothing."""
         temperatures = np.asarray(temperature_c, float)
         trips, resumes = _thresholds(self.trip_c, self.resume_c)
@@ -67,7 +88,8 @@ class ClockGovernor:
 
 @lru_cache
 def _thresholds(
-    trip_c: tuple[float, ...], resume_c: tuple[float, ...],
+    trip_c: tuple[float, ...],
+    resume_c: tuple[float, ...],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the trip and resume points by level. No temperature, not even infinity, leads past either end."""
     return np.array([*trip_c, math.nan]), np.array([math.nan, *resume_c])
@@ -76,5 +98,8 @@ def _thresholds(
 def snapdragon_governor() -> ClockGovernor:
     """Return the governor of the SoC-Cluster's Snapdragon 865, from `constants.toml`."""
     return ClockGovernor(
-        clock_hz=constants("governor", "clock_hz"), trip_c=constants("governor", "trip_c"),
-        resume_c=constants("governor", "resume_c"), power_exponent=constant("governor", "power_exponent"))
+        clock_hz=constants("governor", "clock_hz"),
+        trip_c=constants("governor", "trip_c"),
+        resume_c=constants("governor", "resume_c"),
+        power_exponent=constant("governor", "power_exponent"),
+    )

@@ -43,18 +43,33 @@ class ThermalNetwork:
     def __post_init__(self) -> None:
         size = len(self.capacities_j_per_k)
         if not size or not all(0.0 < value < np.inf for value in self.capacities_j_per_k):
-            raise ConfigError(f"thermal network: heat capacities must be above 0 and finite, got "
-                              f"{list(self.capacities_j_per_k)}")
-        if len(self.ambient_w_per_k) != size or not all(0.0 <= value < np.inf for value in self.ambient_w_per_k):
-            raise ConfigError(f"thermal network: need {size} conductances to the air, none negative, got "
-                              f"{list(self.ambient_w_per_k)}")
+            raise ConfigError(
+                f"thermal network: heat capacities must be above 0 and finite, got "
+                f"{list(self.capacities_j_per_k)}"
+            )
+        if len(self.ambient_w_per_k) != size or not all(
+            0.0 <= value < np.inf for value in self.ambient_w_per_k
+        ):
+            raise ConfigError(
+                f"thermal network: need {size} conductances to the air, none negative, got "
+                f"{list(self.ambient_w_per_k)}"
+            )
         for left, right, conductance in self.edges:
-            if not (0 <= left < size and 0 <= right < size and left != right and 0.0 < conductance < np.inf):
-                raise ConfigError(f"thermal network: edge ({left}, {right}, {conductance}) needs two of the {size} "
-                                  "nodes and a conductance above 0")
+            if not (
+                0 <= left < size
+                and 0 <= right < size
+                and left != right
+                and 0.0 < conductance < np.inf
+            ):
+                raise ConfigError(
+                    f"thermal network: edge ({left}, {right}, {conductance}) needs two of the {size} "
+                    "nodes and a conductance above 0"
+                )
         if self._slowest <= 1e-12 * self._decomposition[0][-1]:
-            raise ConfigError("thermal network: a part of it has no way to the ambient air, and would heat up for "
-                              "ever; give it a conductance above 0")
+            raise ConfigError(
+                "thermal network: a part of it has no way to the ambient air, and would heat up for "
+                "ever; give it a conductance above 0"
+            )
 
     @cached_property
     def _matrix(self) -> Vector:
@@ -87,29 +102,44 @@ class ThermalNetwork:
         steady: Vector = ambient_c + np.linalg.solve(self._matrix, np.asarray(power_w, float))
         return steady
 
-    def end_c(self, temperatures_c: Vector, power_w: Vector, ambient_c: float, duration_s: float) -> Vector:
+    def end_c(
+        self, temperatures_c: Vector, power_w: Vector, ambient_c: float, duration_s: float
+    ) -> Vector:
         """Return the temperatures after `duration_s` of constant power."""
         start, steady = self._modes(temperatures_c, power_w, ambient_c)
-        end: Vector = ambient_c + self._decomposition[2] @ (steady + (start - steady) * self._decay(duration_s))
+        end: Vector = ambient_c + self._decomposition[2] @ (
+            steady + (start - steady) * self._decay(duration_s)
+        )
         return end
 
-    def pass_time(self, temperatures_c: Vector, power_w: Vector, ambient_c: float, duration_s: float) -> Passage:
+    def pass_time(
+        self, temperatures_c: Vector, power_w: Vector, ambient_c: float, duration_s: float
+    ) -> Passage:
         """Return the effect of `duration_s` of constant power."""
         rates, _, from_modes = self._decomposition
         start, steady = self._modes(temperatures_c, power_w, ambient_c)
         end = steady + (start - steady) * self._decay(duration_s)
         # The mean of exp(-rate t) over the interval; 1 for an empty interval.
-        mean_decay = np.where(rates * duration_s > 1e-12, -np.expm1(-rates * duration_s)
-                              / np.maximum(rates * duration_s, 1e-300), 1.0)
+        mean_decay = np.where(
+            rates * duration_s > 1e-12,
+            -np.expm1(-rates * duration_s) / np.maximum(rates * duration_s, 1e-300),
+            1.0,
+        )
         mean_c = ambient_c + from_modes @ (steady + (start - steady) * mean_decay)
         return Passage(
-            temperatures_c=ambient_c + from_modes @ end, mean_c=mean_c,
-            heat_out_j=float(np.dot(self.ambient_w_per_k, mean_c - ambient_c)) * duration_s)
+            temperatures_c=ambient_c + from_modes @ end,
+            mean_c=mean_c,
+            heat_out_j=float(np.dot(self.ambient_w_per_k, mean_c - ambient_c)) * duration_s,
+        )
 
-    def _modes(self, temperatures_c: Vector, power_w: Vector, ambient_c: float) -> tuple[Vector, Vector]:
+    def _modes(
+        self, temperatures_c: Vector, power_w: Vector, ambient_c: float
+    ) -> tuple[Vector, Vector]:
         """Return the modes at the start, and in the steady state."""
         rates, to_modes, _ = self._decomposition
-        return to_modes @ (temperatures_c - ambient_c), (to_modes @ (power_w / self._capacities)) / rates
+        return to_modes @ (temperatures_c - ambient_c), (
+            to_modes @ (power_w / self._capacities)
+        ) / rates
 
     def _decay(self, duration_s: float) -> Vector:
         """Return what is left of each mode; most intervals are as long as the one before."""
@@ -142,8 +172,12 @@ class Rack:
     """
 
     slots_per_board: tuple[int, ...]
-    soc_to_board_w_per_k: float = field(default_factory=lambda: constant("rack", "soc_to_board_w_per_k"))
-    board_to_air_w_per_k: float = field(default_factory=lambda: constant("rack", "board_to_air_w_per_k"))
+    soc_to_board_w_per_k: float = field(
+        default_factory=lambda: constant("rack", "soc_to_board_w_per_k")
+    )
+    board_to_air_w_per_k: float = field(
+        default_factory=lambda: constant("rack", "board_to_air_w_per_k")
+    )
     soc_j_per_k: float = field(default_factory=lambda: constant("rack", "soc_j_per_k"))
     board_j_per_k: float = field(default_factory=lambda: constant("rack", "board_j_per_k"))
     chassis_j_per_k: float = field(default_factory=lambda: constant("rack", "chassis_j_per_k"))
@@ -152,9 +186,13 @@ class Rack:
 
     def __post_init__(self) -> None:
         if not self.slots_per_board or min(self.slots_per_board) < 1:
-            raise ConfigError(f"rack: every board needs at least one slot, got {list(self.slots_per_board)}")
-        for name, parts, count in (("airflow", self.airflow, len(self.slots_per_board)),
-                                   ("coupling", self.coupling, self.num_socs)):
+            raise ConfigError(
+                f"rack: every board needs at least one slot, got {list(self.slots_per_board)}"
+            )
+        for name, parts, count in (
+            ("airflow", self.airflow, len(self.slots_per_board)),
+            ("coupling", self.coupling, self.num_socs),
+        ):
             for index, part in parts.items():
                 if not 0 <= index < count:
                     raise ConfigError(f"rack: {name} of {index}, but there are 0 to {count - 1}")
@@ -187,13 +225,21 @@ class Rack:
         """Return the network for this conductance from the chassis air to the ambient air."""
         num_boards = len(self.slots_per_board)
         return ThermalNetwork(
-            capacities_j_per_k=(*(self.soc_j_per_k,) * self.num_socs, *(self.board_j_per_k,) * num_boards,
-                                self.chassis_j_per_k),
-            edges=self._edges, ambient_w_per_k=(*(0.0,) * (self.num_socs + num_boards), chassis_w_per_k))
+            capacities_j_per_k=(
+                *(self.soc_j_per_k,) * self.num_socs,
+                *(self.board_j_per_k,) * num_boards,
+                self.chassis_j_per_k,
+            ),
+            edges=self._edges,
+            ambient_w_per_k=(*(0.0,) * (self.num_socs + num_boards), chassis_w_per_k),
+        )
 
     def local_rise_c(self, soc_w: float, num_busy_on_board: int) -> float:
         """Return a SoC's steady temperature above the chassis air, for equally busy SoCs on its board."""
-        return soc_w / self.soc_to_board_w_per_k + soc_w * num_busy_on_board / self.board_to_air_w_per_k
+        return (
+            soc_w / self.soc_to_board_w_per_k
+            + soc_w * num_busy_on_board / self.board_to_air_w_per_k
+        )
 
     def node_power_w(self, soc_w: Sequence[float]) -> list[float]:
         """Return watts by node where only SoCs draw power."""

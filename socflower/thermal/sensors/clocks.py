@@ -20,15 +20,26 @@ _MOST_CPUS = 1 << 16
 PI_UNDER_VOLTAGE, PI_CAPPED, PI_THROTTLED, PI_SOFT_LIMIT = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 
 # Cooling devices that cool by lowering clocks; a fan's state is unrelated to clocks.
-_SLOWING = ("cpufreq", "thermal-cpufreq", "devfreq", "thermal-devfreq", "processor", "intel_powerclamp")
-_SLOWING_TEGRA = "-balanced"  # CPU-balanced, GPU-balanced: a Jetson's governors of all clocks together
+_SLOWING = (
+    "cpufreq",
+    "thermal-cpufreq",
+    "devfreq",
+    "thermal-devfreq",
+    "processor",
+    "intel_powerclamp",
+)
+_SLOWING_TEGRA = (
+    "-balanced"  # CPU-balanced, GPU-balanced: a Jetson's governors of all clocks together
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClockState:
     """The clocks at one reading; None for what the device does not report."""
 
-    factor: float | None  # present over highest clock, 0 to 1, mean over processors weighted by capacity
+    factor: (
+        float | None
+    )  # present over highest clock, 0 to 1, mean over processors weighted by capacity
     throttled: bool | None
     num_policies: int
     throttle_sources: tuple[str, ...]  # sources asked for throttling
@@ -55,14 +66,21 @@ class Clocks:
     def read(self, at_s: float) -> ClockState:
         """Return the present state; what cannot be read is left out, with a note."""
         policies = self._policies(at_s)
-        answers = [answer for answer in (self._pi(at_s), self._cooling_devices(at_s), *self._event_counters(at_s))
-                   if answer is not None]
+        answers = [
+            answer
+            for answer in (self._pi(at_s), self._cooling_devices(at_s), *self._event_counters(at_s))
+            if answer is not None
+        ]
         if not answers:
             # A cap set by the user looks the same, so only a drop since the first reading counts.
             answers = [("cap of cpufreq", self._cap_dropped(policies))] if policies else []
         said = [throttled for _, throttled in answers if throttled is not None]
-        return ClockState(factor=self._factor(policies), throttled=any(said) if said else None,
-                          num_policies=len(policies), throttle_sources=tuple(name for name, _ in answers))
+        return ClockState(
+            factor=self._factor(policies),
+            throttled=any(said) if said else None,
+            num_policies=len(policies),
+            throttle_sources=tuple(name for name, _ in answers),
+        )
 
     # ------------------------------------------------------------------------------------------------ clocks
 
@@ -70,7 +88,9 @@ class Clocks:
         policies: dict[str, _Policy] = {}
         for folder in matching_paths(self._root / _CPUFREQ, "policy*"):
             try:
-                present, highest = (read_integer(folder / name) for name in ("scaling_cur_freq", "cpuinfo_max_freq"))
+                present, highest = (
+                    read_integer(folder / name) for name in ("scaling_cur_freq", "cpuinfo_max_freq")
+                )
                 if present <= 0 or highest <= 0:
                     raise ValueError(folder)
             except (OSError, ValueError) as error:
@@ -78,7 +98,9 @@ class Clocks:
                 if self._cpus(folder) != ():
                     self._notes.add(f"clock {folder.name}: {error_text(error)}; left out", at_s)
                 continue
-            policies[folder.name] = _Policy(present, highest, self._cap(folder, highest), self._cpus(folder) or ())
+            policies[folder.name] = _Policy(
+                present, highest, self._cap(folder, highest), self._cpus(folder) or ()
+            )
         return policies
 
     def _cap(self, folder: Path, highest: int) -> int:
@@ -103,14 +125,22 @@ class Clocks:
         total = sum(weight or 0 for weight in weights.values())
         if not total:
             return None
-        mean = sum((weights[name] or 0) * min(1.0, policy.present_hz / policy.highest_hz)
-                   for name, policy in policies.items()) / total
+        mean = (
+            sum(
+                (weights[name] or 0) * min(1.0, policy.present_hz / policy.highest_hz)
+                for name, policy in policies.items()
+            )
+            / total
+        )
         return min(1.0, mean)
 
     def _capacity(self, cpus: tuple[int, ...]) -> int | None:
         """Return the sum of the processors' capacities (the largest of a machine: 1024), or None."""
         try:
-            capacities = [read_integer(self._root / f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity") for cpu in cpus]
+            capacities = [
+                read_integer(self._root / f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity")
+                for cpu in cpus
+            ]
         except (OSError, ValueError):
             return None
         return sum(capacities) if capacities and min(capacities) > 0 else None
@@ -134,11 +164,17 @@ class Clocks:
                     if not 0 <= bits < 1 << 32:
                         raise ValueError(path)
                 except (OSError, ValueError) as error:
-                    self._notes.add(f"Raspberry Pi's get_throttled: {error_text(error)}; left out", at_s)
+                    self._notes.add(
+                        f"Raspberry Pi's get_throttled: {error_text(error)}; left out", at_s
+                    )
                     continue
                 if bits & PI_UNDER_VOLTAGE:
-                    self._notes.add("the supply voltage is too low: the firmware may lower the clocks", at_s)
-                return "Raspberry Pi firmware", bool(bits & (PI_CAPPED | PI_THROTTLED | PI_SOFT_LIMIT))
+                    self._notes.add(
+                        "the supply voltage is too low: the firmware may lower the clocks", at_s
+                    )
+                return "Raspberry Pi firmware", bool(
+                    bits & (PI_CAPPED | PI_THROTTLED | PI_SOFT_LIMIT)
+                )
         return None
 
     def _cooling_devices(self, at_s: float) -> tuple[str, bool | None] | None:
@@ -155,12 +191,25 @@ class Clocks:
 
     def _event_counters(self, at_s: float) -> list[tuple[str, bool | None]]:
         """Read event counters: clocks were throttled if one rose since the previous reading."""
-        return [answer for answer in (
-            self._counted("over-current events", "sys/class/hwmon", "hwmon*/oc*_event_cnt", at_s),
-            self._counted("processor throttle events", "sys/devices/system/cpu",
-                          "cpu*/thermal_throttle/*_throttle_count", at_s)) if answer is not None]
+        return [
+            answer
+            for answer in (
+                self._counted(
+                    "over-current events", "sys/class/hwmon", "hwmon*/oc*_event_cnt", at_s
+                ),
+                self._counted(
+                    "processor throttle events",
+                    "sys/devices/system/cpu",
+                    "cpu*/thermal_throttle/*_throttle_count",
+                    at_s,
+                ),
+            )
+            if answer is not None
+        ]
 
-    def _counted(self, name: str, folder: str, pattern: str, at_s: float) -> tuple[str, bool | None] | None:
+    def _counted(
+        self, name: str, folder: str, pattern: str, at_s: float
+    ) -> tuple[str, bool | None] | None:
         rose: list[bool | None] = []
         for path in matching_paths(self._root / folder, pattern):
             try:

@@ -27,7 +27,11 @@ class GuardedSource:
     """
 
     def __init__(
-        self, make: Callable[[], HeatSource], *, timeout_s: float = 2.0, clock: Callable[[], float] = time.monotonic,
+        self,
+        make: Callable[[], HeatSource],
+        *,
+        timeout_s: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._make, self._timeout_s, self._clock = make, timeout_s, clock
         self._source: HeatSource | None = None
@@ -43,7 +47,8 @@ class GuardedSource:
                 return self._unknown("hangs", "still hangs")
             answers: list[Reading | str] = []
             self._asking = threading.Thread(
-                target=self._read_in_thread, args=(answers,), name="heat-source", daemon=True)
+                target=self._read_in_thread, args=(answers,), name="heat-source", daemon=True
+            )
             try:
                 self._asking.start()
             except RuntimeError as error:  # no more threads, or the interpreter is shutting down
@@ -66,11 +71,17 @@ class GuardedSource:
             answers.append(f"{type(error).__name__}: {error}")
 
     def _unknown(self, kind: str, what: str) -> Reading:
-        name = "heat source" if self._source is None else f"heat source {type(self._source).__name__}"
+        name = (
+            "heat source" if self._source is None else f"heat source {type(self._source).__name__}"
+        )
         text = _one_line(f"{name}: {what}; what it does not say is unknown")
         now_s = self._clock()
-        if self._is_working:  # an error from before the recovery may be reported again, but not at every read
-            self._warned_at_s = {one: at_s for one, at_s in self._warned_at_s.items() if now_s < at_s + _QUIET_S}
+        if (
+            self._is_working
+        ):  # an error from before the recovery may be reported again, but not at every read
+            self._warned_at_s = {
+                one: at_s for one, at_s in self._warned_at_s.items() if now_s < at_s + _QUIET_S
+            }
             self._is_working = False
         if kind not in self._warned_at_s:
             self._warned_at_s[kind] = now_s
@@ -82,13 +93,28 @@ def _validated(reading: Reading) -> Reading:
     """Return a reading, validated again, with types that fit into a message; a source may use any types."""
     if not isinstance(reading, Reading):
         raise TypeError(f"read() returned {type(reading).__name__}, not a Reading")
-    temperature_c, factor, charge, load = (None if value is None else float(value) for value in (
-        reading.temperature_c, reading.clock_factor, reading.battery_fraction, reading.user_load))
-    throttled, on_battery = (None if value is None else bool(value)
-                             for value in (reading.throttled, reading.on_battery))
-    return Reading(at_s=float(reading.at_s), temperature_c=temperature_c, clock_factor=factor, throttled=throttled,
-                   battery_fraction=charge, on_battery=on_battery, user_load=load,
-                   notes=tuple(_one_line(str(note)) for note in reading.notes[:_MOST_NOTES]))
+    temperature_c, factor, charge, load = (
+        None if value is None else float(value)
+        for value in (
+            reading.temperature_c,
+            reading.clock_factor,
+            reading.battery_fraction,
+            reading.user_load,
+        )
+    )
+    throttled, on_battery = (
+        None if value is None else bool(value) for value in (reading.throttled, reading.on_battery)
+    )
+    return Reading(
+        at_s=float(reading.at_s),
+        temperature_c=temperature_c,
+        clock_factor=factor,
+        throttled=throttled,
+        battery_fraction=charge,
+        on_battery=on_battery,
+        user_load=load,
+        notes=tuple(_one_line(str(note)) for note in reading.notes[:_MOST_NOTES]),
+    )
 
 
 def _one_line(text: str) -> str:

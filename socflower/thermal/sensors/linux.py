@@ -21,7 +21,13 @@ from socflower.thermal.sensors.clocks import Clocks, ClockState
 from socflower.thermal.sensors.other_load import OtherLoad
 from socflower.thermal.sensors.plausibility import STUCK_AFTER_S, SensorFilter, TemperatureUnit
 from socflower.thermal.sensors.reading import Reading
-from socflower.thermal.sensors.sysfs import NoteLog, error_text, matching_paths, read_integer, read_text
+from socflower.thermal.sensors.sysfs import (
+    NoteLog,
+    error_text,
+    matching_paths,
+    read_integer,
+    read_text,
+)
 
 
 class SensorKind(IntEnum):
@@ -38,10 +44,12 @@ _OTHER = re.compile(
     r"batt|^bat\d*\b|bms|skin|shell|case|quiet|xo[-_]?therm|pa[-_]?therm|mmw|pmic|^pm[a-z]?\d|mtktspmic|chg|charg|usb|conn"
     r"|wifi|wlan|iwl|wmt|wcn|modem|mdm|sdr|nvme|drivetemp|^sd[a-z]\b|disk|board|ambient|flash|cam|lcd|display|panel"
     r"|fan[-_]?est|tdiode|mtktsap|mtktspa|btsmdpa|^rf|emmc|ufs|amdgpu|radeon|nouveau|nvidia|^i915|^xe\b|pch|jc42|spd5118"
-    r"|nct\d|it87|^w83|^lm\d|^tmp\d|mlx|i350|bnxt|ixgbe|^eth|sfp|dimm|vrm|systin|auxtin")
+    r"|nct\d|it87|^w83|^lm\d|^tmp\d|mlx|i350|bnxt|ixgbe|^eth|sfp|dimm|vrm|systin|auxtin"
+)
 _SOC = re.compile(
     r"cpu|gpu|npu|tpu|dsp|soc|tsens|^tj|junction|cluster|core|pkg|k10temp|zenpower|apss|aoss|kryo|cvp?\d|pll|aux|^ao[-_]|"
-    r"^big$|^mid$|^little$|^g3d$|^isp$|^ddr|exynos|bcm2\d{3}|tsadc|package|tctl|tdie|tccd|thermal_sys|imx|sunxi|a5\d|a7\d")
+    r"^big$|^mid$|^little$|^g3d$|^isp$|^ddr|exynos|bcm2\d{3}|tsadc|package|tctl|tdie|tccd|thermal_sys|imx|sunxi|a5\d|a7\d"
+)
 
 
 def kind_of(name: str) -> SensorKind | None:
@@ -91,9 +99,12 @@ def read_battery(root: Path, notes: NoteLog, at_s: float) -> BatteryState:
             discharging.append(status == "discharging")
     if not names and root == Path("/"):
         return _by_psutil()
-    return BatteryState(fraction=sum(fractions) / len(fractions) if fractions else None,
-                        on_battery=any(discharging) if discharging else None,
-                        names=tuple(names), temperature_files=tuple(warmth))
+    return BatteryState(
+        fraction=sum(fractions) / len(fractions) if fractions else None,
+        on_battery=any(discharging) if discharging else None,
+        names=tuple(names),
+        temperature_files=tuple(warmth),
+    )
 
 
 def _word(path: Path) -> str:
@@ -111,9 +122,15 @@ def _by_psutil() -> BatteryState:
         battery = None
     if battery is None:
         return BatteryState()
-    fraction = battery.percent / 100 if battery.percent is not None and 0 <= battery.percent <= 100 else None
+    fraction = (
+        battery.percent / 100
+        if battery.percent is not None and 0 <= battery.percent <= 100
+        else None
+    )
     plugged = battery.power_plugged
-    return BatteryState(fraction=fraction, on_battery=None if plugged is None else not plugged, names=("psutil",))
+    return BatteryState(
+        fraction=fraction, on_battery=None if plugged is None else not plugged, names=("psutil",)
+    )
 
 
 NO_TEMPERATURE = "no temperature sensor here: only slow steps can show heat"
@@ -157,8 +174,13 @@ class LinuxSensors:
     """
 
     def __init__(
-        self, root: Path = Path("/"), *, clock: Callable[[], float] = time.monotonic,
-        stuck_after_s: float = STUCK_AFTER_S, pid: int | None = None, also_ours: Iterable[str] = (),
+        self,
+        root: Path = Path("/"),
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        stuck_after_s: float = STUCK_AFTER_S,
+        pid: int | None = None,
+        also_ours: Iterable[str] = (),
     ) -> None:
         self._root, self._clock = root, clock
         self._notes = NoteLog()
@@ -179,9 +201,16 @@ class LinuxSensors:
     def read(self) -> Reading:
         """Return the present reading, with the temperature of the hottest accepted sensor of the best kind."""
         at_s, temperature_c, clocks, battery, user_load = self._poll()
-        return Reading(at_s=at_s, temperature_c=temperature_c, clock_factor=clocks.factor, throttled=clocks.throttled,
-                       battery_fraction=battery.fraction, on_battery=battery.on_battery, user_load=user_load,
-                       notes=self._notes.drain())
+        return Reading(
+            at_s=at_s,
+            temperature_c=temperature_c,
+            clock_factor=clocks.factor,
+            throttled=clocks.throttled,
+            battery_fraction=battery.fraction,
+            on_battery=battery.on_battery,
+            user_load=user_load,
+            notes=self._notes.drain(),
+        )
 
     def _poll(self) -> tuple[float, float | None, ClockState, BatteryState, float | None]:
         at_s = self._clock()
@@ -197,13 +226,24 @@ class LinuxSensors:
         if not values:
             self._notes.add_once(NO_TEMPERATURE)
         self._found = SensorsFound(
-            temperatures=tuple(TemperatureSensor(name=name, kind=kinds[name], temperature_c=filtered.get(name),
-                                                 rejection=self._filter.rejections.get(name, ""))
-                               for name in sorted(values, key=lambda name: kinds[name])),
-            num_clock_policies=clocks.num_policies, throttle_sources=clocks.throttle_sources,
-            batteries=battery.names, load_known=load.total is not None)
+            temperatures=tuple(
+                TemperatureSensor(
+                    name=name,
+                    kind=kinds[name],
+                    temperature_c=filtered.get(name),
+                    rejection=self._filter.rejections.get(name, ""),
+                )
+                for name in sorted(values, key=lambda name: kinds[name])
+            ),
+            num_clock_policies=clocks.num_policies,
+            throttle_sources=clocks.throttle_sources,
+            batteries=battery.names,
+            load_known=load.total is not None,
+        )
         best = min((kinds[name] for name in filtered), default=None)
-        hottest_c = max((value for name, value in filtered.items() if kinds[name] == best), default=None)
+        hottest_c = max(
+            (value for name, value in filtered.items() if kinds[name] == best), default=None
+        )
         return at_s, hottest_c, clocks, battery, load.user
 
     def _temperature(self, name: str, path: Path) -> float | str:
@@ -233,9 +273,18 @@ class LinuxSensors:
                 label = _label(path.with_name(path.name.replace("_input", "_label")))
                 kind = kind_of(f"{chip} {label}".strip())
                 if kind is not None:
-                    place = path.relative_to(self._root / "sys/class/hwmon").as_posix().removesuffix("_input")
-                    found.append((f"{chip or 'unnamed'}{' ' if label else ''}{label} ({place})", kind, path))
-        found.extend((f"battery ({path.parent.name})", SensorKind.OTHER, path) for path in battery.temperature_files)
+                    place = (
+                        path.relative_to(self._root / "sys/class/hwmon")
+                        .as_posix()
+                        .removesuffix("_input")
+                    )
+                    found.append(
+                        (f"{chip or 'unnamed'}{' ' if label else ''}{label} ({place})", kind, path)
+                    )
+        found.extend(
+            (f"battery ({path.parent.name})", SensorKind.OTHER, path)
+            for path in battery.temperature_files
+        )
         return found
 
 

@@ -72,8 +72,13 @@ class OtherLoad:
     """
 
     def __init__(
-        self, root: Path, notes: NoteLog, *, clock: Callable[[], float] = time.monotonic,
-        pid: int | None = None, also_ours: Iterable[str] = (),
+        self,
+        root: Path,
+        notes: NoteLog,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        pid: int | None = None,
+        also_ours: Iterable[str] = (),
     ) -> None:
         self._root, self._notes, self._clock = root, notes, clock
         self._pid = os.getpid() if pid is None else pid
@@ -98,13 +103,18 @@ class OtherLoad:
         total = counts.total - before.total
         if total > 0:
             busy = _part(counts.busy - before.busy, total)
-            self._load = Load(user=_part(busy * total - _ours_since(before.ours, counts.ours), total), total=busy,
-                              num_processors=counts.num_processors)
+            self._load = Load(
+                user=_part(busy * total - _ours_since(before.ours, counts.ours), total),
+                total=busy,
+                num_processors=counts.num_processors,
+            )
         return self._load
 
     def _counts(self, now_s: float) -> _Counts | None:
         try:
-            busy, total, num_processors = _processor_times((self._root / "proc/stat").read_text("ascii"))
+            busy, total, num_processors = _processor_times(
+                (self._root / "proc/stat").read_text("ascii")
+            )
         except FileNotFoundError:
             return self._by_psutil() if self._root == Path("/") else None
         except (OSError, ValueError) as error:  # Android denies apps access
@@ -122,15 +132,22 @@ class OtherLoad:
                 spent = process.info["cpu_times"]
                 if spent is not None:
                     processes[process.pid] = _Process(
-                        process.info["ppid"] or 0, spent.user + spent.system,
-                        getattr(spent, "children_user", 0.0) + getattr(spent, "children_system", 0.0),
-                        process.info["create_time"] or 0.0)
+                        process.info["ppid"] or 0,
+                        spent.user + spent.system,
+                        getattr(spent, "children_user", 0.0)
+                        + getattr(spent, "children_system", 0.0),
+                        process.info["create_time"] or 0.0,
+                    )
                 commands[process.pid] = process.info["cmdline"] or []
         except (psutil.Error, OSError, RuntimeError):
             return None
         total = float(sum(times))
-        return _Counts(total - times.idle, total, psutil.cpu_count() or 1,
-                       self._ours(processes, lambda pid: commands.get(pid, [])))
+        return _Counts(
+            total - times.idle,
+            total,
+            psutil.cpu_count() or 1,
+            self._ours(processes, lambda pid: commands.get(pid, [])),
+        )
 
     def _command(self, pid: int) -> list[str]:
         try:
@@ -139,7 +156,9 @@ class OtherLoad:
             return []
         return [word for word in text.split("\0") if word]
 
-    def _ours(self, processes: Mapping[int, _Process], command: Callable[[int], list[str]]) -> dict[int, _Process]:
+    def _ours(
+        self, processes: Mapping[int, _Process], command: Callable[[int], list[str]]
+    ) -> dict[int, _Process]:
         """Return our own processes: all descendants of our topmost processes."""
         tops = {self._pid}
         pid, seen = self._pid, {0}
@@ -149,7 +168,9 @@ class OtherLoad:
                 tops.add(pid)
             pid = processes[pid].parent
         if self._also_ours:
-            tops.update(pid for pid in processes if self._also_ours.intersection(_names(command(pid))))
+            tops.update(
+                pid for pid in processes if self._also_ours.intersection(_names(command(pid)))
+            )
         children: dict[int, list[int]] = {}
         for pid, process in processes.items():
             children.setdefault(process.parent, []).append(pid)
@@ -181,15 +202,22 @@ def _ours_since(before: Mapping[int, _Process], now: Mapping[int, _Process]) -> 
     A child that ends and is waited for adds its time to its parent, so the sum over the tree only grows. The time of a
     child adopted by init leaves the sum; then at least the other processes' own time counts.
     """
-    whole = sum(process.time for process in now.values()) - sum(process.time for process in before.values())
-    themselves = sum(process.own - before[pid].own for pid, process in now.items()
-                     if pid in before and before[pid].started == process.started)
+    whole = sum(process.time for process in now.values()) - sum(
+        process.time for process in before.values()
+    )
+    themselves = sum(
+        process.own - before[pid].own
+        for pid, process in now.items()
+        if pid in before and before[pid].started == process.started
+    )
     return max(whole, themselves, 0.0)
 
 
 def _processor_times(text: str) -> tuple[float, float, int]:
     """Return busy and total time of /proc/stat and the number of processors; ValueError for anything else."""
-    num_processors = sum(line.startswith("cpu") and not line.startswith("cpu ") for line in text.splitlines())
+    num_processors = sum(
+        line.startswith("cpu") and not line.startswith("cpu ") for line in text.splitlines()
+    )
     for line in text.splitlines():
         if line.startswith("cpu "):
             # user nice system idle iowait irq softirq steal; guests are in user already.
@@ -210,6 +238,9 @@ def _processes(proc: Path) -> Iterable[tuple[int, _Process]]:
             # The name in parentheses may hold anything, parentheses too.
             fields = (proc / name / "stat").read_bytes().rsplit(b")", 1)[1].split()
             own, children = int(fields[11]) + int(fields[12]), int(fields[13]) + int(fields[14])
-            yield int(name), _Process(int(fields[1]), float(own), float(children), float(int(fields[19])))
+            yield (
+                int(name),
+                _Process(int(fields[1]), float(own), float(children), float(int(fields[19]))),
+            )
         except (OSError, ValueError, IndexError, OverflowError):
             continue  # ended meanwhile, or not readable

@@ -57,7 +57,9 @@ class SensorFilter:
         self._constant: dict[str, _ConstantReading] = {}
         self._last_s: float | None = None
 
-    def apply(self, at_s: float, values: Mapping[str, float | str], *, busy: bool) -> dict[str, float]:
+    def apply(
+        self, at_s: float, values: Mapping[str, float | str], *, busy: bool
+    ) -> dict[str, float]:
         """Return the accepted temperatures, in °C by sensor.
 
         `values` holds each sensor's temperature, or a text why there is none; `busy` is whether the processors had
@@ -65,17 +67,28 @@ class SensorFilter:
         """
         elapsed_s = 0.0 if self._last_s is None else max(0.0, at_s - self._last_s)
         self._last_s = at_s
-        possible = {name: value for name, value in values.items()
-                    if not isinstance(value, str) and COLDEST_C <= value <= HOTTEST_C}
-        rejections: dict[str, str] = {name: "is gone" for name in self._constant.keys() - values.keys()}
+        possible = {
+            name: value
+            for name, value in values.items()
+            if not isinstance(value, str) and COLDEST_C <= value <= HOTTEST_C
+        }
+        rejections: dict[str, str] = {
+            name: "is gone" for name in self._constant.keys() - values.keys()
+        }
         for name, value in values.items():
             if name in possible:
                 if self._is_stuck(name, possible, elapsed_s if busy else 0.0):
-                    rejections[name] = f"stands still at {value:.4g} °C under load while others move"
+                    rejections[name] = (
+                        f"stands still at {value:.4g} °C under load while others move"
+                    )
             elif isinstance(value, str):
                 rejections[name] = value
             else:
-                rejections[name] = "shows no number" if math.isnan(value) else f"shows {value:.4g} °C, which cannot be"
+                rejections[name] = (
+                    "shows no number"
+                    if math.isnan(value)
+                    else f"shows {value:.4g} °C, which cannot be"
+                )
         self._report(rejections, values.keys(), at_s)
         self.rejections = rejections
         return {name: value for name, value in possible.items() if name not in rejections}
@@ -91,14 +104,22 @@ class SensorFilter:
         if not constant.others_moved:
             constant.others_moved = any(
                 abs(value - constant.others_c[other]) >= _OTHERS_MOVE_C
-                for other, value in possible.items() if other in constant.others_c)
-        return constant.others_moved and constant.busy_s >= self._stuck_after_s and constant.num_reads >= _STUCK_READS
+                for other, value in possible.items()
+                if other in constant.others_c
+            )
+        return (
+            constant.others_moved
+            and constant.busy_s >= self._stuck_after_s
+            and constant.num_reads >= _STUCK_READS
+        )
 
     def _report(self, rejections: Mapping[str, str], values: Set[str], at_s: float) -> None:
         for name in sorted(rejections):
             if name not in self.rejections:
                 # Without the number, which may vary: each would be a separate note.
-                kind = "shows what cannot be" if "cannot be" in rejections[name] else rejections[name]
+                kind = (
+                    "shows what cannot be" if "cannot be" in rejections[name] else rejections[name]
+                )
                 self._notes.add(f"sensor {name}: {kind}; left out until it makes sense", at_s)
         for name in sorted(values & self.rejections.keys() - rejections.keys()):
             self._notes.add(f"sensor {name}: makes sense again", at_s)

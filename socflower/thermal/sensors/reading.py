@@ -17,7 +17,9 @@ class Reading:
 
     at_s: float  # on a monotonic clock
     temperature_c: float | None = None  # of the hottest accepted sensor
-    clock_factor: float | None = None  # present clock over the highest the device can run at, 0 to 1
+    clock_factor: float | None = (
+        None  # present clock over the highest the device can run at, 0 to 1
+    )
     throttled: bool | None = None  # whether the device itself reports throttling by heat or power
     battery_fraction: float | None = None  # charge, 0 to 1
     on_battery: bool | None = None  # whether it runs on that charge
@@ -25,10 +27,19 @@ class Reading:
     notes: tuple[str, ...] = ()  # sensor errors, one line each
 
     def __post_init__(self) -> None:
-        shares = {key: getattr(self, key) for key in ("clock_factor", "battery_fraction", "user_load")}
-        require_range("reading", least=0.0, most=1.0, **{key: part for key, part in shares.items() if part is not None})
+        shares = {
+            key: getattr(self, key) for key in ("clock_factor", "battery_fraction", "user_load")
+        }
+        require_range(
+            "reading",
+            least=0.0,
+            most=1.0,
+            **{key: part for key, part in shares.items() if part is not None},
+        )
         if self.temperature_c is not None and not COLDEST_C <= self.temperature_c <= HOTTEST_C:
-            raise ConfigError(f"reading: temperature_c = {self.temperature_c} cannot be; give None where a sensor lies")
+            raise ConfigError(
+                f"reading: temperature_c = {self.temperature_c} cannot be; give None where a sensor lies"
+            )
 
 
 class HeatSource(Protocol):

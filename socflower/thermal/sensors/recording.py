@@ -43,15 +43,24 @@ class RecordedSource:
     """
 
     def __init__(
-        self, recording: Path | str | Sequence[Reading], *, clock: Callable[[], float] = time.monotonic,
+        self,
+        recording: Path | str | Sequence[Reading],
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._readings = load_recording(Path(recording)) if isinstance(recording, Path | str) else tuple(recording)
+        self._readings = (
+            load_recording(Path(recording))
+            if isinstance(recording, Path | str)
+            else tuple(recording)
+        )
         if not self._readings:
             raise ConfigError("recording: there is no reading in it")
         for before, after in zip(self._readings, self._readings[1:], strict=False):
             if not before.at_s <= after.at_s:
-                raise ConfigError(f"recording: at_s = {after.at_s} comes after {before.at_s}; sort by time")
+                raise ConfigError(
+                    f"recording: at_s = {after.at_s} comes after {before.at_s}; sort by time"
+                )
         self._began_s: float | None = None
         self._next = 0  # the first reading whose notes were not returned yet
 
@@ -62,8 +71,10 @@ class RecordedSource:
             self._began_s = now_s
         elapsed_s = now_s - self._began_s
         notes: list[str] = []
-        while (self._next < len(self._readings)
-               and self._readings[self._next].at_s - self._readings[0].at_s <= elapsed_s):
+        while (
+            self._next < len(self._readings)
+            and self._readings[self._next].at_s - self._readings[0].at_s <= elapsed_s
+        ):
             notes.extend(self._readings[self._next].notes)
             self._next += 1
         return replace(self._readings[self._next - 1], at_s=now_s, notes=tuple(notes))
@@ -77,7 +88,9 @@ class Recorder:
         try:
             self._file: TextIO = path.open("x", encoding="utf-8", newline="")
         except FileExistsError:
-            raise ConfigError(f"{path}: is there already; name another file for the recording") from None
+            raise ConfigError(
+                f"{path}: is there already; name another file for the recording"
+            ) from None
         except OSError as error:
             raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
         self._path = path
@@ -87,8 +100,12 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         return self
 
-    def __exit__(self, _kind: type[BaseException] | None, _error: BaseException | None,
-                 _trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
         self._file.close()
 
     def write(self, reading: Reading) -> None:
@@ -108,8 +125,13 @@ class Recorder:
 
 @plain_numbers
 def record(
-    source: HeatSource, path: Path, *, interval_s: float = 1.0, num_readings: int | None = None,
-    sleep: Callable[[float], None] = time.sleep, on_reading: Callable[[Reading], None] | None = None,
+    source: HeatSource,
+    path: Path,
+    *,
+    interval_s: float = 1.0,
+    num_readings: int | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+    on_reading: Callable[[Reading], None] | None = None,
 ) -> None:
     """Write a reading every `interval_s` to a new file that `RecordedSource` reads.
 
@@ -125,13 +147,18 @@ def record(
 
 
 def readings_of(
-    source: HeatSource, *, interval_s: float, num_readings: int | None = None,
+    source: HeatSource,
+    *,
+    interval_s: float,
+    num_readings: int | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[Reading]:
     """Return readings every `interval_s`, without end if `num_readings` is not given; raises ConfigError at once."""
     if not 0 < interval_s <= _LONGEST_INTERVAL_S:
-        raise ConfigError(f"an interval of {interval_s} s between readings: give seconds above 0, at most "
-                          f"{_LONGEST_INTERVAL_S:g}")
+        raise ConfigError(
+            f"an interval of {interval_s} s between readings: give seconds above 0, at most "
+            f"{_LONGEST_INTERVAL_S:g}"
+        )
 
     def readings() -> Iterator[Reading]:
         for number in itertools.count() if num_readings is None else range(num_readings):
@@ -144,7 +171,10 @@ def readings_of(
 
 def as_object(reading: Reading) -> dict[str, Any]:
     """Return the reading as an object of JSON: every field, null where the device reported nothing."""
-    return {name: list(value) if isinstance(value := getattr(reading, name), tuple) else value for name in _FIELDS}
+    return {
+        name: list(value) if isinstance(value := getattr(reading, name), tuple) else value
+        for name in _FIELDS
+    }
 
 
 def load_recording(path: Path) -> tuple[Reading, ...]:
@@ -163,8 +193,10 @@ def load_recording(path: Path) -> tuple[Reading, ...]:
         except ConfigError as error:
             raise ConfigError(f"{path}, line {number}: {error}") from None
         if len(readings) > 1 and readings[-1].at_s < readings[-2].at_s:
-            raise ConfigError(f"{path}, line {number}: at_s = {readings[-1].at_s} comes after {readings[-2].at_s}; "
-                              "sort by time")
+            raise ConfigError(
+                f"{path}, line {number}: at_s = {readings[-1].at_s} comes after {readings[-2].at_s}; "
+                "sort by time"
+            )
     if not readings:
         raise ConfigError(f"{path}: there is no reading in it")
     return tuple(readings)
@@ -195,11 +227,21 @@ def _csv_rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
             if not columns:
                 columns = [cell.strip() for cell in cells]
                 if len(set(columns)) < len(columns):
-                    raise ConfigError(f"{path}, line {reader.line_num}: a column name appears twice")
+                    raise ConfigError(
+                        f"{path}, line {reader.line_num}: a column name appears twice"
+                    )
                 continue
             if len(cells) != len(columns):
-                raise ConfigError(f"{path}, line {reader.line_num}: {len(cells)} cells under {len(columns)} columns")
-            yield reader.line_num, {name: _value(name, cell.strip()) for name, cell in zip(columns, cells, strict=True)}
+                raise ConfigError(
+                    f"{path}, line {reader.line_num}: {len(cells)} cells under {len(columns)} columns"
+                )
+            yield (
+                reader.line_num,
+                {
+                    name: _value(name, cell.strip())
+                    for name, cell in zip(columns, cells, strict=True)
+                },
+            )
     except csv.Error as error:
         raise ConfigError(f"{path}, line {reader.line_num}: {error}") from None
 
@@ -233,7 +275,9 @@ def _json_rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
         except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict):
-            raise ConfigError(f"{path}, line {number}: is no JSON object; a recording has one a line")
+            raise ConfigError(
+                f"{path}, line {number}: is no JSON object; a recording has one a line"
+            )
         yield number, row
 
 
@@ -246,7 +290,9 @@ def _reading(row: dict[str, Any]) -> Reading:
                 raise ConfigError(f"notes = {value!r} must be a list of texts")
         elif name in _NUMBERS:
             if value is not None and (type(value) not in (int, float) or not _is_finite(value)):
-                raise ConfigError(f"{name} = {value!r} is no number; leave it out where the device said nothing")
+                raise ConfigError(
+                    f"{name} = {value!r} is no number; leave it out where the device said nothing"
+                )
         elif value is not None and not isinstance(value, bool):
             raise ConfigError(f"{name} = {value!r} must be true or false")
     if row.get("at_s") is None:

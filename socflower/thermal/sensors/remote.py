@@ -25,8 +25,14 @@ class FileSource:
     A file whose time is more than `max_age_s` in the past or in the future gives no temperature.
     """
 
-    def __init__(self, path: Path, *, max_age_s: float, now: Callable[[], float] = time.time,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        max_age_s: float,
+        now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._path, self._max_age_s, self._now, self._clock = path, max_age_s, now, clock
 
     def read(self) -> Reading:
@@ -36,16 +42,22 @@ class FileSource:
                 document = stream.read(_LARGEST_BYTES)
                 age_s = self._now() - self._path.stat().st_mtime
         except OSError as error:
-            return _unknown_reading(self._clock(), f"{self._path}: cannot be read ({error.strerror})")
+            return _unknown_reading(
+                self._clock(), f"{self._path}: cannot be read ({error.strerror})"
+            )
         if abs(age_s) > self._max_age_s:
-            return _unknown_reading(self._clock(), f"{self._path}: was not written for {self._max_age_s:g} s")
+            return _unknown_reading(
+                self._clock(), f"{self._path}: was not written for {self._max_age_s:g} s"
+            )
         return _reading(document, self._clock(), str(self._path))
 
 
 class HttpSource:
     """A reading as JSON from another machine, by GET. Proxies are not used."""
 
-    def __init__(self, url: str, *, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, url: str, *, timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._url, self._timeout_s, self._clock = url, timeout_s, clock
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -54,8 +66,12 @@ class HttpSource:
         try:
             with closing(self._opener.open(self._url, timeout=self._timeout_s)) as answer:
                 document = answer.read(_LARGEST_BYTES)
-        except Exception as error:  # urllib passes on whatever its parsers raise for a foreign server's answer
-            return _unknown_reading(self._clock(), f"{self._url}: no answer ({type(error).__name__})")
+        except (
+            Exception
+        ) as error:  # urllib passes on whatever its parsers raise for a foreign server's answer
+            return _unknown_reading(
+                self._clock(), f"{self._url}: no answer ({type(error).__name__})"
+            )
         return _reading(document, self._clock(), self._url)
 
 
@@ -66,9 +82,20 @@ class BackgroundSource:
     Gives no temperature once the source has not answered for `max_age_s`.
     """
 
-    def __init__(self, source: HeatSource, *, period_s: float, max_age_s: float,
-                 clock: Callable[[], float] = time.monotonic) -> None:
-        self._source, self._period_s, self._max_age_s, self._clock = source, period_s, max_age_s, clock
+    def __init__(
+        self,
+        source: HeatSource,
+        *,
+        period_s: float,
+        max_age_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._source, self._period_s, self._max_age_s, self._clock = (
+            source,
+            period_s,
+            max_age_s,
+            clock,
+        )
         self._latest: tuple[float, Reading] | None = None
         self._answered, self._closed = threading.Event(), threading.Event()
         threading.Thread(target=self._poll, name="reading-source", daemon=True).start()
@@ -93,7 +120,9 @@ class BackgroundSource:
             try:
                 reading = self._source.read()
             except Exception as error:
-                reading = _unknown_reading(self._clock(), f"cannot be read ({type(error).__name__})")
+                reading = _unknown_reading(
+                    self._clock(), f"cannot be read ({type(error).__name__})"
+                )
             self._latest = (self._clock(), reading)
             self._answered.set()
             self._closed.wait(self._period_s)
@@ -115,8 +144,11 @@ def _reading(content: bytes, now_s: float, where: str) -> Reading:
         return _unknown_reading(at_s, f"{where}: has no temperature_c")
     if not is_number(temperature_c) or not COLDEST_C <= temperature_c <= HOTTEST_C:
         return _unknown_reading(at_s, f"{where}: its temperature_c cannot be")
-    return Reading(at_s=at_s, temperature_c=float(temperature_c),
-                   user_load=float(load) if is_number(load) and 0.0 <= load <= 1.0 else None)
+    return Reading(
+        at_s=at_s,
+        temperature_c=float(temperature_c),
+        user_load=float(load) if is_number(load) and 0.0 <= load <= 1.0 else None,
+    )
 
 
 def _unknown_reading(at_s: float, note: str) -> Reading:

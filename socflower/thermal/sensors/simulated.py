@@ -29,7 +29,9 @@ class SensorFault:
         if self.kind not in FAULTS:
             raise ConfigError(f"sensor fault {self.kind!r}: there are {', '.join(FAULTS)}")
         if not self.from_s < self.until_s:
-            raise ConfigError(f"sensor fault {self.kind}: need from_s < until_s, got {self.from_s} and {self.until_s}")
+            raise ConfigError(
+                f"sensor fault {self.kind}: need from_s < until_s, got {self.from_s} and {self.until_s}"
+            )
         require_range(f"sensor fault {self.kind}", least=0, sensor=self.sensor)
 
 
@@ -61,17 +63,32 @@ class SimulatedSource:
     """
 
     def __init__(
-        self, temperature_of: Callable[[], float], speed_of: Callable[[], float] | None = None, *,
-        step_c: float = 0.5, noise_c: float = 0.0, seed: int = 0, num_sensors: int = 1,
-        clock: Callable[[], float] = time.monotonic, busy_of: Callable[[], bool] = lambda: True,
-        faults: Sequence[SensorFault] = (), stuck_after_s: float = STUCK_AFTER_S,
+        self,
+        temperature_of: Callable[[], float],
+        speed_of: Callable[[], float] | None = None,
+        *,
+        step_c: float = 0.5,
+        noise_c: float = 0.0,
+        seed: int = 0,
+        num_sensors: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+        busy_of: Callable[[], bool] = lambda: True,
+        faults: Sequence[SensorFault] = (),
+        stuck_after_s: float = STUCK_AFTER_S,
     ) -> None:
         require_range("simulated sensor", least=0.0, step_c=step_c, noise_c=noise_c)
         require_range("simulated sensor", least=1, num_sensors=num_sensors)
         for fault in faults:
             if fault.sensor >= num_sensors:
-                raise ConfigError(f"sensor fault {fault.kind}: there is no sensor {fault.sensor} among {num_sensors}")
-        self._temperature_of, self._speed_of, self._busy_of, self._clock = temperature_of, speed_of, busy_of, clock
+                raise ConfigError(
+                    f"sensor fault {fault.kind}: there is no sensor {fault.sensor} among {num_sensors}"
+                )
+        self._temperature_of, self._speed_of, self._busy_of, self._clock = (
+            temperature_of,
+            speed_of,
+            busy_of,
+            clock,
+        )
         self._step_c, self._noise_c = step_c, noise_c
         self._random = random.Random(seed)
         self._faults = tuple(faults)
@@ -91,8 +108,13 @@ class SimulatedSource:
                 values[f"simulated {sensor}"] = shown
         filtered = self._filter.apply(at_s, values, busy=self._busy_of())
         factor = None if self._speed_of is None else min(1.0, max(0.0, self._speed_of()))
-        return Reading(at_s=at_s, temperature_c=max(filtered.values(), default=None), clock_factor=factor,
-                       throttled=None if factor is None else factor < 1.0, notes=self._notes.drain())
+        return Reading(
+            at_s=at_s,
+            temperature_c=max(filtered.values(), default=None),
+            clock_factor=factor,
+            throttled=None if factor is None else factor < 1.0,
+            notes=self._notes.drain(),
+        )
 
     def _shown(self, sensor: int, true_reading_c: float, at_s: float) -> float | str | None:
         """Return a sensor's value, a text why there is none, or None for a missing sensor."""
@@ -103,7 +125,12 @@ class SimulatedSource:
                 last_c = self._shown_c[sensor]
                 self._shown_c[sensor] = true_reading_c if last_c is None else last_c
                 return self._shown_c[sensor]
-            return {"nan": math.nan, "cold": -128.0, "missing": None, "denied": "permission denied"}[fault.kind]
+            return {
+                "nan": math.nan,
+                "cold": -128.0,
+                "missing": None,
+                "denied": "permission denied",
+            }[fault.kind]
         self._shown_c[sensor] = true_reading_c
         return true_reading_c
 

@@ -50,8 +50,10 @@ class StepTiming:
         require_range("step timing", least=1, window=self.window)
         for num_samples, seconds in self.references_s.items():
             if not (num_samples > 0 and math.isfinite(seconds) and seconds > 0.0):
-                raise ConfigError(f"step timing: a reference of {seconds} s for {num_samples} samples cannot be; give "
-                                  "numbers above 0")
+                raise ConfigError(
+                    f"step timing: a reference of {seconds} s for {num_samples} samples cannot be; give "
+                    "numbers above 0"
+                )
             self._loads[num_samples] = self._new_load(seconds)
         self._ratios = deque(maxlen=self.window)
 
@@ -69,13 +71,18 @@ class StepTiming:
         load.at_full_clock_s.append(seconds * (1.0 if factor is None else factor))
         if len(load.recent_s) == self.window:
             best_s = median(load.recent_s)
-            load.reference_s = min(best_s, median(load.at_full_clock_s)) if load.reference_s is None \
+            load.reference_s = (
+                min(best_s, median(load.at_full_clock_s))
+                if load.reference_s is None
                 else min(best_s, load.reference_s)
+            )
         if load.reference_s is not None:
             self._ratios.append(seconds / load.reference_s)
             if not self._complete and len(load.recent_s) == self.window:
                 # First load: the steps that gave the reference count too.
-                self._ratios.extend(step_s / load.reference_s for step_s in list(load.recent_s)[:-1])
+                self._ratios.extend(
+                    step_s / load.reference_s for step_s in list(load.recent_s)[:-1]
+                )
 
     @property
     def clock_factor(self) -> float | None:
@@ -86,8 +93,11 @@ class StepTiming:
 
     def references(self) -> dict[int, float]:
         """Return the seconds of a step at full clock by number of samples: `references_s` of a later run."""
-        return {num_samples: load.reference_s for num_samples, load in self._loads.items()
-                if load.reference_s is not None}
+        return {
+            num_samples: load.reference_s
+            for num_samples, load in self._loads.items()
+            if load.reference_s is not None
+        }
 
     @property
     def _complete(self) -> bool:
@@ -105,7 +115,9 @@ class TimedSource:
     step times vary by some per cent on a machine that is not throttled.
     """
 
-    def __init__(self, source: HeatSource, timing: StepTiming, *, throttled_below: float = 0.85) -> None:
+    def __init__(
+        self, source: HeatSource, timing: StepTiming, *, throttled_below: float = 0.85
+    ) -> None:
         require_range("timed source", above=0.0, most=1.0, throttled_below=throttled_below)
         self._source, self._timing, self._throttled_below = source, timing, throttled_below
         self._said = False
@@ -118,5 +130,7 @@ class TimedSource:
             return reading
         notes = reading.notes if self._said else (*reading.notes, TIMED)
         self._said = True
-        throttled = factor < self._throttled_below if reading.throttled is None else reading.throttled
+        throttled = (
+            factor < self._throttled_below if reading.throttled is None else reading.throttled
+        )
         return replace(reading, clock_factor=factor, throttled=throttled, notes=notes)

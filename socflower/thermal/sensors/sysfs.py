@@ -76,7 +76,9 @@ class OpenFolder:
         except (OSError, ValueError):
             name = None
         try:
-            device = os.path.basename(os.readlink("device", dir_fd=self._descriptor).rstrip("/")) or None
+            device = (
+                os.path.basename(os.readlink("device", dir_fd=self._descriptor).rstrip("/")) or None
+            )
         except OSError:
             device = None
         return DeviceIdentity(name, None if device is None else _HID_COUNTER.sub("", device))
@@ -137,12 +139,18 @@ class DeviceFolder:
         found: list[OpenFolder] = []
         if self.identity != (None, None):
             pattern = re.sub(r"\d+$", "*", self.path.name)
-            found = [folder for path in matching_paths(self.path.parent, pattern) if (folder := self._opened(path))]
+            found = [
+                folder
+                for path in matching_paths(self.path.parent, pattern)
+                if (folder := self._opened(path))
+            ]
         if len(found) != 1:
             for folder in found:
                 folder.close()
             what = self.identity.name or self.identity.device or self.path.name
-            raise FileNotFoundError(errno.ENOENT, f"there are several {what}" if found else f"there is no {what} now")
+            raise FileNotFoundError(
+                errno.ENOENT, f"there are several {what}" if found else f"there is no {what} now"
+            )
         self.path = found[0].path
         return found[0]
 
@@ -150,7 +158,9 @@ class DeviceFolder:
 def matching_paths(folder: Path, pattern: str) -> list[Path]:
     """Return the matching paths, hwmon2 before hwmon10; none where the folder is missing or not readable."""
     try:
-        return sorted(folder.glob(pattern), key=lambda path: (len(path.as_posix()), path.as_posix()))
+        return sorted(
+            folder.glob(pattern), key=lambda path: (len(path.as_posix()), path.as_posix())
+        )
     except OSError:
         return []
 

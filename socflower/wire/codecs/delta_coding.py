@@ -49,7 +49,11 @@ class DeltaMessage:
     @property
     def num_bytes(self) -> int:
         """What travels."""
-        return 8 + len(self.digest) + sum(part.num_bytes for part in (self.first, self.change) if part is not None)
+        return (
+            8
+            + len(self.digest)
+            + sum(part.num_bytes for part in (self.first, self.change) if part is not None)
+        )
 
 
 class DeltaEnd:
@@ -66,7 +70,9 @@ class DeltaEnd:
         self._shape: tuple[int, ...] = ()  # of one sample
         self._count = 0
         # Ends with different settings must not accept each other's messages.
-        self._digest = hashlib.blake2b(repr(self._settings()).encode(), digest_size=_DIGEST_BYTES).digest()
+        self._digest = hashlib.blake2b(
+            repr(self._settings()).encode(), digest_size=_DIGEST_BYTES
+        ).digest()
 
     @property
     def num_samples(self) -> int:
@@ -86,8 +92,14 @@ class DeltaEnd:
     def save(self) -> bytes:
         """Return what `restore` needs: what is held, in order, and the digest."""
         header = {"settings": self._settings(), "count": self._count, "digest": self._digest.hex()}
-        features = np.stack(list(self._held.values())) if self._held else np.empty((0, *self._shape), _HELD)
-        return to_bytes(_KIND, header, {"samples": np.array(list(self._held), np.int64), "features": features})
+        features = (
+            np.stack(list(self._held.values()))
+            if self._held
+            else np.empty((0, *self._shape), _HELD)
+        )
+        return to_bytes(
+            _KIND, header, {"samples": np.array(list(self._held), np.int64), "features": features}
+        )
 
     def restore(self, saved: bytes) -> None:
         """Restore the saved state of this or the other end.
@@ -96,43 +108,58 @@ class DeltaEnd:
         """
         header, arrays = from_bytes(_KIND, saved)
         if header["settings"] != self._settings():
-            raise ConfigError(f"delta coding: the saved state was made with {header['settings']}, not with "
-                              f"{self._settings()}; go on with the same settings, or start anew at both ends")
+            raise ConfigError(
+                f"delta coding: the saved state was made with {header['settings']}, not with "
+                f"{self._settings()}; go on with the same settings, or start anew at both ends"
+            )
         self._count, self._digest = header["count"], bytes.fromhex(header["digest"])
         self._shape = arrays["features"].shape[1:]
-        self._held = {sample: features.copy()
-                      for sample, features in zip(arrays["samples"].tolist(), arrays["features"], strict=True)}
+        self._held = {
+            sample: features.copy()
+            for sample, features in zip(arrays["samples"].tolist(), arrays["features"], strict=True)
+        }
 
     # ----------------------------------------------------------------------------------------- for both ends
 
     def _settings(self) -> list[Any]:
         return [self._max_bytes, _FIRST_BITS, _HELD.name, self._grouping]
 
-    def _is_held(self, samples: Sequence[int], shape: tuple[int, ...], plain: bool) -> NDArray[np.bool_]:
+    def _is_held(
+        self, samples: Sequence[int], shape: tuple[int, ...], plain: bool
+    ) -> NDArray[np.bool_]:
         """Return which samples of a batch are held in the shape of this one; none if all are sent as they are."""
         usable = shape == self._shape and not plain
         return np.array([usable and sample in self._held for sample in samples], bool)
 
     def _held_features(self, samples: Sequence[int], known: NDArray[np.bool_]) -> Floats:
         """Return the held features (known samples, ...)."""
-        return np.stack([self._held[sample] for sample, is_held in zip(samples, known, strict=True) if is_held]).astype(
-            np.float32)
+        return np.stack(
+            [self._held[sample] for sample, is_held in zip(samples, known, strict=True) if is_held]
+        ).astype(np.float32)
 
-    def _store_features(self, samples: Sequence[int], features: Floats, message: DeltaMessage) -> None:
+    def _store_features(
+        self, samples: Sequence[int], features: Floats, message: DeltaMessage
+    ) -> None:
         """Hold decoded features of a batch; of a sample that occurs twice the later ones."""
         if features.shape[1:] != self._shape:
             self._held.clear()
             self._shape = features.shape[1:]
         largest = np.finfo(_HELD).max
-        for sample, own in zip(samples, np.clip(features, -largest, largest).astype(_HELD), strict=True):
+        for sample, own in zip(
+            samples, np.clip(features, -largest, largest).astype(_HELD), strict=True
+        ):
             self._held.pop(sample, None)
             self._held[sample] = own.copy()  # no view, which would keep the whole batch
         sample_bytes = math.prod(self._shape) * _HELD.itemsize
         # Samples without elements take no memory and carry nothing: none of them is held.
         num_kept = self._max_bytes // sample_bytes if sample_bytes else 0
-        for sample in list(self._held)[:max(0, len(self._held) - num_kept)]:
+        for sample in list(self._held)[: max(0, len(self._held) - num_kept)]:
             del self._held[sample]
-        self._update_digest(np.array(samples, "<i8").tobytes(), *_contents(message.first), *_contents(message.change))
+        self._update_digest(
+            np.array(samples, "<i8").tobytes(),
+            *_contents(message.first),
+            *_contents(message.change),
+        )
 
     def _update_digest(self, *contents: bytes | memoryview) -> None:
         digest = hashlib.blake2b(self._digest, digest_size=_DIGEST_BYTES)
@@ -145,7 +172,9 @@ class DeltaEnd:
 class DeltaSender(DeltaEnd):
     """The end that sends features."""
 
-    def encode(self, sample_ids: NDArray[np.int64], features: Floats, bits: int) -> tuple[DeltaMessage, Floats]:
+    def encode(
+        self, sample_ids: NDArray[np.int64], features: Floats, bits: int
+    ) -> tuple[DeltaMessage, Floats]:
         """Return the message for a batch (samples, ...), and the features that the receiver makes of it.
 
         Changes go in `bits`, samples that are not held in 8 if that is more; at 32 bits all go as they are.
@@ -161,7 +190,9 @@ class DeltaSender(DeltaEnd):
             decoded[~known] = decode(first)
         if known.any():
             last = self._held_features(samples, known)
-            with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused by `encode`
+            with np.errstate(
+                over="ignore", invalid="ignore"
+            ):  # what is not finite is refused by `encode`
                 changes = features[known] - last
             change = encode(changes, bits, grouping=self._grouping, what="changes of features")
             decoded[known] = last + decode(change)
@@ -180,16 +211,22 @@ class DeltaReceiver(DeltaEnd):
         since a message was lost, repeated or overtaken, or if the message is not of this many samples.
         """
         if (message.count, message.digest) != (self._count, self._digest):
-            raise ConfigError(f"delta coding: message {message.count} was made in another state than this end is in "
-                              f"after {self._count}; one was lost, repeated or changed: restore both ends from the "
-                              "same batch, or reset both")
+            raise ConfigError(
+                f"delta coding: message {message.count} was made in another state than this end is in "
+                f"after {self._count}; one was lost, repeated or changed: restore both ends from the "
+                "same batch, or reset both"
+            )
         first, change = message.first, message.change
         part = first if first is not None else change
         if part is None:
-            raise ConfigError("delta coding: a message without features; it has first ones, changes, or both")
+            raise ConfigError(
+                "delta coding: a message without features; it has first ones, changes, or both"
+            )
         shape = part.shape[1:]
         samples = _checked(sample_ids, (len(sample_ids), *shape))
-        known = self._is_held(samples, shape, first is not None and first.bits == 32 and change is None)
+        known = self._is_held(
+            samples, shape, first is not None and first.bits == 32 and change is None
+        )
         _check_part("first", first, (int((~known).sum()), *shape))
         _check_part("changed", change, (int(known.sum()), *shape))
         decoded = np.empty((len(samples), *shape), np.float32)
@@ -204,8 +241,10 @@ class DeltaReceiver(DeltaEnd):
 def _checked(sample_ids: NDArray[np.int64], shape: tuple[int, ...]) -> list[int]:
     """Return the numbers of a batch's samples."""
     if not shape or sample_ids.shape != shape[:1]:
-        raise ConfigError(f"delta coding: {sample_ids.size} sample numbers for features of shape {shape}; give one for "
-                          "each sample")
+        raise ConfigError(
+            f"delta coding: {sample_ids.size} sample numbers for features of shape {shape}; give one for "
+            "each sample"
+        )
     samples: list[int] = sample_ids.tolist()
     return samples
 
@@ -213,8 +252,10 @@ def _checked(sample_ids: NDArray[np.int64], shape: tuple[int, ...]) -> list[int]
 def _check_part(name: str, part: EncodedTensor | None, shape: tuple[int, ...]) -> None:
     found = (0, *shape[1:]) if part is None else part.shape
     if found != shape:
-        raise ConfigError(f"delta coding: {name} features of shape {found} where this end awaits {shape}; sample "
-                          "numbers or message are not those that were sent")
+        raise ConfigError(
+            f"delta coding: {name} features of shape {found} where this end awaits {shape}; sample "
+            "numbers or message are not those that were sent"
+        )
 
 
 def _contents(part: EncodedTensor | None) -> list[bytes | memoryview]:

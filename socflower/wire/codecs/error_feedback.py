@@ -78,13 +78,17 @@ class KeptError:
     def of(cls, features: Floats, decoded: Floats) -> "KeptError":
         """Keep E = decoded − features; `ConfigError` if shapes differ."""
         if features.shape != decoded.shape:
-            raise ConfigError(f"error feedback: features of shape {features.shape} were decoded to {decoded.shape}")
+            raise ConfigError(
+                f"error feedback: features of shape {features.shape} were decoded to {decoded.shape}"
+            )
         error = np.subtract(decoded, features, dtype=np.float64).reshape(-1)
         unit = max(error.max(initial=0.0), -error.min(initial=0.0)) / 127
         if unit == 0:
             return cls(shape=features.shape, unit=0.0, levels=None)
         error /= unit
-        return cls(shape=features.shape, unit=float(unit), levels=np.rint(error, out=error).astype(np.int8))
+        return cls(
+            shape=features.shape, unit=float(unit), levels=np.rint(error, out=error).astype(np.int8)
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -95,7 +99,11 @@ class KeptError:
         """Return E."""
         if self.levels is None:
             return np.zeros(self.shape, np.float32)
-        return np.multiply(self.levels, self.unit, dtype=np.float64).astype(np.float32).reshape(self.shape)
+        return (
+            np.multiply(self.levels, self.unit, dtype=np.float64)
+            .astype(np.float32)
+            .reshape(self.shape)
+        )
 
 
 class ErrorFeedback:
@@ -108,7 +116,9 @@ class ErrorFeedback:
         if form not in FORMS:
             raise ConfigError(f"error feedback: form {form!r} is unknown; use {', '.join(FORMS)}")
         if scale not in SCALES:
-            raise ConfigError(f"error feedback: scale {scale!r} is unknown; use {' or '.join(SCALES)}")
+            raise ConfigError(
+                f"error feedback: scale {scale!r} is unknown; use {' or '.join(SCALES)}"
+            )
         self.form: Form = form
         self.scale: Scale = scale
         self._kept: dict[int, KeptError] = {}
@@ -135,14 +145,20 @@ class ErrorFeedback:
             return gradient
         kept = self._kept.get(batch)
         if kept is None:
-            raise ConfigError(f"error feedback: nothing is kept of batch {batch}; keep it when its features are sent")
+            raise ConfigError(
+                f"error feedback: nothing is kept of batch {batch}; keep it when its features are sent"
+            )
         if kept.shape != gradient.shape:
-            raise ConfigError(f"error feedback: the gradient of batch {batch} has shape {gradient.shape}, its features "
-                              f"{kept.shape}")
+            raise ConfigError(
+                f"error feedback: the gradient of batch {batch} has shape {gradient.shape}, its features "
+                f"{kept.shape}"
+            )
         if kept.levels is None:
             return gradient
         factor = float(len(gradient)) if self.scale == "mean-loss" and gradient.ndim else 1.0
-        return (diagonal if self.form == "diagonal" else rank_one)(gradient, kept.error(), factor=factor)
+        return (diagonal if self.form == "diagonal" else rank_one)(
+            gradient, kept.error(), factor=factor
+        )
 
     def forget(self, batch: int) -> None:
         """Discard a batch, whether it was kept or not."""
@@ -150,21 +166,34 @@ class ErrorFeedback:
 
     def save(self) -> bytes:
         """Return what `restore` needs."""
-        batches = [{"batch": batch, "shape": kept.shape, "unit": kept.unit} for batch, kept in self._kept.items()]
-        levels = {str(batch): kept.levels for batch, kept in self._kept.items() if kept.levels is not None}
+        batches = [
+            {"batch": batch, "shape": kept.shape, "unit": kept.unit}
+            for batch, kept in self._kept.items()
+        ]
+        levels = {
+            str(batch): kept.levels for batch, kept in self._kept.items() if kept.levels is not None
+        }
         return to_bytes(_KIND, {"form": self.form, "batches": batches}, levels)
 
     def restore(self, saved: bytes) -> None:
         """Restore what `save` returned; `ConfigError` if it is damaged or of another form."""
         header, levels = from_bytes(_KIND, saved)
         if header["form"] != self.form:
-            raise ConfigError(f"error feedback: the saved state is of form {header['form']!r}, not {self.form!r}; go "
-                              "on with the same form, or start anew")
-        self._kept = {kept["batch"]: KeptError(shape=tuple(kept["shape"]), unit=kept["unit"],
-                                               levels=levels.get(str(kept["batch"]))) for kept in header["batches"]}
+            raise ConfigError(
+                f"error feedback: the saved state is of form {header['form']!r}, not {self.form!r}; go "
+                "on with the same form, or start anew"
+            )
+        self._kept = {
+            kept["batch"]: KeptError(
+                shape=tuple(kept["shape"]), unit=kept["unit"], levels=levels.get(str(kept["batch"]))
+            )
+            for kept in header["batches"]
+        }
 
 
 def _check_shapes(gradient: Floats, error: Floats) -> None:
     if gradient.shape != error.shape:
-        raise ConfigError(f"error feedback: a gradient of shape {gradient.shape} and an error of {error.shape} do not "
-                          "belong together")
+        raise ConfigError(
+            f"error feedback: a gradient of shape {gradient.shape} and an error of {error.shape} do not "
+            "belong together"
+        )

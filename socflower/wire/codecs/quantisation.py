@@ -59,7 +59,7 @@ def pack(values: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     packed = np.zeros((*values.shape[:-1], packed_bytes(values.shape[-1], bits)), np.uint8)
     for place in range(per_byte):
         part = values[..., place::per_byte]
-        packed[..., :part.shape[-1]] |= part << np.uint8(place * bits)
+        packed[..., : part.shape[-1]] |= part << np.uint8(place * bits)
     return packed
 
 
@@ -70,8 +70,10 @@ def unpack(packed: NDArray[np.uint8], bits: int, num_values: int) -> NDArray[np.
     """
     per_byte, num_bytes = _values_per_byte(bits), packed.shape[-1]
     if num_values > num_bytes * per_byte:
-        raise ConfigError(f"packed values: {num_bytes} bytes cannot hold {num_values} values of {bits} bits; "
-                          f"{packed_bytes(num_values, bits)} are needed")
+        raise ConfigError(
+            f"packed values: {num_bytes} bytes cannot hold {num_values} values of {bits} bits; "
+            f"{packed_bytes(num_values, bits)} are needed"
+        )
     values = np.empty((*packed.shape[:-1], num_bytes * per_byte), np.uint8)
     for place in range(per_byte):
         values[..., place::per_byte] = packed >> np.uint8(place * bits) & np.uint8(2**bits - 1)
@@ -105,7 +107,11 @@ def half_exponent(largest: float) -> int:
 
     2^15 leaves a factor of almost 2 for rounding; beyond ±126 the factor itself would not be a normal float32.
     """
-    return max(-126, min(126, 15 - math.frexp(largest)[1])) if math.isfinite(largest) and largest else 0
+    return (
+        max(-126, min(126, 15 - math.frexp(largest)[1]))
+        if math.isfinite(largest) and largest
+        else 0
+    )
 
 
 # ------------------------------------------------------------------------------------------------- tensors in a range
@@ -118,31 +124,54 @@ class EncodedTensor:
 
     bits: int
     shape: tuple[int, ...]
-    low: tuple[float, ...] = ()  # least value of each group: one, or one per sample; none at 32 bits, none if empty
+    low: tuple[
+        float, ...
+    ] = ()  # least value of each group: one, or one per sample; none at 32 bits, none if empty
     high: tuple[float, ...] = ()  # largest value of each group
-    payload: bytes | memoryview  # 2 and 4 bits: see `pack`; 16: little-endian; 32: little-endian float32
+    payload: (
+        bytes | memoryview
+    )  # 2 and 4 bits: see `pack`; 16: little-endian; 32: little-endian float32
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
-            raise ConfigError(f"encoded tensor: bits = {self.bits} is unknown; use one of {', '.join(map(str, BITS))}")
+            raise ConfigError(
+                f"encoded tensor: bits = {self.bits} is unknown; use one of {', '.join(map(str, BITS))}"
+            )
         if not all(size >= 0 for size in self.shape):
             raise ConfigError(f"encoded tensor: shape {self.shape} has a negative size")
         groups = len(self.low)
         quantised = self.bits < 32 and self.num_elements > 0
-        if len(self.high) != groups or groups not in ({1, self.shape[0] if self.shape else 1} if quantised else {0}):
-            wanted = f"one of each, or {self.shape[0]}" if quantised and self.shape else "one of each" if quantised \
+        if len(self.high) != groups or groups not in (
+            {1, self.shape[0] if self.shape else 1} if quantised else {0}
+        ):
+            wanted = (
+                f"one of each, or {self.shape[0]}"
+                if quantised and self.shape
+                else "one of each"
+                if quantised
                 else "none"
-            raise ConfigError(f"encoded tensor: {groups} least and {len(self.high)} largest values for shape "
-                              f"{self.shape} at {self.bits} bits; it has {wanted}")
+            )
+            raise ConfigError(
+                f"encoded tensor: {groups} least and {len(self.high)} largest values for shape "
+                f"{self.shape} at {self.bits} bits; it has {wanted}"
+            )
         for low, high in zip(self.low, self.high, strict=True):
             if not -_LARGEST <= low <= high <= _LARGEST:
-                raise ConfigError(f"encoded tensor: least value {low} and largest {high} are no range of finite "
-                                  "float32 numbers")
+                raise ConfigError(
+                    f"encoded tensor: least value {low} and largest {high} are no range of finite "
+                    "float32 numbers"
+                )
         given = memoryview(self.payload).nbytes
-        whole = groups * packed_bytes(self.num_elements // groups, self.bits) if groups else 4 * self.num_elements
+        whole = (
+            groups * packed_bytes(self.num_elements // groups, self.bits)
+            if groups
+            else 4 * self.num_elements
+        )
         if given != whole:
-            raise ConfigError(f"encoded tensor: {given} bytes of payload for shape {self.shape} at {self.bits} bits; "
-                              f"it has {whole}")
+            raise ConfigError(
+                f"encoded tensor: {given} bytes of payload for shape {self.shape} at {self.bits} bits; "
+                f"it has {whole}"
+            )
 
     @property
     def num_elements(self) -> int:
@@ -155,8 +184,14 @@ class EncodedTensor:
         return memoryview(self.payload).nbytes + 8 * len(self.low)
 
 
-def encode(features: Floats, bits: int, *, grouping: Grouping = "tensor", what: str = "features",
-           quantum: float | None = None) -> EncodedTensor:
+def encode(
+    features: Floats,
+    bits: int,
+    *,
+    grouping: Grouping = "tensor",
+    what: str = "features",
+    quantum: float | None = None,
+) -> EncodedTensor:
     """Return `features` (any shape) in `bits` per element (F24).
 
     At 32 bits the payload is a view of `features`, which must then not change until it has been sent; other payloads
@@ -172,7 +207,9 @@ def encode(features: Floats, bits: int, *, grouping: Grouping = "tensor", what: 
     if features.dtype != np.float32:
         raise ConfigError(f"{what}: of type {features.dtype} cannot be encoded; give float32")
     if bits not in BITS:
-        raise ConfigError(f"{what}: cannot be encoded in {bits} bits; use one of {', '.join(map(str, BITS))}")
+        raise ConfigError(
+            f"{what}: cannot be encoded in {bits} bits; use one of {', '.join(map(str, BITS))}"
+        )
     if grouping not in GROUPINGS:
         raise ConfigError(f"{what}: grouping {grouping!r} is unknown; use {' or '.join(GROUPINGS)}")
     shape = features.shape
@@ -184,17 +221,26 @@ def encode(features: Floats, bits: int, *, grouping: Grouping = "tensor", what: 
     if not (np.isfinite(low).all() and np.isfinite(high).all()):
         # Least and largest value are NaN if any is.
         found = "NaN" if np.isnan(low).any() else "infinite values"
-        raise ConfigError(f"{what}: hold {found}, so the training has diverged; lower the learning rate, or go back to "
-                          "an earlier checkpoint")
+        raise ConfigError(
+            f"{what}: hold {found}, so the training has diverged; lower the learning rate, or go back to "
+            "an earlier checkpoint"
+        )
     if bits == 32:
-        return EncodedTensor(bits=bits, shape=shape, payload=_bytes_of(groups.astype("<f4", copy=False)))
+        return EncodedTensor(
+            bits=bits, shape=shape, payload=_bytes_of(groups.astype("<f4", copy=False))
+        )
     if quantum is not None and bits >= 8:
         widest = np.float32((2**bits - 1) * quantum)
         high = np.where(high - low <= widest, low + widest, high)
     payload = np.empty((num_groups, packed_bytes(groups.shape[1], bits)), np.uint8)
     _quantise(groups, low, high, bits, payload)
-    return EncodedTensor(bits=bits, shape=shape, low=tuple(low.tolist()), high=tuple(high.tolist()),
-                         payload=_bytes_of(payload))
+    return EncodedTensor(
+        bits=bits,
+        shape=shape,
+        low=tuple(low.tolist()),
+        high=tuple(high.tolist()),
+        payload=_bytes_of(payload),
+    )
 
 
 def decode(encoded: EncodedTensor) -> Floats:
@@ -212,19 +258,25 @@ def decode(encoded: EncodedTensor) -> Floats:
         if bits >= 8:
             level = payload.view(f"<u{bits // 8}")[:, columns].astype(real)
         else:
-            level = unpack(payload[:, _byte_columns(columns, bits)], bits, columns.stop - columns.start).astype(real)
+            level = unpack(
+                payload[:, _byte_columns(columns, bits)], bits, columns.stop - columns.start
+            ).astype(real)
         level *= step
         level += low
         features[:, columns] = level
     return features.reshape(encoded.shape)
 
 
-def _quantise(groups: Floats, low: Floats, high: Floats, bits: int, payload: NDArray[np.uint8]) -> None:
+def _quantise(
+    groups: Floats, low: Floats, high: Floats, bits: int, payload: NDArray[np.uint8]
+) -> None:
     """Write q of `groups` (groups, elements) into `payload` (groups, bytes)."""
     extent = high.astype(np.float64) - low
     real = _real_type(extent, bits)
     # A group that is constant gets q = 0.
-    scale = np.divide(2**bits - 1, extent, out=np.zeros_like(extent), where=extent > 0).astype(real)[:, None]
+    scale = np.divide(2**bits - 1, extent, out=np.zeros_like(extent), where=extent > 0).astype(
+        real
+    )[:, None]
     least_values = low.astype(real)[:, None]
     for columns in _blocks(*groups.shape):
         level = np.subtract(groups[:, columns], least_values, dtype=real)

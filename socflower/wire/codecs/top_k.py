@@ -12,7 +12,7 @@ Indices: TypeAlias = NDArray[np.uint32]
 
 def largest(values: Floats, count: int) -> Indices:
     """Return the indices of the `count` largest magnitudes, in ascending order; NaN counts as larger than all."""
-    found = np.argpartition(np.abs(values), values.size - count)[values.size - count:]
+    found = np.argpartition(np.abs(values), values.size - count)[values.size - count :]
     return np.sort(found).astype("<u4")
 
 

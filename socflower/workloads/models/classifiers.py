@@ -75,7 +75,9 @@ def vgg_tiny(*, in_channels: int, image_size: int, num_classes: int) -> nn.Seque
     shrink from stage to stage (16,384, 8,192, 4,096 and 1,024 elements), so cuts differ in the bytes that they send.
     Raises ConfigError unless the image size is 28 or 32.
     """
-    return _vgg("vgg-tiny", _VGG_TINY_STAGES, 2, in_channels, image_size, num_classes, batch_norm=True)
+    return _vgg(
+        "vgg-tiny", _VGG_TINY_STAGES, 2, in_channels, image_size, num_classes, batch_norm=True
+    )
 
 
 def vgg_mini(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequential:
@@ -88,15 +90,25 @@ def vgg_mini(*, in_channels: int, image_size: int, num_classes: int) -> nn.Seque
 
 
 def _vgg(
-    name: str, stages: tuple[tuple[int, ...], ...], last_size: int, in_channels: int, image_size: int, num_classes: int,
-    *, batch_norm: bool = False,
+    name: str,
+    stages: tuple[tuple[int, ...], ...],
+    last_size: int,
+    in_channels: int,
+    image_size: int,
+    num_classes: int,
+    *,
+    batch_norm: bool = False,
 ) -> nn.Sequential:
     padding = 1 + padding_to_32(name, image_size)
     layers: list[nn.Module] = []
     for stage in stages:
         for channels in stage:
             # BatchNorm has a bias of its own, and would cancel that of the convolution.
-            layers.append(nn.Conv2d(in_channels, channels, kernel_size=3, padding=padding, bias=not batch_norm))
+            layers.append(
+                nn.Conv2d(
+                    in_channels, channels, kernel_size=3, padding=padding, bias=not batch_norm
+                )
+            )
             if batch_norm:
                 layers.append(nn.BatchNorm2d(channels))
             layers.append(nn.ReLU())
@@ -151,17 +163,26 @@ def resnet8(*, in_channels: int, image_size: int, num_classes: int) -> nn.Sequen
 
 
 def _resnet(
-    name: str, stages: tuple[tuple[int, int], ...], num_blocks: int, in_channels: int, image_size: int, num_classes: int
+    name: str,
+    stages: tuple[tuple[int, int], ...],
+    num_blocks: int,
+    in_channels: int,
+    image_size: int,
+    num_classes: int,
 ) -> nn.Sequential:
     if image_size < 8:
-        raise ConfigError(f"model {name}: takes images of 8x8 pixels or more, got {image_size}x{image_size}")
+        raise ConfigError(
+            f"model {name}: takes images of 8x8 pixels or more, got {image_size}x{image_size}"
+        )
     channels = stages[0][0]
     layers: list[nn.Module] = [*convolution_norm(in_channels, channels, 3, 1), nn.ReLU()]
     for out_channels, stride in stages:
         for block in range(num_blocks):
             layers.append(BasicBlock(channels, out_channels, stride if block == 0 else 1))
             channels = out_channels
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
+    return nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes)
+    )
 
 
 _MOBILENET_BLOCKS = (
@@ -173,7 +194,9 @@ _MOBILENET_BLOCKS = (
 
 def _separable(in_channels: int, out_channels: int, stride: int) -> list[nn.Module]:
     return [
-        nn.Conv2d(in_channels, in_channels, 3, stride=stride, padding=1, groups=in_channels, bias=False),
+        nn.Conv2d(
+            in_channels, in_channels, 3, stride=stride, padding=1, groups=in_channels, bias=False
+        ),
         nn.BatchNorm2d(in_channels),
         nn.ReLU(),
         nn.Conv2d(in_channels, out_channels, 1, bias=False),
@@ -182,7 +205,9 @@ def _separable(in_channels: int, out_channels: int, stride: int) -> list[nn.Modu
     ]
 
 
-def mobilenet_v1(*, in_channels: int, image_size: int, num_classes: int, width: float = 1.0) -> nn.Sequential:
+def mobilenet_v1(
+    *, in_channels: int, image_size: int, num_classes: int, width: float = 1.0
+) -> nn.Sequential:
     """Return MobileNetV1 for (n, in_channels, image_size, image_size) inputs; 3.2 M parameters at width 1.
 
     `width` multiplies every channel count, down to 8 channels. Raises ConfigError for a width of zero or less
@@ -200,7 +225,9 @@ def mobilenet_v1(*, in_channels: int, image_size: int, num_classes: int, width: 
         out_channels = max(8, round(width_one_channels * width))
         layers += _separable(channels, out_channels, stride)
         channels = out_channels
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
+    return nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes)
+    )
 
 
 _BUILDERS: dict[str, Callable[..., nn.Sequential]] = {
@@ -224,7 +251,9 @@ def model_names() -> tuple[str, ...]:
 
 
 @plain_numbers
-def build_model(name: str, *, in_channels: int, image_size: int, num_classes: int, seed: int) -> nn.Module:
+def build_model(
+    name: str, *, in_channels: int, image_size: int, num_classes: int, seed: int
+) -> nn.Module:
     """Return the named model for (n, in_channels, image_size, image_size) inputs and (n, num_classes) logits.
 
     Equal seeds give equal weights; torch's global random state is neither read nor changed. Raises ConfigError for
@@ -234,8 +263,16 @@ def build_model(name: str, *, in_channels: int, image_size: int, num_classes: in
     if builder is None:
         close = difflib.get_close_matches(name, _BUILDERS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"model.name: unknown model {name!r}, known are {', '.join(_BUILDERS)}{hint}")
-    require_range(f"model {name}", least=1, in_channels=in_channels, image_size=image_size, num_classes=num_classes)
+        raise ConfigError(
+            f"model.name: unknown model {name!r}, known are {', '.join(_BUILDERS)}{hint}"
+        )
+    require_range(
+        f"model {name}",
+        least=1,
+        in_channels=in_channels,
+        image_size=image_size,
+        num_classes=num_classes,
+    )
     # Constructors draw weights from the global generator, except on the meta device, whose tensors have no values.
     with torch.device("meta"):
         model = builder(in_channels=in_channels, image_size=image_size, num_classes=num_classes)

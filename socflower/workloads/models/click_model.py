@@ -61,7 +61,9 @@ class ViewingBottom(nn.Module):
         embedded = self.movies(movies)
         history, candidate = embedded[:, :HISTORY], embedded[:, HISTORY]
         pooled = self.interest(history, candidate)
-        features: torch.Tensor = self.features(torch.cat([pooled, candidate, pooled * candidate], dim=1))
+        features: torch.Tensor = self.features(
+            torch.cat([pooled, candidate, pooled * candidate], dim=1)
+        )
         return features
 
 
@@ -84,7 +86,11 @@ class AccountBottom(nn.Module):
         used = (slots > 0).sum(dim=2, keepdim=True).clamp(min=1)
         embedded = self.genres(slots).sum(dim=2) / used
         history, candidate = embedded[:, :HISTORY], embedded[:, HISTORY]
-        user = self.genders(attributes[:, 0]) + self.ages(attributes[:, 1]) + self.occupations(attributes[:, 2])
+        user = (
+            self.genders(attributes[:, 0])
+            + self.ages(attributes[:, 1])
+            + self.occupations(attributes[:, 2])
+        )
         pooled = self.interest(history, candidate)
         known = [user, candidate, user * candidate, pooled, pooled * candidate]
         features: torch.Tensor = self.features(torch.cat(known, dim=1))
@@ -98,7 +104,11 @@ class ClickModel(nn.Module):
         super().__init__()
         self.bottoms = nn.ModuleList(bottoms)
         self.top = nn.Sequential(
-            nn.Linear(len(bottoms) * FEATURE_SIZE, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 2)
+            nn.Linear(len(bottoms) * FEATURE_SIZE, 64),
+            nn.ReLU(),
+            nn.Linear(64, 32),
+            nn.ReLU(),
+            nn.Linear(32, 2),
         )
 
     def forward(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -26,12 +26,16 @@ class Bottleneck(nn.Module):
         super().__init__()
         out_channels = width * self.EXPANSION
         self.residual = nn.Sequential(
-            *convolution_norm(in_channels, width, 1), nn.ReLU(),
-            *convolution_norm(width, width, 3, stride), nn.ReLU(),
+            *convolution_norm(in_channels, width, 1),
+            nn.ReLU(),
+            *convolution_norm(width, width, 3, stride),
+            nn.ReLU(),
             *convolution_norm(width, out_channels, 1),
         )
         same_shape = stride == 1 and in_channels == out_channels
-        self.shortcut = nn.Sequential(*([] if same_shape else convolution_norm(in_channels, out_channels, 1, stride)))
+        self.shortcut = nn.Sequential(
+            *([] if same_shape else convolution_norm(in_channels, out_channels, 1, stride))
+        )
         self.relu = nn.ReLU()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -44,8 +48,15 @@ class InvertedResidual(nn.Module):
     """An inverted residual (Sandler et al. 2018): expand, depthwise, squeeze-and-excitation, project; add the input."""
 
     def __init__(
-        self, in_channels: int, out_channels: int, *, expansion: int, kernel_size: int, stride: int,
-        activation: type[nn.Module], excited: bool,
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        expansion: int,
+        kernel_size: int,
+        stride: int,
+        activation: type[nn.Module],
+        excited: bool,
     ) -> None:
         super().__init__()
         width = in_channels * expansion
@@ -69,8 +80,13 @@ class SqueezeExcitation(nn.Module):
 
     def __init__(self, channels: int, squeezed: int, activation: type[nn.Module]) -> None:
         super().__init__()
-        self.gate = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(channels, squeezed, 1), activation(),
-                                  nn.Conv2d(squeezed, channels, 1), nn.Sigmoid())
+        self.gate = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1),
+            nn.Conv2d(channels, squeezed, 1),
+            activation(),
+            nn.Conv2d(squeezed, channels, 1),
+            nn.Sigmoid(),
+        )
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Map (n, channels, h, w) to the same shape."""
@@ -92,13 +108,19 @@ def resnet50(*, in_channels: int, image_size: int, num_classes: int) -> nn.Seque
     if image_size < _SMALL_IMAGE:
         layers = [*convolution_norm(in_channels, 64, 3), nn.ReLU()]
     else:
-        layers = [*convolution_norm(in_channels, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1)]
+        layers = [
+            *convolution_norm(in_channels, 64, 7, 2),
+            nn.ReLU(),
+            nn.MaxPool2d(3, stride=2, padding=1),
+        ]
     channels = 64
     for width, num_blocks, stride in _RESNET50_STAGES:
         for block in range(num_blocks):
             layers.append(Bottleneck(channels, width, stride if block == 0 else 1))
             channels = width * Bottleneck.EXPANSION
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
+    return nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes)
+    )
 
 
 _MOBILENET_V2_STAGES = (
@@ -120,11 +142,27 @@ def mobilenet_v2(*, in_channels: int, image_size: int, num_classes: int) -> nn.S
     for stage, (expansion, out_channels, num_blocks, stride) in enumerate(_MOBILENET_V2_STAGES):
         for block in range(num_blocks):
             first = 1 if is_small and stage == 1 else stride
-            layers.append(InvertedResidual(channels, out_channels, expansion=expansion, kernel_size=3,
-                                           stride=first if block == 0 else 1, activation=nn.ReLU6, excited=False))
+            layers.append(
+                InvertedResidual(
+                    channels,
+                    out_channels,
+                    expansion=expansion,
+                    kernel_size=3,
+                    stride=first if block == 0 else 1,
+                    activation=nn.ReLU6,
+                    excited=False,
+                )
+            )
             channels = out_channels
-    return nn.Sequential(*layers, *convolution_norm(channels, 1280, 1), nn.ReLU6(), nn.AdaptiveAvgPool2d(1),
-                         nn.Flatten(), nn.Dropout(0.2), nn.Linear(1280, num_classes))
+    return nn.Sequential(
+        *layers,
+        *convolution_norm(channels, 1280, 1),
+        nn.ReLU6(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(1280, num_classes),
+    )
 
 
 _EFFICIENTNET_STAGES = (
@@ -143,18 +181,39 @@ def efficientnet_b1(*, in_channels: int, image_size: int, num_classes: int) -> n
     stride 1. Raises ConfigError for images smaller than 16 pixels.
     """
     _require_size("efficientnet-b1", image_size, 16)
-    layers = [*convolution_norm(in_channels, 32, 3, 1 if image_size < _SMALL_IMAGE else 2), nn.SiLU()]
+    layers = [
+        *convolution_norm(in_channels, 32, 3, 1 if image_size < _SMALL_IMAGE else 2),
+        nn.SiLU(),
+    ]
     channels = 32
     for expansion, kernel_size, out_channels, num_blocks, stride in _EFFICIENTNET_STAGES:
         for block in range(math.ceil(_B1_DEPTH * num_blocks)):
-            layers.append(InvertedResidual(channels, out_channels, expansion=expansion, kernel_size=kernel_size,
-                                           stride=stride if block == 0 else 1, activation=nn.SiLU, excited=True))
+            layers.append(
+                InvertedResidual(
+                    channels,
+                    out_channels,
+                    expansion=expansion,
+                    kernel_size=kernel_size,
+                    stride=stride if block == 0 else 1,
+                    activation=nn.SiLU,
+                    excited=True,
+                )
+            )
             channels = out_channels
-    return nn.Sequential(*layers, *convolution_norm(channels, 1280, 1), nn.SiLU(), nn.AdaptiveAvgPool2d(1),
-                         nn.Flatten(), nn.Dropout(0.2), nn.Linear(1280, num_classes))
+    return nn.Sequential(
+        *layers,
+        *convolution_norm(channels, 1280, 1),
+        nn.SiLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(1280, num_classes),
+    )
 
 
 def _require_size(name: str, image_size: int, least: int) -> None:
     if image_size < least:
-        raise ConfigError(f"model {name}: takes images of {least}x{least} pixels or more, got "
-                          f"{image_size}x{image_size}")
+        raise ConfigError(
+            f"model {name}: takes images of {least}x{least} pixels or more, got "
+            f"{image_size}x{image_size}"
+        )

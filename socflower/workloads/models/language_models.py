@@ -19,15 +19,19 @@ class SelfAttention(nn.Module):
     def __init__(self, width: int, num_heads: int, *, causal: bool) -> None:
         super().__init__()
         if width % num_heads:
-            raise ConfigError(f"attention: width = {width} must be a multiple of num_heads = {num_heads}")
+            raise ConfigError(
+                f"attention: width = {width} must be a multiple of num_heads = {num_heads}"
+            )
         self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
         self.project = nn.Linear(width, width)
         self.num_heads, self.causal = num_heads, causal
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Map (n, length, width) to the same shape."""
-        query, key, value = (part.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-                             for part in (self.query(inputs), self.key(inputs), self.value(inputs)))
+        query, key, value = (
+            part.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+            for part in (self.query(inputs), self.key(inputs), self.value(inputs))
+        )
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         output: torch.Tensor = self.project(attended.transpose(1, 2).flatten(2))
         return output
@@ -39,10 +43,14 @@ class TransformerBlock(nn.Module):
     The norm is behind the sum as in BERT, or before the layer as in GPT-2 (`norm_first`).
     """
 
-    def __init__(self, width: int, num_heads: int, *, causal: bool, norm_first: bool, dropout: float) -> None:
+    def __init__(
+        self, width: int, num_heads: int, *, causal: bool, norm_first: bool, dropout: float
+    ) -> None:
         super().__init__()
         self.attention = SelfAttention(width, num_heads, causal=causal)
-        self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.perceptron = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
         self.attention_norm, self.perceptron_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention_dropout, self.perceptron_dropout = nn.Dropout(dropout), nn.Dropout(dropout)
         self.norm_first = norm_first
@@ -53,7 +61,9 @@ class TransformerBlock(nn.Module):
             inputs = inputs + self.attention_dropout(self.attention(self.attention_norm(inputs)))
             return inputs + self.perceptron_dropout(self.perceptron(self.perceptron_norm(inputs)))
         inputs = self.attention_norm(inputs + self.attention_dropout(self.attention(inputs)))
-        output: torch.Tensor = self.perceptron_norm(inputs + self.perceptron_dropout(self.perceptron(inputs)))
+        output: torch.Tensor = self.perceptron_norm(
+            inputs + self.perceptron_dropout(self.perceptron(inputs))
+        )
         return output
 
 
@@ -61,22 +71,39 @@ class Bert(nn.Module):
     """BERT's encoder (Devlin et al. 2019), its pooler and a classifier; all tokens are of the first segment."""
 
     def __init__(
-        self, *, num_blocks: int, width: int, num_heads: int, vocabulary: int, length: int, num_classes: int,
+        self,
+        *,
+        num_blocks: int,
+        width: int,
+        num_heads: int,
+        vocabulary: int,
+        length: int,
+        num_classes: int,
         dropout: float,
     ) -> None:
         super().__init__()
-        self.words, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(_BERT_LENGTH, width)
+        self.words, self.positions = (
+            nn.Embedding(vocabulary, width),
+            nn.Embedding(_BERT_LENGTH, width),
+        )
         self.segments = nn.Embedding(2, width)
         self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(dropout)
-        self.blocks = nn.Sequential(*(
-            TransformerBlock(width, num_heads, causal=False, norm_first=False, dropout=dropout)
-            for _ in range(num_blocks)))
-        self.pooler, self.tanh, self.classifier = nn.Linear(width, width), nn.Tanh(), nn.Linear(width, num_classes)
+        self.blocks = nn.Sequential(
+            *(
+                TransformerBlock(width, num_heads, causal=False, norm_first=False, dropout=dropout)
+                for _ in range(num_blocks)
+            )
+        )
+        self.pooler, self.tanh, self.classifier = (
+            nn.Linear(width, width),
+            nn.Tanh(),
+            nn.Linear(width, num_classes),
+        )
         self.length = length
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Map token ids (n, length) int64 to logits (n, num_classes)."""
-        where = self.positions.weight[:self.length] + self.segments.weight[0]
+        where = self.positions.weight[: self.length] + self.segments.weight[0]
         hidden = self.blocks(self.dropout(self.norm(self.words(tokens) + where)))
         logits: torch.Tensor = self.classifier(self.tanh(self.pooler(hidden[:, 0])))
         return logits
@@ -86,14 +113,24 @@ class Gpt(nn.Module):
     """GPT-2 (Radford et al. 2019), but with a head of its own: one that shares the embedding could not be cut."""
 
     def __init__(
-        self, *, num_blocks: int, width: int, num_heads: int, vocabulary: int, length: int, dropout: float,
+        self,
+        *,
+        num_blocks: int,
+        width: int,
+        num_heads: int,
+        vocabulary: int,
+        length: int,
+        dropout: float,
     ) -> None:
         super().__init__()
         self.words, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.Sequential(*(
-            TransformerBlock(width, num_heads, causal=True, norm_first=True, dropout=dropout)
-            for _ in range(num_blocks)))
+        self.blocks = nn.Sequential(
+            *(
+                TransformerBlock(width, num_heads, causal=True, norm_first=True, dropout=dropout)
+                for _ in range(num_blocks)
+            )
+        )
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -108,24 +145,43 @@ _BERT_LENGTH = 512
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
-def bert_small(*, length: int, num_classes: int, vocabulary: int = 30_522, dropout: float = 0.1, seed: int) -> Bert:
+def bert_small(
+    *, length: int, num_classes: int, vocabulary: int = 30_522, dropout: float = 0.1, seed: int
+) -> Bert:
     """Return BERT-small of Turc et al. (2019), L = 4, H = 512: 28.76 M parameters and a classifier.
 
     Equal seeds give equal weights; torch's global random state is neither read nor changed. Raises ConfigError for
     sequences longer than 512 tokens.
     """
-    require_range("model bert-small", least=1, length=length, num_classes=num_classes, vocabulary=vocabulary)
+    require_range(
+        "model bert-small", least=1, length=length, num_classes=num_classes, vocabulary=vocabulary
+    )
     require_range("model bert-small", least=0, dropout=dropout)
     if length > _BERT_LENGTH:
-        raise ConfigError(f"model bert-small: takes sequences of up to {_BERT_LENGTH} tokens, got length = {length}")
+        raise ConfigError(
+            f"model bert-small: takes sequences of up to {_BERT_LENGTH} tokens, got length = {length}"
+        )
     with torch.device("meta"):
-        model = Bert(num_blocks=4, width=512, num_heads=8, vocabulary=vocabulary, length=length,
-                     num_classes=num_classes, dropout=dropout)
+        model = Bert(
+            num_blocks=4,
+            width=512,
+            num_heads=8,
+            vocabulary=vocabulary,
+            length=length,
+            num_classes=num_classes,
+            dropout=dropout,
+        )
     return _drawn(model, seed)
 
 
 def gpt_small(
-    *, length: int, vocabulary: int = 256, width: int = 256, num_blocks: int = 6, dropout: float = 0.0, seed: int,
+    *,
+    length: int,
+    vocabulary: int = 256,
+    width: int = 256,
+    num_blocks: int = 6,
+    dropout: float = 0.0,
+    seed: int,
 ) -> Gpt:
     """Return a GPT of `num_blocks` blocks, with a head for each 64 units of `width`; by default for bytes.
 
@@ -133,11 +189,24 @@ def gpt_small(
     give equal weights; torch's global random state is neither read nor changed. Raises ConfigError for a width that is
     no multiple of its heads.
     """
-    require_range("model gpt-small", least=1, length=length, vocabulary=vocabulary, width=width, num_blocks=num_blocks)
+    require_range(
+        "model gpt-small",
+        least=1,
+        length=length,
+        vocabulary=vocabulary,
+        width=width,
+        num_blocks=num_blocks,
+    )
     require_range("model gpt-small", least=0, dropout=dropout)
     with torch.device("meta"):
-        model = Gpt(num_blocks=num_blocks, width=width, num_heads=max(1, width // 64), vocabulary=vocabulary,
-                    length=length, dropout=dropout)
+        model = Gpt(
+            num_blocks=num_blocks,
+            width=width,
+            num_heads=max(1, width // 64),
+            vocabulary=vocabulary,
+            length=length,
+            dropout=dropout,
+        )
     return _drawn(model, seed)
 
 

@@ -15,16 +15,30 @@ def padding_to_32(model: str, image_size: int) -> int:
     one activation less to write, and integer engines need no padding layer.
     """
     if image_size not in (28, 32):
-        raise ConfigError(f"model {model}: takes images of 28x28 or 32x32 pixels, got {image_size}x{image_size}")
+        raise ConfigError(
+            f"model {model}: takes images of 28x28 or 32x32 pixels, got {image_size}x{image_size}"
+        )
     return (32 - image_size) // 2
 
 
 def convolution_norm(
-    in_channels: int, out_channels: int, kernel_size: int, stride: int = 1, *, groups: int = 1,
+    in_channels: int,
+    out_channels: int,
+    kernel_size: int,
+    stride: int = 1,
+    *,
+    groups: int = 1,
 ) -> list[nn.Module]:
     """Return a convolution that keeps h and w at stride 1, and the BatchNorm behind it, in place of a bias."""
-    convolution = nn.Conv2d(in_channels, out_channels, kernel_size, stride=stride, padding=kernel_size // 2,
-                            groups=groups, bias=False)
+    convolution = nn.Conv2d(
+        in_channels,
+        out_channels,
+        kernel_size,
+        stride=stride,
+        padding=kernel_size // 2,
+        groups=groups,
+        bias=False,
+    )
     return [convolution, nn.BatchNorm2d(out_channels)]
 
 
@@ -59,4 +73,6 @@ def draw_weights_(model: nn.Module, generator: torch.Generator) -> None:
         elif isinstance(module, nn.BatchNorm2d | nn.LayerNorm):
             module.reset_parameters()  # ones and zeros, and initial running statistics
         else:
-            assert not list(module.parameters(recurse=False)), f"no rule for the weights of {module}"
+            assert not list(module.parameters(recurse=False)), (
+                f"no rule for the weights of {module}"
+            )

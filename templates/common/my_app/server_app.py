@@ -28,9 +28,17 @@ def main(grid: Grid, context: Context) -> None:
     strategy = SoCFlow(
         cluster=load_cluster(CLUSTER),
         groups=int(config["num-groups"]),
-        schedule=TrainingSchedule(num_samples=len(training_data(context, 0, 1)), batch_size=int(config["batch-size"]),
-                                  num_epochs=int(config["num-epochs"]), interval_epochs=1),
+        schedule=TrainingSchedule(
+            num_samples=len(training_data(context, 0, 1)),
+            batch_size=int(config["batch-size"]),
+            num_epochs=int(config["num-epochs"]),
+            interval_epochs=1,
+        ),
         costs=Costs(model_profile=profile_module(model, EXAMPLE, "my-app")),
     )
-    strategy.start(GroupGrid(grid), ArrayRecord(model.state_dict()), num_rounds=strategy.num_rounds,
-                   evaluate_fn=evaluate_global)
+    strategy.start(
+        GroupGrid(grid),
+        ArrayRecord(model.state_dict()),
+        num_rounds=strategy.num_rounds,
+        evaluate_fn=evaluate_global,
+    )

@@ -17,9 +17,17 @@ def make_model(context: Context | None = None) -> nn.Module:
     """Return the network with its initial weights."""
     torch.manual_seed(1)
     return nn.Sequential(
-        nn.Conv2d(1, 8, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(8, 16, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(16 * 7 * 7, 64), nn.ReLU(), nn.Linear(64, 10))
+        nn.Conv2d(1, 8, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * 7 * 7, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
 
 
 class ShiftedDigits(Dataset[tuple[Tensor, Tensor]]):
@@ -27,7 +35,9 @@ class ShiftedDigits(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self) -> None:
         digits = load_digits().train
-        self.images, self.labels = digits.batch(range(len(digits)))  # (n, 1, 28, 28) normalised, (n,)
+        self.images, self.labels = digits.batch(
+            range(len(digits))
+        )  # (n, 1, 28, 28) normalised, (n,)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -48,7 +58,9 @@ def all_training_data() -> ShiftedDigits:
     return ShiftedDigits()
 
 
-def training_data(context: Context, partition_id: int, num_partitions: int) -> Dataset[tuple[Tensor, Tensor]]:
+def training_data(
+    context: Context, partition_id: int, num_partitions: int
+) -> Dataset[tuple[Tensor, Tensor]]:
     """Return the samples of one node; partition 0 of 1 is all of them."""
     samples = all_training_data()
     return Subset(samples, range(partition_id, len(samples), num_partitions))

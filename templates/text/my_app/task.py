@@ -14,7 +14,9 @@ from socflower import FP32Trainer, evaluate
 
 CONTEXT, WIDTH, NUM_HEADS, NUM_BLOCKS = 64, 64, 4, 2
 NUM_TRAIN, NUM_TEST = 3000, 300  # windows of CONTEXT + 1 bytes
-EXAMPLE = torch.zeros(1, CONTEXT, dtype=torch.int64)  # a batch of one window, by which training is priced
+EXAMPLE = torch.zeros(
+    1, CONTEXT, dtype=torch.int64
+)  # a batch of one window, by which training is priced
 
 
 class Block(nn.Module):
@@ -24,12 +26,16 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm, self.feed_forward_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.queries_keys_values, self.mix = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.feed_forward = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         heads = (x.shape[0], x.shape[1], NUM_HEADS, x.shape[2] // NUM_HEADS)
-        queries, keys, values = (part.reshape(heads).transpose(1, 2) for part in
-                                 self.queries_keys_values(self.attention_norm(x)).chunk(3, dim=-1))
+        queries, keys, values = (
+            part.reshape(heads).transpose(1, 2)
+            for part in self.queries_keys_values(self.attention_norm(x)).chunk(3, dim=-1)
+        )
         attended = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         x = x + self.mix(attended.transpose(1, 2).reshape(x.shape))
         return x + self.feed_forward(self.feed_forward_norm(x))
@@ -38,7 +44,9 @@ class Block(nn.Module):
 class ByteGPT(nn.Module):
     """Predicts the next byte: int64 bytes (n, length) become logits (n, length, 256)."""
 
-    def __init__(self, context: int = CONTEXT, width: int = WIDTH, num_blocks: int = NUM_BLOCKS) -> None:
+    def __init__(
+        self, context: int = CONTEXT, width: int = WIDTH, num_blocks: int = NUM_BLOCKS
+    ) -> None:
         super().__init__()
         self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width) for _ in range(num_blocks)))
@@ -65,7 +73,7 @@ class Windows(Dataset[Tensor]):
         return (len(self.text) - 1) // self.context
 
     def __getitem__(self, index: int) -> Tensor:
-        return self.text[index * self.context:(index + 1) * self.context + 1].long()
+        return self.text[index * self.context : (index + 1) * self.context + 1].long()
 
 
 def text_of_library(num_bytes: int) -> bytes:
@@ -82,7 +90,7 @@ def text_of_library(num_bytes: int) -> bytes:
 def load_windows() -> tuple[Windows, Windows]:
     """Return the windows for training and those for the test, which come from other files."""
     text = text_of_library((NUM_TRAIN + NUM_TEST) * CONTEXT + 1)
-    return Windows(text[:NUM_TRAIN * CONTEXT + 1]), Windows(text[NUM_TRAIN * CONTEXT:])
+    return Windows(text[: NUM_TRAIN * CONTEXT + 1]), Windows(text[NUM_TRAIN * CONTEXT :])
 
 
 def training_data(context: Context, partition_id: int, num_partitions: int) -> Dataset[Tensor]:
@@ -104,14 +112,19 @@ def next_byte_loss(model: nn.Module, windows: Tensor) -> Tensor:
 def next_byte_scores(model: nn.Module, windows: Tensor) -> dict[str, Tensor]:
     """Return the loss of a batch and the share of its bytes that are predicted correctly."""
     logits, following = predict(model, windows)
-    return {"accuracy": (logits.argmax(1) == following).float().mean(),
-            "loss": functional.cross_entropy(logits, following)}
+    return {
+        "accuracy": (logits.argmax(1) == following).float().mean(),
+        "loss": functional.cross_entropy(logits, following),
+    }
 
 
 def make_trainer(context: Context) -> FP32Trainer:
     """Train with AdamW at the run config's learning rate."""
-    return FP32Trainer(train_step=next_byte_loss, max_grad_norm=1.0, optimizer=partial(
-        torch.optim.AdamW, lr=float(context.run_config["learning-rate"])))
+    return FP32Trainer(
+        train_step=next_byte_loss,
+        max_grad_norm=1.0,
+        optimizer=partial(torch.optim.AdamW, lr=float(context.run_config["learning-rate"])),
+    )
 
 
 def test_scores(model: nn.Module) -> dict[str, float]:

@@ -29,35 +29,59 @@ class Augmented(Dataset):  # type: ignore[type-arg]
     """Images that are flipped and made noisy at random, each time they are read."""
 
     def __init__(self, seed: int) -> None:
-        self._images = torch.from_numpy(np.random.default_rng(seed).normal(size=(24, 2, 6, 6)).astype(np.float32))
+        self._images = torch.from_numpy(
+            np.random.default_rng(seed).normal(size=(24, 2, 6, 6)).astype(np.float32)
+        )
 
     def __len__(self) -> int:
         return len(self._images)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         image = self._images[index]
-        return (image.flip(-1) if torch.rand(()) < 0.5 else image) + float(np.random.normal()), index % 3
+        return (image.flip(-1) if torch.rand(()) < 0.5 else image) + float(
+            np.random.normal()
+        ), index % 3
 
 
 def convolutions(seed: int) -> LayeredProgram:
     def model() -> nn.Module:
-        return built(lambda: nn.Sequential(
-            nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten(),
-            nn.Linear(16, 3)), seed)
+        return built(
+            lambda: nn.Sequential(
+                nn.Conv2d(2, 4, 3),
+                nn.BatchNorm2d(4),
+                nn.ReLU(),
+                nn.Conv2d(4, 4, 3),
+                nn.ReLU(),
+                nn.Flatten(),
+                nn.Linear(16, 3),
+            ),
+            seed,
+        )
 
     return LayeredProgram(model_fn=model, example=(2, 6, 6), optimizer=sgd(0.05), seed=seed)
 
 
 def app_of(program: SplitProgram, data: Any) -> ClientApp:
-    return make_split_client_app(lambda context: program, lambda context, party, num_parties: data,
-                                 link_fn=lambda context: PATIENCE)
+    return make_split_client_app(
+        lambda context: program,
+        lambda context, party, num_parties: data,
+        link_fn=lambda context: PATIENCE,
+    )
 
 
-def in_one_process(program: SplitProgram, data: Any, **party_settings: Any) -> dict[str, NDArray[Any]]:
-    return start(strategy_of(program, 1, None, **party_settings), program, ThreadGrid([app_of(program, data)]))
+def in_one_process(
+    program: SplitProgram, data: Any, **party_settings: Any
+) -> dict[str, NDArray[Any]]:
+    return start(
+        strategy_of(program, 1, None, **party_settings),
+        program,
+        ThreadGrid([app_of(program, data)]),
+    )
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 def test_an_augmented_dataset_gives_the_weights_of_training_in_one_piece(seed: int) -> None:
     program, data = convolutions(seed), Augmented(seed)
     with torch_threads(1):
@@ -74,7 +98,10 @@ def test_an_augmented_dataset_gives_the_weights_of_training_in_one_piece(seed: i
     loaded = DataLoader(data, num_workers=2 * (seed > 0))
     with Cloud(program) as cloud:
         strategy = strategy_of(program, 1, cloud.client())
-        assert differing(start(strategy, program, ThreadGrid([app_of(program, loaded)])), expected) == []
+        assert (
+            differing(start(strategy, program, ThreadGrid([app_of(program, loaded)])), expected)
+            == []
+        )
 
 
 def test_a_replay_reads_the_batch_as_its_first_pass_did() -> None:
@@ -85,8 +112,11 @@ def test_a_replay_reads_the_batch_as_its_first_pass_did() -> None:
 
     class Written(type(as_data_source(data))):  # type: ignore[misc]
         def batch(self, indices: Any, key: Any = ()) -> Any:
-            inputs, labels, _ = next(each for number, each in enumerate(written)
-                                     if number // BATCHES_PER_EPOCH == key[1] and list(each[2]) == list(indices))
+            inputs, labels, _ = next(
+                each
+                for number, each in enumerate(written)
+                if number // BATCHES_PER_EPOCH == key[1] and list(each[2]) == list(indices)
+            )
             return inputs, torch.from_numpy(labels)
 
     stale = in_one_process(program, data, window=3)

@@ -47,29 +47,56 @@ pytestmark = pytest.mark.usefixtures("one_run_and_thread")
 
 def client_app(program: SplitProgram, **settings: Any) -> ClientApp:
     return make_split_client_app(
-        lambda context: program, lambda context, party, num_parties: samples_of(program, party),
+        lambda context: program,
+        lambda context, party, num_parties: samples_of(program, party),
         cloud_data_fn=(lambda context, party, num_parties: codes_of(program, party, num_parties))
-        if program.is_reverse else None, **settings)
+        if program.is_reverse
+        else None,
+        **settings,
+    )
 
 
 def train(
-    program: SplitProgram, num_parties: int = 1, *, mode: Any = "own", cut: int | None = 0, num_epochs: int = 2,
-    grid: ThreadGrid | None = None, strategy_settings: dict[str, Any] | None = None, **party_settings: Any,
+    program: SplitProgram,
+    num_parties: int = 1,
+    *,
+    mode: Any = "own",
+    cut: int | None = 0,
+    num_epochs: int = 2,
+    grid: ThreadGrid | None = None,
+    strategy_settings: dict[str, Any] | None = None,
+    **party_settings: Any,
 ) -> tuple[dict[str, NDArray[Any]], SplitReplay]:
     """Train by Flower's messages with no cloud, and return the whole model's weights."""
     strategy = SplitReplay(
-        cluster=parse_cluster({"boards": [4]}), parties=parties_of(program, num_parties, cut=cut, **party_settings),
-        edge_names=program.edge_names, batches_per_epoch=BATCHES_PER_EPOCH, num_epochs=num_epochs, mode=mode,
-        reverse=program.is_reverse, seed=SEED, fingerprint=program.fingerprint(), **(strategy_settings or {}))
+        cluster=parse_cluster({"boards": [4]}),
+        parties=parties_of(program, num_parties, cut=cut, **party_settings),
+        edge_names=program.edge_names,
+        batches_per_epoch=BATCHES_PER_EPOCH,
+        num_epochs=num_epochs,
+        mode=mode,
+        reverse=program.is_reverse,
+        seed=SEED,
+        fingerprint=program.fingerprint(),
+        **(strategy_settings or {}),
+    )
     grid = grid or ThreadGrid([client_app(program) for _ in range(num_parties)])
-    result = strategy.start(grid, ArrayRecord(program.model().state_dict()),  # type: ignore[arg-type]
-                            num_rounds=strategy.num_rounds, timeout=60)
+    result = strategy.start(
+        grid,
+        ArrayRecord(program.model().state_dict()),  # type: ignore[arg-type]
+        num_rounds=strategy.num_rounds,
+        timeout=60,
+    )
     return {name: array.numpy() for name, array in result.arrays.items()}, strategy
 
 
 # --------------------------------------------------------------------------------------- weights of local training
-@pytest.mark.parametrize(("name", "cut"), [("lenet5", 0), ("lenet5", 2), ("lenet5", None), ("resnet8", 1)])
-def test_at_k_0_without_compression_two_rounds_give_the_weights_of_local_training(name: str, cut: int | None) -> None:
+@pytest.mark.parametrize(
+    ("name", "cut"), [("lenet5", 0), ("lenet5", 2), ("lenet5", None), ("resnet8", 1)]
+)
+def test_at_k_0_without_compression_two_rounds_give_the_weights_of_local_training(
+    name: str, cut: int | None
+) -> None:
     program = layered(name)
     arrays, strategy = train(program, cut=cut)
     assert differing(arrays, local_training(program, NUM_BATCHES)) == []
@@ -100,8 +127,10 @@ def test_own_halves_are_averaged_after_each_round_as_clients_of_fed_avg() -> Non
     """Two edges, one round, no momentum carried over: the mean of two trainings, by samples."""
     program = layered()
     arrays, _ = train(program, 2, num_epochs=1)
-    alone = [train(program, num_epochs=1, grid=ThreadGrid([client_app_of_party(program, party)]))[0]
-             for party in (0, 1)]
+    alone = [
+        train(program, num_epochs=1, grid=ThreadGrid([client_app_of_party(program, party)]))[0]
+        for party in (0, 1)
+    ]
     for name, array in arrays.items():
         expected = (24.0 * alone[0][name] + 28.0 * alone[1][name]) / 52.0
         np.testing.assert_allclose(array, expected, rtol=1e-5, atol=1e-6)
@@ -114,8 +143,11 @@ def client_app_of_party(program: LayeredProgram, party: int) -> ClientApp:
 
     def keyed(message: Message, context: Context) -> Message:
         task = SplitTask.decode(message.content.config_records[SPLIT])
-        message.content[SPLIT] = ConfigRecord(replace(
-            task, parties=(party,), num_parties=2, actions=with_party(task.actions, party)).encode())
+        message.content[SPLIT] = ConfigRecord(
+            replace(
+                task, parties=(party,), num_parties=2, actions=with_party(task.actions, party)
+            ).encode()
+        )
         return app(message, context)
 
     return keyed  # type: ignore[return-value]
@@ -134,14 +166,30 @@ def test_edges_that_take_turns_share_one_back_half_and_their_fronts_are_averaged
 
 
 # --------------------------------------------------------------------------------------------------------- the task
-TASKS = st.integers(1, 4).flatmap(lambda count: st.builds(
-    lambda **settings: SplitTask(**settings), parties=st.just(tuple(range(count))), num_parties=st.just(count),
-    mode=st.sampled_from(CLOUD_MODES), reverse=st.booleans(), first_batch=st.integers(0, 9),
-    num_batches=st.integers(1, 9), total_batches=st.just(18), batches_per_epoch=st.integers(1, 9),
-    seed=st.integers(0, 1 << 31), cuts=st.just((0,) * count), bits=st.just((8,) * count),
-    windows=st.just((3,) * count), gradient_bits=st.just(32), actions=st.binary(max_size=40),
-    address=st.sampled_from(["", "cloud:1"]), run=st.text("abc", max_size=4), session_first=st.integers(0, 9),
-    token=st.just("ab"), fingerprint=st.text("0123", max_size=4)))
+TASKS = st.integers(1, 4).flatmap(
+    lambda count: st.builds(
+        lambda **settings: SplitTask(**settings),
+        parties=st.just(tuple(range(count))),
+        num_parties=st.just(count),
+        mode=st.sampled_from(CLOUD_MODES),
+        reverse=st.booleans(),
+        first_batch=st.integers(0, 9),
+        num_batches=st.integers(1, 9),
+        total_batches=st.just(18),
+        batches_per_epoch=st.integers(1, 9),
+        seed=st.integers(0, 1 << 31),
+        cuts=st.just((0,) * count),
+        bits=st.just((8,) * count),
+        windows=st.just((3,) * count),
+        gradient_bits=st.just(32),
+        actions=st.binary(max_size=40),
+        address=st.sampled_from(["", "cloud:1"]),
+        run=st.text("abc", max_size=4),
+        session_first=st.integers(0, 9),
+        token=st.just("ab"),
+        fingerprint=st.text("0123", max_size=4),
+    )
+)
 
 
 @settings(max_examples=40)
@@ -151,18 +199,30 @@ def test_a_task_is_the_same_after_its_way_through_a_flower_record(task: SplitTas
 
 
 def test_a_report_is_the_same_after_its_way_through_a_flower_record() -> None:
-    report = SplitReport(cut=2, bits=8, duration_s=1.5, compute_s=0.5, up_bytes=3, down_bytes=4, staleness=(1, 2),
-                         reconnects=1, events=("a", "b"))
+    report = SplitReport(
+        cut=2,
+        bits=8,
+        duration_s=1.5,
+        compute_s=0.5,
+        up_bytes=3,
+        down_bytes=4,
+        staleness=(1, 2),
+        reconnects=1,
+        events=("a", "b"),
+    )
     assert SplitReport.decode(ConfigRecord(report.encode())) == report
 
 
-@pytest.mark.parametrize(("changes", "says"), [
-    ({"mode": "both"}, "mode = 'both' is unknown; use one of own, turns, joined"),
-    ({"cuts": ()}, "need one of each for every party"),
-    ({"parties": (0, 1)}, "2 parties, 1 cuts"),
-    ({"first_batch": -1}, "batches -1 to 3 of 8 do not exist"),
-    ({"num_batches": 9}, "batches 0 to 9 of 8 do not exist"),
-])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"mode": "both"}, "mode = 'both' is unknown; use one of own, turns, joined"),
+        ({"cuts": ()}, "need one of each for every party"),
+        ({"parties": (0, 1)}, "2 parties, 1 cuts"),
+        ({"first_batch": -1}, "batches -1 to 3 of 8 do not exist"),
+        ({"num_batches": 9}, "batches 0 to 9 of 8 do not exist"),
+    ],
+)
 def test_a_task_that_cannot_be_is_one_line(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         SplitTask(**task_settings(**changes))
@@ -172,14 +232,19 @@ def test_a_task_that_cannot_be_is_one_line(changes: dict[str, Any], says: str) -
 def test_records_of_another_version_name_what_is_missing_or_too_much() -> None:
     record = SplitTask(**task_settings()).encode()
     missing = {key: value for key, value in record.items() if key != "windows"}
-    for changed, says in ((missing, r"missing \['windows'\]"), ({**record, "new": 1}, r"unknown \['new'\]")):
+    for changed, says in (
+        (missing, r"missing \['windows'\]"),
+        ({**record, "new": 1}, r"unknown \['new'\]"),
+    ):
         with pytest.raises(ConfigError, match=says):
             SplitTask.decode(ConfigRecord(changed))
 
 
 # ------------------------------------------------------------------------------------------------------ bad messages
 def ask(app: ClientApp, task: SplitTask | None, context: Context | None = None) -> Message:
-    content = RecordDict({"arrays": ArrayRecord({"w": Array(np.zeros(1, np.float32))}), "config": ConfigRecord({})})
+    content = RecordDict(
+        {"arrays": ArrayRecord({"w": Array(np.zeros(1, np.float32))}), "config": ConfigRecord({})}
+    )
     if task is not None:
         content[SPLIT] = ConfigRecord(task.encode())
     return app(Message(content, 1, "train"), context or new_context())
@@ -196,7 +261,9 @@ def test_a_message_of_another_strategy_is_refused() -> None:
 
 def test_a_server_with_another_model_is_refused_before_anything_is_trained() -> None:
     task = SplitTask(**task_settings(fingerprint="f" * 64))
-    with pytest.raises(ConfigError, match=r"the server cut another model \(ffffffffffff\) than this node's") as caught:
+    with pytest.raises(
+        ConfigError, match=r"the server cut another model \(ffffffffffff\) than this node's"
+    ) as caught:
         ask(client_app(layered()), task)
     assert "\n" not in str(caught.value)
 
@@ -207,20 +274,34 @@ def test_fewer_samples_than_batches_are_refused() -> None:
 
 
 def test_with_a_cloud_a_message_is_for_one_party() -> None:
-    task = SplitTask(**task_settings(
-        parties=(0, 1), num_parties=2, cuts=(0, 0), bits=(32, 32), windows=(0, 0), address="127.0.0.1:1"))
-    with pytest.raises(ConfigError, match=r"a message for parties \[0, 1\]; with a cloud each edge gets its own"):
+    task = SplitTask(
+        **task_settings(
+            parties=(0, 1),
+            num_parties=2,
+            cuts=(0, 0),
+            bits=(32, 32),
+            windows=(0, 0),
+            address="127.0.0.1:1",
+        )
+    )
+    with pytest.raises(
+        ConfigError, match=r"a message for parties \[0, 1\]; with a cloud each edge gets its own"
+    ):
         ask(client_app(layered()), task)
 
 
 def test_parties_whose_features_are_joined_have_one_cut() -> None:
-    with pytest.raises(ConfigError, match="cut = 3; a model of named parts has one cut, 0, at the end of"):
+    with pytest.raises(
+        ConfigError, match="cut = 3; a model of named parts has one cut, 0, at the end of"
+    ):
         joined().back(3)
 
 
 def test_the_way_to_the_cloud_is_read_from_the_node_config(tmp_path: Path) -> None:
     assert cloud_link(new_context()).tls is None and cloud_link(new_context()).folder is None
-    link = cloud_link(new_context(**{"cloud-ca": "ca.pem", "cloud-insecure": True, "cloud-folder": str(tmp_path)}))
+    link = cloud_link(
+        new_context(**{"cloud-ca": "ca.pem", "cloud-insecure": True, "cloud-folder": str(tmp_path)})
+    )
     assert link.tls is not None and link.tls.ca == Path("ca.pem")
     assert (link.insecure, link.folder) == (True, tmp_path)
     with pytest.raises(ConfigError, match="a certificate needs its key"):
@@ -228,7 +309,9 @@ def test_the_way_to_the_cloud_is_read_from_the_node_config(tmp_path: Path) -> No
 
 
 # ------------------------------------------------------------------------------------------------- between the rounds
-def test_halves_are_kept_in_memory_between_rounds_and_a_new_node_begins_with_new_optimisers() -> None:
+def test_halves_are_kept_in_memory_between_rounds_and_a_new_node_begins_with_new_optimisers() -> (
+    None
+):
     """The second round's weights differ from local training where momentum is lost, and that is said."""
     program = layered()
     grid = ThreadGrid([client_app(program)])
@@ -244,7 +327,9 @@ def test_halves_are_kept_in_memory_between_rounds_and_a_new_node_begins_with_new
     lost, strategy = train(program, grid=forgetful)
     assert differing(lost, whole)
     assert [[event.text for event in report.events] for report in strategy.reports] == [
-        [], ["edge 0: nothing is left of the optimisers before batch 4; continued with new ones"]]
+        [],
+        ["edge 0: nothing is left of the optimisers before batch 4; continued with new ones"],
+    ]
 
 
 def test_halves_that_are_kept_in_files_outlive_the_clients_process(tmp_path: Path) -> None:
@@ -263,7 +348,9 @@ def test_halves_that_are_kept_in_files_outlive_the_clients_process(tmp_path: Pat
 
 
 @given(st.lists(st.binary(max_size=40), max_size=4))
-def test_a_state_is_what_was_kept_in_memory_as_in_files(tmp_path_factory: Any, halves: list[bytes]) -> None:
+def test_a_state_is_what_was_kept_in_memory_as_in_files(
+    tmp_path_factory: Any, halves: list[bytes]
+) -> None:
     files = StateFiles(tmp_path_factory.mktemp("state"))
     context = new_context()
     first = SplitTask(**task_settings())
@@ -275,7 +362,9 @@ def test_a_state_is_what_was_kept_in_memory_as_in_files(tmp_path_factory: Any, h
     assert SplitState(replace(second, total_batches=9), new_context(), files).read() is None
 
 
-def test_a_state_of_another_place_is_not_used_and_a_new_training_forgets_all(tmp_path: Path) -> None:
+def test_a_state_of_another_place_is_not_used_and_a_new_training_forgets_all(
+    tmp_path: Path,
+) -> None:
     context, files = new_context(), StateFiles(tmp_path)
     first = SplitTask(**task_settings())
     SplitState(first, context, files).save([b"half"], [0])
@@ -285,7 +374,9 @@ def test_a_state_of_another_place_is_not_used_and_a_new_training_forgets_all(tmp
 
 
 @pytest.mark.parametrize("changes", [{"cuts": (1,)}, {"cuts": (-1,)}, {"address": "127.0.0.1:1"}])
-def test_halves_that_were_cut_elsewhere_or_had_another_other_half_are_not_taken(changes: dict[str, Any]) -> None:
+def test_halves_that_were_cut_elsewhere_or_had_another_other_half_are_not_taken(
+    changes: dict[str, Any],
+) -> None:
     context, first = new_context(), SplitTask(**task_settings())
     SplitState(first, context).save([b"half"], [0])
     assert SplitState(replace(first, first_batch=4), context).read() == [b"half"]
@@ -297,12 +388,18 @@ def test_a_damaged_file_is_as_none(tmp_path: Path) -> None:
     SplitState(first, new_context(), StateFiles(tmp_path)).save([b"half" * 100], [0])
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-9])
-    assert SplitState(replace(first, first_batch=4), new_context(), StateFiles(tmp_path)).read() is None
+    assert (
+        SplitState(replace(first, first_batch=4), new_context(), StateFiles(tmp_path)).read()
+        is None
+    )
 
 
 def test_changes_of_features_have_no_error_feedback_on_any_engine() -> None:
     """A real link left it out without a word, and one process did not."""
-    with pytest.raises(ConfigError, match=r"feedback = 'rank-one' beside delta_bytes = 1024.*leave one of the two out"):
+    with pytest.raises(
+        ConfigError,
+        match=r"feedback = 'rank-one' beside delta_bytes = 1024.*leave one of the two out",
+    ):
         SplitSettings(feedback="rank-one", delta_bytes=1024)
     SplitSettings(feedback="rank-one")
     SplitSettings(delta_bytes=1024)
@@ -312,11 +409,17 @@ def test_events_of_a_client_travel_beside_its_report() -> None:
     program = layered()
     grid = ThreadGrid([client_app(program, settings_fn=lambda context: SplitSettings())])
     task = SplitTask(**task_settings(first_batch=4, actions=one_by_one(4, 8)))
-    content = RecordDict({"arrays": ArrayRecord(program.model().state_dict()), "config": ConfigRecord({}),
-                          SPLIT: ConfigRecord(task.encode())})
+    content = RecordDict(
+        {
+            "arrays": ArrayRecord(program.model().state_dict()),
+            "config": ConfigRecord({}),
+            SPLIT: ConfigRecord(task.encode()),
+        }
+    )
     (reply,) = grid.send_and_receive([Message(content, 10, "train")])
     assert reply.content.config_records[EVENTS]["texts"] == [
-        "nothing is left of the optimisers before batch 4; continued with new ones"]
+        "nothing is left of the optimisers before batch 4; continued with new ones"
+    ]
 
 
 def one_by_one(first: int, stop: int) -> bytes:

@@ -12,7 +12,12 @@ from numpy.typing import NDArray
 
 from socflower.clients.split.cloud_sessions import CloudClient
 from socflower.clients.split.remote_cloud import CloudLink
-from socflower.edgecloud.cloud.operator_calls import CloudOperator, fetch_weights, open_session, session_status
+from socflower.edgecloud.cloud.operator_calls import (
+    CloudOperator,
+    fetch_weights,
+    open_session,
+    session_status,
+)
 from socflower.edgecloud.links.bandwidth_profile import LinkRates
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.program import SplitProgram
@@ -40,15 +45,23 @@ pytestmark = pytest.mark.usefixtures("one_run_and_thread")
 
 
 def train(
-    program: SplitProgram, num_parties: int = 1, *, here: bool = False, **settings: Any,
+    program: SplitProgram,
+    num_parties: int = 1,
+    *,
+    here: bool = False,
+    **settings: Any,
 ) -> tuple[dict[str, NDArray[Any]], SplitReplay]:
     """Train by Flower's messages with a cloud, or with `here` without one."""
     with Cloud(program) as cloud:
         client = None if here else cloud.client()
         strategy = strategy_of(program, num_parties, client, **settings)
-        arrays = start(strategy, program, ThreadGrid([edge_app(program) for _ in range(num_parties)]))
+        arrays = start(
+            strategy, program, ThreadGrid([edge_app(program) for _ in range(num_parties)])
+        )
         if client is not None:
-            assert len(session_status(cloud.operator)) == (num_parties if settings.get("mode", "own") == "own" else 1)
+            assert len(session_status(cloud.operator)) == (
+                num_parties if settings.get("mode", "own") == "own" else 1
+            )
             client.close()
         assert session_status(cloud.operator) == [] and cloud.lines == []
     return arrays, strategy
@@ -56,7 +69,9 @@ def train(
 
 # ----------------------------------------------------------------------------------------- weights, whatever the way
 @pytest.mark.parametrize(("name", "cut"), [("lenet5", 0), ("resnet8", 2)])
-def test_at_k_0_uncompressed_weights_through_the_cloud_are_those_of_local_training(name: str, cut: int) -> None:
+def test_at_k_0_uncompressed_weights_through_the_cloud_are_those_of_local_training(
+    name: str, cut: int
+) -> None:
     """Two rounds, with a session that goes on, momentum and all."""
     program = layered(name)
     arrays, strategy = train(program, cut=cut)
@@ -64,7 +79,11 @@ def test_at_k_0_uncompressed_weights_through_the_cloud_are_those_of_local_traini
     assert differing(arrays, train(program, cut=cut, here=True)[0]) == []
     for report in strategy.reports:
         (measured,) = report.measured
-        assert measured.staleness == (BATCHES_PER_EPOCH,) and measured.reconnects == 0 and measured.up_bytes > 0
+        assert (
+            measured.staleness == (BATCHES_PER_EPOCH,)
+            and measured.reconnects == 0
+            and measured.up_bytes > 0
+        )
 
 
 def test_joined_parties_through_the_cloud_are_the_undivided_model() -> None:
@@ -91,7 +110,10 @@ def test_several_edges_through_the_cloud_train_as_in_one_process(mode: str) -> N
 def test_with_a_window_no_gradient_comes_back_staler_than_k() -> None:
     _, strategy = train(layered(), window=2)
     for report in strategy.reports:
-        assert len(report.measured[0].staleness) <= 3 and sum(report.measured[0].staleness) == BATCHES_PER_EPOCH
+        assert (
+            len(report.measured[0].staleness) <= 3
+            and sum(report.measured[0].staleness) == BATCHES_PER_EPOCH
+        )
 
 
 def test_an_edge_that_trained_a_round_alone_begins_a_new_session_from_what_it_has() -> None:
@@ -114,36 +136,51 @@ def test_an_edge_that_trained_a_round_alone_begins_a_new_session_from_what_it_ha
             messages = strategy.configure_train(server_round, arrays, ConfigRecord({}), grid)  # type: ignore[arg-type]
             arrays, _ = strategy.aggregate_train(server_round, grid.send_and_receive(messages))
         assert [(task.first_batch, task.session_first) for task in names] == [(0, 0), (8, 8)]
-        assert [[event.text.partition(";")[0].partition(",")[0] for event in report.events]
-                for report in strategy.reports] == [
-            [], ["edge 0: nothing is left of the optimisers before batch 4"],
-            ["edge 0: nothing is left of the optimiser before batch 8",
-             "edge 0: the cloud's half begins a new session before batch 8"]]
+        assert [
+            [event.text.partition(";")[0].partition(",")[0] for event in report.events]
+            for report in strategy.reports
+        ] == [
+            [],
+            ["edge 0: nothing is left of the optimisers before batch 4"],
+            [
+                "edge 0: nothing is left of the optimiser before batch 8",
+                "edge 0: the cloud's half begins a new session before batch 8",
+            ],
+        ]
         assert all(np.isfinite(array.numpy()).all() for array in arrays.values())
 
 
 # -------------------------------------------------------------------------------------------- a manager that dies
-def test_after_a_managers_restart_training_goes_on_with_the_weights_of_the_last_round_and_new_optimisers() -> None:
+def test_after_a_managers_restart_training_goes_on_with_the_weights_of_the_last_round_and_new_optimisers() -> (
+    None
+):
     program = layered()
     with Cloud(program) as cloud:
         grid = ThreadGrid([edge_app(program)])
         first = strategy_of(program, 1, cloud.client(), num_epochs=2)
-        messages = first.configure_train(1, ArrayRecord(program.model().state_dict()), ConfigRecord({}),
-                                         grid)  # type: ignore[arg-type]
+        messages = first.configure_train(
+            1, ArrayRecord(program.model().state_dict()), ConfigRecord({}), grid
+        )  # type: ignore[arg-type]
         after_one, _ = first.aggregate_train(1, grid.send_and_receive(messages))
         assert after_one is not None
         # The manager is gone without closing anything; another one has its checkpoint.
         client = cloud.client()
         second = strategy_of(program, 1, client, num_epochs=2)
         second.resume_from(1, state=first.state)
-        whole = start(second, program, grid, {name: array.numpy() for name, array in after_one.items()})
+        whole = start(
+            second, program, grid, {name: array.numpy() for name, array in after_one.items()}
+        )
         assert set(whole) == set(program.model().state_dict())
         assert differing(whole, {name: array.numpy() for name, array in after_one.items()})
         assert [event.text for event in second.reports[-1].events] == [
             "edge 0: the cloud's half begins a new session before batch 4, with the last round's weights and a new "
-            "optimiser"]
-        tasks = [SplitTask.decode(message.content.config_records[SPLIT]) for message in grid.asked
-                 if SPLIT in message.content.config_records]
+            "optimiser"
+        ]
+        tasks = [
+            SplitTask.decode(message.content.config_records[SPLIT])
+            for message in grid.asked
+            if SPLIT in message.content.config_records
+        ]
         assert [(task.first_batch, task.session_first) for task in tasks] == [(0, 0), (4, 4)]
         assert tasks[0].run != tasks[1].run and tasks[0].token != tasks[1].token
         client.close()
@@ -173,7 +210,9 @@ class RestartingGrid(ThreadGrid):
 @pytest.mark.parametrize("at_once", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("reverse", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_cloud_that_is_started_anew_between_two_rounds_leaves_no_trace_in_the_weights(
-    tmp_path: Path, reverse: bool, at_once: bool,
+    tmp_path: Path,
+    reverse: bool,
+    at_once: bool,
 ) -> None:
     program = generator() if reverse else layered()
     with Cloud(program, folder=tmp_path) as cloud:
@@ -186,7 +225,9 @@ def test_a_cloud_that_is_started_anew_between_two_rounds_leaves_no_trace_in_the_
     assert [report.events for report in strategy.reports] == [(), ()]
 
 
-def test_a_cloud_that_is_started_anew_without_its_checkpoints_ends_the_training_with_a_line(tmp_path: Path) -> None:
+def test_a_cloud_that_is_started_anew_without_its_checkpoints_ends_the_training_with_a_line(
+    tmp_path: Path,
+) -> None:
     program = layered()
     with Cloud(program, folder=tmp_path) as cloud:
         inner, restart = cloud.service, cloud.restart
@@ -198,7 +239,9 @@ def test_a_cloud_that_is_started_anew_without_its_checkpoints_ends_the_training_
             restart()
 
         cloud.restart = forget_and_restart  # type: ignore[method-assign]
-        with pytest.raises(SplitRefused, match="the cloud's half is at batch 0 and its edges at 4") as caught:
+        with pytest.raises(
+            SplitRefused, match="the cloud's half is at batch 0 and its edges at 4"
+        ) as caught:
             start(strategy_of(program, 1, cloud.client()), program, RestartingGrid(cloud, program))
         assert "\n" not in str(caught.value)
 
@@ -253,7 +296,9 @@ def test_a_cloud_with_another_model_refuses_to_open() -> None:
     with Cloud(layered("resnet8")) as cloud:
         program = layered()
         client = CloudClient(cloud.operator, program)
-        with pytest.raises(SplitRefused, match=r"the server cut another model \(\w{12}\) than this cloud's") as caught:
+        with pytest.raises(
+            SplitRefused, match=r"the server cut another model \(\w{12}\) than this cloud's"
+        ) as caught:
             start(strategy_of(program, 1, client), program, ThreadGrid([edge_app(program)]))
         assert "\n" not in str(caught.value)
 
@@ -265,8 +310,12 @@ def test_an_edge_with_another_model_is_refused_by_itself() -> None:
 
 def test_a_reverse_split_needs_a_cloud_that_knows_the_samples() -> None:
     program = generator()
-    with Cloud(program, knows_samples=False) as cloud, \
-            pytest.raises(SplitRefused, match="a reverse split, and this cloud knows nothing of its samples") as caught:
+    with (
+        Cloud(program, knows_samples=False) as cloud,
+        pytest.raises(
+            SplitRefused, match="a reverse split, and this cloud knows nothing of its samples"
+        ) as caught,
+    ):
         start(strategy_of(program, 1, cloud.client()), program, ThreadGrid([edge_app(program)]))
     assert "\n" not in str(caught.value)
 
@@ -284,8 +333,12 @@ def test_a_session_of_another_version_names_what_is_missing() -> None:
     program = layered()
     with Cloud(program) as cloud:
         with pytest.raises(SplitRefused, match="split record: missing") as caught:
-            open_session(cloud.operator, run_id="run", fingerprint=program.fingerprint(),
-                         settings={"task": {"mode": "own"}})
+            open_session(
+                cloud.operator,
+                run_id="run",
+                fingerprint=program.fingerprint(),
+                settings={"task": {"mode": "own"}},
+            )
         assert "\n" not in str(caught.value)
         with pytest.raises(SplitRefused, match="was opened without a split task") as caught:
             open_session(cloud.operator, run_id="run", fingerprint=program.fingerprint())
@@ -314,7 +367,9 @@ def test_while_a_span_runs_the_clouds_weights_cannot_be_fetched_and_then_they_ca
     program, seen, go_on = layered(), threading.Event(), threading.Event()
 
     class Slow:
-        def decide(self, batch: int, rates: LinkRates, current: SplitPlan, window: int) -> SplitPlan | None:
+        def decide(
+            self, batch: int, rates: LinkRates, current: SplitPlan, window: int
+        ) -> SplitPlan | None:
             if batch == 2:
                 seen.set()
                 assert go_on.wait(30)
@@ -338,15 +393,20 @@ def test_while_a_span_runs_the_clouds_weights_cannot_be_fetched_and_then_they_ca
 
 def test_a_decision_to_train_at_the_edge_alone_within_a_span_is_refused_with_a_line() -> None:
     """Only between rounds can an edge leave the cloud."""
+
     class Leaver:
-        def decide(self, batch: int, rates: LinkRates, current: SplitPlan, window: int) -> SplitPlan | None:
+        def decide(
+            self, batch: int, rates: LinkRates, current: SplitPlan, window: int
+        ) -> SplitPlan | None:
             return SplitPlan(cut=None)
 
     program = layered()
     with Cloud(program) as cloud:
         strategy = strategy_of(program, 1, cloud.client())
         grid = ThreadGrid([edge_app(program, link=CloudLink(give_up_s=20.0, decider=Leaver()))])
-        with pytest.raises(TrainingFailed, match="the decision is to train at the edge alone") as caught:
+        with pytest.raises(
+            TrainingFailed, match="the decision is to train at the edge alone"
+        ) as caught:
             start(strategy, program, grid)
         assert "\n" not in str(caught.value)
 
@@ -356,7 +416,9 @@ def test_a_cut_that_moves_by_a_decision_gives_the_weights_of_local_training() ->
         def __init__(self) -> None:
             self.cuts = {2: 2, 6: 1}
 
-        def decide(self, batch: int, rates: LinkRates, current: SplitPlan, window: int) -> SplitPlan | None:
+        def decide(
+            self, batch: int, rates: LinkRates, current: SplitPlan, window: int
+        ) -> SplitPlan | None:
             cut = self.cuts.get(batch)
             return None if cut is None else SplitPlan(cut=cut, window=window)
 
@@ -368,8 +430,12 @@ def test_a_cut_that_moves_by_a_decision_gives_the_weights_of_local_training() ->
         arrays = start(strategy, program, grid)
         assert differing(arrays, local_training(program, NUM_BATCHES)) == []
         assert [report.measured[0].cut for report in strategy.reports] == [2, 1]
-        assert [event.text.partition(",")[0] for report in strategy.reports for event in report.events] == [
-            "edge 0: moved the cut from 0 to 2 before batch 2", "edge 0: moved the cut from 2 to 1 before batch 6"]
+        assert [
+            event.text.partition(",")[0] for report in strategy.reports for event in report.events
+        ] == [
+            "edge 0: moved the cut from 0 to 2 before batch 2",
+            "edge 0: moved the cut from 2 to 1 before batch 6",
+        ]
 
 
 def test_plain_text_to_a_cloud_far_away_is_refused_before_it_is_dialled() -> None:

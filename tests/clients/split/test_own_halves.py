@@ -79,32 +79,51 @@ def sentences(seed: int) -> list[dict[str, torch.Tensor]]:
     for _ in range(24):
         mask = torch.arange(LENGTH) < int(draw.integers(2, LENGTH + 1))
         tokens = torch.from_numpy(draw.integers(0, NUM_TOKENS, LENGTH))
-        made.append({"input_ids": tokens, "attention_mask": mask, "labels": (tokens % 4).where(mask, -100)})
+        made.append(
+            {"input_ids": tokens, "attention_mask": mask, "labels": (tokens % 4).where(mask, -100)}
+        )
     return made
 
 
 def tagger(seed: int = 0, *, frozen: bool = False, **settings: Any) -> HalvesProgram:
     example = next(iter(torch.utils.data.DataLoader(sentences(0), batch_size=3)))  # type: ignore[arg-type]
-    return HalvesProgram(**{
-        "model_fn": lambda: built(lambda: Tagger(frozen), seed), "example": example, "shared": ["attention_mask"],
-        "loss": token_loss, "optimizer": sgd(0.05), "seed": seed, **settings})
+    return HalvesProgram(
+        **{
+            "model_fn": lambda: built(lambda: Tagger(frozen), seed),
+            "example": example,
+            "shared": ["attention_mask"],
+            "loss": token_loss,
+            "optimizer": sgd(0.05),
+            "seed": seed,
+            **settings,
+        }
+    )
 
 
 def undivided(
-    program: HalvesProgram, data: Any, *, optimizer: Callable[[Iterable[nn.Parameter]], Any] | None = None,
-    scheduler: Callable[[Any, int], Any] | None = None, loss_of: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+    program: HalvesProgram,
+    data: Any,
+    *,
+    optimizer: Callable[[Iterable[nn.Parameter]], Any] | None = None,
+    scheduler: Callable[[Any, int], Any] | None = None,
+    loss_of: Callable[[nn.Module, Any], torch.Tensor] | None = None,
     before_step: Callable[[nn.Module], object] = id,
 ) -> dict[str, NDArray[Any]]:
     """Return the weights of plain torch on the same batches."""
     model = program.model().train()
-    updates = (optimizer or program.optimizer)([each for each in model.parameters() if each.requires_grad])
+    updates = (optimizer or program.optimizer)(
+        [each for each in model.parameters() if each.requires_grad]
+    )
     rates = scheduler(updates, NUM_BATCHES) if scheduler else None
     source, order = as_data_source(data), BatchOrder(len(data), BATCHES_PER_EPOCH, SEED)
     for number in range(NUM_BATCHES):
         batch = source.batch(order.rows(number))
         updates.zero_grad()
-        loss = loss_of(model, batch) if loss_of else program.loss(
-            model(batch["input_ids"], batch["attention_mask"]), batch["labels"])
+        loss = (
+            loss_of(model, batch)
+            if loss_of
+            else program.loss(model(batch["input_ids"], batch["attention_mask"]), batch["labels"])
+        )
         loss.backward()
         before_step(model)
         updates.step()
@@ -113,20 +132,38 @@ def undivided(
     return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
 
 
-def trained(program: HalvesProgram, data: Any, cloud: Any = None, **party_settings: Any) -> dict[str, NDArray[Any]]:
+def trained(
+    program: HalvesProgram, data: Any, cloud: Any = None, **party_settings: Any
+) -> dict[str, NDArray[Any]]:
     strategy = strategy_of(program, 1, cloud, **party_settings)
     config = ConfigRecord({FROZEN_SHA256: program.frozen_sha256} if program.frozen_sha256 else {})
     result = strategy.start(
-        ThreadGrid([app_of(program, data)]), ArrayRecord(program.trainable_state()),  # type: ignore[arg-type]
-        num_rounds=strategy.num_rounds, timeout=60, train_config=config)
+        ThreadGrid([app_of(program, data)]),
+        ArrayRecord(program.trainable_state()),  # type: ignore[arg-type]
+        num_rounds=strategy.num_rounds,
+        timeout=60,
+        train_config=config,
+    )
     return {name: array.numpy() for name, array in result.arrays.items()}
 
 
-@pytest.mark.parametrize(("seed", "frozen"), [
-    (0, False), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, True), (1, False), (2, False)))])
+@pytest.mark.parametrize(
+    ("seed", "frozen"),
+    [
+        (0, False),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((0, True), (1, False), (2, False))
+        ),
+    ],
+)
 def test_a_transformer_on_dicts_is_trained_as_in_one_piece(seed: int, frozen: bool) -> None:
     program, data = tagger(seed, frozen=frozen), sentences(seed)
-    expected = {name: array for name, array in undivided(program, data).items() if name in program.trainable_state()}
+    expected = {
+        name: array
+        for name, array in undivided(program, data).items()
+        if name in program.trainable_state()
+    }
     assert differing(trained(program, data), expected) == []
     with Cloud(program) as cloud:
         assert differing(trained(program, data, cloud.client()), expected) == []
@@ -148,9 +185,16 @@ def test_optimiser_scheduler_clipping_and_step_are_those_of_plain_torch() -> Non
             nn.utils.clip_grad_norm_(half.parameters(), 0.1)  # type: ignore[union-attr]
 
     adam, data = partial(torch.optim.AdamW, lr=0.01), sentences(0)
-    program = tagger(loss=functional.cross_entropy, train_step=own_step, optimizer=adam, max_grad_norm=0.1,
-                     schedule=torch_schedule(cosine_annealing, NUM_BATCHES))
-    expected = undivided(program, data, scheduler=cosine_annealing, loss_of=own_loss, before_step=clip)
+    program = tagger(
+        loss=functional.cross_entropy,
+        train_step=own_step,
+        optimizer=adam,
+        max_grad_norm=0.1,
+        schedule=torch_schedule(cosine_annealing, NUM_BATCHES),
+    )
+    expected = undivided(
+        program, data, scheduler=cosine_annealing, loss_of=own_loss, before_step=clip
+    )
     found = trained(program, data)
     # A schedule is a factor on the rate, so a rate may differ in its last bit from torch's recursion.
     assert all(np.allclose(found[name], array, atol=1e-6) for name, array in expected.items())
@@ -172,24 +216,42 @@ def test_autocast_runs_the_halves_in_bfloat16_and_features_cross_in_float32() ->
 def test_labels_of_any_form_reach_the_loss_over_the_wire() -> None:
     def two_losses(outputs: torch.Tensor, labels: Any) -> torch.Tensor:
         kind, (amount, named) = labels
-        return functional.cross_entropy(outputs, kind) + functional.mse_loss(outputs[:, 0], amount * named["weight"])
+        return functional.cross_entropy(outputs, kind) + functional.mse_loss(
+            outputs[:, 0], amount * named["weight"]
+        )
 
-    rows = [(torch.randn(6, generator=torch.Generator().manual_seed(at)), (at % 3, [float(at), {"weight": 0.5}]))
-            for at in range(24)]
-    program = LayeredProgram(model_fn=lambda: built(lambda: nn.Sequential(
-        nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), 1), example=(6,), loss=two_losses, optimizer=sgd(0.001))
+    rows = [
+        (
+            torch.randn(6, generator=torch.Generator().manual_seed(at)),
+            (at % 3, [float(at), {"weight": 0.5}]),
+        )
+        for at in range(24)
+    ]
+    program = LayeredProgram(
+        model_fn=lambda: built(
+            lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), 1
+        ),
+        example=(6,),
+        loss=two_losses,
+        optimizer=sgd(0.001),
+    )
     model = program.model()
     updates = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
     source, order = as_data_source(rows), BatchOrder(24, BATCHES_PER_EPOCH, SEED)
     for number in range(NUM_BATCHES):
         inputs, labels = source.batch(order.rows(number))
         updates.zero_grad()
-        two_losses(model(inputs), [labels[0], [labels[1][0].float(), {"weight": labels[1][1]["weight"].float()}]]) \
-            .backward()
+        two_losses(
+            model(inputs),
+            [labels[0], [labels[1][0].float(), {"weight": labels[1][1]["weight"].float()}]],
+        ).backward()
         updates.step()
     with Cloud(program) as cloud:
         found = trained(program, rows, cloud.client())
-    assert all(np.allclose(found[name], value.numpy(), atol=1e-6) for name, value in model.state_dict().items())
+    assert all(
+        np.allclose(found[name], value.numpy(), atol=1e-6)
+        for name, value in model.state_dict().items()
+    )
 
 
 class Tied(Tagger):
@@ -204,19 +266,38 @@ class LeftOver(Tagger):
         self.third = nn.Linear(1, 1)
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"model_fn": Tied}, "'back.layer.linear.weight' is a weight of both halves, which two machines cannot share"),
-    ({"model_fn": LeftOver}, "'third.weight' is neither in 'front' nor in 'back'"),
-    ({"bottom": "encoder"}, "has no submodule 'encoder'; its parts are front, back"),
-    ({"shared": []}, "'back' and the loss do not take features of shape (3, 5, 8) with a tensor of shape (3, 5)"),
-    ({"shared": ["mask"]}, "shared = ['mask'] must be entries of a batch in a dict; the data give a dict of input_ids"),
-    ({"loss": lambda outputs, labels: outputs}, "the loss is a tensor of shape (3, 5, 4); it must be"),
-    ({"train_step": token_loss}, "train_step computes the loss itself, so loss would be ignored"),
-    ({"autocast": torch.float16}, "autocast = torch.float16; use torch.bfloat16"),
-    ({"max_grad_norm": 0.0}, "max_grad_norm = 0.0"),
-])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"model_fn": Tied},
+            "'back.layer.linear.weight' is a weight of both halves, which two machines cannot share",
+        ),
+        ({"model_fn": LeftOver}, "'third.weight' is neither in 'front' nor in 'back'"),
+        ({"bottom": "encoder"}, "has no submodule 'encoder'; its parts are front, back"),
+        (
+            {"shared": []},
+            "'back' and the loss do not take features of shape (3, 5, 8) with a tensor of shape (3, 5)",
+        ),
+        (
+            {"shared": ["mask"]},
+            "shared = ['mask'] must be entries of a batch in a dict; the data give a dict of input_ids",
+        ),
+        (
+            {"loss": lambda outputs, labels: outputs},
+            "the loss is a tensor of shape (3, 5, 4); it must be",
+        ),
+        (
+            {"train_step": token_loss},
+            "train_step computes the loss itself, so loss would be ignored",
+        ),
+        ({"autocast": torch.float16}, "autocast = torch.float16; use torch.bfloat16"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm = 0.0"),
+    ],
+)
 def test_what_cannot_be_trained_in_halves_is_refused_before_anything_starts(
-    settings: dict[str, Any], message: str,
+    settings: dict[str, Any],
+    message: str,
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         tagger(**settings).fingerprint()
@@ -225,18 +306,25 @@ def test_what_cannot_be_trained_in_halves_is_refused_before_anything_starts(
 
 def test_a_model_on_dicts_that_is_not_divided_by_its_author_is_told_how() -> None:
     program = LayeredProgram(model_fn=Tagger, example=torch.zeros(1, LENGTH, dtype=torch.int64))
-    with pytest.raises(ConfigError, match=r"takes 2 inputs \(input_ids, attention_mask\).*HalvesProgram"):
+    with pytest.raises(
+        ConfigError, match=r"takes 2 inputs \(input_ids, attention_mask\).*HalvesProgram"
+    ):
         program.fingerprint()
 
 
 def test_optimisers_and_schedulers_that_halves_cannot_follow_are_refused_by_name() -> None:
     with pytest.raises(TrainingFailed, match="LBFGS evaluates the loss several times a step"):
         trained(tagger(optimizer=torch.optim.LBFGS), sentences(0))
-    for scheduler, why in ((lambda optimizer, total: ReduceLROnPlateau(optimizer), "follows the loss"),
-                           (partial_one_cycle, "sets rates of its own|changes momentum")):
+    for scheduler, why in (
+        (lambda optimizer, total: ReduceLROnPlateau(optimizer), "follows the loss"),
+        (partial_one_cycle, "sets rates of its own|changes momentum"),
+    ):
         with pytest.raises(ConfigError, match=why):
             torch_schedule(scheduler, 8)
-    schedule, expected = torch_schedule(lambda optimizer, total: CosineAnnealingLR(optimizer, total), 8), []
+    schedule, expected = (
+        torch_schedule(lambda optimizer, total: CosineAnnealingLR(optimizer, total), 8),
+        [],
+    )
     probe = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
     cosine = CosineAnnealingLR(probe, 8)
     for _ in range(8):
@@ -260,24 +348,42 @@ def test_layers_that_the_author_evaluates_stay_so_and_the_model_is_made_once() -
     made: list[nn.Module] = []
 
     def model() -> nn.Module:
-        tagger = built(lambda: nn.Sequential(
-            nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6).eval()), nn.Sequential(nn.Dropout(), nn.Linear(6, 3))), 1)
+        tagger = built(
+            lambda: nn.Sequential(
+                nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6).eval()),
+                nn.Sequential(nn.Dropout(), nn.Linear(6, 3)),
+            ),
+            1,
+        )
         made.append(tagger)
         return tagger
 
-    program = HalvesProgram(model_fn=model, bottom="0", top="1", example=(torch.ones(2, 4), torch.tensor([0, 1])))
+    program = HalvesProgram(
+        model_fn=model, bottom="0", top="1", example=(torch.ones(2, 4), torch.tensor([0, 1]))
+    )
     rows = [(torch.full((4,), float(at)), at % 3) for at in range(24)]
     found = trained(program, rows)
     assert found["0.1.num_batches_tracked"] == 0 and not found["0.1.running_mean"].any()
-    assert len(made) == 1 and not np.array_equal(found["0.0.weight"], made[0].get_parameter("0.0.weight").detach())
+    assert len(made) == 1 and not np.array_equal(
+        found["0.0.weight"], made[0].get_parameter("0.0.weight").detach()
+    )
 
 
 def test_a_dict_with_one_input_trains_a_model_that_is_cut_by_its_graph() -> None:
-    program = LayeredProgram(model_fn=lambda: built(lambda: nn.Sequential(
-        nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), 1), example=(4,), optimizer=sgd(0.05))
+    program = LayeredProgram(
+        model_fn=lambda: built(
+            lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), 1
+        ),
+        example=(4,),
+        optimizer=sgd(0.05),
+    )
     rows = [(torch.full((4,), at / 24), at % 3) for at in range(24)]
     dicts = [{"input": inputs, "labels": label} for inputs, label in rows]
     assert differing(trained(program, dicts), trained(program, rows)) == []
-    batches = PartyBatches(as_data_source([{**row, "other": 1} for row in dicts]), BatchOrder(24, 4, 1))
-    with pytest.raises(ConfigError, match="takes input, and the batch has 'other' as well; leave it out"):
+    batches = PartyBatches(
+        as_data_source([{**row, "other": 1} for row in dicts]), BatchOrder(24, 4, 1)
+    )
+    with pytest.raises(
+        ConfigError, match="takes input, and the batch has 'other' as well; leave it out"
+    ):
         program.front(0, 0, batches).half.forward(0)

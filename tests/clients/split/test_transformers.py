@@ -39,7 +39,9 @@ peft: Any = None
 @pytest.fixture(scope="module", autouse=True)
 def packages() -> None:
     """Imported where these tests run: the quick tests collect this module too, in every process."""
-    globals().update({name: pytest.importorskip(name) for name in ("transformers", "datasets", "peft")})
+    globals().update(
+        {name: pytest.importorskip(name) for name in ("transformers", "datasets", "peft")}
+    )
 
 
 class BertFront(nn.Module):
@@ -63,10 +65,19 @@ class BertBack(nn.Module):
 class BertHalves(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        model = transformers.BertForTokenClassification(transformers.BertConfig(
-            vocab_size=NUM_TOKENS, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2, num_labels=4,
-            intermediate_size=64, max_position_embeddings=16, hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0))
+        model = transformers.BertForTokenClassification(
+            transformers.BertConfig(
+                vocab_size=NUM_TOKENS,
+                hidden_size=WIDTH,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_labels=4,
+                intermediate_size=64,
+                max_position_embeddings=16,
+                hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
+            )
+        )
         self.front, self.back = BertFront(model.bert), BertBack(model)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
@@ -87,15 +98,33 @@ class GptHalves(nn.Module):
 
     def __init__(self, adapters: tuple[str, ...] = (), *, tied: bool = False) -> None:
         super().__init__()
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-            vocab_size=NUM_TOKENS, n_positions=16, n_embd=128, n_layer=2, n_head=2, tie_word_embeddings=tied,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0))
+        model = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=NUM_TOKENS,
+                n_positions=16,
+                n_embd=128,
+                n_layer=2,
+                n_head=2,
+                tie_word_embeddings=tied,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+                bos_token_id=0,
+                eos_token_id=0,
+            )
+        )
         self.front = GptFront(model.transformer)
         self.back = nn.Sequential(model.transformer.h[1], model.transformer.ln_f, model.lm_head)
         if adapters:
-            targets = [name for name, _ in self.named_modules() if name.startswith(adapters) and "c_attn" in name]
+            targets = [
+                name
+                for name, _ in self.named_modules()
+                if name.startswith(adapters) and "c_attn" in name
+            ]
             self.requires_grad_(False)
-            peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=targets, fan_in_fan_out=True), self)
+            peft.inject_adapter_in_model(
+                peft.LoraConfig(r=2, target_modules=targets, fan_in_fan_out=True), self
+            )
 
 
 def next_token_loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -104,8 +133,15 @@ def next_token_loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor
 
 def padded(rows: list[Any]) -> dict[str, torch.Tensor]:
     padding = {"input_ids": 0, "attention_mask": 0, "labels": -100}
-    return {key: pad_sequence([torch.as_tensor(row[key]) for row in rows], batch_first=True, padding_value=padding[key])
-            for key in rows[0] if key in padding}
+    return {
+        key: pad_sequence(
+            [torch.as_tensor(row[key]) for row in rows],
+            batch_first=True,
+            padding_value=padding[key],
+        )
+        for key in rows[0]
+        if key in padding
+    }
 
 
 def sentences(seed: int, *, masks: bool = True) -> DataLoader[Any]:
@@ -121,14 +157,21 @@ def sentences(seed: int, *, masks: bool = True) -> DataLoader[Any]:
 def program_of(model: Any, seed: int, *, masks: bool = True, **settings: Any) -> HalvesProgram:
     data = sentences(0, masks=masks)
     return HalvesProgram(
-        model_fn=lambda: built(model, seed), example=padded([data.dataset[0], data.dataset[1]]), seed=seed,
-        loss=next_token_loss, shared=["attention_mask"] if masks else [],
-        optimizer=lambda weights: torch.optim.AdamW(weights, lr=0.01), **settings)
+        model_fn=lambda: built(model, seed),
+        example=padded([data.dataset[0], data.dataset[1]]),
+        seed=seed,
+        loss=next_token_loss,
+        shared=["attention_mask"] if masks else [],
+        optimizer=lambda weights: torch.optim.AdamW(weights, lr=0.01),
+        **settings,
+    )
 
 
 def undivided(program: HalvesProgram, data: DataLoader[Any]) -> dict[str, NDArray[Any]]:
     model = program.model().train()
-    updates = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.01)
+    updates = torch.optim.AdamW(
+        [each for each in model.parameters() if each.requires_grad], lr=0.01
+    )
     source, order = as_data_source(data), BatchOrder(24, BATCHES_PER_EPOCH, SEED)
     for number in range(NUM_BATCHES):
         batch = source.batch(order.rows(number))
@@ -140,11 +183,21 @@ def undivided(program: HalvesProgram, data: DataLoader[Any]) -> dict[str, NDArra
     return {name: tensor.numpy() for name, tensor in trainable_state(model).items()}
 
 
-def trained(program: HalvesProgram, data: Any, cloud: Cloud) -> tuple[dict[str, NDArray[Any]], Any, CountingGrid]:
-    strategy, grid = strategy_of(program, 1, cloud.client(name="mine")), CountingGrid([app_of(program, data)])
+def trained(
+    program: HalvesProgram, data: Any, cloud: Cloud
+) -> tuple[dict[str, NDArray[Any]], Any, CountingGrid]:
+    strategy, grid = (
+        strategy_of(program, 1, cloud.client(name="mine")),
+        CountingGrid([app_of(program, data)]),
+    )
     config = ConfigRecord({FROZEN_SHA256: program.frozen_sha256} if program.frozen_sha256 else {})
-    result = strategy.start(grid, ArrayRecord(program.trainable_state()),  # type: ignore[arg-type]
-                            num_rounds=strategy.num_rounds, timeout=60, train_config=config)
+    result = strategy.start(
+        grid,
+        ArrayRecord(program.trainable_state()),  # type: ignore[arg-type]
+        num_rounds=strategy.num_rounds,
+        timeout=60,
+        train_config=config,
+    )
     return {name: array.numpy() for name, array in result.arrays.items()}, strategy, grid
 
 
@@ -167,14 +220,18 @@ def test_lora_sends_adapters_only_and_a_frozen_front_half_gets_no_gradient(seed:
         assert differing(found, undivided(program, data)) == []
         own_bytes = sum(array.nbytes for name, array in found.items() if name.startswith("front."))
         assert grid.num_bytes == 4 * own_bytes  # two rounds, to the edge and back
-        assert {f"back.{name}" for name in held} == {name for name in found if name.startswith("back.")}
+        assert {f"back.{name}" for name in held} == {
+            name for name in found if name.startswith("back.")
+        }
         assert sum(array.nbytes for array in found.values()) < 0.02 * full_bytes
         received[adapters] = sum(report.measured[0].down_bytes for report in strategy.reports)
     assert received[("back",)] < 0.05 * received[("front", "back")]
 
 
 def test_embeddings_that_the_head_shares_are_refused() -> None:
-    with pytest.raises(ConfigError, match="is a weight of both halves, which two machines cannot share"):
+    with pytest.raises(
+        ConfigError, match="is a weight of both halves, which two machines cannot share"
+    ):
         program_of(lambda: GptHalves(tied=True), 0, masks=False).fingerprint()
 
 
@@ -186,5 +243,7 @@ def test_halves_are_priced_from_the_profile_of_the_whole_model() -> None:
     shapes = cut_shapes(program.split, profile)
     costs = split_costs(profile, shapes, device("raspberry-pi-4b"), device("gpu-v100"), 8)
     front = program.model().get_submodule("front")
-    assert shapes[0].front_state_bytes == sum(tensor.nbytes for tensor in front.state_dict().values())
+    assert shapes[0].front_state_bytes == sum(
+        tensor.nbytes for tensor in front.state_dict().values()
+    )
     assert 0.0 < costs.cuts[0].edge_forward_s < costs.edge_only_s

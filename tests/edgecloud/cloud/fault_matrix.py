@@ -49,7 +49,9 @@ class Row:
     fault: str
     window: int  # K
     outcome: str  # "went on" or "ended": of the edge that was there first
-    says: list[str]  # what the user sees, a line each; nothing where the fault is made good in silence
+    says: list[
+        str
+    ]  # what the user sees, a line each; nothing where the fault is made good in silence
     again_s: float  # until the next batch was applied after it was made good, or until the line
     down_s: float | None  # of that, until what was broken was up again
     rollbacks: int  # to the last checkpoint
@@ -92,18 +94,30 @@ class Deployed:
         self.edge.wait_batch(batch)
         return time.monotonic()
 
-    def went_on(self, fault: str, struck_s: float, mended_s: float, says: list[str] | None = None) -> Row:
+    def went_on(
+        self, fault: str, struck_s: float, mended_s: float, says: list[str] | None = None
+    ) -> Row:
         """Wait for the end of the training and check what must hold of it."""
         result = self.edge.end()
         assert "error" not in result, result
-        again_s = min((at_s for _, at_s in self.edge.applied if at_s >= mended_s), default=result["at_s"])
+        again_s = min(
+            (at_s for _, at_s in self.edge.applied if at_s >= mended_s), default=result["at_s"]
+        )
         weights, ledger = self.cloud.result(self.task.run)
         assert ledger == result["ledger"] == list(range(NUM_BATCHES)), (ledger, result["ledger"])
         assert result["max_staleness"] <= self.window
         return Row(
-            fault=fault, window=self.window, outcome="went on", says=says or [], again_s=round(again_s - struck_s, 2),
-            down_s=round(mended_s - struck_s, 2), rollbacks=result["rollbacks"], streams=result["streams"],
-            weights=self._compared(weights), once=True)
+            fault=fault,
+            window=self.window,
+            outcome="went on",
+            says=says or [],
+            again_s=round(again_s - struck_s, 2),
+            down_s=round(mended_s - struck_s, 2),
+            rollbacks=result["rollbacks"],
+            streams=result["streams"],
+            weights=self._compared(weights),
+            once=True,
+        )
 
     def ended(self, fault: str, struck_s: float | None = None) -> Row:
         """Wait for the line with which the edge ends."""
@@ -151,7 +165,7 @@ class GarblingLine(BreakingLine):
         if len(content) > 1000 and self.flips:
             self.flips -= 1
             at = len(content) // 2
-            return content[:at] + bytes([content[at] ^ 0x40]) + content[at + 1:]
+            return content[:at] + bytes([content[at] ^ 0x40]) + content[at + 1 :]
         return content
 
 
@@ -210,12 +224,18 @@ def strangers(folder: Path, window: int) -> Row:
     """Some send bytes that no edge sends, with the right token and without, while the edge trains."""
     with Deployed(folder, window) as run:
         struck_s = run.strike()
-        says = [_dialled(run, name, frames, token) for name, frames, token in _bad_streams(run.task)]
+        says = [
+            _dialled(run, name, frames, token) for name, frames, token in _bad_streams(run.task)
+        ]
         with socket.create_connection(("127.0.0.1", run.cloud.port), timeout=5) as raw:
             raw.sendall(os.urandom(4096))
         assert all(says), says
-        return run.went_on("strangers: garbage, oversized frames, frames out of order, a wrong token", struck_s,
-                           time.monotonic(), says)
+        return run.went_on(
+            "strangers: garbage, oversized frames, frames out of order, a wrong token",
+            struck_s,
+            time.monotonic(),
+            says,
+        )
 
 
 def _bad_streams(task: SplitTask) -> Iterator[tuple[str, list[bytes], str]]:
@@ -232,8 +252,7 @@ def _dialled(run: Deployed, name: str, frames: list[bytes], token: str) -> str:
     """Send frames to the cloud on a stream, and return what it says to them."""
     authentication = ClientAuthentication(run_caller(run.task.run), token.encode(), tls=False)
     with authentication.on(grpc.insecure_channel(run.cloud.address)) as channel:
-        replies = channel.stream_stream("/socflower.split.Split/Train")(
-            iter(frames), timeout=30)
+        replies = channel.stream_stream("/socflower.split.Split/Train")(iter(frames), timeout=30)
         try:
             for reply in replies:
                 frame = wire.Frame.FromString(reply)
@@ -251,7 +270,9 @@ def garbled_under_tls(folder: Path, window: int) -> Row:
         cloud = CloudSide(folder, tls=Tls(certificate=own.certificate, key=own.key))
         stack.callback(cloud.close)
         line = stack.enter_context(closing(GarblingLine(cloud.port)))
-        task = replace(open_run(cloud.operator(own.ca), window, NUM_BATCHES), address=f"127.0.0.1:{line.port}")
+        task = replace(
+            open_run(cloud.operator(own.ca), window, NUM_BATCHES), address=f"127.0.0.1:{line.port}"
+        )
         edge = EdgeSide(folder / "edge", task, tls={"ca": str(own.ca)})
         stack.callback(edge.close)
         edge.wait_batch(STRUCK_AT)
@@ -262,11 +283,23 @@ def garbled_under_tls(folder: Path, window: int) -> Row:
         assert line.flips == 0 and result["streams"] > 1
         assert ledger == result["ledger"] == list(range(NUM_BATCHES))
         compared = _as_undisturbed(edge, weights)
-        gaps = [later - earlier for (_, earlier), (_, later) in zip(edge.applied, edge.applied[1:], strict=False)
-                if later >= struck_s]
-        return Row(fault="a byte garbled on the way, with TLS", window=window, outcome="went on", says=[],
-                   again_s=round(max(gaps), 2), down_s=None, rollbacks=result["rollbacks"],
-                   streams=result["streams"], weights=compared, once=True)
+        gaps = [
+            later - earlier
+            for (_, earlier), (_, later) in zip(edge.applied, edge.applied[1:], strict=False)
+            if later >= struck_s
+        ]
+        return Row(
+            fault="a byte garbled on the way, with TLS",
+            window=window,
+            outcome="went on",
+            says=[],
+            again_s=round(max(gaps), 2),
+            down_s=None,
+            rollbacks=result["rollbacks"],
+            streams=result["streams"],
+            weights=compared,
+            once=True,
+        )
 
 
 # --------------------------------------------------------------------------------------------- faults with a line
@@ -302,21 +335,48 @@ def two_with_one_number(folder: Path, window: int) -> Row:
         struck_s = run.edge.lines[0]["at_s"]
         line = first.end()
         assert "error" in line and "\n" not in line["error"], line
-        row = run.went_on("two edges with the same party number", struck_s, struck_s, [line["error"]])
+        row = run.went_on(
+            "two edges with the same party number", struck_s, struck_s, [line["error"]]
+        )
         return replace(row, outcome="ended", down_s=None)
 
 
-def refused(folder: Path, window: int, fault: str, *, served: str = "", of_edge: str = "", **changes: Any) -> Row:
+def refused(
+    folder: Path, window: int, fault: str, *, served: str = "", of_edge: str = "", **changes: Any
+) -> Row:
     """Dial a cloud with what does not fit: certificates by whose they are, or changes of the task."""
     certificates = _certificates(folder)
     with ExitStack() as stack:
         own = certificates[served.removesuffix(", mutual")] if served else None
-        cloud = CloudSide(folder, tls=None if own is None else Tls(
-            ca=own.ca if served.endswith("mutual") else None, certificate=own.certificate, key=own.key))
+        cloud = CloudSide(
+            folder,
+            tls=None
+            if own is None
+            else Tls(
+                ca=own.ca if served.endswith("mutual") else None,
+                certificate=own.certificate,
+                key=own.key,
+            ),
+        )
         stack.callback(cloud.close)
-        task = SplitTask(parties=(0,), num_parties=1, mode="own", reverse=False, first_batch=0, num_batches=NUM_BATCHES,
-                         total_batches=NUM_BATCHES, batches_per_epoch=20, seed=1, cuts=(1,), bits=(32,),
-                         windows=(window,), gradient_bits=32, address=cloud.address, run="run", token=new_token())
+        task = SplitTask(
+            parties=(0,),
+            num_parties=1,
+            mode="own",
+            reverse=False,
+            first_batch=0,
+            num_batches=NUM_BATCHES,
+            total_batches=NUM_BATCHES,
+            batches_per_epoch=20,
+            seed=1,
+            cuts=(1,),
+            bits=(32,),
+            windows=(window,),
+            gradient_bits=32,
+            address=cloud.address,
+            run="run",
+            token=new_token(),
+        )
         if own is None:
             task = open_run(cloud.operator(), window, NUM_BATCHES)
         tls = {} if not of_edge else {"ca": str(certificates[of_edge].ca)}
@@ -340,14 +400,27 @@ def wrong_operator_token(folder: Path, window: int) -> Row:
 
 def _certificates(folder: Path) -> Mapping[str, HostCertificate]:
     own = write_certificates(folder / "own", ["127.0.0.1", "other.example"])
-    return {"own": own["127.0.0.1"], "other name": own["other.example"],
-            "stranger": write_certificates(folder / "stranger", ["127.0.0.1"])["127.0.0.1"]}
+    return {
+        "own": own["127.0.0.1"],
+        "other name": own["other.example"],
+        "stranger": write_certificates(folder / "stranger", ["127.0.0.1"])["127.0.0.1"],
+    }
 
 
 def _ended(fault: str, window: int, says: list[str], seconds: float) -> Row:
     assert all(line and "\n" not in line for line in says), says
-    return Row(fault=fault, window=window, outcome="ended", says=says, again_s=round(seconds, 2), down_s=None,
-               rollbacks=0, streams=0, weights="none", once=None)
+    return Row(
+        fault=fault,
+        window=window,
+        outcome="ended",
+        says=says,
+        again_s=round(seconds, 2),
+        down_s=None,
+        rollbacks=0,
+        streams=0,
+        weights="none",
+        once=None,
+    )
 
 
 Cell: TypeAlias = Callable[[Path], Row]
@@ -371,14 +444,44 @@ def cells() -> Iterator[tuple[str, Cell]]:
     yield "wrong-token", partial(refused, window=0, fault="wrong token", token=new_token())
     yield "wrong-run", partial(refused, window=0, fault="a run that is not open", run="other")
     yield "wrong-operator-token", partial(wrong_operator_token, window=0)
-    yield "strange-authority", partial(refused, window=0, fault="certificate of another authority", served="own",
-                                       of_edge="stranger")
-    yield "strange-name", partial(refused, window=0, fault="certificate for another name", served="other name",
-                                  of_edge="own")
-    yield "no-client-certificate", partial(refused, window=0, fault="no certificate where the cloud asks for one",
-                                           served="own, mutual", of_edge="own")
-    yield "tls-edge-plain-cloud", partial(refused, window=0, fault="TLS edge, plain cloud", of_edge="own")
-    yield "plain-edge-tls-cloud", partial(refused, window=0, fault="plain edge, TLS cloud", served="own")
+    yield (
+        "strange-authority",
+        partial(
+            refused,
+            window=0,
+            fault="certificate of another authority",
+            served="own",
+            of_edge="stranger",
+        ),
+    )
+    yield (
+        "strange-name",
+        partial(
+            refused,
+            window=0,
+            fault="certificate for another name",
+            served="other name",
+            of_edge="own",
+        ),
+    )
+    yield (
+        "no-client-certificate",
+        partial(
+            refused,
+            window=0,
+            fault="no certificate where the cloud asks for one",
+            served="own, mutual",
+            of_edge="own",
+        ),
+    )
+    yield (
+        "tls-edge-plain-cloud",
+        partial(refused, window=0, fault="TLS edge, plain cloud", of_edge="own"),
+    )
+    yield (
+        "plain-edge-tls-cloud",
+        partial(refused, window=0, fault="plain edge, TLS cloud", served="own"),
+    )
 
 
 def main(target: Path, *names: str) -> None:
@@ -392,12 +495,25 @@ def main(target: Path, *names: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             row = cell(Path(folder))
         rows[name] = {"name": name, **asdict(row)}
-        print(f"{name:22} K={row.window} {row.outcome:8} {row.again_s:6.2f} s  {' | '.join(row.says)}", flush=True)
-        target.write_text(json.dumps({
-            "schema": 1, "command": f"python -m tests.edgecloud.cloud.fault_matrix {target}",
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
-            "num_batches": NUM_BATCHES, "struck_at_batch": STRUCK_AT,
-            "rows": [rows[each] for each, _ in cells() if each in rows]}, indent=1) + "\n", "utf-8")
+        print(
+            f"{name:22} K={row.window} {row.outcome:8} {row.again_s:6.2f} s  {' | '.join(row.says)}",
+            flush=True,
+        )
+        target.write_text(
+            json.dumps(
+                {
+                    "schema": 1,
+                    "command": f"python -m tests.edgecloud.cloud.fault_matrix {target}",
+                    "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
+                    "num_batches": NUM_BATCHES,
+                    "struck_at_batch": STRUCK_AT,
+                    "rows": [rows[each] for each, _ in cells() if each in rows],
+                },
+                indent=1,
+            )
+            + "\n",
+            "utf-8",
+        )
 
 
 if __name__ == "__main__":

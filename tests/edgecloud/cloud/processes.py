@@ -95,8 +95,13 @@ class LedgeredProgram(LayeredProgram):
 def program() -> LedgeredProgram:
     """Return LeNet-5 for digits, as edge and cloud make it."""
     return LedgeredProgram(
-        model_fn=lambda: build_model("lenet5", in_channels=1, image_size=28, num_classes=10, seed=SEED),
-        example=(1, 28, 28), optimizer=sgd(0.05), seed=SEED)
+        model_fn=lambda: build_model(
+            "lenet5", in_channels=1, image_size=28, num_classes=10, seed=SEED
+        ),
+        example=(1, 28, 28),
+        optimizer=sgd(0.05),
+        seed=SEED,
+    )
 
 
 def party_batches() -> PartyBatches:
@@ -124,8 +129,13 @@ class Side:
         self._errors = errors
         with errors.open("ab") as stream:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stream, text=True,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"})
+                command,
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=stream,
+                text=True,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+            )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -140,9 +150,13 @@ class Side:
         while not found():
             if self.process.poll() is not None:
                 self._reader.join(WAIT_S)
-                assert found(), f"the process ended before {what}: {self.lines[-1:]}; {self.said()[-500:]}"
+                assert found(), (
+                    f"the process ended before {what}: {self.lines[-1:]}; {self.said()[-500:]}"
+                )
                 return
-            assert time.monotonic() < end_s, f"never came: {what}; {self.lines[-1:]}; {self.said()[-500:]}"
+            assert time.monotonic() < end_s, (
+                f"never came: {what}; {self.lines[-1:]}; {self.said()[-500:]}"
+            )
             time.sleep(0.005)
 
     def said(self) -> str:
@@ -166,11 +180,23 @@ class Side:
 class CloudSide(Side):
     """`socflower cloud serve` of the program above."""
 
-    def __init__(self, folder: Path, port: int = 0, *, keeps: bool = True, tls: Tls | None = None) -> None:
+    def __init__(
+        self, folder: Path, port: int = 0, *, keeps: bool = True, tls: Tls | None = None
+    ) -> None:
         self._folder, self._tls = folder, tls
-        command = [str(Path(sysconfig.get_path("scripts")) / "socflower"), "cloud", "serve",
-                   "tests.edgecloud.cloud.processes:program", "--listen", f"127.0.0.1:{port}", "--token-file",
-                   str(folder / "token"), "--threads", "1", "--json"]
+        command = [
+            str(Path(sysconfig.get_path("scripts")) / "socflower"),
+            "cloud",
+            "serve",
+            "tests.edgecloud.cloud.processes:program",
+            "--listen",
+            f"127.0.0.1:{port}",
+            "--token-file",
+            str(folder / "token"),
+            "--threads",
+            "1",
+            "--json",
+        ]
         if keeps:
             command += ["--folder", str(folder / "sessions")]
         for name in ("ca", "certificate", "key"):
@@ -183,8 +209,12 @@ class CloudSide(Side):
 
     def operator(self, ca: Path | None = None) -> CloudOperator:
         token = (self._folder / "token").read_text("utf-8").strip()
-        return CloudOperator(address=self.address, token=token, timeout_s=30.0,
-                        tls=None if ca is None else Tls(ca=ca))
+        return CloudOperator(
+            address=self.address,
+            token=token,
+            timeout_s=30.0,
+            tls=None if ca is None else Tls(ca=ca),
+        )
 
     def result(self, run: str, ca: Path | None = None) -> tuple[dict[str, NDArray[Any]], list[int]]:
         """Return the weights of its half, and the half's ledger."""
@@ -196,10 +226,25 @@ class CloudSide(Side):
 def open_run(operator: CloudOperator, window: int, num_batches: int) -> SplitTask:
     """Have the cloud make its half, and return how edges find it."""
     made = program()
-    return CloudClient(operator, made).open(SplitTask(
-        parties=(0,), num_parties=1, mode=OWN, reverse=False, first_batch=0, num_batches=num_batches,
-        total_batches=num_batches, batches_per_epoch=BATCHES_PER_EPOCH, seed=SEED, cuts=(CUT,), bits=(32,),
-        windows=(window,), gradient_bits=32, fingerprint=made.fingerprint()), {})
+    return CloudClient(operator, made).open(
+        SplitTask(
+            parties=(0,),
+            num_parties=1,
+            mode=OWN,
+            reverse=False,
+            first_batch=0,
+            num_batches=num_batches,
+            total_batches=num_batches,
+            batches_per_epoch=BATCHES_PER_EPOCH,
+            seed=SEED,
+            cuts=(CUT,),
+            bits=(32,),
+            windows=(window,),
+            gradient_bits=32,
+            fingerprint=made.fingerprint(),
+        ),
+        {},
+    )
 
 
 class EdgeSide(Side):
@@ -208,11 +253,23 @@ class EdgeSide(Side):
     def __init__(self, folder: Path, task: SplitTask, **settings: Any) -> None:
         self.weights_file = folder / "edge.npz"
         folder.mkdir(exist_ok=True)
-        document = {"address": task.address, "run": task.run, "token": task.token, "window": task.windows[0],
-                    "num_batches": task.num_batches, "folder": str(folder / "barriers"), "pause_s": 0.02,
-                    "weights": str(self.weights_file), "heartbeat_s": 4.0, "give_up_s": 60.0, **settings}
-        super().__init__([sys.executable, "-m", "tests.edgecloud.cloud.processes", json.dumps(document)],
-                         folder / "edge-errors")
+        document = {
+            "address": task.address,
+            "run": task.run,
+            "token": task.token,
+            "window": task.windows[0],
+            "num_batches": task.num_batches,
+            "folder": str(folder / "barriers"),
+            "pause_s": 0.02,
+            "weights": str(self.weights_file),
+            "heartbeat_s": 4.0,
+            "give_up_s": 60.0,
+            **settings,
+        }
+        super().__init__(
+            [sys.executable, "-m", "tests.edgecloud.cloud.processes", json.dumps(document)],
+            folder / "edge-errors",
+        )
 
     @property
     def applied(self) -> list[tuple[int, float]]:
@@ -224,12 +281,16 @@ class EdgeSide(Side):
 
     def end(self) -> dict[str, Any]:
         """Return its last line: the result, or the error."""
-        self.wait(lambda: any("error" in line or "ledger" in line for line in list(self.lines)), "the edge's result")
+        self.wait(
+            lambda: any("error" in line or "ledger" in line for line in list(self.lines)),
+            "the edge's result",
+        )
         return self.lines[-1]
 
 
 def train_as_edge(settings: Mapping[str, Any]) -> None:
     """Train and print what happens, a line of JSON each."""
+
     def say(**line: Any) -> None:
         print(json.dumps({**line, "at_s": time.monotonic()}), flush=True)
 
@@ -238,23 +299,41 @@ def train_as_edge(settings: Mapping[str, Any]) -> None:
     half = made.front(0, CUT, party_batches()).half
     half._pause_s = settings["pause_s"]
     plan = FrontPlan(
-        split_plan=SplitPlan(cut=CUT, window=settings["window"]), checkpoint_batches=CHECKPOINT_BATCHES,
-        progress=lambda done: say(batch=done.batch, staleness=done.staleness))
+        split_plan=SplitPlan(cut=CUT, window=settings["window"]),
+        checkpoint_batches=CHECKPOINT_BATCHES,
+        progress=lambda done: say(batch=done.batch, staleness=done.staleness),
+    )
     tls = {name: Path(value) for name, value in settings.get("tls", {}).items()}
     say(dials=settings["address"])
     try:
         connection = EdgeConnection(
-            settings["address"], run_id=settings["run"], token=settings["token"], fingerprint=made.fingerprint(),
-            tls=Tls(**tls) if tls else None, heartbeat_s=settings["heartbeat_s"],
-            give_up_s=settings["give_up_s"], patience_s=60.0)
-        report = train_front(connection, half, Span(first_batch=0, num_batches=settings["num_batches"]), plan,
-                             folder=Path(settings["folder"]))
+            settings["address"],
+            run_id=settings["run"],
+            token=settings["token"],
+            fingerprint=made.fingerprint(),
+            tls=Tls(**tls) if tls else None,
+            heartbeat_s=settings["heartbeat_s"],
+            give_up_s=settings["give_up_s"],
+            patience_s=60.0,
+        )
+        report = train_front(
+            connection,
+            half,
+            Span(first_batch=0, num_batches=settings["num_batches"]),
+            plan,
+            folder=Path(settings["folder"]),
+        )
     except SocflowerError as error:
         say(error=str(error), kind=type(error).__name__)
         sys.exit(1)
     np.savez(settings["weights"], **half.weights())
-    say(ledger=half.applied, first=report.first_batch, rollbacks=report.num_rollbacks, streams=report.num_streams,
-        max_staleness=max(report.staleness.values(), default=0))
+    say(
+        ledger=half.applied,
+        first=report.first_batch,
+        rollbacks=report.num_rollbacks,
+        streams=report.num_streams,
+        max_staleness=max(report.staleness.values(), default=0),
+    )
 
 
 if __name__ == "__main__":

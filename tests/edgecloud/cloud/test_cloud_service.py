@@ -42,7 +42,9 @@ from tests.edgecloud.runtime.numpy_halves import (
 class Cloud:
     def __init__(self, **options: Any) -> None:
         self.lines: list[str] = []
-        self.service = CloudService("127.0.0.1:0", make_half, operator_token=OPERATOR, log=self.lines.append, **options)
+        self.service = CloudService(
+            "127.0.0.1:0", make_half, operator_token=OPERATOR, log=self.lines.append, **options
+        )
         self.port = self.service.port
         self.operator = CloudOperator(address=self.service.address, token=OPERATOR)
 
@@ -61,8 +63,16 @@ def cloud() -> Iterator[Cloud]:
 
 
 def plan(window: int = 0, bits: int = 32, cut: int = 1, **options: Any) -> FrontPlan:
-    coding = {entry.name: options.pop(entry.name) for entry in fields(FeatureCoding) if entry.name in options}
-    return FrontPlan(split_plan=SplitPlan(cut=cut, bits=bits, window=window), coding=FeatureCoding(**coding), **options)
+    coding = {
+        entry.name: options.pop(entry.name)
+        for entry in fields(FeatureCoding)
+        if entry.name in options
+    }
+    return FrontPlan(
+        split_plan=SplitPlan(cut=cut, bits=bits, window=window),
+        coding=FeatureCoding(**coding),
+        **options,
+    )
 
 
 def test_without_a_window_the_weights_are_those_of_local_training(cloud: Cloud) -> None:
@@ -77,11 +87,16 @@ def test_without_a_window_the_weights_are_those_of_local_training(cloud: Cloud) 
 
 def test_weights_given_at_opening_are_those_that_are_trained(cloud: Cloud) -> None:
     back = Back(seed=5)
-    saved = {**back.weights(), **{f"layer{layer}::speed": back.speed[layer] for layer in back.speed}}
+    saved = {
+        **back.weights(),
+        **{f"layer{layer}::speed": back.speed[layer] for layer in back.speed},
+    }
     cloud.open(weights=saved)
     front = Front(seed=5)
     train_front(connect(cloud.port), front, Span(first_batch=0, num_batches=6), plan())
-    assert same(front.weights(), fetch_weights(cloud.operator, "run")[1], wanted=local_training(6, seed=5))
+    assert same(
+        front.weights(), fetch_weights(cloud.operator, "run")[1], wanted=local_training(6, seed=5)
+    )
 
 
 def test_a_session_lives_over_several_spans_of_several_edges(cloud: Cloud) -> None:
@@ -103,8 +118,12 @@ def test_a_session_lives_over_several_spans_of_several_edges(cloud: Cloud) -> No
 def test_staleness_never_exceeds_the_window(cloud: Cloud, window: int) -> None:
     cloud.open(settings={"pause_s": 0.002})
     front = Front()
-    report = train_front(connect(cloud.port), front, Span(first_batch=0, num_batches=40), plan(window))
-    assert max(report.staleness.values()) <= window and front.applied == front.forwards == list(range(40))
+    report = train_front(
+        connect(cloud.port), front, Span(first_batch=0, num_batches=40), plan(window)
+    )
+    assert max(report.staleness.values()) <= window and front.applied == front.forwards == list(
+        range(40)
+    )
     assert cloud.back().steps == list(range(40))
     # The window's messages and, at the ends, a mark or a goodbye.
     assert report.peak_kept_messages <= window + 1
@@ -119,10 +138,21 @@ def test_the_cut_moves_both_ways_and_the_weights_stay_those_of_local_training(cl
         return None if cut is None else SplitPlan(cut=cut)
 
     front = Front()
-    report = train_front(connect(cloud.port), front, Span(first_batch=0, num_batches=12),
-                         plan(decide=decide, checkpoint_batches=4))
-    assert [(move.batch, move.old, move.new) for move in report.moves] == [(3, 1, 2), (5, 2, 0), (8, 0, 1), (9, 1, 2)]
-    assert front.cut == 2 and same(front.weights(), fetch_weights(cloud.operator, "run")[1], wanted=local_training(12))
+    report = train_front(
+        connect(cloud.port),
+        front,
+        Span(first_batch=0, num_batches=12),
+        plan(decide=decide, checkpoint_batches=4),
+    )
+    assert [(move.batch, move.old, move.new) for move in report.moves] == [
+        (3, 1, 2),
+        (5, 2, 0),
+        (8, 0, 1),
+        (9, 1, 2),
+    ]
+    assert front.cut == 2 and same(
+        front.weights(), fetch_weights(cloud.operator, "run")[1], wanted=local_training(12)
+    )
 
 
 def test_a_move_waits_until_nothing_is_out(cloud: Cloud) -> None:
@@ -130,21 +160,40 @@ def test_a_move_waits_until_nothing_is_out(cloud: Cloud) -> None:
     front = Front()
 
     def decide(situation: DecisionInput) -> SplitPlan | None:
-        return SplitPlan(cut=situation.batch % 3, bits=8, window=4) if situation.batch % 7 == 0 else None
+        return (
+            SplitPlan(cut=situation.batch % 3, bits=8, window=4)
+            if situation.batch % 7 == 0
+            else None
+        )
 
-    report = train_front(connect(cloud.port), front, Span(first_batch=0, num_batches=30), plan(4, decide=decide))
-    assert front.applied == list(range(30)) and len(report.moves) >= 3 and report.split_plan is not None
+    report = train_front(
+        connect(cloud.port), front, Span(first_batch=0, num_batches=30), plan(4, decide=decide)
+    )
+    assert (
+        front.applied == list(range(30))
+        and len(report.moves) >= 3
+        and report.split_plan is not None
+    )
     assert report.split_plan.bits == 8 and max(report.staleness.values()) <= 4
 
 
-@pytest.mark.parametrize("options", [
-    {"bits": 8}, {"bits": 4, "feedback": "diagonal"}, {"bits": 2, "feedback": "rank-one", "gradient_bits": 8},
-    {"bits": 4, "grouping": "sample"}, {"bits": 4, "delta_bytes": 1 << 20}, {"bits": 2, "delta_bytes": 1000},
-])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bits": 8},
+        {"bits": 4, "feedback": "diagonal"},
+        {"bits": 2, "feedback": "rank-one", "gradient_bits": 8},
+        {"bits": 4, "grouping": "sample"},
+        {"bits": 4, "delta_bytes": 1 << 20},
+        {"bits": 2, "delta_bytes": 1000},
+    ],
+)
 def test_few_bits_cross_and_stay_near_local_training(cloud: Cloud, options: dict[str, Any]) -> None:
     cloud.open()
     front = Front()
-    report = train_front(connect(cloud.port), front, Span(first_batch=0, num_batches=15), plan(2, **options))
+    report = train_front(
+        connect(cloud.port), front, Span(first_batch=0, num_batches=15), plan(2, **options)
+    )
     wanted = local_training(15)
     found = {**front.weights(), **fetch_weights(cloud.operator, "run")[1]}
     assert not same(found, wanted=wanted)
@@ -155,9 +204,19 @@ def test_few_bits_cross_and_stay_near_local_training(cloud: Cloud, options: dict
 def test_delta_coding_survives_a_move_of_the_cut(cloud: Cloud) -> None:
     cloud.open()
     front = Front()
-    train_front(connect(cloud.port), front, Span(first_batch=0, num_batches=12), plan(
-        1, bits=4, delta_bytes=1 << 20,
-        decide=lambda now: SplitPlan(cut=now.batch // 4, bits=4) if now.batch % 4 == 0 else None))
+    train_front(
+        connect(cloud.port),
+        front,
+        Span(first_batch=0, num_batches=12),
+        plan(
+            1,
+            bits=4,
+            delta_bytes=1 << 20,
+            decide=lambda now: (
+                SplitPlan(cut=now.batch // 4, bits=4) if now.batch % 4 == 0 else None
+            ),
+        ),
+    )
     assert front.applied == list(range(12)) and front.cut == 2
 
 
@@ -174,8 +233,17 @@ def test_joined_parties_are_stepped_once_with_the_same_samples(cloud: Cloud) -> 
     cloud.open(num_parties=2, joined=True)
     fronts = [Front(seed=1), Front(seed=2, labels=False)]
     with ThreadPoolExecutor(2) as pool:
-        reports = list(pool.map(lambda party: train_front(
-            connect(cloud.port, party=party), fronts[party], Span(first_batch=0, num_batches=10), plan(2)), range(2)))
+        reports = list(
+            pool.map(
+                lambda party: train_front(
+                    connect(cloud.port, party=party),
+                    fronts[party],
+                    Span(first_batch=0, num_batches=10),
+                    plan(2),
+                ),
+                range(2),
+            )
+        )
     assert cloud.back().steps == list(range(10)) and reports[0].losses == reports[1].losses
     assert all(front.applied == list(range(10)) for front in fronts)
 
@@ -192,29 +260,51 @@ def test_joined_parties_with_other_samples_are_refused(cloud: Cloud) -> None:
 
     def train(party: int) -> str:
         with pytest.raises(SplitRefused) as refused:
-            train_front(connect(cloud.port, party=party), fronts[party], Span(first_batch=0, num_batches=10), plan())
+            train_front(
+                connect(cloud.port, party=party),
+                fronts[party],
+                Span(first_batch=0, num_batches=10),
+                plan(),
+            )
         return str(refused.value)
 
     with ThreadPoolExecutor(2) as pool:
         texts = list(pool.map(train, range(2)))
-    assert all("batch 3: party 1 holds other samples than party 0" in text and "\n" not in text for text in texts)
+    assert all(
+        "batch 3: party 1 holds other samples than party 0" in text and "\n" not in text
+        for text in texts
+    )
 
 
 def test_parties_that_share_a_half_take_turns(cloud: Cloud) -> None:
     cloud.open(num_parties=3)
     fronts = [Front(seed=party) for party in range(3)]
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(lambda party: train_front(
-            connect(cloud.port, party=party), fronts[party], Span(first_batch=0, num_batches=6), plan()), range(3)))
+        list(
+            pool.map(
+                lambda party: train_front(
+                    connect(cloud.port, party=party),
+                    fronts[party],
+                    Span(first_batch=0, num_batches=6),
+                    plan(),
+                ),
+                range(3),
+            )
+        )
     assert cloud.back().steps == [batch for batch in range(6) for _ in range(3)]
     # The same in one place.
     alone, back = [Front(seed=party) for party in range(3)], Back()
     for batch in range(6):
         for front in alone:
-            gradients, _ = back.step(batch, [front.forward(batch, keep_graph=True)], front.labels(batch))
+            gradients, _ = back.step(
+                batch, [front.forward(batch, keep_graph=True)], front.labels(batch)
+            )
             front.apply(batch, gradients[0])
     assert same(back.weights(), wanted=cloud.back().weights())
-    assert all(same(ours.weights(), wanted=theirs.weights()) for ours, theirs in zip(fronts, alone, strict=True))
+    assert all(
+        same(ours.weights(), wanted=theirs.weights())
+        for ours, theirs in zip(fronts, alone, strict=True)
+    )
 
 
 def test_a_cloud_that_cannot_follow_holds_no_more_than_its_credit() -> None:
@@ -224,7 +314,9 @@ def test_a_cloud_that_cannot_follow_holds_no_more_than_its_credit() -> None:
     try:
         cloud.open(settings={"pause_s": 0.01})
         front = Front()
-        report = train_front(connect(cloud.port), front, Span(first_batch=0, num_batches=50), plan(30))
+        report = train_front(
+            connect(cloud.port), front, Span(first_batch=0, num_batches=50), plan(30)
+        )
         status = session_status(cloud.operator, "run")[0]
         assert 0 < status["peak_inbox_bytes"] <= 6000 and status["peak_kept_bytes"] <= 6000
         assert report.peak_kept_messages <= 31 and front.applied == list(range(50))
@@ -243,18 +335,27 @@ def test_the_manager_sees_what_is_there(cloud: Cloud) -> None:
     cloud.open("two", replace=True)
 
 
-def test_a_service_that_is_started_anew_has_its_runs_and_leaves_out_what_is_damaged(tmp_path: Path) -> None:
+def test_a_service_that_is_started_anew_has_its_runs_and_leaves_out_what_is_damaged(
+    tmp_path: Path,
+) -> None:
     first = Cloud(folder=tmp_path)
     first.open("one")
     first.open("two")
     train_front(connect(first.port, "one"), Front(), Span(first_batch=0, num_batches=4), plan())
     first.service.close()
-    assert run_token(OPERATOR, "one").encode() not in (tmp_path / "one" / "session.sealed").read_bytes()
+    assert (
+        run_token(OPERATOR, "one").encode()
+        not in (tmp_path / "one" / "session.sealed").read_bytes()
+    )
     (tmp_path / "two" / "session.sealed").write_bytes(b"torn")
     again = Cloud(folder=tmp_path)
     try:
         assert [status["run_id"] for status in session_status(again.operator)] == ["one"]
-        assert len(again.lines) == 1 and "the run in" in again.lines[0] and "two is left out" in again.lines[0]
+        assert (
+            len(again.lines) == 1
+            and "the run in" in again.lines[0]
+            and "two is left out" in again.lines[0]
+        )
         # A new edge stands where the manager says, and the cloud goes there from its checkpoint.
         front = Front(seed=3)
         train_front(connect(again.port, "one"), front, Span(first_batch=4, num_batches=1), plan())
@@ -270,7 +371,12 @@ def test_a_service_that_is_started_anew_has_its_runs_and_leaves_out_what_is_dama
 
 def check_refused(cloud: Cloud, match: str, front: Front | None = None, **options: Any) -> None:
     with pytest.raises(SplitRefused, match=match) as refused:
-        train_front(connect(cloud.port, **options), front or Front(), Span(first_batch=0, num_batches=2), plan())
+        train_front(
+            connect(cloud.port, **options),
+            front or Front(),
+            Span(first_batch=0, num_batches=2),
+            plan(),
+        )
     assert "\n" not in str(refused.value)
 
 
@@ -281,7 +387,9 @@ def test_what_does_not_belong_is_refused_in_a_line_and_harms_nobody(cloud: Cloud
     check_refused(cloud, "model .* is not the cloud's", fingerprint="another-model")
     check_refused(cloud, "there is no party 3 among 1", party=3)
     check_refused(cloud, "cut at 2, the cloud's at 1", front=Front(cut=2))
-    with pytest.raises(SplitRefused, match=r"no checkpoint in common up to batch 9 .cloud: 0; party 0: 7"):
+    with pytest.raises(
+        SplitRefused, match=r"no checkpoint in common up to batch 9 .cloud: 0; party 0: 7"
+    ):
         train_front(connect(cloud.port), Front(), Span(first_batch=7, num_batches=2), plan())
     with pytest.raises(SplitRefused, match="the edge has the back half, and so has the cloud"):
         train_back(connect(cloud.port), Back(), Span(first_batch=0, num_batches=2))
@@ -336,15 +444,22 @@ def test_a_flood_of_refusals_neither_fills_the_log_nor_silences_it() -> None:
         with pytest.raises(SplitRefused, match="call with a wrong token"):
             session_status(stranger)
         counted, refused = cloud.lines[told:]
-        assert counted.startswith("split cloud: ") and "more refusals of ipv4:127.0.0.1 within 60 s" in counted
-        assert refused.startswith("split cloud: refused a 'Status' call with a wrong token from ipv4:127.0.0.1:")
+        assert (
+            counted.startswith("split cloud: ")
+            and "more refusals of ipv4:127.0.0.1 within 60 s" in counted
+        )
+        assert refused.startswith(
+            "split cloud: refused a 'Status' call with a wrong token from ipv4:127.0.0.1:"
+        )
     finally:
         cloud.service.close()
 
 
 def test_a_half_that_fails_fails_the_edge_in_a_line_and_nothing_else(cloud: Cloud) -> None:
     cloud.open(settings={"fails_at": 3})
-    with pytest.raises(SplitRefused, match="the cloud's half failed: ValueError: a half that breaks"):
+    with pytest.raises(
+        SplitRefused, match="the cloud's half failed: ValueError: a half that breaks"
+    ):
         train_front(connect(cloud.port), Front(), Span(first_batch=0, num_batches=9), plan())
     assert "a half that breaks" in session_status(cloud.operator, "run")[0]["error"]
     with pytest.raises(SplitRefused, match="is between two checkpoints"):
@@ -361,12 +476,15 @@ def test_an_edge_that_is_refused_weights_in_the_middle_of_a_span(cloud: Cloud) -
                 fetch_weights(cloud.operator, "run")
             asked.append(True)
 
-    train_front(connect(cloud.port), Front(), Span(first_batch=0, num_batches=5), plan(decide=decide))
+    train_front(
+        connect(cloud.port), Front(), Span(first_batch=0, num_batches=5), plan(decide=decide)
+    )
     assert asked
 
 
 def test_a_second_edge_takes_the_place_of_the_first_which_does_not_fight_for_it(
-    cloud: Cloud, tmp_path: Path,
+    cloud: Cloud,
+    tmp_path: Path,
 ) -> None:
     cloud.open(settings={"pause_s": 0.02})
     texts = []
@@ -374,8 +492,12 @@ def test_a_second_edge_takes_the_place_of_the_first_which_does_not_fight_for_it(
 
     def first() -> None:
         try:
-            train_front(connect(cloud.port), Front(), Span(first_batch=0, num_batches=500), plan(
-                progress=lambda done: started.set()))
+            train_front(
+                connect(cloud.port),
+                Front(),
+                Span(first_batch=0, num_batches=500),
+                plan(progress=lambda done: started.set()),
+            )
         except SplitRefused as refused:
             texts.append(str(refused))
 

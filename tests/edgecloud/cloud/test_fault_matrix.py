@@ -28,9 +28,12 @@ RESULTS = Path(__file__).parents[3] / "docs" / "results" / "split-faults.json"
 
 # In make test the same happens to halves that need no torch: test_reconnect.py, test_faults.py.
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "cell"), [
-    pytest.param(name, cell, id=name) for name, cell in cells()])
-def test_whatever_happens_no_batch_is_lost_or_repeated_and_nothing_hangs(name: str, cell: Cell, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "cell"), [pytest.param(name, cell, id=name) for name, cell in cells()]
+)
+def test_whatever_happens_no_batch_is_lost_or_repeated_and_nothing_hangs(
+    name: str, cell: Cell, tmp_path: Path
+) -> None:
     """Weights and ledgers are checked by the cell itself."""
     row = cell(tmp_path)
     assert row.outcome == ("ended" if name in SAYS else "went on")
@@ -45,5 +48,9 @@ def test_the_written_matrix_is_of_these_cells() -> None:
     rows = json.loads(RESULTS.read_text("utf-8"))["rows"]
     assert len(rows) == len(list(cells()))
     for row in rows:
-        assert row["outcome"] == "ended" or (row["once"] and (row["window"] or row["weights"] == "bit for bit"))
-        assert row["outcome"] == "went on" or (all("\n" not in line for line in row["says"]) and row["says"])
+        assert row["outcome"] == "ended" or (
+            row["once"] and (row["window"] or row["weights"] == "bit for bit")
+        )
+        assert row["outcome"] == "went on" or (
+            all("\n" not in line for line in row["says"]) and row["says"]
+        )

@@ -43,7 +43,9 @@ def open_run(service: CloudService, run_id: str, **options: Any) -> CloudOperato
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whenever_the_line_breaks_the_weights_are_those_of_local_training(service: CloudService, seed: int) -> None:
+def test_whenever_the_line_breaks_the_weights_are_those_of_local_training(
+    service: CloudService, seed: int
+) -> None:
     """With K = 0; half of the lines move the cut meanwhile, and every fourth is a reverse split."""
     reverse = seed % 4 == 3
     operator = open_run(service, f"line{seed}", reverse=reverse)
@@ -61,22 +63,32 @@ def test_whenever_the_line_breaks_the_weights_are_those_of_local_training(servic
             report = train_back(connection, half, span)
         else:
             half = Front()
-            report = train_front(connection, half, span, FrontPlan(split_plan=SplitPlan(cut=1), decide=decide))
+            report = train_front(
+                connection, half, span, FrontPlan(split_plan=SplitPlan(cut=1), decide=decide)
+            )
             assert half.applied == half.forwards == list(range(15))
     finally:
         line.close()
-    assert same(half.weights(), fetch_weights(operator, f"line{seed}")[1], wanted=local_training(15))
+    assert same(
+        half.weights(), fetch_weights(operator, f"line{seed}")[1], wanted=local_training(15)
+    )
     assert report.num_rollbacks == 0 and line.num_connections >= report.num_streams
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_with_a_window_each_batch_is_done_once_in_order_on_a_breaking_line(service: CloudService, seed: int) -> None:
+def test_with_a_window_each_batch_is_done_once_in_order_on_a_breaking_line(
+    service: CloudService, seed: int
+) -> None:
     open_run(service, f"window{seed}")
     line = BreakingLine(service.port, seed=seed, mean_bytes=8000)
     front = Front()
     try:
-        report = train_front(connect(line.port, f"window{seed}", give_up_s=60.0), front,
-                             Span(first_batch=0, num_batches=40), FrontPlan(split_plan=SplitPlan(cut=1, window=4)))
+        report = train_front(
+            connect(line.port, f"window{seed}", give_up_s=60.0),
+            front,
+            Span(first_batch=0, num_batches=40),
+            FrontPlan(split_plan=SplitPlan(cut=1, window=4)),
+        )
     finally:
         line.close()
     back: Any = service._sessions.get(f"window{seed}")._state.half
@@ -97,8 +109,12 @@ def test_a_line_that_is_down_for_a_while_is_waited_for(service: CloudService) ->
 
     threading.Thread(target=interrupt, daemon=True).start()
     try:
-        report = train_front(connect(line.port, "down"), front, Span(first_batch=0, num_batches=40), FrontPlan(
-            split_plan=SplitPlan(cut=1), progress=lambda done: begun.set()))
+        report = train_front(
+            connect(line.port, "down"),
+            front,
+            Span(first_batch=0, num_batches=40),
+            FrontPlan(split_plan=SplitPlan(cut=1), progress=lambda done: begun.set()),
+        )
     finally:
         line.close()
     assert report.num_streams == 2 and report.wait_s > 0.5
@@ -108,35 +124,65 @@ def test_a_line_that_is_down_for_a_while_is_waited_for(service: CloudService) ->
 def test_a_line_that_stays_down_ends_in_a_line(service: CloudService) -> None:
     open_run(service, "gone", settings={"pause_s": 0.01})
     line = BreakingLine(service.port)
-    with pytest.raises(StreamLost, match=r"run gone: the cloud at .* is out of reach, after trying") as lost:
-        train_front(connect(line.port, "gone", give_up_s=0.5), Front(), Span(first_batch=0, num_batches=4000),
-                    FrontPlan(split_plan=SplitPlan(cut=1),
-                              progress=lambda done: line.down() if done.batch == 3 else None))
+    with pytest.raises(
+        StreamLost, match=r"run gone: the cloud at .* is out of reach, after trying"
+    ) as lost:
+        train_front(
+            connect(line.port, "gone", give_up_s=0.5),
+            Front(),
+            Span(first_batch=0, num_batches=4000),
+            FrontPlan(
+                split_plan=SplitPlan(cut=1),
+                progress=lambda done: line.down() if done.batch == 3 else None,
+            ),
+        )
     line.close()
     assert "\n" not in str(lost.value)
     with pytest.raises(StreamLost, match="out of reach"):
-        train_front(connect(line.port, "gone", give_up_s=0.3), Front(), Span(first_batch=0, num_batches=4), FrontPlan(
-            split_plan=SplitPlan(cut=1)))
+        train_front(
+            connect(line.port, "gone", give_up_s=0.3),
+            Front(),
+            Span(first_batch=0, num_batches=4),
+            FrontPlan(split_plan=SplitPlan(cut=1)),
+        )
 
 
 def test_a_session_that_is_closed_meanwhile_is_not_dialled_again(service: CloudService) -> None:
     open_run(service, "closed", settings={"pause_s": 0.01})
     with pytest.raises(SplitRefused, match="run closed was closed by its manager"):
-        train_front(connect(service.port, "closed"), Front(), Span(first_batch=0, num_batches=4000), FrontPlan(
-            split_plan=SplitPlan(cut=1),
-            progress=lambda done: service._sessions.end("closed", forget=True) if done.batch == 3 else None))
+        train_front(
+            connect(service.port, "closed"),
+            Front(),
+            Span(first_batch=0, num_batches=4000),
+            FrontPlan(
+                split_plan=SplitPlan(cut=1),
+                progress=lambda done: (
+                    service._sessions.end("closed", forget=True) if done.batch == 3 else None
+                ),
+            ),
+        )
 
 
 def test_a_joined_party_that_falls_out_brings_all_back_to_a_checkpoint(tmp_path: Path) -> None:
     """Party 1's edge is replaced by a new one, as after a crash: both go back, and end as if nothing had been."""
-    made = CloudService("127.0.0.1:0", make_half, operator_token=OPERATOR, log=lambda line: None, folder=tmp_path / "c")
+    made = CloudService(
+        "127.0.0.1:0",
+        make_half,
+        operator_token=OPERATOR,
+        log=lambda line: None,
+        folder=tmp_path / "c",
+    )
     operator = open_run(made, "pair", num_parties=2, joined=True)
     fronts = [Front(seed=1), Front(seed=2, labels=False)]
     span, failed = Span(first_batch=0, num_batches=12), threading.Event()
     reports: dict[int, Any] = {}
 
     def plan(*progress: Any) -> FrontPlan:
-        return FrontPlan(split_plan=SplitPlan(cut=1), checkpoint_batches=4, progress=progress[0] if progress else None)
+        return FrontPlan(
+            split_plan=SplitPlan(cut=1),
+            checkpoint_batches=4,
+            progress=progress[0] if progress else None,
+        )
 
     class Crash(Exception):
         pass
@@ -146,25 +192,40 @@ def test_a_joined_party_that_falls_out_brings_all_back_to_a_checkpoint(tmp_path:
             raise Crash
 
     def first_party() -> None:
-        reports[0] = train_front(connect(made.port, "pair", party=0), fronts[0], span, plan(), folder=tmp_path / "p0")
+        reports[0] = train_front(
+            connect(made.port, "pair", party=0), fronts[0], span, plan(), folder=tmp_path / "p0"
+        )
 
     thread = threading.Thread(target=first_party)
     thread.start()
     try:
         with pytest.raises(Crash):
-            train_front(connect(made.port, "pair", party=1), fronts[1], span, plan(crash), folder=tmp_path / "p1")
+            train_front(
+                connect(made.port, "pair", party=1),
+                fronts[1],
+                span,
+                plan(crash),
+                folder=tmp_path / "p1",
+            )
         failed.set()
         fronts[1] = Front(seed=2, labels=False)
-        reports[1] = train_front(connect(made.port, "pair", party=1), fronts[1], span, plan(), folder=tmp_path / "p1")
+        reports[1] = train_front(
+            connect(made.port, "pair", party=1), fronts[1], span, plan(), folder=tmp_path / "p1"
+        )
         thread.join(30)
         assert reports[1].first_batch == 4 and reports[0].num_rollbacks >= 1
         alone, back = [Front(seed=1), Front(seed=2)], Back()
         for batch in range(12):
             parts = [front.forward(batch, keep_graph=True) for front in alone]
-            for front, gradient in zip(alone, back.step(batch, parts, alone[0].labels(batch))[0], strict=True):
+            for front, gradient in zip(
+                alone, back.step(batch, parts, alone[0].labels(batch))[0], strict=True
+            ):
                 front.apply(batch, gradient)
         assert same(fetch_weights(operator, "pair")[1], wanted=back.weights())
-        assert all(same(ours.weights(), wanted=theirs.weights()) for ours, theirs in zip(fronts, alone, strict=True))
+        assert all(
+            same(ours.weights(), wanted=theirs.weights())
+            for ours, theirs in zip(fronts, alone, strict=True)
+        )
     finally:
         made.close()
         thread.join(30)

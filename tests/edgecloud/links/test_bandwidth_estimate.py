@@ -17,24 +17,39 @@ def up(meter: BandwidthMeter, now_s: float) -> float:
     return meter.rates(now_s).up_bytes_per_s
 
 
-@given(rate=st.floats(1e3, 1e9), latency_s=st.floats(0, 0.2),
-       transfers=st.lists(st.tuples(st.floats(1e4, 1e7), st.floats(0, 30)), min_size=1, max_size=20))
+@given(
+    rate=st.floats(1e3, 1e9),
+    latency_s=st.floats(0, 0.2),
+    transfers=st.lists(st.tuples(st.floats(1e4, 1e7), st.floats(0, 30)), min_size=1, max_size=20),
+)
 def test_a_constant_link_is_measured_exactly(
-    rate: float, latency_s: float, transfers: list[tuple[float, float]],
+    rate: float,
+    latency_s: float,
+    transfers: list[tuple[float, float]],
 ) -> None:
-    meter = BandwidthMeter(first=LinkRates(up_bytes_per_s=1.0, down_bytes_per_s=7.0, latency_s=latency_s))
+    meter = BandwidthMeter(
+        first=LinkRates(up_bytes_per_s=1.0, down_bytes_per_s=7.0, latency_s=latency_s)
+    )
     now_s = 0.0
     for num_bytes, pause_s in transfers:
         seconds = latency_s + num_bytes / rate
         now_s += seconds + pause_s
         meter.add_transfer("up", num_bytes, seconds, now_s)
     assert up(meter, now_s) == pytest.approx(rate, rel=1e-6)
-    assert meter.rates(now_s) == LinkRates(up_bytes_per_s=up(meter, now_s), down_bytes_per_s=7.0, latency_s=latency_s)
+    assert meter.rates(now_s) == LinkRates(
+        up_bytes_per_s=up(meter, now_s), down_bytes_per_s=7.0, latency_s=latency_s
+    )
 
 
 @settings(max_examples=40)
-@given(transfers=st.lists(st.tuples(st.floats(1e4, 1e7), st.floats(0.01, 60), st.floats(0, 30)), min_size=1))
-def test_an_estimate_lies_between_what_was_measured(transfers: list[tuple[float, float, float]]) -> None:
+@given(
+    transfers=st.lists(
+        st.tuples(st.floats(1e4, 1e7), st.floats(0.01, 60), st.floats(0, 30)), min_size=1
+    )
+)
+def test_an_estimate_lies_between_what_was_measured(
+    transfers: list[tuple[float, float, float]],
+) -> None:
     meter = BandwidthMeter(first=LinkRates(up_bytes_per_s=1.0, down_bytes_per_s=1.0))
     now_s = 0.0
     for num_bytes, seconds, pause_s in transfers:
@@ -47,7 +62,9 @@ def test_an_estimate_lies_between_what_was_measured(transfers: list[tuple[float,
 @given(old=st.floats(1e4, 1e8), new=st.floats(1e4, 1e8), piece_s=st.floats(0.1, 2.0))
 def test_the_past_is_forgotten(old: float, new: float, piece_s: float) -> None:
     """Back to back: after five memories, e^-5 of the weight is left to the old rate."""
-    meter = BandwidthMeter(first=LinkRates(up_bytes_per_s=1.0, down_bytes_per_s=1.0), memory_s=2.0, min_bytes=0.0)
+    meter = BandwidthMeter(
+        first=LinkRates(up_bytes_per_s=1.0, down_bytes_per_s=1.0), memory_s=2.0, min_bytes=0.0
+    )
     now_s = 0.0
     for rate, until_s in ((old, 30.0), (new, 42.0)):
         while now_s < until_s:
@@ -58,17 +75,26 @@ def test_the_past_is_forgotten(old: float, new: float, piece_s: float) -> None:
 
 @given(rate=st.floats(1e4, 1e9), num_bytes=st.floats(1, 1e8), since_s=st.floats(0, 1e4))
 def test_silence_shows_as_a_loss_two_seconds_after_something_was_due(
-    rate: float, num_bytes: float, since_s: float,
+    rate: float,
+    num_bytes: float,
+    since_s: float,
 ) -> None:
-    meter = BandwidthMeter(first=LinkRates(up_bytes_per_s=rate, down_bytes_per_s=1.0, latency_s=0.1))
+    meter = BandwidthMeter(
+        first=LinkRates(up_bytes_per_s=rate, down_bytes_per_s=1.0, latency_s=0.1)
+    )
     meter.set_in_flight("up", since_s, num_bytes)
     due_s = since_s + 0.1 + max(1.0, num_bytes) / rate
     assert up(meter, due_s - 1e-3) == rate
     halfway = up(meter, due_s + 1.0)
-    assert halfway == pytest.approx(max(1.0, num_bytes) / (due_s + 0.9 - since_s), rel=1e-6) and halfway < rate
+    assert (
+        halfway == pytest.approx(max(1.0, num_bytes) / (due_s + 0.9 - since_s), rel=1e-6)
+        and halfway < rate
+    )
     assert up(meter, due_s + 1.99) > 0.0
     assert up(meter, due_s + 2.01) == 0.0
-    meter.add_transfer("up", 1.0, 5.0, due_s + 3.0)  # too small to be measured by, but the link works
+    meter.add_transfer(
+        "up", 1.0, 5.0, due_s + 3.0
+    )  # too small to be measured by, but the link works
     assert up(meter, due_s + 3.0) == rate
 
 
@@ -86,7 +112,9 @@ def test_directions_are_apart() -> None:
     assert meter.rates(10.0) == LinkRates(up_bytes_per_s=3e6, down_bytes_per_s=0.0, latency_s=0.05)
 
 
-@pytest.mark.parametrize(("num_bytes", "seconds"), [(100.0, 1.0), (1e6, 0.05), (1e6, 0.01), (0.0, 0.0)])
+@pytest.mark.parametrize(
+    ("num_bytes", "seconds"), [(100.0, 1.0), (1e6, 0.05), (1e6, 0.01), (0.0, 0.0)]
+)
 def test_what_is_mostly_latency_is_not_counted(num_bytes: float, seconds: float) -> None:
     meter = BandwidthMeter(first=FIRST)
     meter.add_transfer("up", num_bytes, seconds, 5.0)
@@ -103,13 +131,22 @@ def test_an_outage_is_not_believed_longer_than_the_memory() -> None:
     assert up(meter, 608.0) > 0.6e6
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda: BandwidthMeter(first=FIRST, memory_s=0.0), "memory_s = 0.0"),
-    (lambda: BandwidthMeter(first=FIRST, silence_s=math.inf), "silence_s = inf"),
-    (lambda: BandwidthMeter(first=FIRST, min_bytes=-1.0), "min_bytes = -1.0"),
-    (lambda: BandwidthMeter(first=FIRST).add_transfer("up", -1.0, 1.0, 1.0), "-1.0 bytes in 1.0 s"),
-    (lambda: BandwidthMeter(first=FIRST).add_transfer("up", 1.0, math.nan, 1.0), "1.0 bytes in nan s"),
-])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: BandwidthMeter(first=FIRST, memory_s=0.0), "memory_s = 0.0"),
+        (lambda: BandwidthMeter(first=FIRST, silence_s=math.inf), "silence_s = inf"),
+        (lambda: BandwidthMeter(first=FIRST, min_bytes=-1.0), "min_bytes = -1.0"),
+        (
+            lambda: BandwidthMeter(first=FIRST).add_transfer("up", -1.0, 1.0, 1.0),
+            "-1.0 bytes in 1.0 s",
+        ),
+        (
+            lambda: BandwidthMeter(first=FIRST).add_transfer("up", 1.0, math.nan, 1.0),
+            "1.0 bytes in nan s",
+        ),
+    ],
+)
 def test_what_cannot_be_is_refused_in_one_line(call: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         call()  # type: ignore[operator]

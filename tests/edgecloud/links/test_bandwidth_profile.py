@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from socflower.cluster.link_rate import RateSteps
-from socflower.edgecloud.links.bandwidth_profile import HEADER, BandwidthProfile, constant, read_csv, segments
+from socflower.edgecloud.links.bandwidth_profile import (
+    HEADER,
+    BandwidthProfile,
+    constant,
+    read_csv,
+    segments,
+)
 from socflower.errors import ConfigError
 
 FEW = settings(max_examples=80)
@@ -34,8 +40,11 @@ def summed(profile: RateSteps, begin_ms: int, end_ms: int) -> float:
         middle_s = (tick + 0.5) / 1000
         if math.isfinite(profile.end_s):
             middle_s -= math.floor(middle_s / profile.end_s) * profile.end_s
-        value = [rate for time_s, rate in zip(profile.times_s, profile.bytes_per_s, strict=True)
-                 if time_s <= middle_s][-1]
+        value = [
+            rate
+            for time_s, rate in zip(profile.times_s, profile.bytes_per_s, strict=True)
+            if time_s <= middle_s
+        ][-1]
         total += value / 1000
     return total
 
@@ -46,16 +55,21 @@ def link(direction: RateSteps) -> BandwidthProfile:
 
 @settings(max_examples=40)
 @given(profile=steps(), ends=st.tuples(TICKS, TICKS))
-def test_bytes_between_is_the_sum_over_milliseconds(profile: RateSteps, ends: tuple[int, int]) -> None:
+def test_bytes_between_is_the_sum_over_milliseconds(
+    profile: RateSteps, ends: tuple[int, int]
+) -> None:
     begin, end = sorted(ends)
-    assert link(profile).bytes_between("up", begin / 1000, end / 1000) == pytest.approx(summed(profile, begin, end),
-                                                                                    rel=1e-6, abs=1e-3)
+    assert link(profile).bytes_between("up", begin / 1000, end / 1000) == pytest.approx(
+        summed(profile, begin, end), rel=1e-6, abs=1e-3
+    )
 
 
 @settings(max_examples=40)
 @given(profile=steps(lively=True), begin=TICKS, num_bytes=st.integers(1, 10**6))
 def test_a_transfer_ends_in_the_millisecond_in_which_the_sum_reaches_it(
-    profile: RateSteps, begin: int, num_bytes: int,
+    profile: RateSteps,
+    begin: int,
+    num_bytes: int,
 ) -> None:
     passed_ms = profile.passed_s(begin / 1000, num_bytes) * 1000
     if passed_ms - begin > 20_000:
@@ -70,26 +84,45 @@ def test_a_transfer_ends_in_the_millisecond_in_which_the_sum_reaches_it(
 
 @FEW
 @given(profile=steps(lively=True), start_s=st.floats(0, 50), num_bytes=st.floats(1, 1e8))
-def test_passing_is_the_inverse_of_bytes_between(profile: RateSteps, start_s: float, num_bytes: float) -> None:
+def test_passing_is_the_inverse_of_bytes_between(
+    profile: RateSteps, start_s: float, num_bytes: float
+) -> None:
     passed_s = profile.passed_s(start_s, num_bytes)
     between = link(profile).bytes_between("up", start_s, passed_s)
-    assert between == pytest.approx(num_bytes, rel=1e-6, abs=1e-6 * profile.total_bytes(passed_s) + 1e-2)
+    assert between == pytest.approx(
+        num_bytes, rel=1e-6, abs=1e-6 * profile.total_bytes(passed_s) + 1e-2
+    )
 
 
 @FEW
-@given(profile=steps(lively=True), start_s=st.floats(0, 50), first=st.floats(1, 1e7), second=st.floats(1, 1e7))
+@given(
+    profile=steps(lively=True),
+    start_s=st.floats(0, 50),
+    first=st.floats(1, 1e7),
+    second=st.floats(1, 1e7),
+)
 def test_sending_two_things_takes_as_long_as_sending_both_at_once(
-    profile: RateSteps, start_s: float, first: float, second: float,
+    profile: RateSteps,
+    start_s: float,
+    first: float,
+    second: float,
 ) -> None:
     at_once_s = profile.passed_s(start_s, first + second)
-    assert profile.passed_s(profile.passed_s(start_s, first), second) == pytest.approx(at_once_s, rel=1e-7, abs=1e-6)
+    assert profile.passed_s(profile.passed_s(start_s, first), second) == pytest.approx(
+        at_once_s, rel=1e-7, abs=1e-6
+    )
 
 
 @FEW
-@given(profile=steps(), starts=st.tuples(st.floats(0, 50), st.floats(0, 50)),
-       sizes=st.tuples(st.floats(0, 1e8), st.floats(0, 1e8)))
+@given(
+    profile=steps(),
+    starts=st.tuples(st.floats(0, 50), st.floats(0, 50)),
+    sizes=st.tuples(st.floats(0, 1e8), st.floats(0, 1e8)),
+)
 def test_passing_is_monotone_in_start_and_size(
-    profile: RateSteps, starts: tuple[float, float], sizes: tuple[float, float],
+    profile: RateSteps,
+    starts: tuple[float, float],
+    sizes: tuple[float, float],
 ) -> None:
     early_s, late_s = sorted(starts)
     small, large = sorted(sizes)
@@ -107,7 +140,10 @@ def test_a_trace_with_an_end_begins_again(profile: RateSteps, time_s: float, rou
     else:
         later_s = time_s + rounds * profile.end_s
         assert profile.total_bytes(later_s) == pytest.approx(
-            profile.total_bytes(time_s) + rounds * profile.total_bytes(profile.end_s), rel=1e-6, abs=1e-3)
+            profile.total_bytes(time_s) + rounds * profile.total_bytes(profile.end_s),
+            rel=1e-6,
+            abs=1e-3,
+        )
 
 
 def test_a_link_with_next_to_no_rate_passes_nothing_in_a_time_that_is_a_number() -> None:
@@ -125,7 +161,9 @@ def test_a_link_that_is_lost_for_good_lets_nothing_pass() -> None:
 
 
 def test_an_outage_holds_a_transfer_up_for_just_its_length() -> None:
-    profile = segments([(1.0, 10.0, 10.0), (3.0, 0.0, 0.0), (1.0, 10.0, 10.0)], latency_s=0.5, repeats=True)
+    profile = segments(
+        [(1.0, 10.0, 10.0), (3.0, 0.0, 0.0), (1.0, 10.0, 10.0)], latency_s=0.5, repeats=True
+    )
     assert profile.passed_s("up", 0.5, 10.0) == pytest.approx(4.5)
     assert profile.arrival_s("up", 0.5, 10.0) == pytest.approx(5.0)
     assert profile.passed_s("up", 4.5, 10.0) == pytest.approx(5.5)
@@ -143,8 +181,13 @@ def test_an_outage_holds_a_transfer_up_for_just_its_length() -> None:
 
 def write_csv(profile: BandwidthProfile, path: Path) -> None:
     times_s = sorted({*profile.up.times_s, *profile.down.times_s})
-    lines = [",".join(HEADER), *(f"{time_s!r},{profile.up.rate(time_s)!r},{profile.down.rate(time_s)!r}"
-                                 for time_s in times_s)]
+    lines = [
+        ",".join(HEADER),
+        *(
+            f"{time_s!r},{profile.up.rate(time_s)!r},{profile.down.rate(time_s)!r}"
+            for time_s in times_s
+        ),
+    ]
     if math.isfinite(profile.up.end_s):
         lines.append(f"{profile.up.end_s!r},,")
     path.write_text("\n".join(lines))
@@ -153,7 +196,9 @@ def write_csv(profile: BandwidthProfile, path: Path) -> None:
 @settings(max_examples=40)
 @given(up=steps(), down=steps())
 def test_what_is_written_as_a_table_reads_back_the_same(
-    tmp_path_factory: pytest.TempPathFactory, up: RateSteps, down: RateSteps,
+    tmp_path_factory: pytest.TempPathFactory,
+    up: RateSteps,
+    down: RateSteps,
 ) -> None:
     profile = BandwidthProfile(up, RateSteps(down.times_s, down.bytes_per_s, up.end_s), 0.02)
     path = tmp_path_factory.mktemp("profile") / "link.csv"
@@ -176,17 +221,27 @@ def test_the_last_row_lasts_as_long_as_the_one_before_it(tmp_path: Path) -> None
 HEAD = "time_s,up_bytes_per_s,down_bytes_per_s\n"
 
 
-@pytest.mark.parametrize(("text", "complaint"), [
-    ("", "line 1: must be the header"), ("0,1,2\n", "line 1: must be the header"), (HEAD, "has no rows"),
-    (HEAD + "0,1\n", "line 2: has 2 values"), (HEAD + "0,1,x\n", "line 2: down_bytes_per_s = 'x' is no number"),
-    (HEAD + "0,-1,2\n", "line 2: up_bytes_per_s = -1 must be 0 or more"),
-    (HEAD + "0,nan,2\n", "line 2: up_bytes_per_s = nan must be"), (HEAD + "1,1,2\n", "line 2: the first time is 1"),
-    (HEAD + "0,1,2\n5,1,2\n5,1,2\n", "line 4: time 5 s does not come after 5.0 s"),
-    (HEAD + "0,1,2\n5,,\n6,1,2\n", "line 4: follows a row without rates"),
-    (HEAD + "0,,\n", "line 2: up_bytes_per_s = '' is no number"),
-    (HEAD + "0,1,2\n5,,3\n", "line 3: up_bytes_per_s = '' is no number"), ("\xff", "is not UTF-8"),
-])
-def test_a_bad_table_is_one_line_that_names_the_line(tmp_path: Path, text: str, complaint: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "line 1: must be the header"),
+        ("0,1,2\n", "line 1: must be the header"),
+        (HEAD, "has no rows"),
+        (HEAD + "0,1\n", "line 2: has 2 values"),
+        (HEAD + "0,1,x\n", "line 2: down_bytes_per_s = 'x' is no number"),
+        (HEAD + "0,-1,2\n", "line 2: up_bytes_per_s = -1 must be 0 or more"),
+        (HEAD + "0,nan,2\n", "line 2: up_bytes_per_s = nan must be"),
+        (HEAD + "1,1,2\n", "line 2: the first time is 1"),
+        (HEAD + "0,1,2\n5,1,2\n5,1,2\n", "line 4: time 5 s does not come after 5.0 s"),
+        (HEAD + "0,1,2\n5,,\n6,1,2\n", "line 4: follows a row without rates"),
+        (HEAD + "0,,\n", "line 2: up_bytes_per_s = '' is no number"),
+        (HEAD + "0,1,2\n5,,3\n", "line 3: up_bytes_per_s = '' is no number"),
+        ("\xff", "is not UTF-8"),
+    ],
+)
+def test_a_bad_table_is_one_line_that_names_the_line(
+    tmp_path: Path, text: str, complaint: str
+) -> None:
     path = tmp_path / "link.csv"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError) as caught:
@@ -200,17 +255,21 @@ def test_a_table_that_is_not_there_says_so(tmp_path: Path) -> None:
         read_csv(tmp_path / "missing")
 
 
-@pytest.mark.parametrize(("make", "complaint"), [
-    (lambda: RateSteps((), ()), "as many rates as times"),
-    (lambda: RateSteps((0.0,), (1.0, 2.0)), "as many rates as times"),
-    (lambda: RateSteps((1.0,), (1.0,)), "the first at 0 s"),
-    (lambda: RateSteps((0.0, 2.0, 2.0), (1.0,) * 3), "must rise"),
-    (lambda: RateSteps((0.0, 2.0), (1.0,) * 2, 2.0), "2.0 s follows 2.0 s"),
-    (lambda: RateSteps((0.0,), (-1.0,)), "-1.0 bytes/s at 0.0 s"),
-    (lambda: constant(math.inf, 1.0), "must be 0 or more"),
-    (lambda: constant(1.0, 1.0, -1.0), "latency_s = -1.0"), (lambda: segments([]), "no segments"),
-    (lambda: segments([(0.0, 1.0, 1.0)]), "a segment of 0.0 s"),
-])
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: RateSteps((), ()), "as many rates as times"),
+        (lambda: RateSteps((0.0,), (1.0, 2.0)), "as many rates as times"),
+        (lambda: RateSteps((1.0,), (1.0,)), "the first at 0 s"),
+        (lambda: RateSteps((0.0, 2.0, 2.0), (1.0,) * 3), "must rise"),
+        (lambda: RateSteps((0.0, 2.0), (1.0,) * 2, 2.0), "2.0 s follows 2.0 s"),
+        (lambda: RateSteps((0.0,), (-1.0,)), "-1.0 bytes/s at 0.0 s"),
+        (lambda: constant(math.inf, 1.0), "must be 0 or more"),
+        (lambda: constant(1.0, 1.0, -1.0), "latency_s = -1.0"),
+        (lambda: segments([]), "no segments"),
+        (lambda: segments([(0.0, 1.0, 1.0)]), "a segment of 0.0 s"),
+    ],
+)
 def test_what_is_no_trace_is_refused_in_one_line(make: object, complaint: str) -> None:
     assert callable(make)
     with pytest.raises(ConfigError) as caught:

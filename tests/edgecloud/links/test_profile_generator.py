@@ -22,9 +22,18 @@ from socflower.errors import ConfigError
 
 LONG_S = 100_000.0
 KINDS = tuple(statistics_table()["kind"])
-BUSY = LinkStatistics(mean_bytes_per_s=1e6, deviation_bytes_per_s=4e5, min_bytes_per_s=1e5, max_bytes_per_s=3e6,
-                      correlation_s=5.0, outage_share=0.1, outage_s=4.0, up_down_ratio=0.5, up_down_correlation=0.6,
-                      latency_s=0.01)
+BUSY = LinkStatistics(
+    mean_bytes_per_s=1e6,
+    deviation_bytes_per_s=4e5,
+    min_bytes_per_s=1e5,
+    max_bytes_per_s=3e6,
+    correlation_s=5.0,
+    outage_share=0.1,
+    outage_s=4.0,
+    up_down_ratio=0.5,
+    up_down_correlation=0.6,
+    latency_s=0.01,
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -33,14 +42,20 @@ def test_long_traces_have_the_statistics_of_their_kind(kind: str) -> None:
     figures = link_statistics(kind)
     profile = generate_bandwidth_profile(kind, 3, LONG_S)
     up, down = np.array(profile.up.bytes_per_s), np.array(profile.down.bytes_per_s)
-    assert profile.latency_s == figures.latency_s and profile.up.end_s == profile.down.end_s == LONG_S
+    assert (
+        profile.latency_s == figures.latency_s and profile.up.end_s == profile.down.end_s == LONG_S
+    )
     there = down > 0
     assert np.array_equal(there, up > 0)
     spread = figures.deviation_bytes_per_s / figures.mean_bytes_per_s
     error = 4 * spread * math.sqrt(2 * figures.correlation_s / LONG_S)
     assert down[there].mean() == pytest.approx(figures.mean_bytes_per_s, rel=error)
-    assert up[there].mean() == pytest.approx(figures.up_down_ratio * figures.mean_bytes_per_s, rel=error)
-    assert down[there].std() == pytest.approx(figures.deviation_bytes_per_s, rel=3 * error / spread * 0.5)
+    assert up[there].mean() == pytest.approx(
+        figures.up_down_ratio * figures.mean_bytes_per_s, rel=error
+    )
+    assert down[there].std() == pytest.approx(
+        figures.deviation_bytes_per_s, rel=3 * error / spread * 0.5
+    )
     assert down[there].min() >= figures.min_bytes_per_s and down.max() <= figures.max_bytes_per_s
     num_outages = sum(1 for lost, _ in groupby(~there) if lost)
     if figures.outage_share == 0:
@@ -48,27 +63,49 @@ def test_long_traces_have_the_statistics_of_their_kind(kind: str) -> None:
     else:
         share = 1 - there.mean()
         assert share == pytest.approx(figures.outage_share, rel=6 / math.sqrt(num_outages))
-        assert share * LONG_S / num_outages == pytest.approx(figures.outage_s, rel=5 / math.sqrt(num_outages))
+        assert share * LONG_S / num_outages == pytest.approx(
+            figures.outage_s, rel=5 / math.sqrt(num_outages)
+        )
 
 
 @pytest.mark.parametrize("step_s", [0.5, 1.0, 2.0])
 def test_the_logarithm_of_the_rate_forgets_by_its_time_constant(step_s: float) -> None:
-    figures = LinkStatistics(mean_bytes_per_s=1e6, deviation_bytes_per_s=3e5, min_bytes_per_s=1e3, max_bytes_per_s=1e9,
-                             correlation_s=5.0, outage_share=0.0, outage_s=4.0, up_down_ratio=0.5,
-                             up_down_correlation=0.6, latency_s=0.0)
+    figures = LinkStatistics(
+        mean_bytes_per_s=1e6,
+        deviation_bytes_per_s=3e5,
+        min_bytes_per_s=1e3,
+        max_bytes_per_s=1e9,
+        correlation_s=5.0,
+        outage_share=0.0,
+        outage_s=4.0,
+        up_down_ratio=0.5,
+        up_down_correlation=0.6,
+        latency_s=0.0,
+    )
     profile = generate_from_statistics(figures, 8, 100_000.0, step_s)
     logs = np.log(np.array(profile.down.bytes_per_s))
     for lag_s in (2.0, 4.0, 10.0):
         lag = round(lag_s / step_s)
-        assert np.corrcoef(logs[:-lag], logs[lag:])[0, 1] == pytest.approx(math.exp(-lag_s / 5.0), abs=0.05)
-    assert np.corrcoef(logs, np.log(np.array(profile.up.bytes_per_s)))[0, 1] == pytest.approx(0.6, abs=0.05)
+        assert np.corrcoef(logs[:-lag], logs[lag:])[0, 1] == pytest.approx(
+            math.exp(-lag_s / 5.0), abs=0.05
+        )
+    assert np.corrcoef(logs, np.log(np.array(profile.up.bytes_per_s)))[0, 1] == pytest.approx(
+        0.6, abs=0.05
+    )
 
 
 @settings(max_examples=20)
-@given(kind=st.sampled_from(KINDS), seed=st.integers(0, 2**40), steps=st.integers(1, 300),
-       step_s=st.sampled_from([0.1, 0.5, 1.0]))
+@given(
+    kind=st.sampled_from(KINDS),
+    seed=st.integers(0, 2**40),
+    steps=st.integers(1, 300),
+    step_s=st.sampled_from([0.1, 0.5, 1.0]),
+)
 def test_equal_seeds_give_equal_traces_and_longer_ones_begin_alike(
-    kind: str, seed: int, steps: int, step_s: float,
+    kind: str,
+    seed: int,
+    steps: int,
+    step_s: float,
 ) -> None:
     profile = generate_bandwidth_profile(kind, seed, steps * step_s, step_s)
     assert profile == generate_bandwidth_profile(kind, seed, steps * step_s, step_s)
@@ -92,34 +129,61 @@ def test_every_figure_has_a_source() -> None:
         for name, figure in statistics_table()["kind"][kind].items():
             assert set(figure) == {"value", "source"} and len(figure["source"]) > 10, (kind, name)
         link_statistics(kind)
-    assert set(KINDS) == {"4g-foot", "4g-bicycle", "4g-bus", "4g-car", "4g-tram", "4g-train", "wifi", "one-hop",
-                                 "5g"}
+    assert set(KINDS) == {
+        "4g-foot",
+        "4g-bicycle",
+        "4g-bus",
+        "4g-car",
+        "4g-tram",
+        "4g-train",
+        "wifi",
+        "one-hop",
+        "5g",
+    }
 
 
-@pytest.mark.parametrize(("kind", "hint"), [
-    ("4g-fooot", "did you mean '4g-foot'?"), ("wlan-of-the-neighbours", "there are 4g-foot, "),
-])
+@pytest.mark.parametrize(
+    ("kind", "hint"),
+    [
+        ("4g-fooot", "did you mean '4g-foot'?"),
+        ("wlan-of-the-neighbours", "there are 4g-foot, "),
+    ],
+)
 def test_an_unknown_kind_names_the_closest(kind: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         generate_bandwidth_profile(kind, 0, 10.0)
     assert hint in str(caught.value) and kind in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("seed", "duration_s", "step_s", "complaint"), [
-    (0, 10.5, 1.0, "a whole number of steps"), (0, 0.5, 1.0, "not longer than the whole"),
-    (0, 10.0, 0.0, "must be positive"), (0, math.inf, 1.0, "finite"), (-1, 10.0, 1.0, "seed = -1"),
-])
-def test_a_trace_that_cannot_be_is_refused(seed: int, duration_s: float, step_s: float, complaint: str) -> None:
+@pytest.mark.parametrize(
+    ("seed", "duration_s", "step_s", "complaint"),
+    [
+        (0, 10.5, 1.0, "a whole number of steps"),
+        (0, 0.5, 1.0, "not longer than the whole"),
+        (0, 10.0, 0.0, "must be positive"),
+        (0, math.inf, 1.0, "finite"),
+        (-1, 10.0, 1.0, "seed = -1"),
+    ],
+)
+def test_a_trace_that_cannot_be_is_refused(
+    seed: int, duration_s: float, step_s: float, complaint: str
+) -> None:
     with pytest.raises(ConfigError, match=complaint):
         generate_bandwidth_profile("wifi", seed, duration_s, step_s)
 
 
-@pytest.mark.parametrize(("change", "complaint"), [
-    ({"mean_bytes_per_s": 5e6}, "min < mean < max"), ({"min_bytes_per_s": 0.0}, "0 < min"),
-    ({"deviation_bytes_per_s": 2e6}, "a deviation of"), ({"deviation_bytes_per_s": 0.0}, "a deviation of"),
-    ({"outage_share": 0.6}, "outage_share"), ({"correlation_s": 0.0}, "correlation_s"),
-    ({"up_down_correlation": 1.5}, "up_down_correlation"),
-])
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"mean_bytes_per_s": 5e6}, "min < mean < max"),
+        ({"min_bytes_per_s": 0.0}, "0 < min"),
+        ({"deviation_bytes_per_s": 2e6}, "a deviation of"),
+        ({"deviation_bytes_per_s": 0.0}, "a deviation of"),
+        ({"outage_share": 0.6}, "outage_share"),
+        ({"correlation_s": 0.0}, "correlation_s"),
+        ({"up_down_correlation": 1.5}, "up_down_correlation"),
+    ],
+)
 def test_figures_that_cannot_be_are_refused(change: dict[str, float], complaint: str) -> None:
     figures = {name: getattr(BUSY, name) for name in LinkStatistics.__dataclass_fields__}
     with pytest.raises(ConfigError, match=complaint):
@@ -139,11 +203,21 @@ def test_jitter_keeps_the_mean_and_has_its_deviation(deviation: float) -> None:
     assert link.latency_s == 0.01 and link.rates(2 * LONG_S) == constant(4e5, 1e6, 0.01).rates(0.0)
 
 
-@given(seed=st.integers(0, 1000), repeats=st.booleans(),
-       parts=st.lists(st.tuples(st.floats(0.3, 40.0), st.sampled_from([0.0, 1e4, 2e5]), st.sampled_from([0.0, 1e5])),
-                      min_size=1, max_size=5))
+@given(
+    seed=st.integers(0, 1000),
+    repeats=st.booleans(),
+    parts=st.lists(
+        st.tuples(
+            st.floats(0.3, 40.0), st.sampled_from([0.0, 1e4, 2e5]), st.sampled_from([0.0, 1e5])
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+)
 def test_a_jittered_link_is_lost_and_changes_when_the_link_itself_does(
-    seed: int, repeats: bool, parts: list[tuple[float, float, float]],
+    seed: int,
+    repeats: bool,
+    parts: list[tuple[float, float, float]],
 ) -> None:
     link = segments(parts, repeats=repeats)
     scattered = add_jitter(link, 0.2, seed, duration_s=60.0)

@@ -27,8 +27,10 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         self._slept += 1
         # A real clock moves on even in a sleep that is shorter than its step.
-        self.now_s = max(math.nextafter(self.now_s, math.inf),
-                         self.now_s + seconds + self._late_s[self._slept % len(self._late_s)])
+        self.now_s = max(
+            math.nextafter(self.now_s, math.inf),
+            self.now_s + seconds + self._late_s[self._slept % len(self._late_s)],
+        )
 
 
 LATE = st.lists(st.floats(0, 0.008), min_size=1, max_size=10)
@@ -36,16 +38,29 @@ LATE = st.lists(st.floats(0, 0.008), min_size=1, max_size=10)
 
 @st.composite
 def profiles(draw: st.DrawFn) -> BandwidthProfile:
-    rates = draw(st.lists(st.sampled_from([0.0, 1e5, 1e6]) | st.floats(2e4, 8e6), min_size=1, max_size=5))
-    parts = [(draw(st.floats(0.05, 2.0)), rate, 0.0) for rate in [*rates, draw(st.floats(1e5, 8e6))]]
+    rates = draw(
+        st.lists(st.sampled_from([0.0, 1e5, 1e6]) | st.floats(2e4, 8e6), min_size=1, max_size=5)
+    )
+    parts = [
+        (draw(st.floats(0.05, 2.0)), rate, 0.0) for rate in [*rates, draw(st.floats(1e5, 8e6))]
+    ]
     return segments(parts, repeats=draw(st.booleans()))
 
 
 @settings(max_examples=80)
-@given(profile=profiles(), late_s=LATE, sends=st.lists(
-    st.tuples(st.integers(1, 40_000), st.sampled_from([0.0, 0.0, 0.001, 0.02, 0.4])), min_size=1, max_size=40))
+@given(
+    profile=profiles(),
+    late_s=LATE,
+    sends=st.lists(
+        st.tuples(st.integers(1, 40_000), st.sampled_from([0.0, 0.0, 0.001, 0.02, 0.4])),
+        min_size=1,
+        max_size=40,
+    ),
+)
 def test_in_no_span_passes_more_than_the_trace_and_a_burst(
-    profile: BandwidthProfile, late_s: list[float], sends: list[tuple[int, float]],
+    profile: BandwidthProfile,
+    late_s: list[float],
+    sends: list[tuple[int, float]],
 ) -> None:
     clock = Clock(late_s)
     bucket = TokenBucket(profile, "up", clock=clock, sleep=clock.sleep)
@@ -60,19 +75,30 @@ def test_in_no_span_passes_more_than_the_trace_and_a_burst(
             total += more_bytes
             allowed = profile.bytes_between("up", begin_s, end_s) + BURST_BYTES + num_bytes
             assert total <= allowed * (1 + 1e-9) + 1
-            assert sum(size for when_s, size in passed if when_s <= end_s) <= \
-                profile.bytes_between("up", 0.0, end_s) * (1 + 1e-9) + 1
+            assert (
+                sum(size for when_s, size in passed if when_s <= end_s)
+                <= profile.bytes_between("up", 0.0, end_s) * (1 + 1e-9) + 1
+            )
 
 
 @settings(max_examples=50)
-@given(profile=profiles(), late_s=LATE, chunk=st.sampled_from([4096, 16384, 65536]),
-       pause_s=st.sampled_from([0.0, 1e-4]))
+@given(
+    profile=profiles(),
+    late_s=LATE,
+    chunk=st.sampled_from([4096, 16384, 65536]),
+    pause_s=st.sampled_from([0.0, 1e-4]),
+)
 def test_a_long_transfer_takes_what_the_trace_says(
-    profile: BandwidthProfile, late_s: list[float], chunk: int, pause_s: float,
+    profile: BandwidthProfile,
+    late_s: list[float],
+    chunk: int,
+    pause_s: float,
 ) -> None:
     """To 1 %, waking up late and the work between chunks notwithstanding, which is less than they take to pass."""
     clock = Clock(late_s)
-    bucket = TokenBucket(profile, "up", clock=clock, sleep=clock.sleep, burst_bytes=BURST_BYTES + chunk)
+    bucket = TokenBucket(
+        profile, "up", clock=clock, sleep=clock.sleep, burst_bytes=BURST_BYTES + chunk
+    )
     for _ in range(400):
         assert bucket.wait(chunk)
         clock.now_s += pause_s
@@ -108,7 +134,10 @@ def test_the_trace_begins_where_it_is_told_to() -> None:
 def test_closing_lets_go_of_all_that_wait_on_a_dead_link() -> None:
     bucket = TokenBucket(constant(0.0, 0.0), "down")
     answers: list[bool] = []
-    waiting = [threading.Thread(target=lambda: answers.append(bucket.wait(1)), daemon=True) for _ in range(3)]
+    waiting = [
+        threading.Thread(target=lambda: answers.append(bucket.wait(1)), daemon=True)
+        for _ in range(3)
+    ]
     for thread in waiting:
         thread.start()
     bucket.close()

@@ -24,21 +24,42 @@ def tables(draw: st.DrawFn, frozen: bool = True) -> SplitCosts:
     num_cuts = draw(st.integers(1, 5))
     weights = sorted(draw(st.lists(st.floats(1e3, 1e7), min_size=num_cuts, max_size=num_cuts)))
     num_frozen = draw(st.integers(0, num_cuts)) if frozen else 0
-    cuts = tuple(CutCost(
-        name=f"relu{i}", edge_forward_s=draw(st.floats(0.01, 2)) * (i + 1),
-        edge_backward_s=0.0 if i < num_frozen else draw(st.floats(0.01, 2)), cloud_s=draw(st.floats(0.001, 1)),
-        feature_elements=draw(st.integers(100, 10**6)), front_weight_bytes=weights[i], front_trains=i >= num_frozen)
-        for i in range(num_cuts))
-    return SplitCosts(model="m", batch_size=8, cuts=cuts, edge_only_s=draw(st.floats(1, 20)), label_bytes=64,
-                      codec_s_per_element={bits: draw(st.floats(0, 1e-6)) for bits in (2, 4, 8, 16)},
-                      model_weight_bytes=2e7)
+    cuts = tuple(
+        CutCost(
+            name=f"relu{i}",
+            edge_forward_s=draw(st.floats(0.01, 2)) * (i + 1),
+            edge_backward_s=0.0 if i < num_frozen else draw(st.floats(0.01, 2)),
+            cloud_s=draw(st.floats(0.001, 1)),
+            feature_elements=draw(st.integers(100, 10**6)),
+            front_weight_bytes=weights[i],
+            front_trains=i >= num_frozen,
+        )
+        for i in range(num_cuts)
+    )
+    return SplitCosts(
+        model="m",
+        batch_size=8,
+        cuts=cuts,
+        edge_only_s=draw(st.floats(1, 20)),
+        label_bytes=64,
+        codec_s_per_element={bits: draw(st.floats(0, 1e-6)) for bits in (2, 4, 8, 16)},
+        model_weight_bytes=2e7,
+    )
 
 
-RATES = st.builds(lambda up, down, latency_s: LinkRates(up_bytes_per_s=up, down_bytes_per_s=down, latency_s=latency_s),
-                  st.floats(1e3, 1e8), st.floats(1e3, 1e8), st.floats(0, 0.2))
+RATES = st.builds(
+    lambda up, down, latency_s: LinkRates(
+        up_bytes_per_s=up, down_bytes_per_s=down, latency_s=latency_s
+    ),
+    st.floats(1e3, 1e8),
+    st.floats(1e3, 1e8),
+    st.floats(0, 0.2),
+)
 
 
-def follow(engine: DecisionEngine, rates: Sequence[LinkRates], start: SplitPlan, window: int) -> SplitPlan:
+def follow(
+    engine: DecisionEngine, rates: Sequence[LinkRates], start: SplitPlan, window: int
+) -> SplitPlan:
     current = start
     for batch, now in enumerate(rates):
         current = engine.decide(batch, now, current, window) or current
@@ -46,32 +67,63 @@ def follow(engine: DecisionEngine, rates: Sequence[LinkRates], start: SplitPlan,
 
 
 @settings(max_examples=50)
-@given(costs=tables(), rates=st.lists(RATES, min_size=1, max_size=20), speed=st.floats(0.2, 1.0),
-       reverse=st.booleans(), window=st.integers(0, 4))
+@given(
+    costs=tables(),
+    rates=st.lists(RATES, min_size=1, max_size=20),
+    speed=st.floats(0.2, 1.0),
+    reverse=st.booleans(),
+    window=st.integers(0, 4),
+)
 def test_a_slower_edge_is_an_edge_with_higher_costs(
-    costs: SplitCosts, rates: list[LinkRates], speed: float, reverse: bool, window: int,
+    costs: SplitCosts,
+    rates: list[LinkRates],
+    speed: float,
+    reverse: bool,
+    window: int,
 ) -> None:
     start = SplitPlan(cut=0, bits=8, window=window)
     slow = DecisionEngine(costs, (8,), reverse=reverse)
     other = DecisionEngine(costs.at_edge_speed(speed), (8,), reverse=reverse)
     assert [slow.decide(batch, now, start, window, speed) for batch, now in enumerate(rates)] == [
-        other.decide(batch, now, start, window) for batch, now in enumerate(rates)]
+        other.decide(batch, now, start, window) for batch, now in enumerate(rates)
+    ]
     choice = SplitPlan(cut=None, window=window)
     assert predicted_s(costs.at_edge_speed(speed), choice, rates[0], 10) == pytest.approx(
-        predicted_s(costs, choice, rates[0], 10) / speed)
+        predicted_s(costs, choice, rates[0], 10) / speed
+    )
 
 
 @settings(max_examples=50)
-@given(costs=tables(), rates=RATES, window=st.integers(0, 6), start=st.integers(0, 4), bits=st.sampled_from(BITS),
-       allowed=st.sets(st.sampled_from(BITS), min_size=1), edge_only=st.booleans(), gap=st.floats(1, 500))
+@given(
+    costs=tables(),
+    rates=RATES,
+    window=st.integers(0, 6),
+    start=st.integers(0, 4),
+    bits=st.sampled_from(BITS),
+    allowed=st.sets(st.sampled_from(BITS), min_size=1),
+    edge_only=st.booleans(),
+    gap=st.floats(1, 500),
+)
 def test_a_decision_is_the_best_of_all_deployments(
-    costs: SplitCosts, rates: LinkRates, window: int, start: int, bits: int, allowed: set[int], edge_only: bool,
+    costs: SplitCosts,
+    rates: LinkRates,
+    window: int,
+    start: int,
+    bits: int,
+    allowed: set[int],
+    edge_only: bool,
     gap: float,
 ) -> None:
     assume(start < len(costs.cuts))
     current = SplitPlan(cut=start, bits=bits, window=window)
-    engine = DecisionEngine(costs, sorted(allowed), allow_edge_only=edge_only, min_gain=0.0, first_gap_batches=gap)
-    everything = [SplitPlan(cut=cut, bits=width, window=window) for cut in range(len(costs.cuts)) for width in allowed]
+    engine = DecisionEngine(
+        costs, sorted(allowed), allow_edge_only=edge_only, min_gain=0.0, first_gap_batches=gap
+    )
+    everything = [
+        SplitPlan(cut=cut, bits=width, window=window)
+        for cut in range(len(costs.cuts))
+        for width in allowed
+    ]
     everything += [SplitPlan(cut=None, window=window)] if edge_only else []
 
     def seconds(split_plan: SplitPlan) -> float:
@@ -87,16 +139,30 @@ def test_a_decision_is_the_best_of_all_deployments(
         assert (decision.old, decision.new, decision.batch) == (current, chosen, 3)
         assert (decision.predicted_s_move, decision.predicted_s_stay) == (least_s, seconds(current))
     assert predicted_s(costs, engine.best(rates, window), rates, gap) == min(
-        predicted_s(costs, split_plan, rates, gap) for split_plan in everything)
+        predicted_s(costs, split_plan, rates, gap) for split_plan in everything
+    )
 
 
 @settings(max_examples=15)
-@given(costs=tables(), rates=RATES, window=st.integers(0, 6), bits=st.sampled_from(BITS), min_gain=st.floats(0, 0.3),
-       edge_only=st.booleans())
+@given(
+    costs=tables(),
+    rates=RATES,
+    window=st.integers(0, 6),
+    bits=st.sampled_from(BITS),
+    min_gain=st.floats(0, 0.3),
+    edge_only=st.booleans(),
+)
 def test_on_a_constant_link_one_move_is_all(
-    costs: SplitCosts, rates: LinkRates, window: int, bits: int, min_gain: float, edge_only: bool,
+    costs: SplitCosts,
+    rates: LinkRates,
+    window: int,
+    bits: int,
+    min_gain: float,
+    edge_only: bool,
 ) -> None:
-    engine = DecisionEngine(costs, BITS, min_gain=min_gain, allow_edge_only=edge_only, num_batches=150)
+    engine = DecisionEngine(
+        costs, BITS, min_gain=min_gain, allow_edge_only=edge_only, num_batches=150
+    )
     start = SplitPlan(cut=0, bits=bits, window=window)
     follow(engine, [rates] * 150, start, window)
     assert len(engine.log) <= 1
@@ -107,50 +173,99 @@ def test_on_a_constant_link_one_move_is_all(
 
 
 @settings(max_examples=10)
-@given(costs=tables(frozen=False), low=RATES, high=RATES, half=st.integers(1, 60), window=st.integers(0, 5),
-       random=st.randoms(use_true_random=False))
+@given(
+    costs=tables(frozen=False),
+    low=RATES,
+    high=RATES,
+    half=st.integers(1, 60),
+    window=st.integers(0, 5),
+    random=st.randoms(use_true_random=False),
+)
 def test_no_link_makes_it_thrash(
-    costs: SplitCosts, low: LinkRates, high: LinkRates, half: int, window: int, random: object,
+    costs: SplitCosts,
+    low: LinkRates,
+    high: LinkRates,
+    half: int,
+    window: int,
+    random: object,
 ) -> None:
     """Whatever two rates alternate, and however: every move of the cut must pay within the mean gap between moves."""
     num_batches, first_gap, beta, rest = 400, 100.0, 0.5, 5
-    low, high = (LinkRates(up_bytes_per_s=rate(low.up_bytes_per_s, high.up_bytes_per_s),
-                           down_bytes_per_s=rate(low.down_bytes_per_s, high.down_bytes_per_s),
-                           latency_s=latency(low.latency_s, high.latency_s))
-                 for rate, latency in ((min, max), (max, min)))
-    engine = DecisionEngine(costs, BITS, beta=beta, first_gap_batches=first_gap, rest_batches=rest, min_gain=0.0)
+    low, high = (
+        LinkRates(
+            up_bytes_per_s=rate(low.up_bytes_per_s, high.up_bytes_per_s),
+            down_bytes_per_s=rate(low.down_bytes_per_s, high.down_bytes_per_s),
+            latency_s=latency(low.latency_s, high.latency_s),
+        )
+        for rate, latency in ((min, max), (max, min))
+    )
+    engine = DecisionEngine(
+        costs, BITS, beta=beta, first_gap_batches=first_gap, rest_batches=rest, min_gain=0.0
+    )
     regular = [high if (batch // half) % 2 else low for batch in range(num_batches)]
     rates = regular if half % 2 else [random.choice((low, high)) for _ in regular]  # type: ignore[attr-defined]
     follow(engine, rates, SplitPlan(cut=0, bits=32, window=window), window)
     assert len(engine.log) <= 1 + num_batches / rest
-    assert all(after.batch - before.batch >= rest
-               for before, after in pairwise(engine.log))
+    assert all(after.batch - before.batch >= rest for before, after in pairwise(engine.log))
     moves = sum(decision.old.cut != decision.new.cut for decision in engine.log)
     choices = list(engine.choices(window))
-    spread_s = (max(period_s(phases(costs, choice, low), window) for choice in choices)
-                - min(period_s(phases(costs, choice, high), window) for choice in choices))
-    cheapest_s = min((migration_s(costs, a, b, high) for a in range(len(costs.cuts)) for b in range(len(costs.cuts))
-                      if a != b), default=0.0)
+    spread_s = max(period_s(phases(costs, choice, low), window) for choice in choices) - min(
+        period_s(phases(costs, choice, high), window) for choice in choices
+    )
+    cheapest_s = min(
+        (
+            migration_s(costs, a, b, high)
+            for a in range(len(costs.cuts))
+            for b in range(len(costs.cuts))
+            if a != b
+        ),
+        default=0.0,
+    )
     pays_after = cheapest_s / spread_s - window if spread_s > 0 else 0.0
     if pays_after > 0:
         assert moves <= 2 * (num_batches + first_gap / (1 - beta)) / pays_after
 
 
 @settings(max_examples=40)
-@given(costs=tables(), rates=st.lists(RATES, min_size=1, max_size=12), window=st.integers(0, 5),
-       power=st.integers(-6, 6))
+@given(
+    costs=tables(),
+    rates=st.lists(RATES, min_size=1, max_size=12),
+    window=st.integers(0, 5),
+    power=st.integers(-6, 6),
+)
 def test_the_unit_of_time_does_not_matter(
-    costs: SplitCosts, rates: list[LinkRates], window: int, power: int,
+    costs: SplitCosts,
+    rates: list[LinkRates],
+    window: int,
+    power: int,
 ) -> None:
     """Powers of two, so that rounding is the same."""
     c = 2.0**power
     scaled = dataclasses.replace(
-        costs, edge_only_s=costs.edge_only_s * c, edge_s_per_byte=costs.edge_s_per_byte * c,
-        codec_s_per_element={bits: seconds * c for bits, seconds in costs.codec_s_per_element.items()},
-        cuts=tuple(dataclasses.replace(cut, edge_forward_s=cut.edge_forward_s * c, cloud_s=cut.cloud_s * c,
-                                       edge_backward_s=cut.edge_backward_s * c) for cut in costs.cuts))
-    slower = [LinkRates(up_bytes_per_s=now.up_bytes_per_s / c, down_bytes_per_s=now.down_bytes_per_s / c,
-                        latency_s=now.latency_s * c) for now in rates]
+        costs,
+        edge_only_s=costs.edge_only_s * c,
+        edge_s_per_byte=costs.edge_s_per_byte * c,
+        codec_s_per_element={
+            bits: seconds * c for bits, seconds in costs.codec_s_per_element.items()
+        },
+        cuts=tuple(
+            dataclasses.replace(
+                cut,
+                edge_forward_s=cut.edge_forward_s * c,
+                cloud_s=cut.cloud_s * c,
+                edge_backward_s=cut.edge_backward_s * c,
+            )
+            for cut in costs.cuts
+        ),
+    )
+    slower = [
+        LinkRates(
+            up_bytes_per_s=now.up_bytes_per_s / c,
+            down_bytes_per_s=now.down_bytes_per_s / c,
+            latency_s=now.latency_s * c,
+        )
+        for now in rates
+    ]
     start = SplitPlan(cut=0, bits=32, window=window)
     logs = []
     for table, seen in ((costs, rates), (scaled, slower)):
@@ -162,18 +277,34 @@ def test_the_unit_of_time_does_not_matter(
 
 # A thin edge and a model whose features shrink and whose weights grow with depth, as ResNet-50's do.
 RESNET = SplitCosts(
-    model="resnet", batch_size=32, edge_only_s=12.0, model_weight_bytes=94e6, cuts=tuple(
-        CutCost(name=f"block{i}", edge_forward_s=0.12 * (i + 1), edge_backward_s=0.24 * (i + 1),
-                cloud_s=0.02 * (6 - i), feature_elements=4_000_000 // 2**i, front_weight_bytes=1e6 * 2**i)
-        for i in range(6)))
+    model="resnet",
+    batch_size=32,
+    edge_only_s=12.0,
+    model_weight_bytes=94e6,
+    cuts=tuple(
+        CutCost(
+            name=f"block{i}",
+            edge_forward_s=0.12 * (i + 1),
+            edge_backward_s=0.24 * (i + 1),
+            cloud_s=0.02 * (6 - i),
+            feature_elements=4_000_000 // 2**i,
+            front_weight_bytes=1e6 * 2**i,
+        )
+        for i in range(6)
+    ),
+)
 
 
 def link(up: float, down: float | None = None) -> LinkRates:
     """Megabits per second."""
-    return LinkRates(up_bytes_per_s=up * 125e3, down_bytes_per_s=(down or up) * 125e3, latency_s=0.01)
+    return LinkRates(
+        up_bytes_per_s=up * 125e3, down_bytes_per_s=(down or up) * 125e3, latency_s=0.01
+    )
 
 
-def moves(engine: DecisionEngine, rates: Sequence[LinkRates], first: int, current: SplitPlan) -> SplitPlan:
+def moves(
+    engine: DecisionEngine, rates: Sequence[LinkRates], first: int, current: SplitPlan
+) -> SplitPlan:
     for batch, now in enumerate(rates, first):
         current = engine.decide(batch, now, current, 5) or current
     return current
@@ -225,18 +356,31 @@ def test_the_edge_trains_alone_only_where_it_may() -> None:
 
 
 def test_what_does_not_fit_into_the_edge_is_not_chosen() -> None:
-    heavy = dataclasses.replace(RESNET, cuts=tuple(
-        dataclasses.replace(cut, edge_memory_bytes=1e6 * (i + 1)) for i, cut in enumerate(RESNET.cuts)))
+    heavy = dataclasses.replace(
+        RESNET,
+        cuts=tuple(
+            dataclasses.replace(cut, edge_memory_bytes=1e6 * (i + 1))
+            for i, cut in enumerate(RESNET.cuts)
+        ),
+    )
     engine = DecisionEngine(heavy, (8,), edge_memory_bytes=2.5e6)
     assert {choice.cut for choice in engine.choices(5)} == {0, 1}
     assert engine.best(link(1), 5).cut == 1
 
 
 def test_ties_go_to_the_smaller_cut_and_the_wider_features() -> None:
-    same = CutCost(name="a", edge_forward_s=1.0, edge_backward_s=0.0, cloud_s=1.0, feature_elements=8,
-                   front_weight_bytes=1.0)
+    same = CutCost(
+        name="a",
+        edge_forward_s=1.0,
+        edge_backward_s=0.0,
+        cloud_s=1.0,
+        feature_elements=8,
+        front_weight_bytes=1.0,
+    )
     flat = SplitCosts(model="flat", batch_size=1, cuts=(same, same, same), edge_only_s=9.0)
-    assert DecisionEngine(flat, (8, 16)).best(link(math.inf), 5) == SplitPlan(cut=0, bits=16, window=5)
+    assert DecisionEngine(flat, (8, 16)).best(link(math.inf), 5) == SplitPlan(
+        cut=0, bits=16, window=5
+    )
 
 
 def test_near_its_end_a_training_moves_nothing_any_more() -> None:
@@ -266,10 +410,15 @@ def test_a_change_of_bits_drains_but_moves_no_weights() -> None:
     assert decision.predicted_s_move > predicted_s(RESNET, decision.new, decision.rates, 50)
 
 
-@given(fractions=st.lists(st.floats(0.01, 0.99), max_size=4, unique=True), num_batches=st.integers(1, 1000),
-       windows=st.lists(st.integers(0, 9), min_size=5, max_size=5))
+@given(
+    fractions=st.lists(st.floats(0.01, 0.99), max_size=4, unique=True),
+    num_batches=st.integers(1, 1000),
+    windows=st.lists(st.integers(0, 9), min_size=5, max_size=5),
+)
 def test_a_schedule_gives_the_window_of_the_last_fraction_reached(
-    fractions: list[float], num_batches: int, windows: list[int],
+    fractions: list[float],
+    num_batches: int,
+    windows: list[int],
 ) -> None:
     steps = tuple(zip((0.0, *sorted(fractions)), windows, strict=False))
     schedule = WindowSchedule(steps=steps)
@@ -279,23 +428,30 @@ def test_a_schedule_gives_the_window_of_the_last_fraction_reached(
     assert WindowSchedule().window(499, 1000) == 4 and WindowSchedule().window(500, 1000) == 5
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda: WindowSchedule(steps=()), "must begin with 0"),
-    (lambda: WindowSchedule(steps=((0.1, 4),)), "must begin with 0"),
-    (lambda: WindowSchedule(steps=((0.0, 4), (0.5, 5), (0.5, 6))), "rise below 1"),
-    (lambda: WindowSchedule(steps=((0.0, 4), (1.0, 5))), "rise below 1"),
-    (lambda: WindowSchedule(steps=((0.0, -1),)), "window = -1"),
-    (lambda: DecisionEngine(RESNET, ()), r"bits = \[\] must be some of 2, 4"),
-    (lambda: DecisionEngine(RESNET, (8, 3)), r"bits = \[8, 3\]"),
-    (lambda: DecisionEngine(RESNET, (8,), beta=1.0), "beta = 1.0"),
-    (lambda: DecisionEngine(RESNET, (8,), min_gain=-0.1), "min_gain = -0.1"),
-    (lambda: DecisionEngine(RESNET, (8,), smoothing=1.5), "smoothing = 1.5"),
-    (lambda: DecisionEngine(RESNET, (8,), first_gap_batches=0.0), "first_gap_batches = 0.0"),
-    (lambda: DecisionEngine(RESNET, (8,), rest_batches=0), "rest_batches = 0"),
-    (lambda: DecisionEngine(RESNET, (8,), num_batches=0), "num_batches = 0"),
-    (lambda: DecisionEngine(dataclasses.replace(RESNET, model_weight_bytes=0.0), (8,), allow_edge_only=True),
-     "needs model_weight_bytes"),
-])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: WindowSchedule(steps=()), "must begin with 0"),
+        (lambda: WindowSchedule(steps=((0.1, 4),)), "must begin with 0"),
+        (lambda: WindowSchedule(steps=((0.0, 4), (0.5, 5), (0.5, 6))), "rise below 1"),
+        (lambda: WindowSchedule(steps=((0.0, 4), (1.0, 5))), "rise below 1"),
+        (lambda: WindowSchedule(steps=((0.0, -1),)), "window = -1"),
+        (lambda: DecisionEngine(RESNET, ()), r"bits = \[\] must be some of 2, 4"),
+        (lambda: DecisionEngine(RESNET, (8, 3)), r"bits = \[8, 3\]"),
+        (lambda: DecisionEngine(RESNET, (8,), beta=1.0), "beta = 1.0"),
+        (lambda: DecisionEngine(RESNET, (8,), min_gain=-0.1), "min_gain = -0.1"),
+        (lambda: DecisionEngine(RESNET, (8,), smoothing=1.5), "smoothing = 1.5"),
+        (lambda: DecisionEngine(RESNET, (8,), first_gap_batches=0.0), "first_gap_batches = 0.0"),
+        (lambda: DecisionEngine(RESNET, (8,), rest_batches=0), "rest_batches = 0"),
+        (lambda: DecisionEngine(RESNET, (8,), num_batches=0), "num_batches = 0"),
+        (
+            lambda: DecisionEngine(
+                dataclasses.replace(RESNET, model_weight_bytes=0.0), (8,), allow_edge_only=True
+            ),
+            "needs model_weight_bytes",
+        ),
+    ],
+)
 def test_what_cannot_be_is_refused_in_one_line(call: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         call()  # type: ignore[operator]

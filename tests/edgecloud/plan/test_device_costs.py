@@ -14,7 +14,13 @@ from socflower.cluster.device_catalog import device
 from socflower.edgecloud.links.bandwidth_profile import LinkRates
 from socflower.edgecloud.plan.cuts import SplitCosts
 from socflower.edgecloud.plan.decision import DecisionEngine
-from socflower.edgecloud.plan.device_costs import CODEC_PASSES, CutShape, edge_energy_j, split_costs, training_energy_j
+from socflower.edgecloud.plan.device_costs import (
+    CODEC_PASSES,
+    CutShape,
+    edge_energy_j,
+    split_costs,
+    training_energy_j,
+)
 from socflower.edgecloud.plan.phases import Phases
 from socflower.errors import ConfigError
 
@@ -22,32 +28,57 @@ PI, TX2, V100 = device("raspberry-pi-4b"), device("jetson-tx2"), device("gpu-v10
 
 
 def model(num_layers: int = 6) -> ModelProfile:
-    return ModelProfile(name="net", input_bytes=4096.0, layers=tuple(
-        LayerProfile(name=f"conv{i}", kind="Conv2d", forward_flops=1e7 * (i + 1), output_bytes=4.0 * 8192 / 2**i,
-                     weight_bytes=1e4 * 2**i, num_tensors=1) for i in range(num_layers)))
+    return ModelProfile(
+        name="net",
+        input_bytes=4096.0,
+        layers=tuple(
+            LayerProfile(
+                name=f"conv{i}",
+                kind="Conv2d",
+                forward_flops=1e7 * (i + 1),
+                output_bytes=4.0 * 8192 / 2**i,
+                weight_bytes=1e4 * 2**i,
+                num_tensors=1,
+            )
+            for i in range(num_layers)
+        ),
+    )
 
 
 def cuts(num_layers: int = 6) -> tuple[CutShape, ...]:
-    return tuple(CutShape(name=f"conv{i}", num_layers=i + 1, feature_elements_per_sample=8192 // 2**i)
-                 for i in range(num_layers - 1))
+    return tuple(
+        CutShape(name=f"conv{i}", num_layers=i + 1, feature_elements_per_sample=8192 // 2**i)
+        for i in range(num_layers - 1)
+    )
 
 
-@given(batch=st.integers(1, 256), num_layers=st.integers(2, 8), reverse=st.booleans(), measured=st.booleans())
+@given(
+    batch=st.integers(1, 256),
+    num_layers=st.integers(2, 8),
+    reverse=st.booleans(),
+    measured=st.booleans(),
+)
 def test_the_two_halves_on_one_device_are_the_whole(
-    batch: int, num_layers: int, reverse: bool, measured: bool,
+    batch: int,
+    num_layers: int,
+    reverse: bool,
+    measured: bool,
 ) -> None:
     """Seconds, as step_cost has them; bytes of weights and optimiser state."""
     edge = PI
     if measured:
-        cpu = dataclasses.replace(PI.processors["cpu"],
-                                  timings={"net": StepTimings(batches=(8, 64), step_s=(0.9, 5.0))})
+        cpu = dataclasses.replace(
+            PI.processors["cpu"], timings={"net": StepTimings(batches=(8, 64), step_s=(0.9, 5.0))}
+        )
         edge = dataclasses.replace(PI, processors={"cpu": cpu})
     net = model(num_layers)
     costs = split_costs(net, cuts(num_layers), edge, edge, batch, reverse=reverse)
     whole = step_cost(net, edge, batch)
     assert costs.edge_only_s == pytest.approx(whole.compute_s + whole.update_s)
     for cut in costs.cuts:
-        assert cut.edge_forward_s + cut.edge_backward_s + cut.cloud_s == pytest.approx(costs.edge_only_s)
+        assert cut.edge_forward_s + cut.edge_backward_s + cut.cloud_s == pytest.approx(
+            costs.edge_only_s
+        )
     assert costs.model_weight_bytes == pytest.approx(2 * net.weight_bytes)
     order = costs.cuts if not reverse else costs.cuts[::-1]
     assert all(before.edge_forward_s < after.edge_forward_s for before, after in pairwise(order))
@@ -60,21 +91,31 @@ def test_memory_at_the_edge_is_that_of_its_layers() -> None:
     costs = split_costs(net, cuts(), PI, V100, batch)
     front = net.layers[:3]
     expected = 3 * sum(layer.weight_bytes for layer in front) + batch * (
-        net.input_bytes + sum(layer.output_bytes for layer in front))
+        net.input_bytes + sum(layer.output_bytes for layer in front)
+    )
     assert costs.cuts[2].edge_memory_bytes == pytest.approx(expected)
     assert costs.cuts[-1].edge_memory_bytes < net.training_memory_bytes(batch)
     back = net.layers[3:]
     turned = split_costs(net, cuts(), PI, V100, batch, reverse=True)
     assert turned.cuts[2].edge_memory_bytes == pytest.approx(
-        3 * sum(layer.weight_bytes for layer in back) + batch * (
-            4 * 2048 + sum(layer.output_bytes for layer in back)))
+        3 * sum(layer.weight_bytes for layer in back)
+        + batch * (4 * 2048 + sum(layer.output_bytes for layer in back))
+    )
     assert turned.label_bytes == 0.0 and costs.label_bytes == 8.0 * batch
 
 
 def test_frozen_weights_of_a_layer_take_memory_and_do_not_travel() -> None:
     net, batch = model(), 32
-    base = tuple(dataclasses.replace(layer, weight_bytes=0.0, num_tensors=0, frozen_bytes=layer.weight_bytes,
-                                     backward_to_forward=0.0) for layer in net.layers[:2])
+    base = tuple(
+        dataclasses.replace(
+            layer,
+            weight_bytes=0.0,
+            num_tensors=0,
+            frozen_bytes=layer.weight_bytes,
+            backward_to_forward=0.0,
+        )
+        for layer in net.layers[:2]
+    )
     adapted = dataclasses.replace(net, layers=(*base, *net.layers[2:]))
     full, costs = (split_costs(each, cuts(), PI, V100, batch) for each in (net, adapted))
     saved_bytes = sum(layer.frozen_bytes for layer in base)
@@ -88,8 +129,10 @@ def test_frozen_weights_of_a_layer_take_memory_and_do_not_travel() -> None:
 
 
 def test_a_frozen_prefix_has_no_backward_pass_no_state_and_no_gradient() -> None:
-    trained, frozen = split_costs(model(), cuts(), PI, V100, 32), split_costs(model(), cuts(), PI, V100, 32,
-                                                                              frozen_layers=3)
+    trained, frozen = (
+        split_costs(model(), cuts(), PI, V100, 32),
+        split_costs(model(), cuts(), PI, V100, 32, frozen_layers=3),
+    )
     for index, (all_of_it, part) in enumerate(zip(trained.cuts, frozen.cuts, strict=True)):
         assert part.front_trains == (index >= 3)
         assert (part.edge_backward_s == 0.0) == (index < 3)
@@ -111,8 +154,14 @@ def test_the_codec_is_as_slow_as_the_paper_measured_it() -> None:
 
 
 def test_buffers_and_kept_weights_move_too() -> None:
-    shapes = tuple(dataclasses.replace(cut, front_state_bytes=sum(
-        layer.weight_bytes for layer in model().layers[:cut.num_layers]) + 100.0) for cut in cuts())
+    shapes = tuple(
+        dataclasses.replace(
+            cut,
+            front_state_bytes=sum(layer.weight_bytes for layer in model().layers[: cut.num_layers])
+            + 100.0,
+        )
+        for cut in cuts()
+    )
     plain, more = (split_costs(model(), some, PI, V100, 8) for some in (cuts(), shapes))
     for before, after in zip(plain.cuts, more.cuts, strict=True):
         assert after.front_weight_bytes == pytest.approx(before.front_weight_bytes + 100.0)
@@ -123,7 +172,9 @@ def test_costs_of_devices_drive_the_engine_to_the_fast_side() -> None:
     """A Raspberry Pi leaves a fast link's cloud as much as it can; a slow link drives layers to the edge."""
     costs: SplitCosts = split_costs(model(), cuts(), PI, V100, 64)
     engine = DecisionEngine(costs, (8,))
-    fast, slow = (engine.best(LinkRates(up_bytes_per_s=rate, down_bytes_per_s=rate), 5) for rate in (1e9, 1e5))
+    fast, slow = (
+        engine.best(LinkRates(up_bytes_per_s=rate, down_bytes_per_s=rate), 5) for rate in (1e9, 1e5)
+    )
     assert fast.cut == 0
     assert slow.cut is not None and slow.cut > 0
 
@@ -134,33 +185,81 @@ def test_energy_is_watts_by_seconds() -> None:
     times = Phases(edge_s=1.0, up_s=2.0, cloud_s=0.5, down_s=0.5)
     assert training_energy_j(PI, times, 10, 0) == pytest.approx(6.4 * 10 + 2.7 * 30 + 0.4 * 25)
     pipelined_s = 9 * 2.0 + 4.0
-    assert training_energy_j(PI, times, 10, 9) == pytest.approx(6.4 * 10 + 2.7 * (pipelined_s - 10) + 0.4 * pipelined_s)
+    assert training_energy_j(PI, times, 10, 9) == pytest.approx(
+        6.4 * 10 + 2.7 * (pipelined_s - 10) + 0.4 * pipelined_s
+    )
 
 
-@given(window=st.integers(0, 8), num_batches=st.integers(1, 50), edge_s=st.floats(0.01, 5), up_s=st.floats(0, 5))
+@given(
+    window=st.integers(0, 8),
+    num_batches=st.integers(1, 50),
+    edge_s=st.floats(0.01, 5),
+    up_s=st.floats(0, 5),
+)
 def test_a_pipeline_never_needs_more_joules_than_a_sequence(
-    window: int, num_batches: int, edge_s: float, up_s: float,
+    window: int,
+    num_batches: int,
+    edge_s: float,
+    up_s: float,
 ) -> None:
     times = Phases(edge_s=edge_s, up_s=up_s, cloud_s=0.1, down_s=0.2)
-    assert training_energy_j(TX2, times, num_batches, window) <= training_energy_j(TX2, times, num_batches, 0) + 1e-9
+    assert (
+        training_energy_j(TX2, times, num_batches, window)
+        <= training_energy_j(TX2, times, num_batches, 0) + 1e-9
+    )
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda: split_costs(model(), cuts(), PI, V100, 0), "batch_size = 0"),
-    (lambda: split_costs(model(), cuts()[::-1], PI, V100, 1), "comes after cut conv4 but has fewer"),
-    (lambda: split_costs(model(5), cuts(6), PI, V100, 1), "cut conv4 leaves no layer behind it"),
-    (lambda: split_costs(model(), (), PI, V100, 1), "no place to cut it"),
-    (lambda: split_costs(model(), cuts(), PI, V100, 1, frozen_layers=6), "frozen_layers = 6"),
-    (lambda: split_costs(model(), cuts(), PI, V100, 1, optimizer_copies=-1.0), "optimizer_copies = -1.0"),
-    (lambda: split_costs(model(), cuts(), PI, V100, 1, codec_passes=math.inf), "codec_passes = inf"),
-    (lambda: split_costs(model(), cuts(), PI, V100, 1, edge_processor="npu"), "no processor 'npu'"),
-    (lambda: CutShape(name="a", num_layers=0, feature_elements_per_sample=1), "num_layers = 0"),
-    (lambda: CutShape(name="a", num_layers=1, feature_elements_per_sample=0), "feature_elements_per_sample = 0"),
-    (lambda: CutShape(name="a", num_layers=1, feature_elements_per_sample=1, front_state_bytes=-1.0), "must be 0 or"),
-    (lambda: edge_energy_j(PI, compute_s=2.0, network_s=0.0, duration_s=1.0), "compute_s = 2.0"),
-    (lambda: edge_energy_j(PI, compute_s=0.0, network_s=2.0, duration_s=1.0), "network_s = 2.0"),
-    (lambda: edge_energy_j(PI, compute_s=0.0, network_s=0.0, duration_s=math.inf), "must be finite"),
-])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: split_costs(model(), cuts(), PI, V100, 0), "batch_size = 0"),
+        (
+            lambda: split_costs(model(), cuts()[::-1], PI, V100, 1),
+            "comes after cut conv4 but has fewer",
+        ),
+        (
+            lambda: split_costs(model(5), cuts(6), PI, V100, 1),
+            "cut conv4 leaves no layer behind it",
+        ),
+        (lambda: split_costs(model(), (), PI, V100, 1), "no place to cut it"),
+        (lambda: split_costs(model(), cuts(), PI, V100, 1, frozen_layers=6), "frozen_layers = 6"),
+        (
+            lambda: split_costs(model(), cuts(), PI, V100, 1, optimizer_copies=-1.0),
+            "optimizer_copies = -1.0",
+        ),
+        (
+            lambda: split_costs(model(), cuts(), PI, V100, 1, codec_passes=math.inf),
+            "codec_passes = inf",
+        ),
+        (
+            lambda: split_costs(model(), cuts(), PI, V100, 1, edge_processor="npu"),
+            "no processor 'npu'",
+        ),
+        (lambda: CutShape(name="a", num_layers=0, feature_elements_per_sample=1), "num_layers = 0"),
+        (
+            lambda: CutShape(name="a", num_layers=1, feature_elements_per_sample=0),
+            "feature_elements_per_sample = 0",
+        ),
+        (
+            lambda: CutShape(
+                name="a", num_layers=1, feature_elements_per_sample=1, front_state_bytes=-1.0
+            ),
+            "must be 0 or",
+        ),
+        (
+            lambda: edge_energy_j(PI, compute_s=2.0, network_s=0.0, duration_s=1.0),
+            "compute_s = 2.0",
+        ),
+        (
+            lambda: edge_energy_j(PI, compute_s=0.0, network_s=2.0, duration_s=1.0),
+            "network_s = 2.0",
+        ),
+        (
+            lambda: edge_energy_j(PI, compute_s=0.0, network_s=0.0, duration_s=math.inf),
+            "must be finite",
+        ),
+    ],
+)
 def test_what_cannot_be_is_refused_in_one_line(call: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         call()  # type: ignore[operator]

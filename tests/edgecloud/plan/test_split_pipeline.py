@@ -10,7 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from socflower.cluster import Tier
-from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile, LinkRates, constant, segments
+from socflower.edgecloud.links.bandwidth_profile import (
+    BandwidthProfile,
+    LinkRates,
+    constant,
+    segments,
+)
 from socflower.edgecloud.plan.cuts import CutCost, SplitCosts, SplitPlan
 from socflower.edgecloud.plan.party import Party
 from socflower.edgecloud.plan.phases import batch_times, phases
@@ -23,20 +28,51 @@ SECONDS = st.integers(0, 40).map(lambda part: part / 8)
 CLOUDS = st.sampled_from(["own", "turns", "joined"])
 
 
-def cut(index: int, forward_s: float, backward_s: float, cloud_s: float, elements: int, trains: bool = True) -> CutCost:
-    return CutCost(name=f"layer{index}", edge_forward_s=forward_s, edge_backward_s=backward_s, cloud_s=cloud_s,
-                   feature_elements=elements, front_weight_bytes=100.0 * (index + 1), front_trains=trains)
+def cut(
+    index: int,
+    forward_s: float,
+    backward_s: float,
+    cloud_s: float,
+    elements: int,
+    trains: bool = True,
+) -> CutCost:
+    return CutCost(
+        name=f"layer{index}",
+        edge_forward_s=forward_s,
+        edge_backward_s=backward_s,
+        cloud_s=cloud_s,
+        feature_elements=elements,
+        front_weight_bytes=100.0 * (index + 1),
+        front_trains=trains,
+    )
 
 
 @st.composite
 def costs(draw: st.DrawFn, *, frozen: bool = True) -> SplitCosts:
-    cuts = tuple(cut(index, draw(SECONDS), draw(SECONDS), draw(SECONDS), draw(st.integers(1, 300)),
-                     not (frozen and draw(st.booleans()))) for index in range(3))
-    return SplitCosts(model="tiny", batch_size=8, cuts=cuts, edge_only_s=1.0 + draw(SECONDS), label_bytes=8.0,
-                      codec_s_per_element={8: 0.001}, edge_s_per_byte=draw(st.sampled_from([0.0, 0.001])),
-                      edge_s_per_batch=draw(st.sampled_from([0.0, 0.5])),
-                      cloud_s_per_byte=draw(st.sampled_from([0.0, 0.0005])),
-                      header_bytes=16.0, model_weight_bytes=1000.0)
+    cuts = tuple(
+        cut(
+            index,
+            draw(SECONDS),
+            draw(SECONDS),
+            draw(SECONDS),
+            draw(st.integers(1, 300)),
+            not (frozen and draw(st.booleans())),
+        )
+        for index in range(3)
+    )
+    return SplitCosts(
+        model="tiny",
+        batch_size=8,
+        cuts=cuts,
+        edge_only_s=1.0 + draw(SECONDS),
+        label_bytes=8.0,
+        codec_s_per_element={8: 0.001},
+        edge_s_per_byte=draw(st.sampled_from([0.0, 0.001])),
+        edge_s_per_batch=draw(st.sampled_from([0.0, 0.5])),
+        cloud_s_per_byte=draw(st.sampled_from([0.0, 0.0005])),
+        header_bytes=16.0,
+        model_weight_bytes=1000.0,
+    )
 
 
 @st.composite
@@ -46,7 +82,9 @@ def profiles(draw: st.DrawFn) -> BandwidthProfile:
     if draw(st.booleans()):
         return constant(draw(st.floats(50, 5000)), draw(st.floats(50, 5000)), latency_s)
     rate = st.sampled_from([0.0, 50.0]) | st.floats(20, 5000)
-    parts = [(draw(st.floats(0.5, 30)), draw(rate), draw(rate)) for _ in range(draw(st.integers(1, 4)))]
+    parts = [
+        (draw(st.floats(0.5, 30)), draw(rate), draw(rate)) for _ in range(draw(st.integers(1, 4)))
+    ]
     return segments([*parts, (5.0, 300.0, 400.0)], latency_s=latency_s, repeats=draw(st.booleans()))
 
 
@@ -63,15 +101,20 @@ class Wandering:
     def __init__(self, wishes: Sequence[SplitPlan | None]) -> None:
         self._wishes, self.asked = wishes, []
 
-    def decide(self, batch: int, rates: LinkRates, current: SplitPlan, window: int,
-               edge_speed: float = 1.0) -> SplitPlan | None:
+    def decide(
+        self, batch: int, rates: LinkRates, current: SplitPlan, window: int, edge_speed: float = 1.0
+    ) -> SplitPlan | None:
         assert rates.up_bytes_per_s >= 0 and current.window == window
         self.asked.append(batch)
         return self._wishes[batch % len(self._wishes)]
 
 
-WISHES = st.lists(st.none() | st.builds(SplitPlan, cut=st.none() | st.integers(0, 2), bits=st.sampled_from([8, 32])),
-                  min_size=1, max_size=20)
+WISHES = st.lists(
+    st.none()
+    | st.builds(SplitPlan, cut=st.none() | st.integers(0, 2), bits=st.sampled_from([8, 32])),
+    min_size=1,
+    max_size=20,
+)
 
 
 def by_batch(timeline: Timeline, party: int) -> dict[int, list[Action]]:
@@ -95,7 +138,11 @@ def check(timeline: Timeline, parties: Sequence[Party], first: int, num_batches:
             assert len({(action.cut, action.bits, action.window) for action in three}) == 1
             assert three[0].window == party.limit(batch)
         for kind in (Kind.FORWARD, Kind.STEP, Kind.APPLY):
-            order = [action.batch for action in timeline.actions if (action.party, action.kind) == (index, kind)]
+            order = [
+                action.batch
+                for action in timeline.actions
+                if (action.party, action.kind) == (index, kind)
+            ]
             assert order == sorted(order)
         newest, out, staleness = first - 1, 0, []
         now = (party.split_plan.cut, party.split_plan.bits)
@@ -123,22 +170,42 @@ def check(timeline: Timeline, parties: Sequence[Party], first: int, num_batches:
 
 @settings(max_examples=50)
 @given(st.data())
-def test_staleness_never_exceeds_the_window_and_every_batch_is_done_once_in_order(data: st.DataObject) -> None:
+def test_staleness_never_exceeds_the_window_and_every_batch_is_done_once_in_order(
+    data: st.DataObject,
+) -> None:
     cloud = data.draw(CLOUDS)
     reverse = cloud == "own" and data.draw(st.booleans())
     where = data.draw(st.integers(0, 2))
-    parties = [Party(costs=data.draw(costs()), bandwidth_profile=data.draw(profiles()),
-                     split_plan=SplitPlan(cut=where, bits=data.draw(st.sampled_from([4, 8, 32]))),
-                     window=data.draw(schedules())) for _ in range(data.draw(st.integers(1, 3)))]
+    parties = [
+        Party(
+            costs=data.draw(costs()),
+            bandwidth_profile=data.draw(profiles()),
+            split_plan=SplitPlan(cut=where, bits=data.draw(st.sampled_from([4, 8, 32]))),
+            window=data.draw(schedules()),
+        )
+        for _ in range(data.draw(st.integers(1, 3)))
+    ]
     first, num_batches = data.draw(st.integers(0, 50)), data.draw(st.integers(1, 30))
-    timeline = simulate(parties, num_batches, first, cloud=cloud, start_s=data.draw(st.floats(0, 30)), reverse=reverse,
-                        apply_first=data.draw(st.booleans()))
+    timeline = simulate(
+        parties,
+        num_batches,
+        first,
+        cloud=cloud,
+        start_s=data.draw(st.floats(0, 30)),
+        reverse=reverse,
+        apply_first=data.draw(st.booleans()),
+    )
     check(timeline, parties, first, num_batches)
-    steps = [(action.batch, action.party) for action in timeline.actions if action.kind == Kind.STEP]
+    steps = [
+        (action.batch, action.party) for action in timeline.actions if action.kind == Kind.STEP
+    ]
     if cloud != "own":
         assert steps == sorted(steps), "the shared half takes batch by batch, party by party"
     for index, party in enumerate(parties):
-        up, down = party.costs.feature_bytes(where, party.split_plan.bits), party.costs.gradient_bytes(where)
+        up, down = (
+            party.costs.feature_bytes(where, party.split_plan.bits),
+            party.costs.gradient_bytes(where),
+        )
         up, down = (down, up) if reverse else (up, down)
         assert timeline.parties[index].up_bytes == pytest.approx(num_batches * up)
         assert timeline.parties[index].down_bytes == pytest.approx(num_batches * down)
@@ -147,12 +214,21 @@ def test_staleness_never_exceeds_the_window_and_every_batch_is_done_once_in_orde
 @settings(max_examples=50)
 @given(data=st.data(), reverse=st.booleans(), wishes=WISHES)
 def test_the_cut_moves_only_while_nothing_is_in_flight(
-    data: st.DataObject, reverse: bool, wishes: list[SplitPlan | None],
+    data: st.DataObject,
+    reverse: bool,
+    wishes: list[SplitPlan | None],
 ) -> None:
     decider = Wandering(wishes)
-    party = Party(costs=data.draw(costs()), bandwidth_profile=data.draw(profiles()), window=data.draw(schedules()),
-                  split_plan=SplitPlan(cut=data.draw(st.none() | st.integers(0, 2))), decider=decider)
-    timeline = simulate([party], 40, 5, reverse=reverse, cloud=data.draw(CLOUDS if not reverse else st.just("own")))
+    party = Party(
+        costs=data.draw(costs()),
+        bandwidth_profile=data.draw(profiles()),
+        window=data.draw(schedules()),
+        split_plan=SplitPlan(cut=data.draw(st.none() | st.integers(0, 2))),
+        decider=decider,
+    )
+    timeline = simulate(
+        [party], 40, 5, reverse=reverse, cloud=data.draw(CLOUDS if not reverse else st.just("own"))
+    )
     check(timeline, [party], 5, 40)
     assert decider.asked == list(range(5, 45)), "asked once before every batch"
     current = (party.split_plan.cut, party.split_plan.bits)
@@ -160,23 +236,34 @@ def test_the_cut_moves_only_while_nothing_is_in_flight(
     for batch in range(5, 45):
         wish = wishes[batch % len(wishes)]
         if wish is not None and (wish.cut, wish.bits) != current:
-            assert ((moves[batch].old.cut, moves[batch].old.bits), (moves[batch].new.cut, moves[batch].new.bits)) == \
-                (current, (wish.cut, wish.bits))
+            assert (
+                (moves[batch].old.cut, moves[batch].old.bits),
+                (moves[batch].new.cut, moves[batch].new.bits),
+            ) == (current, (wish.cut, wish.bits))
             assert moves[batch].drain_s >= 0 and moves[batch].migration_s >= 0
             current = (wish.cut, wish.bits)
         else:
             assert batch not in moves
-        assert by_batch(timeline, 0)[batch][0].cut == current[0] and by_batch(timeline, 0)[batch][0].bits == current[1]
+        assert (
+            by_batch(timeline, 0)[batch][0].cut == current[0]
+            and by_batch(timeline, 0)[batch][0].bits == current[1]
+        )
     recuts = [action.batch for action in timeline.actions if action.kind == Kind.RECUT]
     assert recuts == [batch for batch, move in moves.items() if move.old.cut != move.new.cut]
 
 
 @settings(max_examples=50)
 @given(data=st.data(), reverse=st.booleans(), apply_first=st.booleans())
-def test_all_happens_as_early_as_its_order_allows(data: st.DataObject, reverse: bool, apply_first: bool) -> None:
+def test_all_happens_as_early_as_its_order_allows(
+    data: st.DataObject, reverse: bool, apply_first: bool
+) -> None:
     """A recurrence over the front half's own order: no server waits while it could work."""
-    party = Party(costs=data.draw(costs()), bandwidth_profile=data.draw(profiles()), window=data.draw(schedules()),
-                  split_plan=SplitPlan(cut=1, bits=8))
+    party = Party(
+        costs=data.draw(costs()),
+        bandwidth_profile=data.draw(profiles()),
+        window=data.draw(schedules()),
+        split_plan=SplitPlan(cut=1, bits=8),
+    )
     start_s = data.draw(st.sampled_from([0.0, 7.5]))
     timeline = simulate([party], 25, reverse=reverse, apply_first=apply_first, start_s=start_s)
     out, back = ("down", "up") if reverse else ("up", "down")
@@ -184,15 +271,24 @@ def test_all_happens_as_early_as_its_order_allows(data: st.DataObject, reverse: 
     gradient_s: dict[int, float] = {}
     step_s: dict[int, float] = {}
     for action, time_s in zip(timeline.actions, timeline.times_s, strict=True):
-        one = batch_times(party.costs, SplitPlan(cut=1, bits=8, window=party.limit(action.batch)), reverse=reverse)
+        one = batch_times(
+            party.costs, SplitPlan(cut=1, bits=8, window=party.limit(action.batch)), reverse=reverse
+        )
         if action.kind == Kind.FORWARD:
             front_s += one.forward_s
             expected_s = front_s
             out_s = party.bandwidth_profile.passed_s(out, max(out_s, front_s), one.feature_bytes)
-            cloud_s = max(cloud_s, out_s + party.bandwidth_profile.latency_s, front_s + one.sending_s) + one.step_s
+            cloud_s = (
+                max(cloud_s, out_s + party.bandwidth_profile.latency_s, front_s + one.sending_s)
+                + one.step_s
+            )
             step_s[action.batch] = cloud_s
-            back_s = party.bandwidth_profile.passed_s(back, max(back_s, cloud_s), one.gradient_bytes)
-            gradient_s[action.batch] = max(back_s + party.bandwidth_profile.latency_s, cloud_s + one.receiving_s)
+            back_s = party.bandwidth_profile.passed_s(
+                back, max(back_s, cloud_s), one.gradient_bytes
+            )
+            gradient_s[action.batch] = max(
+                back_s + party.bandwidth_profile.latency_s, cloud_s + one.receiving_s
+            )
             front_s += one.sending_s + one.receiving_s
         elif action.kind == Kind.STEP:
             expected_s = step_s[action.batch]
@@ -202,42 +298,72 @@ def test_all_happens_as_early_as_its_order_allows(data: st.DataObject, reverse: 
         assert time_s + start_s == pytest.approx(expected_s, rel=1e-9, abs=1e-9)
 
 
-def phases_of(one: SplitCosts, where: int, bits: int, window: int, rates: tuple[float, float, float],
-              ) -> tuple[list[float], float]:
+def phases_of(
+    one: SplitCosts,
+    where: int,
+    bits: int,
+    window: int,
+    rates: tuple[float, float, float],
+) -> tuple[list[float], float]:
     """T1 to T4 and T_Σ by hand."""
     layer = one.cuts[where]
     up_bytes = 16.0 + 8.0 + math.ceil(layer.feature_elements * bits / 8)
     down_bytes = 16.0 + 4.0 * layer.feature_elements
-    layers_s = (layer.edge_forward_s * (2 if window else 1) + layer.edge_backward_s + one.edge_s_per_batch
-                + layer.feature_elements * (0.001 if bits == 8 else 0.0))
+    layers_s = (
+        layer.edge_forward_s * (2 if window else 1)
+        + layer.edge_backward_s
+        + one.edge_s_per_batch
+        + layer.feature_elements * (0.001 if bits == 8 else 0.0)
+    )
     for_bytes_s = up_bytes * one.edge_s_per_byte, down_bytes * one.edge_s_per_byte
     cloud_s = layer.cloud_s + (up_bytes + down_bytes) * one.cloud_s_per_byte
     four = [layers_s + sum(for_bytes_s), up_bytes / rates[0], cloud_s, down_bytes / rates[1]]
-    return four, (layers_s + max(four[1] + rates[2], for_bytes_s[0]) + cloud_s
-                  + max(four[3] + rates[2], for_bytes_s[1]))
+    return four, (
+        layers_s
+        + max(four[1] + rates[2], for_bytes_s[0])
+        + cloud_s
+        + max(four[3] + rates[2], for_bytes_s[1])
+    )
 
 
 RATES = st.tuples(st.floats(30, 5000), st.floats(30, 5000), st.sampled_from([0.0, 0.5, 4.0]))
 
 
 @settings(max_examples=8)
-@given(one=costs(frozen=False), where=st.integers(0, 2), bits=st.sampled_from([8, 32]), window=st.integers(1, 7),
-       rates=RATES)
+@given(
+    one=costs(frozen=False),
+    where=st.integers(0, 2),
+    bits=st.sampled_from([8, 32]),
+    window=st.integers(1, 7),
+    rates=RATES,
+)
 def test_constant_rates_give_the_duration_of_f26(
-    one: SplitCosts, where: int, bits: int, window: int, rates: tuple[float, float, float],
+    one: SplitCosts,
+    where: int,
+    bits: int,
+    window: int,
+    rates: tuple[float, float, float],
 ) -> None:
     num_batches = 1500
     split_plan = SplitPlan(cut=where, bits=bits, window=window)
     four, total_s = phases_of(one, where, bits, window, rates)
-    by_package = phases(one, split_plan, LinkRates(up_bytes_per_s=rates[0], down_bytes_per_s=rates[1],
-                                                   latency_s=rates[2]))
+    by_package = phases(
+        one,
+        split_plan,
+        LinkRates(up_bytes_per_s=rates[0], down_bytes_per_s=rates[1], latency_s=rates[2]),
+    )
     assert (max(four), total_s) == pytest.approx((by_package.longest_s, by_package.total_s))
-    timeline = simulate([Party(costs=one, bandwidth_profile=constant(*rates), split_plan=split_plan)], num_batches)
+    timeline = simulate(
+        [Party(costs=one, bandwidth_profile=constant(*rates), split_plan=split_plan)], num_batches
+    )
     formula_s = (num_batches - 1) * max(max(four), total_s / (window + 1)) + total_s
     assert timeline.duration_s == pytest.approx(formula_s, rel=0.02)
     # No server can be faster than its own work, and a batch waits for the update of the one K + 1 before it.
-    least_s = max(num_batches * four[0], (num_batches - 1) * max(four[1:]) + total_s,
-                  math.ceil(num_batches / (window + 1)) * total_s)
+    least_s = max(
+        num_batches * four[0],
+        (num_batches - 1) * max(four[1:]) + total_s,
+        math.ceil(num_batches / (window + 1)) * total_s,
+    )
     assert timeline.duration_s >= least_s * (1 - 1e-9)
     assert timeline.parties[0].compute_s == pytest.approx(num_batches * four[0], abs=1e-6)
     assert timeline.parties[0].sending_s == pytest.approx(num_batches * four[1])
@@ -246,59 +372,111 @@ def test_constant_rates_give_the_duration_of_f26(
 
 
 @settings(max_examples=40)
-@given(one=costs(frozen=False), where=st.integers(0, 2), bits=st.sampled_from([8, 32]), rates=RATES,
-       num_batches=st.integers(1, 200), reverse=st.booleans())
+@given(
+    one=costs(frozen=False),
+    where=st.integers(0, 2),
+    bits=st.sampled_from([8, 32]),
+    rates=RATES,
+    num_batches=st.integers(1, 200),
+    reverse=st.booleans(),
+)
 def test_a_window_of_0_takes_the_sum_of_all_phases(
-    one: SplitCosts, where: int, bits: int, rates: tuple[float, float, float], num_batches: int, reverse: bool,
+    one: SplitCosts,
+    where: int,
+    bits: int,
+    rates: tuple[float, float, float],
+    num_batches: int,
+    reverse: bool,
 ) -> None:
     split_plan = SplitPlan(cut=where, bits=bits)
     _, total_s = phases_of(one, where, bits, 0, rates)
     if reverse:
-        total_s = phases(one, split_plan, LinkRates(up_bytes_per_s=rates[0], down_bytes_per_s=rates[1],
-                                                    latency_s=rates[2]), reverse=True).total_s
-    timeline = simulate([Party(costs=one, bandwidth_profile=constant(*rates), split_plan=split_plan)], num_batches,
-                        reverse=reverse)
+        total_s = phases(
+            one,
+            split_plan,
+            LinkRates(up_bytes_per_s=rates[0], down_bytes_per_s=rates[1], latency_s=rates[2]),
+            reverse=True,
+        ).total_s
+    timeline = simulate(
+        [Party(costs=one, bandwidth_profile=constant(*rates), split_plan=split_plan)],
+        num_batches,
+        reverse=reverse,
+    )
     assert timeline.duration_s == pytest.approx(num_batches * total_s, rel=1e-9)
     assert set(timeline.parties[0].staleness) == {0}
 
 
 @settings(max_examples=40)
-@given(one=costs(), where=st.none() | st.integers(0, 2), window=st.integers(0, 5), reverse=st.booleans(),
-       rates=RATES)
+@given(
+    one=costs(),
+    where=st.none() | st.integers(0, 2),
+    window=st.integers(0, 5),
+    reverse=st.booleans(),
+    rates=RATES,
+)
 def test_the_work_of_a_batch_sums_up_to_its_phases(
-    one: SplitCosts, where: int | None, window: int, reverse: bool, rates: tuple[float, float, float],
+    one: SplitCosts,
+    where: int | None,
+    window: int,
+    reverse: bool,
+    rates: tuple[float, float, float],
 ) -> None:
     split_plan = SplitPlan(cut=where, bits=8, window=window)
-    expected = phases(one, split_plan, LinkRates(up_bytes_per_s=rates[0], down_bytes_per_s=rates[1]), reverse=reverse)
+    expected = phases(
+        one,
+        split_plan,
+        LinkRates(up_bytes_per_s=rates[0], down_bytes_per_s=rates[1]),
+        reverse=reverse,
+    )
     batch = batch_times(one, split_plan, reverse=reverse)
     front_s = batch.forward_s + batch.sending_s + batch.receiving_s + batch.apply_s
     ends = (batch.step_s, front_s) if reverse and not batch.alone else (front_s, batch.step_s)
     assert ends == pytest.approx((expected.edge_s, expected.cloud_s))
 
 
-def tiny(forward_s: float = 1.0, backward_s: float = 1.0, cloud_s: float = 1.0, **changes: float) -> SplitCosts:
-    return SplitCosts(model="tiny", batch_size=8, cuts=tuple(cut(index, forward_s, backward_s, cloud_s, 25)
-                                                             for index in range(2)),
-                      edge_only_s=5.0, header_bytes=0.0, **changes)
+def tiny(
+    forward_s: float = 1.0, backward_s: float = 1.0, cloud_s: float = 1.0, **changes: float
+) -> SplitCosts:
+    return SplitCosts(
+        model="tiny",
+        batch_size=8,
+        cuts=tuple(cut(index, forward_s, backward_s, cloud_s, 25) for index in range(2)),
+        edge_only_s=5.0,
+        header_bytes=0.0,
+        **changes,
+    )
 
 
 def test_to_apply_first_bunches_batches_up() -> None:
     """f = 1, an update of 2, 4 s elsewhere, K = 1: taking turns F26's 3.5 s a batch, else 4.5 s."""
-    party = Party(costs=tiny(1.0, 1.0, 0.0), bandwidth_profile=constant(1e9, 1e9, 2.0),
-                  split_plan=SplitPlan(cut=0, window=1))
+    party = Party(
+        costs=tiny(1.0, 1.0, 0.0),
+        bandwidth_profile=constant(1e9, 1e9, 2.0),
+        split_plan=SplitPlan(cut=0, window=1),
+    )
     assert simulate([party], 1000).duration_s == pytest.approx(3500, rel=0.01)
     assert simulate([party], 1000, apply_first=True).duration_s == pytest.approx(4500, rel=0.01)
 
 
 def test_three_thousand_batches_of_two_parties() -> None:
-    parties = [Party(costs=tiny(), bandwidth_profile=constant(100.0, 100.0), split_plan=SplitPlan(cut=0, window=4))] * 2
+    parties = [
+        Party(
+            costs=tiny(),
+            bandwidth_profile=constant(100.0, 100.0),
+            split_plan=SplitPlan(cut=0, window=4),
+        )
+    ] * 2
     timeline = simulate(parties, 3_000)
     assert timeline.num_batches / timeline.duration_s == pytest.approx(1 / 3, rel=0.01)
     assert len(timeline.actions) == 18_000
 
 
 def test_parties_do_not_slow_each_other_down_but_for_what_they_share() -> None:
-    fast = Party(costs=tiny(0.1, 0.1, 1.0), bandwidth_profile=constant(1e4, 1e4), split_plan=SplitPlan(cut=0, window=4))
+    fast = Party(
+        costs=tiny(0.1, 0.1, 1.0),
+        bandwidth_profile=constant(1e4, 1e4),
+        split_plan=SplitPlan(cut=0, window=4),
+    )
     slow = replace(fast, costs=tiny(2.0, 2.0, 1.0))
     own = simulate([fast, slow], 200)
     assert own.parties[0].duration_s == simulate([fast], 200).duration_s
@@ -307,18 +485,27 @@ def test_parties_do_not_slow_each_other_down_but_for_what_they_share() -> None:
     joined = simulate([fast, slow], 200, cloud="joined")
     assert joined.duration_s == pytest.approx(own.parties[1].duration_s, rel=0.02)
     assert joined.cloud_busy_s == pytest.approx(200)
-    assert max(joined.parties[0].staleness) == 4, "the fast one is ahead by all that the window allows"
+    assert max(joined.parties[0].staleness) == 4, (
+        "the fast one is ahead by all that the window allows"
+    )
 
 
 def test_what_moves_takes_the_link_that_it_travels() -> None:
-    party = Party(costs=tiny(model_weight_bytes=1000.0), bandwidth_profile=constant(1e6, 5e6, 0.5),
-                  split_plan=SplitPlan(cut=1), decider=Wandering([None, SplitPlan(cut=0), SplitPlan(cut=None),
-                                                                  SplitPlan(cut=1)]))
+    party = Party(
+        costs=tiny(model_weight_bytes=1000.0),
+        bandwidth_profile=constant(1e6, 5e6, 0.5),
+        split_plan=SplitPlan(cut=1),
+        decider=Wandering([None, SplitPlan(cut=0), SplitPlan(cut=None), SplitPlan(cut=1)]),
+    )
     moves = simulate([party], 4).parties[0].moves
     assert [(move.batch, move.migration_s) for move in moves] == [
-        (1, pytest.approx(100 / 1e6 + 0.5)), (2, pytest.approx(900 / 5e6 + 0.5)),
-        (3, pytest.approx((PROBE_BYTES + 800) / 1e6 + 0.5))]  # behind the probe by which the edge alone looked
-    reverse = simulate([replace(party, decider=Wandering([None, SplitPlan(cut=0)]))], 2, reverse=True)
+        (1, pytest.approx(100 / 1e6 + 0.5)),
+        (2, pytest.approx(900 / 5e6 + 0.5)),
+        (3, pytest.approx((PROBE_BYTES + 800) / 1e6 + 0.5)),
+    ]  # behind the probe by which the edge alone looked
+    reverse = simulate(
+        [replace(party, decider=Wandering([None, SplitPlan(cut=0)]))], 2, reverse=True
+    )
     assert reverse.parties[0].moves[0].migration_s == pytest.approx(100 / 5e6 + 0.5)
 
 
@@ -328,19 +515,32 @@ class ByRate:
     def __init__(self) -> None:
         self.seen: list[LinkRates] = []
 
-    def decide(self, batch: int, rates: LinkRates, current: SplitPlan, window: int,
-               edge_speed: float = 1.0) -> SplitPlan:
+    def decide(
+        self, batch: int, rates: LinkRates, current: SplitPlan, window: int, edge_speed: float = 1.0
+    ) -> SplitPlan:
         self.seen.append(rates)
-        return SplitPlan(cut=None if rates.up_bytes_per_s < 500 else 0 if rates.up_bytes_per_s > 2000 else 1)
+        return SplitPlan(
+            cut=None if rates.up_bytes_per_s < 500 else 0 if rates.up_bytes_per_s > 2000 else 1
+        )
 
 
 def test_the_decider_sees_what_the_link_carries_even_from_an_edge_that_trains_alone() -> None:
     decider = ByRate()
     parts = [(400.0, factor * 1000.0, factor * 4000.0) for factor in (1.0, 4.0, 1.0, 0.2, 1.0)]
     profile = segments([*parts, (100.0, 0.0, 0.0), (400.0, 1000.0, 4000.0)], latency_s=0.025)
-    costs_ = SplitCosts(model="tiny", batch_size=8, cuts=tuple(cut(i, 0.5, 0.5, 0.5, 2500) for i in range(2)),
-                        edge_only_s=5.0, model_weight_bytes=1000.0)
-    party = Party(costs=costs_, bandwidth_profile=profile, split_plan=SplitPlan(cut=1, window=2), decider=decider)
+    costs_ = SplitCosts(
+        model="tiny",
+        batch_size=8,
+        cuts=tuple(cut(i, 0.5, 0.5, 0.5, 2500) for i in range(2)),
+        edge_only_s=5.0,
+        model_weight_bytes=1000.0,
+    )
+    party = Party(
+        costs=costs_,
+        bandwidth_profile=profile,
+        split_plan=SplitPlan(cut=1, window=2),
+        decider=decider,
+    )
     timeline = simulate([party], 500)
     check(timeline, [party], 0, 500)
     assert [move.new.cut for move in timeline.parties[0].moves][:4] == [0, 1, None, 1]
@@ -351,36 +551,56 @@ def test_the_decider_sees_what_the_link_carries_even_from_an_edge_that_trains_al
 def test_a_link_that_is_lost_for_good_is_one_line(reverse: bool) -> None:
     profile = segments([(20.0, 100.0, 100.0), (1.0, 0.0, 100.0)])
     party = Party(costs=tiny(), bandwidth_profile=profile, split_plan=SplitPlan(cut=0, window=3))
-    with pytest.raises(SocflowerError, match="party 0: its up link carries nothing any more") as caught:
+    with pytest.raises(
+        SocflowerError, match="party 0: its up link carries nothing any more"
+    ) as caught:
         simulate([party], 100, reverse=reverse)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("change", "complaint"), [
-    ({"parties": []}, "no parties"), ({"num_batches": 0}, "num_batches = 0"), ({"first_batch": -1}, "first_batch = -1"),
-    ({"cloud": "ours"}, "cloud = 'ours' is unknown"), ({"cloud": "joined", "reverse": True}, "a reverse split"),
-])
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"parties": []}, "no parties"),
+        ({"num_batches": 0}, "num_batches = 0"),
+        ({"first_batch": -1}, "first_batch = -1"),
+        ({"cloud": "ours"}, "cloud = 'ours' is unknown"),
+        ({"cloud": "joined", "reverse": True}, "a reverse split"),
+    ],
+)
 def test_what_cannot_be_simulated_is_one_line(change: dict[str, object], complaint: str) -> None:
-    party = Party(costs=tiny(), bandwidth_profile=constant(100.0, 100.0), split_plan=SplitPlan(cut=0))
+    party = Party(
+        costs=tiny(), bandwidth_profile=constant(100.0, 100.0), split_plan=SplitPlan(cut=0)
+    )
     with pytest.raises(ConfigError, match=complaint) as caught:
         simulate(**{"parties": [party, party], "num_batches": 3, **change})  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("change", "complaint"), [
-    ({"split_plan": SplitPlan(cut=None)}, "an edge alone beside"), ({"split_plan": SplitPlan(cut=1)}, "the same cut"),
-    ({"decider": Wandering([None])}, "none can move its cut"),
-    ({"split_plan": SplitPlan(cut=2)}, "the same cut"),
-])
-def test_parties_that_share_a_half_cannot_move_its_cut(change: dict[str, object], complaint: str) -> None:
-    party = Party(costs=tiny(), bandwidth_profile=constant(100.0, 100.0), split_plan=SplitPlan(cut=0))
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"split_plan": SplitPlan(cut=None)}, "an edge alone beside"),
+        ({"split_plan": SplitPlan(cut=1)}, "the same cut"),
+        ({"decider": Wandering([None])}, "none can move its cut"),
+        ({"split_plan": SplitPlan(cut=2)}, "the same cut"),
+    ],
+)
+def test_parties_that_share_a_half_cannot_move_its_cut(
+    change: dict[str, object], complaint: str
+) -> None:
+    party = Party(
+        costs=tiny(), bandwidth_profile=constant(100.0, 100.0), split_plan=SplitPlan(cut=0)
+    )
     other = replace(party, **change)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=complaint):
         simulate([party, other], 3, cloud="turns")
 
 
 def test_windows_cuts_and_weights_that_cannot_be_are_refused() -> None:
-    party = Party(costs=tiny(), bandwidth_profile=constant(100.0, 100.0), split_plan=SplitPlan(cut=0))
+    party = Party(
+        costs=tiny(), bandwidth_profile=constant(100.0, 100.0), split_plan=SplitPlan(cut=0)
+    )
     with pytest.raises(ConfigError, match="batch 2: K = -1"):
         simulate([replace(party, window=lambda batch: 1 - batch)], 5)
     with pytest.raises(ConfigError, match="has no cut 7"):
@@ -393,10 +613,23 @@ def test_windows_cuts_and_weights_that_cannot_be_are_refused() -> None:
 
 
 def edges(count: int, *, up_bytes_per_s: float = 1000.0, cloud_s: float = 0.5) -> list[Party]:
-    one = SplitCosts(model="tiny", batch_size=8, cuts=(cut(0, 0.01, 0.01, cloud_s, 100),), edge_only_s=1.0,
-                     label_bytes=8.0, header_bytes=16.0, model_weight_bytes=1000.0)
-    return [Party(costs=one, bandwidth_profile=constant(up_bytes_per_s, 1e6),
-                  split_plan=SplitPlan(cut=0, bits=32, window=6)) for _ in range(count)]
+    one = SplitCosts(
+        model="tiny",
+        batch_size=8,
+        cuts=(cut(0, 0.01, 0.01, cloud_s, 100),),
+        edge_only_s=1.0,
+        label_bytes=8.0,
+        header_bytes=16.0,
+        model_weight_bytes=1000.0,
+    )
+    return [
+        Party(
+            costs=one,
+            bandwidth_profile=constant(up_bytes_per_s, 1e6),
+            split_plan=SplitPlan(cut=0, bits=32, window=6),
+        )
+        for _ in range(count)
+    ]
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -411,7 +644,9 @@ def test_edges_behind_one_uplink_share_it(count: int) -> None:
 
 
 @pytest.mark.parametrize(("processors", "at_a_time"), [(1, 1), (2, 2), (5, 4), (None, 4)])
-def test_a_cloud_serves_as_many_edges_at_a_time_as_it_has_processors(processors: int | None, at_a_time: int) -> None:
+def test_a_cloud_serves_as_many_edges_at_a_time_as_it_has_processors(
+    processors: int | None, at_a_time: int
+) -> None:
     timeline = simulate(edges(4, up_bytes_per_s=1e6), 100, cloud_processors=processors)
     assert timeline.duration_s == pytest.approx(100 * 0.5 * 4 / at_a_time, rel=0.02)
     assert timeline.cloud_busy_s == pytest.approx(4 * 100 * 0.5)
@@ -420,27 +655,49 @@ def test_a_cloud_serves_as_many_edges_at_a_time_as_it_has_processors(processors:
 
 
 def test_a_shared_half_has_one_processor() -> None:
-    with pytest.raises(ConfigError, match="one half and one processor; leave cloud_processors = 2 out"):
+    with pytest.raises(
+        ConfigError, match="one half and one processor; leave cloud_processors = 2 out"
+    ):
         simulate(edges(2), 3, cloud="turns", cloud_processors=2)
 
 
 @settings(max_examples=20)
 @given(costs=costs(), profile=profiles(), window=schedules(), left=st.integers(0, 7))
 def test_an_edge_that_leaves_does_the_first_batches_and_the_others_do_as_before(
-    costs: SplitCosts, profile: BandwidthProfile, window: Callable[[int], int], left: int,
+    costs: SplitCosts,
+    profile: BandwidthProfile,
+    window: Callable[[int], int],
+    left: int,
 ) -> None:
-    party = Party(costs=costs, bandwidth_profile=profile, split_plan=SplitPlan(cut=1, bits=8, window=0), window=window)
+    party = Party(
+        costs=costs,
+        bandwidth_profile=profile,
+        split_plan=SplitPlan(cut=1, bits=8, window=0),
+        window=window,
+    )
     whole = simulate([party], 8, 16)
     with_one_away = simulate([party, replace(party, away=(range(16 + left, 24),))], 8, 16)
-    assert [(action, at_s) for action, at_s in zip(with_one_away.actions, with_one_away.times_s, strict=True)
-            if not action.party] == list(zip(whole.actions, whole.times_s, strict=True))
-    assert [action.batch for action in with_one_away.actions if action.party and action.kind is Kind.APPLY] == list(
-        range(16, 16 + left))
+    assert [
+        (action, at_s)
+        for action, at_s in zip(with_one_away.actions, with_one_away.times_s, strict=True)
+        if not action.party
+    ] == list(zip(whole.actions, whole.times_s, strict=True))
+    assert [
+        action.batch
+        for action in with_one_away.actions
+        if action.party and action.kind is Kind.APPLY
+    ] == list(range(16, 16 + left))
 
 
 def test_an_absence_ends_with_a_round_and_leaves_an_edge_and_every_batch_of_a_shared_half() -> None:
-    costs = SplitCosts(model="tiny", batch_size=8, cuts=(cut(0, 1.0, 1.0, 1.0, 10),), edge_only_s=3.0)
-    party = Party(costs=costs, bandwidth_profile=constant(1e3, 1e3), split_plan=SplitPlan(cut=0, bits=8, window=0))
+    costs = SplitCosts(
+        model="tiny", batch_size=8, cuts=(cut(0, 1.0, 1.0, 1.0, 10),), edge_only_s=3.0
+    )
+    party = Party(
+        costs=costs,
+        bandwidth_profile=constant(1e3, 1e3),
+        split_plan=SplitPlan(cut=0, bits=8, window=0),
+    )
     with pytest.raises(ConfigError, match="until batch 3, within the round of batches 0 to 7"):
         simulate([party, replace(party, away=(range(3),))], 8)
     with pytest.raises(ConfigError, match="all parties are away from batch 0 on"):
@@ -453,12 +710,15 @@ def test_rounds_end_at_the_epochs_that_are_given() -> None:
     assert round_ends([0.5, 1.0, 1.25, 2.0], 10, 2) == (5, 10, 12, 20)
 
 
-@pytest.mark.parametrize(("round_epochs", "line"), [
-    ([0.01, 1.0, 2.0], "round 1, to epoch 0.01, would have no batch of the edges' 10 an epoch"),
-    ([0.5, 0.5, 2.0], "round 2, to epoch 0.5, would have no batch"),
-    ([0.5, 1.0], "end at 1 of 2 epochs"),
-    ([], "end at 0 of 2 epochs"),
-])
+@pytest.mark.parametrize(
+    ("round_epochs", "line"),
+    [
+        ([0.01, 1.0, 2.0], "round 1, to epoch 0.01, would have no batch of the edges' 10 an epoch"),
+        ([0.5, 0.5, 2.0], "round 2, to epoch 0.5, would have no batch"),
+        ([0.5, 1.0], "end at 1 of 2 epochs"),
+        ([], "end at 0 of 2 epochs"),
+    ],
+)
 def test_rounds_without_a_batch_or_an_end_are_refused(round_epochs: list[float], line: str) -> None:
     with pytest.raises(ConfigError, match=line):
         round_ends(round_epochs, 10, 2)

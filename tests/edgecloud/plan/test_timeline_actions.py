@@ -7,9 +7,18 @@ from hypothesis import strategies as st
 from socflower.edgecloud.plan.timeline_actions import Action, Kind, decode_actions, encode_actions
 from socflower.errors import ConfigError
 
-ACTIONS = st.lists(st.builds(Action, st.sampled_from(Kind), st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1),
-                             st.none() | st.integers(0, 2**16 - 2), st.sampled_from([2, 4, 8, 16, 32]),
-                             st.integers(0, 2**16 - 1)), max_size=30)
+ACTIONS = st.lists(
+    st.builds(
+        Action,
+        st.sampled_from(Kind),
+        st.integers(0, 2**16 - 1),
+        st.integers(0, 2**32 - 1),
+        st.none() | st.integers(0, 2**16 - 2),
+        st.sampled_from([2, 4, 8, 16, 32]),
+        st.integers(0, 2**16 - 1),
+    ),
+    max_size=30,
+)
 
 
 @given(actions=ACTIONS)
@@ -42,10 +51,16 @@ def test_junk_is_refused(junk: bytes) -> None:
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("action", [
-    Action(Kind.FORWARD, 2**16, 0, 0), Action(Kind.FORWARD, 0, 2**32, 0), Action(Kind.FORWARD, 0, 0, 2**16 - 1),
-    Action(Kind.FORWARD, 0, 0, 0, 32, 2**16), Action(Kind.FORWARD, 0, -1, 0),
-])
+@pytest.mark.parametrize(
+    "action",
+    [
+        Action(Kind.FORWARD, 2**16, 0, 0),
+        Action(Kind.FORWARD, 0, 2**32, 0),
+        Action(Kind.FORWARD, 0, 0, 2**16 - 1),
+        Action(Kind.FORWARD, 0, 0, 0, 32, 2**16),
+        Action(Kind.FORWARD, 0, -1, 0),
+    ],
+)
 def test_what_does_not_fit_is_refused(action: Action) -> None:
     with pytest.raises(ConfigError, match="does not fit into"):
         encode_actions([action])

@@ -33,12 +33,18 @@ OPERATOR, FINGERPRINT = "operator-token-0123", "model-of-the-tests"
 class Layers:
     """A stretch of layers with their momentum, which travels with them."""
 
-    def __init__(self, layers: range, seed: int = 0, *, first: int = 0, last: int = NUM_LAYERS) -> None:
+    def __init__(
+        self, layers: range, seed: int = 0, *, first: int = 0, last: int = NUM_LAYERS
+    ) -> None:
         self.weight: dict[int, Array] = {}
         self.speed: dict[int, Array] = {}
         self.ends = (first, last)
         for layer in layers:
-            made = np.random.default_rng([seed, layer]).normal(0, 0.5, SIZES[layer:layer + 2]).astype(np.float32)
+            made = (
+                np.random.default_rng([seed, layer])
+                .normal(0, 0.5, SIZES[layer : layer + 2])
+                .astype(np.float32)
+            )
             self.weight[layer], self.speed[layer] = made, np.zeros_like(made)
 
     def forward(self, value: Array) -> list[Array]:
@@ -71,8 +77,14 @@ class Layers:
         return moving
 
     def save(self) -> bytes:
-        return b"".join(pack_arrays({**self.weights(), **{f"layer{layer}::speed": self.speed[layer]
-                                                          for layer in sorted(self.speed)}}))
+        return b"".join(
+            pack_arrays(
+                {
+                    **self.weights(),
+                    **{f"layer{layer}::speed": self.speed[layer] for layer in sorted(self.speed)},
+                }
+            )
+        )
 
     def restore(self, saved: bytes) -> None:
         self.weight.clear()
@@ -83,8 +95,15 @@ class Layers:
 class Front(Layers):
     feature_quantum = None
 
-    def __init__(self, cut: int = 1, seed: int = 0, *, first: int = 0, labels: bool = True,
-                 pause_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        cut: int = 1,
+        seed: int = 0,
+        *,
+        first: int = 0,
+        labels: bool = True,
+        pause_s: float = 0.0,
+    ) -> None:
         super().__init__(range(first, cut + 1), seed, first=first)
         self.seed, self.pause_s, self.has_labels = seed, pause_s, labels
         self._kept: dict[int, list[Array]] = {}
@@ -125,8 +144,15 @@ class Front(Layers):
 
 
 class Back(Layers):
-    def __init__(self, cut: int = 1, seed: int = 0, *, pause_s: float = 0.0,
-                 goal: Callable[[int], Array] | None = None, fails_at: int = -1) -> None:
+    def __init__(
+        self,
+        cut: int = 1,
+        seed: int = 0,
+        *,
+        pause_s: float = 0.0,
+        goal: Callable[[int], Array] | None = None,
+        fails_at: int = -1,
+    ) -> None:
         super().__init__(range(cut + 1, NUM_LAYERS), seed)
         self.pause_s, self.goal, self.fails_at = pause_s, goal, fails_at
         self.steps: list[int] = []
@@ -143,7 +169,9 @@ class Back(Layers):
         if self.cut != cut:
             raise ConfigError(f"cut {cut} does not fit")
 
-    def step(self, batch: int, features: Sequence[Array], labels: NDArray[Any]) -> tuple[list[Array | None], float]:
+    def step(
+        self, batch: int, features: Sequence[Array], labels: NDArray[Any]
+    ) -> tuple[list[Array | None], float]:
         time.sleep(self.pause_s)
         if batch == self.fails_at:
             raise ValueError("a half that\nbreaks")
@@ -151,7 +179,7 @@ class Back(Layers):
         values = Layers.forward(self, sum(features[1:], features[0]))
         error = values[-1] - (self.goal(batch) if self.goal is not None else labels)
         gradient = self.backward(values, error * np.float32(2 / error.size))
-        return [gradient for _ in features], float((error ** 2).mean())
+        return [gradient for _ in features], float((error**2).mean())
 
 
 def inputs(batch: int, seed: int) -> Array:
@@ -159,7 +187,9 @@ def inputs(batch: int, seed: int) -> Array:
 
 
 def targets(batch: int, seed: int) -> Array:
-    return np.tanh(np.random.default_rng([seed, 2000, batch]).normal(size=(8, SIZES[-1]))).astype(np.float32)
+    return np.tanh(np.random.default_rng([seed, 2000, batch]).normal(size=(8, SIZES[-1]))).astype(
+        np.float32
+    )
 
 
 def local_training(num_batches: int, seed: int = 0) -> dict[str, NDArray[Any]]:
@@ -175,7 +205,9 @@ def local_training(num_batches: int, seed: int = 0) -> dict[str, NDArray[Any]]:
 def same(*sides: Mapping[str, NDArray[Any]], wanted: Mapping[str, NDArray[Any]]) -> bool:
     """Whether the sides' weights together are those wanted, bit for bit."""
     found = {name: array for side in sides for name, array in side.items()}
-    return found.keys() == wanted.keys() and all(found[name].tobytes() == wanted[name].tobytes() for name in wanted)
+    return found.keys() == wanted.keys() and all(
+        found[name].tobytes() == wanted[name].tobytes() for name in wanted
+    )
 
 
 def make_half(terms: SessionTerms, weights: Weights) -> CloudHalf:
@@ -184,9 +216,13 @@ def make_half(terms: SessionTerms, weights: Weights) -> CloudHalf:
     if "refuse" in settings:
         raise ConfigError("settings: refuse is set; leave it out")
     if terms.reverse:
-        plan = FrontPlan(split_plan=SplitPlan(cut=1, window=settings.get("window", 0)),
-                         checkpoint_batches=settings.get("checkpoint_batches", 0))
-        return HostedFront(half=Front(labels=False, pause_s=settings.get("pause_s", 0.0)), plan=plan)
+        plan = FrontPlan(
+            split_plan=SplitPlan(cut=1, window=settings.get("window", 0)),
+            checkpoint_batches=settings.get("checkpoint_batches", 0),
+        )
+        return HostedFront(
+            half=Front(labels=False, pause_s=settings.get("pause_s", 0.0)), plan=plan
+        )
     back = Back(pause_s=settings.get("pause_s", 0.0), fails_at=settings.get("fails_at", -1))
     if weights:
         back.restore(b"".join(pack_arrays(weights)))
@@ -194,23 +230,38 @@ def make_half(terms: SessionTerms, weights: Weights) -> CloudHalf:
 
 
 def connect(port: int, run_id: str = "run", **options: Any) -> EdgeConnection:
-    options = {"token": run_token(OPERATOR, run_id), "fingerprint": FINGERPRINT, "give_up_s": 30.0,
-               "patience_s": 30.0, **options}
+    options = {
+        "token": run_token(OPERATOR, run_id),
+        "fingerprint": FINGERPRINT,
+        "give_up_s": 30.0,
+        "patience_s": 30.0,
+        **options,
+    }
     return EdgeConnection(f"127.0.0.1:{port}", run_id=run_id, **options)
 
 
 def main(role: str, port: int, folder: Path, settings: dict[str, Any]) -> None:
     """A cloud that serves until it is killed, or an edge that trains a span and prints its weights' bytes as hex."""
     if role == "cloud":
-        with_port = CloudService(f"127.0.0.1:{port}", make_half, operator_token=OPERATOR, folder=folder)
+        with_port = CloudService(
+            f"127.0.0.1:{port}", make_half, operator_token=OPERATOR, folder=folder
+        )
         print(with_port.port, flush=True)
         time.sleep(120)
         return
     front = Front(pause_s=settings.get("pause_s", 0.0))
-    plan = FrontPlan(split_plan=SplitPlan(cut=1), checkpoint_batches=settings.get("checkpoint_batches", 0),
-                     progress=lambda done: print(done.batch, flush=True))
-    report = train_front(connect(port), front, Span(first_batch=0, num_batches=settings["num_batches"]), plan,
-                         folder=folder)
+    plan = FrontPlan(
+        split_plan=SplitPlan(cut=1),
+        checkpoint_batches=settings.get("checkpoint_batches", 0),
+        progress=lambda done: print(done.batch, flush=True),
+    )
+    report = train_front(
+        connect(port),
+        front,
+        Span(first_batch=0, num_batches=settings["num_batches"]),
+        plan,
+        folder=folder,
+    )
     print(json.dumps({"first": report.first_batch, "saved": front.save().hex()}), flush=True)
 
 

@@ -33,16 +33,30 @@ class Block(nn.Module):
 
 def chain(seed: int = 0, *, dropout: float = 0.3, inplace: bool = False) -> nn.Sequential:
     """Return a model of 6 features and 3 classes with all that makes halves differ: norms, masks, a residual block."""
-    return built(lambda: nn.Sequential(
-        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=inplace), nn.Dropout(dropout), Block(8),
-        nn.Linear(8, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 8), nn.ReLU(inplace=inplace),
-        nn.Linear(8, 3)), seed)
+    return built(
+        lambda: nn.Sequential(
+            nn.Linear(6, 8),
+            nn.BatchNorm1d(8),
+            nn.ReLU(inplace=inplace),
+            nn.Dropout(dropout),
+            Block(8),
+            nn.Linear(8, 8),
+            nn.Tanh(),
+            nn.Dropout(dropout),
+            nn.Linear(8, 8),
+            nn.ReLU(inplace=inplace),
+            nn.Linear(8, 3),
+        ),
+        seed,
+    )
 
 
 def image_model(name: str) -> tuple[nn.Module, tuple[int, ...]]:
     """Return a model of the workloads and the shape of its samples."""
     shape = (1, 28, 28) if name == "lenet5" else (3, 32, 32)
-    return build_model(name, in_channels=shape[0], image_size=shape[1], num_classes=10, seed=5), shape
+    return build_model(
+        name, in_channels=shape[0], image_size=shape[1], num_classes=10, seed=5
+    ), shape
 
 
 @dataclass(frozen=True)
@@ -75,8 +89,14 @@ Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def train_locally(
-    split: SplitModel, num_batches: int, optimizer: Optimizer, *, source: Callable[[int], Samples] = Source(),
-    seed: int = 0, loss: Callable[..., torch.Tensor] = LOSS, evaluating: Sequence[str] = (),
+    split: SplitModel,
+    num_batches: int,
+    optimizer: Optimizer,
+    *,
+    source: Callable[[int], Samples] = Source(),
+    seed: int = 0,
+    loss: Callable[..., torch.Tensor] = LOSS,
+    evaluating: Sequence[str] = (),
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train a copy of the undivided model as anyone would in torch; layers that draw begin their streams by hooks."""
     model = copy.deepcopy(split.model)
@@ -103,8 +123,12 @@ def train_locally(
     return losses, model.state_dict()
 
 
-def halves(split: SplitModel, cut: int, optimizer: Optimizer, source: Callable[[int], Samples] = Source(),
-           ) -> tuple[TorchFront, TorchBack]:
+def halves(
+    split: SplitModel,
+    cut: int,
+    optimizer: Optimizer,
+    source: Callable[[int], Samples] = Source(),
+) -> tuple[TorchFront, TorchBack]:
     front = TorchFront(split.copy(), cut, source, optimizer, schedule=falling, loss=LOSS)
     return front, TorchBack(split.copy(), cut, optimizer, LOSS, schedule=falling)
 
@@ -116,7 +140,9 @@ def chain_split(**settings: bool | float) -> SplitModel:
 def assert_same(weights: Weights, expected: dict[str, torch.Tensor]) -> None:
     """Require the very bits."""
     assert set(weights) == set(expected)
-    different = [name for name, value in expected.items() if not np.array_equal(weights[name], value.numpy())]
+    different = [
+        name for name, value in expected.items() if not np.array_equal(weights[name], value.numpy())
+    ]
     assert not different, f"{different} differ"
 
 

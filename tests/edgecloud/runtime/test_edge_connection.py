@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from socflower.edgecloud.cloud.cloud_service import CloudService
-from socflower.edgecloud.cloud.operator_calls import CloudOperator, fetch_weights, open_session, session_status
+from socflower.edgecloud.cloud.operator_calls import (
+    CloudOperator,
+    fetch_weights,
+    open_session,
+    session_status,
+)
 from socflower.edgecloud.halves import Weights
 from socflower.edgecloud.links.bandwidth_profile import constant
 from socflower.edgecloud.links.shaping import TokenBucket
@@ -53,9 +58,16 @@ def test_every_byte_passes_the_shapers() -> None:
     service, _ = serve()
     up, down = Counting(), Counting()
     try:
-        report = train_front(connect(service.port, up=up, down=down), Front(), Span(first_batch=0, num_batches=10),
-                             FrontPlan(split_plan=SplitPlan(cut=1, window=2)))
-        assert 0 < report.sent_bytes <= up.passed_bytes and 0 < report.received_bytes <= down.passed_bytes
+        report = train_front(
+            connect(service.port, up=up, down=down),
+            Front(),
+            Span(first_batch=0, num_batches=10),
+            FrontPlan(split_plan=SplitPlan(cut=1, window=2)),
+        )
+        assert (
+            0 < report.sent_bytes <= up.passed_bytes
+            and 0 < report.received_bytes <= down.passed_bytes
+        )
     finally:
         service.close()
 
@@ -67,8 +79,11 @@ def test_a_shaped_line_takes_no_less_than_its_trace_and_is_measured_so() -> None
     try:
         began_s = time.monotonic()
         report = train_front(
-            connect(service.port, up=TokenBucket(trace, "up"), down=TokenBucket(trace, "down")), front,
-            Span(first_batch=0, num_batches=60), FrontPlan(split_plan=SplitPlan(cut=1, window=4)))
+            connect(service.port, up=TokenBucket(trace, "up"), down=TokenBucket(trace, "down")),
+            front,
+            Span(first_batch=0, num_batches=60),
+            FrontPlan(split_plan=SplitPlan(cut=1, window=4)),
+        )
         elapsed_s = time.monotonic() - began_s
         assert elapsed_s >= 0.9 * (report.sent_bytes - 4096) / 30_000
         sent = [transfer for transfer in report.transfers if transfer.sent]
@@ -87,13 +102,20 @@ def test_an_edge_that_reads_slowly_makes_the_cloud_wait() -> None:
 
     class Strong(Front):
         def import_layers(self, cut: int, weights: Weights) -> None:
-            super().import_layers(cut, {name: array for name, array in weights.items() if name != "ballast"})
+            super().import_layers(
+                cut, {name: array for name, array in weights.items() if name != "ballast"}
+            )
 
     service, operator = serve(lambda terms, weights: Heavy())
     down, front = Counting(2 * MIB), Strong()
-    plan = FrontPlan(split_plan=SplitPlan(cut=1), decide=lambda now: SplitPlan(cut=2) if now.batch == 1 else None)
-    thread = threading.Thread(target=lambda: train_front(
-        connect(service.port, down=down), front, Span(first_batch=0, num_batches=3), plan))
+    plan = FrontPlan(
+        split_plan=SplitPlan(cut=1), decide=lambda now: SplitPlan(cut=2) if now.batch == 1 else None
+    )
+    thread = threading.Thread(
+        target=lambda: train_front(
+            connect(service.port, down=down), front, Span(first_batch=0, num_batches=3), plan
+        )
+    )
     thread.start()
     try:
         sent, deadline_s = [-1, 0], time.monotonic() + 20
@@ -117,11 +139,22 @@ def test_a_connection_that_is_closed_here_ends_its_span() -> None:
     connection = connect(service.port)
     try:
         with pytest.raises(StreamLost, match="was closed here"):
-            train_front(connection, Front(), Span(first_batch=0, num_batches=4000), FrontPlan(
-                split_plan=SplitPlan(cut=1), progress=lambda done: connection.close() if done.batch == 3 else None))
+            train_front(
+                connection,
+                Front(),
+                Span(first_batch=0, num_batches=4000),
+                FrontPlan(
+                    split_plan=SplitPlan(cut=1),
+                    progress=lambda done: connection.close() if done.batch == 3 else None,
+                ),
+            )
         with pytest.raises(StreamLost, match=r"was not dialled: .* closed here"):
-            train_front(connection, Front(), Span(first_batch=0, num_batches=4),
-                        FrontPlan(split_plan=SplitPlan(cut=1)))
+            train_front(
+                connection,
+                Front(),
+                Span(first_batch=0, num_batches=4),
+                FrontPlan(split_plan=SplitPlan(cut=1)),
+            )
     finally:
         service.close()
 
@@ -132,15 +165,23 @@ def test_a_peer_that_answers_a_greeting_with_nothing_is_waited_for_only_so_long(
     open_session(operator, run_id="pair", fingerprint=FINGERPRINT, num_parties=2)
     try:
         with pytest.raises(StreamLost, match="out of reach"):
-            train_front(connect(service.port, "pair", patience_s=0.3, give_up_s=0.3), Front(),
-                        Span(first_batch=0, num_batches=4), FrontPlan(split_plan=SplitPlan(cut=1)))
+            train_front(
+                connect(service.port, "pair", patience_s=0.3, give_up_s=0.3),
+                Front(),
+                Span(first_batch=0, num_batches=4),
+                FrontPlan(split_plan=SplitPlan(cut=1)),
+            )
     finally:
         service.close()
 
 
-@pytest.mark.parametrize(("options", "match"), [
-    ({"token": "short"}, "a token has at least 16"), ({"run_id": "a\nb"}, "a run's name"),
-])
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"token": "short"}, "a token has at least 16"),
+        ({"run_id": "a\nb"}, "a run's name"),
+    ],
+)
 def test_what_cannot_be_dialled_is_refused(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         connect(1, **options)

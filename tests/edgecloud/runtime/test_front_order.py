@@ -56,14 +56,20 @@ class Late(Back):
         super().__init__()
         self.front = front
 
-    def step(self, batch: int, features: Sequence[Array], labels: NDArray[Any]) -> tuple[list[Array | None], float]:
+    def step(
+        self, batch: int, features: Sequence[Array], labels: NDArray[Any]
+    ) -> tuple[list[Array | None], float]:
         wait_until(lambda: len(self.front.order) > WINDOW)
         return super().step(batch, features, labels)
 
 
-def train(plan: FrontPlan, num_batches: int, longest_s: float = 0.0) -> tuple[Recording, LoopReport]:
-    near, far = (SplitChannel(name, SplitMessages(Limits()), limits=Limits(), patience_s=20)
-                 for name in ("the cloud", "the edge"))
+def train(
+    plan: FrontPlan, num_batches: int, longest_s: float = 0.0
+) -> tuple[Recording, LoopReport]:
+    near, far = (
+        SplitChannel(name, SplitMessages(Limits()), limits=Limits(), patience_s=20)
+        for name in ("the cloud", "the edge")
+    )
     line = MemoryLine(near, far, lag_s=lags(1, longest_s))
     front = Recording(near)
     state = HalfState(front, CheckpointStore(None, "test"))
@@ -81,8 +87,12 @@ def test_a_batch_goes_forward_after_each_update_even_if_more_gradients_have_come
     """What F26 presupposes: two updates in a row would leave the link and the back half idle."""
     front, _ = train(FrontPlan(split_plan=SplitPlan(cut=1, window=WINDOW)), 12)
     start = [("forward", batch) for batch in range(WINDOW + 1)]
-    turns = [turn for batch in range(WINDOW + 1) for turn in (("apply", batch), ("forward", batch + WINDOW + 1))]
-    assert front.order[:len(start) + len(turns)] == start + turns
+    turns = [
+        turn
+        for batch in range(WINDOW + 1)
+        for turn in (("apply", batch), ("forward", batch + WINDOW + 1))
+    ]
+    assert front.order[: len(start) + len(turns)] == start + turns
 
 
 def test_every_transfer_is_shown_to_a_decision_once() -> None:
@@ -92,14 +102,18 @@ def test_every_transfer_is_shown_to_a_decision_once() -> None:
     def decide(now: DecisionInput) -> None:
         seen.extend(now.transfers)
 
-    _, report = train(FrontPlan(split_plan=SplitPlan(cut=1, window=WINDOW), decide=decide), 30, longest_s=0.003)
-    assert len(seen) > 20 and seen == report.transfers[:len(seen)]
+    _, report = train(
+        FrontPlan(split_plan=SplitPlan(cut=1, window=WINDOW), decide=decide), 30, longest_s=0.003
+    )
+    assert len(seen) > 20 and seen == report.transfers[: len(seen)]
 
 
 def test_no_batch_goes_forward_while_another_waits_for_the_link() -> None:
     """However wide the window: what would wait for the link takes no memory, and its weights are not older."""
-    near, far = (SplitChannel(name, SplitMessages(Limits()), limits=Limits(), patience_s=20)
-                 for name in ("the cloud", "the edge"))
+    near, far = (
+        SplitChannel(name, SplitMessages(Limits()), limits=Limits(), patience_s=20)
+        for name in ("the cloud", "the edge")
+    )
     longest = []
 
     class Counting(Front):

@@ -36,7 +36,11 @@ def test_training_behind_frozen_layers_is_local_training_at_every_cut() -> None:
     split = capture_split(chain(), (6,), frozen="4")
     losses, expected = train_locally(split, 5, adam, evaluating=[str(layer) for layer in range(5)])
     first = split.model.state_dict()
-    assert all(torch.equal(expected[name], first[name]) for name in first if int(name.partition(".")[0]) <= 4)
+    assert all(
+        torch.equal(expected[name], first[name])
+        for name in first
+        if int(name.partition(".")[0]) <= 4
+    )
     assert not torch.equal(expected["8.weight"], first["8.weight"])
     trains = []
     for cut in range(split.num_cuts + 1):
@@ -51,8 +55,9 @@ def test_the_cut_may_move_over_the_end_of_the_frozen_layers() -> None:
     model, shape = image_model("resnet8")
     split = capture_split(model, shape, frozen="3")
     source = Source(shape, 10)
-    losses, expected = train_locally(split, 4, adam, source=source, evaluating=["0", "1", "2", "3.residual.1",
-                                                                                "3.residual.4"])
+    losses, expected = train_locally(
+        split, 4, adam, source=source, evaluating=["0", "1", "2", "3.residual.1", "3.residual.4"]
+    )
     front, back = halves(split, 4, adam, source)
     found = []
     for batch, cut in enumerate((4, 1, 3, 2)):
@@ -68,7 +73,9 @@ def test_no_gradient_is_made_for_frozen_layers_and_none_is_taken() -> None:
     features = front.forward(0, keep_graph=True)
     gradients, _ = back.step(0, [features], front.labels(0))
     assert gradients == [None]
-    with pytest.raises(ConfigError, match="a gradient came for batch 0, but everything before cut 2 is frozen"):
+    with pytest.raises(
+        ConfigError, match="a gradient came for batch 0, but everything before cut 2 is frozen"
+    ):
         front.apply(0, np.zeros_like(features))
     before = front.weights()
     front.apply(0, None)
@@ -104,13 +111,19 @@ class OnlyInTraining(nn.Module):
 
 
 def test_layers_that_are_others_in_training_cannot_be_frozen() -> None:
-    model = nn.Sequential(nn.Linear(6, 6), OnlyInTraining(), nn.ReLU(), nn.Linear(6, 3), nn.ReLU(), nn.Linear(3, 3))
+    model = nn.Sequential(
+        nn.Linear(6, 6), OnlyInTraining(), nn.ReLU(), nn.Linear(6, 3), nn.ReLU(), nn.Linear(3, 3)
+    )
     assert capture_split(model, (6,)).random_layers
-    with pytest.raises(ConfigError, match="runs other operations in training than in evaluation, so no part of"):
+    with pytest.raises(
+        ConfigError, match="runs other operations in training than in evaluation, so no part of"
+    ):
         capture_split(model, (6,), frozen=0)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 def test_without_frozen_parameters_halves_send_less_and_train_alike(seed: int) -> None:
     split = capture_split(chain(seed), (6,), frozen="4")
     losses, expected = train_locally(split, 4, adam, evaluating=[str(layer) for layer in range(5)])
@@ -128,21 +141,35 @@ def test_without_frozen_parameters_halves_send_less_and_train_alike(seed: int) -
             front.import_layers(cut, moved)
         found.append(one_batch(front, back, batch))
         saved = [front.save(), back.save()]
-        assert not any(name in frozen for name in moved) and not any(b"4.first.weight" in half for half in saved)
+        assert not any(name in frozen for name in moved) and not any(
+            b"4.first.weight" in half for half in saved
+        )
         front, back = halves(split, 2, adam)  # as in new processes
         front.restore(saved[0])
         back.restore(saved[1])
     assert found == losses
-    assert_same({**front.weights(), **back.weights()},
-                {name: value for name, value in expected.items() if name not in frozen})
-    with pytest.raises(ConfigError, match="its frozen parameters are not those that it was saved with; load the same"):
+    assert_same(
+        {**front.weights(), **back.weights()},
+        {name: value for name, value in expected.items() if name not in frozen},
+    )
+    with pytest.raises(
+        ConfigError,
+        match="its frozen parameters are not those that it was saved with; load the same",
+    ):
         halves(capture_split(chain(seed + 1), (6,), frozen="4"), 2, adam)[0].restore(saved[0])
 
 
 def test_only_frozen_parameters_may_be_left_out() -> None:
     front, _ = halves(capture_split(chain(), (6,), frozen="4"), 4, adam)
     with pytest.raises(ConfigError, match=r"the front half needs .* tensors; '.*' is missing"):
-        front.load({name: array for name, array in front.weights().items() if name != "1.running_mean"})
-    front.load({name: array for name, array in front.weights().items() if "running" in name or "batches" in name
-                or name.startswith(("5.", "8."))})
+        front.load(
+            {name: array for name, array in front.weights().items() if name != "1.running_mean"}
+        )
+    front.load(
+        {
+            name: array
+            for name, array in front.weights().items()
+            if "running" in name or "batches" in name or name.startswith(("5.", "8."))
+        }
+    )
     assert front.keeps_frozen

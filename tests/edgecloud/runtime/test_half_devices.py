@@ -43,13 +43,19 @@ def one_thread() -> Iterator[None]:
 def on(devices: tuple[str, str], cut: int, optimizer: Optimizer) -> tuple[TorchFront, TorchBack]:
     """Return halves on a device each."""
     split = chain_split()
-    front = TorchFront(split.copy(), cut, Source(), optimizer, schedule=falling, loss=LOSS, device=devices[0])
+    front = TorchFront(
+        split.copy(), cut, Source(), optimizer, schedule=falling, loss=LOSS, device=devices[0]
+    )
     return front, TorchBack(split.copy(), cut, optimizer, LOSS, schedule=falling, device=devices[1])
 
 
-@pytest.mark.parametrize("devices", [pair for pair in itertools.product(("cpu", "fake"), repeat=2) if "fake" in pair])
+@pytest.mark.parametrize(
+    "devices", [pair for pair in itertools.product(("cpu", "fake"), repeat=2) if "fake" in pair]
+)
 @pytest.mark.parametrize("optimizer", [sgd, adam])
-def test_halves_on_any_devices_train_what_the_whole_model_does(devices: tuple[str, str], optimizer: Optimizer) -> None:
+def test_halves_on_any_devices_train_what_the_whole_model_does(
+    devices: tuple[str, str], optimizer: Optimizer
+) -> None:
     """Also while the cut moves, by replay and with a kept graph, and after a state was saved and restored."""
     losses, expected = train_locally(chain_split(), 6, optimizer)
     front, back = on(devices, 2, optimizer)
@@ -84,15 +90,27 @@ def test_a_program_runs_on_what_each_machine_has() -> None:
         made = program(device)
         front, back = made.front(0, 2, Source()).half, made.back(2).half
         one_batch(front, back, 0)
-        assert {each.device.type for each in back.split.tensors().values()} == {"fake" if device == "auto" else "cpu"}
+        assert {each.device.type for each in back.split.tensors().values()} == {
+            "fake" if device == "auto" else "cpu"
+        }
         ends.append({**front.weights(), **back.weights()})
     assert all(np.array_equal(ends[0][name], ends[1][name]) for name in ends[1])
-    with pytest.raises(ConfigError, match=r"split training: device = 'cuda': torch .* finds fake:0 on this machine"):
+    with pytest.raises(
+        ConfigError, match=r"split training: device = 'cuda': torch .* finds fake:0 on this machine"
+    ):
         program("cuda").back(2)
 
 
 def test_costs_are_timed_when_the_device_is_done() -> None:
     before = MODULE.num_synchronisations
-    costs = measure_costs(chain_split(), Measuring(optimizer=sgd, batch_size=4, num_repeats=1, num_warm_ups=1,
-                                                   device=torch.device("fake", 0)))
+    costs = measure_costs(
+        chain_split(),
+        Measuring(
+            optimizer=sgd,
+            batch_size=4,
+            num_repeats=1,
+            num_warm_ups=1,
+            device=torch.device("fake", 0),
+        ),
+    )
     assert MODULE.num_synchronisations >= before + 2 * len(costs.cuts)

@@ -39,11 +39,18 @@ def one_thread() -> Iterator[None]:
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5))
 def test_monotone_is_the_nearest_non_decreasing_sequence(values: list[int]) -> None:
     """Against brute force over pools: the best fit is constant on runs, with the means of the runs."""
+
     def error(fit: list[float]) -> float:
         return sum((a - b) ** 2 for a, b in zip(fit, values, strict=True))
 
-    best = min((fit for bounds in itertools.product((False, True), repeat=len(values) - 1)
-                if (fit := pooled(values, bounds)) == sorted(fit)), key=error)
+    best = min(
+        (
+            fit
+            for bounds in itertools.product((False, True), repeat=len(values) - 1)
+            if (fit := pooled(values, bounds)) == sorted(fit)
+        ),
+        key=error,
+    )
     found = monotone(values)
     assert found == sorted(found) and error(found) == pytest.approx(error(best))
     assert sum(found) == pytest.approx(sum(values))
@@ -78,7 +85,9 @@ def test_what_counts_is_the_median_of_the_repeats_after_warm_ups() -> None:
 
 
 def test_what_is_touched_between_two_runs_is_not_timed() -> None:
-    how = Measuring(optimizer=adam, batch_size=1, num_repeats=1, num_warm_ups=1, at_least_s=4.5, clock=Clock())
+    how = Measuring(
+        optimizer=adam, batch_size=1, num_repeats=1, num_warm_ups=1, at_least_s=4.5, clock=Clock()
+    )
     assert how.seconds(lambda: None) == pytest.approx((1 + 2 + 3) / 3)
     with pytest.raises(ConfigError, match="evict_bytes = -1"):
         replace(how, evict_bytes=-1)
@@ -100,8 +109,13 @@ def test_costs_of_a_small_model_are_complete_and_leave_it_as_it_was() -> None:
     for key, rising in (("edge_forward_s", True), ("cloud_s", False)):
         values = [getattr(cut, key) for cut in costs.cuts]
         assert values == sorted(values, reverse=not rising) and min(values) > 0
-    assert set(costs.codec_s_per_element) == set(costs.decode_s_per_element) == {4, 8} and costs.label_bytes == 32
-    assert costs.edge_only_s >= max(cut.edge_forward_s + cut.edge_backward_s for cut in costs.cuts) * (1 - 1e-9)
+    assert (
+        set(costs.codec_s_per_element) == set(costs.decode_s_per_element) == {4, 8}
+        and costs.label_bytes == 32
+    )
+    assert costs.edge_only_s >= max(
+        cut.edge_forward_s + cut.edge_backward_s for cut in costs.cuts
+    ) * (1 - 1e-9)
     num_bytes = sum(value.numel() * 4 for value in model.parameters())
     assert costs.model_weight_bytes == 3 * num_bytes + 4 * len(before)
 
@@ -125,8 +139,10 @@ def test_frozen_layers_have_no_backward_pass_and_no_activations_to_keep() -> Non
     free = measure_costs(chain_split(), HOW)
     assert [cut.front_trains for cut in costs.cuts][:3] == [False, False, True]
     assert [cut.edge_backward_s for cut in costs.cuts[:2]] == [0.0, 0.0]
-    assert all(frozen.edge_memory_bytes < cut.edge_memory_bytes
-               for frozen, cut in zip(costs.cuts, free.cuts, strict=True))
+    assert all(
+        frozen.edge_memory_bytes < cut.edge_memory_bytes
+        for frozen, cut in zip(costs.cuts, free.cuts, strict=True)
+    )
 
 
 def test_the_cloud_is_measured_there() -> None:
@@ -134,22 +150,34 @@ def test_the_cloud_is_measured_there() -> None:
     cloud_s = measure_cloud(split, HOW)
     costs = measure_costs(split, HOW, cloud_s=cloud_s)
     assert tuple(cut.cloud_s for cut in costs.cuts) == cloud_s
-    with pytest.raises(ConfigError, match="1 seconds of the cloud for 5 cuts; measure the same model there"):
+    with pytest.raises(
+        ConfigError, match="1 seconds of the cloud for 5 cuts; measure the same model there"
+    ):
         measure_costs(split, HOW, cloud_s=[1.0])
 
 
 def test_costs_come_back_from_json_and_what_is_no_costs_does_not() -> None:
-    costs = measure_costs(chain_split(), Measuring(optimizer=sgd, batch_size=2, num_repeats=1, num_warm_ups=1))
+    costs = measure_costs(
+        chain_split(), Measuring(optimizer=sgd, batch_size=2, num_repeats=1, num_warm_ups=1)
+    )
     document: dict[str, Any] = json.loads(json.dumps(to_document(costs)))
     assert from_document(document) == costs
     cut = document["cuts"][0]
     for wrong, match in (
-        ({}, "kind None"), ({**document, "schema": 2}, "with schema 2, it should be"),
-        ({**document, "speed": 1}, "speed: Unexpected"), ({**document, "cuts": 3}, "cuts: .* valid array"),
-        ({**document, "cuts": [{**cut, "edge_forward_s": "1"}]}, r"cuts\.0\.edge_forward_s: .* valid number"),
+        ({}, "kind None"),
+        ({**document, "schema": 2}, "with schema 2, it should be"),
+        ({**document, "speed": 1}, "speed: Unexpected"),
+        ({**document, "cuts": 3}, "cuts: .* valid array"),
+        (
+            {**document, "cuts": [{**cut, "edge_forward_s": "1"}]},
+            r"cuts\.0\.edge_forward_s: .* valid number",
+        ),
         ({**document, "cuts": [{**cut, "front_trains": 1}]}, "front_trains: .* valid boolean"),
         ({**document, "cuts": [{**cut, "edge_forward_s": -1.0}]}, "must be 0 or more"),
-        ({key: value for key, value in document.items() if key != "edge_only_s"}, "edge_only_s: Field required"),
+        (
+            {key: value for key, value in document.items() if key != "edge_only_s"},
+            "edge_only_s: Field required",
+        ),
         ({**document, "codec_s_per_element": {"few": 1.0}}, "few.*valid integer"),
     ):
         with pytest.raises(ConfigError, match=match) as error:
@@ -173,7 +201,9 @@ def test_a_timing_may_be_a_mean_over_as_many_runs_as_last_long_enough() -> None:
         runs[0] += 1
         now_s[0] += 9.0 if runs[0] % 4 == 0 else 1.0
 
-    single = Measuring(optimizer=sgd, batch_size=4, num_repeats=7, num_warm_ups=1, clock=lambda: now_s[0])
+    single = Measuring(
+        optimizer=sgd, batch_size=4, num_repeats=7, num_warm_ups=1, clock=lambda: now_s[0]
+    )
     assert single.seconds(work) == 1.0
     assert replace(single, at_least_s=1200.0).seconds(work) == pytest.approx(3.0, rel=0.01)
     with pytest.raises(ConfigError, match="at_least_s = -1 must be 0 or more"):

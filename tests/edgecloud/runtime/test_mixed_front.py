@@ -29,8 +29,14 @@ from tests.seeded import built
 
 
 def front_of(split: SplitModel, cut: int, rule: str, optimizer: Any = sgd) -> MixedFront:
-    return MixedFront(split.copy(), cut, source, optimizer, MixedEdge(npu_ratios=(0.8,), rule=rule),
-                      passes=Passes(loss=LOSS))
+    return MixedFront(
+        split.copy(),
+        cut,
+        source,
+        optimizer,
+        MixedEdge(npu_ratios=(0.8,), rule=rule),
+        passes=Passes(loss=LOSS),
+    )
 
 
 def plain(weights: Any) -> torch.optim.Optimizer:
@@ -47,18 +53,32 @@ def test_without_a_part_for_the_npu_the_half_is_that_in_fp32(window: int) -> Non
 
 
 def test_the_gradient_is_the_sum_of_that_of_the_cpus_rows_and_that_of_the_npus() -> None:
-    split = capture_split(built(lambda: nn.Sequential(
-        nn.Conv2d(2, 6, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 8, 3), nn.ReLU(), nn.Flatten(),
-        nn.Linear(32, 5)), 0), IMAGE)
+    split = capture_split(
+        built(
+            lambda: nn.Sequential(
+                nn.Conv2d(2, 6, 3, padding=1),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+                nn.Conv2d(6, 8, 3),
+                nn.ReLU(),
+                nn.Flatten(),
+                nn.Linear(32, 5),
+            ),
+            0,
+        ),
+        IMAGE,
+    )
     gradient = np.random.default_rng(3).normal(size=(BATCH, 6, 4, 4)).astype(np.float32) / BATCH
     of_cpu, of_npu = gradient.copy(), gradient.copy()
-    of_cpu[BATCH // 2:], of_npu[:BATCH // 2] = 0.0, 0.0
+    of_cpu[BATCH // 2 :], of_npu[: BATCH // 2] = 0.0, 0.0
 
     def change(front: TorchFront, by: Any) -> Any:
         before = front.weights()
         front.forward(0)
         front.apply(0, by)
-        return np.concatenate([(after - before[name]).ravel() for name, after in front.weights().items()])
+        return np.concatenate(
+            [(after - before[name]).ravel() for name, after in front.weights().items()]
+        )
 
     fp32 = TorchFront(split.copy(), 1, source, plain, loss=LOSS)
     cpu = change(front_of(split, 1, "half", plain), of_cpu)
@@ -94,22 +114,29 @@ def test_a_restored_half_continues_with_the_same_weights_and_the_same_alpha() ->
                 front.restore(saved)
             run_actions(constant_staleness(4, 2, cut=3, first_batch=first), [front], [back])
         return front
+
     one, other = after(None), after(4)
     assert differing(one.weights(), other.weights()) == [] and one.alpha == other.alpha > 0.9
 
 
 def test_an_edge_alone_trains_with_any_loss() -> None:
     split = split_of()
-    fronts = (front_of(split, split.num_cuts, "half"), TorchFront(split.copy(), split.num_cuts, source, sgd, loss=LOSS))
+    fronts = (
+        front_of(split, split.num_cuts, "half"),
+        TorchFront(split.copy(), split.num_cuts, source, sgd, loss=LOSS),
+    )
     one, other = ([front.train_alone(batch) for batch in range(3)] for front in fronts)
     assert one == pytest.approx(other, rel=0.05)
 
 
-@pytest.mark.parametrize(("settings", "why"), [
-    ({"rule": "most"}, "MixedEdge: rule = 'most'; use one of paper"),
-    ({"npu_ratios": ()}, "npu_ratios is empty"),
-    ({"npu_ratios": (1.5,)}, "beta = 1.5 lie in"),
-])
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"rule": "most"}, "MixedEdge: rule = 'most'; use one of paper"),
+        ({"npu_ratios": ()}, "npu_ratios is empty"),
+        ({"npu_ratios": (1.5,)}, "beta = 1.5 lie in"),
+    ],
+)
 def test_bad_settings_are_one_line(settings: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         MixedEdge(**{"npu_ratios": (0.5,), **settings})

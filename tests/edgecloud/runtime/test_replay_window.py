@@ -13,7 +13,9 @@ EVENTS = st.lists(st.one_of(st.just("forward"), st.just("close"), st.integers(0,
 
 @given(limit=st.integers(0, 6), first=st.integers(0, 1000), events=EVENTS)
 def test_staleness_never_exceeds_the_window_in_force_when_the_newest_batch_went_forward(
-    limit: int, first: int, events: list[str | int],
+    limit: int,
+    first: int,
+    events: list[str | int],
 ) -> None:
     """Against a list of the batches that are out; a random order of events stands for random delays."""
     window, out, coming = ReplayWindow(limit), [], first
@@ -77,10 +79,14 @@ def test_a_gradient_is_applied_to_the_oldest_batch_alone() -> None:
     window = ReplayWindow(2)
     for batch in (7, 8, 9):
         window.forward(batch)
-    with pytest.raises(ConfigError, match=r"gradient of batch 8 came where that of batch 7 is next"):
+    with pytest.raises(
+        ConfigError, match=r"gradient of batch 8 came where that of batch 7 is next"
+    ):
         window.close(8)
     for unknown in (6, 10, -1):
-        with pytest.raises(ConfigError, match=rf"batch {unknown} has no activation .*batches 7 to 9 are out$"):
+        with pytest.raises(
+            ConfigError, match=rf"batch {unknown} has no activation .*batches 7 to 9 are out$"
+        ):
             window.close(unknown)
     assert list(window.in_flight) == [7, 8, 9]
     assert window.close(7) == 2
@@ -106,7 +112,9 @@ def test_a_full_window_takes_no_batch() -> None:
     window = ReplayWindow(1)
     window.forward(0)
     window.forward(1)
-    with pytest.raises(ConfigError, match=r"batch 2 must wait until batch 0 has its gradient \(K = 1\)"):
+    with pytest.raises(
+        ConfigError, match=r"batch 2 must wait until batch 0 has its gradient \(K = 1\)"
+    ):
         window.forward(2)
 
 

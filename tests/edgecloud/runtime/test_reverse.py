@@ -27,10 +27,22 @@ def one_thread() -> Iterator[None]:
 
 
 def decoder() -> nn.Module:
-    return built(lambda: nn.Sequential(
-        nn.Linear(5, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Unflatten(1, (2, 4, 4)), nn.Upsample(scale_factor=2),
-        nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.Dropout2d(0.2),
-        nn.Conv2d(3, 1, 3, padding=1), nn.Sigmoid()), 4)
+    return built(
+        lambda: nn.Sequential(
+            nn.Linear(5, 32),
+            nn.BatchNorm1d(32),
+            nn.ReLU(),
+            nn.Unflatten(1, (2, 4, 4)),
+            nn.Upsample(scale_factor=2),
+            nn.Conv2d(2, 3, 3, padding=1),
+            nn.BatchNorm2d(3),
+            nn.ReLU(),
+            nn.Dropout2d(0.2),
+            nn.Conv2d(3, 1, 3, padding=1),
+            nn.Sigmoid(),
+        ),
+        4,
+    )
 
 
 def codes(batch: int) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
@@ -49,10 +61,14 @@ def with_targets(batch: int) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
 
 def test_a_reverse_split_with_window_0_is_local_training() -> None:
     split = capture_split(decoder(), (5,))
-    losses, expected = train_locally(split, NUM_BATCHES, adam, source=with_targets, loss=nn.functional.mse_loss)
+    losses, expected = train_locally(
+        split, NUM_BATCHES, adam, source=with_targets, loss=nn.functional.mse_loss
+    )
     for cut in range(split.num_cuts):
         front = TorchFront(split.copy(), cut, codes, adam, schedule=falling)
-        back = TorchBack(split.copy(), cut, adam, nn.functional.mse_loss, schedule=falling, targets=targets)
+        back = TorchBack(
+            split.copy(), cut, adam, nn.functional.mse_loss, schedule=falling, targets=targets
+        )
         (report,) = run_actions(constant_staleness(NUM_BATCHES, 0, cut=cut), [front], [back])
         assert [report.losses[batch] for batch in range(NUM_BATCHES)] == losses
         assert not front.labels(0).size

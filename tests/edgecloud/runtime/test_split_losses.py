@@ -38,12 +38,19 @@ def contrast(made: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(made @ made.T, torch.arange(len(made)))
 
 
-@pytest.mark.parametrize(("loss", "source"), [
-    (nn.CrossEntropyLoss(weight=torch.tensor([0.1, 2.0, 0.0])), Source()),
-    (functional.cross_entropy, SomeIgnored()),
-    (nn.CrossEntropyLoss(reduction="sum"), SomeIgnored()),
-    (contrast, Source())], ids=["class weights", "ignored", "sum", "contrast"])
-def test_a_split_trains_as_one_device_with_any_loss(loss: Callable[..., Tensor], source: Source) -> None:
+@pytest.mark.parametrize(
+    ("loss", "source"),
+    [
+        (nn.CrossEntropyLoss(weight=torch.tensor([0.1, 2.0, 0.0])), Source()),
+        (functional.cross_entropy, SomeIgnored()),
+        (nn.CrossEntropyLoss(reduction="sum"), SomeIgnored()),
+        (contrast, Source()),
+    ],
+    ids=["class weights", "ignored", "sum", "contrast"],
+)
+def test_a_split_trains_as_one_device_with_any_loss(
+    loss: Callable[..., Tensor], source: Source
+) -> None:
     split, num_batches = chain_split(), 4
     front = TorchFront(split.copy(), 2, source, sgd, schedule=falling, loss=loss)
     back = TorchBack(split.copy(), 2, sgd, loss, schedule=falling)

@@ -34,21 +34,37 @@ def parts(batch: int) -> tuple[list[torch.Tensor], np.ndarray]:
 
 
 def build(top: Callable[[], nn.Module]) -> tuple[list[nn.Module], nn.Module]:
-    return built(lambda: (
-        [nn.Sequential(nn.Linear(size, 4), nn.BatchNorm1d(4), nn.ReLU()) for size in SIZES], top()), 2)
+    return built(
+        lambda: (
+            [nn.Sequential(nn.Linear(size, 4), nn.BatchNorm1d(4), nn.ReLU()) for size in SIZES],
+            top(),
+        ),
+        2,
+    )
 
 
 def jointly(num_batches: int) -> list[Action]:
-    return [Action(kind, party, batch, 0) for batch in range(num_batches) for kind in (Kind.FORWARD, Kind.STEP,
-            Kind.APPLY) for party in range(len(SIZES))]
+    return [
+        Action(kind, party, batch, 0)
+        for batch in range(num_batches)
+        for kind in (Kind.FORWARD, Kind.STEP, Kind.APPLY)
+        for party in range(len(SIZES))
+    ]
 
 
 def test_joined_parties_with_window_0_are_one_model() -> None:
     bottoms, last = build(lambda: nn.Linear(8, 3))
     local = nn.ModuleList([*bottoms, last])
-    fronts = [TorchFront(whole_front(bottom, (size,)).copy(), 0, lambda batch, party=party: (
-        parts(batch)[0][party], parts(batch)[1], np.arange(4)), adam, schedule=falling)
-        for party, (bottom, size) in enumerate(zip(bottoms, SIZES, strict=True))]
+    fronts = [
+        TorchFront(
+            whole_front(bottom, (size,)).copy(),
+            0,
+            lambda batch, party=party: (parts(batch)[0][party], parts(batch)[1], np.arange(4)),
+            adam,
+            schedule=falling,
+        )
+        for party, (bottom, size) in enumerate(zip(bottoms, SIZES, strict=True))
+    ]
     back = TorchBack(whole_back(last).copy(), 0, adam, LOSS, schedule=falling)
     reports = run_actions(jointly(NUM_BATCHES), fronts, [back], joined=True)
     optimizer = adam(local.parameters())
@@ -63,11 +79,15 @@ def test_joined_parties_with_window_0_are_one_model() -> None:
         assert all(report.losses[batch] == loss.item() for report in reports)
     for module, half in zip([*bottoms, last], [*fronts, back], strict=True):
         weights = half.weights()
-        assert all(np.array_equal(weights[name], value.numpy()) for name, value in module.state_dict().items())
+        assert all(
+            np.array_equal(weights[name], value.numpy())
+            for name, value in module.state_dict().items()
+        )
 
 
 def test_parts_of_different_numbers_of_samples_are_refused() -> None:
     split: SplitModel = whole_back(nn.Linear(8, 3))
     with pytest.raises(ConfigError, match="different numbers of samples: 3, 4"):
-        TorchBack(split, 0, adam, LOSS).step(0, [np.ones((4, 3), np.float32), np.ones((3, 5), np.float32)],
-                                             np.zeros(4, np.int64))
+        TorchBack(split, 0, adam, LOSS).step(
+            0, [np.ones((4, 3), np.float32), np.ones((3, 5), np.float32)], np.zeros(4, np.int64)
+        )

@@ -62,11 +62,15 @@ class BreakingLine:
             for end in (near, far):  # else every small write waits for the answer to the one before
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.num_connections += 1
-            budget = [self._random.expovariate(1 / self._mean_bytes) if self._mean_bytes else float("inf")]
+            budget = [
+                self._random.expovariate(1 / self._mean_bytes) if self._mean_bytes else float("inf")
+            ]
             with self._lock:
                 self._open |= {near, far}
             for source, sink in ((near, far), (far, near)):
-                threading.Thread(target=self._forward, args=(source, sink, budget), daemon=True).start()
+                threading.Thread(
+                    target=self._forward, args=(source, sink, budget), daemon=True
+                ).start()
 
     def _forward(self, source: socket.socket, sink: socket.socket, budget: list[float]) -> None:
         try:

@@ -32,16 +32,30 @@ PLAN = FrontPlan(split_plan=SplitPlan(cut=1))
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ours, theirs = tmp_path_factory.mktemp("ours"), tmp_path_factory.mktemp("theirs")
     own = write_certificates(ours, ["127.0.0.1", "other.example"])
-    return {"own": own["127.0.0.1"], "other": own["other.example"],
-            "stranger": write_certificates(theirs, ["127.0.0.1"])["127.0.0.1"]}
+    return {
+        "own": own["127.0.0.1"],
+        "other": own["other.example"],
+        "stranger": write_certificates(theirs, ["127.0.0.1"])["127.0.0.1"],
+    }
 
 
 def serve_tls(certificate: Any, *, mutual: bool = False) -> CloudService:
-    return CloudService("127.0.0.1:0", make_half, operator_token=OPERATOR, log=lambda line: None, tls=Tls(
-        ca=certificate.ca if mutual else None, certificate=certificate.certificate, key=certificate.key))
+    return CloudService(
+        "127.0.0.1:0",
+        make_half,
+        operator_token=OPERATOR,
+        log=lambda line: None,
+        tls=Tls(
+            ca=certificate.ca if mutual else None,
+            certificate=certificate.certificate,
+            key=certificate.key,
+        ),
+    )
 
 
-def test_with_certificates_on_both_sides_training_goes_on_as_without(certificates: dict[str, Any]) -> None:
+def test_with_certificates_on_both_sides_training_goes_on_as_without(
+    certificates: dict[str, Any],
+) -> None:
     own = certificates["own"]
     tls = Tls(ca=own.ca, certificate=own.certificate, key=own.key)
     service = serve_tls(own, mutual=True)
@@ -51,9 +65,15 @@ def test_with_certificates_on_both_sides_training_goes_on_as_without(certificate
         front = Front()
         train_front(connect(service.port, tls=tls), front, Span(first_batch=0, num_batches=5), PLAN)
         assert same(front.weights(), fetch_weights(operator, "run")[1], wanted=local_training(5))
-        with pytest.raises((SplitRefused, StreamLost)) as failed:  # TLS 1.3 tells an edge without one late, if at all
-            train_front(connect(service.port, tls=Tls(ca=own.ca), give_up_s=0.5), Front(),
-                        Span(first_batch=0, num_batches=5), PLAN)
+        with pytest.raises(
+            (SplitRefused, StreamLost)
+        ) as failed:  # TLS 1.3 tells an edge without one late, if at all
+            train_front(
+                connect(service.port, tls=Tls(ca=own.ca), give_up_s=0.5),
+                Front(),
+                Span(first_batch=0, num_batches=5),
+                PLAN,
+            )
         assert "\n" not in str(failed.value)
     finally:
         service.close()
@@ -61,13 +81,19 @@ def test_with_certificates_on_both_sides_training_goes_on_as_without(certificate
 
 @pytest.mark.parametrize(("served", "trusted"), [("own", "stranger"), ("other", "own")])
 def test_certificates_that_do_not_fit_are_refused_at_once(
-    certificates: dict[str, Any], served: str, trusted: str,
+    certificates: dict[str, Any],
+    served: str,
+    trusted: str,
 ) -> None:
     service = serve_tls(certificates[served])
     try:
         with pytest.raises(SplitRefused, match="the certificates do not fit") as refused:
-            train_front(connect(service.port, tls=Tls(ca=certificates[trusted].ca), give_up_s=60.0), Front(),
-                        Span(first_batch=0, num_batches=5), PLAN)
+            train_front(
+                connect(service.port, tls=Tls(ca=certificates[trusted].ca), give_up_s=60.0),
+                Front(),
+                Span(first_batch=0, num_batches=5),
+                PLAN,
+            )
         assert "\n" not in str(refused.value)
     finally:
         service.close()

@@ -34,7 +34,9 @@ class DeployedRun:
     running.
     """
 
-    def __init__(self, folder: Path, *options: str, epochs: int = 3, scenario: str = SCENARIO) -> None:
+    def __init__(
+        self, folder: Path, *options: str, epochs: int = 3, scenario: str = SCENARIO
+    ) -> None:
         self.folder = folder
         self.scenario = folder / "survive.toml"
         self.scenario.write_text(scenario.format(epochs=epochs))
@@ -44,9 +46,22 @@ class DeployedRun:
         self._said = folder / "said"
         with self._said.open("wb") as stream:
             self.process = subprocess.Popen(
-                [COMMAND, "run", self.scenario, "--out", self.out, "--engine", "deployment", *options], cwd=folder,
-                stdout=stream, stderr=subprocess.STDOUT, start_new_session=True,
-                env={**os.environ, "TMPDIR": str(temporary), "TERM": "dumb", "COLUMNS": "80"})
+                [
+                    COMMAND,
+                    "run",
+                    self.scenario,
+                    "--out",
+                    self.out,
+                    "--engine",
+                    "deployment",
+                    *options,
+                ],
+                cwd=folder,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "TMPDIR": str(temporary), "TERM": "dumb", "COLUMNS": "80"},
+            )
         self._seen: dict[int, psutil.Process] = {}
 
     def __enter__(self) -> "DeployedRun":
@@ -71,7 +86,9 @@ class DeployedRun:
                 with suppress(psutil.Error):
                     self._seen[process.pid] = process
                     words = process.cmdline()[:3]
-                    if process.status() != psutil.STATUS_ZOMBIE and any(Path(word).name == command for word in words):
+                    if process.status() != psutil.STATUS_ZOMBIE and any(
+                        Path(word).name == command for word in words
+                    ):
                         found.append(process)
         return found
 
@@ -81,7 +98,10 @@ class DeployedRun:
         return self.processes(command)[0]
 
     def newest(self) -> int:
-        return max((int(path.stem.partition("-")[2]) for path in self.out.glob("checkpoint/round-*.ckpt")), default=0)
+        return max(
+            (int(path.stem.partition("-")[2]) for path in self.out.glob("checkpoint/round-*.ckpt")),
+            default=0,
+        )
 
     def wait_for(self, happened: Callable[[], bool]) -> None:
         """Wait for a moment before the end of the run."""

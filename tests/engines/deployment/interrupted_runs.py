@@ -48,15 +48,26 @@ class Runs:
         return Path(self._temporary.name)
 
     def start(self, *options: str) -> "subprocess.Popen[str]":
-        temporary, workers = ({}, []) if "simulation" in options else (
-            {"TMPDIR": self._temporary.name}, ["--workers", "2"])
+        temporary, workers = (
+            ({}, [])
+            if "simulation" in options
+            else ({"TMPDIR": self._temporary.name}, ["--workers", "2"])
+        )
         return subprocess.Popen(
-            [COMMAND, "run", self.scenario, "--out", self.out, *workers, *options], cwd=self.folder, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-            env={**os.environ, **temporary, "TERM": "dumb", "COLUMNS": "80"})
+            [COMMAND, "run", self.scenario, "--out", self.out, *workers, *options],
+            cwd=self.folder,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            env={**os.environ, **temporary, "TERM": "dumb", "COLUMNS": "80"},
+        )
 
     def newest(self) -> int:
-        return max((int(path.stem.partition("-")[2]) for path in self.out.glob("checkpoint/round-*.ckpt")), default=0)
+        return max(
+            (int(path.stem.partition("-")[2]) for path in self.out.glob("checkpoint/round-*.ckpt")),
+            default=0,
+        )
 
     def kill_when(self, moment: Callable[[], bool]) -> bool:
         """Start and kill at a moment; whether there still was something to kill."""
@@ -87,8 +98,14 @@ class Runs:
         """Compare with a run of this process; return the rounds it was resumed from."""
         reference = self.folder / "reference"
         without_drawing(load_scenario(self.scenario), reference)
-        assert sorted(path.name for path in self.out.iterdir()) == ["report.html", "result.json", "trace.json"]
-        ours, theirs = (json.loads((folder / "result.json").read_text()) for folder in (self.out, reference))
+        assert sorted(path.name for path in self.out.iterdir()) == [
+            "report.html",
+            "result.json",
+            "trace.json",
+        ]
+        ours, theirs = (
+            json.loads((folder / "result.json").read_text()) for folder in (self.out, reference)
+        )
         assert comparable(ours) == comparable(theirs)
         assert (self.out / "trace.json").read_bytes() == (reference / "trace.json").read_bytes()
         return list(ours["resumed_from"])
@@ -101,7 +118,11 @@ def comparable(result: dict[str, Any]) -> dict[str, Any]:
 def refused_by(ran: Ran, process_id: int, begins: str) -> bool:
     """Whether a command was refused in one line because of another process."""
     ends = f"process {process_id} is at work there; wait until it ends, or name another one\n"
-    line = ran.err.startswith(f"error: {begins}") and ran.err.endswith(ends) and ran.err.count("\n") == 1
+    line = (
+        ran.err.startswith(f"error: {begins}")
+        and ran.err.endswith(ends)
+        and ran.err.count("\n") == 1
+    )
     return ran.status == 2 and ran.out == "" and line
 
 
@@ -114,7 +135,9 @@ def kill(run: "subprocess.Popen[str]") -> None:
             stream.close()
 
 
-def wait_for(happened: Callable[[], bool], pause_s: float = 0.0005, deadline_s: float = DEADLINE_S) -> None:
+def wait_for(
+    happened: Callable[[], bool], pause_s: float = 0.0005, deadline_s: float = DEADLINE_S
+) -> None:
     end_s = time.monotonic() + deadline_s
     while not happened():
         assert time.monotonic() < end_s, "nothing happened"

@@ -14,25 +14,64 @@ CONF = Path(__file__).parents[3] / "docs" / "examples" / "nginx" / "superlink.co
 DOOR_ADDRESS = "127.0.0.2"
 """As others reach this machine: nothing that is bound to 127.0.0.1 alone answers there."""
 
-CALLS = ("activate-node", "deactivate-node", "send-node-heartbeat", "pull-messages", "push-messages",
-         "confirm-message-received", "get-run", "get-fab", "pull-object", "push-object")
+CALLS = (
+    "activate-node",
+    "deactivate-node",
+    "send-node-heartbeat",
+    "pull-messages",
+    "push-messages",
+    "confirm-message-received",
+    "get-run",
+    "get-fab",
+    "pull-object",
+    "push-object",
+)
 FLEET = {f"/v1/fleet/{call}" for call in CALLS}
 TRICKS = [
-    "/", "/v1/control/list-nodes", "/v1/control/start-run", "/v1/runtime/acquire-task", "/health", "/docs",
-    "/openapi.json", "/v1/fleet", "/v1/fleet/", "/v1/fleet/register-node", "/v1/fleet/unregister-node",
-    "/v1/fleet/../control/list-nodes", "/v1/fleet/pull-messages/../../control/list-nodes",
-    "/v1/fleet/..%2fcontrol/list-nodes", "/v1/fleet/%2e%2e/control/list-nodes", "/v1/fleet%2f..%2fcontrol%2flist-nodes",
-    "/v1/control/../fleet/pull-messages", "/v1/control/list-nodes/../../fleet/pull-messages",
-    "/v1/control/list-nodes%2f..%2f..%2ffleet%2fpull-messages", "/v1/control/list-nodes;/../../fleet/pull-messages",
-    "//v1/control/list-nodes", "/v1//control/list-nodes", "/v1/fleet//pull-messages", "//v1/fleet/pull-messages",
-    "/v1/./fleet/pull-messages", "/v1/fleet/%70ull-messages", "/V1/CONTROL/list-nodes", "/v1/fleet/pull-messages/",
-    "/v1/fleet/pull-messages?/v1/control/list-nodes", "/v1/fleet/pull-messages#/v1/control/list-nodes",
-    "/v1/control/list-nodes#/../../fleet/pull-messages", "/v1/control/list-nodes?x=/v1/fleet/pull-messages",
-    "/v1/fleet/pull-messages%00", "/v1/control/list-nodes%00/v1/fleet/pull-messages",
+    "/",
+    "/v1/control/list-nodes",
+    "/v1/control/start-run",
+    "/v1/runtime/acquire-task",
+    "/health",
+    "/docs",
+    "/openapi.json",
+    "/v1/fleet",
+    "/v1/fleet/",
+    "/v1/fleet/register-node",
+    "/v1/fleet/unregister-node",
+    "/v1/fleet/../control/list-nodes",
+    "/v1/fleet/pull-messages/../../control/list-nodes",
+    "/v1/fleet/..%2fcontrol/list-nodes",
+    "/v1/fleet/%2e%2e/control/list-nodes",
+    "/v1/fleet%2f..%2fcontrol%2flist-nodes",
+    "/v1/control/../fleet/pull-messages",
+    "/v1/control/list-nodes/../../fleet/pull-messages",
+    "/v1/control/list-nodes%2f..%2f..%2ffleet%2fpull-messages",
+    "/v1/control/list-nodes;/../../fleet/pull-messages",
+    "//v1/control/list-nodes",
+    "/v1//control/list-nodes",
+    "/v1/fleet//pull-messages",
+    "//v1/fleet/pull-messages",
+    "/v1/./fleet/pull-messages",
+    "/v1/fleet/%70ull-messages",
+    "/V1/CONTROL/list-nodes",
+    "/v1/fleet/pull-messages/",
+    "/v1/fleet/pull-messages?/v1/control/list-nodes",
+    "/v1/fleet/pull-messages#/v1/control/list-nodes",
+    "/v1/control/list-nodes#/../../fleet/pull-messages",
+    "/v1/control/list-nodes?x=/v1/fleet/pull-messages",
+    "/v1/fleet/pull-messages%00",
+    "/v1/control/list-nodes%00/v1/fleet/pull-messages",
     "/v1/fleet\\..\\control\\list-nodes",
-    "/v1/fleet/..;/control/list-nodes", "/v1/fleet/.%2e/control/list-nodes", "/v1/fleet/..%252fcontrol/list-nodes",
-    "https://127.0.0.1:8000/v1/control/list-nodes", "http://127.0.0.1/v1/control/list-nodes",
-    "https://127.0.0.1:8000/v1/fleet/../control/list-nodes", "127.0.0.1:8000", "*", "v1/control/list-nodes",
+    "/v1/fleet/..;/control/list-nodes",
+    "/v1/fleet/.%2e/control/list-nodes",
+    "/v1/fleet/..%252fcontrol/list-nodes",
+    "https://127.0.0.1:8000/v1/control/list-nodes",
+    "http://127.0.0.1/v1/control/list-nodes",
+    "https://127.0.0.1:8000/v1/fleet/../control/list-nodes",
+    "127.0.0.1:8000",
+    "*",
+    "v1/control/list-nodes",
 ]
 """Targets of requests that must not be passed on."""
 
@@ -74,24 +113,34 @@ class Door:
         """Pass calls at `port` on to `superlink_port` of 127.0.0.1; `certificates` has the files of /etc/socflower."""
         self.folder, self.port, self.ca = folder, port, certificates / "ca.pem"
         self.address = f"{DOOR_ADDRESS}:{port}"
-        text, places = CONF.read_text("utf-8"), {
-            "listen 8443 ssl;": f"listen {self.address} ssl;", "listen [::]:8443 ssl;": "",
-            "https://127.0.0.1:8000": f"https://127.0.0.1:{superlink_port}",
-        }
+        text, places = (
+            CONF.read_text("utf-8"),
+            {
+                "listen 8443 ssl;": f"listen {self.address} ssl;",
+                "listen [::]:8443 ssl;": "",
+                "https://127.0.0.1:8000": f"https://127.0.0.1:{superlink_port}",
+            },
+        )
         for shipped, ours in places.items():
             assert text.count(shipped) == 1, shipped
             text = text.replace(shipped, ours)
-        (folder / "superlink.conf").write_text(re.sub(r"/etc/socflower/", f"{certificates}/", text), "utf-8")
+        (folder / "superlink.conf").write_text(
+            re.sub(r"/etc/socflower/", f"{certificates}/", text), "utf-8"
+        )
         # Else root's nginx has a worker that may not write into folders of tests.
         user = "user root;\n" if os.geteuid() == 0 else ""
         (folder / "nginx.conf").write_text(_AROUND.format(folder=folder, user=user), "utf-8")
         nginx = _nginx()
         assert nginx is not None
-        self._process = subprocess.Popen([nginx, "-p", folder, "-c", folder / "nginx.conf", "-e", folder / "error.log"],
-                                         stdin=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            [nginx, "-p", folder, "-c", folder / "nginx.conf", "-e", folder / "error.log"],
+            stdin=subprocess.DEVNULL,
+        )
         end_s = time.monotonic() + 60
         while not self._answers():
-            assert self._process.poll() is None and time.monotonic() < end_s, (folder / "error.log").read_text()
+            assert self._process.poll() is None and time.monotonic() < end_s, (
+                folder / "error.log"
+            ).read_text()
             time.sleep(0.05)
 
     def __enter__(self) -> "Door":
@@ -101,7 +150,9 @@ class Door:
         self._process.terminate()
         self._process.wait(60)
 
-    def ask(self, request: bytes, protocols: tuple[str, ...] = (), at: tuple[str, int] | None = None) -> bytes:
+    def ask(
+        self, request: bytes, protocols: tuple[str, ...] = (), at: tuple[str, int] | None = None
+    ) -> bytes:
         """What comes back for the bytes of a request, as somebody sends them who holds the rack's `ca.pem`.
 
         They go to the door, or to another address, `at`.
@@ -112,9 +163,11 @@ class Door:
             context.set_alpn_protocols(list(protocols))
         answer = b""
         # It may refuse the protocol, or close while it is being spoken to.
-        with suppress(ConnectionError, ssl.SSLError), \
-                socket.create_connection((host, port), timeout=60) as raw, \
-                context.wrap_socket(raw, server_hostname=host) as stream:
+        with (
+            suppress(ConnectionError, ssl.SSLError),
+            socket.create_connection((host, port), timeout=60) as raw,
+            context.wrap_socket(raw, server_hostname=host) as stream,
+        ):
             stream.sendall(request)
             while piece := stream.recv(65536):
                 answer += piece
@@ -122,7 +175,10 @@ class Door:
 
     def passed(self) -> list[tuple[str, str]]:
         """Path as it was sent and status of each request that was passed on."""
-        lines = [line.split("\t") for line in (self.folder / "access.log").read_text("utf-8").splitlines()]
+        lines = [
+            line.split("\t")
+            for line in (self.folder / "access.log").read_text("utf-8").splitlines()
+        ]
         return [(path, status) for path, status, upstream in lines if upstream != "-"]
 
     def _answers(self) -> bool:
@@ -135,4 +191,6 @@ class Door:
 
 def _nginx() -> str | None:
     # Debian keeps it where only root's PATH leads.
-    return shutil.which("nginx", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"]))
+    return shutil.which(
+        "nginx", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"])
+    )

@@ -27,17 +27,25 @@ def assert_as_uninterrupted(result: dict[str, Any], reference: dict[str, Any]) -
     for key in ("weights_sha256", "final_accuracy", "energy_j", "bytes"):
         assert result[key] == reference[key], key
     assert result["predicted_s"] == reference["virtual_s"]
-    assert [entry["round"] for entry in result["rounds"]] == [entry["round"] for entry in reference["rounds"]]
+    assert [entry["round"] for entry in result["rounds"]] == [
+        entry["round"] for entry in reference["rounds"]
+    ]
     walls = [entry["wall_s"] for entry in result["rounds"]]
     assert walls == sorted(walls) and walls[-1] <= result["wall_s"]
 
 
-@pytest.mark.parametrize(("command", "cause"), [
-    ("flwr-serverapp", "the ServerApp's process died"),
-    ("flower-superlink", "the SuperLink ended (killed by SIGKILL)"),
-])
+@pytest.mark.parametrize(
+    ("command", "cause"),
+    [
+        ("flwr-serverapp", "the ServerApp's process died"),
+        ("flower-superlink", "the SuperLink ended (killed by SIGKILL)"),
+    ],
+)
 def test_a_run_goes_on_when_a_process_of_its_server_is_killed(
-    command: str, cause: str, reference: dict[str, Any], tmp_path: Path,
+    command: str,
+    cause: str,
+    reference: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     with DeployedRun(tmp_path) as run:
         run.wait_for(lambda: run.newest() >= 1)
@@ -47,18 +55,30 @@ def test_a_run_goes_on_when_a_process_of_its_server_is_killed(
         (restart,) = result["restarts"]
         assert restart == {"after_round": result["resumed_from"][0], "cause": cause}
         assert 1 <= restart["after_round"] < 3
-        assert f"{cause}; going on after round {restart['after_round']} (restart 1 of at most 3)" in run.said()
+        assert (
+            f"{cause}; going on after round {restart['after_round']} (restart 1 of at most 3)"
+            in run.said()
+        )
         assert not run.left_over()
-    assert sorted(path.name for path in run.out.iterdir()) == ["report.html", "result.json", "trace.json"]
+    assert sorted(path.name for path in run.out.iterdir()) == [
+        "report.html",
+        "result.json",
+        "trace.json",
+    ]
     assert not list((tmp_path / "tmp").glob("socflower-*"))
 
 
-def test_without_restarts_the_death_of_the_server_app_ends_the_run_with_its_cause(tmp_path: Path) -> None:
+def test_without_restarts_the_death_of_the_server_app_ends_the_run_with_its_cause(
+    tmp_path: Path,
+) -> None:
     with DeployedRun(tmp_path, "--restarts", "0") as run:
         run.wait_for(lambda: run.newest() >= 1)
         os.kill(run.one("flwr-serverapp").pid, signal.SIGKILL)
         assert run.process.wait(120) == 1
-        assert "error: engine deployment: the ServerApp's process died; --restarts is 0; round" in run.said()
+        assert (
+            "error: engine deployment: the ServerApp's process died; --restarts is 0; round"
+            in run.said()
+        )
         assert "the same command resumes after it" in run.said()
         assert not run.left_over()
 
@@ -74,7 +94,9 @@ def test_a_killed_super_node_is_told_of_and_not_started_again(tmp_path: Path) ->
         assert len(run.processes("flower-supernode")) == 1
 
 
-def test_a_client_that_hangs_at_the_first_question_is_left_out_and_comes_back(tmp_path: Path) -> None:
+def test_a_client_that_hangs_at_the_first_question_is_left_out_and_comes_back(
+    tmp_path: Path,
+) -> None:
     """It is stopped with the process that would start another one, and continued when a round was trained without it.
 
     Their SuperNode stays connected.
@@ -115,7 +137,10 @@ def test_a_server_app_killed_while_it_starts_is_started_again(tmp_path: Path) ->
         victim.kill()
         result = run.finish()
         (restart,) = result["restarts"]
-        assert restart == {"after_round": 0, "cause": "the ServerApp's process died while it started"}
+        assert restart == {
+            "after_round": 0,
+            "cause": "the ServerApp's process died while it started",
+        }
         assert not run.left_over()
 
 
@@ -123,24 +148,35 @@ def test_a_super_link_killed_while_it_starts_is_started_again(tmp_path: Path) ->
     with DeployedRun(tmp_path, epochs=1) as run:
         run.one("flower-superlink").kill()
         result = run.finish()
-        assert [restart["cause"] for restart in result["restarts"]] == ["the SuperLink ended (killed by SIGKILL)"]
+        assert [restart["cause"] for restart in result["restarts"]] == [
+            "the SuperLink ended (killed by SIGKILL)"
+        ]
 
 
 def test_a_server_app_that_fails_by_itself_as_it_starts_is_not_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("socflower.scenario.app.deployed._IN_FOLDER",
-                        "app = None\nraise ImportError('no {part}App here')")
+    monkeypatch.setattr(
+        "socflower.scenario.app.deployed._IN_FOLDER",
+        "app = None\nraise ImportError('no {part}App here')",
+    )
     scenario = tmp_path / "survive.toml"
     scenario.write_text(SCENARIO.format(epochs=1))
     said: list[str] = []
-    with pytest.raises(TrainingFailed, match=r"failed as it started; .*failed to import a required module"):
-        run_to_folder(load_scenario(scenario), tmp_path / "out", "deployment", on_notice=said.append)
+    with pytest.raises(
+        TrainingFailed, match=r"failed as it started; .*failed to import a required module"
+    ):
+        run_to_folder(
+            load_scenario(scenario), tmp_path / "out", "deployment", on_notice=said.append
+        )
     assert said == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_whatever_ends_the_command_ends_all_it_started(number: signal.Signals, tmp_path: Path) -> None:
+def test_whatever_ends_the_command_ends_all_it_started(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     with DeployedRun(tmp_path, epochs=20) as run:
         run.one("flwr-clientapp")
         run.one("flwr-serverapp")

@@ -18,8 +18,14 @@ LISTEN = "import socket, sys, time; server = socket.create_server(('127.0.0.1', 
 
 def server(program: str, folder: Path) -> Server:
     port = free_ports(1)[0]
-    return Server("the server", [sys.executable, "-c", program, str(port)], port, os.environ, folder / "log",
-                  engine="test")
+    return Server(
+        "the server",
+        [sys.executable, "-c", program, str(port)],
+        port,
+        os.environ,
+        folder / "log",
+        engine="test",
+    )
 
 
 def test_a_server_listens_once_started_and_again_after_it_was_killed(tmp_path: Path) -> None:
@@ -37,18 +43,26 @@ def test_a_server_listens_once_started_and_again_after_it_was_killed(tmp_path: P
     assert not MACHINE_NETWORK.listens(found._port)
 
 
-def test_a_server_killed_at_its_start_says_so_and_is_given_up_at_the_third_in_a_row(tmp_path: Path) -> None:
+def test_a_server_killed_at_its_start_says_so_and_is_given_up_at_the_third_in_a_row(
+    tmp_path: Path,
+) -> None:
     found = server("import os; os.kill(os.getpid(), 9)", tmp_path)
     assert found.ended() == "the server ended (killed by SIGKILL)"
     found.start()
-    with pytest.raises(TrainingFailed, match="engine test: the server was killed at each of 3 starts; is there enough"):
+    with pytest.raises(
+        TrainingFailed,
+        match="engine test: the server was killed at each of 3 starts; is there enough",
+    ):
         found.start()
 
 
 def test_a_server_that_fails_or_never_listens_is_an_error_with_the_end_of_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(TrainingFailed, match=r"^engine test: the server ended at its start: .*no database$"):
+    with pytest.raises(
+        TrainingFailed, match=r"^engine test: the server ended at its start: .*no database$"
+    ):
         server("raise SystemExit('no database')", tmp_path)
     monkeypatch.setattr(flower_processes, "_START_TIMEOUT_S", 0.5)
     with pytest.raises(TrainingFailed, match=r"the server was not ready after 0.5 s: no database$"):
@@ -74,9 +88,14 @@ def test_a_port_that_somebody_has_is_passed_over_and_the_system_is_asked_in_the_
         assert port not in (0, number)
 
 
-@pytest.mark.parametrize(("given", "first"), [("32768\t60999\n", 10000), ("1024\t65535\n", 1024), ("", 10000)])
+@pytest.mark.parametrize(
+    ("given", "first"), [("32768\t60999\n", 10000), ("1024\t65535\n", 1024), ("", 10000)]
+)
 def test_server_ports_lie_below_those_of_connections_where_there_is_room(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str, first: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    given: str,
+    first: int,
 ) -> None:
     (tmp_path / "range").write_text(given)
     monkeypatch.setattr(flower_processes, "_EPHEMERAL_PORTS", tmp_path / "range")

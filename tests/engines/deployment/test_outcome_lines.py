@@ -12,7 +12,12 @@ from socflower.engines.app_files import AppFiles
 from socflower.engines.deployment import outcome_lines, remote_superlink
 from socflower.engines.deployment.attempts import RunHistory
 from socflower.engines.deployment.options import DeployedApp, DeploymentOptions
-from socflower.engines.deployment.outcome_lines import LineReader, ReceivedFile, file_documents, to_lines
+from socflower.engines.deployment.outcome_lines import (
+    LineReader,
+    ReceivedFile,
+    file_documents,
+    to_lines,
+)
 from socflower.engines.run_folder import RunFolder
 from socflower.errors import TrainingFailed
 
@@ -21,7 +26,10 @@ EMPTY = AppFiles(server_app="", client_app="")
 
 def large_document() -> dict[str, Any]:
     rng = random.Random(5)
-    return {"text": "".join(rng.choices(string.printable + "äβ漢", k=30_000)), "numbers": [0.1, None, 2**60]}
+    return {
+        "text": "".join(rng.choices(string.printable + "äβ漢", k=30_000)),
+        "numbers": [0.1, None, 2**60],
+    }
 
 
 def read(lines: list[str], reader: LineReader | None = None) -> list[tuple[str, Any]]:
@@ -66,7 +74,7 @@ def test_a_changed_line_makes_no_document() -> None:
     changed = 0
     for position in range(start, len(line)):
         other = "A" if line[position] != "A" else "B"
-        found = read([line[:position] + other + line[position + 1:]])
+        found = read([line[:position] + other + line[position + 1 :]])
         changed += 1
         # The last characters may have bits that stand for nothing.
         assert found in ([], [("progress", {"round": 1, "accuracy": 0.25})])
@@ -76,16 +84,24 @@ def test_a_changed_line_makes_no_document() -> None:
 
 
 def test_a_file_is_whole_once_all_its_parts_have_come_in_any_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(outcome_lines, "_PART_BYTES", 1000)
     sent, received = tmp_path / "sent", ReceivedFile(tmp_path / "received")
     sent.write_bytes(random.Random(2).randbytes(3_500))
     parts = list(file_documents(sent))
     random.Random(3).shuffle(parts)
-    hostile = [{}, {"size": math.inf, "start": 0, "content": ""},
-               {"size": 2**40, "start": 0, "content": ""}, {**parts[0], "size": 4_000}, {**parts[0], "start": 1},
-               {**parts[0], "start": -1000}, {**parts[0], "content": "!"}, {**parts[0], "content": ""}]
+    hostile = [
+        {},
+        {"size": math.inf, "start": 0, "content": ""},
+        {"size": 2**40, "start": 0, "content": ""},
+        {**parts[0], "size": 4_000},
+        {**parts[0], "start": 1},
+        {**parts[0], "start": -1000},
+        {**parts[0], "content": "!"},
+        {**parts[0], "content": ""},
+    ]
     assert len(parts) == 4
     for part in parts:
         assert not received.is_whole
@@ -118,21 +134,31 @@ class EndedRun:
 @pytest.mark.parametrize("wants_model", [True, False])
 @pytest.mark.parametrize("num_parts", [3, 4])
 def test_a_model_is_handed_over_whole_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_parts: int, wants_model: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_parts: int,
+    wants_model: bool,
 ) -> None:
     monkeypatch.setattr(outcome_lines, "_PART_BYTES", 1000)
     sent, folder = tmp_path / "sent", RunFolder(tmp_path / "run")
     sent.write_bytes(random.Random(2).randbytes(3_500))
     folder.path.mkdir()
-    lines = [line for part in list(file_documents(sent))[:num_parts] for line in to_lines("model", part)]
+    lines = [
+        line for part in list(file_documents(sent))[:num_parts] for line in to_lines("model", part)
+    ]
     run = EndedRun([*lines, *to_lines("outcome", {"final_accuracy": 1.0})])
     monkeypatch.setattr(remote_superlink, "FlwrClient", run)
     app = DeployedApp(document={}, local_files=EMPTY, bundle_files=EMPTY, node_configs=())
 
     def received() -> Any:
         return remote_superlink.run_on_remote_superlink(
-            app, folder, RunHistory(folder), DeploymentOptions(superlink="127.0.0.1:1"), lambda line: None,
-            wants_model=wants_model)
+            app,
+            folder,
+            RunHistory(folder),
+            DeploymentOptions(superlink="127.0.0.1:1"),
+            lambda line: None,
+            wants_model=wants_model,
+        )
 
     if wants_model and num_parts < 4:
         with pytest.raises(TrainingFailed, match="parts of its model are missing in its log"):

@@ -33,7 +33,9 @@ def reached_from_here(port: int) -> bool:
 
 
 def test_what_listens_inside_is_reached_from_inside_only(network: Network) -> None:
-    listener = subprocess.Popen(network.command([sys.executable, "-c", LISTENER]), stdout=subprocess.PIPE, text=True)
+    listener = subprocess.Popen(
+        network.command([sys.executable, "-c", LISTENER]), stdout=subprocess.PIPE, text=True
+    )
     try:
         assert listener.stdout is not None
         port, pid = map(int, listener.stdout.readline().split())
@@ -47,7 +49,9 @@ def test_what_listens_inside_is_reached_from_inside_only(network: Network) -> No
     assert not network.listens(port)
 
 
-def test_nothing_outside_is_reached_from_inside_and_files_are_the_users(network: Network, tmp_path: Path) -> None:
+def test_nothing_outside_is_reached_from_inside_and_files_are_the_users(
+    network: Network, tmp_path: Path
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as outside:
         assert not network.listens(outside.getsockname()[1])
     subprocess.run(network.command(["touch", str(tmp_path / "made")]), check=True)
@@ -55,13 +59,16 @@ def test_nothing_outside_is_reached_from_inside_and_files_are_the_users(network:
 
 
 def test_a_machine_that_forbids_it_is_told_of_with_its_own_words(tmp_path: Path) -> None:
-    for tool, words in (("unshare", "echo 'unshare: unshare failed: Operation not permitted' >&2; exit 1"),
-                        ("nsenter", "exit 1")):
+    for tool, words in (
+        ("unshare", "echo 'unshare: unshare failed: Operation not permitted' >&2; exit 1"),
+        ("nsenter", "exit 1"),
+    ):
         (tmp_path / tool).write_text(f"#!/bin/sh\n{words}\n")
         (tmp_path / tool).chmod(0o755)
     with private_network({**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}) as network:
         assert network.shared_because == (
-            "no network namespace can be made here: unshare: unshare failed: Operation not permitted")
+            "no network namespace can be made here: unshare: unshare failed: Operation not permitted"
+        )
         assert network.command(["flwr"]) == ["flwr"]
         with socket.create_server(("127.0.0.1", 0)) as server:
             assert network.listens(server.getsockname()[1])
@@ -69,4 +76,7 @@ def test_a_machine_that_forbids_it_is_told_of_with_its_own_words(tmp_path: Path)
 
 def test_a_machine_without_the_tools_is_told_of(tmp_path: Path) -> None:
     with private_network({**os.environ, "PATH": str(tmp_path)}) as network:
-        assert network.shared_because == "there is no command unshare here, which makes network namespaces on Linux"
+        assert (
+            network.shared_because
+            == "there is no command unshare here, which makes network namespaces on Linux"
+        )

@@ -31,7 +31,13 @@ class Upstream:
 
             def note(self) -> None:
                 self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                seen.append((self.command, self.path, {key.lower(): value for key, value in self.headers.items()}))
+                seen.append(
+                    (
+                        self.command,
+                        self.path,
+                        {key.lower(): value for key, value in self.headers.items()},
+                    )
+                )
                 self.send_response(200)
                 self.send_header("Content-Length", "2")
                 self.end_headers()
@@ -64,12 +70,24 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sign_superlink(folder: Path) -> None:
-    subprocess.run(["bash", "-euc", (
-        'openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-384 -nodes -keyout superlink.key -out superlink.csr '
-        '-subj "/CN=superlink"\n'
-        'openssl x509 -req -in superlink.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 825 -out superlink.pem '
-        f'-extfile <(printf "subjectAltName=IP:{DOOR_ADDRESS},IP:127.0.0.1,DNS:localhost")')],
-        cwd=folder, check=True, capture_output=True, timeout=60)
+    subprocess.run(
+        [
+            "bash",
+            "-euc",
+            (
+                "openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-384 -nodes -keyout "
+                "superlink.key -out superlink.csr "
+                '-subj "/CN=superlink"\n'
+                "openssl x509 -req -in superlink.csr -CA ca.pem -CAkey ca.key -CAcreateserial "
+                "-days 825 -out superlink.pem "
+                f'-extfile <(printf "subjectAltName=IP:{DOOR_ADDRESS},IP:127.0.0.1,DNS:localhost")'
+            ),
+        ],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -80,16 +98,23 @@ def upstream(certificates: Path) -> Iterator[Upstream]:
 
 
 @pytest.fixture(scope="module")
-def door(upstream: Upstream, certificates: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+def door(
+    upstream: Upstream, certificates: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Door]:
     from socflower.engines.deployment.flower_processes import free_ports
 
-    with Door(tmp_path_factory.mktemp("nginx"), certificates, free_ports(1)[0], upstream.port) as door:
+    with Door(
+        tmp_path_factory.mktemp("nginx"), certificates, free_ports(1)[0], upstream.port
+    ) as door:
         yield door
 
 
-def request(target: str, method: str = "POST", headers: str = "", host: str = DOOR_ADDRESS) -> bytes:
-    return (f"{method} {target} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 2\r\nConnection: close\r\n{headers}\r\n{{}}"
-            ).encode("utf-8", "surrogateescape")
+def request(
+    target: str, method: str = "POST", headers: str = "", host: str = DOOR_ADDRESS
+) -> bytes:
+    return (
+        f"{method} {target} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 2\r\nConnection: close\r\n{headers}\r\n{{}}"
+    ).encode("utf-8", "surrogateescape")
 
 
 def test_every_call_of_a_super_node_passes_and_only_by_post(door: Door, upstream: Upstream) -> None:
@@ -127,27 +152,59 @@ def test_other_protocols_open_nothing(door: Door, upstream: Upstream) -> None:
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9)
     assert door.ask(preface, ("h2",)) == b""  # no such protocol here
     assert b"HTTP/1.1 400" in door.ask(preface)
-    for headers in ("Upgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n",
-                    "Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: x3JJHMbDL1EzLkh9\r\n"):
+    for headers in (
+        "Upgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n",
+        "Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: x3JJHMbDL1EzLkh9\r\n",
+    ):
         assert b" 404 " in door.ask(request("/v1/control/list-nodes", headers=headers))
     assert upstream.seen == []
     hidden = request("/v1/control/list-nodes")
-    for smuggling in ("Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-                      "Transfer-Encoding: xchunked\r\nContent-Length: 3\r\n\r\nabc",
-                      "Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
-                      f"Content-Length: 0\r\nContent-Length: {len(hidden)}\r\n\r\n",
-                      "Content-Length: 0\r\n\r\n"):
+    for smuggling in (
+        "Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        "Transfer-Encoding: xchunked\r\nContent-Length: 3\r\n\r\nabc",
+        "Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
+        f"Content-Length: 0\r\nContent-Length: {len(hidden)}\r\n\r\n",
+        "Content-Length: 0\r\n\r\n",
+    ):
         door.ask(b"POST /v1/fleet/get-run HTTP/1.1\r\nHost: x\r\n" + smuggling.encode() + hidden)
     assert {path for _, path, _ in upstream.seen} <= {"/v1/fleet/get-run"}
 
 
-PIECES = ["/", "//", "v1", "fleet", "control", "runtime", "..", ".", "%2e", "%2f", "%5c", "\\", ";", "?", "#", "%00",
-          "%", "pull-messages", "list-nodes", "register-node", ":", "@", "https://127.0.0.1:8000", "é", "\t", "\x00"]
+PIECES = [
+    "/",
+    "//",
+    "v1",
+    "fleet",
+    "control",
+    "runtime",
+    "..",
+    ".",
+    "%2e",
+    "%2f",
+    "%5c",
+    "\\",
+    ";",
+    "?",
+    "#",
+    "%00",
+    "%",
+    "pull-messages",
+    "list-nodes",
+    "register-node",
+    ":",
+    "@",
+    "https://127.0.0.1:8000",
+    "é",
+    "\t",
+    "\x00",
+]
 
 
 @given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=9).map("".join))
 def test_whatever_is_asked_only_the_calls_of_super_nodes_reach_the_super_link(
-    door: Door, upstream: Upstream, target: str,
+    door: Door,
+    upstream: Upstream,
+    target: str,
 ) -> None:
     upstream.seen.clear()
     door.ask(request(target))
@@ -155,7 +212,9 @@ def test_whatever_is_asked_only_the_calls_of_super_nodes_reach_the_super_link(
     assert {path for _, path, _ in upstream.seen} <= FLEET
 
 
-def test_a_super_link_that_another_process_pretends_to_be_gets_nothing(certificates: Path, tmp_path: Path) -> None:
+def test_a_super_link_that_another_process_pretends_to_be_gets_nothing(
+    certificates: Path, tmp_path: Path
+) -> None:
     from socflower.engines.deployment.flower_processes import free_ports
 
     other = tmp_path / "other"

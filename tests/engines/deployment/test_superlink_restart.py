@@ -31,19 +31,42 @@ sys.exit(main())
 """
 
 
-def test_a_command_goes_on_when_the_super_link_of_an_old_run_is_away_for_seconds(tmp_path: Path) -> None:
+def test_a_command_goes_on_when_the_super_link_of_an_old_run_is_away_for_seconds(
+    tmp_path: Path,
+) -> None:
     scenario, kept, said = tmp_path / "survive.toml", tmp_path / "kept", tmp_path / "said"
     scenario.write_text(SCENARIO.format(epochs=4))
-    configs = [f'partition-id={index} num-partitions=2 board={index} slot=0 state-folder="{tmp_path / str(index)}"'
-               for index in range(2)]
+    configs = [
+        f'partition-id={index} num-partitions=2 board={index} slot=0 state-folder="{tmp_path / str(index)}"'
+        for index in range(2)
+    ]
     ports, folder = free_ports(3), tmp_path / "flower"
     folder.mkdir()
     with own_processes() as mark, said.open("w") as stderr:
         flower = LocalFlower(folder, configs, ports, mark, print, MACHINE_NETWORK, warm=True)
         command = subprocess.Popen(
-            [sys.executable, "-c", COMMAND, "run", scenario, "--engine", "deployment", "--json", "--out",
-             tmp_path / "out", "--superlink", f"127.0.0.1:{ports[0]}", "--checkpoint-folder", kept],
-            cwd=tmp_path, env=dict(flower.environment), text=True, stdout=subprocess.PIPE, stderr=stderr)
+            [
+                sys.executable,
+                "-c",
+                COMMAND,
+                "run",
+                scenario,
+                "--engine",
+                "deployment",
+                "--json",
+                "--out",
+                tmp_path / "out",
+                "--superlink",
+                f"127.0.0.1:{ports[0]}",
+                "--checkpoint-folder",
+                kept,
+            ],
+            cwd=tmp_path,
+            env=dict(flower.environment),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+        )
         try:
             while not [*kept.glob("round-*.ckpt")]:
                 assert command.poll() is None, said.read_text()
@@ -59,6 +82,9 @@ def test_a_command_goes_on_when_the_super_link_of_an_old_run_is_away_for_seconds
             command.kill()
             command.communicate()
     assert command.returncode == 0, said.read_text()
-    result, local = json.loads(output), run_to_folder(load_scenario(scenario), tmp_path / "local", num_workers=0)
+    result, local = (
+        json.loads(output),
+        run_to_folder(load_scenario(scenario), tmp_path / "local", num_workers=0),
+    )
     assert result["weights_sha256"] == local["weights_sha256"]
     assert [entry["round"] for entry in result["rounds"]] == [0, 1, 2, 3, 4]

@@ -71,20 +71,28 @@ class Log:
 
 def follow(link: SuperLink) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remote_superlink, "time", SimpleNamespace(monotonic=lambda: link.now_s, sleep=link.sleep))
+        patch.setattr(
+            remote_superlink,
+            "time",
+            SimpleNamespace(monotonic=lambda: link.now_s, sleep=link.sleep),
+        )
         return remote_superlink._attempt_remotely(Path(), link, None, lambda notice: None)
 
 
 @settings(max_examples=40, deadline=None)
 @given(age_s=st.floats(1.0, 5_000.0), for_s=st.floats(0.1, 165.0))
-def test_a_run_of_any_age_outlives_a_silence_of_less_than_three_minutes(age_s: float, for_s: float) -> None:
+def test_a_run_of_any_age_outlives_a_silence_of_less_than_three_minutes(
+    age_s: float, for_s: float
+) -> None:
     with pytest.raises(Over):
         follow(SuperLink(age_s, for_s))
 
 
 @settings(max_examples=20, deadline=None)
 @given(age_s=st.floats(1.0, 5_000.0))
-def test_a_longer_silence_ends_the_command_three_minutes_after_the_last_answer(age_s: float) -> None:
+def test_a_longer_silence_ends_the_command_three_minutes_after_the_last_answer(
+    age_s: float,
+) -> None:
     link = SuperLink(age_s, 10_000.0)
     with pytest.raises(TrainingFailed, match="has not answered for 180 s"):
         follow(link)

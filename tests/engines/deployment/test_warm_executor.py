@@ -17,7 +17,11 @@ import pytest
 from benchmarks.hub_traffic import deployed
 from socflower.engines.deployment import warm_executor
 from socflower.engines.deployment.flower_processes import free_ports
-from socflower.engines.deployment.warm_executor import Zygote, check_flwr_version, warm_supernode_command
+from socflower.engines.deployment.warm_executor import (
+    Zygote,
+    check_flwr_version,
+    warm_supernode_command,
+)
 from socflower.engines.installed import dependencies
 from socflower.errors import ConfigError
 
@@ -88,23 +92,32 @@ def train_and_talk():
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("probes")
     (folder / "probe.py").write_text(PROBE)
-    (folder / "threaded.py").write_text("import threading\n"
-                                        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n")
+    (folder / "threaded.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
     limits = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    return {**{key: value for key, value in os.environ.items() if key not in limits},
-            "PYTHONPATH": str(folder), "FLWR_DISABLE_UPDATE_CHECK": "1", "FLWR_TELEMETRY_ENABLED": "0"}
+    return {
+        **{key: value for key, value in os.environ.items() if key not in limits},
+        "PYTHONPATH": str(folder),
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_TELEMETRY_ENABLED": "0",
+    }
 
 
 @pytest.fixture(scope="module")
 def zygote(environment: dict[str, str]) -> Iterator[Zygote]:
-    zygote = Zygote(["torch", "torch.distributed", "grpc", "flwr.clientapp", "socflower.clients"], environment)
+    zygote = Zygote(
+        ["torch", "torch.distributed", "grpc", "flwr.clientapp", "socflower.clients"], environment
+    )
     yield zygote
     zygote.close()
 
 
 def described(zygote: Zygote, folder: Path, name: str) -> dict[str, Any]:
     with (folder / name).open("wb") as out:
-        pid = zygote.fork("probe:describe", ["/bin/flwr-clientapp", "--token", name], stdout=out.fileno())
+        pid = zygote.fork(
+            "probe:describe", ["/bin/flwr-clientapp", "--token", name], stdout=out.fileno()
+        )
     assert eventually(lambda: gone(pid))
     answer: dict[str, Any] = json.loads((folder / name).read_text())
     return answer
@@ -127,32 +140,51 @@ def gone(pid: int) -> bool:
 
 
 def command_line(*words: str, environment: dict[str, str]) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, "-P", warm_executor.__file__, *words], env=environment, check=False,
-                          capture_output=True, text=True, timeout=DEADLINE_S)
+    return subprocess.run(
+        [sys.executable, "-P", warm_executor.__file__, *words],
+        env=environment,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
 
 
 # ----------------------------------------------------------------------------------------------- forks
 def test_a_fork_has_torch_loaded_and_is_else_like_a_fresh_process(
-    zygote: Zygote, environment: dict[str, str], tmp_path: Path,
+    zygote: Zygote,
+    environment: dict[str, str],
+    tmp_path: Path,
 ) -> None:
-    fresh = json.loads(subprocess.run(
-        [sys.executable, "-c", "import probe; probe.describe()", "--token", "first"], env=environment, check=True,
-        capture_output=True, text=True, timeout=DEADLINE_S).stdout)
+    fresh = json.loads(
+        subprocess.run(
+            [sys.executable, "-c", "import probe; probe.describe()", "--token", "first"],
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        ).stdout
+    )
     first, second = (described(zygote, tmp_path, name) for name in ("first", "second"))
     assert (first["torch_was_loaded"], fresh["torch_was_loaded"]) == (True, False)
     assert second["argv"] == ["--token", "second"]
     for same in ("argv", "openblas", "num_threads", "threads"):
         assert first[same] == fresh[same], same
     for drawn in ("torch_draw", "numpy_draw", "random_draw"):
-        assert len({first[drawn], second[drawn], fresh[drawn]}) == 3, f"{drawn}: forks share a random state"
+        assert len({first[drawn], second[drawn], fresh[drawn]}) == 3, (
+            f"{drawn}: forks share a random state"
+        )
     if sys.platform == "linux":
         assert first["comm"] == "flwr-clientapp"
 
 
 def test_the_output_of_a_fork_is_its_own(zygote: Zygote, tmp_path: Path) -> None:
     with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
-        pids = [zygote.fork(f"probe:{entry}", [entry], stdout=out.fileno(), stderr=err.fileno())
-                for entry in ("complain", "fail")]
+        pids = [
+            zygote.fork(f"probe:{entry}", [entry], stdout=out.fileno(), stderr=err.fileno())
+            for entry in ("complain", "fail")
+        ]
     assert pids[0] != pids[1] and eventually(lambda: all(map(gone, pids)))
     assert (tmp_path / "out").read_text() == "to stdout\n"
     assert "to stderr\n" in (tmp_path / "err").read_text()
@@ -182,10 +214,17 @@ def test_threads_of_torch_gloo_and_grpc_work_in_a_fork(zygote: Zygote, tmp_path:
 # ---------------------------------------------------------------------------------------------- zygotes
 def test_a_zygote_ends_with_its_requester_and_its_forks_go_on(environment: dict[str, str]) -> None:
     requester = subprocess.Popen(
-        [sys.executable, "-c", "from socflower.engines.deployment.warm_executor import Zygote; import time\n"
-         "zygote = Zygote(['json']); fork = zygote.fork('probe:sleep', ['sleep'])\n"
-         "print(zygote.pid, fork, flush=True); time.sleep(600)"],
-        env=environment, stdout=subprocess.PIPE, text=True)
+        [
+            sys.executable,
+            "-c",
+            "from socflower.engines.deployment.warm_executor import Zygote; import time\n"
+            "zygote = Zygote(['json']); fork = zygote.fork('probe:sleep', ['sleep'])\n"
+            "print(zygote.pid, fork, flush=True); time.sleep(600)",
+        ],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert requester.stdout is not None
     zygote_pid, fork_pid = map(int, requester.stdout.readline().split())
     try:
@@ -198,7 +237,9 @@ def test_a_zygote_ends_with_its_requester_and_its_forks_go_on(environment: dict[
         requester.stdout.close()
 
 
-def test_a_fork_outlives_a_killed_zygote_and_its_requester_is_told(environment: dict[str, str]) -> None:
+def test_a_fork_outlives_a_killed_zygote_and_its_requester_is_told(
+    environment: dict[str, str],
+) -> None:
     zygote = Zygote([], environment)
     pid = zygote.fork("probe:sleep", ["sleep"])
     try:
@@ -212,11 +253,16 @@ def test_a_fork_outlives_a_killed_zygote_and_its_requester_is_told(environment: 
         zygote.close()
 
 
-@pytest.mark.parametrize(("module", "message"), [
-    ("no_such_module", "cannot preload no_such_module .ModuleNotFoundError"),
-    ("threaded", "importing threaded started 1 thread"),
-])
-def test_what_cannot_be_preloaded_is_refused(module: str, message: str, environment: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("no_such_module", "cannot preload no_such_module .ModuleNotFoundError"),
+        ("threaded", "importing threaded started 1 thread"),
+    ],
+)
+def test_what_cannot_be_preloaded_is_refused(
+    module: str, message: str, environment: dict[str, str]
+) -> None:
     with pytest.raises(ConfigError, match=message):
         Zygote(["json", module], environment)
 
@@ -224,8 +270,16 @@ def test_what_cannot_be_preloaded_is_refused(module: str, message: str, environm
 # ------------------------------------------------------------------------------------- in Flower's place
 @pytest.mark.slow
 def test_flowers_clientapp_runs_in_a_fork_also_after_its_zygote_died(tmp_path: Path) -> None:
-    fresh = subprocess.run(["flwr-clientapp", "--help"], check=True, capture_output=True, timeout=DEADLINE_S,
-                           env={**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"})
+    fresh = subprocess.run(
+        ["flwr-clientapp", "--help"],
+        check=True,
+        capture_output=True,
+        timeout=DEADLINE_S,
+        env={
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        },
+    )
     executor = warm_executor._WarmSuperExec(["flwr.supernode.cli"])
     zygotes = []
     try:
@@ -238,7 +292,9 @@ def test_flowers_clientapp_runs_in_a_fork_also_after_its_zygote_died(tmp_path: P
             if index == 0:
                 os.kill(zygotes[0], signal.SIGKILL)
         assert zygotes[0] != zygotes[1]
-        silent = executor.Popen(["flwr-clientapp", "--help"], stdout=executor.DEVNULL, stderr=executor.DEVNULL)
+        silent = executor.Popen(
+            ["flwr-clientapp", "--help"], stdout=executor.DEVNULL, stderr=executor.DEVNULL
+        )
         assert eventually(lambda: gone(silent))
     finally:
         executor._zygote.close()
@@ -248,16 +304,23 @@ def test_other_tasks_start_as_ever(tmp_path: Path) -> None:
     executor = warm_executor._WarmSuperExec([])
     try:
         with (tmp_path / "out").open("wb") as out:
-            pid = executor.Popen([sys.executable, "-c", "import os; print(os.getppid())"], stdout=out.fileno())
+            pid = executor.Popen(
+                [sys.executable, "-c", "import os; print(os.getppid())"], stdout=out.fileno()
+            )
         assert eventually(lambda: ended(pid))
         assert (tmp_path / "out").read_text() == f"{os.getpid()}\n"
     finally:
         executor._zygote.close()
 
 
-def test_another_version_of_flower_is_refused_unless_any_will_do(environment: dict[str, str], tmp_path: Path) -> None:
+def test_another_version_of_flower_is_refused_unless_any_will_do(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
     check_flwr_version(dependencies()["flwr"].tested)
-    with pytest.raises(ConfigError, match=r"tested with flwr 1\.41\.0, found 1\.42\.0; leave it out, or pass --any-"):
+    with pytest.raises(
+        ConfigError,
+        match=r"tested with flwr 1\.41\.0, found 1\.42\.0; leave it out, or pass --any-",
+    ):
         check_flwr_version("1.42.0")
     newer = tmp_path / "flwr-9.9.9.dist-info"
     newer.mkdir()
@@ -266,18 +329,37 @@ def test_another_version_of_flower_is_refused_unless_any_will_do(environment: di
     with_newer = {**environment, "PYTHONPATH": str(tmp_path)}
     refused = command_line("--", "flower-supernode", "--version", environment=with_newer)
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr == ("warm executor: tested with flwr 1.41.0, found 9.9.9; leave it out, or pass "
-                              "--any-flwr-version\n")
+    assert refused.stderr == (
+        "warm executor: tested with flwr 1.41.0, found 9.9.9; leave it out, or pass "
+        "--any-flwr-version\n"
+    )
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["--", "flower-superlink"], "-- flower-superlink: runs flower-supernode or flower-superexec only"),
-    (["--", "flower-supernode", "--isolation=process"], "run its flower-superexec through this command instead"),
-    (["--", "flower-superexec", "--executor", "kubernetes"], "starts pods, not processes; leave this out"),
-    (["--preload", "no_such_module", "--", "flower-supernode"], "--preload no_such_module: no such module"),
-])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--", "flower-superlink"],
+            "-- flower-superlink: runs flower-supernode or flower-superexec only",
+        ),
+        (
+            ["--", "flower-supernode", "--isolation=process"],
+            "run its flower-superexec through this command instead",
+        ),
+        (
+            ["--", "flower-superexec", "--executor", "kubernetes"],
+            "starts pods, not processes; leave this out",
+        ),
+        (
+            ["--preload", "no_such_module", "--", "flower-supernode"],
+            "--preload no_such_module: no such module",
+        ),
+    ],
+)
 def test_what_cannot_be_warm_is_refused_in_one_line(
-    words: list[str], message: str, environment: dict[str, str],
+    words: list[str],
+    message: str,
+    environment: dict[str, str],
 ) -> None:
     refused = command_line(*words, environment=environment)
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
@@ -288,23 +370,52 @@ def test_what_cannot_be_warm_is_refused_in_one_line(
 def test_a_supernode_that_cannot_be_warm_ends(environment: dict[str, str], tmp_path: Path) -> None:
     port = free_ports(1)[0]
     ended_by_itself = command_line(
-        "--preload", "threaded", "--", "flower-supernode", "--insecure", "--superlink", "127.0.0.1:1", "--host",
-        "127.0.0.1", "--port", str(port), environment={**environment, "FLWR_HOME": str(tmp_path)})
-    assert "warm executor: importing threaded started 1 thread, so it cannot be preloaded\n" in ended_by_itself.stderr
+        "--preload",
+        "threaded",
+        "--",
+        "flower-supernode",
+        "--insecure",
+        "--superlink",
+        "127.0.0.1:1",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        environment={**environment, "FLWR_HOME": str(tmp_path)},
+    )
+    assert (
+        "warm executor: importing threaded started 1 thread, so it cannot be preloaded\n"
+        in ended_by_itself.stderr
+    )
 
 
 def test_the_command_runs_flowers_own(environment: dict[str, str]) -> None:
     command = warm_supernode_command(["--help"], preload=["json"])
-    shown = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=DEADLINE_S)
+    shown = subprocess.run(
+        command, env=environment, check=True, capture_output=True, text=True, timeout=DEADLINE_S
+    )
     assert "--node-config" in shown.stdout
 
 
 def test_the_command_is_a_module_too(environment: dict[str, str]) -> None:
     refused = subprocess.run(
-        [sys.executable, "-m", "socflower.engines.deployment.warm_executor", "--", "flower-superlink"], env=environment,
-        check=False, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert (refused.returncode, refused.stderr) == (2, command_line("--", "flower-superlink",
-                                                                   environment=environment).stderr)
+        [
+            sys.executable,
+            "-m",
+            "socflower.engines.deployment.warm_executor",
+            "--",
+            "flower-superlink",
+        ],
+        env=environment,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert (refused.returncode, refused.stderr) == (
+        2,
+        command_line("--", "flower-superlink", environment=environment).stderr,
+    )
 
 
 # --------------------------------------------------------------------------------------------- deployed
@@ -315,7 +426,10 @@ def test_two_supernodes_train_to_the_same_weights_with_and_without() -> None:
     for warm in (True, False):
         with deployed(2, warm=warm) as cluster:
             last.append(cluster.run(strategy="socflow", num_groups=2, num_rounds=2)[-1])
-            logs = [(cluster.folder / f"supernode-{index}.log").read_text("utf-8", "replace") for index in range(2)]
+            logs = [
+                (cluster.folder / f"supernode-{index}.log").read_text("utf-8", "replace")
+                for index in range(2)
+            ]
             assert all(("warm executor: zygote" in log) == warm for log in logs)
         assert all(ended(pid) for pid in cluster.node_pids)
     assert last[0]["sha256"] == last[1]["sha256"]
@@ -326,21 +440,30 @@ def test_two_supernodes_train_to_the_same_weights_with_and_without() -> None:
 @pytest.mark.timeout(600)
 def test_a_killed_fork_is_to_flower_a_clientapp_that_died() -> None:
     with deployed(2, warm=True) as cluster, ThreadPoolExecutor(1) as pool:
-        running = pool.submit(cluster.run, strategy="socflow", model="perceptron", num_groups=2, num_rounds=2)
+        running = pool.submit(
+            cluster.run, strategy="socflow", model="perceptron", num_groups=2, num_rounds=2
+        )
         node = psutil.Process(cluster.node_pids[0])
         forks: list[psutil.Process] = []
 
         def training() -> bool:
-            forks[:] = [child for child in node.children(recursive=True) if child.name() == "flwr-clientapp"]
+            forks[:] = [
+                child for child in node.children(recursive=True) if child.name() == "flwr-clientapp"
+            ]
             return bool(forks) or running.done()
 
         assert eventually(training)
         assert len(forks) == 1
         forks[0].kill()
         marks = running.result(500.0)
-        of_node, of_run = ((cluster.folder / name).read_text("utf-8", "replace")
-                           for name in ("supernode-0.log", "marks-0.log"))
-    num_starts, num_lost = of_node.count("Start `flwr-clientapp`"), of_run.count("aggregate_train: group")
+        of_node, of_run = (
+            (cluster.folder / name).read_text("utf-8", "replace")
+            for name in ("supernode-0.log", "marks-0.log")
+        )
+    num_starts, num_lost = (
+        of_node.count("Start `flwr-clientapp`"),
+        of_run.count("aggregate_train: group"),
+    )
     assert [mark["round"] for mark in marks] == [0, 1, 2]
     # It died over the strategy's first question. Flower starts it again if it had not yet read that, and else answers
     # for it with an error, after which the strategy asks again: once more than the question and two rounds. On a loaded

@@ -31,7 +31,13 @@ def train(message: Message, context: Context) -> Message:
         return cast(Message, None)  # what an app does that forgets its return
     calls = int(context.state["calls"]["n"]) + 1 if "calls" in context.state else 1
     context.state["calls"] = ConfigRecord({"n": calls})
-    metrics = MetricRecord({"calls": calls, "partition": int(context.node_config["partition-id"]), "pid": os.getpid(),
-                            "num-examples": int(config.get("examples", 0))})
+    metrics = MetricRecord(
+        {
+            "calls": calls,
+            "partition": int(context.node_config["partition-id"]),
+            "pid": os.getpid(),
+            "num-examples": int(config.get("examples", 0)),
+        }
+    )
     arrays = ArrayRecord({"w": Array(np.full(256, calls, np.float32))})
     return Message(RecordDict({"metrics": metrics, "arrays": arrays}), reply_to=message)

@@ -51,7 +51,11 @@ def test_state_stays_with_its_node(in_process: LocalGrid) -> None:
 
 def test_two_messages_to_a_node_are_handled_in_order(in_process: LocalGrid) -> None:
     node = in_process.get_node_ids()[0]
-    assert calls(in_process.send_and_receive([message(node), message(node), message(node)])) == [1, 2, 3]
+    assert calls(in_process.send_and_receive([message(node), message(node), message(node)])) == [
+        1,
+        2,
+        3,
+    ]
 
 
 def test_push_and_pull_are_the_halves_of_send_and_receive(in_process: LocalGrid) -> None:
@@ -72,7 +76,9 @@ def test_state_survives_worker_processes_whoever_handles_the_message(processes: 
 
 def test_replies_come_in_the_order_of_messages_not_of_finishing(processes: LocalGrid) -> None:
     first, second, third, *_ = processes.get_node_ids()
-    replies = processes.send_and_receive([message(first, **{"sleep-s": 0.5}), message(second), message(third)])
+    replies = processes.send_and_receive(
+        [message(first, **{"sleep-s": 0.5}), message(second), message(third)]
+    )
     assert [reply.metadata.src_node_id for reply in replies] == [first, second, third]
 
 
@@ -80,20 +86,27 @@ def test_an_exception_is_an_error_reply_with_its_text(processes: LocalGrid) -> N
     nodes = processes.get_node_ids()
     replies = processes.send_and_receive([message(nodes[0], **{"raise": True}), message(nodes[1])])
     assert replies[0].error.code == 2
-    assert replies[0].error.reason == "<class 'ValueError'>:<'on purpose'> (apps_for_tests.py, line 25)"
+    assert (
+        replies[0].error.reason
+        == "<class 'ValueError'>:<'on purpose'> (apps_for_tests.py, line 25)"
+    )
     assert replies[1].has_content()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_client_that_exits_or_returns_no_message_is_a_failed_client(
-    num_workers: int, request: pytest.FixtureRequest,
+    num_workers: int,
+    request: pytest.FixtureRequest,
 ) -> None:
     """In this process and in one of its own alike, whatever the exit status."""
     grid: LocalGrid = request.getfixturevalue("processes" if num_workers else "in_process")
     first, second, third, *_ = grid.get_node_ids()
-    replies = grid.send_and_receive([message(first, exit=0), message(second, exit=3), message(third)])
+    replies = grid.send_and_receive(
+        [message(first, exit=0), message(second, exit=3), message(third)]
+    )
     assert [reply.error.reason for reply in replies[:2]] == [
-        f"<class 'SystemExit'>:<'{status}'> (apps_for_tests.py, line 27)" for status in (0, 3)]
+        f"<class 'SystemExit'>:<'{status}'> (apps_for_tests.py, line 27)" for status in (0, 3)
+    ]
     assert [reply.error.code for reply in replies[:2]] == [2, 2]
     assert replies[2].has_content()
     (reply,) = grid.send_and_receive([message(first, **{"say-nothing": True})])
@@ -107,11 +120,15 @@ def test_an_interruption_in_a_client_stays_one(in_process: LocalGrid) -> None:
         in_process.send_and_receive([message(in_process.get_node_ids()[0], interrupt=True)])
 
 
-def test_an_app_whose_module_exits_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_app_whose_module_exits_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "exits_at_import.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.syspath_prepend(tmp_path)
     reference = AppReference(target="exits_at_import:app", folder=tmp_path)
-    with pytest.raises(ConfigError, match=r"'exits_at_import:app' cannot be loaded: its .* sys\.exit\(0\)"):
+    with pytest.raises(
+        ConfigError, match=r"'exits_at_import:app' cannot be loaded: its .* sys\.exit\(0\)"
+    ):
         LocalGrid(reference, 1, num_workers=0)
     with LocalGrid(reference, 1, num_workers=1) as grid:
         (reply,) = grid.send_and_receive([message(grid.get_node_ids()[0])])
@@ -120,18 +137,24 @@ def test_an_app_whose_module_exits_is_named(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_process_that_dies_costs_its_message_and_no_other(processes: LocalGrid) -> None:
     nodes = processes.get_node_ids()
-    replies = processes.send_and_receive([message(nodes[0], die=True), *(message(node) for node in nodes[1:])])
+    replies = processes.send_and_receive(
+        [message(nodes[0], die=True), *(message(node) for node in nodes[1:])]
+    )
     assert replies[0].error.code == 8
     assert all(reply.has_content() for reply in replies[1:])
     assert processes.send_and_receive([message(nodes[0])])[0].has_content()
 
 
-def test_a_node_that_never_answers_is_given_up_on_and_the_next_round_is_whole(processes: LocalGrid) -> None:
+def test_a_node_that_never_answers_is_given_up_on_and_the_next_round_is_whole(
+    processes: LocalGrid,
+) -> None:
     nodes = processes.get_node_ids()
     processes.send_and_receive([message(node) for node in nodes])  # both workers are up
     started = time.monotonic()
     replies = processes.send_and_receive(
-        [message(nodes[0], **{"sleep-s": 600.0}), *(message(node) for node in nodes[1:])], timeout=2.0)
+        [message(nodes[0], **{"sleep-s": 600.0}), *(message(node) for node in nodes[1:])],
+        timeout=2.0,
+    )
     assert time.monotonic() - started < 60.0
     assert [reply.metadata.src_node_id for reply in replies] == nodes[1:]
     assert len(processes.send_and_receive([message(node) for node in nodes])) == 5
@@ -146,10 +169,14 @@ def test_unknown_nodes_and_impossible_sizes_are_refused(in_process: LocalGrid) -
         LocalGrid(apps_for_tests.app, 2, num_workers=1)
 
 
-@pytest.mark.parametrize(("target", "says"), [
-    ("tests.engines.local.apps_for_tests:nothing", "cannot be loaded"), ("no.such.module:app", "cannot be loaded"),
-    ("tests.engines.local.apps_for_tests:not_an_app", "is a int"),
-])
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("tests.engines.local.apps_for_tests:nothing", "cannot be loaded"),
+        ("no.such.module:app", "cannot be loaded"),
+        ("tests.engines.local.apps_for_tests:not_an_app", "is a int"),
+    ],
+)
 def test_an_app_that_cannot_be_loaded_is_named(target: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         LocalGrid(AppReference(target=target), 1, num_workers=0)

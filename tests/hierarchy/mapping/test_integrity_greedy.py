@@ -16,7 +16,9 @@ from socflower.hierarchy.mapping.whole_groups import BoardUse
 BOARD_LISTS = st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any)
 
 
-def assert_valid(placement: GroupPlacement, slots: Sequence[int], num_groups: int, num_socs: int) -> None:
+def assert_valid(
+    placement: GroupPlacement, slots: Sequence[int], num_groups: int, num_socs: int
+) -> None:
     sizes = [sum(count for _, count in pieces) for pieces in placement.groups]
     used = Counter[int]()
     for pieces in placement.groups:
@@ -29,29 +31,50 @@ def assert_valid(placement: GroupPlacement, slots: Sequence[int], num_groups: in
 
 
 @pytest.mark.parametrize("most_socs", [10, pytest.param(12, marks=pytest.mark.slow)])
-def test_mapping_equals_brute_force_on_all_small_clusters_with_idle_slots_and_uneven_boards(most_socs: int) -> None:
+def test_mapping_equals_brute_force_on_all_small_clusters_with_idle_slots_and_uneven_boards(
+    most_socs: int,
+) -> None:
     for slots, num_groups, num_socs in small_clusters(most_socs):
         placement = map_groups(slots, num_groups, num_socs)
         assert_valid(placement, slots, num_groups, num_socs)
         assert placement.proven_optimal
-        assert placement.objective == brute_force(slots, num_groups, num_socs), (slots, num_groups, num_socs)
+        assert placement.objective == brute_force(slots, num_groups, num_socs), (
+            slots,
+            num_groups,
+            num_socs,
+        )
 
 
 @settings(max_examples=75)
-@given(slots=st.lists(st.integers(1, 4), min_size=4, max_size=6).filter(lambda slots: sum(slots) <= 16),
-       data=st.data())
-def test_mapping_equals_brute_force_on_more_boards_in_any_order(slots: list[int], data: st.DataObject) -> None:
+@given(
+    slots=st.lists(st.integers(1, 4), min_size=4, max_size=6).filter(
+        lambda slots: sum(slots) <= 16
+    ),
+    data=st.data(),
+)
+def test_mapping_equals_brute_force_on_more_boards_in_any_order(
+    slots: list[int], data: st.DataObject
+) -> None:
     num_socs = data.draw(st.integers(1, sum(slots)))
     num_groups = data.draw(st.integers(1, num_socs))
-    assert map_groups(slots, num_groups, num_socs).objective == brute_force(slots, num_groups, num_socs)
+    assert map_groups(slots, num_groups, num_socs).objective == brute_force(
+        slots, num_groups, num_socs
+    )
 
 
-@pytest.mark.parametrize(("slots", "size", "num_groups", "greedy", "optimum"), [
-    ([5, 5, 5, 5], 3, 6, 2, 1),  # idle slots
-    ([4, 4, 5, 5], 3, 6, 2, 1),  # uneven boards
-])
+@pytest.mark.parametrize(
+    ("slots", "size", "num_groups", "greedy", "optimum"),
+    [
+        ([5, 5, 5, 5], 3, 6, 2, 1),  # idle slots
+        ([4, 4, 5, 5], 3, 6, 2, 1),  # uneven boards
+    ],
+)
 def test_theorem_1_is_false_with_idle_slots_and_on_uneven_boards(
-    slots: list[int], size: int, num_groups: int, greedy: int, optimum: int,
+    slots: list[int],
+    size: int,
+    num_groups: int,
+    greedy: int,
+    optimum: int,
 ) -> None:
     assert integrity_greedy(slots, num_groups, size * num_groups).contention == greedy
     assert map_groups(slots, num_groups, size * num_groups).contention == optimum
@@ -59,7 +82,9 @@ def test_theorem_1_is_false_with_idle_slots_and_on_uneven_boards(
 
 @given(num_boards=st.integers(1, 12), slots=st.integers(1, 8), data=st.data())
 def test_theorem_1_integrity_greedy_is_optimal_for_equal_full_boards(
-    num_boards: int, slots: int, data: st.DataObject,
+    num_boards: int,
+    slots: int,
+    data: st.DataObject,
 ) -> None:
     total = num_boards * slots
     num_groups = data.draw(st.sampled_from([n for n in range(1, total + 1) if total % n == 0]))
@@ -70,7 +95,9 @@ def test_theorem_1_integrity_greedy_is_optimal_for_equal_full_boards(
 
 
 @given(slots=BOARD_LISTS, data=st.data())
-def test_mapping_is_never_worse_than_greedy_and_uses_no_slot_twice(slots: list[int], data: st.DataObject) -> None:
+def test_mapping_is_never_worse_than_greedy_and_uses_no_slot_twice(
+    slots: list[int], data: st.DataObject
+) -> None:
     num_socs = data.draw(st.integers(1, sum(slots)))
     num_groups = data.draw(st.integers(1, num_socs))
     for budget in (0, 3, 10_000):  # also when the search ends early
@@ -83,9 +110,15 @@ def test_mapping_is_never_worse_than_greedy_and_uses_no_slot_twice(slots: list[i
 
 
 @settings(max_examples=30)
-@given(taken=st.lists(st.integers(0, 3), min_size=0, max_size=8), num_groups=st.integers(1, 6), data=st.data())
+@given(
+    taken=st.lists(st.integers(0, 3), min_size=0, max_size=8),
+    num_groups=st.integers(1, 6),
+    data=st.data(),
+)
 def test_mapping_stays_optimal_when_socs_are_taken_away(
-    taken: list[int], num_groups: int, data: st.DataObject,
+    taken: list[int],
+    num_groups: int,
+    data: st.DataObject,
 ) -> None:
     slots = [4, 4, 4, 4]
     for board in taken:
@@ -96,13 +129,19 @@ def test_mapping_stays_optimal_when_socs_are_taken_away(
 
 @pytest.mark.parametrize("num_groups", [4, 7, 8, 12, 15, 17, 20, 23, 24])
 def test_optimality_is_proven_for_sixty_socs_whole_and_after_preemption(num_groups: int) -> None:
-    for slots, num_socs in (([5] * 12, 60), ([5] * 12, 52), ([5, 5, 4, 4, 3, 5, 5, 5, 5, 4, 5, 4], 54),
-                            ([3, 3, 4, 5, 5, 4, 5, 5, 5, 5, 5, 5], 52)):
+    for slots, num_socs in (
+        ([5] * 12, 60),
+        ([5] * 12, 52),
+        ([5, 5, 4, 4, 3, 5, 5, 5, 5, 4, 5, 4], 54),
+        ([3, 3, 4, 5, 5, 4, 5, 5, 5, 5, 5, 5], 52),
+    ):
         assert map_groups(slots, num_groups, num_socs).proven_optimal
 
 
 @pytest.mark.parametrize("num_groups", [700, 1400, 1250, 2500, 300])
-def test_thousands_of_socs_are_planned_without_proof_but_without_needless_contention(num_groups: int) -> None:
+def test_thousands_of_socs_are_planned_without_proof_but_without_needless_contention(
+    num_groups: int,
+) -> None:
     slots = [5] * 1000
     num_socs = 5000 if num_groups in (700, 1250, 2500) else 4500
     placement = map_groups(slots, num_groups, num_socs)
@@ -122,13 +161,21 @@ def test_own_boards_are_the_largest_and_for_the_remainder_the_smallest_that_suff
     assert _own_boards([9, 6], uses) is None
 
 
-@pytest.mark.parametrize(("slots", "num_groups", "num_socs", "text"), [
-    ([5, 5], 11, None, "11 groups"), ([5, 5], 3, 11, "11 SoCs are asked for and 10 slots"),
-    ([5, 5], 0, None, "0 groups"),
-    ([0], 1, None, "0 take part"), ([5], 1, 0, "0 take part"),
-])
+@pytest.mark.parametrize(
+    ("slots", "num_groups", "num_socs", "text"),
+    [
+        ([5, 5], 11, None, "11 groups"),
+        ([5, 5], 3, 11, "11 SoCs are asked for and 10 slots"),
+        ([5, 5], 0, None, "0 groups"),
+        ([0], 1, None, "0 take part"),
+        ([5], 1, 0, "0 take part"),
+    ],
+)
 def test_what_cannot_be_planned_is_refused_with_both_numbers(
-    slots: list[int], num_groups: int, num_socs: int | None, text: str,
+    slots: list[int],
+    num_groups: int,
+    num_socs: int | None,
+    text: str,
 ) -> None:
     for plan in (map_groups, integrity_greedy):
         with pytest.raises(InfeasiblePlan, match=text):

@@ -45,11 +45,15 @@ def resnet8() -> nn.Module:
 @pytest.mark.parametrize("granularity", Granularity)
 def test_layers_add_up_to_the_models_profile_at_any_granularity(granularity: Granularity) -> None:
     module = resnet8()
-    read, profile = read_model(module, RESNET8, "resnet8", granularity=granularity), profile_module(
-        module, RESNET8, "resnet8")
+    read, profile = (
+        read_model(module, RESNET8, "resnet8", granularity=granularity),
+        profile_module(module, RESNET8, "resnet8"),
+    )
     layers = read.model.layers
     assert sum(layer.forward_flops for layer in layers) == pytest.approx(profile.forward_flops)
-    assert sum(layer.forward_flops + layer.backward_flops for layer in layers) == pytest.approx(profile.training_flops)
+    assert sum(layer.forward_flops + layer.backward_flops for layer in layers) == pytest.approx(
+        profile.training_flops
+    )
     assert sum(layer.weight_bytes for layer in layers) == profile.weight_bytes
     assert sum(layer.num_tensors for layer in layers) == profile.num_tensors
     assert read.model.kept_bytes(0, len(layers) - 1) == pytest.approx(profile.activation_bytes)
@@ -58,7 +62,10 @@ def test_layers_add_up_to_the_models_profile_at_any_granularity(granularity: Gra
 
 
 def test_coarser_layers_are_fewer_and_blocks_are_crossed_by_one_tensor() -> None:
-    reads = [read_model(resnet8(), RESNET8, "resnet8", granularity=granularity) for granularity in Granularity]
+    reads = [
+        read_model(resnet8(), RESNET8, "resnet8", granularity=granularity)
+        for granularity in Granularity
+    ]
     assert [read.model.num_layers for read in reads] == [31, 10, 5]
     assert all(len(piece.leaving) == 1 for piece in reads[2].chain.pieces[:-1])
     assert any(len(piece.leaving) == 2 for piece in reads[1].chain.pieces)
@@ -81,7 +88,9 @@ def test_frozen_weights_are_counted_apart_and_their_gradients_not_computed() -> 
 
 
 def test_a_model_without_trained_parameters_is_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"has all of its parameters frozen .* leave at least one") as caught:
+    with pytest.raises(
+        ConfigError, match=r"has all of its parameters frozen .* leave at least one"
+    ) as caught:
         read_model(resnet8().requires_grad_(False), RESNET8, "resnet8")
     assert "\n" not in str(caught.value)
 
@@ -96,8 +105,10 @@ def test_a_model_that_cannot_be_cut_is_refused_in_one_line() -> None:
 @pytest.mark.parametrize("kind", ["resnet8", "gpt"])
 def test_measuring_gives_each_layers_seconds_and_leaves_the_model_unchanged(kind: str) -> None:
     if kind == "gpt":
-        module, example = gpt_small(length=8, vocabulary=16, width=64, num_blocks=1, seed=1), torch.zeros(
-            1, 8, dtype=torch.int64)
+        module, example = (
+            gpt_small(length=8, vocabulary=16, width=64, num_blocks=1, seed=1),
+            torch.zeros(1, 8, dtype=torch.int64),
+        )
     else:
         module, example = resnet8(), torch.randn(1, *RESNET8)
     module.eval()
@@ -106,7 +117,9 @@ def test_measuring_gives_each_layers_seconds_and_leaves_the_model_unchanged(kind
     seconds = measure_layers(module, example, (1, 3), repeats=2, clock=lambda: float(next(ticks)))
     layers = read_model(module, example, kind).model.num_layers
     assert seconds.num_layers == layers and seconds.batches == (1, 3) and not seconds.estimated
-    assert np.array_equal(seconds.forward_s, np.ones((layers, 2)))  # two readings of the clock around each pass
+    assert np.array_equal(
+        seconds.forward_s, np.ones((layers, 2))
+    )  # two readings of the clock around each pass
     assert np.array_equal(seconds.backward_s, np.ones((layers, 2)))
     assert not module.training and torch.equal(torch.get_rng_state(), random_state)
     assert all(torch.equal(value, state[key]) for key, value in module.state_dict().items())
@@ -115,7 +128,10 @@ def test_measuring_gives_each_layers_seconds_and_leaves_the_model_unchanged(kind
 
 def test_no_gradient_of_the_input_is_measured() -> None:
     """A frozen first layer has no backward pass at all."""
-    module, ticks = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)), iter(range(10**6))
+    module, ticks = (
+        torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)),
+        iter(range(10**6)),
+    )
     module[0].requires_grad_(False)
     seconds = measure_layers(module, (4,), (2,), repeats=1, clock=lambda: float(next(ticks)))
     assert seconds.backward_s.tolist() == [[0.0], [1.0]]
@@ -144,35 +160,61 @@ def test_calibrated_devices_take_the_epoch_times_of_table_1(name: str) -> None:
 
 
 @settings(max_examples=40)
-@given(layers=st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 2e9), st.floats(0, 1e6), st.integers(0, 9)),
-                       min_size=2, max_size=6), samples=st.integers(1, 40))
+@given(
+    layers=st.lists(
+        st.tuples(st.floats(0, 1e9), st.floats(0, 2e9), st.floats(0, 1e6), st.integers(0, 9)),
+        min_size=2,
+        max_size=6,
+    ),
+    samples=st.integers(1, 40),
+)
 def test_estimates_add_up_to_the_devices_rate_and_a_fixed_cost(
-    layers: list[tuple[float, float, float, int]], samples: int,
+    layers: list[tuple[float, float, float, int]],
+    samples: int,
 ) -> None:
     kind = device("jetson-tx2")
-    model = PipelineModel(name="any", input_bytes=1.0, layers=tuple(PipelineLayer(
-        name=str(number), forward_flops=forward, backward_flops=backward, weight_bytes=0.0, activation_bytes=kept,
-        output_bytes=1.0, num_operations=operations) for number, (forward, backward, kept, operations)
-        in enumerate(layers)))
+    model = PipelineModel(
+        name="any",
+        input_bytes=1.0,
+        layers=tuple(
+            PipelineLayer(
+                name=str(number),
+                forward_flops=forward,
+                backward_flops=backward,
+                weight_bytes=0.0,
+                activation_bytes=kept,
+                output_bytes=1.0,
+                num_operations=operations,
+            )
+            for number, (forward, backward, kept, operations) in enumerate(layers)
+        ),
+    )
     flops = sum(forward + backward for forward, backward, _, _ in layers)
     seconds, last = estimate_seconds(model, kind), model.num_layers - 1
     total_s = seconds.forward(0, last, samples) + seconds.backward(0, last, samples)
     fixed_s = kind.layer_overhead_s * sum(operations for *_, operations in layers)
-    assert total_s == pytest.approx(samples * flops / kind.processor("gpu").rate("any") + fixed_s, rel=1e-9)
+    assert total_s == pytest.approx(
+        samples * flops / kind.processor("gpu").rate("any") + fixed_s, rel=1e-9
+    )
     one_s = seconds.forward(0, last, 1) + seconds.backward(0, last, 1)
     assert total_s <= samples * one_s * (1 + 1e-9)  # a sample of a large batch never takes more
 
 
 def test_devices_of_a_kind_share_their_seconds_and_have_the_usable_memory() -> None:
     nano, tx2 = device("jetson-nano"), device("jetson-tx2")
-    boards = tuple(Board(num_slots=1, device=kind, soc_bytes_per_s=12.5e6, uplink_bytes_per_s=12.5e6)
-                   for kind in (tx2, nano, nano))
+    boards = tuple(
+        Board(num_slots=1, device=kind, soc_bytes_per_s=12.5e6, uplink_bytes_per_s=12.5e6)
+        for kind in (tx2, nano, nano)
+    )
     cluster = Cluster(name="d", boards=boards, hub_bytes_per_s=12.5e6, message_s=0.0)
     model = read_model(resnet8(), RESNET8, "resnet8").model
     problem = estimated_problem(model, cluster, micro_batch_size=8, num_micro_batches=4)
-    assert problem.devices[1].seconds is problem.devices[2].seconds is not problem.devices[0].seconds
+    assert (
+        problem.devices[1].seconds is problem.devices[2].seconds is not problem.devices[0].seconds
+    )
     assert [each.memory_bytes for each in problem.devices] == [6.5e9, 2.5e9, 2.5e9]
-    assert [usable_memory_bytes(replace(nano, memory_bytes=each)) for each in (4e9, 3e9, 1e9, 32e6, 1.0)] == [
-        2.5e9, 1.5e9, 0.5e9, 16e6, 0.5]
+    assert [
+        usable_memory_bytes(replace(nano, memory_bytes=each)) for each in (4e9, 3e9, 1e9, 32e6, 1.0)
+    ] == [2.5e9, 1.5e9, 0.5e9, 16e6, 0.5]
     with pytest.raises(ConfigError, match="name at least one"):
         estimated_problem(model, cluster, micro_batch_size=8, num_micro_batches=4, socs=())

@@ -103,7 +103,14 @@ class Devices:
 def live(pipe: Connection, rank: int, addresses: list[str]) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    port = RingPort(addresses[rank], rank=rank, addresses=addresses, token=TOKEN, tls=None, heartbeat_s=HEARTBEAT_S)
+    port = RingPort(
+        addresses[rank],
+        rank=rank,
+        addresses=addresses,
+        token=TOKEN,
+        tls=None,
+        heartbeat_s=HEARTBEAT_S,
+    )
     wait_for_peers(port, list(range(len(addresses))))
     while True:
         try:
@@ -113,7 +120,9 @@ def live(pipe: Connection, rank: int, addresses: list[str]) -> None:
         pipe.send(_train(training, rank, port, generation, pipe))
 
 
-def _train(training: Training, soc: int, port: RingPort, generation: int, pipe: Connection) -> Report:
+def _train(
+    training: Training, soc: int, port: RingPort, generation: int, pipe: Connection
+) -> Report:
     socs = socs_of(training.plan)
     channels = GlooChannels(port, socs, socs, generation, HEARTBEAT_S)
     module = model(**training.model)
@@ -133,8 +142,19 @@ def _train(training: Training, soc: int, port: RingPort, generation: int, pipe: 
                 die()
         num_passes += 1
 
-    member = Member(training.plan, soc, read(module), module, TRAINER, SPAN, data=data(), send=channels.send,
-                    coding=training.coding, on_pass=on_pass, int8_socs=training.int8_socs)
+    member = Member(
+        training.plan,
+        soc,
+        read(module),
+        module,
+        TRAINER,
+        SPAN,
+        data=data(),
+        send=channels.send,
+        coding=training.coding,
+        on_pass=on_pass,
+        int8_socs=training.int8_socs,
+    )
     report = Report()
     try:
         channels.join()
@@ -144,8 +164,11 @@ def _train(training: Training, soc: int, port: RingPort, generation: int, pipe: 
         sent_bytes = channels.sent_bytes
         end = run_script(member.finish(), channels)
         channels.flush()
-        report = Report(end=None if end is None else replace(end, weights=_arrays(end.weights)), sent_bytes=sent_bytes,
-                        end_bytes=channels.sent_bytes - sent_bytes)
+        report = Report(
+            end=None if end is None else replace(end, weights=_arrays(end.weights)),
+            sent_bytes=sent_bytes,
+            end_bytes=channels.sent_bytes - sent_bytes,
+        )
     except PeerLost as lost:
         report = Report(lost=str(lost), moment_s=time.monotonic())
     channels.close()
@@ -161,7 +184,9 @@ def _threads_left() -> tuple[str, ...]:
     """Return the threads of a pipeline that run though it has been left."""
     end_s = time.monotonic() + _THREADS_END_S
     while True:
-        left = tuple(thread.name for thread in threading.enumerate() if thread.name.startswith("pipeline-"))
+        left = tuple(
+            thread.name for thread in threading.enumerate() if thread.name.startswith("pipeline-")
+        )
         if not left or time.monotonic() > end_s:
             return left
         time.sleep(0.01)

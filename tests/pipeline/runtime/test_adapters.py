@@ -21,8 +21,18 @@ def trained(work: Train) -> dict[str, torch.Tensor]:
     mail, members = Mail(), []
     for soc in work.plan.socs:
         module = work.workload.build()
-        members.append(Member(work.plan, soc, work.workload.read(module), module, work.workload.trainer, SPAN,
-                              data=work.workload.data(), send=mail.sender(soc)))
+        members.append(
+            Member(
+                work.plan,
+                soc,
+                work.workload.read(module),
+                module,
+                work.workload.trainer,
+                SPAN,
+                data=work.workload.data(),
+                send=mail.sender(soc),
+            )
+        )
     for mini in minis(work):
         run_together({member.soc: member.update(mini) for member in members}, mail)
     ends = run_together({member.soc: member.finish() for member in members}, mail)
@@ -35,7 +45,9 @@ def test_adapters_of_peft_train_as_on_one_device(tmp_path: Path) -> None:
     torch.save(adapters.base_model().state_dict(), base)
     workload = adapters.workload(base, seed=3)
     assert workload.read(workload.build()).model.num_layers == 8  # of which blocks are whole
-    alone, over_four = (trained(Train(workload=workload, plan=plan, num_updates=2)) for plan in (ONE, OVER_FOUR))
+    alone, over_four = (
+        trained(Train(workload=workload, plan=plan, num_updates=2)) for plan in (ONE, OVER_FOUR)
+    )
     assert alone.keys() == over_four.keys() and all("lora" in name for name in alone)
     for name, weight in alone.items():
         torch.testing.assert_close(over_four[name], weight, rtol=0.0, atol=1e-4, msg=name)
@@ -44,8 +56,13 @@ def test_adapters_of_peft_train_as_on_one_device(tmp_path: Path) -> None:
 
 def test_a_peft_model_is_refused_with_what_to_give_instead() -> None:
     peft = pytest.importorskip("peft")
-    model, config = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), peft.LoraConfig(target_modules=["0"])
+    model, config = (
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)),
+        peft.LoraConfig(target_modules=["0"]),
+    )
     wrapped = peft.get_peft_model(model, config)
-    with pytest.raises(ConfigError, match=r"give its \.base_model\.model, which has the same adapters$"):
+    with pytest.raises(
+        ConfigError, match=r"give its \.base_model\.model, which has the same adapters$"
+    ):
         capture_chain(wrapped, (4,))
     assert len(capture_chain(wrapped.base_model.model, (4,)).pieces) == 2

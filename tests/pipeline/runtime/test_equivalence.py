@@ -40,14 +40,25 @@ def pipelines(draw: st.DrawFn, first_soc: int = 0) -> PipelinePlan:
     shares = []
     for _ in range(len(cuts) + 1):
         width = draw(st.integers(1, min(3, size)))
-        ends = sorted(draw(st.sets(st.integers(1, size - 1), min_size=width - 1, max_size=width - 1))) if width > 1 \
+        ends = (
+            sorted(draw(st.sets(st.integers(1, size - 1), min_size=width - 1, max_size=width - 1)))
+            if width > 1
             else []
+        )
         bounds = [0, *ends, size]
         shares.append([after - before for before, after in pairwise(bounds)])
     num_devices = sum(map(len, shares))
-    samples_on = draw(st.none() | st.integers(first_soc, first_soc + num_devices))  # the last one has no stage
-    return plan_of((*cuts, NUM_LAYERS - 1), shares, draw(st.integers(1, 5)), first_soc=first_soc,
-                   rule=draw(st.sampled_from(list(RULES.values()))), samples_on=samples_on)
+    samples_on = draw(
+        st.none() | st.integers(first_soc, first_soc + num_devices)
+    )  # the last one has no stage
+    return plan_of(
+        (*cuts, NUM_LAYERS - 1),
+        shares,
+        draw(st.integers(1, 5)),
+        first_soc=first_soc,
+        rule=draw(st.sampled_from(list(RULES.values()))),
+        samples_on=samples_on,
+    )
 
 
 @st.composite
@@ -70,17 +81,27 @@ def test_a_plan_computes_the_weights_of_one_device(plan: Plan, num_samples: int,
     assert end.weights.keys() == alone.keys()
     for name, weight in alone.items():
         assert torch.allclose(end.weights[name], weight, atol=1e-6), name
-    limits = {soc: stage.in_flight for pipeline in plan.pipelines for stage in pipeline.stages for soc in stage.devices}
+    limits = {
+        soc: stage.in_flight
+        for pipeline in plan.pipelines
+        for stage in pipeline.stages
+        for soc in stage.devices
+    }
     assert all(peak <= limits[soc] for soc, peak in end.peak_in_flight.items())
 
 
 @settings(max_examples=8, deadline=None)
 @given(plan=plans(), coded=st.booleans(), seed=st.integers(0, 9))
 def test_threads_with_random_delays_compute_the_same_bits_within_their_places_in_flight(
-    plan: Plan, coded: bool, seed: int,
+    plan: Plan,
+    coded: bool,
+    seed: int,
 ) -> None:
     module = model(seed, norm=plan.pipelines[0].micro_batch_size > 6, dropout=0.3)
-    steps, coding = minis(2, max(1, plan.num_samples - 1), seed), ActivationCoding(bits=8 if coded else 32)
+    steps, coding = (
+        minis(2, max(1, plan.num_samples - 1), seed),
+        ActivationCoding(bits=8 if coded else 32),
+    )
     dice = random.Random(seed)
 
     def delay(soc: int, operation: Operation) -> None:
@@ -99,16 +120,24 @@ def test_a_plan_survives_its_message(plan: Plan) -> None:
 
 
 @given(plan=pipelines(), num_samples=st.integers(0, 60))
-def test_micro_batches_cover_all_samples_once_and_are_nearly_equal(plan: PipelinePlan, num_samples: int) -> None:
+def test_micro_batches_cover_all_samples_once_and_are_nearly_equal(
+    plan: PipelinePlan, num_samples: int
+) -> None:
     batches = micro_batches(plan, num_samples)
     rows = [row for batch in batches for row in range(batch.first, batch.first + batch.size)]
     assert rows == list(range(num_samples))
     assert max((batch.size for batch in batches), default=0) <= plan.micro_batch_size
-    assert max((batch.size for batch in batches), default=0) - min((batch.size for batch in batches), default=0) <= 1
+    assert (
+        max((batch.size for batch in batches), default=0)
+        - min((batch.size for batch in batches), default=0)
+        <= 1
+    )
     for batch in batches:
         assert all(sum(shares) == batch.size for shares in batch.shares)
     full = micro_batches(plan, plan.num_samples)
-    assert [batch.shares for batch in full] == [tuple(stage.shares for stage in plan.stages)] * plan.num_micro_batches
+    assert [batch.shares for batch in full] == [
+        tuple(stage.shares for stage in plan.stages)
+    ] * plan.num_micro_batches
 
 
 def test_an_optimiser_continues_under_another_plan() -> None:
@@ -116,7 +145,9 @@ def test_an_optimiser_continues_under_another_plan() -> None:
     whole = train_together(module, plan_of((2, 5), ((4,), (4,)), 4), steps)
     half = train_together(module, plan_of((2, 5), ((4,), (4,)), 4), steps[:2])
     module.load_state_dict(half.weights)
-    end = train_together(module, plan_of((0, 3, 5), ((4,), (4,), (4,)), 4), steps[2:], state=half.state)
+    end = train_together(
+        module, plan_of((0, 3, 5), ((4,), (4,), (4,)), 4), steps[2:], state=half.state
+    )
     for name, weight in whole.weights.items():
         assert torch.allclose(end.weights[name], weight, atol=1e-6), name
     fresh = train_together(module, plan_of((0, 3, 5), ((4,), (4,), (4,)), 4), steps[2:])
@@ -154,11 +185,21 @@ def test_the_model_of_these_tests_has_cuts_that_several_tensors_cross() -> None:
 
 
 @pytest.mark.parametrize(("bits", "most"), [(16, 2e-3), (8, 0.05), (4, 1.0)])
-def test_coded_activations_change_weights_as_little_as_their_bits_say(bits: int, most: float) -> None:
+def test_coded_activations_change_weights_as_little_as_their_bits_say(
+    bits: int, most: float
+) -> None:
     module, steps, plan = model(), minis(3, 16), plan_of((1, 3, 5), ((4,), (2, 2), (4,)), 4)
     exact = train_together(module, plan, steps)
-    coded = train_together(module, plan, steps, coding=ActivationCoding(bits=bits, gradient_bits=bits))
-    change = torch.cat([(exact.weights[name] - parameter.detach()).flatten()
-                        for name, parameter in module.named_parameters()]).norm()
-    error = torch.cat([(exact.weights[name] - coded.weights[name]).flatten() for name in exact.weights]).norm()
+    coded = train_together(
+        module, plan, steps, coding=ActivationCoding(bits=bits, gradient_bits=bits)
+    )
+    change = torch.cat(
+        [
+            (exact.weights[name] - parameter.detach()).flatten()
+            for name, parameter in module.named_parameters()
+        ]
+    ).norm()
+    error = torch.cat(
+        [(exact.weights[name] - coded.weights[name]).flatten() for name in exact.weights]
+    ).norm()
     assert 0.0 < error / change < most

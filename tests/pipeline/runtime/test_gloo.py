@@ -37,9 +37,14 @@ def end_of(reports: dict[int, Report]) -> Report:
 
 
 @pytest.mark.parametrize("coding", [EXACT, CODED], ids=["exact", "8 bits"])
-@pytest.mark.parametrize("plan", [HYBRID, with_samples_on(HYBRID, 1), STRAIGHT, with_samples_on(TWO_D, 2)],
-                         ids=["hybrid", "hybrid, samples on SoC 1", "straight", "2-D, samples on SoC 2"])
-def test_processes_compute_the_bits_of_one(devices: Devices, plan: Plan, coding: ActivationCoding) -> None:
+@pytest.mark.parametrize(
+    "plan",
+    [HYBRID, with_samples_on(HYBRID, 1), STRAIGHT, with_samples_on(TWO_D, 2)],
+    ids=["hybrid", "hybrid, samples on SoC 1", "straight", "2-D, samples on SoC 2"],
+)
+def test_processes_compute_the_bits_of_one(
+    devices: Devices, plan: Plan, coding: ActivationCoding
+) -> None:
     steps, options = tuple(minis(3, plan.num_samples - 1)), {"norm": True, "dropout": 0.3}
     end = end_of(devices.train(Training(plan=plan, minis=steps, model=options, coding=coding))).end
     together = train_together(model(**options), plan, steps, coding=coding)
@@ -51,15 +56,23 @@ def test_processes_compute_the_bits_of_one(devices: Devices, plan: Plan, coding:
 
 
 @pytest.mark.parametrize("coding", [EXACT, CODED], ids=["exact", "8 bits"])
-@pytest.mark.parametrize(("plan", "int8_socs"), [
-    (HYBRID, (0,)), (HYBRID, (0, 1, 2)), (with_samples_on(TWO_D, 2), (1, 2))],
-                         ids=["one of a stage", "all", "2-D, samples on SoC 2"])
+@pytest.mark.parametrize(
+    ("plan", "int8_socs"),
+    [(HYBRID, (0,)), (HYBRID, (0, 1, 2)), (with_samples_on(TWO_D, 2), (1, 2))],
+    ids=["one of a stage", "all", "2-D, samples on SoC 2"],
+)
 def test_processes_compute_the_bits_of_one_in_int8(
-    devices: Devices, plan: Plan, int8_socs: tuple[int, ...], coding: ActivationCoding,
+    devices: Devices,
+    plan: Plan,
+    int8_socs: tuple[int, ...],
+    coding: ActivationCoding,
 ) -> None:
     steps, options = tuple(minis(3, plan.num_samples - 1)), {"norm": True, "dropout": 0.3}
-    end = end_of(devices.train(Training(plan=plan, minis=steps, model=options, coding=coding,
-                                        int8_socs=int8_socs))).end
+    end = end_of(
+        devices.train(
+            Training(plan=plan, minis=steps, model=options, coding=coding, int8_socs=int8_socs)
+        )
+    ).end
     together = train_together(model(**options), plan, steps, coding=coding, int8_socs=int8_socs)
     assert end is not None and end.losses == together.losses and end.state == together.state
     assert end.peak_bytes == together.peak_bytes and end.devices == together.devices
@@ -69,8 +82,12 @@ def test_processes_compute_the_bits_of_one_in_int8(
 
 def problem_of(plan: Plan) -> PipelineProblem:
     first = plan.pipelines[0]
-    return estimated_problem(read(model()).model, cluster(3), micro_batch_size=first.micro_batch_size,
-                             num_micro_batches=first.num_micro_batches)
+    return estimated_problem(
+        read(model()).model,
+        cluster(3),
+        micro_batch_size=first.micro_batch_size,
+        num_micro_batches=first.num_micro_batches,
+    )
 
 
 @pytest.mark.parametrize("plan", [HYBRID, STRAIGHT, TWO_D], ids=["hybrid", "straight", "2-D"])
@@ -80,50 +97,80 @@ def test_bytes_on_the_wire_are_those_of_equations_1_and_2(devices: Devices, plan
     reports = devices.train(Training(plan=plan, minis=steps))
     end = end_of(reports)
     # The devices with a loss sum the weights of their labels, a number of eight bytes.
-    weight_bytes = 2 * 8 * (sum(len(pipeline.stages[-1].devices) for pipeline in plan.pipelines) - 1)
+    weight_bytes = (
+        2 * 8 * (sum(len(pipeline.stages[-1].devices) for pipeline in plan.pipelines) - 1)
+    )
     assert sum(report.sent_bytes for report in reports.values()) == len(steps) * (
-        plan.communication_bytes(problem_of(plan)) + weight_bytes)
-    assert end.end_bytes == 0 and all(report.end_bytes > 0 for report in reports.values() if report is not end)
+        plan.communication_bytes(problem_of(plan)) + weight_bytes
+    )
+    assert end.end_bytes == 0 and all(
+        report.end_bytes > 0 for report in reports.values() if report is not end
+    )
 
 
 def test_eight_bits_take_a_quarter_of_the_bytes_of_activations(devices: Devices) -> None:
     """Each of an update's messages has the range of its values besides, in eight bytes."""
     steps = tuple(minis(2, STRAIGHT.num_samples))
     reports = devices.train(Training(plan=STRAIGHT, minis=steps, coding=CODED))
-    num_messages = 2 * STRAIGHT.num_micro_batches * sum(
-        len(read(model()).chain.pieces[stage.last_layer].leaving) for stage in STRAIGHT.stages[:-1])
+    num_messages = (
+        2
+        * STRAIGHT.num_micro_batches
+        * sum(
+            len(read(model()).chain.pieces[stage.last_layer].leaving)
+            for stage in STRAIGHT.stages[:-1]
+        )
+    )
     assert sum(report.sent_bytes for report in reports.values()) == len(steps) * (
-        STRAIGHT.communication_bytes(problem_of(STRAIGHT)) / 4 + 8 * num_messages)
+        STRAIGHT.communication_bytes(problem_of(STRAIGHT)) / 4 + 8 * num_messages
+    )
 
 
 def test_samples_from_a_device_take_their_bytes_and_a_header_each(devices: Devices) -> None:
     plan, steps = with_samples_on(HYBRID, 1), minis(1, HYBRID.num_samples)
     reports = devices.train(Training(plan=plan, minis=tuple(steps)))
-    headers = sum(report.sent_bytes for report in reports.values()) - plan.communication_bytes(problem_of(plan))
-    num_messages = 2 * HYBRID.num_micro_batches  # samples for the other device of the first stage, labels for the last
+    headers = sum(report.sent_bytes for report in reports.values()) - plan.communication_bytes(
+        problem_of(plan)
+    )
+    num_messages = (
+        2 * HYBRID.num_micro_batches
+    )  # samples for the other device of the first stage, labels for the last
     assert 0 < headers < 200 * num_messages
 
 
 def die(death: Death, plan: Plan) -> None:
     """Let a device die: all others know it within `LIMIT_S`, though each waits for other devices, and none hangs."""
     with Devices(3) as some:
-        reports = some.train(Training(plan=plan, minis=tuple(minis(20, plan.num_samples)), death=death))
+        reports = some.train(
+            Training(plan=plan, minis=tuple(minis(20, plan.num_samples)), death=death)
+        )
     dead = reports.pop(death.soc)
     assert dead.lost == "killed"
     for soc, report in reports.items():
-        assert report.lost is not None and report.end is None and not report.threads_left, (soc, report)
+        assert report.lost is not None and report.end is None and not report.threads_left, (
+            soc,
+            report,
+        )
         assert report.moment_s - dead.moment_s < LIMIT_S, (soc, report)
 
 
-@pytest.mark.parametrize(("plan", "death"), [
-    (STRAIGHT, Death(soc=2, pass_number=9)), (HYBRID, Death(soc=0, pass_number=6))], ids=["straight", "hybrid"])
+@pytest.mark.parametrize(
+    ("plan", "death"),
+    [(STRAIGHT, Death(soc=2, pass_number=9)), (HYBRID, Death(soc=0, pass_number=6))],
+    ids=["straight", "hybrid"],
+)
 def test_when_a_device_dies_all_others_know_it_at_once(plan: Plan, death: Death) -> None:
     die(death, plan)
 
 
 @pytest.mark.slow
 @settings(max_examples=12)
-@given(plan=st.sampled_from([HYBRID, STRAIGHT, TWO_D]), soc=st.integers(0, 2), pass_number=st.integers(0, 40),
-       after_s=st.floats(0.0, 0.01))
-def test_a_device_may_die_at_any_moment(plan: Plan, soc: int, pass_number: int, after_s: float) -> None:
+@given(
+    plan=st.sampled_from([HYBRID, STRAIGHT, TWO_D]),
+    soc=st.integers(0, 2),
+    pass_number=st.integers(0, 40),
+    after_s=st.floats(0.0, 0.01),
+)
+def test_a_device_may_die_at_any_moment(
+    plan: Plan, soc: int, pass_number: int, after_s: float
+) -> None:
     die(Death(soc=soc, pass_number=pass_number, after_s=after_s), plan)

@@ -21,7 +21,15 @@ from socflower.pipeline.runtime.member import TrainedModel
 from socflower.pipeline.runtime.payloads import ActivationCoding
 from socflower.pipeline.runtime.stage import OutOfMemory
 from socflower.training.fp32 import FP32Trainer, sgd
-from tests.pipeline.runtime.training import TRAINER, minis, model, plan_of, read, train_in_threads, train_together
+from tests.pipeline.runtime.training import (
+    TRAINER,
+    minis,
+    model,
+    plan_of,
+    read,
+    train_in_threads,
+    train_together,
+)
 
 CUT = plan_of((2, 4, 5), ((6,), (6,), (6,)), 4)
 """Each cut is crossed by one tensor."""
@@ -33,7 +41,9 @@ TWO_D = TwoDPlan(groups=(plan_of((2, 5), ((5,), (5,)), 2), plan_of((5,), ((3,),)
 
 def change(end: TrainedModel, module: nn.Module) -> np.ndarray[Any, Any]:
     before = dict(module.named_parameters())
-    return np.concatenate([(end.weights[name] - before[name].detach()).numpy().ravel() for name in before])
+    return np.concatenate(
+        [(end.weights[name] - before[name].detach()).numpy().ravel() for name in before]
+    )
 
 
 def cosine(a: Any, b: Any) -> float:
@@ -47,13 +57,30 @@ def same(one: TrainedModel, other: TrainedModel) -> None:
 
 
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize(("plan", "int8_socs"), [
-    (CUT, (0,)), (CUT, (1,)), (CUT, (2,)), (CUT, (0, 1, 2)), (SHARED, (0,)), (SHARED, (0, 1, 2)), (TWO_D, (0, 1, 2))])
-def test_an_update_goes_where_that_in_fp32_goes(plan: Plan, int8_socs: tuple[int, ...], norm: bool) -> None:
+@pytest.mark.parametrize(
+    ("plan", "int8_socs"),
+    [
+        (CUT, (0,)),
+        (CUT, (1,)),
+        (CUT, (2,)),
+        (CUT, (0, 1, 2)),
+        (SHARED, (0,)),
+        (SHARED, (0, 1, 2)),
+        (TWO_D, (0, 1, 2)),
+    ],
+)
+def test_an_update_goes_where_that_in_fp32_goes(
+    plan: Plan, int8_socs: tuple[int, ...], norm: bool
+) -> None:
     module, steps = model(norm=norm), minis(3, plan.num_samples)
-    exact, int8 = train_together(module, plan, steps), train_together(module, plan, steps, int8_socs=int8_socs)
+    exact, int8 = (
+        train_together(module, plan, steps),
+        train_together(module, plan, steps, int8_socs=int8_socs),
+    )
     assert cosine(change(exact, module), change(int8, module)) > 0.9
-    assert np.linalg.norm(change(int8, module)) == pytest.approx(np.linalg.norm(change(exact, module)), rel=0.15)
+    assert np.linalg.norm(change(int8, module)) == pytest.approx(
+        np.linalg.norm(change(exact, module)), rel=0.15
+    )
     assert int8.losses == pytest.approx(exact.losses, rel=0.1) and int8.losses != exact.losses
     assert {soc for soc, label in int8.devices.items() if ", int8 " in label} == {*int8_socs}
     for name, buffer in module.named_buffers():
@@ -69,10 +96,18 @@ def test_how_many_micro_batches_are_in_flight_changes_no_bit(dropout: float) -> 
     module, steps = model(norm=True, dropout=dropout), minis(4, CUT.num_samples - 1)
     ends = []
     for in_flight in ((1, 1, 1), (4, 4, 4), (3, 2, 1)):
-        plan = replace(CUT, stages=tuple(replace(stage, in_flight=each)
-                                         for stage, each in zip(CUT.stages, in_flight, strict=True)))
+        plan = replace(
+            CUT,
+            stages=tuple(
+                replace(stage, in_flight=each)
+                for stage, each in zip(CUT.stages, in_flight, strict=True)
+            ),
+        )
         ends.append(train_together(module, plan, steps, int8_socs=(0, 1, 2)))
-    assert ends[1].peak_in_flight == {0: 4, 1: 4, 2: 4} and ends[1].peak_bytes[1] > ends[0].peak_bytes[1]
+    assert (
+        ends[1].peak_in_flight == {0: 4, 1: 4, 2: 4}
+        and ends[1].peak_bytes[1] > ends[0].peak_bytes[1]
+    )
     same(ends[0], ends[1])
     same(ends[0], ends[2])
 
@@ -86,8 +121,10 @@ def test_devices_of_a_stage_round_their_masters_alike() -> None:
     assert cosine(change(halves, module), change(whole, module)) > 0.98
 
 
-@pytest.mark.parametrize("coding", [ActivationCoding(bits=8, gradient_bits=8, feedback="rank-one"),
-                                    ActivationCoding(bits=4)])
+@pytest.mark.parametrize(
+    "coding",
+    [ActivationCoding(bits=8, gradient_bits=8, feedback="rank-one"), ActivationCoding(bits=4)],
+)
 def test_coded_activations_compose(coding: ActivationCoding) -> None:
     module, steps = model(norm=True), minis(3, CUT.num_samples)
     exact = train_together(module, CUT, steps)
@@ -111,11 +148,21 @@ def test_frozen_layers_stay_and_pass_gradients_on() -> None:
     module = model()
     module.blocks[1].requires_grad_(False)
     steps = minis(2, CUT.num_samples)
-    exact, int8 = train_together(module, CUT, steps), train_together(module, CUT, steps, int8_socs=(0, 1, 2))
+    exact, int8 = (
+        train_together(module, CUT, steps),
+        train_together(module, CUT, steps, int8_socs=(0, 1, 2)),
+    )
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     assert not any(name.startswith("blocks.1.") for name in int8.weights)
-    changes = [np.concatenate([(end.weights[name] - dict(module.named_parameters())[name].detach()).numpy().ravel()
-                               for name in trained]) for end in (exact, int8)]
+    changes = [
+        np.concatenate(
+            [
+                (end.weights[name] - dict(module.named_parameters())[name].detach()).numpy().ravel()
+                for name in trained
+            ]
+        )
+        for end in (exact, int8)
+    ]
     assert cosine(*changes) > 0.9
 
 
@@ -127,15 +174,22 @@ def test_the_state_of_an_optimiser_goes_on_in_the_other_arithmetic() -> None:
     later.load_state_dict({**later.state_dict(), **first.weights})
     for int8_socs in ((), (0, 2)):
         end = train_together(later, CUT, steps[2:], trainer, state=first.state, int8_socs=int8_socs)
-        assert cosine(change(end, later), change(train_together(later, CUT, steps[2:], trainer, state=first.state),
-                                                 later)) > 0.9
+        assert (
+            cosine(
+                change(end, later),
+                change(train_together(later, CUT, steps[2:], trainer, state=first.state), later),
+            )
+            > 0.9
+        )
 
 
 def test_engines_count_towards_the_budget() -> None:
     module, steps = model(norm=True), minis(2, CUT.num_samples)
     needed = train_together(module, CUT, steps, int8_socs=(1,)).peak_bytes
     train_together(module, CUT, steps, int8_socs=(1,), budget_bytes=max(needed.values()))
-    with pytest.raises(OutOfMemory, match=r"^stage 1 on SoC 1: needs [^\n]* in flight, of a budget of [^\n]*$"):
+    with pytest.raises(
+        OutOfMemory, match=r"^stage 1 on SoC 1: needs [^\n]* in flight, of a budget of [^\n]*$"
+    ):
         train_together(module, CUT, steps, int8_socs=(1,), budget_bytes=needed[1] - 1)
 
 
@@ -157,7 +211,9 @@ def test_layers_are_measured_in_int8() -> None:
 
 
 def sequential(*layers: nn.Module) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), *layers, nn.Flatten(), nn.LazyLinear(8), nn.Linear(8, 5))
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.ReLU(), *layers, nn.Flatten(), nn.LazyLinear(8), nn.Linear(8, 5)
+    )
 
 
 class Tokens(nn.Module):
@@ -179,16 +235,32 @@ def refused(make: Any, example: Any, **options: Any) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize(("make", "example", "options", "said"), [
-    (model, (1, 6, 6), {}, "2 tensors go out of layer 1 .*use cuts = 'blocks'"),
-    (lambda: sequential(nn.GELU()), (1, 6, 6), {}, r"layer 0 \(0\) is not for int8: 2: int8 training has no GELU"),
-    (lambda: sequential(nn.GroupNorm(2, 4)), (1, 6, 6), {}, "no GroupNorm"),
-    (Tokens, torch.zeros(2, 4, dtype=torch.int64), {}, "int64 goes into layer 0"),
-    (lambda: nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 5)), (3, 6), {}, "layer 0"),
-    (lambda: sequential(), (1, 6, 6), {"cuts": "operations"}, "a stage may have nothing that int8 computes"),
-])
+@pytest.mark.parametrize(
+    ("make", "example", "options", "said"),
+    [
+        (model, (1, 6, 6), {}, "2 tensors go out of layer 1 .*use cuts = 'blocks'"),
+        (
+            lambda: sequential(nn.GELU()),
+            (1, 6, 6),
+            {},
+            r"layer 0 \(0\) is not for int8: 2: int8 training has no GELU",
+        ),
+        (lambda: sequential(nn.GroupNorm(2, 4)), (1, 6, 6), {}, "no GroupNorm"),
+        (Tokens, torch.zeros(2, 4, dtype=torch.int64), {}, "int64 goes into layer 0"),
+        (lambda: nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 5)), (3, 6), {}, "layer 0"),
+        (
+            lambda: sequential(),
+            (1, 6, 6),
+            {"cuts": "operations"},
+            "a stage may have nothing that int8 computes",
+        ),
+    ],
+)
 def test_what_int8_does_not_have_is_refused_before_anything_starts(
-    make: Any, example: Any, options: dict[str, Any], said: str,
+    make: Any,
+    example: Any,
+    options: dict[str, Any],
+    said: str,
 ) -> None:
     assert re.search(said, refused(make, example, **options))
 
@@ -201,7 +273,14 @@ def test_a_member_refuses_what_its_own_stage_does_not_have() -> None:
 
 
 def test_models_without_several_tensors_at_a_cut_are_accepted() -> None:
-    require_int8(read_model(model(norm=True, dropout=0.3), (1, 6, 6), "residual", granularity=Granularity.BLOCKS),
-                 model(norm=True, dropout=0.3))
+    require_int8(
+        read_model(
+            model(norm=True, dropout=0.3), (1, 6, 6), "residual", granularity=Granularity.BLOCKS
+        ),
+        model(norm=True, dropout=0.3),
+    )
     part = int8_part(model(), read(model()).chain, 3, 4)
-    assert (part.input_shape, part.output_shape) == ((4, 6, 6), (144,))  # cut behind the layer that flattens
+    assert (part.input_shape, part.output_shape) == (
+        (4, 6, 6),
+        (144,),
+    )  # cut behind the layer that flattens

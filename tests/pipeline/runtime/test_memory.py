@@ -28,8 +28,14 @@ def stage(*layers: nn.Module, limit: int = 3, **options: Any) -> StageWork:
             return (self.layers(entering),)
 
     torch.manual_seed(0)
-    return StageWork(name="stage 0 on SoC 7", module=Layers(), entering=(), limit=limit,
-                     leaving=(Crossing(shape=(4,), dtype=torch.float32),), **options)
+    return StageWork(
+        name="stage 0 on SoC 7",
+        module=Layers(),
+        entering=(),
+        limit=limit,
+        leaving=(Crossing(shape=(4,), dtype=torch.float32),),
+        **options,
+    )
 
 
 def saved_bytes(result: Tensor, module: nn.Module) -> int:
@@ -46,8 +52,14 @@ def saved_bytes(result: Tensor, module: nn.Module) -> int:
             if name.startswith("_saved_"):
                 value = getattr(node, name)
                 for tensor in value if isinstance(value, tuple | list) else (value,):
-                    if isinstance(tensor, Tensor) and tensor.numel() and tensor.data_ptr() not in own:
-                        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+                    if (
+                        isinstance(tensor, Tensor)
+                        and tensor.numel()
+                        and tensor.data_ptr() not in own
+                    ):
+                        storages[tensor.untyped_storage().data_ptr()] = (
+                            tensor.untyped_storage().nbytes()
+                        )
     return sum(storages.values())
 
 
@@ -56,7 +68,9 @@ def saved_bytes(result: Tensor, module: nn.Module) -> int:
 def test_the_peak_is_what_plain_torch_says_that_it_saves(batch_size: int, norm: bool) -> None:
     module = model(norm=norm).train()
     inputs = torch.randn(batch_size, 1, 6, 6)
-    work = StageWork(name="all", module=module, entering=(), leaving=(), limit=2, loss=nn.CrossEntropyLoss())
+    work = StageWork(
+        name="all", module=module, entering=(), leaving=(), limit=2, loss=nn.CrossEntropyLoss()
+    )
     labels = torch.zeros(batch_size, dtype=torch.int64)
     each = saved_bytes(nn.CrossEntropyLoss()(module(inputs), labels), module)
     for number in range(2):
@@ -77,13 +91,17 @@ def test_known_layers_keep_known_bytes() -> None:
 
 def test_beyond_its_budget_a_stage_says_so_in_a_line() -> None:
     each = 4 * 5 * (8 + 4)
-    work = stage(nn.Linear(8, 4), nn.Sigmoid(), state_bytes=100_000.0, budget_bytes=100_000.0 + 2 * each)
+    work = stage(
+        nn.Linear(8, 4), nn.Sigmoid(), state_bytes=100_000.0, budget_bytes=100_000.0 + 2 * each
+    )
     for number in range(2):
         work.forward(number, [torch.randn(5, 8)], stream=0)
     with pytest.raises(OutOfMemory) as raised:
         work.forward(2, [torch.randn(5, 8)], stream=0)
-    assert str(raised.value) == ("stage 0 on SoC 7: needs 0.1 MB or more with 3 micro-batches in flight, of a budget "
-                                 "of 0.1 MB; use smaller micro-batches, fewer in flight or more devices")
+    assert str(raised.value) == (
+        "stage 0 on SoC 7: needs 0.1 MB or more with 3 micro-batches in flight, of a budget "
+        "of 0.1 MB; use smaller micro-batches, fewer in flight or more devices"
+    )
 
 
 def test_weights_alone_may_be_too_much_also_where_nothing_is_saved() -> None:
@@ -97,7 +115,9 @@ def test_a_member_out_of_memory_names_its_stage_and_soc() -> None:
     needed = train_together(module, PLAN, minis(2, PLAN.num_samples)).peak_bytes
     train_together(module, PLAN, minis(2, PLAN.num_samples), budget_bytes=max(needed.values()))
     with pytest.raises(OutOfMemory, match=r"^stage 0 on SoC 0: needs [^\n]*$"):
-        train_together(module, PLAN, minis(2, PLAN.num_samples), budget_bytes=max(needed.values()) - 1)
+        train_together(
+            module, PLAN, minis(2, PLAN.num_samples), budget_bytes=max(needed.values()) - 1
+        )
 
 
 def test_what_a_pass_has_saved_goes_with_its_stage_where_no_backward_pass_follows() -> None:
@@ -115,7 +135,9 @@ def test_what_a_pass_has_saved_goes_with_its_stage_where_no_backward_pass_follow
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("norm", [False, True])
-def test_a_plan_counts_no_less_than_a_device_keeps_and_not_three_times_as_much(norm: bool, dropout: float) -> None:
+def test_a_plan_counts_no_less_than_a_device_keeps_and_not_three_times_as_much(
+    norm: bool, dropout: float
+) -> None:
     """A plan counts what all operations make.
 
     Autograd does not keep a convolution's result where its activation keeps its own, as here behind each of them, but
@@ -123,7 +145,9 @@ def test_a_plan_counts_no_less_than_a_device_keeps_and_not_three_times_as_much(n
     """
     module = model(norm=norm, dropout=dropout)
     peaks = train_together(module, PLAN, minis(2, PLAN.num_samples)).peak_bytes
-    problem = estimated_problem(read(module).model, cluster(4), micro_batch_size=6, num_micro_batches=4)
+    problem = estimated_problem(
+        read(module).model, cluster(4), micro_batch_size=6, num_micro_batches=4
+    )
     for part in PLAN.stages:
         for soc, share in zip(part.devices, part.shares, strict=True):
             assert peaks[soc] <= part.memory_bytes(problem, share) < 3 * peaks[soc]
@@ -133,9 +157,17 @@ class InPlace(nn.Sequential):
     """Activations that overwrite what the layer before has made."""
 
     def __init__(self) -> None:
-        super().__init__(nn.Conv2d(1, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4),
-                         nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(16, 8), nn.Hardtanh(inplace=True),
-                         nn.Linear(8, 5))
+        super().__init__(
+            nn.Conv2d(1, 4, 3),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(4, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.Flatten(),
+            nn.Linear(16, 8),
+            nn.Hardtanh(inplace=True),
+            nn.Linear(8, 5),
+        )
 
 
 @pytest.mark.parametrize("budget_bytes", [1e6, float("inf")])
@@ -149,12 +181,16 @@ def test_activations_in_place_compute_the_same_within_a_budget(budget_bytes: flo
         plan = plan_of(cuts, ((4,),) * len(cuts), 4)
         end = train_together(module, plan, steps, budget_bytes=budget_bytes)
         for name, weight in alone.items():
-            assert torch.equal(end.weights[name], weight) or torch.allclose(end.weights[name], weight, atol=1e-6), name
+            assert torch.equal(end.weights[name], weight) or torch.allclose(
+                end.weights[name], weight, atol=1e-6
+            ), name
 
 
 def test_in_place_changes_that_autograd_refuses_are_refused() -> None:
     """As without the hooks that count; otherwise gradients would be wrong without a word."""
     work = stage(nn.Linear(8, 4), nn.Sigmoid(), nn.ReLU(inplace=True))
     work.forward(0, [torch.randn(5, 8)], stream=0)
-    with pytest.raises(RuntimeError, match="stage 0 on SoC 7: a tensor that the backward pass needs was changed"):
+    with pytest.raises(
+        RuntimeError, match="stage 0 on SoC 7: a tensor that the backward pass needs was changed"
+    ):
         work.backward(0, [torch.ones(5, 4)])

@@ -26,12 +26,24 @@ LAYERS_UNTIL = (1, 4, 7, 10)
 
 def sequence() -> nn.Sequential:
     torch.manual_seed(5)
-    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(),
-                         nn.Conv2d(6, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, 12), nn.Tanh(), nn.Identity(),
-                         nn.Linear(12, 5))
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.Conv2d(4, 6, 3),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Conv2d(6, 6, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(24, 12),
+        nn.Tanh(),
+        nn.Identity(),
+        nn.Linear(12, 5),
+    )
 
 
-def by_torch(pipe: Connection, rank: int, cuts: tuple[int, ...], num_micro_batches: int, port: int) -> None:
+def by_torch(
+    pipe: Connection, rank: int, cuts: tuple[int, ...], num_micro_batches: int, port: int
+) -> None:
     """Be one rank of torch's pipeline; send the weights of its stage after two updates, by their names in the model."""
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import Schedule1F1B
@@ -39,15 +51,23 @@ def by_torch(pipe: Connection, rank: int, cuts: tuple[int, ...], num_micro_batch
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=len(cuts))
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=len(cuts)
+    )
     ends = [0, *(LAYERS_UNTIL[cut] if cut < len(LAYERS_UNTIL) else 11 for cut in cuts)]
-    module = sequence()[ends[rank]:ends[rank + 1]].train()
+    module = sequence()[ends[rank] : ends[rank + 1]].train()
     with torch.no_grad():
         # Without them it runs the stage on memory of any content, which spoils the running statistics.
-        entering = sequence()[:ends[rank]](torch.zeros(MICRO_BATCH, 1, 6, 6))
-        leaving = sequence()[ends[rank]:ends[rank + 1]](entering)
-    stage = PipelineStage(module, rank, len(cuts), torch.device("cpu"), input_args=entering.requires_grad_(rank > 0),
-                          output_args=leaving.requires_grad_())
+        entering = sequence()[: ends[rank]](torch.zeros(MICRO_BATCH, 1, 6, 6))
+        leaving = sequence()[ends[rank] : ends[rank + 1]](entering)
+    stage = PipelineStage(
+        module,
+        rank,
+        len(cuts),
+        torch.device("cpu"),
+        input_args=entering.requires_grad_(rank > 0),
+        output_args=leaving.requires_grad_(),
+    )
     schedule = Schedule1F1B(stage, num_micro_batches, loss_fn=functional.cross_entropy)
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     for mini in minis(2, MICRO_BATCH * num_micro_batches):
@@ -67,7 +87,11 @@ def weights_by_torch(cuts: tuple[int, ...], num_micro_batches: int) -> dict[str,
     pipes, ranks = [], []
     for rank in range(len(cuts)):
         here, there = processes.Pipe()
-        ranks.append(processes.Process(target=by_torch, args=(there, rank, cuts, num_micro_batches, port), daemon=True))
+        ranks.append(
+            processes.Process(
+                target=by_torch, args=(there, rank, cuts, num_micro_batches, port), daemon=True
+            )
+        )
         ranks[-1].start()
         there.close()
         pipes.append(here)
@@ -82,22 +106,37 @@ def weights_by_torch(cuts: tuple[int, ...], num_micro_batches: int) -> dict[str,
     return found
 
 
-@pytest.mark.parametrize(("cuts", "num_micro_batches", "tolerance"), [((1, 4), 4, 0.0), ((0, 2, 4), 8, 0.0),
-                                                                      ((0, 2, 4), 3, 1e-6)])
-def test_torchs_1f1b_computes_the_same(cuts: tuple[int, ...], num_micro_batches: int, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("cuts", "num_micro_batches", "tolerance"),
+    [((1, 4), 4, 0.0), ((0, 2, 4), 8, 0.0), ((0, 2, 4), 3, 1e-6)],
+)
+def test_torchs_1f1b_computes_the_same(
+    cuts: tuple[int, ...], num_micro_batches: int, tolerance: float
+) -> None:
     """Micro-batches are added in one order; torch scales their sum, ours each: the same bits by a power of two."""
     plan = plan_of(cuts, ((MICRO_BATCH,),) * len(cuts), num_micro_batches)
     trainer = FP32Trainer(optimizer=sgd(LEARNING_RATE, momentum=0.0), device="cpu")
     steps = minis(2, plan.num_samples)
-    ours, theirs = train_together(sequence(), plan, steps, trainer), weights_by_torch(cuts, num_micro_batches)
+    ours, theirs = (
+        train_together(sequence(), plan, steps, trainer),
+        weights_by_torch(cuts, num_micro_batches),
+    )
     assert ours.weights.keys() == theirs.keys() == sequence().state_dict().keys()
     assert not torch.equal(ours.weights["0.weight"], sequence()[0].weight)
     for name, weight in ours.weights.items():
-        np.testing.assert_allclose(weight.numpy(), theirs[name], rtol=0.0, atol=tolerance, err_msg=name)
+        np.testing.assert_allclose(
+            weight.numpy(), theirs[name], rtol=0.0, atol=tolerance, err_msg=name
+        )
 
 
 def test_the_sequence_is_cut_as_the_profiler_cuts_it() -> None:
     pieces = read(sequence()).chain.pieces
-    ends = [max(int(one.node.name.split("_")[-1]) for one in piece.operations if one.node.op == "call_module")
-            for piece in pieces]
+    ends = [
+        max(
+            int(one.node.name.split("_")[-1])
+            for one in piece.operations
+            if one.node.op == "call_module"
+        )
+        for piece in pieces
+    ]
     assert ends == [0, 3, 6, 9, 10]

@@ -28,7 +28,9 @@ class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 1))
-        self.branch = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.Dropout2d(0.2))
+        self.branch = nn.Sequential(
+            nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.Dropout2d(0.2)
+        )
         self.head = nn.Sequential(nn.AvgPool2d(2), nn.Flatten(), nn.Dropout(0.3), nn.Linear(32, 4))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -39,29 +41,43 @@ class Residual(nn.Module):
 def made(name: str, module: nn.Module | None = None, **options: object) -> Int8Model:
     algorithm = int8_algorithm(name, 0.5 if name == "adaptive-fixed-point" else 0.0)
     return Int8Model.from_module(
-        module or built(Residual, 3), input_shape=SHAPE, algorithm=algorithm,
-        settings=EngineSettings(rescaling=RescalingPolicy(warm_up_batches=2)), **options)  # type: ignore[arg-type]
+        module or built(Residual, 3),
+        input_shape=SHAPE,
+        algorithm=algorithm,
+        settings=EngineSettings(rescaling=RescalingPolicy(warm_up_batches=2)),
+        **options,
+    )  # type: ignore[arg-type]
 
 
 def batches(num_steps: int = STEPS) -> list[tuple[np.ndarray, np.ndarray]]:
     random = np.random.default_rng(4)
     loud = np.where(np.arange(num_steps) == LOUD, 60.0, 1.0)
-    return [(random.normal(0.0, scale, (BATCH, *SHAPE)).astype(np.float32), random.integers(0, 4, BATCH))
-            for scale in loud]
+    return [
+        (
+            random.normal(0.0, scale, (BATCH, *SHAPE)).astype(np.float32),
+            random.integers(0, 4, BATCH),
+        )
+        for scale in loud
+    ]
 
 
 def on_ring(size: int, train: Callable[[Peers], object]) -> list[object]:
     rings = in_process_rings(size)
     with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(lambda ring: train(RingPeers(ring, lambda: None, nullcontext)), rings))
+        return list(
+            threads.map(lambda ring: train(RingPeers(ring, lambda: None, nullcontext)), rings)
+        )
 
 
 def joint(model: Int8Model, peers: Peers, splits: Sequence[Sequence[int]]) -> list[float]:
     losses = []
-    for step, ((images, labels), sizes) in enumerate(zip(batches(len(splits)), splits, strict=True)):
-        own = slice(sum(sizes[:peers.rank]), sum(sizes[:peers.rank + 1]))
-        begun = model.begin_joint_step(images[own], labels[own], peers, learning_rate=0.05, progress=step / STEPS,
-                                       seed=step)
+    for step, ((images, labels), sizes) in enumerate(
+        zip(batches(len(splits)), splits, strict=True)
+    ):
+        own = slice(sum(sizes[: peers.rank]), sum(sizes[: peers.rank + 1]))
+        begun = model.begin_joint_step(
+            images[own], labels[own], peers, learning_rate=0.05, progress=step / STEPS, seed=step
+        )
         begun.exchange()
         begun.apply()
         losses.append(begun.loss)
@@ -69,24 +85,35 @@ def joint(model: Int8Model, peers: Peers, splits: Sequence[Sequence[int]]) -> li
 
 
 def alone(model: Int8Model) -> list[float]:
-    return [model.train_step(images, labels, learning_rate=0.05, progress=step / STEPS, seed=step).loss
-            for step, (images, labels) in enumerate(batches())]
+    return [
+        model.train_step(images, labels, learning_rate=0.05, progress=step / STEPS, seed=step).loss
+        for step, (images, labels) in enumerate(batches())
+    ]
 
 
 def require_same(ours: Int8Model, reference: Int8Model) -> None:
     for name, array in reference.arrays().items():
         np.testing.assert_array_equal(ours.arrays()[name], array, err_msg=name)
-    assert sorted(map(str, ours.trackers_to_json())) == sorted(map(str, reference.trackers_to_json()))
+    assert sorted(map(str, ours.trackers_to_json())) == sorted(
+        map(str, reference.trackers_to_json())
+    )
 
 
-splits_of_three = st.lists(st.tuples(st.integers(0, BATCH), st.integers(0, BATCH)).map(
-    lambda cuts: (min(cuts), max(cuts) - min(cuts), BATCH - max(cuts))), min_size=STEPS, max_size=STEPS)
+splits_of_three = st.lists(
+    st.tuples(st.integers(0, BATCH), st.integers(0, BATCH)).map(
+        lambda cuts: (min(cuts), max(cuts) - min(cuts), BATCH - max(cuts))
+    ),
+    min_size=STEPS,
+    max_size=STEPS,
+)
 
 
 @pytest.mark.parametrize("name", ["niti", "adaptive-fixed-point"])
 @settings(max_examples=4, deadline=None)
 @given(splits=splits_of_three)
-def test_any_shares_give_the_step_of_the_whole_batch(name: str, splits: list[tuple[int, int, int]]) -> None:
+def test_any_shares_give_the_step_of_the_whole_batch(
+    name: str, splits: list[tuple[int, int, int]]
+) -> None:
     """Members without samples included, and a step whose values saturate at exponents that are known."""
     reference, models = made(name), [made(name) for _ in range(3)]
     losses = alone(reference)
@@ -96,7 +123,9 @@ def test_any_shares_give_the_step_of_the_whole_batch(name: str, splits: list[tup
     np.testing.assert_allclose(np.sum(parts, axis=0), losses, rtol=1e-12)
 
 
-def test_members_search_again_together_where_one_of_them_saturates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_members_search_again_together_where_one_of_them_saturates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     passes: list[bool] = []
     held = JointShare.held
 
@@ -124,10 +153,16 @@ def test_a_step_that_is_not_applied_changes_nothing() -> None:
 
 def test_members_run_operators_of_the_fp32_side_on_the_same_weights() -> None:
     """Their gradients are sums of floats, so they equal those of the whole batch up to rounding."""
-    def module() -> nn.Module:
-        return built(lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.GELU(), nn.Flatten(), nn.Linear(64, 4)), 3)
 
-    models = [made("adaptive-fixed-point", module(), fp32_operators=["3"], unsupported="fp32") for _ in range(3)]
+    def module() -> nn.Module:
+        return built(
+            lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.GELU(), nn.Flatten(), nn.Linear(64, 4)), 3
+        )
+
+    models = [
+        made("adaptive-fixed-point", module(), fp32_operators=["3"], unsupported="fp32")
+        for _ in range(3)
+    ]
     reference = made("adaptive-fixed-point", module(), fp32_operators=["3"], unsupported="fp32")
     alone(reference)
     on_ring(3, lambda peers: joint(models[peers.rank], peers, [(3, 0, 4)] * STEPS))

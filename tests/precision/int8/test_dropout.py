@@ -9,7 +9,13 @@ from torch import nn
 
 from socflower import _int8
 from socflower.errors import ConfigError
-from socflower.precision import ADAPTIVE_FIXED_POINT, NITI, EngineSettings, Int8Model, RescalingPolicy
+from socflower.precision import (
+    ADAPTIVE_FIXED_POINT,
+    NITI,
+    EngineSettings,
+    Int8Model,
+    RescalingPolicy,
+)
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.from_torch import capture_network
 from socflower.precision.operator_costs import profile_operators
@@ -38,8 +44,10 @@ def drawn(p, seed, images, *, channelwise=False):
     model = model_of(first(nn.Dropout2d(p) if channelwise else nn.Dropout(p)))
     model.train_step(images, np.zeros(len(images), np.int32), progress=0.0, seed=seed)
     tensors = model._programs[len(images)].tensors
-    return [np.ldexp(tensors[name].data[..., : IMAGE[0]].astype(np.float64), tensors[name].exponent)
-            for name in (ir.INPUT, "0")]
+    return [
+        np.ldexp(tensors[name].data[..., : IMAGE[0]].astype(np.float64), tensors[name].exponent)
+        for name in (ir.INPUT, "0")
+    ]
 
 
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.5, 0.9])
@@ -88,9 +96,19 @@ class Given(nn.Module):
     def forward(self, x):
         channelwise = isinstance(self.dropout, nn.Dropout2d)
         shape = x.shape[:2] if channelwise or x.dim() == 2 else (*x.shape[2:], *x.shape[:2])
-        draws = np.random.Generator(np.random.Philox(np.random.SeedSequence([self.seed, self.place])))
-        kept = torch.from_numpy(draws.integers(0, 2**32, shape, dtype=np.uint32) >= round(self.dropout.p * 2**32))
-        kept = kept.permute(2, 3, 0, 1) if kept.dim() == 4 else kept[:, :, None, None] if channelwise else kept
+        draws = np.random.Generator(
+            np.random.Philox(np.random.SeedSequence([self.seed, self.place]))
+        )
+        kept = torch.from_numpy(
+            draws.integers(0, 2**32, shape, dtype=np.uint32) >= round(self.dropout.p * 2**32)
+        )
+        kept = (
+            kept.permute(2, 3, 0, 1)
+            if kept.dim() == 4
+            else kept[:, :, None, None]
+            if channelwise
+            else kept
+        )
         return x * kept / (1 - self.dropout.p)
 
 
@@ -101,18 +119,31 @@ def test_gradients_are_those_of_autograd_with_the_same_masks():
         module = build("dropped", seed=1)
         images, labels = batches(1, size=48, seed=seed)[0]
         model = model_of(module, ADAPTIVE_FIXED_POINT)
-        for weight in model.parameters.weights.values():  # torch at the weights that int8 computes with
+        for (
+            weight
+        ) in model.parameters.weights.values():  # torch at the weights that int8 computes with
             weight.master[...] = np.ldexp(weight.data.astype(np.float32), weight.exponent)
         before = model.state_dict()
         module.load_state_dict(before)
         places = {node.name: place for place, node in enumerate(model.graph.nodes)}
-        reference = nn.Sequential(*(Given(part, places[name], seed) if isinstance(part, DROPOUTS) else part
-                                    for name, part in module.named_children())).train()
-        nn.functional.cross_entropy(reference(torch.from_numpy(images)), torch.from_numpy(labels).long()).backward()
+        reference = nn.Sequential(
+            *(
+                Given(part, places[name], seed) if isinstance(part, DROPOUTS) else part
+                for name, part in module.named_children()
+            )
+        ).train()
+        nn.functional.cross_entropy(
+            reference(torch.from_numpy(images)), torch.from_numpy(labels).long()
+        ).backward()
         model.train_step(images, labels, learning_rate=1e-3, seed=seed)
         after = model.state_dict()
         for name, parameter in module.named_parameters():
-            pair = np.stack([((before[name] - after[name]).double() / 1e-3).numpy(), parameter.grad.double().numpy()])
+            pair = np.stack(
+                [
+                    ((before[name] - after[name]).double() / 1e-3).numpy(),
+                    parameter.grad.double().numpy(),
+                ]
+            )
             sums[name] = sums.get(name, 0.0) + pair
     for name, (got, expected) in sums.items():
         if np.abs(expected).max() < 1e-4:  # a bias before a BatchNorm
@@ -124,8 +155,12 @@ def test_gradients_are_those_of_autograd_with_the_same_masks():
 
 def test_evaluation_is_that_of_the_network_without_dropout():
     module, images = build("dropped"), batches(1)[0][0]
-    without = nn.Sequential(*(nn.Identity() if isinstance(part, DROPOUTS) else part for part in module))
-    np.testing.assert_array_equal(model_of(module).predict(images), model_of(without).predict(images))
+    without = nn.Sequential(
+        *(nn.Identity() if isinstance(part, DROPOUTS) else part for part in module)
+    )
+    np.testing.assert_array_equal(
+        model_of(module).predict(images), model_of(without).predict(images)
+    )
 
 
 @given(st.integers(0, 2**62), st.integers(0, 2**62))
@@ -149,17 +184,30 @@ def test_steps_without_a_seed_drop_differently_and_a_loaded_model_goes_on(tmp_pa
         np.testing.assert_array_equal(array, other.arrays()[name])
 
 
-@pytest.mark.parametrize("changes", [
-    *({"kernel": kernel} for kernel in _int8.available_kernels()), {"num_threads": 2}, {"reuse_graph": False}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"kernel": kernel} for kernel in _int8.available_kernels()),
+        {"num_threads": 2},
+        {"reuse_graph": False},
+    ],
+    ids=str,
+)
 def test_no_setting_of_the_machine_changes_what_is_dropped(changes):
     expected, model = model_of(build("dropped")), model_of(build("dropped"), **changes)
     for index, batch in enumerate(batches(3)):
-        assert model.train_step(*batch, progress=index / 3) == expected.train_step(*batch, progress=index / 3)
+        assert model.train_step(*batch, progress=index / 3) == expected.train_step(
+            *batch, progress=index / 3
+        )
 
 
 def test_with_p_0_nothing_is_there_and_with_p_1_nothing_is_left():
-    assert [node.name for node in capture_network(first(nn.Dropout2d(0.0)), IMAGE).graph.nodes] == ["2"]
-    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Dropout(1.0), nn.Flatten(), nn.Linear(4 * 64, CLASSES))
+    assert [node.name for node in capture_network(first(nn.Dropout2d(0.0)), IMAGE).graph.nodes] == [
+        "2"
+    ]
+    module = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Dropout(1.0), nn.Flatten(), nn.Linear(4 * 64, CLASSES)
+    )
     model = model_of(module, ADAPTIVE_FIXED_POINT)
     before = model.state_dict()
     model.train_step(*batches(1)[0], learning_rate=0.1)
@@ -172,7 +220,10 @@ def test_a_dropout_of_a_frozen_part_still_drops():
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name.startswith("13."))
     model = model_of(module)
-    one, other = (model.train_step(*batches(1)[0], learning_rate=0.0, progress=0.0, seed=seed).loss for seed in (1, 2))
+    one, other = (
+        model.train_step(*batches(1)[0], learning_rate=0.0, progress=0.0, seed=seed).loss
+        for seed in (1, 2)
+    )
     assert one != other
 
 
@@ -196,14 +247,22 @@ def test_functions_that_drop_in_training_are_understood_in_either_mode(function)
     for training in (True, False):
         nodes = capture_network(Functional(function).train(training), IMAGE).graph.nodes
         assert [(node.kind, getattr(node, "p", 0.3)) for node in nodes] == [
-            ("convolution", 0.3), ("dropout", 0.3), ("convolution", 0.3)]
+            ("convolution", 0.3),
+            ("dropout", 0.3),
+            ("convolution", 0.3),
+        ]
 
 
 def test_a_function_that_drops_in_evaluation_too_is_refused_and_one_that_never_does_is_left_out():
-    with pytest.raises(ConfigError, match=r"dropout: .* goes on in evaluation: give it training=self.training"):
+    with pytest.raises(
+        ConfigError, match=r"dropout: .* goes on in evaluation: give it training=self.training"
+    ):
         capture_network(Functional(lambda m, x: nn.functional.dropout(x, 0.3)), IMAGE)
     never = Functional(lambda m, x: nn.functional.dropout(x, 0.3, False))
-    assert [node.kind for node in capture_network(never, IMAGE).graph.nodes] == ["convolution", "convolution"]
+    assert [node.kind for node in capture_network(never, IMAGE).graph.nodes] == [
+        "convolution",
+        "convolution",
+    ]
 
 
 def test_a_dropout_in_evaluation_mode_rests_in_a_network_that_trains():
@@ -211,7 +270,10 @@ def test_a_dropout_in_evaluation_mode_rests_in_a_network_that_trains():
     module[0].eval()
     assert [node.kind for node in capture_network(module, IMAGE).graph.nodes] == ["convolution"]
     assert not module[0].training
-    assert [node.kind for node in capture_network(module.eval(), IMAGE).graph.nodes] == ["dropout", "convolution"]
+    assert [node.kind for node in capture_network(module.eval(), IMAGE).graph.nodes] == [
+        "dropout",
+        "convolution",
+    ]
 
 
 def test_one_dropout_may_be_called_twice_and_drops_differently():
@@ -245,4 +307,6 @@ def test_tracing_draws_nothing_from_torchs_generator():
 
 def test_a_probability_lies_in_0_to_1():
     with pytest.raises(ConfigError, match=r"graph: d has p = 1.5; it must lie in \[0, 1\]"):
-        ir.Graph(input_shape=IMAGE, nodes=(ir.Dropout(name="d", inputs=(ir.INPUT,), shape=IMAGE, p=1.5),))
+        ir.Graph(
+            input_shape=IMAGE, nodes=(ir.Dropout(name="d", inputs=(ir.INPUT,), shape=IMAGE, p=1.5),)
+        )

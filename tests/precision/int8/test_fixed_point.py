@@ -72,7 +72,10 @@ def test_denormal_weights_are_quantised_like_any_others():
     np.testing.assert_allclose(np.ldexp(out.astype(np.float64), exponent), real, atol=1e-44)
 
 
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=9), st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=9))
+@given(
+    st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=9),
+    st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=9),
+)
 def test_scaled_integers_share_the_finest_exponent_that_their_bits_allow(first, second):
     arrays = np.array(first), np.array(second)
     exponent, integers = scaled_integers(21, (arrays[0], 0), (arrays[1], 7))
@@ -80,7 +83,9 @@ def test_scaled_integers_share_the_finest_exponent_that_their_bits_allow(first, 
     for array, made, bits in zip(arrays, integers, (21, 28), strict=True):
         assert made.dtype == np.int32
         assert np.abs(made.astype(np.int64)).max() <= 2**bits
-        assert np.abs(np.ldexp(made.astype(np.float64), exponent) - array).max() <= 2.0 ** (exponent - 1)
+        assert np.abs(np.ldexp(made.astype(np.float64), exponent) - array).max() <= 2.0 ** (
+            exponent - 1
+        )
         filled.append(np.abs(made.astype(np.int64)).max() >= 2 ** (bits - 1))
     assert any(filled) or not (arrays[0].any() or arrays[1].any())
 

@@ -9,7 +9,11 @@ from socflower import _int8
 from socflower.errors import ConfigError
 from socflower.precision import Int8Model
 from socflower.precision.int8 import network as ir
-from socflower.precision.int8.from_torch import MAX_EXACT_DEPTH, UnsupportedOperator, capture_network
+from socflower.precision.int8.from_torch import (
+    MAX_EXACT_DEPTH,
+    UnsupportedOperator,
+    capture_network,
+)
 from socflower.workloads.models import build_model, model_names
 from tests.precision.networks import CLASSES, IMAGE, NETWORKS, Residual, batches, build
 
@@ -82,7 +86,9 @@ class Wrapped(nn.Module):
         super().__init__()
         self.first = nn.Conv2d(3, 8, 3, padding=1)
         self.odd = operator
-        self.head = head or nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES))
+        self.head = head or nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES)
+        )
 
     def forward(self, x):
         return self.head(self.odd(self.first(x)))
@@ -92,7 +98,10 @@ class Wrapped(nn.Module):
     ("operator", "message"),
     [
         (nn.Conv2d(8, 8, 3, dilation=2, padding=2), r"odd: .*Conv2d with dilation"),
-        (nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect"), r"odd: .*Conv2d with .*other padding than zeros"),
+        (
+            nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect"),
+            r"odd: .*Conv2d with .*other padding than zeros",
+        ),
         (nn.Conv2d(8, 8, 3, padding="same"), r"odd: .*Conv2d with .*padding by name"),
         (nn.GELU(), r"odd: .*GELU"),
         (nn.Sigmoid(), r"odd: .*Sigmoid"),
@@ -106,8 +115,14 @@ class Wrapped(nn.Module):
         (nn.MaxPool2d(2, ceil_mode=True), r"odd: .*MaxPool2d with .*ceil_mode"),
         (nn.MaxPool2d(2, dilation=2), r"odd: .*MaxPool2d with dilation"),
         (nn.AvgPool2d(2, divisor_override=3), r"odd: .*AvgPool2d with .*divisor"),
-        (nn.AvgPool2d(3, padding=1, count_include_pad=False), r"odd: .*AvgPool2d with .*padding that does not count"),
-        (nn.AdaptiveAvgPool2d(3), r"odd: .*AdaptiveAvgPool2d from 10x10 to 3x3, whose windows differ"),
+        (
+            nn.AvgPool2d(3, padding=1, count_include_pad=False),
+            r"odd: .*AvgPool2d with .*padding that does not count",
+        ),
+        (
+            nn.AdaptiveAvgPool2d(3),
+            r"odd: .*AdaptiveAvgPool2d from 10x10 to 3x3, whose windows differ",
+        ),
         (nn.AdaptiveMaxPool2d(5), r"odd: .*AdaptiveMaxPool2d"),
         (nn.Linear(10, 10), r"odd: .*Linear over the last dimension"),
         (nn.ConvTranspose2d(8, 8, 1), r"odd: .*ConvTranspose2d"),
@@ -136,15 +151,30 @@ class Function(nn.Module):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda m, x: m.head(m.mean(torch.sigmoid(m.conv(x))).flatten(1)), r"sigmoid: .*no operator 'sigmoid'"),
+        (
+            lambda m, x: m.head(m.mean(torch.sigmoid(m.conv(x))).flatten(1)),
+            r"sigmoid: .*no operator 'sigmoid'",
+        ),
         (lambda m, x: m.head(m.conv(x).mean((2, 3))), r"mean.*: .*no operator 'mean'"),
         (lambda m, x: m.head(m.mean(m.conv(x) + 1.0).flatten(1)), r"no operator 'add'"),
-        (lambda m, x: m.head(m.mean(torch.add(m.conv(x), m.conv(x), alpha=2)).flatten(1)), r"no operator 'add'"),
-        (lambda m, x: m.head(m.mean(m.conv(x) * m.scale).flatten(1)), r"cannot read the tensor scale"),
+        (
+            lambda m, x: m.head(m.mean(torch.add(m.conv(x), m.conv(x), alpha=2)).flatten(1)),
+            r"no operator 'add'",
+        ),
+        (
+            lambda m, x: m.head(m.mean(m.conv(x) * m.scale).flatten(1)),
+            r"cannot read the tensor scale",
+        ),
         (lambda m, x: (m.head(m.mean(m.conv(x)).flatten(1)), x), r"returns several values"),
-        (lambda m, x: torch.flatten(m.conv(x)), r"flatten: int8 training flattens \(n, c, h, w\) to"),
+        (
+            lambda m, x: torch.flatten(m.conv(x)),
+            r"flatten: int8 training flattens \(n, c, h, w\) to",
+        ),
         (lambda m, x: m.conv(x).flatten(2), r"flattens \(n, c, h, w\) to \(n, c\*h\*w\) only"),
-        (lambda m, x: m.head(m.mean(m.conv(x)).flatten(1)) if x.sum() > 0 else x, r"torch.fx cannot follow Function"),
+        (
+            lambda m, x: m.head(m.mean(m.conv(x)).flatten(1)) if x.sum() > 0 else x,
+            r"torch.fx cannot follow Function",
+        ),
         (lambda m, x: x, r"computes nothing after its logits"),
     ],
 )
@@ -180,7 +210,9 @@ def test_a_second_input_is_named():
         def forward(self, images, extra):
             return images + extra
 
-    with pytest.raises(ConfigError, match=r"model Two: takes 2 inputs \(images, extra\); it must take one tensor"):
+    with pytest.raises(
+        ConfigError, match=r"model Two: takes 2 inputs \(images, extra\); it must take one tensor"
+    ):
         capture_network(Two(), IMAGE)
 
 
@@ -198,7 +230,10 @@ def test_unknown_fp32_operators_are_named():
 
 def test_sums_of_unequal_shapes_are_refused():
     with pytest.raises(ConfigError, match=r"adds equal shapes, got \(8, 10, 10\) and \(8, 1, 1\)"):
-        capture_network(Function(lambda m, x: m.head(m.mean(m.norm(m.conv(x)) + m.mean(m.conv(x))).flatten(1))), IMAGE)
+        capture_network(
+            Function(lambda m, x: m.head(m.mean(m.norm(m.conv(x)) + m.mean(m.conv(x))).flatten(1))),
+            IMAGE,
+        )
 
 
 # ------------------------------------------------------------------- what ordinary torch modules look like
@@ -209,7 +244,12 @@ class SharedRelu(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.relu, self.pool = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.MaxPool2d(2)
+        self.a, self.b, self.relu, self.pool = (
+            nn.Conv2d(3, 8, 3),
+            nn.Conv2d(8, 8, 3),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        )
         self.head = nn.Linear(8, CLASSES)
 
     def forward(self, x):
@@ -226,8 +266,13 @@ def test_a_module_without_parameters_may_be_used_twice():
 
 
 def test_a_module_with_parameters_used_twice_is_refused():
-    with pytest.raises(ConfigError, match="conv: runs twice; int8 training has no operators that share their weights"):
-        capture_network(Function(lambda m, x: m.head(m.mean(m.conv(x) + m.conv(x)).flatten(1))), IMAGE)
+    with pytest.raises(
+        ConfigError,
+        match="conv: runs twice; int8 training has no operators that share their weights",
+    ):
+        capture_network(
+            Function(lambda m, x: m.head(m.mean(m.conv(x) + m.conv(x)).flatten(1))), IMAGE
+        )
 
 
 def test_a_function_and_a_module_with_parameters_may_share_a_name():
@@ -248,7 +293,12 @@ def test_a_function_and_a_module_may_share_a_name():
     class Both(nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.pool, self.relu, self.head = nn.Conv2d(3, 8, 3), nn.MaxPool2d(8), nn.ReLU(), nn.Linear(8, 5)
+            self.a, self.pool, self.relu, self.head = (
+                nn.Conv2d(3, 8, 3),
+                nn.MaxPool2d(8),
+                nn.ReLU(),
+                nn.Linear(8, 5),
+            )
 
         def forward(self, x):
             x = self.a(x)
@@ -301,8 +351,15 @@ def test_parameters_of_what_nobody_reads_are_refused_by_name():
     module = Function(function)
     del module.scale
     module.other = nn.Conv2d(3, 8, 1)
-    assert [node.name for node in capture_network(module, IMAGE).graph.nodes] == ["other", "mean", "head"]
-    with pytest.raises(ConfigError, match=r"state: the network does not use conv\.bias, conv\.weight, norm\.bias, .*"):
+    assert [node.name for node in capture_network(module, IMAGE).graph.nodes] == [
+        "other",
+        "mean",
+        "head",
+    ]
+    with pytest.raises(
+        ConfigError,
+        match=r"state: the network does not use conv\.bias, conv\.weight, norm\.bias, .*",
+    ):
         Int8Model.from_module(module, input_shape=IMAGE)
 
 
@@ -340,7 +397,10 @@ def test_every_way_to_flatten_images_is_understood(function):
     ("function", "message"),
     [
         (lambda x: x.view(x.size(0), 1, 512), r"view: int8 training flattens \(n, c, h, w\) to"),
-        (lambda x: x.permute(0, 2, 3, 1).reshape(x.size(0), -1), r"permute: int8 training has no operator 'permute'"),
+        (
+            lambda x: x.permute(0, 2, 3, 1).reshape(x.size(0), -1),
+            r"permute: int8 training has no operator 'permute'",
+        ),
         (lambda x: x[:, :8].flatten(1), r"getitem: int8 training has no operator 'getitem'"),
     ],
 )
@@ -387,8 +447,12 @@ def test_the_deepest_exact_sum_trains_and_its_bound_is_that_of_the_kernels():
 def test_gradients_count_among_the_sums_too():
     module = nn.Sequential(nn.Conv2d(1, 8, 8), nn.Flatten(), nn.Linear(8 * 9, CLASSES))
     capture_network(module, (1, 10, 10))
-    module = nn.Sequential(nn.Conv2d(1, 2048, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, CLASSES))
-    with pytest.raises(UnsupportedOperator, match="0: int8 training has no Conv2d with sums of 131072 products"):
+    module = nn.Sequential(
+        nn.Conv2d(1, 2048, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, CLASSES)
+    )
+    with pytest.raises(
+        UnsupportedOperator, match="0: int8 training has no Conv2d with sums of 131072 products"
+    ):
         capture_network(module, (1, 10, 10))
 
 

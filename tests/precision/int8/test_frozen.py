@@ -43,7 +43,9 @@ def parameters_of(name):
 
 def model_of(module, algorithm=NITI, **more):
     policy = EngineSettings(rescaling=RescalingPolicy(adaptive=False))
-    return Int8Model.from_module(module, input_shape=IMAGE, algorithm=algorithm, settings=policy, **more)
+    return Int8Model.from_module(
+        module, input_shape=IMAGE, algorithm=algorithm, settings=policy, **more
+    )
 
 
 def train(model, data):
@@ -78,7 +80,11 @@ def test_any_frozen_parameters_keep_every_bit_and_the_others_go_the_way_they_wou
 
 @pytest.mark.parametrize("kept", ["weight", "bias"])
 def test_batch_norm_with_frozen_parameters_goes_on_with_its_statistics_as_in_torch(kept):
-    names = [name for name in parameters_of("normalised") if name.startswith(("1.", "4.")) and not name.endswith(kept)]
+    names = [
+        name
+        for name in parameters_of("normalised")
+        if name.startswith(("1.", "4.")) and not name.endswith(kept)
+    ]
     module = frozen("normalised", names)
     before = {key: value.clone() for key, value in module.state_dict().items()}
     model = model_of(module)
@@ -100,7 +106,9 @@ class Noted:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
-def test_nothing_is_computed_for_what_is_frozen_nor_below_the_lowest_that_trains(monkeypatch, algorithm):
+def test_nothing_is_computed_for_what_is_frozen_nor_below_the_lowest_that_trains(
+    monkeypatch, algorithm
+):
     """Of the four layers of "plain" the second trains: below it there is no gradient, above it only the inputs'."""
     calls = set()
     init = ConvolutionOperator.__init__
@@ -109,7 +117,9 @@ def test_nothing_is_computed_for_what_is_frozen_nor_below_the_lowest_that_trains
         init(self, node, x, output, Noted(plan, node.name, calls), workspace_bytes)
 
     monkeypatch.setattr(ConvolutionOperator, "__init__", noted)
-    model = model_of(frozen("plain", [name for name in parameters_of("plain") if name != "3.weight"]), algorithm)
+    model = model_of(
+        frozen("plain", [name for name in parameters_of("plain") if name != "3.weight"]), algorithm
+    )
     train(model, batches(2))
     assert calls == {("3", "weight_gradient"), ("6", "input_gradient"), ("8", "input_gradient")}
 
@@ -121,7 +131,9 @@ def test_a_frozen_bias_alone_and_a_bias_that_alone_trains(algorithm):
         before = {key: value.clone() for key, value in module.state_dict().items()}
         model = model_of(module, algorithm)
         train(model, batches(2))
-        assert [key for key, value in model.state_dict().items() if not torch.equal(value, before[key])] == [trained]
+        assert [
+            key for key, value in model.state_dict().items() if not torch.equal(value, before[key])
+        ] == [trained]
 
 
 @pytest.mark.parametrize("make", [nn.GELU, lambda: nn.BatchNorm2d(8), lambda: nn.Conv2d(8, 8, 3)])
@@ -129,7 +141,9 @@ def test_a_frozen_bias_alone_and_a_bias_that_alone_trains(algorithm):
 def test_operators_in_fp32_keep_frozen_parameters_and_statistics_move(make, below):
     """Also where everything up to the operator is frozen (`below`), so that nothing goes backward through it."""
     with forked_generator(2):
-        module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), make(), nn.Flatten(), nn.LazyLinear(5))
+        module = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.ReLU(), make(), nn.Flatten(), nn.LazyLinear(5)
+        )
         module(torch.zeros(2, *IMAGE))
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name.startswith("4.") or (not below and name.startswith("0.")))
@@ -179,8 +193,12 @@ def test_the_native_backend_hands_out_gradients_of_trained_parameters_alone(name
         weights = {key: value.numpy() for key, value in module.state_dict().items()}
         backend.load_weights(weights, seed=3)
         backend.train_step(*batches(1)[0], learning_rate=0.1, progress=0.0)
-        seen.append({key: np.array(value) for key, value in backend.pseudo_gradient(
-            weights, learning_rate=0.1).items()})
+        seen.append(
+            {
+                key: np.array(value)
+                for key, value in backend.pseudo_gradient(weights, learning_rate=0.1).items()
+            }
+        )
     some, everything = seen
     assert set(some) == set(everything) - set(chosen)
     for key, value in some.items():

@@ -19,17 +19,26 @@ FP32_LOSS = dataclasses.replace(ADAPTIVE_FIXED_POINT, backward=BackwardRule(loss
 def gradients(module, algorithm=ADAPTIVE_FIXED_POINT, seed=3, rate=1e-3, **more):
     """Return {name: (int8 engine's gradient, torch's)} on one batch, torch at the weights that int8 stands for."""
     images, labels = batches(1, size=48, seed=seed)[0]
-    model = Int8Model.from_module(module, input_shape=IMAGE, algorithm=algorithm, settings=ALWAYS, **more)
-    for weight in model.parameters.weights.values():  # the engine computes with rounded weights, so torch does too
+    model = Int8Model.from_module(
+        module, input_shape=IMAGE, algorithm=algorithm, settings=ALWAYS, **more
+    )
+    for weight in (
+        model.parameters.weights.values()
+    ):  # the engine computes with rounded weights, so torch does too
         weight.master[...] = np.ldexp(weight.data.astype(np.float32), weight.exponent)
     before = model.state_dict()
     module.load_state_dict(before)
     module.train()
-    nn.functional.cross_entropy(module(torch.from_numpy(images)), torch.from_numpy(labels).long()).backward()
+    nn.functional.cross_entropy(
+        module(torch.from_numpy(images)), torch.from_numpy(labels).long()
+    ).backward()
     model.train_step(images, labels, learning_rate=rate)
     after = model.state_dict()
     return {
-        name: ((before[name].double() - after[name].double()).numpy() / rate, parameter.grad.double().numpy())
+        name: (
+            (before[name].double() - after[name].double()).numpy() / rate,
+            parameter.grad.double().numpy(),
+        )
         for name, parameter in module.named_parameters()
     }
 
@@ -43,7 +52,8 @@ SWALLOWED = {"separable": {"1.weight", "1.bias"}}
 
 
 @pytest.mark.parametrize(
-    ("name", "algorithm"), [*((name, ADAPTIVE_FIXED_POINT) for name in NETWORKS), ("plain", FP32_LOSS)]
+    ("name", "algorithm"),
+    [*((name, ADAPTIVE_FIXED_POINT) for name in NETWORKS), ("plain", FP32_LOSS)],
 )
 def test_the_mean_gradient_of_some_batches_points_where_autograd_does(name, algorithm):
     assert_means_agree(name, algorithm, 0.95 if name in SWALLOWED else 0.98)
@@ -72,7 +82,9 @@ def test_a_residual_branch_of_zeros_leaves_the_gradient_as_it_is():
     assert np.linalg.norm(got) == pytest.approx(np.linalg.norm(expected), rel=0.2)
 
 
-@pytest.mark.parametrize("make", [nn.GELU, nn.Sigmoid, lambda: nn.GroupNorm(2, 8), lambda: nn.Conv2d(8, 8, 3)])
+@pytest.mark.parametrize(
+    "make", [nn.GELU, nn.Sigmoid, lambda: nn.GroupNorm(2, 8), lambda: nn.Conv2d(8, 8, 3)]
+)
 def test_an_fp32_operator_in_the_middle_passes_the_gradient_of_autograd(make):
     def network():
         module = nn.Sequential(

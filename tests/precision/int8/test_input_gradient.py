@@ -19,8 +19,14 @@ ALWAYS = EngineSettings(rescaling=RescalingPolicy(adaptive=False))
 
 def int8(module, input_shape=IMAGE, **options):
     """Return a model that hands its gradients out, and those gradients."""
-    model = Int8Model.from_module(module, input_shape=input_shape, algorithm=HANDED_OUT_GRADIENTS, settings=ALWAYS,
-                                  head=False, **options)
+    model = Int8Model.from_module(
+        module,
+        input_shape=input_shape,
+        algorithm=HANDED_OUT_GRADIENTS,
+        settings=ALWAYS,
+        head=False,
+        **options,
+    )
     return model, start_gradients(model.graph, model.parameters)
 
 
@@ -32,7 +38,8 @@ def rounded(module, model):
         real = np.ldexp(weight.data.astype(np.float32), weight.exponent)
         node = model.graph.node(name.rpartition(".")[0])
         state[name] = torch.from_numpy(
-            np.ascontiguousarray(real[..., :node.shape[0]].transpose(3, 2, 0, 1))).reshape(state[name].shape)
+            np.ascontiguousarray(real[..., : node.shape[0]].transpose(3, 2, 0, 1))
+        ).reshape(state[name].shape)
     own.load_state_dict(state)
     return own.train()
 
@@ -78,7 +85,11 @@ class Branches(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.norm, self.b = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1)
+        self.a, self.norm, self.b = (
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.Conv2d(8, 8, 1),
+        )
 
     def forward(self, x):
         return torch.relu(x + self.norm(self.a(x)) + self.b(x))
@@ -94,9 +105,14 @@ CUTS = {
     "average": ([nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AvgPool2d(2)], tail),
     "residual block": ([nn.Conv2d(3, 8, 3)], lambda: [Branches(), *tail()]),
     "pool": ([nn.Conv2d(3, 8, 3)], lambda: [nn.MaxPool2d(3, stride=2), *tail()]),
-    "ReLU": ([nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)], lambda: [nn.Dropout(0.0), *tail()]),
-    "features": ([nn.Conv2d(3, 8, 3), nn.Flatten(), nn.LazyLinear(24)], lambda: [nn.Linear(24, 12), nn.ReLU(),
-                                                                                nn.Linear(12, 5)]),
+    "ReLU": (
+        [nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8)],
+        lambda: [nn.Dropout(0.0), *tail()],
+    ),
+    "features": (
+        [nn.Conv2d(3, 8, 3), nn.Flatten(), nn.LazyLinear(24)],
+        lambda: [nn.Linear(24, 12), nn.ReLU(), nn.Linear(12, 5)],
+    ),
 }
 
 
@@ -104,13 +120,14 @@ CUTS = {
 @pytest.mark.parametrize("size", [8, 11])
 def test_two_engines_in_a_row_compute_the_bits_of_one(cut, size):
     """Where a rounded product crosses the cut, whose exponent the second engine finds again in its largest value."""
+
     def whole():
         module = nn.Sequential(*CUTS[cut][0], *CUTS[cut][1]())
         module(torch.zeros(2, *IMAGE))
         return module
 
     module = built(whole, 0)
-    front, back = module[:len(CUTS[cut][0])], module[len(CUTS[cut][0]):]
+    front, back = module[: len(CUTS[cut][0])], module[len(CUTS[cut][0]) :]
     images = batches(1, size=size, seed=4)[0][0]
     one, of_one = int8(module)
     logits, _ = one.forward(images)
@@ -138,7 +155,9 @@ def test_the_gradient_of_a_mean_is_that_of_its_sum_by_the_samples():
         model, gradients = int8(build("plain", seed=1), input_gradient=True)
         out, _ = model.forward(images)
         direction = np.random.default_rng(2).normal(size=out.shape).astype(np.float32)
-        results.append((model.backward(direction, learning_rate=1.0, summed=summed), dict(gradients)))
+        results.append(
+            (model.backward(direction, learning_rate=1.0, summed=summed), dict(gradients))
+        )
     assert np.array_equal(results[0][0], results[1][0])  # eight is a power of two
     assert all(np.array_equal(results[0][1][name], array) for name, array in results[1][1].items())
 
@@ -150,19 +169,29 @@ def test_twins_keep_a_pass_each_and_compute_the_same_as_one_after_another():
     outs = [each.forward(images)[0] for each, (images, _) in zip(models, many, strict=True)]
     apart = []
     for each, out in zip(models, outs, strict=True):
-        apart.append((each.backward(np.sign(out), summed=True), {key: np.array(own) for key, own in gradients.items()}))
+        apart.append(
+            (
+                each.backward(np.sign(out), summed=True),
+                {key: np.array(own) for key, own in gradients.items()},
+            )
+        )
     alone, of_alone = int8(build("normalised", seed=1), input_gradient=True)
     for (images, _), out, (of_images, own) in zip(many, outs, apart, strict=True):
         assert np.array_equal(alone.forward(images)[0], out)
         assert np.array_equal(alone.backward(np.sign(out), summed=True), of_images)
         assert all(np.array_equal(own[name], array) for name, array in of_alone.items())
-    assert all(np.array_equal(alone.parameters.vectors[name].data, vector.data)
-               for name, vector in model.parameters.vectors.items())
+    assert all(
+        np.array_equal(alone.parameters.vectors[name].data, vector.data)
+        for name, vector in model.parameters.vectors.items()
+    )
 
 
 def test_frozen_layers_and_those_without_weights_pass_the_gradient_on():
     images = batches(1, size=6, seed=3)[0][0]
-    for module in (nn.Sequential(nn.Conv2d(3, 4, 3)).requires_grad_(False), nn.Sequential(nn.MaxPool2d(2), nn.ReLU())):
+    for module in (
+        nn.Sequential(nn.Conv2d(3, 4, 3)).requires_grad_(False),
+        nn.Sequential(nn.MaxPool2d(2), nn.ReLU()),
+    ):
         model, _ = int8(module, input_gradient=True)
         out, _ = model.forward(images)
         assert np.abs(model.backward(np.ones_like(out), summed=True)).max() > 0

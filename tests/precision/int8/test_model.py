@@ -10,7 +10,14 @@ import torch
 from torch import nn
 
 from socflower.errors import ConfigError, TrainingFailed
-from socflower.precision import ADAPTIVE_FIXED_POINT, ALGORITHMS, NITI, EngineSettings, Int8Model, RescalingPolicy
+from socflower.precision import (
+    ADAPTIVE_FIXED_POINT,
+    ALGORITHMS,
+    NITI,
+    EngineSettings,
+    Int8Model,
+    RescalingPolicy,
+)
 from socflower.precision.algorithm import Fp32Update, IntegerUpdate
 from socflower.precision.int8.requantisation import MAX_EXPONENT
 from socflower.precision.int8.updates import update_weight
@@ -56,7 +63,9 @@ def test_the_kernel_that_runs_is_said():
 
 
 def test_the_fewest_gradient_bits_take_any_gradient():
-    fewest = dataclasses.replace(NITI, name="fewest", update=IntegerUpdate(bits=(-8,), starts=(0.0,)))
+    fewest = dataclasses.replace(
+        NITI, name="fewest", update=IntegerUpdate(bits=(-8,), starts=(0.0,))
+    )
     model = model_of("plain", fewest)
     weight = model.parameters.weights["0.weight"]
     before, gradient = weight.data.copy(), np.full(weight.data.shape, 2**25 + 2**15, np.int32)
@@ -143,25 +152,34 @@ def test_wrong_numbers_are_refused(settings, message):
 def test_without_progress_nothing_freezes_nitis_bits_at_the_first():
     """Whoever forgets it is told; where the bits never change, or an algorithm has none, nobody needs it."""
     images, labels = batches(1)[0]
-    with pytest.raises(ConfigError, match=r"niti takes its gradient bits 5, 4, 3 .*; pass progress=step / num_steps"):
+    with pytest.raises(
+        ConfigError,
+        match=r"niti takes its gradient bits 5, 4, 3 .*; pass progress=step / num_steps",
+    ):
         model_of().train_step(images, labels)
     one = dataclasses.replace(NITI, update=IntegerUpdate(bits=(3,), starts=(0.0,)))
     for algorithm in (one, ADAPTIVE_FIXED_POINT):
-        assert model_of(algorithm=algorithm).train_step(images, labels) == model_of(algorithm=algorithm).train_step(
-            images, labels, progress=0.9)
+        assert model_of(algorithm=algorithm).train_step(images, labels) == model_of(
+            algorithm=algorithm
+        ).train_step(images, labels, progress=0.9)
 
 
 def test_input_in_any_layout_and_integer_type_is_taken():
     images, labels = batches(1)[0]
     expected = model_of().train_step(images, labels, progress=0.0)
-    assert model_of().train_step(np.asfortranarray(images), labels.astype(np.uint8), progress=0.0) == expected
+    assert (
+        model_of().train_step(np.asfortranarray(images), labels.astype(np.uint8), progress=0.0)
+        == expected
+    )
     assert model_of().train_step(images, labels.astype(np.int64), progress=0.0) == expected
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-3, 1e6])
 def test_images_of_any_scale_are_taken(scale):
     images, labels = batches(1)[0]
-    assert np.isfinite(model_of("normalised").train_step(images * np.float32(scale), labels, progress=0.0).loss)
+    assert np.isfinite(
+        model_of("normalised").train_step(images * np.float32(scale), labels, progress=0.0).loss
+    )
 
 
 @pytest.mark.parametrize("scale", [1e-35, 1e35])
@@ -170,7 +188,9 @@ def test_images_that_no_exponent_fits_are_a_config_error(scale):
     images *= np.float32(scale)
     model = model_of()
     for call in (partial(model.train_step, progress=0.0), model.evaluate):
-        with pytest.raises(ConfigError, match=r"images: the largest magnitude is .*; normalise them"):
+        with pytest.raises(
+            ConfigError, match=r"images: the largest magnitude is .*; normalise them"
+        ):
             call(images, labels)
 
 
@@ -242,7 +262,11 @@ def spoil(state, key, value):
         ("1.running_var", None, r"state: 1.running_var of shape \(12,\) is missing"),
         ("9.bias", None, r"state: 9.bias of shape \(5,\) is missing"),
         ("nose.weight", torch.zeros(3), r"state: the network does not use nose.weight"),
-        ("0.weight", torch.zeros(12, 3, 3), r"0.weight has shape \(12, 3, 3\), the network needs \(12, 3, 3, 3\)"),
+        (
+            "0.weight",
+            torch.zeros(12, 3, 3),
+            r"0.weight has shape \(12, 3, 3\), the network needs \(12, 3, 3, 3\)",
+        ),
         ("9.weight", torch.full((5, 16), torch.nan), r"9.weight: element \(0, 0.*\) is nan"),
         ("1.bias", torch.full((12,), torch.inf), r"1.bias: element \(0,\) is inf"),
     ],
@@ -253,7 +277,9 @@ def test_a_wrong_state_is_refused_and_changes_nothing(key, value, message):
         model.load_state_dict(spoil(build("normalised", seed=8).state_dict(), key, value))
     data = batches(2)
     for images, labels in data:
-        assert model.train_step(images, labels, progress=0.0) == untouched.train_step(images, labels, progress=0.0)
+        assert model.train_step(images, labels, progress=0.0) == untouched.train_step(
+            images, labels, progress=0.0
+        )
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -310,7 +336,11 @@ def test_training_taken_up_in_another_model_goes_on_bit_for_bit(name, algorithm)
     module = build(name, seed=5)
     module.load_state_dict(model.state_dict())
     other = Int8Model.from_module(
-        module, input_shape=IMAGE, algorithm=algorithm, settings=seldom, exponents=model.weight_exponents()
+        module,
+        input_shape=IMAGE,
+        algorithm=algorithm,
+        settings=seldom,
+        exponents=model.weight_exponents(),
     )
     other.restore_trackers(json.loads(json.dumps(model.trackers_to_json())))
     other.restore_velocities({key: velocity.copy() for key, velocity in model.velocities().items()})
@@ -326,7 +356,16 @@ def test_training_taken_up_in_another_model_goes_on_bit_for_bit(name, algorithm)
 
 
 def test_velocities_are_those_of_fp32_updates_with_momentum():
-    trained = {"0.weight", "0.bias", "3.weight", "3.bias", "6.weight", "6.bias", "8.weight", "8.bias"}
+    trained = {
+        "0.weight",
+        "0.bias",
+        "3.weight",
+        "3.bias",
+        "6.weight",
+        "6.bias",
+        "8.weight",
+        "8.bias",
+    }
     for algorithm, expected in ((NITI, set()), (ADAPTIVE_FIXED_POINT, set()), (MOMENTUM, trained)):
         model = model_of("plain", algorithm)
         assert not model.velocities()
@@ -348,18 +387,27 @@ def test_a_new_state_forgets_what_was_known_of_scales():
 def with_fp32(make, seed=3):
     return built(
         lambda: nn.Sequential(
-            nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), make(), nn.Flatten(), nn.Linear(8 * 16, CLASSES)
+            nn.Conv2d(3, 8, 3),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            make(),
+            nn.Flatten(),
+            nn.Linear(8 * 16, CLASSES),
         ),
         seed,
     )
 
 
-@pytest.mark.parametrize("make", [nn.GELU, nn.SiLU, lambda: nn.GroupNorm(2, 8), lambda: nn.Conv2d(8, 8, 1)])
+@pytest.mark.parametrize(
+    "make", [nn.GELU, nn.SiLU, lambda: nn.GroupNorm(2, 8), lambda: nn.Conv2d(8, 8, 1)]
+)
 @pytest.mark.parametrize("algorithm", [NITI, ADAPTIVE_FIXED_POINT], ids=["niti", "fp32"])
 def test_a_network_with_an_fp32_operator_learns(make, algorithm):
     module = with_fp32(make)
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    model = Int8Model.from_module(module, input_shape=IMAGE, algorithm=algorithm, fp32_operators=["3"])
+    model = Int8Model.from_module(
+        module, input_shape=IMAGE, algorithm=algorithm, fp32_operators=["3"]
+    )
     losses = [
         model.train_step(images, labels, learning_rate=0.1, progress=0.0).loss
         for images, labels in batches(40, size=24)
@@ -370,7 +418,9 @@ def test_a_network_with_an_fp32_operator_learns(make, algorithm):
     state = model.state_dict()
     for name in state:
         if name.startswith("3."):
-            assert not torch.equal(state[name], before[name]), "the FP32 operator's own parameters train"
+            assert not torch.equal(state[name], before[name]), (
+                "the FP32 operator's own parameters train"
+            )
     module.load_state_dict(state)
     images, _ = batches(1, size=20, seed=9)[0]
     with torch.no_grad():
@@ -378,9 +428,13 @@ def test_a_network_with_an_fp32_operator_learns(make, algorithm):
     assert np.abs(model.predict(images) - expected).max() < 0.1 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("spoilt", [None, torch.zeros(3), torch.full((8,), torch.nan)], ids=["none", "shape", "nan"])
+@pytest.mark.parametrize(
+    "spoilt", [None, torch.zeros(3), torch.full((8,), torch.nan)], ids=["none", "shape", "nan"]
+)
 def test_a_wrong_state_of_an_fp32_operator_is_refused(spoilt):
-    model = Int8Model.from_module(with_fp32(lambda: nn.GroupNorm(2, 8)), input_shape=IMAGE, fp32_operators=["3"])
+    model = Int8Model.from_module(
+        with_fp32(lambda: nn.GroupNorm(2, 8)), input_shape=IMAGE, fp32_operators=["3"]
+    )
     before = model.arrays()
     changed = {name: value * 2 for name, value in model.state_dict().items()}
     with pytest.raises(ConfigError, match=r"3\.weight"):
@@ -419,7 +473,9 @@ def test_operators_on_the_fp32_side_cannot_be_saved(tmp_path):
 @pytest.mark.parametrize("name", ["plain", "normalised", "residual"])
 def test_diverged_training_fails_and_never_gives_garbage(name, label, rate):
     """Each step gives a finite loss with finite parameters, or raises TrainingFailed."""
-    model = model_of(name, {"niti": NITI, "fp32": ADAPTIVE_FIXED_POINT, "momentum": MOMENTUM}[label])
+    model = model_of(
+        name, {"niti": NITI, "fp32": ADAPTIVE_FIXED_POINT, "momentum": MOMENTUM}[label]
+    )
     for images, labels in batches(12, size=16):
         try:
             result = model.train_step(images, labels, learning_rate=rate, progress=0.0)
@@ -433,8 +489,12 @@ def test_diverged_training_fails_and_never_gives_garbage(name, label, rate):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=list(ALGORITHMS))
 def test_a_network_whose_weights_all_run_in_fp32_trains_and_counts_their_memory(algorithm):
-    module = built(lambda: nn.Sequential(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(3 * 25, CLASSES)), 1)
-    model = Int8Model.from_module(module, input_shape=IMAGE, algorithm=algorithm, fp32_operators=["2"])
+    module = built(
+        lambda: nn.Sequential(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(3 * 25, CLASSES)), 1
+    )
+    model = Int8Model.from_module(
+        module, input_shape=IMAGE, algorithm=algorithm, fp32_operators=["2"]
+    )
     assert not model.parameters.weights
     held = sum(parameter.nbytes for parameter in module.parameters())
     assert model.memory_bytes() == held

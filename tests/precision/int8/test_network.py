@@ -35,9 +35,15 @@ def test_json_round_trip_is_the_identity(name):
     [
         ((), "no operator"),
         ((convolution("a", "b"), convolution("b")), "a reads 'b', which no earlier node makes"),
-        ((convolution("a"), convolution("a")), "a: runs twice; int8 training has no operators that"),
+        (
+            (convolution("a"), convolution("a")),
+            "a: runs twice; int8 training has no operators that",
+        ),
         ((convolution("input"),), "input: runs twice"),
-        ((convolution("a"), convolution("b"), convolution("c")), "nothing reads what a, b computes"),
+        (
+            (convolution("a"), convolution("b"), convolution("c")),
+            "nothing reads what a, b computes",
+        ),
     ],
 )
 def test_a_graph_refuses_what_cannot_run(nodes, message):
@@ -81,7 +87,9 @@ def test_a_relu_stays_where_its_input_is_read_elsewhere_too_or_is_no_sum():
 
 
 def test_a_second_relu_is_not_fused_twice():
-    fused = ir.fuse_relu(graph(convolution("a"), relu("r", "a"), relu("t", "r"), convolution("b", "t")))
+    fused = ir.fuse_relu(
+        graph(convolution("a"), relu("r", "a"), relu("t", "r"), convolution("b", "t"))
+    )
     assert [node.name for node in fused.nodes] == ["a", "t", "b"]
     assert fused.node("t").inputs == ("a",)
 

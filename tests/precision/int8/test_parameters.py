@@ -23,7 +23,10 @@ def model_of(module, **settings_):
     if isinstance(module, str):
         module = build(module)
     return Int8Model.from_module(
-        module, input_shape=IMAGE, algorithm=HANDED_OUT_GRADIENTS, settings=EngineSettings(**settings_)
+        module,
+        input_shape=IMAGE,
+        algorithm=HANDED_OUT_GRADIENTS,
+        settings=EngineSettings(**settings_),
     )
 
 
@@ -69,7 +72,9 @@ def test_the_mean_over_seeds_is_the_weight(name):
         if quantum:
             real = state[key] / quantum
             fraction = real - np.floor(real)
-            bound = np.sqrt(2 * fraction * (1 - fraction) * 15 / num_seeds) + 2 * 15 / (3 * num_seeds)
+            bound = np.sqrt(2 * fraction * (1 - fraction) * 15 / num_seeds) + 2 * 15 / (
+                3 * num_seeds
+            )
             assert (np.abs(total[key] / quantum / num_seeds - real) <= bound).all(), key
             nearest_misses += int((np.abs(np.rint(real) - real) > bound).sum())
     assert nearest_misses > 100
@@ -95,7 +100,9 @@ def test_weights_that_int8_holds_stay_as_they_are_whatever_the_seed(name, seed, 
     rng = np.random.default_rng(seed)
     model, state = model_of(name), state_of(name)
     for key in model.parameters.weights:
-        state[key] = np.ldexp(rng.integers(-127, 128, state[key].shape), exponent).astype(np.float32)
+        state[key] = np.ldexp(rng.integers(-127, 128, state[key].shape), exponent).astype(
+            np.float32
+        )
         state[key].flat[0] = np.ldexp(127.0, exponent)
     got, quanta = take(model, state, seed)
     for key in model.parameters.weights:
@@ -108,7 +115,9 @@ def test_weights_that_int8_holds_stay_as_they_are_whatever_the_seed(name, seed, 
 def test_the_exponent_is_the_smallest_that_the_largest_weight_fits(seed, magnitude):
     model, state = model_of("plain"), state_of("plain")
     rng = np.random.default_rng(seed)
-    state["8.weight"] = (rng.standard_normal(state["8.weight"].shape) * 2.0**magnitude).astype(np.float32)
+    state["8.weight"] = (rng.standard_normal(state["8.weight"].shape) * 2.0**magnitude).astype(
+        np.float32
+    )
     _, quanta = take(model, state, seed)
     largest = float(np.abs(state["8.weight"]).max())
     assert 127 * quanta["8.weight"] / 2 < largest <= 127 * quanta["8.weight"]
@@ -142,8 +151,10 @@ def test_the_seed_alone_decides_on_every_path_and_number_of_threads(name):
                 outs = len(state[key])
                 assert not weight.data[..., outs:].any(), "the padding of the channels"
     take(expected, state, 12)
-    assert any((model.parameters.weights[key].data != weight.data).any()
-               for key, weight in expected.parameters.weights.items())
+    assert any(
+        (model.parameters.weights[key].data != weight.data).any()
+        for key, weight in expected.parameters.weights.items()
+    )
 
 
 def test_the_order_in_memory_and_the_float_type_do_not_matter():
@@ -153,7 +164,9 @@ def test_the_order_in_memory_and_the_float_type_do_not_matter():
         lambda array: array.astype(np.float64),
         np.asfortranarray,
         lambda array: np.repeat(array, 2, axis=-1)[..., ::2],
-        lambda array: np.moveaxis(np.moveaxis(array, 1, -1).copy(), -1, 1) if array.ndim == 4 else array,
+        lambda array: (
+            np.moveaxis(np.moveaxis(array, 1, -1).copy(), -1, 1) if array.ndim == 4 else array
+        ),
     ):
         take(model, state_of("separable", seed=2), 5)
         got, _ = take(model, {key: change(array) for key, array in state.items()}, 4)
@@ -181,7 +194,9 @@ def test_channels_last_weights_are_read_where_they_lie():
 
 def test_no_two_layers_round_alike_nor_one_a_few_elements_after_another():
     layers = [nn.Conv2d(16, 16, 3, padding=1, bias=False) for _ in range(6)]
-    module = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    module = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.ReLU(), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    )
     model = model_of(module)
     state = {key: value.numpy().copy() for key, value in module.state_dict().items()}
     names = [f"{2 + index}.weight" for index in range(len(layers))]
@@ -244,7 +259,9 @@ def test_an_array_of_another_shape_is_refused_with_both_shapes(name):
     for key, array in state.items():
         if not key.endswith("num_batches_tracked"):
             for other in misshapen(array):
-                with pytest.raises(ConfigError, match=rf"weights: {key} has shape \(.*\), the network needs \(.*\)"):
+                with pytest.raises(
+                    ConfigError, match=rf"weights: {key} has shape \(.*\), the network needs \(.*\)"
+                ):
                     take(model, {**state, key: np.asarray(other)}, 0)
 
 

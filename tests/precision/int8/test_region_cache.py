@@ -10,7 +10,9 @@ from socflower.precision.int8.region_cache import RegionCache
 SIZES = {"a": 10, "b": 20, "c": 5, "d": 40, "e": 0, "f": 33}
 operations = st.lists(
     st.one_of(
-        st.tuples(st.sampled_from(["acquire", "acquire", "release"]), st.sampled_from(sorted(SIZES))),
+        st.tuples(
+            st.sampled_from(["acquire", "acquire", "release"]), st.sampled_from(sorted(SIZES))
+        ),
         st.just(("release all", "")),
     ),
     max_size=60,
@@ -43,13 +45,20 @@ def test_any_sequence_keeps_the_budget_and_evicts_the_most_recently_used(operati
                 idle.remove(victim)
                 del contents[victim]
             if refused:
-                with pytest.raises(ConfigError, match=rf"memory budget of {budget} bytes: {held} bytes are in use"):
+                with pytest.raises(
+                    ConfigError, match=rf"memory budget of {budget} bytes: {held} bytes are in use"
+                ):
                     cache.acquire(key, SIZES[key], object)
-                assert f"{key} needs {SIZES[key]} more; allow at least {held + SIZES[key]} bytes" in message(cache, key)
+                assert (
+                    f"{key} needs {SIZES[key]} more; allow at least {held + SIZES[key]} bytes"
+                    in message(cache, key)
+                )
             else:
                 content = cache.acquire(key, SIZES[key], object)
                 built += key not in contents
-                assert contents.setdefault(key, content) is content  # what is held is not built again
+                assert (
+                    contents.setdefault(key, content) is content
+                )  # what is held is not built again
                 if key in idle:
                     idle.remove(key)
                 in_use[key] = True

@@ -50,7 +50,9 @@ def test_every_batch_of_the_warm_up_is_looked_at(exponents, warm_up):
 
 @given(exponents)
 def test_without_adaptation_every_batch_is_looked_at(exponents):
-    assert looks(RescalingPolicy(adaptive=False, warm_up_batches=1), exponents) == list(range(len(exponents)))
+    assert looks(RescalingPolicy(adaptive=False, warm_up_batches=1), exponents) == list(
+        range(len(exponents))
+    )
 
 
 @given(st.integers(1, 9), st.integers(3, 30))
@@ -77,7 +79,10 @@ def test_a_change_is_found_again_after_it_stopped_for_long():
 
 
 @settings(max_examples=80)
-@given(st.lists(st.tuples(st.integers(0, 2**26), st.integers(-3, 3)), min_size=1, max_size=60), st.integers(1, 8))
+@given(
+    st.lists(st.tuples(st.integers(0, 2**26), st.integers(-3, 3)), min_size=1, max_size=60),
+    st.integers(1, 8),
+)
 def test_rounding_out_follows_the_model_of_the_tracker(values, warm_up):
     """round_product and round_elementwise give the integers and exponents of F14 and F16, whatever comes."""
     policy = RescalingPolicy(warm_up_batches=warm_up)
@@ -94,7 +99,9 @@ def test_rounding_out_follows_the_model_of_the_tracker(values, warm_up):
             return _int8.requantise(ENGINE, acc, destination, shift, Rounding.PSEUDO_STOCHASTIC)
 
         def run_either(store, shift, acc=acc, out=out):
-            return _int8.requantise(ENGINE, acc, out if store else None, shift, Rounding.PSEUDO_STOCHASTIC)
+            return _int8.requantise(
+                ENGINE, acc, out if store else None, shift, Rounding.PSEUDO_STOCHASTIC
+            )
 
         got = round_product(
             "p", ENGINE, WHOLE, product, acc_exponent, run, out, wide, Rounding.PSEUDO_STOCHASTIC
@@ -138,7 +145,10 @@ def test_saturation_makes_the_next_look_immediate():
 def test_an_exponent_that_cannot_be_reached_by_a_shift_is_looked_for():
     tracker = ScaleTracker(RescalingPolicy(warm_up_batches=1))
     for acc_exponent, expected in ((0, 0), (0, 0), (5, 5), (-40, -40)):
-        assert round_elementwise("x", WHOLE, tracker, acc_exponent, lambda store, shift: 100) == expected
+        assert (
+            round_elementwise("x", WHOLE, tracker, acc_exponent, lambda store, shift: 100)
+            == expected
+        )
 
 
 def test_zeros_neither_have_nor_change_an_exponent():
@@ -158,7 +168,9 @@ addends = st.tuples(sixteen | st.just([0] * 16), st.integers(-30, 30))
 @settings(max_examples=80)
 @given(addends, addends)
 def test_sums_are_exact_within_20_bits_and_zeros_have_no_say_beyond(a, b):
-    a, b = ((np.array(values, np.int8).reshape(1, 1, 1, 16), exponent) for values, exponent in (a, b))
+    a, b = (
+        (np.array(values, np.int8).reshape(1, 1, 1, 16), exponent) for values, exponent in (a, b)
+    )
     acc, low = aligned_sum(*((values.astype(np.int64), exponent) for values, exponent in (a, b)))
     shift = nk.shift_for(nk.largest_magnitude(acc))
     out = np.empty_like(a[0])
@@ -174,7 +186,9 @@ def test_sums_are_exact_within_20_bits_and_zeros_have_no_say_beyond(a, b):
 @pytest.mark.parametrize("exponent", [MAX_EXPONENT + 1, -MAX_EXPONENT - 1])
 def test_an_exponent_out_of_bounds_is_failed_training(exponent):
     with pytest.raises(TrainingFailed, match=r"conv1: values reach 100 \* 2\^"):
-        round_elementwise("conv1", WHOLE, ScaleTracker(RescalingPolicy()), exponent, lambda store, shift: 100)
+        round_elementwise(
+            "conv1", WHOLE, ScaleTracker(RescalingPolicy()), exponent, lambda store, shift: 100
+        )
 
 
 @pytest.mark.parametrize("warm_up", [0, -1])

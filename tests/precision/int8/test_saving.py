@@ -14,7 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from socflower.errors import ConfigError
-from socflower.precision import ADAPTIVE_FIXED_POINT, NITI, EngineSettings, Int8Model, RescalingPolicy
+from socflower.precision import (
+    ADAPTIVE_FIXED_POINT,
+    NITI,
+    EngineSettings,
+    Int8Model,
+    RescalingPolicy,
+)
 from socflower.precision.algorithm import BackwardRule, Fp32Update, IntegerUpdate, Rounding
 from tests.precision.int8.test_steps import assert_same_parameters, train
 from tests.precision.networks import IMAGE, NETWORKS, batches, build
@@ -32,7 +38,9 @@ ALGORITHMS = {
 
 
 def trained(name="normalised", algorithm=NITI, steps=3):
-    model = Int8Model.from_module(build(name), input_shape=IMAGE, algorithm=algorithm, settings=ALWAYS)
+    model = Int8Model.from_module(
+        build(name), input_shape=IMAGE, algorithm=algorithm, settings=ALWAYS
+    )
     train(model, batches(steps))
     return model
 
@@ -88,17 +96,25 @@ def assert_loads_or_refuses(path):
 def test_a_truncated_file_is_refused(file_bytes, share, tmp_path):
     path = tmp_path / "model.npz"
     path.write_bytes(file_bytes[: int(len(file_bytes) * share)])
-    with pytest.raises(ConfigError, match=r"model.npz: not an int8 model that this version can read"):
+    with pytest.raises(
+        ConfigError, match=r"model.npz: not an int8 model that this version can read"
+    ):
         Int8Model.load(path)
 
 
-@settings(
-    max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture]
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.tuples(st.integers(0, 2**31), st.integers(1, 255)), min_size=1, max_size=4),
+    st.integers(0, 3),
 )
-@given(st.lists(st.tuples(st.integers(0, 2**31), st.integers(1, 255)), min_size=1, max_size=4), st.integers(0, 3))
 def test_a_damaged_file_is_refused_or_unharmed(file_bytes, tmp_path, flips, where):
     damaged = bytearray(file_bytes)
-    regions = [range(0, 400), range(len(damaged) - 1500, len(damaged)), range(len(damaged)), range(0, 5000)]
+    regions = [
+        range(0, 400),
+        range(len(damaged) - 1500, len(damaged)),
+        range(len(damaged)),
+        range(0, 5000),
+    ]
     for position, bits in flips:
         damaged[regions[where][position % len(regions[where])]] ^= bits
     path = tmp_path / "model.npz"
@@ -190,7 +206,9 @@ def test_a_file_that_says_something_else_is_refused(file_bytes, change, tmp_path
         (lambda h, a: h["graph"].update(input_shape=[3, 12, 12]), r"0 does not make \(8, 10, 10\) of \(3, 12, 12\)"),
     ],
 )  # fmt: skip
-def test_parameters_that_do_not_fit_the_graph_are_refused(momentum_file_bytes, change, message, tmp_path):
+def test_parameters_that_do_not_fit_the_graph_are_refused(
+    momentum_file_bytes, change, message, tmp_path
+):
     path = tmp_path / "model.npz"
     rewritten(momentum_file_bytes, path, change)
     with pytest.raises(ConfigError, match=rf"model.npz: .*{message}"):
@@ -212,7 +230,11 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
     train(model, batches(1))
     for error, raised, message in (
         (KeyboardInterrupt(), KeyboardInterrupt, None),
-        (OSError(errno.ENOSPC, "Disk full"), ConfigError, r"model.npz: cannot be written \(Disk full\)"),
+        (
+            OSError(errno.ENOSPC, "Disk full"),
+            ConfigError,
+            r"model.npz: cannot be written \(Disk full\)",
+        ),
     ):
 
         def fail(file, error=error, **arrays):
@@ -253,5 +275,8 @@ assert "torch" not in sys.modules
     arguments = [sys.executable, "-c", program, str(path), str(tmp_path / "batch.npz")]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    expected = model.train_step(images, labels, progress=0.0).loss, float(model.predict(images).sum())
+    expected = (
+        model.train_step(images, labels, progress=0.0).loss,
+        float(model.predict(images).sum()),
+    )
     assert tuple(map(float, done.stdout.split())) == expected

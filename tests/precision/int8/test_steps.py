@@ -7,7 +7,13 @@ import pytest
 
 from socflower import _int8
 from socflower.errors import ConfigError
-from socflower.precision import ADAPTIVE_FIXED_POINT, NITI, EngineSettings, Int8Model, RescalingPolicy
+from socflower.precision import (
+    ADAPTIVE_FIXED_POINT,
+    NITI,
+    EngineSettings,
+    Int8Model,
+    RescalingPolicy,
+)
 from socflower.precision.algorithm import Fp32Update, IntegerUpdate
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.from_torch import capture_network
@@ -67,7 +73,11 @@ BLOCKS = {"0": 2, "3": 4, "stem": 1, "b": 5}
 def blocks_of(name):
     """Return the part of `BLOCKS` that a network has."""
     nodes = capture_network(build(name), IMAGE).graph.nodes
-    return {node.name: BLOCKS[node.name] for node in nodes if isinstance(node, ir.Convolution) and node.name in BLOCKS}
+    return {
+        node.name: BLOCKS[node.name]
+        for node in nodes
+        if isinstance(node, ir.Convolution) and node.name in BLOCKS
+    }
 
 
 @pytest.mark.parametrize("policy", [ALWAYS, SELDOM], ids=["always", "seldom"])
@@ -87,12 +97,17 @@ def test_networks_with_rectified_logits_or_branches_of_zeros_equal_numpy(name, a
 @pytest.mark.parametrize("name", [*NETWORKS, "zero-branch"])
 def test_black_images_among_others_equal_numpy(name, algorithm):
     """Zeros take the exponent that is known, or -7; either way they change none."""
-    data = [(images * np.float32(index in (1, 2, 4)), labels) for index, (images, labels) in enumerate(batches(6))]
+    data = [
+        (images * np.float32(index in (1, 2, 4)), labels)
+        for index, (images, labels) in enumerate(batches(6))
+    ]
     assert_steps_equal_numpy(name, algorithm, SELDOM, data)
 
 
 def test_the_fewest_gradient_bits_equal_numpy():
-    fewest = dataclasses.replace(NITI, name="fewest", update=IntegerUpdate(bits=(-8,), starts=(0.0,)))
+    fewest = dataclasses.replace(
+        NITI, name="fewest", update=IntegerUpdate(bits=(-8,), starts=(0.0,))
+    )
     assert_steps_equal_numpy("plain", fewest, ALWAYS, batches(STEPS, size=40))
 
 
@@ -103,7 +118,9 @@ def assert_steps_equal_numpy(name, algorithm, policy, data):
     for index, (images, labels) in enumerate(data):
         progress = index / len(data)
         result = model.train_step(images, labels, learning_rate=0.05, progress=progress)
-        logits, exponent = trainer.step(images, labels, learning_rate=0.05, progress=progress, seed=index)
+        logits, exponent = trainer.step(
+            images, labels, learning_rate=0.05, progress=progress, seed=index
+        )
         real = logits * 2.0**exponent
         expected = np.mean(np.log(np.exp(real).sum(axis=1)) - real[np.arange(len(labels)), labels])
         assert result.loss == pytest.approx(expected, rel=1e-12)
@@ -128,7 +145,10 @@ def test_no_setting_of_the_machine_changes_a_bit(name, settings):
     if "batch_blocks" in settings:
         settings = {"batch_blocks": blocks_of(name)}
         assert settings["batch_blocks"]
-    expected, model = model_of(name, NITI, rescaling=SELDOM), model_of(name, NITI, rescaling=SELDOM, **settings)
+    expected, model = (
+        model_of(name, NITI, rescaling=SELDOM),
+        model_of(name, NITI, rescaling=SELDOM, **settings),
+    )
     assert train(model, data) == train(expected, data)
     assert_same_parameters(model, expected)
 
@@ -153,7 +173,9 @@ def test_a_tight_memory_budget_evicts_and_changes_no_bit(name, algorithm):
 
 def test_a_budget_that_is_too_small_says_how_much_is_needed():
     model = model_of("plain", NITI, memory_budget_bytes=20_000)
-    with pytest.raises(ConfigError, match=r"memory budget of 20000 bytes: .* allow at least \d+ bytes"):
+    with pytest.raises(
+        ConfigError, match=r"memory budget of 20000 bytes: .* allow at least \d+ bytes"
+    ):
         train(model, batches(1))
 
 

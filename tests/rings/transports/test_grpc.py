@@ -18,7 +18,12 @@ from socflower.wire.secure_channel import PeerNotReady, PeerRefused, PeerUnreach
 from tests.rings import transport_contract as ring_contract
 from tests.rings.certificates import Authority
 from tests.rings.peers import TOKEN, free_addresses
-from tests.rings.transport_contract import on_all, reduce_several, ring_of_threads, wait_with_timeout
+from tests.rings.transport_contract import (
+    on_all,
+    reduce_several,
+    ring_of_threads,
+    wait_with_timeout,
+)
 
 
 def test_operations_over_tls(tmp_path: Path) -> None:
@@ -36,8 +41,12 @@ def test_the_bits_are_those_of_the_in_process_ring() -> None:
 
 def test_a_member_that_computes_longer_than_the_heartbeat_is_not_lost() -> None:
     addresses = free_addresses(2)
-    ports = [RingPort(addresses[rank], rank=rank, addresses=addresses, token=TOKEN, tls=None, heartbeat_s=1.5)
-             for rank in range(2)]
+    ports = [
+        RingPort(
+            addresses[rank], rank=rank, addresses=addresses, token=TOKEN, tls=None, heartbeat_s=1.5
+        )
+        for rank in range(2)
+    ]
     rings = [open_ring("grpc", port, [0, 1], 1, 10.0) for port in ports]
     try:
         early = torch.ones(3_000_000)
@@ -56,7 +65,9 @@ def test_unknown_transports_are_refused_and_a_ring_of_one_is_none() -> None:
     address = free_addresses(1)
     port = RingPort(address[0], rank=0, addresses=address, token=TOKEN, tls=None, heartbeat_s=5.0)
     try:
-        with pytest.raises(ConfigError, match=r'transport "mpi" is unknown; give one of gloo, grpc'):
+        with pytest.raises(
+            ConfigError, match=r'transport "mpi" is unknown; give one of gloo, grpc'
+        ):
             open_ring("mpi", port, [0], 1, 5.0)
         assert open_ring("grpc", port, [0], 1, 5.0).transport == "in-process"
     finally:
@@ -70,20 +81,32 @@ def opening(generation: int, *ranks: int) -> bytes:
     return struct.pack(f"!{1 + len(ranks)}I", generation, *ranks)
 
 
-@pytest.mark.parametrize(("sender", "words", "line"), [
-    (1, opening(1, 0, 1, 2), "belongs to rank 2 alone"),
-    (2, opening(1, 0, 1, 2), "alone, and once"),
-    (2, opening(0, 0, 1, 2), "generation 0, which is over"),
-    (2, opening(1, 0, 2), "for another ring"),
-    (2, b"", "which is over"),
-    (2, b"odd", "which is over"),
-], ids=["not-the-neighbour", "second-stream", "older-generation", "other-members", "empty", "odd"])
-def test_a_stream_that_does_not_belong_is_refused_and_the_ring_goes_on(sender: int, words: bytes, line: str) -> None:
+@pytest.mark.parametrize(
+    ("sender", "words", "line"),
+    [
+        (1, opening(1, 0, 1, 2), "belongs to rank 2 alone"),
+        (2, opening(1, 0, 1, 2), "alone, and once"),
+        (2, opening(0, 0, 1, 2), "generation 0, which is over"),
+        (2, opening(1, 0, 2), "for another ring"),
+        (2, b"", "which is over"),
+        (2, b"odd", "which is over"),
+    ],
+    ids=["not-the-neighbour", "second-stream", "older-generation", "other-members", "empty", "odd"],
+)
+def test_a_stream_that_does_not_belong_is_refused_and_the_ring_goes_on(
+    sender: int, words: bytes, line: str
+) -> None:
     lines: list[str] = []
     with ring_of_threads("grpc", 3, log=lines.append) as (ports, rings):
         on_all(rings, lambda ring: reduce_several(ring, (1000,)))
-        intruder = RingPort("127.0.0.1:0", rank=sender, addresses=ports[0].addresses, token=TOKEN, tls=None,
-                            heartbeat_s=10.0)
+        intruder = RingPort(
+            "127.0.0.1:0",
+            rank=sender,
+            addresses=ports[0].addresses,
+            token=TOKEN,
+            tls=None,
+            heartbeat_s=10.0,
+        )
         try:
             with pytest.raises(PeerRefused, match=line):
                 intruder.open_stream(0, "exchange", words)
@@ -101,22 +124,45 @@ def chunk(generation: int, number: int, length: int, payload: bytes) -> bytes:
     return struct.pack("!IQI", generation, number, length) + payload
 
 
-@pytest.mark.parametrize(("message", "line"), [
-    (b"short", "a message of 5 bytes"),
-    (chunk(1, 0, 0, b""), "a message of 16 bytes"),
-    (chunk(1, 0, (1 << 20) + 1, bytes((1 << 20) + 1)), "a message of 1048593 bytes"),
-    (chunk(2, 0, 4, bytes(4)), "out of order or of a wrong length"),
-    (chunk(1, 1, 4, bytes(4)), "out of order or of a wrong length"),
-    (chunk(1, 0, 8, bytes(4)), "out of order or of a wrong length"),
-    (chunk(1, 0, 4, bytes(4)), "4 bytes where 40 belong"),
-    (bytes(5 << 20), None),
-], ids=["short", "empty", "oversized", "generation", "order", "truncated", "other-length", "beyond-grpc"])
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        (b"short", "a message of 5 bytes"),
+        (chunk(1, 0, 0, b""), "a message of 16 bytes"),
+        (chunk(1, 0, (1 << 20) + 1, bytes((1 << 20) + 1)), "a message of 1048593 bytes"),
+        (chunk(2, 0, 4, bytes(4)), "out of order or of a wrong length"),
+        (chunk(1, 1, 4, bytes(4)), "out of order or of a wrong length"),
+        (chunk(1, 0, 8, bytes(4)), "out of order or of a wrong length"),
+        (chunk(1, 0, 4, bytes(4)), "4 bytes where 40 belong"),
+        (bytes(5 << 20), None),
+    ],
+    ids=[
+        "short",
+        "empty",
+        "oversized",
+        "generation",
+        "order",
+        "truncated",
+        "other-length",
+        "beyond-grpc",
+    ],
+)
 def test_a_wrong_chunk_of_the_neighbour_ends_the_ring(message: bytes, line: str | None) -> None:
     """Rank 1 is played by hand: it opens its stream as it should, and then sends something else."""
     lines: list[str] = []
     addresses = free_addresses(2)
-    ports = [RingPort(addresses[rank], rank=rank, addresses=addresses, token=TOKEN, tls=None, heartbeat_s=10.0,
-                      log=lines.append) for rank in range(2)]
+    ports = [
+        RingPort(
+            addresses[rank],
+            rank=rank,
+            addresses=addresses,
+            token=TOKEN,
+            tls=None,
+            heartbeat_s=10.0,
+            log=lines.append,
+        )
+        for rank in range(2)
+    ]
     ring = open_ring("grpc", ports[0], [0, 1], 1, 10.0)
     partner = open_ring("grpc", ports[1], [0, 1], 1, 10.0)
     try:
@@ -149,7 +195,9 @@ def once_ready(find: Callable[[], OutgoingStream | None]) -> OutgoingStream:
 
 def test_a_neighbour_that_never_comes_is_lost() -> None:
     addresses = free_addresses(2)
-    port = RingPort(addresses[0], rank=0, addresses=addresses, token=TOKEN, tls=None, heartbeat_s=5.0)
+    port = RingPort(
+        addresses[0], rank=0, addresses=addresses, token=TOKEN, tls=None, heartbeat_s=5.0
+    )
     ring = open_ring("grpc", port, [0, 1], 1, 0.5)
     try:
         with pytest.raises(PeerLost, match="cannot be reached"):
@@ -162,8 +210,12 @@ def test_a_neighbour_that_never_comes_is_lost() -> None:
 def test_what_is_sent_waits_while_nobody_reads() -> None:
     """No more than a few MiB are under way to a member that does not reduce."""
     addresses = free_addresses(2)
-    ports = [RingPort(addresses[rank], rank=rank, addresses=addresses, token=TOKEN, tls=None, heartbeat_s=10.0)
-             for rank in range(2)]
+    ports = [
+        RingPort(
+            addresses[rank], rank=rank, addresses=addresses, token=TOKEN, tls=None, heartbeat_s=10.0
+        )
+        for rank in range(2)
+    ]
     rings = [open_ring("grpc", port, [0, 1], 1, 10.0) for port in ports]
     try:
         stream = once_ready(lambda: intrude(rings[0]))
@@ -178,6 +230,7 @@ def test_what_is_sent_waits_while_nobody_reads() -> None:
                 written.append(number)
 
         import threading
+
         writer = threading.Thread(target=write)
         writer.start()
         time.sleep(1.5)

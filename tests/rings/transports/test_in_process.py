@@ -33,7 +33,9 @@ def test_sums_gathers_and_broadcasts(rings: list[Collective]) -> None:
         return buffer.tolist(), gathered, ring.broadcast(b"hello" if ring.rank == 1 else None, 1)
 
     assert on_all(rings, work) == [([0.0, 6.0, 12.0, 18.0, 24.0], [b"", b"x", b"xx"], b"hello")] * 3
-    assert [(ring.rank, ring.size, ring.transport) for ring in rings] == [(r, 3, "in-process") for r in range(3)]
+    assert [(ring.rank, ring.size, ring.transport) for ring in rings] == [
+        (r, 3, "in-process") for r in range(3)
+    ]
 
 
 def test_several_reductions_may_be_under_way(rings: list[Collective]) -> None:
@@ -57,7 +59,7 @@ def test_other_types_sum(rings: list[Collective], dtype: torch.dtype) -> None:
 
 
 def test_a_ring_of_one_needs_nobody() -> None:
-    ring, = in_process_rings(1)
+    (ring,) = in_process_rings(1)
     buffer = torch.ones(3)
     ring.all_reduce(buffer).wait()
     assert buffer.tolist() == [1.0] * 3

@@ -17,7 +17,13 @@ import pytest
 
 from socflower.errors import ConfigError
 from socflower.rings.transports.port import CALL_LIMIT_BYTES, Caller, RingPort
-from socflower.wire.secure_channel import PeerNotReady, PeerRefused, PeerSilent, PeerUnreachable, Tls
+from socflower.wire.secure_channel import (
+    PeerNotReady,
+    PeerRefused,
+    PeerSilent,
+    PeerUnreachable,
+    Tls,
+)
 from tests.rings.certificates import Authority
 from tests.rings.peers import TOKEN, Peer, free_addresses
 
@@ -32,10 +38,26 @@ class Ports:
         self.lines: list[str] = []
         self._stack = ExitStack()
 
-    def open(self, rank: int, *, token: bytes = TOKEN, tls: Tls | None = None, listen: str | None = None,
-             heartbeat_s: float = 5.0, **options: Any) -> RingPort:
-        port = RingPort(listen or self.addresses[rank], rank=rank, addresses=self.addresses, token=token, tls=tls,
-                        heartbeat_s=heartbeat_s, log=self.lines.append, **options)
+    def open(
+        self,
+        rank: int,
+        *,
+        token: bytes = TOKEN,
+        tls: Tls | None = None,
+        listen: str | None = None,
+        heartbeat_s: float = 5.0,
+        **options: Any,
+    ) -> RingPort:
+        port = RingPort(
+            listen or self.addresses[rank],
+            rank=rank,
+            addresses=self.addresses,
+            token=token,
+            tls=tls,
+            heartbeat_s=heartbeat_s,
+            log=self.lines.append,
+            **options,
+        )
         self._stack.callback(port.close)
         return port
 
@@ -74,7 +96,10 @@ def test_a_member_is_answered_and_known_by_its_rank(ports: Ports) -> None:
     member = ports.open(1)
     assert member.call(0, "echo", b"hello", timeout_s=PATIENCE_S) == b"1:hello"
     assert member.call(0, "echo", timeout_s=PATIENCE_S) == b"1:"
-    assert len(member.call(0, "echo", bytes(CALL_LIMIT_BYTES - 2), timeout_s=PATIENCE_S)) == CALL_LIMIT_BYTES
+    assert (
+        len(member.call(0, "echo", bytes(CALL_LIMIT_BYTES - 2), timeout_s=PATIENCE_S))
+        == CALL_LIMIT_BYTES
+    )
     assert not ports.lines
 
 
@@ -141,8 +166,12 @@ def test_many_calls_may_be_held_at_once(ports: Ports) -> None:
     ports.open(0).handle("hold", hold)
     member = ports.open(1)
     answers: list[bytes] = []
-    threads = [threading.Thread(target=lambda: answers.append(member.call(0, "hold", timeout_s=PATIENCE_S)))
-               for _ in range(8)]
+    threads = [
+        threading.Thread(
+            target=lambda: answers.append(member.call(0, "hold", timeout_s=PATIENCE_S))
+        )
+        for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -188,13 +217,19 @@ def test_a_port_that_stays_taken_is_a_one_line_error(ports: Ports) -> None:
 # ----------------------------------------------------------------------------------------------- addresses
 
 
-@pytest.mark.parametrize(("listen", "complaint"), [
-    ("8.8.8.8:28200", "ring address 8.8.8.8:28200 is not private and the ring has no TLS; give ring-ca"),
-    ("0.0.0.0:28200", "means every interface and the ring has no TLS"),
-    ("28200", "is not host:port"),
-    ("fd00::1:28200", "is not host:port"),
-    ("no.such.host.invalid:28200", "cannot be resolved"),
-])
+@pytest.mark.parametrize(
+    ("listen", "complaint"),
+    [
+        (
+            "8.8.8.8:28200",
+            "ring address 8.8.8.8:28200 is not private and the ring has no TLS; give ring-ca",
+        ),
+        ("0.0.0.0:28200", "means every interface and the ring has no TLS"),
+        ("28200", "is not host:port"),
+        ("fd00::1:28200", "is not host:port"),
+        ("no.such.host.invalid:28200", "cannot be resolved"),
+    ],
+)
 def test_addresses_that_cannot_be(ports: Ports, listen: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint) as caught:
         ports.open(0, listen=listen)
@@ -235,6 +270,7 @@ def test_who_answers_without_the_token_is_not_believed(ports: Ports) -> None:
             return grpc.unary_unary_rpc_method_handler(lambda body, context: b"trust me")
 
     from concurrent.futures import ThreadPoolExecutor
+
     server = grpc.server(ThreadPoolExecutor(2), handlers=[Impostor()])
     server.add_insecure_port(ports.addresses[0])
     server.start()
@@ -253,7 +289,9 @@ def test_a_truncated_call_is_refused(ports: Ports) -> None:
     hello = names + hmac.digest(TOKEN, b"call\0/socflower.Ring/echo\0" + b"1\0" + names, "sha256")
 
     def frame(kind: int, flags: int, stream: int, content: bytes) -> bytes:
-        return struct.pack("!I", len(content))[1:] + struct.pack("!BBI", kind, flags, stream) + content
+        return (
+            struct.pack("!I", len(content))[1:] + struct.pack("!BBI", kind, flags, stream) + content
+        )
 
     def header(name: bytes, value: bytes) -> bytes:  # HPACK, literal, never indexed, no Huffman
         return b"\x10" + bytes([len(name)]) + name + length(len(value)) + value
@@ -262,26 +300,47 @@ def test_a_truncated_call_is_refused(ports: Ports) -> None:
         return bytes([count]) if count < 127 else bytes([127, count - 127])
 
     import base64
-    headers = b"".join(header(*pair) for pair in (
-        (b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/socflower.Ring/echo"), (b":authority", b"ring"),
-        (b"content-type", b"application/grpc"), (b"te", b"trailers"),
-        (b"socflower-caller", b"1"), (b"socflower-hello-bin", base64.b64encode(hello).rstrip(b"="))))
+
+    headers = b"".join(
+        header(*pair)
+        for pair in (
+            (b":method", b"POST"),
+            (b":scheme", b"http"),
+            (b":path", b"/socflower.Ring/echo"),
+            (b":authority", b"ring"),
+            (b"content-type", b"application/grpc"),
+            (b"te", b"trailers"),
+            (b"socflower-caller", b"1"),
+            (b"socflower-hello-bin", base64.b64encode(hello).rstrip(b"=")),
+        )
+    )
     host, number = ports.addresses[0].split(":")
     with socket.create_connection((host, int(number))) as stranger:
-        stranger.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b"") + frame(1, 4, 1, headers)
-                         + frame(0, 0, 1, b"\0" + struct.pack("!I", 1000) + body[:10]))
+        stranger.sendall(
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+            + frame(4, 0, 0, b"")
+            + frame(1, 4, 1, headers)
+            + frame(0, 0, 1, b"\0" + struct.pack("!I", 1000) + body[:10])
+        )
         time.sleep(0.3)  # the call is to have begun when it breaks off
     wait_until(lambda: ports.lines)
     assert "truncated" in ports.lines[0]
     assert_unharmed(ports.open(1))
 
 
-JUNK = {"http1": b"GET / HTTP/1.1\r\nHost: ring\r\n\r\n", "zeros": bytes(100_000), "random": os.urandom(5000),
-        "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(508), "nothing": b""}
+JUNK = {
+    "http1": b"GET / HTTP/1.1\r\nHost: ring\r\n\r\n",
+    "zeros": bytes(100_000),
+    "random": os.urandom(5000),
+    "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(508),
+    "nothing": b"",
+}
 
 
 @pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "tls"])
-def test_strangers_are_hung_up_on_and_the_run_is_unharmed(ports: Ports, tmp_path: Path, with_tls: bool) -> None:
+def test_strangers_are_hung_up_on_and_the_run_is_unharmed(
+    ports: Ports, tmp_path: Path, with_tls: bool
+) -> None:
     tls = Authority(tmp_path).member("member") if with_tls else None
     ports.echoing(tls=tls)
     host, number = ports.addresses[0].split(":")
@@ -363,7 +422,9 @@ def test_a_stopped_callee_is_silent_though_its_time_is_not_up(ports: Ports) -> N
         with pytest.raises(PeerSilent):
             member.call(0, "hold", timeout_s=10 * PATIENCE_S)
         with pytest.raises(PeerSilent):  # also where the connection is new
-            ports.open(1, heartbeat_s=1.0, listen="127.0.0.1:0").call(0, "echo", timeout_s=10 * PATIENCE_S)
+            ports.open(1, heartbeat_s=1.0, listen="127.0.0.1:0").call(
+                0, "echo", timeout_s=10 * PATIENCE_S
+            )
 
 
 @pytest.mark.parametrize("end", ["kill", "stop"])
@@ -385,7 +446,9 @@ def test_a_caller_that_dies_or_hangs_is_no_longer_active(ports: Ports, end: str)
 
 
 def test_pings_between_calls_do_no_harm(ports: Ports) -> None:
-    ports.echoing(heartbeat_s=1.0)  # a loaded machine may take a few tenths of a second to answer one
+    ports.echoing(
+        heartbeat_s=1.0
+    )  # a loaded machine may take a few tenths of a second to answer one
     member = ports.open(1, heartbeat_s=1.0)
     assert_unharmed(member)
     time.sleep(2)  # four pings in each direction

@@ -29,20 +29,39 @@ class Rack:
         self.folder, self._capsys = folder, capsys
         self._run_ids = itertools.count(2**63 + 1)
 
-    def run(self, scenario: Scenario, checkpoints: str = "", **config: Any) -> list[tuple[str, Any]]:
+    def run(
+        self, scenario: Scenario, checkpoints: str = "", **config: Any
+    ) -> list[tuple[str, Any]]:
         """Return the documents in the run's log; after a `Stopped`, those until then."""
         run_id = next(self._run_ids)
         app = self.folder / f"app-{run_id}"
         app_in_bundle(scenario).write(app, {})
-        run_config: UserConfig = {"checkpoint-folder": checkpoints and str(self.folder / checkpoints), **config}
-        with LocalGrid(remote_main.bundled_client_app(app), 4, run_config=run_config, num_workers=0) as grid:
+        run_config: UserConfig = {
+            "checkpoint-folder": checkpoints and str(self.folder / checkpoints),
+            **config,
+        }
+        with LocalGrid(
+            remote_main.bundled_client_app(app), 4, run_config=run_config, num_workers=0
+        ) as grid:
             for node, context in grid._contexts.items():
                 context.node_config["state-folder"] = str(self.folder / f"node-{node}")
             with suppress(Stopped):
-                remote_main.bundled_server_app(app)(grid, Context(
-                    run_id=run_id, node_id=0, node_config={}, state=RecordDict(), run_config=run_config))
+                remote_main.bundled_server_app(app)(
+                    grid,
+                    Context(
+                        run_id=run_id,
+                        node_id=0,
+                        node_config={},
+                        state=RecordDict(),
+                        run_config=run_config,
+                    ),
+                )
         reader = LineReader()
-        return [found for line in self._capsys.readouterr().out.splitlines() for found in reader.feed(line)]
+        return [
+            found
+            for line in self._capsys.readouterr().out.splitlines()
+            for found in reader.feed(line)
+        ]
 
     def states(self) -> set[str]:
         """The nodes' folders of trainings."""
@@ -61,10 +80,19 @@ def outcome(documents: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(found)
 
 
-@pytest.mark.parametrize(("name", "between"), [
-    ("socflow", {"checkpoints": "second"}), ("edge-only", {"checkpoints": "second"}), ("edge-only", {})])
+@pytest.mark.parametrize(
+    ("name", "between"),
+    [
+        ("socflow", {"checkpoints": "second"}),
+        ("edge-only", {"checkpoints": "second"}),
+        ("edge-only", {}),
+    ],
+)
 def test_a_second_run_of_a_scenario_leaves_the_states_of_an_interrupted_one(
-    rack: Rack, tmp_path: Path, name: str, between: dict[str, Any],
+    rack: Rack,
+    tmp_path: Path,
+    name: str,
+    between: dict[str, Any],
 ) -> None:
     scenario = small(epochs=2, interval=1.0) if name == "socflow" else split(name)
     with stopping((1).__eq__):
@@ -73,11 +101,15 @@ def test_a_second_run_of_a_scenario_leaves_the_states_of_an_interrupted_one(
     first = outcome(rack.run(scenario, "first"))
     assert (first["resumed_from"], second["resumed_from"]) == ([1], [])
     assert first["weights_sha256"] == second["weights_sha256"]
-    assert len(rack.states()) == (2 if between else 1), "a run that cannot be resumed keeps no states"
+    assert len(rack.states()) == (2 if between else 1), (
+        "a run that cannot be resumed keeps no states"
+    )
     assert not list(tmp_path.glob("first/*")) and not list(tmp_path.glob("second/*"))
 
 
-def test_a_training_that_starts_anew_in_the_folder_of_another_does_not_find_its_states(rack: Rack) -> None:
+def test_a_training_that_starts_anew_in_the_folder_of_another_does_not_find_its_states(
+    rack: Rack,
+) -> None:
     scenario = small(epochs=2, interval=1.0)
     for fresh in (False, True):
         with stopping((1).__eq__):
@@ -105,9 +137,12 @@ def test_the_model_comes_back_if_it_is_asked_for(rack: Rack, tmp_path: Path) -> 
 
 
 def test_a_model_that_no_log_carries_is_refused_before_anything_is_trained(
-    rack: Rack, monkeypatch: pytest.MonkeyPatch,
+    rack: Rack,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(remote_main, "MAX_FILE_BYTES", 2**20 + 200_000)
     ((kind, error),) = rack.run(small(), **{"send-model": True})
     assert kind == "outcome" and error["kind"] == "ConfigError"
-    assert error["error"].startswith("--save-model: the model has 247 kB, and with --superlink it comes back in")
+    assert error["error"].startswith(
+        "--save-model: the model has 247 kB, and with --superlink it comes back in"
+    )

@@ -70,10 +70,22 @@ class Serving:
         self.token_file = folder / "token"
         with self.errors.open("wb") as stream:
             self.process = subprocess.Popen(
-                [COMMAND, "cloud", "serve", *map(str, arguments), "--token-file", str(self.token_file),
-                 "--threads", "1"],
-                cwd=folder, stdout=subprocess.PIPE, stderr=stream, text=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])})
+                [
+                    COMMAND,
+                    "cloud",
+                    "serve",
+                    *map(str, arguments),
+                    "--token-file",
+                    str(self.token_file),
+                    "--threads",
+                    "1",
+                ],
+                cwd=folder,
+                stdout=subprocess.PIPE,
+                stderr=stream,
+                text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])},
+            )
 
     def first_line(self) -> str:
         assert self.process.stdout is not None
@@ -101,7 +113,11 @@ def processes() -> Iterator[list[Serving]]:
 
 
 def served_here(
-    socflower: Socflower, arguments: Sequence[object], address: str, ask: Callable[[], T], number: signal.Signals,
+    socflower: Socflower,
+    arguments: Sequence[object],
+    address: str,
+    ask: Callable[[], T],
+    number: signal.Signals,
 ) -> tuple[Ran, T]:
     """Return what the command said that served in this process until signal `number`, and what `ask` was answered."""
     answers: list[T] = []
@@ -133,25 +149,40 @@ def served_here(
 
 
 def test_a_program_of_a_user_is_served_until_a_signal_and_again_with_its_sessions(
-    folder: Path, socflower: Socflower,
+    folder: Path,
+    socflower: Socflower,
 ) -> None:
     address = f"127.0.0.1:{free_ports(1)[0]}"
     token_file = folder / "token"
-    arguments = ("mine_too:program", "--listen", address, "--folder", "sessions", "--token-file", token_file, "--json")
+    arguments = (
+        "mine_too:program",
+        "--listen",
+        address,
+        "--folder",
+        "sessions",
+        "--token-file",
+        token_file,
+        "--json",
+    )
     program = layered()
 
     def operator() -> CloudOperator:
-        return CloudOperator(address=address, token=token_file.read_text("utf-8").strip(), timeout_s=30.0)
+        return CloudOperator(
+            address=address, token=token_file.read_text("utf-8").strip(), timeout_s=30.0
+        )
 
     def open_session() -> SplitTask:
         return CloudClient(operator(), program, name="mine").open(
-            SplitTask(**task_settings(fingerprint=program.fingerprint())), {})
+            SplitTask(**task_settings(fingerprint=program.fingerprint())), {}
+        )
 
     ran, task = served_here(socflower, arguments, address, open_session, signal.SIGTERM)
     assert ran.status == 0 and json.loads(ran.out) == {"address": address}
     assert (task.run, task.address) == ("mine-0", address)
     assert token_file.stat().st_mode & 0o777 == 0o600 and f"made {token_file}" in ran.err
-    again, sessions = served_here(socflower, arguments, address, lambda: session_status(operator()), signal.SIGINT)
+    again, sessions = served_here(
+        socflower, arguments, address, lambda: session_status(operator()), signal.SIGINT
+    )
     assert again.status == 0 and "made" not in again.err
     assert [(one["run_id"], one["stands_at"]) for one in sessions] == [("mine-0", 0)]
 
@@ -159,14 +190,27 @@ def test_a_program_of_a_user_is_served_until_a_signal_and_again_with_its_session
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_scenario_is_served_by_tls_and_an_edge_without_the_authority_is_told(
-    processes: list[Serving], tmp_path: Path, socflower: Socflower,
+    processes: list[Serving],
+    tmp_path: Path,
+    socflower: Socflower,
 ) -> None:
     (tmp_path / "case.toml").write_text(SCENARIO)
     own = write_certificates(tmp_path / "own", ["127.0.0.1"])["127.0.0.1"]
     other = write_certificates(tmp_path / "other", ["127.0.0.1"])["127.0.0.1"]
-    processes.append(serving := Serving(
-        tmp_path, "case.toml", "--listen", "127.0.0.1:0", "--certificate", own.certificate, "--key", own.key, "--set",
-        "train.batch_size=64"))
+    processes.append(
+        serving := Serving(
+            tmp_path,
+            "case.toml",
+            "--listen",
+            "127.0.0.1:0",
+            "--certificate",
+            own.certificate,
+            "--key",
+            own.key,
+            "--set",
+            "train.batch_size=64",
+        )
+    )
     line = serving.first_line()
     assert line.startswith("listening on 127.0.0.1:") and line.endswith("; Ctrl-C ends\n")
     address = line.split()[2].rstrip(";")
@@ -184,21 +228,29 @@ def test_a_scenario_is_served_by_tls_and_an_edge_without_the_authority_is_told(
 
 
 def test_a_cloud_that_requires_certificates_is_reached_with_one_and_without_refused_in_a_line(
-    tmp_path: Path, socflower: Socflower, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    socflower: Socflower,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own = write_certificates(tmp_path / "own", ["127.0.0.1"])["127.0.0.1"]
     token_file, token = tmp_path / "token", new_token()
     token_file.write_text(token)
     program = layered()
-    service = CloudService("127.0.0.1:0", session_factory(program), operator_token=token,
-                           tls=Tls(own.ca, own.certificate, own.key))
+    service = CloudService(
+        "127.0.0.1:0",
+        session_factory(program),
+        operator_token=token,
+        tls=Tls(own.ca, own.certificate, own.key),
+    )
     with closing(service):
         status = ("cloud", "status", service.address, "--token-file", token_file, "--ca", own.ca)
         shown = ("--certificate", own.certificate, "--key", own.key)
         ran = socflower(*status, *shown, "--json")
         assert (ran.status, json.loads(ran.out)["sessions"]) == (0, [])
-        for arguments, says in (((), "give certificate and key if it was started with --ca"),
-                                (shown[:2], "a certificate needs its key")):
+        for arguments, says in (
+            ((), "give certificate and key if it was started with --ca"),
+            (shown[:2], "a certificate needs its key"),
+        ):
             refused = socflower(*status, *arguments)
             assert refused.status == 2 and says in one_line(refused)
 
@@ -248,29 +300,47 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield tmp_path
 
 
-@pytest.mark.parametrize(("arguments", "says"), [
-    (["missing.toml"], "missing.toml"),
-    (["missing.json"], "missing.json: cannot be read"),
-    (["broken.json"], "broken.json: cannot be read"),
-    (["cluster.toml"], "has no cloud; use one of the split strategies"),
-    (["case.toml", "--set", "edgecloud.cutt=1"], "cutt"),
-    (["nowhere:program"], "program nowhere:program cannot be loaded"),
-    (["mine_too:nothing"], "program mine_too:nothing cannot be loaded"),
-    ([":program"], "program :program cannot be loaded"),
-    (["mine_too:other"], "program mine_too:other: is a int, not a SplitProgram"),
-    (["mine_too:made", "--set", "seed=3"], "--set is for scenarios, and mine_too:made is a program"),
-    (["mine_too:made", "--threads", "-1"], "--threads -1: must be from 0 to 1024"),
-    (["mine_too:made", "--listen", "nowhere"], 'cloud address "nowhere" is not host:port'),
-    (["mine_too:made", "--listen", "0.0.0.0:0"], "means every interface and there is no TLS"),
-    (["mine_too:made", "--token-file", "short-token"], "a token has at least 16 printable ASCII characters"),
-    (["mine_too:made", "--token-file", "no/folder/token"], "--token-file no/folder/token: cannot be made"),
-    (["mine_too:made", "--certificate", "cloud.pem"], "a certificate needs its key"),
-    (["mine_too:made", "--ca", "ca.pem"], "a server needs a certificate and a key"),
-    (["mine_too:made", "--certificate", "case.toml", "--key", "case.toml"], "is no PEM file"),
-    (["mine_too:made", "--listen", "127.0.0.1:0", "--folder", "case.toml"], "folder case.toml cannot be used"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["missing.toml"], "missing.toml"),
+        (["missing.json"], "missing.json: cannot be read"),
+        (["broken.json"], "broken.json: cannot be read"),
+        (["cluster.toml"], "has no cloud; use one of the split strategies"),
+        (["case.toml", "--set", "edgecloud.cutt=1"], "cutt"),
+        (["nowhere:program"], "program nowhere:program cannot be loaded"),
+        (["mine_too:nothing"], "program mine_too:nothing cannot be loaded"),
+        ([":program"], "program :program cannot be loaded"),
+        (["mine_too:other"], "program mine_too:other: is a int, not a SplitProgram"),
+        (
+            ["mine_too:made", "--set", "seed=3"],
+            "--set is for scenarios, and mine_too:made is a program",
+        ),
+        (["mine_too:made", "--threads", "-1"], "--threads -1: must be from 0 to 1024"),
+        (["mine_too:made", "--listen", "nowhere"], 'cloud address "nowhere" is not host:port'),
+        (["mine_too:made", "--listen", "0.0.0.0:0"], "means every interface and there is no TLS"),
+        (
+            ["mine_too:made", "--token-file", "short-token"],
+            "a token has at least 16 printable ASCII characters",
+        ),
+        (
+            ["mine_too:made", "--token-file", "no/folder/token"],
+            "--token-file no/folder/token: cannot be made",
+        ),
+        (["mine_too:made", "--certificate", "cloud.pem"], "a certificate needs its key"),
+        (["mine_too:made", "--ca", "ca.pem"], "a server needs a certificate and a key"),
+        (["mine_too:made", "--certificate", "case.toml", "--key", "case.toml"], "is no PEM file"),
+        (
+            ["mine_too:made", "--listen", "127.0.0.1:0", "--folder", "case.toml"],
+            "folder case.toml cannot be used",
+        ),
+    ],
+)
 def test_what_cannot_be_served_is_one_line(
-    folder: Path, socflower: Socflower, arguments: list[str], says: str,
+    folder: Path,
+    socflower: Socflower,
+    arguments: list[str],
+    says: str,
 ) -> None:
     ran = socflower("cloud", "serve", *arguments)
     assert ran.status == 2 and says in one_line(ran)
@@ -284,7 +354,9 @@ def test_a_port_that_is_in_use_is_one_line(folder: Path, socflower: Socflower) -
     assert ran.status == 2 and f"cloud address {address} is in use" in one_line(ran)
 
 
-def test_handlers_of_signals_are_as_before_after_serving_ends(folder: Path, socflower: Socflower) -> None:
+def test_handlers_of_signals_are_as_before_after_serving_ends(
+    folder: Path, socflower: Socflower
+) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     socflower("cloud", "serve", "mine_too:made", "--listen", "nowhere")
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
@@ -310,13 +382,30 @@ def test_a_token_is_made_once_and_is_its_owners(tmp_path: Path) -> None:
         read_or_create_token(path)
 
 
-@pytest.mark.parametrize(("changes", "says"), [
-    ({"stands_at": 7}, "before batch 7"), ({"stands_at": 7, "waiting": [1]}, "1 of 2 edges are here"), ({}, "training"),
-    ({"last_batch": 9}, "training, batch 9 done"), ({"error": "it broke"}, "it broke"),
-])
-def test_the_status_of_a_session_fits_into_a_narrow_terminal(changes: dict[str, object], says: str) -> None:
-    session = {"run_id": "run-0123abcd-1", "num_parties": 2, "stands_at": None, "waiting": [], "last_batch": None,
-               "received_bytes": 2_000_000, "sent_bytes": 3, "error": "", **changes}
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"stands_at": 7}, "before batch 7"),
+        ({"stands_at": 7, "waiting": [1]}, "1 of 2 edges are here"),
+        ({}, "training"),
+        ({"last_batch": 9}, "training, batch 9 done"),
+        ({"error": "it broke"}, "it broke"),
+    ],
+)
+def test_the_status_of_a_session_fits_into_a_narrow_terminal(
+    changes: dict[str, object], says: str
+) -> None:
+    session = {
+        "run_id": "run-0123abcd-1",
+        "num_parties": 2,
+        "stands_at": None,
+        "waiting": [],
+        "last_batch": None,
+        "received_bytes": 2_000_000,
+        "sent_bytes": 3,
+        "error": "",
+        **changes,
+    }
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(status_table([session]))
     text = console.export_text()

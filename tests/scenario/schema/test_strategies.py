@@ -5,11 +5,22 @@ from importlib import import_module
 import pytest
 
 from socflower import ConfigError, SoCFlow
-from socflower.scenario.schema.strategies import STRATEGIES, GroupStrategy, family_of, group_strategy
+from socflower.scenario.schema.strategies import (
+    STRATEGIES,
+    GroupStrategy,
+    family_of,
+    group_strategy,
+)
 
 
-@pytest.mark.parametrize("kind", [
-    pytest.param(kind, id=name) for name, kind in STRATEGIES.items() if isinstance(kind, GroupStrategy)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, id=name)
+        for name, kind in STRATEGIES.items()
+        if isinstance(kind, GroupStrategy)
+    ],
+)
 def test_every_target_is_a_strategy_with_groups(kind: GroupStrategy) -> None:
     module, _, name = kind.target.partition(":")
     assert issubclass(getattr(import_module(module), name), SoCFlow)
@@ -20,16 +31,24 @@ def test_families_are_those_with_a_cloud_and_those_without() -> None:
     assert set(family_of("splitfed")) == set(STRATEGIES) - set(family_of("ring"))
 
 
-@pytest.mark.parametrize(("name", "advice"), [
-    ("fedavg", "use strategy.name = 'socflow', 'ring' or 'sgd'"), ("splitfed", "no groups to plan")])
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("fedavg", "use strategy.name = 'socflow', 'ring' or 'sgd'"),
+        ("splitfed", "no groups to plan"),
+    ],
+)
 def test_what_has_no_groups_is_refused_with_those_that_have(name: str, advice: str) -> None:
     with pytest.raises(ConfigError, match=advice):
         group_strategy(name)
 
 
-@pytest.mark.parametrize(("asked", "one_group"), [(0.25, 0.25), (1.0, 1.0), (2.0, 1.0), ("decay", 1.0)])
+@pytest.mark.parametrize(
+    ("asked", "one_group"), [(0.25, 0.25), (1.0, 1.0), (2.0, 1.0), ("decay", 1.0)]
+)
 def test_one_group_is_evaluated_as_often_as_groups_and_at_least_once_an_epoch(
-    asked: float | str, one_group: float,
+    asked: float | str,
+    one_group: float,
 ) -> None:
     for name in ("ring", "sgd"):
         assert group_strategy(name).sync_interval_epochs(asked) == one_group

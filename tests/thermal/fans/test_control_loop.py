@@ -75,7 +75,9 @@ class Fan:
     def measured_rpm(self) -> Any:
         if isinstance(self.shows, Exception):
             raise self.shows
-        return (self.written[-1] if self.written else None) if self.shows == "written" else self.shows
+        return (
+            (self.written[-1] if self.written else None) if self.shows == "written" else self.shows
+        )
 
     def restore(self) -> None:
         if self.restore_failure is not None:
@@ -103,16 +105,27 @@ class Wish:
 class Rig:
     """A control with all that it needs."""
 
-    def __init__(self, *, num_socs: int = 2, num_fans: int = 1, policy: Any = None, **settings: Any) -> None:
+    def __init__(
+        self, *, num_socs: int = 2, num_fans: int = 1, policy: Any = None, **settings: Any
+    ) -> None:
         self.clock = Clock()
         self.sensors = {soc: Sensor(self.clock) for soc in range(num_socs)}
         self.fans = [Fan() for _ in range(num_fans)]
         self.wish = Wish()
         self.said: list[str] = []
         self.control = FanControl(
-            self.sensors, policy or self.wish, self.fans, **{
-                "min_rpm": MIN_RPM, "max_rpm": MAX_RPM, "failsafe_rpm": FAILSAFE_RPM, "clock": self.clock,
-                "say": self.said.append, **settings})
+            self.sensors,
+            policy or self.wish,
+            self.fans,
+            **{
+                "min_rpm": MIN_RPM,
+                "max_rpm": MAX_RPM,
+                "failsafe_rpm": FAILSAFE_RPM,
+                "clock": self.clock,
+                "say": self.said.append,
+                **settings,
+            },
+        )
 
     def step(self, seconds: float = 5.0, **says: Any) -> FanState:
         self.clock.now_s += seconds
@@ -124,17 +137,38 @@ class Rig:
 def speeds() -> st.SearchStrategy[Any]:
     """Return what a policy may want, most of it no speed."""
     return st.one_of(
-        st.floats(), st.integers(), st.floats(1.0, 20000.0), st.booleans(), st.none(), st.text(max_size=3),
-        st.just(10**400), st.just([5000.0]), st.just(1 + 2j),
-        st.sampled_from([ValueError("no"), KeyError(), OSError(5)]))
+        st.floats(),
+        st.integers(),
+        st.floats(1.0, 20000.0),
+        st.booleans(),
+        st.none(),
+        st.text(max_size=3),
+        st.just(10**400),
+        st.just([5000.0]),
+        st.just(1 + 2j),
+        st.sampled_from([ValueError("no"), KeyError(), OSError(5)]),
+    )
 
 
 def temperatures() -> st.SearchStrategy[Any]:
     """Return what a source may say, most of it no temperature."""
     return st.one_of(
-        st.floats(-60.0, 170.0), st.sampled_from([30.0, 41.5, -128.0, math.nan, math.inf, -math.inf, 0.0, 85.0]),
-        st.none(), st.just("hot"), st.just(10**400), st.just([40.0]), st.booleans(),
-        st.sampled_from([PermissionError(13, "Permission denied"), ValueError("x"), RecursionError(), StopIteration()]))
+        st.floats(-60.0, 170.0),
+        st.sampled_from([30.0, 41.5, -128.0, math.nan, math.inf, -math.inf, 0.0, 85.0]),
+        st.none(),
+        st.just("hot"),
+        st.just(10**400),
+        st.just([40.0]),
+        st.booleans(),
+        st.sampled_from(
+            [
+                PermissionError(13, "Permission denied"),
+                ValueError("x"),
+                RecursionError(),
+                StopIteration(),
+            ]
+        ),
+    )
 
 
 # ------------------------------------------------------------------------------------------------- properties
@@ -145,9 +179,16 @@ def test_whatever_sources_policy_and_fans_do_every_speed_written_is_within_the_l
     data: st.DataObject,
 ) -> None:
     num_socs, num_fans = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
-    rig = Rig(num_socs=num_socs, num_fans=num_fans, max_silence_s=data.draw(st.sampled_from([1.0, 30.0])),
-              stuck_after_s=data.draw(st.sampled_from([1.0, 600.0])), spin_up_s=data.draw(st.sampled_from([1.0, 15.0])))
-    failures = st.none() | st.sampled_from([OSError(5, "I/O"), ValueError("x"), AssertionError(), FanNotFound("x")])
+    rig = Rig(
+        num_socs=num_socs,
+        num_fans=num_fans,
+        max_silence_s=data.draw(st.sampled_from([1.0, 30.0])),
+        stuck_after_s=data.draw(st.sampled_from([1.0, 600.0])),
+        spin_up_s=data.draw(st.sampled_from([1.0, 15.0])),
+    )
+    failures = st.none() | st.sampled_from(
+        [OSError(5, "I/O"), ValueError("x"), AssertionError(), FanNotFound("x")]
+    )
     with rig.control as control:
         for _ in range(data.draw(st.integers(1, 8))):
             rig.clock.now_s += data.draw(st.sampled_from([0.0, 1.0, 5.0, 1000.0]))
@@ -158,11 +199,17 @@ def test_whatever_sources_policy_and_fans_do_every_speed_written_is_within_the_l
             rig.wish.wants = data.draw(speeds())
             for fan in rig.fans:
                 fan.failure, fan.restore_failure = data.draw(failures), data.draw(failures)
-                fan.shows = data.draw(st.sampled_from(["written", 0, 0.0, None, math.nan, -5, 65535, "x", OSError(5)]))
+                fan.shows = data.draw(
+                    st.sampled_from(["written", 0, 0.0, None, math.nan, -5, 65535, "x", OSError(5)])
+                )
             state = control.step()
             assert MIN_RPM <= state.rpm <= MAX_RPM
             for fan, rpm in zip(rig.fans, state.set_rpm, strict=True):
-                assert rpm is None if fan.failure else rpm is not None and MIN_RPM <= rpm == fan.written[-1] <= MAX_RPM
+                assert (
+                    rpm is None
+                    if fan.failure
+                    else rpm is not None and MIN_RPM <= rpm == fan.written[-1] <= MAX_RPM
+                )
     for fan in rig.fans:
         assert all(MIN_RPM <= rpm <= MAX_RPM for rpm in fan.written)
         if fan.restore_failure is not None and fan.failure is None:
@@ -174,7 +221,10 @@ def test_a_healthy_policys_speed_is_written_clamped(wants: float, temperature_c:
     rig = Rig()
     rig.wish.wants = wants
     state = rig.step(soc0=temperature_c)
-    assert rig.fans[0].written == [min(max(wants, MIN_RPM), MAX_RPM)] == [state.rpm] and not state.failsafe
+    assert (
+        rig.fans[0].written == [min(max(wants, MIN_RPM), MAX_RPM)] == [state.rpm]
+        and not state.failsafe
+    )
 
 
 @given(lie=temperatures(), truth=st.floats(-40.0, 150.0))
@@ -187,7 +237,10 @@ def test_the_hottest_is_the_hottest_of_those_that_can_be(lie: Any, truth: float)
 
 
 def expected_accepted(
-    history: Sequence[Sequence[float]], now: int, period_s: float, stuck_after_s: float,
+    history: Sequence[Sequence[float]],
+    now: int,
+    period_s: float,
+    stuck_after_s: float,
 ) -> list[bool]:
     """Return by the definition, over the whole history, which SoCs are accepted at step `now`."""
     num_steps = int(stuck_after_s / period_s)
@@ -197,7 +250,10 @@ def expected_accepted(
         return max(recent) - min(recent) >= 5.0
 
     def still(soc: int) -> bool:
-        return now >= num_steps and len({history[at][soc] for at in range(now - num_steps, now + 1)}) == 1
+        return (
+            now >= num_steps
+            and len({history[at][soc] for at in range(now - num_steps, now + 1)}) == 1
+        )
 
     socs = range(len(history[0]))
     all_still = 10 * sum(not still(soc) for soc in socs) < len(socs)
@@ -205,7 +261,9 @@ def expected_accepted(
     for soc in socs:
         others = [other for other in socs if other != soc]
         witnesses = sum(moved(other) for other in others)
-        accepted.append(not (still(soc) and (all_still or (others and 2 * witnesses >= len(others)))))
+        accepted.append(
+            not (still(soc) and (all_still or (others and 2 * witnesses >= len(others))))
+        )
     return accepted
 
 
@@ -213,11 +271,19 @@ def series(num_steps: int) -> st.SearchStrategy[list[float]]:
     """Return what a SoC shows step by step: the same for a while, again and again."""
     shown = st.tuples(st.sampled_from([30.0, 30.5, 33.0, 35.0, 40.0]), st.integers(1, 12))
     return st.lists(shown, min_size=1, max_size=8).map(
-        lambda runs: ([value for value, times in runs for _ in range(times)] + [runs[-1][0]] * num_steps)[:num_steps])
+        lambda runs: (
+            [value for value, times in runs for _ in range(times)] + [runs[-1][0]] * num_steps
+        )[:num_steps]
+    )
 
 
-@given(history=st.tuples(st.integers(1, 4), st.integers(1, 16)).flatmap(lambda size: st.lists(
-    series(size[1]), min_size=size[0], max_size=size[0]).map(lambda columns: list(zip(*columns, strict=True)))))
+@given(
+    history=st.tuples(st.integers(1, 4), st.integers(1, 16)).flatmap(
+        lambda size: st.lists(series(size[1]), min_size=size[0], max_size=size[0]).map(
+            lambda columns: list(zip(*columns, strict=True))
+        )
+    )
+)
 def test_a_soc_is_not_believed_exactly_if_it_stands_still_while_half_of_the_others_move_or_all_stand_still(
     history: list[tuple[float, ...]],
 ) -> None:
@@ -231,12 +297,16 @@ def test_a_soc_is_not_believed_exactly_if_it_stands_still_while_half_of_the_othe
 # ------------------------------------------------------------------------------------------- sources and silence
 
 
-def test_before_the_first_temperature_and_after_a_long_silence_the_fans_are_at_the_failsafe_speed() -> None:
+def test_before_the_first_temperature_and_after_a_long_silence_the_fans_are_at_the_failsafe_speed() -> (
+    None
+):
     rig = Rig(max_silence_s=30.0)
     assert rig.step(soc0=None, soc1=math.nan).failsafe and rig.fans[0].written == [FAILSAFE_RPM]
     assert rig.step(soc0=40.0).rpm == 5000.0
     for _ in range(5):
-        assert rig.step(5.0, soc0=OSError()).rpm == 5000.0  # 25 s: the policy still decides, and knows
+        assert (
+            rig.step(5.0, soc0=OSError()).rpm == 5000.0
+        )  # 25 s: the policy still decides, and knows
         assert rig.wish.asked[-1].hottest_c is None and rig.wish.asked[-1].num_unknown == 2
     state = rig.step(5.0)
     assert state.failsafe and state.rpm == FAILSAFE_RPM
@@ -284,8 +354,12 @@ def test_sensors_that_all_stand_still_are_doubted_unless_their_socs_are_idle() -
 def test_a_trouble_is_said_once_and_stays_in_the_notes() -> None:
     rig = Rig()
     for hour in range(20):
-        state = rig.step(1000.0, soc0=30.0 + hour % 2, soc1=PermissionError(13, "Permission denied"))
-        assert state.notes == ("SoC 1 cannot be read (PermissionError); left out until it makes sense",)
+        state = rig.step(
+            1000.0, soc0=30.0 + hour % 2, soc1=PermissionError(13, "Permission denied")
+        )
+        assert state.notes == (
+            "SoC 1 cannot be read (PermissionError); left out until it makes sense",
+        )
     assert rig.said == list(state.notes)
     for _ in range(20):  # one that flickers: within an hour one line more, and when either ends
         rig.step(soc1=30.0)
@@ -304,7 +378,9 @@ def test_a_log_that_fails_ends_nothing() -> None:
 # ------------------------------------------------------------------------------------------------------ policy
 
 
-@pytest.mark.parametrize("wants", [math.nan, math.inf, -math.inf, 0, 0.0, -1.0, None, "5000", ValueError("no"), True])
+@pytest.mark.parametrize(
+    "wants", [math.nan, math.inf, -math.inf, 0, 0.0, -1.0, None, "5000", ValueError("no"), True]
+)
 def test_a_policy_that_gives_no_speed_is_said_once(wants: Any) -> None:
     rig = Rig()
     rig.step()
@@ -324,10 +400,13 @@ def test_errors_whose_text_differs_every_time_are_said_once_too() -> None:
     assert len(rig.said) == 2 and len(state.notes) == 2 and state.num_output_errors == 10
 
 
-def test_passive_cooling_keeps_its_hysteresis_where_its_high_speed_is_above_the_fans_limit() -> None:
+def test_passive_cooling_keeps_its_hysteresis_where_its_high_speed_is_above_the_fans_limit() -> (
+    None
+):
     rig = Rig(policy=PassiveCooling(low_rpm=3250.0, high_rpm=20000.0, hot_c=35.0, cool_c=30.0))
-    assert [rig.step(soc0=value, soc1=20.0).rpm for value in (25.0, 34.0, 36.0, 34.0, 31.0, 29.0, 31.0)] == [
-        3250.0, 3250.0, MAX_RPM, MAX_RPM, MAX_RPM, 3250.0, 3250.0]
+    assert [
+        rig.step(soc0=value, soc1=20.0).rpm for value in (25.0, 34.0, 36.0, 34.0, 31.0, 29.0, 31.0)
+    ] == [3250.0, 3250.0, MAX_RPM, MAX_RPM, MAX_RPM, 3250.0, 3250.0]
 
 
 # -------------------------------------------------------------------------------------------------------- fans
@@ -346,7 +425,11 @@ def test_a_fan_that_cannot_be_set_is_tried_again_at_every_look() -> None:
 
 def test_the_control_ends_when_a_fan_is_not_there_in_three_readings_in_succession() -> None:
     rig = Rig(num_fans=2)
-    missing, failing, states = FanNotFound("there is no nct6798 now"), FanFailure("x"), list[FanState]()
+    missing, failing, states = (
+        FanNotFound("there is no nct6798 now"),
+        FanFailure("x"),
+        list[FanState](),
+    )
     failures = [missing, missing, None, missing, missing, failing, missing, missing, missing, None]
 
     def wait(seconds: float) -> bool:
@@ -354,10 +437,16 @@ def test_the_control_ends_when_a_fan_is_not_there_in_three_readings_in_successio
         return len(states) == len(failures) - 1
 
     wait(0.0)
-    with pytest.raises(FanNotFound, match=r"^fan made up: not there in 3 readings \(there is no nct6798 now\)"), \
-            rig.control as control:
+    with (
+        pytest.raises(
+            FanNotFound, match=r"^fan made up: not there in 3 readings \(there is no nct6798 now\)"
+        ),
+        rig.control as control,
+    ):
         control.run(wait, states.append)
-    assert [state.set_rpm[1] is None for state in states] == [failure is not None for failure in failures[:-1]]
+    assert [state.set_rpm[1] is None for state in states] == [
+        failure is not None for failure in failures[:-1]
+    ]
     # The others are restored; the missing one is neither restored nor set, which is said.
     assert rig.fans[0].restored == 1 and states[-1].set_rpm[0] is not None
 
@@ -367,8 +456,12 @@ def test_when_a_fan_stands_still_the_others_turn_at_full_speed() -> None:
     rig.step()
     rig.fans[1].shows = 0
     states = [rig.step() for _ in range(5)]
-    assert [state.set_rpm for state in states] == [(5000.0,) * 3] * 3 + [(MAX_RPM, 5000.0, MAX_RPM)] * 2
-    assert rig.said == ["fan made up: is set and does not turn; see to it; the others turn at full speed"]
+    assert [state.set_rpm for state in states] == [(5000.0,) * 3] * 3 + [
+        (MAX_RPM, 5000.0, MAX_RPM)
+    ] * 2
+    assert rig.said == [
+        "fan made up: is set and does not turn; see to it; the others turn at full speed"
+    ]
     rig.fans[1].shows = None  # nothing is known: that it stood still is not forgotten
     assert rig.step().set_rpm == (MAX_RPM, 5000.0, MAX_RPM)
     rig.fans[1].shows = 4000
@@ -387,8 +480,16 @@ def test_the_only_fan_that_stands_still_is_reported_and_set_as_ever() -> None:
 def test_a_simulated_fan_that_stops_is_found_out() -> None:
     rig = Rig()
     fans = [SimulatedFan(MAX_RPM, clock=rig.clock), SimulatedFan(MAX_RPM, clock=rig.clock)]
-    control = FanControl(rig.sensors, FixedSpeed(fixed_rpm=5000.0), fans, min_rpm=MIN_RPM, max_rpm=MAX_RPM,
-                         failsafe_rpm=FAILSAFE_RPM, clock=rig.clock, say=rig.said.append)
+    control = FanControl(
+        rig.sensors,
+        FixedSpeed(fixed_rpm=5000.0),
+        fans,
+        min_rpm=MIN_RPM,
+        max_rpm=MAX_RPM,
+        failsafe_rpm=FAILSAFE_RPM,
+        clock=rig.clock,
+        say=rig.said.append,
+    )
     fans[0].fail("stopped")
     for _ in range(20):
         rig.clock.now_s += 5.0
@@ -409,7 +510,10 @@ def test_at_the_end_each_fan_is_given_back_or_left_at_the_failsafe_speed() -> No
     assert [fan.restored for fan in rig.fans] == [1, 0, 0]
     assert rig.fans[1].written == [5000.0, FAILSAFE_RPM]
     assert ["it is left at 9000 rpm" in line for line in rig.said] == [True, False]
-    assert "its control cannot be restored" in rig.said[1] and "it cannot be set to 9000 rpm" in rig.said[1]
+    assert (
+        "its control cannot be restored" in rig.said[1]
+        and "it cannot be set to 9000 rpm" in rig.said[1]
+    )
     assert rig.control.uncontrolled == ("made up",)
 
 
@@ -473,19 +577,35 @@ def test_elsewhere_than_in_the_main_thread_signals_are_left_alone() -> None:
 
 
 def made(**settings: Any) -> Callable[[], FanControl]:
-    complete: dict[str, Any] = {"min_rpm": MIN_RPM, "max_rpm": MAX_RPM, "failsafe_rpm": FAILSAFE_RPM, "sources":
-                                {0: Sensor(Clock())}, "output": Fan(), **settings}
+    complete: dict[str, Any] = {
+        "min_rpm": MIN_RPM,
+        "max_rpm": MAX_RPM,
+        "failsafe_rpm": FAILSAFE_RPM,
+        "sources": {0: Sensor(Clock())},
+        "output": Fan(),
+        **settings,
+    }
     return lambda: FanControl(complete.pop("sources"), Wish(), complete.pop("output"), **complete)
 
 
-@pytest.mark.parametrize(("settings", "says"), [
-    ({"min_rpm": 0.0}, "0 < min_rpm"), ({"min_rpm": -1.0}, "0 < min_rpm"), ({"min_rpm": math.nan}, "0 < min_rpm"),
-    ({"failsafe_rpm": 1000.0}, "min_rpm <= failsafe_rpm <= max_rpm, got 3000, 1000 and 14000"),
-    ({"failsafe_rpm": 15000.0}, "failsafe_rpm"), ({"max_rpm": math.inf}, "max_rpm"), ({"max_rpm": 2000.0}, "max_rpm"),
-    ({"period_s": 0.0}, "period_s = 0"), ({"spin_up_s": math.nan}, "spin_up_s = nan"),
-    ({"max_silence_s": -1.0}, "max_silence_s = -1"), ({"stuck_after_s": math.inf}, "stuck_after_s = inf"),
-    ({"sources": {}}, "0 sources"), ({"output": []}, "0 fans"),
-])
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"min_rpm": 0.0}, "0 < min_rpm"),
+        ({"min_rpm": -1.0}, "0 < min_rpm"),
+        ({"min_rpm": math.nan}, "0 < min_rpm"),
+        ({"failsafe_rpm": 1000.0}, "min_rpm <= failsafe_rpm <= max_rpm, got 3000, 1000 and 14000"),
+        ({"failsafe_rpm": 15000.0}, "failsafe_rpm"),
+        ({"max_rpm": math.inf}, "max_rpm"),
+        ({"max_rpm": 2000.0}, "max_rpm"),
+        ({"period_s": 0.0}, "period_s = 0"),
+        ({"spin_up_s": math.nan}, "spin_up_s = nan"),
+        ({"max_silence_s": -1.0}, "max_silence_s = -1"),
+        ({"stuck_after_s": math.inf}, "stuck_after_s = inf"),
+        ({"sources": {}}, "0 sources"),
+        ({"output": []}, "0 fans"),
+    ],
+)
 def test_a_control_that_cannot_be_is_refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=f"^fan control: .*{says}"):
         made(**settings)()
@@ -497,5 +617,7 @@ def test_a_real_reading_is_believed() -> None:
             return Reading(at_s=1.0, temperature_c=41.5)
 
     rig = Rig()
-    control = FanControl({7: Real()}, rig.wish, rig.fans, min_rpm=MIN_RPM, max_rpm=MAX_RPM, failsafe_rpm=FAILSAFE_RPM)
+    control = FanControl(
+        {7: Real()}, rig.wish, rig.fans, min_rpm=MIN_RPM, max_rpm=MAX_RPM, failsafe_rpm=FAILSAFE_RPM
+    )
     assert control.step().temperatures_c == {7: 41.5}

@@ -52,8 +52,15 @@ class Rack:
         self.folder = folder
         self.chip = folder / "hwmon0"
         self.chip.mkdir()
-        for name, content in {"name": "nct6798", "pwm1": 90, "pwm1_enable": 5, "fan1_input": 1500, "pwm2": 90,
-                              "pwm2_enable": 2, "fan2_input": 1500}.items():
+        for name, content in {
+            "name": "nct6798",
+            "pwm1": 90,
+            "pwm1_enable": 5,
+            "fan1_input": 1500,
+            "pwm2": 90,
+            "pwm2_enable": 2,
+            "fan2_input": 1500,
+        }.items():
             (self.chip / name).write_text(f"{content}\n")
         self.status_file = folder / "fan.json"
         for soc in (0, 1):
@@ -68,18 +75,33 @@ class Rack:
         return self.folder / f"soc{soc}.json"
 
     def number(self, name: str) -> int:
-        return int((self.chip / name).read_text() or -1)  # empty for the moment in which it is written
+        return int(
+            (self.chip / name).read_text() or -1
+        )  # empty for the moment in which it is written
 
     def config(
-        self, *, text: str = "", sources: str | None = None, policy: str = 'name = "fixed"', **fan: object,
+        self,
+        *,
+        text: str = "",
+        sources: str | None = None,
+        policy: str = 'name = "fixed"',
+        **fan: object,
     ) -> Path:
         table = {"output": "hwmon", "folder": str(self.chip), "pwm": [1, 2], **FAN, **fan}
-        lines = [f"status_file = {json.dumps(str(self.status_file))}", text, "[fan]",
-                 *(f"{key} = {json.dumps(value)}" for key, value in table.items() if value is not None),
-                 "[policy]", policy]
+        lines = [
+            f"status_file = {json.dumps(str(self.status_file))}",
+            text,
+            "[fan]",
+            *(f"{key} = {json.dumps(value)}" for key, value in table.items() if value is not None),
+            "[policy]",
+            policy,
+        ]
         if sources is None:
-            sources = "\n".join(f'[[source]]\nkind = "file"\npath = {json.dumps(str(self.soc_file(soc)))}\n'
-                                "max_age_s = 600" for soc in (0, 1))
+            sources = "\n".join(
+                f'[[source]]\nkind = "file"\npath = {json.dumps(str(self.soc_file(soc)))}\n'
+                "max_age_s = 600"
+                for soc in (0, 1)
+            )
         path = self.folder / "fan.toml"
         path.write_text("\n".join([*lines, sources]))
         return path
@@ -103,7 +125,9 @@ class Ran:
     def __init__(self, config: Path, **options: Any) -> None:
         self.out: list[str] = []
         self.err: list[str] = []
-        self.holds = run_fan(config, make_policy=make_policy, show=self.out.append, say=self.err.append, **options)
+        self.holds = run_fan(
+            config, make_policy=make_policy, show=self.out.append, say=self.err.append, **options
+        )
 
 
 def until(condition: Callable[[], object], what: str) -> None:
@@ -116,12 +140,19 @@ def until(condition: Callable[[], object], what: str) -> None:
 @contextmanager
 def daemon(config: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """Run the daemon as a process of its own, with this file's policy; whatever happens, it is gone at the end."""
-    program = ("import sys; from pathlib import Path; from tests.thermal.fans.test_daemon import make_policy; "
-               "from socflower.thermal.fans.daemon import run_fan; "
-               "run_fan(Path(sys.argv[1]), make_policy=make_policy)")
+    program = (
+        "import sys; from pathlib import Path; from tests.thermal.fans.test_daemon import make_policy; "
+        "from socflower.thermal.fans.daemon import run_fan; "
+        "run_fan(Path(sys.argv[1]), make_policy=make_policy)"
+    )
     process = subprocess.Popen(
-        [sys.executable, "-c", program, str(config)], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        cwd=Path(__file__).parents[3], env={**os.environ, **environment})
+        [sys.executable, "-c", program, str(config)],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, **environment},
+    )
     try:
         yield process
     finally:
@@ -136,17 +167,23 @@ def test_a_second_daemon_is_refused_while_the_first_lives(rack: Rack) -> None:
     with daemon(config) as process:
         until(lambda: rack.status().get("fans"), "a status")
         for options in ({"once": True}, {"restore": True}, {}):
-            with pytest.raises(ConfigError, match=f"fan.toml: fans: process {process.pid} is at work there"):
+            with pytest.raises(
+                ConfigError, match=f"fan.toml: fans: process {process.pid} is at work there"
+            ):
                 Ran(config, **options)
         assert process.poll() is None
     Ran(config, restore=True)  # a daemon that was killed keeps nobody out
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_daemon_and_gives_the_fans_back(rack: Rack, number: signal.Signals) -> None:
+def test_a_signal_ends_the_daemon_and_gives_the_fans_back(
+    rack: Rack, number: signal.Signals
+) -> None:
     with daemon(rack.config()) as process:
         until(lambda: rack.status().get("rpm") == 3100.0, "the first step")
-        until(lambda: rack.number("pwm1_enable") == rack.number("pwm2_enable") == 1, "the fans taken")
+        until(
+            lambda: rack.number("pwm1_enable") == rack.number("pwm2_enable") == 1, "the fans taken"
+        )
         assert min(rack.number("pwm1"), rack.number("pwm2")) >= 51
         rack.heat(0, 75.0)
         until(lambda: rack.status().get("rpm") == 7500.0, "a faster fan")
@@ -157,8 +194,10 @@ def test_a_signal_ends_the_daemon_and_gives_the_fans_back(rack: Rack, number: si
         out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0 and out == ""
     assert (rack.number("pwm1_enable"), rack.number("pwm2_enable")) == (5, 2)
-    assert err.splitlines() == ["fans at 3100 rpm: the hottest SoC has 31.0 °C",
-                                "fans at 7500 rpm: the hottest SoC has 75.0 °C"]
+    assert err.splitlines() == [
+        "fans at 3100 rpm: the hottest SoC has 31.0 °C",
+        "fans at 7500 rpm: the hottest SoC has 75.0 °C",
+    ]
 
 
 def test_sensors_that_die_bring_the_failsafe_speed_and_a_line(rack: Rack) -> None:
@@ -193,15 +232,24 @@ def take_number(rack: Rack) -> tuple[Path, dict[str, bytes]]:
     other = rack.chip
     rack.chip = rack.chip.rename(rack.folder / "hwmon7")
     other.mkdir()
-    for name, content in {"name": "amdgpu", "pwm1": 40, "pwm1_enable": 2, "pwm2": 40, "pwm2_enable": 2,
-                          "fan1_input": 900, "fan2_input": 900}.items():
+    for name, content in {
+        "name": "amdgpu",
+        "pwm1": 40,
+        "pwm1_enable": 2,
+        "pwm2": 40,
+        "pwm2_enable": 2,
+        "fan1_input": 900,
+        "fan2_input": 900,
+    }.items():
         (other / name).write_text(f"{content}\n")
     return other, {path.name: path.read_bytes() for path in other.iterdir()}
 
 
 @pytest.mark.parametrize("action", ["restore", "once"])
 def test_after_a_kill_no_chip_that_took_the_number_is_touched(
-    rack: Rack, monkeypatch: pytest.MonkeyPatch, action: str,
+    rack: Rack,
+    monkeypatch: pytest.MonkeyPatch,
+    action: str,
 ) -> None:
     monkeypatch.setattr("socflower.thermal.fans.daemon._RESTORE_RETRY_S", 0.0)
     config = rack.config(automatic_mode=5, period_s=600)
@@ -220,7 +268,9 @@ def test_after_a_kill_no_chip_that_took_the_number_is_touched(
     assert {path.name: path.read_bytes() for path in other.iterdir()} == before
 
 
-def test_a_restore_waits_for_a_chip_whose_driver_is_being_loaded(rack: Rack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restore_waits_for_a_chip_whose_driver_is_being_loaded(
+    rack: Rack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     away, waits = rack.chip.rename(rack.folder / "away"), list[float]()
 
     def wait(stop: object, seconds: float) -> bool:
@@ -242,7 +292,9 @@ def test_a_chip_that_gets_another_number_is_driven_and_given_back(rack: Rack) ->
         until(lambda: rack.status().get("rpm") == 3100.0, "the first step")
         other, before = take_number(rack)
         rack.heat(0, 75.0)
-        until(lambda: rack.number("pwm1") == rack.number("pwm2") == 217, "a faster fan")  # 0.2 + 0.8 * 6.5/8 of 255
+        until(
+            lambda: rack.number("pwm1") == rack.number("pwm2") == 217, "a faster fan"
+        )  # 0.2 + 0.8 * 6.5/8 of 255
         process.terminate()
         process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
@@ -250,7 +302,9 @@ def test_a_chip_that_gets_another_number_is_driven_and_given_back(rack: Rack) ->
     assert {path.name: path.read_bytes() for path in other.iterdir()} == before
 
 
-def test_a_chip_that_is_gone_ends_the_daemon_and_no_speed_is_shown(rack: Rack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chip_that_is_gone_ends_the_daemon_and_no_speed_is_shown(
+    rack: Rack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waits: list[float] = []
     away = rack.folder / "away"
 
@@ -263,22 +317,39 @@ def test_a_chip_that_is_gone_ends_the_daemon_and_no_speed_is_shown(rack: Rack, m
 
     monkeypatch.setattr("socflower.thermal.fans.daemon.StopSignals.wait", wait)
     ran = Ran(rack.config())
-    assert not ran.holds and len(waits) == 4  # it was not there in the third reading, nor in the next two
-    assert [(fan["set_rpm"], fan["measured_rpm"]) for fan in rack.status()["fans"]] == [(None, None)] * 2
-    assert any("not there in 3 readings" in line and "there is no nct6798 now" in line for line in ran.err)
+    assert (
+        not ran.holds and len(waits) == 4
+    )  # it was not there in the third reading, nor in the next two
+    assert [(fan["set_rpm"], fan["measured_rpm"]) for fan in rack.status()["fans"]] == [
+        (None, None)
+    ] * 2
+    assert any(
+        "not there in 3 readings" in line and "there is no nct6798 now" in line for line in ran.err
+    )
     assert any("its control cannot be restored" in line for line in ran.err)
     assert not any(line.startswith("fans at 7500") for line in ran.err)
 
 
-def test_a_command_that_fails_shows_no_speed_and_is_tried_again(rack: Rack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_fails_shows_no_speed_and_is_tried_again(
+    rack: Rack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As `ipmitool` while its controller starts again."""
     ended = iter([False] * 5 + [True])
-    monkeypatch.setattr("socflower.thermal.fans.daemon.StopSignals.wait", lambda stop, seconds: next(ended))
-    config = rack.config(output="command", folder=None, pwm=None, set=f"{sys.executable} -c 1/0 {{percent}}",
-                         measure=f"{sys.executable} -c print(65535)")
+    monkeypatch.setattr(
+        "socflower.thermal.fans.daemon.StopSignals.wait", lambda stop, seconds: next(ended)
+    )
+    config = rack.config(
+        output="command",
+        folder=None,
+        pwm=None,
+        set=f"{sys.executable} -c 1/0 {{percent}}",
+        measure=f"{sys.executable} -c print(65535)",
+    )
     ran = Ran(config)
     assert not ran.holds and rack.status()["num_output_errors"] == 6
-    assert [(fan["set_rpm"], fan["measured_rpm"]) for fan in rack.status()["fans"]] == [(None, None)]
+    assert [(fan["set_rpm"], fan["measured_rpm"]) for fan in rack.status()["fans"]] == [
+        (None, None)
+    ]
     assert ran.err[0].startswith("fan ") and "cannot be set" in ran.err[0]
     assert ran.err[1] == "1 of 1 fans cannot be set to 3100 rpm: the hottest SoC has 31.0 °C"
 
@@ -309,29 +380,46 @@ def test_systemd_hears_that_the_daemon_is_ready_alive_and_stopping(rack: Rack) -
 
 def test_once_looks_sets_prints_and_gives_back(rack: Rack) -> None:
     ran = Ran(rack.config(), once=True)
-    assert ran.holds and ran.out == ["SoC 0: 30.0 °C", "SoC 1: 31.0 °C",
-                                     "fan pwm1 of nct6798: 3100 rpm, turned at 1500 rpm before",
-                                     "fan pwm2 of nct6798: 3100 rpm, turned at 1500 rpm before"]
-    assert rack.number("pwm1") == 105 and rack.number("pwm1_enable") == 5  # 0.2 + 0.8 * 2.1/8 of 255
+    assert ran.holds and ran.out == [
+        "SoC 0: 30.0 °C",
+        "SoC 1: 31.0 °C",
+        "fan pwm1 of nct6798: 3100 rpm, turned at 1500 rpm before",
+        "fan pwm2 of nct6798: 3100 rpm, turned at 1500 rpm before",
+    ]
+    assert (
+        rack.number("pwm1") == 105 and rack.number("pwm1_enable") == 5
+    )  # 0.2 + 0.8 * 2.1/8 of 255
 
 
-@pytest.mark.parametrize(("policy", "rpm"), [
-    ('name = "fixed"\nrpm = 4000', 4000.0), ('name = "passive"\nlow_rpm = 2000\nhigh_rpm = 8000', 2000.0),
-    ('name = "passive"\nhigh_rpm = 8000\nhot_c = 30.5\ncool_c = 29', 8000.0),
-    # A load that is over before the daemon's first look: the low speed.
-    ('name = "predictive"\nrack_w = 200\nlocal_rise_c = 2\nend_s = 0\nlow_rpm = 1500', 1500.0),
-])
+@pytest.mark.parametrize(
+    ("policy", "rpm"),
+    [
+        ('name = "fixed"\nrpm = 4000', 4000.0),
+        ('name = "passive"\nlow_rpm = 2000\nhigh_rpm = 8000', 2000.0),
+        ('name = "passive"\nhigh_rpm = 8000\nhot_c = 30.5\ncool_c = 29', 8000.0),
+        # A load that is over before the daemon's first look: the low speed.
+        ('name = "predictive"\nrack_w = 200\nlocal_rise_c = 2\nend_s = 0\nlow_rpm = 1500', 1500.0),
+    ],
+)
 def test_the_policies_that_come_along_work_from_a_file(rack: Rack, policy: str, rpm: float) -> None:
     shown: list[str] = []
-    assert run_fan(rack.config(policy=policy), once=True, as_json=True, show=shown.append, say=shown.append)
+    assert run_fan(
+        rack.config(policy=policy), once=True, as_json=True, show=shown.append, say=shown.append
+    )
     assert json.loads(shown[-1])["rpm"] == rpm
 
 
 def test_a_dry_run_touches_nothing(rack: Rack) -> None:
     ran = Ran(rack.config(), once=True, dry_run=True, as_json=True)
     document = json.loads(ran.out[0])
-    assert ran.holds and document["dry_run"] and document["rpm"] == 3100.0 and document["schema"] == 1
-    assert document["fans"][0] == {"name": "pwm1 of nct6798, not touched", "set_rpm": 3100.0, "measured_rpm": 1500.0}
+    assert (
+        ran.holds and document["dry_run"] and document["rpm"] == 3100.0 and document["schema"] == 1
+    )
+    assert document["fans"][0] == {
+        "name": "pwm1 of nct6798, not touched",
+        "set_rpm": 3100.0,
+        "measured_rpm": 1500.0,
+    }
     assert (rack.number("pwm1"), rack.number("pwm1_enable")) == (90, 5)
 
 
@@ -344,23 +432,37 @@ def test_once_does_not_hold_where_nobody_knows_how_hot_it_is(rack: Rack) -> None
 
 
 @pytest.mark.parametrize("boards", [(0, 0, 1), (0, 1, 1)])
-def test_a_board_of_which_nobody_knows_how_hot_it_is_means_the_failsafe_speed(rack: Rack, boards: tuple[int]) -> None:
+def test_a_board_of_which_nobody_knows_how_hot_it_is_means_the_failsafe_speed(
+    rack: Rack, boards: tuple[int]
+) -> None:
     rack.heat(2, None)
-    sources = "\n".join(f'[[source]]\nkind = "file"\npath = {json.dumps(str(rack.soc_file(soc)))}\nboard = {board}'
-                        for soc, board in enumerate(boards))
+    sources = "\n".join(
+        f'[[source]]\nkind = "file"\npath = {json.dumps(str(rack.soc_file(soc)))}\nboard = {board}'
+        for soc, board in enumerate(boards)
+    )
     ran = Ran(rack.config(sources=sources), once=True)
     dark = boards == (0, 0, 1)
     assert ran.holds != dark and rack.status()["failsafe"] == dark
     assert rack.status()["rpm"] == (FAN["failsafe_rpm"] if dark else 3100.0)
-    assert ("no temperature of board 1 is known; the fans turn at the fail-safe speed" in ran.out) == dark
+    assert (
+        "no temperature of board 1 is known; the fans turn at the fail-safe speed" in ran.out
+    ) == dark
 
 
 def test_a_command_sets_the_fans(rack: Rack) -> None:
     log = rack.folder / "log"
     tee = f"{sys.executable} -c 'import sys; open(sys.argv[1], \"a\").write(sys.argv[2] + chr(10))' {log}"
-    config = rack.config(output="command", folder=None, pwm=None, begin=f"{tee} begin", set=f"{tee} {{percent}}",
-                         restore=f"{tee} restore", measure=f"{sys.executable} -c 'print(\"FAN1,3000\")'",
-                         curve_percent=[20, 100], curve_rpm=[1000, 9000])
+    config = rack.config(
+        output="command",
+        folder=None,
+        pwm=None,
+        begin=f"{tee} begin",
+        set=f"{tee} {{percent}}",
+        restore=f"{tee} restore",
+        measure=f"{sys.executable} -c 'print(\"FAN1,3000\")'",
+        curve_percent=[20, 100],
+        curve_rpm=[1000, 9000],
+    )
     ran = Ran(config, once=True)
     assert ran.holds and log.read_text().split() == ["begin", "41", "restore"]
     assert "turned at 3000 rpm before" in ran.out[2]
@@ -370,18 +472,31 @@ def test_ipmitool_sets_the_fans(rack: Rack) -> None:
     tool = rack.folder / "ipmitool"
     tool.write_text(f'#!/bin/sh\necho "$@" >> {rack.folder}/log\necho "FAN 1,4200"\n')
     tool.chmod(0o755)
-    config = rack.config(output="ipmi", folder=None, pwm=None, ipmitool=f"{tool} -H bmc", sensor="FAN 1",
-                         begin="raw 0x30 0x45 0x01 0x01", set="raw 0x30 0x70 0x66 0x01 0x00 {percent}",
-                         restore="raw 0x30 0x45 0x01 0x00")
+    config = rack.config(
+        output="ipmi",
+        folder=None,
+        pwm=None,
+        ipmitool=f"{tool} -H bmc",
+        sensor="FAN 1",
+        begin="raw 0x30 0x45 0x01 0x01",
+        set="raw 0x30 0x70 0x66 0x01 0x00 {percent}",
+        restore="raw 0x30 0x45 0x01 0x00",
+    )
     ran = Ran(config, once=True)
     assert ran.holds and "turned at 4200 rpm before" in ran.out[2]
     assert (rack.folder / "log").read_text().splitlines() == [
-        "-H bmc -c sensor reading FAN 1", "-H bmc raw 0x30 0x45 0x01 0x01", "-H bmc raw 0x30 0x70 0x66 0x01 0x00 41",
-        "-H bmc raw 0x30 0x45 0x01 0x00"]
+        "-H bmc -c sensor reading FAN 1",
+        "-H bmc raw 0x30 0x45 0x01 0x01",
+        "-H bmc raw 0x30 0x70 0x66 0x01 0x00 41",
+        "-H bmc raw 0x30 0x45 0x01 0x00",
+    ]
 
 
 def test_simulated_fans_with_one_that_stands_still(rack: Rack) -> None:
-    ran = Ran(rack.config(output="simulated", folder=None, pwm=None, num_fans=2, failure="stopped"), once=True)
+    ran = Ran(
+        rack.config(output="simulated", folder=None, pwm=None, num_fans=2, failure="stopped"),
+        once=True,
+    )
     assert ran.holds and ran.out[2].startswith("fan simulated fan, stopped: 3100 rpm")
 
 
@@ -401,7 +516,10 @@ def test_calibration_prints_the_keys_to_paste(rack: Rack, monkeypatch: pytest.Mo
 
     monkeypatch.setattr("socflower.thermal.fans.daemon.StopSignals.wait", wait)
     ran = Ran(rack.config(), calibrate_fans=True)
-    assert ran.out[:2] == ["# pwm1 of nct6798", "curve_percent = [20, 30, 40, 50, 60, 70, 80, 90, 100]"]
+    assert ran.out[:2] == [
+        "# pwm1 of nct6798",
+        "curve_percent = [20, 30, 40, 50, 60, 70, 80, 90, 100]",
+    ]
     assert ran.out[2].startswith("curve_rpm = [2040, 3080, ") and ran.out[3] == "# pwm2 of nct6798"
     assert (rack.number("pwm1_enable"), rack.number("pwm2_enable")) == (5, 2)
     keys = dict(line.split(" = ") for line in ran.out[1:3])
@@ -431,7 +549,9 @@ def server(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     httpd.daemon_threads = True
     httpd.block_on_close = False
-    thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread = threading.Thread(
+        target=httpd.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+    )
     thread.start()
     try:
         yield f"http://127.0.0.1:{httpd.server_port}/heat"
@@ -448,8 +568,16 @@ def reply(handler: BaseHTTPRequestHandler, body: bytes, status: int = 200) -> No
 
 
 def test_another_boards_heat_comes_over_http(rack: Rack) -> None:
-    with server(lambda handler: reply(handler, b'{"schema": 1, "reading": {"at_s": 5, "temperature_c": 62.5}}')) as url:
-        ran = Ran(rack.config(sources=f'[[source]]\nkind = "http"\nurl = "{url}"\nsoc = 12'), once=True, dry_run=True)
+    with server(
+        lambda handler: reply(
+            handler, b'{"schema": 1, "reading": {"at_s": 5, "temperature_c": 62.5}}'
+        )
+    ) as url:
+        ran = Ran(
+            rack.config(sources=f'[[source]]\nkind = "http"\nurl = "{url}"\nsoc = 12'),
+            once=True,
+            dry_run=True,
+        )
         assert HttpSource(url, timeout_s=PATIENCE_S).read() == Reading(at_s=5.0, temperature_c=62.5)
     loaded = b'{"temperature_c": 62.5, "at_s": 5, "user_load": %s}'
     for load, taken in ((b"0.25", 0.25), (b"1.5", None), (b'"much"', None)):
@@ -458,9 +586,24 @@ def test_another_boards_heat_comes_over_http(rack: Rack) -> None:
     assert ran.holds and ran.out[0] == "SoC 12: 62.5 °C"
 
 
-@pytest.mark.parametrize("body", [
-    b"", b"{", b"[1]", b"7", b'"x"', b"null", b'{"reading": 3}', b"\xff\xfe", b"[" * 60000, b'{"temperature_c": NaN}',
-    b'{"temperature_c": "40"}', b'{"temperature_c": true}'], ids=lambda body: repr(body[:30]))
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b"7",
+        b'"x"',
+        b"null",
+        b'{"reading": 3}',
+        b"\xff\xfe",
+        b"[" * 60000,
+        b'{"temperature_c": NaN}',
+        b'{"temperature_c": "40"}',
+        b'{"temperature_c": true}',
+    ],
+    ids=lambda body: repr(body[:30]),
+)
 def test_an_answer_that_is_no_reading_is_no_temperature(body: bytes) -> None:
     with server(lambda handler: reply(handler, body)) as url:
         reading = HttpSource(url, timeout_s=PATIENCE_S).read()
@@ -475,26 +618,43 @@ def test_a_server_that_refuses_is_gone_or_talks_nonsense_is_no_temperature() -> 
         assert "no answer" in HttpSource(url, timeout_s=PATIENCE_S).read().notes[0]
 
 
-@given(value=st.one_of(st.floats(), st.integers(), st.text(), st.none(), st.booleans(), st.just(10**400)),
-       at_s=st.one_of(st.floats(), st.text(), st.none()))
+@given(
+    value=st.one_of(
+        st.floats(), st.integers(), st.text(), st.none(), st.booleans(), st.just(10**400)
+    ),
+    at_s=st.one_of(st.floats(), st.text(), st.none()),
+)
 def test_whatever_a_file_says_a_reading_comes(
-    tmp_path_factory: pytest.TempPathFactory, value: Any, at_s: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+    value: Any,
+    at_s: Any,
 ) -> None:
     path = tmp_path_factory.mktemp("source") / "soc.json"
     path.write_text(json.dumps({"temperature_c": value, "at_s": at_s}))
     reading = FileSource(path, max_age_s=3600.0).read()
     number = isinstance(value, int | float) and not isinstance(value, bool)
     possible = number and COLDEST_C <= value <= HOTTEST_C
-    assert reading.temperature_c == (value if possible else None) and bool(reading.notes) != possible
+    assert (
+        reading.temperature_c == (value if possible else None) and bool(reading.notes) != possible
+    )
 
 
 def test_a_file_that_is_old_or_from_the_future_or_missing_is_no_temperature(tmp_path: Path) -> None:
     path = tmp_path / "soc.json"
     path.write_text('{"temperature_c": 40}')
     now_s = path.stat().st_mtime
-    for age_s, temperature_c in ((0.0, 40.0), (9.0, 40.0), (11.0, None), (-9.0, 40.0), (-11.0, None)):
+    for age_s, temperature_c in (
+        (0.0, 40.0),
+        (9.0, 40.0),
+        (11.0, None),
+        (-9.0, 40.0),
+        (-11.0, None),
+    ):
         now = now_s + age_s
-        assert FileSource(path, max_age_s=10.0, now=lambda now=now: now).read().temperature_c == temperature_c
+        assert (
+            FileSource(path, max_age_s=10.0, now=lambda now=now: now).read().temperature_c
+            == temperature_c
+        )
     path.unlink()
     assert "cannot be read (No such file" in FileSource(path, max_age_s=10.0).read().notes[0]
     path.mkdir()
@@ -532,71 +692,132 @@ def test_a_source_that_hangs_or_raises_holds_nobody_up() -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"output": "smoke"}, r"\[fan\] output = 'smoke' is unknown; use one of hwmon, ipmi, command, simulated"),
+    (
+        {"output": "smoke"},
+        r"\[fan\] output = 'smoke' is unknown; use one of hwmon, ipmi, command, simulated",
+    ),
     ({"output": 3}, r"\[fan\] output = 3 is unknown"),
     ({"minrpm": 3}, r"unknown key 'minrpm' .* did you mean 'min_rpm'"),
     ({"set": "true {rpm}"}, r"unknown key 'set'"),
-    ({"min_rpm": 0}, "min_rpm = 0 must be a number above 0"), ({"min_rpm": -5}, "min_rpm = -5 must be"),
-    ({"min_rpm": 9000, "failsafe_rpm": 9000}, "min_rpm"), ({"min_rpm": "slow"}, "must be a"),
-    ({"failsafe_rpm": 500}, "failsafe_rpm"), ({"failsafe_rpm": 9500}, "failsafe_rpm"),
-    ({"max_rpm": None}, "max_rpm is missing"), ({"folder": None}, "folder is missing"),
-    ({"folder": "no-chip"}, "no such chip"), ({"folder": "/nowhere"}, "pwm1: cannot be read"),
-    ({"pwm": []}, "pwm = .* that is not empty"), ({"pwm": [1, 1]}, "list each output once"),
+    ({"min_rpm": 0}, "min_rpm = 0 must be a number above 0"),
+    ({"min_rpm": -5}, "min_rpm = -5 must be"),
+    ({"min_rpm": 9000, "failsafe_rpm": 9000}, "min_rpm"),
+    ({"min_rpm": "slow"}, "must be a"),
+    ({"failsafe_rpm": 500}, "failsafe_rpm"),
+    ({"failsafe_rpm": 9500}, "failsafe_rpm"),
+    ({"max_rpm": None}, "max_rpm is missing"),
+    ({"folder": None}, "folder is missing"),
+    ({"folder": "no-chip"}, "no such chip"),
+    ({"folder": "/nowhere"}, "pwm1: cannot be read"),
+    ({"pwm": []}, "pwm = .* that is not empty"),
+    ({"pwm": [1, 1]}, "list each output once"),
     ({"pwm": [0]}, "whole numbers of 1 or more"),
-    ({"pwm": 1}, "must be a"), ({"pwm": [3]}, "pwm3: cannot be read"), ({"tachometer": [1]}, "needs 2 numbers"),
-    ({"automatic_mode": 1}, "automatic_mode = 1"), ({"period_s": 0}, "period_s = 0"),
-    ({"max_silence_s": -1}, "max_silence_s = -1"), ({"stuck_after_s": 0}, "stuck_after_s"),
+    ({"pwm": 1}, "must be a"),
+    ({"pwm": [3]}, "pwm3: cannot be read"),
+    ({"tachometer": [1]}, "needs 2 numbers"),
+    ({"automatic_mode": 1}, "automatic_mode = 1"),
+    ({"period_s": 0}, "period_s = 0"),
+    ({"max_silence_s": -1}, "max_silence_s = -1"),
+    ({"stuck_after_s": 0}, "stuck_after_s"),
     ({"spin_up_s": 0}, "spin_up_s"),
-    ({"min_duty_percent": 0}, "min_duty_percent = 0"), ({"min_duty_percent": 100}, "min_duty_percent = 100"),
+    ({"min_duty_percent": 0}, "min_duty_percent = 0"),
+    ({"min_duty_percent": 100}, "min_duty_percent = 100"),
     ({"curve_percent": [20, 100]}, "curve_rpm 0; give a speed for each"),
     ({"curve_percent": [20, 100], "curve_rpm": [9, 5]}, "do not rise"),
     ({"curve_percent": [20], "curve_rpm": [9]}, "too few"),
     ({"output": "command", "folder": None, "pwm": None}, "set is missing"),
-    ({"output": "command", "folder": None, "pwm": None, "set": "true"}, "neither {percent} nor {rpm}"),
-    ({"output": "ipmi", "folder": None, "pwm": None, "set": "raw {percent}", "ipmitool": "no-ipmitool"},
-     "no program 'no-ipmitool'"),
+    (
+        {"output": "command", "folder": None, "pwm": None, "set": "true"},
+        "neither {percent} nor {rpm}",
+    ),
+    (
+        {
+            "output": "ipmi",
+            "folder": None,
+            "pwm": None,
+            "set": "raw {percent}",
+            "ipmitool": "no-ipmitool",
+        },
+        "no program 'no-ipmitool'",
+    ),
     ({"output": "simulated", "folder": None, "pwm": None, "num_fans": 0}, "num_fans = 0"),
     ({"output": "simulated", "folder": None, "pwm": None, "failure": "loud"}, "failure = 'loud'"),
-    ({"text": "fans = 3"}, "unknown key 'fans'"), ({"text": "schema = 2"}, "fan.toml: schema = 2 must be 1"),
-    ({"policy": ""}, "needs a name"), ({"policy": "name = 3"}, "needs a name"),
-    ({"policy": 'name = "wise"'}, "name = 'wise'"), ({"policy": 'name = "fixed"\nspeed = 3'}, "'speed': 3"),
-    ({"sources": ""}, r"there is no \[\[source\]\]"), ({"sources": "[source]\nkind = 'local'"}, "a list of tables"),
-    ({"sources": "[[source]]"}, "kind = None is unknown"), ({"sources": "[[source]]\nkind = 'usb'"}, "kind = 'usb'"),
+    ({"text": "fans = 3"}, "unknown key 'fans'"),
+    ({"text": "schema = 2"}, "fan.toml: schema = 2 must be 1"),
+    ({"policy": ""}, "needs a name"),
+    ({"policy": "name = 3"}, "needs a name"),
+    ({"policy": 'name = "wise"'}, "name = 'wise'"),
+    ({"policy": 'name = "fixed"\nspeed = 3'}, "'speed': 3"),
+    ({"sources": ""}, r"there is no \[\[source\]\]"),
+    ({"sources": "[source]\nkind = 'local'"}, "a list of tables"),
+    ({"sources": "[[source]]"}, "kind = None is unknown"),
+    ({"sources": "[[source]]\nkind = 'usb'"}, "kind = 'usb'"),
     ({"sources": "[[source]]\nkind = 'local'\nurl = 'http://x'"}, "unknown key 'url'"),
     ({"sources": "[[source]]\nkind = 'local'\nmax_age_s = 0"}, "max_age_s = 0"),
-    ({"sources": "[[source]]\nkind = 'local'\nroot = 'here'"}, "root = 'here': give an absolute path"),
-    ({"sources": "[[source]]\nkind = 'file'\npath = 'soc.json'"}, "path = 'soc.json': give an absolute path"),
+    (
+        {"sources": "[[source]]\nkind = 'local'\nroot = 'here'"},
+        "root = 'here': give an absolute path",
+    ),
+    (
+        {"sources": "[[source]]\nkind = 'file'\npath = 'soc.json'"},
+        "path = 'soc.json': give an absolute path",
+    ),
     ({"sources": "[[source]]\nkind = 'file'"}, "path is missing"),
     ({"sources": "[[source]]\nkind = 'http'\nurl = 'ftp://x'"}, "give an address such as"),
     ({"sources": "[[source]]\nkind = 'http'\nurl = 'http://x:99999'"}, "give an address such as"),
     ({"sources": "[[source]]\nkind = 'http'\nurl = 'http://'"}, "give an address such as"),
     ({"sources": "[[source]]\nkind = 'http'\nurl = 'http://x'\ntimeout_s = 0"}, "timeout_s = 0"),
-    ({"sources": "[[source]]\nkind = 'local'\nsoc = 1\n[[source]]\nkind = 'local'"}, "2 soc = 1: give each source an"),
+    (
+        {"sources": "[[source]]\nkind = 'local'\nsoc = 1\n[[source]]\nkind = 'local'"},
+        "2 soc = 1: give each source an",
+    ),
     ({"sources": "[[source]]\nkind = 'local'\nsoc = -1"}, "soc = -1"),
-    ({"sources": "[[source]]\nkind = 'local'\nboard = -1"}, "board = -1 must be a whole number of 0 or more"),
-    ({"sources": "[[source]]\nkind = 'local'\nboard = 1\n[[source]]\nkind = 'local'"}, "soc = 1 has no board, but"),
+    (
+        {"sources": "[[source]]\nkind = 'local'\nboard = -1"},
+        "board = -1 must be a whole number of 0 or more",
+    ),
+    (
+        {"sources": "[[source]]\nkind = 'local'\nboard = 1\n[[source]]\nkind = 'local'"},
+        "soc = 1 has no board, but",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("changes", "says"), BAD, ids=[says for _, says in BAD])
 def test_a_configuration_that_cannot_be_is_refused_in_one_line_before_a_fan_is_touched(
-    rack: Rack, changes: dict[str, Any], says: str,
+    rack: Rack,
+    changes: dict[str, Any],
+    says: str,
 ) -> None:
     before = {path.name: path.read_bytes() for path in rack.chip.iterdir()}
     with pytest.raises(ConfigError, match=says) as caught:
         Ran(rack.config(**changes), once=True)
     assert "\n" not in str(caught.value) and str(caught.value).startswith(f"{rack.folder}")
-    assert {path.name: path.read_bytes() for path in rack.chip.iterdir()} == before and not rack.status()
+    assert {
+        path.name: path.read_bytes() for path in rack.chip.iterdir()
+    } == before and not rack.status()
 
 
-@pytest.mark.parametrize(("content", "says"), [
-    (None, "cannot be read"), (b"\xff", "not UTF-8"), (b"[fan", "not valid TOML"), (b"", r"\[policy\] needs a name"),
-    (b"fan = 3\n[policy]\nname = 'fixed'", r"\[fan\] must be a table"), (b"policy = 3", r"\[policy\] must be a table"),
-    (b"status_file = 'fan.json'\n[policy]\nname = 'fixed'", "give an absolute path"),
-    (b"status_file = 7\n[policy]\nname = 'fixed'", "status_file = 7 must be a text"),
-    (b"status_file = '/nowhere/at/all/fan.json'\n[policy]\nname = 'fixed'", "its folder is not there"),
-])
-def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: bytes | None, says: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "cannot be read"),
+        (b"\xff", "not UTF-8"),
+        (b"[fan", "not valid TOML"),
+        (b"", r"\[policy\] needs a name"),
+        (b"fan = 3\n[policy]\nname = 'fixed'", r"\[fan\] must be a table"),
+        (b"policy = 3", r"\[policy\] must be a table"),
+        (b"status_file = 'fan.json'\n[policy]\nname = 'fixed'", "give an absolute path"),
+        (b"status_file = 7\n[policy]\nname = 'fixed'", "status_file = 7 must be a text"),
+        (
+            b"status_file = '/nowhere/at/all/fan.json'\n[policy]\nname = 'fixed'",
+            "its folder is not there",
+        ),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(
+    tmp_path: Path, content: bytes | None, says: str
+) -> None:
     path = tmp_path / "fan.toml"
     if content is not None:
         path.write_bytes(content)

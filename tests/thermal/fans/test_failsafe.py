@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from socflower.errors import ConfigError
 from socflower.thermal.fans.control_loop import FanControl, FanState
 from socflower.thermal.fans.outputs import SimulatedFan
-from socflower.thermal.fans.policies import FanObservation, FanPolicy, PassiveCooling, PlannedLoad, PredictiveCooling
+from socflower.thermal.fans.policies import (
+    FanObservation,
+    FanPolicy,
+    PassiveCooling,
+    PlannedLoad,
+    PredictiveCooling,
+)
 from socflower.thermal.fans.quorum import Quorum
 from socflower.thermal.model.dynamics import RackDynamics
 from socflower.thermal.model.rack import Rack
@@ -27,7 +33,10 @@ BOARDS = Rack(slots_per_board=(5,) * 12)
 POLICIES: Mapping[str, Callable[[], FanPolicy]] = {
     "passive": PassiveCooling,
     "predictive": lambda: PredictiveCooling(
-        load=PlannedLoad(rack_w=40 * BUSY_W + 20 * IDLE_W, local_rise_c=BOARDS.local_rise_c(BUSY_W, 5))),
+        load=PlannedLoad(
+            rack_w=40 * BUSY_W + 20 * IDLE_W, local_rise_c=BOARDS.local_rise_c(BUSY_W, 5)
+        )
+    ),
 }
 both_policies = pytest.mark.parametrize("make_policy", POLICIES.values(), ids=POLICIES)
 
@@ -54,7 +63,9 @@ class World:
     tells_load: bool = False
     seed: int = 0
     start_c: float = 28.0
-    faults: dict[int, object] = field(default_factory=dict)  # by SoC: a temperature, None, an exception, or "frozen"
+    faults: dict[int, object] = field(
+        default_factory=dict
+    )  # by SoC: a temperature, None, an exception, or "frozen"
     now_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -63,12 +74,20 @@ class World:
         self.truth = RackDynamics(self.rack, self._follow, start_c=self.start_c)
         self.busy: list[bool] = [False] * self.rack.num_socs
         self.shown_c: dict[int, float] = {}
-        boards = [board for board, slots in enumerate(self.rack.slots_per_board) for _ in range(slots)]
+        boards = [
+            board for board, slots in enumerate(self.rack.slots_per_board) for _ in range(slots)
+        ]
         self.control = FanControl(
-            {soc: Sensor(self, soc) for soc in range(self.rack.num_socs)}, self.policy,
-            SimulatedFan(14000.0, clock=lambda: self.now_s), min_rpm=1100.0, max_rpm=14000.0,
-            failsafe_rpm=FAILSAFE_RPM, boards=dict(enumerate(boards)) if self.boards_known else None,
-            clock=lambda: self.now_s, say=lambda line: None)
+            {soc: Sensor(self, soc) for soc in range(self.rack.num_socs)},
+            self.policy,
+            SimulatedFan(14000.0, clock=lambda: self.now_s),
+            min_rpm=1100.0,
+            max_rpm=14000.0,
+            failsafe_rpm=FAILSAFE_RPM,
+            boards=dict(enumerate(boards)) if self.boards_known else None,
+            clock=lambda: self.now_s,
+            say=lambda line: None,
+        )
 
     def read(self, soc: int) -> Reading:
         fault = self.faults.get(soc)
@@ -81,8 +100,11 @@ class World:
         elif fault != "frozen":
             assert fault is None or isinstance(fault, float)
             return Reading(at_s=self.now_s, temperature_c=fault)
-        return Reading(at_s=self.now_s, temperature_c=self.shown_c.setdefault(soc, 28.0),
-                       user_load=load if self.tells_load else None)
+        return Reading(
+            at_s=self.now_s,
+            temperature_c=self.shown_c.setdefault(soc, 28.0),
+            user_load=load if self.tells_load else None,
+        )
 
     def poll(self) -> FanState:
         self._temperatures_c = self.truth.temperatures_c
@@ -96,8 +118,13 @@ class World:
             states.append(self.poll())
             self.now_s += PERIOD_S
             factors = self.truth.power_factors()
-            self.truth.advance(PERIOD_S, [IDLE_W + factor * (BUSY_W - IDLE_W) if busy else IDLE_W
-                                          for busy, factor in zip(self.busy, factors, strict=True)])
+            self.truth.advance(
+                PERIOD_S,
+                [
+                    IDLE_W + factor * (BUSY_W - IDLE_W) if busy else IDLE_W
+                    for busy, factor in zip(self.busy, factors, strict=True)
+                ],
+            )
         return states
 
     def work(self, socs: range) -> None:
@@ -120,7 +147,9 @@ class Sensor:
 @pytest.mark.parametrize("fault", [OSError(5, "I/O"), None], ids=["raises", "silent"])
 @pytest.mark.parametrize("before_s", [0.0, 300.0])
 def test_one_soc_of_sixty_is_not_enough(
-    make_policy: Callable[[], FanPolicy], fault: Exception | None, before_s: float,
+    make_policy: Callable[[], FanPolicy],
+    fault: Exception | None,
+    before_s: float,
 ) -> None:
     world = World(make_policy(), boards_known=False, noise_c=0.1)
     world.run(before_s)
@@ -129,14 +158,20 @@ def test_one_soc_of_sixty_is_not_enough(
     first = next(number for number, state in enumerate(states) if state.failsafe)
     assert first * PERIOD_S <= 30.0 and all(state.failsafe for state in states[first:])
     assert all(state.rpm == FAILSAFE_RPM for state in states[first:])
-    assert any("the temperatures of only 1 of 60 SoCs are known" in note for note in states[first].notes)
+    assert any(
+        "the temperatures of only 1 of 60 SoCs are known" in note for note in states[first].notes
+    )
 
 
 @both_policies
-def test_policies_alone_turn_fast_where_more_than_half_are_unknown(make_policy: Callable[[], FanPolicy]) -> None:
+def test_policies_alone_turn_fast_where_more_than_half_are_unknown(
+    make_policy: Callable[[], FanPolicy],
+) -> None:
     policy = make_policy()
     for num_unknown in range(60):
-        seen = FanObservation(at_s=0.0, hottest_c=28.0, rpm=LOW_RPM, num_unknown=num_unknown, num_socs=60)
+        seen = FanObservation(
+            at_s=0.0, hottest_c=28.0, rpm=LOW_RPM, num_unknown=num_unknown, num_socs=60
+        )
         assert (policy.rpm(seen) == 11000.0) == seen.lacks_temperatures == (num_unknown > 30)
 
 
@@ -152,19 +187,26 @@ def test_a_board_without_a_believed_sensor_is_enough_where_boards_are_known(
         world.faults = dict.fromkeys(range(10, 15), None)
         last = world.run(100.0)[-1]
         assert last.failsafe == boards_known
-        assert any("no temperature of board 2 is known" in note for note in last.notes) == boards_known
+        assert (
+            any("no temperature of board 2 is known" in note for note in last.notes) == boards_known
+        )
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.data())
-def test_a_quorum_is_half_of_all_and_one_of_each_board(board_of: list[int], data: st.DataObject) -> None:
+def test_a_quorum_is_half_of_all_and_one_of_each_board(
+    board_of: list[int], data: st.DataObject
+) -> None:
     filtered = data.draw(st.sets(st.sampled_from(range(len(board_of)))))
     missing = Quorum(dict(enumerate(board_of)), patience_s=30.0).missing(filtered)
     enough = len(filtered) * 2 >= len(board_of) and all(
-        any(board_of[soc] == board for soc in filtered) for board in board_of)
+        any(board_of[soc] == board for soc in filtered) for board in board_of
+    )
     assert (missing == "") == enough
 
 
-def test_the_fail_safe_is_left_when_enough_have_been_back_for_as_long_as_they_had_to_be_missing() -> None:
+def test_the_fail_safe_is_left_when_enough_have_been_back_for_as_long_as_they_had_to_be_missing() -> (
+    None
+):
     world = World(PassiveCooling(), noise_c=0.1)
     assert not any(state.failsafe for state in world.run(60.0))
     world.faults = dict.fromkeys(range(60), None)
@@ -180,8 +222,15 @@ def test_the_fail_safe_is_left_when_enough_have_been_back_for_as_long_as_they_ha
 
 def test_boards_of_other_socs_are_refused() -> None:
     with pytest.raises(ConfigError, match="give each its board"):
-        FanControl({0: Sensor(World(PassiveCooling()), 0)}, PassiveCooling(), SimulatedFan(14000.0), min_rpm=1.0,
-                   max_rpm=2.0, failsafe_rpm=2.0, boards={1: 0})
+        FanControl(
+            {0: Sensor(World(PassiveCooling()), 0)},
+            PassiveCooling(),
+            SimulatedFan(14000.0),
+            min_rpm=1.0,
+            max_rpm=2.0,
+            failsafe_rpm=2.0,
+            boards={1: 0},
+        )
 
 
 # ------------------------------------------------------------------------------------------------ frozen sensors
@@ -190,7 +239,8 @@ def test_boards_of_other_socs_are_refused() -> None:
 @both_policies
 @pytest.mark.parametrize("tells_load", [True, False])
 def test_sixty_frozen_sensors_under_load_are_not_believed(
-    make_policy: Callable[[], FanPolicy], tells_load: bool,
+    make_policy: Callable[[], FanPolicy],
+    tells_load: bool,
 ) -> None:
     world = World(make_policy(), tells_load=tells_load, faults=dict.fromkeys(range(60), "frozen"))
     world.work(range(40))
@@ -211,12 +261,17 @@ def test_an_idle_rack_whose_documents_are_all_the_same_for_ever_is_not_believed(
 @settings(max_examples=3)
 @given(data=st.data())
 def test_if_a_soc_is_too_hot_while_most_sensors_lie_the_fans_turn_fast(
-    make_policy: Callable[[], FanPolicy], data: st.DataObject,
+    make_policy: Callable[[], FanPolicy],
+    data: st.DataObject,
 ) -> None:
     """Whichever sensors are faulty, low, frozen or silent: the rest shows the heat, or too few are accepted."""
-    world = World(make_policy(), noise_c=data.draw(st.sampled_from([0.0, 0.1, 0.3])),
-                  seed=data.draw(st.integers(0, 99)), step_c=data.draw(st.sampled_from([0.5, 1.0])),
-                  boards_known=data.draw(st.booleans()))
+    world = World(
+        make_policy(),
+        noise_c=data.draw(st.sampled_from([0.0, 0.1, 0.3])),
+        seed=data.draw(st.integers(0, 99)),
+        step_c=data.draw(st.sampled_from([0.5, 1.0])),
+        boards_known=data.draw(st.booleans()),
+    )
     world.run(data.draw(st.sampled_from([0.0, 200.0])))
     faulty = data.draw(st.sets(st.integers(0, 59), min_size=30, max_size=60))
     kinds = st.sampled_from([None, OSError(5), "frozen", 20.0, 28.0])
@@ -238,19 +293,28 @@ def test_if_a_soc_is_too_hot_while_most_sensors_lie_the_fans_turn_fast(
 @both_policies
 @settings(max_examples=2)
 @given(data=st.data())
-def test_a_healthy_rack_never_trips(make_policy: Callable[[], FanPolicy], data: st.DataObject) -> None:
+def test_a_healthy_rack_never_trips(
+    make_policy: Callable[[], FanPolicy], data: st.DataObject
+) -> None:
     """Idle, at work or by turns, with fine and coarse sensors whose noise is a twentieth of a step or more."""
     step_c = data.draw(st.sampled_from([0.1, 0.5, 1.0]))
-    world = World(make_policy(), noise_c=data.draw(st.floats(0.05, 0.5)) * step_c, step_c=step_c,
-                  tells_load=data.draw(st.booleans()), seed=data.draw(st.integers(0, 99)),
-                  start_c=data.draw(st.floats(25.0, 32.0)))
+    world = World(
+        make_policy(),
+        noise_c=data.draw(st.floats(0.05, 0.5)) * step_c,
+        step_c=step_c,
+        tells_load=data.draw(st.booleans()),
+        seed=data.draw(st.integers(0, 99)),
+        start_c=data.draw(st.floats(25.0, 32.0)),
+    )
     for _ in range(2):
         world.work(range(data.draw(st.integers(0, 60))))
         assert not any(state.failsafe or state.num_unknown > 30 for state in world.run(1500.0))
 
 
 @pytest.mark.parametrize("step_c", [0.5, 1.0])
-def test_an_idle_rack_in_balance_whose_socs_tell_their_load_stands_still_for_hours(step_c: float) -> None:
+def test_an_idle_rack_in_balance_whose_socs_tell_their_load_stands_still_for_hours(
+    step_c: float,
+) -> None:
     world = World(PassiveCooling(), step_c=step_c, tells_load=True, start_c=29.75)
     states = world.run(3600.0)
     assert not any(state.failsafe or state.num_unknown for state in states)
@@ -264,7 +328,9 @@ def test_a_rack_that_the_plan_holds_in_balance_may_stand_still(step_c: float) ->
     assert not any(state.failsafe for state in world.run(3600.0))
 
 
-def test_still_sensors_without_noise_load_and_plan_trip_and_are_believed_again_once_the_fans_have_moved_them() -> None:
+def test_still_sensors_without_noise_load_and_plan_trip_and_are_believed_again_once_the_fans_have_moved_them() -> (
+    None
+):
     """The one false alarm there is; it costs minutes of fast fans."""
     world = World(PassiveCooling(), start_c=29.75)
     failsafe = [state.failsafe for state in world.run(3600.0)]

@@ -34,7 +34,13 @@ def chip(root: Path, folder: str = "hwmon0", name: str = "nct6798", **files: obj
     """Make a chip with one PWM output in automatic mode; None removes a file."""
     path = root / "sys/class/hwmon" / folder
     path.mkdir(parents=True, exist_ok=True)
-    for file, content in {"name": name, "pwm1": 100, "pwm1_enable": 5, "fan1_input": 900, **files}.items():
+    for file, content in {
+        "name": name,
+        "pwm1": 100,
+        "pwm1_enable": 5,
+        "fan1_input": 900,
+        **files,
+    }.items():
         if content is None:
             (path / file).unlink(missing_ok=True)
         else:
@@ -54,8 +60,12 @@ def command(program: str, *arguments: str) -> str:
 @st.composite
 def curves(draw: st.DrawFn) -> DutyCurve:
     duties = sorted(draw(st.sets(st.integers(20, 100), min_size=2, max_size=6)))
-    speeds = sorted(draw(st.sets(st.integers(100, 20000), min_size=len(duties), max_size=len(duties))))
-    return DutyCurve(tuple((duty / 100, float(speed)) for duty, speed in zip(duties, speeds, strict=True)))
+    speeds = sorted(
+        draw(st.sets(st.integers(100, 20000), min_size=len(duties), max_size=len(duties)))
+    )
+    return DutyCurve(
+        tuple((duty / 100, float(speed)) for duty, speed in zip(duties, speeds, strict=True))
+    )
 
 
 # ----------------------------------------------------------------------------------------------------- curves
@@ -63,37 +73,59 @@ def curves(draw: st.DrawFn) -> DutyCurve:
 
 @given(curve=curves(), speeds=st.tuples(st.floats(1.0, 30000.0), st.floats(1.0, 30000.0)))
 def test_a_curves_duty_rises_with_the_speed_and_stays_within_its_ends(
-    curve: DutyCurve, speeds: tuple[float, float],
+    curve: DutyCurve,
+    speeds: tuple[float, float],
 ) -> None:
     slow, fast = sorted(speeds)
     assert curve.points[0][0] <= curve.duty(slow) <= curve.duty(fast) <= curve.points[-1][0]
 
 
 @given(curve=curves(), index=st.integers(0, 4), part=st.floats(0.0, 1.0))
-def test_the_duty_of_a_speed_on_the_curve_is_the_curves(curve: DutyCurve, index: int, part: float) -> None:
+def test_the_duty_of_a_speed_on_the_curve_is_the_curves(
+    curve: DutyCurve, index: int, part: float
+) -> None:
     index = min(index, len(curve.points) - 2)
     (low, slow), (high, fast) = curve.points[index], curve.points[index + 1]
-    assert curve.duty(slow + part * (fast - slow)) == pytest.approx(low + part * (high - low), abs=1e-9)
+    assert curve.duty(slow + part * (fast - slow)) == pytest.approx(
+        low + part * (high - low), abs=1e-9
+    )
 
 
-@pytest.mark.parametrize(("points", "says"), [
-    (((0.2, 1000.0),), "1 points are too few"), ((), "0 points"),
-    (((0.0, 1000.0), (1.0, 2000.0)), "cannot be"), (((0.2, 0.0), (1.0, 2000.0)), "cannot be"),
-    (((0.2, 1000.0), (1.1, 2000.0)), "cannot be"), (((0.2, math.nan), (1.0, 2000.0)), "cannot be"),
-    (((0.2, 1000.0), (1.0, 1000.0)), "do not rise"), (((1.0, 1000.0), (0.2, 2000.0)), "do not rise"),
-])
-def test_a_curve_that_cannot_be_is_refused(points: tuple[tuple[float, float], ...], says: str) -> None:
+@pytest.mark.parametrize(
+    ("points", "says"),
+    [
+        (((0.2, 1000.0),), "1 points are too few"),
+        ((), "0 points"),
+        (((0.0, 1000.0), (1.0, 2000.0)), "cannot be"),
+        (((0.2, 0.0), (1.0, 2000.0)), "cannot be"),
+        (((0.2, 1000.0), (1.1, 2000.0)), "cannot be"),
+        (((0.2, math.nan), (1.0, 2000.0)), "cannot be"),
+        (((0.2, 1000.0), (1.0, 1000.0)), "do not rise"),
+        (((1.0, 1000.0), (0.2, 2000.0)), "do not rise"),
+    ],
+)
+def test_a_curve_that_cannot_be_is_refused(
+    points: tuple[tuple[float, float], ...], says: str
+) -> None:
     with pytest.raises(ConfigError, match=f"^fan curve: .*{says}"):
         DutyCurve(points)
 
 
-@pytest.mark.parametrize(("speeds", "min_duty", "says"), [
-    ((0.0, 100.0), 0.2, "min_rpm < max_rpm"), ((200.0, 100.0), 0.2, "min_rpm < max_rpm"),
-    ((100.0, math.inf), 0.2, "min_rpm"), ((math.nan, 100.0), 0.2, "min_rpm"),
-    ((100.0, 200.0), 0.0, "min_duty = 0"), ((100.0, 200.0), 1.0, "min_duty = 1"),
-    ((100.0, 200.0), math.nan, "min_duty"),
-])
-def test_a_line_that_cannot_be_is_refused(speeds: tuple[float, float], min_duty: float, says: str) -> None:
+@pytest.mark.parametrize(
+    ("speeds", "min_duty", "says"),
+    [
+        ((0.0, 100.0), 0.2, "min_rpm < max_rpm"),
+        ((200.0, 100.0), 0.2, "min_rpm < max_rpm"),
+        ((100.0, math.inf), 0.2, "min_rpm"),
+        ((math.nan, 100.0), 0.2, "min_rpm"),
+        ((100.0, 200.0), 0.0, "min_duty = 0"),
+        ((100.0, 200.0), 1.0, "min_duty = 1"),
+        ((100.0, 200.0), math.nan, "min_duty"),
+    ],
+)
+def test_a_line_that_cannot_be_is_refused(
+    speeds: tuple[float, float], min_duty: float, says: str
+) -> None:
     with pytest.raises(ConfigError, match=says):
         DutyCurve.linear(*speeds, min_duty)
 
@@ -103,7 +135,10 @@ def test_a_line_that_cannot_be_is_refused(speeds: tuple[float, float], min_duty:
 
 @given(rpm=st.floats(0.001, 1e9), min_duty=st.floats(0.01, 0.99), curve=st.none() | curves())
 def test_no_pwm_is_written_below_the_lowest_duty_nor_below_what_was_asked(
-    tmp_path_factory: pytest.TempPathFactory, rpm: float, min_duty: float, curve: DutyCurve | None,
+    tmp_path_factory: pytest.TempPathFactory,
+    rpm: float,
+    min_duty: float,
+    curve: DutyCurve | None,
 ) -> None:
     folder = chip(tmp_path_factory.mktemp("root"))
     fan = HwmonPwm(folder, min_rpm=1000.0, max_rpm=10000.0, min_duty=min_duty, curve=curve)
@@ -126,7 +161,10 @@ def test_what_is_no_speed_is_not_written(tmp_path: Path, rpm: float) -> None:
 def test_a_pwm_fan_is_set_measured_and_given_back(tmp_path: Path) -> None:
     folder = chip(tmp_path)
     fan = HwmonPwm(folder, min_rpm=1000.0, max_rpm=10000.0)
-    assert (number(folder / "pwm1"), number(folder / "pwm1_enable")) == (100, 5)  # looking changes nothing
+    assert (number(folder / "pwm1"), number(folder / "pwm1_enable")) == (
+        100,
+        5,
+    )  # looking changes nothing
     assert fan.describe() == "pwm1 of nct6798" and fan.measured_rpm() == 900.0
     fan.set_rpm(1000.0)
     assert number(folder / "pwm1") == 51
@@ -149,8 +187,12 @@ def test_the_tachometer_may_have_another_number_lie_or_be_missing(tmp_path: Path
         assert fan.measured_rpm() is None
 
 
-@pytest.mark.parametrize(("name", "mode"), [("nct6798", 1), ("nct6798", None), ("pwmfan", 0), ("pwmfan", 2)])
-def test_an_output_that_nothing_controlled_cannot_be_given_back(tmp_path: Path, name: str, mode: int | None) -> None:
+@pytest.mark.parametrize(
+    ("name", "mode"), [("nct6798", 1), ("nct6798", None), ("pwmfan", 0), ("pwmfan", 2)]
+)
+def test_an_output_that_nothing_controlled_cannot_be_given_back(
+    tmp_path: Path, name: str, mode: int | None
+) -> None:
     """As after a program that was killed in manual mode; modes of the driver pwmfan are none of control."""
     folder = chip(tmp_path, name=name, pwm1_enable=mode)
     fan = HwmonPwm(folder, min_rpm=1000.0, max_rpm=10000.0)
@@ -167,11 +209,15 @@ def test_a_mode_for_the_end_can_be_given(tmp_path: Path) -> None:
     fan.restore()
     assert number(folder / "pwm1_enable") == 2
     for mode in (1, -1):
-        with pytest.raises(ConfigError, match=f"automatic_mode = {mode}: is no automatic mode of nct6798"):
+        with pytest.raises(
+            ConfigError, match=f"automatic_mode = {mode}: is no automatic mode of nct6798"
+        ):
             HwmonPwm(folder, min_rpm=1000.0, max_rpm=10000.0, automatic_mode=mode)
 
 
-def test_an_output_that_fails_is_automatic_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_that_fails_is_automatic_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = chip(tmp_path)
     fan = HwmonPwm(folder, min_rpm=1000.0, max_rpm=10000.0)
     write = OpenFolder.write
@@ -192,12 +238,18 @@ def test_an_output_that_fails_is_automatic_again(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize(("kept", "says"), [("pwm1_enable", "keeps control"), ("pwm1", "shows 0")])
 def test_an_output_that_ignores_what_is_written_is_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: str, says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kept: str,
+    says: str,
 ) -> None:
     fan = HwmonPwm(chip(tmp_path, pwm1=0), min_rpm=1000.0, max_rpm=10000.0)
     write = OpenFolder.write
     monkeypatch.setattr(
-        OpenFolder, "write", lambda chip, name, value: None if name == kept else write(chip, name, value))
+        OpenFolder,
+        "write",
+        lambda chip, name, value: None if name == kept else write(chip, name, value),
+    )
     with pytest.raises(FanFailure, match=says):
         fan.set_rpm(5000.0)
 
@@ -205,7 +257,11 @@ def test_an_output_that_ignores_what_is_written_is_a_failure(
 def test_an_output_that_is_gone_is_a_failure_and_not_made_anew(tmp_path: Path) -> None:
     folder = chip(tmp_path)
     fan = HwmonPwm(folder, min_rpm=1000.0, max_rpm=10000.0)
-    for name, says in (("pwm1", "no such file"), ("name", "there is no nct6798 now"), (None, "there is no nct6798")):
+    for name, says in (
+        ("pwm1", "no such file"),
+        ("name", "there is no nct6798 now"),
+        (None, "there is no nct6798"),
+    ):
         for path in list(folder.iterdir()):
             if name in (None, path.name):
                 path.unlink()
@@ -247,7 +303,10 @@ def test_a_chip_with_a_new_number_is_driven_and_none_that_took_its_number(tmp_pa
 
 
 def test_of_two_chips_of_one_name_the_device_says_which_is_meant(tmp_path: Path) -> None:
-    first, second = (device(chip(tmp_path, folder), name) for folder, name in (("hwmon1", "a.1"), ("hwmon2", "a.2")))
+    first, second = (
+        device(chip(tmp_path, folder), name)
+        for folder, name in (("hwmon1", "a.1"), ("hwmon2", "a.2"))
+    )
     fan = HwmonPwm(first, min_rpm=1000.0, max_rpm=10000.0)
     aside = first.rename(first.with_name("aside"))
     second.rename(first)
@@ -266,7 +325,8 @@ def test_of_two_chips_that_nothing_tells_apart_none_is_driven(tmp_path: Path) ->
 
 
 def test_a_chip_that_is_removed_between_the_check_and_the_write_gives_no_other_chip_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = chip(tmp_path, "hwmon3")
     fan = HwmonPwm(folder, min_rpm=1000.0, max_rpm=10000.0)
@@ -294,35 +354,61 @@ def test_a_number_or_path_of_a_known_chip_leads_to_it_and_to_no_other(tmp_path: 
         assert find_hwmon(name, tmp_path) == other  # nothing is known of it
         assert find_hwmon(name, tmp_path, last=last) == moved
         assert find_hwmon(name, tmp_path, last=DeviceIdentity("amdgpu", None)) == other
-        with pytest.raises(ConfigError, match=f"'{name}': was it87, but there is no it87 now in .*hwmon; load"):
+        with pytest.raises(
+            ConfigError, match=f"'{name}': was it87, but there is no it87 now in .*hwmon; load"
+        ):
             find_hwmon(name, tmp_path, last=DeviceIdentity("it87", "it87.656"))
     assert find_hwmon("amdgpu", tmp_path, last=last) == other  # a name says which is meant
 
 
 @pytest.mark.parametrize("shown", [-1, 65_535, 65_536, 4_294_967_295])
 def test_what_a_register_without_a_reading_shows_is_no_speed(tmp_path: Path, shown: int) -> None:
-    assert [measured_speed(rpm) for rpm in (shown, math.nan, math.inf, 0, 65_534)] == [None, None, None, 0.0, 65_534.0]
+    assert [measured_speed(rpm) for rpm in (shown, math.nan, math.inf, 0, 65_534)] == [
+        None,
+        None,
+        None,
+        0.0,
+        65_534.0,
+    ]
     fan = HwmonPwm(chip(tmp_path, fan1_input=shown), min_rpm=1000.0, max_rpm=10000.0)
-    command_fan = IpmiCommand("true {rpm}", measure=command(f"print('FAN1,{shown}')"), min_rpm=1.0, max_rpm=2.0)
+    command_fan = IpmiCommand(
+        "true {rpm}", measure=command(f"print('FAN1,{shown}')"), min_rpm=1.0, max_rpm=2.0
+    )
     assert fan.measured_rpm() is None and command_fan.measured_rpm() is None
 
 
-@pytest.mark.parametrize(("prints", "rpm"), [("FAN 1,na", None), ("FAN 1,", None), ("FAN 1,4200", 4200.0)])
+@pytest.mark.parametrize(
+    ("prints", "rpm"), [("FAN 1,na", None), ("FAN 1,", None), ("FAN 1,4200", 4200.0)]
+)
 def test_a_number_in_a_sensors_name_is_no_speed(prints: str, rpm: float | None) -> None:
-    fan = IpmiCommand("true {rpm}", measure=command(f"print('{prints}')"), sensor="FAN 1", min_rpm=1.0, max_rpm=2.0)
+    fan = IpmiCommand(
+        "true {rpm}",
+        measure=command(f"print('{prints}')"),
+        sensor="FAN 1",
+        min_rpm=1.0,
+        max_rpm=2.0,
+    )
     assert fan.measured_rpm() == rpm
 
 
-@pytest.mark.parametrize(("pwm", "files", "says"), [
-    (2, {}, r"pwm2: cannot be read \(no such file"), (1, {"pwm1": "full"}, "pwm1: cannot be read"),
-    (1, {"pwm1_enable": ""}, "pwm1: cannot be read"),
-])
-def test_an_output_that_is_not_there_is_refused(tmp_path: Path, pwm: int, files: dict[str, object], says: str) -> None:
+@pytest.mark.parametrize(
+    ("pwm", "files", "says"),
+    [
+        (2, {}, r"pwm2: cannot be read \(no such file"),
+        (1, {"pwm1": "full"}, "pwm1: cannot be read"),
+        (1, {"pwm1_enable": ""}, "pwm1: cannot be read"),
+    ],
+)
+def test_an_output_that_is_not_there_is_refused(
+    tmp_path: Path, pwm: int, files: dict[str, object], says: str
+) -> None:
     with pytest.raises(ConfigError, match=says):
         HwmonPwm(chip(tmp_path, **files), pwm, min_rpm=1000.0, max_rpm=10000.0)
 
 
-def test_an_output_that_only_root_may_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_that_only_root_may_write_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a made-up answer of the kernel: root, which may run this, may write everything."""
     folder = chip(tmp_path)
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "pwm1_enable")
@@ -334,7 +420,9 @@ def test_a_chip_is_found_by_name_number_or_path(tmp_path: Path) -> None:
     first, second = chip(tmp_path, "hwmon2", "k10temp"), chip(tmp_path, "hwmon10", "nct6798")
     assert find_hwmon("nct6798", tmp_path) == find_hwmon("hwmon10", tmp_path) == second
     assert find_hwmon(str(first), tmp_path) == first
-    with pytest.raises(ConfigError, match=r"no such chip; .* is k10temp \(hwmon2\), nct6798 \(hwmon10\)"):
+    with pytest.raises(
+        ConfigError, match=r"no such chip; .* is k10temp \(hwmon2\), nct6798 \(hwmon10\)"
+    ):
         find_hwmon("it87", tmp_path)
     chip(tmp_path, "hwmon3", "nct6798")
     with pytest.raises(ConfigError, match="several such chips"):
@@ -348,7 +436,10 @@ def test_a_chip_is_found_by_name_number_or_path(tmp_path: Path) -> None:
 
 def writer(tmp_path: Path) -> str:
     """A command that appends its arguments to a file."""
-    return command("import sys; open(sys.argv[1], 'a').write(' '.join(sys.argv[2:]) + '\\n')", str(tmp_path / "log"))
+    return command(
+        "import sys; open(sys.argv[1], 'a').write(' '.join(sys.argv[2:]) + '\\n')",
+        str(tmp_path / "log"),
+    )
 
 
 def runs(pid: int) -> bool:
@@ -361,20 +452,34 @@ def runs(pid: int) -> bool:
 
 def test_a_command_gets_percent_and_speed_without_a_shell(tmp_path: Path) -> None:
     log = writer(tmp_path)
-    fan = IpmiCommand(f"{log} set {{percent}} 'at {{rpm}}' '$HOME;' a{{percent}}b", begin=f"{log} begin",
-                      restore=f"{log} restore", min_rpm=1000.0, max_rpm=9000.0)
+    fan = IpmiCommand(
+        f"{log} set {{percent}} 'at {{rpm}}' '$HOME;' a{{percent}}b",
+        begin=f"{log} begin",
+        restore=f"{log} restore",
+        min_rpm=1000.0,
+        max_rpm=9000.0,
+    )
     for rpm in (1000.0, 5000.0, 9000.0, 1e6, 0.1):
         fan.set_rpm(rpm)
     fan.restore()
     fan.set_rpm(9000.0)
     assert (tmp_path / "log").read_text().splitlines() == [
-        "begin", "set 20 at 1000 $HOME; a20b", "set 60 at 5000 $HOME; a60b", "set 100 at 9000 $HOME; a100b",
-        "set 100 at 1000000 $HOME; a100b", "set 20 at 1 $HOME; a20b", "restore",
-        "begin", "set 100 at 9000 $HOME; a100b"]
+        "begin",
+        "set 20 at 1000 $HOME; a20b",
+        "set 60 at 5000 $HOME; a60b",
+        "set 100 at 9000 $HOME; a100b",
+        "set 100 at 1000000 $HOME; a100b",
+        "set 20 at 1 $HOME; a20b",
+        "restore",
+        "begin",
+        "set 100 at 9000 $HOME; a100b",
+    ]
 
 
 @given(rpm=st.floats(0.001, 1e9), min_duty=st.floats(0.01, 0.99))
-def test_no_command_gets_less_than_the_lowest_duty_nor_less_than_was_asked(rpm: float, min_duty: float) -> None:
+def test_no_command_gets_less_than_the_lowest_duty_nor_less_than_was_asked(
+    rpm: float, min_duty: float
+) -> None:
     ran: list[list[str]] = []
     fan = IpmiCommand("true {percent}", min_rpm=1000.0, max_rpm=9000.0, min_duty=min_duty)
     fan._run = lambda words: ran.append(list(words)) or ""  # type: ignore[method-assign, func-returns-value]
@@ -387,8 +492,11 @@ def test_no_command_gets_less_than_the_lowest_duty_nor_less_than_was_asked(rpm: 
 def test_a_command_that_fails_says_so_and_begins_anew(tmp_path: Path) -> None:
     log = writer(tmp_path)
     flag = tmp_path / "broken"
-    fails = command("import os, sys; os.path.exists(sys.argv[1]) and sys.exit('Unable to\\n send 30 70')", str(flag),
-                    "{percent}")
+    fails = command(
+        "import os, sys; os.path.exists(sys.argv[1]) and sys.exit('Unable to\\n send 30 70')",
+        str(flag),
+        "{percent}",
+    )
     fan = IpmiCommand(fails, begin=f"{log} begin", min_rpm=1000.0, max_rpm=9000.0)
     fan.set_rpm(2000.0)
     flag.touch()
@@ -404,9 +512,13 @@ def test_a_command_that_fails_says_so_and_begins_anew(tmp_path: Path) -> None:
 def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     # The child keeps the pipe open; who only kills the parent waits for the child's end.
-    program = ("import os, subprocess, sys, time; child = subprocess.Popen([sys.executable, '-c', 'import time; "
-               "time.sleep(600)']); open(sys.argv[1], 'w').write(str(child.pid)); time.sleep(600)")
-    fan = IpmiCommand(command(program, str(pid_file), "{rpm}"), min_rpm=1000.0, max_rpm=9000.0, timeout_s=3.0)
+    program = (
+        "import os, subprocess, sys, time; child = subprocess.Popen([sys.executable, '-c', 'import time; "
+        "time.sleep(600)']); open(sys.argv[1], 'w').write(str(child.pid)); time.sleep(600)"
+    )
+    fan = IpmiCommand(
+        command(program, str(pid_file), "{rpm}"), min_rpm=1000.0, max_rpm=9000.0, timeout_s=3.0
+    )
     with pytest.raises(FanFailure, match="did not end within 3 s"):
         fan.set_rpm(2000.0)
     if pid_file.exists() and pid_file.read_text():  # else it was killed before it had a child
@@ -416,10 +528,17 @@ def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path) -> Non
             time.sleep(0.02)
 
 
-@pytest.mark.parametrize(("prints", "rpm"), [
-    ("FAN1,5400", 5400.0), ("FAN 1 | 3250.5", 3250.5), ("", None), ("FAN1,-7", None), ("no reading", None),
-    ("na\\n\\n0\\n", 0.0),
-])
+@pytest.mark.parametrize(
+    ("prints", "rpm"),
+    [
+        ("FAN1,5400", 5400.0),
+        ("FAN 1 | 3250.5", 3250.5),
+        ("", None),
+        ("FAN1,-7", None),
+        ("no reading", None),
+        ("na\\n\\n0\\n", 0.0),
+    ],
+)
 def test_the_last_number_that_a_command_prints_is_the_speed(prints: str, rpm: float | None) -> None:
     fan = IpmiCommand("true {rpm}", measure=command(f"print('{prints}')"), min_rpm=1.0, max_rpm=2.0)
     assert fan.measured_rpm() == rpm
@@ -427,21 +546,30 @@ def test_the_last_number_that_a_command_prints_is_the_speed(prints: str, rpm: fl
 
 def test_a_speed_that_cannot_be_measured_is_not_known() -> None:
     assert IpmiCommand("true {rpm}", min_rpm=1.0, max_rpm=2.0).measured_rpm() is None
-    fan = IpmiCommand("true {rpm}", measure=command("print(7); raise SystemExit(3)"), min_rpm=1.0, max_rpm=2.0)
+    fan = IpmiCommand(
+        "true {rpm}", measure=command("print(7); raise SystemExit(3)"), min_rpm=1.0, max_rpm=2.0
+    )
     assert fan.measured_rpm() is None
 
 
-@pytest.mark.parametrize(("settings", "says"), [
-    ({"template": ""}, "set: is empty"), ({"template": "true"}, "neither {percent} nor {rpm}"),
-    ({"template": "true {percent} {speed}"}, "{speed} is unknown; use {percent} or {rpm}"),
-    ({"template": "true 'x {percent}"}, "cannot be split"),
-    ({"template": "no-such-program {percent}"}, "no program 'no-such-program'"),
-    ({"template": "true {rpm}", "restore": "true {percent}"}, "restore = .*: {percent} is unknown; use none"),
-    ({"template": "true {rpm}", "measure": "no-such-program"}, "measure = .* no program"),
-    ({"template": "true {rpm}", "begin": "no-such-program"}, "begin = .* no program"),
-    ({"template": "true {rpm}", "timeout_s": 0.0}, "timeout_s = 0"),
-    ({"template": "true {rpm}", "min_duty": 0.0}, "min_duty = 0"),
-])
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"template": ""}, "set: is empty"),
+        ({"template": "true"}, "neither {percent} nor {rpm}"),
+        ({"template": "true {percent} {speed}"}, "{speed} is unknown; use {percent} or {rpm}"),
+        ({"template": "true 'x {percent}"}, "cannot be split"),
+        ({"template": "no-such-program {percent}"}, "no program 'no-such-program'"),
+        (
+            {"template": "true {rpm}", "restore": "true {percent}"},
+            "restore = .*: {percent} is unknown; use none",
+        ),
+        ({"template": "true {rpm}", "measure": "no-such-program"}, "measure = .* no program"),
+        ({"template": "true {rpm}", "begin": "no-such-program"}, "begin = .* no program"),
+        ({"template": "true {rpm}", "timeout_s": 0.0}, "timeout_s = 0"),
+        ({"template": "true {rpm}", "min_duty": 0.0}, "min_duty = 0"),
+    ],
+)
 def test_a_command_that_cannot_be_is_refused(settings: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         IpmiCommand(**{"min_rpm": 1.0, "max_rpm": 2.0, **settings})  # type: ignore[arg-type]
@@ -470,7 +598,9 @@ class Clock:
 
 
 @given(steps=st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(1.0, 20000.0)), max_size=20))
-def test_a_simulated_fan_never_changes_faster_than_it_can_and_arrives(steps: list[tuple[float, float]]) -> None:
+def test_a_simulated_fan_never_changes_faster_than_it_can_and_arrives(
+    steps: list[tuple[float, float]],
+) -> None:
     clock = Clock()
     fan = SimulatedFan(14000.0, rpm_per_s=500.0, clock=clock)
     for pause_s, rpm in steps:
@@ -502,8 +632,15 @@ def test_a_simulated_fan_breaks_and_is_whole_again() -> None:
     assert fan.measured_rpm() == 14000.0
 
 
-@pytest.mark.parametrize("settings", [{"max_rpm": 0.0}, {"max_rpm": math.nan}, {"max_rpm": 1.0, "rpm_per_s": 0.0},
-                                      {"max_rpm": 1.0, "failure": "loud"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_rpm": 0.0},
+        {"max_rpm": math.nan},
+        {"max_rpm": 1.0, "rpm_per_s": 0.0},
+        {"max_rpm": 1.0, "failure": "loud"},
+    ],
+)
 def test_a_simulated_fan_that_cannot_be_is_refused(settings: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="simulated fan"):
         SimulatedFan(**settings)  # type: ignore[arg-type]
@@ -558,14 +695,21 @@ def test_duties_that_a_fan_does_not_obey_are_left_out() -> None:
     bench = Bench()
     bench.measured_rpm = lambda: max(3000.0, 9000.0 * bench.settled)  # type: ignore[method-assign]
     curve = calibrate(bench, sleep=bench.sleep)
-    assert [duty for duty, _ in curve.points] == pytest.approx([0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
+    assert [duty for duty, _ in curve.points] == pytest.approx(
+        [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
+    )
     assert curve.points[0][1] == 3000.0
 
 
-@pytest.mark.parametrize(("bench", "says"), [
-    (Bench(shows=False), "does not show how fast"), (Bench(2.0), "hardly at all"),
-    (Bench(max_rpm=0.0), "hardly at all"), (Bench(0.95), "hardly at all"),
-])
+@pytest.mark.parametrize(
+    ("bench", "says"),
+    [
+        (Bench(shows=False), "does not show how fast"),
+        (Bench(2.0), "hardly at all"),
+        (Bench(max_rpm=0.0), "hardly at all"),
+        (Bench(0.95), "hardly at all"),
+    ],
+)
 def test_what_cannot_be_calibrated_runs_at_full_power(bench: Bench, says: str) -> None:
     with pytest.raises(FanFailure, match=f"bench: .*{says}"):
         calibrate(bench, sleep=bench.sleep)

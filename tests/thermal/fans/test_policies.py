@@ -28,7 +28,9 @@ from socflower.thermal.model.rack import Rack
 FEW = settings(max_examples=40)
 # Shrinking a simulated hour takes minutes and says no more.
 FEWER = settings(max_examples=12, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-HOTTEST = st.one_of(st.none(), st.floats(-50.0, 200.0), st.sampled_from([math.nan, math.inf, -math.inf, -128.0]))
+HOTTEST = st.one_of(
+    st.none(), st.floats(-50.0, 200.0), st.sampled_from([math.nan, math.inf, -math.inf, -128.0])
+)
 PLAN = PlannedLoad(rack_w=216.0, local_rise_c=1.5)
 
 
@@ -39,34 +41,57 @@ def observation(hottest_c: float | None, rpm: float = 3250.0, at_s: float = 0.0)
 @st.composite
 def plans(draw: st.DrawFn) -> PlannedLoad:
     begin_s = draw(st.floats(0.0, 1e4))
-    return PlannedLoad(rack_w=draw(st.floats(0.0, 600.0)), local_rise_c=draw(st.floats(0.0, 6.0)), begin_s=begin_s,
-                       end_s=draw(st.one_of(st.just(math.inf), st.floats(begin_s, 1e5))))
+    return PlannedLoad(
+        rack_w=draw(st.floats(0.0, 600.0)),
+        local_rise_c=draw(st.floats(0.0, 6.0)),
+        begin_s=begin_s,
+        end_s=draw(st.one_of(st.just(math.inf), st.floats(begin_s, 1e5))),
+    )
 
 
 @st.composite
 def predictive(draw: st.DrawFn) -> PredictiveCooling:
     limit_c = draw(st.floats(26.0, 45.0))
     return PredictiveCooling(
-        load=draw(plans()), ambient_c=draw(st.floats(-10.0, 25.5)), limit_c=limit_c,
+        load=draw(plans()),
+        ambient_c=draw(st.floats(-10.0, 25.5)),
+        limit_c=limit_c,
         resume_c=limit_c - draw(st.floats(0.0, 2.0)),
-        coast_limit_c=limit_c + draw(st.floats(0.0, 5.0)), horizon_s=draw(st.floats(1.0, 2000.0)),
-        low_rpm=draw(st.floats(1100.0, 5000.0)), high_rpm=draw(st.floats(5001.0, 14000.0)),
-        band_c=draw(st.floats(0.1, 2.0)), max_slowdown=draw(st.sampled_from([0.0, 0.02, 0.5])))
+        coast_limit_c=limit_c + draw(st.floats(0.0, 5.0)),
+        horizon_s=draw(st.floats(1.0, 2000.0)),
+        low_rpm=draw(st.floats(1100.0, 5000.0)),
+        high_rpm=draw(st.floats(5001.0, 14000.0)),
+        band_c=draw(st.floats(0.1, 2.0)),
+        max_slowdown=draw(st.sampled_from([0.0, 0.02, 0.5])),
+    )
 
 
 @st.composite
 def passive(draw: st.DrawFn) -> PassiveCooling:
     low, hot_c = draw(st.floats(500.0, 10000.0)), draw(st.floats(25.0, 60.0))
-    return PassiveCooling(low_rpm=low, high_rpm=low + draw(st.floats(1.0, 10000.0)), hot_c=hot_c,
-                          cool_c=hot_c - draw(st.floats(0.1, 10.0)))
+    return PassiveCooling(
+        low_rpm=low,
+        high_rpm=low + draw(st.floats(1.0, 10000.0)),
+        hot_c=hot_c,
+        cool_c=hot_c - draw(st.floats(0.1, 10.0)),
+    )
 
 
 # ------------------------------------------------------------------------------------------------ at any observation
 @FEW
-@given(policy=st.one_of(passive(), predictive(), st.floats(1.0, 2e4).map(lambda rpm: FixedSpeed(fixed_rpm=rpm))),
-       hottest_c=HOTTEST, rpm=st.one_of(st.floats(0.0, 2e4), st.just(math.nan)), at_s=st.floats(0.0, 2e5))
+@given(
+    policy=st.one_of(
+        passive(), predictive(), st.floats(1.0, 2e4).map(lambda rpm: FixedSpeed(fixed_rpm=rpm))
+    ),
+    hottest_c=HOTTEST,
+    rpm=st.one_of(st.floats(0.0, 2e4), st.just(math.nan)),
+    at_s=st.floats(0.0, 2e5),
+)
 def test_whatever_is_seen_the_speed_is_above_zero_and_finite(
-    policy: FanPolicy, hottest_c: float | None, rpm: float, at_s: float,
+    policy: FanPolicy,
+    hottest_c: float | None,
+    rpm: float,
+    at_s: float,
 ) -> None:
     wanted = policy.rpm(observation(hottest_c, rpm, at_s))
     assert 0.0 < wanted < math.inf
@@ -77,10 +102,19 @@ def test_whatever_is_seen_the_speed_is_above_zero_and_finite(
 
 
 @FEW
-@given(slow=passive(), planned=predictive(), unknown=st.sampled_from([None, math.nan]), rpm=st.floats(0.0, 2e4),
-       at_s=st.floats(0.0, 2e5))
+@given(
+    slow=passive(),
+    planned=predictive(),
+    unknown=st.sampled_from([None, math.nan]),
+    rpm=st.floats(0.0, 2e4),
+    at_s=st.floats(0.0, 2e5),
+)
 def test_where_nobody_knows_how_hot_it_is_fans_turn_fast(
-    slow: PassiveCooling, planned: PredictiveCooling, unknown: float | None, rpm: float, at_s: float,
+    slow: PassiveCooling,
+    planned: PredictiveCooling,
+    unknown: float | None,
+    rpm: float,
+    at_s: float,
 ) -> None:
     assert slow.rpm(observation(unknown, rpm, at_s)) == slow.high_rpm
     assert planned.rpm(observation(unknown, rpm, at_s)) == planned.high_rpm
@@ -88,7 +122,9 @@ def test_where_nobody_knows_how_hot_it_is_fans_turn_fast(
 
 @FEW
 @given(policy=passive(), temperatures_c=st.lists(st.floats(20.0, 65.0), min_size=1, max_size=40))
-def test_passive_cooling_has_hysteresis(policy: PassiveCooling, temperatures_c: list[float]) -> None:
+def test_passive_cooling_has_hysteresis(
+    policy: PassiveCooling, temperatures_c: list[float]
+) -> None:
     """Against two states written out: fast from `hot_c` on, slow again only once it has come down to `cool_c`."""
     rpm, fast = policy.low_rpm, False
     for hottest_c in temperatures_c:
@@ -98,9 +134,17 @@ def test_passive_cooling_has_hysteresis(policy: PassiveCooling, temperatures_c: 
 
 
 @FEW
-@given(policy=passive(), hottest_c=st.floats(20.0, 65.0), fast=st.booleans(), reached=st.floats(0.85, 1.0))
+@given(
+    policy=passive(),
+    hottest_c=st.floats(20.0, 65.0),
+    fast=st.booleans(),
+    reached=st.floats(0.85, 1.0),
+)
 def test_at_a_constant_temperature_passive_cooling_changes_once_at_most(
-    policy: PassiveCooling, hottest_c: float, fast: bool, reached: float,
+    policy: PassiveCooling,
+    hottest_c: float,
+    fast: bool,
+    reached: float,
 ) -> None:
     """Also where fans turn somewhat slower than they were told to."""
     assume(reached * policy.high_rpm > 0.5 * (policy.low_rpm + policy.high_rpm))
@@ -112,20 +156,39 @@ def test_at_a_constant_temperature_passive_cooling_changes_once_at_most(
 
 
 @FEW
-@given(policy=predictive(), hottest_c=st.floats(0.0, 80.0), hotter_c=st.floats(0.0, 40.0), rpm=st.floats(0.0, 14000.0))
+@given(
+    policy=predictive(),
+    hottest_c=st.floats(0.0, 80.0),
+    hotter_c=st.floats(0.0, 40.0),
+    rpm=st.floats(0.0, 14000.0),
+)
 def test_predictive_cooling_is_never_slower_for_a_hotter_rack(
-    policy: PredictiveCooling, hottest_c: float, hotter_c: float, rpm: float,
+    policy: PredictiveCooling,
+    hottest_c: float,
+    hotter_c: float,
+    rpm: float,
 ) -> None:
     # The air can be no colder than ambient, other than in a rack that came in from the cold.
     assume(hottest_c >= policy.ambient_c + policy.load.local_rise_c)
-    assert policy.rpm(observation(hottest_c + hotter_c, rpm)) >= policy.rpm(observation(hottest_c, rpm)) * (1.0 - 1e-6)
+    assert policy.rpm(observation(hottest_c + hotter_c, rpm)) >= policy.rpm(
+        observation(hottest_c, rpm)
+    ) * (1.0 - 1e-6)
 
 
 @FEW
-@given(policy=predictive(), above_c=st.floats(0.0, 30.0), more=st.floats(1e-3, 3.0), part=st.floats(0.0, 1.2),
-       grid=st.integers(5, 60))
+@given(
+    policy=predictive(),
+    above_c=st.floats(0.0, 30.0),
+    more=st.floats(1e-3, 3.0),
+    part=st.floats(0.0, 1.2),
+    grid=st.integers(5, 60),
+)
 def test_a_steady_speed_is_no_faster_than_needed_and_no_slower(
-    policy: PredictiveCooling, above_c: float, more: float, part: float, grid: int,
+    policy: PredictiveCooling,
+    above_c: float,
+    more: float,
+    part: float,
+    grid: int,
 ) -> None:
     """Brute force over a grid of speeds, each carried through the horizon in small steps.
 
@@ -151,7 +214,9 @@ def test_a_steady_speed_is_no_faster_than_needed_and_no_slower(
         half = 0.5 * time_s / steps / policy.chassis_j_per_k
         drive = heat_w + conductance * policy.ambient_c
         for _ in range(steps):  # implicit midpoint rule: second order and stable
-            now_c = (now_c * (1.0 - half * conductance) + 2.0 * half * drive) / (1.0 + half * conductance)
+            now_c = (now_c * (1.0 - half * conductance) + 2.0 * half * drive) / (
+                1.0 + half * conductance
+            )
         return now_c
 
     wanted = policy.rpm(observation(hottest_c, policy.low_rpm, at_s))
@@ -162,7 +227,9 @@ def test_a_steady_speed_is_no_faster_than_needed_and_no_slower(
     assert wanted == policy.high_rpm or air_c(wanted * (1.0 + 1e-9)) <= limit_c + 2e-3
 
 
-def mean_w(policy: PredictiveCooling, first_rpm: float, second_rpm: float, wanted_w_per_k: float) -> float:
+def mean_w(
+    policy: PredictiveCooling, first_rpm: float, second_rpm: float, wanted_w_per_k: float
+) -> float:
     """Fan watts of turns of two speeds that carry away `wanted_w_per_k` on average; infinite if they cannot."""
     fans = policy.fans
     first, second = fans.conductance_w_per_k(first_rpm), fans.conductance_w_per_k(second_rpm)
@@ -175,7 +242,9 @@ def mean_w(policy: PredictiveCooling, first_rpm: float, second_rpm: float, wante
 @FEW
 @given(policy=predictive(), hold=st.floats(0.0, 1.0), grid=st.integers(2, 25))
 def test_no_turns_of_any_two_speeds_are_cheaper_than_what_is_done(
-    policy: PredictiveCooling, hold: float, grid: int,
+    policy: PredictiveCooling,
+    hold: float,
+    grid: int,
 ) -> None:
     """Turns of slow and efficient below the efficient speed, one steady speed above: the lower hull, by brute force.
 
@@ -187,8 +256,11 @@ def test_no_turns_of_any_two_speeds_are_cheaper_than_what_is_done(
     least, most = fans.conductance_w_per_k(low), fans.conductance_w_per_k(high)
     assume(most > 1.01 * least)
     wanted = least + hold * (most - least)
-    ours_w = (fans.power_w(fans.rpm_for(wanted)) if fans.rpm_for(wanted) > efficient
-              else mean_w(policy, low, efficient, wanted))
+    ours_w = (
+        fans.power_w(fans.rpm_for(wanted))
+        if fans.rpm_for(wanted) > efficient
+        else mean_w(policy, low, efficient, wanted)
+    )
     speeds = [low + index / grid * (high - low) for index in range(grid + 1)]
     for first in speeds:
         for second in speeds:
@@ -215,7 +287,9 @@ def test_turns_have_hysteresis(policy: PredictiveCooling, temperatures_c: list[f
 
 def test_one_speed_only_is_a_speed_too() -> None:
     policy = PredictiveCooling(load=PLAN, low_rpm=5000.0, high_rpm=5000.0)
-    assert {policy.rpm(observation(hottest_c)) for hottest_c in (20.0, 34.4, 34.6, 60.0)} == {5000.0}
+    assert {policy.rpm(observation(hottest_c)) for hottest_c in (20.0, 34.4, 34.6, 60.0)} == {
+        5000.0
+    }
 
 
 def test_nothing_is_cooled_once_the_work_will_end_before_it_is_too_hot() -> None:
@@ -224,12 +298,18 @@ def test_nothing_is_cooled_once_the_work_will_end_before_it_is_too_hot() -> None
     assert policy.rpm(observation(34.3, at_s=800.0)) > 3250.0
     assert policy.rpm(observation(34.3, at_s=995.0)) == 3250.0
     # Work that takes longer than planned is cooled on.
-    assert policy.rpm(observation(34.5, at_s=1001.0)) == policy.rpm(observation(34.5, at_s=0.0)) > 8000.0
+    assert (
+        policy.rpm(observation(34.5, at_s=1001.0))
+        == policy.rpm(observation(34.5, at_s=0.0))
+        > 8000.0
+    )
 
 
 def test_the_last_part_is_coasted_as_long_as_the_slowdown_allows() -> None:
     """1 % of 10,000 s: 100 s may be lost, at 0.102 lost of each second; that is 980 s, which do 880 s of work."""
-    policy = PredictiveCooling(load=PlannedLoad(rack_w=216.0, local_rise_c=1.5, end_s=1e4), max_slowdown=0.01)
+    policy = PredictiveCooling(
+        load=PlannedLoad(rack_w=216.0, local_rise_c=1.5, end_s=1e4), max_slowdown=0.01
+    )
     assert policy.coast_begin_s == pytest.approx(1e4 - 100.0 * 0.898 / 0.102)
     coasted_s = 1e4 + 100.0 - policy.coast_begin_s
     assert coasted_s * 0.102 == pytest.approx(100.0)
@@ -247,16 +327,26 @@ class Run:
     slowdown: float  # mean of the busy SoCs
 
 
-def cooled(policy: FanPolicy, experiment: Experiment, hours: float, surroundings: Surroundings | None = None,
-           start_c: float = 28.0, rack: Rack | None = None) -> Run:
+def cooled(
+    policy: FanPolicy,
+    experiment: Experiment,
+    hours: float,
+    surroundings: Surroundings | None = None,
+    start_c: float = 28.0,
+    rack: Rack | None = None,
+) -> Run:
     """Constant work under a policy."""
-    dynamics = RackDynamics(rack or experiment.rack, policy, start_c=start_c, surroundings=surroundings)
+    dynamics = RackDynamics(
+        rack or experiment.rack, policy, start_c=start_c, surroundings=surroundings
+    )
     passed_s, done_s, end_s = 0.0, 0.0, hours * 3600.0
     while passed_s < end_s:
         power_w = experiment.power_w(dynamics.power_factors())
         # Steps are long: it does not matter how the time is cut, other than for the clocks.
         step_s = min(30.0, end_s - passed_s)
-        done_s += step_s * sum(dynamics.speed_factors()[:experiment.num_busy]) / experiment.num_busy
+        done_s += (
+            step_s * sum(dynamics.speed_factors()[: experiment.num_busy]) / experiment.num_busy
+        )
         dynamics.advance(step_s, power_w)
         passed_s += step_s
     return Run(dynamics, dynamics.cooling_j / end_s, 1.0 - done_s / end_s)
@@ -264,20 +354,37 @@ def cooled(policy: FanPolicy, experiment: Experiment, hours: float, surroundings
 
 def small(num_boards: int, num_busy: int, busy_w: float) -> Experiment:
     """A rack of boards of two; its fans are those of the large one."""
-    return Experiment(num_busy=num_busy, busy_w=busy_w, idle_w=0.8, num_boards=num_boards, socs_per_board=2)
+    return Experiment(
+        num_busy=num_busy, busy_w=busy_w, idle_w=0.8, num_boards=num_boards, socs_per_board=2
+    )
 
 
 def plan_of(experiment: Experiment, rack: Rack | None = None) -> PlannedLoad:
     on_a_board = min(experiment.num_busy, experiment.socs_per_board)
     rise_c = (rack or experiment.rack).local_rise_c(experiment.busy_w, on_a_board)
-    return PlannedLoad(rack_w=sum(experiment.power_w([1.0] * experiment.num_busy + [1.0] * (
-        experiment.num_boards * experiment.socs_per_board - experiment.num_busy))), local_rise_c=rise_c)
+    return PlannedLoad(
+        rack_w=sum(
+            experiment.power_w(
+                [1.0] * experiment.num_busy
+                + [1.0] * (experiment.num_boards * experiment.socs_per_board - experiment.num_busy)
+            )
+        ),
+        local_rise_c=rise_c,
+    )
 
 
 @FEWER
-@given(busy=st.integers(2, 16), busy_w=st.floats(4.0, 22.0), start_c=st.floats(25.0, 33.5), ambient_c=st.floats(20, 27))
+@given(
+    busy=st.integers(2, 16),
+    busy_w=st.floats(4.0, 22.0),
+    start_c=st.floats(25.0, 33.5),
+    ambient_c=st.floats(20, 27),
+)
 def test_predictive_cooling_keeps_a_rack_under_its_limit(
-    busy: int, busy_w: float, start_c: float, ambient_c: float,
+    busy: int,
+    busy_w: float,
+    start_c: float,
+    ambient_c: float,
 ) -> None:
     """Within half a degree, at any constant load that the fans can carry away; so nothing is ever slowed down."""
     experiment = small(8, busy, busy_w)
@@ -287,7 +394,9 @@ def test_predictive_cooling_keeps_a_rack_under_its_limit(
     # A rack that is hot before its SoCs get busy is too hot before fans can do anything.
     start_c = min(start_c, 34.0 - load.local_rise_c)
     policy = PredictiveCooling(load=load, ambient_c=ambient_c)
-    run = cooled(policy, experiment, 1.5, Surroundings(ambient_c=Steps((0.0,), (ambient_c,))), start_c)
+    run = cooled(
+        policy, experiment, 1.5, Surroundings(ambient_c=Steps((0.0,), (ambient_c,))), start_c
+    )
     assert run.rack.peak_c <= policy.limit_c + 0.5
     assert run.slowdown == 0.0
 
@@ -298,8 +407,14 @@ def test_predictive_cooling_answers_a_hot_board() -> None:
     experiment = Experiment(num_busy=40, busy_w=5.0, idle_w=0.8)
     planned = plan_of(experiment)
     run = cooled(PredictiveCooling(load=planned), experiment, 1.0, rack=rack)
-    blind = cooled(FixedSpeed(fixed_rpm=rack_fans().rpm_for(planned.rack_w / (34.5 - 25.0 - planned.local_rise_c))),
-                   experiment, 1.0, rack=rack)
+    blind = cooled(
+        FixedSpeed(
+            fixed_rpm=rack_fans().rpm_for(planned.rack_w / (34.5 - 25.0 - planned.local_rise_c))
+        ),
+        experiment,
+        1.0,
+        rack=rack,
+    )
     hottest_c = float(run.rack.temperatures_c.max())
     assert int(run.rack.temperatures_c.argmax()) in range(10, 15)
     assert hottest_c < 35.0 and run.slowdown == 0.0
@@ -322,10 +437,14 @@ def test_predictive_cooling_answers_fans_that_fail(working: float, enough: bool)
     assert run.slowdown == 0.0 if enough else max(after) == policy.high_rpm
 
 
-@pytest.mark.parametrize(("num_busy", "busy_w", "at_most"), [(10, 5.0, 1.05), (20, 5.0, 0.95), (30, 5.0, 0.95),
-                                                             (40, 5.0, 0.95), (40, 6.42, 1.05)])
+@pytest.mark.parametrize(
+    ("num_busy", "busy_w", "at_most"),
+    [(10, 5.0, 1.05), (20, 5.0, 0.95), (30, 5.0, 0.95), (40, 5.0, 0.95), (40, 6.42, 1.05)],
+)
 def test_predictive_cooling_needs_no_more_fan_energy_than_passive_at_no_more_slowdown(
-    num_busy: int, busy_w: float, at_most: float,
+    num_busy: int,
+    busy_w: float,
+    at_most: float,
 ) -> None:
     """Over two hours from a cold start.
 
@@ -339,54 +458,93 @@ def test_predictive_cooling_needs_no_more_fan_energy_than_passive_at_no_more_slo
 
 
 # --------------------------------------------------------------------------------------------------- mistakes
-@pytest.mark.parametrize(("make", "text"), [
-    (lambda: FixedSpeed(fixed_rpm=0.0), "fixed: fixed_rpm = 0.0 must be above 0"),
-    (lambda: FixedSpeed(fixed_rpm=math.nan), "fixed_rpm = nan"),
-    (lambda: FixedSpeed(fixed_rpm=math.inf), "above 0 and finite"),
-    (lambda: PassiveCooling(low_rpm=-1.0), "passive: low_rpm = -1.0"),
-    (lambda: PassiveCooling(high_rpm=3250.0), "low_rpm = 3250.0 must be below high_rpm = 3250.0"),
-    (lambda: PassiveCooling(cool_c=35.0), "cool_c = 35.0 must be below hot_c = 35.0"),
-    (lambda: PassiveCooling(hot_c=math.nan), "must be below hot_c = nan"),
-    (lambda: PlannedLoad(rack_w=-1.0, local_rise_c=1.0), "rack_w = -1.0"),
-    (lambda: PlannedLoad(rack_w=math.nan, local_rise_c=1.0), "rack_w = nan"),
-    (lambda: PlannedLoad(rack_w=1.0, local_rise_c=math.inf), "local_rise_c = inf"),
-    (lambda: PlannedLoad(rack_w=1.0, local_rise_c=1.0, begin_s=2.0, end_s=1.0), "ends at 1.0 s, before it begins"),
-    (lambda: PredictiveCooling(load=PLAN, horizon_s=0.0), "predictive: horizon_s = 0.0"),
-    (lambda: PredictiveCooling(load=PLAN, low_rpm=0.0), "predictive: low_rpm = 0.0"),
-    (lambda: PredictiveCooling(load=PLAN, low_rpm=12000.0), "low_rpm = 12000.0 must not be above high_rpm = 11000.0"),
-    (lambda: PredictiveCooling(load=PLAN, band_c=0.0), "predictive: band_c = 0.0"),
-    (lambda: PredictiveCooling(load=PLAN, chassis_j_per_k=math.nan), "chassis_j_per_k = nan"),
-    (lambda: PredictiveCooling(load=PLAN, limit_c=33.0), "need resume_c <= limit_c <= coast_limit_c, got 33.5, 33.0"),
-    (lambda: PredictiveCooling(load=PLAN, limit_c=39.5), "got 33.5, 39.5, 39.0"),
-    (lambda: PredictiveCooling(load=PLAN, limit_c=math.nan), "33.5, nan, 39.0"),
-    (lambda: PredictiveCooling(load=PLAN, max_slowdown=1.0), "max_slowdown = 1.0"),
-    (lambda: PredictiveCooling(load=PLAN, coast_slowdown=0.0), "coast_slowdown = 0.0"),
-])
-def test_policies_that_cannot_be_are_refused_in_one_line(make: Callable[[], Any], text: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: FixedSpeed(fixed_rpm=0.0), "fixed: fixed_rpm = 0.0 must be above 0"),
+        (lambda: FixedSpeed(fixed_rpm=math.nan), "fixed_rpm = nan"),
+        (lambda: FixedSpeed(fixed_rpm=math.inf), "above 0 and finite"),
+        (lambda: PassiveCooling(low_rpm=-1.0), "passive: low_rpm = -1.0"),
+        (
+            lambda: PassiveCooling(high_rpm=3250.0),
+            "low_rpm = 3250.0 must be below high_rpm = 3250.0",
+        ),
+        (lambda: PassiveCooling(cool_c=35.0), "cool_c = 35.0 must be below hot_c = 35.0"),
+        (lambda: PassiveCooling(hot_c=math.nan), "must be below hot_c = nan"),
+        (lambda: PlannedLoad(rack_w=-1.0, local_rise_c=1.0), "rack_w = -1.0"),
+        (lambda: PlannedLoad(rack_w=math.nan, local_rise_c=1.0), "rack_w = nan"),
+        (lambda: PlannedLoad(rack_w=1.0, local_rise_c=math.inf), "local_rise_c = inf"),
+        (
+            lambda: PlannedLoad(rack_w=1.0, local_rise_c=1.0, begin_s=2.0, end_s=1.0),
+            "ends at 1.0 s, before it begins",
+        ),
+        (lambda: PredictiveCooling(load=PLAN, horizon_s=0.0), "predictive: horizon_s = 0.0"),
+        (lambda: PredictiveCooling(load=PLAN, low_rpm=0.0), "predictive: low_rpm = 0.0"),
+        (
+            lambda: PredictiveCooling(load=PLAN, low_rpm=12000.0),
+            "low_rpm = 12000.0 must not be above high_rpm = 11000.0",
+        ),
+        (lambda: PredictiveCooling(load=PLAN, band_c=0.0), "predictive: band_c = 0.0"),
+        (lambda: PredictiveCooling(load=PLAN, chassis_j_per_k=math.nan), "chassis_j_per_k = nan"),
+        (
+            lambda: PredictiveCooling(load=PLAN, limit_c=33.0),
+            "need resume_c <= limit_c <= coast_limit_c, got 33.5, 33.0",
+        ),
+        (lambda: PredictiveCooling(load=PLAN, limit_c=39.5), "got 33.5, 39.5, 39.0"),
+        (lambda: PredictiveCooling(load=PLAN, limit_c=math.nan), "33.5, nan, 39.0"),
+        (lambda: PredictiveCooling(load=PLAN, max_slowdown=1.0), "max_slowdown = 1.0"),
+        (lambda: PredictiveCooling(load=PLAN, coast_slowdown=0.0), "coast_slowdown = 0.0"),
+    ],
+)
+def test_policies_that_cannot_be_are_refused_in_one_line(
+    make: Callable[[], Any], text: str
+) -> None:
     with pytest.raises(ConfigError, match=text) as error:
         make()
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("name", "settings_of", "expected"), [
-    ("fixed", {"rpm": 8300}, FixedSpeed(fixed_rpm=8300.0)), ("passive", {}, PassiveCooling()),
-    ("passive", {"high_rpm": 8300, "cool_c": 33.5}, PassiveCooling(high_rpm=8300.0, cool_c=33.5)),
-    ("predictive", {"rack_w": 216, "local_rise_c": 1.5, "limit_c": 36.0}, PredictiveCooling(load=PLAN, limit_c=36.0)),
-])
-def test_policies_are_made_by_name(name: str, settings_of: dict[str, object], expected: FanPolicy) -> None:
+@pytest.mark.parametrize(
+    ("name", "settings_of", "expected"),
+    [
+        ("fixed", {"rpm": 8300}, FixedSpeed(fixed_rpm=8300.0)),
+        ("passive", {}, PassiveCooling()),
+        (
+            "passive",
+            {"high_rpm": 8300, "cool_c": 33.5},
+            PassiveCooling(high_rpm=8300.0, cool_c=33.5),
+        ),
+        (
+            "predictive",
+            {"rack_w": 216, "local_rise_c": 1.5, "limit_c": 36.0},
+            PredictiveCooling(load=PLAN, limit_c=36.0),
+        ),
+    ],
+)
+def test_policies_are_made_by_name(
+    name: str, settings_of: dict[str, object], expected: FanPolicy
+) -> None:
     assert make_policy(name, settings_of) == expected
 
 
-@pytest.mark.parametrize(("name", "settings_of", "text"), [
-    ("fast", {}, "name = 'fast' is unknown; use one of fixed, passive, predictive"),
-    ("fixed", {}, "rpm is missing"), ("fixed", {"rpm": True}, "rpm = True must be a number"),
-    ("fixed", {"rpm": "8300"}, "must be a number"), ("fixed", {"rpm": 8300, "low_rpm": 1}, "low_rpm"),
-    ("passive", {"limit_c": 34.5}, "limit_c"), ("passive", {"low_rpm": 0}, "low_rpm = 0.0 must be above 0"),
-    ("predictive", {"rack_w": 216}, "local_rise_c, the planned heat, are needed"),
-    ("predictive", {"rack_w": 216, "local_rise_c": 1.5, "load": 3}, "load"),
-])
+@pytest.mark.parametrize(
+    ("name", "settings_of", "text"),
+    [
+        ("fast", {}, "name = 'fast' is unknown; use one of fixed, passive, predictive"),
+        ("fixed", {}, "rpm is missing"),
+        ("fixed", {"rpm": True}, "rpm = True must be a number"),
+        ("fixed", {"rpm": "8300"}, "must be a number"),
+        ("fixed", {"rpm": 8300, "low_rpm": 1}, "low_rpm"),
+        ("passive", {"limit_c": 34.5}, "limit_c"),
+        ("passive", {"low_rpm": 0}, "low_rpm = 0.0 must be above 0"),
+        ("predictive", {"rack_w": 216}, "local_rise_c, the planned heat, are needed"),
+        ("predictive", {"rack_w": 216, "local_rise_c": 1.5, "load": 3}, "load"),
+    ],
+)
 def test_settings_that_make_no_policy_are_refused_in_one_line(
-    name: str, settings_of: dict[str, object], text: str,
+    name: str,
+    settings_of: dict[str, object],
+    text: str,
 ) -> None:
     with pytest.raises(ConfigError, match=text) as error:
         make_policy(name, settings_of)

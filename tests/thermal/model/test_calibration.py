@@ -35,7 +35,12 @@ def other_experiment() -> Experiment:
     """SoCFlow+ Fig. 2d at its own load: all 60 SoCs train on CPU and NPU; the NPU keeps its clock."""
     soc = device("snapdragon-865")
     npu_w = soc.processor("npu").active_w - soc.idle_w
-    return Experiment(num_busy=60, busy_w=soc.processor("cpu").active_w + npu_w, idle_w=soc.idle_w, unthrottled_w=npu_w)
+    return Experiment(
+        num_busy=60,
+        busy_w=soc.processor("cpu").active_w + npu_w,
+        idle_w=soc.idle_w,
+        unthrottled_w=npu_w,
+    )
 
 
 def test_the_constants_are_what_is_fitted() -> None:
@@ -86,7 +91,11 @@ def test_a_settled_rack_is_where_small_steps_of_a_lumped_rack_lead() -> None:
         soc_c, idle_c = soc_c + 0.5 * (watts - up) / 40.0, idle_c + 0.5 * (idle_w - idle_up) / 40.0
         board_c += 0.5 * (5.0 * up - out) / 150.0
         idle_board_c += 0.5 * (5.0 * idle_up - idle_out) / 150.0
-        air_c += 0.5 * (8.0 * out + 4.0 * idle_out - conductance * (air_c - 25.0)) / constant("rack", "chassis_j_per_k")
+        air_c += (
+            0.5
+            * (8.0 * out + 4.0 * idle_out - conductance * (air_c - 25.0))
+            / constant("rack", "chassis_j_per_k")
+        )
     found = settled(fan_table_experiment(), 8300.0)
     mean_c, mean_clock = np.mean(seen, axis=0)
     assert found.soc_c == pytest.approx(mean_c, abs=0.05)
@@ -106,7 +115,10 @@ def test_fast_fans_bring_the_clocks_back_in_two_to_three_minutes() -> None:
 def test_the_other_experiment_reaches_46_degrees_in_15_minutes_at_its_own_load() -> None:
     """And runs at 1.8 GHz, so steps take 58 % longer; the paper's epochs took 59 to 76 % longer."""
     experiment = other_experiment()
-    assert (experiment.busy_w, experiment.unthrottled_w) == (pytest.approx(9.81), pytest.approx(3.39))
+    assert (experiment.busy_w, experiment.unthrottled_w) == (
+        pytest.approx(9.81),
+        pytest.approx(3.39),
+    )
     hottest_c, clock = temperature_after(experiment, constant("fan", "low_rpm"), 900.0)
     assert hottest_c == pytest.approx(46.0, abs=1.0)
     assert clock == pytest.approx(1.80 / 2.84)
@@ -121,20 +133,41 @@ def test_the_other_experiment_is_not_met_by_a_load_of_the_cpu_alone() -> None:
 
 
 @settings(max_examples=40)
-@given(still=st.floats(8.0, 12.0), threshold_rpm=st.floats(1000.0, 8000.0), flow=st.floats(0.002, 0.004),
-       drag=st.floats(1e-5, 1e-3), air=st.floats(1e-11, 1e-10))
+@given(
+    still=st.floats(8.0, 12.0),
+    threshold_rpm=st.floats(1000.0, 8000.0),
+    flow=st.floats(0.002, 0.004),
+    drag=st.floats(1e-5, 1e-3),
+    air=st.floats(1e-11, 1e-10),
+)
 def test_fitting_finds_the_curve_that_made_the_rows(
-    still: float, threshold_rpm: float, flow: float, drag: float, air: float,
+    still: float,
+    threshold_rpm: float,
+    flow: float,
+    drag: float,
+    air: float,
 ) -> None:
     """Rows of unthrottled SoCs, whose temperatures follow from the curve at once."""
-    fans = replace(rack_fans(), still_w_per_k=still, threshold_rpm=threshold_rpm, flow_w_per_k_rpm=flow,
-                   drag_w_per_rpm=drag, air_w_per_rpm3=air)
+    fans = replace(
+        rack_fans(),
+        still_w_per_k=still,
+        threshold_rpm=threshold_rpm,
+        flow_w_per_k_rpm=flow,
+        drag_w_per_rpm=drag,
+        air_w_per_rpm3=air,
+    )
     experiment = fan_table_experiment()
     heat_w = 40 * experiment.busy_w + 20 * experiment.idle_w
     rise_c = experiment.rack.local_rise_c(experiment.busy_w, 5)
-    rows = [FanTableRow(rpm=rpm, fan_w=fans.power_w(rpm), decline=0.0,
-                        soc_c=25.0 + rise_c + heat_w / fans.conductance_w_per_k(rpm))
-            for rpm in (0.5 * threshold_rpm, 1.2 * threshold_rpm, 2.0 * threshold_rpm)]
+    rows = [
+        FanTableRow(
+            rpm=rpm,
+            fan_w=fans.power_w(rpm),
+            decline=0.0,
+            soc_c=25.0 + rise_c + heat_w / fans.conductance_w_per_k(rpm),
+        )
+        for rpm in (0.5 * threshold_rpm, 1.2 * threshold_rpm, 2.0 * threshold_rpm)
+    ]
     found = fit_fans(rows)
     assert found.still_w_per_k == pytest.approx(still, rel=1e-6)
     assert found.threshold_rpm == pytest.approx(threshold_rpm, rel=1e-4)
@@ -148,9 +181,13 @@ def test_a_rows_conductance_balances_its_heat() -> None:
 
 
 @given(speeds=st.lists(st.integers(0, 2), min_size=8, max_size=8))
-def test_an_experiments_watts_follow_clocks_but_for_the_part_that_does_not(speeds: list[int]) -> None:
+def test_an_experiments_watts_follow_clocks_but_for_the_part_that_does_not(
+    speeds: list[int],
+) -> None:
     powers = [snapdragon_governor().power_factors[level] for level in speeds]
-    experiment = Experiment(num_busy=5, busy_w=9.81, idle_w=0.8, unthrottled_w=3.39, num_boards=4, socs_per_board=2)
+    experiment = Experiment(
+        num_busy=5, busy_w=9.81, idle_w=0.8, unthrottled_w=3.39, num_boards=4, socs_per_board=2
+    )
     watts = experiment.power_w(powers)
     assert watts[5:] == [0.8] * 3
     assert watts[:5] == pytest.approx([0.8 + 3.39 + (6.42 - 0.8) * power for power in powers[:5]])
@@ -159,15 +196,26 @@ def test_an_experiments_watts_follow_clocks_but_for_the_part_that_does_not(speed
 SLOW, MIDDLE, FAST = (row for row in ROWS if row.rpm in FITTED_RPM)
 
 
-@pytest.mark.parametrize(("make", "text"), [
-    (lambda: fit_fans([SLOW, FAST]), r"three rows with rising rpm, got \[3250.0, 14000.0\]"),
-    (lambda: fit_fans([FAST, MIDDLE, SLOW]), "three rows with rising rpm"),
-    (lambda: fit_fans(ROWS[:3]), "do not rise; no fan curve"),
-    (lambda: fit_fans([SLOW, replace(MIDDLE, soc_c=31.5, decline=0.0), FAST]), "more than flow from rest does"),
-    (lambda: fit_fans([ROWS[0], ROWS[4], ROWS[5]]), "drag_w_per_rpm = -0.0002"),
-    (lambda: conductance_of(replace(SLOW, decline=0.4)), "a decline of 40% is more than the lowest clock's 37%"),
-])
-def test_rows_that_no_curve_goes_through_are_refused_in_one_line(make: Callable[[], Any], text: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: fit_fans([SLOW, FAST]), r"three rows with rising rpm, got \[3250.0, 14000.0\]"),
+        (lambda: fit_fans([FAST, MIDDLE, SLOW]), "three rows with rising rpm"),
+        (lambda: fit_fans(ROWS[:3]), "do not rise; no fan curve"),
+        (
+            lambda: fit_fans([SLOW, replace(MIDDLE, soc_c=31.5, decline=0.0), FAST]),
+            "more than flow from rest does",
+        ),
+        (lambda: fit_fans([ROWS[0], ROWS[4], ROWS[5]]), "drag_w_per_rpm = -0.0002"),
+        (
+            lambda: conductance_of(replace(SLOW, decline=0.4)),
+            "a decline of 40% is more than the lowest clock's 37%",
+        ),
+    ],
+)
+def test_rows_that_no_curve_goes_through_are_refused_in_one_line(
+    make: Callable[[], Any], text: str
+) -> None:
     with pytest.raises(ConfigError, match=text) as error:
         make()
     assert "\n" not in str(error.value)

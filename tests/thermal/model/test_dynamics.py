@@ -29,34 +29,71 @@ WATTS = st.lists(st.floats(0.0, 70.0), min_size=3, max_size=3)
 @st.composite
 def surroundings(draw: st.DrawFn) -> Surroundings:
     """Ambient air, fans, users and windows that change a few times in the first minutes, at any moment."""
+
     def later(values: st.SearchStrategy[Any]) -> list[tuple[float, Any]]:
-        return draw(st.lists(st.tuples(st.floats(0.5, 280.0), values), max_size=2, unique_by=lambda entry: entry[0]))
+        return draw(
+            st.lists(
+                st.tuples(st.floats(0.5, 280.0), values),
+                max_size=2,
+                unique_by=lambda entry: entry[0],
+            )
+        )
 
-    users = st.builds(BackgroundLoad, share=st.floats(0.0, 0.9), power_w=st.floats(0.0, 4.0), taken=st.booleans())
+    users = st.builds(
+        BackgroundLoad, share=st.floats(0.0, 0.9), power_w=st.floats(0.0, 4.0), taken=st.booleans()
+    )
     return Surroundings(
-        ambient_c=changes(25.0, later(st.floats(15.0, 33.0))), fans_working=changes(1.0, later(st.floats(0.0, 1.0))),
-        background_load=draw(st.sampled_from([(), tuple(changes(NOBODY, later(users)) for _ in range(3))])),
-        open=changes(True, later(st.booleans())))
+        ambient_c=changes(25.0, later(st.floats(15.0, 33.0))),
+        fans_working=changes(1.0, later(st.floats(0.0, 1.0))),
+        background_load=draw(
+            st.sampled_from([(), tuple(changes(NOBODY, later(users)) for _ in range(3))])
+        ),
+        open=changes(True, later(st.booleans())),
+    )
 
 
-POLICIES = st.sampled_from([FixedSpeed(fixed_rpm=3250.0), FixedSpeed(fixed_rpm=11000.0), PassiveCooling(),
-                            PassiveCooling(high_rpm=8300.0)])
+POLICIES = st.sampled_from(
+    [
+        FixedSpeed(fixed_rpm=3250.0),
+        FixedSpeed(fixed_rpm=11000.0),
+        PassiveCooling(),
+        PassiveCooling(high_rpm=8300.0),
+    ]
+)
 
 
 class SmallSteps:
     """The same rack by Runge and Kutta, in steps of at most a quarter of a second; one node after the other."""
 
-    def __init__(self, rack: Rack, policy: FanPolicy, around: Surroundings, start_c: float, tick_s: float) -> None:
+    def __init__(
+        self, rack: Rack, policy: FanPolicy, around: Surroundings, start_c: float, tick_s: float
+    ) -> None:
         self.rack, self.policy, self.around, self.tick_s = rack, policy, around, tick_s
         self.governor, self.fans = snapdragon_governor(), rack_fans()
-        self.socs_c, self.boards_c = np.full(rack.num_socs, start_c), np.full(len(rack.slots_per_board), start_c)
+        self.socs_c, self.boards_c = (
+            np.full(rack.num_socs, start_c),
+            np.full(len(rack.slots_per_board), start_c),
+        )
         self.air_c = start_c
         self.board_of = np.repeat(np.arange(len(rack.slots_per_board)), rack.slots_per_board)
-        self.into_board = np.array([rack.soc_to_board_w_per_k * rack.coupling.get(soc, 1.0)
-                                    for soc in range(rack.num_socs)])
-        self.into_air = np.array([rack.board_to_air_w_per_k * rack.airflow.get(board, 1.0)
-                                  for board in range(len(rack.slots_per_board))])
-        self.levels, self.rpm, self.fan_j, self.ticks = [0] * rack.num_socs, self.fans.min_rpm, 0.0, 0
+        self.into_board = np.array(
+            [
+                rack.soc_to_board_w_per_k * rack.coupling.get(soc, 1.0)
+                for soc in range(rack.num_socs)
+            ]
+        )
+        self.into_air = np.array(
+            [
+                rack.board_to_air_w_per_k * rack.airflow.get(board, 1.0)
+                for board in range(len(rack.slots_per_board))
+            ]
+        )
+        self.levels, self.rpm, self.fan_j, self.ticks = (
+            [0] * rack.num_socs,
+            self.fans.min_rpm,
+            0.0,
+            0,
+        )
         self.update_controls()
 
     def update_controls(self) -> None:
@@ -67,24 +104,33 @@ class SmallSteps:
             elif level and hot_c <= self.governor.resume_c[level - 1]:
                 self.levels[soc] -= 1
         hottest_c = round(float(self.socs_c.max()) / 0.5) * 0.5
-        wanted = self.policy.rpm(FanObservation(at_s=self.ticks * self.tick_s, hottest_c=hottest_c, rpm=self.rpm))
+        wanted = self.policy.rpm(
+            FanObservation(at_s=self.ticks * self.tick_s, hottest_c=hottest_c, rpm=self.rpm)
+        )
         self.rpm = min(max(25.0 * math.ceil(wanted / 25.0), 1100.0), 14000.0)
 
     def slopes(self, now: Any, watts: Any, chassis: float, ambient_c: float) -> Any:
         socs_c, boards_c, air_c = now
         up = self.into_board * (socs_c - boards_c[self.board_of])
         out = self.into_air * (boards_c - air_c)
-        return ((watts - up) / self.rack.soc_j_per_k,
-                (np.bincount(self.board_of, up, len(boards_c)) - out) / self.rack.board_j_per_k,
-                (out.sum() - chassis * (air_c - ambient_c)) / self.rack.chassis_j_per_k)
+        return (
+            (watts - up) / self.rack.soc_j_per_k,
+            (np.bincount(self.board_of, up, len(boards_c)) - out) / self.rack.board_j_per_k,
+            (out.sum() - chassis * (air_c - ambient_c)) / self.rack.chassis_j_per_k,
+        )
 
     def tick(self, watts: list[float]) -> None:
         """Advance to the next tick, and update the controls."""
         at_s = self.ticks * self.tick_s
-        users = [load.at(at_s) for load in self.around.background_load] or [NOBODY] * self.rack.num_socs
+        users = [load.at(at_s) for load in self.around.background_load] or [
+            NOBODY
+        ] * self.rack.num_socs
         working = self.around.fans_working.at(at_s)
-        drive = (np.array(watts) + np.array([load.power_w for load in users]),
-                 self.fans.conductance_w_per_k(self.rpm, working), self.around.ambient_c.at(at_s))
+        drive = (
+            np.array(watts) + np.array([load.power_w for load in users]),
+            self.fans.conductance_w_per_k(self.rpm, working),
+            self.around.ambient_c.at(at_s),
+        )
         self.fan_j += self.fans.power_w(self.rpm, working) * self.tick_s
         steps = math.ceil(self.tick_s / 0.25)
         h = self.tick_s / steps
@@ -94,17 +140,23 @@ class SmallSteps:
             k2 = self.slopes([x + 0.5 * h * k for x, k in zip(now, k1, strict=True)], *drive)
             k3 = self.slopes([x + 0.5 * h * k for x, k in zip(now, k2, strict=True)], *drive)
             k4 = self.slopes([x + h * k for x, k in zip(now, k3, strict=True)], *drive)
-            now = [x + h * (a + 2.0 * b + 2.0 * c + d) / 6.0
-                   for x, a, b, c, d in zip(now, k1, k2, k3, k4, strict=True)]
+            now = [
+                x + h * (a + 2.0 * b + 2.0 * c + d) / 6.0
+                for x, a, b, c, d in zip(now, k1, k2, k3, k4, strict=True)
+            ]
         self.socs_c, self.boards_c, self.air_c = now
         self.ticks += 1
         self.update_controls()
 
     def speed_factors(self) -> list[float]:
         at_s = self.ticks * self.tick_s
-        users = [load.at(at_s) for load in self.around.background_load] or [NOBODY] * self.rack.num_socs
-        return [self.governor.clock_hz[level] / self.governor.clock_hz[0] * (1.0 - load.share)
-                for level, load in zip(self.levels, users, strict=True)]
+        users = [load.at(at_s) for load in self.around.background_load] or [
+            NOBODY
+        ] * self.rack.num_socs
+        return [
+            self.governor.clock_hz[level] / self.governor.clock_hz[0] * (1.0 - load.share)
+            for level, load in zip(self.levels, users, strict=True)
+        ]
 
 
 def everything(rack: RackDynamics) -> tuple[Any, ...]:
@@ -113,10 +165,19 @@ def everything(rack: RackDynamics) -> tuple[Any, ...]:
 
 
 @FEW
-@given(around=surroundings(), policy=POLICIES, watts=st.lists(WATTS, min_size=3, max_size=3),
-       start_c=st.floats(20.0, 45.0), tick_s=st.sampled_from([1.0, 5.0, 0.7]))
+@given(
+    around=surroundings(),
+    policy=POLICIES,
+    watts=st.lists(WATTS, min_size=3, max_size=3),
+    start_c=st.floats(20.0, 45.0),
+    tick_s=st.sampled_from([1.0, 5.0, 0.7]),
+)
 def test_a_rack_goes_as_its_equations_in_small_steps_go(
-    around: Surroundings, policy: FanPolicy, watts: list[list[float]], start_c: float, tick_s: float,
+    around: Surroundings,
+    policy: FanPolicy,
+    watts: list[list[float]],
+    start_c: float,
+    tick_s: float,
 ) -> None:
     """Temperatures, clocks, fan speeds and joules, tick by tick; loads change every 15 ticks."""
     rack = RackDynamics(RACK, policy, surroundings=around, start_c=start_c, tick_s=tick_s)
@@ -127,7 +188,9 @@ def test_a_rack_goes_as_its_equations_in_small_steps_go(
         brute.tick(now_w)
         assert rack.temperatures_c == pytest.approx(brute.socs_c, abs=2e-4)
         # A temperature within rounding of a trip point may trip one and not the other.
-        near = min(abs(float(hot_c) - edge) for hot_c in brute.socs_c for edge in (34.0, 35.0, 38.5, 39.5))
+        near = min(
+            abs(float(hot_c) - edge) for hot_c in brute.socs_c for edge in (34.0, 35.0, 38.5, 39.5)
+        )
         near = min(near, abs((float(brute.socs_c.max()) * 2.0) % 1.0 - 0.5))
         if near < 5e-4:
             return
@@ -137,17 +200,30 @@ def test_a_rack_goes_as_its_equations_in_small_steps_go(
 
 
 @settings(max_examples=15)
-@given(around=surroundings(), policy=POLICIES, watts=WATTS, before_s=SLOW_S, start_c=st.floats(20.0, 45.0),
-       tick_s=st.sampled_from([1.0, 5.0, 0.7]))
+@given(
+    around=surroundings(),
+    policy=POLICIES,
+    watts=WATTS,
+    before_s=SLOW_S,
+    start_c=st.floats(20.0, 45.0),
+    tick_s=st.sampled_from([1.0, 5.0, 0.7]),
+)
 def test_speeds_hold_as_long_as_they_are_said_to_and_then_change(
-    around: Surroundings, policy: FanPolicy, watts: list[float], before_s: float, start_c: float, tick_s: float,
+    around: Surroundings,
+    policy: FanPolicy,
+    watts: list[float],
+    before_s: float,
+    start_c: float,
+    tick_s: float,
 ) -> None:
     """Brute force: a copy that is looked at several times a tick."""
     rack = RackDynamics(RACK, policy, surroundings=around, start_c=start_c, tick_s=tick_s)
     rack.advance(before_s, watts)
     said_s = rack.steady_s(watts)
     seen = everything(rack)
-    assert rack.steady_s(watts) == said_s and everything(rack) == seen, "looking ahead changes nothing"
+    assert rack.steady_s(watts) == said_s and everything(rack) == seen, (
+        "looking ahead changes nothing"
+    )
     assert said_s > 0.0
     walker = RackDynamics(RACK, policy, surroundings=around, tick_s=tick_s)
     walker.restore(rack.state())
@@ -157,7 +233,9 @@ def test_speeds_hold_as_long_as_they_are_said_to_and_then_change(
         walked_s += step_s
         assert everything(walker) == seen
     if said_s < 1800.0:
-        after_w = [users.at(rack.state()["time_s"] + said_s).power_w for users in around.background_load]
+        after_w = [
+            users.at(rack.state()["time_s"] + said_s).power_w for users in around.background_load
+        ]
         rack.advance(said_s, watts)
         look_s = math.floor(before_s / tick_s + 1e-9) * tick_s
         before_w = [users.at(look_s).power_w for users in around.background_load]
@@ -165,10 +243,19 @@ def test_speeds_hold_as_long_as_they_are_said_to_and_then_change(
 
 
 @FEW
-@given(around=surroundings(), policy=POLICIES, watts=WATTS, pieces_s=st.lists(st.floats(0.0, 40.0), max_size=12),
-       tick_s=st.sampled_from([1.0, 5.0, 0.7, 0.1]))
+@given(
+    around=surroundings(),
+    policy=POLICIES,
+    watts=WATTS,
+    pieces_s=st.lists(st.floats(0.0, 40.0), max_size=12),
+    tick_s=st.sampled_from([1.0, 5.0, 0.7, 0.1]),
+)
 def test_advancing_in_pieces_equals_advancing_at_once(
-    around: Surroundings, policy: FanPolicy, watts: list[float], pieces_s: list[float], tick_s: float,
+    around: Surroundings,
+    policy: FanPolicy,
+    watts: list[float],
+    pieces_s: list[float],
+    tick_s: float,
 ) -> None:
     whole = RackDynamics(RACK, policy, surroundings=around, tick_s=tick_s)
     pieces = RackDynamics(RACK, policy, surroundings=around, tick_s=tick_s)
@@ -186,13 +273,18 @@ def test_no_look_is_lost_to_rounding(tick_s: float, piece_s: float) -> None:
     rack = RackDynamics(RACK, FixedSpeed(fixed_rpm=3250.0), start_c=60.0, tick_s=tick_s)
     for _ in range(round(tick_s / piece_s)):
         rack.advance(piece_s, [5.0] * 3)
-    assert rack.speed_factors() == pytest.approx([1.80 / 2.84] * 3), "the second tick, one at the start"
+    assert rack.speed_factors() == pytest.approx([1.80 / 2.84] * 3), (
+        "the second tick, one at the start"
+    )
 
 
 @FEW
 @given(around=surroundings(), policy=POLICIES, watts=WATTS, times_s=st.tuples(SLOW_S, SLOW_S))
 def test_a_restored_rack_goes_on_to_the_last_bit(
-    around: Surroundings, policy: FanPolicy, watts: list[float], times_s: tuple[float, float],
+    around: Surroundings,
+    policy: FanPolicy,
+    watts: list[float],
+    times_s: tuple[float, float],
 ) -> None:
     whole = RackDynamics(RACK, policy, surroundings=around)
     whole.advance(times_s[0], watts)
@@ -206,25 +298,46 @@ def test_a_restored_rack_goes_on_to_the_last_bit(
 
 
 @FEW
-@given(around=surroundings(), policy=POLICIES, watts=WATTS, pieces_s=st.lists(st.floats(0.0, 100.0), max_size=5))
+@given(
+    around=surroundings(),
+    policy=POLICIES,
+    watts=WATTS,
+    pieces_s=st.lists(st.floats(0.0, 100.0), max_size=5),
+)
 def test_joules_of_cooling_are_the_integral_of_the_fans_watts(
-    around: Surroundings, policy: FanPolicy, watts: list[float], pieces_s: list[float],
+    around: Surroundings,
+    policy: FanPolicy,
+    watts: list[float],
+    pieces_s: list[float],
 ) -> None:
     """Fans change at looks only, so the log has every watt; the last entry has not lasted yet."""
     rack = RackDynamics(RACK, policy, surroundings=around)
     returned_j = [rack.advance(piece_s, watts) for piece_s in pieces_s]
     assert rack.cooling_j == pytest.approx(math.fsum(returned_j))
     entries, end_s = rack.history, math.fsum(pieces_s)
-    lasted_s = [*(after.at_s - before.at_s for before, after in pairwise(entries)),
-                end_s - entries[-1].at_s]
+    lasted_s = [
+        *(after.at_s - before.at_s for before, after in pairwise(entries)),
+        end_s - entries[-1].at_s,
+    ]
     assert rack.cooling_j == pytest.approx(
-        math.fsum(entry.fan_w * spent_s for entry, spent_s in zip(entries, lasted_s, strict=True)), abs=1e-6)
-    assert all(entry.fan_w == rack_fans().power_w(entry.rpm, around.fans_working.at(entry.at_s)) for entry in entries)
+        math.fsum(entry.fan_w * spent_s for entry, spent_s in zip(entries, lasted_s, strict=True)),
+        abs=1e-6,
+    )
+    assert all(
+        entry.fan_w == rack_fans().power_w(entry.rpm, around.fans_working.at(entry.at_s))
+        for entry in entries
+    )
 
 
 # ------------------------------------------------------------------------------------------------- as one expects
-def warm(around: Surroundings | None = None, *, rack: Rack = RACK, watts: float = 30.0, rpm: float = 11000.0,
-         duration_s: float = 600.0) -> RackDynamics:
+def warm(
+    around: Surroundings | None = None,
+    *,
+    rack: Rack = RACK,
+    watts: float = 30.0,
+    rpm: float = 11000.0,
+    duration_s: float = 600.0,
+) -> RackDynamics:
     dynamics = RackDynamics(rack, FixedSpeed(fixed_rpm=rpm), surroundings=around)
     dynamics.advance(duration_s, [watts] * rack.num_socs)
     return dynamics
@@ -232,13 +345,21 @@ def warm(around: Surroundings | None = None, *, rack: Rack = RACK, watts: float 
 
 def test_users_take_their_share_draw_their_watts_and_may_take_the_soc() -> None:
     busy = BackgroundLoad(share=0.25, power_w=3.0, taken=True)
-    around = Surroundings(background_load=(changes(NOBODY, [(100.0, busy), (200.0, NOBODY)]), Steps((0.0,), (NOBODY,)),
-                                 Steps((0.0,), (NOBODY,))))
+    around = Surroundings(
+        background_load=(
+            changes(NOBODY, [(100.0, busy), (200.0, NOBODY)]),
+            Steps((0.0,), (NOBODY,)),
+            Steps((0.0,), (NOBODY,)),
+        )
+    )
     rack = RackDynamics(RACK, FixedSpeed(fixed_rpm=14000.0), surroundings=around)
     alone = RackDynamics(RACK, FixedSpeed(fixed_rpm=14000.0))
     assert rack.steady_s([1.0] * 3) == 100.0
-    for at_s, speeds, taken in ((50.0, [1.0, 1.0, 1.0], frozenset()), (150.0, [0.75, 1.0, 1.0], frozenset({0})),
-                                (250.0, [1.0, 1.0, 1.0], frozenset())):
+    for at_s, speeds, taken in (
+        (50.0, [1.0, 1.0, 1.0], frozenset()),
+        (150.0, [0.75, 1.0, 1.0], frozenset({0})),
+        (250.0, [1.0, 1.0, 1.0], frozenset()),
+    ):
         rack.advance(at_s - rack.state()["time_s"], [1.0] * 3)
         alone.advance(at_s - alone.state()["time_s"], [1.0] * 3)
         assert rack.speed_factors() == rack.power_factors() == speeds
@@ -264,16 +385,24 @@ def test_no_more_than_half_an_hour_is_looked_ahead() -> None:
 
 
 def test_failed_fans_draw_less_and_cool_less() -> None:
-    whole, half, none = (warm(Surroundings(fans_working=Steps((0.0,), (part,)))) for part in (1.0, 0.5, 0.0))
+    whole, half, none = (
+        warm(Surroundings(fans_working=Steps((0.0,), (part,)))) for part in (1.0, 0.5, 0.0)
+    )
     assert whole.cooling_j == pytest.approx(2.0 * half.cooling_j) and none.cooling_j == 0.0
-    assert (whole.temperatures_c < half.temperatures_c).all() and (half.temperatures_c < none.temperatures_c).all()
+    assert (whole.temperatures_c < half.temperatures_c).all() and (
+        half.temperatures_c < none.temperatures_c
+    ).all()
     still = warm(rpm=5700.0)
-    assert none.temperatures_c == pytest.approx(still.temperatures_c), "as warm as fans below their threshold leave it"
+    assert none.temperatures_c == pytest.approx(still.temperatures_c), (
+        "as warm as fans below their threshold leave it"
+    )
 
 
 def test_hot_ambient_air_shifts_a_rack_that_is_not_throttled() -> None:
     cool = warm(watts=2.0, rpm=14000.0, duration_s=3000.0)
-    hot = warm(Surroundings(ambient_c=Steps((0.0,), (29.0,))), watts=2.0, rpm=14000.0, duration_s=3000.0)
+    hot = warm(
+        Surroundings(ambient_c=Steps((0.0,), (29.0,))), watts=2.0, rpm=14000.0, duration_s=3000.0
+    )
     assert hot.temperatures_c == pytest.approx(cool.temperatures_c + 4.0, abs=1e-6)
 
 
@@ -298,12 +427,21 @@ def test_the_peak_is_the_hottest_ever_seen_and_the_log_is_thinned_evenly() -> No
     assert len(gaps) == 1
 
 
-@pytest.mark.parametrize(("arguments", "text"), [
-    ({"tick_s": 0.0}, "tick_s = 0.0 must be above 0"), ({"tick_s": math.inf}, "tick_s = inf"),
-    ({"tick_s": math.nan}, "tick_s = nan"),
-    ({"surroundings": Surroundings(background_load=(Steps((0.0,), (NOBODY,)),))}, "users of 1 SoCs, but it has 3"),
-])
-def test_racks_in_impossible_surroundings_are_refused_in_one_line(arguments: dict[str, Any], text: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"tick_s": 0.0}, "tick_s = 0.0 must be above 0"),
+        ({"tick_s": math.inf}, "tick_s = inf"),
+        ({"tick_s": math.nan}, "tick_s = nan"),
+        (
+            {"surroundings": Surroundings(background_load=(Steps((0.0,), (NOBODY,)),))},
+            "users of 1 SoCs, but it has 3",
+        ),
+    ],
+)
+def test_racks_in_impossible_surroundings_are_refused_in_one_line(
+    arguments: dict[str, Any], text: str
+) -> None:
     with pytest.raises(ConfigError, match=text) as error:
         RackDynamics(RACK, FixedSpeed(fixed_rpm=3250.0), **arguments)
     assert "\n" not in str(error.value)

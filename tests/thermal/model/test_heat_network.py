@@ -25,10 +25,16 @@ def networks(draw: st.DrawFn) -> ThermalNetwork:
         for _ in range(draw(st.integers(0, 4))):
             left, right = draw(st.permutations(range(size)))[:2]
             edges.append((left, right, draw(CONDUCTANCES)))
-    to_air = draw(st.lists(st.one_of(st.just(0.0), CONDUCTANCES), min_size=size, max_size=size).filter(any))
+    to_air = draw(
+        st.lists(st.one_of(st.just(0.0), CONDUCTANCES), min_size=size, max_size=size).filter(any)
+    )
     return ThermalNetwork(
-        capacities_j_per_k=tuple(draw(st.lists(st.floats(1.0, 5000.0), min_size=size, max_size=size))),
-        edges=tuple(edges), ambient_w_per_k=tuple(to_air))
+        capacities_j_per_k=tuple(
+            draw(st.lists(st.floats(1.0, 5000.0), min_size=size, max_size=size))
+        ),
+        edges=tuple(edges),
+        ambient_w_per_k=tuple(to_air),
+    )
 
 
 @st.composite
@@ -41,7 +47,9 @@ def loaded(draw: st.DrawFn, coldest_w: float = 0.0) -> tuple[ThermalNetwork, Vec
     return network, np.array(start_c), np.array(power_w)
 
 
-def slopes(network: ThermalNetwork, temperatures_c: Vector, power_w: Vector, ambient_c: float) -> Vector:
+def slopes(
+    network: ThermalNetwork, temperatures_c: Vector, power_w: Vector, ambient_c: float
+) -> Vector:
     """dT/dt by the law of each edge, written out."""
     heat_w = list(power_w)
     for node, conductance in enumerate(network.ambient_w_per_k):
@@ -59,13 +67,20 @@ def fastest_per_s(network: ThermalNetwork) -> float:
     for left, right, conductance in network.edges:
         sums[left] += 2.0 * conductance
         sums[right] += 2.0 * conductance
-    return max(one / capacity for one, capacity in zip(sums, network.capacities_j_per_k, strict=True))
+    return max(
+        one / capacity for one, capacity in zip(sums, network.capacities_j_per_k, strict=True)
+    )
 
 
 @FEW
-@given(case=loaded(), ambient_c=AMBIENT_C, steps=st.integers(1, 150), stiffness=st.floats(0.01, 0.3))
+@given(
+    case=loaded(), ambient_c=AMBIENT_C, steps=st.integers(1, 150), stiffness=st.floats(0.01, 0.3)
+)
 def test_exact_integration_equals_small_steps_of_runge_and_kutta(
-    case: tuple[ThermalNetwork, Vector, Vector], ambient_c: float, steps: int, stiffness: float,
+    case: tuple[ThermalNetwork, Vector, Vector],
+    ambient_c: float,
+    steps: int,
+    stiffness: float,
 ) -> None:
     network, start_c, power_w = case
     step_s = stiffness / fastest_per_s(network)
@@ -88,10 +103,17 @@ def test_exact_integration_equals_small_steps_of_runge_and_kutta(
 
 
 @FEW
-@given(case=loaded(), ambient_c=AMBIENT_C, times_s=st.lists(SECONDS, min_size=1, max_size=6),
-       below_c=st.floats(0.0, 60.0))
+@given(
+    case=loaded(),
+    ambient_c=AMBIENT_C,
+    times_s=st.lists(SECONDS, min_size=1, max_size=6),
+    below_c=st.floats(0.0, 60.0),
+)
 def test_temperature_never_overshoots_its_steady_state_when_it_starts_below_it(
-    case: tuple[ThermalNetwork, Vector, Vector], ambient_c: float, times_s: list[float], below_c: float,
+    case: tuple[ThermalNetwork, Vector, Vector],
+    ambient_c: float,
+    times_s: list[float],
+    below_c: float,
 ) -> None:
     network, start_c, power_w = case
     steady_c = network.steady_c(power_w, ambient_c)
@@ -105,35 +127,57 @@ def test_temperature_never_overshoots_its_steady_state_when_it_starts_below_it(
 @FEW
 @given(case=loaded(), ambient_c=AMBIENT_C, first_s=SECONDS, then_s=SECONDS)
 def test_from_the_ambient_temperature_it_only_rises(
-    case: tuple[ThermalNetwork, Vector, Vector], ambient_c: float, first_s: float, then_s: float,
+    case: tuple[ThermalNetwork, Vector, Vector],
+    ambient_c: float,
+    first_s: float,
+    then_s: float,
 ) -> None:
     network, start_c, power_w = case
     start_c = np.full_like(start_c, ambient_c)
     middle_c = network.pass_time(start_c, power_w, ambient_c, first_s).temperatures_c
     assert (middle_c >= start_c - 1e-7).all()
-    assert (network.pass_time(middle_c, power_w, ambient_c, then_s).temperatures_c >= middle_c - 1e-7).all()
+    assert (
+        network.pass_time(middle_c, power_w, ambient_c, then_s).temperatures_c >= middle_c - 1e-7
+    ).all()
 
 
 @FEW
 @given(case=loaded(coldest_w=-50.0), ambient_c=AMBIENT_C, duration_s=SECONDS)
 def test_the_energy_balance_closes(
-    case: tuple[ThermalNetwork, Vector, Vector], ambient_c: float, duration_s: float,
+    case: tuple[ThermalNetwork, Vector, Vector],
+    ambient_c: float,
+    duration_s: float,
 ) -> None:
     """Heat in = heat stored + heat out, to 1e-9 of the largest of what comes in, goes out and is there."""
     network, start_c, power_w = case
     passage = network.pass_time(start_c, power_w, ambient_c, duration_s)
     in_j = float(power_w.sum()) * duration_s
-    stored_j = network.heat_j(passage.temperatures_c, ambient_c) - network.heat_j(start_c, ambient_c)
-    scale_j = (float(np.abs(power_w).sum()) * duration_s + abs(passage.heat_out_j)
-               + float(np.dot(network.capacities_j_per_k, np.abs(start_c) + np.abs(passage.temperatures_c)
-                            + abs(ambient_c))))
+    stored_j = network.heat_j(passage.temperatures_c, ambient_c) - network.heat_j(
+        start_c, ambient_c
+    )
+    scale_j = (
+        float(np.abs(power_w).sum()) * duration_s
+        + abs(passage.heat_out_j)
+        + float(
+            np.dot(
+                network.capacities_j_per_k,
+                np.abs(start_c) + np.abs(passage.temperatures_c) + abs(ambient_c),
+            )
+        )
+    )
     assert in_j - stored_j - passage.heat_out_j == pytest.approx(0.0, abs=1e-9 * scale_j + 1e-9)
 
 
 @FEW
-@given(case=loaded(), ambient_c=AMBIENT_C, parts_s=st.lists(st.floats(0.0, 800.0), min_size=1, max_size=8))
+@given(
+    case=loaded(),
+    ambient_c=AMBIENT_C,
+    parts_s=st.lists(st.floats(0.0, 800.0), min_size=1, max_size=8),
+)
 def test_any_splitting_of_the_time_gives_the_same_end_and_the_same_heat(
-    case: tuple[ThermalNetwork, Vector, Vector], ambient_c: float, parts_s: list[float],
+    case: tuple[ThermalNetwork, Vector, Vector],
+    ambient_c: float,
+    parts_s: list[float],
 ) -> None:
     network, start_c, power_w = case
     whole = network.pass_time(start_c, power_w, ambient_c, math.fsum(parts_s))
@@ -143,7 +187,9 @@ def test_any_splitting_of_the_time_gives_the_same_end_and_the_same_heat(
         now_c, out_j = passage.temperatures_c, out_j + passage.heat_out_j
         weighted_c = weighted_c + passage.mean_c * part_s
     assert now_c == pytest.approx(whole.temperatures_c, rel=1e-9, abs=1e-7)
-    scale_j = float(np.dot(network.capacities_j_per_k, np.abs(start_c))) + float(power_w.sum()) * math.fsum(parts_s)
+    scale_j = float(np.dot(network.capacities_j_per_k, np.abs(start_c))) + float(
+        power_w.sum()
+    ) * math.fsum(parts_s)
     assert out_j == pytest.approx(whole.heat_out_j, rel=1e-8, abs=1e-9 * scale_j + 1e-9)
     assert weighted_c == pytest.approx(whole.mean_c * math.fsum(parts_s), rel=1e-8, abs=1e-6)
 
@@ -151,7 +197,8 @@ def test_any_splitting_of_the_time_gives_the_same_end_and_the_same_heat(
 @FEW
 @given(case=loaded(), ambient_c=AMBIENT_C)
 def test_the_steady_state_is_the_limit_of_time_and_stays(
-    case: tuple[ThermalNetwork, Vector, Vector], ambient_c: float,
+    case: tuple[ThermalNetwork, Vector, Vector],
+    ambient_c: float,
 ) -> None:
     network, start_c, power_w = case
     steady_c = network.steady_c(power_w, ambient_c)
@@ -165,7 +212,10 @@ def test_the_steady_state_is_the_limit_of_time_and_stays(
 @FEW
 @given(case=loaded(), ambient_c=AMBIENT_C, duration_s=SECONDS, warmer_c=st.floats(0.0, 30.0))
 def test_a_hotter_room_and_a_hotter_start_shift_everything(
-    case: tuple[ThermalNetwork, Vector, Vector], ambient_c: float, duration_s: float, warmer_c: float,
+    case: tuple[ThermalNetwork, Vector, Vector],
+    ambient_c: float,
+    duration_s: float,
+    warmer_c: float,
 ) -> None:
     network, start_c, power_w = case
     cool = network.pass_time(start_c, power_w, ambient_c, duration_s)
@@ -174,26 +224,39 @@ def test_a_hotter_room_and_a_hotter_start_shift_everything(
     assert hot.heat_out_j == pytest.approx(cool.heat_out_j, rel=1e-7, abs=1e-3)
     # A hotter room alone warms every node, by no more than the room got hotter.
     room = network.pass_time(start_c, power_w, ambient_c + warmer_c, duration_s).temperatures_c
-    assert (room >= cool.temperatures_c - 1e-7).all() and (room <= cool.temperatures_c + warmer_c + 1e-7).all()
+    assert (room >= cool.temperatures_c - 1e-7).all() and (
+        room <= cool.temperatures_c + warmer_c + 1e-7
+    ).all()
 
 
 @FEW
-@given(case=loaded(), other=st.lists(st.floats(0.0, 50.0), min_size=7, max_size=7), ambient_c=AMBIENT_C,
-       duration_s=SECONDS)
+@given(
+    case=loaded(),
+    other=st.lists(st.floats(0.0, 50.0), min_size=7, max_size=7),
+    ambient_c=AMBIENT_C,
+    duration_s=SECONDS,
+)
 def test_more_power_anywhere_makes_nothing_cooler(
-    case: tuple[ThermalNetwork, Vector, Vector], other: list[float], ambient_c: float, duration_s: float,
+    case: tuple[ThermalNetwork, Vector, Vector],
+    other: list[float],
+    ambient_c: float,
+    duration_s: float,
 ) -> None:
     network, start_c, power_w = case
-    more_w = power_w + np.array(other[:len(power_w)])
+    more_w = power_w + np.array(other[: len(power_w)])
     less = network.pass_time(start_c, power_w, ambient_c, duration_s)
     more = network.pass_time(start_c, more_w, ambient_c, duration_s)
     assert (more.temperatures_c >= less.temperatures_c - 1e-7).all()
-    assert (network.steady_c(more_w, ambient_c) >= network.steady_c(power_w, ambient_c) - 1e-7).all()
+    assert (
+        network.steady_c(more_w, ambient_c) >= network.steady_c(power_w, ambient_c) - 1e-7
+    ).all()
 
 
 @FEW
 @given(case=loaded(), ambient_c=AMBIENT_C)
-def test_no_time_changes_nothing(case: tuple[ThermalNetwork, Vector, Vector], ambient_c: float) -> None:
+def test_no_time_changes_nothing(
+    case: tuple[ThermalNetwork, Vector, Vector], ambient_c: float
+) -> None:
     network, start_c, power_w = case
     passage = network.pass_time(start_c, power_w, ambient_c, 0.0)
     assert passage.temperatures_c == pytest.approx(start_c, abs=1e-8)
@@ -209,26 +272,34 @@ def test_one_node_by_hand() -> None:
     assert passage.temperatures_c == pytest.approx([25.0 + 10.0 * (1.0 - math.exp(-1.0))])
     # In: 1,000 J; stored: 632.1 J.
     assert passage.heat_out_j == pytest.approx(1000.0 - 1000.0 * (1.0 - math.exp(-1.0)))
-    assert node.heat_j(passage.temperatures_c, 25.0) == pytest.approx(1000.0 * (1.0 - math.exp(-1.0)))
+    assert node.heat_j(passage.temperatures_c, 25.0) == pytest.approx(
+        1000.0 * (1.0 - math.exp(-1.0))
+    )
 
 
-@pytest.mark.parametrize(("capacities", "edges", "to_air", "text"), [
-    ((), (), (), "must be above 0"),
-    ((1.0, 0.0), ((0, 1, 1.0),), (1.0, 1.0), "must be above 0"),
-    ((math.inf,), (), (1.0,), "above 0 and finite"),
-    ((math.nan,), (), (1.0,), "above 0 and finite"),
-    ((1.0,), (), (1.0, 1.0), "need 1 conductances"),
-    ((1.0,), (), (-1.0,), "none negative"),
-    ((1.0,), (), (math.nan,), "none negative"),
-    ((1.0, 1.0), ((0, 2, 1.0),), (1.0, 1.0), "needs two of the 2 nodes"),
-    ((1.0, 1.0), ((1, 1, 1.0),), (1.0, 1.0), "needs two of the 2 nodes"),
-    ((1.0, 1.0), ((0, 1, 0.0),), (1.0, 1.0), "a conductance above 0"),
-    ((1.0, 1.0), ((0, 1, math.nan),), (1.0, 1.0), "a conductance above 0"),
-    ((1.0,), (), (0.0,), "no way to the ambient air"),
-    ((1.0, 1.0, 1.0), ((0, 1, 1.0),), (1.0, 0.0, 0.0), "no way to the ambient air"),
-])
+@pytest.mark.parametrize(
+    ("capacities", "edges", "to_air", "text"),
+    [
+        ((), (), (), "must be above 0"),
+        ((1.0, 0.0), ((0, 1, 1.0),), (1.0, 1.0), "must be above 0"),
+        ((math.inf,), (), (1.0,), "above 0 and finite"),
+        ((math.nan,), (), (1.0,), "above 0 and finite"),
+        ((1.0,), (), (1.0, 1.0), "need 1 conductances"),
+        ((1.0,), (), (-1.0,), "none negative"),
+        ((1.0,), (), (math.nan,), "none negative"),
+        ((1.0, 1.0), ((0, 2, 1.0),), (1.0, 1.0), "needs two of the 2 nodes"),
+        ((1.0, 1.0), ((1, 1, 1.0),), (1.0, 1.0), "needs two of the 2 nodes"),
+        ((1.0, 1.0), ((0, 1, 0.0),), (1.0, 1.0), "a conductance above 0"),
+        ((1.0, 1.0), ((0, 1, math.nan),), (1.0, 1.0), "a conductance above 0"),
+        ((1.0,), (), (0.0,), "no way to the ambient air"),
+        ((1.0, 1.0, 1.0), ((0, 1, 1.0),), (1.0, 0.0, 0.0), "no way to the ambient air"),
+    ],
+)
 def test_networks_that_cannot_be_are_refused_in_one_line(
-    capacities: tuple[float, ...], edges: tuple[tuple[int, int, float], ...], to_air: tuple[float, ...], text: str,
+    capacities: tuple[float, ...],
+    edges: tuple[tuple[int, int, float], ...],
+    to_air: tuple[float, ...],
+    text: str,
 ) -> None:
     with pytest.raises(ConfigError, match=text) as error:
         ThermalNetwork(capacities_j_per_k=capacities, edges=edges, ambient_w_per_k=to_air)

@@ -36,7 +36,7 @@ def test_at_rest_each_part_is_warmer_by_what_flows_over_its_conductances(
     assert steady_c[-1] == pytest.approx(air_c)
     soc = 0
     for board, slots in enumerate(rack.slots_per_board):
-        board_c = air_c + sum(watts[soc:soc + slots]) / rack.board_to_air_w_per_k
+        board_c = air_c + sum(watts[soc : soc + slots]) / rack.board_to_air_w_per_k
         assert steady_c[rack.num_socs + board] == pytest.approx(board_c)
         for _ in range(slots):
             assert steady_c[soc] == pytest.approx(board_c + watts[soc] / rack.soc_to_board_w_per_k)
@@ -46,31 +46,53 @@ def test_at_rest_each_part_is_warmer_by_what_flows_over_its_conductances(
 @FEW
 @given(slots=SLOTS, watts=st.floats(0.0, 12.0), chassis_w_per_k=st.floats(5.0, 60.0))
 def test_the_local_rise_is_how_much_warmer_than_the_air_an_equally_busy_board_settles(
-    slots: tuple[int, ...], watts: float, chassis_w_per_k: float,
+    slots: tuple[int, ...],
+    watts: float,
+    chassis_w_per_k: float,
 ) -> None:
     rack = Rack(slots_per_board=slots)
-    steady_c = rack.network(chassis_w_per_k).steady_c(rack.node_power_w([watts] * rack.num_socs), 25.0)
+    steady_c = rack.network(chassis_w_per_k).steady_c(
+        rack.node_power_w([watts] * rack.num_socs), 25.0
+    )
     assert steady_c[0] - steady_c[-1] == pytest.approx(rack.local_rise_c(watts, slots[0]), abs=1e-9)
 
 
 @FEW
-@given(case=loaded(), more=st.floats(0.0, 40.0), start_c=st.floats(26.0, 60.0), duration_s=st.floats(0.0, 3000.0))
+@given(
+    case=loaded(),
+    more=st.floats(0.0, 40.0),
+    start_c=st.floats(26.0, 60.0),
+    duration_s=st.floats(0.0, 3000.0),
+)
 def test_more_fan_never_makes_anything_hotter(
-    case: tuple[Rack, list[float], float], more: float, start_c: float, duration_s: float,
+    case: tuple[Rack, list[float], float],
+    more: float,
+    start_c: float,
+    duration_s: float,
 ) -> None:
     rack, watts, chassis_w_per_k = case
     power_w, start = np.array(rack.node_power_w(watts)), np.full(rack.num_nodes, start_c)
     slow = rack.network(chassis_w_per_k)
     fast = rack.network(chassis_w_per_k + more)
-    assert (fast.pass_time(start, power_w, 25.0, duration_s).temperatures_c
-            <= slow.pass_time(start, power_w, 25.0, duration_s).temperatures_c + 1e-9).all()
+    assert (
+        fast.pass_time(start, power_w, 25.0, duration_s).temperatures_c
+        <= slow.pass_time(start, power_w, 25.0, duration_s).temperatures_c + 1e-9
+    ).all()
     assert (fast.steady_c(power_w, 25.0) <= slow.steady_c(power_w, 25.0) + 1e-9).all()
 
 
 @FEW
-@given(case=loaded(), part=st.floats(0.05, 1.0), place=st.integers(0, 100), duration_s=st.floats(1.0, 3000.0))
+@given(
+    case=loaded(),
+    part=st.floats(0.05, 1.0),
+    place=st.integers(0, 100),
+    duration_s=st.floats(1.0, 3000.0),
+)
 def test_bad_airflow_heats_its_own_board_and_a_badly_seated_soc_itself(
-    case: tuple[Rack, list[float], float], part: float, place: int, duration_s: float,
+    case: tuple[Rack, list[float], float],
+    part: float,
+    place: int,
+    duration_s: float,
 ) -> None:
     """Heat still has to leave by the chassis: at rest the air is as warm as before, and nobody else notices."""
     rack, watts, chassis_w_per_k = case
@@ -78,8 +100,12 @@ def test_bad_airflow_heats_its_own_board_and_a_badly_seated_soc_itself(
     before_c = rack.network(chassis_w_per_k).steady_c(power_w, 25.0)
     board, soc = place % len(rack.slots_per_board), place % rack.num_socs
 
-    own = {rack.num_socs + board} | set(range(sum(rack.slots_per_board[:board]), sum(rack.slots_per_board[:board + 1])))
-    blocked_c = replace(rack, airflow={board: part}).network(chassis_w_per_k).steady_c(power_w, 25.0)
+    own = {rack.num_socs + board} | set(
+        range(sum(rack.slots_per_board[:board]), sum(rack.slots_per_board[: board + 1]))
+    )
+    blocked_c = (
+        replace(rack, airflow={board: part}).network(chassis_w_per_k).steady_c(power_w, 25.0)
+    )
     own_w = sum(power_w[node] for node in own)
     for node in range(rack.num_nodes):
         warmer_c = own_w / rack.board_to_air_w_per_k * (1.0 / part - 1.0) if node in own else 0.0
@@ -87,7 +113,9 @@ def test_bad_airflow_heats_its_own_board_and_a_badly_seated_soc_itself(
 
     seated_c = replace(rack, coupling={soc: part}).network(chassis_w_per_k).steady_c(power_w, 25.0)
     for node in range(rack.num_nodes):
-        warmer_c = power_w[soc] / rack.soc_to_board_w_per_k * (1.0 / part - 1.0) if node == soc else 0.0
+        warmer_c = (
+            power_w[soc] / rack.soc_to_board_w_per_k * (1.0 / part - 1.0) if node == soc else 0.0
+        )
         assert seated_c[node] - before_c[node] == pytest.approx(warmer_c, rel=1e-6, abs=1e-7)
 
 
@@ -98,17 +126,24 @@ def test_the_nodes_hold_the_heat_of_their_parts(slots: tuple[int, ...]) -> None:
     warm = np.full(rack.num_nodes, 26.0)
     assert rack.num_nodes == rack.num_socs + len(slots) + 1
     assert rack.network(10.0).heat_j(warm, 25.0) == pytest.approx(
-        rack.num_socs * rack.soc_j_per_k + len(slots) * rack.board_j_per_k + rack.chassis_j_per_k)
+        rack.num_socs * rack.soc_j_per_k + len(slots) * rack.board_j_per_k + rack.chassis_j_per_k
+    )
 
 
-@pytest.mark.parametrize(("arguments", "text"), [
-    ({"slots_per_board": ()}, "at least one slot"), ({"slots_per_board": (5, 0)}, "at least one slot"),
-    ({"airflow": {2: 0.5}}, "airflow of 2, but there are 0 to 1"),
-    ({"airflow": {-1: 0.5}}, "airflow of -1"), ({"airflow": {0: 0.0}}, "airflow of 0 = 0.0 must be above 0"),
-    ({"airflow": {0: math.nan}}, "must be above 0"), ({"airflow": {0: math.inf}}, "must be above 0"),
-    ({"coupling": {10: 0.5}}, "coupling of 10, but there are 0 to 9"),
-    ({"coupling": {3: -1.0}}, "coupling of 3 = -1.0 must be above 0"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"slots_per_board": ()}, "at least one slot"),
+        ({"slots_per_board": (5, 0)}, "at least one slot"),
+        ({"airflow": {2: 0.5}}, "airflow of 2, but there are 0 to 1"),
+        ({"airflow": {-1: 0.5}}, "airflow of -1"),
+        ({"airflow": {0: 0.0}}, "airflow of 0 = 0.0 must be above 0"),
+        ({"airflow": {0: math.nan}}, "must be above 0"),
+        ({"airflow": {0: math.inf}}, "must be above 0"),
+        ({"coupling": {10: 0.5}}, "coupling of 10, but there are 0 to 9"),
+        ({"coupling": {3: -1.0}}, "coupling of 3 = -1.0 must be above 0"),
+    ],
+)
 def test_racks_that_cannot_be_are_refused_in_one_line(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text) as error:
         Rack(**{"slots_per_board": (5, 5), **arguments})

@@ -16,28 +16,45 @@ TIMES = st.integers(0, 60).map(lambda quarters: quarters / 4)
 @st.composite
 def steps(draw: st.DrawFn) -> Steps[int]:
     times = sorted(draw(st.sets(st.integers(1, 60), max_size=8)))
-    return Steps((0.0, *(quarter / 4 for quarter in times)),
-                 tuple(draw(st.lists(st.integers(), min_size=len(times) + 1, max_size=len(times) + 1))))
+    return Steps(
+        (0.0, *(quarter / 4 for quarter in times)),
+        tuple(draw(st.lists(st.integers(), min_size=len(times) + 1, max_size=len(times) + 1))),
+    )
 
 
 @FEW
 @given(function=steps(), time_s=TIMES)
-def test_the_value_is_that_of_the_last_time_not_after_it(function: Steps[int], time_s: float) -> None:
-    expected = [value for begin_s, value in zip(function.times_s, function.values, strict=True) if begin_s <= time_s]
+def test_the_value_is_that_of_the_last_time_not_after_it(
+    function: Steps[int], time_s: float
+) -> None:
+    expected = [
+        value
+        for begin_s, value in zip(function.times_s, function.values, strict=True)
+        if begin_s <= time_s
+    ]
     assert function.at(time_s) == expected[-1]
 
 
 @FEW
 @given(function=steps(), time_s=TIMES)
 def test_the_next_change_is_the_first_time_after_it(function: Steps[int], time_s: float) -> None:
-    assert function.next_change_s(time_s) == min((at_s for at_s in function.times_s if at_s > time_s), default=math.inf)
+    assert function.next_change_s(time_s) == min(
+        (at_s for at_s in function.times_s if at_s > time_s), default=math.inf
+    )
 
 
 @FEW
-@given(first=st.integers(), later=st.lists(st.tuples(st.integers(1, 60), st.integers()), max_size=8,
-                                           unique_by=lambda entry: entry[0]), time_s=TIMES)
+@given(
+    first=st.integers(),
+    later=st.lists(
+        st.tuples(st.integers(1, 60), st.integers()), max_size=8, unique_by=lambda entry: entry[0]
+    ),
+    time_s=TIMES,
+)
 def test_changes_are_the_first_until_the_last_of_the_later_that_has_begun(
-    first: int, later: list[tuple[int, int]], time_s: float,
+    first: int,
+    later: list[tuple[int, int]],
+    time_s: float,
 ) -> None:
     """In whatever order they are given."""
     entries = [(quarter / 4, value) for quarter, value in later]
@@ -57,13 +74,21 @@ def test_what_is_there_at_the_beginning_replaces_the_first() -> None:
     assert changes("first", [(-2.0, "now")]) == always("now")
 
 
-@pytest.mark.parametrize(("times_s", "values", "text"), [
-    ((), (), "as many values as times"), ((0.0, 1.0), (1,), "as many values as times"),
-    ((1.0,), (1,), "the first at 0 s"), ((math.nan,), (1,), "the first at 0 s"),
-    ((0.0, 2.0, 2.0), (1, 2, 3), "times must rise"), ((0.0, 2.0, 1.0), (1, 2, 3), "times must rise"),
-])
+@pytest.mark.parametrize(
+    ("times_s", "values", "text"),
+    [
+        ((), (), "as many values as times"),
+        ((0.0, 1.0), (1,), "as many values as times"),
+        ((1.0,), (1,), "the first at 0 s"),
+        ((math.nan,), (1,), "the first at 0 s"),
+        ((0.0, 2.0, 2.0), (1, 2, 3), "times must rise"),
+        ((0.0, 2.0, 1.0), (1, 2, 3), "times must rise"),
+    ],
+)
 def test_functions_that_cannot_be_are_refused_in_one_line(
-    times_s: tuple[float, ...], values: tuple[int, ...], text: str,
+    times_s: tuple[float, ...],
+    values: tuple[int, ...],
+    text: str,
 ) -> None:
     with pytest.raises(ConfigError, match=text) as error:
         Steps(times_s, values)

@@ -44,7 +44,9 @@ def test_a_jetson(tmp_path: Path) -> None:
     sensors = sensors_of(machine)
     first = sensors.read()
     assert first.temperature_c == 64.25  # the junction; the power chip always says 100 °C
-    assert first.clock_factor == pytest.approx((4 * 1.0 + 2 * 0.5) / 6)  # no capacities: processors are counted
+    assert first.clock_factor == pytest.approx(
+        (4 * 1.0 + 2 * 0.5) / 6
+    )  # no capacities: processors are counted
     assert first.throttled is False and first.battery_fraction is None and first.notes == ()
     machine.write({f"{HWMON}/hwmon3/oc3_event_cnt": 8})
     assert sensors.read().throttled is True
@@ -64,7 +66,9 @@ def test_a_raspberry_pi(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "0x"])
-def test_of_a_pis_bits_those_of_now_count_and_under_voltage_is_a_note(tmp_path: Path, prefix: str) -> None:
+def test_of_a_pis_bits_those_of_now_count_and_under_voltage_is_a_note(
+    tmp_path: Path, prefix: str
+) -> None:
     """Against the table of bits, all sixteen states of now with and without a history."""
     machine = Machine(tmp_path, RASPBERRY_PI)
     for history in (0x0, 0xF0000):
@@ -77,15 +81,21 @@ def test_of_a_pis_bits_those_of_now_count_and_under_voltage_is_a_note(tmp_path: 
 
 def test_an_android_phone(tmp_path: Path) -> None:
     reading = read(Machine(tmp_path, PHONE))
-    assert reading.temperature_c == 43.7  # not skin, nor the 41.2 °C of the other one; charge is no temperature
+    assert (
+        reading.temperature_c == 43.7
+    )  # not skin, nor the 41.2 °C of the other one; charge is no temperature
     weights = 4 * 256, 3 * 1000, 1024
-    assert reading.clock_factor == pytest.approx((weights[0] * 0.5 + weights[1] + weights[2]) / sum(weights))
+    assert reading.clock_factor == pytest.approx(
+        (weights[0] * 0.5 + weights[1] + weights[2]) / sum(weights)
+    )
     assert (reading.throttled, reading.battery_fraction, reading.on_battery) == (False, 0.83, True)
     assert reading.notes == ()
 
 
 def test_a_phone_whose_soc_is_closed_shows_what_is_beside_it(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, {name: value for name, value in PHONE.items() if "zone" not in name})
+    machine = Machine(
+        tmp_path, {name: value for name, value in PHONE.items() if "zone" not in name}
+    )
     assert read(machine).temperature_c == 33.1  # the battery, in tenths
     machine.write(zone(2, "xo_therm", 36))
     assert read(machine).temperature_c == 36.0
@@ -96,14 +106,18 @@ def test_a_server_with_coretemp(tmp_path: Path) -> None:
     sensors = sensors_of(machine)
     reading = sensors.read()
     assert reading.temperature_c == 73.0  # the hottest core, not the disk
-    assert reading.clock_factor == pytest.approx(0.75)  # one runs above its nominal highest: that is 1
+    assert reading.clock_factor == pytest.approx(
+        0.75
+    )  # one runs above its nominal highest: that is 1
     assert reading.throttled is False and reading.battery_fraction is None
     machine.write({f"{CPU}/cpu0/thermal_throttle/core_throttle_count": 6})
     assert sensors.read().throttled is True
 
 
 @pytest.mark.parametrize("tree", [VIRTUAL, {}])
-def test_a_bare_virtual_machine_says_once_that_it_has_none(tmp_path: Path, tree: dict[str, object]) -> None:
+def test_a_bare_virtual_machine_says_once_that_it_has_none(
+    tmp_path: Path, tree: dict[str, object]
+) -> None:
     machine = Machine(tmp_path, tree)
     sensors = sensors_of(machine)
     readings = []
@@ -113,8 +127,14 @@ def test_a_bare_virtual_machine_says_once_that_it_has_none(tmp_path: Path, tree:
     assert [len(reading.notes) for reading in readings] == [1, 0, 0, 0, 0]
     assert "no temperature sensor" in readings[0].notes[0]
     for reading in readings:
-        said = (reading.temperature_c, reading.clock_factor, reading.throttled, reading.battery_fraction,
-                reading.on_battery, reading.user_load)
+        said = (
+            reading.temperature_c,
+            reading.clock_factor,
+            reading.throttled,
+            reading.battery_fraction,
+            reading.on_battery,
+            reading.user_load,
+        )
         assert said == (None,) * 6
 
 
@@ -124,19 +144,52 @@ def test_this_machine_is_read_whatever_it_has() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ never an error
-ALL = {**JETSON, **RASPBERRY_PI, **SERVER, **PHONE, "proc/stat": "cpu  10 0 0 90 0 0 0 0\ncpu0 10 0 0 90",
-       "proc/1/stat": "1 (a) S 0 0 0 0 0 0 0 0 0 0 5 5 0 0 20 0 1 0 7 0", "proc/1/cmdline": "init"}
+ALL = {
+    **JETSON,
+    **RASPBERRY_PI,
+    **SERVER,
+    **PHONE,
+    "proc/stat": "cpu  10 0 0 90 0 0 0 0\ncpu0 10 0 0 90",
+    "proc/1/stat": "1 (a) S 0 0 0 0 0 0 0 0 0 0 5 5 0 0 20 0 1 0 7 0",
+    "proc/1/cmdline": "init",
+}
 JUNK = st.one_of(
-    st.binary(max_size=40), st.sampled_from([b"nan", b"inf", b"-inf", b"-128000", b"1e400", b"9" * 5000, b"0x10", b"-1",
-                                             b"<unknown>", b"\0", b"", b"65535", b"1 2", "٤٢".encode()]),
-    st.integers(-10**7, 10**7).map(lambda number: str(number).encode()))
+    st.binary(max_size=40),
+    st.sampled_from(
+        [
+            b"nan",
+            b"inf",
+            b"-inf",
+            b"-128000",
+            b"1e400",
+            b"9" * 5000,
+            b"0x10",
+            b"-1",
+            b"<unknown>",
+            b"\0",
+            b"",
+            b"65535",
+            b"1 2",
+            "٤٢".encode(),
+        ]
+    ),
+    st.integers(-(10**7), 10**7).map(lambda number: str(number).encode()),
+)
 
 
 @settings(max_examples=30)
-@given(looks=st.lists(st.dictionaries(st.sampled_from(sorted(ALL)), st.one_of(JUNK, st.just("folder"), st.none()),
-                                      max_size=12), min_size=1, max_size=4))
+@given(
+    looks=st.lists(
+        st.dictionaries(
+            st.sampled_from(sorted(ALL)), st.one_of(JUNK, st.just("folder"), st.none()), max_size=12
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
 def test_no_content_of_any_file_makes_a_read_fail(
-    tmp_path_factory: pytest.TempPathFactory, looks: list[dict[str, bytes | str | None]],
+    tmp_path_factory: pytest.TempPathFactory,
+    looks: list[dict[str, bytes | str | None]],
 ) -> None:
     """A `Reading` checks its own ranges, so that each one made is one that can be."""
     machine = Machine(tmp_path_factory.mktemp("root"), ALL)
@@ -155,11 +208,25 @@ def test_no_content_of_any_file_makes_a_read_fail(
     shutil.rmtree(machine.root)
 
 
-LIES = ["nan", "NaN", "inf", "", "hot", "-128000", "-128", "-256000", "999999999", "\xff\xfe", "4 5"]
+LIES = [
+    "nan",
+    "NaN",
+    "inf",
+    "",
+    "hot",
+    "-128000",
+    "-128",
+    "-256000",
+    "999999999",
+    "\xff\xfe",
+    "4 5",
+]
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_sensor_that_lies_is_left_out_with_one_note_and_taken_back(tmp_path: Path, lie: str) -> None:
+def test_a_sensor_that_lies_is_left_out_with_one_note_and_taken_back(
+    tmp_path: Path, lie: str
+) -> None:
     machine = Machine(tmp_path, zone(0, "cpu-thermal", 70_000), zone(1, "gpu-thermal", 50_000))
     sensors = sensors_of(machine)
     assert sensors.read().temperature_c == 70.0
@@ -170,7 +237,9 @@ def test_a_sensor_that_lies_is_left_out_with_one_note_and_taken_back(tmp_path: P
     assert "cpu-thermal" in readings[0].notes[0] and "left out" in readings[0].notes[0]
     machine.write(zone(0, "cpu-thermal", 71_000))
     back = sensors.read()
-    assert back.temperature_c == 71.0 and ["makes sense again" in note for note in back.notes] == [True]
+    assert back.temperature_c == 71.0 and ["makes sense again" in note for note in back.notes] == [
+        True
+    ]
     assert sensors.read().notes == ()
 
 
@@ -188,7 +257,9 @@ def test_a_sensor_that_flickers_is_told_of_once_an_hour(tmp_path: Path) -> None:
 
 
 def test_all_sensors_lying_leave_no_temperature(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, zone(0, "cpu-thermal", -128_000), {f"{HWMON}/hwmon0/temp1_input": "nan"})
+    machine = Machine(
+        tmp_path, zone(0, "cpu-thermal", -128_000), {f"{HWMON}/hwmon0/temp1_input": "nan"}
+    )
     reading = read(machine)
     assert reading.temperature_c is None and len(reading.notes) == 2
 
@@ -200,15 +271,33 @@ def test_a_sensor_that_disappears_is_told_of(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / THERMAL / "thermal_zone0")
     readings = [sensors.read() for _ in range(3)]
     assert [reading.temperature_c for reading in readings] == [50.0] * 3
-    assert [len(reading.notes) for reading in readings] == [1, 0, 0] and "is gone" in readings[0].notes[0]
+    assert [len(reading.notes) for reading in readings] == [1, 0, 0] and "is gone" in readings[
+        0
+    ].notes[0]
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EIO, errno.EAGAIN, errno.ENODEV])
-@pytest.mark.parametrize("name", ["thermal_zone1/temp", "thermal_zone0/temp", "thermal_zone0/type",
-                                  "scaling_cur_freq", "get_throttled", "cooling_device1/cur_state", "capacity",
-                                  "proc/stat", "battery/temp"])
+@pytest.mark.parametrize(
+    "number", [errno.EACCES, errno.EPERM, errno.EIO, errno.EAGAIN, errno.ENODEV]
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "thermal_zone1/temp",
+        "thermal_zone0/temp",
+        "thermal_zone0/type",
+        "scaling_cur_freq",
+        "get_throttled",
+        "cooling_device1/cur_state",
+        "capacity",
+        "proc/stat",
+        "battery/temp",
+    ],
+)
 def test_a_file_that_cannot_be_read_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    number: int,
 ) -> None:
     """The reading itself is made to fail: root, as whom tests may run, is refused nothing by a file's mode."""
     machine = Machine(tmp_path, {**PHONE, PI_THROTTLED: 0, "proc/stat": "cpu  1 0 0 9 0 0 0 0"})
@@ -216,9 +305,15 @@ def test_a_file_that_cannot_be_read_is_left_out(
     with monkeypatch.context() as closed:
         refuse(closed, name, number)
         readings = [sensors.read() for _ in range(3)]
-    assert {reading.temperature_c for reading in readings} == {41.2 if name == "thermal_zone1/temp" else 43.7}
+    assert {reading.temperature_c for reading in readings} == {
+        41.2 if name == "thermal_zone1/temp" else 43.7
+    }
     assert not any(reading.notes for reading in readings[1:])
-    assert len(readings[0].notes) == {"thermal_zone0/type": 0, "scaling_cur_freq": 3, "capacity": 1}.get(name, 1)
+    assert len(readings[0].notes) == {
+        "thermal_zone0/type": 0,
+        "scaling_cur_freq": 3,
+        "capacity": 1,
+    }.get(name, 1)
     assert sensors.read().temperature_c == 43.7
 
 

@@ -45,14 +45,27 @@ class Proc:
         total = round((self.machine.now_s - 100.0) * 400)
         assert busy <= total
         cpus = "\n".join(f"cpu{number} 0 0 0 0" for number in range(4))
-        self.machine.write({"proc/stat": f"cpu  {busy} 0 0 {total - busy} 0 0 0 0 0 0\n{cpus}\nintr 5"})
+        self.machine.write(
+            {"proc/stat": f"cpu  {busy} 0 0 {total - busy} 0 0 0 0 0 0\n{cpus}\nintr 5"}
+        )
         for pid, parent in self.parents.items():
-            self.machine.write({f"proc/{pid}/stat": f"{pid} ({self.names[pid]}) S {parent} 0 0 0 0 0 0 0 0 0 "
-                                                    f"{self.spent[pid]} 0 {self.reaped[pid]} 0 20 0 1 0 {pid} 0 0"})
+            self.machine.write(
+                {
+                    f"proc/{pid}/stat": f"{pid} ({self.names[pid]}) S {parent} 0 0 0 0 0 0 0 0 0 "
+                    f"{self.spent[pid]} 0 {self.reaped[pid]} 0 20 0 1 0 {pid} 0 0"
+                }
+            )
 
-    def load(self, pid: int, also_ours: tuple[str, ...] = (), notes: NoteLog | None = None) -> OtherLoad:
-        return OtherLoad(self.machine.root, notes or NoteLog(), clock=self.machine.clock, pid=pid,
-                        also_ours=also_ours)
+    def load(
+        self, pid: int, also_ours: tuple[str, ...] = (), notes: NoteLog | None = None
+    ) -> OtherLoad:
+        return OtherLoad(
+            self.machine.root,
+            notes or NoteLog(),
+            clock=self.machine.clock,
+            pid=pid,
+            also_ours=also_ours,
+        )
 
 
 @pytest.fixture
@@ -69,11 +82,21 @@ def proc(tmp_path: Path) -> Proc:
     return proc
 
 
-@pytest.mark.parametrize(("pid", "also_ours", "others"), [
-    (21, (), 0.30 + 0.10 + 0.04), (22, (), 0.30 + 0.10 + 0.04), (20, (), 0.30 + 0.10 + 0.04),
-    (21, ("flower-supernode",), 0.30 + 0.04), (40, (), 0.05 + 0.2 + 0.1 + 0.10 + 0.04)])
+@pytest.mark.parametrize(
+    ("pid", "also_ours", "others"),
+    [
+        (21, (), 0.30 + 0.10 + 0.04),
+        (22, (), 0.30 + 0.10 + 0.04),
+        (20, (), 0.30 + 0.10 + 0.04),
+        (21, ("flower-supernode",), 0.30 + 0.04),
+        (40, (), 0.05 + 0.2 + 0.1 + 0.10 + 0.04),
+    ],
+)
 def test_all_that_is_not_below_our_supernode_is_others(
-    proc: Proc, pid: int, also_ours: tuple[str, ...], others: float,
+    proc: Proc,
+    pid: int,
+    also_ours: tuple[str, ...],
+    others: float,
 ) -> None:
     load = proc.load(pid, also_ours)
     proc.pass_time(10.0)
@@ -82,7 +105,11 @@ def test_all_that_is_not_below_our_supernode_is_others(
         proc.spent[process] += round(share * 4000)
     proc.pass_time(10.0)
     seen = load.read()
-    assert seen.user == pytest.approx(others) and seen.total == pytest.approx(0.79) and seen.num_processors == 4
+    assert (
+        seen.user == pytest.approx(others)
+        and seen.total == pytest.approx(0.79)
+        and seen.num_processors == 4
+    )
     assert seen.busy
 
 
@@ -90,9 +117,12 @@ STEPS = st.lists(st.tuples(st.sampled_from([20, 21, 22, 30, 40]), st.integers(0,
 
 
 @settings(max_examples=50)
-@given(rounds=st.lists(st.tuples(STEPS, st.booleans(), st.integers(0, 100)), min_size=1, max_size=6))
+@given(
+    rounds=st.lists(st.tuples(STEPS, st.booleans(), st.integers(0, 100)), min_size=1, max_size=6)
+)
 def test_others_part_is_exact_whatever_starts_and_ends(
-    tmp_path_factory: pytest.TempPathFactory, rounds: list[tuple[list[tuple[int, int]], bool, int]],
+    tmp_path_factory: pytest.TempPathFactory,
+    rounds: list[tuple[list[tuple[int, int]], bool, int]],
 ) -> None:
     """Against bookkeeping: children of ours start, work and are waited for, others appear in no list at all."""
     proc = Proc(tmp_path_factory.mktemp("root"))
@@ -161,7 +191,9 @@ def test_waiting_for_a_disk_is_no_load(tmp_path: Path) -> None:
     assert load.read().total == pytest.approx(100 / 400)
 
 
-@pytest.mark.parametrize("text", ["", "cpu", "cpu  1 2", "cpu  a b c d", "cpu  -1 0 0 5", "cpu0 1 2 3 4"])
+@pytest.mark.parametrize(
+    "text", ["", "cpu", "cpu  1 2", "cpu  a b c d", "cpu  -1 0 0 5", "cpu0 1 2 3 4"]
+)
 def test_times_that_cannot_be_are_told_of_once(tmp_path: Path, text: str) -> None:
     machine, notes = Machine(tmp_path, {"proc/stat": text}), NoteLog()
     load = OtherLoad(tmp_path, notes, clock=machine.clock, pid=1)
@@ -182,7 +214,10 @@ def test_counters_that_go_back_give_a_load_that_can_be(proc: Proc) -> None:
 
 
 def test_a_circle_of_parents_ends(proc: Proc) -> None:
-    proc.parents[20], proc.parents[21] = 21, 20  # a snapshot torn between two processes of one number
+    proc.parents[20], proc.parents[21] = (
+        21,
+        20,
+    )  # a snapshot torn between two processes of one number
     load = proc.load(21)
     proc.pass_time(1.0)
     load.read()
@@ -201,9 +236,18 @@ def test_where_there_is_no_proc_psutil_is_asked(monkeypatch: pytest.MonkeyPatch)
 
     def process_iter(_: list[str]) -> list[Listed]:
         ours, others = spent[round_[0]]
-        return [Listed(pid, {"ppid": 1, "cpu_times": CpuTimes(user=time_s, system=0.0, idle=0.0), "create_time": 1.0,
-                             "cmdline": None}) for pid, time_s in ((7, ours), (8, others))] + [
-            Listed(9, {"ppid": None, "cpu_times": None, "create_time": None, "cmdline": None})]
+        return [
+            Listed(
+                pid,
+                {
+                    "ppid": 1,
+                    "cpu_times": CpuTimes(user=time_s, system=0.0, idle=0.0),
+                    "create_time": 1.0,
+                    "cmdline": None,
+                },
+            )
+            for pid, time_s in ((7, ours), (8, others))
+        ] + [Listed(9, {"ppid": None, "cpu_times": None, "create_time": None, "cmdline": None})]
 
     class Missing(type(Path())):  # type: ignore[misc]
         def read_text(self, *_: str) -> str:

@@ -33,8 +33,15 @@ def test_at_one_load_the_factor_is_the_clock_over_the_best_that_held(clocks: lis
         assert timing.clock_factor == pytest.approx(clock / max(clocks[: number + 1]))
 
 
-@given(fast=st.floats(0.5, 1.0), slowing=SPEEDS, outlier_s=st.floats(1e-4, 1e4), place=st.integers(0, 40))
-def test_one_outlier_changes_nothing(fast: float, slowing: float, outlier_s: float, place: int) -> None:
+@given(
+    fast=st.floats(0.5, 1.0),
+    slowing=SPEEDS,
+    outlier_s=st.floats(1e-4, 1e4),
+    place=st.integers(0, 40),
+)
+def test_one_outlier_changes_nothing(
+    fast: float, slowing: float, outlier_s: float, place: int
+) -> None:
     """Too slow or too fast, at any time: the same factors as without it, once a change of clock is a window old."""
     clocks = [fast] * 20 + [fast * slowing] * 20
     plain, disturbed = StepTiming(), StepTiming()
@@ -55,8 +62,13 @@ def test_loads_of_any_size_at_one_clock_never_look_slow(loads: list[int], clock:
         assert timing.clock_factor in (None, pytest.approx(1.0))
 
 
-@given(start=SPEEDS, later=st.lists(st.tuples(st.integers(1, 128), st.floats(0.3, 1.0)), min_size=1, max_size=6))
-def test_a_new_load_is_judged_by_the_clock_known_so_far(start: float, later: list[tuple[int, float]]) -> None:
+@given(
+    start=SPEEDS,
+    later=st.lists(st.tuples(st.integers(1, 128), st.floats(0.3, 1.0)), min_size=1, max_size=6),
+)
+def test_a_new_load_is_judged_by_the_clock_known_so_far(
+    start: float, later: list[tuple[int, float]]
+) -> None:
     """Every stretch begins at the load and clock of the stretch before, as real clocks do, and then changes clock."""
     timing = noted(StepTiming(), [(64, 1.0)] * 10 + [(64, start)] * 10)
     clock = start
@@ -88,7 +100,9 @@ def test_scatter_alone_does_not_look_throttled() -> None:
     assert min(slow) > 0.52 and max(slow) < 0.66 and median(slow) == pytest.approx(0.6, abs=0.04)
 
 
-def test_a_device_that_was_slow_from_the_start_is_full_until_it_is_faster_or_a_reference_is_known() -> None:
+def test_a_device_that_was_slow_from_the_start_is_full_until_it_is_faster_or_a_reference_is_known() -> (
+    None
+):
     assert noted(StepTiming(), [(64, 0.5)] * 10).clock_factor == 1.0
     known = StepTiming(references_s={64: step_s(64)})
     assert noted(known, [(64, 0.5)] * 7).clock_factor == pytest.approx(0.5)
@@ -106,8 +120,10 @@ def test_few_steps_tell_nothing() -> None:
     assert timing.clock_factor == 1.0
 
 
-@pytest.mark.parametrize(("seconds", "num_samples"), [(0.0, 4), (-1.0, 4), (float("nan"), 4), (float("inf"), 4),
-                                                      (1.0, 0), (1.0, -3)])
+@pytest.mark.parametrize(
+    ("seconds", "num_samples"),
+    [(0.0, 4), (-1.0, 4), (float("nan"), 4), (float("inf"), 4), (1.0, 0), (1.0, -3)],
+)
 def test_a_step_that_cannot_be_tells_nothing(seconds: float, num_samples: int) -> None:
     timing = noted(StepTiming(), [(64, 1.0)] * 10 + [(64, 0.5)] * 10)
     for _ in range(20):
@@ -124,8 +140,13 @@ def test_memory_is_bounded_and_loads_in_use_keep_their_reference() -> None:
     assert references_s[64] == pytest.approx(step_s(64))
 
 
-@given(steps=st.lists(st.tuples(st.floats(1e-9, 1e9), st.integers(1, 9)), max_size=60), window=st.integers(1, 9))
-def test_a_factor_lies_above_0_and_at_most_at_1(steps: list[tuple[float, int]], window: int) -> None:
+@given(
+    steps=st.lists(st.tuples(st.floats(1e-9, 1e9), st.integers(1, 9)), max_size=60),
+    window=st.integers(1, 9),
+)
+def test_a_factor_lies_above_0_and_at_most_at_1(
+    steps: list[tuple[float, int]], window: int
+) -> None:
     timing = StepTiming(window=window)
     for seconds, load in steps:
         timing.add_step(seconds, load)
@@ -133,9 +154,15 @@ def test_a_factor_lies_above_0_and_at_most_at_1(steps: list[tuple[float, int]], 
     assert all(seconds > 0.0 for seconds in timing.references().values())
 
 
-@pytest.mark.parametrize(("options", "complaint"), [
-    ({"window": 0}, "window = 0"), ({"references_s": {0: 1.0}}, "for 0 samples"),
-    ({"references_s": {4: 0.0}}, "reference of 0.0 s"), ({"references_s": {4: float("nan")}}, "reference of nan s")])
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"window": 0}, "window = 0"),
+        ({"references_s": {0: 1.0}}, "for 0 samples"),
+        ({"references_s": {4: 0.0}}, "reference of 0.0 s"),
+        ({"references_s": {4: float("nan")}}, "reference of nan s"),
+    ],
+)
 def test_settings_that_cannot_be_are_refused(options: dict[str, object], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         StepTiming(**options)  # type: ignore[arg-type]
@@ -165,7 +192,9 @@ def test_a_source_without_clocks_gets_that_of_its_steps() -> None:
 
 def test_what_the_device_says_itself_stands() -> None:
     timing = noted(StepTiming(), [(64, 1.0)] * 10 + [(64, 0.5)] * 10)
-    assert TimedSource(Given(clock_factor=0.9), timing).read() == Reading(at_s=1.0, clock_factor=0.9)
+    assert TimedSource(Given(clock_factor=0.9), timing).read() == Reading(
+        at_s=1.0, clock_factor=0.9
+    )
     told = TimedSource(Given(throttled=False), timing).read()
     assert (told.clock_factor, told.throttled) == (pytest.approx(0.5), False)
 

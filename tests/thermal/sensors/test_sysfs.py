@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 
 from socflower.thermal.sensors.sysfs import DeviceFolder, DeviceIdentity, OpenFolder, identity_of
 
-IDENTITIES = st.builds(DeviceIdentity, st.sampled_from(["nct6798", "amdgpu", "ina3221"]),
-                       st.sampled_from([None, "nct6775.656", "1-0040"]))
+IDENTITIES = st.builds(
+    DeviceIdentity,
+    st.sampled_from(["nct6798", "amdgpu", "ina3221"]),
+    st.sampled_from([None, "nct6775.656", "1-0040"]),
+)
 
 
 def make(folder: Path, identity: DeviceIdentity, owner: int) -> None:
@@ -25,7 +28,9 @@ def make(folder: Path, identity: DeviceIdentity, owner: int) -> None:
 @given(identities=st.lists(IDENTITIES, unique=True, min_size=1, max_size=5), data=st.data())
 @settings(max_examples=40)
 def test_a_device_is_found_under_any_number_and_no_other_is_taken_for_it(
-    tmp_path_factory: pytest.TempPathFactory, identities: list[DeviceIdentity], data: st.DataObject,
+    tmp_path_factory: pytest.TempPathFactory,
+    identities: list[DeviceIdentity],
+    data: st.DataObject,
 ) -> None:
     """Against a table of who is where: devices get other numbers, and some are removed."""
     root = tmp_path_factory.mktemp("root") / "sys/class/hwmon"

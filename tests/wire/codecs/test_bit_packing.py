@@ -22,17 +22,28 @@ def test_packed_bytes_are_one_little_endian_number(bits: int, numbers: list[int]
     assert unpack(packed, bits, len(values)).tolist() == values
 
 
-@given(bits=st.sampled_from([2, 4]), rows=st.integers(1, 4), columns=st.integers(1, 33), seed=st.integers(0, 99))
-def test_every_row_begins_on_a_byte_of_its_own(bits: int, rows: int, columns: int, seed: int) -> None:
+@given(
+    bits=st.sampled_from([2, 4]),
+    rows=st.integers(1, 4),
+    columns=st.integers(1, 33),
+    seed=st.integers(0, 99),
+)
+def test_every_row_begins_on_a_byte_of_its_own(
+    bits: int, rows: int, columns: int, seed: int
+) -> None:
     values = np.random.default_rng(seed).integers(0, 2**bits, (rows, columns), np.uint8)
     packed = pack(values, bits)
     assert packed.shape == (rows, packed_bytes(columns, bits))
     assert [row.tobytes() for row in packed] == [by_hand(row.tolist(), bits) for row in values]
     assert np.array_equal(unpack(packed, bits, columns), values)
-    assert np.array_equal(pack(values[:, ::-1], bits), pack(values[:, ::-1].copy(), bits))  # in whatever layout
+    assert np.array_equal(
+        pack(values[:, ::-1], bits), pack(values[:, ::-1].copy(), bits)
+    )  # in whatever layout
 
 
-@pytest.mark.parametrize(("bits", "packed"), [(2, [0b11_10_01_00, 0b00_00_00_11]), (4, [0x10, 0x32, 0x03])])
+@pytest.mark.parametrize(
+    ("bits", "packed"), [(2, [0b11_10_01_00, 0b00_00_00_11]), (4, [0x10, 0x32, 0x03])]
+)
 def test_the_first_value_is_in_the_lowest_bits(bits: int, packed: list[int]) -> None:
     assert pack(np.array([0, 1, 2, 3, 3], np.uint8), bits).tolist() == packed
 

@@ -29,7 +29,9 @@ def state(end: DeltaSender | DeltaReceiver) -> bytes:
 @given(data=st.data(), num_held=st.integers(0, 12), grouping=st.sampled_from(["tensor", "sample"]))
 @settings(max_examples=30)
 def test_both_ends_hold_the_same_bits_through_any_sequence(
-    data: st.DataObject, num_held: int, grouping: Any,
+    data: st.DataObject,
+    num_held: int,
+    grouping: Any,
 ) -> None:
     """With samples dropped, batches that have a sample twice, changing widths and shapes, resets and restarts."""
     sender, receiver = pair(max_bytes=num_held * 6 * 2, grouping=grouping)
@@ -48,8 +50,12 @@ def test_both_ends_hold_the_same_bits_through_any_sequence(
         else:
             samples = np.array(data.draw(st.lists(st.integers(-3, 9), max_size=8)), np.int64)
             shape = data.draw(st.sampled_from([(6,), (2, 3)])) if data.draw(st.booleans()) else (6,)
-            features = rng.normal(size=(len(samples), *shape), scale=10.0 ** rng.integers(-3, 3)).astype(np.float32)
-            message, seen = sender.encode(samples, features, data.draw(st.sampled_from([2, 4, 8, 16, 32])))
+            features = rng.normal(
+                size=(len(samples), *shape), scale=10.0 ** rng.integers(-3, 3)
+            ).astype(np.float32)
+            message, seen = sender.encode(
+                samples, features, data.draw(st.sampled_from([2, 4, 8, 16, 32]))
+            )
             came = receiver.decode(samples, message)
             assert came.tobytes() == seen.tobytes() and came.shape == features.shape
         assert state(sender) == state(receiver)
@@ -109,8 +115,12 @@ def test_a_batch_is_sent_partly_as_it_is_and_partly_as_changes() -> None:
     receiver.decode(ids(1, 2), sender.encode(ids(1, 2), features[:2], 2)[0])
     message, _ = sender.encode(ids(3, 1, 4, 2), features[[2, 0, 3, 1]], 2)
     assert message.first is not None and message.change is not None
-    assert (message.first.bits, message.first.shape, message.change.bits, message.change.shape) == (8, (2, 10), 2,
-                                                                                                    (2, 10))
+    assert (message.first.bits, message.first.shape, message.change.bits, message.change.shape) == (
+        8,
+        (2, 10),
+        2,
+        (2, 10),
+    )
     assert message.num_bytes == 16 + (20 + 8) + (5 + 8)
     came = receiver.decode(ids(3, 1, 4, 2), message)
     assert abs(came - features[[2, 0, 3, 1]]).max() < 0.02
@@ -121,7 +131,9 @@ def test_at_32_bits_everything_arrives_exactly() -> None:
     sender, receiver = pair()
     for _ in range(3):
         features = rng.normal(size=(2, 10)).astype(np.float32)
-        assert np.array_equal(receiver.decode(ids(1, 2), sender.encode(ids(1, 2), features, 32)[0]), features)
+        assert np.array_equal(
+            receiver.decode(ids(1, 2), sender.encode(ids(1, 2), features, 32)[0]), features
+        )
     assert state(sender) == state(receiver)
 
 
@@ -159,7 +171,9 @@ def test_a_message_lost_repeated_or_changed_is_noticed_and_changes_nothing() -> 
     message, _ = sender.encode(ids(1, 2), features, 4)
     receiver.decode(ids(1, 2), message)
     before = state(receiver)
-    with pytest.raises(ConfigError, match=r"message 0 was made in another state .* after 1; one was lost, repeated"):
+    with pytest.raises(
+        ConfigError, match=r"message 0 was made in another state .* after 1; one was lost, repeated"
+    ):
         receiver.decode(ids(1, 2), message)
     with pytest.raises(ConfigError, match=r"message 2 was made in another state"):
         receiver.decode(ids(1, 2), lost(sender, features))
@@ -190,7 +204,9 @@ def test_ends_with_different_settings_do_not_understand_each_other(other: dict[s
     sender, receiver = DeltaSender(max_bytes=100), DeltaReceiver(**{"max_bytes": 100, **other})
     with pytest.raises(ConfigError, match="made in another state"):
         receiver.decode(ids(1), sender.encode(ids(1), np.ones((1, 3), np.float32), 4)[0])
-    with pytest.raises(ConfigError, match=r"saved state was made with \[100, 8, 'float16', 'tensor'\], not with"):
+    with pytest.raises(
+        ConfigError, match=r"saved state was made with \[100, 8, 'float16', 'tensor'\], not with"
+    ):
         receiver.restore(sender.save())
 
 
@@ -214,13 +230,19 @@ def test_what_does_not_fit_is_refused() -> None:
             sender.encode(wrong, features, 4)
     message, _ = sender.encode(ids(1, 2), features, 4)
     before = state(receiver)
-    with pytest.raises(ConfigError, match=r"first features of shape \(2, 3\) where this end awaits \(3, 3\)"):
+    with pytest.raises(
+        ConfigError, match=r"first features of shape \(2, 3\) where this end awaits \(3, 3\)"
+    ):
         receiver.decode(ids(1, 2, 3), message)
     empty = DeltaMessage(count=message.count, digest=message.digest, first=None, change=None)
     with pytest.raises(ConfigError, match="a message without features"):
         receiver.decode(ids(1, 2), empty)
-    unasked = DeltaMessage(count=message.count, digest=message.digest, first=None, change=message.first)
-    with pytest.raises(ConfigError, match=r"first features of shape \(0, 3\) where this end awaits \(2, 3\)"):
+    unasked = DeltaMessage(
+        count=message.count, digest=message.digest, first=None, change=message.first
+    )
+    with pytest.raises(
+        ConfigError, match=r"first features of shape \(0, 3\) where this end awaits \(2, 3\)"
+    ):
         receiver.decode(ids(1, 2), unasked)
     assert state(receiver) == before
     for options, text in (({"max_bytes": -1}, "max_bytes = -1 must be 0"),):

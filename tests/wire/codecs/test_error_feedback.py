@@ -15,8 +15,13 @@ SHAPES = hnp.array_shapes(max_dims=4, max_side=6)
 
 def tensors(num: int) -> st.SearchStrategy[list[Floats]]:
     """Return tensors of one shape."""
-    return SHAPES.flatmap(lambda shape: st.lists(
-        hnp.arrays(np.float32, shape, elements=st.floats(-4, 4, width=32)), min_size=num, max_size=num))
+    return SHAPES.flatmap(
+        lambda shape: st.lists(
+            hnp.arrays(np.float32, shape, elements=st.floats(-4, 4, width=32)),
+            min_size=num,
+            max_size=num,
+        )
+    )
 
 
 @settings(max_examples=40)
@@ -25,10 +30,17 @@ def test_both_forms_are_the_paper_s_formulas(pair: list[Floats], factor: float) 
     """Element by element, and with the outer product written out."""
     gradient, error = pair
     g, e = gradient.astype(np.float64), error.astype(np.float64)
-    assert np.allclose(diagonal(gradient, error, factor=factor), g - factor * e * g * g, rtol=1e-5, atol=1e-3)
-    expected = np.stack([
-        (one.ravel() - factor * np.outer(one.ravel(), one.ravel()) @ lost.ravel()).reshape(one.shape)
-        for one, lost in zip(g, e, strict=True)])
+    assert np.allclose(
+        diagonal(gradient, error, factor=factor), g - factor * e * g * g, rtol=1e-5, atol=1e-3
+    )
+    expected = np.stack(
+        [
+            (one.ravel() - factor * np.outer(one.ravel(), one.ravel()) @ lost.ravel()).reshape(
+                one.shape
+            )
+            for one, lost in zip(g, e, strict=True)
+        ]
+    )
     assert np.allclose(rank_one(gradient, error, factor=factor), expected, rtol=1e-4, atol=1e-2)
 
 
@@ -76,8 +88,10 @@ def test_the_diagonal_is_exact_to_first_order_where_elements_do_not_interact() -
 
 
 @settings(max_examples=40)
-@given(features=hnp.arrays(np.float32, SHAPES, elements=st.floats(-1e6, 1e6, width=32)),
-       bits=st.sampled_from([2, 4, 8, 16]))
+@given(
+    features=hnp.arrays(np.float32, SHAPES, elements=st.floats(-1e6, 1e6, width=32)),
+    bits=st.sampled_from([2, 4, 8, 16]),
+)
 def test_a_kept_error_is_off_by_a_508th_of_a_step(features: Floats, bits: int) -> None:
     decoded = decode(encode(features, bits))
     kept = KeptError.of(features, decoded)
@@ -138,8 +152,10 @@ def test_a_mean_loss_has_the_batch_size_as_its_factor() -> None:
     decoded, gradient = decode(encode(features, 2)), rng.normal(size=(6, 10)).astype(np.float32)
     feedback = ErrorFeedback("rank-one", scale="mean-loss")
     feedback.keep(0, features, decoded)
-    assert np.array_equal(feedback.correct(0, gradient),
-                          rank_one(gradient, KeptError.of(features, decoded).error(), factor=6))
+    assert np.array_equal(
+        feedback.correct(0, gradient),
+        rank_one(gradient, KeptError.of(features, decoded).error(), factor=6),
+    )
 
 
 @pytest.mark.parametrize("form", ["none", "diagonal", "rank-one"])
@@ -181,7 +197,9 @@ def test_what_does_not_belong_together_is_refused() -> None:
         rank_one(np.zeros((), np.float32), np.zeros((), np.float32))
     feedback = ErrorFeedback("diagonal")
     feedback.keep(3, one, one + 1)
-    with pytest.raises(ConfigError, match=r"gradient of batch 3 has shape \(3, 2\), its features \(2, 3\)"):
+    with pytest.raises(
+        ConfigError, match=r"gradient of batch 3 has shape \(3, 2\), its features \(2, 3\)"
+    ):
         feedback.correct(3, other)
     with pytest.raises(ConfigError, match="form 'full' is unknown; use none, diagonal, rank-one"):
         ErrorFeedback("full")  # type: ignore[arg-type]

@@ -15,13 +15,20 @@ from socflower.errors import ConfigError
 from socflower.wire.codecs.quantisation import EncodedTensor, Floats, Grouping, decode, encode
 
 LARGEST = float(np.finfo(np.float32).max)
-FEW = settings(max_examples=40)  # a tensor has many elements, each of which is an example of the bound
+FEW = settings(
+    max_examples=40
+)  # a tensor has many elements, each of which is an example of the bound
 QUANTISED = st.sampled_from([2, 4, 8, 16])
 GROUPING: st.SearchStrategy[Grouping] = st.sampled_from(["tensor", "sample"])
 # All of float32: -0.0, subnormal numbers, ranges beyond float32's own.
-ANY_TENSOR = hnp.arrays(np.float32, hnp.array_shapes(max_dims=4, max_side=9),
-                        elements=st.floats(-LARGEST, LARGEST, width=32))
-LIKE_A_FEATURE = hnp.arrays(np.float32, hnp.array_shapes(max_dims=4, max_side=9), elements=st.floats(-9, 9, width=32))
+ANY_TENSOR = hnp.arrays(
+    np.float32,
+    hnp.array_shapes(max_dims=4, max_side=9),
+    elements=st.floats(-LARGEST, LARGEST, width=32),
+)
+LIKE_A_FEATURE = hnp.arrays(
+    np.float32, hnp.array_shapes(max_dims=4, max_side=9), elements=st.floats(-9, 9, width=32)
+)
 
 
 def by_formula(features: Floats, bits: int) -> tuple[list[int], list[float]]:
@@ -66,9 +73,13 @@ def test_decoded_features_are_those_of_the_formula(features: Floats, bits: int) 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("grouping", ["tensor", "sample"])
-@pytest.mark.parametrize("shape", [(3, 70_001), (2, 32_768), (5, 32_769), (40_000, 3), (7, 5_001), (100_003,)])
+@pytest.mark.parametrize(
+    "shape", [(3, 70_001), (2, 32_768), (5, 32_769), (40_000, 3), (7, 5_001), (100_003,)]
+)
 def test_tensors_of_several_blocks_are_coded_as_small_ones_are(
-    bits: int, grouping: Grouping, shape: tuple[int, ...],
+    bits: int,
+    grouping: Grouping,
+    shape: tuple[int, ...],
 ) -> None:
     """Against the same numbers in NumPy without blocks; shapes at and beside a block's size."""
     features = np.random.default_rng(5).normal(1, 3, shape).astype(np.float32)
@@ -77,7 +88,9 @@ def test_tensors_of_several_blocks_are_coded_as_small_ones_are(
     step = (high - low) / (2**bits - 1)
     levels = np.rint(np.divide(rows - low, step, out=np.zeros_like(rows), where=step > 0))
     expected = (low + levels * step).astype(np.float32).reshape(shape)
-    differ = abs(decode(encode(features, bits, grouping=grouping)) - expected) > 1e-5  # rounding of a range of some 26
+    differ = (
+        abs(decode(encode(features, bits, grouping=grouping)) - expected) > 1e-5
+    )  # rounding of a range of some 26
     middle = abs(abs((rows - low) / np.where(step > 0, step, 1) % 1) - 0.5).reshape(shape) < 2**-10
     assert not (differ & ~middle).any() and differ.mean() < 1e-3
 
@@ -97,9 +110,13 @@ def test_at_32_bits_nothing_is_lost(features: Floats) -> None:
 def test_both_ends_decode_the_same_bits(features: Floats, bits: int, grouping: Grouping) -> None:
     """What has travelled as plain bytes and numbers is decoded to what the sender sees."""
     here = encode(features, bits, grouping=grouping)
-    there = EncodedTensor(bits=here.bits, shape=here.shape, payload=bytes(here.payload),
-                          low=tuple(float(np.float32(low)) for low in here.low),
-                          high=tuple(float(np.float32(high)) for high in here.high))
+    there = EncodedTensor(
+        bits=here.bits,
+        shape=here.shape,
+        payload=bytes(here.payload),
+        low=tuple(float(np.float32(low)) for low in here.low),
+        high=tuple(float(np.float32(high)) for high in here.high),
+    )
     assert there == here
     assert decode(there).tobytes() == decode(here).tobytes()
     assert decode(here).flags.writeable
@@ -113,7 +130,9 @@ def test_constant_tensors_come_back_exactly(value: float, bits: int, grouping: G
 
 @FEW
 @given(features=LIKE_A_FEATURE, bits=QUANTISED)
-def test_the_least_value_comes_back_exactly_and_the_largest_up_to_rounding(features: Floats, bits: int) -> None:
+def test_the_least_value_comes_back_exactly_and_the_largest_up_to_rounding(
+    features: Floats, bits: int
+) -> None:
     """So the zeros behind a ReLU stay zeros."""
     decoded = decode(encode(features, bits))
     assert (decoded[features == features.min()] == features.min()).all()
@@ -130,7 +149,9 @@ def test_coding_twice_changes_nothing_more(features: Floats, bits: int) -> None:
 @pytest.mark.parametrize("bits", [2, 4, 8, 16, 32])
 @pytest.mark.parametrize("grouping", ["tensor", "sample"])
 @pytest.mark.parametrize("shape", [(0,), (4, 0), (0, 3, 2), ()])
-def test_tensors_without_elements_or_dimensions(bits: int, grouping: Grouping, shape: tuple[int, ...]) -> None:
+def test_tensors_without_elements_or_dimensions(
+    bits: int, grouping: Grouping, shape: tuple[int, ...]
+) -> None:
     features = np.full(shape, 2.5, np.float32)
     encoded = encode(features, bits, grouping=grouping)
     assert np.array_equal(decode(encoded), features) and decode(encoded).shape == shape
@@ -138,8 +159,12 @@ def test_tensors_without_elements_or_dimensions(bits: int, grouping: Grouping, s
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])
-@pytest.mark.parametrize("low, high", [(-LARGEST, LARGEST), (0.0, 1e-45), (-1e-45, 1e-45), (1e-38, 2e-38), (-1, 1e38)])
-def test_huge_and_tiny_ranges_neither_overflow_nor_vanish(bits: int, low: float, high: float) -> None:
+@pytest.mark.parametrize(
+    "low, high", [(-LARGEST, LARGEST), (0.0, 1e-45), (-1e-45, 1e-45), (1e-38, 2e-38), (-1, 1e38)]
+)
+def test_huge_and_tiny_ranges_neither_overflow_nor_vanish(
+    bits: int, low: float, high: float
+) -> None:
     features = np.array([low, high], np.float32)
     with np.errstate(all="raise"):
         decoded = decode(encode(features, bits))
@@ -152,7 +177,9 @@ def test_a_tensor_in_any_layout_is_coded_in_the_order_of_its_indices(bits: int) 
     assert np.array_equal(decode(encode(features, bits)), decode(encode(features.copy(), bits)))
 
 
-@pytest.mark.parametrize(("bits", "num_bytes"), [(2, 2 * 3), (4, 2 * 5), (8, 2 * 9), (16, 2 * 18), (32, 2 * 36)])
+@pytest.mark.parametrize(
+    ("bits", "num_bytes"), [(2, 2 * 3), (4, 2 * 5), (8, 2 * 9), (16, 2 * 18), (32, 2 * 36)]
+)
 def test_bytes_on_the_wire(bits: int, num_bytes: int) -> None:
     features = np.arange(18, dtype=np.float32).reshape(2, 9)
     encoded = encode(features, bits, grouping="sample")
@@ -170,10 +197,17 @@ def test_sixteen_bits_by_the_formula_are_more_accurate_than_halves() -> None:
         return math.sqrt(np.square(decoded.astype(np.float64) - features).mean())
 
     with np.errstate(over="ignore"):
-        for features in (rng.normal(size=10**5), np.maximum(rng.normal(size=10**5), 0),
-                         1e-7 * rng.normal(size=10**5), 1e5 * rng.normal(size=10**5)):
+        for features in (
+            rng.normal(size=10**5),
+            np.maximum(rng.normal(size=10**5), 0),
+            1e-7 * rng.normal(size=10**5),
+            1e5 * rng.normal(size=10**5),
+        ):
             features = features.astype(np.float32)
-            assert error(features, decode(encode(features, 16))) < error(features, features.astype(np.float16)) / 2
+            assert (
+                error(features, decode(encode(features, 16)))
+                < error(features, features.astype(np.float16)) / 2
+            )
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -184,7 +218,9 @@ def test_ranges_per_sample_pay_where_samples_differ_in_scale(bits: int) -> None:
     def worst(grouping: Grouping) -> float:
         """Return the mean over samples of the error relative to the sample."""
         decoded = decode(encode(features, bits, grouping=grouping))
-        return float((np.square(decoded - features).sum(axis=1) / np.square(features).sum(axis=1)).mean())
+        return float(
+            (np.square(decoded - features).sum(axis=1) / np.square(features).sum(axis=1)).mean()
+        )
 
     assert worst("sample") < worst("tensor") / 5
 
@@ -201,18 +237,25 @@ def test_memory_is_what_is_returned_and_a_few_blocks() -> None:
             decode(encoded)
             _, decoding_bytes = tracemalloc.get_traced_memory()
             tracemalloc.stop()
-            kept = encoded.num_bytes if bits < 32 else 0  # at 32 bits it is the features' own memory
+            kept = (
+                encoded.num_bytes if bits < 32 else 0
+            )  # at 32 bits it is the features' own memory
             assert encoding_bytes < kept + 600_000
             assert decoding_bytes - before_bytes < features.nbytes + 700_000
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8, 16, 32])
-@pytest.mark.parametrize(("value", "text"), [(math.nan, "NaN"), (math.inf, "infinite"), (-math.inf, "infinite")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(math.nan, "NaN"), (math.inf, "infinite"), (-math.inf, "infinite")]
+)
 def test_a_training_that_has_diverged_is_said_to(bits: int, value: float, text: str) -> None:
     features = np.zeros((4, 7), np.float32)
     features[2, 3] = value
     for grouping in ("tensor", "sample"):
-        with pytest.raises(ConfigError, match=f"^gradient of batch 7: hold {text}.*diverged; lower the learning rate"):
+        with pytest.raises(
+            ConfigError,
+            match=f"^gradient of batch 7: hold {text}.*diverged; lower the learning rate",
+        ):
             encode(features, bits, grouping=grouping, what="gradient of batch 7")
 
 
@@ -226,39 +269,55 @@ def test_what_cannot_be_encoded_is_refused() -> None:
         encode(features, 8, grouping="channel")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("changed", "text"), [
-    ({"bits": 3}, "bits = 3 is unknown"),
-    ({"shape": (2, -9)}, r"shape \(2, -9\) has a negative size"),
-    ({"shape": (2, 10)}, "9 bytes of payload for shape .* it has 10"),
-    ({"shape": (10**30,)}, "9 bytes of payload"),  # nothing is allocated
-    ({"payload": b"12345678"}, "8 bytes of payload for shape .* it has 9"),
-    ({"payload": b"1234567890"}, "10 bytes of payload"),
-    ({"payload": b""}, "0 bytes of payload"),
-    ({"bits": 8}, "9 bytes of payload .* at 8 bits; it has 18"),
-    ({"bits": 32}, "1 least and 1 largest values .* it has none"),
-    ({"low": (), "high": ()}, "0 least and 0 largest values .* it has one of each, or 2"),
-    ({"low": (1.0, 2.0)}, "2 least and 1 largest"),
-    ({"low": (0.0,) * 3, "high": (1.0,) * 3}, "3 least and 3 largest"),
-    ({"low": (3.0,)}, r"least value 3.0 and largest 2.0 are no range"),
-    ({"low": (math.nan,)}, "least value nan"),
-    ({"high": (math.nan,)}, "largest nan"),
-    ({"high": (math.inf,)}, "largest inf"),
-    ({"low": (-1e300,)}, r"-1e\+300"),
-])
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"bits": 3}, "bits = 3 is unknown"),
+        ({"shape": (2, -9)}, r"shape \(2, -9\) has a negative size"),
+        ({"shape": (2, 10)}, "9 bytes of payload for shape .* it has 10"),
+        ({"shape": (10**30,)}, "9 bytes of payload"),  # nothing is allocated
+        ({"payload": b"12345678"}, "8 bytes of payload for shape .* it has 9"),
+        ({"payload": b"1234567890"}, "10 bytes of payload"),
+        ({"payload": b""}, "0 bytes of payload"),
+        ({"bits": 8}, "9 bytes of payload .* at 8 bits; it has 18"),
+        ({"bits": 32}, "1 least and 1 largest values .* it has none"),
+        ({"low": (), "high": ()}, "0 least and 0 largest values .* it has one of each, or 2"),
+        ({"low": (1.0, 2.0)}, "2 least and 1 largest"),
+        ({"low": (0.0,) * 3, "high": (1.0,) * 3}, "3 least and 3 largest"),
+        ({"low": (3.0,)}, r"least value 3.0 and largest 2.0 are no range"),
+        ({"low": (math.nan,)}, "least value nan"),
+        ({"high": (math.nan,)}, "largest nan"),
+        ({"high": (math.inf,)}, "largest inf"),
+        ({"low": (-1e300,)}, r"-1e\+300"),
+    ],
+)
 def test_malformed_tensors_are_refused(changed: dict[str, Any], text: str) -> None:
     whole = EncodedTensor(bits=4, shape=(2, 9), low=(-1.0,), high=(2.0,), payload=b"123456789")
     with pytest.raises(ConfigError, match=f"^encoded tensor: .*{text}"):
         replace(whole, **changed)
 
 
-@given(bits=st.sampled_from([2, 4, 8, 16, 32]), shape=st.lists(st.integers(0, 5), max_size=3),
-       low=st.floats(width=32), high=st.floats(width=32), payload=st.binary(max_size=64))
+@given(
+    bits=st.sampled_from([2, 4, 8, 16, 32]),
+    shape=st.lists(st.integers(0, 5), max_size=3),
+    low=st.floats(width=32),
+    high=st.floats(width=32),
+    payload=st.binary(max_size=64),
+)
 def test_whatever_is_accepted_is_decoded_to_finite_numbers_of_its_shape(
-    bits: int, shape: list[int], low: float, high: float, payload: bytes,
+    bits: int,
+    shape: list[int],
+    low: float,
+    high: float,
+    payload: bytes,
 ) -> None:
     try:
-        encoded = EncodedTensor(bits=bits, shape=tuple(shape), payload=payload,
-                                **({"low": (low,), "high": (high,)} if bits < 32 and math.prod(shape) else {}))
+        encoded = EncodedTensor(
+            bits=bits,
+            shape=tuple(shape),
+            payload=payload,
+            **({"low": (low,), "high": (high,)} if bits < 32 and math.prod(shape) else {}),
+        )
     except ConfigError:
         return
     decoded = decode(encoded)

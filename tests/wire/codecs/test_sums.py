@@ -12,12 +12,18 @@ from socflower.wire.codecs.quantisation import half_exponent, pack_lanes, unpack
 
 @settings(max_examples=60)
 @given(size=st.integers(1, 63), num_words=st.integers(1, 20), seed=st.integers(0, 10**6))
-def test_packed_lanes_add_without_running_into_each_other(size: int, num_words: int, seed: int) -> None:
+def test_packed_lanes_add_without_running_into_each_other(
+    size: int, num_words: int, seed: int
+) -> None:
     random = np.random.default_rng(seed)
     # Each member has a part of the 127 levels; all use theirs in full, up or down.
     cuts = np.sort(random.integers(0, 128, size - 1))
     share = np.diff([0, *cuts, 127])
-    signs = random.choice([-1, 1], (size, 4 * num_words)) if seed % 2 else np.full((size, 4 * num_words), 1 - seed % 4)
+    signs = (
+        random.choice([-1, 1], (size, 4 * num_words))
+        if seed % 2
+        else np.full((size, 4 * num_words), 1 - seed % 4)
+    )
     levels = (signs * share[:, None]).astype(np.float32)
     words = np.stack([pack_lanes(one) for one in levels])
     total = words.astype(np.int64).sum(0)

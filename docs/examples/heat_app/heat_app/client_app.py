@@ -24,4 +24,7 @@ def train(message: Message, context: Context) -> Message:
             loss.backward()
             optimizer.step()
     metrics = MetricRecord({"train-loss": loss.item(), "num-examples": len(labels)})
-    return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=message)
+    return Message(
+        RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}),
+        reply_to=message,
+    )

@@ -16,7 +16,12 @@ def with_heat(replies: list[RecordDict], weighted_by: str) -> MetricRecord:
     for reply in replies:
         heat = HeatReport.decode(reply[HEAT])
         peak = "unknown" if heat.peak_c is None else f"{heat.peak_c:.0f} °C"
-        print(f"peak {peak}, share {heat.share:.2f}, held {heat.paused_s:.0f} s", *heat.notes, sep="; ", flush=True)
+        print(
+            f"peak {peak}, share {heat.share:.2f}, held {heat.paused_s:.0f} s",
+            *heat.notes,
+            sep="; ",
+            flush=True,
+        )
     return aggregate_metricrecords(replies, weighted_by)
 
 
@@ -32,5 +37,10 @@ def main(grid: Grid, context: Context) -> None:
         return MetricRecord({"accuracy": accuracy})
 
     strategy = FedAvg(fraction_evaluate=0.0, train_metrics_aggr_fn=with_heat)
-    strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=int(context.run_config["num-rounds"]),
-                   train_config=ConfigRecord(settings), evaluate_fn=evaluate)
+    strategy.start(
+        grid,
+        ArrayRecord(model.state_dict()),
+        num_rounds=int(context.run_config["num-rounds"]),
+        train_config=ConfigRecord(settings),
+        evaluate_fn=evaluate,
+    )

@@ -44,17 +44,28 @@ def cloud_of(context: Context) -> CloudClient | None:
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     model, data = load_model(), load_data("digits")
-    num_edges, batch_size, num_epochs = (int(context.run_config[key]) for key in ("edges", "batch-size", "epochs"))
+    num_edges, batch_size, num_epochs = (
+        int(context.run_config[key]) for key in ("edges", "batch-size", "epochs")
+    )
     batches_per_epoch = len(load_samples(0, num_edges)) // batch_size
 
     profile = profile_module(model, SHAPE, "vgg-tiny")
-    costs = split_costs(profile, cut_shapes(program.split, profile), device("raspberry-pi-4b"), device("gpu-v100"),
-                        batch_size)
+    costs = split_costs(
+        profile,
+        cut_shapes(program.split, profile),
+        device("raspberry-pi-4b"),
+        device("gpu-v100"),
+        batch_size,
+    )
     parties = [
-        adaptive_party(costs, generate_bandwidth_profile("wifi", seed=edge, duration_s=600.0),
-                       num_batches=batches_per_epoch * num_epochs,
-                       window=WindowSchedule(steps=((0.0, 1), (0.5, 5))))  # gradients may come later when less changes
-        for edge in range(num_edges)]
+        adaptive_party(
+            costs,
+            generate_bandwidth_profile("wifi", seed=edge, duration_s=600.0),
+            num_batches=batches_per_epoch * num_epochs,
+            window=WindowSchedule(steps=((0.0, 1), (0.5, 5))),
+        )  # gradients may come later when less changes
+        for edge in range(num_edges)
+    ]
 
     def evaluate_whole(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         model.load_state_dict(arrays.to_torch_state_dict())
@@ -64,9 +75,21 @@ def main(grid: Grid, context: Context) -> None:
 
     cloud = cloud_of(context)
     strategy = SplitReplay(
-        cluster=parse_cluster({"boards": 1, "socs_per_board": num_edges, "device": "raspberry-pi-4b"}), parties=parties,
-        edge_names=program.edge_names, fingerprint=program.fingerprint(), batches_per_epoch=batches_per_epoch,
-        num_epochs=num_epochs, cloud=cloud)
-    strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=strategy.num_rounds, evaluate_fn=evaluate_whole)
+        cluster=parse_cluster(
+            {"boards": 1, "socs_per_board": num_edges, "device": "raspberry-pi-4b"}
+        ),
+        parties=parties,
+        edge_names=program.edge_names,
+        fingerprint=program.fingerprint(),
+        batches_per_epoch=batches_per_epoch,
+        num_epochs=num_epochs,
+        cloud=cloud,
+    )
+    strategy.start(
+        grid,
+        ArrayRecord(model.state_dict()),
+        num_rounds=strategy.num_rounds,
+        evaluate_fn=evaluate_whole,
+    )
     if cloud is not None:
         cloud.close()

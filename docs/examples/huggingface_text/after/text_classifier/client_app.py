@@ -16,11 +16,17 @@ app = ClientApp()
 def train(message: Message, context: Context) -> Message:
     model = load_model()
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())
-    loader, _ = load_data(context.node_config["partition-id"], context.node_config["num-partitions"],
-                          context.run_config["batch-size"])
+    loader, _ = load_data(
+        context.node_config["partition-id"],
+        context.node_config["num-partitions"],
+        context.run_config["batch-size"],
+    )
     train_fn(model, loader, context.run_config["local-epochs"], message.content["config"]["lr"])
     metrics = MetricRecord({"num-examples": len(loader.dataset)})
-    return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=message)
+    return Message(
+        RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}),
+        reply_to=message,
+    )
 
 
 @app.evaluate()
@@ -29,9 +35,15 @@ def evaluate(message: Message, context: Context) -> Message:
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())
     _, loader = load_data(0, 1, context.run_config["batch-size"])
     loss, accuracy = test_fn(model, loader)
-    metrics = MetricRecord({"loss": loss, "accuracy": accuracy, "num-examples": len(loader.dataset)})
+    metrics = MetricRecord(
+        {"loss": loss, "accuracy": accuracy, "num-examples": len(loader.dataset)}
+    )
     return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
 
-app = make_client_app(lambda context: load_model(), lambda context, part, num_parts: load_data(part, num_parts, 16)[0],
-                      lambda context, config: FP32Trainer(optimizer=lambda part: AdamW(part, config["lr"])), app=app)
+app = make_client_app(
+    lambda context: load_model(),
+    lambda context, part, num_parts: load_data(part, num_parts, 16)[0],
+    lambda context, config: FP32Trainer(optimizer=lambda part: AdamW(part, config["lr"])),
+    app=app,
+)

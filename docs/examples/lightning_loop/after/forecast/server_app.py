@@ -14,7 +14,10 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     torch.manual_seed(1)
     module = Forecast()
-    num_rounds, batch_size = int(context.run_config["num-server-rounds"]), int(context.run_config["batch-size"])
+    num_rounds, batch_size = (
+        int(context.run_config["num-server-rounds"]),
+        int(context.run_config["batch-size"]),
+    )
 
     def global_evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         module.load_state_dict(arrays.to_torch_state_dict())
@@ -22,8 +25,12 @@ def main(grid: Grid, context: Context) -> None:
         print(f"round {server_round}: loss {loss:.3f}", flush=True)
         return MetricRecord({"loss": loss})
 
-    schedule = TrainingSchedule(num_samples=NUM_TRAIN, batch_size=batch_size, num_epochs=num_rounds, interval_epochs=1)
-    strategy = SoCFlow(cluster=parse_cluster({"boards": 2, "socs_per_board": 2}), groups=2, schedule=schedule)
+    schedule = TrainingSchedule(
+        num_samples=NUM_TRAIN, batch_size=batch_size, num_epochs=num_rounds, interval_epochs=1
+    )
+    strategy = SoCFlow(
+        cluster=parse_cluster({"boards": 2, "socs_per_board": 2}), groups=2, schedule=schedule
+    )
     result = strategy.start(
         grid=GroupGrid(grid),
         initial_arrays=ArrayRecord(module.state_dict()),

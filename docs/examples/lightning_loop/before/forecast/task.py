@@ -39,10 +39,14 @@ def make_series(seed: int, count: int) -> TensorDataset:
     return TensorDataset(waves[:, :-1, None], waves[:, -1:])
 
 
-def load_data(partition_id: int, num_partitions: int, batch_size: int) -> tuple[DataLoader, DataLoader]:
+def load_data(
+    partition_id: int, num_partitions: int, batch_size: int
+) -> tuple[DataLoader, DataLoader]:
     """Return this node's part of the series for training, and those for tests."""
     own = Subset(make_series(1, NUM_TRAIN), range(partition_id, NUM_TRAIN, num_partitions))
-    return DataLoader(own, batch_size=batch_size, shuffle=True), DataLoader(make_series(2, NUM_TEST), batch_size=100)
+    return DataLoader(own, batch_size=batch_size, shuffle=True), DataLoader(
+        make_series(2, NUM_TEST), batch_size=100
+    )
 
 
 class Trainer:
@@ -64,5 +68,8 @@ class Trainer:
         """Return the mean loss."""
         module.eval()
         with torch.no_grad():
-            losses = [module.validation_step(batch, batch_idx)["loss"].item() for batch_idx, batch in enumerate(loader)]
+            losses = [
+                module.validation_step(batch, batch_idx)["loss"].item()
+                for batch_idx, batch in enumerate(loader)
+            ]
         return sum(losses) / len(losses)

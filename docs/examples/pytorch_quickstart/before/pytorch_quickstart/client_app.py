@@ -16,11 +16,19 @@ def train(message: Message, context: Context) -> Message:
     model = Net()
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    partition_id, num_partitions = context.node_config["partition-id"], context.node_config["num-partitions"]
+    partition_id, num_partitions = (
+        context.node_config["partition-id"],
+        context.node_config["num-partitions"],
+    )
     loader, _ = load_data(partition_id, num_partitions, context.run_config["batch-size"])
-    loss = train_fn(model, loader, context.run_config["local-epochs"], message.content["config"]["lr"], device)
+    loss = train_fn(
+        model, loader, context.run_config["local-epochs"], message.content["config"]["lr"], device
+    )
     metrics = MetricRecord({"train-loss": loss, "num-examples": len(loader.dataset)})
-    return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=message)
+    return Message(
+        RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}),
+        reply_to=message,
+    )
 
 
 @app.evaluate()
@@ -28,8 +36,13 @@ def evaluate(message: Message, context: Context) -> Message:
     model = Net()
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    partition_id, num_partitions = context.node_config["partition-id"], context.node_config["num-partitions"]
+    partition_id, num_partitions = (
+        context.node_config["partition-id"],
+        context.node_config["num-partitions"],
+    )
     _, loader = load_data(partition_id, num_partitions, context.run_config["batch-size"])
     loss, accuracy = test_fn(model, loader, device)
-    metrics = MetricRecord({"eval-loss": loss, "eval-accuracy": accuracy, "num-examples": len(loader.dataset)})
+    metrics = MetricRecord(
+        {"eval-loss": loss, "eval-accuracy": accuracy, "num-examples": len(loader.dataset)}
+    )
     return Message(RecordDict({"metrics": metrics}), reply_to=message)

@@ -14,7 +14,10 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     torch.manual_seed(1)
     model = Net()
-    num_rounds, batch_size = int(context.run_config["num-server-rounds"]), int(context.run_config["batch-size"])
+    num_rounds, batch_size = (
+        int(context.run_config["num-server-rounds"]),
+        int(context.run_config["batch-size"]),
+    )
 
     def global_evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
         model.load_state_dict(arrays.to_torch_state_dict())

@@ -46,17 +46,25 @@ class Images(Dataset):
         if self.augment:
             image = image.roll(tuple(torch.randint(-2, 3, (2,)).tolist()), dims=(-2, -1))
             top, left = torch.randint(0, 25, (2,)).tolist()
-            image[:, top:top + 8, left:left + 8] = 0.0
+            image[:, top : top + 8, left : left + 8] = 0.0
         return image, self.labels[index]
 
 
-def load_data(partition_id: int, num_partitions: int, batch_size: int) -> tuple[DataLoader, DataLoader]:
+def load_data(
+    partition_id: int, num_partitions: int, batch_size: int
+) -> tuple[DataLoader, DataLoader]:
     """Return this node's part of the training images, and the test images."""
-    own = torch.utils.data.Subset(Images(1, NUM_TRAIN, augment=True), range(partition_id, NUM_TRAIN, num_partitions))
-    return DataLoader(own, batch_size=batch_size, shuffle=True), DataLoader(Images(2, NUM_TEST, augment=False), 100)
+    own = torch.utils.data.Subset(
+        Images(1, NUM_TRAIN, augment=True), range(partition_id, NUM_TRAIN, num_partitions)
+    )
+    return DataLoader(own, batch_size=batch_size, shuffle=True), DataLoader(
+        Images(2, NUM_TEST, augment=False), 100
+    )
 
 
-def train(net: nn.Module, loader: DataLoader, epochs: int, lr: float, device: torch.device) -> float:
+def train(
+    net: nn.Module, loader: DataLoader, epochs: int, lr: float, device: torch.device
+) -> float:
     """Return the mean loss of the last epoch."""
     net.to(device).train()
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
