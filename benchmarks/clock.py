@@ -76,7 +76,7 @@ def epoch(
         num_samples=num_samples,
         batch_size=batch_size,
         steps_per_epoch=steps,
-        serialize_uplinks=True,
+        uplink_turns=True,
     )
     clock = EventClock(cluster, extrapolate=extrapolate, trace=trace)
     for interval in sync_schedule(1, steps, 0.25):

@@ -15,7 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Row, main, measure_interleaved
-from socflower.edgecloud.halves import Array
+from socflower.edgecloud.half_protocols import Array
 from socflower.wire.codecs.quantisation import decode, encode
 
 SHAPES = {

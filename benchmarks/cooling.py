@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from benchmarks.harness import Row, main
-from socflower.capture.layer_profile import profile_module
 from socflower.cluster import (
     FP32,
     Activity,
@@ -28,9 +27,10 @@ from socflower.cluster import (
     sustained_rates,
 )
 from socflower.hierarchy import IntervalCosts, Rebalancing, SyncInterval, plan_groups
+from socflower.model_graph.layer_profile import profile_module
 from socflower.precision.processor_costs import MixedPricing
 from socflower.sim import EventClock
-from socflower.strategies.rebalancing import Balancer
+from socflower.strategies.balancer import Balancer
 from socflower.thermal.fans.policies import (
     FanPolicy,
     FixedSpeed,
@@ -157,7 +157,7 @@ def work_of(
         num_samples=50_000,
         batch_size=case.batch_size,
         steps_per_epoch=1,
-        serialize_uplinks=False,
+        uplink_turns=False,
         pricing=case.pricing,
         rebalancing=rebalancing,
     )
@@ -233,7 +233,7 @@ def run_under(policy: Policy, case: Case, cluster: Cluster, planned: Usage) -> R
             num_samples=work.num_samples,
             batch_size=work.batch_size,
             steps_per_epoch=1,
-            serialize_uplinks=False,
+            uplink_turns=False,
             pricing=work.pricing,
             rebalancing=policy.rebalancing,
         )

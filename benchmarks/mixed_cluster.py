@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Row, main
 from socflower.cluster import FP32, ModelProfile, device
-from socflower.precision.mixed_precision import cpu_share, most_speedup
+from socflower.precision.cpu_share import cpu_share, most_speedup
 from socflower.precision.processor_costs import MixedPricing
 from socflower.scenario.arithmetic import model_profile
 from socflower.scenario.planning import plan_scenario

@@ -64,7 +64,7 @@ from socflower.pipeline.runtime.member import Member
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
 from socflower.pipeline.runtime.together import Mail, run_together
 from socflower.pipeline.schedule.order import ASTEROID
-from socflower.pipeline.schedule.run import simulate
+from socflower.pipeline.schedule.run import simulate_schedule
 from tests import cpu_quota
 from tests.testbed import testbed
 from tests.testbed.topology import GOODPUT
@@ -276,7 +276,7 @@ def _entry(
 
 def predicted_s(problem: PipelineProblem, plan: Plan) -> float:
     """Return what an update takes in virtual time among others, the first one not counted, as in what is measured."""
-    ends_s = simulate(problem, plan, num_steps=4).step_ends_s
+    ends_s = simulate_schedule(problem, plan, num_steps=4).step_ends_s
     return (ends_s[-1] - ends_s[_WARM_UP - 1]) / (len(ends_s) - _WARM_UP)
 
 

@@ -31,7 +31,7 @@ from benchmarks.rebalancing_rack.plan import Measured, Run, model, trainer
 from benchmarks.rebalancing_rack.rack import ThrottledRack
 from socflower.training.group import train_group
 from tests.cpu_quota import missing
-from tests.rings.peers import free_addresses
+from tests.peers.peers import free_addresses
 
 CORES = (0.3, 0.2, 0.15, 0.1)
 """Little enough that members get it on a machine that does something else, too."""

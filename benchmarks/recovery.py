@@ -31,12 +31,12 @@ from torch import Tensor
 from benchmarks.harness import Row, main
 from benchmarks.recovery_shelf import app
 from socflower.engines.local.flower_internals import begin_run
+from socflower.peers.ring.settings import RingSettings
 from socflower.pipeline.plan import Plan
 from socflower.pipeline.planner.selection import plan_pipeline, predict
 from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.replanning import replanned
 from socflower.pipeline.runtime.group import train_pipeline
-from socflower.rings.settings import RingSettings
 from socflower.strategies.group_grid import GroupGrid
 from socflower.strategies.hybrid_pipeline import HybridPipeline
 from socflower.strategies.settings import TrainingSchedule

@@ -27,8 +27,8 @@ from benchmarks.ring_contest.launch import on_link, on_loopback
 from benchmarks.ring_contest.plan import Contest, Entry, Times
 from socflower.cluster import StepCost
 from socflower.hierarchy import Exchange, step_graph
-from socflower.rings.compression import make_compression
-from socflower.rings.gradient_exchange import GradientExchange
+from socflower.peers.compression import make_compression
+from socflower.peers.ring.gradient_exchange import GradientExchange
 from socflower.sim import EventClock
 from socflower.workloads import build_model
 from tests.testbed.prediction import plan_of

@@ -23,10 +23,10 @@ from socflower.cluster.link_rate import RateSteps
 from socflower.cluster.task_graph import Compute, Endpoint
 from socflower.errors import ConfigError
 from socflower.sim import EventClock
+from socflower.sim.compiled_graph import compile_graph
 from socflower.sim.execution import Execution, Instance
 from socflower.sim.flows import RateTable
 from socflower.sim.processes import Event, Process, Simulation, all_of
-from socflower.sim.program import compile_graph
 
 NUM_CASES = 50
 LIMIT, EXACT_LIMIT = 1e-6, 1e-9

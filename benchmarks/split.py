@@ -31,7 +31,6 @@ import torch
 from benchmarks.harness import Row, main
 from benchmarks.split_contest.launch import Pair
 from benchmarks.split_contest.plan import BATCH_SIZE, MODEL, Batches, Measured, Run, program
-from socflower.capture.layer_profile import profile_module
 from socflower.cluster.device_catalog import device
 from socflower.edgecloud.cloud.operator_calls import CloudOperator, fetch_weights
 from socflower.edgecloud.links.bandwidth_profile import LinkRates
@@ -42,6 +41,7 @@ from socflower.edgecloud.plan.decision import DecisionEngine
 from socflower.edgecloud.plan.device_costs import CutShape, split_costs, training_energy_j
 from socflower.edgecloud.plan.phases import Phases, phases
 from socflower.edgecloud.runtime.measuring import to_document
+from socflower.model_graph.layer_profile import profile_module
 from tests.cpu_quota import missing
 
 CORES = 0.1

@@ -17,8 +17,13 @@ from pydantic_core import PydanticUndefined
 
 import socflower
 from socflower.cli.main import app
-from socflower.cluster.toml_file import allowed, keys_of, table_of
-from socflower.scenario.schema.config import CompareConfig, OwnTraining, Prediction, ScenarioFile
+from socflower.scenario.schema.config import (
+    CompareConfig,
+    OwnTraining,
+    PredictedEpoch,
+    ScenarioFile,
+)
+from socflower.toml_file import allowed, keys_of, table_of
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -245,26 +250,10 @@ def scenarios_page() -> str:
                 section(heading, inner, inner.__doc__ or "")
                 for heading, inner in (
                     ("[compare.train.NAME]", OwnTraining),
-                    ("[[compare.predict]]", Prediction),
+                    ("[[compare.predict]]", PredictedEpoch),
                 )
             ]
-    places = [
-        ("a scenario", ScenarioFile),
-        *(
-            (f"`[{name}]`", table)
-            for name, (table, shape) in tables.items()
-            if table and shape != "dict"
-        ),
-    ]
-    renamed = [
-        f"`{entry.json_schema_extra['was']}` of {place} is `{key}`"
-        for place, table in places
-        for key, entry in keys_of(table).items()
-        if isinstance(entry.json_schema_extra, dict)
-    ]
-    text = "\n\n".join(
-        [*sections, "### Keys that were renamed", f"The old name is refused: {', '.join(renamed)}."]
-    )
+    text = "\n\n".join(sections)
     return between(SCENARIOS, "tables", text)
 
 

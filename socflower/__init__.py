@@ -18,9 +18,9 @@ _EXPORTS = {
     "pipeline.planner.selection": ("PlannerSettings",),
     "pipeline.profiler.estimates": ("pipeline_problem",),
     "pipeline.runtime.payloads": ("ActivationCoding",),
-    "rings.settings": ("RingSettings",),
+    "peers.ring.settings": ("RingSettings",),
     "strategies.settings": ("Costs", "ExchangeSettings", "Grouping", "TrainingSchedule"),
-    "strategies.resuming": ("Resumable",),
+    "strategies.planned_rounds": ("Resumable",),
     "strategies.warm_up": ("profile_group_count",),
     "clients.app": ("make_client_app",),
     "clients.heat_mod": ("heat_mod", "node_heat_mod"),
@@ -55,7 +55,7 @@ _EXPORTS = {
     "precision.accelerator": ("Int8Backend", "NativeInt8Backend"),
     "precision.processor_costs": ("Int8Pricing", "MixedPricing"),
     "precision.operator_costs": ("profile_operators",),
-    "edgecloud.program": (
+    "edgecloud.split_program": (
         "HalvesProgram",
         "JoinedProgram",
         "LayeredProgram",
@@ -88,7 +88,7 @@ _EXPORTS = {
     "cluster.device": ("Device",),
     "cluster.device_catalog": ("device", "device_names"),
     "cluster.topology": ("Cluster",),
-    "capture.layer_profile": ("profile_module",),
+    "model_graph.layer_profile": ("profile_module",),
     "sim.event_clock": ("EventClock",),
     "sim.trace": ("Trace",),
     "engines.run_log": (

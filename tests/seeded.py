@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from socflower.capture.random_state import forked_generator
+from socflower.model_graph.random_state import forked_generator
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ EDGE = Device(
 )
 
 
-def simulate(
+def simulate_split(
     parties: Sequence[Party],
     num_batches: int,
     first_batch: int = 0,
@@ -40,6 +40,6 @@ def simulate(
     )
     clock = EventClock(cluster)
     clock.restore({**clock.state(), "duration_s": start_s})
-    return split_pipeline.simulate(
+    return split_pipeline.simulate_split(
         parties, num_batches, first_batch, clock=clock, cluster=cluster, **settings
     )

@@ -8,13 +8,13 @@ import pytest
 
 from socflower.cluster import load_cluster
 from socflower.cluster.device_catalog import device_table, toml_text
-from socflower.cluster.toml_file import read_toml
 from socflower.edgecloud.links.bandwidth_profile import read_csv
 from socflower.edgecloud.stream.credentials import read_token
 from socflower.engines.local.run_app import load_flower_app
 from socflower.scenario import layer_profiles, split_measuring
 from socflower.scenario.schema.file import load_scenario
 from socflower.thermal.fans.config import read_fan_file
+from socflower.toml_file import read_toml
 
 CLUSTER = "[cluster]\nboards = 2\nsocs_per_board = 2\n"
 APP = """[tool.flwr.app.components]

@@ -114,7 +114,7 @@ def uplinks(groups: int, fusion: str = "buckets") -> list[float]:
                     "model.name=vgg11",
                     "data.name=cifar10",
                     "train.batch_size=64",
-                    f"strategy.serialize_uplinks={turns}",
+                    f"strategy.uplink_turns={turns}",
                 )
                 for part in ("--set", setting)
             ),

@@ -19,11 +19,11 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from socflower.clients.saved_training import StateFiles, TrainerState
 from socflower.clients.split.saved_halves import SplitState
 from socflower.edgecloud.cloud.session_store import SessionStore
-from socflower.edgecloud.runtime.checkpoints import Checkpoint as HalfCheckpoint
 from socflower.edgecloud.runtime.checkpoints import CheckpointStore, SavedHalf
+from socflower.edgecloud.runtime.checkpoints import SplitCheckpoint as HalfCheckpoint
 from socflower.edgecloud.stream import split_pb2 as wire
 from socflower.edgecloud.stream.frames import PROTOCOL_VERSION, Limits, SplitRefused
-from socflower.engines.checkpoint import Checkpoint, CheckpointFolder
+from socflower.engines.checkpoint import CheckpointFolder, SplitCheckpoint
 from socflower.engines.local.flower_internals import begin_run
 from socflower.errors import ConfigError, SocflowerError
 from socflower.wire import saved_state
@@ -54,7 +54,7 @@ def write_run(folder: Path, number: int) -> None:
     kept = CheckpointFolder(folder)
     kept.create()
     kept.write(
-        Checkpoint(
+        SplitCheckpoint(
             server_round=number,
             num_rounds=9,
             scenario={},

@@ -27,6 +27,7 @@ from benchmarks.pipeline_contest.work import (
     minis,
 )
 from socflower.allocator import keep_freed_memory
+from socflower.peers.transports.port import RingPort
 from socflower.pipeline.plan import PipelinePlan
 from socflower.pipeline.profiler.measuring import measure_layers
 from socflower.pipeline.runtime.channels import run_script
@@ -35,7 +36,6 @@ from socflower.pipeline.runtime.member import ACTIVATIONS, GRADIENTS, Member, Re
 from socflower.pipeline.runtime.micro_batches import micro_batches
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
 from socflower.pipeline.schedule.order import Pass, operations
-from socflower.rings.transports.port import RingPort
 from tests.testbed.topology import Rack
 
 _PORT, _TORCH_PORT = 28200, 29400

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from socflower.capture.batch_form import pair_of
+from socflower.model_graph.batch_form import pair_of
 from socflower.pipeline.plan import PipelinePlan, Plan
 from socflower.pipeline.profiler.layers import ReadModel, read_model
 from socflower.pipeline.runtime.member import Mini

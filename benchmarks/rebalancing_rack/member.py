@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from benchmarks.rebalancing_rack.plan import Measured, Run, model, trainer
-from socflower.rings.member import AppliedStep, RingMember
-from socflower.rings.preemption import PreemptionSwitch
-from socflower.rings.transports.port import RingPort
+from socflower.peers.preemption import PreemptionSwitch
+from socflower.peers.ring.member import AppliedStep, RingMember
+from socflower.peers.transports.port import RingPort
 from socflower.wire.message_keys import COMPLETED, RingTask
 
 _TOKEN = b"for benchmarks, everybody's key."

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.rebalancing_rack.plan import Measured, Run
 from tests.cpu_quota import Quota, quota
-from tests.rings.peers import free_addresses
+from tests.peers.peers import free_addresses
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

@@ -21,11 +21,11 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.ring_contest.plan import Contest, Entry, Times
-from socflower.rings.collective import no_poll
-from socflower.rings.compression import make_compression
-from socflower.rings.gradient_exchange import GradientExchange
-from socflower.rings.member import open_ring
-from socflower.rings.transports.port import RingPort
+from socflower.peers.collective import no_poll
+from socflower.peers.compression import make_compression
+from socflower.peers.ring.gradient_exchange import GradientExchange
+from socflower.peers.ring.member import open_ring
+from socflower.peers.transports.port import RingPort
 from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.training.trainer import TrainingSpan
 from socflower.wire.secure_channel import Tls

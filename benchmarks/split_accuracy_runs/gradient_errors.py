@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from socflower.capture.cut_points import capture_split
-from socflower.edgecloud.halves import Array
+from socflower.edgecloud.half_protocols import Array
+from socflower.model_graph.cut_points import capture_split
 from socflower.wire.codecs.error_feedback import FORMS, SCALES, ErrorFeedback
 from socflower.wire.codecs.quantisation import GROUPINGS, decode, encode
 from socflower.workloads import LabelledData

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.split_accuracy_runs.recipes import Images, Recipe, Variant
-from socflower.edgecloud.plan.timeline_actions import Action, Kind
-from socflower.edgecloud.program import LayeredProgram
+from socflower.edgecloud.plan.timeline_actions import Action, ActionKind
 from socflower.edgecloud.runtime.feature_path import FeatureCoding
 from socflower.edgecloud.runtime.in_process import run_actions
 from socflower.edgecloud.samples import BatchOrder, PartyBatches
+from socflower.edgecloud.split_program import LayeredProgram
 from socflower.training.fp32 import sgd
 from socflower.workloads import build_model, evaluate, load_weights
 
@@ -164,16 +164,16 @@ def constant_staleness(
     The window is filled; then applying the oldest batch alternates with the next forward pass; at the end it drains.
     """
 
-    def act(kind: Kind, batch: int) -> Action:
+    def act(kind: ActionKind, batch: int) -> Action:
         return Action(kind, party, batch, cut, bits, window)
 
     actions: list[Action] = []
     for batch in range(first_batch, first_batch + num_batches + window):
         oldest = batch - window
         if batch < first_batch + num_batches:
-            actions += [act(Kind.FORWARD, batch), act(Kind.STEP, batch)]
+            actions += [act(ActionKind.FORWARD, batch), act(ActionKind.STEP, batch)]
         if first_batch <= oldest < first_batch + num_batches:
-            actions.append(act(Kind.APPLY, oldest))
+            actions.append(act(ActionKind.APPLY, oldest))
     return actions
 
 
@@ -184,9 +184,10 @@ def in_groups(num_batches: int, window: int, *, cut: int, bits: int) -> list[Act
         group = range(first, min(first + window + 1, num_batches))
         for batch in group:
             actions += [
-                Action(kind, 0, batch, cut, bits, window) for kind in (Kind.FORWARD, Kind.STEP)
+                Action(kind, 0, batch, cut, bits, window)
+                for kind in (ActionKind.FORWARD, ActionKind.STEP)
             ]
-        actions += [Action(Kind.APPLY, 0, batch, cut, bits, window) for batch in group]
+        actions += [Action(ActionKind.APPLY, 0, batch, cut, bits, window) for batch in group]
     return actions
 
 

@@ -13,7 +13,7 @@ from benchmarks.split_contest.plan import measuring, program
 from benchmarks.split_contest.stream_costs import Echo
 from socflower.edgecloud.cloud.cloud_service import CloudService
 from socflower.edgecloud.cloud.session import CloudHalf, SessionTerms
-from socflower.edgecloud.halves import Weights
+from socflower.edgecloud.half_protocols import Weights
 from socflower.edgecloud.runtime.measuring import measure_cloud
 from socflower.edgecloud.stream.credentials import new_token
 

@@ -24,7 +24,7 @@ from socflower.edgecloud.runtime.feature_path import FeatureCoding
 from socflower.edgecloud.runtime.front_loop import FrontPlan
 from socflower.edgecloud.runtime.half_state import LoopReport
 from socflower.edgecloud.runtime.measuring import measure_costs, measure_front, to_document
-from socflower.edgecloud.runtime.span_training import Span, train_front
+from socflower.edgecloud.runtime.span_training import BatchSpan, train_front
 
 _SLOWDOWN_S = 1.5
 
@@ -132,7 +132,9 @@ def _train_split(run: Run, half: Any, on_done: Any) -> LoopReport:
         coding=FeatureCoding(gradient_bits=run.gradient_bits, feedback=run.feedback),
     )
     try:
-        return train_front(connection, half, Span(first_batch=0, num_batches=run.num_batches), plan)
+        return train_front(
+            connection, half, BatchSpan(first_batch=0, num_batches=run.num_batches), plan
+        )
     finally:
         connection.close()
         if not run.weights:  # else the other half's are fetched

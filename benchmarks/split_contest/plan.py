@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from socflower.edgecloud.plan.cuts import SplitPlan
-from socflower.edgecloud.program import LayeredProgram
 from socflower.edgecloud.runtime.measuring import Measuring
+from socflower.edgecloud.split_program import LayeredProgram
 from socflower.errors import DataUnavailable
 from socflower.training.fp32 import sgd
 from socflower.wire.codecs.error_feedback import Form

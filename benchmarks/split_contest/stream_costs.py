@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from socflower.edgecloud.cloud.operator_calls import CloudOperator, close_session, open_session
-from socflower.edgecloud.halves import Array, Weights
+from socflower.edgecloud.half_protocols import Array, Weights
 from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.runtime.edge_connection import EdgeConnection
 from socflower.edgecloud.runtime.front_loop import FrontPlan
-from socflower.edgecloud.runtime.span_training import Span, train_front
+from socflower.edgecloud.runtime.span_training import BatchSpan, train_front
 from socflower.errors import ConfigError
 
 FINGERPRINT = "a stream that carries nothing but zeros"
@@ -93,7 +93,7 @@ def echo_s(
         train_front(
             connection,
             front,
-            Span(first_batch=0, num_batches=_WARM_UP_BATCHES + num_batches + 2 * window),
+            BatchSpan(first_batch=0, num_batches=_WARM_UP_BATCHES + num_batches + 2 * window),
             FrontPlan(
                 split_plan=SplitPlan(cut=0, window=window), progress=lambda progress: front.note()
             ),

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from benchmarks.truth_cells.cell import LEADERS, TRANSPORTS, Cell, reference_cells
 from benchmarks.truth_cells.models import IMAGE, build_model
-from socflower.capture.layer_profile import profile_module
 from socflower.cluster import Cluster, ModelProfile
 from socflower.cluster.cost_model import UPDATE_PASSES
 from socflower.cluster.device import Device, Processor, StepTimings
@@ -20,6 +19,7 @@ from socflower.hierarchy import (
     plan_groups,
 )
 from socflower.hierarchy.collectives import BUCKETS
+from socflower.model_graph.layer_profile import profile_module
 from socflower.sim import EventClock
 from tests.testbed.topology import GOODPUT, Rack
 
@@ -137,7 +137,7 @@ def _costs(cell: Cell, plan: GroupPlan, cluster: Cluster) -> IntervalCosts:
         num_samples=cell.batch_size * cell.num_groups,
         batch_size=cell.batch_size,
         steps_per_epoch=1,
-        serialize_uplinks=cell.in_turn,
+        uplink_turns=cell.in_turn,
         overlap_buckets=cell.overlap_buckets,
         leaders=cell.leaders,
         fusion=BUCKETS,

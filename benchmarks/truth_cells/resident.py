@@ -159,7 +159,7 @@ def _measure(cell: Cell, constants: Constants) -> dict[str, Any]:
             "step_s": list(calibration.step_s.values()),
             "update_s": calibration.update_s,
             "groups": [group.members for group in prediction.plan.groups],
-            "in_turn": prediction.exchanges.turns.taken,
+            "in_turn": prediction.exchanges.turns.enabled,
             "predicted_at": time.time(),
         }
     )

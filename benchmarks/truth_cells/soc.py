@@ -24,10 +24,10 @@ from benchmarks.truth_cells.prediction import (
     shares_of,
 )
 from socflower.hierarchy import Group, SyncInterval, unpredicted_exchanges, weighted_average
-from socflower.rings.member import AppliedStep, MemberResult, RingMember
-from socflower.rings.preemption import PreemptionSwitch
-from socflower.rings.settings import RingSettings
-from socflower.rings.transports.port import RingPort
+from socflower.peers.preemption import PreemptionSwitch
+from socflower.peers.ring.member import AppliedStep, MemberResult, RingMember
+from socflower.peers.ring.settings import RingSettings
+from socflower.peers.transports.port import RingPort
 from socflower.strategies.round import Round, ring_tasks
 from socflower.training.fp32 import FP32Session, FP32Trainer, sgd
 from socflower.training.model_state import load_trainable_state, trainable_state

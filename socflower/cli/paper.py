@@ -14,7 +14,7 @@ from socflower.cli.terminal import OUT, print_json, print_text
 from socflower.errors import ConfigError
 
 if TYPE_CHECKING:  # planners and models are loaded by the command
-    from socflower.paper.records import Item, Paper, Row, Score
+    from socflower.paper.records import Item, Paper, PaperScore, Row
 
 
 def paper(
@@ -143,13 +143,13 @@ def _print_item(console: Console, found: "Paper", item: "Item", rows: Sequence["
     )
 
 
-def _score(rows: Sequence["Row"]) -> "Score":
+def _score(rows: Sequence["Row"]) -> "PaperScore":
     from socflower.paper.records import score
 
     return score(rows)
 
 
-def _score_text(own: "Score") -> str:
+def _score_text(own: "PaperScore") -> str:
     """Return a score as a sentence."""
     parts = []
     if own.typical_factor is not None:

@@ -19,7 +19,7 @@ from socflower.cli.options import (
 from socflower.cli.process import prints_to_stderr
 from socflower.cli.terminal import OUT, print_json, print_text
 from socflower.errors import ConfigError
-from socflower.hierarchy.leader_exchange import COMPRESSING, NONE, STAR
+from socflower.hierarchy.leader_topology import COMPRESSING, NONE, STAR
 from socflower.quantities import counted, human_bytes, human_joules, human_seconds, percent
 
 if TYPE_CHECKING:  # the planners are loaded by the command
@@ -295,12 +295,12 @@ def _step_line(document: Mapping[str, Any]) -> str:
 
     predicted = document["predicted"]
     in_turn, freely = (
-        human_seconds(predicted[key]) for key in ("step_in_turn_s", "step_free_running_s")
+        human_seconds(predicted[key]) for key in ("step_with_turns_s", "step_without_turns_s")
     )
-    if document["sequenced_by"] == NO_SHARED_UPLINK:
+    if document["uplink_turns_by"] == NO_SHARED_UPLINK:
         return f"a step {freely}; no two groups share an uplink"
-    why = " (set by strategy.serialize_uplinks)" if document["sequenced_by"] == ASKED else ""
-    if document["sequenced"]:
+    why = " (set by strategy.uplink_turns)" if document["uplink_turns_by"] == ASKED else ""
+    if document["uplink_turns"]:
         return f"a step {in_turn}, groups taking turns{why}; running freely {freely}"
     return f"a step {freely}, groups running freely{why}; taking turns {in_turn}"
 

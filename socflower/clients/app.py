@@ -14,8 +14,6 @@ from flwr.clientapp.typing import Mod
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from socflower.capture.random_state import build_exclusively, own_random_state
-from socflower.capture.torch_device import AUTO, device_label, device_of
 from socflower.clients.pipeline_client import coding_of, stage_reply, train_stage
 from socflower.clients.privacy_mods import adapt_mod
 from socflower.clients.ring_client import (
@@ -26,8 +24,10 @@ from socflower.clients.ring_client import (
     train_member,
 )
 from socflower.clients.saved_training import StateFiles, TrainerState, state_files
-from socflower.clients.settings import ReadSettings, TrainConfig
+from socflower.clients.settings import MessageConfig, ReadSettings
 from socflower.errors import ConfigError
+from socflower.model_graph.random_state import build_exclusively, own_random_state
+from socflower.model_graph.torch_device import AUTO, device_label, device_of
 from socflower.pipeline.plan import from_json
 from socflower.pipeline.runtime.group import train_pipeline
 from socflower.plain_numbers import plain_numbers
@@ -192,7 +192,7 @@ def make_client_app(
             )
         own_trainer, digest = (
             trainers.make(message, context),
-            TrainConfig(message).digest(settings.declared),
+            MessageConfig(message).digest(settings.declared),
         )
         with torch_threads(num_threads):
             if RING in message.content.config_records:
@@ -271,7 +271,7 @@ class _TrainerMaker:
         self._takes_config = sum(each.default is each.empty for each in parameters) > 1
 
     def make(self, message: Message, context: Context) -> Trainer:
-        config = TrainConfig(message)
+        config = MessageConfig(message)
         if not self._takes_config:
             self._settings.check_training(message)
             return cast(Trainer, self._trainer) if self._is_made else self._started_with(context)

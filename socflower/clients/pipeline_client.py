@@ -10,12 +10,12 @@ from torch import nn
 from socflower.clients.node_config import ring_node
 from socflower.clients.ring_client import KEPT_MODEL, open_port
 from socflower.errors import ConfigError
+from socflower.peers.preemption import preempt_switch
+from socflower.peers.ring.member import AppliedStep, MemberResult
 from socflower.pipeline.plan import from_json
 from socflower.pipeline.recovery.session import PipelineMember
 from socflower.pipeline.runtime.group import read_like, require_fp32
 from socflower.pipeline.runtime.payloads import ActivationCoding
-from socflower.rings.member import AppliedStep, MemberResult
-from socflower.rings.preemption import preempt_switch
 from socflower.training.trainer import Trainer
 from socflower.wire.codecs.error_feedback import Form
 from socflower.wire.message_keys import (

@@ -14,9 +14,9 @@ from torch import nn
 from socflower.clients.node_config import RingNode, board_and_slot, ring_node
 from socflower.clients.saved_training import FeedbackState, StateFiles
 from socflower.errors import ConfigError
-from socflower.rings.member import AppliedStep, MemberResult, RingMember
-from socflower.rings.preemption import preempt_switch
-from socflower.rings.transports.port import RingPort
+from socflower.peers.preemption import preempt_switch
+from socflower.peers.ring.member import AppliedStep, MemberResult, RingMember
+from socflower.peers.transports.port import RingPort
 from socflower.training.trainer import Trainer
 from socflower.wire.arrays import digest_of
 from socflower.wire.message_keys import (

@@ -104,7 +104,7 @@ class MissingSetting(KeyError, ConfigError):
         )
 
 
-class TrainConfig(Mapping[str, Any]):
+class MessageConfig(Mapping[str, Any]):
     """The train config of a message, for the function that makes the trainer; notes which keys it reads."""
 
     def __init__(self, message: Message) -> None:

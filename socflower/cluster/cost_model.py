@@ -1,7 +1,7 @@
 """The cost model: a model's cost by layer, and the time of a training step on a device.
 
-All planners and the simulator take compute costs from here. `socflower.capture.layer_profile` makes profiles of torch
-modules.
+All planners and the simulator take compute costs from here. `socflower.model_graph.layer_profile`
+makes profiles of torch modules.
 """
 
 from collections.abc import Sequence

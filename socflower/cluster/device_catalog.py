@@ -18,8 +18,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from socflower.cluster.device import Device, LayerTimings, Processor, StepTimings
-from socflower.cluster.toml_file import OneOf, SchemaVersion, Table, Text, read_table, read_toml
 from socflower.errors import ConfigError
+from socflower.toml_file import OneOf, SchemaVersion, Table, Text, read_table, read_toml
 
 SCHEMA = 1
 NAME_PATTERN = re.compile(r"[A-Za-z0-9_-]+")

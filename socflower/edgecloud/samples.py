@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from socflower.capture.batch_form import Batch, form_of
-from socflower.capture.tensor_arrays import to_array
-from socflower.edgecloud.halves import Labels
+from socflower.edgecloud.half_protocols import Labels
 from socflower.errors import ConfigError
+from socflower.model_graph.batch_form import Batch, form_of
+from socflower.model_graph.tensor_arrays import to_array
 from socflower.plain_numbers import plain_numbers
 from socflower.workloads import GeneratorSamples, VerticalSamples
 from socflower.workloads.data_source import DataSource, Indices

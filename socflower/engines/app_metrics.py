@@ -26,7 +26,7 @@ from socflower.engines.trained_devices import TrainedDevices
 from socflower.quantities import counted
 from socflower.sim import EventClock
 from socflower.strategies.forwarding_grid import ForwardingGrid
-from socflower.strategies.resuming import PlannedRounds, innermost, refuse_too_many_rounds
+from socflower.strategies.planned_rounds import PlannedRounds, innermost, refuse_too_many_rounds
 from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import INTERNAL, NUM_EXAMPLES
 

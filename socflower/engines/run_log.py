@@ -15,7 +15,7 @@ from flwr.serverapp import Grid
 
 from socflower.errors import ConfigError
 from socflower.plain_numbers import plain_numbers
-from socflower.strategies.resuming import EvaluateFn
+from socflower.strategies.planned_rounds import EvaluateFn
 
 OnRound: TypeAlias = Callable[[dict[str, Any]], None]
 

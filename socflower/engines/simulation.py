@@ -86,7 +86,7 @@ def gpu_resources(num_workers: int, kind: str, count: int) -> str:
 
 
 def _gpus() -> tuple[str, int]:
-    from socflower.capture.torch_device import accelerator, num_devices  # imports torch
+    from socflower.model_graph.torch_device import accelerator, num_devices  # imports torch
 
     found = accelerator()
     return ("", 0) if found is None else (found.type, num_devices())

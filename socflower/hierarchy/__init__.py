@@ -16,17 +16,17 @@ from socflower.hierarchy.delayed_sync import (
 from socflower.hierarchy.exchanges import Exchanges, choose_exchanges, unpredicted_exchanges
 from socflower.hierarchy.group_count import GroupCountChoice, choose_group_count, default_candidates
 from socflower.hierarchy.interval_costs import IntervalCosts, Phase
-from socflower.hierarchy.lowering import (
+from socflower.hierarchy.mapping.integrity_greedy import integrity_greedy, map_groups
+from socflower.hierarchy.mapping.placement import GroupPlacement
+from socflower.hierarchy.plan import Group, GroupPlan, plan_groups, plan_without
+from socflower.hierarchy.rebalancing import CapacitiesInUse, Rebalancing, reordered
+from socflower.hierarchy.task_graphs import (
     deal_graph,
     exchange_graph,
     step_graph,
     synchronisation_graph,
 )
-from socflower.hierarchy.mapping.integrity_greedy import integrity_greedy, map_groups
-from socflower.hierarchy.mapping.placement import GroupPlacement
-from socflower.hierarchy.plan import Group, GroupPlan, plan_groups, plan_without
-from socflower.hierarchy.rebalancing import CapacitiesInUse, Rebalancing, reordered
-from socflower.hierarchy.uplink_turns import StepTimes, Turns, choose_turns, step_times
+from socflower.hierarchy.uplink_turns import StepTimes, UplinkTurns, choose_turns, step_times
 
 __all__ = [
     "CapacitiesInUse",
@@ -41,7 +41,7 @@ __all__ = [
     "Rebalancing",
     "StepTimes",
     "SyncInterval",
-    "Turns",
+    "UplinkTurns",
     "choose_exchanges",
     "choose_group_count",
     "choose_turns",

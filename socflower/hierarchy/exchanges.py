@@ -7,16 +7,16 @@ from typing import Any
 
 from socflower.cluster import VirtualClock
 from socflower.hierarchy.interval_costs import IntervalCosts
-from socflower.hierarchy.leader_exchange import KINDS, NONE, LeaderExchange, choose_leaders
+from socflower.hierarchy.leader_topology import KINDS, NONE, LeaderExchange, choose_leaders
 from socflower.hierarchy.plan import GroupPlan
-from socflower.hierarchy.uplink_turns import Turns, choose_turns, step_times
+from socflower.hierarchy.uplink_turns import UplinkTurns, choose_turns, step_times
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchanges:
     """The choices for a plan."""
 
-    turns: Turns
+    turns: UplinkTurns
     leaders: LeaderExchange
 
     def to_document(self) -> dict[str, Any]:
@@ -26,7 +26,7 @@ class Exchanges:
 
 def choose_exchanges(
     work: IntervalCosts,
-    serialize_uplinks: bool | str,
+    uplink_turns: bool | str,
     leaders: str,
     lengths: Mapping[int, int],
     clock: VirtualClock | None,
@@ -36,7 +36,7 @@ def choose_exchanges(
     chosen = Exchanges(
         turns=choose_turns(
             work.plan,
-            serialize_uplinks,
+            uplink_turns,
             None if clock is None else partial(step_times, work, lengths, clock),
         ),
         leaders=choose_leaders(
@@ -47,18 +47,18 @@ def choose_exchanges(
             kinds,
         ),
     )
-    return chosen, replace(work, serialize_uplinks=chosen.turns.taken, leaders=chosen.leaders.kind)
+    return chosen, replace(work, uplink_turns=chosen.turns.enabled, leaders=chosen.leaders.kind)
 
 
 def unpredicted_exchanges(
     plan: GroupPlan,
-    serialize_uplinks: bool | str,
+    uplink_turns: bool | str,
     leaders: str,
     compression: str = NONE,
     kinds: Sequence[str] = KINDS,
 ) -> Exchanges:
     """Return the choices where nothing tells what a step costs."""
     return Exchanges(
-        turns=choose_turns(plan, serialize_uplinks, None),
+        turns=choose_turns(plan, uplink_turns, None),
         leaders=choose_leaders(plan, leaders, None, compression, kinds),
     )

@@ -21,10 +21,10 @@ from socflower.cluster.virtual_clock import Pace
 from socflower.hierarchy.batch_shares import split_batch
 from socflower.hierarchy.collectives import BUCKETS, PER_TENSOR, Exchange
 from socflower.hierarchy.delayed_sync import SyncInterval
-from socflower.hierarchy.leader_exchange import NONE, RING, STAR
-from socflower.hierarchy.lowering import deal_graph, step_graph, synchronisation_graph
+from socflower.hierarchy.leader_topology import NONE, RING, STAR
 from socflower.hierarchy.plan import GroupPlan
 from socflower.hierarchy.rebalancing import CapacitiesInUse, Rebalancing, without_members
+from socflower.hierarchy.task_graphs import deal_graph, step_graph, synchronisation_graph
 
 _SAME_TIME, _ROUNDING = 1e-9, 2.0**-44
 """Differences of times that are due to rounding, relative to a stretch of time and to the clock's time."""
@@ -43,9 +43,7 @@ class IntervalCosts:
     num_samples: int
     batch_size: int  # of a group
     steps_per_epoch: int
-    serialize_uplinks: (
-        bool  # communication groups take turns; `choose_turns` says whether they should
-    )
+    uplink_turns: bool  # communication groups take turns; `choose_turns` says whether they should
     reshuffle: bool = True
     overlap_buckets: int = 1
     pricing: Pricing = FP32  # of the arithmetic that members train in
@@ -123,12 +121,12 @@ class IntervalCosts:
     def step(
         self,
         *,
-        serialize_uplinks: bool | None = None,
+        uplink_turns: bool | None = None,
         pricings: Mapping[int, Pricing] | None = None,
     ) -> TaskGraph:
         """Return one step of all groups.
 
-        `serialize_uplinks` overrides whether communication groups take turns, `pricings` the costs of single groups.
+        `uplink_turns` overrides whether communication groups take turns, `pricings` the costs of single groups.
         """
         costs = self._costs(self.plan, self.shares, pricings) if pricings else self.costs
         return step_graph(
@@ -136,9 +134,7 @@ class IntervalCosts:
             costs,
             self.exchange,
             overlap_buckets=self.overlap_buckets,
-            serialize_uplinks=self.serialize_uplinks
-            if serialize_uplinks is None
-            else serialize_uplinks,
+            uplink_turns=self.uplink_turns if uplink_turns is None else uplink_turns,
         )
 
     def synchronisation(
@@ -390,7 +386,7 @@ class _ChangingSteps:
                 plan,
                 work._costs(plan, shares, self._pricings),
                 work.exchange,
-                serialize_uplinks=work.serialize_uplinks,
+                uplink_turns=work.uplink_turns,
                 overlap_buckets=work.overlap_buckets,
             )
             self._graphs[key] = replace(graph, participants=present)

@@ -28,20 +28,20 @@ ASKED, PREDICTED, NO_SHARED_UPLINK, NOT_PREDICTED = (
 class StepTimes:
     """Predicted seconds of a step of all groups, averaged over the training, at nominal speeds."""
 
-    in_turn_s: float
-    free_s: float
+    with_turns_s: float
+    without_turns_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Turns:
+class UplinkTurns:
     """Whether groups that share an uplink exchange in turn, and the reason."""
 
-    taken: bool
+    enabled: bool
     decided_by: str
 
     def to_document(self) -> dict[str, Any]:
         """Return the entry for plan and result documents."""
-        return {"sequenced": self.taken, "sequenced_by": self.decided_by}
+        return {"uplink_turns": self.enabled, "uplink_turns_by": self.decided_by}
 
 
 def step_times(work: IntervalCosts, lengths: Mapping[int, int], clock: VirtualClock) -> StepTimes:
@@ -50,32 +50,32 @@ def step_times(work: IntervalCosts, lengths: Mapping[int, int], clock: VirtualCl
     `lengths` maps a number of steps to the number of intervals with that many.
     """
     num_steps = sum(length * count for length, count in lengths.items())
-    in_turn_s, free_s = (
+    with_turns_s, without_turns_s = (
         sum(count * clock.predicted_s(graph, repeat=length) for length, count in lengths.items())
         / num_steps
-        for graph in (work.step(serialize_uplinks=True), work.step(serialize_uplinks=False))
+        for graph in (work.step(uplink_turns=True), work.step(uplink_turns=False))
     )
-    return StepTimes(in_turn_s=in_turn_s, free_s=free_s)
+    return StepTimes(with_turns_s=with_turns_s, without_turns_s=without_turns_s)
 
 
 def choose_turns(
-    plan: GroupPlan, serialize_uplinks: bool | str, predict: Callable[[], StepTimes] | None
-) -> Turns:
-    """Return the choice of `serialize_uplinks`, or with "auto" the faster one; on a tie, no turns.
+    plan: GroupPlan, uplink_turns: bool | str, predict: Callable[[], StepTimes] | None
+) -> UplinkTurns:
+    """Return the choice of `uplink_turns`, or with "auto" the faster one; on a tie, no turns.
 
     Without `predict`, groups that share an uplink take turns: by F7 a step takes max(C + S, 2S) with turns and C + 2S
     without, so turns are never slower; this ignores the time for handling messages. Raises `ConfigError` for any other
-    value of `serialize_uplinks`.
+    value of `uplink_turns`.
     """
-    if not isinstance(serialize_uplinks, bool) and serialize_uplinks != AUTO:
+    if not isinstance(uplink_turns, bool) and uplink_turns != AUTO:
         raise ConfigError(
-            f"serialize_uplinks = {serialize_uplinks!r} is unknown; use true, false or {AUTO!r}"
+            f"uplink_turns = {uplink_turns!r} is unknown; use true, false or {AUTO!r}"
         )
     if not any(conflicts(plan.groups).values()):
-        return Turns(taken=False, decided_by=NO_SHARED_UPLINK)
-    if isinstance(serialize_uplinks, bool):
-        return Turns(taken=serialize_uplinks, decided_by=ASKED)
+        return UplinkTurns(enabled=False, decided_by=NO_SHARED_UPLINK)
+    if isinstance(uplink_turns, bool):
+        return UplinkTurns(enabled=uplink_turns, decided_by=ASKED)
     if predict is None:
-        return Turns(taken=True, decided_by=NOT_PREDICTED)
+        return UplinkTurns(enabled=True, decided_by=NOT_PREDICTED)
     times = predict()
-    return Turns(taken=times.in_turn_s < times.free_s, decided_by=PREDICTED)
+    return UplinkTurns(enabled=times.with_turns_s < times.without_turns_s, decided_by=PREDICTED)

@@ -10,8 +10,8 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field
 
-from socflower.cluster.toml_file import OneOf, SchemaVersion, Table, Text, read_table
 from socflower.errors import ConfigError
+from socflower.toml_file import OneOf, SchemaVersion, Table, Text, read_table
 
 Value: TypeAlias = float | bool
 Compute: TypeAlias = Callable[[], Mapping[str, Value | str]]
@@ -151,7 +151,7 @@ def compare_item(paper: Paper, item: Item) -> tuple[Row, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Score:
+class PaperScore:
     """How near ours are, of scored cells only."""
 
     num_numbers: int
@@ -166,7 +166,7 @@ class Score:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def score(rows: Sequence[Row]) -> Score:
+def score(rows: Sequence[Row]) -> PaperScore:
     """Return how near the scored rows are: 2.0 means that ours is half or twice the paper's."""
     scored = [row for row in rows if row.cell.use == SCORED]
     numbers = [row for row in scored if row.cell.value is not None]
@@ -180,7 +180,7 @@ def score(rows: Sequence[Row]) -> Score:
         if len(factors) % 2
         else (factors[middle - 1] + factors[middle]) / 2
     )
-    return Score(
+    return PaperScore(
         num_numbers=len(numbers),
         num_without=len(numbers) - len(factors),
         typical_factor=None if median is None else math.exp(median),

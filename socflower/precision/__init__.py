@@ -8,9 +8,9 @@ from socflower.precision.algorithm import (
     TrainingAlgorithm,
     int8_algorithm,
 )
+from socflower.precision.cpu_share import MIXING_RULES
 from socflower.precision.int8.model import EngineSettings, Int8Model, StepResult
 from socflower.precision.int8.requantisation import RescalingPolicy
-from socflower.precision.mixed_precision import MIXING_RULES
 
 __all__ = [
     "ADAPTIVE_FIXED_POINT",

@@ -16,7 +16,7 @@ from socflower.precision.int8 import network as ir
 from socflower.precision.int8.batch_splitting import median_seconds
 from socflower.precision.int8.model import EngineSettings, Int8Model
 from socflower.precision.int8.requantisation import RescalingPolicy
-from socflower.precision.placement import OperatorLatency, OperatorPlacement, place
+from socflower.precision.operator_placement import OperatorLatency, OperatorPlacement, place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ from typing import ClassVar
 from socflower.cluster import Device, ModelProfile, OneProcessor, ProcessorCost, StepCost, step_cost
 from socflower.errors import ConfigError
 from socflower.plain_numbers import plain_numbers
-from socflower.precision.mixed_precision import (
+from socflower.precision.cpu_share import (
     RULES_BY_THROUGHPUT,
     accuracy_floor,
     compute_power_ratio,

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from socflower import __version__, _int8
-from socflower.capture.layer_profile import profile_module
-from socflower.capture.torch_device import device_label, settle
 from socflower.cluster.cost_model import UPDATE_PASSES
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.model_graph.layer_profile import profile_module
+from socflower.model_graph.torch_device import device_label, settle
 from socflower.precision import EngineSettings, Int8Model
 from socflower.precision.int8.batch_splitting import (
     best_blocks,

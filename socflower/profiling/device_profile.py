@@ -15,7 +15,6 @@ import psutil
 import torch
 
 from socflower import _int8
-from socflower.capture.torch_device import AUTO, resolve_device
 from socflower.cluster import device, device_names
 from socflower.cluster.device_catalog import (
     DEVICE_FIGURES,
@@ -27,9 +26,9 @@ from socflower.cluster.device_catalog import (
     read_device_file,
     toml_text,
 )
-from socflower.cluster.toml_file import read_table
 from socflower.engines.names import MAX_WORKERS, num_cores, require_count
 from socflower.errors import ConfigError
+from socflower.model_graph.torch_device import AUTO, resolve_device
 from socflower.profiling.cells import (
     CellStore,
     Conditions,
@@ -42,6 +41,7 @@ from socflower.profiling.cells import (
 )
 from socflower.profiling.link_probe import LinkFigures, parse_peer, probe
 from socflower.profiling.power_meter import PowerMeter, find_power_meter, mean_watts
+from socflower.toml_file import read_table
 from socflower.wire.folders import FolderLock
 
 SCHEMA = 2

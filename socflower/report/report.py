@@ -408,7 +408,7 @@ def _plan_note(plan: Mapping[str, Any]) -> str:
     if split:
         note += f"At most {plan.get('contention', MISSING)} split groups share a board's uplink. "
     parts = plan.get("communication_groups") or []
-    turns = "take turns" if plan.get("sequenced", True) else "run freely, without turns"
+    turns = "take turns" if plan.get("uplink_turns", True) else "run freely, without turns"
     if len(parts) > 1 and len(groups) > _MAX_LISTED:
         note += (
             f"Communication groups {turns}: "

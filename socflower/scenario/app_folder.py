@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 from socflower.cluster import Cluster
 from socflower.cluster.cluster_file import load_cluster
 from socflower.cluster.task_graph import Activity
-from socflower.cluster.toml_file import parse_value
 from socflower.engines.app_metrics import OnRound, RoundLog
 from socflower.engines.deployment.options import DeployedApp, DeploymentOptions
 from socflower.engines.deployment.run import run_in_deployment
@@ -40,6 +39,7 @@ from socflower.scenario.runner import (
     with_predictions,
 )
 from socflower.sim import EventClock, Trace
+from socflower.toml_file import parse_value
 from socflower.user_code import forgotten_modules, own_sources
 from socflower.wire.folders import exclusive_folder, new_folder, temporary_folder
 from socflower.wire.saved_state import write_atomically

@@ -21,8 +21,8 @@ from socflower.scenario.app_folder import run_config
 from socflower.scenario.planning import model_document, predicted_costs
 from socflower.sim import EventClock
 from socflower.strategies.group_grid import GroupGrid
+from socflower.strategies.planned_rounds import innermost, refuse_too_many_rounds
 from socflower.strategies.records import with_weights
-from socflower.strategies.resuming import innermost, refuse_too_many_rounds
 from socflower.strategies.socflow import SoCFlow
 from socflower.user_code import forgotten_modules
 

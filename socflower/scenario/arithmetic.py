@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from socflower import _int8
-from socflower.capture.batch_form import pair_of
-from socflower.capture.layer_profile import profile_module
-from socflower.capture.torch_device import AUTO
 from socflower.cluster import FP32, Device, ModelProfile, Pricing
 from socflower.errors import ConfigError
+from socflower.model_graph.batch_form import pair_of
+from socflower.model_graph.layer_profile import profile_module
+from socflower.model_graph.torch_device import AUTO
 from socflower.precision import (
     EngineSettings,
     NativeInt8Backend,
@@ -21,7 +21,7 @@ from socflower.precision import (
     TrainingAlgorithm,
     int8_algorithm,
 )
-from socflower.precision.mixed_precision import most_speedup
+from socflower.precision.cpu_share import most_speedup
 from socflower.precision.processor_costs import Int8Pricing, MixedPricing
 from socflower.quantities import percent
 from socflower.scenario.schema.config import Scenario

@@ -13,7 +13,7 @@ from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.thermal import BackgroundLoadConfig, ThermalConfig
 from socflower.scenario.split_setting import SplitSetting
 from socflower.sim import EventClock
-from socflower.strategies.rebalancing import Balancer
+from socflower.strategies.balancer import Balancer
 from socflower.thermal.fans.fan_curve import rack_fans
 from socflower.thermal.fans.policies import (
     FanPolicy,

@@ -9,19 +9,19 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from socflower.capture.graph import Example
-from socflower.capture.torch_device import resolve_device
-from socflower.cluster.toml_file import OneOf, SchemaVersion, Table, Text, read_table
 from socflower.engines.names import MAX_WORKERS, require_count
 from socflower.errors import ConfigError
+from socflower.model_graph.graph import Example
+from socflower.model_graph.torch_device import resolve_device
 from socflower.pipeline.problem import LayerSeconds, PipelineModel
-from socflower.pipeline.profiler.int8_layers import require_int8
+from socflower.pipeline.profiler.int8_parts import require_int8
 from socflower.pipeline.profiler.layers import Granularity, read_model
 from socflower.pipeline.profiler.measuring import DEFAULT_BATCHES, measure_layers
 from socflower.scenario.pipeline_workload import pipeline_workload
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.pipeline import CUTS, PipelineConfig
+from socflower.toml_file import OneOf, SchemaVersion, Table, Text, read_table
 from socflower.wire.saved_state import write_atomically
 
 KIND = "layer-seconds"
@@ -38,7 +38,7 @@ class MeasuredLayer(Table):
     backward_s: tuple[Seconds, ...] = Field(min_length=1)
 
 
-class LayerProfile(Table):
+class MeasuredLayers(Table):
     """The file: a device's seconds of each layer of a model."""
 
     schema_version: SchemaVersion = Field(1, alias="schema")
@@ -82,7 +82,7 @@ def measured_profile(
     threads: int = 1,
     accelerator: str = "none",
     arithmetic: str = "fp32",
-) -> LayerProfile:
+) -> MeasuredLayers:
     """Return the seconds of a pipeline scenario's layers on this machine, which is a `device` of its cluster.
 
     `accelerator` is the device of torch that computes, or "none" for the CPU, on which `arithmetic` may be "int8".
@@ -116,7 +116,7 @@ def measured_profile(
         repeats=repeats,
         in_int8=arithmetic == "int8",
     )
-    return LayerProfile(
+    return MeasuredLayers(
         kind=KIND,
         device=device,
         model=scenario.model.name,
@@ -137,7 +137,7 @@ def measured_profile(
     )
 
 
-def write_profile(path: Path, profile: LayerProfile) -> None:
+def write_profile(path: Path, profile: MeasuredLayers) -> None:
     """Write a profile; `ConfigError` if the file cannot be written."""
     try:
         write_atomically(
@@ -163,7 +163,7 @@ def measured_seconds(
     )
     for name in table.profiles:
         path = Path(name)
-        profile = read_table(LayerProfile, _read(path), str(path))
+        profile = read_table(MeasuredLayers, _read(path), str(path))
         for key, theirs, ours in (
             ("model", profile.model, scenario.model.name),
             ("cuts", profile.cuts, table.cuts),

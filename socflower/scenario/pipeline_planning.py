@@ -11,9 +11,9 @@ from socflower.pipeline.planner.peers import compare
 from socflower.pipeline.planner.selection import OnStep, Planned, PlannerSettings, plan_pipeline
 from socflower.pipeline.problem import LayerSeconds, PipelineProblem
 from socflower.pipeline.profiler.estimates import Int8Socs, default_micro_batches, estimated_problem
-from socflower.pipeline.profiler.int8_layers import require_int8
+from socflower.pipeline.profiler.int8_parts import require_int8
 from socflower.pipeline.profiler.layers import Granularity, read_model
-from socflower.pipeline.schedule.run import simulate
+from socflower.pipeline.schedule.run import simulate_schedule
 from socflower.quantities import counted
 from socflower.report.pipeline_report import DrawnPass, write_pipeline_report
 from socflower.scenario.expectations import check_plan
@@ -112,7 +112,7 @@ def write_plan(
 ) -> None:
     """Write `plan.json`, `trace.json` and `report.html` with one update of the plan, executed in virtual time."""
     trace, problem = Trace(), planned.problem
-    run = simulate(problem, planned.plan, clock=EventClock(problem.cluster, trace=trace))
+    run = simulate_schedule(problem, planned.plan, clock=EventClock(problem.cluster, trace=trace))
     names = {device.soc: f"SoC {device.soc}, {device.name}" for device in problem.devices}
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "plan.json", json.dumps(document, indent=2) + "\n")

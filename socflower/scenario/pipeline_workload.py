@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from socflower.capture.graph import Example
 from socflower.errors import ConfigError
+from socflower.model_graph.graph import Example
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.pipeline import LANGUAGE_MODELS, PipelineConfig
 from socflower.scenario.workload import example_inputs, initial_model, num_samples

@@ -26,8 +26,8 @@ from socflower.hierarchy import (
     sync_shapes,
 )
 from socflower.hierarchy.collectives import FUSIONS
-from socflower.hierarchy.leader_exchange import KINDS
-from socflower.precision.mixed_precision import RULES_BY_THROUGHPUT
+from socflower.hierarchy.leader_topology import KINDS
+from socflower.precision.cpu_share import RULES_BY_THROUGHPUT
 from socflower.precision.processor_costs import MixedPricing
 from socflower.quantities import counted, human_joules, human_ratio, human_seconds, percent
 from socflower.scenario.app.split_result import cut_text
@@ -63,7 +63,7 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
     """Return the plan document of `socflower plan`: groups on boards, communication groups, predictions.
 
     `model` has the bytes of the weights, of those that train and so travel, and of a sample's activations, and a
-    sample's FLOPs. `predicted` has the seconds of a step (with `serialize_uplinks` as configured, in turns,
+    sample's FLOPs. `predicted` has the seconds of a step (with `uplink_turns` as configured, in turns,
     free-running, F7), of a synchronisation, and of one inside servers; the fraction of a step in which the slowest SoC
     neither computes nor updates; and the seconds and joules of an epoch, the mean over the whole training with all its
     synchronisations. `one_soc` has the epoch of one SoC alone (None where only one takes part), and `verdict` says
@@ -309,7 +309,7 @@ def _work_of(
         num_samples=num_samples,
         batch_size=scenario.train.batch_size,
         reshuffle=settings.reshuffle,
-        serialize_uplinks=False,
+        uplink_turns=False,
         overlap_buckets=settings.overlap_buckets,
         pricing=cost,
         rebalancing=rebalancing(scenario),
@@ -329,7 +329,7 @@ def with_plan(
     work, settings = replace(work, plan=plan), scenario.strategy
     exchanges, work = choose_exchanges(
         work,
-        settings.serialize_uplinks,
+        settings.uplink_turns,
         scenario.leaders,
         _planned_lengths(scenario, work),
         EventClock(work.cluster),
@@ -411,7 +411,7 @@ def predicted_costs(
     inside = work.synchronisation(across_servers=False) if in_servers else None
     busy = sum(training.soc_seconds.values())
     times = step_times(work, _lengths(shapes), EventClock(work.cluster))
-    step_s = times.in_turn_s if work.serialize_uplinks else times.free_s
+    step_s = times.with_turns_s if work.uplink_turns else times.without_turns_s
     sync_s = (
         0.0 if synchronisation is None else EventClock(work.cluster).run(synchronisation).duration_s
     )
@@ -419,8 +419,8 @@ def predicted_costs(
     return {
         "step_s": step_s,
         "exchange_fraction": max(0.0, 1.0 - own_s / step_s),
-        "step_in_turn_s": times.in_turn_s,
-        "step_free_running_s": times.free_s,
+        "step_with_turns_s": times.with_turns_s,
+        "step_without_turns_s": times.without_turns_s,
         "steps_per_epoch": float(work.steps_per_epoch),
         "sync_s": sync_s,
         "leaders_s": {}
@@ -455,7 +455,7 @@ def _step_and_sync(
         work.synchronisation(),
     )
     return {
-        "step_s": min(times.in_turn_s, times.free_s),
+        "step_s": min(times.with_turns_s, times.without_turns_s),
         "sync_s": 0.0
         if synchronisation is None
         else EventClock(work.cluster).run(synchronisation).duration_s,

@@ -6,12 +6,12 @@ from functools import cached_property
 
 from torch import nn
 
-from socflower.capture.torch_device import resolve_device
 from socflower.cluster import Cluster
 from socflower.cluster.device_memory import require_training_memory
-from socflower.edgecloud.program import LayeredProgram
+from socflower.edgecloud.split_program import LayeredProgram
 from socflower.engines.names import require_engine
 from socflower.errors import ConfigError, InfeasiblePlan
+from socflower.model_graph.torch_device import resolve_device
 from socflower.precision import Int8Model
 from socflower.precision.int8.network import UnsupportedOperator
 from socflower.scenario.arithmetic import model_profile, pricing, unsupported

@@ -10,9 +10,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from socflower.capture.torch_device import resolve_device
 from socflower.edgecloud.plan.cuts import SplitCosts
-from socflower.edgecloud.program import LayeredProgram
 from socflower.edgecloud.runtime.measuring import (
     Measuring,
     from_document,
@@ -20,8 +18,10 @@ from socflower.edgecloud.runtime.measuring import (
     measure_costs,
     to_document,
 )
+from socflower.edgecloud.split_program import LayeredProgram
 from socflower.engines.names import MAX_WORKERS, require_count
 from socflower.errors import ConfigError
+from socflower.model_graph.torch_device import resolve_device
 from socflower.quantities import human_bytes, human_seconds
 from socflower.scenario.schema.config import Scenario
 from socflower.wire.codecs.error_feedback import Form

@@ -15,16 +15,21 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from socflower.capture.batch_form import pair_of
-from socflower.capture.layer_profile import profile_module
 from socflower.cluster import Device, ModelProfile
 from socflower.edgecloud.plan.baselines import gradient_bits
 from socflower.edgecloud.plan.cuts import SplitCosts
 from socflower.edgecloud.plan.device_costs import CutShape, split_costs
-from socflower.edgecloud.program import JoinedProgram, LayeredProgram, SplitProgram, cut_shapes
 from socflower.edgecloud.runtime.mixed_front import MixedEdge
 from socflower.edgecloud.samples import CodeSamples, FeatureSamples, ImageTargets
+from socflower.edgecloud.split_program import (
+    JoinedProgram,
+    LayeredProgram,
+    SplitProgram,
+    cut_shapes,
+)
 from socflower.errors import ConfigError
+from socflower.model_graph.batch_form import pair_of
+from socflower.model_graph.layer_profile import profile_module
 from socflower.precision.processor_costs import MERGE_PASSES, REQUANTISE_PASSES, MixedPricing
 from socflower.scenario.arithmetic import (
     evaluation_device,
@@ -37,7 +42,7 @@ from socflower.scenario.arithmetic import (
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.split import CLICK_MODEL, GENERATOR
-from socflower.scenario.workload import Score, image_shape, initial_model, scenario_data
+from socflower.scenario.workload import ModelMetrics, image_shape, initial_model, scenario_data
 from socflower.training.fp32 import LossFn
 from socflower.training.int8 import Int8Trainer
 from socflower.workloads import (
@@ -86,7 +91,7 @@ class SplitWorkload(ABC):
         """Return how many samples each edge holds."""
 
     @abstractmethod
-    def evaluate(self, model: nn.Module) -> Score:
+    def evaluate(self, model: nn.Module) -> ModelMetrics:
         """Return the whole model's scores on samples that it was not trained on."""
 
     def costs(self, edge: int, device: Device, cloud: Device) -> SplitCosts:
@@ -214,10 +219,10 @@ class ImageWorkload(SplitWorkload):
         """Return how many images each edge holds."""
         return [len(part) for part in self._parts]
 
-    def evaluate(self, model: nn.Module) -> Score:
+    def evaluate(self, model: nn.Module) -> ModelMetrics:
         """Return accuracy and loss on the test images."""
         outcome = evaluate(model, self._data.test, device=evaluation_device(self.scenario))
-        return Score(outcome.accuracy, outcome.loss)
+        return ModelMetrics(outcome.accuracy, outcome.loss)
 
     @property
     def source(self) -> str:
@@ -279,7 +284,7 @@ class ClickWorkload(SplitWorkload):
         """Return the number of samples; every party holds features of all of them."""
         return [len(self._data.train)] * self.num_edges
 
-    def evaluate(self, model: nn.Module) -> Score:
+    def evaluate(self, model: nn.Module) -> ModelMetrics:
         """Return accuracy and loss on later samples of the same users."""
         test, right, loss = self._data.test, 0, 0.0
         model.eval()
@@ -289,7 +294,7 @@ class ClickWorkload(SplitWorkload):
                 logits = model(parts[: self.num_edges])
                 right += int((logits.argmax(dim=1) == labels).sum())
                 loss += float(functional.cross_entropy(logits, labels, reduction="sum"))
-        return Score(right / len(test), loss / len(test))
+        return ModelMetrics(right / len(test), loss / len(test))
 
     def costs(self, edge: int, device: Device, cloud: Device) -> SplitCosts:
         """Return the costs of one party's bottom model and of the top."""
@@ -357,12 +362,12 @@ class GeneratorWorkload(SplitWorkload):
         """Return the number of images; there is one edge."""
         return [len(self._samples)]
 
-    def evaluate(self, model: nn.Module) -> Score:
+    def evaluate(self, model: nn.Module) -> ModelMetrics:
         """Return the mean squared error on the training images; the generator has no codes for other images."""
         rows = torch.arange(min(len(self._samples), _EVALUATION_BATCH))
         model.eval()
         with torch.inference_mode():
-            return Score(
+            return ModelMetrics(
                 None,
                 float(
                     functional.mse_loss(

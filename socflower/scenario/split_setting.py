@@ -13,7 +13,7 @@ from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.decision import DecisionEngine, WindowSchedule, initial_rates
 from socflower.edgecloud.plan.device_costs import require_edge_memory
 from socflower.edgecloud.plan.party import CloudMode, Party
-from socflower.edgecloud.plan.split_pipeline import moved, round_ends, simulate
+from socflower.edgecloud.plan.split_pipeline import moved, round_ends, simulate_split
 from socflower.errors import ConfigError
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
@@ -114,7 +114,7 @@ class SplitSetting:
         for first, num_batches in self.spans():
             parties = moved(
                 parties,
-                simulate(
+                simulate_split(
                     parties,
                     num_batches,
                     first,

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from itertools import count, product
 from typing import Any
 
-from socflower.cluster.toml_file import keys_of, parse_value, unknown_key
 from socflower.errors import ConfigError
 from socflower.report.quality import Quality
 from socflower.scenario.schema.config import Scenario, TrainConfig
+from socflower.toml_file import keys_of, parse_value, unknown_key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from socflower.capture.batch_form import Batch, form_of
-from socflower.capture.layer_profile import ExampleBatch
-from socflower.capture.random_state import forked_generators
 from socflower.errors import ConfigError
+from socflower.model_graph.batch_form import Batch, form_of
+from socflower.model_graph.layer_profile import ExampleBatch
+from socflower.model_graph.random_state import forked_generators
 from socflower.scenario.schema.config import DataConfig, Factory, Scenario
 from socflower.training.trainer import require_trained_parameters
 from socflower.user_code import call, import_attribute, raised
@@ -45,7 +45,7 @@ class TrainingData:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class ModelMetrics:
     """Metrics of a model on the test data."""
 
     accuracy: (

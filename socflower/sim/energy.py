@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 from socflower.cluster import Activity, Device
-from socflower.sim.program import Load
+from socflower.sim.compiled_graph import Load
 
 State: TypeAlias = tuple[tuple[Load, ...], bool]
 """Which loads run on a SoC (sorted), and whether it has a transfer."""

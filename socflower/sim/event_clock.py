@@ -11,10 +11,7 @@ from socflower.cluster.task_graph import SOC_ACTIVITIES
 from socflower.cluster.virtual_clock import Pace
 from socflower.errors import ConfigError
 from socflower.plain_numbers import plain_numbers
-from socflower.sim.energy import IDLE_STATE, State, add_activities, power_w
-from socflower.sim.execution import MIN_LOOP_ROUNDS
-from socflower.sim.processes import Simulation
-from socflower.sim.program import (
+from socflower.sim.compiled_graph import (
     SERVER,
     CompiledGraph,
     Component,
@@ -22,7 +19,10 @@ from socflower.sim.program import (
     Program,
     compile_graph,
 )
-from socflower.sim.solution import Repeated, Solution
+from socflower.sim.energy import IDLE_STATE, State, add_activities, power_w
+from socflower.sim.execution import MIN_LOOP_ROUNDS
+from socflower.sim.processes import Simulation
+from socflower.sim.steady_state import Repeated, SteadyState
 from socflower.sim.trace import Recorded, Rows, Trace, TracedPart, record, record_spans
 
 _SAME_INSTANT = 1e-9
@@ -34,7 +34,7 @@ class Part:
     """A component and its progress; `solution` is that of the present speeds."""
 
     component: Component
-    solution: Solution
+    solution: SteadyState
     left: int  # repetitions
     ahead_s: float  # to the end of the repetition in progress
     before_s: float = 0.0  # of the stretch, that went on that repetition
@@ -79,7 +79,7 @@ class Part:
 
 
 def parts_of(
-    components: Sequence[Component], pace: Pace, solve: Callable[[Component], Solution]
+    components: Sequence[Component], pace: Pace, solve: Callable[[Component], SteadyState]
 ) -> list[Part]:
     """Return the components with their SoCs' remaining work; a part without SoCs has as much as the others."""
     most = max(pace.remaining.values(), default=0)
@@ -176,7 +176,7 @@ class EventClock:
         self._extrapolate = extrapolate
         self._usage = Usage()
         self._graphs: list[CompiledGraph] = []
-        self._solutions: OrderedDict[Program, Solution] = OrderedDict()
+        self._solutions: OrderedDict[Program, SteadyState] = OrderedDict()
 
     @property
     def now_s(self) -> float:
@@ -512,13 +512,13 @@ class EventClock:
         del self._graphs[:-_GRAPHS_KEPT]
         return self._graphs[-1]
 
-    def _solution(self, program: Program) -> Solution:
+    def _solution(self, program: Program) -> SteadyState:
         max_instances = self._trace.max_spans if self._trace is not None else 0
         if not self._extrapolate:
-            return Solution(program, extrapolate=False, max_instances=max_instances)
+            return SteadyState(program, extrapolate=False, max_instances=max_instances)
         solution = self._solutions.get(program)
         if solution is None:
-            solution = self._solutions[program] = Solution(
+            solution = self._solutions[program] = SteadyState(
                 program, extrapolate=True, max_instances=max_instances
             )
             if len(self._solutions) > _SOLUTIONS_KEPT:

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from socflower.sim.compiled_graph import Program
 from socflower.sim.energy import State, StateMeter
 from socflower.sim.flows import RateTable
 from socflower.sim.kernel import HANDLING, MOVING, WAITING, Kernel
-from socflower.sim.program import Program
 
 MAX_PERIOD = 16
 """Longest period that is tested, in repetitions; groups that share links synchronise within a few."""

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import inf
 
+from socflower.sim.compiled_graph import SERVER, ComputeStep, TransferStep
 from socflower.sim.energy import StateMeter
 from socflower.sim.flows import COMPUTE_END, SAME_INSTANT, Event, Flows, RateTable
-from socflower.sim.program import SERVER, ComputeStep, TransferStep
 
 WAITING, QUEUED, RUNNING, HANDLING, MOVING, PASSING = range(6)
 """Stages of an activity: a computation is queued and runs; a transfer is handled, then its bytes move."""

@@ -21,10 +21,10 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 from socflower.cluster import Activity, Cluster, Endpoint, Tier
 from socflower.cluster.link_rate import RateSteps
 from socflower.errors import ConfigError, SocflowerError
+from socflower.sim.compiled_graph import SERVER, ComputeStep, Routes, TransferStep
 from socflower.sim.energy import State, StateMeter
 from socflower.sim.flows import RateTable
 from socflower.sim.kernel import PASSING, WAITING, Kernel
-from socflower.sim.program import SERVER, ComputeStep, Routes, TransferStep
 
 Value = TypeVar("Value")
 Process: TypeAlias = Generator["Event[Any]", Any, Value]
@@ -138,7 +138,7 @@ class Credits:
 
 
 @dataclass(frozen=True, slots=True)
-class Processor:
+class SimulatedProcessor:
     """A processor of a SoC or of a server."""
 
     number: int
@@ -166,20 +166,20 @@ class _ChangingRate:
 
 
 class _About(NamedTuple):
-    """An activity, as the trace shows it; see `Span`."""
+    """An activity, as the trace shows it; see `EndedActivity`."""
 
     name: str
-    processor: Processor | None
+    processor: SimulatedProcessor | None
     links: tuple[str, ...]
     socs: tuple[int, ...]
     num_bytes: float
 
 
-class Span(NamedTuple):
+class EndedActivity(NamedTuple):
     """One activity that ended, for the trace; `moved_s` is when a transfer's bytes began to flow."""
 
     name: str
-    processor: Processor | None  # None: a transfer
+    processor: SimulatedProcessor | None  # None: a transfer
     links: tuple[str, ...]
     socs: tuple[int, ...]
     num_bytes: float
@@ -214,7 +214,7 @@ class Simulation(Kernel):
         self._running: dict[
             int, tuple[int, float, float]
         ] = {}  # by processor: activity, work left, since when
-        self._processors: dict[tuple[Endpoint, str], Processor] = {}
+        self._processors: dict[tuple[Endpoint, str], SimulatedProcessor] = {}
         self._cluster_links: dict[str, Link] = {}
         self._paths: dict[tuple[int, ...], int] = {}
         self._changing: dict[int, _ChangingRate] = {}  # by link
@@ -230,7 +230,7 @@ class Simulation(Kernel):
         ] = {}  # processes that must end, and what each waits for
         self._speed_change: Event[None] = Event("a change of speed")
         self._max_spans = max_spans
-        self.spans: list[Span] = []
+        self.spans: list[EndedActivity] = []
         self.num_unlogged = 0
         self.num_bytes = dict.fromkeys(Tier, 0.0)
 
@@ -294,7 +294,7 @@ class Simulation(Kernel):
 
     # --------------------------------------------------------------------------------------- processors, speeds
 
-    def processor(self, device: Endpoint, name: str = "cpu") -> Processor:
+    def processor(self, device: Endpoint, name: str = "cpu") -> SimulatedProcessor:
         """Return a processor of a SoC, or of a server, which may have any; `ConfigError` if the SoC has none."""
         known = self._processors.get((device, name))
         if known is None:
@@ -304,7 +304,9 @@ class Simulation(Kernel):
                         f"simulation: SoC {device} takes no part in it; name it among its SoCs"
                     )
                 self._cluster.device_of(device).processor(name)
-            known = self._processors[device, name] = Processor(len(self._queues), device, name)
+            known = self._processors[device, name] = SimulatedProcessor(
+                len(self._queues), device, name
+            )
             self._queues.append([])
             self._free.append(True)
         return known
@@ -382,7 +384,7 @@ class Simulation(Kernel):
 
     def compute(
         self,
-        processor: Processor,
+        processor: SimulatedProcessor,
         seconds: float,
         name: str = "work",
         *,
@@ -569,7 +571,9 @@ class Simulation(Kernel):
         if about is not None:
             if len(self.spans) < self._max_spans:
                 self.spans.append(
-                    Span(*about, self._start_s[activity], self._moved_s[activity], self._now_s)
+                    EndedActivity(
+                        *about, self._start_s[activity], self._moved_s[activity], self._now_s
+                    )
                 )
             else:
                 self.num_unlogged += 1

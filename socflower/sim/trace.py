@@ -12,10 +12,10 @@ from socflower.cluster import Cluster, Compute, Endpoint, TaskGraph
 from socflower.cluster.task_graph import Task
 from socflower.errors import ConfigError, require_range
 from socflower.plain_numbers import plain, plain_numbers
+from socflower.sim.compiled_graph import Component, TransferStep
 from socflower.sim.execution import Instance, Outcome
-from socflower.sim.processes import Span
-from socflower.sim.program import Component, TransferStep
-from socflower.sim.solution import Repeated
+from socflower.sim.processes import EndedActivity
+from socflower.sim.steady_state import Repeated
 from socflower.wire.saved_state import write_atomically
 
 RUNS = "runs"
@@ -435,7 +435,7 @@ def _places(
                 yield row, True
 
 
-def record_spans(spans: Iterable[Span], num_unlogged: int, rows: Rows) -> Recorded:
+def record_spans(spans: Iterable[EndedActivity], num_unlogged: int, rows: Rows) -> Recorded:
     """Return the activities of processes; rows are those of `record`."""
     found: dict[_Row, list[_Piece]] = {}
     for span in spans:

@@ -15,6 +15,7 @@ from socflower.cluster import Cluster
 from socflower.errors import TrainingFailed
 from socflower.plain_numbers import plain_numbers
 from socflower.strategies.mixed_replies import client_events, mean_metric
+from socflower.strategies.planned_rounds import Resumable
 from socflower.strategies.records import array_views
 from socflower.strategies.replies import (
     ReplyEvent,
@@ -24,7 +25,6 @@ from socflower.strategies.replies import (
     no_reply_event,
     other_layouts,
 )
-from socflower.strategies.resuming import Resumable
 from socflower.strategies.settings import Grouping, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import ALPHA, CPU_SHARE, EVENTS, METRICS

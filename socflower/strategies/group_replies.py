@@ -9,7 +9,7 @@ from flwr.app import ConfigRecord, Message
 from flwr.supercore import log
 
 from socflower.errors import ConfigError, TrainingFailed
-from socflower.strategies.group_means import GroupMean, means_of
+from socflower.strategies.group_models import GroupMean, means_of
 from socflower.strategies.mixed_replies import group_id_of
 from socflower.strategies.replies import (
     GROUP_LOST,

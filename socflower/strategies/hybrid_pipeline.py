@@ -19,7 +19,8 @@ from socflower.errors import (
     require_type,
 )
 from socflower.hierarchy import Rebalancing, plan_groups
-from socflower.hierarchy.leader_exchange import STAR
+from socflower.hierarchy.leader_topology import STAR
+from socflower.peers.ring.settings import RingSettings
 from socflower.pipeline.plan import Plan, to_json
 from socflower.pipeline.planner.selection import (
     Planned,
@@ -32,10 +33,9 @@ from socflower.pipeline.planner.selection import (
 from socflower.pipeline.problem import LayerSeconds, PipelineDevice, PipelineProblem
 from socflower.pipeline.profiler.estimates import default_micro_batches
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
-from socflower.pipeline.schedule.run import simulate
+from socflower.pipeline.schedule.run import simulate_schedule
 from socflower.plain_numbers import plain_numbers
 from socflower.quantities import counted, human_bytes, human_seconds
-from socflower.rings.settings import RingSettings
 from socflower.sim import EventClock
 from socflower.strategies.round import Round
 from socflower.strategies.settings import Costs, ExchangeSettings, TrainingSchedule
@@ -350,7 +350,7 @@ class HybridPipeline(SoCFlow):
             planned.problem,
             devices=tuple(device for device in self._problem.devices if device.soc in socs),
         )
-        usage = simulate(nominal, planned.plan, clock=clock, num_steps=num_steps).usage
+        usage = simulate_schedule(nominal, planned.plan, clock=clock, num_steps=num_steps).usage
         builder = GraphBuilder()
         for stage in planned.plan.pipelines[0].stages:
             if num_bytes := planned.problem.model.weight_bytes(stage.first_layer, stage.last_layer):

@@ -12,8 +12,8 @@ import numpy as np
 from flwr.app import Message
 from numpy.typing import NDArray
 
-from socflower.hierarchy.leader_exchange import INT8
-from socflower.strategies.group_means import GroupMean
+from socflower.hierarchy.leader_topology import INT8
+from socflower.strategies.group_models import GroupMean
 from socflower.strategies.mixed_replies import group_id_of
 from socflower.strategies.replies import ReplyEvent, outcome_of
 from socflower.strategies.round import GroupFeedback, Round

@@ -47,6 +47,7 @@ from socflower.errors import ConfigError, TrainingFailed, require_type
 from socflower.hierarchy import first_non_finite
 from socflower.quantities import counted
 from socflower.strategies.forwarding_grid import ForwardingGrid
+from socflower.strategies.planned_rounds import Resumable
 from socflower.strategies.records import (
     aggregate_records,
     array_views,
@@ -56,7 +57,6 @@ from socflower.strategies.records import (
     to_array_record,
     untrained_of,
 )
-from socflower.strategies.resuming import Resumable
 from socflower.wire.message_keys import (
     ARRAYS,
     CONFIG,

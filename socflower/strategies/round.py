@@ -9,8 +9,8 @@ from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
 from socflower.hierarchy import Exchanges, Group, GroupPlan, IntervalCosts, SyncInterval, conflicts
-from socflower.hierarchy.leader_exchange import STAR, TREE
-from socflower.rings.settings import RingSettings
+from socflower.hierarchy.leader_topology import STAR, TREE
+from socflower.peers.ring.settings import RingSettings
 from socflower.wire.message_keys import GRPC_WITH_TLS, RingTask
 
 IN_PROCESS = "in process"
@@ -126,7 +126,7 @@ def ring_tasks(
     turn_of = {
         ident: turn for turn, ids in enumerate(this.plan.communication_groups) for ident in ids
     }
-    sharing = conflicts(this.plan.groups) if this.exchanges.turns.taken else {}
+    sharing = conflicts(this.plan.groups) if this.exchanges.turns.enabled else {}
     tasks: dict[int, RingTask] = {}
     for ident, group in groups.items():
         others = sharing.get(ident, frozenset())

@@ -9,8 +9,8 @@ from socflower.cluster import Cluster, Usage, VirtualClock
 from socflower.errors import InfeasiblePlan, TrainingFailed
 from socflower.hierarchy import GroupPlan, Rebalancing, plan_without
 from socflower.quantities import counted
+from socflower.strategies.balancer import Balancer
 from socflower.strategies.node_registry import NodeRegistry
-from socflower.strategies.rebalancing import Balancer
 from socflower.strategies.replies import ReplyEvent
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from socflower.cluster import FP32, ModelProfile, Pricing, VirtualClock
 from socflower.errors import ConfigError, require_type
 from socflower.hierarchy.collectives import BUCKETS, FUSIONS
-from socflower.hierarchy.leader_exchange import COMPRESSIONS, KINDS, NONE, compression_fault
+from socflower.hierarchy.leader_topology import COMPRESSIONS, KINDS, NONE, compression_fault
 from socflower.hierarchy.uplink_turns import AUTO
 from socflower.plain_numbers import plain_numbers
 
@@ -123,7 +123,7 @@ class ExchangeSettings:
 
     Parameters
     ----------
-    serialize_uplinks : bool or "auto"
+    uplink_turns : bool or "auto"
         Whether communication groups take turns (F6). "auto" chooses for every new plan what the clock predicts to take
         less time, at the devices' nominal speeds (F7); without a clock or a profile groups take turns.
     overlap_buckets : int
@@ -142,16 +142,16 @@ class ExchangeSettings:
         of real machines send them, or each tensor, as SoCFlow+ seems to have sent them.
     """
 
-    serialize_uplinks: bool | str = AUTO
+    uplink_turns: bool | str = AUTO
     overlap_buckets: int = 1
     leaders: str = AUTO
     leader_compression: str = NONE
     fusion: str = BUCKETS
 
     def __post_init__(self) -> None:
-        if not isinstance(self.serialize_uplinks, bool) and self.serialize_uplinks != AUTO:
+        if not isinstance(self.uplink_turns, bool) and self.uplink_turns != AUTO:
             raise ConfigError(
-                f"serialize_uplinks = {self.serialize_uplinks!r} is unknown; use true, false or {AUTO!r}"
+                f"uplink_turns = {self.uplink_turns!r} is unknown; use true, false or {AUTO!r}"
             )
         require_type("ExchangeSettings", (int,), _COUNT, overlap_buckets=self.overlap_buckets)
         if self.overlap_buckets < 1:
@@ -191,7 +191,7 @@ _MOVED = {
         "schedule=TrainingSchedule({key}=…)",
     ),
     **dict.fromkeys(("model_profile", "pricing", "clock"), "costs=Costs({key}=…)"),
-    **dict.fromkeys(("serialize_uplinks", "overlap_buckets"), "exchange=ExchangeSettings({key}=…)"),
+    **dict.fromkeys(("uplink_turns", "overlap_buckets"), "exchange=ExchangeSettings({key}=…)"),
     "num_socs": "groups=Grouping(num_groups=…, num_socs=…)",
     "num_groups": "groups, a number",
     "plan": "groups, which may be a plan",

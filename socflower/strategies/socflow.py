@@ -22,20 +22,20 @@ from socflower.hierarchy import (
     Phase,
     Rebalancing,
     SyncInterval,
-    Turns,
+    UplinkTurns,
     choose_exchanges,
     group_steps_per_epoch,
     plan_groups,
     sync_schedule,
     unpredicted_exchanges,
 )
-from socflower.hierarchy.leader_exchange import AUTO, KINDS, NONE, STAR
+from socflower.hierarchy.leader_topology import AUTO, KINDS, NONE, STAR
 from socflower.hierarchy.uplink_turns import ASKED, NO_SHARED_UPLINK, NOT_PREDICTED, PREDICTED
+from socflower.peers.ring.settings import RingSettings
 from socflower.plain_numbers import plain_numbers
 from socflower.precision.processor_costs import MixedPricing
 from socflower.quantities import counted
-from socflower.rings.settings import RingSettings
-from socflower.strategies.group_means import GroupMean
+from socflower.strategies.group_models import GroupMean
 from socflower.strategies.group_replies import settle
 from socflower.strategies.leader_feedback import (
     feedback_after_round,
@@ -50,6 +50,7 @@ from socflower.strategies.outer_step import (
     refuse_integers_clipped,
     reproducible_draws,
 )
+from socflower.strategies.planned_rounds import PlannedRounds
 from socflower.strategies.records import (
     aggregate_records,
     array_views,
@@ -65,7 +66,6 @@ from socflower.strategies.replies import (
     outcome_of,
     with_model,
 )
-from socflower.strategies.resuming import PlannedRounds
 from socflower.strategies.round import (
     IN_PROCESS,
     GroupFeedback,
@@ -117,7 +117,7 @@ class RoundReport:
     cpu_share: float | None = (
         None  # mixed precision: share of the samples that were trained on CPUs (F11)
     )
-    in_turn: bool = False  # whether groups that share an uplink exchanged in turn (F6)
+    uplink_turns: bool = False  # whether groups that share an uplink exchanged in turn (F6)
     without_state: tuple[
         int, ...
     ] = ()  # groups whose leader has no state of this round's end to resume from
@@ -624,7 +624,7 @@ class SoCFlow(PlannedRounds):
                 usage=self._price(this, usable),
                 alpha=mean_metric(usable, ALPHA),
                 cpu_share=mean_metric(usable, CPU_SHARE),
-                in_turn=this.exchanges.turns.taken,
+                uplink_turns=this.exchanges.turns.enabled,
                 without_state=tuple(
                     sorted({event.group_id for event in settled.lost} | settled.leaders_replaced)
                 ),
@@ -829,7 +829,7 @@ class SoCFlow(PlannedRounds):
             batch_size=schedule.batch_size,
             steps_per_epoch=self.steps_per_epoch,
             reshuffle=schedule.reshuffle,
-            serialize_uplinks=False,
+            uplink_turns=False,
             overlap_buckets=self._exchange.overlap_buckets,
             pricing=self.pricing,
             rebalancing=self._rebalancing,
@@ -861,7 +861,7 @@ class SoCFlow(PlannedRounds):
         clock: VirtualClock | None,
         leaders: Sequence[str],
     ) -> tuple[Exchanges, IntervalCosts | None]:
-        turns = self._exchange.serialize_uplinks
+        turns = self._exchange.uplink_turns
         if base is None:
             return unpredicted_exchanges(
                 plan, turns, self._leaders, self._exchange.leader_compression, leaders
@@ -947,9 +947,9 @@ class SoCFlow(PlannedRounds):
         )
 
 
-def _describe_turns(turns: Turns) -> str:
+def _describe_turns(turns: UplinkTurns) -> str:
     """Return how groups exchange, for the log."""
-    said = "taking turns" if turns.taken else "running freely"
+    said = "taking turns" if turns.enabled else "running freely"
     return (
         said
         + {
@@ -957,7 +957,7 @@ def _describe_turns(turns: Turns) -> str:
             PREDICTED: ", which is predicted to be faster",
             NO_SHARED_UPLINK: ", as no two share an uplink",
             NOT_PREDICTED: ": without a clock and a model_profile nothing predicts whether running freely is faster; "
-            "serialize_uplinks=False runs freely",
+            "uplink_turns=False runs freely",
         }[turns.decided_by]
     )
 

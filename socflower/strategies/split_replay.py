@@ -16,16 +16,16 @@ from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.plan.decision import DecisionEngine
 from socflower.edgecloud.plan.device_costs import require_edge_memory
 from socflower.edgecloud.plan.party import CloudMode, Party
-from socflower.edgecloud.plan.split_pipeline import Timeline, moved, round_ends, simulate
+from socflower.edgecloud.plan.split_pipeline import Timeline, moved, round_ends, simulate_split
 from socflower.edgecloud.plan.timeline_actions import encode_actions
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.plain_numbers import plain_numbers
 from socflower.sim import EventClock
 from socflower.strategies.mixed_replies import client_events
 from socflower.strategies.node_registry import NodeRegistry
+from socflower.strategies.planned_rounds import PlannedRounds
 from socflower.strategies.records import aggregate_records, array_views, to_array_record
 from socflower.strategies.replies import ReplyEvent, fault_of, no_reply_event
-from socflower.strategies.resuming import PlannedRounds
 from socflower.wire.message_keys import (
     ARRAYS,
     CONFIG,
@@ -249,7 +249,7 @@ class SplitReplay(PlannedRounds):
         if self._clock is None:
             self._clock = getattr(grid, "clock", None) or EventClock(self._cluster)
         first, num_batches = self._span(server_round)
-        timeline = self._timeline = simulate(
+        timeline = self._timeline = simulate_split(
             self.parties,
             num_batches,
             first,

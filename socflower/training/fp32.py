@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
-from socflower.capture.batch_form import (
+from socflower.errors import ConfigError, require_range, require_type
+from socflower.model_graph.batch_form import (
     Batch,
     concatenated,
     form_of,
@@ -24,9 +25,8 @@ from socflower.capture.batch_form import (
     output_of,
     split,
 )
-from socflower.capture.batch_form import num_samples as num_samples_of
-from socflower.capture.torch_device import AUTO, device_of, on_device, resolve_device
-from socflower.errors import ConfigError, require_range, require_type
+from socflower.model_graph.batch_form import num_samples as num_samples_of
+from socflower.model_graph.torch_device import AUTO, device_of, on_device, resolve_device
 from socflower.plain_numbers import plain_numbers
 from socflower.training.batch_statistics import MemberBuffers, depends_on_batch
 from socflower.training.loss_weights import (

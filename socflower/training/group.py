@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from socflower.capture import batch_form
-from socflower.capture.batch_form import NOTHING
-from socflower.capture.random_state import own_random_state
+from socflower.model_graph import batch_form
+from socflower.model_graph.batch_form import NOTHING
+from socflower.model_graph.random_state import own_random_state
 from socflower.plain_numbers import plain_numbers
 from socflower.training.batches import BatchSchedule, sample_key
 from socflower.training.trainer import (

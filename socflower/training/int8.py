@@ -10,12 +10,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from socflower.capture.batch_form import num_samples as num_samples_of
-from socflower.capture.batch_form import pair_of
 from socflower.errors import ConfigError, require_range
+from socflower.model_graph.batch_form import num_samples as num_samples_of
+from socflower.model_graph.batch_form import pair_of
 from socflower.plain_numbers import plain_numbers
 from socflower.precision import NITI, EngineSettings, Int8Model, TrainingAlgorithm
-from socflower.precision.int8.batch_share import Peers, gather
+from socflower.precision.int8.batch_share import BatchPeers, gather
 from socflower.precision.int8.model import JointStep
 from socflower.precision.int8.network import UnsupportedOperator
 from socflower.training.batch_statistics import require_batch_statistics
@@ -134,7 +134,7 @@ class Int8Session:
             max(1, span.total_steps),
             span.seed,
         )
-        self._peers: Peers | None = None
+        self._peers: BatchPeers | None = None
         self._image_shape: tuple[int, ...] = ()  # in a ring, known to all of its members
         self._joint: JointStep | None = None
         self._int8: Int8Model | None = (
@@ -152,7 +152,7 @@ class Int8Session:
         self._step += 1
         return torch.tensor(result.loss)
 
-    def join(self, peers: Peers) -> None:
+    def join(self, peers: BatchPeers) -> None:
         """Train as a member of a ring; see `JointSession.join`."""
         self._peers, self._image_shape = peers, ()
 
@@ -219,7 +219,7 @@ class Int8Session:
         return {"learning_rate": self._trainer.rate(progress), "progress": progress, "seed": seed}
 
     @staticmethod
-    def _common_shape(peers: Peers, own: tuple[int, ...]) -> tuple[int, ...]:
+    def _common_shape(peers: BatchPeers, own: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of an image, which a member without samples learns from the others."""
         if own and len(own) != 3:
             raise _no_images(own)

@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from socflower.capture.halves import layer_seed
 from socflower.errors import ConfigError
+from socflower.model_graph.parts import layer_seed
 from socflower.precision import Int8Model
 from socflower.precision.algorithm import HANDED_OUT_GRADIENTS
 from socflower.precision.int8.parameters import start_gradients, take_weights

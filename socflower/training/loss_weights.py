@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from socflower.capture.batch_form import Batch, num_samples, split
-from socflower.capture.graph import in_mode
-from socflower.capture.model_copy import copied, reason
-from socflower.capture.random_state import forked_generators
 from socflower.errors import ConfigError
+from socflower.model_graph.batch_form import Batch, num_samples, split
+from socflower.model_graph.graph import in_mode
+from socflower.model_graph.model_copy import copied, reason
+from socflower.model_graph.random_state import forked_generators
 from socflower.workloads.data_source import DataSource
 from socflower.workloads.evaluation import IGNORED
 

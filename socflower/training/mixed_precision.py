@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from socflower.capture import batch_form
-from socflower.capture.graph import in_mode
-from socflower.capture.model_copy import copied
-from socflower.capture.random_state import forked_generator
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.model_graph import batch_form
+from socflower.model_graph.graph import in_mode
+from socflower.model_graph.model_copy import copied
+from socflower.model_graph.random_state import forked_generator
 from socflower.plain_numbers import plain_numbers
 from socflower.precision import Int8Backend, NativeInt8Backend
-from socflower.precision.mixed_precision import (
+from socflower.precision.cpu_share import (
     MIXING_RULES,
     RULES_BY_THROUGHPUT,
     ThroughputRatio,

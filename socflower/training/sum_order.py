@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from socflower.capture.torch_device import host_buffer
 from socflower.cluster.cost_model import bucket_starts
+from socflower.model_graph.torch_device import host_buffer
 
 
 @dataclass(slots=True)
-class Bucket:
+class GradientBucket:
     """Parameters whose gradients are exchanged together, with their buffer."""
 
     parameters: list[nn.Parameter]
@@ -116,13 +116,13 @@ def sum_in_ring_order(buffers: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return total
 
 
-def make_buckets(model: nn.Module, num_buckets: int) -> list[Bucket]:
+def make_buckets(model: nn.Module, num_buckets: int) -> list[GradientBucket]:
     """Return a model's trainable parameters in buckets, the last layers first."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad][::-1]
     return [make_bucket(part) for part in _parts(parameters, num_buckets)]
 
 
-def make_bucket(parameters: Sequence[nn.Parameter]) -> Bucket:
+def make_bucket(parameters: Sequence[nn.Parameter]) -> GradientBucket:
     """Return a bucket of parameters of one type on one device, with an empty buffer."""
     size, like = sum(parameter.numel() for parameter in parameters), parameters[0]
     buffer = host_buffer(size, like.dtype, like.device)
@@ -137,7 +137,7 @@ def make_bucket(parameters: Sequence[nn.Parameter]) -> Bucket:
         # In the parameter's own layout, copying and reading the gradient is one contiguous pass.
         views.append(torch.as_strided(gradients, parameter.size(), _strides(parameter), start))
         start += parameter.numel()
-    return Bucket(
+    return GradientBucket(
         list(parameters), buffer, gradients, views, [parameter.stride() for parameter in parameters]
     )
 

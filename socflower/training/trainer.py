@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from socflower.allocator import keep_freed_memory
-from socflower.capture.batch_form import Batch, num_samples
-from socflower.capture.torch_device import AUTO, resolve_device
 from socflower.errors import ConfigError
+from socflower.model_graph.batch_form import Batch, num_samples
+from socflower.model_graph.torch_device import AUTO, resolve_device
 from socflower.plain_numbers import plain_numbers
-from socflower.precision.int8.batch_share import Peers
+from socflower.precision.int8.batch_share import BatchPeers
 from socflower.workloads.data_source import DataSource
 
 Part: TypeAlias = Batch
@@ -152,7 +152,7 @@ class JointSession(TrainingSession, Protocol):
     Nothing is changed before `apply`, so that a step may be begun again, also with other members.
     """
 
-    def join(self, peers: Peers) -> None:
+    def join(self, peers: BatchPeers) -> None:
         """Train with these members from now on; all of them call it at the same step."""
         ...
 

@@ -116,7 +116,7 @@ class _Arriving(Generic[M]):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Transfer:
+class SentMessage:
     """A message that has crossed the link, as its sender saw it."""
 
     sent: bool  # by this end; otherwise by the other
@@ -197,8 +197,8 @@ class FrameChannel(Generic[M]):
             0  # bytes of the message that is arriving, on whichever stream most of it came
         )
         self._last_credit = (0, 0)
-        self._unreported_transfers: deque[Transfer] = deque(maxlen=_KEPT_TRANSFERS)
-        self._transfers: deque[Transfer] = deque(maxlen=_KEPT_TRANSFERS)
+        self._unreported_transfers: deque[SentMessage] = deque(maxlen=_KEPT_TRANSFERS)
+        self._transfers: deque[SentMessage] = deque(maxlen=_KEPT_TRANSFERS)
 
     # ------------------------------------------------------------------------------------------------- for the loops
 
@@ -261,7 +261,7 @@ class FrameChannel(Generic[M]):
             )
             return not self._unacknowledged
 
-    def transfers(self) -> tuple[Transfer, ...]:
+    def transfers(self) -> tuple[SentMessage, ...]:
         """Return the transfers since the last call; only the newest ones if there are many."""
         with self._changed:
             transfers = tuple(self._transfers)
@@ -473,7 +473,7 @@ class FrameChannel(Generic[M]):
         for transfer in credit.transfers:
             if transfer.seconds > 0 and transfer.num_bytes:
                 self._transfers.append(
-                    Transfer(
+                    SentMessage(
                         sent=False,
                         num_bytes=transfer.num_bytes,
                         seconds=transfer.seconds,
@@ -491,7 +491,7 @@ class FrameChannel(Generic[M]):
         if crossed and measure:
             # Several messages acknowledged together count as one transfer: single durations are not known.
             seconds = now_s - max(crossed[0].began_s, self._free_s)
-            transfer = Transfer(
+            transfer = SentMessage(
                 sent=True,
                 num_bytes=sum(kept.sent_bytes for kept in crossed),
                 seconds=seconds,

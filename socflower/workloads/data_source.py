@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from socflower.capture.batch_form import Batch
+from socflower.model_graph.batch_form import Batch
 
 Indices: TypeAlias = torch.Tensor | NDArray[np.integer[Any]] | Sequence[int]
 

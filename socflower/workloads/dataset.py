@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from socflower.capture.batch_form import Batch
 from socflower.errors import ConfigError
+from socflower.model_graph.batch_form import Batch
 from socflower.plain_numbers import plain_numbers
 from socflower.workloads.data_source import DataSource, Indices
 

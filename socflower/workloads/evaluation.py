@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from socflower.capture.batch_form import Batch, form_of, num_samples, output_entry, output_of
-from socflower.capture.graph import in_mode
-from socflower.capture.torch_device import device_of, on_device, resolve_device
 from socflower.errors import ConfigError, require_range
+from socflower.model_graph.batch_form import Batch, form_of, num_samples, output_entry, output_of
+from socflower.model_graph.graph import in_mode
+from socflower.model_graph.torch_device import device_of, on_device, resolve_device
 from socflower.plain_numbers import plain_numbers
 from socflower.workloads.map_dataset import as_data_source
 

@@ -16,9 +16,9 @@ from torch.utils.data import (
     default_collate,
 )
 
-from socflower.capture.batch_form import NOTHING, Batch, form_of, num_samples
-from socflower.capture.random_state import forked_generators, seed_generators
 from socflower.errors import ConfigError, require_range
+from socflower.model_graph.batch_form import NOTHING, Batch, form_of, num_samples
+from socflower.model_graph.random_state import forked_generators, seed_generators
 from socflower.plain_numbers import plain_numbers
 from socflower.workloads.data_source import DataSource, Indices
 

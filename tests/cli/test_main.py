@@ -204,8 +204,8 @@ def test_a_plan_is_one_document(socflower: Socflower, scenario: Path) -> None:
         "epoch_s",
         "epoch_energy_j",
         "step_s",
-        "step_in_turn_s",
-        "step_free_running_s",
+        "step_with_turns_s",
+        "step_without_turns_s",
         "sync_s",
     ):
         assert document["predicted"][key] > 0.0
@@ -241,7 +241,7 @@ def test_a_plan_prices_messages_both_ways_and_its_option_says_which_counts(
 
 
 @pytest.mark.parametrize(
-    ("groups", "fusion", "serialize_uplinks", "faster"),
+    ("groups", "fusion", "uplink_turns", "faster"),
     [
         pytest.param(8, "per-tensor", False, "free_running", marks=pytest.mark.slow),
         pytest.param(8, "buckets", True, "in_turn", marks=pytest.mark.slow),
@@ -253,7 +253,7 @@ def test_a_plan_takes_turns_only_where_that_is_predicted_to_be_faster(
     tmp_path: Path,
     groups: int,
     fusion: str,
-    serialize_uplinks: bool,
+    uplink_turns: bool,
     faster: str,
 ) -> None:
     """The two cases of F7, and its 8 groups with messages in buckets, which take turns like its 20."""
@@ -266,21 +266,25 @@ def test_a_plan_takes_turns_only_where_that_is_predicted_to_be_faster(
     ways = {
         asked: json.loads(
             socflower(
-                "plan", path, *options, "--json", "--set", f"strategy.serialize_uplinks={asked}"
+                "plan", path, *options, "--json", "--set", f"strategy.uplink_turns={asked}"
             ).out
         )
         for asked in ("auto", "true", "false")
     }
     steps = [document["predicted"] for document in ways.values()]
-    assert steps[0]["step_s"] == min(steps[0]["step_in_turn_s"], steps[0]["step_free_running_s"])
+    assert steps[0]["step_s"] == min(
+        steps[0]["step_with_turns_s"], steps[0]["step_without_turns_s"]
+    )
     assert steps[0]["step_s"] == steps[0][f"step_{faster}_s"]
     assert [one["step_s"] for one in steps[1:]] == [
-        steps[0]["step_in_turn_s"],
-        steps[0]["step_free_running_s"],
+        steps[0]["step_with_turns_s"],
+        steps[0]["step_without_turns_s"],
     ]
     assert steps[0]["epoch_s"] == min(one["epoch_s"] for one in steps)
-    assert [(document["sequenced"], document["sequenced_by"]) for document in ways.values()] == [
-        (serialize_uplinks, "predicted"),
+    assert [
+        (document["uplink_turns"], document["uplink_turns_by"]) for document in ways.values()
+    ] == [
+        (uplink_turns, "predicted"),
         (True, "asked"),
         (False, "asked"),
     ]
@@ -289,7 +293,7 @@ def test_a_plan_takes_turns_only_where_that_is_predicted_to_be_faster(
         "groups taking turns; running freely",
         "groups running freely; taking turns",
     )
-    assert (taking_turns if serialize_uplinks else running_freely) in said
+    assert (taking_turns if uplink_turns else running_freely) in said
 
 
 def test_a_plan_is_drawn_for_people(socflower: Socflower, scenario: Path) -> None:

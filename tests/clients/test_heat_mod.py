@@ -62,7 +62,7 @@ from tests.clients.test_app import (
     trained_alone,
     weights,
 )
-from tests.rings.peers import TOKEN, free_addresses
+from tests.peers.peers import TOKEN, free_addresses
 from tests.thermal.test_limits import DEADLINE_S, Calls, Source, Time, forged, raising
 
 LIMITS = HeatLimits(

@@ -23,7 +23,6 @@ from socflower.cluster.device_catalog import (
     message_s,
     toml_text,
 )
-from socflower.cluster.toml_file import read_table
 from socflower.errors import ConfigError
 from socflower.scenario.schema.file import (
     from_document,
@@ -31,6 +30,7 @@ from socflower.scenario.schema.file import (
     scenario_cluster,
     to_document,
 )
+from socflower.toml_file import read_table
 
 
 def test_defaults_are_one_board_of_five_snapdragons() -> None:

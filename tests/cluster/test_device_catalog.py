@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from socflower.capture.layer_profile import profile_module
 from socflower.cluster import ModelProfile, device, device_names, step_cost
 from socflower.cluster.device_catalog import catalog, link_bytes_per_s, message_s
 from socflower.errors import ConfigError
+from socflower.model_graph.layer_profile import profile_module
 from socflower.workloads import build_model
 
 EPOCHS, SAMPLES = 150, 50_000

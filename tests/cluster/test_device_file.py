@@ -20,8 +20,8 @@ from socflower.cluster.device_catalog import (
     read_device_file,
     toml_text,
 )
-from socflower.cluster.toml_file import read_table
 from socflower.errors import ConfigError
+from socflower.toml_file import read_table
 
 
 def parse_device(name: str, table: Any, where: str) -> Device:

@@ -40,7 +40,7 @@ def work(**changes: Any) -> IntervalCosts:
         "num_samples": 640,
         "batch_size": 32,
         "steps_per_epoch": 10,
-        "serialize_uplinks": True,
+        "uplink_turns": True,
         "pricing": MixedPricing(rule="paper"),
     }
     return IntervalCosts(**(values | changes))

@@ -21,8 +21,8 @@ from socflower.cluster import (
 from socflower.cluster.topology import Server
 from socflower.hierarchy import GroupPlan, IntervalCosts, Rebalancing, SyncInterval, plan_groups
 from socflower.hierarchy.rebalancing import CapacitiesInUse
-from socflower.sim import EventClock, Trace, solution
-from socflower.sim.folding import fold
+from socflower.sim import EventClock, Trace, steady_state
+from socflower.sim.symmetry import fold
 from tests.hierarchy.test_rebalancing import Weather
 
 DEVICES = ("snapdragon-865", "snapdragon-8gen1", "jetson-nano", "raspberry-pi-4b")
@@ -65,7 +65,7 @@ def work(cluster: Cluster, plan: GroupPlan, **changes: Any) -> IntervalCosts:
         "num_samples": 640,
         "batch_size": 32,
         "steps_per_epoch": 10,
-        "serialize_uplinks": True,
+        "uplink_turns": True,
     }
     return IntervalCosts(**(values | changes))
 
@@ -155,7 +155,7 @@ def works(draw: st.DrawFn) -> IntervalCosts:
         cluster,
         plan,
         profile=profile(draw(st.sampled_from([1e6, 1e8])), draw(st.sampled_from([4e4, 4e7]))),
-        serialize_uplinks=draw(st.booleans()),
+        uplink_turns=draw(st.booleans()),
         leaders=draw(st.sampled_from(["star", "tree"])),
         fusion=draw(st.sampled_from(["buckets", "per-tensor"])),
         overlap_buckets=draw(st.sampled_from([1, 2])),
@@ -177,7 +177,7 @@ def test_an_interval_takes_what_a_graph_of_it_without_barrier_takes(
 @given(of=works(), num_steps=st.integers(1, 30))
 def test_folded_it_takes_the_same(of: IntervalCosts, num_steps: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(solution, "fold", lambda program: fold(program, 0))
+        patch.setattr(steady_state, "fold", lambda program: fold(program, 0))
         ours = of.run(interval(num_steps), EventClock(of.cluster))
     close(ours, brute_force(of, interval(num_steps)))
 

@@ -253,7 +253,7 @@ def work(
         num_samples=10 * batch_size * len(plan.groups),
         batch_size=batch_size,
         steps_per_epoch=10,
-        serialize_uplinks=True,
+        uplink_turns=True,
         rebalancing=None if steps is None else Rebalancing(steps=steps),
     )
 

@@ -16,7 +16,7 @@ from socflower.errors import ConfigError
 from socflower.hierarchy import (
     IntervalCosts,
     SyncInterval,
-    Turns,
+    UplinkTurns,
     choose_turns,
     conflicts,
     plan_groups,
@@ -71,12 +71,12 @@ def work_on(
         "batch_size": 16,
         "num_samples": 16 * 6 * num_groups,
         "steps_per_epoch": 6,
-        "serialize_uplinks": False,
+        "uplink_turns": False,
     }
     return IntervalCosts(**(values | changes))
 
 
-def chosen(work: IntervalCosts, intervals: Sequence[SyncInterval]) -> Turns:
+def chosen(work: IntervalCosts, intervals: Sequence[SyncInterval]) -> UplinkTurns:
     clock = EventClock(work.cluster)
     turns = choose_turns(
         work.plan,
@@ -126,11 +126,11 @@ def test_what_is_chosen_is_never_slower_than_either_way(
     work = replace(work, leaders="ring")
     turns = chosen(work, intervals)
     assert turns.decided_by == PREDICTED
-    in_turn_s, free_s, chosen_s = (
-        training_s(replace(work, serialize_uplinks=way), intervals)
-        for way in (True, False, turns.taken)
+    with_turns_s, without_turns_s, chosen_s = (
+        training_s(replace(work, uplink_turns=way), intervals)
+        for way in (True, False, turns.enabled)
     )
-    assert chosen_s <= min(in_turn_s, free_s) * (1.0 + 1e-9)
+    assert chosen_s <= min(with_turns_s, without_turns_s) * (1.0 + 1e-9)
 
 
 @settings(max_examples=15)
@@ -142,10 +142,10 @@ def test_the_mean_step_is_that_of_the_training_executed_step_by_step(
     times = step_times(
         work, Counter(each.num_steps for each in intervals), EventClock(work.cluster)
     )
-    for way, step_s in ((True, times.in_turn_s), (False, times.free_s)):
+    for way, step_s in ((True, times.with_turns_s), (False, times.without_turns_s)):
         clock = EventClock(work.cluster, extrapolate=False)
         for interval in intervals:
-            clock.run(work.step(serialize_uplinks=way), repeat=interval.num_steps)
+            clock.run(work.step(uplink_turns=way), repeat=interval.num_steps)
         assert step_s * sum(interval.num_steps for interval in intervals) == pytest.approx(
             clock.now_s
         )
@@ -158,13 +158,14 @@ VGG11 = replace(
 
 
 @pytest.mark.parametrize(
-    ("num_groups", "taken", "in_turn_s", "free_s"), [(8, False, 1.22, 1.07), (20, True, 0.84, 1.10)]
+    ("num_groups", "taken", "with_turns_s", "without_turns_s"),
+    [(8, False, 1.22, 1.07), (20, True, 0.84, 1.10)],
 )
 def test_vgg11_on_60_socs_takes_turns_in_20_groups_and_not_in_8(
     num_groups: int,
     taken: bool,
-    in_turn_s: float,
-    free_s: float,
+    with_turns_s: float,
+    without_turns_s: float,
 ) -> None:
     """The two cases of F7."""
     work = work_on(
@@ -174,11 +175,11 @@ def test_vgg11_on_60_socs_takes_turns_in_20_groups_and_not_in_8(
     times = step_times(
         work, Counter(each.num_steps for each in intervals), EventClock(work.cluster)
     )
-    assert (times.in_turn_s, times.free_s) == (
-        pytest.approx(in_turn_s, abs=0.01),
-        pytest.approx(free_s, abs=0.01),
+    assert (times.with_turns_s, times.without_turns_s) == (
+        pytest.approx(with_turns_s, abs=0.01),
+        pytest.approx(without_turns_s, abs=0.01),
     )
-    assert chosen(work, intervals) == Turns(taken=taken, decided_by=PREDICTED)
+    assert chosen(work, intervals) == UplinkTurns(taken=taken, decided_by=PREDICTED)
 
 
 # ------------------------------------------------------------------------------------------- what decides
@@ -191,20 +192,22 @@ def test_who_asks_for_one_way_gets_it_unpredicted(asked: bool) -> None:
     def predict() -> StepTimes:
         raise AssertionError("nobody needs a prediction")
 
-    assert choose_turns(SHARED, asked, predict) == Turns(taken=asked, decided_by=ASKED)
+    assert choose_turns(SHARED, asked, predict) == UplinkTurns(taken=asked, decided_by=ASKED)
 
 
 @pytest.mark.parametrize("asked", [True, False, "auto"])
 def test_groups_that_share_no_uplink_run_freely_whatever_is_asked(asked: bool | str) -> None:
-    assert choose_turns(APART, asked, None) == Turns(taken=False, decided_by=NO_SHARED_UPLINK)
+    assert choose_turns(APART, asked, None) == UplinkTurns(taken=False, decided_by=NO_SHARED_UPLINK)
 
 
 def test_without_a_prediction_groups_that_share_an_uplink_take_turns() -> None:
-    assert choose_turns(SHARED, "auto", None) == Turns(taken=True, decided_by=NOT_PREDICTED)
+    assert choose_turns(SHARED, "auto", None) == UplinkTurns(taken=True, decided_by=NOT_PREDICTED)
 
 
 def test_a_tie_runs_freely() -> None:
-    assert not choose_turns(SHARED, "auto", lambda: StepTimes(in_turn_s=1.0, free_s=1.0)).taken
+    assert not choose_turns(
+        SHARED, "auto", lambda: StepTimes(with_turns_s=1.0, without_turns_s=1.0)
+    ).taken
 
 
 @pytest.mark.parametrize("asked", ["yes", "true", 1, None])

@@ -13,7 +13,7 @@ from socflower.paper.asteroid.volumes import (
     proportional,
 )
 from socflower.paper.records import read_paper
-from socflower.pipeline.schedule.run import simulate
+from socflower.pipeline.schedule.run import simulate_schedule
 from tests.pipeline.problems import layer, linear_seconds, problem
 
 
@@ -54,7 +54,9 @@ def test_all_divisions_of_five_devices_are_enumerated_once_and_send_what_equatio
         )
         assert plan.communication_bytes(case) == 2 * len(plan.groups) * 40.0 + crossing
         assert sum(group.micro_batch_size for group in plan.groups) == 10
-    assert simulate(case, plans[0]).num_bytes == pytest.approx(plans[0].communication_bytes(case))
+    assert simulate_schedule(case, plans[0]).num_bytes == pytest.approx(
+        plans[0].communication_bytes(case)
+    )
     assert proportional((3, 2), 64) == [39, 25] and sum(proportional((3, 1, 1), 128)) == 128
 
 

@@ -18,7 +18,7 @@ from socflower.pipeline.planner.closed_form import latency, update_latency
 from socflower.pipeline.planner.dynamic_program import search
 from socflower.pipeline.planner.pruning import search_work
 from socflower.pipeline.problem import PipelineProblem
-from socflower.pipeline.schedule.run import simulate
+from socflower.pipeline.schedule.run import simulate_schedule
 from tests.pipeline.problems import (
     layer,
     linear_seconds,
@@ -141,7 +141,7 @@ def test_the_closed_form_never_exceeds_the_simulator_by_much(
 ) -> None:
     """F32: its ratio to the simulator has a median near 1; it omits bubbles, and where K_p is small many."""
     plan = data.draw(plans(case))
-    run = simulate(case, plan)
+    run = simulate_schedule(case, plan)
     assert update_latency(case, plan) <= run.step_s * 1.35 + 1e-9
     if len(plan.stages) == 1:
         assert update_latency(case, plan) == pytest.approx(run.step_s, rel=1e-6)
@@ -154,7 +154,7 @@ def test_backward_after_forward_in_the_closed_form_is_exact_for_equal_stages() -
         num_micro_batches=8,
     )
     plan = straight_plan([0, 1, 2], [[4]] * 3, 8, policy=Policy.BACKWARD_AFTER_FORWARD)
-    assert update_latency(case, plan) == pytest.approx(simulate(case, plan).step_s)
+    assert update_latency(case, plan) == pytest.approx(simulate_schedule(case, plan).step_s)
 
 
 @settings(max_examples=20)

@@ -23,7 +23,7 @@ from socflower.pipeline.planner.peers import (
 )
 from socflower.pipeline.planner.selection import plan_pipeline, predict
 from socflower.pipeline.problem import Floats
-from socflower.pipeline.schedule.run import simulate
+from socflower.pipeline.schedule.run import simulate_schedule
 from tests.pipeline.problems import layer, linear_seconds, problem, random_problem
 
 
@@ -149,7 +149,7 @@ def test_every_peer_has_a_plan_whose_bytes_are_simulated() -> None:
             assert each.fits
             assert each.plan is not None
             assert each.plan.planner == each.name
-            assert simulate(case, each.plan).num_bytes == pytest.approx(
+            assert simulate_schedule(case, each.plan).num_bytes == pytest.approx(
                 each.plan.communication_bytes(case)
             )
             assert each.plan.num_samples == case.mini_batch_size

@@ -16,7 +16,7 @@ from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.pipeline.plan import PipelinePlan, Policy, Stage, intervals, slices_between
 from socflower.pipeline.planner.closed_form import update_latency
 from socflower.pipeline.problem import LayerSeconds, PipelineModel
-from socflower.pipeline.schedule.run import simulate
+from socflower.pipeline.schedule.run import simulate_schedule
 from tests.pipeline.problems import layer, linear_seconds, problem, straight_plan
 
 SHARES = st.lists(st.integers(1, 9), min_size=1, max_size=6)
@@ -163,8 +163,13 @@ def test_what_is_coded_costs_its_part_of_a_cut(coded: float) -> None:
     plan = straight_plan((0, 1), ((4,), (4,)), 4)
     both = replace(own, activation_part=coded, gradient_part=coded)
     assert plan.communication_bytes(both) == coded * plan.communication_bytes(own)
-    assert simulate(both, plan).num_bytes == coded * simulate(own, plan).num_bytes
-    assert simulate(both, plan).step_s == pytest.approx(coded * simulate(own, plan).step_s)
+    assert simulate_schedule(both, plan).num_bytes == coded * simulate_schedule(own, plan).num_bytes
+    assert simulate_schedule(both, plan).step_s == pytest.approx(
+        coded * simulate_schedule(own, plan).step_s
+    )
     assert update_latency(both, plan) == pytest.approx(coded * update_latency(own, plan))
     one_way = replace(own, activation_part=coded)
-    assert simulate(one_way, plan).num_bytes == (1 + coded) / 2 * simulate(own, plan).num_bytes
+    assert (
+        simulate_schedule(one_way, plan).num_bytes
+        == (1 + coded) / 2 * simulate_schedule(own, plan).num_bytes
+    )

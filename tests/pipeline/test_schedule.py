@@ -13,8 +13,15 @@ from socflower.cluster.link_rate import RateSteps
 from socflower.errors import ConfigError, SocflowerError
 from socflower.pipeline.plan import PipelinePlan, Policy, Sync, TwoDPlan
 from socflower.pipeline.problem import PipelineModel, PipelineProblem
-from socflower.pipeline.schedule.order import ASTEROID, RULES, Operation, Pass, at_most, operations
-from socflower.pipeline.schedule.run import ScheduleRun, simulate
+from socflower.pipeline.schedule.order import (
+    ASTEROID,
+    RULES,
+    Pass,
+    ScheduledPass,
+    at_most,
+    operations,
+)
+from socflower.pipeline.schedule.run import ScheduleRun, simulate_schedule
 from socflower.sim import EventClock
 from socflower.sim.trace import Trace
 from socflower.thermal.fans.policies import FixedSpeed
@@ -71,7 +78,7 @@ def test_dependencies_and_memory_hold_under_random_delays(
     plan = data.draw(plans(case))
     delays = data.draw(st.lists(st.floats(0.0, 3.0), min_size=1, max_size=7))
     counter = iter(range(10**9))
-    run = simulate(
+    run = simulate_schedule(
         case,
         plan,
         num_steps=num_steps,
@@ -94,7 +101,7 @@ def check_passes(run: ScheduleRun, plan: PipelinePlan, num_steps: int) -> None:
         expected = list(operations(plan.policy, stage.in_flight, plan.num_micro_batches))
         for soc in stage.devices:
             assert [
-                Operation(each.kind, each.micro_batch) for each in by_device[soc]
+                ScheduledPass(each.kind, each.micro_batch) for each in by_device[soc]
             ] == expected * num_steps
             for before, after in zip(by_device[soc], by_device[soc][1:], strict=False):
                 assert before.end_s <= after.start_s + 1e-9
@@ -124,7 +131,7 @@ def test_a_pipeline_of_equal_stages_takes_m_plus_p_minus_1_steps() -> None:
         num_micro_batches=8,
     )
     for policy in Policy:
-        run = simulate(case, straight_plan([0, 1, 2], [[4]] * 3, 8, policy=policy))
+        run = simulate_schedule(case, straight_plan([0, 1, 2], [[4]] * 3, 8, policy=policy))
         assert run.step_s == pytest.approx((8 + 3 - 1) * 4 * (0.5 + 0.75))
         assert run.usage.soc_seconds[Activity.COMPUTE] == pytest.approx(3 * 8 * 5.0)
 
@@ -136,7 +143,7 @@ def test_one_in_flight_keeps_one_stage_busy_at_a_time() -> None:
         [linear_seconds([0.5] * 3, [0.75] * 3)] * 3,
         num_micro_batches=8,
     )
-    assert simulate(
+    assert simulate_schedule(
         case, straight_plan([0, 1, 2], [[4]] * 3, 8, rule=at_most(1))
     ).step_s == pytest.approx(8 * 3 * 5.0)
 
@@ -147,7 +154,7 @@ def test_a_ring_and_an_update_end_the_step() -> None:
     case = replace(
         case, devices=tuple(replace(each, update_bytes_per_s=1000.0) for each in case.devices)
     )
-    run = simulate(case, straight_plan([0], [[2, 2]], 3), num_steps=2)
+    run = simulate_schedule(case, straight_plan([0], [[2, 2]], 3), num_steps=2)
     assert run.step_ends_s == pytest.approx((6 + 1 + 0.5, 15.0))
     assert run.usage.soc_seconds[Activity.UPDATE] == pytest.approx(2 * 2 * 0.5)
 
@@ -167,10 +174,10 @@ def test_samples_that_are_elsewhere_are_sent() -> None:
     )
     for source, own_bytes in ((2, 12 * 11), (0, 12 * 1), (1, 12 * 10)):
         plan = straight_plan([0, 1], [[4], [4]], 3, samples_on=source)
-        assert simulate(case, plan, num_steps=2).num_bytes == 2 * (2 * 12 * 5 + own_bytes)
+        assert simulate_schedule(case, plan, num_steps=2).num_bytes == 2 * (2 * 12 * 5 + own_bytes)
         assert plan.communication_bytes(case) == 2 * 12 * 5 + own_bytes
     single = straight_plan([1], [[4]], 3, samples_on=2)
-    assert simulate(case, single).num_bytes == 12 * 11
+    assert simulate_schedule(case, single).num_bytes == 12 * 11
 
 
 # ------------------------------------------------------------------------------------------------- two dimensions
@@ -204,7 +211,7 @@ def test_bytes_of_two_dimensions_are_those_of_equation_1(
     plan = two_d(sync, server)
     expected = num_bytes + 2 * (2 * 12 * 5.0)
     assert plan.communication_bytes(case) == expected
-    assert simulate(case, plan, num_steps=2).num_bytes == pytest.approx(2 * expected)
+    assert simulate_schedule(case, plan, num_steps=2).num_bytes == pytest.approx(2 * expected)
 
 
 def test_groups_that_are_cut_in_different_places_exchange_by_part() -> None:
@@ -220,7 +227,7 @@ def test_groups_that_are_cut_in_different_places_exchange_by_part() -> None:
     )
     for sync in Sync:
         plan = TwoDPlan(groups=(one, other), sync=sync)
-        assert simulate(case, plan, num_steps=2).num_bytes == pytest.approx(
+        assert simulate_schedule(case, plan, num_steps=2).num_bytes == pytest.approx(
             2 * plan.communication_bytes(case)
         )
 
@@ -247,40 +254,42 @@ def slow_case() -> tuple[PipelineProblem, PipelinePlan]:
 
 def test_a_user_who_takes_a_device_stops_the_pipeline() -> None:
     case, plan = slow_case()
-    free = simulate(case, plan, clock=EventClock(case.cluster, make_rack(0.4)))
+    free = simulate_schedule(case, plan, clock=EventClock(case.cluster, make_rack(0.4)))
     taken = changes(
         NOBODY, [(20.0, BackgroundLoad(share=0.0, power_w=1.0, taken=True)), (50.0, NOBODY)]
     )
     around = Surroundings(background_load=(changes(NOBODY, []), taken))
-    late = simulate(case, plan, clock=EventClock(case.cluster, make_rack(0.4, around)))
+    late = simulate_schedule(case, plan, clock=EventClock(case.cluster, make_rack(0.4, around)))
     assert free.step_s + 20.0 < late.step_s <= free.step_s + 30.0 + 1e-6
 
 
 def test_heat_slows_a_pipeline_down() -> None:
     case, plan = slow_case()
-    cool = simulate(case, plan, num_steps=20)
-    hot = simulate(case, plan, num_steps=20, clock=EventClock(case.cluster, make_rack(0.02)))
+    cool = simulate_schedule(case, plan, num_steps=20)
+    hot = simulate_schedule(
+        case, plan, num_steps=20, clock=EventClock(case.cluster, make_rack(0.02))
+    )
     assert hot.usage.duration_s > cool.usage.duration_s
     assert hot.usage.energy_j[Activity.COOLING] > 0.0
 
 
 def test_a_link_that_comes_and_goes() -> None:
     case, plan = slow_case()
-    steady = simulate(case, plan).step_s
+    steady = simulate_schedule(case, plan).step_s
     rates = {"soc0/tx": RateSteps((0.0, 10.0, 30.0), (100.0, 0.0, 100.0))}
-    run = simulate(case, plan, link_rates=rates)
+    run = simulate_schedule(case, plan, link_rates=rates)
     assert steady + 5.0 < run.step_s < steady + 20.0 + 1e-6
     lost = {"soc0/tx": RateSteps((0.0, 10.0), (100.0, 0.0), inf)}
     with pytest.raises(SocflowerError, match="soc0/tx carries nothing any more"):
-        simulate(case, plan, link_rates=lost)
+        simulate_schedule(case, plan, link_rates=lost)
     with pytest.raises(ConfigError, match="no link 'soc9/tx'"):
-        simulate(case, plan, link_rates={"soc9/tx": RateSteps((0.0,), (1.0,))})
+        simulate_schedule(case, plan, link_rates={"soc9/tx": RateSteps((0.0,), (1.0,))})
 
 
 def test_the_trace_shows_micro_batches() -> None:
     case, plan = slow_case()
     trace = Trace()
-    simulate(case, plan, clock=EventClock(case.cluster, trace=trace))
+    simulate_schedule(case, plan, clock=EventClock(case.cluster, trace=trace))
     names = {span[1] for span in trace.state()["spans"]}
     assert {
         "forward 0",

@@ -21,7 +21,7 @@ from socflower.pipeline.planner.selection import (
     with_in_flight,
 )
 from socflower.pipeline.problem import LayerSeconds, PipelineProblem
-from socflower.pipeline.schedule.run import simulate
+from socflower.pipeline.schedule.run import simulate_schedule
 from tests.pipeline.problems import layer, linear_seconds, problem, random_problem, straight_plan
 
 
@@ -110,7 +110,7 @@ def test_no_plan_exceeds_a_budget_and_each_is_predicted_and_simulated(seed: int)
         return
     for each in (found, *found.alternatives):
         each.plan.check(each.problem)
-        assert simulate(each.problem, each.plan).step_s == each.prediction.step_s
+        assert simulate_schedule(each.problem, each.plan).step_s == each.prediction.step_s
         assert each.prediction.formula_s == update_latency(each.problem, each.plan)
         assert each.prediction.step_s >= found.prediction.step_s
 
@@ -250,7 +250,7 @@ def test_samples_on_one_device_are_part_of_the_plan_and_its_time() -> None:
         assert found.plan.stages[0].devices == (source,)
         for each in compare(case, ["gpipe", "2d"], samples_on=source):
             assert each.plan is not None
-            assert simulate(case, each.plan).num_bytes == pytest.approx(
+            assert simulate_schedule(case, each.plan).num_bytes == pytest.approx(
                 each.plan.communication_bytes(case)
             )
     with pytest.raises(ConfigError, match="SoC 7 is no device of this problem"):

@@ -10,7 +10,7 @@ from socflower.pipeline.planner.closed_form import latency, update_latency
 from socflower.pipeline.planner.selection import predict
 from socflower.pipeline.planner.two_dimensions import best_two_d
 from socflower.pipeline.problem import PipelineProblem
-from socflower.pipeline.schedule.run import simulate
+from socflower.pipeline.schedule.run import simulate_schedule
 from tests.pipeline.problems import layer, linear_seconds, problem, random_problem
 
 
@@ -40,7 +40,7 @@ def two_pairs(output: float, link: float = 100.0) -> tuple[PipelineProblem, TwoD
 def test_the_exchange_follows_the_last_pass_of_a_ring_and_takes_what_the_closed_form_says() -> None:
     """Rings of 100 and 300 B at 100 B/s: 1 s and 3 s. The second stages end with a backward pass before the first."""
     case, plan = two_pairs(output=0.0)
-    run = simulate(case, plan)
+    run = simulate_schedule(case, plan)
     ended = {each.soc: each.end_s for each in sorted(run.passes, key=lambda each: each.end_s)}
     assert run.step_s == pytest.approx(max(ended[0] + 1.0, ended[1] + 3.0))
     slowest_s = max(latency(case, group, reduces=False).seconds for group in plan.groups)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from socflower import _int8
-from socflower.capture.random_state import forked_generator
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.model_graph.random_state import forked_generator
 from socflower.precision import (
     ADAPTIVE_FIXED_POINT,
     NITI,

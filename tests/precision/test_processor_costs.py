@@ -17,7 +17,7 @@ from socflower.cluster import (
     device,
 )
 from socflower.errors import ConfigError
-from socflower.precision.mixed_precision import (
+from socflower.precision.cpu_share import (
     MIXING_RULES,
     RULES_BY_THROUGHPUT,
     accuracy_floor,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from socflower.precision.mixed_precision import ThroughputRatio
+from socflower.precision.cpu_share import ThroughputRatio
 
 SECONDS = st.floats(1e-6, 1e3)
 SAMPLES = st.integers(1, 500)

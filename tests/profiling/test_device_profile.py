@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from socflower.capture.layer_profile import profile_module
 from socflower.cluster import device, device_names, load_cluster
 from socflower.cluster.device import Device
 from socflower.cluster.device_catalog import DeviceFile, figure, read_device_file, toml_text
-from socflower.cluster.toml_file import read_table
 from socflower.errors import ConfigError
+from socflower.model_graph.layer_profile import profile_module
 from socflower.profiling import cells as profile_cells
 from socflower.profiling import device_profile
 from socflower.profiling.cells import CellStore, Conditions, build_module, measure_cell
@@ -33,6 +32,7 @@ from socflower.scenario.schema.file import (
     scenario_cluster,
     to_document,
 )
+from socflower.toml_file import read_table
 from tests.command_line import Socflower
 from tests.fake_device import MODULE, fake_device  # noqa: F401 - a fixture
 

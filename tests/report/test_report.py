@@ -224,13 +224,11 @@ def test_needs_no_network_and_no_script() -> None:
 
 
 @pytest.mark.parametrize(
-    ("serialize_uplinks", "says"),
+    ("uplink_turns", "says"),
     [(True, "take turns: A"), (False, "run freely, without turns: A")],
 )
-def test_the_note_on_groups_says_whether_they_take_turns(
-    serialize_uplinks: bool, says: str
-) -> None:
-    plan = {**_plan(), "sequenced": serialize_uplinks}
+def test_the_note_on_groups_says_whether_they_take_turns(uplink_turns: bool, says: str) -> None:
+    plan = {**_plan(), "uplink_turns": uplink_turns}
     assert len(plan["communication_groups"]) > 1
     assert (
         f"Communication groups {says}"

@@ -18,7 +18,7 @@ from socflower.scenario.schema.config import (
     ModelConfig,
     OwnTraining,
     PrecisionConfig,
-    Prediction,
+    PredictedEpoch,
     Scenario,
 )
 from socflower.scenario.schema.file import parse_scenario, to_document
@@ -226,8 +226,8 @@ def test_predictions_are_those_of_plan_and_nothing_is_trained_for_them(
     trained: TrainedBy, tmp_path: Path
 ) -> None:
     asked = (
-        Prediction(model="resnet8", data="digits", batch_size=16),
-        Prediction(model="resnet8", data="digits", batch_size=16, arithmetic="int8"),
+        PredictedEpoch(model="resnet8", data="digits", batch_size=16),
+        PredictedEpoch(model="resnet8", data="digits", batch_size=16, arithmetic="int8"),
     )
     scenario = small().replaced(compare=CompareConfig(predict=asked))
     document = compare(scenario, ["socflow", "fedavg", "sgd"], tmp_path)
@@ -257,7 +257,9 @@ def test_predicted_epochs_are_also_compared_at_equal_samples_a_step(
 ) -> None:
     """An epoch of two groups has half the steps, each of two batches; one SoC takes both batches at once."""
     scenario = small().replaced(
-        compare=CompareConfig(predict=(Prediction(model="resnet8", data="digits", batch_size=16),))
+        compare=CompareConfig(
+            predict=(PredictedEpoch(model="resnet8", data="digits", batch_size=16),)
+        )
     )
     groups, alone = compare(scenario, ["socflow", "sgd"], tmp_path)["predictions"]
     assert (groups["step_samples"], alone["step_samples"]) == (32, 16)

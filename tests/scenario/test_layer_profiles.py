@@ -11,7 +11,7 @@ import pytest
 
 from socflower.errors import ConfigError
 from socflower.pipeline.problem import PipelineProblem
-from socflower.scenario.layer_profiles import LayerProfile, measured_profile, write_profile
+from socflower.scenario.layer_profiles import MeasuredLayers, measured_profile, write_profile
 from socflower.scenario.pipeline_planning import pipeline_problem, plan_of_pipeline
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import load_scenario
@@ -107,7 +107,7 @@ def test_what_is_measured_here_reads_back(tmp_path: Path) -> None:
     assert seconds.batches == (1, 4)
     assert np.array_equal(seconds.forward_s, [layer.forward_s for layer in found.layers])
     assert (
-        LayerProfile.model_validate_json((tmp_path / "nano.json").read_text(), by_alias=True)
+        MeasuredLayers.model_validate_json((tmp_path / "nano.json").read_text(), by_alias=True)
         == found
     )
 

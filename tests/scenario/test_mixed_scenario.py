@@ -14,7 +14,7 @@ from torch import nn
 
 from socflower.cli import main as cli
 from socflower.errors import SocflowerError
-from socflower.precision.mixed_precision import cpu_share
+from socflower.precision.cpu_share import cpu_share
 from socflower.scenario.arithmetic import num_training_samples, trainer, training_data
 from socflower.scenario.planning import plan_scenario
 from socflower.scenario.runner import run_scenario

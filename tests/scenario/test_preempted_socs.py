@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from socflower.cluster.toml_file import read_table
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.scenario.runner import run_scenario
 from socflower.scenario.schema.config import EventConfig
+from socflower.toml_file import read_table
 from tests.scenario.small_runs import small, small_result
 
 pytestmark = pytest.mark.usefixtures("on_few_digits")

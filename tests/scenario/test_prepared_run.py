@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from socflower.errors import ConfigError
-from socflower.rings.settings import RingSettings
+from socflower.peers.ring.settings import RingSettings
 from socflower.scenario.prepared_run import prepare
 from socflower.scenario.schema.config import Scenario, TrainConfig
 from tests.command_line import Socflower

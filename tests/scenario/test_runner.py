@@ -93,22 +93,21 @@ def test_the_result_has_every_promised_key_with_its_type(name: str) -> None:
 def test_turns_are_taken_where_they_are_faster_and_the_result_says_so() -> None:
     """Two groups of three on boards of two share an uplink: weights are equal, and the faster way is chosen."""
     ways = {
-        asked: small_result(boards=(2, 2, 2), serialize_uplinks=asked)
-        for asked in ("auto", True, False)
+        asked: small_result(boards=(2, 2, 2), uplink_turns=asked) for asked in ("auto", True, False)
     }
     assert len({result["weights_sha256"] for result in ways.values()}) == 1
     assert ways["auto"]["virtual_s"] == min(ways[True]["virtual_s"], ways[False]["virtual_s"])
     assert ways[True]["virtual_s"] != ways[False]["virtual_s"]
     for asked, result in ways.items():
         taken = result["virtual_s"] == ways[True]["virtual_s"]
-        assert (result["plan"]["sequenced"], result["plan"]["sequenced_by"]) == (
+        assert (result["plan"]["uplink_turns"], result["plan"]["uplink_turns_by"]) == (
             taken,
             "predicted" if asked == "auto" else "asked",
         )
-        assert [entry["sequenced"] for entry in result["rounds"][1:]] == [taken] * (
+        assert [entry["uplink_turns"] for entry in result["rounds"][1:]] == [taken] * (
             len(result["rounds"]) - 1
         )
-    assert small_result()["plan"]["sequenced_by"] == "no-shared-uplink"
+    assert small_result()["plan"]["uplink_turns_by"] == "no-shared-uplink"
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -7,10 +7,9 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import pytest
 
 from socflower.cluster.cluster_file import MOST_SOCS
-from socflower.cluster.toml_file import keys_of, read_table
 from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.hierarchy.delayed_sync import _IntervalCursor
-from socflower.rings.settings import RingSettings
+from socflower.peers.ring.settings import RingSettings
 from socflower.scenario.heat import predicted_heat
 from socflower.scenario.planning import plan_scenario
 from socflower.scenario.schema.config import (
@@ -21,6 +20,7 @@ from socflower.scenario.schema.config import (
 )
 from socflower.scenario.schema.file import parse_scenario, scenario_cluster
 from socflower.scenario.schema.split import EdgeCloudConfig
+from socflower.toml_file import keys_of, read_table
 from tests.command_line import Socflower
 
 TABLES = {

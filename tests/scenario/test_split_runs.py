@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from socflower.capture.layer_profile import profile_module
 from socflower.cli.main import main
 from socflower.cluster.device_catalog import device
 from socflower.edgecloud.links.bandwidth_profile import LinkRates
@@ -18,9 +17,10 @@ from socflower.edgecloud.plan.cost_model import training_s
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.plan.device_costs import edge_energy_j, split_costs
 from socflower.edgecloud.plan.phases import phases
-from socflower.edgecloud.plan.split_pipeline import simulate
-from socflower.edgecloud.program import cut_shapes
+from socflower.edgecloud.plan.split_pipeline import simulate_split
+from socflower.edgecloud.split_program import cut_shapes
 from socflower.errors import ConfigError
+from socflower.model_graph.layer_profile import profile_module
 from socflower.scenario.comparison import compare
 from socflower.scenario.heat import predicted_heat
 from socflower.scenario.runner import run_scenario, run_to_folder
@@ -227,7 +227,7 @@ def test_an_int8_edge_is_priced_on_its_int8_processor_and_the_cloud_in_fp32() ->
         for one, other in zip(costs.cuts, in_fp32.cuts, strict=True)
     )
     result = ran(scenario)
-    past = simulate([party], 14, clock=EventClock(setting.cluster), cluster=setting.cluster)
+    past = simulate_split([party], 14, clock=EventClock(setting.cluster), cluster=setting.cluster)
     least, most = (
         edge_energy_j(
             edge,
@@ -266,9 +266,11 @@ def test_a_mixed_edge_is_priced_as_both_processors_at_once() -> None:
         assert both.edge_backward_s >= max(one.edge_backward_s, other.edge_backward_s)
     assert party.costs.edge_processor == "cpu" and party.costs.edge_beside[0][0] == "npu"
     assert setting.workload.num_samples() == [len(setting.workload.samples(0))]
-    past = simulate([party], 14, clock=EventClock(setting.cluster), cluster=setting.cluster)
+    past = simulate_split([party], 14, clock=EventClock(setting.cluster), cluster=setting.cluster)
     alone = replace(party, costs=replace(party.costs, edge_beside=()))
-    without = simulate([alone], 14, clock=EventClock(setting.cluster), cluster=setting.cluster)
+    without = simulate_split(
+        [alone], 14, clock=EventClock(setting.cluster), cluster=setting.cluster
+    )
     extra_w = edge.processor("npu").active_w - edge.idle_w
     assert past.duration_s == without.duration_s
     assert past.usage.total_energy_j - without.usage.total_energy_j == pytest.approx(

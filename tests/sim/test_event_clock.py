@@ -22,9 +22,9 @@ from socflower.cluster import (
 from socflower.cluster.virtual_clock import Pace
 from socflower.errors import ConfigError
 from socflower.sim import EventClock
+from socflower.sim.compiled_graph import compile_graph
 from socflower.sim.execution import Execution, Instance
 from socflower.sim.flows import RateTable
-from socflower.sim.program import compile_graph
 
 MakeCluster = Callable[..., Cluster]
 AddRing = Callable[..., list[int]]

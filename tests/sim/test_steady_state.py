@@ -22,10 +22,10 @@ from socflower.cluster import (
 from socflower.cluster.topology import uniform_cluster
 from socflower.errors import ConfigError
 from socflower.sim import EventClock
+from socflower.sim.compiled_graph import compile_graph
 from socflower.sim.energy import power_w
 from socflower.sim.execution import Execution
 from socflower.sim.flows import RateTable
-from socflower.sim.program import compile_graph
 from tests.unrolled_graphs import unrolled
 
 MakeCluster = Callable[..., Cluster]

@@ -19,13 +19,13 @@ from torch import nn
 from socflower.clients.app import make_client_app
 from socflower.cluster import Cluster, parse_cluster
 from socflower.engines.deployment.flower_processes import free_ports
-from socflower.rings import leader_exchange
-from socflower.rings.collective import Collective, PeerLost, Poll, no_poll
-from socflower.rings.leader_exchange import GroupsModel
-from socflower.rings.model_changes import ChangeCompression
-from socflower.rings.settings import RingSettings
-from socflower.rings.transports.port import RingPort
-from socflower.rings.transports.stream import OutgoingStream
+from socflower.peers.collective import Collective, PeerLost, Poll, no_poll
+from socflower.peers.leaders import model_exchange as leader_exchange
+from socflower.peers.leaders.model_changes import ChangeCompression
+from socflower.peers.leaders.model_exchange import GroupsModel
+from socflower.peers.ring.settings import RingSettings
+from socflower.peers.transports.port import RingPort
+from socflower.peers.transports.stream import OutgoingStream
 from socflower.strategies.socflow import SoCFlow
 from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
 from socflower.wire.message_keys import CONFIG, GROUP, SERVER_ROUND, GroupTask

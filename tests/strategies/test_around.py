@@ -20,7 +20,7 @@ from socflower.errors import ConfigError, TrainingFailed
 from socflower.strategies.comparators import OrderedFedAvg
 from socflower.strategies.group_grid import GroupGrid
 from socflower.strategies.node_registry import QUERY_TYPE
-from socflower.strategies.resuming import Resumable
+from socflower.strategies.planned_rounds import Resumable
 from socflower.strategies.settings import TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import ARRAYS, RESUMED, STATUS, NodeStatus, encode

@@ -13,11 +13,11 @@ from flwr.serverapp.strategy import FedAvg, FedMedian, Strategy
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from socflower.capture.layer_profile import profile_module
 from socflower.clients.app import make_client_app
 from socflower.cluster import parse_cluster
 from socflower.engines.local.run_app import run_app
 from socflower.errors import ConfigError
+from socflower.model_graph.layer_profile import profile_module
 from socflower.strategies.forwarding_grid import ForwardingGrid
 from socflower.strategies.settings import Costs, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow

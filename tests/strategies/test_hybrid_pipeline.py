@@ -30,7 +30,7 @@ from socflower.pipeline.plan import PipelinePlan
 from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.replanning import replanned
 from socflower.pipeline.runtime.group import train_pipeline
-from socflower.pipeline.schedule.run import simulate
+from socflower.pipeline.schedule.run import simulate_schedule
 from socflower.training.model_state import frozen_digest, trainable_state
 from socflower.wire.message_keys import FROZEN_SHA256
 from socflower.workloads import LabelledData, as_data_source
@@ -138,14 +138,16 @@ def test_a_round_that_is_planned_for_slower_devices_is_priced_at_the_clocks_spee
         micro_batch_size=plan.pipelines[0].micro_batch_size,
         num_micro_batches=plan.pipelines[0].num_micro_batches,
     )
-    updates_s = 2 * simulate(sized, plan, num_steps=strategy.steps_per_epoch).usage.duration_s
+    updates_s = (
+        2 * simulate_schedule(sized, plan, num_steps=strategy.steps_per_epoch).usage.duration_s
+    )
     weights = sum(layer.weight_bytes for layer in model.layers)
     assert clock.now_s == pytest.approx(
         updates_s + 2 * (weights / 12.5e6 + problem.cluster.message_s)
     )
     twice_s = (
         2
-        * simulate(
+        * simulate_schedule(
             strategy.pipeline.problem, plan, num_steps=strategy.steps_per_epoch
         ).usage.duration_s
     )
@@ -391,14 +393,14 @@ def test_stages_in_int8_are_planned_priced_and_trained_so() -> None:
     assert int8.device(0).update_s(1e6) == pytest.approx(1.25 * fp32.device(0).update_s(1e6))
     plan = straight_plan((0, 1, 3), ((6,), (6,), (6,)), 4)
     steps_s = [
-        simulate(replace(problem, micro_batch_size=6, num_micro_batches=4), plan).step_s
+        simulate_schedule(replace(problem, micro_batch_size=6, num_micro_batches=4), plan).step_s
         for problem in (fp32, int8)
     ]
     assert steps_s[1] < steps_s[0]
     # Of one device alone, the passes draw the watts of its NPU and the update those of its CPU.
     alone = straight_plan((3,), ((24,),), 1)
     sized = replace(int8, devices=int8.devices[:1], micro_batch_size=24, num_micro_batches=1)
-    usage, device, kind = simulate(sized, alone).usage, sized.devices[0], int8.kind(0)
+    usage, device, kind = simulate_schedule(sized, alone).usage, sized.devices[0], int8.kind(0)
     passes_s = device.seconds.forward(0, 3, 24) + device.seconds.backward(0, 3, 24)
     update_s = device.update_s(int8.model.weight_bytes(0, 3))
     assert usage.duration_s == pytest.approx(passes_s + update_s)

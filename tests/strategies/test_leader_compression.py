@@ -19,11 +19,11 @@ from socflower.clients.app import make_client_app
 from socflower.engines.local.grid import LocalGrid
 from socflower.errors import ConfigError
 from socflower.hierarchy import SyncInterval, plan_groups, unpredicted_exchanges
-from socflower.rings.leader_exchange import GroupsModel, exchange_in_process, feedback_after
-from socflower.rings.model_changes import Floats, MemberChanges, feedback_digest
-from socflower.rings.transports.in_process import in_process_rings
+from socflower.peers.leaders.model_changes import Floats, MemberChanges, feedback_digest
+from socflower.peers.leaders.model_exchange import GroupsModel, exchange_in_process, feedback_after
+from socflower.peers.transports.in_process import in_process_rings
 from socflower.strategies.group_grid import GroupGrid
-from socflower.strategies.group_means import GroupMean
+from socflower.strategies.group_models import GroupMean
 from socflower.strategies.leader_feedback import feedback_after_round, from_arrays, to_arrays
 from socflower.strategies.round import GroupFeedback, Round
 from socflower.strategies.settings import ExchangeSettings

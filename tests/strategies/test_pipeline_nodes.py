@@ -12,10 +12,10 @@ from torch import Tensor
 
 from socflower.engines.local.grid import LocalGrid
 from socflower.hierarchy import Rebalancing
+from socflower.peers.ring.settings import RingSettings
 from socflower.pipeline.profiler.estimates import pipeline_problem
 from socflower.pipeline.replanning import replanned
 from socflower.pipeline.runtime.group import train_pipeline
-from socflower.rings.settings import RingSettings
 from socflower.strategies.group_grid import GroupGrid
 from socflower.strategies.hybrid_pipeline import HybridPipeline
 from socflower.strategies.settings import TrainingSchedule

@@ -158,7 +158,9 @@ def test_split_groups_that_take_turns_train_the_same() -> None:
         ours = strategy.start(
             GroupGrid(grid), ring_app.initial(), num_rounds=strategy.num_rounds, timeout=120
         ).arrays
-    assert strategy.exchanges.turns.taken and all(report.in_turn for report in strategy.reports)
+    assert strategy.exchanges.turns.enabled and all(
+        report.uplink_turns for report in strategy.reports
+    )
     assert [event.text for report in strategy.reports for event in report.events] == []
     with LocalGrid(ring_app.client_app(), 6, num_workers=0) as grid:
         strategy = ring_app.strategy(rack, num_groups=2)

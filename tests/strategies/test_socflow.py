@@ -11,8 +11,8 @@ from flwr.serverapp.strategy import FedAdam
 from socflower.cluster import LayerProfile, ModelProfile, parse_cluster
 from socflower.errors import ConfigError, InfeasiblePlan, SocflowerError, TrainingFailed
 from socflower.hierarchy import split_batch
+from socflower.peers.ring.settings import RingSettings
 from socflower.precision.processor_costs import Int8Pricing
-from socflower.rings.settings import RingSettings
 from socflower.sim import EventClock
 from socflower.strategies.comparators import RingAllReduce, SingleDevice
 from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule
@@ -292,8 +292,8 @@ def test_options_that_nobody_knows_and_a_missing_schedule_are_refused() -> None:
         ),
         (lambda: ExchangeSettings(overlap_buckets=0), "overlap_buckets = 0 must be"),
         (
-            lambda: ExchangeSettings(serialize_uplinks="maybe"),
-            "serialize_uplinks = 'maybe' is unknown",
+            lambda: ExchangeSettings(uplink_turns="maybe"),
+            "uplink_turns = 'maybe' is unknown",
         ),
     ],
 )
@@ -578,7 +578,7 @@ def test_every_new_plan_takes_turns_where_that_is_predicted_to_be_faster(
             cluster=cluster,
             clock=EventClock(cluster),
             model_profile=kind,
-            serialize_uplinks=asked,
+            uplink_turns=asked,
             num_epochs=4,
         )
         nodes = range(10, 100, 10)
@@ -591,7 +591,7 @@ def test_every_new_plan_takes_turns_where_that_is_predicted_to_be_faster(
             ]
             strategy.aggregate_train(server_round, [answer(message, 1.0) for message in sent])
         took[asked] = [report.usage.duration_s for report in strategy.reports]
-        turns.append([report.in_turn for report in strategy.reports])
+        turns.append([report.uplink_turns for report in strategy.reports])
     assert took["auto"] == [min(both) for both in zip(took[True], took[False], strict=True)]
     assert took[True] != took[False]
     assert turns[0][0] == in_turn
@@ -604,12 +604,12 @@ def test_without_a_clock_groups_that_share_an_uplink_take_turns_and_the_log_says
     with caplog.at_level("INFO", logger="flwr"):
         messages(strategy, grid=FakeGrid((1, 2, 3, 4, 5, 6)))
     assert (
-        strategy.exchanges.turns.taken
+        strategy.exchanges.turns.enabled
         and "nothing predicts whether running freely is faster" in caplog.text
     )
-    assert not socflow(model_profile=PROFILE).exchanges.turns.taken  # these share none
-    with pytest.raises(ConfigError, match="serialize_uplinks = 'maybe'"):
-        socflow(serialize_uplinks="maybe")
+    assert not socflow(model_profile=PROFILE).exchanges.turns.enabled  # these share none
+    with pytest.raises(ConfigError, match="uplink_turns = 'maybe'"):
+        socflow(uplink_turns="maybe")
 
 
 def test_without_a_clock_nothing_is_priced() -> None:

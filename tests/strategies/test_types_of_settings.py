@@ -8,7 +8,7 @@ import pytest
 
 from socflower.cluster import parse_cluster
 from socflower.errors import ConfigError
-from socflower.rings.settings import RingSettings
+from socflower.peers.ring.settings import RingSettings
 from socflower.strategies.comparators import RingAllReduce, SingleDevice
 from socflower.strategies.group_grid import GroupGrid
 from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule

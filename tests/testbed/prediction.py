@@ -48,7 +48,7 @@ def predicted_ends_s(rack: Rack, run: Run) -> tuple[tuple[float, ...], ...]:
         plan,
         dict.fromkeys(plan.participants, cost),
         Exchange(num_bytes=run.num_bytes, num_tensors=1),
-        serialize_uplinks=run.in_turn,
+        uplink_turns=run.in_turn,
     )
     delays_s = {
         soc: delay_s for ring, delay_s in zip(run.rings, run.delays_s, strict=False) for soc in ring

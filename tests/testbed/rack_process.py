@@ -84,7 +84,7 @@ def _import_once(transports: set[str]) -> None:
     import torch.distributed  # noqa: F401
 
     if transports & {"gloo", "grpc"}:
-        import socflower.rings.member  # noqa: F401
+        import socflower.peers.ring.member  # noqa: F401
 
 
 def _live_on(

@@ -13,7 +13,7 @@ from tests.testbed.topology import Rack
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from socflower.rings.transports.port import RingPort
+    from socflower.peers.transports.port import RingPort
 
 RING_PORT = 28200
 STORE_PORT = 29400
@@ -223,12 +223,12 @@ class TorchGloo:
 
 
 class OurRing:
-    """A ring of `socflower.rings`, over the transport of that name."""
+    """A ring of `socflower.peers`, over the transport of that name."""
 
     def __init__(
         self, transport: str, rack: Rack, members: Sequence[int], rank: int, number: int
     ) -> None:
-        from socflower.rings.transports.port import RingPort
+        from socflower.peers.transports.port import RingPort
 
         self._transport, self._members = transport, members
         # Participants of the port are all SoCs, as those of a deployment are all members of all groups.
@@ -244,7 +244,7 @@ class OurRing:
         )
 
     def open(self) -> None:
-        from socflower.rings.member import open_ring
+        from socflower.peers.ring.member import open_ring
 
         self._ring = open_ring(self._transport, self._port, self._members, 0, PATIENCE_S)
 
@@ -294,9 +294,9 @@ class LeaderRing:
         pass
 
     def all_reduce(self, buffer: "Tensor") -> None:
-        from socflower.rings.collective import no_poll
-        from socflower.rings.leader_exchange import GroupsModel, LeaderMeeting
-        from socflower.rings.transports.leader_port import LeaderPort
+        from socflower.peers.collective import no_poll
+        from socflower.peers.leaders.leader_port import LeaderPort
+        from socflower.peers.leaders.model_exchange import GroupsModel, LeaderMeeting
 
         port, self._port = self._port, self._open_port()
         groups = range(len(self._members))
@@ -320,7 +320,7 @@ class LeaderRing:
         self._port.close()
 
     def _open_port(self) -> "RingPort":
-        from socflower.rings.transports.port import RingPort
+        from socflower.peers.transports.port import RingPort
 
         self._number += 1
         return RingPort(
@@ -334,17 +334,17 @@ class LeaderRing:
 
 
 class OurTurns:
-    """Turns of `socflower.rings`, among all rings."""
+    """Turns of `socflower.peers`, among all rings."""
 
     def __init__(self, port: "RingPort", rings: Sequence[Sequence[int]], index: int) -> None:
-        from socflower.rings import uplink_turns as turns
+        from socflower.peers.ring import turn_signals as turns
 
         neighbours = turns.Neighbours(
             before=range(index),
             after=range(index + 1, len(rings)),
             members={other: rings[other] for other in range(len(rings)) if other != index},
         )
-        self._turns = turns.UplinkTurns(
+        self._turns = turns.TurnSignals(
             port, index, neighbours, heartbeat_s=PATIENCE_S, rendezvous_s=PATIENCE_S
         )
 

@@ -46,15 +46,15 @@ def test_rings_in_a_planners_order_are_the_planners_plan() -> None:
         )
 
 
-@pytest.mark.parametrize("serialize_uplinks", [False, True])
-def test_a_graph_written_out_takes_as_long_as_the_graph_repeated(serialize_uplinks: bool) -> None:
+@pytest.mark.parametrize("uplink_turns", [False, True])
+def test_a_graph_written_out_takes_as_long_as_the_graph_repeated(uplink_turns: bool) -> None:
     plan = plan_groups(CLUSTER, 2)
     cost = StepCost(forward_s=0.3, backward_s=0.0, update_s=0.01, processor="cpu")
     step = step_graph(
         plan,
         dict.fromkeys(plan.participants, cost),
         Exchange(num_bytes=1e6, num_tensors=1),
-        serialize_uplinks=serialize_uplinks,
+        uplink_turns=uplink_turns,
     )
     repeated = EventClock(CLUSTER).run(step, repeat=5)
     assert EventClock(CLUSTER).run(unrolled(step, 5)).duration_s == pytest.approx(

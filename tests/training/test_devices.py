@@ -15,9 +15,9 @@ from flwr.app import Context
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from socflower.capture.random_state import RandomState, forked_generator, own_random_state
-from socflower.capture.torch_device import accelerator, resolve_device
 from socflower.errors import ConfigError
+from socflower.model_graph.random_state import RandomState, forked_generator, own_random_state
+from socflower.model_graph.torch_device import accelerator, resolve_device
 from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
 from socflower.training.group import GroupOutcome, train_group
 from socflower.training.int8 import Int8Trainer

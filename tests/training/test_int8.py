@@ -7,11 +7,11 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from torch import nn
 
-from socflower.capture.random_state import forked_generator
 from socflower.clients.app import make_client_app
 from socflower.cluster import parse_cluster
 from socflower.engines.local.run_app import run_app
 from socflower.errors import ConfigError
+from socflower.model_graph.random_state import forked_generator
 from socflower.precision import (
     ADAPTIVE_FIXED_POINT,
     EngineSettings,

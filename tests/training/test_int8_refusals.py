@@ -12,11 +12,11 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from torch import Tensor, nn
 
-from socflower.capture.random_state import forked_generator
 from socflower.clients.app import make_client_app
 from socflower.cluster import parse_cluster
 from socflower.engines.local.run_app import run_app
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.model_graph.random_state import forked_generator
 from socflower.precision import ADAPTIVE_FIXED_POINT, Int8Model, NativeInt8Backend, int8_algorithm
 from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.training.int8 import Int8Trainer

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from socflower.capture.batch_form import num_samples, split
 from socflower.errors import ConfigError
+from socflower.model_graph.batch_form import num_samples, split
+from socflower.peers.ring.gradient_exchange import GradientExchange
+from socflower.peers.transports.in_process import in_process_rings
 from socflower.pipeline.runtime.member import Mini
-from socflower.rings.gradient_exchange import GradientExchange
-from socflower.rings.transports.in_process import in_process_rings
 from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.training.group import train_group
 from socflower.training.loss_weights import (

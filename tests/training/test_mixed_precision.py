@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from socflower.capture.random_state import forked_generator
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.model_graph.random_state import forked_generator
 from socflower.precision import NITI, Int8Backend, NativeInt8Backend
+from socflower.precision.cpu_share import accuracy_floor, cpu_samples, cpu_share
 from socflower.precision.int8.model import StepResult
-from socflower.precision.mixed_precision import accuracy_floor, cpu_samples, cpu_share
 from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
 from socflower.training.mixed_precision import MixedPrecisionSession, MixedPrecisionTrainer
 from socflower.training.trainer import Part, SessionResult, TrainingSpan

@@ -24,12 +24,12 @@ from socflower.edgecloud.stream import split_pb2 as wire
 from socflower.edgecloud.stream.credentials import OPERATOR as OPERATOR_NAME
 from socflower.edgecloud.stream.credentials import run_caller, run_token
 from socflower.errors import ConfigError
-from socflower.rings.transports.port import RingPort
+from socflower.peers.transports.port import RingPort
 from socflower.wire.authentication import ClientAuthentication, ForgedAnswer, ServerAuthentication
 from socflower.wire.certificates import write_certificates
 from socflower.wire.secure_channel import Address, PeerNotTrusted, Tls, failure_of, open_channel
 from tests.edgecloud.runtime.numpy_halves import FINGERPRINT, OPERATOR, make_half
-from tests.rings.peers import TOKEN, free_addresses
+from tests.peers.peers import TOKEN, free_addresses
 
 TIMEOUT_S = 20.0
 PLAIN = pytest.mark.parametrize("service", ["ring", "cloud"], indirect=True)

@@ -9,7 +9,6 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 
-from socflower.capture.torch_device import device_label, resolve_device
 from socflower.clients.privacy_mods import adapt_mod
 from socflower.clients.ring_client import answer_query
 from socflower.clients.saved_training import state_files
@@ -17,8 +16,9 @@ from socflower.clients.settings import ReadSettings
 from socflower.clients.split.in_process import SpanOutcome, SplitSettings, train_in_process
 from socflower.clients.split.remote_cloud import CloudLink, train_with_cloud
 from socflower.clients.split.saved_halves import SplitState
-from socflower.edgecloud.program import SplitProgram
+from socflower.edgecloud.split_program import SplitProgram
 from socflower.errors import ConfigError
+from socflower.model_graph.torch_device import device_label, resolve_device
 from socflower.plain_numbers import plain_numbers
 from socflower.training.trainer import torch_threads
 from socflower.wire.message_keys import (

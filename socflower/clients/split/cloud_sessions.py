@@ -18,8 +18,8 @@ from socflower.edgecloud.cloud.operator_calls import (
     open_session,
 )
 from socflower.edgecloud.cloud.session import CloudHalf, HostedFront, SessionFactory, SessionTerms
-from socflower.edgecloud.halves import Weights
-from socflower.edgecloud.program import Arrays, PlacedHalf, SplitProgram, without_prefix
+from socflower.edgecloud.half_protocols import Weights
+from socflower.edgecloud.split_program import Arrays, PlacedHalf, SplitProgram, without_prefix
 from socflower.edgecloud.stream.frames import SplitRefused
 from socflower.errors import ConfigError
 from socflower.plain_numbers import plain_numbers

@@ -6,19 +6,19 @@ from typing import Any, TypeAlias
 
 from numpy.typing import NDArray
 
-from socflower.capture.batch_form import Batch
 from socflower.clients.split.saved_halves import SplitState
 from socflower.edgecloud.plan.decision import WindowSchedule
 from socflower.edgecloud.plan.timeline_actions import Action, decode_actions
-from socflower.edgecloud.program import Arrays, PlacedHalf, SplitProgram
 from socflower.edgecloud.runtime.back import TorchBack
 from socflower.edgecloud.runtime.feature_path import FeatureCoding
 from socflower.edgecloud.runtime.front import TorchFront
 from socflower.edgecloud.runtime.half_state import mean_loss
 from socflower.edgecloud.runtime.in_process import run_actions
 from socflower.edgecloud.samples import BatchOrder, PartyBatches
+from socflower.edgecloud.split_program import Arrays, PlacedHalf, SplitProgram
 from socflower.errors import ConfigError
 from socflower.hierarchy.averaging import weighted_average
+from socflower.model_graph.batch_form import Batch
 from socflower.plain_numbers import plain_numbers
 from socflower.training.model_state import require_same_base
 from socflower.wire.codecs.error_feedback import Form

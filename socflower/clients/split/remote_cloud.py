@@ -22,11 +22,11 @@ from socflower.edgecloud.links.bandwidth_profile import BandwidthProfile
 from socflower.edgecloud.links.shaping import TokenBucket
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.plan.party import Decider
-from socflower.edgecloud.program import Arrays, PlacedHalf, SplitProgram
 from socflower.edgecloud.runtime.edge_connection import EdgeConnection
 from socflower.edgecloud.runtime.front_loop import FrontPlan, MeasuredDecider
 from socflower.edgecloud.runtime.half_state import LoopReport, mean_loss
-from socflower.edgecloud.runtime.span_training import Span, train_back, train_front
+from socflower.edgecloud.runtime.span_training import BatchSpan, train_back, train_front
+from socflower.edgecloud.split_program import Arrays, PlacedHalf, SplitProgram
 from socflower.errors import ConfigError
 from socflower.plain_numbers import plain_numbers
 from socflower.quantities import counted
@@ -113,7 +113,7 @@ def train_with_cloud(
         heartbeat_s=link.heartbeat_s,
         give_up_s=link.give_up_s,
     )
-    span = Span(first_batch=task.first_batch - offset, num_batches=task.num_batches)
+    span = BatchSpan(first_batch=task.first_batch - offset, num_batches=task.num_batches)
     try:
         with (
             nullcontext(link.folder / task.run)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import grpc
 
 from socflower.edgecloud.cloud.cloud_service import SERVICE
-from socflower.edgecloud.halves import Weights
+from socflower.edgecloud.half_protocols import Weights
 from socflower.edgecloud.stream import split_pb2 as wire
 from socflower.edgecloud.stream.credentials import OPERATOR, PLAIN_TEXT, check_token, run_token
 from socflower.edgecloud.stream.frames import PROTOCOL_VERSION, SplitRefused

@@ -8,9 +8,13 @@ from pathlib import Path
 from threading import Condition, Thread
 from typing import Any, TypeAlias
 
-from socflower.edgecloud.halves import BackHalf, FrontHalf, Weights
+from socflower.edgecloud.half_protocols import BackHalf, FrontHalf, Weights
 from socflower.edgecloud.runtime.back_loop import BackLoop
-from socflower.edgecloud.runtime.checkpoints import Checkpoint, CheckpointStore, common_checkpoint
+from socflower.edgecloud.runtime.checkpoints import (
+    CheckpointStore,
+    SplitCheckpoint,
+    common_checkpoint,
+)
 from socflower.edgecloud.runtime.front_loop import FrontLoop, FrontPlan
 from socflower.edgecloud.runtime.half_state import HalfState, LoopReport
 from socflower.edgecloud.stream import split_pb2 as wire
@@ -359,7 +363,7 @@ class CloudSession:
             self._is_new = False
         stop = hellos[0].first_batch + hellos[0].num_batches
         offers = [
-            [Checkpoint(batch=offer.batch, epoch_id=offer.lineage) for offer in hello.barriers]
+            [SplitCheckpoint(batch=offer.batch, epoch_id=offer.lineage) for offer in hello.barriers]
             for hello in hellos
         ]
         ours = self._state.checkpoints()
@@ -373,7 +377,9 @@ class CloudSession:
                 )
                 + "); give both a folder for checkpoints, or open the run anew with the weights of its last round"
             )
-        restore_codec = all(Checkpoint(batch=place.batch) not in offer for offer in [ours, *offers])
+        restore_codec = all(
+            SplitCheckpoint(batch=place.batch) not in offer for offer in [ours, *offers]
+        )
         self._state.restore(place, restore_codec=restore_codec)
         training = _Training(
             epoch_id=secrets.token_hex(8),
@@ -422,7 +428,7 @@ def _span(hello: wire.Hello) -> str:
     return f"{hello.first_batch} to {hello.first_batch + hello.num_batches - 1}"
 
 
-def _batches(checkpoints: list[Checkpoint]) -> str:
+def _batches(checkpoints: list[SplitCheckpoint]) -> str:
     return (
         ", ".join(str(batch) for batch in sorted({checkpoint.batch for checkpoint in checkpoints}))
         or "none"

@@ -23,7 +23,7 @@ from socflower.edgecloud.plan.cost_model import received_weight_bytes
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.plan.party import CloudMode, Decider, Party
 from socflower.edgecloud.plan.phases import BatchTimes, batch_times
-from socflower.edgecloud.plan.timeline_actions import Action, Kind
+from socflower.edgecloud.plan.timeline_actions import Action, ActionKind
 from socflower.errors import ConfigError, require_range
 from socflower.sim import EventClock
 from socflower.sim.processes import (
@@ -31,8 +31,8 @@ from socflower.sim.processes import (
     Event,
     Link,
     Process,
-    Processor,
     Queue,
+    SimulatedProcessor,
     Simulation,
     all_of,
 )
@@ -43,7 +43,7 @@ PROBE_INTERVAL_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Move:
+class CutMove:
     """A change of deployment."""
 
     batch: int  # the first under the new one
@@ -66,7 +66,7 @@ class PartyTimeline:
     up_bytes: float
     down_bytes: float
     staleness: tuple[int, ...]  # by batch; 0 where the front half is frozen
-    moves: tuple[Move, ...]
+    moves: tuple[CutMove, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +82,7 @@ class Timeline:
     parties: tuple[PartyTimeline, ...]
 
 
-def simulate(
+def simulate_split(
     parties: Sequence[Party],
     num_batches: int,
     first_batch: int = 0,
@@ -298,7 +298,7 @@ class _Pipeline:
         main = costs.edge_processor or self._cluster.device_of(index).default_processor
         return self.simulation.compute(self.simulation.processor(index, main), seconds, name)
 
-    def record(self, kind: Kind, index: int, batch: int, plan: SplitPlan) -> None:
+    def record(self, kind: ActionKind, index: int, batch: int, plan: SplitPlan) -> None:
         """Note an action that is complete now."""
         self._actions.append(Action(kind, index, batch, plan.cut, plan.bits, plan.window))
         self._times_s.append(self.simulation.now_s - self._start_s)
@@ -341,7 +341,9 @@ class _Pipeline:
             name = f"step {batch} of edge {parties[0]}"
             self.simulation.start(self.cloud_work(processor, step_s, name), name).then(end)
 
-    def cloud_work(self, processor: Processor, seconds: float, name: str) -> Process[float]:
+    def cloud_work(
+        self, processor: SimulatedProcessor, seconds: float, name: str
+    ) -> Process[float]:
         """Compute on a processor of the cloud, if need be after waiting for a free one; return the seconds."""
         if self._free is not None:
             yield self._free.take()
@@ -408,7 +410,7 @@ class _Front:
         self._woken: Event[None] | None = None
         self._in_flight: dict[int, BatchTimes] = {}
         self._staleness: list[int] = []
-        self._moves: list[Move] = []
+        self._moves: list[CutMove] = []
         self._last_asked = (
             pipeline.first_batch - 1
         )  # the last batch before which the decider was asked
@@ -458,9 +460,9 @@ class _Front:
         self._in_flight[batch] = times
         self._next += 1
         yield from self._work(times.forward_s, f"forward {batch}", at_edge=times.alone)
-        self._pipeline.record(Kind.FORWARD, self.index, batch, times.split_plan)
+        self._pipeline.record(ActionKind.FORWARD, self.index, batch, times.split_plan)
         if times.alone:
-            self._pipeline.record(Kind.STEP, self.index, batch, times.split_plan)
+            self._pipeline.record(ActionKind.STEP, self.index, batch, times.split_plan)
             self._staleness.append(0)
             self._finish(batch)
             return
@@ -480,7 +482,7 @@ class _Front:
         times = self._in_flight[batch]
         if self._pipeline.reverse:
             self._compute_s += step_s
-        self._pipeline.record(Kind.STEP, self.index, batch, times.split_plan)
+        self._pipeline.record(ActionKind.STEP, self.index, batch, times.split_plan)
         arrived = self._back.send(times.gradient_bytes, f"the gradient of batch {batch}")
         if times.receiving_s:
             arrived = all_of(arrived, self._simulation.timeout(times.receiving_s))
@@ -498,7 +500,9 @@ class _Front:
         assert batch == self._oldest, (
             "gradients come back in the order in which their batches went forward"
         )
-        self._pipeline.record(Kind.APPLY, self.index, batch, self._in_flight.pop(batch).split_plan)
+        self._pipeline.record(
+            ActionKind.APPLY, self.index, batch, self._in_flight.pop(batch).split_plan
+        )
         self._oldest += 1
 
     def _work(self, seconds: float, name: str, *, at_edge: bool = False) -> Process[None]:
@@ -539,7 +543,7 @@ class _Front:
             # Another width needs no drain: each batch carries its own.
             self._bits = new.bits
             self._moves.append(
-                Move(
+                CutMove(
                     batch=self._next,
                     decided_s=now_s - self._start_s,
                     old=current,
@@ -573,7 +577,7 @@ class _Front:
         self._cut, self._bits, self._pending = new.cut, new.bits, None
         plan = self._batch_times(limit).split_plan
         self._moves.append(
-            Move(
+            CutMove(
                 batch=self._next,
                 decided_s=decided_s - self._start_s,
                 old=old,
@@ -582,7 +586,7 @@ class _Front:
                 migration_s=self._simulation.now_s - drained_s,
             )
         )
-        self._pipeline.record(Kind.RECUT, self.index, self._next, plan)
+        self._pipeline.record(ActionKind.RECUT, self.index, self._next, plan)
 
     def totals(self, start_s: float, end_s: float) -> PartyTimeline:
         """Return the party's totals of a training from `start_s` to `end_s`."""

@@ -13,7 +13,7 @@ _HEAD = struct.Struct("<BI")  # format, CRC-32 of the actions
 _ACTION = struct.Struct("<BHIHBH")  # kind, party, batch, cut + 1 (0: none), bits, window
 
 
-class Kind(IntEnum):
+class ActionKind(IntEnum):
     """The steps of a batch, in this order, and the move of a cut between batches."""
 
     FORWARD = 0  # the front half computes features
@@ -32,7 +32,7 @@ class Action:
     is None, the three actions are one training step at the edge.
     """
 
-    kind: Kind
+    kind: ActionKind
     party: int
     batch: int
     cut: int | None
@@ -71,6 +71,6 @@ def decode_actions(encoded: bytes) -> tuple[Action, ...]:
     if zlib.crc32(body) != _HEAD.unpack(head)[1] or len(body) % _ACTION.size:
         raise ConfigError("actions: the checksum does not fit; some are lost or changed")
     return tuple(
-        Action(Kind(kind), party, batch, cut - 1 if cut else None, bits, window)
+        Action(ActionKind(kind), party, batch, cut - 1 if cut else None, bits, window)
         for kind, party, batch, cut, bits, window in _ACTION.iter_unpack(body)
     )

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from socflower.capture.cut_points import SplitModel
-from socflower.capture.tensor_arrays import to_array, to_tensor
-from socflower.edgecloud.halves import Array, Labels, arrays_in
+from socflower.edgecloud.half_protocols import Array, Labels, arrays_in
 from socflower.edgecloud.runtime.half_optimizer import OptimizerFactory, Schedule, constant_rate
-from socflower.edgecloud.runtime.halves import Loss, Passes, TorchHalf, targets_from
+from socflower.edgecloud.runtime.torch_half import Loss, Passes, TorchHalf, targets_from
 from socflower.errors import ConfigError
+from socflower.model_graph.cut_points import SplitModel
+from socflower.model_graph.tensor_arrays import to_array, to_tensor
 
 
 class TorchBack(TorchHalf):

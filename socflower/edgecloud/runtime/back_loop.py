@@ -3,13 +3,13 @@
 import math
 from collections.abc import Sequence
 
-from socflower.edgecloud.halves import Array, BackHalf, Labels, arrays_in
+from socflower.edgecloud.half_protocols import Array, BackHalf, Labels, arrays_in
 from socflower.edgecloud.runtime.feature_path import FeatureReceiver
 from socflower.edgecloud.runtime.half_state import HalfState
 from socflower.edgecloud.stream.frames import (
     Features,
     Goodbye,
-    Gradient,
+    GradientFrame,
     Mark,
     Message,
     Recut,
@@ -119,16 +119,16 @@ class BackLoop:
 
     def _gradient(
         self, batch: int, message: Features, part: Array, gradient: Array | None, loss: float
-    ) -> Gradient:
+    ) -> GradientFrame:
         if gradient is None:
-            return Gradient(batch=batch, encoded=None, loss=loss)
+            return GradientFrame(batch=batch, encoded=None, loss=loss)
         if gradient.shape != part.shape:
             raise SplitRefused(
                 f"batch {batch}: the back half gives a gradient of shape {gradient.shape} for features "
                 f"of shape {part.shape}; this is a fault of the half"
             )
         encoded = encode(gradient, message.answer_bits, what=f"gradient of batch {batch}")
-        return Gradient(batch=batch, encoded=encoded, loss=loss)
+        return GradientFrame(batch=batch, encoded=encoded, loss=loss)
 
     def _save_checkpoint(self, batch: int, mark: Mark) -> None:
         if mark.batch != batch or mark.cut != self._half.cut:

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Checkpoint:
+class SplitCheckpoint:
     """The batch before which a side can start; without an `epoch_id`, its half is in that state now."""
 
     batch: int
@@ -70,11 +70,11 @@ class CheckpointStore:
         """Whether checkpoints are stored, so that it is worth saving a half."""
         return self._store is not None
 
-    def checkpoints(self) -> tuple[Checkpoint, ...]:
+    def checkpoints(self) -> tuple[SplitCheckpoint, ...]:
         """Return the checkpoints that can be loaded, oldest first; damaged ones are logged and left out."""
         return tuple(checkpoint for checkpoint, _, _ in reversed(list(self._entries())))
 
-    def save(self, checkpoint: Checkpoint, saved: SavedHalf) -> None:
+    def save(self, checkpoint: SplitCheckpoint, saved: SavedHalf) -> None:
         """Store a checkpoint atomically, and remove all but the last two."""
         if self._store is not None:
             self._store.write(
@@ -87,7 +87,7 @@ class CheckpointStore:
                 (saved.half, saved.codec),
             )
 
-    def load(self, checkpoint: Checkpoint) -> SavedHalf:
+    def load(self, checkpoint: SplitCheckpoint) -> SavedHalf:
         """Return what was saved at a checkpoint; `ConfigError` if it is damaged, of another name or missing."""
         for found, state, payload in self._entries():
             if found == checkpoint:
@@ -102,7 +102,7 @@ class CheckpointStore:
             f"{self._store.folder if self._store else 'memory'}; check whether it is the right folder"
         )
 
-    def _entries(self) -> Iterator[tuple[Checkpoint, dict[str, Any], memoryview]]:
+    def _entries(self) -> Iterator[tuple[SplitCheckpoint, dict[str, Any], memoryview]]:
         """Yield checkpoint, state and payload of each intact entry, newest first."""
         if self._store is None:
             return
@@ -112,16 +112,18 @@ class CheckpointStore:
             except DamagedFile as error:
                 _log.warning("checkpoints: %s; it is left out", error.cause)
                 continue
-            yield Checkpoint(**state["checkpoint"]), state, payload
+            yield SplitCheckpoint(**state["checkpoint"]), state, payload
 
 
-def common_checkpoint(offers: Sequence[Sequence[Checkpoint]], last_batch: int) -> Checkpoint | None:
+def common_checkpoint(
+    offers: Sequence[Sequence[SplitCheckpoint]], last_batch: int
+) -> SplitCheckpoint | None:
     """Return the latest checkpoint up to `last_batch` from which every side can start, or None.
 
     A side whose half is in that state now matches any epoch. `epoch_id` is empty where this holds for all; otherwise
     the other sides load the checkpoint of that epoch.
     """
-    best: Checkpoint | None = None
+    best: SplitCheckpoint | None = None
     for place in sorted(
         {checkpoint for offer in offers for checkpoint in offer},
         key=lambda one: (one.batch, one.epoch_id),
@@ -131,7 +133,7 @@ def common_checkpoint(offers: Sequence[Sequence[Checkpoint]], last_batch: int) -
             and (place.batch, place.epoch_id == "") <= (best.batch, best.epoch_id == "")
         ):
             continue
-        current = Checkpoint(batch=place.batch)
+        current = SplitCheckpoint(batch=place.batch)
         if all(current in offer or (place.epoch_id and place in offer) for offer in offers):
             best = place
     return best

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import grpc
 from google.protobuf.message import DecodeError
 
-from socflower.edgecloud.runtime.checkpoints import Checkpoint
+from socflower.edgecloud.runtime.checkpoints import SplitCheckpoint
 from socflower.edgecloud.stream import split_pb2 as wire
 from socflower.edgecloud.stream.credentials import PLAIN_TEXT, check_token, run_caller
 from socflower.edgecloud.stream.frames import (
@@ -56,7 +56,7 @@ class JoinTerms:
     """Where a span begins, as agreed by all sides."""
 
     epoch_id: str
-    start: Checkpoint  # with an epoch: sides in another state restore this checkpoint
+    start: SplitCheckpoint  # with an epoch: sides in another state restore this checkpoint
     restore_codec: bool
     cut: int  # of the cloud's half, there
 
@@ -127,7 +127,7 @@ class EdgeConnection:
         front: bool,
         first_batch: int,
         num_batches: int,
-        checkpoints: Sequence[Checkpoint],
+        checkpoints: Sequence[SplitCheckpoint],
     ) -> tuple[SplitChannel, JoinTerms]:
         """Wait for all parties; return a channel to the cloud's half and where the span begins.
 
@@ -173,7 +173,7 @@ class EdgeConnection:
             epoch_id=welcome.lineage,
             cut=welcome.cut,
             restore_codec=welcome.restore_codec,
-            start=Checkpoint(batch=welcome.start.batch, epoch_id=welcome.start.lineage),
+            start=SplitCheckpoint(batch=welcome.start.batch, epoch_id=welcome.start.lineage),
         )
 
     def end_channel(self, channel: SplitChannel) -> None:

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from socflower.edgecloud.halves import Array
+from socflower.edgecloud.half_protocols import Array
 from socflower.edgecloud.stream.frames import DeltaFeatures, Features, SplitRefused
 from socflower.errors import ConfigError, require_range
 from socflower.wire.codecs.delta_coding import DeltaReceiver, DeltaSender

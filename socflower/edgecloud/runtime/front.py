@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from socflower.capture.batch_form import Batch, output_of
-from socflower.capture.cut_points import SplitModel
-from socflower.capture.tensor_arrays import layout_of, to_array, to_tensor
-from socflower.capture.torch_device import on_device
-from socflower.edgecloud.halves import Array, Labels
+from socflower.edgecloud.half_protocols import Array, Labels
 from socflower.edgecloud.runtime.half_optimizer import OptimizerFactory, Schedule, constant_rate
-from socflower.edgecloud.runtime.halves import Loss, Passes, TorchHalf, targets_from
+from socflower.edgecloud.runtime.torch_half import Loss, Passes, TorchHalf, targets_from
 from socflower.errors import ConfigError
+from socflower.model_graph.batch_form import Batch, output_of
+from socflower.model_graph.cut_points import SplitModel
+from socflower.model_graph.tensor_arrays import layout_of, to_array, to_tensor
+from socflower.model_graph.torch_device import on_device
 
 Samples: TypeAlias = tuple[Batch, Labels, NDArray[np.int64]]
 """Inputs, labels for the back half, and sample ids."""

@@ -4,18 +4,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from socflower.edgecloud.halves import FrontHalf
+from socflower.edgecloud.half_protocols import FrontHalf
 from socflower.edgecloud.links.bandwidth_estimate import BandwidthMeter
 from socflower.edgecloud.links.bandwidth_profile import LinkRates
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.plan.party import Decider
 from socflower.edgecloud.runtime.feature_path import EXACT, FeatureCoding, FeatureSender
-from socflower.edgecloud.runtime.half_state import HalfState, Move
+from socflower.edgecloud.runtime.half_state import AppliedMove, HalfState
 from socflower.edgecloud.runtime.replay_window import ReplayWindow
 from socflower.edgecloud.stream.frames import (
     Features,
     Goodbye,
-    Gradient,
+    GradientFrame,
     Mark,
     Message,
     Recut,
@@ -25,7 +25,7 @@ from socflower.edgecloud.stream.frames import (
 )
 from socflower.errors import ConfigError, require_range
 from socflower.wire.codecs.quantisation import decode
-from socflower.wire.frame_channel import Transfer
+from socflower.wire.frame_channel import SentMessage
 
 _MAX_TRANSFERS = 100_000  # in a report
 
@@ -36,7 +36,7 @@ class DecisionInput:
 
     batch: int  # the next to go forward
     split_plan: SplitPlan  # with the window of this batch
-    transfers: tuple[Transfer, ...]  # that have ended since the last decision
+    transfers: tuple[SentMessage, ...]  # that have ended since the last decision
     in_flight: tuple[float, int] | None  # begin (on the channel's clock) and bytes
     now_s: float  # on that clock
 
@@ -139,7 +139,7 @@ class FrontLoop:
         self._requested_cut: int | None = None  # the cut to move to, once nothing is in flight
         self._requested_at_s = 0.0
         self._decided_batch = -1
-        self._unseen_transfers: list[Transfer] = []  # not passed to a decision yet
+        self._unseen_transfers: list[SentMessage] = []  # not passed to a decision yet
         self._checkpointed_batch = -1
 
     def run(self, first: int, stop: int) -> None:
@@ -252,7 +252,7 @@ class FrontLoop:
         )
 
     def _apply(self, message: Message) -> None:
-        if not isinstance(message, Gradient):
+        if not isinstance(message, GradientFrame):
             raise self._unexpected(message, f"the gradient of batch {self._window.oldest}")
         staleness = self._window.close(message.batch)
         shape = self._shapes.pop(message.batch)
@@ -296,7 +296,7 @@ class FrontLoop:
         self._sender.reset()
         self._split_plan, self._requested_cut = replace(self._split_plan, cut=cut), None
         self._report.moves.append(
-            Move(
+            AppliedMove(
                 batch=batch,
                 old=old,
                 new=cut,

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, replace
 from threading import RLock
 from typing import Generic, Literal, TypeVar
 
-from socflower.edgecloud.halves import Half
+from socflower.edgecloud.half_protocols import Half
 from socflower.edgecloud.plan.cuts import SplitPlan
-from socflower.edgecloud.runtime.checkpoints import Checkpoint, CheckpointStore, SavedHalf
-from socflower.wire.frame_channel import Traffic, Transfer
+from socflower.edgecloud.runtime.checkpoints import CheckpointStore, SavedHalf, SplitCheckpoint
+from socflower.wire.frame_channel import SentMessage, Traffic
 
 HalfT = TypeVar("HalfT", bound=Half)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Move:
+class AppliedMove:
     """A move of the cut."""
 
     batch: int  # the first one at the new cut
@@ -45,8 +45,8 @@ class LoopReport(Traffic):
     compute_s: float = 0.0  # in the half and in the codec
     wait_s: float = 0.0  # for the other side
     num_rollbacks: int = 0
-    moves: list[Move] = field(default_factory=list)
-    transfers: list[Transfer] = field(default_factory=list)
+    moves: list[AppliedMove] = field(default_factory=list)
+    transfers: list[SentMessage] = field(default_factory=list)
     split_plan: SplitPlan | None = None  # at the end, of a front half
 
     @contextmanager
@@ -83,14 +83,14 @@ class HalfState(Generic[HalfT]):
         )
         self.checkpoint_s = time.monotonic()  # when it last reached a checkpoint
 
-    def checkpoints(self) -> list[Checkpoint]:
+    def checkpoints(self) -> list[SplitCheckpoint]:
         """Return from where this side can begin: its stored checkpoints, and the state that it is in."""
         return [
             *self.store.checkpoints(),
-            *([] if self.batch is None else [Checkpoint(batch=self.batch)]),
+            *([] if self.batch is None else [SplitCheckpoint(batch=self.batch)]),
         ]
 
-    def restore(self, place: Checkpoint, *, restore_codec: bool) -> None:
+    def restore(self, place: SplitCheckpoint, *, restore_codec: bool) -> None:
         """Restore a checkpoint from the store, unless the half is in that state."""
         self.codec = b""
         if self.batch != place.batch:
@@ -115,7 +115,7 @@ class HalfState(Generic[HalfT]):
         """Store the half as it is before a batch; `codec` returns the state of the coding of features."""
         if self.store.keeps:
             self.store.save(
-                Checkpoint(batch=batch, epoch_id=self.epoch_id),
+                SplitCheckpoint(batch=batch, epoch_id=self.epoch_id),
                 SavedHalf(half=self.half.save(), codec=codec(), split_plan=split_plan),
             )
         with self.lock:

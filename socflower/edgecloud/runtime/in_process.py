@@ -9,8 +9,8 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from socflower.edgecloud.halves import Array, BackHalf, FrontHalf
-from socflower.edgecloud.plan.timeline_actions import Action, Kind
+from socflower.edgecloud.half_protocols import Array, BackHalf, FrontHalf
+from socflower.edgecloud.plan.timeline_actions import Action, ActionKind
 from socflower.edgecloud.runtime.feature_path import (
     EXACT,
     FeatureCoding,
@@ -106,7 +106,7 @@ class _Runner:
                 f"{len(self.lanes) - 1}"
             )
         lane = self.lanes[action.party]
-        if action.kind is Kind.RECUT:
+        if action.kind is ActionKind.RECUT:
             self._move_cut(lane, action)
         elif action.cut is None:
             self._alone(lane, action)
@@ -116,9 +116,11 @@ class _Runner:
                     f"split training: {_text(action)} is for cut {action.cut}, the model is cut at "
                     f"{lane.front.cut}; a RECUT must come before"
                 )
-            {Kind.FORWARD: self._forward, Kind.STEP: self._step, Kind.APPLY: self._apply}[
-                action.kind
-            ](lane, action)
+            {
+                ActionKind.FORWARD: self._forward,
+                ActionKind.STEP: self._step,
+                ActionKind.APPLY: self._apply,
+            }[action.kind](lane, action)
 
     def finish(self) -> None:
         for party, lane in enumerate(self.lanes):
@@ -199,9 +201,9 @@ class _Runner:
                 f"split training: {_text(action)} is to be done at the edge alone, but the model is cut "
                 f"at {front.cut}; a RECUT must come before"
             )
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             lane.window.forward(action.batch)
-        elif action.kind is Kind.STEP:
+        elif action.kind is ActionKind.STEP:
             lane.report.losses[action.batch] = front.train_alone(action.batch)
         else:
             lane.report.staleness[action.batch] = lane.window.close(action.batch)

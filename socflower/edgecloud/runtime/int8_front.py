@@ -8,14 +8,14 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from socflower.capture.batch_form import Batch, form_of
-from socflower.capture.cut_points import SplitModel
-from socflower.capture.halves import layer_seed
-from socflower.edgecloud.halves import Array
+from socflower.edgecloud.half_protocols import Array
 from socflower.edgecloud.runtime.front import Samples, TorchFront
 from socflower.edgecloud.runtime.half_optimizer import SEPARATOR
-from socflower.edgecloud.runtime.halves import Loss, Passes
+from socflower.edgecloud.runtime.torch_half import Loss, Passes
 from socflower.errors import ConfigError
+from socflower.model_graph.batch_form import Batch, form_of
+from socflower.model_graph.cut_points import SplitModel
+from socflower.model_graph.parts import layer_seed
 from socflower.precision import Int8Model
 from socflower.precision.algorithm import Fp32Update
 from socflower.precision.int8.parameters import export_velocities, import_velocities

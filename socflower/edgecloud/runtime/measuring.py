@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from socflower.capture.cut_points import SplitModel
-from socflower.capture.layer_profile import profile_module
-from socflower.capture.tensor_arrays import to_array
-from socflower.capture.torch_device import settle
-from socflower.edgecloud.halves import Array
+from socflower.edgecloud.half_protocols import Array
 from socflower.edgecloud.plan.cuts import CutCost, SplitCosts
 from socflower.edgecloud.runtime.back import TorchBack
 from socflower.edgecloud.runtime.front import TorchFront
 from socflower.edgecloud.runtime.half_optimizer import OptimizerFactory
 from socflower.errors import ConfigError, require_range
+from socflower.model_graph.cut_points import SplitModel
+from socflower.model_graph.layer_profile import profile_module
+from socflower.model_graph.tensor_arrays import to_array
+from socflower.model_graph.torch_device import settle
 from socflower.wire.codecs.error_feedback import ErrorFeedback, Form
 from socflower.wire.codecs.quantisation import decode, encode
 

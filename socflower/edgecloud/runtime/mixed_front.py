@@ -8,16 +8,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from socflower.capture.batch_form import Batch, form_of
-from socflower.capture.cut_points import SplitModel
-from socflower.capture.graph import in_mode
-from socflower.edgecloud.halves import Array
+from socflower.edgecloud.half_protocols import Array
 from socflower.edgecloud.runtime.front import Samples, TorchFront
 from socflower.edgecloud.runtime.half_optimizer import OptimizerFactory, Schedule, constant_rate
-from socflower.edgecloud.runtime.halves import Passes
+from socflower.edgecloud.runtime.torch_half import Passes
 from socflower.errors import ConfigError
+from socflower.model_graph.batch_form import Batch, form_of
+from socflower.model_graph.cut_points import SplitModel
+from socflower.model_graph.graph import in_mode
 from socflower.plain_numbers import plain_numbers
-from socflower.precision.mixed_precision import (
+from socflower.precision.cpu_share import (
     MIXING_RULES,
     accuracy_floor,
     confidence,

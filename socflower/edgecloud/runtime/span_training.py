@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from socflower.edgecloud.halves import BackHalf, FrontHalf
+from socflower.edgecloud.half_protocols import BackHalf, FrontHalf
 from socflower.edgecloud.runtime.back_loop import BackLoop
 from socflower.edgecloud.runtime.checkpoints import CheckpointStore
 from socflower.edgecloud.runtime.edge_connection import EdgeConnection
@@ -20,7 +20,7 @@ _PAUSE_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
+class BatchSpan:
     """Batches `first_batch` to `first_batch` + `num_batches` − 1, counted over the whole training."""
 
     first_batch: int
@@ -38,7 +38,7 @@ class Span:
 def train_front(
     connection: EdgeConnection,
     half: FrontHalf,
-    span: Span,
+    span: BatchSpan,
     plan: FrontPlan,
     *,
     folder: Path | None = None,
@@ -63,7 +63,7 @@ def train_front(
 def train_back(
     connection: EdgeConnection,
     half: BackHalf,
-    span: Span,
+    span: BatchSpan,
     *,
     folder: Path | None = None,
 ) -> LoopReport:
@@ -85,7 +85,7 @@ def _store(connection: EdgeConnection, folder: Path | None, side: str) -> Checkp
 def _train(
     connection: EdgeConnection,
     state: HalfState[Any],
-    span: Span,
+    span: BatchSpan,
     drive: Callable[[SplitChannel, int], None],
     *,
     front: bool,

@@ -15,7 +15,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from socflower.edgecloud.halves import Labels, Weights
+from socflower.edgecloud.half_protocols import Labels, Weights
 from socflower.edgecloud.stream import split_pb2 as wire
 from socflower.errors import ConfigError, SocflowerError
 from socflower.wire.arrays import (
@@ -73,7 +73,7 @@ class Features:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gradient:
+class GradientFrame:
     """A batch's gradient; without `encoded`, only the information that the batch is done (a frozen front half)."""
 
     batch: int
@@ -102,7 +102,7 @@ class Goodbye:
     """The front half is at the end of its span."""
 
 
-Message: TypeAlias = Features | Gradient | Recut | Mark | Goodbye
+Message: TypeAlias = Features | GradientFrame | Recut | Mark | Goodbye
 SplitChannel: TypeAlias = FrameChannel[Message]
 
 
@@ -149,7 +149,7 @@ class SplitMessages:
                     wire.Block(dtype=array_type(array, "labels"), shape=array.shape)
                     for array in arrays
                 )
-            case Gradient():
+            case GradientFrame():
                 head.tensor.gradient, head.tensor.batch, head.tensor.loss = (
                     True,
                     message.batch,
@@ -206,7 +206,7 @@ def _decode(head: wire.Head, body: memoryview) -> Message:
     if tensor.gradient:
         gradient = _encoded(tensor.plain, cursor) if tensor.HasField("plain") else None
         cursor.require_end()
-        return Gradient(batch=tensor.batch, loss=tensor.loss, encoded=gradient)
+        return GradientFrame(batch=tensor.batch, loss=tensor.loss, encoded=gradient)
     delta = tensor.delta
     plain = _encoded(tensor.plain, cursor) if tensor.HasField("plain") else None
     first = _encoded(delta.first, cursor) if delta.HasField("first") else None

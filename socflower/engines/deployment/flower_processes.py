@@ -144,7 +144,7 @@ def tail(log: Path, num_lines: int = 3) -> str:
     return " | ".join(lines[-num_lines:]) if lines else "(its log is empty)"
 
 
-class Server:
+class ListeningProcess:
     """A process that listens at a port of 127.0.0.1; after its end it can be started again at the same port."""
 
     def __init__(

@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 
 from socflower.engines.deployment.flower_processes import (
+    ListeningProcess,
     Process,
-    Server,
     end_marked,
     exit_cause,
     flower_environment,
@@ -45,7 +45,7 @@ def start_superlink(
     *options: str,
     engine: str = ENGINE,
     network: Network = MACHINE_NETWORK,
-) -> Server:
+) -> ListeningProcess:
     """Start a SuperLink with more options of `flower-superlink`; `flwr run` knows it by the name `CONNECTION`."""
     require_command("flower-superlink", environment, engine)
     write_connection(Path(environment["FLWR_HOME"]), CONNECTION, f"127.0.0.1:{port}")
@@ -58,7 +58,7 @@ def start_superlink(
         str(port),
         *options,
     ]
-    return Server(
+    return ListeningProcess(
         "the SuperLink",
         command,
         port,
@@ -91,7 +91,7 @@ class LocalFlower:
         self._folder = folder
         self._mark = mark
         self._on_notice = on_notice
-        self._cloud: Server | None = None
+        self._cloud: ListeningProcess | None = None
         for command in ("flower-supernode", "flwr"):
             require_command(command, self.environment, ENGINE)
         self._superlink = start_superlink(
@@ -191,7 +191,7 @@ class LocalFlower:
             "--threads",
             "1",
         ]
-        self._cloud = Server(
+        self._cloud = ListeningProcess(
             "the cloud",
             command,
             port,

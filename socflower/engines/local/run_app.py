@@ -12,20 +12,20 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg, Strategy
 
 from socflower.cluster import Cluster, ModelProfile
-from socflower.cluster.toml_file import read_toml
 from socflower.engines.app_metrics import MeteredGrid, RoundLog, observed_strategies
 from socflower.engines.legacy_api import are_nodes, bounded_waits
 from socflower.engines.local.exchange_record import ExchangeRecord
 from socflower.engines.local.grid import LocalGrid
 from socflower.engines.local.message_log import MessageLog
-from socflower.engines.local.priced_grid import PricedGrid
+from socflower.engines.local.virtual_time_grid import VirtualTimeGrid
 from socflower.engines.local.workers import AppReference, ClientAppSource
 from socflower.engines.strategy_starts import around_starts
 from socflower.errors import ConfigError, SocflowerError, TrainingFailed
 from socflower.plain_numbers import plain_numbers
 from socflower.sim.event_clock import EventClock
 from socflower.strategies.group_grid import GroupGrid
-from socflower.strategies.resuming import no_component
+from socflower.strategies.planned_rounds import no_component
+from socflower.toml_file import read_toml
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +102,7 @@ def run_app(
         messages=messages,
         record=record,
     ) as grid:
-        priced = PricedGrid(
+        priced = VirtualTimeGrid(
             grid, clock, cluster, model_profile=model_profile, batch_size=batch_size
         )
         context = Context(

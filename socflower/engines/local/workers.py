@@ -32,7 +32,7 @@ _PRELOADED = (
     "torch",
     "torch._dynamo",
     "socflower.clients.app",
-    "socflower.rings.member",
+    "socflower.peers.ring.member",
 )
 """Imported once in the fork server, whose children then start in milliseconds and share the memory pages.
 

@@ -37,7 +37,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Component:
+class SlotCover:
     """Groups placed in sequence on boards: numbers of groups by size, and of boards by free slots."""
 
     num_small: int
@@ -53,7 +53,7 @@ class Covering:
     slots_left: tuple[int, ...]  # distinct values, descending
     joint: bool  # whether a component may have several groups (contention 2) or only one (contention 1)
     budget: Budget
-    _solved: dict[tuple[Histogram, int, int], tuple[int, Component | None]] = field(
+    _solved: dict[tuple[Histogram, int, int], tuple[int, SlotCover | None]] = field(
         default_factory=dict
     )
 
@@ -66,9 +66,9 @@ class Covering:
             self._solved[key] = self._solve(boards, num_small, num_large)
         return self._solved[key][0]
 
-    def components(self, boards: Histogram, num_small: int, num_large: int) -> list[Component]:
+    def components(self, boards: Histogram, num_small: int, num_large: int) -> list[SlotCover]:
         """Return the components of a cheapest cover; `cost` must have been called and have found a feasible one."""
-        found: list[Component] = []
+        found: list[SlotCover] = []
         while num_small + num_large:
             component = self._solved[boards, num_small, num_large][1]
             assert component is not None
@@ -115,14 +115,14 @@ class Covering:
 
     def _solve(
         self, boards: Histogram, num_small: int, num_large: int
-    ) -> tuple[int, Component | None]:
+    ) -> tuple[int, SlotCover | None]:
         self.budget.spend(1)
         bound = self.lower_bound(boards, num_small, num_large)
         if bound >= IMPOSSIBLE:
             return IMPOSSIBLE, None
         demand = num_small * self.small + num_large * (self.small + 1)
         slack = sum(map(int.__mul__, self.slots_left, boards)) - demand
-        best: tuple[int, Component | None] = (IMPOSSIBLE, None)
+        best: tuple[int, SlotCover | None] = (IMPOSSIBLE, None)
         for small, large in self._group_choices(num_small, num_large):
             wanted = small * self.small + large * (self.small + 1)
             num_others = num_small + num_large - small - large
@@ -135,7 +135,7 @@ class Covering:
                     continue
                 cost = here + self.cost(rest, num_small - small, num_large - large)
                 if cost < best[0]:
-                    best = cost, Component(small, large, used)
+                    best = cost, SlotCover(small, large, used)
                     if cost == bound:
                         return best
         return best

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from socflower.hierarchy.mapping.covering import (
     IMPOSSIBLE,
     Budget,
-    Component,
     Covering,
     Histogram,
     SearchExhausted,
+    SlotCover,
 )
 from socflower.hierarchy.mapping.placement import GroupPlacement, make_placement
 from socflower.hierarchy.mapping.whole_groups import (
@@ -123,7 +123,7 @@ class _Search:
                     counts[use.slots_left] += 1
         return tuple(counts.values())
 
-    def _lay(self, choice: WholeChoice, components: Iterable[Component]) -> Layout:
+    def _lay(self, choice: WholeChoice, components: Iterable[SlotCover]) -> Layout:
         """Return the layout: assign the histogram's boards to board indices, lowest first, and place each component."""
         unassigned = {available: list(uses) for available, uses in choice.items()}
         uses = [

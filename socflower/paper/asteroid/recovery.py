@@ -27,7 +27,7 @@ from socflower.pipeline.planner.selection import (
     with_in_flight,
 )
 from socflower.pipeline.problem import PipelineProblem
-from socflower.pipeline.recovery.backups import Move, backup_of, moves
+from socflower.pipeline.recovery.backups import StateTransfer, backup_of, moves
 from socflower.pipeline.replanning import replanned
 from socflower.sim import EventClock
 from socflower.sim.processes import Process, Simulation
@@ -150,7 +150,7 @@ def heavy(
     gathered = moves(everything, held_after(plan, lost), [soc for soc in plan.socs if soc != lost])
     found, planning_s = _timed(lambda: planner(remaining))
     spread = [
-        Move(coordinator, soc, tuple(names))
+        StateTransfer(coordinator, soc, tuple(names))
         for soc, names in layers_of(found.plan).items()
         if soc != coordinator
     ]
@@ -203,7 +203,10 @@ def _one(simulation: Simulation, source: int, target: int, num_bytes: float) -> 
 
 
 def _rescheduling(
-    problem: PipelineProblem, plan: Plan, planning_s: float, phases: Sequence[Sequence[Move]]
+    problem: PipelineProblem,
+    plan: Plan,
+    planning_s: float,
+    phases: Sequence[Sequence[StateTransfer]],
 ) -> Rescheduling:
     """Return a recovery; transfers of a phase are concurrent, and begin when those of the one before have ended."""
     state = 1.0 + problem.optimizer_copies

@@ -6,8 +6,8 @@ from functools import cache
 import torch
 from torch import nn
 
-from socflower.capture.graph import Example
 from socflower.cluster import Board, Cluster, device
+from socflower.model_graph.graph import Example
 from socflower.pipeline.problem import PipelineModel, PipelineProblem
 from socflower.pipeline.profiler.estimates import estimated_problem
 from socflower.pipeline.profiler.layers import Granularity, read_model

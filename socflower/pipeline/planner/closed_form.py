@@ -41,7 +41,7 @@ from socflower.pipeline.problem import PipelineProblem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class PipelineStep:
     """An execution or communication step: seconds of one micro-batch, and of what follows the last one."""
 
     name: str
@@ -62,7 +62,7 @@ class Step:
 class Latency:
     """The closed form of a plan."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[PipelineStep, ...]
     dominant: int  # index of the dominant step
     aligned_s: float  # D
     tail_s: float  # A
@@ -114,7 +114,7 @@ def latency(
 
 def steps_of(
     problem: PipelineProblem, plan: PipelinePlan, *, reduces: bool = True
-) -> tuple[Step, ...]:
+) -> tuple[PipelineStep, ...]:
     """Return execution and communication steps in order; samples that are sent from elsewhere are a first step."""
     steps = []
     if plan.samples_on is not None:
@@ -139,7 +139,7 @@ def steps_of(
 
 def execution_step(
     problem: PipelineProblem, stage: Stage, *, reduces: bool = True, name: str = "stage"
-) -> Step:
+) -> PipelineStep:
     """Return a stage's step: the slowest device's passes (Eq. 8), then all-reduce (Eq. 5) and update."""
     first, last = stage.first_layer, stage.last_layer
     devices = [problem.device(soc) for soc in stage.devices]
@@ -147,7 +147,7 @@ def execution_step(
     members = list(zip(devices, stage.shares, strict=True))
     ring_s = all_reduce_s(problem, stage.devices, weight_bytes) if reduces else 0.0
     passes_s = [problem.pass_s(each, first, last, share) for each, share in members]
-    return Step(
+    return PipelineStep(
         name=name,
         forward_s=max(forward_s for forward_s, _ in passes_s),
         backward_s=max(backward_s for _, backward_s in passes_s),
@@ -175,7 +175,7 @@ def communication_step(
     pieces: Sequence[Slice],
     output_bytes: float,
     name: str,
-) -> Step:
+) -> PipelineStep:
     """Return the step of a cut: the time of the busiest link of all transfers of a micro-batch, in either direction."""
     crossing = [
         (senders[piece.sender], receivers[piece.receiver], piece.num_samples * output_bytes)
@@ -189,7 +189,7 @@ def communication_step(
         (target, source, num_bytes * problem.gradient_part)
         for source, target, num_bytes in crossing
     ]
-    return Step(
+    return PipelineStep(
         name=name,
         forward_s=concurrent_s(problem.cluster, there),
         backward_s=concurrent_s(problem.cluster, back),
@@ -211,7 +211,7 @@ def concurrent_s(cluster: Cluster, transfers: Sequence[tuple[Endpoint, Endpoint,
     return busiest_s + cluster.message_s * max(messages.values(), default=0)
 
 
-def _supply_step(problem: PipelineProblem, plan: PipelinePlan, source: int) -> Step:
+def _supply_step(problem: PipelineProblem, plan: PipelinePlan, source: int) -> PipelineStep:
     """Return the step in which a device sends samples to the first stage and labels to the last."""
     model = problem.model
     ends = ((plan.stages[0], model.input_bytes), (plan.stages[-1], model.label_bytes))
@@ -222,7 +222,7 @@ def _supply_step(problem: PipelineProblem, plan: PipelinePlan, source: int) -> S
         for soc, share in zip(stage.devices, stage.shares, strict=True)
         if soc != source
     ]
-    return Step(
+    return PipelineStep(
         name="samples",
         forward_s=concurrent_s(problem.cluster, transfers),
         backward_s=0.0,

@@ -43,7 +43,7 @@ from socflower.pipeline.planner.selection import (
     predict,
     single_device,
 )
-from socflower.pipeline.planner.two_dimensions import best_two_d, dealt, plan_groups
+from socflower.pipeline.planner.two_dimensions import best_two_d, dealt, divide_samples
 from socflower.pipeline.problem import Floats, LayerSeconds, PipelineDevice, PipelineProblem
 from socflower.pipeline.schedule.order import ASTEROID, RULES, InFlight
 
@@ -313,7 +313,7 @@ def hetpipe(problem: PipelineProblem, server: int | str = "hub") -> TwoDPlan:
     for num_groups in range(1, len(by_speed) // 2 + 1):
         groups = dealt(by_speed, num_groups)
         if num_groups <= problem.micro_batch_size:
-            plan = plan_groups(
+            plan = divide_samples(
                 problem, groups, _bottleneck_pipeline, sync=Sync.SERVER, server=server
             )
             if plan is not None:

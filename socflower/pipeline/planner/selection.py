@@ -28,7 +28,7 @@ from socflower.pipeline.planner.pruning import (
 from socflower.pipeline.planner.two_dimensions import best_two_d
 from socflower.pipeline.problem import PipelineDevice, PipelineProblem
 from socflower.pipeline.schedule.order import ASTEROID, RULES, InFlight
-from socflower.pipeline.schedule.run import simulate
+from socflower.pipeline.schedule.run import simulate_schedule
 from socflower.plain_numbers import plain_numbers
 
 WORK_LIMIT = 5e8
@@ -92,7 +92,7 @@ def predict(problem: PipelineProblem, plan: Plan, *, within_memory: bool = True)
 
     Raises `InfeasiblePlan` if it exceeds a budget, unless budgets are left out of account.
     """
-    run = simulate(problem, plan, within_memory=within_memory)
+    run = simulate_schedule(problem, plan, within_memory=within_memory)
     return Prediction(
         formula_s=update_latency(problem, plan),
         duplex_s=update_latency(problem, plan, duplex=True),

@@ -40,7 +40,7 @@ def best_two_d(
     plans = [
         plan
         for groups in groupings(problem)
-        if (plan := plan_groups(problem, groups, group_pipeline, sync=sync, server=server))
+        if (plan := divide_samples(problem, groups, group_pipeline, sync=sync, server=server))
         is not None
     ]
     return min(plans, key=lambda plan: update_latency(problem, plan, duplex=True), default=None)
@@ -66,7 +66,7 @@ def groupings(problem: PipelineProblem) -> Iterator[Groups]:
             yield groups
 
 
-def plan_groups(
+def divide_samples(
     problem: PipelineProblem,
     groups: Groups,
     plan_group: GroupPlanner,

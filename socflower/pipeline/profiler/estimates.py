@@ -14,11 +14,11 @@ from typing import Literal, TypeAlias
 import numpy as np
 from torch import nn
 
-from socflower.capture.graph import Example
 from socflower.cluster import Cluster, Device
 from socflower.cluster.cost_model import UPDATE_PASSES
 from socflower.cluster.device_catalog import usable_memory_bytes
 from socflower.errors import ConfigError, require_range
+from socflower.model_graph.graph import Example
 from socflower.pipeline.problem import (
     Floats,
     LayerSeconds,
@@ -26,7 +26,7 @@ from socflower.pipeline.problem import (
     PipelineModel,
     PipelineProblem,
 )
-from socflower.pipeline.profiler.int8_layers import require_int8
+from socflower.pipeline.profiler.int8_parts import require_int8
 from socflower.pipeline.profiler.layers import Granularity, read_model
 from socflower.plain_numbers import plain_numbers
 from socflower.precision.processor_costs import REQUANTISE_PASSES

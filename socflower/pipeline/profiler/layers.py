@@ -6,10 +6,10 @@ from enum import StrEnum
 
 from torch import nn
 
-from socflower.capture.chain import ModelChain, Piece, capture_chain, result_bytes
-from socflower.capture.graph import Example, Operation
-from socflower.capture.layer_profile import OperationCost, profile_operations
 from socflower.errors import ConfigError
+from socflower.model_graph.chain import ModelChain, Piece, capture_chain, result_bytes
+from socflower.model_graph.graph import Example, Operation
+from socflower.model_graph.layer_profile import OperationCost, profile_operations
 from socflower.pipeline.problem import PipelineLayer, PipelineModel
 from socflower.training.trainer import require_trained_parameters
 

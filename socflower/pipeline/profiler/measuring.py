@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from socflower.capture.chain import ModelChain
-from socflower.capture.graph import CAPTURE_LOCK, Example, first_samples
-from socflower.capture.model_copy import copied
-from socflower.capture.random_state import forked_generators
-from socflower.capture.torch_device import device_of, settle
 from socflower.errors import ConfigError, require_range
+from socflower.model_graph.chain import ModelChain
+from socflower.model_graph.graph import CAPTURE_LOCK, Example, first_samples
+from socflower.model_graph.model_copy import copied
+from socflower.model_graph.random_state import forked_generators
+from socflower.model_graph.torch_device import device_of, settle
 from socflower.pipeline.problem import LayerSeconds
-from socflower.pipeline.profiler.int8_layers import Int8Part, int8_part
+from socflower.pipeline.profiler.int8_parts import Int8Part, int8_part
 from socflower.pipeline.profiler.layers import read_model
 
 Tensors = tuple[torch.Tensor, ...]

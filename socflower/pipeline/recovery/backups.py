@@ -75,7 +75,7 @@ class StageState:
         )
 
 
-class Move(NamedTuple):
+class StateTransfer(NamedTuple):
     """One device sends another a part of a state."""
 
     source: int
@@ -121,7 +121,7 @@ def moves(
     needed: Mapping[int, Sequence[str]],
     held: Mapping[int, Collection[str]],
     order: Iterable[int],
-) -> tuple[Move, ...]:
+) -> tuple[StateTransfer, ...]:
     """Return who sends what to whom, so that each device has what it needs; the first in `order` that has it sends.
 
     Each name is sent to a device once. Pairs of devices send at the same time.
@@ -134,4 +134,6 @@ def moves(
             if name not in own:
                 source = next(soc for soc in senders if name in held.get(soc, ()))
                 found.setdefault((source, target), []).append(name)
-    return tuple(Move(source, target, tuple(names)) for (source, target), names in found.items())
+    return tuple(
+        StateTransfer(source, target, tuple(names)) for (source, target), names in found.items()
+    )

@@ -1,6 +1,6 @@
 """One device's part of a pipeline on machines of their own, which goes on without devices that are lost.
 
-Devices agree on who is there as rings do (`rings/membership.py`). The first of them compares what all have kept, and
+Devices agree on who is there as rings do (`peers/membership.py`). The first of them compares what all have kept, and
 chooses the newest step of which together they have everything, and the plan for those that are there: the present one
 where a replicated stage has lost a device, else that of the last backup. Then parts of the model move between devices,
 all pairs at once, and training goes on from that step. Updates since are done again: each is in the weights once, as if
@@ -19,11 +19,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from socflower.capture.model_copy import copied
 from socflower.errors import InfeasiblePlan
+from socflower.model_graph.model_copy import copied
+from socflower.peers.collective import PeerLost
+from socflower.peers.membership import LeftOut, Membership, MemberState, NoModel
+from socflower.peers.preemption import Preempted, PreemptionSwitch
+from socflower.peers.ring.member import AppliedStep, MemberResult
+from socflower.peers.transports.port import RingPort
 from socflower.pipeline.plan import Plan, from_json, to_json
 from socflower.pipeline.profiler.layers import ReadModel
-from socflower.pipeline.recovery.backups import Move, StageState, backup_of, moves, newest_common
+from socflower.pipeline.recovery.backups import (
+    StageState,
+    StateTransfer,
+    backup_of,
+    moves,
+    newest_common,
+)
 from socflower.pipeline.replanning import replanned, shared_anew
 from socflower.pipeline.runtime.channels import Channels, QueueChannels, run_script
 from socflower.pipeline.runtime.gloo_channels import GlooChannels
@@ -41,11 +52,6 @@ from socflower.pipeline.runtime.member import (
 )
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
 from socflower.quantities import counted
-from socflower.rings.collective import PeerLost
-from socflower.rings.member import AppliedStep, MemberResult
-from socflower.rings.membership import LeftOut, Membership, MemberState, NoModel
-from socflower.rings.preemption import Preempted, PreemptionSwitch
-from socflower.rings.transports.port import RingPort
 from socflower.training.batches import BatchSchedule, sample_key
 from socflower.training.fp32 import FP32Trainer
 from socflower.training.model_state import load_trainable_state, trainable_state
@@ -203,7 +209,7 @@ class _Session:
             self._membership.finish()
             raise NoModel
         self._plan, self._step = from_json(decision["plan"]), decision["step"]
-        self._move([Move(*each) for each in decision["moves"]])
+        self._move([StateTransfer(*each) for each in decision["moves"]])
         self._awaited.clear()
         self._stage = self._make_stage()
         if self._lost_at_s is not None:
@@ -269,7 +275,7 @@ class _Session:
         """Return the device that answers: the leader of the group, or if it is lost the plan's first one."""
         return self._group.leader if self._group.leader in self._socs else plan.socs[0]
 
-    def _move(self, parts: list[Move]) -> None:
+    def _move(self, parts: list[StateTransfer]) -> None:
         """Send and receive parts of the state of the step that all go on from; forget other steps."""
         channels = self._channels
         assert channels is not None

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import TypeAlias, TypeVar
 
+from socflower.peers.collective import POLL_INTERVAL_S, PeerLost, Poll, no_poll
+from socflower.peers.transports.all_reduce import all_reduce
 from socflower.pipeline.runtime.member import (
     CONTROL,
     END,
@@ -23,8 +25,6 @@ from socflower.pipeline.runtime.member import (
     Reduce,
     Script,
 )
-from socflower.rings.all_reduce import all_reduce
-from socflower.rings.collective import POLL_INTERVAL_S, PeerLost, Poll, no_poll
 
 _Result = TypeVar("_Result")
 _Lane = TypeVar("_Lane")

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
+from socflower.peers.collective import Poll, no_poll
+from socflower.peers.transports.gloo import GlooRing
+from socflower.peers.transports.port import RingPort
 from socflower.pipeline.runtime.channels import Channels, Fetched, is_of_any_size
 from socflower.pipeline.runtime.member import LANES
-from socflower.rings.collective import Poll, no_poll
-from socflower.rings.transports.gloo import GlooRing
-from socflower.rings.transports.port import RingPort
 
 
 class GlooChannels(Channels):

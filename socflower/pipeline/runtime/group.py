@@ -8,10 +8,10 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from socflower.capture.batch_form import pair_of
-from socflower.capture.model_copy import copied
-from socflower.capture.random_state import own_random_state
 from socflower.errors import ConfigError
+from socflower.model_graph.batch_form import pair_of
+from socflower.model_graph.model_copy import copied
+from socflower.model_graph.random_state import own_random_state
 from socflower.pipeline.plan import Plan
 from socflower.pipeline.profiler.layers import Granularity, ReadModel, read_model
 from socflower.pipeline.replanning import replanned

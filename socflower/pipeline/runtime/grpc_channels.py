@@ -6,12 +6,12 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+from socflower.peers.collective import PeerLost
+from socflower.peers.transports.all_reduce import MAX_CHUNK_BYTES, SEND_AHEAD
+from socflower.peers.transports.port import Caller, PortView, Reader
+from socflower.peers.transports.stream import OutgoingStream
 from socflower.pipeline.runtime.channels import Channels, Fetched
 from socflower.pipeline.runtime.member import LANES
-from socflower.rings.all_reduce import MAX_CHUNK_BYTES, SEND_AHEAD
-from socflower.rings.collective import PeerLost
-from socflower.rings.transports.port import Caller, Peers, Reader
-from socflower.rings.transports.stream import OutgoingStream
 from socflower.wire.framing import Assembly
 from socflower.wire.secure_channel import PeerNotReady, PeerRefused, PeerSilent, PeerUnreachable
 
@@ -32,7 +32,7 @@ class GrpcChannels(Channels):
 
     def __init__(
         self,
-        port: Peers,
+        port: PortView,
         socs: Sequence[int],
         ranks: Sequence[int],
         generation: int,

@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from socflower.capture.batch_form import pair_of
-from socflower.capture.torch_device import device_label
 from socflower.errors import ConfigError
+from socflower.model_graph.batch_form import pair_of
+from socflower.model_graph.torch_device import device_label
 from socflower.pipeline.plan import PipelinePlan, Plan, SynchronisedPart, synchronised_parts
-from socflower.pipeline.profiler.int8_layers import int8_part
+from socflower.pipeline.profiler.int8_parts import int8_part
 from socflower.pipeline.profiler.layers import ReadModel
 from socflower.pipeline.runtime.micro_batches import (
     MicroBatch,
@@ -37,9 +37,9 @@ from socflower.pipeline.runtime.payloads import (
     joined,
 )
 from socflower.pipeline.runtime.stage import Crossing, Int8Passes, StageWork
-from socflower.pipeline.schedule.order import Operation, Pass, operations
+from socflower.pipeline.schedule.order import Pass, ScheduledPass, operations
 from socflower.training.fp32 import FP32Session, FP32Trainer
-from socflower.training.sum_order import Bucket, make_bucket
+from socflower.training.sum_order import GradientBucket, make_bucket
 from socflower.training.trainer import TrainingSpan, training_device
 from socflower.wire.arrays import pack_arrays, unpack_arrays
 from socflower.workloads import DataSource
@@ -87,7 +87,7 @@ Script: TypeAlias = Generator[Receive | Reduce | Expect, Any, _Result]
 Send: TypeAlias = Callable[[int, str, bytearray], None]
 """Takes the receiving SoC, the lane and the bytes; returns at once."""
 
-OnPass: TypeAlias = Callable[[int, Operation], None]
+OnPass: TypeAlias = Callable[[int, ScheduledPass], None]
 """Called by a member before each pass, with its SoC."""
 
 
@@ -582,7 +582,7 @@ class Member:
 
     # -------------------------------------------------------------------------------------------------- gradients
 
-    def _bucket(self, part: SynchronisedPart) -> Bucket | None:
+    def _bucket(self, part: SynchronisedPart) -> GradientBucket | None:
         names = self._names(part.first_layer, part.last_layer)
         parameters = [
             parameter

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from socflower.capture.graph import Operation
-from socflower.capture.halves import random_streams
 from socflower.errors import SocflowerError
+from socflower.model_graph.graph import Operation
+from socflower.model_graph.parts import random_streams
 from socflower.training.fp32 import LossFn
 from socflower.training.int8_layers import Int8Layers
 

@@ -16,14 +16,14 @@ class Pass(StrEnum):
     BACKWARD = "backward"
 
 
-class Operation(NamedTuple):
+class ScheduledPass(NamedTuple):
     """One pass of a stage over one micro-batch."""
 
     kind: Pass
     micro_batch: int
 
 
-def operations(policy: Policy, in_flight: int, num_micro_batches: int) -> Iterator[Operation]:
+def operations(policy: Policy, in_flight: int, num_micro_batches: int) -> Iterator[ScheduledPass]:
     """Yield a stage's passes of one update in their order.
 
     1F1B: K_p forward passes, then in turns a backward and a forward pass, then the backward passes that are left.
@@ -36,11 +36,11 @@ def operations(policy: Policy, in_flight: int, num_micro_batches: int) -> Iterat
         else min(in_flight, num_micro_batches)
     )
     for micro_batch in range(ahead):
-        yield Operation(Pass.FORWARD, micro_batch)
+        yield ScheduledPass(Pass.FORWARD, micro_batch)
     for micro_batch in range(num_micro_batches):
-        yield Operation(Pass.BACKWARD, micro_batch)
+        yield ScheduledPass(Pass.BACKWARD, micro_batch)
         if micro_batch + ahead < num_micro_batches:
-            yield Operation(Pass.FORWARD, micro_batch + ahead)
+            yield ScheduledPass(Pass.FORWARD, micro_batch + ahead)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,11 +23,19 @@ from socflower.pipeline.plan import (
     synchronised_parts,
 )
 from socflower.pipeline.problem import PipelineProblem
-from socflower.pipeline.schedule.order import Operation, Pass, operations
+from socflower.pipeline.schedule.order import Pass, ScheduledPass, operations
 from socflower.sim import EventClock
-from socflower.sim.processes import Credits, Event, Process, Processor, Queue, Simulation, all_of
+from socflower.sim.processes import (
+    Credits,
+    Event,
+    Process,
+    Queue,
+    SimulatedProcessor,
+    Simulation,
+    all_of,
+)
 
-Delay = Callable[[int, Operation], float]
+Delay = Callable[[int, ScheduledPass], float]
 """Seconds that a pass takes longer than planned, by SoC and pass."""
 
 
@@ -65,7 +73,7 @@ class ScheduleRun:
         return sum(self.usage.num_bytes.values())
 
 
-def simulate(
+def simulate_schedule(
     problem: PipelineProblem,
     plan: Plan,
     *,
@@ -369,7 +377,7 @@ class _Run:
         return all_of(*[queue.get() for queue in waiting])
 
     def _exchange(
-        self, member: _Member, part: SynchronisedPart, step: int, processor: Processor
+        self, member: _Member, part: SynchronisedPart, step: int, processor: SimulatedProcessor
     ) -> Process[None]:
         """All-reduce a part's gradients: 2(n − 1) rounds in a ring of n, or up to the server and down again."""
         num_bytes, simulation = (

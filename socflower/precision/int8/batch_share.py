@@ -21,7 +21,7 @@ FloatArray = npt.NDArray[np.float64]
 _INT32_MAX = 2**31 - 1
 
 
-class Peers(Protocol):
+class BatchPeers(Protocol):
     """The members of a ring; all of them call `sum` with arrays of one type and size, in the same order."""
 
     rank: int  # 0 to size - 1, in the order of their shares
@@ -36,7 +36,7 @@ class Peers(Protocol):
         ...
 
 
-def gather(peers: Peers, own: Sequence[float]) -> FloatArray:
+def gather(peers: BatchPeers, own: Sequence[float]) -> FloatArray:
     """Return the numbers of all members, (members, numbers), by rank."""
     table = np.zeros((peers.size, len(own)))
     table[peers.rank] = own
@@ -92,7 +92,7 @@ class JointShare(BatchShare):
     cautiously.
     """
 
-    def __init__(self, peers: Peers, sizes: Sequence[int], *, cautious: bool) -> None:
+    def __init__(self, peers: BatchPeers, sizes: Sequence[int], *, cautious: bool) -> None:
         super().__init__(sum(sizes))
         self.is_empty = not sizes[peers.rank]
         self.first = 0 if self.is_empty else sum(sizes[: peers.rank])

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from socflower import _int8
-from socflower.capture.model_copy import copied
 from socflower.errors import TrainingFailed
+from socflower.model_graph.model_copy import copied
 from socflower.precision.algorithm import OutsideUpdate
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.batch_share import BatchShare
+from socflower.precision.int8.bound_graph import Fp32Factory
 from socflower.precision.int8.fixed_point import exponent_for, to_real
-from socflower.precision.int8.operators import Operator, Step, Tensor
-from socflower.precision.int8.program import Fp32Factory
+from socflower.precision.int8.operators import Operator, StepContext, Tensor
 from socflower.precision.int8.requantisation import Int8Array
 
 
@@ -43,7 +43,7 @@ class Fp32Operator(Operator[ir.Fp32]):
         self._source: torch.Tensor
         self._result: torch.Tensor
 
-    def forward(self, step: Step) -> None:
+    def forward(self, step: StepContext) -> None:
         """Run the module on the real values of the input, and round its output."""
         x = self.inputs[0]
         self._load_parameters(step)
@@ -62,7 +62,7 @@ class Fp32Operator(Operator[ir.Fp32]):
             self.node.name, step.share, self._result.detach(), self.output.shape, self.output.data
         )
 
-    def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
+    def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Run autograd from the real gradient, round the input's gradient, and update the parameters by plain SGD.
 
         Under an outside update the parameters' gradients are stored for the trainer instead.
@@ -104,7 +104,7 @@ class Fp32Operator(Operator[ir.Fp32]):
         with torch.no_grad():
             parameter.sub_(torch.from_numpy(gradient), alpha=rate)
 
-    def _load_parameters(self, step: Step) -> None:
+    def _load_parameters(self, step: StepContext) -> None:
         prefix = f"{self.node.name}."
         own = {
             name: array for name, array in step.parameters.fp32.items() if name.startswith(prefix)
@@ -120,7 +120,7 @@ class Fp32Operator(Operator[ir.Fp32]):
             ]  # only the first name of a shared parameter is up to date
         self._module.load_state_dict(state)
 
-    def _store(self, step: Step, values: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def _store(self, step: StepContext, values: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, value in values:
             if (
                 f"{self.node.name}.{name}" in step.parameters.fp32

@@ -18,9 +18,9 @@ import torch
 from torch import fx, nn
 
 from socflower._int8 import MAX_EXACT_DEPTH
-from socflower.capture.following import CaptureFailed
-from socflower.capture.graph import ModelGraph, Operation, caller_of, capture
 from socflower.errors import ConfigError
+from socflower.model_graph.following import CaptureFailed
+from socflower.model_graph.graph import ModelGraph, Operation, caller_of, capture
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.network import UnsupportedOperator
 

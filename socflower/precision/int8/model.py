@@ -30,10 +30,11 @@ from socflower.precision.algorithm import (
     TrainingAlgorithm,
 )
 from socflower.precision.int8 import saving
-from socflower.precision.int8.batch_share import BatchShare, JointShare, Peers, gather
+from socflower.precision.int8.batch_share import BatchPeers, BatchShare, JointShare, gather
+from socflower.precision.int8.bound_graph import BoundGraph, Fp32Factory
 from socflower.precision.int8.fixed_point import exponent_for, to_real
 from socflower.precision.int8.network import Convolution, Dropout, Graph, Shape
-from socflower.precision.int8.operators import Step
+from socflower.precision.int8.operators import StepContext
 from socflower.precision.int8.parameters import (
     Parameters,
     Vector,
@@ -41,7 +42,6 @@ from socflower.precision.int8.parameters import (
     export_parameters,
     import_parameters,
 )
-from socflower.precision.int8.program import Fp32Factory, Program
 from socflower.precision.int8.region_cache import RegionCache
 from socflower.precision.int8.requantisation import (
     MAX_EXPONENT,
@@ -154,8 +154,10 @@ class Int8Model:
         self.regions = RegionCache(
             budget_bytes=settings.memory_budget_bytes, reuse=settings.reuse_graph
         )
-        self._programs: dict[int, Program] = {}
-        self._kept: tuple[Program, Step] | None = None  # of the last `forward`, for `backward`
+        self._programs: dict[int, BoundGraph] = {}
+        self._kept: tuple[BoundGraph, StepContext] | None = (
+            None  # of the last `forward`, for `backward`
+        )
 
     @classmethod
     def from_module(
@@ -256,7 +258,7 @@ class Int8Model:
         self,
         images: npt.NDArray[np.float32],
         labels: npt.NDArray[np.int32],
-        peers: Peers,
+        peers: BatchPeers,
         *,
         learning_rate: float = 0.01,
         progress: float | None = None,
@@ -548,7 +550,7 @@ class Int8Model:
         training: bool = True,
         share: BatchShare | None = None,
         trackers: dict[tuple[str, str], ScaleTracker] | None = None,
-    ) -> tuple[Program, Step]:
+    ) -> tuple[BoundGraph, StepContext]:
         """Begin a pass over images that are the whole batch, or a share of it."""
         self._kept = None  # its memory is taken by this pass
         self.regions.release_all()
@@ -563,7 +565,7 @@ class Int8Model:
         batch = len(images)
         program = self._programs.get(batch)
         if program is None:
-            program = Program(
+            program = BoundGraph(
                 self.graph,
                 batch,
                 self.engine,
@@ -573,7 +575,7 @@ class Int8Model:
                 input_gradient=self._input_gradient,
             )
             self._programs[batch] = program
-        step = Step(
+        step = StepContext(
             engine=self.engine,
             algorithm=self.algorithm,
             parameters=self.parameters,

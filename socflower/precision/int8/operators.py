@@ -64,7 +64,7 @@ class Tensor:
 
 
 @dataclass(kw_only=True, slots=True)
-class Step:
+class StepContext:
     """Settings and shared buffers of the current step."""
 
     engine: _int8.Engine
@@ -114,8 +114,8 @@ NodeT = TypeVar("NodeT", bound=ir.Node)
 class Operator(ABC, Generic[NodeT]):
     """An operator of one batch size: the tensors it reads and the one that it computes."""
 
-    workspace_bytes = 0  # of `Step.workspace` that it needs
-    accumulator_size = 0  # elements of `Step.accumulators` that it needs
+    workspace_bytes = 0  # of `StepContext.workspace` that it needs
+    accumulator_size = 0  # elements of `StepContext.accumulators` that it needs
 
     def __init__(self, node: NodeT, inputs: Sequence[Tensor], output: Tensor) -> None:
         self.node, self.inputs, self.output = node, tuple(inputs), output
@@ -127,15 +127,15 @@ class Operator(ABC, Generic[NodeT]):
         return self.output.gradient
 
     @abstractmethod
-    def forward(self, step: Step) -> None:
+    def forward(self, step: StepContext) -> None:
         """Compute the output's data and exponent."""
 
     @abstractmethod
-    def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
+    def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Write the gradient of each input into its array (None: not needed) and return their exponents."""
 
     def _round(
-        self, step: Step, role: str, acc_exponent: int, run: Callable[[bool, int], int]
+        self, step: StepContext, role: str, acc_exponent: int, run: Callable[[bool, int], int]
     ) -> int:
         return round_elementwise(
             self.node.name, step.share, step.tracker(self.node.name, role), acc_exponent, run
@@ -163,7 +163,7 @@ class ConvolutionOperator(Operator[ir.Convolution]):
         shapes = (self.inputs[0].array_shape, self.output.array_shape, self._weight_shape)
         self.accumulator_size = max(math.prod(shape) for shape in shapes)
 
-    def forward(self, step: Step) -> None:
+    def forward(self, step: StepContext) -> None:
         """Multiply, add the bias at the accumulator's scale, apply the ReLU, round."""
         x, node = self.inputs[0], self.node
         weight = step.parameters.weights[f"{node.name}.weight"]
@@ -198,7 +198,7 @@ class ConvolutionOperator(Operator[ir.Convolution]):
             rounding,
         )
 
-    def _integer_bias(self, step: Step, acc_exponent: int) -> Int32Array:
+    def _integer_bias(self, step: StepContext, acc_exponent: int) -> Int32Array:
         real = step.parameters.vectors[f"{self.node.name}.bias"].data.astype(np.float64)
         scaled = np.rint(np.ldexp(real, -acc_exponent))
         room = 2**31 - 1 - self._depth * 127 * 127
@@ -210,7 +210,7 @@ class ConvolutionOperator(Operator[ir.Convolution]):
             )
         return scaled.astype(np.int32)
 
-    def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
+    def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Compute the input gradient with the weights of the forward pass, then the weight gradient, then update."""
         x, node = self.inputs[0], self.node
         dy, dy_exponent = self.gradient, self.output.gradient_exponent
@@ -256,7 +256,7 @@ class ConvolutionOperator(Operator[ir.Convolution]):
             step.share.add(self._sums[0].astype(np.float64), update_bias)
         return exponents
 
-    def _update_weight(self, step: Step, weight: Weight) -> None:
+    def _update_weight(self, step: StepContext, weight: Weight) -> None:
         x, node, dy = self.inputs[0], self.node, self.gradient
         gradient = step.wide(self._weight_shape)
         try:
@@ -298,7 +298,7 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
         self._mean: npt.NDArray[np.float64]  # of the batch, in units of 2^exponent
         self._slope: npt.NDArray[np.float64]  # d(normalised) / d(x.data)
 
-    def forward(self, step: Step) -> None:
+    def forward(self, step: StepContext) -> None:
         """Normalise with the statistics of the batch (training) or the running ones (evaluation)."""
         x, node = self.inputs[0], self.node
         vectors = step.parameters.vectors
@@ -335,14 +335,14 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
 
         self.output.exponent = self._round(step, "forward", acc_exponent, run)
 
-    def _rows(self, step: Step) -> int:
+    def _rows(self, step: StepContext) -> int:
         """Return the number of values of a channel in the whole batch."""
         height, width, _, _ = self.output.array_shape
         return height * width * step.share.num_samples
 
     def _track(
         self,
-        step: Step,
+        step: StepContext,
         rows: int,
         mean: npt.NDArray[np.float64],
         variance: npt.NDArray[np.float64],
@@ -358,7 +358,7 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
                 )
         step.parameters.num_batches_tracked[self.node.name] += 1
 
-    def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
+    def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Compute dx = gamma/sigma * (dy - mean(dy) - xhat * mean(dy * xhat)), then update scale and offset."""
         x, node = self.inputs[0], self.node
         dy, dy_exponent = self.gradient, self.output.gradient_exponent
@@ -408,12 +408,12 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
 class ReluOperator(Operator[ir.Relu]):
     """A ReLU that is not fused; the exponent does not change."""
 
-    def forward(self, step: Step) -> None:
+    def forward(self, step: StepContext) -> None:
         """Replace negative values by 0."""
         np.maximum(self.inputs[0].data, 0, out=self.output.data)
         self.output.exponent = self.inputs[0].exponent
 
-    def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
+    def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Copy the gradient, which the readers of the output have already masked."""
         if into[0] is not None:
             x = self.inputs[0]
@@ -430,12 +430,12 @@ class MaxPoolOperator(Operator[ir.MaxPool]):
         super().__init__(node, inputs, output)
         self._plan, self._argmax = plan, np.empty(output.array_shape, np.uint8)
 
-    def forward(self, step: Step) -> None:
+    def forward(self, step: StepContext) -> None:
         """Compute the maxima; the exponent does not change."""
         self._plan.max(step.engine, self.inputs[0].data, self.output.data, self._argmax)
         self.output.exponent = self.inputs[0].exponent
 
-    def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
+    def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Scatter every gradient to the position of its maximum; sum them where windows overlap."""
         x, exponent, target = self.inputs[0], self.output.gradient_exponent, into[0]
         if target is None:
@@ -465,7 +465,7 @@ class AveragePoolOperator(Operator[ir.AveragePool]):
         window = node.kernel[0] * node.kernel[1]
         self._multiplier = (2**AVERAGE_BITS + window // 2) // window
 
-    def forward(self, step: Step) -> None:
+    def forward(self, step: StepContext) -> None:
         """Sum, multiply by 2^14 / window, round."""
         x, rounding = self.inputs[0], step.algorithm.forward.rounding
 
@@ -475,7 +475,7 @@ class AveragePoolOperator(Operator[ir.AveragePool]):
 
         self.output.exponent = self._round(step, "forward", x.exponent - AVERAGE_BITS, run)
 
-    def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
+    def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Distribute every gradient over its window."""
         x, target, rounding = self.inputs[0], into[0], step.algorithm.backward.rounding
         if target is None:
@@ -513,7 +513,7 @@ class DropoutOperator(Operator[ir.Dropout]):
         self._exponent, (self._factor,) = scaled_integers(21, (np.full(channels, factor), 0))
         self._zeros = np.zeros(channels, dtype=np.int32)
 
-    def forward(self, step: Step) -> None:
+    def forward(self, step: StepContext) -> None:
         """Draw the mask, multiply, round; copy in evaluation."""
         x = self.inputs[0]
         if not step.training:
@@ -527,7 +527,7 @@ class DropoutOperator(Operator[ir.Dropout]):
             step, "forward", x.data, x.exponent, self.output.data, step.algorithm.forward.rounding
         )
 
-    def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
+    def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Multiply the gradient of kept values by the same factor; the others get 0."""
         if into[0] is None:
             return [0]
@@ -544,7 +544,7 @@ class DropoutOperator(Operator[ir.Dropout]):
 
     def _scale(
         self,
-        step: Step,
+        step: StepContext,
         role: str,
         values: Int8Array,
         exponent: int,
@@ -567,7 +567,7 @@ class DropoutOperator(Operator[ir.Dropout]):
 
         return self._round(step, role, exponent + self._exponent, run)
 
-    def _draw(self, step: Step) -> None:
+    def _draw(self, step: StepContext) -> None:
         """Draw the numbers of the whole batch, and use those of its share."""
         height, width, num_own, _ = self._gate.shape
         channels, batch = self.node.shape[0], step.share.num_samples
@@ -584,7 +584,7 @@ class DropoutOperator(Operator[ir.Dropout]):
 
 def add_tensors(
     name: str,
-    step: Step,
+    step: StepContext,
     tracker: ScaleTracker | None,
     a: tuple[Int8Array, int],
     b: tuple[Int8Array, int],
@@ -626,7 +626,7 @@ def add_tensors(
 class AddOperator(Operator[ir.Add]):
     """Residual addition of tensors of different exponents."""
 
-    def forward(self, step: Step) -> None:
+    def forward(self, step: StepContext) -> None:
         """Align the exponents, add, apply the ReLU, round."""
         a, b = self.inputs
         self.output.exponent = add_tensors(
@@ -640,7 +640,7 @@ class AddOperator(Operator[ir.Add]):
             relu=self.node.relu,
         )
 
-    def backward(self, step: Step, into: Sequence[Int8Array | None]) -> Sequence[int]:
+    def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Copy the gradient to both inputs."""
         for x, target in zip(self.inputs, into, strict=True):
             if target is not None:

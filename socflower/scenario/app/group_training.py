@@ -13,7 +13,7 @@ from flwr.serverapp.strategy import Strategy as OuterStrategy
 from flwr.supercore import log
 
 from socflower.engines.checkpoint import Checkpoint
-from socflower.engines.local.priced_grid import PricedGrid
+from socflower.engines.local.virtual_time_grid import VirtualTimeGrid
 from socflower.engines.run_folder import RunFolder
 from socflower.engines.trained_devices import TrainedDevices
 from socflower.errors import ConfigError, InfeasiblePlan, TrainingFailed
@@ -41,7 +41,7 @@ from socflower.scenario.priced_processors import priced_line, priced_processors
 from socflower.scenario.schema.outer import OUTER_STRATEGIES, OuterConfig
 from socflower.scenario.schema.pipeline import PipelineConfig
 from socflower.scenario.schema.strategies import group_strategy
-from socflower.scenario.workload import Score, scenario_data
+from socflower.scenario.workload import ModelMetrics, scenario_data
 from socflower.sim import EventClock, Trace
 from socflower.strategies.comparators import OrderedFedAvg
 from socflower.strategies.hybrid_pipeline import HybridPipeline
@@ -145,7 +145,7 @@ class _Training:
             return {
                 "epoch": report.epoch,
                 "events": event_documents(report.events),
-                "sequenced": report.in_turn,
+                "uplink_turns": report.uplink_turns,
                 **_mixed(report.alpha, report.cpu_share),
             }
 
@@ -287,7 +287,7 @@ class _Training:
                 model_profile=self._profile, pricing=pricing(self._scenario), clock=self._clock
             ),
             exchange=ExchangeSettings(
-                serialize_uplinks=settings.serialize_uplinks,
+                uplink_turns=settings.uplink_turns,
                 overlap_buckets=settings.overlap_buckets,
                 leaders=self._scenario.leaders,
                 leader_compression=settings.leader_compression,
@@ -313,7 +313,7 @@ class _Training:
                 f"many SuperNodes, or set socs = {num_socs}"
             )
         self._require_reachable_events(num_rounds, range(num_socs))
-        grid = PricedGrid(
+        grid = VirtualTimeGrid(
             self._grid,
             self._clock,
             self._cluster,
@@ -380,12 +380,12 @@ class _Training:
         load_trainable_state(self._model, final.to_torch_state_dict())
         return ArrayRecord(self._model.state_dict())
 
-    def _evaluate(self, arrays: ArrayRecord) -> Score:
+    def _evaluate(self, arrays: ArrayRecord) -> ModelMetrics:
         load_trainable_state(self._model, arrays.to_torch_state_dict())
         evaluation = evaluate(
             self._model, self._data.test, device=evaluation_device(self._scenario)
         )
-        return Score(evaluation.metrics.get("accuracy"), evaluation.loss)
+        return ModelMetrics(evaluation.metrics.get("accuracy"), evaluation.loss)
 
 
 def _outer(settings: OuterConfig) -> OuterStrategy:

@@ -20,8 +20,8 @@ from socflower.cluster.cost_model import BACKWARD_TO_FORWARD
 from socflower.engines.app_files import NUM_NODES_KEY, RUN_FOLDER_KEY, AppFiles
 from socflower.engines.app_metrics import PRICED_KEYS, MeteredGrid, RoundLog
 from socflower.engines.local.message_log import MessageLog
-from socflower.engines.local.priced_grid import PricedGrid
 from socflower.engines.local.run_app import load_flower_app, require_server_app, run_server_app
+from socflower.engines.local.virtual_time_grid import VirtualTimeGrid
 from socflower.engines.local.workers import handle, resolve_client_app
 from socflower.engines.run_folder import RunFolder
 from socflower.errors import ConfigError
@@ -133,7 +133,7 @@ def _main(grid: Grid, context: Context) -> None:
         cluster, trace, messages = load_cluster(Path(named["cluster_file"])), Trace(), MessageLog()
         clock = EventClock(cluster, trace=trace)
         rounds = RoundLog(clock, on_round=folder.append_progress)
-        priced = PricedGrid(
+        priced = VirtualTimeGrid(
             grid, clock, cluster, model_profile=training_profile(named["training_flops"])
         )
         context.run_config = named["run_config"]

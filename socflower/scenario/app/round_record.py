@@ -16,11 +16,11 @@ from socflower.engines.trained_devices import TrainedDevices
 from socflower.report.quality import final_figures
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import to_document
-from socflower.scenario.workload import Score
+from socflower.scenario.workload import ModelMetrics
 from socflower.sim import EventClock, Trace
+from socflower.strategies.planned_rounds import EvaluateFn
 from socflower.strategies.records import array_views, to_array_record
 from socflower.strategies.replies import ReplyEvent
-from socflower.strategies.resuming import EvaluateFn
 from socflower.wire.message_keys import TRAINING
 
 RoundEnd: TypeAlias = Callable[[int], dict[str, Any]]
@@ -36,7 +36,7 @@ class RoundRecord:
         clock: EventClock,
         trace: Trace,
         devices: TrainedDevices,
-        evaluate: Callable[[ArrayRecord], Score],
+        evaluate: Callable[[ArrayRecord], ModelMetrics],
     ) -> None:
         self.rounds: list[dict[str, Any]] = []
         self.warm_up: dict[str, Any] | None = None

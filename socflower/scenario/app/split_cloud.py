@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from socflower.capture.torch_device import resolve_device
 from socflower.clients.split.cloud_sessions import session_factory
 from socflower.edgecloud.cloud.cloud_service import CloudService
 from socflower.edgecloud.cloud.operator_calls import CloudOperator, session_status
 from socflower.edgecloud.cloud.session import SessionFactory
-from socflower.edgecloud.program import SplitProgram
+from socflower.edgecloud.split_program import SplitProgram
 from socflower.edgecloud.stream.credentials import new_token, read_token
 from socflower.engines.names import MAX_WORKERS, require_count
 from socflower.errors import ConfigError
+from socflower.model_graph.torch_device import resolve_device
 from socflower.quantities import human_bytes
 from socflower.scenario.app.split_training import split_settings
 from socflower.scenario.schema.config import Scenario

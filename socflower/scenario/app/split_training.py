@@ -17,7 +17,7 @@ from socflower.clients.split.cloud_sessions import CloudClient
 from socflower.clients.split.in_process import SplitSettings
 from socflower.clients.split.remote_cloud import CloudLink, cloud_link
 from socflower.edgecloud.cloud.operator_calls import CloudOperator
-from socflower.edgecloud.program import SplitProgram
+from socflower.edgecloud.split_program import SplitProgram
 from socflower.edgecloud.stream.credentials import read_token
 from socflower.engines.run_folder import RunFolder
 from socflower.engines.trained_devices import TrainedDevices
@@ -30,7 +30,7 @@ from socflower.scenario.prepared_run import PreparedRun
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import from_document
 from socflower.scenario.split_setting import SplitSetting
-from socflower.scenario.workload import Score
+from socflower.scenario.workload import ModelMetrics
 from socflower.sim import EventClock, Trace
 from socflower.strategies.split_replay import SplitReplay
 from socflower.training.model_state import num_bytes_of
@@ -119,7 +119,7 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
         model.load_state_dict(arrays.to_torch_state_dict(), strict=False)
         return model
 
-    def evaluate(arrays: ArrayRecord) -> Score:
+    def evaluate(arrays: ArrayRecord) -> ModelMetrics:
         return workload.evaluate(whole(arrays))
 
     grid = devices = TrainedDevices(grid)

@@ -8,12 +8,11 @@ from typing import Annotated, Any, Self
 from pydantic import Field
 
 from socflower.cluster.cluster_file import MOST_SOCS, ClusterFile
-from socflower.cluster.toml_file import OneOf, Table, keys_of
 from socflower.hierarchy.collectives import FUSIONS
 from socflower.hierarchy.delayed_sync import MOST_INTERVALS
-from socflower.hierarchy.leader_exchange import COMPRESSIONS, NONE, compression_fault
+from socflower.hierarchy.leader_topology import COMPRESSIONS, NONE, compression_fault
+from socflower.peers.ring.settings import RingSettings
 from socflower.precision import ALGORITHMS, MIXING_RULES
-from socflower.rings.settings import RingSettings
 from socflower.scenario.schema.outer import OuterConfig
 from socflower.scenario.schema.pipeline import LANGUAGE_MODELS, PIPELINE_STRATEGY, PipelineConfig
 from socflower.scenario.schema.split import (
@@ -29,6 +28,7 @@ from socflower.scenario.schema.strategies import (
     family_of,
 )
 from socflower.scenario.schema.thermal import BackgroundLoadConfig, ThermalConfig
+from socflower.toml_file import OneOf, Table, keys_of
 
 ARITHMETICS = ("fp32", "int8", "mixed")
 _READ_BY_PIPELINES = (
@@ -188,7 +188,6 @@ class TrainConfig(Table):
     )
     reduction: Annotated[str, OneOf(("auto", "always", "ring"))] = Field(
         "auto",
-        json_schema_extra={"was": "member_passes"},
         description=(
             "`auto`: members of a group have passes of their own only in models with BatchNorm; `always`: in all, as "
             "in a real ring; `ring`: their gradients are summed in its order too, to the bits of a "
@@ -336,9 +335,8 @@ class StrategyConfig(Table):
             "SoC trains on its own, in an order of its own"
         ),
     )
-    serialize_uplinks: bool | Annotated[str, OneOf(("auto",))] = Field(
+    uplink_turns: bool | Annotated[str, OneOf(("auto",))] = Field(
         "auto",
-        json_schema_extra={"was": "sequenced"},
         description=(
             'groups that share an uplink exchange in turn; "auto" takes, for each new plan, the way that is '
             "[predicted to be faster](concepts/planning.md#who-exchanges-when)"
@@ -476,7 +474,7 @@ def _of_train(own: OwnTraining) -> dict[str, float]:
     return own.model_dump(exclude_none=True, exclude={"sync_interval_epochs"})
 
 
-class Prediction(Table):
+class PredictedEpoch(Table):
     """`[[compare.predict]]`: an epoch that is predicted on the same cluster and groups, and not trained."""
 
     model: str = Field(description="as `name` of [model]")
@@ -509,7 +507,7 @@ class CompareConfig(Table):
         ),
     )
     train: dict[str, OwnTraining] = Field({})
-    predict: tuple[Prediction, ...] = Field(())
+    predict: tuple[PredictedEpoch, ...] = Field(())
 
     def check(self) -> None:
         """Refuse settings of a strategy that is none, and two targets."""
@@ -582,7 +580,7 @@ class ScenarioFile(ClusterFile):
     events: tuple[EventConfig, ...] = Field((), alias="event")
     thermal: ThermalConfig | None = None  # None: no heat simulation
     background_load: BackgroundLoadConfig | None = Field(
-        None, json_schema_extra={"was": "users"}
+        None,
     )  # None: nobody else
     edgecloud: EdgeCloudConfig | None = None  # None: no cloud
     pipeline: PipelineConfig | None = None  # None: no pipeline, or the defaults of one

@@ -12,12 +12,12 @@ from socflower.cluster.cluster_file import (
     inline_devices,
     make_cluster,
 )
-from socflower.cluster.toml_file import parse_value, read_table, read_toml
 from socflower.errors import ConfigError
 from socflower.scenario.expectations import require_known_claims
 from socflower.scenario.schema.config import Scenario, ScenarioFile
 from socflower.scenario.schema.links import inline_recorded_link, resolve_file_paths
 from socflower.scenario.schema.strategies import STRATEGIES
+from socflower.toml_file import parse_value, read_table, read_toml
 from socflower.user_code import own_sources
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from socflower.cluster.toml_file import OneOf, Table
+from socflower.toml_file import OneOf, Table
 
 OUTER_STRATEGIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "fedavg": ("FedAvg", ()),

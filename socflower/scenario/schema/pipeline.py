@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from socflower.cluster.toml_file import OneOf, Table
+from socflower.toml_file import OneOf, Table
 from socflower.wire.codecs.error_feedback import FORMS, Form
 from socflower.wire.codecs.quantisation import BITS
 

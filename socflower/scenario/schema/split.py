@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from socflower.cluster.toml_file import OneOf, Pairs, Table
+from socflower.toml_file import OneOf, Pairs, Table
 from socflower.wire.codecs.quantisation import BITS
 
 SPLIT_STRATEGIES = ("split-replay", "pipelined", "joint-dnn", "split", "splitfed", "edge-only")
@@ -109,7 +109,6 @@ class EdgeCloudConfig(Table):
     )
     cloud_model: Annotated[str, OneOf(("own", "shared"))] = Field(
         "own",
-        json_schema_extra={"was": "halves"},
         description=(
             "cloud halves of several edges: `own`, one for each, averaged with the edge halves after each round; or "
             "`shared`, one that takes the edges' batches in turn"

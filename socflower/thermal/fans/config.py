@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from socflower.cluster.toml_file import SchemaVersion, Table, read_table, read_toml
 from socflower.errors import ConfigError
 from socflower.thermal.fans.hwmon_pwm import HwmonPwm, find_hwmon
 from socflower.thermal.fans.ipmi import IpmiCommand
@@ -18,6 +17,7 @@ from socflower.thermal.fans.outputs import DutyCurve, FanOutput, SimulatedFan
 from socflower.thermal.sensors.reading import HeatSource
 from socflower.thermal.sensors.remote import FileSource, HttpSource
 from socflower.thermal.sensors.sysfs import DeviceIdentity
+from socflower.toml_file import SchemaVersion, Table, read_table, read_toml
 
 Positive = Annotated[float, Field(gt=0)]
 Number = Annotated[int, Field(ge=0)]

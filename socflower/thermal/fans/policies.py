@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
-from socflower.cluster.toml_file import unknown_key
 from socflower.errors import ConfigError, require_range
 from socflower.plain_numbers import plain_numbers
 from socflower.thermal.fans.fan_curve import FanCurve, rack_fans
 from socflower.thermal.model.constants import constant
+from socflower.toml_file import unknown_key
 
 _FASTER = 1.005
 """Factor by which fans speed up per step while the planned speed is not enough; a step takes seconds."""
@@ -329,4 +329,4 @@ def make_policy(name: str, settings: Mapping[str, object]) -> FanPolicy:
 def _require_known(numbers: Mapping[str, float], known: Sequence[str], policy: str) -> None:
     for key, value in numbers.items():
         if key not in known:
-            raise ConfigError(unknown_key(key, value, dict.fromkeys(known), policy))
+            raise ConfigError(unknown_key(key, value, known, policy))

@@ -16,7 +16,7 @@ from socflower.clients.split.remote_cloud import CloudLink
 from socflower.cluster import parse_cluster
 from socflower.edgecloud.cloud.cloud_service import CloudService
 from socflower.edgecloud.cloud.operator_calls import CloudOperator
-from socflower.edgecloud.program import SplitProgram
+from socflower.edgecloud.split_program import SplitProgram
 from socflower.edgecloud.stream.credentials import new_token
 from socflower.strategies.split_replay import SplitReplay
 from tests.clients.split.models import (

@@ -18,8 +18,8 @@ from torch.nn import functional
 from socflower.edgecloud.links.bandwidth_profile import constant
 from socflower.edgecloud.plan.cuts import CutCost, SplitCosts, SplitPlan
 from socflower.edgecloud.plan.party import Party
-from socflower.edgecloud.program import JoinedProgram, LayeredProgram, SplitProgram
 from socflower.edgecloud.samples import NO_LABELS, BatchOrder
+from socflower.edgecloud.split_program import JoinedProgram, LayeredProgram, SplitProgram
 from socflower.engines.local.workers import handle
 from socflower.training.fp32 import sgd
 from socflower.wire.split_message_keys import OWN

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from socflower.clients.split.app import make_split_client_app
-from socflower.edgecloud.program import LayeredProgram, SplitProgram
 from socflower.edgecloud.samples import BatchOrder, PartyBatches
+from socflower.edgecloud.split_program import LayeredProgram, SplitProgram
 from socflower.training.fp32 import sgd
 from socflower.training.trainer import torch_threads
 from socflower.workloads.map_dataset import as_data_source

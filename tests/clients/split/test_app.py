@@ -19,7 +19,7 @@ from socflower.clients.split.remote_cloud import cloud_link
 from socflower.clients.split.saved_halves import SplitState
 from socflower.cluster import parse_cluster
 from socflower.edgecloud.plan.timeline_actions import decode_actions, encode_actions
-from socflower.edgecloud.program import LayeredProgram, SplitProgram
+from socflower.edgecloud.split_program import LayeredProgram, SplitProgram
 from socflower.errors import ConfigError
 from socflower.strategies.split_replay import SplitReplay
 from socflower.wire.message_keys import EVENTS

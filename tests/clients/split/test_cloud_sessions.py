@@ -20,7 +20,7 @@ from socflower.edgecloud.cloud.operator_calls import (
 )
 from socflower.edgecloud.links.bandwidth_profile import LinkRates
 from socflower.edgecloud.plan.cuts import SplitPlan
-from socflower.edgecloud.program import SplitProgram
+from socflower.edgecloud.split_program import SplitProgram
 from socflower.edgecloud.stream.credentials import new_token
 from socflower.edgecloud.stream.frames import SplitRefused
 from socflower.errors import ConfigError, TrainingFailed

@@ -9,8 +9,8 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message
 from numpy.typing import NDArray
 
-from socflower.edgecloud.program import LayeredProgram
 from socflower.edgecloud.samples import BatchOrder, PartyBatches
+from socflower.edgecloud.split_program import LayeredProgram
 from socflower.errors import TrainingFailed
 from socflower.strategies.split_replay import SplitReplay
 from socflower.wire.message_keys import FROZEN_SHA256

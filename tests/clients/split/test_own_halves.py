@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau
 
-from socflower.edgecloud.program import HalvesProgram, LayeredProgram
 from socflower.edgecloud.runtime.half_optimizer import torch_schedule
 from socflower.edgecloud.samples import BatchOrder, PartyBatches
+from socflower.edgecloud.split_program import HalvesProgram, LayeredProgram
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.training.fp32 import cosine_annealing, sgd
 from socflower.wire.message_keys import FROZEN_SHA256

@@ -13,13 +13,13 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from socflower.capture.layer_profile import profile_module
 from socflower.cluster import device
 from socflower.edgecloud.cloud.operator_calls import fetch_weights
 from socflower.edgecloud.plan.device_costs import split_costs
-from socflower.edgecloud.program import HalvesProgram, cut_shapes
 from socflower.edgecloud.samples import BatchOrder
+from socflower.edgecloud.split_program import HalvesProgram, cut_shapes
 from socflower.errors import ConfigError
+from socflower.model_graph.layer_profile import profile_module
 from socflower.training.model_state import trainable_state
 from socflower.wire.message_keys import FROZEN_SHA256
 from socflower.workloads.map_dataset import as_data_source

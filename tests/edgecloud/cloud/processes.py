@@ -29,11 +29,11 @@ from numpy.typing import NDArray
 from socflower.clients.split.cloud_sessions import CloudClient
 from socflower.edgecloud.cloud.operator_calls import CloudOperator, fetch_state, fetch_weights
 from socflower.edgecloud.plan.cuts import SplitPlan
-from socflower.edgecloud.program import LayeredProgram, PlacedHalf
 from socflower.edgecloud.runtime.edge_connection import EdgeConnection
 from socflower.edgecloud.runtime.front_loop import FrontPlan
-from socflower.edgecloud.runtime.span_training import Span, train_front
+from socflower.edgecloud.runtime.span_training import BatchSpan, train_front
 from socflower.edgecloud.samples import BatchOrder, PartyBatches
+from socflower.edgecloud.split_program import LayeredProgram, PlacedHalf
 from socflower.errors import SocflowerError
 from socflower.training.fp32 import sgd
 from socflower.wire.secure_channel import Tls
@@ -319,7 +319,7 @@ def train_as_edge(settings: Mapping[str, Any]) -> None:
         report = train_front(
             connection,
             half,
-            Span(first_batch=0, num_batches=settings["num_batches"]),
+            BatchSpan(first_batch=0, num_batches=settings["num_batches"]),
             plan,
             folder=Path(settings["folder"]),
         )

@@ -21,7 +21,7 @@ from socflower.edgecloud.cloud.operator_calls import (
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.feature_path import FeatureCoding
 from socflower.edgecloud.runtime.front_loop import DecisionInput, FrontPlan
-from socflower.edgecloud.runtime.span_training import Span, train_back, train_front
+from socflower.edgecloud.runtime.span_training import BatchSpan, train_back, train_front
 from socflower.edgecloud.stream.credentials import run_token
 from socflower.edgecloud.stream.frames import Limits, SplitRefused
 from socflower.errors import ConfigError
@@ -78,7 +78,9 @@ def plan(window: int = 0, bits: int = 32, cut: int = 1, **options: Any) -> Front
 def test_without_a_window_the_weights_are_those_of_local_training(cloud: Cloud) -> None:
     cloud.open()
     front = Front()
-    report = train_front(connect(cloud.port), front, Span(first_batch=0, num_batches=20), plan())
+    report = train_front(
+        connect(cloud.port), front, BatchSpan(first_batch=0, num_batches=20), plan()
+    )
     batches, weights = fetch_weights(cloud.operator, "run")
     assert batches == 20 and same(front.weights(), weights, wanted=local_training(20))
     assert sorted(report.losses) == list(range(20)) and set(report.staleness.values()) == {0}
@@ -93,7 +95,7 @@ def test_weights_given_at_opening_are_those_that_are_trained(cloud: Cloud) -> No
     }
     cloud.open(weights=saved)
     front = Front(seed=5)
-    train_front(connect(cloud.port), front, Span(first_batch=0, num_batches=6), plan())
+    train_front(connect(cloud.port), front, BatchSpan(first_batch=0, num_batches=6), plan())
     assert same(
         front.weights(), fetch_weights(cloud.operator, "run")[1], wanted=local_training(6, seed=5)
     )
@@ -106,7 +108,7 @@ def test_a_session_lives_over_several_spans_of_several_edges(cloud: Cloud) -> No
         heir = Front(seed=9)
         heir.restore(front.save())
         heir.seed, front = 0, heir
-        train_front(connect(cloud.port), front, Span(first_batch=first, num_batches=4), plan())
+        train_front(connect(cloud.port), front, BatchSpan(first_batch=first, num_batches=4), plan())
         assert fetch_weights(cloud.operator, "run")[0] == first + 4
     assert same(front.weights(), fetch_weights(cloud.operator, "run")[1], wanted=local_training(12))
     state = Back()
@@ -119,7 +121,7 @@ def test_staleness_never_exceeds_the_window(cloud: Cloud, window: int) -> None:
     cloud.open(settings={"pause_s": 0.002})
     front = Front()
     report = train_front(
-        connect(cloud.port), front, Span(first_batch=0, num_batches=40), plan(window)
+        connect(cloud.port), front, BatchSpan(first_batch=0, num_batches=40), plan(window)
     )
     assert max(report.staleness.values()) <= window and front.applied == front.forwards == list(
         range(40)
@@ -141,7 +143,7 @@ def test_the_cut_moves_both_ways_and_the_weights_stay_those_of_local_training(cl
     report = train_front(
         connect(cloud.port),
         front,
-        Span(first_batch=0, num_batches=12),
+        BatchSpan(first_batch=0, num_batches=12),
         plan(decide=decide, checkpoint_batches=4),
     )
     assert [(move.batch, move.old, move.new) for move in report.moves] == [
@@ -167,7 +169,7 @@ def test_a_move_waits_until_nothing_is_out(cloud: Cloud) -> None:
         )
 
     report = train_front(
-        connect(cloud.port), front, Span(first_batch=0, num_batches=30), plan(4, decide=decide)
+        connect(cloud.port), front, BatchSpan(first_batch=0, num_batches=30), plan(4, decide=decide)
     )
     assert (
         front.applied == list(range(30))
@@ -192,7 +194,7 @@ def test_few_bits_cross_and_stay_near_local_training(cloud: Cloud, options: dict
     cloud.open()
     front = Front()
     report = train_front(
-        connect(cloud.port), front, Span(first_batch=0, num_batches=15), plan(2, **options)
+        connect(cloud.port), front, BatchSpan(first_batch=0, num_batches=15), plan(2, **options)
     )
     wanted = local_training(15)
     found = {**front.weights(), **fetch_weights(cloud.operator, "run")[1]}
@@ -207,7 +209,7 @@ def test_delta_coding_survives_a_move_of_the_cut(cloud: Cloud) -> None:
     train_front(
         connect(cloud.port),
         front,
-        Span(first_batch=0, num_batches=12),
+        BatchSpan(first_batch=0, num_batches=12),
         plan(
             1,
             bits=4,
@@ -224,7 +226,7 @@ def test_in_a_reverse_split_the_same_loops_run_the_other_way_round(cloud: Cloud)
     cloud.open(reverse=True)
     back = Back(goal=lambda batch: targets(batch, 0))
     for first in (0, 6):
-        report = train_back(connect(cloud.port), back, Span(first_batch=first, num_batches=6))
+        report = train_back(connect(cloud.port), back, BatchSpan(first_batch=first, num_batches=6))
         assert len(report.losses) == 6
     assert same(fetch_weights(cloud.operator, "run")[1], back.weights(), wanted=local_training(12))
 
@@ -238,7 +240,7 @@ def test_joined_parties_are_stepped_once_with_the_same_samples(cloud: Cloud) -> 
                 lambda party: train_front(
                     connect(cloud.port, party=party),
                     fronts[party],
-                    Span(first_batch=0, num_batches=10),
+                    BatchSpan(first_batch=0, num_batches=10),
                     plan(2),
                 ),
                 range(2),
@@ -263,7 +265,7 @@ def test_joined_parties_with_other_samples_are_refused(cloud: Cloud) -> None:
             train_front(
                 connect(cloud.port, party=party),
                 fronts[party],
-                Span(first_batch=0, num_batches=10),
+                BatchSpan(first_batch=0, num_batches=10),
                 plan(),
             )
         return str(refused.value)
@@ -285,7 +287,7 @@ def test_parties_that_share_a_half_take_turns(cloud: Cloud) -> None:
                 lambda party: train_front(
                     connect(cloud.port, party=party),
                     fronts[party],
-                    Span(first_batch=0, num_batches=6),
+                    BatchSpan(first_batch=0, num_batches=6),
                     plan(),
                 ),
                 range(3),
@@ -315,7 +317,7 @@ def test_a_cloud_that_cannot_follow_holds_no_more_than_its_credit() -> None:
         cloud.open(settings={"pause_s": 0.01})
         front = Front()
         report = train_front(
-            connect(cloud.port), front, Span(first_batch=0, num_batches=50), plan(30)
+            connect(cloud.port), front, BatchSpan(first_batch=0, num_batches=50), plan(30)
         )
         status = session_status(cloud.operator, "run")[0]
         assert 0 < status["peak_inbox_bytes"] <= 6000 and status["peak_kept_bytes"] <= 6000
@@ -341,7 +343,9 @@ def test_a_service_that_is_started_anew_has_its_runs_and_leaves_out_what_is_dama
     first = Cloud(folder=tmp_path)
     first.open("one")
     first.open("two")
-    train_front(connect(first.port, "one"), Front(), Span(first_batch=0, num_batches=4), plan())
+    train_front(
+        connect(first.port, "one"), Front(), BatchSpan(first_batch=0, num_batches=4), plan()
+    )
     first.service.close()
     assert (
         run_token(OPERATOR, "one").encode()
@@ -358,7 +362,9 @@ def test_a_service_that_is_started_anew_has_its_runs_and_leaves_out_what_is_dama
         )
         # A new edge stands where the manager says, and the cloud goes there from its checkpoint.
         front = Front(seed=3)
-        train_front(connect(again.port, "one"), front, Span(first_batch=4, num_batches=1), plan())
+        train_front(
+            connect(again.port, "one"), front, BatchSpan(first_batch=4, num_batches=1), plan()
+        )
         assert fetch_weights(again.operator, "one")[0] == 5
         close_session(again.operator, "one")
         assert not (tmp_path / "one").exists()
@@ -374,7 +380,7 @@ def check_refused(cloud: Cloud, match: str, front: Front | None = None, **option
         train_front(
             connect(cloud.port, **options),
             front or Front(),
-            Span(first_batch=0, num_batches=2),
+            BatchSpan(first_batch=0, num_batches=2),
             plan(),
         )
     assert "\n" not in str(refused.value)
@@ -390,11 +396,11 @@ def test_what_does_not_belong_is_refused_in_a_line_and_harms_nobody(cloud: Cloud
     with pytest.raises(
         SplitRefused, match=r"no checkpoint in common up to batch 9 .cloud: 0; party 0: 7"
     ):
-        train_front(connect(cloud.port), Front(), Span(first_batch=7, num_batches=2), plan())
+        train_front(connect(cloud.port), Front(), BatchSpan(first_batch=7, num_batches=2), plan())
     with pytest.raises(SplitRefused, match="the edge has the back half, and so has the cloud"):
-        train_back(connect(cloud.port), Back(), Span(first_batch=0, num_batches=2))
+        train_back(connect(cloud.port), Back(), BatchSpan(first_batch=0, num_batches=2))
     front = Front()
-    train_front(connect(cloud.port), front, Span(first_batch=0, num_batches=5), plan())
+    train_front(connect(cloud.port), front, BatchSpan(first_batch=0, num_batches=5), plan())
     assert same(front.weights(), fetch_weights(cloud.operator, "run")[1], wanted=local_training(5))
     assert all("\n" not in line and len(line) < 400 for line in cloud.lines) and cloud.lines
 
@@ -438,7 +444,9 @@ def test_a_flood_of_refusals_neither_fills_the_log_nor_silences_it() -> None:
         assert len(cloud.lines) == 5 and "only counted" in cloud.lines[-1]
         cloud.open(settings={"fails_at": 3})
         with pytest.raises(SplitRefused, match="a half that breaks"):
-            train_front(connect(cloud.port), Front(), Span(first_batch=0, num_batches=9), plan())
+            train_front(
+                connect(cloud.port), Front(), BatchSpan(first_batch=0, num_batches=9), plan()
+            )
         assert any("a span of run run ended" in line for line in cloud.lines[5:])
         now_s[0], told = 60.0, len(cloud.lines)
         with pytest.raises(SplitRefused, match="call with a wrong token"):
@@ -460,7 +468,7 @@ def test_a_half_that_fails_fails_the_edge_in_a_line_and_nothing_else(cloud: Clou
     with pytest.raises(
         SplitRefused, match="the cloud's half failed: ValueError: a half that breaks"
     ):
-        train_front(connect(cloud.port), Front(), Span(first_batch=0, num_batches=9), plan())
+        train_front(connect(cloud.port), Front(), BatchSpan(first_batch=0, num_batches=9), plan())
     assert "a half that breaks" in session_status(cloud.operator, "run")[0]["error"]
     with pytest.raises(SplitRefused, match="is between two checkpoints"):
         fetch_weights(cloud.operator, "run")
@@ -477,7 +485,7 @@ def test_an_edge_that_is_refused_weights_in_the_middle_of_a_span(cloud: Cloud) -
             asked.append(True)
 
     train_front(
-        connect(cloud.port), Front(), Span(first_batch=0, num_batches=5), plan(decide=decide)
+        connect(cloud.port), Front(), BatchSpan(first_batch=0, num_batches=5), plan(decide=decide)
     )
     assert asked
 
@@ -495,7 +503,7 @@ def test_a_second_edge_takes_the_place_of_the_first_which_does_not_fight_for_it(
             train_front(
                 connect(cloud.port),
                 Front(),
-                Span(first_batch=0, num_batches=500),
+                BatchSpan(first_batch=0, num_batches=500),
                 plan(progress=lambda done: started.set()),
             )
         except SplitRefused as refused:
@@ -506,6 +514,6 @@ def test_a_second_edge_takes_the_place_of_the_first_which_does_not_fight_for_it(
     assert started.wait(20)
     # The second one has no checkpoint in common with a cloud that keeps none.
     with pytest.raises(SplitRefused, match="no checkpoint in common"):
-        train_front(connect(cloud.port), Front(), Span(first_batch=0, num_batches=500), plan())
+        train_front(connect(cloud.port), Front(), BatchSpan(first_batch=0, num_batches=500), plan())
     thread.join(20)
     assert len(texts) == 1 and "another edge has taken the place of party 0" in texts[0]

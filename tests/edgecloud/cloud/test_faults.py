@@ -25,7 +25,7 @@ from socflower.edgecloud.cloud.operator_calls import (
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.feature_path import FeatureCoding
 from socflower.edgecloud.runtime.front_loop import FrontPlan
-from socflower.edgecloud.runtime.span_training import Span, train_back, train_front
+from socflower.edgecloud.runtime.span_training import BatchSpan, train_back, train_front
 from socflower.edgecloud.stream import split_pb2 as wire
 from socflower.edgecloud.stream.credentials import run_caller, run_token
 from socflower.edgecloud.stream.frames import PROTOCOL_VERSION, SplitRefused
@@ -126,7 +126,7 @@ def test_a_killed_cloud_goes_on_from_its_checkpoint_and_nothing_differs(
     report = train_front(
         connect(port),
         front,
-        Span(first_batch=0, num_batches=30),
+        BatchSpan(first_batch=0, num_batches=30),
         FrontPlan(
             split_plan=SplitPlan(cut=1),
             checkpoint_batches=5,
@@ -212,7 +212,7 @@ def test_with_any_codec_a_restart_leaves_no_trace_in_the_weights(
             report = train_front(
                 connect(cloud.service.port),
                 front,
-                Span(first_batch=0, num_batches=14),
+                BatchSpan(first_batch=0, num_batches=14),
                 FrontPlan(
                     split_plan=SplitPlan(cut=1, bits=bits),
                     checkpoint_batches=5,
@@ -244,7 +244,7 @@ def test_a_reverse_split_goes_on_after_a_restart_of_the_cloud(tmp_path: Path) ->
         report = train_back(
             connect(cloud.service.port),
             back,
-            Span(first_batch=0, num_batches=14),
+            BatchSpan(first_batch=0, num_batches=14),
             folder=tmp_path / "edge",
         )
         assert report.num_rollbacks == 1 and back.steps == [*range(9), *range(5, 14)]
@@ -264,7 +264,7 @@ def test_after_a_move_of_the_cut_a_restart_goes_back_to_the_cut_of_the_checkpoin
         report = train_front(
             connect(cloud.service.port),
             front,
-            Span(first_batch=0, num_batches=14),
+            BatchSpan(first_batch=0, num_batches=14),
             FrontPlan(
                 split_plan=SplitPlan(cut=1),
                 checkpoint_batches=5,
@@ -299,7 +299,7 @@ def test_a_killed_cloud_without_checkpoints_ends_in_a_line(
         train_front(
             connect(port),
             Front(),
-            Span(first_batch=0, num_batches=30),
+            BatchSpan(first_batch=0, num_batches=30),
             FrontPlan(split_plan=SplitPlan(cut=1), progress=restart),
         )
     assert "\n" not in str(refused.value)
@@ -316,7 +316,7 @@ def test_a_cloud_that_hangs_is_noticed_by_its_heartbeat(
             train_front(
                 connect(port, heartbeat_s=0.8, give_up_s=0.5),
                 Front(),
-                Span(first_batch=0, num_batches=3000),
+                BatchSpan(first_batch=0, num_batches=3000),
                 FrontPlan(
                     split_plan=SplitPlan(cut=1),
                     progress=lambda done: (
@@ -336,7 +336,7 @@ def test_a_cloud_that_takes_but_never_answers_ends_in_a_line() -> None:
             train_front(
                 connect(service.port, patience_s=0.5),
                 Front(),
-                Span(first_batch=0, num_batches=2),
+                BatchSpan(first_batch=0, num_batches=2),
                 PLAN,
             )
         assert "\n" not in str(lost.value)
@@ -536,6 +536,6 @@ def test_after_all_that_the_rightful_edge_trains_as_if_nothing_had_been(
     assert "UNAUTHENTICATED" in converse(service.port, [hello()], token="wrong-token-0123456")
     converse(service.port, [hello(), b"\0" * (9 << 20)])  # beyond what gRPC itself takes
     front = Front()
-    train_front(connect(service.port), front, Span(first_batch=0, num_batches=6), PLAN)
+    train_front(connect(service.port), front, BatchSpan(first_batch=0, num_batches=6), PLAN)
     weights = fetch_weights(CloudOperator(address=service.address, token=OPERATOR), "run")[1]
     assert same(front.weights(), weights, wanted=local_training(6))

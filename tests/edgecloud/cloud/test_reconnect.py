@@ -12,7 +12,7 @@ from socflower.edgecloud.cloud.cloud_service import CloudService
 from socflower.edgecloud.cloud.operator_calls import CloudOperator, fetch_weights, open_session
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.front_loop import DecisionInput, FrontPlan
-from socflower.edgecloud.runtime.span_training import Span, train_back, train_front
+from socflower.edgecloud.runtime.span_training import BatchSpan, train_back, train_front
 from socflower.edgecloud.stream.frames import SplitRefused
 from socflower.wire.frame_channel import StreamLost
 from tests.edgecloud.runtime.numpy_halves import (
@@ -52,7 +52,7 @@ def test_whenever_the_line_breaks_the_weights_are_those_of_local_training(
     # A greeting and what gRPC says itself are below 1 kB: every connection brings something, most break.
     line = BreakingLine(service.port, seed=seed, mean_bytes=6000)
     connection = connect(line.port, f"line{seed}", give_up_s=60.0)
-    span = Span(first_batch=0, num_batches=15)
+    span = BatchSpan(first_batch=0, num_batches=15)
 
     def decide(situation: DecisionInput) -> SplitPlan | None:
         return SplitPlan(cut=situation.batch // 2 % 3) if seed % 2 == 0 else None
@@ -86,7 +86,7 @@ def test_with_a_window_each_batch_is_done_once_in_order_on_a_breaking_line(
         report = train_front(
             connect(line.port, f"window{seed}", give_up_s=60.0),
             front,
-            Span(first_batch=0, num_batches=40),
+            BatchSpan(first_batch=0, num_batches=40),
             FrontPlan(split_plan=SplitPlan(cut=1, window=4)),
         )
     finally:
@@ -112,7 +112,7 @@ def test_a_line_that_is_down_for_a_while_is_waited_for(service: CloudService) ->
         report = train_front(
             connect(line.port, "down"),
             front,
-            Span(first_batch=0, num_batches=40),
+            BatchSpan(first_batch=0, num_batches=40),
             FrontPlan(split_plan=SplitPlan(cut=1), progress=lambda done: begun.set()),
         )
     finally:
@@ -130,7 +130,7 @@ def test_a_line_that_stays_down_ends_in_a_line(service: CloudService) -> None:
         train_front(
             connect(line.port, "gone", give_up_s=0.5),
             Front(),
-            Span(first_batch=0, num_batches=4000),
+            BatchSpan(first_batch=0, num_batches=4000),
             FrontPlan(
                 split_plan=SplitPlan(cut=1),
                 progress=lambda done: line.down() if done.batch == 3 else None,
@@ -142,7 +142,7 @@ def test_a_line_that_stays_down_ends_in_a_line(service: CloudService) -> None:
         train_front(
             connect(line.port, "gone", give_up_s=0.3),
             Front(),
-            Span(first_batch=0, num_batches=4),
+            BatchSpan(first_batch=0, num_batches=4),
             FrontPlan(split_plan=SplitPlan(cut=1)),
         )
 
@@ -153,7 +153,7 @@ def test_a_session_that_is_closed_meanwhile_is_not_dialled_again(service: CloudS
         train_front(
             connect(service.port, "closed"),
             Front(),
-            Span(first_batch=0, num_batches=4000),
+            BatchSpan(first_batch=0, num_batches=4000),
             FrontPlan(
                 split_plan=SplitPlan(cut=1),
                 progress=lambda done: (
@@ -174,7 +174,7 @@ def test_a_joined_party_that_falls_out_brings_all_back_to_a_checkpoint(tmp_path:
     )
     operator = open_run(made, "pair", num_parties=2, joined=True)
     fronts = [Front(seed=1), Front(seed=2, labels=False)]
-    span, failed = Span(first_batch=0, num_batches=12), threading.Event()
+    span, failed = BatchSpan(first_batch=0, num_batches=12), threading.Event()
     reports: dict[int, Any] = {}
 
     def plan(*progress: Any) -> FrontPlan:

@@ -20,7 +20,12 @@ from socflower.edgecloud.plan.cuts import CutCost, SplitCosts, SplitPlan
 from socflower.edgecloud.plan.party import Party
 from socflower.edgecloud.plan.phases import batch_times, phases
 from socflower.edgecloud.plan.split_pipeline import PROBE_BYTES, Timeline, round_ends
-from socflower.edgecloud.plan.timeline_actions import Action, Kind, decode_actions, encode_actions
+from socflower.edgecloud.plan.timeline_actions import (
+    Action,
+    ActionKind,
+    decode_actions,
+    encode_actions,
+)
 from socflower.errors import ConfigError, SocflowerError
 from tests.split_edges import simulate
 
@@ -120,7 +125,7 @@ WISHES = st.lists(
 def by_batch(timeline: Timeline, party: int) -> dict[int, list[Action]]:
     found: dict[int, list[Action]] = defaultdict(list)
     for action in timeline.actions:
-        if action.party == party and action.kind != Kind.RECUT:
+        if action.party == party and action.kind != ActionKind.RECUT:
             found[action.batch].append(action)
     return found
 
@@ -134,10 +139,14 @@ def check(timeline: Timeline, parties: Sequence[Party], first: int, num_batches:
         acts = by_batch(timeline, index)
         assert sorted(acts) == list(range(first, first + num_batches))
         for batch, three in acts.items():
-            assert [action.kind for action in three] == [Kind.FORWARD, Kind.STEP, Kind.APPLY]
+            assert [action.kind for action in three] == [
+                ActionKind.FORWARD,
+                ActionKind.STEP,
+                ActionKind.APPLY,
+            ]
             assert len({(action.cut, action.bits, action.window) for action in three}) == 1
             assert three[0].window == party.limit(batch)
-        for kind in (Kind.FORWARD, Kind.STEP, Kind.APPLY):
+        for kind in (ActionKind.FORWARD, ActionKind.STEP, ActionKind.APPLY):
             order = [
                 action.batch
                 for action in timeline.actions
@@ -149,15 +158,15 @@ def check(timeline: Timeline, parties: Sequence[Party], first: int, num_batches:
         for action in timeline.actions:
             if action.party != index:
                 continue
-            if action.kind == Kind.FORWARD:
+            if action.kind == ActionKind.FORWARD:
                 newest, out = action.batch, out + 1
                 assert action.cut == now[0], "only a RECUT moves the cut"
-            elif action.kind == Kind.APPLY:
+            elif action.kind == ActionKind.APPLY:
                 trains = action.cut is None or party.costs.cuts[action.cut].front_trains
                 staleness.append(newest - action.batch if trains else 0)
                 assert newest - action.batch <= party.limit(newest)
                 out -= 1
-            elif action.kind == Kind.RECUT:
+            elif action.kind == ActionKind.RECUT:
                 assert out == 0, "something was in flight while the cut moved"
                 assert action.batch == newest + 1 and action.cut != now[0]
                 now = (action.cut, action.bits)
@@ -197,7 +206,9 @@ def test_staleness_never_exceeds_the_window_and_every_batch_is_done_once_in_orde
     )
     check(timeline, parties, first, num_batches)
     steps = [
-        (action.batch, action.party) for action in timeline.actions if action.kind == Kind.STEP
+        (action.batch, action.party)
+        for action in timeline.actions
+        if action.kind == ActionKind.STEP
     ]
     if cloud != "own":
         assert steps == sorted(steps), "the shared half takes batch by batch, party by party"
@@ -248,7 +259,7 @@ def test_the_cut_moves_only_while_nothing_is_in_flight(
             by_batch(timeline, 0)[batch][0].cut == current[0]
             and by_batch(timeline, 0)[batch][0].bits == current[1]
         )
-    recuts = [action.batch for action in timeline.actions if action.kind == Kind.RECUT]
+    recuts = [action.batch for action in timeline.actions if action.kind == ActionKind.RECUT]
     assert recuts == [batch for batch, move in moves.items() if move.old.cut != move.new.cut]
 
 
@@ -274,7 +285,7 @@ def test_all_happens_as_early_as_its_order_allows(
         one = batch_times(
             party.costs, SplitPlan(cut=1, bits=8, window=party.limit(action.batch)), reverse=reverse
         )
-        if action.kind == Kind.FORWARD:
+        if action.kind == ActionKind.FORWARD:
             front_s += one.forward_s
             expected_s = front_s
             out_s = party.bandwidth_profile.passed_s(out, max(out_s, front_s), one.feature_bytes)
@@ -290,7 +301,7 @@ def test_all_happens_as_early_as_its_order_allows(
                 back_s + party.bandwidth_profile.latency_s, cloud_s + one.receiving_s
             )
             front_s += one.sending_s + one.receiving_s
-        elif action.kind == Kind.STEP:
+        elif action.kind == ActionKind.STEP:
             expected_s = step_s[action.batch]
         else:
             front_s = max(front_s, gradient_s[action.batch]) + one.apply_s
@@ -685,7 +696,7 @@ def test_an_edge_that_leaves_does_the_first_batches_and_the_others_do_as_before(
     assert [
         action.batch
         for action in with_one_away.actions
-        if action.party and action.kind is Kind.APPLY
+        if action.party and action.kind is ActionKind.APPLY
     ] == list(range(16, 16 + left))
 
 

@@ -4,13 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from socflower.edgecloud.plan.timeline_actions import Action, Kind, decode_actions, encode_actions
+from socflower.edgecloud.plan.timeline_actions import (
+    Action,
+    ActionKind,
+    decode_actions,
+    encode_actions,
+)
 from socflower.errors import ConfigError
 
 ACTIONS = st.lists(
     st.builds(
         Action,
-        st.sampled_from(Kind),
+        st.sampled_from(ActionKind),
         st.integers(0, 2**16 - 1),
         st.integers(0, 2**32 - 1),
         st.none() | st.integers(0, 2**16 - 2),
@@ -54,11 +59,11 @@ def test_junk_is_refused(junk: bytes) -> None:
 @pytest.mark.parametrize(
     "action",
     [
-        Action(Kind.FORWARD, 2**16, 0, 0),
-        Action(Kind.FORWARD, 0, 2**32, 0),
-        Action(Kind.FORWARD, 0, 0, 2**16 - 1),
-        Action(Kind.FORWARD, 0, 0, 0, 32, 2**16),
-        Action(Kind.FORWARD, 0, -1, 0),
+        Action(ActionKind.FORWARD, 2**16, 0, 0),
+        Action(ActionKind.FORWARD, 0, 2**32, 0),
+        Action(ActionKind.FORWARD, 0, 0, 2**16 - 1),
+        Action(ActionKind.FORWARD, 0, 0, 0, 32, 2**16),
+        Action(ActionKind.FORWARD, 0, -1, 0),
     ],
 )
 def test_what_does_not_fit_is_refused(action: Action) -> None:

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from socflower.edgecloud.cloud.cloud_service import CloudService
 from socflower.edgecloud.cloud.session import CloudHalf, HostedFront, SessionTerms
-from socflower.edgecloud.halves import Array, Weights
+from socflower.edgecloud.half_protocols import Array, Weights
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.edge_connection import EdgeConnection
 from socflower.edgecloud.runtime.front_loop import FrontPlan
-from socflower.edgecloud.runtime.span_training import Span, train_front
+from socflower.edgecloud.runtime.span_training import BatchSpan, train_front
 from socflower.edgecloud.stream.credentials import run_token
 from socflower.errors import ConfigError
 from socflower.wire.arrays import pack_arrays, unpack_arrays
@@ -258,7 +258,7 @@ def main(role: str, port: int, folder: Path, settings: dict[str, Any]) -> None:
     report = train_front(
         connect(port),
         front,
-        Span(first_batch=0, num_batches=settings["num_batches"]),
+        BatchSpan(first_batch=0, num_batches=settings["num_batches"]),
         plan,
         folder=folder,
     )

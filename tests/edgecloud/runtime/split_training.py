@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from socflower.capture.cut_points import SplitModel, capture_split
-from socflower.capture.halves import random_streams, start_stream
-from socflower.edgecloud.halves import Weights
+from socflower.edgecloud.half_protocols import Weights
 from socflower.edgecloud.runtime.back import TorchBack
 from socflower.edgecloud.runtime.front import Samples, TorchFront
+from socflower.model_graph.cut_points import SplitModel, capture_split
+from socflower.model_graph.parts import random_streams, start_stream
 from socflower.workloads.models import build_model
 from tests.seeded import built
 

@@ -14,12 +14,12 @@ from socflower.edgecloud.cloud.operator_calls import (
     open_session,
     session_status,
 )
-from socflower.edgecloud.halves import Weights
+from socflower.edgecloud.half_protocols import Weights
 from socflower.edgecloud.links.bandwidth_profile import constant
 from socflower.edgecloud.links.shaping import TokenBucket
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.front_loop import FrontPlan
-from socflower.edgecloud.runtime.span_training import Span, train_front
+from socflower.edgecloud.runtime.span_training import BatchSpan, train_front
 from socflower.errors import ConfigError
 from socflower.wire.frame_channel import StreamLost
 from tests.edgecloud.runtime.numpy_halves import (
@@ -61,7 +61,7 @@ def test_every_byte_passes_the_shapers() -> None:
         report = train_front(
             connect(service.port, up=up, down=down),
             Front(),
-            Span(first_batch=0, num_batches=10),
+            BatchSpan(first_batch=0, num_batches=10),
             FrontPlan(split_plan=SplitPlan(cut=1, window=2)),
         )
         assert (
@@ -81,7 +81,7 @@ def test_a_shaped_line_takes_no_less_than_its_trace_and_is_measured_so() -> None
         report = train_front(
             connect(service.port, up=TokenBucket(trace, "up"), down=TokenBucket(trace, "down")),
             front,
-            Span(first_batch=0, num_batches=60),
+            BatchSpan(first_batch=0, num_batches=60),
             FrontPlan(split_plan=SplitPlan(cut=1, window=4)),
         )
         elapsed_s = time.monotonic() - began_s
@@ -113,7 +113,7 @@ def test_an_edge_that_reads_slowly_makes_the_cloud_wait() -> None:
     )
     thread = threading.Thread(
         target=lambda: train_front(
-            connect(service.port, down=down), front, Span(first_batch=0, num_batches=3), plan
+            connect(service.port, down=down), front, BatchSpan(first_batch=0, num_batches=3), plan
         )
     )
     thread.start()
@@ -142,7 +142,7 @@ def test_a_connection_that_is_closed_here_ends_its_span() -> None:
             train_front(
                 connection,
                 Front(),
-                Span(first_batch=0, num_batches=4000),
+                BatchSpan(first_batch=0, num_batches=4000),
                 FrontPlan(
                     split_plan=SplitPlan(cut=1),
                     progress=lambda done: connection.close() if done.batch == 3 else None,
@@ -152,7 +152,7 @@ def test_a_connection_that_is_closed_here_ends_its_span() -> None:
             train_front(
                 connection,
                 Front(),
-                Span(first_batch=0, num_batches=4),
+                BatchSpan(first_batch=0, num_batches=4),
                 FrontPlan(split_plan=SplitPlan(cut=1)),
             )
     finally:
@@ -168,7 +168,7 @@ def test_a_peer_that_answers_a_greeting_with_nothing_is_waited_for_only_so_long(
             train_front(
                 connect(service.port, "pair", patience_s=0.3, give_up_s=0.3),
                 Front(),
-                Span(first_batch=0, num_batches=4),
+                BatchSpan(first_batch=0, num_batches=4),
                 FrontPlan(split_plan=SplitPlan(cut=1)),
             )
     finally:

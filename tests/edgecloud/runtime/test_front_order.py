@@ -7,14 +7,14 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from socflower.edgecloud.halves import Array
+from socflower.edgecloud.half_protocols import Array
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.back_loop import BackLoop
 from socflower.edgecloud.runtime.checkpoints import CheckpointStore
 from socflower.edgecloud.runtime.front_loop import DecisionInput, FrontLoop, FrontPlan
 from socflower.edgecloud.runtime.half_state import HalfState, LoopReport
 from socflower.edgecloud.stream.frames import Limits, SplitChannel, SplitMessages
-from socflower.wire.frame_channel import Transfer
+from socflower.wire.frame_channel import SentMessage
 from tests.edgecloud.runtime.numpy_halves import Back, Front
 from tests.wire.memory_line import MemoryLine, lags
 
@@ -97,7 +97,7 @@ def test_a_batch_goes_forward_after_each_update_even_if_more_gradients_have_come
 
 def test_every_transfer_is_shown_to_a_decision_once() -> None:
     """Also those that are noticed while the window is full, between two decisions."""
-    seen: list[Transfer] = []
+    seen: list[SentMessage] = []
 
     def decide(now: DecisionInput) -> None:
         seen.extend(now.transfers)

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from socflower.capture.cut_points import capture_split
 from socflower.errors import ConfigError
+from socflower.model_graph.cut_points import capture_split
 from socflower.training.model_state import frozen_parameters
 from tests.edgecloud.runtime.split_training import (
     Source,

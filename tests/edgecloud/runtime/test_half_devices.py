@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from socflower.edgecloud.program import LayeredProgram
 from socflower.edgecloud.runtime.back import TorchBack
 from socflower.edgecloud.runtime.front import TorchFront
 from socflower.edgecloud.runtime.measuring import Measuring, measure_costs
+from socflower.edgecloud.split_program import LayeredProgram
 from socflower.errors import ConfigError
 from tests.edgecloud.runtime.split_training import (
     LOSS,

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.split_accuracy_runs.training import constant_staleness
-from socflower.edgecloud.halves import Array, BackHalf, FrontHalf
-from socflower.edgecloud.plan.timeline_actions import Action, Kind
+from socflower.edgecloud.half_protocols import Array, BackHalf, FrontHalf
+from socflower.edgecloud.plan.timeline_actions import Action, ActionKind
 from socflower.edgecloud.runtime.feature_path import FeatureCoding
 from socflower.edgecloud.runtime.front import Samples
 from socflower.edgecloud.runtime.half_state import LoopReport
@@ -31,7 +31,12 @@ from tests.edgecloud.runtime.split_training import (
 )
 
 SPLIT = chain_split()
-FORWARD, STEP, APPLY, RECUT = Kind.FORWARD, Kind.STEP, Kind.APPLY, Kind.RECUT
+FORWARD, STEP, APPLY, RECUT = (
+    ActionKind.FORWARD,
+    ActionKind.STEP,
+    ActionKind.APPLY,
+    ActionKind.RECUT,
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -262,7 +267,9 @@ def test_parties_share_a_back_half_in_turns_or_in_one_step() -> None:
     assert back.notes == [("step", batch, 2) for batch in range(3)]
 
 
-def act(kind: Kind, batch: int = 0, party: int = 0, cut: int | None = 0, window: int = 0) -> Action:
+def act(
+    kind: ActionKind, batch: int = 0, party: int = 0, cut: int | None = 0, window: int = 0
+) -> Action:
     return Action(kind, party, batch, cut, 32, window)
 
 

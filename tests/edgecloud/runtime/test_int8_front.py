@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from benchmarks.split_accuracy_runs.training import constant_staleness
-from socflower.capture.cut_points import SplitModel, capture_split
-from socflower.edgecloud.plan.timeline_actions import Action, Kind
-from socflower.edgecloud.program import HalvesProgram, LayeredProgram
+from socflower.edgecloud.plan.timeline_actions import Action, ActionKind
 from socflower.edgecloud.runtime.back import TorchBack
 from socflower.edgecloud.runtime.front import Samples, TorchFront
 from socflower.edgecloud.runtime.in_process import run_actions
 from socflower.edgecloud.runtime.int8_front import Int8Front
+from socflower.edgecloud.split_program import HalvesProgram, LayeredProgram
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.model_graph.cut_points import SplitModel, capture_split
 from socflower.precision import NITI, Int8Model, int8_algorithm
 from socflower.precision.algorithm import BackwardRule
 from socflower.training.int8 import Int8Trainer
@@ -29,7 +29,7 @@ from tests.seeded import built
 IMAGE, CLASSES, BATCH, TOTAL = (2, 8, 8), 5, 8, 12
 FIXED_POINT = int8_algorithm("adaptive-fixed-point", 0.9)
 ALGORITHMS = pytest.mark.parametrize("algorithm", [NITI, FIXED_POINT], ids=lambda one: one.name)
-RECUT = Kind.RECUT
+RECUT = ActionKind.RECUT
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -151,9 +151,9 @@ def test_a_half_is_an_int8_network_beside_a_torch_one(algorithm: Any, window: in
     waiting: dict[int, Any] = {}
     for action in constant_staleness(TOTAL, window, cut=cut):
         images, labels, _ = source(action.batch)
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             waiting[action.batch] = edge.forward(images.numpy(), keep=window == 0)[0]
-        elif action.kind is Kind.STEP:
+        elif action.kind is ActionKind.STEP:
             leaf = torch.from_numpy(waiting[action.batch]).requires_grad_()
             updates.zero_grad()
             LOSS(cloud(leaf), torch.from_numpy(labels)).backward()

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.back_loop import BackLoop
 from socflower.edgecloud.runtime.checkpoints import (
-    Checkpoint,
     CheckpointStore,
     SavedHalf,
+    SplitCheckpoint,
     common_checkpoint,
 )
 from socflower.edgecloud.runtime.feature_path import FeatureCoding
 from socflower.edgecloud.runtime.front_loop import FrontLoop, FrontPlan
 from socflower.edgecloud.runtime.half_state import HalfState, LoopReport, mean_loss
 from socflower.edgecloud.stream.frames import (
-    Gradient,
+    GradientFrame,
     Limits,
     Mark,
     SplitChannel,
@@ -178,11 +178,11 @@ def answer_with(message: Any) -> None:
 def test_a_gradient_that_belongs_to_no_batch_that_is_out_is_never_applied() -> None:
     gradient = encode(Front().forward(0), 32)
     with pytest.raises(ConfigError, match="batch 1"):
-        answer_with(Gradient(batch=1, encoded=gradient, loss=0.0))
+        answer_with(GradientFrame(batch=1, encoded=gradient, loss=0.0))
     with pytest.raises(
         SplitRefused, match=r"a gradient of shape .8, 2. for features of shape .8, 5."
     ):
-        answer_with(Gradient(batch=0, encoded=encode(Front().forward(0)[:, :2], 32), loss=0.0))
+        answer_with(GradientFrame(batch=0, encoded=encode(Front().forward(0)[:, :2], 32), loss=0.0))
     with pytest.raises(SplitRefused, match="sends a mark where the gradient of batch 0 is next"):
         answer_with(Mark(batch=0, cut=1))
 
@@ -230,7 +230,7 @@ def test_to_train_at_the_edge_alone_is_no_deployment_of_a_stream() -> None:
 
 
 PLACES = st.builds(
-    lambda batch, epoch_id: Checkpoint(batch=batch, epoch_id=epoch_id),
+    lambda batch, epoch_id: SplitCheckpoint(batch=batch, epoch_id=epoch_id),
     st.integers(0, 4),
     st.sampled_from(["", "a", "b"]),
 )
@@ -240,7 +240,7 @@ PLACES = st.builds(
     offers=st.lists(st.lists(PLACES, max_size=5), min_size=2, max_size=4), last=st.integers(0, 4)
 )
 def test_the_common_checkpoint_is_the_latest_that_all_have(
-    offers: list[list[Checkpoint]], last: int
+    offers: list[list[SplitCheckpoint]], last: int
 ) -> None:
     """Against a search over all batches and lineages."""
     possible = [
@@ -248,35 +248,38 @@ def test_the_common_checkpoint_is_the_latest_that_all_have(
         for batch in range(last + 1)
         for epoch_id in ("a", "b")
         if all(
-            Checkpoint(batch=batch) in offer or Checkpoint(batch=batch, epoch_id=epoch_id) in offer
+            SplitCheckpoint(batch=batch) in offer
+            or SplitCheckpoint(batch=batch, epoch_id=epoch_id) in offer
             for offer in offers
         )
     ]
     found = common_checkpoint(offers, last)
     assert (found.batch if found else None) == max(possible, default=None)
     if found is not None:
-        assert all(Checkpoint(batch=found.batch) in offer or found in offer for offer in offers)
+        assert all(
+            SplitCheckpoint(batch=found.batch) in offer or found in offer for offer in offers
+        )
 
 
 def test_the_last_two_checkpoints_are_kept_whole(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, "mine")
     for batch in (0, 5, 10):
         store.save(
-            Checkpoint(batch=batch, epoch_id="ab"),
+            SplitCheckpoint(batch=batch, epoch_id="ab"),
             SavedHalf(half=b"h%d" % batch, codec=b"c", split_plan=SplitPlan(cut=1)),
         )
     assert [checkpoint.batch for checkpoint in store.checkpoints()] == [5, 10]
     again = CheckpointStore(tmp_path, "mine")
-    assert again.load(Checkpoint(batch=10, epoch_id="ab")) == SavedHalf(
+    assert again.load(SplitCheckpoint(batch=10, epoch_id="ab")) == SavedHalf(
         half=b"h10", codec=b"c", split_plan=SplitPlan(cut=1)
     )
     newest = max(tmp_path.glob("barrier-*"))
     newest.write_bytes(newest.read_bytes()[:-1])
     assert [checkpoint.batch for checkpoint in again.checkpoints()] == [5]
     with pytest.raises(ConfigError, match=r"none of batch 10 is whole"):
-        again.load(Checkpoint(batch=10, epoch_id="ab"))
+        again.load(SplitCheckpoint(batch=10, epoch_id="ab"))
     with pytest.raises(ConfigError, match="none of batch 7"):
-        again.load(Checkpoint(batch=7, epoch_id="ab"))
+        again.load(SplitCheckpoint(batch=7, epoch_id="ab"))
     with pytest.raises(ConfigError, match="belongs to mine, not to yours"):
         CheckpointStore(tmp_path, "yours").checkpoints()
     (tmp_path / "file").write_text("")

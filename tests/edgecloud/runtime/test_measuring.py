@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from socflower.capture.cut_points import capture_split
 from socflower.edgecloud.runtime.measuring import (
     Measuring,
     both_parts,
@@ -23,6 +22,7 @@ from socflower.edgecloud.runtime.measuring import (
     to_document,
 )
 from socflower.errors import ConfigError
+from socflower.model_graph.cut_points import capture_split
 from tests.edgecloud.runtime.split_training import adam, chain, chain_split, image_model, sgd
 
 HOW = Measuring(optimizer=adam, batch_size=4, num_repeats=2, num_warm_ups=1)

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from benchmarks.split_accuracy_runs.training import constant_staleness
-from socflower.capture.cut_points import SplitModel, capture_split
 from socflower.edgecloud.runtime.front import TorchFront
-from socflower.edgecloud.runtime.halves import Passes
 from socflower.edgecloud.runtime.in_process import run_actions
 from socflower.edgecloud.runtime.mixed_front import MixedEdge, MixedFront
+from socflower.edgecloud.runtime.torch_half import Passes
 from socflower.errors import ConfigError
+from socflower.model_graph.cut_points import SplitModel, capture_split
 from tests.edgecloud.runtime.split_training import LOSS, sgd
 from tests.edgecloud.runtime.test_int8_front import (
     BATCH,

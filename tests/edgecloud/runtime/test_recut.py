@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from socflower.capture.cut_points import capture_split
 from socflower.errors import ConfigError
+from socflower.model_graph.cut_points import capture_split
 from tests.edgecloud.runtime.split_training import (
     adam,
     assert_same,

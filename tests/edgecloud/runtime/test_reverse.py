@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from benchmarks.split_accuracy_runs.training import constant_staleness
-from socflower.capture.cut_points import capture_split
 from socflower.edgecloud.runtime.back import TorchBack
 from socflower.edgecloud.runtime.front import TorchFront
 from socflower.edgecloud.runtime.in_process import run_actions
+from socflower.model_graph.cut_points import capture_split
 from tests.edgecloud.runtime.split_training import adam, assert_same, falling, train_locally
 from tests.seeded import built
 

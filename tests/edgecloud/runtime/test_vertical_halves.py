@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from socflower.capture.cut_points import SplitModel, whole_back, whole_front
-from socflower.edgecloud.plan.timeline_actions import Action, Kind
+from socflower.edgecloud.plan.timeline_actions import Action, ActionKind
 from socflower.edgecloud.runtime.back import TorchBack
 from socflower.edgecloud.runtime.front import TorchFront
 from socflower.edgecloud.runtime.in_process import run_actions
 from socflower.errors import ConfigError
+from socflower.model_graph.cut_points import SplitModel, whole_back, whole_front
 from tests.edgecloud.runtime.split_training import LOSS, adam, falling
 from tests.seeded import built
 
@@ -47,7 +47,7 @@ def jointly(num_batches: int) -> list[Action]:
     return [
         Action(kind, party, batch, 0)
         for batch in range(num_batches)
-        for kind in (Kind.FORWARD, Kind.STEP, Kind.APPLY)
+        for kind in (ActionKind.FORWARD, ActionKind.STEP, ActionKind.APPLY)
         for party in range(len(SIZES))
     ]
 

@@ -9,7 +9,7 @@ from socflower.edgecloud.cloud.cloud_service import CloudService
 from socflower.edgecloud.cloud.operator_calls import CloudOperator, fetch_weights, open_session
 from socflower.edgecloud.plan.cuts import SplitPlan
 from socflower.edgecloud.runtime.front_loop import FrontPlan
-from socflower.edgecloud.runtime.span_training import Span, train_front
+from socflower.edgecloud.runtime.span_training import BatchSpan, train_front
 from socflower.edgecloud.stream.frames import SplitRefused
 from socflower.errors import ConfigError
 from socflower.wire.certificates import write_certificates
@@ -63,7 +63,9 @@ def test_with_certificates_on_both_sides_training_goes_on_as_without(
         operator = CloudOperator(address=service.address, token=OPERATOR, tls=tls)
         open_session(operator, run_id="run", fingerprint=FINGERPRINT)
         front = Front()
-        train_front(connect(service.port, tls=tls), front, Span(first_batch=0, num_batches=5), PLAN)
+        train_front(
+            connect(service.port, tls=tls), front, BatchSpan(first_batch=0, num_batches=5), PLAN
+        )
         assert same(front.weights(), fetch_weights(operator, "run")[1], wanted=local_training(5))
         with pytest.raises(
             (SplitRefused, StreamLost)
@@ -71,7 +73,7 @@ def test_with_certificates_on_both_sides_training_goes_on_as_without(
             train_front(
                 connect(service.port, tls=Tls(ca=own.ca), give_up_s=0.5),
                 Front(),
-                Span(first_batch=0, num_batches=5),
+                BatchSpan(first_batch=0, num_batches=5),
                 PLAN,
             )
         assert "\n" not in str(failed.value)
@@ -91,7 +93,7 @@ def test_certificates_that_do_not_fit_are_refused_at_once(
             train_front(
                 connect(service.port, tls=Tls(ca=certificates[trusted].ca), give_up_s=60.0),
                 Front(),
-                Span(first_batch=0, num_batches=5),
+                BatchSpan(first_batch=0, num_batches=5),
                 PLAN,
             )
         assert "\n" not in str(refused.value)

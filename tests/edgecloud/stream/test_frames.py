@@ -12,7 +12,7 @@ from socflower.edgecloud.stream.frames import (
     DeltaFeatures,
     Features,
     Goodbye,
-    Gradient,
+    GradientFrame,
     Limits,
     Mark,
     Message,
@@ -73,7 +73,7 @@ def test_features_and_gradients_cross_bit_for_bit(
     )
     assert decode(found.encoded).tobytes() == decode(encoded).tobytes()
     assert found.labels.dtype == labels.dtype and found.labels.tobytes() == labels.tobytes()
-    back = across(Gradient(batch=7, encoded=encoded, loss=0.1))
+    back = across(GradientFrame(batch=7, encoded=encoded, loss=0.1))
     assert back.loss == 0.1 and decode(back.encoded).tobytes() == decode(encoded).tobytes()
 
 
@@ -129,7 +129,7 @@ def test_features_by_sample_cross_with_their_ids() -> None:
 
 @pytest.mark.parametrize(
     "message",
-    [Goodbye(), Mark(batch=3, cut=1), Recut(cut=4), Gradient(batch=2, encoded=None, loss=1.5)],
+    [Goodbye(), Mark(batch=3, cut=1), Recut(cut=4), GradientFrame(batch=2, encoded=None, loss=1.5)],
 )
 def test_small_messages_cross(message: Message) -> None:
     assert across(message) == message

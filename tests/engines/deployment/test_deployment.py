@@ -31,9 +31,9 @@ from socflower.engines.local.grid import LocalGrid
 from socflower.engines.local.workers import AppReference
 from socflower.engines.run_folder import RunFolder
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.peers.ring.settings import RingSettings
 from socflower.report.quality import ACCURACY, costs_to_target
 from socflower.report.report import render_report
-from socflower.rings.settings import RingSettings
 from socflower.scenario.app.deployed import app_in_bundle, app_in_folder, node_configs, participants
 from socflower.scenario.app.remote_main import bundled_server_app
 from socflower.scenario.prepared_run import prepare

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from socflower.engines.deployment import flower_processes
-from socflower.engines.deployment.flower_processes import Server, free_ports
+from socflower.engines.deployment.flower_processes import ListeningProcess, free_ports
 from socflower.engines.deployment.private_network import MACHINE_NETWORK
 from socflower.errors import TrainingFailed
 
 LISTEN = "import socket, sys, time; server = socket.create_server(('127.0.0.1', int(sys.argv[1]))); time.sleep(600)"
 
 
-def server(program: str, folder: Path) -> Server:
+def server(program: str, folder: Path) -> ListeningProcess:
     port = free_ports(1)[0]
-    return Server(
+    return ListeningProcess(
         "the server",
         [sys.executable, "-c", program, str(port)],
         port,

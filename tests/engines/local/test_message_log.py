@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +18,11 @@ from socflower.engines.local.run_app import run_app
 from socflower.errors import ConfigError, TrainingFailed
 
 CLUSTER = parse_cluster({"boards": 1, "socs_per_board": 2})
-LINE = 35  # where its client raises
+LINE = next(  # where its client raises
+    number
+    for number, line in enumerate(Path(__file__).read_text().splitlines(), 1)
+    if line.strip().startswith("raise ValueError(")
+)
 
 
 def client(

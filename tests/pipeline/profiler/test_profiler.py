@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from socflower.capture.layer_profile import profile_module
 from socflower.cluster import Board, Cluster, device
 from socflower.cluster.device_catalog import usable_memory_bytes
 from socflower.errors import ConfigError
+from socflower.model_graph.layer_profile import profile_module
 from socflower.pipeline.problem import PipelineLayer, PipelineModel
 from socflower.pipeline.profiler.estimates import estimate_seconds, estimated_problem
 from socflower.pipeline.profiler.layers import Granularity, read_model

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from socflower.engines.local.workers import _end_with_parent as end_with_parent
 from socflower.engines.local.workers import _start_method as start_method
+from socflower.peers.collective import PeerLost
+from socflower.peers.transports.port import RingPort
 from socflower.pipeline.plan import Plan
 from socflower.pipeline.runtime.channels import run_script
 from socflower.pipeline.runtime.gloo_channels import GlooChannels
 from socflower.pipeline.runtime.member import Member, Mini, TrainedModel
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
-from socflower.pipeline.schedule.order import Operation
-from socflower.rings.collective import PeerLost
-from socflower.rings.transports.port import RingPort
+from socflower.pipeline.schedule.order import ScheduledPass
+from tests.peers.peers import START_S, TOKEN, free_addresses, wait_for_peers
 from tests.pipeline.runtime.training import SPAN, TRAINER, data, model, read, socs_of
-from tests.rings.peers import START_S, TOKEN, free_addresses, wait_for_peers
 
 HEARTBEAT_S = 60.0  # so that no silence explains what a test sees
 _THREADS_END_S = 10.0
@@ -132,7 +132,7 @@ def _train(
         pipe.send(Report(lost="killed", moment_s=time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def on_pass(_: int, operation: Operation) -> None:
+    def on_pass(_: int, operation: ScheduledPass) -> None:
         nonlocal num_passes
         death = training.death
         if death is not None and death.soc == soc and death.pass_number == num_passes:

@@ -8,8 +8,8 @@ from torch import nn
 
 from benchmarks.pipeline_contest import adapters
 from benchmarks.pipeline_contest.work import SPAN, Train, minis
-from socflower.capture.chain import capture_chain
 from socflower.errors import ConfigError
+from socflower.model_graph.chain import capture_chain
 from socflower.pipeline.runtime.member import Member
 from socflower.pipeline.runtime.together import Mail, run_together
 from tests.pipeline.runtime.training import plan_of

@@ -15,7 +15,7 @@ from torch.nn import functional
 from socflower.pipeline.plan import PipelinePlan, Plan, TwoDPlan, from_json, to_json
 from socflower.pipeline.runtime.micro_batches import micro_batches
 from socflower.pipeline.runtime.payloads import ActivationCoding
-from socflower.pipeline.schedule.order import RULES, Operation
+from socflower.pipeline.schedule.order import RULES, ScheduledPass
 from socflower.wire.codecs.error_feedback import KeptError, diagonal, rank_one
 from socflower.wire.codecs.quantisation import decode, encode
 from tests.pipeline.runtime.training import (
@@ -104,7 +104,7 @@ def test_threads_with_random_delays_compute_the_same_bits_within_their_places_in
     )
     dice = random.Random(seed)
 
-    def delay(soc: int, operation: Operation) -> None:
+    def delay(soc: int, operation: ScheduledPass) -> None:
         time.sleep(dice.random() * 0.003)
 
     together = train_together(module, plan, steps, coding=coding)

@@ -14,7 +14,7 @@ from socflower.cluster import parse_cluster
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.pipeline.plan import Plan, TwoDPlan
 from socflower.pipeline.profiler.estimates import pipeline_problem
-from socflower.pipeline.profiler.int8_layers import int8_part, require_int8
+from socflower.pipeline.profiler.int8_parts import int8_part, require_int8
 from socflower.pipeline.profiler.layers import Granularity, read_model
 from socflower.pipeline.profiler.measuring import measure_layers
 from socflower.pipeline.runtime.member import TrainedModel

@@ -15,8 +15,8 @@ from socflower.engines.deployment.flower_processes import free_ports
 from socflower.engines.local.workers import _end_with_parent as end_with_parent
 from socflower.engines.local.workers import _start_method as start_method
 from socflower.training.fp32 import FP32Trainer, sgd
+from tests.peers.peers import START_S
 from tests.pipeline.runtime.training import data, minis, plan_of, read, train_together
-from tests.rings.peers import START_S
 
 LEARNING_RATE = 0.5
 MICRO_BATCH = 4

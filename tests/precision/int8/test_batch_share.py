@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from socflower.errors import ConfigError, TrainingFailed
+from socflower.peers.collective import RingPeers
+from socflower.peers.transports.in_process import in_process_rings
 from socflower.precision import EngineSettings, Int8Model, RescalingPolicy, int8_algorithm
-from socflower.precision.int8.batch_share import JointShare, Peers
-from socflower.rings.collective import RingPeers
-from socflower.rings.transports.in_process import in_process_rings
+from socflower.precision.int8.batch_share import BatchPeers, JointShare
 from tests.seeded import built
 
 STEPS, BATCH, SHAPE = 6, 7, (2, 6, 6)
@@ -61,7 +61,7 @@ def batches(num_steps: int = STEPS) -> list[tuple[np.ndarray, np.ndarray]]:
     ]
 
 
-def on_ring(size: int, train: Callable[[Peers], object]) -> list[object]:
+def on_ring(size: int, train: Callable[[BatchPeers], object]) -> list[object]:
     rings = in_process_rings(size)
     with ThreadPoolExecutor(size) as threads:
         return list(
@@ -69,7 +69,7 @@ def on_ring(size: int, train: Callable[[Peers], object]) -> list[object]:
         )
 
 
-def joint(model: Int8Model, peers: Peers, splits: Sequence[Sequence[int]]) -> list[float]:
+def joint(model: Int8Model, peers: BatchPeers, splits: Sequence[Sequence[int]]) -> list[float]:
     losses = []
     for step, ((images, labels), sizes) in enumerate(
         zip(batches(len(splits)), splits, strict=True)
@@ -144,7 +144,7 @@ def test_a_step_that_is_not_applied_changes_nothing() -> None:
     model, reference = made("niti"), made("niti")
     (images, labels), *_ = batches()
 
-    def abandoned(peers: Peers) -> None:
+    def abandoned(peers: BatchPeers) -> None:
         model.begin_joint_step(images, labels, peers, progress=0.0, seed=9).exchange()
 
     on_ring(1, abandoned)
@@ -173,7 +173,7 @@ def test_members_run_operators_of_the_fp32_side_on_the_same_weights() -> None:
 
 
 def test_sums_beyond_int32_end_the_step_at_every_member() -> None:
-    def over(peers: Peers) -> None:
+    def over(peers: BatchPeers) -> None:
         share = JointShare(peers, [1, 1], cautious=False)
         largest = share.overflowed(OverflowError("own")) if peers.rank else 7
         share.add_integers(np.full(3, 7, np.int32), largest, lambda total, most: None)
@@ -184,7 +184,7 @@ def test_sums_beyond_int32_end_the_step_at_every_member() -> None:
 
 
 def test_bad_inputs_of_one_member_end_the_step_at_all() -> None:
-    def bad(peers: Peers) -> None:
+    def bad(peers: BatchPeers) -> None:
         images = np.full((1, *SHAPE), np.nan if peers.rank else 1.0, np.float32)
         with pytest.raises(ConfigError, match="a NaN or an infinity among the pixels"):
             made("niti").begin_joint_step(images, np.zeros(1, int), peers, progress=0.0)
@@ -193,7 +193,7 @@ def test_bad_inputs_of_one_member_end_the_step_at_all() -> None:
 
 
 def test_a_bias_beyond_int32_fails_at_all_members() -> None:
-    def diverged(peers: Peers) -> None:
+    def diverged(peers: BatchPeers) -> None:
         model = made("niti")
         model.parameters.vectors["stem.0.bias"].data[0] = 1e30
         with pytest.raises(TrainingFailed, match="leaves int32"):

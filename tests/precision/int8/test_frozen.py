@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from socflower.capture.random_state import forked_generator
 from socflower.errors import ConfigError
+from socflower.model_graph.random_state import forked_generator
 from socflower.precision import (
     ADAPTIVE_FIXED_POINT,
     NITI,

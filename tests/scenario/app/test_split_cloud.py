@@ -20,7 +20,7 @@ from rich.console import Console
 from socflower.clients.split.cloud_sessions import CloudClient, session_factory
 from socflower.edgecloud.cloud.cloud_service import CloudService
 from socflower.edgecloud.cloud.operator_calls import CloudOperator, session_status
-from socflower.edgecloud.program import SplitProgram
+from socflower.edgecloud.split_program import SplitProgram
 from socflower.edgecloud.stream.credentials import new_token
 from socflower.edgecloud.stream.frames import SplitRefused
 from socflower.engines.deployment.flower_processes import free_ports

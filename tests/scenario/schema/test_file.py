@@ -62,7 +62,7 @@ groups = 3
 socs = 4
 sync_interval_epochs = 1
 reshuffle = false
-serialize_uplinks = false
+uplink_turns = false
 overlap_buckets = 2
 tolerate_client_errors = true
 [compare]
@@ -129,7 +129,7 @@ def test_every_table_is_read(write: Write) -> None:
             socs=4,
             sync_interval_epochs=1.0,
             reshuffle=False,
-            serialize_uplinks=False,
+            uplink_turns=False,
             overlap_buckets=2,
             tolerate_client_errors=True,
         ),
@@ -308,13 +308,6 @@ def test_a_value_of_a_wrong_type_is_named(write: Write, text: str, says: str) ->
             "[train]\nschedule = 'linear'",
             "schedule = 'linear' is unknown; use one of cosine, constant",
         ),
-        (
-            "[train]\nmember_passes = 'always'",
-            "key 'member_passes' is called 'reduction' now; rename it",
-        ),
-        ("[strategy]\nsequenced = true", "key 'sequenced' is called 'serialize_uplinks' now"),
-        ("[users]\ngames = 'tidal'", "key 'users' is called 'background_load' now"),
-        ("[edgecloud]\nhalves = 'shared'", "key 'halves' is called 'cloud_model' now"),
         ("[train]\nreduction = 'never'", "reduction = 'never' is unknown"),
         (
             "[train]\nepochs = 5\nlocal_epochs = 2",
@@ -534,7 +527,7 @@ scenarios = st.builds(
         socs=st.none() | st.integers(1, 99),
         sync_interval_epochs=positive | st.just("decay"),
         reshuffle=st.booleans(),
-        serialize_uplinks=st.booleans() | st.just("auto"),
+        uplink_turns=st.booleans() | st.just("auto"),
         overlap_buckets=st.integers(1, 9),
         tolerate_client_errors=st.booleans(),
     ),

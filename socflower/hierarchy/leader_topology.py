@@ -1,0 +1,113 @@
+"""How the leaders of groups exchange their models (F8): in a ring, in a tree of boards and servers, or in a star."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from socflower.errors import ConfigError
+from socflower.hierarchy.plan import GroupPlan
+
+RING, TREE, STAR = "ring", "tree", "star"
+KINDS = (RING, TREE, STAR)
+AUTO = "auto"
+"""The setting with which the prediction decides."""
+
+NONE, FP16, INT8 = "none", "fp16", "int8"
+COMPRESSIONS = (NONE, FP16, INT8)
+"""In which leaders exchange the changes of their models; see `peers/leaders/model_changes.py`."""
+
+COMPRESSING = (RING, TREE)
+"""The kinds of exchange that can be compressed: of the star, every reply to the hub would have to be."""
+
+MOST_GROUPS_INT8 = 63  # of which each has a sign and a zero among the levels of a byte's sum
+_STEP_ELEMENTS = 4096  # of a block that shares a step
+
+ASKED, PREDICTED, ALONE, NOT_PREDICTED = "asked", "predicted", "one-group", "not-predicted"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeaderExchange:
+    """How leaders exchange models, and the reason."""
+
+    kind: str = STAR
+    decided_by: str = ASKED
+    predicted_s: Mapping[str, float] = field(
+        default_factory=dict
+    )  # of a synchronisation of all groups, by kind
+    compression: str = NONE
+
+    def to_document(self) -> dict[str, Any]:
+        """Return the entry for plan and result documents."""
+        return {
+            "leaders": self.kind,
+            "leaders_by": self.decided_by,
+            "leaders_s": dict(self.predicted_s),
+            "leader_compression": self.compression,
+        }
+
+
+def choose_leaders(
+    plan: GroupPlan,
+    asked: str,
+    predict: Callable[[str], float] | None,
+    compression: str = NONE,
+    kinds: Sequence[str] = KINDS,
+) -> LeaderExchange:
+    """Return the kind that is asked for, or with "auto" that of `kinds` for which `predict` returns the fewest seconds.
+
+    On a tie, and without `predict`, it is the first of `kinds`; with compression, of those that have it. Raises
+    `ConfigError` for an unknown kind, and for more groups than eight bits can sum.
+    """
+    if asked not in (AUTO, *KINDS):
+        raise ConfigError(
+            f"leaders = {asked!r} is unknown; use {', '.join(map(repr, (AUTO, *KINDS)))}"
+        )
+    if compression == INT8 and len(plan.groups) > MOST_GROUPS_INT8:
+        raise ConfigError(
+            f"leader_compression = {INT8!r} sums at most {MOST_GROUPS_INT8} groups, and there are "
+            f"{len(plan.groups)}; use {FP16!r}, or fewer groups"
+        )
+    if asked != AUTO:
+        return LeaderExchange(kind=asked, decided_by=ASKED, compression=compression)
+    kinds = kinds if compression == NONE else COMPRESSING
+    if len(plan.groups) == 1 or predict is None:
+        return LeaderExchange(
+            kind=kinds[0],
+            decided_by=ALONE if len(plan.groups) == 1 else NOT_PREDICTED,
+            compression=compression,
+        )
+    predicted_s = {kind: predict(kind) for kind in kinds}
+    best = min(kinds, key=predicted_s.__getitem__)
+    return LeaderExchange(
+        kind=best, decided_by=PREDICTED, predicted_s=predicted_s, compression=compression
+    )
+
+
+def tree_levels(places: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+    """Return which leaders meet at each level of a tree, as positions; the first of those that meet sums for them.
+
+    `places` are where leaders are, such as (board, server), narrowest first; at the last level all that are left meet.
+    """
+    present, levels = list(range(len(places))), []
+    for level in range(len(places[0]) + 1):
+        meeting: dict[int, list[int]] = {}
+        for position in present:
+            meeting.setdefault((*places[position], 0)[level], []).append(position)
+        levels.append([tuple(own) for own in meeting.values()])
+        present = [own[0] for own in meeting.values()]
+    return levels
+
+
+def compression_fault(leaders: str, compression: str) -> str:
+    """Return why leaders that exchange in this way cannot compress, and the way out; empty if they can."""
+    if compression == NONE or leaders in (AUTO, *COMPRESSING):
+        return ""
+    return (
+        f"leader_compression = {compression!r} is for leaders = {' or '.join(map(repr, (*COMPRESSING, AUTO)))}, "
+        f"and leaders is {leaders!r}; set one of them, or leave the compression out"
+    )
+
+
+def exchanged_bytes(num_bytes: float, compression: str) -> float:
+    """Return what leaders exchange of a float32 model of `num_bytes`: half of it, or a quarter and the steps."""
+    return num_bytes * {NONE: 1.0, FP16: 1 / 2, INT8: 1 / 4 + 1 / _STEP_ELEMENTS}[compression]

@@ -1,0 +1,381 @@
+"""A torch model captured once: its operations in the order of execution, and what each of them does in a forward pass.
+
+Cut points, the parts that run alone, and the networks of the integer engine are all made from this graph.
+
+torch.fx changes `nn.Module` for the whole process while it captures a model. A forward pass of another thread would
+then be captured too, so forward passes hold `CAPTURE_LOCK` shared, and a capture holds it exclusively.
+"""
+
+import inspect
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from numbers import Integral
+from threading import Condition
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx, nn
+from torch.nn import functional
+
+from socflower.errors import ConfigError
+from socflower.model_graph.batch_form import form_of
+from socflower.model_graph.following import (
+    CaptureFailed,
+    NoParts,
+    constants_of,
+    follow,
+    follow_repeatable,
+    same_value,
+)
+from socflower.model_graph.model_copy import copied, reason
+from socflower.model_graph.random_state import forked_generators
+from socflower.model_graph.tensor_arrays import layout_of, spec_of
+
+Example: TypeAlias = torch.Tensor | tuple[int, ...]
+"""A batch, of which the first sample is used, or the shape of one float32 sample."""
+
+NUM_SAMPLES = 3  # batch size of the observed pass: a leading dimension of 3 is rarely a coincidence
+
+
+class CaptureLock:
+    """A readers-writer lock: forward passes share it, a capture holds it alone and has precedence over later passes."""
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._num_readers = 0
+        self._num_waiting = 0
+        self._is_capturing = False
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Hold the lock together with other forward passes. Not reentrant."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_capturing and not self._num_waiting)
+            self._num_readers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_readers -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Hold the lock alone, for a capture. Not reentrant."""
+        with self._changed:
+            self._num_waiting += 1
+            try:
+                self._changed.wait_for(lambda: not self._is_capturing and not self._num_readers)
+                self._is_capturing = True
+            finally:
+                self._num_waiting -= 1
+                self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_capturing = False
+                self._changed.notify_all()
+
+
+CAPTURE_LOCK = CaptureLock()
+"""One lock per process, since torch.fx changes `nn.Module` for the whole process."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Operation:
+    """One operation, as torch.fx captured it, and what was observed of it in a forward pass in training mode.
+
+    `shape` and `dtype` are those of its result for `NUM_SAMPLES` samples, None where that is not a tensor.
+    """
+
+    node: fx.Node
+    position: int  # in the order of execution
+    inputs: tuple["Operation", ...]
+    module: (
+        str | None
+    )  # path of the module that it calls, None for a function and for inputs and outputs
+    caller: str  # path of the module whose `forward` calls it, "" for the model itself
+    function: str  # name of the torch function or tensor method that it calls, without underscores; "" for others
+    tensors: frozenset[
+        str
+    ]  # names of the parameters and buffers that it uses; a shared one has one name
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    layout: tuple[int, ...]  # dimensions from the outermost in memory to the innermost
+    draws: bool  # it changed the random state
+    is_constant: bool  # it depends on no input: a weight read by name, a constant tensor
+    writes_in_place: bool  # it may overwrite its input, such as `nn.ReLU(inplace=True)`
+
+    @property
+    def layer(self) -> str:
+        """Path of the module that performs it."""
+        return self.caller if self.module is None else self.module
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelGraph:
+    """The operations of a model in the order of execution, and so of side effects.
+
+    It holds names and paths only, so that it describes every copy of the model. `evaluation` is what torch.fx captures
+    in evaluation mode; it is empty where that fails.
+    """
+
+    name: str
+    operations: tuple[Operation, ...]
+    evaluation: tuple[fx.Node, ...]
+    constants: Mapping[
+        str, Any
+    ]  # values that `forward` makes without its input, by the names that operations read
+
+    @cached_property
+    def by_node(self) -> dict[fx.Node, Operation]:
+        """The operations by their nodes."""
+        return {operation.node: operation for operation in self.operations}
+
+    @cached_property
+    def readers(self) -> dict[Operation, tuple[Operation, ...]]:
+        """The operations that read the result of an operation."""
+        return {
+            operation: tuple(self.by_node[user] for user in operation.node.users)
+            for operation in self.operations
+        }
+
+    def name_of(self, operation: Operation) -> str:
+        """Return the module's path (with `@n` for its n-th call, n > 1), or fx's name of a function call."""
+        if operation.module is None:
+            return operation.node.name
+        number = sum(
+            other.module == operation.module for other in self.operations[: operation.position + 1]
+        )
+        return f"{operation.module}@{number}" if number > 1 else operation.module
+
+
+def capture(
+    model: nn.Module, example: Example, *, name: str = "", leaves: Set[str] = frozenset()
+) -> ModelGraph:
+    """Return the graph of `model` in training mode, down to torch's own layers and the modules named by `leaves`.
+
+    Copies of the model are followed and run; the model itself and the random state are unchanged. Raises CaptureFailed
+    where torch.fx cannot follow `forward` or its next call would have another graph, and ConfigError where the model
+    takes several inputs or fails for the example.
+    """
+    name = name or type(model).__name__
+    samples = first_samples(model, example, name)
+    with CAPTURE_LOCK.exclusive(), forked_generators(), torch.no_grad():
+        evaluation, in_evaluation = _in_evaluation(model, name, leaves)
+        own = copied(model, name).train()
+        nodes = follow_repeatable(own, name, leaves)
+        inputs = [node.name for node in nodes if node.op == "placeholder"]
+        if len(inputs) != 1:
+            raise NoParts(
+                f"model {name}: takes {len(inputs)} inputs ({', '.join(inputs)}); it must take one "
+                "tensor"
+            )
+        constants = constants_of(model, own, nodes)
+        operations = _observed(own, nodes, samples, name)
+    if not all(
+        same_value(value, constants.get(key, value)) for key, value in in_evaluation.items()
+    ):
+        evaluation, in_evaluation = (), {}
+    return ModelGraph(
+        name=name, operations=operations, evaluation=evaluation, constants=in_evaluation | constants
+    )
+
+
+def _in_evaluation(
+    model: nn.Module, name: str, leaves: Set[str]
+) -> tuple[tuple[fx.Node, ...], dict[str, Any]]:
+    """Return what torch.fx captures in evaluation mode, and its constants; nothing where that fails.
+
+    The copy is its own, since one that has been followed may have values stored in it.
+    """
+    own = copied(model, name).eval()
+    with suppress(CaptureFailed):
+        nodes = follow(own, name, leaves)
+        return nodes, constants_of(model, own, nodes)
+    return (), {}
+
+
+def module_of(model: nn.Module, graph: fx.Graph, constants: Mapping[str, Any]) -> fx.GraphModule:
+    """Return the module that runs operations with the layers of `model`, which it shares."""
+    # torch.fx reads constants from the module, to which nothing is added.
+    root = nn.Module()
+    root.__dict__.update({**model.__dict__, **constants})
+    return fx.GraphModule(root, graph)
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and persistent buffers of a model themselves, in the order of its state_dict."""
+    return {
+        key: value
+        for key, value in model.state_dict(keep_vars=True).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def first_samples(
+    model: nn.Module, example: Example, name: str, num_samples: int = NUM_SAMPLES
+) -> torch.Tensor:
+    """Return a batch on the model's device: the first sample of the example repeatedly, or zeros of its shape."""
+    device = next((tensor.device for tensor in tensors_of(model).values()), torch.device("cpu"))
+    if not isinstance(example, torch.Tensor):
+        if not isinstance(example, tuple | list) or not all(
+            isinstance(size, Integral) for size in example
+        ):
+            raise ConfigError(
+                f"model {name}: its example must be a tensor, or the shape of one sample, got "
+                f"{form_of(example)}; a model that is divided into layers takes one tensor"
+            )
+        return torch.zeros(num_samples, *example, device=device)
+    require_batch(example, name)
+    return example[:1].detach().expand(num_samples, *example.shape[1:]).clone().to(device)
+
+
+def require_batch(example: torch.Tensor, name: str) -> None:
+    """Raise ConfigError for an example that is no batch of one or more samples."""
+    if example.ndim == 0 or example.shape[0] == 0:
+        raise ConfigError(
+            f"model {name}: example input needs a batch dimension of 1 or more, got shape "
+            f"{tuple(example.shape)}"
+        )
+
+
+@contextmanager
+def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Context in which a model is in training or evaluation mode; the mode of every submodule is restored at exit.
+
+    Of every submodule, because a frozen BatchNorm stays in evaluation mode inside a model that trains.
+    """
+    modes = {module: module.training for module in model.modules()}
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def refused_samples(name: str, samples: torch.Tensor, error: Exception) -> ConfigError:
+    """Return the error of a model whose forward pass failed for a batch."""
+    shape = tuple(samples.shape[1:])
+    return ConfigError(
+        f"model {name}: does not take {len(samples)} samples of shape {shape}: {reason(error)}"
+    )
+
+
+class _Observer(fx.Interpreter):
+    """Runs a graph and records the result of each operation, without its values, and whether it draws."""
+
+    def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
+        super().__init__(module)
+        self.extra_traceback = False
+        self.results: dict[str, torch.Tensor | None] = {}
+        self.drawing: set[str] = set()
+        self._device = device
+
+    def run_node(self, n: fx.Node) -> Any:
+        before = self._random_state()
+        result = super().run_node(n)
+        self.results[n.name] = spec_of(result) if isinstance(result, torch.Tensor) else None
+        if not all(map(torch.equal, before, self._random_state())):
+            self.drawing.add(n.name)
+        return result
+
+    def _random_state(self) -> list[torch.Tensor]:
+        states = [torch.get_rng_state()]
+        return (
+            [*states, torch.cuda.get_rng_state(self._device)]
+            if self._device.type == "cuda"
+            else states
+        )
+
+
+def _observed(
+    model: nn.Module, nodes: Iterable[fx.Node], samples: torch.Tensor, name: str
+) -> tuple[Operation, ...]:
+    graph = next(iter(nodes)).graph
+    observer = _Observer(module_of(model, graph, {}), samples.device)
+    graph.owning_module = None  # else the graph would keep the weights of the copy
+    try:
+        observer.run(samples)
+    except Exception as error:  # layers raise various types for a wrong shape
+        raise refused_samples(name, samples, error) from error
+    names = {id(tensor): key for key, tensor in [*model.named_buffers(), *model.named_parameters()]}
+    made: dict[fx.Node, Operation] = {}
+    for node in nodes:
+        result = observer.results[node.name]
+        inputs = tuple(made[other] for other in node.all_input_nodes)
+        made[node] = Operation(
+            node=node,
+            position=len(made),
+            inputs=inputs,
+            module=str(node.target) if node.op == "call_module" else None,
+            caller=caller_of(node),
+            function=_function_name(node),
+            tensors=_own_tensors(model, node, names),
+            shape=None if result is None else tuple(result.shape),
+            dtype=None if result is None else result.dtype,
+            layout=() if result is None else layout_of(result),
+            draws=node.name in observer.drawing,
+            # A module call is never constant: it has effects and weights of its own.
+            is_constant=node.op not in ("placeholder", "output", "call_module")
+            and all(other.is_constant for other in inputs),
+            writes_in_place=_writes_in_place(model, node),
+        )
+    return tuple(made.values())
+
+
+def caller_of(node: fx.Node) -> str:
+    """Return the path of the innermost module whose `forward` makes this call, "" for the model itself."""
+    stack = [str(path) for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    if node.op == "call_module":
+        stack = stack[:-1]
+    return stack[-1] if stack else ""
+
+
+def _function_name(node: fx.Node) -> str:
+    if node.op == "call_method":
+        return str(node.target).strip("_")
+    if node.op != "call_function":
+        return ""
+    module = inspect.getmodule(node.target)
+    known = (
+        node.target in vars(functional).values()
+        or module is None
+        or module is operator
+        or module.__name__.startswith(("torch", "_operator"))
+    )
+    return getattr(node.target, "__name__", "").strip("_") if known else ""
+
+
+def _writes_in_place(model: nn.Module, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return any(
+            getattr(part, "inplace", False)
+            for part in model.get_submodule(str(node.target)).modules()
+        )
+    name = str(getattr(node.target, "__name__", node.target))
+    augmented = (
+        getattr(node.target, "__module__", "") == "_operator"
+        and name in vars(operator)
+        and name[0] == "i"
+    )
+    return node.op in ("call_method", "call_function") and (
+        name.endswith("_") or augmented or bool(node.kwargs.get("inplace")) or name == "setitem"
+    )
+
+
+def _own_tensors(model: nn.Module, node: fx.Node, names: dict[int, str]) -> frozenset[str]:
+    if node.op == "call_module":
+        module = model.get_submodule(str(node.target))
+        return frozenset(names[id(tensor)] for tensor in [*module.parameters(), *module.buffers()])
+    if node.op == "get_attr":
+        value = operator.attrgetter(str(node.target))(model)
+        return frozenset(
+            {names.get(id(value), str(node.target))} if isinstance(value, torch.Tensor) else ()
+        )
+    return frozenset()

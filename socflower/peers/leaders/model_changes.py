@@ -1,0 +1,205 @@
+"""What leaders exchange in fewer bytes: their models' changes since the last common model, weighted by samples (F8).
+
+    x_k = p_k · (w_k − c) + e_k,    w = c + Σ Q(x_k),    e_k ← x_k − Q(x_k),    p_k = samples_k / Σ samples
+
+c is the model that all groups began the interval with, e_k what the group's earlier roundings have left. A change is
+small against the weights themselves, so few bits hold it well. "fp16" sums halves and has no e; "int8" sums eight-bit
+multiples of a step for each 4,096 elements (`Int8Compression`), with error feedback: over any number of exchanges the
+sum of what was exchanged is within half a step, per group, of the sum of all changes.
+
+Every member of a group computes the group's e from what all of them have: w_k, c and e of before, p_k, and the steps,
+which its leader hands on with the mean. So no member needs another's e, and whoever leads next has it.
+
+Only weights of at most 32 bits that an optimiser steps are compressed. Rounding could make a variance of BatchNorm
+negative, and statistics and counters are few; float64 models are meant to keep their bits.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from socflower.errors import ConfigError
+from socflower.hierarchy.leader_topology import FP16, INT8
+from socflower.peers.collective import Collective, Poll, no_poll
+from socflower.peers.compression import (
+    Float16Compression,
+    agree_on_steps,
+    in_blocks,
+    sum_levels,
+)
+from socflower.wire.arrays import array_to_bytes, digest_of, pack_arrays, unpack_arrays
+
+_Array = NDArray[Any]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ChangeCompression:
+    """How a group's change is compressed in one exchange; all but `feedback` is equal for all groups."""
+
+    name: str  # "fp16" or "int8"
+    common: Mapping[str, _Array]  # c, with at least the tensors that are exchanged
+    untrained: frozenset[str] = frozenset()  # tensors that no optimiser steps
+    feedback: Floats | None = None  # e, flat; None: nothing
+
+    def __post_init__(self) -> None:
+        if self.name not in (FP16, INT8):
+            raise ConfigError(
+                f"leaders: compression {self.name!r} is unknown; use {FP16!r} or {INT8!r}"
+            )
+
+    def compresses(self, name: str, array: _Array) -> bool:
+        """Return whether a tensor is compressed."""
+        return (
+            name not in self.untrained
+            and np.issubdtype(array.dtype, np.inexact)
+            and reals(array).itemsize <= 4
+        )
+
+    def layout(self, arrays: Mapping[str, _Array]) -> str:
+        """Return a digest of what groups must have in common to add their changes."""
+        names = [name for name, array in arrays.items() if self.compresses(name, array)]
+        return f"{self.name} {digest_of({name: bytes(array_to_bytes(self.common[name])) for name in names})}"
+
+    def change(self, arrays: Mapping[str, _Array], share: float) -> Floats:
+        """Return x, flat, in the order of the tensors; of floats that are too large some values are not finite."""
+        parts = [
+            (reals(array).astype(np.float64) - reals(self.common[name]).astype(np.float64)) * share
+            for name, array in self._compressed(arrays)
+        ]
+        with np.errstate(over="ignore"):
+            change: Floats = np.concatenate([np.zeros(0), *parts]).astype(np.float32)
+            if self.feedback is not None:
+                assert self.feedback.shape == change.shape, "it is of another model"
+                change += self.feedback
+        return change
+
+    def model(self, arrays: Mapping[str, _Array], total: Floats) -> dict[str, _Array]:
+        """Return c + the sum of all groups' changes, of the tensors that are compressed."""
+        made: dict[str, _Array] = {}
+        start = 0
+        for name, array in self._compressed(arrays):
+            row = reals(self.common[name])
+            part = (row.astype(np.float64) + total[start : start + row.size]).astype(row.dtype)
+            made[name] = part.view(array.dtype).reshape(array.shape)
+            start += row.size
+        return made
+
+    def unsent(self, arrays: Mapping[str, _Array], share: float, steps: Floats) -> Floats:
+        """Return the next e of a group whose change was summed with these steps."""
+        change = self.change(arrays, share)
+        blocks, step = in_blocks(torch.from_numpy(change)), torch.from_numpy(steps)[:, None]
+        return (blocks - _levels(blocks, step) * step).view(-1)[: len(change)].numpy().copy()
+
+    def sum(
+        self, ring: Collective, change: Floats, poll: Poll = no_poll
+    ) -> tuple[Floats, Floats | None]:
+        """Return the sum of all members' changes, the same bits at all, and with "int8" the steps of its blocks.
+
+        The largest magnitudes of all members' changes, summed, must be finite. Raises what the ring and `poll` raise.
+        """
+        flat = torch.from_numpy(change.copy())
+        if self.name == FP16:
+            halves = Float16Compression()
+            halves.start_step(0)
+            halves.exchange(ring, 0, flat, poll)
+            return flat.numpy(), None
+        blocks = in_blocks(flat)
+        step = agree_on_steps(ring, blocks, poll=poll)
+        levels = sum_levels(ring, _levels(blocks, step), flat.numel(), poll)
+        return (levels * step).view(-1)[: flat.numel()].numpy(), step.view(-1).numpy()
+
+    def _compressed(self, arrays: Mapping[str, _Array]) -> Iterator[tuple[str, _Array]]:
+        return ((name, array) for name, array in arrays.items() if self.compresses(name, array))
+
+
+def _levels(blocks: Tensor, step: Tensor) -> Tensor:
+    return (blocks / step).round_()
+
+
+class MemberChanges:
+    """What one member knows of its group for compressed exchanges: c and e, of which it may miss either at first.
+
+    `feedback` is e if this member holds it, `owed` e's digest if the group has any.
+    """
+
+    def __init__(
+        self, name: str, untrained: Sequence[str], feedback: Floats | None, owed: str
+    ) -> None:
+        self._name, self._untrained, self._owed = name, frozenset(untrained), owed
+        self._common: Mapping[str, _Array] | None = None
+        self._is_complete = False
+        self.feedback = feedback
+        self.log_lines: list[str] = []
+
+    def begin(self, arrays: Mapping[str, _Array]) -> None:
+        """Keep the model with which the interval begins; later calls change nothing."""
+        if self._common is None:
+            self._common = {name: array.copy() for name, array in arrays.items()}
+
+    @property
+    def held(self) -> tuple[bool, bool]:
+        """Whether this member has c, and e."""
+        return self._common is not None, self.feedback is not None
+
+    def complete(
+        self,
+        held: Sequence[tuple[bool, bool]],
+        broadcast_from: Callable[[int, Callable[[], bytes]], bytes],
+    ) -> None:
+        """Get what this member misses from the first that has it; `held` is what members have, in ring order.
+
+        `broadcast_from` is called alike at all members, with the rank of the one that has it.
+        """
+        with_common, with_feedback = (
+            [rank for rank, has in enumerate(held) if has[part]] for part in (0, 1)
+        )
+        if 0 < len(with_common) < len(held):
+            common = broadcast_from(
+                with_common[0], lambda: b"".join(pack_arrays(self._common or {}))
+            )
+            self._common = self._common or unpack_arrays(memoryview(common))
+        if 0 < len(with_feedback) < len(held):
+            packed = broadcast_from(
+                with_feedback[0], lambda: b"".join(pack_arrays({"": self._own_feedback()}))
+            )
+            if self.feedback is None:
+                self.feedback = unpack_arrays(memoryview(packed))[""]
+        elif self._owed and not with_feedback:
+            self.log_lines.append(
+                "what compression has left of its earlier changes is lost with those that held it"
+            )
+        self._is_complete = True
+
+    def compression(self) -> ChangeCompression:
+        """Return how the group's change is compressed."""
+        assert self._common is not None, (
+            "a ring does no step before all of its members have the model"
+        )
+        return ChangeCompression(
+            name=self._name, common=self._common, untrained=self._untrained, feedback=self.feedback
+        )
+
+    def on_mean(self, next_feedback: Callable[[ChangeCompression], Floats | None]) -> None:
+        """Take the next e; none if this member has been lost before it had all that goes into it."""
+        self.feedback = next_feedback(self.compression()) if self._is_complete else None
+
+    def _own_feedback(self) -> Floats:
+        assert self.feedback is not None
+        return self.feedback
+
+
+def feedback_digest(feedback: Floats | None) -> str:
+    """Return by which a group's feedback is known; empty without any."""
+    return "" if feedback is None else digest_of({"": bytes(array_to_bytes(feedback))})
+
+
+def reals(array: _Array) -> _Array:
+    """Return an array's values in a row, of complex numbers both parts."""
+    row: _Array = np.ascontiguousarray(array).reshape(-1)
+    return row.view(row.real.dtype)

@@ -1,0 +1,410 @@
+"""The leaders of groups sum their models in a ring or a tree, weighted by samples (F8).
+
+Any member may lead: who answers for a group brings its model, and another one that takes its place brings the same
+bits. So an exchange can begin again at any time, and a group that comes after the others have summed adopts their sum.
+"""
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from logging import INFO
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from socflower.hierarchy.averaging import first_non_finite
+from socflower.peers.collective import Collective, PeerLost, Poll, no_poll
+from socflower.peers.leaders.leader_port import LeaderPort
+from socflower.peers.leaders.model_changes import ChangeCompression, Floats, reals
+from socflower.peers.leaders.tree import Place, grpc_tree, in_process_trees
+from socflower.peers.membership import (
+    Generation,
+    LeaderMembership,
+    LeftOut,
+    MemberState,
+    OthersDone,
+)
+from socflower.peers.transports.grpc import GrpcRing
+from socflower.peers.transports.in_process import in_process_rings
+from socflower.peers.transports.port import CALL_LIMIT_BYTES, Caller, RingPort
+from socflower.wire.arrays import MalformedBytes, array_to_bytes, pack_arrays, unpack_arrays
+from socflower.wire.logs import log
+from socflower.wire.message_keys import RingTask
+from socflower.wire.secure_channel import PeerFailed
+
+_Array = NDArray[Any]
+_RESULT = "result"
+_STEPS = "/steps"  # as no tensor is called
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupsModel:
+    """A model and the groups whose training is in it."""
+
+    arrays: Mapping[str, _Array]
+    samples: float  # that those groups trained on
+    groups: tuple[int, ...]  # in the order of the plan; empty if the model is of no use
+    steps: Floats | None = (
+        None  # of the blocks of a sum in eight bits, which this is; see `feedback_after`
+    )
+    # Of the model before the training, the tensors with values that are not finite: if these stay, they are constants.
+    began_with: Mapping[str, _Array] = field(default_factory=dict)
+
+
+def exchange_models(
+    ring: Collective,
+    own: GroupsModel,
+    poll: Poll = no_poll,
+    changes: ChangeCompression | None = None,
+) -> GroupsModel:
+    """Return the mean of the models of all members of a ring, by samples; all of them get the same bits.
+
+        w[i] = sum_k float32(p_k * w_k[i]),    p_k = samples_k / sum(samples)
+
+    The sum is float32, of float64 tensors float64, each part of the model in the order of the ring that begins at
+    another member (`rings.all_reduce`), or in that of a tree (`rings.tree`); so it depends on the order of the members
+    and on nothing else. With `changes`, tensors that it compresses are its sum instead; a member that is alone keeps
+    its model, and its feedback. Of integer tensors, which are counters, the largest values are kept. A model with NaN
+    or infinite values, unless it `began_with` them, or without samples, is left out, and its group not in `groups`.
+    Where models differ in their tensors every member gets its own back.
+    Raises what the ring and `poll` raise.
+    """
+    if ring.size == 1:
+        changes = None
+    is_finite = first_non_finite(own.arrays, own.began_with) is None
+    usable = (
+        bool(own.groups)
+        and 0 < own.samples < math.inf
+        and is_finite
+        and (changes is None or _can_be_summed(changes.change(own.arrays, 1.0), ring.size))
+    )
+    heads = [
+        json.loads(head)
+        for head in ring.all_gather(
+            json.dumps(
+                {
+                    "groups": own.groups if usable else (),
+                    "samples": own.samples if usable else 0.0,
+                    "layout": _layout_digest(own.arrays)
+                    + ("" if changes is None else changes.layout(own.arrays)),
+                }
+            ).encode(),
+            poll,
+        )
+    ]
+    total = math.fsum(head["samples"] for head in heads)
+    if len({head["layout"] for head in heads}) > 1 or not total:
+        return own
+    share = own.samples / total if usable else 0.0
+    averaged: dict[str, _Array] = {}
+    steps: Floats | None = None
+    if changes is not None:
+        change = changes.change(own.arrays, share)
+        change, steps = changes.sum(ring, change if usable else np.zeros_like(change), poll)
+        averaged |= changes.model(own.arrays, change)
+    for dtype in (np.float32, np.float64):
+        names = [
+            name
+            for name, array in own.arrays.items()
+            if _sum_type(array) == dtype and name not in averaged
+        ]
+        if names:
+            averaged |= _sum(ring, {name: own.arrays[name] for name in names}, share, dtype, poll)
+    counters = {name: array for name, array in own.arrays.items() if _sum_type(array) is None}
+    if counters:
+        averaged |= _largest(ring, counters, poll, [bool(head["groups"]) for head in heads])
+    return GroupsModel(
+        arrays={name: averaged[name] for name in own.arrays},
+        samples=total,
+        steps=steps,
+        groups=tuple(group for head in heads for group in head["groups"]),
+    )
+
+
+def feedback_after(
+    own: GroupsModel, mean: GroupsModel, changes: ChangeCompression
+) -> Floats | None:
+    """Return what a group has still to send after an exchange: as before, unless its change is in the mean."""
+    if mean.steps is None or not {*own.groups} <= {*mean.groups}:
+        return changes.feedback
+    return changes.unsent(own.arrays, own.samples / mean.samples, mean.steps)
+
+
+def _can_be_summed(change: Floats, size: int) -> bool:
+    return not change.size or float(np.abs(change).max()) < float(np.finfo(np.float32).max) / size
+
+
+def exchange_in_process(
+    models: Sequence[GroupsModel],
+    changes: Sequence[ChangeCompression | None] | None = None,
+    places: Sequence[Place] = (),
+) -> GroupsModel:
+    """Return what `exchange_models` returns to members with these models, in ring order, or in a tree of `places`."""
+    rings = in_process_trees(places) if places else in_process_rings(len(models))
+    polls = [no_poll] * len(models)
+    with ThreadPoolExecutor(len(models)) as threads:
+        try:
+            first, *_ = threads.map(
+                exchange_models, rings, models, polls, changes or [None] * len(models)
+            )
+        finally:
+            for ring in rings:
+                ring.close()
+    return first
+
+
+def _sum(
+    ring: Collective, arrays: Mapping[str, _Array], share: float, dtype: type, poll: Poll
+) -> dict[str, _Array]:
+    flat: _Array = np.empty(sum(reals(array).size for array in arrays.values()), dtype)
+    start = 0
+    for array in arrays.values():
+        row = reals(array)
+        flat[start : start + row.size] = row.astype(np.float64) * share if share else 0.0
+        start += row.size
+    ring.all_reduce(torch.from_numpy(flat)).wait(poll)
+    summed: dict[str, _Array] = {}
+    start = 0
+    for name, array in arrays.items():
+        row = reals(array)
+        part = flat[start : start + row.size].astype(row.dtype)
+        summed[name] = part.view(array.dtype).reshape(array.shape)
+        start += row.size
+    return summed
+
+
+def _largest(
+    ring: Collective, counters: Mapping[str, _Array], poll: Poll, usable: Sequence[bool]
+) -> dict[str, _Array]:
+    parts = ring.all_gather(b"".join(array_to_bytes(array) for array in counters.values()), poll)
+    parts = [part for part, counts in zip(parts, usable, strict=True) if counts]
+    largest: dict[str, _Array] = {}
+    start = 0
+    for name, array in counters.items():
+        stored = array.dtype.newbyteorder("<")
+        each = [
+            np.frombuffer(part, stored, array.size, start).astype(array.dtype) for part in parts
+        ]
+        largest[name] = np.maximum.reduce(each).reshape(array.shape)
+        start += array.nbytes
+    return largest
+
+
+def _sum_type(array: _Array) -> type | None:
+    """Return the type in which an array is summed; None for counters."""
+    if not np.issubdtype(array.dtype, np.inexact):
+        return None
+    return (
+        np.float64 if array.dtype in (np.dtype(np.float64), np.dtype(np.complex128)) else np.float32
+    )
+
+
+def _layout_digest(arrays: Mapping[str, _Array]) -> str:
+    layout = [(name, array.dtype.name, array.shape) for name, array in arrays.items()]
+    return hashlib.sha256(json.dumps(layout).encode()).hexdigest()
+
+
+class LeaderMeeting:
+    """One group's part in an exchange among the groups of a plan, on its own machine; used once."""
+
+    def __init__(
+        self,
+        port: LeaderPort,
+        groups: Sequence[int],
+        *,
+        heartbeat_s: float,
+        rendezvous_until_s: float,
+        places: Mapping[int, Place] | None = None,
+    ) -> None:
+        self._port, self._groups, self._places = port, tuple(groups), places or {}
+        self._heartbeat_s, self._rendezvous_until_s = heartbeat_s, rendezvous_until_s
+        self._result: GroupsModel | None = None
+        self._packed = b""
+        self.log_lines: list[str] = []
+        port.handle(_RESULT, self._on_result)
+
+    def exchange(
+        self, own: GroupsModel, poll: Poll, changes: ChangeCompression | None = None
+    ) -> GroupsModel:
+        """Return the mean with the models of all groups that can be reached; raise what `poll` raises.
+
+        A group is waited for as long as any of its members lives. This group's own model is returned if the others have
+        a mean without it.
+        """
+        membership = LeaderMembership(
+            self._port,
+            self._port.rank,
+            self._groups,
+            heartbeat_s=self._heartbeat_s,
+            rendezvous_s=max(0.0, self._rendezvous_until_s - time.monotonic()),
+        )
+
+        def check() -> None:
+            poll()
+            membership.require_complete()
+
+        try:
+            while True:
+                try:
+                    generation = membership.form(
+                        MemberState(
+                            num_steps=int(self._result is not None), has_model=True, optimizer=""
+                        ),
+                        poll,
+                    )
+                    mean = self._exchange_in(generation, own, check, changes)
+                    membership.finish()
+                    return mean
+                except PeerLost as lost:
+                    log(INFO, "leaders: %s; meeting again", lost)
+                except OthersDone as done:
+                    self._result = self._result or self._ask_for_result(done.group, poll)
+                    membership.go_on_without(done.group)
+        except LeftOut as left:
+            self.log_lines.append(f"its leader met nobody: {left}")
+            return own
+        finally:
+            self.log_lines += membership.log_lines
+            membership.close()
+
+    def _exchange_in(
+        self,
+        generation: Generation,
+        own: GroupsModel,
+        poll: Poll,
+        changes: ChangeCompression | None,
+    ) -> GroupsModel:
+        ring = self._open(generation)
+        try:
+            if not generation.num_steps:
+                self._result = exchange_models(ring, own, poll, changes)
+                return self._result
+            source = generation.members.index(generation.source)
+            payload = ring.broadcast(self._pack() if ring.rank == source else None, source, poll)
+            self._result = self._result or unpack_model(payload)
+            # The others may have summed without this group, of which no member was to be reached.
+            return self._result if {*own.groups} <= {*self._result.groups} else own
+        finally:
+            ring.close()
+
+    def _open(self, generation: Generation) -> Collective:
+        members = generation.members
+        if len(members) == 1:
+            return in_process_rings(1)[0]
+        if not self._places:
+            return GrpcRing(self._port, members, generation.number, self._heartbeat_s)
+        return grpc_tree(
+            self._port,
+            members,
+            [self._places[group] for group in members],
+            generation.number,
+            self._heartbeat_s,
+        )
+
+    def _ask_for_result(self, group: int, poll: Poll) -> GroupsModel | None:
+        """Return the result of a leader that is done; None if it cannot be had any more."""
+        payload = bytearray()
+        with suppress(PeerFailed, MalformedBytes):
+            while part := self._port.call(
+                group, _RESULT, str(len(payload)).encode(), timeout_s=self._heartbeat_s
+            ):
+                poll()
+                payload += part
+            return unpack_model(bytes(payload))
+        return None
+
+    def _on_result(self, caller: Caller, body: bytes) -> bytes:
+        start = int(body)
+        return b"" if self._result is None else self._pack()[start : start + CALL_LIMIT_BYTES]
+
+    def _pack(self) -> bytes:
+        assert self._result is not None
+        self._packed = self._packed or pack_model(self._result)
+        return self._packed
+
+
+class GroupLeader:
+    """The part of a group in an exchange, by the member that answers for it; `ring` says who else may.
+
+    It runs in a thread of its own, since other groups may take long, and goes on while the group's ring forms anew.
+    """
+
+    def __init__(self, port: RingPort, group: int, ring: RingTask) -> None:
+        self._port, self._group, self._ring = port, group, ring
+        self._rendezvous_until_s = time.monotonic() + ring.rendezvous_s
+        self._meeting: Future[GroupsModel] | None = None
+        self._left = False
+        self.log_lines: list[str] = []
+
+    def mean(
+        self,
+        own: Callable[[], GroupsModel],
+        timeout_s: float,
+        changes: ChangeCompression | None = None,
+    ) -> GroupsModel | None:
+        """Return the mean of all groups, or None if it takes longer; the first call begins with the group's `own`."""
+        if self._meeting is None:
+            self._meeting = self._begin(own(), changes)
+        wait([self._meeting], timeout=timeout_s)
+        return self._meeting.result() if self._meeting.done() else None
+
+    def close(self) -> None:
+        """Leave the others, if they still meet."""
+        self._left = True
+        if self._meeting is not None:
+            wait([self._meeting])
+
+    def _begin(self, own: GroupsModel, changes: ChangeCompression | None) -> "Future[GroupsModel]":
+        members: dict[int, list[int]] = {}
+        for text in self._ring.leaders:
+            group, participant, _ = text.split(" ")
+            members.setdefault(int(group), []).append(int(participant))
+        if (
+            len(members) < 2 or self._ring.participant not in members[self._group]
+        ):  # others could not reach this one
+            alone = Future[GroupsModel]()
+            alone.set_result(own)
+            return alone
+        meeting = LeaderMeeting(
+            LeaderPort(self._port, self._group, members),
+            tuple(members),
+            heartbeat_s=self._ring.heartbeat_s,
+            rendezvous_until_s=self._rendezvous_until_s,
+            places=_places(self._ring),
+        )
+        self.log_lines = meeting.log_lines
+        thread = ThreadPoolExecutor(1, thread_name_prefix="ring-leaders")
+        begun = thread.submit(meeting.exchange, own, self._require_present, changes)
+        thread.shutdown(wait=False)
+        return begun
+
+    def _require_present(self) -> None:
+        if self._left:
+            raise LeftOut("this member has left its own group")
+
+
+def _places(ring: RingTask) -> dict[int, Place]:
+    places = (tuple(map(int, text.split(" "))) for text in ring.leader_places)
+    return {group: tuple(place) for group, *place in places}
+
+
+def pack_model(model: GroupsModel) -> bytes:
+    """Return a model as bytes, for `unpack_model`."""
+    head = np.array([model.samples, *model.groups], np.float64)
+    steps = {} if model.steps is None else {_STEPS: model.steps}
+    return b"".join(pack_arrays({"": head, **steps, **model.arrays}))
+
+
+def unpack_model(payload: bytes) -> GroupsModel:
+    """Return what `pack_model` packed; `MalformedBytes` for anything else."""
+    arrays = unpack_arrays(memoryview(payload))
+    samples, *groups = arrays.pop("").tolist()
+    steps = arrays.pop(_STEPS, None)
+    return GroupsModel(arrays=arrays, samples=samples, groups=tuple(map(int, groups)), steps=steps)

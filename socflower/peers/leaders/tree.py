@@ -1,0 +1,176 @@
+"""Sums along a tree: members of a board first, then one of each board in a server, then one of each server.
+
+Each edge is a ring of two, so a tree needs nothing of a transport that rings do not. At every level the first of those
+that meet receives the others' sums, and adds them in their order to its own; then the total goes back the same way. So
+a sum depends on who takes part and where each of them is, and on nothing else.
+"""
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from socflower.hierarchy.leader_topology import tree_levels
+from socflower.peers.collective import Collective, PeerLost, Poll, no_poll
+from socflower.peers.transports.grpc import GrpcRing
+from socflower.peers.transports.in_process import in_process_rings
+from socflower.peers.transports.port import Admission, Handler, PortView
+from socflower.peers.transports.stream import OutgoingStream
+
+Place = tuple[int, ...]
+"""Where a member is, from the narrowest part of the cluster to the widest: its board and its server."""
+Edge = tuple[int, int]
+"""Ranks of the one that sums and the one that sends to it."""
+
+
+def tree_edges(places: Sequence[Place]) -> tuple[Edge, ...]:
+    """Return the edges of the tree of members at these places, in the order in which sums are added."""
+    return tuple(
+        (first, other)
+        for level in tree_levels(places)
+        for first, *others in level
+        for other in others
+    )
+
+
+class Tree(Collective):
+    """A member's end of a tree: the rings of two, by edge, that it is in. An operation runs while it is waited for."""
+
+    transport = "tree"
+
+    def __init__(self, rank: int, size: int, edges: Mapping[Edge, Collective]) -> None:
+        self.rank, self.size = rank, size
+        self._below = [ring for (first, _), ring in edges.items() if first == rank]
+        self._above = [ring for (_, other), ring in edges.items() if other == rank]  # at most one
+
+    def all_reduce(self, buffer: Tensor) -> "_Sum":
+        """Return what sums a buffer over all members, in place, when it is waited for."""
+        array = buffer.detach().numpy()
+
+        def run(poll: Poll) -> None:
+            for ring in self._below:
+                array[:] += _like(array, ring.broadcast(None, 1, poll))
+            array[:] = _like(array, self._through_top(array.tobytes(), poll))
+
+        return _Sum(run)
+
+    def all_gather(self, payload: bytes, poll: Poll = no_poll) -> list[bytes]:
+        """Return every member's payload, by rank."""
+        payloads = [b""] * self.size
+        payloads[self.rank] = payload
+        for ring in self._below:
+            for rank, part in enumerate(_split(ring.broadcast(None, 1, poll), self.size)):
+                payloads[rank] = payloads[rank] or part
+        return _split(self._through_top(_join(payloads), poll), self.size)
+
+    def broadcast(self, payload: bytes | None, source: int, poll: Poll = no_poll) -> bytes:
+        """Return the payload of rank `source`."""
+        return self.all_gather(payload or b"", poll)[source]
+
+    def close(self) -> None:
+        """Leave at once; may be called twice."""
+        for ring in (*self._below, *self._above):
+            ring.close()
+
+    def _through_top(self, payload: bytes, poll: Poll) -> bytes:
+        """Send up what all below have, and pass down what comes back; the first of all has the total."""
+        for ring in self._above:
+            ring.broadcast(payload, 1, poll)
+            payload = ring.broadcast(None, 0, poll)
+        for ring in reversed(self._below):
+            ring.broadcast(payload, 0, poll)
+        return payload
+
+
+class _Sum:
+    def __init__(self, run: Callable[[Poll], None]) -> None:
+        self._run = run
+
+    def wait(self, poll: Poll = no_poll) -> None:
+        """Sum; raise `PeerLost`, or what `poll` raises."""
+        self._run(poll)
+
+
+def in_process_trees(places: Sequence[Place]) -> list[Collective]:
+    """Return the members' ends of one tree, by rank, each to be used in its own thread."""
+    rings = {edge: in_process_rings(2) for edge in tree_edges(places)}
+    return [
+        Tree(
+            rank,
+            len(places),
+            {edge: ends[edge.index(rank)] for edge, ends in rings.items() if rank in edge},
+        )
+        for rank in range(len(places))
+    ]
+
+
+def grpc_tree(
+    port: PortView,
+    ranks: Sequence[int],
+    places: Sequence[Place],
+    generation: int,
+    heartbeat_s: float,
+) -> Tree:
+    """Return this member's end of generation `generation` of a tree among `ranks` of the port's addresses."""
+    own = list(ranks).index(port.rank)
+    return Tree(
+        own,
+        len(ranks),
+        {
+            edge: GrpcRing(
+                _EdgePort(port, f"{ranks[edge[0]]}-{ranks[edge[1]]}-"),
+                [ranks[rank] for rank in edge],
+                generation,
+                heartbeat_s,
+            )
+            for edge in tree_edges(places)
+            if own in edge
+        },
+    )
+
+
+class _EdgePort:
+    """A port whose methods are those of one edge, since a member has several."""
+
+    def __init__(self, port: PortView, prefix: str) -> None:
+        self.rank = port.rank
+        self._port, self._prefix = port, prefix
+
+    def address_of(self, rank: int) -> str:
+        return self._port.address_of(rank)
+
+    def handle(self, method: str, handler: Handler) -> None:
+        self._port.handle(self._prefix + method, handler)
+
+    def handle_stream(self, method: str, admission: Admission) -> None:
+        self._port.handle_stream(self._prefix + method, admission)
+
+    def call(self, rank: int, method: str, body: bytes = b"", *, timeout_s: float) -> bytes:
+        return self._port.call(rank, self._prefix + method, body, timeout_s=timeout_s)
+
+    def open_stream(self, rank: int, method: str, opening: bytes = b"") -> OutgoingStream:
+        return self._port.open_stream(rank, self._prefix + method, opening)
+
+    def report_refused(self, peer: str, what: str) -> None:
+        self._port.report_refused(peer, what)
+
+
+def _join(payloads: Sequence[bytes]) -> bytes:
+    return b"".join((struct.pack(f"<{len(payloads)}Q", *map(len, payloads)), *payloads))
+
+
+def _like(array: NDArray[Any], payload: bytes) -> NDArray[Any]:
+    if len(payload) != array.nbytes:
+        raise PeerLost(f"the tree carries {len(payload)} bytes where {array.nbytes} belong")
+    return np.frombuffer(payload, array.dtype)
+
+
+def _split(joined: bytes, size: int) -> list[bytes]:
+    lengths = struct.unpack_from(f"<{size}Q", joined) if len(joined) >= 8 * size else ()
+    if not lengths or 8 * size + sum(lengths) != len(joined):
+        raise PeerLost(f"the tree carries {len(joined)} bytes that are not {size} payloads")
+    return [joined[start:end] for start, end in pairwise(accumulate(lengths, initial=8 * size))]

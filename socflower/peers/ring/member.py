@@ -1,0 +1,994 @@
+"""One member's part of a group's training on its own machine: the same steps as `train_group`, over a ring."""
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from logging import INFO
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from socflower.errors import ConfigError, TrainingFailed
+from socflower.hierarchy.averaging import non_finite_tensors
+from socflower.hierarchy.leader_topology import NONE
+from socflower.model_graph.random_state import RandomState, own_random_state
+from socflower.model_graph.torch_device import device_label, device_of
+from socflower.peers.collective import Collective, PeerLost, RingPeers
+from socflower.peers.compression import GradientCompression, make_compression
+from socflower.peers.leaders.model_changes import Floats, MemberChanges, feedback_digest
+from socflower.peers.leaders.model_exchange import GroupLeader, GroupsModel, feedback_after
+from socflower.peers.membership import Generation, LeftOut, Membership, MemberState, NoModel
+from socflower.peers.preemption import Preempted, PreemptionSwitch
+from socflower.peers.ring.balance import RingBalance, StepTimer
+from socflower.peers.ring.gradient_exchange import GradientExchange, TurnCallbacks
+from socflower.peers.ring.turn_signals import Neighbours, TurnSignals
+from socflower.peers.transports.gloo import GlooRing
+from socflower.peers.transports.grpc import GrpcRing
+from socflower.peers.transports.in_process import in_process_rings
+from socflower.peers.transports.port import RingPort
+from socflower.training.batches import BatchSchedule, Indices, sample_key
+from socflower.training.model_state import load_trainable_state, trainable_state, untrained_names
+from socflower.training.trainer import (
+    ExchangingSession,
+    JointSession,
+    Part,
+    SessionResult,
+    Trainer,
+    TrainingSpan,
+    WeighingSession,
+    arithmetic_of,
+    mean_loss,
+    training_device,
+    try_loss,
+)
+from socflower.wire.arrays import array_to_bytes, pack_arrays, unpack_arrays
+from socflower.wire.logs import log
+from socflower.wire.message_keys import (
+    COMPLETED,
+    LEFT_OUT,
+    NO_MODEL,
+    PREEMPTED,
+    DeviceReport,
+    GroupTask,
+    RingOutcome,
+    RingTask,
+)
+from socflower.workloads import DataSource
+
+TRANSPORTS = ("gloo", "grpc")
+
+
+def open_ring(
+    transport: str,
+    port: RingPort,
+    ranks: Sequence[int],
+    generation: int,
+    heartbeat_s: float,
+) -> Collective:
+    """Return this member's end of generation `generation` among `ranks` of the port's addresses, in ring order.
+
+    "gloo" is for a trusted network, "grpc" for any. A ring of one member uses none. Generation numbers increase; the
+    previous one must be closed. `heartbeat_s` is how long a member may be unreachable while the ring opens. Raises
+    `ConfigError` for other names, and for gloo on an address that is not private.
+    """
+    if transport not in TRANSPORTS:
+        raise ConfigError(
+            f'ring transport "{transport}" is unknown; give one of {", ".join(TRANSPORTS)}'
+        )
+    if len(ranks) == 1:
+        return in_process_rings(1)[0]
+    ring = GlooRing if transport == "gloo" else GrpcRing
+    return ring(port, ranks, generation, heartbeat_s)
+
+
+_WARM_UP_EPOCHS = 4  # of deep gradient compression
+_AVERAGED, _MET = (
+    1,
+    2,
+)  # stages after the last step: members have common statistics, and the mean of all groups
+_MOST_LINES = 3  # about gradients that were left out
+_SIGN_OF_LIFE_S = 1.0  # between those that a leader gives its group while it meets others
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AppliedStep:
+    """A step that was applied by a member; a ledger of these shows that no batch is lost."""
+
+    step: int  # counted from the start of training
+    members: tuple[int, ...]  # participants whose gradients are included
+    samples: tuple[
+        int, ...
+    ]  # of this member; positions in the group's data, or in its own if data are not reshuffled
+    adopted: bool = False  # applied by the others; this member received the resulting weights
+    own_s: float = 0.0  # seconds of this member's own work, without waits; 0 for an adopted step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberResult:
+    """The result of a member's part."""
+
+    outcome: RingOutcome
+    mean_loss: float  # of the group
+    num_samples: int  # of the group
+    end: SessionResult | None  # None without a model
+    compression: bytes = b""  # state of the gradient compression
+    feedback: Floats | None = (
+        None  # what the compression of leaders' models has still to send of the group's changes
+    )
+    devices: DeviceReport | None = None  # of the members at the end
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingMember:
+    """The configuration of a member; `train` runs its part.
+
+    `data` is the whole data set if data are reshuffled, else the member's own. `state` is the trainer's, from the end
+    of the previous interval. `departs_at` makes the member leave before that step of the interval, as if the device
+    were preempted.
+    """
+
+    model: nn.Module
+    has_model: bool  # whether `model` has the initial weights; else they are received over the ring
+    data: DataSource
+    group: GroupTask
+    ring: RingTask
+    trainer: Trainer
+    port: RingPort  # its ranks are participants
+    switch: PreemptionSwitch
+    state: bytes | None = None
+    compression_state: bytes | None = (
+        None  # of the gradient compression, from the end of the previous interval
+    )
+    feedback: Floats | None = None  # `RingTask.feedback_sha256`, if this member holds it
+    departs_at: int | None = None
+    on_step: Callable[[AppliedStep], None] = lambda step: None
+    clock: Callable[[], float] = time.perf_counter  # in seconds; measures the member's speed
+
+    def train(self) -> MemberResult:
+        """Train `model` in place with the other members; the caller closes the port.
+
+        The ring is re-formed whenever a member dies, hangs or leaves; at most the current batch is repeated.
+        """
+        work = _MemberSession(self)
+        group = self.group
+        try:
+            with own_random_state(
+                group.seed, group.group_id, group.first_step, self.ring.participant
+            ):
+                return work.run()
+        finally:
+            work.close()
+
+
+class _Snapshot:
+    """State other than gradients and weights that a pass changes; it is restored before a pass is repeated."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        """Save the buffers of `model`, if any, and the state of the random generators."""
+        # Where a buffer belongs, too: a forward pass may assign another tensor instead of changing this one.
+        self._buffers = (
+            []
+            if model is None
+            else [
+                (module, name, buffer, buffer.clone())
+                for module in model.modules()
+                for name, buffer in module.named_buffers(recurse=False)
+            ]
+        )
+        self._random = RandomState()
+
+    def restore(self) -> None:
+        for module, name, buffer, saved in self._buffers:
+            buffer.copy_(saved)
+            if module.get_buffer(name) is not buffer:
+                setattr(module, name, buffer)
+        self._random.restore()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PendingStep:
+    """A step whose gradient this member has given, and which is not yet applied."""
+
+    snapshot: _Snapshot  # from before the pass
+    own: list[int]  # samples of this member
+    total: int  # number of samples of all members
+    loss: Tensor
+
+
+class _MemberSession:
+    """The state of a member's part."""
+
+    def __init__(self, member: RingMember) -> None:
+        group, ring = member.group, member.ring
+        self._member, self._group, self._ring = member, group, ring
+        self._model, self._port = member.model, member.port
+        # Before anything refers to its parameters: not all devices let them keep their identity.
+        self._model.to(training_device(member.trainer))
+        self._membership = Membership(
+            member.port,
+            ring.participant,
+            group.partitions,
+            heartbeat_s=ring.heartbeat_s,
+            rendezvous_s=ring.rendezvous_s,
+        )
+        self._exchange: GradientExchange | None = (
+            None  # not for sessions that exchange their gradients themselves
+        )
+        self._turns = _turns(member.port, group, ring)
+        self._compression: GradientCompression | None = None
+        self._collective: Collective | None = None
+        self._session: ExchangingSession | JointSession | None = None
+        self._state = member.state
+        self._has_model = member.has_model
+        self._end: SessionResult | None = None
+        self._schedule = BatchSchedule(group, [len(member.data)] if group.reshuffle else [])
+        self._num_steps = self._num_samples = self._num_own_samples = 0
+        self._leader = GroupLeader(member.port, group.group_id, ring)
+        self._stage = 0
+        self._met: tuple[int, ...] = ()
+        self._met_samples = self._group_samples = 0.0
+        self._steps: Floats | None = (
+            None  # of the mean of all groups, if it was summed in eight bits
+        )
+        self._changes = (
+            None
+            if ring.leader_compression == NONE or not ring.leaders
+            else MemberChanges(
+                ring.leader_compression,
+                untrained_names(self._model),
+                member.feedback,
+                ring.feedback_sha256,
+            )
+        )
+        self._began_with: dict[str, NDArray[Any]] = {}
+        self._losses: list[Tensor] = []
+        self._pending_step: _PendingStep | None = None
+        self._diverged = (
+            False  # whether a repeated sum was not finite either; later ones are not looked into
+        )
+        self._dropped: dict[
+            tuple[int, int], str
+        ] = {}  # gradients that were left out, by step and SoC
+        self._members: tuple[int, ...] = ()
+        self._lost_at_s: float | None = None
+        self._recoveries_s: list[float] = []
+        self._hooks: list[RemovableHandle] = []
+        self._timer = StepTimer(member.clock)
+        self._rates: dict[int, float] = {}  # of the members, known at the end
+        self._balance = (
+            RingBalance(group, self._timer) if ring.rebalance_steps and group.reshuffle else None
+        )
+
+    def run(self) -> MemberResult:
+        """Form the ring and train; repeat both whenever a member is lost."""
+        while True:
+            try:
+                self._form_ring()
+                self._train()
+                return self._finish()
+            except PeerLost as error:
+                log(INFO, "ring: %s; re-forming it", error)
+                self._lost_at_s = self._lost_at_s or time.monotonic()
+                if self._exchange is not None:
+                    self._exchange.abandon()
+                self._close_ring()
+            except Preempted:
+                self._membership.leave()
+                return self._result_without_model(PREEMPTED)
+            except LeftOut as error:
+                log(INFO, "ring: %s", error)
+                return self._result_without_model(LEFT_OUT)
+            except NoModel:
+                return self._result_without_model(NO_MODEL)
+
+    def close(self) -> None:
+        self._leader.close()
+        if self._exchange is not None:
+            self._exchange.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._close_ring()
+        if self._turns is not None:
+            self._turns.close()
+        self._membership.close()
+
+    # ------------------------------------------------------------------------------------------------- forming
+
+    def _form_ring(self) -> None:
+        switch = self._member.switch
+        state = self._current_state()
+        standing = MemberState(
+            num_steps=self._num_steps + self._stage,
+            has_model=self._has_model,
+            optimizer=hashlib.sha256(state).hexdigest() if state else "",
+        )
+        generation = self._membership.form(standing, switch.raise_if_active)
+        transport = self._ring.transport.partition("+")[
+            0
+        ]  # the port itself knows whether it has TLS
+        self._collective = open_ring(
+            transport, self._port, generation.members, generation.number, self._ring.heartbeat_s
+        )
+        self._members = generation.members
+        if not self._group.reshuffle:
+            reports = self._collective.all_gather(str(len(self._member.data)).encode(), self._poll)
+            sizes = dict(
+                zip(self._members, map(int, reports), strict=True)
+            )  # 0 for members that are lost
+            self._schedule = BatchSchedule(
+                self._group, [sizes.get(member, 0) for member in self._group.partitions]
+            )
+        if self._balance is not None:
+            self._balance.synchronise(self._collective, self._poll)
+        self._synchronise_state(generation)
+        if self._lost_at_s is not None:
+            self._recoveries_s.append(time.monotonic() - self._lost_at_s)
+            self._lost_at_s = None
+
+    def _synchronise_state(self, generation: Generation) -> None:
+        """Adopt the state of the generation's source: its weights, optimiser and number of steps.
+
+        If a member failed in a step that the source has applied, its gradient is included, or the source could not have
+        received the sum. So the member counts the step too, and does not repeat it.
+        """
+        is_behind = generation.num_steps != self._num_steps + self._stage or not self._has_model
+        if self._pending_step is not None and generation.num_steps == self._num_steps:
+            self._pending_step.snapshot.restore()  # the step is repeated
+            self._pending_step = None
+        weights = (
+            None
+            if generation.same_model
+            else self._broadcast_from(generation.source, self._common_state)
+        )
+        state = (
+            None
+            if generation.same_optimizer
+            else self._broadcast_from(
+                generation.optimizer_source, lambda: self._current_state() or b""
+            )
+        )
+        stage = max(0, generation.num_steps - self._group.num_steps)
+        if (
+            stage
+        ):  # all members have done all steps, since none could go on without the others' reports
+            if weights is not None and generation.source != self._ring.participant:
+                self._adopt(weights, stage)
+            return
+        # From here on nothing can fail. If a member counted its step earlier and the source then died before it sent
+        # weights and optimiser, that member would appear to have applied the step, and the step would be lost.
+        if is_behind or (
+            state is not None and generation.optimizer_source != self._ring.participant
+        ):
+            self._drop_session()  # before weights are loaded: a session may have its own, which it writes to the model
+        if weights is not None and generation.source != self._ring.participant:
+            _load_bytes([*_trained(self._model), *self._model.buffers()], weights)
+        if not generation.num_steps:
+            self._began_with = non_finite_tensors(self._group_model().arrays)
+        if self._changes is not None and not generation.num_steps:
+            self._changes.begin(self._group_model().arrays)
+        if self._pending_step is not None:  # the others have applied this step
+            pending, self._pending_step = self._pending_step, None
+            if self._compression is not None:
+                self._compression.finish_step()
+            self._record_step(pending.own, pending.loss, pending.total, adopted=True)
+        if state is not None and generation.optimizer_source != self._ring.participant:
+            self._state = state or None
+        self._num_steps = generation.num_steps
+        self._has_model = True
+        if self._session is None:
+            self._session = self._start_session()
+        if isinstance(self._session, JointSession):
+            assert self._collective is not None
+            self._session.join(RingPeers(self._collective, self._poll, self._timer.paused))
+
+    def _common_tensors(self) -> list[Tensor]:
+        """Return what all members have in common now.
+
+        That includes BatchNorm's statistics at the begin of an interval, once they are averaged, and where members
+        compute them together.
+        """
+        common = not self._num_steps or self._stage or isinstance(self._session, JointSession)
+        return [*_trained(self._model), *(self._model.buffers() if common else ())]
+
+    def _common_state(self) -> bytes:
+        met = torch.tensor(
+            [self._met_samples, self._group_samples, *self._met], dtype=torch.float64
+        )
+        steps = [] if self._steps is None else [torch.from_numpy(self._steps)]
+        return _to_bytes([*self._common_tensors(), *([met, *steps] if self._stage == _MET else [])])
+
+    def _adopt(self, state: bytes, stage: int) -> None:
+        """Adopt what another member has at a stage after the last step."""
+        tensors, arrays = [*_trained(self._model), *self._model.buffers()], _from_bytes(state)
+        if stage == _MET:
+            (samples, group_samples, *met), *steps = (
+                arrays[len(tensors)].tolist(),
+                *arrays[len(tensors) + 1 :],
+            )
+            self._on_mean(
+                GroupsModel(
+                    arrays={},
+                    samples=samples,
+                    groups=tuple(map(int, met)),
+                    steps=steps[0] if steps else None,
+                ),
+                group_samples,
+            )
+        _load(tensors, arrays)
+        self._stage = stage
+
+    def _broadcast_from(self, participant: int, make: Callable[[], bytes]) -> bytes:
+        """Broadcast the payload that `make` returns at one member, and return it at all members."""
+        assert self._collective is not None
+        return self._collective.broadcast(
+            make() if participant == self._ring.participant else None,
+            self._members.index(participant),
+            self._poll,
+        )
+
+    def _start_session(self) -> ExchangingSession | JointSession:
+        group, position = self._group, self._group.partitions.index(self._ring.participant)
+        span = TrainingSpan(
+            first_step=group.first_step + self._num_steps,
+            total_steps=group.total_steps,
+            steps_per_epoch=group.steps_per_epoch,
+            seed=(group.seed, group.group_id),
+            npu_ratios=group.npu_ratios[position : position + 1],
+        )
+        session = self._member.trainer.start(self._model, span, self._state)
+        trainer = type(self._member.trainer).__name__
+        if isinstance(session, JointSession):
+            if self._ring.compression != "none":
+                raise ConfigError(
+                    f"ring: compression = {self._ring.compression!r} rounds what {trainer} has to sum "
+                    "exactly, int32 gradients; leave it out, or use MixedPrecisionTrainer"
+                )
+            if self._ring.num_buckets > 1:
+                raise ConfigError(
+                    f"ring: overlap_buckets = {self._ring.num_buckets}, but {trainer} exchanges its "
+                    "gradients after the backward pass, in which members agree on scales; leave it out"
+                )
+            return session
+        if not isinstance(session, ExchangingSession):
+            raise ConfigError(
+                f"{trainer} cannot train in a ring: it does not hand out its gradients; use FP32Trainer, "
+                "Int8Trainer or MixedPrecisionTrainer on real clusters"
+            )
+        if self._exchange is None:
+            self._exchange = GradientExchange(self._model, self._ring.num_buckets)
+        momentum = session.disable_momentum() if self._ring.compression == "dgc" else 0.0
+        if self._compression is None:
+            self._compression = make_compression(
+                self._ring.compression,
+                seed=group.seed,
+                momentum=momentum,
+                warm_up_steps=_WARM_UP_EPOCHS * group.steps_per_epoch,
+            )
+            if self._compression is not None and self._member.compression_state is not None:
+                self._compression.restore(self._member.compression_state)
+        if session.final_in_backward and not self._hooks:
+            # A pass of a large model on a small SoC may take longer than its user wants to wait: poll at every layer.
+            self._hooks = [
+                module.register_forward_pre_hook(lambda module, inputs: self._poll())
+                for module in self._model.modules()
+                if not any(True for _ in module.children())
+            ]
+        return session
+
+    def _current_state(self) -> bytes | None:
+        return self._state if self._session is None else self._session.state()
+
+    # ------------------------------------------------------------------------------------------------ training
+
+    def _train(self) -> None:
+        session, group = self._session, self._group
+        assert session is not None and self._collective is not None
+        present = [group.partitions.index(participant) for participant in self._members]
+        while self._num_steps < group.num_steps:
+            if self._member.departs_at is not None and self._num_steps >= self._member.departs_at:
+                raise Preempted("the device is preempted")
+            shares = self._shares(present)
+            total = sum(map(len, shares))
+            if not total:
+                self._num_steps += 1
+                continue
+            self._timer.begin_step()
+            loss = self._sum_gradients(session, shares, present)
+            if not self._diverged and self._sum_is_poisoned():
+                shares = self._without_culprits(session, shares, present)
+                total = sum(map(len, shares))
+                if not total:
+                    self._pending_step = None
+                    self._num_steps += 1
+                    continue
+                self._timer.begin_step()  # the time of a step that is repeated says nothing about a member's speed
+                loss = self._sum_gradients(session, shares, present)
+                self._diverged = self._sum_is_poisoned()
+            with self._timer.timed():
+                session.apply()
+            if self._compression is not None:
+                self._compression.finish_step()
+            self._pending_step = None
+            own = shares[self._position]
+            self._timer.end_step(len(own))
+            self._record_step(own.tolist(), loss, total)
+            # After the last step there is nothing to balance.
+            if (
+                self._balance is not None
+                and self._num_steps % self._ring.rebalance_steps == 0
+                and self._num_steps < group.num_steps
+            ):
+                self._balance.exchange(self._collective, present, self._poll)
+
+    @property
+    def _position(self) -> int:
+        return self._members.index(self._ring.participant)
+
+    def _sum_gradients(
+        self,
+        session: ExchangingSession | JointSession,
+        shares: Sequence[Indices],
+        present: Sequence[int],
+    ) -> Tensor:
+        """Compute this member's gradient of a step and sum it with the others'; return its part of the loss."""
+        batch, total = self._own_part(shares, present), sum(map(len, shares))
+        # The buffers of a joint session's model are written when it ends.
+        snapshot = _Snapshot(None if isinstance(session, JointSession) else self._model)
+        if not self._group.first_step + self._num_steps:
+            try_loss(session, [batch], self._member.data, self._group.batch_size, divided=True)
+        # Before other operations of the ring, which a thread of the exchange may begin at any time.
+        weight = self._begin_weight_sum(session, batch)
+        finish_exchange = self._begin_exchange(session)
+        loss = torch.zeros(())
+        try:
+            with self._timer.timed():
+                loss = session.gradients([batch], total, *weight)
+        finally:
+            # Also if the pass was interrupted: its random numbers and statistics must be undone.
+            self._pending_step = _PendingStep(
+                snapshot=snapshot, own=shares[self._position].tolist(), total=total, loss=loss
+            )
+        finish_exchange()
+        return loss
+
+    def _own_part(self, shares: Sequence[Indices], present: Sequence[int]) -> Part:
+        with self._timer.timed():
+            return self._member.data.batch(
+                torch.from_numpy(shares[self._position]),
+                sample_key(self._group, self._num_steps, present[self._position]),
+            )
+
+    def _sum_is_poisoned(self) -> bool:
+        """Return whether the sum of gradients has a NaN or an infinity."""
+        if self._exchange is None or isinstance(self._session, JointSession):
+            return False  # a joint session sums integers
+        return not self._exchange.is_finite()
+
+    def _without_culprits(
+        self,
+        session: ExchangingSession | JointSession,
+        shares: Sequence[Indices],
+        present: Sequence[int],
+    ) -> list[Indices]:
+        """Return the shares with which a step whose sum was not finite is repeated; the same at all members.
+
+        Members whose own gradients are not finite get no samples. They are named: in the outcome if errors are
+        tolerated, else by `TrainingFailed`. All shares stay if no member's gradient is finite (the model has diverged,
+        and the group's reply will be refused), or if each is (the fault has passed). All shares are empty if the
+        remaining samples have no weight in the loss.
+        """
+        assert self._collective is not None
+        faults, weights = self._own_faults(session, shares, present)
+        finite = [at for at, fault in enumerate(faults) if not fault and len(shares[at])]
+        if not any(faults) or not finite:
+            return list(shares)
+        step = self._group.first_step + self._num_steps
+        for participant, fault in zip(self._members, faults, strict=True):
+            if not fault:
+                continue
+            soc = self._group.members[self._group.partitions.index(participant)]
+            text = f"the gradient of SoC {soc} in step {step} has NaN or infinite values (first {fault})"
+            if not self._ring.tolerate_errors:
+                raise TrainingFailed(
+                    f"group {self._group.group_id}: {text}; look at its samples, or set "
+                    "tolerate_client_errors to leave such gradients out"
+                )
+            self._dropped[step, soc] = f"{text}, left out"
+        some_count = any(weights[at] is None or weights[at] for at in finite)
+        return [
+            share if some_count and at in finite else share[:0] for at, share in enumerate(shares)
+        ]
+
+    def _own_faults(
+        self,
+        session: ExchangingSession | JointSession,
+        shares: Sequence[Indices],
+        present: Sequence[int],
+    ) -> tuple[list[str], list[float | None]]:
+        """Compute this member's gradient of the pending step once more, and exchange what is not finite.
+
+        Return for each member the name of the first tensor whose gradient is not finite, empty without one; and its
+        weight in the loss, None if that is its number of samples.
+        """
+        assert self._collective is not None and self._pending_step is not None
+        snapshot, batch = self._pending_step.snapshot, self._own_part(shares, present)
+        snapshot.restore()
+        own = session.batch_weight([batch]) if isinstance(session, WeighingSession) else None
+        weights = [
+            json.loads(payload)
+            for payload in self._collective.all_gather(json.dumps(own).encode(), self._poll)
+        ]
+        # Weighed as in the sum: by its own weight alone, a gradient in float16 could overflow.
+        group_weight = sum(
+            weight for weight in weights if weight is not None and math.isfinite(weight)
+        )
+        fault = ""
+        if own is not None and not math.isfinite(own):
+            fault = "the weight of its loss"
+        elif own is None or own:  # samples without weight have no gradient
+            weight = [] if own is None else [lambda: group_weight]
+            session.gradients([batch], sum(map(len, shares)), *weight)
+            fault = next(
+                (
+                    name
+                    for name, parameter in self._model.named_parameters()
+                    if parameter.grad is not None and not torch.isfinite(parameter.grad).all()
+                ),
+                "",
+            )
+        snapshot.restore()
+        return [
+            payload.decode() for payload in self._collective.all_gather(fault.encode(), self._poll)
+        ], weights
+
+    def _begin_weight_sum(
+        self, session: ExchangingSession | JointSession, batch: Part
+    ) -> list[Callable[[], float]]:
+        """Begin to sum the members' weights of a batch; return what waits for the sum, nothing if it is not needed."""
+        own = session.batch_weight([batch]) if isinstance(session, WeighingSession) else None
+        if own is None:
+            return []
+        assert self._collective is not None
+        total = torch.tensor([own], dtype=torch.float64)
+        work = self._collective.all_reduce(total)
+
+        def wait() -> float:
+            with self._timer.paused():
+                work.wait(self._poll)
+            return float(total)
+
+        return [wait]
+
+    def _begin_exchange(self, session: ExchangingSession | JointSession) -> Callable[[], None]:
+        """Prepare a step's exchange; return what completes it after the pass."""
+        turn = self._make_turn()
+        if isinstance(session, JointSession):
+            return partial(self._exchange_jointly, session, turn)
+        assert self._exchange is not None and self._collective is not None
+        if self._compression is not None:
+            self._compression.start_step(self._group.first_step + self._num_steps)
+        self._exchange.begin(
+            self._collective,
+            self._poll,
+            overlapped=session.final_in_backward,
+            turn=turn,
+            compression=self._compression,
+        )
+        return self._exchange.finish
+
+    def _exchange_jointly(self, session: JointSession, turn: TurnCallbacks | None) -> None:
+        if turn is not None:
+            turn.begin()
+        with self._timer.timed():
+            session.exchange()
+        if turn is not None:
+            turn.end()
+
+    def _shares(self, present: list[int]) -> list[Indices]:
+        step, balance = self._group.first_step + self._num_steps, self._balance
+        if balance is None:
+            return self._schedule.shares(step, present)
+        return self._schedule.shares(
+            step, present, balance.capacities(present), balance.due(present)
+        )
+
+    def _record_step(
+        self, own: list[int], loss: Tensor, total: int, *, adopted: bool = False
+    ) -> None:
+        """Record a step as done, of `own` samples of this member and `total` of all."""
+        step = self._group.first_step + self._num_steps
+        self._num_steps += 1
+        self._num_samples += total
+        self._num_own_samples += len(own)
+        self._losses.append(loss)
+        self._member.on_step(
+            AppliedStep(
+                step=step,
+                members=() if adopted else self._members,
+                samples=tuple(own),
+                adopted=adopted,
+                own_s=0.0 if adopted else self._timer.step_s,
+            )
+        )
+
+    def _make_turn(self) -> TurnCallbacks | None:
+        """Return the callbacks by which the group takes its turn: one member waits, and signals the others."""
+        turns, ring = self._turns, self._collective
+        if turns is None or ring is None:
+            return None
+        step, waits = self._num_steps, self._members[0] == self._ring.participant
+
+        def begin() -> None:
+            if waits:
+                turns.finish_step(
+                    step - 1
+                )  # the member that waited before may have died before it notified them
+                turns.wait(step, self._poll)
+            ring.broadcast(b"" if waits else None, 0, self._poll)
+
+        def end() -> None:
+            if waits:
+                turns.finish_step(step)
+
+        return TurnCallbacks(begin=begin, end=end)
+
+    def _poll(self) -> None:
+        self._member.switch.raise_if_active()
+        self._membership.require_complete()
+
+    # -------------------------------------------------------------------------------------------------- ending
+
+    def _finish(self) -> MemberResult:
+        """Check that all members have the same weights, average their statistics, and return the result."""
+        assert self._session is not None and self._collective is not None
+        if self._end is None:
+            self._end = self._session.finish()
+        floats = [
+            buffer for buffer in self._model.buffers() if buffer.is_floating_point()
+        ]  # BatchNorm's statistics
+        counters = [buffer for buffer in self._model.buffers() if not buffer.is_floating_point()]
+        digest = hashlib.sha256()
+        for parameter in _trained(self._model):
+            digest.update(array_to_bytes(parameter.detach().cpu().numpy()))
+        reports = [
+            json.loads(payload)
+            for payload in self._collective.all_gather(
+                json.dumps(
+                    {
+                        "weights": digest.hexdigest(),
+                        "steps": self._num_steps,
+                        "loss": mean_loss(self._losses),
+                        "samples": self._num_own_samples,
+                        "counters": [counter.tolist() for counter in counters],
+                        "rate": self._timer.rate,
+                        "device": device_label(device_of(self._model)),
+                        "changes": None if self._changes is None else self._changes.held,
+                    }
+                ).encode(),
+                self._poll,
+            )
+        ]
+        answering = self._ring.leader if self._ring.leader in self._members else self._members[0]
+        self._require_same_weights(reports, answering)
+        if self._stage < _AVERAGED:
+            self._average(floats, counters, reports)
+            self._stage = _AVERAGED
+        if self._ring.leaders and self._stage < _MET:
+            if self._changes is not None:
+                self._changes.complete(
+                    [entry["changes"] for entry in reports],
+                    lambda rank, make: self._broadcast_from(self._members[rank], make),
+                )
+            self._meet(answering)
+        self._rates = {
+            member: entry["rate"] for member, entry in zip(self._members, reports, strict=True)
+        }
+        self._membership.finish()
+        soc_of = dict(zip(self._group.partitions, self._group.members, strict=True))
+        return MemberResult(
+            outcome=self._outcome(COMPLETED, answers=answering == self._ring.participant),
+            mean_loss=sum(entry["loss"] for entry in reports),
+            num_samples=self._num_samples,
+            end=self._end,
+            compression=self._compression.state() if self._compression is not None else b"",
+            feedback=None if self._changes is None else self._changes.feedback,
+            devices=DeviceReport(
+                devices=tuple(entry["device"] for entry in reports),
+                socs=tuple(soc_of[participant] for participant in self._members),
+                arithmetic=arithmetic_of(self._member.trainer),
+            ),
+        )
+
+    def _require_same_weights(self, reports: Sequence[Mapping[str, Any]], answering: int) -> None:
+        """Raise `RuntimeError` if members have other weights, unless they round otherwise on other kinds of devices.
+
+        Then all take the weights of the member that answers for the group.
+        """
+        if len({(entry["weights"], entry["steps"]) for entry in reports}) == 1:
+            return
+        if (
+            len({entry["steps"] for entry in reports}) > 1
+            or len({entry["device"] for entry in reports}) == 1
+        ):
+            raise RuntimeError(
+                f"group {self._group.group_id}: its members have come to different weights; nothing of "
+                "this interval is used"
+            )
+        weights = self._broadcast_from(answering, lambda: _to_bytes(_trained(self._model)))
+        if answering != self._ring.participant:
+            _load_bytes(_trained(self._model), weights)
+
+    def _average(
+        self, floats: list[Tensor], counters: list[Tensor], reports: list[dict[str, Any]]
+    ) -> None:
+        """Average BatchNorm's running statistics, weighted by the samples of each member (F3)."""
+        assert self._collective is not None
+        total = sum(entry["samples"] for entry in reports)
+        if not floats or not total or len(self._members) == 1:
+            return
+        flat = torch.cat([buffer.cpu().double().flatten() for buffer in floats]) * (
+            self._num_own_samples / total
+        )
+        self._collective.all_reduce(flat).wait(self._poll)
+        start = 0
+        for buffer in floats:
+            buffer.copy_(flat[start : start + buffer.numel()].view(buffer.size()).to(buffer.dtype))
+            start += buffer.numel()
+        for index, counter in enumerate(counters):
+            counter.copy_(
+                torch.stack([torch.tensor(entry["counters"][index]) for entry in reports]).amax(
+                    dim=0
+                )
+            )
+
+    def _meet(self, answering: int) -> None:
+        """Let the answering member exchange models with the other groups' leaders, and hand the mean to its group."""
+        answers = answering == self._ring.participant
+        while True:
+            # A ring's operations must not wait for other groups, which may take long: gloo limits their time.
+            mean = (
+                self._leader.mean(
+                    self._group_model,
+                    _SIGN_OF_LIFE_S,
+                    None if self._changes is None else self._changes.compression(),
+                )
+                if answers
+                else None
+            )
+            if mean is not None:
+                self._on_mean(mean, float(self._num_samples))
+                load_trainable_state(
+                    self._model,
+                    {name: torch.from_numpy(array) for name, array in mean.arrays.items()},
+                )
+                self._stage = _MET
+            state = self._broadcast_from(
+                answering, lambda: self._common_state() if self._stage == _MET else b""
+            )
+            if state:
+                break
+        if not answers:
+            self._adopt(state, _MET)
+
+    def _on_mean(self, mean: GroupsModel, group_samples: float) -> None:
+        """Record which groups are in their mean, and what is left of this group's change, before weights are loaded.
+
+        `group_samples` is what the member that answers counted: others may have adopted steps.
+        """
+        if self._changes is not None and self._stage < _MET:
+            own = replace(self._group_model(), samples=group_samples)
+            self._changes.on_mean(partial(feedback_after, own, mean))
+        self._met, self._met_samples, self._steps = mean.groups, mean.samples, mean.steps
+        self._group_samples = group_samples
+
+    def _group_model(self) -> GroupsModel:
+        return GroupsModel(
+            arrays={
+                name: entry.cpu().numpy() for name, entry in trainable_state(self._model).items()
+            },
+            samples=float(self._num_samples),
+            groups=(self._group.group_id,),
+            began_with=self._began_with,
+        )
+
+    def _result_without_model(self, outcome: str) -> MemberResult:
+        return MemberResult(
+            outcome=self._outcome(outcome, answers=False), mean_loss=0.0, num_samples=0, end=None
+        )
+
+    def _outcome(self, outcome: str, *, answers: bool) -> RingOutcome:
+        soc_of = dict(zip(self._group.partitions, self._group.members, strict=True))
+        return RingOutcome(
+            outcome=outcome,
+            members=tuple(soc_of[participant] for participant in self._membership.finished),
+            num_steps=self._num_steps,
+            answers=answers,
+            recoveries_s=tuple(self._recoveries_s),
+            preempted=tuple(soc_of[participant] for participant in self._membership.preempted),
+            log=(
+                *self._membership.log_lines,
+                *self._leader.log_lines,
+                *([] if self._changes is None else self._changes.log_lines),
+            ),
+            dropped=tuple(_shortened([*self._dropped.values()])),
+            met=self._met,
+            met_samples=self._met_samples,
+            feedback_sha256=feedback_digest(
+                self._changes.feedback
+                if self._changes is not None and self._stage == _MET
+                else None
+            ),
+            rates=tuple(
+                self._rates.get(participant, 0.0) for participant in self._membership.finished
+            )
+            if self._rates
+            else (),
+        )
+
+    def _drop_session(self) -> None:
+        if self._session is not None and self._end is None:
+            self._session.finish()
+        self._session, self._end = None, None
+
+    def _close_ring(self) -> None:
+        if self._collective is not None:
+            self._collective.close()
+            self._collective = None
+
+
+def _turns(port: RingPort, group: GroupTask, ring: RingTask) -> TurnSignals | None:
+    if not ring.groups_before and not ring.groups_after:
+        return None
+    members: dict[int, list[int]] = {}
+    for text in ring.neighbours:
+        group_id, participant, _ = text.split(" ")
+        members.setdefault(int(group_id), []).append(int(participant))
+    return TurnSignals(
+        port,
+        group.group_id,
+        Neighbours(before=ring.groups_before, after=ring.groups_after, members=members),
+        heartbeat_s=ring.heartbeat_s,
+        rendezvous_s=ring.rendezvous_s,
+    )
+
+
+def _shortened(lines: Sequence[str]) -> list[str]:
+    """Return the first lines and the number of the others: a broken device makes one in every step."""
+    shown, num_more = list(lines[:_MOST_LINES]), len(lines) - _MOST_LINES
+    if num_more > 0:
+        shown.append(f"and {num_more} more such gradients")
+    return shown
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that are trained; the others are every member's own."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _to_bytes(tensors: Sequence[Tensor]) -> bytes:
+    return b"".join(
+        pack_arrays(
+            {str(index): tensor.detach().cpu().numpy() for index, tensor in enumerate(tensors)}
+        )
+    )
+
+
+def _load_bytes(tensors: Sequence[Tensor], payload: bytes) -> None:
+    _load(tensors, _from_bytes(payload))
+
+
+def _from_bytes(payload: bytes) -> list[NDArray[Any]]:
+    return list(unpack_arrays(memoryview(payload)).values())
+
+
+def _load(tensors: Sequence[Tensor], arrays: Sequence[NDArray[Any]]) -> None:
+    """Load as many tensors as there are arrays."""
+    for tensor, array in zip(tensors, arrays, strict=False):
+        tensor.detach().copy_(torch.from_numpy(array).reshape(tensor.shape))

@@ -1,0 +1,108 @@
+"""Layers of a pipeline's model as int8 trains them: one tensor in, one out, operators with int8 kernels."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from socflower.errors import ConfigError
+from socflower.model_graph.chain import ModelChain, joined
+from socflower.model_graph.graph import Operation
+from socflower.model_graph.parts import part_of
+from socflower.pipeline.profiler.layers import Granularity, ReadModel
+from socflower.precision.int8.network import UnsupportedOperator
+from socflower.training.int8_layers import Int8Layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8Part:
+    """Consecutive layers as a module of one tensor in and one out, which shares the model's weights."""
+
+    module: nn.Module
+    input_shape: tuple[int, ...]  # of one sample
+    output_shape: tuple[int, ...]
+    name: str  # for messages
+
+    def layers(
+        self, *, seed: int = 0, input_gradient: bool = False, num_passes: int = 1
+    ) -> Int8Layers:
+        """Return the layers in int8; see `Int8Layers`. Raises `ConfigError` if int8 has no kernels for them."""
+        try:
+            return Int8Layers(
+                self.module,
+                self.input_shape,
+                self.output_shape,
+                seed=seed,
+                input_gradient=input_gradient,
+                num_passes=num_passes,
+            )
+        except ConfigError as error:
+            why = error.what if isinstance(error, UnsupportedOperator) else error
+            raise ConfigError(
+                f"pipeline: int8_socs, and {self.name} is not for int8: {why}; leave int8_socs out, or "
+                "change the model"
+            ) from None
+
+
+def int8_part(module: nn.Module, chain: ModelChain, first: int, last: int) -> Int8Part:
+    """Return pieces `first` to `last` of a model for int8; `ConfigError` where what enters or leaves does not fit."""
+    whole = joined(chain.graph, chain.pieces[first : last + 1])
+    placeholder = next(one for one in chain.graph.operations if one.node.op == "placeholder")
+    result = [one for one in chain.graph.operations[-1].inputs if one.shape]
+    entering = _only(
+        whole.entering or (placeholder,), f"into layer {first} ({chain.pieces[first].name})"
+    )
+    leaving = _only(whole.leaving or result, f"out of layer {last} ({chain.pieces[last].name})")
+    part = part_of(
+        module,
+        chain.graph,
+        whole.operations,
+        -1,
+        start=entering if whole.entering else None,
+        end=leaving if whole.leaving else None,
+    )
+    return Int8Part(
+        module=part,
+        input_shape=_shape(entering),
+        output_shape=_shape(leaving),
+        name=f"model {chain.graph.name}, "
+        + (
+            f"layer {first} ({chain.pieces[first].name})"
+            if first == last
+            else f"layers {first} to {last}"
+        ),
+    )
+
+
+def require_int8(read: ReadModel, module: nn.Module) -> None:
+    """Raise `ConfigError` in a line for the first layer that int8 cannot train, or cut that it cannot pass.
+
+    Any layers may come to a device, also when others have left, so each must have int8 kernels.
+    """
+    if read.model.cuts == Granularity.OPERATIONS:
+        raise ConfigError(
+            f"pipeline: int8_socs with cuts = {read.model.cuts!r}: a stage may have nothing that int8 "
+            f"computes; use {Granularity.LAYERS.value!r} or {Granularity.BLOCKS.value!r}"
+        )
+    for number in range(read.model.num_layers):
+        int8_part(module, read.chain, number, number).layers()
+
+
+def _only(crossing: Sequence[Operation], where: str) -> Operation:
+    if len(crossing) != 1:
+        raise ConfigError(
+            f"pipeline: int8_socs, and {len(crossing)} tensors go {where}, where int8 has one; use "
+            "cuts = 'blocks', or leave int8_socs out"
+        )
+    if crossing[0].dtype != torch.float32:
+        kind = str(crossing[0].dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"pipeline: int8_socs, and {kind} goes {where}, where int8 takes float32; leave it out"
+        )
+    return crossing[0]
+
+
+def _shape(operation: Operation) -> tuple[int, ...]:
+    assert operation.shape is not None
+    return operation.shape[1:]

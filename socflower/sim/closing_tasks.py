@@ -1,0 +1,240 @@
+"""Repetitions that are closed: tasks that run once begin as soon as those repetitions have ended that they follow.
+
+So groups of unequal speed end their steps, and their leaders send their models, while slower groups still train. The
+repeated tasks form lanes: parts that share no dependency, SoC or resource, except with closing tasks. While no closing
+task is under way, each lane goes its own way, and its state may recur. When those of all unfinished lanes have
+recurred, each of them skips whole periods, up to the earliest time at which one of them may come to its end. That is
+exact: no closing task can begin in the time that is skipped.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from heapq import heapify
+from math import inf
+
+from socflower.sim.compiled_graph import SERVER, ComputeStep, Program
+from socflower.sim.execution import Execution, Gap, Outcome, Recurrence, RecurrenceFinder
+from socflower.sim.flows import RateTable
+from socflower.sim.kernel import HANDLING, MOVING, QUEUED, RUNNING, WAITING
+
+_SAME_TIME = 1e-12
+"""Relative tolerance for a number of periods that fit into a time."""
+
+
+class _Lane:
+    """Repeated tasks that share nothing with others, and how far they have come."""
+
+    def __init__(self, tasks: Sequence[int], program: Program) -> None:
+        self.tasks = tasks
+        steps = [program.steps[task] for task in tasks]
+        computes = [step for step in steps if isinstance(step, ComputeStep)]
+        ends = [soc for step in steps if not isinstance(step, ComputeStep) for soc in step.socs]
+        self.socs = sorted({*ends, *(step.soc for step in computes if step.soc != SERVER)})
+        self.processors = sorted({step.processor for step in computes})
+        self.oldest, self.num_oldest = 0, len(tasks)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin to look for a recurrence anew."""
+        self.finder = RecurrenceFinder()
+        self.found: Recurrence | None = None
+
+
+class ClosedExecution(Execution):
+    """Executes `repetitions` of the repeated tasks of a program from time 0, and its closing tasks once."""
+
+    def __init__(
+        self,
+        program: Program,
+        table: RateTable,
+        repetitions: int,
+        *,
+        extrapolate: bool = True,
+        max_instances: int = 0,
+    ) -> None:
+        super().__init__(
+            program, table, repetitions, extrapolate=extrapolate, max_instances=max_instances
+        )
+        self._finder = None  # the whole never recurs
+        self._first_closing = first = program.num_repeated
+        self._closed_by = [
+            [other for other in following if other >= first] for following in self._next[:first]
+        ]
+        for task in range(first):
+            self._next[task] = [other for other in self._next[task] if other < first]
+        self._num_left = len(program.steps)
+        self._num_closing = 0  # closing tasks under way
+        self._lanes = (
+            [_Lane(tasks, program) for tasks in _independent(program)] if extrapolate else []
+        )
+        self._lane_of: list[_Lane | None] = [None] * len(program.steps)
+        for lane in self._lanes:
+            for task in lane.tasks:
+                self._lane_of[task] = lane
+        self._repeated_lanes: list[_Lane] = []  # that have ended their oldest repetition
+        self._gaps: list[Gap] = []
+
+    def run(self) -> Outcome:
+        """Return the outcome once no task is left."""
+        outcome = super().run()
+        return replace(outcome, gaps=self._gaps)
+
+    def _is_done(self) -> bool:
+        return not self._num_left
+
+    def _start(self, ready: Sequence[int]) -> list[int]:
+        closing = sum(
+            [task >= self._first_closing and self._stage[task] == WAITING for task in ready]
+        )
+        if closing:
+            self._num_closing += closing
+            for lane in self._lanes:
+                lane.forget()
+        return super()._start(ready)
+
+    def _complete(self, task: int, ready: list[int]) -> None:
+        if task >= self._first_closing:
+            self._close(task, ready)
+            return
+        finished = self._repetition[task]
+        super()._complete(task, ready)
+        if self._repetition[task] == finished:
+            return
+        if finished + 1 == self._limit:
+            self._num_left -= 1
+            self._release(self._closed_by[task], ready)
+        lane = self._lane_of[task]
+        if lane is not None and finished == lane.oldest:
+            lane.num_oldest -= 1
+            if not lane.num_oldest:
+                self._repeated_lanes.append(lane)
+
+    def _close(self, task: int, ready: list[int]) -> None:
+        """End a closing task, or move it to its next round."""
+        self._num_closing -= 1
+        if self._end_round(task, ready):
+            self._num_left -= 1
+            self._repetition[task] += 1
+            self._release(self._next[task], ready)
+
+    def _release(self, tasks: Sequence[int], ready: list[int]) -> None:
+        for task in tasks:
+            self._missing[task] -= 1
+            if not self._missing[task]:
+                ready.append(task)
+
+    def _settle(self, ended: Sequence[int]) -> None:
+        super()._settle(ended)
+        if not self._repeated_lanes:
+            return
+        lanes, self._repeated_lanes = self._repeated_lanes, []
+        for lane in lanes:
+            lane.oldest = min([self._repetition[task] for task in lane.tasks])
+            lane.num_oldest = sum([self._repetition[task] == lane.oldest for task in lane.tasks])
+            if lane.oldest == self._limit:
+                self._lanes.remove(lane)
+            elif not self._num_closing and lane.found is None and self._num_to_begin(lane) >= 0:
+                self._meter.settle(lane.socs, self._now_s)
+                rounds = self._program.rounds
+                lane.found = lane.finder.find(
+                    self._state(
+                        lane.oldest,
+                        [
+                            (
+                                task,
+                                (self._repetition[task] - lane.oldest) * rounds[task]
+                                + self._round[task],
+                            )
+                            for task in lane.tasks
+                        ],
+                        lane.socs,
+                    )
+                )
+        if self._lanes and not self._num_closing:
+            self._skip()
+
+    def _num_to_begin(self, lane: _Lane) -> int:
+        """Return how many repetitions none of a lane's tasks has begun."""
+        return self._limit - 1 - max([self._repetition[task] for task in lane.tasks])
+
+    def _skip(self) -> None:
+        """Where the states of all lanes recur, let each skip periods, up to the first time at which one may end."""
+        most: list[int] = []
+        horizon_s = inf
+        for lane in self._lanes:
+            if lane.found is None:
+                return
+            most.append(self._num_to_begin(lane) // lane.found.repetitions)
+            horizon_s = min(horizon_s, most[-1] * lane.found.period_s)
+        for lane, periods in zip(self._lanes, most, strict=True):
+            assert lane.found is not None
+            periods = min(periods, int(horizon_s / lane.found.period_s * (1.0 + _SAME_TIME)))
+            if periods > 0:
+                self._postpone(lane, lane.found, periods)
+
+    def _postpone(self, lane: _Lane, found: Recurrence, periods: int) -> None:
+        """Let a lane be in its present state again after so many periods, and stand still until then."""
+        shift_s, repetitions = periods * found.period_s, periods * found.repetitions
+        begin_s, end_s = self._now_s, self._now_s + shift_s
+        self._gaps.append(
+            Gap(tuple(lane.tasks), begin_s + self._skipped_s, end_s + self._skipped_s, repetitions)
+        )
+        lane.oldest += repetitions
+        for soc, seconds in zip(lane.socs, found.seconds, strict=True):
+            self._meter.postpone(soc, shift_s, seconds, periods, begin_s)
+        for task in lane.tasks:
+            self._repetition[task] += repetitions
+            self._start_s[task] = self._moved_s[task] = end_s  # so that spans begin after the gap
+            stage = self._stage[task]
+            if stage == RUNNING:
+                self._end_at(task, self._stamp_s[task] + shift_s)
+            elif stage == QUEUED:
+                self._stamp_s[task] += shift_s
+            elif stage in (HANDLING, MOVING):
+                self._flows.postpone(task, shift_s)
+        for loop in {self._loop_of[task] for task in lane.tasks}:
+            if loop is not None and loop.repetition >= 0:
+                loop.repetition += repetitions
+        for processor in lane.processors:
+            self._queues[processor] = [
+                (ready_s + shift_s, turn + repetitions, task)
+                for ready_s, turn, task in self._queues[processor]
+            ]
+            heapify(self._queues[processor])
+
+
+def _independent(program: Program) -> list[list[int]]:
+    """Return the repeated tasks of each part that shares no dependency, SoC, processor or resource with others."""
+    parent = list(range(program.num_repeated))
+    owner: dict[tuple[str, int], int] = {}
+
+    def find(task: int) -> int:
+        while parent[task] != task:
+            parent[task] = task = parent[parent[task]]
+        return task
+
+    for task, step in enumerate(program.steps[: program.num_repeated]):
+        joined = {*program.after[task], *program.after_previous[task], *program.after_round[task]}
+        tokens = (
+            [("processor", step.processor)]
+            if isinstance(step, ComputeStep)
+            else [
+                *(
+                    ("resource", each)
+                    for each in (program.paths[step.handling_path] if step.handling_s else ())
+                ),
+                *(
+                    ("resource", each)
+                    for each in (program.paths[step.data_path] if step.num_bytes else ())
+                ),
+            ]
+        )
+        socs = (step.soc,) if isinstance(step, ComputeStep) else step.socs
+        tokens += [("soc", soc) for soc in socs if soc != SERVER]
+        for other in (*joined, *(owner.setdefault(token, task) for token in tokens)):
+            first, second = find(task), find(other)
+            parent[max(first, second)] = min(first, second)
+    parts: dict[int, list[int]] = {}
+    for task in range(program.num_repeated):
+        parts.setdefault(find(task), []).append(task)
+    return list(parts.values())

@@ -1,0 +1,122 @@
+"""The models that a round's replies bring: of one group each, or means of groups whose leaders have met (F8)."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from flwr.app import ArrayRecord, Message, MetricRecord
+
+from socflower.hierarchy import Group
+from socflower.hierarchy.averaging import non_finite_tensors
+from socflower.hierarchy.leader_topology import NONE
+from socflower.peers.leaders.model_changes import ChangeCompression, Floats
+from socflower.peers.leaders.model_exchange import GroupsModel, exchange_in_process, feedback_after
+from socflower.strategies.mixed_replies import group_id_of
+from socflower.strategies.records import array_views, to_array_record, untrained_of
+from socflower.strategies.replies import outcome_of
+from socflower.strategies.round import GroupFeedback, Round
+from socflower.wire.message_keys import ARRAYS, METRICS, NUM_EXAMPLES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupMean:
+    """A model that is the mean of some groups'."""
+
+    arrays: ArrayRecord
+    samples: float  # that those groups trained on
+    groups: tuple[int, ...]
+    feedback: Mapping[int, GroupFeedback] = field(
+        default_factory=dict
+    )  # of groups that were averaged here, compressed
+
+
+def means_of(this: Round, usable: Sequence[Message]) -> list[GroupMean]:
+    """Return the models of usable replies, no group in two of them.
+
+    Where leaders meet in a ring or a tree, groups of one process are averaged here, as their leaders would have been.
+    """
+    if this.leaders_meet and not this.in_rings:
+        replies = {group_id_of(reply): reply for reply in usable}
+        return [
+            _meet(
+                this,
+                {group: replies[group.group_id] for group in groups if group.group_id in replies},
+            )
+            for groups in this.meetings
+            if any(group.group_id in replies for group in groups)
+        ]
+    return _disjoint([_sent(reply) for reply in usable if ARRAYS in reply.content.array_records])
+
+
+def _sent(reply: Message) -> GroupMean:
+    outcome, arrays = outcome_of(reply), cast(ArrayRecord, reply.content[ARRAYS])
+    if outcome is not None and outcome.met:
+        return GroupMean(arrays=arrays, samples=outcome.met_samples, groups=outcome.met)
+    return GroupMean(arrays=arrays, samples=_samples(reply), groups=(group_id_of(reply),))
+
+
+def _meet(this: Round, replies: Mapping[Group, Message]) -> GroupMean:
+    began_with = non_finite_tensors(array_views(this.sent))
+    models = [
+        GroupsModel(
+            arrays=array_views(cast(ArrayRecord, reply.content[ARRAYS])),
+            samples=_samples(reply),
+            groups=(group.group_id,),
+            began_with=began_with,
+        )
+        for group, reply in replies.items()
+    ]
+    places = [this.place_of[group.group_id] for group in replies] if this.in_tree else []
+    compression = this.exchanges.leaders.compression
+    if compression == NONE:
+        mean, feedback = exchange_in_process(models, places=places), dict[int, GroupFeedback]()
+    else:
+        common, untrained = array_views(this.sent), untrained_of(list(replies.values()))
+        changes = [
+            ChangeCompression(
+                name=compression,
+                common=common,
+                untrained=untrained,
+                feedback=_held(this, group, reply),
+            )
+            for group, reply in replies.items()
+        ]
+        mean = exchange_in_process(models, changes, places)
+        feedback = {
+            group.group_id: GroupFeedback(
+                values=feedback_after(own, mean, change), socs=_present(group, reply)
+            )
+            for (group, reply), own, change in zip(replies.items(), models, changes, strict=True)
+        }
+    return GroupMean(
+        arrays=to_array_record(mean.arrays),
+        samples=mean.samples,
+        groups=mean.groups,
+        feedback=feedback,
+    )
+
+
+def _held(this: Round, group: Group, reply: Message) -> Floats | None:
+    """Return what the group owes, if any of its members would have it on a machine of its own."""
+    feedback = this.feedback.get(group.group_id)
+    return (
+        None if feedback is None or not feedback.socs & _present(group, reply) else feedback.values
+    )
+
+
+def _present(group: Group, reply: Message) -> frozenset[int]:
+    outcome = outcome_of(reply)
+    return frozenset(group.members if outcome is None else outcome.members)
+
+
+def _disjoint(means: Iterable[GroupMean]) -> list[GroupMean]:
+    """Return as many as have no group twice, the largest first: leaders that lost each other may have met twice."""
+    chosen: list[GroupMean] = []
+    for mean in sorted(means, key=lambda mean: -len(mean.groups)):
+        if not any({*mean.groups} & {*other.groups} for other in chosen):
+            chosen.append(mean)
+    return sorted(chosen, key=lambda mean: min(mean.groups))
+
+
+def _samples(reply: Message) -> float:
+    return float(cast(float, cast(MetricRecord, reply.content[METRICS])[NUM_EXAMPLES]))

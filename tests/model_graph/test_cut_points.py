@@ -1,0 +1,534 @@
+"""Where models can be cut: everywhere that the brute force finds, nowhere else, and the halves make up the whole."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from socflower.edgecloud.split_program import cut_shapes
+from socflower.errors import ConfigError
+from socflower.model_graph.cut_points import SplitModel, capture_split, whole_back, whole_front
+from socflower.model_graph.layer_profile import profile_module
+from socflower.model_graph.random_state import forked_generator
+from socflower.workloads.models import build_model
+from tests.seeded import built
+
+IMAGES = {
+    "lenet5": (1, 28, 28),
+    "vgg-small": (3, 32, 32),
+    "resnet8": (3, 32, 32),
+    "resnet18": (3, 16, 16),
+    "mobilenet-v1": (3, 16, 16),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def split_of(name: str) -> tuple[nn.Module, SplitModel]:
+    channels, size, _ = IMAGES[name]
+    model = build_model(name, in_channels=channels, image_size=size, num_classes=10, seed=3)
+    return model, capture_split(model, IMAGES[name], name=name)
+
+
+class Block(nn.Module):
+    """A residual block whose activation is a function."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(width, width), nn.BatchNorm1d(width)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return functional.relu(self.norm(self.first(inputs)) + inputs)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_front_and_back_make_up_the_whole(name: str) -> None:
+    model, split = split_of(name)
+    model.eval()
+    inputs = torch.randn(2, *IMAGES[name], generator=torch.Generator().manual_seed(1))
+    whole = model(inputs)
+    for cut, point in list(enumerate(split.cuts))[:: 1 + len(split.cuts) // 8]:
+        features = split.front(cut)(inputs)
+        assert (
+            tuple(features.shape[1:]) == point.feature_shape
+            and features[0].numel() == point.feature_elements
+        )
+        assert torch.equal(split.back(cut)(features), whole)
+    assert torch.equal(split.front(split.num_cuts)(inputs), whole)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_halves_share_their_weights_with_the_model_under_its_names(name: str) -> None:
+    model, split = split_of(name)
+    state = model.state_dict(keep_vars=True)
+    before: tuple[str, ...] = ()
+    for cut in range(0, split.num_cuts, 1 + split.num_cuts // 8):
+        front, back = split.front_names(cut), split.back_names(cut)
+        assert (
+            not set(front) & set(back)
+            and set(front) | set(back) == set(state)
+            and set(before) <= set(front)
+        )
+        for half, names in ((split.front(cut), front), (split.back(cut), back)):
+            assert {key: id(value) for key, value in half.state_dict(keep_vars=True).items()} == {
+                key: id(state[key]) for key in names
+            }
+        before = front
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("lenet5", ["1", "2", "4", "5", "8", "10"]),
+        ("resnet8", ["1", "2", "3.relu", "4.relu", "5.relu", "6"]),
+        ("vgg-small", ["1", "3", "4", "6", "8", "9", "11", "13", "14"]),
+    ],
+)
+def test_cuts_lie_after_activations_norms_and_pooling_outside_branches(
+    name: str, expected: list[str]
+) -> None:
+    assert [point.name for point in split_of(name)[1].cuts] == expected
+
+
+@settings(max_examples=40)
+@given(
+    kinds=st.lists(
+        st.sampled_from(["linear", "relu", "norm", "tanh", "pool", "dropout", "block"]),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_a_chain_is_cut_after_each_activation_norm_or_pooling_with_weights_on_both_sides(
+    kinds: Sequence[str],
+) -> None:
+    layers = {
+        "linear": lambda: nn.Linear(4, 4),
+        "relu": nn.ReLU,
+        "norm": lambda: nn.BatchNorm1d(4),
+        "tanh": nn.Tanh,
+        "pool": lambda: nn.MaxPool1d(3, stride=1, padding=1),
+        "dropout": nn.Dropout,
+        "block": lambda: Block(4),
+    }
+    weighty = {"linear", "norm", "block"}
+    expected = [
+        place
+        for place, kind in enumerate(kinds)
+        if kind in {"relu", "norm", "tanh", "pool", "block"}
+        and weighty & set(kinds[: place + 1])
+        and weighty & set(kinds[place + 1 :])
+    ]
+    model = nn.Sequential(*(layers[kind]() for kind in kinds))
+    if not expected:
+        with pytest.raises(ConfigError, match="has no place to cut it"):
+            capture_split(model, (4,))
+        return
+    split = capture_split(model, (4,))
+    assert len(split.cuts) == len(expected)
+    for point, place in zip(split.cuts, expected, strict=True):
+        assert (
+            point.name == str(place) if kinds[place] != "block" else point.name.startswith("relu")
+        )
+
+
+def vgg19() -> nn.Sequential:
+    """Return VGG-19 for 32x32 images with the paper's three linear layers."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for width, num_convolutions in ((64, 2), (128, 2), (256, 4), (512, 4), (512, 4)):
+        for _ in range(num_convolutions):
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
+            channels = width
+        layers.append(nn.MaxPool2d(2))
+    return nn.Sequential(
+        *layers,
+        nn.Flatten(),
+        nn.Linear(512, 4096),
+        nn.ReLU(),
+        nn.Linear(4096, 4096),
+        nn.ReLU(),
+        nn.Linear(4096, 10),
+    )
+
+
+def test_vgg_19_sends_after_each_layer_what_the_paper_measured() -> None:
+    """Table 3, in MB for 32 samples: 18 layers, of which those that a pooling follows are cut behind it."""
+    published = [8.0, 2.0, 4.0, 1.0, *[2.0] * 3, 0.5, *[1.0] * 3, *[0.25] * 4, 0.06, 0.5, 0.5]
+    with torch.device("meta"):
+        model = vgg19()
+    split = capture_split(model.to_empty(device="cpu"), (3, 32, 32))
+    weighty = [
+        number for number, layer in enumerate(model) if isinstance(layer, (nn.Conv2d, nn.Linear))
+    ]
+    # Of each layer the last cut before the next layer begins.
+    sizes = [
+        [point for point in split.cuts if before <= int(point.name) < after][-1].feature_elements
+        * 32
+        * 4
+        / 2**20
+        for before, after in itertools.pairwise(weighty)
+    ]
+    assert [round(size, 2) for size in sizes] == published
+
+
+class Functional(nn.Module):
+    """A network as people write it: functions for all that has no weights, a pooling without any name for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1)
+        self.third, self.last = nn.Linear(8 * 4 * 4, 8), nn.Linear(8, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = functional.max_pool2d(functional.relu(self.first(inputs)), 2)
+        hidden = functional.adaptive_avg_pool2d(torch.relu(self.second(hidden)), 4)
+        return self.last(
+            functional.dropout(self.third(torch.flatten(hidden, 1)).relu(), training=self.training)
+        )
+
+
+class Inverted(nn.Module):
+    """A residual block without an activation at its end, as MobileNet V2 and V3 have them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + self.norm(self.first(inputs))
+
+
+class GlobalMean(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.mean(dim=(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (
+            Functional(),
+            {
+                "relu": (4, 12, 12),
+                "max_pool2d": (4, 6, 6),
+                "relu_1": (8, 6, 6),
+                "adaptive_avg_pool2d": (8, 4, 4),
+                "relu_2": (8,),
+            },
+        ),
+        (
+            nn.Sequential(
+                nn.Conv2d(1, 2, 3), Inverted(2), Inverted(2), GlobalMean(), nn.Linear(2, 3)
+            ),
+            {"add": (2, 10, 10), "add_1": (2, 10, 10), "mean": (2,)},
+        ),
+    ],
+)
+def test_functions_and_blocks_that_end_with_their_sum_are_cuts_too(
+    model: nn.Module,
+    expected: Mapping[str, tuple[int, ...]],
+) -> None:
+    split = capture_split(model, (1, 12, 12))
+    assert {point.name: point.feature_shape for point in split.cuts} == expected
+    for cut in range(split.num_cuts):
+        with forked_generator(0):  # dropout as a function draws
+            whole = split.front(split.num_cuts)(torch.ones(2, 1, 12, 12))
+        with forked_generator(0):
+            assert torch.equal(split.back(cut)(split.front(cut)(torch.ones(2, 1, 12, 12))), whole)
+
+
+def test_places_of_maxima_go_with_the_features_so_there_is_no_cut_between_them() -> None:
+    class Unpooling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 3)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            hidden, places = functional.max_pool2d(self.first(inputs), 2, return_indices=True)
+            return self.last(functional.max_unpool2d(torch.tanh(hidden), places, 2))
+
+    with pytest.raises(ConfigError, match="has no place to cut it"):
+        capture_split(Unpooling(), (1, 8, 8))
+
+
+def test_a_layer_profile_knows_how_many_layers_a_front_half_has() -> None:
+    model, split = split_of("resnet8")
+    profile = profile_module(model, IMAGES["resnet8"], "resnet8")
+    shapes = cut_shapes(split, profile)
+    for shape, point in zip(shapes, split.cuts, strict=True):
+        assert profile.layers[shape.num_layers - 1].name == point.name
+        assert (
+            sum(layer.weight_bytes for layer in profile.layers[: shape.num_layers])
+            == point.front_trained_bytes
+        )
+        assert shape.feature_elements_per_sample == point.feature_elements
+        assert shape.front_state_bytes > point.front_trained_bytes  # batch statistics besides
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.first(inputs))
+        return self.last(torch.tanh(self.middle(hidden)))
+
+
+class SizeFromInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(1, 2, 3), nn.Linear(8, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        num = inputs.size(0)
+        return self.last(torch.relu(self.first(inputs)).view(num, -1))
+
+
+class HalfPrecision(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.first(inputs).to(torch.float16)).to(torch.float32))
+
+
+class Forgotten(nn.Module):
+    """Adds to a value that no operation returns anew: only the order of operations tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs)
+        hidden.add_(1.0)
+        hidden = torch.relu(hidden)
+        return self.last(hidden)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"), [(Tied(), (4,)), (SizeFromInput(), (1, 4, 4)), (HalfPrecision(), (4,))]
+)
+def test_tied_weights_second_values_and_other_types_forbid_a_cut(
+    model: nn.Module, shape: tuple[int, ...]
+) -> None:
+    with pytest.raises(ConfigError, match="has no place to cut it"):
+        capture_split(model, shape)
+
+
+def test_what_is_done_in_place_stays_on_its_side() -> None:
+    model = Forgotten()
+    split = capture_split(model, (4,))
+    inputs = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
+    assert (
+        torch.equal(split.back(0)(split.front(0)(inputs)), model(inputs)) and split.writes_in_place
+    )
+    assert not capture_split(
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), (4,)
+    ).writes_in_place
+
+
+def test_a_shared_activation_is_cut_at_every_call() -> None:
+    relu = nn.ReLU()
+    split = capture_split(
+        nn.Sequential(nn.Linear(4, 4), relu, nn.Linear(4, 4), relu, nn.Linear(4, 4)), (4,)
+    )
+    assert [point.name for point in split.cuts] == ["1", "1@2"]
+
+
+class Branching(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if inputs.sum() > 0:
+            return inputs
+        return -inputs
+
+
+class TwoInputs(nn.Module):
+    def forward(self, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return inputs * mask
+
+
+def test_a_model_with_control_flow_is_refused_with_the_line() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"branchy: torch.fx cannot follow Branching, forward at test_cut.*:\d+: Tra",
+    ):
+        capture_split(nn.Sequential(nn.Linear(4, 4), Branching()), (4,), name="branchy")
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "match"),
+    [
+        (TwoInputs(), (4,), "takes 2 inputs"),
+        (
+            nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)),
+            (4,),
+            r"does not take 3 samples of shape \(4,\): RuntimeError",
+        ),
+        (nn.Linear(3, 3), (3,), "has no place to cut it"),
+        (nn.Linear(3, 3), torch.zeros(0, 3), "batch dimension"),
+        (
+            nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)).requires_grad_(False),
+            (3,),
+            "nothing of it is traine",
+        ),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(
+    model: nn.Module, example: torch.Tensor | tuple[int, ...], match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match) as error:
+        capture_split(model, example)
+    assert "\n" not in str(error.value)
+
+
+def test_capturing_leaves_model_and_random_state_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4)).eval()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    capture_split(model, (4,))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(module.training for module in model.modules())
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_a_fingerprint_tells_graphs_settings_and_freezing_apart_but_not_values() -> None:
+    def chain(seed: int, width: int = 4, slope: float = 0.1) -> nn.Module:
+        return built(
+            lambda: nn.Sequential(
+                nn.Linear(4, width),
+                nn.LeakyReLU(slope),
+                nn.Linear(width, 4),
+                nn.ReLU(),
+                nn.Linear(4, 2),
+            ),
+            seed,
+        )
+
+    with torch.random.fork_rng():
+        prints = [
+            capture_split(model, (4,), frozen=frozen).fingerprint()
+            for model, frozen in (
+                (chain(0), None),
+                (chain(0, width=5), None),
+                (chain(0, slope=0.2), None),
+                (chain(0), 0),
+                (chain(0), 1),
+            )
+        ]
+        assert len(set(prints)) == len(prints)
+        other = capture_split(chain(1), (4,))
+        assert other.fingerprint() == prints[0] == other.copy().fingerprint()
+
+
+def test_freezing_by_cut_layer_or_block_is_the_same_where_they_end_together() -> None:
+    by = [
+        capture_split(split_of("resnet8")[0], IMAGES["resnet8"], frozen=frozen)
+        for frozen in (2, "3.relu", "3")
+    ]
+    assert len({split.fingerprint() for split in by}) == 1
+    split = by[0]
+    assert [point.front_trains for point in split.cuts] == [False, False, False, True, True, True]
+    split.set_training_mode()
+    modes = {
+        path: module.training
+        for path, module in split.model.named_modules()
+        if not isinstance(module, nn.Sequential) and not list(module.children())
+    }
+    assert (
+        not any(mode for path, mode in modes.items() if path[0] in "0123")
+        and modes["4.relu"]
+        and modes["8"]
+    )
+    assert all(
+        weight.requires_grad == (name[0] not in "0123")
+        for name, weight in split.model.named_parameters()
+    )
+
+
+@pytest.mark.parametrize(
+    ("frozen", "match"),
+    [
+        (9, "frozen = 9 is no cut; they are numbered 0 to 5"),
+        ("nine", "frozen = 'nine' is no layer; there are 0, 1"),
+        ("11", "nothing of it is trained with everything frozen up to '11'"),
+    ],
+)
+def test_what_cannot_be_frozen_is_refused(frozen: int | str, match: str) -> None:
+    model = split_of("lenet5")[0]
+    with pytest.raises(ConfigError, match=match):
+        capture_split(model, IMAGES["lenet5"], frozen=frozen)
+    assert all(weight.requires_grad for weight in model.parameters())
+
+
+def test_a_cut_that_is_not_there_is_refused() -> None:
+    split = split_of("lenet5")[1]
+    assert split.cut_named("8") == 4
+    for call, match in (
+        (lambda: split.front(7), "cut = 7 does not exist; use 0 to 5, or 6"),
+        (lambda: split.back(6), "nothing is behind cut 6"),
+        (lambda: split.back(-1), "cut = -1"),
+        (lambda: split.cut_named("7"), "has no cut '7'; there are 1, 2, 4, 5, 8, 10"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            call()
+
+
+def test_a_whole_model_is_a_half_with_one_cut_at_its_end() -> None:
+    bottom, top = nn.Sequential(nn.Linear(4, 3), Branching()), nn.Linear(3, 2)
+    front, back = whole_front(bottom, (4,), name="bottom"), whole_back(top, name="top")
+    assert front.cuts[0].feature_shape == (3,) and front.front_names(0) == tuple(
+        bottom.state_dict()
+    )
+    assert (
+        front.front(0) is bottom
+        and back.back(0) is top
+        and not front.back_names(0)
+        and not back.front_names(0)
+    )
+    assert front.copy().fingerprint() == front.fingerprint() != back.fingerprint()
+    with pytest.raises(ConfigError, match="no example is known"):
+        back.samples(1)
+    with pytest.raises(
+        ConfigError,
+        match="model flat: a front half yields one float32 tensor with the batch in front",
+    ):
+        whole_front(nn.Sequential(nn.Linear(3, 3), nn.Flatten(0)), (4, 3), name="flat")
+
+
+def test_a_layer_that_its_maker_keeps_in_evaluation_mode_has_to_be_frozen() -> None:
+    def network() -> nn.Sequential:
+        return nn.Sequential(
+            nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(4 * 16, 3),
+        )
+
+    kept = network()
+    kept[0].eval()
+    with pytest.raises(
+        ConfigError, match=r"layer '0' is in evaluation mode, but the model is in training mode"
+    ):
+        capture_split(kept, (1, 6, 6))
+    with pytest.raises(ConfigError, match="layer '0' is in evaluation mode"):
+        whole_front(kept, (1, 6, 6))
+    split = capture_split(kept, (1, 6, 6), frozen="0")
+    assert split.copy().frozen_layers == split.frozen_layers
+    capture_split(
+        network().eval(), (1, 6, 6)
+    )  # as libraries hand out pretrained models: it trains as a whole
