@@ -17,13 +17,13 @@ from pydantic_core import PydanticUndefined
 
 import socflower
 from socflower.cli.main import app
+from socflower.field_rules import allowed, keys_of, table_of
 from socflower.scenario.schema.config import (
     CompareConfig,
     OwnTraining,
     PredictedEpoch,
     ScenarioFile,
 )
-from socflower.toml_file import allowed, keys_of, table_of
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -444,9 +444,9 @@ def test_a_toml_file_is_loaded_and_a_fragment_has_known_keys(
     from socflower.cluster.cluster_file import ClusterFile
     from socflower.cluster.device_catalog import read_device_file
     from socflower.errors import ConfigError
+    from socflower.field_rules import keys_of
     from socflower.scenario.schema.file import load_scenario, scenario_cluster
     from socflower.thermal.fans.config import read_fan_file
-    from socflower.toml_file import keys_of
 
     file = tmp_path / (block.file_name or "block.toml")
     file.parent.mkdir(exist_ok=True)

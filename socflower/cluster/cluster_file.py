@@ -22,7 +22,8 @@ from socflower.cluster.device_catalog import (
 )
 from socflower.cluster.topology import Board, Cluster, Server
 from socflower.errors import ConfigError
-from socflower.toml_file import SchemaVersion, Table, read_table, read_toml
+from socflower.field_rules import SchemaVersion
+from socflower.toml_file import Table, read_table, read_toml
 
 MOST_SOCS = 20_000
 """Limit of a cluster: more than the largest deployment of which we know, with planning still done in seconds."""

@@ -19,7 +19,8 @@ from pydantic import Field
 
 from socflower.cluster.device import Device, LayerTimings, Processor, StepTimings
 from socflower.errors import ConfigError
-from socflower.toml_file import OneOf, SchemaVersion, Table, Text, read_table, read_toml
+from socflower.field_rules import OneOf, SchemaVersion, Text
+from socflower.toml_file import Table, read_table, read_toml
 
 SCHEMA = 1
 NAME_PATTERN = re.compile(r"[A-Za-z0-9_-]+")

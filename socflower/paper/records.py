@@ -11,7 +11,8 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import Field
 
 from socflower.errors import ConfigError
-from socflower.toml_file import OneOf, SchemaVersion, Table, Text, read_table
+from socflower.field_rules import OneOf, SchemaVersion, Text
+from socflower.toml_file import Table, read_table
 
 Value: TypeAlias = float | bool
 Compute: TypeAlias = Callable[[], Mapping[str, Value | str]]

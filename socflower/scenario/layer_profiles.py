@@ -11,6 +11,7 @@ from pydantic import Field
 
 from socflower.engines.names import MAX_WORKERS, require_count
 from socflower.errors import ConfigError
+from socflower.field_rules import OneOf, SchemaVersion, Text
 from socflower.model_graph.graph import Example
 from socflower.model_graph.torch_device import resolve_device
 from socflower.pipeline.problem import LayerSeconds, PipelineModel
@@ -21,7 +22,7 @@ from socflower.scenario.pipeline_workload import pipeline_workload
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.pipeline import CUTS, PipelineConfig
-from socflower.toml_file import OneOf, SchemaVersion, Table, Text, read_table
+from socflower.toml_file import Table, read_table
 from socflower.wire.saved_state import write_atomically
 
 KIND = "layer-seconds"

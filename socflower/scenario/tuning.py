@@ -7,9 +7,10 @@ from itertools import count, product
 from typing import Any
 
 from socflower.errors import ConfigError
+from socflower.field_rules import keys_of, unknown_key
 from socflower.report.quality import Quality
 from socflower.scenario.schema.config import Scenario, TrainConfig
-from socflower.toml_file import keys_of, parse_value, unknown_key
+from socflower.toml_file import parse_value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,6 +8,7 @@ import pytest
 
 from socflower.cluster.cluster_file import MOST_SOCS
 from socflower.errors import ConfigError, InfeasiblePlan
+from socflower.field_rules import keys_of
 from socflower.hierarchy.delayed_sync import _IntervalCursor
 from socflower.peers.ring.settings import RingSettings
 from socflower.scenario.heat import predicted_heat
@@ -20,7 +21,7 @@ from socflower.scenario.schema.config import (
 )
 from socflower.scenario.schema.file import parse_scenario, scenario_cluster
 from socflower.scenario.schema.split import EdgeCloudConfig
-from socflower.toml_file import keys_of, read_table
+from socflower.toml_file import read_table
 from tests.command_line import Socflower
 
 TABLES = {

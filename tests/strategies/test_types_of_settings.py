@@ -55,7 +55,12 @@ WRONG: list[tuple[Callable[..., object], str, object, str]] = [
         True,
         f"ExchangeSettings: overlap_buckets = True must be {COUNT}",
     ),
-    (RingSettings, "heartbeat_s", "8", "rings: heartbeat_s = '8' must be a number of seconds"),
+    (
+        RingSettings,
+        "heartbeat_s",
+        "8",
+        "RingSettings: heartbeat_s = '8' must be a number above 0 and at most 10000000",
+    ),
     (RingSettings, "rendezvous_s", None, "rings: rendezvous_s = None must be a number of seconds"),
     (GroupGrid, "grid", None, "GroupGrid: grid = None must be the Grid"),
     (strategy, "cluster", None, "SoCFlow: cluster = None must be a Cluster"),

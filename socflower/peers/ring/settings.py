@@ -1,20 +1,16 @@
 """How groups exchange gradients where their members are real machines: `[ring]` of a scenario, or a value of apps."""
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
 
-from socflower.errors import ConfigError, require_range, require_type
-from socflower.plain_numbers import plain_numbers
-from socflower.toml_file import OneOf
+from socflower.field_rules import OneOf, checked
 from socflower.wire.message_keys import COMPRESSIONS, TRANSPORTS
 
 _MAX_S = 1e7  # 116 days
 
 
-@plain_numbers
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class RingSettings:
     """How groups exchange gradients where their members are real machines.
 
@@ -68,26 +64,3 @@ class RingSettings:
             ),
         ),
     ] = 30.0
-
-    def __post_init__(self) -> None:
-        for key, known in (("transport", TRANSPORTS), ("compression", COMPRESSIONS)):
-            if getattr(self, key) not in known:
-                raise ConfigError(
-                    f"rings: {key} = {getattr(self, key)!r} is unknown; use one of {', '.join(known)}"
-                )
-        require_type(
-            "rings",
-            (int, float),
-            "a number of seconds",
-            heartbeat_s=self.heartbeat_s,
-            rendezvous_s=self.rendezvous_s,
-            leader_grace_s=self.leader_grace_s,
-        )
-        require_range(
-            "rings",
-            above=0.0,
-            most=_MAX_S,
-            heartbeat_s=self.heartbeat_s,
-            rendezvous_s=self.rendezvous_s,
-            leader_grace_s=self.leader_grace_s,
-        )

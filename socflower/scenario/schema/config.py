@@ -8,6 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field
 
 from socflower.cluster.cluster_file import MOST_SOCS, ClusterFile
+from socflower.field_rules import OneOf, keys_of
 from socflower.hierarchy.collectives import FUSIONS
 from socflower.hierarchy.delayed_sync import MOST_INTERVALS
 from socflower.hierarchy.leader_topology import COMPRESSIONS, NONE, compression_fault
@@ -28,7 +29,7 @@ from socflower.scenario.schema.strategies import (
     family_of,
 )
 from socflower.scenario.schema.thermal import BackgroundLoadConfig, ThermalConfig
-from socflower.toml_file import OneOf, Table, keys_of
+from socflower.toml_file import Table
 
 ARITHMETICS = ("fp32", "int8", "mixed")
 _READ_BY_PIPELINES = (

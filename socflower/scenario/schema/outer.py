@@ -4,7 +4,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from socflower.toml_file import OneOf, Table
+from socflower.field_rules import OneOf
+from socflower.toml_file import Table
 
 OUTER_STRATEGIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "fedavg": ("FedAvg", ()),

@@ -6,7 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from socflower.toml_file import OneOf, Table
+from socflower.field_rules import OneOf
+from socflower.toml_file import Table
 from socflower.wire.codecs.error_feedback import FORMS, Form
 from socflower.wire.codecs.quantisation import BITS
 

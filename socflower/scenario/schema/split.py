@@ -4,7 +4,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from socflower.toml_file import OneOf, Pairs, Table
+from socflower.field_rules import OneOf, Pairs
+from socflower.toml_file import Table
 from socflower.wire.codecs.quantisation import BITS
 
 SPLIT_STRATEGIES = ("split-replay", "pipelined", "joint-dnn", "split", "splitfed", "edge-only")

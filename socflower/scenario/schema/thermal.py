@@ -4,10 +4,11 @@ from typing import Annotated
 
 from pydantic import Field
 
+from socflower.field_rules import OneOf, Pairs
 from socflower.thermal.fans.fan_curve import rack_fans
 from socflower.thermal.model.background_load import Game, Tide, idle_windows
 from socflower.thermal.sensors.reading import COLDEST_C, HOTTEST_C
-from socflower.toml_file import OneOf, Pairs, Table
+from socflower.toml_file import Table
 
 FAN_POLICIES = ("fixed", "passive", "predictive")
 GAMES = ("none", "tidal")

@@ -11,13 +11,14 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from socflower.errors import ConfigError
+from socflower.field_rules import SchemaVersion
 from socflower.thermal.fans.hwmon_pwm import HwmonPwm, find_hwmon
 from socflower.thermal.fans.ipmi import IpmiCommand
 from socflower.thermal.fans.outputs import DutyCurve, FanOutput, SimulatedFan
 from socflower.thermal.sensors.reading import HeatSource
 from socflower.thermal.sensors.remote import FileSource, HttpSource
 from socflower.thermal.sensors.sysfs import DeviceIdentity
-from socflower.toml_file import SchemaVersion, Table, read_table, read_toml
+from socflower.toml_file import Table, read_table, read_toml
 
 Positive = Annotated[float, Field(gt=0)]
 Number = Annotated[int, Field(ge=0)]

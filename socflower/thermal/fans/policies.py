@@ -7,10 +7,10 @@ from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 from socflower.errors import ConfigError, require_range
+from socflower.field_rules import unknown_key
 from socflower.plain_numbers import plain_numbers
 from socflower.thermal.fans.fan_curve import FanCurve, rack_fans
 from socflower.thermal.model.constants import constant
-from socflower.toml_file import unknown_key
 
 _FASTER = 1.005
 """Factor by which fans speed up per step while the planned speed is not enough; a step takes seconds."""

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import typer
 
+from socflower.field_rules import keys_of, table_of
 from socflower.scenario import runner
 from socflower.scenario.schema.config import ScenarioFile
-from socflower.toml_file import keys_of, table_of
 from tests.command_line import Socflower
 
 SCENARIOS = Path(__file__).parents[3] / "scenarios"
