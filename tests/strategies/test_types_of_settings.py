@@ -61,7 +61,12 @@ WRONG: list[tuple[Callable[..., object], str, object, str]] = [
         "8",
         "RingSettings: heartbeat_s = '8' must be a number above 0 and at most 10000000",
     ),
-    (RingSettings, "rendezvous_s", None, "rings: rendezvous_s = None must be a number of seconds"),
+    (
+        RingSettings,
+        "rendezvous_s",
+        None,
+        "RingSettings: rendezvous_s = None must be a number above 0 and at most 10000000",
+    ),
     (GroupGrid, "grid", None, "GroupGrid: grid = None must be the Grid"),
     (strategy, "cluster", None, "SoCFlow: cluster = None must be a Cluster"),
     (strategy, "schedule", 3, "SoCFlow: schedule = 3 must be TrainingSchedule(…)"),
