@@ -19,11 +19,10 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from socflower.clients.saved_training import StateFiles, TrainerState
 from socflower.clients.split.saved_halves import SplitState
 from socflower.edgecloud.cloud.session_store import SessionStore
-from socflower.edgecloud.runtime.checkpoints import CheckpointStore, SavedHalf
-from socflower.edgecloud.runtime.checkpoints import SplitCheckpoint as HalfCheckpoint
+from socflower.edgecloud.runtime.checkpoints import CheckpointStore, SavedHalf, SplitCheckpoint
 from socflower.edgecloud.stream import split_pb2 as wire
 from socflower.edgecloud.stream.frames import PROTOCOL_VERSION, Limits, SplitRefused
-from socflower.engines.checkpoint import CheckpointFolder, SplitCheckpoint
+from socflower.engines.checkpoint import Checkpoint, CheckpointFolder
 from socflower.engines.local.flower_internals import begin_run
 from socflower.errors import ConfigError, SocflowerError
 from socflower.wire import saved_state
@@ -54,7 +53,7 @@ def write_run(folder: Path, number: int) -> None:
     kept = CheckpointFolder(folder)
     kept.create()
     kept.write(
-        SplitCheckpoint(
+        Checkpoint(
             server_round=number,
             num_rounds=9,
             scenario={},
@@ -133,7 +132,7 @@ def read_halves(folder: Path, say: Say) -> int | None:
 
 def write_half(folder: Path, number: int) -> None:
     CheckpointStore(folder, "mine").save(
-        HalfCheckpoint(batch=number, epoch_id="ab"), SavedHalf(half=b"%d" % number, codec=b"c")
+        SplitCheckpoint(batch=number, epoch_id="ab"), SavedHalf(half=b"%d" % number, codec=b"c")
     )
 
 

@@ -109,7 +109,7 @@ class SplitReplay(PlannedRounds):
     reverse : bool
         The front half is in the cloud: generative models, whose last layers see the data.
     uplink, cloud_processors
-        What edges share in virtual time; see `socflower.edgecloud.plan.split_pipeline.simulate`.
+        What edges share in virtual time; see `socflower.edgecloud.plan.split_pipeline.simulate_split`.
     clock : EventClock, optional
         Of the same cluster; each round is simulated on it. Default: the grid's, else one of its own.
     cloud : CloudSessions, optional

@@ -243,7 +243,7 @@ def test_a_plan_prices_messages_both_ways_and_its_option_says_which_counts(
 @pytest.mark.parametrize(
     ("groups", "fusion", "uplink_turns", "faster"),
     [
-        pytest.param(8, "per-tensor", False, "free_running", marks=pytest.mark.slow),
+        pytest.param(8, "per-tensor", False, "without_turns", marks=pytest.mark.slow),
         pytest.param(8, "buckets", True, "in_turn", marks=pytest.mark.slow),
         (20, "buckets", True, "in_turn"),
     ],

@@ -179,7 +179,7 @@ def test_vgg11_on_60_socs_takes_turns_in_20_groups_and_not_in_8(
         pytest.approx(with_turns_s, abs=0.01),
         pytest.approx(without_turns_s, abs=0.01),
     )
-    assert chosen(work, intervals) == UplinkTurns(taken=taken, decided_by=PREDICTED)
+    assert chosen(work, intervals) == UplinkTurns(enabled=taken, decided_by=PREDICTED)
 
 
 # ------------------------------------------------------------------------------------------- what decides
@@ -192,22 +192,24 @@ def test_who_asks_for_one_way_gets_it_unpredicted(asked: bool) -> None:
     def predict() -> StepTimes:
         raise AssertionError("nobody needs a prediction")
 
-    assert choose_turns(SHARED, asked, predict) == UplinkTurns(taken=asked, decided_by=ASKED)
+    assert choose_turns(SHARED, asked, predict) == UplinkTurns(enabled=asked, decided_by=ASKED)
 
 
 @pytest.mark.parametrize("asked", [True, False, "auto"])
 def test_groups_that_share_no_uplink_run_freely_whatever_is_asked(asked: bool | str) -> None:
-    assert choose_turns(APART, asked, None) == UplinkTurns(taken=False, decided_by=NO_SHARED_UPLINK)
+    assert choose_turns(APART, asked, None) == UplinkTurns(
+        enabled=False, decided_by=NO_SHARED_UPLINK
+    )
 
 
 def test_without_a_prediction_groups_that_share_an_uplink_take_turns() -> None:
-    assert choose_turns(SHARED, "auto", None) == UplinkTurns(taken=True, decided_by=NOT_PREDICTED)
+    assert choose_turns(SHARED, "auto", None) == UplinkTurns(enabled=True, decided_by=NOT_PREDICTED)
 
 
 def test_a_tie_runs_freely() -> None:
     assert not choose_turns(
         SHARED, "auto", lambda: StepTimes(with_turns_s=1.0, without_turns_s=1.0)
-    ).taken
+    ).enabled
 
 
 @pytest.mark.parametrize("asked", ["yes", "true", 1, None])

@@ -38,7 +38,7 @@ from tests.clients.split.models import (
     samples_of,
     task_settings,
 )
-from tests.split_edges import simulate
+from tests.split_edges import simulate_split
 
 NUM_BATCHES = 2 * BATCHES_PER_EPOCH
 
@@ -423,4 +423,4 @@ def test_events_of_a_client_travel_beside_its_report() -> None:
 
 
 def one_by_one(first: int, stop: int) -> bytes:
-    return encode_actions(simulate(parties_of(layered()), stop - first, first).actions)
+    return encode_actions(simulate_split(parties_of(layered()), stop - first, first).actions)

@@ -27,7 +27,7 @@ from socflower.edgecloud.plan.timeline_actions import (
     encode_actions,
 )
 from socflower.errors import ConfigError, SocflowerError
-from tests.split_edges import simulate
+from tests.split_edges import simulate_split
 
 SECONDS = st.integers(0, 40).map(lambda part: part / 8)
 CLOUDS = st.sampled_from(["own", "turns", "joined"])
@@ -195,7 +195,7 @@ def test_staleness_never_exceeds_the_window_and_every_batch_is_done_once_in_orde
         for _ in range(data.draw(st.integers(1, 3)))
     ]
     first, num_batches = data.draw(st.integers(0, 50)), data.draw(st.integers(1, 30))
-    timeline = simulate(
+    timeline = simulate_split(
         parties,
         num_batches,
         first,
@@ -237,7 +237,7 @@ def test_the_cut_moves_only_while_nothing_is_in_flight(
         split_plan=SplitPlan(cut=data.draw(st.none() | st.integers(0, 2))),
         decider=decider,
     )
-    timeline = simulate(
+    timeline = simulate_split(
         [party], 40, 5, reverse=reverse, cloud=data.draw(CLOUDS if not reverse else st.just("own"))
     )
     check(timeline, [party], 5, 40)
@@ -276,7 +276,9 @@ def test_all_happens_as_early_as_its_order_allows(
         split_plan=SplitPlan(cut=1, bits=8),
     )
     start_s = data.draw(st.sampled_from([0.0, 7.5]))
-    timeline = simulate([party], 25, reverse=reverse, apply_first=apply_first, start_s=start_s)
+    timeline = simulate_split(
+        [party], 25, reverse=reverse, apply_first=apply_first, start_s=start_s
+    )
     out, back = ("down", "up") if reverse else ("up", "down")
     front_s = out_s = cloud_s = back_s = start_s
     gradient_s: dict[int, float] = {}
@@ -364,7 +366,7 @@ def test_constant_rates_give_the_duration_of_f26(
         LinkRates(up_bytes_per_s=rates[0], down_bytes_per_s=rates[1], latency_s=rates[2]),
     )
     assert (max(four), total_s) == pytest.approx((by_package.longest_s, by_package.total_s))
-    timeline = simulate(
+    timeline = simulate_split(
         [Party(costs=one, bandwidth_profile=constant(*rates), split_plan=split_plan)], num_batches
     )
     formula_s = (num_batches - 1) * max(max(four), total_s / (window + 1)) + total_s
@@ -408,7 +410,7 @@ def test_a_window_of_0_takes_the_sum_of_all_phases(
             LinkRates(up_bytes_per_s=rates[0], down_bytes_per_s=rates[1], latency_s=rates[2]),
             reverse=True,
         ).total_s
-    timeline = simulate(
+    timeline = simulate_split(
         [Party(costs=one, bandwidth_profile=constant(*rates), split_plan=split_plan)],
         num_batches,
         reverse=reverse,
@@ -465,8 +467,10 @@ def test_to_apply_first_bunches_batches_up() -> None:
         bandwidth_profile=constant(1e9, 1e9, 2.0),
         split_plan=SplitPlan(cut=0, window=1),
     )
-    assert simulate([party], 1000).duration_s == pytest.approx(3500, rel=0.01)
-    assert simulate([party], 1000, apply_first=True).duration_s == pytest.approx(4500, rel=0.01)
+    assert simulate_split([party], 1000).duration_s == pytest.approx(3500, rel=0.01)
+    assert simulate_split([party], 1000, apply_first=True).duration_s == pytest.approx(
+        4500, rel=0.01
+    )
 
 
 def test_three_thousand_batches_of_two_parties() -> None:
@@ -477,7 +481,7 @@ def test_three_thousand_batches_of_two_parties() -> None:
             split_plan=SplitPlan(cut=0, window=4),
         )
     ] * 2
-    timeline = simulate(parties, 3_000)
+    timeline = simulate_split(parties, 3_000)
     assert timeline.num_batches / timeline.duration_s == pytest.approx(1 / 3, rel=0.01)
     assert len(timeline.actions) == 18_000
 
@@ -489,11 +493,13 @@ def test_parties_do_not_slow_each_other_down_but_for_what_they_share() -> None:
         split_plan=SplitPlan(cut=0, window=4),
     )
     slow = replace(fast, costs=tiny(2.0, 2.0, 1.0))
-    own = simulate([fast, slow], 200)
-    assert own.parties[0].duration_s == simulate([fast], 200).duration_s
-    assert own.parties[1].duration_s == simulate([slow], 200).duration_s
-    assert simulate([fast, fast], 200, cloud="turns").duration_s == pytest.approx(400, rel=0.02)
-    joined = simulate([fast, slow], 200, cloud="joined")
+    own = simulate_split([fast, slow], 200)
+    assert own.parties[0].duration_s == simulate_split([fast], 200).duration_s
+    assert own.parties[1].duration_s == simulate_split([slow], 200).duration_s
+    assert simulate_split([fast, fast], 200, cloud="turns").duration_s == pytest.approx(
+        400, rel=0.02
+    )
+    joined = simulate_split([fast, slow], 200, cloud="joined")
     assert joined.duration_s == pytest.approx(own.parties[1].duration_s, rel=0.02)
     assert joined.cloud_busy_s == pytest.approx(200)
     assert max(joined.parties[0].staleness) == 4, (
@@ -508,13 +514,13 @@ def test_what_moves_takes_the_link_that_it_travels() -> None:
         split_plan=SplitPlan(cut=1),
         decider=Wandering([None, SplitPlan(cut=0), SplitPlan(cut=None), SplitPlan(cut=1)]),
     )
-    moves = simulate([party], 4).parties[0].moves
+    moves = simulate_split([party], 4).parties[0].moves
     assert [(move.batch, move.migration_s) for move in moves] == [
         (1, pytest.approx(100 / 1e6 + 0.5)),
         (2, pytest.approx(900 / 5e6 + 0.5)),
         (3, pytest.approx((PROBE_BYTES + 800) / 1e6 + 0.5)),
     ]  # behind the probe by which the edge alone looked
-    reverse = simulate(
+    reverse = simulate_split(
         [replace(party, decider=Wandering([None, SplitPlan(cut=0)]))], 2, reverse=True
     )
     assert reverse.parties[0].moves[0].migration_s == pytest.approx(100 / 5e6 + 0.5)
@@ -552,7 +558,7 @@ def test_the_decider_sees_what_the_link_carries_even_from_an_edge_that_trains_al
         split_plan=SplitPlan(cut=1, window=2),
         decider=decider,
     )
-    timeline = simulate([party], 500)
+    timeline = simulate_split([party], 500)
     check(timeline, [party], 0, 500)
     assert [move.new.cut for move in timeline.parties[0].moves][:4] == [0, 1, None, 1]
     assert min(rates.up_bytes_per_s for rates in decider.seen) < 500
@@ -565,7 +571,7 @@ def test_a_link_that_is_lost_for_good_is_one_line(reverse: bool) -> None:
     with pytest.raises(
         SocflowerError, match="party 0: its up link carries nothing any more"
     ) as caught:
-        simulate([party], 100, reverse=reverse)
+        simulate_split([party], 100, reverse=reverse)
     assert "\n" not in str(caught.value)
 
 
@@ -584,7 +590,7 @@ def test_what_cannot_be_simulated_is_one_line(change: dict[str, object], complai
         costs=tiny(), bandwidth_profile=constant(100.0, 100.0), split_plan=SplitPlan(cut=0)
     )
     with pytest.raises(ConfigError, match=complaint) as caught:
-        simulate(**{"parties": [party, party], "num_batches": 3, **change})  # type: ignore[arg-type]
+        simulate_split(**{"parties": [party, party], "num_batches": 3, **change})  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
 
@@ -605,7 +611,7 @@ def test_parties_that_share_a_half_cannot_move_its_cut(
     )
     other = replace(party, **change)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=complaint):
-        simulate([party, other], 3, cloud="turns")
+        simulate_split([party, other], 3, cloud="turns")
 
 
 def test_windows_cuts_and_weights_that_cannot_be_are_refused() -> None:
@@ -613,11 +619,11 @@ def test_windows_cuts_and_weights_that_cannot_be_are_refused() -> None:
         costs=tiny(), bandwidth_profile=constant(100.0, 100.0), split_plan=SplitPlan(cut=0)
     )
     with pytest.raises(ConfigError, match="batch 2: K = -1"):
-        simulate([replace(party, window=lambda batch: 1 - batch)], 5)
+        simulate_split([replace(party, window=lambda batch: 1 - batch)], 5)
     with pytest.raises(ConfigError, match="has no cut 7"):
-        simulate([replace(party, split_plan=SplitPlan(cut=7))], 5)
+        simulate_split([replace(party, split_plan=SplitPlan(cut=7))], 5)
     with pytest.raises(ConfigError, match="model_weight_bytes is not known"):
-        simulate([replace(party, decider=Wandering([SplitPlan(cut=None)]))], 5)
+        simulate_split([replace(party, decider=Wandering([SplitPlan(cut=None)]))], 5)
 
 
 # ------------------------------------------------------------------------------------------- what edges share
@@ -646,7 +652,7 @@ def edges(count: int, *, up_bytes_per_s: float = 1000.0, cloud_s: float = 0.5) -
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_edges_behind_one_uplink_share_it(count: int) -> None:
     """Each sends 424 bytes a batch over 1,000 B/s of its own and an even part of 1,500 B/s."""
-    timeline = simulate(edges(count, cloud_s=0.0), 400, uplink=constant(1500.0, 1e6, 0.25))
+    timeline = simulate_split(edges(count, cloud_s=0.0), 400, uplink=constant(1500.0, 1e6, 0.25))
     rate = min(1000.0, 1500.0 / count)
     assert timeline.duration_s == pytest.approx(400 * 424.0 / rate, rel=0.01)
     for party in timeline.parties:
@@ -658,7 +664,7 @@ def test_edges_behind_one_uplink_share_it(count: int) -> None:
 def test_a_cloud_serves_as_many_edges_at_a_time_as_it_has_processors(
     processors: int | None, at_a_time: int
 ) -> None:
-    timeline = simulate(edges(4, up_bytes_per_s=1e6), 100, cloud_processors=processors)
+    timeline = simulate_split(edges(4, up_bytes_per_s=1e6), 100, cloud_processors=processors)
     assert timeline.duration_s == pytest.approx(100 * 0.5 * 4 / at_a_time, rel=0.02)
     assert timeline.cloud_busy_s == pytest.approx(4 * 100 * 0.5)
     ends = [party.duration_s for party in timeline.parties]
@@ -669,7 +675,7 @@ def test_a_shared_half_has_one_processor() -> None:
     with pytest.raises(
         ConfigError, match="one half and one processor; leave cloud_processors = 2 out"
     ):
-        simulate(edges(2), 3, cloud="turns", cloud_processors=2)
+        simulate_split(edges(2), 3, cloud="turns", cloud_processors=2)
 
 
 @settings(max_examples=20)
@@ -686,8 +692,8 @@ def test_an_edge_that_leaves_does_the_first_batches_and_the_others_do_as_before(
         split_plan=SplitPlan(cut=1, bits=8, window=0),
         window=window,
     )
-    whole = simulate([party], 8, 16)
-    with_one_away = simulate([party, replace(party, away=(range(16 + left, 24),))], 8, 16)
+    whole = simulate_split([party], 8, 16)
+    with_one_away = simulate_split([party, replace(party, away=(range(16 + left, 24),))], 8, 16)
     assert [
         (action, at_s)
         for action, at_s in zip(with_one_away.actions, with_one_away.times_s, strict=True)
@@ -710,11 +716,11 @@ def test_an_absence_ends_with_a_round_and_leaves_an_edge_and_every_batch_of_a_sh
         split_plan=SplitPlan(cut=0, bits=8, window=0),
     )
     with pytest.raises(ConfigError, match="until batch 3, within the round of batches 0 to 7"):
-        simulate([party, replace(party, away=(range(3),))], 8)
+        simulate_split([party, replace(party, away=(range(3),))], 8)
     with pytest.raises(ConfigError, match="all parties are away from batch 0 on"):
-        simulate([replace(party, away=(range(8),))], 8)
+        simulate_split([replace(party, away=(range(8),))], 8)
     with pytest.raises(ConfigError, match="the back half needs every party's batch"):
-        simulate([party, replace(party, away=(range(8),))], 8, cloud="turns")
+        simulate_split([party, replace(party, away=(range(8),))], 8, cloud="turns")
 
 
 def test_rounds_end_at_the_epochs_that_are_given() -> None:
