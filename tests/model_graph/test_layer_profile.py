@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from socflower.errors import ConfigError
 from socflower.model_graph.layer_profile import profile_module
 from socflower.model_graph.random_state import forked_generator
 from socflower.workloads import build_model
+from tests.one_line import refused
 
 
 def build(name: str, in_channels: int = 3, image_size: int = 32) -> nn.Module:
@@ -93,10 +93,12 @@ def test_multiplications_of_the_published_models(
     assert profile.input_bytes == 4 * 3 * 32 * 32
 
 
-@pytest.mark.parametrize("name", ["lenet5", "vgg11", "resnet18", "mobilenet-v1"])
+@pytest.mark.parametrize("name", ["lenet5", "mobilenet-v1"])
 def test_layers_add_up_to_the_model(name: str) -> None:
     model = build(name, in_channels=1, image_size=28)
     profile = profile_module(model, (1, 28, 28), name)
+    # The batch size of an example does not matter.
+    assert profile == profile_module(model, torch.empty(5, 1, 28, 28), name)
     weights = list(model.parameters())
     assert profile.name == name
     assert profile.weight_bytes == 4 * sum(weight.numel() for weight in weights)
@@ -106,7 +108,6 @@ def test_layers_add_up_to_the_model(name: str) -> None:
         assert layer.kind == type(model.get_submodule(layer.name)).__name__
         assert layer.output_bytes > 0
         assert (layer.forward_flops > 0) == (layer.kind in {"Conv2d", "Linear"})
-    assert profile.layers[-1].output_bytes == 4 * 10
 
 
 def test_layers_come_in_the_order_in_which_they_run() -> None:
@@ -124,13 +125,6 @@ def test_layers_come_in_the_order_in_which_they_run() -> None:
         "first",
         "last",
     ]
-
-
-def test_the_batch_size_of_the_example_does_not_matter() -> None:
-    model = build("resnet18")
-    by_shape = profile_module(model, (3, 32, 32), "m")
-    assert profile_module(model, torch.empty(1, 3, 32, 32), "m") == by_shape
-    assert profile_module(model, torch.empty(5, 3, 32, 32), "m") == by_shape
 
 
 # -------------------------------------------------------------------------- weights in unusual places
@@ -179,41 +173,20 @@ def test_weights_and_products_outside_leaves_get_a_layer_of_their_own() -> None:
 
 
 def test_weights_that_never_run_are_still_exchanged() -> None:
-    attention = nn.MultiheadAttention(
-        8, 2, batch_first=True
-    )  # uses its projection's weights, not its module
-
-    class SelfAttention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = attention
-
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            return inputs + attention_output(self.attention, inputs)
-
-    profile = profile_module(SelfAttention(), (4, 8), "attention")
+    """Attention uses the weights of its projection, and does not call it."""
+    attention = SelfAttention(8, 2)
+    profile = profile_module(attention, (4, 8), "attention")
     assert profile.weight_bytes == 4 * sum(weight.numel() for weight in attention.parameters())
     assert profile.num_tensors == 4
     assert profile.layers[-1].name == "attention.out_proj" and profile.layers[-1].forward_flops == 0
-    assert profile.forward_flops >= 2 * 4 * 8 * 8 * 4
 
 
-def attention_output(attention: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor = attention(inputs, inputs, inputs)[0]
-    return output
-
-
-def test_frozen_weights_are_not_exchanged() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+def test_frozen_weights_are_not_exchanged_and_identities_are_no_layers() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 2), nn.Sequential())
     model[0].requires_grad_(False)
     profile = profile_module(model, (4,), "frozen")
-    assert [layer.num_tensors for layer in profile.layers] == [0, 2]
+    assert [(layer.name, layer.num_tensors) for layer in profile.layers] == [("0", 0), ("2", 2)]
     assert profile.layers[0].forward_flops == 2 * 16
-
-
-def test_identities_are_no_layers() -> None:
-    model = nn.Sequential(nn.Identity(), nn.Linear(4, 4), nn.Sequential())
-    assert [layer.name for layer in profile_module(model, (4,), "identity").layers] == ["1"]
 
 
 def test_token_inputs_keep_their_type_and_recurrent_layers_multiply() -> None:
@@ -280,11 +253,9 @@ def test_attention_multiplies_projections_and_scores_and_keeps_both(
     ("model", "shape"),
     [
         (SelfAttention(8, 2), (5, 8)),
-        (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (5, 8)),
         (nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 4, 16, batch_first=True), 2), (5, 8)),
         (nn.GRU(8, 7, batch_first=True), (5, 8)),
         (build("resnet8"), (3, 32, 32)),
-        (build("lenet5", 1, 28), (1, 28, 28)),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -308,9 +279,8 @@ class Packed(nn.Module):
         self.recurrent = nn.LSTM(8, 7, batch_first=True)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(
-            inputs, [inputs.shape[1]] * inputs.shape[0], batch_first=True
-        )
+        lengths = [inputs.shape[1]] * inputs.shape[0]
+        packed = nn.utils.rnn.pack_padded_sequence(inputs, lengths, batch_first=True)
         states, _ = self.recurrent(packed)
         output: torch.Tensor = nn.utils.rnn.pad_packed_sequence(states, batch_first=True)[0]
         return output
@@ -318,9 +288,8 @@ class Packed(nn.Module):
 
 def test_recurrent_layers_return_states_with_their_sequence_packed_or_not() -> None:
     (plain,) = profile_module(nn.LSTM(8, 7, batch_first=True), (5, 8), "lstm").layers
-    assert plain.forward_flops == 5 * 2 * 4 * 7 * (8 + 7) and plain.output_bytes == 4 * (
-        5 * 7 + 7 + 7
-    )
+    assert plain.forward_flops == 5 * 2 * 4 * 7 * (8 + 7)
+    assert plain.output_bytes == 4 * (5 * 7 + 7 + 7)
     (packed,) = profile_module(Packed(), (5, 8), "packed").layers
     assert packed.forward_flops == plain.forward_flops and packed.output_bytes > plain.output_bytes
 
@@ -404,15 +373,12 @@ def test_the_module_its_mode_its_buffers_and_the_random_state_stay() -> None:
     model = Noisy(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Flatten()).train()
     model[1].eval()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    identities = [id(weight) for weight in model.parameters()]
     random_state = torch.get_rng_state()
     profile_module(model, (3, 8, 8), "noisy")
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    assert [id(weight) for weight in model.parameters()] == identities
     assert [module.training for module in model.modules()] == [True, True, False, True, True]
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert all(weight.grad is None and weight.device.type == "cpu" for weight in model.parameters())
 
 
 def test_nothing_is_computed() -> None:
@@ -425,28 +391,15 @@ def test_nothing_is_computed() -> None:
 # ----------------------------------------------------------------------------------------------- errors
 
 
-def test_a_failing_forward_pass_is_named_in_one_line() -> None:
-    model = build("vgg11")
-    with pytest.raises(
-        ConfigError, match=r"model vgg11: forward pass for inputs \(1, 1, 32, 32\) failed: "
-    ) as caught:
-        profile_module(model, (1, 32, 32), "vgg11")
-    assert "\n" not in str(caught.value)
-    assert (
-        profile_module(model, (3, 32, 32), "vgg11").num_tensors == 18
-    )  # the failure left nothing behind
-
-
-def test_empty_examples_and_empty_models_are_refused() -> None:
-    for example in (torch.tensor(1.0), torch.empty(0, 3)):
-        with pytest.raises(ConfigError, match="needs a batch dimension of 1 or more"):
-            profile_module(nn.Linear(3, 3), example, "linear")
-    with pytest.raises(ConfigError, match="no layers"):
-        profile_module(nn.Sequential(), (3,), "empty")
-
-
-def test_modules_that_cannot_be_copied_are_refused() -> None:
-    model = nn.Linear(3, 3)
-    model.source = (line for line in ())
-    with pytest.raises(ConfigError, match="model linear: cannot be copied: TypeError"):
-        profile_module(model, (3,), "linear")
+@pytest.mark.parametrize(
+    ("model", "example", "named"),
+    [
+        (build("resnet8"), (1, 32, 32), "(1, 1, 32, 32)"),
+        (nn.Linear(3, 3), torch.tensor(1.0), "batch dimension"),
+        (nn.Linear(3, 3), torch.empty(0, 3), "batch dimension"),
+        (nn.Sequential(), (3,), "no layers"),
+    ],
+)
+def test_what_cannot_be_profiled_is_refused(model: nn.Module, example: Any, named: str) -> None:
+    refused(lambda: profile_module(model, example, "mine"), "mine", named)
+    assert not any(module._forward_hooks for module in model.modules())
