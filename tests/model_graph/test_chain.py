@@ -10,20 +10,16 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from socflower.errors import ConfigError
 from socflower.model_graph.chain import ModelChain, capture_chain
 from socflower.model_graph.graph import NoParts
 from socflower.model_graph.layer_profile import profile_module, profile_operations
 from socflower.workloads.models import build_model
 from socflower.workloads.models.language_models import bert_small, gpt_small
+from tests.model_graph.small_models import Branching, Tied
+from tests.one_line import refused
 from tests.seeded import built
 
-IMAGES = {
-    "lenet5": (1, 28, 28),
-    "resnet8": (3, 8, 8),
-    "mobilenet-v2": (3, 16, 16),
-    "efficientnet-b1": (3, 16, 16),
-}
+IMAGES = {"lenet5": (1, 28, 28), "resnet8": (3, 8, 8), "efficientnet-b1": (3, 16, 16)}
 NAMES = (*IMAGES, "bert-small", "gpt-small")
 
 
@@ -58,78 +54,85 @@ def run(
             tensor.detach().clone().requires_grad_(tensor.is_floating_point())
             for tensor in entering
         )
-        result = chain.module(model, number, number)(*leaves)
-        steps.append((leaves, result))
-        entering = result if isinstance(result, tuple) else (result,)
+        entering = as_tuple(chain.module(model, number, number)(*leaves))
+        steps.append((leaves, entering))
     output = entering[0]
     gradients: list[torch.Tensor | None] = [torch.ones_like(output)]
-    for leaves, result in reversed(steps):
-        results = result if isinstance(result, tuple) else (result,)
+    for leaves, results in reversed(steps):
         pairs = [
             pair
             for pair in zip(results, gradients, strict=True)
             if pair[0].requires_grad and pair[1] is not None
         ]
-        torch.autograd.backward(
-            [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
-        )
+        torch.autograd.backward(*(list(each) for each in zip(*pairs, strict=True)))
         gradients = [leaf.grad for leaf in leaves]
-    return output, {
-        key: weight.grad.clone()
-        for key, weight in model.named_parameters()
-        if weight.grad is not None
-    }
+    return output, gradients_of(model)
+
+
+def as_tuple(made: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return made if isinstance(made, tuple) else (made,)
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    weights = model.named_parameters()
+    return {key: weight.grad.clone() for key, weight in weights if weight.grad is not None}
+
+
+def forward(chain: ModelChain, model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    parts: tuple[torch.Tensor, ...] = (inputs,)
+    for number in range(len(chain.pieces)):
+        parts = as_tuple(chain.module(model, number, number)(*parts))
+    return parts[0]
+
+
+def copied_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {key: value.clone() for key, value in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_pieces_one_after_another_equal_the_model_and_its_gradients_bit_for_bit(name: str) -> None:
     model, inputs = model_and_example(name)
-    state = {key: value.clone() for key, value in model.state_dict().items()}
+    state = copied_state(model)
     for dropout in (module for module in model.modules() if isinstance(module, nn.Dropout)):
         dropout.p = 0.0
     output = model(inputs)
     output.backward(torch.ones_like(output))
-    whole = {
-        key: weight.grad.clone()
-        for key, weight in model.named_parameters()
-        if weight.grad is not None
-    }
-    statistics = {key: value.clone() for key, value in model.state_dict().items()}
+    whole, statistics = gradients_of(model), copied_state(model)
     model.load_state_dict(state)
     model.zero_grad()
-    chain = capture_chain(model, inputs, name=name)
-    piecewise, gradients = run(chain, model, inputs)
+    piecewise, gradients = run(capture_chain(model, inputs, name=name), model, inputs)
     assert torch.equal(piecewise, output)
     assert gradients.keys() == whole.keys()
     assert all(torch.equal(gradients[key], whole[key]) for key in whole)
-    assert all(
-        torch.equal(value, statistics[key]) for key, value in model.state_dict().items()
-    )  # of BatchNorm too
+    # Those of BatchNorm too.
+    assert all(torch.equal(value, statistics[key]) for key, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_costs_of_operations_add_up_to_the_whole_profile(name: str) -> None:
     model, inputs = model_and_example(name)
-    chain, profile = (
-        capture_chain(model, inputs, name=name),
-        profile_module(model, inputs[[0, 0, 0]], name),
-    )
+    chain = capture_chain(model, inputs, name=name)
+    profile = profile_module(model, inputs[[0, 0, 0]], name)
     costs = profile_operations(model, chain.graph, inputs)
     in_pieces = [costs[operation] for piece in chain.pieces for operation in piece.operations]
-    assert sum(cost.forward_flops for cost in in_pieces) == pytest.approx(
-        profile.forward_flops, rel=1e-12
-    )
-    assert sum(cost.forward_flops + cost.backward_flops for cost in in_pieces) == pytest.approx(
-        profile.training_flops, rel=1e-12
-    )
+    forward_flops = sum(cost.forward_flops for cost in in_pieces)
+    backward_flops = sum(cost.backward_flops for cost in in_pieces)
     made = sum(cost.output_bytes for cost in in_pieces if cost.in_backward)
-    assert made == pytest.approx(profile.activation_bytes - profile.input_bytes, rel=1e-12)
+    assert (forward_flops, forward_flops + backward_flops, made) == pytest.approx(
+        (
+            profile.forward_flops,
+            profile.training_flops,
+            profile.activation_bytes - profile.input_bytes,
+        ),
+        rel=1e-12,
+    )
     used = [
         tensor
         for piece in chain.pieces
         for tensor in {key for operation in piece.operations for key in operation.tensors}
     ]
-    assert len(used) == len(set(used))  # of one piece each
+    # No two pieces use the same tensor.
+    assert len(used) == len(set(used))
     weights = dict(model.named_parameters())
     assert sum(4 * weights[key].numel() for key in used if key in weights) == profile.weight_bytes
 
@@ -162,41 +165,17 @@ def test_a_cut_inside_a_residual_block_carries_the_shortcut_too() -> None:
     assert counts["3.residual.0"] == 2 and counts["2"] == 1
 
 
-class Branching(nn.Module):
-    """A layer that torch.fx cannot follow, as adapters are that look at their inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) if x.dtype == self.linear.weight.dtype else x
-
-
 def test_a_module_that_fx_cannot_follow_is_one_piece() -> None:
     model = built(
         lambda: nn.Sequential(Branching(), nn.ReLU(), nn.Linear(6, 6), Branching()), seed=1
     )
     chain = capture_chain(model, (6,))
     assert chain.names == ("0", "1", "2", "3")
-    used = [
-        set().union(*(operation.tensors for operation in piece.operations))
-        for piece in chain.pieces
-    ]
-    assert used[0] == {"0.linear.weight", "0.linear.bias"} and used[3] == {
-        "3.linear.weight",
-        "3.linear.bias",
-    }
+    for number in (0, 3):
+        used = {key for one in chain.pieces[number].operations for key in one.tensors}
+        assert used == {f"{number}.linear.weight", f"{number}.linear.bias"}
     inputs = torch.randn(4, 6)
-    results: tuple[torch.Tensor, ...] = (inputs,)
-    for number in range(4):
-        results = chain.module(model, number, number)(*results)
-    assert torch.equal(results, model(inputs))
-
-
-def test_a_model_that_fx_cannot_follow_itself_is_refused() -> None:
-    with pytest.raises(NoParts, match=r"torch.fx cannot follow Branching"):
-        capture_chain(Branching(), (6,))
+    assert torch.equal(forward(chain, model, inputs), model(inputs))
 
 
 @settings(max_examples=15)
@@ -209,11 +188,7 @@ def test_joined_pieces_compute_the_same(data: st.DataObject) -> None:
     ends = sorted(data.draw(st.sets(st.integers(0, last - 1), min_size=1, max_size=5)))
     chain = fine.merged(ends)
     assert len(chain.pieces) == len(ends) + 1
-    results: tuple[torch.Tensor, ...] = (inputs,)
-    for number in range(len(chain.pieces)):
-        module = chain.module(model, number, number)
-        results = module(*results)
-    assert torch.equal(results, model(inputs))
+    assert torch.equal(forward(chain, model, inputs), model(inputs))
     assert [piece.output_bytes for piece in chain.pieces[:-1]] == [
         fine.pieces[end].output_bytes for end in ends
     ]
@@ -255,22 +230,10 @@ def test_no_cut_separates_a_tensor_from_what_overwrites_it() -> None:
     assert torch.equal(output, model(torch.ones(3, 4))) and len(gradients) == 6
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.middle = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.layer(self.middle(self.layer(inputs)))
-
-
-def test_a_model_that_cannot_be_cut_is_refused_in_one_line() -> None:
-    for model, example in ((Tied(), (4,)), (nn.Linear(4, 2), (4,))):
-        with pytest.raises(NoParts, match="cannot be cut") as caught:
-            capture_chain(model, example, name="whole")
-        assert "\n" not in str(caught.value)
-    chain = capture_chain(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), (4,), name="two")
-    with pytest.raises(ConfigError, match="pieces 0 to 1, not 1 to 2"):
-        chain.module(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), 1, 2)
-    with pytest.raises(ConfigError, match="must rise from 0"):
-        chain.merged([1])
+def test_a_model_that_cannot_be_cut_is_refused() -> None:
+    for model, named in ((Tied(), "whole"), (nn.Linear(6, 2), "whole"), (Branching(), "Branching")):
+        refused(lambda model=model: capture_chain(model, (6,), name="whole"), named, error=NoParts)
+    two = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    chain = capture_chain(two, (4,), name="two")
+    refused(lambda: chain.module(two, 1, 2), "0 to 1", "1 to 2")
+    refused(lambda: chain.merged([1]), "rise")

@@ -7,28 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from socflower.hierarchy import Exchange
 from socflower.model_graph.layer_profile import profile_module
 from socflower.training.sum_order import make_buckets
-
-
-class Tied(nn.Module):
-    """Its last layer multiplies by the first one's weights; one layer is never used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.unused = (
-            nn.Linear(8, 8, bias=False),
-            nn.Linear(8, 8),
-            nn.Linear(8, 30),
-        )
-        self.last = nn.Linear(8, 8)
-        self.last.weight = self.first.weight
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.last(self.middle(self.first(inputs)))
+from tests.model_graph.small_models import Tied
 
 
 def mlp(widths: list[int], frozen: int) -> nn.Module:
@@ -65,21 +49,19 @@ def test_buckets_are_those_of_rings(widths: list[int], frozen: int, num_buckets:
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "inputs"),
     [
-        Tied,
-        lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
-        lambda: nn.Sequential(
-            nn.Unflatten(-1, (1, 8)),
-            nn.Conv1d(1, 4, 3),
-            nn.BatchNorm1d(4),
-            nn.Flatten(),
-            nn.Linear(4 * 6, 3),
+        (Tied, (6,)),
+        (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (5, 8)),
+        (
+            lambda: nn.Sequential(
+                nn.Unflatten(-1, (1, 8)), nn.Conv1d(1, 4, 3), nn.Flatten(), nn.Linear(24, 3)
+            ),
+            (8,),
         ),
     ],
 )
-def test_models_of_other_layers(make: Callable[[], nn.Module]) -> None:
-    inputs = (5, 8) if make is not Tied and isinstance(make(), nn.TransformerEncoderLayer) else (8,)
+def test_models_of_other_layers(make: Callable[[], nn.Module], inputs: tuple[int, ...]) -> None:
     for num_buckets in range(1, 8):
         check(make(), inputs, num_buckets)
 
@@ -90,11 +72,9 @@ def test_a_bucket_is_complete_with_the_operations_behind_it() -> None:
 
 
 def test_weights_that_are_used_twice_or_never_are_sent_last() -> None:
-    done = {
-        gradient.num_bytes: gradient.done
-        for gradient in profile_module(Tied(), (8,), "tied").gradients
-    }
-    assert done[4.0 * 8 * 30] == done[4.0 * 64] == 1.0
+    gradients = profile_module(Tied(), (6,), "tied").gradients
+    done = {gradient.num_bytes: gradient.done for gradient in gradients}
+    assert done[4.0 * 6 * 30] == done[4.0 * 36] == 1.0
 
 
 @pytest.mark.parametrize("num_buckets", [1, 2, 3, 5])
