@@ -3,7 +3,6 @@
 import threading
 import time
 
-import pytest
 import torch
 
 from socflower.model_graph.cut_points import capture_split, whole_front
@@ -11,13 +10,12 @@ from socflower.model_graph.graph import CaptureLock
 from tests.edgecloud.runtime.split_training import adam, chain, chain_split, halves, one_batch
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_training_goes_on_as_if_nothing_had_been_while_other_models_are_built_and_captured(
-    dropout: float,
-) -> None:
+def test_training_goes_on_as_if_nothing_had_been_while_other_models_are_built_and_captured() -> (
+    None
+):
     def train() -> list[float]:
-        front, back = halves(chain_split(dropout=dropout), 2, adam)
-        return [one_batch(front, back, batch) for batch in range(25)]
+        front, back = halves(chain_split(dropout=0.3), 2, adam)
+        return [one_batch(front, back, batch) for batch in range(12)]
 
     expected = train()
     ended, errors = threading.Event(), list[Exception]()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from socflower.model_graph.chain import capture_chain
 from socflower.model_graph.following import CaptureFailed, KeepsState
 from socflower.model_graph.graph import capture
+from tests.one_line import one_line
 
 
 class Step(nn.Module):
@@ -90,14 +91,14 @@ class Step(nn.Module):
 
 
 REFUSED = {
-    "adds_its_last_result": "stores '1.h', and its next call reads that",
-    "asks_whether_it_has_one": "stores '1.h'",
-    "multiplies_by_its_calls": "stores '1.calls'",
-    "reads_a_list": "computes something else at its second call",
-    "counts": "changes '1.n' by something that does not depend on its input",
-    "replaces_a_buffer": "changes '1.n'",
-    "decays_a_buffer": "changes '1.n'",
-    "counts_in_a_plain_tensor": "changes '1.plain'",
+    "adds_its_last_result": "'1.h'",
+    "asks_whether_it_has_one": "'1.h'",
+    "multiplies_by_its_calls": "'1.calls'",
+    "reads_a_list": "second call",
+    "counts": "'1.n'",
+    "replaces_a_buffer": "'1.n'",
+    "decays_a_buffer": "'1.n'",
+    "counts_in_a_plain_tensor": "'1.plain'",
 }
 
 
@@ -107,13 +108,10 @@ def test_a_model_that_remembers_between_calls_is_refused_by_the_name_of_what_it_
 ) -> None:
     model = nn.Sequential(nn.Linear(4, 4), Step(habit), nn.Linear(4, 2))
     for read in (capture, capture_chain):
-        with pytest.raises(KeepsState) as refused:
+        with pytest.raises(KeepsState) as caught:
             read(model, (4,), name="mine")
-        assert REFUSED[habit] in str(refused.value) and str(refused.value).startswith(
-            "model mine: "
-        )
-        assert "\n" not in str(refused.value)
-        assert refused.value.module == ("" if habit == "reads_a_list" else "1")
+        one_line(str(caught.value), "model mine: ", REFUSED[habit])
+        assert caught.value.module == ("" if habit == "reads_a_list" else "1")
 
 
 @pytest.mark.parametrize("habit", ["draws", "draws_with_numpy", "skips_at_random"])
@@ -121,16 +119,11 @@ def test_a_layer_that_draws_without_its_input_is_refused_and_a_piece_of_a_chain_
     habit: str,
 ) -> None:
     model = nn.Sequential(nn.Linear(4, 4), Step(habit), nn.Linear(4, 2))
-    with pytest.raises(
-        CaptureFailed, match="forward of Step draws random numbers that do not depend on its input"
-    ) as refused:
+    with pytest.raises(CaptureFailed, match="Step draws random numbers") as caught:
         capture(model, (4,))
-    assert refused.value.module == "1"
-    assert [one.module for one in capture_chain(model, (4,)).graph.operations if one.module] == [
-        "0",
-        "1",
-        "2",
-    ]
+    assert caught.value.module == "1"
+    operations = capture_chain(model, (4,)).graph.operations
+    assert [one.module for one in operations if one.module] == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize(

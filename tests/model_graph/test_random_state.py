@@ -5,7 +5,11 @@ import threading
 import torch
 from torch import nn
 
-from socflower.model_graph.random_state import build_exclusively, forked_generator
+from socflower.model_graph.random_state import (
+    build_exclusively,
+    forked_generator,
+    own_random_state,
+)
 
 
 def drawn(seed: int) -> list[float]:
@@ -48,3 +52,21 @@ def test_another_thread_waits_until_the_generator_is_free() -> None:
             assert torch.rand(3).tolist() == drawn(5)
         thread.join(60.0)
         assert inside.is_set()
+
+
+def drawn_by(*key: int) -> list[float]:
+    with own_random_state(*key):
+        values: list[float] = torch.rand(4).tolist()
+    return values
+
+
+def test_equal_keys_draw_equal_numbers_and_others_do_not_and_the_caller_s_stay() -> None:
+    torch.manual_seed(1)
+    first = drawn_by(1, 2, 3)
+    torch.manual_seed(2)
+    expected = torch.rand(3)
+    torch.manual_seed(2)
+    assert drawn_by(1, 2, 3) == first
+    assert torch.equal(torch.rand(3), expected)
+    keys = ((1, 2, 3), (2, 1, 3), (1, 2, 4), (1, 2), (12, 3))
+    assert len({tuple(drawn_by(*key)) for key in keys}) == 5
