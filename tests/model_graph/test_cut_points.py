@@ -76,18 +76,14 @@ def test_front_and_back_make_up_the_whole_and_share_its_weights(name: str) -> No
     assert torch.equal(split.front(split.num_cuts)(inputs), whole)
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("lenet5", ["1", "2", "4", "5", "8", "10"]),
-        ("resnet8", ["1", "2", "3.relu", "4.relu", "5.relu", "6"]),
-        ("vgg-small", ["1", "3", "4", "6", "8", "9", "11", "13", "14"]),
-    ],
-)
-def test_cuts_lie_after_activations_norms_and_pooling_outside_branches(
-    name: str, expected: list[str]
-) -> None:
-    assert [point.name for point in split_of(name)[1].cuts] == expected
+def test_cuts_lie_after_activations_norms_and_pooling_outside_branches() -> None:
+    names = {
+        name: [point.name for point in split_of(name)[1].cuts] for name in ("lenet5", "resnet8")
+    }
+    assert names == {
+        "lenet5": ["1", "2", "4", "5", "8", "10"],
+        "resnet8": ["1", "2", "3.relu", "4.relu", "5.relu", "6"],
+    }
 
 
 @settings(max_examples=40)

@@ -81,18 +81,6 @@ def test_linear_costs_two_operations_per_weight(
     assert profile.input_bytes == 4 * features[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "num_tensors", "mega_macs"), [("vgg11", 18, 153), ("resnet18", 62, 556)]
-)
-def test_multiplications_of_the_published_models(
-    name: str, num_tensors: int, mega_macs: int
-) -> None:
-    profile = profile_module(build(name), (3, 32, 32), name)
-    assert profile.forward_flops / 2e6 == pytest.approx(mega_macs, rel=2e-3)
-    assert profile.num_tensors == num_tensors
-    assert profile.input_bytes == 4 * 3 * 32 * 32
-
-
 @pytest.mark.parametrize("name", ["lenet5", "mobilenet-v1"])
 def test_layers_add_up_to_the_model(name: str) -> None:
     model = build(name, in_channels=1, image_size=28)
@@ -111,36 +99,21 @@ def test_layers_add_up_to_the_model(name: str) -> None:
 
 
 def test_layers_come_in_the_order_in_which_they_run() -> None:
-    class Backwards(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.last = nn.Linear(4, 2)
-            self.first = nn.Linear(3, 4)
-
+    class Backwards(nn.Sequential):
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            output: torch.Tensor = self.last(self.first(inputs))
+            output: torch.Tensor = self[0](self[1](inputs))
             return output
 
-    assert [layer.name for layer in profile_module(Backwards(), (3,), "backwards").layers] == [
-        "first",
-        "last",
-    ]
+    layers = profile_module(Backwards(nn.Linear(4, 2), nn.Linear(3, 4)), (3,), "backwards").layers
+    assert [layer.name for layer in layers] == ["1", "0"]
 
 
 # -------------------------------------------------------------------------- weights in unusual places
 
 
 def test_a_module_that_runs_twice_counts_twice_but_weighs_once() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shared = nn.Linear(8, 8)
-
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            output: torch.Tensor = self.shared(self.shared(inputs))
-            return output
-
-    (layer,) = profile_module(Twice(), (8,), "twice").layers
+    shared = nn.Linear(8, 8)
+    (layer,) = profile_module(nn.Sequential(shared, shared), (8,), "twice").layers
     assert layer.forward_flops == 2 * (2 * 64)
     assert layer.output_bytes == 2 * (4 * 8)
     assert (layer.weight_bytes, layer.num_tensors) == (4 * 72, 2)
@@ -187,27 +160,6 @@ def test_frozen_weights_are_not_exchanged_and_identities_are_no_layers() -> None
     profile = profile_module(model, (4,), "frozen")
     assert [(layer.name, layer.num_tensors) for layer in profile.layers] == [("0", 0), ("2", 2)]
     assert profile.layers[0].forward_flops == 2 * 16
-
-
-def test_token_inputs_keep_their_type_and_recurrent_layers_multiply() -> None:
-    class Tagger(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.lstm, self.head = (
-                nn.Embedding(50, 6),
-                nn.LSTM(6, 7, batch_first=True),
-                nn.Linear(7, 3),
-            )
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            positions = torch.arange(tokens.shape[1])  # made by the forward function itself
-            states, _ = self.lstm(self.embedding(tokens) + positions[None, :, None])
-            output: torch.Tensor = self.head(states)
-            return output
-
-    profile = profile_module(Tagger(), torch.zeros(2, 5, dtype=torch.int64), "tagger")
-    flops = {layer.name: layer.forward_flops for layer in profile.layers}
-    assert flops == {"embedding": 0, "lstm": 5 * 2 * 4 * 7 * (6 + 7), "head": 5 * 2 * 7 * 3}
 
 
 # ---------------------------------------------------------- attention, recurrence, functions and containers
@@ -345,20 +297,6 @@ def test_what_functions_make_counts_with_the_layer_before_them() -> None:
     assert profile_module(modules, (1, 8, 8), "modules").activation_bytes == 4 * (
         64 + 4 * 64 + 4 * 64 + 4 * 16
     )
-
-
-def test_the_sum_of_a_residual_block_is_kept_too() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 6)
-
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            output: torch.Tensor = self.layer(inputs) + inputs
-            return output
-
-    first, second = profile_module(nn.Sequential(Block(), Block()), (6,), "blocks").layers
-    assert first.output_bytes == second.output_bytes == 2 * 4 * 6
 
 
 # ------------------------------------------------------------------------------------- leaving no trace
