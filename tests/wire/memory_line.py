@@ -35,26 +35,21 @@ class MemoryLine:
         assert not self._thread.is_alive() and not self.failures
 
     def _join(self) -> None:
+        near, far = self._near, self._far
         while not self._closed.is_set():
             budget = [self._breaks.pop(0) if self._breaks else 1 << 60]
-            near_has, far_has = self._near.received_and_used(), self._far.received_and_used()
-            ends = []
-            for channel, (received, used), other in (
-                (self._near, far_has, self._far),
-                (self._far, near_has, self._near),
-            ):
-                ends.append(
-                    channel.attach(
-                        received=received, used=used, credit_bytes=other.limits.credit_bytes
-                    )
-                )
+            has = {end: end.received_and_used() for end in (near, far)}
+            ends = {}
+            for end, other in ((near, far), (far, near)):
+                received, used = has[other]
+                credit_bytes = other.limits.credit_bytes
+                ends[end] = end.attach(received=received, used=used, credit_bytes=credit_bytes)
             self.num_streams += 1
             pumps = [
-                threading.Thread(target=self._pump, args=(*way, budget))
-                for way in (
-                    (self._near, ends[0], self._far, ends[1]),
-                    (self._far, ends[1], self._near, ends[0]),
+                threading.Thread(
+                    target=self._pump, args=(end, ends[end], other, ends[other], budget)
                 )
+                for end, other in ((near, far), (far, near))
             ]
             for pump in pumps:
                 pump.start()

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from socflower.wire.arrays import MalformedBytes, pack_arrays, unpack_arrays
+from tests.one_line import refused
 
 DTYPES = st.sampled_from(
     ["float16", "float32", "float64", "int8", "int64", "uint8", "uint16", "bool", ">f4", ">i2"]
@@ -26,16 +27,15 @@ def packed(index: Any, body: bytes = b"") -> memoryview:
     return memoryview(struct.pack("<I", len(text)) + text + body)
 
 
+@settings(max_examples=25)
 @given(named=st.dictionaries(st.text(max_size=5), ARRAYS, max_size=4))
 def test_arrays_come_out_as_they_went_in(named: dict[str, Any]) -> None:
     found = unpack_arrays(memoryview(b"".join(pack_arrays(named))))
     assert list(found) == list(named)
-    for name, array in named.items():
+    for came, array in zip(found.values(), named.values(), strict=True):
         same = array.astype(array.dtype.newbyteorder("="))
-        assert (found[name].dtype, found[name].shape) == (same.dtype, same.shape) and found[
-            name
-        ].flags.writeable
-        assert found[name].tobytes() == same.tobytes()
+        assert (came.dtype, came.shape) == (same.dtype, same.shape) and came.flags.writeable
+        assert came.tobytes() == same.tobytes()
 
 
 def test_large_arrays_are_packed_without_a_copy_and_transposed_ones_in_their_order() -> None:
@@ -47,40 +47,31 @@ def test_large_arrays_are_packed_without_a_copy_and_transposed_ones_in_their_ord
 
 @pytest.mark.parametrize("array", [np.array([None]), np.array(["a"]), np.array([1j])])
 def test_arrays_of_other_than_numbers_do_not_travel(array: Any) -> None:
-    with pytest.raises(TypeError, match=r"^w: elements of type .* do not travel$"):
-        pack_arrays({"w": array})
+    refused(lambda: pack_arrays({"w": array}), "w: ", array.dtype, error=TypeError)
 
 
 @pytest.mark.parametrize(
-    ("body", "why"),
+    ("named", "bodies"),
     [
-        (memoryview(b"\1\0"), "arrays without an index"),
-        (memoryview(b"\xff\xff\xff\xff[]"), "arrays without an index"),
-        (packed(b"[[]"), "arrays whose index cannot be read"),
-        (packed(b"[" * 100_000), "arrays whose index cannot be read"),
-        (packed({"x": 1}), "arrays whose index cannot be read"),
-        (packed([["x", "float32"]]), "arrays whose index cannot be read"),
-        (packed([["x", ["float32"], [1]]], bytes(4)), "arrays whose index cannot be read"),
-        (packed([["x", "float32", None]], bytes(4)), "arrays whose index cannot be read"),
-        (packed([[["x"], "float32", [1]]], bytes(4)), "one has none"),
-        (packed([["x", "float32", [1]], ["x", "float32", [1]]], bytes(8)), "two have one name"),
-        (packed([["x", "object", [1]]], bytes(8)), "an array of type 'object'"),
-        (packed([["x", "<f4,O", [1]]], bytes(12)), "an array of type"),
-        (packed([["x", "float32", [-1]]], bytes(4)), "a tensor of shape"),
-        (packed([["x", "float32", [1.0]]], bytes(4)), "a tensor of shape"),
-        (packed([["x", "float32", [True]]], bytes(4)), "a tensor of shape"),
-        (packed([["x", "float32", [0, 1 << 60]]]), "a tensor of shape"),
-        (packed([["x", "float32", [1] * 17]], bytes(4)), "a tensor of shape"),
-        (packed([["x", "float32", [1 << 30]]], bytes(4)), "not what their index says"),
-        (packed([["x", "float32", [1]]], bytes(5)), "not what their index says"),
+        ("without an index", [memoryview(b"\1\0"), memoryview(b"\xff\xff\xff\xff[]")]),
+        ("index", [packed(b"[[]"), packed(b"[" * 100_000), packed({"x": 1})]),
+        ("index", [packed([["x", "float32"]]), packed([["x", ["float32"], [1]]], bytes(4))]),
+        ("index", [packed([["x", "float32", None]], bytes(4))]),
+        ("none", [packed([[["x"], "float32", [1]]], bytes(4))]),
+        ("two", [packed([["x", "float32", [1]], ["x", "float32", [1]]], bytes(8))]),
+        ("type", [packed([["x", kind, [1]]], bytes(12)) for kind in ("object", "<f4,O")]),
+        ("shape", [packed([["x", "float32", [size]]], bytes(4)) for size in (-1, 1.0, True)]),
+        ("shape", [packed([["x", "float32", [0, 1 << 60]]])]),
+        ("shape", [packed([["x", "float32", [1] * 17]], bytes(4))]),
+        ("index says", [packed([["x", "float32", [1 << 30]]], bytes(4))]),
+        ("index says", [packed([["x", "float32", [1]]], bytes(5))]),
     ],
 )
-def test_other_bytes_are_refused_in_one_line_before_anything_is_allocated(
-    body: memoryview, why: str
+def test_other_bytes_are_refused_before_anything_is_allocated(
+    named: str, bodies: list[memoryview]
 ) -> None:
-    with pytest.raises(MalformedBytes, match=why) as refused:
-        unpack_arrays(body)
-    assert "\n" not in str(refused.value)
+    for body in bodies:
+        refused(lambda body=body: unpack_arrays(body), named, error=MalformedBytes)
 
 
 @given(garbage=st.binary(max_size=60))

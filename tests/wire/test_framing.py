@@ -1,11 +1,14 @@
 """Bytes in parts and whole again."""
 
+from functools import partial
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.wire.arrays import MalformedBytes
 from socflower.wire.framing import Assembly, body_num_bytes, parts_of
+from tests.one_line import refused
 
 
 @given(pieces=st.lists(st.binary(max_size=20)), part_bytes=st.integers(1, 15))
@@ -21,19 +24,13 @@ def test_what_was_cut_is_whole_again_and_only_then(body: bytes, part_bytes: int)
     arriving = Assembly(len(body), "a letter")
     for part in parts_of([body], part_bytes):
         if arriving.missing_bytes:
-            with pytest.raises(
-                MalformedBytes, match=rf"a letter that broke off after \d+ of {len(body)} bytes"
-            ):
-                arriving.whole()
+            refused(arriving.whole, "a letter", f"{len(body)} bytes", error=MalformedBytes)
         arriving.add(part)
     assert bytes(arriving.whole()) == body and arriving.whole().readonly
-    with pytest.raises(MalformedBytes, match="do not make up its"):
-        arriving.add(b"x")
+    refused(lambda: arriving.add(b"x"), "a letter", error=MalformedBytes)
 
 
 @pytest.mark.parametrize("num_bytes", [-1, 11, 1 << 62])
 def test_too_large_a_body_is_refused_before_it_arrives(num_bytes: int) -> None:
-    with pytest.raises(
-        MalformedBytes, match=rf"^a letter of {num_bytes} bytes, where 10 are the limit$"
-    ):
-        Assembly(num_bytes, "a letter", most_bytes=10)
+    begin = partial(Assembly, num_bytes, "a letter", most_bytes=10)
+    refused(begin, "a letter", num_bytes, "10", error=MalformedBytes)

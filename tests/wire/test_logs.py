@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.wire.logs import RefusalLog
+from tests.one_line import one_line
 
 
 class Watched:
@@ -26,15 +27,12 @@ def test_after_a_flood_of_refusals_the_next_minute_is_logged_again_with_a_count(
     watched = Watched()
     watched.refuse("10.0.0.1", 1000)
     assert len(watched.lines) == 5
-    assert (
-        watched.lines[-1] == "refused 10.0.0.1; more about ipv4:10.0.0.1 is only counted for 60 s"
-    )
+    assert watched.lines[-1].startswith("refused 10.0.0.1; ")
     watched.now_s = 61.0
     watched.refuse("10.0.0.2")
-    assert watched.lines[5:] == [
-        "port: 995 more refusals of ipv4:10.0.0.1 within 60 s",
-        "refused 10.0.0.2",
-    ]
+    counted, line = watched.lines[5:]
+    one_line(counted, "port: 995 more", "ipv4:10.0.0.1", "60 s")
+    assert line == "refused 10.0.0.2"
     watched.refuse("10.0.0.1")
     assert watched.lines[7:] == ["refused 10.0.0.1"]
 
@@ -54,10 +52,7 @@ def test_an_attacker_with_many_addresses_costs_neither_memory_nor_log() -> None:
     assert len(watched.log._periods) == 33
     watched.now_s = 60.0
     watched.refuse("10.0.0.1")
-    assert (
-        watched.lines[-2]
-        == f"port: {2 * (10_000 - 32) - 5} more refusals of other peers within 60 s"
-    )
+    one_line(watched.lines[-2], f"port: {2 * (10_000 - 32) - 5} more", "60 s")
     assert watched.lines[-1] == "refused 10.0.0.1" and len(watched.log._periods) == 1
 
 
@@ -68,7 +63,7 @@ def test_what_was_only_counted_is_said_at_the_end() -> None:
     watched.log.flush()
     assert len(watched.lines) == 5
     watched.log.flush(everything=True)
-    assert watched.lines[5:] == ["port: 3 more refusals of ipv4:10.0.0.1 within 12 s"]
+    one_line(watched.lines[5], "port: 3 more", "ipv4:10.0.0.1", "12 s")
     watched.log.flush(everything=True)
     assert len(watched.lines) == 6
 
