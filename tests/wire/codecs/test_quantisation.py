@@ -3,6 +3,7 @@
 import math
 import tracemalloc
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 from socflower.errors import ConfigError
 from socflower.wire.codecs.quantisation import EncodedTensor, Floats, Grouping, decode, encode
+from tests.one_line import refused
 
 LARGEST = float(np.finfo(np.float32).max)
 FEW = settings(
@@ -189,42 +191,6 @@ def test_bytes_on_the_wire(bits: int, num_bytes: int) -> None:
         assert (encoded.low, encoded.high) == ((0, 9), (8, 17))
 
 
-def test_sixteen_bits_by_the_formula_are_more_accurate_than_halves() -> None:
-    """Why 16 bits are not IEEE halves: a feature's spread, and a gradient's size."""
-    rng = np.random.default_rng(3)
-
-    def error(features: Floats, decoded: Any) -> float:
-        return math.sqrt(np.square(decoded.astype(np.float64) - features).mean())
-
-    with np.errstate(over="ignore"):
-        for features in (
-            rng.normal(size=10**5),
-            np.maximum(rng.normal(size=10**5), 0),
-            1e-7 * rng.normal(size=10**5),
-            1e5 * rng.normal(size=10**5),
-        ):
-            features = features.astype(np.float32)
-            assert (
-                error(features, decode(encode(features, 16)))
-                < error(features, features.astype(np.float16)) / 2
-            )
-
-
-@pytest.mark.parametrize("bits", [2, 4])
-def test_ranges_per_sample_pay_where_samples_differ_in_scale(bits: int) -> None:
-    rng = np.random.default_rng(2)
-    features = (rng.normal(size=(32, 500)) * np.geomspace(0.1, 10, 32)[:, None]).astype(np.float32)
-
-    def worst(grouping: Grouping) -> float:
-        """Return the mean over samples of the error relative to the sample."""
-        decoded = decode(encode(features, bits, grouping=grouping))
-        return float(
-            (np.square(decoded - features).sum(axis=1) / np.square(features).sum(axis=1)).mean()
-        )
-
-    assert worst("sample") < worst("tensor") / 5
-
-
 def test_memory_is_what_is_returned_and_a_few_blocks() -> None:
     features = np.random.default_rng(0).normal(size=(16, 1 << 17)).astype(np.float32)
     for bits in (2, 4, 8, 16, 32):
@@ -244,57 +210,51 @@ def test_memory_is_what_is_returned_and_a_few_blocks() -> None:
             assert decoding_bytes - before_bytes < features.nbytes + 700_000
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8, 16, 32])
+@pytest.mark.parametrize("bits", [2, 16, 32])
 @pytest.mark.parametrize(
-    ("value", "text"), [(math.nan, "NaN"), (math.inf, "infinite"), (-math.inf, "infinite")]
+    ("value", "named"), [(math.nan, "NaN"), (math.inf, "infinite"), (-math.inf, "infinite")]
 )
-def test_a_training_that_has_diverged_is_said_to(bits: int, value: float, text: str) -> None:
+def test_a_training_that_has_diverged_is_said_to(bits: int, value: float, named: str) -> None:
     features = np.zeros((4, 7), np.float32)
     features[2, 3] = value
     for grouping in ("tensor", "sample"):
-        with pytest.raises(
-            ConfigError,
-            match=f"^gradient of batch 7: hold {text}.*diverged; lower the learning rate",
-        ):
-            encode(features, bits, grouping=grouping, what="gradient of batch 7")
+        coding = partial(encode, features, bits, grouping=grouping, what="gradient of batch 7")
+        refused(coding, "gradient of batch 7", named, "diverged")
 
 
 def test_what_cannot_be_encoded_is_refused() -> None:
     features = np.zeros((2, 3), np.float32)
-    with pytest.raises(ConfigError, match="of type float64 cannot be encoded; give float32"):
-        encode(features.astype(np.float64), 8)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="in 3 bits; use one of 2, 4, 8, 16, 32"):
-        encode(features, 3)
-    with pytest.raises(ConfigError, match="grouping 'channel' is unknown; use tensor or sample"):
-        encode(features, 8, grouping="channel")  # type: ignore[arg-type]
+    refused(lambda: encode(features.astype(np.float64), 8), "float64")  # type: ignore[arg-type]
+    refused(lambda: encode(features, 3), "3", "2, 4, 8, 16, 32")
+    refused(lambda: encode(features, 8, grouping="channel"), "'channel'")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("changed", "text"),
+    ("changed", "named"),
     [
-        ({"bits": 3}, "bits = 3 is unknown"),
-        ({"shape": (2, -9)}, r"shape \(2, -9\) has a negative size"),
-        ({"shape": (2, 10)}, "9 bytes of payload for shape .* it has 10"),
-        ({"shape": (10**30,)}, "9 bytes of payload"),  # nothing is allocated
-        ({"payload": b"12345678"}, "8 bytes of payload for shape .* it has 9"),
-        ({"payload": b"1234567890"}, "10 bytes of payload"),
-        ({"payload": b""}, "0 bytes of payload"),
-        ({"bits": 8}, "9 bytes of payload .* at 8 bits; it has 18"),
-        ({"bits": 32}, "1 least and 1 largest values .* it has none"),
-        ({"low": (), "high": ()}, "0 least and 0 largest values .* it has one of each, or 2"),
+        ({"bits": 3}, "bits = 3"),
+        ({"shape": (2, -9)}, "(2, -9)"),
+        ({"shape": (2, 10)}, "9 bytes"),
+        # Nothing is allocated.
+        ({"shape": (10**30,)}, "9 bytes"),
+        ({"payload": b"12345678"}, "8 bytes"),
+        ({"payload": b"1234567890"}, "10 bytes"),
+        ({"payload": b""}, "0 bytes"),
+        ({"bits": 8}, "9 bytes"),
+        ({"bits": 32}, "none"),
+        ({"low": (), "high": ()}, "0 least and 0 largest"),
         ({"low": (1.0, 2.0)}, "2 least and 1 largest"),
         ({"low": (0.0,) * 3, "high": (1.0,) * 3}, "3 least and 3 largest"),
-        ({"low": (3.0,)}, r"least value 3.0 and largest 2.0 are no range"),
-        ({"low": (math.nan,)}, "least value nan"),
-        ({"high": (math.nan,)}, "largest nan"),
-        ({"high": (math.inf,)}, "largest inf"),
-        ({"low": (-1e300,)}, r"-1e\+300"),
+        ({"low": (3.0,)}, "3.0"),
+        ({"low": (math.nan,)}, "nan"),
+        ({"high": (math.nan,)}, "nan"),
+        ({"high": (math.inf,)}, "inf"),
+        ({"low": (-1e300,)}, "-1e+300"),
     ],
 )
-def test_malformed_tensors_are_refused(changed: dict[str, Any], text: str) -> None:
+def test_malformed_tensors_are_refused(changed: dict[str, Any], named: str) -> None:
     whole = EncodedTensor(bits=4, shape=(2, 9), low=(-1.0,), high=(2.0,), payload=b"123456789")
-    with pytest.raises(ConfigError, match=f"^encoded tensor: .*{text}"):
-        replace(whole, **changed)
+    refused(lambda: replace(whole, **changed), "encoded tensor", named)
 
 
 @given(
