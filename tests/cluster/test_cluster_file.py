@@ -23,7 +23,6 @@ from socflower.cluster.device_catalog import (
     message_s,
     toml_text,
 )
-from socflower.errors import ConfigError
 from socflower.scenario.schema.file import (
     from_document,
     load_scenario,
@@ -31,6 +30,7 @@ from socflower.scenario.schema.file import (
     to_document,
 )
 from socflower.toml_file import read_table
+from tests.one_line import refused
 
 
 def test_defaults_are_one_board_of_five_snapdragons() -> None:
@@ -73,11 +73,8 @@ def test_servers_of_a_site_are_like_the_cluster_where_they_say_nothing_else(tmp_
     cluster = load_cluster(file)
     assert cluster.slots_per_board == (3, 3, 3, 3, 1, 4)
     assert [server.num_boards for server in cluster.servers] == [2, 2, 2]
-    assert [cluster.link_bytes_per_s[f"server{index}/down"] for index in range(3)] == [
-        5e6,
-        5e6,
-        7e6,
-    ]
+    rates = [cluster.link_bytes_per_s[f"server{index}/down"] for index in range(3)]
+    assert rates == [5e6, 5e6, 7e6]
     assert [cluster.device_of(soc).name for soc in (11, 12)] == ["snapdragon-865", "jetson-nx"]
     scenario = tmp_path / "scenario.toml"
     scenario.write_text(
@@ -90,106 +87,47 @@ def test_servers_of_a_site_are_like_the_cluster_where_they_say_nothing_else(tmp_
 
 
 @pytest.mark.parametrize(
-    ("tables", "says"),
+    ("tables", "named"),
     [
-        (
-            {"site": {}},
-            r"\[site\] joins servers, and there is no \[\[server\]\]; add some, or leave \[site\] out",
-        ),
-        (
-            {"servers": [{}], "boards": [{}]},
-            r"\[\[board\]\] and \[\[server\]\] tables are both given; give each server",
-        ),
-        (
-            {"servers": [{"boards": [1], "socs_per_board": 2}]},
-            r"boards = \[1\] already lists the slots",
-        ),
-        ({"servers": [{"boards": [0]}]}, r"boards = \[0\] has no SoC in use"),
-        (
-            {"servers": [{"count": 4001}]},
-            r"\[\[server\]\] 1: 20005 SoCs, of at most 20000 in a cluster",
-        ),
-        (
-            {"servers": [{"server_bytes_per_s": 0}]},
-            r"server_bytes_per_s = 0 must be a number of 1 or more",
-        ),
+        ({"site": {}}, ("[site]", "[[server]]")),
+        ({"servers": [{}], "boards": [{}]}, ("[[board]]", "[[server]]")),
+        ({"servers": [{"boards": [1], "socs_per_board": 2}]}, ("boards = [1]", "socs_per_board")),
+        ({"servers": [{"boards": [0]}]}, ("boards = [0]",)),
+        ({"servers": [{"count": 4001}]}, ("[[server]] 1", "20005", "20000")),
+        ({"boards": [{"count": 5001, "socs": 4}]}, ("[[board]] 1", "20004", "20000")),
+        ({"cluster": {"boards": 4001}}, ("[cluster]", "20005", "20000")),
+        ({"servers": [{"server_bytes_per_s": 0}]}, ("server_bytes_per_s = 0",)),
+        ({"cluster": {"bords": 3}}, ("'bords'", "'boards'")),
+        ({"cluster": {"zzz": 3}}, ("'zzz'", "name", "boards")),
+        ({"cluster": {"boards": 0}}, ("boards = 0",)),
+        ({"cluster": {"boards": True}}, ("boards = True",)),
+        ({"cluster": {"boards": [3, -1]}}, ("boards = [3, -1]",)),
+        ({"cluster": {"boards": []}}, ("boards = []",)),
+        ({"cluster": {"boards": [3], "socs_per_board": 5}}, ("boards = [3]", "socs_per_board")),
+        ({"cluster": {"boards": 2}, "boards": [{"socs": 1}]}, ("boards = 2", "[[board]]")),
+        ({"boards": [{"scos": 1}]}, ("[[board]] 1", "'scos'", "'socs'")),
+        ({"cluster": {"soc_bytes_per_s": 0}}, ("soc_bytes_per_s = 0",)),
+        ({"cluster": {"hub_bytes_per_s": "fast"}}, ("hub_bytes_per_s = 'fast'",)),
+        ({"cluster": {"device": "abacus"}}, ("'abacus'", "snapdragon-865")),
+        ({"cluster": {"device": 3}}, ("device = 3",)),
+        ({"boards": {"socs": 3}}, ("[[board]]",)),
+        ({"devices": 3}, ("scenario: device = 3", "[device.NAME]")),
+        ({"devices": {"x86-core": device_table("x86-core")}}, ("[device.x86-core]",)),
     ],
 )
-def test_sites_that_cannot_be_are_one_line(tables: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says) as caught:
-        parse_cluster({}, **tables)
-    assert "\n" not in str(caught.value)
+def test_what_cannot_be_names_key_and_value(tables: dict[str, Any], named: tuple[str, ...]) -> None:
+    refused(lambda: parse_cluster(**{"cluster": {}} | tables), *named)
 
 
 @pytest.mark.parametrize(
-    ("table", "boards", "says"),
-    [
-        ({"bords": 3}, (), r"unknown key 'bords' \(value 3\); did you mean 'boards'\?"),
-        ({"zzz": 3}, (), r"unknown key 'zzz' \(value 3\); known keys: name, boards"),
-        (
-            {"boards": 0},
-            (),
-            r"boards = 0 must be a whole number of 1 or more or a list of whole numbers of 0 or more",
-        ),
-        ({"boards": True}, (), r"boards = True must be a whole number"),
-        (
-            {"boards": [3, -1]},
-            (),
-            r"boards = \[3, -1\] must be a whole number of 1 or more or a list of",
-        ),
-        ({"boards": []}, (), r"boards = \[\] has no SoC in use"),
-        ({"boards": [0, 0]}, (), r"has no SoC in use"),
-        ({"boards": [3], "socs_per_board": 5}, (), r"already lists the slots; drop socs_per_board"),
-        ({"boards": 2}, ({"socs": 1},), r"boards = 2 and \[\[board\]\] tables are both given"),
-        (
-            {},
-            ({"scos": 1},),
-            r"\[\[board\]\] 1: unknown key 'scos' \(value 1\); did you mean 'socs'",
-        ),
-        ({"soc_bytes_per_s": 0}, (), r"soc_bytes_per_s = 0 must be a number of 1 or more"),
-        (
-            {"hub_bytes_per_s": "fast"},
-            (),
-            r"hub_bytes_per_s = 'fast' must be a number of 1 or more",
-        ),
-        ({"device": "abacus"}, (), r"device 'abacus' is unknown; the catalogue has"),
-        ({}, {"socs": 3}, r"board = \{'socs': 3\} must be written \[\[board\]\], a list of tables"),
-    ],
+    ("content", "named"),
+    [(b"[cluster", "TOML"), (b"[clusters]\n", "'clusters'"), (b"# caf\xe9\n", "UTF-8")],
 )
-def test_what_cannot_be_is_one_line_with_key_value_and_remedy(
-    table: dict[str, Any],
-    boards: tuple[dict[str, Any], ...],
-    says: str,
-) -> None:
-    with pytest.raises(ConfigError, match=says) as caught:
-        parse_cluster(table, boards)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("[cluster", "not valid TOML"),
-        ("[clusters]\n", "unknown key 'clusters'"),
-    ],
-)
-def test_files_that_are_no_clusters(tmp_path: Path, text: str, says: str) -> None:
+def test_files_that_are_no_clusters(tmp_path: Path, content: bytes, named: str) -> None:
     file = tmp_path / "bad.toml"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=says):
-        load_cluster(file)
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_cluster(tmp_path / "nothing.toml")
-
-
-def test_a_file_that_is_not_text(tmp_path: Path) -> None:
-    file = tmp_path / "latin.toml"
-    file.write_bytes(b"# caf\xe9\n")
-    with pytest.raises(ConfigError, match="is not UTF-8 text"):
-        load_cluster(file)
+    refused(lambda: load_cluster(file), "bad.toml")
+    file.write_bytes(content)
+    refused(lambda: load_cluster(file), "bad.toml", named)
 
 
 # ------------------------------------------------------------------------------------------- device profiles
@@ -206,9 +144,8 @@ def write_profile(
 ) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     tables = {name: device_table(like) for name in names}
-    path.write_text(
-        toml_text({"schema": 1, "device": tables, **({"link": LINK} if link else {})}), "utf-8"
-    )
+    document = {"schema": 1, "device": tables} | ({"link": LINK} if link else {})
+    path.write_text(toml_text(document), "utf-8")
     return path
 
 
@@ -237,14 +174,12 @@ def test_the_resolved_tables_are_the_same_cluster_without_any_file(
     folder = tmp_path_factory.mktemp("case")
     for name in ("first", "second"):
         write_profile(folder / f"{name}.toml", name, link=links)
-    cluster = {
-        **({"device": "first.toml"} if main else {}),
-        **({"soc_bytes_per_s": 5e6} if stated else {}),
-    }
-    boards = [
-        {"socs": 2, **({"device": "second.toml"} if index in profiled else {})}
-        for index in range(4)
-    ]
+    cluster: dict[str, Any] = {"device": "first.toml"} if main else {}
+    if stated:
+        cluster["soc_bytes_per_s"] = 5e6
+    boards: list[dict[str, Any]] = [{"socs": 2} for _ in range(4)]
+    for index in profiled:
+        boards[index]["device"] = "second.toml"
     (folder / "rack.toml").write_text(toml_text({"schema": 1, "cluster": cluster, "board": boards}))
     loaded = load_cluster(folder / "rack.toml")
     resolved = cluster_document(folder / "rack.toml")
@@ -292,27 +227,13 @@ def test_profiles_that_a_cluster_cannot_use(tmp_path: Path) -> None:
     write_profile(tmp_path / "mine.toml", "mine")
     write_profile(tmp_path / "other/mine.toml", "mine", like="jetson-nx")
     (tmp_path / "none.toml").write_text("[cluster]\n")
-    for name, says in (
-        ("missing.toml", "missing.toml: cannot be read"),
-        (
-            "two.toml",
-            "two.toml: a cluster needs a profile of exactly one device, this one has one, two",
-        ),
-        ("shadow.toml", "device 'jetson-nx' is a name of the catalogue; give yours another one"),
-        ("none.toml", "none.toml: unknown key 'cluster'"),
+    for name, named in (
+        ("missing", ()),
+        ("two", ("one",)),
+        ("shadow", ("jetson-nx",)),
+        ("none", ()),
     ):
-        with pytest.raises(ConfigError, match=says) as caught:
-            parse_cluster({"device": str(tmp_path / name)})
-        assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match="two different devices are called 'mine'"):
-        inline_devices(
-            {"cluster": {"device": "mine.toml"}, "board": [{"device": "other/mine.toml"}]},
-            tmp_path,
-            "x",
-        )
-    with pytest.raises(ConfigError, match=r"\[device.x86-core\] has a name of the catalogue"):
-        parse_cluster({}, (), {"x86-core": device_table("x86-core")})
-    with pytest.raises(ConfigError, match=r"scenario: device = 3 must be tables \[device.NAME\]"):
-        parse_cluster({}, (), 3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="device = 3 must be a text"):
-        parse_cluster({"device": 3})
+        path = f"{tmp_path / name}.toml"
+        refused(lambda path=path: parse_cluster({"device": path}), path, *named)
+    document = {"cluster": {"device": "mine.toml"}, "board": [{"device": "other/mine.toml"}]}
+    refused(lambda: inline_devices(document, tmp_path, "x"), "x", "'mine'")

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from socflower.errors import ConfigError, TrainingFailed
+from socflower.errors import TrainingFailed
 from socflower.hierarchy import choose_group_count, default_candidates
+from tests.one_line import refused
 
 
 def test_the_last_good_number_before_the_fall_is_chosen() -> None:
@@ -29,8 +30,7 @@ def test_the_floor_counts_only_if_the_reference_is_above_it() -> None:
 
 def test_divergence_is_a_fall_and_of_the_reference_an_error() -> None:
     assert choose_group_count((1, 2), {1: 0.5, 2: math.nan}.__getitem__).stopped_at == 2
-    with pytest.raises(TrainingFailed, match="1 groups is nan"):
-        choose_group_count((1, 2), lambda _: math.nan)
+    refused(lambda: choose_group_count((1, 2), lambda _: math.nan), "nan", error=TrainingFailed)
 
 
 @given(
@@ -59,13 +59,19 @@ def test_default_candidates_are_powers_of_two() -> None:
 
 
 @pytest.mark.parametrize(
-    ("candidates", "options"),
-    [((), {}), ((0, 1), {}), ((1,), {"relative_drop": 1.5}), ((1,), {"floor": -0.1})],
+    ("candidates", "options", "named"),
+    [
+        ((), {}, "candidates"),
+        ((0, 1), {}, "0"),
+        ((1,), {"relative_drop": 1.5}, "relative_drop"),
+        ((1,), {"floor": -0.1}, "floor"),
+    ],
 )
 def test_what_cannot_be_chosen_from_is_refused(
-    candidates: tuple[int, ...], options: dict[str, float]
+    candidates: tuple[int, ...], options: dict[str, float], named: str
 ) -> None:
-    with pytest.raises(ConfigError, match="group count"):
-        choose_group_count(candidates, lambda _: 0.5, **options)
-    with pytest.raises(ConfigError, match="at least one SoC"):
-        default_candidates(0)
+    refused(lambda: choose_group_count(candidates, lambda _: 0.5, **options), named)
+
+
+def test_no_socs_have_no_candidates() -> None:
+    refused(lambda: default_candidates(0), "0")

@@ -6,26 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from socflower.cluster import LayerProfile, ModelProfile, Usage, parse_cluster
-from socflower.hierarchy import IntervalCosts, SyncInterval, plan_groups, sync_schedule
+from socflower.cluster import Usage, parse_cluster
+from socflower.hierarchy import IntervalCosts, SyncInterval, sync_schedule
 from socflower.precision.processor_costs import MixedPricing
 from socflower.sim import EventClock
+from tests.hierarchy.toy_trainings import interval_costs
+from tests.toy_clusters import same_usage, toy_profile
 
 CLUSTER = parse_cluster({"boards": [2, 2]})
-PROFILE = ModelProfile(
-    name="toy",
-    input_bytes=4.0,
-    layers=(
-        LayerProfile(
-            name="only",
-            kind="Linear",
-            forward_flops=1e8,
-            output_bytes=4.0,
-            weight_bytes=4e5,
-            num_tensors=2,
-        ),
-    ),
-)
 (INTERVAL,) = sync_schedule(1, 10, 1.0)
 
 ALPHAS = st.floats(0.0, 1.0)
@@ -33,29 +21,12 @@ ALPHAS = st.floats(0.0, 1.0)
 
 def work(**changes: Any) -> IntervalCosts:
     """Two groups of two, ten steps an epoch, which is the only interval."""
-    values: dict[str, Any] = {
-        "cluster": CLUSTER,
-        "plan": plan_groups(CLUSTER, 2),
-        "profile": PROFILE,
-        "num_samples": 640,
-        "batch_size": 32,
-        "steps_per_epoch": 10,
-        "uplink_turns": True,
-        "pricing": MixedPricing(rule="paper"),
-    }
-    return IntervalCosts(**(values | changes))
+    values = {"profile": toy_profile(1e8, 4e5, 2), "pricing": MixedPricing(rule="paper")} | changes
+    return interval_costs(values.pop("cluster", CLUSTER), values.pop("num_groups", 2), **values)
 
 
 def usage(of: IntervalCosts, phases: Any = (), interval: SyncInterval = INTERVAL) -> Usage:
     return of.run(interval, EventClock(CLUSTER), phases)
-
-
-def assert_same(ours: Usage, reference: Usage) -> None:
-    assert ours.duration_s == pytest.approx(reference.duration_s)
-    assert ours.total_energy_j == pytest.approx(reference.total_energy_j)
-    for key, seconds in reference.soc_seconds.items():
-        assert ours.soc_seconds[key] == pytest.approx(seconds)
-    assert dict(ours.num_bytes) == pytest.approx(dict(reference.num_bytes))
 
 
 @given(alpha=ALPHAS)
@@ -63,12 +34,12 @@ def test_phases_that_say_what_the_pricing_says_cost_the_same(alpha: float) -> No
     pricing = MixedPricing(rule="paper", alpha=alpha)
     same = work(pricing=pricing)
     expected = usage(same)
-    assert_same(usage(same, [(10, {})]), expected)
-    assert_same(usage(same, [(10, {0: pricing, 1: pricing})]), expected)
-    assert_same(usage(same, [(10, {1: pricing})]), expected)
+    same_usage(usage(same, [(10, {})]), expected)
+    same_usage(usage(same, [(10, {0: pricing, 1: pricing})]), expected)
+    same_usage(usage(same, [(10, {1: pricing})]), expected)
     # At the same shares, pricing all groups by themselves is pricing the whole.
     other = work(pricing=MixedPricing(rule="paper", alpha=1.0 - alpha))
-    assert_same(usage(other, [(10, {0: pricing, 1: pricing})]), expected)
+    same_usage(usage(other, [(10, {0: pricing, 1: pricing})]), expected)
 
 
 @given(first=st.tuples(ALPHAS, ALPHAS), second=st.tuples(ALPHAS, ALPHAS), cut=st.integers(1, 9))
@@ -88,11 +59,11 @@ def test_two_phases_cost_the_sum_of_both_and_one_synchronisation(
     synchronisation = of.synchronisation()
     assert synchronisation is not None
     expected += clock.run(synchronisation)
-    assert_same(usage(of, [(cut, pricings[0]), (10 - cut, pricings[1])]), expected)
+    same_usage(usage(of, [(cut, pricings[0]), (10 - cut, pricings[1])]), expected)
 
 
 def test_a_cut_where_nothing_changes_costs_nothing() -> None:
-    assert_same(usage(work(), [(4, {}), (6, {})]), usage(work()))
+    same_usage(usage(work(), [(4, {}), (6, {})]), usage(work()))
 
 
 def test_one_slow_group_does_not_slow_the_others_steps() -> None:
@@ -101,23 +72,19 @@ def test_one_slow_group_does_not_slow_the_others_steps() -> None:
     slow, all_slow = [(10, {1: on_cpu})], [(10, {0: on_cpu, 1: on_cpu})]
     for leaders, saved in (("ring", 0.0), ("star", 1.0)):
         of = work(leaders=leaders)
-        upload_s = (
-            of.exchange.num_messages * CLUSTER.message_s
-            + of.exchange.num_bytes / CLUSTER.hub_bytes_per_s
-        )
-        assert usage(of).duration_s < usage(of, slow).duration_s
-        assert usage(of, all_slow).duration_s - usage(of, slow).duration_s == pytest.approx(
-            saved * upload_s
-        )
+        exchange = of.exchange
+        upload_s = exchange.num_messages * CLUSTER.message_s
+        upload_s += exchange.num_bytes / CLUSTER.hub_bytes_per_s
+        slow_s, all_slow_s = usage(of, slow).duration_s, usage(of, all_slow).duration_s
+        assert usage(of).duration_s < slow_s
+        assert all_slow_s - slow_s == pytest.approx(saved * upload_s)
         assert usage(of, slow).soc_seconds["compute"] < usage(of, all_slow).soc_seconds["compute"]
 
 
 def test_shares_follow_the_rates_of_the_pricing_whatever_the_phases_say() -> None:
     """F4: the clients split batches before the alphas of the interval are known."""
-    mixed = parse_cluster(
-        {}, [{"socs": 1, "device": "snapdragon-865"}, {"socs": 1, "device": "raspberry-pi-4b"}]
-    )
-    of = work(cluster=mixed, plan=plan_groups(mixed, 1))
+    mixed = parse_cluster({}, [{"device": "snapdragon-865"}, {"device": "raspberry-pi-4b"}])
+    of = work(cluster=mixed, num_groups=1)
     shares = dict(of.shares)
     assert shares[0] > shares[1] and sum(shares.values()) == 32
     rates = [MixedPricing(rule="paper").rate("toy", mixed.device_of(soc)) for soc in (0, 1)]

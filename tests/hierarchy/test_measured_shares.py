@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from socflower.errors import ConfigError
 from socflower.hierarchy import split_batch
 from socflower.hierarchy.batch_shares import CapacityFilter
 from socflower.training.batches import ensure_one_sample
+from tests.one_line import refused
 
 RATES = st.floats(1e-2, 1e3)
 
@@ -34,6 +34,10 @@ DEVICES = st.lists(
     min_size=2,
     max_size=6,
 )
+
+
+def one_slow(sample_s: float = 100.0) -> list[Device]:
+    return [Device(sample_s=each) for each in (0.1, 0.1, sample_s)]
 
 
 def even(num_members: int, **options: float) -> CapacityFilter:
@@ -75,7 +79,7 @@ def test_step_times_approach_each_other_monotonically(
         rates = [size / seconds for size, seconds in zip(sizes, taken_s, strict=True)]
         common_s = 64.0 / math.fsum(rates)
         assert min(taken_s) * (1 - 1e-9) <= common_s <= max(taken_s) * (1 + 1e-9)
-        sizes = [64.0 * rate / math.fsum(rates) for rate in rates]
+        sizes = [common_s * rate for rate in rates]
         after_s = [device.seconds(size) for device, size in zip(devices, sizes, strict=True)]
         for device, before, after in zip(devices, taken_s, after_s, strict=True):
             assert after - common_s == pytest.approx(
@@ -154,16 +158,15 @@ def test_two_steps_that_are_far_off_are_ignored_by_a_full_window(at: int, member
     assert filtered.num_moves == 0
 
 
-@pytest.mark.parametrize(("factor", "taken_up_after"), [(0.5, 4), (2.0, 4), (0.1, 4)])
+@pytest.mark.parametrize("factor", [0.5, 2.0, 0.1])
 def test_a_lasting_change_is_taken_up_when_the_median_has_turned_and_patience_is_over(
     factor: float,
-    taken_up_after: int,
 ) -> None:
     filtered = even(3)
     for _ in range(10):
         note_rates(filtered, [4.0, 4.0, 4.0])
     changed = [note_rates(filtered, [4.0, 4.0, 4.0 * factor]) for _ in range(10)]
-    assert changed.index(True) + 1 == taken_up_after
+    assert changed.index(True) == 3
     assert filtered.capacities() == {0: 4.0, 1: 4.0, 2: 4.0 * factor}
 
 
@@ -202,35 +205,30 @@ def test_equal_observations_give_equal_bits_also_after_a_restore(seen: list[list
 def test_a_member_too_slow_for_a_sample_is_probed_ever_more_rarely_at_most_every_128_steps() -> (
     None
 ):
-    devices = [Device(sample_s=0.1), Device(sample_s=0.1), Device(sample_s=100.0)]
     filtered = even(3)
-    probes = [number for number in range(1000) if step(filtered, devices, 16)[0][2] and number > 10]
+    probes = [
+        number for number in range(1000) if step(filtered, one_slow(), 16)[0][2] and number > 10
+    ]
     gaps = [later - earlier for earlier, later in itertools.pairwise(probes)]
     assert gaps == [17, 33, 65, 129, 129, 129, 129, 129, 129][: len(gaps)]
     assert len(gaps) >= 8
 
 
 def test_a_member_that_has_become_fast_again_gets_its_share_back() -> None:
-    slow = [Device(sample_s=0.1), Device(sample_s=0.1), Device(sample_s=100.0)]
     filtered = even(3)
     for _ in range(100):
-        sizes, _ = step(filtered, slow, 30)
+        sizes, _ = step(filtered, one_slow(), 30)
     assert sizes[2] == 0
     for _ in range(150):
-        sizes, _ = step(filtered, [Device(sample_s=0.1)] * 3, 30)
+        sizes, _ = step(filtered, one_slow(0.1), 30)
     assert sizes == (10, 10, 10)
 
 
 def test_a_member_that_is_faster_than_nothing_but_still_too_slow_is_left_alone_again() -> None:
     filtered = even(3)
     for _ in range(100):
-        step(filtered, [Device(sample_s=0.1), Device(sample_s=0.1), Device(sample_s=100.0)], 16)
-    with_sample = [
-        step(filtered, [Device(sample_s=0.1), Device(sample_s=0.1), Device(sample_s=50.0)], 16)[0][
-            2
-        ]
-        for _ in range(600)
-    ]
+        step(filtered, one_slow(), 16)
+    with_sample = [step(filtered, one_slow(50.0), 16)[0][2] for _ in range(600)]
     assert sum(with_sample) <= 25
     assert with_sample[-100:].count(1) <= 1
 
@@ -266,30 +264,26 @@ def test_observations_that_cannot_be_tell_nothing(samples: float, seconds: float
 
 
 @pytest.mark.parametrize(
-    ("nominal", "options", "says"),
+    ("nominal", "options", "named"),
     [
-        ({0: -1.0, 1: 1.0}, {}, "nominal"),
-        ({0: math.nan}, {}, "nominal"),
-        ({0: math.inf}, {}, "nominal"),
-        ({0: 0.0, 1: 0.0}, {}, "one above 0"),
-        ({}, {}, "one above 0"),
+        ({0: -1.0, 1: 1.0}, {}, "-1.0"),
+        ({0: math.nan}, {}, "nan"),
+        ({0: math.inf}, {}, "inf"),
+        ({0: 0.0, 1: 0.0}, {}, "nominal"),
+        ({}, {}, "nominal"),
         ({0: 1.0}, {"threshold": 0.0}, "threshold = 0.0"),
         ({0: 1.0}, {"threshold": math.nan}, "threshold = nan"),
         ({0: 1.0}, {"patience": 0}, "patience = 0"),
-        ({0: 1.0}, {"window": 2}, "enough = 3, window = 2"),
-        ({0: 1.0}, {"enough": 0}, "enough = 0, window = 5"),
+        ({0: 1.0}, {"window": 2}, "window = 2"),
+        ({0: 1.0}, {"enough": 0}, "enough = 0"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(
-    nominal: dict[int, float], options: dict[str, float], says: str
+    nominal: dict[int, float], options: dict[str, float], named: str
 ) -> None:
-    with pytest.raises(ConfigError, match=says) as refusal:
-        CapacityFilter(nominal, **options)
-    assert "\n" not in str(refusal.value)
+    refused(lambda: CapacityFilter(nominal, **options), named)
 
 
 def test_strangers_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"observed \[5\]; the members are \[0, 1\]"):
-        even(2).note({0: (1, 1.0), 5: (1, 1.0)})
-    with pytest.raises(ConfigError, match=r"members \[0, 1, 2\]; here are \[0, 1\]"):
-        even(2).restore(even(3).state())
+    refused(lambda: even(2).note({0: (1, 1.0), 5: (1, 1.0)}), "[5]", "[0, 1]")
+    refused(lambda: even(2).restore(even(3).state()), "[0, 1, 2]", "[0, 1]")

@@ -1,18 +1,15 @@
 """Re-balancing: what moves inside groups and between them, and what never does (F4, F5, F6, F20)."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import combinations, pairwise, product
-from typing import Any
+from collections.abc import Sequence
+from itertools import chain, combinations, product
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from socflower.cluster import Activity, Cluster, LayerProfile, ModelProfile, Usage, parse_cluster
-from socflower.errors import ConfigError
-from socflower.hierarchy import GroupPlan, IntervalCosts, conflicts, plan_groups, sync_schedule
+from socflower.cluster import Activity, Cluster, Usage, parse_cluster
+from socflower.hierarchy import GroupPlan, conflicts, plan_groups, sync_schedule
 from socflower.hierarchy.communication_groups import communication_groups
 from socflower.hierarchy.mapping.placement import balance_capacities
 from socflower.hierarchy.rebalancing import (
@@ -24,21 +21,10 @@ from socflower.hierarchy.rebalancing import (
     without_members,
 )
 from socflower.sim import EventClock
+from tests.hierarchy.toy_trainings import interval_costs
+from tests.one_line import refused
+from tests.toy_clusters import Weather, toy_profile
 
-PROFILE = ModelProfile(
-    name="toy",
-    input_bytes=4.0,
-    layers=(
-        LayerProfile(
-            name="only",
-            kind="Linear",
-            forward_flops=1e10,
-            output_bytes=4.0,
-            weight_bytes=4.0,
-            num_tensors=1,
-        ),
-    ),
-)
 PARTS = st.floats(0.05, 1.0)
 LOOSE = settings(max_examples=30)
 
@@ -62,7 +48,11 @@ def members_of(plan: GroupPlan) -> list[tuple[int, ...]]:
 
 
 def boards_of(plan: GroupPlan, cluster: Cluster) -> list[list[int]]:
-    return [sorted(cluster.board_of(soc) for soc in group.members) for group in plan.groups]
+    return [sorted(map(cluster.board_of, socs)) for socs in members_of(plan)]
+
+
+def socs_of(plan: GroupPlan) -> list[int]:
+    return sorted(chain(*members_of(plan)))
 
 
 # --------------------------------------------------------------------------------------------- across groups
@@ -81,19 +71,11 @@ def test_reordering_keeps_boards_contention_communication_groups_and_leaders(
     assert [(group.group_id, group.leader, group.boards) for group in new.groups] == [
         (group.group_id, group.leader, group.boards) for group in plan.groups
     ]
-    assert all(
-        group.leader in group.members and group.members == tuple(sorted(group.members))
-        for group in new.groups
-    )
-    assert (
-        sorted(soc for socs in members_of(new) for soc in socs)
-        == list(plan.participants)
-        == list(new.participants)
-    )
-    assert (new.contention, new.communication_groups) == (
-        plan.contention,
-        plan.communication_groups,
-    )
+    for group in new.groups:
+        assert group.leader in group.members and group.members == tuple(sorted(group.members))
+    assert socs_of(new) == list(plan.participants) == list(new.participants)
+    assert new.contention == plan.contention
+    assert new.communication_groups == plan.communication_groups
     assert communication_groups(new.groups) == plan.communication_groups
     assert conflicts(new.groups) == conflicts(plan.groups)
     before, after = slowest(capacities, members_of(plan)), slowest(capacities, members_of(new))
@@ -165,42 +147,30 @@ def test_one_slow_soc_in_each_group_is_better_than_two_in_one() -> None:
     assert reordered(plan, cluster, capacities, 0.25) is plan  # a gain of exactly as much is none
 
 
-def test_members_of_another_plan_are_refused() -> None:
+@pytest.mark.parametrize("members", [[[0, 1], [2, 2]], [[0, 1], [2, 5]], [[2, 1], [0, 3]]])
+def test_members_of_another_plan_are_refused(members: list[list[int]]) -> None:
+    """A member twice, an unknown one, a group that is led from elsewhere."""
+    plan = plan_groups(parse_cluster({"boards": [4]}), 2)
+    refused(lambda: with_members(plan, members), "members")
+
+
+def test_too_few_capacities_are_refused() -> None:
     cluster = parse_cluster({"boards": [4]})
-    plan = plan_groups(cluster, 2)
-    for members in (
-        [[0, 1], [2, 2]],
-        [[0, 1], [2, 5]],
-        [[2, 1], [0, 3]],
-    ):  # twice, unknown, led from elsewhere
-        with pytest.raises(
-            ConfigError, match=r"re-balancing: members .* are not those of this plan"
-        ) as caught:
-            with_members(plan, members)
-        assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match="re-balancing: need 4 capacities, got 3"):
-        reordered(plan, cluster, [1.0] * 3)
+    refused(lambda: reordered(plan_groups(cluster, 2), cluster, [1.0] * 3), "4 capacities", "3")
 
 
 # ------------------------------------------------------------------------------------------------ capacities
 @pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"steps": -1}, "steps = -1 must not be negative"),
-        ({"tolerance": 0.0}, "tolerance = 0.0 must be above 0 and below 1"),
-        ({"tolerance": 1.0}, "tolerance = 1.0 must be above 0 and below 1"),
-        ({"tolerance": math.nan}, "tolerance = nan must be above 0 and below 1"),
-    ],
+    ("key", "value"),
+    [("steps", -1), ("tolerance", 0.0), ("tolerance", 1.0), ("tolerance", math.nan)],
 )
-def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        Rebalancing(**changes)
+def test_settings_that_cannot_be_are_refused(key: str, value: float) -> None:
+    refused(lambda: Rebalancing(**{key: value}), f"{key} = {value}")
 
 
 @pytest.mark.parametrize("part", [0.0, -0.5, math.nan, math.inf])
 def test_a_measured_capacity_that_cannot_be_is_refused(part: float) -> None:
-    with pytest.raises(ConfigError, match=r"SoC 3 has a measured capacity of .* need one above 0"):
-        CapacitiesInUse(0.05).take({3: part})
+    refused(lambda: CapacitiesInUse(0.05).take({3: part}), "SoC 3", part)
 
 
 @LOOSE
@@ -222,19 +192,18 @@ def test_what_is_in_use_is_never_further_off_than_the_tolerance(
 # -------------------------------------------------------------------------------------------------- members
 @LOOSE
 @given(plans(), st.data())
-def test_groups_go_on_without_members_that_are_taken(
+def test_groups_continue_without_members_that_are_taken(
     rack: tuple[Cluster, GroupPlan], data: st.DataObject
 ) -> None:
     _, plan = rack
     taken = data.draw(st.sets(st.sampled_from(plan.participants)))
     left = without_members(plan, taken)
-    assert left is plan if not taken else True
+    assert taken or left is plan
     assert left.participants == tuple(soc for soc in plan.participants if soc not in taken)
-    assert sorted(soc for socs in members_of(left) for soc in socs) == list(left.participants)
+    assert socs_of(left) == list(left.participants)
     before = {group.group_id: group for group in plan.groups}
-    assert [group.group_id for group in left.groups] == [
-        group.group_id for group in plan.groups if not set(group.members) <= taken
-    ]
+    kept = [number for number, group in before.items() if not set(group.members) <= taken]
+    assert [group.group_id for group in left.groups] == kept
     for group in left.groups:
         old = before[group.group_id]
         assert group.members == tuple(soc for soc in old.members if soc not in taken)
@@ -243,21 +212,6 @@ def test_groups_go_on_without_members_that_are_taken(
 
 
 # ----------------------------------------------------------------------------------------- shares of a batch
-def work(
-    cluster: Cluster, plan: GroupPlan, batch_size: int = 32, steps: int | None = None
-) -> IntervalCosts:
-    return IntervalCosts(
-        cluster=cluster,
-        plan=plan,
-        profile=PROFILE,
-        num_samples=10 * batch_size * len(plan.groups),
-        batch_size=batch_size,
-        steps_per_epoch=10,
-        uplink_turns=True,
-        rebalancing=None if steps is None else Rebalancing(steps=steps),
-    )
-
-
 @LOOSE
 @given(plans(), st.integers(1, 64), st.data())
 def test_shares_sum_to_the_batch_whatever_was_measured(
@@ -268,60 +222,17 @@ def test_shares_sum_to_the_batch_whatever_was_measured(
     """Whole samples, none negative; in proportion to within one; a member of a small batch may have none."""
     cluster, plan = rack
     parts = data.draw(st.dictionaries(st.sampled_from(plan.participants), PARTS))
-    shares = work(cluster, plan, batch_size).shares_of(plan, parts)
+    shares = interval_costs(cluster, plan, batch_size=batch_size).shares_of(plan, parts)
     assert sorted(shares) == list(plan.participants)
     for group in plan.groups:
         own = [shares[soc] for soc in group.members]
-        assert sum(own) == batch_size and all(
-            isinstance(share, int) and share >= 0 for share in own
-        )
-        total = sum(parts.get(soc, 1.0) for soc in group.members)
-        for soc in group.members:
-            assert abs(shares[soc] - batch_size * parts.get(soc, 1.0) / total) < 1.0
-        if min(parts.get(soc, 1.0) for soc in group.members) / total * batch_size >= 1.0:
-            assert min(own) >= 1
-
-
-class Weather:
-    """Speeds and users that change at given moments: `DeviceDynamics` without heat."""
-
-    def __init__(self, *stretches: tuple[float, Sequence[float], frozenset[int]]) -> None:
-        assert all(before[0] < after[0] for before, after in pairwise(stretches))
-        self._stretches, self._now_s = stretches, 0.0
-
-    def _present(self) -> int:
-        return max(
-            index
-            for index, (from_s, _, _) in enumerate(self._stretches)
-            if from_s <= self._now_s + 1e-9
-        )
-
-    def speed_factors(self) -> list[float]:
-        return list(self._stretches[self._present()][1])
-
-    def power_factors(self) -> list[float]:
-        return self.speed_factors()
-
-    def taken_socs(self) -> frozenset[int]:
-        return self._stretches[self._present()][2]
-
-    def steady_s(self, power_w: Sequence[float]) -> float:
-        index = self._present()
-        return (
-            math.inf
-            if index + 1 == len(self._stretches)
-            else self._stretches[index + 1][0] - self._now_s
-        )
-
-    def advance(self, duration_s: float, power_w: Sequence[float]) -> float:
-        self._now_s += duration_s
-        return 0.0
-
-    def state(self) -> dict[str, Any]:
-        return {"now_s": self._now_s}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._now_s = state["now_s"]
+        assert sum(own) == batch_size and min(own) >= 0
+        assert all(isinstance(share, int) for share in own)
+        rates = [parts.get(soc, 1.0) for soc in group.members]
+        quotas = [batch_size * rate / sum(rates) for rate in rates]
+        for share, quota in zip(own, quotas, strict=True):
+            assert abs(share - quota) < 1.0
+        assert min(own) >= 1 or min(quotas) < 1.0
 
 
 NOBODY = frozenset[int]()
@@ -331,22 +242,25 @@ NOBODY = frozenset[int]()
 def run(
     speeds: Sequence[float],
     steps: int | None,
-    batch_size: int = 120,
-    num_groups: int = 1,
     *later: tuple[float, Sequence[float], frozenset[int]],
 ) -> tuple[Usage, CapacitiesInUse]:
-    """Return what 100 steps on a board of SoCs take, and what is in use at their end."""
+    """Return what 100 steps of a group on one board take, and what is in use at their end."""
     cluster = parse_cluster({"boards": [len(speeds)]})
-    of = replace(
-        work(cluster, plan_groups(cluster, num_groups), batch_size, steps), steps_per_epoch=100
+    of = interval_costs(
+        cluster,
+        1,
+        profile=toy_profile(1e10, 4.0),
+        batch_size=120,
+        num_samples=12_000,
+        steps_per_epoch=100,
+        rebalancing=None if steps is None else Rebalancing(steps=steps),
     )
-    in_use = CapacitiesInUse(0.05)
-    usage = of.run(
-        INTERVAL,
-        EventClock(cluster, dynamics=Weather((0.0, speeds, NOBODY), *later)),
-        capacities=in_use,
-    )
-    return usage, in_use
+    in_use, weather = CapacitiesInUse(0.05), Weather((0.0, speeds, NOBODY), *later)
+    return of.run(INTERVAL, EventClock(cluster, dynamics=weather), capacities=in_use), in_use
+
+
+FULL_S = run([1.0, 1.0], None)[0].duration_s
+"""Of two SoCs at full speed."""
 
 
 @settings(max_examples=25)
@@ -356,16 +270,15 @@ def test_rebalanced_steps_take_what_the_total_capacity_allows(
 ) -> None:
     """The ideal of F4, but for samples that are whole and the steps until the first look."""
     assume(max(speeds) / min(speeds) > 1.2)
-    full, _ = run([1.0] * len(speeds), None)
+    full_s = run([1.0] * len(speeds), None)[0].duration_s
     off, _ = run(speeds, None)
     balanced, in_use = run(speeds, steps)
-    step_s = full.duration_s / 100
-    ideal_s = 100 * step_s * len(speeds) / sum(speeds)
-    worst_s = 100 * step_s / min(speeds)
+    ideal_s = full_s * len(speeds) / sum(speeds)
+    worst_s = full_s / min(speeds)
     assert off.duration_s == pytest.approx(worst_s, rel=0.02)
     assert ideal_s * 0.98 <= balanced.duration_s
     # Before the first look shares are as they were; then a part is up to 5 % off, a share by a sample.
-    late_s = (steps + 1) * step_s / min(speeds)
+    late_s = (steps + 1) / 100 * worst_s
     rounding = 1.0 + len(speeds) / 120 / min(speeds)
     assert balanced.duration_s <= ideal_s * 1.12 * rounding + late_s
     assert all(abs(in_use.part(soc) / speed - 1.0) <= 0.05 for soc, speed in enumerate(speeds))
@@ -384,29 +297,19 @@ def test_what_lies_within_the_tolerance_moves_nothing(speed: float) -> None:
 
 
 def test_a_share_follows_a_soc_that_recovers() -> None:
-    full_s = run([1.0, 1.0], None)[0].duration_s
-    usage, in_use = run([1.0, 0.5], 1, 120, 1, (0.3 * full_s, [1.0, 1.0], NOBODY))
+    usage, in_use = run([1.0, 0.5], 1, (0.3 * FULL_S, [1.0, 1.0], NOBODY))
     assert in_use.part(1) == 1.0
-    slow_s, _ = run([1.0, 0.5], 1)[0].duration_s, None
-    assert full_s < usage.duration_s < slow_s
+    assert FULL_S < usage.duration_s < run([1.0, 0.5], 1)[0].duration_s
 
 
 def test_while_a_user_has_a_soc_its_group_does_all_of_the_batch() -> None:
     """Two SoCs, one of which is taken for good after a third of the work: the rest takes twice as long."""
-    full_s = run([1.0, 1.0], None)[0].duration_s
-    usage, _ = run([1.0, 1.0], None, 120, 1, (full_s / 3, [1.0, 1.0], frozenset({0})))
-    assert usage.duration_s == pytest.approx(full_s * (1 / 3 + 2 * 2 / 3), rel=0.05)
+    usage, _ = run([1.0, 1.0], None, (FULL_S / 3, [1.0, 1.0], frozenset({0})))
+    assert usage.duration_s == pytest.approx(FULL_S * (1 / 3 + 2 * 2 / 3), rel=0.05)
 
 
 def test_while_users_have_all_socs_everybody_rests() -> None:
-    full_s = run([1.0, 1.0], None)[0].duration_s
-    usage, _ = run(
-        [1.0, 1.0],
-        None,
-        120,
-        1,
-        (full_s / 2, [1.0, 1.0], frozenset({0, 1})),
-        (5 * full_s, [1.0, 1.0], NOBODY),
-    )
-    assert usage.duration_s == pytest.approx(5.5 * full_s, rel=0.05)
-    assert usage.soc_seconds[Activity.IDLE] >= 2 * 4.4 * full_s
+    nobody_trains = (FULL_S / 2, [1.0, 1.0], frozenset({0, 1}))
+    usage, _ = run([1.0, 1.0], None, nobody_trains, (5 * FULL_S, [1.0, 1.0], NOBODY))
+    assert usage.duration_s == pytest.approx(5.5 * FULL_S, rel=0.05)
+    assert usage.soc_seconds[Activity.IDLE] >= 2 * 4.4 * FULL_S

@@ -101,49 +101,27 @@ def test_a_run_is_judged_by_its_loss_only_where_it_has_no_accuracy() -> None:
     assert final_figures({"accuracy": None, "loss": None})["quality"] == "loss"  # diverged
     assert final_figures({})["quality"] == "accuracy"
     assert quality_of([{"quality": "accuracy"}, {"quality": "loss"}]) is LOSS
-    assert (
-        quality_of([{"final_accuracy": 0.5}]) is ACCURACY
-    )  # written before there was a loss to be judged by
-    assert [LOSS.shown(value) for value in (2.41302, 2.0, 1234.5, math.nan, None)] == [
-        "2.413",
-        "2",
-        "1234",
-        "–",
-        "–",
-    ]
+    shown = list(map(LOSS.shown, (2.41302, 2.0, 1234.5, math.nan, None)))
+    assert shown == ["2.413", "2", "1234", "–", "–"]
 
 
+@pytest.mark.usefixtures("with_pictures")
 def test_the_report_of_losses_says_so_everywhere() -> None:
-    results = [
-        result("a", [5.5, 2.4, 2.2]),
-        result("b", [5.5, 3.0, 2.45]),
-        result("a", [5.5, 2.5, 2.3], seed=2),
-        result("b", [5.5, 3.0, 2.46], seed=2),
-    ]
+    results = [result("a", [5.5, 2.4, 2.2]), result("b", [5.5, 3.0, 2.45])]
+    results += [result("a", [5.5, 2.5, 2.3], seed=2), result("b", [5.5, 3.0, 2.46], seed=2)]
     means = means_of(results)
     assert means[0]["final_loss"] == pytest.approx(2.25) and "final_accuracy" not in means[0]
     assert headline_of(means) == (
         "a reaches loss 2.5 in 10.0 s of virtual time, 2.00× as fast as the best "
         "alternative: b takes 20.0 s."
     )
-    tuning = {
-        "key": "learning_rate",
-        "seed": 3,
-        "strategies": {
-            "a": {
-                "chosen": 0.1,
-                "tried": [{"value": 0.1, "final_loss": 2.4, "time_to_loss_s": 2.0}],
-            }
-        },
-    }
+    tried = [{"value": 0.1, "final_loss": 2.4, "time_to_loss_s": 2.0}]
+    found = {"a": {"chosen": 0.1, "tried": tried}}
+    tuning = {"key": "learning_rate", "seed": 3, "strategies": found}
     page = render_report(results, title="t", means=means, tuning=tuning)
     text = " ".join(re.sub(r"<[^>]+>", " ", page).split())
-    assert (
-        "2.25 ± 0.07071" in text and "0.1: 2.4, 2.00 s" in text and "Loss over virtual time" in page
-    )
-    assert "loss on the test data (lower is better)" in page and "target 2.5" in text
-    assert (
-        "Final loss" in text
-        and "Final accuracy" not in text
-        and "Accuracy" not in text.replace("Accuracy Loss", "")
-    )
+    for expected in ("2.25 ± 0.07071", "0.1: 2.4, 2.00 s", "target 2.5", "Final loss"):
+        assert expected in text
+    assert "Loss over virtual time" in page
+    assert "loss on the test data (lower is better)" in page
+    assert "Accuracy" not in text.replace("Accuracy Loss", "")

@@ -1,5 +1,6 @@
 """Symmetric parts are executed once, and it does not show: against full simulation, also where one part differs."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -14,29 +15,14 @@ from socflower.cluster import (
     HUB,
     Activity,
     Cluster,
-    Device,
     GraphBuilder,
-    Processor,
     TaskGraph,
-    Usage,
 )
 from socflower.cluster.topology import Board, Server
 from socflower.sim import EventClock, Trace, steady_state, symmetry, trace
 from socflower.sim.compiled_graph import compile_graph
 from socflower.sim.symmetry import fold
-
-TOY = Device(
-    name="toy",
-    idle_w=1.0,
-    network_w=0.5,
-    memory_bytes=1e9,
-    memory_bytes_per_s=1e9,
-    layer_overhead_s=0.0,
-    processors={
-        "cpu": Processor(name="cpu", flops_per_s=1e9, active_w=5.0),
-        "npu": Processor(name="npu", flops_per_s=1e9, active_w=3.0),
-    },
-)
+from tests.toy_clusters import TOY, same_usage
 
 
 @pytest.fixture(autouse=True)
@@ -61,10 +47,10 @@ def cluster_of(slots: Sequence[int], links: Sequence[float], uplinks: Sequence[f
 def training(
     groups: Sequence[Sequence[int]],
     seconds: Callable[[int], float],
-    num_bytes: float,
+    num_bytes: float = 30.0,
     *,
-    barrier: bool,
-    leaders_meet: bool,
+    barrier: bool = False,
+    leaders_meet: bool = False,
 ) -> TaskGraph:
     """Compute, a ring in each group, an update; then leaders meet at the hub, and the next repetition."""
     b = GraphBuilder()
@@ -116,12 +102,6 @@ def training(
     return b.build(sorted(computes))
 
 
-def close(left: Usage, right: Usage) -> None:
-    assert left.duration_s == pytest.approx(right.duration_s, rel=1e-9, abs=1e-9)
-    for name in ("soc_seconds", "energy_j", "num_bytes"):
-        assert getattr(left, name) == pytest.approx(getattr(right, name), rel=1e-9, abs=1e-9)
-
-
 @settings(max_examples=60)
 @given(data=st.data())
 def test_symmetric_and_nearly_symmetric_clusters_take_what_full_simulation_says(
@@ -162,7 +142,7 @@ def test_symmetric_and_nearly_symmetric_clusters_take_what_full_simulation_says(
         leaders_meet=data.draw(st.booleans()),
     )
     repeat = data.draw(st.integers(1, 12))
-    close(
+    same_usage(
         EventClock(cluster).run(graph, repeat=repeat),
         EventClock(cluster, extrapolate=False).run(graph, repeat=repeat),
     )
@@ -173,37 +153,26 @@ def program_of(graph: TaskGraph, cluster: Cluster) -> symmetry.Program:
     return component.program
 
 
+def equal_boards(num_boards: int, slots: int, uplink: float = 100.0) -> Cluster:
+    return cluster_of([slots] * num_boards, [100.0] * num_boards, [uplink] * num_boards)
+
+
 def test_a_ring_has_the_classes_of_one_board_and_one_odd_member_undoes_them() -> None:
-    cluster = cluster_of([4] * 10, [100.0] * 10, [100.0] * 10)
+    cluster = equal_boards(10, 4)
     ring = [list(range(40))]
-    plain = program_of(
-        training(ring, lambda soc: 1.0, 30.0, barrier=False, leaders_meet=False), cluster
-    )
+    plain = program_of(training(ring, lambda soc: 1.0), cluster)
     folded = fold(plain, 0)
     assert folded is not None
     assert len(folded.program.steps) == 4 * 4
     assert len(plain.steps) == 40 * 4
-    odd = program_of(
-        training(
-            ring, lambda soc: 1.01 if soc == 17 else 1.0, 30.0, barrier=False, leaders_meet=False
-        ),
-        cluster,
-    )
+    odd = program_of(training(ring, lambda soc: 1.01 if soc == 17 else 1.0), cluster)
     assert fold(odd, 0) is None
 
 
 def test_a_star_of_leaders_is_one_flow_with_the_weight_of_all() -> None:
-    cluster = cluster_of([2] * 50, [100.0] * 50, [100.0] * 50)
-    star = program_of(
-        training(
-            [[2 * board, 2 * board + 1] for board in range(50)],
-            lambda soc: 1.0,
-            30.0,
-            barrier=False,
-            leaders_meet=True,
-        ),
-        cluster,
-    )
+    cluster = equal_boards(50, 2)
+    groups = [[soc, soc + 1] for soc in range(0, 100, 2)]
+    star = program_of(training(groups, lambda soc: 1.0, leaders_meet=True), cluster)
     folded = fold(star, 0)
     assert folded is not None
     assert len(folded.program.steps) * 30 < len(star.steps)
@@ -217,20 +186,20 @@ def test_tasks_of_one_processor_are_served_in_their_order() -> None:
     for soc in range(6):
         works = [b.compute("work", soc, 1.0) for _ in range(3)]
         b.transfer("send", soc, (soc + 1) % 6, 50.0, after=(works[1],))
-    cluster = cluster_of([6], [100.0], [100.0])
+    cluster = equal_boards(1, 6)
     graph = b.build(range(6))
     folded = fold(program_of(graph, cluster), 0)
     assert folded is not None
     assert len(folded.program.steps) == 4
-    close(
+    same_usage(
         EventClock(cluster).run(graph, repeat=4),
         EventClock(cluster, extrapolate=False).run(graph, repeat=4),
     )
 
 
 def test_a_trace_shows_all_members_of_a_class() -> None:
-    cluster = cluster_of([3] * 3, [100.0] * 3, [100.0] * 3)
-    graph = training([list(range(9))], lambda soc: 1.0, 30.0, barrier=False, leaders_meet=False)
+    cluster = equal_boards(3, 3)
+    graph = training([list(range(9))], lambda soc: 1.0)
     folded, full = Trace(), Trace()
     EventClock(cluster, trace=folded).run(graph)
     EventClock(cluster, trace=full, extrapolate=False).run(graph)
@@ -272,7 +241,18 @@ def busy(spans: Spans) -> list[list[float]]:
     return found
 
 
-@settings(max_examples=15)
+def rows_of(name: str) -> list[str]:
+    """Return the rows of single SoCs, boards or servers that a row such as "SoCs 3-5 cpu" joins."""
+    found = re.fullmatch(r"(SoC|board|server)s? ?(\d+)-?(\d*)([ /].*)", name)
+    if not found:
+        return [name]
+    noun, first, last, kind = found.groups()
+    space = " " if noun == "SoC" else ""
+    numbers = range(int(first), int(last or first) + 1)
+    return [f"{noun}{space}{number}{kind}" for number in numbers]
+
+
+@settings(max_examples=10)
 @given(data=st.data())
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_rows_of_a_large_cluster_are_those_of_its_socs_together(
@@ -280,7 +260,7 @@ def test_rows_of_a_large_cluster_are_those_of_its_socs_together(
 ) -> None:
     """Each row of boards or servers is busy when any of its SoCs is, and has all their tasks and bytes."""
     num_boards, slots = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 4))
-    cluster = cluster_of([slots] * num_boards, [100.0] * num_boards, [60.0] * num_boards)
+    cluster = equal_boards(num_boards, slots, 60.0)
     servers = data.draw(st.sampled_from([1, *(each for each in (2, 3) if num_boards % each == 0)]))
     if servers > 1:
         each = Server(num_boards=num_boards // servers, uplink_bytes_per_s=80.0)
@@ -293,7 +273,6 @@ def test_rows_of_a_large_cluster_are_those_of_its_socs_together(
         [socs[first : first + size] for first in range(0, len(socs), size)],
         lambda soc: 1.3 if soc == slow else 1.0,
         50.0,
-        barrier=False,
         leaders_meet=data.draw(st.booleans()),
     )
     with pytest.MonkeyPatch.context() as patch:
@@ -305,23 +284,7 @@ def test_rows_of_a_large_cluster_are_those_of_its_socs_together(
     assert len({name.rpartition(" ")[0] for name in of_socs}) <= most
     seen = set()
     for name, spans in together.items():
-        noun, _, rest = name.partition(" ")
-        numbers, kind = (
-            (rest.split(" ", 1) if noun.startswith("SoC") else rest.split("/", 1))
-            if noun.rstrip("s") in ("SoC", "board", "server")
-            else ("", "")
-        )
-        first, _, last = numbers.partition("-")
-        ours = (
-            [name]
-            if not numbers
-            else [
-                f"SoC {number} {kind}"
-                if noun.startswith("SoC")
-                else f"{noun.rstrip('s')}{number}/{kind}"
-                for number in range(int(first), int(last or first) + 1)
-            ]
-        )
+        ours = rows_of(name)
         seen |= set(ours)
         alone = [span for each in ours for span in own.get(each, [])]
         np.testing.assert_allclose(busy(spans), busy(alone), rtol=1e-9, atol=1e-9)
