@@ -28,6 +28,7 @@ from socflower.training.trainer import Part, SessionResult, TrainingSpan
 from tests.clients.test_app import fresh, group_task, make_app, message, metrics_of, node
 from tests.one_line import refused
 from tests.seeded import built
+from tests.training.by_torch import assert_close, assert_equal
 from tests.training.test_group import parts_of, small_data, small_network
 
 SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(lambda sizes: sum(sizes) > 0)
@@ -173,18 +174,6 @@ def whole(parts: Sequence[Part]) -> list[Part]:
     ]
 
 
-def assert_equal(ours: nn.Module, reference: nn.Module) -> None:
-    assert_close(ours, reference, rtol=0.0, atol=0.0)
-
-
-def assert_close(
-    ours: nn.Module, reference: nn.Module, *, rtol: float = 1e-4, atol: float = 2e-6
-) -> None:
-    torch.testing.assert_close(
-        dict(ours.state_dict()), dict(reference.state_dict()), rtol=rtol, atol=atol
-    )
-
-
 def never() -> Int8Backend:
     raise AssertionError("the rule asks for no accelerator")
 
@@ -235,28 +224,6 @@ def gradients_by_hand(model: nn.Module, inputs: Tensor, labels: Tensor) -> list[
             functional.cross_entropy(model(inputs), labels), list(model.parameters())
         )
     )
-
-
-@pytest.mark.parametrize(("ratio", "gamma"), [(0.5, 0.5), (0.25, 0.75), (0.9, 0.1)])
-def test_for_plain_sgd_merging_is_gamma_of_the_one_and_the_rest_of_the_other(
-    ratio: float, gamma: float
-) -> None:
-    """w = gamma * w_FP32 + (1 - gamma) * w_INT8, by hand; alpha = 1 under `normalised` leaves the split to beta."""
-    ours, start = network(), network()
-    (step,) = batches(1, (20,))
-    ((inputs, labels),) = step
-    _, end = run(trainer_of(CoarseBackend, "normalised"), ours, [step], npu_ratios=(ratio,))
-    size = round(gamma * 20)
-    assert end.metrics["cpu-share"] == pytest.approx(gamma)
-    on_cpu = gradients_by_hand(start, inputs[:size], labels[:size])
-    on_npu = gradients_by_hand(start, inputs[size:], labels[size:])
-    for merged, weight, fp32, int8 in zip(
-        ours.parameters(), start.parameters(), on_cpu, on_npu, strict=True
-    ):
-        w_fp32, w_int8 = weight - 0.1 * fp32, weight - 0.1 * (int8 / 0.05).round() * 0.05
-        torch.testing.assert_close(
-            merged, gamma * w_fp32 + (1 - gamma) * w_int8, rtol=1e-4, atol=2e-6
-        )
 
 
 @pytest.mark.parametrize("members", [(8,), (3, 5)])
@@ -316,26 +283,16 @@ def test_the_reported_share_is_gamma_and_lies_between_1_minus_beta_and_1(
 ) -> None:
     """To half a sample of each member, because samples are whole; what accuracy asks for is only rounded up."""
     ratios = tuple(data.draw(st.floats(0.0, 1.0)) for _ in sizes)
-    _, end = run(
-        trainer_of(lambda: ScriptedBackend([cosine]), rule),
-        network(),
-        batches(1, sizes),
-        npu_ratios=ratios,
-    )
+    trainer = trainer_of(lambda: ScriptedBackend([cosine]), rule)
+    _, end = run(trainer, network(), batches(1, sizes), npu_ratios=ratios)
     on_cpu = end.metrics["cpu-share"] * sum(sizes)
-    floor = accuracy_floor(rule, cosine)
-    gammas = [
-        (cpu_share(rule, cosine, ratio), size)
-        for ratio, size in zip(ratios, sizes, strict=True)
-        if size
-    ]
-    least = sum(max(gamma * size - 0.5, floor * size) for gamma, size in gammas)
-    most = sum(max(gamma * size + 0.5, floor * size + 1.0) for gamma, size in gammas)
-    assert least - 1e-4 <= on_cpu <= most + 1e-4  # alpha is that of float32 logits
-    assert (
-        on_cpu
-        >= sum((1.0 - ratio) * size - 0.5 for ratio, size in zip(ratios, sizes, strict=True)) - 1e-4
-    )
+    floor, least, most, of_beta = accuracy_floor(rule, cosine), 0.0, 0.0, 0.0
+    for ratio, size in zip(ratios, sizes, strict=True):
+        gamma = cpu_share(rule, cosine, ratio)
+        least += max(gamma * size - 0.5, floor * size) if size else 0.0
+        most += max(gamma * size + 0.5, floor * size + 1.0) if size else 0.0
+        of_beta += (1.0 - ratio) * size - 0.5
+    assert max(least, of_beta) - 1e-4 <= on_cpu <= most + 1e-4  # alpha is that of float32 logits
     assert on_cpu <= sum(sizes)
 
 
@@ -488,15 +445,15 @@ KeepsItsStatistics.dtype = torch.float32
 
 def test_statistics_that_fail_at_an_epochs_start_cost_no_samples() -> None:
     steps, ours, reference = batches(4, (8,)), network(norm=True), network(norm=True)
-    losses, end = run(
-        trainer_of(lambda: KeepsItsStatistics("weights", 1)), ours, steps, steps_per_epoch=2
-    )
-    first, state = run(trainer_of(CoarseBackend), reference, steps[:2], steps_per_epoch=2)
-    alone, _ = run(trainer_of(never, "fp32"), reference, steps[2:], state.state, first_step=2)
+    failing = trainer_of(lambda: KeepsItsStatistics("weights", 1))
+    losses, end = run(failing, ours, steps, steps_per_epoch=2)
+    first, left = run(trainer_of(CoarseBackend), reference, steps[:2], steps_per_epoch=2)
+    alone, _ = run(trainer_of(never, "fp32"), reference, steps[2:], left.state, first_step=2)
     assert losses == pytest.approx(first + alone, abs=1e-5)
     for weight, expected in zip(ours.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(weight, expected, rtol=1e-4, atol=2e-6)
-    assert len(end.events) == 1 and "at step 2 " in end.events[0]
+    (event,) = end.events
+    assert "at step 2 " in event
     assert end.metrics["cpu-share"] == pytest.approx((2 * 4 + 2 * 8) / 32)
 
 
@@ -695,28 +652,14 @@ def test_a_throughput_that_is_told_is_not_renewed_by_the_stopwatch() -> None:
 
 def test_measuring_beta_leaves_weights_statistics_and_random_numbers_alone() -> None:
     """By a real measurement; that it gives a split at all shows that both sides were timed."""
-
-    class Watched(ExactBackend):
-        def predict(self, images: Any) -> Any:
-            self.before_measuring = {
-                name: tensor.clone() for name, tensor in self.model.state_dict().items()
-            }
-            return super().predict(images)
-
-    made: list[Watched] = []
-    model = network(norm=True, dropout=0.4)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    session = trainer_of(lambda: made.append(Watched()) or made[-1], "normalised").start(
-        model, TrainingSpan(steps_per_epoch=100)
-    )
-    torch.manual_seed(9)
+    backend, model = ExactBackend(), network(norm=True, dropout=0.4)
+    before = copy.deepcopy(model)
+    session = trainer_of(lambda: backend, "normalised").start(model, TrainingSpan())
     random_state = torch.get_rng_state()
     session._prepare(batches(1, (40,))[0])
     assert torch.equal(torch.get_rng_state(), random_state)
-    for name, tensor in before.items():
-        assert torch.equal(model.state_dict()[name], tensor), name
-    for name, tensor in made[0].before_measuring.items():
-        assert torch.equal(made[0].model.state_dict()[name], tensor), name
+    assert_equal(model, before)
+    assert_equal(backend.model.float(), before)
     cpu_s, npu_s = seconds_in(session.finish().state) or (0.0, 0.0)
     assert cpu_s > 0.0 and npu_s > 0.0
 
