@@ -3,7 +3,7 @@
 import copy
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -20,7 +20,7 @@ from torch.nn import functional
 from socflower.errors import TrainingFailed
 from socflower.model_graph.random_state import forked_generator
 from socflower.precision import NITI, Int8Backend, NativeInt8Backend
-from socflower.precision.cpu_share import MIXING_RULES, accuracy_floor, cpu_samples, cpu_share
+from socflower.precision.cpu_share import accuracy_floor, cpu_samples, cpu_share
 from socflower.precision.int8.model import StepResult
 from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
 from socflower.training.mixed_precision import MixedPrecisionTrainer
@@ -32,15 +32,6 @@ from tests.training.by_torch import assert_close, assert_equal
 from tests.training.test_group import parts_of, small_data, small_network
 
 SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(lambda sizes: sum(sizes) > 0)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """For networks as small as these more threads only cost time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ------------------------------------------------------------------------------------------ accelerators by hand
@@ -473,22 +464,6 @@ def test_statistics_that_fail_at_the_end_are_the_cpus(way: str) -> None:
     assert "at step 3 " in event
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, of_cpu[name])
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"rule": "most"}, ("rule", "most", *MIXING_RULES)),
-        (
-            {"fp32": FP32Trainer(train_step=lambda model, batch: model(batch).sum())},
-            ("train_step",),
-        ),
-        ({"fp32": FP32Trainer(reduction="ring")}, ("reduction", "ring", "'always'")),
-        ({"held_out": torch.zeros(0, 1, 6, 6)}, ("held_out",)),
-    ],
-)
-def test_bad_settings_are_refused(settings: dict[str, Any], named: tuple[str, ...]) -> None:
-    refused(lambda: MixedPrecisionTrainer(**settings), "MixedPrecisionTrainer", *named)
 
 
 # ------------------------------------------------------------------------------------------ two workers
