@@ -214,7 +214,7 @@ class LinearBackend(Int8Backend):
     name = "NumPy"
 
     def build(self, module, input_shape):
-        self.load_weights(module.state_dict(), seed=0)
+        self.values = {key: value.numpy() for key, value in module.state_dict().items()}
 
     def load_weights(self, weights, *, seed):
         self.values = {key: np.array(value, np.float64) for key, value in weights.items()}
