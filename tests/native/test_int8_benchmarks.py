@@ -39,6 +39,7 @@ def test_a_saved_model_trains_in_int8_where_torch_cannot_be_imported(saved_model
     assert found["wrong"] == []
 
 
+@pytest.mark.slow
 def test_two_threads_end_with_the_parameters_of_one(saved_models):
     found = in_setting(
         settings()[0], "benchmarks.int8_step_isolated:thread_times",

@@ -4,6 +4,7 @@ import functools
 import os
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from socflower import _int8
+from tests.one_line import refused
 from tests.precision import numpy_kernels as nk
 from tests.precision.numpy_kernels import padded, random_tensor, stride_of, unpadded
 
@@ -18,7 +20,7 @@ KERNELS = _int8.available_kernels()
 THREADS = (1, 2, 3)
 ROUNDINGS = (nk.NEAREST, nk.PSEUDO_STOCHASTIC)
 
-many = settings(max_examples=40)
+many = settings(max_examples=30)
 few = settings(max_examples=15)
 seeds = st.integers(0, 2**32 - 1)
 
@@ -61,65 +63,49 @@ def convolutions(draw):
     return draw(st.integers(1, 9)), *size, in_c, out_c, kernel, stride, padding, groups
 
 
+def assert_rounded(run, exact, channels, shape, shift, rounding):
+    """Require of `run(out)` the integers in int32 and, rounded, in int8, and their largest magnitude."""
+    for dtype, expected in ((np.int32, exact), (np.int8, nk.round_shift(exact, shift, rounding))):
+        out = np.full(shape, 9, dtype)
+        assert run(out) == nk.largest_magnitude(exact)
+        np.testing.assert_array_equal(unpadded(out, channels), expected)
+
+
 def check_convolution(shape, seed, batch_block, extreme, activations, algorithm="auto"):
     batch, in_h, in_w, in_c, out_c, kernel, stride, padding, groups = shape
     rng = np.random.default_rng(seed)
     geometry = {"stride": stride, "padding": padding, "groups": groups}
     x = values_like(extreme, rng, (in_h, in_w, batch, in_c), 0 if activations else -127)
     weight = values_like(extreme, rng, (*kernel, in_c // groups, out_c))
-    bias = rng.integers(-(10**6), 10**6, out_c)
-    acc = nk.convolution(x, weight, **geometry) + bias
+    bias, mask = rng.integers(-(10**6), 10**6, out_c), random_tensor(rng, x.shape)
+    rounding, relu = int(rng.integers(2)), bool(rng.integers(2))
+    acc = nk.kept(nk.convolution(x, weight, **geometry) + bias, relu=relu)
     dy = values_like(extreme, rng, acc.shape)
-    mask = random_tensor(rng, x.shape)
     dx = nk.kept(nk.input_gradient(dy, weight, x.shape, **geometry), mask=mask)
     dw = nk.weight_gradient(x, dy, kernel, **geometry)
-    rounding = int(rng.integers(2))
-    relu = bool(rng.integers(2))
-    acc = nk.kept(acc, relu=relu)
-    shift, shift_x = nk.shift_for(nk.largest_magnitude(acc)), nk.shift_for(nk.largest_magnitude(dx))
-    plan = _int8.Convolution(
-        batch,
-        in_h,
-        in_w,
-        in_c,
-        out_c,
-        *kernel,
-        *stride,
-        *padding,
-        groups,
-        min(batch_block, batch),
-        algorithm,
-    )
+    shift, shift_x = (nk.shift_for(nk.largest_magnitude(each)) for each in (acc, dx))
+    sizes = (batch, in_h, in_w, in_c, out_c, *kernel, *stride, *padding, groups)
+    plan = _int8.Convolution(*sizes, min(batch_block, batch), algorithm)
     assert plan.weight_shape == (*kernel, in_c // groups, stride_of(out_c))
     x8, weight8, dy8, mask8 = padded(x), padded(weight), padded(dy), padded(mask)
     bias32 = padded(bias, np.int32)
     for which in all_engines():
         workspace = workspace_for(plan, which)
-        rounded, wide = np.full((2, *acc.shape[:3], stride_of(out_c)), 9, np.int32)
-        rounded = rounded.astype(np.int8)
-        for out in (rounded, wide):
-            largest = plan.forward(
-                which, x8, weight8, bias32, out, workspace, activations, shift, rounding, relu
-            )
-            assert largest == nk.largest_magnitude(acc)
-        np.testing.assert_array_equal(unpadded(wide, out_c), acc)
-        np.testing.assert_array_equal(
-            unpadded(rounded, out_c), nk.round_shift(acc, shift, rounding)
-        )
-        rounded, wide = np.full(x8.shape, 9, np.int8), np.full(x8.shape, 9, np.int32)
-        for out in (rounded, wide):
-            largest = plan.input_gradient(
+
+        def forward(out, which=which, workspace=workspace):
+            settings_ = (activations, shift, rounding, relu)
+            return plan.forward(which, x8, weight8, bias32, out, workspace, *settings_)
+
+        def backward(out, which=which, workspace=workspace):
+            return plan.input_gradient(
                 which, dy8, weight8, out, workspace, shift_x, rounding, mask8
             )
-            assert largest == nk.largest_magnitude(dx)
-        np.testing.assert_array_equal(unpadded(wide, in_c), dx)
-        np.testing.assert_array_equal(
-            unpadded(rounded, in_c), nk.round_shift(dx, shift_x, rounding)
-        )
+
+        assert_rounded(forward, acc, out_c, dy8.shape, shift, rounding)
+        assert_rounded(backward, dx, in_c, x8.shape, shift_x, rounding)
         got = np.full(plan.weight_shape, 9, np.int32)
-        assert plan.weight_gradient(
-            which, x8, dy8, got, workspace, activations
-        ) == nk.largest_magnitude(dw)
+        largest = plan.weight_gradient(which, x8, dy8, got, workspace, activations)
+        assert largest == nk.largest_magnitude(dw)
         np.testing.assert_array_equal(unpadded(got, out_c), dw)
 
 
@@ -416,23 +402,6 @@ def test_random_rounding_equals_numpy_on_every_path_and_number_of_threads(shape,
         np.testing.assert_array_equal(round_weights(which, real, exponent, seed), expected)
 
 
-@many
-@given(weight_shapes, st.integers(-60, 60), seeds)
-def test_random_rounding_is_within_a_quantum_keeps_exact_values_and_leaves_the_padding_zero(
-    shape, exponent, seed
-):
-    rng = np.random.default_rng(seed)
-    real = np.ldexp(rng.uniform(-127, 127, shape), exponent).astype(np.float32)
-    exact = rng.random(shape) < 0.5
-    real[exact] = np.rint(np.ldexp(real[exact], -exponent)) * np.float32(2.0**exponent)
-    got = np.ldexp(
-        unpadded(round_weights(engine(KERNELS[-1]), real, exponent, seed), shape[0]), exponent
-    )
-    got = got.transpose(3, 0, 1, 2)
-    np.testing.assert_array_equal(got[exact], real[exact])
-    assert (np.abs(got - real.astype(np.float64)) < 2.0**exponent).all()
-
-
 def test_random_rounding_has_the_value_as_its_expectation():
     """Over seeds, for fractions on either side of a half and of zero: within Bernstein's bound, e^-15 a value."""
     num_seeds = 3000
@@ -451,21 +420,12 @@ def test_random_rounding_has_the_value_as_its_expectation():
     assert (np.abs(total / num_seeds - real.ravel()) <= bound.ravel()).all()
 
 
-@pytest.mark.parametrize("value", [0.3, -0.3, -0.7, 0.5])
-def test_random_rounding_has_the_value_as_its_mean_over_a_weight(value):
-    """As test_random_rounding_has_the_value_as_its_expectation, but over the elements of one weight of one seed."""
-    real = np.full((64, 3, 3, 100), value, np.float32)
-    for seed in (0, 1, 2**32 - 1):
-        got = round_weights(engine(KERNELS[-1]), real, 0, seed)
-        assert abs(got.mean() - value) < 5 * np.sqrt(0.25 / real.size)
-
-
 def test_seeds_that_follow_one_another_round_independently():
-    real = np.full((64, 1, 1, 500), 0.5, np.float32)
+    real, which = np.full((64, 1, 1, 500), 0.5, np.float32), engine(KERNELS[-1])
     rounds = np.array(
-        [round_weights(engine(KERNELS[-1]), real, 0, seed).ravel() for seed in range(20)],
-        np.float64,
+        [round_weights(which, real, 0, seed).ravel() for seed in range(20)], np.float64
     )
+    assert abs(rounds.mean() - 0.5) < 5 * np.sqrt(0.25 / rounds.size)
     correlations = np.corrcoef(rounds)[np.triu_indices(len(rounds), 1)]
     assert np.abs(correlations).max() < 5 / np.sqrt(real.size)
     one = rounds[0] - rounds[0].mean()
@@ -494,19 +454,6 @@ def test_an_exported_gradient_is_the_transposed_one_times_the_scale(shape, seed)
         outside = np.full(shape, 9, np.float32)
         _int8.export_gradient(which, gradient, outside, float(scale))
         np.testing.assert_array_equal(outside, expected)
-
-
-@many
-@given(weight_shapes, seeds)
-def test_exporting_undoes_the_rounding_of_exact_weights(shape, seed):
-    rng = np.random.default_rng(seed)
-    real = np.ldexp(rng.integers(-127, 128, shape), -5).astype(np.float32)
-    for which in all_engines():
-        back = np.full(shape, 9, np.float32)
-        _int8.export_gradient(
-            which, round_weights(which, real, -5, seed).astype(np.int32), back, 2.0**-5
-        )
-        np.testing.assert_array_equal(back, real)
 
 
 def test_a_convolution_over_patches_is_the_convolution():
@@ -595,26 +542,9 @@ def test_rounding_is_nearly_unbiased_on_either_side_of_zero(kernel, shift, sign,
 def test_rounding_is_symmetric_under_negation_and_saturates_at_127(kernel, rounding):
     rng = np.random.default_rng(1)
     acc = rng.integers(-(2**31) + 1, 2**31, 4096).astype(np.int32)
-    acc[:16] = [
-        255,
-        -255,
-        254,
-        253,
-        127,
-        128,
-        0,
-        1,
-        2**31 - 1,
-        -(2**31) + 1,
-        2**30,
-        16256,
-        16257,
-        65535,
-        3,
-        5,
-    ]
+    acc[:8] = [255, -255, 254, 127, 128, 0, 2**31 - 1, 65535]
     for shift in range(31):
-        plus, minus = np.empty(acc.shape, np.int8), np.empty(acc.shape, np.int8)
+        plus, minus = np.empty((2, *acc.shape), np.int8)
         _int8.requantise(engine(kernel), acc, plus, shift, rounding)
         _int8.requantise(engine(kernel), -acc, minus, shift, rounding)
         np.testing.assert_array_equal(plus, -minus)
@@ -657,45 +587,34 @@ def test_the_interpreters_lock_is_released_while_computing():
 
 
 def test_two_python_threads_may_share_an_engine():
-    which = _int8.Engine(2)
-    rng = np.random.default_rng(2)
-    inputs = [random_tensor(rng, (64, 64)).astype(np.int8) for _ in range(4)]
-    expected = [x.astype(np.int64).sum(axis=0) for x in inputs]
-    wrong = []
-    out = np.empty((2, 64), np.int64)
-    _int8.channel_sums(which, inputs[0], inputs[0], None, out[0], out[1])
+    which, rng = _int8.Engine(2), np.random.default_rng(2)
+    inputs = [random_tensor(rng, (64, 64)).astype(np.int8) for _ in range(3)]
 
-    def work(mine):
-        sums = np.empty((2, 64), np.int64)
-        for i in range(3000):
-            _int8.channel_sums(which, inputs[mine], inputs[mine], None, sums[0], sums[1])
-            if not np.array_equal(sums[0], expected[mine]):
-                wrong.append((mine, i))
-                return
+    def is_right(x):
+        expected, sums = x.astype(np.int64).sum(axis=0), np.empty((2, 64), np.int64)
+        for _ in range(1500):
+            _int8.channel_sums(which, x, x, None, sums[0], sums[1])
+            if not np.array_equal(sums[0], expected):
+                return False
+        return True
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(len(inputs)) as threads:
+        assert all(threads.map(is_right, inputs))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
-        ({"num_threads": 0}, "num_threads must be 1 to 1024, got 0"),
-        ({"num_threads": -5}, "num_threads must be 1 to 1024, got -5"),
-        ({"num_threads": 10**6}, "num_threads must be 1 to 1024"),
-        ({"num_threads": 2, "cores": [0]}, "1 cores for 2 threads"),
-        ({"num_threads": 1, "cores": [-1]}, "no core -1"),
-        ({"num_threads": 1, "cores": [10**6]}, "no core 1000000"),
-        ({"kernel": "abacus"}, r"no kernel path 'abacus'; it has portable"),
+        ({"num_threads": 0}, ("num_threads", "1 to 1024", "0")),
+        ({"num_threads": 1025}, ("num_threads", "1025")),
+        ({"num_threads": 2, "cores": [0]}, ("1 cores for 2 threads",)),
+        ({"num_threads": 1, "cores": [-1]}, ("core -1",)),
+        ({"num_threads": 1, "cores": [10**6]}, ("core 1000000",)),
+        ({"kernel": "abacus"}, ("'abacus'", "portable")),
     ],
 )
-def test_engine_refuses_threads_and_paths_that_are_not_there(arguments, message):
-    with pytest.raises((ValueError, RuntimeError), match=message):
-        _int8.Engine(**arguments)
+def test_engine_refuses_threads_and_paths_that_are_not_there(arguments, named):
+    refused(lambda: _int8.Engine(**arguments), *named, error=(ValueError, RuntimeError))
 
 
 def test_pinned_threads_compute_the_same():

@@ -1,13 +1,29 @@
-"""Small networks that hold every operator and every way in which operators meet."""
+"""Small networks that hold every operator and every way in which operators meet, and how tests train them."""
+
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import nn
 
+from socflower.precision import (
+    ADAPTIVE_FIXED_POINT,
+    NITI,
+    EngineSettings,
+    Int8Model,
+    RescalingPolicy,
+)
+from socflower.precision.algorithm import Fp32Update
 from tests.seeded import built
 
 IMAGE = (3, 10, 10)
 CLASSES = 5
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+ALWAYS = RescalingPolicy(adaptive=False)
+SELDOM = RescalingPolicy(warm_up_batches=2)
+MOMENTUM = replace(ADAPTIVE_FIXED_POINT, update=Fp32Update(momentum=0.9))
+ALGORITHMS = {"niti": NITI, "adaptive-fixed-point": ADAPTIVE_FIXED_POINT, "momentum": MOMENTUM}
 
 
 def plain():
@@ -51,12 +67,10 @@ class Residual(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.stem = nn.Conv2d(3, 12, 3, padding=1)
-        self.a, self.norm = nn.Conv2d(12, 12, 3, padding=1, bias=False), nn.BatchNorm2d(12)
-        self.b, self.project = (
-            nn.Conv2d(12, 20, 3, stride=2, padding=1),
-            nn.Conv2d(12, 20, 1, stride=2),
-        )
+        self.stem, self.a = (nn.Conv2d(c, 12, 3, padding=1, bias=c == 3) for c in (3, 12))
+        self.norm = nn.BatchNorm2d(12)
+        self.b = nn.Conv2d(12, 20, 3, stride=2, padding=1)
+        self.project = nn.Conv2d(12, 20, 1, stride=2)
         self.c = nn.Conv2d(20, 20, 1)
         self.mean, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(20, CLASSES)
 
@@ -129,3 +143,40 @@ def batches(count, size=6, seed=0, image=IMAGE, classes=CLASSES):
             image_of_label[:, label : label + 4, 2:6] += 1.5
         made.append((images, labels))
     return made
+
+
+def state_of(name, seed=0):
+    """Return the state of a network as arrays."""
+    return {key: value.numpy().copy() for key, value in build(name, seed).state_dict().items()}
+
+
+def trained_of(state):
+    """Return a state without running statistics."""
+    return {key: array for key, array in state.items() if not key.endswith(STATISTICS)}
+
+
+def int8(module, algorithm=NITI, *, shape=IMAGE, options=None, rescaling=ALWAYS, **settings):
+    """Return the int8 model of a module, or of a network by its name."""
+    return Int8Model.from_module(
+        build(module) if isinstance(module, str) else module,
+        input_shape=shape,
+        algorithm=algorithm,
+        settings=EngineSettings(rescaling=rescaling, **settings),
+        **(options or {}),
+    )
+
+
+def train(model, data, rate=0.05):
+    """Train on each batch; return the losses."""
+    return [
+        model.train_step(*batch, learning_rate=rate, progress=index / len(data)).loss
+        for index, batch in enumerate(data)
+    ]
+
+
+def assert_same(arrays, expected):
+    """Compare arrays by name, bit for bit."""
+    assert set(arrays) == set(expected)
+    for name, array in expected.items():
+        assert arrays[name].dtype == array.dtype
+        np.testing.assert_array_equal(arrays[name], array, name)

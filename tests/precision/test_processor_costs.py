@@ -16,7 +16,6 @@ from socflower.cluster import (
     StepTimings,
     device,
 )
-from socflower.errors import ConfigError
 from socflower.precision.cpu_share import (
     MIXING_RULES,
     RULES_BY_THROUGHPUT,
@@ -29,43 +28,19 @@ from socflower.precision.processor_costs import (
     Int8Pricing,
     MixedPricing,
 )
+from tests.one_line import refused
 
-MODEL = ModelProfile(
-    name="m",
-    input_bytes=100.0,
-    layers=(
-        LayerProfile(
-            name="a",
-            kind="Conv2d",
-            forward_flops=2e6,
-            output_bytes=400.0,
-            weight_bytes=40.0,
-            num_tensors=2,
-        ),
-        LayerProfile(
-            name="b",
-            kind="Linear",
-            forward_flops=1e6,
-            output_bytes=40.0,
-            weight_bytes=60.0,
-            num_tensors=1,
-        ),
-    ),
+
+def profile(name, input_bytes, *layers):
+    keys = ("name", "kind", "forward_flops", "output_bytes", "weight_bytes", "num_tensors")
+    made = tuple(LayerProfile(**dict(zip(keys, layer, strict=True))) for layer in layers)
+    return ModelProfile(name=name, input_bytes=input_bytes, layers=made)
+
+
+MODEL = profile(
+    "m", 100.0, ("a", "Conv2d", 2e6, 400.0, 40.0, 2), ("b", "Linear", 1e6, 40.0, 60.0, 1)
 )
-VGG11 = ModelProfile(
-    name="vgg11",
-    input_bytes=12288.0,
-    layers=(
-        LayerProfile(
-            name="all",
-            kind="Conv2d",
-            forward_flops=0.917e9 / 3,
-            output_bytes=4e5,
-            weight_bytes=36.9e6,
-            num_tensors=34,
-        ),
-    ),
-)
+VGG11 = profile("vgg11", 12288.0, ("all", "Conv2d", 0.917e9 / 3, 4e5, 36.9e6, 34))
 SOC = device("snapdragon-865")
 
 many = settings(max_examples=60)
@@ -103,6 +78,11 @@ def slowest_s(cost):
     return max(part.compute_s for part in cost.processors)
 
 
+def samples_on_cpu(pricing, soc, num_samples):
+    floor = accuracy_floor(pricing.rule, pricing.alpha)
+    return cpu_samples(num_samples, pricing.share("m", soc), floor)
+
+
 @many
 @given(rates, rates, counts, fractions, st.floats(0, 1))
 def test_at_rule_fp32_a_step_costs_what_it_costs_in_fp32(cpu, npu, num_samples, alpha, overhead_s):
@@ -113,20 +93,25 @@ def test_at_rule_fp32_a_step_costs_what_it_costs_in_fp32(cpu, npu, num_samples, 
 
 
 @many
-@given(rules, rates, rates, st.integers(1, 2000), fractions)
+@given(rules, rates, rates, st.integers(0, 2000), fractions)
 def test_a_step_takes_the_samples_of_the_slower_processor_over_its_rate(
     rule, cpu, npu, num_samples, alpha
 ):
+    """Merging is paid if both work, 3 passes over 100 bytes at 500 bytes/s; rounding the masters if the NPU does."""
     soc, pricing = machine(cpu, npu), MixedPricing(rule=rule, alpha=alpha)
-    on_cpu = cpu_samples(
-        num_samples, pricing.share("m", soc), accuracy_floor(pricing.rule, pricing.alpha)
-    )
-    expected = MODEL.training_flops * max(on_cpu / cpu, (num_samples - on_cpu) / npu)
-    cost = pricing.step_cost(MODEL, soc, num_samples)
+    cost, fp32 = pricing.step_cost(MODEL, soc, num_samples), FP32.step_cost(MODEL, soc, num_samples)
+    on_cpu = samples_on_cpu(pricing, soc, num_samples)
+    counts = {"cpu": on_cpu, "npu": num_samples - on_cpu}
+    expected = MODEL.training_flops * max(counts["cpu"] / cpu, counts["npu"] / npu)
     assert slowest_s(cost) == pytest.approx(expected, rel=1e-12)
-    assert {part.processor for part in cost.processors} == {
-        name for name, count in (("cpu", on_cpu), ("npu", num_samples - on_cpu)) if count
-    }
+    if num_samples:
+        assert {part.processor for part in cost.processors} == {
+            name for name, count in counts.items() if count
+        }
+    assert cost.merge_s == pytest.approx(MERGE_PASSES * 0.2 if all(counts.values()) else 0.0)
+    rounding_s = REQUANTISE_PASSES * 0.2 if counts["npu"] else 0.0
+    assert cost.update_s - fp32.update_s == pytest.approx(rounding_s)
+    assert cost.processor == "cpu"
 
 
 @many
@@ -138,80 +123,16 @@ def test_rate_is_the_inverse_of_a_samples_step_time_without_overhead(rule, cpu, 
     assert MODEL.training_flops / pricing.rate("m", soc) == pytest.approx(seconds, rel=1e-9)
 
 
-@many
-@given(st.sampled_from(RULES_BY_THROUGHPUT), rates, rates, fractions)
-def test_no_rule_is_faster_than_both_processors_together(rule, cpu, npu, alpha):
-    soc = machine(cpu, npu)
-    rate = MixedPricing(rule=rule, alpha=alpha).rate("m", soc)
-    assert cpu * (1 - 1e-12) <= rate <= (cpu + npu) * (1 + 1e-12)
-    assert MixedPricing(rule="normalised", alpha=1.0).rate("m", soc) == pytest.approx(
-        cpu + npu, rel=1e-9
-    )
-
-
-@many
-@given(rates, rates, fractions)
-def test_the_paper_is_at_most_e_times_faster_than_fp32(cpu, npu, alpha):
-    soc = machine(cpu, npu)
-    assert MixedPricing(alpha=alpha).rate("m", soc) <= math.e * (1 + 1e-12) * FP32.rate("m", soc)
-
-
-@many
-@given(rates, rates, st.integers(1, 2000), fractions)
-def test_a_steps_gain_is_at_most_the_samples_over_those_of_the_cpu(cpu, npu, num_samples, alpha):
-    """Of small batches that may be above e, since samples are whole: 4 samples give the CPU 1.47, which is 1."""
-    soc, pricing = machine(cpu, npu), MixedPricing(alpha=alpha)
-    gain = slowest_s(FP32.step_cost(MODEL, soc, num_samples)) / slowest_s(
-        pricing.step_cost(MODEL, soc, num_samples)
-    )
-    on_cpu = cpu_samples(
-        num_samples, pricing.share("m", soc), accuracy_floor(pricing.rule, pricing.alpha)
-    )
-    assert on_cpu == 0 or gain <= num_samples / on_cpu * (1 + 1e-12)
-    assert on_cpu >= num_samples / math.e - 0.5
-
-
-@many
-@given(rules, rates, rates, st.integers(1, 2000), fractions)
-def test_merging_and_rounding_are_paid_where_both_work_and_only_there(
-    rule, cpu, npu, num_samples, alpha
-):
-    """3 passes over 100 bytes at 500 bytes/s to merge, 1.25 more to round the masters anew."""
-    soc, pricing = machine(cpu, npu), MixedPricing(rule=rule, alpha=alpha)
-    cost, fp32 = pricing.step_cost(MODEL, soc, num_samples), FP32.step_cost(MODEL, soc, num_samples)
-    on_cpu = cpu_samples(
-        num_samples, pricing.share("m", soc), accuracy_floor(pricing.rule, pricing.alpha)
-    )
-    uses_npu = on_cpu < num_samples
-    assert cost.merge_s == pytest.approx(MERGE_PASSES * 0.2 if 0 < on_cpu < num_samples else 0.0)
-    assert cost.update_s - fp32.update_s == pytest.approx(
-        REQUANTISE_PASSES * 0.2 if uses_npu else 0.0
-    )
-    assert cost.processor == "cpu"
-
-
-@given(rules, fractions)
-def test_no_samples_cost_no_computing_but_the_update(rule, alpha):
-    cost = MixedPricing(rule=rule, alpha=alpha).step_cost(MODEL, machine(), 0)
-    assert slowest_s(cost) == 0.0
-    assert cost == FP32.step_cost(MODEL, machine(), 0)
-
-
 def test_both_processors_pay_their_own_overhead():
     cost = MixedPricing(rule="half").step_cost(MODEL, machine(layer_overhead_s=0.01), 10)
     assert [part.compute_s for part in cost.processors] == pytest.approx([5.0 + 0.02, 1.25 + 0.02])
 
 
 def test_timings_of_a_device_profile_win_on_both_sides():
-    soc = machine()
-    timed = {
-        "cpu": StepTimings(batches=(1,), step_s=(3.0,)),
-        "npu": StepTimings(batches=(1,), step_s=(0.5,)),
-    }
-    processors = {
-        name: dataclasses.replace(processor, timings={"m": timed[name]} if name in timed else {})
-        for name, processor in soc.processors.items()
-    }
+    processors = dict(machine().processors)
+    for name, step_s in (("cpu", 3.0), ("npu", 0.5)):
+        timings = {"m": StepTimings(batches=(1,), step_s=(step_s,))}
+        processors[name] = dataclasses.replace(processors[name], timings=timings)
     cost = MixedPricing(rule="half").step_cost(MODEL, machine(processors=processors), 10)
     assert [part.compute_s for part in cost.processors] == pytest.approx([15.0, 2.5])
 
@@ -234,10 +155,8 @@ def test_a_device_without_an_accelerator_trains_in_fp32_under_the_rules_that_fol
 @pytest.mark.parametrize("rule", ["half", "int8"])
 def test_a_device_without_an_accelerator_is_refused_under_fixed_shares(rule, share):
     pricing, soc = MixedPricing(rule=rule, cpu_share=share), machine(npu=0)
-    says = f"device d has no int8 processor beside its cpu, which rule = '{rule}' needs"
     for call in (lambda: pricing.step_cost(MODEL, soc, 8), lambda: pricing.rate("m", soc)):
-        with pytest.raises(ConfigError, match=says):
-            call()
+        refused(call, "device d", "cpu", f"rule = '{rule}'")
 
 
 @many
@@ -279,18 +198,16 @@ def test_shares_of_a_snapdragon_865_on_vgg11():
     assert MixedPricing(rule="normalised").share("vgg11", SOC) == pytest.approx(65.6 / 320.4)
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.9, 1.0])
-@pytest.mark.parametrize("batch", [1, 4, 12, 16, 61, 64, 256, 1000])
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("batch", [1, 4, 61, 64, 1000])
 def test_fp32_takes_less_than_e_times_the_papers_time_and_joules_on_a_snapdragon_865(alpha, batch):
     fp32 = FP32.step_cost(VGG11, SOC, batch)
     mixed = MixedPricing(alpha=alpha).step_cost(VGG11, SOC, batch)
     assert slowest_s(fp32) / slowest_s(mixed) <= math.e
+    least = 2.0 if alpha == 1.0 and batch >= 64 else 0.0
     whole = [slowest_s(cost) + cost.merge_s + cost.update_s for cost in (fp32, mixed)]
-    assert whole[0] / whole[1] < math.e
-    assert joules(fp32, SOC) / joules(mixed, SOC) < math.e
-    if alpha == 1.0 and batch >= 64:
-        assert whole[0] / whole[1] > 2.0
-        assert joules(fp32, SOC) / joules(mixed, SOC) > 2.0
+    assert least < whole[0] / whole[1] < math.e
+    assert least < joules(fp32, SOC) / joules(mixed, SOC) < math.e
 
 
 def test_int8_runs_on_the_fastest_int8_processor_or_the_default_one():

@@ -15,22 +15,21 @@ from flwr.app import Context
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from socflower.errors import ConfigError
 from socflower.model_graph.random_state import RandomState, forked_generator, own_random_state
 from socflower.model_graph.torch_device import accelerator, resolve_device
 from socflower.training.fp32 import FP32Trainer, cosine_annealing, sgd
 from socflower.training.group import GroupOutcome, train_group
-from socflower.training.int8 import Int8Trainer
-from socflower.training.mixed_precision import MixedPrecisionTrainer
 from socflower.training.trainer import TrainingSpan
 from socflower.wire.message_keys import METRICS
 from socflower.workloads import MapDataset, evaluate
 from tests.clients.test_app import make_app, message, node, part
 from tests.fake_device import MODULE, fake_device  # noqa: F401 - a fixture
+from tests.one_line import refused
 from tests.rows import Rows
 from tests.seeded import built
+from tests.training.by_torch import assert_close, assert_equal
 from tests.training.test_batches import task
-from tests.training.test_group import small_data
+from tests.training.test_group import group, small_data
 
 pytestmark = pytest.mark.usefixtures("fake_device")
 
@@ -81,11 +80,8 @@ def trained(
     make: Callable[[], nn.Module] = network,
 ) -> tuple[nn.Module, GroupOutcome]:
     model, data = make(), small_data(48)
-    work = task(
-        0,
-        1,
-        members=(0, 1),
-        partitions=(0, 1),
+    trainer = FP32Trainer(device=device, **settings)
+    work = group(
         capacities=(1.0, 2.0),
         num_steps=4,
         steps_per_epoch=4,
@@ -93,31 +89,20 @@ def trained(
         num_samples=48,
         proximal_mu=0.1,
     )
-    trainer = FP32Trainer(device=device, **settings)
-    first = train_group(model, data, work, trainer)
-    on = first.end.state
-    return model, train_group(model, data, replace(work, first_step=4), trainer, on)
+    state = train_group(model, data, work, trainer).end.state
+    return model, train_group(model, data, replace(work, first_step=4), trainer, state)
 
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_training_on_the_accelerator_has_the_weights_of_the_cpu(name: str) -> None:
-    ours, reference = trained("auto", TRAINERS[name]), trained("cpu", TRAINERS[name])
-    assert {each.device.type for each in ours[0].state_dict().values()} == {"fake"}
-    assert ours[1].mean_loss == pytest.approx(reference[1].mean_loss, rel=1e-6)
-    # In another layout a convolution of the fake device sums in another order.
-    same = (
-        partial(torch.testing.assert_close, atol=1e-6, rtol=1e-5)
-        if "layout" in name
-        else assert_equal
+    (ours, outcome), (reference, expected) = (
+        trained(device, TRAINERS[name]) for device in ("auto", "cpu")
     )
-    for tensor, expected in zip(
-        ours[0].state_dict().values(), reference[0].state_dict().values(), strict=True
-    ):
-        same(tensor.cpu(), expected)
-
-
-def assert_equal(ours: torch.Tensor, expected: torch.Tensor) -> None:
-    assert torch.equal(ours, expected)
+    assert {each.device.type for each in ours.state_dict().values()} == {"fake"}
+    assert outcome.mean_loss == pytest.approx(expected.mean_loss, rel=1e-6)
+    # In another layout a convolution of the fake device sums in another order.
+    same = partial(assert_close, atol=1e-6, rtol=1e-5) if "layout" in name else assert_equal
+    same(ours.cpu(), reference)
 
 
 def test_autocast_is_that_of_the_device() -> None:
@@ -136,17 +121,14 @@ def test_autocast_is_that_of_the_device() -> None:
 
 def test_the_state_of_a_training_is_on_the_cpu_and_continues_on_either_device() -> None:
     model, data = network(), small_data(48)
-    trainer = FP32Trainer(device="auto", optimizer=partial(torch.optim.Adam, lr=0.01))
+    adam = partial(torch.optim.Adam, lr=0.01)
     work = task(0, 1, num_steps=3, steps_per_epoch=3, num_samples=48)
-    state = train_group(model, data, work, trainer).end.state
+    state = train_group(model, data, work, FP32Trainer(optimizer=adam)).end.state
     ends = []
     for device in ("auto", "cpu"):
-        again = copy.deepcopy(model).cpu() if device == "cpu" else copy.deepcopy(model)
-        train_group(
-            again, data, work, FP32Trainer(device=device, optimizer=trainer.optimizer), state
-        )
-        ends.append([each.cpu() for each in again.state_dict().values()])
-    assert all(map(torch.equal, *ends))
+        ends.append(copy.deepcopy(model).cpu() if device == "cpu" else copy.deepcopy(model))
+        train_group(ends[-1], data, work, FP32Trainer(device=device, optimizer=adam), state)
+    assert_equal(*(each.cpu() for each in ends))
 
 
 def test_batches_of_any_form_follow_the_model() -> None:
@@ -159,25 +141,18 @@ def test_batches_of_any_form_follow_the_model() -> None:
             logits = self.layer(images.flatten(1))
             return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
-    data = MapDataset(
-        Rows(small_data(24)),
-        collate_fn=lambda rows: {
-            "images": torch.stack([image for image, _ in rows]),
-            "labels": torch.tensor([label for _, label in rows]),
-        },
-    )
-    ends = {}
+    def as_dict(rows: Any) -> dict[str, torch.Tensor]:
+        images, labels = zip(*rows, strict=True)
+        return {"images": torch.stack(images), "labels": torch.tensor(labels)}
+
+    data = MapDataset(Rows(small_data(24)), collate_fn=as_dict)
+    work = task(0, 1, num_steps=2, steps_per_epoch=2, num_samples=24)
+    ends = []
     for device in ("auto", "cpu"):
-        model = built(Pair, 1)
-        train_group(
-            model,
-            data,
-            task(0, 1, num_steps=2, steps_per_epoch=2, num_samples=24),
-            FP32Trainer(device=device),
-        )
-        assert next(model.parameters()).device == resolve_device(device, "test")
-        ends[device] = [each.detach().cpu() for each in model.parameters()]
-    assert all(map(torch.equal, *ends.values()))
+        ends.append(built(Pair, 1))
+        train_group(ends[-1], data, work, FP32Trainer(device=device))
+        assert ends[-1].layer.weight.device == resolve_device(device, "test")
+    assert_equal(*(each.cpu() for each in ends))
 
 
 def test_an_evaluation_runs_where_it_is_told_or_where_the_model_is() -> None:
@@ -189,12 +164,12 @@ def test_an_evaluation_runs_where_it_is_told_or_where_the_model_is() -> None:
     assert next(model.parameters()).device.type == "cpu"
 
 
-@pytest.mark.parametrize("group", [None, task(0, 1, num_samples=48)])
-def test_a_client_sends_and_gets_tensors_of_the_cpu(group: Any) -> None:
+@pytest.mark.parametrize("work", [None, task(0, 1, num_samples=48)])
+def test_a_client_sends_and_gets_tensors_of_the_cpu(work: Any) -> None:
     replies = []
     for device in ("auto", "cpu"):
         app = make_app(trainer=FP32Trainer(optimizer=sgd(0.1), device=device))
-        asked = message(group=group) if group else message(**{"batch-size": 4})
+        asked = message(group=work) if work else message(**{"batch-size": 4})
         replies.append(app(asked, node(2)).content)
     ours, expected = (reply.array_records["arrays"].to_torch_state_dict() for reply in replies)
     assert all(torch.equal(ours[name], tensor) for name, tensor in expected.items())
@@ -226,28 +201,16 @@ def test_auto_is_the_accelerator_if_there_is_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "named"),
     [
-        ("cuda", "device = 'cuda': torch .* finds fake:0 on this machine; use cpu, or auto"),
-        ("fake:1", "device = 'fake:1': devices of this machine are fake:0 to fake:0; use cpu"),
-        ("gpu 0", "device = 'gpu 0': no name of a device; use auto, cpu, cuda, cuda:N or mps"),
+        ("cuda", ("fake:0", "cpu", "auto")),
+        ("fake:1", ("fake:0", "cpu")),
+        ("gpu 0", ("auto", "cuda:N", "mps")),
     ],
 )
-def test_a_device_that_is_not_there_is_refused_in_one_line(name: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        FP32Trainer(device=name).start(network(), TrainingSpan())
-
-
-def test_integer_kernels_stay_on_the_cpu() -> None:
-    assert Int8Trainer(device="auto").device == MixedPrecisionTrainer().fp32.device == "cpu"
-    with pytest.raises(
-        ConfigError, match=r"^Int8Trainer: device = 'cuda', but its integer kernels run on the CPU"
-    ):
-        Int8Trainer(device="cuda")
-    with pytest.raises(
-        ConfigError, match=r"^MixedPrecisionTrainer: device = 'fake', but its integer kernels"
-    ):
-        MixedPrecisionTrainer(fp32=FP32Trainer(device="fake"))
+def test_a_device_that_is_not_there_is_refused(name: str, named: tuple[str, ...]) -> None:
+    trainer = FP32Trainer(device=name)
+    refused(lambda: trainer.start(network(), TrainingSpan()), f"device = {name!r}", *named)
 
 
 def test_a_client_evaluates_on_its_trainers_device() -> None:

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from socflower.errors import ConfigError, TrainingFailed
+from socflower.errors import TrainingFailed
 from socflower.peers.collective import RingPeers
 from socflower.peers.transports.in_process import in_process_rings
 from socflower.precision import EngineSettings, Int8Model, RescalingPolicy, int8_algorithm
 from socflower.precision.int8.batch_share import BatchPeers, JointShare
+from tests.one_line import refused
+from tests.precision.networks import assert_same
 from tests.seeded import built
 
 STEPS, BATCH, SHAPE = 6, 7, (2, 6, 6)
@@ -49,31 +53,22 @@ def made(name: str, module: nn.Module | None = None, **options: object) -> Int8M
     )  # type: ignore[arg-type]
 
 
-def batches(num_steps: int = STEPS) -> list[tuple[np.ndarray, np.ndarray]]:
+def batches() -> list[tuple[np.ndarray, np.ndarray]]:
     random = np.random.default_rng(4)
-    loud = np.where(np.arange(num_steps) == LOUD, 60.0, 1.0)
-    return [
-        (
-            random.normal(0.0, scale, (BATCH, *SHAPE)).astype(np.float32),
-            random.integers(0, 4, BATCH),
-        )
-        for scale in loud
-    ]
+    images = random.normal(0.0, 1.0, (STEPS, BATCH, *SHAPE)).astype(np.float32)
+    images[LOUD] *= 60.0
+    return list(zip(images, random.integers(0, 4, (STEPS, BATCH)), strict=True))
 
 
-def on_ring(size: int, train: Callable[[BatchPeers], object]) -> list[object]:
-    rings = in_process_rings(size)
+def on_ring(size: int, train: Callable[[BatchPeers], object]) -> list[Any]:
+    peers = [RingPeers(ring, lambda: None, nullcontext) for ring in in_process_rings(size)]
     with ThreadPoolExecutor(size) as threads:
-        return list(
-            threads.map(lambda ring: train(RingPeers(ring, lambda: None, nullcontext)), rings)
-        )
+        return list(threads.map(train, peers))
 
 
 def joint(model: Int8Model, peers: BatchPeers, splits: Sequence[Sequence[int]]) -> list[float]:
     losses = []
-    for step, ((images, labels), sizes) in enumerate(
-        zip(batches(len(splits)), splits, strict=True)
-    ):
+    for step, ((images, labels), sizes) in enumerate(zip(batches(), splits, strict=True)):
         own = slice(sum(sizes[: peers.rank]), sum(sizes[: peers.rank + 1]))
         begun = model.begin_joint_step(
             images[own], labels[own], peers, learning_rate=0.05, progress=step / STEPS, seed=step
@@ -92,17 +87,13 @@ def alone(model: Int8Model) -> list[float]:
 
 
 def require_same(ours: Int8Model, reference: Int8Model) -> None:
-    for name, array in reference.arrays().items():
-        np.testing.assert_array_equal(ours.arrays()[name], array, err_msg=name)
-    assert sorted(map(str, ours.trackers_to_json())) == sorted(
-        map(str, reference.trackers_to_json())
-    )
+    assert_same(ours.arrays(), reference.arrays())
+    known, expected = (sorted(map(str, each.trackers_to_json())) for each in (ours, reference))
+    assert known == expected
 
 
 splits_of_three = st.lists(
-    st.tuples(st.integers(0, BATCH), st.integers(0, BATCH)).map(
-        lambda cuts: (min(cuts), max(cuts) - min(cuts), BATCH - max(cuts))
-    ),
+    st.sampled_from([(2, 2, 3), (0, 7, 0), (1, 0, 6), (7, 0, 0), (0, 3, 4)]),
     min_size=STEPS,
     max_size=STEPS,
 )
@@ -128,12 +119,7 @@ def test_members_search_again_together_where_one_of_them_saturates(
 ) -> None:
     passes: list[bool] = []
     held = JointShare.held
-
-    def noting(share: JointShare) -> bool:
-        passes.append(held(share))
-        return passes[-1]
-
-    monkeypatch.setattr(JointShare, "held", noting)
+    monkeypatch.setattr(JointShare, "held", lambda share: passes.append(held(share)) or passes[-1])
     models = [made("niti") for _ in range(2)]
     on_ring(2, lambda peers: joint(models[peers.rank], peers, [(6, 1)] * STEPS))
     assert passes.count(False) >= 2  # both members, in the loud step at least
@@ -155,15 +141,13 @@ def test_members_run_operators_of_the_fp32_side_on_the_same_weights() -> None:
     """Their gradients are sums of floats, so they equal those of the whole batch up to rounding."""
 
     def module() -> nn.Module:
-        return built(
-            lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.GELU(), nn.Flatten(), nn.Linear(64, 4)), 3
-        )
+        layers = [nn.Conv2d(2, 4, 3), nn.GELU(), nn.Flatten(), nn.Linear(64, 4)]
+        return nn.Sequential(*layers)
 
-    models = [
-        made("adaptive-fixed-point", module(), fp32_operators=["3"], unsupported="fp32")
-        for _ in range(3)
-    ]
-    reference = made("adaptive-fixed-point", module(), fp32_operators=["3"], unsupported="fp32")
+    options = {"fp32_operators": ["3"], "unsupported": "fp32"}
+    reference, *models = (
+        made("adaptive-fixed-point", built(module, 3), **options) for _ in range(4)
+    )
     alone(reference)
     on_ring(3, lambda peers: joint(models[peers.rank], peers, [(3, 0, 4)] * STEPS))
     for model in models[1:]:
@@ -177,26 +161,18 @@ def test_sums_beyond_int32_end_the_step_at_every_member() -> None:
         share = JointShare(peers, [1, 1], cautious=False)
         largest = share.overflowed(OverflowError("own")) if peers.rank else 7
         share.add_integers(np.full(3, 7, np.int32), largest, lambda total, most: None)
-        with pytest.raises(OverflowError, match="beyond int32; use a smaller batch"):
-            share.exchange()
+        refused(share.exchange, "int32", "smaller batch", error=OverflowError)
 
     on_ring(2, over)
 
 
-def test_bad_inputs_of_one_member_end_the_step_at_all() -> None:
+def test_a_mistake_or_failure_of_one_member_ends_the_step_at_all() -> None:
     def bad(peers: BatchPeers) -> None:
         images = np.full((1, *SHAPE), np.nan if peers.rank else 1.0, np.float32)
-        with pytest.raises(ConfigError, match="a NaN or an infinity among the pixels"):
-            made("niti").begin_joint_step(images, np.zeros(1, int), peers, progress=0.0)
+        model, labels = made("niti"), np.zeros(1, int)
+        refused(lambda: model.begin_joint_step(images, labels, peers, progress=0.0), "NaN")
+        model.parameters.vectors["stem.0.bias"].data[0] = 1e30
+        begin = partial(model.begin_joint_step, *batches()[0], peers, progress=0.0)
+        refused(begin, "stem.0", "int32", error=TrainingFailed)
 
     on_ring(2, bad)
-
-
-def test_a_bias_beyond_int32_fails_at_all_members() -> None:
-    def diverged(peers: BatchPeers) -> None:
-        model = made("niti")
-        model.parameters.vectors["stem.0.bias"].data[0] = 1e30
-        with pytest.raises(TrainingFailed, match="leaves int32"):
-            model.begin_joint_step(*batches()[0], peers, progress=0.0)
-
-    on_ring(2, diverged)

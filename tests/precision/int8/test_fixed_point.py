@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from socflower.errors import ConfigError
 from socflower.precision.int8.fixed_point import (
     channel_stride,
     exponent_for,
@@ -17,6 +16,7 @@ from socflower.precision.int8.fixed_point import (
     scaled_integers,
     shift_for,
 )
+from tests.one_line import refused
 
 magnitudes = st.floats(min_value=2.0**-149, max_value=2.0**127, width=32)
 
@@ -28,15 +28,11 @@ def test_the_exponent_is_the_smallest_at_which_a_magnitude_fits_127(magnitude):
     assert Fraction(magnitude) > 127 * Fraction(2) ** (exponent - 1)
 
 
-@pytest.mark.parametrize("power", range(-30, 30))
+@pytest.mark.parametrize("power", [-30, 0, 29])
 def test_the_exponent_at_the_ends(power):
+    assert exponent_for(0.0) == 0
     assert exponent_for(127.0 * 2.0**power) == power
     assert exponent_for(math.nextafter(127.0 * 2.0**power, math.inf)) == power + 1
-    assert exponent_for(128.0 * 2.0**power) == power + 1
-
-
-def test_zero_has_exponent_zero():
-    assert exponent_for(0.0) == 0
 
 
 @given(st.integers(0, 2**31), st.integers(1, 7))
@@ -102,5 +98,4 @@ def test_what_is_not_finite_is_named_with_its_place(bad):
     weight = np.zeros((2, 3, 3), np.float32)
     require_finite(weight, "conv.weight")
     weight[1, 0, 2] = bad
-    with pytest.raises(ConfigError, match=rf"conv.weight: element \(1, 0, 2\) is {bad}"):
-        require_finite(weight, "conv.weight")
+    refused(lambda: require_finite(weight, "conv.weight"), "conv.weight", (1, 0, 2), bad)

@@ -1,5 +1,8 @@
 """Weights from outside (F12): rounded without bias, by seed alone; gradients by the names and shapes of the module."""
 
+from functools import partial
+from itertools import combinations
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,35 +10,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from socflower import _int8
-from socflower.errors import ConfigError, TrainingFailed
-from socflower.precision import EngineSettings, Int8Model
+from socflower.errors import TrainingFailed
 from socflower.precision.algorithm import HANDED_OUT_GRADIENTS
 from socflower.precision.int8.parameters import as_channels_last, start_gradients, take_weights
-from tests.precision.networks import IMAGE, NETWORKS, build
+from tests.one_line import refused
+from tests.precision.networks import NETWORKS, assert_same, int8, state_of, trained_of
 
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-
-few = settings(max_examples=20)
+few = settings(max_examples=10)
 seeds = st.integers(0, 2**32 - 1)
-
-
-def model_of(module, **settings_):
-    if isinstance(module, str):
-        module = build(module)
-    return Int8Model.from_module(
-        module,
-        input_shape=IMAGE,
-        algorithm=HANDED_OUT_GRADIENTS,
-        settings=EngineSettings(**settings_),
-    )
-
-
-def state_of(name, seed=0):
-    return {key: value.numpy().copy() for key, value in build(name, seed).state_dict().items()}
-
-
-def trained_of(state):
-    return {key: array for key, array in state.items() if not key.endswith(STATISTICS)}
 
 
 def take(model, state, seed):
@@ -45,11 +27,14 @@ def take(model, state, seed):
     return model.arrays(), {key: quanta.get(key, 0.0) for key in state}
 
 
+def model_of(name, **settings_):
+    return int8(name, HANDED_OUT_GRADIENTS, **settings_)
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_no_weight_is_a_quantum_away_and_vectors_are_taken_over_exactly(name):
-    state = state_of(name, seed=5)
-    model = model_of(name)
-    for seed in (0, 1, -1, 2**40):
+    state, model = state_of(name, seed=5), model_of(name)
+    for seed in (0, -1, 2**40):
         got, quanta = take(model, state, seed)
         for key, array in trained_of(state).items():
             assert got[key].shape == array.shape
@@ -60,50 +45,30 @@ def test_no_weight_is_a_quantum_away_and_vectors_are_taken_over_exactly(name):
 @pytest.mark.parametrize("name", ["plain", "separable"])
 def test_the_mean_over_seeds_is_the_weight(name):
     """Within Bernstein's bound, which a value leaves by chance once in e^15; nearest rounding misses it (F12)."""
-    num_seeds = 400
+    num_seeds, nearest_misses = 400, 0
     state, model = state_of(name), model_of(name)
     total = {key: np.zeros(array.shape) for key, array in trained_of(state).items()}
     for seed in range(num_seeds):
         got, quanta = take(model, state, seed)
         for key in total:
             total[key] += got[key]
-    nearest_misses = 0
-    for key, quantum in quanta.items():
-        if quantum:
-            real = state[key] / quantum
-            fraction = real - np.floor(real)
-            bound = np.sqrt(2 * fraction * (1 - fraction) * 15 / num_seeds) + 2 * 15 / (
-                3 * num_seeds
-            )
-            assert (np.abs(total[key] / quantum / num_seeds - real) <= bound).all(), key
-            nearest_misses += int((np.abs(np.rint(real) - real) > bound).sum())
+    for key in model.parameters.weights:
+        real = state[key] / quanta[key]
+        part = real - np.floor(real)
+        bound = np.sqrt(2 * part * (1 - part) * 15 / num_seeds) + 2 * 15 / (3 * num_seeds)
+        assert (np.abs(total[key] / quanta[key] / num_seeds - real) <= bound).all(), key
+        nearest_misses += int((np.abs(np.rint(real) - real) > bound).sum())
     assert nearest_misses > 100
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_what_moves_by_less_than_half_a_quantum_moves_the_mean(sign):
-    """Nearest rounding would return the same weights for ever (F12)."""
-    model = model_of("plain")
-    state = state_of("plain")
-    state["6.weight"] = np.full_like(state["6.weight"], sign * 0.01)
-    state["6.weight"][0, 0] = 127 * 0.1  # a quantum of 0.125, of which 0.01 is 8 %
-    got, quanta = take(model, state, 3)
-    rounded = got["6.weight"].ravel()[1:]
-    assert quanta["6.weight"] == 0.125
-    assert set(np.unique(rounded)) == {0.0, sign * 0.125}
-    assert abs(rounded.mean() - sign * 0.01) < 5 * 0.125 * np.sqrt(0.08 * 0.92 / rounded.size)
 
 
 @few
 @given(st.sampled_from(sorted(NETWORKS)), seeds, st.integers(-40, 40))
 def test_weights_that_int8_holds_stay_as_they_are_whatever_the_seed(name, seed, exponent):
-    rng = np.random.default_rng(seed)
-    model, state = model_of(name), state_of(name)
+    rng, model, state = np.random.default_rng(seed), model_of(name), state_of(name)
     for key in model.parameters.weights:
-        state[key] = np.ldexp(rng.integers(-127, 128, state[key].shape), exponent).astype(
-            np.float32
-        )
-        state[key].flat[0] = np.ldexp(127.0, exponent)
+        integers = rng.integers(-127, 128, state[key].shape)
+        integers.flat[0] = 127
+        state[key] = np.ldexp(integers, exponent).astype(np.float32)
     got, quanta = take(model, state, seed)
     for key in model.parameters.weights:
         assert quanta[key] == 2.0**exponent
@@ -114,10 +79,7 @@ def test_weights_that_int8_holds_stay_as_they_are_whatever_the_seed(name, seed, 
 @given(seeds, st.floats(-20, 20))
 def test_the_exponent_is_the_smallest_that_the_largest_weight_fits(seed, magnitude):
     model, state = model_of("plain"), state_of("plain")
-    rng = np.random.default_rng(seed)
-    state["8.weight"] = (rng.standard_normal(state["8.weight"].shape) * 2.0**magnitude).astype(
-        np.float32
-    )
+    state["8.weight"] *= np.float32(2.0**magnitude)
     _, quanta = take(model, state, seed)
     largest = float(np.abs(state["8.weight"]).max())
     assert 127 * quanta["8.weight"] / 2 < largest <= 127 * quanta["8.weight"]
@@ -138,8 +100,7 @@ def test_zeros_and_the_least_of_all_weights_are_taken():
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_seed_alone_decides_on_every_path_and_number_of_threads(name):
-    state = state_of(name)
-    expected = model_of(name)
+    state, expected = state_of(name), model_of(name)
     take(expected, state, 11)
     for kernel in _int8.available_kernels():
         for num_threads in (1, 3):
@@ -148,13 +109,11 @@ def test_the_seed_alone_decides_on_every_path_and_number_of_threads(name):
             take(model, state, 11)
             for key, weight in model.parameters.weights.items():
                 np.testing.assert_array_equal(weight.data, expected.parameters.weights[key].data)
-                outs = len(state[key])
-                assert not weight.data[..., outs:].any(), "the padding of the channels"
+                assert not weight.data[..., len(state[key]) :].any(), "the padding of the channels"
     take(expected, state, 12)
-    assert any(
-        (model.parameters.weights[key].data != weight.data).any()
-        for key, weight in expected.parameters.weights.items()
-    )
+    for key, weight in expected.parameters.weights.items():
+        if weight.data.size > 500:
+            assert (model.parameters.weights[key].data != weight.data).any()
 
 
 def test_the_order_in_memory_and_the_float_type_do_not_matter():
@@ -164,25 +123,19 @@ def test_the_order_in_memory_and_the_float_type_do_not_matter():
         lambda array: array.astype(np.float64),
         np.asfortranarray,
         lambda array: np.repeat(array, 2, axis=-1)[..., ::2],
-        lambda array: (
-            np.moveaxis(np.moveaxis(array, 1, -1).copy(), -1, 1) if array.ndim == 4 else array
-        ),
     ):
         take(model, state_of("separable", seed=2), 5)
         got, _ = take(model, {key: change(array) for key, array in state.items()}, 4)
-        for key, array in expected.items():
-            np.testing.assert_array_equal(got[key], array)
+        assert_same(got, expected)
 
 
 def test_the_arrays_are_neither_changed_nor_kept():
     model, state = model_of("normalised"), state_of("normalised")
-    copies = {key: array.copy() for key, array in state.items()}
     expected, _ = take(model, state, 1)
-    for key, array in state.items():
-        np.testing.assert_array_equal(array, copies[key])
+    assert_same(state, state_of("normalised"))
+    for array in state.values():
         array[...] = 0
-    for key, array in model.arrays().items():
-        np.testing.assert_array_equal(array, expected[key])
+    assert_same(model.arrays(), expected)
 
 
 def test_channels_last_weights_are_read_where_they_lie():
@@ -194,24 +147,20 @@ def test_channels_last_weights_are_read_where_they_lie():
 
 def test_no_two_layers_round_alike_nor_one_a_few_elements_after_another():
     layers = [nn.Conv2d(16, 16, 3, padding=1, bias=False) for _ in range(6)]
-    module = nn.Sequential(
-        nn.Conv2d(3, 16, 3), nn.ReLU(), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    model = model_of(
+        nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()), shape=(16, 4, 4)
     )
-    model = model_of(module)
-    state = {key: value.numpy().copy() for key, value in module.state_dict().items()}
-    names = [f"{2 + index}.weight" for index in range(len(layers))]
-    for key in names:
-        state[key] = np.full_like(state[key], 0.5)
-        state[key].flat[0] = 127.0
+    state = {f"{index}.weight": np.full((16, 16, 3, 3), 0.5, np.float32) for index in range(6)}
+    for array in state.values():
+        array.flat[0] = 127.0
     take(model, state, 0)
-    noise = [model.parameters.weights[key].data.ravel()[16:] - 0.5 for key in names]
+    noise = [weight.data.ravel()[16:] - 0.5 for weight in model.parameters.weights.values()]
     size = noise[0].size
-    for index, one in enumerate(noise):
-        for other in noise[index + 1 :]:
-            for lag in range(-20, 21):
-                low, high = max(0, lag), size + min(0, lag)
-                correlation = (one[low:high] * other[low - lag : high - lag]).mean() / 0.25
-                assert abs(correlation) < 6 / np.sqrt(size), lag
+    for one, other in combinations(noise, 2):
+        for lag in range(-20, 21):
+            low, high = max(0, lag), size + min(0, lag)
+            correlation = (one[low:high] * other[low - lag : high - lag]).mean() / 0.25
+            assert abs(correlation) < 6 / np.sqrt(size), lag
 
 
 # ------------------------------------------------------------------------------------------ what is refused
@@ -220,62 +169,40 @@ def test_no_two_layers_round_alike_nor_one_a_few_elements_after_another():
 @pytest.mark.parametrize("name", NETWORKS)
 def test_running_statistics_are_taken_over_only_where_they_are_given(name):
     model, others = model_of(name), state_of(name)
-    for key in others:
-        if key.endswith(("running_mean", "running_var")):
-            others[key] += 1.5
-    before = model.arrays()
-    got, _ = take(model, trained_of(others), 0)
-    for key in got:
-        if key.endswith(STATISTICS):
-            np.testing.assert_array_equal(got[key], before[key])
-    got, _ = take(model, others, 0)
-    for key in got:
-        if key.endswith(STATISTICS):
-            np.testing.assert_array_equal(got[key], others[key])
+    running = [key for key in others if key.endswith(("running_mean", "running_var"))]
+    for key in running:
+        others[key] += 1.5
+    for state, expected in ((trained_of(others), model.arrays()), (others, others)):
+        got, _ = take(model, state, 0)
+        for key in running:
+            np.testing.assert_array_equal(got[key], expected[key])
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_every_trained_array_must_be_there(name):
-    state, model = state_of(name), model_of(name)
-    for key in trained_of(state):
-        with pytest.raises(ConfigError, match=rf"weights: {key} of shape \(.*\) is missing"):
-            take(model, {other: array for other, array in state.items() if other != key}, 0)
-
-
-def misshapen(array):
-    """Yield arrays of other shapes, those of as many elements first."""
-    yield array.reshape(-1, 1)
-    yield array[None]
-    if len(set(array.shape)) > 1:
-        yield np.moveaxis(array, 0, -1)
-    yield np.concatenate([array, array])
-    yield array[:0]
-    yield np.float32(1.0)
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_an_array_of_another_shape_is_refused_with_both_shapes(name):
+def test_an_array_that_is_missing_or_of_another_shape_is_refused(name):
     state, model = state_of(name), model_of(name)
     for key, array in state.items():
+        without = {other: each for other, each in state.items() if other != key}
+        if key in trained_of(state):
+            refused(lambda without=without: take(model, without, 0), key, "missing")
         if not key.endswith("num_batches_tracked"):
-            for other in misshapen(array):
-                with pytest.raises(
-                    ConfigError, match=rf"weights: {key} has shape \(.*\), the network needs \(.*\)"
-                ):
-                    take(model, {**state, key: np.asarray(other)}, 0)
+            for other in (array[None], np.concatenate([array, array]), np.float32(1.0)):
+                changed = {**state, key: np.asarray(other)}
+                shapes = np.shape(other), array.shape
+                refused(lambda changed=changed: take(model, changed, 0), key, *shapes)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e300])
+@pytest.mark.parametrize("value", [np.nan, -np.inf, 1e300])
 @pytest.mark.parametrize("name", ["normalised", "separable"])
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 def test_a_value_that_is_not_finite_fails_training_by_name(name, value):
     state, model = state_of(name), model_of(name)
     for key, array in state.items():
         if not key.endswith("num_batches_tracked"):
-            spoilt = array.astype(np.float64)
-            spoilt.flat[-1] = value
-            with pytest.raises(TrainingFailed, match=rf"{key}: .*; lower the learning rate"):
-                take(model, {**state, key: spoilt}, 0)
+            spoilt = {**state, key: array.astype(np.float64)}
+            spoilt[key].flat[-1] = value
+            call = partial(take, model, spoilt, 0)
+            refused(call, key, "lower the learning rate", error=TrainingFailed)
 
 
 def test_weights_beyond_2_to_90_fail_training():
@@ -283,8 +210,7 @@ def test_weights_beyond_2_to_90_fail_training():
     state["3.weight"][1, 2, 0, 0] = -(2.0**90)
     take(model, state, 0)
     state["3.weight"][1, 2, 0, 0] = -1.01 * 2.0**90
-    with pytest.raises(TrainingFailed, match=r"3\.weight: a weight has reached 1\.25e\+27"):
-        take(model, state, 0)
+    refused(lambda: take(model, state, 0), "3.weight", "1.25e+27", error=TrainingFailed)
 
 
 # ------------------------------------------------------------------------------------------------ gradients
@@ -292,14 +218,10 @@ def test_weights_beyond_2_to_90_fail_training():
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_trained_parameter_and_nothing_else_gets_a_gradient_of_zeros(name):
-    model, module = model_of(name), build(name)
+    model, state = model_of(name), trained_of(state_of(name))
     gradients = start_gradients(model.graph, model.parameters)
-    assert set(gradients) == {key for key, _ in module.named_parameters()}
-    for key, parameter in module.named_parameters():
-        assert gradients[key].dtype == np.float32
-        assert len(gradients[key]) == len(parameter)
-        assert gradients[key].reshape(parameter.shape).shape == tuple(parameter.shape)
-        assert not gradients[key].any()
+    zeros = {key: np.zeros_like(array) for key, array in state.items()}
+    assert_same({key: each.reshape(zeros[key].shape) for key, each in gradients.items()}, zeros)
 
 
 def test_the_gradients_are_views_of_what_the_engine_writes():
