@@ -32,6 +32,7 @@ from socflower.training.loss_weights import (
 from socflower.training.mixed_precision import MixedPrecisionTrainer
 from socflower.training.trainer import TrainingSpan
 from socflower.workloads import DataSource, as_data_source
+from tests.pipeline.problems import straight_plan
 from tests.pipeline.runtime import training as pipelines
 from tests.seeded import built
 from tests.training.test_batches import task
@@ -390,9 +391,7 @@ def test_pipelines_train_as_one_device(name: str, shares: tuple[tuple[int, ...],
     last = pipelines.read(module).model.num_layers - 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipelines, "data", lambda: data)
-        end = pipelines.train_together(
-            module, pipelines.plan_of((1, last), shares, 4), steps, trainer
-        )
+        end = pipelines.train_together(module, straight_plan((1, last), shares, 4), steps, trainer)
         alone_weights = pipelines.train_alone(module, steps, trainer)
     assert_trained_alike(dict(end.weights), {name: alone_weights[name] for name in end.weights})
 

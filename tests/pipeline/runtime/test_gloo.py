@@ -11,15 +11,17 @@ from socflower.pipeline.plan import Plan, TwoDPlan, with_samples_on
 from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.profiler.estimates import estimated_problem
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
-from tests.pipeline.problems import cluster
+from tests.pipeline.problems import cluster, straight_plan
 from tests.pipeline.runtime.processes import Death, Devices, Report, Training
-from tests.pipeline.runtime.training import minis, model, plan_of, read, train_together
+from tests.pipeline.runtime.training import minis, model, read, train_together
 
-HYBRID = plan_of((2, 5), ((4, 2), (6,)), 4)
+HYBRID = straight_plan((2, 5), ((4, 2), (6,)), 4)
 """A stage of two devices with uneven shares, and one of one."""
 
-STRAIGHT = plan_of((1, 3, 5), ((4,), (4,), (4,)), 4)
-TWO_D = TwoDPlan(groups=(plan_of((2, 5), ((5,), (5,)), 2), plan_of((5,), ((3,),), 2, first_soc=2)))
+STRAIGHT = straight_plan((1, 3, 5), ((4,), (4,), (4,)), 4)
+TWO_D = TwoDPlan(
+    groups=(straight_plan((2, 5), ((5,), (5,)), 2), straight_plan((5,), ((3,),), 2, first_soc=2))
+)
 CODED = ActivationCoding(bits=8, gradient_bits=8)
 LIMIT_S = 1.0
 """Until a device knows that another one is gone."""

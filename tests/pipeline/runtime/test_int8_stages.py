@@ -21,22 +21,24 @@ from socflower.pipeline.runtime.member import TrainedModel
 from socflower.pipeline.runtime.payloads import ActivationCoding
 from socflower.pipeline.runtime.stage import OutOfMemory
 from socflower.training.fp32 import FP32Trainer, sgd
+from tests.pipeline.problems import straight_plan
 from tests.pipeline.runtime.training import (
     TRAINER,
     minis,
     model,
-    plan_of,
     read,
     train_in_threads,
     train_together,
 )
 
-CUT = plan_of((2, 4, 5), ((6,), (6,), (6,)), 4)
+CUT = straight_plan((2, 4, 5), ((6,), (6,), (6,)), 4)
 """Each cut is crossed by one tensor."""
 
-SHARED = plan_of((2, 5), ((4, 2), (6,)), 4)
+SHARED = straight_plan((2, 5), ((4, 2), (6,)), 4)
 PHONES = parse_cluster({"boards": 1, "socs_per_board": 2, "device": "snapdragon-865"})
-TWO_D = TwoDPlan(groups=(plan_of((2, 5), ((5,), (5,)), 2), plan_of((5,), ((3,),), 2, first_soc=2)))
+TWO_D = TwoDPlan(
+    groups=(straight_plan((2, 5), ((5,), (5,)), 2), straight_plan((5,), ((3,),), 2, first_soc=2))
+)
 
 
 def change(end: TrainedModel, module: nn.Module) -> np.ndarray[Any, Any]:
@@ -115,8 +117,10 @@ def test_how_many_micro_batches_are_in_flight_changes_no_bit(dropout: float) -> 
 def test_devices_of_a_stage_round_their_masters_alike() -> None:
     """So that two devices of equal shares have the gradient of one with both, but for the scales of their halves."""
     module, steps = model(), minis(1, CUT.num_samples)
-    halves = train_together(module, plan_of((2, 5), ((3, 3), (6,)), 4), steps, int8_socs=(0, 1))
-    whole = train_together(module, plan_of((2, 5), ((6,), (6,)), 4), steps, int8_socs=(0,))
+    halves = train_together(
+        module, straight_plan((2, 5), ((3, 3), (6,)), 4), steps, int8_socs=(0, 1)
+    )
+    whole = train_together(module, straight_plan((2, 5), ((6,), (6,)), 4), steps, int8_socs=(0,))
     assert halves.losses == pytest.approx(whole.losses, rel=1e-2)
     assert cosine(change(halves, module), change(whole, module)) > 0.98
 
@@ -267,7 +271,7 @@ def test_what_int8_does_not_have_is_refused_before_anything_starts(
 
 def test_a_member_refuses_what_its_own_stage_does_not_have() -> None:
     """With a plan of one's own, whose problem was not asked for int8."""
-    plan = plan_of((1, 3, 5), ((6,), (6,), (6,)), 4)
+    plan = straight_plan((1, 3, 5), ((6,), (6,), (6,)), 4)
     with pytest.raises(ConfigError, match="2 tensors go into layer 2"):
         train_together(model(), plan, minis(1, plan.num_samples), int8_socs=(1,))
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from socflower.pipeline.profiler.estimates import estimated_problem
 from socflower.pipeline.runtime.stage import Crossing, OutOfMemory, StageWork
-from tests.pipeline.problems import cluster
-from tests.pipeline.runtime.training import minis, model, plan_of, read, train_alone, train_together
+from tests.pipeline.problems import cluster, straight_plan
+from tests.pipeline.runtime.training import minis, model, read, train_alone, train_together
 
-PLAN = plan_of((1, 3, 5), ((6,), (4, 2), (6,)), 4)
+PLAN = straight_plan((1, 3, 5), ((6,), (4, 2), (6,)), 4)
 
 
 def stage(*layers: nn.Module, limit: int = 3, **options: Any) -> StageWork:
@@ -178,7 +178,7 @@ def test_activations_in_place_compute_the_same_within_a_budget(budget_bytes: flo
     layers = read(module).model.num_layers
     assert layers == 4
     for cuts in ((3,), (0, 3), (1, 3), (0, 1, 3), (0, 1, 2, 3)):
-        plan = plan_of(cuts, ((4,),) * len(cuts), 4)
+        plan = straight_plan(cuts, ((4,),) * len(cuts), 4)
         end = train_together(module, plan, steps, budget_bytes=budget_bytes)
         for name, weight in alone.items():
             assert torch.equal(end.weights[name], weight) or torch.allclose(

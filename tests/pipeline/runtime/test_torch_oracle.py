@@ -16,7 +16,8 @@ from socflower.engines.local.workers import _end_with_parent as end_with_parent
 from socflower.engines.local.workers import _start_method as start_method
 from socflower.training.fp32 import FP32Trainer, sgd
 from tests.peers.peers import START_S
-from tests.pipeline.runtime.training import data, minis, plan_of, read, train_together
+from tests.pipeline.problems import straight_plan
+from tests.pipeline.runtime.training import data, minis, read, train_together
 
 LEARNING_RATE = 0.5
 MICRO_BATCH = 4
@@ -114,7 +115,7 @@ def test_torchs_1f1b_computes_the_same(
     cuts: tuple[int, ...], num_micro_batches: int, tolerance: float
 ) -> None:
     """Micro-batches are added in one order; torch scales their sum, ours each: the same bits by a power of two."""
-    plan = plan_of(cuts, ((MICRO_BATCH,),) * len(cuts), num_micro_batches)
+    plan = straight_plan(cuts, ((MICRO_BATCH,),) * len(cuts), num_micro_batches)
     trainer = FP32Trainer(optimizer=sgd(LEARNING_RATE, momentum=0.0), device="cpu")
     steps = minis(2, plan.num_samples)
     ours, theirs = (
