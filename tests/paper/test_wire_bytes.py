@@ -23,11 +23,7 @@ def test_bytes_of_a_hybrid_pipeline_by_hand() -> None:
     module = model()
     plan = straight_plan((4, 5), ((2, 2), (4,)), 2)
     own = read(module)
-    weights = sum(
-        parameter.nbytes
-        for name, parameter in module.named_parameters()
-        if not name.startswith("last")
-    )
+    weights = own.model.weight_bytes(0, 4)
     crossing = own.model.layers[4].output_bytes * 8
     assert sent_bytes(plan, own, module, data(), minis(2, 8)) == 2 * (2 * weights + 2 * crossing)
     alone = straight_plan((5,), ((4,),), 2)
@@ -35,18 +31,8 @@ def test_bytes_of_a_hybrid_pipeline_by_hand() -> None:
 
 
 def test_a_device_that_fails_ends_the_others() -> None:
-    module = model()
-    plan = TwoDPlan(
-        groups=(
-            straight_plan((2, 5), ((4,), (4,)), 2),
-            straight_plan((5,), ((4,),), 2, first_soc=2),
-        )
-    )
+    module, second = model(), straight_plan((5,), ((4,),), 2, first_soc=2)
+    plan = TwoDPlan(groups=(straight_plan((2, 5), ((4,), (4,)), 2), second))
+    steps = [Mini(step=0, indices=np.array([0, 1, 2, NUM_SAMPLES + 5, 3, 4]))]
     with pytest.raises(IndexError):
-        sent_bytes(
-            plan,
-            read(module),
-            module,
-            data(),
-            [Mini(step=0, indices=np.array([0, 1, 2, NUM_SAMPLES + 5, 3, 4]))],
-        )
+        sent_bytes(plan, read(module), module, data(), steps)
