@@ -442,10 +442,8 @@ def test_a_device_may_be_named_and_changed_on_the_command_line(board: Path, tmp_
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ('device = "board.toml"\n', "[device.NAME]"),
         ('[cluster]\ndevice = "none.toml"\n', "none.toml"),
         ('cluster = "rack.toml"\n[device.board]\nidle_w = 3\n', "[device.board]"),
-        ("[device.mine]\n", "idle_w"),
         ("[cluster]\n'[device]' = 3\n", "[device]"),
     ],
 )

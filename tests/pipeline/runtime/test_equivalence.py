@@ -55,7 +55,7 @@ def test_threads_with_random_delays_compute_the_same_bits_within_their_places_in
     coding, dice = ActivationCoding(bits=8 if coded else 32), random.Random(seed)
 
     def delay(soc: int, operation: ScheduledPass) -> None:
-        time.sleep(dice.random() * 0.003)
+        time.sleep(dice.random() * 0.001)
 
     together = train_together(module, plan, steps, coding=coding)
     assert_same(together, train_in_threads(module, plan, steps, coding=coding, on_pass=delay))

@@ -138,6 +138,7 @@ def test_a_plan_computes_the_gradients_of_the_same_split_run_serially(
     check(model(seed, norm=True), plan, max(1, plan.num_samples - missing), seed)
 
 
+@settings(max_examples=20)
 @given(plan=pipelines())
 def test_devices_with_rows_of_their_own_have_other_gradients_than_one_with_all(
     plan: PipelinePlan,
