@@ -22,14 +22,7 @@ from socflower.pipeline.planner.selection import Planned, PlannerSettings, plan_
 from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.recovery.backups import moves
 from socflower.pipeline.replanning import replanned
-from tests.pipeline.problems import (
-    layer,
-    linear_seconds,
-    plans,
-    problem,
-    random_problem,
-    straight_plan,
-)
+from tests.pipeline.problems import even, plans, random_problem, straight_plan
 
 SETTINGS = PlannerSettings(width=1, num_simulated=2, num_tuned=1, two_d=False)
 
@@ -44,10 +37,7 @@ def test_the_layers_of_a_lost_stage_come_from_its_backup_and_neighbours_send_at_
     The first gets layer 2 from the third, which has layer 3 of the copy. With the optimiser's state that is 200 B at
     100 B/s.
     """
-    case = problem(
-        [layer(weight=100.0, output=1.0) for _ in range(6)],
-        [linear_seconds([0.1] * 6, [0.1] * 6)] * 3,
-    )
+    case = even(6, 3, 0.1, 0.1, weight=100.0, output=1.0)
     plan = straight_plan([1, 3, 5], [[4], [4], [4]], 4)
     assert held_after(plan, 1) == {0: ["0", "1", "4", "5"], 2: ["4", "5", "2", "3"]}
     light = lightweight(case, plan, 1)
@@ -62,16 +52,13 @@ def test_the_layers_of_a_lost_stage_come_from_its_backup_and_neighbours_send_at_
 
 
 def test_a_replicated_stage_moves_nothing() -> None:
-    case = problem(
-        [layer(weight=100.0, output=1.0) for _ in range(4)],
-        [linear_seconds([0.1] * 4, [0.1] * 4)] * 3,
-    )
+    case = even(4, 3, 0.1, 0.1, weight=100.0, output=1.0)
     light = lightweight(case, straight_plan([1, 3], [[2, 2], [4]], 4), 0)
     assert (light.moved_bytes, light.transfer_s) == (0.0, 0.0)
 
 
 def test_concurrent_transfers_share_links() -> None:
-    case = problem([layer(weight=1.0)], [linear_seconds([0.1], [0.1])] * 3)
+    case = even(1, 3)
     assert concurrent_s(case.cluster, []) == 0.0
     assert concurrent_s(case.cluster, [(0, 1, 100.0), (1, 2, 100.0)]) == pytest.approx(1.0)
     assert concurrent_s(case.cluster, [(0, 1, 100.0), (0, 2, 100.0)]) == pytest.approx(2.0)
@@ -94,10 +81,9 @@ def test_after_either_recovery_every_device_has_the_layers_of_its_stage(
         arrived = [name for move in sent if move.target == soc for name in move.names]
         assert set(names) <= {*held[soc], *arrived} and not set(arrived) & set(held[soc])
     light = lightweight(case, plan, lost)
-    weights = {str(index): each.weight_bytes for index, each in enumerate(case.model.layers)}
-    assert light.moved_bytes == pytest.approx(
-        2.0 * sum(weights[name] for move in sent for name in move.names)
-    )
+    moved = [int(name) for move in sent for name in move.names]
+    weights = [each.weight_bytes for each in case.model.layers]
+    assert light.moved_bytes == pytest.approx(2.0 * sum(weights[layer] for layer in moved))
     assert lost not in light.plan.socs
     if len(present) > 1:
         full = heavy(case, plan, lost, planned)
@@ -109,10 +95,7 @@ def test_ratios_of_the_figures_are_those_of_both_recoveries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With small recoveries in place of EfficientNet-B1's."""
-    case = problem(
-        [layer(weight=100.0, output=1.0) for _ in range(6)],
-        [linear_seconds([0.1] * 6, [0.1] * 6)] * 4,
-    )
+    case = even(6, 4, 0.1, 0.1, weight=100.0, output=1.0)
     plan = straight_plan([1, 3, 4, 5], [[4]] * 4, 4)
     pairs = [
         (lightweight(case, plan, soc), replace(heavy(case, plan, soc, planned), planning_s=5.0))
@@ -131,10 +114,9 @@ def test_ratios_of_the_figures_are_those_of_both_recoveries(
 @pytest.mark.slow
 def test_figures_16_and_17_recover_faster_than_rescheduling() -> None:
     paper = read_paper("asteroid")
-    rows = {
-        row.cell.key: row
-        for name in ("figure-16", "figure-17")
-        for row in compare_item(paper, paper.item(name))
-    }
-    assert rows["lightweight recovers faster, whichever leaves"].holds
-    assert isinstance(rows["throughput over heavy"].ours, float)
+    rows = [
+        row for name in ("figure-16", "figure-17") for row in compare_item(paper, paper.item(name))
+    ]
+    found = {row.cell.key: row for row in rows}
+    assert found["lightweight recovers faster, whichever leaves"].holds
+    assert isinstance(found["throughput over heavy"].ours, float)

@@ -1,6 +1,8 @@
 """Pipeline problems with round numbers, and random ones."""
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -33,12 +35,17 @@ def cluster(num_socs: int, *, link: float = 100.0, message_s: float = 0.0) -> Cl
 
 
 def layer(
-    name: str = "layer", *, weight: float = 0.0, activation: float = 0.0, output: float = 0.0
+    name: str = "layer",
+    *,
+    weight: float = 0.0,
+    activation: float = 0.0,
+    output: float = 0.0,
+    flops: float = 1.0,
 ) -> PipelineLayer:
     return PipelineLayer(
         name=name,
-        forward_flops=1.0,
-        backward_flops=2.0,
+        forward_flops=flops,
+        backward_flops=2.0 * flops,
         weight_bytes=weight,
         activation_bytes=activation,
         output_bytes=output,
@@ -89,6 +96,23 @@ def problem(
     )
 
 
+def even(
+    num_layers: int,
+    num_devices: int,
+    forward_s: float = 1.0,
+    backward_s: float = 2.0,
+    *,
+    weight: float = 0.0,
+    activation: float = 0.0,
+    output: float = 0.0,
+    **options: Any,
+) -> PipelineProblem:
+    """Return the problem of equal layers, with these seconds a sample, on equal devices."""
+    layers = [layer(weight=weight, activation=activation, output=output)] * num_layers
+    seconds = linear_seconds([forward_s] * num_layers, [backward_s] * num_layers)
+    return problem(layers, [seconds] * num_devices, **options)
+
+
 def straight_plan(
     cuts: Sequence[int],
     shares: Sequence[Sequence[int]],
@@ -97,12 +121,13 @@ def straight_plan(
     rule: InFlight = ASTEROID,
     policy: Policy = Policy.ONE_FORWARD_ONE_BACKWARD,
     samples_on: int | None = None,
+    first_soc: int = 0,
 ) -> PipelinePlan:
     """Return a plan whose stages end with the layers `cuts` and whose devices are numbered through."""
     counts = rule.counts(len(cuts), num_micro_batches)
     if policy == Policy.BACKWARD_AFTER_FORWARD:
         counts = (num_micro_batches,) * len(cuts)
-    stages, first, soc = [], 0, 0
+    stages, first, soc = [], 0, first_soc
     for last, own, in_flight in zip(cuts, shares, counts, strict=True):
         stages.append(
             Stage(
@@ -178,47 +203,46 @@ def random_problem(
     )
 
 
+def parts(total: int, count: int) -> st.SearchStrategy[list[int]]:
+    """Draw `count` numbers of 1 or more with this sum."""
+    inner = st.just(set[int]())
+    if count > 1:
+        inner = st.sets(st.integers(1, total - 1), min_size=count - 1, max_size=count - 1)
+    return inner.map(lambda ends: [b - a for a, b in pairwise([0, *sorted(ends), total])])
+
+
 @st.composite
-def plans(draw: st.DrawFn, problem: PipelineProblem) -> PipelinePlan:
-    """Draw a plan of a problem: any cuts, groups, shares, rule for K and policy."""
-    num_devices, num_layers = len(problem.devices), problem.model.num_layers
+def pipelines(
+    draw: st.DrawFn,
+    num_layers: int,
+    num_devices: int,
+    size: int,
+    num_micro_batches: int,
+    rules: st.SearchStrategy[InFlight],
+    policies: Sequence[Policy] = (Policy.ONE_FORWARD_ONE_BACKWARD,),
+    first_soc: int = 0,
+) -> PipelinePlan:
+    """Draw a plan of up to `num_devices`: any cuts, groups and shares."""
     num_stages = draw(st.integers(1, min(num_devices, num_layers)))
-    inner = draw(
-        st.sets(st.integers(0, num_layers - 2), min_size=num_stages - 1, max_size=num_stages - 1)
-        if num_stages > 1
-        else st.just(set())
-    )
-    cuts = [*sorted(inner), num_layers - 1]
-    left, widths = num_devices, []
-    for stage in range(num_stages):
-        most = min(left - (num_stages - stage - 1), problem.micro_batch_size)
-        widths.append(draw(st.integers(1, most)))
-        left -= widths[-1]
-    shares = []
-    for width in widths:
-        ends = sorted(
-            draw(
-                st.sets(
-                    st.integers(1, problem.micro_batch_size - 1),
-                    min_size=width - 1,
-                    max_size=width - 1,
-                )
-            )
-            if width > 1
-            else []
-        )
-        shares.append(
-            [
-                after - before
-                for before, after in zip([0, *ends], [*ends, problem.micro_batch_size], strict=True)
-            ]
-        )
-    policy = draw(st.sampled_from(list(Policy)))
-    slope = draw(st.integers(0, 3))
+    cuts = [stop - 1 for stop in accumulate(draw(parts(num_layers, num_stages)))]
+    left, shares = num_devices, []
+    for behind in reversed(range(num_stages)):
+        width = draw(st.integers(1, min(left - behind, size)))
+        shares.append(draw(parts(size, width)))
+        left -= width
+    policy, rule = draw(st.sampled_from(policies)), draw(rules)
     return straight_plan(
-        cuts,
-        shares,
+        cuts, shares, num_micro_batches, policy=policy, rule=rule, first_soc=first_soc
+    )
+
+
+def plans(problem: PipelineProblem) -> st.SearchStrategy[PipelinePlan]:
+    """Draw a plan of a problem: any cuts, groups, shares, rule for K and policy."""
+    return pipelines(
+        problem.model.num_layers,
+        len(problem.devices),
+        problem.micro_batch_size,
         problem.num_micro_batches,
-        policy=policy,
-        rule=InFlight(slope, draw(st.integers(-1, 4))),
+        st.builds(InFlight, st.integers(0, 3), st.integers(-1, 4)),
+        list(Policy),
     )

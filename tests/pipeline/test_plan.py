@@ -1,9 +1,8 @@
 """Plans: stages, shares, slices, memory and bytes."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from socflower.cluster import StepTimings
-from socflower.errors import ConfigError, InfeasiblePlan
-from socflower.pipeline.plan import PipelinePlan, Policy, Stage, intervals, slices_between
+from socflower.errors import InfeasiblePlan
+from socflower.pipeline.plan import (
+    PipelinePlan,
+    Policy,
+    Stage,
+    TwoDPlan,
+    from_json,
+    intervals,
+    slices_between,
+)
 from socflower.pipeline.planner.closed_form import update_latency
-from socflower.pipeline.problem import LayerSeconds, PipelineModel
+from socflower.pipeline.problem import LayerSeconds
 from socflower.pipeline.schedule.run import simulate_schedule
-from tests.pipeline.problems import layer, linear_seconds, problem, straight_plan
+from tests.one_line import refused
+from tests.pipeline.problems import even, layer, linear_seconds, parts, problem, straight_plan
 
 SHARES = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
@@ -27,15 +35,10 @@ def test_every_sample_crosses_once_from_its_sender_to_its_receiver(
     senders: Sequence[int], data: st.DataObject
 ) -> None:
     total = sum(senders)
-    ends = data.draw(
-        st.sets(st.integers(1, total - 1), max_size=5) if total > 1 else st.just(set())
-    )
-    bounds = [0, *sorted(ends), total]
-    receivers = [after - before for before, after in pairwise(bounds)]
+    receivers = data.draw(parts(total, data.draw(st.integers(1, min(6, total)))))
     pieces = slices_between(senders, receivers)
-    assert [sample for piece in pieces for sample in range(piece.first, piece.stop)] == list(
-        range(total)
-    )
+    crossing = [sample for piece in pieces for sample in range(piece.first, piece.stop)]
+    assert crossing == list(range(total))
     for piece in pieces:
         for shares, rank in ((senders, piece.sender), (receivers, piece.receiver)):
             first, stop = intervals(shares)[rank]
@@ -43,26 +46,26 @@ def test_every_sample_crosses_once_from_its_sender_to_its_receiver(
     assert len(pieces) <= len(senders) + len(receivers) - 1
 
 
-TIMES = st.lists(st.floats(0.001, 10.0), min_size=1, max_size=5)
-
-
-@given(steps=TIMES, gaps=st.data(), num_samples=st.integers(0, 70))
+@given(
+    steps=st.lists(st.floats(0.001, 10.0), min_size=1, max_size=5),
+    gaps=st.data(),
+    num_samples=st.integers(0, 70),
+)
 def test_layer_seconds_are_those_of_step_timings(
     steps: list[float], gaps: st.DataObject, num_samples: int
 ) -> None:
     batches = tuple(np.cumsum([gaps.draw(st.integers(1, 12)) for _ in steps]).tolist())
+    forward_s, backward_s = np.array([steps, steps]), np.array([steps, steps[::-1]])
     seconds = LayerSeconds(
-        device="toy",
-        batches=batches,
-        forward_s=np.array([steps, steps]),
-        backward_s=np.array([steps, steps[::-1]]),
+        device="toy", batches=batches, forward_s=forward_s, backward_s=backward_s
     )
-    expected = StepTimings(batches=batches, step_s=tuple(steps)).seconds(num_samples)
-    assert seconds.forward(0, 0, num_samples) == pytest.approx(expected)
-    assert seconds.forward(0, 1, num_samples) == pytest.approx(2 * expected)
-    assert seconds.backward(1, 1, num_samples) == pytest.approx(
-        StepTimings(batches=batches, step_s=tuple(steps[::-1])).seconds(num_samples)
+    there_s, back_s = (
+        StepTimings(batches=batches, step_s=tuple(own)).seconds(num_samples)
+        for own in (steps, steps[::-1])
     )
+    assert seconds.forward(0, 0, num_samples) == pytest.approx(there_s)
+    assert seconds.forward(0, 1, num_samples) == pytest.approx(2 * there_s)
+    assert seconds.backward(1, 1, num_samples) == pytest.approx(back_s)
 
 
 def test_memory_is_weights_gradients_optimiser_and_what_is_in_flight() -> None:
@@ -75,28 +78,8 @@ def test_memory_is_weights_gradients_optimiser_and_what_is_in_flight() -> None:
     assert stage.memory_bytes(case, 2) == 3 * 30 + 3 * 2 * (5 + 7 + 8)
 
 
-def test_a_plan_over_a_budget_is_refused_with_both_numbers() -> None:
-    case = problem([layer(weight=1e6)], [linear_seconds([1], [1])], memory=1e6)
-    plan = straight_plan([0], [[4]], 4)
-    with pytest.raises(
-        InfeasiblePlan,
-        match=r"need 3\.0 MB on toy 0 \(SoC 0\), whose budget is 1\.0 MB; use smaller",
-    ):
-        plan.check(case)
-    other = replace(
-        case,
-        model=PipelineModel(name="other", layers=(layer(), layer()), input_bytes=0.0),
-        devices=(replace(case.devices[0], seconds=linear_seconds([1, 1], [1, 1])),),
-    )
-    with pytest.raises(ConfigError, match="the plan has 1 layers, and model other has 2"):
-        plan.check(other)
-
-
 def test_the_document_is_plain_and_complete() -> None:
-    case = problem(
-        [layer("first", output=5.0), layer("second", weight=10.0)],
-        [linear_seconds([1, 1], [1, 1])] * 3,
-    )
+    case = even(2, 3, output=5.0)
     found = json.loads(json.dumps(straight_plan([0, 1], [[3, 1], [4]], 4).to_document(case)))
     assert [stage["layers"] for stage in found["stages"]] == [[0, 0], [1, 1]]
     assert found["stages"][0]["devices"][1] == {
@@ -112,64 +95,61 @@ def test_the_document_is_plain_and_complete() -> None:
     assert found["predicted"] is None
 
 
+# ---------------------------------------------------------------------------------------------------- mistakes
+
+
+def two_stages(first: dict[str, Any], second: dict[str, Any], **changes: Any) -> PipelinePlan:
+    """Return a plan of two stages of one device, changed."""
+    one, other = straight_plan([0, 1], [[4], [4]], 4).stages
+    stages = (replace(one, **first), replace(other, **second))
+    return PipelinePlan(
+        **{"stages": stages, "micro_batch_size": 4, "num_micro_batches": 4, **changes}
+    )
+
+
+BUDGET = even(1, 1, weight=1e6, memory=1e6)
+ONE = straight_plan([0], [[4]], 4)
+
+
 @pytest.mark.parametrize(
-    ("change", "complaint"),
+    ("call", "named"),
     [
-        ({"cuts": [0, 1], "shares": [[3], [4]]}, "do not add up to the micro-batch of 3"),
-        ({"shares": [[4, 0], [4]]}, "leave out devices without samples"),
-        ({"num_micro_batches": 0}, "num_micro_batches = 0 must be 1 or more"),
+        (lambda: two_stages({"shares": (3,)}, {}), "[3] 4"),
+        (lambda: two_stages({"devices": (0, 2), "shares": (4, 0)}, {}), "[4, 0]"),
+        (lambda: two_stages({}, {}, num_micro_batches=0), "num_micro_batches 0"),
+        (lambda: two_stages({"in_flight": 1}, {"in_flight": 2}), "in_flight 1 2"),
+        (lambda: two_stages({"in_flight": 5}, {}), "in_flight 5 4"),
+        (lambda: two_stages({}, {}, policy=Policy.BACKWARD_AFTER_FORWARD), "in_flight 3 4"),
+        (lambda: two_stages({}, {"first_layer": 3, "last_layer": 3}), "3 0"),
+        (lambda: two_stages({}, {"devices": (0,)}), "[0, 0]"),
+        (lambda: TwoDPlan(groups=(ONE, ONE)), "[0, 0]"),
+        (lambda: TwoDPlan(groups=()), "group"),
+        (
+            lambda: TwoDPlan(groups=(ONE, straight_plan([1], [[4]], 4, first_soc=1))),
+            "layers",
+        ),
+        (lambda: ONE.check(even(2, 1)), "1 2 toy"),
+        (lambda: from_json("{}"), "versions"),
     ],
 )
-def test_mistakes_in_plans_are_named(change: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        straight_plan(**{"cuts": [0, 1], "shares": [[4], [4]], "num_micro_batches": 4, **change})
+def test_mistakes_in_plans_are_named(call: Callable[[], object], named: str) -> None:
+    refused(call, *named.split(" "))
 
 
-def test_stages_that_would_wait_for_ever_are_refused() -> None:
-    first, second = (
-        Stage(first_layer=index, last_layer=index, devices=(index,), shares=(4,), in_flight=count)
-        for index, count in enumerate((1, 2))
-    )
-    with pytest.raises(ConfigError, match="would wait for ever"):
-        PipelinePlan(stages=(first, second), micro_batch_size=4, num_micro_batches=4)
-    with pytest.raises(ConfigError, match="keeps all 4 micro-batches, but in_flight = 1"):
-        PipelinePlan(
-            stages=(first,),
-            micro_batch_size=4,
-            num_micro_batches=4,
-            policy=Policy.BACKWARD_AFTER_FORWARD,
-        )
-    with pytest.raises(ConfigError, match="stages follow each other without gap"):
-        PipelinePlan(
-            stages=(first, replace(second, first_layer=3, last_layer=3)),
-            micro_batch_size=4,
-            num_micro_batches=4,
-        )
-    with pytest.raises(ConfigError, match="a SoC is in two stages"):
-        PipelinePlan(
-            stages=(first, replace(second, devices=(0,), in_flight=1)),
-            micro_batch_size=4,
-            num_micro_batches=4,
-        )
+def test_a_plan_over_a_budget_is_refused_with_both_numbers() -> None:
+    named = ("3.0 MB", "toy 0", "SoC 0", "1.0 MB")
+    refused(lambda: ONE.check(BUDGET), *named, error=InfeasiblePlan)
 
 
 @given(coded=st.sampled_from([1.0, 0.5, 0.25, 0.125]))
 def test_what_is_coded_costs_its_part_of_a_cut(coded: float) -> None:
-    own = problem(
-        [layer(output=50.0), layer(weight=8.0)],
-        [linear_seconds([0.0, 0.0], [0.0, 0.0])] * 2,
-        link=100.0,
-    )
+    own = even(2, 2, 0.0, 0.0, output=50.0)
     plan = straight_plan((0, 1), ((4,), (4,)), 4)
     both = replace(own, activation_part=coded, gradient_part=coded)
+    whole, part = simulate_schedule(own, plan), simulate_schedule(both, plan)
     assert plan.communication_bytes(both) == coded * plan.communication_bytes(own)
-    assert simulate_schedule(both, plan).num_bytes == coded * simulate_schedule(own, plan).num_bytes
-    assert simulate_schedule(both, plan).step_s == pytest.approx(
-        coded * simulate_schedule(own, plan).step_s
-    )
+    assert part.num_bytes == coded * whole.num_bytes
+    assert part.step_s == pytest.approx(coded * whole.step_s)
     assert update_latency(both, plan) == pytest.approx(coded * update_latency(own, plan))
-    one_way = replace(own, activation_part=coded)
-    assert (
-        simulate_schedule(one_way, plan).num_bytes
-        == (1 + coded) / 2 * simulate_schedule(own, plan).num_bytes
-    )
+    one_way = simulate_schedule(replace(own, activation_part=coded), plan)
+    assert one_way.num_bytes == (1 + coded) / 2 * whole.num_bytes

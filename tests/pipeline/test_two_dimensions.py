@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from socflower.pipeline.plan import PipelinePlan, Stage, TwoDPlan
+from socflower.pipeline.plan import TwoDPlan
 from socflower.pipeline.planner.closed_form import latency, update_latency
 from socflower.pipeline.planner.selection import predict
 from socflower.pipeline.planner.two_dimensions import best_two_d
 from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.schedule.run import simulate_schedule
-from tests.pipeline.problems import layer, linear_seconds, problem, random_problem
+from tests.pipeline.problems import layer, linear_seconds, problem, random_problem, straight_plan
 
 
 def two_pairs(output: float, link: float = 100.0) -> tuple[PipelineProblem, TwoDPlan]:
@@ -23,18 +23,8 @@ def two_pairs(output: float, link: float = 100.0) -> tuple[PipelineProblem, TwoD
         num_micro_batches=16,
         link=link,
     )
-    groups = tuple(
-        PipelinePlan(
-            micro_batch_size=2,
-            num_micro_batches=16,
-            stages=(
-                Stage(first_layer=0, last_layer=0, devices=(first,), shares=(2,), in_flight=3),
-                Stage(first_layer=1, last_layer=1, devices=(second,), shares=(2,), in_flight=1),
-            ),
-        )
-        for first, second in ((0, 1), (2, 3))
-    )
-    return case, TwoDPlan(groups=groups)
+    groups = (straight_plan([0, 1], [[2], [2]], 16, first_soc=soc) for soc in (0, 2))
+    return case, TwoDPlan(groups=tuple(groups))
 
 
 def test_the_exchange_follows_the_last_pass_of_a_ring_and_takes_what_the_closed_form_says() -> None:

@@ -32,6 +32,7 @@ from socflower.training.mixed_precision import MixedPrecisionTrainer
 from socflower.training.trainer import TrainingSpan
 from socflower.workloads import DataSource, as_data_source
 from tests.one_line import refused
+from tests.pipeline.problems import straight_plan
 from tests.pipeline.runtime import training as pipelines
 from tests.seeded import built
 from tests.training.by_torch import assert_close, assert_equal, by_torch, trained
@@ -319,7 +320,7 @@ def test_pipelines_train_as_one_device(
     monkeypatch.setattr(pipelines, "data", lambda: data)
     steps = [Mini(step=step, indices=rows.numpy()) for step, rows in enumerate(BATCHES)]
     last = pipelines.read(module).model.num_layers - 1
-    plan = pipelines.plan_of((1, last), shares, 4)
+    plan = straight_plan((1, last), shares, 4)
     end = pipelines.train_together(module, plan, steps, trainer)
     reference = pipelines.train_alone(module, steps, trainer)
     for weight in end.weights:

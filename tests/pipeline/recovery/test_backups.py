@@ -18,12 +18,9 @@ held_states = st.dictionaries(
 @given(held=held_states)
 def test_the_newest_step_of_which_all_names_are_there(held: dict[int, dict[int, set[str]]]) -> None:
     step = newest_common(held, NAMES)
-    whole = [
-        each
-        for each in range(5)
-        if set().union(*(own.get(each, set()) for own in held.values())) == set(NAMES)
-    ]
-    assert step == (max(whole) if whole else None)
+    there = [set().union(*(own.get(each, set()) for own in held.values())) for each in range(5)]
+    whole = [each for each, names in enumerate(there) if names == set(NAMES)]
+    assert step == max(whole, default=None)
 
 
 @given(
@@ -38,15 +35,12 @@ def test_moves_bring_each_device_what_it_lacks_once(
     there = set().union(*held.values())
     wanted = {soc: [name for name in names if name in there] for soc, names in needed.items()}
     found = moves(wanted, held, range(4))
-    arrived = {
-        soc: [name for move in found if move.target == soc for name in move.names]
-        for soc in range(4)
-    }
-    for soc in range(4):
-        assert sorted(arrived[soc]) == sorted(set(wanted.get(soc, [])) - held[soc])
-    assert all(
-        set(move.names) <= held[move.source] and move.source != move.target for move in found
-    )
+    arrived: dict[int, list[str]] = {soc: [] for soc in range(4)}
+    for move in found:
+        assert set(move.names) <= held[move.source] and move.source != move.target
+        arrived[move.target] += move.names
+    for soc, names in arrived.items():
+        assert sorted(names) == sorted(set(wanted.get(soc, [])) - held[soc])
     assert len({(move.source, move.target) for move in found}) == len(found)
 
 
@@ -56,19 +50,13 @@ def test_single_devices_are_backed_up_by_the_next_stage_and_the_last_by_the_firs
 
 
 def test_a_state_survives_its_bytes_and_joins_its_parts() -> None:
-    state = StageState(
-        weights={"a": torch.ones(2), "b": torch.zeros(3)},
-        optimizer={
-            "parameters": {"a": {"momentum_buffer": torch.ones(2)}, "b": {}},
-            "groups": [{"lr": 0.1}],
-            "scheduler": None,
-        },
-    )
+    parameters = {"a": {"momentum_buffer": torch.ones(2)}, "b": {}}
+    optimizer = {"parameters": parameters, "groups": [{"lr": 0.1}], "scheduler": None}
+    state = StageState(weights={"a": torch.ones(2), "b": torch.zeros(3)}, optimizer=optimizer)
     part = StageState.from_bytes(state.to_bytes(["a"]))
     assert list(part.weights) == ["a"] and list(part.optimizer["parameters"]) == ["a"]
     whole = StageState.from_bytes(state.to_bytes(["b"])).joined(part)
-    assert set(whole.weights) == {"a", "b"} and whole.optimizer["groups"] == [{"lr": 0.1}]
-    assert (
-        StageState().joined(part).optimizer_bytes() is not None
-        and StageState().optimizer_bytes() is None
-    )
+    assert set(whole.weights) == {"a", "b"} == set(whole.optimizer["parameters"])
+    assert whole.optimizer["groups"] == [{"lr": 0.1}]
+    assert StageState().joined(part).optimizer_bytes() is not None
+    assert StageState().optimizer_bytes() is None

@@ -19,11 +19,11 @@ from socflower.peers.transports.port import RingPort
 from socflower.pipeline.plan import Plan
 from socflower.pipeline.runtime.channels import run_script
 from socflower.pipeline.runtime.gloo_channels import GlooChannels
-from socflower.pipeline.runtime.member import Member, Mini, TrainedModel
+from socflower.pipeline.runtime.member import Mini, TrainedModel
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
 from socflower.pipeline.schedule.order import ScheduledPass
 from tests.peers.peers import START_S, TOKEN, free_addresses, wait_for_peers
-from tests.pipeline.runtime.training import SPAN, TRAINER, data, model, read, socs_of
+from tests.pipeline.runtime.training import member, model, socs_of
 
 HEARTBEAT_S = 60.0  # so that no silence explains what a test sees
 _THREADS_END_S = 10.0
@@ -142,27 +142,16 @@ def _train(
                 die()
         num_passes += 1
 
-    member = Member(
-        training.plan,
-        soc,
-        read(module),
-        module,
-        TRAINER,
-        SPAN,
-        data=data(),
-        send=channels.send,
-        coding=training.coding,
-        on_pass=on_pass,
-        int8_socs=training.int8_socs,
-    )
+    options = {"coding": training.coding, "int8_socs": training.int8_socs, "on_pass": on_pass}
+    own = member(module, training.plan, soc, channels.send, **options)
     report = Report()
     try:
         channels.join()
         for mini in training.minis:
-            run_script(member.update(mini), channels)
+            run_script(own.update(mini), channels)
         channels.flush()
         sent_bytes = channels.sent_bytes
-        end = run_script(member.finish(), channels)
+        end = run_script(own.finish(), channels)
         channels.flush()
         report = Report(
             end=None if end is None else replace(end, weights=_arrays(end.weights)),

@@ -2,18 +2,30 @@
 
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from socflower.pipeline.plan import PipelinePlan
 from socflower.pipeline.profiler.estimates import estimated_problem
 from socflower.pipeline.runtime.stage import Crossing, OutOfMemory, StageWork
-from tests.pipeline.problems import cluster
-from tests.pipeline.runtime.training import minis, model, plan_of, read, train_alone, train_together
+from tests.one_line import refused
+from tests.pipeline.problems import cluster, straight_plan
+from tests.pipeline.runtime.training import (
+    assert_close,
+    minis,
+    model,
+    read,
+    train_alone,
+    train_together,
+)
 
-PLAN = plan_of((1, 3, 5), ((6,), (4, 2), (6,)), 4)
+PLAN = straight_plan((1, 3, 5), ((6,), (4, 2), (6,)), 4)
+CUT = straight_plan((2, 4, 5), ((6,), (6,), (6,)), 4)
 
 
 def stage(*layers: nn.Module, limit: int = 3, **options: Any) -> StageWork:
@@ -48,18 +60,10 @@ def saved_bytes(result: Tensor, module: nn.Module) -> int:
             continue
         seen.add(node)
         nodes += [before for before, _ in node.next_functions]
-        for name in dir(node):
-            if name.startswith("_saved_"):
-                value = getattr(node, name)
-                for tensor in value if isinstance(value, tuple | list) else (value,):
-                    if (
-                        isinstance(tensor, Tensor)
-                        and tensor.numel()
-                        and tensor.data_ptr() not in own
-                    ):
-                        storages[tensor.untyped_storage().data_ptr()] = (
-                            tensor.untyped_storage().nbytes()
-                        )
+        for value in tree_leaves([getattr(node, name) for name in dir(node) if "_saved_" in name]):
+            if isinstance(value, Tensor) and value.numel() and value.data_ptr() not in own:
+                storage = value.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 
@@ -91,33 +95,31 @@ def test_known_layers_keep_known_bytes() -> None:
 
 def test_beyond_its_budget_a_stage_says_so_in_a_line() -> None:
     each = 4 * 5 * (8 + 4)
-    work = stage(
-        nn.Linear(8, 4), nn.Sigmoid(), state_bytes=100_000.0, budget_bytes=100_000.0 + 2 * each
-    )
+    limits = {"state_bytes": 100_000.0, "budget_bytes": 100_000.0 + 2 * each}
+    work = stage(nn.Linear(8, 4), nn.Sigmoid(), **limits)
     for number in range(2):
         work.forward(number, [torch.randn(5, 8)], stream=0)
-    with pytest.raises(OutOfMemory) as raised:
-        work.forward(2, [torch.randn(5, 8)], stream=0)
-    assert str(raised.value) == (
-        "stage 0 on SoC 7: needs 0.1 MB or more with 3 micro-batches in flight, of a budget "
-        "of 0.1 MB; use smaller micro-batches, fewer in flight or more devices"
-    )
+    named = ("stage 0 on SoC 7", "0.1 MB", "3")
+    refused(lambda: work.forward(2, [torch.randn(5, 8)], stream=0), *named, error=OutOfMemory)
 
 
 def test_weights_alone_may_be_too_much_also_where_nothing_is_saved() -> None:
     work = stage(nn.Linear(8, 4).requires_grad_(False), state_bytes=144.0, budget_bytes=143.0)
-    with pytest.raises(OutOfMemory, match="stage 0 on SoC 7: needs"):
-        work.forward(0, [torch.randn(5, 8)], stream=0)
+    refused(lambda: work.forward(0, [torch.randn(5, 8)], stream=0), "SoC 7", error=OutOfMemory)
 
 
-def test_a_member_out_of_memory_names_its_stage_and_soc() -> None:
-    module = model()
-    needed = train_together(module, PLAN, minis(2, PLAN.num_samples)).peak_bytes
-    train_together(module, PLAN, minis(2, PLAN.num_samples), budget_bytes=max(needed.values()))
-    with pytest.raises(OutOfMemory, match=r"^stage 0 on SoC 0: needs [^\n]*$"):
-        train_together(
-            module, PLAN, minis(2, PLAN.num_samples), budget_bytes=max(needed.values()) - 1
-        )
+@pytest.mark.parametrize(("plan", "int8_socs"), [(PLAN, ()), (CUT, (1,))])
+def test_a_member_out_of_memory_names_its_stage_and_soc(
+    plan: PipelinePlan, int8_socs: tuple[int, ...]
+) -> None:
+    """In int8 the engines count towards the budget."""
+    train = partial(train_together, model(norm=True), plan, minis(2, plan.num_samples))
+    needed = train(int8_socs=int8_socs).peak_bytes
+    most = max(needed.values())
+    train(int8_socs=int8_socs, budget_bytes=most)
+    soc = int8_socs[0] if int8_socs else 0
+    less = partial(train, int8_socs=int8_socs, budget_bytes=needed[soc] - 1)
+    refused(less, f"stage {soc} on SoC {soc}", "MB", error=OutOfMemory)
 
 
 def test_what_a_pass_has_saved_goes_with_its_stage_where_no_backward_pass_follows() -> None:
@@ -153,44 +155,31 @@ def test_a_plan_counts_no_less_than_a_device_keeps_and_not_three_times_as_much(
             assert peaks[soc] <= part.memory_bytes(problem, share) < 3 * peaks[soc]
 
 
-class InPlace(nn.Sequential):
-    """Activations that overwrite what the layer before has made."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            nn.Conv2d(1, 4, 3),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(4, 4, 3),
-            nn.BatchNorm2d(4),
-            nn.ReLU(inplace=True),
-            nn.Flatten(),
-            nn.Linear(16, 8),
-            nn.Hardtanh(inplace=True),
-            nn.Linear(8, 5),
-        )
-
-
 @pytest.mark.parametrize("budget_bytes", [1e6, float("inf")])
 def test_activations_in_place_compute_the_same_within_a_budget(budget_bytes: float) -> None:
+    """Activations overwrite what the layer before has made."""
     torch.manual_seed(0)
-    module, steps = InPlace(), minis(3, 16)
+    module = nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(4, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(16, 8),
+        nn.Hardtanh(inplace=True),
+        nn.Linear(8, 5),
+    )
+    steps = minis(3, 16)
     alone = train_alone(module, steps, micro_batches=4)
-    layers = read(module).model.num_layers
-    assert layers == 4
     for cuts in ((3,), (0, 3), (1, 3), (0, 1, 3), (0, 1, 2, 3)):
-        plan = plan_of(cuts, ((4,),) * len(cuts), 4)
+        plan = straight_plan(cuts, ((4,),) * len(cuts), 4)
         end = train_together(module, plan, steps, budget_bytes=budget_bytes)
-        for name, weight in alone.items():
-            assert torch.equal(end.weights[name], weight) or torch.allclose(
-                end.weights[name], weight, atol=1e-6
-            ), name
+        assert_close(end.weights, alone, 1e-6)
 
 
 def test_in_place_changes_that_autograd_refuses_are_refused() -> None:
     """As without the hooks that count; otherwise gradients would be wrong without a word."""
     work = stage(nn.Linear(8, 4), nn.Sigmoid(), nn.ReLU(inplace=True))
     work.forward(0, [torch.randn(5, 8)], stream=0)
-    with pytest.raises(
-        RuntimeError, match="stage 0 on SoC 7: a tensor that the backward pass needs was changed"
-    ):
-        work.backward(0, [torch.ones(5, 4)])
+    refused(lambda: work.backward(0, [torch.ones(5, 4)]), "SoC 7", error=RuntimeError)

@@ -2,24 +2,28 @@
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from socflower.pipeline.plan import PipelinePlan, Plan, Stage
+from socflower.pipeline.plan import PipelinePlan, Plan, TwoDPlan
 from socflower.pipeline.profiler.layers import ReadModel, read_model
 from socflower.pipeline.runtime.channels import QueueChannels, run_script
 from socflower.pipeline.runtime.member import Member, Mini, Send, TrainedModel
 from socflower.pipeline.runtime.together import Mail, run_together
-from socflower.pipeline.schedule.order import ASTEROID, InFlight
+from socflower.pipeline.schedule.order import RULES
 from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.training.trainer import TrainingSpan
 from socflower.workloads import LabelledData
+from tests.pipeline import problems
 
 NUM_SAMPLES = 64
+NUM_LAYERS = 6
 TRAINER = FP32Trainer(optimizer=sgd(0.1), device="cpu")
 SPAN = TrainingSpan(seed=(1, 0))
 
@@ -65,38 +69,6 @@ def read(module: nn.Module) -> ReadModel:
     return read_model(module, (1, 6, 6), "residual")
 
 
-def plan_of(
-    cuts: Sequence[int],
-    shares: Sequence[Sequence[int]],
-    num_micro_batches: int,
-    *,
-    rule: InFlight = ASTEROID,
-    first_soc: int = 0,
-    samples_on: int | None = None,
-) -> PipelinePlan:
-    """Return a plan whose stages end with the layers `cuts`."""
-    stages, first, soc = [], 0, first_soc
-    for last, own, in_flight in zip(
-        cuts, shares, rule.counts(len(cuts), num_micro_batches), strict=True
-    ):
-        stages.append(
-            Stage(
-                first_layer=first,
-                last_layer=last,
-                devices=tuple(range(soc, soc + len(own))),
-                shares=tuple(own),
-                in_flight=in_flight,
-            )
-        )
-        first, soc = last + 1, soc + len(own)
-    return PipelinePlan(
-        stages=tuple(stages),
-        micro_batch_size=sum(shares[0]),
-        num_micro_batches=num_micro_batches,
-        samples_on=samples_on,
-    )
-
-
 def minis(num_steps: int, batch_size: int, seed: int = 0) -> list[Mini]:
     rng = np.random.default_rng(seed)
     return [
@@ -112,29 +84,18 @@ def socs_of(plan: Plan) -> list[int]:
     )
 
 
-def members(
+def member(
     module: nn.Module,
     plan: Plan,
-    sender: Callable[[int], Send],
+    soc: int,
+    send: Send,
     trainer: FP32Trainer | None = None,
+    reading: ReadModel | None = None,
     **options: Any,
-) -> list[Member]:
-    """Return all members of a plan, each with a copy of the model."""
-    reading = read(module)
-    return [
-        Member(
-            plan,
-            soc,
-            reading,
-            copy.deepcopy(module),
-            trainer or TRAINER,
-            SPAN,
-            data=data(),
-            send=sender(soc),
-            **options,
-        )
-        for soc in socs_of(plan)
-    ]
+) -> Member:
+    """Return a member of a plan with a copy of the model."""
+    reading, given = reading or read(module), {"data": data(), "send": send, **options}
+    return Member(plan, soc, reading, copy.deepcopy(module), trainer or TRAINER, SPAN, **given)
 
 
 def train_together(
@@ -142,14 +103,18 @@ def train_together(
     plan: Plan,
     steps: Sequence[Mini],
     trainer: FP32Trainer | None = None,
+    reading: ReadModel | None = None,
     **options: Any,
 ) -> TrainedModel:
     """Train a copy of a model in one process, and return what the plan's first device has at the end."""
-    mail = Mail()
-    own = members(module, plan, mail.sender, trainer, **options)
+    mail, reading = Mail(), reading or read(module)
+    own = {
+        soc: member(module, plan, soc, mail.sender(soc), trainer, reading, **options)
+        for soc in socs_of(plan)
+    }
     for mini in steps:
-        run_together({member.soc: member.update(mini) for member in own}, mail)
-    ends = run_together({member.soc: member.finish() for member in own}, mail)
+        run_together({soc: each.update(mini) for soc, each in own.items()}, mail)
+    ends = run_together({soc: each.finish() for soc, each in own.items()}, mail)
     return next(end for end in ends.values() if end is not None)
 
 
@@ -176,20 +141,20 @@ def train_in_threads(
     module: nn.Module, plan: Plan, steps: Sequence[Mini], **options: Any
 ) -> TrainedModel:
     """Train with each device in a thread of its own."""
-    socs = socs_of(plan)
-    channels = QueueChannels.of(socs)
+    channels = QueueChannels.of(socs_of(plan))
     ends: list[TrainedModel | None] = []
 
-    def run(member: Member) -> None:
-        own = channels[member.soc]
+    def run(one: Member, own: QueueChannels) -> None:
         for mini in steps:
-            run_script(member.update(mini), own)
-        ends.append(run_script(member.finish(), own))
+            run_script(one.update(mini), own)
+        ends.append(run_script(one.finish(), own))
         own.flush()
 
     threads = [
-        threading.Thread(target=run, args=(member,), daemon=True)
-        for member in members(module, plan, lambda soc: channels[soc].send, **options)
+        threading.Thread(
+            target=run, args=(member(module, plan, soc, own.send, **options), own), daemon=True
+        )
+        for soc, own in channels.items()
     ]
     for thread in threads:
         thread.start()
@@ -198,3 +163,46 @@ def train_in_threads(
     for own in channels.values():
         own.close()
     return next(end for end in ends if end is not None)
+
+
+def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], atol: float) -> None:
+    """Assert that weights or gradients are as expected, by name."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0.0, atol=atol, msg=name)
+
+
+def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Tensor:
+    """Return the differences of weights of the same names, as a vector."""
+    return torch.cat([(one[name].detach() - other[name].detach()).flatten() for name in other])
+
+
+def assert_same(one: TrainedModel, other: TrainedModel) -> None:
+    """Assert that two trainings computed the same bits; weights may be arrays."""
+    assert (one.losses, one.state) == (other.losses, other.state)
+    assert (one.peak_in_flight, one.devices) == (other.peak_in_flight, other.devices)
+    assert one.weights.keys() == other.weights.keys()
+    for name, weight in one.weights.items():
+        np.testing.assert_array_equal(weight, other.weights[name], err_msg=name)
+
+
+# --------------------------------------------------------------------------------------------------- any plan
+
+
+@st.composite
+def pipelines(draw: st.DrawFn, first_soc: int = 0) -> PipelinePlan:
+    """Draw a pipeline of `Residual`; samples may be on any of its devices, or on one without a stage."""
+    size, number = draw(st.integers(1, 9)), draw(st.integers(1, 5))
+    rules = st.sampled_from(list(RULES.values()))
+    plan = draw(problems.pipelines(NUM_LAYERS, 6, size, number, rules, first_soc=first_soc))
+    samples_on = draw(st.none() | st.integers(first_soc, first_soc + len(plan.socs)))
+    return replace(plan, samples_on=samples_on)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Draw one pipeline or two side by side."""
+    first = draw(pipelines())
+    if draw(st.booleans()):
+        return first
+    return TwoDPlan(groups=(first, draw(pipelines(first_soc=len(first.socs) + 1))))
