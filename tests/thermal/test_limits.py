@@ -117,25 +117,21 @@ def all_limits(draw: st.DrawFn) -> HeatLimits:
         ({"stuck_s": 0.0}, "stuck_s = 0.0 must be above 0 and finite"),
     ],
 )
-def test_limits_that_cannot_be_are_one_line(changes: dict[str, float], text: str) -> None:
+def test_limits_that_cannot_be_are_one_line(changes, text):
     with pytest.raises(ConfigError) as caught:
         HeatLimits(**changes)
     assert text in str(caught.value) and "\n" not in str(caught.value)
 
 
 @given(limits=all_limits(), one=temperatures, other=temperatures, load=st.none() | parts)
-def test_the_share_falls_with_temperature(
-    limits: HeatLimits, one: float, other: float, load: float | None
-) -> None:
+def test_the_share_falls_with_temperature(limits, one, other, load):
     cooler, hotter = sorted((one, other))
     at = [limits.share(reading(temperature_c=value, user_load=load)) for value in (cooler, hotter)]
     assert limits.min_share <= at[1] <= at[0] <= 1.0
 
 
 @given(limits=all_limits(), now_c=temperatures, load=parts)
-def test_the_share_is_a_straight_line_times_what_others_leave(
-    limits: HeatLimits, now_c: float, load: float
-) -> None:
+def test_the_share_is_a_straight_line_times_what_others_leave(limits, now_c, load):
     if limits.shrink_c == limits.pause_c:
         expected = 1.0 if now_c < limits.pause_c else limits.min_share
     else:
@@ -154,11 +150,11 @@ def test_the_share_is_a_straight_line_times_what_others_leave(
     load=st.none() | parts,
 )
 def test_only_a_low_charge_on_battery_or_a_users_load_refuse_a_cool_device(
-    limits: HeatLimits,
-    charge: float | None,
-    on_battery: bool | None,
-    load: float | None,
-) -> None:
+    limits,
+    charge,
+    on_battery,
+    load,
+):
     empty = on_battery is True and charge is not None and charge < limits.min_battery_fraction
     used = load is not None and load > limits.max_user_load
     refusal = limits.refusal(
@@ -170,10 +166,10 @@ def test_only_a_low_charge_on_battery_or_a_users_load_refuse_a_cool_device(
 
 # ------------------------------------------------------------------------------------------------ the pause
 @given(limits=all_limits(), seen=st.lists(st.none() | temperatures, max_size=30))
-def test_a_pause_has_hysteresis(limits: HeatLimits, seen: list[float | None]) -> None:
+def test_a_pause_has_hysteresis(limits, seen):
     """It begins at pause_c only, and ends only at resume_c or where nothing has been known for stuck_s."""
-    pause: Pause | None = None
-    unknown_from_s: int | None = None
+    pause = None
+    unknown_from_s = None
     for at_s, now_c in enumerate(seen):
         before, pause = pause, next_pause(limits, pause, reading(temperature_c=now_c), float(at_s))
         unknown_from_s = (
@@ -208,11 +204,11 @@ def test_a_pause_has_hysteresis(limits: HeatLimits, seen: list[float | None]) ->
     interval_s=st.floats(0.1, 30.0),
 )
 def test_a_sensor_is_stuck_if_and_only_if_rest_changes_nothing(
-    limits: HeatLimits,
-    seen: list[int],
-    interval_s: float,
-) -> None:
-    pause: Pause | None = None
+    limits,
+    seen,
+    interval_s,
+):
+    pause = None
     hot = [float(value) if value >= limits.pause_c else limits.pause_c for value in seen]
     for number, now_c in enumerate(hot):
         pause = next_pause(limits, pause, reading(temperature_c=now_c), number * interval_s)
@@ -223,7 +219,7 @@ def test_a_sensor_is_stuck_if_and_only_if_rest_changes_nothing(
         )
 
 
-def test_after_a_reboot_a_pause_is_counted_anew() -> None:
+def test_after_a_reboot_a_pause_is_counted_anew():
     old = Pause(since_s=5000.0, temperature_c=90.0, num_looks=7)
     assert next_pause(LIMITS, old, reading(temperature_c=90.0), 10.0) == Pause(
         since_s=10.0, temperature_c=90.0
@@ -293,7 +289,7 @@ def forged(**values: Any) -> Reading:
     ],
     ids=lambda read: "",
 )
-def test_what_fails_is_unknown_and_said_once(read: Callable[[], Any], warned: list[str]) -> None:
+def test_what_fails_is_unknown_and_said_once(read, warned):
     careful = GuardedSource(lambda: Calls(read), timeout_s=DEADLINE_S)
     seen = [careful.read() for _ in range(3)]
     assert all(one.temperature_c is None and one.user_load is None for one in seen)
@@ -305,7 +301,7 @@ def test_what_fails_is_unknown_and_said_once(read: Callable[[], Any], warned: li
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_error_without_a_text_is_unknown_too(warned: list[str]) -> None:
+def test_an_error_without_a_text_is_unknown_too(warned):
     assert (
         GuardedSource(lambda: Calls(raising(UnprintableError())), timeout_s=1.0)
         .read()
@@ -315,10 +311,10 @@ def test_an_error_without_a_text_is_unknown_too(warned: list[str]) -> None:
     assert len(warned) == 1
 
 
-def test_a_source_that_cannot_be_made_is_tried_again(warned: list[str]) -> None:
-    tries: list[int] = []
+def test_a_source_that_cannot_be_made_is_tried_again(warned):
+    tries = []
 
-    def make() -> Calls:
+    def make():
         tries.append(1)
         if len(tries) < 3:
             raise ImportError("no sensors here")
@@ -331,11 +327,11 @@ def test_a_source_that_cannot_be_made_is_tried_again(warned: list[str]) -> None:
     ]
 
 
-def test_a_source_that_fails_again_after_it_was_well_is_warned_of_again(warned: list[str]) -> None:
+def test_a_source_that_fails_again_after_it_was_well_is_warned_of_again(warned):
     """A day later the log must say so; one that comes and goes is said once a minute."""
     now_s, fails = [0.0], [True]
 
-    def read() -> Reading:
+    def read():
         if fails[0]:
             raise OSError("gone")
         return reading(temperature_c=41.0)
@@ -349,11 +345,11 @@ def test_a_source_that_fails_again_after_it_was_well_is_warned_of_again(warned: 
     assert len(warned) == 2
 
 
-def test_a_source_that_hangs_is_waited_for_once_and_heard_again_later(warned: list[str]) -> None:
+def test_a_source_that_hangs_is_waited_for_once_and_heard_again_later(warned):
     goes_on, hangs = threading.Event(), threading.Event()
     hangs.set()
 
-    def read() -> Reading:
+    def read():
         if hangs.is_set():
             goes_on.wait(DEADLINE_S)
         return reading(temperature_c=41.0)
@@ -371,7 +367,7 @@ def test_a_source_that_hangs_is_waited_for_once_and_heard_again_later(warned: li
     assert len(warned) == 1 and "did not answer within 0.2 s" in warned[0]
 
 
-def test_a_good_reading_comes_through_in_plain_types() -> None:
+def test_a_good_reading_comes_through_in_plain_types():
     careful = GuardedSource(
         lambda: Calls(
             lambda: forged(
@@ -398,7 +394,7 @@ def test_a_good_reading_comes_through_in_plain_types() -> None:
 
 # --------------------------------------------------------------------------------------------------- guards
 @given(now_c=temperatures, step_s=st.floats(0.001, 100.0))
-def test_the_working_part_of_the_time_is_the_share(now_c: float, step_s: float) -> None:
+def test_the_working_part_of_the_time_is_the_share(now_c, step_s):
     when = Time()
     guard = guard_of(lambda now_s: {"temperature_c": now_c}, when)
     rested_s = guard.rest_after(step_s)
@@ -410,9 +406,7 @@ def test_the_working_part_of_the_time_is_the_share(now_c: float, step_s: float) 
 @given(
     seen=st.lists(st.none() | temperatures, min_size=1, max_size=50), step_s=st.floats(0.01, 50.0)
 )
-def test_rest_is_never_longer_than_the_smallest_share_asks_for(
-    seen: list[float | None], step_s: float
-) -> None:
+def test_rest_is_never_longer_than_the_smallest_share_asks_for(seen, step_s):
     when = Time()
     say = iter(seen * 1000)
     guard = guard_of(lambda now_s: {"temperature_c": next(say)}, when)
@@ -420,14 +414,14 @@ def test_rest_is_never_longer_than_the_smallest_share_asks_for(
     assert 0.0 <= rested_s <= step_s * (1.0 / LIMITS.min_share - 1.0) * (1.0 + 1e-9)
 
 
-def test_a_device_that_cools_while_it_rests_goes_on_earlier() -> None:
+def test_a_device_that_cools_while_it_rests_goes_on_earlier():
     when = Time()
     guard = guard_of(lambda now_s: {"temperature_c": 80.0 if now_s < 104.0 else 50.0}, when)
     assert guard.rest_after(10.0) == pytest.approx(4.0)  # of 40, looking every 2
 
 
 @given(looks=st.lists(st.floats(0.0, 3.0), max_size=30))
-def test_a_source_is_read_at_most_every_poll_interval(looks: list[float]) -> None:
+def test_a_source_is_read_at_most_every_poll_interval(looks):
     when = Time()
     source = Source(lambda now_s: {"temperature_c": 75.0}, when)
     guard = HeatGuard(
@@ -445,7 +439,7 @@ def test_a_source_is_read_at_most_every_poll_interval(looks: list[float]) -> Non
     assert source.num_reads <= 1 + sum(looks) / 2.0
 
 
-def test_foreign_steps_rest_for_what_their_threads_have_not_given_up_yet() -> None:
+def test_foreign_steps_rest_for_what_their_threads_have_not_given_up_yet():
     when = Time()
     guard = guard_of(lambda now_s: {"temperature_c": 77.5}, when, thread_share=0.8)  # share 0.4
     when.work(50.0)
@@ -463,7 +457,7 @@ def test_foreign_steps_rest_for_what_their_threads_have_not_given_up_yet() -> No
     assert when.slept_s == pytest.approx(9.0)
 
 
-def test_batches_are_paced_by_the_guard_and_only_by_it() -> None:
+def test_batches_are_paced_by_the_guard_and_only_by_it():
     when = Time()
     assert list(paced(range(5))) == [0, 1, 2, 3, 4]
     guard = guard_of(lambda now_s: {"temperature_c": 80.0}, when)
@@ -474,9 +468,9 @@ def test_batches_are_paced_by_the_guard_and_only_by_it() -> None:
     assert when.slept_s == pytest.approx(3 * 4.0)
 
 
-def test_the_guard_is_of_this_thread_and_this_call() -> None:
+def test_the_guard_is_of_this_thread_and_this_call():
     guard = guard_of(lambda now_s: {}, Time())
-    elsewhere: list[HeatGuard | None] = []
+    elsewhere = []
     with guarding(guard):
         assert current_guard() is guard
         other = threading.Thread(target=lambda: elsewhere.append(current_guard()))
@@ -489,12 +483,12 @@ def test_the_guard_is_of_this_thread_and_this_call() -> None:
 
 
 @pytest.mark.parametrize("takes_over", [False, True])
-def test_where_no_sensor_tells_the_clock_steps_do(takes_over: bool) -> None:
+def test_where_no_sensor_tells_the_clock_steps_do(takes_over):
     """Steps of a second at first, of two seconds from then on: half the clock."""
     when = Time()
     guard = guard_of(lambda now_s: {"temperature_c": 50.0}, when)
 
-    def steps(count: int, seconds: float) -> None:
+    def steps(count, seconds):
         if takes_over:
             for _ in guard.paced([range(4)] * count):
                 when.work(seconds)
@@ -512,7 +506,7 @@ def test_where_no_sensor_tells_the_clock_steps_do(takes_over: bool) -> None:
     assert report.triggered and report.throttled_s is not None and 0.0 < report.throttled_s <= 20.0
 
 
-def test_a_clock_that_is_told_goes_before_steps() -> None:
+def test_a_clock_that_is_told_goes_before_steps():
     when = Time()
     guard = guard_of(lambda now_s: {"clock_factor": 0.75}, when)
     for number in range(20):
@@ -521,7 +515,7 @@ def test_a_clock_that_is_told_goes_before_steps() -> None:
     assert guard.poll().clock_factor == 0.75
 
 
-def test_steps_on_fewer_threads_are_not_taken_for_a_slow_clock() -> None:
+def test_steps_on_fewer_threads_are_not_taken_for_a_slow_clock():
     when = Time()
     guard = guard_of(lambda now_s: {}, when, thread_share=0.5)
     for number in range(20):
@@ -545,8 +539,8 @@ def test_steps_on_fewer_threads_are_not_taken_for_a_slow_clock() -> None:
     )
 )
 def test_a_report_is_of_all_looks(
-    seen: list[tuple[float | None, bool | None, float | None, float | None, float]],
-) -> None:
+    seen,
+):
     when = Time()
     say = iter(
         [
@@ -599,13 +593,13 @@ def test_a_report_is_of_all_looks(
         ({"on_battery": True, "battery_fraction": 0.9}, False),
     ],
 )
-def test_a_slow_device_asks_for_a_new_balance(values: dict[str, Any], triggered: bool) -> None:
+def test_a_slow_device_asks_for_a_new_balance(values, triggered):
     guard = guard_of(lambda now_s: values, Time())
     guard.poll()
     assert guard.report().triggered is triggered
 
 
-def test_the_clock_of_an_idle_device_does_not_count() -> None:
+def test_the_clock_of_an_idle_device_does_not_count():
     """Half speed before the work and between its steps, to save power; full speed in the steps."""
     when = Time()
     working = False
@@ -625,7 +619,7 @@ def test_the_clock_of_an_idle_device_does_not_count() -> None:
     assert short.report().clock_factor == 0.9
 
 
-def test_many_notes_are_few_lines() -> None:
+def test_many_notes_are_few_lines():
     when = Time()
     number = iter(range(1000))
     guard = guard_of(lambda now_s: {"notes": (f"zone {next(number)} lies", "the same")}, when)
@@ -635,7 +629,7 @@ def test_many_notes_are_few_lines() -> None:
     assert notes[:3] == ("stuck", "zone 0 lies", "the same") and len(notes) == 16
 
 
-def test_what_a_device_does_not_say_has_no_key() -> None:
+def test_what_a_device_does_not_say_has_no_key():
     report = HeatReport(peak_c=50.0)
     assert report.encode() == {"peak-c": 50.0, "share": 1.0, "paused-s": 0.0, "triggered": False}
     assert HeatReport.decode(report.encode()) == report
@@ -654,6 +648,6 @@ def test_what_a_device_does_not_say_has_no_key() -> None:
         ),
     ],
 )
-def test_a_report_that_cannot_be_is_refused(record: dict[str, Any], text: str) -> None:
+def test_a_report_that_cannot_be_is_refused(record, text):
     with pytest.raises(ConfigError, match=text):
         HeatReport.decode(record)

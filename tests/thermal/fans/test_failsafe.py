@@ -147,10 +147,10 @@ class Sensor:
 @pytest.mark.parametrize("fault", [OSError(5, "I/O"), None], ids=["raises", "silent"])
 @pytest.mark.parametrize("before_s", [0.0, 300.0])
 def test_one_soc_of_sixty_is_not_enough(
-    make_policy: Callable[[], FanPolicy],
-    fault: Exception | None,
-    before_s: float,
-) -> None:
+    make_policy,
+    fault,
+    before_s,
+):
     world = World(make_policy(), boards_known=False, noise_c=0.1)
     world.run(before_s)
     world.faults = {0: 28.0, **dict.fromkeys(range(1, 60), fault)}
@@ -165,8 +165,8 @@ def test_one_soc_of_sixty_is_not_enough(
 
 @both_policies
 def test_policies_alone_turn_fast_where_more_than_half_are_unknown(
-    make_policy: Callable[[], FanPolicy],
-) -> None:
+    make_policy,
+):
     policy = make_policy()
     for num_unknown in range(60):
         seen = FanObservation(
@@ -177,8 +177,8 @@ def test_policies_alone_turn_fast_where_more_than_half_are_unknown(
 
 @both_policies
 def test_a_board_without_a_believed_sensor_is_enough_where_boards_are_known(
-    make_policy: Callable[[], FanPolicy],
-) -> None:
+    make_policy,
+):
     for boards_known in (True, False):
         world = World(make_policy(), boards_known=boards_known, noise_c=0.1)
         world.run(100.0)
@@ -193,9 +193,7 @@ def test_a_board_without_a_believed_sensor_is_enough_where_boards_are_known(
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.data())
-def test_a_quorum_is_half_of_all_and_one_of_each_board(
-    board_of: list[int], data: st.DataObject
-) -> None:
+def test_a_quorum_is_half_of_all_and_one_of_each_board(board_of, data):
     filtered = data.draw(st.sets(st.sampled_from(range(len(board_of)))))
     missing = Quorum(dict(enumerate(board_of)), patience_s=30.0).missing(filtered)
     enough = len(filtered) * 2 >= len(board_of) and all(
@@ -204,9 +202,7 @@ def test_a_quorum_is_half_of_all_and_one_of_each_board(
     assert (missing == "") == enough
 
 
-def test_the_fail_safe_is_left_when_enough_have_been_back_for_as_long_as_they_had_to_be_missing() -> (
-    None
-):
+def test_the_fail_safe_is_left_when_enough_have_been_back_for_as_long_as_they_had_to_be_missing():
     world = World(PassiveCooling(), noise_c=0.1)
     assert not any(state.failsafe for state in world.run(60.0))
     world.faults = dict.fromkeys(range(60), None)
@@ -220,7 +216,7 @@ def test_the_fail_safe_is_left_when_enough_have_been_back_for_as_long_as_they_ha
     assert [state.failsafe for state in world.run(60.0)] == [True] * 5 + [False] * 7
 
 
-def test_boards_of_other_socs_are_refused() -> None:
+def test_boards_of_other_socs_are_refused():
     with pytest.raises(ConfigError, match="give each its board"):
         FanControl(
             {0: Sensor(World(PassiveCooling()), 0)},
@@ -239,9 +235,9 @@ def test_boards_of_other_socs_are_refused() -> None:
 @both_policies
 @pytest.mark.parametrize("tells_load", [True, False])
 def test_sixty_frozen_sensors_under_load_are_not_believed(
-    make_policy: Callable[[], FanPolicy],
-    tells_load: bool,
-) -> None:
+    make_policy,
+    tells_load,
+):
     world = World(make_policy(), tells_load=tells_load, faults=dict.fromkeys(range(60), "frozen"))
     world.work(range(40))
     states = world.run(2000.0)
@@ -251,7 +247,7 @@ def test_sixty_frozen_sensors_under_load_are_not_believed(
     assert not world.run(60.0)[-1].failsafe
 
 
-def test_an_idle_rack_whose_documents_are_all_the_same_for_ever_is_not_believed() -> None:
+def test_an_idle_rack_whose_documents_are_all_the_same_for_ever_is_not_believed():
     """A program that writes what it once read with new times repeats the load as well."""
     world = World(PassiveCooling(), faults=dict.fromkeys(range(60), 28.0))
     assert world.run(1300.0)[-1].failsafe
@@ -261,9 +257,9 @@ def test_an_idle_rack_whose_documents_are_all_the_same_for_ever_is_not_believed(
 @settings(max_examples=3)
 @given(data=st.data())
 def test_if_a_soc_is_too_hot_while_most_sensors_lie_the_fans_turn_fast(
-    make_policy: Callable[[], FanPolicy],
-    data: st.DataObject,
-) -> None:
+    make_policy,
+    data,
+):
     """Whichever sensors are faulty, low, frozen or silent: the rest shows the heat, or too few are accepted."""
     world = World(
         make_policy(),
@@ -293,9 +289,7 @@ def test_if_a_soc_is_too_hot_while_most_sensors_lie_the_fans_turn_fast(
 @both_policies
 @settings(max_examples=2)
 @given(data=st.data())
-def test_a_healthy_rack_never_trips(
-    make_policy: Callable[[], FanPolicy], data: st.DataObject
-) -> None:
+def test_a_healthy_rack_never_trips(make_policy, data):
     """Idle, at work or by turns, with fine and coarse sensors whose noise is a twentieth of a step or more."""
     step_c = data.draw(st.sampled_from([0.1, 0.5, 1.0]))
     world = World(
@@ -313,8 +307,8 @@ def test_a_healthy_rack_never_trips(
 
 @pytest.mark.parametrize("step_c", [0.5, 1.0])
 def test_an_idle_rack_in_balance_whose_socs_tell_their_load_stands_still_for_hours(
-    step_c: float,
-) -> None:
+    step_c,
+):
     world = World(PassiveCooling(), step_c=step_c, tells_load=True, start_c=29.75)
     states = world.run(3600.0)
     assert not any(state.failsafe or state.num_unknown for state in states)
@@ -322,15 +316,13 @@ def test_an_idle_rack_in_balance_whose_socs_tell_their_load_stands_still_for_hou
 
 
 @pytest.mark.parametrize("step_c", [pytest.param(0.5, marks=pytest.mark.slow), 1.0])
-def test_a_rack_that_the_plan_holds_in_balance_may_stand_still(step_c: float) -> None:
+def test_a_rack_that_the_plan_holds_in_balance_may_stand_still(step_c):
     world = World(POLICIES["predictive"](), step_c=step_c)
     world.work(range(40))
     assert not any(state.failsafe for state in world.run(3600.0))
 
 
-def test_still_sensors_without_noise_load_and_plan_trip_and_are_believed_again_once_the_fans_have_moved_them() -> (
-    None
-):
+def test_still_sensors_without_noise_load_and_plan_trip_and_are_believed_again_once_the_fans_have_moved_them():
     """The one false alarm there is; it costs minutes of fast fans."""
     world = World(PassiveCooling(), start_c=29.75)
     failsafe = [state.failsafe for state in world.run(3600.0)]

@@ -30,18 +30,14 @@ def curves(draw: st.DrawFn) -> FanCurve:
 
 @FEW
 @given(fans=curves(), rpm=RPM, faster=st.floats(0.0, 30000.0), working=st.floats(0.0, 1.0))
-def test_faster_fans_cool_no_less_and_draw_no_less(
-    fans: FanCurve, rpm: float, faster: float, working: float
-) -> None:
+def test_faster_fans_cool_no_less_and_draw_no_less(fans, rpm, faster, working):
     assert fans.conductance_w_per_k(rpm + faster, working) >= fans.conductance_w_per_k(rpm, working)
     assert fans.power_w(rpm + faster, working) >= fans.power_w(rpm, working)
 
 
 @FEW
 @given(fans=curves(), rpm=RPM, working=st.floats(0.0, 1.0))
-def test_fans_that_stand_still_carry_what_no_fans_carry(
-    fans: FanCurve, rpm: float, working: float
-) -> None:
+def test_fans_that_stand_still_carry_what_no_fans_carry(fans, rpm, working):
     """In between, flow and watts go with the part of the fans that turn."""
     assert fans.conductance_w_per_k(rpm, 0.0) == fans.conductance_w_per_k(0.0) == fans.still_w_per_k
     assert fans.power_w(rpm, 0.0) == fans.power_w(0.0) == 0.0
@@ -54,7 +50,7 @@ def test_fans_that_stand_still_carry_what_no_fans_carry(
 
 @FEW
 @given(fans=curves(), part=st.floats(0.0, 1.0))
-def test_rpm_for_inverts_the_conductance(fans: FanCurve, part: float) -> None:
+def test_rpm_for_inverts_the_conductance(fans, part):
     rpm = fans.min_rpm + part * (fans.max_rpm - fans.min_rpm)
     wanted = fans.conductance_w_per_k(rpm)
     found = fans.rpm_for(wanted)
@@ -71,9 +67,7 @@ def test_rpm_for_inverts_the_conductance(fans: FanCurve, part: float) -> None:
 
 @FEW
 @given(fans=curves(), wanted=st.floats(0.0, 500.0), grid=st.integers(2, 60))
-def test_rpm_for_is_the_lowest_speed_that_is_enough(
-    fans: FanCurve, wanted: float, grid: int
-) -> None:
+def test_rpm_for_is_the_lowest_speed_that_is_enough(fans, wanted, grid):
     """Against a grid of speeds; where none is enough, the highest."""
     found = fans.rpm_for(wanted)
     speeds = [
@@ -89,7 +83,7 @@ def test_rpm_for_is_the_lowest_speed_that_is_enough(
         assert fans.conductance_w_per_k(found * (1.0 + 1e-6)) >= wanted * (1.0 - 1e-9)
 
 
-def test_nothing_flows_below_the_threshold() -> None:
+def test_nothing_flows_below_the_threshold():
     fans = rack_fans()
     for rpm in (0.0, 1100.0, 3250.0, 5700.0, fans.threshold_rpm):
         assert fans.conductance_w_per_k(rpm) == fans.still_w_per_k
@@ -111,7 +105,7 @@ def test_nothing_flows_below_the_threshold() -> None:
         ("max_rpm", math.inf, "need 0 < min_rpm < max_rpm"),
     ],
 )
-def test_fans_that_cannot_be_are_refused_in_one_line(key: str, value: float, text: str) -> None:
+def test_fans_that_cannot_be_are_refused_in_one_line(key, value, text):
     with pytest.raises(ConfigError, match=text) as error:
         replace(rack_fans(), **{key: value})
     assert "\n" not in str(error.value)

@@ -73,17 +73,15 @@ def curves(draw: st.DrawFn) -> DutyCurve:
 
 @given(curve=curves(), speeds=st.tuples(st.floats(1.0, 30000.0), st.floats(1.0, 30000.0)))
 def test_a_curves_duty_rises_with_the_speed_and_stays_within_its_ends(
-    curve: DutyCurve,
-    speeds: tuple[float, float],
-) -> None:
+    curve,
+    speeds,
+):
     slow, fast = sorted(speeds)
     assert curve.points[0][0] <= curve.duty(slow) <= curve.duty(fast) <= curve.points[-1][0]
 
 
 @given(curve=curves(), index=st.integers(0, 4), part=st.floats(0.0, 1.0))
-def test_the_duty_of_a_speed_on_the_curve_is_the_curves(
-    curve: DutyCurve, index: int, part: float
-) -> None:
+def test_the_duty_of_a_speed_on_the_curve_is_the_curves(curve, index, part):
     index = min(index, len(curve.points) - 2)
     (low, slow), (high, fast) = curve.points[index], curve.points[index + 1]
     assert curve.duty(slow + part * (fast - slow)) == pytest.approx(
@@ -104,9 +102,7 @@ def test_the_duty_of_a_speed_on_the_curve_is_the_curves(
         (((1.0, 1000.0), (0.2, 2000.0)), "do not rise"),
     ],
 )
-def test_a_curve_that_cannot_be_is_refused(
-    points: tuple[tuple[float, float], ...], says: str
-) -> None:
+def test_a_curve_that_cannot_be_is_refused(points, says):
     with pytest.raises(ConfigError, match=f"^fan curve: .*{says}"):
         DutyCurve(points)
 
@@ -123,9 +119,7 @@ def test_a_curve_that_cannot_be_is_refused(
         ((100.0, 200.0), math.nan, "min_duty"),
     ],
 )
-def test_a_line_that_cannot_be_is_refused(
-    speeds: tuple[float, float], min_duty: float, says: str
-) -> None:
+def test_a_line_that_cannot_be_is_refused(speeds, min_duty, says):
     with pytest.raises(ConfigError, match=says):
         DutyCurve.linear(*speeds, min_duty)
 
@@ -135,11 +129,11 @@ def test_a_line_that_cannot_be_is_refused(
 
 @given(rpm=st.floats(0.001, 1e9), min_duty=st.floats(0.01, 0.99), curve=st.none() | curves())
 def test_no_pwm_is_written_below_the_lowest_duty_nor_below_what_was_asked(
-    tmp_path_factory: pytest.TempPathFactory,
-    rpm: float,
-    min_duty: float,
-    curve: DutyCurve | None,
-) -> None:
+    tmp_path_factory,
+    rpm,
+    min_duty,
+    curve,
+):
     folder = chip(tmp_path_factory.mktemp("root"))
     fan = HwmonPwm(folder, min_rpm=1000.0, max_rpm=10000.0, min_duty=min_duty, curve=curve)
     fan.set_rpm(rpm)
@@ -150,7 +144,7 @@ def test_no_pwm_is_written_below_the_lowest_duty_nor_below_what_was_asked(
 
 
 @pytest.mark.parametrize("rpm", [0.0, -1.0, math.nan, math.inf])
-def test_what_is_no_speed_is_not_written(tmp_path: Path, rpm: float) -> None:
+def test_what_is_no_speed_is_not_written(tmp_path, rpm):
     folder = chip(tmp_path)
     fan = HwmonPwm(folder, min_rpm=1000.0, max_rpm=10000.0)
     with pytest.raises(FanFailure, match="not above 0"):
@@ -158,7 +152,7 @@ def test_what_is_no_speed_is_not_written(tmp_path: Path, rpm: float) -> None:
     assert (number(folder / "pwm1"), number(folder / "pwm1_enable")) == (100, 5)
 
 
-def test_a_pwm_fan_is_set_measured_and_given_back(tmp_path: Path) -> None:
+def test_a_pwm_fan_is_set_measured_and_given_back(tmp_path):
     folder = chip(tmp_path)
     fan = HwmonPwm(folder, min_rpm=1000.0, max_rpm=10000.0)
     assert (number(folder / "pwm1"), number(folder / "pwm1_enable")) == (
@@ -177,7 +171,7 @@ def test_a_pwm_fan_is_set_measured_and_given_back(tmp_path: Path) -> None:
     assert number(folder / "pwm1_enable") == 5
 
 
-def test_the_tachometer_may_have_another_number_lie_or_be_missing(tmp_path: Path) -> None:
+def test_the_tachometer_may_have_another_number_lie_or_be_missing(tmp_path):
     folder = chip(tmp_path, fan1_input=None, fan3_input=1234)
     assert HwmonPwm(folder, min_rpm=1.0, max_rpm=2.0).measured_rpm() is None
     fan = HwmonPwm(folder, min_rpm=1.0, max_rpm=2.0, fan=3)
@@ -190,9 +184,7 @@ def test_the_tachometer_may_have_another_number_lie_or_be_missing(tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "mode"), [("nct6798", 1), ("nct6798", None), ("pwmfan", 0), ("pwmfan", 2)]
 )
-def test_an_output_that_nothing_controlled_cannot_be_given_back(
-    tmp_path: Path, name: str, mode: int | None
-) -> None:
+def test_an_output_that_nothing_controlled_cannot_be_given_back(tmp_path, name, mode):
     """As after a program that was killed in manual mode; modes of the driver pwmfan are none of control."""
     folder = chip(tmp_path, name=name, pwm1_enable=mode)
     fan = HwmonPwm(folder, min_rpm=1000.0, max_rpm=10000.0)
@@ -202,7 +194,7 @@ def test_an_output_that_nothing_controlled_cannot_be_given_back(
     assert number(folder / "pwm1") == 255
 
 
-def test_a_mode_for_the_end_can_be_given(tmp_path: Path) -> None:
+def test_a_mode_for_the_end_can_be_given(tmp_path):
     folder = chip(tmp_path, pwm1_enable=1)
     fan = HwmonPwm(folder, min_rpm=1000.0, max_rpm=10000.0, automatic_mode=2)
     fan.set_rpm(2000.0)
@@ -215,14 +207,12 @@ def test_a_mode_for_the_end_can_be_given(tmp_path: Path) -> None:
             HwmonPwm(folder, min_rpm=1000.0, max_rpm=10000.0, automatic_mode=mode)
 
 
-def test_an_output_that_fails_is_automatic_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_output_that_fails_is_automatic_again(tmp_path, monkeypatch):
     folder = chip(tmp_path)
     fan = HwmonPwm(folder, min_rpm=1000.0, max_rpm=10000.0)
     write = OpenFolder.write
 
-    def broken(chip: OpenFolder, name: str, value: int) -> None:
+    def broken(chip, name, value):
         if name == "pwm1":
             raise OSError(5, "Input/output error")
         write(chip, name, value)
@@ -238,11 +228,11 @@ def test_an_output_that_fails_is_automatic_again(
 
 @pytest.mark.parametrize(("kept", "says"), [("pwm1_enable", "keeps control"), ("pwm1", "shows 0")])
 def test_an_output_that_ignores_what_is_written_is_a_failure(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kept: str,
-    says: str,
-) -> None:
+    tmp_path,
+    monkeypatch,
+    kept,
+    says,
+):
     fan = HwmonPwm(chip(tmp_path, pwm1=0), min_rpm=1000.0, max_rpm=10000.0)
     write = OpenFolder.write
     monkeypatch.setattr(
@@ -254,7 +244,7 @@ def test_an_output_that_ignores_what_is_written_is_a_failure(
         fan.set_rpm(5000.0)
 
 
-def test_an_output_that_is_gone_is_a_failure_and_not_made_anew(tmp_path: Path) -> None:
+def test_an_output_that_is_gone_is_a_failure_and_not_made_anew(tmp_path):
     folder = chip(tmp_path)
     fan = HwmonPwm(folder, min_rpm=1000.0, max_rpm=10000.0)
     for name, says in (
@@ -281,7 +271,7 @@ def device(folder: Path, name: str) -> Path:
     return folder
 
 
-def test_a_chip_with_a_new_number_is_driven_and_none_that_took_its_number(tmp_path: Path) -> None:
+def test_a_chip_with_a_new_number_is_driven_and_none_that_took_its_number(tmp_path):
     folder = chip(tmp_path, "hwmon3")
     fan = HwmonPwm(folder, min_rpm=1000.0, max_rpm=10000.0)
     fan.set_rpm(1000.0)
@@ -302,7 +292,7 @@ def test_a_chip_with_a_new_number_is_driven_and_none_that_took_its_number(tmp_pa
     assert {path.name: path.read_bytes() for path in other.iterdir()} == before
 
 
-def test_of_two_chips_of_one_name_the_device_says_which_is_meant(tmp_path: Path) -> None:
+def test_of_two_chips_of_one_name_the_device_says_which_is_meant(tmp_path):
     first, second = (
         device(chip(tmp_path, folder), name)
         for folder, name in (("hwmon1", "a.1"), ("hwmon2", "a.2"))
@@ -315,7 +305,7 @@ def test_of_two_chips_of_one_name_the_device_says_which_is_meant(tmp_path: Path)
     assert (number(first / "pwm1"), number(second / "pwm1")) == (100, 255)
 
 
-def test_of_two_chips_that_nothing_tells_apart_none_is_driven(tmp_path: Path) -> None:
+def test_of_two_chips_that_nothing_tells_apart_none_is_driven(tmp_path):
     folder = chip(tmp_path, "hwmon1")
     fan = HwmonPwm(folder, min_rpm=1000.0, max_rpm=10000.0)
     chips = [folder.rename(folder.with_name("hwmon2")), chip(tmp_path, "hwmon3")]
@@ -325,14 +315,14 @@ def test_of_two_chips_that_nothing_tells_apart_none_is_driven(tmp_path: Path) ->
 
 
 def test_a_chip_that_is_removed_between_the_check_and_the_write_gives_no_other_chip_away(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path,
+    monkeypatch,
+):
     folder = chip(tmp_path, "hwmon3")
     fan = HwmonPwm(folder, min_rpm=1000.0, max_rpm=10000.0)
-    write, others = OpenFolder.write, list[Path]()
+    write, others = OpenFolder.write, []
 
-    def swapped(opened: OpenFolder, name: str, value: int) -> None:
+    def swapped(opened, name, value):
         if not others:
             for path in folder.iterdir():
                 path.unlink()
@@ -346,7 +336,7 @@ def test_a_chip_that_is_removed_between_the_check_and_the_write_gives_no_other_c
     assert (number(others[0] / "pwm1"), number(others[0] / "pwm1_enable")) == (40, 2)
 
 
-def test_a_number_or_path_of_a_known_chip_leads_to_it_and_to_no_other(tmp_path: Path) -> None:
+def test_a_number_or_path_of_a_known_chip_leads_to_it_and_to_no_other(tmp_path):
     folder, last = chip(tmp_path, "hwmon3"), DeviceIdentity("nct6798", None)
     moved = folder.rename(folder.with_name("hwmon5"))
     other = chip(tmp_path, "hwmon3", "amdgpu")
@@ -362,7 +352,7 @@ def test_a_number_or_path_of_a_known_chip_leads_to_it_and_to_no_other(tmp_path: 
 
 
 @pytest.mark.parametrize("shown", [-1, 65_535, 65_536, 4_294_967_295])
-def test_what_a_register_without_a_reading_shows_is_no_speed(tmp_path: Path, shown: int) -> None:
+def test_what_a_register_without_a_reading_shows_is_no_speed(tmp_path, shown):
     assert [measured_speed(rpm) for rpm in (shown, math.nan, math.inf, 0, 65_534)] == [
         None,
         None,
@@ -380,7 +370,7 @@ def test_what_a_register_without_a_reading_shows_is_no_speed(tmp_path: Path, sho
 @pytest.mark.parametrize(
     ("prints", "rpm"), [("FAN 1,na", None), ("FAN 1,", None), ("FAN 1,4200", 4200.0)]
 )
-def test_a_number_in_a_sensors_name_is_no_speed(prints: str, rpm: float | None) -> None:
+def test_a_number_in_a_sensors_name_is_no_speed(prints, rpm):
     fan = IpmiCommand(
         "true {rpm}",
         measure=command(f"print('{prints}')"),
@@ -399,16 +389,12 @@ def test_a_number_in_a_sensors_name_is_no_speed(prints: str, rpm: float | None) 
         (1, {"pwm1_enable": ""}, "pwm1: cannot be read"),
     ],
 )
-def test_an_output_that_is_not_there_is_refused(
-    tmp_path: Path, pwm: int, files: dict[str, object], says: str
-) -> None:
+def test_an_output_that_is_not_there_is_refused(tmp_path, pwm, files, says):
     with pytest.raises(ConfigError, match=says):
         HwmonPwm(chip(tmp_path, **files), pwm, min_rpm=1000.0, max_rpm=10000.0)
 
 
-def test_an_output_that_only_root_may_write_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_output_that_only_root_may_write_is_refused(tmp_path, monkeypatch):
     """By a made-up answer of the kernel: root, which may run this, may write everything."""
     folder = chip(tmp_path)
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "pwm1_enable")
@@ -416,7 +402,7 @@ def test_an_output_that_only_root_may_write_is_refused(
         HwmonPwm(folder, min_rpm=1000.0, max_rpm=10000.0)
 
 
-def test_a_chip_is_found_by_name_number_or_path(tmp_path: Path) -> None:
+def test_a_chip_is_found_by_name_number_or_path(tmp_path):
     first, second = chip(tmp_path, "hwmon2", "k10temp"), chip(tmp_path, "hwmon10", "nct6798")
     assert find_hwmon("nct6798", tmp_path) == find_hwmon("hwmon10", tmp_path) == second
     assert find_hwmon(str(first), tmp_path) == first
@@ -450,7 +436,7 @@ def runs(pid: int) -> bool:
         return False
 
 
-def test_a_command_gets_percent_and_speed_without_a_shell(tmp_path: Path) -> None:
+def test_a_command_gets_percent_and_speed_without_a_shell(tmp_path):
     log = writer(tmp_path)
     fan = IpmiCommand(
         f"{log} set {{percent}} 'at {{rpm}}' '$HOME;' a{{percent}}b",
@@ -477,10 +463,8 @@ def test_a_command_gets_percent_and_speed_without_a_shell(tmp_path: Path) -> Non
 
 
 @given(rpm=st.floats(0.001, 1e9), min_duty=st.floats(0.01, 0.99))
-def test_no_command_gets_less_than_the_lowest_duty_nor_less_than_was_asked(
-    rpm: float, min_duty: float
-) -> None:
-    ran: list[list[str]] = []
+def test_no_command_gets_less_than_the_lowest_duty_nor_less_than_was_asked(rpm, min_duty):
+    ran = []
     fan = IpmiCommand("true {percent}", min_rpm=1000.0, max_rpm=9000.0, min_duty=min_duty)
     fan._run = lambda words: ran.append(list(words)) or ""  # type: ignore[method-assign, func-returns-value]
     fan.set_rpm(rpm)
@@ -489,7 +473,7 @@ def test_no_command_gets_less_than_the_lowest_duty_nor_less_than_was_asked(
     assert percent >= 100 * fan.curve.duty(rpm) - 1e-6
 
 
-def test_a_command_that_fails_says_so_and_begins_anew(tmp_path: Path) -> None:
+def test_a_command_that_fails_says_so_and_begins_anew(tmp_path):
     log = writer(tmp_path)
     flag = tmp_path / "broken"
     fails = command(
@@ -509,7 +493,7 @@ def test_a_command_that_fails_says_so_and_begins_anew(tmp_path: Path) -> None:
         fan.restore()
 
 
-def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
+def test_a_command_that_hangs_is_killed_with_its_children(tmp_path):
     pid_file = tmp_path / "pid"
     # The child keeps the pipe open; who only kills the parent waits for the child's end.
     program = (
@@ -539,12 +523,12 @@ def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path) -> Non
         ("na\\n\\n0\\n", 0.0),
     ],
 )
-def test_the_last_number_that_a_command_prints_is_the_speed(prints: str, rpm: float | None) -> None:
+def test_the_last_number_that_a_command_prints_is_the_speed(prints, rpm):
     fan = IpmiCommand("true {rpm}", measure=command(f"print('{prints}')"), min_rpm=1.0, max_rpm=2.0)
     assert fan.measured_rpm() == rpm
 
 
-def test_a_speed_that_cannot_be_measured_is_not_known() -> None:
+def test_a_speed_that_cannot_be_measured_is_not_known():
     assert IpmiCommand("true {rpm}", min_rpm=1.0, max_rpm=2.0).measured_rpm() is None
     fan = IpmiCommand(
         "true {rpm}", measure=command("print(7); raise SystemExit(3)"), min_rpm=1.0, max_rpm=2.0
@@ -570,12 +554,12 @@ def test_a_speed_that_cannot_be_measured_is_not_known() -> None:
         ({"template": "true {rpm}", "min_duty": 0.0}, "min_duty = 0"),
     ],
 )
-def test_a_command_that_cannot_be_is_refused(settings: dict[str, object], says: str) -> None:
+def test_a_command_that_cannot_be_is_refused(settings, says):
     with pytest.raises(ConfigError, match=says):
         IpmiCommand(**{"min_rpm": 1.0, "max_rpm": 2.0, **settings})  # type: ignore[arg-type]
 
 
-def test_a_program_that_is_gone_is_a_failure(tmp_path: Path) -> None:
+def test_a_program_that_is_gone_is_a_failure(tmp_path):
     program = tmp_path / "set-fan"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
@@ -599,8 +583,8 @@ class Clock:
 
 @given(steps=st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(1.0, 20000.0)), max_size=20))
 def test_a_simulated_fan_never_changes_faster_than_it_can_and_arrives(
-    steps: list[tuple[float, float]],
-) -> None:
+    steps,
+):
     clock = Clock()
     fan = SimulatedFan(14000.0, rpm_per_s=500.0, clock=clock)
     for pause_s, rpm in steps:
@@ -614,7 +598,7 @@ def test_a_simulated_fan_never_changes_faster_than_it_can_and_arrives(
     assert fan.measured_rpm() == 3000.0
 
 
-def test_a_simulated_fan_breaks_and_is_whole_again() -> None:
+def test_a_simulated_fan_breaks_and_is_whole_again():
     clock = Clock()
     fan = SimulatedFan(14000.0, rpm_per_s=1000.0, clock=clock)
     fan.fail("stuck")
@@ -641,7 +625,7 @@ def test_a_simulated_fan_breaks_and_is_whole_again() -> None:
         {"max_rpm": 1.0, "failure": "loud"},
     ],
 )
-def test_a_simulated_fan_that_cannot_be_is_refused(settings: dict[str, object]) -> None:
+def test_a_simulated_fan_that_cannot_be_is_refused(settings):
     with pytest.raises(ConfigError, match="simulated fan"):
         SimulatedFan(**settings)  # type: ignore[arg-type]
 
@@ -681,7 +665,7 @@ class Bench:
 
 
 @given(stall=st.floats(0.0, 0.89))
-def test_calibration_measures_the_curve_down_to_where_the_fan_stands_still(stall: float) -> None:
+def test_calibration_measures_the_curve_down_to_where_the_fan_stands_still(stall):
     bench = Bench(stall)
     curve = calibrate(bench, sleep=bench.sleep)
     turning = [duty for duty in fan_output._CALIBRATION_DUTIES if duty >= stall]
@@ -691,7 +675,7 @@ def test_calibration_measures_the_curve_down_to_where_the_fan_stands_still(stall
     assert bench.duties[-1] == 1.0
 
 
-def test_duties_that_a_fan_does_not_obey_are_left_out() -> None:
+def test_duties_that_a_fan_does_not_obey_are_left_out():
     bench = Bench()
     bench.measured_rpm = lambda: max(3000.0, 9000.0 * bench.settled)  # type: ignore[method-assign]
     curve = calibrate(bench, sleep=bench.sleep)
@@ -710,16 +694,16 @@ def test_duties_that_a_fan_does_not_obey_are_left_out() -> None:
         (Bench(0.95), "hardly at all"),
     ],
 )
-def test_what_cannot_be_calibrated_runs_at_full_power(bench: Bench, says: str) -> None:
+def test_what_cannot_be_calibrated_runs_at_full_power(bench, says):
     with pytest.raises(FanFailure, match=f"bench: .*{says}"):
         calibrate(bench, sleep=bench.sleep)
     assert bench.duties[-1] == 1.0
 
 
-def test_an_interrupted_calibration_leaves_full_power() -> None:
+def test_an_interrupted_calibration_leaves_full_power():
     bench = Bench()
 
-    def interrupt(seconds: float) -> None:
+    def interrupt(seconds):
         if bench.duty < 0.5:
             raise KeyboardInterrupt
         bench.sleep(seconds)
@@ -729,12 +713,12 @@ def test_an_interrupted_calibration_leaves_full_power() -> None:
     assert bench.duties[-1] == 1.0
 
 
-def test_a_pwm_output_is_calibrated_through_its_files(tmp_path: Path) -> None:
+def test_a_pwm_output_is_calibrated_through_its_files(tmp_path):
     folder = chip(tmp_path)
     fan = HwmonPwm(folder, min_rpm=1000.0, max_rpm=10000.0)
     assert isinstance(fan, DutyOutput)
 
-    def sleep(seconds: float) -> None:
+    def sleep(seconds):
         (folder / "fan1_input").write_text(f"{40 * number(folder / 'pwm1')}\n")
 
     curve = calibrate(fan, sleep=sleep)
@@ -744,7 +728,7 @@ def test_a_pwm_output_is_calibrated_through_its_files(tmp_path: Path) -> None:
     assert number(folder / "pwm1") in (127, 128)
 
 
-def test_the_chip_that_was_meant_is_preferred_to_another_of_its_name(tmp_path: Path) -> None:
+def test_the_chip_that_was_meant_is_preferred_to_another_of_its_name(tmp_path):
     for number, device in ((2, "nct6775.656"), (3, "nct6775.2592")):
         folder = tmp_path / f"sys/class/hwmon/hwmon{number}"
         folder.mkdir(parents=True)

@@ -1,9 +1,7 @@
 """Fan policies: what they ask for at any observation, and what they do to a simulated rack."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 from hypothesis import Phase, assume, given, settings
@@ -88,11 +86,11 @@ def passive(draw: st.DrawFn) -> PassiveCooling:
     at_s=st.floats(0.0, 2e5),
 )
 def test_whatever_is_seen_the_speed_is_above_zero_and_finite(
-    policy: FanPolicy,
-    hottest_c: float | None,
-    rpm: float,
-    at_s: float,
-) -> None:
+    policy,
+    hottest_c,
+    rpm,
+    at_s,
+):
     wanted = policy.rpm(observation(hottest_c, rpm, at_s))
     assert 0.0 < wanted < math.inf
     if isinstance(policy, PredictiveCooling):
@@ -110,21 +108,19 @@ def test_whatever_is_seen_the_speed_is_above_zero_and_finite(
     at_s=st.floats(0.0, 2e5),
 )
 def test_where_nobody_knows_how_hot_it_is_fans_turn_fast(
-    slow: PassiveCooling,
-    planned: PredictiveCooling,
-    unknown: float | None,
-    rpm: float,
-    at_s: float,
-) -> None:
+    slow,
+    planned,
+    unknown,
+    rpm,
+    at_s,
+):
     assert slow.rpm(observation(unknown, rpm, at_s)) == slow.high_rpm
     assert planned.rpm(observation(unknown, rpm, at_s)) == planned.high_rpm
 
 
 @FEW
 @given(policy=passive(), temperatures_c=st.lists(st.floats(20.0, 65.0), min_size=1, max_size=40))
-def test_passive_cooling_has_hysteresis(
-    policy: PassiveCooling, temperatures_c: list[float]
-) -> None:
+def test_passive_cooling_has_hysteresis(policy, temperatures_c):
     """Against two states written out: fast from `hot_c` on, slow again only once it has come down to `cool_c`."""
     rpm, fast = policy.low_rpm, False
     for hottest_c in temperatures_c:
@@ -141,11 +137,11 @@ def test_passive_cooling_has_hysteresis(
     reached=st.floats(0.85, 1.0),
 )
 def test_at_a_constant_temperature_passive_cooling_changes_once_at_most(
-    policy: PassiveCooling,
-    hottest_c: float,
-    fast: bool,
-    reached: float,
-) -> None:
+    policy,
+    hottest_c,
+    fast,
+    reached,
+):
     """Also where fans turn somewhat slower than they were told to."""
     assume(reached * policy.high_rpm > 0.5 * (policy.low_rpm + policy.high_rpm))
     speeds = [policy.rpm(observation(hottest_c, policy.high_rpm if fast else policy.low_rpm))]
@@ -163,11 +159,11 @@ def test_at_a_constant_temperature_passive_cooling_changes_once_at_most(
     rpm=st.floats(0.0, 14000.0),
 )
 def test_predictive_cooling_is_never_slower_for_a_hotter_rack(
-    policy: PredictiveCooling,
-    hottest_c: float,
-    hotter_c: float,
-    rpm: float,
-) -> None:
+    policy,
+    hottest_c,
+    hotter_c,
+    rpm,
+):
     # The air can be no colder than ambient, other than in a rack that came in from the cold.
     assume(hottest_c >= policy.ambient_c + policy.load.local_rise_c)
     assert policy.rpm(observation(hottest_c + hotter_c, rpm)) >= policy.rpm(
@@ -184,12 +180,12 @@ def test_predictive_cooling_is_never_slower_for_a_hotter_rack(
     grid=st.integers(5, 60),
 )
 def test_a_steady_speed_is_no_faster_than_needed_and_no_slower(
-    policy: PredictiveCooling,
-    above_c: float,
-    more: float,
-    part: float,
-    grid: int,
-) -> None:
+    policy,
+    above_c,
+    more,
+    part,
+    grid,
+):
     """Brute force over a grid of speeds, each carried through the horizon in small steps.
 
     Where the limit cannot be held at the efficient speed, no slower speed of the grid has the SoCs at the limit or
@@ -208,7 +204,7 @@ def test_a_steady_speed_is_no_faster_than_needed_and_no_slower(
     heat_w = max((1.0 + more) * efficient_w_per_k * (limit_c - policy.ambient_c), 1.0)
     policy = replace(policy, load=replace(load, rack_w=heat_w / heat))
 
-    def air_c(rpm: float) -> float:
+    def air_c(rpm):
         now_c, steps = hottest_c - rise_c, 200
         conductance = policy.fans.conductance_w_per_k(rpm)
         half = 0.5 * time_s / steps / policy.chassis_j_per_k
@@ -242,10 +238,10 @@ def mean_w(
 @FEW
 @given(policy=predictive(), hold=st.floats(0.0, 1.0), grid=st.integers(2, 25))
 def test_no_turns_of_any_two_speeds_are_cheaper_than_what_is_done(
-    policy: PredictiveCooling,
-    hold: float,
-    grid: int,
-) -> None:
+    policy,
+    hold,
+    grid,
+):
     """Turns of slow and efficient below the efficient speed, one steady speed above: the lower hull, by brute force.
 
     The efficient speed is one of 200, which costs up to half a percent.
@@ -271,7 +267,7 @@ def test_no_turns_of_any_two_speeds_are_cheaper_than_what_is_done(
 
 @FEW
 @given(policy=predictive(), temperatures_c=st.lists(st.floats(20.0, 60.0), min_size=1, max_size=30))
-def test_turns_have_hysteresis(policy: PredictiveCooling, temperatures_c: list[float]) -> None:
+def test_turns_have_hysteresis(policy, temperatures_c):
     """Where the efficient speed is enough: on from the limit, off from `band_c` below it, against two states."""
     load, fans = policy.load, policy.fans
     room_c = policy.limit_c - load.local_rise_c - policy.ambient_c
@@ -285,14 +281,14 @@ def test_turns_have_hysteresis(policy: PredictiveCooling, temperatures_c: list[f
         assert rpm >= policy.efficient_rpm * (1.0 - 1e-12) if fast else rpm == policy.low_rpm
 
 
-def test_one_speed_only_is_a_speed_too() -> None:
+def test_one_speed_only_is_a_speed_too():
     policy = PredictiveCooling(load=PLAN, low_rpm=5000.0, high_rpm=5000.0)
     assert {policy.rpm(observation(hottest_c)) for hottest_c in (20.0, 34.4, 34.6, 60.0)} == {
         5000.0
     }
 
 
-def test_nothing_is_cooled_once_the_work_will_end_before_it_is_too_hot() -> None:
+def test_nothing_is_cooled_once_the_work_will_end_before_it_is_too_hot():
     load = PlannedLoad(rack_w=216.0, local_rise_c=1.5, end_s=1000.0)
     policy = PredictiveCooling(load=load)
     assert policy.rpm(observation(34.3, at_s=800.0)) > 3250.0
@@ -305,7 +301,7 @@ def test_nothing_is_cooled_once_the_work_will_end_before_it_is_too_hot() -> None
     )
 
 
-def test_the_last_part_is_coasted_as_long_as_the_slowdown_allows() -> None:
+def test_the_last_part_is_coasted_as_long_as_the_slowdown_allows():
     """1 % of 10,000 s: 100 s may be lost, at 0.102 lost of each second; that is 980 s, which do 880 s of work."""
     policy = PredictiveCooling(
         load=PlannedLoad(rack_w=216.0, local_rise_c=1.5, end_s=1e4), max_slowdown=0.01
@@ -381,11 +377,11 @@ def plan_of(experiment: Experiment, rack: Rack | None = None) -> PlannedLoad:
     ambient_c=st.floats(20, 27),
 )
 def test_predictive_cooling_keeps_a_rack_under_its_limit(
-    busy: int,
-    busy_w: float,
-    start_c: float,
-    ambient_c: float,
-) -> None:
+    busy,
+    busy_w,
+    start_c,
+    ambient_c,
+):
     """Within half a degree, at any constant load that the fans can carry away; so nothing is ever slowed down."""
     experiment = small(8, busy, busy_w)
     load = plan_of(experiment)
@@ -401,7 +397,7 @@ def test_predictive_cooling_keeps_a_rack_under_its_limit(
     assert run.slowdown == 0.0
 
 
-def test_predictive_cooling_answers_a_hot_board() -> None:
+def test_predictive_cooling_answers_a_hot_board():
     """A board in bad air is 1.5 C hotter than the plan thinks; its temperature is held, not that of the plan."""
     rack = Rack(slots_per_board=(5,) * 12, airflow={2: 0.25})
     experiment = Experiment(num_busy=40, busy_w=5.0, idle_w=0.8)
@@ -422,7 +418,7 @@ def test_predictive_cooling_answers_a_hot_board() -> None:
 
 
 @pytest.mark.parametrize(("working", "enough"), [(0.75, True), (0.5, False)])
-def test_predictive_cooling_answers_fans_that_fail(working: float, enough: bool) -> None:
+def test_predictive_cooling_answers_fans_that_fail(working, enough):
     """What is left turns faster: nothing is slowed down where that is enough, and less than at the speed of before."""
     experiment = Experiment(num_busy=40, busy_w=5.0, idle_w=0.8)
     failing = Surroundings(fans_working=Steps((0.0, 3600.0), (1.0, working)))
@@ -442,10 +438,10 @@ def test_predictive_cooling_answers_fans_that_fail(working: float, enough: bool)
     [(10, 5.0, 1.05), (20, 5.0, 0.95), (30, 5.0, 0.95), (40, 5.0, 0.95), (40, 6.42, 1.05)],
 )
 def test_predictive_cooling_needs_no_more_fan_energy_than_passive_at_no_more_slowdown(
-    num_busy: int,
-    busy_w: float,
-    at_most: float,
-) -> None:
+    num_busy,
+    busy_w,
+    at_most,
+):
     """Over two hours from a cold start.
 
     Loads that hardly need fans or all of them leave nothing to choose; there it pays for staying half a degree cooler.
@@ -496,9 +492,7 @@ def test_predictive_cooling_needs_no_more_fan_energy_than_passive_at_no_more_slo
         (lambda: PredictiveCooling(load=PLAN, coast_slowdown=0.0), "coast_slowdown = 0.0"),
     ],
 )
-def test_policies_that_cannot_be_are_refused_in_one_line(
-    make: Callable[[], Any], text: str
-) -> None:
+def test_policies_that_cannot_be_are_refused_in_one_line(make, text):
     with pytest.raises(ConfigError, match=text) as error:
         make()
     assert "\n" not in str(error.value)
@@ -521,9 +515,7 @@ def test_policies_that_cannot_be_are_refused_in_one_line(
         ),
     ],
 )
-def test_policies_are_made_by_name(
-    name: str, settings_of: dict[str, object], expected: FanPolicy
-) -> None:
+def test_policies_are_made_by_name(name, settings_of, expected):
     assert make_policy(name, settings_of) == expected
 
 
@@ -542,10 +534,10 @@ def test_policies_are_made_by_name(
     ],
 )
 def test_settings_that_make_no_policy_are_refused_in_one_line(
-    name: str,
-    settings_of: dict[str, object],
-    text: str,
-) -> None:
+    name,
+    settings_of,
+    text,
+):
     with pytest.raises(ConfigError, match=text) as error:
         make_policy(name, settings_of)
     assert "\n" not in str(error.value)

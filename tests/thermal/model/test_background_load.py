@@ -1,9 +1,7 @@
 """Games that follow the tide of a day, and windows in which training may run, against brute force."""
 
 import math
-from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -37,11 +35,11 @@ HOURS = st.integers(0, 96).map(lambda quarters: quarters / 4)
     part=st.floats(0.0, 1.0),
 )
 def test_windows_are_open_as_a_clock_on_the_wall_says(
-    windows: list[tuple[float, float]],
-    start_hour: float,
-    days: float,
-    part: float,
-) -> None:
+    windows,
+    start_hour,
+    days,
+    part,
+):
     """Brute force: the hour of any minute, in any window, which may pass midnight."""
     time_s = part * days * DAY_S
     hour = (start_hour + time_s / 3600.0) % 24.0
@@ -54,7 +52,7 @@ def test_windows_are_open_as_a_clock_on_the_wall_says(
     assert idle_windows(windows, days * DAY_S, start_hour).at(time_s) == expected
 
 
-def test_a_night_from_its_middle() -> None:
+def test_a_night_from_its_middle():
     assert idle_windows([(22.0, 6.0)], DAY_S, 2.0) == Steps(
         (0.0, 4 * 3600.0, 20 * 3600.0), (True, False, True)
     )
@@ -70,11 +68,11 @@ def test_a_night_from_its_middle() -> None:
     hour=st.floats(0.0, 72.0),
 )
 def test_the_tide_is_lowest_at_its_hour_highest_twelve_later_and_daily(
-    low: float,
-    rise: float,
-    low_hour: float,
-    hour: float,
-) -> None:
+    low,
+    rise,
+    low_hour,
+    hour,
+):
     tide = Tide(low=low, high=low + rise, low_hour=low_hour)
     assert tide.part_busy(low_hour) == pytest.approx(low)
     assert tide.part_busy(low_hour + 12.0) == pytest.approx(low + rise)
@@ -89,7 +87,7 @@ def test_the_tide_is_lowest_at_its_hour_highest_twelve_later_and_daily(
     more=st.integers(1, 4),
     start_hour=st.floats(0.0, 24.0),
 )
-def test_equal_seeds_give_equal_tides(seed: int, socs: int, more: int, start_hour: float) -> None:
+def test_equal_seeds_give_equal_tides(seed, socs, more, start_hour):
     """SoC by SoC, so a larger rack has the games of a smaller one; other seeds give other games."""
     tide = Tide()
     games = tide.loads(socs, DAY_S, start_hour, seed)
@@ -105,9 +103,7 @@ def test_equal_seeds_give_equal_tides(seed: int, socs: int, more: int, start_hou
     takes=st.booleans(),
     duration_s=st.floats(1.0, 2e5),
 )
-def test_a_soc_is_in_a_game_or_in_none_in_turn(
-    seed: int, low: float, takes: bool, duration_s: float
-) -> None:
+def test_a_soc_is_in_a_game_or_in_none_in_turn(seed, low, takes, duration_s):
     tide = Tide(low=low, game=Game(takes_soc=takes))
     for users in tide.loads(4, duration_s, 12.0, seed):
         assert set(users.values) <= {NOBODY, BackgroundLoad(share=0.5, power_w=2.5, taken=takes)}
@@ -115,7 +111,7 @@ def test_a_soc_is_in_a_game_or_in_none_in_turn(
         assert users.times_s[-1] < duration_s
 
 
-def test_the_mean_occupancy_follows_the_tide() -> None:
+def test_the_mean_occupancy_follows_the_tide():
     """1,000 SoCs over a day: close to the cosine, which a chain follows late by about a session's length."""
     tide = Tide(low=0.1, high=0.6, mean_session_s=600.0)
     games = tide.loads(1000, DAY_S, 0.0, seed=5)
@@ -128,7 +124,7 @@ def test_the_mean_occupancy_follows_the_tide() -> None:
         assert busy / 1000 == pytest.approx(tide.part_busy(hour), abs=0.08)
 
 
-def test_sessions_last_as_long_as_they_should() -> None:
+def test_sessions_last_as_long_as_they_should():
     tide = Tide(low=0.4, high=0.4, mean_session_s=900.0)
     lasted = [
         end_s - begin_s
@@ -144,7 +140,7 @@ def test_sessions_last_as_long_as_they_should() -> None:
 
 
 @pytest.mark.parametrize(("low", "busy"), [(0.0, 0), (0.99, 50)])
-def test_no_tide_and_a_flood(low: float, busy: int) -> None:
+def test_no_tide_and_a_flood(low, busy):
     games = Tide(low=low, high=low).loads(50, DAY_S, 0.0, seed=3)
     assert sum(users.at(0.5 * DAY_S) != NOBODY for users in games) == pytest.approx(
         busy, abs=4 if busy else 0
@@ -175,7 +171,7 @@ def test_no_tide_and_a_flood(low: float, busy: int) -> None:
         (lambda: idle_windows([(math.nan, 3.0)], DAY_S, 0.0), "got nan"),
     ],
 )
-def test_users_that_cannot_be_are_refused_in_one_line(make: Callable[[], Any], text: str) -> None:
+def test_users_that_cannot_be_are_refused_in_one_line(make, text):
     with pytest.raises(ConfigError, match=text) as error:
         make()
     assert "\n" not in str(error.value)

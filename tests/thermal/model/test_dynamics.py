@@ -173,12 +173,12 @@ def everything(rack: RackDynamics) -> tuple[Any, ...]:
     tick_s=st.sampled_from([1.0, 5.0, 0.7]),
 )
 def test_a_rack_goes_as_its_equations_in_small_steps_go(
-    around: Surroundings,
-    policy: FanPolicy,
-    watts: list[list[float]],
-    start_c: float,
-    tick_s: float,
-) -> None:
+    around,
+    policy,
+    watts,
+    start_c,
+    tick_s,
+):
     """Temperatures, clocks, fan speeds and joules, tick by tick; loads change every 15 ticks."""
     rack = RackDynamics(RACK, policy, surroundings=around, start_c=start_c, tick_s=tick_s)
     brute = SmallSteps(RACK, policy, around, start_c, tick_s)
@@ -209,13 +209,13 @@ def test_a_rack_goes_as_its_equations_in_small_steps_go(
     tick_s=st.sampled_from([1.0, 5.0, 0.7]),
 )
 def test_speeds_hold_as_long_as_they_are_said_to_and_then_change(
-    around: Surroundings,
-    policy: FanPolicy,
-    watts: list[float],
-    before_s: float,
-    start_c: float,
-    tick_s: float,
-) -> None:
+    around,
+    policy,
+    watts,
+    before_s,
+    start_c,
+    tick_s,
+):
     """Brute force: a copy that is looked at several times a tick."""
     rack = RackDynamics(RACK, policy, surroundings=around, start_c=start_c, tick_s=tick_s)
     rack.advance(before_s, watts)
@@ -251,12 +251,12 @@ def test_speeds_hold_as_long_as_they_are_said_to_and_then_change(
     tick_s=st.sampled_from([1.0, 5.0, 0.7, 0.1]),
 )
 def test_advancing_in_pieces_equals_advancing_at_once(
-    around: Surroundings,
-    policy: FanPolicy,
-    watts: list[float],
-    pieces_s: list[float],
-    tick_s: float,
-) -> None:
+    around,
+    policy,
+    watts,
+    pieces_s,
+    tick_s,
+):
     whole = RackDynamics(RACK, policy, surroundings=around, tick_s=tick_s)
     pieces = RackDynamics(RACK, policy, surroundings=around, tick_s=tick_s)
     at_once_j = whole.advance(math.fsum(pieces_s), watts)
@@ -268,7 +268,7 @@ def test_advancing_in_pieces_equals_advancing_at_once(
 
 
 @pytest.mark.parametrize(("tick_s", "piece_s"), [(5.0, 0.1), (1.0, 0.1), (0.7, 0.07), (0.3, 0.1)])
-def test_no_look_is_lost_to_rounding(tick_s: float, piece_s: float) -> None:
+def test_no_look_is_lost_to_rounding(tick_s, piece_s):
     """Tenths of a second do not sum to whole ones."""
     rack = RackDynamics(RACK, FixedSpeed(fixed_rpm=3250.0), start_c=60.0, tick_s=tick_s)
     for _ in range(round(tick_s / piece_s)):
@@ -281,11 +281,11 @@ def test_no_look_is_lost_to_rounding(tick_s: float, piece_s: float) -> None:
 @FEW
 @given(around=surroundings(), policy=POLICIES, watts=WATTS, times_s=st.tuples(SLOW_S, SLOW_S))
 def test_a_restored_rack_goes_on_to_the_last_bit(
-    around: Surroundings,
-    policy: FanPolicy,
-    watts: list[float],
-    times_s: tuple[float, float],
-) -> None:
+    around,
+    policy,
+    watts,
+    times_s,
+):
     whole = RackDynamics(RACK, policy, surroundings=around)
     whole.advance(times_s[0], watts)
     restored = RackDynamics(RACK, policy, surroundings=around, start_c=60.0, start_rpm=14000.0)
@@ -305,11 +305,11 @@ def test_a_restored_rack_goes_on_to_the_last_bit(
     pieces_s=st.lists(st.floats(0.0, 100.0), max_size=5),
 )
 def test_joules_of_cooling_are_the_integral_of_the_fans_watts(
-    around: Surroundings,
-    policy: FanPolicy,
-    watts: list[float],
-    pieces_s: list[float],
-) -> None:
+    around,
+    policy,
+    watts,
+    pieces_s,
+):
     """Fans change at looks only, so the log has every watt; the last entry has not lasted yet."""
     rack = RackDynamics(RACK, policy, surroundings=around)
     returned_j = [rack.advance(piece_s, watts) for piece_s in pieces_s]
@@ -343,7 +343,7 @@ def warm(
     return dynamics
 
 
-def test_users_take_their_share_draw_their_watts_and_may_take_the_soc() -> None:
+def test_users_take_their_share_draw_their_watts_and_may_take_the_soc():
     busy = BackgroundLoad(share=0.25, power_w=3.0, taken=True)
     around = Surroundings(
         background_load=(
@@ -369,7 +369,7 @@ def test_users_take_their_share_draw_their_watts_and_may_take_the_soc() -> None:
         assert not taken or warmer_c[0] > warmer_c[1] > warmer_c[2], "itself, its board, the rack"
 
 
-def test_outside_of_its_windows_training_has_to_leave_all_socs() -> None:
+def test_outside_of_its_windows_training_has_to_leave_all_socs():
     around = Surroundings(open=Steps((0.0, 60.0, 90.0), (True, False, True)))
     rack = RackDynamics(RACK, FixedSpeed(fixed_rpm=14000.0), surroundings=around)
     assert rack.taken_socs() == frozenset() and rack.steady_s([0.5] * 3) == 60.0
@@ -380,11 +380,11 @@ def test_outside_of_its_windows_training_has_to_leave_all_socs() -> None:
     assert rack.taken_socs() == frozenset()
 
 
-def test_no_more_than_half_an_hour_is_looked_ahead() -> None:
+def test_no_more_than_half_an_hour_is_looked_ahead():
     assert RackDynamics(RACK, FixedSpeed(fixed_rpm=14000.0)).steady_s([0.0] * 3) == 1800.0
 
 
-def test_failed_fans_draw_less_and_cool_less() -> None:
+def test_failed_fans_draw_less_and_cool_less():
     whole, half, none = (
         warm(Surroundings(fans_working=Steps((0.0,), (part,)))) for part in (1.0, 0.5, 0.0)
     )
@@ -398,7 +398,7 @@ def test_failed_fans_draw_less_and_cool_less() -> None:
     )
 
 
-def test_hot_ambient_air_shifts_a_rack_that_is_not_throttled() -> None:
+def test_hot_ambient_air_shifts_a_rack_that_is_not_throttled():
     cool = warm(watts=2.0, rpm=14000.0, duration_s=3000.0)
     hot = warm(
         Surroundings(ambient_c=Steps((0.0,), (29.0,))), watts=2.0, rpm=14000.0, duration_s=3000.0
@@ -406,7 +406,7 @@ def test_hot_ambient_air_shifts_a_rack_that_is_not_throttled() -> None:
     assert hot.temperatures_c == pytest.approx(cool.temperatures_c + 4.0, abs=1e-6)
 
 
-def test_a_hot_board_throttles_alone() -> None:
+def test_a_hot_board_throttles_alone():
     rack = Rack(slots_per_board=(5,) * 4, airflow={1: 0.06}, chassis_j_per_k=4000.0)
     hot = RackDynamics(rack, FixedSpeed(fixed_rpm=14000.0))
     watts = [5.0] * 20
@@ -415,7 +415,7 @@ def test_a_hot_board_throttles_alone() -> None:
     assert slow == set(range(5, 10))
 
 
-def test_the_peak_is_the_hottest_ever_seen_and_the_log_is_thinned_evenly() -> None:
+def test_the_peak_is_the_hottest_ever_seen_and_the_log_is_thinned_evenly():
     rack = warm(watts=60.0, rpm=3250.0, duration_s=300.0)
     hot_c = rack.peak_c
     assert hot_c == max(entry.hottest_c for entry in rack.history) > 40.0
@@ -439,16 +439,14 @@ def test_the_peak_is_the_hottest_ever_seen_and_the_log_is_thinned_evenly() -> No
         ),
     ],
 )
-def test_racks_in_impossible_surroundings_are_refused_in_one_line(
-    arguments: dict[str, Any], text: str
-) -> None:
+def test_racks_in_impossible_surroundings_are_refused_in_one_line(arguments, text):
     with pytest.raises(ConfigError, match=text) as error:
         RackDynamics(RACK, FixedSpeed(fixed_rpm=3250.0), **arguments)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("power_w", [[], [1.0] * 2, [1.0] * 4])
-def test_loads_are_one_for_each_soc(power_w: list[float]) -> None:
+def test_loads_are_one_for_each_soc(power_w):
     rack = RackDynamics(RACK, FixedSpeed(fixed_rpm=3250.0))
     for ask in (rack.steady_s, lambda watts: rack.advance(1.0, watts)):
         with pytest.raises(ConfigError, match=f"{len(power_w)} powers for 3 SoCs"):

@@ -42,9 +42,7 @@ def one_look(governor: ClockGovernor, level: int, temperature_c: float) -> int:
 
 @FEW
 @given(governor=governors(), temperatures_c=st.lists(TEMPERATURES, min_size=1, max_size=30))
-def test_one_step_at_a_look_and_never_off_the_ladder(
-    governor: ClockGovernor, temperatures_c: list[float]
-) -> None:
+def test_one_step_at_a_look_and_never_off_the_ladder(governor, temperatures_c):
     """Against the rule of one SoC, written out."""
     level = 0
     for temperature_c in temperatures_c:
@@ -64,7 +62,7 @@ def test_one_step_at_a_look_and_never_off_the_ladder(
     governor=governors(),
     socs=st.lists(st.tuples(st.integers(0, 5), TEMPERATURES), min_size=1, max_size=12),
 )
-def test_socs_do_not_see_each_other(governor: ClockGovernor, socs: list[tuple[int, float]]) -> None:
+def test_socs_do_not_see_each_other(governor, socs):
     top = len(governor.clock_hz) - 1
     levels = np.array([min(level, top) for level, _ in socs])
     temperatures_c = [temperature_c for _, temperature_c in socs]
@@ -80,10 +78,10 @@ def test_socs_do_not_see_each_other(governor: ClockGovernor, socs: list[tuple[in
 @FEW
 @given(governor=governors(), level=st.integers(0, 5), temperature_c=st.floats(-50.0, 200.0))
 def test_at_a_constant_temperature_the_clock_settles_and_does_not_oscillate(
-    governor: ClockGovernor,
-    level: int,
-    temperature_c: float,
-) -> None:
+    governor,
+    level,
+    temperature_c,
+):
     levels = [min(level, len(governor.clock_hz) - 1)]
     for _ in range(2 * len(governor.clock_hz)):
         levels.append(one_look(governor, levels[-1], temperature_c))
@@ -94,7 +92,7 @@ def test_at_a_constant_temperature_the_clock_settles_and_does_not_oscillate(
 
 @FEW
 @given(governor=governors(), level=st.integers(0, 5))
-def test_a_temperature_nobody_knows_changes_nothing(governor: ClockGovernor, level: int) -> None:
+def test_a_temperature_nobody_knows_changes_nothing(governor, level):
     level = min(level, len(governor.clock_hz) - 1)
     assert one_look(governor, level, math.nan) == level
 
@@ -107,11 +105,11 @@ def test_a_temperature_nobody_knows_changes_nothing(governor: ClockGovernor, lev
     hotter_c=st.floats(0.0, 100.0),
 )
 def test_a_hotter_soc_is_never_clocked_higher(
-    governor: ClockGovernor,
-    level: int,
-    temperature_c: float,
-    hotter_c: float,
-) -> None:
+    governor,
+    level,
+    temperature_c,
+    hotter_c,
+):
     level = min(level, len(governor.clock_hz) - 1)
     assert one_look(governor, level, temperature_c + hotter_c) >= one_look(
         governor, level, temperature_c
@@ -120,7 +118,7 @@ def test_a_hotter_soc_is_never_clocked_higher(
 
 @FEW
 @given(governor=governors())
-def test_lower_clocks_do_less_and_draw_no_more(governor: ClockGovernor) -> None:
+def test_lower_clocks_do_less_and_draw_no_more(governor):
     speeds, powers = governor.clock_factors, governor.power_factors
     assert speeds[0] == powers[0] == 1.0
     assert list(speeds) == sorted(set(speeds), reverse=True)
@@ -130,7 +128,7 @@ def test_lower_clocks_do_less_and_draw_no_more(governor: ClockGovernor) -> None:
     )
 
 
-def test_the_snapdragon_steps_down_at_35_and_back_at_34() -> None:
+def test_the_snapdragon_steps_down_at_35_and_back_at_34():
     governor = snapdragon_governor()
     levels = [0]
     for temperature_c in (34.9, 35.0, 34.5, 39.5, 60.0, 38.6, 38.5, 34.1, 34.0):
@@ -164,7 +162,7 @@ LADDER: dict[str, Any] = {
         ({"power_exponent": math.nan}, "power_exponent = nan"),
     ],
 )
-def test_ladders_that_cannot_be_are_refused_in_one_line(change: dict[str, Any], text: str) -> None:
+def test_ladders_that_cannot_be_are_refused_in_one_line(change, text):
     with pytest.raises(ConfigError, match=text) as error:
         ClockGovernor(**LADDER | change)
     assert "\n" not in str(error.value)

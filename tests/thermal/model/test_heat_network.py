@@ -77,11 +77,11 @@ def fastest_per_s(network: ThermalNetwork) -> float:
     case=loaded(), ambient_c=AMBIENT_C, steps=st.integers(1, 150), stiffness=st.floats(0.01, 0.3)
 )
 def test_exact_integration_equals_small_steps_of_runge_and_kutta(
-    case: tuple[ThermalNetwork, Vector, Vector],
-    ambient_c: float,
-    steps: int,
-    stiffness: float,
-) -> None:
+    case,
+    ambient_c,
+    steps,
+    stiffness,
+):
     network, start_c, power_w = case
     step_s = stiffness / fastest_per_s(network)
     now_c, mean_c = start_c, np.zeros_like(start_c)
@@ -110,11 +110,11 @@ def test_exact_integration_equals_small_steps_of_runge_and_kutta(
     below_c=st.floats(0.0, 60.0),
 )
 def test_temperature_never_overshoots_its_steady_state_when_it_starts_below_it(
-    case: tuple[ThermalNetwork, Vector, Vector],
-    ambient_c: float,
-    times_s: list[float],
-    below_c: float,
-) -> None:
+    case,
+    ambient_c,
+    times_s,
+    below_c,
+):
     network, start_c, power_w = case
     steady_c = network.steady_c(power_w, ambient_c)
     start_c = np.minimum(start_c, steady_c - below_c)
@@ -127,11 +127,11 @@ def test_temperature_never_overshoots_its_steady_state_when_it_starts_below_it(
 @FEW
 @given(case=loaded(), ambient_c=AMBIENT_C, first_s=SECONDS, then_s=SECONDS)
 def test_from_the_ambient_temperature_it_only_rises(
-    case: tuple[ThermalNetwork, Vector, Vector],
-    ambient_c: float,
-    first_s: float,
-    then_s: float,
-) -> None:
+    case,
+    ambient_c,
+    first_s,
+    then_s,
+):
     network, start_c, power_w = case
     start_c = np.full_like(start_c, ambient_c)
     middle_c = network.pass_time(start_c, power_w, ambient_c, first_s).temperatures_c
@@ -144,10 +144,10 @@ def test_from_the_ambient_temperature_it_only_rises(
 @FEW
 @given(case=loaded(coldest_w=-50.0), ambient_c=AMBIENT_C, duration_s=SECONDS)
 def test_the_energy_balance_closes(
-    case: tuple[ThermalNetwork, Vector, Vector],
-    ambient_c: float,
-    duration_s: float,
-) -> None:
+    case,
+    ambient_c,
+    duration_s,
+):
     """Heat in = heat stored + heat out, to 1e-9 of the largest of what comes in, goes out and is there."""
     network, start_c, power_w = case
     passage = network.pass_time(start_c, power_w, ambient_c, duration_s)
@@ -175,10 +175,10 @@ def test_the_energy_balance_closes(
     parts_s=st.lists(st.floats(0.0, 800.0), min_size=1, max_size=8),
 )
 def test_any_splitting_of_the_time_gives_the_same_end_and_the_same_heat(
-    case: tuple[ThermalNetwork, Vector, Vector],
-    ambient_c: float,
-    parts_s: list[float],
-) -> None:
+    case,
+    ambient_c,
+    parts_s,
+):
     network, start_c, power_w = case
     whole = network.pass_time(start_c, power_w, ambient_c, math.fsum(parts_s))
     now_c, out_j, weighted_c = start_c, 0.0, np.zeros_like(start_c)
@@ -197,9 +197,9 @@ def test_any_splitting_of_the_time_gives_the_same_end_and_the_same_heat(
 @FEW
 @given(case=loaded(), ambient_c=AMBIENT_C)
 def test_the_steady_state_is_the_limit_of_time_and_stays(
-    case: tuple[ThermalNetwork, Vector, Vector],
-    ambient_c: float,
-) -> None:
+    case,
+    ambient_c,
+):
     network, start_c, power_w = case
     steady_c = network.steady_c(power_w, ambient_c)
     late_c = network.pass_time(start_c, power_w, ambient_c, 60.0 * network.slowest_s).temperatures_c
@@ -212,11 +212,11 @@ def test_the_steady_state_is_the_limit_of_time_and_stays(
 @FEW
 @given(case=loaded(), ambient_c=AMBIENT_C, duration_s=SECONDS, warmer_c=st.floats(0.0, 30.0))
 def test_a_hotter_room_and_a_hotter_start_shift_everything(
-    case: tuple[ThermalNetwork, Vector, Vector],
-    ambient_c: float,
-    duration_s: float,
-    warmer_c: float,
-) -> None:
+    case,
+    ambient_c,
+    duration_s,
+    warmer_c,
+):
     network, start_c, power_w = case
     cool = network.pass_time(start_c, power_w, ambient_c, duration_s)
     hot = network.pass_time(start_c + warmer_c, power_w, ambient_c + warmer_c, duration_s)
@@ -237,11 +237,11 @@ def test_a_hotter_room_and_a_hotter_start_shift_everything(
     duration_s=SECONDS,
 )
 def test_more_power_anywhere_makes_nothing_cooler(
-    case: tuple[ThermalNetwork, Vector, Vector],
-    other: list[float],
-    ambient_c: float,
-    duration_s: float,
-) -> None:
+    case,
+    other,
+    ambient_c,
+    duration_s,
+):
     network, start_c, power_w = case
     more_w = power_w + np.array(other[: len(power_w)])
     less = network.pass_time(start_c, power_w, ambient_c, duration_s)
@@ -254,9 +254,7 @@ def test_more_power_anywhere_makes_nothing_cooler(
 
 @FEW
 @given(case=loaded(), ambient_c=AMBIENT_C)
-def test_no_time_changes_nothing(
-    case: tuple[ThermalNetwork, Vector, Vector], ambient_c: float
-) -> None:
+def test_no_time_changes_nothing(case, ambient_c):
     network, start_c, power_w = case
     passage = network.pass_time(start_c, power_w, ambient_c, 0.0)
     assert passage.temperatures_c == pytest.approx(start_c, abs=1e-8)
@@ -264,7 +262,7 @@ def test_no_time_changes_nothing(
     assert passage.heat_out_j == 0.0
 
 
-def test_one_node_by_hand() -> None:
+def test_one_node_by_hand():
     """100 J/K and 2 W/K: 50 s to 1/e; 20 W hold it 10 K above the air."""
     node = ThermalNetwork(capacities_j_per_k=(100.0,), edges=(), ambient_w_per_k=(2.0,))
     assert node.slowest_s == pytest.approx(50.0)
@@ -296,11 +294,11 @@ def test_one_node_by_hand() -> None:
     ],
 )
 def test_networks_that_cannot_be_are_refused_in_one_line(
-    capacities: tuple[float, ...],
-    edges: tuple[tuple[int, int, float], ...],
-    to_air: tuple[float, ...],
-    text: str,
-) -> None:
+    capacities,
+    edges,
+    to_air,
+    text,
+):
     with pytest.raises(ConfigError, match=text) as error:
         ThermalNetwork(capacities_j_per_k=capacities, edges=edges, ambient_w_per_k=to_air)
     assert "\n" not in str(error.value)

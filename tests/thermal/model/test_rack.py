@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,8 +26,8 @@ def loaded(draw: st.DrawFn) -> tuple[Rack, list[float], float]:
 @FEW
 @given(case=loaded())
 def test_at_rest_each_part_is_warmer_by_what_flows_over_its_conductances(
-    case: tuple[Rack, list[float], float],
-) -> None:
+    case,
+):
     """Air above ambient by all watts, a board above the air by its SoCs' watts, a SoC above its board by its own."""
     rack, watts, chassis_w_per_k = case
     steady_c = rack.network(chassis_w_per_k).steady_c(rack.node_power_w(watts), 25.0)
@@ -46,10 +45,10 @@ def test_at_rest_each_part_is_warmer_by_what_flows_over_its_conductances(
 @FEW
 @given(slots=SLOTS, watts=st.floats(0.0, 12.0), chassis_w_per_k=st.floats(5.0, 60.0))
 def test_the_local_rise_is_how_much_warmer_than_the_air_an_equally_busy_board_settles(
-    slots: tuple[int, ...],
-    watts: float,
-    chassis_w_per_k: float,
-) -> None:
+    slots,
+    watts,
+    chassis_w_per_k,
+):
     rack = Rack(slots_per_board=slots)
     steady_c = rack.network(chassis_w_per_k).steady_c(
         rack.node_power_w([watts] * rack.num_socs), 25.0
@@ -65,11 +64,11 @@ def test_the_local_rise_is_how_much_warmer_than_the_air_an_equally_busy_board_se
     duration_s=st.floats(0.0, 3000.0),
 )
 def test_more_fan_never_makes_anything_hotter(
-    case: tuple[Rack, list[float], float],
-    more: float,
-    start_c: float,
-    duration_s: float,
-) -> None:
+    case,
+    more,
+    start_c,
+    duration_s,
+):
     rack, watts, chassis_w_per_k = case
     power_w, start = np.array(rack.node_power_w(watts)), np.full(rack.num_nodes, start_c)
     slow = rack.network(chassis_w_per_k)
@@ -89,11 +88,11 @@ def test_more_fan_never_makes_anything_hotter(
     duration_s=st.floats(1.0, 3000.0),
 )
 def test_bad_airflow_heats_its_own_board_and_a_badly_seated_soc_itself(
-    case: tuple[Rack, list[float], float],
-    part: float,
-    place: int,
-    duration_s: float,
-) -> None:
+    case,
+    part,
+    place,
+    duration_s,
+):
     """Heat still has to leave by the chassis: at rest the air is as warm as before, and nobody else notices."""
     rack, watts, chassis_w_per_k = case
     power_w = rack.node_power_w(watts)
@@ -121,7 +120,7 @@ def test_bad_airflow_heats_its_own_board_and_a_badly_seated_soc_itself(
 
 @FEW
 @given(slots=SLOTS)
-def test_the_nodes_hold_the_heat_of_their_parts(slots: tuple[int, ...]) -> None:
+def test_the_nodes_hold_the_heat_of_their_parts(slots):
     rack = Rack(slots_per_board=slots)
     warm = np.full(rack.num_nodes, 26.0)
     assert rack.num_nodes == rack.num_socs + len(slots) + 1
@@ -144,13 +143,13 @@ def test_the_nodes_hold_the_heat_of_their_parts(slots: tuple[int, ...]) -> None:
         ({"coupling": {3: -1.0}}, "coupling of 3 = -1.0 must be above 0"),
     ],
 )
-def test_racks_that_cannot_be_are_refused_in_one_line(arguments: dict[str, Any], text: str) -> None:
+def test_racks_that_cannot_be_are_refused_in_one_line(arguments, text):
     with pytest.raises(ConfigError, match=text) as error:
         Rack(**{"slots_per_board": (5, 5), **arguments})
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("watts", [[], [1.0], [1.0] * 11])
-def test_powers_are_one_for_each_soc(watts: list[float]) -> None:
+def test_powers_are_one_for_each_soc(watts):
     with pytest.raises(ConfigError, match=f"{len(watts)} powers for 10 SoCs"):
         Rack(slots_per_board=(5, 5)).node_power_w(watts)

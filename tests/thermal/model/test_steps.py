@@ -24,9 +24,7 @@ def steps(draw: st.DrawFn) -> Steps[int]:
 
 @FEW
 @given(function=steps(), time_s=TIMES)
-def test_the_value_is_that_of_the_last_time_not_after_it(
-    function: Steps[int], time_s: float
-) -> None:
+def test_the_value_is_that_of_the_last_time_not_after_it(function, time_s):
     expected = [
         value
         for begin_s, value in zip(function.times_s, function.values, strict=True)
@@ -37,7 +35,7 @@ def test_the_value_is_that_of_the_last_time_not_after_it(
 
 @FEW
 @given(function=steps(), time_s=TIMES)
-def test_the_next_change_is_the_first_time_after_it(function: Steps[int], time_s: float) -> None:
+def test_the_next_change_is_the_first_time_after_it(function, time_s):
     assert function.next_change_s(time_s) == min(
         (at_s for at_s in function.times_s if at_s > time_s), default=math.inf
     )
@@ -52,10 +50,10 @@ def test_the_next_change_is_the_first_time_after_it(function: Steps[int], time_s
     time_s=TIMES,
 )
 def test_changes_are_the_first_until_the_last_of_the_later_that_has_begun(
-    first: int,
-    later: list[tuple[int, int]],
-    time_s: float,
-) -> None:
+    first,
+    later,
+    time_s,
+):
     """In whatever order they are given."""
     entries = [(quarter / 4, value) for quarter, value in later]
     begun = sorted(entry for entry in entries if entry[0] <= time_s)
@@ -64,12 +62,12 @@ def test_changes_are_the_first_until_the_last_of_the_later_that_has_begun(
 
 @FEW
 @given(value=st.integers(), time_s=TIMES)
-def test_always_never_changes(value: int, time_s: float) -> None:
+def test_always_never_changes(value, time_s):
     assert always(value).at(time_s) == value
     assert always(value).next_change_s(time_s) == math.inf
 
 
-def test_what_is_there_at_the_beginning_replaces_the_first() -> None:
+def test_what_is_there_at_the_beginning_replaces_the_first():
     assert changes("first", [(0.0, "now"), (3.0, "then")]) == Steps((0.0, 3.0), ("now", "then"))
     assert changes("first", [(-2.0, "now")]) == always("now")
 
@@ -86,10 +84,10 @@ def test_what_is_there_at_the_beginning_replaces_the_first() -> None:
     ],
 )
 def test_functions_that_cannot_be_are_refused_in_one_line(
-    times_s: tuple[float, ...],
-    values: tuple[int, ...],
-    text: str,
-) -> None:
+    times_s,
+    values,
+    text,
+):
     with pytest.raises(ConfigError, match=text) as error:
         Steps(times_s, values)
     assert "\n" not in str(error.value)

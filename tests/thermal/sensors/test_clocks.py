@@ -37,9 +37,9 @@ def read_clocks(machine: Machine) -> Reading:
 )
 @settings(max_examples=40)
 def test_the_clock_is_the_mean_over_processors_weighted_by_capacity(
-    tmp_path_factory: pytest.TempPathFactory,
-    policies: list[tuple[int, int, int, int]],
-) -> None:
+    tmp_path_factory,
+    policies,
+):
     """Against the mean over single processors."""
     machine = Machine(tmp_path_factory.mktemp("root"))
     done, whole, first = 0.0, 0.0, 0
@@ -56,9 +56,7 @@ def test_the_clock_is_the_mean_over_processors_weighted_by_capacity(
 @pytest.mark.parametrize(
     ("present", "highest"), [("<unknown>", 10), (0, 10), (-5, 10), (5, 0), (5, "x"), ("", 10)]
 )
-def test_a_clock_that_cannot_be_is_left_out_with_a_note(
-    tmp_path: Path, present: object, highest: object
-) -> None:
+def test_a_clock_that_cannot_be_is_left_out_with_a_note(tmp_path, present, highest):
     machine = Machine(tmp_path, policy(0, 2, 500, 1000), policy(2, 2, present, highest))
     sensors = sensors_of(machine)
     first, second = sensors.read(), sensors.read()
@@ -66,8 +64,8 @@ def test_a_clock_that_cannot_be_is_left_out_with_a_note(
     assert any("policy2" in note for note in first.notes) and second.notes == ()
 
 
-def test_a_counter_that_took_anothers_number_is_no_throttling(tmp_path: Path) -> None:
-    def events(number: int, chip: str, count: int) -> dict[str, object]:
+def test_a_counter_that_took_anothers_number_is_no_throttling(tmp_path):
+    def events(number, chip, count):
         return {f"{HWMON}/hwmon{number}/name": chip, f"{HWMON}/hwmon{number}/oc1_event_cnt": count}
 
     machine = Machine(tmp_path, events(3, "soctherm_oc", 2))
@@ -79,7 +77,7 @@ def test_a_counter_that_took_anothers_number_is_no_throttling(tmp_path: Path) ->
     assert sensors.read().throttled is True
 
 
-def test_a_clock_whose_processors_are_off_is_no_trouble(tmp_path: Path) -> None:
+def test_a_clock_whose_processors_are_off_is_no_trouble(tmp_path):
     machine = Machine(
         tmp_path,
         policy(0, 2, 500, 1000),
@@ -89,7 +87,7 @@ def test_a_clock_whose_processors_are_off_is_no_trouble(tmp_path: Path) -> None:
     assert reading.clock_factor == 0.5 and not any("policy2" in note for note in reading.notes)
 
 
-def test_without_throttle_states_a_cap_that_sank_says_it(tmp_path: Path) -> None:
+def test_without_throttle_states_a_cap_that_sank_says_it(tmp_path):
     machine = Machine(tmp_path, policy(0, 4, 500, 1000, cap_khz=800))
     sensors = sensors_of(machine)
     assert sensors.read().throttled is False  # somebody's own cap, from the start
@@ -116,11 +114,11 @@ def test_without_throttle_states_a_cap_that_sank_says_it(tmp_path: Path) -> None
     ],
 )
 def test_cooling_devices_that_slow_down_say_it_and_fans_do_not(
-    tmp_path: Path,
-    name: str,
-    state: int,
-    throttled: bool | None,
-) -> None:
+    tmp_path,
+    name,
+    state,
+    throttled,
+):
     assert read_clocks(Machine(tmp_path, cooling(0, name, state))).throttled is throttled
 
 
@@ -135,9 +133,7 @@ def test_cooling_devices_that_slow_down_say_it_and_fans_do_not(
         ("", None),
     ],
 )
-def test_a_battery_says_whether_it_is_used(
-    tmp_path: Path, status: str, on_battery: bool | None
-) -> None:
+def test_a_battery_says_whether_it_is_used(tmp_path, status, on_battery):
     files = {
         f"{POWER}/BAT0/type": "Battery",
         f"{POWER}/BAT0/capacity": 50,
@@ -146,7 +142,7 @@ def test_a_battery_says_whether_it_is_used(
     assert read_clocks(Machine(tmp_path, files)).on_battery is on_battery
 
 
-def test_two_batteries_are_one_and_a_mouse_has_none_of_them(tmp_path: Path) -> None:
+def test_two_batteries_are_one_and_a_mouse_has_none_of_them(tmp_path):
     machine = Machine(
         tmp_path,
         {
@@ -166,7 +162,7 @@ def test_two_batteries_are_one_and_a_mouse_has_none_of_them(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("charge", ["101", "-1", "full", ""])
-def test_a_charge_that_cannot_be_is_left_out_with_a_note(tmp_path: Path, charge: str) -> None:
+def test_a_charge_that_cannot_be_is_left_out_with_a_note(tmp_path, charge):
     files = {
         f"{POWER}/BAT0/type": "Battery",
         f"{POWER}/BAT0/capacity": charge,
@@ -177,9 +173,7 @@ def test_a_charge_that_cannot_be_is_left_out_with_a_note(tmp_path: Path, charge:
     assert any("charge" in note for note in reading.notes)
 
 
-def test_where_there_is_no_sys_psutil_is_asked_for_the_battery(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_there_is_no_sys_psutil_is_asked_for_the_battery(tmp_path, monkeypatch):
     monkeypatch.setattr(battery, "matching_paths", lambda *_: [])
     full = type("Battery", (), {"percent": 40.0, "power_plugged": False})()
     monkeypatch.setattr(psutil, "sensors_battery", lambda: full, raising=False)
@@ -187,7 +181,7 @@ def test_where_there_is_no_sys_psutil_is_asked_for_the_battery(
     assert (state.fraction, state.on_battery) == (0.4, True)
     assert battery.read_battery(tmp_path, NoteLog(), 0.0).fraction is None  # not of another root
 
-    def fails() -> None:
+    def fails():
         raise FileNotFoundError(2, "No such file or directory")
 
     monkeypatch.setattr(psutil, "sensors_battery", fails, raising=False)

@@ -39,7 +39,7 @@ def read(machine: Machine) -> Reading:
 
 
 # ------------------------------------------------------------------------------------------------- whole machines
-def test_a_jetson(tmp_path: Path) -> None:
+def test_a_jetson(tmp_path):
     machine = Machine(tmp_path, JETSON)
     sensors = sensors_of(machine)
     first = sensors.read()
@@ -56,7 +56,7 @@ def test_a_jetson(tmp_path: Path) -> None:
     assert sensors.found.throttle_sources == ("cooling devices", "over-current events")
 
 
-def test_a_raspberry_pi(tmp_path: Path) -> None:
+def test_a_raspberry_pi(tmp_path):
     machine = Machine(tmp_path, RASPBERRY_PI)
     reading = read(machine)
     assert (reading.temperature_c, reading.clock_factor, reading.throttled) == (54.53, 1.0, False)
@@ -66,9 +66,7 @@ def test_a_raspberry_pi(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "0x"])
-def test_of_a_pis_bits_those_of_now_count_and_under_voltage_is_a_note(
-    tmp_path: Path, prefix: str
-) -> None:
+def test_of_a_pis_bits_those_of_now_count_and_under_voltage_is_a_note(tmp_path, prefix):
     """Against the table of bits, all sixteen states of now with and without a history."""
     machine = Machine(tmp_path, RASPBERRY_PI)
     for history in (0x0, 0xF0000):
@@ -79,7 +77,7 @@ def test_of_a_pis_bits_those_of_now_count_and_under_voltage_is_a_note(
             assert any("voltage" in note for note in reading.notes) is (now & 1 == 1)
 
 
-def test_an_android_phone(tmp_path: Path) -> None:
+def test_an_android_phone(tmp_path):
     reading = read(Machine(tmp_path, PHONE))
     assert (
         reading.temperature_c == 43.7
@@ -92,7 +90,7 @@ def test_an_android_phone(tmp_path: Path) -> None:
     assert reading.notes == ()
 
 
-def test_a_phone_whose_soc_is_closed_shows_what_is_beside_it(tmp_path: Path) -> None:
+def test_a_phone_whose_soc_is_closed_shows_what_is_beside_it(tmp_path):
     machine = Machine(
         tmp_path, {name: value for name, value in PHONE.items() if "zone" not in name}
     )
@@ -101,7 +99,7 @@ def test_a_phone_whose_soc_is_closed_shows_what_is_beside_it(tmp_path: Path) -> 
     assert read(machine).temperature_c == 36.0
 
 
-def test_a_server_with_coretemp(tmp_path: Path) -> None:
+def test_a_server_with_coretemp(tmp_path):
     machine = Machine(tmp_path, SERVER)
     sensors = sensors_of(machine)
     reading = sensors.read()
@@ -115,9 +113,7 @@ def test_a_server_with_coretemp(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tree", [VIRTUAL, {}])
-def test_a_bare_virtual_machine_says_once_that_it_has_none(
-    tmp_path: Path, tree: dict[str, object]
-) -> None:
+def test_a_bare_virtual_machine_says_once_that_it_has_none(tmp_path, tree):
     machine = Machine(tmp_path, tree)
     sensors = sensors_of(machine)
     readings = []
@@ -138,7 +134,7 @@ def test_a_bare_virtual_machine_says_once_that_it_has_none(
         assert said == (None,) * 6
 
 
-def test_this_machine_is_read_whatever_it_has() -> None:
+def test_this_machine_is_read_whatever_it_has():
     sensors = LinuxSensors()
     assert all(isinstance(sensors.read(), Reading) for _ in range(2))
 
@@ -188,9 +184,9 @@ JUNK = st.one_of(
     )
 )
 def test_no_content_of_any_file_makes_a_read_fail(
-    tmp_path_factory: pytest.TempPathFactory,
-    looks: list[dict[str, bytes | str | None]],
-) -> None:
+    tmp_path_factory,
+    looks,
+):
     """A `Reading` checks its own ranges, so that each one made is one that can be."""
     machine = Machine(tmp_path_factory.mktemp("root"), ALL)
     sensors = sensors_of(machine)
@@ -224,9 +220,7 @@ LIES = [
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_sensor_that_lies_is_left_out_with_one_note_and_taken_back(
-    tmp_path: Path, lie: str
-) -> None:
+def test_a_sensor_that_lies_is_left_out_with_one_note_and_taken_back(tmp_path, lie):
     machine = Machine(tmp_path, zone(0, "cpu-thermal", 70_000), zone(1, "gpu-thermal", 50_000))
     sensors = sensors_of(machine)
     assert sensors.read().temperature_c == 70.0
@@ -243,10 +237,10 @@ def test_a_sensor_that_lies_is_left_out_with_one_note_and_taken_back(
     assert sensors.read().notes == ()
 
 
-def test_a_sensor_that_flickers_is_told_of_once_an_hour(tmp_path: Path) -> None:
+def test_a_sensor_that_flickers_is_told_of_once_an_hour(tmp_path):
     machine = Machine(tmp_path, zone(0, "cpu-thermal", 70_000), zone(1, "gpu-thermal", 50_000))
     sensors = sensors_of(machine)
-    notes: list[str] = []
+    notes = []
     for number in range(200):
         machine.write(zone(0, "cpu-thermal", "nan" if number % 2 else 70_000))
         machine.now_s += 60.0
@@ -256,7 +250,7 @@ def test_a_sensor_that_flickers_is_told_of_once_an_hour(tmp_path: Path) -> None:
     assert len(notes) <= 2 * math.ceil(200 * 60 / 3600)
 
 
-def test_all_sensors_lying_leave_no_temperature(tmp_path: Path) -> None:
+def test_all_sensors_lying_leave_no_temperature(tmp_path):
     machine = Machine(
         tmp_path, zone(0, "cpu-thermal", -128_000), {f"{HWMON}/hwmon0/temp1_input": "nan"}
     )
@@ -264,7 +258,7 @@ def test_all_sensors_lying_leave_no_temperature(tmp_path: Path) -> None:
     assert reading.temperature_c is None and len(reading.notes) == 2
 
 
-def test_a_sensor_that_disappears_is_told_of(tmp_path: Path) -> None:
+def test_a_sensor_that_disappears_is_told_of(tmp_path):
     machine = Machine(tmp_path, zone(0, "cpu-thermal", 70_000), zone(1, "gpu-thermal", 50_000))
     sensors = sensors_of(machine)
     sensors.read()
@@ -294,11 +288,11 @@ def test_a_sensor_that_disappears_is_told_of(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_that_cannot_be_read_is_left_out(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    number: int,
-) -> None:
+    tmp_path,
+    monkeypatch,
+    name,
+    number,
+):
     """The reading itself is made to fail: root, as whom tests may run, is refused nothing by a file's mode."""
     machine = Machine(tmp_path, {**PHONE, PI_THROTTLED: 0, "proc/stat": "cpu  1 0 0 9 0 0 0 0"})
     sensors = sensors_of(machine)
@@ -329,6 +323,6 @@ def refuse(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
         monkeypatch.setattr(Path, method, read)
 
 
-def test_a_time_that_nothing_could_be_stuck_for_is_refused() -> None:
+def test_a_time_that_nothing_could_be_stuck_for_is_refused():
     with pytest.raises(ConfigError, match="stuck_after_s = 0"):
         LinuxSensors(stuck_after_s=0)

@@ -93,11 +93,11 @@ def proc(tmp_path: Path) -> Proc:
     ],
 )
 def test_all_that_is_not_below_our_supernode_is_others(
-    proc: Proc,
-    pid: int,
-    also_ours: tuple[str, ...],
-    others: float,
-) -> None:
+    proc,
+    pid,
+    also_ours,
+    others,
+):
     load = proc.load(pid, also_ours)
     proc.pass_time(10.0)
     assert load.read().user is None  # nothing to compare with
@@ -121,9 +121,9 @@ STEPS = st.lists(st.tuples(st.sampled_from([20, 21, 22, 30, 40]), st.integers(0,
     rounds=st.lists(st.tuples(STEPS, st.booleans(), st.integers(0, 100)), min_size=1, max_size=6)
 )
 def test_others_part_is_exact_whatever_starts_and_ends(
-    tmp_path_factory: pytest.TempPathFactory,
-    rounds: list[tuple[list[tuple[int, int]], bool, int]],
-) -> None:
+    tmp_path_factory,
+    rounds,
+):
     """Against bookkeeping: children of ours start, work and are waited for, others appear in no list at all."""
     proc = Proc(tmp_path_factory.mktemp("root"))
     for pid, parent in ((1, 0), (20, 1), (21, 20), (22, 21), (30, 1), (40, 1)):
@@ -146,7 +146,7 @@ def test_others_part_is_exact_whatever_starts_and_ends(
         assert load.read().user == pytest.approx(others / 4000)
 
 
-def test_a_process_of_ours_that_init_adopts_does_not_make_others_of_the_rest(proc: Proc) -> None:
+def test_a_process_of_ours_that_init_adopts_does_not_make_others_of_the_rest(proc):
     load = proc.load(21)
     proc.spent[22] = 2000
     proc.pass_time(10.0)
@@ -158,7 +158,7 @@ def test_a_process_of_ours_that_init_adopts_does_not_make_others_of_the_rest(pro
     assert load.read().user == pytest.approx(400 / 4000)
 
 
-def test_a_look_too_soon_gives_the_load_before(proc: Proc) -> None:
+def test_a_look_too_soon_gives_the_load_before(proc):
     load = proc.load(21)
     proc.pass_time(1.0)
     load.read()
@@ -171,7 +171,7 @@ def test_a_look_too_soon_gives_the_load_before(proc: Proc) -> None:
     assert load.read().user == 0.0
 
 
-def test_what_a_hypervisor_takes_away_is_others(tmp_path: Path) -> None:
+def test_what_a_hypervisor_takes_away_is_others(tmp_path):
     machine = Machine(tmp_path)
     load = OtherLoad(tmp_path, NoteLog(), clock=machine.clock, pid=1)
     for idle, steal in ((400, 0), (700, 100)):
@@ -181,7 +181,7 @@ def test_what_a_hypervisor_takes_away_is_others(tmp_path: Path) -> None:
     assert load.read().user == pytest.approx(100 / 400)
 
 
-def test_waiting_for_a_disk_is_no_load(tmp_path: Path) -> None:
+def test_waiting_for_a_disk_is_no_load(tmp_path):
     machine = Machine(tmp_path)
     load = OtherLoad(tmp_path, NoteLog(), clock=machine.clock, pid=1)
     for idle, waiting, user in ((100, 0, 0), (300, 100, 100)):
@@ -194,7 +194,7 @@ def test_waiting_for_a_disk_is_no_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "cpu", "cpu  1 2", "cpu  a b c d", "cpu  -1 0 0 5", "cpu0 1 2 3 4"]
 )
-def test_times_that_cannot_be_are_told_of_once(tmp_path: Path, text: str) -> None:
+def test_times_that_cannot_be_are_told_of_once(tmp_path, text):
     machine, notes = Machine(tmp_path, {"proc/stat": text}), NoteLog()
     load = OtherLoad(tmp_path, notes, clock=machine.clock, pid=1)
     for _ in range(3):
@@ -203,7 +203,7 @@ def test_times_that_cannot_be_are_told_of_once(tmp_path: Path, text: str) -> Non
     assert len(notes.drain()) == 1
 
 
-def test_counters_that_go_back_give_a_load_that_can_be(proc: Proc) -> None:
+def test_counters_that_go_back_give_a_load_that_can_be(proc):
     load = proc.load(21)
     proc.spent[40] = 300
     proc.pass_time(1.0)
@@ -213,7 +213,7 @@ def test_counters_that_go_back_give_a_load_that_can_be(proc: Proc) -> None:
     assert load.read().user == 0.0
 
 
-def test_a_circle_of_parents_ends(proc: Proc) -> None:
+def test_a_circle_of_parents_ends(proc):
     proc.parents[20], proc.parents[21] = (
         21,
         20,
@@ -225,16 +225,16 @@ def test_a_circle_of_parents_ends(proc: Proc) -> None:
     assert load.read().user == 0.0
 
 
-def test_where_there_is_no_proc_psutil_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_is_no_proc_psutil_is_asked(monkeypatch):
     """A process without parents that works a second of two processors; others take half a second."""
     now_s, round_ = [0.0], [0]
     spent = [(0.0, 0.0), (1.0, 0.5)]
 
-    def cpu_times() -> tuple[float, ...]:
+    def cpu_times():
         ours, others = spent[round_[0]]
         return CpuTimes(user=ours + others, system=0.0, idle=10.0 + 2.0 * round_[0] - ours - others)
 
-    def process_iter(_: list[str]) -> list[Listed]:
+    def process_iter(_):
         ours, others = spent[round_[0]]
         return [
             Listed(
@@ -250,7 +250,7 @@ def test_where_there_is_no_proc_psutil_is_asked(monkeypatch: pytest.MonkeyPatch)
         ] + [Listed(9, {"ppid": None, "cpu_times": None, "create_time": None, "cmdline": None})]
 
     class Missing(type(Path())):  # type: ignore[misc]
-        def read_text(self, *_: str) -> str:
+        def read_text(self, *_):
             raise FileNotFoundError(2, "No such file or directory")
 
     monkeypatch.setattr(psutil, "cpu_times", cpu_times)
@@ -261,7 +261,7 @@ def test_where_there_is_no_proc_psutil_is_asked(monkeypatch: pytest.MonkeyPatch)
     now_s[0], round_[0] = 1.0, 1
     assert (load.read().user, load.read().total) == (pytest.approx(0.25), pytest.approx(0.75))
 
-    def refused(_: list[str]) -> list[Listed]:
+    def refused(_):
         raise psutil.AccessDenied
 
     monkeypatch.setattr(psutil, "process_iter", refused)
@@ -286,7 +286,7 @@ def spin(seconds: float) -> None:
         pass
 
 
-def test_our_own_children_are_not_others_on_this_machine() -> None:
+def test_our_own_children_are_not_others_on_this_machine():
     """Against what the process itself knows it spent; a loaded machine only adds to what others have."""
     load = OtherLoad(Path("/"), NoteLog())
     if load.read().total is None and not Path("/proc/stat").exists():

@@ -50,10 +50,10 @@ class Replay:
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
 @given(readings=READINGS)
 def test_what_is_recorded_is_what_is_replayed(
-    tmp_path_factory: pytest.TempPathFactory,
-    suffix: str,
-    readings: list[Reading],
-) -> None:
+    tmp_path_factory,
+    suffix,
+    readings,
+):
     path = tmp_path_factory.mktemp("recordings") / f"a.{suffix}"
     record(Replay(readings), path, num_readings=len(readings), sleep=lambda _: None)
     assert load_recording(path) == tuple(readings)
@@ -61,13 +61,13 @@ def test_what_is_recorded_is_what_is_replayed(
 
 @given(readings=READINGS, looks=st.lists(st.floats(0.0, 1e5), max_size=20).map(sorted))
 def test_a_replay_gives_the_latest_reading_of_its_time_and_every_note_once(
-    readings: list[Reading],
-    looks: list[float],
-) -> None:
+    readings,
+    looks,
+):
     """Against a search of the whole recording at each read."""
     now_s = [0.0]
     source = RecordedSource(readings, clock=lambda: now_s[0])
-    told: list[str] = []
+    told = []
     for elapsed_s in (0.0, *looks):
         now_s[0] = 0.0 + elapsed_s
         seen = source.read()
@@ -85,7 +85,7 @@ def test_a_replay_gives_the_latest_reading_of_its_time_and_every_note_once(
         assert told == [note for reading in due for note in reading.notes]
 
 
-def test_the_last_reading_is_held() -> None:
+def test_the_last_reading_is_held():
     now_s = [50.0]
     source = RecordedSource(
         [Reading(at_s=7.0, temperature_c=40.0), Reading(at_s=8.0, temperature_c=41.0)],
@@ -97,7 +97,7 @@ def test_the_last_reading_is_held() -> None:
     assert seen == [40.0, 40.0, 41.0, 41.0]
 
 
-def test_a_table_written_by_hand_is_read(tmp_path: Path) -> None:
+def test_a_table_written_by_hand_is_read(tmp_path):
     path = tmp_path / "phone.csv"
     path.write_text(
         "\ufeffat_s, temperature_c, on_battery, notes\r\n0, 41.5, TRUE, the fan stopped\r\n\r\n60,,,\r\n",
@@ -144,9 +144,7 @@ def test_a_table_written_by_hand_is_read(tmp_path: Path) -> None:
         ("a.csv", b"\xff\xfe", "is no text in UTF-8"),
     ],
 )
-def test_a_bad_recording_is_a_mistake_of_one_line(
-    tmp_path: Path, name: str, text: str | bytes, complaint: str
-) -> None:
+def test_a_bad_recording_is_a_mistake_of_one_line(tmp_path, name, text, complaint):
     path = tmp_path / name
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=complaint) as caught:
@@ -154,7 +152,7 @@ def test_a_bad_recording_is_a_mistake_of_one_line(
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
 
 
-def test_readings_that_cannot_be_replayed_are_refused(tmp_path: Path) -> None:
+def test_readings_that_cannot_be_replayed_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="there is no reading"):
         RecordedSource([])
     with pytest.raises(ConfigError, match=r"at_s = 1\.0 comes after 2\.0"):
@@ -166,7 +164,7 @@ def test_readings_that_cannot_be_replayed_are_refused(tmp_path: Path) -> None:
         RecordedSource(str(tmp_path / "folder.csv"))
 
 
-def test_a_recording_does_not_overwrite_another(tmp_path: Path) -> None:
+def test_a_recording_does_not_overwrite_another(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("precious")
     with pytest.raises(ConfigError, match="is there already"):
@@ -178,7 +176,7 @@ def test_a_recording_does_not_overwrite_another(tmp_path: Path) -> None:
         Recorder(tmp_path / "a.xlsx")
 
 
-def test_a_disk_that_is_full_is_a_mistake_of_one_line() -> None:
+def test_a_disk_that_is_full_is_a_mistake_of_one_line():
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("no /dev/full here")
@@ -195,11 +193,11 @@ def test_a_disk_that_is_full_is_a_mistake_of_one_line() -> None:
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
-def test_an_interrupted_recording_can_be_replayed(tmp_path: Path, suffix: str) -> None:
+def test_an_interrupted_recording_can_be_replayed(tmp_path, suffix):
     path = tmp_path / f"a.{suffix}"
-    slept: list[float] = []
+    slept = []
 
-    def sleep(seconds: float) -> None:
+    def sleep(seconds):
         slept.append(seconds)
         assert len(load_recording(path)) == len(slept)  # whole lines at any time
         if len(slept) == 3:
@@ -218,9 +216,7 @@ def test_an_interrupted_recording_can_be_replayed(tmp_path: Path, suffix: str) -
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
-def test_an_interval_that_cannot_be_is_refused_before_there_is_a_file(
-    tmp_path: Path, seconds: float
-) -> None:
+def test_an_interval_that_cannot_be_is_refused_before_there_is_a_file(tmp_path, seconds):
     with pytest.raises(ConfigError, match="give seconds above 0"):
         record(Replay([]), tmp_path / "a.csv", interval_s=seconds)
     with pytest.raises(ConfigError, match="give seconds above 0"):
@@ -228,7 +224,7 @@ def test_an_interval_that_cannot_be_is_refused_before_there_is_a_file(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_json_lines_hold_every_field(tmp_path: Path) -> None:
+def test_json_lines_hold_every_field(tmp_path):
     path = tmp_path / "a.jsonl"
     record(Replay([Reading(at_s=1.0, throttled=True)]), path, num_readings=1)
     assert json.loads(path.read_text()) == {

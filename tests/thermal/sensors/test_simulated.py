@@ -30,17 +30,15 @@ def path_of(
 
 
 @given(true_c=st.floats(-39.0, 149.0), step_c=st.sampled_from([0.0, 0.1, 0.5, 1.0]))
-def test_without_noise_a_reading_is_the_truth_within_half_a_step(
-    true_c: float, step_c: float
-) -> None:
+def test_without_noise_a_reading_is_the_truth_within_half_a_step(true_c, step_c):
     shown_c = SimulatedSource(lambda: true_c, step_c=step_c).read().temperature_c
     assert shown_c is not None and abs(shown_c - true_c) <= step_c / 2 + 1e-9
     if step_c:
         assert shown_c / step_c == pytest.approx(round(shown_c / step_c))
 
 
-def test_equal_seeds_give_equal_noise_and_a_fault_of_one_sensor_leaves_the_others_noise() -> None:
-    def path(**options: object) -> list[float | None]:
+def test_equal_seeds_give_equal_noise_and_a_fault_of_one_sensor_leaves_the_others_noise():
+    def path(**options):
         time = Time()
         source = SimulatedSource(lambda: 50.0, noise_c=1.0, clock=time, num_sensors=2, **options)  # type: ignore[arg-type]
         return [reading.temperature_c for reading in path_of(source, time, 50)]
@@ -51,7 +49,7 @@ def test_equal_seeds_give_equal_noise_and_a_fault_of_one_sensor_leaves_the_other
 
 
 @pytest.mark.parametrize("kind", sorted(set(FAULTS) - {"stuck"}))
-def test_a_sensor_that_lies_leaves_none_alone_and_the_other_beside_another(kind: str) -> None:
+def test_a_sensor_that_lies_leaves_none_alone_and_the_other_beside_another(kind):
     fault = SensorFault(kind=kind, from_s=120.0, until_s=240.0)
     for num_sensors, meanwhile in ((1, None), (2, 50.0)):
         time = Time()
@@ -69,7 +67,7 @@ def test_a_sensor_that_lies_leaves_none_alone_and_the_other_beside_another(kind:
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_a_sensor_that_lies_from_the_start_never_fails(kind: str) -> None:
+def test_a_sensor_that_lies_from_the_start_never_fails(kind):
     time = Time()
     readings = path_of(
         SimulatedSource(lambda: 50.0, clock=time, faults=[SensorFault(kind=kind)]), time, 5
@@ -77,9 +75,9 @@ def test_a_sensor_that_lies_from_the_start_never_fails(kind: str) -> None:
     assert {reading.temperature_c for reading in readings} == {50.0 if kind == "stuck" else None}
 
 
-def test_a_stuck_sensor_hides_heat_alone_and_is_found_beside_another() -> None:
+def test_a_stuck_sensor_hides_heat_alone_and_is_found_beside_another():
     fault = SensorFault(kind="stuck", from_s=60.0)
-    hottest_c: dict[int, list[float | None]] = {}
+    hottest_c = {}
     for num_sensors in (1, 2):
         time = Time()
         source = SimulatedSource(
@@ -93,7 +91,7 @@ def test_a_stuck_sensor_hides_heat_alone_and_is_found_beside_another() -> None:
     assert hottest_c[2][:10] == [80.0] * 10 and hottest_c[2][-1] == 56.0
 
 
-def test_an_idle_stuck_sensor_is_believed() -> None:
+def test_an_idle_stuck_sensor_is_believed():
     time = Time()
     source = SimulatedSource(
         lambda: 80.0 - time.now_s / 60.0,
@@ -109,13 +107,13 @@ def test_an_idle_stuck_sensor_is_believed() -> None:
     ("speed", "factor", "throttled"),
     [(1.0, 1.0, False), (0.64, 0.64, True), (1.2, 1.0, False), (-1.0, 0.0, True)],
 )
-def test_a_slow_clock_is_throttled(speed: float, factor: float, throttled: bool) -> None:
+def test_a_slow_clock_is_throttled(speed, factor, throttled):
     reading = SimulatedSource(lambda: 50.0, lambda: speed).read()
     assert (reading.clock_factor, reading.throttled) == (factor, throttled)
 
 
 @pytest.mark.parametrize("true_c", [math.nan, math.inf, 400.0, -300.0])
-def test_a_model_that_leaves_this_world_is_a_sensor_that_lies(true_c: float) -> None:
+def test_a_model_that_leaves_this_world_is_a_sensor_that_lies(true_c):
     reading = SimulatedSource(lambda: true_c).read()
     assert reading.temperature_c is None and len(reading.notes) == 1
 
@@ -130,7 +128,7 @@ def test_a_model_that_leaves_this_world_is_a_sensor_that_lies(true_c: float) -> 
         ({"stuck_after_s": 0.0}, "stuck_after_s"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(options: dict[str, object], complaint: str) -> None:
+def test_settings_that_cannot_be_are_refused(options, complaint):
     with pytest.raises(ConfigError, match=complaint):
         SimulatedSource(lambda: 50.0, **options)  # type: ignore[arg-type]
 
@@ -143,6 +141,6 @@ def test_settings_that_cannot_be_are_refused(options: dict[str, object], complai
         ({"kind": "nan", "sensor": -1}, "sensor = -1"),
     ],
 )
-def test_faults_that_cannot_be_are_refused(options: dict[str, object], complaint: str) -> None:
+def test_faults_that_cannot_be_are_refused(options, complaint):
     with pytest.raises(ConfigError, match=complaint):
         SensorFault(**options)  # type: ignore[arg-type]

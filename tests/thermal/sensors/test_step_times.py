@@ -26,7 +26,7 @@ def noted(timing: StepTiming, steps: list[tuple[int, float]]) -> StepTiming:
 
 
 @given(clocks=st.lists(SPEEDS, min_size=1, max_size=8))
-def test_at_one_load_the_factor_is_the_clock_over_the_best_that_held(clocks: list[float]) -> None:
+def test_at_one_load_the_factor_is_the_clock_over_the_best_that_held(clocks):
     timing = StepTiming()
     for number, clock in enumerate(clocks):
         noted(timing, [(64, clock)] * 7)
@@ -39,9 +39,7 @@ def test_at_one_load_the_factor_is_the_clock_over_the_best_that_held(clocks: lis
     outlier_s=st.floats(1e-4, 1e4),
     place=st.integers(0, 40),
 )
-def test_one_outlier_changes_nothing(
-    fast: float, slowing: float, outlier_s: float, place: int
-) -> None:
+def test_one_outlier_changes_nothing(fast, slowing, outlier_s, place):
     """Too slow or too fast, at any time: the same factors as without it, once a change of clock is a window old."""
     clocks = [fast] * 20 + [fast * slowing] * 20
     plain, disturbed = StepTiming(), StepTiming()
@@ -55,7 +53,7 @@ def test_one_outlier_changes_nothing(
 
 
 @given(loads=st.lists(st.integers(1, 256), min_size=1, max_size=60), clock=SPEEDS)
-def test_loads_of_any_size_at_one_clock_never_look_slow(loads: list[int], clock: float) -> None:
+def test_loads_of_any_size_at_one_clock_never_look_slow(loads, clock):
     timing = StepTiming()
     for load in loads:
         noted(timing, [(load, clock)] * 3)
@@ -66,9 +64,7 @@ def test_loads_of_any_size_at_one_clock_never_look_slow(loads: list[int], clock:
     start=SPEEDS,
     later=st.lists(st.tuples(st.integers(1, 128), st.floats(0.3, 1.0)), min_size=1, max_size=6),
 )
-def test_a_new_load_is_judged_by_the_clock_known_so_far(
-    start: float, later: list[tuple[int, float]]
-) -> None:
+def test_a_new_load_is_judged_by_the_clock_known_so_far(start, later):
     """Every stretch begins at the load and clock of the stretch before, as real clocks do, and then changes clock."""
     timing = noted(StepTiming(), [(64, 1.0)] * 10 + [(64, start)] * 10)
     clock = start
@@ -78,7 +74,7 @@ def test_a_new_load_is_judged_by_the_clock_known_so_far(
         assert timing.clock_factor == pytest.approx(clock)
 
 
-def test_the_short_batch_at_the_end_of_an_epoch_confuses_nothing() -> None:
+def test_the_short_batch_at_the_end_of_an_epoch_confuses_nothing():
     timing = StepTiming()
     for epoch in range(30):
         clock = 1.0 if epoch < 15 else 0.6
@@ -86,7 +82,7 @@ def test_the_short_batch_at_the_end_of_an_epoch_confuses_nothing() -> None:
         assert timing.clock_factor == pytest.approx(clock)
 
 
-def test_scatter_alone_does_not_look_throttled() -> None:
+def test_scatter_alone_does_not_look_throttled():
     chance = random.Random(5)
     timing = StepTiming()
     factors = []
@@ -100,9 +96,7 @@ def test_scatter_alone_does_not_look_throttled() -> None:
     assert min(slow) > 0.52 and max(slow) < 0.66 and median(slow) == pytest.approx(0.6, abs=0.04)
 
 
-def test_a_device_that_was_slow_from_the_start_is_full_until_it_is_faster_or_a_reference_is_known() -> (
-    None
-):
+def test_a_device_that_was_slow_from_the_start_is_full_until_it_is_faster_or_a_reference_is_known():
     assert noted(StepTiming(), [(64, 0.5)] * 10).clock_factor == 1.0
     known = StepTiming(references_s={64: step_s(64)})
     assert noted(known, [(64, 0.5)] * 7).clock_factor == pytest.approx(0.5)
@@ -111,7 +105,7 @@ def test_a_device_that_was_slow_from_the_start_is_full_until_it_is_faster_or_a_r
     assert noted(later, [(32, 0.7)] * 7).clock_factor == pytest.approx(0.7)
 
 
-def test_few_steps_tell_nothing() -> None:
+def test_few_steps_tell_nothing():
     timing = StepTiming()
     for _ in range(6):
         timing.add_step(1.0, 8)
@@ -124,14 +118,14 @@ def test_few_steps_tell_nothing() -> None:
     ("seconds", "num_samples"),
     [(0.0, 4), (-1.0, 4), (float("nan"), 4), (float("inf"), 4), (1.0, 0), (1.0, -3)],
 )
-def test_a_step_that_cannot_be_tells_nothing(seconds: float, num_samples: int) -> None:
+def test_a_step_that_cannot_be_tells_nothing(seconds, num_samples):
     timing = noted(StepTiming(), [(64, 1.0)] * 10 + [(64, 0.5)] * 10)
     for _ in range(20):
         timing.add_step(seconds, num_samples)
     assert timing.clock_factor == pytest.approx(0.5)
 
 
-def test_memory_is_bounded_and_loads_in_use_keep_their_reference() -> None:
+def test_memory_is_bounded_and_loads_in_use_keep_their_reference():
     timing = noted(StepTiming(window=1), [(64, 1.0)])
     for load in range(100, 500):
         noted(timing, [(64, 0.5), (load, 0.5)])
@@ -144,9 +138,7 @@ def test_memory_is_bounded_and_loads_in_use_keep_their_reference() -> None:
     steps=st.lists(st.tuples(st.floats(1e-9, 1e9), st.integers(1, 9)), max_size=60),
     window=st.integers(1, 9),
 )
-def test_a_factor_lies_above_0_and_at_most_at_1(
-    steps: list[tuple[float, int]], window: int
-) -> None:
+def test_a_factor_lies_above_0_and_at_most_at_1(steps, window):
     timing = StepTiming(window=window)
     for seconds, load in steps:
         timing.add_step(seconds, load)
@@ -163,7 +155,7 @@ def test_a_factor_lies_above_0_and_at_most_at_1(
         ({"references_s": {4: float("nan")}}, "reference of nan s"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(options: dict[str, object], complaint: str) -> None:
+def test_settings_that_cannot_be_are_refused(options, complaint):
     with pytest.raises(ConfigError, match=complaint):
         StepTiming(**options)  # type: ignore[arg-type]
 
@@ -176,7 +168,7 @@ class Given:
         return Reading(at_s=1.0, **self.fields)  # type: ignore[arg-type]
 
 
-def test_a_source_without_clocks_gets_that_of_its_steps() -> None:
+def test_a_source_without_clocks_gets_that_of_its_steps():
     timing = StepTiming()
     source = TimedSource(Given(temperature_c=50.0, notes=("a",)), timing)
     assert source.read() == Reading(at_s=1.0, temperature_c=50.0, notes=("a",))
@@ -190,7 +182,7 @@ def test_a_source_without_clocks_gets_that_of_its_steps() -> None:
     assert (slow.temperature_c, slow.throttled, slow.notes) == (50.0, True, ("a",))
 
 
-def test_what_the_device_says_itself_stands() -> None:
+def test_what_the_device_says_itself_stands():
     timing = noted(StepTiming(), [(64, 1.0)] * 10 + [(64, 0.5)] * 10)
     assert TimedSource(Given(clock_factor=0.9), timing).read() == Reading(
         at_s=1.0, clock_factor=0.9
@@ -200,6 +192,6 @@ def test_what_the_device_says_itself_stands() -> None:
 
 
 @pytest.mark.parametrize("threshold", [0.0, 1.1, float("nan")])
-def test_a_threshold_that_cannot_be_is_refused(threshold: float) -> None:
+def test_a_threshold_that_cannot_be_is_refused(threshold):
     with pytest.raises(ConfigError, match="throttled_below"):
         TimedSource(Given(), StepTiming(), throttled_below=threshold)

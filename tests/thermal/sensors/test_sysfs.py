@@ -28,10 +28,10 @@ def make(folder: Path, identity: DeviceIdentity, owner: int) -> None:
 @given(identities=st.lists(IDENTITIES, unique=True, min_size=1, max_size=5), data=st.data())
 @settings(max_examples=40)
 def test_a_device_is_found_under_any_number_and_no_other_is_taken_for_it(
-    tmp_path_factory: pytest.TempPathFactory,
-    identities: list[DeviceIdentity],
-    data: st.DataObject,
-) -> None:
+    tmp_path_factory,
+    identities,
+    data,
+):
     """Against a table of who is where: devices get other numbers, and some are removed."""
     root = tmp_path_factory.mktemp("root") / "sys/class/hwmon"
     for owner, identity in enumerate(identities):
@@ -55,7 +55,7 @@ def test_a_device_is_found_under_any_number_and_no_other_is_taken_for_it(
     shutil.rmtree(root.parents[2])
 
 
-def test_a_device_without_an_identity_is_not_looked_for(tmp_path: Path) -> None:
+def test_a_device_without_an_identity_is_not_looked_for(tmp_path):
     nobody = DeviceIdentity(None, None)
     make(tmp_path / "hwmon0", nobody, 0)
     device = DeviceFolder(tmp_path / "hwmon0")
@@ -67,7 +67,7 @@ def test_a_device_without_an_identity_is_not_looked_for(tmp_path: Path) -> None:
     assert identity_of(tmp_path / "hwmon0") == nobody
 
 
-def test_an_open_folder_that_is_removed_leads_to_no_other_and_makes_no_file(tmp_path: Path) -> None:
+def test_an_open_folder_that_is_removed_leads_to_no_other_and_makes_no_file(tmp_path):
     make(tmp_path / "hwmon0", DeviceIdentity("nct6798", None), 0)
     with OpenFolder(tmp_path / "hwmon0") as folder:
         shutil.rmtree(tmp_path / "hwmon0")
@@ -79,7 +79,7 @@ def test_an_open_folder_that_is_removed_leads_to_no_other_and_makes_no_file(tmp_
     assert (tmp_path / "hwmon0/owner").read_text() == "1\n"
 
 
-def test_an_hid_device_that_is_seen_again_is_the_same(tmp_path: Path) -> None:
+def test_an_hid_device_that_is_seen_again_is_the_same(tmp_path):
     make(tmp_path / "hwmon3", DeviceIdentity("kraken", "0003:1E71:2007.0003"), 0)
     device = DeviceFolder(tmp_path / "hwmon3")
     shutil.rmtree(tmp_path / "hwmon3")

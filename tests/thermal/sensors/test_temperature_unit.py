@@ -67,7 +67,7 @@ from socflower.thermal.sensors.plausibility import TemperatureUnit
         (None, ["soc", "pm8998-vbat-lvl0", "ibat-high", "pm6150l-bcl-lvl0", "vbat"]),
     ],
 )
-def test_names_tell_what_a_sensor_measures(kind: SensorKind | None, names: list[str]) -> None:
+def test_names_tell_what_a_sensor_measures(kind, names):
     assert {name: kind_of(name) for name in names} == dict.fromkeys(names, kind)
 
 
@@ -75,9 +75,7 @@ def test_names_tell_what_a_sensor_measures(kind: SensorKind | None, names: list[
     per_degree=st.sampled_from([1, 10, 1000]),
     path_c=st.lists(st.integers(20, 145), min_size=1, max_size=30),
 )
-def test_a_unit_once_clear_is_kept_so_that_every_temperature_is_right(
-    per_degree: int, path_c: list[int]
-) -> None:
+def test_a_unit_once_clear_is_kept_so_that_every_temperature_is_right(per_degree, path_c):
     unit = TemperatureUnit()
     assert unit.degrees(40 * per_degree) == 40.0
     assert [unit.degrees(value_c * per_degree) for value_c in path_c] == [
@@ -87,8 +85,8 @@ def test_a_unit_once_clear_is_kept_so_that_every_temperature_is_right(
 
 @given(raw=st.floats(allow_nan=False, allow_infinity=False))
 def test_a_first_number_is_taken_in_a_unit_that_makes_it_a_temperature_or_not_at_all(
-    raw: float,
-) -> None:
+    raw,
+):
     try:
         value_c = TemperatureUnit().degrees(raw)
     except ValueError:
@@ -101,14 +99,14 @@ def test_a_first_number_is_taken_in_a_unit_that_makes_it_a_temperature_or_not_at
 @pytest.mark.parametrize(
     "raw", [100, 101.5, 150, 1000, 1200, 1500, -41, -128, -999, -128_000, 150_001]
 )
-def test_a_first_number_of_two_meanings_or_none_decides_nothing(raw: float) -> None:
+def test_a_first_number_of_two_meanings_or_none_decides_nothing(raw):
     unit = TemperatureUnit()
     with pytest.raises(ValueError, match="unit that is not clear"):
         unit.degrees(raw)
     assert unit.degrees(412) == 41.2
 
 
-def test_zero_is_zero_in_every_unit_and_decides_none() -> None:
+def test_zero_is_zero_in_every_unit_and_decides_none():
     unit = TemperatureUnit()
     assert unit.degrees(0) == 0.0
     assert unit.degrees(45_000) == 45.0
@@ -117,7 +115,7 @@ def test_zero_is_zero_in_every_unit_and_decides_none() -> None:
 @pytest.mark.parametrize(
     ("garbage", "raw", "true_c"), [(65_535, 45, 45.0), (45, 45_000, 45.0), (65_535, 412, 41.2)]
 )
-def test_a_unit_learnt_from_garbage_is_learnt_anew(garbage: int, raw: int, true_c: float) -> None:
+def test_a_unit_learnt_from_garbage_is_learnt_anew(garbage, raw, true_c):
     unit = TemperatureUnit()
     unit.degrees(garbage)
     for _ in range(4):  # nothing wrong is said meanwhile
