@@ -14,6 +14,31 @@ PI_THROTTLED = "sys/devices/platform/soc/soc:firmware/get_throttled"
 Files = dict[str, object]
 
 
+def write_files(root: Path, files: Mapping[str, object]) -> None:
+    """Write files as the kernel shows them, one line each; bytes as they are. None removes a file."""
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if content is None:
+            path.unlink(missing_ok=True)
+        else:
+            path.write_bytes(content if isinstance(content, bytes) else f"{content}\n".encode())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+class Clock:
+    """Seconds that change only when a test sets them."""
+
+    def __init__(self, now_s: float = 1000.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 class Machine:
     """A folder with files, a clock that is set, and processors whose work is set."""
 
@@ -24,10 +49,7 @@ class Machine:
             self.write(tree)
 
     def write(self, files: Mapping[str, object]) -> None:
-        for name, content in files.items():
-            path = self.root / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content if isinstance(content, bytes) else f"{content}\n".encode())
+        write_files(self.root, files)
 
     def clock(self) -> float:
         return self.now_s

@@ -1,15 +1,18 @@
-"""The fan daemon: real processes on a made-up /sys, real HTTP, and a line for every mistake in its configuration."""
+"""The fan daemon: real processes on a fake /sys, real HTTP, and refusals of every mistake in its configuration."""
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import tomllib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,100 +21,86 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from socflower.errors import ConfigError
 from socflower.thermal.fans.config import read_fan_file
 from socflower.thermal.fans.daemon import run_fan
-from socflower.thermal.fans.policies import FanObservation, FanPolicy
-from socflower.thermal.sensors.reading import COLDEST_C, HOTTEST_C, Reading
+from socflower.thermal.sensors.reading import Reading
 from socflower.thermal.sensors.remote import BackgroundSource, FileSource, HttpSource
+from socflower.wire.saved_state import write_atomically
+from tests.one_line import refused
+from tests.thermal.fake_machines import Clock, contents, write_files
+from tests.thermal.refusals import refused_each
 
 PATIENCE_S = 60.0
-
-
-class Proportional:
-    """100 rpm for each degree, fast where nobody knows."""
-
-    def rpm(self, observation: FanObservation) -> float:
-        return 9000.0 if observation.hottest_c is None else 100.0 * observation.hottest_c
-
-
-def make_policy(name: str, settings: Mapping[str, object]) -> FanPolicy:
-    """Stand in for the real policies."""
-    if name != "fixed" or settings.keys() - {"rpm"}:
-        raise ConfigError(f"[policy] name = {name!r} with {dict(settings)}: unknown")
-    return Proportional()
-
-
 FAN = {"min_rpm": 1000, "max_rpm": 9000, "failsafe_rpm": 6000, "period_s": 0.05}
+NO_CHIP = {"folder": None, "pwm": None}
+PYTHON = f"{sys.executable} -c"
+# 3,100 rpm up to 40 °C and 7,500 rpm above: 105 and 217 of 255, since duties go from 0.2 at 1,000 rpm to 1 at 9,000.
+POLICY = 'name = "passive"\nlow_rpm = 3100\nhigh_rpm = 7500\nhot_c = 40\ncool_c = 35'
+DAEMON = (
+    "import sys, pathlib, socflower.thermal.fans.daemon as d; d.run_fan(pathlib.Path(sys.argv[1]))"
+)
+
+
+CHIP = {
+    "name": "nct6798",
+    "pwm1": 90,
+    "pwm1_enable": 5,
+    "fan1_input": 1500,
+    "pwm2": 90,
+    "pwm2_enable": 2,
+    "fan2_input": 1500,
+}
+SOURCES = """
+[[source]]
+kind = "file"
+path = "FOLDER/soc0.json"
+max_age_s = 600
+[[source]]
+kind = "file"
+path = "FOLDER/soc1.json"
+max_age_s = 600
+"""
 
 
 class Rack:
     """A folder with a chip of two PWM outputs, the files of two SoCs, and configurations for them."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.chip = folder / "hwmon0"
-        self.chip.mkdir()
-        for name, content in {
-            "name": "nct6798",
-            "pwm1": 90,
-            "pwm1_enable": 5,
-            "fan1_input": 1500,
-            "pwm2": 90,
-            "pwm2_enable": 2,
-            "fan2_input": 1500,
-        }.items():
-            (self.chip / name).write_text(f"{content}\n")
+        self.folder, self.chip = folder, folder / "hwmon0"
         self.status_file = folder / "fan.json"
-        for soc in (0, 1):
-            self.heat(soc, 30.0 + soc)
+        write_files(self.chip, CHIP)
+        self.heat(0, 30.0)
+        self.heat(1, 31.0)
 
     def heat(self, soc: int, temperature_c: object) -> None:
-        partial = self.folder / f".soc{soc}"
-        partial.write_text(json.dumps({"temperature_c": temperature_c}))
-        partial.rename(self.soc_file(soc))
+        write_atomically(
+            self.folder / f"soc{soc}.json",
+            (b'{"temperature_c": %s}' % json.dumps(temperature_c).encode(),),
+        )
 
-    def soc_file(self, soc: int) -> Path:
-        return self.folder / f"soc{soc}.json"
+    def both(self, file: str) -> list[int]:
+        """Return the integers of a file of either output; -1 while one is being written."""
+        return [int((self.chip / file.format(fan)).read_text() or -1) for fan in (1, 2)]
 
-    def number(self, name: str) -> int:
-        return int(
-            (self.chip / name).read_text() or -1
-        )  # empty for the moment in which it is written
+    def modes(self) -> list[int]:
+        return self.both("pwm{}_enable")
 
     def config(
-        self,
-        *,
-        text: str = "",
-        sources: str | None = None,
-        policy: str = 'name = "fixed"',
-        **fan: object,
+        self, *, text: str = "", sources: str = SOURCES, policy: str = POLICY, **fan: object
     ) -> Path:
-        table = {"output": "hwmon", "folder": str(self.chip), "pwm": [1, 2], **FAN, **fan}
-        lines = [
-            f"status_file = {json.dumps(str(self.status_file))}",
-            text,
-            "[fan]",
-            *(f"{key} = {json.dumps(value)}" for key, value in table.items() if value is not None),
-            "[policy]",
-            policy,
-        ]
-        if sources is None:
-            sources = "\n".join(
-                f'[[source]]\nkind = "file"\npath = {json.dumps(str(self.soc_file(soc)))}\n'
-                "max_age_s = 600"
-                for soc in (0, 1)
-            )
+        table = {"output": "hwmon", "folder": "FOLDER/hwmon0", "pwm": [1, 2], **FAN, **fan}
+        keys = [f"{key} = {json.dumps(value)}" for key, value in table.items() if value is not None]
+        status = 'status_file = "FOLDER/fan.json"'
+        parts = [status, text, "[fan]", *keys, "[policy]", policy, sources]
         path = self.folder / "fan.toml"
-        path.write_text("\n".join([*lines, sources]))
+        path.write_text("\n".join(parts).replace("FOLDER", str(self.folder)))
         return path
 
-    def status(self) -> dict[str, Any]:
-        try:
-            document: dict[str, Any] = json.loads(self.status_file.read_text())
-        except FileNotFoundError:
-            return {}
-        return document
+    def status(self) -> Any:
+        return json.loads(self.status_file.read_bytes()) if self.status_file.exists() else {}
+
+    def speeds(self) -> list[tuple[float | None, float | None]]:
+        return [(fan["set_rpm"], fan["measured_rpm"]) for fan in self.status()["fans"]]
 
 
 @pytest.fixture
@@ -120,14 +109,12 @@ def rack(tmp_path: Path) -> Rack:
 
 
 class Ran:
-    """What a run in this process printed."""
+    """What a run in this process printed, and whether the control held."""
 
     def __init__(self, config: Path, **options: Any) -> None:
         self.out: list[str] = []
         self.err: list[str] = []
-        self.holds = run_fan(
-            config, make_policy=make_policy, show=self.out.append, say=self.err.append, **options
-        )
+        self.holds = run_fan(config, show=self.out.append, say=self.err.append, **options)
 
 
 def until(condition: Callable[[], object], what: str) -> None:
@@ -138,688 +125,454 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 
 @contextmanager
-def daemon(config: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """Run the daemon as a process of its own, with this file's policy; whatever happens, it is gone at the end."""
-    program = (
-        "import sys; from pathlib import Path; from tests.thermal.fans.test_daemon import make_policy; "
-        "from socflower.thermal.fans.daemon import run_fan; "
-        "run_fan(Path(sys.argv[1]), make_policy=make_policy)"
-    )
+def daemon(rack: Rack, config: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """Run the daemon as a process, from its first step on; it is killed at the end if it still runs."""
     process = subprocess.Popen(
-        [sys.executable, "-c", program, str(config)],
+        [sys.executable, "-c", DAEMON, str(config)],
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        cwd=Path(__file__).parents[3],
         env={**os.environ, **environment},
     )
     try:
+        until(lambda: rack.status().get("rpm") == 3100.0, "the first step")
         yield process
     finally:
-        if process.poll() is None:
-            process.kill()
+        process.kill()
         process.communicate()
 
 
+def waits_of(monkeypatch: pytest.MonkeyPatch, wait: Callable[[int], object]) -> list[float]:
+    """Replace the waits of runs in this process; `wait` gets their number and returns whether to stop."""
+    waits: list[float] = []
+
+    def wait_for(stop: object, seconds: float) -> bool:
+        waits.append(seconds)
+        return bool(wait(len(waits)))
+
+    monkeypatch.setattr("socflower.thermal.fans.daemon.StopSignals.wait", wait_for)
+    return waits
+
+
 # ------------------------------------------------------------------------------------------------- the daemon
-def test_a_second_daemon_is_refused_while_the_first_lives(rack: Rack) -> None:
+def test_a_second_daemon_is_refused_while_the_first_runs(rack):
     config = rack.config(period_s=600)  # no file is being written when it is killed
-    with daemon(config) as process:
-        until(lambda: rack.status().get("fans"), "a status")
+    with daemon(rack, config) as process:
         for options in ({"once": True}, {"restore": True}, {}):
-            with pytest.raises(
-                ConfigError, match=f"fan.toml: fans: process {process.pid} is at work there"
-            ):
-                Ran(config, **options)
+            refused(partial(Ran, config, **options), "fan.toml", process.pid)
         assert process.poll() is None
-    Ran(config, restore=True)  # a daemon that was killed keeps nobody out
+    Ran(config, restore=True)  # a daemon that was killed holds no lock
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_daemon_and_gives_the_fans_back(
-    rack: Rack, number: signal.Signals
-) -> None:
-    with daemon(rack.config()) as process:
-        until(lambda: rack.status().get("rpm") == 3100.0, "the first step")
-        until(
-            lambda: rack.number("pwm1_enable") == rack.number("pwm2_enable") == 1, "the fans taken"
-        )
-        assert min(rack.number("pwm1"), rack.number("pwm2")) >= 51
+def test_a_signal_ends_the_daemon_and_restores_the_fans(rack):
+    with daemon(rack, rack.config()) as process:
+        assert rack.modes() == [1, 1] and min(rack.both("pwm{}")) >= 51
         rack.heat(0, 75.0)
-        until(lambda: rack.status().get("rpm") == 7500.0, "a faster fan")
+        until(lambda: rack.status()["rpm"] == 7500.0, "a faster fan")
         status = rack.status()
         assert status["temperatures_c"] == {"0": 75.0, "1": 31.0} and status["hottest_c"] == 75.0
         assert [fan["name"] for fan in status["fans"]] == ["pwm1 of nct6798", "pwm2 of nct6798"]
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0 and out == ""
-    assert (rack.number("pwm1_enable"), rack.number("pwm2_enable")) == (5, 2)
-    assert err.splitlines() == [
-        "fans at 3100 rpm: the hottest SoC has 31.0 °C",
-        "fans at 7500 rpm: the hottest SoC has 75.0 °C",
-    ]
+    assert process.returncode == 0 and out == "" and rack.modes() == [5, 2]
+    slow, fast = err.splitlines()
+    assert "3100" in slow and "31.0" in slow and "7500" in fast and "75.0" in fast
 
 
-def test_sensors_that_die_bring_the_failsafe_speed_and_a_line(rack: Rack) -> None:
-    with daemon(rack.config(max_silence_s=0.2)) as process:
-        until(lambda: rack.status().get("rpm") == 3100.0, "the first step")
+def test_failing_sensors_bring_the_failsafe_speed_and_a_line(rack):
+    with daemon(rack, rack.config(max_silence_s=0.2)) as process:
         rack.heat(0, -128)
-        rack.soc_file(1).unlink()
-        until(lambda: rack.status().get("failsafe"), "the fail-safe speed")
+        (rack.folder / "soc1.json").unlink()
+        until(lambda: rack.status()["failsafe"], "the fail-safe speed")
         assert rack.status()["rpm"] == 6000.0 and rack.status()["num_unknown"] == 2
         rack.heat(1, 50.0)
-        until(lambda: rack.status().get("rpm") == 5000.0, "the policy's speed again")
+        until(lambda: rack.status()["rpm"] == 7500.0, "the policy's speed again")
         process.terminate()
         _, err = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0
-    assert "SoC 0 shows no temperature; left out until it makes sense" in err
-    assert "SoC 1 makes sense again" in err and rack.number("pwm1_enable") == 5
+    assert process.returncode == 0 and rack.modes() == [5, 2]
+    assert "SoC 0" in err and err.count("SoC 1") == 2
 
 
-def test_a_daemon_that_was_killed_is_followed_by_one_that_gives_the_fans_back(rack: Rack) -> None:
-    config = rack.config(automatic_mode=5, period_s=600)
-    with daemon(config) as process:
-        until(lambda: rack.number("pwm1_enable") == 1 and rack.status(), "the first step")
-        process.kill()
-        process.wait(timeout=PATIENCE_S)
-    assert rack.number("pwm1_enable") == 1
-    ran = Ran(config, restore=True)
-    assert ran.holds and (rack.number("pwm1_enable"), rack.number("pwm2_enable")) == (5, 5)
-
-
-def take_number(rack: Rack) -> tuple[Path, dict[str, bytes]]:
-    """Let another chip have the number of the rack's chip, which gets another one; return its folder and files."""
+def move_chip(rack: Rack) -> Callable[[], bool]:
+    """Give the chip's number to another chip; return a call that tells whether that one is untouched."""
     other = rack.chip
     rack.chip = rack.chip.rename(rack.folder / "hwmon7")
-    other.mkdir()
-    for name, content in {
-        "name": "amdgpu",
-        "pwm1": 40,
-        "pwm1_enable": 2,
-        "pwm2": 40,
-        "pwm2_enable": 2,
-        "fan1_input": 900,
-        "fan2_input": 900,
-    }.items():
-        (other / name).write_text(f"{content}\n")
-    return other, {path.name: path.read_bytes() for path in other.iterdir()}
+    write_files(other, {**CHIP, "name": "amdgpu", "pwm1": 40, "pwm2": 40})
+    before = contents(other)
+    return lambda: contents(other) == before
 
 
 @pytest.mark.parametrize("action", ["restore", "once"])
-def test_after_a_kill_no_chip_that_took_the_number_is_touched(
-    rack: Rack,
-    monkeypatch: pytest.MonkeyPatch,
-    action: str,
-) -> None:
+def test_after_a_kill_the_fans_are_restored_whatever_chip_has_their_number(
+    rack, monkeypatch, action
+):
     monkeypatch.setattr("socflower.thermal.fans.daemon._RESTORE_RETRY_S", 0.0)
     config = rack.config(automatic_mode=5, period_s=600)
-    with daemon(config) as process:
-        until(lambda: rack.number("pwm1_enable") == 1 and rack.status(), "the first step")
+    with daemon(rack, config) as process:
         process.kill()
         process.wait(timeout=PATIENCE_S)
-    other, before = take_number(rack)
+    assert rack.modes() == [1, 1]
+    is_untouched = move_chip(rack)
     ran = Ran(config, **{action: True})
-    assert ran.holds and {path.name: path.read_bytes() for path in other.iterdir()} == before
-    assert (rack.number("pwm1_enable"), rack.number("pwm2_enable")) == (5, 5)
+    assert ran.holds and is_untouched() and rack.modes() == [5, 5]
     assert not ran.out or ran.out[-1] == "fan pwm2 of nct6798: 3100 rpm, turned at 1500 rpm before"
     rack.chip.rename(rack.folder / "removed")
-    with pytest.raises(ConfigError, match="was nct6798, but there is no nct6798 now"):
-        Ran(config, **{action: True})
-    assert {path.name: path.read_bytes() for path in other.iterdir()} == before
+    refused(partial(Ran, config, **{action: True}), "was nct6798")
+    assert is_untouched()
 
 
-def test_a_restore_waits_for_a_chip_whose_driver_is_being_loaded(
-    rack: Rack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    away, waits = rack.chip.rename(rack.folder / "away"), list[float]()
-
-    def wait(stop: object, seconds: float) -> bool:
-        waits.append(seconds)
-        if len(waits) == 2:
-            away.rename(rack.chip)
-        return False
-
-    monkeypatch.setattr("socflower.thermal.fans.daemon.StopSignals.wait", wait)
-    assert Ran(rack.config(period_s=5), restore=True).holds and waits == [1.0, 1.0]
+def test_a_restore_waits_for_a_chip_whose_driver_is_being_loaded(rack, monkeypatch):
+    away = rack.chip.rename(rack.folder / "away")
+    waits = waits_of(monkeypatch, lambda number: number == 2 and not away.rename(rack.chip))
+    config = rack.config(period_s=5)
+    assert Ran(config, restore=True).holds and waits == [1.0, 1.0]
     rack.chip.rename(away)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        Ran(rack.config(period_s=5), restore=True)
+    refused(partial(Ran, config, restore=True), rack.chip)
     assert len(waits) == 4
 
 
-def test_a_chip_that_gets_another_number_is_driven_and_given_back(rack: Rack) -> None:
-    with daemon(rack.config()) as process:
-        until(lambda: rack.status().get("rpm") == 3100.0, "the first step")
-        other, before = take_number(rack)
-        rack.heat(0, 75.0)
-        until(
-            lambda: rack.number("pwm1") == rack.number("pwm2") == 217, "a faster fan"
-        )  # 0.2 + 0.8 * 6.5/8 of 255
-        process.terminate()
-        process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0
-    assert (rack.number("pwm1_enable"), rack.number("pwm2_enable")) == (5, 2)
-    assert {path.name: path.read_bytes() for path in other.iterdir()} == before
-
-
-def test_a_chip_that_is_gone_ends_the_daemon_and_no_speed_is_shown(
-    rack: Rack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits: list[float] = []
-    away = rack.folder / "away"
-
-    def wait(stop: object, seconds: float) -> bool:
-        waits.append(seconds)
-        if len(waits) == 2:
-            rack.chip.rename(away)
+def test_a_removed_chip_ends_the_daemon_and_no_speed_is_shown(rack, monkeypatch):
+    def wait(number):
+        if number == 2:
+            rack.chip.rename(rack.folder / "away")
             rack.heat(0, 75.0)
-        return len(waits) == 9
+        return number == 9
 
-    monkeypatch.setattr("socflower.thermal.fans.daemon.StopSignals.wait", wait)
+    waits = waits_of(monkeypatch, wait)
     ran = Ran(rack.config())
-    assert (
-        not ran.holds and len(waits) == 4
-    )  # it was not there in the third reading, nor in the next two
-    assert [(fan["set_rpm"], fan["measured_rpm"]) for fan in rack.status()["fans"]] == [
-        (None, None)
-    ] * 2
-    assert any(
-        "not there in 3 readings" in line and "there is no nct6798 now" in line for line in ran.err
-    )
-    assert any("its control cannot be restored" in line for line in ran.err)
+    # The chip was not there in the third step, nor in the next two.
+    assert not ran.holds and len(waits) == 4 and rack.speeds() == [(None, None)] * 2
+    assert sum("there is no nct6798 now" in line for line in ran.err) >= 3
     assert not any(line.startswith("fans at 7500") for line in ran.err)
 
 
-def test_a_command_that_fails_shows_no_speed_and_is_tried_again(
-    rack: Rack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As `ipmitool` while its controller starts again."""
-    ended = iter([False] * 5 + [True])
-    monkeypatch.setattr(
-        "socflower.thermal.fans.daemon.StopSignals.wait", lambda stop, seconds: next(ended)
-    )
-    config = rack.config(
-        output="command",
-        folder=None,
-        pwm=None,
-        set=f"{sys.executable} -c 1/0 {{percent}}",
-        measure=f"{sys.executable} -c print(65535)",
-    )
-    ran = Ran(config)
-    assert not ran.holds and rack.status()["num_output_errors"] == 6
-    assert [(fan["set_rpm"], fan["measured_rpm"]) for fan in rack.status()["fans"]] == [
-        (None, None)
-    ]
-    assert ran.err[0].startswith("fan ") and "cannot be set" in ran.err[0]
-    assert ran.err[1] == "1 of 1 fans cannot be set to 3100 rpm: the hottest SoC has 31.0 °C"
+def test_a_failing_command_shows_no_speed_and_is_tried_again(rack, monkeypatch):
+    """As `ipmitool` while its controller restarts."""
+    waits_of(monkeypatch, lambda number: number == 3)
+    commands = {"set": f"{PYTHON} 1/0 {{percent}}", "measure": f"{PYTHON} print(65535)"}
+    ran = Ran(rack.config(output="command", **NO_CHIP, **commands))
+    assert not ran.holds and rack.status()["num_output_errors"] == 3
+    assert rack.speeds() == [(None, None)]
+    failed, speed, *_ = ran.err
+    assert failed.startswith("fan ") and "1 of 1" in speed and "3100 rpm" in speed
 
 
-def test_without_a_mode_to_give_back_the_fans_are_left_at_the_failsafe_speed(rack: Rack) -> None:
-    for name in ("pwm1_enable", "pwm2_enable"):
-        (rack.chip / name).write_text("1\n")
+def test_without_a_mode_to_restore_the_fans_are_left_at_the_failsafe_speed(rack):
+    write_files(rack.chip, {"pwm1_enable": 1, "pwm2_enable": 1})
     ran = Ran(rack.config(), restore=True)
-    assert not ran.holds and len(ran.err) == 2 and "it is left at 6000 rpm" in ran.err[0]
-    assert rack.number("pwm1") == rack.number("pwm2") == 179  # 0.2 + 0.8 * 5/8 of 255
+    assert not ran.holds and len(ran.err) == 2 and "6000 rpm" in ran.err[0]
+    assert rack.both("pwm{}") == [179, 179]  # 0.2 + 0.8 * 5/8 of 255
 
 
-def test_systemd_hears_that_the_daemon_is_ready_alive_and_stopping(rack: Rack) -> None:
+def test_systemd_is_told_that_the_daemon_is_ready_alive_and_stopping(rack):
+    name = f"socflower-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
-        listener.bind(f"\0socflower-{os.getpid()}")
+        listener.bind(f"\0{name}")
         listener.settimeout(PATIENCE_S)
-        with daemon(rack.config(), NOTIFY_SOCKET=f"@socflower-{os.getpid()}") as process:
+        with daemon(rack, rack.config(), NOTIFY_SOCKET=f"@{name}") as process:
             assert listener.recv(100) == listener.recv(100) == b"READY=1\nWATCHDOG=1"
             process.terminate()
-            while (heard := listener.recv(100)) != b"STOPPING=1":
-                assert heard == b"READY=1\nWATCHDOG=1"
+            while (told := listener.recv(100)) != b"STOPPING=1":
+                assert told == b"READY=1\nWATCHDOG=1"
             process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
 
 
 # --------------------------------------------------------------------------------------------------- one step
-
-
-def test_once_looks_sets_prints_and_gives_back(rack: Rack) -> None:
+def test_once_reads_sets_prints_and_restores(rack):
     ran = Ran(rack.config(), once=True)
-    assert ran.holds and ran.out == [
-        "SoC 0: 30.0 °C",
-        "SoC 1: 31.0 °C",
-        "fan pwm1 of nct6798: 3100 rpm, turned at 1500 rpm before",
-        "fan pwm2 of nct6798: 3100 rpm, turned at 1500 rpm before",
-    ]
-    assert (
-        rack.number("pwm1") == 105 and rack.number("pwm1_enable") == 5
-    )  # 0.2 + 0.8 * 2.1/8 of 255
+    fans = [f"fan pwm{n} of nct6798: 3100 rpm, turned at 1500 rpm before" for n in (1, 2)]
+    assert ran.holds and ran.out == ["SoC 0: 30.0 °C", "SoC 1: 31.0 °C", *fans]
+    assert rack.both("pwm{}") == [105, 105] and rack.modes() == [5, 2]
 
 
-@pytest.mark.parametrize(
-    ("policy", "rpm"),
-    [
-        ('name = "fixed"\nrpm = 4000', 4000.0),
-        ('name = "passive"\nlow_rpm = 2000\nhigh_rpm = 8000', 2000.0),
-        ('name = "passive"\nhigh_rpm = 8000\nhot_c = 30.5\ncool_c = 29', 8000.0),
-        # A load that is over before the daemon's first look: the low speed.
-        ('name = "predictive"\nrack_w = 200\nlocal_rise_c = 2\nend_s = 0\nlow_rpm = 1500', 1500.0),
-    ],
-)
-def test_the_policies_that_come_along_work_from_a_file(rack: Rack, policy: str, rpm: float) -> None:
-    shown: list[str] = []
-    assert run_fan(
-        rack.config(policy=policy), once=True, as_json=True, show=shown.append, say=shown.append
-    )
-    assert json.loads(shown[-1])["rpm"] == rpm
-
-
-def test_a_dry_run_touches_nothing(rack: Rack) -> None:
+def test_a_dry_run_touches_nothing(rack):
+    before = contents(rack.chip)
     ran = Ran(rack.config(), once=True, dry_run=True, as_json=True)
     document = json.loads(ran.out[0])
-    assert (
-        ran.holds and document["dry_run"] and document["rpm"] == 3100.0 and document["schema"] == 1
-    )
-    assert document["fans"][0] == {
-        "name": "pwm1 of nct6798, not touched",
-        "set_rpm": 3100.0,
-        "measured_rpm": 1500.0,
-    }
-    assert (rack.number("pwm1"), rack.number("pwm1_enable")) == (90, 5)
+    assert ran.holds and document["dry_run"] and document["schema"] == 1
+    assert rack.speeds() == [(3100.0, 1500.0)] * 2 and document["rpm"] == 3100.0
+    assert document["fans"][0]["name"].startswith("pwm1 of nct6798, ")
+    assert contents(rack.chip) == before
 
 
-def test_once_does_not_hold_where_nobody_knows_how_hot_it_is(rack: Rack) -> None:
+def test_once_does_not_hold_if_no_temperature_is_known(rack):
     rack.heat(0, None)
     rack.heat(1, "hot")
     ran = Ran(rack.config(), once=True)
-    assert not ran.holds and ran.out[:2] == ["SoC 0: not known", "SoC 1: not known"]
-    assert rack.status()["failsafe"]
+    assert not ran.holds and rack.status()["failsafe"]
+    assert [line[:6] for line in ran.out[:2]] == ["SoC 0:", "SoC 1:"]
 
 
-@pytest.mark.parametrize("boards", [(0, 0, 1), (0, 1, 1)])
-def test_a_board_of_which_nobody_knows_how_hot_it_is_means_the_failsafe_speed(
-    rack: Rack, boards: tuple[int]
-) -> None:
+@pytest.mark.parametrize(("second", "dark"), [(0, True), (1, False)])
+def test_a_board_without_a_known_temperature_means_the_failsafe_speed(rack, second, dark):
     rack.heat(2, None)
-    sources = "\n".join(
-        f'[[source]]\nkind = "file"\npath = {json.dumps(str(rack.soc_file(soc)))}\nboard = {board}'
-        for soc, board in enumerate(boards)
-    )
+    boards = iter((0, second, 1))
+    sources = SOURCES + SOURCES[: len(SOURCES) // 2].replace("soc0", "soc2")
+    sources = re.sub("max_age_s = 600", lambda _: f"board = {next(boards)}", sources)
     ran = Ran(rack.config(sources=sources), once=True)
-    dark = boards == (0, 0, 1)
-    assert ran.holds != dark and rack.status()["failsafe"] == dark
-    assert rack.status()["rpm"] == (FAN["failsafe_rpm"] if dark else 3100.0)
-    assert (
-        "no temperature of board 1 is known; the fans turn at the fail-safe speed" in ran.out
-    ) == dark
+    status = rack.status()
+    assert (ran.holds, status["failsafe"]) == (not dark, dark)
+    assert status["rpm"] == (6000.0 if dark else 3100.0)
+    assert any("board 1 " in line for line in ran.out) == dark
 
 
-def test_a_command_sets_the_fans(rack: Rack) -> None:
+def test_a_command_sets_the_fans(rack):
     log = rack.folder / "log"
-    tee = f"{sys.executable} -c 'import sys; open(sys.argv[1], \"a\").write(sys.argv[2] + chr(10))' {log}"
-    config = rack.config(
-        output="command",
-        folder=None,
-        pwm=None,
-        begin=f"{tee} begin",
-        set=f"{tee} {{percent}}",
-        restore=f"{tee} restore",
-        measure=f"{sys.executable} -c 'print(\"FAN1,3000\")'",
-        curve_percent=[20, 100],
-        curve_rpm=[1000, 9000],
-    )
-    ran = Ran(config, once=True)
-    assert ran.holds and log.read_text().split() == ["begin", "41", "restore"]
-    assert "turned at 3000 rpm before" in ran.out[2]
-
-
-def test_ipmitool_sets_the_fans(rack: Rack) -> None:
-    tool = rack.folder / "ipmitool"
-    tool.write_text(f'#!/bin/sh\necho "$@" >> {rack.folder}/log\necho "FAN 1,4200"\n')
-    tool.chmod(0o755)
-    config = rack.config(
-        output="ipmi",
-        folder=None,
-        pwm=None,
-        ipmitool=f"{tool} -H bmc",
-        sensor="FAN 1",
-        begin="raw 0x30 0x45 0x01 0x01",
-        set="raw 0x30 0x70 0x66 0x01 0x00 {percent}",
-        restore="raw 0x30 0x45 0x01 0x00",
-    )
-    ran = Ran(config, once=True)
-    assert ran.holds and "turned at 4200 rpm before" in ran.out[2]
-    assert (rack.folder / "log").read_text().splitlines() == [
-        "-H bmc -c sensor reading FAN 1",
-        "-H bmc raw 0x30 0x45 0x01 0x01",
-        "-H bmc raw 0x30 0x70 0x66 0x01 0x00 41",
-        "-H bmc raw 0x30 0x45 0x01 0x00",
-    ]
-
-
-def test_simulated_fans_with_one_that_stands_still(rack: Rack) -> None:
+    tee = f"{PYTHON} 'import sys; open(sys.argv[1], \"a\").write(sys.argv[2] + chr(10))' {log}"
+    commands = {"begin": f"{tee} begin", "set": f"{tee} {{percent}}", "restore": f"{tee} restore"}
+    curve = {"curve_percent": [20, 100], "curve_rpm": [1000, 9000]}
+    measure = f"{PYTHON} 'print(\"FAN1,3000\")'"
     ran = Ran(
-        rack.config(output="simulated", folder=None, pwm=None, num_fans=2, failure="stopped"),
-        once=True,
+        rack.config(output="command", measure=measure, **NO_CHIP, **commands, **curve), once=True
     )
+    assert ran.holds and log.read_text().split() == ["begin", "41", "restore"]
+    assert "3000 rpm" in ran.out[2]
+
+
+def test_ipmitool_sets_the_fans(rack):
+    tool, log = rack.folder / "ipmitool", rack.folder / "log"
+    tool.write_text(f'#!/bin/sh\necho "$@" >> {log}\necho "FAN 1,4200"\n')
+    tool.chmod(0o755)
+    raw = {"begin": "raw 1 1", "set": "raw 2 {percent}", "restore": "raw 1 0"}
+    options = {"ipmitool": f"{tool} -H bmc", "sensor": "FAN 1", **raw, **NO_CHIP}
+    ran = Ran(rack.config(output="ipmi", **options), once=True)
+    assert ran.holds and "4200 rpm" in ran.out[2]
+    ran_with = [line.removeprefix("-H bmc ") for line in log.read_text().splitlines()]
+    assert ran_with == ["-c sensor reading FAN 1", "raw 1 1", "raw 2 41", "raw 1 0"]
+
+
+def test_simulated_fans_with_one_that_stops(rack):
+    config = rack.config(output="simulated", num_fans=2, failure="stopped", **NO_CHIP)
+    ran = Ran(config, once=True)
     assert ran.holds and ran.out[2].startswith("fan simulated fan, stopped: 3100 rpm")
 
 
-def test_a_status_file_that_cannot_be_written_is_said_and_the_fans_go_on(rack: Rack) -> None:
-    config = rack.config()
+def test_a_status_file_that_cannot_be_written_does_not_stop_the_fans(rack):
     rack.status_file.mkdir()
-    ran = Ran(config, once=True)
-    assert ran.holds and rack.number("pwm1") == 105
-    assert any("fan.json: cannot be written" in line for line in ran.err)
+    ran = Ran(rack.config(), once=True)
+    assert ran.holds and rack.both("pwm{}") == [105, 105]
+    assert sum("fan.json" in line for line in ran.err) == 1
 
 
-def test_calibration_prints_the_keys_to_paste(rack: Rack, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait(stop: object, seconds: float) -> bool:
-        for fan in (1, 2):
-            (rack.chip / f"fan{fan}_input").write_text(f"{40 * rack.number(f'pwm{fan}')}\n")
-        return False
+def test_calibration_prints_the_keys_to_paste(rack, monkeypatch):
+    def wait(number):
+        first, second = rack.both("pwm{}")
+        write_files(rack.chip, {"fan1_input": 40 * first, "fan2_input": 40 * second})
 
-    monkeypatch.setattr("socflower.thermal.fans.daemon.StopSignals.wait", wait)
-    ran = Ran(rack.config(), calibrate_fans=True)
-    assert ran.out[:2] == [
-        "# pwm1 of nct6798",
-        "curve_percent = [20, 30, 40, 50, 60, 70, 80, 90, 100]",
-    ]
-    assert ran.out[2].startswith("curve_rpm = [2040, 3080, ") and ran.out[3] == "# pwm2 of nct6798"
-    assert (rack.number("pwm1_enable"), rack.number("pwm2_enable")) == (5, 2)
-    keys = dict(line.split(" = ") for line in ran.out[1:3])
-    pasted = read_fan_file(rack.config(**{key: json.loads(value) for key, value in keys.items()}))
-    assert pasted.fan.outputs()[0].curve.duty(2040.0) == 0.2  # type: ignore[attr-defined]
+    waits_of(monkeypatch, wait)
+    title, percent, rpm, next_title, *_ = Ran(rack.config(), calibrate_fans=True).out
+    assert (title, next_title) == ("# pwm1 of nct6798", "# pwm2 of nct6798")
+    assert percent == "curve_percent = [20, 30, 40, 50, 60, 70, 80, 90, 100]"
+    assert rpm.startswith("curve_rpm = [2040, 3080, ") and rack.modes() == [5, 2]
+    keys = tomllib.loads(f"{percent}\n{rpm}")
+    pasted: Any = read_fan_file(rack.config(**keys)).fan.outputs()[0]
+    assert pasted.curve.duty(2040.0) == 0.2
 
 
-def test_what_cannot_be_calibrated_says_so(rack: Rack) -> None:
-    with pytest.raises(ConfigError, match="--calibrate: simulated fan has no duty"):
-        Ran(rack.config(output="simulated", folder=None, pwm=None), calibrate_fans=True)
-    with pytest.raises(ConfigError, match="give one of them"):
-        Ran(rack.config(), calibrate_fans=True, once=True)
+def test_invalid_calibrations_are_refused(rack):
+    simulated = rack.config(output="simulated", **NO_CHIP)
+    refused(partial(Ran, simulated, calibrate_fans=True), "--calibrate", "simulated fan")
+    refused(partial(Ran, simulated, calibrate_fans=True, once=True), "--calibrate", "--once")
 
 
 # ---------------------------------------------------------------------------------------------------- sources
-
-
 @contextmanager
-def server(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
+def server(body: bytes, status: int = 200) -> Iterator[Callable[[], Reading]]:
+    """Serve one answer, status 0 for one that is no HTTP; yield a call that reads it."""
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            answer(self)
+            if status:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+            self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    httpd.daemon_threads = True
-    httpd.block_on_close = False
-    thread = threading.Thread(
-        target=httpd.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
-    )
-    thread.start()
+    httpd.daemon_threads, httpd.block_on_close = True, False
+    threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{httpd.server_port}/heat"
+        yield HttpSource(f"http://127.0.0.1:{httpd.server_port}/heat", timeout_s=PATIENCE_S).read
     finally:
         httpd.shutdown()
         httpd.server_close()
 
 
-def reply(handler: BaseHTTPRequestHandler, body: bytes, status: int = 200) -> None:
-    handler.send_response(status)
-    handler.send_header("Content-Length", str(len(body)))
-    handler.end_headers()
-    handler.wfile.write(body)
-
-
-def test_another_boards_heat_comes_over_http(rack: Rack) -> None:
-    with server(
-        lambda handler: reply(
-            handler, b'{"schema": 1, "reading": {"at_s": 5, "temperature_c": 62.5}}'
-        )
-    ) as url:
-        ran = Ran(
-            rack.config(sources=f'[[source]]\nkind = "http"\nurl = "{url}"\nsoc = 12'),
-            once=True,
-            dry_run=True,
-        )
-        assert HttpSource(url, timeout_s=PATIENCE_S).read() == Reading(at_s=5.0, temperature_c=62.5)
-    loaded = b'{"temperature_c": 62.5, "at_s": 5, "user_load": %s}'
-    for load, taken in ((b"0.25", 0.25), (b"1.5", None), (b'"much"', None)):
-        with server(lambda handler, load=load: reply(handler, loaded % load)) as url:
-            assert HttpSource(url, timeout_s=PATIENCE_S).read().user_load == taken
+def test_another_boards_temperature_comes_over_http(rack):
+    with server(b'{"schema": 1, "reading": {"at_s": 5, "temperature_c": 62.5}}') as read:
+        assert read() == Reading(at_s=5.0, temperature_c=62.5)
+        url = read.__self__._url
+        config = rack.config(sources=f'[[source]]\nkind = "http"\nurl = "{url}"\nsoc = 12')
+        ran = Ran(config, once=True, dry_run=True)
     assert ran.holds and ran.out[0] == "SoC 12: 62.5 °C"
+    for load, known in ((b"0.25", 0.25), (b"1.5", None), (b'"much"', None)):
+        with server(b'{"temperature_c": 62.5, "at_s": 5, "user_load": %s}' % load) as read:
+            assert read().user_load == known
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("body", "status"),
     [
-        b"",
-        b"{",
-        b"[1]",
-        b"7",
-        b'"x"',
-        b"null",
-        b'{"reading": 3}',
-        b"\xff\xfe",
-        b"[" * 60000,
-        b'{"temperature_c": NaN}',
-        b'{"temperature_c": "40"}',
-        b'{"temperature_c": true}',
+        (b"", 200),
+        (b"[1]", 200),
+        (b"null", 200),
+        (b'{"reading": 3}', 200),
+        (b"\xff\xfe", 200),
+        (b"[" * 60000, 200),
+        (b'{"temperature_c": true}', 200),
+        (b'{"temperature_c": 40}', 500),
+        (b"nonsense\n", 0),
     ],
-    ids=lambda body: repr(body[:30]),
+    ids=lambda value: repr(value)[:30],
 )
-def test_an_answer_that_is_no_reading_is_no_temperature(body: bytes) -> None:
-    with server(lambda handler: reply(handler, body)) as url:
-        reading = HttpSource(url, timeout_s=PATIENCE_S).read()
+def test_an_answer_without_a_reading_has_no_temperature(body, status):
+    with server(body, status) as read:
+        reading = read()
     assert reading.temperature_c is None and len(reading.notes) == 1
-
-
-def test_a_server_that_refuses_is_gone_or_talks_nonsense_is_no_temperature() -> None:
-    with server(lambda handler: reply(handler, b'{"temperature_c": 40}', 500)) as url:
-        assert "no answer (HTTPError)" in HttpSource(url, timeout_s=PATIENCE_S).read().notes[0]
-    assert "no answer (URLError)" in HttpSource(url, timeout_s=PATIENCE_S).read().notes[0]
-    with server(lambda handler: handler.wfile.write(b"nonsense\n")) as url:
-        assert "no answer" in HttpSource(url, timeout_s=PATIENCE_S).read().notes[0]
+    assert read().notes[0].startswith("http")  # the server is gone
 
 
 @given(
-    value=st.one_of(
-        st.floats(), st.integers(), st.text(), st.none(), st.booleans(), st.just(10**400)
-    ),
-    at_s=st.one_of(st.floats(), st.text(), st.none()),
+    value=st.floats() | st.integers() | st.text() | st.none() | st.booleans() | st.just(10**400),
+    at_s=st.floats() | st.text() | st.none(),
 )
-def test_whatever_a_file_says_a_reading_comes(
-    tmp_path_factory: pytest.TempPathFactory,
-    value: Any,
-    at_s: Any,
-) -> None:
-    path = tmp_path_factory.mktemp("source") / "soc.json"
+def test_a_file_with_any_content_gives_a_reading(tmp_path_factory, value, at_s):
+    path = tmp_path_factory.getbasetemp() / "soc.json"
     path.write_text(json.dumps({"temperature_c": value, "at_s": at_s}))
     reading = FileSource(path, max_age_s=3600.0).read()
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    possible = number and COLDEST_C <= value <= HOTTEST_C
-    assert (
-        reading.temperature_c == (value if possible else None) and bool(reading.notes) != possible
-    )
+    possible = number and -40.0 <= value <= 150.0
+    assert reading.temperature_c == (value if possible else None)
+    assert bool(reading.notes) != possible
 
 
-def test_a_file_that_is_old_or_from_the_future_or_missing_is_no_temperature(tmp_path: Path) -> None:
+def test_a_file_that_is_old_in_the_future_or_missing_has_no_temperature(tmp_path):
     path = tmp_path / "soc.json"
     path.write_text('{"temperature_c": 40}')
-    now_s = path.stat().st_mtime
-    for age_s, temperature_c in (
-        (0.0, 40.0),
-        (9.0, 40.0),
-        (11.0, None),
-        (-9.0, 40.0),
-        (-11.0, None),
-    ):
-        now = now_s + age_s
-        assert (
-            FileSource(path, max_age_s=10.0, now=lambda now=now: now).read().temperature_c
-            == temperature_c
-        )
+    now = Clock()
+    source = FileSource(path, max_age_s=10.0, now=now)
+    known = []
+    for age_s in (-11.0, -9.0, 0.0, 9.0, 11.0):
+        now.now_s = path.stat().st_mtime + age_s
+        known.append(source.read().temperature_c)
+    assert known == [None, 40.0, 40.0, 40.0, None]
     path.unlink()
-    assert "cannot be read (No such file" in FileSource(path, max_age_s=10.0).read().notes[0]
+    assert str(path) in source.read().notes[0]
     path.mkdir()
-    assert FileSource(path, max_age_s=10.0).read().temperature_c is None
+    assert source.read().temperature_c is None
 
 
-def test_a_source_that_hangs_or_raises_holds_nobody_up() -> None:
-    hang = threading.Event()
-    answers: list[Any] = [Reading(at_s=1.0, temperature_c=40.0), ValueError("x")]
+def test_a_source_that_hangs_or_raises_blocks_no_caller():
+    hang, now, answers = threading.Event(), Clock(0.0), [Reading(at_s=1.0, temperature_c=40.0)]
 
-    class Moody:
-        def read(self) -> Reading:
+    class Unreliable:
+        def read(self):
             if not answers:
                 hang.wait(PATIENCE_S)
-                return Reading(at_s=3.0)
-            answer = answers.pop(0)
-            if isinstance(answer, Exception):
-                raise answer
-            return answer  # type: ignore[no-any-return]
+            return answers.pop(0)
 
-    now_s = [0.0]
-    source = BackgroundSource(Moody(), period_s=0.01, max_age_s=10.0, clock=lambda: now_s[0])
+    source = BackgroundSource(Unreliable(), period_s=0.01, max_age_s=10.0, clock=now)
     try:
-        assert source.wait_for_first(PATIENCE_S)
-        until(lambda: source.read().notes == ("cannot be read (ValueError)",), "the second answer")
-        until(lambda: not answers, "the third read")
-        now_s[0] = 11.0
-        assert source.read() == Reading(at_s=11.0, notes=("does not answer",))
+        assert source.wait_for_first(PATIENCE_S) and source.read().temperature_c == 40.0
+        now.now_s = 10.0
+        assert source.read().temperature_c == 40.0
+        now.now_s = 11.0
+        silent = source.read()
+        assert (silent.at_s, silent.temperature_c) == (11.0, None) and len(silent.notes) == 1
+        hang.set()  # from now on reads raise
+        until(lambda: "IndexError" in "".join(source.read().notes), "an answer")
     finally:
         source.close()
-        hang.set()
 
 
 # ----------------------------------------------------------------------------------------------- bad input
+def test_an_invalid_fan_table_is_refused_before_a_fan_is_touched(rack):
+    before = contents(rack.chip)
+
+    def make(**changes):
+        Ran(rack.config(**changes), once=True)
+
+    refused_each(
+        make,
+        output=("smoke", 3),
+        minrpm=(3,),
+        set=("true {rpm}",),
+        min_rpm=(0, "slow", 9000),
+        failsafe_rpm=(500, 9500),
+        folder=("no-chip",),
+        pwm=([], [1, 1], [0], 1),
+        tachometer=([1],),
+        period_s=(0,),
+        max_silence_s=(-1,),
+        stuck_after_s=(0,),
+        spin_up_s=(0,),
+        min_duty_percent=(0, 100),
+    )
+    for key in ("max_rpm", "folder"):
+        refused(partial(make, **{key: None}), key)
+    refused(partial(make, curve_percent=[20, 100]), "curve_percent", "curve_rpm")
+    refused(partial(make, curve_percent=[20, 100], curve_rpm=[9, 5]), "9", "5")
+    refused_each(partial(make, output="simulated", **NO_CHIP), num_fans=(0,), failure=("loud",))
+    refused(partial(make, output="command", **NO_CHIP), "set")
+    tool = {"output": "ipmi", "set": "raw {percent}", "ipmitool": "no-ipmitool", **NO_CHIP}
+    refused(partial(make, **tool), "no-ipmitool")
+    assert contents(rack.chip) == before and not rack.status()
 
 
-BAD: list[tuple[dict[str, Any], str]] = [
-    (
-        {"output": "smoke"},
-        r"\[fan\] output = 'smoke' is unknown; use one of hwmon, ipmi, command, simulated",
-    ),
-    ({"output": 3}, r"\[fan\] output = 3 is unknown"),
-    ({"minrpm": 3}, r"unknown key 'minrpm' .* did you mean 'min_rpm'"),
-    ({"set": "true {rpm}"}, r"unknown key 'set'"),
-    ({"min_rpm": 0}, "min_rpm = 0 must be a number above 0"),
-    ({"min_rpm": -5}, "min_rpm = -5 must be"),
-    ({"min_rpm": 9000, "failsafe_rpm": 9000}, "min_rpm"),
-    ({"min_rpm": "slow"}, "must be a"),
-    ({"failsafe_rpm": 500}, "failsafe_rpm"),
-    ({"failsafe_rpm": 9500}, "failsafe_rpm"),
-    ({"max_rpm": None}, "max_rpm is missing"),
-    ({"folder": None}, "folder is missing"),
-    ({"folder": "no-chip"}, "no such chip"),
-    ({"folder": "/nowhere"}, "pwm1: cannot be read"),
-    ({"pwm": []}, "pwm = .* that is not empty"),
-    ({"pwm": [1, 1]}, "list each output once"),
-    ({"pwm": [0]}, "whole numbers of 1 or more"),
-    ({"pwm": 1}, "must be a"),
-    ({"pwm": [3]}, "pwm3: cannot be read"),
-    ({"tachometer": [1]}, "needs 2 numbers"),
-    ({"automatic_mode": 1}, "automatic_mode = 1"),
-    ({"period_s": 0}, "period_s = 0"),
-    ({"max_silence_s": -1}, "max_silence_s = -1"),
-    ({"stuck_after_s": 0}, "stuck_after_s"),
-    ({"spin_up_s": 0}, "spin_up_s"),
-    ({"min_duty_percent": 0}, "min_duty_percent = 0"),
-    ({"min_duty_percent": 100}, "min_duty_percent = 100"),
-    ({"curve_percent": [20, 100]}, "curve_rpm 0; give a speed for each"),
-    ({"curve_percent": [20, 100], "curve_rpm": [9, 5]}, "do not rise"),
-    ({"curve_percent": [20], "curve_rpm": [9]}, "too few"),
-    ({"output": "command", "folder": None, "pwm": None}, "set is missing"),
-    (
-        {"output": "command", "folder": None, "pwm": None, "set": "true"},
-        "neither {percent} nor {rpm}",
-    ),
-    (
-        {
-            "output": "ipmi",
-            "folder": None,
-            "pwm": None,
-            "set": "raw {percent}",
-            "ipmitool": "no-ipmitool",
-        },
-        "no program 'no-ipmitool'",
-    ),
-    ({"output": "simulated", "folder": None, "pwm": None, "num_fans": 0}, "num_fans = 0"),
-    ({"output": "simulated", "folder": None, "pwm": None, "failure": "loud"}, "failure = 'loud'"),
-    ({"text": "fans = 3"}, "unknown key 'fans'"),
-    ({"text": "schema = 2"}, "fan.toml: schema = 2 must be 1"),
-    ({"policy": ""}, "needs a name"),
-    ({"policy": "name = 3"}, "needs a name"),
-    ({"policy": 'name = "wise"'}, "name = 'wise'"),
-    ({"policy": 'name = "fixed"\nspeed = 3'}, "'speed': 3"),
-    ({"sources": ""}, r"there is no \[\[source\]\]"),
-    ({"sources": "[source]\nkind = 'local'"}, "a list of tables"),
-    ({"sources": "[[source]]"}, "kind = None is unknown"),
-    ({"sources": "[[source]]\nkind = 'usb'"}, "kind = 'usb'"),
-    ({"sources": "[[source]]\nkind = 'local'\nurl = 'http://x'"}, "unknown key 'url'"),
-    ({"sources": "[[source]]\nkind = 'local'\nmax_age_s = 0"}, "max_age_s = 0"),
-    (
-        {"sources": "[[source]]\nkind = 'local'\nroot = 'here'"},
-        "root = 'here': give an absolute path",
-    ),
-    (
-        {"sources": "[[source]]\nkind = 'file'\npath = 'soc.json'"},
-        "path = 'soc.json': give an absolute path",
-    ),
-    ({"sources": "[[source]]\nkind = 'file'"}, "path is missing"),
-    ({"sources": "[[source]]\nkind = 'http'\nurl = 'ftp://x'"}, "give an address such as"),
-    ({"sources": "[[source]]\nkind = 'http'\nurl = 'http://x:99999'"}, "give an address such as"),
-    ({"sources": "[[source]]\nkind = 'http'\nurl = 'http://'"}, "give an address such as"),
-    ({"sources": "[[source]]\nkind = 'http'\nurl = 'http://x'\ntimeout_s = 0"}, "timeout_s = 0"),
-    (
-        {"sources": "[[source]]\nkind = 'local'\nsoc = 1\n[[source]]\nkind = 'local'"},
-        "2 soc = 1: give each source an",
-    ),
-    ({"sources": "[[source]]\nkind = 'local'\nsoc = -1"}, "soc = -1"),
-    (
-        {"sources": "[[source]]\nkind = 'local'\nboard = -1"},
-        "board = -1 must be a whole number of 0 or more",
-    ),
-    (
-        {"sources": "[[source]]\nkind = 'local'\nboard = 1\n[[source]]\nkind = 'local'"},
-        "soc = 1 has no board, but",
-    ),
+SOURCE = "[[source]]\nkind = "
+BAD_TEXTS = [
+    ("text", "fans = 3", "fans"),
+    ("text", "schema = 2", "fan.toml: schema = 2"),
+    ("policy", "", "name"),
+    ("policy", "name = 3", "name"),
+    ("policy", 'name = "wise"', "wise"),
+    ("policy", 'name = "fixed"\nrpm = 1\nspeed = 3', "speed"),
+    ("sources", "\n", "[[source]]"),
+    ("sources", "[source]\nkind = 'local'", "source"),
+    ("sources", "[[source]]", "kind"),
+    ("sources", f"{SOURCE}'usb'", "usb"),
+    ("sources", f"{SOURCE}'local'\nurl = 'http://x'", "url"),
+    ("sources", f"{SOURCE}'local'\nmax_age_s = 0", "max_age_s"),
+    ("sources", f"{SOURCE}'local'\nroot = 'here'", "root = 'here'"),
+    ("sources", f"{SOURCE}'file'\npath = 'soc.json'", "path = 'soc.json'"),
+    ("sources", f"{SOURCE}'file'", "path"),
+    ("sources", f"{SOURCE}'http'\nurl = 'ftp://x'", "ftp://x"),
+    ("sources", f"{SOURCE}'http'\nurl = 'http://x:99999'", "http://x:99999"),
+    ("sources", f"{SOURCE}'http'\nurl = 'http://'", "url"),
+    ("sources", f"{SOURCE}'http'\nurl = 'http://x y'", "url"),
+    ("sources", f"{SOURCE}'http'\nurl = 'http://x'\ntimeout_s = 0", "timeout_s"),
+    ("sources", f"{SOURCE}'local'\nsoc = 1\n{SOURCE}'local'", "[[source]] 2 soc = 1"),
+    ("sources", f"{SOURCE}'local'\nsoc = -1", "soc = -1"),
+    ("sources", f"{SOURCE}'local'\nboard = -1", "board = -1"),
+    ("sources", f"{SOURCE}'local'\nboard = 1\n{SOURCE}'local'", "soc = 1", "board"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "says"), BAD, ids=[says for _, says in BAD])
-def test_a_configuration_that_cannot_be_is_refused_in_one_line_before_a_fan_is_touched(
-    rack: Rack,
-    changes: dict[str, Any],
-    says: str,
-) -> None:
-    before = {path.name: path.read_bytes() for path in rack.chip.iterdir()}
-    with pytest.raises(ConfigError, match=says) as caught:
-        Ran(rack.config(**changes), once=True)
-    assert "\n" not in str(caught.value) and str(caught.value).startswith(f"{rack.folder}")
-    assert {
-        path.name: path.read_bytes() for path in rack.chip.iterdir()
-    } == before and not rack.status()
+@pytest.mark.parametrize("case", BAD_TEXTS, ids=repr)
+def test_an_invalid_table_is_refused(rack, case):
+    key, text, *named = case
+    refused(lambda: Ran(rack.config(**{key: text}), once=True), rack.folder, *named)
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "named"),
     [
-        (None, "cannot be read"),
-        (b"\xff", "not UTF-8"),
-        (b"[fan", "not valid TOML"),
-        (b"", r"\[policy\] needs a name"),
-        (b"fan = 3\n[policy]\nname = 'fixed'", r"\[fan\] must be a table"),
-        (b"policy = 3", r"\[policy\] must be a table"),
-        (b"status_file = 'fan.json'\n[policy]\nname = 'fixed'", "give an absolute path"),
-        (b"status_file = 7\n[policy]\nname = 'fixed'", "status_file = 7 must be a text"),
-        (
-            b"status_file = '/nowhere/at/all/fan.json'\n[policy]\nname = 'fixed'",
-            "its folder is not there",
-        ),
+        (b"\xff", "UTF-8"),
+        (b"[fan", "TOML"),
+        (b"", "name"),
+        (b"fan = 3\n[policy]\nname = 'fixed'", "fan"),
+        (b"policy = 3", "policy"),
+        (b"status_file = 'fan.json'\n[policy]\nname = 'fixed'", "status_file = 'fan.json'"),
+        (b"status_file = 7\n[policy]\nname = 'fixed'", "status_file = 7"),
+        (b"status_file = '/nowhere/x'\n[policy]\nname = 'fixed'", "/nowhere/x"),
     ],
 )
-def test_a_file_that_is_no_configuration_is_refused(
-    tmp_path: Path, content: bytes | None, says: str
-) -> None:
+def test_a_file_without_a_configuration_is_refused(tmp_path, content, named):
     path = tmp_path / "fan.toml"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ConfigError, match=says):
-        Ran(path, once=True)
+    refused(partial(Ran, path, once=True), path)
+    path.write_bytes(content)
+    refused(partial(Ran, path, once=True), path, named)

@@ -1,16 +1,14 @@
-"""Games that follow the tide of a day, and windows in which training may run, against brute force."""
+"""Games over a day and windows in which training may run, against brute force; and step functions of time."""
 
-import math
-from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from math import inf, nan
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from socflower.errors import ConfigError
 from socflower.thermal.model.background_load import (
     DAY_S,
     NOBODY,
@@ -18,11 +16,16 @@ from socflower.thermal.model.background_load import (
     Game,
     Steps,
     Tide,
+    always,
+    changes,
     idle_windows,
 )
+from tests.one_line import refused
+from tests.thermal.refusals import refused_each
 
 FEW = settings(max_examples=30)
 HOURS = st.integers(0, 96).map(lambda quarters: quarters / 4)
+SEEDS = st.integers(0, 2**31)
 
 
 @FEW
@@ -36,45 +39,29 @@ HOURS = st.integers(0, 96).map(lambda quarters: quarters / 4)
     days=st.floats(0.01, 3.0),
     part=st.floats(0.0, 1.0),
 )
-def test_windows_are_open_as_a_clock_on_the_wall_says(
-    windows: list[tuple[float, float]],
-    start_hour: float,
-    days: float,
-    part: float,
-) -> None:
-    """Brute force: the hour of any minute, in any window, which may pass midnight."""
+def test_windows_are_open_by_the_hour_of_the_day(windows, start_hour, days, part):
+    """Brute force: the hour of any moment, in any window, which may pass midnight."""
     time_s = part * days * DAY_S
     hour = (start_hour + time_s / 3600.0) % 24.0
-    assume(min(abs(hour - edge) % 24.0 for window in windows for edge in window) > 1e-6)
-    assume(max(abs(hour - edge) % 24.0 for window in windows for edge in window) < 24.0 - 1e-6)
+    for window in windows:
+        for edge in window:
+            assume(1e-6 < abs(hour - edge) < 24.0 - 1e-6)
     expected = any(
-        begin < hour < end or (begin > end and (hour > begin or hour < end))
-        for begin, end in windows
+        begin < hour < end or (begin > end and not end <= hour <= begin) for begin, end in windows
     )
     assert idle_windows(windows, days * DAY_S, start_hour).at(time_s) == expected
 
 
-def test_a_night_from_its_middle() -> None:
-    assert idle_windows([(22.0, 6.0)], DAY_S, 2.0) == Steps(
-        (0.0, 4 * 3600.0, 20 * 3600.0), (True, False, True)
-    )
-    assert idle_windows([(22.0, 6.0)], DAY_S, 26.0) == idle_windows([(22.0, 6.0)], DAY_S, 2.0)
+def test_a_night_from_its_middle():
+    night = Steps((0.0, 4 * 3600.0, 20 * 3600.0), (True, False, True))
+    for start_hour in (2.0, 26.0):
+        assert idle_windows([(22.0, 6.0)], DAY_S, start_hour) == night
     assert idle_windows([], DAY_S, 2.0).at(12345.0) is True
 
 
 @FEW
-@given(
-    low=st.floats(0.0, 0.9),
-    rise=st.floats(0.0, 0.09),
-    low_hour=st.floats(0.0, 24.0),
-    hour=st.floats(0.0, 72.0),
-)
-def test_the_tide_is_lowest_at_its_hour_highest_twelve_later_and_daily(
-    low: float,
-    rise: float,
-    low_hour: float,
-    hour: float,
-) -> None:
+@given(low=st.floats(0.0, 0.9), rise=st.floats(0.0, 0.09), low_hour=HOURS, hour=HOURS)
+def test_the_tide_is_lowest_at_its_hour_highest_twelve_later_and_daily(low, rise, low_hour, hour):
     tide = Tide(low=low, high=low + rise, low_hour=low_hour)
     assert tide.part_busy(low_hour) == pytest.approx(low)
     assert tide.part_busy(low_hour + 12.0) == pytest.approx(low + rise)
@@ -83,31 +70,17 @@ def test_the_tide_is_lowest_at_its_hour_highest_twelve_later_and_daily(
 
 
 @FEW
-@given(
-    seed=st.integers(0, 2**31),
-    socs=st.integers(1, 6),
-    more=st.integers(1, 4),
-    start_hour=st.floats(0.0, 24.0),
-)
-def test_equal_seeds_give_equal_tides(seed: int, socs: int, more: int, start_hour: float) -> None:
-    """SoC by SoC, so a larger rack has the games of a smaller one; other seeds give other games."""
-    tide = Tide()
-    games = tide.loads(socs, DAY_S, start_hour, seed)
-    assert games == tide.loads(socs, DAY_S, start_hour, seed)
-    assert games == tide.loads(socs + more, DAY_S, start_hour, seed)[:socs]
-    assert games != tide.loads(socs, DAY_S, start_hour, seed + 1)
+@given(seed=SEEDS, socs=st.integers(1, 6), more=st.integers(1, 4), start_hour=HOURS)
+def test_equal_seeds_give_equal_tides(seed, socs, more, start_hour):
+    """By SoC, so a larger rack has the games of a smaller one; other seeds give other games."""
+    games = Tide().loads(socs, DAY_S, start_hour, seed)
+    assert games == Tide().loads(socs + more, DAY_S, start_hour, seed)[:socs]
+    assert games != Tide().loads(socs, DAY_S, start_hour, seed + 1)
 
 
 @FEW
-@given(
-    seed=st.integers(0, 2**31),
-    low=st.floats(0.0, 0.5),
-    takes=st.booleans(),
-    duration_s=st.floats(1.0, 2e5),
-)
-def test_a_soc_is_in_a_game_or_in_none_in_turn(
-    seed: int, low: float, takes: bool, duration_s: float
-) -> None:
+@given(seed=SEEDS, low=st.floats(0.0, 0.5), takes=st.booleans(), duration_s=st.floats(1.0, 2e5))
+def test_games_and_idle_times_alternate(seed, low, takes, duration_s):
     tide = Tide(low=low, game=Game(takes_soc=takes))
     for users in tide.loads(4, duration_s, 12.0, seed):
         assert set(users.values) <= {NOBODY, BackgroundLoad(share=0.5, power_w=2.5, taken=takes)}
@@ -115,67 +88,82 @@ def test_a_soc_is_in_a_game_or_in_none_in_turn(
         assert users.times_s[-1] < duration_s
 
 
-def test_the_mean_occupancy_follows_the_tide() -> None:
-    """1,000 SoCs over a day: close to the cosine, which a chain follows late by about a session's length."""
+def num_busy(games: tuple[Steps[BackgroundLoad], ...], time_s: float) -> int:
+    return sum(users.at(time_s) != NOBODY for users in games)
+
+
+def test_the_mean_occupancy_follows_the_tide():
+    """600 SoCs over a day: close to the cosine, which a chain follows late by about a session's length."""
     tide = Tide(low=0.1, high=0.6, mean_session_s=600.0)
-    games = tide.loads(1000, DAY_S, 0.0, seed=5)
+    games = tide.loads(600, DAY_S, 0.0, seed=5)
     for hour in np.arange(0.5, 24.0, 1.5):
-        busy = sum(
-            users.at(hour * 3600.0) is not NOBODY and users.at(hour * 3600.0) != NOBODY
-            for users in games
-        )
-        # Three sigma of 1,000 draws is 0.046; being late costs up to 0.03.
-        assert busy / 1000 == pytest.approx(tide.part_busy(hour), abs=0.08)
+        # Three sigma of 600 draws is 0.06; being late costs up to 0.03.
+        part = num_busy(games, hour * 3600.0) / 600
+        assert part == pytest.approx(tide.part_busy(hour), abs=0.09)
 
 
-def test_sessions_last_as_long_as_they_should() -> None:
+def test_sessions_last_as_long_as_they_should():
     tide = Tide(low=0.4, high=0.4, mean_session_s=900.0)
-    lasted = [
-        end_s - begin_s
-        for users in tide.loads(200, 5 * DAY_S, 0.0, seed=1)
-        for begin_s, end_s, load in zip(
-            users.times_s, users.times_s[1:], users.values, strict=False
-        )
-        if load != NOBODY
-    ]
-    assert len(lasted) > 10_000
-    assert float(np.mean(lasted)) == pytest.approx(900.0, rel=0.05)
-    assert float(np.std(lasted)) == pytest.approx(900.0, rel=0.08), "exponentially distributed"
+    lasted = []
+    for users in tide.loads(150, 5 * DAY_S, 0.0, seed=1):
+        spans_s = np.diff(users.times_s)
+        lasted += [s for s, load in zip(spans_s, users.values, strict=False) if load != NOBODY]
+    assert len(lasted) > 7_500
+    assert np.mean(lasted) == pytest.approx(900.0, rel=0.05)
+    assert np.std(lasted) == pytest.approx(900.0, rel=0.08), "exponentially distributed"
 
 
-@pytest.mark.parametrize(("low", "busy"), [(0.0, 0), (0.99, 50)])
-def test_no_tide_and_a_flood(low: float, busy: int) -> None:
+@pytest.mark.parametrize(("low", "least", "most"), [(0.0, 0, 0), (0.99, 46, 50)])
+def test_the_tide_may_be_at_either_end(low, least, most):
     games = Tide(low=low, high=low).loads(50, DAY_S, 0.0, seed=3)
-    assert sum(users.at(0.5 * DAY_S) != NOBODY for users in games) == pytest.approx(
-        busy, abs=4 if busy else 0
-    )
+    assert least <= num_busy(games, 0.5 * DAY_S) <= most
+
+
+def test_invalid_users_are_refused():
+    refused_each(BackgroundLoad, share=(1.0, -0.1, nan), power_w=(-1.0, inf))
+    refused_each(lambda share: Game(share=share).load, share=(1.5,))
+    refused_each(Tide, low=(0.7, -0.1), high=(1.0, nan), mean_session_s=(0.0, nan))
+    for begin, end in ((25.0, 3.0), (-1.0, 3.0), (3.0, 3.0), (nan, 3.0)):
+        refused(partial(idle_windows, [(begin, end)], DAY_S, 0.0), begin, end)
+
+
+# ------------------------------------------------------------------------------------- step functions of time
+QUARTERS = st.integers(1, 60).map(lambda quarters: quarters / 4)
+
+
+@FEW
+@given(
+    first=st.integers(),
+    later=st.lists(
+        st.tuples(QUARTERS, st.integers()), max_size=8, unique_by=lambda entry: entry[0]
+    ),
+    time_s=st.just(0.0) | QUARTERS,
+)
+def test_a_value_holds_from_its_time_to_the_next(first, later, time_s):
+    """In whatever order they are given."""
+    function, ordered = changes(first, later), sorted(later)
+    begun = [first] + [value for at_s, value in ordered if at_s <= time_s]
+    assert function.at(time_s) == begun[-1]
+    coming_s = [at_s for at_s, _ in ordered if at_s > time_s]
+    assert function.next_change_s(time_s) == min(coming_s, default=inf)
+    assert changes(first, []) == always(first) == Steps((0.0,), (first,))
+
+
+def test_a_value_at_the_beginning_replaces_the_first():
+    assert changes("first", [(0.0, "now"), (3.0, "then")]) == Steps((0.0, 3.0), ("now", "then"))
+    assert changes("first", [(-2.0, "now")]) == always("now")
 
 
 @pytest.mark.parametrize(
-    ("make", "text"),
+    ("times_s", "values"),
     [
-        (lambda: BackgroundLoad(share=1.0), "share = 1.0"),
-        (lambda: BackgroundLoad(share=-0.1), "share = -0.1"),
-        (lambda: BackgroundLoad(share=math.nan), "share = nan"),
-        (lambda: BackgroundLoad(power_w=-1.0), "-1.0 must be 0 or more and finite"),
-        (lambda: BackgroundLoad(power_w=math.inf), "power_w = inf must be"),
-        (lambda: Game(share=1.5).load, "share = 1.5"),
-        (lambda: Tide(low=0.7), "need 0 <= low <= high < 1, got 0.7 and 0.6"),
-        (lambda: Tide(low=-0.1), "0 <= low"),
-        (lambda: Tide(high=1.0), "high < 1"),
-        (lambda: Tide(high=math.nan), "high < 1"),
-        (lambda: Tide(mean_session_s=0.0), "mean_session_s = 0.0 must be above 0"),
-        (lambda: Tide(mean_session_s=math.nan), "mean_session_s = nan"),
-        (
-            lambda: idle_windows([(25.0, 3.0)], DAY_S, 0.0),
-            "between 0 and 24 and differ, got 25.0 to 3.0",
-        ),
-        (lambda: idle_windows([(-1.0, 3.0)], DAY_S, 0.0), "got -1.0 to 3.0"),
-        (lambda: idle_windows([(3.0, 3.0)], DAY_S, 0.0), "differ, got 3.0 to 3.0"),
-        (lambda: idle_windows([(math.nan, 3.0)], DAY_S, 0.0), "got nan"),
+        ((), ()),
+        ((0.0, 1.0), (1,)),
+        ((1.0,), (1,)),
+        ((nan,), (1,)),
+        ((0.0, 2.0, 2.0), (1, 2, 3)),
+        ((0.0, 2.0, 1.0), (1, 2, 3)),
     ],
 )
-def test_users_that_cannot_be_are_refused_in_one_line(make: Callable[[], Any], text: str) -> None:
-    with pytest.raises(ConfigError, match=text) as error:
-        make()
-    assert "\n" not in str(error.value)
+def test_invalid_functions_are_refused(times_s, values):
+    refused(partial(Steps, times_s, values), "times", *times_s)
