@@ -180,7 +180,7 @@ def test_joined_parties_with_other_samples_are_refused(cloud: Cloud) -> None:
     def one(party: int) -> str:
         half = [Front(), Shuffled()][party]
         named = ("batch 3", "party 0", "party 1", "samples")
-        return refused(lambda: train(cloud.port, half, 10, party=party), *named, kind=SplitRefused)
+        return refused(lambda: train(cloud.port, half, 10, party=party), *named, error=SplitRefused)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(one, range(2)))
@@ -225,7 +225,7 @@ def test_the_manager_sees_what_is_there(cloud: Cloud) -> None:
     assert names(cloud) == ["one", "two"]
     close_session(cloud.operator, "one")
     assert names(cloud) == ["two"]
-    refused(lambda: cloud.open("two"), "two", "replace", kind=SplitRefused)
+    refused(lambda: cloud.open("two"), "two", "replace", error=SplitRefused)
     cloud.open("two", replace=True)
 
 
@@ -269,7 +269,7 @@ def test_an_edge_that_does_not_belong_is_refused_and_harms_nobody(
     cloud: Cloud, options: dict[str, Any], half: Any, first: int, named: list[str]
 ) -> None:
     cloud.open()
-    refused(lambda: train(cloud.port, half, 2, first=first, **options), *named, kind=SplitRefused)
+    refused(lambda: train(cloud.port, half, 2, first=first, **options), *named, error=SplitRefused)
     front = Front()
     train(cloud.port, front, 3)
     assert cloud.trained(front, 3)
@@ -292,7 +292,7 @@ STRANGER = "a-stranger-0123456"
     ],
 )
 def test_what_a_cloud_refuses_its_manager(cloud: Cloud, call: Any, named: list[str]) -> None:
-    refused(lambda: call(cloud), *named, kind=SplitRefused)
+    refused(lambda: call(cloud), *named, error=SplitRefused)
 
 
 def stranger(cloud: Cloud) -> CloudOperator:
@@ -315,7 +315,7 @@ def test_addresses_and_tokens_are_refused_before_anything_is_sent(
 
 def test_a_cloud_that_is_not_there_is_named() -> None:
     nobody = CloudOperator(address="127.0.0.1:9", token=OPERATOR, timeout_s=2.0)
-    refused(lambda: session_status(nobody), "127.0.0.1:9", kind=StreamLost)
+    refused(lambda: session_status(nobody), "127.0.0.1:9", error=StreamLost)
 
 
 def test_a_flood_of_refusals_neither_fills_the_log_nor_silences_it() -> None:
@@ -323,13 +323,13 @@ def test_a_flood_of_refusals_neither_fills_the_log_nor_silences_it() -> None:
     now_s = [0.0]
     with Cloud(clock=lambda: now_s[0]) as cloud:
         for _ in range(50):
-            refused(lambda: session_status(stranger(cloud)), kind=SplitRefused)
+            refused(lambda: session_status(stranger(cloud)), error=SplitRefused)
         assert len(cloud.lines) == 5
         cloud.open(settings={"fails_at": 3})
-        refused(lambda: train(cloud.port, Front(), 9), "a half that breaks", kind=SplitRefused)
+        refused(lambda: train(cloud.port, Front(), 9), "a half that breaks", error=SplitRefused)
         assert any("a half that breaks" in line for line in cloud.lines[5:])
         now_s[0], told = 60.0, len(cloud.lines)
-        refused(lambda: session_status(stranger(cloud)), kind=SplitRefused)
+        refused(lambda: session_status(stranger(cloud)), error=SplitRefused)
         counted, last = cloud.lines[told:]
         assert "split cloud" in counted and "60 s" in counted and "127.0.0.1" in counted
         assert "split cloud" in last and "'Status'" in last and "127.0.0.1:" in last
@@ -338,9 +338,9 @@ def test_a_flood_of_refusals_neither_fills_the_log_nor_silences_it() -> None:
 def test_a_half_that_fails_fails_the_edge_in_a_line_and_nothing_else(cloud: Cloud) -> None:
     cloud.open(settings={"fails_at": 3})
     named = ("ValueError", "a half that breaks")
-    refused(lambda: train(cloud.port, Front(), 9), *named, kind=SplitRefused)
+    refused(lambda: train(cloud.port, Front(), 9), *named, error=SplitRefused)
     assert named[1] in session_status(cloud.operator, "run")[0]["error"]
-    refused(lambda: cloud.weights(), "run", named[1], kind=SplitRefused)
+    refused(lambda: cloud.weights(), "run", named[1], error=SplitRefused)
 
 
 def test_weights_are_refused_in_the_middle_of_a_span(cloud: Cloud) -> None:
@@ -349,7 +349,7 @@ def test_weights_are_refused_in_the_middle_of_a_span(cloud: Cloud) -> None:
 
     def decide(now: DecisionInput) -> None:
         if now.batch == 3:
-            asked.append(refused(cloud.weights, "run", "checkpoints", kind=SplitRefused))
+            asked.append(refused(cloud.weights, "run", "checkpoints", error=SplitRefused))
 
     train(cloud.port, Front(), 5, plan(decide=decide))
     assert asked
@@ -366,13 +366,13 @@ def test_a_second_edge_takes_the_place_of_the_first_which_does_not_fight_for_it(
     def first() -> None:
         named = ("another edge", "party 0")
         texts.append(
-            refused(lambda: train(cloud.port, Front(), 500, how), *named, kind=SplitRefused)
+            refused(lambda: train(cloud.port, Front(), 500, how), *named, error=SplitRefused)
         )
 
     thread = threading.Thread(target=first)
     thread.start()
     assert started.wait(20)
     # The second one has no checkpoint in common with a cloud that keeps none.
-    refused(lambda: train(cloud.port, Front(), 500), "checkpoint", kind=SplitRefused)
+    refused(lambda: train(cloud.port, Front(), 500), "checkpoint", error=SplitRefused)
     thread.join(20)
     assert texts

@@ -212,7 +212,7 @@ def test_a_killed_cloud_and_an_edge_without_a_folder_end_in_a_line(
 ) -> None:
     cloud = Remote(processes, tmp_path)
     how = plan(progress=at(5, cloud.restart))
-    refused(lambda: train(cloud.port, Front(), 30, how), "checkpoint", "folder", kind=SplitRefused)
+    refused(lambda: train(cloud.port, Front(), 30, how), "checkpoint", "folder", error=SplitRefused)
 
 
 def test_a_cloud_that_hangs_is_noticed_by_its_heartbeat(
@@ -222,7 +222,7 @@ def test_a_cloud_that_hangs_is_noticed_by_its_heartbeat(
     how = plan(progress=at(3, lambda: cloud.process.send_signal(signal.SIGSTOP)))
     options = {"heartbeat_s": 0.8, "give_up_s": 0.5}
     refused(
-        lambda: train(cloud.port, Front(), 3000, how, **options), "out of reach", kind=StreamLost
+        lambda: train(cloud.port, Front(), 3000, how, **options), "out of reach", error=StreamLost
     )
     cloud.process.send_signal(signal.SIGCONT)
 
@@ -230,7 +230,7 @@ def test_a_cloud_that_hangs_is_noticed_by_its_heartbeat(
 def test_a_cloud_that_takes_but_never_answers_ends_in_a_line(cloud: Cloud) -> None:
     cloud.open(settings={"pause_s": 1.5})
     refused(
-        lambda: train(cloud.port, Front(), 2, patience_s=0.5), "batch 0", "0.5 s", kind=StreamLost
+        lambda: train(cloud.port, Front(), 2, patience_s=0.5), "batch 0", "0.5 s", error=StreamLost
     )
 
 
@@ -352,7 +352,7 @@ def test_a_manager_of_an_older_version_is_refused_in_one_line(
 ) -> None:
     older = PROTOCOL_VERSION - 1
     monkeypatch.setattr("socflower.edgecloud.cloud.operator_calls.PROTOCOL_VERSION", older)
-    refused(cloud.open, f"version {PROTOCOL_VERSION}", f"manager {older}", kind=SplitRefused)
+    refused(cloud.open, f"version {PROTOCOL_VERSION}", f"manager {older}", error=SplitRefused)
 
 
 @pytest.mark.parametrize("name", BAD)

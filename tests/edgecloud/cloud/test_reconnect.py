@@ -91,7 +91,7 @@ def test_a_line_that_stays_down_ends_in_a_line(shared: Cloud) -> None:
                 "run gone",
                 f":{line.port}",
                 "out of reach",
-                kind=StreamLost,
+                error=StreamLost,
             )
 
 
@@ -101,7 +101,7 @@ def test_a_session_that_is_closed_meanwhile_is_not_dialled_again(shared: Cloud) 
     refused(
         lambda: train(shared.port, Front(), 4000, how, run_id="closed"),
         "run closed",
-        kind=SplitRefused,
+        error=SplitRefused,
     )
 
 

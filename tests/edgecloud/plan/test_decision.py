@@ -395,5 +395,5 @@ def test_settings_that_cannot_be_are_refused(key: str, value: Any) -> None:
 def test_what_an_engine_cannot_choose_from_is_refused() -> None:
     unknown = dataclasses.replace(RESNET, model_weight_bytes=0.0)
     refused(lambda: engine_of(unknown, allow_edge_only=True), "resnet", "model_weight_bytes")
-    refused(lambda: engine_of(edge_memory_bytes=-1.0), "resnet", "-1 bytes", kind=InfeasiblePlan)
+    refused(lambda: engine_of(edge_memory_bytes=-1.0), "resnet", "-1 bytes", error=InfeasiblePlan)
     refused(lambda: WindowSchedule(steps=((0.0, -1),)), "window", "-1")

@@ -456,7 +456,7 @@ def test_a_link_that_is_lost_for_good_is_one_line(reverse: bool) -> None:
     profile = segments([(20.0, 100.0, 100.0), (1.0, 0.0, 100.0)])
     party = replace(party_of(window=3), bandwidth_profile=profile)
     named = ("party 0", "up link")
-    refused(lambda: simulate_split([party], 100, reverse=reverse), *named, kind=SocflowerError)
+    refused(lambda: simulate_split([party], 100, reverse=reverse), *named, error=SocflowerError)
 
 
 BROAD = Wandering([None])

@@ -92,8 +92,8 @@ def test_a_connection_that_is_closed_here_ends_its_span() -> None:
         cloud.open()
         connection = connect(cloud.port)
         how = plan(progress=lambda done: connection.close() if done.batch == 3 else None)
-        refused(lambda: train(connection, Front(), 4000, how), "closed", kind=StreamLost)
-        refused(lambda: train(connection, Front(), 4), "dialled", "closed", kind=StreamLost)
+        refused(lambda: train(connection, Front(), 4000, how), "closed", error=StreamLost)
+        refused(lambda: train(connection, Front(), 4), "dialled", "closed", error=StreamLost)
 
 
 def test_a_cloud_that_answers_a_greeting_with_nothing_is_waited_for_only_so_long() -> None:
@@ -101,7 +101,7 @@ def test_a_cloud_that_answers_a_greeting_with_nothing_is_waited_for_only_so_long
     with Cloud() as cloud:
         cloud.open(num_parties=2)
         options = {"patience_s": 0.3, "give_up_s": 0.3}
-        refused(lambda: train(cloud.port, Front(), 4, **options), "out of reach", kind=StreamLost)
+        refused(lambda: train(cloud.port, Front(), 4, **options), "out of reach", error=StreamLost)
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def test_changes_that_arrive_out_of_order_are_refused() -> None:
         "batch 1",
         "party 0",
         "message 1",
-        kind=SplitRefused,
+        error=SplitRefused,
     )
 
 

@@ -222,7 +222,7 @@ def test_a_gradient_that_is_not_finite_is_refused_by_name() -> None:
     front = front_of(split_of(), 2)
     features = front.forward(0)
     nans = np.full_like(features, np.nan)
-    refused(lambda: front.apply(0, nans), "3", "float32", kind=TrainingFailed)
+    refused(lambda: front.apply(0, nans), "3", "float32", error=TrainingFailed)
 
 
 @pytest.mark.parametrize(

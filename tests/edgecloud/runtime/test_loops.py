@@ -145,7 +145,7 @@ def gradient(batch: int, width: int = 5) -> GradientFrame:
 def test_a_gradient_that_belongs_to_no_batch_that_is_out_is_never_applied(
     message: Any, kind: type[Exception], named: list[str]
 ) -> None:
-    refused(lambda: answer_with(message), *named, kind=kind)
+    refused(lambda: answer_with(message), *named, error=kind)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 
 from socflower.edgecloud.cloud.operator_calls import CloudOperator
 from socflower.edgecloud.stream.frames import SplitRefused
+from socflower.errors import SocflowerError
 from socflower.wire.certificates import write_certificates
-from socflower.wire.frame_channel import StreamLost
 from socflower.wire.secure_channel import Tls
 from tests.edgecloud.cloud.local import Cloud, train
 from tests.edgecloud.runtime.numpy_halves import OPERATOR, Front, connect
@@ -44,7 +44,7 @@ def test_with_certificates_on_both_sides_training_is_as_without(
         # TLS 1.3 tells an edge without a certificate late, if at all.
         refused(
             lambda: train(cloud.port, Front(), 5, tls=without, give_up_s=0.5),
-            kind=(SplitRefused, StreamLost),
+            error=SocflowerError,
         )
 
 
@@ -54,7 +54,7 @@ def test_certificates_that_do_not_fit_are_refused_at_once(
 ) -> None:
     tls = Tls(ca=certificates[trusted].ca)
     with Cloud(tls=shown(certificates[served])) as cloud:
-        refused(lambda: train(cloud.port, Front(), 5, tls=tls), "certificates", kind=SplitRefused)
+        refused(lambda: train(cloud.port, Front(), 5, tls=tls), "certificates", error=SplitRefused)
 
 
 def test_files_that_are_no_certificates_are_named(tmp_path: Path) -> None:
