@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from socflower.edgecloud.samples import BatchOrder, PartyBatches
-from socflower.errors import ConfigError
 from socflower.workloads.map_dataset import as_data_source
+from tests.one_line import refused
 
 
 @given(
@@ -48,8 +48,7 @@ def test_parties_of_one_key_have_one_order_and_others_another() -> None:
 
 @pytest.mark.parametrize("per_epoch", [0, 11])
 def test_batches_without_samples_are_refused(per_epoch: int) -> None:
-    with pytest.raises(ConfigError, match="10 samples cannot make"):
-        BatchOrder(10, per_epoch, seed=1)
+    refused(lambda: BatchOrder(10, per_epoch, seed=1), "10 samples", f"{per_epoch}")
 
 
 class Flipping(Dataset):  # type: ignore[type-arg]
@@ -65,44 +64,41 @@ class Flipping(Dataset):  # type: ignore[type-arg]
         ) + np.random.normal() + random.random(), index % 3
 
 
+def party(key: int, seed: int = 3, **options: Any) -> PartyBatches:
+    data = as_data_source(DataLoader(Flipping(), **options))
+    return PartyBatches(data, BatchOrder(12, 4, seed, key))
+
+
+def epoch_of(batches: PartyBatches, number: int) -> dict[int, torch.Tensor]:
+    """Return the inputs by sample of the epoch of a batch."""
+    found = {}
+    for at in range(number // 4 * 4, number // 4 * 4 + 4):
+        inputs, _, rows = batches(at)
+        found |= dict(zip(rows.tolist(), inputs, strict=True))
+    return found
+
+
 @given(asked=st.lists(st.integers(0, 11), min_size=1, max_size=3))
 @settings(max_examples=4)
 def test_augmentation_is_a_function_of_seed_epoch_party_and_sample(asked: list[int]) -> None:
-    def party(key: int, seed: int = 3, **options: Any) -> PartyBatches:
-        data = as_data_source(DataLoader(Flipping(), **options))
-        return PartyBatches(data, BatchOrder(12, 4, seed, key))
-
-    first, again, other, reseeded = (
-        party(0),
-        party(0, collate_fn=default_collate),
-        party(1),
-        party(0, seed=4),
-    )
+    first, again = party(0), party(0, collate_fn=default_collate)
     for batch in asked:
         inputs, labels, rows = first(batch)
         assert torch.equal(inputs, again(batch)[0]) and labels.tolist() == (rows % 3).tolist()
-        for row, value in zip(
-            rows, inputs, strict=True
-        ):  # of another epoch, party or seed: another one
-            for strange, number in ((first, (batch + 4) % 12), (other, batch), (reseeded, batch)):
-                found = {
-                    int(each): tensor
-                    for at in range(4 * (number // 4), 4 * (number // 4) + 4)
-                    for each, tensor in zip(strange(at)[2], strange(at)[0], strict=True)
-                }
-                assert not torch.equal(found[int(row)], value)
+        # In another epoch, party or training each sample is another one.
+        others = ((first, (batch + 4) % 12), (party(1), batch), (party(0, seed=4), batch))
+        for found in (epoch_of(*other) for other in others):
+            for row, value in zip(rows.tolist(), inputs, strict=True):
+                assert not torch.equal(found[row], value)
 
 
-def test_a_batch_of_another_form_is_refused_with_what_would_do() -> None:
+def test_a_batch_of_another_form_is_refused() -> None:
     three = PartyBatches(as_data_source([(1.0, 2.0, 3)] * 4), BatchOrder(4, 2, 1))
-    with pytest.raises(ConfigError, match=r"list of .*; which part is for the cloud.*collate_fn"):
-        three(0)
+    refused(lambda: three(0), "list of", "collate_fn")
 
 
 def test_a_dict_is_divided_into_its_labels_and_the_rest() -> None:
     rows = [{"input_ids": torch.tensor([at, 1]), "labels": at} for at in range(4)]
     inputs, labels, ids = PartyBatches(as_data_source(rows), BatchOrder(4, 2, 1))(1)
-    assert (
-        set(inputs) == {"input_ids"}
-        and inputs["input_ids"][:, 0].tolist() == labels.tolist() == ids.tolist()
-    )
+    assert set(inputs) == {"input_ids"}
+    assert inputs["input_ids"][:, 0].tolist() == labels.tolist() == ids.tolist()

@@ -73,7 +73,7 @@ class Ledgered:
         return outcome
 
     def save(self) -> bytes:
-        return b"".join((json.dumps(self.applied).encode(), b"\n", self._half.save()))
+        return json.dumps(self.applied).encode() + b"\n" + self._half.save()
 
     def restore(self, saved: bytes) -> None:
         ledger, _, half = saved.partition(b"\n")
@@ -148,19 +148,13 @@ class Side:
     def wait(self, found: Callable[[], bool], what: str) -> None:
         end_s = time.monotonic() + WAIT_S
         while not found():
-            if self.process.poll() is not None:
-                self._reader.join(WAIT_S)
-                assert found(), (
-                    f"the process ended before {what}: {self.lines[-1:]}; {self.said()[-500:]}"
-                )
+            ended = self.process.poll() is not None
+            if ended or time.monotonic() > end_s:
+                self._reader.join(WAIT_S if ended else 0.0)
+                said = self._errors.read_text("utf-8", "replace")[-500:]
+                assert found(), f"never came: {what}; {self.lines[-1:]}; {said}"
                 return
-            assert time.monotonic() < end_s, (
-                f"never came: {what}; {self.lines[-1:]}; {self.said()[-500:]}"
-            )
             time.sleep(0.005)
-
-    def said(self) -> str:
-        return self._errors.read_text("utf-8", "replace")
 
     def kill(self) -> float:
         """Kill it as a power cut would, and return when."""
@@ -184,24 +178,17 @@ class CloudSide(Side):
         self, folder: Path, port: int = 0, *, keeps: bool = True, tls: Tls | None = None
     ) -> None:
         self._folder, self._tls = folder, tls
-        command = [
-            str(Path(sysconfig.get_path("scripts")) / "socflower"),
-            "cloud",
-            "serve",
-            "tests.edgecloud.cloud.processes:program",
-            "--listen",
-            f"127.0.0.1:{port}",
-            "--token-file",
-            str(folder / "token"),
-            "--threads",
-            "1",
-            "--json",
-        ]
-        if keeps:
-            command += ["--folder", str(folder / "sessions")]
-        for name in ("ca", "certificate", "key"):
-            if tls is not None and getattr(tls, name) is not None:
-                command += [f"--{name}", str(getattr(tls, name))]
+        script = Path(sysconfig.get_path("scripts")) / "socflower"
+        serve = "cloud serve tests.edgecloud.cloud.processes:program --threads 1 --json"
+        options: dict[str, Any] = {
+            "listen": f"127.0.0.1:{port}",
+            "token-file": folder / "token",
+            "folder": folder / "sessions" if keeps else None,
+            **{name: getattr(tls, name, None) for name in ("ca", "certificate", "key")},
+        }
+        command = [str(script), *serve.split()]
+        for name, value in options.items():
+            command += [] if value is None else [f"--{name}", str(value)]
         super().__init__(command, folder / "cloud-errors")
         self.wait(lambda: bool(self.lines), "the cloud's address")
         self.address: str = self.lines[0]["address"]
@@ -223,28 +210,29 @@ class CloudSide(Side):
         return dict(fetch_weights(operator, run)[1]), ledger
 
 
+def task_of(window: int, num_batches: int) -> SplitTask:
+    """Return one edge's task, before its run is open."""
+    return SplitTask(
+        parties=(0,),
+        num_parties=1,
+        mode=OWN,
+        reverse=False,
+        first_batch=0,
+        num_batches=num_batches,
+        total_batches=num_batches,
+        batches_per_epoch=BATCHES_PER_EPOCH,
+        seed=SEED,
+        cuts=(CUT,),
+        bits=(32,),
+        windows=(window,),
+        gradient_bits=32,
+        fingerprint=program().fingerprint(),
+    )
+
+
 def open_run(operator: CloudOperator, window: int, num_batches: int) -> SplitTask:
     """Have the cloud make its half, and return how edges find it."""
-    made = program()
-    return CloudClient(operator, made).open(
-        SplitTask(
-            parties=(0,),
-            num_parties=1,
-            mode=OWN,
-            reverse=False,
-            first_batch=0,
-            num_batches=num_batches,
-            total_batches=num_batches,
-            batches_per_epoch=BATCHES_PER_EPOCH,
-            seed=SEED,
-            cuts=(CUT,),
-            bits=(32,),
-            windows=(window,),
-            gradient_bits=32,
-            fingerprint=made.fingerprint(),
-        ),
-        {},
-    )
+    return CloudClient(operator, program()).open(task_of(window, num_batches), {})
 
 
 class EdgeSide(Side):

@@ -10,38 +10,28 @@ from hypothesis import strategies as st
 from socflower.edgecloud.links.bandwidth_profile import LinkRates
 from socflower.edgecloud.plan.baselines import BASELINES, choices, gradient_bits, plan_baseline
 from socflower.edgecloud.plan.cost_model import training_s
-from socflower.edgecloud.plan.cuts import CutCost, SplitCosts, SplitPlan
+from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.phases import phases, transfer_s, window_limit
-from socflower.errors import ConfigError
+from tests.edgecloud.plan.tables import costs as table
+from tests.edgecloud.plan.tables import cut as cut_cost
+from tests.edgecloud.plan.tables import link
+from tests.one_line import refused
 
 
 @st.composite
 def tables(draw: st.DrawFn, slowest: float) -> SplitCosts:
-    """Segments of which the cloud needs up to `slowest` times the edge's time."""
+    """Segments for which the cloud needs up to `slowest` times the edge's time."""
     num_cuts = draw(st.integers(1, 5))
     edge = [draw(st.floats(0.1, 5)) for _ in range(num_cuts + 1)]
     cloud = [seconds * draw(st.floats(0, slowest)) for seconds in edge]
-    cuts = tuple(
-        CutCost(
-            name=str(i),
-            edge_forward_s=sum(edge[: i + 1]) / 3,
-            edge_backward_s=sum(edge[: i + 1]) * 2 / 3,
-            cloud_s=sum(cloud[i + 1 :]),
-            feature_elements=draw(st.integers(1, 10**6)),
-            front_weight_bytes=weights,
-        )
-        for i, weights in enumerate(
-            sorted(
-                draw(
-                    st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=num_cuts, max_size=num_cuts)
-                )
-            )
-        )
-    )
-    return SplitCosts(
-        model="m",
-        batch_size=2,
-        cuts=cuts,
+    weights = sorted(draw(st.sampled_from([1.0, 2.0, 3.0])) for _ in range(num_cuts))
+    cuts = []
+    for i, weight_bytes in enumerate(weights):
+        edge_s, cloud_s = sum(edge[: i + 1]), sum(cloud[i + 1 :])
+        elements = draw(st.integers(1, 10**6))
+        cuts.append(cut_cost(edge_s / 3, edge_s * 2 / 3, cloud_s, elements, weight_bytes))
+    return table(
+        *cuts,
         edge_only_s=sum(edge),
         label_bytes=draw(st.floats(0, 1e3)),
         edge_s_per_byte=draw(st.floats(0, 1e-7)),
@@ -49,48 +39,31 @@ def tables(draw: st.DrawFn, slowest: float) -> SplitCosts:
     )
 
 
-RATES = st.builds(
-    lambda up, down, latency_s: LinkRates(
-        up_bytes_per_s=up, down_bytes_per_s=down, latency_s=latency_s
-    ),
-    st.floats(1e3, 1e9),
-    st.floats(1e3, 1e9),
-    st.floats(0, 0.2),
-)
+RATES = st.builds(link, st.floats(1e3, 1e9), st.floats(1e3, 1e9), st.floats(0, 0.2))
 
 
 def seconds_of(costs: SplitCosts, rates: LinkRates, in_cloud: tuple[bool, ...]) -> float:
     """Any placement, from the definition: segments by differences, transfers at every change."""
+    edge_s = [0.0, *(cut.edge_forward_s + cut.edge_backward_s for cut in costs.cuts)]
+    cloud_s = [*(cut.cloud_s for cut in costs.cuts), 0.0]
     total_s = 0.0
-    edge_s = [cut.edge_forward_s + cut.edge_backward_s for cut in costs.cuts] + [costs.edge_only_s]
-    cloud_s = [cut.cloud_s for cut in costs.cuts] + [0.0]
     for i, place in enumerate(in_cloud):
-        total_s += (
-            cloud_s[i - 1] - cloud_s[i] if place else edge_s[i] - (edge_s[i - 1] if i else 0.0)
-        )
+        here_s = [*edge_s, costs.edge_only_s][i + 1] - edge_s[i]
+        total_s += cloud_s[i - 1] - cloud_s[i] if place else here_s
         if i and place != in_cloud[i - 1]:
             features = costs.feature_bytes(i - 1, 32) - (0.0 if place else costs.label_bytes)
             gradients = costs.gradient_bytes(i - 1)
             up, down = (features, gradients) if place else (gradients, features)
-            total_s += (
-                max(
-                    transfer_s(up, rates.up_bytes_per_s) + rates.latency_s,
-                    up * costs.edge_s_per_byte,
-                )
-                + max(
-                    transfer_s(down, rates.down_bytes_per_s) + rates.latency_s,
-                    down * costs.edge_s_per_byte,
-                )
-                + costs.edge_s_per_batch
-            )
+            for num_bytes, rate in ((up, rates.up_bytes_per_s), (down, rates.down_bytes_per_s)):
+                carried_s = transfer_s(num_bytes, rate) + rates.latency_s
+                total_s += max(carried_s, num_bytes * costs.edge_s_per_byte)
+            total_s += costs.edge_s_per_batch
     return total_s
 
 
 @given(costs=tables(3.0), rates=RATES, bits=st.sampled_from([2, 8, 32]))
 def test_joint_dnn_is_the_best_of_all_placements_that_cross_once_at_most(
-    costs: SplitCosts,
-    rates: LinkRates,
-    bits: int,
+    costs: SplitCosts, rates: LinkRates, bits: int
 ) -> None:
     """The edge alone among them, and whatever width our own gradients have."""
     num_cuts = len(costs.cuts)
@@ -98,20 +71,19 @@ def test_joint_dnn_is_the_best_of_all_placements_that_cross_once_at_most(
     chosen = plan_baseline("joint-dnn", dataclasses.replace(costs, gradient_bits=bits), rates)
     assert (chosen.bits, chosen.window) == (32, 0)
     taken = once[num_cuts if chosen.cut is None else chosen.cut]
-    assert seconds_of(costs, rates, taken) == pytest.approx(
-        min(seconds_of(costs, rates, each) for each in once)
-    )
+    least_s = min(seconds_of(costs, rates, each) for each in once)
+    assert seconds_of(costs, rates, taken) == pytest.approx(least_s)
 
 
 @given(costs=tables(1.0), rates=RATES)
-def test_one_cut_is_enough_where_the_cloud_is_nowhere_slower(
+def test_one_cut_is_enough_if_the_cloud_is_nowhere_slower(
     costs: SplitCosts, rates: LinkRates
 ) -> None:
     """So nothing is kept from JointDNN, whose paths may cross back: they never pay."""
     placements = [(False, *rest) for rest in product((False, True), repeat=len(costs.cuts))]
-    assert phases(costs, plan_baseline("joint-dnn", costs, rates), rates).total_s == pytest.approx(
-        min(seconds_of(costs, rates, placement) for placement in placements)
-    )
+    least_s = min(seconds_of(costs, rates, placement) for placement in placements)
+    chosen = plan_baseline("joint-dnn", costs, rates)
+    assert phases(costs, chosen, rates).total_s == pytest.approx(least_s)
 
 
 @given(
@@ -137,31 +109,27 @@ def test_a_method_is_planned_with_the_best_that_its_terms_allow(
     given_cut: int | None,
 ) -> None:
     terms, num_cuts = BASELINES[peer], len(costs.cuts)
-    middle = num_cuts // 2
-    while (
-        middle + 1 < num_cuts
-        and costs.cuts[middle + 1].front_weight_bytes == costs.cuts[middle].front_weight_bytes
-    ):
-        middle += 1  # the pooling behind a layer belongs to it
-    cuts: set[int | None] = {
-        "best": {*range(num_cuts)},
+    weights = [cut.front_weight_bytes for cut in costs.cuts]
+    # The pooling behind a layer belongs to it.
+    middle = max(i for i in range(num_cuts) if weights[i] == weights[num_cuts // 2])
+    best: set[int | None] = {*range(num_cuts)}
+    cuts = {
+        "best": best,
         "none": set(),
-        "given or best": {*range(num_cuts)} if given_cut is None else {given_cut},
+        "given or best": best if given_cut is None else {given_cut},
         "given or middle": {middle if given_cut is None else given_cut},
     }[terms.cut]
+    free = given_cut is None or terms.cut == "best"
     if terms.edge_alone in ("always", "only") or (
-        terms.edge_alone == "if allowed" and allowed and (given_cut is None or terms.cut == "best")
+        terms.edge_alone == "if allowed" and allowed and free
     ):
-        cuts.add(None)
+        cuts = cuts | {None}
     limit = 0 if terms.waits else window
 
     def seconds(cut: int | None) -> float:
         split_plan = SplitPlan(cut=cut, bits=32, window=limit)
-        return training_s(
-            phases(costs, split_plan, rates, reverse=reverse),
-            batches,
-            window_limit(costs, split_plan),
-        )
+        times = phases(costs, split_plan, rates, reverse=reverse)
+        return training_s(times, batches, window_limit(costs, split_plan))
 
     chosen = plan_baseline(
         peer,
@@ -177,63 +145,34 @@ def test_a_method_is_planned_with_the_best_that_its_terms_allow(
     assert seconds(chosen.cut) == pytest.approx(min(map(seconds, cuts)))
 
 
-def example() -> SplitCosts:
-    cuts = tuple(
-        CutCost(
-            name=str(i),
-            edge_forward_s=1.0 + i,
-            edge_backward_s=0.0,
-            cloud_s=9.0 - 5.0 * i,
-            feature_elements=1,
-            front_weight_bytes=1.0,
-        )
-        for i in range(2)
-    )
-    return SplitCosts(model="m", batch_size=2, cuts=cuts, edge_only_s=90.0, header_bytes=1.0)
+EXAMPLE = table(
+    *(cut_cost(1.0 + i, 0.0, 9.0 - 5.0 * i, 1, 1.0) for i in range(2)),
+    edge_only_s=90.0,
+    header_bytes=1.0,
+)
 
 
 def test_the_middle_is_behind_a_layers_pooling() -> None:
     """Or plain split learning would send four times what it has to, and be beaten for that."""
-    cuts = [
-        CutCost(
-            name=name,
-            edge_forward_s=1.0,
-            edge_backward_s=1.0,
-            cloud_s=1.0,
-            feature_elements=elements,
-            front_weight_bytes=weights,
-        )
-        for name, elements, weights in (
-            ("relu1", 64, 1.0),
-            ("pool1", 16, 1.0),
-            ("relu2", 32, 2.0),
-            ("pool2", 8, 2.0),
-            ("relu3", 4, 3.0),
-        )
-    ]
-    costs = dataclasses.replace(example(), cuts=tuple(cuts))
+    sizes = ((64, 1.0), (16, 1.0), (32, 2.0), (8, 2.0), (4, 3.0))
+    costs = table(*(cut_cost(1.0, 1.0, 1.0, *size) for size in sizes))
     assert [each.cut for each in choices("split", costs)] == [3]
 
 
 def test_over_a_dead_link_all_that_may_stay_at_the_edge_do() -> None:
-    dead = LinkRates(up_bytes_per_s=0.0, down_bytes_per_s=0.0)
     alone = {
         peer
         for peer in BASELINES
-        if plan_baseline(peer, example(), dead, window=3, allow_edge_only=True).cut is None
+        if plan_baseline(peer, EXAMPLE, link(0.0), window=3, allow_edge_only=True).cut is None
     }
     assert alone == {"joint-dnn", "pipelined", "edge-only"}
-    assert plan_baseline("pipelined", example(), dead, window=3).cut == 0
+    assert plan_baseline("pipelined", EXAMPLE, link(0.0), window=3).cut == 0
 
 
 def test_a_cut_or_a_method_that_is_not_there_is_refused() -> None:
     for peer in ("split", "splitfed", "pipelined"):
-        with pytest.raises(ConfigError, match="its cuts are 0 to 1"):
-            choices(peer, example(), cut=2)
-    with pytest.raises(
-        ConfigError, match="baseline 'ours' is unknown; use one of pipelined, joint-dnn"
-    ):
-        choices("ours", example())
+        refused(lambda peer=peer: choices(peer, EXAMPLE, cut=2), "cut 2", "0 to 1")  # type: ignore[misc]
+    refused(lambda: choices("ours", EXAMPLE), "'ours'", *BASELINES)
 
 
 def test_only_ours_narrows_gradients() -> None:

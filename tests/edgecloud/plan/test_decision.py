@@ -3,7 +3,8 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, permutations
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -11,10 +12,14 @@ from hypothesis import strategies as st
 
 from socflower.edgecloud.links.bandwidth_profile import LinkRates
 from socflower.edgecloud.plan.cost_model import migration_s, period_s, predicted_s
-from socflower.edgecloud.plan.cuts import CutCost, SplitCosts, SplitPlan
+from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.decision import DecisionEngine, WindowSchedule
 from socflower.edgecloud.plan.phases import phases
-from socflower.errors import ConfigError, InfeasiblePlan
+from socflower.errors import InfeasiblePlan
+from tests.edgecloud.plan.tables import costs as table
+from tests.edgecloud.plan.tables import cut as cut_cost
+from tests.edgecloud.plan.tables import link
+from tests.one_line import refused
 
 BITS = (2, 4, 8, 16, 32)
 
@@ -24,22 +29,15 @@ def tables(draw: st.DrawFn, frozen: bool = True) -> SplitCosts:
     num_cuts = draw(st.integers(1, 5))
     weights = sorted(draw(st.lists(st.floats(1e3, 1e7), min_size=num_cuts, max_size=num_cuts)))
     num_frozen = draw(st.integers(0, num_cuts)) if frozen else 0
-    cuts = tuple(
-        CutCost(
-            name=f"relu{i}",
-            edge_forward_s=draw(st.floats(0.01, 2)) * (i + 1),
-            edge_backward_s=0.0 if i < num_frozen else draw(st.floats(0.01, 2)),
-            cloud_s=draw(st.floats(0.001, 1)),
-            feature_elements=draw(st.integers(100, 10**6)),
-            front_weight_bytes=weights[i],
-            front_trains=i >= num_frozen,
-        )
-        for i in range(num_cuts)
-    )
-    return SplitCosts(
-        model="m",
-        batch_size=8,
-        cuts=cuts,
+    cuts = []
+    for i, weight_bytes in enumerate(weights):
+        forward_s = draw(st.floats(0.01, 2)) * (i + 1)
+        backward_s = 0.0 if i < num_frozen else draw(st.floats(0.01, 2))
+        cloud_s, elements = draw(st.floats(0.001, 1)), draw(st.integers(100, 10**6))
+        sizes = (elements, weight_bytes)
+        cuts.append(cut_cost(forward_s, backward_s, cloud_s, *sizes, front_trains=i >= num_frozen))
+    return table(
+        *cuts,
         edge_only_s=draw(st.floats(1, 20)),
         label_bytes=64,
         codec_s_per_element={bits: draw(st.floats(0, 1e-6)) for bits in (2, 4, 8, 16)},
@@ -47,21 +45,21 @@ def tables(draw: st.DrawFn, frozen: bool = True) -> SplitCosts:
     )
 
 
-RATES = st.builds(
-    lambda up, down, latency_s: LinkRates(
-        up_bytes_per_s=up, down_bytes_per_s=down, latency_s=latency_s
-    ),
-    st.floats(1e3, 1e8),
-    st.floats(1e3, 1e8),
-    st.floats(0, 0.2),
-)
+RATES = st.builds(link, st.floats(1e3, 1e8), st.floats(1e3, 1e8), st.floats(0, 0.2))
+
+
+def fields(rates: LinkRates) -> tuple[float, float, float]:
+    return dataclasses.astuple(rates)
 
 
 def follow(
-    engine: DecisionEngine, rates: Sequence[LinkRates], start: SplitPlan, window: int
+    engine: DecisionEngine,
+    rates: Sequence[LinkRates],
+    current: SplitPlan,
+    window: int,
+    first: int = 0,
 ) -> SplitPlan:
-    current = start
-    for batch, now in enumerate(rates):
+    for batch, now in enumerate(rates, first):
         current = engine.decide(batch, now, current, window) or current
     return current
 
@@ -175,52 +173,34 @@ def test_on_a_constant_link_one_move_is_all(
 @settings(max_examples=10)
 @given(
     costs=tables(frozen=False),
-    low=RATES,
-    high=RATES,
+    rates=st.tuples(RATES, RATES),
     half=st.integers(1, 60),
     window=st.integers(0, 5),
     random=st.randoms(use_true_random=False),
 )
 def test_no_link_makes_it_thrash(
-    costs: SplitCosts,
-    low: LinkRates,
-    high: LinkRates,
-    half: int,
-    window: int,
-    random: object,
+    costs: SplitCosts, rates: tuple[LinkRates, LinkRates], half: int, window: int, random: Any
 ) -> None:
     """Whatever two rates alternate, and however: every move of the cut must pay within the mean gap between moves."""
     num_batches, first_gap, beta, rest = 400, 100.0, 0.5, 5
-    low, high = (
-        LinkRates(
-            up_bytes_per_s=rate(low.up_bytes_per_s, high.up_bytes_per_s),
-            down_bytes_per_s=rate(low.down_bytes_per_s, high.down_bytes_per_s),
-            latency_s=latency(low.latency_s, high.latency_s),
-        )
-        for rate, latency in ((min, max), (max, min))
-    )
-    engine = DecisionEngine(
-        costs, BITS, beta=beta, first_gap_batches=first_gap, rest_batches=rest, min_gain=0.0
-    )
+    ups, downs, latencies = zip(*map(fields, rates), strict=True)
+    low = link(min(ups), min(downs), max(latencies))
+    high = link(max(ups), max(downs), min(latencies))
+    settings_ = {"beta": beta, "first_gap_batches": first_gap, "rest_batches": rest}
+    engine = DecisionEngine(costs, BITS, **settings_, min_gain=0.0)
     regular = [high if (batch // half) % 2 else low for batch in range(num_batches)]
-    rates = regular if half % 2 else [random.choice((low, high)) for _ in regular]  # type: ignore[attr-defined]
-    follow(engine, rates, SplitPlan(cut=0, bits=32, window=window), window)
+    seen = regular if half % 2 else [random.choice((low, high)) for _ in regular]
+    follow(engine, seen, SplitPlan(cut=0, bits=32, window=window), window)
     assert len(engine.log) <= 1 + num_batches / rest
     assert all(after.batch - before.batch >= rest for before, after in pairwise(engine.log))
     moves = sum(decision.old.cut != decision.new.cut for decision in engine.log)
-    choices = list(engine.choices(window))
-    spread_s = max(period_s(phases(costs, choice, low), window) for choice in choices) - min(
-        period_s(phases(costs, choice, high), window) for choice in choices
-    )
-    cheapest_s = min(
-        (
-            migration_s(costs, a, b, high)
-            for a in range(len(costs.cuts))
-            for b in range(len(costs.cuts))
-            if a != b
-        ),
-        default=0.0,
-    )
+    periods_s = [
+        [period_s(phases(costs, choice, now), window) for choice in engine.choices(window)]
+        for now in (low, high)
+    ]
+    spread_s = max(periods_s[0]) - min(periods_s[1])
+    pairs = permutations(range(len(costs.cuts)), 2)
+    cheapest_s = min((migration_s(costs, *pair, high) for pair in pairs), default=0.0)
     pays_after = cheapest_s / spread_s - window if spread_s > 0 else 0.0
     if pays_after > 0:
         assert moves <= 2 * (num_batches + first_gap / (1 - beta)) / pays_after
@@ -234,180 +214,141 @@ def test_no_link_makes_it_thrash(
     power=st.integers(-6, 6),
 )
 def test_the_unit_of_time_does_not_matter(
-    costs: SplitCosts,
-    rates: list[LinkRates],
-    window: int,
-    power: int,
+    costs: SplitCosts, rates: list[LinkRates], window: int, power: int
 ) -> None:
     """Powers of two, so that rounding is the same."""
     c = 2.0**power
-    scaled = dataclasses.replace(
-        costs,
-        edge_only_s=costs.edge_only_s * c,
-        edge_s_per_byte=costs.edge_s_per_byte * c,
-        codec_s_per_element={
-            bits: seconds * c for bits, seconds in costs.codec_s_per_element.items()
-        },
-        cuts=tuple(
-            dataclasses.replace(
-                cut,
-                edge_forward_s=cut.edge_forward_s * c,
-                cloud_s=cut.cloud_s * c,
-                edge_backward_s=cut.edge_backward_s * c,
-            )
-            for cut in costs.cuts
-        ),
-    )
-    slower = [
-        LinkRates(
-            up_bytes_per_s=now.up_bytes_per_s / c,
-            down_bytes_per_s=now.down_bytes_per_s / c,
-            latency_s=now.latency_s * c,
-        )
-        for now in rates
-    ]
-    start = SplitPlan(cut=0, bits=32, window=window)
+    slow = costs.at_edge_speed(1 / c)
+    cuts = [dataclasses.replace(cut, cloud_s=cut.cloud_s * c) for cut in slow.cuts]
+    scaled = dataclasses.replace(slow, cuts=tuple(cuts))
+    slower = [link(up / c, down / c, late_s * c) for up, down, late_s in map(fields, rates)]
     logs = []
-    for table, seen in ((costs, rates), (scaled, slower)):
-        engine = DecisionEngine(table, BITS, allow_edge_only=True, rest_batches=1)
-        follow(engine, seen, start, window)
+    for table_, seen in ((costs, rates), (scaled, slower)):
+        engine = DecisionEngine(table_, BITS, allow_edge_only=True, rest_batches=1)
+        follow(engine, seen, SplitPlan(cut=0, bits=32, window=window), window)
         logs.append([(decision.batch, decision.new) for decision in engine.log])
     assert logs[0] == logs[1]
 
 
 # A thin edge and a model whose features shrink and whose weights grow with depth, as ResNet-50's do.
-RESNET = SplitCosts(
+RESNET = table(
+    *(
+        cut_cost(0.12 * (i + 1), 0.24 * (i + 1), 0.02 * (6 - i), 4_000_000 // 2**i, 1e6 * 2**i)
+        for i in range(6)
+    ),
     model="resnet",
     batch_size=32,
     edge_only_s=12.0,
     model_weight_bytes=94e6,
-    cuts=tuple(
-        CutCost(
-            name=f"block{i}",
-            edge_forward_s=0.12 * (i + 1),
-            edge_backward_s=0.24 * (i + 1),
-            cloud_s=0.02 * (6 - i),
-            feature_elements=4_000_000 // 2**i,
-            front_weight_bytes=1e6 * 2**i,
-        )
-        for i in range(6)
-    ),
 )
 
 
-def link(up: float, down: float | None = None) -> LinkRates:
-    """Megabits per second."""
-    return LinkRates(
-        up_bytes_per_s=up * 125e3, down_bytes_per_s=(down or up) * 125e3, latency_s=0.01
-    )
+def megabits(up: float, down: float | None = None) -> LinkRates:
+    return link(up * 125e3, (down or up) * 125e3, 0.01)
 
 
-def moves(
-    engine: DecisionEngine, rates: Sequence[LinkRates], first: int, current: SplitPlan
-) -> SplitPlan:
-    for batch, now in enumerate(rates, first):
-        current = engine.decide(batch, now, current, 5) or current
-    return current
+SLOW, FAST = megabits(10), megabits(800)
+
+
+def engine_of(
+    costs: SplitCosts = RESNET, bits: Sequence[int] = (8,), **more: Any
+) -> DecisionEngine:
+    return DecisionEngine(costs, bits, **more)
+
+
+def stays(engine: DecisionEngine, rates: LinkRates, batches: range, start: SplitPlan) -> None:
+    assert follow(engine, [rates] * len(batches), start, 5, batches.start) == start
+    assert engine.log == ()
+
+
+def cut_of(split_plan: SplitPlan) -> int:
+    assert split_plan.cut is not None
+    return split_plan.cut
 
 
 def test_a_surge_is_seized_and_moves_the_cut_towards_the_input() -> None:
-    engine = DecisionEngine(RESNET, (8,))
-    start = engine.best(link(20), 5)
-    current = moves(engine, [link(20)] * 50, 0, start)
-    assert current == start and engine.log == ()
-    current = moves(engine, [link(800)] * 20, 50, current)
-    assert engine.log and engine.log[0].batch < 60
-    assert current.cut is not None and start.cut is not None and current.cut < start.cut
+    engine = engine_of()
+    start = engine.best(megabits(20), 5)
+    stays(engine, megabits(20), range(50), start)
+    current = follow(engine, [FAST] * 20, start, 5, 50)
+    assert engine.log[0].batch < 60 and cut_of(current) < cut_of(start)
 
 
 def test_a_sudden_drop_moves_nothing_at_once_but_a_lasting_one_does() -> None:
-    engine = DecisionEngine(RESNET, (8,))
-    start = engine.best(link(800), 5)
-    current = moves(engine, [link(800)] * 50, 0, start)
-    current = moves(engine, [link(10)] * 3, 50, current)
-    assert current == start and engine.log == ()
-    current = moves(engine, [link(800)] * 30, 53, current)  # it was an episode
-    assert current == start and engine.log == ()
-    current = moves(engine, [link(10)] * 40, 83, current)
-    assert engine.log and engine.log[0].batch > 83
-    assert current.cut is not None and start.cut is not None and current.cut > start.cut
+    engine = engine_of()
+    start = engine.best(FAST, 5)
+    stays(engine, FAST, range(50), start)
+    stays(engine, SLOW, range(50, 53), start)
+    # It was an episode.
+    stays(engine, FAST, range(53, 83), start)
+    current = follow(engine, [SLOW] * 40, start, 5, 83)
+    assert engine.log[0].batch > 83 and cut_of(current) > cut_of(start)
 
 
-def test_nothing_moves_over_a_dead_link_and_things_go_on_after_it() -> None:
-    engine = DecisionEngine(RESNET, (2, 8), allow_edge_only=True)
-    dead = LinkRates(up_bytes_per_s=0.0, down_bytes_per_s=0.0)
-    start = engine.best(link(800), 5)
-    current = moves(engine, [link(800)] * 20 + [dead] * 200, 0, start)
-    assert current == start and engine.log == ()
-    moves(engine, [link(800)] * 200, 220, current)
+def test_nothing_moves_over_a_dead_link_and_training_continues_after_it() -> None:
+    engine, dead = engine_of(bits=(2, 8), allow_edge_only=True), link(0.0)
+    start = engine.best(FAST, 5)
+    stays(engine, FAST, range(20), start)
+    stays(engine, dead, range(20, 220), start)
+    follow(engine, [FAST] * 200, start, 5, 220)
     assert all(decision.rates != dead for decision in engine.log)
-    never = DecisionEngine(RESNET, (8,), allow_edge_only=True)
-    assert moves(never, [dead] * 50, 0, SplitPlan(cut=2, bits=8, window=5)).cut == 2
-    assert never.best(dead, 5).cut is None  # nothing stands anywhere yet
+    never = engine_of(allow_edge_only=True)
+    stays(never, dead, range(50), SplitPlan(cut=2, bits=8, window=5))
+    assert never.best(dead, 5).cut is None  # no layers are anywhere yet
 
 
-def test_the_edge_trains_alone_only_where_it_may() -> None:
-    slow = link(0.2)
-    assert DecisionEngine(RESNET, (2, 8), allow_edge_only=True).best(slow, 5).cut is None
-    assert DecisionEngine(RESNET, (2, 8)).best(slow, 5).cut is not None
-    engine = DecisionEngine(RESNET, (8,), allow_edge_only=True)
-    current = moves(engine, [link(50)] * 60, 0, SplitPlan(cut=None))
-    assert current.cut is not None  # it comes back to the cloud as well
+def test_the_edge_trains_alone_only_if_it_may() -> None:
+    slow = megabits(0.2)
+    assert engine_of(bits=(2, 8), allow_edge_only=True).best(slow, 5).cut is None
+    assert engine_of(bits=(2, 8)).best(slow, 5).cut is not None
+    # It returns to the cloud as well.
+    engine = engine_of(allow_edge_only=True)
+    assert follow(engine, [megabits(50)] * 60, SplitPlan(cut=None), 5).cut is not None
 
 
 def test_what_does_not_fit_into_the_edge_is_not_chosen() -> None:
-    heavy = dataclasses.replace(
-        RESNET,
-        cuts=tuple(
-            dataclasses.replace(cut, edge_memory_bytes=1e6 * (i + 1))
-            for i, cut in enumerate(RESNET.cuts)
-        ),
-    )
-    engine = DecisionEngine(heavy, (8,), edge_memory_bytes=2.5e6)
+    cuts = enumerate(RESNET.cuts, 1)
+    heavy = tuple(dataclasses.replace(cut, edge_memory_bytes=1e6 * i) for i, cut in cuts)
+    engine = engine_of(dataclasses.replace(RESNET, cuts=heavy), edge_memory_bytes=2.5e6)
     assert {choice.cut for choice in engine.choices(5)} == {0, 1}
-    assert engine.best(link(1), 5).cut == 1
+    assert engine.best(megabits(1), 5).cut == 1
+    alone = dataclasses.replace(RESNET, edge_only_memory_bytes=2e6)
+    for budget, allowed in ((2e6, True), (2e6 - 1.0, False)):
+        engine = engine_of(alone, allow_edge_only=True, edge_memory_bytes=budget)
+        assert any(choice.cut is None for choice in engine.choices(5)) is allowed
 
 
 def test_ties_go_to_the_smaller_cut_and_the_wider_features() -> None:
-    same = CutCost(
-        name="a",
-        edge_forward_s=1.0,
-        edge_backward_s=0.0,
-        cloud_s=1.0,
-        feature_elements=8,
-        front_weight_bytes=1.0,
-    )
-    flat = SplitCosts(model="flat", batch_size=1, cuts=(same, same, same), edge_only_s=9.0)
-    assert DecisionEngine(flat, (8, 16)).best(link(math.inf), 5) == SplitPlan(
-        cut=0, bits=16, window=5
-    )
+    flat = table(*[cut_cost(1.0, 0.0, 1.0, 8, 1.0)] * 3, edge_only_s=9.0)
+    best = engine_of(flat, (8, 16)).best(megabits(math.inf), 5)
+    assert best == SplitPlan(cut=0, bits=16, window=5)
 
 
 def test_near_its_end_a_training_moves_nothing_any_more() -> None:
     start = SplitPlan(cut=4, bits=8, window=5)
-    assert DecisionEngine(RESNET, (8,), num_batches=500).decide(0, link(800), start, 5) is not None
-    assert DecisionEngine(RESNET, (8,), num_batches=500).decide(498, link(800), start, 5) is None
-    assert DecisionEngine(RESNET, (8,), num_batches=500).decide(500, link(800), start, 5) is None
+    moves = [
+        engine_of(num_batches=500).decide(batch, FAST, start, 5) is not None
+        for batch in (0, 498, 500)
+    ]
+    assert moves == [True, False, False]
 
 
 def test_an_engine_that_became_shy_recovers() -> None:
     """τ falls with every change soon undone, and grows again with the batches in which nothing changes."""
-    engine = DecisionEngine(RESNET, (8,), min_gain=0.0, rest_batches=1, smoothing=0.0)
-    current = engine.best(link(800), 5)
-    for batch in range(60):
-        now = link(800) if batch % 20 < 10 else link(10)
-        current = engine.decide(batch, now, current, 5) or current
-    shy = engine.expected_batches(engine.log[-1].batch)
-    assert len(engine.log) >= 2 and shy < 200.0
+    engine = engine_of(min_gain=0.0, rest_batches=1, smoothing=0.0)
+    rates = [FAST if batch % 20 < 10 else SLOW for batch in range(60)]
+    follow(engine, rates, engine.best(FAST, 5), 5)
+    assert len(engine.log) >= 2 and engine.expected_batches(engine.log[-1].batch) < 200.0
     assert engine.expected_batches(1000) == 200.0
 
 
 def test_a_change_of_bits_drains_but_moves_no_weights() -> None:
-    engine = DecisionEngine(RESNET, BITS, first_gap_batches=50)
+    engine = engine_of(bits=BITS, first_gap_batches=50)
     wide = SplitPlan(cut=5, bits=32, window=5)
-    assert engine.decide(0, link(0.5, 500), wide, 5) == SplitPlan(cut=5, bits=2, window=5)
-    [decision] = engine.log
-    assert decision.predicted_s_move > predicted_s(RESNET, decision.new, decision.rates, 50)
+    narrow = SplitPlan(cut=5, bits=2, window=5)
+    assert engine.decide(0, megabits(0.5, 500), wide, 5) == narrow
+    (decision,) = engine.log
+    assert decision.predicted_s_move > predicted_s(RESNET, narrow, decision.rates, 50)
 
 
 @given(
@@ -416,9 +357,7 @@ def test_a_change_of_bits_drains_but_moves_no_weights() -> None:
     windows=st.lists(st.integers(0, 9), min_size=5, max_size=5),
 )
 def test_a_schedule_gives_the_window_of_the_last_fraction_reached(
-    fractions: list[float],
-    num_batches: int,
-    windows: list[int],
+    fractions: list[float], num_batches: int, windows: list[int]
 ) -> None:
     steps = tuple(zip((0.0, *sorted(fractions)), windows, strict=False))
     schedule = WindowSchedule(steps=steps)
@@ -429,43 +368,32 @@ def test_a_schedule_gives_the_window_of_the_last_fraction_reached(
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    "fractions", [(), (0.1,), (0.0, 0.5, 0.5), (0.0, 1.0)], ids=lambda each: str(each)
+)
+def test_schedules_begin_with_0_and_rise_below_1(fractions: tuple[float, ...]) -> None:
+    steps = tuple((fraction, 4) for fraction in fractions)
+    refused(lambda: WindowSchedule(steps=steps), "fractions", str([*fractions]))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
     [
-        (lambda: WindowSchedule(steps=()), "must begin with 0"),
-        (lambda: WindowSchedule(steps=((0.1, 4),)), "must begin with 0"),
-        (lambda: WindowSchedule(steps=((0.0, 4), (0.5, 5), (0.5, 6))), "rise below 1"),
-        (lambda: WindowSchedule(steps=((0.0, 4), (1.0, 5))), "rise below 1"),
-        (lambda: WindowSchedule(steps=((0.0, -1),)), "window = -1"),
-        (lambda: DecisionEngine(RESNET, ()), r"bits = \[\] must be some of 2, 4"),
-        (lambda: DecisionEngine(RESNET, (8, 3)), r"bits = \[8, 3\]"),
-        (lambda: DecisionEngine(RESNET, (8,), beta=1.0), "beta = 1.0"),
-        (lambda: DecisionEngine(RESNET, (8,), min_gain=-0.1), "min_gain = -0.1"),
-        (lambda: DecisionEngine(RESNET, (8,), smoothing=1.5), "smoothing = 1.5"),
-        (lambda: DecisionEngine(RESNET, (8,), first_gap_batches=0.0), "first_gap_batches = 0.0"),
-        (lambda: DecisionEngine(RESNET, (8,), rest_batches=0), "rest_batches = 0"),
-        (lambda: DecisionEngine(RESNET, (8,), num_batches=0), "num_batches = 0"),
-        (
-            lambda: DecisionEngine(
-                dataclasses.replace(RESNET, model_weight_bytes=0.0), (8,), allow_edge_only=True
-            ),
-            "needs model_weight_bytes",
-        ),
+        ("bits", ()),
+        ("bits", (8, 3)),
+        ("beta", 1.0),
+        ("min_gain", -0.1),
+        ("smoothing", 1.5),
+        ("first_gap_batches", 0.0),
+        ("rest_batches", 0),
+        ("num_batches", 0),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(call: object, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        call()  # type: ignore[operator]
-    assert "\n" not in str(caught.value)
+def test_settings_that_cannot_be_are_refused(key: str, value: Any) -> None:
+    refused(lambda: engine_of(**{key: value}), f"{key} =", f"{value}".strip("()"))
 
 
-def test_an_edge_with_too_little_memory_for_any_cut_is_refused_in_one_line() -> None:
-    with pytest.raises(InfeasiblePlan, match="no cut of model resnet fits into -1 bytes") as caught:
-        DecisionEngine(RESNET, (8,), edge_memory_bytes=-1.0)
-    assert "\n" not in str(caught.value)
-
-
-def test_the_edge_alone_is_no_choice_beyond_its_memory() -> None:
-    costs = dataclasses.replace(RESNET, edge_only_memory_bytes=2e6)
-    for budget, allowed in ((2e6, True), (2e6 - 1.0, False)):
-        engine = DecisionEngine(costs, (8,), allow_edge_only=True, edge_memory_bytes=budget)
-        assert any(choice.cut is None for choice in engine.choices(5)) is allowed
+def test_what_an_engine_cannot_choose_from_is_refused() -> None:
+    unknown = dataclasses.replace(RESNET, model_weight_bytes=0.0)
+    refused(lambda: engine_of(unknown, allow_edge_only=True), "resnet", "model_weight_bytes")
+    refused(lambda: engine_of(edge_memory_bytes=-1.0), "resnet", "-1 bytes", error=InfeasiblePlan)
+    refused(lambda: WindowSchedule(steps=((0.0, -1),)), "window", "-1")

@@ -10,7 +10,7 @@ from socflower.edgecloud.plan.timeline_actions import (
     decode_actions,
     encode_actions,
 )
-from socflower.errors import ConfigError
+from tests.one_line import refused
 
 ACTIONS = st.lists(
     st.builds(
@@ -37,35 +37,22 @@ def test_actions_come_back_as_they_were_sent(actions: list[Action]) -> None:
 def test_a_changed_bit_is_noticed(actions: list[Action], at: int, flip: int) -> None:
     encoded = bytearray(encode_actions(actions))
     encoded[at % len(encoded)] ^= 1 << flip
-    with pytest.raises(ConfigError):
-        decode_actions(bytes(encoded))
+    refused(lambda: decode_actions(bytes(encoded)))
 
 
 @given(actions=ACTIONS.filter(bool), lost=st.integers(1, 400))
 def test_lost_bytes_are_noticed(actions: list[Action], lost: int) -> None:
-    encoded = encode_actions(actions)
-    with pytest.raises(ConfigError, match="actions: "):
-        decode_actions(encoded[:-lost])
+    refused(lambda: decode_actions(encode_actions(actions)[:-lost]), "actions")
 
 
-@given(junk=st.binary(max_size=40))
+@given(junk=st.binary(max_size=40).filter(lambda junk: junk != encode_actions([])))
 def test_junk_is_refused(junk: bytes) -> None:
-    if junk != encode_actions([]):
-        with pytest.raises(ConfigError, match="actions: ") as caught:
-            decode_actions(junk)
-        assert "\n" not in str(caught.value)
+    refused(lambda: decode_actions(junk), "actions")
 
 
 @pytest.mark.parametrize(
-    "action",
-    [
-        Action(ActionKind.FORWARD, 2**16, 0, 0),
-        Action(ActionKind.FORWARD, 0, 2**32, 0),
-        Action(ActionKind.FORWARD, 0, 0, 2**16 - 1),
-        Action(ActionKind.FORWARD, 0, 0, 0, 32, 2**16),
-        Action(ActionKind.FORWARD, 0, -1, 0),
-    ],
+    "numbers", [(2**16, 0, 0), (0, 2**32, 0), (0, 0, 2**16 - 1), (0, 0, 0, 32, 2**16), (0, -1, 0)]
 )
-def test_what_does_not_fit_is_refused(action: Action) -> None:
-    with pytest.raises(ConfigError, match="does not fit into"):
-        encode_actions([action])
+def test_what_does_not_fit_is_refused(numbers: tuple[int, ...]) -> None:
+    action = Action(ActionKind.FORWARD, *numbers)
+    refused(lambda: encode_actions([action]), "actions", str(action))

@@ -53,10 +53,9 @@ def chain(seed: int = 0, *, dropout: float = 0.3, inplace: bool = False) -> nn.S
 
 def image_model(name: str) -> tuple[nn.Module, tuple[int, ...]]:
     """Return a model of the workloads and the shape of its samples."""
-    shape = (1, 28, 28) if name == "lenet5" else (3, 32, 32)
-    return build_model(
-        name, in_channels=shape[0], image_size=shape[1], num_classes=10, seed=5
-    ), shape
+    channels, size = (1, 28) if name == "lenet5" else (3, 32)
+    made = {"in_channels": channels, "image_size": size, "num_classes": 10, "seed": 5}
+    return build_model(name, **made), (channels, size, size)
 
 
 @dataclass(frozen=True)
@@ -140,10 +139,14 @@ def chain_split(**settings: bool | float) -> SplitModel:
 def assert_same(weights: Weights, expected: dict[str, torch.Tensor]) -> None:
     """Require the very bits."""
     assert set(weights) == set(expected)
-    different = [
-        name for name, value in expected.items() if not np.array_equal(weights[name], value.numpy())
-    ]
+    pairs = {name: (weights[name], value.numpy()) for name, value in expected.items()}
+    different = [name for name, pair in pairs.items() if not np.array_equal(*pair)]
     assert not different, f"{different} differ"
+
+
+def assert_together(pair: tuple[TorchFront, TorchBack], expected: dict[str, torch.Tensor]) -> None:
+    """Require the very bits of both halves."""
+    assert_same({**pair[0].weights(), **pair[1].weights()}, expected)
 
 
 def move(front: TorchFront, back: TorchBack, cut: int) -> None:

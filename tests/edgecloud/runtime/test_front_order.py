@@ -1,6 +1,5 @@
 """In which order the front loop goes forward and back where it may do either, and what a decision gets to see."""
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,15 +7,13 @@ from typing import Any
 from numpy.typing import NDArray
 
 from socflower.edgecloud.half_protocols import Array
-from socflower.edgecloud.plan.cuts import SplitPlan
-from socflower.edgecloud.runtime.back_loop import BackLoop
-from socflower.edgecloud.runtime.checkpoints import CheckpointStore
-from socflower.edgecloud.runtime.front_loop import DecisionInput, FrontLoop, FrontPlan
-from socflower.edgecloud.runtime.half_state import HalfState, LoopReport
-from socflower.edgecloud.stream.frames import Limits, SplitChannel, SplitMessages
+from socflower.edgecloud.runtime.front_loop import DecisionInput, FrontPlan
+from socflower.edgecloud.runtime.half_state import LoopReport
+from socflower.edgecloud.stream.frames import SplitChannel
 from socflower.wire.frame_channel import SentMessage
+from tests.edgecloud.runtime.loops import channels, plan, run_loops
 from tests.edgecloud.runtime.numpy_halves import Back, Front
-from tests.wire.memory_line import MemoryLine, lags
+from tests.wire.memory_line import lags
 
 WINDOW = 3
 
@@ -63,36 +60,20 @@ class Late(Back):
         return super().step(batch, features, labels)
 
 
-def train(
-    plan: FrontPlan, num_batches: int, longest_s: float = 0.0
-) -> tuple[Recording, LoopReport]:
-    near, far = (
-        SplitChannel(name, SplitMessages(Limits()), limits=Limits(), patience_s=20)
-        for name in ("the cloud", "the edge")
-    )
-    line = MemoryLine(near, far, lag_s=lags(1, longest_s))
-    front = Recording(near)
-    state = HalfState(front, CheckpointStore(None, "test"))
-    behind = BackLoop(HalfState(Late(front), CheckpointStore(None, "test")), [far])
-    thread = threading.Thread(target=behind.run, args=(0,))
-    thread.start()
-    FrontLoop(state, near, plan).run(0, num_batches)
-    thread.join(20)
-    assert not thread.is_alive()
-    line.close()
-    return front, state.report
+def train(how: FrontPlan, num_batches: int, longest_s: float = 0.0) -> tuple[Recording, LoopReport]:
+    ends = channels()
+    front = Recording(ends[0])
+    lag_s = lags(1, longest_s)
+    return front, run_loops(front, Late(front), how, num_batches, ends, lag_s=lag_s)
 
 
 def test_a_batch_goes_forward_after_each_update_even_if_more_gradients_have_come() -> None:
     """What F26 presupposes: two updates in a row would leave the link and the back half idle."""
-    front, _ = train(FrontPlan(split_plan=SplitPlan(cut=1, window=WINDOW)), 12)
-    start = [("forward", batch) for batch in range(WINDOW + 1)]
-    turns = [
-        turn
-        for batch in range(WINDOW + 1)
-        for turn in (("apply", batch), ("forward", batch + WINDOW + 1))
-    ]
-    assert front.order[: len(start) + len(turns)] == start + turns
+    front, _ = train(plan(WINDOW), 12)
+    order = [("forward", batch) for batch in range(WINDOW + 1)]
+    for batch in range(WINDOW + 1):
+        order += [("apply", batch), ("forward", batch + WINDOW + 1)]
+    assert front.order[: len(order)] == order
 
 
 def test_every_transfer_is_shown_to_a_decision_once() -> None:
@@ -102,31 +83,19 @@ def test_every_transfer_is_shown_to_a_decision_once() -> None:
     def decide(now: DecisionInput) -> None:
         seen.extend(now.transfers)
 
-    _, report = train(
-        FrontPlan(split_plan=SplitPlan(cut=1, window=WINDOW), decide=decide), 30, longest_s=0.003
-    )
+    _, report = train(plan(WINDOW, decide=decide), 30, longest_s=0.003)
     assert len(seen) > 20 and seen == report.transfers[: len(seen)]
 
 
 def test_no_batch_goes_forward_while_another_waits_for_the_link() -> None:
     """However wide the window: what would wait for the link takes no memory, and its weights are not older."""
-    near, far = (
-        SplitChannel(name, SplitMessages(Limits()), limits=Limits(), patience_s=20)
-        for name in ("the cloud", "the edge")
-    )
-    longest = []
+    (near, far), longest = channels(), []
 
     class Counting(Front):
         def forward(self, batch: int, *, keep_graph: bool = False) -> Array:
             longest.append(sum(kept.number > near._started for kept in near._unacknowledged))
             return super().forward(batch, keep_graph=keep_graph)
 
-    line = MemoryLine(near, far, lag_s=lambda: 0.01)  # slower than the halves
-    behind = BackLoop(HalfState(Back(), CheckpointStore(None, "test")), [far])
-    thread = threading.Thread(target=behind.run, args=(0,))
-    thread.start()
-    plan = FrontPlan(split_plan=SplitPlan(cut=1, window=8))
-    FrontLoop(HalfState(Counting(), CheckpointStore(None, "test")), near, plan).run(0, 12)
-    thread.join(20)
-    line.close()
-    assert not thread.is_alive() and len(longest) == 12 and max(longest) == 0
+    # The line is slower than the halves.
+    run_loops(Counting(), Back(), plan(8), 12, (near, far), lag_s=lambda: 0.01)
+    assert len(longest) == 12 and max(longest) == 0

@@ -1,34 +1,33 @@
 """Lists of actions done by real halves: the staleness that is asked for, and nothing done out of order."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.split_accuracy_runs.training import constant_staleness
-from socflower.edgecloud.half_protocols import Array, BackHalf, FrontHalf
+from socflower.edgecloud.half_protocols import Array
 from socflower.edgecloud.plan.timeline_actions import Action, ActionKind
 from socflower.edgecloud.runtime.feature_path import FeatureCoding
 from socflower.edgecloud.runtime.front import Samples
 from socflower.edgecloud.runtime.half_state import LoopReport
 from socflower.edgecloud.runtime.in_process import run_actions
 from socflower.edgecloud.stream.frames import SplitRefused
-from socflower.errors import ConfigError
-from socflower.wire.codecs.error_feedback import Form
 from tests.edgecloud.runtime.split_training import (
     BATCH_SIZE,
     Source,
     adam,
-    assert_same,
+    assert_together,
     chain_split,
     halves,
     sgd,
     train_locally,
 )
+from tests.one_line import refused
 
 SPLIT = chain_split()
 FORWARD, STEP, APPLY, RECUT = (
@@ -37,14 +36,6 @@ FORWARD, STEP, APPLY, RECUT = (
     ActionKind.APPLY,
     ActionKind.RECUT,
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Diary:
@@ -87,74 +78,59 @@ class Diary:
 def test_constant_staleness_is_the_window_for_all_but_the_last(
     num_batches: int, window: int, first: int
 ) -> None:
-    front, back = Diary(), Diary()
-    (report,) = run_actions(
-        constant_staleness(num_batches, window, first_batch=first), [front], [back]
-    )
-    last = first + num_batches - 1
-    assert report.staleness == {
-        batch: min(window, last - batch) for batch in range(first, first + num_batches)
-    }
-    assert report.losses == {batch: float(batch) for batch in report.staleness}
-    assert all(
-        kept == (window == 0)
-        for kind, _, *rest in front.notes
-        if kind == "forward"
-        for kept in rest
-    )
+    front, last = Diary(), first + num_batches - 1
+    actions = constant_staleness(num_batches, window, first_batch=first)
+    (report,) = run_actions(actions, [front], [Diary()])
+    batches = range(first, first + num_batches)
+    assert report.staleness == {batch: min(window, last - batch) for batch in batches}
+    assert report.losses == {batch: float(batch) for batch in batches}
+    forwards = [note for note in front.notes if note[0] == "forward"]
+    assert all(kept == (window == 0) for _, _, kept in forwards)
+
+
+CUTS = st.none() | st.integers(0, SPLIT.num_cuts - 1)
+
+
+def in_turns(cuts: list[int | None], bits: int = 32) -> list[Action]:
+    kinds = (RECUT, FORWARD, STEP, APPLY)
+    return [Action(kind, 0, batch, cut, bits) for batch, cut in enumerate(cuts) for kind in kinds]
 
 
 @settings(max_examples=10)
-@given(
-    cuts=st.lists(st.one_of(st.none(), st.integers(0, SPLIT.num_cuts - 1)), min_size=1, max_size=5)
-)
+@given(cuts=st.lists(CUTS, min_size=1, max_size=5))
 def test_window_0_through_actions_is_local_training(cuts: list[int | None]) -> None:
-    """Also where the cut moves, and where the edge trains alone for a while (None)."""
+    """Also if the cut moves, and if the edge trains alone for a while (None)."""
     losses, expected = train_locally(SPLIT, len(cuts), adam)
-    front, back = halves(SPLIT, 0, adam)
-    actions = [
-        Action(kind, 0, batch, cut)
-        for batch, cut in enumerate(cuts)
-        for kind in (RECUT, FORWARD, STEP, APPLY)
-    ]
-    (report,) = run_actions(actions, [front], [back])
+    pair = front, back = halves(SPLIT, 0, adam)
+    (report,) = run_actions(in_turns(cuts), [front], [back])
     assert [report.losses[batch] for batch in range(len(cuts))] == losses
-    assert_same({**front.weights(), **back.weights()}, expected)
+    assert_together(pair, expected)
 
 
-def test_a_window_changes_weights_and_learning_goes_on() -> None:
-    results = []
-    for window in (0, 4):
-        front, back = halves(SPLIT, 2, sgd)
-        (report,) = run_actions(constant_staleness(10, window, cut=2), [front], [back])
-        assert all(np.isfinite(loss) for loss in report.losses.values())
-        results.append(front.weights())
-    assert any(not np.array_equal(results[0][name], results[1][name]) for name in results[0])
+def learned(
+    bits: int, window: int = 1, num_batches: int = 5, source: Any = None, **coding: Any
+) -> tuple[np.ndarray, LoopReport]:
+    front, back = halves(SPLIT, 2, sgd, source or Source())
+    actions = constant_staleness(num_batches, window, cut=2, bits=bits)
+    (report,) = run_actions(actions, [front], [back], coding=FeatureCoding(**coding))
+    assert np.isfinite(list(report.losses.values())).all()
+    return front.weights()["0.weight"], report
 
 
-def test_few_bits_and_error_feedback_change_what_is_learned() -> None:
-    def train(bits: int, feedback: Form, gradient_bits: int = 32) -> np.ndarray:
-        front, back = halves(SPLIT, 2, sgd)
-        run_actions(
-            constant_staleness(5, 1, cut=2, bits=bits),
-            [front],
-            [back],
-            coding=FeatureCoding(feedback=feedback, gradient_bits=gradient_bits),
-        )
-        return front.weights()["0.weight"]
+def assert_all_differ(weights: list[np.ndarray]) -> None:
+    for one, other in combinations(weights, 2):
+        assert not np.array_equal(one, other)
 
-    exact = train(32, "none")
-    assert np.array_equal(train(32, "diagonal"), exact)  # nothing is lost, nothing is corrected
-    different = [
-        train(8, "none"),
-        train(8, "diagonal"),
-        train(8, "rank-one"),
-        train(4, "none"),
-        train(32, "none", 8),
-    ]
-    for place, weights in enumerate(different):
-        assert not any(np.array_equal(weights, other) for other in [exact, *different[:place]])
-    assert np.abs(different[0] - exact).max() < np.abs(different[3] - exact).max() < 0.5
+
+def test_windows_few_bits_and_error_feedback_change_what_is_learned() -> None:
+    exact = learned(32)[0]
+    # Nothing is lost, nothing is corrected.
+    assert np.array_equal(learned(32, feedback="diagonal")[0], exact)
+    eight, four = learned(8)[0], learned(4)[0]
+    fed = [learned(8, feedback=feedback)[0] for feedback in ("diagonal", "rank-one")]
+    windows = [learned(32, window)[0] for window in (0, 4)]
+    assert_all_differ([exact, eight, four, *fed, *windows, learned(32, gradient_bits=8)[0]])
+    assert np.abs(eight - exact).max() < np.abs(four - exact).max() < 0.5
 
 
 def repeating(batch: int) -> Samples:
@@ -162,109 +138,77 @@ def repeating(batch: int) -> Samples:
     return Source()(batch % 2)
 
 
-def test_ranges_per_sample_scale_and_changes_reach_the_halves() -> None:
-    def train(bits: int, **how: Any) -> tuple[np.ndarray, LoopReport]:
-        front, back = halves(SPLIT, 2, sgd, repeating)
-        (report,) = run_actions(
-            constant_staleness(6, 1, cut=2, bits=bits), [front], [back], coding=FeatureCoding(**how)
-        )
-        return front.weights()["0.weight"], report
+ELEMENTS = BATCH_SIZE * SPLIT.cuts[2].feature_elements
+DELTAS = {"delta_bytes": 1 << 20}
+ALL_OF_IT = {"grouping": "sample", "scale": "mean-loss", "feedback": "rank-one", **DELTAS}
 
-    exact, plain = train(32)
-    others = [
-        train(4, **how)[0]
-        for how in (
-            {},
-            {"grouping": "sample"},
-            {"delta_bytes": 1 << 20},
-            {"feedback": "diagonal"},
-            {"feedback": "diagonal", "scale": "mean-loss"},
-        )
-    ]
-    for place, weights in enumerate(others):
-        assert not any(np.array_equal(weights, other) for other in [exact, *others[:place]])
-    assert np.array_equal(
-        train(32, grouping="sample", delta_bytes=1 << 20, scale="mean-loss", feedback="rank-one")[
-            0
-        ],
-        exact,
-    )  # nothing is lost, whatever is made of it
-    elements = BATCH_SIZE * SPLIT.cuts[2].feature_elements
-    assert set(plain.feature_bytes.values()) == {4 * elements}
-    assert set(train(4)[1].feature_bytes.values()) == {elements // 2 + 8}
+
+def test_ranges_per_sample_scale_and_changes_reach_the_halves() -> None:
+    exact, plain = learned(32, 1, 6, repeating)
+    fed = {"feedback": "diagonal"}
+    hows: tuple[dict[str, Any], ...] = (
+        {},
+        {"grouping": "sample"},
+        DELTAS,
+        fed,
+        {**fed, "scale": "mean-loss"},
+    )
+    others = [learned(4, 1, 6, repeating, **how) for how in hows]
+    assert_all_differ([exact, *(weights for weights, _ in others)])
+    # Nothing is lost, whatever is made of it.
+    assert np.array_equal(learned(32, 1, 6, repeating, **ALL_OF_IT)[0], exact)
+    assert set(plain.feature_bytes.values()) == {4 * ELEMENTS}
+    assert set(others[0][1].feature_bytes.values()) == {ELEMENTS // 2 + 8}
 
 
 def test_changes_take_fewer_bytes_once_all_samples_are_known() -> None:
-    front, back = halves(SPLIT, 2, sgd, repeating)
-    (report,) = run_actions(
-        constant_staleness(6, 1, cut=2, bits=2),
-        [front],
-        [back],
-        coding=FeatureCoding(delta_bytes=1 << 20),
-    )
-    elements = BATCH_SIZE * SPLIT.cuts[2].feature_elements
-    first, later = (
-        elements + 8 + 16,
-        elements // 4 + 8 + 16,
-    )  # 8 bits, then 2; a range, and what keeps both ends alike
+    _, report = learned(2, 1, 6, repeating, **DELTAS)
+    # 8 bits, then 2; a range, and what keeps both ends alike.
+    first, later = (ELEMENTS // part + 8 + 16 for part in (1, 4))
     assert report.feature_bytes == {batch: first if batch < 2 else later for batch in range(6)}
 
 
 def test_changes_that_arrive_out_of_order_are_refused() -> None:
     front, back = halves(SPLIT, 2, sgd, repeating)
-    actions = [
-        act(FORWARD, cut=2, window=1),
-        act(FORWARD, 1, cut=2, window=1),
-        act(STEP, 1, cut=2, window=1),
-    ]
-    with pytest.raises(
-        SplitRefused, match="batch 1 of party 0: delta coding: message 1 was made in another state"
-    ):
-        run_actions(actions, [front], [back], coding=FeatureCoding(delta_bytes=1 << 20))
+    steps = [(FORWARD, 0), (FORWARD, 1), (STEP, 1)]
+    actions = [act(kind, batch, cut=2, window=1) for kind, batch in steps]
+    refused(
+        lambda: run_actions(actions, [front], [back], coding=FeatureCoding(**DELTAS)),
+        "batch 1",
+        "party 0",
+        "message 1",
+        error=SplitRefused,
+    )
 
 
 def test_a_recut_forgets_what_was_sent_of_other_layers() -> None:
     front, back = halves(SPLIT, 2, sgd, repeating)
-    actions = [
-        Action(kind, 0, batch, cut, 4)
-        for batch, cut in enumerate([2, 2, 3, 3, 2, 2])
-        for kind in (RECUT, FORWARD, STEP, APPLY)
-    ]
-    (report,) = run_actions(actions, [front], [back], coding=FeatureCoding(delta_bytes=1 << 20))
-    in_full = BATCH_SIZE * SPLIT.cuts[2].feature_elements + 8 + 16
-    assert report.feature_bytes[4] == report.feature_bytes[5] == in_full == report.feature_bytes[0]
-    assert all(np.isfinite(loss) for loss in report.losses.values())
+    actions = in_turns([2, 2, 3, 3, 2, 2], 4)
+    (report,) = run_actions(actions, [front], [back], coding=FeatureCoding(**DELTAS))
+    assert [report.feature_bytes[batch] for batch in (0, 4, 5)] == [ELEMENTS + 8 + 16] * 3
+    assert np.isfinite(list(report.losses.values())).all()
 
 
 def test_features_that_are_not_finite_end_the_training() -> None:
-    front, back = halves(
-        SPLIT, 2, sgd, lambda batch: (Source()(batch)[0] * float("nan"), *Source()(batch)[1:])
-    )
-    with pytest.raises(
-        ConfigError, match="features of batch 0: hold NaN, so the training has diverged"
-    ):
-        run_actions([act(FORWARD, cut=2)], [front], [back])
+    def source(batch: int) -> Samples:
+        inputs, labels, ids = Source()(batch)
+        return inputs * float("nan"), labels, ids
+
+    front, back = halves(SPLIT, 2, sgd, source)
+    refused(lambda: run_actions([act(FORWARD, cut=2)], [front], [back]), "batch 0", "NaN")
 
 
-def test_parties_share_a_back_half_in_turns_or_in_one_step() -> None:
-    fronts, back = [Diary(), Diary()], Diary()
-    turns = [
-        Action(kind, party, batch, 0)
-        for batch in range(3)
-        for party in range(2)
-        for kind in (FORWARD, STEP, APPLY)
-    ]
-    run_actions(turns, fronts, [back])
-    assert back.notes == [("step", batch, 1) for batch in range(3) for _ in range(2)]
-    back.notes.clear()
-    joined = [
-        Action(kind, party, batch, 0)
-        for batch in range(3)
-        for kind in (FORWARD, STEP, APPLY)
-        for party in range(2)
-    ]
-    run_actions(joined, fronts, [back], joined=True)
-    assert back.notes == [("step", batch, 2) for batch in range(3)]
+@pytest.mark.parametrize("joined", [False, True])
+def test_parties_share_a_back_half_in_turns_or_in_one_step(joined: bool) -> None:
+    kinds, parties = (FORWARD, STEP, APPLY), range(2)
+    turns = [(kind, party) for party in parties for kind in kinds]
+    together = [(kind, party) for kind in kinds for party in parties]
+    order = together if joined else turns
+    actions = [Action(kind, party, batch, 0) for batch in range(3) for kind, party in order]
+    back = Diary()
+    run_actions(actions, [Diary(), Diary()], [back], joined=joined)
+    parts = 2 if joined else 1
+    assert back.notes == [("step", batch, parts) for batch in range(3) for _ in range(2 // parts)]
 
 
 def act(
@@ -273,45 +217,36 @@ def act(
     return Action(kind, party, batch, cut, 32, window)
 
 
+BOTH = [act(FORWARD), act(FORWARD, party=1)]
+AHEAD = [act(FORWARD, batch, party, window=1) for batch, party in ((0, 0), (1, 0), (1, 1))]
+
+
 @pytest.mark.parametrize(
-    ("actions", "match"),
+    ("actions", "joined", "named"),
     [
-        ([act(STEP)], "STEP of batch 0, party 0, comes before its FORWARD"),
-        ([act(FORWARD), act(APPLY)], "APPLY of batch 0, party 0, comes before its STEP"),
-        (
-            [act(FORWARD), act(STEP), act(STEP)],
-            "STEP of batch 0, party 0, comes before its FORWARD, or twice",
-        ),
-        ([act(FORWARD)], r"the actions end while batches \[0\] of party 0 are in flight"),
-        (
-            [act(FORWARD), act(RECUT, 1, cut=1)],
-            r"RECUT of batch 1, party 0, comes while batches \[0\] are in flight",
-        ),
-        ([act(FORWARD, cut=1)], "is for cut 1, the model is cut at 0; a RECUT must come before"),
-        ([act(FORWARD, party=2)], "is of a party that is not there; they are 0 to 1"),
-        ([act(FORWARD, cut=None)], "is to be done at the edge alone, but the model is cut at 0"),
-        ([act(RECUT, cut=None)], "which this front half cannot have"),
-        ([act(RECUT, cut=1)], "a back half that other parties share"),
+        ([act(STEP)], False, ["STEP of batch 0, party 0", "FORWARD"]),
+        ([act(FORWARD), act(APPLY)], False, ["APPLY of batch 0, party 0", "STEP"]),
+        ([act(FORWARD), act(STEP), act(STEP)], False, ["STEP of batch 0, party 0", "FORWARD"]),
+        ([act(FORWARD)], False, ["[0]", "party 0"]),
+        ([act(FORWARD), act(RECUT, 1, cut=1)], False, ["RECUT of batch 1, party 0", "[0]"]),
+        ([act(FORWARD, cut=1)], False, ["cut 1", "0", "RECUT"]),
+        ([act(FORWARD, party=2)], False, ["party 2", "0 to 1"]),
+        ([act(FORWARD, cut=None)], False, ["edge alone", "0"]),
+        ([act(RECUT, cut=None)], False, ["RECUT"]),
+        ([act(RECUT, cut=1)], False, ["back half", "share"]),
+        ([*BOTH, act(STEP, party=1)], True, ["STEP of batch 0, party 1", "joined"]),
+        ([*AHEAD, act(STEP, 0, window=1), act(STEP, 1, 1)], True, ["STEP of batch 1, party 1"]),
     ],
 )
-def test_actions_in_no_possible_order_are_refused(actions: list[Action], match: str) -> None:
+def test_actions_in_no_possible_order_are_refused(
+    actions: list[Action], joined: bool, named: list[str]
+) -> None:
     fronts, backs = [Diary(), Diary()], [Diary()]
-    with pytest.raises(ConfigError, match=match):
-        run_actions(actions, fronts, backs)
+    refused(lambda: run_actions(actions, fronts, backs, joined=joined), *named)
 
 
-def test_joined_steps_are_in_party_order_and_of_one_batch() -> None:
-    fronts: list[FrontHalf] = [Diary(), Diary()]
-    backs: list[BackHalf] = [Diary()]
-    both = [act(FORWARD), act(FORWARD, party=1)]
-    with pytest.raises(ConfigError, match="out of turn in a joined step"):
-        run_actions([*both, act(STEP, party=1)], fronts, backs, joined=True)
-    ahead = [act(FORWARD, window=1), act(FORWARD, 1, window=1), act(FORWARD, 1, party=1, window=1)]
-    with pytest.raises(ConfigError, match="STEP of batch 1, party 1, is out of turn"):
-        run_actions(
-            [*ahead, act(STEP, 0, window=1), act(STEP, 1, party=1)], fronts, backs, joined=True
-        )
-    with pytest.raises(ConfigError, match="3 back halves for 2 parties"):
-        run_actions([], fronts, [Diary(), Diary(), Diary()])
-    with pytest.raises(ConfigError, match="2 back halves for 2 parties"):
-        run_actions([], fronts, [Diary(), Diary()], joined=True)
+@pytest.mark.parametrize(("count", "joined"), [(3, False), (2, True)])
+def test_as_many_back_halves_as_parties_or_one(count: int, joined: bool) -> None:
+    fronts, backs = [Diary(), Diary()], [Diary() for _ in range(count)]
+    named = f"{count} back halves", "2 parties"
+    refused(lambda: run_actions([], fronts, backs, joined=joined), *named)

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from socflower.edgecloud.plan.cuts import SplitCosts
 from socflower.edgecloud.runtime.measuring import (
     Measuring,
     both_parts,
@@ -21,19 +21,11 @@ from socflower.edgecloud.runtime.measuring import (
     monotone,
     to_document,
 )
-from socflower.errors import ConfigError
 from socflower.model_graph.cut_points import capture_split
 from tests.edgecloud.runtime.split_training import adam, chain, chain_split, image_model, sgd
+from tests.one_line import refused
 
 HOW = Measuring(optimizer=adam, batch_size=4, num_repeats=2, num_warm_ups=1)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5))
@@ -84,13 +76,9 @@ def test_what_counts_is_the_median_of_the_repeats_after_warm_ups() -> None:
     assert how.seconds(lambda: calls.append(0)) == 3.0 and len(calls) == 8
 
 
-def test_what_is_touched_between_two_runs_is_not_timed() -> None:
-    how = Measuring(
-        optimizer=adam, batch_size=1, num_repeats=1, num_warm_ups=1, at_least_s=4.5, clock=Clock()
-    )
+def test_runs_that_last_less_than_asked_for_are_repeated() -> None:
+    how = replace(SMALL, at_least_s=4.5, clock=Clock())
     assert how.seconds(lambda: None) == pytest.approx((1 + 2 + 3) / 3)
-    with pytest.raises(ConfigError, match="evict_bytes = -1"):
-        replace(how, evict_bytes=-1)
 
 
 def test_costs_of_a_small_model_are_complete_and_leave_it_as_it_was() -> None:
@@ -150,46 +138,60 @@ def test_the_cloud_is_measured_there() -> None:
     cloud_s = measure_cloud(split, HOW)
     costs = measure_costs(split, HOW, cloud_s=cloud_s)
     assert tuple(cut.cloud_s for cut in costs.cuts) == cloud_s
-    with pytest.raises(
-        ConfigError, match="1 seconds of the cloud for 5 cuts; measure the same model there"
-    ):
-        measure_costs(split, HOW, cloud_s=[1.0])
+    refused(lambda: measure_costs(split, HOW, cloud_s=[1.0]), "1", "5 cuts")
 
 
-def test_costs_come_back_from_json_and_what_is_no_costs_does_not() -> None:
-    costs = measure_costs(
-        chain_split(), Measuring(optimizer=sgd, batch_size=2, num_repeats=1, num_warm_ups=1)
-    )
+SMALL = Measuring(optimizer=sgd, batch_size=2, num_repeats=1, num_warm_ups=1)
+
+
+@pytest.fixture(scope="module")
+def costs() -> SplitCosts:
+    return measure_costs(chain_split(), SMALL)
+
+
+def test_costs_come_back_from_json(costs: SplitCosts) -> None:
+    assert from_document(json.loads(json.dumps(to_document(costs)))) == costs
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"kind": None}, ["kind None"]),
+        ({"schema": 2}, ["schema 2"]),
+        ({"speed": 1}, ["speed"]),
+        ({"cuts": 3}, ["cuts"]),
+        ({"edge_only_s": ...}, ["edge_only_s"]),
+        ({"codec_s_per_element": {"few": 1.0}}, ["few"]),
+        ({"edge_forward_s": "1"}, ["cuts", "0", "edge_forward_s"]),
+        ({"front_trains": 1}, ["front_trains"]),
+        ({"edge_forward_s": -1.0}, ["edge_forward_s", "-1"]),
+    ],
+)
+def test_what_is_no_costs_is_refused(
+    costs: SplitCosts, change: dict[str, Any], named: list[str]
+) -> None:
     document: dict[str, Any] = json.loads(json.dumps(to_document(costs)))
-    assert from_document(document) == costs
     cut = document["cuts"][0]
-    for wrong, match in (
-        ({}, "kind None"),
-        ({**document, "schema": 2}, "with schema 2, it should be"),
-        ({**document, "speed": 1}, "speed: Unexpected"),
-        ({**document, "cuts": 3}, "cuts: .* valid array"),
-        (
-            {**document, "cuts": [{**cut, "edge_forward_s": "1"}]},
-            r"cuts\.0\.edge_forward_s: .* valid number",
-        ),
-        ({**document, "cuts": [{**cut, "front_trains": 1}]}, "front_trains: .* valid boolean"),
-        ({**document, "cuts": [{**cut, "edge_forward_s": -1.0}]}, "must be 0 or more"),
-        (
-            {key: value for key, value in document.items() if key != "edge_only_s"},
-            "edge_only_s: Field required",
-        ),
-        ({**document, "codec_s_per_element": {"few": 1.0}}, "few.*valid integer"),
-    ):
-        with pytest.raises(ConfigError, match=match) as error:
-            from_document(wrong)
-        assert "\n" not in str(error.value)
+    if change.keys() <= cut.keys():
+        document["cuts"] = [{**cut, **change}]
+    else:
+        document |= change
+    kept = {key: value for key, value in document.items() if value is not ...}
+    refused(lambda: from_document(kept), *named)
 
 
-@pytest.mark.parametrize("key", ["batch_size", "num_repeats", "num_warm_ups"])
-def test_measuring_nothing_is_refused(key: str) -> None:
-    settings_of: dict[str, Any] = {"batch_size": 1, "num_repeats": 1, "num_warm_ups": 1, key: 0}
-    with pytest.raises(ConfigError, match=f"{key} = 0"):
-        Measuring(optimizer=adam, **settings_of)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("batch_size", 0),
+        ("num_repeats", 0),
+        ("num_warm_ups", 0),
+        ("evict_bytes", -1),
+        ("at_least_s", -1),
+    ],
+)
+def test_measuring_nothing_is_refused(key: str, value: int) -> None:
+    refused(lambda: replace(SMALL, **{key: value}), f"{key} = {value}")
     assert np.isfinite(HOW.seconds(lambda: None))
 
 
@@ -201,10 +203,6 @@ def test_a_timing_may_be_a_mean_over_as_many_runs_as_last_long_enough() -> None:
         runs[0] += 1
         now_s[0] += 9.0 if runs[0] % 4 == 0 else 1.0
 
-    single = Measuring(
-        optimizer=sgd, batch_size=4, num_repeats=7, num_warm_ups=1, clock=lambda: now_s[0]
-    )
+    single = replace(SMALL, num_repeats=7, clock=lambda: now_s[0])
     assert single.seconds(work) == 1.0
-    assert replace(single, at_least_s=1200.0).seconds(work) == pytest.approx(3.0, rel=0.01)
-    with pytest.raises(ConfigError, match="at_least_s = -1 must be 0 or more"):
-        replace(single, at_least_s=-1)
+    assert replace(single, at_least_s=300.0).seconds(work) == pytest.approx(3.0, rel=0.02)

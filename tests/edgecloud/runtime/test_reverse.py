@@ -1,9 +1,6 @@
 """A generator whose first layers, which have the codes, are in the cloud, and whose last ones are with the images."""
 
-from collections.abc import Iterator
-
 import numpy as np
-import pytest
 import torch
 from torch import nn
 
@@ -16,14 +13,6 @@ from tests.edgecloud.runtime.split_training import adam, assert_same, falling, t
 from tests.seeded import built
 
 NUM_BATCHES = 6
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def decoder() -> nn.Module:

@@ -1,6 +1,6 @@
 """Several fronts hold different features of the same samples: together they are one model with several inputs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -17,14 +17,6 @@ from tests.edgecloud.runtime.split_training import LOSS, adam, falling
 from tests.seeded import built
 
 NUM_BATCHES, SIZES = 6, (3, 5)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def parts(batch: int) -> tuple[list[torch.Tensor], np.ndarray]:

@@ -20,10 +20,10 @@ from socflower.edgecloud.stream.frames import (
     SplitMessages,
     digest_of_ids,
 )
-from socflower.errors import ConfigError
 from socflower.wire.arrays import MalformedBytes
 from socflower.wire.codecs.delta_coding import DeltaReceiver, DeltaSender
 from socflower.wire.codecs.quantisation import decode, encode
+from tests.one_line import refused
 
 DTYPES = st.sampled_from(
     ["float16", "float32", "float64", "int8", "int64", "uint8", "uint16", "bool"]
@@ -53,77 +53,48 @@ def across(message: Message) -> Any:
 def test_features_and_gradients_cross_bit_for_bit(
     features: Any, labels: Any, bits: int, grouping: Any
 ) -> None:
-    ids = np.arange(len(features))
-    encoded = encode(features, bits, grouping=grouping)
-    found = across(
-        Features(
-            batch=7,
-            cut=2,
-            encoded=encoded,
-            labels=labels,
-            ids_digest=digest_of_ids(ids),
-            answer_bits=8,
-        )
-    )
-    assert (found.batch, found.cut, found.answer_bits, found.ids_digest) == (
-        7,
-        2,
-        8,
-        digest_of_ids(ids),
-    )
+    encoded, digest = encode(features, bits, grouping=grouping), digest_of_ids(np.arange(3))
+    head = {"batch": 7, "cut": 2, "answer_bits": 8, "ids_digest": digest}
+    found = across(Features(encoded=encoded, labels=labels, **head))
+    assert {name: getattr(found, name) for name in head} == head
     assert decode(found.encoded).tobytes() == decode(encoded).tobytes()
     assert found.labels.dtype == labels.dtype and found.labels.tobytes() == labels.tobytes()
     back = across(GradientFrame(batch=7, encoded=encoded, loss=0.1))
     assert back.loss == 0.1 and decode(back.encoded).tobytes() == decode(encoded).tobytes()
 
 
-@given(
-    labels=st.recursive(
-        ARRAYS,
-        lambda part: (
-            st.lists(part, max_size=3) | st.dictionaries(st.text(max_size=3), part, max_size=3)
-        ),
-        max_leaves=6,
-    )
-)
+def nested(part: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.lists(part, max_size=3) | st.dictionaries(st.text(max_size=3), part, max_size=3)
+
+
+def plain(part: Any) -> Any:
+    if isinstance(part, dict):
+        return {key: plain(each) for key, each in part.items()}
+    if isinstance(part, list):
+        return [plain(each) for each in part]
+    return part.dtype, part.shape, part.tobytes()
+
+
+@given(labels=st.recursive(ARRAYS, nested, max_leaves=6))
 @settings(max_examples=8)
 def test_labels_of_any_form_cross_bit_for_bit(labels: Any) -> None:
-    def plain(part: Any) -> Any:
-        if isinstance(part, dict | list):
-            return (
-                {key: plain(each) for key, each in part.items()}
-                if isinstance(part, dict)
-                else [*map(plain, part)]
-            )
-        return part.dtype, part.shape, part.tobytes()
-
     encoded = encode(np.ones((2, 3), np.float32), 32)
-    found = across(
-        Features(batch=0, cut=0, encoded=encoded, labels=labels, ids_digest=b"", answer_bits=32)
-    )
-    assert (
-        plain(found.labels) == plain(labels) and decode(found.encoded).tolist() == [[1.0] * 3] * 2
-    )
+    found = across(Features(batch=0, cut=0, encoded=encoded, labels=labels, ids_digest=b""))
+    assert plain(found.labels) == plain(labels)
+    assert decode(found.encoded).tolist() == [[1.0] * 3] * 2
 
 
 def test_features_by_sample_cross_with_their_ids() -> None:
     sender, receiver = DeltaSender(max_bytes=10_000), DeltaReceiver(max_bytes=10_000)
     ids = np.array([3, 5, 9])
+    how = {"memory_bytes": 10_000, "grouping": "tensor"}
     for scale in (1, 2, 3):
         message, decoded = sender.encode(ids, np.full((3, 4), scale, np.float32), 4)
-        sent = DeltaFeatures(
-            message=message, sample_ids=ids, memory_bytes=10_000, grouping="tensor"
-        )
-        found = across(
-            Features(
-                batch=0, cut=0, labels=np.arange(3), ids_digest=digest_of_ids(ids), encoded=sent
-            )
-        ).encoded
-        assert (found.memory_bytes, found.grouping, found.sample_ids.tolist()) == (
-            10_000,
-            "tensor",
-            [3, 5, 9],
-        )
+        sent = DeltaFeatures(message=message, sample_ids=ids, **how)  # type: ignore[arg-type]
+        head = {"batch": 0, "cut": 0, "labels": np.arange(3), "ids_digest": b""}
+        found = across(Features(encoded=sent, **head)).encoded  # type: ignore[arg-type]
+        assert {name: getattr(found, name) for name in how} == how
+        assert found.sample_ids.tolist() == ids.tolist()
         assert receiver.decode(found.sample_ids, found.message).tobytes() == decoded.tobytes()
 
 
@@ -147,9 +118,6 @@ def test_garbage_is_a_message_or_refused_and_nothing_else(head: bytes, body: byt
         assert "\n" not in str(refused)
 
 
-@pytest.mark.parametrize(
-    "limits", [{"max_tensor_bytes": 0}, {"max_weights_bytes": 0}, {"credit_bytes": 0}]
-)
-def test_limits_that_cannot_be_are_refused(limits: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(limits))):
-        Limits(**limits)
+@pytest.mark.parametrize("key", ["max_tensor_bytes", "max_weights_bytes", "credit_bytes"])
+def test_limits_that_cannot_be_are_refused(key: str) -> None:
+    refused(lambda: Limits(**{key: 0}), f"{key} = 0")
