@@ -273,7 +273,8 @@ def test_a_benchmark_runs_as_a_process_whatever_else_it_prints(
     row |= {"ratio": 2.0, "limit": None}
     programs = {"harness": "", "broken": "print('{')\nraise SystemExit(3)\n"}
     for name, is_right in (("noisy", True), ("wrong", False)):
-        document = json.dumps({"schema": 1, "machine": {}, "rows": [{**row, "ok": is_right}]})
+        rows = [{**row, "ok": is_right}]
+        document = json.dumps({"schema": 1, "machine": {}, "rows": rows}, indent=2)
         programs[name] = f"print('a peer: {{ and')\nprint({document!r})\n"
     folder = tmp_path / "benchmarks"
     folder.mkdir()
