@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.one_line import one_line
+
 
 class Ran(NamedTuple):
     status: int
@@ -17,20 +19,27 @@ class Ran(NamedTuple):
 Socflower = Callable[..., Ran]
 
 
+def is_mistake(ran: Ran, *named: object, status: int = 2) -> None:
+    """Require that a command ended with one line on standard error that has each of `named`, and nothing else."""
+    assert (ran.status, ran.out) == (status, "")
+    assert ran.err.startswith("error: ") and ran.err.endswith("\n")
+    one_line(ran.err[:-1], *named)
+
+
 @pytest.fixture
 def socflower(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> Iterator[Socflower]:
-    """The command, without a new interpreter, in a folder of its own."""
+    """The command, without a new interpreter, in a folder of its own: `socflower("run case.toml", "--out", out)`."""
     from socflower.cli import main as cli  # here: most tests start no command
     from socflower.user_code import forgotten_modules
 
     monkeypatch.chdir(tmp_path)
 
-    def run(*arguments: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["socflower", *map(str, arguments)])
+    def run(command: str, *arguments: object) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["socflower", *command.split(), *map(str, arguments)])
         capsys.readouterr()
         try:
             cli.main()

@@ -1,5 +1,6 @@
 """What a refused call says: one line that names what is wrong."""
 
+import tomllib
 from collections.abc import Callable
 
 import pytest
@@ -21,3 +22,9 @@ def one_line(text: str, *named: object) -> str:
     assert text and "\n" not in text
     assert not [each for each in named if str(each) not in text], text
     return text
+
+
+def last_key(toml: str) -> str:
+    """Return the key and value of a text's last line as a refusal has them: "epochs = 0"."""
+    ((key, value),) = tomllib.loads(toml.splitlines()[-1]).items()
+    return f"{key} = {value!r}"

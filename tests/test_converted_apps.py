@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from socflower.cli import main as cli
 from socflower.cluster.cluster_file import load_cluster
 from socflower.engines.deployment.private_network import MACHINE_NETWORK, Network
 from socflower.engines.deployment.superlink import CONNECTION, local_flower
 from socflower.engines.local.run_app import load_flower_app, run_app
 from socflower.scenario.app.deployed import node_configs
 from socflower.scenario.schema.file import parse_scenario
+from tests.command_line import Socflower
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 RACK = EXAMPLES / "pytorch_quickstart" / "rack.toml"
@@ -130,29 +130,11 @@ def test_few_statements_change(name: str) -> None:
     assert 0 < num_changed <= MOST_CHANGED_STATEMENTS
 
 
-def run_by_the_command(app: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Weights:
+def run_by_the_command(app: Path, folder: Path, socflower: Socflower) -> Weights:
     """Return the weights after `socflower run APP`."""
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        [
-            "socflower",
-            "run",
-            str(app),
-            "--cluster",
-            str(RACK),
-            "--workers",
-            "0",
-            "--out",
-            str(tmp_path / "out"),
-            "--set",
-            f'final-model="{tmp_path / "command.pt"}"',
-        ],
-    )
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert not ended.value.code
-    return weights_of(tmp_path / "command.pt")
+    command = f"run {app} --cluster {RACK} --workers 0 --out out --set"
+    assert socflower(command, f'final-model="{folder / "command.pt"}"').status == 0
+    return weights_of(folder / "command.pt")
 
 
 def test_it_learns_on_the_local_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,11 +147,11 @@ def test_it_learns_on_the_local_engine(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.slow
 @pytest.mark.parametrize("name", APPS)
 def test_the_command_ends_with_the_same_weights(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, socflower: Socflower
 ) -> None:
     app = EXAMPLES / name / "after"
     assert_equal(
-        run_by_the_command(app, tmp_path, monkeypatch), run_here(app, tmp_path / "called.pt")
+        run_by_the_command(app, tmp_path, socflower), run_here(app, tmp_path / "called.pt")
     )
 
 

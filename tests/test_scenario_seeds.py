@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from socflower.scenario.schema.config import STRATEGIES
-from tests.test_scenarios import NEED_PROCESSES, SMALL, socflower, socflower_here
+from tests.command_line import Socflower
+from tests.test_scenarios import NEED_PROCESSES, SMALL, document_of, in_a_process
 
 PER_RUN_S = 1200.0
 
@@ -65,38 +66,26 @@ def other_seeds(scenario: Path) -> list[int]:
 
 
 def run(
-    scenario: Path,
-    seed: int,
-    out: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    *options: str,
+    scenario: Path, seed: int, out: Path, socflower: Socflower, *options: str
 ) -> dict[str, Any]:
     """Return what the command says of the scenario: a comparison where its claims are about other strategies too."""
-    arguments = [str(scenario), "--set", f"seed={seed}", "--out", str(out), "--json", *options]
-    claims = scenario.read_text().rpartition("[expect]")[2]
+    text = scenario.read_text()
+    claims = text.rpartition("[expect]")[2]
     others = [
         name for name in STRATEGIES if any(f"{link}_{name} " in claims for link in ("over", "to"))
     ]
+    command = "run"
     if others:
-        own = (
-            scenario.read_text()
-            .partition("[strategy]")[2]
-            .split('name = "', 1)[1]
-            .partition('"')[0]
-        )
-        arguments = ["compare", *arguments, "--strategies", ",".join([own, *others])]
-    else:
-        arguments = ["run", *arguments]
+        own = text.partition("[strategy]")[2].split('name = "', 1)[1].partition('"')[0]
+        command = f"compare --strategies {','.join([own, *others])}"
+    words = [*command.split(), str(scenario), "--set", f"seed={seed}", "--out", str(out), "--json"]
     if scenario.stem in NEED_PROCESSES or "deployment" in options:
-        ran = socflower(*arguments, timeout_s=PER_RUN_S)
-        status, said, err = ran.returncode, ran.stdout, ran.stderr
+        ran = in_a_process(*words, *options, timeout_s=PER_RUN_S)
     else:
-        status, said, err = socflower_here(monkeypatch, capsys, *arguments, "--workers", "0")
-    assert status == 0, (
-        f"seed {seed}: {[claim for claim in _claims(said) if not claim['holds']]}\n{err[-2000:]}"
-    )
-    document: dict[str, Any] = json.loads(said)
+        ran = socflower(" ".join(words), *options, "--workers", "0")
+    failed = [claim for claim in _claims(ran.out) if not claim["holds"]]
+    assert ran.status == 0, f"seed {seed}: {failed}\n{ran.err[-2000:]}"
+    document = document_of(ran)
     assert document["expectations"] and all(claim["holds"] for claim in document["expectations"])
     return {**document, **document["rows"][0]} if others else document
 
@@ -109,13 +98,10 @@ def _claims(said: str) -> list[dict[str, Any]]:
 @pytest.mark.timeout(4 * PER_RUN_S)
 @pytest.mark.parametrize("scenario", SMALL, ids=lambda path: path.stem)
 def test_claims_hold_for_every_seed_and_seeds_differ(
-    scenario: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    scenario: Path, tmp_path: Path, socflower: Socflower
 ) -> None:
     seeds = other_seeds(scenario)
-    results = [run(scenario, seed, tmp_path / str(seed), monkeypatch, capsys) for seed in seeds]
+    results = [run(scenario, seed, tmp_path / str(seed), socflower) for seed in seeds]
     assert [result["seed"] for result in results] == seeds
     assert len({result["weights_sha256"] for result in results}) == len(seeds)
     times_s = {result["virtual_s"] for result in results}
@@ -127,14 +113,10 @@ def test_claims_hold_for_every_seed_and_seeds_differ(
 
 @pytest.mark.slow
 @pytest.mark.timeout(4 * PER_RUN_S)
-def test_claims_of_a_deployment_hold_for_every_seed(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_claims_of_a_deployment_hold_for_every_seed(tmp_path: Path, socflower: Socflower) -> None:
     scenario = next(path for path in SMALL if path.stem == "deployment_digits")
     results = [
-        run(scenario, seed, tmp_path / str(seed), monkeypatch, capsys, "--engine", "deployment")
+        run(scenario, seed, tmp_path / str(seed), socflower, "--engine", "deployment")
         for seed in other_seeds(scenario)
     ]
     assert all(result["engine"] == "deployment" for result in results)

@@ -4,13 +4,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from socflower.cli import main as cli
+from tests.command_line import Ran, Socflower
 
 ROOT = Path(__file__).parents[1]
 SOCFLOWER = Path(sysconfig.get_path("scripts")) / "socflower"
@@ -26,9 +26,10 @@ processes change nothing is tested elsewhere."""
 DATA = Path(os.environ.get("SOCFLOWER_DATA", ROOT.parent / "shared" / "data"))
 
 
-def socflower(*arguments: str, timeout_s: float) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [SOCFLOWER, *arguments],
+def in_a_process(*words: str, timeout_s: float) -> Ran:
+    """Run the command in a process of its own, in the repository."""
+    ran = subprocess.run(
+        [SOCFLOWER, *words],
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -36,23 +37,12 @@ def socflower(*arguments: str, timeout_s: float) -> "subprocess.CompletedProcess
         env={**os.environ, "SOCFLOWER_DATA": str(DATA)},
         check=False,
     )
+    return Ran(ran.returncode, ran.stdout, ran.stderr)
 
 
-def socflower_here(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    *arguments: str,
-) -> tuple[int, str, str]:
-    """Return status, output and errors of the command, without a new interpreter."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["socflower", *arguments])
-    capsys.readouterr()
-    try:
-        cli.main()
-        status = 0
-    except SystemExit as end:
-        status = int(end.code or 0)
-    return status, *capsys.readouterr()
+def document_of(ran: Ran) -> dict[str, Any]:
+    assert ran.status == 0, ran.err[-2000:]
+    return dict(json.loads(ran.out))
 
 
 @pytest.mark.timeout(900)
@@ -65,28 +55,20 @@ def socflower_here(
     ],
 )
 def test_the_claim_of_each_scenario_holds(
-    scenario: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    scenario: Path, tmp_path: Path, socflower: Socflower
 ) -> None:
-    command = ("run", str(scenario), "--out", str(tmp_path), "--json")
+    command = f"run {scenario} --out {tmp_path}/out --json"
     if scenario.stem in NEED_PROCESSES:
-        ran = socflower(*command, timeout_s=240.0)
-        status, out, err = ran.returncode, ran.stdout, ran.stderr
+        ran = in_a_process(*command.split(), timeout_s=240.0)
     else:
-        status, out, err = socflower_here(monkeypatch, capsys, *command, "--workers", "0")
-    assert status == 0, err[-2000:]
-    result = json.loads(out)
-    assert result == json.loads((tmp_path / "result.json").read_text())
+        ran = socflower(f"{command} --workers 0")
+    result = document_of(ran)
+    assert result == json.loads((tmp_path / "out" / "result.json").read_text())
     assert result["expectations"]
     assert all(claim["holds"] is not False for claim in result["expectations"])
     assert any(claim["holds"] for claim in result["expectations"])
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "result.json",
-        "trace.json",
-        "report.html",
-    }
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert files == {"result.json", "trace.json", "report.html"}
 
 
 @pytest.mark.parametrize("scenario", [*SMALL, *FULL], ids=lambda path: path.stem)
@@ -100,48 +82,17 @@ def test_each_scenario_opens_with_a_question_and_ends_with_a_claim(scenario: Pat
 
 
 @pytest.mark.timeout(900)
-def test_local_and_simulation_give_equal_weights(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_local_and_simulation_give_equal_weights(tmp_path: Path, socflower: Socflower) -> None:
     """Two Snapdragon groups with a split batch, on our engine and on Flower's with Ray."""
     pytest.importorskip("ray", reason="the engine simulation needs socflower[simulation]")
-    command = [
-        "run",
-        "scenarios/digits_demo.toml",
-        "--set",
-        "train.epochs=1",
-        "--set",
-        "train.batch_size=64",
-        "--set",
-        "model.name=lenet5",
-        "--set",
-        "cluster.boards=[2, 2]",
-        "--set",
-        "strategy.groups=2",
-        "--set",
-        "expect={}",
-        "--json",
-    ]
-    ran = socflower(
-        *command, "--engine", "simulation", "--out", str(tmp_path / "simulation"), timeout_s=280.0
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    status, out, err = socflower_here(
-        monkeypatch, capsys, *command, "--workers", "0", "--out", str(tmp_path / "local")
-    )
-    assert status == 0, err[-2000:]
-    simulation, local = (
-        (
-            result["weights_sha256"],
-            result["virtual_s"],
-            result["energy_j"],
-            result["final_accuracy"],
-        )
-        for result in map(json.loads, (ran.stdout, out))
-    )
-    assert local == simulation
+    settings = "train.epochs=1 train.batch_size=64 model.name=lenet5 cluster.boards=[2,2]"
+    overrides = [f"--set {each}" for each in (*settings.split(), "strategy.groups=2", "expect={}")]
+    command = f"run digits_demo {' '.join(overrides)} --json --out {tmp_path}"
+    simulation = in_a_process(*f"{command}/simulation --engine simulation".split(), timeout_s=280.0)
+    local = socflower(f"{command}/local --workers 0")
+    there, here = document_of(simulation), document_of(local)
+    for key in ("weights_sha256", "virtual_s", "energy_j", "final_accuracy"):
+        assert here[key] == there[key]
 
 
 @pytest.mark.slow
@@ -152,45 +103,24 @@ def test_the_claim_of_each_full_scenario_holds_on_both_engines(
 ) -> None:
     if not DATA.is_dir():
         pytest.skip(f"no data sets in {DATA}; set SOCFLOWER_DATA")
-    hashes, settings = set(), []
+    hashes, settings = set(), ""
     if scenario.stem == "byte_gpt_lora":
         base = tmp_path / "base.npz"
-        made = socflower(
-            "run",
-            "byte_gpt",
-            "--save-model",
-            str(base),
-            "--out",
-            str(tmp_path / "base"),
-            timeout_s=900.0,
-        )
-        assert made.returncode == 0, made.stderr[-2000:]
-        settings = ["--set", f"model.arguments.base={base}"]
+        command = f"run byte_gpt --save-model {base} --out {tmp_path}/base"
+        assert in_a_process(*command.split(), timeout_s=900.0).status == 0
+        settings = f"--set model.arguments.base={base}"
     for engine in ("local", "simulation"):
-        ran = socflower(
-            "run",
-            str(scenario),
-            *settings,
-            "--engine",
-            engine,
-            "--out",
-            str(tmp_path / engine),
-            "--json",
-            timeout_s=1700.0,
-        )
-        assert ran.returncode == 0, ran.stderr[-2000:]
-        hashes.add(json.loads(ran.stdout)["weights_sha256"])
+        command = f"run {scenario} {settings} --engine {engine} --out {tmp_path}/{engine} --json"
+        result = document_of(in_a_process(*command.split(), timeout_s=1700.0))
+        hashes.add(result["weights_sha256"])
     assert len(hashes) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_demo_compares_all_strategies_and_its_claims_hold(tmp_path: Path) -> None:
-    ran = socflower(
-        "compare", "scenarios/digits_demo.toml", "--out", str(tmp_path), "--json", timeout_s=800.0
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    document = json.loads(ran.stdout)
+    command = f"compare digits_demo --out {tmp_path} --json"
+    document = document_of(in_a_process(*command.split(), timeout_s=800.0))
     assert [row["strategy"] for row in document["rows"]] == ["socflow", "sgd", "ring", "fedavg"]
     assert document["headline"].startswith("socflow reaches 95.0%")
     assert {(row["model"], row["arithmetic"]) for row in document["predictions"]} == {

@@ -37,28 +37,17 @@ def assert_clean(names: Iterable[str]) -> None:
     ] == []
 
 
+def pip(*words: object, timeout_s: float) -> None:
+    command = [sys.executable, "-m", "pip", *map(str, words)]
+    subprocess.run(command, check=True, capture_output=True, timeout=timeout_s)
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "wheel",
-            "--quiet",
-            "--no-build-isolation",
-            "--no-deps",
-            "-w",
-            folder,
-            "-C",
-            f"build-dir={folder / 'build'}",
-            ROOT,
-        ],
-        check=True,
-        capture_output=True,
-        timeout=900.0,
-    )
+    options = "wheel --quiet --no-build-isolation --no-deps"
+    build = ["-w", folder, "-C", f"build-dir={folder / 'build'}", ROOT]
+    pip(*options.split(), *build, timeout_s=900.0)
     return next(folder.glob("*.whl"))
 
 
@@ -67,21 +56,12 @@ def scripts(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs of an environment with the wheel, which takes all other packages from the one of the tests."""
     folder = tmp_path_factory.mktemp("venv")
     venv.create(folder, with_pip=False)
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "--python",
-            folder / "bin" / "python",
-            "install",
-            "--quiet",
-            "--no-deps",
-            wheel,
-        ],
-        check=True,
-        capture_output=True,
-        timeout=300.0,
+    pip(
+        "--python",
+        folder / "bin" / "python",
+        *["install", "--quiet", "--no-deps"],
+        wheel,
+        timeout_s=300.0,
     )
     packages = next(folder.glob("lib/python*/site-packages"))
     # Paths of a .pth file come last, and those of other .pth files there are not read: nor that of the checkout.
@@ -146,10 +126,10 @@ def test_the_first_commands_in_an_empty_folder(scripts: Path, tmp_path: Path) ->
     }
     environment |= {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "80"}
 
-    def socflower(*arguments: str) -> str:
+    def socflower(command: str) -> str:
         started_s = time.perf_counter()
         ran = subprocess.run(
-            [scripts / "socflower", *arguments],
+            [scripts / "socflower", *command.split()],
             cwd=tmp_path,
             env=environment,
             capture_output=True,
@@ -157,35 +137,22 @@ def test_the_first_commands_in_an_empty_folder(scripts: Path, tmp_path: Path) ->
             timeout=900.0,
             check=False,
         )
-        print(f"{time.perf_counter() - started_s:6.1f} s  socflower {' '.join(arguments)}")
+        print(f"{time.perf_counter() - started_s:6.1f} s  socflower {command}")
         assert ran.returncode == 0, ran.stdout[-1000:] + ran.stderr[-2000:]
         return ran.stdout
 
-    listed = json.loads(socflower("scenarios", "--json"))["scenarios"]
+    listed = json.loads(socflower("scenarios --json"))["scenarios"]
     assert len(listed) > 25
     assert all(Path(entry["path"]).is_relative_to(scripts.parent) for entry in listed)
-    socflower("new", "my_app")
-    socflower("run", "my_app", "--cluster", "my_app/cluster.toml")
+    socflower("new my_app")
+    socflower("run my_app --cluster my_app/cluster.toml")
     assert json.loads((tmp_path / "out" / "my_app" / "result.json").read_text())["virtual_s"] > 0
-    socflower("plan", "measured_board")  # its cluster file lies beside it
-    socflower("run", "broken_reply", "--log", "csv,jsonl")
+    socflower("plan measured_board")  # its cluster file lies beside it
+    socflower("run broken_reply --log csv,jsonl")
     assert len((tmp_path / "out" / "broken_reply" / "metrics.csv").read_text().splitlines()) > 2
-    socflower(
-        "compare",
-        "digits_demo",
-        "--strategies",
-        "socflow,sgd",
-        "--set",
-        "model.name=lenet5",
-        "--set",
-        "train.epochs=2",
-        "--set",
-        "compare.train={}",
-        "--set",
-        "compare.predict=[]",
-        "--set",
-        "expect={}",
-    )
+    settings = "model.name=lenet5 train.epochs=2 compare.train={} compare.predict=[] expect={}"
+    overrides = [f"--set {each}" for each in settings.split()]
+    socflower(f"compare digits_demo --strategies socflow,sgd {' '.join(overrides)}")
     report = (tmp_path / "out" / "digits_demo-compare" / "report.html").read_text("utf-8")
     assert "<svg" in report and "socflow" in report and "sgd" in report
     assert 'src="http' not in report

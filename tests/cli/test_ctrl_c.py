@@ -5,7 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -34,6 +35,24 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
+@contextmanager
+def training(runs: Runs, *options: str) -> Iterator["subprocess.Popen[str]"]:
+    """A run that has kept a round; it is killed at the end if it still runs."""
+    run = runs.start(*options)
+    try:
+        wait_for(lambda: runs.newest() > 0 or run.poll() is not None, deadline_s=400.0)
+        assert run.poll() is None, run.communicate()
+        yield run
+    finally:
+        kill(run)
+
+
+def ended(run: "subprocess.Popen[str]", number: signal.Signals) -> tuple[str, str]:
+    """Return what a process that gets a signal has printed at its end."""
+    os.kill(run.pid, number)
+    return run.communicate(timeout=DEADLINE_S)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_second_run_changes_nothing_for_the_first_and_ctrl_c_says_how_to_go_on(
@@ -42,33 +61,24 @@ def test_a_second_run_changes_nothing_for_the_first_and_ctrl_c_says_how_to_go_on
 ) -> None:
     """The first stands still while the second comes, is interrupted later, and goes on from where it was."""
     runs = Runs(tmp_path, epochs=1)
-    run = runs.start()
-    try:
-        wait_for(lambda: runs.newest() > 0 or run.poll() is not None)
+    with training(runs) as run:
         os.killpg(run.pid, signal.SIGSTOP)
         before = contents(runs.out)
         assert LOCK_FILE in before and "result.json" not in before
-        for options in ((), ("--fresh",), ("--set", "train.epochs=2")):
-            second = socflower(
-                "run", runs.scenario, "--out", runs.out, "--workers", 0, "--json", *options
-            )
+        for option in ("", "--fresh", "--set train.epochs=2"):
+            second = socflower(f"run survive.toml --out {runs.out} --workers 0 --json {option}")
             assert refused_by(second, run.pid, f"--out {runs.out}: "), second.err
         assert contents(runs.out) == before
         os.kill(run.pid, signal.SIGINT)
         os.killpg(run.pid, signal.SIGCONT)
         out, said = run.communicate(timeout=DEADLINE_S)
-    finally:
-        kill(run)
     assert (run.returncode, out) == (130, "")
     (line,) = [line for line in said.splitlines() if "interrupted" in line]
     kept = runs.newest()
-    assert (
-        f"round {kept} is kept in {runs.out / 'checkpoint'}: the same command resumes after it"
-        in line
-    )
+    assert f"round {kept} is kept in {runs.out / 'checkpoint'}: the same command" in line
     assert [path.name for path in runs.out.iterdir()] == ["checkpoint"]
     assert not list(runs.temporary.glob("socflower-*"))
-    assert f"resuming {runs.out} after round {kept} of 4" in runs.finish_here(socflower)
+    assert f"after round {kept} of 4" in runs.finish_here(socflower)
     assert runs.assert_as_uninterrupted() == [kept]
 
 
@@ -132,14 +142,9 @@ def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_signal_to_end_leaves_nothing_behind(number: signal.Signals, tmp_path: Path) -> None:
     runs = Runs(tmp_path, epochs=3)
-    run = runs.start()
-    try:
-        wait_for(lambda: runs.newest() > 0 or run.poll() is not None)
+    with training(runs) as run:
         assert list(runs.temporary.glob("socflower-*"))
-        os.kill(run.pid, number)
-        out, said = run.communicate(timeout=DEADLINE_S)
-    finally:
-        kill(run)
+        out, said = ended(run, number)
     # Whoever sent it sees that it was obeyed; its user, how to go on.
     assert (run.returncode, out) == (-number, "")
     if number == signal.SIGKILL:  # nobody had time for anything: the next run removes it
@@ -177,10 +182,7 @@ def _gcs(run: "subprocess.Popen[str]") -> psutil.Process | None:
 def test_ray_of_a_simulation_takes_orders_from_its_own_run_alone(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="the engine simulation needs socflower[simulation]")
     runs = Runs(tmp_path, epochs=200)
-    run = runs.start("--engine", "simulation")
-    try:
-        wait_for(lambda: runs.newest() > 0 or run.poll() is not None, pause_s=0.1, deadline_s=400)
-        assert run.poll() is None, run.communicate()
+    with training(runs, "--engine", "simulation") as run:
         process = _gcs(run)
         assert process is not None
         (address,) = [
@@ -188,30 +190,24 @@ def test_ray_of_a_simulation_takes_orders_from_its_own_run_alone(tmp_path: Path)
             for word in process.cmdline()
             if word.startswith("--gcs-address=")
         ]
-        ours = process.environ()
-        theirs = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-        for name, environment, gets_in in (
-            ("nobody's", theirs, False),
-            ("another's", {**theirs, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "f" * 64}, False),
-            (
-                "its own",
-                {**theirs, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": ours["RAY_AUTH_TOKEN"]},
-                True,
-            ),
+        token = {"RAY_AUTH_MODE": "token"}
+        own = {**token, "RAY_AUTH_TOKEN": process.environ()["RAY_AUTH_TOKEN"]}
+        environment = {key: each for key, each in os.environ.items() if not key.startswith("RAY_")}
+        for strangers, gets_in in (
+            ({}, False),
+            ({**token, "RAY_AUTH_TOKEN": "f" * 64}, False),
+            (own, True),
         ):
             asked = subprocess.run(
                 [sys.executable, "-c", STRANGER, address],
-                env=environment,
+                env={**environment, **strangers},
                 capture_output=True,
                 text=True,
                 timeout=200,
                 check=False,
             )
-            assert ("in\n" in asked.stdout) is gets_in, (name, asked.stdout, asked.stderr)
-        os.kill(run.pid, signal.SIGTERM)
-        run.communicate(timeout=DEADLINE_S)
-    finally:
-        kill(run)
+            assert ("in\n" in asked.stdout) is gets_in, (asked.stdout, asked.stderr)
+        ended(run, signal.SIGTERM)
 
 
 @pytest.mark.slow
@@ -219,14 +215,8 @@ def test_ray_of_a_simulation_takes_orders_from_its_own_run_alone(tmp_path: Path)
 def test_the_simulation_engine_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="the engine simulation needs socflower[simulation]")
     runs = Runs(tmp_path, epochs=10)
-    run = runs.start("--engine", "simulation")
-    try:
-        wait_for(lambda: runs.newest() > 0 or run.poll() is not None, pause_s=0.1)
-        assert run.poll() is None, run.communicate()
-        os.kill(run.pid, signal.SIGINT)  # which ends Flower's processes as well
-        _, said = run.communicate(timeout=DEADLINE_S)
-    finally:
-        kill(run)
+    with training(runs, "--engine", "simulation") as run:
+        _, said = ended(run, signal.SIGINT)  # which ends Flower's processes as well
     assert run.returncode == 130 and "the same command resumes" in said, said
     reached = runs.newest()
     assert 0 < reached <= 40  # Flower takes its time to end, and trains meanwhile

@@ -2,12 +2,13 @@
 
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from socflower.errors import ConfigError
 from socflower.scenario.app_folder import AppRun, run_app_folder
 from socflower.scenario.app_planning import plan_app_folder
+from tests.one_line import refused
 
 PROJECT = """
 [tool.flwr.app.components]
@@ -78,19 +79,29 @@ def app(folder: Path, name: str) -> tuple[Path, Path]:
     return folder, folder / "cluster.toml"
 
 
+def ran(folder: Path, cluster: Path, out: Path, override: str, **settings: Any) -> list[float]:
+    """Return the seconds and joules of an epoch of a run."""
+    app = AppRun(
+        folder=folder, cluster_file=cluster, num_workers=0, overrides=(override,), **settings
+    )
+    result = run_app_folder(app, out)
+    return [result["virtual_s"] / 2, result["energy_j"] / 2]
+
+
+def planned(document: dict[str, Any]) -> list[float]:
+    return [document["predicted"][key] for key in ("epoch_s", "epoch_energy_j")]
+
+
 @pytest.mark.parametrize("groups", [2, 3])
 def test_the_plan_predicts_the_virtual_time_and_energy_of_the_run(
     tmp_path: Path, groups: int
 ) -> None:
     folder, cluster = app(tmp_path, f"planned_{groups}")
-    _, document = plan_app_folder(folder, cluster, [f"groups={groups}"])
-    ran = run_app_folder(
-        AppRun(folder=folder, cluster_file=cluster, num_workers=0, overrides=(f"groups={groups}",)),
-        tmp_path / "out",
-    )
+    override = f"groups={groups}"
+    _, document = plan_app_folder(folder, cluster, [override])
     assert len(document["groups"]) == groups
-    assert document["predicted"]["epoch_s"] * 2 == pytest.approx(ran["virtual_s"], rel=1e-9)
-    assert document["predicted"]["epoch_energy_j"] * 2 == pytest.approx(ran["energy_j"], rel=1e-9)
+    measured = ran(folder, cluster, tmp_path / "out", override)
+    assert planned(document) == pytest.approx(measured, rel=1e-9)
 
 
 @pytest.mark.slow
@@ -98,26 +109,17 @@ def test_training_flops_price_a_strategy_without_a_profile_and_a_note_says_what_
     tmp_path: Path,
 ) -> None:
     folder, cluster = app(tmp_path, "flops")
-    _, without = plan_app_folder(folder, cluster, ["profile=false"])
+    unpriced = "profile=false"
+    _, without = plan_app_folder(folder, cluster, [unpriced])
     assert without["predicted"] is None and len(without["groups"]) == 2
-    assert "give --training-flops" in without["notes"][0]
-    _, priced = plan_app_folder(folder, cluster, ["profile=false"], 1e6)
+    assert "--training-flops" in without["notes"][0]
+    _, priced = plan_app_folder(folder, cluster, [unpriced], 1e6)
     assert priced["model"]["training_flops"] == pytest.approx(1e6)
     assert priced["model"]["weight_bytes"] == (4 * 2 + 2) * 4
-    ran = run_app_folder(
-        AppRun(
-            folder=folder,
-            cluster_file=cluster,
-            num_workers=0,
-            overrides=("profile=false",),
-            training_flops=1e6,
-        ),
-        tmp_path / "out",
-    )
-    assert priced["predicted"]["epoch_s"] * 2 == pytest.approx(ran["virtual_s"], rel=1e-9)
-    assert priced["predicted"]["epoch_energy_j"] * 2 == pytest.approx(ran["energy_j"], rel=1e-9)
-    _, dearer = plan_app_folder(folder, cluster, ["profile=false"], 1e9)
-    assert dearer["predicted"]["epoch_s"] > priced["predicted"]["epoch_s"]
+    measured = ran(folder, cluster, tmp_path / "out", unpriced, training_flops=1e6)
+    assert planned(priced) == pytest.approx(measured, rel=1e-9)
+    _, dearer = plan_app_folder(folder, cluster, [unpriced], 1e9)
+    assert planned(dearer)[0] > planned(priced)[0]
     _, own = plan_app_folder(folder, cluster, (), 1e9)
     assert "--training-flops was not needed" in own["notes"][0]
 
@@ -130,17 +132,15 @@ def test_a_strategy_inside_differential_privacy_is_planned(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("then", "line"),
+    ("then", "named"),
     [
-        ("sends", "the app sends query messages before its strategy starts"),
-        ("returns", "the app started no strategy of Flower's message API"),
-        ("exits", "ended with sys.exit(0) before it started a strategy"),
-        ("fedavg", "its strategy is FedAvg, which has no groups to plan"),
+        ("sends", "query messages"),
+        ("returns", "message API"),
+        ("exits", "sys.exit(0)"),
+        ("fedavg", "FedAvg"),
         ("too many", "num_rounds = 5, and the plan has 4"),
     ],
 )
-def test_an_app_without_a_plan_is_told_why(tmp_path: Path, then: str, line: str) -> None:
+def test_an_app_without_a_plan_is_told_why(tmp_path: Path, then: str, named: str) -> None:
     folder, cluster = app(tmp_path, "no_plan_" + then.replace(" ", "_"))
-    with pytest.raises(ConfigError) as caught:
-        plan_app_folder(folder, cluster, [f"then={then}"])
-    assert line in str(caught.value) and "\n" not in str(caught.value)
+    refused(lambda: plan_app_folder(folder, cluster, [f"then={then}"]), named)

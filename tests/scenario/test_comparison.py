@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from socflower.errors import ConfigError, TrainingFailed
+from socflower.errors import TrainingFailed
 from socflower.quantities import human_ratio
 from socflower.scenario import comparison
 from socflower.scenario.comparison import compare
@@ -22,6 +22,7 @@ from socflower.scenario.schema.config import (
     Scenario,
 )
 from socflower.scenario.schema.file import parse_scenario, to_document
+from tests.one_line import refused
 from tests.scenario.small_runs import small, small_result
 
 pytestmark = pytest.mark.usefixtures("on_few_digits")
@@ -67,11 +68,8 @@ def test_rows_carry_the_totals_of_each_strategy(tmp_path: Path) -> None:
         for key in ("seed", "final_accuracy", "virtual_s", "energy_j", "bytes", "weights_sha256"):
             assert row[key] == alone[key]
         assert 0.0 < row["time_to_accuracy_s"] <= row["virtual_s"]
-        assert {path.name for path in (tmp_path / row["strategy"]).iterdir()} == {
-            "result.json",
-            "trace.json",
-            "report.html",
-        }
+        files = {path.name for path in (tmp_path / row["strategy"]).iterdir()}
+        assert files == {"result.json", "trace.json", "report.html"}
     assert (tmp_path / "report.html").stat().st_size > 0
     assert {claim["name"]: claim["holds"] for claim in document["expectations"]} == {
         "max_accuracy_gap_to_fedavg": True,
@@ -125,23 +123,19 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(
 ) -> None:
     train = comparison.run_to_folder
 
-    def stop(*_: object, **__: object) -> dict[str, Any]:
-        raise TrainingFailed("power cut")
+    def stop_at_ring(run: PreparedRun, *rest: Any, **more: Any) -> dict[str, Any]:
+        if run.scenario.strategy.name == "ring":
+            raise TrainingFailed("power cut")
+        return train(run, *rest, **more)
 
-    monkeypatch.setattr(
-        comparison,
-        "run_to_folder",
-        lambda run, *rest, **more: (stop if run.scenario.strategy.name == "ring" else train)(
-            run, *rest, **more
-        ),
-    )
-    with pytest.raises(TrainingFailed) as caught:
-        compare(small(), ["socflow", "ring", "sgd"], tmp_path)
-    assert str(caught.value) == f"ring: power cut; finished and kept in {tmp_path}: socflow"
+    monkeypatch.setattr(comparison, "run_to_folder", stop_at_ring)
+    three = ["socflow", "ring", "sgd"]
+    said = refused(lambda: compare(small(), three, tmp_path), error=TrainingFailed)
+    assert said == f"ring: power cut; finished and kept in {tmp_path}: socflow"
     assert not (tmp_path / "comparison.json").exists()
     monkeypatch.setattr(comparison, "run_to_folder", train)
-    compare(small(), ["socflow", "ring", "sgd"], tmp_path)
-    assert trained == ["socflow", "ring", "sgd"]
+    compare(small(), three, tmp_path)
+    assert trained == three
 
 
 @pytest.mark.parametrize(
@@ -173,8 +167,8 @@ def test_a_target_of_the_scenario_may_be_out_of_reach(trained: TrainedBy, tmp_pa
 def test_an_unknown_strategy_is_refused_before_anything_trains(
     trained: TrainedBy, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="--strategies star: unknown; use some of socflow, ring"):
-        compare(small(), ["sgd", "star"], tmp_path)
+    unknown = ["sgd", "star"]
+    refused(lambda: compare(small(), unknown, tmp_path), "--strategies star", "socflow, ring")
     assert trained == []
 
 
@@ -182,44 +176,32 @@ def test_a_strategy_trains_with_settings_of_its_own(trained: TrainedBy, tmp_path
     own = {"sgd": OwnTraining(epochs=3, learning_rate=0.125, sync_interval_epochs=0.25)}
     scenario = small().replaced(compare=CompareConfig(train=own, strategies=("socflow", "sgd")))
     compare(scenario, ["socflow", "sgd"], tmp_path)
-    scenarios = {
-        name: json.loads((tmp_path / name / "result.json").read_text())["scenario"]
+    socflow, sgd = (
+        json.loads((tmp_path / name / "result.json").read_text())["scenario"]
         for name in ("socflow", "sgd")
-    }
-    assert scenarios["sgd"]["strategy"]["sync_interval_epochs"] == 0.25
-    ran = {name: scenario["train"] for name, scenario in scenarios.items()}
-    assert (ran["sgd"]["epochs"], ran["sgd"]["learning_rate"]) == (3, 0.125)
-    assert ran["socflow"] == to_document(scenario)["train"]  # the same as without `own`
-    assert {**ran["sgd"], "epochs": 0, "learning_rate": 0} == {
-        **ran["socflow"],
-        "epochs": 0,
-        "learning_rate": 0,
-    }
+    )
+    assert sgd["strategy"]["sync_interval_epochs"] == 0.25
+    assert socflow["train"] == to_document(scenario)["train"]  # the same as without `own`
+    assert sgd["train"] == {**socflow["train"], "epochs": 3, "learning_rate": 0.125}
 
 
 @pytest.mark.parametrize(
-    ("table", "says"),
+    ("table", "named"),
     [
-        ({"train": {"adam": {"epochs": 1}}}, "there is no such strategy"),
-        ({"train": {"sgd": {"epochs": 0}}}, "train.sgd] epochs = 0 must be a whole number"),
+        ({"train": {"adam": {"epochs": 1}}}, "no such strategy"),
+        ({"train": {"sgd": {"epochs": 0}}}, "train.sgd] epochs = 0"),
         ({"train": {"sgd": {"momentum": 0.5}}}, "unknown key 'momentum'"),
-        ({"strategies": ["socflow"], "train": {"sgd": {"epochs": 1}}}, "does not run 'sgd'"),
-        (
-            {"predict": [{"model": "vgg11", "arithmetic": "int4"}]},
-            "arithmetic = 'int4' is unknown; use one of fp32",
-        ),
+        ({"strategies": ["socflow"], "train": {"sgd": {"epochs": 1}}}, "'sgd'"),
+        ({"predict": [{"model": "vgg11", "arithmetic": "int4"}]}, "arithmetic = 'int4'"),
         ({"predict": [{"data": "cifar10"}]}, "model is missing"),
     ],
 )
-def test_settings_of_a_comparison_are_refused_in_a_line(table: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        parse_scenario(
-            {"cluster": {"boards": 1, "socs_per_board": 2}, "compare": table},
-            name="x",
-            question="",
-            where="x.toml",
-        )
-    assert says in str(refusal.value) and str(refusal.value).count("\n") == 0
+def test_settings_of_a_comparison_are_refused_in_a_line(table: dict[str, Any], named: str) -> None:
+    refused(lambda: parsed(compare=table), named)
+
+
+def parsed(**tables: Any) -> Scenario:
+    return parse_scenario(tables, name="x", question="", where="x.toml")
 
 
 def test_predictions_are_those_of_plan_and_nothing_is_trained_for_them(
@@ -240,15 +222,7 @@ def test_predictions_are_those_of_plan_and_nothing_is_trained_for_them(
         ("int8", "sgd"),
     ]
     for (arithmetic, name), epoch_s in rows.items():
-        planned = plan_scenario(
-            scenario.replaced(
-                strategy=scenario.strategy.replaced(name=name),
-                model=ModelConfig(name="resnet8"),
-                train=scenario.train.replaced(batch_size=16),
-                precision=PrecisionConfig(arithmetic=arithmetic),
-            )
-        )
-        assert epoch_s == planned["predicted"]["epoch_s"]
+        assert epoch_s == epoch_of(scenario, name, arithmetic=arithmetic)
     assert rows["int8", "sgd"] < rows["fp32", "sgd"]
 
 
@@ -264,29 +238,31 @@ def test_predicted_epochs_are_also_compared_at_equal_samples_a_step(
     groups, alone = compare(scenario, ["socflow", "sgd"], tmp_path)["predictions"]
     assert (groups["step_samples"], alone["step_samples"]) == (32, 16)
     assert groups["equal_epoch_s"] == groups["epoch_s"]
-    planned = plan_scenario(
-        scenario.replaced(
-            strategy=scenario.strategy.replaced(name="sgd"),
-            model=ModelConfig(name="resnet8"),
-            train=scenario.train.replaced(batch_size=32),
-        )
+    assert alone["equal_epoch_s"] == epoch_of(scenario, "sgd", batch_size=32)
+    assert alone["equal_epoch_s"] != alone["epoch_s"]
+
+
+def epoch_of(
+    scenario: Scenario, strategy: str, *, batch_size: int = 16, arithmetic: str = "fp32"
+) -> float:
+    """Return the predicted epoch of resnet8 under a strategy."""
+    changed = scenario.replaced(
+        strategy=scenario.strategy.replaced(name=strategy),
+        model=ModelConfig(name="resnet8"),
+        train=scenario.train.replaced(batch_size=batch_size),
+        precision=PrecisionConfig(arithmetic=arithmetic),
     )
-    assert alone["equal_epoch_s"] == planned["predicted"]["epoch_s"] != alone["epoch_s"]
+    return float(plan_scenario(changed)["predicted"]["epoch_s"])
 
 
 def test_a_plan_says_whether_one_soc_is_quicker() -> None:
     def planned(model: str) -> dict[str, Any]:
         return plan_scenario(
-            parse_scenario(
-                {
-                    "cluster": {"boards": 2, "socs_per_board": 4},
-                    "model": {"name": model},
-                    "train": {"batch_size": 16},
-                    "strategy": {"name": "socflow", "groups": 2},
-                },
-                name="x",
-                question="",
-                where="x.toml",
+            parsed(
+                cluster={"boards": 2, "socs_per_board": 4},
+                model={"name": model},
+                train={"batch_size": 16},
+                strategy={"name": "socflow", "groups": 2},
             )
         )
 
@@ -295,14 +271,9 @@ def test_a_plan_says_whether_one_soc_is_quicker() -> None:
         step, own = document["predicted"]["step_s"], document["predicted"]["exchange_fraction"]
         assert 0.0 < own < 1.0 and step > 0.0
     assert small_model["one_soc"]["epoch_s"] < small_model["predicted"]["epoch_s"]
-    assert (
-        small_model["verdict"].startswith("one SoC is quicker: ")
-        and "of a step. Use" in small_model["verdict"]
-    )
+    assert small_model["verdict"].startswith("one SoC is quicker: ")
     ratio = large_model["one_soc"]["epoch_s"] / large_model["predicted"]["epoch_s"]
-    assert ratio > 1.0 and large_model["verdict"].startswith(
-        f"{human_ratio(ratio)} as fast as one SoC"
-    )
+    assert ratio > 1.0 and large_model["verdict"].startswith(human_ratio(ratio))
 
 
 def test_one_soc_is_compared_with_nothing() -> None:

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from socflower.errors import ConfigError
 from socflower.scenario.expectations import check_expectations, require_known_claims
+from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import parse_scenario
+from tests.one_line import refused
 
 RESULT: dict[str, Any] = {
     "strategy": "socflow",
@@ -55,12 +56,9 @@ def test_both_bounds_of_each_quantity_of_a_run(quantity: str, observed: float) -
     require_known_claims({f"min_{quantity}": 1, f"max_{quantity}": 1.5}, "case")
     for bound, slack in (("min", -0.1), ("max", 0.1)):
         claim = f"{bound}_{quantity}"
-        assert check(claim, observed) == {
-            "name": claim,
-            "expected": observed,
-            "observed": observed,
-            "holds": True,
-        }
+        same = check(claim, observed)
+        assert list(same.values()) == [claim, observed, observed, True]
+        assert list(same) == ["name", "expected", "observed", "holds"]
         assert check(claim, observed + slack)["holds"] is True
         assert check(claim, observed - slack)["holds"] is False
 
@@ -89,12 +87,8 @@ def test_a_comparative_claim_is_checked_against_the_other_and_unknown_without_it
 
 
 def test_what_was_never_reached_does_not_hold() -> None:
-    assert check("min_time_to_accuracy_gain_over_ring", 1.0, OTHER, time_to_accuracy_s=None) == {
-        "name": "min_time_to_accuracy_gain_over_ring",
-        "expected": 1.0,
-        "observed": None,
-        "holds": False,
-    }
+    never = check("min_time_to_accuracy_gain_over_ring", 1.0, OTHER, time_to_accuracy_s=None)
+    assert (never["observed"], never["holds"]) == (None, False)
     assert check("max_virtual_s", 10.0, virtual_s=None)["holds"] is False
     assert check("min_speedup_over_ring", 1.0, OTHER, virtual_s=0.0)["holds"] is False
 
@@ -111,28 +105,27 @@ def test_claims_come_back_in_the_order_of_the_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("claim", "says"),
+    ("claim", "named"),
     [
         ("min_acuracy", "did you mean 'min_accuracy'?"),
         ("max_speedup_over_rings", "'max_speedup_over_ring'?"),
-        ("min_speedup_over_magic", "unknown claim 'min_speedup_over_magic' (value 1)"),
-        ("accuracy", "unknown claim"),
-        ("zzz", "claims begin with min_ or max_"),
+        ("min_speedup_over_magic", "'min_speedup_over_magic'"),
+        ("accuracy", "'accuracy'"),
+        ("zzz", "min_ or max_"),
     ],
 )
-def test_an_unknown_claim_is_named(claim: str, says: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        require_known_claims({claim: 1}, "case")
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)
+def test_an_unknown_claim_is_named(claim: str, named: str) -> None:
+    refused(lambda: require_known_claims({claim: 1}, "case"), "claim", named)
 
 
 @pytest.mark.parametrize("value", ["0.9", True, [0.9], None])
 def test_a_claim_is_a_number(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"case \[expect\] min_accuracy = .* must be a number"):
-        parse_scenario({"expect": {"min_accuracy": value}}, name="case", question="", where="case")
+    refused(lambda: parsed({"min_accuracy": value}), "case [expect] min_accuracy = ", value)
 
 
 def test_the_table_is_a_table() -> None:
-    with pytest.raises(ConfigError, match=r"\[expect\] must be a table"):
-        parse_scenario({"expect": ["min_accuracy"]}, name="case", question="", where="case")
+    refused(lambda: parsed(["min_accuracy"]), "[expect]")
+
+
+def parsed(expect: object) -> Scenario:
+    return parse_scenario({"expect": expect}, name="case", question="", where="case")

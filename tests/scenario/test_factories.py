@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from socflower.cli.compare import print_comparison
 from socflower.cli.plan import print_plan
 from socflower.engines.checkpoint import difference, training_keys
-from socflower.errors import ConfigError, TrainingFailed
+from socflower.errors import TrainingFailed
 from socflower.scenario import runner
 from socflower.scenario.app.deployed import app_in_bundle, bundled_document
 from socflower.scenario.comparison import compare
@@ -36,6 +36,7 @@ from socflower.scenario.tuning import parse_tuning
 from socflower.scenario.workload import image_shape, initial_model, scenario_data
 from socflower.user_code import forgotten_modules
 from socflower.workloads import MapDataset, evaluate
+from tests.one_line import refused
 
 pytestmark = pytest.mark.usefixtures("on_few_digits")
 
@@ -270,96 +271,79 @@ def test_groups_auto_and_training_with_a_cloud_take_functions(own: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("tables", "line"),
+    ("model", "data", "named"),
     [
-        (
-            {"model": "nothing"},
-            r"\[model\] factory = 'own_\w+:nothing' cannot be loaded: module .* has no attribute",
-        ),
-        (
-            {"model": "raises"},
-            r"\[model\] factory = 'own_\w+:raises' failed: ZeroDivisionError: .* \(own_\w+.py, line",
-        ),
-        ({"model": "exits"}, "failed: SystemExit: 3"),
-        ({"model": "a_number"}, "is a int, not a function"),
-        ({"model": "a_list"}, "returned a list, not a torch.nn.Module"),
-        (
-            {"model": "lenet"},
-            r"failed: TypeError: lenet\(\) missing 1 required positional argument: 'seed'$",
-        ),
-        ({"model": "frozen", "data": "points"}, "has all of its parameters frozen"),
-        (
-            {"model": "too_wide", "data": "points"},
-            "cannot evaluate the test data of own_.*mat1 and mat2 shapes",
-        ),
-        ({"model": "one_output", "data": "points"}, "cannot evaluate the test data of own_"),
-        ({"data": "a_list"}, r"returned list of int, int, int; return \(train, test\)"),
-        ({"data": "an_empty_one"}, "there is no training sample"),
-        ({"data": "a_stream"}, "training data: .* cannot be read by number"),
-        ({"data": "points"}, "takes square images of a known number of classes"),
-        ({"model": "drawn", "data": "unreadable"}, "cannot evaluate the test data of own_"),
-        (
-            {"model": "tokens", "data": "ids", "more": "[precision]\narithmetic = 'int8'\n"},
-            r"inputs are int64 of shape \(5,\), and \[precision\] arithmetic = 'int8' takes images",
-        ),
-        (
-            {"model": "lenet seed=1", "more": "name = 'vgg11'\n"},
-            "'vgg11' is that of a built-in, and factory = 'own_",
-        ),
+        ("nothing", "", ":nothing"),
+        ("raises", "", "ZeroDivisionError"),
+        ("exits", "", "SystemExit: 3"),
+        ("a_number", "", "is a int, not a function"),
+        ("a_list", "", "a list, not a torch.nn.Module"),
+        ("lenet", "", "'seed'"),
+        ("frozen", "points", "frozen"),
+        ("too_wide", "points", "mat1 and mat2 shapes"),
+        ("one_output", "points", "test data"),
+        ("", "a_list", "list of int, int, int"),
+        ("", "an_empty_one", "no training sample"),
+        ("", "a_stream", "by number"),
+        ("", "points", "square images"),
+        ("drawn", "unreadable", "test data"),
     ],
 )
 def test_what_a_function_returns_wrong_is_one_line_before_training(
-    tables: dict[str, str],
-    line: str,
-    own: str,
-    tmp_path: Path,
+    model: str, data: str, named: str, own: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=line) as caught:
-        prepare(load(tmp_path, own, **tables))
-    assert "\n" not in str(caught.value)
-
-
-def test_label_skew_needs_the_classes(own: str, tmp_path: Path) -> None:
-    scenario = load(
-        tmp_path, own, ("data.partition=dirichlet",), model="drawn", data="without_targets"
-    )
-    with pytest.raises(
-        ConfigError, match=r"needs each sample's class: give the Dataset of own_.* a list"
-    ):
-        prepare(scenario)
+    refused(lambda: prepare(load(tmp_path, own, model=model, data=data)), own, named)
 
 
 @pytest.mark.parametrize(
-    ("table", "line"),
+    ("model", "data", "more", "named"),
     [
-        ('factory = "models"', "factory = 'models': write \"package.module:function\""),
-        ('factory = "my-models:make"', 'write "package.module:function"'),
-        ("arguments.width = 3", "are those of a factory, and none is named"),
-        ("factory = 3", r"\[model\] factory = 3 must be a text"),
-        ('factory = "a:b"\narguments = 3', r"arguments\] must be a table, got 3"),
+        ("tokens", "ids", "[precision]\narithmetic = 'int8'\n", "int64 of shape (5,)"),
+        ("lenet seed=1", "", "name = 'vgg11'\n", "'vgg11'"),
+        ("drawn", "without_targets", "partition = 'dirichlet'\n", "class"),
+    ],
+)
+def test_what_does_not_go_with_a_function_is_one_line_before_training(
+    model: str, data: str, more: str, named: str, own: str, tmp_path: Path
+) -> None:
+    refused(lambda: prepare(load(tmp_path, own, model=model, data=data, more=more)), own, named)
+
+
+@pytest.mark.parametrize(
+    ("table", "named"),
+    [
+        ('factory = "models"', "factory = 'models'"),
+        ('factory = "my-models:make"', "package.module:function"),
+        ("arguments.width = 3", "factory"),
+        ("factory = 3", "[model] factory = 3"),
+        ('factory = "a:b"\narguments = 3', "arguments] must be a table, got 3"),
     ],
 )
 def test_a_factory_is_written_as_a_module_and_a_function(
-    table: str, line: str, tmp_path: Path
+    table: str, named: str, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.toml").write_text(f"[model]\n{table}\n", "utf-8")
-    with pytest.raises(ConfigError, match=line):
-        load_scenario(tmp_path / "mine.toml")
+    refused(lambda: load_scenario(tmp_path / "mine.toml"), named)
 
 
-def test_a_module_that_cannot_be_imported_is_one_line(tmp_path: Path) -> None:
-    for name, text, line in (
-        ("not_there", None, "No module named 'not_there'; it is looked for in"),
-        ("own_broken", "def make(:\n", "cannot be loaded: SyntaxError: "),
-        ("own_needs", "import no_such_package\n", "No module named 'no_such_package'"),
-        ("random", "def make(): ...\n", "module 'random' is .* already, not .*random.py; rename"),
-    ):
-        if text is not None:
-            (tmp_path / f"{name}.py").write_text(text, "utf-8")
-        attribute = "random" if name == "random" else "make"
-        (tmp_path / "mine.toml").write_text(f'[model]\nfactory = "{name}:{attribute}"\n', "utf-8")
-        with forgotten_modules(tmp_path), pytest.raises(ConfigError, match=line):
-            prepare(load_scenario(tmp_path / "mine.toml"))
+@pytest.mark.parametrize(
+    ("name", "text", "named"),
+    [
+        ("not_there:make", None, "No module named 'not_there'"),
+        ("own_broken:make", "def make(:\n", "SyntaxError"),
+        ("own_needs:make", "import no_such_package\n", "No module named 'no_such_package'"),
+        ("random:random", "def make(): ...\n", "random.py"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_one_line(
+    tmp_path: Path, name: str, text: str | None, named: str
+) -> None:
+    if text is not None:
+        (tmp_path / f"{name.partition(':')[0]}.py").write_text(text, "utf-8")
+    path = tmp_path / "mine.toml"
+    path.write_text(f'[model]\nfactory = "{name}"\n', "utf-8")
+    with forgotten_modules(tmp_path):
+        refused(lambda: prepare(load_scenario(path)), named)
 
 
 def test_a_result_of_other_code_is_another_run_and_one_in_another_folder_the_same(
@@ -434,17 +418,11 @@ def test_a_plan_prices_batches_of_dicts_and_exchanges_only_what_trains(
     )
     base_bytes, head_bytes = 4 * (20 * 32 + 32 * 64 + 64), 4 * (2 * 64 + 2)
     forward = 2 * (5 * 32 * 64 + 64 * 2)
-    assert (
-        whole["model"]["weight_bytes"] == frozen["model"]["weight_bytes"] == base_bytes + head_bytes
-    )
-    assert (whole["model"]["trained_bytes"], frozen["model"]["trained_bytes"]) == (
-        base_bytes + head_bytes,
-        head_bytes,
-    )
-    assert (whole["model"]["training_flops"], frozen["model"]["training_flops"]) == (
-        3 * forward,
-        forward + 2 * 64 * 2,
-    )
+    expected = {"weight_bytes": base_bytes + head_bytes, "trained_bytes": base_bytes + head_bytes}
+    expected["training_flops"] = 3 * forward
+    assert expected.items() <= whole["model"].items()
+    expected |= {"trained_bytes": head_bytes, "training_flops": forward + 2 * 64 * 2}
+    assert expected.items() <= frozen["model"].items()
     assert frozen["predicted"]["sync_s"] < whole["predicted"]["sync_s"]
     assert frozen["predicted"]["memory_bytes"] < whole["predicted"]["memory_bytes"]
     adam = load(
@@ -454,10 +432,7 @@ def test_a_plan_prices_batches_of_dicts_and_exchanges_only_what_trains(
         plan_scenario(adam)["predicted"]["memory_bytes"]
         == frozen["predicted"]["memory_bytes"] + head_bytes
     )
-    assert any(
-        "reads values: its operations are those of a pass on the CPU" in note
-        for note in whole["notes"]
-    )
+    assert any("a pass on the CPU" in note for note in whole["notes"])
     console = Console(width=200, record=True, file=StringIO())
     print_plan(console, scenario_cluster(adam), {**frozen, "heat": None})
     assert "; of 11.5 kB of weights 520 B train and are exchanged" in console.export_text()
@@ -485,18 +460,12 @@ def test_a_model_without_accuracy_is_run_compared_and_searched_by_its_loss(
         and result["expectations"][0]["observed"] == result["final_loss"]
     )
 
+    tuning = parse_tuning(["learning_rate=0.001,0.5"])
     document = compare(
-        scenario,
-        ["socflow", "sgd"],
-        tmp_path / "out",
-        num_workers=0,
-        seeds=(1, 2),
-        tuning=parse_tuning(["learning_rate=0.001,0.5"]),
+        scenario, ["socflow", "sgd"], tmp_path / "out", num_workers=0, seeds=(1, 2), tuning=tuning
     )
-    assert {name: each["chosen"] for name, each in document["tuning"]["strategies"].items()} == {
-        "socflow": 0.5,
-        "sgd": 0.5,
-    }
+    searched = document["tuning"]["strategies"].values()
+    assert [each["chosen"] for each in searched] == [0.5, 0.5]
     worst = max(row["final_loss"] for row in document["rows"])
     assert document["quality"] == "loss" and document["target_loss"] == pytest.approx(1.01 * worst)
     assert all(
@@ -564,39 +533,24 @@ def test_frozen_parameters_stay_at_the_nodes_and_are_in_the_saved_model(
 
 def test_a_base_that_differs_among_nodes_is_refused_by_its_digest(own: str, tmp_path: Path) -> None:
     scenario = load(tmp_path, own, model="elsewhere", data="dicts")
-    with pytest.raises(
-        TrainingFailed, match="the frozen parameters of this node are not the server's"
-    ):
-        run_scenario(scenario, num_workers=0)
+    refused(lambda: run_scenario(scenario, num_workers=0), "frozen", error=TrainingFailed)
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "instead"),
     [
-        (
-            "compare.target_accuracy=0.5",
-            r"\[compare\] target_accuracy = 0.5: .* a loss and no accuracy; write target_loss",
-        ),
-        (
-            "expect.min_accuracy=0.5",
-            r"\[expect\] min_accuracy: .* gives a loss and no accuracy; write max_loss",
-        ),
-        ("expect.max_accuracy_gap_to_sgd=0.5", "no accuracy; write max_loss_gap_to_sgd"),
+        ("compare.target_accuracy=0.5", "target_loss"),
+        ("expect.min_accuracy=0.5", "max_loss"),
+        ("expect.max_accuracy_gap_to_sgd=0.5", "max_loss_gap_to_sgd"),
     ],
 )
 def test_an_accuracy_that_a_model_lacks_is_refused_before_training(
-    line: str,
-    says: str,
-    own: str,
-    tmp_path: Path,
+    line: str, instead: str, own: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=says):
-        prepare(load(tmp_path, own, (line,), model="Writer", data="texts"))
+    scenario = load(tmp_path, own, (line,), model="Writer", data="texts")
+    refused(lambda: prepare(scenario), f"write {instead}")
 
 
 def test_int8_takes_no_dicts(own: str, tmp_path: Path) -> None:
     scenario = load(tmp_path, own, ("precision.arithmetic=int8",), model="reader", data="dicts")
-    with pytest.raises(
-        ConfigError, match=r"inputs are a dict of ids, labels, and \[precision\] .* takes images"
-    ):
-        image_shape(scenario)
+    refused(lambda: image_shape(scenario), "ids, labels", "[precision]")

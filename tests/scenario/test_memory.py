@@ -1,7 +1,6 @@
 """Every planner keeps to the memory of the devices, or says in one line what is missing."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from socflower.strategies import warm_up
 from socflower.strategies.settings import Costs, Grouping, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.strategies.warm_up import profile_group_count
+from tests import one_line
 
 pytestmark = pytest.mark.usefixtures("on_few_digits")
 GROUPS = (
@@ -54,12 +54,8 @@ class Untrained(SoCFlow):
         return Result(arrays=ArrayRecord())
 
 
-@contextmanager
-def refused() -> Iterator[None]:
-    says = r"takes at least .* of memory, and small has .*, of which system and runtime leave .*; use a smaller"
-    with pytest.raises(InfeasiblePlan, match=says) as caught:
-        yield
-    assert "\n" not in str(caught.value)
+def refused(use: Callable[..., object], *arguments: object, **named: object) -> None:
+    one_line.refused(lambda: use(*arguments, **named), "memory", "small", error=InfeasiblePlan)
 
 
 def needed_by_groups(tmp_path: Path, *overrides: str) -> float:
@@ -90,24 +86,20 @@ def test_groups_fit_exactly_from_the_memory_of_their_largest_share_on(
     plan_scenario(fits)
     prepare(fits)
     for short in (needed - 1.0, 1.0):
-        with refused():
-            plan_scenario(with_memory(tmp_path, GROUPS, short, overrides))
-        with refused():
-            prepare(with_memory(tmp_path, GROUPS, short, overrides))
+        refused(plan_scenario, with_memory(tmp_path, GROUPS, short, overrides))
+        refused(prepare, with_memory(tmp_path, GROUPS, short, overrides))
 
 
 def test_fedavg_trains_whole_batches_on_every_device(tmp_path: Path) -> None:
     needed = model_profile(with_memory(tmp_path, GROUPS, 4e9)).training_memory_bytes(32, 1.0)
     prepare(with_memory(tmp_path, GROUPS, needed, ["strategy.name='fedavg'"]))
-    with refused():
-        prepare(with_memory(tmp_path, GROUPS, needed - 1.0, ["strategy.name='fedavg'"]))
+    refused(prepare, with_memory(tmp_path, GROUPS, needed - 1.0, ["strategy.name='fedavg'"]))
 
 
 def test_int8_takes_a_quarter(tmp_path: Path) -> None:
     needed, int8 = needed_by_groups(tmp_path, "train.momentum=0.0"), ["precision.arithmetic='int8'"]
     prepare(with_memory(tmp_path, GROUPS, needed / 4, int8))
-    with refused():
-        prepare(with_memory(tmp_path, GROUPS, needed / 4 - 1.0, int8))
+    refused(prepare, with_memory(tmp_path, GROUPS, needed / 4 - 1.0, int8))
 
 
 def test_auto_plans_as_many_groups_as_fit(tmp_path: Path) -> None:
@@ -140,13 +132,11 @@ def test_the_strategy_of_an_app_refuses_its_plan_and_auto_tries_what_fits(
         tried.append(num_groups)
         return made
 
-    with refused():
-        strategy(4)
+    refused(strategy, 4)
     tried.clear()
     choice = profile_group_count(grid, ArrayRecord(), lambda arrays: 0.9, strategy, (1, 2, 4))
     assert choice.num_groups == 2 and set(choice.accuracies) == {1, 2} and 4 not in tried
-    with refused():
-        profile_group_count(grid, ArrayRecord(), lambda arrays: 0.9, strategy, (4,))
+    refused(profile_group_count, grid, ArrayRecord(), lambda arrays: 0.9, strategy, (4,))
 
 
 def test_the_cut_is_the_fastest_of_those_that_fit(tmp_path: Path) -> None:
@@ -162,10 +152,8 @@ def test_the_cut_is_the_fastest_of_those_that_fit(tmp_path: Path) -> None:
             == min(fitting, key=lambda row: row["batch_s"])["name"]
         )
     for short in (needs[0] - 1.0, 1e6):
-        with refused():
-            plan_split(with_memory(tmp_path, SPLIT, short))
-        with refused():
-            prepare(with_memory(tmp_path, SPLIT, short))
+        refused(plan_split, with_memory(tmp_path, SPLIT, short))
+        refused(prepare, with_memory(tmp_path, SPLIT, short))
 
 
 @pytest.mark.parametrize(
@@ -196,8 +184,9 @@ def test_a_given_cut_and_training_without_the_cloud_must_fit(tmp_path: Path) -> 
     last = rows[-1]
     memory = last["edge_memory_bytes"]
     plan_split(with_memory(tmp_path, SPLIT, memory, [f"edgecloud.cut={last['name']!r}"]))
-    with refused():
-        plan_split(with_memory(tmp_path, SPLIT, memory - 1.0, [f"edgecloud.cut={last['name']!r}"]))
+    refused(
+        plan_split, with_memory(tmp_path, SPLIT, memory - 1.0, [f"edgecloud.cut={last['name']!r}"])
+    )
     # Over a slow link the edge had better train alone, which takes more than any half.
     alone = [
         "edgecloud.allow_edge_only=true",
@@ -211,6 +200,5 @@ def test_a_given_cut_and_training_without_the_cloud_must_fit(tmp_path: Path) -> 
 def test_a_comparison_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
     """Groups fit, the one SoC of `sgd` does not."""
     scenario = with_memory(tmp_path, GROUPS, needed_by_groups(tmp_path))
-    with refused():
-        compare(scenario, ["socflow", "sgd"], tmp_path / "out", num_workers=0)
+    refused(compare, scenario, ["socflow", "sgd"], tmp_path / "out", num_workers=0)
     assert not (tmp_path / "out").exists()

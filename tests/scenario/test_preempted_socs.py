@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from socflower.errors import ConfigError, TrainingFailed
+from socflower.errors import TrainingFailed
 from socflower.scenario.runner import run_scenario
 from socflower.scenario.schema.config import EventConfig
 from socflower.toml_file import read_table
+from tests.one_line import refused
 from tests.scenario.small_runs import small, small_result
 
 pytestmark = pytest.mark.usefixtures("on_few_digits")
@@ -67,30 +68,17 @@ def test_fedavg_takes_no_notice() -> None:
 
 
 def test_with_nobody_left_the_training_ends_with_a_line() -> None:
-    with pytest.raises(TrainingFailed, match="were preempted by their users"):
-        run_scenario(small(events=tuple(preempt(soc, 1) for soc in range(4))), num_workers=0)
+    nobody = small(events=tuple(preempt(soc, 1) for soc in range(4)))
+    refused(lambda: run_scenario(nobody, num_workers=0), "preempted", error=TrainingFailed)
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        (
-            {"kind": "preempt", "soc": 0, "round": 1, "rounds": 0},
-            r"rounds = 0 must be a whole number above 0",
-        ),
-        (
-            {"kind": "preempt", "soc": 0, "round": 1, "at": 1.0},
-            r"at = 1.0 must be a number of 0 or more and below 1",
-        ),
-        (
-            {"kind": "nan", "soc": 0, "round": 1, "rounds": 2},
-            r"kind = 'nan' takes no rounds and no at",
-        ),
-    ],
+    ("kind", "key", "value"),
+    [("preempt", "rounds", 0), ("preempt", "at", 1.0), ("nan", "rounds", 2)],
 )
-def test_events_that_cannot_be_are_refused(settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        read_table(EventConfig, settings, "x")
+def test_events_that_cannot_be_are_refused(kind: str, key: str, value: float) -> None:
+    event = {"kind": kind, "soc": 0, "round": 1, key: value}
+    refused(lambda: read_table(EventConfig, event, "x"), key)
 
 
 def test_the_trained_model_can_be_kept(tmp_path: Path) -> None:

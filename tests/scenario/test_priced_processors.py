@@ -57,7 +57,7 @@ def test_a_run_of_jetsons_says_so_wherever_it_is_read(socflower: Socflower, tmp_
         "[cluster]\nboards = [2]\ndevice = 'jetson-nano'\n[train]\nepochs = 1\nbatch_size = 512\n"
         "[strategy]\ngroups = 1\n"
     )
-    ran = socflower("run", "case.toml", "--workers", 0)
+    ran = socflower("run case.toml --workers 0")
     assert ran.status == 0 and "jetson-nano's gpu; trained on the CPU" in " ".join(ran.out.split())
     result = json.loads((tmp_path / "out" / "case" / "result.json").read_text())
     assert result["processors"] == [{"device": "jetson-nano", "priced": ["gpu"], "trained": "cpu"}]
@@ -68,7 +68,7 @@ def test_a_run_of_jetsons_says_so_wherever_it_is_read(socflower: Socflower, tmp_
     )
     assert note in result["notes"]
     assert "GPU: CPU FP32" in (tmp_path / "out" / "case" / "report.html").read_text("utf-8")
-    planned = socflower("plan", "case.toml", "--json")
+    planned = socflower("plan case.toml --json")
     assert json.loads(planned.out)["notes"][-1].startswith(
         "priced as jetson-nano's gpu; a run trains on CPUs"
     )
@@ -78,7 +78,7 @@ def test_a_cloud_is_a_device_too(socflower: Socflower, tmp_path: Path) -> None:
     (tmp_path / "split.toml").write_text(
         "[cluster]\nboards = [1]\n[strategy]\nname = 'split-replay'\n[edgecloud]\nlink = 'wifi'\n"
     )
-    notes = json.loads(socflower("plan", "split.toml", "--json").out)["notes"]
+    notes = json.loads(socflower("plan split.toml --json").out)["notes"]
     assert any("priced as gpu-v100's gpu" in note for note in notes)
 
 

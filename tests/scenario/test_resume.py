@@ -12,13 +12,14 @@ from torch import nn
 
 from socflower.cluster.cluster_file import ServerTable
 from socflower.engines.checkpoint import Checkpoint, CheckpointFolder
-from socflower.errors import ConfigError, TrainingFailed
+from socflower.errors import TrainingFailed
 from socflower.scenario import prepared_run
 from socflower.scenario.app import group_training
 from socflower.scenario.app import main as app
 from socflower.scenario.runner import run_to_folder
 from socflower.scenario.schema.config import EventConfig, PrecisionConfig, Scenario
 from socflower.scenario.schema.outer import OuterConfig
+from tests.one_line import one_line, refused
 from tests.scenario.small_runs import Reference, small, without_drawing
 
 pytestmark = pytest.mark.usefixtures("on_few_digits")
@@ -61,11 +62,8 @@ def same_training(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def assert_ends_as(reference: Path, out: Path) -> dict[str, Any]:
-    assert sorted(path.name for path in out.iterdir()) == [
-        "report.html",
-        "result.json",
-        "trace.json",
-    ]
+    files = {path.name for path in out.iterdir()}
+    assert files == {"report.html", "result.json", "trace.json"}
     ours, theirs = (json.loads((folder / "result.json").read_text()) for folder in (out, reference))
     assert same_training(ours) == same_training(theirs)
     assert (out / "trace.json").read_bytes() == (reference / "trace.json").read_bytes()
@@ -172,7 +170,8 @@ def test_each_round_is_told_once_those_before_included(tmp_path: Path) -> None:
     result = resume(small(interval=0.25), tmp_path, on_round=told.append, on_notice=said.append)
     assert [entry["round"] for entry in told] == [0, 1, 2, 3, 4]
     assert told == [{**entry, "num_rounds": 4} for entry in result["rounds"]]
-    assert said == [f"resuming {tmp_path} after round 2 of 4; --fresh starts anew"]
+    (line,) = said
+    one_line(line, tmp_path, "after round 2 of 4", "--fresh")
 
 
 def test_a_damaged_checkpoint_costs_one_round_and_no_exactness(
@@ -219,11 +218,8 @@ def test_a_group_whose_state_is_lost_is_named_and_not_trained_without_it(tmp_pat
     stop_after(scenario, tmp_path, 2)
     for path in (tmp_path / "checkpoint" / "clients").glob("group-1-*"):
         path.unlink()
-    with pytest.raises(
-        TrainingFailed, match=r"group 1 has no trainer state for step .*--fresh"
-    ) as caught:
-        resume(scenario, tmp_path)
-    assert "\n" not in str(caught.value)
+    named = ("group 1", "no trainer state", "--fresh")
+    refused(lambda: resume(scenario, tmp_path), *named, error=TrainingFailed)
     # What was there is still there.
     assert (tmp_path / "checkpoint" / "round-000002.ckpt").exists()
 
@@ -232,17 +228,14 @@ def test_a_groups_damaged_state_is_told(tmp_path: Path) -> None:
     stop_after(small(), tmp_path, 1)
     for path in (tmp_path / "checkpoint" / "clients").glob("group-0-*"):
         path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(TrainingFailed, match=r"group 0 has no trainer state .*digest does not fit"):
-        resume(small(), tmp_path)
+    refused(lambda: resume(small(), tmp_path), "group 0", "digest", error=TrainingFailed)
 
 
 def test_clients_keep_three_states_of_each_group(tmp_path: Path) -> None:
     stop_after(small(interval=0.125), tmp_path, 7)
     states = [path.name for path in (tmp_path / "checkpoint" / "clients").iterdir()]
-    assert [sum(name.startswith(f"group-{group}-") for name in states) for group in (0, 1)] == [
-        3,
-        3,
-    ]
+    for group in (0, 1):
+        assert sum(name.startswith(f"group-{group}-") for name in states) == 3
 
 
 @pytest.mark.parametrize("name", ["socflow", "fedavg"])
@@ -307,42 +300,30 @@ def test_faults_strike_once_and_dropped_groups_go_on_as_they_would(
         stop_after(scenario, tmp_path / "out", server_round)
     resume(scenario, tmp_path / "out")
     rounds = assert_ends_as(reference(scenario), tmp_path / "out")["rounds"]
-    assert [[event["kind"] for event in entry["events"]] for entry in rounds] == [
-        [],
-        ["not-finite"],
-        ["client-raised"],
-        ["client-raised"],
-        [],
-    ]
+    kinds = [[event["kind"] for event in entry["events"]] for entry in rounds]
+    assert kinds == [[], ["not-finite"], ["client-raised"], ["client-raised"], []]
 
 
 def test_a_training_that_fails_later_says_what_is_kept(tmp_path: Path) -> None:
     scenario = small(events=(EventConfig(kind="raise", soc=0, round=2),))
-    with pytest.raises(
-        TrainingFailed, match=r"fault on purpose .*; round 1 is kept in .*the same command resumes"
-    ):
-        resume(scenario, tmp_path)
+    named = ("fault on purpose in round 2", "round 1", "the same command")
+    refused(lambda: resume(scenario, tmp_path), *named, error=TrainingFailed)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
-    with pytest.raises(TrainingFailed, match="fault on purpose in round 2"):
-        resume(scenario, tmp_path)
+    refused(lambda: resume(scenario, tmp_path), *named, error=TrainingFailed)
 
 
 def test_a_training_that_fails_at_once_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(TrainingFailed) as caught:
-        resume(
-            small(events=(EventConfig(kind="raise", soc=0, round=1),)), tmp_path / "deep" / "out"
-        )
-    assert "kept" not in str(caught.value)
+    scenario = small(events=(EventConfig(kind="raise", soc=0, round=1),))
+    line = refused(lambda: resume(scenario, tmp_path / "deep" / "out"), error=TrainingFailed)
+    assert "kept" not in line
     assert not list(tmp_path.iterdir())
 
 
 # -------------------------------------------------------------------------------------------------- other runs
 def test_a_checkpoint_of_another_scenario_is_refused_and_stays(tmp_path: Path) -> None:
     stop_after(small(), tmp_path, 1)
-    with pytest.raises(ConfigError, match=r"seed was 1 there and is 2 now; .*--fresh"):
-        resume(small(seed=2), tmp_path)
-    with pytest.raises(ConfigError, match=r"strategy\.groups was 2 there and is 4 now"):
-        resume(small(groups=4), tmp_path)
+    refused(lambda: resume(small(seed=2), tmp_path), "seed was 1", "2 now", "--fresh")
+    refused(lambda: resume(small(groups=4), tmp_path), "strategy.groups was 2", "4 now")
     assert resume(small().replaced(expect={"min_accuracy": 0.1}, question="Other?"), tmp_path)[
         "resumed_from"
     ] == [1]

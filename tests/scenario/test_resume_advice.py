@@ -14,13 +14,26 @@ from socflower.engines.checkpoint import CheckpointFolder
 from socflower.engines.deployment.options import DeploymentOptions
 from socflower.errors import SocflowerError, TrainingFailed
 from socflower.scenario import runner
-from socflower.scenario.runner import kept_line, run_to_folder
+from socflower.scenario.runner import kept_line
 from socflower.scenario.schema.config import EventConfig
 from tests.command_line import Socflower
+from tests.one_line import one_line, refused
 from tests.scenario.small_runs import Reference, small, without_drawing
 from tests.scenario.test_resume import assert_ends_as, resume, stop_after
 
 pytestmark = pytest.mark.usefixtures("on_few_digits")
+
+
+TWO_ROUNDS = """\
+[cluster]
+boards = 2
+socs_per_board = 1
+[train]
+epochs = 1
+[strategy]
+groups = 2
+sync_interval_epochs = 0.5
+"""
 
 
 def advised(text: str) -> str:
@@ -86,9 +99,9 @@ def test_what_passes_is_waited_for_and_the_same_command_resumes(
     """After the cause is gone the run ends as one that was never interrupted, and has lost no round."""
     scenario, out = small(interval=0.25), tmp_path / "out"
     stop_after(scenario, out, 2)
-    with SITUATIONS[name](out), pytest.raises(SocflowerError) as caught:
-        resume(scenario, out)
-    assert advised(str(caught.value)) == "same"
+    with SITUATIONS[name](out):
+        line = refused(lambda: resume(scenario, out), error=SocflowerError)
+    assert advised(line) == "same"
     assert resume(scenario, out)["resumed_from"] == [2]
     assert_ends_as(reference(scenario), out)
 
@@ -107,9 +120,8 @@ def test_what_is_damaged_needs_a_new_start(pattern: str, tmp_path: Path) -> None
     stop_after(scenario, tmp_path, 2)
     spoil(tmp_path, pattern)
     for _ in range(2):
-        with pytest.raises(SocflowerError) as caught:
-            resume(scenario, tmp_path)
-        assert advised(str(caught.value)) == "fresh" and "the same command" not in str(caught.value)
+        line = refused(lambda: resume(scenario, tmp_path), error=SocflowerError)
+        assert advised(line) == "fresh" and "the same command" not in line
     assert resume(scenario, tmp_path, fresh=True)["resumed_from"] == []
 
 
@@ -127,21 +139,19 @@ def test_a_training_that_failed_is_resumed_by_what_its_error_advises(
 ) -> None:
     """A command with --fresh would remove what is kept, so the same one would not resume."""
     failing = small(interval=0.25, events=(EventConfig(kind="raise", soc=0, round=3),))
-    with pytest.raises(TrainingFailed) as caught:
-        resume(failing, tmp_path, fresh=fresh)
-    advice = advised(str(caught.value))
-    assert advice == ("same without --fresh" if fresh else "same")
     said: list[str] = []
-    with pytest.raises(TrainingFailed):
-        run_to_folder(
-            failing,
-            tmp_path,
-            resumable=True,
-            num_workers=0,
-            on_notice=said.append,
-            fresh=fresh and advice == "same",
+
+    def train(fresh: bool) -> str:
+        return refused(
+            lambda: resume(failing, tmp_path, fresh=fresh, on_notice=said.append),
+            error=TrainingFailed,
         )
-    assert said == [f"resuming {tmp_path} after round 2 of 4; --fresh starts anew"]
+
+    advice = advised(train(fresh))
+    assert advice == ("same without --fresh" if fresh else "same") and said == []
+    train(fresh and advice == "same")
+    (line,) = said
+    one_line(line, tmp_path, "after round 2 of 4", "--fresh")
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -151,25 +161,21 @@ def test_an_interrupted_command_says_which_command_resumes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scenario = tmp_path / "case.toml"
-    scenario.write_text(
-        "# Interrupted?\n[cluster]\nboards = 2\nsocs_per_board = 1\n[train]\nepochs = 1\n[strategy]\n"
-        "groups = 2\nsync_interval_epochs = 0.5\n"
-    )
+    (tmp_path / "case.toml").write_text(TWO_ROUNDS)
     write = CheckpointFolder.write
 
     def interrupted(self: CheckpointFolder, *arguments: Any) -> None:
         write(self, *arguments)
         raise KeyboardInterrupt
 
-    options = ("run", scenario, "--out", tmp_path / "out", "--workers", 0, "--json")
+    command = "run case.toml --out out --workers 0 --json"
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointFolder, "write", interrupted)
-        ran = socflower(*options, *(["--fresh"] if fresh else []))
+        ran = socflower(f"{command} --fresh" if fresh else command)
     assert ran.status == 130
     advice = advised(ran.err.splitlines()[-1])
     assert advice == ("same without --fresh" if fresh else "same")
-    again = socflower(*options, *(["--fresh"] if fresh and advice == "same" else []))
+    again = socflower(command)
     assert again.status == 0 and "resuming" in again.err.splitlines()[0]
 
 
@@ -194,38 +200,20 @@ def test_a_run_far_away_resumes_from_the_checkpoints_there(
         raise error
 
     monkeypatch.setattr(runner, "run_scenario", run_scenario)
-    scenario = tmp_path / "case.toml"
-    scenario.write_text(
-        "# Far away?\n[cluster]\nboards = 2\nsocs_per_board = 1\n[train]\nepochs = 2\n[strategy]\n"
-        "groups = 2\nsync_interval_epochs = 1\n"
-    )
-    ran = socflower(
-        "run",
-        scenario,
-        "--engine",
-        "deployment",
-        "--superlink",
-        "127.0.0.1:8",
-        "--out",
-        tmp_path / "out",
-        *(["--checkpoint-folder", folder] if folder else []),
-        *(["--fresh"] if fresh else []),
-    )
+    (tmp_path / "case.toml").write_text(TWO_ROUNDS)
+    options = f"--checkpoint-folder {folder}" if folder else ""
+    options += " --fresh" if fresh else ""
+    far = "--engine deployment --superlink 127.0.0.1:8 --out out"
+    ran = socflower(f"run case.toml {far} {options}")
     line = ran.err.splitlines()[-1]
     assert ran.status == (130 if isinstance(error, KeyboardInterrupt) else 1)
     if advice is None:
         assert "fresh" not in line and "same command" not in line
     else:
-        assert (
-            advised(line) == advice
-            and f"checkpoints are in {folder} on the SuperLink's machine" in line
-        )
+        assert advised(line) == advice and f" {folder} on the SuperLink's machine" in line
 
 
 def test_without_checkpoints_nothing_is_advised(tmp_path: Path) -> None:
-    assert (
-        kept_line(CheckpointFolder(tmp_path), fresh=False)
-        == kept_line(CheckpointFolder(tmp_path), fresh=True)
-        == ""
-    )
+    for fresh in (False, True):
+        assert kept_line(CheckpointFolder(tmp_path), fresh=fresh) == ""
     assert runner.remotely_kept_line(DeploymentOptions(superlink="127.0.0.1:8")) == ""

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from socflower.cli import main as cli
-from socflower.errors import ConfigError
 from socflower.scenario.planning import plan_split
 from socflower.scenario.schema.file import load_scenario
 from socflower.scenario.split_measuring import measure_split, measured_costs
 from socflower.scenario.split_setting import SplitSetting
+from tests.command_line import Socflower
+from tests.one_line import refused
 
 SPLIT = """# Does it pay?
 schema = 1
@@ -91,68 +91,44 @@ def test_joint_dnn_is_planned_as_the_edge_alone_where_every_cut_is_slower() -> N
     assert edge["batch_s"] == edge["edge_only_s"] < min(row["batch_s"] for row in edge["cuts"])
 
 
-def test_the_command_prints_the_document(
-    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def ran(*arguments: str) -> str:
-        monkeypatch.setattr("sys.argv", ["socflower", "plan", str(path), *arguments])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        assert not end.value.code
-        return capsys.readouterr().out
-
-    assert json.loads(ran("--json")) == {**plan_split(load_scenario(path)), "heat": None}
-    assert "edge alone" in ran()
+def test_the_command_prints_the_document(path: Path, socflower: Socflower) -> None:
+    document = json.loads(socflower("plan split.toml --json").out)
+    assert document == {**plan_split(load_scenario(path)), "heat": None}
+    assert "edge alone" in socflower("plan split.toml").out
 
 
 def test_measured_costs_take_the_place_of_the_catalogues(path: Path, tmp_path: Path) -> None:
     scenario = load_scenario(path)
     program = SplitSetting(scenario).workload.program
     cloud, edge = tmp_path / "cloud.json", tmp_path / "costs.json"
-    cloud.write_text(
-        json.dumps(measure_split(scenario, program, side="cloud", cloud=None, repeats=1, threads=1))
-    )
-    edge.write_text(
-        json.dumps(measure_split(scenario, program, side="edge", cloud=cloud, repeats=1, threads=1))
-    )
+    for side, file, other in (("cloud", cloud, None), ("edge", edge, cloud)):
+        found = measure_split(scenario, program, side=side, cloud=other, repeats=1, threads=1)
+        file.write_text(json.dumps(found))
     (costs,) = SplitSetting(load_scenario(path, [f"edgecloud.costs={edge}"])).costs
     assert [cut.cloud_s for cut in costs.cuts] == json.loads(cloud.read_text())["cloud_s"]
-    path.write_text(
-        f'{SPLIT}costs = "costs.json"\n'
-    )  # beside the scenario, wherever the command runs
-    assert SplitSetting(load_scenario(path)).costs == (costs,)
     assert costs.edge_only_s == json.loads(edge.read_text())["edge_only_s"]
+    # A path is relative to the scenario, wherever the command runs.
+    path.write_text(f'{SPLIT}costs = "costs.json"\n')
+    assert SplitSetting(load_scenario(path)).costs == (costs,)
 
 
 def test_costs_of_something_else_are_refused_in_one_line(path: Path, tmp_path: Path) -> None:
-    scenario = load_scenario(path)
+    scenario, file = load_scenario(path), tmp_path / "costs.json"
     setting = SplitSetting(scenario)
 
-    def refused(content: str, said: str) -> None:
-        file = tmp_path / "costs.json"
-        file.write_text(content)
-        with pytest.raises(ConfigError, match=said) as error:
-            measured_costs(file, setting.costs[0])
-        assert "\n" not in str(error.value)
+    def measured(side: str, cloud: Path | None = None) -> dict[str, Any]:
+        program = setting.workload.program
+        return measure_split(scenario, program, side=side, cloud=cloud, repeats=1, threads=1)
 
-    document: dict[str, Any] = measure_split(
-        scenario, setting.workload.program, side="edge", cloud=None, repeats=1, threads=1
-    )
-    refused("nonsense", "cannot be read")
-    refused("[]", "no JSON object")
-    refused("{}", "measure again")
-    refused(json.dumps({**document, "batch_size": 9}), "batches of 9")
-    with pytest.raises(ConfigError, match="--side middle: unknown"):
-        measure_split(
-            scenario, setting.workload.program, side="middle", cloud=None, repeats=1, threads=1
-        )
-    with pytest.raises(ConfigError, match="not what"):
-        (tmp_path / "edge.json").write_text(json.dumps(document))
-        measure_split(
-            scenario,
-            setting.workload.program,
-            side="edge",
-            cloud=tmp_path / "edge.json",
-            repeats=1,
-            threads=1,
-        )
+    document = measured("edge")
+    for content, named in (
+        ("nonsense", "cannot be read"),
+        ("[]", "JSON"),
+        ("{}", "measure again"),
+        (json.dumps({**document, "batch_size": 9}), "9"),
+    ):
+        file.write_text(content)
+        refused(lambda: measured_costs(file, setting.costs[0]), named)
+    refused(lambda: measured("middle"), "--side middle")
+    (tmp_path / "edge.json").write_text(json.dumps(document))
+    refused(lambda: measured("edge", tmp_path / "edge.json"), "edge.json")

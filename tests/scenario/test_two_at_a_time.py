@@ -16,8 +16,8 @@ from tests.engines.deployment.interrupted_runs import refused_by
 from tests.scenario.small_runs import small
 
 
-def is_refused(ran: Ran, begins: str) -> bool:
-    return refused_by(ran, os.getpid(), begins)
+def is_refused(ran: Ran, begins: str) -> None:
+    assert refused_by(ran, os.getpid(), begins), ran.err
 
 
 def test_whatever_writes_into_a_folder_keeps_others_out(
@@ -29,13 +29,12 @@ def test_whatever_writes_into_a_folder_keeps_others_out(
     out.mkdir()
     with FolderLock(out / LOCK_FILE, "the first"):
         for command in (
-            ("run", "case.toml", "--workers", 0),
-            ("compare", "case.toml", "--workers", 0),
-            ("run", "app", "--cluster", "case.toml", "--workers", 0),
-            ("certificates", "host-1"),
+            "run case.toml --workers 0",
+            "compare case.toml --workers 0",
+            "run app --cluster case.toml --workers 0",
+            "certificates host-1",
         ):
-            ran = socflower(*command, "--out", "shared", "--json")
-            assert is_refused(ran, "--out "), ran.err
+            is_refused(socflower(f"{command} --out shared --json"), "--out ")
         assert [path.name for path in out.iterdir()] == [LOCK_FILE]
 
 
@@ -46,10 +45,8 @@ def test_a_comparison_and_a_run_of_one_of_its_strategies_keep_each_other_out(
     (tmp_path / "case.toml").write_text("[cluster]\nboards = [2]\n")
     (tmp_path / "both" / "sgd").mkdir(parents=True)
     with FolderLock(tmp_path / "both" / "sgd" / LOCK_FILE, "the run"):
-        ran = socflower(
-            "compare", "case.toml", "--strategies", "sgd", "--out", "both", "--workers", 0, "--json"
-        )
-        assert is_refused(ran, "--out both/sgd: "), ran.err
+        ran = socflower("compare case.toml --strategies sgd --out both --workers 0 --json")
+        is_refused(ran, "--out both/sgd: ")
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()] == [
         "case.toml"
     ]
@@ -59,7 +56,7 @@ def test_two_profiles_into_one_file_keep_each_other_out(
     socflower: Socflower, tmp_path: Path
 ) -> None:
     with FolderLock(tmp_path / ".here.toml.lock", "the first"):
-        assert is_refused(socflower("profile", "--out", "here.toml", "--json"), "--out here.toml: ")
+        is_refused(socflower("profile --out here.toml --json"), "--out here.toml: ")
     assert list(tmp_path.iterdir()) == []
 
 

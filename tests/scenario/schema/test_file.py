@@ -1,6 +1,7 @@
 """Scenario files: every table, every way to write one wrong, overrides, and the resolved document."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from socflower.scenario.schema.file import (
     scenario_cluster,
     to_document,
 )
+from tests.one_line import last_key, one_line, refused
 
 FULL = """\
 # Does it hold?
@@ -96,11 +98,7 @@ def write(tmp_path: Path) -> Write:
 
 def refusal(path: Path, *overrides: str) -> str:
     """Return the one line with which a scenario or its cluster is refused."""
-    with pytest.raises(SocflowerError) as caught:
-        scenario_cluster(load_scenario(path, overrides))
-    text = str(caught.value)
-    assert text and "\n" not in text
-    return text
+    return refused(lambda: scenario_cluster(load_scenario(path, overrides)), error=SocflowerError)
 
 
 def test_every_table_is_read(write: Write) -> None:
@@ -167,197 +165,114 @@ def test_the_leading_comment_is_the_question(write: Write, text: str, question: 
 
 
 @pytest.mark.parametrize(
-    ("text", "key", "value", "meant"),
+    ("text", "meant"),
     [
-        ("sead = 3", "sead", "3", "seed"),
-        ("[clusters]\nboards = 2", "clusters", "{'boards': 2}", "cluster"),
-        ("[cluster]\nbords = 2", "bords", "2", "boards"),
-        ("[[board]]\nsoc = 2", "soc", "2", "socs"),
-        ("[model]\nnane = 'lenet5'", "nane", "'lenet5'", "name"),
-        ("[data]\npartitions = 'iid'", "partitions", "'iid'", "partition"),
-        ("[train]\nlearning_rat = 0.1", "learning_rat", "0.1", "learning_rate"),
-        ("[strategy]\ngroup = 2", "group", "2", "groups"),
-        ("[compare]\nstrategy = ['sgd']", "strategy", "['sgd']", "strategies"),
-        ("[[event]]\nkind = 'nan'\nsoc = 0\nround = 1\nround_ = 2", "round_", "2", "round"),
-        ("[expect]\nmin_acuracy = 0.9", "min_acuracy", "0.9", "min_accuracy"),
+        ("sead = 3", "seed"),
+        ("[clusters]\nboards = 2", "cluster"),
+        ("[cluster]\nbords = 2", "boards"),
+        ("[[board]]\nsoc = 2", "socs"),
+        ("[model]\nnane = 'lenet5'", "name"),
+        ("[data]\npartitions = 'iid'", "partition"),
+        ("[train]\nlearning_rat = 0.1", "learning_rate"),
+        ("[strategy]\ngroup = 2", "groups"),
+        ("[compare]\nstrategy = ['sgd']", "strategies"),
+        ("[[event]]\nkind = 'nan'\nsoc = 0\nround = 1\nround_ = 2", "round"),
+        ("[expect]\nmin_acuracy = 0.9", "min_accuracy"),
     ],
 )
 def test_an_unknown_key_is_named_with_its_value_and_what_was_meant(
-    write: Write,
-    text: str,
-    key: str,
-    value: str,
-    meant: str,
+    write: Write, text: str, meant: str
 ) -> None:
     says = refusal(write(text))
-    assert (
-        f"unknown key {key!r} (value {value})" in says
-        or f"unknown claim {key!r} (value {value})" in says
-    )
+    key, value = re.findall(r"unknown \w+ '(\w+)' \(value (.*)\)", says)[0]
+    assert key in text and value.strip("[]'{}")[:3] in text
     assert f"did you mean {meant!r}?" in says
 
 
 def test_an_unknown_key_like_no_other_gets_the_list_of_keys(write: Write) -> None:
-    assert "known keys: factory, arguments, name, partition, alpha" in refusal(
-        write("[data]\nxyz = 1")
-    )
+    assert "factory, arguments, name, partition, alpha" in refusal(write("[data]\nxyz = 1"))
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("schema = '1'", "schema = '1' must be 1"),
-        ("seed = true", "seed = True must be a whole number"),
-        ("seed = 1.5", "seed = 1.5 must be a whole number"),
         ("cluster = 3", "[cluster] must be a table, got 3"),
-        ("board = 3", "board = 3 must be written [[board]], a list of tables"),
+        ("board = 3", "board = 3 must be written [[board]]"),
         ("board = [3]", "[[board]] 1 must be a table, got 3"),
-        ("[event]\nkind = 'nan'", "must be written [[event]], a list of tables"),
+        ("[event]\nkind = 'nan'", "must be written [[event]]"),
         ("event = ['nan']", "[[event]] 1 must be a table, got 'nan'"),
         ("model = 'lenet5'", "[model] must be a table, got 'lenet5'"),
-        ("data = 1", "[data] must be a table, got 1"),
         ("train = []", "[train] must be a table, got []"),
-        ("strategy = 'ring'", "[strategy] must be a table, got 'ring'"),
         ("compare = true", "[compare] must be a table, got True"),
         ("expect = 0.9", "[expect] must be a table, got 0.9"),
-        ("[model]\nname = 5", "[model] name = 5 must be a text"),
-        ("[train]\nepochs = 2.0", "[train] epochs = 2.0 must be a whole number"),
-        ("[train]\nepochs = true", "[train] epochs = True must be a whole number"),
-        ("[train]\nlearning_rate = '0.1'", "[train] learning_rate = '0.1' must be a number"),
-        ("[train]\nmomentum = false", "[train] momentum = False must be a number"),
-        ("[strategy]\ngroups = 2.5", "[strategy] groups = 2.5 must be a whole number above 0"),
-        (
-            "[strategy]\nsync_interval_epochs = [1]",
-            "sync_interval_epochs = [1] must be a number above 0",
-        ),
-        ("[strategy]\nsocs = 'all'", "[strategy] socs = 'all' must be a whole number"),
-        ("[strategy]\nreshuffle = 1", "[strategy] reshuffle = 1 must be true or false"),
-        ("[compare]\nstrategies = 'ring'", "[compare] strategies = 'ring' must be a list"),
-        (
-            "[compare]\nstrategies = ['ring', 2]",
-            "[compare] strategies = ['ring', 2] must be a list of names out of",
-        ),
-        (
-            "[compare]\ntarget_accuracy = 'high'",
-            "[compare] target_accuracy = 'high' must be a number",
-        ),
-        (
-            "[[event]]\nkind = 'nan'\nsoc = '0'\nround = 1",
-            "[[event]] 1 soc = '0' must be a whole number",
-        ),
-        (
-            "[cluster]\nboards = 'two'",
-            "boards = 'two' must be a whole number of 1 or more or a list",
-        ),
-        (
-            "[cluster]\nhub_bytes_per_s = 'fast'",
-            "hub_bytes_per_s = 'fast' must be a number of 1 or more",
-        ),
-        ("[expect]\nmin_accuracy = 'high'", "[expect] min_accuracy = 'high' must be a number"),
-    ],
-)
-def test_a_value_of_a_wrong_type_is_named(write: Write, text: str, says: str) -> None:
-    assert says in refusal(write(text))
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("schema = 2", "schema = 2 must be 1"),
-        ("seed = -1", "seed = -1 must be a whole number from 0 to 4294967295"),
-        (
-            "seed = 99999999999999999999",
-            "seed = 99999999999999999999 must be a whole number from 0 to",
-        ),
-        ("[cluster]\nboards = 0", "boards = 0 must be a whole number of 1 or more or a list"),
-        ("[cluster]\nboards = [0, 0]", "has no SoC in use"),
-        ("[cluster]\nboards = [2]\nsocs_per_board = 2", "drop socs_per_board"),
-        (
-            "[cluster]\ndevice = 'abacus'",
-            "device 'abacus' is unknown; the catalogue has snapdragon-865",
-        ),
-        ("[cluster]\nboards = 2\n[[board]]\nsocs = 1", "are both given; keep one"),
-        (
-            "[data]\npartition = 'random'",
-            "partition = 'random' is unknown; use one of iid, dirichlet",
-        ),
-        ("[data]\nalpha = 0", "[data] alpha = 0 must be a number above 0"),
-        ("[data]\nalpha = inf", "[data] alpha = inf must be a number above 0 and finite"),
-        (
-            "[train]\nepochs = 0",
-            "[train] epochs = 0 must be a whole number above 0 and at most 1000000",
-        ),
-        (
-            "[train]\nbatch_size = -8",
-            "[train] batch_size = -8 must be a whole number above 0 and at most 1000000",
-        ),
-        (
-            "[train]\nlearning_rate = nan",
-            "[train] learning_rate = nan must be a number above 0 and finite",
-        ),
-        (
-            "[train]\nreply_timeout_s = inf",
-            "[train] reply_timeout_s = inf must be a number above 0 and at most 10000000",
-        ),
-        ("[train]\nmomentum = 1", "[train] momentum = 1 must be a number of 0 or more and below 1"),
-        (
-            "[train]\nweight_decay = nan",
-            "weight_decay = nan must be a number of 0 or more and finite",
-        ),
-        (
-            "[train]\nschedule = 'linear'",
-            "schedule = 'linear' is unknown; use one of cosine, constant",
-        ),
-        ("[train]\nreduction = 'never'", "reduction = 'never' is unknown"),
-        (
-            "[train]\nepochs = 5\nlocal_epochs = 2",
-            "epochs = 5 must be a multiple of local_epochs = 2",
-        ),
-        (
-            "[strategy]\nname = 'magic'",
-            "name = 'magic' is unknown; use one of socflow, ring, fedavg, sgd",
-        ),
-        ("[strategy]\ngroups = 0", "[strategy] groups = 0 must be a whole number above 0"),
-        (
-            "[strategy]\ngroups = 'many'",
-            "groups = 'many' must be a whole number above 0 and at most 20000 or \"auto\"",
-        ),
-        ("[strategy]\nsocs = 0", "[strategy] socs = 0 must be a whole number above 0"),
-        (
-            "[strategy]\nsync_interval_epochs = -1",
-            "sync_interval_epochs = -1 must be a number above 0",
-        ),
-        (
-            "[strategy]\nsync_interval_epochs = 'often'",
-            "sync_interval_epochs = 'often' must be a number above 0",
-        ),
-        (
-            "[strategy]\noverlap_buckets = 0",
-            "overlap_buckets = 0 must be a whole number above 0 and at most 1000",
-        ),
-        (
-            "[compare]\nstrategies = []",
-            "[compare] strategies = [] must be a list of names out of socflow, ring",
-        ),
-        (
-            "[compare]\nstrategies = ['ring', 'star']",
-            "strategies = ['ring', 'star'] must be a list of names out of",
-        ),
-        (
-            "[[event]]\nkind = 'explode'\nsoc = 0\nround = 1",
-            "kind = 'explode' is unknown; use one of raise, nan",
-        ),
-        (
-            "[[event]]\nkind = 'nan'\nsoc = -1\nround = 1",
-            "soc = -1 must be a whole number of 0 or more",
-        ),
-        ("[[event]]\nkind = 'nan'\nsoc = 0\nround = 0", "round = 0 must be a whole number above 0"),
+        ("[cluster]\nboards = [0, 0]", "no SoC in use"),
+        ("[cluster]\nboards = [2]\nsocs_per_board = 2", "socs_per_board"),
+        ("[cluster]\ndevice = 'abacus'", "'abacus' is unknown; the catalogue has snapdragon-865"),
+        ("[cluster]\nboards = 2\n[[board]]\nsocs = 1", "boards"),
+        ("[train]\nepochs = 5\nlocal_epochs = 2", "a multiple of local_epochs = 2"),
+        ("[strategy]\nname = 'magic'", "use one of socflow, ring, fedavg, sgd"),
         ("[[event]]\nkind = 'nan'\nround = 1", "[[event]] 1: soc is missing"),
         ("[expect]\naccuracy = 1", "unknown claim 'accuracy'"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_way_out(write: Write, text: str, says: str) -> None:
+def test_what_is_no_table_or_fits_nothing_else_is_named(write: Write, text: str, says: str) -> None:
     assert says in refusal(write(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[compare]\ntarget_accuracy = 'high'",
+        "[[event]]\nkind = 'nan'\nround = 1\nsoc = '0'",
+        "[cluster]\nboards = 'two'",
+        "[cluster]\nhub_bytes_per_s = 'fast'",
+        "[expect]\nmin_accuracy = 'high'",
+        "schema = 2",
+        "seed = true",
+        "seed = 1.5",
+        "seed = -1",
+        "seed = 4294967296",
+        "[cluster]\nboards = 0",
+        "[model]\nname = 5",
+        "[data]\npartition = 'random'",
+        "[data]\nalpha = 0",
+        "[data]\nalpha = inf",
+        "[train]\nepochs = 0",
+        "[train]\nepochs = 2.0",
+        "[train]\nepochs = true",
+        "[train]\nbatch_size = 0",
+        "[train]\nlearning_rate = 0",
+        "[train]\nlearning_rate = '0.1'",
+        "[train]\nlearning_rate = nan",
+        "[train]\nreply_timeout_s = inf",
+        "[train]\nmomentum = false",
+        "[train]\nmomentum = 1",
+        "[train]\nmomentum = -0.1",
+        "[train]\nweight_decay = nan",
+        "[train]\nschedule = 'linear'",
+        "[train]\nreduction = 'never'",
+        "[strategy]\ngroups = 0",
+        "[strategy]\ngroups = 2.5",
+        "[strategy]\ngroups = 'many'",
+        "[strategy]\nsocs = 0",
+        "[strategy]\nsocs = 'all'",
+        "[strategy]\nsync_interval_epochs = [1]",
+        "[strategy]\nsync_interval_epochs = 0",
+        "[strategy]\nsync_interval_epochs = 'often'",
+        "[strategy]\nreshuffle = 1",
+        "[strategy]\noverlap_buckets = 0",
+        "[compare]\nstrategies = 'ring'",
+        "[compare]\nstrategies = []",
+        "[compare]\nstrategies = ['ring', 2]",
+        "[compare]\nstrategies = ['ring', 'star']",
+        "[[event]]\nsoc = 0\nround = 1\nkind = 'explode'",
+        "[[event]]\nkind = 'nan'\nround = 1\nsoc = -1",
+        "[[event]]\nkind = 'nan'\nsoc = 0\nround = 0",
+    ],
+)
+def test_a_value_that_its_key_does_not_take_is_named_with_the_key(write: Write, text: str) -> None:
+    assert last_key(text) in refusal(write(text))
 
 
 @pytest.mark.parametrize(
@@ -365,20 +280,19 @@ def test_what_cannot_be_is_refused_with_the_way_out(write: Write, text: str, say
     [
         (b"seed = 1\n[train\nepochs = 2", "not valid TOML"),
         (b"seed = 1\nseed = 2", "not valid TOML"),
-        (b"# caf\xe9\nseed = 1", "is not UTF-8 text"),
-        (b"\x00\xff\xfe", "is not UTF-8 text"),
+        (b"# caf\xe9\nseed = 1", "UTF-8"),
+        (b"\x00\xff\xfe", "UTF-8"),
     ],
 )
 def test_a_file_that_is_no_scenario_is_named(tmp_path: Path, content: bytes, says: str) -> None:
     path = tmp_path / "broken.toml"
     path.write_bytes(content)
-    text = refusal(path)
-    assert says in text and str(path) in text
+    one_line(refusal(path), path, says)
 
 
 def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
-    assert "no.toml: cannot be read (No such file or directory)" in refusal(tmp_path / "no.toml")
-    assert str(tmp_path) in refusal(tmp_path)
+    one_line(refusal(tmp_path / "no.toml"), "no.toml", "No such file or directory")
+    one_line(refusal(tmp_path), tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------ overrides
@@ -430,8 +344,8 @@ def test_the_last_of_several_overrides_of_a_key_counts(write: Write) -> None:
         ("event.kind=nan", "'event' is not a table"),
         ("model.name.first=x", "'name' is not a table"),
         ("train.epoch=3", "did you mean 'epochs'?"),
-        ("train.epochs=three", "epochs = 'three' must be a whole number"),
-        ("train.epochs=", "epochs = '' must be a whole number"),
+        ("train.epochs=three", "epochs = 'three'"),
+        ("train.epochs=", "epochs = ''"),
         ("expect=3", "[expect] must be a table"),
     ],
 )
