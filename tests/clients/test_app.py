@@ -22,6 +22,7 @@ from socflower.training.group import train_group
 from socflower.training.trainer import TrainingSpan
 from socflower.wire.message_keys import RESUMED, WARM_UP, GroupTask
 from socflower.workloads import LabelledData, evaluate
+from tests.one_line import refused
 from tests.training.test_batches import task
 from tests.training.test_group import small_data, small_network
 
@@ -180,10 +181,7 @@ def test_a_setting_that_cannot_be_is_named(key: str, value: object) -> None:
 
 def test_a_node_without_samples_is_told_so() -> None:
     app = make_app()
-    with pytest.raises(
-        ConfigError, match=r"data_fn\(context, 48, 49\) returned no samples; give every node some"
-    ):
-        app(message(), node(48, 49))
+    refused(lambda: app(message(), node(48, 49)), "data_fn", "48", "49")
 
 
 @pytest.mark.parametrize("missing", ["partition-id", "num-partitions"])
@@ -301,8 +299,7 @@ def test_a_group_that_diverged_starts_its_momentum_anew() -> None:
 def test_a_group_record_of_another_version_is_refused() -> None:
     odd = message(group=group_task())
     del odd.content.config_records["group"]["seed"]
-    with pytest.raises(ConfigError, match=r"missing \['seed'\].*different versions"):
-        make_app()(odd, node(2))
+    refused(lambda: make_app()(odd, node(2)), "seed")
 
 
 # --------------------------------------------------------------------------------------------------- others
@@ -368,11 +365,12 @@ def test_threads_are_as_before_afterwards() -> None:
 
 def test_data_that_are_not_what_the_strategy_was_told_are_refused() -> None:
     """A data function that ignores its arguments, as Flower's habits suggest, returns one part for the whole."""
-    with pytest.raises(
-        ConfigError,
-        match=rf"returned {len(DATA)} samples, but the strategy was told num_samples = 99",
-    ):
-        make_app()(message(group=group_task(num_samples=99)), node(2))
+    refused(
+        lambda: make_app()(message(group=group_task(num_samples=99)), node(2)),
+        f"{len(DATA)}",
+        "num_samples",
+        "99",
+    )
 
 
 # ------------------------------------------------------------------------------------------- states in files
@@ -493,9 +491,9 @@ def test_an_app_that_exists_answers_what_is_not_for_a_group() -> None:
 
 
 def test_mods_of_an_app_that_exists_must_be_given_for_groups_too() -> None:
-    with pytest.raises(
-        ConfigError, match=r"mods of the given app would not see messages for groups; give them to"
-    ):
-        make_app(
+    refused(
+        lambda: make_app(
             app=ClientApp(mods=[lambda message, context, call_next: call_next(message, context)])
-        )
+        ),
+        "mods",
+    )

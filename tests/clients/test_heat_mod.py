@@ -25,7 +25,6 @@ from socflower.clients import heat_mod as mods
 from socflower.clients.app import make_client_app
 from socflower.clients.heat_mod import SourceFn, heat_mod
 from socflower.engines.local.flower_internals import begin_run
-from socflower.errors import ConfigError
 from socflower.hierarchy import Group
 from socflower.strategies.replies import sort_replies
 from socflower.thermal.limits import HeatLimits, current_guard
@@ -62,6 +61,7 @@ from tests.clients.test_app import (
     trained_alone,
     weights,
 )
+from tests.one_line import refused
 from tests.peers.peers import TOKEN, free_addresses
 from tests.thermal.test_limits import DEADLINE_S, Calls, Source, Time, forged, raising
 
@@ -135,25 +135,14 @@ def heat_of(reply: Message) -> HeatReport:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        (
-            {"sample_interval_s": 0.0},
-            "heat_mod: sample_interval_s = 0.0 must be above 0 and finite",
-        ),
-        (
-            {"poll_interval_s": math.nan},
-            "heat_mod: poll_interval_s = nan must be above 0 and finite",
-        ),
-        ({"read_timeout_s": math.inf}, "heat_mod: read_timeout_s = inf must be above 0 and finite"),
-        (
-            {"shrink_keys": "epochs"},
-            "heat_mod: shrink_keys = 'epochs' is one text; give a list, ['epochs']",
-        ),
+        ({"sample_interval_s": 0.0}, "sample_interval_s"),
+        ({"poll_interval_s": math.nan}, "poll_interval_s"),
+        ({"read_timeout_s": math.inf}, "read_timeout_s"),
+        ({"shrink_keys": "epochs"}, "shrink_keys"),
     ],
 )
 def test_a_setting_that_cannot_be_is_one_line(changes: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        heat_mod(**changes)
-    assert str(caught.value) == text
+    refused(lambda: heat_mod(**changes), text)
 
 
 # ----------------------------------------------------------------------------------------- a device that is cool
@@ -189,9 +178,7 @@ def test_the_default_source_is_this_machine_and_training_goes_on_whatever_it_has
 
 @pytest.mark.parametrize("given_by_hand", [False, True])
 def test_the_first_reading_of_a_machine_has_the_load_of_others_and_all_notes(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    given_by_hand: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given_by_hand: bool
 ) -> None:
     """A made-up machine on which others use three quarters of the processors, by counters that go on."""
     seconds = 0
@@ -586,9 +573,7 @@ def outcome_of(reply: Message) -> RingOutcome:
     ],
 )
 def test_a_device_that_may_not_train_says_so_when_asked(
-    now_c: float | None,
-    values: dict[str, Any],
-    preempted: bool,
+    now_c: float | None, values: dict[str, Any], preempted: bool
 ) -> None:
     reply = make_app(mods=[mod_of(at(now_c, **values))])(
         message("query.socflower", **{ASK: ASK_STATUS}), node()

@@ -1,14 +1,13 @@
 """Limits of heat as an operator writes them."""
 
-import re
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from socflower.clients.heat_mod import node_heat_limits
-from socflower.errors import ConfigError
 from socflower.thermal.limits import HeatLimits
+from tests.one_line import refused
 
 
 def test_a_node_that_says_nothing_of_heat_does_not_mind_it() -> None:
@@ -33,28 +32,14 @@ def test_every_limit_can_be_given_and_the_others_keep_their_defaults() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"heat": "yes"}, "node config: heat = 'yes' must be true or false"),
-        (
-            {"heat": True, "heat-pause": 80},
-            "node config: heat-pause is unknown; use one of heat-resume-c, ",
-        ),
-        ({"heat-pause-c": 80.0}, "node config: heat-pause-c without heat; add heat=true"),
-        (
-            {"heat": False, "heat-pause-c": 80.0},
-            "node config: heat-pause-c without heat; add heat=true",
-        ),
-        (
-            {"heat": True, "heat-pause-c": "hot"},
-            "node config: heat-pause-c = 'hot' must be a number",
-        ),
-        (
-            {"heat": True, "heat-max-user-load": True},
-            "node config: heat-max-user-load = True must be a number",
-        ),
-        ({"heat": True, "heat-pause-c": 20.0}, "heat limits: need resume_c < shrink_c <= pause_c"),
+        ({"heat": "yes"}, "heat = 'yes'"),
+        ({"heat": True, "heat-pause": 80}, "heat-resume-c"),
+        ({"heat-pause-c": 80.0}, "heat-pause-c"),
+        ({"heat": False, "heat-pause-c": 80.0}, "heat-pause-c"),
+        ({"heat": True, "heat-pause-c": "hot"}, "heat-pause-c"),
+        ({"heat": True, "heat-max-user-load": True}, "heat-max-user-load"),
+        ({"heat": True, "heat-pause-c": 20.0}, "resume_c"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
-        node_heat_limits(config)
-    assert "\n" not in str(caught.value)
+    refused(lambda: node_heat_limits(config), message)

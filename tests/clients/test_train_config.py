@@ -12,6 +12,7 @@ from socflower.errors import ConfigError
 from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.wire.message_keys import GroupTask
 from tests.clients.test_app import assert_weights, make_app, message, node, trained_alone
+from tests.one_line import refused
 from tests.training.test_batches import task
 
 
@@ -38,18 +39,18 @@ def test_the_trainers_own_functions_may_read_settings_too() -> None:
         reply,
         trained_alone(batch_size=4, num_epochs=1, trainer=FP32Trainer(optimizer=sgd(0.3, 0.5))),
     )
-    with pytest.raises(ConfigError, match="train config: 'moment' is not used"):
-        make_app(trainer=lazy)(message(lr=0.3, moment=0.5), node(2))
-    with pytest.raises(ConfigError, match="reads 'lr' of the train config"):
-        make_app(trainer=lazy)(message(), node(2))
+    refused(lambda: make_app(trainer=lazy)(message(lr=0.3, moment=0.5), node(2)), "moment")
+    refused(lambda: make_app(trainer=lazy)(message(), node(2)), "lr")
 
 
 @pytest.mark.parametrize("group", [None, task(0, 1, num_samples=48)])
 def test_a_setting_that_no_function_reads_is_refused_before_training(
     group: GroupTask | None,
 ) -> None:
-    with pytest.raises(ConfigError, match="train config: 'moment' is not used"):
-        make_app(trainer=by_config)(message(lr=0.3, moment=0.5, group=group), node(2))
+    refused(
+        lambda: make_app(trainer=by_config)(message(lr=0.3, moment=0.5, group=group), node(2)),
+        "moment",
+    )
 
 
 def test_a_function_that_reads_all_settings_knows_them_all() -> None:
@@ -90,10 +91,7 @@ def test_a_function_without_a_config_is_called_without() -> None:
 
 
 def test_a_function_that_returns_no_trainer_is_told() -> None:
-    with pytest.raises(
-        ConfigError, match="the trainer's function returned NoneType; return a trainer"
-    ):
-        make_app(trainer=lambda context: None)(message(), node(2))
+    refused(lambda: make_app(trainer=lambda context: None)(message(), node(2)), "NoneType")
 
 
 def test_a_group_keeps_its_settings_since_its_optimiser_continues() -> None:
@@ -103,7 +101,4 @@ def test_a_group_keeps_its_settings_since_its_optimiser_continues() -> None:
     second = task(0, 1, **interval | {"first_step": 2})
     app(message(lr=0.3, momentum=0.9, group=second), context)
     app(message(lr=0.3, momentum=0.9, group=task(0, 1, **interval)), context)
-    with pytest.raises(
-        ConfigError, match="settings of the trainer have changed within a training of groups"
-    ):
-        app(message(lr=0.1, momentum=0.9, group=second), context)
+    refused(lambda: app(message(lr=0.1, momentum=0.9, group=second), context), "trainer")

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from socflower.errors import ConfigError
 from socflower.peers.collective import Collective, PeerLost, Poll, Work, no_poll
 from socflower.peers.compression import (
     DeepGradientCompression,
@@ -22,6 +21,7 @@ from socflower.peers.compression import (
 )
 from socflower.peers.transports.in_process import in_process_rings
 from socflower.wire.message_keys import COMPRESSIONS
+from tests.one_line import refused
 
 NAMES = [name for name in COMPRESSIONS if name != "none"]
 Result = TypeVar("Result")
@@ -38,9 +38,7 @@ def together(rings: Sequence[Collective], member: Callable[[Collective], Result]
 
 
 def on_all(
-    rings: Sequence[Collective],
-    threads: ThreadPoolExecutor,
-    member: Callable[[Collective], Result],
+    rings: Sequence[Collective], threads: ThreadPoolExecutor, member: Callable[[Collective], Result]
 ) -> list[Result]:
     """Run `member` with every end of a ring and return the results by rank; the rings are closed if one fails."""
 
@@ -438,8 +436,7 @@ def test_groups_too_large_for_eight_bits_are_refused() -> None:
     own = make_compression("int8")
     assert own is not None
     own.start_step(0)
-    with pytest.raises(ConfigError, match="at most 63 members, this one 64; use 'fp16'"):
-        own.exchange(rings[0], 0, torch.ones(4))
+    refused(lambda: own.exchange(rings[0], 0, torch.ones(4)), "63", "64", "fp16")
     for ring in rings:
         ring.close()
 
@@ -535,8 +532,7 @@ def test_members_that_disagree_find_out() -> None:
         made[ring.rank].start_step(0)
         made[ring.rank].exchange(ring, 0, torch.ones(1000))
 
-    with pytest.raises(ConfigError, match="80 to 160 bytes"):
-        together(in_process_rings(3), exchange)
+    refused(lambda: together(in_process_rings(3), exchange), "80", "160")
 
 
 # --------------------------------------------------------------------------------------------- mistakes
@@ -544,8 +540,7 @@ def test_members_that_disagree_find_out() -> None:
 
 def test_none_is_no_compression_and_others_are_refused() -> None:
     assert make_compression("none") is None
-    with pytest.raises(ConfigError, match="'zip' does not exist; use one of none, fp16, int8"):
-        make_compression("zip")
+    refused(lambda: make_compression("zip"), "zip", "fp16", "int8")
 
 
 @pytest.mark.parametrize(
@@ -561,19 +556,19 @@ def test_none_is_no_compression_and_others_are_refused() -> None:
     ],
 )
 def test_options_that_cannot_be_are_refused(option: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"dgc: {option} = "):
-        make_compression("dgc", **{option: value})  # type: ignore[arg-type]
+    refused(lambda: make_compression("dgc", **{option: value}), option)  # type: ignore[arg-type]
 
 
 def test_a_state_of_something_else_is_refused() -> None:
     eight_bit, largest = Group("int8", 2), Group("dgc", 2)
     eight_bit.step(0, random_gradients(2, 100))
-    with pytest.raises(ConfigError, match=r"is of another kind .*'int8', not .*'dgc'"):
-        largest.members[0].restore(eight_bit.members[0].state())
-    with pytest.raises(ConfigError, match="bucket 0 had 100 elements and has 50"):
-        eight_bit.step(1, random_gradients(2, 50))
+    refused(lambda: largest.members[0].restore(eight_bit.members[0].state()), "int8", "dgc")
+    refused(lambda: eight_bit.step(1, random_gradients(2, 50)), "100", "50", "bucket 0")
 
 
 def test_only_float32_is_compressed() -> None:
-    with pytest.raises(ConfigError, match="takes float32 gradients, not float64"):
-        Group("fp16", 2).step(0, [torch.ones(5, dtype=torch.float64)] * 2)
+    refused(
+        lambda: Group("fp16", 2).step(0, [torch.ones(5, dtype=torch.float64)] * 2),
+        "float32",
+        "float64",
+    )

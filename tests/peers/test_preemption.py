@@ -23,6 +23,7 @@ from socflower.peers.preemption import (
     PreemptionSwitch,
     preempt_switch,
 )
+from tests.one_line import refused
 
 LOOPBACK = "127.0.0.1"
 DEADLINE_S = 60.0
@@ -293,11 +294,7 @@ def test_a_file_that_cannot_be_written_still_lets_this_process_leave(
     ],
 )
 def test_other_requests_change_nothing(
-    port: int,
-    method: str,
-    path: str,
-    headers: dict[str, str],
-    status: int,
+    port: int, method: str, path: str, headers: dict[str, str], status: int
 ) -> None:
     with PreemptionSwitch(port=port) as switch:
         found, document = ask(method, port, path, **headers)
@@ -353,8 +350,7 @@ def test_version_6_addresses_work_where_there_are_any(port: int) -> None:
     ],
 )
 def test_values_that_cannot_be_are_refused(key: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"node-config {key}"):
-        preempt_switch({key: value})
+    refused(lambda: preempt_switch({key: value}), "node-config", key)
 
 
 def test_an_address_that_is_not_this_devices_is_refused_and_nothing_stays_behind(port: int) -> None:

@@ -16,6 +16,8 @@ from tests.strategies.faulty_run import FaultyRun
 pytestmark = pytest.mark.timeout(900)
 
 FAST = {("leader killed", "mid-batch", "grpc")}
+# Twelve of the 32 cells, with every event, phase and transport; the module fault_matrix runs all of them.
+SAMPLED = random.Random(6674).sample(list(cells()), 12)
 ALL_ROUNDS = range(1, 20)
 
 
@@ -32,7 +34,7 @@ def always(*socs: int) -> dict[int, tuple[int, ...]]:
             id=cell.name,
             marks=() if (cell.event, cell.phase, cell.transport) in FAST else pytest.mark.slow,
         )
-        for cell in cells()
+        for cell in SAMPLED
     ],
 )
 def test_a_run_survives(cell: Cell, tmp_path: Path, request: pytest.FixtureRequest) -> None:
@@ -109,7 +111,7 @@ def test_the_work_of_a_whole_group_that_dies_is_lost_and_said_to_be(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["gloo", "grpc"])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_kill_at_any_moment_loses_no_step(tmp_path: Path, transport: str, seed: int) -> None:
     kill_at_a_random_moment(tmp_path, transport, seed)
 

@@ -16,12 +16,12 @@ from torch.utils.data import TensorDataset
 from socflower.clients.app import make_client_app
 from socflower.cluster import parse_cluster
 from socflower.engines.local.run_app import run_app
-from socflower.errors import ConfigError
 from socflower.model_graph.layer_profile import profile_module
 from socflower.strategies.forwarding_grid import ForwardingGrid
 from socflower.strategies.settings import Costs, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.training.fp32 import FP32Trainer, sgd
+from tests.one_line import refused
 
 CLUSTER = parse_cluster({"boards": [3, 3]})
 NUM_SAMPLES = 120
@@ -92,9 +92,7 @@ def client(**settings: Any) -> ClientApp:
 
 
 def run(
-    outer: Strategy | None,
-    app: ClientApp | None = None,
-    **settings: Any,
+    outer: Strategy | None, app: ClientApp | None = None, **settings: Any
 ) -> tuple[Any, Any, list[list[int]], float]:
     """Return result, strategy, the SoCs asked in each evaluation, and the virtual time."""
     server, asked, out = ServerApp(), list[list[int]](), list[Any]()
@@ -210,5 +208,8 @@ def test_settings_for_an_evaluation_that_does_not_take_place_are_refused() -> No
             evaluate_config=ConfigRecord({"batch-size": 4}),
         )
 
-    with pytest.raises(ConfigError, match=r"evaluate_config \(batch-size\) is not used"):
-        run_app(server, client(), cluster=CLUSTER, num_workers=0)
+    refused(
+        lambda: run_app(server, client(), cluster=CLUSTER, num_workers=0),
+        "evaluate_config",
+        "batch-size",
+    )

@@ -17,7 +17,7 @@ from flwr.serverapp.strategy import Strategy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from socflower.errors import ConfigError, TrainingFailed
+from socflower.errors import TrainingFailed
 from socflower.strategies.group_grid import GroupGrid
 from socflower.strategies.group_replies import make_notes
 from socflower.strategies.node_registry import QUERY_TYPE
@@ -33,6 +33,7 @@ from socflower.wire.message_keys import (
     decode,
     encode,
 )
+from tests.one_line import refused
 from tests.process_grid import ProcessGrid
 from tests.strategies import ring_app
 from tests.strategies.test_around import PassingOn, private
@@ -226,8 +227,7 @@ def test_a_training_is_resumed_inside_another_strategy(tmp_path: Path, around: A
     ],
 )
 def test_over_any_other_grid_it_trains_the_same_and_says_what_it_lacks(
-    around: Around,
-    caplog: pytest.LogCaptureFixture,
+    around: Around, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("WARNING", logger="flwr"):
         ours = train(around=around, wrap=itself)
@@ -248,10 +248,13 @@ def test_over_any_other_grid_a_group_without_its_leader_loses_its_round(around: 
 def test_over_any_other_grid_differential_privacy_keeps_a_round_with_a_death_back_and_the_training_ends() -> (
     None
 ):
-    with pytest.raises(
-        TrainingFailed, match=r"round 1: its replies did not reach SoCFlow: .* GroupGrid\(grid\)"
-    ):
-        train({LEADER: "synchronisation"}, private, itself)
+    refused(
+        lambda: train({LEADER: "synchronisation"}, private, itself),
+        "SoCFlow",
+        "GroupGrid",
+        "round 1",
+        error=TrainingFailed,
+    )
 
 
 def test_a_grid_around_itself_changes_nothing() -> None:
@@ -297,10 +300,7 @@ EVENTS = st.lists(
 
 @given(EVENTS, EVENTS, st.sets(st.integers(0, 9)), st.sets(st.integers(0, 9)))
 def test_notes_travel_in_a_record_and_add_up(
-    events: list[ReplyEvent],
-    others: list[ReplyEvent],
-    away: set[int],
-    replaced: set[int],
+    events: list[ReplyEvent], others: list[ReplyEvent], away: set[int], replaced: set[int]
 ) -> None:
     first, second = make_notes(events, away), make_notes(others, (), replaced)
     both = decode(RoundNotes, encode(first), "notes") + decode(RoundNotes, encode(second), "notes")
@@ -312,13 +312,8 @@ def test_notes_travel_in_a_record_and_add_up(
     ("record", "fault"),
     [
         ({"kinds": ["member-lost"], "groups": [0]}, "1 kinds, 1 groups and 0 texts"),
-        (
-            {"what": 1},
-            r"notes record: missing \[\], unknown \['what'\]; server and client run different versions",
-        ),
+        ({"what": 1}, "what"),
     ],
 )
 def test_notes_that_are_damaged_or_foreign_are_refused(record: dict[str, Any], fault: str) -> None:
-    with pytest.raises(ConfigError, match=fault) as caught:
-        decode(RoundNotes, record, "notes")
-    assert "\n" not in str(caught.value)
+    refused(lambda: decode(RoundNotes, record, "notes"), fault)

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from socflower.clients.app import make_client_app
 from socflower.engines.local.grid import LocalGrid
-from socflower.errors import ConfigError
 from socflower.hierarchy import SyncInterval, plan_groups, unpredicted_exchanges
 from socflower.peers.leaders.model_changes import Floats, MemberChanges, feedback_digest
 from socflower.peers.leaders.model_exchange import GroupsModel, exchange_in_process, feedback_after
@@ -38,6 +37,7 @@ from socflower.wire.message_keys import (
     RingOutcome,
     encode,
 )
+from tests.one_line import refused
 from tests.process_grid import ProcessGrid
 from tests.strategies import ring_app
 from tests.strategies.fake_messages import NODES, FakeGrid, model
@@ -220,8 +220,7 @@ def planned_rounds(draw: st.DrawFn) -> dict[int, Planned]:
 @settings(deadline=None, max_examples=30)
 @given(rounds=st.lists(planned_rounds(), min_size=1, max_size=6), seed=st.integers(0, 2**32 - 1))
 def test_whoever_leads_and_whoever_is_lost_each_change_is_sent_once_or_still_owed(
-    rounds: list[dict[int, Planned]],
-    seed: int,
+    rounds: list[dict[int, Planned]], seed: int
 ) -> None:
     """What moved the model is the groups' changes, and what they owed before, less what they owe after."""
     nodes, generator = Nodes(), np.random.default_rng(seed)
@@ -371,41 +370,24 @@ class NoTraining(FakeGrid):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (
-            {"leaders": "star"},
-            "ExchangeSettings: leader_compression = 'int8' is for .*'ring'.*, and leaders is 'star'",
-        ),
-        (
-            {"leader_compression": "int4"},
-            "ExchangeSettings: leader_compression = 'int4' is unknown; use 'none', 'fp16', ",
-        ),
+        ({"leaders": "star"}, "leader_compression"),
+        ({"leader_compression": "int4"}, "leader_compression"),
         ({"leader_compression": 8}, "leader_compression"),
-        (
-            {"outer": FedMedian(), "leaders": "auto"},
-            r"'int8' is for .* outer = FedMedian\(…\) needs each group's model",
-        ),
-        (
-            {"outer": Krum(num_malicious_nodes=0), "leaders": "auto"},
-            r"'int8' is for .* outer = Krum\(…\) needs each",
-        ),
+        ({"outer": FedMedian(), "leaders": "auto"}, "outer"),
+        ({"outer": Krum(num_malicious_nodes=0), "leaders": "auto"}, "outer"),
     ],
 )
 def test_what_cannot_be_compressed_is_refused_before_anything_starts(
     changes: dict[str, Any], says: str
 ) -> None:
-    with pytest.raises(ConfigError, match=says) as caught:
-        compressed(**changes)
-    assert "\n" not in str(caught.value)
+    refused(lambda: compressed(**changes), says)
 
 
 def test_a_strategy_around_it_is_refused_before_anything_is_sent() -> None:
     inner = socflow(
         outer=FedAvg(), exchange=ExchangeSettings(leaders="ring", leader_compression="int8")
     )
-    with pytest.raises(
-        ConfigError, match=r"'int8' is for .* the strategy around it needs each group's model"
-    ):
-        private(inner).start(cast(Grid, NoTraining()), model(), num_rounds=2)
+    refused(lambda: private(inner).start(cast(Grid, NoTraining()), model(), num_rounds=2), "int8")
 
 
 # ------------------------------------------------------------------------------------------------- real processes
@@ -456,9 +438,7 @@ def test_rings_of_processes_have_the_bits_of_one_process(compression: str, tmp_p
 @pytest.mark.parametrize("phase", ["meeting", "met"])
 @pytest.mark.parametrize("socs", [(0,), (2,), (0, 2)], ids=str)
 def test_a_leader_that_is_lost_in_the_exchange_leaves_the_feedback_to_its_group(
-    phase: str,
-    socs: tuple[int, ...],
-    tmp_path: Path,
+    phase: str, socs: tuple[int, ...], tmp_path: Path
 ) -> None:
     """In the round in which it is lost all bits are those of one process, and so are the next leader's."""
     _, expected = summed_like_rings(rounds=1, **SHAPE)

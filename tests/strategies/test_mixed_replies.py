@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from socflower.cluster import Cluster, LayerProfile, ModelProfile, parse_cluster
 from socflower.engines.local.flower_internals import begin_run
-from socflower.errors import ConfigError
 from socflower.precision.processor_costs import Int8Pricing, MixedPricing
 from socflower.sim import EventClock
 from socflower.strategies.mixed_replies import client_events, mean_metric, mixed_phases
 from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import GroupTask
+from tests.one_line import refused
 from tests.strategies.fake_messages import FakeGrid, answer, model, values
 from tests.strategies.options import grouped
 from tests.training.test_batches import task
@@ -261,7 +261,11 @@ def test_ratios_survive_the_message(ratios: tuple[float, ...]) -> None:
 
 @pytest.mark.parametrize("ratios", [(0.5,), (0.5, 0.5, 0.5)])
 def test_ratios_of_another_number_than_the_members_are_refused(ratios: tuple[float, ...]) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"group 3: 2 members and {len(ratios)} NPU ratios; need one for every"
-    ):
-        task(3, 4, members=(4, 7), partitions=(0, 1), capacities=(1.0, 2.0), npu_ratios=ratios)
+    refused(
+        lambda: task(
+            3, 4, members=(4, 7), partitions=(0, 1), capacities=(1.0, 2.0), npu_ratios=ratios
+        ),
+        f"{len(ratios)}",
+        "NPU",
+        "group 3: 2 members",
+    )

@@ -18,6 +18,7 @@ from socflower.strategies.comparators import RingAllReduce, SingleDevice
 from socflower.strategies.settings import Costs, ExchangeSettings, Grouping, TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from socflower.wire.message_keys import PRICED, GroupTask
+from tests.one_line import refused
 from tests.strategies.fake_messages import FakeGrid, answer, answer_error, model, values
 from tests.strategies.options import grouped
 
@@ -202,19 +203,13 @@ def test_models_of_servers_are_part_of_the_state() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (
-            {"groups": 1},
-            "server_interval = 3 and 1 group on 2 servers: there are no servers with groups of their own",
-        ),
+        ({"groups": 1}, "server_interval"),
         (
             {"cluster": parse_cluster({"boards": [2, 2]}), "groups": 2},
             "2 groups on 1 server: there are no servers",
         ),
-        (
-            {"outer": FedAdam()},
-            r"server_interval = 3, and outer = FedAdam\(…\) makes one model of all groups'",
-        ),
-        ({"server_interval": 0}, "server_interval = 0 must be a whole number, 1 or more"),
+        ({"outer": FedAdam()}, "server_interval"),
+        ({"server_interval": 0}, "server_interval"),
     ],
 )
 def test_servers_that_cannot_synchronise_less_often_are_refused(
@@ -225,9 +220,7 @@ def test_servers_that_cannot_synchronise_less_often_are_refused(
         "groups": 4,
         "server_interval": 3,
     }
-    with pytest.raises(ConfigError, match=says) as caught:
-        socflow(**(settings | changes))
-    one_line(caught)
+    refused(lambda: socflow(**(settings | changes)), says)
 
 
 @pytest.mark.parametrize("server_round", [0, 3, 99])
@@ -255,9 +248,7 @@ def test_a_plan_of_its_own_is_used_as_it_is() -> None:
     ],
 )
 def test_an_option_that_is_part_of_a_settings_value_is_refused_with_its_place(
-    option: str,
-    value: object,
-    now: str,
+    option: str, value: object, now: str
 ) -> None:
     for strategy in (SoCFlow, RingAllReduce) if option != "num_socs" else (SoCFlow,):
         with pytest.raises(ConfigError) as caught:
@@ -278,38 +269,28 @@ def test_options_that_nobody_knows_and_a_missing_schedule_are_refused() -> None:
 @pytest.mark.parametrize(
     ("make", "fault"),
     [
-        (
-            lambda: TrainingSchedule(num_samples=0, batch_size=1, num_epochs=1),
-            "num_samples = 0 must be a whole number",
-        ),
-        (
-            lambda: TrainingSchedule(num_samples=1, batch_size=2.5, num_epochs=1),
-            "batch_size = 2.5 must be",
-        ),  # type: ignore
-        (
-            lambda: TrainingSchedule(num_samples=1, batch_size=1, num_epochs=-1),
-            "num_epochs = -1 must be",
-        ),
-        (lambda: ExchangeSettings(overlap_buckets=0), "overlap_buckets = 0 must be"),
-        (
-            lambda: ExchangeSettings(uplink_turns="maybe"),
-            "uplink_turns = 'maybe' is unknown",
-        ),
+        (lambda: TrainingSchedule(num_samples=0, batch_size=1, num_epochs=1), "num_samples"),
+        (lambda: TrainingSchedule(num_samples=1, batch_size=2.5, num_epochs=1), "batch_size"),  # type: ignore
+        (lambda: TrainingSchedule(num_samples=1, batch_size=1, num_epochs=-1), "num_epochs"),
+        (lambda: ExchangeSettings(overlap_buckets=0), "overlap_buckets"),
+        (lambda: ExchangeSettings(uplink_turns="maybe"), "uplink_turns"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_where_they_are_made(
     make: Callable[[], object], fault: str
 ) -> None:
-    with pytest.raises(ConfigError, match=fault) as caught:
-        make()
-    one_line(caught)
+    refused(lambda: make(), fault)
 
 
 def test_integer_gradients_are_not_exchanged_during_the_backward_pass() -> None:
-    with pytest.raises(
-        ConfigError, match="SoCFlow: overlap_buckets = 2, but gradients in int8 are exchanged after"
-    ):
-        socflow(costs=Costs(pricing=Int8Pricing()), exchange=ExchangeSettings(overlap_buckets=2))
+    refused(
+        lambda: socflow(
+            costs=Costs(pricing=Int8Pricing()), exchange=ExchangeSettings(overlap_buckets=2)
+        ),
+        "SoCFlow",
+        "overlap_buckets",
+        "int8",
+    )
 
 
 def test_too_few_nodes_are_refused_with_both_numbers() -> None:
@@ -516,8 +497,7 @@ def test_replies_of_nodes_that_were_not_asked_are_ignored() -> None:
 
 # ----------------------------------------------------------------------------------------------------- time
 def test_a_clock_needs_a_profile() -> None:
-    with pytest.raises(ConfigError, match="model_profile"):
-        socflow(clock=EventClock(parse_cluster({"boards": [2, 2]})))
+    refused(lambda: socflow(clock=EventClock(parse_cluster({"boards": [2, 2]}))), "model_profile")
 
 
 def test_each_round_is_priced_on_the_clock() -> None:
@@ -608,8 +588,7 @@ def test_without_a_clock_groups_that_share_an_uplink_take_turns_and_the_log_says
         and "nothing predicts whether running freely is faster" in caplog.text
     )
     assert not socflow(model_profile=PROFILE).exchanges.turns.enabled  # these share none
-    with pytest.raises(ConfigError, match="uplink_turns = 'maybe'"):
-        socflow(uplink_turns="maybe")
+    refused(lambda: socflow(uplink_turns="maybe"), "uplink_turns", "maybe")
 
 
 def test_without_a_clock_nothing_is_priced() -> None:
@@ -632,11 +611,13 @@ def test_a_strategy_for_another_cluster_than_the_engines_is_refused() -> None:
     grid.clock = EventClock(parse_cluster({"boards": [4]}))
     grid.cluster = parse_cluster({"boards": [4], "device": "raspberry-pi-4b"})
     strategy = socflow(cluster=parse_cluster({"boards": [2, 2]}), model_profile=PROFILE)
-    with pytest.raises(
-        ConfigError,
-        match=r"4 SoCs on 2 boards, snapdragon-865\) is not .* 1 board, raspberry-pi-4b",
-    ):
-        messages(strategy, grid=grid)
+    refused(
+        lambda: messages(strategy, grid=grid),
+        "snapdragon-865",
+        "raspberry-pi-4b",
+        "1 board",
+        "4 SoCs on 2 boards",
+    )
 
 
 def test_a_client_that_trained_alone_does_not_pass_for_its_group() -> None:
@@ -683,7 +664,4 @@ def test_compression_is_refused_before_anything_is_sent_to_nodes_that_form_no_ri
             num_samples=100, batch_size=10, num_epochs=1, interval_epochs=1.0
         ),
     )
-    with pytest.raises(
-        ConfigError, match=r"^SoCFlow: rings has compression = 'dgc', and its nodes form no rings"
-    ):
-        messages(strategy)
+    refused(lambda: messages(strategy), "SoCFlow", "dgc")

@@ -18,6 +18,7 @@ from socflower.workloads.map_dataset import as_data_source
 from tests.clients.split.clouds import Cloud, strategy_of
 from tests.clients.split.models import BATCHES_PER_EPOCH, SEED, ThreadGrid, differing
 from tests.clients.split.test_any_data import NUM_BATCHES, Augmented, app_of, convolutions
+from tests.one_line import refused
 
 pytestmark = pytest.mark.usefixtures("one_run_and_thread")
 
@@ -143,12 +144,13 @@ def test_a_side_with_another_base_is_refused_before_anything_is_trained(stranger
 
 def test_without_a_digest_nobody_could_know_that_bases_are_the_same() -> None:
     program = frozen_program(0)
-    with pytest.raises(
-        TrainingFailed, match=r"frozen parameters, which were not sent.*frozen_digest"
-    ):
-        start(
+    refused(
+        lambda: start(
             strategy_of(program, 1, None, cut=1),
             program,
             ThreadGrid([app_of(program, Augmented(0))]),
             digest=False,
-        )
+        ),
+        "frozen_digest",
+        error=TrainingFailed,
+    )

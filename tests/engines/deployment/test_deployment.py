@@ -42,6 +42,7 @@ from socflower.scenario.schema.config import DataConfig, PrecisionConfig
 from socflower.scenario.schema.file import from_document
 from tests.command_line import Socflower
 from tests.engines.deployment.deployments import DeployedRun
+from tests.one_line import refused
 from tests.scenario.small_runs import small, small_result
 
 
@@ -119,10 +120,7 @@ round = 2
     ],
 )
 def test_rings_in_int8_give_the_weights_of_the_local_engine_whoever_leaves(
-    tmp_path: Path,
-    transport: str,
-    leaders: str,
-    compression: str,
+    tmp_path: Path, transport: str, leaders: str, compression: str
 ) -> None:
     scenario = (
         INT8.replace("TRANSPORT", transport)
@@ -199,19 +197,17 @@ def test_rings_in_int8_refuse_what_their_sums_cannot_have(table: str, key: str, 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"superlink": "10.0.0.2:8000"}, "plain HTTP is for 127.0.0.1 only"),
-        ({"superlink": "rack.example:8000"}, "--superlink-ca FILE"),
-        ({"superlink": "rack", "superlink_ca": Path(__file__)}, "names its own root-certificates"),
-        ({"superlink_ca": Path(__file__)}, "belongs to a --superlink HOST:PORT"),
-        ({"superlink": "127.0.0.1:8000", "superlink_ca": Path("no.pem")}, "no.pem: no such file"),
+        ({"superlink": "10.0.0.2:8000"}, "127.0.0.1"),
+        ({"superlink": "rack.example:8000"}, "--superlink-ca"),
+        ({"superlink": "rack", "superlink_ca": Path(__file__)}, "root-certificates"),
+        ({"superlink_ca": Path(__file__)}, "HOST:PORT"),
+        ({"superlink": "127.0.0.1:8000", "superlink_ca": Path("no.pem")}, "no.pem"),
         ({"checkpoint_folder": "/var/lib/runs"}, "on the machine of --superlink"),
-        ({"restarts": -1}, "--restarts -1"),
+        ({"restarts": -1}, "-1"),
     ],
 )
 def test_options_that_cannot_be_are_one_line(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        DeploymentOptions(**options)
-    assert says in str(caught.value) and "\n" not in str(caught.value)
+    refused(lambda: DeploymentOptions(**options), says)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:8000", "[::1]:8000", "localhost:8000"])
@@ -220,24 +216,22 @@ def test_this_machine_needs_no_certificate(address: str) -> None:
 
 
 def test_a_super_link_by_name_is_looked_up_in_the_users_configuration(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
-    with pytest.raises(ConfigError, match="cannot read"):
-        connection_to(DeploymentOptions(superlink="rack"), tmp_path)
+    refused(lambda: connection_to(DeploymentOptions(superlink="rack"), tmp_path), "cannot read")
     (tmp_path / "config.toml").write_text(
         "[superlink]\ndefault = 'lab'\n[superlink.lab]\naddress = 'lab:8000'\n"
     )
     environment, name = connection_to(DeploymentOptions(superlink="lab"), tmp_path)
     assert (environment["FLWR_HOME"], name) == (str(tmp_path), "lab")
-    with pytest.raises(ConfigError, match=r"no \[superlink.rack\], only lab"):
-        connection_to(DeploymentOptions(superlink="rack"), tmp_path)
+    refused(
+        lambda: connection_to(DeploymentOptions(superlink="rack"), tmp_path), "[superlink.rack]"
+    )
 
 
 def test_a_super_link_by_address_leaves_the_users_configuration_alone(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLWR_HOME", str(tmp_path / "users"))
     authority = tmp_path / "it's ours.pem"
@@ -342,9 +336,7 @@ def test_a_bundle_has_its_scenario_with_it_and_names_nothing_of_this_machine(
 
 
 def test_the_app_of_a_bundle_leaves_no_folder_on_the_machine_of_its_super_link(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()

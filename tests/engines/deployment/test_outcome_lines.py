@@ -20,6 +20,7 @@ from socflower.engines.deployment.outcome_lines import (
 )
 from socflower.engines.run_folder import RunFolder
 from socflower.errors import TrainingFailed
+from tests.one_line import refused
 
 EMPTY = AppFiles(server_app="", client_app="")
 
@@ -84,8 +85,7 @@ def test_a_changed_line_makes_no_document() -> None:
 
 
 def test_a_file_is_whole_once_all_its_parts_have_come_in_any_order(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outcome_lines, "_PART_BYTES", 1000)
     sent, received = tmp_path / "sent", ReceivedFile(tmp_path / "received")
@@ -134,10 +134,7 @@ class EndedRun:
 @pytest.mark.parametrize("wants_model", [True, False])
 @pytest.mark.parametrize("num_parts", [3, 4])
 def test_a_model_is_handed_over_whole_or_not_at_all(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    num_parts: int,
-    wants_model: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_parts: int, wants_model: bool
 ) -> None:
     monkeypatch.setattr(outcome_lines, "_PART_BYTES", 1000)
     sent, folder = tmp_path / "sent", RunFolder(tmp_path / "run")
@@ -161,8 +158,7 @@ def test_a_model_is_handed_over_whole_or_not_at_all(
         )
 
     if wants_model and num_parts < 4:
-        with pytest.raises(TrainingFailed, match="parts of its model are missing in its log"):
-            received()
+        refused(received, "missing", error=TrainingFailed)
         return
     assert received() == ({"final_accuracy": 1.0}, None)
     assert folder.model.exists() == wants_model

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from socflower.engines.deployment import remote_superlink
 from socflower.errors import TrainingFailed
+from tests.one_line import refused
 
 CALL_S = 1.5  # that a command of Flower takes to find that nobody answers
 FOLLOWED_S = 1_000.0
@@ -94,6 +95,5 @@ def test_a_longer_silence_ends_the_command_three_minutes_after_the_last_answer(
     age_s: float,
 ) -> None:
     link = SuperLink(age_s, 10_000.0)
-    with pytest.raises(TrainingFailed, match="has not answered for 180 s"):
-        follow(link)
+    refused(lambda: follow(link), "180", error=TrainingFailed)
     assert 180.0 <= link.now_s - age_s < 200.0

@@ -23,7 +23,7 @@ from socflower.engines.deployment.warm_executor import (
     warm_supernode_command,
 )
 from socflower.engines.installed import dependencies
-from socflower.errors import ConfigError
+from tests.one_line import refused
 
 DEADLINE_S = 100.0
 PROBE = '''\
@@ -152,9 +152,7 @@ def command_line(*words: str, environment: dict[str, str]) -> "subprocess.Comple
 
 # ----------------------------------------------------------------------------------------------- forks
 def test_a_fork_has_torch_loaded_and_is_else_like_a_fresh_process(
-    zygote: Zygote,
-    environment: dict[str, str],
-    tmp_path: Path,
+    zygote: Zygote, environment: dict[str, str], tmp_path: Path
 ) -> None:
     fresh = json.loads(
         subprocess.run(
@@ -255,16 +253,12 @@ def test_a_fork_outlives_a_killed_zygote_and_its_requester_is_told(
 
 @pytest.mark.parametrize(
     ("module", "message"),
-    [
-        ("no_such_module", "cannot preload no_such_module .ModuleNotFoundError"),
-        ("threaded", "importing threaded started 1 thread"),
-    ],
+    [("no_such_module", "no_such_module"), ("threaded", "importing threaded started 1 thread")],
 )
 def test_what_cannot_be_preloaded_is_refused(
     module: str, message: str, environment: dict[str, str]
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Zygote(["json", module], environment)
+    refused(lambda: Zygote(["json", module], environment), message)
 
 
 # ------------------------------------------------------------------------------------- in Flower's place
@@ -317,19 +311,15 @@ def test_another_version_of_flower_is_refused_unless_any_will_do(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     check_flwr_version(dependencies()["flwr"].tested)
-    with pytest.raises(
-        ConfigError,
-        match=r"tested with flwr 1\.41\.0, found 1\.42\.0; leave it out, or pass --any-",
-    ):
-        check_flwr_version("1.42.0")
+    refused(lambda: check_flwr_version("1.42.0"), "1.41.0", "1.42.0")
     newer = tmp_path / "flwr-9.9.9.dist-info"
     newer.mkdir()
     (newer / "METADATA").write_text("Metadata-Version: 2.1\nName: flwr\nVersion: 9.9.9\n")
     # Under PYTHONPATH it hides the installed one's metadata, and nothing else of it.
     with_newer = {**environment, "PYTHONPATH": str(tmp_path)}
-    refused = command_line("--", "flower-supernode", "--version", environment=with_newer)
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr == (
+    other = command_line("--", "flower-supernode", "--version", environment=with_newer)
+    assert (other.returncode, other.stdout) == (2, "")
+    assert other.stderr == (
         "warm executor: tested with flwr 1.41.0, found 9.9.9; leave it out, or pass "
         "--any-flwr-version\n"
     )
@@ -357,9 +347,7 @@ def test_another_version_of_flower_is_refused_unless_any_will_do(
     ],
 )
 def test_what_cannot_be_warm_is_refused_in_one_line(
-    words: list[str],
-    message: str,
-    environment: dict[str, str],
+    words: list[str], message: str, environment: dict[str, str]
 ) -> None:
     refused = command_line(*words, environment=environment)
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)

@@ -10,8 +10,8 @@ from flwr.app import ConfigRecord, Message, RecordDict
 
 from socflower.engines.local.grid import LocalGrid
 from socflower.engines.local.workers import AppReference
-from socflower.errors import ConfigError
 from tests.engines.local import apps_for_tests
+from tests.one_line import refused
 
 APP = AppReference(target="tests.engines.local.apps_for_tests:app")
 
@@ -95,8 +95,7 @@ def test_an_exception_is_an_error_reply_with_its_text(processes: LocalGrid) -> N
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_client_that_exits_or_returns_no_message_is_a_failed_client(
-    num_workers: int,
-    request: pytest.FixtureRequest,
+    num_workers: int, request: pytest.FixtureRequest
 ) -> None:
     """In this process and in one of its own alike, whatever the exit status."""
     grid: LocalGrid = request.getfixturevalue("processes" if num_workers else "in_process")
@@ -126,10 +125,7 @@ def test_an_app_whose_module_exits_is_named(
     (tmp_path / "exits_at_import.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.syspath_prepend(tmp_path)
     reference = AppReference(target="exits_at_import:app", folder=tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"'exits_at_import:app' cannot be loaded: its .* sys\.exit\(0\)"
-    ):
-        LocalGrid(reference, 1, num_workers=0)
+    refused(lambda: LocalGrid(reference, 1, num_workers=0), "exits_at_import:app", "sys.exit")
     with LocalGrid(reference, 1, num_workers=1) as grid:
         (reply,) = grid.send_and_receive([message(grid.get_node_ids()[0])])
         assert "its module ends with sys.exit(0)" in reply.error.reason
@@ -161,12 +157,9 @@ def test_a_node_that_never_answers_is_given_up_on_and_the_next_round_is_whole(
 
 
 def test_unknown_nodes_and_impossible_sizes_are_refused(in_process: LocalGrid) -> None:
-    with pytest.raises(ConfigError, match="unknown node 7"):
-        in_process.push_messages([message(7)])
-    with pytest.raises(ConfigError, match="num_nodes = 0 must be 1 or more"):
-        LocalGrid(apps_for_tests.app, 0, num_workers=0)
-    with pytest.raises(ConfigError, match="num_workers=0"):
-        LocalGrid(apps_for_tests.app, 2, num_workers=1)
+    refused(lambda: in_process.push_messages([message(7)]), "node 7")
+    refused(lambda: LocalGrid(apps_for_tests.app, 0, num_workers=0), "num_nodes")
+    refused(lambda: LocalGrid(apps_for_tests.app, 2, num_workers=1), "num_workers")
 
 
 @pytest.mark.parametrize(
@@ -178,5 +171,4 @@ def test_unknown_nodes_and_impossible_sizes_are_refused(in_process: LocalGrid) -
     ],
 )
 def test_an_app_that_cannot_be_loaded_is_named(target: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        LocalGrid(AppReference(target=target), 1, num_workers=0)
+    refused(lambda: LocalGrid(AppReference(target=target), 1, num_workers=0), says)

@@ -16,6 +16,7 @@ from socflower.cluster import parse_cluster
 from socflower.engines.local.message_log import MessageLog
 from socflower.engines.local.run_app import run_app
 from socflower.errors import ConfigError, TrainingFailed
+from tests.one_line import refused
 
 CLUSTER = parse_cluster({"boards": 1, "socs_per_board": 2})
 LINE = next(  # where its client raises
@@ -194,15 +195,20 @@ def test_a_server_app_that_stumbles_over_what_its_clients_failed_to_send_names_t
     def mistake(replies: list[Message]) -> None:
         raise ConfigError("a mistake")
 
-    with pytest.raises(ConfigError, match="a mistake"):
-        run(without_strategy(mistake), client(lambda server_round, partition: True))
+    refused(
+        lambda: run(without_strategy(mistake), client(lambda server_round, partition: True)),
+        "a mistake",
+    )
 
 
 def test_weights_that_are_never_finite_are_no_success() -> None:
-    with pytest.raises(
-        TrainingFailed, match="its weights are not finite, w first; a lower learning rate may help"
-    ):
-        run(fedavg(), client(lambda server_round, partition: False, weights=lambda *_: math.nan))
+    refused(
+        lambda: run(
+            fedavg(), client(lambda server_round, partition: False, weights=lambda *_: math.nan)
+        ),
+        "not finite",
+        error=TrainingFailed,
+    )
 
 
 def test_evaluation_that_always_fails_is_told_and_training_counts() -> None:
@@ -217,8 +223,11 @@ def test_evaluation_that_always_fails_is_told_and_training_counts() -> None:
 def test_a_run_that_only_evaluates_is_judged_by_that() -> None:
     server = fedavg(fraction_train=0.0, fraction_evaluate=1.0)
     assert run(server, client(lambda server_round, partition: True)).events == []
-    with pytest.raises(TrainingFailed, match="none of 4 evaluate messages had a usable answer"):
-        run(server, client(lambda server_round, partition: True, evaluates=False))
+    refused(
+        lambda: run(server, client(lambda server_round, partition: True, evaluates=False)),
+        "none of 4 evaluate",
+        error=TrainingFailed,
+    )
 
 
 def test_a_server_app_that_asks_nobody_is_told_of() -> None:
@@ -235,8 +244,12 @@ def test_messages_that_are_pushed_and_pulled_count_as_well() -> None:
         message = Message(RecordDict({"config": ConfigRecord({"server-round": 1})}), 1000, "train")
         list(grid.pull_messages(list(grid.push_messages([message]))))
 
-    with pytest.raises(TrainingFailed, match="round 1 at 0"):
-        run(app, client(lambda server_round, partition: True))
+    refused(
+        lambda: run(app, client(lambda server_round, partition: True)),
+        "round 1 at 0",
+        "round 1",
+        error=TrainingFailed,
+    )
 
 
 @pytest.mark.parametrize("count", [-5, -0.5, math.nan, math.inf])
@@ -253,18 +266,21 @@ def test_a_reply_with_no_number_of_examples_is_a_failure(count: float) -> None:
         ),
     ).events
     assert event.kind == "client-failed" and event.text.endswith(f"first cause: {cause}")
-    with pytest.raises(
-        TrainingFailed, match=r"SoC 0 .*: its num-examples is .*, which is no number of examples"
-    ):
-        run(fedavg(), client(lambda server_round, partition: False, num_examples=lambda *_: count))
+    refused(
+        lambda: run(
+            fedavg(), client(lambda server_round, partition: False, num_examples=lambda *_: count)
+        ),
+        "num-examples",
+        "SoC 0",
+        error=TrainingFailed,
+    )
 
 
 @pytest.mark.parametrize(
     ("failing", "fails"), [((3,), False), ((0, 1), False), ((2, 3), True), ((0, 1, 2, 3), True)]
 )
 def test_messages_of_one_round_that_are_pulled_one_by_one_are_judged_together(
-    failing: tuple[int, ...],
-    fails: bool,
+    failing: tuple[int, ...], fails: bool
 ) -> None:
     app, kind = ServerApp(), "no client succeeded" + (" in the end" if len(failing) < 4 else "")
 

@@ -24,6 +24,7 @@ from socflower.strategies.comparators import OrderedFedAvg
 from socflower.strategies.settings import TrainingSchedule
 from socflower.strategies.socflow import SoCFlow
 from tests.engines.local import apps_for_tests
+from tests.one_line import refused
 
 QUICKSTART = Path(__file__).parents[3] / "scenarios" / "quickstart_app"
 CLUSTER = parse_cluster({"boards": 2, "socs_per_board": 4})
@@ -42,8 +43,7 @@ def modules_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_the_quickstart_app_runs_unchanged_in_virtual_time(
-    modules_as_before: None,
-    capsys: pytest.CaptureFixture[str],
+    modules_as_before: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     app = load_flower_app(QUICKSTART)
     assert app.run_config == {
@@ -145,23 +145,25 @@ def test_a_server_app_that_exits_with_0_has_ended_and_with_another_status_has_fa
         ):
             run(code, apps_for_tests.app)
     if ask:
-        with pytest.raises(TrainingFailed, match="No train function registered"):
-            run(0, ClientApp())
-        with pytest.raises(
-            TrainingFailed, match=r"No train function .*; then the ServerApp raised SystemExit: 3"
-        ):
-            run(3, ClientApp())
+        refused(lambda: run(0, ClientApp()), "No train function", error=TrainingFailed)
+        refused(lambda: run(3, ClientApp()), "ServerApp", "SystemExit", error=TrainingFailed)
 
 
 def test_a_server_app_that_is_none_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"is a int, not a flwr\.serverapp\.ServerApp"):
-        run_app(
+    refused(
+        lambda: run_app(
             AppReference(target=f"{apps_for_tests.__name__}:not_an_app"),
             apps_for_tests.app,
             cluster=CLUSTER,
-        )
-    with pytest.raises(ConfigError, match="'no_such_module:app' cannot be loaded"):
-        run_app(AppReference(target="no_such_module:app"), apps_for_tests.app, cluster=CLUSTER)
+        ),
+        "flwr.serverapp.ServerApp",
+    )
+    refused(
+        lambda: run_app(
+            AppReference(target="no_such_module:app"), apps_for_tests.app, cluster=CLUSTER
+        ),
+        "no_such_module:app",
+    )
 
 
 def test_nested_run_config_has_dotted_keys(tmp_path: Path) -> None:
@@ -232,34 +234,35 @@ def socflow() -> SoCFlow:
     ],
 )
 def test_a_strategy_of_the_message_api_among_server_components_is_told_where_it_starts(
-    strategy: Callable[[], Any],
-    name: str,
+    strategy: Callable[[], Any], name: str
 ) -> None:
     app = ServerApp(server_fn=lambda context: ServerAppComponents(strategy=strategy()))
-    with pytest.raises(
-        ConfigError,
-        match=rf"^{name} in ServerAppComponents: .* @app.main\(\) .*\(GroupGrid\(grid\)",
-    ):
-        run_app(app, ClientApp(), cluster=CLUSTER, num_workers=0)
+    refused(
+        lambda: run_app(app, ClientApp(), cluster=CLUSTER, num_workers=0),
+        name,
+        "ServerAppComponents",
+        "@app.main",
+        "GroupGrid",
+    )
     if name == "SoCFlow":  # Flower's own runtimes, too
-        with pytest.raises(ConfigError, match="SoCFlow in ServerAppComponents"):
-            socflow().initialize_parameters(SimpleClientManager())
+        refused(
+            lambda: socflow().initialize_parameters(SimpleClientManager()),
+            "SoCFlow",
+            "ServerAppComponents",
+        )
 
 
 @pytest.mark.parametrize(
     ("strategy", "says"),
     [
-        (
-            FedAvg(min_available_nodes=9),
-            "FedAvg: min_available_nodes = 9, and there are 8 nodes, so it would wait",
-        ),
-        (FedAvg(min_train_nodes=10, min_available_nodes=3), "min_train_nodes = 10"),
-        (FedAvg(min_evaluate_nodes=9), "min_evaluate_nodes = 9"),
+        (FedAvg(min_available_nodes=9), "min_available_nodes"),
+        (FedAvg(min_train_nodes=10, min_available_nodes=3), "min_train_nodes"),
+        (FedAvg(min_evaluate_nodes=9), "min_evaluate_nodes"),
         (
             DifferentialPrivacyServerSideFixedClipping(FedAvg(min_available_nodes=20), 1.0, 1.0, 8),
-            "nodes = 20, and there",
+            "nodes = 20",
         ),
-        (OrderedFedAvg(min_available_nodes=9), "OrderedFedAvg: min_available_nodes = 9"),
+        (OrderedFedAvg(min_available_nodes=9), "min_available_nodes"),
     ],
 )
 def test_a_strategy_that_would_wait_for_nodes_without_end_is_refused(
@@ -271,8 +274,7 @@ def test_a_strategy_that_would_wait_for_nodes_without_end_is_refused(
     def main(grid: Grid, context: Context) -> None:
         strategy.start(grid, ArrayRecord(), num_rounds=1)
 
-    with pytest.raises(ConfigError, match=re.escape(says)):
-        run_app(app, apps_for_tests.app, cluster=CLUSTER, num_workers=0)
+    refused(lambda: run_app(app, apps_for_tests.app, cluster=CLUSTER, num_workers=0), says)
 
 
 def test_as_many_nodes_as_there_are_may_be_asked_for() -> None:

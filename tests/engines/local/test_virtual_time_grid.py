@@ -22,7 +22,7 @@ from socflower.cluster import (
 from socflower.cluster.topology import uniform_cluster
 from socflower.engines.local.flower_internals import Run, begin_run
 from socflower.engines.local.virtual_time_grid import VirtualTimeGrid
-from socflower.errors import ConfigError, TrainingFailed
+from socflower.errors import TrainingFailed
 from socflower.precision.processor_costs import (
     MERGE_PASSES,
     REQUANTISE_PASSES,
@@ -31,6 +31,7 @@ from socflower.precision.processor_costs import (
 )
 from socflower.sim import EventClock
 from socflower.wire.message_keys import NUM_EXAMPLES, PRICED
+from tests.one_line import refused
 
 MakeCluster = Callable[..., Cluster]
 Reply = Callable[[Message], Message | None]
@@ -173,12 +174,15 @@ def test_training_of_no_number_of_examples_has_no_price(
         f"SoC 0 (node 5): its num-examples is {count:g}, which is no number of examples; its "
         "training has no price without one"
     )
-    with pytest.raises(TrainingFailed, match=r"SoC 1 \(node 7\)"):
-        exchange(
+    refused(
+        lambda: exchange(
             make_cluster((1, 1)),
             sent,
             lambda one: trained(count if one.metadata.dst_node_id == 7 else 8)(one),
-        )
+        ),
+        "SoC 1",
+        error=TrainingFailed,
+    )
     without, _ = exchange(make_cluster((1, 1)), sent, trained(count), profile=None)
     of_none, _ = exchange(make_cluster((1, 1)), sent, trained(0))
     assert without.num_bytes == of_none.num_bytes
@@ -301,8 +305,11 @@ def test_a_message_without_arrays_is_one_message_of_no_bytes(make_cluster: MakeC
 
 
 def test_more_nodes_than_socs_are_refused_with_both_numbers(make_cluster: MakeCluster) -> None:
-    with pytest.raises(ConfigError, match="3 nodes on a cluster of 2 SoCs"):
-        exchange(make_cluster((1, 1)), [message(1)], trained(1), nodes=(1, 2, 3))
+    refused(
+        lambda: exchange(make_cluster((1, 1)), [message(1)], trained(1), nodes=(1, 2, 3)),
+        "3 nodes",
+        "2 SoCs",
+    )
 
 
 def test_idle_nodes_draw_their_idle_watts(make_cluster: MakeCluster) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from socflower.errors import ConfigError, TrainingFailed
+from socflower.errors import TrainingFailed
 from socflower.model_graph.batch_form import Batch
 from socflower.peers.collective import Collective, PeerLost, Poll, Work, no_poll
 from socflower.peers.preemption import PreemptionSwitch
@@ -30,6 +30,7 @@ from socflower.training.trainer import TrainingSpan
 from socflower.wire.message_keys import COMPLETED, PREEMPTED, GroupTask, RingTask
 from socflower.workloads import DataSource, LabelledData, MapDataset
 from tests.fake_device import in_thread
+from tests.one_line import refused
 from tests.peers.peers import TOKEN, free_addresses
 from tests.rows import Rows
 from tests.seeded import built
@@ -412,9 +413,7 @@ def test_undisturbed_members_train_what_one_process_does(monkeypatch: pytest.Mon
 )
 @pytest.mark.parametrize("strikes", [False, True])
 def test_losses_that_are_no_means_over_samples_train_as_in_one_process(
-    monkeypatch: pytest.MonkeyPatch,
-    loss: LossFn,
-    strikes: bool,
+    monkeypatch: pytest.MonkeyPatch, loss: LossFn, strikes: bool
 ) -> None:
     def strike(rank: int, generation: int, operation: str, number: int) -> None:
         if strikes and rank == 1 and (generation, operation, number) == (0, "all_reduce", 3):
@@ -431,8 +430,7 @@ def test_a_loss_that_cannot_be_divided_is_refused_by_all_members(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     members = Members(3, monkeypatch, nothing, loss=contrast)
-    with pytest.raises(ConfigError, match="the loss cannot be divided"):
-        members.check()
+    refused(lambda: members.check(), "loss")
     assert not any(members.ledgers.values())
 
 
@@ -459,8 +457,7 @@ def test_frozen_parameters_do_not_travel_when_a_member_falls_behind(
 
 @pytest.mark.parametrize("own_data", [False, True])
 def test_augmentation_is_that_of_one_process_also_where_steps_are_done_again(
-    monkeypatch: pytest.MonkeyPatch,
-    own_data: bool,
+    monkeypatch: pytest.MonkeyPatch, own_data: bool
 ) -> None:
     def strike(rank: int, generation: int, operation: str, number: int) -> None:
         if (generation, operation, number) == (0, "all_reduce", 3):
@@ -473,8 +470,7 @@ def test_augmentation_is_that_of_one_process_also_where_steps_are_done_again(
 
 @pytest.mark.parametrize("behind", [(0,), (2,), (1, 2)])
 def test_a_member_a_step_behind_takes_over_what_came_of_the_step(
-    monkeypatch: pytest.MonkeyPatch,
-    behind: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch, behind: tuple[int, ...]
 ) -> None:
     """It gave its gradient, the others applied the sum, and it never got it: it may not do the step again."""
 
@@ -496,9 +492,7 @@ def test_a_member_a_step_behind_takes_over_what_came_of_the_step(
     [("all_reduce", (0, 1, 2)), ("weigh", (0,)), ("weigh", (1, 2)), ("weigh", (0, 1, 2))],
 )
 def test_a_step_that_all_lost_is_done_again(
-    monkeypatch: pytest.MonkeyPatch,
-    lost: str,
-    struck: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch, lost: str, struck: tuple[int, ...]
 ) -> None:
     """Without the batch's weight no member has a gradient, so none can have applied the step."""
 
@@ -513,8 +507,7 @@ def test_a_step_that_all_lost_is_done_again(
 
 @pytest.mark.parametrize("num_taken", [1, 2])
 def test_a_step_whose_only_holder_dies_while_it_hands_it_over_is_done_again(
-    monkeypatch: pytest.MonkeyPatch,
-    num_taken: int,
+    monkeypatch: pytest.MonkeyPatch, num_taken: int
 ) -> None:
     """Member 2 alone has applied a step, and dies after its weights, or weights and optimiser, have arrived at some.
 
@@ -661,8 +654,7 @@ def test_shares_follow_a_member_that_slows_down_between_two_batches(
 
 @pytest.mark.parametrize("behind", [(0,), (2,), (1, 2)])
 def test_members_that_missed_an_exchange_go_by_what_the_others_know(
-    monkeypatch: pytest.MonkeyPatch,
-    behind: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch, behind: tuple[int, ...]
 ) -> None:
     """It reached some of them: these feed it to their filters, and the ring forms again. All must split alike then."""
 
@@ -814,9 +806,7 @@ ALGORITHMS = ("niti", "adaptive-fixed-point")
     ],
 )
 def test_int8_members_train_what_one_process_does_bit_for_bit(
-    monkeypatch: pytest.MonkeyPatch,
-    int8: str,
-    own_data: bool,
+    monkeypatch: pytest.MonkeyPatch, int8: str, own_data: bool
 ) -> None:
     Members(3, monkeypatch, nothing, int8=int8, own_data=own_data).check()
 
@@ -824,8 +814,7 @@ def test_int8_members_train_what_one_process_does_bit_for_bit(
 @pytest.mark.slow
 @pytest.mark.parametrize("int8", ALGORITHMS)
 def test_a_member_that_comes_back_without_model_and_state_continues_in_int8(
-    monkeypatch: pytest.MonkeyPatch,
-    int8: str,
+    monkeypatch: pytest.MonkeyPatch, int8: str
 ) -> None:
     first = Members(3, monkeypatch, nothing, int8=int8)
     Members(3, monkeypatch, nothing, int8=int8, before=first, returns=2).check()
@@ -841,10 +830,7 @@ def test_a_ring_of_one_in_int8_is_one_device(monkeypatch: pytest.MonkeyPatch) ->
     ("struck", "number"), [((0,), 5), ((1, 2), 24), ((0, 1, 2), 31), ((2,), 40), ((1,), 47)]
 )
 def test_int8_weights_are_those_of_an_undisturbed_training_wherever_a_ring_breaks(
-    monkeypatch: pytest.MonkeyPatch,
-    int8: str,
-    struck: tuple[int, ...],
-    number: int,
+    monkeypatch: pytest.MonkeyPatch, int8: str, struck: tuple[int, ...], number: int
 ) -> None:
     """In the passes of the first steps, where exponents are searched, and in later ones, where they are known."""
 
@@ -888,10 +874,7 @@ def test_int8_refuses_a_compression_of_sums_that_have_to_be_exact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     members = Members(1, monkeypatch, nothing, int8="niti", compression="fp16")
-    with pytest.raises(
-        ConfigError, match=r"compression = 'fp16' rounds what .* has to sum exactly"
-    ):
-        members.check()
+    refused(lambda: members.check(), "fp16")
 
 
 def without_spoilt(spoilt: Mapping[int, Sequence[int]], loss: LossFn, *, norm: bool) -> nn.Module:
@@ -961,8 +944,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_left_out(
 
 @pytest.mark.parametrize("compression", ["fp16", "int8", "int8-stochastic", "dgc"])
 def test_compression_keeps_nothing_of_a_gradient_that_is_not_finite(
-    monkeypatch: pytest.MonkeyPatch,
-    compression: str,
+    monkeypatch: pytest.MonkeyPatch, compression: str
 ) -> None:
     members = Members(
         3, monkeypatch, nothing, spoilt={1: [2]}, tolerate_errors=True, compression=compression
