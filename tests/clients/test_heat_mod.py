@@ -63,7 +63,42 @@ from tests.clients.test_app import (
 )
 from tests.one_line import refused
 from tests.peers.peers import TOKEN, free_addresses
-from tests.thermal.test_limits import DEADLINE_S, Calls, Source, Time, forged, raising
+from tests.thermal.test_limits import DEADLINE_S, Calls, forged
+
+
+class Time:
+    """A clock that only moves when somebody sleeps or works."""
+
+    def __init__(self) -> None:
+        self.now_s, self.slept_s = 100.0, 0.0
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.slept_s += seconds
+
+    def work(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class Source:
+    """A source that says what a function of the time says."""
+
+    def __init__(self, say: Callable[[float], dict[str, Any]], when: Time) -> None:
+        self._say, self._time = say, when
+
+    def read(self) -> Reading:
+        return Reading(at_s=self._time.now_s, **self._say(self._time.now_s))
+
+
+def raising(error: BaseException) -> Callable[[], Any]:
+    def read() -> Any:
+        raise error
+
+    return read
+
 
 LIMITS = HeatLimits(
     resume_c=60.0, shrink_c=70.0, pause_c=80.0, min_share=0.2, max_pause_s=40.0, stuck_s=30.0
