@@ -126,7 +126,7 @@ def _planned_so(
 ) -> dict[str, Tensor]:
     model, task, state = (
         app.perceptron(),
-        strategy._task(strategy.plan.groups[0], strategy.intervals[0]),
+        strategy.method.task(strategy.plan.groups[0], strategy.method.intervals[0]),
         None,
     )
     if step:

@@ -27,7 +27,7 @@ from socflower.quantities import counted
 from socflower.sim import EventClock
 from socflower.strategies.forwarding_grid import ForwardingGrid
 from socflower.strategies.planned_rounds import PlannedRounds, innermost, refuse_too_many_rounds
-from socflower.strategies.socflow import SoCFlow
+from socflower.strategies.socflow import GroupRoundStrategy
 from socflower.wire.message_keys import INTERNAL, NUM_EXAMPLES
 
 SERVER, EVALUATE, TRAIN = "server", "evaluate", "train"
@@ -64,7 +64,7 @@ class RoundLog:
         self._rounds: dict[int, dict[str, Any]] = {}
         self._replies: dict[tuple[str, int], list[Metrics]] = {}
         self._open: int | None = None
-        self._groups: SoCFlow | None = None
+        self._groups: GroupRoundStrategy | None = None
         self._returned = ""  # what a `start` returned that is no Result
 
     @property
@@ -77,7 +77,7 @@ class RoundLog:
         inner = innermost(strategy)
         self.strategy, self.arrays, self._returned = type(strategy).__name__, None, ""
         self.priced_in = getattr(getattr(inner, "pricing", FP32), "arithmetic", FP32.arithmetic)
-        self._groups = inner if isinstance(inner, SoCFlow) else None
+        self._groups = inner if isinstance(inner, GroupRoundStrategy) else None
 
     def enter(self, number: int) -> None:
         """Begin a round, or go on with it; the end of the one before is now."""
@@ -86,7 +86,10 @@ class RoundLog:
             self._open = number
             self._rounds.setdefault(number, {"round": number})
         if number and self.plan is None and self._groups is not None:
-            self.plan = {**self._groups.plan.to_document(), **self._groups.exchanges.to_document()}
+            self.plan = {
+                **self._groups.plan.to_document(),
+                **self._groups.method.exchanges.to_document(),
+            }
 
     def close(self) -> None:
         """End the open round, if any."""

@@ -90,7 +90,7 @@ def plan_app_folder(
         )
     profile = None if own is None else with_weights(own, started.arrays)
     exchanges, work = strategy.predicted(EventClock(cluster), profile)
-    schedule, notes = strategy.schedule, []
+    schedule, notes = strategy.method.schedule, []
     if work is None:
         notes.append(
             f"no time is predicted: {name} has no costs=Costs(model_profile=profile_module(…)); add it, or "
@@ -104,14 +104,14 @@ def plan_app_folder(
         )
     shapes = sync_shapes(
         schedule.num_epochs,
-        strategy.steps_per_epoch,
+        strategy.method.steps_per_epoch,
         schedule.interval_epochs,
         server_interval=schedule.server_interval,
     )
     return cluster, {
         "schema": 1,
         "work": f"{name} of {folder.resolve().name}, {counted(schedule.num_epochs, 'epoch')} of "
-        f"{counted(strategy.steps_per_epoch, 'step')}, batches of {schedule.batch_size} a group",
+        f"{counted(strategy.method.steps_per_epoch, 'step')}, batches of {schedule.batch_size} a group",
         "model": None if work is None else model_document(work.profile),
         **strategy.plan.to_document(),
         **exchanges.to_document(),

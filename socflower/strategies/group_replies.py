@@ -1,7 +1,7 @@
 """What the replies of a round's members say of their groups: a model, or what became of it."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from logging import WARNING
 from typing import cast
 
@@ -200,9 +200,12 @@ class SettledRound:
     lost: tuple[ReplyEvent, ...]  # of groups whose work is lost
     events: tuple[ReplyEvent, ...]  # of failures and changes that groups recovered from
     away: frozenset[int]  # SoCs that left their rings, or were dropped by them
-    leaders_replaced: frozenset[
-        int
-    ]  # groups whose model came from another member than their leader
+    # Groups whose model came from another member than their leader.
+    leaders_replaced: frozenset[int]
+
+    def with_events(self, *events: ReplyEvent) -> "SettledRound":
+        """Return the same with other events."""
+        return replace(self, events=events)
 
 
 def settle(this: Round, replies: Iterable[Message], *, tolerate_errors: bool) -> SettledRound:

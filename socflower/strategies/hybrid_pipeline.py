@@ -1,50 +1,25 @@
 """HybridPipeline: one model over unequal devices, in stages that are cut and shared by predicted time (Asteroid)."""
 
-import math
-from collections.abc import Sequence
-from dataclasses import replace
-from logging import INFO
-from typing import Any
-
-from flwr.app import ArrayRecord, ConfigRecord, Message
-from flwr.serverapp import Grid
-from flwr.supercore import log
-
-from socflower.cluster import FP32, HUB, GraphBuilder, Usage, VirtualClock
-from socflower.errors import (
-    ConfigError,
-    InfeasiblePlan,
-    TrainingFailed,
-    require_range,
-    require_type,
-)
-from socflower.hierarchy import Rebalancing, plan_groups
+from socflower.cluster import FP32, VirtualClock, sustained_rates
+from socflower.errors import ConfigError, require_range, require_type
+from socflower.hierarchy import Rebalancing, group_steps_per_epoch, plan_groups, sync_schedule
 from socflower.hierarchy.leader_topology import STAR
 from socflower.peers.ring.settings import RingSettings
-from socflower.pipeline.plan import Plan, to_json
-from socflower.pipeline.planner.selection import (
-    Planned,
-    PlannerSettings,
-    nothing_fits,
-    plan_pipeline,
-    predict,
-    single_device,
-)
-from socflower.pipeline.problem import LayerSeconds, PipelineDevice, PipelineProblem
+from socflower.pipeline.plan import Plan
+from socflower.pipeline.planner.selection import Planned, PlannerSettings
+from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.profiler.estimates import default_micro_batches
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
-from socflower.pipeline.schedule.run import simulate_schedule
 from socflower.plain_numbers import plain_numbers
-from socflower.quantities import counted, human_bytes, human_seconds
-from socflower.sim import EventClock
-from socflower.strategies.round import Round
-from socflower.strategies.settings import Costs, ExchangeSettings, TrainingSchedule
-from socflower.strategies.socflow import SoCFlow
-from socflower.wire.message_keys import PIPELINE, PipelineTask, RingOutcome, encode
+from socflower.strategies.methods.groups import GroupsMethod
+from socflower.strategies.methods.pipeline import PipelineWork
+from socflower.strategies.round_planner import RoundPlanner
+from socflower.strategies.settings import ExchangeSettings, TrainingSchedule
+from socflower.strategies.socflow import GroupRoundStrategy
 
 
 @plain_numbers
-class HybridPipeline(SoCFlow):
+class HybridPipeline(GroupRoundStrategy):
     """Synchronous SGD of one model that is cut into stages over unequal devices.
 
     Devices of a stage share the samples of every micro-batch; stages pass activations and their gradients on. The plan
@@ -98,14 +73,13 @@ class HybridPipeline(SoCFlow):
         tolerate_client_errors: bool = False,
     ) -> None:
         name = type(self).__name__
-        require_type(
-            name,
-            (PipelineProblem,),
-            "a PipelineProblem, as of pipeline_problem(model, …)",
-            problem=problem,
-        )
+        of_model = "a PipelineProblem, as of pipeline_problem(model, …)"
+        require_type(name, (PipelineProblem,), of_model, problem=problem)
         require_type(name, (TrainingSchedule,), "TrainingSchedule(…)", schedule=schedule)
         require_type(name, (ActivationCoding,), "ActivationCoding(…)", coding=coding)
+        require_type(name, (RingSettings,), "RingSettings(…)", rings=rings)
+        require_type(name, (int,), "a whole number, 0 or more", backup_steps=backup_steps)
+        require_range(name, least=0, backup_steps=backup_steps)
         if schedule.batch_size != problem.mini_batch_size:
             raise ConfigError(
                 f"{name}: the schedule has batch_size = {schedule.batch_size}, and mini-batches of the "
@@ -116,280 +90,50 @@ class HybridPipeline(SoCFlow):
                 f"{name}: all samples of a mini-batch come from one place, so data cannot stay at their "
                 "nodes; use reshuffle=True"
             )
-        require_type(name, (RingSettings,), "RingSettings(…)", rings=rings)
         if rings.compression != "none":
             raise ConfigError(
                 f"{name}: rings has compression = {rings.compression!r}, and stages sum gradients in "
                 "float32; leave it out, or give coding=ActivationCoding(bits=8)"
             )
-        require_type(name, (int,), "a whole number, 0 or more", backup_steps=backup_steps)
-        require_range(name, least=0, backup_steps=backup_steps)
-        self._backup_steps = backup_steps
+        cluster = problem.cluster
         socs = {device.soc for device in problem.devices}
-        self._problem = replace(
-            problem, activation_part=coding.bits / 32, gradient_part=coding.gradient_bits / 32
+        is_device = [float(soc in socs) for soc in range(cluster.num_socs)]
+        plan_of_all = plan_groups(cluster, 1, None, is_device)
+        planner_of_rounds = RoundPlanner(
+            cluster, plan_of_all, sustained_rates(cluster, "", FP32), rebalancing
         )
-        self._coding, self._own_plan = coding, plan
-        self._settings = planner or PlannerSettings(
-            micro_batch_sizes=default_micro_batches(schedule.batch_size)
+        micro_batches = default_micro_batches(schedule.batch_size)
+        self._work = PipelineWork(
+            problem=problem,
+            planner=planner or PlannerSettings(micro_batch_sizes=micro_batches),
+            plan=plan,
+            coding=coding,
+            backup_steps=backup_steps,
+            rebalancing=rebalancing,
+            in_use=planner_of_rounds.balancer.in_use,
+            clock=clock,
         )
-        self._planned: dict[tuple[tuple[int, float], ...], Planned] = {}
-        self._latest: Planned | None = None  # of the latest round
-        super().__init__(
-            cluster=problem.cluster,
+        steps_per_epoch = group_steps_per_epoch(schedule.num_samples, 1, schedule.batch_size)
+        method = GroupsMethod(
+            cluster=cluster,
             schedule=schedule,
-            groups=plan_groups(
-                problem.cluster,
-                1,
-                None,
-                [float(soc in socs) for soc in range(problem.cluster.num_socs)],
-            ),
-            costs=Costs(pricing=FP32),
+            planner=planner_of_rounds,
+            intervals=sync_schedule(schedule.num_epochs, steps_per_epoch, schedule.interval_epochs),
+            steps_per_epoch=steps_per_epoch,
+            work=self._work,
             exchange=ExchangeSettings(leaders=STAR),
             rings=rings,
-            rebalancing=rebalancing,
             tolerate_client_errors=tolerate_client_errors,
         )
-        if clock is not None:
-            self._clock = _event_clock(clock)
-        if plan is not None:
-            plan.check(problem)
-            if plan.num_samples != schedule.batch_size:
-                raise ConfigError(
-                    f"{name}: the plan takes {plan.num_samples} samples an update, and the schedule has "
-                    f"batch_size = {schedule.batch_size}; give both the same"
-                )
-        self._planned_for(
-            self.plan.participants
-        )  # so that what nothing fits is an error before anything starts
+        super().__init__(method, None, schedule.seed)
+        # What fits nowhere is an error before anything starts.
+        self._work.planned_for(plan_of_all.participants)
 
     @property
     def pipeline(self) -> Planned:
         """The plan of the latest round, with its prediction."""
-        return self._planned_for(self.plan.participants)
-
-    def _planned_for(self, socs: Sequence[int]) -> Planned:
-        """Return the plan for devices at their present speeds; an earlier one while a new one gains too little."""
-        # Never 0, by which seconds would be divided.
-        parts = (
-            {
-                soc: max(0.01, round(self._planner.balancer.in_use.part(soc), 2))
-                for soc in sorted(socs)
-            }
-            if self._rebalancing is not None and self._rebalancing.across_groups
-            else dict.fromkeys(sorted(socs), 1.0)
-        )
-        key = tuple(parts.items())
-        if key not in self._planned:
-            problem = replace(
-                self._problem,
-                devices=tuple(
-                    _slower(device, parts[device.soc])
-                    for device in self._problem.devices
-                    if device.soc in parts
-                ),
-            )
-            before, own = self._latest, self._own_plan
-            if before is not None and {device.soc for device in before.problem.devices} == {*parts}:
-                self._planned[key] = self._better(_as_planned(problem, before.plan), problem)
-            elif own is not None and {*own.socs} <= {*parts}:
-                self._planned[key] = _as_planned(problem, own)
-            else:
-                self._planned[key] = self._best(problem)
-        return self._planned[key]
-
-    def _better(self, present: Planned, problem: PipelineProblem) -> Planned:
-        """Return the present plan, or that for the devices' new speeds if it gains more than the tolerance."""
-        assert self._rebalancing is not None  # without it, devices have one speed
-        new = self._best(problem)
-        gains = new.prediction.step_s < present.prediction.step_s * (
-            1.0 - self._rebalancing.tolerance
-        )
-        return new if gains else present
-
-    def _best(self, problem: PipelineProblem) -> Planned:
-        """Return the planner's choice, or the only one that there is for one device."""
-        if len(problem.devices) > 1:
-            return plan_pipeline(problem, self._settings)
-        plan = single_device(problem, problem.devices[0])
-        if plan is None:
-            raise nothing_fits(problem)
-        return Planned(problem=problem, plan=plan, prediction=predict(problem, plan))
-
-    def summary(self) -> None:
-        """Log the plan."""
-        planned = self.pipeline
-        log(
-            INFO,
-            "\t├──> Pipeline: %s of %s",
-            planned.plan.architecture,
-            counted(len(planned.plan.socs), "device"),
-        )
-        for pipeline in planned.plan.pipelines:
-            for stage in pipeline.stages:
-                shares = ", ".join(
-                    f"SoC {soc}: {share}"
-                    for soc, share in zip(stage.devices, stage.shares, strict=True)
-                )
-                log(
-                    INFO,
-                    "\t├──> layers %d to %d, %d in flight; samples of each micro-batch: %s",
-                    stage.first_layer,
-                    stage.last_layer,
-                    stage.in_flight,
-                    shares,
-                )
-        log(
-            INFO,
-            "\t└──> An update of %d samples: %s, %s sent",
-            planned.plan.num_samples,
-            human_seconds(planned.prediction.step_s),
-            human_bytes(planned.plan.communication_bytes(planned.problem)),
-        )
-
-    def configure_train(
-        self,
-        server_round: int,
-        arrays: ArrayRecord,
-        config: ConfigRecord,
-        grid: Grid,
-    ) -> list[Message]:
-        """Send the plan to the node that runs all stages, or to every node that runs one; the leader gets the model."""
-        messages = super().configure_train(server_round, arrays, config, grid)
-        if not messages:
-            return []
-        assert self.round is not None
-        try:
-            planned = self.pipeline
-        except InfeasiblePlan as error:
-            raise TrainingFailed(f"HybridPipeline: {error}") from None
-        self._latest = planned
-        budgets = tuple(planned.problem.device(soc).memory_bytes for soc in planned.plan.socs)
-        task = PipelineTask(
-            plan=to_json(planned.plan),
-            cuts=planned.problem.model.cuts,
-            layers_sha256=planned.problem.model.sha256,
-            sample_shape=planned.problem.model.sample_shape,
-            bits=self._coding.bits,
-            gradient_bits=self._coding.gradient_bits,
-            feedback=self._coding.feedback,
-            budget_bytes=budgets if all(map(math.isfinite, budgets)) else (),
-            backup_steps=self._backup_steps,
-            int8_socs=planned.problem.int8_socs,
-        )
-        for message in messages:
-            message.content[PIPELINE] = ConfigRecord(encode(task))
-        return messages
-
-    def _with_nominal_rates(self, outcome: RingOutcome) -> RingOutcome:
-        """Return rates of whole devices: the nominal ones times what each stage's measured part of its estimate is."""
-        planned = self._latest
-        if planned is None or not outcome.rates:
-            return outcome
-        if outcome.recoveries_s:  # they are of other stages than these
-            return replace(outcome, rates=())
-        estimated = {soc: planned.problem.device(soc).seconds for soc in planned.plan.socs}
-        predicted_s = {
-            soc: (
-                estimated[soc].forward(stage.first_layer, stage.last_layer, share)
-                + estimated[soc].backward(stage.first_layer, stage.last_layer, share)
-            )
-            / share
-            for pipeline in planned.plan.pipelines
-            for stage in pipeline.stages
-            for soc, share in zip(stage.devices, stage.shares, strict=True)
-        }
-        return replace(
-            outcome,
-            rates=tuple(
-                self._planner.balancer.nominal(soc)
-                * self._part_in(planned, soc)
-                * rate
-                * predicted_s[soc]
-                if soc in predicted_s
-                else 0.0
-                for soc, rate in zip(outcome.members, outcome.rates, strict=True)
-            ),
-        )
-
-    def _part_in(self, planned: Planned, soc: int) -> float:
-        """Return the part of its nominal speed that a plan has taken a device to have."""
-        own = next(device for device in self._problem.devices if device.soc == soc)
-        last, seconds = own.seconds.num_layers - 1, planned.problem.device(soc).seconds
-        slow_s = seconds.forward(0, last, 1)
-        return own.seconds.forward(0, last, 1) / slow_s if slow_s else 1.0
-
-    def _use_clock_of(self, grid: Grid, arrays: ArrayRecord) -> None:
-        if (clock := getattr(grid, "clock", None)) is not None:
-            self._clock = _event_clock(clock)
-            self._require_cluster_of(grid)
-
-    def _log_changes(self, this: Round, grid: Grid) -> None:
-        """Log nothing of groups' exchanges: there is one group."""
-
-    def _price(self, this: Round, replies: Sequence[Message]) -> Usage:
-        """Price the interval's updates, and the stages' way to the hub."""
-        if not isinstance(self._clock, EventClock):
-            return Usage()
-        return self._planner.drain_idle() + self._priced(
-            self._clock, this.plan.participants, this.interval.num_steps
-        )
+        return self._work.planned_for(self.plan.participants)
 
     def undisturbed_s(self) -> float:
         """Return the virtual seconds of all rounds on all devices without heat, users and events."""
-        clock = EventClock(self._problem.cluster)
-        for interval in self.intervals:
-            self._priced(clock, self.plan.participants, interval.num_steps)
-        return clock.now_s
-
-    def _priced(self, clock: EventClock, socs: Sequence[int], num_steps: int) -> Usage:
-        """Advance a clock by an interval of the plan for these devices."""
-        planned = self._planned_for(socs)
-        # At nominal speeds: the clock itself slows devices down.
-        nominal = replace(
-            planned.problem,
-            devices=tuple(device for device in self._problem.devices if device.soc in socs),
-        )
-        usage = simulate_schedule(nominal, planned.plan, clock=clock, num_steps=num_steps).usage
-        builder = GraphBuilder()
-        for stage in planned.plan.pipelines[0].stages:
-            if num_bytes := planned.problem.model.weight_bytes(stage.first_layer, stage.last_layer):
-                builder.transfer(
-                    "stage to the hub", stage.devices[0], HUB, num_bytes, num_messages=1
-                )
-        return usage + clock.run(builder.build(socs), label="model to the hub")
-
-
-def _as_planned(problem: PipelineProblem, plan: Plan) -> Planned:
-    """Return a plan with its prediction, and its problem in micro-batches of its size."""
-    size = plan.pipelines[0].micro_batch_size
-    sized = replace(
-        problem, micro_batch_size=size, num_micro_batches=problem.mini_batch_size // size
-    )
-    return Planned(problem=sized, plan=plan, prediction=predict(sized, plan))
-
-
-def _slower(device: PipelineDevice, part: float) -> PipelineDevice:
-    """Return a device at a part of its speed; at all of it the same object, by which planners know equal devices."""
-    if part == 1.0:
-        return device
-    seconds = device.seconds
-    return replace(
-        device,
-        seconds=LayerSeconds(
-            device=f"{seconds.device} at {part:.0%}",
-            batches=seconds.batches,
-            forward_s=seconds.forward_s / part,
-            backward_s=seconds.backward_s / part,
-            estimated=seconds.estimated,
-        ),
-    )
-
-
-def _event_clock(clock: Any) -> EventClock:
-    if not isinstance(clock, EventClock):
-        raise ConfigError(
-            f"HybridPipeline: clock = {type(clock).__name__} cannot run the processes of a pipeline; use "
-            "socflower.EventClock"
-        )
-    return clock
+        return self._work.undisturbed_s(self.plan.participants, self.method.intervals)

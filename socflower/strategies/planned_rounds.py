@@ -35,12 +35,16 @@ class Resumable(Strategy):
         `start` is called with the same arguments as before, including `num_rounds` of the whole training, and with
         `evaluate_fn=strategy.skip_done_rounds(evaluate)`. If no round is left, its result has no arrays.
         """
+        self._require_round(server_round)
+        self.resumed_after = server_round
+
+    def _require_round(self, server_round: int) -> None:
+        """Raise `ConfigError` if the training cannot continue after this round."""
         require_type("resume_from", (int,), "a whole number", server_round=server_round)
         if server_round < 0:
             raise ConfigError(
                 f"resume_from({server_round}): rounds are counted from 1; 0 is a new start"
             )
-        self.resumed_after = server_round
 
     def skip_done_rounds(self, evaluate_fn: EvaluateFn) -> EvaluateFn:
         """Return `evaluate_fn` without the rounds that were done before the resume."""
@@ -150,12 +154,16 @@ class PlannedRounds(Resumable):
     @plain_numbers
     def resume_from(self, server_round: int) -> None:
         """Make `start` continue after `server_round`; see `Resumable.resume_from`."""
-        require_type("resume_from", (int,), "a whole number", server_round=server_round)
+        self._require_round(server_round)
+        super().resume_from(server_round)
+
+    def _require_round(self, server_round: int) -> None:
+        """Raise `ConfigError` if the training cannot continue after this round."""
+        super()._require_round(server_round)
         if server_round > self.num_rounds:
             raise ConfigError(
                 f"resume_from({server_round}): the training has num_rounds = {self.num_rounds}"
             )
-        super().resume_from(server_round)
 
     def configure_evaluate(
         self,

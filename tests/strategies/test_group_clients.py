@@ -95,6 +95,6 @@ def test_a_probe_leaves_no_state_and_asks_nothing_of_the_users_functions() -> No
         schedule=TrainingSchedule(num_samples=8, batch_size=2, num_epochs=1),
     )
     with LocalGrid(app, 4, num_workers=0) as grid:
-        strategy._planner.plan_round(grid, None)
-        strategy._planner.registry.require_group_clients(grid)
+        strategy.method.planner.plan_round(grid, None)
+        strategy.method.planner.registry.require_group_clients(grid)
         assert all(not context.state for context in grid._contexts.values())

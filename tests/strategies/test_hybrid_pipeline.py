@@ -70,7 +70,7 @@ def cut_in_three(problem: PipelineProblem) -> PipelinePlan:
 
 
 def train(strategy: HybridPipeline, client: ClientApp | None = None) -> dict[str, Tensor]:
-    with LocalGrid(client or client_app(), strategy._cluster.num_socs, num_workers=0) as grid:
+    with LocalGrid(client or client_app(), len(strategy.plan.participants), num_workers=0) as grid:
         result = strategy.start(
             grid, ArrayRecord(tagger().state_dict()), num_rounds=strategy.num_rounds
         )
@@ -109,7 +109,7 @@ def test_a_round_costs_its_updates_and_the_way_of_the_weights_to_the_hub(
         problem=problem, schedule=schedule(), plan=cut_in_three(problem), clock=clock
     )
     train(strategy)
-    step_s, steps = strategy.pipeline.prediction.step_s, strategy.steps_per_epoch
+    step_s, steps = strategy.pipeline.prediction.step_s, strategy.method.steps_per_epoch
     weights = sum(layer.weight_bytes for layer in problem.model.layers)
     updates_s = clock.now_s - 2 * weights / 12.5e6
     assert steps * 2 * step_s * 0.7 < updates_s < steps * 2 * step_s * 1.05  # updates overlap
@@ -130,7 +130,7 @@ def test_a_round_that_is_planned_for_slower_devices_is_priced_at_the_clocks_spee
         plan=own,
         rebalancing=Rebalancing(),
     )
-    strategy._planner.balancer.in_use.take({0: 0.25, 1: 1.0})
+    strategy.method.planner.balancer.in_use.take({0: 0.25, 1: 1.0})
     train(strategy)
     plan, model = strategy.pipeline.plan, problem.model
     assert strategy.pipeline.problem.device(0).seconds.device == "jetson-nx at 25%"
@@ -140,7 +140,8 @@ def test_a_round_that_is_planned_for_slower_devices_is_priced_at_the_clocks_spee
         num_micro_batches=plan.pipelines[0].num_micro_batches,
     )
     updates_s = (
-        2 * simulate_schedule(sized, plan, num_steps=strategy.steps_per_epoch).usage.duration_s
+        2
+        * simulate_schedule(sized, plan, num_steps=strategy.method.steps_per_epoch).usage.duration_s
     )
     weights = sum(layer.weight_bytes for layer in model.layers)
     assert clock.now_s == pytest.approx(
@@ -149,7 +150,7 @@ def test_a_round_that_is_planned_for_slower_devices_is_priced_at_the_clocks_spee
     twice_s = (
         2
         * simulate_schedule(
-            strategy.pipeline.problem, plan, num_steps=strategy.steps_per_epoch
+            strategy.pipeline.problem, plan, num_steps=strategy.method.steps_per_epoch
         ).usage.duration_s
     )
     assert twice_s > 1.5 * updates_s  # so the plan uses the slow device, and this test would see it
@@ -175,7 +176,7 @@ def test_a_device_that_is_away_is_planned_for_anew_and_its_optimiser_state_goes_
 
     def lose_one(server_round: int, *args: Any) -> Any:
         if server_round == 2:
-            strategy._planner.registry.mark_away([2])
+            strategy.method.planner.registry.mark_away([2])
         return begin(server_round, *args)
 
     strategy.configure_train = lose_one  # type: ignore[method-assign]
@@ -220,7 +221,7 @@ def test_a_device_that_leaves_within_an_interval_is_gone_on_without_at_that_upda
 ) -> None:
     plan, data = cut_in_three(problem), as_data_source(Sentences())
     task = HybridPipeline(problem=problem, schedule=schedule(), plan=plan)
-    own = task._task(task.plan.groups[0], task.intervals[0])
+    own = task.method.task(task.plan.groups[0], task.method.intervals[0])
     trainer, whole, left, undisturbed = (
         FP32Trainer(optimizer=sgd(0.2), device="cpu"),
         tagger(),
@@ -255,12 +256,12 @@ def test_a_device_that_returns_while_another_is_away_is_planned_with(
     problem: PipelineProblem, rebalancing: Rebalancing | None
 ) -> None:
     strategy = HybridPipeline(problem=problem, schedule=schedule(), rebalancing=rebalancing)
-    strategy._latest = strategy._planned_for((1,))
+    strategy.method.work.latest = strategy.method.work.planned_for((1,))
     fresh = HybridPipeline(problem=problem, schedule=schedule())
     assert (
-        strategy._planned_for((0, 1)).plan
-        == fresh._planned_for((0, 1)).plan
-        != strategy._latest.plan
+        strategy.method.work.planned_for((0, 1)).plan
+        == fresh.method.work.planned_for((0, 1)).plan
+        != strategy.method.work.latest.plan
     )
 
 
@@ -373,7 +374,7 @@ def train_pictures(
         lambda context, part, parts: pictures(),
         trainer or FP32Trainer(optimizer=sgd(0.05), device="cpu"),
     )
-    with LocalGrid(client, strategy._cluster.num_socs, num_workers=0) as grid:
+    with LocalGrid(client, len(strategy.plan.participants), num_workers=0) as grid:
         result = strategy.start(
             grid, ArrayRecord(classifier().state_dict()), num_rounds=strategy.num_rounds
         )
@@ -451,7 +452,7 @@ def test_stages_in_int8_go_on_without_a_device_at_the_update_at_which_it_leaves(
     problem = in_int8("auto", *["snapdragon-865"] * 3)
     plan, data = straight_plan((0, 1, 3), ((6,), (6,), (6,)), 4), pictures()
     task = HybridPipeline(problem=problem, schedule=schedule(), plan=plan)
-    own = task._task(task.plan.groups[0], task.intervals[0])
+    own = task.method.task(task.plan.groups[0], task.method.intervals[0])
     trainer, whole, left = (
         FP32Trainer(optimizer=sgd(0.05), device="cpu"),
         classifier(),

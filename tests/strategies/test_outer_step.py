@@ -629,16 +629,15 @@ def test_what_cannot_be_an_outer_strategy_is_refused_in_one_line_before_round_1(
 
 
 def test_a_rule_of_ones_own_and_an_outer_strategy_are_refused_together() -> None:
-    class Own(SoCFlow):
-        def average_models(
-            self, models: Sequence[ArrayRecord], samples: Sequence[float]
-        ) -> ArrayRecord:
-            return models[0]
-
     schedule = TrainingSchedule(num_samples=4, batch_size=2, num_epochs=1)
     refused(
-        lambda: Own(cluster=parse_cluster({"boards": [2]}), schedule=schedule, outer=FedAvg()),
-        "average_models",
+        lambda: SoCFlow(
+            cluster=parse_cluster({"boards": [2]}),
+            schedule=schedule,
+            outer=FedAvg(),
+            average=lambda models, samples: models[0],
+        ),
+        "average",
         "FedAvg",
     )
 

@@ -416,7 +416,7 @@ def test_in_virtual_time_cuts_move_as_predicted_and_the_next_round_begins_there(
         batches_per_epoch=40,
         num_epochs=2,
     )
-    again.resume_from(1, state=state)
+    again.resume_from(1, **state)
     assert again.state == state and again.resumed_after == 1
 
 

@@ -137,7 +137,7 @@ class _Training:
 
     def _grouped(self, arrays: ArrayRecord) -> ArrayRecord:
         strategy = self._strategy(self._num_groups(arrays), self._scenario.train.epochs)
-        self._plan = {**strategy.plan.to_document(), **strategy.exchanges.to_document()}
+        self._plan = {**strategy.plan.to_document(), **strategy.method.exchanges.to_document()}
         self._require_reachable_events(strategy.num_rounds, strategy.plan.participants)
 
         def round_end(server_round: int) -> dict[str, Any]:
@@ -164,7 +164,10 @@ class _Training:
                 round_end, strategy.num_rounds, lambda: strategy.state, self._heat
             ),
         ).arrays
-        self._transport, self._leader_transport = strategy.transport, strategy.leader_transport
+        self._transport, self._leader_transport = (
+            strategy.method.transport,
+            strategy.method.leader_transport,
+        )
         return final
 
     def _train_config(self) -> ConfigRecord:
@@ -225,7 +228,7 @@ class _Training:
                 round_end, strategy.num_rounds, lambda: strategy.state, self._heat
             ),
         ).arrays
-        self._transport = strategy.transport
+        self._transport = strategy.method.transport
         return final
 
     def _num_groups(self, arrays: ArrayRecord) -> int:
@@ -295,7 +298,7 @@ class _Training:
             ),
             rings=self._scenario.ring,
             rebalancing=rebalancing(self._scenario),
-            **({} if settings.outer is None else {"outer": _outer(settings.outer)}),
+            outer=None if settings.outer is None else _outer(settings.outer),
             tolerate_client_errors=settings.tolerate_client_errors,
         )
 

@@ -129,7 +129,8 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
     resumed = record.resume()
     if resumed is not None:
         checkpoint, arrays = resumed
-        strategy.resume_from(checkpoint.server_round, state=checkpoint.balance)
+        own = {key: checkpoint.balance[key] for key in strategy.state}
+        strategy.resume_from(checkpoint.server_round, **own)
     history = SplitHistory(
         setting.links, strategy.parties, resumed[0].balance.get("story") if resumed else None
     )

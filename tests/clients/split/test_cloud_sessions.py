@@ -129,7 +129,7 @@ def test_an_edge_that_trained_a_round_alone_begins_a_new_session_from_what_it_ha
         grid = ThreadGrid([edge_app(program)])
         arrays: Any = ArrayRecord(program.model().state_dict())
         for server_round, cut in ((1, 0), (2, None), (3, 0)):
-            strategy.parties = (replace(strategy.parties[0], split_plan=SplitPlan(cut=cut)),)
+            strategy.method.parties = (replace(strategy.parties[0], split_plan=SplitPlan(cut=cut)),)
             messages = strategy.configure_train(server_round, arrays, ConfigRecord({}), grid)  # type: ignore[arg-type]
             arrays, _ = strategy.aggregate_train(server_round, grid.send_and_receive(messages))
         assert [(task.first_batch, task.session_first) for task in names] == [(0, 0), (8, 8)]
@@ -163,7 +163,7 @@ def test_after_a_managers_restart_training_goes_on_with_the_weights_of_the_last_
         # The manager is gone without closing anything; another one has its checkpoint.
         client = cloud.client()
         second = strategy_of(program, 1, client, num_epochs=2)
-        second.resume_from(1, state=first.state)
+        second.resume_from(1, **first.state)
         whole = start(
             second, program, grid, {name: array.numpy() for name, array in after_one.items()}
         )

@@ -1,0 +1,256 @@
+"""What the members of a group do in an interval, and what it costs: synchronous SGD on shares of a batch.
+
+`GroupWork` is what differs between training that members share by samples (here) and by layers
+(`socflower.strategies.methods.pipeline`); `GroupsMethod` has the rest of a round.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from logging import INFO, WARNING
+from typing import Protocol
+
+from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.serverapp import Grid
+from flwr.supercore import log
+
+from socflower.cluster import Cluster, ModelProfile, Usage, VirtualClock
+from socflower.errors import ConfigError
+from socflower.hierarchy import (
+    CapacitiesInUse,
+    Exchanges,
+    Group,
+    GroupPlan,
+    IntervalCosts,
+    Phase,
+    Rebalancing,
+    SyncInterval,
+    UplinkTurns,
+    choose_exchanges,
+    unpredicted_exchanges,
+)
+from socflower.hierarchy.leader_topology import KINDS, NONE
+from socflower.hierarchy.uplink_turns import ASKED, NO_SHARED_UPLINK, NOT_PREDICTED, PREDICTED
+from socflower.precision.processor_costs import MixedPricing
+from socflower.quantities import counted
+from socflower.strategies.mixed_replies import mixed_phases
+from socflower.strategies.records import with_weights
+from socflower.strategies.round import Round
+from socflower.strategies.settings import Costs, ExchangeSettings, TrainingSchedule
+from socflower.wire.message_keys import RingOutcome
+
+
+class GroupWork(Protocol):
+    """What members do in an interval."""
+
+    clock: VirtualClock | None
+
+    def use_grid(self, grid: Grid, plan: GroupPlan, arrays: ArrayRecord) -> None:
+        """Take clock and model profile from the grid, before the first round, if it has them."""
+
+    def exchanges_of(
+        self, plan: GroupPlan, leaders: str, ways: Sequence[str]
+    ) -> tuple[Exchanges, IntervalCosts | None]:
+        """Return how a plan's groups and their leaders exchange, and what an interval of it costs.
+
+        `leaders` is what was asked for, `ways` are those that the grid allows.
+        """
+
+    def records(self, plan: GroupPlan) -> Mapping[str, ConfigRecord]:
+        """Return the records of this work in every message; `TrainingFailed` if the plan is impossible."""
+
+    def npu_ratios(self, group: Group) -> tuple[float, ...]:
+        """Return the members' shares of an accelerator (F10); empty if clients measure it or have none."""
+
+    def comparable(self, outcome: RingOutcome, nominal: Callable[[int], float]) -> RingOutcome:
+        """Return a ring's outcome with measured rates that compare with the SoCs' nominal ones."""
+
+    def price(self, this: Round, usable: Sequence[Message], in_use: CapacitiesInUse) -> Usage:
+        """Return what the interval cost, and advance the clock by it."""
+
+    def log_changes(self, before: Round | None, this: Round) -> None:
+        """Log what is new in a round's plan."""
+
+    def describe(self, plan: GroupPlan) -> list[str]:
+        """Return the plan in lines, for the log."""
+
+
+class DataParallelWork:
+    """Members train on shares of each batch and average their gradients (F4, F6, F7).
+
+    Raises `ConfigError` for settings that do not go together.
+    """
+
+    def __init__(
+        self,
+        *,
+        cluster: Cluster,
+        schedule: TrainingSchedule,
+        plan: GroupPlan,
+        costs: Costs,
+        exchange: ExchangeSettings,
+        rebalancing: Rebalancing | None,
+        intervals: Sequence[SyncInterval],
+        steps_per_epoch: int,
+        hub_decides: bool,
+    ) -> None:
+        if exchange.overlap_buckets > 1 and getattr(costs.pricing, "arithmetic", "") == "int8":
+            raise ConfigError(
+                f"SoCFlow: overlap_buckets = {exchange.overlap_buckets}, but gradients in int8 are "
+                "exchanged after the backward pass; leave it out"
+            )
+        self.clock = costs.clock
+        self.pricing = costs.pricing
+        self._cluster, self._schedule, self._exchange = cluster, schedule, exchange
+        self._rebalancing, self._hub_decides = rebalancing, hub_decides
+        self._intervals, self._steps_per_epoch = intervals, steps_per_epoch
+        self._model_name = costs.model_profile.name if costs.model_profile else ""
+        self._costs = (
+            None if costs.model_profile is None else self._costs_of(plan, costs.model_profile)
+        )
+
+    def use_grid(self, grid: Grid, plan: GroupPlan, arrays: ArrayRecord) -> None:
+        """Take the grid's clock, and its profile for want of one; `ConfigError` for another cluster."""
+        self.clock = getattr(grid, "clock", None)
+        if self.clock is None:
+            return
+        profile = getattr(grid, "model_profile", None)
+        if self._costs is None and profile is not None:
+            self._costs = self._costs_of(plan, with_weights(profile, arrays))
+        if self._costs is None:
+            log(
+                WARNING,
+                "SoCFlow: without a model_profile this engine keeps no virtual time; pass "
+                "costs=Costs(model_profile=profile_module(model, example_shape, name))",
+            )
+        require_cluster_of(grid, self._cluster)
+
+    def exchanges_of(
+        self, plan: GroupPlan, leaders: str, ways: Sequence[str]
+    ) -> tuple[Exchanges, IntervalCosts | None]:
+        """Return the exchanges that the clock predicts to be quickest, or those that were asked for."""
+        return self._chosen(plan, self._costs, self.clock, leaders, ways)
+
+    def predicted(
+        self, plan: GroupPlan, leaders: str, clock: VirtualClock, profile: ModelProfile | None
+    ) -> tuple[Exchanges, IntervalCosts | None]:
+        """Return the same by another clock and, without a profile of its own, by `profile`."""
+        costs = self._costs
+        if costs is None and profile is not None:
+            costs = self._costs_of(plan, profile)
+        return self._chosen(plan, costs, clock, leaders, KINDS)
+
+    def _chosen(
+        self,
+        plan: GroupPlan,
+        costs: IntervalCosts | None,
+        clock: VirtualClock | None,
+        leaders: str,
+        ways: Sequence[str],
+    ) -> tuple[Exchanges, IntervalCosts | None]:
+        turns = self._exchange.uplink_turns
+        if costs is None:
+            compression = self._exchange.leader_compression
+            return unpredicted_exchanges(plan, turns, leaders, compression, ways), None
+        lengths = Counter(interval.num_steps for interval in self._intervals)
+        return choose_exchanges(replace(costs, plan=plan), turns, leaders, lengths, clock, ways)
+
+    def _costs_of(self, plan: GroupPlan, profile: ModelProfile) -> IntervalCosts:
+        schedule, exchange = self._schedule, self._exchange
+        costs = IntervalCosts(
+            cluster=self._cluster,
+            plan=plan,
+            profile=profile,
+            num_samples=schedule.num_samples,
+            batch_size=schedule.batch_size,
+            steps_per_epoch=self._steps_per_epoch,
+            reshuffle=schedule.reshuffle,
+            uplink_turns=False,
+            overlap_buckets=exchange.overlap_buckets,
+            pricing=self.pricing,
+            rebalancing=self._rebalancing,
+            fusion=exchange.fusion,
+            hub_decides=self._hub_decides,
+            leader_compression=exchange.leader_compression,
+        )
+        costs.require_memory()
+        return costs
+
+    def records(self, plan: GroupPlan) -> Mapping[str, ConfigRecord]:
+        """Return none: a group's task says all."""
+        return {}
+
+    def npu_ratios(self, group: Group) -> tuple[float, ...]:
+        """Return each member's beta from the catalogue (F10); empty if clients measure it or do not need it."""
+        pricing = self.pricing
+        if self._costs is None or not isinstance(pricing, MixedPricing):
+            return ()
+        return tuple(
+            pricing.npu_ratio(self._model_name, self._cluster.device_of(soc))
+            for soc in group.members
+        )
+
+    def comparable(self, outcome: RingOutcome, nominal: Callable[[int], float]) -> RingOutcome:
+        """Return the outcome as it is: members measure samples per second of the whole model."""
+        return outcome
+
+    def price(self, this: Round, usable: Sequence[Message], in_use: CapacitiesInUse) -> Usage:
+        """Return the usage of the interval's steps and of the synchronisation after it."""
+        if self.clock is None or this.costs is None:
+            return Usage()
+        phases: Sequence[Phase] = ()
+        if isinstance(self.pricing, MixedPricing):
+            phases = mixed_phases(usable, this.interval.num_steps, self.pricing)
+        return this.costs.run(this.interval, self.clock, phases, in_use)
+
+    def log_changes(self, before: Round | None, this: Round) -> None:
+        """Log how groups exchange if that is new."""
+        if before is not None and before.exchanges == this.exchanges:
+            return
+        leaders = this.exchanges.leaders
+        log(
+            INFO,
+            "SoCFlow: exchanges of groups: %s; of leaders: %s%s",
+            _describe_turns(this.exchanges.turns),
+            leaders.kind,
+            "" if leaders.compression == NONE else f", in {leaders.compression}",
+        )
+
+    def describe(self, plan: GroupPlan) -> list[str]:
+        """Return groups and communication groups in lines."""
+        sizes = [len(group.members) for group in plan.groups]
+        split = sum(group.split for group in plan.groups)
+        return [
+            f"Groups: {len(sizes)} of {min(sizes)} to {max(sizes)} SoCs, {split} split over boards, "
+            f"contention {plan.contention}",
+            f"Communication groups: {len(plan.communication_groups)}",
+        ]
+
+
+def require_cluster_of(grid: Grid, cluster: Cluster) -> None:
+    """Raise `ConfigError` if the grid's cluster is another one."""
+    given = getattr(grid, "cluster", cluster)
+    if given.boards != cluster.boards:
+        raise ConfigError(
+            f"the strategy's cluster ({_hardware(cluster)}) is not the one the engine was given "
+            f"({_hardware(given)}); describe both by the same cluster file"
+        )
+
+
+def _hardware(cluster: Cluster) -> str:
+    devices = sorted({board.device.name for board in cluster.boards})
+    boards = counted(len(cluster.boards), "board")
+    return f"{counted(cluster.num_socs, 'SoC')} on {boards}, {', '.join(devices)}"
+
+
+def _describe_turns(turns: UplinkTurns) -> str:
+    """Return how groups exchange, for the log."""
+    reasons = {
+        ASKED: ", as asked for",
+        PREDICTED: ", which is predicted to be faster",
+        NO_SHARED_UPLINK: ", as no two share an uplink",
+        NOT_PREDICTED: ": without a clock and a model_profile nothing predicts whether running freely "
+        "is faster; uplink_turns=False runs freely",
+    }
+    said = "taking turns" if turns.enabled else "running freely"
+    return said + reasons[turns.decided_by]

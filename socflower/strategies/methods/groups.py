@@ -1,0 +1,512 @@
+"""Training in groups: synchronous inside them, with delayed synchronisation between them (SoCFlow+ section 3.1)."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from logging import WARNING
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore import log
+from numpy.typing import NDArray
+
+from socflower.cluster import Cluster, Usage
+from socflower.errors import ConfigError
+from socflower.hierarchy import Exchanges, Group, GroupPlan, SyncInterval
+from socflower.hierarchy.leader_topology import AUTO, KINDS, NONE, STAR
+from socflower.peers.ring.settings import RingSettings
+from socflower.plain_numbers import plain_numbers
+from socflower.quantities import counted
+from socflower.strategies.group_models import GroupMean
+from socflower.strategies.group_replies import SettledRound, settle
+from socflower.strategies.leader_feedback import (
+    feedback_after_round,
+    from_arrays,
+    lost_feedback,
+    to_arrays,
+)
+from socflower.strategies.method import NodesForEvaluation
+from socflower.strategies.methods.group_work import GroupWork
+from socflower.strategies.mixed_replies import client_events, group_id_of, mean_metric
+from socflower.strategies.outer_step import refuse_integers_clipped
+from socflower.strategies.records import aggregate_records, array_views, to_array_record
+from socflower.strategies.replies import ReplyEvent, heat_events, outcome_of
+from socflower.strategies.round import (
+    IN_PROCESS,
+    GroupFeedback,
+    Round,
+    leader_transport,
+    ring_tasks,
+)
+from socflower.strategies.round_planner import RoundPlanner
+from socflower.strategies.settings import ExchangeSettings, TrainingSchedule
+from socflower.wire.message_keys import (
+    ALPHA,
+    ARRAYS,
+    CONFIG,
+    CPU_SHARE,
+    GROUP,
+    PRICED,
+    RESUMED,
+    RING,
+    SERVER_ROUND,
+    GroupTask,
+    encode,
+)
+
+_CLIPPING_NORM = "clipping_norm"
+"""The config key in which Flower's client-side clipping strategies send the norm."""
+
+Averaging = Callable[[Sequence[ArrayRecord], Sequence[float]], ArrayRecord]
+"""(models of groups, their samples) -> the next model; the models have the tensors that were sent, without NaN."""
+
+
+@plain_numbers
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundReport:
+    """The report of one round (one interval between synchronisations); the latest is `strategy.reports[-1]`."""
+
+    server_round: int
+    # Epochs completed at its end.
+    epoch: float
+    # Of this round alone; zero without a clock and a profile.
+    usage: Usage
+    events: tuple[ReplyEvent, ...]
+    # Mixed precision: mean confidence over groups (F9), and the share of samples trained on CPUs (F11).
+    alpha: float | None = None
+    cpu_share: float | None = None
+    # Whether groups that share an uplink exchanged in turn (F6).
+    uplink_turns: bool = False
+    # Groups whose leader has no state of this round's end to resume from.
+    without_state: tuple[int, ...] = ()
+
+
+class GroupsMethod:
+    """Rounds of groups: each trains an interval, then their models are averaged (F8).
+
+    Only leaders get a message, and in simulation a leader's client runs its whole group. On real machines
+    every member gets one, and the model only the leader.
+
+    Parameters
+    ----------
+    planner : RoundPlanner
+        Plans each round over the SoCs that are available.
+    intervals : sequence of SyncInterval
+        One for each round (F3).
+    work : GroupWork
+        What members do in an interval, and its cost.
+    average : Averaging
+        How models of groups, and of servers, become one.
+    needs_each_model : str
+        What needs each group's model at the hub, so that leaders cannot exchange among themselves; may be empty.
+    proximal_mu : float
+        Weight of FedProx's term in the loss of groups.
+    """
+
+    def __init__(
+        self,
+        *,
+        cluster: Cluster,
+        schedule: TrainingSchedule,
+        planner: RoundPlanner,
+        intervals: Sequence[SyncInterval],
+        steps_per_epoch: int,
+        work: GroupWork,
+        exchange: ExchangeSettings,
+        rings: RingSettings,
+        average: Averaging = aggregate_records,
+        needs_each_model: str = "",
+        proximal_mu: float = 0.0,
+        tolerate_client_errors: bool = False,
+    ) -> None:
+        self.schedule, self.intervals, self.steps_per_epoch = schedule, intervals, steps_per_epoch
+        self.planner, self.work = planner, work
+        self.latest: Round | None = None
+        self._cluster, self._exchange, self._rings = cluster, exchange, rings
+        self._average, self._proximal_mu = average, proximal_mu
+        self._tolerates = tolerate_client_errors
+        self._leaders = exchange.leaders
+        if needs_each_model:
+            self.require_each_model(needs_each_model)
+        if schedule.server_interval > 1:
+            self._check_servers(planner.plan)
+        # Models of servers that have not synchronised with the others since.
+        self._server_models: dict[int, ArrayRecord] = {}
+        self._feedback: dict[int, GroupFeedback] = {}
+        # By group: its leader in the round resumed after, and whether that has the group's state.
+        self._resumed_states: dict[int, tuple[int, bool]] = {}
+        self._resumed_after = 0
+        self._without_state: tuple[int, ...] = ()
+
+    # ------------------------------------------------------------------------------------------ the plan
+    @property
+    def num_rounds(self) -> int:
+        """The number of intervals."""
+        return len(self.intervals)
+
+    @property
+    def plan(self) -> GroupPlan:
+        """The plan of the latest round."""
+        return self.planner.plan
+
+    @property
+    def exchanges(self) -> Exchanges:
+        """Whether the latest plan's groups take turns on shared uplinks, how leaders meet, and the reasons."""
+        if self.latest is not None and self.latest.plan is self.plan:
+            return self.latest.exchanges
+        return self.work.exchanges_of(self.plan, self._leaders, KINDS)[0]
+
+    @property
+    def leaders(self) -> str:
+        """How leaders are to exchange models, as asked for or as the method needs."""
+        return self._leaders
+
+    @property
+    def transport(self) -> str:
+        """The transport of gradients inside the groups of the latest round."""
+        return IN_PROCESS if self.latest is None else self.latest.transport
+
+    @property
+    def leader_transport(self) -> str:
+        """The transport of leaders' models in the latest round; empty if they pass the hub."""
+        # As `transport`: a training that is resumed may have no round left.
+        if self.latest is None:
+            return "" if self.exchanges.leaders.kind == STAR else IN_PROCESS
+        if not self.latest.leaders_meet:
+            return ""
+        return leader_transport(self.latest.transport) if self.latest.in_rings else IN_PROCESS
+
+    def require_each_model(self, needing: str) -> None:
+        """Let leaders send their models to the hub, which `needing` needs; `ConfigError` if another way was asked."""
+        compression = self._exchange.leader_compression
+        if compression != NONE:
+            raise ConfigError(
+                f"SoCFlow: leader_compression = {compression!r} is for leaders in a ring or a tree, which "
+                f"give the hub their mean, and {needing} needs each group's model; leave the "
+                "compression out"
+            )
+        if self._leaders not in (AUTO, STAR):
+            raise ConfigError(
+                f"SoCFlow: leaders = {self._leaders!r} gives the hub the mean of the groups' models, and "
+                f"{needing} needs each of them; use leaders = 'star'"
+            )
+        self._leaders = STAR
+
+    def _check_servers(self, plan: GroupPlan) -> None:
+        asked = f"SoCFlow: server_interval = {self.schedule.server_interval}"
+        if len(plan.by_server) < 2:
+            groups = counted(len(plan.groups), "group")
+            servers = counted(max(1, len(self._cluster.servers)), "server")
+            raise ConfigError(
+                f"{asked} and {groups} on {servers}: there are no servers with groups of their own; "
+                "plan a group for each server, or leave server_interval out"
+            )
+        if self._exchange.leader_compression != NONE:
+            raise ConfigError(
+                f"{asked}, and leader_compression = {self._exchange.leader_compression!r} compresses "
+                "changes since a model that all groups have had; leave one of the two out"
+            )
+
+    def describe(self) -> list[str]:
+        """Return what the work says of the plan, and the synchronisations, in lines."""
+        steps = [interval.num_steps for interval in self.intervals]
+        return [
+            *self.work.describe(self.plan),
+            f"Synchronisations: {self.num_rounds}, each after {min(steps)} to {max(steps)} of "
+            f"{self.steps_per_epoch} steps an epoch",
+        ]
+
+    # ------------------------------------------------------------------------------------- opening a round
+    def open(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> tuple[Round, list[Message]]:
+        """Address every group's leader, in group order, or on real machines every member.
+
+        SoCs that are away are excluded from the plan, and their nodes are asked whether they are back.
+        """
+        if self.work.clock is None:
+            self.work.use_grid(grid, self.plan, arrays)
+        self.planner.drain_events()
+        self.planner.plan_round(grid, self.work.clock)
+        this = self._make_round(server_round, arrays, grid)
+        self._refuse_unfit(this, arrays, config)
+        self.work.log_changes(self.latest, this)
+        self.latest = this
+        self.planner.ask_absent(grid, server_round)
+        return this, self._messages(this, config)
+
+    def _make_round(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> Round:
+        """Return the round of the latest plan."""
+        plan, before, registry = self.plan, self.latest, self.planner.registry
+        # Costs are kept while the plan stays, since graphs are made of them.
+        if before is not None and before.plan is plan:
+            exchanges, costs = before.exchanges, before.costs
+        else:
+            ways = self._ways_of_leaders(grid)
+            exchanges, costs = self.work.exchanges_of(plan, self._leaders, ways)
+        in_rings = bool(registry.ring_address_of)
+        place_of = {}
+        for group in plan.groups:
+            board = self._cluster.board_of(group.leader)
+            place_of[group.group_id] = (board, self._cluster.server_of(board))
+        return Round(
+            server_round=server_round,
+            interval=self.intervals[server_round - 1],
+            plan=plan,
+            exchanges=exchanges,
+            costs=costs,
+            node_of={soc: registry.node_of[soc] for soc in plan.participants},
+            sent=arrays,
+            settled_by_grid=getattr(grid, "settles_groups", False),
+            transport=registry.transport(self._rings.transport) if in_rings else IN_PROCESS,
+            feedback=self._feedback,
+            place_of=place_of,
+        )
+
+    def _ways_of_leaders(self, grid: Grid) -> Sequence[str]:
+        """Return how leaders may exchange on a grid, if nothing else is asked for."""
+        # Of real machines only a `GroupGrid` asks another leader for the mean, if the one that was to send it is lost.
+        in_rings = self.planner.registry.ring_address_of
+        return (STAR,) if in_rings and not getattr(grid, "settles_groups", False) else KINDS
+
+    def _refuse_unfit(self, this: Round, arrays: ArrayRecord, config: ConfigRecord) -> None:
+        """Raise `ConfigError` for settings that do not fit the nodes that are there."""
+        if this.in_rings and _CLIPPING_NORM in config:
+            raise ConfigError(
+                f"SoCFlow: the train config has {_CLIPPING_NORM!r}, of differential privacy with "
+                "clipping at the clients, and a member of a ring has no update of its own to clip; use "
+                "the wrapper that clips at the server"
+            )
+        if self.latest is not None:
+            return
+        if not this.in_rings and self._rings.compression != NONE:
+            raise ConfigError(
+                f"SoCFlow: rings has compression = {self._rings.compression!r}, and its "
+                "nodes form no rings: a node sums its group's whole gradients; leave it out"
+            )
+        refuse_integers_clipped(arrays, at_clients=_CLIPPING_NORM in config)
+        if this.in_rings and not this.settled_by_grid:
+            log(
+                WARNING,
+                "SoCFlow: its nodes form rings, and the grid is not a GroupGrid: a round ends only when "
+                "every member has replied, and a group whose leader is lost loses its round; "
+                "strategy.start(GroupGrid(grid), ...) ends it at each group's first reply, and asks "
+                "survivors again",
+            )
+
+    def _messages(self, this: Round, config: ConfigRecord) -> list[Message]:
+        planner = self.planner
+        configs = self._configs(this, config)
+        records = self.work.records(this.plan)
+        rings = {}
+        if this.in_rings:
+            rings = ring_tasks(
+                this,
+                self._rings,
+                planner.registry.ring_address_of,
+                planner.participant_of,
+                num_buckets=self._exchange.overlap_buckets,
+                rebalance_steps=planner.balancer.ring_steps,
+                tolerate_errors=self._tolerates,
+            )
+        messages = []
+        for group in this.plan.groups:
+            task = ConfigRecord(self.task(group, this.interval).encode())
+            for soc in group.members if this.in_rings else (group.leader,):
+                content = RecordDict({CONFIG: configs[group.group_id], GROUP: task, **records})
+                if soc == group.leader:
+                    content[ARRAYS] = self._server_models.get(group.server, this.sent)
+                if this.in_rings:
+                    content[RING] = ConfigRecord(encode(rings[soc]))
+                node, number = this.node_of[soc], str(this.server_round)
+                messages.append(Message(content, node, MessageType.TRAIN, group_id=number))
+        return messages
+
+    def _configs(self, this: Round, config: ConfigRecord) -> dict[int, ConfigRecord]:
+        """Return each group's config; in the first round after a resume, with whether a saved state is required."""
+        settings = ConfigRecord({**config, SERVER_ROUND: this.server_round, PRICED: True})
+        configs = {group.group_id: settings for group in this.plan.groups}
+        before = self._resumed_states
+        if this.server_round != self._resumed_after + 1 or len(before) != len(configs):
+            return configs
+        for group in this.plan.groups:
+            leader, has_state = before[group.group_id]
+            # As without the interruption: a leader that is new to the group has no momentum for it.
+            if group.leader == leader:
+                configs[group.group_id] = ConfigRecord({**settings, RESUMED: has_state})
+        return configs
+
+    def task(self, group: Group, interval: SyncInterval) -> GroupTask:
+        """Return what a group is told to do in an interval."""
+        planner, schedule, last = self.planner, self.schedule, self.intervals[-1]
+        return GroupTask(
+            group_id=group.group_id,
+            num_groups=len(self.plan.groups),
+            members=group.members,
+            leader=group.leader,
+            partitions=tuple(planner.participant_of[soc] for soc in group.members),
+            num_partitions=len(planner.participant_of),
+            capacities=planner.balancer.capacities(group),
+            first_step=interval.first_step,
+            num_steps=interval.num_steps,
+            steps_per_epoch=self.steps_per_epoch,
+            total_steps=last.first_step + last.num_steps,
+            batch_size=schedule.batch_size,
+            reshuffle=schedule.reshuffle,
+            deal_epoch=interval.deal_epoch,
+            seed=schedule.seed,
+            num_samples=schedule.num_samples,
+            npu_ratios=self.work.npu_ratios(group),
+            proximal_mu=self._proximal_mu,
+        )
+
+    # ------------------------------------------------------------------------------------ settling a round
+    def settle(self, this: Round, replies: Sequence[Message]) -> SettledRound:
+        """Read the groups' replies, who left and who is back, measured speeds, and what clients report."""
+        settled = settle(this, replies, tolerate_errors=self._tolerates)
+        self.planner.hear_absent()
+        self.planner.registry.mark_away(settled.away)
+        self._hear_rings(this, replies)
+        self._feedback = feedback_after_round(this, settled.means, settled.usable)
+        lost_groups = {event.group_id for event in settled.lost}
+        self._without_state = tuple(sorted(lost_groups | settled.leaders_replaced))
+        reported = []
+        for reply in settled.usable:
+            group_id = group_id_of(reply)
+            where = f"group {group_id}"
+            reported += client_events(reply, group_id, where) + heat_events(reply, group_id, where)
+        return settled.with_events(
+            *self.planner.drain_events(),
+            *settled.events,
+            *settled.lost,
+            *lost_feedback(this, settled.means, self._feedback),
+            *reported,
+        )
+
+    def _hear_rings(self, this: Round, replies: Sequence[Message]) -> None:
+        """Take from the replies who was preempted, and what members measured."""
+        planner = self.planner
+        outcomes = []
+        for reply in replies:
+            outcome, group = outcome_of(reply), this.group_of_node.get(reply.metadata.src_node_id)
+            if outcome is not None and group is not None:
+                outcomes.append((outcome, {*group.members}))
+        # Members of rings report departures themselves; here one client ran the whole group.
+        if not this.in_rings:
+            left = [{*outcome.preempted} & members for outcome, members in outcomes]
+            planner.remove(set().union(*left))
+        for outcome, members in outcomes:
+            if {*outcome.members} <= members:
+                comparable = self.work.comparable(outcome, planner.balancer.nominal)
+                planner.balancer.on_outcome(comparable)
+
+    def merge(self, this: Round, settled: SettledRound) -> ArrayRecord:
+        """Return the mean over groups; keep those of servers after a synchronisation inside servers."""
+        if this.interval.across_servers:
+            self._server_models = {}
+        else:
+            self._server_models |= self._average_in_servers(this, settled.means)
+        return self._mean(settled.means)
+
+    def _average_in_servers(
+        self, this: Round, means: Sequence[GroupMean]
+    ) -> dict[int, ArrayRecord]:
+        """Return the model of each server of the round's plan; one without usable replies keeps what it was sent."""
+        server_of = {group.group_id: group.server for group in this.plan.groups}
+        of_server: dict[int, list[GroupMean]] = {}
+        for mean in means:
+            of_server.setdefault(server_of[mean.groups[0]], []).append(mean)
+        kept = {
+            server: self._server_models.get(server, this.sent) for server in this.plan.by_server
+        }
+        return kept | {server: self._mean(own) for server, own in of_server.items()}
+
+    def _mean(self, means: Sequence[GroupMean]) -> ArrayRecord:
+        # The mean of leaders that have met is passed on as it came: nodes may have kept the same bits.
+        if len(means) == 1 and len(means[0].groups) > 1:
+            return means[0].arrays
+        return self._average([mean.arrays for mean in means], [mean.samples for mean in means])
+
+    def price(self, this: Round, settled: SettledRound) -> Usage:
+        """Return the usage of idle waiting before the round, and of the round."""
+        idle = self.planner.drain_idle()
+        return idle + self.work.price(this, settled.usable, self.planner.balancer.in_use)
+
+    def report(
+        self, this: Round, settled: SettledRound, usage: Usage, events: tuple[ReplyEvent, ...]
+    ) -> RoundReport:
+        """Return the round's report."""
+        return RoundReport(
+            server_round=this.server_round,
+            epoch=this.interval.epoch_end,
+            events=events,
+            usage=usage,
+            alpha=mean_metric(settled.usable, ALPHA),
+            cpu_share=mean_metric(settled.usable, CPU_SHARE),
+            uplink_turns=this.exchanges.turns.enabled,
+            without_state=self._without_state,
+        )
+
+    # ------------------------------------------------------------------------------- evaluation by nodes
+    def nodes_for_evaluation(self, grid: Grid) -> NodesForEvaluation:
+        """Return the nodes of the latest round that are still present."""
+        assert self.latest is not None
+        present = set(self.planner.registry.present(grid))
+        socs = [soc for soc in self.latest.plan.participants if soc in present]
+        return NodesForEvaluation(
+            soc_of_node={self.latest.node_of[soc]: soc for soc in socs},
+            participant_of=self.planner.participant_of,
+        )
+
+    # ------------------------------------------------------------------------------------------- resuming
+    def save(self) -> dict[str, Any]:
+        """Return who has no state or is away, re-balancing, models of servers, and what compression still owes."""
+        return {
+            "without_state": list(self._without_state),
+            "away": list(self.planner.registry.away),
+            "planned_without": list(self.planner.planned_without),
+            "balance": self.planner.balancer.state(self.plan),
+            "servers": {
+                f"{server}/{name}": array
+                for server, model in self._server_models.items()
+                for name, array in array_views(model).items()
+            },
+            "feedback": to_arrays(self._feedback),
+        }
+
+    def restore(self, server_round: int, state: Mapping[str, Any]) -> None:
+        """Restore the state at the end of a round; `ConfigError` for the state of another plan.
+
+        Clients must have their groups' states of that round's end, or they raise: without momentum the
+        weights would differ. A group with another leader than in that round starts with a new optimiser.
+        """
+        away: Collection[int] = state.get("away", ())
+        planned_without: Collection[int] = state.get("planned_without", ())
+        for key, socs in (("away", away), ("planned_without", planned_without)):
+            for soc in socs:
+                if soc not in self.planner.participant_of:
+                    raise ConfigError(
+                        f"resume_from: {key} has {soc!r}, which is no SoC of the plan; use the state "
+                        "of the same strategy"
+                    )
+        self._server_models = _models_of(state.get("servers") or {})
+        self._feedback = from_arrays(state.get("feedback") or {})
+        self.planner.restore(
+            away=away, planned_without=planned_without, balance=state.get("balance") or {}
+        )
+        without_state = state.get("without_state", ())
+        self._resumed_after, self._resumed_states = server_round, {}
+        if server_round:
+            self._resumed_states = {
+                group.group_id: (group.leader, group.group_id not in without_state)
+                for group in self.plan.groups
+            }
+
+
+def _models_of(servers: Mapping[str, NDArray[Any]]) -> dict[int, ArrayRecord]:
+    """Return the models of servers from a checkpoint."""
+    models: dict[int, dict[str, NDArray[Any]]] = {}
+    for key, array in servers.items():
+        server, _, name = key.partition("/")
+        models.setdefault(int(server), {})[name] = array
+    return {server: to_array_record(model) for server, model in models.items()}
