@@ -1,4 +1,4 @@
-"""A Grid around a Grid, of which a subclass changes single methods."""
+"""A grid that forwards to another one; subclasses change single methods."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,14 +8,15 @@ from flwr.serverapp import Grid
 
 
 class ForwardingGrid(Grid):
-    """Forwards everything to `grid`, attributes of its own (an engine's clock) too."""
+    """Forwards everything to `grid`, also attributes that Flower does not know, such as an engine's clock."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the inner grid that this one does not have."""
-        if name == "_grid":  # not set yet, as in a copy
+        # Not set yet, as in a copy.
+        if name == "_grid":
             raise AttributeError(name)
         return getattr(self._grid, name)
 

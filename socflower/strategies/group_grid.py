@@ -1,4 +1,4 @@
-"""The grid to start SoCFlow with: it does for groups, within a round, what Flower's `start` cannot do."""
+"""The grid to start SoCFlow with: within a round it waits for groups instead of for every node."""
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -37,9 +37,8 @@ from socflower.wire.message_keys import (
     encode,
 )
 
-_NUM_ATTEMPTS = (
-    3  # at a group's interval, each with the members that answered in the previous attempt
-)
+# At a group's interval, each with the members that answered in the previous attempt.
+_NUM_ATTEMPTS = 3
 _PULL_INTERVAL_S = 0.25
 _NODE_CHECK_INTERVAL_S = 3.0  # between checks of which nodes are still connected
 
@@ -50,12 +49,12 @@ class GroupGrid(ForwardingGrid):
     """A grid through which each group of SoCFlow answers with one reply, also if members of it fail.
 
     Flower's `start` waits for a reply of every node, and reports a dead one after a minute. Through this grid, a group
-    of real machines is settled by its first reply with a model. Its survivors are asked again if the model was lost,
-    and another member is asked for the model if the one that should answer is silent. Replies of failed clients are
-    withheld, since strategies such as Flower's differential privacy drop the whole round because of one. What happened
-    is told in the replies of the groups that have one, where `SoCFlow` reads it.
+    of real machines is settled by its first reply with a model. If the model was lost, its survivors are asked
+    again; if the member that should answer is silent, another one is asked for the model. Replies of failed clients
+    are withheld, since strategies such as Flower's differential privacy drop the whole round because of one. What
+    happened is noted in the other groups' replies, where `SoCFlow` reads it.
 
-    All of it is read from the messages, so that any strategy may lie between `SoCFlow` and Flower's `start`:
+    Everything is read from the messages, so any strategy may be between `SoCFlow` and Flower's `start`:
     `strategy.start(GroupGrid(grid), …)`, `AroundIt(strategy).start(GroupGrid(grid), …)`. Messages of other strategies
     pass unchanged. The grids of the `local` engine and of scenarios are of this kind already.
 
@@ -126,23 +125,20 @@ def _leader_of(message: Message, task: GroupTask) -> str:
 
 @dataclass(slots=True)
 class _RingGroup:
-    """A group whose members form a ring, and what it is waited for."""
+    """A group whose members form a ring, and the messages that it waits for."""
 
     task: GroupTask  # as of the latest attempt, without members that are lost
     ring: RingTask  # of any member; equal for all but for its participant
     messages: dict[int, Message]  # of the first attempt, by SoC
     progress: GroupProgress
     attempt: int = 0
-    waiting: dict[str, int] = field(
-        default_factory=dict
-    )  # SoCs of this attempt that have not replied, by message id
-    fetching: dict[str, int] = field(
-        default_factory=dict
-    )  # SoCs that were asked for their model, by message id
+    # SoCs of this attempt that have not replied, by message id.
+    waiting: dict[str, int] = field(default_factory=dict)
+    # SoCs that were asked for their model, by message id.
+    fetching: dict[str, int] = field(default_factory=dict)
     fetched_from: set[int] = field(default_factory=set)
-    grace_until_s: float | None = (
-        None  # after this, members that have not replied are not waited for
-    )
+    # After this, members that have not replied are not waited for.
+    grace_until_s: float | None = None
     fetch_until_s: float = 0.0  # after this, another member is asked too
     failed: bool = False
 
@@ -190,7 +186,7 @@ class _RingExchange:
             for group in self._unfinished():
                 self._advance(group)
             if deadline_s is not None and time.monotonic() > deadline_s:
-                # If members that hang were planned again, every round would run into its timeout.
+                # Otherwise the next plan has the members that hang, and every round runs into its timeout.
                 for group in self._unfinished():
                     group.progress.away |= set(group.waiting.values())
                 break
@@ -330,7 +326,8 @@ class _RingExchange:
             if message_id in self._other_ids:
                 self._other_ids.discard(message_id)
                 self._other_replies.append(reply)
-            for group in self._groups:  # some may be finished by an earlier one of these replies
+            # Some may be finished by an earlier one of these replies.
+            for group in self._groups:
                 if message_id in group.fetching:
                     self._on_model_reply(group, group.fetching.pop(message_id), reply)
                 elif message_id in group.waiting and not group.finished:
@@ -339,7 +336,7 @@ class _RingExchange:
                     self._held[group.progress.node_of[soc]] = (
                         "" if outcome is None else outcome.holds
                     )
-                    group.progress.take(soc, reply)
+                    group.progress.on_reply(soc, reply)
 
     def _on_model_reply(self, group: _RingGroup, soc: int, reply: Message) -> None:
         if reply.has_error() or ARRAYS not in reply.content.array_records:

@@ -1,4 +1,4 @@
-"""The models that a round's replies bring: of one group each, or means of groups whose leaders have met (F8)."""
+"""The models in a round's replies: each of one group, or the mean of groups whose leaders exchanged them (F8)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,20 +20,19 @@ from socflower.wire.message_keys import ARRAYS, METRICS, NUM_EXAMPLES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupMean:
-    """A model that is the mean of some groups'."""
+    """A model that is the mean over some groups."""
 
     arrays: ArrayRecord
     samples: float  # that those groups trained on
     groups: tuple[int, ...]
-    feedback: Mapping[int, GroupFeedback] = field(
-        default_factory=dict
-    )  # of groups that were averaged here, compressed
+    # Of groups that were averaged here, compressed.
+    feedback: Mapping[int, GroupFeedback] = field(default_factory=dict)
 
 
 def means_of(this: Round, usable: Sequence[Message]) -> list[GroupMean]:
-    """Return the models of usable replies, no group in two of them.
+    """Return the models of usable replies; no group is in two of them.
 
-    Where leaders meet in a ring or a tree, groups of one process are averaged here, as their leaders would have been.
+    If leaders exchange models and groups run in one process, the exchange is computed here, to the same bits.
     """
     if this.leaders_meet and not this.in_rings:
         replies = {group_id_of(reply): reply for reply in usable}
@@ -97,7 +96,7 @@ def _meet(this: Round, replies: Mapping[Group, Message]) -> GroupMean:
 
 
 def _held(this: Round, group: Group, reply: Message) -> Floats | None:
-    """Return what the group owes, if any of its members would have it on a machine of its own."""
+    """Return the group's error feedback, if a member that is present would hold it on real machines."""
     feedback = this.feedback.get(group.group_id)
     return (
         None if feedback is None or not feedback.socs & _present(group, reply) else feedback.values

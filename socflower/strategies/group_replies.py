@@ -1,4 +1,4 @@
-"""What the replies of a round's members say of their groups: a model, or what became of it."""
+"""Reads the replies of a round's members: each group's model, or why there is none."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,29 +37,30 @@ from socflower.wire.message_keys import (
 
 @dataclass(kw_only=True, slots=True)
 class GroupProgress:
-    """What is known so far of a group whose members form a ring."""
+    """The replies so far of a group whose members form a ring."""
 
     group_id: int
     leader: int  # as planned
     node_of: Mapping[int, int]  # by SoC of the group, as planned
     members: tuple[int, ...]  # as of the latest attempt, without members that are lost
     tolerate_errors: bool
-    completed: dict[int, Message] = field(
-        default_factory=dict
-    )  # replies by SoC, of members that have a model
+    # Replies by SoC, of members that have a model.
+    completed: dict[int, Message] = field(default_factory=dict)
     without_model: set[int] = field(default_factory=set)
     model: Message | None = None
     leader_replaced: bool = False  # the model came from another member than the planned leader
     events: list[ReplyEvent] = field(default_factory=list)
     away: set[int] = field(default_factory=set)  # SoCs that left or were dropped by their ring
-    _departures: set[int] = field(default_factory=set)  # SoCs whose departure is an event already
-    _losses: list[str] = field(default_factory=list)  # of members, that are no events yet
+    # SoCs whose departure is already an event.
+    _departures: set[int] = field(default_factory=set)
+    # Losses of members that are not events yet.
+    _losses: list[str] = field(default_factory=list)
 
     def where(self, soc: int) -> str:
-        """Return how a member is called in events."""
+        """Return a member's name in events."""
         return f"group {self.group_id}, SoC {soc} (node {self.node_of[soc]})"
 
-    def take(self, soc: int, reply: Message) -> None:
+    def on_reply(self, soc: int, reply: Message) -> None:
         """Record a member's reply; `TrainingFailed` if it raised and that is not tolerated."""
         if reply.has_error():
             event = failure_event(reply, self.group_id, self.where(soc))
@@ -67,7 +68,7 @@ class GroupProgress:
                 raise TrainingFailed(event.text)
             text = event.text.removeprefix(f"group {self.group_id}, ")
             if event.kind == "client-raised":
-                # The others continue: the work is lost only if no member answers with it, which is a separate event.
+                # The others continue. If no member has the model, that is an event of its own.
                 self.event("member-lost", text)
             else:
                 self.on_loss(text)
@@ -80,7 +81,7 @@ class GroupProgress:
         if outcome is None:
             self.event(
                 "malformed",
-                f"SoC {soc}: its reply says nothing of its ring; make its ClientApp with "
+                f"SoC {soc}: its reply has no outcome of its ring; make its ClientApp with "
                 "socflower.make_client_app",
             )
         elif outcome.outcome == COMPLETED:
@@ -104,8 +105,8 @@ class GroupProgress:
     def on_loss(self, text: str) -> None:
         """Record that a member is lost.
 
-        It is an event only if no model comes. A member that answers says whom its ring has lost; whether Flower has
-        noticed that by then depends on its timing.
+        It becomes an event only if the group has no model: a member that answers reports whom its ring has
+        lost, and whether Flower has noticed by then depends on timing.
         """
         log(WARNING, "group %d: %s", self.group_id, text)
         self._losses.append(text)
@@ -177,15 +178,14 @@ def make_notes(
 
 def attach_notes(reply: Message, notes: RoundNotes) -> None:
     """Add notes to those that a reply has."""
-    if (
-        NOTES in reply.content.config_records
-    ):  # of this grid: those of clients are removed on arrival
+    # Of this grid: those of clients are removed on arrival.
+    if NOTES in reply.content.config_records:
         notes = decode(RoundNotes, reply.content.config_records[NOTES], "notes") + notes
     reply.content[NOTES] = ConfigRecord(encode(notes))
 
 
 def remove_notes(reply: Message) -> Message:
-    """Return a reply without notes, which only a grid may write: a client could exclude others with them."""
+    """Return a reply without notes. Only a grid may write them: a client could exclude others with them."""
     if reply.has_content():
         reply.content.pop(NOTES, None)
     return reply
@@ -284,7 +284,7 @@ def _settle_rings(
     for reply in replies:
         node = reply.metadata.src_node_id
         if node in this.group_of_node:
-            groups[this.group_of_node[node].group_id].take(soc_of[node], reply)
+            groups[this.group_of_node[node].group_id].on_reply(soc_of[node], reply)
             heard.add(soc_of[node])
     for group in groups.values():
         # If members that hang were planned again, every round would run into its timeout.

@@ -1,8 +1,8 @@
-"""What compressed exchanges of leaders have still to send of each group's changes, from round to round (F8).
+"""The error feedback of compressed exchanges of leaders: what each group has still to send (F8).
 
-Groups of one process have it here. On machines of their own their members keep it, and this is its digest, by which
-they know in the next round whether theirs is the one: a group may have been left out of an exchange, or have another
-member lead it.
+For groups in one process the values are kept here. Members on their own machines keep the values themselves,
+and this is their digest. It tells them in the next round whether their values are current: the group may have
+been left out of an exchange, or have been led by another member.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ def feedback_after_round(
     means: Sequence[GroupMean],
     usable: Sequence[Message],
 ) -> dict[int, GroupFeedback]:
-    """Return what groups have still to send after a round with these means and replies; see `Round.feedback`."""
+    """Return the groups' error feedback after a round with these means and replies; see `Round.feedback`."""
     after = dict(this.feedback)
     replies = {group_id_of(reply): reply for reply in usable}
     for mean in means:
@@ -46,7 +46,7 @@ def feedback_after_round(
 def lost_feedback(
     this: Round, means: Sequence[GroupMean], after: Mapping[int, GroupFeedback]
 ) -> list[ReplyEvent]:
-    """Return an event for each group whose change is in a mean, and of which nobody has what eight bits left of it."""
+    """Return an event for each group whose error feedback no member holds any more."""
     if this.exchanges.leaders.compression != INT8 or not this.in_rings:
         return []
     return [

@@ -36,18 +36,19 @@ _QUERY_TIMEOUT_S = 180.0  # every node starts a process to answer a query
 _REST_FACTOR = 3.0
 _REST_LEAST_S = 30.0
 """Once half of the nodes have answered a query, the others have three times as long as the slowest answer took, and at
-least 30 s: slow nodes on a loaded machine answer within that, and a node that hangs holds up the run no longer."""
+least 30 s. Slow nodes on a loaded machine answer within that; a node that hangs does not delay the run further."""
 
 _LOST = frozenset({3, 4, 5, 8})
-"""Flower's codes of errors for a message or reply that expired, a node that is gone, and a client's process that died;
-others are errors of the app."""
+"""Flower's error codes for a message or reply that expired, a node that is gone, and a client process that died. Other
+codes are errors of the app."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _Answers:
-    """The nodes by what came of a status query."""
+    """What each node answered to a status query."""
 
-    limit_s: float  # how long the slowest was waited for
+    # How long the slowest node may take.
+    limit_s: float
     statuses: dict[int, NodeStatus] = field(default_factory=dict)
     silent: dict[int, str] = field(default_factory=dict)  # with the reason
     gone: dict[int, str] = field(default_factory=dict)  # with the reason
@@ -67,14 +68,13 @@ class NodeRegistry:
         self._status: dict[int, NodeStatus] = {}  # by SoC
         self._away: set[int] = set()
         self._unanswered: dict[str, int] = {}  # nodes that have a status query, by its message id
-        self._late: set[str] = set()  # queries that were waited for in vain
-        self.lost: set[int] = (
-            set()
-        )  # SoCs of nodes that have not answered since they were to be matched
+        # Queries without an answer in time.
+        self._late: set[str] = set()
+        # SoCs of nodes that did not answer when they were matched, nor since.
+        self.lost: set[int] = set()
         self.left_out = ""  # a line about these nodes
-        self._queried_new_nodes: set[int] = (
-            set()
-        )  # unknown nodes that were asked for their board and slot
+        # Unknown nodes that were asked for their board and slot.
+        self._queried_new_nodes: set[int] = set()
 
     @property
     def node_of(self) -> Mapping[int, int]:
@@ -208,7 +208,7 @@ class NodeRegistry:
         )
 
     def ask(self, grid: Grid, server_round: int) -> None:
-        """Push status queries to the nodes that are away and to new nodes, except where one is unanswered."""
+        """Push status queries to nodes that are away and to new nodes, unless an earlier query is unanswered."""
         connected = set(grid.get_node_ids()) - set(self._unanswered.values())
         away = [node for soc in sorted(self._away) if (node := self._node_of.get(soc)) in connected]
         known = set(self._node_of.values())
@@ -225,11 +225,11 @@ class NodeRegistry:
             )
             self._unanswered |= dict(zip(ids, asked, strict=True))
 
-    def hear(self, grid: Grid) -> list[int]:
+    def poll_answers(self, grid: Grid) -> list[int]:
         """Pull the answers to status queries; return the SoCs that are available again.
 
-        Machines that hang do not answer and are not waited for. Nodes in one process answer after the work that they
-        got later, and are, once for each query: when a SoC returns must not depend on time.
+        Machines that hang do not answer, so they are not waited for. Nodes in one process are waited for,
+        once for each query: they answer after later work, and when a SoC returns must not depend on time.
         """
         until_s = time.monotonic() + (0.0 if self.ring_address_of else _QUERY_TIMEOUT_S)
         back: list[int] = []
@@ -375,7 +375,8 @@ class NodeRegistry:
                 )
             self._node_of[soc] = node
         missing = [soc for soc in self._socs if soc not in self._node_of]
-        if len(missing) > num_lost:  # else they may be the lost nodes' places
+        # Fewer may be the places of the nodes that are lost.
+        if len(missing) > num_lost:
             raise InfeasiblePlan(
                 f"SoCFlow: the plan needs SoCs {', '.join(map(str, missing))} and no node says that "
                 "it is there; start their SuperNodes, or plan with fewer SoCs"

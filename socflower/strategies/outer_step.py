@@ -1,7 +1,7 @@
 """The outer step: a Flower strategy makes the next global model of the groups' models, as if groups were its clients.
 
-What trains goes through the strategy. Buffers, which clients name in their replies, are averaged by samples as without
-an outer strategy: an adaptive step on BatchNorm's variance could make it negative, and its counter is no weight.
+Trained weights go through the strategy. Buffers, which clients name in their replies, are averaged by samples: an
+adaptive step on BatchNorm's variance could make it negative, and its counter is not a weight.
 """
 
 import copy
@@ -270,9 +270,8 @@ class OuterStep:
             if parts[0][1]
             else ArrayRecord()
         )
-        if (
-            self._is_mean and self._reports_means
-        ):  # Flower's sum of the same models rounds at every term
+        # Flower's sum of the same models rounds at every term.
+        if self._is_mean and self._reports_means:
             trained: ArrayRecord | None = (
                 aggregate_records([own for own, _ in parts], samples)
                 if parts[0][0]
@@ -318,7 +317,7 @@ class OuterStep:
         config: ConfigRecord,
         num_groups: int,
     ) -> None:
-        """Show the strategy the model that was sent; its messages are not used, groups have got theirs."""
+        """Show the strategy the model that was sent. Its messages are not used: groups already have theirs."""
         with reproducible_draws(0):
             list(
                 strategy.configure_train(
@@ -429,7 +428,7 @@ def refuse_integers_clipped(arrays: ArrayRecord, *, at_clients: bool) -> None:
 
 
 def _is_clipped_by_caller() -> bool:
-    """Whether a wrapper of Flower's that clips on the server has called; it does not show itself otherwise."""
+    """Whether a wrapper of Flower's that clips on the server is calling; nothing else reveals it."""
     frame = inspect.currentframe()
     while frame is not None and not isinstance(frame.f_locals.get("self"), _CLIPPING):
         frame = frame.f_back
@@ -437,7 +436,7 @@ def _is_clipped_by_caller() -> bool:
 
 
 class _Nodes:
-    """All that a strategy asks of a Grid for its sample: as many nodes as there are groups, or as it waits for."""
+    """What a strategy asks of a Grid for its sample: as many nodes as there are groups, or as it waits for."""
 
     def __init__(self, strategy: Strategy, num_groups: int) -> None:
         self._num_nodes = max(
@@ -493,7 +492,7 @@ def _parts(model: ArrayRecord, untrained: frozenset[str]) -> tuple[ArrayRecord, 
 
 
 def _joined(like: ArrayRecord, trained: ArrayRecord, buffers: ArrayRecord) -> ArrayRecord:
-    """Return both in the order of a model; what that does not have comes last."""
+    """Return both in the order of a model; tensors that the model lacks come last."""
     both = {**trained, **buffers}
     return ArrayRecord(
         {

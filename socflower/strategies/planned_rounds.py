@@ -1,4 +1,4 @@
-"""What our strategies and resumed foreign ones have in common: rounds that are done, kept back, or not planned."""
+"""What our strategies and resumed foreign ones share: skipping rounds that are done, and refusing unplanned ones."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
@@ -20,9 +20,9 @@ EvaluateFn: TypeAlias = Callable[[int, ArrayRecord], MetricRecord | None]
 class Resumable(Strategy):
     """A strategy whose training can continue after a round other than 0; mix in before the strategy itself.
 
-    Flower counts every `start` from 1, and so do wrapping strategies. So a resumed training goes through all its
-    rounds, of which those that are done send nothing and change nothing. State that a strategy keeps between rounds,
-    such as FedAdam's moments, is not restored here.
+    Flower and wrapping strategies count every `start` from 1. A resumed training therefore goes through all its
+    rounds; rounds that are done send nothing and change nothing. State that a strategy keeps between rounds, such
+    as FedAdam's moments, is not restored here.
     """
 
     resumed_after = 0
@@ -63,7 +63,7 @@ class Resumable(Strategy):
         return server_round <= self.resumed_after
 
     def _begins(self, server_round: int) -> bool:
-        """Return whether the round is to be trained, and remember that its replies are to come."""
+        """Return whether the round is to be trained, and record that its replies are expected."""
         if self.is_done(server_round):
             log(INFO, "round %d: done before the resume", server_round)
             return False
@@ -71,7 +71,7 @@ class Resumable(Strategy):
         return True
 
     def _ends(self, server_round: int) -> bool:
-        """Return whether the round was trained, and remember that its replies have come."""
+        """Return whether the round was trained, and record that its replies have arrived."""
         self._open_round = 0
         return not self.is_done(server_round)
 
@@ -196,7 +196,8 @@ class PlannedRounds(Resumable):
         return super().start(grid, initial_arrays, num_rounds, *args, **named_args)
 
     def _begins(self, server_round: int) -> bool:
-        if not 1 <= server_round <= self.num_rounds:  # a strategy around this one has its own start
+        # A strategy around this one has its own start.
+        if not 1 <= server_round <= self.num_rounds:
             raise ConfigError(
                 f"{type(self).__name__}: round {server_round} of a plan of {self.num_rounds} rounds; "
                 "call start with num_rounds=strategy.num_rounds"

@@ -23,9 +23,8 @@ from socflower.hierarchy.averaging import average_tensors, averaged_by, is_nativ
 from socflower.wire.message_keys import ARRAYS, UNTRAINED
 
 _NUMPY_STYPE = "numpy.ndarray"  # flwr's SType.NUMPY: `data` is a .npy file
-_NPY_PREAMBLE_BYTES = (
-    10  # of .npy version 1.0: magic, version, length of the header; sufficient for tensors
-)
+# Of .npy version 1.0: magic, version, length of the header; sufficient for tensors.
+_NPY_PREAMBLE_BYTES = 10
 
 
 def array_views(record: ArrayRecord) -> dict[str, NDArray[Any]]:
@@ -38,7 +37,7 @@ def array_views(record: ArrayRecord) -> dict[str, NDArray[Any]]:
 
 
 def with_weights(profile: ModelProfile, arrays: ArrayRecord) -> ModelProfile:
-    """Return a profile of which only the FLOPs are known with the arrays as its weights; any other as it is."""
+    """Return the profile; if only its FLOPs are known, with the arrays as its weights."""
     if profile.weight_bytes or not profile.layers:
         return profile
     views = array_views(arrays).values()
@@ -66,7 +65,7 @@ def layout_difference(layout: Mapping[str, Any], expected: Mapping[str, Any]) ->
         if name not in layout:
             return f"it has no tensor {name!r}"
         if name not in expected:
-            return f"tensor {name!r} is in none that was sent"
+            return f"tensor {name!r} was not sent"
         if layout[name] != expected[name]:
             (dtype, shape), (sent_dtype, sent_shape) = layout[name], expected[name]
             return f"tensor {name!r} is {dtype} of shape {shape} and was sent as {sent_dtype} of shape {sent_shape}"
@@ -161,7 +160,7 @@ def _array(shape: tuple[int, ...], dtype: np.dtype[Any], data: bytes) -> Array:
 
 
 def untrained_of(replies: Sequence[Message]) -> frozenset[str]:
-    """Return the tensors that are averaged: integers, and those that more than half of the groups name.
+    """Return the tensors that are averaged and not trained: integers, and those that most groups name.
 
     One malicious group must not decide which tensors escape a robust rule.
     """

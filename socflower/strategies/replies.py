@@ -44,12 +44,15 @@ GROUP_LOST = frozenset({"client-raised", "no-reply"})
 class ReplyEvent:
     """A reply that was dropped, or a failure or change in a group that was recovered from."""
 
-    kind: str  # a group's work is lost: "client-raised", "no-reply", "not-finite", "malformed", "not-a-group",
-    # "group-left"; it is kept: "backend-dropped" (an accelerator failed); "preempted", "returned", "planned-anew",
-    # "no-answer" (nodes left out at the start), "re-balanced", "hot" (a device that was throttled); in rings
-    # "member-lost", "left-out", "leader-lost", "ring-formed-again", "pipeline" (what it has changed),
-    # "gradient-dropped" (of a member); of no group: "outer-step", "not-evaluated"
-    group_id: int  # of a client that trains alone: its SoC
+    # A group's work is lost: "client-raised", "no-reply", "not-finite", "malformed", "not-a-group", "group-left".
+    # It is kept: "backend-dropped" (an accelerator failed), "preempted", "returned", "replanned", "no-answer" (nodes
+    # left out at the start), "re-balanced", "hot" (a device was throttled).
+    # In rings: "member-lost", "left-out", "leader-lost", "ring-formed-again", "pipeline" (a change of its plan),
+    # "gradient-dropped" (of one member).
+    # Of no group: "outer-step", "not-evaluated".
+    kind: str
+    # Of a client that trains alone: its SoC.
+    group_id: int
     text: str
 
 
@@ -173,7 +176,8 @@ def fault_of(
 ) -> ReplyEvent | None:
     """Return why a reply cannot be averaged, or None if it can; `where` names its sender.
 
-    `without_model`: it needs no model, since the mean of leaders has it. What was not finite in `sent` is a constant.
+    `without_model`: the reply needs no model, since the mean of leaders contains it. Values that were infinite in
+    `sent` are constants and may stay infinite.
     """
     if reply.has_error():
         return failure_event(reply, group_id, where)
@@ -244,7 +248,7 @@ def with_model(reply: Message, arrays: ArrayRecord) -> Message:
 
 
 def outcome_of(reply: Message) -> RingOutcome | None:
-    """Return the ring outcome in a reply, or None if it has none that can be read; that is an event already."""
+    """Return the ring outcome in a reply, or None if there is none or it cannot be read."""
     try:
         return read_outcome(reply)
     except ConfigError:

@@ -19,7 +19,7 @@ IN_PROCESS = "in process"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GroupFeedback:
-    """What compression has still to send of a group's changes, and who has it; see `strategies/leader_feedback.py`."""
+    """A group's error feedback, and who holds it; see `strategies/leader_feedback.py`."""
 
     values: NDArray[np.float32] | None = None  # where the group trains in one process
     socs: frozenset[int] = frozenset()  # members that would have it on machines of their own
@@ -41,12 +41,10 @@ class Round:
     settled_by_grid: (
         bool  # whether the grid is a GroupGrid, so that notes in replies are the grid's
     )
-    place_of: Mapping[int, tuple[int, int]] = field(
-        default_factory=dict
-    )  # board and server of leaders, by group
-    feedback: Mapping[int, GroupFeedback] = field(
-        default_factory=dict
-    )  # by group, of earlier rounds
+    # Board and server of leaders, by group.
+    place_of: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    # By group, of earlier rounds.
+    feedback: Mapping[int, GroupFeedback] = field(default_factory=dict)
     group_of_node: Mapping[int, Group] = field(init=False)  # of all nodes that got a message
 
     def __post_init__(self) -> None:
@@ -77,19 +75,18 @@ class Round:
 
     @property
     def meetings(self) -> Collection[Sequence[Group]]:
-        """The groups whose leaders exchange models with each other: those of each server, or all."""
+        """The sets of groups whose leaders exchange models: those of each server, or all groups."""
         return [self.plan.groups] if self.interval.across_servers else self.plan.by_server.values()
 
 
 def leader_transport(transport: str) -> str:
-    """Return the transport of leaders where groups have this one: gRPC, whose rings sum in one order everywhere."""
+    """Return the transport between leaders: always gRPC, whose rings sum in one order everywhere."""
     return GRPC_WITH_TLS if transport == GRPC_WITH_TLS else "grpc"
 
 
 _TOKEN_BYTES = 32
-_NUM_DEPUTIES = (
-    2  # members besides its leader that others know of a group; more would lengthen every message
-)
+# Members besides its leader that others know of a group; more would lengthen every message.
+_NUM_DEPUTIES = 2
 
 
 def new_token() -> str:
@@ -168,7 +165,7 @@ def _lines_of_leaders(
     participant_of: Mapping[int, int],
     address_of: Mapping[int, str],
 ) -> dict[int, tuple[str, ...]]:
-    """Return, for each group whose leader meets others in a ring, who may answer for each of them (F8)."""
+    """Return, for each group whose leader exchanges models, the members that may answer for each other group (F8)."""
     if not this.leaders_meet:
         return {}
     lines_of: dict[int, tuple[str, ...]] = {}

@@ -73,9 +73,13 @@ class RoundPlanner:
         self.registry.ask(grid, server_round)
         self._asked_through = grid
 
-    def hear_absent(self) -> None:
-        """Record the nodes that answered that they are available again."""
-        back = self.registry.hear(self._asked_through) if self._asked_through is not None else []
+    def poll_absent(self) -> None:
+        """Record which nodes have answered that they are available again."""
+        back = (
+            self.registry.poll_answers(self._asked_through)
+            if self._asked_through is not None
+            else []
+        )
         self.events += [
             ReplyEvent(
                 kind="returned",
@@ -132,9 +136,9 @@ class RoundPlanner:
             raise TrainingFailed(f"SoCFlow: {error}") from None
         self.events.append(
             ReplyEvent(
-                kind="planned-anew",
+                kind="replanned",
                 group_id=0,
-                text=f"planned anew: {counted(len(self.plan.groups), 'group')} of {counted(len(present), 'SoC')}"
+                text=f"new plan: {counted(len(self.plan.groups), 'group')} of {counted(len(present), 'SoC')}"
                 + (f", without {', '.join(map(str, away))}" if away else ""),
             )
         )

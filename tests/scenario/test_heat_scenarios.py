@@ -166,7 +166,7 @@ def test_nobody_trains_outside_of_the_window() -> None:
 def test_socs_that_players_take_are_planned_without() -> None:
     crowded = result(WINDOWS, "background_load.low=0.4", "background_load.high=0.5")
     events = [event["kind"] for entry in crowded["rounds"] for event in entry["events"]]
-    assert "planned-anew" in events
+    assert "replanned" in events
 
 
 # -------------------------------------------------------------------------------------------------- the claims

@@ -30,17 +30,17 @@ def test_a_soc_leaves_is_planned_without_and_comes_back() -> None:
         [],
         [],
         ["preempted"],
-        ["planned-anew"],
+        ["replanned"],
         ["returned"],
-        ["planned-anew"],
+        ["replanned"],
         [],
     ]
     texts = [event["text"] for entry in result["rounds"] for event in entry["events"]]
     assert texts[:2] == [
         "group 0: SoC 1 was preempted by its user",
-        "planned anew: 2 groups of 7 SoCs, without 1",
+        "new plan: 2 groups of 7 SoCs, without 1",
     ]
-    assert texts[-1] == "planned anew: 2 groups of 8 SoCs"
+    assert texts[-1] == "new plan: 2 groups of 8 SoCs"
 
 
 def test_leaving_costs_time_but_not_the_gradient_of_a_group() -> None:
@@ -57,7 +57,7 @@ def test_a_group_all_of_whose_socs_leave_is_left_out_and_the_others_go_on() -> N
     events = tuple(preempt(soc, 1) for soc in (0, 1))
     result = small_result(epochs=2, interval=1.0, events=events)
     assert kinds(result)[1] == ["preempted", "preempted", "group-left"]
-    assert "planned-anew" in kinds(result)[2]
+    assert "replanned" in kinds(result)[2]
     assert np.isfinite(result["final_accuracy"])
 
 

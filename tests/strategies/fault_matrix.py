@@ -224,7 +224,7 @@ def _wanted(cell: Cell) -> set[str]:
         return {"member-lost"} if cell.phase != "synchronisation" else set()
     back = {"returned"} if what == "stopped" else set()
     if cell.phase == "mid-batch":
-        return {"member-lost", "ring-formed-again", "planned-anew", *back}
+        return {"member-lost", "ring-formed-again", "replanned", *back}
     if cell.phase == "synchronisation":
         return (
             {"leader-lost"}
@@ -235,7 +235,7 @@ def _wanted(cell: Cell) -> set[str]:
         )
     if cell.phase == "evaluation" and what == "killed":
         return set()  # its next message finds a new process
-    return {"member-lost", "planned-anew", *back}
+    return {"member-lost", "replanned", *back}
 
 
 def _target_s(cell: Cell) -> float | None:

@@ -228,8 +228,8 @@ def test_nodes_that_are_away_are_asked_in_a_round_and_back_in_the_next(around: A
     assert [message.metadata.dst_node_id for message in grid.asked] == [20]
     assert strategy.state["away"] == []
     assert [[event.kind for event in report.events] for report in strategy.reports] == [
-        ["planned-anew", "returned"],
-        ["planned-anew"],
+        ["replanned", "returned"],
+        ["replanned"],
     ]
 
 

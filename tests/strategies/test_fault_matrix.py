@@ -79,7 +79,7 @@ def test_all_but_one_die(tmp_path: Path) -> None:
         socs_per_board=4,
         num_epochs=2,
     )
-    assert {"ring-formed-again", "planned-anew", "returned"} <= set(run.kinds())
+    assert {"ring-formed-again", "replanned", "returned"} <= set(run.kinds())
 
 
 @pytest.mark.slow
@@ -164,17 +164,17 @@ def test_a_device_that_is_wanted_is_left_and_taken_in_again(tmp_path: Path) -> N
         assert kinds.count("preempted") == 1
         assert "member-lost" not in kinds
         # Asked in one round whether it is back, it takes part in the next.
-        assert [kind for kind in kinds if kind in ("planned-anew", "returned")] == [
-            "planned-anew",
+        assert [kind for kind in kinds if kind in ("replanned", "returned")] == [
+            "replanned",
             "returned",
-            "planned-anew",
+            "replanned",
         ]
         assert run.lines(1)[-1]["round"] == run.strategy.num_rounds
 
 
 def test_a_node_that_vanishes_is_not_waited_for(tmp_path: Path) -> None:
     run = struck_mid_batch(tmp_path, lambda run: run.grid.remove(run.nodes[1]), lost=(1,))
-    assert {"member-lost", "planned-anew"} <= set(run.kinds())
+    assert {"member-lost", "replanned"} <= set(run.kinds())
     assert "returned" not in run.kinds()
 
 

@@ -151,8 +151,8 @@ def test_members_of_a_ring_with_odd_outcomes_are_told_and_exclude_only_their_own
     odd, good = answer(second, 9.0), answer(first, 1.0)
     odd.content[OUTCOME] = ConfigRecord({"what": 1})
     good.content[OUTCOME] = ConfigRecord(outcome(preempted=[1, 3, 99]))
-    group.take(1, odd)
-    group.take(0, good)
+    group.on_reply(1, odd)
+    group.on_reply(0, good)
     assert group.model is good and group.away == {1}
     assert [event.kind for event in group.events] == ["malformed", "preempted"]
 
@@ -161,7 +161,7 @@ OTHER_LAYOUTS = [
     ({}, "it has no tensor 'w'"),
     (
         {"w": np.zeros(3, np.float32), "x": np.zeros(1, np.float32)},
-        "tensor 'x' is in none that was sent",
+        "tensor 'x' was not sent",
     ),
     (
         {"w": np.zeros(2, np.float32)},

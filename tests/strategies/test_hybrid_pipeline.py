@@ -182,7 +182,7 @@ def test_a_device_that_is_away_is_planned_for_anew_and_its_optimiser_state_goes_
     strategy.configure_train = lose_one  # type: ignore[method-assign]
     weights = train(strategy)
     assert strategy.pipeline.plan.socs and 2 not in strategy.pipeline.plan.socs
-    assert "planned anew" in " ".join(
+    assert "new plan" in " ".join(
         event.text for report in strategy.reports for event in report.events
     )
     assert close(weights, whole)  # so momentum went with the layers

@@ -177,7 +177,7 @@ def test_who_is_away_is_asked_every_round_until_it_is_free() -> None:
         registry.ask(grid, 3)  # not asked twice
         assert [message.metadata.dst_node_id for message in grid.pushed] == [102]
         assert grid.pushed[0].content["config"]["socflower-soc"] == 2
-        assert registry.hear(grid) == back
+        assert registry.poll_answers(grid) == back
     assert registry.present(grid) == tuple(SOCS)
     grid.pushed = []
     registry.ask(grid, 4)
@@ -190,7 +190,7 @@ def test_a_node_that_vanished_may_come_back_under_another_id() -> None:
     assert registry.present(grid) == (0, 1, 3, 4)
     grid.statuses[900] = at(1, 0, 28300)
     registry.ask(grid, 3)
-    assert registry.hear(grid) == [2]
+    assert registry.poll_answers(grid) == [2]
     assert registry.node_of[2] == 900
     assert registry.ring_address_of[2].endswith(":28300")
     grid.pushed = []
@@ -303,9 +303,9 @@ def test_a_node_that_hung_takes_part_once_it_answers(places: list[NodeStatus]) -
     with clock_of(grid):
         begin_s = grid.now_s
         registry.ask(grid, 1)
-        assert registry.hear(grid) == [] and grid.now_s == begin_s
+        assert registry.poll_answers(grid) == [] and grid.now_s == begin_s
         grid.now_s = 101.0
-        assert registry.hear(grid) == [2]
+        assert registry.poll_answers(grid) == [2]
     assert registry.present(grid) == tuple(SOCS) and registry.node_of[2] == 102
     assert registry.ring_address_of.get(2, "") == places[2].ring
 
@@ -349,7 +349,7 @@ def test_a_node_that_dies_twice_is_left_out_and_asked_again_later(code: int) -> 
     with clock_of(grid):
         registry.ask(grid, 1)
         grid.now_s += 5.0
-        assert registry.hear(grid) == [2]
+        assert registry.poll_answers(grid) == [2]
 
 
 def test_rounds_are_planned_without_a_node_that_hangs_and_say_so() -> None:
@@ -358,12 +358,12 @@ def test_rounds_are_planned_without_a_node_that_hangs_and_say_so() -> None:
     planner = RoundPlanner(CLUSTER, plan_groups(CLUSTER, 2, 5, rates), rates, None)
     with clock_of(grid):
         assert planner.plan_round(grid, None).participants == (0, 1, 3, 4)
-        assert [event.kind for event in planner.drain_events()] == ["no-answer", "planned-anew"]
+        assert [event.kind for event in planner.drain_events()] == ["no-answer", "replanned"]
         grid.now_s, grid.after_s = 100.0, {}
         planner.ask_absent(grid, 1)
-        planner.hear_absent()
+        planner.poll_absent()
         assert planner.plan_round(grid, None).participants == tuple(SOCS)
-    assert [event.kind for event in planner.drain_events()] == ["returned", "planned-anew"]
+    assert [event.kind for event in planner.drain_events()] == ["returned", "replanned"]
 
 
 def test_a_spare_node_that_hangs_is_named_and_nobody_is_away() -> None:
@@ -392,7 +392,7 @@ def test_a_node_that_hangs_later_is_waited_for_once(waits: int) -> None:
     with clock_of(grid):
         for server_round in range(waits):
             registry.ask(grid, server_round)
-            assert registry.hear(grid) == []
+            assert registry.poll_answers(grid) == []
     assert 180.0 < grid.now_s < 185.0
 
 
@@ -402,7 +402,7 @@ def test_a_node_that_answers_late_with_the_place_of_a_live_one_takes_nothing() -
     with clock_of(grid):
         grid.now_s = 200.0
         registry.ask(grid, 1)
-        assert registry.hear(grid) == []
+        assert registry.poll_answers(grid) == []
     assert registry.node_of == before and registry.present(grid) == (0, 1, 2, 4)
 
 
@@ -411,6 +411,6 @@ def test_a_node_that_answers_late_without_a_ring_stays_out() -> None:
     with clock_of(grid):
         grid.now_s = 200.0
         registry.ask(grid, 1)
-        assert registry.hear(grid) == []
+        assert registry.poll_answers(grid) == []
     assert registry.present(grid) == (0, 1, 2, 4)
     assert registry.transport("auto") == "gloo"  # the others go on

@@ -364,9 +364,9 @@ class GroupsMethod:
     def settle(self, this: Round, replies: Sequence[Message]) -> SettledRound:
         """Read the groups' replies, who left and who is back, measured speeds, and what clients report."""
         settled = settle(this, replies, tolerate_errors=self._tolerates)
-        self.planner.hear_absent()
+        self.planner.poll_absent()
         self.planner.registry.mark_away(settled.away)
-        self._hear_rings(this, replies)
+        self._read_outcomes(this, replies)
         self._feedback = feedback_after_round(this, settled.means, settled.usable)
         lost_groups = {event.group_id for event in settled.lost}
         self._without_state = tuple(sorted(lost_groups | settled.leaders_replaced))
@@ -383,7 +383,7 @@ class GroupsMethod:
             *reported,
         )
 
-    def _hear_rings(self, this: Round, replies: Sequence[Message]) -> None:
+    def _read_outcomes(self, this: Round, replies: Sequence[Message]) -> None:
         """Take from the replies who was preempted, and what members measured."""
         planner = self.planner
         outcomes = []

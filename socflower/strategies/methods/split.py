@@ -42,7 +42,7 @@ from socflower.wire.split_message_keys import (
 )
 
 Arrays = Mapping[str, NDArray[Any]]
-_RESTARTED = "began-anew"
+_RESTARTED = "restarted"
 
 
 class CloudSessions(Protocol):
@@ -223,7 +223,7 @@ class SplitMethod:
         registry = self._registry
         if not registry.node_of:
             registry.match_nodes(grid, query=self._cloud is not None)
-        registry.hear(grid)
+        registry.poll_answers(grid)
         registry.ask(grid, server_round)
         returned = tuple(sorted(self._left_out - registry.lost))
         self._left_out = frozenset(registry.lost)

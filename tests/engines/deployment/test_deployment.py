@@ -174,7 +174,7 @@ def test_stages_give_the_weights_of_the_local_engine_whoever_leaves(tmp_path: Pa
     assert result["weights_sha256"] == local["weights_sha256"]
     for each in (result, local):
         kinds = [event["kind"] for entry in each["rounds"] for event in entry["events"]]
-        assert {"preempted", "planned-anew", "returned"} <= set(kinds)
+        assert {"preempted", "replanned", "returned"} <= set(kinds)
 
 
 @pytest.mark.parametrize(

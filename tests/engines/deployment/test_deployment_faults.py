@@ -112,9 +112,9 @@ def test_a_client_that_hangs_at_the_first_question_is_left_out_and_comes_back(
     assert result["restarts"] == []
     events = [(entry["round"], event) for entry in result["rounds"] for event in entry["events"]]
     first, (number, second), *later = events
-    assert first[0] == number == 1 and second["kind"] == "planned-anew"
+    assert first[0] == number == 1 and second["kind"] == "replanned"
     assert first[1]["kind"] == "no-answer" and "did not answer within" in first[1]["text"]
-    assert [event["kind"] for _, event in later][:2] == ["returned", "planned-anew"]
+    assert [event["kind"] for _, event in later][:2] == ["returned", "replanned"]
 
 
 def loads_torch(process: psutil.Process) -> bool:
