@@ -2,7 +2,7 @@
 
 from socflower.cluster import FP32, VirtualClock, sustained_rates
 from socflower.errors import ConfigError, require_range, require_type
-from socflower.hierarchy import Rebalancing, group_steps_per_epoch, plan_groups, sync_schedule
+from socflower.hierarchy import Rebalancing, plan_groups
 from socflower.hierarchy.leader_topology import STAR
 from socflower.peers.ring.settings import RingSettings
 from socflower.pipeline.plan import Plan
@@ -15,7 +15,7 @@ from socflower.strategies.methods.groups import GroupsMethod
 from socflower.strategies.methods.pipeline import PipelineWork
 from socflower.strategies.round_planner import RoundPlanner
 from socflower.strategies.settings import ExchangeSettings, TrainingSchedule
-from socflower.strategies.socflow import GroupRoundStrategy
+from socflower.strategies.socflow import GroupRoundStrategy, intervals_of
 
 
 @plain_numbers
@@ -113,12 +113,12 @@ class HybridPipeline(GroupRoundStrategy):
             in_use=planner_of_rounds.balancer.in_use,
             clock=clock,
         )
-        steps_per_epoch = group_steps_per_epoch(schedule.num_samples, 1, schedule.batch_size)
+        steps_per_epoch, intervals = intervals_of(schedule, 1)
         method = GroupsMethod(
             cluster=cluster,
             schedule=schedule,
             planner=planner_of_rounds,
-            intervals=sync_schedule(schedule.num_epochs, steps_per_epoch, schedule.interval_epochs),
+            intervals=intervals,
             steps_per_epoch=steps_per_epoch,
             work=self._work,
             exchange=ExchangeSettings(leaders=STAR),

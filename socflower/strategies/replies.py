@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -72,8 +72,6 @@ def sort_replies(
     """
     replies = list(replies)
     sent_views = array_views(sent or ArrayRecord())
-    usable: dict[int, Message] = {}
-    events = {event.group_id: event for event in lost}
     sent_means = {
         outcome.holds
         for reply in replies
@@ -82,35 +80,21 @@ def sort_replies(
         and (outcome := outcome_of(reply)) is not None
         and outcome.met
     }
-    # The error reply for a dead node has the SuperLink's id as its source, so its group is found by the missing reply.
+    usable: dict[int, Message] = {}
+    events = {event.group_id: event for event in lost}
     for reply in replies:
-        node_id = reply.metadata.src_node_id
-        group = group_of_node.get(node_id)
+        # The error reply for a dead node has the SuperLink's id as its source: that group is found below.
+        group = group_of_node.get(reply.metadata.src_node_id)
         if group is None:
             continue
-        where = f"group {group.group_id}, SoC {group.leader} (node {node_id})"
-        outcome = outcome_of(reply)
-        has_mean = outcome is not None and bool(outcome.met) and outcome.holds in sent_means
-        event = fault_of(
-            reply, group.group_id, where, without_model=has_mean, sent=sent_views
-        ) or _wrong_group_fault(reply, group.group_id, where)
-        if event is None and has_mean and outcome is not None and group.group_id not in outcome.met:
-            event = ReplyEvent(
-                kind="not-finite",
-                group_id=group.group_id,
-                text=(
-                    f"{where}: its model is not in the mean of the leaders, since it has NaN or "
-                    f"infinite values; a lower "
-                    "learning rate may help if groups diverge"
-                ),
-            )
+        event = _fault_in_group(reply, group, sent_means, sent_views)
         if event is None:
             usable[group.group_id] = reply
         else:
             events[group.group_id] = event
     for group_id, difference in other_layouts(usable, sent).items():
         node_id = usable.pop(group_id).metadata.src_node_id
-        where = f"group {group_id}, SoC {group_of_node[node_id].leader} (node {node_id})"
+        where = _leader_of(group_of_node[node_id], node_id)
         events[group_id] = ReplyEvent(
             kind="malformed", group_id=group_id, text=f"{where}: {difference}, dropped"
         )
@@ -119,13 +103,36 @@ def sort_replies(
             raise TrainingFailed(event.text)
     for node_id, group in group_of_node.items():
         if group.group_id not in usable and group.group_id not in events:
-            events[group.group_id] = no_reply_event(
-                group.group_id, f"group {group.group_id}, SoC {group.leader} (node {node_id})"
-            )
+            events[group.group_id] = no_reply_event(group.group_id, _leader_of(group, node_id))
     ordered = tuple(events[group_id] for group_id in sorted(events))
     if not usable:
         raise TrainingFailed(f"no group sent a usable model; first cause: {ordered[0].text}")
     return [usable[group_id] for group_id in sorted(usable)], ordered
+
+
+def _leader_of(group: Group, node_id: int) -> str:
+    return f"group {group.group_id}, SoC {group.leader} (node {node_id})"
+
+
+def _fault_in_group(
+    reply: Message,
+    group: Group,
+    sent_means: Collection[str],
+    sent: Mapping[str, NDArray[Any]],
+) -> ReplyEvent | None:
+    """Return why a leader's reply cannot be averaged; `sent_means` are digests of means that some leader has sent."""
+    where, outcome = _leader_of(group, reply.metadata.src_node_id), outcome_of(reply)
+    has_mean = outcome is not None and bool(outcome.met) and outcome.holds in sent_means
+    event = fault_of(reply, group.group_id, where, without_model=has_mean, sent=sent)
+    event = event or _wrong_group_fault(reply, group.group_id, where)
+    if event is None and has_mean and outcome is not None and group.group_id not in outcome.met:
+        return ReplyEvent(
+            kind="not-finite",
+            group_id=group.group_id,
+            text=f"{where}: its model is not in the mean of the leaders, since it has NaN or infinite "
+            "values; a lower learning rate may help if groups diverge",
+        )
+    return event
 
 
 def _wrong_group_fault(reply: Message, group_id: int, where: str) -> ReplyEvent | None:
@@ -181,55 +188,40 @@ def fault_of(
     """
     if reply.has_error():
         return failure_event(reply, group_id, where)
+
+    def fault(kind: str, text: str) -> ReplyEvent:
+        return ReplyEvent(kind=kind, group_id=group_id, text=f"{where}: {text}")
+
     content = reply.content
     try:
         read_outcome(reply)
     except ConfigError as error:
-        return ReplyEvent(kind="malformed", group_id=group_id, text=f"{where}: {error}; dropped")
-    needs_model = not without_model or ARRAYS in content.array_records
-    if needs_model and OUTCOME in content.config_records and ARRAYS not in content.array_records:
-        return ReplyEvent(
-            kind="group-left",
-            group_id=group_id,
-            text=f"{where}: all of its SoCs were preempted by their users",
-        )
-    if (
-        needs_model and ARRAYS not in content.array_records
-    ) or NUM_EXAMPLES not in content.metric_records.get(METRICS, {}):
-        return ReplyEvent(
-            kind="malformed",
-            group_id=group_id,
-            text=f"{where}: its reply lacks {ARRAYS!r} or {METRICS!r} with {NUM_EXAMPLES!r}, dropped",
-        )
+        return fault("malformed", f"{error}; dropped")
+    has_model = ARRAYS in content.array_records
+    lacks_model = not has_model and not without_model
+    if lacks_model and OUTCOME in content.config_records:
+        return fault("group-left", "all of its SoCs were preempted by their users")
+    if lacks_model or NUM_EXAMPLES not in content.metric_records.get(METRICS, {}):
+        needed = f"{ARRAYS!r} or {METRICS!r} with {NUM_EXAMPLES!r}"
+        return fault("malformed", f"its reply lacks {needed}, dropped")
     try:
-        tensor = first_non_finite(
-            array_views(content.array_records.get(ARRAYS, ArrayRecord())), sent
-        )
+        arrays = content.array_records.get(ARRAYS, ArrayRecord())
+        tensor = first_non_finite(array_views(arrays), sent)
     except (ValueError, TypeError, EOFError) as error:
-        return ReplyEvent(
-            kind="malformed",
-            group_id=group_id,
-            text=f"{where}: its arrays cannot be read ({error}), dropped",
-        )
+        return fault("malformed", f"its arrays cannot be read ({error}), dropped")
     if tensor is not None:
-        return ReplyEvent(
-            kind="not-finite",
-            group_id=group_id,
-            text=f"{where}: {tensor} has NaN or infinite values, dropped; a lower learning rate may "
-            "help if groups diverge",
+        return fault(
+            "not-finite",
+            f"{tensor} has NaN or infinite values, dropped; a lower learning rate may help if "
+            "groups diverge",
         )
     num_examples = cast(MetricRecord, content[METRICS])[NUM_EXAMPLES]
     if num_examples == 0:
-        return ReplyEvent(
-            kind="malformed",
-            group_id=group_id,
-            text=f"{where}: it trained on no samples, dropped; give it data, or leave its SoCs out",
-        )
+        advice = "give it data, or leave its SoCs out"
+        return fault("malformed", f"it trained on no samples, dropped; {advice}")
     if not isinstance(num_examples, int | float) or not 0 < num_examples < math.inf:
-        return ReplyEvent(
-            kind="malformed",
-            group_id=group_id,
-            text=f"{where}: {NUM_EXAMPLES} = {num_examples} is not a number above 0, dropped",
+        return fault(
+            "malformed", f"{NUM_EXAMPLES} = {num_examples} is not a number above 0, dropped"
         )
     return None
 

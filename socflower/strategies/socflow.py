@@ -16,6 +16,7 @@ from socflower.hierarchy import (
     GroupPlan,
     IntervalCosts,
     Rebalancing,
+    SyncInterval,
     group_steps_per_epoch,
     plan_groups,
     sync_schedule,
@@ -234,30 +235,23 @@ class SoCFlow(GroupRoundStrategy):
             raise ConfigError(
                 f"{name}: schedule=TrainingSchedule(num_samples=…, batch_size=…, num_epochs=…) is missing"
             )
-        require_type(name, (Cluster,), "a Cluster, as of load_cluster(…)", cluster=cluster)
-        require_type(name, (TrainingSchedule,), "TrainingSchedule(…)", schedule=schedule)
-        counts_or_plan = "a whole number, Grouping(…) or a GroupPlan"
-        require_type(name, (int, Grouping, GroupPlan), counts_or_plan, groups=groups)
-        require_type(name, (Costs,), "Costs(…)", costs=costs)
-        require_type(name, (ExchangeSettings,), "ExchangeSettings(…)", exchange=exchange)
-        require_type(name, (RingSettings,), "RingSettings(…)", rings=rings)
-        none_too = (Rebalancing, type(None))
-        require_type(name, none_too, "Rebalancing(…) or None", rebalancing=rebalancing)
-        require_type(name, (bool,), "True or False", tolerate_client_errors=tolerate_client_errors)
+        _require_types(
+            name,
+            cluster=cluster,
+            schedule=schedule,
+            groups=groups,
+            costs=costs,
+            exchange=exchange,
+            rings=rings,
+            rebalancing=rebalancing,
+            tolerate_client_errors=tolerate_client_errors,
+        )
         model_name = costs.model_profile.name if costs.model_profile else ""
         rates = sustained_rates(cluster, model_name, costs.pricing)
         if not isinstance(groups, GroupPlan):
             counts = groups if isinstance(groups, Grouping) else Grouping(num_groups=groups)
             groups = plan_groups(cluster, counts.num_groups, counts.num_socs, rates)
-        steps_per_epoch = group_steps_per_epoch(
-            schedule.num_samples, len(groups.groups), schedule.batch_size
-        )
-        intervals = sync_schedule(
-            schedule.num_epochs,
-            steps_per_epoch,
-            schedule.interval_epochs,
-            server_interval=schedule.server_interval,
-        )
+        steps_per_epoch, intervals = intervals_of(schedule, len(groups.groups))
         step = None
         if outer is not None:
             step = OuterStep(outer, len(groups.groups), len(groups.participants))
@@ -302,6 +296,36 @@ class SoCFlow(GroupRoundStrategy):
         The cost is that of its own `model_profile`, else of `profile`; None without both. The clock is not charged.
         """
         return self._work.predicted(self.plan, self.method.leaders, clock, profile)
+
+
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "cluster": ((Cluster,), "a Cluster, as of load_cluster(…)"),
+    "schedule": ((TrainingSchedule,), "TrainingSchedule(…)"),
+    "groups": ((int, Grouping, GroupPlan), "a whole number, Grouping(…) or a GroupPlan"),
+    "costs": ((Costs,), "Costs(…)"),
+    "exchange": ((ExchangeSettings,), "ExchangeSettings(…)"),
+    "rings": ((RingSettings,), "RingSettings(…)"),
+    "rebalancing": ((Rebalancing, type(None)), "Rebalancing(…) or None"),
+    "tolerate_client_errors": ((bool,), "True or False"),
+}
+
+
+def intervals_of(schedule: TrainingSchedule, num_groups: int) -> tuple[int, Sequence[SyncInterval]]:
+    """Return the steps of an epoch and the interval of each round (F3)."""
+    steps_per_epoch = group_steps_per_epoch(schedule.num_samples, num_groups, schedule.batch_size)
+    intervals = sync_schedule(
+        schedule.num_epochs,
+        steps_per_epoch,
+        schedule.interval_epochs,
+        server_interval=schedule.server_interval,
+    )
+    return steps_per_epoch, intervals
+
+
+def _require_types(name: str, **settings: object) -> None:
+    for key, value in settings.items():
+        kinds, expected = _TYPES[key]
+        require_type(name, kinds, expected, **{key: value})
 
 
 def _refuse_beside_outer(

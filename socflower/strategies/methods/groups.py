@@ -120,12 +120,14 @@ class GroupsMethod:
         tolerate_client_errors: bool = False,
     ) -> None:
         self.schedule, self.intervals, self.steps_per_epoch = schedule, intervals, steps_per_epoch
+        self.num_rounds = len(intervals)
         self.planner, self.work = planner, work
         self.latest: Round | None = None
         self._cluster, self._exchange, self._rings = cluster, exchange, rings
         self._average, self._proximal_mu = average, proximal_mu
         self._tolerates = tolerate_client_errors
-        self._leaders = exchange.leaders
+        # How leaders are to exchange models, as asked for or as the method needs.
+        self.leaders = exchange.leaders
         if needs_each_model:
             self.require_each_model(needs_each_model)
         if schedule.server_interval > 1:
@@ -140,11 +142,6 @@ class GroupsMethod:
 
     # ------------------------------------------------------------------------------------------ the plan
     @property
-    def num_rounds(self) -> int:
-        """The number of intervals."""
-        return len(self.intervals)
-
-    @property
     def plan(self) -> GroupPlan:
         """The plan of the latest round."""
         return self.planner.plan
@@ -154,12 +151,7 @@ class GroupsMethod:
         """Whether the latest plan's groups take turns on shared uplinks, how leaders meet, and the reasons."""
         if self.latest is not None and self.latest.plan is self.plan:
             return self.latest.exchanges
-        return self.work.exchanges_of(self.plan, self._leaders, KINDS)[0]
-
-    @property
-    def leaders(self) -> str:
-        """How leaders are to exchange models, as asked for or as the method needs."""
-        return self._leaders
+        return self.work.exchanges_of(self.plan, self.leaders, KINDS)[0]
 
     @property
     def transport(self) -> str:
@@ -185,12 +177,12 @@ class GroupsMethod:
                 f"give the hub their mean, and {needing} needs each group's model; leave the "
                 "compression out"
             )
-        if self._leaders not in (AUTO, STAR):
+        if self.leaders not in (AUTO, STAR):
             raise ConfigError(
-                f"SoCFlow: leaders = {self._leaders!r} gives the hub the mean of the groups' models, and "
+                f"SoCFlow: leaders = {self.leaders!r} gives the hub the mean of the groups' models, and "
                 f"{needing} needs each of them; use leaders = 'star'"
             )
-        self._leaders = STAR
+        self.leaders = STAR
 
     def _check_servers(self, plan: GroupPlan) -> None:
         asked = f"SoCFlow: server_interval = {self.schedule.server_interval}"
@@ -243,7 +235,7 @@ class GroupsMethod:
             exchanges, costs = before.exchanges, before.costs
         else:
             ways = self._ways_of_leaders(grid)
-            exchanges, costs = self.work.exchanges_of(plan, self._leaders, ways)
+            exchanges, costs = self.work.exchanges_of(plan, self.leaders, ways)
         in_rings = bool(registry.ring_address_of)
         place_of = {}
         for group in plan.groups:
