@@ -45,17 +45,21 @@ class SlotCover:
     boards: Histogram
 
 
+_State = tuple[Histogram, int, int]
+"""Boards that are left, and small and large groups that are not placed yet."""
+
+
 @dataclass(slots=True)
 class Covering:
     """The cheapest covers of groups of `small` and `small + 1` SoCs; the cost is the sum of m - 1 over components."""
 
     small: int
-    slots_left: tuple[int, ...]  # distinct values, descending
-    joint: bool  # whether a component may have several groups (contention 2) or only one (contention 1)
+    # Distinct values, descending.
+    slots_left: tuple[int, ...]
+    # Whether a component may have several groups (contention 2) or only one (contention 1).
+    joint: bool
     budget: Budget
-    _solved: dict[tuple[Histogram, int, int], tuple[int, SlotCover | None]] = field(
-        default_factory=dict
-    )
+    _solved: dict[_State, tuple[int, SlotCover | None]] = field(default_factory=dict)
 
     def cost(self, boards: Histogram, num_small: int, num_large: int) -> int:
         """Return the least sum of m - 1 over components, or `IMPOSSIBLE`."""
@@ -82,9 +86,7 @@ class Covering:
         num_groups = num_small + num_large
         if not num_groups:
             return 0
-        largest = next(
-            (slots for slots, count in zip(self.slots_left, boards, strict=True) if count), 0
-        )
+        largest = self._largest(boards)
         fewest = self._fewest_boards(boards, num_small * self.small + num_large * (self.small + 1))
         if not largest or fewest >= IMPOSSIBLE:
             return IMPOSSIBLE
@@ -98,13 +100,18 @@ class Covering:
 
     def _joint_bound(self, boards: Histogram, demand: int, wanted: int, num_others: int) -> int:
         """Return a lower bound of the cost with a component of `wanted` slots, which other components cannot use."""
-        largest = next(slots for slots, count in zip(self.slots_left, boards, strict=True) if count)
-        least = max(2, -(-self.small // largest))
+        least = max(2, -(-self.small // self._largest(boards)))
         fewest = self._fewest_boards(boards, demand)
         here = self._fewest_boards(boards, wanted)
         return fewest - 1 - min(num_others, max(0, fewest - here) // least)
 
+    def _largest(self, boards: Histogram) -> int:
+        """Return the most free slots of a board; 0 if there are no boards."""
+        sizes = zip(self.slots_left, boards, strict=True)
+        return next((slots for slots, count in sizes if count), 0)
+
     def _fewest_boards(self, boards: Histogram, demand: int) -> int:
+        """Return how many boards, the largest first, have `demand` slots; `IMPOSSIBLE` if all have fewer."""
         fewest = 0
         for slots, count in zip(self.slots_left, boards, strict=True):
             if demand <= slots * count:

@@ -30,10 +30,12 @@ WholeChoice = dict[int, list[BoardUse]]
 def most_whole(slots: Sequence[int], small: int, num_small: int, num_large: int) -> tuple[int, int]:
     """Return how many groups of `small` and of `small + 1` fit without a split, with the largest possible sum."""
     last_row = _most_large(slots, small, num_small)[-1]
-    return max(
-        ((a, min(int(large), num_large)) for a, large in enumerate(last_row) if large >= 0),
-        key=lambda numbers: (sum(numbers), numbers),
-    )
+    fitting = [
+        (small_ones, min(int(large), num_large))
+        for small_ones, large in enumerate(last_row)
+        if large >= 0
+    ]
+    return max(fitting, key=lambda numbers: (sum(numbers), numbers))
 
 
 def pack_whole(
@@ -90,55 +92,71 @@ def whole_choices(
     than g. This gives one split group fewer, and no more contention. With contention 2 the most whole groups are
     placed in any case.
     """
-    kinds = sorted(Counter(slots).items(), reverse=True)
-    patterns = [_patterns(available, small, most_left) for available, _ in kinds]
-    by_kind = list(zip(patterns, (count for _, count in kinds), strict=True))
-    reach_small = [max(use.num_small for use in uses) * count for uses, count in by_kind]
-    reach_large = [max(use.num_large for use in uses) * count for uses, count in by_kind]
+    yield from _WholeChoices(slots, small, most_left, budget).of_kind(0, num_small, num_large, {})
 
-    def place(
+
+class _WholeChoices:
+    """The search of `whole_choices`: board by board, kind by kind; a kind of boards has equally many slots."""
+
+    def __init__(self, slots: Sequence[int], small: int, most_left: int, budget: Budget) -> None:
+        self._kinds = sorted(Counter(slots).items(), reverse=True)
+        self._patterns = [_patterns(available, small, most_left) for available, _ in self._kinds]
+        counts = [count for _, count in self._kinds]
+        most_small = [max(use.num_small for use in uses) for uses in self._patterns]
+        most_large = [max(use.num_large for use in uses) for uses in self._patterns]
+        self._reach_small = [most * count for most, count in zip(most_small, counts, strict=True)]
+        self._reach_large = [most * count for most, count in zip(most_large, counts, strict=True)]
+        self._budget = budget
+
+    def of_kind(
+        self, kind: int, num_small: int, num_large: int, chosen: WholeChoice
+    ) -> Iterator[WholeChoice]:
+        """Yield the choices for all boards from a kind on, with so many groups left."""
+        if kind == len(self._kinds):
+            yield chosen
+            return
+        available, count = self._kinds[kind]
+        for uses, left_small, left_large in self._uses(kind, 0, count, num_small, num_large, []):
+            # The boards of the other kinds must be able to hold all other groups.
+            fits_small = left_small <= sum(self._reach_small[kind + 1 :])
+            if fits_small and left_large <= sum(self._reach_large[kind + 1 :]):
+                yield from self.of_kind(
+                    kind + 1, left_small, left_large, {**chosen, available: uses}
+                )
+
+    def _uses(
+        self,
         kind: int,
         pattern: int,
         boards: int,
-        small_left: int,
-        large_left: int,
+        num_small: int,
+        num_large: int,
         done: list[BoardUse],
-        chosen: WholeChoice,
-    ) -> Iterator[WholeChoice]:
-        budget.spend(1)
+    ) -> Iterator[tuple[list[BoardUse], int, int]]:
+        """Yield the uses of a kind's `boards`, by patterns from one on, and the numbers of groups left."""
+        self._budget.spend(1)
         if not boards:
-            chosen = {**chosen, kinds[kind][0]: done}
-            if kind + 1 == len(kinds):
-                if not small_left and not large_left:
-                    yield chosen
-            elif small_left <= sum(reach_small[kind + 1 :]) and large_left <= sum(
-                reach_large[kind + 1 :]
-            ):
-                yield from place(
-                    kind + 1, 0, kinds[kind + 1][1], small_left, large_left, [], chosen
-                )
+            yield done, num_small, num_large
             return
-        if pattern == len(patterns[kind]):
+        if pattern == len(self._patterns[kind]):
             return
-        use = patterns[kind][pattern]
-        most = min(
-            boards,
-            small_left // use.num_small if use.num_small else boards,
-            large_left // use.num_large if use.num_large else boards,
-        )
-        least = boards if pattern + 1 == len(patterns[kind]) else 0
-        for count in range(most, least - 1, -1):
-            yield from place(
+        use = self._patterns[kind][pattern]
+        most = boards
+        if use.num_small:
+            most = min(most, num_small // use.num_small)
+        if use.num_large:
+            most = min(most, num_large // use.num_large)
+        # All boards that are left have the last pattern.
+        is_last = pattern + 1 == len(self._patterns[kind])
+        for count in range(most, boards - 1 if is_last else -1, -1):
+            yield from self._uses(
                 kind,
                 pattern + 1,
                 boards - count,
-                small_left - count * use.num_small,
-                large_left - count * use.num_large,
+                num_small - count * use.num_small,
+                num_large - count * use.num_large,
                 done + [use] * count,
-                chosen,
             )
-
-    yield from place(0, 0, kinds[0][1], num_small, num_large, [], {})
 
 
 def slots_left(slots: Sequence[int], small: int, most_left: int) -> tuple[int, ...]:
