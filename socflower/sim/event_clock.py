@@ -22,7 +22,7 @@ from socflower.sim.compiled_graph import (
 from socflower.sim.energy import IDLE_STATE, State, add_activities, power_w
 from socflower.sim.execution import MIN_LOOP_ROUNDS
 from socflower.sim.processes import Simulation
-from socflower.sim.steady_state import Repeated, SteadyState
+from socflower.sim.steady_state import RepeatedRun, SteadyState
 from socflower.sim.trace import Recorded, Rows, Trace, TracedPart, record, record_spans
 
 _SAME_INSTANT = 1e-9
@@ -40,7 +40,7 @@ class Part:
     before_s: float = 0.0  # of the stretch, that went on that repetition
     work_s: float = 0.0  # of the stretch, that went on new ones
     idle_s: float = 0.0  # of the stretch, after the last one
-    done: Repeated | None = None  # in the stretch
+    done: RepeatedRun | None = None  # in the stretch
     repetitions: int = 0  # in the stretch
 
     def end_s(self, repetitions: int) -> float:
@@ -113,7 +113,7 @@ def advance_pace(pace: Pace, parts: Sequence[Part], start_s: float) -> None:
             }
 
 
-def _ends_s(component: Component, repeated: Repeated) -> dict[int, float]:
+def _ends_s(component: Component, repeated: RepeatedRun) -> dict[int, float]:
     """Return when each SoC ends the last repetition."""
     program, found = component.program, dict[int, float]()
     for step, end_s in zip(program.steps[: program.num_repeated], repeated.ended_s(), strict=False):
@@ -394,7 +394,7 @@ class EventClock:
             total, num_bytes={tier: value for tier, value in simulation.num_bytes.items()}
         )
         if self._trace is not None:
-            record_spans(simulation.spans, simulation.num_unlogged, self._rows).add_to(
+            record_spans(simulation.log.spans, simulation.log.num_unlogged, self._rows).add_to(
                 self._trace, 0.0
             )
         self._label(label, start_s, total.duration_s, 1)

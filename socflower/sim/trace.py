@@ -15,7 +15,7 @@ from socflower.plain_numbers import plain, plain_numbers
 from socflower.sim.compiled_graph import Component, TransferStep
 from socflower.sim.execution import Instance, Outcome
 from socflower.sim.processes import EndedActivity
-from socflower.sim.steady_state import Repeated
+from socflower.sim.steady_state import RepeatedRun
 from socflower.wire.saved_state import write_atomically
 
 RUNS = "runs"
@@ -266,7 +266,7 @@ class TracedPart(NamedTuple):
     """A component's execution, and its seconds after the beginning of the run."""
 
     component: Component
-    repeated: Repeated
+    repeated: RepeatedRun
     before_s: float
 
 
