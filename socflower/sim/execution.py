@@ -110,7 +110,7 @@ class Gap(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """The result of executing a program; any number of periods of its recurrence can be inserted at `recurrence.at_s`."""
+    """The result of executing a program. Any number of periods can be inserted at the recurrence's `at_s`."""
 
     repetitions: int
     duration_s: float

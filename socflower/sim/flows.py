@@ -223,7 +223,7 @@ class Flows:
         self.changed.clear()
 
     def _connected(self, first: int) -> tuple[list[int], float, int]:
-        """Return the flows connected to a resource, the least equal share of a resource, and how many flows cross it."""
+        """Return the flows connected to a resource, the least equal share on a resource, and the flows there."""
         users, path_of, load = self._users, self._path, self._load
         paths, capacities = self.table.paths, self.table.capacities
         if len(users[first]) == 1:

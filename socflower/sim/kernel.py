@@ -19,8 +19,8 @@ class Kernel:
     """Executes activities in the order of events; subclasses define what happens when one ends.
 
     A processor serves computations one at a time: the one that was ready first; on a tie, the lowest turn, then the
-    lowest number. Transfers share links max-min fairly. Events of one instant are processed together, in the order of time,
-    kind and number; then the rates of transfers are computed once.
+    lowest number. Transfers share links max-min fairly. Events of one instant are processed together, in the order of
+    time, kind and number; then the rates of transfers are computed once.
     """
 
     def __init__(

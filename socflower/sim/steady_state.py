@@ -48,7 +48,7 @@ class RepeatedRun:
 
 
 class SteadyState:
-    """One program at one speed. Executions are kept and extended by whole periods; symmetric parts are executed once."""
+    """One program at one speed; executions are kept and extended by whole periods, symmetric parts executed once."""
 
     def __init__(self, program: Program, *, extrapolate: bool, max_instances: int) -> None:
         self._reduced = reduce_program(program) if extrapolate else None

@@ -132,7 +132,7 @@ class _Parts:
                 return colours
 
     def _is_equitable(self, colours: Colours) -> bool:
-        """Whether all members of a class have equally many edges of each kind to each class, compared without hashes."""
+        """Whether all members of a class have equally many edges of each kind to each class, without hashes."""
         keys = self.kind * (int(colours.max()) + 1) + colours[self.target]
         keys = keys[np.lexsort((keys, self.source))]
         degrees = np.diff(self.starts)

@@ -224,8 +224,8 @@ def test_impossible_speeds_are_refused(factors: Sequence[float]) -> None:
     refused(lambda: clock.run(synchronous_pair(0, 1)), "5 speed factors")
 
 
-def test_solutions_are_forgotten_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("socflower.sim.event_clock._SOLUTIONS_KEPT", 2)
+def test_steady_states_are_forgotten_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socflower.sim.event_clock._STEADY_STATES_KEPT", 2)
     clock = EventClock(toy_cluster())
     for seconds in (1.0, 2.0, 3.0, 1.0, 1.0):
         b = GraphBuilder()
