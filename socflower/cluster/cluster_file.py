@@ -231,8 +231,9 @@ def inline_devices(document: dict[str, Any], folder: Path, where: str) -> None:
     def resolved(table: Any) -> Any:
         named = table.get("device") if isinstance(table, Mapping) else None
         known = document.get("device", {})
-        is_path = isinstance(named, str) and named.endswith(".toml")
-        if not is_path or not isinstance(known, Mapping):
+        if not isinstance(named, str) or not named.endswith(".toml"):
+            return table
+        if not isinstance(known, Mapping):
             return table
         name, entry = _only_device(folder / named)
         if known.get(name, entry) != entry:

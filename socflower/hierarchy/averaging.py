@@ -131,8 +131,8 @@ def _shares(weights: Sequence[float], num_models: int) -> list[float]:
     if len(weights) != num_models:
         raise ConfigError(f"aggregation: got {len(weights)} weights for {num_models} models")
     values = [float(weight) for weight in weights]
-    for index, value in enumerate(values):
-        require_range("aggregation", least=0, **{f"weights[{index}]": value})
+    named: dict[str, Any] = {f"weights[{index}]": value for index, value in enumerate(values)}
+    require_range("aggregation", least=0, **named)
     total = math.fsum(values)
     require_range("aggregation", above=0, sum_of_weights=total)
     return [value / total for value in values]

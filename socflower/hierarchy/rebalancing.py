@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -52,7 +52,8 @@ class CapacitiesInUse:
         return moved
 
     def _is_off(self, soc: int, part: float) -> bool:
-        require_range("re-balancing", above=0.0, **{f"capacity of SoC {soc}": part})
+        named: dict[str, Any] = {f"capacity of SoC {soc}": part}
+        require_range("re-balancing", above=0.0, **named)
         return abs(part / self.part(soc) - 1.0) > self.tolerance
 
 

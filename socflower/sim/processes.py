@@ -570,5 +570,6 @@ class Simulation(Kernel):
 
 
 def _amount(value: float, key: str) -> float:
-    require_range("simulation", least=0, **{key: value})
+    named: dict[str, Any] = {key: value}
+    require_range("simulation", least=0, **named)
     return value
