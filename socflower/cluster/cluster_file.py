@@ -23,7 +23,7 @@ from socflower.cluster.device_catalog import (
     read_device_file,
 )
 from socflower.cluster.topology import Board, Cluster, Server
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_range
 from socflower.field_rules import SchemaVersion
 from socflower.toml_file import Table, read_table, read_toml
 
@@ -160,7 +160,8 @@ class ClusterFile(Table):
             raise ValueError("[[board]] and [[server]] tables exclude each other")
         if self.site is not None and not self.servers:
             raise ValueError("[site] joins servers; add a [[server]], or leave [site] out")
-        _require_few([_num_socs(self.cluster.boards, self.cluster.socs_per_board)], "[cluster]")
+        own = _num_socs(self.cluster.boards, self.cluster.socs_per_board)
+        require_range("[cluster] boards", most=MOST_SOCS, num_socs=own)
         servers = [each.count * _num_socs(*self._boards_of(each)) for each in self.servers]
         _require_few(servers, "[[server]]")
         _require_few([each.count * each.socs for each in self.boards], "[[board]]")
@@ -315,4 +316,4 @@ def _only_device(path: Path) -> tuple[str, Mapping[str, Any]]:
 def _require_few(num_socs: Sequence[int], where: str) -> None:
     for number, total in enumerate(accumulate(num_socs), start=1):
         if total > MOST_SOCS:
-            raise ConfigError(f"{where} {number}: {total} SoCs are above the limit of {MOST_SOCS}")
+            raise ConfigError(f"{where} {number}: {total} SoCs, the limit is {MOST_SOCS}")
