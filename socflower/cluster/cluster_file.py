@@ -237,6 +237,7 @@ def inline_devices(document: dict[str, Any], folder: Path, where: str) -> None:
         if not isinstance(known, Mapping):
             return table
         name, entry = _only_device(folder / named)
+        # Two files may describe the same device, but not two devices of one name.
         if known.get(name, entry) != entry:
             raise ConfigError(f"{where}: {named} has another device {name!r}; rename one")
         document["device"] = {**known, name: entry}
@@ -293,6 +294,7 @@ class _BoardMaker:
             soc_bytes_per_s=table.soc_bytes_per_s or default,
             uplink_bytes_per_s=table.board_bytes_per_s or whole.board_bytes_per_s or default,
         )
+        # Equal boards are one object, so that thousands of them are compared and checked quickly.
         kinds = {slots: made(num_slots=slots) for slots in set(slots_per_board)}
         return [kinds[slots] for slots in slots_per_board]
 

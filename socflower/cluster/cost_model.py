@@ -14,7 +14,7 @@ from socflower.errors import ConfigError
 from socflower.plain_numbers import plain_numbers
 
 BACKWARD_TO_FORWARD = 2.0
-"""A backward pass multiplies twice per weight (input gradient, weight gradient) where a forward pass does once."""
+"""A backward pass multiplies twice per weight (input gradient, weight gradient), a forward pass once."""
 
 
 def bucket_starts(num_bytes: Sequence[float], num_buckets: int) -> list[int]:
@@ -26,6 +26,7 @@ def bucket_starts(num_bytes: Sequence[float], num_buckets: int) -> list[int]:
     starts: list[int] = []
     before = 0.0
     for index, own in enumerate(num_bytes):
+        # A tensor begins a bucket if its middle is past the bytes of the buckets so far.
         if not starts or before + own / 2 >= share * len(starts):
             starts.append(index)
         before += own
@@ -150,6 +151,7 @@ class ModelProfile:
         `optimizer_copies` of the trained weights: 1 for SGD with momentum, 2 for Adam. Frozen weights have neither
         gradients nor optimiser state.
         """
+        # Weights, gradients and optimiser state.
         trained = self.weight_bytes * (2.0 + optimizer_copies)
         return trained + self.frozen_bytes + self.activation_bytes * batch_size
 

@@ -9,7 +9,6 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping
-from difflib import get_close_matches
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -192,12 +191,14 @@ def toml_text(document: Mapping[str, Any], *, comment: str = "") -> str:
 
 def _write_table(table: Mapping[str, Any], path: tuple[str, ...], lines: list[str]) -> None:
     values = {key: value for key, value in table.items() if _is_value(value)}
+    # A table that has only sub-tables needs no header of its own.
     if path and (values or not table):
         lines += ["", f"[{_dotted(path)}]"]
     lines += [f"{_key(key)} = {_value(value)}" for key, value in values.items()]
     for key, value in table.items():
         if key in values:
             continue
+        # Sub-tables come after the values, which TOML would otherwise assign to the sub-table.
         if isinstance(value, Mapping):
             _write_table(value, (*path, key), lines)
             continue
@@ -262,10 +263,8 @@ def device_table(name: str) -> Mapping[str, Any]:
     """Return a device's table with the sources; `ConfigError` lists the names if `name` is unknown."""
     devices = catalog()["device"]
     if name not in devices:
-        close = get_close_matches(name, devices, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else "a file of your own ends in .toml"
         known = ", ".join(devices)
-        raise ConfigError(f"device {name!r} is unknown; the catalogue has {known}; {hint}")
+        raise ConfigError(f"device {name!r} is unknown; use a file in .toml, or one of {known}")
     table: Mapping[str, Any] = devices[name]
     return table
 

@@ -24,19 +24,16 @@ class RateSteps:
 
     def __post_init__(self) -> None:
         times_s, rates = self.times_s, self.bytes_per_s
-        if not times_s or times_s[0] != 0.0 or len(times_s) != len(rates):
-            raise ConfigError(
-                f"bandwidth profile: needs as many times, from 0 s on, as rates, got {list(times_s[:3])}... for "
-                f"{len(rates)} rates"
-            )
         stretches = list(pairwise((*times_s, self.end_s)))
+        is_ascending = all(before_s < after_s for before_s, after_s in stretches)
+        if times_s[:1] != (0.0,) or len(times_s) != len(rates) or not is_ascending:
+            raise ConfigError(
+                f"bandwidth profile: times {times_s[:9]} of {len(rates)} rates must ascend from 0 s to {self.end_s} s"
+            )
         passed = [0.0]
         for rate, (before_s, after_s) in zip(rates, stretches, strict=True):
-            if not before_s < after_s:
-                raise ConfigError(
-                    f"bandwidth profile: {after_s} s follows {before_s} s; times must ascend"
-                )
             require_range("bandwidth profile", least=0, bytes_per_s=rate)
+            # A dead link may have no end, and 0 times infinity is NaN.
             passed.append(passed[-1] + (rate * (after_s - before_s) if rate else 0.0))
         object.__setattr__(self, "_passed_bytes", tuple(passed))
 
@@ -73,6 +70,7 @@ class RateSteps:
         """Return when the last of `num_bytes` has left if the first leaves at `start_s`; infinity if it never does."""
         if num_bytes <= 0 or math.isinf(start_s):
             return start_s
+        # The step in which the transfer begins.
         rounds, within_s = self._locate(start_s)
         index = bisect_right(self.times_s, within_s) - 1
         rate = self.bytes_per_s[index]
@@ -80,6 +78,7 @@ class RateSteps:
         # Most transfers end in the step in which they begin.
         if rate and num_bytes <= rate * (next_s - within_s):
             return start_s + num_bytes / rate
+        # Bytes that the link will have carried, since the start of the current round, when the transfer ends.
         target = self._passed_bytes[index] + rate * (within_s - self.times_s[index]) + num_bytes
         per_round = self._passed_bytes[-1]
         if math.isfinite(self.end_s) and target > per_round:
@@ -87,6 +86,7 @@ class RateSteps:
             # Nothing passes, or so little that the time overflows.
             if math.isinf(more_rounds):
                 return math.inf
+            # Whole rounds carry equal bytes, so they are skipped at once.
             more = math.ceil(more_rounds) - 1
             rounds += more
             target -= more * per_round

@@ -123,6 +123,7 @@ class TaskGraph:
             if isinstance(place, int):
                 for soc in waits.get(place, ()):
                     own |= dict.fromkeys(ends.get(soc, ()))
+            # Indices of the closing graph count from the end of this one.
             shifted = replace(task, after=(*own, *(first + other for other in task.after)))
             if isinstance(shifted, Transfer):
                 after_round = tuple(first + other for other in shifted.after_round)

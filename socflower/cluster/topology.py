@@ -129,6 +129,7 @@ class Cluster:
             raise ConfigError(f"cluster {self.name}: a transfer from {source} to itself")
         leaving = self._to_top(source, "tx", "up")
         arriving = self._to_top(target, "rx", "down")
+        # Paths go up only as far as the lowest switch above both ends.
         num_links = {Tier.INTRA_BOARD: 1, Tier.INTER_BOARD: 2}.get(self.tier(source, target))
         return (*leaving[:num_links], *reversed(arriving[:num_links]))
 

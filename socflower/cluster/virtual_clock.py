@@ -32,6 +32,7 @@ class Usage:
     def bytes_by_tier(self) -> dict[str, float]:
         """The bytes of every tier by its name, 0 without traffic; between servers only if there is some."""
         found = {tier.value: self.num_bytes.get(tier, 0.0) for tier in Tier}
+        # Most clusters have one server; their results have no entry for traffic between servers.
         if not found[Tier.INTER_SERVER]:
             del found[Tier.INTER_SERVER]
         return found

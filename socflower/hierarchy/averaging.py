@@ -39,6 +39,7 @@ def average_tensors(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tenso
         )
     elif np.issubdtype(dtype, np.inexact):
         total = np.zeros(average.shape, np.result_type(dtype, np.float64))
+        # The order of the sum is fixed, so that results are bit-identical.
         for tensor, share in zip(tensors, shares, strict=True):
             total += tensor * total.dtype.type(share)
         np.copyto(average, total, casting="same_kind")
@@ -79,6 +80,7 @@ def averaged_by(
     """Return what `weighted_average` does, with tensors computed by `average`, in its form and without a copy."""
     shares = _shares(weights, len(models))
     _require_alike(models)
+    # Names are in the order of the first model.
     by_tensor = {name: [model[name] for model in models] for name in models[0]}
     if len(models) * sum(tensor.nbytes for tensor in models[0].values()) < _THREADED_BYTES:
         return {name: average(tensors, shares) for name, tensors in by_tensor.items()}

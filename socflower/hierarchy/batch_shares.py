@@ -38,6 +38,7 @@ def split_batch(batch_size: int, capacities: Sequence[float]) -> tuple[int, ...]
     shares = [math.floor(quota) for quota in quotas]
     able = [index for index, capacity in enumerate(relative) if capacity]
     by_remainder = sorted(able, key=lambda index: (shares[index] - quotas[index], index))
+    # The rounded-down quotas leave fewer samples than there are members.
     for index in by_remainder[: batch_size - sum(shares)]:
         shares[index] += 1
     return tuple(shares)
@@ -145,6 +146,7 @@ class CapacityFilter:
             raise ConfigError(f"capacities: {sorted(unknown)} are not of {sorted(self._members)}")
         self.num_noted += 1
         observed: set[int] = set()
+        # Sorted, so that the result does not depend on the order of the replies.
         for ident in sorted(passes):
             if self._observe(self._members[ident], *passes[ident]):
                 observed.add(ident)
@@ -178,6 +180,7 @@ class CapacityFilter:
         rate = num_samples / seconds if num_samples > 0.0 and seconds > 0.0 else 0.0
         if not 0.0 < rate < math.inf:
             return False
+        # A member that is due stays so until its probe has succeeded or failed.
         if not member.is_due:
             member.num_idle, member.probe_after = 0, _FIRST_PROBE
         member.recent = [*member.recent, rate][-self._window :]
@@ -196,6 +199,7 @@ class CapacityFilter:
         if len(ready) < 2 or fewest < self._enough:
             return False
         away = self._distance(ready)
+        # Fixed costs weigh more in small shares, so the first move is only an approximation.
         if self._num_follow_ups:
             is_settled = away <= _SETTLED * self._threshold
             self._num_follow_ups = 0 if is_settled else self._num_follow_ups - 1
@@ -227,6 +231,7 @@ class CapacityFilter:
                 member.rate = _median(member.recent)
                 member.postpone_probe(_FIRST_PROBE)
             else:
+                # Absent members keep their place relative to the others.
                 member.rate *= scale
                 member.recent.clear()
         self._num_away = 0

@@ -71,6 +71,7 @@ def sync_schedule(
     cursor = _IntervalCursor(num_epochs, steps_per_epoch, interval_epochs, server_interval)
     # No interval has more steps than the longest one, rounded up.
     num_intervals = cursor.total_steps / (cursor.longest * steps_per_epoch + 1)
+    # Only then is it worth counting them exactly: the count walks along the intervals.
     if num_intervals <= MOST_INTERVALS:
         shapes = sync_shapes(
             num_epochs, steps_per_epoch, interval_epochs, server_interval=server_interval
@@ -197,6 +198,7 @@ class _IntervalCursor:
             end = first + 1
             self._position = Fraction(end, steps_per_epoch)
         end = min(end, self.total_steps)
+        # Data may change groups only after all servers have synchronised, at the start of an epoch.
         if first % steps_per_epoch == 0 and self._index % self._server_interval == 0:
             self._deal_epoch = first // steps_per_epoch
         is_turn_of_servers = (self._index + 1) % self._server_interval == 0

@@ -207,6 +207,7 @@ class IntervalCosts:
         if synchronisation is None:
             return usage + steps.run(num_steps, labels[0])
         graph = steps.steady_graph() if self.leaders != RING else None
+        # Simulated as a whole, so that models share links with the exchanges of slower groups.
         if graph is not None:
             waits = {group.leader: group.members for group in self.plan.groups}
             whole = clock.run_overlapped(
@@ -214,6 +215,7 @@ class IntervalCosts:
             )
             if whole is not None:
                 return usage + whole
+        # Otherwise the steps run first, and early leaders get a head start.
         begin_s = clock.now_s
         usage += steps.run(num_steps, labels[0])
         head_start_s = 0.0
@@ -326,6 +328,7 @@ class _ChangingSteps:
                 usage += clock.idle(work.plan.participants)
                 continue
             measured, is_off = self._measured(plan)
+            # A real ring notices a new speed only at its next check.
             if is_off and num_behind >= self._check_interval_steps:
                 self._capacities.take(measured)
                 is_off, num_behind = False, 0

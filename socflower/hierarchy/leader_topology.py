@@ -92,6 +92,7 @@ def tree_levels(places: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]
         for position in present:
             meeting.setdefault((*places[position], 0)[level], []).append(position)
         levels.append([tuple(own) for own in meeting.values()])
+        # Only the leaders that sum exchange at the next level.
         present = [own[0] for own in meeting.values()]
     return levels
 

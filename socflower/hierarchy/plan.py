@@ -100,12 +100,7 @@ def plan_groups(
     are negative, not finite or of the wrong number.
     """
     capacities = (1.0,) * cluster.num_socs if capacities is None else capacities
-    if len(capacities) != cluster.num_socs or not all(
-        0.0 <= each < math.inf for each in capacities
-    ):
-        raise ConfigError(
-            f"plan: need {cluster.num_socs} capacities of 0 or more, finite; got {list(capacities)}"
-        )
+    require_one_per_soc("plan", cluster, capacities)
     available = {
         board: [soc for soc in cluster.socs_of(board) if capacities[soc] > 0.0]
         for board in range(len(cluster.boards))
@@ -113,6 +108,7 @@ def plan_groups(
     board_of = {soc: board for board, socs in available.items() for soc in socs}
     slots = tuple(map(len, available.values()))
     placement, servers = map_to_servers(_by_server(cluster, slots), num_groups, num_socs)
+    # The placement says how many SoCs a group has on each board; now they are chosen.
     chosen = fastest_socs(placement.groups, available, capacities)
     members = deal_in_order(placement.groups, chosen)
     members = balance_capacities(members, board_of, capacities)
@@ -176,3 +172,12 @@ def plan_without(
     left = set(present)
     rates = [capacity if soc in left else 0.0 for soc, capacity in enumerate(capacities)]
     return plan_groups(cluster, min(len(whole.groups), len(present)), None, rates)
+
+
+def require_one_per_soc(where: str, cluster: Cluster, capacities: Sequence[float]) -> None:
+    """Raise `ConfigError` unless there is a capacity of 0 or more, finite, for each SoC of the cluster."""
+    usable = [capacity for capacity in capacities if 0.0 <= capacity < math.inf]
+    if len(usable) != cluster.num_socs or len(capacities) != len(usable):
+        raise ConfigError(
+            f"{where}: need {cluster.num_socs} capacities of 0 or more, got {list(capacities)}"
+        )

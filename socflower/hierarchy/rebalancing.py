@@ -10,7 +10,7 @@ from socflower.cluster import Cluster
 from socflower.errors import ConfigError, require_range
 from socflower.field_rules import checked
 from socflower.hierarchy.mapping.placement import balance_capacities
-from socflower.hierarchy.plan import GroupPlan
+from socflower.hierarchy.plan import GroupPlan, require_one_per_soc
 
 
 @checked
@@ -66,10 +66,7 @@ def reordered(
     F6). Leaders stay in their groups, since they hold the optimiser state. Returns `plan` itself unless the slowest
     group gains more than `min_gain`. `capacities` has one entry for each SoC of the cluster.
     """
-    if len(capacities) != cluster.num_socs:
-        raise ConfigError(
-            f"re-balancing: need {cluster.num_socs} capacities, got {len(capacities)}"
-        )
+    require_one_per_soc("re-balancing", cluster, capacities)
     board_of = {soc: cluster.board_of(soc) for soc in plan.participants}
     leaders = {group.leader for group in plan.groups}
     present = [group.members for group in plan.groups]

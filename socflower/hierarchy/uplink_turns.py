@@ -71,6 +71,7 @@ def choose_turns(
     """
     if not isinstance(uplink_turns, bool) and uplink_turns != AUTO:
         raise ConfigError(f"uplink_turns = {uplink_turns!r} must be true, false or {AUTO!r}")
+    # Without a shared uplink, turns would only delay exchanges.
     if not any(conflicts(plan.groups).values()):
         return UplinkTurns(enabled=False, decided_by=NO_SHARED_UPLINK)
     if isinstance(uplink_turns, bool):

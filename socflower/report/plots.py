@@ -421,6 +421,7 @@ def as_svg(drawing: Figure, alt: str, prefix: str) -> Markup:
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].strip()
     svg = re.sub(r"<!--.*?-->\s*|<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    # Only ids with references are kept; the prefix keeps them distinct from those of other plots on the page.
     used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
 
     def own_id(match: re.Match[str]) -> str:

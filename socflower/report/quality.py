@@ -105,7 +105,7 @@ LOSS = Quality(
 )
 QUALITIES: Mapping[str, Quality] = {each.name: each for each in (ACCURACY, LOSS)}
 TARGETS = tuple(each.target_key for each in QUALITIES.values())
-"""The keys of a document with the targets, of which at most one is set."""
+"""The keys of a document with the targets; at most one target is set."""
 _COST_KEYS = tuple(
     key for each in QUALITIES.values() for key in (each.target_key, each.time_key, each.energy_key)
 )

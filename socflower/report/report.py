@@ -172,6 +172,7 @@ def _finalize(value: Any) -> Any:
     return value if isinstance(value, Markup) else printable(value)
 
 
+# An unknown name in a template is an error, not an empty text.
 _ENVIRONMENT = Environment(
     loader=PackageLoader("socflower.report"),
     autoescape=True,

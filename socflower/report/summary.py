@@ -92,6 +92,7 @@ def name_runs(results: Sequence[Mapping[str, Any]]) -> tuple[Run, ...]:
     """Return the results under distinct names: the strategy, then its seed, then a running number."""
     labels = [printable(result.get("strategy") or "unnamed") for result in results]
     labels = [_SPELT_OUT.get(label, label) for label in labels]
+    # Seeds and numbers are added only if names would be equal.
     if len(set(labels)) < len(labels):
         seeds = [printable(result.get("seed", MISSING)) for result in results]
         labels = [

@@ -61,6 +61,7 @@ class ClosingExecution(Execution):
         self._closed_by = [
             [other for other in following if other >= first] for following in self._next[:first]
         ]
+        # Closing tasks are released by `_complete`, after the last repetition only.
         for task in range(first):
             self._next[task] = [other for other in self._next[task] if other < first]
         self._num_left = len(program.steps)
@@ -152,6 +153,7 @@ class ClosingExecution(Execution):
         most: list[int] = []
         horizon_s = inf
         for lane in self._lanes:
+            # A lane whose future is unknown limits all others.
             if lane.found is None:
                 return
             most.append(self._num_to_begin(lane) // lane.found.repetitions)
@@ -177,6 +179,7 @@ class ClosingExecution(Execution):
             # So that spans begin after the gap.
             self._start_s[task] = self._moved_s[task] = end_s
             stage = self._stage[task]
+            # All that is in progress ends later by the skipped time.
             if stage == RUNNING:
                 self._end_at(task, self._stamp_s[task] + shift_s)
             elif stage == QUEUED:

@@ -98,6 +98,7 @@ class CompiledGraph:
 
 def compile_graph(graph: TaskGraph, cluster: Cluster) -> CompiledGraph:
     """Return the graph in executable form; `ConfigError` for endpoints or processors that the cluster does not have."""
+    # An unknown SoC is an error, even without tasks.
     for soc in graph.participants:
         cluster.board_of(soc)
     routes = Routes(cluster)

@@ -35,6 +35,7 @@ class StateMeter:
 
     def connect(self, soc: int, now_s: float) -> None:
         """Record that a transfer of the SoC begins."""
+        # Only the first transfer changes the state.
         if not self._num_transfers[soc]:
             self._settle(soc, now_s)
         self._num_transfers[soc] += 1

@@ -64,6 +64,7 @@ class Part:
         self.done = self.steady.repeated(self.repetitions) if self.repetitions else None
         self.left -= self.repetitions
         self.work_s = max(0.0, min(end_s, stretch_s) - self.ahead_s) if self.repetitions else 0.0
+        # The last repetition may end after the stretch.
         self.ahead_s = end_s - stretch_s if end_s > stretch_s * (1.0 + _SAME_INSTANT) else 0.0
         self.idle_s = max(0.0, stretch_s - self.before_s - self.work_s)
 
@@ -290,6 +291,7 @@ class EventClock:
             return None
         compiled = self._compiled(graph.followed_by(closing, waits))
         parts = self._whole_parts(compiled, repeat, factors)
+        # Speeds or users would change during the closing tasks.
         if stretch_s(parts, inf) > hold_s:
             return None
         steps_s = max(_all_ends_s(parts).values())
@@ -325,6 +327,7 @@ class EventClock:
             part.spend(duration_s)
         if self._trace is not None:
             self._record(compiled.graph, parts, self._trace.room).add_to(self._trace, start_s)
+        # Before the progress is written: the watts of repetitions in progress are those of this stretch.
         usage = self._account(compiled, parts, duration_s, powers, pace)
         advance_pace(pace, parts, start_s)
         self._usage += usage

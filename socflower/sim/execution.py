@@ -60,6 +60,7 @@ class RecurrenceFinder:
 
     def find(self, present: Snapshot) -> Recurrence | None:
         """Return the shortest period with which the present state recurs, if any."""
+        # The latest first, since the shortest period is wanted.
         for past in reversed(self._past):
             if past.shape == present.shape and _same_clocks(past, present):
                 seconds = []
@@ -334,6 +335,7 @@ class Execution(Kernel):
         if loop.finder is None or any(self._repetition[task] != loop.repetition for task in tasks):
             return
         latest = max([rounds[task] for task in tasks])
+        # Other activities in progress would change what the loop shares with them.
         active = sum([stage != WAITING for stage in self._stage])
         if active != sum([self._stage[task] != WAITING for task in tasks]):
             return
@@ -343,6 +345,7 @@ class Execution(Kernel):
         found = loop.finder.find(self._state(oldest, progress))
         if found is None:
             return
+        # Rounds are skipped once in a repetition.
         loop.finder = None
         periods = (loop.num_rounds - 1 - latest) // found.repetitions
         self._skipped_s += periods * found.period_s
@@ -381,6 +384,7 @@ class Execution(Kernel):
         clocks_s: list[float] = []
         for task, done in progress:
             stage = self._stage[task]
+            # Progress and stage in one number; there are fewer than 8 stages.
             shape.append(done * 8 + stage)
             if stage in (HANDLING, MOVING):
                 clocks_s.append(self._flows.end_s[task] - now_s)

@@ -38,6 +38,7 @@ def max_min_rates(
         # Rounding may make a later share slightly smaller than an earlier one; a rate is never negative.
         level = max(min(shares.values()), 0.0)
         for resource, share in shares.items():
+            # This resource is not saturated yet.
             if share > level * (1.0 + SAME_SHARE):
                 continue
             for flow in crossing[resource]:
@@ -226,6 +227,7 @@ class Flows:
         """Return the flows connected to a resource, the least equal share on a resource, and the flows there."""
         users, path_of, load = self._users, self._path, self._load
         paths, capacities = self.table.paths, self.table.capacities
+        # A flow that shares nothing is the most frequent case.
         if len(users[first]) == 1:
             (task,) = users[first]
             if all([len(users[resource]) == 1 for resource in paths[path_of[task]]]):
@@ -255,6 +257,7 @@ class Flows:
         for task, rate in zip(tasks, rates, strict=True):
             before = rate_of[task]
             if rate != before:
+                # What has flowed at the old rate since it was set.
                 remaining = left[task] - before * (now_s - since_s[task])
                 left[task] = remaining = max(remaining, 0.0)
                 rate_of[task] = rate
@@ -264,6 +267,7 @@ class Flows:
                 end_s[task] = inf
         first_s = min([end_s[task] for task in tasks]) * (1.0 + SAME_INSTANT)
         for task in tasks:
+            # Earlier events of these flows are no longer valid.
             self._versions[task] += 1
             if end_s[task] <= first_s < inf:
                 heappush(self._events, (end_s[task], FLOW_END, task, self._versions[task]))

@@ -61,6 +61,7 @@ class Kernel:
             if now_s > until_s:
                 return
             heappop(events)
+            # The rate has changed since this event was added.
             if versions[activity] != version:
                 continue
             self._now_s = now_s
@@ -74,6 +75,7 @@ class Kernel:
 
     def _settle(self, ended: Sequence[int]) -> None:
         """Process all events of this instant, then share the network once."""
+        # An activity that takes no time ends at once and may start others in the same instant.
         while ended:
             ready: list[int] = []
             for activity in ended:

@@ -288,6 +288,7 @@ class Simulation(Kernel):
         """
         if self._resumed:
             self._settle([])
+        # One instant at a time: background processes must not prolong the run.
         while self._left and self._events and self._events[0][0] <= until_s:
             self._run_until(self._events[0][0])
         if self._left:
@@ -499,6 +500,7 @@ class Simulation(Kernel):
                 self._resumed.popleft()()
             ready, self._ready = self._ready, []
             ended = self._start(ready)
+        # Rates are set before flows share them.
         for link in self._flows.changed:
             if link in self._changing:
                 self._follow(self._changing[link])

@@ -65,6 +65,7 @@ class SteadyState:
             more = repetitions - outcome.repetitions
             if not more:
                 return RepeatedRun(outcome=outcome, num_periods=0)
+            # The rest is a whole number of periods, which can be inserted.
             if outcome.recurrence and more > 0 and not more % outcome.recurrence.repetitions:
                 return RepeatedRun(
                     outcome=outcome, num_periods=more // outcome.recurrence.repetitions

@@ -125,8 +125,10 @@ class _Parts:
                 sums[used] = np.add.reduceat(along, self.starts[used])
             _, colours = np.unique(signature + sums * _SALT[2], return_inverse=True)
             before, num_colours = num_colours, int(colours.max()) + 1
+            # Too little symmetry to gain from.
             if len(np.unique(colours[: self.num_tasks])) > most:
                 return None
+            # Refinement only splits classes, so an equal number means that nothing has changed.
             if num_colours == before:
                 assert self._is_equitable(colours)
                 return colours

@@ -67,6 +67,7 @@ class Trace:
     ) -> None:
         """Add a span to a row of one of `PROCESSES`; rows are sorted by `order`, then by name."""
         assert process in PROCESSES, f"no process {process!r}"
+        # The names of runs are few, and needed to read the trace.
         if not self.room and process != RUNS:
             self.num_dropped += 1
             return
@@ -287,6 +288,7 @@ def record(graph: TaskGraph, parts: Iterable[TracedPart], rows: Rows, most: int)
         outcome = repeated.outcome
         own = _pieces_of(graph, component, outcome, rows, most)
         num_unlogged += outcome.num_unlogged
+        # In rows for many, all tasks of a class are one piece, so none is left out.
         if not rows.is_aggregated:
             num_all = sum(len(outcome.tasks_of(instance.task)) for instance in outcome.instances)
             num_unlogged += max(0, num_all - most)

@@ -94,6 +94,7 @@ class Covering:
         if self.joint:
             # m - q with q <= K components of at least `least` boards each; it does not decrease as m grows.
             return fewest - min(num_groups, fewest // least)
+        # With contention 1 every group has boards of its own, at least two.
         least_large = max(2, -(-(self.small + 1) // largest))
         fewest = max(fewest, num_small * least + num_large * least_large)
         return fewest - num_groups if fewest <= sum(boards) else IMPOSSIBLE
@@ -133,6 +134,7 @@ class Covering:
         for small, large in self._group_choices(num_small, num_large):
             wanted = small * self.small + large * (self.small + 1)
             num_others = num_small + num_large - small - large
+            # No cover with this component can be cheaper than the best one found.
             if self.joint and self._joint_bound(boards, demand, wanted, num_others) >= best[0]:
                 continue
             for used in self._covers(boards, wanted, slack):
@@ -143,6 +145,7 @@ class Covering:
                 cost = here + self.cost(rest, num_small - small, num_large - large)
                 if cost < best[0]:
                     best = cost, SlotCover(small, large, used)
+                    # No cover is cheaper than the lower bound.
                     if cost == bound:
                         return best
         return best

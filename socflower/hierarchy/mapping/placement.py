@@ -122,6 +122,7 @@ def balance_capacities(
     while improved:
         improved = False
         for (left, i), (right, j) in pairs:
+            # The swap changes the sum of squared totals by 2 moved (left - right + moved).
             moved = capacities[groups[right][j]] - capacities[groups[left][i]]
             if -2.0 * moved * (totals[left] - totals[right] + moved) > threshold:
                 groups[left][i], groups[right][j] = groups[right][j], groups[left][i]

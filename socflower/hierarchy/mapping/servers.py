@@ -56,6 +56,7 @@ def groups_per_server(socs: Sequence[int], num_groups: int) -> list[int]:
     heapq.heapify(largest)
     for _ in range(num_groups - sum(counts)):
         server = largest[0][1]
+        # The heap has the server with the largest groups first.
         counts[server] += 1
         heapq.heapreplace(largest, (-socs[server] / counts[server], server))
     return counts

@@ -44,6 +44,7 @@ def split_groups(
     # With contention 1 each split group has at least two boards of its own.
     most_splits = sum(available > 0 for available in slots) // 2
     proven = True
+    # Contention 1 is better than 2, even with more split groups.
     for joint, last in ((False, most_splits), (True, fewest_splits)):
         search = _Search(slots, small, num_small, num_large, joint, Budget(budget))
         for num_splits in range(fewest_splits, last + 1):
@@ -51,6 +52,7 @@ def split_groups(
                 search.run(num_splits)
             except SearchExhausted:
                 proven = False
+                # More split groups would take longer to search.
                 break
             if search.best is not None:
                 break
@@ -178,6 +180,7 @@ def _own_boards(sizes: Iterable[int], uses: Sequence[BoardUse]) -> Layout | None
         while size:
             if not free:
                 return None
+            # The smallest board that suffices for the rest, else the largest one.
             enough = bisect_left(free, (size, -1))
             left, board = free.pop(min(enough, len(free) - 1))
             group[board] = min(left, size)

@@ -47,6 +47,7 @@ def pack_whole(
         return None
     uses: list[BoardUse] = []
     left_small, left_large = num_small, num_large
+    # Backwards through the table: which choice for the last board leads to its entry?
     for index in range(len(slots) - 1, -1, -1):
         for a in range(min(slots[index] // small, left_small) + 1):
             large = (slots[index] - a * small) // (small + 1)
@@ -66,6 +67,7 @@ def _most_large(slots: Sequence[int], small: int, num_small: int) -> list[NDArra
     table = [row]
     for available in slots:
         row = table[-1] + np.where(table[-1] >= 0, available // (small + 1), 0)
+        # With `a` small groups on this board, the boards before hold the others.
         for a in range(1, min(available // small, num_small) + 1):
             before = table[-1][:-a]
             after = np.where(before >= 0, before + (available - a * small) // (small + 1), -1)
