@@ -264,7 +264,9 @@ def device_table(name: str) -> Mapping[str, Any]:
     devices = catalog()["device"]
     if name not in devices:
         known = ", ".join(devices)
-        raise ConfigError(f"device {name!r} is unknown; use a file in .toml, or one of {known}")
+        raise ConfigError(
+            f"device {name!r} is unknown; the catalogue has {known}; files of your own end in .toml"
+        )
     table: Mapping[str, Any] = devices[name]
     return table
 

@@ -25,10 +25,10 @@ class RateSteps:
     def __post_init__(self) -> None:
         times_s, rates = self.times_s, self.bytes_per_s
         stretches = list(pairwise((*times_s, self.end_s)))
-        is_ascending = all(before_s < after_s for before_s, after_s in stretches)
-        if times_s[:1] != (0.0,) or len(times_s) != len(rates) or not is_ascending:
+        rises = all(before_s < after_s for before_s, after_s in stretches)
+        if times_s[:1] != (0.0,) or len(times_s) != len(rates) or not rises:
             raise ConfigError(
-                f"bandwidth profile: times {times_s[:9]} of {len(rates)} rates must ascend from 0 s to {self.end_s} s"
+                f"bandwidth profile: times {list(times_s[:9])} of {len(rates)} rates must rise from 0 s on"
             )
         passed = [0.0]
         for rate, (before_s, after_s) in zip(rates, stretches, strict=True):

@@ -52,7 +52,6 @@ def split_groups(
                 search.run(num_splits)
             except SearchExhausted:
                 proven = False
-                # More split groups would take longer to search.
                 break
             if search.best is not None:
                 break
