@@ -28,7 +28,8 @@ class RateSteps:
         rises = all(before_s < after_s for before_s, after_s in stretches)
         if times_s[:1] != (0.0,) or len(times_s) != len(rates) or not rises:
             raise ConfigError(
-                f"bandwidth profile: times {list(times_s[:9])} of {len(rates)} rates must rise from 0 s on"
+                f"bandwidth profile: times {list(times_s[:9])} of {len(rates)} rates must rise from 0 s to "
+                f"{self.end_s} s"
             )
         passed = [0.0]
         for rate, (before_s, after_s) in zip(rates, stretches, strict=True):
