@@ -197,8 +197,10 @@ class DisjointSets:
     def join_by(self, number: int, token: Hashable) -> bool:
         """Join the sets of all numbers with a token; return whether it was known."""
         owner = self._owner.setdefault(token, number)
+        if owner == number:
+            return False
         self.join(number, owner)
-        return owner != number
+        return True
 
     def sets(self) -> list[list[int]]:
         """Return the sets, both they and their members in ascending order."""
