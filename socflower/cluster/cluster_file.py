@@ -110,7 +110,7 @@ class BoardTable(Table):
 
 
 class ServerTable(Table):
-    """`[[server]]`: servers of one kind, of a site; what is left out is as in `[cluster]`"""
+    """`[[server]]`: servers of one kind, of a site; keys that are left out are as in `[cluster]`"""
 
     count: Count = Field(1, description="how many servers like this one follow each other")
     boards: Count | Slots | None = Field(None, description="of each server, as in `[cluster]`")

@@ -1,4 +1,4 @@
-"""Task graphs: what plans are translated to, and the only input of the event clock."""
+"""Task graphs: plans are translated to them, and the event clock executes them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -77,7 +77,7 @@ def averaged_by(
     models: Sequence[Model],
     weights: Sequence[float],
 ) -> dict[str, Average]:
-    """Return what `weighted_average` does, with tensors computed by `average`, in its form and without a copy."""
+    """Return the result of `weighted_average`, with tensors computed and returned by `average`, without a copy."""
     shares = _shares(weights, len(models))
     _require_alike(models)
     # Names are in the order of the first model.

@@ -106,5 +106,5 @@ def compression_fault(leaders: str, compression: str) -> str:
 
 
 def exchanged_bytes(num_bytes: float, compression: str) -> float:
-    """Return what leaders exchange of a float32 model of `num_bytes`: half of it, or a quarter and the steps."""
+    """Return the bytes exchanged for a float32 model of `num_bytes`: all, half, or a quarter and the steps."""
     return num_bytes * {NONE: 1.0, FP16: 1 / 2, INT8: 1 / 4 + 1 / _STEP_ELEMENTS}[compression]

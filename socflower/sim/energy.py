@@ -80,7 +80,7 @@ class StateMeter:
 
 
 def power_w(state: State, device: Device, factor: float = 1.0) -> float:
-    """Return a device's watts in a state: active processors add what they draw above idle, the network its own.
+    """Return a device's watts in a state: idle watts, those of active processors above idle, and those of the network.
 
     `factor` scales the watts above idle to the present clocks.
     """

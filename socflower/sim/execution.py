@@ -335,7 +335,7 @@ class Execution(Kernel):
         if loop.finder is None or any(self._repetition[task] != loop.repetition for task in tasks):
             return
         latest = max([rounds[task] for task in tasks])
-        # Other activities in progress would change what the loop shares with them.
+        # Other activities in progress would change the rates of the loop.
         active = sum([stage != WAITING for stage in self._stage])
         if active != sum([self._stage[task] != WAITING for task in tasks]):
             return

@@ -412,7 +412,7 @@ class Simulation(Kernel):
         *,
         num_messages: int = 1,
     ) -> Event[float]:
-        """Return the event of the end of a transfer inside the cluster, as in a task graph, with its seconds."""
+        """Return the event of the end of a transfer between places of the cluster, with the seconds that it took."""
         route = self._routes.between(source, target)
         self.num_bytes[route.tier] += num_bytes
         handlers = [self._cluster_link(each) for each in route.handlers]

@@ -61,7 +61,10 @@ def pack_whole(
 
 
 def _most_large(slots: Sequence[int], small: int, num_small: int) -> list[NDArray[np.int64]]:
-    """Return, for the first 0, 1, … boards, the most large groups with exactly a small ones (-1 if a do not fit)."""
+    """Return a table: row k, column a is the most large groups that fit on the first k boards beside a small groups.
+
+    It is -1 if the small groups alone do not fit.
+    """
     row = np.full(num_small + 1, -1, dtype=np.int64)
     row[0] = 0
     table = [row]
@@ -113,7 +116,7 @@ class _WholeChoices:
     def of_kind(
         self, kind: int, num_small: int, num_large: int, chosen: WholeChoice
     ) -> Iterator[WholeChoice]:
-        """Yield the choices for all boards from a kind on, with so many groups left."""
+        """Yield the choices for the boards of `kind` and of all later kinds, with these numbers of groups left."""
         if kind == len(self._kinds):
             yield chosen
             return
@@ -135,7 +138,7 @@ class _WholeChoices:
         num_large: int,
         done: list[BoardUse],
     ) -> Iterator[tuple[list[BoardUse], int, int]]:
-        """Yield the uses of a kind's `boards`, by patterns from one on, and the numbers of groups left."""
+        """Yield (uses, small groups left, large groups left) of `boards` boards, by the patterns from `pattern` on."""
         self._budget.spend(1)
         if not boards:
             yield done, num_small, num_large
