@@ -4,9 +4,12 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from socflower.errors import ConfigError, require_range
+from socflower.field_rules import OneOf, checked
 from socflower.plain_numbers import plain_numbers
 from socflower.thermal.sensors.plausibility import STUCK_AFTER_S, SensorFilter
 from socflower.thermal.sensors.reading import Reading
@@ -15,24 +18,22 @@ from socflower.thermal.sensors.sysfs import NoteLog
 FAULTS = ("stuck", "nan", "cold", "missing", "denied")
 
 
-@plain_numbers
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class SensorFault:
-    """A fault of one sensor, and its time on the source's clock."""
+    """A fault of one sensor, and its time on the source's clock.
 
-    kind: str  # "stuck" at its last value, "nan", "cold" (-128 °C), "missing", "denied"
+    `kind`: "stuck" at its last value, "nan", "cold" (-128 °C), "missing", or "denied".
+    """
+
+    kind: Annotated[str, OneOf(FAULTS)]
     from_s: float = 0.0
-    until_s: float = math.inf
-    sensor: int = 0
+    until_s: Annotated[float, Field(allow_inf_nan=True)] = math.inf
+    sensor: Annotated[int, Field(ge=0)] = 0
 
-    def __post_init__(self) -> None:
-        if self.kind not in FAULTS:
-            raise ConfigError(f"sensor fault {self.kind!r}: there are {', '.join(FAULTS)}")
+    def check(self) -> None:
+        """Refuse times in the wrong order."""
         if not self.from_s < self.until_s:
-            raise ConfigError(
-                f"sensor fault {self.kind}: need from_s < until_s, got {self.from_s} and {self.until_s}"
-            )
-        require_range(f"sensor fault {self.kind}", least=0, sensor=self.sensor)
+            raise ConfigError(f"from_s = {self.from_s} must be below until_s = {self.until_s}")
 
 
 @plain_numbers
@@ -81,20 +82,17 @@ class SimulatedSource:
         for fault in faults:
             if fault.sensor >= num_sensors:
                 raise ConfigError(
-                    f"sensor fault {fault.kind}: there is no sensor {fault.sensor} among {num_sensors}"
+                    f"sensor fault {fault.kind}: no sensor {fault.sensor} among {num_sensors}"
                 )
-        self._temperature_of, self._speed_of, self._busy_of, self._clock = (
-            temperature_of,
-            speed_of,
-            busy_of,
-            clock,
-        )
+        self._temperature_of, self._speed_of = temperature_of, speed_of
+        self._busy_of, self._clock = busy_of, clock
         self._step_c, self._noise_c = step_c, noise_c
         self._random = random.Random(seed)
         self._faults = tuple(faults)
         self._notes = NoteLog()
         self._filter = SensorFilter(self._notes, stuck_after_s=stuck_after_s)
-        self._shown_c: list[float | None] = [None] * num_sensors  # last values without a fault
+        # Last values without a fault.
+        self._shown_c: list[float | None] = [None] * num_sensors
 
     def read(self) -> Reading:
         """Return the reading that the simulated sensors give."""
@@ -102,8 +100,8 @@ class SimulatedSource:
         values: dict[str, float | str] = {}
         for sensor in range(len(self._shown_c)):
             # Also drawn for a faulty sensor, so that the others' noise is the same with and without faults.
-            true_reading_c = self._round(true_c + self._random.gauss(0.0, self._noise_c))
-            shown = self._shown(sensor, true_reading_c, at_s)
+            noise_c = self._random.gauss(0.0, self._noise_c)
+            shown = self._shown(sensor, self._round(true_c + noise_c), at_s)
             if shown is not None:
                 values[f"simulated {sensor}"] = shown
         filtered = self._filter.apply(at_s, values, busy=self._busy_of())
@@ -125,12 +123,8 @@ class SimulatedSource:
                 last_c = self._shown_c[sensor]
                 self._shown_c[sensor] = true_reading_c if last_c is None else last_c
                 return self._shown_c[sensor]
-            return {
-                "nan": math.nan,
-                "cold": -128.0,
-                "missing": None,
-                "denied": "permission denied",
-            }[fault.kind]
+            shown = {"nan": math.nan, "cold": -128.0, "denied": "permission denied"}
+            return shown.get(fault.kind)
         self._shown_c[sensor] = true_reading_c
         return true_reading_c
 
