@@ -79,17 +79,13 @@ class Clocks:
     def read(self, at_s: float) -> ClockState:
         """Return the present state; what cannot be read is left out, with a note."""
         policies = self._policies(at_s)
-        answers = list(
-            filter(
-                None,
-                (
-                    self._pi(at_s),
-                    self._cooling_devices(at_s),
-                    self._counted(*_OVER_CURRENT, at_s),
-                    self._counted(*_CPU_THROTTLING, at_s),
-                ),
-            )
+        asked = (
+            self._pi(at_s),
+            self._cooling_devices(at_s),
+            self._counted(*_OVER_CURRENT, at_s),
+            self._counted(*_CPU_THROTTLING, at_s),
         )
+        answers = [answer for answer in asked if answer is not None]
         if policies and not answers:
             # A cap set by the user looks the same, so only a drop since the first reading counts.
             answers = [("cap of cpufreq", self._cap_dropped(policies))]
