@@ -15,11 +15,11 @@ from socflower.thermal.fans.outputs import (
     MIN_DUTY,
     DutyCurve,
     FanFailure,
-    checked_min_duty,
     checked_speed,
+    duty_curve,
     measured_speed,
-    reason,
 )
+from socflower.thermal.sensors.sysfs import reason
 
 _PLACEHOLDER = re.compile(r"\{(\w*)\}")
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
@@ -37,7 +37,7 @@ class IpmiCommand:
     measure : str
         A command; the last number that it prints is the speed.
     sensor : str
-        The sensor's name, if `measure` prints it before the speed: a number in it is no speed.
+        The sensor's name, if `measure` prints it before the speed: a number in the name does not count.
     timeout_s : float
         Timeout of a command; after it the command and all its child processes are killed, which counts as a failure.
     """
@@ -56,19 +56,15 @@ class IpmiCommand:
         min_duty: float = MIN_DUTY,
         timeout_s: float = 10.0,
     ) -> None:
-        self.curve = curve or DutyCurve.linear(min_rpm, max_rpm, min_duty)
+        self.curve = duty_curve(curve, min_rpm=min_rpm, max_rpm=max_rpm, min_duty=min_duty)
         require_range("fan", above=0.0, timeout_s=timeout_s)
-        self._min_duty, self._timeout_s = checked_min_duty(min_duty), timeout_s
+        self._min_duty, self._timeout_s = min_duty, timeout_s
         self._set = _words(template, "set", ("percent", "rpm"))
-        if not any(_PLACEHOLDER.search(word) for word in self._set):
-            raise ConfigError(
-                f"fan command set = {template!r}: has neither {{percent}} nor {{rpm}}, so it cannot "
-                "set a speed"
-            )
-        self._begin, self._restore, self._measure = (
-            _words(text, key, ()) if text.strip() else []
-            for text, key in ((begin, "begin"), (restore, "restore"), (measure, "measure"))
-        )
+        if not _PLACEHOLDER.search(template):
+            raise ConfigError(f"fan command set = {template!r}: needs {{percent}} or {{rpm}}")
+        self._begin = _words(begin, "begin")
+        self._restore = _words(restore, "restore")
+        self._measure = _words(measure, "measure")
         self._sensor, self._begun = sensor, False
 
     def set_rpm(self, rpm: float) -> None:
@@ -91,10 +87,10 @@ class IpmiCommand:
         return measured_speed(float(numbers[-1])) if numbers else None
 
     def restore(self) -> None:
-        """Run the restore command. Raises `FanFailure` if it fails or there is none."""
+        """Run the restore command. Raises `FanFailure` if it fails or none was given."""
         self._begun = False
         if not self._restore:
-            raise FanFailure(f"{self.describe()}: no command was given that restores its control")
+            raise FanFailure(f"{self.describe()}: has no restore command")
         self._run(self._restore)
 
     def describe(self) -> str:
@@ -140,33 +136,23 @@ class IpmiCommand:
                 if pipe is not None:
                     pipe.close()
         if process.returncode != 0:
-            said = " ".join((complained or printed).split())[:200]
-            raise FanFailure(
-                f"{name}: ended with status {process.returncode}{f' ({said})' if said else ''}"
-            )
+            text = " ".join((complained or printed).split())[:200]
+            raise FanFailure(f"{name}: ended with status {process.returncode} ({text})")
         return printed
 
 
-def _words(template: str, key: str, allowed: Sequence[str]) -> list[str]:
-    """Return the words of a command; `ConfigError` if it is not valid."""
+def _words(template: str, key: str, placeholders: Sequence[str] = ()) -> list[str]:
+    """Return the words of a command; only "set" must have some. `ConfigError` if it is invalid."""
+    where = f"fan command {key} = {template!r}"
     try:
         words = shlex.split(template)
     except ValueError as error:
-        raise ConfigError(
-            f"fan command {key} = {template!r}: cannot be split into words ({error})"
-        ) from None
-    if not words:
-        raise ConfigError(f"fan command {key}: is empty; give a program and its arguments")
-    for word in words:
-        for name in _PLACEHOLDER.findall(word):
-            if name not in allowed:
-                known = " or ".join(f"{{{one}}}" for one in allowed) or "none"
-                raise ConfigError(
-                    f"fan command {key} = {template!r}: {{{name}}} is unknown; use {known}"
-                )
-    if shutil.which(words[0]) is None:
-        raise ConfigError(
-            f"fan command {key} = {template!r}: there is no program {words[0]!r}; install it or give its "
-            "path"
-        )
+        raise ConfigError(f"{where}: cannot be split into words ({error})") from None
+    if not words and key != "set":
+        return words
+    unknown = set(_PLACEHOLDER.findall(template)) - set(placeholders)
+    if unknown:
+        raise ConfigError(f"{where}: unknown placeholder {{{min(unknown)}}}")
+    if not words or shutil.which(words[0]) is None:
+        raise ConfigError(f"{where}: the program is not found; give its path")
     return words

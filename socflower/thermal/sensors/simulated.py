@@ -123,8 +123,9 @@ class SimulatedSource:
                 last_c = self._shown_c[sensor]
                 self._shown_c[sensor] = true_reading_c if last_c is None else last_c
                 return self._shown_c[sensor]
-            shown = {"nan": math.nan, "cold": -128.0, "denied": "permission denied"}
-            return shown.get(fault.kind)
+            if fault.kind == "denied":
+                return "permission denied"
+            return {"nan": math.nan, "cold": -128.0}.get(fault.kind)
         self._shown_c[sensor] = true_reading_c
         return true_reading_c
 

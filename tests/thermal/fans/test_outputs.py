@@ -23,6 +23,7 @@ from socflower.thermal.fans.outputs import (
     FanNotFound,
     SimulatedFan,
     calibrate,
+    duty_curve,
     measured_speed,
 )
 from socflower.thermal.sensors.sysfs import DeviceIdentity, OpenFolder
@@ -88,13 +89,10 @@ def test_an_invalid_curve_is_refused():
     for duty, rpm in ((0.0, 1000.0), (0.2, 0.0), (0.2, 2000.0), (1.1, 1000.0), (0.2, nan)):
         refused(partial(DutyCurve, ((duty, rpm), (1.0, 2000.0))), "curve", f"{rpm:g}")
     refused(partial(DutyCurve, ((1.0, 1000.0), (0.2, 2000.0))), "curve", "1000", "2000")
-    line = partial(DutyCurve.linear, min_rpm=100.0, max_rpm=200.0, min_duty=0.2)
-    refused_each(
-        lambda **bad: line(**bad),
-        min_rpm=(0.0, 200.0, nan),
-        max_rpm=(inf,),
-        min_duty=(0.0, 1.0, nan),
-    )
+    line = partial(duty_curve, None, min_rpm=100.0, max_rpm=200.0, min_duty=0.2)
+    refused_each(partial(line), min_duty=(0.0, 1.0, nan))
+    for bad in ({"min_rpm": 0.0}, {"min_rpm": 200.0}, {"min_rpm": nan}, {"max_rpm": inf}):
+        refused(partial(line, **bad), "curve", *(f"{rpm:g}" for rpm in bad.values()))
 
 
 # ------------------------------------------------------------------------------------------------------ hwmon
