@@ -2,10 +2,10 @@
 
 import json
 import tomllib
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
 
@@ -83,7 +83,7 @@ def parse_value(text: str) -> object:
 
 
 @cache
-def _adapter(kind: Hashable) -> TypeAdapter[Any]:
+def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
@@ -95,7 +95,9 @@ def read_table(kind: type[_Kind], table: object, where: str) -> _Kind:
     try:
         # The rules of JSON input are those of TOML: a list for a tuple, a table for a dataclass, and nothing else.
         document = json.dumps(table, default=_plain)
-        value: _Kind = _adapter(kind).validate_json(document, by_alias=True, by_name=False)
+        value: _Kind = _adapter(cast(Any, kind)).validate_json(
+            document, by_alias=True, by_name=False
+        )
         return value
     except ValidationError as error:
         raise ConfigError(refusal(kind, table, where, error)) from None
