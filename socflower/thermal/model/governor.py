@@ -2,21 +2,26 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from socflower.errors import ConfigError
+from socflower.field_rules import checked
 from socflower.thermal.model.constants import constant, constants
 
 Levels = NDArray[np.int64]
 """Index of each SoC's clock in the governor's list: 0 is the highest."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+_Positive = Annotated[float, Field(gt=0)]
+
+
+@checked
 class ClockGovernor:
     """Steps a SoC's clock down when it passes a trip point, and up again when it has cooled to the resume point.
 
@@ -24,45 +29,27 @@ class ClockGovernor:
     Speed is proportional to the clock, watts above idle to `clock ** power_exponent`.
     """
 
-    clock_hz: tuple[float, ...]
+    clock_hz: Annotated[tuple[_Positive, ...], Field(min_length=1)]
     trip_c: tuple[float, ...]
     resume_c: tuple[float, ...]
-    power_exponent: float
+    power_exponent: Annotated[float, Field(ge=0)]
 
-    def __post_init__(self) -> None:
-        if (
-            not self.clock_hz
-            or len(self.trip_c) != len(self.clock_hz) - 1
-            or len(self.resume_c) != len(self.trip_c)
-        ):
+    def check(self) -> None:
+        """Refuse another number of points than of changes, and points in the wrong order."""
+        num_changes = len(self.clock_hz) - 1
+        if (len(self.trip_c), len(self.resume_c)) != (num_changes, num_changes):
             raise ConfigError(
-                f"governor: {len(self.clock_hz)} clocks need one trip and one resume point fewer, got "
-                f"{len(self.trip_c)} and {len(self.resume_c)}"
+                f"clock_hz of {len(self.clock_hz)} clocks needs {num_changes} numbers of trip_c and resume_c"
             )
-        if (
-            any(low >= high for high, low in pairwise(self.clock_hz))
-            or not 0.0 < self.clock_hz[-1] < math.inf
-        ):
-            raise ConfigError(
-                f"governor: clocks must fall and be above 0, got {list(self.clock_hz)}"
-            )
+        for key, values in (("trip_c", self.trip_c), ("resume_c", self.resume_c)):
+            if any(after <= before for before, after in pairwise(values)):
+                raise ConfigError(f"{key} = {list(values)} must rise")
+        if any(after >= before for before, after in pairwise(self.clock_hz)):
+            raise ConfigError(f"clock_hz = {list(self.clock_hz)} must fall")
+        # Otherwise the clock would swing at every reading.
         for trip_c, resume_c in zip(self.trip_c, self.resume_c, strict=True):
             if not resume_c < trip_c:
-                raise ConfigError(
-                    f"governor: resume_c = {resume_c} must be below trip_c = {trip_c}, or the clock "
-                    "would swing at every look"
-                )
-        if any(
-            after <= before for before, after in (*pairwise(self.trip_c), *pairwise(self.resume_c))
-        ):
-            raise ConfigError(
-                f"governor: trip and resume points must rise, got {list(self.trip_c)} and "
-                f"{list(self.resume_c)}"
-            )
-        if not self.power_exponent >= 0.0:
-            raise ConfigError(
-                f"governor: power_exponent = {self.power_exponent} must not be negative"
-            )
+                raise ConfigError(f"resume_c = {resume_c} must be below trip_c = {trip_c}")
 
     @property
     def clock_factors(self) -> tuple[float, ...]:
