@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from socflower.cluster.device_catalog import device
-from socflower.thermal.fans.fan_curve import rack_fans
-from socflower.thermal.model.calibration import (
+from benchmarks.heat_calibration import (
     FITTED_RPM,
     Experiment,
     conductance_of,
@@ -23,6 +21,8 @@ from socflower.thermal.model.calibration import (
     settled,
     temperature_after,
 )
+from socflower.cluster.device_catalog import device
+from socflower.thermal.fans.fan_curve import rack_fans
 from socflower.thermal.model.constants import FanTableRow, constant, document, fan_table
 from socflower.thermal.model.governor import snapdragon_governor
 from tests.one_line import refused
