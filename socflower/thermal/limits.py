@@ -91,9 +91,12 @@ class HeatLimits:
             shown = "unknown temperature" if now_c is None else f"{now_c:.1f} °C"
             return f"at {shown}, rests from {self.pause_c:g} °C down to {self.resume_c:g} °C"
         if reading.on_battery and charge is not None and charge < self.min_battery_fraction:
-            return f"on battery at {charge:.0%}, limit {self.min_battery_fraction:.0%}"
+            return (
+                f"on battery at {100 * charge:.0f} %, limit {100 * self.min_battery_fraction:g} %"
+            )
         if load is not None and load > self.max_user_load:
-            return f"others use {load:.0%} of its processors, limit {self.max_user_load:.0%}"
+            limit = f"limit {100 * self.max_user_load:g} %"
+            return f"others use {100 * load:.0f} % of its processors, {limit}"
         return None
 
 
