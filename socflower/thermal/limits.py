@@ -74,7 +74,8 @@ class HeatLimits:
 
         1 below `shrink_c`, then linearly down to `min_share` at `pause_c`, times the processor share that others leave.
         """
-        share, now_c = 1.0, reading.temperature_c
+        share = 1.0
+        now_c = reading.temperature_c
         if now_c is not None and now_c >= self.pause_c:
             share = self.min_share
         elif now_c is not None and now_c > self.shrink_c:
@@ -86,7 +87,9 @@ class HeatLimits:
 
     def refusal(self, reading: Reading, *, rests: bool) -> str | None:
         """Return why the device must not train now, or None; `rests` is whether it pauses because of heat."""
-        charge, load, now_c = reading.battery_fraction, reading.user_load, reading.temperature_c
+        charge = reading.battery_fraction
+        load = reading.user_load
+        now_c = reading.temperature_c
         if rests:
             shown = "unknown temperature" if now_c is None else f"{now_c:.1f} °C"
             return f"at {shown}, rests from {self.pause_c:g} °C down to {self.resume_c:g} °C"
@@ -169,9 +172,12 @@ class HeatGuard:
         sleep: Callable[[float], object] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._source, self._limits = source, limits
-        self._thread_share, self._poll_interval_s = thread_share, poll_interval_s
-        self._sleep, self._clock = sleep, clock
+        self._source = source
+        self._limits = limits
+        self._thread_share = thread_share
+        self._poll_interval_s = poll_interval_s
+        self._sleep = sleep
+        self._clock = clock
         self._timing = timing
         # Seconds and samples of steps that are not yet added to `timing`.
         self._steps: deque[tuple[float, int]] = deque()
@@ -180,7 +186,8 @@ class HeatGuard:
         # An idle device's clock is low to save power, not because of heat.
         self._idle = True
         self._worked_since_s: float | None = None
-        self._polled_s, self._last = clock(), first
+        self._polled_s = clock()
+        self._last = first
         self._peak_c: float | None = None
         self._throttled_s: float | None = None
         self._clocks: list[float] = []
@@ -198,7 +205,8 @@ class HeatGuard:
             reading = TimedSource(_FixedSource(reading), self._timing).read()
             now_s = self._clock()
             self._tally(reading, max(0.0, now_s - self._polled_s))
-            self._polled_s, self._last = now_s, reading
+            self._polled_s = now_s
+            self._last = reading
         return reading
 
     def final_poll(self) -> Reading:
@@ -209,7 +217,8 @@ class HeatGuard:
     def share(self) -> float:
         """Return the share of its power that the device may use now; reads the source if the last reading is old."""
         with self._lock:
-            age_s, share = self._clock() - self._polled_s, self._shares[-1]
+            age_s = self._clock() - self._polled_s
+            share = self._shares[-1]
         return self._limits.share(self.poll()) if age_s >= self._poll_interval_s else share
 
     def take_over_pacing(self) -> None:

@@ -53,7 +53,8 @@ class _DutyTable(FanTable):
 
     def curve(self) -> DutyCurve | None:
         """Return the measured curve, or None for a straight line."""
-        num_percent, num_rpm = len(self.curve_percent), len(self.curve_rpm)
+        num_percent = len(self.curve_percent)
+        num_rpm = len(self.curve_rpm)
         if num_percent != num_rpm:
             raise ConfigError(
                 f"curve_percent has {num_percent} numbers and curve_rpm {num_rpm}; give a speed for each"

@@ -91,8 +91,11 @@ class _Fan:
     def __init__(
         self, index: int, output: FanOutput, settings: FanSettings, alerts: Alerts, *, is_only: bool
     ) -> None:
-        self._index, self._output = index, output
-        self._settings, self._alerts, self._is_only = settings, alerts, is_only
+        self._index = index
+        self._output = output
+        self._settings = settings
+        self._alerts = alerts
+        self._is_only = is_only
         self._still_since_s: float | None = None
         self.is_stopped = False
         self.num_errors = 0
@@ -119,7 +122,8 @@ class _Fan:
         if rpm is None:
             return None
         if rpm > 0.0:
-            self._still_since_s, self.is_stopped = None, False
+            self._still_since_s = None
+            self.is_stopped = False
         elif self._still_since_s is None:
             self._still_since_s = now_s
         elif now_s - self._still_since_s >= self._settings.spin_up_s:
@@ -227,7 +231,9 @@ class FanControl:
             raise ConfigError(
                 f"fan control: boards of SoCs {sorted(boards)}, but sources of {sorted(sources)}"
             )
-        self._policy, self._settings, self._clock = policy, settings, clock
+        self._policy = policy
+        self._settings = settings
+        self._clock = clock
         self._alerts = Alerts(say, clock)
         self._fans = [
             _Fan(index, each, settings, self._alerts, is_only=len(outputs) == 1)
@@ -274,7 +280,8 @@ class FanControl:
         failsafe = not self._has_quorum(now_s, accepted)
         wanted_rpm = self._wanted_rpm(observation)
         if failsafe or wanted_rpm is None:
-            failsafe, wanted_rpm = True, self._settings.failsafe_rpm
+            failsafe = True
+            wanted_rpm = self._settings.failsafe_rpm
         self._policy_rpm = wanted_rpm
         self._rpm = min(max(wanted_rpm, self._settings.min_rpm), self._settings.max_rpm)
         measured_rpm = tuple(fan.measure(now_s) for fan in self._fans)
@@ -377,7 +384,9 @@ class _ConstantReadingCheck:
     def update(self, now_s: float, hottest_c: float | None, constant_since_s: float | None) -> None:
         """Record a reading; a change of temperature restarts the prediction."""
         if constant_since_s != self._since_s:
-            self._since_s, self._shown_c, self._expected_c = constant_since_s, hottest_c, hottest_c
+            self._since_s = constant_since_s
+            self._shown_c = hottest_c
+            self._expected_c = hottest_c
             self._should_have_changed = False
         self._at_s = now_s
 

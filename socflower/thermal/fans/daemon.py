@@ -79,7 +79,8 @@ def run_fan(
         False if `once` found too few temperatures or could not set a fan; if `restore` failed for a fan; or if the
         control ended because a fan was not there, or left one that could be neither restored nor set.
     """
-    show, say = show or _print, say or _print_error
+    show = show or _print
+    say = say or _print_error
     if sum((once, restore, calibrate_fans)) > 1:
         raise ConfigError("--once, --restore and --calibrate: give one of them")
     loaded = read_fan_file(config)
@@ -181,8 +182,12 @@ class _Reporter:
         show_json: Say | None,
         say: Say,
     ) -> None:
-        self._loaded, self._outputs, self._chip, self._dry_run = loaded, outputs, chip, dry_run
-        self._show_json, self._say = show_json, say
+        self._loaded = loaded
+        self._outputs = outputs
+        self._chip = chip
+        self._dry_run = dry_run
+        self._show_json = show_json
+        self._say = say
         self._said_rpm: float | None = None
         self._has_failed = False
 
@@ -345,7 +350,8 @@ def _lines(document: Mapping[str, Any]) -> list[str]:
     for soc, value in document["temperatures_c"].items():
         lines.append(f"SoC {soc}: {'not known' if value is None else f'{value:.1f} °C'}")
     for fan in document["fans"]:
-        set_rpm, measured_rpm = fan["set_rpm"], fan["measured_rpm"]
+        set_rpm = fan["set_rpm"]
+        measured_rpm = fan["measured_rpm"]
         speed = "not set" if set_rpm is None else f"{set_rpm:.0f} rpm"
         before = "" if measured_rpm is None else f", turned at {measured_rpm:.0f} rpm before"
         lines.append(f"fan {fan['name']}: {speed}{before}")

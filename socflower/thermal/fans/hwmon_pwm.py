@@ -95,7 +95,8 @@ class HwmonPwm:
     ) -> None:
         self.curve = duty_curve(curve, min_rpm=min_rpm, max_rpm=max_rpm, min_duty=min_duty)
         self._least_pwm = _pwm_of(min_duty)
-        self._pwm, self._enable = f"pwm{pwm}", f"pwm{pwm}_enable"
+        self._pwm = f"pwm{pwm}"
+        self._enable = f"pwm{pwm}_enable"
         self._tachometer = f"fan{pwm if fan is None else fan}_input"
         try:
             with OpenFolder(folder) as opened:

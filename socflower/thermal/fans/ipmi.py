@@ -58,14 +58,16 @@ class IpmiCommand:
     ) -> None:
         self.curve = duty_curve(curve, min_rpm=min_rpm, max_rpm=max_rpm, min_duty=min_duty)
         require_range("fan", above=0.0, timeout_s=timeout_s)
-        self._min_duty, self._timeout_s = min_duty, timeout_s
+        self._min_duty = min_duty
+        self._timeout_s = timeout_s
         self._set = _words(template, "set", ("percent", "rpm"))
         if not _PLACEHOLDER.search(template):
             raise ConfigError(f"fan command set = {template!r}: needs {{percent}} or {{rpm}}")
         self._begin = _words(begin, "begin")
         self._restore = _words(restore, "restore")
         self._measure = _words(measure, "measure")
-        self._sensor, self._begun = sensor, False
+        self._sensor = sensor
+        self._begun = False
 
     def set_rpm(self, rpm: float) -> None:
         """Run the command for this speed. Raises `FanFailure` with its output."""

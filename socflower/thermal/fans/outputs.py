@@ -74,7 +74,8 @@ class DutyCurve:
         """Return the duty for a speed, clipped to the ends of the curve."""
         speeds = [speed for _, speed in self.points]
         after = min(max(bisect_left(speeds, rpm), 1), len(speeds) - 1)
-        (low, slow), (high, fast) = self.points[after - 1], self.points[after]
+        (low, slow) = self.points[after - 1]
+        (high, fast) = self.points[after]
         part = min(max((rpm - slow) / (fast - slow), 0.0), 1.0)
         # Rounding must not exceed the end.
         return min(low + (high - low) * part, high)
@@ -115,7 +116,9 @@ class SimulatedFan:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         require_range("simulated fan", above=0.0, max_rpm=max_rpm, rpm_per_s=rpm_per_s)
-        self._max_rpm, self._rpm_per_s, self._clock = max_rpm, rpm_per_s, clock
+        self._max_rpm = max_rpm
+        self._rpm_per_s = rpm_per_s
+        self._clock = clock
         self._rpm = self._target_rpm = max_rpm
         self._at_s = clock()
         self._failure = ""

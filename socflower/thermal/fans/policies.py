@@ -191,16 +191,21 @@ class PredictiveCooling:
 
     def rpm(self, observation: FanObservation) -> float:
         """Return the speed."""
-        hottest_c, at_s, load = observation.hottest_c, observation.at_s, self.load
+        hottest_c = observation.hottest_c
+        at_s = observation.at_s
+        load = self.load
         if observation.lacks_temperatures or hottest_c is None:
             return self.high_rpm
-        part, end_s = 1.0, load.end_s
+        part = 1.0
+        end_s = load.end_s
         # A SoC that has tripped would stay slow if it were held at the limit.
         limit_c = self.resume_c if observation.num_throttled else self.limit_c
         if at_s >= self.coast_begin_s:
-            part, limit_c = self.coast_power, self.coast_limit_c
+            part = self.coast_power
+            limit_c = self.coast_limit_c
             end_s += self.max_slowdown * (load.end_s - load.begin_s)
-        rise_c, heat_w = part * load.local_rise_c, part * load.rack_w
+        rise_c = part * load.local_rise_c
+        heat_w = part * load.rack_w
         # Work that passes its planned end may continue for long.
         time_s = min(self.horizon_s, end_s - at_s) if at_s < end_s else self.horizon_s
         air_limit_c = limit_c - rise_c
@@ -250,7 +255,8 @@ class PredictiveCooling:
     def _steady_rpm(self, *, air_c: float, limit_c: float, heat_w: float, time_s: float) -> float:
         """Return the slowest speed with which the air is at the limit or below it after `time_s`."""
 
-        low, high = self.fans.still_w_per_k, self.fans.conductance_w_per_k(self.fans.max_rpm)
+        low = self.fans.still_w_per_k
+        high = self.fans.conductance_w_per_k(self.fans.max_rpm)
         if self._air_c(air_c, low, heat_w, time_s) <= limit_c:
             return self.fans.min_rpm
         if self._air_c(air_c, high, heat_w, time_s) > limit_c:
@@ -266,7 +272,8 @@ class PredictiveCooling:
 
 @cache
 def _most_efficient_rpm(fans: FanCurve, low_rpm: float, high_rpm: float) -> float:
-    still, low_w = fans.conductance_w_per_k(low_rpm), fans.power_w(low_rpm)
+    still = fans.conductance_w_per_k(low_rpm)
+    low_w = fans.power_w(low_rpm)
 
     def gain(rpm: float) -> float:
         added_w = max(fans.power_w(rpm) - low_w, 1e-12)

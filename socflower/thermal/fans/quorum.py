@@ -20,7 +20,8 @@ class Alerts:
     """Present alerts by key; `say` gets a line when one begins and when it ends, at most once per hour and key."""
 
     def __init__(self, say: Callable[[str], object], clock: Callable[[], float]) -> None:
-        self._say, self._clock = say, clock
+        self._say = say
+        self._clock = clock
         self._present: dict[Hashable, str] = {}
         self._reported_s: dict[Hashable, float] = {}
         # Keys of present alerts that were reported.
@@ -90,7 +91,8 @@ class _SourceHistory:
     def is_idle(self, now_s: float, load: float | None, stuck_after_s: float) -> bool:
         """Record a load; return whether the SoC is idle. A load that stays constant for long does not count."""
         if load != self.load:
-            self.load, self.load_changed_s = load, now_s
+            self.load = load
+            self.load_changed_s = now_s
         is_fresh = now_s - self.load_changed_s < stuck_after_s
         return load is not None and load < _IDLE_LOAD and is_fresh
 
@@ -100,12 +102,14 @@ class _SourceHistory:
         """Record a temperature and the source's own time."""
         changed = not self.recent_c or self.recent_c[-1][1] != temperature_c
         if changed:
-            self.changed_s, self.busy_s = now_s, 0.0
+            self.changed_s = now_s
+            self.busy_s = 0.0
             self.recent_c.append((now_s, temperature_c))
         # Only equality is tested: the time may be another machine's clock, which may restart. Without a time stamp an
         # old reading cannot be detected.
         if changed or at is None or self.at != at:
-            self.renewed_s, self.at = now_s, at
+            self.renewed_s = now_s
+            self.at = at
         # The value at the start of the last `stuck_after_s` is kept, however old it is.
         while len(self.recent_c) > 1 and self.recent_c[1][0] <= now_s - stuck_after_s:
             self.recent_c.popleft()
@@ -140,7 +144,8 @@ class FilteredTemperatures:
         alerts: Alerts,
     ) -> None:
         self._sources = dict(sources)
-        self._max_silence_s, self._stuck_after_s = max_silence_s, stuck_after_s
+        self._max_silence_s = max_silence_s
+        self._stuck_after_s = stuck_after_s
         self._alerts = alerts
         self._histories = {soc: _SourceHistory() for soc in self._sources}
         self._polled_s: float | None = None
@@ -163,7 +168,8 @@ class FilteredTemperatures:
         moved = {soc for soc, history in histories.items() if history.has_moved()}
         for soc, history in histories.items():
             is_constant = now_s - history.changed_s >= self._stuck_after_s
-            num_others, num_moved = len(histories) - 1, len(moved - {soc})
+            num_others = len(histories) - 1
+            num_moved = len(moved - {soc})
             if now_s - history.renewed_s >= self._max_silence_s:
                 rejections[soc] = "repeats the same reading"
             elif is_constant and 0 < num_others <= 2 * num_moved:
@@ -185,7 +191,8 @@ class FilteredTemperatures:
         for soc, source in self._sources.items():
             try:
                 reading = source.read()
-                temperature_c, at = reading.temperature_c, reading.at_s
+                temperature_c = reading.temperature_c
+                at = reading.at_s
                 load = getattr(reading, "user_load", None)
             # Foreign code may raise anything.
             except Exception as error:
@@ -227,7 +234,8 @@ class Quorum:
     """
 
     def __init__(self, boards: Mapping[int, int], *, patience_s: float) -> None:
-        self._boards, self._patience_s = dict(boards), patience_s
+        self._boards = dict(boards)
+        self._patience_s = patience_s
         self._holds = False
         # The last time with enough, and the last time with too few while the quorum was lost.
         self._enough_s = self._lost_s = -math.inf

@@ -115,7 +115,8 @@ class Tide:
         """Return a two-state chain whose mean follows the day: idle times depend on the fraction at their start."""
         busy = bool(random.random() < self.part_busy(start_hour))
         first = self.game if busy else NOBODY
-        time_s, later = 0.0, list[tuple[float, BackgroundLoad]]()
+        time_s = 0.0
+        later = list[tuple[float, BackgroundLoad]]()
         while True:
             part = self.part_busy(start_hour + time_s / 3600.0)
             mean_s = self.mean_session_s
@@ -147,7 +148,8 @@ def idle_windows(
 
     def is_open(hour: float) -> bool:
         for begin, end in windows:
-            is_after, is_before = hour >= begin, hour < end
+            is_after = hour >= begin
+            is_before = hour < end
             # A window that ends before it begins spans midnight.
             if (is_after and is_before) if begin < end else (is_after or is_before):
                 return True

@@ -21,7 +21,9 @@ _RPM_STEP = 25.0
 _MAX_HORIZON_S = 1800.0
 _LOG_ENTRIES = 4000
 
-_ROOM_C, _ALL_FANS, _ALWAYS = always(25.0), always(1.0), always(True)
+_ROOM_C = always(25.0)
+_ALL_FANS = always(1.0)
+_ALWAYS = always(True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,8 @@ class RackDynamics:
         start_rpm: float | None = None,
     ) -> None:
         require_range("rack", above=0.0, tick_s=tick_s)
-        self._rack, self._policy = rack, policy
+        self._rack = rack
+        self._policy = policy
         self._governor, self._fans = governor or snapdragon_governor(), fans or rack_fans()
         self._clock_factors = np.array(self._governor.clock_factors)
         self._power_factors = np.array(self._governor.power_factors)
@@ -88,7 +91,8 @@ class RackDynamics:
         users = self._surroundings.background_load
         if users and len(users) != rack.num_socs:
             raise ConfigError(f"rack: users of {len(users)} SoCs, but it has {rack.num_socs}")
-        self._tick_s, self._sensor_step_c = tick_s, sensor_step_c
+        self._tick_s = tick_s
+        self._sensor_step_c = sensor_step_c
         self._networks: dict[float, ThermalNetwork] = {}
         rpm = self._fans.min_rpm if start_rpm is None else start_rpm
         temperatures_c = np.full(rack.num_nodes, start_c)
@@ -127,7 +131,8 @@ class RackDynamics:
     def steady_s(self, power_w: Sequence[float]) -> float:
         """Return how long speeds, powers and taken SoCs stay constant under this load; at most half an hour."""
         state = self._state
-        begin_s, node_w = state.time_s, self._node_power(power_w)
+        begin_s = state.time_s
+        node_w = self._node_power(power_w)
         before = self._control_state(state)
         while state.time_s < begin_s + _MAX_HORIZON_S:
             state, _ = self._to_next_tick(state, node_w, math.inf)
@@ -143,10 +148,13 @@ class RackDynamics:
     @plain_numbers
     def advance(self, duration_s: float, power_w: Sequence[float]) -> float:
         """Advance by `duration_s` under this mean load (watts by SoC, without users); return the fans' joules."""
-        state, fan_j = self._state, 0.0
-        end_s, node_w = state.time_s + duration_s, self._node_power(power_w)
+        state = self._state
+        fan_j = 0.0
+        end_s = state.time_s + duration_s
+        node_w = self._node_power(power_w)
         while state.time_s < end_s:
-            before_s, fan_w = state.time_s, self._fan_w(state)
+            before_s = state.time_s
+            fan_w = self._fan_w(state)
             state, ticked = self._to_next_tick(state, node_w, end_s)
             fan_j += fan_w * (state.time_s - before_s)
             if ticked:
@@ -214,7 +222,8 @@ class RackDynamics:
         return self._fans.power_w(state.rpm, working)
 
     def _loads(self, state: _State) -> list[BackgroundLoad]:
-        users, tick_start_s = self._surroundings.background_load, self._last_tick_s(state)
+        users = self._surroundings.background_load
+        tick_start_s = self._last_tick_s(state)
         return [load.at(tick_start_s) for load in users] or [NOBODY] * self._rack.num_socs
 
     def _node_power(self, power_w: Sequence[float]) -> Vector:
@@ -282,7 +291,8 @@ class RackDynamics:
         temperatures_c = np.array(state["temperatures_c"], float)
         levels = np.array(state["levels"], np.int64)
         self._state = _State(state["time_s"], temperatures_c, levels, state["rpm"])
-        self.cooling_j, self.peak_c = state["cooling_j"], state["peak_c"]
+        self.cooling_j = state["cooling_j"]
+        self.peak_c = state["peak_c"]
         self._log_every_s = state["log_every_s"]
         names = [entry.name for entry in fields(RackRecord)]
         self._log = [RackRecord(**dict(zip(names, row, strict=True))) for row in state["log"]]

@@ -129,7 +129,8 @@ class Rack:
     @property
     def _edges(self) -> tuple[tuple[int, int, float], ...]:
         chassis = self.num_nodes - 1
-        edges, soc = [], 0
+        edges = []
+        soc = 0
         for board, slots in enumerate(self.slots_per_board):
             node = self.num_socs + board
             edges.append((node, chassis, self.board_to_air_w_per_k * self.airflow.get(board, 1.0)))
@@ -140,7 +141,8 @@ class Rack:
 
     def network(self, chassis_w_per_k: float) -> ThermalNetwork:
         """Return the network for this conductance from the chassis air to the ambient air."""
-        num_socs, num_boards = self.num_socs, len(self.slots_per_board)
+        num_socs = self.num_socs
+        num_boards = len(self.slots_per_board)
         socs_j_per_k = (self.soc_j_per_k,) * num_socs
         boards_j_per_k = (self.board_j_per_k,) * num_boards
         return ThermalNetwork(

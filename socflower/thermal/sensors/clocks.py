@@ -195,7 +195,8 @@ class Clocks:
         return ("cooling devices", any(state > 0 for state in states)) if states else None
 
     def _counted(self, name: str, folder: str, pattern: str, at_s: float) -> _Answer | None:
-        is_found, rose = False, list[bool]()
+        is_found = False
+        rose = list[bool]()
         for path in matching_paths(self._root / folder, pattern):
             try:
                 with OpenFolder(path.parent) as opened:

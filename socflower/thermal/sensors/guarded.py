@@ -13,7 +13,8 @@ from socflower.plain_numbers import plain
 from socflower.thermal.sensors.reading import HeatSource, Reading
 from socflower.wire.logs import log
 
-_LONGEST_NOTE, _MOST_NOTES = 200, 16
+_LONGEST_NOTE = 200
+_MOST_NOTES = 16
 
 _QUIET_S = 60.0
 """Least time between two warnings of one kind about an intermittent source."""
@@ -37,7 +38,9 @@ class GuardedSource:
         timeout_s: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._make, self._timeout_s, self._clock = make, timeout_s, clock
+        self._make = make
+        self._timeout_s = timeout_s
+        self._clock = clock
         self._source: HeatSource | None = None
         self._asking: threading.Thread | None = None
         self._lock = threading.Lock()

@@ -127,7 +127,8 @@ def _by_psutil() -> BatteryState:
         battery = None
     if battery is None:
         return BatteryState()
-    percent, plugged = battery.percent, battery.power_plugged
+    percent = battery.percent
+    plugged = battery.power_plugged
     return BatteryState(
         fraction=percent / 100 if percent is not None and 0 <= percent <= 100 else None,
         on_battery=None if plugged is None else not plugged,
@@ -187,7 +188,8 @@ class LinuxSensors:
         pid: int | None = None,
         also_ours: Iterable[str] = (),
     ) -> None:
-        self._root, self._clock = root, clock
+        self._root = root
+        self._clock = clock
         self._notes = NoteLog()
         self._filter = SensorFilter(self._notes, stuck_after_s=stuck_after_s)
         self._units: dict[str, TemperatureUnit] = {}

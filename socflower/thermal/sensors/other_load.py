@@ -82,7 +82,9 @@ class OtherLoad:
         pid: int | None = None,
         also_ours: Iterable[str] = (),
     ) -> None:
-        self._root, self._notes, self._clock = root, notes, clock
+        self._root = root
+        self._notes = notes
+        self._clock = clock
         self._pid = os.getpid() if pid is None else pid
         self._also_ours = frozenset(also_ours)
         self._before: _Counts | None = None
@@ -103,7 +105,8 @@ class OtherLoad:
         if before is None:
             self._load = Load(num_processors=counts.num_processors)
             return self._load
-        total, busy = counts.total - before.total, counts.busy - before.busy
+        total = counts.total - before.total
+        busy = counts.busy - before.busy
         if total > 0:
             others = _part(busy, total) * total - _ours_since(before.ours, counts.ours)
             self._load = Load(
@@ -140,7 +143,8 @@ class OtherLoad:
                 children_s = getattr(spent, "children_user", 0.0)
                 children_s += getattr(spent, "children_system", 0.0)
                 own_s = spent.user + spent.system
-                parent, started = values["ppid"] or 0, values["create_time"] or 0.0
+                parent = values["ppid"] or 0
+                started = values["create_time"] or 0.0
                 processes[process.pid] = _Process(parent, own_s, children_s, started)
         except (psutil.Error, OSError, RuntimeError):
             return None
@@ -160,7 +164,8 @@ class OtherLoad:
     ) -> dict[int, _Process]:
         """Return our own processes: all descendants of our topmost processes."""
         tops = {self._pid}
-        pid, seen = self._pid, {0}
+        pid = self._pid
+        seen = {0}
         # An inconsistent snapshot may contain a cycle.
         while pid in processes and pid not in seen:
             seen.add(pid)
@@ -233,8 +238,10 @@ def _processes(proc: Path) -> Iterable[tuple[int, _Process]]:
             text = (proc / name / "stat").read_bytes().rsplit(b")", 1)[1]
             # Of the fields after the name: 1 parent, 11 to 14 user and system time, own and of children, 19 start.
             fields = [float(int(word)) for word in text.split()[1:20]]
-            parent, started = int(fields[0]), fields[18]
-            own, children = fields[10] + fields[11], fields[12] + fields[13]
+            parent = int(fields[0])
+            started = fields[18]
+            own = fields[10] + fields[11]
+            children = fields[12] + fields[13]
         # It ended meanwhile, or is not readable.
         except (OSError, ValueError, IndexError, OverflowError):
             continue

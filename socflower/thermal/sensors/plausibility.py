@@ -141,7 +141,8 @@ class TemperatureUnit:
         self._num_misfits = self._num_misfits + 1 if other not in (None, self._per_degree) else 0
         if self._num_misfits < _MISFITS_TO_REDECIDE or other is None:
             raise ValueError("shows an impossible temperature")
-        self._per_degree, self._num_misfits = other, 0
+        self._per_degree = other
+        self._num_misfits = 0
         return raw / other
 
 

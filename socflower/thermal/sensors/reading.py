@@ -8,7 +8,8 @@ from pydantic import Field
 
 from socflower.field_rules import checked
 
-COLDEST_C, HOTTEST_C = -40.0, 150.0
+COLDEST_C = -40.0
+HOTTEST_C = 150.0
 """A sensor outside this range is broken: no working SoC is colder or hotter."""
 
 Temperature = Annotated[float, Field(ge=COLDEST_C, le=HOTTEST_C)]

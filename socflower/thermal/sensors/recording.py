@@ -18,7 +18,8 @@ from socflower.toml_file import read_table
 _FIELDS = tuple(field.name for field in fields(Reading))
 _FLAGS = ("throttled", "on_battery")
 _BOOLEANS = {"true": True, "false": False}
-_CSV, _LINES = (".csv",), (".jsonl", ".ndjson", ".json")
+_CSV = (".csv",)
+_LINES = (".jsonl", ".ndjson", ".json")
 
 _LONGEST_INTERVAL_S = 1e7
 """116 days; `time.sleep` fails beyond some centuries."""

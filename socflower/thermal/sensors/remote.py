@@ -32,7 +32,10 @@ class FileSource:
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._path, self._max_age_s, self._now, self._clock = path, max_age_s, now, clock
+        self._path = path
+        self._max_age_s = max_age_s
+        self._now = now
+        self._clock = clock
 
     def read(self) -> Reading:
         """Return the file's reading."""
@@ -52,7 +55,8 @@ class HttpSource:
     """A reading as JSON from another machine, by GET. Proxies are not used."""
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
-        self._url, self._timeout_s = url, timeout_s
+        self._url = url
+        self._timeout_s = timeout_s
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def read(self) -> Reading:
@@ -82,15 +86,18 @@ class BackgroundSource:
         max_age_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._source, self._clock = source, clock
-        self._period_s, self._max_age_s = period_s, max_age_s
+        self._source = source
+        self._clock = clock
+        self._period_s = period_s
+        self._max_age_s = max_age_s
         self._latest: tuple[float, Reading] | None = None
         self._answered, self._closed = threading.Event(), threading.Event()
         threading.Thread(target=self._poll, name="reading-source", daemon=True).start()
 
     def read(self) -> Reading:
         """Return the source's last reading without waiting."""
-        latest, now_s = self._latest, self._clock()
+        latest = self._latest
+        now_s = self._clock()
         if latest is None or now_s - latest[0] > self._max_age_s:
             return _unknown_reading(now_s, "does not answer")
         return latest[1]
@@ -121,7 +128,8 @@ def _reading(content: bytes, now_s: float, where: str) -> Reading:
         document: Any = json.loads(content)
         if isinstance(document, dict):
             document = document.get("reading", document)
-        temperature_c, at_s = document.get("temperature_c"), document.get("at_s")
+        temperature_c = document.get("temperature_c")
+        at_s = document.get("at_s")
         load = document.get("user_load")
     except (ValueError, AttributeError, RecursionError):
         return _unknown_reading(now_s, f"{where}: is not a JSON object")

@@ -84,9 +84,12 @@ class SimulatedSource:
                 raise ConfigError(
                     f"sensor fault {fault.kind}: no sensor {fault.sensor} among {num_sensors}"
                 )
-        self._temperature_of, self._speed_of = temperature_of, speed_of
-        self._busy_of, self._clock = busy_of, clock
-        self._step_c, self._noise_c = step_c, noise_c
+        self._temperature_of = temperature_of
+        self._speed_of = speed_of
+        self._busy_of = busy_of
+        self._clock = clock
+        self._step_c = step_c
+        self._noise_c = noise_c
         self._random = random.Random(seed)
         self._faults = tuple(faults)
         self._notes = NoteLog()
@@ -96,7 +99,8 @@ class SimulatedSource:
 
     def read(self) -> Reading:
         """Return the reading that the simulated sensors give."""
-        at_s, true_c = self._clock(), self._temperature_of()
+        at_s = self._clock()
+        true_c = self._temperature_of()
         values: dict[str, float | str] = {}
         for sensor in range(len(self._shown_c)):
             # Also drawn for a faulty sensor, so that the others' noise is the same with and without faults.

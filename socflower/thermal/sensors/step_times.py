@@ -115,7 +115,9 @@ class TimedSource:
         self, source: HeatSource, timing: StepTiming, *, throttled_below: float = 0.85
     ) -> None:
         require_range("timed source", above=0.0, most=1.0, throttled_below=throttled_below)
-        self._source, self._timing, self._throttled_below = source, timing, throttled_below
+        self._source = source
+        self._timing = timing
+        self._throttled_below = throttled_below
         self._has_note = False
 
     def read(self) -> Reading:

@@ -195,5 +195,6 @@ class NoteLog:
 
     def drain(self) -> tuple[str, ...]:
         """Return the notes added since the last call."""
-        pending, self._pending = tuple(self._pending), []
+        pending = tuple(self._pending)
+        self._pending = []
         return pending
