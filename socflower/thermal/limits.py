@@ -103,7 +103,11 @@ class HeatLimits:
         return None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(
+    frozen=True,
+    kw_only=True,
+    slots=True,
+)
 class Pause:
     """A device's pause because of heat. It outlives a message's process, so its fields are plain record values."""
 
@@ -124,7 +128,10 @@ class Pause:
 
 
 def next_pause(
-    limits: HeatLimits, pause: Pause | None, reading: Reading, now_s: float
+    limits: HeatLimits,
+    pause: Pause | None,
+    reading: Reading,
+    now_s: float,
 ) -> Pause | None:
     """Return the pause after a reading: it starts at `pause_c` and ends at `resume_c`.
 

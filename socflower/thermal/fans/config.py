@@ -112,7 +112,13 @@ class _ProgramTable(_DutyTable):
     restore: str = ""
     timeout_s: float = 10.0
 
-    def command(self, measure: str, *, program: str = "", sensor: str = "") -> IpmiCommand:
+    def command(
+        self,
+        measure: str,
+        *,
+        program: str = "",
+        sensor: str = "",
+    ) -> IpmiCommand:
         """Return the fans behind the commands as one; with a program these are its arguments."""
         commands = (self.set, self.begin, self.restore, measure)
         template, begin, restore, measure = (
@@ -251,7 +257,11 @@ _SOURCES: Mapping[str, type[SourceTable]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(
+    frozen=True,
+    kw_only=True,
+    slots=True,
+)
 class FanFile:
     """A whole configuration."""
 
@@ -323,7 +333,12 @@ def _sources(tables: tuple[dict[str, Any], ...]) -> dict[int, SourceTable]:
     return sources
 
 
-def _by_kind(kinds: Mapping[str, type[Any]], table: Mapping[str, Any], key: str, where: str) -> Any:
+def _by_kind(
+    kinds: Mapping[str, type[Any]],
+    table: Mapping[str, Any],
+    key: str,
+    where: str,
+) -> Any:
     """Return a table as the kind that one of its keys names."""
     kind = table.get(key)
     if not isinstance(kind, str) or kind not in kinds:

@@ -60,7 +60,11 @@ class FanSettings:
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(
+    frozen=True,
+    kw_only=True,
+    slots=True,
+)
 class FanState:
     """What one step measured and set."""
 
@@ -89,7 +93,13 @@ class _Fan:
     """An output that is driven, with its alerts; no failure of the output raises."""
 
     def __init__(
-        self, index: int, output: FanOutput, settings: FanSettings, alerts: Alerts, *, is_only: bool
+        self,
+        index: int,
+        output: FanOutput,
+        settings: FanSettings,
+        alerts: Alerts,
+        *,
+        is_only: bool,
     ) -> None:
         self._index = index
         self._output = output
@@ -168,13 +178,21 @@ class _Fan:
         self._set_alert("restore", f"cannot be restored ({cause}); it stays at {rpm:g} rpm")
         return True
 
-    def _set_alert(self, kind: str, text: str | None, *, well: str = "") -> None:
+    def _set_alert(
+        self,
+        kind: str,
+        text: str | None,
+        *,
+        well: str = "",
+    ) -> None:
         start = f"fan {self.name}: "
         self._alerts.set((kind, self._index), text and start + text, well=start + well)
 
 
 def restore_fans(
-    outputs: Sequence[FanOutput], settings: FanSettings, say: Callable[[str], object]
+    outputs: Sequence[FanOutput],
+    settings: FanSettings,
+    say: Callable[[str], object],
 ) -> None:
     """Restore the previous control of every fan, or else set the fail-safe speed; `say` gets each failure."""
     alerts = Alerts(say, time.monotonic)
@@ -371,7 +389,10 @@ class _ConstantReadingCheck:
             return False
         try:
             self._expected_c = self._policy.expected_c(
-                self._expected_c, rpm=rpm, at_s=now_s, duration_s=max(0.0, now_s - self._at_s)
+                self._expected_c,
+                rpm=rpm,
+                at_s=now_s,
+                duration_s=max(0.0, now_s - self._at_s),
             )
         # `_wanted_rpm` reports a failing policy.
         except Exception:
@@ -381,7 +402,12 @@ class _ConstantReadingCheck:
             self._should_have_changed = True
         return not self._should_have_changed
 
-    def update(self, now_s: float, hottest_c: float | None, constant_since_s: float | None) -> None:
+    def update(
+        self,
+        now_s: float,
+        hottest_c: float | None,
+        constant_since_s: float | None,
+    ) -> None:
         """Record a reading; a change of temperature restarts the prediction."""
         if constant_since_s != self._since_s:
             self._since_s = constant_since_s

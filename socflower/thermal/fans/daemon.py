@@ -116,7 +116,10 @@ def run_fan(
 
 @contextmanager
 def _control(
-    outputs: list[FanOutput], policy: FanPolicy, loaded: FanFile, say: Say
+    outputs: list[FanOutput],
+    policy: FanPolicy,
+    loaded: FanFile,
+    say: Say,
 ) -> Iterator[FanControl]:
     """Yield the control of the fans, after the first answers of sources that are read in the background."""
     with ExitStack() as stack:
@@ -142,7 +145,12 @@ def _control(
         yield control
 
 
-def _run(control: FanControl, stop: StopSignals, reporter: "_Reporter", say: Say) -> bool:
+def _run(
+    control: FanControl,
+    stop: StopSignals,
+    reporter: "_Reporter",
+    say: Say,
+) -> bool:
     """Step until a signal; return False if the control ended because a fan was not there."""
 
     def on_step(state: FanState) -> None:
@@ -161,7 +169,11 @@ def _run(control: FanControl, stop: StopSignals, reporter: "_Reporter", say: Say
     return is_there
 
 
-def _restore(outputs: list[FanOutput], loaded: FanFile, say: Say) -> bool:
+def _restore(
+    outputs: list[FanOutput],
+    loaded: FanFile,
+    say: Say,
+) -> bool:
     """Restore the fans' previous control; return whether no fan failed."""
     lines: list[str] = []
     restore_fans(outputs, loaded.fan, lines.append)
@@ -327,7 +339,12 @@ def _last_chip(loaded: FanFile) -> DeviceIdentity | None:
     return DeviceIdentity(*identity) if is_valid and folder == loaded.fan.folder else None
 
 
-def _outputs(loaded: FanFile, stop: StopSignals, *, retry: bool) -> list[FanOutput]:
+def _outputs(
+    loaded: FanFile,
+    stop: StopSignals,
+    *,
+    retry: bool,
+) -> list[FanOutput]:
     """Return the fans. With `retry` a chip that is not there is looked for three times: its driver may be loading."""
     for _ in range(MOST_MISSING - 1 if retry else 0):
         try:

@@ -30,7 +30,12 @@ _FULL_PWM = 255
 _MANUAL_MODE = 1
 
 
-def find_hwmon(name: str, root: Path = Path("/"), *, last: DeviceIdentity | None = None) -> Path:
+def find_hwmon(
+    name: str,
+    root: Path = Path("/"),
+    *,
+    last: DeviceIdentity | None = None,
+) -> Path:
     """Return the folder of a monitoring chip by its name ("nct6798"), number ("hwmon3") or path.
 
     Numbers may change between boots, names do not. `last` is the chip that was meant before: if it has another number
@@ -93,7 +98,12 @@ class HwmonPwm:
         fan: int | None = None,
         automatic_mode: int | None = None,
     ) -> None:
-        self.curve = duty_curve(curve, min_rpm=min_rpm, max_rpm=max_rpm, min_duty=min_duty)
+        self.curve = duty_curve(
+            curve,
+            min_rpm=min_rpm,
+            max_rpm=max_rpm,
+            min_duty=min_duty,
+        )
         self._least_pwm = _pwm_of(min_duty)
         self._pwm = f"pwm{pwm}"
         self._enable = f"pwm{pwm}_enable"
@@ -178,7 +188,12 @@ class HwmonPwm:
     def _name(self) -> str:
         return self._chip.identity.name or self._chip.path.name
 
-    def _failure(self, file: str, what: str, error: Exception) -> FanFailure:
+    def _failure(
+        self,
+        file: str,
+        what: str,
+        error: Exception,
+    ) -> FanFailure:
         kind = FanNotFound if isinstance(error, FileNotFoundError) else FanFailure
         return kind(f"{self._chip.path / file}: {what} ({reason(error)})")
 

@@ -56,7 +56,12 @@ class IpmiCommand:
         min_duty: float = MIN_DUTY,
         timeout_s: float = 10.0,
     ) -> None:
-        self.curve = duty_curve(curve, min_rpm=min_rpm, max_rpm=max_rpm, min_duty=min_duty)
+        self.curve = duty_curve(
+            curve,
+            min_rpm=min_rpm,
+            max_rpm=max_rpm,
+            min_duty=min_duty,
+        )
         require_range("fan", above=0.0, timeout_s=timeout_s)
         self._min_duty = min_duty
         self._timeout_s = timeout_s
@@ -143,7 +148,11 @@ class IpmiCommand:
         return printed
 
 
-def _words(template: str, key: str, placeholders: Sequence[str] = ()) -> list[str]:
+def _words(
+    template: str,
+    key: str,
+    placeholders: Sequence[str] = (),
+) -> list[str]:
     """Return the words of a command; only "set" must have some. `ConfigError` if it is invalid."""
     where = f"fan command {key} = {template!r}"
     try:

@@ -82,13 +82,22 @@ class DutyCurve:
 
 
 def duty_curve(
-    curve: DutyCurve | None, *, min_rpm: float, max_rpm: float, min_duty: float
+    curve: DutyCurve | None,
+    *,
+    min_rpm: float,
+    max_rpm: float,
+    min_duty: float,
 ) -> DutyCurve:
     """Return the curve, or without one the line from `min_rpm` at `min_duty` to `max_rpm` at full power.
 
     Raises `ConfigError` for an invalid `min_duty`, also with a curve: no lower duty is ever set.
     """
-    require_range("fan", above=0.0, below=1.0, min_duty=min_duty)
+    require_range(
+        "fan",
+        above=0.0,
+        below=1.0,
+        min_duty=min_duty,
+    )
     return curve or DutyCurve(((min_duty, min_rpm), (1.0, max_rpm)))
 
 
@@ -115,7 +124,12 @@ class SimulatedFan:
         failure: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        require_range("simulated fan", above=0.0, max_rpm=max_rpm, rpm_per_s=rpm_per_s)
+        require_range(
+            "simulated fan",
+            above=0.0,
+            max_rpm=max_rpm,
+            rpm_per_s=rpm_per_s,
+        )
         self._max_rpm = max_rpm
         self._rpm_per_s = rpm_per_s
         self._clock = clock

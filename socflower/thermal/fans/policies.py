@@ -18,7 +18,11 @@ _FASTER = 1.005
 """Factor by which fans speed up per step while the planned speed is not enough; a step takes seconds."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(
+    frozen=True,
+    kw_only=True,
+    slots=True,
+)
 class FanObservation:
     """The input of a policy's decision."""
 
@@ -53,7 +57,12 @@ class PredictingPolicy(FanPolicy, Protocol):
     """A policy that predicts temperatures, and so whether constant readings are plausible."""
 
     def expected_c(
-        self, hottest_c: float, *, rpm: float, at_s: float, duration_s: float
+        self,
+        hottest_c: float,
+        *,
+        rpm: float,
+        at_s: float,
+        duration_s: float,
     ) -> float | None:
         """Return the predicted temperature of the hottest SoC at `at_s`, after `duration_s` at this speed, or None."""
         ...
@@ -210,7 +219,10 @@ class PredictiveCooling:
         time_s = min(self.horizon_s, end_s - at_s) if at_s < end_s else self.horizon_s
         air_limit_c = limit_c - rise_c
         wanted_rpm = self._steady_rpm(
-            air_c=hottest_c - rise_c, limit_c=air_limit_c, heat_w=heat_w, time_s=time_s
+            air_c=hottest_c - rise_c,
+            limit_c=air_limit_c,
+            heat_w=heat_w,
+            time_s=time_s,
         )
         if wanted_rpm <= self.low_rpm and time_s < self.horizon_s:
             return self.low_rpm
@@ -226,7 +238,12 @@ class PredictiveCooling:
         return min(max(wanted_rpm, least_rpm, self.low_rpm), self.high_rpm)
 
     def expected_c(
-        self, hottest_c: float, *, rpm: float, at_s: float, duration_s: float
+        self,
+        hottest_c: float,
+        *,
+        rpm: float,
+        at_s: float,
+        duration_s: float,
     ) -> float | None:
         """Return the predicted temperature of the hottest SoC at `at_s`, after `duration_s` of the planned load.
 
@@ -240,7 +257,13 @@ class PredictiveCooling:
         conductance = self.fans.conductance_w_per_k(rpm)
         return rise_c + self._air_c(hottest_c - rise_c, conductance, part * load.rack_w, duration_s)
 
-    def _air_c(self, air_c: float, conductance: float, heat_w: float, time_s: float) -> float:
+    def _air_c(
+        self,
+        air_c: float,
+        conductance: float,
+        heat_w: float,
+        time_s: float,
+    ) -> float:
         """Return the air's temperature after `time_s` of constant heat (F21 with one heat capacity)."""
         steady_c = self.ambient_c + heat_w / conductance
         left = math.exp(-time_s * conductance / self.chassis_j_per_k)
@@ -252,7 +275,14 @@ class PredictiveCooling:
             return self.fans.max_rpm
         return self.fans.rpm_for(heat_w / (limit_c - self.ambient_c))
 
-    def _steady_rpm(self, *, air_c: float, limit_c: float, heat_w: float, time_s: float) -> float:
+    def _steady_rpm(
+        self,
+        *,
+        air_c: float,
+        limit_c: float,
+        heat_w: float,
+        time_s: float,
+    ) -> float:
         """Return the slowest speed with which the air is at the limit or below it after `time_s`."""
 
         low = self.fans.still_w_per_k
@@ -271,7 +301,11 @@ class PredictiveCooling:
 
 
 @cache
-def _most_efficient_rpm(fans: FanCurve, low_rpm: float, high_rpm: float) -> float:
+def _most_efficient_rpm(
+    fans: FanCurve,
+    low_rpm: float,
+    high_rpm: float,
+) -> float:
     still = fans.conductance_w_per_k(low_rpm)
     low_w = fans.power_w(low_rpm)
 

@@ -32,7 +32,13 @@ class Alerts:
         """The present alerts, one line each."""
         return tuple(self._present.values())
 
-    def set(self, key: Hashable, text: str | None, *, well: str = "") -> None:
+    def set(
+        self,
+        key: Hashable,
+        text: str | None,
+        *,
+        well: str = "",
+    ) -> None:
         """Set an alert, or with None clear it; `well` is reported when it ends.
 
         Alerts are identified by the key alone, since an error's text may vary.
@@ -88,7 +94,12 @@ class _SourceHistory:
     # When its time stamp or temperature last changed.
     renewed_s: float = math.nan
 
-    def is_idle(self, now_s: float, load: float | None, stuck_after_s: float) -> bool:
+    def is_idle(
+        self,
+        now_s: float,
+        load: float | None,
+        stuck_after_s: float,
+    ) -> bool:
         """Record a load; return whether the SoC is idle. A load that stays constant for long does not count."""
         if load != self.load:
             self.load = load
@@ -97,7 +108,11 @@ class _SourceHistory:
         return load is not None and load < _IDLE_LOAD and is_fresh
 
     def record(
-        self, now_s: float, temperature_c: float, at: float | None, stuck_after_s: float
+        self,
+        now_s: float,
+        temperature_c: float,
+        at: float | None,
+        stuck_after_s: float,
     ) -> None:
         """Record a temperature and the source's own time."""
         changed = not self.recent_c or self.recent_c[-1][1] != temperature_c

@@ -110,7 +110,10 @@ class Tide:
         return tuple(self._of_one(random, duration_s, start_hour) for random in generators)
 
     def _of_one(
-        self, random: np.random.Generator, duration_s: float, start_hour: float
+        self,
+        random: np.random.Generator,
+        duration_s: float,
+        start_hour: float,
     ) -> Steps[BackgroundLoad]:
         """Return a two-state chain whose mean follows the day: idle times depend on the fraction at their start."""
         busy = bool(random.random() < self.part_busy(start_hour))
@@ -134,7 +137,9 @@ class Tide:
 
 
 def idle_windows(
-    windows: Sequence[tuple[float, float]], duration_s: float, start_hour: float
+    windows: Sequence[tuple[float, float]],
+    duration_s: float,
+    start_hour: float,
 ) -> Steps[bool]:
     """Return whether training may run: only within the daily windows, as hours (from, to) that may span midnight.
 

@@ -39,7 +39,11 @@ class Surroundings:
     open: Steps[bool] = _ALWAYS
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(
+    frozen=True,
+    kw_only=True,
+    slots=True,
+)
 class RackRecord:
     """The rack at one moment, for plots."""
 
@@ -163,7 +167,12 @@ class RackDynamics:
         self.cooling_j += fan_j
         return fan_j
 
-    def _to_next_tick(self, state: _State, node_w: Vector, end_s: float) -> tuple[_State, bool]:
+    def _to_next_tick(
+        self,
+        state: _State,
+        node_w: Vector,
+        end_s: float,
+    ) -> tuple[_State, bool]:
         """Return the state at the next tick, or at `end_s` if that comes first, and whether there was a tick."""
         number = self._num_ticks(state.time_s) + 1
         until_s = min(number * self._tick_s, end_s)

@@ -55,7 +55,11 @@ class ThermalNetwork:
         return steady
 
     def end_c(
-        self, temperatures_c: Vector, power_w: Vector, ambient_c: float, duration_s: float
+        self,
+        temperatures_c: Vector,
+        power_w: Vector,
+        ambient_c: float,
+        duration_s: float,
     ) -> Vector:
         """Return the temperatures after `duration_s` of constant power."""
         rates, to_modes, from_modes = self._decomposition

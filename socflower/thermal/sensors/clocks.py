@@ -45,7 +45,11 @@ _Answer = tuple[str, bool | None]
 """A source that was asked for throttling, and its answer; None if it does not know yet."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(
+    frozen=True,
+    kw_only=True,
+    slots=True,
+)
 class ClockState:
     """The clocks at one reading; None for what the device does not report."""
 
@@ -194,7 +198,13 @@ class Clocks:
         # intel_powerclamp reports -1 while inactive.
         return ("cooling devices", any(state > 0 for state in states)) if states else None
 
-    def _counted(self, name: str, folder: str, pattern: str, at_s: float) -> _Answer | None:
+    def _counted(
+        self,
+        name: str,
+        folder: str,
+        pattern: str,
+        at_s: float,
+    ) -> _Answer | None:
         is_found = False
         rose = list[bool]()
         for path in matching_paths(self._root / folder, pattern):

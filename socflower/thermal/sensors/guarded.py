@@ -54,7 +54,10 @@ class GuardedSource:
                 return self._unknown("hangs", "still hangs")
             answers: list[Reading | str] = []
             self._asking = threading.Thread(
-                target=self._read_in_thread, args=(answers,), name="heat-source", daemon=True
+                target=self._read_in_thread,
+                args=(answers,),
+                name="heat-source",
+                daemon=True,
             )
             try:
                 self._asking.start()

@@ -65,7 +65,11 @@ def kind_of(name: str) -> SensorKind | None:
     return SensorKind.SOC if _SOC.search(plain) else SensorKind.UNNAMED
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(
+    frozen=True,
+    kw_only=True,
+    slots=True,
+)
 class BatteryState:
     """All batteries of a device as one; None for what they do not report."""
 
@@ -77,7 +81,11 @@ class BatteryState:
     temperature_files: tuple[Path, ...] = ()
 
 
-def read_battery(root: Path, notes: NoteLog, at_s: float) -> BatteryState:
+def read_battery(
+    root: Path,
+    notes: NoteLog,
+    at_s: float,
+) -> BatteryState:
     """Return the state of the batteries below `root`; never raises.
 
     The charge is the mean of all batteries; if one discharges, the device runs on battery. Batteries of a mouse or a
@@ -139,7 +147,11 @@ def _by_psutil() -> BatteryState:
 NO_TEMPERATURE = "no temperature sensor here: only slow steps can show heat"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(
+    frozen=True,
+    kw_only=True,
+    slots=True,
+)
 class TemperatureSensor:
     """One temperature sensor at the last reading."""
 
@@ -151,7 +163,11 @@ class TemperatureSensor:
     rejection: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(
+    frozen=True,
+    kw_only=True,
+    slots=True,
+)
 class SensorsFound:
     """The sensors found by the last reading."""
 
@@ -194,7 +210,13 @@ class LinuxSensors:
         self._filter = SensorFilter(self._notes, stuck_after_s=stuck_after_s)
         self._units: dict[str, TemperatureUnit] = {}
         self._clocks = Clocks(root, self._notes)
-        self._load = OtherLoad(root, self._notes, clock=clock, pid=pid, also_ours=also_ours)
+        self._load = OtherLoad(
+            root,
+            self._notes,
+            clock=clock,
+            pid=pid,
+            also_ours=also_ours,
+        )
         self._found: SensorsFound | None = None
 
     @property
@@ -266,7 +288,11 @@ class LinuxSensors:
         """Return kind and file of every temperature sensor by name; names are unique and constant."""
         found: dict[str, tuple[SensorKind, Path]] = {}
 
-        def add(names: str, place: str, path: Path) -> None:
+        def add(
+            names: str,
+            place: str,
+            path: Path,
+        ) -> None:
             kind = kind_of(names)
             if kind is not None:
                 found[f"{names or 'unnamed'} ({place})"] = kind, path

@@ -59,7 +59,11 @@ class SensorFilter:
         self._last_s: float | None = None
 
     def apply(
-        self, at_s: float, values: Mapping[str, float | str], *, busy: bool
+        self,
+        at_s: float,
+        values: Mapping[str, float | str],
+        *,
+        busy: bool,
     ) -> dict[str, float]:
         """Return the accepted temperatures, in °C by sensor.
 
@@ -88,7 +92,12 @@ class SensorFilter:
         self.rejections = rejections
         return {name: value for name, value in possible.items() if name not in rejections}
 
-    def _is_stuck(self, name: str, possible: Mapping[str, float], busy_s: float) -> bool:
+    def _is_stuck(
+        self,
+        name: str,
+        possible: Mapping[str, float],
+        busy_s: float,
+    ) -> bool:
         constant = self._constant.get(name)
         if constant is None or constant.shown_c != possible[name]:
             self._constant[name] = _ConstantReading(possible[name], possible)
@@ -102,7 +111,12 @@ class SensorFilter:
         is_long = constant.busy_s >= self._stuck_after_s and constant.num_reads >= _STUCK_READS
         return constant.others_changed and is_long
 
-    def _report(self, rejections: Mapping[str, str], values: Set[str], at_s: float) -> None:
+    def _report(
+        self,
+        rejections: Mapping[str, str],
+        values: Set[str],
+        at_s: float,
+    ) -> None:
         for name in sorted(rejections.keys() - self.rejections.keys()):
             # Without the number in parentheses, which may vary: each would be a separate note.
             cause = rejections[name].partition(" (")[0]

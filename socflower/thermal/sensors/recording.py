@@ -134,7 +134,12 @@ def record(
     Continues until `num_readings` are written, or without it until interrupted; the file always has whole lines.
     Raises `ConfigError` if the file exists already or cannot be written.
     """
-    readings = readings_of(source, interval_s=interval_s, num_readings=num_readings, sleep=sleep)
+    readings = readings_of(
+        source,
+        interval_s=interval_s,
+        num_readings=num_readings,
+        sleep=sleep,
+    )
     with Recorder(path) as recorder:
         for reading in readings:
             recorder.write(reading)
@@ -148,7 +153,12 @@ def readings_of(
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[Reading]:
     """Return readings every `interval_s`, without end if `num_readings` is not given; raises `ConfigError` at once."""
-    require_range("readings", above=0.0, most=_LONGEST_INTERVAL_S, interval_s=interval_s)
+    require_range(
+        "readings",
+        above=0.0,
+        most=_LONGEST_INTERVAL_S,
+        interval_s=interval_s,
+    )
 
     def readings() -> Iterator[Reading]:
         for number in itertools.count() if num_readings is None else range(num_readings):

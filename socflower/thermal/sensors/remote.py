@@ -92,7 +92,11 @@ class BackgroundSource:
         self._max_age_s = max_age_s
         self._latest: tuple[float, Reading] | None = None
         self._answered, self._closed = threading.Event(), threading.Event()
-        threading.Thread(target=self._poll, name="reading-source", daemon=True).start()
+        threading.Thread(
+            target=self._poll,
+            name="reading-source",
+            daemon=True,
+        ).start()
 
     def read(self) -> Reading:
         """Return the source's last reading without waiting."""
@@ -122,7 +126,11 @@ class BackgroundSource:
             self._closed.wait(self._period_s)
 
 
-def _reading(content: bytes, now_s: float, where: str) -> Reading:
+def _reading(
+    content: bytes,
+    now_s: float,
+    where: str,
+) -> Reading:
     """Return a document's temperature and load; None and a note for a missing or invalid temperature."""
     try:
         document: Any = json.loads(content)
@@ -139,7 +147,11 @@ def _reading(content: bytes, now_s: float, where: str) -> Reading:
     if known_c is None:
         return _unknown_reading(at_s, f"{where}: temperature_c is missing or impossible")
     user_load = float(load) if is_number(load) and 0.0 <= load <= 1.0 else None
-    return Reading(at_s=at_s, temperature_c=known_c, user_load=user_load)
+    return Reading(
+        at_s=at_s,
+        temperature_c=known_c,
+        user_load=user_load,
+    )
 
 
 def _unknown_reading(at_s: float, note: str) -> Reading:

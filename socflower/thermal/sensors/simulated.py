@@ -77,7 +77,12 @@ class SimulatedSource:
         faults: Sequence[SensorFault] = (),
         stuck_after_s: float = STUCK_AFTER_S,
     ) -> None:
-        require_range("simulated sensor", least=0.0, step_c=step_c, noise_c=noise_c)
+        require_range(
+            "simulated sensor",
+            least=0.0,
+            step_c=step_c,
+            noise_c=noise_c,
+        )
         require_range("simulated sensor", least=1, num_sensors=num_sensors)
         for fault in faults:
             if fault.sensor >= num_sensors:
@@ -118,7 +123,12 @@ class SimulatedSource:
             notes=self._notes.drain(),
         )
 
-    def _shown(self, sensor: int, true_reading_c: float, at_s: float) -> float | str | None:
+    def _shown(
+        self,
+        sensor: int,
+        true_reading_c: float,
+        at_s: float,
+    ) -> float | str | None:
         """Return a sensor's value, a text why there is none, or None for a missing sensor."""
         for fault in self._faults:
             if fault.sensor != sensor or not fault.from_s <= at_s < fault.until_s:

@@ -112,9 +112,18 @@ class TimedSource:
     """
 
     def __init__(
-        self, source: HeatSource, timing: StepTiming, *, throttled_below: float = 0.85
+        self,
+        source: HeatSource,
+        timing: StepTiming,
+        *,
+        throttled_below: float = 0.85,
     ) -> None:
-        require_range("timed source", above=0.0, most=1.0, throttled_below=throttled_below)
+        require_range(
+            "timed source",
+            above=0.0,
+            most=1.0,
+            throttled_below=throttled_below,
+        )
         self._source = source
         self._timing = timing
         self._throttled_below = throttled_below
@@ -131,4 +140,9 @@ class TimedSource:
         throttled = reading.throttled
         if throttled is None:
             throttled = factor < self._throttled_below
-        return replace(reading, clock_factor=factor, throttled=throttled, notes=notes)
+        return replace(
+            reading,
+            clock_factor=factor,
+            throttled=throttled,
+            notes=notes,
+        )
