@@ -94,20 +94,15 @@ class HeatLimits:
             shown = "unknown temperature" if now_c is None else f"{now_c:.1f} °C"
             return f"at {shown}, rests from {self.pause_c:g} °C down to {self.resume_c:g} °C"
         if reading.on_battery and charge is not None and charge < self.min_battery_fraction:
-            return (
-                f"on battery at {100 * charge:.0f} %, limit {100 * self.min_battery_fraction:g} %"
-            )
+            limit = f"limit {100 * self.min_battery_fraction:g} %"
+            return f"on battery at {100 * charge:.0f} %, {limit}"
         if load is not None and load > self.max_user_load:
             limit = f"limit {100 * self.max_user_load:g} %"
             return f"others use {100 * load:.0f} % of its processors, {limit}"
         return None
 
 
-@dataclass(
-    frozen=True,
-    kw_only=True,
-    slots=True,
-)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Pause:
     """A device's pause because of heat. It outlives a message's process, so its fields are plain record values."""
 
@@ -118,7 +113,7 @@ class Pause:
     num_looks: int = 1
     # Whether any later reading had another temperature.
     moved: bool = False
-    # Time of the first of the present readings without a temperature; a list, since a record has no null.
+    # Since when there has been no temperature; empty if there is one, since a record has no null.
     unknown_since_s: tuple[float, ...] = ()
 
     def stuck(self, limits: HeatLimits, now_s: float) -> bool:
@@ -143,8 +138,9 @@ def next_pause(
         pause = None
     now_c = reading.temperature_c
     if pause is None:
-        begins = now_c is not None and now_c >= limits.pause_c
-        return Pause(since_s=now_s, temperature_c=now_c) if begins else None
+        if now_c is None or now_c < limits.pause_c:
+            return None
+        return Pause(since_s=now_s, temperature_c=now_c)
     if now_c is None:
         since_s = pause.unknown_since_s or (now_s,)
         if now_s - since_s[0] >= limits.stuck_s:
@@ -315,7 +311,7 @@ class HeatGuard:
 
 
 def _mean(parts: list[float]) -> float:
-    """Return the mean of parts of 1; rounding must not exceed 1."""
+    # Rounding must not exceed 1.
     return min(1.0, sum(parts) / len(parts))
 
 

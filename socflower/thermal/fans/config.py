@@ -24,6 +24,7 @@ from socflower.toml_file import Table, read_table, read_toml
 
 _Positive = Annotated[float, Field(gt=0)]
 _Number = Annotated[int, Field(ge=0)]
+_Output = Annotated[int, Field(ge=1)]
 
 
 @checked
@@ -80,7 +81,7 @@ class HwmonTable(_DutyTable):
     """`[fan] output = "hwmon"`"""
 
     folder: str
-    pwm: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (1,)
+    pwm: Annotated[tuple[_Output, ...], Field(min_length=1)] = (1,)
     tachometer: tuple[int, ...] = ()
     automatic_mode: int | None = None
 
@@ -257,11 +258,7 @@ _SOURCES: Mapping[str, type[SourceTable]] = {
 }
 
 
-@dataclass(
-    frozen=True,
-    kw_only=True,
-    slots=True,
-)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FanFile:
     """A whole configuration."""
 

@@ -60,11 +60,7 @@ class FanSettings:
             )
 
 
-@dataclass(
-    frozen=True,
-    kw_only=True,
-    slots=True,
-)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FanState:
     """What one step measured and set."""
 

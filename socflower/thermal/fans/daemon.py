@@ -29,7 +29,7 @@ from socflower.wire.folders import FolderLock
 from socflower.wire.saved_state import write_atomically
 
 Say = Callable[[str], object]
-"""Called with each line."""
+"""Called with each line of a text."""
 
 _FIRST_ANSWERS_S = 5.0
 """Longest wait for the sources' first answers, before the first step."""
@@ -103,15 +103,9 @@ def run_fan(
         show_json = show if as_json else None
         reporter = _Reporter(loaded, outputs, chip, dry_run, show_json, say)
         with _control(outputs, policy, loaded, say) as control:
-            if not once:
-                return _run(control, stop, reporter, say) and not control.uncontrolled
-            with control:
-                state = control.step()
-                document = reporter.note(state)
-                for line in () if as_json else _lines(document):
-                    show(line)
-            is_known = state.hottest_c is not None and not state.failsafe
-            return is_known and not state.num_output_errors
+            if once:
+                return _step_once(control, reporter, None if as_json else show)
+            return _run(control, stop, reporter, say)
 
 
 @contextmanager
@@ -145,16 +139,28 @@ def _control(
         yield control
 
 
+def _step_once(control: FanControl, reporter: "_Reporter", show: Say | None) -> bool:
+    """Do one step; return whether enough temperatures are known and all fans were set."""
+    with control:
+        state = control.step()
+        document = reporter.note(state)
+        if show is not None:
+            for line in _lines(document):
+                show(line)
+    is_known = state.hottest_c is not None and not state.failsafe
+    return is_known and not state.num_output_errors
+
+
 def _run(
     control: FanControl,
     stop: StopSignals,
     reporter: "_Reporter",
     say: Say,
 ) -> bool:
-    """Step until a signal; return False if the control ended because a fan was not there."""
+    """Step until a signal; return False if a fan was not there, or could neither be restored nor set."""
 
     def on_step(state: FanState) -> None:
-        # Resets the watchdog's timeout.
+        # Without this systemd's watchdog restarts the daemon.
         _notify("READY=1\nWATCHDOG=1")
         reporter.note(state)
 
@@ -166,14 +172,10 @@ def _run(
             say(str(error))
             is_there = False
         _notify("STOPPING=1")
-    return is_there
+    return is_there and not control.uncontrolled
 
 
-def _restore(
-    outputs: list[FanOutput],
-    loaded: FanFile,
-    say: Say,
-) -> bool:
+def _restore(outputs: list[FanOutput], loaded: FanFile, say: Say) -> bool:
     """Restore the fans' previous control; return whether no fan failed."""
     lines: list[str] = []
     restore_fans(outputs, loaded.fan, lines.append)
@@ -317,7 +319,7 @@ def _calibrate(
 
 
 def _chip_record(loaded: FanFile, outputs: list[FanOutput]) -> dict[str, object] | None:
-    """Return what the status file keeps of the chip, so that a later process knows it though its number has changed."""
+    """Return the chip for the status file: a later process finds it there, even if its number has changed."""
     if isinstance(loaded.fan, HwmonTable):
         for output in outputs:
             if isinstance(output, HwmonPwm):
@@ -352,11 +354,12 @@ def _outputs(
         except ConfigError:
             if stop.wait(min(loaded.fan.period_s, _RESTORE_RETRY_S)):
                 break
+    # The last attempt raises.
     return loaded.fan.outputs(_last_chip(loaded))
 
 
 def _lock_file(config: Path, loaded: FanFile) -> Path:
-    """Return the lock file against a second daemon on the same fans; it lies in the status file's folder, if any."""
+    """Return the lock file against a second daemon on the same fans, beside the status file or the configuration."""
     beside = loaded.status_file or config
     return beside.with_name(f".{beside.name}.lock")
 
@@ -365,7 +368,8 @@ def _lines(document: Mapping[str, Any]) -> list[str]:
     """Return the state of a step as readable lines."""
     lines: list[str] = []
     for soc, value in document["temperatures_c"].items():
-        lines.append(f"SoC {soc}: {'not known' if value is None else f'{value:.1f} °C'}")
+        temperature = "not known" if value is None else f"{value:.1f} °C"
+        lines.append(f"SoC {soc}: {temperature}")
     for fan in document["fans"]:
         set_rpm = fan["set_rpm"]
         measured_rpm = fan["measured_rpm"]

@@ -88,9 +88,10 @@ class IpmiCommand:
         if not self._measure:
             return None
         try:
-            numbers = _NUMBER.findall(self._run(self._measure).strip().removeprefix(self._sensor))
+            printed = self._run(self._measure)
         except FanFailure:
             return None
+        numbers = _NUMBER.findall(printed.strip().removeprefix(self._sensor))
         return measured_speed(float(numbers[-1])) if numbers else None
 
     def restore(self) -> None:
@@ -105,13 +106,20 @@ class IpmiCommand:
         return " ".join(self._set)
 
     def _run_for(self, duty: float, rpm: float) -> None:
-        percent = min(max(math.ceil(100.0 * max(duty, self._min_duty) - 1e-9), 1), 100)
+        duty = max(duty, self._min_duty)
+        # Rounded up: never slower than requested. The small subtraction keeps 0.29 * 100 at 29.
+        percent = math.ceil(100.0 * duty - 1e-9)
+        percent = min(max(percent, 1), 100)
         values = {"percent": str(percent), "rpm": str(math.ceil(rpm))}
+
+        def value_of(found: re.Match[str]) -> str:
+            return values[found[1]]
+
         if self._begin and not self._begun:
             self._run(self._begin)
         # A controller that failed may have restarted, and needs the `begin` command again.
         self._begun = False
-        self._run([_PLACEHOLDER.sub(lambda found: values[found[1]], word) for word in self._set])
+        self._run([_PLACEHOLDER.sub(value_of, word) for word in self._set])
         self._begun = True
 
     def _run(self, words: Sequence[str]) -> str:
@@ -130,12 +138,12 @@ class IpmiCommand:
         except OSError as error:
             raise FanFailure(f"{name}: cannot be run ({reason(error)})") from None
         try:
-            printed, complained = process.communicate(timeout=self._timeout_s)
+            printed, errors = process.communicate(timeout=self._timeout_s)
         except subprocess.TimeoutExpired:
             raise FanFailure(f"{name}: did not end within {self._timeout_s:g} s") from None
         finally:
             if process.returncode is None:
-                # Its children too: a child that keeps the pipe open would block this process.
+                # With its children: one that keeps the pipe open would block this process.
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -143,7 +151,7 @@ class IpmiCommand:
                 if pipe is not None:
                     pipe.close()
         if process.returncode != 0:
-            text = " ".join((complained or printed).split())[:200]
+            text = " ".join((errors or printed).split())[:200]
             raise FanFailure(f"{name}: ended with status {process.returncode} ({text})")
         return printed
 

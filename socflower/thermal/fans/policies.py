@@ -18,11 +18,7 @@ _FASTER = 1.005
 """Factor by which fans speed up per step while the planned speed is not enough; a step takes seconds."""
 
 
-@dataclass(
-    frozen=True,
-    kw_only=True,
-    slots=True,
-)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FanObservation:
     """The input of a policy's decision."""
 

@@ -25,8 +25,9 @@ class Steps(Generic[_Value]):
     values: tuple[_Value, ...]
 
     def __post_init__(self) -> None:
+        starts_at_0 = self.times_s[:1] == (0.0,)
         rises = all(before < after for before, after in pairwise(self.times_s))
-        if len(self.times_s) != len(self.values) or self.times_s[:1] != (0.0,) or not rises:
+        if len(self.times_s) != len(self.values) or not starts_at_0 or not rises:
             raise ConfigError(
                 f"steps: times {list(self.times_s)} must rise from 0, one for each value"
             )
@@ -119,7 +120,7 @@ class Tide:
         busy = bool(random.random() < self.part_busy(start_hour))
         first = self.game if busy else NOBODY
         time_s = 0.0
-        later = list[tuple[float, BackgroundLoad]]()
+        later: list[tuple[float, BackgroundLoad]] = []
         while True:
             part = self.part_busy(start_hour + time_s / 3600.0)
             mean_s = self.mean_session_s

@@ -7,11 +7,7 @@ from importlib import resources
 from typing import Any
 
 
-@dataclass(
-    frozen=True,
-    kw_only=True,
-    slots=True,
-)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FanTableRow:
     """A row of SoCFlow+ Table 2: the effects of a fan speed."""
 

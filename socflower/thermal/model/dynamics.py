@@ -19,7 +19,10 @@ _RPM_STEP = 25.0
 """Fan speeds are rounded up to a multiple of it, which limits the number of networks to diagonalise."""
 
 _MAX_HORIZON_S = 1800.0
+"""Longest time that `steady_s` looks ahead."""
+
 _LOG_ENTRIES = 4000
+"""A longer log is thinned out."""
 
 _ROOM_C = always(25.0)
 _ALL_FANS = always(1.0)
@@ -39,11 +42,7 @@ class Surroundings:
     open: Steps[bool] = _ALWAYS
 
 
-@dataclass(
-    frozen=True,
-    kw_only=True,
-    slots=True,
-)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RackRecord:
     """The rack at one moment, for plots."""
 
@@ -88,7 +87,8 @@ class RackDynamics:
         require_range("rack", above=0.0, tick_s=tick_s)
         self._rack = rack
         self._policy = policy
-        self._governor, self._fans = governor or snapdragon_governor(), fans or rack_fans()
+        self._governor = governor or snapdragon_governor()
+        self._fans = fans or rack_fans()
         self._clock_factors = np.array(self._governor.clock_factors)
         self._power_factors = np.array(self._governor.power_factors)
         self._surroundings = surroundings or Surroundings()
@@ -272,8 +272,11 @@ class RackDynamics:
 
     def _append_record(self, state: _State) -> None:
         self.peak_c = max(self.peak_c, self._hottest_c(state))
-        if self._log and state.time_s < self._log[-1].at_s + self._log_every_s - 1e-9:
-            return
+        if self._log:
+            next_s = self._log[-1].at_s + self._log_every_s
+            # Sums of ticks may be rounded.
+            if state.time_s < next_s - 1e-9:
+                return
         self._log.append(self._record(state))
         if len(self._log) > _LOG_ENTRIES:
             self._log_every_s *= 2.0

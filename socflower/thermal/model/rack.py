@@ -73,7 +73,9 @@ class ThermalNetwork:
         known = self._last_decay.get(duration_s)
         if known is None:
             self._last_decay.clear()
-            known = self._last_decay[duration_s] = np.exp(-self._decomposition[0] * duration_s)
+            rates = self._decomposition[0]
+            known = np.exp(-rates * duration_s)
+            self._last_decay[duration_s] = known
         return known
 
     @cached_property
@@ -86,6 +88,7 @@ class ThermalNetwork:
 
 
 _Positive = Annotated[float, Field(gt=0)]
+_Slots = Annotated[int, Field(ge=1)]
 
 
 def _of_rack(name: str) -> Any:
@@ -100,7 +103,7 @@ class Rack:
     a cable, under a blocked grille. `coupling` is the same for single SoCs, such as badly seated ones.
     """
 
-    slots_per_board: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)]
+    slots_per_board: Annotated[tuple[_Slots, ...], Field(min_length=1)]
     soc_to_board_w_per_k: _Positive = _of_rack("soc_to_board_w_per_k")
     board_to_air_w_per_k: _Positive = _of_rack("board_to_air_w_per_k")
     soc_j_per_k: _Positive = _of_rack("soc_j_per_k")
@@ -133,13 +136,15 @@ class Rack:
     @property
     def _edges(self) -> tuple[tuple[int, int, float], ...]:
         chassis = self.num_nodes - 1
-        edges = []
+        edges: list[tuple[int, int, float]] = []
         soc = 0
         for board, slots in enumerate(self.slots_per_board):
             node = self.num_socs + board
-            edges.append((node, chassis, self.board_to_air_w_per_k * self.airflow.get(board, 1.0)))
+            to_air_w_per_k = self.board_to_air_w_per_k * self.airflow.get(board, 1.0)
+            edges.append((node, chassis, to_air_w_per_k))
             for _ in range(slots):
-                edges.append((soc, node, self.soc_to_board_w_per_k * self.coupling.get(soc, 1.0)))
+                to_board_w_per_k = self.soc_to_board_w_per_k * self.coupling.get(soc, 1.0)
+                edges.append((soc, node, to_board_w_per_k))
                 soc += 1
         return tuple(edges)
 

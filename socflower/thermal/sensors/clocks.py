@@ -45,11 +45,7 @@ _Answer = tuple[str, bool | None]
 """A source that was asked for throttling, and its answer; None if it does not know yet."""
 
 
-@dataclass(
-    frozen=True,
-    kw_only=True,
-    slots=True,
-)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ClockState:
     """The clocks at one reading; None for what the device does not report."""
 
@@ -71,12 +67,12 @@ class _Policy:
 
 
 class Clocks:
-    """Clocks and throttle states below `root`. An idle device has low clocks too: its governor saves power."""
+    """Clocks and throttle states below `root`. An idle device has low clocks, too, since its governor saves power."""
 
     def __init__(self, root: Path, notes: NoteLog) -> None:
         self._root = root
         self._notes = notes
-        # The path's number may go to another device, whose counter has nothing to do with the last one's.
+        # By identity too: another device may get the path's number, with a counter of its own.
         self._counters: dict[tuple[Path, DeviceIdentity], int] = {}
         self._highest_caps: dict[str, int] = {}
 

@@ -65,11 +65,7 @@ def kind_of(name: str) -> SensorKind | None:
     return SensorKind.SOC if _SOC.search(plain) else SensorKind.UNNAMED
 
 
-@dataclass(
-    frozen=True,
-    kw_only=True,
-    slots=True,
-)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BatteryState:
     """All batteries of a device as one; None for what they do not report."""
 
@@ -147,11 +143,7 @@ def _by_psutil() -> BatteryState:
 NO_TEMPERATURE = "no temperature sensor here: only slow steps can show heat"
 
 
-@dataclass(
-    frozen=True,
-    kw_only=True,
-    slots=True,
-)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TemperatureSensor:
     """One temperature sensor at the last reading."""
 
@@ -163,11 +155,7 @@ class TemperatureSensor:
     rejection: str
 
 
-@dataclass(
-    frozen=True,
-    kw_only=True,
-    slots=True,
-)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SensorsFound:
     """The sensors found by the last reading."""
 

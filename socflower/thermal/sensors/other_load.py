@@ -20,7 +20,7 @@ _SHORTEST_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The processor load between two reads; None before the second one, and where the system does not report it."""
+    """The processor load between two reads; None before the second one, and if the system does not report it."""
 
     # Share of all processors that others use, 0 to 1, and the share that is in use in total.
     user: float | None = None
@@ -216,15 +216,17 @@ def _ours_since(before: Mapping[int, _Process], now: Mapping[int, _Process]) -> 
 
 
 def _processor_times(text: str) -> tuple[float, float, int]:
-    """Return busy and total time of /proc/stat and the number of processors; ValueError for anything else."""
+    """Return busy and total time of /proc/stat and the number of processors; `ValueError` for anything else."""
     lines = [line for line in text.splitlines() if line.startswith("cpu")]
     summary = next((line for line in lines if line.startswith("cpu ")), "")
     # user nice system idle iowait irq softirq steal; guests are in user already.
     times = [int(word) for word in summary.split()[1:9]]
     if len(times) < 4 or min(times) < 0 or max(times) >= 1 << 64:
         raise ValueError("no line of all processors")
+    idle = sum(times[3:5])
     total = sum(times)
-    return float(total - sum(times[3:5])), float(total), max(1, len(lines) - 1)
+    num_processors = max(1, len(lines) - 1)
+    return float(total - idle), float(total), num_processors
 
 
 def _processes(proc: Path) -> Iterable[tuple[int, _Process]]:
@@ -234,7 +236,7 @@ def _processes(proc: Path) -> Iterable[tuple[int, _Process]]:
         return
     for name in folders:
         try:
-            # The name in parentheses may hold anything, parentheses too.
+            # The name in parentheses may contain parentheses.
             text = (proc / name / "stat").read_bytes().rsplit(b")", 1)[1]
             # Of the fields after the name: 1 parent, 11 to 14 user and system time, own and of children, 19 start.
             fields = [float(int(word)) for word in text.split()[1:20]]
