@@ -54,13 +54,9 @@ class _DutyTable(FanTable):
 
     def curve(self) -> DutyCurve | None:
         """Return the measured curve, or None for a straight line."""
-        num_percent = len(self.curve_percent)
-        num_rpm = len(self.curve_rpm)
-        if num_percent != num_rpm:
-            raise ConfigError(
-                f"curve_percent has {num_percent} numbers and curve_rpm {num_rpm}; give a speed for each"
-            )
-        if not num_percent:
+        if len(self.curve_percent) != len(self.curve_rpm):
+            raise ConfigError("curve_percent and curve_rpm must be equally long")
+        if not self.curve_percent:
             return None
         duties = [percent / 100.0 for percent in self.curve_percent]
         return DutyCurve(tuple(zip(duties, map(float, self.curve_rpm), strict=True)))
@@ -89,7 +85,7 @@ class HwmonTable(_DutyTable):
         """Refuse outputs that are listed twice, and another number of tachometers than of outputs."""
         _DutyTable.check(self)
         if len(set(self.pwm)) != len(self.pwm):
-            raise ConfigError(f"pwm = {list(self.pwm)} must have each output once")
+            raise ConfigError(f"pwm = {list(self.pwm)} has an output twice")
         if self.tachometer and len(self.tachometer) != len(self.pwm):
             raise ConfigError(f"tachometer = {list(self.tachometer)} must have one number per pwm")
 
@@ -326,7 +322,7 @@ def _sources(tables: tuple[dict[str, Any], ...]) -> dict[int, SourceTable]:
         raise ConfigError('[[source]] is missing; add one, such as kind = "local"')
     without = [soc for soc, source in sources.items() if source.board is None]
     if without and len(without) < len(sources):
-        raise ConfigError(f"[[source]] soc = {without[0]} has no board, but others have")
+        raise ConfigError(f"[[source]] soc = {without[0]} has no board; others have")
     return sources
 
 

@@ -239,12 +239,9 @@ class FanControl:
     ) -> None:
         outputs = tuple(output) if isinstance(output, Sequence) else (output,)
         if not sources or not outputs:
-            counts = f"{len(sources)} sources and {len(outputs)} fans"
-            raise ConfigError(f"fan control: needs one source and one fan, got {counts}")
+            raise ConfigError(f"fan control: {len(sources)} sources and {len(outputs)} fans")
         if boards is not None and boards.keys() != sources.keys():
-            raise ConfigError(
-                f"fan control: boards of SoCs {sorted(boards)}, but sources of {sorted(sources)}"
-            )
+            raise ConfigError(f"fan control: boards of {[*boards]}, but sources of {[*sources]}")
         self._policy = policy
         self._settings = settings
         self._clock = clock

@@ -43,6 +43,14 @@ _NEWS = 0.05
 _CALIBRATION_DUTIES = tuple(percent / 100.0 for percent in range(100, 0, -10))
 
 
+def _print(line: str) -> None:
+    print(line, flush=True)
+
+
+def _print_error(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def run_fan(
     config: Path,
     *,
@@ -51,8 +59,8 @@ def run_fan(
     restore: bool = False,
     calibrate_fans: bool = False,
     as_json: bool = False,
-    show: Say | None = None,
-    say: Say | None = None,
+    show: Say = _print,
+    say: Say = _print_error,
 ) -> bool:
     """Control the fans until SIGTERM, SIGINT or SIGHUP, then restore their previous control.
 
@@ -70,8 +78,8 @@ def run_fan(
         Only measure the fans' speeds by duty, and print the keys of `[fan]` for them.
     as_json : bool
         Print one JSON document per step.
-    show, say : Callable, optional
-        Called with each line of results and of messages; by default they print to standard output and standard error.
+    show, say : Callable
+        Called with each line of results and of messages; by default they go to standard output and standard error.
 
     Returns
     -------
@@ -79,8 +87,6 @@ def run_fan(
         False if `once` found too few temperatures or could not set a fan; if `restore` failed for a fan; or if the
         control ended because a fan was not there, or left one that could be neither restored nor set.
     """
-    show = show or _print
-    say = say or _print_error
     if sum((once, restore, calibrate_fans)) > 1:
         raise ConfigError("--once, --restore and --calibrate: give one of them")
     loaded = read_fan_file(config)
@@ -100,8 +106,7 @@ def run_fan(
             return True
         if restore:
             return _restore(outputs, loaded, say)
-        show_json = show if as_json else None
-        reporter = _Reporter(loaded, outputs, chip, dry_run, show_json, say)
+        reporter = _Reporter(loaded, outputs, chip, dry_run, show if as_json else None, say)
         with _control(outputs, policy, loaded, say) as control:
             if once:
                 return _step_once(control, reporter, None if as_json else show)
@@ -387,11 +392,3 @@ def _notify(state: str) -> None:
     if address:
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
             channel.sendto(state.encode(), address)
-
-
-def _print(line: str) -> None:
-    print(line, flush=True)
-
-
-def _print_error(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

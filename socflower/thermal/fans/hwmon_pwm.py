@@ -50,10 +50,8 @@ def find_hwmon(
             with DeviceFolder(path, last).open() as folder:
                 return folder.path
         except FileNotFoundError as error:
-            raise ConfigError(
-                f"fan folder = {name!r}: was {last.name}, but {error.strerror} in {path.parent}; load "
-                "its driver, or name another chip"
-            ) from None
+            where = f"fan folder = {name!r}"
+            raise ConfigError(f"{where}: was {last.name}; {error.strerror}") from None
     if is_path:
         return Path(name)
     names = {folder: _chip(folder) for folder in matching_paths(hwmon, "hwmon*")}
@@ -120,11 +118,9 @@ class HwmonPwm:
             ) from None
         for file in (self._pwm, self._enable) if has_mode else (self._pwm,):
             if not os.access(folder / file, os.W_OK):
-                raise ConfigError(
-                    f"fan {folder / file}: cannot be written; run as root, or add a udev rule"
-                )
+                raise ConfigError(f"fan {folder / file}: cannot be written; run as root")
         if automatic_mode is not None and not self._is_automatic(automatic_mode):
-            raise ConfigError(f"fan automatic_mode = {automatic_mode}: must be an automatic mode")
+            raise ConfigError(f"fan automatic_mode = {automatic_mode} is not automatic")
         self._mode_after = self._found_mode if automatic_mode is None else automatic_mode
 
     @property

@@ -66,8 +66,8 @@ class DutyCurve:
         for (low, slow), (high, fast) in pairwise(((0.0, 0.0), *self.points)):
             if not (low < high <= 1.0 and slow < fast < math.inf):
                 raise ConfigError(
-                    f"fan curve: {fast:g} rpm at {100 * high:g} % must be above {slow:g} rpm at "
-                    f"{100 * low:g} %, and at 100 % at most; sort the points"
+                    f"fan curve: duty and speed must rise, up to 1, from {low:g} and {slow:g} rpm, "
+                    f"got {high:g} and {fast:g} rpm"
                 )
 
     def duty(self, rpm: float) -> float:
