@@ -17,7 +17,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field
 
-from socflower.errors import ConfigError
+from socflower.errors import require_order
 from socflower.field_rules import checked
 from socflower.thermal.sensors.reading import Fraction, HeatSource, Reading, Temperature
 from socflower.thermal.sensors.step_times import StepTiming, TimedSource
@@ -63,11 +63,8 @@ class HeatLimits:
 
     def check(self) -> None:
         """Refuse temperatures in the wrong order."""
-        if not self.resume_c < self.shrink_c <= self.pause_c:
-            raise ConfigError(
-                f"need resume_c < shrink_c <= pause_c, got {self.resume_c}, {self.shrink_c} and "
-                f"{self.pause_c}"
-            )
+        require_order(resume_c=self.resume_c, shrink_c=self.shrink_c)
+        require_order(equal=True, shrink_c=self.shrink_c, pause_c=self.pause_c)
 
     def share(self, reading: Reading) -> float:
         """Return the share of its power that the device may use, `min_share` to 1.

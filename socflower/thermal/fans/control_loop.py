@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_order
 from socflower.field_rules import checked
 from socflower.plain_numbers import plain_numbers
 from socflower.thermal.fans.outputs import FanNotFound, FanOutput, measured_speed
@@ -53,11 +53,12 @@ class FanSettings:
 
     def check(self) -> None:
         """Refuse speeds in the wrong order."""
-        if not self.min_rpm <= self.failsafe_rpm <= self.max_rpm:
-            raise ConfigError(
-                f"need min_rpm <= failsafe_rpm <= max_rpm, got {self.min_rpm}, {self.failsafe_rpm} "
-                f"and {self.max_rpm}"
-            )
+        require_order(
+            equal=True,
+            min_rpm=self.min_rpm,
+            failsafe_rpm=self.failsafe_rpm,
+            max_rpm=self.max_rpm,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from socflower.errors import ConfigError
+from socflower.errors import require_order
 from socflower.field_rules import checked
 from socflower.thermal.model.constants import constant
 
@@ -34,8 +34,7 @@ class FanCurve:
 
     def check(self) -> None:
         """Refuse speeds in the wrong order."""
-        if not self.min_rpm < self.max_rpm:
-            raise ConfigError(f"min_rpm = {self.min_rpm} must be below max_rpm = {self.max_rpm}")
+        require_order(min_rpm=self.min_rpm, max_rpm=self.max_rpm)
 
     def conductance_w_per_k(self, rpm: float, working: float = 1.0) -> float:
         """Return W/K from the chassis to the ambient air; `working` is the fraction of fans that turn."""

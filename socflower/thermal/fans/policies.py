@@ -8,7 +8,7 @@ from typing import Annotated, Protocol, runtime_checkable
 
 from pydantic import Field
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_order
 from socflower.field_rules import checked
 from socflower.thermal.fans.fan_curve import FanCurve, rack_fans
 from socflower.thermal.model.constants import constant
@@ -95,10 +95,8 @@ class PassiveCooling:
 
     def check(self) -> None:
         """Refuse speeds and temperatures in the wrong order."""
-        if not self.low_rpm < self.high_rpm:
-            raise ConfigError(f"low_rpm = {self.low_rpm} must be below high_rpm = {self.high_rpm}")
-        if not self.cool_c < self.hot_c:
-            raise ConfigError(f"cool_c = {self.cool_c} must be below hot_c = {self.hot_c}")
+        require_order(low_rpm=self.low_rpm, high_rpm=self.high_rpm)
+        require_order(cool_c=self.cool_c, hot_c=self.hot_c)
 
     def rpm(self, observation: FanObservation) -> float:
         """Return the low or the high speed."""
@@ -125,8 +123,7 @@ class PlannedLoad:
 
     def check(self) -> None:
         """Refuse an end before the beginning."""
-        if not self.begin_s <= self.end_s:
-            raise ConfigError(f"end_s = {self.end_s} must not be before begin_s = {self.begin_s}")
+        require_order(equal=True, begin_s=self.begin_s, end_s=self.end_s)
 
 
 @checked
@@ -168,15 +165,13 @@ class PredictiveCooling:
 
     def check(self) -> None:
         """Refuse speeds and temperatures in the wrong order."""
-        if not self.low_rpm <= self.high_rpm:
-            raise ConfigError(
-                f"low_rpm = {self.low_rpm} must not be above high_rpm = {self.high_rpm}"
-            )
-        if not self.resume_c <= self.limit_c <= self.coast_limit_c:
-            raise ConfigError(
-                f"need resume_c <= limit_c <= coast_limit_c, got {self.resume_c}, {self.limit_c} "
-                f"and {self.coast_limit_c}"
-            )
+        require_order(equal=True, low_rpm=self.low_rpm, high_rpm=self.high_rpm)
+        require_order(
+            equal=True,
+            resume_c=self.resume_c,
+            limit_c=self.limit_c,
+            coast_limit_c=self.coast_limit_c,
+        )
 
     @property
     def efficient_rpm(self) -> float:

@@ -11,7 +11,7 @@ from typing import Annotated, Generic, TypeVar
 import numpy as np
 from pydantic import Field
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_order
 from socflower.field_rules import checked
 
 _Value = TypeVar("_Value")
@@ -91,8 +91,7 @@ class Tide:
 
     def check(self) -> None:
         """Refuse fractions in the wrong order."""
-        if self.low > self.high:
-            raise ConfigError(f"need low <= high, got {self.low} and {self.high}")
+        require_order(equal=True, low=self.low, high=self.high)
 
     def part_busy(self, hour: float) -> float:
         """Return the mean fraction of SoCs with a game at an hour of the day."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, require_order
 from socflower.field_rules import checked
 from socflower.thermal.model.constants import constant, constants
 
@@ -36,11 +36,8 @@ class ClockGovernor:
 
     def check(self) -> None:
         """Refuse another number of points than of changes, and points in the wrong order."""
-        num_changes = len(self.clock_hz) - 1
-        if (len(self.trip_c), len(self.resume_c)) != (num_changes, num_changes):
-            raise ConfigError(
-                f"clock_hz of {len(self.clock_hz)} clocks needs {num_changes} numbers of trip_c and resume_c"
-            )
+        if not len(self.clock_hz) - 1 == len(self.trip_c) == len(self.resume_c):
+            raise ConfigError("trip_c and resume_c must have one number less than clock_hz")
         for key, values in (("trip_c", self.trip_c), ("resume_c", self.resume_c)):
             if any(after <= before for before, after in pairwise(values)):
                 raise ConfigError(f"{key} = {list(values)} must rise")
@@ -48,8 +45,7 @@ class ClockGovernor:
             raise ConfigError(f"clock_hz = {list(self.clock_hz)} must fall")
         # Otherwise the clock would swing at every reading.
         for trip_c, resume_c in zip(self.trip_c, self.resume_c, strict=True):
-            if not resume_c < trip_c:
-                raise ConfigError(f"resume_c = {resume_c} must be below trip_c = {trip_c}")
+            require_order(resume_c=resume_c, trip_c=trip_c)
 
     @property
     def clock_factors(self) -> tuple[float, ...]:

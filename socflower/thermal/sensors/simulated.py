@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from socflower.errors import ConfigError, require_range
+from socflower.errors import ConfigError, require_order, require_range
 from socflower.field_rules import OneOf, checked
 from socflower.plain_numbers import plain_numbers
 from socflower.thermal.sensors.plausibility import STUCK_AFTER_S, SensorFilter
@@ -32,8 +32,7 @@ class SensorFault:
 
     def check(self) -> None:
         """Refuse times in the wrong order."""
-        if not self.from_s < self.until_s:
-            raise ConfigError(f"from_s = {self.from_s} must be below until_s = {self.until_s}")
+        require_order(from_s=self.from_s, until_s=self.until_s)
 
 
 @plain_numbers
