@@ -198,8 +198,10 @@ class HeatGuard:
 
     def poll(self) -> Reading:
         """Read the source now, while the message is handled."""
+        # Outside the lock: a source may take seconds.
         reading = self._source.read()
         with self._lock:
+            # Training threads append steps without the lock, so that they never wait for it; a deque allows that.
             while self._steps:
                 self._timing.add_step(*self._steps.popleft())
             reading = TimedSource(_FixedSource(reading), self._timing).read()
@@ -211,6 +213,7 @@ class HeatGuard:
 
     def final_poll(self) -> Reading:
         """Read the source after the work; its clock counts only if there was no poll during the work."""
+        # After the work the device is idle, but a low clock is better than no clock.
         self._idle = bool(self._clocks)
         return self.poll()
 
@@ -288,6 +291,7 @@ class HeatGuard:
             if left_s <= 0.0:
                 self._idle = False
                 return rested_s
+            # In pieces: a device that cools meanwhile continues earlier.
             nap_s = min(left_s, self._poll_interval_s)
             self._idle = True
             self._sleep(nap_s)

@@ -320,6 +320,7 @@ def _sources(tables: tuple[dict[str, Any], ...]) -> dict[int, SourceTable]:
         sources[soc] = source
     if not sources:
         raise ConfigError('[[source]] is missing; add one, such as kind = "local"')
+    # A SoC without a board would count for board 0, and hide that no other SoC of board 0 is known.
     without = [soc for soc, source in sources.items() if source.board is None]
     if without and len(without) < len(sources):
         raise ConfigError(f"[[source]] soc = {without[0]} has no board; others have")
@@ -336,6 +337,7 @@ def _by_kind(
     kind = table.get(key)
     if not isinstance(kind, str) or kind not in kinds:
         raise ConfigError(f"{where} {key} = {kind!r}: use one of {', '.join(kinds)}")
+    # The kinds have no field for the key that names them.
     others = {name: value for name, value in table.items() if name != key}
     return read_table(kinds[kind], others, where)
 

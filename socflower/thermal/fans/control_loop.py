@@ -131,6 +131,7 @@ class _Fan:
         if rpm > 0.0:
             self._still_since_s = None
             self.is_stopped = False
+        # A fan that was just set still accelerates.
         elif self._still_since_s is None:
             self._still_since_s = now_s
         elif now_s - self._still_since_s >= self._settings.spin_up_s:
@@ -146,6 +147,7 @@ class _Fan:
             self._output.set_rpm(rpm)
         except Exception as error:
             self.num_errors += 1
+            # Only successive steps count: a driver that is loaded again is back soon.
             self._num_missing = self._num_missing + 1 if isinstance(error, FanNotFound) else 0
             if self._num_missing >= MOST_MISSING:
                 self.missing = FanNotFound(
@@ -277,6 +279,7 @@ class FanControl:
     def step(self) -> FanState:
         """Read all SoCs, call the policy, and set the fans. Never raises; errors are in the notes."""
         now_s = self._clock()
+        # Before the poll: the fans turned at the last step's speed until now.
         may_be_constant = self._constant_check.may_be_constant(now_s, self._rpm)
         temperatures_c = self._temperatures.poll(now_s, all_may_be_constant=may_be_constant)
         accepted = {soc: value for soc, value in temperatures_c.items() if value is not None}
@@ -289,6 +292,7 @@ class FanControl:
             num_unknown=len(temperatures_c) - len(accepted),
             num_socs=len(temperatures_c),
         )
+        # The policy is called also without a quorum: its failures must be reported.
         failsafe = not self._has_quorum(now_s, accepted)
         wanted_rpm = self._wanted_rpm(observation)
         if failsafe or wanted_rpm is None:
@@ -296,6 +300,7 @@ class FanControl:
             wanted_rpm = self._settings.failsafe_rpm
         self._policy_rpm = wanted_rpm
         self._rpm = min(max(wanted_rpm, self._settings.min_rpm), self._settings.max_rpm)
+        # All are measured first: whether one has stopped decides on the speed of the others.
         measured_rpm = tuple(fan.measure(now_s) for fan in self._fans)
         set_rpm = tuple(fan.set(self._rpm_of(fan)) for fan in self._fans)
         return FanState(
@@ -393,6 +398,7 @@ class _ConstantReadingCheck:
             self._expected_c = None
         self._at_s = now_s
         if self._expected_c is None or not abs(self._expected_c - self._shown_c) < _EXPECTED_C:
+            # Remembered: a prediction that returns to the shown temperature explains nothing.
             self._should_have_changed = True
         return not self._should_have_changed
 

@@ -116,6 +116,7 @@ class HwmonPwm:
             raise ConfigError(
                 f"fan {folder / self._pwm}: cannot be read ({reason(error)})"
             ) from None
+        # Checked now, so that a daemon without permission ends before it controls anything.
         for file in (self._pwm, self._enable) if has_mode else (self._pwm,):
             if not os.access(folder / file, os.W_OK):
                 raise ConfigError(f"fan {folder / file}: cannot be written; run as root")
@@ -140,6 +141,7 @@ class HwmonPwm:
     @plain_numbers
     def set_duty(self, duty: float) -> None:
         """Write a fraction of full power, at least `min_duty`. Raises `FanFailure`."""
+        # Below the lowest duty the fan might stop.
         wanted = max(_pwm_of(duty), self._least_pwm)
         try:
             with self._chip.open() as chip:

@@ -133,6 +133,7 @@ class IpmiCommand:
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
+                # A process group of its own, so that its children can be killed with it.
                 start_new_session=True,
             )
         except OSError as error:

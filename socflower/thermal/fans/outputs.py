@@ -144,6 +144,7 @@ class SimulatedFan:
             raise ConfigError(
                 f"simulated fan: failure = {failure!r}; use stopped, stuck or nothing"
             )
+        # The time until now passed under the previous failure.
         self._advance()
         self._failure = failure
 
@@ -208,6 +209,7 @@ def calibrate(
                 break
             if not points or rpm < points[-1][1]:
                 points.append((duty, rpm))
+    # Whatever happens: a rack must not be left with slow fans.
     finally:
         output.set_duty(1.0)
     if len(points) < 2:

@@ -215,12 +215,14 @@ class PredictiveCooling:
             heat_w=heat_w,
             time_s=time_s,
         )
+        # The work ends before the limit is reached.
         if wanted_rpm <= self.low_rpm and time_s < self.horizon_s:
             return self.low_rpm
         efficient_rpm = self.efficient_rpm
         cooling = observation.rpm > 0.5 * (self.low_rpm + efficient_rpm)
         # The hottest SoC may be cooled less than planned: while it stays too hot, fans speed up.
         least_rpm = _FASTER * observation.rpm if cooling and hottest_c >= limit_c else 0.0
+        # Little cooling is cheapest by alternating between slow and efficient.
         if self._holding_rpm(air_limit_c, heat_w) <= efficient_rpm:
             if hottest_c < limit_c and not (cooling and hottest_c > limit_c - self.band_c):
                 return self.low_rpm
@@ -282,6 +284,7 @@ class PredictiveCooling:
             return self.fans.min_rpm
         if self._air_c(air_c, high, heat_w, time_s) > limit_c:
             return self.fans.max_rpm
+        # Bisection; 40 halvings reach the precision of floats.
         for _ in range(40):
             middle = 0.5 * (low + high)
             if self._air_c(air_c, middle, heat_w, time_s) <= limit_c:

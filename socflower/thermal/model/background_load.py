@@ -106,6 +106,7 @@ class Tide:
         seed: int,
     ) -> tuple[Steps[BackgroundLoad], ...]:
         """Return each SoC's background load for `duration_s` from `start_hour` on; equal seeds give equal sessions."""
+        # One generator per SoC, so that a larger rack has the sessions of a smaller one.
         generators = [np.random.default_rng([seed, soc]) for soc in range(num_socs)]
         return tuple(self._of_one(random, duration_s, start_hour) for random in generators)
 
@@ -163,6 +164,7 @@ def idle_windows(
     start_hour %= 24.0
     edges = sorted({hour % 24.0 for window in windows for hour in window})
     later: list[tuple[float, bool]] = []
+    # From the day before, since a window may have begun before midnight.
     for day in range(-1, math.ceil(duration_s / DAY_S) + 1):
         for hour in edges:
             time_s = (day * 24.0 + hour - start_hour) * 3600.0

@@ -163,6 +163,7 @@ class RackDynamics:
             fan_j += fan_w * (state.time_s - before_s)
             if ticked:
                 self._append_record(state)
+        # Exactly the caller's time, which sums of ticks may miss by rounding.
         self._state = replace(state, time_s=end_s)
         self.cooling_j += fan_j
         return fan_j
@@ -174,6 +175,7 @@ class RackDynamics:
         end_s: float,
     ) -> tuple[_State, bool]:
         """Return the state at the next tick, or at `end_s` if that comes first, and whether there was a tick."""
+        # From the number of ticks, not by adding: rounding would add up over hours.
         number = self._num_ticks(state.time_s) + 1
         until_s = min(number * self._tick_s, end_s)
         heat_w = node_w + self._user_w(state) if self._surroundings.background_load else node_w

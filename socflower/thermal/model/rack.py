@@ -45,6 +45,7 @@ class ThermalNetwork:
     @cached_property
     def _decomposition(self) -> tuple[Vector, Vector, Vector]:
         """Return rates (1/s, ascending), and the matrices to and from modes."""
+        # Scaled by the square roots, the matrix is symmetric, so that its modes are orthogonal.
         root = np.sqrt(self._capacities)
         rates, modes = np.linalg.eigh(self._matrix / np.outer(root, root))
         return rates, modes.T * root, (modes.T / root).T

@@ -191,7 +191,7 @@ class Clocks:
                     states.append(read_integer(folder / "cur_state"))
             except (OSError, ValueError) as error:
                 self._notes.add(f"{folder.name}: {error_text(error)}; left out", at_s)
-        # intel_powerclamp reports -1 while inactive.
+        # More than 0: intel_powerclamp reports -1 while inactive.
         return ("cooling devices", any(state > 0 for state in states)) if states else None
 
     def _counted(

@@ -52,6 +52,7 @@ class GuardedSource:
         with self._lock:
             if self._asking is not None and self._asking.is_alive():
                 return self._unknown("hangs", "still hangs")
+            # A list of its own: a thread that hung may answer much later, and must not answer this read.
             answers: list[Reading | str] = []
             self._asking = threading.Thread(
                 target=self._read_in_thread,

@@ -246,6 +246,7 @@ class LinuxSensors:
             batteries=battery.names,
             load_known=load.total is not None,
         )
+        # A hotter sensor of a worse kind, such as a power chip's, says less about the processor.
         best = min((files[name][0] for name in accepted), default=None)
         best_c = [value for name, value in accepted.items() if files[name][0] == best]
         reading = Reading(

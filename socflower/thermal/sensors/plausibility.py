@@ -70,6 +70,7 @@ class SensorFilter:
         `values` has each sensor's temperature, or a text why there is none; `busy` is whether the processors had work
         since the previous reading.
         """
+        # A clock that goes back must not take busy time away.
         elapsed_s = 0.0 if self._last_s is None else max(0.0, at_s - self._last_s)
         self._last_s = at_s
         busy_s = elapsed_s if busy else 0.0
@@ -105,6 +106,7 @@ class SensorFilter:
         if busy_s > 0.0:
             constant.busy_s += busy_s
             constant.num_reads += 1
+        # Remembered: the others may return to where they were before the time is up.
         for other, before_c in constant.others_c.items():
             if abs(possible.get(other, before_c) - before_c) >= _OTHERS_CHANGE_C:
                 constant.others_changed = True

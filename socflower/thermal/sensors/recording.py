@@ -76,6 +76,7 @@ class RecordedSource:
         recorded_s = now_s - self._began_s
         first_s = self._readings[0].at_s
         notes: list[str] = []
+        # The first reading is always due, since it is 0 s after itself.
         for reading in self._readings[self._next :]:
             if reading.at_s - first_s > recorded_s:
                 break
@@ -114,6 +115,7 @@ class Recorder:
 
     def _write(self, line: str) -> None:
         try:
+            # Flushed, so that the file has whole lines even if the process is killed.
             self._file.write(f"{line}\n")
             self._file.flush()
         except OSError as error:

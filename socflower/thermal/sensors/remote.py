@@ -57,6 +57,7 @@ class HttpSource:
     def __init__(self, url: str, *, timeout_s: float) -> None:
         self._url = url
         self._timeout_s = timeout_s
+        # Without this an environment's proxy would be asked for machines of the rack's own network.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def read(self) -> Reading:
@@ -92,6 +93,7 @@ class BackgroundSource:
         self._max_age_s = max_age_s
         self._latest: tuple[float, Reading] | None = None
         self._answered, self._closed = threading.Event(), threading.Event()
+        # A daemon thread, since a hanging source must not keep the process alive.
         threading.Thread(
             target=self._poll,
             name="reading-source",
@@ -121,6 +123,7 @@ class BackgroundSource:
             except Exception as error:
                 note = f"cannot be read ({type(error).__name__})"
                 reading = _unknown_reading(self._clock(), note)
+            # One assignment: a reader in another thread must not see a reading with another one's time.
             self._latest = (self._clock(), reading)
             self._answered.set()
             self._closed.wait(self._period_s)

@@ -133,6 +133,7 @@ class SimulatedSource:
             if fault.sensor != sensor or not fault.from_s <= at_s < fault.until_s:
                 continue
             if fault.kind == "stuck":
+                # A sensor that is stuck from the start keeps its first reading.
                 last_c = self._shown_c[sensor]
                 self._shown_c[sensor] = true_reading_c if last_c is None else last_c
                 return self._shown_c[sensor]

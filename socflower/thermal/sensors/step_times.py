@@ -63,6 +63,7 @@ class StepTiming:
         """Add a step; one without samples, or with an invalid time, is ignored."""
         if num_samples < 1 or not is_number(seconds) or seconds <= 0.0:
             return
+        # The order is that of the last use, so that loads in use keep their reference.
         load = self._loads.setdefault(num_samples, self._new_load(None))
         self._loads.move_to_end(num_samples)
         if len(self._loads) > _MOST_LOADS:

@@ -96,6 +96,7 @@ class OpenFolder:
 
     def write(self, name: str, value: int) -> None:
         """Write an integer; a file that is missing is not created. Raises OSError."""
+        # Without O_CREAT, which would make a file that the kernel removed.
         descriptor = self._open(name, os.O_WRONLY | os.O_TRUNC)
         try:
             os.write(descriptor, f"{value}\n".encode())
@@ -121,6 +122,7 @@ class DeviceFolder:
     @contextmanager
     def open(self) -> Iterator[OpenFolder]:
         """Yield the open folder. Raises `FileNotFoundError` if the device is not there, or several may be it."""
+        # Compared after it is opened: from then on another device that gets the number is not accessed.
         with self._opened(self.path) or self._find() as folder:
             yield folder
 
@@ -131,6 +133,7 @@ class DeviceFolder:
             return None
         if folder.identity() == self.identity:
             return folder
+        # Another device has the number now.
         folder.close()
         return None
 
