@@ -65,6 +65,8 @@ SchemaVersion = Annotated[
 ]
 Pairs = tuple[tuple[float, float], ...]
 Text = Annotated[str, Field(pattern=r"\S")]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
 
 _Checked = TypeVar("_Checked")
 _SHOWN_CHARS = 200

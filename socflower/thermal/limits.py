@@ -18,7 +18,7 @@ from typing import Annotated, TypeVar
 from pydantic import Field
 
 from socflower.errors import require_order
-from socflower.field_rules import checked
+from socflower.field_rules import NotNegative, Positive, checked
 from socflower.thermal.sensors.reading import Fraction, HeatSource, Reading, Temperature
 from socflower.thermal.sensors.step_times import StepTiming, TimedSource
 from socflower.wire.message_keys import HeatReport
@@ -32,9 +32,6 @@ _MIN_STUCK_READINGS = 3
 """Fewest equal temperatures for a sensor to count as stuck."""
 
 _MOST_NOTES = 16
-
-
-_NotNegative = Annotated[float, Field(ge=0)]
 
 
 @checked
@@ -55,11 +52,11 @@ class HeatLimits:
     # No training while others use more of its processors.
     max_user_load: Fraction = 0.5
     # Longest time for which a message waits before its work starts.
-    max_pause_s: _NotNegative = 120.0
+    max_pause_s: NotNegative = 120.0
     # Smallest share of a training device's power, even when hot.
     min_share: Annotated[float, Field(gt=0, le=1)] = 0.1
     # A temperature still unchanged after so long a pause is from a stuck sensor.
-    stuck_s: Annotated[float, Field(gt=0)] = 60.0
+    stuck_s: Positive = 60.0
 
     def check(self) -> None:
         """Refuse temperatures in the wrong order."""

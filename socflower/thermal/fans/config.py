@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from socflower.errors import ConfigError
-from socflower.field_rules import SchemaVersion, checked
+from socflower.field_rules import Positive, SchemaVersion, checked
 from socflower.thermal.fans.control_loop import FanSettings
 from socflower.thermal.fans.hwmon_pwm import HwmonPwm, find_hwmon
 from socflower.thermal.fans.ipmi import IpmiCommand
@@ -22,7 +22,6 @@ from socflower.thermal.sensors.remote import FileSource, HttpSource
 from socflower.thermal.sensors.sysfs import DeviceIdentity
 from socflower.toml_file import Table, read_table, read_toml
 
-_Positive = Annotated[float, Field(gt=0)]
 _Number = Annotated[int, Field(ge=0)]
 _Output = Annotated[int, Field(ge=1)]
 
@@ -181,7 +180,7 @@ class SourceTable:
     soc: _Number | None = None
     # By default all SoCs are on one.
     board: _Number | None = None
-    max_age_s: _Positive = 30.0
+    max_age_s: Positive = 30.0
 
     def source(self) -> HeatSource:
         """Return the source of readings."""
@@ -208,7 +207,7 @@ class HttpTable(SourceTable):
     """`[[source]] kind = "http"`"""
 
     url: str
-    timeout_s: _Positive = 3.0
+    timeout_s: Positive = 3.0
 
     def check(self) -> None:
         """Refuse an invalid address."""

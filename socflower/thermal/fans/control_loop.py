@@ -9,12 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from socflower.errors import ConfigError, require_order
-from socflower.field_rules import checked
+from socflower.field_rules import Positive, checked
 from socflower.plain_numbers import plain_numbers
 from socflower.thermal.fans.outputs import FanNotFound, FanOutput, measured_speed
 from socflower.thermal.fans.policies import FanObservation, FanPolicy, PredictingPolicy
@@ -31,9 +29,6 @@ more than two steps of the coarsest sensors."""
 _log = logging.getLogger(__name__)
 
 
-_Positive = Annotated[float, Field(gt=0)]
-
-
 @checked
 class FanSettings:
     """Limits of the speeds that are set, and times of the control.
@@ -43,13 +38,13 @@ class FanSettings:
     for `max_silence_s` bring the fail-safe speed. A fan that measures 0 rpm for `spin_up_s` counts as stopped.
     """
 
-    min_rpm: _Positive
-    max_rpm: _Positive
-    failsafe_rpm: _Positive
-    period_s: _Positive = 5.0
-    max_silence_s: _Positive = 30.0
-    stuck_after_s: _Positive = STUCK_AFTER_S
-    spin_up_s: _Positive = 15.0
+    min_rpm: Positive
+    max_rpm: Positive
+    failsafe_rpm: Positive
+    period_s: Positive = 5.0
+    max_silence_s: Positive = 30.0
+    stuck_after_s: Positive = STUCK_AFTER_S
+    spin_up_s: Positive = 15.0
 
     def check(self) -> None:
         """Refuse speeds in the wrong order."""

@@ -3,15 +3,10 @@
 import math
 from dataclasses import fields
 from functools import cache
-from typing import Annotated
-
-from pydantic import Field
 
 from socflower.errors import require_order
-from socflower.field_rules import checked
+from socflower.field_rules import NotNegative, Positive, checked
 from socflower.thermal.model.constants import constant
-
-_NotNegative = Annotated[float, Field(ge=0)]
 
 
 @checked
@@ -24,12 +19,12 @@ class FanCurve:
     Table 2, where nothing changes up to 5,700 rpm. Watts: `drag * rpm + air * rpm^3`, the cube of the fan laws.
     """
 
-    still_w_per_k: Annotated[float, Field(gt=0)]
-    threshold_rpm: _NotNegative
-    flow_w_per_k_rpm: _NotNegative
-    drag_w_per_rpm: _NotNegative
-    air_w_per_rpm3: _NotNegative
-    min_rpm: Annotated[float, Field(gt=0)]
+    still_w_per_k: Positive
+    threshold_rpm: NotNegative
+    flow_w_per_k_rpm: NotNegative
+    drag_w_per_rpm: NotNegative
+    air_w_per_rpm3: NotNegative
+    min_rpm: Positive
     max_rpm: float
 
     def check(self) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Protocol, runtime_checkable
 from pydantic import Field
 
 from socflower.errors import ConfigError, require_order
-from socflower.field_rules import checked
+from socflower.field_rules import NotNegative, Positive, checked
 from socflower.thermal.fans.fan_curve import FanCurve, rack_fans
 from socflower.thermal.model.constants import constant
 from socflower.toml_file import Table, read_table
@@ -64,8 +64,6 @@ class PredictingPolicy(FanPolicy, Protocol):
         ...
 
 
-_Positive = Annotated[float, Field(gt=0)]
-_NotNegative = Annotated[float, Field(ge=0)]
 _Endless = Annotated[float, Field(allow_inf_nan=True)]
 
 
@@ -73,7 +71,7 @@ _Endless = Annotated[float, Field(allow_inf_nan=True)]
 class FixedSpeed:
     """A constant speed."""
 
-    fixed_rpm: _Positive
+    fixed_rpm: Positive
 
     def rpm(self, observation: FanObservation) -> float:
         """Return the speed."""
@@ -88,8 +86,8 @@ class PassiveCooling:
     sensor step below the temperature at which clocks recover.
     """
 
-    low_rpm: _Positive = field(default_factory=lambda: constant("fan", "low_rpm"))
-    high_rpm: _Positive = 11000.0
+    low_rpm: Positive = field(default_factory=lambda: constant("fan", "low_rpm"))
+    high_rpm: Positive = 11000.0
     hot_c: float = 35.0
     cool_c: float = 33.5
 
@@ -116,8 +114,8 @@ class PlannedLoad:
     of the busy SoCs above the chassis air. The work ends at `end_s` at full clock.
     """
 
-    rack_w: _NotNegative
-    local_rise_c: _NotNegative
+    rack_w: NotNegative
+    local_rise_c: NotNegative
     begin_s: float = 0.0
     end_s: _Endless = math.inf
 
@@ -146,17 +144,17 @@ class PredictiveCooling:
 
     load: PlannedLoad
     fans: FanCurve = field(default_factory=rack_fans)
-    chassis_j_per_k: _Positive = field(default_factory=lambda: constant("rack", "chassis_j_per_k"))
+    chassis_j_per_k: Positive = field(default_factory=lambda: constant("rack", "chassis_j_per_k"))
     ambient_c: float = 25.0
     # Half a sensor step below the first trip point.
     limit_c: float = 34.5
     # Target for a SoC that has tripped; half a sensor step below its resume point.
     resume_c: float = 33.5
     # Hysteresis of alternating cooling.
-    band_c: _Positive = 0.5
-    horizon_s: _Positive = 120.0
-    low_rpm: _Positive = field(default_factory=lambda: constant("fan", "low_rpm"))
-    high_rpm: _Positive = 11000.0
+    band_c: Positive = 0.5
+    horizon_s: Positive = 120.0
+    low_rpm: Positive = field(default_factory=lambda: constant("fan", "low_rpm"))
+    high_rpm: Positive = 11000.0
     max_slowdown: Annotated[float, Field(ge=0, lt=1)] = 0.0
     coast_limit_c: float = 39.0
     # Of the clock between the first two trip points, and the heat at that clock, as fractions.
@@ -314,7 +312,7 @@ def _most_efficient_rpm(
 class _Fixed(Table):
     """Keys of the policy "fixed"."""
 
-    rpm: _Positive
+    rpm: Positive
 
 
 def make_policy(name: str, settings: Mapping[str, object]) -> FanPolicy:

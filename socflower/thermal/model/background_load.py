@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field
 
 from socflower.errors import ConfigError, require_order
-from socflower.field_rules import checked
+from socflower.field_rules import NotNegative, Positive, checked
 
 _Value = TypeVar("_Value")
 
@@ -66,7 +66,7 @@ class BackgroundLoad:
     # Of the SoC's processors; training gets the rest.
     share: Annotated[float, Field(ge=0, lt=1)] = 0.0
     # Drawn for users, in addition to training.
-    power_w: Annotated[float, Field(ge=0)] = 0.0
+    power_w: NotNegative = 0.0
     # Whether training has to release the SoC.
     taken: bool = False
 
@@ -83,10 +83,10 @@ class Tide:
     sessions last `mean_session_s` on average, exponentially distributed, and are drawn for each SoC from a seed.
     """
 
-    low: Annotated[float, Field(ge=0)] = 0.05
+    low: NotNegative = 0.05
     high: Annotated[float, Field(lt=1)] = 0.6
     low_hour: float = 5.0
-    mean_session_s: Annotated[float, Field(gt=0)] = 2400.0
+    mean_session_s: Positive = 2400.0
     game: BackgroundLoad = _GAME
 
     def check(self) -> None:

@@ -11,14 +11,11 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from socflower.errors import ConfigError, require_order
-from socflower.field_rules import checked
+from socflower.field_rules import NotNegative, Positive, checked
 from socflower.thermal.model.constants import constant, constants
 
 Levels = NDArray[np.int64]
 """Index of each SoC's clock in the governor's list: 0 is the highest."""
-
-
-_Positive = Annotated[float, Field(gt=0)]
 
 
 @checked
@@ -29,10 +26,10 @@ class ClockGovernor:
     Speed is proportional to the clock, watts above idle to `clock ** power_exponent`.
     """
 
-    clock_hz: Annotated[tuple[_Positive, ...], Field(min_length=1)]
+    clock_hz: Annotated[tuple[Positive, ...], Field(min_length=1)]
     trip_c: tuple[float, ...]
     resume_c: tuple[float, ...]
-    power_exponent: Annotated[float, Field(ge=0)]
+    power_exponent: NotNegative
 
     def check(self) -> None:
         """Refuse another number of points than of changes, and points in the wrong order."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from socflower.errors import ConfigError
-from socflower.field_rules import checked
+from socflower.field_rules import Positive, checked
 from socflower.thermal.model.constants import constant
 
 Vector = NDArray[np.float64]
@@ -88,7 +88,6 @@ class ThermalNetwork:
         return {}
 
 
-_Positive = Annotated[float, Field(gt=0)]
 _Slots = Annotated[int, Field(ge=1)]
 
 
@@ -105,14 +104,14 @@ class Rack:
     """
 
     slots_per_board: Annotated[tuple[_Slots, ...], Field(min_length=1)]
-    soc_to_board_w_per_k: _Positive = _of_rack("soc_to_board_w_per_k")
-    board_to_air_w_per_k: _Positive = _of_rack("board_to_air_w_per_k")
-    soc_j_per_k: _Positive = _of_rack("soc_j_per_k")
-    board_j_per_k: _Positive = _of_rack("board_j_per_k")
-    chassis_j_per_k: _Positive = _of_rack("chassis_j_per_k")
+    soc_to_board_w_per_k: Positive = _of_rack("soc_to_board_w_per_k")
+    board_to_air_w_per_k: Positive = _of_rack("board_to_air_w_per_k")
+    soc_j_per_k: Positive = _of_rack("soc_j_per_k")
+    board_j_per_k: Positive = _of_rack("board_j_per_k")
+    chassis_j_per_k: Positive = _of_rack("chassis_j_per_k")
     # By board, and by SoC.
-    airflow: Mapping[int, _Positive] = field(default_factory=dict)
-    coupling: Mapping[int, _Positive] = field(default_factory=dict)
+    airflow: Mapping[int, Positive] = field(default_factory=dict)
+    coupling: Mapping[int, Positive] = field(default_factory=dict)
 
     def check(self) -> None:
         """Refuse boards and SoCs that the rack does not have."""
