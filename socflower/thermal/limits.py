@@ -61,7 +61,12 @@ class HeatLimits:
     def check(self) -> None:
         """Refuse temperatures in the wrong order."""
         require_order(resume_c=self.resume_c, shrink_c=self.shrink_c)
-        require_order(equal=True, shrink_c=self.shrink_c, pause_c=self.pause_c)
+        require_order(
+            equal=True,
+            resume_c=self.resume_c,
+            shrink_c=self.shrink_c,
+            pause_c=self.pause_c,
+        )
 
     def share(self, reading: Reading) -> float:
         """Return the share of its power that the device may use, `min_share` to 1.
