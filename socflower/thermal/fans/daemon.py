@@ -6,7 +6,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,8 +96,7 @@ def run_fan(
     if sum((once, restore, calibrate_fans)) > 1:
         raise ConfigError("--once, --restore and --calibrate: give one of them")
     loaded = read_fan_file(config)
-    lock = FolderLock(_lock_file(config, loaded), f"{config}: fans")
-    with StopSignals() as stop, nullcontext() if dry_run else lock:
+    with StopSignals() as stop, _lock(config, loaded, dry_run=dry_run):
         # After the lock, since the daemon that holds it may be writing to the outputs that are read here.
         try:
             policy = make_policy(loaded.policy_name, loaded.policy_settings)
@@ -363,10 +368,12 @@ def _outputs(
     return loaded.fan.outputs(_last_chip(loaded))
 
 
-def _lock_file(config: Path, loaded: FanFile) -> Path:
-    """Return the lock file against a second daemon on the same fans, beside the status file or the configuration."""
+def _lock(config: Path, loaded: FanFile, *, dry_run: bool) -> AbstractContextManager[object]:
+    """Lock the fans against a second daemon, by a file beside the status file or else the configuration."""
+    if dry_run:
+        return nullcontext()
     beside = loaded.status_file or config
-    return beside.with_name(f".{beside.name}.lock")
+    return FolderLock(beside.with_name(f".{beside.name}.lock"), f"{config}: fans")
 
 
 def _lines(document: Mapping[str, Any]) -> list[str]:
