@@ -18,7 +18,6 @@ from socflower.thermal.fans.hwmon_pwm import HwmonPwm, find_hwmon
 from socflower.thermal.fans.ipmi import IpmiCommand
 from socflower.thermal.fans.outputs import (
     DutyCurve,
-    DutyOutput,
     FanFailure,
     FanNotFound,
     SimulatedFan,
@@ -520,17 +519,3 @@ def test_an_interrupted_calibration_leaves_full_power():
     with pytest.raises(KeyboardInterrupt):
         calibrate(bench, sleep=interrupt)
     assert bench.duties[-1] == 1.0
-
-
-def test_a_pwm_output_is_calibrated_through_its_files(tmp_path):
-    folder = chip(tmp_path)
-    fan = hwmon(folder)
-    assert isinstance(fan, DutyOutput)
-
-    def sleep(seconds):
-        write_files(folder, {"fan1_input": 40 * state(folder)[0]})
-
-    curve = calibrate(fan, sleep=sleep)
-    assert curve.points[0] == (0.2, 2040.0) and curve.points[-1] == (1.0, 10200.0)
-    hwmon(folder, curve=curve).set_rpm(5100.0)
-    assert state(folder)[0] in (127, 128)
