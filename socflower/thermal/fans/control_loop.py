@@ -180,7 +180,8 @@ class _Fan:
         well: str = "",
     ) -> None:
         start = f"fan {self.name}: "
-        self._alerts.set((kind, self._index), text and start + text, well=start + well)
+        key = (kind, self._index)
+        self._alerts.set(key, text and start + text, well=start + well)
 
 
 def restore_fans(
@@ -392,7 +393,8 @@ class _ConstantReadingCheck:
         except Exception:
             self._expected_c = None
         self._at_s = now_s
-        if self._expected_c is None or not abs(self._expected_c - self._shown_c) < _EXPECTED_C:
+        expected_c = self._expected_c
+        if expected_c is None or not abs(expected_c - self._shown_c) < _EXPECTED_C:
             # Remembered: a prediction that returns to the shown temperature explains nothing.
             self._should_have_changed = True
         return not self._should_have_changed

@@ -218,7 +218,8 @@ class _Reporter:
     def note(self, state: FanState) -> dict[str, Any]:
         """Report the state of a step; return it as a document."""
         document = self._document(state)
-        if self._said_rpm is None or abs(state.rpm - self._said_rpm) > _NEWS * self._said_rpm:
+        before_rpm = self._said_rpm
+        if before_rpm is None or abs(state.rpm - before_rpm) > _NEWS * before_rpm:
             self._say(_speed_line(state))
             self._said_rpm = state.rpm
         if self._loaded.status_file is not None:
@@ -324,8 +325,10 @@ def _calibrate(
             except FanFailure as error:
                 say(f"{error}; it turns at full power now")
         show(f"# {output.describe()}")
-        show(f"curve_percent = {[round(100 * duty) for duty, _ in curve.points]}")
-        show(f"curve_rpm = {[round(rpm) for _, rpm in curve.points]}")
+        percent = [round(100 * duty) for duty, _ in curve.points]
+        rpm = [round(rpm) for _, rpm in curve.points]
+        show(f"curve_percent = {percent}")
+        show(f"curve_rpm = {rpm}")
 
 
 def _chip_record(loaded: FanFile, outputs: list[FanOutput]) -> dict[str, object] | None:
@@ -347,8 +350,10 @@ def _last_chip(loaded: FanFile) -> DeviceIdentity | None:
     # There is no file, or it was not written by this daemon.
     except (OSError, ValueError, TypeError, LookupError):
         return None
-    is_valid = any(identity) and all(isinstance(part, str | None) for part in identity)
-    return DeviceIdentity(*identity) if is_valid and folder == loaded.fan.folder else None
+    are_texts = all(isinstance(part, str | None) for part in identity)
+    if not are_texts or not any(identity) or folder != loaded.fan.folder:
+        return None
+    return DeviceIdentity(*identity)
 
 
 def _outputs(

@@ -55,4 +55,5 @@ class FanCurve:
 @cache
 def rack_fans() -> FanCurve:
     """Return the fans of the SoC-Cluster, from `constants.toml`."""
-    return FanCurve(**{entry.name: constant("fan", entry.name) for entry in fields(FanCurve)})
+    names = [entry.name for entry in fields(FanCurve)]
+    return FanCurve(**{name: constant("fan", name) for name in names})

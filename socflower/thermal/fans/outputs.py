@@ -73,10 +73,12 @@ class DutyCurve:
     def duty(self, rpm: float) -> float:
         """Return the duty for a speed, clipped to the ends of the curve."""
         speeds = [speed for _, speed in self.points]
-        after = min(max(bisect_left(speeds, rpm), 1), len(speeds) - 1)
+        after = max(bisect_left(speeds, rpm), 1)
+        after = min(after, len(speeds) - 1)
         (low, slow) = self.points[after - 1]
         (high, fast) = self.points[after]
-        part = min(max((rpm - slow) / (fast - slow), 0.0), 1.0)
+        part = (rpm - slow) / (fast - slow)
+        part = min(max(part, 0.0), 1.0)
         # Rounding must not exceed the end.
         return min(low + (high - low) * part, high)
 

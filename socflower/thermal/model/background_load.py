@@ -53,7 +53,9 @@ def changes(first: _Value, later: Sequence[tuple[float, _Value]]) -> Steps[_Valu
     if not ordered or ordered[0][0] > 0.0:
         ordered.insert(0, (0.0, first))
     times_s = [time_s for time_s, _ in ordered]
-    return Steps((0.0, *times_s[1:]), tuple(value for _, value in ordered))
+    values = [value for _, value in ordered]
+    times_s[0] = 0.0
+    return Steps(tuple(times_s), tuple(values))
 
 
 DAY_S = 86400.0
@@ -96,7 +98,8 @@ class Tide:
     def part_busy(self, hour: float) -> float:
         """Return the mean fraction of SoCs with a game at an hour of the day."""
         phase = 2.0 * math.pi * (hour - self.low_hour) / 24.0
-        return self.low + (self.high - self.low) * 0.5 * (1.0 - math.cos(phase))
+        span = self.high - self.low
+        return self.low + span * 0.5 * (1.0 - math.cos(phase))
 
     def loads(
         self,

@@ -32,11 +32,15 @@ def constant(table: str, key: str) -> float:
 
 def constants(table: str, key: str) -> tuple[float, ...]:
     """Return a list of constants."""
-    return tuple(float(value) for value in document()[table][key]["value"])
+    values = document()[table][key]["value"]
+    return tuple(map(float, values))
 
 
 @cache
 def fan_table() -> tuple[FanTableRow, ...]:
     """Return SoCFlow+ Table 2, slow fans first."""
-    rows = document()["fan_table"]
-    return tuple(FanTableRow(**{key: float(row[key]) for key in row}) for row in rows)
+    rows: list[FanTableRow] = []
+    for row in document()["fan_table"]:
+        values = {key: float(value) for key, value in row.items()}
+        rows.append(FanTableRow(**values))
+    return tuple(rows)

@@ -127,7 +127,8 @@ class RackDynamics:
         """Return the SoCs that training must not use now; all of them outside the training windows."""
         if not self._surroundings.open.at(self._last_tick_s(self._state)):
             return frozenset(range(self._rack.num_socs))
-        return frozenset(soc for soc, load in enumerate(self._loads(self._state)) if load.taken)
+        loads = self._loads(self._state)
+        return frozenset(soc for soc, load in enumerate(loads) if load.taken)
 
     # ---------------------------------------------------------------------------------------------------- time
 
@@ -147,7 +148,8 @@ class RackDynamics:
     def until_reading_s(self) -> float:
         """Return the time until the next tick, before which neither speeds nor users change."""
         time_s = self._state.time_s
-        return max((self._num_ticks(time_s) + 1) * self._tick_s - time_s, 0.0)
+        next_s = (self._num_ticks(time_s) + 1) * self._tick_s
+        return max(next_s - time_s, 0.0)
 
     @plain_numbers
     def advance(self, duration_s: float, power_w: Sequence[float]) -> float:
@@ -209,8 +211,10 @@ class RackDynamics:
             rpm=state.rpm,
             num_throttled=int((levels > 0).sum()),
         )
-        rpm = math.ceil(self._policy.rpm(observation) / _RPM_STEP) * _RPM_STEP
-        rpm = min(max(rpm, self._fans.min_rpm), self._fans.max_rpm)
+        wanted_rpm = self._policy.rpm(observation)
+        rpm = math.ceil(wanted_rpm / _RPM_STEP) * _RPM_STEP
+        rpm = max(rpm, self._fans.min_rpm)
+        rpm = min(rpm, self._fans.max_rpm)
         return _State(state.time_s, state.temperatures_c, levels, rpm)
 
     def _control_state(self, state: _State) -> tuple[bytes, bool, list[BackgroundLoad]]:
@@ -235,7 +239,9 @@ class RackDynamics:
     def _loads(self, state: _State) -> list[BackgroundLoad]:
         users = self._surroundings.background_load
         tick_start_s = self._last_tick_s(state)
-        return [load.at(tick_start_s) for load in users] or [NOBODY] * self._rack.num_socs
+        if not users:
+            return [NOBODY] * self._rack.num_socs
+        return [load.at(tick_start_s) for load in users]
 
     def _node_power(self, power_w: Sequence[float]) -> Vector:
         return np.array(self._rack.node_power_w(power_w))
@@ -308,5 +314,8 @@ class RackDynamics:
         self.cooling_j = state["cooling_j"]
         self.peak_c = state["peak_c"]
         self._log_every_s = state["log_every_s"]
+        self._log = []
         names = [entry.name for entry in fields(RackRecord)]
-        self._log = [RackRecord(**dict(zip(names, row, strict=True))) for row in state["log"]]
+        for row in state["log"]:
+            values = dict(zip(names, row, strict=True))
+            self._log.append(RackRecord(**values))

@@ -62,7 +62,8 @@ class ClockGovernor:
         trips, resumes = _thresholds(self.trip_c, self.resume_c)
         down = temperatures >= trips[levels]
         up = temperatures <= resumes[levels]
-        changed: Levels = levels + down.astype(np.int64) - up.astype(np.int64)
+        changed: Levels = levels + down
+        changed -= up
         return changed
 
 
@@ -72,7 +73,9 @@ def _thresholds(
     resume_c: tuple[float, ...],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the trip and resume points by level. No temperature, not even infinity, leads past either end."""
-    return np.array([*trip_c, math.nan]), np.array([math.nan, *resume_c])
+    trips = np.array([*trip_c, math.nan])
+    resumes = np.array([math.nan, *resume_c])
+    return trips, resumes
 
 
 def snapdragon_governor() -> ClockGovernor:

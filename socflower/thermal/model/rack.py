@@ -47,12 +47,14 @@ class ThermalNetwork:
         """Return rates (1/s, ascending), and the matrices to and from modes."""
         # Scaled by the square roots, the matrix is symmetric, so that its modes are orthogonal.
         root = np.sqrt(self._capacities)
-        rates, modes = np.linalg.eigh(self._matrix / np.outer(root, root))
+        scaled = self._matrix / np.outer(root, root)
+        rates, modes = np.linalg.eigh(scaled)
         return rates, modes.T * root, (modes.T / root).T
 
     def steady_c(self, power_w: Sequence[float] | Vector, ambient_c: float) -> Vector:
         """Return the steady-state temperatures under constant power (watts by node)."""
-        steady: Vector = ambient_c + np.linalg.solve(self._matrix, np.asarray(power_w, float))
+        heat_w = np.asarray(power_w, float)
+        steady: Vector = ambient_c + np.linalg.solve(self._matrix, heat_w)
         return steady
 
     def end_c(
@@ -66,7 +68,8 @@ class ThermalNetwork:
         rates, to_modes, from_modes = self._decomposition
         start = to_modes @ (temperatures_c - ambient_c)
         steady = (to_modes @ (power_w / self._capacities)) / rates
-        end: Vector = ambient_c + from_modes @ (steady + (start - steady) * self._decay(duration_s))
+        modes = steady + (start - steady) * self._decay(duration_s)
+        end: Vector = ambient_c + from_modes @ modes
         return end
 
     def _decay(self, duration_s: float) -> Vector:

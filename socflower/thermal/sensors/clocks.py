@@ -121,7 +121,8 @@ class Clocks:
     def _cpus(self, folder: Path) -> tuple[int, ...] | None:
         """Return the online processors of a policy; None if unknown."""
         try:
-            numbers = tuple(int(word) for word in read_text(folder / "affected_cpus").split())
+            words = read_text(folder / "affected_cpus").split()
+            numbers = tuple(map(int, words))
         except (OSError, ValueError):
             return None
         return numbers if all(0 <= number < _MOST_CPUS for number in numbers) else None

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import fields
 from logging import WARNING
+from typing import Any
 
 from socflower.plain_numbers import plain
 from socflower.thermal.sensors.reading import HeatSource, Reading
@@ -104,11 +105,16 @@ def _validated(reading: object) -> Reading:
     """Return a reading that is checked again, in Python's types; a source may return anything."""
     if not isinstance(reading, Reading):
         raise TypeError(f"read() returned {type(reading).__name__}, not a Reading")
-    values = {entry.name: plain(getattr(reading, entry.name)) for entry in fields(Reading)}
-    values["notes"] = tuple(_one_line(str(note)) for note in reading.notes[:_MOST_NOTES])
+    values: dict[str, Any] = {}
+    for entry in fields(Reading):
+        value = getattr(reading, entry.name)
+        values[entry.name] = plain(value)
+    notes = reading.notes[:_MOST_NOTES]
+    values["notes"] = tuple(_one_line(str(note)) for note in notes)
     return Reading(**values)
 
 
 def _one_line(text: str) -> str:
     # File names under /sys may contain bytes that are not valid text, which a message cannot carry.
-    return " ".join(text.encode("utf-8", "replace").decode("utf-8").split())[:_LONGEST_NOTE]
+    valid = text.encode("utf-8", "replace").decode("utf-8")
+    return " ".join(valid.split())[:_LONGEST_NOTE]

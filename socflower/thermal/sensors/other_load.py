@@ -154,10 +154,11 @@ class OtherLoad:
 
     def _command(self, pid: int) -> list[str]:
         try:
-            text = (self._root / f"proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace")
+            content = (self._root / f"proc/{pid}/cmdline").read_bytes()
         except (OSError, ValueError):
             return []
-        return [word for word in text.split("\0") if word]
+        words = content.decode("utf-8", "replace").split("\0")
+        return [word for word in words if word]
 
     def _ours(
         self, processes: Mapping[int, _Process], command: Callable[[int], list[str]]

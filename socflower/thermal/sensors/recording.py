@@ -109,7 +109,8 @@ class Recorder:
     def write(self, reading: Reading) -> None:
         """Append a reading. Raises `ConfigError` if the file cannot be written."""
         if self._kind == _CSV:
-            self._write(",".join(_cell(getattr(reading, name)) for name in _FIELDS))
+            cells = [_cell(getattr(reading, name)) for name in _FIELDS]
+            self._write(",".join(cells))
         else:
             self._write(json.dumps(as_object(reading), ensure_ascii=False))
 
@@ -200,7 +201,9 @@ def _cell(value: Any) -> str:
     if value is None or value == ():
         return ""
     if isinstance(value, tuple):
-        return '"' + json.dumps(list(value), ensure_ascii=False).replace('"', '""') + '"'
+        text = json.dumps(list(value), ensure_ascii=False)
+        quoted = text.replace('"', '""')
+        return f'"{quoted}"'
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
@@ -231,7 +234,9 @@ def _value(name: str, cell: str) -> Any:
     """Return the value of a CSV cell; an invalid one stays text, which `Reading` refuses."""
     try:
         if name == "notes":
-            return json.loads(cell) if cell.startswith("[") else [cell] * bool(cell)
+            if cell.startswith("["):
+                return json.loads(cell)
+            return [cell] if cell else []
         if not cell:
             return None
         return _BOOLEANS[cell.lower()] if name in _FLAGS else float(cell)

@@ -113,7 +113,9 @@ class SimulatedSource:
             if shown is not None:
                 values[f"simulated {sensor}"] = shown
         filtered = self._filter.apply(at_s, values, busy=self._busy_of())
-        factor = None if self._speed_of is None else min(1.0, max(0.0, self._speed_of()))
+        factor = None
+        if self._speed_of is not None:
+            factor = min(1.0, max(0.0, self._speed_of()))
         return Reading(
             at_s=at_s,
             temperature_c=max(filtered.values(), default=None),

@@ -90,7 +90,9 @@ class StepTiming:
         """Present rate over the reference, above 0 and at most 1; None before `window` steps."""
         if len(self._ratios) < self.window:
             return None
-        return max(min(1.0, 1.0 / median(self._ratios)), math.ulp(0.0))
+        factor = 1.0 / median(self._ratios)
+        # Above 0 also for a step that takes forever.
+        return max(min(1.0, factor), math.ulp(0.0))
 
     def references(self) -> dict[int, float]:
         """Return the seconds of a step at full clock by number of samples: `references_s` of a later run."""
