@@ -2,6 +2,7 @@
 
 import math
 import reprlib
+from itertools import pairwise
 from numbers import Real
 
 
@@ -82,3 +83,14 @@ def require_range(
         raise ConfigError(
             f"{where}: {key} = {value} must be {' and '.join(bounds)}{advice and f'; {advice}'}"
         )
+
+
+def require_order(*, equal: bool = False, **values: float) -> None:
+    """Raise `ConfigError` unless each of `values` is below the next; with `equal` it may equal the next.
+
+    The text is like "need min_rpm < max_rpm, got 3.0 and 2.0".
+    """
+    for low, high in pairwise(values.values()):
+        if not (low <= high if equal else low < high):
+            order = (" <= " if equal else " < ").join(values)
+            raise ConfigError(f"need {order}, got {' and '.join(map(str, values.values()))}")

@@ -36,7 +36,6 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import (
     no_info_after_validator_function,
-    no_info_wrap_validator_function,
 )
 
 from socflower.errors import ConfigError
@@ -66,6 +65,8 @@ SchemaVersion = Annotated[
 ]
 Pairs = tuple[tuple[float, float], ...]
 Text = Annotated[str, Field(pattern=r"\S")]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
 
 _Checked = TypeVar("_Checked")
 _SHOWN_CHARS = 200
@@ -99,25 +100,19 @@ def checked(cls: type[_Checked]) -> type[_Checked]:
             try:
                 self.check()
             except (ConfigError, ValueError) as error:
-                raise ConfigError(f"{kind.__name__}: {error}") from None
-
-    def with_place(source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Let pydantic catch what `check` refuses, since it knows the place in the file."""
-
-        def build(value: Any, inner: Callable[[Any], Any]) -> Any:
-            try:
-                return inner(value)
-            except ConfigError as error:
-                raise ValueError(str(error).removeprefix(f"{cls.__name__}: ")) from None
-
-        return no_info_wrap_validator_function(build, handler(source))
+                raise _Misfit(f"{kind.__name__}: {error}") from None
 
     target = cast(Any, cls)
     target.__post_init__ = check_fields
-    target.__get_pydantic_core_schema__ = staticmethod(with_place)
+    target.__pydantic_config__ = _OF_FILES
     return plain_numbers(dataclass(frozen=True, kw_only=True, slots=True)(cls))
 
 
+class _Misfit(ConfigError, ValueError):
+    """Fields that do not fit each other. Pydantic catches a `ValueError`, and knows its place in the file."""
+
+
+_OF_FILES = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 _OF_PYTHON = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
 
@@ -277,7 +272,10 @@ def _line(kind: type, document: Any, where: str, error: Any) -> str:
             value = cast(Any, value)[step]
         kind = inner
     if error["type"] in ("value_error", "assertion_error"):
-        text = str(error["ctx"]["error"])
+        cause = error["ctx"]["error"]
+        text = str(cause)
+        if isinstance(cause, _Misfit):
+            text = text.partition(": ")[2]
         return _at(_place(where, path), text)
     if error["type"] == "json_invalid":
         return f"{where}: is nested too deeply, or has characters that are none"

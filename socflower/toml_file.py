@@ -3,16 +3,17 @@
 import json
 import tomllib
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
 
 from socflower.errors import ConfigError
 from socflower.field_rules import refusal
 from socflower.plain_numbers import plain
 
-_Kind = TypeVar("_Kind", bound="Table")
+_Kind = TypeVar("_Kind")
 
 
 class Table(BaseModel):
@@ -81,13 +82,23 @@ def parse_value(text: str) -> object:
         return text
 
 
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
 def read_table(kind: type[_Kind], table: object, where: str) -> _Kind:
-    """Return a table's values as `kind`; `ConfigError` names `where`, the first wrong key, its value and the remedy."""
+    """Return a table's values as `kind`, a `Table` or a `checked` type.
+
+    `ConfigError` names `where`, the first wrong key, its value and the remedy.
+    """
     try:
         # The rules of JSON input are those of TOML: a list for a tuple, a table for a dataclass, and nothing else.
-        return kind.model_validate_json(
-            json.dumps(table, default=_plain), by_alias=True, by_name=False
+        document = json.dumps(table, default=_plain)
+        value: _Kind = _adapter(cast(Any, kind)).validate_json(
+            document, by_alias=True, by_name=False
         )
+        return value
     except ValidationError as error:
         raise ConfigError(refusal(kind, table, where, error)) from None
     except RecursionError:

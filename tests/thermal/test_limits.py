@@ -61,12 +61,11 @@ class Device:
         return Reading(at_s=self.now_s, **self.values(self.now_s))
 
     def guard(self, **options: Any) -> HeatGuard:
-        timing = StepTiming()
         return HeatGuard(
             self,
             LIMITS,
             self.read(),
-            timing=timing,
+            timing=StepTiming(),
             sleep=self.sleep,
             clock=self.clock,
             **options,
