@@ -133,8 +133,11 @@ def _adapters(kind: type) -> dict[str, TypeAdapter[Any]]:
 
 
 def _is_rule(annotation: Any) -> bool:
-    """Whether a value can be checked against an annotation: not callables, protocols and type variables."""
-    if annotation in (Any, object) or isinstance(annotation, TypeVar):
+    """Whether a value can be checked against an annotation: not callables, protocols and type variables.
+
+    A dataclass has rules of its own.
+    """
+    if annotation in (Any, object) or isinstance(annotation, TypeVar) or is_dataclass(annotation):
         return False
     if get_origin(annotation) in (Callable, type) or getattr(annotation, "_is_protocol", False):
         return False

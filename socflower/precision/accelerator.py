@@ -52,9 +52,9 @@ class Int8Backend(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Arrays, *, seed: int) -> None:
-        """Load weights and, where they are given, running statistics.
+        """Load weights, and running statistics if `weights` has them.
 
-        They are rounded up or down at random so that their expectation is exact (F12); equal seeds round equally.
+        Weights are rounded up or down at random so that their expectation is exact (F12); equal seeds round equally.
         """
 
     @abstractmethod
@@ -82,18 +82,17 @@ class Int8Backend(ABC):
         The arrays may be overwritten by the next `train_step`. Backends that hold the gradient override this. The
         values of frozen parameters are ignored.
         """
-        now = self.weights()
         scale = np.float32(1.0 / learning_rate)
-        return {
-            name: scale
-            * (np.asarray(loaded[name], dtype=np.float32) - np.asarray(value, dtype=np.float32))
-            for name, value in now.items()
-            if not name.endswith(_STATISTICS)
-        }
+        gradients = {}
+        for name, value in self.weights().items():
+            if not name.endswith(_STATISTICS):
+                before = np.asarray(loaded[name], dtype=np.float32)
+                gradients[name] = scale * (before - np.asarray(value, dtype=np.float32))
+        return gradients
 
     @property
     def hands_out_gradients(self) -> bool:
-        """Whether momentum may accumulate the `pseudo_gradient`; False where it is mostly rounding noise."""
+        """Whether momentum may accumulate the `pseudo_gradient`; False if it is mostly rounding noise."""
         return True
 
     @property
@@ -135,7 +134,7 @@ class NativeInt8Backend(Int8Backend):
     ) -> None:
         if not isinstance(algorithm.update, OutsideUpdate | IntegerUpdate):
             raise ConfigError(
-                f"mixed precision: the FP32 masters of {algorithm.name} live in the trainer; use niti or the default"
+                f"mixed precision: {algorithm.name} has masters of its own; use niti or the default"
             )
         self._algorithm, self._settings = algorithm, settings or EngineSettings()
         self._fp32_operators: Sequence[str] = fp32_operators
@@ -148,7 +147,7 @@ class NativeInt8Backend(Int8Backend):
     @property
     def name(self) -> str:
         """Name of the kernel path in use."""
-        return f"CPU int8, {self._built.kernel}" if self._model else "CPU int8"
+        return f"CPU int8, {self._built.engine.kernel}" if self._model else "CPU int8"
 
     @property
     def _built(self) -> Int8Model:
@@ -182,11 +181,9 @@ class NativeInt8Backend(Int8Backend):
                 unsupported=self._unsupported,
             )
         except UnsupportedOperator as error:
-            backend = "MixedPrecisionTrainer(backend=partial(NativeInt8Backend, {}))"
-            advice = error.remedy(
-                "use", backend.format("fp32_operators={}"), backend.format("unsupported={}")
-            )
-            raise ConfigError(f"{error.what}; {advice}") from None
+            raise error.advising(
+                "MixedPrecisionTrainer(backend=partial(NativeInt8Backend, {}))"
+            ) from None
         self._loaded_seed = None
         if isinstance(self._algorithm.update, OutsideUpdate):
             self._gradients = start_gradients(self._model.graph, self._model.parameters)
@@ -196,7 +193,8 @@ class NativeInt8Backend(Int8Backend):
         model = self._built
         if seed == self._loaded_seed and self._gradients:
             return
-        self._loaded_seed = None  # if loading fails, some weights are new and some are old
+        # If loading fails, some weights are new and some are old.
+        self._loaded_seed = None
         take_weights(model.graph, model.parameters, model.engine, weights, seed)
         self._loaded_seed = seed
 

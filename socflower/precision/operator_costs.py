@@ -91,7 +91,7 @@ def _profile(
     )
     return OperatorProfile(
         batch=batch,
-        kernel=model.kernel,
+        kernel=str(model.engine.kernel),
         latencies=tuple(latencies),
         switches_s=switches_s,
         placement=place(latencies, switches_s),

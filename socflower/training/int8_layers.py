@@ -39,7 +39,7 @@ class Int8Layers:
         num_passes: int = 1,
         trackers: Sequence[Any] = (),
     ) -> None:
-        """Build the engine; shapes are of one sample, `trackers` as of `trackers_to_json`, also for other layers.
+        """Build the engine; shapes are of one sample, `trackers` as of `ScaleTrackers.to_json`, also for other layers.
 
         Raises ConfigError for other inputs than (channels, height, width) and (features,), and for a BatchNorm with
         frozen statistics; raises UnsupportedOperator, a ConfigError too, for operators that int8 does not have.
@@ -61,7 +61,7 @@ class Int8Layers:
         )
         self._layers, self._seed, self._output_shape = layers, seed, tuple(output_shape)
         known = {node.name for node in self.engine.graph.nodes}
-        self.engine.restore_trackers([entry for entry in trackers if entry[0] in known])
+        self.engine.trackers.restore([entry for entry in trackers if entry[0] in known])
         self._handed_out = start_gradients(self.engine.graph, self.engine.parameters)
         self._engines = [self.engine, *(self.engine.twin() for _ in range(num_passes - 1))]
 
@@ -125,7 +125,7 @@ class Int8Layers:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the int8 weights and of the gradients that are handed out."""
-        return self.engine.memory_bytes() - self.engine.regions.held_bytes
+        return self.engine.parameters.num_bytes
 
     @property
     def pass_bytes(self) -> int:

@@ -796,5 +796,6 @@ def test_a_pass_that_is_repeated_counts_once() -> None:
             for _ in range(repeats):
                 session.gradients(parts, 7)
             session.apply()
-        counted = session._int8_samples_since_average, session._samples_since_average
+        counts = session._counts
+        counted = counts.int8_since_average, counts.since_average
         assert counted == (6, 14)

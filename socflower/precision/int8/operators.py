@@ -26,8 +26,8 @@ from socflower.precision.int8.parameters import Parameters, Weight
 from socflower.precision.int8.requantisation import (
     Int8Array,
     Int32Array,
-    RescalingPolicy,
     ScaleTracker,
+    ScaleTrackers,
     round_elementwise,
     round_product,
 )
@@ -40,14 +40,18 @@ AVERAGE_BITS = 14
 
 @dataclass(slots=True)
 class Tensor:
-    """An int8 tensor of a step, (h, w, batch, channel stride), and its gradient once it is computed."""
+    """An int8 tensor of a step, (h, w, batch, channel stride), and its gradient once it is computed.
+
+    All values of `activations` lie in 0..127. The only reader of a `masked` tensor sets the gradient to 0 where `data`
+    is not positive.
+    """
 
     shape: ir.Shape
     batch: int
     data: Int8Array = field(init=False)
     exponent: int = 0
-    activations: bool = False  # all values lie in 0..127
-    masked: bool = False  # its only reader masks the gradient to where `data` is positive
+    activations: bool = False
+    masked: bool = False
     gradient: Int8Array | None = None
     gradient_exponent: int = 0
 
@@ -65,38 +69,35 @@ class Tensor:
 
 @dataclass(kw_only=True, slots=True)
 class StepContext:
-    """Settings and shared buffers of the current step."""
+    """Settings and shared buffers of the current step.
+
+    `share` is the part of the batch that the operators compute. The flat buffers are `accumulators`, as large as the
+    largest product or weight gradient, and `scratch`, as large as the largest weight under FP32 updates. The trackers
+    count only `differentiated` passes, which a backward pass follows. A `replay` is of a batch that has updated the
+    running statistics already. `seed` is that of the random numbers in the step. `timings`, if given, collects
+    seconds per operator.
+    """
 
     engine: _int8.Engine
     algorithm: TrainingAlgorithm
     parameters: Parameters
-    trackers: dict[tuple[str, str], ScaleTracker]
-    rescaling: RescalingPolicy
-    share: BatchShare  # of the batch, which its operators compute
+    trackers: ScaleTrackers
+    share: BatchShare
     workspace: npt.NDArray[np.uint8]
-    accumulators: (
-        Int32Array  # flat; as large as the largest product, forward or backward, or weight gradient
-    )
-    scratch: npt.NDArray[np.float32]  # flat; as large as the largest weight, under FP32 updates
+    accumulators: Int32Array
+    scratch: npt.NDArray[np.float32]
     training: bool = True
-    differentiated: bool = True  # a backward pass follows; the trackers count no other passes
-    replay: bool = False  # of a batch that has updated the running statistics already
+    differentiated: bool = True
+    replay: bool = False
     learning_rate: float = 0.0
     progress: float = 0.0
-    seed: int = 0  # of the random numbers in the step
-    timings: dict[str, float] | None = (
-        None  # seconds per operator, forward and backward, if requested
-    )
+    seed: int = 0
+    timings: dict[str, float] | None = None
 
     def tracker(self, name: str, role: str) -> ScaleTracker | None:
         """Return the tracker of a tensor's exponent; None in a pass that always searches the maximum."""
-        if not (self.training and self.differentiated):
-            return None
-        key = (name, role)
-        tracker = self.trackers.get(key)
-        if tracker is None:
-            tracker = self.trackers[key] = ScaleTracker(self.rescaling)
-        return tracker
+        counts = self.training and self.differentiated
+        return self.trackers.tracker(name, role) if counts else None
 
     def wide(self, shape: Sequence[int]) -> Int32Array:
         """Return accumulators of that shape."""
@@ -114,8 +115,9 @@ NodeT = TypeVar("NodeT", bound=ir.Node)
 class Operator(ABC, Generic[NodeT]):
     """An operator of one batch size: the tensors it reads and the one that it computes."""
 
-    workspace_bytes = 0  # of `StepContext.workspace` that it needs
-    accumulator_size = 0  # elements of `StepContext.accumulators` that it needs
+    # What it needs of `StepContext.workspace` and of `StepContext.accumulators`.
+    workspace_bytes = 0
+    accumulator_size = 0
 
     def __init__(self, node: NodeT, inputs: Sequence[Tensor], output: Tensor) -> None:
         self.node, self.inputs, self.output = node, tuple(inputs), output
@@ -157,7 +159,7 @@ class ConvolutionOperator(Operator[ir.Convolution]):
         self.workspace_bytes = workspace_bytes
         self._plan = plan
         self._sums = np.zeros((2, output.array_shape[3]), dtype=np.int64)
-        # Over patches (program.py) the same memory is the weight of a pointwise convolution.
+        # Over patches (bound_graph.py) the same memory is the weight of a pointwise convolution.
         self._weight_shape = plan.weight_shape
         self._depth = math.prod(self._weight_shape[:3])
         shapes = (self.inputs[0].array_shape, self.output.array_shape, self._weight_shape)
@@ -205,56 +207,61 @@ class ConvolutionOperator(Operator[ir.Convolution]):
         if not np.abs(scaled).max() <= room:
             worst = float(np.abs(real).max())
             raise TrainingFailed(
-                f"{self.node.name}: a bias of {worst:.4g} at the accumulator's scale 2^{acc_exponent} leaves int32; "
-                "its inputs or weights have become too small beside it, lower the learning rate"
+                f"{self.node.name}: a bias of {worst:.4g} in units of 2^{acc_exponent} leaves int32; lower "
+                "the learning rate"
             )
         return scaled.astype(np.int32)
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Compute the input gradient with the weights of the forward pass, then the weight gradient, then update."""
-        x, node = self.inputs[0], self.node
-        dy, dy_exponent = self.gradient, self.output.gradient_exponent
+        node = self.node
         weight = step.parameters.weights[f"{node.name}.weight"]
-        weight_data = weight.data.reshape(self._weight_shape)
-        exponents = [0]
-        if into[0] is not None:
-            rounding = step.algorithm.backward.rounding
-
-            def run(destination: Int8Array | Int32Array, shift: int) -> int:
-                return self._plan.input_gradient(
-                    step.engine,
-                    dy,
-                    weight_data,
-                    destination,
-                    step.workspace,
-                    shift,
-                    rounding,
-                    x.mask,
-                )
-
-            exponents[0] = round_product(
-                node.name,
-                step.engine,
-                step.share,
-                step.tracker(node.name, "backward"),
-                dy_exponent + weight.exponent,
-                run,
-                into[0],
-                step.wide(x.array_shape),
-                rounding,
-            )
+        exponent = 0 if into[0] is None else self._input_gradient(step, weight, into[0])
         if "weight" in node.trained:
             self._update_weight(step, weight)
         if "bias" in node.trained:
-            _int8.channel_sums(step.engine, dy, dy, None, self._sums[0], self._sums[1])
-            bias = step.parameters.vectors[f"{node.name}.bias"]
+            self._update_bias(step)
+        return [exponent]
 
-            def update_bias(sums: npt.NDArray[np.float64]) -> None:
-                gradient = np.ldexp(sums, dy_exponent).astype(np.float32)
-                update_vector(step.algorithm, bias, gradient, step.mean_learning_rate)
+    def _input_gradient(self, step: StepContext, weight: Weight, into: Int8Array) -> int:
+        """Write the gradient of the input and return its exponent."""
+        x, node, rounding = self.inputs[0], self.node, step.algorithm.backward.rounding
+        weight_data = weight.data.reshape(self._weight_shape)
 
-            step.share.add(self._sums[0].astype(np.float64), update_bias)
-        return exponents
+        def run(destination: Int8Array | Int32Array, shift: int) -> int:
+            return self._plan.input_gradient(
+                step.engine,
+                self.gradient,
+                weight_data,
+                destination,
+                step.workspace,
+                shift,
+                rounding,
+                x.mask,
+            )
+
+        return round_product(
+            node.name,
+            step.engine,
+            step.share,
+            step.tracker(node.name, "backward"),
+            self.output.gradient_exponent + weight.exponent,
+            run,
+            into,
+            step.wide(x.array_shape),
+            rounding,
+        )
+
+    def _update_bias(self, step: StepContext) -> None:
+        dy, exponent = self.gradient, self.output.gradient_exponent
+        _int8.channel_sums(step.engine, dy, dy, None, self._sums[0], self._sums[1])
+        bias = step.parameters.vectors[f"{self.node.name}.bias"]
+
+        def update(sums: npt.NDArray[np.float64]) -> None:
+            gradient = np.ldexp(sums, exponent).astype(np.float32)
+            update_vector(step.algorithm, bias, gradient, step.mean_learning_rate)
+
+        step.share.add(self._sums[0].astype(np.float64), update)
 
     def _update_weight(self, step: StepContext, weight: Weight) -> None:
         x, node, dy = self.inputs[0], self.node, self.gradient
@@ -303,24 +310,14 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
         x, node = self.inputs[0], self.node
         vectors = step.parameters.vectors
         if step.training:
-            rows = self._rows(step)
-            _int8.channel_sums(step.engine, x.data, x.data, None, self._sums[0], self._sums[1])
-            sums = step.share.total(self._sums)
-            mean = sums[0] / rows
-            variance = np.maximum(sums[1] / rows - mean * mean, 0.0)
-            if not step.replay:
-                real_mean, real_variance = (
-                    np.ldexp(mean, x.exponent),
-                    np.ldexp(variance, 2 * x.exponent),
-                )
-                step.share.change(lambda: self._track(step, rows, real_mean, real_variance))
+            mean, variance = self._batch_statistics(step)
         else:
-            mean = np.ldexp(
-                vectors[f"{node.name}.running_mean"].data.astype(np.float64), -x.exponent
-            )
-            real = vectors[f"{node.name}.running_var"].data.astype(np.float64)
-            variance = np.ldexp(real, -2 * x.exponent)
-        slope = np.ldexp(1.0 / np.sqrt(np.ldexp(variance, 2 * x.exponent) + node.eps), x.exponent)
+            running_mean = vectors[f"{node.name}.running_mean"].data.astype(np.float64)
+            running_var = vectors[f"{node.name}.running_var"].data.astype(np.float64)
+            mean = np.ldexp(running_mean, -x.exponent)
+            variance = np.ldexp(running_var, -2 * x.exponent)
+        deviation = np.sqrt(np.ldexp(variance, 2 * x.exponent) + node.eps)
+        slope = np.ldexp(1.0 / deviation, x.exponent)
         self._mean, self._slope = mean, slope
         scale = vectors[f"{node.name}.weight"].data * slope
         offset = vectors[f"{node.name}.bias"].data - scale * mean
@@ -334,6 +331,21 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
             )
 
         self.output.exponent = self._round(step, "forward", acc_exponent, run)
+
+    def _batch_statistics(
+        self, step: StepContext
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Return mean and variance of the batch, in units of the input; update the running statistics."""
+        x, rows = self.inputs[0], self._rows(step)
+        _int8.channel_sums(step.engine, x.data, x.data, None, self._sums[0], self._sums[1])
+        sums = step.share.total(self._sums)
+        mean = sums[0] / rows
+        variance = np.maximum(sums[1] / rows - mean * mean, 0.0)
+        if not step.replay:
+            real_mean = np.ldexp(mean, x.exponent)
+            real_variance = np.ldexp(variance, 2 * x.exponent)
+            step.share.change(lambda: self._track(step, rows, real_mean, real_variance))
+        return mean, variance
 
     def _rows(self, step: StepContext) -> int:
         """Return the number of values of a channel in the whole batch."""
@@ -353,56 +365,58 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
             running = step.parameters.vectors[f"{self.node.name}.{part}"]
             running.data = (keep * running.data + self.node.momentum * new).astype(np.float32)
             if not np.isfinite(running.data).all():
-                raise TrainingFailed(
-                    f"{self.node.name}: {part} has left float32; lower the learning rate"
-                )
+                name = f"{self.node.name}.{part}"
+                raise TrainingFailed(f"{name}: has left float32; lower the learning rate")
         step.parameters.num_batches_tracked[self.node.name] += 1
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Compute dx = gamma/sigma * (dy - mean(dy) - xhat * mean(dy * xhat)), then update scale and offset."""
         x, node = self.inputs[0], self.node
         dy, dy_exponent = self.gradient, self.output.gradient_exponent
-        vectors = step.parameters.vectors
         gate = self.output.data if node.relu else None
         _int8.channel_sums(step.engine, dy, x.data, gate, self._sums[0], self._sums[1])
-        rows = self._rows(step)
         sums = step.share.total(self._sums)
         sum_dy = np.ldexp(sums[0], dy_exponent)
         sum_dy_x = np.ldexp(sums[1], dy_exponent)
-        sum_dy_normalised = self._slope * (sum_dy_x - self._mean * sum_dy)
-        gamma, beta = vectors[f"{node.name}.weight"], vectors[f"{node.name}.bias"]
+        sum_dy_xhat = self._slope * (sum_dy_x - self._mean * sum_dy)
         exponents = [0]
         if into[0] is not None:
-            gain = gamma.data * np.ldexp(self._slope, -x.exponent)  # gamma / sigma
-            scale_dy = np.ldexp(gain, dy_exponent)
-            scale_x = -gain * self._slope * sum_dy_normalised / rows
-            offset = -gain * sum_dy / rows - scale_x * self._mean
-            acc_exponent, integers = scaled_integers(21, (scale_dy, 0), (scale_x, 0), (offset, 7))
-            int_dy, int_x, int_offset = integers
-            rounding = step.algorithm.backward.rounding
-
-            def run(store: bool, shift: int) -> int:
-                out = into[0] if store else None
-                return _int8.affine_gradient(
-                    step.engine, dy, x.data, gate, int_dy, int_x, int_offset, out, shift, rounding
-                )
-
-            exponents[0] = self._round(step, "backward", acc_exponent, run)
-        for part, vector, gradient in (
-            ("weight", gamma, sum_dy_normalised),
-            ("bias", beta, sum_dy),
-        ):
+            # With the scale of the forward pass: it is updated below.
+            exponents[0] = self._input_gradient(step, into[0], gate, sum_dy, sum_dy_xhat)
+        for part, gradient in (("weight", sum_dy_xhat), ("bias", sum_dy)):
             if part in node.trained:
-                step.share.change(
-                    partial(
-                        update_vector,
-                        step.algorithm,
-                        vector,
-                        gradient.astype(np.float32),
-                        step.mean_learning_rate,
-                    )
-                )
+                vector = step.parameters.vectors[f"{node.name}.{part}"]
+                settings = (gradient.astype(np.float32), step.mean_learning_rate)
+                step.share.change(partial(update_vector, step.algorithm, vector, *settings))
         return exponents
+
+    def _input_gradient(
+        self,
+        step: StepContext,
+        into: Int8Array,
+        gate: Int8Array | None,
+        sum_dy: npt.NDArray[np.float64],
+        sum_dy_xhat: npt.NDArray[np.float64],
+    ) -> int:
+        """Write the gradient of the input and return its exponent."""
+        x, dy, rows = self.inputs[0], self.gradient, self._rows(step)
+        gamma = step.parameters.vectors[f"{self.node.name}.weight"].data
+        # gamma / sigma
+        gain = gamma * np.ldexp(self._slope, -x.exponent)
+        scale_dy = np.ldexp(gain, self.output.gradient_exponent)
+        scale_x = -gain * self._slope * sum_dy_xhat / rows
+        offset = -gain * sum_dy / rows - scale_x * self._mean
+        acc_exponent, integers = scaled_integers(21, (scale_dy, 0), (scale_x, 0), (offset, 7))
+        int_dy, int_x, int_offset = integers
+        rounding = step.algorithm.backward.rounding
+
+        def run(store: bool, shift: int) -> int:
+            out = into if store else None
+            return _int8.affine_gradient(
+                step.engine, dy, x.data, gate, int_dy, int_x, int_offset, out, shift, rounding
+            )
+
+        return self._round(step, "backward", acc_exponent, run)
 
 
 class ReluOperator(Operator[ir.Relu]):
@@ -503,9 +517,8 @@ class DropoutOperator(Operator[ir.Dropout]):
         self, node: ir.Dropout, inputs: Sequence[Tensor], output: Tensor, node_index: int
     ) -> None:
         super().__init__(node, inputs, output)
-        self._gate = np.zeros(
-            output.array_shape, np.int8
-        )  # positive where a value is kept, 0 in the padding
+        # Positive where a value is kept; 0 in the padding.
+        self._gate = np.zeros(output.array_shape, np.int8)
         self._node_index = node_index
         self._threshold = round(node.p * 2**32)
         factor = 2.0**32 / (2**32 - self._threshold) if self._threshold < 2**32 else 0.0
@@ -521,26 +534,20 @@ class DropoutOperator(Operator[ir.Dropout]):
             self.output.exponent = x.exponent
             return
         self._draw(step)
-        if x.masked:  # zeros of the preceding ReLU pass no gradient
+        if x.masked:
+            # Zeros of the ReLU before it pass no gradient.
             np.multiply(self._gate, x.data > 0, out=self._gate)
+        rounding = step.algorithm.forward.rounding
         self.output.exponent = self._scale(
-            step, "forward", x.data, x.exponent, self.output.data, step.algorithm.forward.rounding
+            step, "forward", x.data, x.exponent, self.output.data, rounding
         )
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Multiply the gradient of kept values by the same factor; the others get 0."""
         if into[0] is None:
             return [0]
-        return [
-            self._scale(
-                step,
-                "backward",
-                self.gradient,
-                self.output.gradient_exponent,
-                into[0],
-                step.algorithm.backward.rounding,
-            )
-        ]
+        exponent, rounding = self.output.gradient_exponent, step.algorithm.backward.rounding
+        return [self._scale(step, "backward", self.gradient, exponent, into[0], rounding)]
 
     def _scale(
         self,
@@ -576,10 +583,10 @@ class DropoutOperator(Operator[ir.Dropout]):
         bits = np.random.Philox(np.random.SeedSequence([step.seed, self._node_index]))
         # The lower half of each 64-bit number comes first, on any machine.
         numbers = bits.random_raw(-(-count // 2)).astype("<u8", copy=False).view("<u4")[:count]
-        own = numbers.reshape(*shape, channels)[
-            ..., step.share.first : step.share.first + num_own, :
-        ]
-        self._gate[..., :channels] = own >= self._threshold
+        own = slice(step.share.first, step.share.first + num_own)
+        self._gate[..., :channels] = (
+            numbers.reshape(*shape, channels)[..., own, :] >= self._threshold
+        )
 
 
 def add_tensors(
@@ -598,7 +605,8 @@ def add_tensors(
 
     If the exponents differ by more than 20, nothing of the smaller operand remains in 8 bits; the shift is at most 20.
     """
-    if abs(a[1] - b[1]) > MAX_ADD_SHIFT:  # rare; the exponent of an all-zero tensor is arbitrary
+    if abs(a[1] - b[1]) > MAX_ADD_SHIFT:
+        # Rare. The exponent of an all-zero tensor is arbitrary, so it must not hide the other one.
         if not step.share.most(float(a[0].any())):
             a = (a[0], b[1])
         elif not step.share.most(float(b[0].any())):

@@ -28,13 +28,10 @@ SCHEMA = 1
 
 def save(path: Path, graph: Graph, algorithm: TrainingAlgorithm, parameters: Parameters) -> None:
     """Write the file; `ConfigError` if it cannot be written, and an old file stays as it was."""
-    if any(node.kind == "fp32" for node in graph.nodes):
+    in_fp32 = any(node.kind == "fp32" for node in graph.nodes)
+    if in_fp32 or isinstance(algorithm.update, OutsideUpdate):
         raise ConfigError(
-            "save: operators on the FP32 side belong to their torch module; save its state_dict instead"
-        )
-    if isinstance(algorithm.update, OutsideUpdate):
-        raise ConfigError(
-            "save: these weights belong to the trainer that hands them in; save its model instead"
+            "save: a torch module or trainer holds a part of these weights; save that instead"
         )
     header = {
         "schema": SCHEMA,
@@ -43,28 +40,23 @@ def save(path: Path, graph: Graph, algorithm: TrainingAlgorithm, parameters: Par
             **asdict(algorithm),
             "update": {"kind": algorithm.weight, **asdict(algorithm.update)},
         },
-        "exponents": {name: weight.exponent for name, weight in parameters.weights.items()},
+        "exponents": parameters.exponents,
         "num_batches_tracked": parameters.num_batches_tracked,
         "num_steps": parameters.num_steps,
     }
     arrays: dict[str, Any] = {"header": np.array(json.dumps(header))}
     for name, weight in parameters.weights.items():
         arrays[f"weight/{name}"] = weight.data
-        if weight.master is not None:
-            arrays[f"master/{name}"] = weight.master
-        if weight.velocity is not None:
-            arrays[f"velocity/{name}"] = weight.velocity
+        arrays[f"master/{name}"] = weight.master
+        arrays[f"velocity/{name}"] = weight.velocity
     for name, vector in parameters.vectors.items():
         arrays[f"vector/{name}"] = vector.data
-        if vector.velocity is not None:
-            arrays[f"velocity/{name}"] = vector.velocity
+        arrays[f"velocity/{name}"] = vector.velocity
     try:
         with atomic_file(Path(path)) as file:
-            np.savez(file, **arrays)
+            np.savez(file, **{key: array for key, array in arrays.items() if array is not None})
     except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be written ({error.strerror}); make room, or name another file"
-        ) from None
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
 
 
 def load(path: Path) -> tuple[Graph, TrainingAlgorithm, Parameters]:
@@ -84,10 +76,9 @@ def load(path: Path) -> tuple[Graph, TrainingAlgorithm, Parameters]:
         raise ConfigError(f"{path}: there is no such file") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    except Exception as error:  # parsers of a damaged archive raise many types
-        raise ConfigError(
-            f"{path}: not an int8 model that this version can read ({type(error).__name__})"
-        ) from None
+    except Exception as error:
+        # Parsers of a damaged archive raise many types.
+        raise ConfigError(f"{path}: not an int8 model ({type(error).__name__})") from None
 
 
 def _algorithm(document: dict[str, Any]) -> TrainingAlgorithm:
@@ -112,9 +103,8 @@ def _algorithm(document: dict[str, Any]) -> TrainingAlgorithm:
 
 
 def _parameters(header: dict[str, Any], arrays: dict[str, Any]) -> Parameters:
-    num_steps = int(header.get("num_steps", 0))  # files of earlier versions have none
     parameters = Parameters(
-        num_batches_tracked=dict(header["num_batches_tracked"]), num_steps=num_steps
+        num_batches_tracked=dict(header["num_batches_tracked"]), num_steps=int(header["num_steps"])
     )
     for name, exponent in header["exponents"].items():
         data = arrays[f"weight/{name}"]

@@ -88,7 +88,7 @@ def alone(model: Int8Model) -> list[float]:
 
 def require_same(ours: Int8Model, reference: Int8Model) -> None:
     assert_same(ours.arrays(), reference.arrays())
-    known, expected = (sorted(map(str, each.trackers_to_json())) for each in (ours, reference))
+    known, expected = (sorted(map(str, each.trackers.to_json())) for each in (ours, reference))
     assert known == expected
 
 

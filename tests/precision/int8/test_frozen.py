@@ -9,6 +9,7 @@ from torch import nn
 from socflower.precision import EngineSettings, Int8Model, NativeInt8Backend
 from socflower.precision.int8.network import INPUT
 from socflower.precision.int8.operators import ConvolutionOperator
+from socflower.precision.int8.parameters import export_velocities
 from tests.one_line import refused
 from tests.precision.networks import (
     ALGORITHMS,
@@ -52,7 +53,7 @@ def test_any_frozen_parameters_keep_every_bit_and_the_others_go_the_way_they_wou
     chosen = draw.draw(st.sets(st.sampled_from(names), max_size=len(names) - 1))
     module, before = frozen(name, chosen)
     model, free, data = int8(module, algorithm), int8(name, algorithm), batches(3)
-    exponents = {key: value for key, value in model.weight_exponents().items() if key in chosen}
+    exponents = {key: value for key, value in model.parameters.exponents.items() if key in chosen}
     for each in (model, free):
         train(each, data[:1])
     others = free.arrays()
@@ -63,8 +64,8 @@ def test_any_frozen_parameters_keep_every_bit_and_the_others_go_the_way_they_wou
     after = model.arrays()
     for key in chosen:
         np.testing.assert_array_equal(after[key].view(np.int32), before[key].view(np.int32), key)
-    assert exponents.items() <= model.weight_exponents().items()
-    assert not set(model.velocities()) & set(chosen)
+    assert exponents.items() <= model.parameters.exponents.items()
+    assert not set(export_velocities(model.graph, model.parameters)) & set(chosen)
 
 
 @pytest.mark.parametrize("kept", ["weight", "bias"])
