@@ -281,10 +281,10 @@ class Graph:
 
 
 def _node_from_json(document: dict[str, Any]) -> Node:
-    settings = {
+    settings: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in document.items()
     }
-    kind = _KINDS.get(settings.pop("kind", None))
+    kind = _KINDS.get(str(settings.pop("kind", None)))
     try:
         if kind is not None:
             return kind(**settings)

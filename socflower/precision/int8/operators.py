@@ -302,8 +302,9 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
     def __init__(self, node: ir.BatchNorm, inputs: Sequence[Tensor], output: Tensor) -> None:
         super().__init__(node, inputs, output)
         self._sums = np.zeros((2, output.array_shape[3]), dtype=np.int64)
-        self._mean: npt.NDArray[np.float64]  # of the batch, in units of 2^exponent
-        self._slope: npt.NDArray[np.float64]  # d(normalised) / d(x.data)
+        # The mean of the batch in units of 2^exponent, and d(normalised) / d(x.data).
+        self._mean: npt.NDArray[np.float64]
+        self._slope: npt.NDArray[np.float64]
 
     def forward(self, step: StepContext) -> None:
         """Normalise with the statistics of the batch (training) or the running ones (evaluation)."""
@@ -317,7 +318,7 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
             mean = np.ldexp(running_mean, -x.exponent)
             variance = np.ldexp(running_var, -2 * x.exponent)
         deviation = np.sqrt(np.ldexp(variance, 2 * x.exponent) + node.eps)
-        slope = np.ldexp(1.0 / deviation, x.exponent)
+        slope: npt.NDArray[np.float64] = np.ldexp(1.0 / deviation, x.exponent)
         self._mean, self._slope = mean, slope
         scale = vectors[f"{node.name}.weight"].data * slope
         offset = vectors[f"{node.name}.bias"].data - scale * mean

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -74,7 +75,7 @@ class Parameters:
     @property
     def num_bytes(self) -> int:
         """Bytes of all arrays, those of the update rules included."""
-        arrays = [*self.fp32.values(), *self.fp32_gradients.values()]
+        arrays: list[npt.NDArray[Any] | None] = [*self.fp32.values(), *self.fp32_gradients.values()]
         for weight in self.weights.values():
             arrays += [weight.data, weight.master, weight.velocity, weight.gradient]
         for vector in self.vectors.values():
@@ -235,7 +236,7 @@ def require_match(graph: Graph, parameters: Parameters, *, keep_master: bool) ->
             name = f"{node.name}.weight"
             weight = parameters.weights.get(name)
             shape = (*node.kernel, graph.weight_shape(node)[1], stride)
-            _require_array(name, weight and weight.data, np.int8, shape)
+            _require_array(name, getattr(weight, "data", None), np.int8, shape)
             assert weight is not None
             if abs(weight.exponent) > MAX_WEIGHT_EXPONENT:
                 raise ConfigError(f"{name}: an exponent of {weight.exponent} is beyond float32")
@@ -246,7 +247,7 @@ def require_match(graph: Graph, parameters: Parameters, *, keep_master: bool) ->
             raise ConfigError(f"{node.name}.num_batches_tracked is missing")
         for name in _vector_names(node):
             vector = parameters.vectors.get(name)
-            _require_array(name, vector and vector.data, np.float32, (stride,))
+            _require_array(name, getattr(vector, "data", None), np.float32, (stride,))
             assert vector is not None
             _require_floats(name, (vector.data, vector.velocity), (stride,))
 
