@@ -22,9 +22,12 @@ _INT32_MAX = 2**31 - 1
 
 
 class BatchPeers(Protocol):
-    """The members of a ring; all of them call `sum` with arrays of one type and size, in the same order."""
+    """The members of a ring; all of them call `sum` with arrays of one type and size, in the same order.
 
-    rank: int  # 0 to size - 1, in the order of their shares
+    `rank`, 0 to `size` - 1, is the order of their shares in the batch.
+    """
+
+    rank: int
     size: int
 
     def sum(self, values: Array) -> None:
@@ -45,13 +48,16 @@ def gather(peers: BatchPeers, own: Sequence[float]) -> FloatArray:
 
 
 class BatchShare:
-    """The whole batch; updates are made during the backward pass, as soon as a gradient is known."""
+    """The whole batch; updates are made during the backward pass, as soon as a gradient is known.
 
-    first = 0  # position of its first sample in the batch
+    `first` is the position of the share's first sample in the batch of `num_samples`.
+    """
+
+    first = 0
     is_empty = False
 
     def __init__(self, num_samples: int) -> None:
-        self.num_samples = num_samples  # of the batch
+        self.num_samples = num_samples
 
     def most(self, own: float) -> float:
         """Return the maximum over the batch of a number that is 0 or more."""
@@ -152,27 +158,26 @@ class JointShare(BatchShare):
         Raises `OverflowError` at every member if an integer sum might not fit in int32.
         """
         bounds = np.array([float(largest) for _, largest, _ in self._integers])
-        real = np.concatenate(
-            [bounds, *(own.astype(np.float64).reshape(-1) for own, _ in self._gradients)]
-        )
-        self._peers.sum(real)
-        if (worst := real[: len(bounds)].max(initial=0.0)) > _INT32_MAX:
+        gradients = [own for own, _ in self._gradients]
+        bounds, *totals = self._summed([bounds, *gradients], np.float64)
+        worst = bounds.max(initial=0.0)
+        if worst > _INT32_MAX:
             raise OverflowError(
-                f"weight gradient: the sum of the members' may reach {worst:.0f}, beyond int32; use a "
-                "smaller batch"
+                f"weight gradient: its sum may reach {worst:.0f}, beyond int32; use a smaller batch"
             )
-        start = len(bounds)
-        for own, _ in self._gradients:
-            own[...] = real[start : start + own.size].reshape(own.shape)
-            start += own.size
-        if not self._integers:
-            return
-        flat = np.concatenate([own.reshape(-1) for own, _, _ in self._integers])
+        integers = [own for own, _, _ in self._integers]
+        if integers:
+            totals += self._summed(integers, np.int32)
+        for own, total in zip([*gradients, *integers], totals, strict=True):
+            own[...] = total
+
+    def _summed(self, arrays: Sequence[Array], dtype: type) -> list[Array]:
+        """Return the sums of the arrays over all members, in one exchange."""
+        flat: Array = np.concatenate([array.reshape(-1) for array in arrays], dtype=dtype)
         self._peers.sum(flat)
-        start = 0
-        for own, _, _ in self._integers:
-            own[...] = flat[start : start + own.size].reshape(own.shape)
-            start += own.size
+        ends = np.cumsum([array.size for array in arrays])
+        parts = np.split(flat, ends[:-1])
+        return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
     def apply(self) -> None:
         """Make all changes and updates, after `exchange`."""

@@ -53,18 +53,18 @@ class _Array:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A node in the order of the step, with the keys and arrays that running it needs."""
+    """A node in the order of the step, with the keys and arrays that running it needs.
+
+    `into` has the array for the gradient of each input; None if it is not needed, or if the input takes over the array
+    of the output's gradient. `sums` has a role and an array for each further gradient of the output.
+    """
 
     node: ir.Node
     key: tuple[int, str, str]
     num_bytes: int
     output: _Array
-    into: tuple[
-        _Array | None, ...
-    ]  # gradient of each input; None: not needed, or the output's array reused
-    sums: tuple[
-        tuple[str, _Array], ...
-    ]  # for each further gradient of the output: role and array of the sum
+    into: tuple[_Array | None, ...]
+    sums: tuple[tuple[str, _Array], ...]
 
 
 @dataclass(slots=True)
@@ -115,7 +115,8 @@ class BoundGraph:
                     self._gradient_keys[target.key[1]].append(target.key)
         self.workspace_bytes, self.accumulator_size = 64, 16
         if self._patched is not None:
-            self._images = self._original_plan(self._patched)
+            geometry = ir.convolution_geometry(graph, self._patched, batch)
+            self._images = _int8.Convolution(*geometry, self._batch_block(self._patched))
             self.workspace_bytes = _int8.patch_images_bytes(self._images)
         for place in self._places:
             operator = self._operator(place)
@@ -162,39 +163,43 @@ class BoundGraph:
         Returns the gradient of the input and its exponent if the program has one; valid until the next pass.
         """
         logits = self.tensors[self.graph.output]
-        if logits.masked:  # logits have no reader that would apply the mask
+        if logits.masked:
+            # Logits have no reader that would apply the mask.
             np.multiply(logits_gradient, logits.data > 0, out=logits_gradient)
         gradients: dict[str, list[_Gradient]] = {name: [] for name in self.tensors}
         gradients[self.graph.output].append(_Gradient(logits_gradient, exponent))
         for place in reversed(self._places):
-            if place.node.name not in self._differentiated:
-                self._release(place, reuses_gradient=False)
-                continue
-            operator = self._operator(place)
-            output = operator.output
-            total = self._sum(step, place.node.name, place.sums, gradients[place.node.name])
-            output.gradient, output.gradient_exponent = total.data, total.exponent
-            into = [None if target is None else self._acquire(target) for target in place.into]
-            started_s = time.perf_counter()
-            exponents = operator.backward(step, into)
-            _record_time(step, place, started_s)
             reuses_gradient = False
-            for value, target, target_exponent in zip(
-                place.node.inputs, into, exponents, strict=True
-            ):
-                if value not in self._differentiated:
-                    continue
-                reuses_gradient = reuses_gradient or target is None
-                # An addition without a mask passes on the array of its output's gradient.
-                gradients[value].append(
-                    _Gradient(total.data if target is None else target, target_exponent)
-                )
+            if place.node.name in self._differentiated:
+                reuses_gradient = self._backward(step, place, gradients)
             self._release(place, reuses_gradient=reuses_gradient)
         self._regions.release(self._input.key)
         if ir.INPUT not in self._differentiated:
             return None
         of_input = self._sum(step, ir.INPUT, self._input_sums, gradients[ir.INPUT])
         return of_input.data, of_input.exponent
+
+    def _backward(
+        self, step: StepContext, place: _Place, gradients: dict[str, list[_Gradient]]
+    ) -> bool:
+        """Run one operator backward; return whether an input takes over the array of the output's gradient."""
+        operator, name = self._operator(place), place.node.name
+        output = operator.output
+        total = self._sum(step, name, place.sums, gradients[name])
+        output.gradient, output.gradient_exponent = total.data, total.exponent
+        into = [None if target is None else self._acquire(target) for target in place.into]
+        started_s = time.perf_counter()
+        exponents = operator.backward(step, into)
+        _record_time(step, place, started_s)
+        reuses_gradient = False
+        for value, target, exponent in zip(place.node.inputs, into, exponents, strict=True):
+            if value not in self._differentiated:
+                continue
+            if target is None:
+                # An addition without a mask passes on the array of its output's gradient.
+                target, reuses_gradient = total.data, True
+            gradients[value].append(_Gradient(target, exponent))
+        return reuses_gradient
 
     def _sum(
         self,
@@ -254,10 +259,10 @@ class BoundGraph:
         into: list[_Array | None] = []
         for index, value in enumerate(node.inputs):
             reuses_gradient = isinstance(node, ir.Add) and not self.tensors[value].masked
-            wanted = value in self._differentiated and not reuses_gradient
-            into.append(
-                self._array(value, f"gradient from {node.name}.{index}") if wanted else None
-            )
+            if value in self._differentiated and not reuses_gradient:
+                into.append(self._array(value, f"gradient from {node.name}.{index}"))
+            else:
+                into.append(None)
         return _Place(
             node=node,
             key=(self.batch, node.name, "operator"),
@@ -283,40 +288,14 @@ class BoundGraph:
             return 24 * pairs + (output if isinstance(node, ir.MaxPool) else 0)
         return output if isinstance(node, ir.Dropout) else 0
 
-    def _original_plan(self, node: ir.Convolution) -> _int8.Convolution:
-        channels, height, width = self.graph.shape_of(node.inputs[0])
-        return _int8.Convolution(
-            self.batch,
-            height,
-            width,
-            channels,
-            node.shape[0],
-            *node.kernel,
-            *node.stride,
-            *node.padding,
-            node.groups,
-            self._batch_block(node),
-        )
-
     def _plan(self, node: ir.Convolution) -> _int8.Convolution:
-        if node is not self._patched:
-            return self._original_plan(node)
-        channels, height, width = self.tensors[ir.INPUT].shape
-        return _int8.Convolution(
-            self.batch,
-            height,
-            width,
-            channels,
-            node.shape[0],
-            1,
-            1,
-            1,
-            1,
-            0,
-            0,
-            1,
-            self._batch_block(node),
-        )
+        geometry = ir.convolution_geometry(self.graph, node, self.batch)
+        if node is self._patched:
+            # Pointwise over patches, which are the channels.
+            channels, height, width = self.tensors[ir.INPUT].shape
+            sizes = (self.batch, height, width, channels, node.shape[0])
+            geometry = (*sizes, 1, 1, 1, 1, 0, 0, 1)
+        return _int8.Convolution(*geometry, self._batch_block(node))
 
     def _batch_block(self, node: ir.Convolution) -> int:
         return min(self._batch_blocks.get(node.name, 0), self.batch)
@@ -388,7 +367,8 @@ def _tensors(graph: ir.Graph, batch: int, patched: ir.Convolution | None) -> dic
             case ir.Convolution(relu=True) | ir.Add(relu=True) | ir.Relu():
                 tensor.activations = tensor.masked = True
             case ir.BatchNorm(relu=True):
-                tensor.activations = True  # BatchNorm masks its gradient itself
+                # BatchNorm masks its gradient itself.
+                tensor.activations = True
             case ir.MaxPool():
                 tensor.activations = x.activations
                 if x.masked and len(graph.consumers(node.inputs[0])) == 1:

@@ -21,7 +21,8 @@ def exponent_for(max_magnitude: float) -> int:
     """Return the smallest exponent at which a magnitude fits 127; 0 for a magnitude of 0."""
     if max_magnitude == 0.0:
         return 0
-    mantissa, exponent = math.frexp(max_magnitude)  # mantissa in [0.5, 1)
+    # The mantissa lies in [0.5, 1).
+    mantissa, exponent = math.frexp(max_magnitude)
     fits = mantissa * 128.0 <= 127.0
     return exponent - MAGNITUDE_BITS + (0 if fits else 1)
 
@@ -50,9 +51,7 @@ def require_finite(real: npt.NDArray[np.float32], name: str) -> None:
     """Raise ConfigError, naming the first NaN or infinity."""
     if not np.isfinite(real).all():
         at = tuple(int(i) for i in np.argwhere(~np.isfinite(real))[0])
-        raise ConfigError(
-            f"{name}: element {at} is {real[at]}; int8 training needs finite weights, load an earlier checkpoint"
-        )
+        raise ConfigError(f"{name}: element {at} is {real[at]}; load an earlier checkpoint")
 
 
 def scaled_integers(
@@ -64,10 +63,9 @@ def scaled_integers(
     """
     exponents = []
     for array, extra in coefficients:
-        largest = float(np.max(np.abs(array))) if array.size else 0.0
-        if largest > 0.0:
-            exponents.append(math.frexp(largest)[1] - (largest_bits + extra))
+        if array.any():
+            _, own_exponent = math.frexp(float(np.max(np.abs(array))))
+            exponents.append(own_exponent - (largest_bits + extra))
     exponent = max(exponents, default=0)
-    return exponent, [
-        np.rint(np.ldexp(array, -exponent)).astype(np.int32) for array, _ in coefficients
-    ]
+    scaled = [np.ldexp(array, -exponent) for array, _ in coefficients]
+    return exponent, [np.rint(each).astype(np.int32) for each in scaled]

@@ -15,6 +15,7 @@ from socflower.errors import ConfigError
 
 Shape = tuple[int, int, int]
 Pair = tuple[int, int]
+Geometry = tuple[int, int, int, int, int, int, int, int, int, int, int, int]
 
 INPUT = "input"
 """Name of the value that holds the images."""
@@ -312,6 +313,13 @@ def _require_geometry(node: Node, inputs: list[Shape]) -> None:
     if unequal or node.shape != expected or min(node.shape) < 1:
         made_of = " and ".join(map(str, inputs))
         raise ConfigError(f"graph: {node.name} does not make {node.shape} of {made_of}")
+
+
+def convolution_geometry(graph: Graph, node: Convolution, batch: int) -> Geometry:
+    """Return the arguments of the kernels' `Convolution`, up to the groups."""
+    channels, height, width = graph.shape_of(node.inputs[0])
+    sizes = (batch, height, width, channels, node.shape[0])
+    return (*sizes, *node.kernel, *node.stride, *node.padding, node.groups)
 
 
 def fuse_relu(graph: Graph) -> Graph:
