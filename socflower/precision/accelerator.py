@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from socflower.errors import ConfigError
 from socflower.precision.algorithm import (
@@ -19,6 +18,7 @@ from socflower.precision.algorithm import (
     OutsideUpdate,
     TrainingAlgorithm,
 )
+from socflower.precision.int8.fixed_point import AnyArray, DoubleArray, FloatArray, Int32Array
 from socflower.precision.int8.model import EngineSettings, Int8Model, StepResult
 from socflower.precision.int8.network import UnsupportedOperator
 from socflower.precision.int8.parameters import start_gradients, take_weights
@@ -26,8 +26,7 @@ from socflower.precision.int8.parameters import start_gradients, take_weights
 if TYPE_CHECKING:
     import torch
 
-FloatArray = npt.NDArray[np.float32]
-Arrays = Mapping[str, npt.NDArray[Any]]
+Arrays = Mapping[str, AnyArray]
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -61,7 +60,7 @@ class Int8Backend(ABC):
     def train_step(
         self,
         images: FloatArray,
-        labels: npt.NDArray[np.int32],
+        labels: Int32Array,
         *,
         learning_rate: float,
         progress: float,
@@ -69,11 +68,11 @@ class Int8Backend(ABC):
         """Train on a batch of any size; `progress` in [0, 1] is the fraction of training done."""
 
     @abstractmethod
-    def weights(self) -> dict[str, npt.NDArray[Any]]:
+    def weights(self) -> dict[str, AnyArray]:
         """Return the current weights and running statistics."""
 
     @abstractmethod
-    def predict(self, images: FloatArray) -> npt.NDArray[np.float64]:
+    def predict(self, images: FloatArray) -> DoubleArray:
         """Return (n, classes) logits of the loaded weights, with running statistics."""
 
     def pseudo_gradient(self, loaded: Arrays, *, learning_rate: float) -> Mapping[str, FloatArray]:
@@ -201,7 +200,7 @@ class NativeInt8Backend(Int8Backend):
     def train_step(
         self,
         images: FloatArray,
-        labels: npt.NDArray[np.int32],
+        labels: Int32Array,
         *,
         learning_rate: float,
         progress: float,
@@ -213,11 +212,11 @@ class NativeInt8Backend(Int8Backend):
             images, labels, learning_rate=rate, progress=progress, seed=self._draw
         )
 
-    def weights(self) -> dict[str, npt.NDArray[Any]]:
+    def weights(self) -> dict[str, AnyArray]:
         """Return the int8 weights as float32; under an outside update these are the loaded ones."""
         return self._built.arrays()
 
-    def predict(self, images: FloatArray) -> npt.NDArray[np.float64]:
+    def predict(self, images: FloatArray) -> DoubleArray:
         """Return logits; see `Int8Backend.predict`."""
         return self._built.predict(images)
 

@@ -536,8 +536,8 @@ def require_no_closure(optimizer: torch.optim.Optimizer, where: str) -> None:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ConfigError(
-            f"{where}: the step of {type(optimizer).__name__} needs a closure, as it evaluates the loss "
-            "several times; use SGD or AdamW"
+            f"{where}: {type(optimizer).__name__} evaluates the loss several times a step; use an optimiser "
+            "without a closure, such as SGD or AdamW"
         )
 
 

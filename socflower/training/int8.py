@@ -6,7 +6,6 @@ from dataclasses import field
 from typing import Annotated, ClassVar, Literal, TypedDict
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from pydantic import Field
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from socflower.model_graph.batch_form import num_samples as num_samples_of
 from socflower.model_graph.batch_form import pair_of
 from socflower.precision import NITI, EngineSettings, Int8Model, TrainingAlgorithm
 from socflower.precision.int8.batch_share import BatchPeers, gather
+from socflower.precision.int8.fixed_point import FloatArray, Int32Array
 from socflower.precision.int8.model import JointStep
 from socflower.precision.int8.network import UnsupportedOperator
 from socflower.precision.int8.parameters import export_velocities, import_velocities
@@ -110,7 +110,7 @@ class Int8Trainer:
         require_trained_parameters(model)
         if span.proximal_mu:
             raise ConfigError(
-                f"Int8Trainer: proximal-mu = {span.proximal_mu}, but an integer update has no proximal "
+                f"Int8Trainer: proximal-mu = {span.proximal_mu}, but its integer update has no proximal "
                 "term; use FedAvg, or FP32Trainer"
             )
         session = Int8Session(self, model, span)
@@ -216,7 +216,7 @@ class Int8Session:
 
 def _arrays(
     pairs: Sequence[tuple[Tensor, Tensor]],
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
+) -> tuple[FloatArray, Int32Array]:
     """Return the images and labels of all pairs together."""
     images = torch.cat([inputs for inputs, _ in pairs]).numpy()
     labels = torch.cat([labels for _, labels in pairs]).numpy()

@@ -9,14 +9,12 @@ sum floating-point gradients, whose last bits depend on the shares.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[Any]
-Int32Array = npt.NDArray[np.int32]
-FloatArray = npt.NDArray[np.float64]
+from socflower.precision.int8.fixed_point import AnyArray, DoubleArray, Int32Array
 
 _INT32_MAX = 2**31 - 1
 
@@ -30,7 +28,7 @@ class BatchPeers(Protocol):
     rank: int
     size: int
 
-    def sum(self, values: Array) -> None:
+    def sum(self, values: AnyArray) -> None:
         """Replace a contiguous array of one dimension, of int32 or float64, by its sum over the members."""
         ...
 
@@ -39,7 +37,7 @@ class BatchPeers(Protocol):
         ...
 
 
-def gather(peers: BatchPeers, own: Sequence[float]) -> FloatArray:
+def gather(peers: BatchPeers, own: Sequence[float]) -> DoubleArray:
     """Return the numbers of all members, (members, numbers), by rank."""
     table = np.zeros((peers.size, len(own)))
     table[peers.rank] = own
@@ -67,7 +65,7 @@ class BatchShare:
         """Return whether a tensor saturates at a known exponent, for any sample of the batch."""
         return own
 
-    def total(self, own: npt.NDArray[np.int64]) -> FloatArray:
+    def total(self, own: npt.NDArray[np.int64]) -> DoubleArray:
         """Return sums over the batch; they are below 2^53, so float64 has them exactly."""
         return own.astype(np.float64)
 
@@ -75,7 +73,7 @@ class BatchShare:
         """Make a change that follows from values of the whole batch, after earlier updates."""
         make()
 
-    def add(self, own: Array, update: Callable[[Array], None]) -> None:
+    def add(self, own: AnyArray, update: Callable[[AnyArray], None]) -> None:
         """Call `update` with the sum of `own`, of any floating-point type, over the batch."""
         update(own)
 
@@ -105,7 +103,7 @@ class JointShare(BatchShare):
         self._peers, self._cautious = peers, cautious
         self._has_saturated = False
         self._changes: list[Callable[[], None]] = []
-        self._gradients: list[tuple[Array, Callable[[Array], None]]] = []
+        self._gradients: list[tuple[AnyArray, Callable[[AnyArray], None]]] = []
         self._integers: list[tuple[Int32Array, int, Callable[[Int32Array, int], None]]] = []
 
     def most(self, own: float) -> float:
@@ -124,7 +122,7 @@ class JointShare(BatchShare):
         """Return whether no tensor of any member has saturated unseen."""
         return self._cautious or self.most(float(self._has_saturated)) == 0.0
 
-    def total(self, own: npt.NDArray[np.int64]) -> FloatArray:
+    def total(self, own: npt.NDArray[np.int64]) -> DoubleArray:
         """Return the sums over all members."""
         sums = np.zeros(own.size) if self.is_empty else own.astype(np.float64).reshape(-1)
         self._peers.sum(sums)
@@ -134,7 +132,7 @@ class JointShare(BatchShare):
         """Note the change for `apply`."""
         self._changes.append(make)
 
-    def add(self, own: Array, update: Callable[[Array], None]) -> None:
+    def add(self, own: AnyArray, update: Callable[[AnyArray], None]) -> None:
         """Note a gradient for `exchange`."""
         self._gradients.append((np.zeros_like(own) if self.is_empty else own.copy(), update))
 
@@ -171,9 +169,9 @@ class JointShare(BatchShare):
         for own, total in zip([*gradients, *integers], totals, strict=True):
             own[...] = total
 
-    def _summed(self, arrays: Sequence[Array], dtype: type) -> list[Array]:
+    def _summed(self, arrays: Sequence[AnyArray], dtype: type) -> list[AnyArray]:
         """Return the sums of the arrays over all members, in one exchange."""
-        flat: Array = np.concatenate([array.reshape(-1) for array in arrays], dtype=dtype)
+        flat: AnyArray = np.concatenate([array.reshape(-1) for array in arrays], dtype=dtype)
         self._peers.sum(flat)
         ends = np.cumsum([array.size for array in arrays])
         parts = np.split(flat, ends[:-1])

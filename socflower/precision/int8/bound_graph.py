@@ -17,6 +17,7 @@ import numpy.typing as npt
 from socflower import _int8
 from socflower.errors import ConfigError
 from socflower.precision.int8 import network as ir
+from socflower.precision.int8.fixed_point import FloatArray, Int8Array
 from socflower.precision.int8.operators import (
     AddOperator,
     AveragePoolOperator,
@@ -31,7 +32,6 @@ from socflower.precision.int8.operators import (
     add_tensors,
 )
 from socflower.precision.int8.region_cache import RegionCache
-from socflower.precision.int8.requantisation import Int8Array
 
 Fp32Factory = Callable[[ir.Fp32, Sequence[Tensor], Tensor], Operator[ir.Fp32]]
 
@@ -125,7 +125,7 @@ class BoundGraph:
             regions.release(place.key)
 
     def take_input(
-        self, images: npt.NDArray[np.float32], exponent: int, workspace: npt.NDArray[np.uint8]
+        self, images: FloatArray, exponent: int, workspace: npt.NDArray[np.uint8]
     ) -> None:
         """Round (batch, channels, h, w) float32 images to the input tensor, or to the patches of the first layer."""
         tensor = self.tensors[ir.INPUT]

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -17,9 +16,8 @@ from socflower.precision.algorithm import OutsideUpdate
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.batch_share import BatchShare
 from socflower.precision.int8.bound_graph import Fp32Factory
-from socflower.precision.int8.fixed_point import exponent_for, to_real
+from socflower.precision.int8.fixed_point import FloatArray, Int8Array, exponent_for, to_real
 from socflower.precision.int8.operators import Operator, StepContext, Tensor
-from socflower.precision.int8.requantisation import Int8Array
 
 
 def fp32_factory(modules: Mapping[str, nn.Module]) -> Fp32Factory:
@@ -94,7 +92,7 @@ class Fp32Operator(Operator[ir.Fp32]):
         return [exponent]
 
     @staticmethod
-    def _descend(parameter: torch.Tensor, rate: float, gradient: npt.NDArray[np.float32]) -> None:
+    def _descend(parameter: torch.Tensor, rate: float, gradient: FloatArray) -> None:
         with torch.no_grad():
             parameter.sub_(torch.from_numpy(gradient), alpha=rate)
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import fx, nn
 
@@ -23,6 +21,7 @@ from socflower.errors import ConfigError
 from socflower.model_graph.following import CaptureFailed
 from socflower.model_graph.graph import ModelGraph, Operation, caller_of, capture
 from socflower.precision.int8 import network as ir
+from socflower.precision.int8.fixed_point import FloatArray
 from socflower.precision.int8.network import UnsupportedOperator
 
 MAX_WINDOW = 256
@@ -33,6 +32,14 @@ _RELUS = (torch.relu, nn.functional.relu, "relu")
 _ADDS = (operator.add, torch.add, "add")
 _FLATTENS = (torch.flatten, "flatten", "view", "reshape", torch.reshape)
 _DROPOUTS = (nn.functional.dropout, nn.functional.dropout2d)
+_SETTINGS: dict[type[nn.Module], dict[str, tuple[Any, ...]]] = {
+    nn.Conv2d: {"dilation": (1, (1, 1)), "padding_mode": ("zeros",)},
+    nn.BatchNorm2d: {"affine": (True,), "track_running_stats": (True,)},
+    nn.MaxPool2d: {"dilation": (1, (1, 1)), "ceil_mode": (False,), "return_indices": (False,)},
+    nn.AvgPool2d: {"ceil_mode": (False,), "divisor_override": (None,)},
+}
+"""The values that int8 has of settings that change what a module computes."""
+
 # Functions that read a size for `view`: their result is no tensor, so they need no operator.
 _SIZES = ("size", getattr, operator.getitem)
 
@@ -42,7 +49,7 @@ class CapturedNetwork:
     """A module as a network, its parameters as arrays, and the modules of the operators on the FP32 side."""
 
     graph: ir.Graph
-    state: dict[str, npt.NDArray[np.float32]]
+    state: dict[str, FloatArray]
     modules: dict[str, nn.Module]
 
 
@@ -190,6 +197,13 @@ class _Call:
             where = operation.layer if _fits_fp32(operation) else operation.caller
             raise UnsupportedOperator(f"{operation.module}: int8 training has no {what}", where)
 
+    def require_settings(self) -> None:
+        """Raise UnsupportedOperator for a setting that the int8 kernels do not have."""
+        for kind, needed in _SETTINGS.items():
+            for name, fitting in needed.items() if isinstance(self.module, kind) else ():
+                value = getattr(self.module, name)
+                self.require(value in fitting, f"with {name} = {value!r}")
+
     def require_window(self, window: ir.Pair) -> None:
         """Raise UnsupportedOperator for a window whose positions do not fit a byte."""
         small = window[0] * window[1] <= MAX_WINDOW
@@ -271,6 +285,7 @@ class _Builder:
             self._add_fp32(operation, module, name)
 
     def _add_module(self, call: _Call) -> None:
+        call.require_settings()
         match call.module:
             case nn.Conv2d():
                 self._add_convolution(call)
@@ -296,8 +311,6 @@ class _Builder:
     def _add_convolution(self, call: _Call) -> None:
         module, shape = call.module, _output_shape(call.operation)
         _require_plain_parameters(call)
-        call.require(_pair(module.dilation) == (1, 1), "with dilation")
-        call.require(module.padding_mode == "zeros", "with other padding than zeros")
         call.require(not isinstance(module.padding, str), "with padding by name")
         kernel = _pair(module.kernel_size)
         self._require_exact(call, shape, kernel, module.groups)
@@ -336,8 +349,6 @@ class _Builder:
 
     def _add_batch_norm(self, call: _Call) -> None:
         module = call.module
-        call.require(module.running_mean is not None, "without running statistics")
-        call.require(module.affine, "without affine parameters")
         call.require(module.momentum is not None, "without momentum")
         _require_plain_parameters(call)
         self._put(
@@ -353,14 +364,8 @@ class _Builder:
         module = call.module
         kind = ir.MaxPool if isinstance(module, nn.MaxPool2d) else ir.AveragePool
         padding = _pair(module.padding)
-        call.require(not module.ceil_mode, "with ceil_mode")
-        if isinstance(module, nn.MaxPool2d):
-            call.require(_pair(module.dilation) == (1, 1), "with dilation")
-            call.require(not module.return_indices, "with return_indices")
-        else:
-            call.require(module.divisor_override is None, "with a divisor")
-            counts = module.count_include_pad or padding == (0, 0)
-            call.require(counts, "with padding that does not count")
+        counts = padding == (0, 0) or getattr(module, "count_include_pad", True)
+        call.require(counts, "with padding that does not count")
         window = _pair(module.kernel_size)
         call.require_window(window)
         self._put(

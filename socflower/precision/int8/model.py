@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from socflower import _int8
 from socflower.errors import ConfigError, TrainingFailed, require_range
@@ -33,7 +32,15 @@ from socflower.precision.algorithm import (
 from socflower.precision.int8 import saving
 from socflower.precision.int8.batch_share import BatchPeers, BatchShare, JointShare, gather
 from socflower.precision.int8.bound_graph import BoundGraph, Fp32Factory
-from socflower.precision.int8.fixed_point import exponent_for, to_real
+from socflower.precision.int8.fixed_point import (
+    AnyArray,
+    DoubleArray,
+    FloatArray,
+    Int8Array,
+    Int32Array,
+    exponent_for,
+    to_real,
+)
 from socflower.precision.int8.network import Convolution, Dropout, Graph, Shape
 from socflower.precision.int8.operators import StepContext
 from socflower.precision.int8.parameters import (
@@ -45,7 +52,6 @@ from socflower.precision.int8.parameters import (
 from socflower.precision.int8.region_cache import RegionCache
 from socflower.precision.int8.requantisation import (
     MAX_EXPONENT,
-    Int8Array,
     RescalingPolicy,
     ScaleTrackers,
     exponent_within_float32,
@@ -226,8 +232,8 @@ class Int8Model:
 
     def train_step(
         self,
-        images: npt.NDArray[np.float32],
-        labels: npt.NDArray[np.int32],
+        images: FloatArray,
+        labels: Int32Array,
         *,
         learning_rate: float = 0.01,
         progress: float | None = None,
@@ -253,8 +259,8 @@ class Int8Model:
 
     def begin_joint_step(
         self,
-        images: npt.NDArray[np.float32],
-        labels: npt.NDArray[np.int32],
+        images: FloatArray,
+        labels: Int32Array,
         peers: BatchPeers,
         *,
         learning_rate: float = 0.01,
@@ -312,8 +318,8 @@ class Int8Model:
 
     def _run(
         self,
-        images: npt.NDArray[np.float32],
-        labels: npt.NDArray[np.int32],
+        images: FloatArray,
+        labels: Int32Array,
         share: BatchShare,
         trackers: ScaleTrackers,
         settings: tuple[float, float, int],
@@ -348,13 +354,13 @@ class Int8Model:
 
     def forward(
         self,
-        images: npt.NDArray[np.float32],
+        images: FloatArray,
         *,
         seed: int = 0,
         keep: bool = True,
         replay: bool = False,
         training: bool = True,
-    ) -> tuple[npt.NDArray[np.float32], int]:
+    ) -> tuple[FloatArray, int]:
         """Return the last operator's output, (n, channels, height, width), and its exponent.
 
         The output is int8 times 2^exponent. With `keep`, what `backward` reads is kept until then, or until the next
@@ -375,12 +381,12 @@ class Int8Model:
 
     def backward(
         self,
-        gradient: npt.NDArray[np.float32],
+        gradient: FloatArray,
         *,
         learning_rate: float = 0.01,
         progress: float = 0.0,
         summed: bool = False,
-    ) -> npt.NDArray[np.float32] | None:
+    ) -> FloatArray | None:
         """Train on the batch that `forward` kept, by the gradient of the mean loss with respect to its output.
 
         The gradient (n, channels, height, width) is rounded to the nearest int8, as an FP32 operator's is. If it is
@@ -409,9 +415,7 @@ class Int8Model:
             real = to_real(*of_input, self.graph.input_shape)
             return real if summed else real / np.float32(num_samples)
 
-    def predict(
-        self, images: npt.NDArray[np.float32], *, batch_size: int = 256
-    ) -> npt.NDArray[np.float64]:
+    def predict(self, images: FloatArray, *, batch_size: int = 256) -> DoubleArray:
         """Return (n, classes) real logits, with BatchNorm's running statistics."""
         require_range("predict", least=1, batch_size=batch_size)
         images = self._checked_images(images)
@@ -425,8 +429,8 @@ class Int8Model:
 
     def evaluate(
         self,
-        images: npt.NDArray[np.float32],
-        labels: npt.NDArray[np.int32],
+        images: FloatArray,
+        labels: Int32Array,
         *,
         batch_size: int = 256,
     ) -> StepResult:
@@ -434,7 +438,7 @@ class Int8Model:
         images, labels = self._checked(images, labels)
         return _classified(self.predict(images, batch_size=batch_size), labels)
 
-    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+    def arrays(self) -> dict[str, AnyArray]:
         """Return the parameters as NumPy arrays by their names in the module's state_dict, weights as float32."""
         return export_parameters(self.graph, self.parameters)
 
@@ -471,7 +475,7 @@ class Int8Model:
 
     def _begin(
         self,
-        images: npt.NDArray[np.float32],
+        images: FloatArray,
         *,
         training: bool = True,
         share: BatchShare | None = None,
@@ -529,9 +533,7 @@ class Int8Model:
             return 0
         return max((weight.data.size for weight in self.parameters.weights.values()), default=0)
 
-    def _checked(
-        self, images: npt.NDArray[np.float32], labels: npt.NDArray[np.int32]
-    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
+    def _checked(self, images: FloatArray, labels: Int32Array) -> tuple[FloatArray, Int32Array]:
         images, labels = self._checked_images(images), np.asarray(labels)
         if labels.shape != (len(images),) or labels.dtype.kind not in "iu":
             got = f"{labels.dtype} of shape {labels.shape}"
@@ -542,7 +544,7 @@ class Int8Model:
             raise ConfigError(f"labels: need {classes}, got {least} to {most}")
         return images, np.ascontiguousarray(labels, dtype=np.int32)
 
-    def _checked_images(self, images: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    def _checked_images(self, images: FloatArray) -> FloatArray:
         images = np.asarray(images.detach() if hasattr(images, "detach") else images)
         needed = self.graph.input_shape
         if images.dtype != np.float32 or images.shape[1:] != needed or len(images) == 0:
@@ -556,7 +558,7 @@ class Int8Model:
 def round_gradient(
     engine: _int8.Engine,
     graph: Graph,
-    gradient: npt.NDArray[np.float32],
+    gradient: FloatArray,
     out: Int8Array,
 ) -> int:
     """Round a gradient (batch, c, h, w) to `out` and return its exponent; TrainingFailed if it is not finite."""
@@ -578,7 +580,7 @@ def _overflow_fails_training() -> Iterator[None]:
         raise TrainingFailed(str(error)) from None
 
 
-def _classified(real: npt.NDArray[np.float64], labels: npt.NDArray[np.int32]) -> StepResult:
+def _classified(real: DoubleArray, labels: Int32Array) -> StepResult:
     """Return loss and accuracy of (n, classes) real logits."""
     return StepResult(
         loss=mean_cross_entropy(real, labels),
@@ -587,12 +589,12 @@ def _classified(real: npt.NDArray[np.float64], labels: npt.NDArray[np.int32]) ->
     )
 
 
-def real_logits(logits: Int8Array, exponent: int, num_classes: int) -> npt.NDArray[np.float64]:
+def real_logits(logits: Int8Array, exponent: int, num_classes: int) -> DoubleArray:
     """Return (batch, classes) real logits of a (1, 1, batch, channel stride) tensor."""
     return np.ldexp(logits[0, 0, :, :num_classes].astype(np.float64), exponent)
 
 
-def mean_cross_entropy(real: npt.NDArray[np.float64], labels: npt.NDArray[np.int32]) -> float:
+def mean_cross_entropy(real: DoubleArray, labels: Int32Array) -> float:
     """Return the mean of -log softmax at the label."""
     shifted = real - real.max(axis=1, keepdims=True)
     log_sum = np.log(np.exp(shifted).sum(axis=1))
@@ -603,7 +605,7 @@ def write_logits_gradient(
     rule: BackwardRule,
     logits: Int8Array,
     exponent: int,
-    labels: npt.NDArray[np.int32],
+    labels: Int32Array,
     num_classes: int,
     out: Int8Array,
 ) -> int:

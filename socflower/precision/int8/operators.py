@@ -21,11 +21,16 @@ from socflower.errors import TrainingFailed
 from socflower.precision.algorithm import Rounding, TrainingAlgorithm
 from socflower.precision.int8 import network as ir
 from socflower.precision.int8.batch_share import BatchShare
-from socflower.precision.int8.fixed_point import channel_stride, scaled_integers
-from socflower.precision.int8.parameters import Parameters, Weight
-from socflower.precision.int8.requantisation import (
+from socflower.precision.int8.fixed_point import (
+    DoubleArray,
+    FloatArray,
     Int8Array,
     Int32Array,
+    channel_stride,
+    scaled_integers,
+)
+from socflower.precision.int8.parameters import Parameters, Weight
+from socflower.precision.int8.requantisation import (
     ScaleTracker,
     ScaleTrackers,
     round_elementwise,
@@ -85,7 +90,7 @@ class StepContext:
     share: BatchShare
     workspace: npt.NDArray[np.uint8]
     accumulators: Int32Array
-    scratch: npt.NDArray[np.float32]
+    scratch: FloatArray
     training: bool = True
     differentiated: bool = True
     replay: bool = False
@@ -137,11 +142,16 @@ class Operator(ABC, Generic[NodeT]):
         """Write the gradient of each input into its array (None: not needed) and return their exponents."""
 
     def _round(
-        self, step: StepContext, role: str, acc_exponent: int, run: Callable[[bool, int], int]
+        self,
+        step: StepContext,
+        role: str,
+        acc_exponent: int,
+        run: Callable[[Int8Array | None, int], int],
+        out: Int8Array,
     ) -> int:
-        return round_elementwise(
-            self.node.name, step.share, step.tracker(self.node.name, role), acc_exponent, run
-        )
+        """Store the result of `run(out, shift)`, rounded to int8, and return its exponent (F14)."""
+        name = self.node.name
+        return round_elementwise(name, step.share, step.tracker(name, role), acc_exponent, run, out)
 
 
 class ConvolutionOperator(Operator[ir.Convolution]):
@@ -257,7 +267,7 @@ class ConvolutionOperator(Operator[ir.Convolution]):
         _int8.channel_sums(step.engine, dy, dy, None, self._sums[0], self._sums[1])
         bias = step.parameters.vectors[f"{self.node.name}.bias"]
 
-        def update(sums: npt.NDArray[np.float64]) -> None:
+        def update(sums: DoubleArray) -> None:
             gradient = np.ldexp(sums, exponent).astype(np.float32)
             update_vector(step.algorithm, bias, gradient, step.mean_learning_rate)
 
@@ -303,8 +313,8 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
         super().__init__(node, inputs, output)
         self._sums = np.zeros((2, output.array_shape[3]), dtype=np.int64)
         # The mean of the batch in units of 2^exponent, and d(normalised) / d(x.data).
-        self._mean: npt.NDArray[np.float64]
-        self._slope: npt.NDArray[np.float64]
+        self._mean: DoubleArray
+        self._slope: DoubleArray
 
     def forward(self, step: StepContext) -> None:
         """Normalise with the statistics of the batch (training) or the running ones (evaluation)."""
@@ -318,24 +328,21 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
             mean = np.ldexp(running_mean, -x.exponent)
             variance = np.ldexp(running_var, -2 * x.exponent)
         deviation = np.sqrt(np.ldexp(variance, 2 * x.exponent) + node.eps)
-        slope: npt.NDArray[np.float64] = np.ldexp(1.0 / deviation, x.exponent)
+        slope: DoubleArray = np.ldexp(1.0 / deviation, x.exponent)
         self._mean, self._slope = mean, slope
         scale = vectors[f"{node.name}.weight"].data * slope
         offset = vectors[f"{node.name}.bias"].data - scale * mean
         acc_exponent, (int_scale, int_offset) = scaled_integers(21, (scale, 0), (offset, 7))
         rounding = step.algorithm.forward.rounding
 
-        def run(store: bool, shift: int) -> int:
-            out = self.output.data if store else None
+        def run(out: Int8Array | None, shift: int) -> int:
             return _int8.affine(
                 step.engine, x.data, int_scale, int_offset, out, shift, rounding, node.relu
             )
 
-        self.output.exponent = self._round(step, "forward", acc_exponent, run)
+        self.output.exponent = self._round(step, "forward", acc_exponent, run, self.output.data)
 
-    def _batch_statistics(
-        self, step: StepContext
-    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    def _batch_statistics(self, step: StepContext) -> tuple[DoubleArray, DoubleArray]:
         """Return mean and variance of the batch, in units of the input; update the running statistics."""
         x, rows = self.inputs[0], self._rows(step)
         _int8.channel_sums(step.engine, x.data, x.data, None, self._sums[0], self._sums[1])
@@ -357,8 +364,8 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
         self,
         step: StepContext,
         rows: int,
-        mean: npt.NDArray[np.float64],
-        variance: npt.NDArray[np.float64],
+        mean: DoubleArray,
+        variance: DoubleArray,
     ) -> None:
         keep = 1.0 - self.node.momentum
         unbiased = variance * (rows / max(rows - 1, 1))
@@ -396,8 +403,8 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
         step: StepContext,
         into: Int8Array,
         gate: Int8Array | None,
-        sum_dy: npt.NDArray[np.float64],
-        sum_dy_xhat: npt.NDArray[np.float64],
+        sum_dy: DoubleArray,
+        sum_dy_xhat: DoubleArray,
     ) -> int:
         """Write the gradient of the input and return its exponent."""
         x, dy, rows = self.inputs[0], self.gradient, self._rows(step)
@@ -411,13 +418,12 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
         int_dy, int_x, int_offset = integers
         rounding = step.algorithm.backward.rounding
 
-        def run(store: bool, shift: int) -> int:
-            out = into if store else None
+        def run(out: Int8Array | None, shift: int) -> int:
             return _int8.affine_gradient(
                 step.engine, dy, x.data, gate, int_dy, int_x, int_offset, out, shift, rounding
             )
 
-        return self._round(step, "backward", acc_exponent, run)
+        return self._round(step, "backward", acc_exponent, run, into)
 
 
 class ReluOperator(Operator[ir.Relu]):
@@ -457,16 +463,15 @@ class MaxPoolOperator(Operator[ir.MaxPool]):
             return [0]
         rounding = step.algorithm.backward.rounding
 
-        def run(store: bool, shift: int) -> int:
-            out = target if store else None
+        def run(out: Int8Array | None, shift: int) -> int:
             return self._plan.max_gradient(
                 step.engine, self.gradient, self._argmax, out, shift, rounding, x.mask
             )
 
         if not self._plan.overlapping:
-            run(True, 0)
+            run(target, 0)
             return [exponent]
-        return [self._round(step, "backward", exponent, run)]
+        return [self._round(step, "backward", exponent, run, target)]
 
 
 class AveragePoolOperator(Operator[ir.AveragePool]):
@@ -484,11 +489,11 @@ class AveragePoolOperator(Operator[ir.AveragePool]):
         """Sum, multiply by 2^14 / window, round."""
         x, rounding = self.inputs[0], step.algorithm.forward.rounding
 
-        def run(store: bool, shift: int) -> int:
-            out = self.output.data if store else None
+        def run(out: Int8Array | None, shift: int) -> int:
             return self._plan.average(step.engine, x.data, self._multiplier, out, shift, rounding)
 
-        self.output.exponent = self._round(step, "forward", x.exponent - AVERAGE_BITS, run)
+        acc_exponent = x.exponent - AVERAGE_BITS
+        self.output.exponent = self._round(step, "forward", acc_exponent, run, self.output.data)
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Distribute every gradient over its window."""
@@ -496,13 +501,13 @@ class AveragePoolOperator(Operator[ir.AveragePool]):
         if target is None:
             return [0]
 
-        def run(store: bool, shift: int) -> int:
-            out = target if store else None
+        def run(out: Int8Array | None, shift: int) -> int:
             return self._plan.average_gradient(
                 step.engine, self.gradient, self._multiplier, out, shift, rounding, x.mask
             )
 
-        return [self._round(step, "backward", self.output.gradient_exponent - AVERAGE_BITS, run)]
+        acc_exponent = self.output.gradient_exponent - AVERAGE_BITS
+        return [self._round(step, "backward", acc_exponent, run, target)]
 
 
 class DropoutOperator(Operator[ir.Dropout]):
@@ -559,7 +564,9 @@ class DropoutOperator(Operator[ir.Dropout]):
         into: Int8Array,
         rounding: Rounding,
     ) -> int:
-        def run(store: bool, shift: int) -> int:
+        """Write the kept values times the factor, and return their exponent."""
+
+        def run(out: Int8Array | None, shift: int) -> int:
             return _int8.affine_gradient(
                 step.engine,
                 values,
@@ -568,12 +575,12 @@ class DropoutOperator(Operator[ir.Dropout]):
                 self._factor,
                 self._zeros,
                 self._zeros,
-                into if store else None,
+                out,
                 shift,
                 rounding,
             )
 
-        return self._round(step, role, exponent + self._exponent, run)
+        return self._round(step, role, exponent + self._exponent, run, into)
 
     def _draw(self, step: StepContext) -> None:
         """Draw the numbers of the whole batch, and use those of its share."""
@@ -615,21 +622,12 @@ def add_tensors(
     low = max(min(a[1], b[1]), max(a[1], b[1]) - MAX_ADD_SHIFT)
     shift_a, shift_b = max(a[1] - low, 0), max(b[1] - low, 0)
 
-    def run(store: bool, shift: int) -> int:
+    def run(into: Int8Array | None, shift: int) -> int:
         return _int8.add(
-            step.engine,
-            a[0],
-            shift_a,
-            b[0],
-            shift_b,
-            out if store else None,
-            shift,
-            rounding,
-            relu,
-            mask,
+            step.engine, a[0], shift_a, b[0], shift_b, into, shift, rounding, relu, mask
         )
 
-    return round_elementwise(name, step.share, tracker, low, run)
+    return round_elementwise(name, step.share, tracker, low, run, out)
 
 
 class AddOperator(Operator[ir.Add]):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from socflower import _int8
 from socflower.errors import ConfigError, TrainingFailed
 from socflower.precision.int8.fixed_point import (
+    AnyArray,
+    FloatArray,
+    Int8Array,
     channel_stride,
     exponent_for,
     quantise,
@@ -19,8 +20,6 @@ from socflower.precision.int8.fixed_point import (
 )
 from socflower.precision.int8.network import BatchNorm, Convolution, Fp32, Graph, Node
 from socflower.precision.int8.requantisation import exponent_within_float32
-
-FloatArray = npt.NDArray[np.float32]
 
 MAX_WEIGHT_EXPONENT = 200
 """No float32 weight has an exponent beyond it."""
@@ -35,7 +34,7 @@ class Weight:
     original values, which are exported unchanged.
     """
 
-    data: npt.NDArray[np.int8]
+    data: Int8Array
     exponent: int
     master: FloatArray | None = None
     velocity: FloatArray | None = None
@@ -75,7 +74,7 @@ class Parameters:
     @property
     def num_bytes(self) -> int:
         """Bytes of all arrays, those of the update rules included."""
-        arrays: list[npt.NDArray[Any] | None] = [*self.fp32.values(), *self.fp32_gradients.values()]
+        arrays: list[AnyArray | None] = [*self.fp32.values(), *self.fp32_gradients.values()]
         for weight in self.weights.values():
             arrays += [weight.data, weight.master, weight.velocity, weight.gradient]
         for vector in self.vectors.values():
@@ -122,12 +121,12 @@ def import_parameters(
     return parameters
 
 
-def export_parameters(graph: Graph, parameters: Parameters) -> dict[str, npt.NDArray[np.generic]]:
+def export_parameters(graph: Graph, parameters: Parameters) -> dict[str, AnyArray]:
     """Return float32 arrays (and int64 counters) by their names and shapes in the module's state_dict.
 
     A weight is its int8 value times 2^exponent, exactly, or its master weight if there is one.
     """
-    state: dict[str, npt.NDArray[np.generic]] = {}
+    state: dict[str, AnyArray] = {}
     for node in graph.nodes:
         if isinstance(node, Convolution):
             weight = parameters.weights[f"{node.name}.weight"]
@@ -205,9 +204,7 @@ def _take(state: dict[str, FloatArray], name: str, shape: tuple[int, ...]) -> Fl
     return array
 
 
-def array_of(
-    state: Mapping[str, npt.NDArray[np.generic]], name: str, shape: tuple[int, ...]
-) -> npt.NDArray[np.generic]:
+def array_of(state: Mapping[str, AnyArray], name: str, shape: tuple[int, ...]) -> AnyArray:
     """Return an array of a state. Raises ConfigError if it is missing or has another shape."""
     if name not in state:
         raise ConfigError(f"state: {name} of shape {shape} is missing")
@@ -259,9 +256,7 @@ def _require_floats(name: str, arrays: Iterable[FloatArray | None], shape: tuple
             require_finite(array, name)
 
 
-def _require_array(
-    name: str, array: npt.NDArray[np.generic] | None, kind: type, shape: tuple[int, ...]
-) -> None:
+def _require_array(name: str, array: AnyArray | None, kind: type, shape: tuple[int, ...]) -> None:
     if array is None or array.dtype != kind or array.shape != shape:
         got = "nothing" if array is None else f"{array.dtype} of shape {array.shape}"
         raise ConfigError(f"{name}: need {np.dtype(kind)} of shape {shape}, got {got}")
@@ -281,7 +276,7 @@ def take_weights(
     graph: Graph,
     parameters: Parameters,
     engine: _int8.Engine,
-    state: Mapping[str, npt.NDArray[np.generic]],
+    state: Mapping[str, AnyArray],
     seed: int,
 ) -> None:
     """Replace the parameters by those of a torch state_dict; weights are rounded up or down at random (F12).
@@ -339,8 +334,6 @@ def start_gradients(graph: Graph, parameters: Parameters) -> dict[str, FloatArra
     return views
 
 
-def as_channels_last(
-    array: npt.NDArray[np.generic], shape: tuple[int, int, int, int]
-) -> FloatArray:
+def as_channels_last(array: AnyArray, shape: tuple[int, int, int, int]) -> FloatArray:
     """Return (out, kh, kw, in) float32 of a torch weight of (out, in, kh, kw) values; no copy if already so."""
     return np.ascontiguousarray(array.reshape(shape).transpose(0, 2, 3, 1), dtype=np.float32)

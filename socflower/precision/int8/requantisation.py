@@ -10,8 +10,6 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
-import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 
 from socflower import _int8
@@ -19,7 +17,7 @@ from socflower.errors import TrainingFailed
 from socflower.field_rules import checked
 from socflower.precision.algorithm import Rounding
 from socflower.precision.int8.batch_share import BatchShare
-from socflower.precision.int8.fixed_point import exponent_for, shift_for
+from socflower.precision.int8.fixed_point import Int8Array, Int32Array, exponent_for, shift_for
 
 
 @checked
@@ -152,28 +150,25 @@ def exponent_within_float32(name: str, largest: float) -> int:
     return max(exponent_for(largest), -MAX_EXPONENT)
 
 
-Int8Array = npt.NDArray[np.int8]
-Int32Array = npt.NDArray[np.int32]
-
-
 def round_elementwise(
     name: str,
     share: BatchShare,
     tracker: ScaleTracker | None,
     acc_exponent: int,
-    run: Callable[[bool, int], int],
+    run: Callable[[Int8Array | None, int], int],
+    out: Int8Array,
 ) -> int:
-    """Store the result of `run(store, shift)` and return the exponent of the stored values.
+    """Store the result of `run(out, shift)` and return the exponent of the stored values.
 
-    `run` returns the largest magnitude of the share before rounding; it is cheap enough to compute twice, so nothing
-    wider than int8 is ever stored.
+    `run` returns the largest magnitude of the share before rounding, and stores nothing in None. It is cheap enough to
+    compute twice, so nothing wider than int8 is ever stored.
     """
     known = _known_shift(tracker, acc_exponent)
-    if known is not None and not share.saturates(_saturates(run(True, known), known)):
+    if known is not None and not share.saturates(_saturates(run(out, known), known)):
         return _use_known_exponent(tracker, acc_exponent + known)
-    largest = int(share.most(run(False, 0)))
+    largest = int(share.most(run(None, 0)))
     shift = shift_for(largest)
-    run(True, shift)
+    run(out, shift)
     return _record_exponent(name, tracker, acc_exponent + shift, largest)
 
 

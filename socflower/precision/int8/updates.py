@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from socflower import _int8
 from socflower.precision.algorithm import (
@@ -12,7 +11,7 @@ from socflower.precision.algorithm import (
     OutsideUpdate,
     TrainingAlgorithm,
 )
-from socflower.precision.int8.fixed_point import shift_for
+from socflower.precision.int8.fixed_point import FloatArray, Int32Array, shift_for
 from socflower.precision.int8.parameters import Vector, Weight
 from socflower.precision.int8.requantisation import MAX_SHIFT, exponent_within_float32
 
@@ -22,13 +21,13 @@ def update_weight(
     engine: _int8.Engine,
     algorithm: TrainingAlgorithm,
     weight: Weight,
-    gradient: npt.NDArray[np.int32],
+    gradient: Int32Array,
     *,
     largest: int,
     gradient_scale: float,
     learning_rate: float,
     progress: float,
-    scratch: npt.NDArray[np.float32],
+    scratch: FloatArray,
 ) -> None:
     """Update `weight` with an int32 gradient whose real value is gradient * gradient_scale.
 
@@ -57,7 +56,7 @@ def update_weight(
 def update_vector(
     algorithm: TrainingAlgorithm,
     vector: Vector,
-    gradient: npt.NDArray[np.float32],
+    gradient: FloatArray,
     learning_rate: float,
 ) -> None:
     """Update a vector by SGD, with the momentum of an FP32 update; under an outside update store the gradient."""
@@ -71,9 +70,9 @@ def update_vector(
 
 
 def _descend(
-    values: npt.NDArray[np.float32],
+    values: FloatArray,
     holder: Weight | Vector,
-    gradient: npt.NDArray[np.float32],
+    gradient: FloatArray,
     learning_rate: float,
     momentum: float,
 ) -> None:
