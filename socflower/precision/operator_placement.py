@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from operator import itemgetter
 from typing import Literal
 
@@ -44,11 +44,6 @@ class OperatorPlacement:
     latency_s: float
 
     @property
-    def num_switches(self) -> int:
-        """How often the side changes from one operator to the next."""
-        return sum(before != after for before, after in pairwise(self.sides))
-
-    @property
     def on_cpu(self) -> tuple[str, ...]:
         """Names of the operators on the CPU side."""
         placed = zip(self.operators, self.sides, strict=True)
@@ -59,9 +54,9 @@ class OperatorPlacement:
         runs = []
         placed = zip(self.operators, self.sides, strict=True)
         for side, run in groupby(placed, key=itemgetter(1)):
-            names = [name for name, _ in run]
-            span = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
-            runs.append(f"{side}[{span}]")
+            first, *others = [name for name, _ in run]
+            last = f"..{others[-1]}" if others else ""
+            runs.append(f"{side}[{first}{last}]")
         return " -> ".join(runs)
 
 

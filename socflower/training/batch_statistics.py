@@ -37,7 +37,8 @@ class MemberBuffers:
     def __init__(self, model: nn.Module, num_members: int) -> None:
         self._model = model
         self._slots = list(_buffer_slots(model))
-        self._own = [[buffer.clone() for _, _, buffer in self._slots] for _ in range(num_members)]
+        buffers = [buffer for _, _, buffer in self._slots]
+        self._own = [[buffer.clone() for buffer in buffers] for _ in range(num_members)]
         self._samples = [0] * num_members
 
     def activate(self, member: int, num_samples: int) -> None:

@@ -80,9 +80,9 @@ class FP32Trainer:
     and batches follow. "auto" is the accelerator that torch finds, else the CPU, whose sums round differently.
 
     `train_step(model, batch)` returns the mean loss of a batch of any form, a tensor without dimensions; it runs no
-    backward pass and steps no optimiser. Without it a batch (inputs, labels) gets `loss(model(inputs), labels)`,
-    where inputs in a dict are keyword arguments of the model and in a tuple positional ones, and a batch that is a dict
-    gets the `loss` of `model(**batch)`, as models of Hugging Face return it.
+    backward pass and steps no optimiser. Without it the loss of a batch (inputs, labels) is `loss(model(inputs),
+    labels)`; inputs in a dict are keyword arguments of the model, and in a tuple positional ones. The loss of a batch
+    that is a dict is the `loss` of `model(**batch)`, as models of Hugging Face return it.
     If a batch is divided, among members, micro-batches or passes, its loss is computed from those of its parts. Losses
     of torch, with class weights, `ignore_index` and any reduction, are known by their type. Another loss must be a mean
     over samples, or `loss_weight(batch)` must return what it divides by, such as the number of labels that count. It is
@@ -115,7 +115,7 @@ class FP32Trainer:
     device: str = AUTO
 
     def check(self) -> None:
-        """Raise `ConfigError` for functions that are none, and for settings that contradict each other."""
+        """Raise `ConfigError` if a function cannot be called, and if settings contradict each other."""
         for key, value in (("optimizer", self.optimizer), ("loss_weight", self.loss_weight)):
             if value is not None and not callable(value):
                 raise ConfigError(
@@ -215,11 +215,13 @@ class FP32Trainer:
         try:
             return self.loss(made, labels)
         except IndexError:
-            if not isinstance(made, Tensor) or made.dim() != 2 or int(labels.max()) < made.shape[1]:
+            largest = int(labels.max())
+            is_of_classes = isinstance(made, Tensor) and made.dim() == 2
+            if not is_of_classes or largest < made.shape[1]:
                 raise
             raise ConfigError(
-                f"FP32Trainer: the labels reach {int(labels.max())}, but the model has {made.shape[1]} "
-                "outputs; give it one for each class"
+                f"FP32Trainer: the labels reach {largest}, but the model has {made.shape[1]} outputs; give "
+                "it one for each class"
             ) from None
 
     def start(
@@ -325,7 +327,7 @@ class FP32Session:
         """Add the gradient of the members' parts of a batch of `num_samples`; return their part of its mean loss.
 
         Parts are in the order of the members; another processor may add the gradients of further samples (F12).
-        `weight` returns the weight of the whole batch, where that is not its number of samples.
+        `weight` returns the weight of the whole batch, if that is not its number of samples.
         """
         return self._accumulate(self._passes(parts), weight or (lambda: float(num_samples)))
 
@@ -481,7 +483,7 @@ class FP32Session:
         return {id(parameter): name for name, parameter in self._model.named_parameters()}
 
     def restore_named(self, state: Mapping[str, Any]) -> None:
-        """Restore what `named_state` of one or several parts of the model has of this one's parameters."""
+        """Restore the state of this model's parameters from the `named_state` of one or several models."""
         groups = self._optimizer.param_groups
         if len(groups) != len(state["groups"]):
             raise ConfigError(

@@ -71,8 +71,9 @@ class Int8Trainer:
 
     def rate(self, progress: float) -> float:
         """Return the learning rate at a fraction of training in [0, 1]."""
-        annealed = 0.5 * (1.0 + math.cos(math.pi * progress)) if self.schedule == "cosine" else 1.0
-        return self.learning_rate * annealed
+        if self.schedule == "constant":
+            return self.learning_rate
+        return self.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
 
     def model(
         self,
@@ -152,7 +153,8 @@ class Int8Session:
         """Compute this member's share of a step; see `JointSession.gradients`."""
         assert self._peers is not None
         pairs = [pair_of(part, "Int8Trainer") for part in parts if num_samples_of(part)]
-        images, labels = np.zeros((0, *self._image_shape), np.float32), np.zeros(0, np.int32)
+        images = np.zeros((0, *self._image_shape), np.float32)
+        labels = np.zeros(0, np.int32)
         if pairs:
             images, labels = _arrays(pairs)
         if not self._image_shape:

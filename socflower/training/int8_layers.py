@@ -39,7 +39,7 @@ class Int8Layers:
         num_passes: int = 1,
         trackers: Sequence[Any] = (),
     ) -> None:
-        """Build the engine; shapes are of one sample, `trackers` as of `ScaleTrackers.to_json`, also for other layers.
+        """Build the engine. Shapes are of one sample; `trackers` (`ScaleTrackers.to_json`) may have other layers too.
 
         Raises ConfigError for other inputs than (channels, height, width) and (features,), and for a BatchNorm with
         frozen statistics; raises UnsupportedOperator, a ConfigError too, for operators that int8 does not have.
@@ -77,7 +77,7 @@ class Int8Layers:
     def forward(self, inputs: Tensor, draw: int, *, number: int = 0) -> Tensor:
         """Return the layers' result (samples, ...), differentiable; `draw` numbers the random numbers of the pass.
 
-        `number`, below `num_passes`, is the engine: none whose last result waits for its backward pass.
+        `number`, below `num_passes`, selects the engine. Its last result must not wait for a backward pass.
         """
         weights = dict(self._layers.named_parameters())
         return cast(

@@ -379,7 +379,9 @@ class MixedPrecisionSession:
             return None
         assert self._backend is not None
         # Drawn here and not in the worker, which runs in parallel to the CPU's random layers.
-        draws = [int(torch.randint(2**62, ())) if self._backend.draws else None for _ in present]
+        draws: list[int | None] = [None] * len(present)
+        if self._backend.draws:
+            draws = [int(torch.randint(2**62, ())) for _ in present]
         return self._submit(lambda: self._int8_work(present, draws, num_samples))
 
     def _submit(self, work: Callable[[], Any]) -> "Future[Any]":
@@ -430,7 +432,7 @@ class MixedPrecisionSession:
             if not math.isfinite(float(gradient.sum())):
                 raise TrainingFailed(f"its gradient of {name} is not finite")
         seconds = time.perf_counter() - started_s
-        # This machine emulates an accelerator whose throughput is given, so its own time tells nothing.
+        # If the throughput is given, this machine only emulates the accelerator, and its own time does not count.
         known = backend.samples_per_s(num_done) if self._ratio is not None else None
         return _Int8Pass(
             gradients=total,

@@ -27,7 +27,7 @@ def num_bytes_of(model: nn.Module) -> int:
 
 
 def untrained_names(model: nn.Module) -> list[str]:
-    """Return the names in the state dict of what no optimiser steps: buffers and frozen parameters."""
+    """Return the names of the entries of the state dict that no optimiser changes: buffers and frozen parameters."""
     return [
         name
         for name, entry in model.state_dict(keep_vars=True).items()
@@ -84,6 +84,7 @@ def frozen_digest(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name in sorted(frozen):
         tensor = frozen[name].detach().cpu().contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        header = f"{name} {tensor.dtype} {tuple(tensor.shape)}\n"
+        digest.update(header.encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest() if frozen else ""

@@ -17,7 +17,7 @@ from socflower.precision.int8.batch_share import BatchPeers
 from socflower.workloads.data_source import DataSource
 
 Part: TypeAlias = Batch
-"""One member's share of a batch: (inputs, labels), or what the data's collate function makes; `()` without samples."""
+"""One member's share of a batch: (inputs, labels), or a batch of the data's collate function; `()` without samples."""
 
 Metric: TypeAlias = float | list[float]
 
@@ -178,8 +178,8 @@ class JointSession(TrainingSession, Protocol):
 class Trainer(Protocol):
     """Starts training sessions.
 
-    Where a trainer computes on another device than the CPU, its `device` is the device's name; where it trains in
-    another arithmetic than FP32, its `arithmetic` is "int8" or "mixed".
+    A trainer that computes on another device than the CPU has its name as `device`. One that trains in another
+    arithmetic than FP32 has "int8" or "mixed" as `arithmetic`.
     """
 
     def start(
@@ -198,7 +198,7 @@ def training_device(trainer: Trainer) -> torch.device:
 
 
 def arithmetic_of(trainer: Trainer) -> str:
-    """Return the arithmetic that a trainer trains in, as of `DeviceReport`."""
+    """Return the arithmetic that a trainer trains in, as `DeviceReport` names it."""
     return str(getattr(trainer, "arithmetic", ""))
 
 

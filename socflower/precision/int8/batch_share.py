@@ -1,8 +1,8 @@
 """The part of a batch that a model computes: all of it, or the share of one member of a ring.
 
-Int8 arithmetic joins the samples of a batch by maxima, from which exponents follow, and by sums of integers: those of
-gradients and of BatchNorm's statistics. The members of a ring agree on both, so that n members with a share each
-compute what one model computes with the whole batch, bit for bit, for any shares (F4). Only operators on the FP32 side
+In int8 arithmetic the samples of a batch depend on each other by maxima, which give the exponents, and by sums of
+integers: those of gradients and of BatchNorm's statistics. The members of a ring exchange both, so n members with a
+share each compute the same bits as one model with the whole batch, for any shares (F4). Only operators on the FP32 side
 sum floating-point gradients, whose last bits depend on the shares.
 """
 
@@ -78,7 +78,7 @@ class BatchShare:
         update(own)
 
     def overflowed(self, error: OverflowError) -> int:
-        """Raise the error of a gradient that does not fit in int32, or return what stands for its largest magnitude."""
+        """Raise the error of a gradient that leaves int32, or return a number in place of its largest magnitude."""
         raise error
 
     def add_integers(
@@ -124,7 +124,9 @@ class JointShare(BatchShare):
 
     def total(self, own: npt.NDArray[np.int64]) -> DoubleArray:
         """Return the sums over all members."""
-        sums = np.zeros(own.size) if self.is_empty else own.astype(np.float64).reshape(-1)
+        sums = own.astype(np.float64).reshape(-1)
+        if self.is_empty:
+            sums[...] = 0.0
         self._peers.sum(sums)
         return sums.reshape(own.shape)
 

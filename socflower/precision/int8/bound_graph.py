@@ -6,6 +6,7 @@ the step and released as soon as the backward pass no longer needs them.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from socflower.precision.int8.region_cache import RegionCache
 Fp32Factory = Callable[[ir.Fp32, Sequence[Tensor], Tensor], Operator[ir.Fp32]]
 
 _MAX_PATCH_CHANNELS = 4
-"""A first convolution with at most so many input channels runs over patches, which are gathered once per step."""
+"""A first convolution with at most this many input channels runs over patches, which are gathered once per step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +274,8 @@ class BoundGraph:
         )
 
     def _sums_of(self, value: str) -> tuple[tuple[str, _Array], ...]:
-        roles = [f"gradient sum {index}" for index in range(1, len(self.graph.consumers(value)))]
+        num_gradients = len(self.graph.consumers(value))
+        roles = [f"gradient sum {index}" for index in range(1, num_gradients)]
         return tuple((role, self._array(value, role)) for role in roles)
 
     def _every_value(self) -> frozenset[str]:
@@ -284,7 +286,7 @@ class BoundGraph:
         """Return the bytes of an operator's index tables, argmax and gate."""
         output = int(np.prod(self.tensors[node.name].array_shape))
         if isinstance(node, ir.Convolution | ir.MaxPool | ir.AveragePool):
-            pairs = node.kernel[0] * node.kernel[1] * node.shape[1] * node.shape[2]
+            pairs = math.prod((*node.kernel, *node.shape[1:]))
             return 24 * pairs + (output if isinstance(node, ir.MaxPool) else 0)
         return output if isinstance(node, ir.Dropout) else 0
 
@@ -301,7 +303,8 @@ class BoundGraph:
         return min(self._batch_blocks.get(node.name, 0), self.batch)
 
     def _build(self, node: ir.Node) -> Operator[Any]:
-        inputs, output = [self.tensors[value] for value in node.inputs], self.tensors[node.name]
+        inputs = [self.tensors[value] for value in node.inputs]
+        output = self.tensors[node.name]
         match node:
             case ir.Convolution():
                 plan = self._plan(node)

@@ -55,7 +55,8 @@ def to_real(data: Int8Array, exponent: int, shape: tuple[int, int, int]) -> Floa
 def require_finite(real: FloatArray, name: str) -> None:
     """Raise ConfigError, naming the first NaN or infinity."""
     if not np.isfinite(real).all():
-        at = tuple(int(i) for i in np.argwhere(~np.isfinite(real))[0])
+        first, *_ = np.argwhere(~np.isfinite(real)).tolist()
+        at = tuple(first)
         raise ConfigError(f"{name}: element {at} is {real[at]}; load an earlier checkpoint")
 
 

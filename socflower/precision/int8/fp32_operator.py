@@ -126,7 +126,8 @@ def to_int8(
     if not np.isfinite(largest):
         raise TrainingFailed(f"{name}: made a NaN or an infinity in FP32; lower the learning rate")
     exponent = exponent_for(largest)
-    rounded = np.clip(np.rint(values * np.float32(2.0**-exponent)), -127, 127).astype(np.int8)
+    scaled = np.rint(values * np.float32(2.0**-exponent))
+    rounded = np.clip(scaled, -127, 127).astype(np.int8)
     out[...] = 0
     out[..., : shape[0]] = rounded.transpose(2, 3, 0, 1)
     return exponent

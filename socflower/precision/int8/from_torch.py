@@ -38,7 +38,7 @@ _SETTINGS: dict[type[nn.Module], dict[str, tuple[Any, ...]]] = {
     nn.MaxPool2d: {"dilation": (1, (1, 1)), "ceil_mode": (False,), "return_indices": (False,)},
     nn.AvgPool2d: {"ceil_mode": (False,), "divisor_override": (None,)},
 }
-"""The values that int8 has of settings that change what a module computes."""
+"""The values of settings with which the int8 kernels compute the same as the module."""
 
 # Functions that read a size for `view`: their result is no tensor, so they need no operator.
 _SIZES = ("size", getattr, operator.getitem)
@@ -442,8 +442,9 @@ class _Builder:
 
     def _require_exact(self, call: _Call, shape: ir.Shape, kernel: ir.Pair, groups: int) -> None:
         """Raise UnsupportedOperator for a sum, forward or backward, that may leave int32."""
-        depth = kernel[0] * kernel[1] * max(self._shapes[call.x][0], shape[0]) // groups
-        how = f"with sums of {depth} products, where int32 surely holds {MAX_EXACT_DEPTH}"
+        channels = max(self._shapes[call.x][0], shape[0])
+        depth = math.prod(kernel) * channels // groups
+        how = f"with sums of {depth} products, more than the {MAX_EXACT_DEPTH} that fit int32"
         call.require(depth <= MAX_EXACT_DEPTH, how)
 
     def _add_fp32(self, operation: Operation, module: nn.Module, name: str) -> None:
@@ -471,7 +472,8 @@ class _Builder:
 
     def _flatten(self, operation: Operation, x: str) -> None:
         """Add nothing for a flatten to (n, c*h*w): the linear layer that follows covers the image."""
-        if operation.shape is None or operation.shape[1:] != (math.prod(self._shapes[x]),):
+        flat = (math.prod(self._shapes[x]),)
+        if operation.shape is None or operation.shape[1:] != flat:
             raise _refused_function(operation, "flattens (n, c, h, w) to (n, c*h*w) only")
         self._values[operation] = x
 

@@ -112,7 +112,10 @@ class JointStep:
         self.loss = loss
 
     def exchange(self) -> None:
-        """Sum the gradients over the members; raises `TrainingFailed` if sums do not fit, and what the peers raise."""
+        """Sum the gradients over the members.
+
+        Raises `TrainingFailed` if sums leave int32, and the errors of the peers.
+        """
         with _overflow_fails_training():
             self._share.exchange()
 
@@ -126,8 +129,9 @@ class JointStep:
 class Int8Model:
     """A graph with its parameters and the buffers of its steps.
 
-    Its last operator computes logits; or, with `head` False, whatever a loss elsewhere reads: then `forward` and
-    `backward` train it. With `input_gradient`, `backward` computes the gradient of the images too, for layers before.
+    The last operator computes logits. With `head` False it computes values that a loss elsewhere reads; then `forward`
+    and `backward` train the model. With `input_gradient`, `backward` also computes the gradient of the images, for
+    layers before the model.
     """
 
     def __init__(
@@ -271,12 +275,12 @@ class Int8Model:
 
         All members call it with models of equal parameters and equal settings; their shares are the batch, by rank. The
         result's `exchange` and `apply` complete the step, as `train_step` would on the whole batch. Until `apply`
-        nothing changes, so the step may be begun again instead. Raises as `train_step` does, and what `peers` raises.
+        nothing changes, so the step may be begun again instead. Raises as `train_step` does, and the errors of `peers`.
         """
         settings = self._step_settings(learning_rate, progress, seed)
         num_own = len(images)
         if not num_own:
-            # It takes part in what the members agree on, and contributes nothing.
+            # It takes part in the exchanges of the members, and contributes nothing.
             images = np.zeros((1, *self.graph.input_shape), np.float32)
             labels = np.zeros(1, np.int32)
         images, labels = self._checked(images, labels)
@@ -363,9 +367,9 @@ class Int8Model:
     ) -> tuple[FloatArray, int]:
         """Return the last operator's output, (n, channels, height, width), and its exponent.
 
-        The output is int8 times 2^exponent. With `keep`, what `backward` reads is kept until then, or until the next
-        pass of any kind. A pass that is not kept leaves the exponent trackers alone, which count differentiated
-        batches; a `replay` leaves the running statistics alone, which its batch has updated before.
+        The output is int8 times 2^exponent. With `keep`, the values that `backward` reads are kept until then, or until
+        the next pass of any kind. A pass that is not kept does not count for the exponent trackers. A `replay` does not
+        update the running statistics, since its batch has done so before.
         """
         images = self._checked_images(images)
         try:

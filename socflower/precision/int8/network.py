@@ -224,7 +224,7 @@ class Graph:
             _require_geometry(node, [self.shape_of(value) for value in node.inputs])
         unread = [node.name for node in self.nodes[:-1] if node.name not in read]
         if unread:
-            raise ConfigError(f"graph: nothing reads what {', '.join(unread)} computes")
+            raise ConfigError(f"graph: nothing reads the result of {', '.join(unread)}")
 
     @property
     def output(self) -> str:
@@ -242,7 +242,8 @@ class Graph:
 
     def weight_shape(self, node: Convolution) -> tuple[int, int, int, int]:
         """Return (out, in/groups, kh, kw)."""
-        return node.shape[0], self.shape_of(node.inputs[0])[0] // node.groups, *node.kernel
+        in_channels, _, _ = self.shape_of(node.inputs[0])
+        return node.shape[0], in_channels // node.groups, *node.kernel
 
     def module_weight_shape(self, node: Convolution) -> tuple[int, ...]:
         """Return the shape of a convolution's weight in the module: (out, in * kh * kw) for a linear layer."""

@@ -47,8 +47,8 @@ AVERAGE_BITS = 14
 class Tensor:
     """An int8 tensor of a step, (h, w, batch, channel stride), and its gradient once it is computed.
 
-    All values of `activations` lie in 0..127. The only reader of a `masked` tensor sets the gradient to 0 where `data`
-    is not positive.
+    The values of `activations` are all in 0..127. The only reader of a `masked` tensor sets the gradient of elements
+    that are not positive to 0.
     """
 
     shape: ir.Shape
@@ -438,7 +438,7 @@ class ReluOperator(Operator[ir.Relu]):
         """Copy the gradient, which the readers of the output have already masked."""
         if into[0] is not None:
             x = self.inputs[0]
-            np.multiply(self.gradient, 1 if x.mask is None else x.mask > 0, out=into[0])
+            _copy_masked(self.gradient, x.mask, into[0])
         return [self.output.gradient_exponent]
 
 
@@ -457,7 +457,7 @@ class MaxPoolOperator(Operator[ir.MaxPool]):
         self.output.exponent = self.inputs[0].exponent
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
-        """Scatter every gradient to the position of its maximum; sum them where windows overlap."""
+        """Scatter every gradient to the position of its maximum; sum them if windows overlap."""
         x, exponent, target = self.inputs[0], self.output.gradient_exponent, into[0]
         if target is None:
             return [0]
@@ -513,7 +513,7 @@ class AveragePoolOperator(Operator[ir.AveragePool]):
 class DropoutOperator(Operator[ir.Dropout]):
     """Zeros at random positions; kept values are multiplied by 1 / (1 - p) and rounded like any product.
 
-    The factor is an integer of 21 bits times a power of two, so where 1 - p is a power of two it only changes the
+    The factor is an integer of 21 bits times a power of two, so if 1 - p is a power of two it only changes the
     exponent. p is rounded to a multiple of 2^-32. Element i, in the order of (height, width, batch, channels) or of
     (batch, channels), is kept if the i-th 32-bit number of Philox is at least 2^32 p. Philox is seeded with the step's
     seed and the operator's index in the graph.
@@ -523,11 +523,12 @@ class DropoutOperator(Operator[ir.Dropout]):
         self, node: ir.Dropout, inputs: Sequence[Tensor], output: Tensor, node_index: int
     ) -> None:
         super().__init__(node, inputs, output)
-        # Positive where a value is kept; 0 in the padding.
+        # Positive for values that are kept; 0 in the padding.
         self._gate = np.zeros(output.array_shape, np.int8)
         self._node_index = node_index
         self._threshold = round(node.p * 2**32)
-        factor = 2.0**32 / (2**32 - self._threshold) if self._threshold < 2**32 else 0.0
+        num_kept = 2**32 - self._threshold
+        factor = 2.0**32 / num_kept if num_kept else 0.0
         channels = self._gate.shape[3]
         self._exponent, (self._factor,) = scaled_integers(21, (np.full(channels, factor), 0))
         self._zeros = np.zeros(channels, dtype=np.int32)
@@ -590,11 +591,20 @@ class DropoutOperator(Operator[ir.Dropout]):
         count = math.prod(shape) * channels
         bits = np.random.Philox(np.random.SeedSequence([step.seed, self._node_index]))
         # The lower half of each 64-bit number comes first, on any machine.
-        numbers = bits.random_raw(-(-count // 2)).astype("<u8", copy=False).view("<u4")[:count]
+        pairs = bits.random_raw(-(-count // 2)).astype("<u8", copy=False)
+        numbers = pairs.view("<u4")[:count]
         own = slice(step.share.first, step.share.first + num_own)
         self._gate[..., :channels] = (
             numbers.reshape(*shape, channels)[..., own, :] >= self._threshold
         )
+
+
+def _copy_masked(gradient: Int8Array, mask: Int8Array | None, into: Int8Array) -> None:
+    """Copy a gradient, with 0 for elements whose mask is not positive."""
+    if mask is None:
+        np.copyto(into, gradient)
+    else:
+        np.multiply(gradient, mask > 0, out=into)
 
 
 def add_tensors(
@@ -619,8 +629,10 @@ def add_tensors(
             a = (a[0], b[1])
         elif not step.share.most(float(b[0].any())):
             b = (b[0], a[1])
-    low = max(min(a[1], b[1]), max(a[1], b[1]) - MAX_ADD_SHIFT)
-    shift_a, shift_b = max(a[1] - low, 0), max(b[1] - low, 0)
+    lower, higher = sorted((a[1], b[1]))
+    low = max(lower, higher - MAX_ADD_SHIFT)
+    shift_a = max(a[1] - low, 0)
+    shift_b = max(b[1] - low, 0)
 
     def run(into: Int8Array | None, shift: int) -> int:
         return _int8.add(
@@ -651,5 +663,5 @@ class AddOperator(Operator[ir.Add]):
         """Copy the gradient to both inputs."""
         for x, target in zip(self.inputs, into, strict=True):
             if target is not None:
-                np.multiply(self.gradient, 1 if x.mask is None else x.mask > 0, out=target)
+                _copy_masked(self.gradient, x.mask, target)
         return [self.output.gradient_exponent] * 2

@@ -30,7 +30,7 @@ class Weight:
     """Weight of a convolution, (kh, kw, in/groups, channel stride of out) int8 with one exponent.
 
     `master` and `velocity` (same shape, float32) exist under algorithms with FP32 weights, `gradient` under an
-    outside update, where it is (out, kh, kw, in/groups). A frozen weight has a master under every algorithm: its
+    outside update, and has the shape (out, kh, kw, in/groups). A frozen weight has a master under every algorithm: its
     original values, which are exported unchanged.
     """
 
@@ -161,7 +161,7 @@ def export_velocities(graph: Graph, parameters: Parameters) -> dict[str, FloatAr
 def import_velocities(
     graph: Graph, parameters: Parameters, velocities: Mapping[str, FloatArray]
 ) -> None:
-    """Set the momentum of FP32 updates to what `export_velocities` returned; others stay without."""
+    """Set the momentum of FP32 updates from the result of `export_velocities`; others stay without."""
     for node, name, holder in _trained(graph, parameters):
         if name not in velocities:
             continue
@@ -304,7 +304,8 @@ def take_weights(
         for part in node.vectors:
             name = f"{node.name}.{part}"
             if part in node.parameters or name in state:
-                array = np.asarray(array_of(state, name, (node.shape[0],)), dtype=np.float32)
+                given = array_of(state, name, (node.shape[0],))
+                array = np.asarray(given, dtype=np.float32)
                 if not np.isfinite(array).all():
                     raise TrainingFailed(f"{name}: a value is not finite; lower the learning rate")
                 parameters.vectors[name].data[: node.shape[0]] = array
@@ -336,4 +337,5 @@ def start_gradients(graph: Graph, parameters: Parameters) -> dict[str, FloatArra
 
 def as_channels_last(array: AnyArray, shape: tuple[int, int, int, int]) -> FloatArray:
     """Return (out, kh, kw, in) float32 of a torch weight of (out, in, kh, kw) values; no copy if already so."""
-    return np.ascontiguousarray(array.reshape(shape).transpose(0, 2, 3, 1), dtype=np.float32)
+    outside = array.reshape(shape).transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(outside, dtype=np.float32)

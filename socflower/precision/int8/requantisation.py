@@ -146,7 +146,9 @@ def exponent_within_float32(name: str, largest: float) -> int:
     Raises TrainingFailed, with `name`, for a NaN, an infinity and values beyond 2^90.
     """
     if not largest <= 2.0**MAX_EXPONENT:
-        raise TrainingFailed(f"{name}: values have reached {largest:.3g}; lower the learning rate")
+        raise TrainingFailed(
+            f"{name}: values reach {largest:.3g}, the end of float32; lower the learning rate"
+        )
     return max(exponent_for(largest), -MAX_EXPONENT)
 
 

@@ -86,8 +86,8 @@ def _algorithm(document: dict[str, Any]) -> TrainingAlgorithm:
     rule: IntegerUpdate | Fp32Update
     if update.pop("kind") == "int8":
         rule = IntegerUpdate(
-            bits=tuple(update["bits"]),
-            starts=tuple(update["starts"]),
+            bits=update["bits"],
+            starts=update["starts"],
             rounding=Rounding(update["rounding"]),
         )
     else:
