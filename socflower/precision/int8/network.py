@@ -302,8 +302,6 @@ def _require_geometry(node: Node, inputs: list[Shape]) -> None:
     expected = node.shape if isinstance(node, Fp32) else inputs[0]
     if isinstance(node, Convolution | MaxPool | AveragePool):
         window = (node.kernel, node.stride, node.padding)
-        if min(*node.kernel, *node.stride) < 1 or min(node.padding) < 0:
-            raise ConfigError(f"graph: {node.name} has kernel, stride and padding {window}")
         height, width = (
             (size + 2 * padding - kernel) // stride + 1
             for size, kernel, stride, padding in zip(inputs[0][1:], *window, strict=True)

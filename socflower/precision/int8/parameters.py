@@ -21,9 +21,6 @@ from socflower.precision.int8.fixed_point import (
 from socflower.precision.int8.network import BatchNorm, Convolution, Fp32, Graph, Node
 from socflower.precision.int8.requantisation import exponent_within_float32
 
-MAX_WEIGHT_EXPONENT = 200
-"""No float32 weight has an exponent beyond it."""
-
 
 @dataclass(slots=True)
 class Weight:
@@ -225,41 +222,20 @@ def _import_weight(real: FloatArray, keep_master: bool, kept_exponent: int | Non
     return Weight(data=data, exponent=exponent, master=padded if keep_master else None)
 
 
-def require_match(graph: Graph, parameters: Parameters, *, keep_master: bool) -> None:
-    """Raise ConfigError, naming the first mismatch, if the parameters do not fit the graph and its update rule."""
+def array_shapes(graph: Graph, *, keep_master: bool) -> dict[str, tuple[type, tuple[int, ...]]]:
+    """Return type and shape of the arrays that a file of the graph's parameters must have (`saving`)."""
+    needed: dict[str, tuple[type, tuple[int, ...]]] = {}
     for node in graph.nodes:
         stride = channel_stride(node.shape[0])
         if isinstance(node, Convolution):
-            name = f"{node.name}.weight"
-            weight = parameters.weights.get(name)
-            shape = (*node.kernel, graph.weight_shape(node)[1], stride)
-            _require_array(name, getattr(weight, "data", None), np.int8, shape)
-            assert weight is not None
-            if abs(weight.exponent) > MAX_WEIGHT_EXPONENT:
-                raise ConfigError(f"{name}: an exponent of {weight.exponent} is beyond float32")
-            if (keep_master or "weight" in node.frozen) and weight.master is None:
-                raise ConfigError(f"{name}: its FP32 master is missing")
-            _require_floats(name, (weight.master, weight.velocity), shape)
-        elif isinstance(node, BatchNorm) and node.name not in parameters.num_batches_tracked:
-            raise ConfigError(f"{node.name}.num_batches_tracked is missing")
+            _, in_channels, *kernel = graph.weight_shape(node)
+            shape = (*kernel, in_channels, stride)
+            needed[f"weight/{node.name}.weight"] = (np.int8, shape)
+            if keep_master or "weight" in node.frozen:
+                needed[f"master/{node.name}.weight"] = (np.float32, shape)
         for name in _vector_names(node):
-            vector = parameters.vectors.get(name)
-            _require_array(name, getattr(vector, "data", None), np.float32, (stride,))
-            assert vector is not None
-            _require_floats(name, (vector.data, vector.velocity), (stride,))
-
-
-def _require_floats(name: str, arrays: Iterable[FloatArray | None], shape: tuple[int, ...]) -> None:
-    for array in arrays:
-        if array is not None:
-            _require_array(name, array, np.float32, shape)
-            require_finite(array, name)
-
-
-def _require_array(name: str, array: AnyArray | None, kind: type, shape: tuple[int, ...]) -> None:
-    if array is None or array.dtype != kind or array.shape != shape:
-        got = "nothing" if array is None else f"{array.dtype} of shape {array.shape}"
-        raise ConfigError(f"{name}: need {np.dtype(kind)} of shape {shape}, got {got}")
+            needed[f"vector/{name}"] = (np.float32, (stride,))
+    return needed
 
 
 # ------------------------------------------------------- weights of an outside trainer, and gradients for it (F12)

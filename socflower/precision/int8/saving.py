@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,15 @@ from socflower.precision.algorithm import (
     Rounding,
     TrainingAlgorithm,
 )
+from socflower.precision.int8.fixed_point import AnyArray, require_finite
 from socflower.precision.int8.network import Graph
-from socflower.precision.int8.parameters import Parameters, Vector, Weight, require_match
+from socflower.precision.int8.parameters import Parameters, Vector, Weight, array_shapes
 from socflower.wire.saved_state import atomic_file
 
 SCHEMA = 1
+
+MAX_WEIGHT_EXPONENT = 200
+"""No float32 weight has an exponent beyond it."""
 
 
 def save(path: Path, graph: Graph, algorithm: TrainingAlgorithm, parameters: Parameters) -> None:
@@ -68,10 +73,10 @@ def load(path: Path) -> tuple[Graph, TrainingAlgorithm, Parameters]:
         if header["schema"] != SCHEMA:
             raise ConfigError(f"schema {header['schema']}, this version reads {SCHEMA}")
         graph = Graph.from_json(header["graph"])
-        parameters = _parameters(header, arrays)
         algorithm = _algorithm(header["algorithm"])
-        require_match(graph, parameters, keep_master=isinstance(algorithm.update, Fp32Update))
-        return graph, algorithm, parameters
+        keep_master = isinstance(algorithm.update, Fp32Update)
+        _require_arrays(arrays, array_shapes(graph, keep_master=keep_master))
+        return graph, algorithm, _parameters(header, arrays)
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file") from None
     except ConfigError as error:
@@ -79,6 +84,26 @@ def load(path: Path) -> tuple[Graph, TrainingAlgorithm, Parameters]:
     except Exception as error:
         # Parsers of a damaged archive raise many types.
         raise ConfigError(f"{path}: not an int8 model ({type(error).__name__})") from None
+
+
+def _require_arrays(
+    arrays: Mapping[str, AnyArray], needed: Mapping[str, tuple[type, tuple[int, ...]]]
+) -> None:
+    """Raise ConfigError for the first array that is missing, of another type or shape, or not finite."""
+    expected = dict(needed)
+    for key in arrays:
+        role, _, name = key.partition("/")
+        if role in ("master", "velocity"):
+            _, shape = needed.get(f"weight/{name}") or needed[f"vector/{name}"]
+            expected[key] = (np.float32, shape)
+    for key, (kind, shape) in expected.items():
+        array = arrays.get(key)
+        if array is None or array.dtype != kind or array.shape != shape:
+            got = "nothing" if array is None else f"{array.dtype} of shape {array.shape}"
+            raise ConfigError(f"{key}: need {np.dtype(kind)} of shape {shape}, got {got}")
+        require_finite(array, key)
+        if kind is np.int8 and (array == -128).any():
+            raise ConfigError(f"{key}: has -128; int8 weights are -127 to 127")
 
 
 def _algorithm(document: dict[str, Any]) -> TrainingAlgorithm:
@@ -106,18 +131,19 @@ def _parameters(header: dict[str, Any], arrays: dict[str, Any]) -> Parameters:
     parameters = Parameters(
         num_batches_tracked=dict(header["num_batches_tracked"]), num_steps=int(header["num_steps"])
     )
-    for name, exponent in header["exponents"].items():
-        data = arrays[f"weight/{name}"]
-        if data.dtype != np.int8 or data.ndim != 4 or (data == -128).any():
-            raise ValueError(f"weight {name} is not int8 in -127..127 of four dimensions")
-        parameters.weights[name] = Weight(
-            data=np.ascontiguousarray(data),
-            exponent=int(exponent),
-            master=arrays.get(f"master/{name}"),
-            velocity=arrays.get(f"velocity/{name}"),
-        )
     for key, array in arrays.items():
-        if key.startswith("vector/"):
-            name = key.removeprefix("vector/")
-            parameters.vectors[name] = Vector(data=array, velocity=arrays.get(f"velocity/{name}"))
+        role, _, name = key.partition("/")
+        velocity = arrays.get(f"velocity/{name}")
+        if role == "weight":
+            exponent = int(header["exponents"][name])
+            if abs(exponent) > MAX_WEIGHT_EXPONENT:
+                raise ConfigError(f"{name}: an exponent of {exponent} is beyond float32")
+            parameters.weights[name] = Weight(
+                data=np.ascontiguousarray(array),
+                exponent=exponent,
+                master=arrays.get(f"master/{name}"),
+                velocity=velocity,
+            )
+        elif role == "vector":
+            parameters.vectors[name] = Vector(data=array, velocity=velocity)
     return parameters
