@@ -120,7 +120,8 @@ class ThroughputRatio:
     _num_away: int = 0
 
     def __post_init__(self) -> None:
-        self._recent_cpu_s, self._recent_npu_s = self.cpu_s, self.npu_s
+        self._recent_cpu_s = self.cpu_s
+        self._recent_npu_s = self.npu_s
 
     @property
     def beta(self) -> float:
@@ -136,7 +137,8 @@ class ThroughputRatio:
         is_away = max(cpu_change, npu_change) > self.tolerance
         self._num_away = self._num_away + 1 if is_away else 0
         if self._num_away >= self.patience:
-            self.cpu_s, self.npu_s = self._recent_cpu_s, self._recent_npu_s
+            self.cpu_s = self._recent_cpu_s
+            self.npu_s = self._recent_npu_s
             self._num_away = 0
             self.num_renewals += 1
 

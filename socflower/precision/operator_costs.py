@@ -86,7 +86,8 @@ def profile_operators(
 
 def _int8_seconds(model: Int8Model, batch: int, repeats: int) -> dict[str, float]:
     """Return the median seconds of each operator in a training step; infinity for those in FP32."""
-    graph, random = model.graph, np.random.default_rng(0)
+    graph = model.graph
+    random = np.random.default_rng(0)
     images = random.standard_normal((batch, *graph.input_shape), dtype=np.float32)
     labels = random.integers(0, graph.num_classes, batch, dtype=np.int32)
     runs: list[dict[str, float]] = []
@@ -144,7 +145,8 @@ def _run_fp32(
 
 
 def _switch_seconds(shape: ir.Shape, batch: int, repeats: int) -> float:
-    tensor, share = Tensor(shape=shape, batch=batch), BatchShare(batch)
+    tensor = Tensor(shape=shape, batch=batch)
+    share = BatchShare(batch)
     data = np.ones(tensor.array_shape, dtype=np.int8)
 
     def step() -> None:

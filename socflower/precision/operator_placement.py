@@ -79,7 +79,8 @@ def place(latencies: Sequence[OperatorLatency], switches_s: Sequence[float]) -> 
         reached = {}
         for side in SIDES:
             other = SIDES[1 - SIDES.index(side)]
-            stay_s, change_s = best[side][0], best[other][0] + switch_s
+            stay_s = best[side][0]
+            change_s = best[other][0] + switch_s
             origin = side if stay_s <= change_s else other
             total_s = min(stay_s, change_s) + latency.on(side)
             reached[side] = (total_s, (*best[origin][1], side))

@@ -65,7 +65,8 @@ class MixedPricing:
                     f"rule = {self.rule!r} needs an int8 processor; use rule = 'paper'"
                 )
             return 0.0
-        cpu, npu = device.processor(device.default_processor), device.processor(device.accelerator)
+        cpu = device.processor(device.default_processor)
+        npu = device.processor(device.accelerator)
         return compute_power_ratio(npu.rate(model_name), cpu.rate(model_name))
 
     def share(self, model_name: str, device: Device) -> float:

@@ -259,7 +259,8 @@ class FP32Session:
     def __init__(
         self, trainer: FP32Trainer, model: nn.Module, num_members: int, total_steps: int
     ) -> None:
-        self._trainer, self._weights = trainer, trainer.loss_weights
+        self._trainer = trainer
+        self._weights = trainer.loss_weights
         self._device = resolve_device(trainer.device, "FP32Trainer: device")
         model.to(self._device)
         if trainer.channels_last:
@@ -491,7 +492,8 @@ class FP32Session:
                 f"the model and {len(state['groups'])} of another; make equally many"
             )
         names = self._parameter_names()
-        states, settings = {}, []
+        states = {}
+        settings = []
         # torch numbers the parameters through all groups, in order.
         number = 0
         for group, own_settings in zip(groups, state["groups"], strict=True):

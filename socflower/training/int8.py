@@ -124,7 +124,8 @@ class Int8Session:
     """One model under int8 training; see `TrainingSession` and `JointSession`."""
 
     def __init__(self, trainer: Int8Trainer, model: nn.Module, span: TrainingSpan) -> None:
-        self._trainer, self._module = trainer, model
+        self._trainer = trainer
+        self._module = model
         self._step, self._total_steps = span.first_step, max(1, span.total_steps)
         self._seed = span.seed
         self._peers: BatchPeers | None = None
@@ -147,7 +148,8 @@ class Int8Session:
 
     def join(self, peers: BatchPeers) -> None:
         """Train as a member of a ring; see `JointSession.join`."""
-        self._peers, self._image_shape = peers, ()
+        self._peers = peers
+        self._image_shape = ()
 
     def gradients(self, parts: Sequence[Part], num_samples: int) -> Tensor:
         """Compute this member's share of a step; see `JointSession.gradients`."""

@@ -71,7 +71,8 @@ class Int8Layers:
         for name, tensor in tensors.items():
             if name.endswith(STATISTICS):
                 state[name] = tensor.numpy()
-        engine, seed = self.engine, layer_seed(self._seed, draw, 1) % 2**32
+        engine = self.engine
+        seed = layer_seed(self._seed, draw, 1) % 2**32
         take_weights(engine.graph, engine.parameters, engine.engine, state, seed)
 
     def forward(self, inputs: Tensor, draw: int, *, number: int = 0) -> Tensor:
@@ -101,7 +102,8 @@ class Int8Layers:
 
     def statistics(self) -> dict[str, Tensor]:
         """Return the running statistics of BatchNorm after the latest pass."""
-        vectors, found = self.engine.parameters.vectors, {}
+        vectors = self.engine.parameters.vectors
+        found = {}
         for node in self.engine.graph.nodes:
             for name in (f"{node.name}.{part}" for part in node.vectors):
                 if name.endswith(STATISTICS):
@@ -136,8 +138,11 @@ class _Int8Pass(torch.autograd.Function):
     ) -> Tensor:
         """Return the result (samples, ...); `backward` of the engine fills the arrays `handed_out`."""
         real, _ = engine.forward(_images(inputs), seed=seed, keep=keep)
-        ctx.engine, ctx.names, ctx.handed_out = engine, names, handed_out
-        ctx.input_shape, ctx.output_shape = inputs.shape, real.shape
+        ctx.engine = engine
+        ctx.names = names
+        ctx.handed_out = handed_out
+        ctx.input_shape = inputs.shape
+        ctx.output_shape = real.shape
         ctx.shapes = [weight.shape for weight in weights]
         return torch.from_numpy(real).reshape(len(real), *shape)
 

@@ -128,7 +128,8 @@ def weights_of(loss: Callable[..., Any]) -> LossWeights | None:
     None for any other loss, also for subclasses of torch's, and for a binary cross-entropy with `weight`, which may
     have an entry for each sample of a whole batch.
     """
-    kind, settings = type(loss), vars(loss)
+    kind = type(loss)
+    settings = vars(loss)
     by_label = kind in _LABEL_LOSSES
     if by_label or kind in _SAMPLE_LOSSES:
         settings = settings | settings["_buffers"]
@@ -137,7 +138,8 @@ def weights_of(loss: Callable[..., Any]) -> LossWeights | None:
         by_label = function in _LABEL_FUNCTIONS
         if not by_label and function not in _SAMPLE_FUNCTIONS:
             return None
-    weight, reduction = settings.get("weight"), settings.get("reduction", "mean")
+    weight = settings.get("weight")
+    reduction = settings.get("reduction", "mean")
     is_legacy = any(settings.get(name) is not None for name in ("size_average", "reduce"))
     if is_legacy or (weight is not None and not by_label):
         return None
@@ -241,7 +243,8 @@ def _joined(
     parts: Sequence[Batch],
 ) -> float:
     """Return the loss of a batch from those of its parts."""
-    total, loss = weights.of(batch), 0.0
+    total = weights.of(batch)
+    loss = 0.0
     for part in parts:
         weight = weights.of(part)
         if weight:

@@ -168,7 +168,10 @@ class MixedPrecisionSession:
         fp32: FP32Session,
         header: dict[str, Any],
     ) -> None:
-        self._trainer, self._model, self._span, self._fp32 = trainer, model, span, fp32
+        self._trainer = trainer
+        self._model = model
+        self._span = span
+        self._fp32 = fp32
         self._parameters = dict(model.named_parameters())
         every = dict(model.named_parameters(remove_duplicate=False))
         self._aliases = {name: part for name, part in every.items() if name not in self._parameters}
@@ -203,7 +206,9 @@ class MixedPrecisionSession:
         _require_labels(parts)
         if num_own and self._trainer.rule != "fp32":
             self._prepare(parts)
-        cpu_parts, npu_parts, num_cpu = [], [], 0
+        cpu_parts = []
+        npu_parts = []
+        num_cpu = 0
         for (inputs, labels), share in zip(parts, self._shares, strict=True):
             size = cpu_samples(len(labels), share, self._floor)
             cpu_parts.append((inputs[:size], labels[:size]))
@@ -301,7 +306,8 @@ class MixedPrecisionSession:
             self._average_statistics()
             if self._dropped:
                 return
-            self._alpha, self._alpha_epoch = self._measure_alpha(parts), epoch
+            self._alpha = self._measure_alpha(parts)
+            self._alpha_epoch = epoch
         is_needed = self._trainer.rule in RULES_BY_THROUGHPUT and not self._span.npu_ratios
         if self._ratio is None and is_needed:
             # The measurement must not advance the generator of the model's random layers.
@@ -342,7 +348,8 @@ class MixedPrecisionSession:
                 int8_s = int8.result()
             # The first run builds graphs and fills caches.
             if attempt:
-                cpu_s, npu_s = min(cpu_s, seconds), min(npu_s, int8_s)
+                cpu_s = min(cpu_s, seconds)
+                npu_s = min(npu_s, int8_s)
         self._backend.load_weights(weights, seed=self._seed)
         return ThroughputRatio(cpu_s / size, npu_s / size)
 
@@ -407,7 +414,8 @@ class MixedPrecisionSession:
         progress = min(1.0, self._step / max(1, self._span.total_steps))
         is_alone = len(present) == 1
         total: dict[str, Tensor] = {}
-        loss, num_done = 0.0, 0
+        loss = 0.0
+        num_done = 0
         for (inputs, labels), draw in zip(present, draws, strict=True):
             backend.load_weights(weights, seed=self._seed)
             if draw is not None:

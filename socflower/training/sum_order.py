@@ -59,7 +59,8 @@ class GradientBucket:
 
     def store_gradient(self, position: int) -> None:
         """Move a gradient to the buffer; without a gradient, as for a member without samples, zeros."""
-        parameter, view = self.parameters[position], self.views[position]
+        parameter = self.parameters[position]
+        view = self.views[position]
         if parameter.grad is None:
             view.zero_()
         elif parameter.grad is not view:
@@ -107,7 +108,8 @@ class RingOrderSum:
 
 def sum_in_ring_order(buffers: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Return the result of `all_reduce` over these buffers of all members, bit for bit."""
-    total, size = np.empty_like(buffers[0]), len(buffers)
+    total = np.empty_like(buffers[0])
+    size = len(buffers)
     bounds = [len(total) * part // size for part in range(size + 1)]
     for part in range(size):
         within = slice(bounds[part], bounds[part + 1])
@@ -125,11 +127,13 @@ def make_buckets(model: nn.Module, num_buckets: int) -> list[GradientBucket]:
 
 def make_bucket(parameters: Sequence[nn.Parameter]) -> GradientBucket:
     """Return a bucket of parameters of one type on one device, with an empty buffer."""
-    size, like = sum(parameter.numel() for parameter in parameters), parameters[0]
+    size = sum(parameter.numel() for parameter in parameters)
+    like = parameters[0]
     buffer = gradients = host_buffer(size, like.dtype, like.device)
     if like.device.type != "cpu":
         gradients = torch.zeros(size, dtype=like.dtype, device=like.device)
-    views, start = [], 0
+    views = []
+    start = 0
     for parameter in parameters:
         # In the parameter's own layout, copying and reading the gradient is one contiguous pass.
         views.append(torch.as_strided(gradients, parameter.size(), _strides(parameter), start))

@@ -35,7 +35,8 @@ def test_no_placement_is_quicker_and_what_the_npu_lacks_runs_on_the_cpu(
     pairs: list[tuple[float, float]], data: st.DataObject
 ) -> None:
     """Against all of them."""
-    latencies, gaps = operators(pairs), len(pairs) - 1
+    latencies = operators(pairs)
+    gaps = len(pairs) - 1
     switches = data.draw(st.lists(st.integers(0, 15), min_size=gaps, max_size=gaps))
     placed = place(latencies, switches)
     best = min(cost(latencies, sides, switches) for sides in product(SIDES, repeat=len(latencies)))

@@ -100,7 +100,8 @@ class JointShare(BatchShare):
         super().__init__(sum(sizes))
         self.is_empty = not sizes[peers.rank]
         self.first = 0 if self.is_empty else sum(sizes[: peers.rank])
-        self._peers, self._cautious = peers, cautious
+        self._peers = peers
+        self._cautious = cautious
         self._has_saturated = False
         self._changes: list[Callable[[], None]] = []
         self._gradients: list[tuple[AnyArray, Callable[[AnyArray], None]]] = []
@@ -147,7 +148,8 @@ class JointShare(BatchShare):
     ) -> None:
         """Note an integer gradient for `exchange`."""
         if self.is_empty:
-            own, largest = np.zeros_like(own), 0
+            own = np.zeros_like(own)
+            largest = 0
         else:
             own = own.copy()
         self._integers.append((own, largest, update))

@@ -72,7 +72,8 @@ def _step_seconds(plan: _int8.Convolution, engine: _int8.Engine, repeats: int) -
     # Small, so that sums over large batches stay in int32.
     dy = random.integers(-7, 8, plan.output_shape).astype(np.int8)
     weight = random.integers(-127, 128, plan.weight_shape).astype(np.int8)
-    y, dx = np.empty_like(dy), np.empty_like(x)
+    y = np.empty_like(dy)
+    dx = np.empty_like(x)
     gradient = np.empty(plan.weight_shape, dtype=np.int32)
     workspace = np.empty(plan.workspace_bytes(engine), dtype=np.uint8)
 

@@ -90,8 +90,10 @@ class BoundGraph:
         fp32_factory: Fp32Factory | None = None,
         input_gradient: bool = False,
     ) -> None:
-        self.graph, self.batch = graph, batch
-        self._engine, self._regions = engine, regions
+        self.graph = graph
+        self.batch = batch
+        self._engine = engine
+        self._regions = regions
         self._batch_blocks = batch_blocks
         self._fp32_factory = fp32_factory
         # Over patches, the gradient of the input would have to be summed from that of its patches.
@@ -114,7 +116,8 @@ class BoundGraph:
             for target in place.into:
                 if target is not None:
                     self._gradient_keys[target.key[1]].append(target.key)
-        self.workspace_bytes, self.accumulator_size = 64, 16
+        self.workspace_bytes = 64
+        self.accumulator_size = 16
         if self._patched is not None:
             geometry = ir.convolution_geometry(graph, self._patched, batch)
             self._images = _int8.Convolution(*geometry, self._batch_block(self._patched))
@@ -184,10 +187,12 @@ class BoundGraph:
         self, step: StepContext, place: _Place, gradients: dict[str, list[_Gradient]]
     ) -> bool:
         """Run one operator backward; return whether an input takes over the array of the output's gradient."""
-        operator, name = self._operator(place), place.node.name
+        operator = self._operator(place)
+        name = place.node.name
         output = operator.output
         total = self._sum(step, name, place.sums, gradients[name])
-        output.gradient, output.gradient_exponent = total.data, total.exponent
+        output.gradient = total.data
+        output.gradient_exponent = total.exponent
         into = [None if target is None else self._acquire(target) for target in place.into]
         started_s = time.perf_counter()
         exponents = operator.backward(step, into)
@@ -198,7 +203,8 @@ class BoundGraph:
                 continue
             if target is None:
                 # An addition without a mask passes on the array of its output's gradient.
-                target, reuses_gradient = total.data, True
+                target = total.data
+                reuses_gradient = True
             gradients[value].append(_Gradient(target, exponent))
         return reuses_gradient
 
@@ -375,7 +381,8 @@ def _tensors(graph: ir.Graph, batch: int, patched: ir.Convolution | None) -> dic
             case ir.MaxPool():
                 tensor.activations = x.activations
                 if x.masked and len(graph.consumers(node.inputs[0])) == 1:
-                    tensor.masked, x.masked = True, False
+                    tensor.masked = True
+                    x.masked = False
             case ir.AveragePool() | ir.Dropout():
                 tensor.activations = x.activations
     return tensors

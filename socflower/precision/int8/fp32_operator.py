@@ -43,7 +43,8 @@ class Fp32Operator(Operator[ir.Fp32]):
 
     def forward(self, step: StepContext) -> None:
         """Run the module on the real values of the input, and round its output."""
-        x, training = self.inputs[0], step.training
+        x = self.inputs[0]
+        training = step.training
         self._load_parameters(step)
         self._module.train(training)
         self._source = torch.from_numpy(to_real(x.data, x.exponent, x.shape))
@@ -54,7 +55,8 @@ class Fp32Operator(Operator[ir.Fp32]):
             named = self._module.named_buffers()
             buffers = [(name, buffer.detach().clone()) for name, buffer in named]
             step.share.change(lambda: self._store(step, buffers))
-        made, output = self._result.detach(), self.output
+        made = self._result.detach()
+        output = self.output
         output.exponent = to_int8(self.node.name, step.share, made, output.shape, output.data)
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
@@ -63,7 +65,8 @@ class Fp32Operator(Operator[ir.Fp32]):
         Under an outside update the gradients of the parameters are stored for the trainer, which updates them.
         """
         real = to_real(self.gradient, self.output.gradient_exponent, self.output.shape)
-        x, target = self.inputs[0], into[0]
+        x = self.inputs[0]
+        target = into[0]
         parameters = self._module.named_parameters()
         trained = {name: part for name, part in parameters if part.requires_grad}
         made = torch.autograd.grad(

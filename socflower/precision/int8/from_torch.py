@@ -309,7 +309,8 @@ class _Builder:
                 call.require(False)
 
     def _add_convolution(self, call: _Call) -> None:
-        module, shape = call.module, _output_shape(call.operation)
+        module = call.module
+        shape = _output_shape(call.operation)
         _require_plain_parameters(call)
         call.require(not isinstance(module.padding, str), "with padding by name")
         kernel = _pair(module.kernel_size)

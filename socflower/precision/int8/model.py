@@ -108,7 +108,9 @@ class JointStep:
     def __init__(
         self, model: Int8Model, share: JointShare, trackers: ScaleTrackers, loss: float
     ) -> None:
-        self._model, self._share, self._trackers = model, share, trackers
+        self._model = model
+        self._share = share
+        self._trackers = trackers
         self.loss = loss
 
     def exchange(self) -> None:
@@ -156,14 +158,17 @@ class Int8Model:
                 raise ConfigError(
                     f"batch_blocks: {name!r} must be a convolution, its block 0 or more, got {block}"
                 )
-        self.graph, self.algorithm, self.settings = graph, algorithm, settings
+        self.graph = graph
+        self.algorithm = algorithm
+        self.settings = settings
         self.parameters = parameters
         try:
             self.engine = _int8.Engine(settings.num_threads, list(settings.cores), settings.kernel)
         except (ValueError, RuntimeError) as error:
             raise ConfigError(str(error)) from None
         self.trackers = ScaleTrackers(settings.rescaling)
-        self._fp32_factory, self._input_gradient = fp32_factory, input_gradient
+        self._fp32_factory = fp32_factory
+        self._input_gradient = input_gradient
         self._clear_memory()
 
     def _clear_memory(self) -> None:
@@ -374,7 +379,9 @@ class Int8Model:
         images = self._checked_images(images)
         try:
             program, step = self._begin(images, training=training)
-            step.seed, step.differentiated, step.replay = seed, keep, replay
+            step.seed = seed
+            step.differentiated = keep
+            step.replay = replay
             output = program.forward(step)
             real = to_real(output.data, output.exponent, output.shape)
             self._kept = (program, step) if keep else None
@@ -404,8 +411,10 @@ class Int8Model:
             raise ConfigError("backward: no pass is kept; call forward with keep=True before")
         (program, step), self._kept = self._kept, None
         with self._released_afterwards(), _overflow_fails_training():
-            into, num_samples = program.logits_gradient(), step.share.num_samples
-            step.learning_rate, step.progress = learning_rate, progress
+            into = program.logits_gradient()
+            num_samples = step.share.num_samples
+            step.learning_rate = learning_rate
+            step.progress = progress
             # Integer gradients are sums over the batch, and a step divides its learning rate by the samples.
             if summed:
                 step.learning_rate *= num_samples
@@ -538,11 +547,13 @@ class Int8Model:
         return max((weight.data.size for weight in self.parameters.weights.values()), default=0)
 
     def _checked(self, images: FloatArray, labels: Int32Array) -> tuple[FloatArray, Int32Array]:
-        images, labels = self._checked_images(images), np.asarray(labels)
+        images = self._checked_images(images)
+        labels = np.asarray(labels)
         if labels.shape != (len(images),) or labels.dtype.kind not in "iu":
             got = f"{labels.dtype} of shape {labels.shape}"
             raise ConfigError(f"labels: need {len(images)} integers, got {got}")
-        least, most = int(labels.min()), int(labels.max())
+        least = int(labels.min())
+        most = int(labels.max())
         if least < 0 or most >= self.graph.num_classes:
             classes = f"0 to {self.graph.num_classes - 1}"
             raise ConfigError(f"labels: need {classes}, got {least} to {most}")

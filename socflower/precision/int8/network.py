@@ -28,7 +28,8 @@ class UnsupportedOperator(ConfigError):
     """
 
     def __init__(self, what: str, module: str, modules: Sequence[str] = ()) -> None:
-        self.what, self.module = what, module
+        self.what = what
+        self.module = module
         self.modules = list(modules) or [module]
         super().__init__(f"{what}; {self._remedy('{}')}")
 

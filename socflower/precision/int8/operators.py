@@ -177,7 +177,8 @@ class ConvolutionOperator(Operator[ir.Convolution]):
 
     def forward(self, step: StepContext) -> None:
         """Multiply, add the bias at the accumulator's scale, apply the ReLU, round."""
-        x, node = self.inputs[0], self.node
+        x = self.inputs[0]
+        node = self.node
         weight = step.parameters.weights[f"{node.name}.weight"]
         weight_data = weight.data.reshape(self._weight_shape)
         acc_exponent = x.exponent + weight.exponent
@@ -235,7 +236,9 @@ class ConvolutionOperator(Operator[ir.Convolution]):
 
     def _input_gradient(self, step: StepContext, weight: Weight, into: Int8Array) -> int:
         """Write the gradient of the input and return its exponent."""
-        x, node, rounding = self.inputs[0], self.node, step.algorithm.backward.rounding
+        x = self.inputs[0]
+        node = self.node
+        rounding = step.algorithm.backward.rounding
         weight_data = weight.data.reshape(self._weight_shape)
 
         def run(destination: Int8Array | Int32Array, shift: int) -> int:
@@ -263,7 +266,8 @@ class ConvolutionOperator(Operator[ir.Convolution]):
         )
 
     def _update_bias(self, step: StepContext) -> None:
-        dy, exponent = self.gradient, self.output.gradient_exponent
+        dy = self.gradient
+        exponent = self.output.gradient_exponent
         _int8.channel_sums(step.engine, dy, dy, None, self._sums[0], self._sums[1])
         bias = step.parameters.vectors[f"{self.node.name}.bias"]
 
@@ -274,7 +278,9 @@ class ConvolutionOperator(Operator[ir.Convolution]):
         step.share.add(self._sums[0].astype(np.float64), update)
 
     def _update_weight(self, step: StepContext, weight: Weight) -> None:
-        x, node, dy = self.inputs[0], self.node, self.gradient
+        x = self.inputs[0]
+        node = self.node
+        dy = self.gradient
         gradient = step.wide(self._weight_shape)
         try:
             own_largest = self._plan.weight_gradient(
@@ -318,7 +324,8 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
 
     def forward(self, step: StepContext) -> None:
         """Normalise with the statistics of the batch (training) or the running ones (evaluation)."""
-        x, node = self.inputs[0], self.node
+        x = self.inputs[0]
+        node = self.node
         vectors = step.parameters.vectors
         if step.training:
             mean, variance = self._batch_statistics(step)
@@ -329,7 +336,8 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
             variance = np.ldexp(running_var, -2 * x.exponent)
         deviation = np.sqrt(np.ldexp(variance, 2 * x.exponent) + node.eps)
         slope: DoubleArray = np.ldexp(1.0 / deviation, x.exponent)
-        self._mean, self._slope = mean, slope
+        self._mean = mean
+        self._slope = slope
         scale = vectors[f"{node.name}.weight"].data * slope
         offset = vectors[f"{node.name}.bias"].data - scale * mean
         acc_exponent, (int_scale, int_offset) = scaled_integers(21, (scale, 0), (offset, 7))
@@ -344,7 +352,8 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
 
     def _batch_statistics(self, step: StepContext) -> tuple[DoubleArray, DoubleArray]:
         """Return mean and variance of the batch, in units of the input; update the running statistics."""
-        x, rows = self.inputs[0], self._rows(step)
+        x = self.inputs[0]
+        rows = self._rows(step)
         _int8.channel_sums(step.engine, x.data, x.data, None, self._sums[0], self._sums[1])
         sums = step.share.total(self._sums)
         mean = sums[0] / rows
@@ -379,8 +388,10 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Compute dx = gamma/sigma * (dy - mean(dy) - xhat * mean(dy * xhat)), then update scale and offset."""
-        x, node = self.inputs[0], self.node
-        dy, dy_exponent = self.gradient, self.output.gradient_exponent
+        x = self.inputs[0]
+        node = self.node
+        dy = self.gradient
+        dy_exponent = self.output.gradient_exponent
         gate = self.output.data if node.relu else None
         _int8.channel_sums(step.engine, dy, x.data, gate, self._sums[0], self._sums[1])
         sums = step.share.total(self._sums)
@@ -407,7 +418,9 @@ class BatchNormOperator(Operator[ir.BatchNorm]):
         sum_dy_xhat: DoubleArray,
     ) -> int:
         """Write the gradient of the input and return its exponent."""
-        x, dy, rows = self.inputs[0], self.gradient, self._rows(step)
+        x = self.inputs[0]
+        dy = self.gradient
+        rows = self._rows(step)
         gamma = step.parameters.vectors[f"{self.node.name}.weight"].data
         # gamma / sigma
         gain = gamma * np.ldexp(self._slope, -x.exponent)
@@ -458,7 +471,9 @@ class MaxPoolOperator(Operator[ir.MaxPool]):
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Scatter every gradient to the position of its maximum; sum them if windows overlap."""
-        x, exponent, target = self.inputs[0], self.output.gradient_exponent, into[0]
+        x = self.inputs[0]
+        exponent = self.output.gradient_exponent
+        target = into[0]
         if target is None:
             return [0]
         rounding = step.algorithm.backward.rounding
@@ -487,7 +502,8 @@ class AveragePoolOperator(Operator[ir.AveragePool]):
 
     def forward(self, step: StepContext) -> None:
         """Sum, multiply by 2^14 / window, round."""
-        x, rounding = self.inputs[0], step.algorithm.forward.rounding
+        x = self.inputs[0]
+        rounding = step.algorithm.forward.rounding
 
         def run(out: Int8Array | None, shift: int) -> int:
             return self._plan.average(step.engine, x.data, self._multiplier, out, shift, rounding)
@@ -497,7 +513,9 @@ class AveragePoolOperator(Operator[ir.AveragePool]):
 
     def backward(self, step: StepContext, into: Sequence[Int8Array | None]) -> Sequence[int]:
         """Distribute every gradient over its window."""
-        x, target, rounding = self.inputs[0], into[0], step.algorithm.backward.rounding
+        x = self.inputs[0]
+        target = into[0]
+        rounding = step.algorithm.backward.rounding
         if target is None:
             return [0]
 
@@ -553,7 +571,8 @@ class DropoutOperator(Operator[ir.Dropout]):
         """Multiply the gradient of kept values by the same factor; the others get 0."""
         if into[0] is None:
             return [0]
-        exponent, rounding = self.output.gradient_exponent, step.algorithm.backward.rounding
+        exponent = self.output.gradient_exponent
+        rounding = step.algorithm.backward.rounding
         return [self._scale(step, "backward", self.gradient, exponent, into[0], rounding)]
 
     def _scale(
@@ -586,7 +605,8 @@ class DropoutOperator(Operator[ir.Dropout]):
     def _draw(self, step: StepContext) -> None:
         """Draw the numbers of the whole batch, and use those of its share."""
         height, width, num_own, _ = self._gate.shape
-        channels, batch = self.node.shape[0], step.share.num_samples
+        channels = self.node.shape[0]
+        batch = step.share.num_samples
         shape = (batch,) if self.node.channelwise else (height, width, batch)
         count = math.prod(shape) * channels
         bits = np.random.Philox(np.random.SeedSequence([step.seed, self._node_index]))

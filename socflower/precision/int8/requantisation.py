@@ -24,7 +24,8 @@ from socflower.precision.int8.fixed_point import Int8Array, Int32Array, exponent
 class RescalingPolicy:
     """When the exponent of a tensor is searched again (F16).
 
-    Every batch is searched with `adaptive` False, and the first `warm_up_batches` always are.
+    It is searched in each of the first `warm_up_batches`, and then at intervals that follow from its changes. With
+    `adaptive` False it is searched in every batch.
     """
 
     adaptive: bool = True
@@ -115,7 +116,7 @@ class ScaleTrackers:
         return tracker
 
     def copy(self) -> ScaleTrackers:
-        """Return trackers that go on independently from the same state."""
+        """Return trackers with the same state, which later batches change independently."""
         other = ScaleTrackers(self._policy)
         other._trackers = {key: copy.copy(tracker) for key, tracker in self._trackers.items()}
         return other

@@ -73,7 +73,8 @@ def test_capturing_leaves_the_module_and_torchs_generator_as_they_were(training)
     """Also a BatchNorm that is frozen by eval()."""
     module = build("normalised").train(training)
     module[1].eval()
-    state, random_state = state_of("normalised"), torch.get_rng_state()
+    state = state_of("normalised")
+    random_state = torch.get_rng_state()
     capture_network(module, IMAGE)
     assert [child.training for child in module] == [
         training and index != 1 for index in range(len(module))
@@ -104,7 +105,8 @@ def test_capturing_leaves_the_module_and_torchs_generator_as_they_were(training)
     ],
 )
 def test_an_operator_that_int8_has_not_is_named(operator, how):
-    front, back = [nn.Conv2d(3, 8, 3, padding=1), operator], [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    front = [nn.Conv2d(3, 8, 3, padding=1), operator]
+    back = [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     module = nn.Sequential(*front, *back, nn.Linear(8, CLASSES))
     refused(lambda: int8(module), "1: ", type(operator).__name__, how, "fp32_operators")
 
@@ -315,7 +317,8 @@ def test_a_window_of_256_pixels_and_the_deepest_exact_sum_train(size):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_predictions_agree_with_torch_on_the_exported_weights(name):
-    module, model = build(name), int8(name)
+    module = build(name)
+    model = int8(name)
     train(model, batches(12, size=16))
     module.load_state_dict(model.state_dict())
     images, _ = batches(1, size=64, seed=9)[0]

@@ -74,7 +74,8 @@ def test_the_fewest_gradient_bits_take_any_gradient():
     )
     model = int8("plain", fewest)
     weight = model.parameters.weights["0.weight"]
-    before, largest = weight.data.copy(), 2**25 + 2**15
+    before = weight.data.copy()
+    largest = 2**25 + 2**15
     gradient = np.full(weight.data.shape, largest, np.int32)
     update_weight(
         "0", model.engine, fewest, weight, gradient, largest=largest, gradient_scale=1.0, learning_rate=0.0,
@@ -123,7 +124,8 @@ def with_pixel(images, value):
     ],
 )
 def test_wrong_input_is_refused_and_changes_nothing(change, named):
-    model, untouched = int8("normalised"), int8("normalised")
+    model = int8("normalised")
+    untouched = int8("normalised")
     batch = batches(1)[0]
     wrong = change(*batch)
     for call in (partial(model.train_step, progress=0.0), model.evaluate):
@@ -141,13 +143,15 @@ def test_wrong_input_is_refused_and_changes_nothing(change, named):
     ],
 )
 def test_wrong_numbers_are_refused(key, value):
-    model, batch = int8("plain"), batches(1)[0]
+    model = int8("plain")
+    batch = batches(1)[0]
     refused(lambda: model.train_step(*batch, **({"progress": 0.0} | {key: value})), key, value)
 
 
 @pytest.mark.parametrize("batch_size", [0, -1])
 def test_a_batch_size_below_1_is_refused(batch_size):
-    model, batch = int8("plain"), batches(1)[0]
+    model = int8("plain")
+    batch = batches(1)[0]
     refused(lambda: model.predict(batch[0], batch_size=batch_size), "batch_size", batch_size)
     refused(lambda: model.evaluate(*batch, batch_size=batch_size), "batch_size", batch_size)
 
@@ -185,7 +189,8 @@ def test_black_images_train(name):
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_int8_to_torch_to_int8_is_the_identity(name, algorithm):
-    model, other = int8(name, algorithm), int8(name, algorithm)
+    model = int8(name, algorithm)
+    other = int8(name, algorithm)
     train(model, batches(3))
     module = build(name, seed=5)
     module.load_state_dict(model.state_dict(), strict=True)
@@ -221,7 +226,9 @@ def spoil(state, key, value):
     ],
 )
 def test_a_wrong_state_is_refused_and_changes_nothing(key, value, named):
-    model, untouched, data = int8("normalised"), int8("normalised"), batches(2)
+    model = int8("normalised")
+    untouched = int8("normalised")
+    data = batches(2)
     state = spoil(build("normalised", seed=8).state_dict(), key, value)
     refused(lambda: model.load_state_dict(state), key, *named)
     assert train(model, data) == train(untouched, data)
@@ -229,7 +236,8 @@ def test_a_wrong_state_is_refused_and_changes_nothing(key, value, named):
 
 def test_what_is_exported_is_no_view_of_what_trains():
     model = int8("normalised", ADAPTIVE_FIXED_POINT)
-    arrays, state = model.arrays(), model.state_dict()
+    arrays = model.arrays()
+    state = model.state_dict()
     kept = {name: array.copy() for name, array in arrays.items()}
     train(model, batches(1), rate=0.5)
     assert_same(arrays, kept)
@@ -237,7 +245,8 @@ def test_what_is_exported_is_no_view_of_what_trains():
 
 
 def test_kept_exponents_make_the_round_trip_exact_where_the_largest_weight_shrank():
-    model, module = int8("plain"), build("plain", seed=5)
+    model = int8("plain")
+    module = build("plain", seed=5)
     for weight in model.parameters.weights.values():
         np.clip(weight.data, -60, 60, out=weight.data)
     module.load_state_dict(model.state_dict())
@@ -262,7 +271,9 @@ def test_an_exponent_at_which_a_weight_does_not_fit_is_not_kept():
 @pytest.mark.parametrize("name", ["normalised", "residual"])
 def test_training_taken_up_in_another_model_goes_on_bit_for_bit(name, algorithm):
     """Parameters, exponents, momentum and what is known of scales are all that a model is."""
-    model, data, module = int8(name, algorithm, rescaling=SELDOM), batches(12), build(name, seed=5)
+    model = int8(name, algorithm, rescaling=SELDOM)
+    data = batches(12)
+    module = build(name, seed=5)
     train(model, data[:6])
     module.load_state_dict(model.state_dict())
     exponents = {"exponents": model.parameters.exponents}

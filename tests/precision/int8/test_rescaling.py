@@ -33,7 +33,8 @@ exponents = st.lists(st.integers(-4, 4), min_size=1, max_size=120)
 
 def looks(policy, exponents):
     """Return the batches in which a tracker looked, exponents[i] being right in batch i."""
-    tracker, batches = ScaleTracker(policy), []
+    tracker = ScaleTracker(policy)
+    batches = []
     for batch, exponent in enumerate(exponents):
         if tracker.known() is None:
             batches.append(batch)
@@ -88,12 +89,16 @@ def test_a_change_is_found_again_after_it_stopped_for_long():
 )
 def test_rounding_out_follows_the_model_of_the_tracker(values, warm_up):
     """round_product and round_elementwise give the integers and exponents of F14 and F16, whatever comes."""
-    policy, rounding = RescalingPolicy(warm_up_batches=warm_up), Rounding.PSEUDO_STOCHASTIC
-    model, product, elementwise = Tracker(policy), ScaleTracker(policy), ScaleTracker(policy)
+    policy = RescalingPolicy(warm_up_batches=warm_up)
+    rounding = Rounding.PSEUDO_STOCHASTIC
+    model = Tracker(policy)
+    product = ScaleTracker(policy)
+    elementwise = ScaleTracker(policy)
     for largest, acc_exponent in values:
         acc = np.linspace(-largest, largest, 16).astype(np.int32)
         expected, exponent = model.round(acc.astype(np.int64), acc_exponent, nk.PSEUDO_STOCHASTIC)
-        out, wide = np.empty(16, np.int8), np.empty(16, np.int32)
+        out = np.empty(16, np.int8)
+        wide = np.empty(16, np.int32)
 
         def run(destination, shift, acc=acc):
             if destination.dtype == np.int32:
@@ -112,7 +117,8 @@ def test_rounding_out_follows_the_model_of_the_tracker(values, warm_up):
 
 
 def test_saturation_makes_the_next_look_immediate():
-    tracker, shifts = ScaleTracker(RescalingPolicy(warm_up_batches=1)), []
+    tracker = ScaleTracker(RescalingPolicy(warm_up_batches=1))
+    shifts = []
 
     def batch(largest):
         def run(into, shift):
@@ -163,7 +169,8 @@ addends = st.tuples(sixteen | st.just([0] * 16), st.integers(-30, 30))
 def test_sums_are_exact_within_20_bits_and_zeros_have_no_say_beyond(a, b):
     a, b = ((np.array(values, np.int8).reshape(1, 1, 1, 16), e) for values, e in (a, b))
     acc, low = aligned_sum(*((values.astype(np.int64), exponent) for values, exponent in (a, b)))
-    shift, out = nk.shift_for(nk.largest_magnitude(acc)), np.empty_like(a[0])
+    shift = nk.shift_for(nk.largest_magnitude(acc))
+    out = np.empty_like(a[0])
     step = SimpleNamespace(engine=ENGINE, share=WHOLE)
     exponent = add_tensors("sum", step, None, a, b, out, rounding=Rounding.NEAREST)
     assert exponent == (low + shift if acc.any() else ZERO_EXPONENT)
