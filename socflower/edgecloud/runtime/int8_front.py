@@ -158,7 +158,7 @@ class Int8Front(TorchFront):
             self._layers(), self._split.samples(1).shape[1:], exponents=self._exponents, head=alone
         )
         known = {node.name for node in engine.graph.nodes}
-        engine.restore_trackers([entry for entry in self._trackers if entry[0] in known])
+        engine.trackers.restore([entry for entry in self._trackers if entry[0] in known])
         import_velocities(
             engine.graph,
             engine.parameters,
@@ -215,8 +215,8 @@ class Int8Front(TorchFront):
         if self._engine is None:
             return {"exponents": dict(self._exponents), "trackers": self._trackers}
         return {
-            "exponents": self._engine.weight_exponents(),
-            "trackers": self._engine.trackers_to_json(),
+            "exponents": self._engine.parameters.exponents,
+            "trackers": self._engine.trackers.to_json(),
         }
 
     def _restore_arithmetic(self, state: Mapping[str, Any]) -> None:

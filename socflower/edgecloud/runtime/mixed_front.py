@@ -174,7 +174,7 @@ class MixedFront(TorchFront):
             "alpha": self.alpha,
             "trackers": self._trackers
             if self._npu is None
-            else self._npu.engine.trackers_to_json(),
+            else self._npu.engine.trackers.to_json(),
         }
 
     def _restore_arithmetic(self, state: Mapping[str, Any]) -> None:
