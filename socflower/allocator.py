@@ -9,10 +9,10 @@ from functools import cache
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
-_KEPT_BYTES = 512 << 20  # freed memory at the end of the heap that is not given back
-_LARGEST_KEPT_BYTES = (
-    64 << 20
-)  # a block above this has pages of its own, which are given back when it is freed
+# Freed memory at the end of the heap that is not given back.
+_KEPT_BYTES = 512 << 20
+# A block above this has pages of its own, which are given back when it is freed.
+_LARGEST_KEPT_BYTES = 64 << 20
 
 
 @cache
@@ -28,7 +28,8 @@ def keep_freed_memory() -> None:
         for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
     ):
         return
-    with suppress(AttributeError, TypeError, OSError):  # another C library
+    with suppress(AttributeError, TypeError, OSError):
+        # Another C library.
         library = ctypes.CDLL(None)
         library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
         library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)

@@ -242,7 +242,8 @@ def _line(kind: type, document: Any, where: str, error: Any) -> str:
     path: list[int | str] = []
     value, entry = document, None
     while loc:
-        if isinstance(value, date | time):  # which pydantic was handed as a table
+        if isinstance(value, date | time):
+            # Which pydantic was handed as a table.
             return f"{_place(where, path)} must be a table, got {_shown(value)}"
         keys = keys_of(kind)
         name = str(loc.pop(0))
@@ -256,7 +257,8 @@ def _line(kind: type, document: Any, where: str, error: Any) -> str:
             return f"{_place(where, path[:-1])}: {name} is missing{form}"
         value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
         inner, shape = table_of(entry.annotation)
-        if inner is None and get_origin(entry.annotation) is dict:  # of plain values, by name
+        if inner is None and get_origin(entry.annotation) is dict:
+            # Of plain values, by name.
             if not isinstance(value, Mapping):
                 return f"{_place(where, path)} must be a table, got {_shown(value)}"
             path.append(loc[0])
@@ -266,7 +268,8 @@ def _line(kind: type, document: Any, where: str, error: Any) -> str:
             )
         if inner is None:
             break
-        if loc and shape:  # an entry of a list of tables, or of tables by name
+        if loc and shape:
+            # An entry of a list of tables, or of tables by name.
             if isinstance(value, date | time):
                 return f"{_place(where, path)} must be a table, got {_shown(value)}"
             step = loc.pop(0)

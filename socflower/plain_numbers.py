@@ -21,7 +21,8 @@ def plain_numbers(made: T) -> T:
         cast(Any, made).__init__ if isinstance(made, type) else cast(Any, made)
     )
 
-    @functools.cache  # at the first call, when every name of the annotations is defined
+    # At the first call, when every name of the annotations is defined.
+    @functools.cache
     def numeric() -> tuple[frozenset[str], frozenset[int]]:
         parameters = inspect.signature(target, eval_str=True).parameters.values()
         places = {
@@ -60,7 +61,8 @@ def plain(value: Any) -> Any:
     if kind in (tuple, list):
         parts = [plain(part) for part in value]
         return value if _same(parts, value) else kind(parts)
-    numpy = sys.modules.get("numpy")  # while nothing has imported it, there is no such number
+    # While nothing has imported it, there is no such number.
+    numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.generic | numpy.ndarray):
         return value
     return float(value) if isinstance(value, numpy.floating) else value.tolist()

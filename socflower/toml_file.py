@@ -26,7 +26,8 @@ class Table(BaseModel):
         validate_by_name=True,
         validate_by_alias=True,
     )
-    FORM: ClassVar[str] = ""  # how to write such a table in one line, if that is how it is written
+    # How to write such a table in one line, if that is how it is written.
+    FORM: ClassVar[str] = ""
 
     @model_validator(mode="after")
     def _refuse_here(self) -> Self:
@@ -67,7 +68,8 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     except (
         RecursionError,
         ValueError,
-    ) as error:  # nesting; a number of more digits than Python converts
+    ) as error:
+        # Nesting; a number of more digits than Python converts.
         raise ConfigError(
             f"{what} {path}: not valid TOML: {str(error).partition(';')[0]}"
         ) from None

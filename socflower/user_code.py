@@ -29,7 +29,8 @@ def import_attribute(target: str, folder: Path | None, what: str, advice: str) -
     """
     if folder is not None and str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-    importlib.invalidate_caches()  # the module may have been written a moment ago
+    # The module may have been written a moment ago.
+    importlib.invalidate_caches()
     path, _, name = target.partition(":")
     try:
         module = importlib.import_module(path)
@@ -108,7 +109,8 @@ def _imported(file: Path) -> list[str]:
     """Return the modules that a file's import statements name; none if it is not Python."""
     try:
         nodes = [*ast.walk(ast.parse(file.read_bytes()))]
-    except (SyntaxError, ValueError, OSError):  # its import says so
+    except (SyntaxError, ValueError, OSError):
+        # Its import says so.
         return []
     return [
         name
@@ -140,7 +142,8 @@ def require_main_guard(what: str, instead: str) -> None:
         return
     try:
         nodes = [*ast.walk(ast.parse(file.read_bytes()))]
-    except (SyntaxError, ValueError, OSError):  # changed since it was started
+    except (SyntaxError, ValueError, OSError):
+        # Changed since it was started.
         return
     line = frame.f_lineno
     if not any(

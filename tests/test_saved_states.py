@@ -41,12 +41,14 @@ class Store:
     """How a part writes its entries 1 and 2, and which one it goes on from."""
 
     write: Callable[[Path, int], None]
-    read: Callable[[Path, Say], int | None]  # `None`: from none, and the caller says so
-    file: str  # of entry 2
-    without_it: (
-        int | type[SocflowerError] | None
-    )  # what becomes of the training where entry 2 is damaged
-    lock: str | None  # held while it writes
+    # `None`: from none, and the caller says so.
+    read: Callable[[Path, Say], int | None]
+    # Of entry 2.
+    file: str
+    # What becomes of the training where entry 2 is damaged.
+    without_it: int | type[SocflowerError] | None
+    # Held while it writes.
+    lock: str | None
 
 
 # ---------------------------------------------------------------------------------------------- the stores

@@ -54,10 +54,14 @@ class Piece:
     A tensor that is read further behind passes through: it enters and leaves.
     """
 
-    name: str  # of its first module with weights, else of its last operation
-    operations: tuple[Operation, ...]  # with the constants that they need, in order
-    entering: tuple[Operation, ...]  # of which results enter; none: the model's input
-    leaving: tuple[Operation, ...]  # of which results leave; none: the model's output
+    # Of its first module with weights, else of its last operation.
+    name: str
+    # With the constants that they need, in order.
+    operations: tuple[Operation, ...]
+    # Of which results enter; none: the model's input.
+    entering: tuple[Operation, ...]
+    # Of which results leave; none: the model's output.
+    leaving: tuple[Operation, ...]
 
     @property
     def output_bytes(self) -> float:
@@ -99,7 +103,8 @@ class ModelChain:
         Between two heavy operations it is cut where the fewest bytes cross, and of equal places at the last.
         """
         ends: list[int] = []
-        places: list[int] = []  # pieces behind which it can be cut, since the last heavy operation
+        # Pieces behind which it can be cut, since the last heavy operation.
+        places: list[int] = []
         seen = False
         for number, piece in enumerate(self.pieces):
             if any(is_heavy(operation) for operation in piece.operations):

@@ -90,7 +90,8 @@ _NAMES = frozenset(
         "adaptive_avg_pool2d",
         "adaptive_avg_pool3d",
         "mean",
-        "amax",  # global pooling without a module
+        # Global pooling without a module.
+        "amax",
     }
 )
 _SUMS = frozenset({"add", "iadd"})
@@ -100,16 +101,22 @@ _SUMS = frozenset({"add", "iadd"})
 class CutPoint:
     """A point of the graph where exactly one tensor passes from the front layers to the back layers."""
 
-    name: str  # of the front half's last layer: a module's path, or the graph's name of a function's result
-    feature_shape: tuple[int, ...]  # of one sample; its elements are float32
-    layout: tuple[
-        int, ...
-    ]  # dimensions, the batch's included, from the outermost in memory to the innermost
-    front_layers: frozenset[str]  # modules that run in the front half, by path
-    front_names: frozenset[str]  # entries of the model's state_dict that the front half has
-    front_weight_bytes: float  # weights and buffers
-    front_trained_bytes: float  # of these, weights that are trained
-    front_trains: bool  # False: all before the cut is frozen
+    # Of the front half's last layer: a module's path, or the graph's name of a function's result.
+    name: str
+    # Of one sample; its elements are float32.
+    feature_shape: tuple[int, ...]
+    # Dimensions, the batch's included, from the outermost in memory to the innermost.
+    layout: tuple[int, ...]
+    # Modules that run in the front half, by path.
+    front_layers: frozenset[str]
+    # Entries of the model's state_dict that the front half has.
+    front_names: frozenset[str]
+    # Weights and buffers.
+    front_weight_bytes: float
+    # Of these, weights that are trained.
+    front_trained_bytes: float
+    # False: all before the cut is frozen.
+    front_trains: bool
 
     @property
     def feature_elements(self) -> int:
@@ -134,13 +141,19 @@ class SplitModel:
     name: str
     cuts: tuple[CutPoint, ...]
     example: Example | None
-    graph: ModelGraph | None  # None: the model is one half as a whole
-    places: tuple[Operation, ...] = ()  # behind which the model is cut
-    frozen_until: int = -1  # position of the last frozen operation
-    frozen_layers: frozenset[str] = frozenset()  # by path; they stay in evaluation mode
-    writes_in_place: bool = True  # a layer may overwrite its input
+    # None: the model is one half as a whole.
+    graph: ModelGraph | None
+    # Behind which the model is cut.
+    places: tuple[Operation, ...] = ()
+    # Position of the last frozen operation.
+    frozen_until: int = -1
+    # By path; they stay in evaluation mode.
+    frozen_layers: frozenset[str] = frozenset()
+    # A layer may overwrite its input.
+    writes_in_place: bool = True
     digest: str
-    origin: "SplitModel | None" = None  # of which it is a copy
+    # Of which it is a copy.
+    origin: "SplitModel | None" = None
     specs: Mapping[str, torch.Tensor] = field(init=False)
     """Shape, strides and type of every tensor, without values. A half releases tensors that only the other uses."""
 
@@ -498,9 +511,8 @@ def _cut_point(model: nn.Module, graph: ModelGraph, place: Operation) -> CutPoin
         if key in used
     }
     entries = {key: tensor for key, tensor in tensors_of(model).items() if id(tensor) in ids}
-    tensors = list(
-        {id(tensor): tensor for tensor in entries.values()}.values()
-    )  # a shared one counts once
+    # A shared one counts once.
+    tensors = list({id(tensor): tensor for tensor in entries.values()}.values())
     trained = [tensor for tensor in tensors if tensor.requires_grad]
     # The root's own operations appear in a profile under its class's name.
     layers = {one.layer or type(model).__name__ for one in front if one.node.op != "placeholder"}
@@ -603,7 +615,8 @@ def _whole_features(model: nn.Module, example: Example | Batch, name: str) -> to
     try:
         with forked_generators(), torch.no_grad():
             features = output_of(own, samples)
-    except Exception as error:  # layers raise various types for a wrong shape
+    except Exception as error:
+        # Layers raise various types for a wrong shape.
         if isinstance(samples, torch.Tensor):
             raise refused_samples(name, samples, error) from error
         raise ConfigError(

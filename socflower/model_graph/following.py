@@ -133,7 +133,8 @@ class _Tracer(fx.Tracer):
         super().__init__()
         self._leaves = leaves
         self.failed_in = ""
-        self.draws_in: str | None = None  # the innermost module that drew while it was followed
+        # The innermost module that drew while it was followed.
+        self.draws_in: str | None = None
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name in self._leaves or super().is_leaf_module(
@@ -145,9 +146,8 @@ class _Tracer(fx.Tracer):
         try:
             result = super().call_module(m, forward, args, kwargs)
         except Exception:
-            self.failed_in = self.failed_in or self.path_of_module(
-                m
-            )  # the innermost module fails first
+            # The innermost module fails first.
+            self.failed_in = self.failed_in or self.path_of_module(m)
             raise
         self.note_draws(states, self.path_of_module(m))
         return result
@@ -161,7 +161,8 @@ class _Tracer(fx.Tracer):
 def _followed(own: nn.Module, name: str, tracer: _Tracer) -> tuple[fx.Node, ...]:
     try:
         return tuple(tracer.trace(own).nodes)
-    except Exception as error:  # fx raises many types, and a forward function may raise anything
+    except Exception as error:
+        # Fx raises many types, and a forward function may raise anything.
         frames = [
             frame
             for frame in traceback.extract_tb(error.__traceback__)

@@ -37,7 +37,8 @@ from socflower.model_graph.tensor_arrays import layout_of, spec_of
 Example: TypeAlias = torch.Tensor | tuple[int, ...]
 """A batch, of which the first sample is used, or the shape of one float32 sample."""
 
-NUM_SAMPLES = 3  # batch size of the observed pass: a leading dimension of 3 is rarely a coincidence
+# Batch size of the observed pass: a leading dimension of 3 is rarely a coincidence.
+NUM_SAMPLES = 3
 
 
 class CaptureLock:
@@ -93,22 +94,27 @@ class Operation:
     """
 
     node: fx.Node
-    position: int  # in the order of execution
+    # In the order of execution.
+    position: int
     inputs: tuple["Operation", ...]
-    module: (
-        str | None
-    )  # path of the module that it calls, None for a function and for inputs and outputs
-    caller: str  # path of the module whose `forward` calls it, "" for the model itself
-    function: str  # name of the torch function or tensor method that it calls, without underscores; "" for others
-    tensors: frozenset[
-        str
-    ]  # names of the parameters and buffers that it uses; a shared one has one name
+    # Path of the module that it calls, None for a function and for inputs and outputs.
+    module: str | None
+    # Path of the module whose `forward` calls it, "" for the model itself.
+    caller: str
+    # Name of the torch function or tensor method that it calls, without underscores; "" for others.
+    function: str
+    # Names of the parameters and buffers that it uses; a shared one has one name.
+    tensors: frozenset[str]
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
-    layout: tuple[int, ...]  # dimensions from the outermost in memory to the innermost
-    draws: bool  # it changed the random state
-    is_constant: bool  # it depends on no input: a weight read by name, a constant tensor
-    writes_in_place: bool  # it may overwrite its input, such as `nn.ReLU(inplace=True)`
+    # Dimensions from the outermost in memory to the innermost.
+    layout: tuple[int, ...]
+    # It changed the random state.
+    draws: bool
+    # It depends on no input: a weight read by name, a constant tensor.
+    is_constant: bool
+    # It may overwrite its input, such as `nn.ReLU(inplace=True)`.
+    writes_in_place: bool
 
     @property
     def layer(self) -> str:
@@ -127,9 +133,8 @@ class ModelGraph:
     name: str
     operations: tuple[Operation, ...]
     evaluation: tuple[fx.Node, ...]
-    constants: Mapping[
-        str, Any
-    ]  # values that `forward` makes without its input, by the names that operations read
+    # Values that `forward` makes without its input, by the names that operations read.
+    constants: Mapping[str, Any]
 
     @cached_property
     def by_node(self) -> dict[fx.Node, Operation]:
@@ -299,10 +304,12 @@ def _observed(
 ) -> tuple[Operation, ...]:
     graph = next(iter(nodes)).graph
     observer = _Observer(module_of(model, graph, {}), samples.device)
-    graph.owning_module = None  # else the graph would keep the weights of the copy
+    # Else the graph would keep the weights of the copy.
+    graph.owning_module = None
     try:
         observer.run(samples)
-    except Exception as error:  # layers raise various types for a wrong shape
+    except Exception as error:
+        # Layers raise various types for a wrong shape.
         raise refused_samples(name, samples, error) from error
     names = {id(tensor): key for key, tensor in [*model.named_buffers(), *model.named_parameters()]}
     made: dict[fx.Node, Operation] = {}

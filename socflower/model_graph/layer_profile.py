@@ -39,7 +39,8 @@ from socflower.plain_numbers import plain_numbers
 ExampleBatch: TypeAlias = Batch | tuple[int, ...]
 """What `forward` takes: a tensor, a tuple of its positional or a dict of its keyword arguments; or a sample's shape."""
 
-_IDENTITIES = (nn.Identity, nn.Sequential)  # without children, a Sequential returns its input
+# Without children, a Sequential returns its input.
+_IDENTITIES = (nn.Identity, nn.Sequential)
 
 
 @dataclass(slots=True)
@@ -48,9 +49,11 @@ class _Tally:
 
     flops: float = 0.0
     backward_flops: float = 0.0
-    both_flops: float = 0.0  # of the backward pass if all operands needed a gradient
+    # Of the backward pass if all operands needed a gradient.
+    both_flops: float = 0.0
     in_backward: bool = False
-    output_bytes: int = 0  # of its returned tensors
+    # Of its returned tensors.
+    output_bytes: int = 0
     made_bytes: Counter[str] = field(default_factory=Counter)
     """Of tensors that it makes, by the leaf module that returned last before; "" for none."""
 
@@ -62,7 +65,8 @@ class _Recorder(TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         self.tallies: dict[str, _Tally] = {}
         self._first_to_multiply: _Tally | None = None
-        self._open: list[_Tally] = []  # of calls that have not returned yet
+        # Of calls that have not returned yet.
+        self._open: list[_Tally] = []
         self._last_leaf = ""
         self._is_fused = False
         for name, module in skeleton.named_modules():
@@ -98,7 +102,8 @@ class _Recorder(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self._open:  # inputs are being prepared
+        if not self._open:
+            # Inputs are being prepared.
             return result
         tally, given = self._open[-1], _tensors_in((args, kwargs))
         tally.in_backward |= any(tensor.requires_grad for tensor in given)
@@ -234,7 +239,8 @@ class OperationCost:
     forward_flops: float
     backward_flops: float
     output_bytes: float
-    in_backward: bool  # whether gradients pass through it, so that its output is kept
+    # Whether gradients pass through it, so that its output is kept.
+    in_backward: bool
 
 
 def profile_operations(
@@ -311,7 +317,8 @@ def _recorded(
     """Return the module and what its forward pass did, with a graph, since that decides what is differentiated."""
     try:
         recorder = _Recorder(skeleton)
-    except Exception as error:  # a ScriptModule takes no hooks
+    except Exception as error:
+        # A ScriptModule takes no hooks.
         raise ConfigError(
             f"model {name}: cannot be profiled: {reason(error)}; give the module that it was made of"
         ) from error
@@ -327,7 +334,8 @@ def _recorded(
             recorder,
         ):
             output_of(skeleton, batch)
-    except Exception as error:  # a user's forward function may raise anything
+    except Exception as error:
+        # A user's forward function may raise anything.
         raise _ForwardFailed(error) from error
     recorder.finish()
     return skeleton, recorder
@@ -376,7 +384,8 @@ def _layers(skeleton: nn.Module, tallies: dict[str, _Tally], size: int) -> tuple
     names: list[str] = []
     layers: list[LayerProfile] = []
     output_bytes: Counter[str] = Counter()
-    unclaimed: Counter[str] = Counter()  # made by modules that are not layers, by the leaf before
+    # Made by modules that are not layers, by the leaf before.
+    unclaimed: Counter[str] = Counter()
     for name in [*tallies, *never_run]:
         module = modules[name]
         tally = tallies.get(name, _Tally())

@@ -24,7 +24,8 @@ def copied(model: nn.Module, name: str = "", memo: dict[int, Any] | None = None)
         memo.setdefault(id(result), result.detach().clone())
     try:
         return copy.deepcopy(model, memo)
-    except Exception as error:  # locks, files, process groups and others raise various types
+    except Exception as error:
+        # Locks, files, process groups and others raise various types.
         raise ConfigError(
             f"model {name or type(model).__name__}: cannot be copied: {reason(error)}"
         ) from error

@@ -24,7 +24,8 @@ class Product:
     """A product of two operands and its FLOPs; the gradient of each operand is another product of as many."""
 
     flops: float
-    left: bool  # whether the left operand needs a gradient
+    # Whether the left operand needs a gradient.
+    left: bool
     right: bool
 
     @property
@@ -126,9 +127,8 @@ class AttentionAsFused(TorchFunctionMode):
     def _attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self._within():
             output: torch.Tensor = functional.scaled_dot_product_attention(*args, **kwargs)
-            if (
-                output.is_meta and output.ndim == 4
-            ):  # the kernels store heads beside each other, for the projection
+            if output.is_meta and output.ndim == 4:
+                # The kernels store heads beside each other, for the projection.
                 output = output.transpose(1, 2).contiguous().transpose(1, 2)
         self._report(
             output.numel() * output.element_size() + math.prod(output.shape[:-1]) * _LOG_SUM_BYTES

@@ -126,7 +126,8 @@ def random_streams(seed: int, batch: int) -> Iterator[None]:
         before = getattr(_active, "key", None)
         _active.key = (seed, batch)
         try:
-            start_stream(0)  # for modules that were not captured
+            # For modules that were not captured.
+            start_stream(0)
             yield
         finally:
             _active.key = before

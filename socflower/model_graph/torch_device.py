@@ -49,7 +49,8 @@ def accelerator() -> torch.device | None:
 
     `CUDA_VISIBLE_DEVICES` chooses among several of CUDA's.
     """
-    if hasattr(torch, "accelerator"):  # since torch 2.6
+    if hasattr(torch, "accelerator"):
+        # Since torch 2.6.
         found = (
             torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         )

@@ -36,9 +36,12 @@ _CALLER_KEY, _TOKEN_KEY, _HELLO_KEY = "socflower-caller", "socflower-token", "so
 _NUM_NONCE, _NUM_RECEIVER, _NUM_MAC, _NUM_TAG = 16, 16, 32, 16
 _CHALLENGE = "/socflower.Authentication/Challenge"
 _CHALLENGE_TIMEOUT_S = 30.0
-_FLOOD = 32  # challenges on one connection without an authenticated call; a client asks once
-_MOST_PEERS = 10_000  # whose challenges are counted
-_MOST_NONCES = 100_000  # then the challenge changes, and earlier nonces need not be kept
+# Challenges on one connection without an authenticated call; a client asks once.
+_FLOOD = 32
+# Whose challenges are counted.
+_MOST_PEERS = 10_000
+# Then the challenge changes, and earlier nonces need not be kept.
+_MOST_NONCES = 100_000
 
 
 def caller_of(context: grpc.ServicerContext) -> str:
@@ -73,7 +76,8 @@ class _Session:
                 cipher, view = self._cipher(direction, bytes(view[:_NUM_NONCE])), view[_NUM_NONCE:]
             try:
                 cipher.decrypt(position.to_bytes(12), view[:_NUM_TAG], view[_NUM_TAG:])
-            except (InvalidTag, ValueError):  # ValueError: shorter than a tag
+            except (InvalidTag, ValueError):
+                # ValueError: shorter than a tag.
                 raise PeerRefused("a changed message") from None
             yield view[_NUM_TAG:]
 
@@ -179,9 +183,8 @@ class _Opened:
             self._call.cancel()
             raise ForgedAnswer("an answer that was made without the token") from None
 
-    def result(
-        self, timeout: float | None = None
-    ) -> bytes:  # gRPC asks a call of one answer for it
+    def result(self, timeout: float | None = None) -> bytes:
+        # GRPC asks a call of one answer for it.
         return next(self)
 
     def _result(self) -> Iterator[bytes]:
@@ -211,8 +214,10 @@ class ServerAuthentication(grpc.ServerInterceptor):  # type: ignore[misc]
         self._receiver = os.urandom(_NUM_RECEIVER) if receiver is None else _padded(receiver)
         self._is_challenge = receiver is None
         self._nonces: set[bytes] = set()
-        self._num_challenges = 0  # in progress
-        self._challenges_of: dict[str, int] = {}  # by connection, since its last authenticated call
+        # In progress.
+        self._num_challenges = 0
+        # By connection, since its last authenticated call.
+        self._challenges_of: dict[str, int] = {}
         self._lock = Lock()
 
     def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
@@ -262,9 +267,8 @@ class ServerAuthentication(grpc.ServerInterceptor):  # type: ignore[misc]
                 peer,
                 f"{_FLOOD} challenges on one connection, without an authenticated call after them",
             )
-        if (
-            too_many
-        ):  # callers that do not read the answers hold the others; this one may call again
+        if too_many:
+            # Callers that do not read the answers hold the others; this one may call again.
             self.refuse(
                 context,
                 f"a challenge beyond {self._most_challenges} at a time",
@@ -302,9 +306,8 @@ class ServerAuthentication(grpc.ServerInterceptor):  # type: ignore[misc]
             return next(requests)
         except PeerRefused:
             raise
-        except (
-            Exception
-        ):  # for a truncated or too long message, gRPC ends the iterator or raises a bare Exception
+        except Exception:
+            # For a truncated or too long message, gRPC ends the iterator or raises a bare Exception.
             self.refuse(
                 context,
                 f"an empty, truncated or too long {_short(method)!r} call",
@@ -334,7 +337,8 @@ class ServerAuthentication(grpc.ServerInterceptor):  # type: ignore[misc]
         if not shown if self._tls else len(hello) != _NUM_NONCE + _NUM_RECEIVER + _NUM_MAC:
             self.refuse(context, f"{what} without a token")
         token = self._token_of(caller)
-        secret = token or os.urandom(32)  # of an unknown caller: nothing fits
+        # Of an unknown caller: nothing fits.
+        secret = token or os.urandom(32)
         if self._tls:
             if not hmac.compare_digest(shown.encode(), secret.hex().encode()):
                 self.refuse(
@@ -359,9 +363,8 @@ class ServerAuthentication(grpc.ServerInterceptor):  # type: ignore[misc]
             if self._is_challenge and len(self._nonces) > _MOST_NONCES:
                 self._receiver = os.urandom(_NUM_RECEIVER)
                 self._nonces.clear()
-        if (
-            not is_current
-        ):  # recorded elsewhere; or made just before a restart, and its caller calls again
+        if not is_current:
+            # Recorded elsewhere; or made just before a restart, and its caller calls again.
             self.refuse(context, f"{what} for another receiver", grpc.StatusCode.UNAVAILABLE)
         if replayed:
             self.refuse(context, f"a replayed {_short(method)!r} call")

@@ -41,7 +41,8 @@ class HostCertificate:
     certificate: Path
     key: Path
     not_after: datetime
-    status: str  # "new", "kept" or "renewed"
+    # "new", "kept" or "renewed".
+    status: str
 
     @property
     def node_config(self) -> str:
@@ -77,12 +78,14 @@ def write_certificates(
     # Some file systems do not allow colons, and scp reads them as a host; no DNS name contains an underscore.
     stems = {host: folder / host.replace(":", "_") for host in names}
     with exclusive_folder(folder, f"--out {folder}"):
-        remove_partial(folder)  # of a killed command; it may hold a key
+        # Of a killed command; it may hold a key.
+        remove_partial(folder)
         authority = _read(folder / "ca", None, _ANEW)
         present = {
             host for host, stem in stems.items() if any(path.exists() for path in _files(stem))
         }
-        if authority is None and present:  # a new authority must not overwrite keys of an old one
+        if authority is None and present:
+            # A new authority must not overwrite keys of an old one.
             raise ConfigError(
                 f"{stems[min(present)]}.key: is there, but ca.pem and ca.key that it belongs to are not; "
                 "put them back, or start with an empty folder"
@@ -125,7 +128,8 @@ def _host(text: str) -> str:
     """Return the host's name or address in canonical form."""
     host = text.strip().lower().rstrip(".")
     try:
-        if "%" not in host:  # a zone cannot stand in a certificate
+        if "%" not in host:
+            # A zone cannot stand in a certificate.
             return str(ipaddress.ip_address(host))
     except ValueError:
         pass
@@ -156,7 +160,8 @@ def _read(stem: Path, issuer: _Pair | None, remedy: str) -> _Pair | None:
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
-    except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: the key is encrypted
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        # TypeError: the key is encrypted.
         raise ConfigError(f"{path}: is damaged, or not in unencrypted PEM form; {remedy}") from None
     if (
         not isinstance(key, ec.EllipticCurvePrivateKey)

@@ -30,7 +30,8 @@ _ENDING_S = 5.0
 """How long to wait for a lock whose holder has ended or is about to. Measured on a busy machine: up to 0.05 s."""
 
 _ENDING_POLL_S = 0.01
-_PF_EXITING = 0x4  # of the flags in /proc/PID/stat: the process runs the kernel's code that ends it
+# Of the flags in /proc/PID/stat: the process runs the kernel's code that ends it.
+_PF_EXITING = 0x4
 
 
 class FolderLock:
@@ -148,7 +149,8 @@ def is_ending(pid: int | None) -> bool:
         # The second field, a name in brackets, may have spaces and brackets.
         fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
         status = Path(f"/proc/{pid}/status").read_text("utf-8", "replace")
-    except OSError:  # it ended just now, or this system shows no such files
+    except OSError:
+        # It ended just now, or this system shows no such files.
         return _is_free(pid)
     pending = [
         int(line.split()[1], 16)
@@ -164,7 +166,8 @@ def _is_free(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    except OSError:  # another user's
+    except OSError:
+        # Another user's.
         pass
     return False
 
@@ -194,7 +197,8 @@ def exclusive_folder(folder: Path, what: str) -> Iterator[None]:
         raise
 
 
-_SUFFIX = ".locked"  # only folders with this suffix are removed on behalf of another process
+# Only folders with this suffix are removed on behalf of another process.
+_SUFFIX = ".locked"
 _TRIES = 100
 
 
@@ -249,13 +253,15 @@ def remove_abandoned(parent: Path, prefix: str = "socflower-") -> None:
         try:
             # No link is followed: in a world-writable folder any user may have created it.
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:  # removed meanwhile, or another user's
+        except OSError:
+            # Removed meanwhile, or another user's.
             continue
         try:
             if os.fstat(descriptor).st_uid == os.getuid():
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
-        except OSError:  # in use, or on a file system without locks
+        except OSError:
+            # In use, or on a file system without locks.
             pass
         finally:
             os.close(descriptor)
@@ -267,16 +273,16 @@ def _make(parent: Path, prefix: str) -> tuple[Path, int]:
         folder = Path(tempfile.mkdtemp(prefix=prefix, suffix=_SUFFIX, dir=parent))
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        except (
-            FileNotFoundError
-        ):  # another process removed it as abandoned before it was locked here
+        except FileNotFoundError:
+            # Another process removed it as abandoned before it was locked here.
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(descriptor)
             continue
-        except OSError:  # no locks on this file system; other processes cannot lock it either, so none removes it
+        except OSError:
+            # No locks on this file system; other processes cannot lock it either, so none removes it.
             return folder, descriptor
         if folder.is_dir():
             return folder, descriptor

@@ -39,9 +39,8 @@ class StreamLost(SocflowerError):
 class MessageKinds(Protocol[M]):
     """The messages of one use of the channel, as bytes. What comes in is not trusted."""
 
-    frame: type[
-        Any
-    ]  # a protobuf message with a oneof `kind`, of which `credit` and `part` are those of framing.proto
+    # A protobuf message with a oneof `kind`, of which `credit` and `part` are those of framing.proto.
+    frame: type[Any]
 
     def encode(self, message: M) -> tuple[bytes, Sequence[bytes | memoryview]]:
         """Return a message's head, and its body in pieces that are not copied before they are sent."""
@@ -59,8 +58,10 @@ class MessageKinds(Protocol[M]):
 class ChannelLimits:
     """Limits on what a side sends in one part and accepts, in bytes."""
 
-    part_bytes: int = 256 << 10  # of the messages that it sends
-    credit_bytes: int = 64 << 20  # of messages that it has not worked off
+    # Of the messages that it sends.
+    part_bytes: int = 256 << 10
+    # Of messages that it has not worked off.
+    credit_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -88,7 +89,8 @@ class _Unacknowledged:
     head: bytes
     body: Sequence[bytes | memoryview]
     num_bytes: int
-    began_s: float = math.nan  # when its first part went out on the present stream
+    # When its first part went out on the present stream.
+    began_s: float = math.nan
     sent_bytes: int = 0
 
     @property
@@ -119,19 +121,25 @@ class _Arriving(Generic[M]):
 class SentMessage:
     """A message that has crossed the link, as its sender saw it."""
 
-    sent: bool  # by this end; otherwise by the other
-    num_bytes: int  # with framing
-    seconds: float  # from its first byte, or from when the link was free of the one before, until all was known there
-    at_s: float  # when this end knew, on the channel's clock
+    # By this end; otherwise by the other.
+    sent: bool
+    # With framing.
+    num_bytes: int
+    # From its first byte, or from when the link was free of the one before, until all was known there.
+    seconds: float
+    # When this end knew, on the channel's clock.
+    at_s: float
 
 
 @dataclass(slots=True)
 class Traffic:
     """What has gone through a channel, all streams together."""
 
-    sent_bytes: int = 0  # frames, those sent again too
+    # Frames, those sent again too.
+    sent_bytes: int = 0
     received_bytes: int = 0
-    num_streams: int = 0  # 1 if the link held
+    # 1 if the link held.
+    num_streams: int = 0
     peak_inbox_bytes: int = 0
     peak_kept_bytes: int = 0
     peak_kept_messages: int = 0
@@ -169,33 +177,31 @@ class FrameChannel(Generic[M]):
         self._clock = clock
         self._changed = Condition()
         self._failure: Exception | None = None
-        self._stream_id = (
-            0  # number of the present stream; even one that was detached keeps its number
-        )
+        # Number of the present stream; even one that was detached keeps its number.
+        self._stream_id = 0
         self._attached = False
         self._progress_s = clock()
         # As sender.
         self._next_number = 1
         self._unacknowledged: deque[_Unacknowledged] = deque()
         self._unacknowledged_bytes = 0
-        self._started = (
-            0  # number of the last message of which anything went out on the present stream
-        )
+        # Number of the last message of which anything went out on the present stream.
+        self._started = 0
         self._peer_used = 0
         self._peer_credit_bytes = 0
-        self._unused_by_peer: deque[tuple[int, int]] = (
-            deque()
-        )  # numbers and costs of what the peer has not worked off
-        self._free_s = -math.inf  # when the link was last seen free of what was sent
+        # Numbers and costs of what the peer has not worked off.
+        self._unused_by_peer: deque[tuple[int, int]] = deque()
+        # When the link was last seen free of what was sent.
+        self._free_s = -math.inf
         # As receiver.
-        self._inbox: deque[tuple[int, M]] = deque()  # costs
+        # Costs.
+        self._inbox: deque[tuple[int, M]] = deque()
         self._inbox_bytes = 0
         self._received = 0
         self._used = 0
         self._arriving: _Arriving[M] | None = None
-        self._most_received = (
-            0  # bytes of the message that is arriving, on whichever stream most of it came
-        )
+        # Bytes of the message that is arriving, on whichever stream most of it came.
+        self._most_received = 0
         self._last_credit = (0, 0)
         self._unreported_transfers: deque[SentMessage] = deque(maxlen=_KEPT_TRANSFERS)
         self._transfers: deque[SentMessage] = deque(maxlen=_KEPT_TRANSFERS)

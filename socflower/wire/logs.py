@@ -56,7 +56,8 @@ class RefusalLog:
 
     def report(self, peer: str, line: str) -> None:
         """Log a line about `peer`, an address with a port at its end or none, or count it."""
-        host = peer.rpartition(":")[0] or peer  # an unknown peer has a new port each time
+        # An unknown peer has a new port each time.
+        host = peer.rpartition(":")[0] or peer
         with self._lock:
             lines_to_log = self._ended()
             if (
@@ -101,5 +102,6 @@ class RefusalLog:
         return lines
 
     def _log_lines(self, lines: list[str]) -> None:
-        for line in lines:  # outside the lock: a log may be slow
+        for line in lines:
+            # Outside the lock: a log may be slow.
             self._log_line(line)

@@ -150,24 +150,34 @@ class GroupTask:
 
     group_id: int
     num_groups: int
-    members: tuple[int, ...]  # SoCs, leader among them, in ring order
-    leader: int  # the SoC that gets the model and replies with it (F8)
-    partitions: tuple[int, ...]  # of the data, one for each member
-    num_partitions: int  # one for each SoC that takes part, over all groups
-    capacities: tuple[float, ...]  # of the members; their shares of a batch are proportional (F4)
-    first_step: int  # counted from the start of training
+    # SoCs, leader among them, in ring order.
+    members: tuple[int, ...]
+    # The SoC that gets the model and replies with it (F8).
+    leader: int
+    # Of the data, one for each member.
+    partitions: tuple[int, ...]
+    # One for each SoC that takes part, over all groups.
+    num_partitions: int
+    # Of the members; their shares of a batch are proportional (F4).
+    capacities: tuple[float, ...]
+    # Counted from the start of training.
+    first_step: int
     num_steps: int
     steps_per_epoch: int
     total_steps: int
-    batch_size: int  # of the group
-    reshuffle: bool  # whether data are redistributed among groups, or stay where they are
-    deal_epoch: int  # the epoch at whose start data were last redistributed, if at all
+    # Of the group.
+    batch_size: int
+    # Whether data are redistributed among groups, or stay where they are.
+    reshuffle: bool
+    # The epoch at whose start data were last redistributed, if at all.
+    deal_epoch: int
     seed: int
-    num_samples: int  # of the whole data set, as given to the strategy
-    npu_ratios: tuple[
-        float, ...
-    ] = ()  # of the members' throughputs (F10); none where clients measure, or need none
-    proximal_mu: float = 0.0  # of FedProx, whose clients the groups are
+    # Of the whole data set, as given to the strategy.
+    num_samples: int
+    # Of the members' throughputs (F10); none where clients measure, or need none.
+    npu_ratios: tuple[float, ...] = ()
+    # Of FedProx, whose clients the groups are.
+    proximal_mu: float = 0.0
 
     def __post_init__(self) -> None:
         if self.npu_ratios and len(self.npu_ratios) != len(self.members):
@@ -202,41 +212,46 @@ class RingTask:
     Participants are the numbers in `GroupTask.partitions`, which mean the same in all groups of a training.
     """
 
-    participant: int  # this member
-    leader: int  # the participant that has the model, and replies with it
-    addresses: tuple[
-        str, ...
-    ]  # host:port of the members' ring ports, in the order of the group's members
-    token: str  # hexadecimal, secret, of all rings of this interval only
-    transport: str  # "gloo", "grpc" or "grpc+tls"
-    num_buckets: int  # parts of the gradient whose exchange overlaps with the backward pass (F7)
-    compression: str  # "none", "fp16", "int8" or "dgc"
-    heartbeat_s: float  # a member without a heartbeat for so long counts as hung
-    rendezvous_s: float  # and one that does not connect for so long at the start, as absent
+    # This member.
+    participant: int
+    # The participant that has the model, and replies with it.
+    leader: int
+    # Host:port of the members' ring ports, in the order of the group's members.
+    addresses: tuple[str, ...]
+    # Hexadecimal, secret, of all rings of this interval only.
+    token: str
+    # "gloo", "grpc" or "grpc+tls".
+    transport: str
+    # Parts of the gradient whose exchange overlaps with the backward pass (F7).
+    num_buckets: int
+    # "none", "fp16", "int8" or "dgc".
+    compression: str
+    # A member without a heartbeat for so long counts as hung.
+    heartbeat_s: float
+    # And one that does not connect for so long at the start, as absent.
+    rendezvous_s: float
     # Groups that take turns with this one (F6): those before it in a step, those after it, and where to tell them.
     groups_before: tuple[int, ...] = ()
     groups_after: tuple[int, ...] = ()
-    neighbours: tuple[str, ...] = ()  # of all those groups' members: "group participant address"
-    leader_grace_s: float = (
-        30.0  # how much longer than the others the member that answers may be silent
-    )
-    tolerate_errors: bool = (
-        False  # whether a member that raises is left out instead of ending the training
-    )
-    rebalance_steps: int = (
-        0  # shares follow measured capacities every so many steps, if data are dealt; 0: never
-    )
+    # Of all those groups' members: "group participant address".
+    neighbours: tuple[str, ...] = ()
+    # How much longer than the others the member that answers may be silent.
+    leader_grace_s: float = 30.0
+    # Whether a member that raises is left out instead of ending the training.
+    tolerate_errors: bool = False
+    # Shares follow measured capacities every so many steps, if data are dealt; 0: never.
+    rebalance_steps: int = 0
     # Of leaders in a ring or a tree (F8), those that may answer for each group, its leader first, each as a line of
     # "group participant address".
     leaders: tuple[str, ...] = ()
-    leader_places: tuple[
-        str, ...
-    ] = ()  # and of a tree, where each group's leader is: "group board server"
-    leader_compression: str = "none"  # of that exchange: "none", "fp16" or "int8"
-    feedback_sha256: str = (
-        ""  # of what that compression has still to send of the group, which its members keep
-    )
-    model_sha256: str = ""  # of the model that members have kept, where it is not sent again
+    # And of a tree, where each group's leader is: "group board server".
+    leader_places: tuple[str, ...] = ()
+    # Of that exchange: "none", "fp16" or "int8".
+    leader_compression: str = "none"
+    # Of what that compression has still to send of the group, which its members keep.
+    feedback_sha256: str = ""
+    # Of the model that members have kept, where it is not sent again.
+    model_sha256: str = ""
 
     def __post_init__(self) -> None:
         require_range(
@@ -251,29 +266,40 @@ class RingTask:
 class PipelineTask:
     """How a group trains one model as a pipeline."""
 
-    plan: str  # as JSON, see `from_json` of `pipeline/plan.py`
-    cuts: str  # how the model is cut into the plan's layers
-    layers_sha256: str  # of `PipelineModel.sha256`
-    sample_shape: tuple[int, ...] = ()  # that was planned with; (): unknown
-    bits: int = 32  # of activations that cross a cut
+    # As JSON, see `from_json` of `pipeline/plan.py`.
+    plan: str
+    # How the model is cut into the plan's layers.
+    cuts: str
+    # Of `PipelineModel.sha256`.
+    layers_sha256: str
+    # That was planned with; (): unknown.
+    sample_shape: tuple[int, ...] = ()
+    # Of activations that cross a cut.
+    bits: int = 32
     gradient_bits: int = 32
-    feedback: str = "none"  # of what fewer bits lose: "diagonal" or "rank-one"
-    budget_bytes: tuple[float, ...] = ()  # of each of the plan's devices; none: unbounded
-    backup_steps: int = (
-        0  # updates after which stages on one device are backed up; 0: once an interval
-    )
-    int8_socs: tuple[int, ...] = ()  # devices whose stages compute in int8
+    # Of what fewer bits lose: "diagonal" or "rank-one".
+    feedback: str = "none"
+    # Of each of the plan's devices; none: unbounded.
+    budget_bytes: tuple[float, ...] = ()
+    # Updates after which stages on one device are backed up; 0: once an interval.
+    backup_steps: int = 0
+    # Devices whose stages compute in int8.
+    int8_socs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeStatus:
     """A node's report of its status."""
 
-    ring: str = ""  # host:port of its ring port; empty where it has none, as in simulation
-    board: int = -1  # its board; -1 if not in its node config
+    # Host:port of its ring port; empty where it has none, as in simulation.
+    ring: str = ""
+    # Its board; -1 if not in its node config.
+    board: int = -1
     slot: int = -1
-    transports: tuple[str, ...] = ()  # that it allows, best first
-    preempted: bool = False  # a user's workload occupies the device
+    # That it allows, best first.
+    transports: tuple[str, ...] = ()
+    # A user's workload occupies the device.
+    preempted: bool = False
 
 
 COMPLETED, PREEMPTED, NO_MODEL, LEFT_OUT = "completed", "preempted", "no-model", "left-out"
@@ -283,23 +309,34 @@ COMPLETED, PREEMPTED, NO_MODEL, LEFT_OUT = "completed", "preempted", "no-model",
 class RingOutcome:
     """How the ring ended for one member."""
 
-    outcome: str  # COMPLETED; PREEMPTED: left for a user; NO_MODEL: no member had the model; LEFT_OUT: too late
-    members: tuple[int, ...]  # SoCs in the ring at the end
-    num_steps: int  # that this member has applied
-    answers: bool  # whether it replies for its group
-    recoveries_s: tuple[float, ...] = ()  # duration of each re-forming, from detection to training
-    preempted: tuple[int, ...] = ()  # SoCs that left for a user
-    log: tuple[str, ...] = ()  # losses of the ring, one line each
-    notes: tuple[str, ...] = ()  # what a pipeline has changed, one line each
-    dropped: tuple[str, ...] = ()  # gradients that were left out of steps, one line each
-    rates: tuple[
-        float, ...
-    ] = ()  # samples per second of each of `members`, while it waited for nobody; 0: unknown
+    # COMPLETED; PREEMPTED: left for a user; NO_MODEL: no member had the model; LEFT_OUT: too late.
+    outcome: str
+    # SoCs in the ring at the end.
+    members: tuple[int, ...]
+    # That this member has applied.
+    num_steps: int
+    # Whether it replies for its group.
+    answers: bool
+    # Duration of each re-forming, from detection to training.
+    recoveries_s: tuple[float, ...] = ()
+    # SoCs that left for a user.
+    preempted: tuple[int, ...] = ()
+    # Losses of the ring, one line each.
+    log: tuple[str, ...] = ()
+    # What a pipeline has changed, one line each.
+    notes: tuple[str, ...] = ()
+    # Gradients that were left out of steps, one line each.
+    dropped: tuple[str, ...] = ()
+    # Samples per second of each of `members`, while it waited for nobody; 0: unknown.
+    rates: tuple[float, ...] = ()
     # After a ring of leaders, the groups whose models are in the mean, which the first one's answer brings, and:
     met: tuple[int, ...] = ()
-    met_samples: float = 0.0  # that those groups trained on
-    holds: str = ""  # the digest of the mean, which this member has kept
-    feedback_sha256: str = ""  # of what compression has still to send of the group's changes, which it has kept as well
+    # That those groups trained on.
+    met_samples: float = 0.0
+    # The digest of the mean, which this member has kept.
+    holds: str = ""
+    # Of what compression has still to send of the group's changes, which it has kept as well.
+    feedback_sha256: str = ""
 
     def __post_init__(self) -> None:
         if self.outcome not in (COMPLETED, PREEMPTED, NO_MODEL, LEFT_OUT):
@@ -331,24 +368,26 @@ class RingOutcome:
 class DeviceReport:
     """The devices on which the work of a reply was trained."""
 
-    devices: tuple[
-        str, ...
-    ]  # such as "cpu" and "cuda:0 (Orin)", one for each of `socs`, or one for a client alone
-    socs: tuple[int, ...] = ()  # of a group
-    arithmetic: str = ""  # "int8" or "mixed"; empty: FP32
+    # Such as "cpu" and "cuda:0 (Orin)", one for each of `socs`, or one for a client alone.
+    devices: tuple[str, ...]
+    # Of a group.
+    socs: tuple[int, ...] = ()
+    # "int8" or "mixed"; empty: FP32.
+    arithmetic: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundNotes:
     """What the grid saw of groups between a round's messages and its replies."""
 
-    kinds: tuple[str, ...] = ()  # of events, with their groups and texts
+    # Of events, with their groups and texts.
+    kinds: tuple[str, ...] = ()
     groups: tuple[int, ...] = ()
     texts: tuple[str, ...] = ()
-    away: tuple[int, ...] = ()  # SoCs that left their rings, or were dropped by them
-    leaders_replaced: tuple[
-        int, ...
-    ] = ()  # groups whose model came from another member than their leader
+    # SoCs that left their rings, or were dropped by them.
+    away: tuple[int, ...] = ()
+    # Groups whose model came from another member than their leader.
+    leaders_replaced: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.kinds) == len(self.groups) == len(self.texts):
@@ -372,18 +411,25 @@ class RoundNotes:
 class HeatReport:
     """A device's state while it handled a message. Unknown values are None, and have no key in the record."""
 
-    temperature_c: float | None = None  # at the end
+    # At the end.
+    temperature_c: float | None = None
     peak_c: float | None = None
-    clock_factor: float | None = (
-        None  # mean of present clock over the highest while it worked, 0 to 1
-    )
-    throttled_s: float | None = None  # for how long the device reported throttling by heat or power
-    share: float = 1.0  # mean share of its power used for training, above 0
-    battery_fraction: float | None = None  # charge, 0 to 1, at the end
-    user_load: float | None = None  # part of the processors that others used at the end, 0 to 1
-    paused_s: float = 0.0  # for how long the message waited before its work started
-    triggered: bool = False  # whether the device requests re-balancing of shares
-    notes: tuple[str, ...] = ()  # sensor errors, one line each
+    # Mean of present clock over the highest while it worked, 0 to 1.
+    clock_factor: float | None = None
+    # For how long the device reported throttling by heat or power.
+    throttled_s: float | None = None
+    # Mean share of its power used for training, above 0.
+    share: float = 1.0
+    # Charge, 0 to 1, at the end.
+    battery_fraction: float | None = None
+    # Part of the processors that others used at the end, 0 to 1.
+    user_load: float | None = None
+    # For how long the message waited before its work started.
+    paused_s: float = 0.0
+    # Whether the device requests re-balancing of shares.
+    triggered: bool = False
+    # Sensor errors, one line each.
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require_range("heat record", above=0.0, most=1.0, share=self.share)

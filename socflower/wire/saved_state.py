@@ -27,7 +27,8 @@ from socflower.wire.folders import FolderLock
 
 T = TypeVar("T")
 _MAGIC = b"socflower-sealed "
-_WRITE_WAIT_S = 60.0  # for the write of another process in the same store
+# For the write of another process in the same store.
+_WRITE_WAIT_S = 60.0
 
 
 # ---------------------------------------------------------------------------------------------- atomic files
@@ -43,7 +44,8 @@ def atomic_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
     error `path` is as it was.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.part")
-    partial.unlink(missing_ok=True)  # of a killed process with the same ids
+    # Of a killed process with the same ids.
+    partial.unlink(missing_ok=True)
     _being_written.add(partial)
     try:
         with os.fdopen(
@@ -59,7 +61,8 @@ def atomic_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
         raise
     finally:
         _being_written.discard(partial)
-    with suppress(OSError):  # not every file system lets a folder be synced
+    with suppress(OSError):
+        # Not every file system lets a folder be synced.
         descriptor = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -79,9 +82,8 @@ def write_atomically(
 def remove_partial(folder: Path) -> None:
     """Remove the partial files of writers that were killed; those of running processes stay."""
     for partial in folder.glob(".*.part"):
-        match = re.fullmatch(
-            r"\..+\.(\d+)-\d+\.part", partial.name
-        )  # else it is of another program
+        # Else it is of another program.
+        match = re.fullmatch(r"\..+\.(\d+)-\d+\.part", partial.name)
         if match is None or partial in _being_written:
             continue
         pid = int(match[1])
@@ -94,9 +96,12 @@ def remove_partial(folder: Path) -> None:
 class StateKind:
     """What all entries of a kind have in common."""
 
-    name: str  # as errors call one
-    schema: int  # to be raised when the content changes
-    remedy: str  # what to do about one that cannot be used
+    # As errors call one.
+    name: str
+    # To be raised when the content changes.
+    schema: int
+    # What to do about one that cannot be used.
+    remedy: str
 
 
 class DamagedFile(ConfigError):
@@ -221,7 +226,8 @@ def from_bytes(kind: str, saved: bytes) -> tuple[dict[str, Any], dict[str, NDArr
     header, payload = unseal(_part(kind), saved, f"saved {kind}:")
     try:
         return header, unpack_arrays(payload)
-    except MalformedBytes as error:  # forged; the digest is no signature
+    except MalformedBytes as error:
+        # Forged; the digest is no signature.
         raise DamagedFile(f"saved {kind}: is damaged ({error})", _part(kind).remedy) from None
 
 

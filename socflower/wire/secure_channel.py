@@ -221,9 +221,8 @@ class BoundServer:
     def stop(self, grace_s: float) -> None:
         """End all calls after `grace_s`, and the threads that no handler holds."""
         self.server.stop(grace_s).wait(grace_s + _STOP_S)
-        self.threads.shutdown(
-            wait=False
-        )  # else they stay until the cycle of server and handlers is collected
+        # Else they stay until the cycle of server and handlers is collected.
+        self.threads.shutdown(wait=False)
 
 
 def bind_server(
@@ -258,7 +257,8 @@ def bind_server(
                     *_options(heartbeat_s, max_message_bytes),
                 ],
             )
-            with suppress(RuntimeError):  # another process took the port
+            with suppress(RuntimeError):
+                # Another process took the port.
                 port = (
                     server.add_secure_port(str(address), credentials)
                     if credentials

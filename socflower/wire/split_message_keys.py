@@ -27,30 +27,41 @@ EDGE_ALONE = -1
 class SplitTask:
     """The work of one message: a span of batches, for one party or, in one process, for all of them."""
 
-    parties: tuple[int, ...]  # the parties of this task
-    num_parties: int  # of the whole training
-    mode: str  # one of CLOUD_MODES
-    reverse: bool  # the front half is in the cloud
-    first_batch: int  # counted from the start of training
-    num_batches: int  # of each party, in this message
+    # The parties of this task.
+    parties: tuple[int, ...]
+    # Of the whole training.
+    num_parties: int
+    # One of CLOUD_MODES.
+    mode: str
+    # The front half is in the cloud.
+    reverse: bool
+    # Counted from the start of training.
+    first_batch: int
+    # Of each party, in this message.
+    num_batches: int
     total_batches: int
     batches_per_epoch: int
     seed: int
-    cuts: tuple[int, ...]  # of each party at the beginning, EDGE_ALONE for none
+    # Of each party at the beginning, EDGE_ALONE for none.
+    cuts: tuple[int, ...]
     bits: tuple[int, ...]
-    windows: tuple[int, ...]  # K at the beginning
+    # K at the beginning.
+    windows: tuple[int, ...]
     gradient_bits: int
-    actions: bytes = (
-        b""  # the order of all actions (edgecloud.plan.timeline_actions); empty on a real link
-    )
-    address: str = (
-        ""  # host:port of the cloud; empty where both halves train in the client's process
-    )
-    run: str = ""  # the cloud's session
-    session_first: int = 0  # the batch that the session counts as its first
-    token: str = ""  # hexadecimal, of that session
-    fingerprint: str = ""  # of the server's split model
-    frozen_sha256: str = ""  # the digest of the server's frozen parameters, which are not sent
+    # The order of all actions (edgecloud.plan.timeline_actions); empty on a real link.
+    actions: bytes = b""
+    # Host:port of the cloud; empty where both halves train in the client's process.
+    address: str = ""
+    # The cloud's session.
+    run: str = ""
+    # The batch that the session counts as its first.
+    session_first: int = 0
+    # Hexadecimal, of that session.
+    token: str = ""
+    # Of the server's split model.
+    fingerprint: str = ""
+    # The digest of the server's frozen parameters, which are not sent.
+    frozen_sha256: str = ""
 
     def __post_init__(self) -> None:
         if self.mode not in CLOUD_MODES:
@@ -84,15 +95,19 @@ class SplitTask:
 class SplitReport:
     """The edge's measurements of a span of batches on a real link."""
 
-    cut: int  # at the end
+    # At the end.
+    cut: int
     bits: int
     duration_s: float
-    compute_s: float  # of that, on the edge's processor
+    # Of that, on the edge's processor.
+    compute_s: float
     up_bytes: int
     down_bytes: int
-    staleness: tuple[int, ...]  # number of gradients by staleness: the index is t - t'
+    # Number of gradients by staleness: the index is t - t'.
+    staleness: tuple[int, ...]
     reconnects: int = 0
-    events: tuple[str, ...] = ()  # re-cuts, lost links, one line each
+    # Re-cuts, lost links, one line each.
+    events: tuple[str, ...] = ()
 
     def encode(self) -> dict[str, Any]:
         """Return the report as a Flower record's scalars and lists."""

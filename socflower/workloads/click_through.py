@@ -56,7 +56,8 @@ _FACTORS = 2
 _CIRCLES = 8
 _WATCH_BY_FACTORS, _WATCH_BY_GENRES = 2.0, 1.0
 _CLICK_BY_FACTORS, _CLICK_BY_GENRES = 3.0, 2.0
-_USERS_AT_A_TIME = 64  # so that their odds for all movies fit into a cache
+# So that their odds for all movies fit into a cache.
+_USERS_AT_A_TIME = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,9 +66,12 @@ class ClickData:
 
     train: VerticalSamples
     test: VerticalSamples
-    best_accuracy: float  # expected, given the true probability of every click (Bayes)
-    majority_accuracy: float  # of always predicting the more frequent label of the training samples
-    movie_accuracy: float  # of predicting by each candidate's click rate in the training samples
+    # Expected, given the true probability of every click (Bayes).
+    best_accuracy: float
+    # Of always predicting the more frequent label of the training samples.
+    majority_accuracy: float
+    # Of predicting by each candidate's click rate in the training samples.
+    movie_accuracy: float
 
 
 @plain_numbers
@@ -94,9 +98,8 @@ def click_data(*, seed: int, num_train: int = 60_000, num_test: int = 10_000) ->
     moment = np.repeat(np.arange(samples_per_user), NUM_USERS)
     kept = np.r_[0:num_train, len(user) - num_test : len(user)]
     user, moment = user[kept], moment[kept]
-    watchers, watcher = np.unique(
-        user, return_inverse=True
-    )  # fewer than all users where few samples are wanted
+    # Fewer than all users where few samples are wanted.
+    watchers, watcher = np.unique(user, return_inverse=True)
     watched = _watch(random, movies, users, watchers, HISTORY + samples_per_user - 1)
     advertised = random.choice(NUM_MOVIES, size=len(user), p=movies.popularity)
     shown = np.column_stack(
@@ -146,9 +149,8 @@ class _Movies:
         drawn = np.argsort(race, axis=1)[:, :GENRE_SLOTS] + 1
         num_genres = random.choice([1, 2, 3], size=NUM_MOVIES, p=[0.5, 0.35, 0.15])
         self.genre_slots = np.where(np.arange(GENRE_SLOTS) < num_genres[:, None], drawn, 0)
-        self.genres = np.zeros(
-            (NUM_MOVIES, NUM_GENRES + 1), dtype=np.float32
-        )  # one extra column, for unused slots
+        # One extra column, for unused slots.
+        self.genres = np.zeros((NUM_MOVIES, NUM_GENRES + 1), dtype=np.float32)
         np.put_along_axis(self.genres, self.genre_slots, 1.0 / num_genres[:, None], axis=1)
         self.genres = self.genres[:, 1:]
 
@@ -217,7 +219,8 @@ def _click_probability(
 
 
 def _logistic(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    return np.asarray(0.5 * (1.0 + np.tanh(0.5 * values.astype(np.float64))))  # does not overflow
+    # Does not overflow.
+    return np.asarray(0.5 * (1.0 + np.tanh(0.5 * values.astype(np.float64))))
 
 
 def _frequencies(

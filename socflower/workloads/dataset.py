@@ -23,15 +23,17 @@ class LabelledData(DataSource):
     0..num_classes-1. Raises ConfigError for inconsistent shapes, types, values and constants.
     """
 
-    inputs: torch.Tensor  # (n, channels, height, width)
-    labels: torch.Tensor  # (n,) int64
+    # (n, channels, height, width).
+    inputs: torch.Tensor
+    # (n,) int64.
+    labels: torch.Tensor
     mean: tuple[float, ...]
     std: tuple[float, ...]
     num_classes: int
-    _scale: torch.Tensor = field(
-        init=False, repr=False
-    )  # (channels, 1, 1): 1 / std, divided by 255 for bytes
-    _shift: torch.Tensor = field(init=False, repr=False)  # (channels, 1, 1): -mean / std
+    # (channels, 1, 1): 1 / std, divided by 255 for bytes.
+    _scale: torch.Tensor = field(init=False, repr=False)
+    # (channels, 1, 1): -mean / std.
+    _shift: torch.Tensor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.inputs.ndim != 4 or self.labels.shape != self.inputs.shape[:1]:

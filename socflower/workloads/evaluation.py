@@ -31,7 +31,8 @@ class Evaluation:
 
     metrics: Mapping[str, float]
     num_samples: int
-    weight: float  # the number of samples, unless not all of their labels count
+    # The number of samples, unless not all of their labels count.
+    weight: float
 
     @property
     def num_examples(self) -> int | float:
@@ -106,7 +107,8 @@ def evaluate(
                 if step is None
                 else _sums(step(model, batch), num_samples(batch) if own is None else own)
             )
-            if not counted:  # the means of this batch are 0 / 0
+            if not counted:
+                # The means of this batch are 0 / 0.
                 continue
             total += counted
             if sums and added.keys() != sums.keys():

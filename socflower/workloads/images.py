@@ -18,7 +18,8 @@ from socflower.wire.saved_state import atomic_file, remove_partial
 
 ImagesAndLabels: TypeAlias = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 
-_FORMAT = "v1"  # part of every cached file's name; to be raised when decoding changes
+# Part of every cached file's name; to be raised when decoding changes.
+_FORMAT = "v1"
 
 _log = logging.getLogger(__name__)
 
@@ -37,12 +38,13 @@ def optional_package(module: str, *, extra: str, purpose: str) -> ModuleType:
 IMAGE_COLUMNS = ("image", "img")
 LABEL_COLUMN = "label"
 
+# Pillow raises SyntaxError for a broken PNG.
 _UNDECODABLE = (
     OSError,
     SyntaxError,
     TypeError,
     ValueError,
-)  # pillow raises SyntaxError for a broken PNG
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,8 @@ def read_parquet(path: Path) -> EncodedImages:
     parquet = optional_package("pyarrow.parquet", extra="data", purpose=f"reading {path}")
     try:
         table = parquet.read_table(path)
-    except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
+    except (OSError, ValueError) as error:
+        # Pyarrow's own errors derive from these.
         raise DataUnavailable(
             f"{path}: not a readable Parquet file: {_first_line(error)}"
         ) from error

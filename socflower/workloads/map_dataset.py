@@ -143,7 +143,8 @@ def _ignored(loader: DataLoader[Any]) -> tuple[str, str] | None:
     sampler: Any = loader.sampler
     kind = type(sampler).__name__
     if isinstance(loader.dataset, IterableDataset):
-        return None  # no map-style data set, which `MapDataset` says
+        # No map-style data set, which `MapDataset` says.
+        return None
     if type(loader).__iter__ is not DataLoader.__iter__:
         return f"an __iter__ of its own ({type(loader).__name__})", _STRATEGYS_CHOICE
     if type(sampler) not in (RandomSampler, SequentialSampler):

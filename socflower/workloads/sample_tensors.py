@@ -28,9 +28,12 @@ class VerticalSamples:
     ConfigError for parts of different lengths, for ids that occur twice and for labels of another type.
     """
 
-    ids: torch.Tensor  # (n,) int64
-    features: tuple[torch.Tensor, ...]  # per party (n, ...), of integers or floats
-    labels: torch.Tensor  # (n,) int64
+    # (n,) int64.
+    ids: torch.Tensor
+    # Per party (n, ...), of integers or floats.
+    features: tuple[torch.Tensor, ...]
+    # (n,) int64.
+    labels: torch.Tensor
 
     def __post_init__(self) -> None:
         if not self.features:
@@ -181,9 +184,8 @@ def _styles(ids: npt.NDArray[np.int64], seed: int) -> torch.Tensor:
     start = _mix(np.array([seed], dtype=_WORD))
     own = _mix(start ^ _mix(ids.astype(_WORD)))[:, None]
     words = _mix(own + np.arange(1, STYLE_SIZE + 1, dtype=_WORD) * _GOLDEN)
-    uniform = (
-        (words >> _WORD(11)).astype(np.float64) + 0.5
-    ) / 2.0**53  # in (0, 1), so the log is finite
+    # In (0, 1), so the log is finite.
+    uniform = ((words >> _WORD(11)).astype(np.float64) + 0.5) / 2.0**53
     radius = np.sqrt(-2.0 * np.log(uniform[:, ::2]))
     angle = 2.0 * np.pi * uniform[:, 1::2]
     return torch.from_numpy(

