@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 from socflower.errors import ConfigError
+from socflower.field_rules import OneOf, checked
 from socflower.wire.message_keys import decode, encode
 
 SPLIT = "split"
@@ -17,13 +18,13 @@ OWN: Final = "own"
 TURNS: Final = "turns"
 JOINED: Final = "joined"
 CLOUD_MODES = (OWN, TURNS, JOINED)
-"""Each edge has its own cloud half; one cloud half takes their batches in turn; or it joins their features."""
+"""Each edge has its own cloud half; or one cloud half takes their batches in turn; or it joins their features."""
 
 EDGE_ALONE = -1
-"""In a record, the cut of an edge that has the whole model."""
+"""In a record: the cut of an edge that has the whole model."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class SplitTask:
     """The work of one message: a span of batches, for one party or, in one process, for all of them."""
 
@@ -31,9 +32,8 @@ class SplitTask:
     parties: tuple[int, ...]
     # Of the whole training.
     num_parties: int
-    # One of CLOUD_MODES.
-    mode: str
-    # The front half is in the cloud.
+    mode: Annotated[str, OneOf(CLOUD_MODES)]
+    # Whether the front half is in the cloud.
     reverse: bool
     # Counted from the start of training.
     first_batch: int
@@ -42,15 +42,15 @@ class SplitTask:
     total_batches: int
     batches_per_epoch: int
     seed: int
-    # Of each party at the beginning, EDGE_ALONE for none.
+    # Of each party at the beginning; EDGE_ALONE for none.
     cuts: tuple[int, ...]
     bits: tuple[int, ...]
-    # K at the beginning.
+    # The replay window K of each party at the beginning.
     windows: tuple[int, ...]
     gradient_bits: int
     # The order of all actions (edgecloud.plan.timeline_actions); empty on a real link.
     actions: bytes = b""
-    # Host:port of the cloud; empty where both halves train in the client's process.
+    # host:port of the cloud; empty if both halves train in the client's process.
     address: str = ""
     # The cloud's session.
     run: str = ""
@@ -60,25 +60,21 @@ class SplitTask:
     token: str = ""
     # Of the server's split model.
     fingerprint: str = ""
-    # The digest of the server's frozen parameters, which are not sent.
+    # Digest of the server's frozen parameters, which are not sent.
     frozen_sha256: str = ""
 
-    def __post_init__(self) -> None:
-        if self.mode not in CLOUD_MODES:
+    def check(self) -> None:
+        """Raise `ConfigError` for parties without their values and for batches beyond the training."""
+        parties, cuts = len(self.parties), len(self.cuts)
+        if not parties == cuts == len(self.bits) == len(self.windows) > 0:
             raise ConfigError(
-                f"split task: mode = {self.mode!r} is unknown; use one of {', '.join(CLOUD_MODES)}"
+                f"{parties} parties, {cuts} cuts; need one of each for every party, and its bits and "
+                "window"
             )
-        if not len(self.parties) == len(self.cuts) == len(self.bits) == len(self.windows) > 0:
+        end = self.first_batch + self.num_batches
+        if not 0 <= self.first_batch < end <= self.total_batches:
             raise ConfigError(
-                f"split task: {len(self.parties)} parties, {len(self.cuts)} cuts, {len(self.bits)} bits "
-                f"and {len(self.windows)} windows; need one of each for every party"
-            )
-        if not (
-            self.first_batch >= 0 and 1 <= self.num_batches <= self.total_batches - self.first_batch
-        ):
-            raise ConfigError(
-                f"split task: batches {self.first_batch} to {self.first_batch + self.num_batches} of "
-                f"{self.total_batches} do not exist"
+                f"batches {self.first_batch} to {end} of {self.total_batches} do not exist"
             )
 
     def encode(self) -> dict[str, Any]:
@@ -87,7 +83,7 @@ class SplitTask:
 
     @classmethod
     def decode(cls, record: Mapping[str, Any]) -> "SplitTask":
-        """Return the task of a record; `ConfigError` names what is missing or too much."""
+        """Return the task of a record; `ConfigError` names missing and unknown keys."""
         return decode(cls, record, SPLIT)
 
 
@@ -99,14 +95,14 @@ class SplitReport:
     cut: int
     bits: int
     duration_s: float
-    # Of that, on the edge's processor.
+    # The part of it on the edge's processor.
     compute_s: float
     up_bytes: int
     down_bytes: int
-    # Number of gradients by staleness: the index is t - t'.
+    # The number of gradients by staleness: the index is t - t'.
     staleness: tuple[int, ...]
     reconnects: int = 0
-    # Re-cuts, lost links, one line each.
+    # Re-cuts and lost links, one line each.
     events: tuple[str, ...] = ()
 
     def encode(self) -> dict[str, Any]:
