@@ -27,15 +27,15 @@ UNFINISHED = ".socflower-"
 _POLL_S = 0.1
 
 _ENDING_S = 5.0
-"""How long to wait for a lock whose holder has ended or is about to. Measured on a busy machine: up to 0.05 s."""
+"""How long to wait for a lock whose holder has ended or is about to; on a busy machine it took up to 0.05 s."""
 
 _ENDING_POLL_S = 0.01
-# Of the flags in /proc/PID/stat: the process runs the kernel's code that ends it.
+# A flag in /proc/PID/stat: the process runs the kernel's code that ends it.
 _PF_EXITING = 0x4
 
 
 class FolderLock:
-    """Locks the file `path` until `release` or the end of this process; the file has the process id of its holder.
+    """Locks the file `path` until `release` or the end of this process; the file contains its holder's process id.
 
     Parameters
     ----------
@@ -53,8 +53,8 @@ class FolderLock:
     the file cannot be made or its file system has no locks.
 
     A killed holder keeps the lock for a moment: until the kernel has closed its files, and until each child that it was
-    starting runs its own program, because a forked child has a copy of the descriptor until then. So a lock whose
-    holder is no longer running is waited for, 5 s at most.
+    starting runs its own program, because a forked child has a copy of the descriptor until then. So the constructor
+    waits up to 5 s for a lock whose holder is no longer running.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class FolderLock:
         on_wait: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.path = path
-        # An existence lock would outlive a killed process, so none replaces one of the kernel.
+        # No fallback to a lock by existence, which would outlive a killed process.
         self._lock = FileLock(
             path, thread_local=False, fallback_to_soft=False, poll_interval=_POLL_S
         )
@@ -78,14 +78,11 @@ class FolderLock:
             path.write_text(f"{os.getpid()}\n")
         except OSError as error:
             self._lock.release()
-            if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-                raise ConfigError(
-                    f"{what}: its file system has no locks ({error.strerror}), so two processes could "
-                    "spoil each other's files; name one on another file system"
-                ) from None
-            raise ConfigError(
-                f"{what}: cannot write in {path.parent} ({error.strerror}); name another one"
-            ) from None
+            has_no_locks = error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+            cause = (
+                "its file system has no locks" if has_no_locks else f"cannot write in {path.parent}"
+            )
+            raise ConfigError(f"{what}: {cause} ({error.strerror}); name another folder") from None
 
     def _acquire_from_holder(
         self, what: str, wait_s: float, on_wait: Callable[[str], None]
@@ -101,11 +98,12 @@ class FolderLock:
             ended = is_ending(self._holder_pid())
             if time.monotonic() >= deadline_s:
                 break
+        # A holder may not have written its id yet.
         pid = self._holder_pid()
-        # Without an id: it has not written it yet.
-        busy = f"{what}: {f'process {pid}' if pid else 'another process'} is at work there"
+        holder = f"process {pid}" if pid else "another process"
+        busy = f"{what}: {holder} is at work there"
         if ended:
-            busy = f"{what}: process {pid} has ended, but a process that it started still holds {self.path}"
+            busy = f"{what}: {holder} has ended, but a process that it started holds {self.path}"
         if wait_s:
             on_wait(f"{busy}; waiting for its end")
         try:
@@ -122,8 +120,8 @@ class FolderLock:
     def release(self) -> None:
         """Remove the file and release the lock; a second call does nothing."""
         if self._lock.is_locked:
-            # While locked: afterwards it may belong to another process. Who opened it before locks it in vain and
-            # tries again, as `filelock` does with a file that has no name any more.
+            # Before the release, after which it may belong to another process. A process that opened it before locks
+            # a file without a name, which `filelock` notices and tries again.
             self.path.unlink(missing_ok=True)
             self._lock.release()
 
@@ -152,13 +150,23 @@ def is_ending(pid: int | None) -> bool:
     except OSError:
         # It ended just now, or this system shows no such files.
         return _is_free(pid)
-    pending = [
-        int(line.split()[1], 16)
-        for line in status.splitlines()
-        if line.startswith(("SigPnd:", "ShdPnd:"))
-    ]
-    killed = any(signals >> (signal.SIGKILL - 1) & 1 for signals in pending)
-    return killed or fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
+    is_killed = False
+    for line in status.splitlines():
+        if line.startswith(("SigPnd:", "ShdPnd:")):
+            signals = int(line.split()[1], 16)
+            is_killed |= bool(signals >> (signal.SIGKILL - 1) & 1)
+    return is_killed or fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
+
+
+def _is_free(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        # It is another user's process.
+        pass
+    return False
 
 
 def _is_free(pid: int) -> bool:
@@ -172,21 +180,27 @@ def _is_free(pid: int) -> bool:
     return False
 
 
+def _require_folder(folder: Path, what: str) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{what}: is a file; name a folder")
+
+
+def _unwritable(folder: Path, what: str, error: OSError) -> ConfigError:
+    return ConfigError(f"{what}: cannot write in {folder} ({error.strerror}); name another folder")
+
+
 @contextmanager
 def exclusive_folder(folder: Path, what: str) -> Iterator[None]:
     """Lock a folder for this process; a missing one is created, and removed after an error if empty.
 
     Raises `ConfigError`, which begins with `what`, as `FolderLock` does, and for a file of that name.
     """
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{what}: is a file; name a folder")
+    _require_folder(folder, what)
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"{what}: cannot write in {folder} ({error.strerror}); name another folder"
-        ) from None
+        raise _unwritable(folder, what, error) from None
     try:
         with FolderLock(folder / LOCK_FILE, what):
             yield
@@ -204,9 +218,9 @@ _TRIES = 100
 
 @contextmanager
 def temporary_folder(prefix: str = "socflower-", *, within: Path | None = None) -> Iterator[Path]:
-    """Yield an empty folder in `within`, or where the system keeps temporary files; remove it at the end.
+    """Yield an empty folder in `within`, or among the system's temporary files; remove it at the end.
 
-    Raises `OSError` where it cannot be made.
+    Raises `OSError` if it cannot be made.
     """
     parent = Path(tempfile.gettempdir()) if within is None else within
     remove_abandoned(parent, prefix)
@@ -225,19 +239,16 @@ def new_folder(out: Path, *, within: Path | None = None) -> Iterator[Path]:
 
     It is created in `within`, by default in `out` or its nearest existing parent.
     """
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out {out}: is a file; name a folder")
-    nearest = within or next(
-        (parent for parent in (out, *out.parents) if parent.exists()), Path(".")
-    )
+    what = f"--out {out}"
+    _require_folder(out, what)
     # On the file system of `out`, so that the move is a rename and write errors appear before training.
+    existing = (parent for parent in (out, *out.parents) if parent.exists())
+    nearest = within or next(existing, Path("."))
     with ExitStack() as stack:
         try:
             temporary = stack.enter_context(temporary_folder(UNFINISHED, within=nearest))
         except OSError as error:
-            raise ConfigError(
-                f"--out {out}: cannot write in {nearest} ({error.strerror}); name another folder"
-            ) from None
+            raise _unwritable(nearest, what, error) from None
         yield temporary
         out.mkdir(parents=True, exist_ok=True)
         for entry in temporary.iterdir():
@@ -254,14 +265,14 @@ def remove_abandoned(parent: Path, prefix: str = "socflower-") -> None:
             # No link is followed: in a world-writable folder any user may have created it.
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:
-            # Removed meanwhile, or another user's.
+            # It was removed meanwhile, or is another user's.
             continue
         try:
             if os.fstat(descriptor).st_uid == os.getuid():
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
         except OSError:
-            # In use, or on a file system without locks.
+            # It is in use, or on a file system without locks.
             pass
         finally:
             os.close(descriptor)
@@ -282,7 +293,7 @@ def _make(parent: Path, prefix: str) -> tuple[Path, int]:
             os.close(descriptor)
             continue
         except OSError:
-            # No locks on this file system; other processes cannot lock it either, so none removes it.
+            # This file system has no locks, so no other process can lock the folder to remove it.
             return folder, descriptor
         if folder.is_dir():
             return folder, descriptor
