@@ -169,17 +169,6 @@ def _is_free(pid: int) -> bool:
     return False
 
 
-def _is_free(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        # Another user's.
-        pass
-    return False
-
-
 def _require_folder(folder: Path, what: str) -> None:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{what}: is a file; name a folder")
