@@ -2,6 +2,8 @@
 
 import math
 import reprlib
+from collections.abc import Collection
+from difflib import get_close_matches
 from numbers import Real
 
 
@@ -29,6 +31,15 @@ class TrainingFailed(SocflowerError):
 
     The command line exits with status 1.
     """
+
+
+def require_known(where: str, name: object, known: Collection[str]) -> None:
+    """Raise `ConfigError` for a name that is not among `known`; the text lists those, and the closest one."""
+    if name in known:
+        return
+    close = get_close_matches(str(name), known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ConfigError(f"{where} {name!r} is unknown, known are {', '.join(known)}{hint}")
 
 
 def require_type(where: str, kinds: tuple[type, ...], expected: str, /, **values: object) -> None:
