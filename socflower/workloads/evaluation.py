@@ -144,7 +144,8 @@ def _sums(
     if isinstance(batch, Mapping):
         return _model_s_own_sums(model, batch, own)
     if isinstance(batch, tuple | list) and len(batch) == 2:
-        return _classifier_sums(model, *batch, own)
+        inputs, labels = batch
+        return _classifier_sums(model, inputs, labels, own)
     raise ConfigError(
         f"evaluation: the data give {form_of(batch)}, which has no known metric; {_GIVE_STEP}"
     )

@@ -7,6 +7,7 @@ small images, with a 3x3 stem and no max-pool; MobileNetV1 (Howard et al. 2017),
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -251,6 +252,10 @@ def build_model(
     an unknown name and for sizes that the model does not support.
     """
     require_known("model.name", name, _BUILDERS)
-    sizes = {"in_channels": in_channels, "image_size": image_size, "num_classes": num_classes}
+    sizes: dict[str, Any] = {
+        "in_channels": in_channels,
+        "image_size": image_size,
+        "num_classes": num_classes,
+    }
     require_range(f"model {name}", least=1, **sizes)
     return drawn(partial(_BUILDERS[name], **sizes), seed)

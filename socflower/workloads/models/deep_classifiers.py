@@ -138,9 +138,9 @@ def mobilenet_v2(*, in_channels: int, image_size: int, num_classes: int) -> nn.S
     require_size("mobilenet-v2", image_size, 16)
     is_small = image_size < _SMALL_IMAGE
     layers = [*convolution_norm(in_channels, 32, 3, 1 if is_small else 2), nn.ReLU6()]
-    for number, (*sizes, stride) in enumerate(_MOBILENET_V2_STAGES):
-        first_stride = 1 if is_small and number == 1 else stride
-        layers += _inverted_residuals(*sizes, first_stride, layers, nn.ReLU6, excited=False)
+    for number, stage in enumerate(_MOBILENET_V2_STAGES):
+        stride = 1 if is_small and number == 1 else stage[-1]
+        layers += _inverted_residuals(layers, stage, stride, nn.ReLU6, excited=False)
     return _classifier(layers, nn.ReLU6(), num_classes)
 
 
@@ -162,28 +162,27 @@ def efficientnet_b1(*, in_channels: int, image_size: int, num_classes: int) -> n
     require_size("efficientnet-b1", image_size, 16)
     stem_stride = 1 if image_size < _SMALL_IMAGE else 2
     layers = [*convolution_norm(in_channels, 32, 3, stem_stride), nn.SiLU()]
-    for expansion, kernel_size, out_channels, num_blocks, stride in _EFFICIENTNET_STAGES:
-        num_blocks = math.ceil(_B1_DEPTH * num_blocks)
-        sizes = (expansion, kernel_size, out_channels, num_blocks, stride)
-        layers += _inverted_residuals(*sizes, layers, nn.SiLU, excited=True)
+    for stage in _EFFICIENTNET_STAGES:
+        layers += _inverted_residuals(
+            layers, stage, stage[-1], nn.SiLU, depth=_B1_DEPTH, excited=True
+        )
     return _classifier(layers, nn.SiLU(), num_classes)
 
 
 def _inverted_residuals(
-    expansion: int,
-    kernel_size: int,
-    out_channels: int,
-    num_blocks: int,
-    stride: int,
     before: list[nn.Module],
+    stage: tuple[int, int, int, int, int],
+    stride: int,
     activation: type[nn.Module],
     *,
+    depth: float = 1.0,
     excited: bool,
 ) -> list[nn.Module]:
     """Return the blocks of a stage behind the layers `before`; the first block has the stride."""
+    expansion, kernel_size, out_channels, num_blocks, _ = stage
     blocks: list[nn.Module] = []
     channels = _last_channels(before)
-    for _ in range(num_blocks):
+    for _ in range(math.ceil(depth * num_blocks)):
         block = InvertedResidual(
             channels,
             out_channels,

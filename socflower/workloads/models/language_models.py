@@ -4,6 +4,7 @@ A model is built for one length: a size that `forward` reads from the input woul
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -147,7 +148,7 @@ def bert_small(
     require_range(name, least=1, most=_BERT_LENGTH, length=length)
     require_range(name, least=1, num_classes=num_classes, vocabulary=vocabulary)
     require_range(name, least=0, dropout=dropout)
-    sizes = {"num_blocks": 4, "width": 512, "num_heads": 8, "length": length}
+    sizes: dict[str, Any] = {"num_blocks": 4, "width": 512, "num_heads": 8, "length": length}
     build = partial(Bert, **sizes, vocabulary=vocabulary, num_classes=num_classes, dropout=dropout)
     return drawn(build, seed)
 
@@ -167,7 +168,12 @@ def gpt_small(
     give equal weights; torch's global random state is neither read nor changed. Raises ConfigError for a width that is
     no multiple of its heads.
     """
-    sizes = {"length": length, "vocabulary": vocabulary, "width": width, "num_blocks": num_blocks}
+    sizes: dict[str, Any] = {
+        "length": length,
+        "vocabulary": vocabulary,
+        "width": width,
+        "num_blocks": num_blocks,
+    }
     require_range("model gpt-small", least=1, **sizes)
     require_range("model gpt-small", least=0, dropout=dropout)
     return drawn(partial(Gpt, **sizes, num_heads=max(1, width // 64), dropout=dropout), seed)
