@@ -17,11 +17,11 @@ _LARGEST_KEPT_BYTES = 64 << 20
 
 @cache
 def keep_freed_memory() -> None:
-    """Let this process keep the memory that one batch frees for the next one, where the C library is glibc.
+    """Let glibc keep the memory that one batch frees for the next one; other C libraries are left alone.
 
     By default glibc returns large blocks to the system when they are freed and takes them again page by page, which
     was a third of the processor time of training and evaluating small convolutions. Thresholds that the user has set
-    by `MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_` or `GLIBC_TUNABLES` stay as they are.
+    by `MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_` or `GLIBC_TUNABLES` remain.
     """
     if any(
         name in os.environ
