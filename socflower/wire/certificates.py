@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -34,6 +34,9 @@ _DNS_NAME = re.compile(rf"(?=.{{1,253}}\Z)(?!ca\Z){_LABEL}(\.{_LABEL})*")
 _START_OVER = "put the right file back, or start with an empty folder"
 
 
+_Status: TypeAlias = Literal["new", "kept", "renewed"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostCertificate:
     """The files of one host; copy all three to it, and make the key readable only by its Flower user."""
@@ -43,7 +46,7 @@ class HostCertificate:
     certificate: Path
     key: Path
     not_after: datetime
-    status: Literal["new", "kept", "renewed"]
+    status: _Status
 
     @property
     def node_config(self) -> str:
@@ -105,16 +108,21 @@ def write_certificates(
             ) from None
     made = {}
     for host in names:
-        certificate, key = _files(stems[host])
-        made[host] = HostCertificate(
-            host=host,
-            ca=folder / "ca.pem",
-            certificate=certificate,
-            key=key,
-            not_after=pairs[host][0].not_valid_after_utc,
-            status="kept" if host in kept else "renewed" if host in present else "new",
-        )
+        status: _Status = "renewed" if host in present else "new"
+        if host in kept:
+            status = "kept"
+        not_after = pairs[host][0].not_valid_after_utc
+        made[host] = _of_files(host, folder / "ca.pem", stems[host], not_after, status)
     return made
+
+
+def _of_files(
+    host: str, ca: Path, stem: Path, not_after: datetime, status: _Status
+) -> HostCertificate:
+    certificate, key = _files(stem)
+    return HostCertificate(
+        host=host, ca=ca, certificate=certificate, key=key, not_after=not_after, status=status
+    )
 
 
 _Pair = tuple[x509.Certificate, ec.EllipticCurvePrivateKey]

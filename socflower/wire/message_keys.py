@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import Field
 
@@ -144,13 +144,31 @@ def decode(kind: type[_Values], record: Mapping[str, Any], name: str) -> _Values
         raise ConfigError(f"{name} record: {text}") from None
 
 
+class Record:
+    """Base of dataclasses that travel as records of Flower messages; `RECORD` names them in errors."""
+
+    __slots__ = ()
+    RECORD: ClassVar[str]
+
+    def encode(self) -> dict[str, Any]:
+        """Return the values as a Flower record's scalars and lists."""
+        return encode(self)
+
+    @classmethod
+    def decode(cls, record: Mapping[str, Any]) -> Self:
+        """Return the dataclass of a record; `ConfigError` names missing and unknown keys."""
+        return decode(cls, record, cls.RECORD)
+
+
 def _empty_by_default(kind: Any) -> set[str]:
     return {entry.name for entry in fields(kind) if entry.default in _EMPTY}
 
 
 @checked
-class GroupTask:
+class GroupTask(Record):
     """The work of one group between two synchronisations; each member derives its part from it alone."""
+
+    RECORD = "group"
 
     group_id: int
     num_groups: int
@@ -197,15 +215,6 @@ class GroupTask:
                 f"group {self.group_id}: needs a leader among its members, and {num_members} "
                 "capacities and partitions"
             )
-
-    def encode(self) -> dict[str, Any]:
-        """Return the task as a Flower record's scalars and lists."""
-        return encode(self)
-
-    @classmethod
-    def decode(cls, record: Mapping[str, Any]) -> "GroupTask":
-        """Return the task of a record; `ConfigError` names missing and unknown keys."""
-        return decode(cls, record, "group")
 
 
 @checked
@@ -374,8 +383,10 @@ _Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 @checked
-class HeatReport:
+class HeatReport(Record):
     """A device's state while it handled a message. Unknown values are None, and have no key in the record."""
+
+    RECORD = "heat"
 
     # At the end.
     temperature_c: float | None = None
@@ -398,11 +409,11 @@ class HeatReport:
     notes: tuple[str, ...] = ()
 
     def encode(self) -> dict[str, Any]:
-        """Return the report as a Flower record's scalars and lists."""
+        """Return the known values as a Flower record's scalars and lists."""
         return {key: value for key, value in encode(self).items() if value is not None}
 
     @classmethod
-    def decode(cls, record: Mapping[str, Any]) -> "HeatReport":
+    def decode(cls, record: Mapping[str, Any]) -> Self:
         """Return the report of a record; `ConfigError` for an invalid key or value."""
         optional = [entry.name for entry in fields(cls) if entry.default is None]
         unknown = {name.replace("_", "-"): None for name in optional}

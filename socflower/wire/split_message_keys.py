@@ -1,12 +1,11 @@
 """Keys and records that strategy and edges of a split training exchange in Flower messages, without Flower."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 from socflower.errors import ConfigError
 from socflower.field_rules import OneOf, checked
-from socflower.wire.message_keys import decode, encode
+from socflower.wire.message_keys import Record
 
 SPLIT = "split"
 """The record of a TRAIN message for the edge's part of a split training."""
@@ -25,8 +24,10 @@ EDGE_ALONE = -1
 
 
 @checked
-class SplitTask:
+class SplitTask(Record):
     """The work of one message: a span of batches, for one party or, in one process, for all of them."""
+
+    RECORD = SPLIT
 
     # The parties of this task.
     parties: tuple[int, ...]
@@ -77,19 +78,12 @@ class SplitTask:
                 f"batches {self.first_batch} to {end} of {self.total_batches} do not exist"
             )
 
-    def encode(self) -> dict[str, Any]:
-        """Return the task as a Flower record's scalars and lists."""
-        return encode(self)
-
-    @classmethod
-    def decode(cls, record: Mapping[str, Any]) -> "SplitTask":
-        """Return the task of a record; `ConfigError` names missing and unknown keys."""
-        return decode(cls, record, SPLIT)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SplitReport:
+class SplitReport(Record):
     """The edge's measurements of a span of batches on a real link."""
+
+    RECORD = SPLIT_REPORT
 
     # At the end.
     cut: int
@@ -104,12 +98,3 @@ class SplitReport:
     reconnects: int = 0
     # Re-cuts and lost links, one line each.
     events: tuple[str, ...] = ()
-
-    def encode(self) -> dict[str, Any]:
-        """Return the report as a Flower record's scalars and lists."""
-        return encode(self)
-
-    @classmethod
-    def decode(cls, record: Mapping[str, Any]) -> "SplitReport":
-        """Return the report of a record."""
-        return decode(cls, record, SPLIT_REPORT)
