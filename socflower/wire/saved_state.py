@@ -169,25 +169,27 @@ def unseal(
         raise DamagedFile(f"{where} is damaged (its digest does not fit)", kind.remedy)
     line, _, _ = content[len(first_line) + 1 :].partition(b"\n")
     header: dict[str, Any] = json.loads(line)
-    schema = header["schema"]
-    if header["kind"] != kind.name:
-        raise ConfigError(
-            f"{where} is of another kind ({header['kind']}, not {kind.name}); {kind.remedy}"
-        )
-    if schema != kind.schema:
-        age = "a newer" if schema > kind.schema else "an older"
-        raise ConfigError(
-            f"{where} was written by {age} version of socflower ({header['version']}, schema {schema}, "
-            f"not {kind.schema}); use that version, or {kind.remedy}"
-        )
-    if header["owner"] != owner:
-        raise ConfigError(
-            f"{where} belongs to {header['owner'] or 'nobody'}, not to {owner or 'nobody'}; name another "
-            f"folder, or {kind.remedy}"
-        )
+    mismatch = _mismatch(header, kind, owner)
+    if mismatch is not None:
+        raise ConfigError(f"{where} {mismatch}, or {kind.remedy}")
     if header["number"] != number:
         raise DamagedFile(f"{where} is number {header['number']} under another name", kind.remedy)
     return header["state"], rest[len(line) + 1 :]
+
+
+def _mismatch(header: Mapping[str, Any], kind: StateKind, owner: str) -> str | None:
+    """Return why an undamaged entry cannot be used, and the first remedy."""
+    schema, own = header["schema"], header["owner"]
+    if header["kind"] != kind.name:
+        return f"is of another kind ({header['kind']}, not {kind.name}); name another folder"
+    if schema != kind.schema:
+        age = "a newer" if schema > kind.schema else "an older"
+        form = f"{header['version']}, schema {schema}, not {kind.schema}"
+        return f"was written by {age} version of socflower ({form}); use that version"
+    if own != owner:
+        names = f"{own or 'nobody'}, not to {owner or 'nobody'}"
+        return f"belongs to {names}; name another folder"
+    return None
 
 
 def read_sealed(
