@@ -233,7 +233,7 @@ def _line(kind: type, document: Any, where: str, error: Any) -> str:
     value, entry = document, None
     while loc:
         if isinstance(value, date | time):
-            # Which pydantic was handed as a table.
+            # pydantic got it as a table.
             return f"{_place(where, path)} must be a table, got {_shown(value)}"
         keys = keys_of(kind)
         name = str(loc.pop(0))
@@ -248,7 +248,7 @@ def _line(kind: type, document: Any, where: str, error: Any) -> str:
         value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
         inner, shape = table_of(entry.annotation)
         if inner is None and get_origin(entry.annotation) is dict:
-            # Of plain values, by name.
+            # The key takes plain values by name.
             if not isinstance(value, Mapping):
                 return f"{_place(where, path)} must be a table, got {_shown(value)}"
             path.append(loc[0])

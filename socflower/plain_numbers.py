@@ -21,7 +21,7 @@ def plain_numbers(made: T) -> T:
         cast(Any, made).__init__ if isinstance(made, type) else cast(Any, made)
     )
 
-    # At the first call, when every name of the annotations is defined.
+    # It runs at the first call, when every name of the annotations is defined.
     @functools.cache
     def numeric() -> tuple[frozenset[str], frozenset[int]]:
         names, places = set(), set()

@@ -62,7 +62,7 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     except UnicodeDecodeError:
         problem = "is not UTF-8 text; is it a TOML file?"
     except (RecursionError, ValueError) as error:
-        # Not only wrong syntax: tables may be nested too deeply, and numbers have too many digits for Python.
+        # Besides wrong syntax, tables may be nested too deeply, and numbers may have too many digits for Python.
         problem = f"not valid TOML: {str(error).partition(';')[0]}"
     raise ConfigError(f"{what} {path}: {problem}")
 

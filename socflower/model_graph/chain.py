@@ -56,7 +56,7 @@ class Piece:
 
     # The name of its first module with weights, else of its last operation.
     name: str
-    # With the constants that they need, in order.
+    # The operations with the constants that they need, in order.
     operations: tuple[Operation, ...]
     # The operations whose results enter; empty: the model's input enters.
     entering: tuple[Operation, ...]

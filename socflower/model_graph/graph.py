@@ -357,7 +357,7 @@ def _writes_in_place(model: nn.Module, node: fx.Node) -> bool:
     if node.op not in ("call_method", "call_function"):
         return False
     name = str(getattr(node.target, "__name__", node.target))
-    # Such as `operator.iadd`, the augmented assignments.
+    # Augmented assignments are functions such as `operator.iadd`.
     is_operator = getattr(node.target, "__module__", "") == "_operator" and name in vars(operator)
     is_augmented = is_operator and name[0] == "i"
     is_inplace = bool(node.kwargs.get("inplace"))

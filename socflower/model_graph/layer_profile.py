@@ -377,7 +377,7 @@ def _layers(skeleton: nn.Module, tallies: dict[str, _Tally], size: int) -> tuple
     counted: set[int] = set()
     layers: dict[str, LayerProfile] = {}
     output_bytes: Counter[str] = Counter()
-    # Made by modules that are not layers, by the leaf before.
+    # The output of modules that are not layers, by the leaf before them.
     unclaimed: Counter[str] = Counter()
     for name in [*tallies, *never_run]:
         module, tally = modules[name], tallies.get(name, _Tally())

@@ -197,7 +197,7 @@ def _problem(
 def _issue(stem: Path, host: str | None, issuer: _Pair | None, valid_days: int) -> _Pair:
     """Make a key and a host's certificate, or without `issuer` an authority's, and write both."""
     key = ec.generate_private_key(ec.SECP256R1())
-    # For people: TLS uses the alternative name. It has at most 64 characters.
+    # People read this name; TLS uses the alternative name. It has at most 64 characters.
     text = (host or "socflower private certificate authority")[:64]
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
     not_after = _now() + timedelta(days=valid_days)

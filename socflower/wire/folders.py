@@ -66,7 +66,7 @@ class FolderLock:
         on_wait: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.path = path
-        # No fallback to a lock by existence, which would outlive a killed process.
+        # A fallback to a lock by existence would outlive a killed process.
         self._lock = FileLock(
             path, thread_local=False, fallback_to_soft=False, poll_interval=_POLL_S
         )
@@ -230,7 +230,7 @@ def new_folder(out: Path, *, within: Path | None = None) -> Iterator[Path]:
     """
     what = f"--out {out}"
     _require_folder(out, what)
-    # On the file system of `out`, so that the move is a rename and write errors appear before training.
+    # The temporary folder is on the file system of `out`, so that the move is a rename and write errors appear before training.
     existing = (parent for parent in (out, *out.parents) if parent.exists())
     nearest = within or next(existing, Path("."))
     with ExitStack() as stack:

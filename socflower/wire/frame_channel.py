@@ -61,9 +61,9 @@ class MessageKinds(Protocol[M]):
 class ChannelLimits:
     """Limits of one end, in bytes."""
 
-    # Of one part of a message that it sends.
+    # The size of one part of a message that it sends.
     part_bytes: Annotated[int, Field(ge=1, le=LARGEST_PART_BYTES)] = 256 << 10
-    # Of received messages that it has not processed.
+    # The size of received messages that it has not processed.
     credit_bytes: Annotated[int, Field(ge=1)] = 64 << 20
 
 
@@ -114,9 +114,9 @@ class SentMessage:
 
     # Whether this end sent it.
     sent: bool
-    # With framing.
+    # The size with framing.
     num_bytes: int
-    # From its first byte, or the end of the transfer before it, until its acknowledgement.
+    # The time from its first byte, or from the end of the transfer before it, until its acknowledgement.
     seconds: float
     # The time of the acknowledgement, on the channel's clock.
     at_s: float
@@ -126,7 +126,7 @@ class SentMessage:
 class Traffic:
     """The traffic of a channel over all its streams."""
 
-    # Of all frames, also repeated ones.
+    # The size of all frames, also of repeated ones.
     sent_bytes: int = 0
     received_bytes: int = 0
     # 1 if no stream broke.
@@ -167,11 +167,11 @@ class FrameChannel(Generic[M]):
         self._clock = clock
         self._changed = Condition()
         self._failure: Exception | None = None
-        # Of the present stream, also after it was detached.
+        # The present stream, also after it was detached.
         self._stream_id = 0
         self._attached = False
         self._progress_s = clock()
-        # As sender.
+        # The state of a sender.
         self._next_number = 1
         self._unacknowledged: deque[_Unacknowledged] = deque()
         self._unacknowledged_bytes = 0
@@ -183,7 +183,7 @@ class FrameChannel(Generic[M]):
         self._unused_by_peer: deque[tuple[int, int]] = deque()
         # The last time at which everything sent was acknowledged.
         self._free_s = -math.inf
-        # As receiver.
+        # The state of a receiver.
         # Costs and messages.
         self._inbox: deque[tuple[int, M]] = deque()
         self._inbox_bytes = 0

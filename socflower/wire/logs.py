@@ -52,7 +52,7 @@ class RefusalLog:
 
     def report(self, peer: str, line: str) -> None:
         """Log a line about `peer`, an address with a port at its end or none, or count it."""
-        # Without the port, which is another one at each attempt.
+        # The port is left out, since it is another one at each attempt.
         host = peer.rpartition(":")[0] or peer
         with self._lock:
             lines_to_log = self._ended()

@@ -194,9 +194,9 @@ class GroupTask(Record):
     # The epoch at whose start data were last redistributed.
     deal_epoch: int
     seed: int
-    # Of the whole data set, as given to the strategy.
+    # The size of the whole data set, as given to the strategy.
     num_samples: int
-    # Of each member's throughput (F10); empty if clients measure it, or have no use for it.
+    # The NPU's part of each member's throughput (F10); empty if clients measure it, or have no use for it.
     npu_ratios: tuple[float, ...] = ()
     # The proximal term of FedProx, if the groups are its clients.
     proximal_mu: float = 0.0
@@ -258,7 +258,7 @@ class RingTask:
     leaders: tuple[str, ...] = ()
     # If they form a tree, the place of each group's leader: "group board server".
     leader_places: tuple[str, ...] = ()
-    # Of the leaders' exchange: "none", "fp16" or "int8".
+    # The compression of the leaders' exchange: "none", "fp16" or "int8".
     leader_compression: str = "none"
     # Digest of the error feedback of that compression, which the group's members keep.
     feedback_sha256: str = ""
@@ -274,16 +274,16 @@ class PipelineTask:
     plan: str
     # How the model is cut into the plan's layers.
     cuts: str
-    # Of `PipelineModel.sha256`.
+    # The digest of `PipelineModel.sha256`.
     layers_sha256: str
     # The shape that the plan was made for; empty if it is unknown.
     sample_shape: tuple[int, ...] = ()
-    # Of activations that cross a cut.
+    # The width of activations that cross a cut.
     bits: int = 32
     gradient_bits: int = 32
     # Error feedback for fewer bits: "none", "diagonal" or "rank-one".
     feedback: str = "none"
-    # Of each of the plan's devices; empty: unbounded.
+    # The memory of each of the plan's devices; empty: unbounded.
     budget_bytes: tuple[float, ...] = ()
     # Stages on one device are backed up after so many updates; 0: once an interval.
     backup_steps: int = 0
@@ -347,7 +347,7 @@ class RingOutcome:
 class DeviceReport:
     """The devices on which the work of a reply was trained."""
 
-    # Such as "cpu" and "cuda:0 (Orin)": one for each of `socs`, or one for a client alone.
+    # Names such as "cpu" and "cuda:0 (Orin)": one for each of `socs`, or one for a client alone.
     devices: tuple[str, ...]
     # The SoCs of a group.
     socs: tuple[int, ...] = ()
@@ -359,7 +359,7 @@ class DeviceReport:
 class RoundNotes:
     """The grid's observations of groups between a round's messages and its replies."""
 
-    # Of each event its kind, its group and its text.
+    # The kind, the group and the text of each event.
     kinds: tuple[str, ...] = ()
     groups: tuple[int, ...] = ()
     texts: tuple[str, ...] = ()
@@ -388,7 +388,7 @@ class HeatReport(Record):
 
     RECORD = "heat"
 
-    # At the end.
+    # The temperature at the end.
     temperature_c: float | None = None
     peak_c: float | None = None
     # Mean clock while it worked, divided by the highest clock.

@@ -97,7 +97,7 @@ class StateKind:
 
     # How errors call an entry.
     name: str
-    # To be raised when the content changes.
+    # Raise it when the content changes.
     schema: int
     # What a user can do about an entry that cannot be used.
     remedy: str

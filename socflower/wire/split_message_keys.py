@@ -31,19 +31,19 @@ class SplitTask(Record):
 
     # The parties of this task.
     parties: tuple[int, ...]
-    # Of the whole training.
+    # The parties of the whole training.
     num_parties: int
     mode: Annotated[str, OneOf(CLOUD_MODES)]
     # Whether the front half is in the cloud.
     reverse: bool
     # Counted from the start of training.
     first_batch: int
-    # Of each party, in this message.
+    # The batches of each party in this message.
     num_batches: int
     total_batches: int
     batches_per_epoch: int
     seed: int
-    # Of each party at the beginning; EDGE_ALONE for none.
+    # The cut of each party at the beginning; EDGE_ALONE for none.
     cuts: tuple[int, ...]
     bits: tuple[int, ...]
     # The replay window K of each party at the beginning.
@@ -59,7 +59,7 @@ class SplitTask(Record):
     session_first: int = 0
     # Hexadecimal, of that session.
     token: str = ""
-    # Of the server's split model.
+    # The fingerprint of the server's split model.
     fingerprint: str = ""
     # Digest of the server's frozen parameters, which are not sent.
     frozen_sha256: str = ""
@@ -85,7 +85,7 @@ class SplitReport(Record):
 
     RECORD = SPLIT_REPORT
 
-    # At the end.
+    # The cut and the width at the end.
     cut: int
     bits: int
     duration_s: float

@@ -27,7 +27,7 @@ class VerticalSamples:
 
     # (n,) int64.
     ids: torch.Tensor
-    # Per party (n, ...), of integers or floats.
+    # The features of each party (n, ...), integers or floats.
     features: tuple[torch.Tensor, ...]
     # (n,) int64.
     labels: torch.Tensor

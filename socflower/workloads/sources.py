@@ -39,7 +39,7 @@ class _ImageSet:
     hub_name: str
     # Channels, height, width.
     shape: tuple[int, int, int]
-    # Of the training pixels in 0..1, per channel.
+    # Constants of the training pixels in 0..1, per channel.
     mean: tuple[float, ...]
     std: tuple[float, ...]
     num_classes: int

@@ -74,7 +74,7 @@ def _problem(
 
 def _read(path: Path) -> dict[str, npt.NDArray[Any]]:
     try:
-        # Without pickle: the file may be untrusted.
+        # The file may be untrusted, so pickle is not allowed.
         with path.open("rb") as file:
             found = np.load(file, allow_pickle=False)
             if isinstance(found, np.lib.npyio.NpzFile):

@@ -44,7 +44,7 @@ class DeltaMessage:
 
     # Messages before this one.
     count: int
-    # Of the sender's state before this message.
+    # A digest of the sender's state before this message.
     digest: bytes
     # Features of the samples that are not held, in batch order.
     first: EncodedTensor | None
@@ -70,7 +70,7 @@ class DeltaEnd:
         self._max_bytes, self._grouping = max_bytes, grouping
         # Features by sample; the sample unused for longest is the first.
         self._held: dict[int, NDArray[Any]] = {}
-        # Of one sample.
+        # The shape of one sample.
         self._shape: tuple[int, ...] = ()
         self._count = 0
         # Ends with different settings must not accept each other's messages.

@@ -143,7 +143,7 @@ class BasicBlock(nn.Module):
         projection = [] if same_shape else convolution_norm(in_channels, out_channels, 1, stride)
         # An empty Sequential is the identity.
         self.shortcut = nn.Sequential(*projection)
-        # Not in place: if the model is cut here, the block's input belongs to the other half.
+        # The activation is not in place: if the model is cut here, the block's input belongs to the other half.
         self.relu = nn.ReLU()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
