@@ -230,7 +230,7 @@ def new_folder(out: Path, *, within: Path | None = None) -> Iterator[Path]:
     """
     what = f"--out {out}"
     _require_folder(out, what)
-    # The temporary folder is on the file system of `out`, so that the move is a rename and write errors appear before training.
+    # On the file system of `out` the move is a rename, and write errors appear before training.
     existing = (parent for parent in (out, *out.parents) if parent.exists())
     nearest = within or next(existing, Path("."))
     with ExitStack() as stack:
