@@ -30,7 +30,8 @@ def seed_generators(seed: int) -> None:
     """
     torch.default_generator.manual_seed(seed)
     for module in _in_use():
-        getattr(module, "manual_seed_all", module.manual_seed)(seed)
+        seed_all = getattr(module, "manual_seed_all", None) or module.manual_seed
+        seed_all(seed)
 
 
 def _in_use() -> Iterator[Any]:
