@@ -168,6 +168,11 @@ class LayerSeconds:
         table = self.prefixes(num_samples)[1]
         return float(table[last + 1, num_samples] - table[first, num_samples])
 
+    def both(self, first: int, last: int, num_samples: int) -> float:
+        """Return the seconds of both passes of layers `first` to `last`."""
+        there_s = self.forward(first, last, num_samples)
+        return there_s + self.backward(first, last, num_samples)
+
     def prefixes(self, max_samples: int) -> tuple[Floats, Floats]:
         """Return forward and backward seconds of the first l layers as [l][samples], for at least `max_samples`.
 
@@ -245,15 +250,21 @@ class PipelineProblem:
     gradient_part: float = 1.0
 
     def __post_init__(self) -> None:
-        sizes = {
-            "micro_batch_size": self.micro_batch_size,
-            "num_micro_batches": self.num_micro_batches,
-            "num_devices": len(self.devices),
-        }
-        parts = {"activation_part": self.activation_part, "gradient_part": self.gradient_part}
-        require_range("pipeline", least=1, **sizes)
+        require_range(
+            "pipeline",
+            least=1,
+            num_devices=len(self.devices),
+            micro_batch_size=self.micro_batch_size,
+            num_micro_batches=self.num_micro_batches,
+        )
         require_range("pipeline", least=0, optimizer_copies=self.optimizer_copies)
-        require_range("pipeline", above=0, most=1, **parts)
+        require_range(
+            "pipeline",
+            above=0,
+            most=1,
+            activation_part=self.activation_part,
+            gradient_part=self.gradient_part,
+        )
         if len(self._device_of) < len(self.devices):
             socs = [device.soc for device in self.devices]
             raise ConfigError(f"pipeline: devices of SoCs {socs} must have different slots")
