@@ -29,6 +29,14 @@ class ReadModel:
     model: PipelineModel
     chain: ModelChain
 
+    def tensor_names(self, first: int, last: int) -> frozenset[str]:
+        """Return the names of the parameters and buffers of layers `first` to `last`."""
+        found = frozenset[str]()
+        for piece in self.chain.pieces[first : last + 1]:
+            for operation in piece.operations:
+                found |= operation.tensors
+        return found
+
     def stage(self, module: nn.Module, first: int, last: int) -> nn.Module:
         """Return layers `first` to `last` of `module`, which share its weights; see `ModelChain.module`."""
         return self.chain.module(module, first, last)

@@ -17,8 +17,8 @@ from socflower.pipeline.profiler.estimates import pipeline_problem
 from socflower.pipeline.profiler.int8_parts import int8_part, require_int8
 from socflower.pipeline.profiler.layers import Granularity, read_model
 from socflower.pipeline.profiler.measuring import measure_layers
-from socflower.pipeline.runtime.member import TrainedModel
 from socflower.pipeline.runtime.payloads import ActivationCoding
+from socflower.pipeline.runtime.trained_model import TrainedModel
 from socflower.training.fp32 import FP32Trainer, sgd
 from tests.one_line import refused
 from tests.pipeline.problems import straight_plan
