@@ -84,9 +84,7 @@ class Paper(Table):
         """Return a table or figure; raises `ConfigError` for an unknown one."""
         items = {item.id: item for item in self.items}
         if item_id not in items:
-            raise ConfigError(
-                f"paper {self.name}: has no {item_id!r}; use one of {', '.join(items)}"
-            )
+            raise ConfigError(f"paper {self.name}: has no {item_id!r}; use one of {[*items]}")
         return items[item_id]
 
 
@@ -131,7 +129,7 @@ class Row:
 def read_paper(name: str) -> Paper:
     """Return a paper by name; raises `ConfigError` for an unknown one."""
     if name not in PAPERS:
-        raise ConfigError(f"paper {name!r} is unknown; use one of {', '.join(PAPERS)}")
+        raise ConfigError(f"paper {name!r} is unknown; use one of {[*PAPERS]}")
     file = resources.files(f"socflower.paper.{name}").joinpath("figures.toml")
     return read_table(Paper, tomllib.loads(file.read_text("utf-8")), f"figures of {name}")
 

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from socflower.errors import ConfigError, InfeasiblePlan, require_range
 from socflower.field_rules import checked
-from socflower.pipeline.problem import PipelineProblem
+from socflower.pipeline.problem import PipelineDevice, PipelineProblem
 
 _Positive = Annotated[int, Field(ge=1)]
 
@@ -141,14 +141,13 @@ class PipelinePlan:
             # A stage that waits for more forward passes than the stage before may do would never continue.
             if stage.in_flight > most:
                 raise ConfigError(
-                    f"pipeline: in_flight = {stage.in_flight} of a stage must be at most {most}, as of "
-                    f"the stage before, and at most num_micro_batches = {self.num_micro_batches}"
+                    f"pipeline: in_flight = {stage.in_flight} must be at most {most}, the number of the "
+                    "stage before, or num_micro_batches"
                 )
             next_layer, most = stage.last_layer + 1, stage.in_flight
         if self.policy == Policy.BACKWARD_AFTER_FORWARD and most < self.num_micro_batches:
             raise ConfigError(
-                f"pipeline: in_flight = {most} must be {self.num_micro_batches}, all micro-batches, for "
-                "backward after forward"
+                f"pipeline: in_flight = {most} must be {self.num_micro_batches} for this policy"
             )
 
     @property
@@ -207,21 +206,16 @@ class PipelinePlan:
 
     def check(self, problem: PipelineProblem) -> None:
         """Raise `ConfigError` for another model's plan, `InfeasiblePlan` for a plan that exceeds a budget."""
-        if self.num_layers != problem.model.num_layers:
+        model = problem.model
+        if self.num_layers != model.num_layers:
             raise ConfigError(
-                f"pipeline: the plan has {self.num_layers} layers, model {problem.model.name} has "
-                f"{problem.model.num_layers}; plan it again"
+                f"pipeline: the plan has {self.num_layers} layers, {model.name} has {model.num_layers}"
             )
         for stage in self.stages:
             for soc, share in stage.members:
                 device, needed = problem.device(soc), stage.memory_bytes(problem, share)
                 if needed > device.memory_bytes * (1.0 + 1e-12):
-                    raise InfeasiblePlan(
-                        f"pipeline: layers {stage.first_layer} to {stage.last_layer} with {share} samples, "
-                        f"{stage.in_flight} in flight, need {needed / 1e6:.1f} MB on {device.name} "
-                        f"(SoC {soc}), whose budget is {device.memory_bytes / 1e6:.1f} MB; use smaller "
-                        "micro-batches or more devices"
-                    )
+                    raise _exceeds(stage, device, share, needed)
 
     def to_document(
         self, problem: PipelineProblem, prediction: "Prediction | None" = None
@@ -240,6 +234,17 @@ class PipelinePlan:
             "communication_bytes": self.communication_bytes(problem),
             "predicted": None if prediction is None else prediction.to_document(),
         }
+
+
+def _exceeds(
+    stage: Stage, device: PipelineDevice, share: int, needed_bytes: float
+) -> InfeasiblePlan:
+    first, last = stage.layers
+    return InfeasiblePlan(
+        f"pipeline: layers {first} to {last} with {share} samples, {stage.in_flight} in flight, need "
+        f"{needed_bytes / 1e6:.1f} MB on {device.name} (SoC {device.soc}), whose budget is "
+        f"{device.memory_bytes / 1e6:.1f} MB; use smaller micro-batches or more devices"
+    )
 
 
 def _require_different(socs: Sequence[int]) -> None:

@@ -265,15 +265,15 @@ class PipelineProblem:
             activation_part=self.activation_part,
             gradient_part=self.gradient_part,
         )
-        if len(self._device_of) < len(self.devices):
-            socs = [device.soc for device in self.devices]
-            raise ConfigError(f"pipeline: devices of SoCs {socs} must have different slots")
+        socs = [device.soc for device in self.devices]
+        if len(set(socs)) < len(socs):
+            raise ConfigError(f"pipeline: devices have SoCs {socs}; give each its own")
         for device in self.devices:
             self.cluster.board_of(device.soc)
-            if device.seconds.num_layers != self.model.num_layers:
+            num_layers = device.seconds.num_layers
+            if num_layers != self.model.num_layers:
                 raise ConfigError(
-                    f"pipeline: device {device.name} has seconds of {device.seconds.num_layers} "
-                    f"layers, model {self.model.name} has {self.model.num_layers}; profile it again"
+                    f"pipeline: {device.name} has seconds of {num_layers} layers; profile all of them"
                 )
 
     @property
@@ -293,8 +293,7 @@ class PipelineProblem:
     def device(self, soc: int) -> PipelineDevice:
         """Return the device in a slot; raises `ConfigError` if it does not take part."""
         if soc not in self._device_of:
-            socs = ", ".join(map(str, self._device_of))
-            raise ConfigError(f"pipeline: SoC {soc} is not among the devices; use one of {socs}")
+            raise ConfigError(f"pipeline: SoC {soc} is no device; use one of {[*self._device_of]}")
         return self._device_of[soc]
 
     def pass_s(
@@ -338,7 +337,8 @@ class PipelineProblem:
 
 def require_rising(where: str, batches: Sequence[int]) -> None:
     """Raise `ConfigError` unless batch sizes rise from 1 or more."""
-    if not batches or any(after <= before for before, after in pairwise((0, *batches))):
+    rises = all(before < after for before, after in pairwise((0, *batches)))
+    if not batches or not rises:
         raise ConfigError(f"{where}: batches = {list(batches)} must rise from 1 or more")
 
 

@@ -68,7 +68,7 @@ class Conditions:
 def conditions(
     *, kernel: str, num_threads: int, repeats: int, accelerator: torch.device | None = None
 ) -> Conditions:
-    """Return the conditions of this machine; `kernel` "" is the best one. Raises `ConfigError` for an unknown kernel."""
+    """Return the conditions of this machine; `kernel` "" is the best one. Raises `ConfigError` if it is unknown."""
     try:
         engine = _int8.Engine(num_threads, [], kernel)
     except (ValueError, RuntimeError) as error:

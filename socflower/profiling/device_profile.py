@@ -271,8 +271,7 @@ def existing_profile(out: Path, name: str) -> dict[str, Any] | None:
             f"--out {out}: exists and is no device profile ({error}); name another file"
         ) from None
     if list(profile["device"]) != [name]:
-        names = ", ".join(profile["device"])
-        raise ConfigError(f"--out {out}: holds {names}, not {name}; set --name or another file")
+        raise ConfigError(f"--out {out}: holds {[*profile['device']]}, not {name}; set --name")
     return profile
 
 

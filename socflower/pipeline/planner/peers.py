@@ -91,7 +91,7 @@ def compare(
     found = []
     for number, name in enumerate(chosen):
         if name not in PEERS:
-            raise ConfigError(f"pipeline: peer {name!r} is unknown; use one of {', '.join(PEERS)}")
+            raise ConfigError(f"pipeline: peer {name!r} is unknown; use one of {[*PEERS]}")
         on_step(f"comparing with {name}", number, len(chosen))
         tried = [_compared(name, sized, samples_on) for sized in choices]
         found.append(min(tried, key=lambda each: each.rank))
@@ -283,8 +283,7 @@ def two_d(problem: PipelineProblem) -> TwoDPlan:
     plan = best_two_d(problem)
     if plan is None:
         raise InfeasiblePlan(
-            f"2d: {len(problem.devices)} devices form no groups that hold the model and share "
-            f"{problem.micro_batch_size} samples; give more memory, or use a pipeline"
+            f"2d: no groups of {len(problem.devices)} devices hold the model; use a pipeline"
         )
     return plan
 

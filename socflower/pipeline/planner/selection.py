@@ -327,13 +327,11 @@ def _check(problem: PipelineProblem) -> None:
     model = problem.model
     if model.num_layers == 1:
         raise ConfigError(
-            f"pipeline: model {model.name} has one layer, {model.layers[0].name}; profile it in finer "
-            "layers, or train it by data parallelism"
+            f"pipeline: model {model.name} has one layer; profile it in finer layers, or use groups"
         )
     if len(problem.devices) == 1:
-        raise ConfigError(
-            f"pipeline: {problem.devices[0].name} is the only device; give more, or train on it alone"
-        )
+        (only,) = problem.devices
+        raise ConfigError(f"pipeline: {only.name} is the only device; give more, or train on it")
 
 
 def _simulated(

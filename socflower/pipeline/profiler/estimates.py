@@ -199,17 +199,13 @@ def _int8_socs(cluster: Cluster, socs: Sequence[int], wanted: Int8Socs) -> froze
     if wanted == "auto" and able:
         return frozenset(able)
     if isinstance(wanted, str) or not isinstance(wanted, Iterable) or (not able and wanted):
-        names = ", ".join(sorted({cluster.device_of(soc).name for soc in socs}))
+        names = sorted({cluster.device_of(soc).name for soc in socs})
         raise ConfigError(
-            f'pipeline: int8_socs = {wanted!r} must be numbers of SoCs or "auto", and a device among '
-            f"{names} must have an int8 processor"
+            f'pipeline: int8_socs = {wanted!r} must be SoCs or "auto", with an int8 processor in {names}'
         )
     for soc in wanted:
         if soc not in able:
-            raise ConfigError(
-                f"pipeline: int8_socs has SoC {soc}; use those with an int8 processor: "
-                f"{', '.join(map(str, able))}"
-            )
+            raise ConfigError(f"pipeline: int8_socs has SoC {soc}; use int8 processors of {able}")
     return frozenset(wanted)
 
 

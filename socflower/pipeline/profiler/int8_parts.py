@@ -41,9 +41,7 @@ class Int8Part:
             )
         except ConfigError as error:
             why = error.what if isinstance(error, UnsupportedOperator) else error
-            raise ConfigError(
-                f"pipeline: {self.name} cannot run in int8: {why}; leave int8_socs out, or change the model"
-            ) from None
+            raise ConfigError(f"pipeline: {self.name}: {why}; leave int8_socs out") from None
 
 
 def int8_part(module: nn.Module, chain: ModelChain, first: int, last: int) -> Int8Part:
@@ -81,8 +79,7 @@ def require_int8(read: ReadModel, module: nn.Module) -> None:
     """
     if read.model.cuts == Granularity.OPERATIONS:
         raise ConfigError(
-            f"pipeline: int8_socs needs larger pieces than cuts = {read.model.cuts!r}; use "
-            f"{Granularity.LAYERS.value!r} or {Granularity.BLOCKS.value!r}"
+            f"pipeline: int8_socs and cuts = {read.model.cuts!r} exclude each other; use cuts = 'layers'"
         )
     for number in range(read.model.num_layers):
         int8_part(module, read.chain, number, number).layers()
@@ -93,10 +90,10 @@ def _only(crossing: Sequence[Operation], where: str) -> Operation:
         raise ConfigError(
             f"pipeline: {len(crossing)} tensors go {where}, and int8_socs allows one; use cuts = 'blocks'"
         )
-    if crossing[0].dtype != torch.float32:
-        kind = str(crossing[0].dtype).removeprefix("torch.")
-        raise ConfigError(f"pipeline: {kind} goes {where}, and int8_socs needs float32")
-    return crossing[0]
+    (only,) = crossing
+    if only.dtype != torch.float32:
+        raise ConfigError(f"pipeline: {only.dtype} goes {where}, and int8_socs needs float32")
+    return only
 
 
 def _shape(operation: Operation) -> tuple[int, ...]:

@@ -145,9 +145,9 @@ class _Interval:
 def require_fp32(trainer: Trainer) -> FP32Trainer:
     """Return the trainer; `ConfigError` for another than `FP32Trainer`."""
     if not isinstance(trainer, FP32Trainer):
+        name = type(trainer).__name__
         raise ConfigError(
-            f"pipeline: {type(trainer).__name__} cannot train stages; give the client an FP32Trainer, "
-            "with int8_socs for devices in int8, or use groups"
+            f"pipeline: {name} cannot train stages; give an FP32Trainer and int8_socs"
         )
     return trainer
 
@@ -168,16 +168,15 @@ def read_like(
     if sample_shape and own_shape != sample_shape:
         if len(own_shape) != len(sample_shape):
             raise ConfigError(
-                f"pipeline: samples of the data have shape {own_shape}, and {sample_shape} was planned; "
-                "give pipeline_problem an example of these data"
+                f"pipeline: samples have shape {own_shape}, and {sample_shape} was planned; plan for these"
             )
         # The first sample may be shorter than others.
         inputs = inputs.new_zeros(1, *sample_shape)
     read = read_model(model, inputs, type(model).__name__, granularity=Granularity(cuts))
     if layers_sha256 and read.model.sha256 != layers_sha256:
         raise ConfigError(
-            f"pipeline: {type(model).__name__} has other layers here ({read.model.num_layers} in {cuts}) "
-            "than were planned; make model_fn return that model, with the same torch and socflower"
+            f"pipeline: {read.model.name} has other layers here than were planned; make model_fn return "
+            "that model, with the same torch and socflower"
         )
     return read
 

@@ -102,8 +102,7 @@ def refuse_unfit(trainer: FP32Trainer) -> None:
         value = getattr(trainer, option.name)
         if option.name in _OF_WHOLE_MODELS and value != option.default:
             raise ConfigError(
-                f"FP32Trainer: {option.name} = {value!r} is for groups, whose devices have whole models; "
-                "leave it out for a pipeline"
+                f"FP32Trainer: {option.name} = {value!r} is for groups; leave it out for a pipeline"
             )
 
 
@@ -229,8 +228,7 @@ class _SampleSource:
     def _read(self, lane: str, rows: NDArray[np.int64], key: tuple[int, ...]) -> Tensor:
         if self._data is None:
             raise ConfigError(
-                f"pipeline: SoC {self._soc} has no data to read samples from; give it some, or let "
-                "samples_on name the device that has them"
+                f"pipeline: SoC {self._soc} has no data; give it some, or set samples_on"
             )
         pair = pair_of(self._data.batch(torch.from_numpy(rows), key), "pipeline")
         return pair[lane == LABELS]
@@ -342,8 +340,7 @@ class StageMember:
             ]
             if len({weight.dtype for weight in weights}) > 1:
                 raise ConfigError(
-                    f"pipeline: layers {part.first_layer} to {part.last_layer} have weights of several "
-                    "types; cut the model between them"
+                    f"pipeline: layers {part.first_layer} to {part.last_layer} have several types of weights"
                 )
             if weights:
                 found.append((part, make_bucket(weights[::-1])))
@@ -456,14 +453,17 @@ class StageMember:
         for tensor, planned in zip(made, self.work.leaving, strict=True):
             shape = tuple(tensor.shape[1:])
             if shape != planned.shape:
-                what = "activations" if self.place.stage else "samples"
-                model = self._read.model
-                raise ConfigError(
-                    f"pipeline: {what} of shape {tuple(entering[0].shape[1:])} make activations of shape "
-                    f"{shape} behind layer {self._stage.last_layer} of {model.name}; planned samples of "
-                    f"shape {model.sample_shape} make {planned.shape}; pad or crop all samples to one "
-                    "shape, or train in groups"
-                )
+                raise self._other_shape(tuple(entering[0].shape[1:]), shape, planned.shape)
+
+    def _other_shape(
+        self, entered: tuple[int, ...], made: tuple[int, ...], planned: tuple[int, ...]
+    ) -> ConfigError:
+        what, model = "activations" if self.place.stage else "samples", self._read.model
+        return ConfigError(
+            f"pipeline: {what} of shape {entered} make activations of shape {made} behind layer "
+            f"{self._stage.last_layer} of {model.name}; planned samples of shape {model.sample_shape} make "
+            f"{planned}; pad or crop all samples to one shape, or train in groups"
+        )
 
     def _backward(self, batch: MicroBatch) -> Script[None]:
         gradients: list[Tensor | None] = []

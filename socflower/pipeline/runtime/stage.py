@@ -101,10 +101,11 @@ class _Saved:
 
 
 def _require_budget(name: str, needed_bytes: float, budget_bytes: float, in_flight: int) -> None:
-    if needed_bytes > budget_bytes:
+    needed, budget = needed_bytes / 1e6, budget_bytes / 1e6
+    if needed > budget:
         raise OutOfMemory(
-            f"{name}: needs {needed_bytes / 1e6:.1f} MB or more with {in_flight} micro-batches in flight, "
-            f"of a budget of {budget_bytes / 1e6:.1f} MB; use smaller or fewer ones, or more devices"
+            f"{name}: needs {needed:.1f} MB or more with {in_flight} micro-batches in flight, of a budget "
+            f"of {budget:.1f} MB; use smaller or fewer ones, or more devices"
         )
 
 

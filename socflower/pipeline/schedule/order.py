@@ -65,8 +65,7 @@ RULES = {"asteroid": ASTEROID, "a": InFlight(2, 0), "b": InFlight(1, 0), "c": In
 def rule(name: str) -> InFlight:
     """Return a rule of the paper by name; raises `ConfigError` for an unknown name."""
     if name not in RULES:
-        names = ", ".join(RULES)
-        raise ConfigError(f"pipeline: in_flight = {name!r} is unknown; use {names} or a number")
+        raise ConfigError(f"pipeline: in_flight = {name!r}; use one of {[*RULES]} or a number")
     return RULES[name]
 
 

@@ -196,7 +196,7 @@ PIXELS = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 5))
         (sequential(nn.GroupNorm(2, 4)), IMAGE, "layers", ("GroupNorm",)),
         (Tokens(), torch.zeros(2, 4, dtype=torch.int64), "layers", ("int64", "layer 0")),
         (PIXELS, (3, 6), "layers", ("layer 0",)),
-        (sequential(), IMAGE, "operations", ("'operations'", "'layers'", "'blocks'")),
+        (sequential(), IMAGE, "operations", ("'operations'", "'layers'")),
     ],
 )
 def test_what_int8_does_not_have_is_refused_before_anything_starts(
