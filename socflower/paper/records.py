@@ -30,8 +30,8 @@ SCORED, OTHER_READING, NOT_COMPARABLE, UNPRINTED = (
     "not printed",
 )
 USES = (SCORED, CALIBRATION, OTHER_READING, NOT_COMPARABLE, UNPRINTED)
-"""Cells under another reading of the paper are compared, but not scored. Cells that the paper has only in an image, or not
-at all, have only our value."""
+"""Cells under another reading of the paper are compared, but not scored. Cells that the paper has only in an image have
+only our value."""
 
 
 class Cell(Table):

@@ -237,7 +237,10 @@ class PipelinePlan:
 
 
 def _exceeds(
-    stage: Stage, device: PipelineDevice, share: int, needed_bytes: float
+    stage: Stage,
+    device: PipelineDevice,
+    share: int,
+    needed_bytes: float,
 ) -> InfeasiblePlan:
     first, last = stage.layers
     return InfeasiblePlan(
@@ -493,7 +496,13 @@ def from_json(text: str) -> Plan:
         if "groups" not in values:
             return _pipeline(values)
         groups = tuple(map(_pipeline, values["groups"]))
-        return TwoDPlan(**{**values, "groups": groups, "sync": Sync(values["sync"])})
+        return TwoDPlan(
+            **{
+                **values,
+                "groups": groups,
+                "sync": Sync(values["sync"]),
+            }
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"pipeline: a plan cannot be read ({error}); use one version of socflower everywhere"
@@ -502,7 +511,19 @@ def from_json(text: str) -> Plan:
 
 def _pipeline(values: dict[str, Any]) -> PipelinePlan:
     stages = [
-        Stage(**{**stage, "devices": tuple(stage["devices"]), "shares": tuple(stage["shares"])})
+        Stage(
+            **{
+                **stage,
+                "devices": tuple(stage["devices"]),
+                "shares": tuple(stage["shares"]),
+            }
+        )
         for stage in values["stages"]
     ]
-    return PipelinePlan(**{**values, "stages": tuple(stages), "policy": Policy(values["policy"])})
+    return PipelinePlan(
+        **{
+            **values,
+            "stages": tuple(stages),
+            "policy": Policy(values["policy"]),
+        }
+    )

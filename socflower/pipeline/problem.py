@@ -297,7 +297,11 @@ class PipelineProblem:
         return self._device_of[soc]
 
     def pass_s(
-        self, device: PipelineDevice, first: int, last: int, share: int
+        self,
+        device: PipelineDevice,
+        first: int,
+        last: int,
+        share: int,
     ) -> tuple[float, float]:
         """Return the forward and backward seconds of `share` samples over layers `first` to `last`.
 

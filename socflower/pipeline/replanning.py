@@ -45,7 +45,10 @@ def replanned(plan: Plan, model: PipelineModel, present: Collection[int]) -> Pla
 
 
 def shared_anew(
-    plan: Plan, sample_s: Mapping[int, float], most: Mapping[int, int], tolerance: float
+    plan: Plan,
+    sample_s: Mapping[int, float],
+    most: Mapping[int, int],
+    tolerance: float,
 ) -> Plan | None:
     """Return the plan with new shares in replicated stages by measured speeds; None if that gains too little.
 

@@ -66,7 +66,11 @@ class Conditions:
 
 
 def conditions(
-    *, kernel: str, num_threads: int, repeats: int, accelerator: torch.device | None = None
+    *,
+    kernel: str,
+    num_threads: int,
+    repeats: int,
+    accelerator: torch.device | None = None,
 ) -> Conditions:
     """Return the conditions of this machine; `kernel` "" is the best one. Raises `ConfigError` if it is unknown."""
     try:
@@ -182,7 +186,10 @@ def _measure(
 
 
 def _operator_documents(
-    operators: OperatorProfile, int8: Int8Model, batch_size: int, repeats: int
+    operators: OperatorProfile,
+    int8: Int8Model,
+    batch_size: int,
+    repeats: int,
 ) -> list[dict[str, Any]]:
     """Return each operator's seconds in both formats, its side in the placement, and its best micro-batch."""
     profiled = profile_batch_blocks(int8.graph, batch_size, int8.engine, repeats=repeats)
@@ -323,7 +330,12 @@ class CellStore:
     def _write(self) -> None:
         if self.path is None:
             return
-        document = {"schema": 1, "conditions": self._at, "host": self._host, "cells": self._cells}
+        document = {
+            "schema": 1,
+            "conditions": self._at,
+            "host": self._host,
+            "cells": self._cells,
+        }
         write_file(self.path, json.dumps(document, indent=1) + "\n")
 
 
@@ -358,7 +370,10 @@ def _repeat(step: Callable[[], None], seconds: float) -> None:
 
 
 def _int8_step(
-    model: Int8Model, module: nn.Module, image: tuple[int, int, int], batch: int
+    model: Int8Model,
+    module: nn.Module,
+    image: tuple[int, int, int],
+    batch: int,
 ) -> Callable[[], None]:
     random = np.random.default_rng(0)
     images = random.standard_normal((batch, *image), dtype=np.float32)
@@ -375,7 +390,10 @@ def _int8_step(
 
 
 def _fp32_step(
-    module: nn.Module, data: str, batch: int, device: torch.device = _CPU
+    module: nn.Module,
+    data: str,
+    batch: int,
+    device: torch.device = _CPU,
 ) -> Callable[[], None]:
     """Return a complete forward and backward step on the device, in the memory layout of FP32 clients."""
     shape, random = data_shape(data), torch.Generator().manual_seed(0)

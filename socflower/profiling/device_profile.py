@@ -134,7 +134,10 @@ def profile_device(
 
 
 def _profile(
-    request: ProfileRequest, out: Path | None, on_cell: OnCell, root: Path
+    request: ProfileRequest,
+    out: Path | None,
+    on_cell: OnCell,
+    root: Path,
 ) -> dict[str, Any]:
     name = request.name or host_name()
     before = None if out is None else existing_profile(out, name)
@@ -203,7 +206,10 @@ def _measure_cells(
 
 
 def _host_figures(
-    store: CellStore, at: Conditions, meter: PowerMeter | None, accelerator: torch.device | None
+    store: CellStore,
+    at: Conditions,
+    meter: PowerMeter | None,
+    accelerator: torch.device | None,
 ) -> dict[str, float | None]:
     """Return the figures of the whole machine; missing ones are measured."""
     device_ = accelerator or torch.device("cpu")

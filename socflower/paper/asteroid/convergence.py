@@ -236,7 +236,12 @@ def synchronous_waves(num_waves: int) -> Waves:
         for wave in range(num_waves)
         for kind in kinds
     ]
-    return Waves(moments=tuple(moments), wave_s=1.0, num_minibatches=1, parts=(1.0,))
+    return Waves(
+        moments=tuple(moments),
+        wave_s=1.0,
+        num_minibatches=1,
+        parts=(1.0,),
+    )
 
 
 def fresh_epochs(task: Task, waves: Waves) -> float | None:

@@ -34,7 +34,12 @@ def asteroid(name: str, environment: str | tuple[str, ...], mbps: float) -> Plan
 
 
 @cache
-def peer(system: str, name: str, environment: str | tuple[str, ...], mbps: float) -> Compared:
+def peer(
+    system: str,
+    name: str,
+    environment: str | tuple[str, ...],
+    mbps: float,
+) -> Compared:
     """Return a peer's plan of a model of the paper, cached.
 
     Planners that ignore the tensors at a cut get cuts between blocks. Inside a block they would send up to four

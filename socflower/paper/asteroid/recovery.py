@@ -195,7 +195,12 @@ def concurrent_s(cluster: Cluster, transfers: Sequence[tuple[int, int, float]]) 
     return EventClock(cluster).run_processes(start, socs=range(cluster.num_socs)).duration_s
 
 
-def _one(simulation: Simulation, source: int, target: int, num_bytes: float) -> Process[None]:
+def _one(
+    simulation: Simulation,
+    source: int,
+    target: int,
+    num_bytes: float,
+) -> Process[None]:
     yield simulation.send(source, target, num_bytes, "layers")
 
 

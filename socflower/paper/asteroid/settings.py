@@ -19,17 +19,30 @@ ENVIRONMENTS = {"A": (NANO,) * 5, "B": (NX,) * 3 + (TX2,) * 2, "C": (NX, TX2, TX
 
 CNNS = ("efficientnet-b1", "mobilenet-v2", "resnet50")
 MODELS = (*CNNS, "bert-small")
-MINI_BATCH = {"efficientnet-b1": 2048, "mobilenet-v2": 2048, "resnet50": 256, "bert-small": 2048}
+MINI_BATCH = {
+    "efficientnet-b1": 2048,
+    "mobilenet-v2": 2048,
+    "resnet50": 256,
+    "bert-small": 2048,
+}
 """§5.2."""
 
 MICRO_BATCHES = {"efficientnet-b1": (64, 128, 256), "mobilenet-v2": (64, 128, 256), "resnet50": (8, 16, 32),
                  "bert-small": (64, 128, 256)}  # fmt: skip
 """Samples of a micro-batch, among which the planner chooses; the paper does not state them."""
 
-EPOCH_SAMPLES = {"efficientnet-b1": 50_000, "mobilenet-v2": 50_000, "resnet50": 48_000}
+EPOCH_SAMPLES = {
+    "efficientnet-b1": 50_000,
+    "mobilenet-v2": 50_000,
+    "resnet50": 48_000,
+}
 """Training images of CIFAR-10, and 80 % of the 60,000 of Mini-ImageNet."""
 
-_IMAGES = {"efficientnet-b1": (32, 10), "mobilenet-v2": (32, 10), "resnet50": (224, 100)}
+_IMAGES = {
+    "efficientnet-b1": (32, 10),
+    "mobilenet-v2": (32, 10),
+    "resnet50": (224, 100),
+}
 """Pixels per side and classes: CIFAR-10, and Mini-ImageNet resized."""
 
 _TOKENS = 32
@@ -65,7 +78,12 @@ def cluster_of(devices: tuple[str, ...], mbps: float, name: str = "boards") -> C
         hub_bytes_per_s=rate,
         message_s=0.0,
         boards=tuple(
-            Board(num_slots=1, device=device(kind), soc_bytes_per_s=rate, uplink_bytes_per_s=rate)
+            Board(
+                num_slots=1,
+                device=device(kind),
+                soc_bytes_per_s=rate,
+                uplink_bytes_per_s=rate,
+            )
             for kind in devices
         ),
     )

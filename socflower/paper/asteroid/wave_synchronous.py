@@ -208,7 +208,12 @@ def _repeated(
     return found
 
 
-def _shifted(moment: Moment, waves: int, seconds: float, num_minibatches: int) -> Moment:
+def _shifted(
+    moment: Moment,
+    waves: int,
+    seconds: float,
+    num_minibatches: int,
+) -> Moment:
     per_wave = num_minibatches if moment.kind in _OF_MINIBATCHES else 1
     return moment._replace(time_s=moment.time_s + seconds, number=moment.number + waves * per_wave)
 

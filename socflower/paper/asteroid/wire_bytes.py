@@ -35,7 +35,13 @@ _KEYS = {"hybrid": "hybrid pipelines over Eq. 2", "rings": "divisions over Eq. 1
 
 def equations() -> Mapping[str, float | bool | str]:
     """Return the least and the greatest ratio of sent bytes to those of the equations, over all plans."""
-    module = build_model("lenet5", in_channels=1, image_size=_SIZE, num_classes=_CLASSES, seed=0)
+    module = build_model(
+        "lenet5",
+        in_channels=1,
+        image_size=_SIZE,
+        num_classes=_CLASSES,
+        seed=0,
+    )
     read = read_model(module, (1, _SIZE, _SIZE), "lenet5")
     problem = estimated_problem(
         read.model,

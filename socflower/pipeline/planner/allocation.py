@@ -158,7 +158,13 @@ class Allocator:
             best = np.where(own < limits[:, rows], following, inf).argmin(axis=0)
             totals[best, rows] += 1
 
-    def _phase_2(self, seconds: "_Seconds", num: Ints, limits: Ints, totals: Ints) -> None:
+    def _phase_2(
+        self,
+        seconds: "_Seconds",
+        num: Ints,
+        limits: Ints,
+        totals: Ints,
+    ) -> None:
         """Move samples from the slowest to the fastest, in place."""
         rows, own_seconds = np.arange(totals.shape[1]), seconds
         while len(rows):

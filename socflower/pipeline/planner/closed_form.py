@@ -87,7 +87,11 @@ def update_latency(problem: PipelineProblem, plan: Plan, *, duplex: bool = False
 
 
 def latency(
-    problem: PipelineProblem, plan: PipelinePlan, *, reduces: bool = True, duplex: bool = False
+    problem: PipelineProblem,
+    plan: PipelinePlan,
+    *,
+    reduces: bool = True,
+    duplex: bool = False,
 ) -> Latency:
     """Return the steps of a pipeline and its seconds (F29); without `reduces` stages exchange no gradients.
 
@@ -107,7 +111,12 @@ def latency(
     if plan.policy == Policy.BACKWARD_AFTER_FORWARD:
         widest_s = max(step.forward_s for step in steps) + max(step.backward_s for step in steps)
         most_s = before_s + (plan.num_micro_batches - 1) * widest_s
-    return Latency(steps=steps, dominant=dominant, aligned_s=most_s, tail_s=tail_s)
+    return Latency(
+        steps=steps,
+        dominant=dominant,
+        aligned_s=most_s,
+        tail_s=tail_s,
+    )
 
 
 def steps_of(
@@ -125,7 +134,11 @@ def steps_of(
 
 
 def execution_step(
-    problem: PipelineProblem, stage: Stage, *, reduces: bool = True, name: str = "stage"
+    problem: PipelineProblem,
+    stage: Stage,
+    *,
+    reduces: bool = True,
+    name: str = "stage",
 ) -> PipelineStep:
     """Return a stage's step: the slowest device's passes (Eq. 8), then all-reduce (Eq. 5) and update."""
     weight_bytes = problem.model.weight_bytes(*stage.layers)

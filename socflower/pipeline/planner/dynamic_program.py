@@ -114,13 +114,12 @@ def search(
         now: dict[int, _States] = {}
         for index, num in enumerate(nums):
             pool = []
-            if stages == 1:
+            if not history:
                 pool.append(_last_stage(costs, size - num, size, in_flight))
             for rest in nums[:index] if history else ():
                 if rest in history[-1]:
-                    behind = history[-1][rest]
-                    place = (size - num, size - rest, in_flight)
-                    pool += _prepended(costs, *place, behind, rest, width)
+                    group = (size - num, size - rest)
+                    pool += _prepended(costs, *group, in_flight, history[-1][rest], rest, width)
             if may_skip and index and nums[index - 1] in now:
                 pool.append(now[nums[index - 1]])
             if num == size:
@@ -139,7 +138,11 @@ class _Costs:
     """Costs of ranges of layers: a first group of devices has only first ranges, a last group only last ranges."""
 
     def __init__(
-        self, problem: PipelineProblem, order: Sequence[PipelineDevice], bounds: Ints, duplex: bool
+        self,
+        problem: PipelineProblem,
+        order: Sequence[PipelineDevice],
+        bounds: Ints,
+        duplex: bool,
     ) -> None:
         self.problem, self.size, self.num_cuts = problem, len(order), len(bounds) - 1
         number = problem.num_micro_batches
@@ -153,7 +156,12 @@ class _Costs:
         return self._parts["last" if end == self.size else "all" if begin else "first"]
 
 
-def _last_stage(costs: _Costs, begin: int, end: int, in_flight: int) -> _States:
+def _last_stage(
+    costs: _Costs,
+    begin: int,
+    end: int,
+    in_flight: int,
+) -> _States:
     """Return the single stages of all suffixes of the layers."""
     found = costs.of(begin, end).stage(begin, end, in_flight)
     constant = np.ones((1, costs.num_cuts), np.int64)
@@ -170,7 +178,13 @@ def _last_stage(costs: _Costs, begin: int, end: int, in_flight: int) -> _States:
 
 
 def _prepended(
-    every: _Costs, begin: int, end: int, in_flight: int, behind: _States, num_rest: int, width: int
+    every: _Costs,
+    begin: int,
+    end: int,
+    in_flight: int,
+    behind: _States,
+    num_rest: int,
+    width: int,
 ) -> list[_States]:
     """Return the best pipelines of a stage on devices `begin` to `end` - 1 before those kept for the rest."""
     costs = every.of(begin, end)
@@ -239,7 +253,10 @@ def _kept(pool: Sequence[_States], width: int) -> _States:
 
 
 def _plan(
-    every: _Costs, history: Sequence[dict[int, _States]], rule: InFlight, which: int
+    every: _Costs,
+    history: Sequence[dict[int, _States]],
+    rule: InFlight,
+    which: int,
 ) -> PipelinePlan:
     """Return the plan of a kept pipeline of all layers."""
     number = every.problem.num_micro_batches

@@ -35,7 +35,11 @@ class RangeCosts:
     """
 
     def __init__(
-        self, problem: PipelineProblem, order: Sequence[PipelineDevice], bounds: Ints, which: str
+        self,
+        problem: PipelineProblem,
+        order: Sequence[PipelineDevice],
+        bounds: Ints,
+        which: str,
     ) -> None:
         model = problem.model
         self._problem, self._order, self.bounds = problem, order, bounds
@@ -115,7 +119,12 @@ class RangeCosts:
         ]
 
     def transfer_s(
-        self, begin: int, end: int, head_ends: Ints, most_shares: Floats, cut: Ints
+        self,
+        begin: int,
+        end: int,
+        head_ends: Ints,
+        most_shares: Floats,
+        cut: Ints,
     ) -> Floats:
         """Return E_f of the transfer behind a group, by range, to a stage that ends at `head_ends` of the order.
 

@@ -379,7 +379,12 @@ def _memory_is_scarce(problem: PipelineProblem) -> bool:
     return min(device.memory_bytes for device in problem.devices) < needed
 
 
-def _most_in_flight(problem: PipelineProblem, stage: Stage, soc: int, share: int) -> int:
+def _most_in_flight(
+    problem: PipelineProblem,
+    stage: Stage,
+    soc: int,
+    share: int,
+) -> int:
     kept = share * problem.model.kept_bytes(*stage.layers)
     state = problem.model.state_bytes(*stage.layers, problem.optimizer_copies)
     return int((problem.device(soc).memory_bytes - state) / kept) if kept else 1 << 30

@@ -209,7 +209,13 @@ def _int8_socs(cluster: Cluster, socs: Sequence[int], wanted: Int8Socs) -> froze
     return frozenset(wanted)
 
 
-def _roofline(model: PipelineModel, device: Device, flops_per_s: float, *, forward: bool) -> Floats:
+def _roofline(
+    model: PipelineModel,
+    device: Device,
+    flops_per_s: float,
+    *,
+    forward: bool,
+) -> Floats:
     moves = FORWARD_MOVES if forward else BACKWARD_MOVES
     flops = [layer.forward_flops if forward else layer.backward_flops for layer in model.layers]
     moved = [moves * layer.activation_bytes for layer in model.layers]

@@ -44,7 +44,12 @@ class Int8Part:
             raise ConfigError(f"pipeline: {self.name}: {why}; leave int8_socs out") from None
 
 
-def int8_part(module: nn.Module, chain: ModelChain, first: int, last: int) -> Int8Part:
+def int8_part(
+    module: nn.Module,
+    chain: ModelChain,
+    first: int,
+    last: int,
+) -> Int8Part:
     """Return pieces `first` to `last` of a model for int8.
 
     Raises `ConfigError` unless one float32 tensor enters and one leaves.

@@ -69,7 +69,12 @@ def measure_layers(
                 entering, seconds[:, row, column] = _measured(
                     piece, entering, repeats, clock, device_of(own), is_first=row == 0
                 )
-    return LayerSeconds(device=device, batches=sizes, forward_s=seconds[0], backward_s=seconds[1])
+    return LayerSeconds(
+        device=device,
+        batches=sizes,
+        forward_s=seconds[0],
+        backward_s=seconds[1],
+    )
 
 
 class _Int8Piece(nn.Module):

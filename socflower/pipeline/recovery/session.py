@@ -247,7 +247,11 @@ class _Session:
         for soc, keeper in backup_of(plan).items():
             needed[keeper] = sorted({*needed[keeper], *needed[soc]})
         found = moves(needed, {soc: own.get(step, ()) for soc, own in held.items()}, socs)
-        return {"step": step, "plan": to_json(plan), "moves": found}
+        return {
+            "step": step,
+            "plan": to_json(plan),
+            "moves": found,
+        }
 
     def _names_of(self, plan: Plan, soc: int) -> frozenset[str]:
         """Return the names of a device's weights and buffers; the leader also has those of no layer."""
@@ -435,7 +439,12 @@ class _Session:
     def _completed(self, end: TrainedModel | None, *, answers: bool) -> MemberResult:
         outcome = self._outcome(COMPLETED, end, answers=answers)
         if end is None:
-            return MemberResult(outcome=outcome, mean_loss=0.0, num_samples=0, end=None)
+            return MemberResult(
+                outcome=outcome,
+                mean_loss=0.0,
+                num_samples=0,
+                end=None,
+            )
         own = trainable_state(self._config.model)
         load_trainable_state(self._config.model, {**own, **end.weights})
         first = self._group.first_step
@@ -453,7 +462,12 @@ class _Session:
 
     def _without_model(self, outcome: str) -> MemberResult:
         own = self._outcome(outcome, None, answers=False)
-        return MemberResult(outcome=own, mean_loss=0.0, num_samples=0, end=None)
+        return MemberResult(
+            outcome=own,
+            mean_loss=0.0,
+            num_samples=0,
+            end=None,
+        )
 
     def _outcome(self, outcome: str, end: TrainedModel | None, *, answers: bool) -> RingOutcome:
         membership, soc_of = self._membership, self._soc_of

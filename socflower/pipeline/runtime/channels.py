@@ -211,7 +211,13 @@ class _Fetcher:
 class _RingLinks:
     """The links of a ring over the lanes of a pipeline."""
 
-    def __init__(self, channels: Channels, following: int, before: int, poll: Poll) -> None:
+    def __init__(
+        self,
+        channels: Channels,
+        following: int,
+        before: int,
+        poll: Poll,
+    ) -> None:
         self._channels, self._poll = channels, poll
         self._following, self._before = following, before
 

@@ -99,7 +99,13 @@ class _Interval:
     options: Mapping[str, Any]
     num_samples: int = 0
 
-    def train(self, plan: Plan, first: int, stop: int, state: bytes | None) -> TrainedModel:
+    def train(
+        self,
+        plan: Plan,
+        first: int,
+        stop: int,
+        state: bytes | None,
+    ) -> TrainedModel:
         """Train the model by a plan from step `first` to `stop` - 1 of the interval."""
         task = self.task
         span = TrainingSpan(

@@ -205,7 +205,11 @@ class _SampleSource:
         self._soc, self._data, self.send = soc, data, send
 
     def get(
-        self, lane: str, pipeline: PipelinePlan, rows: NDArray[np.int64], key: tuple[int, ...]
+        self,
+        lane: str,
+        pipeline: PipelinePlan,
+        rows: NDArray[np.int64],
+        key: tuple[int, ...],
     ) -> Script[Tensor]:
         """Return inputs (lane `SAMPLES`) or labels, from the device that has them."""
         source = pipeline.samples_on

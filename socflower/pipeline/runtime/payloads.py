@@ -138,7 +138,11 @@ class CutTensors:
         self._errors: dict[tuple[int, int], ErrorFeedback] = {}
 
     def keep_errors(
-        self, micro_batch: int, piece: Slice, sent: Sequence[Tensor], body: bytearray
+        self,
+        micro_batch: int,
+        piece: Slice,
+        sent: Sequence[Tensor],
+        body: bytearray,
     ) -> None:
         """Keep the errors of a message until its gradients come (F25)."""
         if self._form == "none":

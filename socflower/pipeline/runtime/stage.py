@@ -63,7 +63,12 @@ class _Saved:
     """
 
     def __init__(
-        self, name: str, module: nn.Module, budget_bytes: float, in_flight: int, others_bytes: float
+        self,
+        name: str,
+        module: nn.Module,
+        budget_bytes: float,
+        in_flight: int,
+        others_bytes: float,
     ) -> None:
         self._name, self._budget_bytes, self._in_flight = name, budget_bytes, in_flight
         self._others_bytes, self.num_bytes = others_bytes, 0
@@ -100,7 +105,12 @@ class _Saved:
         return tensor
 
 
-def _require_budget(name: str, needed_bytes: float, budget_bytes: float, in_flight: int) -> None:
+def _require_budget(
+    name: str,
+    needed_bytes: float,
+    budget_bytes: float,
+    in_flight: int,
+) -> None:
     needed, budget = needed_bytes / 1e6, budget_bytes / 1e6
     if needed > budget:
         raise OutOfMemory(
@@ -208,7 +218,13 @@ class StageWork:
         self.peak_in_flight = max(self.peak_in_flight, len(self._kept))
         return tuple(tensor.detach() for tensor in kept.made)
 
-    def _loss_of(self, loss: LossFn, made: Any, labels: Any, weight: float) -> Tensor:
+    def _loss_of(
+        self,
+        loss: LossFn,
+        made: Any,
+        labels: Any,
+        weight: float,
+    ) -> Tensor:
         mean = loss(made, labels)
         if not isinstance(mean, Tensor) or mean.dim():
             raise SocflowerError(

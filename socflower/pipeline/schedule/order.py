@@ -58,7 +58,12 @@ class InFlight:
 
 
 ASTEROID = InFlight(2, -1)
-RULES = {"asteroid": ASTEROID, "a": InFlight(2, 0), "b": InFlight(1, 0), "c": InFlight(2, 1)}
+RULES = {
+    "asteroid": ASTEROID,
+    "a": InFlight(2, 0),
+    "b": InFlight(1, 0),
+    "c": InFlight(2, 1),
+}
 """The rules of the paper's Fig. 15(b): its own, 2(P − p) − 1, and a, b and c."""
 
 

@@ -150,7 +150,13 @@ class _Member:
 class _Channel:
     """Messages from one device to another, sent one after the other in the order of `send`."""
 
-    def __init__(self, run: "_Run", source: int | str, target: int | str, what: str) -> None:
+    def __init__(
+        self,
+        run: "_Run",
+        source: int | str,
+        target: int | str,
+        what: str,
+    ) -> None:
         self._simulation, self._source, self._target = run.simulation, source, target
         self._waiting: Queue[tuple[float, str, Queue[None]]] = Queue(what)
         self._simulation.start(self._carry(), f"{what} from {source} to {target}", background=True)
@@ -385,7 +391,11 @@ class _Run:
         return all_of(*[queue.get() for queue in waiting])
 
     def _exchange(
-        self, member: _Member, part: SynchronisedPart, step: int, processor: SimulatedProcessor
+        self,
+        member: _Member,
+        part: SynchronisedPart,
+        step: int,
+        processor: SimulatedProcessor,
     ) -> Process[None]:
         """All-reduce a part's gradients: 2(n − 1) rounds in a ring of n, or an upload to the server and a download."""
         simulation, soc, server = self.simulation, member.soc, self._by_server
