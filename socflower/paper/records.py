@@ -44,7 +44,7 @@ class Cell(Table):
     )
     unit: str = ""
     use: Annotated[str, OneOf(USES)] = SCORED
-    place: str = Field("", description="where it stands, if not where the item says")
+    place: str = Field("", description="the place in the paper, if it differs from the item's")
 
     def check(self) -> None:
         """Require a number or a statement, or neither for a cell that is not printed."""

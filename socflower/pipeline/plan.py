@@ -51,7 +51,7 @@ def intervals(shares: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def slices_between(senders: Sequence[int], receivers: Sequence[int]) -> tuple[Slice, ...]:
-    """Return what each device of a stage sends to each device of the next: the overlap of their ranges of samples.
+    """Return the samples that devices of a stage send to devices of the next: the overlaps of their ranges.
 
     The backward pass sends gradients of the same samples the other way, so both passes of a sample in one stage are on
     one device. Each sample crosses once, whatever the widths of the stages: 2β·a bytes a cut, as in the paper's Eq. 2.
@@ -178,7 +178,7 @@ class PipelinePlan:
         return "pipeline" if len(self.socs) == len(self.stages) else "hybrid pipeline"
 
     def slices(self, stage: int) -> tuple[Slice, ...]:
-        """Return what the devices of a stage send to those of the next one for each micro-batch."""
+        """Return the samples of a micro-batch that devices of a stage send to devices of the next stage."""
         return slices_between(self.stages[stage].shares, self.stages[stage + 1].shares)
 
     def communication_bytes(self, problem: PipelineProblem) -> float:

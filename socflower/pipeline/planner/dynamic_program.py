@@ -6,7 +6,7 @@ the latency (`closed_form`), stand for a pipeline. Prepending an execution step 
     D' = max(M·E_e, M·E_c + E_e, D + E_e + E_c),        (Eq. 11 with the indices of F30)
     A' = max(T_a^e, A − E_b^e − E_b^c).
 
-Both rise with D and A, so keeping all pairs of which no other pair is less in both numbers would be exact, except that
+Both rise with D and A, so keeping every pair that no other pair beats in both numbers would be exact, except that
 E_c also depends on the width and the shares of the stage behind the cut. Algorithm 2 keeps the pair with the least sum,
 which may lose the best pipeline; `width` is the number of pairs that are kept.
 """

@@ -57,7 +57,7 @@ class RangeCosts:
         weights = model.weight_prefix[bounds]
         self._weight = weights[stop_cut] - weights[first_cut]
         self._reduced = self._weight > 0.0
-        # Of one sample, by cut: the mean of both directions, of which only one may be coded.
+        # Of one sample, by cut: the mean of both directions, which may be coded differently.
         self.cut_bytes = model.entering_bytes[bounds] * (problem.sent_part / 2.0)
         self._allocator = Allocator(self.ranges, problem.micro_batch_size)
         classes = [DeviceClass.of(device) for device in order]

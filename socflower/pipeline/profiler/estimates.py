@@ -149,7 +149,7 @@ def pipeline_problem(
     module : nn.Module
         The model, with one input tensor; only shapes are read.
     example : Tensor or tuple of int
-        A batch of inputs, of which the first sample is used, or the shape of one float32 sample.
+        A batch of inputs, whose first sample is used, or the shape of one float32 sample.
     cluster : Cluster
         Its devices, with their memory, and its links.
     batch_size : int

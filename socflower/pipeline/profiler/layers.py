@@ -55,7 +55,7 @@ def read_model(
 ) -> ReadModel:
     """Return the layers of a model with their costs per sample; nothing is computed with values.
 
-    `example` is a batch, of which the first sample is used, or the shape of one float32 sample. A layer is a piece of
+    `example` is a batch, whose first sample is used, or the shape of one float32 sample. A layer is a piece of
     the model's chain. FLOPs, weights and activations are those of `profile_module`; a layer keeps the results of its
     operations from its forward to its backward pass. `label_bytes` are of one sample, by default of a class as int64.
 

@@ -35,7 +35,7 @@ from socflower.pipeline.recovery.backups import (
 from socflower.pipeline.replanning import replanned, shared_anew
 from socflower.pipeline.runtime.channels import Channels, QueueChannels, run_script
 from socflower.pipeline.runtime.gloo_channels import GlooChannels
-from socflower.pipeline.runtime.group import outcome_of
+from socflower.pipeline.runtime.group import outcome_of, span_of
 from socflower.pipeline.runtime.grpc_channels import GrpcChannels
 from socflower.pipeline.runtime.member import Member, Mini, StageMember, refuse_unfit
 from socflower.pipeline.runtime.messages import CONTROL, END, STATE, Receive
@@ -45,7 +45,6 @@ from socflower.quantities import counted
 from socflower.training.batches import BatchSchedule, sample_key
 from socflower.training.fp32 import FP32Trainer
 from socflower.training.model_state import load_trainable_state, trainable_state
-from socflower.training.trainer import TrainingSpan
 from socflower.wire.logs import log
 from socflower.wire.message_keys import (
     COMPLETED,
@@ -288,20 +287,13 @@ class _Session:
         config, state = self._config, self._kept[self._step]
         model = copied(config.model)
         load_trainable_state(model, {**trainable_state(model), **state.weights})
-        span = TrainingSpan(
-            first_step=self._group.first_step + self._step,
-            total_steps=self._group.total_steps,
-            steps_per_epoch=self._group.steps_per_epoch,
-            proximal_mu=self._group.proximal_mu,
-            seed=(self._group.seed, self._group.group_id),
-        )
         return Member(
             self._plan,
             self._soc,
             config.read,
             model,
             config.trainer,
-            span,
+            span_of(self._group, self._step),
             data=config.data,
             send=self._open_channels.send,
             state=state.optimizer_bytes(),

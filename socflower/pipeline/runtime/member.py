@@ -107,7 +107,7 @@ def refuse_unfit(trainer: FP32Trainer) -> None:
 
 
 class Member:
-    """One device of a plan. `module` is its own copy of the model, of which it trains only its stage.
+    """One device of a plan. `module` is its own copy of the model; it trains only its stage.
 
     `send` carries messages. `budget_bytes` bounds the memory of the stage. `on_pass` is called before each pass.
     `leader` gets the model at the end; the default is the plan's first device. A SoC without a stage is a member too if
@@ -594,7 +594,7 @@ class StageMember:
         return weights | self._buffers_before, copy.deepcopy(self._named_state())
 
     def ending(self) -> StageEnd:
-        """Return the stage for the leader: buffers, and the weights of which this is the first device."""
+        """Return the stage for the leader: buffers, and the weights that no device before it has."""
         state, first_of = self._named_state(), frozenset[str]()
         for part in synchronised_parts(self.plan):
             if part.devices[0] == self.soc:

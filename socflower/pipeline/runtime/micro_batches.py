@@ -32,7 +32,7 @@ class MicroBatch:
         return slice(self.first + first, self.first + stop)
 
     def slices(self, stage: int) -> tuple[Slice, ...]:
-        """Return what the devices of a stage send to those of the next one."""
+        """Return the samples that the devices of a stage send to those of the next stage."""
         return slices_between(self.shares[stage], self.shares[stage + 1])
 
 

@@ -132,7 +132,7 @@ class Int8Passes:
         self._free, self._engine_of = list(range(limit)), dict[int, int]()
 
     def forward(self, micro_batch: int, entering: Tensor, draw: int) -> Tensor:
-        """Return what the layers make; the module's running statistics become those of the engine."""
+        """Return the layers' results; the module gets the running statistics of the engine."""
         number = self._engine_of[micro_batch] = self._free.pop(0)
         made = self.layers.forward(entering, draw, number=number)
         for name, seen in self.layers.statistics().items():

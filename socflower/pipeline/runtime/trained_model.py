@@ -50,7 +50,7 @@ def saved(value: Any) -> bytes:
 
 
 def loaded(body: bytes | bytearray | memoryview) -> Any:
-    """Return what `saved` wrote, on the CPU."""
+    """Return the value of `saved`, with tensors on the CPU."""
     return torch.load(io.BytesIO(body), weights_only=True, map_location="cpu")
 
 
