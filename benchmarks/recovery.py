@@ -102,7 +102,7 @@ def _lose(plan: Plan, soc: int, fault: str, at: int) -> tuple[float, float, bool
     (report,) = strategy.reports
     said = " ".join(event.text for event in report.events)
     step, again_s = (
-        re.search(r"goes on from update (\d+)", said),
+        re.search(r"continues from update (\d+)", said),
         re.search(r"training again after ([\d.]+) s", said),
     )
     if step is None or again_s is None:

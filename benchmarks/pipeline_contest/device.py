@@ -32,7 +32,8 @@ from socflower.pipeline.plan import PipelinePlan
 from socflower.pipeline.profiler.measuring import measure_layers
 from socflower.pipeline.runtime.channels import run_script
 from socflower.pipeline.runtime.gloo_channels import GlooChannels
-from socflower.pipeline.runtime.member import ACTIVATIONS, GRADIENTS, Member, Receive, Reduce, Send
+from socflower.pipeline.runtime.member import Member
+from socflower.pipeline.runtime.messages import ACTIVATIONS, GRADIENTS, Receive, Reduce, Send
 from socflower.pipeline.runtime.micro_batches import micro_batches
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
 from socflower.pipeline.schedule.order import Pass, operations

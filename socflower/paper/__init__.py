@@ -1,1 +1,1 @@
-"""Papers beside ours: their tables and figures as numbers, each with its place, and what computes ours anew."""
+"""Papers beside our values: tables and figures as numbers, each with its place, and our computation of them."""

@@ -1,4 +1,4 @@
-"""A paper's tables and figures from its `figures.toml`, and ours beside them."""
+"""A paper's tables and figures from its `figures.toml`, beside our values."""
 
 import math
 import tomllib
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module, resources
+from statistics import median
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field
@@ -16,7 +17,7 @@ from socflower.toml_file import Table, read_table
 
 Value: TypeAlias = float | bool
 Compute: TypeAlias = Callable[[], Mapping[str, Value | str]]
-"""Returns ours for each cell of an item by its key; a text where there is none, such as "out of memory"."""
+"""Returns our value for each cell of an item by its key, or a text such as "out of memory"."""
 
 PAPERS = ("asteroid",)
 
@@ -29,12 +30,12 @@ SCORED, OTHER_READING, NOT_COMPARABLE, UNPRINTED = (
     "not printed",
 )
 USES = (SCORED, CALIBRATION, OTHER_READING, NOT_COMPARABLE, UNPRINTED)
-"""Cells under another reading of the paper are compared, but not scored; those that the paper has in an image only, or
-leaves out, have ours alone."""
+"""Cells under another reading of the paper are compared, but not scored. Cells that the paper has only in an image have
+only our value."""
 
 
 class Cell(Table):
-    """A number or a statement of a paper, or ours where it prints neither."""
+    """A number or a statement of a paper; with use "not printed" it is only ours."""
 
     key: Text
     value: float | None = Field(None, description="a number of a table, or of the prose")
@@ -43,10 +44,10 @@ class Cell(Table):
     )
     unit: str = ""
     use: Annotated[str, OneOf(USES)] = SCORED
-    place: str = Field("", description="where it stands, if not where the item says")
+    place: str = Field("", description="the place in the paper, if it differs from the item's")
 
     def check(self) -> None:
-        """Refuse a cell that is neither a number nor a statement, unless neither is printed, or both."""
+        """Require a number or a statement, or neither for a cell that is not printed."""
         given = (self.value is not None) + (self.says is not None)
         if given != (self.use != UNPRINTED):
             raise ValueError(
@@ -80,43 +81,34 @@ class Paper(Table):
     items: tuple[Item, ...] = Field(alias="item")
 
     def item(self, item_id: str) -> Item:
-        """Return a table or figure; `ConfigError` lists them."""
-        found = next((item for item in self.items if item.id == item_id), None)
-        if found is None:
-            raise ConfigError(
-                f"paper {self.name}: has no {item_id!r}; there are "
-                f"{', '.join(item.id for item in self.items)}"
-            )
-        return found
+        """Return a table or figure; raises `ConfigError` for an unknown one."""
+        items = {item.id: item for item in self.items}
+        if item_id not in items:
+            raise ConfigError(f"paper {self.name}: has no {item_id!r}; use one of {[*items]}")
+        return items[item_id]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """A cell of a paper, and ours."""
+    """A cell of a paper, and our value."""
 
     cell: Cell
     ours: Value | str
 
     @property
     def ratio(self) -> float | None:
-        """Ours over the paper's; None for statements, and where either is no number above 0."""
-        if (
-            self.cell.value is None
-            or isinstance(self.ours, str | bool)
-            or not self.cell.value > 0
-            or not self.ours > 0
-        ):
+        """Our number over the paper's; None for statements, and unless both are above 0."""
+        paper, ours = self.cell.value, self.ours
+        if paper is None or isinstance(ours, str | bool) or not paper > 0 or not ours > 0:
             return None
-        return self.ours / self.cell.value
+        return ours / paper
 
     @property
     def holds(self) -> bool | None:
-        """Whether a statement of the paper holds for ours; None for numbers, and where ours is a text."""
-        return (
-            None
-            if self.cell.says is None or isinstance(self.ours, str)
-            else self.ours == self.cell.says
-        )
+        """Whether a statement of the paper holds for ours; None for numbers, and if ours is a text."""
+        if self.cell.says is None or isinstance(self.ours, str):
+            return None
+        return self.ours == self.cell.says
 
     def to_document(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -135,15 +127,15 @@ class Row:
 
 @cache
 def read_paper(name: str) -> Paper:
-    """Return a paper by name; `ConfigError` lists the names if there is none of that name."""
+    """Return a paper by name; raises `ConfigError` for an unknown one."""
     if name not in PAPERS:
-        raise ConfigError(f"paper {name!r} is unknown; there are {', '.join(PAPERS)}")
+        raise ConfigError(f"paper {name!r} is unknown; use one of {[*PAPERS]}")
     file = resources.files(f"socflower.paper.{name}").joinpath("figures.toml")
     return read_table(Paper, tomllib.loads(file.read_text("utf-8")), f"figures of {name}")
 
 
 def compare_item(paper: Paper, item: Item) -> tuple[Row, ...]:
-    """Compute ours for a table or figure."""
+    """Compute our values for a table or figure."""
     computed: Mapping[str, Compute] = import_module(f"socflower.paper.{paper.name}.items").COMPUTE
     ours = computed[item.id]()
     missing = [cell.key for cell in item.cells if cell.key not in ours]
@@ -153,11 +145,13 @@ def compare_item(paper: Paper, item: Item) -> tuple[Row, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PaperScore:
-    """How near ours are, of scored cells only."""
+    """The distance of our values from the paper's, over scored cells only."""
 
     num_numbers: int
-    num_without: int  # of them, cells for which ours is no number
-    typical_factor: float | None  # exp of the median |log ratio|; None without numbers
+    # Numbers of the paper for which our value is not a number.
+    num_without: int
+    # exp of the median |log ratio|; None without numbers.
+    typical_factor: float | None
     worst_factor: float | None
     num_statements: int
     num_held: int
@@ -168,23 +162,15 @@ class PaperScore:
 
 
 def score(rows: Sequence[Row]) -> PaperScore:
-    """Return how near the scored rows are: 2.0 means that ours is half or twice the paper's."""
+    """Return the distance of the scored rows; a factor of 2.0 means that ours is half or twice the paper's."""
     scored = [row for row in rows if row.cell.use == SCORED]
     numbers = [row for row in scored if row.cell.value is not None]
     factors = sorted(abs(math.log(row.ratio)) for row in numbers if row.ratio is not None)
     statements = [row for row in scored if row.cell.says is not None]
-    middle = len(factors) // 2
-    median = (
-        None
-        if not factors
-        else factors[middle]
-        if len(factors) % 2
-        else (factors[middle - 1] + factors[middle]) / 2
-    )
     return PaperScore(
         num_numbers=len(numbers),
         num_without=len(numbers) - len(factors),
-        typical_factor=None if median is None else math.exp(median),
+        typical_factor=math.exp(median(factors)) if factors else None,
         worst_factor=math.exp(factors[-1]) if factors else None,
         num_statements=len(statements),
         num_held=sum(bool(row.holds) for row in statements),

@@ -1,6 +1,6 @@
 """Pipeline plans: stages of layers on groups of devices, and the samples that each device takes of a micro-batch.
 
-A plan can be executed without its problem: which layers, which samples, from whom to whom, and in which order.
+A plan is complete without its problem: it has the layers, samples, transfers and order of all devices.
 """
 
 import json
@@ -8,23 +8,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
+
+from pydantic import Field
 
 from socflower.errors import ConfigError, InfeasiblePlan, require_range
-from socflower.pipeline.problem import PipelineProblem
+from socflower.field_rules import checked
+from socflower.pipeline.problem import PipelineDevice, PipelineProblem
+
+_Positive = Annotated[int, Field(ge=1)]
 
 
 class Policy(StrEnum):
     """The order of a stage's forward and backward passes."""
 
-    ONE_FORWARD_ONE_BACKWARD = (
-        "1f1b"  # K_p forward passes, then alternately a backward and a forward pass
-    )
-    BACKWARD_AFTER_FORWARD = "gpipe"  # all forward passes, then all backward passes
+    # K_p forward passes, then alternately a backward and a forward pass.
+    ONE_FORWARD_ONE_BACKWARD = "1f1b"
+    # All forward passes, then all backward passes.
+    BACKWARD_AFTER_FORWARD = "gpipe"
 
 
 class Slice(NamedTuple):
-    """Samples `first` up to, without, `stop` of a micro-batch, from one device of a stage to one of the next.
+    """Samples `first` to `stop` - 1 of a micro-batch, sent from a device of a stage to a device of the next.
 
     `sender` and `receiver` are positions in the stages' `devices`.
     """
@@ -41,22 +46,17 @@ class Slice(NamedTuple):
 
 
 def intervals(shares: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return the samples (first, stop) of a micro-batch that each device of a stage takes: contiguous, in order."""
-    ends = list(accumulate(shares, initial=0))
-    return tuple(pairwise(ends))
+    """Return the consecutive ranges (first, stop) of a micro-batch that the devices of a stage take."""
+    return tuple(pairwise(accumulate(shares, initial=0)))
 
 
 def slices_between(senders: Sequence[int], receivers: Sequence[int]) -> tuple[Slice, ...]:
-    """Return what each device of a stage sends to each device of the next: where their intervals of samples meet.
+    """Return the samples that devices of a stage send to devices of the next: the overlaps of their ranges.
 
     The backward pass sends gradients of the same samples the other way, so both passes of a sample in one stage are on
     one device. Each sample crosses once, whatever the widths of the stages: 2β·a bytes a cut, as in the paper's Eq. 2.
+    Both stages have the same number of samples.
     """
-    if sum(senders) != sum(receivers):
-        raise ConfigError(
-            f"pipeline: stages of {sum(senders)} and {sum(receivers)} samples a micro-batch cannot be "
-            "joined; shares of all stages have one sum"
-        )
     found = []
     for sender, (first, stop) in enumerate(intervals(senders)):
         for receiver, (begin, end) in enumerate(intervals(receivers)):
@@ -65,53 +65,50 @@ def slices_between(senders: Sequence[int], receivers: Sequence[int]) -> tuple[Sl
     return tuple(found)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class Stage:
     """Consecutive layers on a group of devices, which share the samples of every micro-batch."""
 
-    first_layer: int
+    first_layer: Annotated[int, Field(ge=0)]
     last_layer: int
-    devices: tuple[int, ...]  # SoCs, in the order of their samples
-    shares: tuple[int, ...]  # samples of each micro-batch
-    in_flight: int  # K_p: forward passes before the first backward pass, the most whose activations are kept
+    # SoCs, in the order of their samples.
+    devices: tuple[int, ...]
+    # Samples of each micro-batch, by device.
+    shares: Annotated[tuple[_Positive, ...], Field(min_length=1)]
+    # K_p: the forward passes before the first backward pass, which is also the most kept activations.
+    in_flight: _Positive
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.first_layer <= self.last_layer:
-            raise ConfigError(f"stage: layers {self.first_layer} to {self.last_layer} are none")
-        if (
-            not self.devices
-            or len(self.devices) != len(self.shares)
-            or len(set(self.devices)) != len(self.devices)
-        ):
+    def check(self) -> None:
+        """Refuse layers in reverse order, a device twice, and a device without a share."""
+        if self.last_layer < self.first_layer:
+            raise ConfigError(f"last_layer = {self.last_layer} is before {self.first_layer}")
+        if not len(set(self.devices)) == len(self.devices) == len(self.shares):
             raise ConfigError(
-                f"stage: needs different devices and as many shares, got devices {list(self.devices)} "
-                f"and shares {list(self.shares)}"
+                f"devices = {list(self.devices)} must differ and have a share each of {self.shares}"
             )
-        if min(self.shares) < 1:
-            raise ConfigError(
-                f"stage: shares {list(self.shares)} must be 1 or more; leave out devices without "
-                "samples"
-            )
-        require_range("stage", least=1, in_flight=self.in_flight)
 
     @property
     def micro_batch_size(self) -> int:
         """Samples of a micro-batch."""
         return sum(self.shares)
 
-    def weights(self) -> tuple[float, ...]:
-        """Return each device's weight in the mean of gradients: its part of the samples."""
-        return tuple(share / self.micro_batch_size for share in self.shares)
+    @property
+    def layers(self) -> tuple[int, int]:
+        """The first and the last layer."""
+        return self.first_layer, self.last_layer
+
+    @property
+    def members(self) -> tuple[tuple[int, int], ...]:
+        """The SoC and the share of each device, in the order of their samples."""
+        return tuple(zip(self.devices, self.shares, strict=True))
 
     def memory_bytes(self, problem: PipelineProblem, share: int) -> float:
         """Return `MOD + OPT + K_p·ACT(β)` of a device with a share of β samples (F28, Eq. 3).
 
-        What has arrived and waits for its forward pass is not counted, as in the paper.
+        As in the paper, activations that have arrived and wait for their forward pass are not counted.
         """
-        model = problem.model
-        return model.state_bytes(
-            self.first_layer, self.last_layer, problem.optimizer_copies
-        ) + self.in_flight * share * model.kept_bytes(self.first_layer, self.last_layer)
+        kept = self.in_flight * share * problem.model.kept_bytes(*self.layers)
+        return problem.model.state_bytes(*self.layers, problem.optimizer_copies) + kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,55 +119,36 @@ class PipelinePlan:
     micro_batch_size: int
     num_micro_batches: int
     policy: Policy = Policy.ONE_FORWARD_ONE_BACKWARD
-    samples_on: int | None = (
-        None  # the SoC that has samples and labels; None: each device that needs them has them
-    )
-    planner: str = "asteroid"  # whose plan it is
+    # The SoC that has samples and labels; None: each device that needs them has them.
+    samples_on: int | None = None
+    # The planner that made the plan.
+    planner: str = "asteroid"
 
     def __post_init__(self) -> None:
-        require_range(
-            "pipeline",
-            least=1,
-            micro_batch_size=self.micro_batch_size,
-            num_micro_batches=self.num_micro_batches,
-        )
-        if not self.stages or self.stages[0].first_layer != 0:
-            raise ConfigError("pipeline: needs a stage that begins with layer 0")
-        for before, after in pairwise(self.stages):
-            if after.first_layer != before.last_layer + 1:
-                raise ConfigError(
-                    f"pipeline: a stage begins with layer {after.first_layer}, and the one before ends "
-                    f"with layer {before.last_layer}; stages follow each other without gap"
-                )
-            # A stage that waits for more forward passes than the one before may do would wait for ever.
-            if after.in_flight > before.in_flight:
-                raise ConfigError(
-                    f"pipeline: in_flight {before.in_flight} of a stage is below {after.in_flight} of "
-                    "the next, which would wait for ever; it must not rise from stage to stage"
-                )
-        if len(set(self.socs)) != len(self.socs):
-            raise ConfigError(
-                f"pipeline: a SoC is in two stages of {list(self.socs)}; each takes one"
-            )
+        require_range("pipeline", least=1, num_stages=len(self.stages))
+        _require_different(self.socs)
+        next_layer, most = 0, self.num_micro_batches
         for stage in self.stages:
+            if stage.first_layer != next_layer:
+                raise ConfigError(
+                    f"pipeline: a stage begins with layer {stage.first_layer}, not {next_layer}"
+                )
             if stage.micro_batch_size != self.micro_batch_size:
                 raise ConfigError(
-                    f"pipeline: shares {list(stage.shares)} do not add up to the micro-batch of "
-                    f"{self.micro_batch_size} samples"
+                    f"pipeline: shares {list(stage.shares)} must add up to "
+                    f"micro_batch_size = {self.micro_batch_size}"
                 )
-            if stage.in_flight > self.num_micro_batches:
+            # A stage that waits for more forward passes than the stage before may do would never continue.
+            if stage.in_flight > most:
                 raise ConfigError(
-                    f"pipeline: in_flight = {stage.in_flight} is more than all "
-                    f"{self.num_micro_batches} micro-batches"
+                    f"pipeline: in_flight = {stage.in_flight} must be at most {most}, the number of the "
+                    "stage before, or num_micro_batches"
                 )
-            if (
-                self.policy == Policy.BACKWARD_AFTER_FORWARD
-                and stage.in_flight != self.num_micro_batches
-            ):
-                raise ConfigError(
-                    f"pipeline: backward after forward keeps all {self.num_micro_batches} micro-batches, "
-                    f"but in_flight = {stage.in_flight}"
-                )
+            next_layer, most = stage.last_layer + 1, stage.in_flight
+        if self.policy == Policy.BACKWARD_AFTER_FORWARD and most < self.num_micro_batches:
+            raise ConfigError(
+                f"pipeline: in_flight = {most} must be {self.num_micro_batches} for this policy"
+            )
 
     @property
     def socs(self) -> tuple[int, ...]:
@@ -194,92 +172,55 @@ class PipelinePlan:
 
     @property
     def architecture(self) -> str:
-        """What kind of parallelism it is."""
+        """The kind of parallelism: "single device", "data parallelism", "pipeline", "hybrid pipeline" or "2-D"."""
         if len(self.stages) == 1:
             return "single device" if len(self.socs) == 1 else "data parallelism"
         return "pipeline" if len(self.socs) == len(self.stages) else "hybrid pipeline"
 
     def slices(self, stage: int) -> tuple[Slice, ...]:
-        """Return what the devices of a stage send to those of the next one for each micro-batch."""
+        """Return the samples of a micro-batch that devices of a stage send to devices of the next stage."""
         return slices_between(self.stages[stage].shares, self.stages[stage + 1].shares)
 
     def communication_bytes(self, problem: PipelineProblem) -> float:
-        """Return the bytes of one update: `Σ 2(|g| − 1)·P_g + 2β·Σ a` (paper Eq. 2), and inputs from `samples_on`.
+        """Return the bytes of one update, `Σ 2(|g| − 1)·P_g + 2β·Σ a` (paper Eq. 2), and of inputs from `samples_on`.
 
-        Of what is coded, less.
+        Coded activations and gradients count with their part (`PipelineProblem.activation_part`).
         """
-        model, total = problem.model, 0.0
-        for stage in self.stages:
-            total += (
-                2.0
-                * (len(stage.devices) - 1)
-                * model.weight_bytes(stage.first_layer, stage.last_layer)
-            )
-        for stage in self.stages[:-1]:
-            total += (
-                problem.sent_part * self.num_samples * model.layers[stage.last_layer].output_bytes
-            )
-        return total + self._source_bytes(problem)
+        rings = sum(part.num_bytes(problem, self) for part in synchronised_parts(self))
+        return rings + self.crossing_bytes(problem)
 
-    def _source_bytes(self, problem: PipelineProblem) -> float:
+    def crossing_bytes(self, problem: PipelineProblem) -> float:
+        """Return the bytes of one update that cross cuts, and of inputs from `samples_on`."""
+        model, total = problem.model, 0.0
+        for stage in self.stages[:-1]:
+            output_bytes = model.layers[stage.last_layer].output_bytes
+            total += problem.sent_part * self.num_samples * output_bytes
         if self.samples_on is None:
-            return 0.0
-        ends = (
-            (self.stages[0], problem.model.input_bytes),
-            (self.stages[-1], problem.model.label_bytes),
-        )
-        return float(
-            sum(
-                num_bytes * share * self.num_micro_batches
-                for stage, num_bytes in ends
-                for soc, share in zip(stage.devices, stage.shares, strict=True)
-                if soc != self.samples_on
-            )
-        )
+            return total
+        ends = ((self.stages[0], model.input_bytes), (self.stages[-1], model.label_bytes))
+        for stage, num_bytes in ends:
+            for soc, share in stage.members:
+                if soc != self.samples_on:
+                    total += num_bytes * share * self.num_micro_batches
+        return total
 
     def check(self, problem: PipelineProblem) -> None:
-        """Raise `ConfigError` if the plan is not of this problem's model, `InfeasiblePlan` if it exceeds a budget."""
-        check_layers(self, problem)
+        """Raise `ConfigError` for another model's plan, `InfeasiblePlan` for a plan that exceeds a budget."""
+        model = problem.model
+        if self.num_layers != model.num_layers:
+            raise ConfigError(
+                f"pipeline: the plan has {self.num_layers} layers, {model.name} has {model.num_layers}"
+            )
         for stage in self.stages:
-            for soc, share in zip(stage.devices, stage.shares, strict=True):
+            for soc, share in stage.members:
                 device, needed = problem.device(soc), stage.memory_bytes(problem, share)
                 if needed > device.memory_bytes * (1.0 + 1e-12):
-                    raise InfeasiblePlan(
-                        f"pipeline: layers {stage.first_layer} to {stage.last_layer} with {share} samples, "
-                        f"{stage.in_flight} in flight, need {needed / 1e6:.1f} MB on {device.name} (SoC {soc}), whose "
-                        f"budget is {device.memory_bytes / 1e6:.1f} MB; use smaller micro-batches or more devices"
-                    )
+                    raise _exceeds(stage, device, share, needed)
 
     def to_document(
         self, problem: PipelineProblem, prediction: "Prediction | None" = None
     ) -> dict[str, Any]:
         """Return the plan as plain values for JSON, with each device's memory against its budget."""
-        names = [layer.name for layer in problem.model.layers]
-        stages = [
-            {
-                "layers": [stage.first_layer, stage.last_layer],
-                "first_layer": names[stage.first_layer],
-                "last_layer": names[stage.last_layer],
-                "in_flight": stage.in_flight,
-                "weight_bytes": problem.model.weight_bytes(stage.first_layer, stage.last_layer),
-                "devices": [
-                    {
-                        "soc": soc,
-                        "device": problem.device(soc).name,
-                        "share": share,
-                        "samples": list(interval),
-                        "processor": problem.device(soc).int8_processor
-                        or problem.kind(soc).default_processor,
-                        "memory_bytes": stage.memory_bytes(problem, share),
-                        "budget_bytes": problem.device(soc).memory_bytes,
-                    }
-                    for soc, share, interval in zip(
-                        stage.devices, stage.shares, intervals(stage.shares), strict=True
-                    )
-                ],
-            }
-            for stage in self.stages
-        ]
         return {
             "kind": "pipeline",
             "architecture": self.architecture,
@@ -289,17 +230,93 @@ class PipelinePlan:
             "micro_batch_size": self.micro_batch_size,
             "num_micro_batches": self.num_micro_batches,
             "samples_on": self.samples_on,
-            "stages": stages,
+            "stages": [_stage_document(stage, problem) for stage in self.stages],
             "communication_bytes": self.communication_bytes(problem),
             "predicted": None if prediction is None else prediction.to_document(),
         }
 
 
-class Sync(StrEnum):
-    """How pipelines of a 2-D plan exchange their gradients."""
+def _exceeds(
+    stage: Stage,
+    device: PipelineDevice,
+    share: int,
+    needed_bytes: float,
+) -> InfeasiblePlan:
+    first, last = stage.layers
+    return InfeasiblePlan(
+        f"pipeline: layers {first} to {last} with {share} samples, {stage.in_flight} in flight, need "
+        f"{needed_bytes / 1e6:.1f} MB on {device.name} (SoC {device.soc}), whose budget is "
+        f"{device.memory_bytes / 1e6:.1f} MB; use smaller micro-batches or more devices"
+    )
 
-    RING = "ring"  # each part of the model in a ring of the devices that hold it
-    SERVER = "server"  # through a parameter server, as in HetPipe
+
+def _require_different(socs: Sequence[int]) -> None:
+    if len(set(socs)) != len(socs):
+        raise ConfigError(f"pipeline: SoCs {list(socs)} must differ; each takes one stage")
+
+
+def _stage_document(stage: Stage, problem: PipelineProblem) -> dict[str, Any]:
+    model, devices = problem.model, []
+    samples = intervals(stage.shares)
+    for (soc, share), interval in zip(stage.members, samples, strict=True):
+        device = problem.device(soc)
+        devices.append(
+            {
+                "soc": soc,
+                "device": device.name,
+                "share": share,
+                "samples": list(interval),
+                "processor": device.int8_processor or problem.kind(soc).default_processor,
+                "memory_bytes": stage.memory_bytes(problem, share),
+                "budget_bytes": device.memory_bytes,
+            }
+        )
+    return {
+        "layers": list(stage.layers),
+        "first_layer": model.layers[stage.first_layer].name,
+        "last_layer": model.layers[stage.last_layer].name,
+        "in_flight": stage.in_flight,
+        "weight_bytes": model.weight_bytes(*stage.layers),
+        "devices": devices,
+    }
+
+
+def staged(
+    ends: Sequence[int],
+    members: Sequence[Sequence[tuple[int, int]]],
+    in_flight: Sequence[int],
+    num_micro_batches: int,
+    policy: Policy = Policy.ONE_FORWARD_ONE_BACKWARD,
+) -> PipelinePlan:
+    """Return the plan whose stages end with the layers `ends`; `members` are (SoC, share), by stage."""
+    stages, first = [], 0
+    for last, own, count in zip(ends, members, in_flight, strict=True):
+        devices, shares = zip(*own, strict=True)
+        stages.append(
+            Stage(
+                first_layer=first,
+                last_layer=last,
+                devices=devices,
+                shares=shares,
+                in_flight=count,
+            )
+        )
+        first = last + 1
+    return PipelinePlan(
+        stages=tuple(stages),
+        micro_batch_size=stages[0].micro_batch_size,
+        num_micro_batches=num_micro_batches,
+        policy=policy,
+    )
+
+
+class Sync(StrEnum):
+    """How the pipelines of a 2-D plan exchange their gradients."""
+
+    # Each part of the model is summed in a ring of the devices that hold it.
+    RING = "ring"
+    # Gradients go through a parameter server, as in HetPipe.
+    SERVER = "server"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -308,18 +325,16 @@ class TwoDPlan:
 
     groups: tuple[PipelinePlan, ...]
     sync: Sync = Sync.RING
-    server: int | str = "hub"  # where the parameter server is: a SoC or the hub
+    # The place of the parameter server: a SoC or the hub.
+    server: int | str = "hub"
     planner: str = "2d"
 
     def __post_init__(self) -> None:
-        if not self.groups:
-            raise ConfigError("2-D plan: needs at least one group")
-        if len(set(self.socs)) != len(self.socs):
-            raise ConfigError(
-                f"2-D plan: a SoC is in two groups of {list(self.socs)}; each takes one"
-            )
-        if len({group.num_layers for group in self.groups}) > 1:
-            raise ConfigError("2-D plan: its groups train models of different numbers of layers")
+        require_range("2-D plan", least=1, num_groups=len(self.groups))
+        _require_different(self.socs)
+        num_layers = {group.num_layers for group in self.groups}
+        if len(num_layers) > 1:
+            raise ConfigError(f"2-D plan: groups have {num_layers} layers; give all one model")
 
     @property
     def socs(self) -> tuple[int, ...]:
@@ -328,7 +343,7 @@ class TwoDPlan:
 
     @property
     def pipelines(self) -> tuple[PipelinePlan, ...]:
-        """The pipelines of the plan: one a group."""
+        """The pipelines of the plan: one per group."""
         return self.groups
 
     @property
@@ -338,7 +353,7 @@ class TwoDPlan:
 
     @property
     def architecture(self) -> str:
-        """What kind of parallelism it is."""
+        """The kind of parallelism: "single device", "data parallelism", "pipeline", "hybrid pipeline" or "2-D"."""
         if len(self.groups) == 1:
             return self.groups[0].architecture
         return "data parallelism" if all(len(group.stages) == 1 for group in self.groups) else "2-D"
@@ -349,10 +364,7 @@ class TwoDPlan:
         With a server `2GP + Σ_i 2β_i·Σ_j a_ij` for G > 1 groups (paper Eq. 1; less for a server that is itself a device
         of a group); with rings `2(n − 1)` times each part of the model that n devices hold.
         """
-        crossing = sum(
-            group.communication_bytes(problem) - own_ring_bytes(group, problem)
-            for group in self.groups
-        )
+        crossing = sum(group.crossing_bytes(problem) for group in self.groups)
         return crossing + sum(part.num_bytes(problem, self) for part in synchronised_parts(self))
 
     def check(self, problem: PipelineProblem) -> None:
@@ -380,8 +392,26 @@ class TwoDPlan:
 Plan: TypeAlias = PipelinePlan | TwoDPlan
 
 
+class Place(NamedTuple):
+    """A device's position in a plan: its pipeline, its stage there and its rank among the stage's devices."""
+
+    pipeline: int
+    stage: int
+    rank: int
+
+
+def places(plan: Plan) -> dict[int, Place]:
+    """Return the place of each SoC, in the order of the plan."""
+    return {
+        soc: Place(number, index, rank)
+        for number, pipeline in enumerate(plan.pipelines)
+        for index, stage in enumerate(pipeline.stages)
+        for rank, soc in enumerate(stage.devices)
+    }
+
+
 def with_samples_on(plan: Plan, soc: int | None) -> Plan:
-    """Return the plan with samples and labels on a device; None: where they are needed."""
+    """Return the plan with all samples and labels on one device; None: each device has those that it needs."""
     if isinstance(plan, TwoDPlan):
         return replace(plan, groups=tuple(replace(group, samples_on=soc) for group in plan.groups))
     return replace(plan, samples_on=soc)
@@ -405,52 +435,36 @@ class SynchronisedPart:
 
 
 def synchronised_parts(plan: Plan) -> tuple[SynchronisedPart, ...]:
-    """Return the parts of the model that one set of devices exchanges the gradients of, in layer order.
+    """Return, in layer order, the parts of the model whose gradients the same devices exchange.
 
-    In a single pipeline these are the stages; groups of a 2-D plan may be cut in different places.
+    In a single pipeline these are the stages. Groups of a 2-D plan may be cut in different places.
     """
-    starts = sorted({stage.first_layer for pipeline in plan.pipelines for stage in pipeline.stages})
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    starts = sorted({stage.first_layer for stage in stages})
     ends = [*starts[1:], plan.pipelines[0].num_layers]
-    return tuple(
-        SynchronisedPart(
-            first_layer=first,
-            last_layer=end - 1,
-            devices=tuple(
-                soc
-                for pipeline in plan.pipelines
-                for stage in pipeline.stages
-                if stage.first_layer <= first <= stage.last_layer
-                for soc in stage.devices
-            ),
-        )
-        for first, end in zip(starts, ends, strict=True)
-    )
-
-
-def own_ring_bytes(plan: PipelinePlan, problem: PipelineProblem) -> float:
-    """Return the bytes of the all-reduces inside the stages of a pipeline."""
-    return sum(part.num_bytes(problem, plan) for part in synchronised_parts(plan))
-
-
-def check_layers(plan: PipelinePlan, problem: PipelineProblem) -> None:
-    """Raise `ConfigError` if a plan does not cover the problem's model."""
-    if plan.num_layers != problem.model.num_layers:
-        raise ConfigError(
-            f"pipeline: the plan has {plan.num_layers} layers, and model {problem.model.name} has "
-            f"{problem.model.num_layers}; plan it for this model"
-        )
+    found = []
+    for first, end in zip(starts, ends, strict=True):
+        holding = [stage for stage in stages if stage.first_layer <= first <= stage.last_layer]
+        devices = tuple(soc for stage in holding for soc in stage.devices)
+        found.append(SynchronisedPart(first_layer=first, last_layer=end - 1, devices=devices))
+    return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """What a plan costs: by the closed form, and in virtual time."""
+    """Costs of one update of a plan: by the closed form, and in virtual time."""
 
-    formula_s: float  # seconds of one update by F29, which adds the two directions of a transfer
-    duplex_s: float  # by F29 with both directions of a transfer at once, as the links of `cluster` carry them
-    step_s: float  # in the simulator
-    energy_j: float  # of all devices of the problem, one update
-    num_samples: int  # of one update
-    num_bytes: Mapping[str, float]  # of one update, by tier
+    # By F29, which adds the two directions of a transfer.
+    formula_s: float
+    # By F29 with both directions of a transfer at once, as the links of `cluster` carry them.
+    duplex_s: float
+    # In the simulator.
+    step_s: float
+    # Of all devices of the problem.
+    energy_j: float
+    num_samples: int
+    # By tier of links.
+    num_bytes: Mapping[str, float]
 
     @property
     def samples_per_s(self) -> float:
@@ -476,27 +490,40 @@ def to_json(plan: Plan) -> str:
 
 
 def from_json(text: str) -> Plan:
-    """Return the plan of `to_json`; `ConfigError` where it is none."""
+    """Return the plan of `to_json`; `ConfigError` if another version of socflower wrote the text."""
     try:
         values = json.loads(text)
-        if "groups" in values:
-            return TwoDPlan(
-                groups=tuple(map(_pipeline, values["groups"])),
-                sync=Sync(values["sync"]),
-                server=values["server"],
-                planner=values["planner"],
-            )
-        return _pipeline(values)
+        if "groups" not in values:
+            return _pipeline(values)
+        groups = tuple(map(_pipeline, values["groups"]))
+        return TwoDPlan(
+            **{
+                **values,
+                "groups": groups,
+                "sync": Sync(values["sync"]),
+            }
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"pipeline record: is no plan ({error}); server and client run different versions of "
-            "socflower"
+            f"pipeline: a plan cannot be read ({error}); use one version of socflower everywhere"
         ) from None
 
 
 def _pipeline(values: dict[str, Any]) -> PipelinePlan:
-    stages = tuple(
-        Stage(**{**stage, "devices": tuple(stage["devices"]), "shares": tuple(stage["shares"])})
+    stages = [
+        Stage(
+            **{
+                **stage,
+                "devices": tuple(stage["devices"]),
+                "shares": tuple(stage["shares"]),
+            }
+        )
         for stage in values["stages"]
+    ]
+    return PipelinePlan(
+        **{
+            **values,
+            "stages": tuple(stages),
+            "policy": Policy(values["policy"]),
+        }
     )
-    return PipelinePlan(**{**values, "stages": stages, "policy": Policy(values["policy"])})

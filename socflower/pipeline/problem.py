@@ -1,4 +1,4 @@
-"""What a pipeline is planned for: a model by layers, unequal devices with measured seconds, links and memory budgets.
+"""The input of a planner: a model by layers, unequal devices with measured seconds, links and memory budgets.
 
 Symbols of the paper: layer l has forward and backward seconds t_f(l, β), t_b(l, β) of β samples on each kind of device,
 w_l bytes of weights and a_l bytes of output; device d has a budget u_d; b(d, d′) is the bandwidth between two devices.
@@ -10,47 +10,43 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from socflower.cluster import Cluster, Device
 from socflower.cluster.cost_model import UPDATE_PASSES
 from socflower.errors import ConfigError, require_range
+from socflower.field_rules import checked
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+_Amount = Annotated[float, Field(ge=0)]
+_Count = Annotated[int, Field(ge=0)]
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+
+@checked
 class PipelineLayer:
-    """One layer, per sample where it says so. A cut may follow any layer but the last."""
+    """One layer; figures are per sample, except those of weights. A cut may follow any layer but the last."""
 
     name: str
-    forward_flops: float  # per sample; multiply and add are two operations
-    backward_flops: float  # per sample
-    weight_bytes: float  # of the weights that are trained; also of their gradients
-    activation_bytes: (
-        float  # per sample: what the layer makes and keeps from its forward to its backward pass
-    )
-    output_bytes: float  # per sample: all tensors that cross a cut behind the layer
-    frozen_bytes: float = 0.0  # of the weights that are not trained
-    num_tensors: int = 0  # that are trained
-    num_operations: int = 1  # primitive operations, each with a fixed cost
-
-    def __post_init__(self) -> None:
-        require_range(
-            f"layer {self.name}",
-            least=0,
-            forward_flops=self.forward_flops,
-            backward_flops=self.backward_flops,
-            weight_bytes=self.weight_bytes,
-            frozen_bytes=self.frozen_bytes,
-            num_tensors=self.num_tensors,
-            activation_bytes=self.activation_bytes,
-            output_bytes=self.output_bytes,
-            num_operations=self.num_operations,
-        )
+    # A multiplication and an addition are two operations.
+    forward_flops: _Amount
+    backward_flops: _Amount
+    # Trained weights; their gradients have as many bytes.
+    weight_bytes: _Amount
+    # Results that the layer keeps from its forward to its backward pass.
+    activation_bytes: _Amount
+    # All tensors that cross a cut behind the layer.
+    output_bytes: _Amount
+    frozen_bytes: _Amount = 0.0
+    # Trained tensors.
+    num_tensors: _Count = 0
+    # Primitive operations; each has a fixed cost.
+    num_operations: _Count = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,20 +55,18 @@ class PipelineModel:
 
     name: str
     layers: tuple[PipelineLayer, ...]
-    input_bytes: float  # per sample
-    label_bytes: float = 0.0  # per sample
-    cuts: str = "layers"  # how it was cut into layers, so that others cut it alike
-    sample_shape: tuple[int, ...] = ()  # of the samples that it was read with; (): unknown
+    # Per sample, as `label_bytes`.
+    input_bytes: float
+    label_bytes: float = 0.0
+    # The granularity of the cuts, with which other processes cut the model alike.
+    cuts: str = "layers"
+    # Shape of one sample of the example that the model was read with; (): unknown.
+    sample_shape: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.layers:
-            raise ConfigError(f"model {self.name}: has no layers; a pipeline needs at least one")
-        require_range(
-            f"model {self.name}",
-            least=0,
-            input_bytes=self.input_bytes,
-            label_bytes=self.label_bytes,
-        )
+        where = f"model {self.name}"
+        require_range(where, least=1, num_layers=len(self.layers))
+        require_range(where, least=0, input_bytes=self.input_bytes, label_bytes=self.label_bytes)
 
     @property
     def num_layers(self) -> int:
@@ -81,7 +75,7 @@ class PipelineModel:
 
     @cached_property
     def sha256(self) -> str:
-        """Digest of the layers' names, weights and outputs, by which processes know that they have the same model."""
+        """Digest of the layers' names, weights and outputs; equal digests mean the same model."""
         parts = [
             (layer.name, layer.weight_bytes, layer.frozen_bytes, layer.output_bytes)
             for layer in self.layers
@@ -100,17 +94,17 @@ class PipelineModel:
 
     @cached_property
     def activation_prefix(self) -> Floats:
-        """Kept bytes per sample of the first l layers."""
+        """Kept bytes of the first l layers for one sample."""
         return _prefix([layer.activation_bytes for layer in self.layers])
 
     @cached_property
     def entering_bytes(self) -> Floats:
-        """Bytes per sample that enter layer l, for l from 0; at the end those of the last layer's output."""
+        """Bytes that enter layer l for one sample; the last entry is the output of the last layer."""
         return np.array([self.input_bytes, *(layer.output_bytes for layer in self.layers)])
 
     @cached_property
     def cut_bytes(self) -> Floats:
-        """Bytes per sample that cross a cut before layer l, for l from 0 to all; none at either end."""
+        """Bytes that cross a cut before layer l for one sample, for l from 0 to all; 0 at both ends."""
         return np.array([0.0, *(layer.output_bytes for layer in self.layers[:-1]), 0.0])
 
     def weight_bytes(self, first: int, last: int) -> float:
@@ -118,15 +112,12 @@ class PipelineModel:
         return float(self.weight_prefix[last + 1] - self.weight_prefix[first])
 
     def kept_bytes(self, first: int, last: int) -> float:
-        """Return what a stage of these layers keeps for each sample in flight: its input and its activations (F28)."""
-        return float(
-            self.entering_bytes[first]
-            + self.activation_prefix[last + 1]
-            - self.activation_prefix[first]
-        )
+        """Return the bytes that a stage of these layers keeps per sample in flight: input and activations (F28)."""
+        prefix = self.activation_prefix
+        return float(self.entering_bytes[first] + prefix[last + 1] - prefix[first])
 
     def state_bytes(self, first: int, last: int, optimizer_copies: float) -> float:
-        """Return MOD + OPT of these layers (F28): weights, gradient buffers, optimiser state, frozen weights."""
+        """Return MOD + OPT of these layers (F28): weights, gradients, optimiser state, frozen weights."""
         frozen = float(self.frozen_prefix[last + 1] - self.frozen_prefix[first])
         return (2.0 + optimizer_copies) * self.weight_bytes(first, last) + frozen
 
@@ -135,41 +126,32 @@ class PipelineModel:
 class LayerSeconds:
     """Seconds of each layer's forward and backward pass on one kind of device, at several batch sizes.
 
-    Two devices of a kind share one object, by which planners know that they are equal.
+    Devices of one kind share one object; planners compare these objects by identity.
     """
 
-    device: str  # the kind
-    batches: tuple[int, ...]  # samples, rising
-    forward_s: Floats  # [layer][batch], of the whole batch
-    backward_s: Floats  # [layer][batch]
-    estimated: bool = False  # computed from operations, not measured
+    # The kind of device.
+    device: str
+    # Samples, rising.
+    batches: tuple[int, ...]
+    # Seconds of the whole batch, as [layer][batch].
+    forward_s: Floats
+    backward_s: Floats
+    # Computed from operations instead of measured.
+    estimated: bool = False
     _tables: list[tuple[Floats, Floats]] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         where = f"seconds on {self.device}"
-        if (
-            not self.batches
-            or self.batches[0] < 1
-            or any(after <= before for before, after in pairwise(self.batches))
-        ):
-            raise ConfigError(
-                f"{where}: batches must rise from 1 or more, got {list(self.batches)}"
-            )
+        require_rising(where, self.batches)
+        shape = (len(self.forward_s), len(self.batches))
         for key in ("forward_s", "backward_s"):
             array = np.array(getattr(self, key), dtype=np.float64)
-            if array.ndim != 2 or not len(array) or array.shape[1] != len(self.batches):
-                raise ConfigError(
-                    f"{where}: {key} must be of layers x {len(self.batches)} batches, got {array.shape}"
-                )
+            if array.shape != shape:
+                raise ConfigError(f"{where}: {key} has shape {array.shape}; give {shape}")
             if not (np.isfinite(array).all() and (array >= 0.0).all()):
-                raise ConfigError(f"{where}: {key} must be 0 or more and finite everywhere")
+                raise ConfigError(f"{where}: {key} must be 0 or more and finite")
             array.flags.writeable = False
             object.__setattr__(self, key, array)
-        if len(self.forward_s) != len(self.backward_s):
-            raise ConfigError(
-                f"{where}: forward_s is of {len(self.forward_s)} layers and backward_s of "
-                f"{len(self.backward_s)}"
-            )
 
     @property
     def num_layers(self) -> int:
@@ -186,16 +168,17 @@ class LayerSeconds:
         table = self.prefixes(num_samples)[1]
         return float(table[last + 1, num_samples] - table[first, num_samples])
 
+    def both(self, first: int, last: int, num_samples: int) -> float:
+        """Return the seconds of both passes of layers `first` to `last`."""
+        there_s = self.forward(first, last, num_samples)
+        return there_s + self.backward(first, last, num_samples)
+
     def prefixes(self, max_samples: int) -> tuple[Floats, Floats]:
         """Return forward and backward seconds of the first l layers as [l][samples], for at least `max_samples`.
 
-        Each layer's seconds follow `cluster.device.StepTimings`: linear between measured batches, beyond them with the
-        slope of the nearest two, and never less for more samples.
+        Each layer's seconds follow `cluster.device.StepTimings`: linear between measured batches, outside of them with
+        the slope of the nearest two, and never less for more samples.
         """
-        if max_samples < 0:
-            raise ConfigError(
-                f"seconds on {self.device}: a number of samples must not be negative, got {max_samples}"
-            )
         if not self._tables or self._tables[0][0].shape[1] <= max_samples:
             columns = 1 << max(5, max_samples.bit_length())
             samples = np.arange(columns, dtype=np.float64)
@@ -205,62 +188,45 @@ class LayerSeconds:
         return self._tables[0]
 
     def _table(self, seconds: Floats, samples: Floats) -> Floats:
-        batches, rising_s = (
-            np.array(self.batches, np.float64),
-            np.maximum.accumulate(seconds, axis=1),
-        )
-        dense = (
-            rising_s[:, :1] * samples / batches[0]
-        )  # in proportion: one measurement, or the least below the first
+        batches = np.array(self.batches, np.float64)
+        # More samples never take less time, whatever noise the measurements have.
+        rising_s = np.maximum.accumulate(seconds, axis=1)
+        dense = rising_s[:, :1] * samples / batches[0]
         if len(batches) > 1:
             slopes_s = np.diff(rising_s, axis=1) / np.diff(batches)
-            slopes_s[:, -1] = np.where(
-                slopes_s[:, -1] > 0.0, slopes_s[:, -1], rising_s[:, -1] / batches[-1]
-            )
-            segment = np.clip(
-                np.searchsorted(batches, samples, side="right") - 1, 0, len(batches) - 2
-            )
+            mean_s = rising_s[:, -1] / batches[-1]
+            slopes_s[:, -1] = np.where(slopes_s[:, -1] > 0.0, slopes_s[:, -1], mean_s)
+            segment = np.searchsorted(batches, samples, side="right") - 1
+            segment = np.clip(segment, 0, len(batches) - 2)
             line = rising_s[:, segment] + slopes_s[:, segment] * (samples - batches[segment])
-            # The last slope is that of the extrapolation; within the segment, noise may have made it 0.
-            within = (samples >= batches[-2]) & (samples <= batches[-1])
+            # The last slope is that of the extrapolation; inside the last segment, noise may have made it 0.
+            inside = (samples >= batches[-2]) & (samples <= batches[-1])
             share = (samples - batches[-2]) / (batches[-1] - batches[-2])
             last = rising_s[:, -2:-1] + share * (rising_s[:, -1:] - rising_s[:, -2:-1])
             beyond = rising_s[:, -1:] + slopes_s[:, -1:] * (samples - batches[-1])
-            line = np.where(within, last, np.where(samples > batches[-1], beyond, line))
-            first = rising_s[:, :1] - (rising_s[:, 1:2] - rising_s[:, :1]) / (
-                batches[1] - batches[0]
-            ) * (batches[0] - samples)
-            dense = np.where(samples < batches[0], np.maximum(first, dense), line)
+            line = np.where(inside, last, np.where(samples > batches[-1], beyond, line))
+            first_slope = (rising_s[:, 1:2] - rising_s[:, :1]) / (batches[1] - batches[0])
+            below = rising_s[:, :1] - first_slope * (batches[0] - samples)
+            dense = np.where(samples < batches[0], np.maximum(below, dense), line)
         dense[:, 0] = 0.0
         return np.vstack([np.zeros((1, len(samples))), np.cumsum(dense, axis=0)])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class PipelineDevice:
-    """A device that may take part, in a slot of the cluster."""
+    """A device in a slot of the cluster, which may take part."""
 
-    soc: int  # its number in the cluster
+    soc: _Count
     name: str
     seconds: LayerSeconds
-    memory_bytes: float  # budget
-    update_bytes_per_s: float = (
-        math.inf
-    )  # of memory, for the update of weights; infinite: the update is free
-    byte_s: float = 0.0  # of its processor, for each byte of activations and gradients that it sends or receives
-    int8_processor: str = ""  # computes its passes, whose masters stay in FP32; none: in FP32 on the default processor
-
-    def __post_init__(self) -> None:
-        require_range(f"device {self.name}", least=0, soc=self.soc, byte_s=self.byte_s)
-        require_range(
-            f"device {self.name}",
-            above=0,
-            memory_bytes=self.memory_bytes,
-            advice="give the bytes that training may use",
-        )
-        if not self.update_bytes_per_s > 0:
-            raise ConfigError(
-                f"device {self.name}: update_bytes_per_s = {self.update_bytes_per_s} must be above 0"
-            )
+    # The bytes that training may use.
+    memory_bytes: Annotated[float, Field(gt=0)]
+    # Memory bandwidth of the update of weights; infinite: the update is free.
+    update_bytes_per_s: Annotated[float, Field(gt=0, allow_inf_nan=True)] = math.inf
+    # Seconds of its processor for each byte of activations and gradients that it sends or receives.
+    byte_s: _Amount = 0.0
+    # Computes the passes in int8, with masters in FP32; "": passes are in FP32 on the default processor.
+    int8_processor: str = ""
 
     def update_s(self, weight_bytes: float) -> float:
         """Return the seconds in which it updates so many bytes of weights."""
@@ -274,18 +240,20 @@ class PipelineProblem:
     model: PipelineModel
     devices: tuple[PipelineDevice, ...]
     cluster: Cluster
-    micro_batch_size: int  # samples, over all devices of a stage
+    # Samples, over all devices of a stage.
+    micro_batch_size: int
     num_micro_batches: int
-    optimizer_copies: float = 1.0  # of the trained weights: 1 for SGD with momentum, 2 for Adam
-    activation_part: float = (
-        1.0  # of the bytes of tensors that cross a cut, what is sent: 0.25 in eight bits
-    )
-    gradient_part: float = 1.0  # and of their gradients
+    # Optimiser state by trained weights: 1 for SGD with momentum, 2 for Adam.
+    optimizer_copies: float = 1.0
+    # The part of the bytes of a cut that is sent, 0.25 in eight bits: of activations and of their gradients.
+    activation_part: float = 1.0
+    gradient_part: float = 1.0
 
     def __post_init__(self) -> None:
         require_range(
             "pipeline",
             least=1,
+            num_devices=len(self.devices),
             micro_batch_size=self.micro_batch_size,
             num_micro_batches=self.num_micro_batches,
         )
@@ -297,20 +265,15 @@ class PipelineProblem:
             activation_part=self.activation_part,
             gradient_part=self.gradient_part,
         )
-        if not self.devices:
-            raise ConfigError("pipeline: no devices; give at least one")
         socs = [device.soc for device in self.devices]
-        twice = next((soc for soc in socs if socs.count(soc) > 1), None)
-        if twice is not None:
-            raise ConfigError(
-                f"pipeline: SoC {twice} is given to two devices; each needs a slot of its own"
-            )
+        if len(set(socs)) < len(socs):
+            raise ConfigError(f"pipeline: devices have SoCs {socs}; give each its own")
         for device in self.devices:
             self.cluster.board_of(device.soc)
-            if device.seconds.num_layers != self.model.num_layers:
+            num_layers = device.seconds.num_layers
+            if num_layers != self.model.num_layers:
                 raise ConfigError(
-                    f"pipeline: device {device.name} has seconds of {device.seconds.num_layers} layers, "
-                    f"and model {self.model.name} has {self.model.num_layers}; profile it for this model"
+                    f"pipeline: {device.name} has seconds of {num_layers} layers; profile all of them"
                 )
 
     @property
@@ -320,7 +283,7 @@ class PipelineProblem:
 
     @property
     def sent_part(self) -> float:
-        """What is sent of a cut's bytes both ways: 2 where nothing is coded."""
+        """The part of a cut's bytes that is sent in both directions together: 2 if nothing is coded."""
         return self.activation_part + self.gradient_part
 
     @cached_property
@@ -328,21 +291,21 @@ class PipelineProblem:
         return {device.soc: device for device in self.devices}
 
     def device(self, soc: int) -> PipelineDevice:
-        """Return the device in a slot; `ConfigError` if it is none of the problem's."""
-        try:
-            return self._device_of[soc]
-        except KeyError:
-            raise ConfigError(
-                f"pipeline: SoC {soc} is no device of this problem; it has "
-                f"{', '.join(str(device.soc) for device in self.devices)}"
-            ) from None
+        """Return the device in a slot; raises `ConfigError` if it does not take part."""
+        if soc not in self._device_of:
+            raise ConfigError(f"pipeline: SoC {soc} is no device; use one of {[*self._device_of]}")
+        return self._device_of[soc]
 
     def pass_s(
-        self, device: PipelineDevice, first: int, last: int, share: int
+        self,
+        device: PipelineDevice,
+        first: int,
+        last: int,
+        share: int,
     ) -> tuple[float, float]:
-        """Return the seconds of the forward and the backward pass of `share` samples over layers `first` to `last`.
+        """Return the forward and backward seconds of `share` samples over layers `first` to `last`.
 
-        In them is what the processor itself takes for the bytes that cross the cuts on either side (`byte_s`).
+        They include the processor's seconds for the bytes that cross the cuts on either side (`byte_s`).
         """
         crossing_s = device.byte_s * share * float(self.model.cut_bytes[[first, last + 1]].sum())
         return (
@@ -374,6 +337,13 @@ class PipelineProblem:
     def least_bandwidth(self, socs: Sequence[int]) -> float:
         """Return the least bandwidth between any two of several devices; infinite for one."""
         return min((self.bandwidth(a, b) for a in socs for b in socs if a != b), default=math.inf)
+
+
+def require_rising(where: str, batches: Sequence[int]) -> None:
+    """Raise `ConfigError` unless batch sizes rise from 1 or more."""
+    rises = all(before < after for before, after in pairwise((0, *batches)))
+    if not batches or not rises:
+        raise ConfigError(f"{where}: batches = {list(batches)} must rise from 1 or more")
 
 
 def _prefix(values: Sequence[float]) -> Floats:

@@ -1,34 +1,33 @@
-"""Light re-planning: the same pipeline without the devices that are gone, as any survivor computes it (F33)."""
+"""Light re-planning: the same pipeline without lost devices; every survivor computes the same plan (F33)."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from socflower.errors import InfeasiblePlan
 from socflower.hierarchy import split_batch
-from socflower.pipeline.plan import PipelinePlan, Plan, Policy, Stage, TwoDPlan
+from socflower.pipeline.plan import PipelinePlan, Plan, Stage, TwoDPlan
 from socflower.pipeline.problem import PipelineModel
+
+_UNBOUNDED = 1 << 62
 
 
 def replanned(plan: Plan, model: PipelineModel, present: Collection[int]) -> Plan:
-    """Return a plan for the devices of `plan` that are `present`, which may be more; the plan itself if all are.
+    """Return a plan for the devices of `plan` that are `present` (F33); the plan itself if all are.
 
-    A stage that has lost some of its devices divides its micro-batches among the others, in proportion to their shares.
-    If a stage has lost all, the layers of its pipeline are divided anew among the other stages, in their order, so that
-    the operations of a stage are in proportion to those that it had: it was given these to keep pace with the others.
-    Of a 2-D plan, pipelines without devices are left out, and the others take their samples. If only devices are left
-    that the plan does not use, the first of them trains alone.
+    A stage that has lost some devices divides its micro-batches among the others, in proportion to their shares. If a
+    stage has lost all devices, the layers of its pipeline are divided among the other stages, in their order, in
+    proportion to the operations that these had: their operations were chosen so that they keep pace. Pipelines of a 2-D
+    plan without devices are left out, and the others take their samples. If only devices are present that the plan does
+    not use, the first of them trains alone.
 
-    Raises `InfeasiblePlan` if none is left.
+    Raises `InfeasiblePlan` if no device is present.
     """
     if all(soc in present for soc in plan.socs):
         return plan
-    left = [
-        pipeline
-        for each in plan.pipelines
-        if (pipeline := _without(each, model, present)) is not None
-    ]
-    if not left and not present:
+    if not present:
         raise InfeasiblePlan("pipeline: no device is left")
+    reduced = [_without(each, model, present) for each in plan.pipelines]
+    left = tuple(each for each in reduced if each is not None)
     if not left:
         first = plan.pipelines[0]
         alone = Stage(
@@ -39,126 +38,100 @@ def replanned(plan: Plan, model: PipelineModel, present: Collection[int]) -> Pla
             in_flight=first.stages[-1].in_flight,
         )
         return replace(first, stages=(alone,), samples_on=None)
-    if isinstance(plan, TwoDPlan):
-        server = (
-            plan.server
-            if not isinstance(plan.server, int) or plan.server in present
-            else left[0].socs[0]
-        )
-        return replace(plan, groups=tuple(left), server=server)
-    return left[0]
+    if not isinstance(plan, TwoDPlan):
+        return left[0]
+    lost_server = isinstance(plan.server, int) and plan.server not in present
+    return replace(plan, groups=left, server=left[0].socs[0] if lost_server else plan.server)
 
 
 def shared_anew(
-    plan: Plan, sample_s: Mapping[int, float], most: Mapping[int, int], tolerance: float
+    plan: Plan,
+    sample_s: Mapping[int, float],
+    most: Mapping[int, int],
+    tolerance: float,
 ) -> Plan | None:
-    """Return the plan with the samples of replicated stages divided by measured speeds; None if that gains too little.
+    """Return the plan with new shares in replicated stages by measured speeds; None if that gains too little.
 
-    `sample_s` are each device's seconds for a sample, `most` the samples of a micro-batch that fit its memory; a device
-    without either keeps its share. A stage is changed if its slowest device would take less time by more than
-    `tolerance`. Each device keeps a sample, so that its speed is measured on.
+    `sample_s` has each device's seconds for a sample, `most` the samples of a micro-batch that fit its memory. A stage
+    with a device of unknown speed keeps its shares, and so does one whose slowest device would save at most `tolerance`
+    of its time. Each device keeps at least one sample, so that its speed is still measured.
     """
-    changed = False
-    pipelines = []
+    changed, pipelines = False, []
     for pipeline in plan.pipelines:
         stages = []
         for stage in pipeline.stages:
             shares = _by_speed(stage, sample_s, most)
-            before, after = (
-                max(
-                    share * sample_s.get(soc, 0.0)
-                    for soc, share in zip(stage.devices, own, strict=True)
-                )
-                for own in (stage.shares, shares)
-            )
-            gains = after < before * (1.0 - tolerance)
-            changed |= gains
-            stages.append(replace(stage, shares=shares) if gains else stage)
+            if shares is not None:
+                new = replace(stage, shares=shares)
+                limit_s = _slowest_s(stage, sample_s) * (1.0 - tolerance)
+                if _slowest_s(new, sample_s) < limit_s:
+                    changed, stage = True, new
+            stages.append(stage)
         pipelines.append(replace(pipeline, stages=tuple(stages)))
     if not changed:
         return None
     return replace(plan, groups=tuple(pipelines)) if isinstance(plan, TwoDPlan) else pipelines[0]
 
 
+def _slowest_s(stage: Stage, sample_s: Mapping[int, float]) -> float:
+    return max(share * sample_s.get(soc, 0.0) for soc, share in stage.members)
+
+
 def _by_speed(
     stage: Stage, sample_s: Mapping[int, float], most: Mapping[int, int]
-) -> tuple[int, ...]:
+) -> tuple[int, ...] | None:
+    """Return shares of about equal time within memory, or None if they are not known."""
     if len(stage.devices) < 2 or not all(sample_s.get(soc) for soc in stage.devices):
-        return stage.shares
-    shares = [
-        max(1, share)
-        for share in split_batch(
-            stage.micro_batch_size, [1.0 / sample_s[soc] for soc in stage.devices]
-        )
-    ]
-    shares = [
-        min(share, max(own, most.get(soc, share)))
-        for share, own, soc in zip(shares, stage.shares, stage.devices, strict=True)
-    ]
-    # What is over or missing goes to, or comes from, the device for which that costs least.
+        return None
+    seconds = [sample_s[soc] for soc in stage.devices]
+    limits = [max(own, most.get(soc, _UNBOUNDED)) for soc, own in stage.members]
+    wanted = split_batch(stage.micro_batch_size, [1.0 / each for each in seconds])
+    shares = [min(max(1, share), limit) for share, limit in zip(wanted, limits, strict=True)]
+    # Each missing or excess sample goes to, or comes from, the device with the least resulting time.
     while (rest := stage.micro_batch_size - sum(shares)) != 0:
         step = 1 if rest > 0 else -1
-        free = [
-            rank
-            for rank, soc in enumerate(stage.devices)
-            if (
-                shares[rank] > 1
-                if step < 0
-                else shares[rank] < max(stage.shares[rank], most.get(soc, 1 << 62))
-            )
-        ]
-        if not free:
-            return stage.shares
-        rank = min(
-            free,
-            key=lambda rank: step * (shares[rank] + (step > 0)) * sample_s[stage.devices[rank]],
-        )
-        shares[rank] += step
+        costs = {}
+        for rank, (share, limit) in enumerate(zip(shares, limits, strict=True)):
+            if share > 1 if step < 0 else share < limit:
+                costs[rank] = step * (share + (step > 0)) * seconds[rank]
+        if not costs:
+            return None
+        shares[min(costs, key=costs.__getitem__)] += step
     return tuple(shares)
 
 
 def _without(
     plan: PipelinePlan, model: PipelineModel, present: Collection[int]
 ) -> PipelinePlan | None:
-    stages = [stage for each in plan.stages if (stage := _shared_by(each, present)) is not None]
+    shared = [_shared_by(each, present) for each in plan.stages]
+    stages = [stage for stage in shared if stage is not None]
     if not stages:
         return None
     if len(stages) < len(plan.stages):
         stages = _with_all_layers(stages, model)
-    gpipe = plan.policy == Policy.BACKWARD_AFTER_FORWARD
-    return replace(
-        plan,
-        stages=tuple(
-            replace(stage, in_flight=plan.num_micro_batches) if gpipe else stage for stage in stages
-        ),
-        samples_on=plan.samples_on if plan.samples_on in present else None,
-    )
+    samples_on = plan.samples_on if plan.samples_on in present else None
+    return replace(plan, stages=tuple(stages), samples_on=samples_on)
 
 
 def _shared_by(stage: Stage, present: Collection[int]) -> Stage | None:
-    """Return a stage on those of its devices that are present; None without any."""
-    kept = [
-        (soc, share)
-        for soc, share in zip(stage.devices, stage.shares, strict=True)
-        if soc in present
-    ]
+    """Return a stage on those of its devices that are present, or None."""
+    kept = {soc: share for soc, share in stage.members if soc in present}
     if not kept:
         return None
-    shares = split_batch(stage.micro_batch_size, [share for _, share in kept])
-    return replace(stage, devices=tuple(soc for soc, _ in kept), shares=shares)
+    shares = split_batch(stage.micro_batch_size, list(kept.values()))
+    return replace(stage, devices=tuple(kept), shares=shares)
 
 
 def _with_all_layers(stages: Sequence[Stage], model: PipelineModel) -> list[Stage]:
-    """Return the stages with all layers of the model, cut where each has about its part of the operations."""
+    """Return the stages with all layers of the model; each has about its former part of the operations."""
     flops = [layer.forward_flops + layer.backward_flops for layer in model.layers]
     capacity = [sum(flops[stage.first_layer : stage.last_layer + 1]) for stage in stages]
     total = sum(capacity) or float(len(stages))
     wanted, ends, done, layer = 0.0, [], 0.0, 0
     for position, own in enumerate(capacity[:-1]):
         wanted += (own if sum(capacity) else 1.0) / total * sum(flops)
-        last = len(flops) - (
-            len(stages) - position
-        )  # a layer is left for each of the stages behind
+        # A layer is left for each of the stages behind.
+        last = len(flops) - (len(stages) - position)
         done, layer = done + flops[layer], layer + 1
         while layer <= last and abs(done + flops[layer] - wanted) <= abs(done - wanted):
             done, layer = done + flops[layer], layer + 1

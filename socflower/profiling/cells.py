@@ -5,7 +5,8 @@ import json
 import math
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -27,14 +28,14 @@ from socflower.precision.int8.batch_splitting import (
     profile_batch_blocks,
 )
 from socflower.precision.int8.requantisation import RescalingPolicy
-from socflower.precision.operator_costs import profile_operators
+from socflower.precision.operator_costs import OperatorProfile, profile_operators
 from socflower.profiling.power_meter import PowerMeter, RaplMeter, mean_watts
 from socflower.wire.saved_state import write_atomically
 from socflower.workloads import build_model, data_shape
 
 _CPU = torch.device("cpu")
 _WATTS_S = 1.0
-"""How long steps repeat under the power meter; the slowest counters and sensors update a few times a second."""
+"""Seconds of repeated steps under the power meter; the slowest counters and sensors update a few times a second."""
 
 _CELL_KEYS = frozenset((
     "model", "data", "batch_size", "num_threads", "kernel", "measured_on", "training_flops", "fp32_step_s",
@@ -48,7 +49,7 @@ _STREAM_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conditions:
-    """The conditions that two measurements in one profile must share."""
+    """The conditions that all measurements of a profile must share."""
 
     kernel: str
     num_threads: int
@@ -56,17 +57,22 @@ class Conditions:
     socflower: str
     repeats: int
     processor: str
-    accelerator: str = ""  # label of the device that is measured beside the CPU; "": none
+    # Label of the device that is measured beside the CPU; "": none.
+    accelerator: str = ""
 
     def document(self) -> dict[str, Any]:
-        """Return the conditions for a file of cells; a machine without an accelerator has none there."""
+        """Return the conditions for a file of cells, without those that are empty."""
         return {key: value for key, value in asdict(self).items() if value != ""}
 
 
 def conditions(
-    *, kernel: str, num_threads: int, repeats: int, accelerator: torch.device | None = None
+    *,
+    kernel: str,
+    num_threads: int,
+    repeats: int,
+    accelerator: torch.device | None = None,
 ) -> Conditions:
-    """Return the conditions of this machine; `kernel` "" selects the best path. `ConfigError` if it is unknown."""
+    """Return the conditions of this machine; `kernel` "" is the best one. Raises `ConfigError` if it is unknown."""
     try:
         engine = _int8.Engine(num_threads, [], kernel)
     except (ValueError, RuntimeError) as error:
@@ -97,7 +103,7 @@ def processor_name() -> str:
 
 
 def build_module(model: str, data: str) -> tuple[nn.Module, tuple[int, int, int]]:
-    """Return a model for a data set, which need not be available, and the shape of its images."""
+    """Return a model for a data set, and the shape of its images; the data need not be available."""
     shape = data_shape(data)
     module = build_model(
         model,
@@ -119,12 +125,13 @@ def measure_cell(
 ) -> dict[str, Any]:
     """Return one cell of `profile --json`: whole steps, operators and placement, micro-batches, watts.
 
-    With an `accelerator`, whole FP32 steps on it as well, each to its end. Raises `ConfigError` if torch cannot train
-    the model on so small a batch.
+    With an `accelerator`, the cell has whole FP32 steps on it as well. Raises `ConfigError` if torch cannot train the
+    model on so small a batch.
     """
     try:
         return _measure(model, data, batch_size, at, meter, accelerator)
-    except ValueError as error:  # such as BatchNorm over a single value
+    except ValueError as error:
+        # Such as BatchNorm over a single value.
         raise ConfigError(
             f"profile: {model} on {data} cannot train on a batch of {batch_size} "
             f"({error}); choose others with --batch-size"
@@ -145,23 +152,21 @@ def _measure(
     # Settled rescaling from the second batch on, as in most of a training.
     settings = replace(settings, rescaling=RescalingPolicy(warm_up_batches=1))
     int8 = Int8Model.from_module(module, input_shape=image, settings=settings, unsupported="fp32")
-    blocks = best_blocks(
-        profile_batch_blocks(int8.graph, batch_size, int8.engine, repeats=at.repeats)
-    )
     costs = profile_module(module, image, model)
-    sides = dict(zip(operators.placement.operators, operators.placement.sides, strict=True))
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(at.num_threads)
-    try:
-        int8_s, int8_w = _timed(_int8_step(int8, module, image, batch_size), at.repeats, meter)
-        fp32_s, fp32_w = _timed(_fp32_step(module, data, batch_size), at.repeats, meter)
-        on_accelerator = (
-            {}
-            if accelerator is None
-            else _accelerated(module, data, batch_size, at, meter, accelerator)
-        )
-    finally:
-        torch.set_num_threads(threads_before)
+    figures: dict[str, Any] = {}
+    with _threads(at.num_threads):
+        int8_step = _int8_step(int8, module, image, batch_size)
+        fp32_step = _fp32_step(module, data, batch_size)
+        for side, step in (("int8", int8_step), ("fp32", fp32_step)):
+            seconds, watts = _timed(step, at.repeats, meter)
+            figures |= {
+                f"{side}_step_s": seconds,
+                f"{side}_samples_per_s": batch_size / seconds,
+                f"{side}_w": watts,
+            }
+        if accelerator is not None:
+            figures |= _accelerated(module, data, batch_size, at, meter, accelerator)
+    placement = operators.placement
     return {
         "model": model,
         "data": data,
@@ -171,29 +176,47 @@ def _measure(
         "measured_on": date.today().isoformat(),
         "training_flops": costs.training_flops,
         "memory_bytes": costs.training_memory_bytes(batch_size),
-        "fp32_step_s": fp32_s,
-        "int8_step_s": int8_s,
-        "fp32_samples_per_s": batch_size / fp32_s,
-        "int8_samples_per_s": batch_size / int8_s,
-        "fp32_w": fp32_w,
-        "int8_w": int8_w,
-        "operators": [
-            {
-                "name": latency.name,
-                "kind": int8.graph.node(latency.name).kind,
-                "int8_s": None if math.isinf(latency.npu_s) else latency.npu_s,
-                "fp32_s": latency.cpu_s,
-                "side": "int8" if sides[latency.name] == "npu" else "fp32",
-                "batch_block": blocks.get(latency.name, 0),
-            }
-            for latency in operators.latencies
-        ],
+        "operators": _operator_documents(operators, int8, batch_size, at.repeats),
         "switches_s": list(operators.switches_s),
-        "placement": operators.placement.path().replace("npu[", "int8[").replace("cpu[", "fp32["),
-        "step_s": operators.placement.latency_s,
+        "placement": placement.path().replace("npu[", "int8[").replace("cpu[", "fp32["),
+        "step_s": placement.latency_s,
         "fp32_operators_s": sum(latency.cpu_s for latency in operators.latencies),
-        **on_accelerator,
+        **figures,
     }
+
+
+def _operator_documents(
+    operators: OperatorProfile,
+    int8: Int8Model,
+    batch_size: int,
+    repeats: int,
+) -> list[dict[str, Any]]:
+    """Return each operator's seconds in both formats, its side in the placement, and its best micro-batch."""
+    profiled = profile_batch_blocks(int8.graph, batch_size, int8.engine, repeats=repeats)
+    blocks, placement = best_blocks(profiled), operators.placement
+    sides = dict(zip(placement.operators, placement.sides, strict=True))
+    return [
+        {
+            "name": latency.name,
+            "kind": int8.graph.node(latency.name).kind,
+            "int8_s": None if math.isinf(latency.npu_s) else latency.npu_s,
+            "fp32_s": latency.cpu_s,
+            "side": "int8" if sides[latency.name] == "npu" else "fp32",
+            "batch_block": blocks.get(latency.name, 0),
+        }
+        for latency in operators.latencies
+    ]
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    """Let torch compute with so many threads in the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _accelerated(
@@ -205,11 +228,10 @@ def _accelerated(
     accelerator: torch.device,
 ) -> dict[str, Any]:
     """Return a cell's figures of an accelerator."""
-    # Of the processors' own counters none sees a GPU beside them.
+    # The processors' own counters do not measure a GPU.
     board_meter = None if isinstance(meter, RaplMeter) else meter
-    step_s, step_w = _timed(
-        _fp32_step(module, data, batch_size, accelerator), at.repeats, board_meter
-    )
+    step = _fp32_step(module, data, batch_size, accelerator)
+    step_s, step_w = _timed(step, at.repeats, board_meter)
     return {
         "accelerator": device_label(accelerator),
         "gpu_step_s": step_s,
@@ -228,12 +250,8 @@ def update_bytes_per_s(num_threads: int, device: torch.device) -> float:
         optimizer.step()
         settle(device)
 
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
+    with _threads(num_threads):
         seconds = median_seconds(step, 5)
-    finally:
-        torch.set_num_threads(threads_before)
     return UPDATE_PASSES * weight.numel() * weight.element_size() / seconds
 
 
@@ -249,18 +267,17 @@ class CellStore:
         self._cells: list[dict[str, Any]] = []
         self._host: dict[str, Any] = {}
         self.dropped: list[str] = []
-        """Differing conditions, such as "num_threads 1, now 2"; empty if no cells were dropped."""
+        """Different conditions of dropped cells, such as "num_threads 1, now 2"."""
         document = self._read()
         if document is None:
             return
         if document["conditions"] == self._at:
             self._cells, self._host = document["cells"], document["host"]
         elif document["cells"]:
-            self.dropped = [
-                f"{key} {value}, now {self._at.get(key, 'none')}"
-                for key, value in document["conditions"].items()
-                if value != self._at.get(key)
-            ]
+            for key, value in document["conditions"].items():
+                now = self._at.get(key, "none")
+                if value != now:
+                    self.dropped.append(f"{key} {value}, now {now}")
 
     def find(self, model: str, data: str, batch_size: int) -> dict[str, Any] | None:
         """Return a finished cell, or None."""
@@ -276,7 +293,8 @@ class CellStore:
         """Return a figure of the whole machine; measure it if it is missing."""
         if key not in self._host:
             self._host[key] = measure()
-            if self._cells:  # otherwise the file would contain no cell
+            # A file without cells would be of no use.
+            if self._cells:
                 self._write()
         value: float | None = self._host[key]
         return value
@@ -286,39 +304,38 @@ class CellStore:
         models: dict[str, list[dict[str, Any]]] = {}
         for cell in self._cells:
             models.setdefault(cell["model"], []).append(cell)
-        return {
-            name: sorted(
-                (cell for cell in cells if cell["data"] == cells[-1]["data"]),
-                key=lambda cell: int(cell["batch_size"]),
-            )
-            for name, cells in models.items()
-        }
+        for name, cells in models.items():
+            last = [cell for cell in cells if cell["data"] == cells[-1]["data"]]
+            models[name] = sorted(last, key=lambda cell: int(cell["batch_size"]))
+        return models
 
     def _read(self) -> dict[str, Any] | None:
         if self.path is None or not self.path.exists():
             return None
         try:
             document: dict[str, Any] = json.loads(self.path.read_text("utf-8"))
-            if document["schema"] != 1 or not isinstance(document["conditions"], dict):
-                raise ValueError
-            if not isinstance(document["host"], dict):
-                raise ValueError
+            tables = isinstance(document["conditions"], dict) and isinstance(document["host"], dict)
+            complete = document["schema"] == 1 and tables
             for cell in document["cells"]:
-                if not (
-                    set(cell) >= _CELL_KEYS and cell["fp32_step_s"] > 0 and cell["int8_step_s"] > 0
-                ):
-                    raise ValueError
+                complete &= set(cell) >= _CELL_KEYS
+                complete &= min(cell["fp32_step_s"], cell["int8_step_s"]) > 0
+            if not complete:
+                raise ValueError
         except (OSError, ValueError, KeyError, TypeError):
             raise ConfigError(
-                f"{self.path}: does not hold the finished cells of a profile; delete or move it, and "
-                "they are measured anew"
+                f"{self.path}: has no finished cells of a profile; delete or move it to measure them again"
             ) from None
         return document
 
     def _write(self) -> None:
         if self.path is None:
             return
-        document = {"schema": 1, "conditions": self._at, "host": self._host, "cells": self._cells}
+        document = {
+            "schema": 1,
+            "conditions": self._at,
+            "host": self._host,
+            "cells": self._cells,
+        }
         write_file(self.path, json.dumps(document, indent=1) + "\n")
 
 
@@ -340,8 +357,10 @@ def _timed(
     """Return the median seconds of a step after three warm-up steps, and its watts if there is a meter."""
     step()
     step()
-    seconds = median_seconds(step, repeats)
-    return seconds, None if meter is None else mean_watts(meter, lambda: _repeat(step, _WATTS_S))
+    seconds, watts = median_seconds(step, repeats), None
+    if meter is not None:
+        watts = mean_watts(meter, lambda: _repeat(step, _WATTS_S))
+    return seconds, watts
 
 
 def _repeat(step: Callable[[], None], seconds: float) -> None:
@@ -351,7 +370,10 @@ def _repeat(step: Callable[[], None], seconds: float) -> None:
 
 
 def _int8_step(
-    model: Int8Model, module: nn.Module, image: tuple[int, int, int], batch: int
+    model: Int8Model,
+    module: nn.Module,
+    image: tuple[int, int, int],
+    batch: int,
 ) -> Callable[[], None]:
     random = np.random.default_rng(0)
     images = random.standard_normal((batch, *image), dtype=np.float32)
@@ -360,18 +382,20 @@ def _int8_step(
     def step() -> None:
         try:
             model.train_step(images, labels, learning_rate=0.0, progress=0.0)
-        except (
-            TrainingFailed
-        ):  # random labels over thousands of steps may diverge: reset the weights
+        except TrainingFailed:
+            # Random labels over thousands of steps may diverge.
             model.load_state_dict(module.state_dict())
 
     return step
 
 
 def _fp32_step(
-    module: nn.Module, data: str, batch: int, device: torch.device = _CPU
+    module: nn.Module,
+    data: str,
+    batch: int,
+    device: torch.device = _CPU,
 ) -> Callable[[], None]:
-    """Return a step of forward and backward pass, to its end on the device, in the memory layout of FP32 clients."""
+    """Return a complete forward and backward step on the device, in the memory layout of FP32 clients."""
     shape, random = data_shape(data), torch.Generator().manual_seed(0)
     images = torch.randn(batch, shape.channels, shape.size, shape.size, generator=random)
     images = images.to(device, memory_format=torch.channels_last)

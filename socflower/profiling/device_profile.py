@@ -1,4 +1,4 @@
-"""`socflower profile`: measure this device, cell by cell, and write a device profile."""
+"""`socflower profile`: measures this device, cell by cell, and writes a device profile."""
 
 import os
 import platform
@@ -47,19 +47,21 @@ from socflower.wire.folders import FolderLock
 SCHEMA = 2
 DEFAULT_MODELS = ("vgg11",)
 DEFAULT_BATCH_SIZES = (1, 8, 64)
-_MAX_SAMPLES = 100_000  # of a batch; more than any supported device holds
+# Samples of a batch; no supported device holds more.
+_MAX_SAMPLES = 100_000
 _MAX_REPEATS = 10_000
 _IDLE_S = 2.0
-_DIGITS = 5  # of figures in the profile; runs do not agree on more
+# Of figures in the profile; runs do not agree on more digits.
+_DIGITS = 5
 _MEASURED, _ASSUMED = "measured: ", "assumption: "
 
 OnCell = Callable[[str, int, int], None]
-"""Gets the next cell, the number of finished cells and their total number."""
+"""Called with the next cell's name, the number of finished cells and the number of all cells."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileRequest:
-    """The measurements that `socflower profile` makes, validated before the first of them."""
+    """The measurements of `socflower profile`, validated before the first of them."""
 
     models: tuple[str, ...] = DEFAULT_MODELS
     data: str = "cifar10"
@@ -67,17 +69,16 @@ class ProfileRequest:
     num_threads: int = 1
     kernel: str = ""
     repeats: int = 5
-    name: str = ""  # of the device; "" is the host's
-    like: str = ""  # device of the catalogue for what is not measured; "": by the architecture
-    peer: str = ""  # HOST:PORT of a machine that runs `socflower profile --serve PORT`
-    accelerator: str = "auto"  # device of torch that is measured beside the CPU, or "none"
+    # Of the device; "" is the host's name.
+    name: str = ""
+    # The catalogue's device for figures that are not measured; "": by the architecture.
+    like: str = ""
+    # HOST:PORT of a machine that runs `socflower profile --serve PORT`.
+    peer: str = ""
+    # The device of torch that is measured beside the CPU, or "none".
+    accelerator: str = "auto"
 
     def __post_init__(self) -> None:
-        if min(*self.batch_sizes, self.num_threads, self.repeats) < 1:
-            raise ConfigError(
-                f"profile: batch sizes, threads and repeats must be 1 or more, got "
-                f"{list(self.batch_sizes)}, {self.num_threads}, {self.repeats}"
-            )
         for option, values, most in (
             ("--batch-size", self.batch_sizes, _MAX_SAMPLES),
             ("--threads", (self.num_threads,), MAX_WORKERS),
@@ -96,25 +97,21 @@ class ProfileRequest:
             build_module(model, self.data)
 
     def accelerator_device(self) -> torch.device | None:
-        """Return the device that is measured beside the CPU; `ConfigError` if this machine does not have it."""
+        """Return the device that is measured beside the CPU, or None; raises `ConfigError` if it does not exist."""
         if self.accelerator == "none":
             return None
         found = resolve_device(self.accelerator, "--accelerator")
         if found.type == "cpu" and self.accelerator != AUTO:
-            raise ConfigError(
-                f"--accelerator {self.accelerator}: the CPU is measured anyway; use none, or auto"
-            )
+            raise ConfigError("--accelerator cpu: the CPU is measured anyway; use none, or auto")
         return None if found.type == "cpu" else found
 
 
 def require_own_name(name: str) -> None:
     """Raise `ConfigError` for an invalid name of a user's device."""
     if not NAME_PATTERN.fullmatch(name):
-        raise ConfigError(f"--name {name}: must be made of letters, digits, - and _")
+        raise ConfigError(f"--name {name}: use letters, digits, - and _")
     if name in device_names():
-        raise ConfigError(
-            f"--name {name}: is a name of the catalogue; give yours another one, as in my-{name}"
-        )
+        raise ConfigError(f"--name {name}: is in the catalogue; use another one, as in my-{name}")
 
 
 def profile_device(
@@ -130,13 +127,17 @@ def profile_device(
     """
     if out is None:
         return _profile(request, None, on_cell, root)
-    existing_profile(out, request.name or host_name())  # raises before the lock file is created
+    # Raises before the lock file is created.
+    existing_profile(out, request.name or host_name())
     with FolderLock(out.with_name(f".{out.name}.lock"), f"--out {out}"):
         return _profile(request, out, on_cell, root)
 
 
 def _profile(
-    request: ProfileRequest, out: Path | None, on_cell: OnCell, root: Path
+    request: ProfileRequest,
+    out: Path | None,
+    on_cell: OnCell,
+    root: Path,
 ) -> dict[str, Any]:
     name = request.name or host_name()
     before = None if out is None else existing_profile(out, name)
@@ -149,8 +150,48 @@ def _profile(
     )
     store = CellStore(None if out is None else cell_file(out), at)
     # The link first, so that a missing peer is reported at once and not after minutes.
-    link = probe(*parse_peer(request.peer)) if request.peer else None
+    link = None if not request.peer else _link_table(probe(*parse_peer(request.peer)))
     meter = find_power_meter(root)
+    wanted, num_missing = _measure_cells(request, store, at, meter, accelerator, on_cell)
+    table = _device_table(
+        store.cells_by_model(),
+        at,
+        _host_figures(store, at, meter, accelerator),
+        like=request.like or similar_device(),
+        meter=meter,
+        usable_cores=num_cores(),
+    )
+    if before is not None:
+        table = _with_edits(before["device"][name], table)
+        link = link or before.get("link")
+    document = {"schema": 1, "device": {name: table}}
+    if link:
+        document["link"] = link
+    read_table(DeviceFile, document, "profile")
+    if out is not None:
+        write_file(out, toml_text(document, comment=_comment(at, out)))
+    cells = [store.find(*key) for key in wanted]
+    num_kept = len(wanted) - num_missing
+    return {
+        "schema": SCHEMA,
+        "name": name,
+        "machine": _machine(meter, at.accelerator),
+        "cells": [cell for cell in cells if cell is not None],
+        "link": link,
+        "device": {name: table},
+        "notes": _notes(request, store, num_kept=num_kept, num_cells=len(wanted), table=table),
+    }
+
+
+def _measure_cells(
+    request: ProfileRequest,
+    store: CellStore,
+    at: Conditions,
+    meter: PowerMeter | None,
+    accelerator: torch.device | None,
+    on_cell: OnCell,
+) -> tuple[list[tuple[str, str, int]], int]:
+    """Measure missing cells; return the keys of all wanted cells and the number of cells that were missing."""
     wanted = [
         (model, request.data, batch)
         for model in dict.fromkeys(request.models)
@@ -161,61 +202,42 @@ def _profile(
         on_cell(f"{model}, batch {batch}", done, len(missing))
         store.add(measure_cell(model, data, batch, at, meter, accelerator))
     on_cell("", len(missing), len(missing))
-    figures = {
+    return wanted, len(missing)
+
+
+def _host_figures(
+    store: CellStore,
+    at: Conditions,
+    meter: PowerMeter | None,
+    accelerator: torch.device | None,
+) -> dict[str, float | None]:
+    """Return the figures of the whole machine; missing ones are measured."""
+    device_ = accelerator or torch.device("cpu")
+    figures: dict[str, float | None] = {
         "memory_bytes_per_s": store.host_figure(
-            "memory_bytes_per_s",
-            lambda: update_bytes_per_s(at.num_threads, accelerator or torch.device("cpu")),
+            "memory_bytes_per_s", lambda: update_bytes_per_s(at.num_threads, device_)
         ),
-        "idle_w": None
-        if meter is None
-        else store.host_figure("idle_w", lambda: mean_watts(meter, lambda: time.sleep(_IDLE_S))),
+        "idle_w": None,
     }
-    table = _device_table(
-        store.cells_by_model(),
-        at,
-        figures,
-        like=request.like or similar_device(),
-        meter=meter,
-        usable_cores=num_cores(),
-    )
-    link_table = None if link is None else _link_table(link)
-    if before is not None:
-        table = _with_edits(before["device"][name], table)
-        link_table = link_table or before.get("link")
-    document = {
-        "schema": 1,
-        "device": {name: table},
-        **({"link": link_table} if link_table else {}),
-    }
-    read_table(DeviceFile, document, "profile")
-    if out is not None:
-        write_file(out, toml_text(document, comment=_comment(at, out)))
-    cells = [cell for cell in (store.find(*key) for key in wanted) if cell is not None]
-    return {
-        "schema": SCHEMA,
-        "name": name,
-        "machine": _machine(meter, at.accelerator),
-        "cells": cells,
-        "link": link_table,
-        "device": {name: table},
-        "notes": _notes(
-            request, store, num_kept=len(wanted) - len(missing), num_cells=len(wanted), table=table
-        ),
-    }
+    if meter is not None:
+        figures["idle_w"] = store.host_figure(
+            "idle_w", lambda: mean_watts(meter, lambda: time.sleep(_IDLE_S))
+        )
+    return figures
 
 
 def published_device(name: str, new_name: str = "") -> dict[str, Any]:
     """Return the document of `socflower profile --device`: a device of the catalogue, with its sources."""
-    table = device_table(name)
     if new_name:
         require_own_name(new_name)
+    own = new_name or name
     return {
         "schema": SCHEMA,
-        "name": new_name or name,
+        "name": own,
         "machine": None,
         "cells": [],
         "link": None,
-        "device": {new_name or name: table},
+        "device": {own: device_table(name)},
         "notes": [],
     }
 
@@ -223,8 +245,8 @@ def published_device(name: str, new_name: str = "") -> dict[str, Any]:
 def published_toml(document: Mapping[str, Any], source: str) -> str:
     """Return the profile file of a `published_device` document; `source` is the catalogue's name."""
     comment = (
-        f"The device {source} of socflower's catalogue, as a template. Change figures and give the origin of\n"
-        'yours in their sources; a cluster names this file with `device = "FILE.toml"`.'
+        f"The device {source} of socflower's catalogue, as a template. Change figures, and state the origin of\n"
+        'yours as their source. A cluster names this file with `device = "FILE.toml"`.'
     )
     if document["name"] == source:
         comment += f"\nGive it a name of its own: a cluster does not take a second {source}."
@@ -232,34 +254,30 @@ def published_toml(document: Mapping[str, Any], source: str) -> str:
 
 
 def write_published(text: str, out: Path, name: str) -> None:
-    """Write a template; `ConfigError` if the file exists and is not a profile of that device."""
+    """Write a template; raises `ConfigError` if the file exists and is not a profile of that device."""
     existing_profile(out, name)
     write_file(out, text)
 
 
 def existing_profile(out: Path, name: str) -> dict[str, Any] | None:
-    """Return the document of the existing profile at `out`, or None; `ConfigError` if it must not be replaced."""
+    """Return the document of the existing profile at `out`, or None.
+
+    Raises `ConfigError` for a file that must not be replaced, or cannot be written.
+    """
     if out.suffix != ".toml":
-        raise ConfigError(
-            f"--out {out}: must end in .toml, by which clusters distinguish a file from a name"
-        )
-    if not out.parent.is_dir():
-        raise ConfigError(f"--out {out}: there is no folder {out.parent}; make it first")
+        raise ConfigError(f"--out {out}: must end in .toml, to differ from a device's name")
     if not os.access(out.parent, os.W_OK):
-        raise ConfigError(f"--out {out}: the folder {out.parent} cannot be written to")
+        raise ConfigError(f"--out {out}: the folder {out.parent} is missing or cannot be written")
     if not out.exists():
         return None
     try:
         profile = read_device_file(out)
     except ConfigError as error:
         raise ConfigError(
-            f"--out {out}: is there and no device profile ({error}); name another file"
+            f"--out {out}: exists and is no device profile ({error}); name another file"
         ) from None
     if list(profile["device"]) != [name]:
-        raise ConfigError(
-            f"--out {out}: holds {', '.join(profile['device'])}, not {name}; set --name, or name another "
-            "file"
-        )
+        raise ConfigError(f"--out {out}: holds {[*profile['device']]}, not {name}; set --name")
     return profile
 
 
@@ -270,20 +288,15 @@ def cell_file(out: Path) -> Path:
 
 def host_name() -> str:
     """Return a device name made from the host's name, distinct from the catalogue's names."""
-    name = (
-        re.sub(r"[^a-z0-9_]+", "-", platform.node().partition(".")[0].lower()).strip("-")
-        or "this-machine"
-    )
+    host = platform.node().partition(".")[0].lower()
+    name = re.sub(r"[^a-z0-9_]+", "-", host).strip("-") or "this-machine"
     return f"my-{name}" if name in device_names() else name
 
 
 def similar_device() -> str:
     """Return the catalogue's device that is most similar to this machine, by architecture alone."""
-    return (
-        "x86-core"
-        if platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
-        else "raspberry-pi-4b"
-    )
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
+    return "x86-core" if is_x86 else "raspberry-pi-4b"
 
 
 def _device_table(
@@ -296,65 +309,37 @@ def _device_table(
     usable_cores: int,
 ) -> dict[str, Any]:
     """Return the `[device.NAME]` table: measured figures of the cells, and those of `like` for the rest."""
-    lent, lent_device = device_table(like), device(like)
-    threads = (
-        f"{at.num_threads} thread{'s' if at.num_threads > 1 else ''}, {date.today().isoformat()}"
-    )
+    lent, lent_device, today = device_table(like), device(like), date.today().isoformat()
     table = {key: _assumed(lent[key], like) for key in DEVICE_FIGURES}
     table["memory_bytes"] = _measured(psutil.virtual_memory().total, "memory of the system")
     if figures["memory_bytes_per_s"]:
-        table["memory_bytes_per_s"] = _measured(
-            figures["memory_bytes_per_s"],
-            f"SGD with momentum of torch {at.torch} on {at.accelerator}, {date.today().isoformat()}"
-            if at.accelerator
-            else f"SGD with momentum of torch {at.torch}, {threads}",
-        )
+        where = f" on {at.accelerator}" if at.accelerator else f", {_threads(at.num_threads)}"
+        source = f"SGD with momentum of torch {at.torch}{where}, {today}"
+        table["memory_bytes_per_s"] = _measured(figures["memory_bytes_per_s"], source)
     if figures["idle_w"] and meter is not None:
-        table["idle_w"] = _measured(
-            figures["idle_w"], f"{meter.source}, {date.today().isoformat()}"
-        )
-    # First, since torch trains on it unless it is told otherwise.
-    gpu = (
-        {}
-        if not at.accelerator
-        else {
-            "gpu": _processor_table(
-                models,
-                "gpu",
-                f"torch {at.torch} on {at.accelerator}",
-                lent["processor"].get("gpu", lent["processor"][lent_device.default_processor])[
-                    "active_w"
-                ],
-                like,
-                meter,
-            )
-        }
-    )
+        table["idle_w"] = _measured(figures["idle_w"], f"{meter.source}, {today}")
+    processors, default = lent["processor"], lent_device.default_processor
+    of_int8 = lent_device.int8_processor or default
+    sides = [
+        ("cpu", "fp32", f"torch {at.torch}", processors[default]),
+        ("cpu-int8", "int8", at.kernel, processors[of_int8]),
+    ]
+    if at.accelerator:
+        # First, since torch trains on it by default.
+        on_gpu = processors.get("gpu", processors[default])
+        sides.insert(0, ("gpu", "gpu", f"torch {at.torch} on {at.accelerator}", on_gpu))
     table["processor"] = {
-        **gpu,
-        "cpu": _processor_table(
-            models,
-            "fp32",
-            f"torch {at.torch}",
-            lent["processor"][lent_device.default_processor]["active_w"],
-            like,
-            meter,
-        ),
-        "cpu-int8": _processor_table(
-            models,
-            "int8",
-            at.kernel,
-            lent["processor"][lent_device.int8_processor or lent_device.default_processor][
-                "active_w"
-            ],
-            like,
-            meter,
-        ),
+        name: _processor_table(models, side, what, like_it["active_w"], like, meter)
+        for name, side, what, like_it in sides
     }
     # FP32 and int8 can run at the same time only if there are cores for the threads of both.
     if 2 * at.num_threads > usable_cores:
         table["processor"]["cpu-int8"]["shares"] = "cpu"
     return table
+
+
+def _threads(number: int) -> str:
+    return f"{number} thread{'s' if number > 1 else ''}"
 
 
 def _processor_table(
@@ -365,23 +350,23 @@ def _processor_table(
     like: str,
     meter: PowerMeter | None,
 ) -> dict[str, Any]:
+    """Return the table of a processor, measured as the `side` "fp32", "int8" or "gpu" of the cells."""
     tables: dict[str, dict[str, Any]] = {}
-    largest = {name: cells[-1] for name, cells in models.items()}
-    for name, cells in models.items():
-        last = largest[name]
-        threads = f"{last['num_threads']} thread{'s' if last['num_threads'] > 1 else ''}"
+    largest = [cells[-1] for cells in models.values()]
+    for (name, cells), last in zip(models.items(), largest, strict=True):
+        batch, step_s = last["batch_size"], last[f"{side}_step_s"]
+        measured = f"{_threads(last['num_threads'])}, {last['measured_on']}"
+        source = f"{what}, {measured}; {last['data']}, batch {batch}"
         tables[name] = {
-            **_measured(
-                last["training_flops"] * last["batch_size"] / last[f"{side}_step_s"],
-                f"{what}, {threads}, {last['measured_on']}; {last['data']}, batch {last['batch_size']}",
-            ),
+            **_measured(last["training_flops"] * batch / step_s, source),
             "batch": [cell["batch_size"] for cell in cells],
             "step_s": [_rounded(cell[f"{side}_step_s"]) for cell in cells],
-            **({} if side == "gpu" else {"layer": _layer_tables(cells, side)}),
         }
+        if side != "gpu":
+            tables[name]["layer"] = _layer_tables(cells, side)
     rate = statistics.geometric_mean(table["value"] for table in tables.values())
-    day = max(cell["measured_on"] for cell in largest.values())
-    watts = [cell[f"{side}_w"] for cell in largest.values() if cell[f"{side}_w"] is not None]
+    day = max(cell["measured_on"] for cell in largest)
+    watts = [cell[f"{side}_w"] for cell in largest if cell[f"{side}_w"] is not None]
     if watts and meter is not None:
         active_w = _measured(statistics.fmean(watts), f"{meter.source}, {day}")
     else:
@@ -413,17 +398,14 @@ def _layer_tables(cells: Sequence[Mapping[str, Any]], side: str) -> list[dict[st
 
 def _link_table(link: LinkFigures) -> dict[str, Any]:
     source = f"TCP to {link.peer}, {date.today().isoformat()}"
+    out, into = link.upload_bytes_per_s / 1e6, link.download_bytes_per_s / 1e6
+    of_rate = f"{source}; the slower of {out:.4g} MB/s out and {into:.4g} MB/s in"
+    of_message = f"{source}; half the round trip of 4 KB, less its bytes"
     table = {
         "peer": link.peer,
-        "bytes_per_s": _measured(
-            link.bytes_per_s,
-            f"{source}; the slower of {link.upload_bytes_per_s / 1e6:.4g} MB/s out and "
-            f"{link.download_bytes_per_s / 1e6:.4g} MB/s in",
-        ),
+        "bytes_per_s": _measured(link.bytes_per_s, of_rate),
         "round_trip_s": _measured(link.round_trip_s, source),
-        "message_s": _measured(
-            link.message_s, f"{source}; half the round trip of 4 KB, less its bytes"
-        ),
+        "message_s": _measured(link.message_s, of_message),
     }
     read_table(LinkTable, table, "profile [link]")
     return table
@@ -442,20 +424,17 @@ def _with_edits(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
     merged = dict(after)
     for key, old in before.items():
         if key == "processor":
-            merged[key] = {
-                **after[key],
-                **{
-                    name: _with_edits(table, after[key].get(name, table))
-                    for name, table in old.items()
-                },
+            own = {
+                name: _with_edits(table, after[key].get(name, table)) for name, table in old.items()
             }
-        elif (
-            isinstance(old, Mapping)
-            and key != "flops_per_s"
-            and not str(old.get("source", _MEASURED)).startswith((_MEASURED, _ASSUMED))
-        ):
+            merged[key] = {**after[key], **own}
+        elif isinstance(old, Mapping) and key != "flops_per_s" and _is_edited(old):
             merged[key] = old
     return merged
+
+
+def _is_edited(entry: Mapping[str, Any]) -> bool:
+    return not str(entry.get("source", _MEASURED)).startswith((_MEASURED, _ASSUMED))
 
 
 def _machine(meter: PowerMeter | None, accelerator: str) -> dict[str, Any]:
@@ -482,29 +461,28 @@ def _notes(
 ) -> list[str]:
     notes = []
     if store.dropped:
+        changes = "; ".join(store.dropped)
         notes.append(
-            f"earlier cells were measured under other settings ({'; '.join(store.dropped)}) and are left out"
+            f"earlier cells were measured under other settings ({changes}) and are left out"
         )
     if num_kept:
         notes.append(
-            f"{num_kept} of {num_cells} cells were measured before; delete {store.path} to measure them anew"
+            f"{num_kept} of {num_cells} cells were measured before; delete {store.path} to measure them "
+            "again"
         )
-    if any(
-        str(processor["active_w"]["source"]).startswith(_ASSUMED)
-        for processor in table["processor"].values()
-    ):
-        notes.append(
-            f"this machine exposes no power: watts are those of {request.like or similar_device()} (--like)"
-        )
+    watts = [processor["active_w"] for processor in table["processor"].values()]
+    if any(str(entry["source"]).startswith(_ASSUMED) for entry in watts):
+        like = request.like or similar_device()
+        notes.append(f"this machine exposes no power: watts are those of {like} (--like)")
     return notes
 
 
 def _comment(at: Conditions, out: Path) -> str:
     return (
         f"Measured by `socflower profile` on {at.processor}. A cluster file beside it names it with\n"
-        f'`device = "{out.name}"`. Figures may be edited: one whose source begins neither with "measured: "\n'
-        'nor with "assumption: " stays when the device is measured again, and so does an added processor;\n'
-        "measured rates do not."
+        f'`device = "{out.name}"`. Figures may be edited. The next measurement keeps added processors, and\n'
+        'figures whose source begins neither with "measured: " nor with "assumption: "; it replaces measured\n'
+        "rates."
     )
 
 

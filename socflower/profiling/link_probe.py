@@ -1,8 +1,14 @@
-"""Measures the link to another machine over plain TCP: `serve` answers there, `probe` measures here.
+"""Measurement of the link to another machine over plain TCP: `serve` answers there, `probe` measures here.
 
-Both first send a line with magic and version. Then the prober sends requests: a letter and a big-endian number of four
-bytes. E n and n bytes: the bytes are echoed. U n (milliseconds): chunks follow for that time, and their total size is
-returned. D n (milliseconds): chunks are sent back for that time. All sizes are bounded, and no data is kept.
+Both ends first send `MAGIC`. Then the prober sends requests: a letter and a big-endian number of four bytes.
+
+| request | answer |
+| --- | --- |
+| E n, n bytes | the same bytes |
+| U n, then chunks for n milliseconds | their total size |
+| D n | chunks for n milliseconds |
+
+All sizes are bounded, and no data is kept.
 """
 
 import os
@@ -14,7 +20,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 
 from socflower.errors import ConfigError
 
@@ -38,10 +43,12 @@ class LinkFigures:
     """The measured figures of a link, as seen from this machine."""
 
     peer: str
-    round_trip_s: float  # the median of messages of 8 bytes
+    # The median of messages of 8 bytes.
+    round_trip_s: float
     upload_bytes_per_s: float
     download_bytes_per_s: float
-    message_s: float  # handling of one small message, beyond its bytes
+    # Handling of one small message, without the time of its bytes.
+    message_s: float
 
     @property
     def bytes_per_s(self) -> float:
@@ -53,26 +60,23 @@ class ProbeServer:
     """Answers probes in its own threads until it is closed; port 0 takes any free port."""
 
     def __init__(self, port: int, host: str = "") -> None:
-        if not 0 <= port <= 65535:
-            raise ConfigError(f"--serve {port}: a port is a number of 0 to 65535")
         try:
             self._listener = socket.create_server((host, port))
         except OSError as error:
+            reason = error.strerror or error
             raise ConfigError(
-                f"--serve {port}: cannot listen ({error.strerror or error}); take another port"
+                f"--serve {port}: cannot listen ({reason}); use another port"
             ) from None
         self.port = int(self._listener.getsockname()[1])
-        """The port that it listens on."""
         self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop answering."""
-        with suppress(OSError):  # not on all systems possible for a listener
-            self._listener.shutdown(
-                socket.SHUT_RDWR
-            )  # wakes accept(), which close() alone does not
+        # Wakes accept(), which close() alone does not; not all systems can shut a listener down.
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
     def wait(self) -> None:
@@ -83,12 +87,7 @@ class ProbeServer:
     def __enter__(self) -> "ProbeServer":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _accept(self) -> None:
@@ -98,7 +97,8 @@ class ProbeServer:
             except OSError:
                 if self._listener.fileno() == -1:
                     return
-                time.sleep(0.1)  # such as too many open files: retry without busy waiting
+                # Such as too many open files: retry without busy waiting.
+                time.sleep(0.1)
                 continue
             if not self._free.acquire(blocking=False):
                 connection.close()
@@ -116,7 +116,7 @@ class ProbeServer:
 
 
 def serve(port: int, on_ready: Callable[[int], None]) -> None:
-    """Answer probes on a port until interrupted; `on_ready` gets the port. Raises `ConfigError` if it is in use."""
+    """Answer probes on a port until interrupted; `on_ready` gets the port. Raises what `ProbeServer` does."""
     with ProbeServer(port) as server:
         on_ready(server.port)
         server.wait()
@@ -124,23 +124,18 @@ def serve(port: int, on_ready: Callable[[int], None]) -> None:
 
 def parse_peer(text: str) -> tuple[str, int]:
     """Return host and port of HOST:PORT; an IPv6 address is in brackets."""
-    host, separator, port = text.rpartition(":")
-    if (
-        not separator
-        or not host
-        or not port.isascii()
-        or not port.isdigit()
-        or not 1 <= int(port) <= 65535
-    ):
+    host, _, port = text.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
         raise ConfigError(f"--peer {text}: write HOST:PORT, as in --peer 192.168.1.7:5201")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def probe(host: str, port: int, *, stream_s: float = STREAM_S) -> LinkFigures:
-    """Measure the link to a machine that runs `serve`; `ConfigError` in one line on failure.
+    """Measure the link to a machine that runs `serve`; raises `ConfigError` if that fails.
 
-    Round trip: the median of small messages. Rates: a stream of `stream_s` in each direction, to the last byte's
-    arrival. Message: half the median round trip of 4 KB minus its bytes at the slower rate, and at least 0.
+    The round trip is the median of small messages. Rates are of a stream of `stream_s` in each direction, up to the
+    arrival of its last byte. The time of a message is half the median round trip of 4 KB, less its bytes at the slower
+    rate, and at least 0.
     """
     peer = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
@@ -152,37 +147,38 @@ def probe(host: str, port: int, *, stream_s: float = STREAM_S) -> LinkFigures:
             round_trip_s = _round_trip_s(connection, PING_BYTES)
             upload = _upload_bytes_per_s(connection, stream_s, round_trip_s)
             download = _download_bytes_per_s(connection, stream_s)
-            message_s = _round_trip_s(connection, MESSAGE_BYTES) / 2 - MESSAGE_BYTES / min(
-                upload, download
-            )
-    except (EOFError, ValueError, ConnectionError, TimeoutError) as error:
-        if isinstance(error, ConnectionRefusedError):
-            reason = "the connection was refused"
-        elif isinstance(error, TimeoutError):
-            reason = f"no answer within {_TIMEOUT_S:g} s"
-        else:
-            reason = str(error) if isinstance(error, ValueError) else "the connection was closed"
-        raise ConfigError(
-            f"--peer {peer}: {reason}; run `socflower profile --serve {port}`, of the same version, "
-            "on that machine"
-        ) from None
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(
-            f"--peer {peer}: cannot be reached ({reason}); check host and port"
-        ) from None
+            half_trip_s = _round_trip_s(connection, MESSAGE_BYTES) / 2
+    except (OSError, EOFError, ValueError) as error:
+        raise ConfigError(f"--peer {peer}: {_reason(error, port)}") from None
+    bytes_s = MESSAGE_BYTES / min(upload, download)
     return LinkFigures(
         peer=peer,
         round_trip_s=round_trip_s,
         upload_bytes_per_s=upload,
         download_bytes_per_s=download,
-        message_s=max(0.0, message_s),
+        message_s=max(0.0, half_trip_s - bytes_s),
     )
+
+
+def _reason(error: Exception, port: int) -> str:
+    """Return the cause and the remedy of a failed probe."""
+    remedy = f"run `socflower profile --serve {port}`, of the same version, on that machine"
+    if isinstance(error, ConnectionRefusedError):
+        return f"the connection was refused; {remedy}"
+    if isinstance(error, TimeoutError):
+        return f"no answer within {_TIMEOUT_S:g} s; {remedy}"
+    if isinstance(error, EOFError | ConnectionError):
+        return f"the connection was closed; {remedy}"
+    if isinstance(error, UnicodeError | OSError):
+        reason = getattr(error, "strerror", None) or error
+        return f"cannot be reached ({reason}); check host and port"
+    return f"{error}; {remedy}"
 
 
 def _prepare(connection: socket.socket) -> None:
     connection.settimeout(_TIMEOUT_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # send small messages at once
+    # Send small messages at once.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _answer_requests(connection: socket.socket) -> None:
@@ -221,33 +217,32 @@ def _upload_bytes_per_s(connection: socket.socket, stream_s: float, round_trip_s
     (arrived,) = _SUM.unpack(_receive(connection, _SUM.size))
     if arrived != sent:
         raise ValueError(f"counted {arrived} bytes of {sent}")
-    # The answer arrives half a round trip after the last byte, which itself took half a round trip to arrive.
+    # The last byte takes half a round trip to arrive, and the answer another half.
     return sent / max(time.perf_counter() - start_s - round_trip_s, 1e-6)
 
 
 def _download_bytes_per_s(connection: socket.socket, stream_s: float) -> float:
     connection.sendall(_REQUEST.pack(b"D", round(1000 * stream_s)))
-    first = _receive(connection, 1)  # the clock starts with the stream, not with the request
+    # The clock starts with the stream, not with the request.
+    first = _receive(connection, 1)
     start_s = time.perf_counter()
     return _receive_stream(connection, first) / max(time.perf_counter() - start_s, 1e-6)
 
 
 def _send_stream(connection: socket.socket, seconds: float) -> int:
-    """Send chunks for `seconds`, at least one, and the empty chunk that ends them; return the total bytes."""
+    """Send chunks for `seconds`, at least one, and the empty chunk at the end; return the total bytes."""
     chunk = _SIZE.pack(_CHUNK_BYTES) + bytes(_CHUNK_BYTES)
     end_s = time.perf_counter() + min(seconds, _MAX_STREAM_S)
     sent = 0
-    while True:
+    while not sent or time.perf_counter() < end_s:
         connection.sendall(chunk)
         sent += _CHUNK_BYTES
-        if time.perf_counter() >= end_s:
-            break
     connection.sendall(_SIZE.pack(0))
     return sent
 
 
 def _receive_stream(connection: socket.socket, begun: bytes = b"") -> int:
-    """Receive chunks up to the empty one; return the total bytes. `begun` is data that was read before."""
+    """Receive chunks up to the empty one; return the total bytes. `begun` was read before."""
     arrived = 0
     buffer = bytearray(_CHUNK_BYTES)
     end_s = time.perf_counter() + _MAX_STREAM_S + _TIMEOUT_S
@@ -269,7 +264,7 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def _receive_into(connection: socket.socket, view: memoryview) -> None:
-    """Fill `view`; `EOFError` if the other end closes, `TimeoutError` if it is silent or too slow."""
+    """Fill `view`; raises `EOFError` if the other end closes, `TimeoutError` if it is silent or too slow."""
     end_s = time.perf_counter() + _TIMEOUT_S
     while view:
         if time.perf_counter() > end_s:

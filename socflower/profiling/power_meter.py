@@ -1,13 +1,14 @@
 """Power that this machine exposes under /sys: RAPL counters, rails of INA sensors, a discharging battery.
 
-None of them is a wall meter: `source` names the measured part of the machine and is written to the profile.
+None of them measures the whole machine at the wall; `source` names the measured part for the profile.
 """
 
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from socflower.thermal.sensors.sysfs import (
     DeviceFolder,
@@ -57,12 +58,9 @@ def find_power_meter(root: Path = Path("/")) -> PowerMeter | None:
 
 def mean_watts(meter: PowerMeter, work: Callable[[], object]) -> float | None:
     """Return the mean watts while `work` runs; None if the meter failed or showed 0, as in many VMs."""
+    measure: Any = _from_counter if isinstance(meter, EnergyMeter) else _from_samples
     try:
-        watts = (
-            _from_counter(meter, work)
-            if isinstance(meter, EnergyMeter)
-            else _from_samples(meter, work)
-        )
+        watts: float = measure(meter, work)
     except (OSError, ValueError):
         return None
     return watts if watts > 0 else None
@@ -79,7 +77,7 @@ class RaplMeter:
         self._total_uj = 0
 
     def energy_j(self) -> float:
-        """Return joules since this meter was created; call it before a counter wraps twice (minutes to hours)."""
+        """Return joules since this meter was created; call it before a counter wraps twice, in minutes to hours."""
         for index, zone in enumerate(self._zones):
             with zone.open() as opened:
                 now_uj = _whole_number_in(opened, "energy_uj")
@@ -91,7 +89,7 @@ class RaplMeter:
 
 
 class ProductMeter:
-    """Watts from a device's file in microwatts, or as the product of two files: volts and amperes."""
+    """Watts from a device's file in microwatts, or from the product of two files, volts and amperes."""
 
     def __init__(
         self,
@@ -120,7 +118,8 @@ class ProductMeter:
 def _find_rapl(root: Path) -> RaplMeter | None:
     zones: dict[Path, str] = {}
     for zone in matching_paths(root / "sys/class/powercap", "intel-rapl:*"):
-        if zone.name.count(":") != 1:  # cores, DRAM: parts of a package
+        # More colons are parts of a package, such as its cores or DRAM.
+        if zone.name.count(":") != 1:
             continue
         try:
             _whole_number(zone / "energy_uj")
@@ -145,22 +144,28 @@ def _find_rail(root: Path) -> ProductMeter | None:
             chip = read_text(folder / "name")
         except (OSError, ValueError):
             chip = folder.name
-        if chip in _GRAPHICS:  # trainers do not use graphics processors
-            continue
-        rails: list[tuple[bool, ProductMeter]] = []
-        for channel in range(1, 17):
-            volts, amperes = f"in{channel}_input", f"curr{channel}_input"
-            for factors in (((f"power{channel}_input", 1e-6),), ((volts, 1e-3), (amperes, 1e-3))):
-                label = _label(folder, channel)
-                meter = ProductMeter(
-                    f"hwmon {chip}, {label or f'channel {channel}'}", folder, factors
-                )
-                if _is_readable(meter):
-                    rails.append(("_in" in label.lower(), meter))
-                    break
+        # A graphics card is not the machine.
+        rails = [] if chip in _GRAPHICS else _rails_of(folder, chip)
         if rails:
-            return next((meter for is_input, meter in rails if is_input), rails[0][1])
+            inputs = [meter for label, meter in rails if "_in" in label.lower()]
+            return inputs[0] if inputs else rails[0][1]
     return None
+
+
+def _rails_of(folder: Path, chip: str) -> list[tuple[str, ProductMeter]]:
+    """Return the labels and meters of a chip's readable channels."""
+    found = []
+    for channel in range(1, 17):
+        label = _label(folder, channel)
+        source = f"hwmon {chip}, {label or f'channel {channel}'}"
+        power = ((f"power{channel}_input", 1e-6),)
+        product = ((f"in{channel}_input", 1e-3), (f"curr{channel}_input", 1e-3))
+        meter = _first_readable(
+            ProductMeter(source, folder, power), ProductMeter(source, folder, product)
+        )
+        if meter is not None:
+            found.append((label, meter))
+    return found
 
 
 def _find_battery(root: Path) -> ProductMeter | None:
@@ -170,26 +175,29 @@ def _find_battery(root: Path) -> ProductMeter | None:
                 continue
         except (OSError, ValueError):
             continue
-        for factors in ((("power_now", 1e-6),), (("current_now", 1e-6), ("voltage_now", 1e-6))):
-            meter = ProductMeter(f"battery {folder.name}", folder, factors, is_battery=True)
-            if _is_readable(meter):
+        source = f"battery {folder.name}"
+        product = (("current_now", 1e-6), ("voltage_now", 1e-6))
+        meter = _first_readable(
+            ProductMeter(source, folder, (("power_now", 1e-6),), is_battery=True),
+            ProductMeter(source, folder, product, is_battery=True),
+        )
+        if meter is not None:
+            return meter
+    return None
+
+
+def _first_readable(*meters: ProductMeter) -> ProductMeter | None:
+    for meter in meters:
+        with suppress(OSError, ValueError):
+            if meter.power_w() > 0:
                 return meter
     return None
 
 
-def _is_readable(meter: ProductMeter) -> bool:
-    try:
-        return meter.power_w() > 0
-    except (OSError, ValueError):
-        return False
-
-
 def _label(folder: Path, channel: int) -> str:
     for name in (f"power{channel}_label", f"in{channel}_label"):
-        try:
+        with suppress(OSError, ValueError):
             return read_text(folder / name)
-        except (OSError, ValueError):
-            continue
     return ""
 
 
@@ -231,5 +239,6 @@ def _from_samples(meter: WattMeter, work: Callable[[], object]) -> float:
     finally:
         done.set()
         sampler.join()
-    samples.append(meter.power_w())  # at least one sample, and raises if the meter has failed
+    # At least one sample; it raises if the meter has failed.
+    samples.append(meter.power_w())
     return sum(samples) / len(samples)

@@ -1,6 +1,7 @@
 """Pipeline problems with round numbers, and random ones."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from socflower.cluster import Board, Cluster, Device, Processor
-from socflower.pipeline.plan import PipelinePlan, Policy, Stage
+from socflower.pipeline.plan import PipelinePlan, Policy, staged
 from socflower.pipeline.problem import (
     LayerSeconds,
     PipelineDevice,
@@ -127,25 +128,12 @@ def straight_plan(
     counts = rule.counts(len(cuts), num_micro_batches)
     if policy == Policy.BACKWARD_AFTER_FORWARD:
         counts = (num_micro_batches,) * len(cuts)
-    stages, first, soc = [], 0, first_soc
-    for last, own, in_flight in zip(cuts, shares, counts, strict=True):
-        stages.append(
-            Stage(
-                first_layer=first,
-                last_layer=last,
-                devices=tuple(range(soc, soc + len(own))),
-                shares=tuple(own),
-                in_flight=in_flight,
-            )
-        )
-        first, soc = last + 1, soc + len(own)
-    return PipelinePlan(
-        stages=tuple(stages),
-        micro_batch_size=sum(shares[0]),
-        num_micro_batches=num_micro_batches,
-        policy=policy,
-        samples_on=samples_on,
-    )
+    members, soc = [], first_soc
+    for own in shares:
+        members.append(list(enumerate(own, soc)))
+        soc += len(own)
+    plan = staged(cuts, members, counts, num_micro_batches, policy)
+    return replace(plan, samples_on=samples_on)
 
 
 @st.composite

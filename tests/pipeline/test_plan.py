@@ -115,12 +115,15 @@ ONE = straight_plan([0], [[4]], 4)
     ("call", "named"),
     [
         (lambda: two_stages({"shares": (3,)}, {}), "[3] 4"),
-        (lambda: two_stages({"devices": (0, 2), "shares": (4, 0)}, {}), "[4, 0]"),
+        (lambda: two_stages({"devices": (0, 2), "shares": (4, 0)}, {}), "shares 0"),
+        (lambda: two_stages({"devices": (0, 0), "shares": (2, 2)}, {}), "[0, 0]"),
+        (lambda: two_stages({"devices": (0, 2)}, {}), "[0, 2]"),
+        (lambda: two_stages({"last_layer": -1}, {}), "-1"),
         (lambda: two_stages({}, {}, num_micro_batches=0), "num_micro_batches 0"),
         (lambda: two_stages({"in_flight": 1}, {"in_flight": 2}), "in_flight 1 2"),
         (lambda: two_stages({"in_flight": 5}, {}), "in_flight 5 4"),
-        (lambda: two_stages({}, {}, policy=Policy.BACKWARD_AFTER_FORWARD), "in_flight 3 4"),
-        (lambda: two_stages({}, {"first_layer": 3, "last_layer": 3}), "3 0"),
+        (lambda: two_stages({}, {}, policy=Policy.BACKWARD_AFTER_FORWARD), "in_flight 1 4"),
+        (lambda: two_stages({}, {"first_layer": 3, "last_layer": 3}), "3 1"),
         (lambda: two_stages({}, {"devices": (0,)}), "[0, 0]"),
         (lambda: TwoDPlan(groups=(ONE, ONE)), "[0, 0]"),
         (lambda: TwoDPlan(groups=()), "group"),
@@ -129,7 +132,7 @@ ONE = straight_plan([0], [[4]], 4)
             "layers",
         ),
         (lambda: ONE.check(even(2, 1)), "1 2 toy"),
-        (lambda: from_json("{}"), "versions"),
+        (lambda: from_json("{}"), "version"),
     ],
 )
 def test_mistakes_in_plans_are_named(call: Callable[[], object], named: str) -> None:

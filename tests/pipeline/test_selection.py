@@ -167,7 +167,7 @@ def test_steps_are_counted_from_nothing_to_all(prune: bool) -> None:
 @pytest.mark.parametrize(
     ("case", "named"),
     [
-        (even(1, 2), "toy one"),
+        (even(1, 2), "toy layer"),
         (even(2, 1), "toy 0"),
         (even(2, 2, weight=1e6, memory=1e6), "6.0 MB 3.0 MB layer 2 2.0 MB 1.0 MB 4"),
     ],

@@ -271,7 +271,7 @@ def test_a_device_that_returns_while_another_is_away_is_planned_with(
         ({"schedule": schedule(batch_size=12)}, "batch_size"),
         ({"schedule": schedule(reshuffle=False)}, "reshuffle=True"),
         ({"problem": "shelf.toml"}, "pipeline_problem"),
-        ({"planner": PlannerSettings(samples_on=9)}, "SoC 9 is no device"),
+        ({"planner": PlannerSettings(samples_on=9)}, "SoC 9"),
     ],
 )
 def test_what_does_not_fit_is_one_line_before_anything_starts(

@@ -132,7 +132,7 @@ def test_a_lost_device_leaves_the_bits_of_a_run_that_was_planned_so(
     )
     (report,) = own.reports
     said = " ".join(event.text for event in report.events)
-    step = int(re.search(r"goes on from update (\d+)", said)[1])  # type: ignore[index]
+    step = int(re.search(r"continues from update (\d+)", said)[1])  # type: ignore[index]
     assert step % max(1, backup_steps) == 0 and (not backup_steps or step)
     planned = planned_so(plan, soc, step, own)
     assert all(torch.equal(ours[name], planned[name]) for name in planned)
@@ -173,7 +173,7 @@ def test_a_device_that_is_slower_gets_fewer_samples_within_the_round_and_a_plan_
         rebalancing=Rebalancing(steps=2),
     )
     said = [event.text for report in own.reports for event in report.events]
-    assert any("shares anew after 2 updates" in text for text in said), said
+    assert any("new shares after 2 updates" in text for text in said), said
     assert own.pipeline.plan != PLANS["a stage of two"]  # device 1 measured a fraction of its speed
     reference = in_one_process("a stage of two")
     assert all(torch.allclose(ours[name], reference[name], atol=1e-5) for name in reference)
@@ -215,7 +215,7 @@ def test_nodes_with_certificates_train_over_encrypted_streams_and_go_on_without_
     )
     assert strategy.method.transport == "grpc+tls"
     assert any(
-        "the pipeline goes on from update" in event.text for event in strategy.reports[0].events
+        "the pipeline continues from update" in event.text for event in strategy.reports[0].events
     )
     reference = in_one_process("three stages")
     assert all(torch.allclose(ours[name], reference[name], atol=1e-5) for name in reference)

@@ -96,11 +96,9 @@ def test_activations_of_another_shape_are_one_line_with_both_shapes(
 ) -> None:
     with pytest.raises(TrainingFailed) as caught:
         train(*lengths)
-    assert (
-        f"pipeline: samples of shape ({max(lengths)},) make activations of shape ({max(lengths)}, 8) behind layer "
-        f"0 of FirstToken, where samples of shape ({PLANNED},), which were planned, make ({PLANNED}, 8); pad or "
-        "crop all samples to one shape, or train in groups"
-    ) in str(caught.value)
+    shapes = (f"({max(lengths)},)", f"({max(lengths)}, 8)", f"({PLANNED},)", f"({PLANNED}, 8)")
+    for named in (*shapes, "layer 0 of FirstToken"):
+        assert named in str(caught.value)
     assert "AssertionError" not in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -137,7 +135,7 @@ def test_samples_with_other_dimensions_are_one_line_before_the_model_is_read() -
         LocalGrid(client, CLUSTER.num_socs, num_workers=0) as grid,
         pytest.raises(
             TrainingFailed,
-            match=r"samples of the data have shape \(2, 3\), and \(7,\) was planned; give",
+            match=r"samples have shape \(2, 3\), and \(7,\) was planned",
         ),
     ):
         strategy.start(grid, ArrayRecord(FirstToken(early=True).state_dict()), num_rounds=1)

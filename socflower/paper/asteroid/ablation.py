@@ -1,6 +1,6 @@
-"""Fig. 15: what planning between and inside stages, 1F1B and the rule for K_p each bring."""
+"""Fig. 15: the gains of planning between and inside stages, of 1F1B and of the rule for K_p."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -31,23 +31,20 @@ def figure_15() -> Mapping[str, float | bool | str]:
     )
     straight = peer_of(problem, "pipeline-parallel").plan
     assert isinstance(straight, PipelinePlan)
-    with_rule = {name: _with_rule(problem, straight, name) for name in RULES}
+    with_rule = {}
+    for name, rule in RULES.items():
+        counts = rule.counts(len(straight.stages), problem.num_micro_batches)
+        with_rule[name] = _with_counts(straight, counts)
     memory = {name: _peak_bytes(problem, plan) for name, plan in with_rule.items()}
     per_s = {
         name: predict(problem, plan, within_memory=False).samples_per_s
         for name, plan in with_rule.items()
     }
-    gpipe = replace(
-        straight,
-        stages=tuple(
-            replace(stage, in_flight=problem.num_micro_batches) for stage in straight.stages
-        ),
-    )
+    gpipe = _with_counts(straight, [problem.num_micro_batches] * len(straight.stages))
     # Conventional data parallelism computes its share of the mini-batch at once.
     last, share = problem.model.num_layers - 1, problem.mini_batch_size // 3
-    parallel_bytes = problem.model.state_bytes(0, last, 1.0) + share * problem.model.kept_bytes(
-        0, last
-    )
+    kept_bytes = share * problem.model.kept_bytes(0, last)
+    parallel_bytes = problem.model.state_bytes(0, last, 1.0) + kept_bytes
     return {
         "planning between stages boosts throughput": all(between > 1.0 for between, _ in gains),
         "planning inside stages boosts it further": all(inside > 1.0 for _, inside in gains),
@@ -64,10 +61,10 @@ def figure_15() -> Mapping[str, float | bool | str]:
 
 
 def _gains(name: str) -> tuple[float, float]:
-    """Return throughput with planning between stages over that without any, and with planning inside them over that.
+    """Return the gain of planning between stages over no planning, and of planning inside stages over that.
 
-    Without planning all devices are taken for the mean one, and links and memory for boundless. Planning between stages
-    alone gives the devices of a stage equal shares.
+    No planning means that all devices count as the mean one, with boundless links and memory. With planning between
+    stages alone, the devices of a stage have equal shares.
     """
     problem = problem_of(name, "C", 100)
     naive = algorithm_2(_alike(problem)).plan
@@ -89,41 +86,29 @@ def _alike(problem: PipelineProblem) -> PipelineProblem:
         forward_s=np.mean([kind.forward_s for kind in kinds], axis=0),
         backward_s=np.mean([kind.backward_s for kind in kinds], axis=0),
     )
-    cluster = replace(
-        problem.cluster,
-        boards=tuple(
-            replace(board, soc_bytes_per_s=1e15, uplink_bytes_per_s=1e15)
-            for board in problem.cluster.boards
-        ),
+    boards = tuple(
+        replace(board, soc_bytes_per_s=1e15, uplink_bytes_per_s=1e15)
+        for board in problem.cluster.boards
     )
-    return replace(
-        problem,
-        cluster=cluster,
-        devices=tuple(
-            replace(device, seconds=mean, memory_bytes=_BOUNDLESS) for device in problem.devices
-        ),
+    devices = tuple(
+        replace(device, seconds=mean, memory_bytes=_BOUNDLESS) for device in problem.devices
     )
+    return replace(problem, cluster=replace(problem.cluster, boards=boards), devices=devices)
 
 
 def _even(plan: PipelinePlan) -> PipelinePlan:
-    return replace(
-        plan,
-        stages=tuple(
-            replace(stage, shares=tuple(class_shares(plan.micro_batch_size, len(stage.devices))))
-            for stage in plan.stages
-        ),
-    )
+    stages = []
+    for stage in plan.stages:
+        shares = class_shares(plan.micro_batch_size, len(stage.devices))
+        stages.append(replace(stage, shares=tuple(shares)))
+    return replace(plan, stages=tuple(stages))
 
 
-def _with_rule(problem: PipelineProblem, plan: PipelinePlan, name: str) -> PipelinePlan:
-    counts = RULES[name].counts(len(plan.stages), problem.num_micro_batches)
-    return replace(
-        plan,
-        stages=tuple(
-            replace(stage, in_flight=count)
-            for stage, count in zip(plan.stages, counts, strict=True)
-        ),
-    )
+def _with_counts(plan: PipelinePlan, counts: Sequence[int]) -> PipelinePlan:
+    stages = [
+        replace(stage, in_flight=count) for stage, count in zip(plan.stages, counts, strict=True)
+    ]
+    return replace(plan, stages=tuple(stages))
 
 
 def _peak_bytes(problem: PipelineProblem, plan: PipelinePlan) -> float:

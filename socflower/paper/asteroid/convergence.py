@@ -1,10 +1,10 @@
 """Fig. 14: time to a target accuracy, with a network that reaches it here in a minute, trained by each system's rules.
 
-All synchronous systems have the gradient of the whole mini-batch, so that one training gives their accuracy after each
-update. HetPipe's gradients are taken at the stale weights that its virtual workers have (`wave_synchronous`), which
-depend on the model and the environment that its virtual time is of. All train LeNet-5 on CIFAR-10 by plain SGD, for
-which HetPipe's convergence is proved, from the same weights, with the same mini-batches and at the rate that is best
-for synchronous training. An epoch then takes the virtual seconds of the paper's model.
+All synchronous systems have the gradient of the whole mini-batch, so one training gives the accuracy of all of them
+after each update. HetPipe's gradients are taken at the stale weights of its virtual workers (`wave_synchronous`), which
+depend on the model and the environment. All systems train LeNet-5 on CIFAR-10 by plain SGD, for which HetPipe's
+convergence is proved, from the same weights, with the same mini-batches and at the best rate for synchronous training.
+An epoch then takes the virtual seconds of the paper's model.
 """
 
 import copy
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from statistics import fmean
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,19 +50,20 @@ _MBPS = 100
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """What is trained."""
+    """A training task."""
 
     data: str
-    num_train: int  # the first of the training samples
+    # The first of the training and of the test samples.
+    num_train: int
     num_test: int
     batch_size: int
     learning_rate: float
-    target: (
-        float  # mean accuracy of the last `window` evaluations: a single one varies by some percent
-    )
+    # Mean accuracy of the last `window` evaluations, since a single one varies by some percent.
+    target: float
     max_epochs: int
     model: str = "lenet5"
-    evaluations: int = 8  # an epoch
+    # Per epoch.
+    evaluations: int = 8
     window: int = 4
     seeds: tuple[int, ...] = (0, 1, 2)
 
@@ -76,7 +78,7 @@ class Task:
         return found.train.select(range(self.num_train)), found.test.select(range(self.num_test))
 
     def rows(self, update: int, seed: int) -> NDArray[np.int64]:
-        """Return the samples of a mini-batch: each epoch has all of them in an order of its own."""
+        """Return the samples of a mini-batch; each epoch has its own order of all samples."""
         epoch, number = divmod(update, self.updates_per_epoch)
         order = _order(self.num_train, epoch, seed)
         return order[number * self.batch_size : (number + 1) * self.batch_size]
@@ -91,77 +93,92 @@ FIGURE_14 = Task(
     target=0.45,
     max_epochs=6,
 )
-"""Some minutes of one core for all systems and seeds. Of the rates 0.05, 0.1 and 0.2, synchronous training is best
-after two epochs with this one."""
+"""It takes some minutes of one core for all systems and seeds. The rate 0.1 is the best of 0.05, 0.1 and 0.2 for
+synchronous training after two epochs."""
 
 
 def figure_14(task: Task = FIGURE_14) -> Mapping[str, float | bool | str]:
-    """Return epochs to the target, Asteroid's hours, and how much longer than Asteroid each other system takes.
+    """Return epochs to the target, Asteroid's hours, and each other system's time over Asteroid's.
 
-    HetPipe is left out of ranges where its plan exceeds a board's memory, or it does not reach the target.
+    HetPipe is left out of ranges if its plan exceeds a board's memory or it does not reach the target.
     """
     most_waves = task.updates_per_epoch * task.max_epochs
     try:
         epochs = mean_epochs(task, synchronous_waves(most_waves))
-        stale = {
-            case: None
-            if (own := hetpipe_waves(*case, most_waves)) is None
-            else (own, mean_epochs(task, own), fresh_epochs(task, own))
-            for case in CASES
-        }
+        stale = {case: _stale(task, hetpipe_waves(*case, most_waves)) for case in CASES}
     except DataUnavailable:
-        return dict.fromkeys(
-            (cell.key for cell in read_paper("asteroid").item("figure-14").cells),
-            f"{task.data} is not here",
-        )
+        keys = [cell.key for cell in read_paper("asteroid").item("figure-14").cells]
+        return dict.fromkeys(keys, f"{task.data} is not here")
     assert epochs is not None, f"synchronous training must reach {task.target}"
     found: dict[str, float | bool | str] = {"synchronous, epochs": epochs}
-    ratios, more, more_than_fresh = [], [], []
+    ratios: list[float] = []
     for case in CASES:
-        key, samples = "/".join(case), EPOCH_SAMPLES[case[0]]
-        ours_s = epochs * samples / asteroid(*case, _MBPS).prediction.samples_per_s
-        found[f"{key}/asteroid"] = ours_s / 3600.0
+        epoch_samples = EPOCH_SAMPLES[case[0]]
+        ours_s = epochs * epoch_samples / asteroid(*case, _MBPS).prediction.samples_per_s
+        cells: dict[str, Any] = {"asteroid": ours_s / 3600.0}
         for system in SYNCHRONOUS:
             other = peer(system, *case, _MBPS)
-            found[f"{key}/{system}"] = NO_FIT
+            cells[system] = NO_FIT
             if other.fits and other.prediction is not None:
-                found[f"{key}/{system}"] = ratio = (
-                    epochs * samples / other.prediction.samples_per_s / ours_s
-                )
-                ratios.append(ratio)
-        found |= dict.fromkeys(
-            (f"{key}/hetpipe", f"{key}/hetpipe, epochs", f"{key}/fresh, epochs"), NO_FIT
-        )
+                theirs_s = epochs * epoch_samples / other.prediction.samples_per_s
+                cells[system] = theirs_s / ours_s
+                ratios.append(theirs_s / ours_s)
         trained = stale[case]
-        if trained is not None:
-            own, needed, fresh = trained
-            more.append(needed is None or needed > epochs)
-            more_than_fresh.append(fresh is not None and (needed is None or needed > fresh))
-            never = f"over {task.max_epochs}"
-            found |= {
-                f"{key}/hetpipe": "never",
-                f"{key}/hetpipe, epochs": never,
-                f"{key}/fresh, epochs": never if fresh is None else fresh,
-            }
-            if needed is not None:
-                ratio = needed * samples / MINI_BATCH[case[0]] * own.wave_s / ours_s
-                found |= {f"{key}/hetpipe": ratio, f"{key}/hetpipe, epochs": needed}
-                ratios.append(ratio)
+        cells |= _hetpipe_cells(task, trained)
+        if trained is not None and trained.epochs is not None:
+            num_waves = trained.epochs * epoch_samples / MINI_BATCH[case[0]]
+            cells["hetpipe"] = num_waves * trained.wave_s / ours_s
+            ratios.append(cells["hetpipe"])
+        found |= {f"{'/'.join(case)}/{key}": value for key, value in cells.items()}
+    fitting = [each for each in stale.values() if each is not None]
+    suffers = [each.suffers_from_staleness for each in fitting]
+    slower = [each.epochs is None or each.epochs > epochs for each in fitting]
     return {
         **found,
         "least over the baselines": min(ratios),
         "most over the baselines": max(ratios),
         "synchronous methods need as many epochs": synchronous_error(task) < 1e-4,
-        "hetpipe needs more epochs": all(more) if more else NO_FIT,
-        "hetpipe needs more epochs than fresh updates": all(more_than_fresh) if more else NO_FIT,
+        "hetpipe needs more epochs": all(slower) if fitting else NO_FIT,
+        "hetpipe needs more epochs than fresh updates": all(suffers) if fitting else NO_FIT,
+    }
+
+
+class _Stale(NamedTuple):
+    """HetPipe's training: epochs to the target, None if it is not reached, and those of equally many fresh updates."""
+
+    wave_s: float
+    epochs: float | None
+    fresh_epochs: float | None
+
+    @property
+    def suffers_from_staleness(self) -> bool:
+        """Whether fresh updates reach the target earlier."""
+        if self.fresh_epochs is None:
+            return False
+        return self.epochs is None or self.epochs > self.fresh_epochs
+
+
+def _stale(task: Task, waves: Waves | None) -> _Stale | None:
+    if waves is None:
+        return None
+    return _Stale(waves.wave_s, mean_epochs(task, waves), fresh_epochs(task, waves))
+
+
+def _hetpipe_cells(task: Task, trained: _Stale | None) -> dict[str, Any]:
+    if trained is None:
+        return dict.fromkeys(("hetpipe", "hetpipe, epochs", "fresh, epochs"), NO_FIT)
+    never = f"over {task.max_epochs}"
+    return {
+        "hetpipe": "never",
+        "hetpipe, epochs": never if trained.epochs is None else trained.epochs,
+        "fresh, epochs": never if trained.fresh_epochs is None else trained.fresh_epochs,
     }
 
 
 def synchronous_error(task: Task, num_updates: int = 3) -> float:
-    """Return how far weights that plans of different systems train are from those of one device, by its largest weight.
+    """Return the largest error of the weights that the systems' plans train, relative to one device's largest weight.
 
-    The plans are those of the systems for the task's own model on environment B, each device of which computes its part
-    (`pipeline.runtime`).
+    The plans are for the task's own model on environment B, and all devices compute their parts (`pipeline.runtime`).
     """
     train, _ = task.samples()
     module = _model_of(task, train, 0)
@@ -171,11 +188,8 @@ def synchronous_error(task: Task, num_updates: int = 3) -> float:
         cluster_of(ENVIRONMENTS["B"], _MBPS),
         batch_size=task.batch_size,
     )
-    plans = [
-        own.plan
-        for own in compare(problem, ("single-device", *SYNCHRONOUS))
-        if own.plan is not None
-    ]
+    systems = compare(problem, ("single-device", *SYNCHRONOUS))
+    plans = [system.plan for system in systems if system.plan is not None]
     plans.append(plan_pipeline(problem).plan)
     work = GroupTask(
         group_id=0,
@@ -201,14 +215,13 @@ def synchronous_error(task: Task, num_updates: int = 3) -> float:
         own = copy.deepcopy(module)
         train_pipeline(own, train, work, plan, trainer)
         weights.append(parameters_to_vector(own.parameters()).detach())
-    return max(
-        float((each - weights[0]).abs().max() / weights[0].abs().max()) for each in weights[1:]
-    )
+    alone, *others = weights
+    return max(float((each - alone).abs().max() / alone.abs().max()) for each in others)
 
 
 @cache
 def hetpipe_waves(model: str, environment: str, num_waves: int) -> Waves | None:
-    """Return the events of HetPipe's plan for a model of the paper; None if it exceeds a board's memory."""
+    """Return the events of HetPipe's plan for a model of the paper; None if the plan exceeds a board's memory."""
     found = peer("hetpipe", model, environment, _MBPS)
     if not found.fits or not isinstance(found.plan, TwoDPlan):
         return None
@@ -218,12 +231,13 @@ def hetpipe_waves(model: str, environment: str, num_waves: int) -> Waves | None:
 def synchronous_waves(num_waves: int) -> Waves:
     """Return the events of one worker with one minibatch in flight: plain SGD."""
     kinds = (Kind.ENTER, Kind.LEAVE, Kind.PUSH, Kind.PULL, Kind.TAKE)
+    moments = [
+        Moment(float(wave), kind, 0, wave + (kind in (Kind.PULL, Kind.TAKE)))
+        for wave in range(num_waves)
+        for kind in kinds
+    ]
     return Waves(
-        moments=tuple(
-            Moment(float(wave), kind, 0, wave + (kind in (Kind.PULL, Kind.TAKE)))
-            for wave in range(num_waves)
-            for kind in kinds
-        ),
+        moments=tuple(moments),
         wave_s=1.0,
         num_minibatches=1,
         parts=(1.0,),
@@ -231,21 +245,20 @@ def synchronous_waves(num_waves: int) -> Waves:
 
 
 def fresh_epochs(task: Task, waves: Waves) -> float | None:
-    """Return the mean epochs to the target with as many updates a mini-batch as all workers make, none of them stale.
+    """Return the mean epochs to the target with HetPipe's number of updates per mini-batch, none of them stale.
 
-    They are one worker's, of smaller mini-batches at a rate in proportion.
+    One worker makes the updates, with smaller mini-batches and a rate in proportion.
     """
     size = max(1, task.batch_size // (waves.num_minibatches * len(waves.parts)))
-    finer = replace(
-        task, batch_size=size, learning_rate=task.learning_rate * size / task.batch_size
-    )
+    rate = task.learning_rate * size / task.batch_size
+    finer = replace(task, batch_size=size, learning_rate=rate)
     return mean_epochs(finer, synchronous_waves(finer.updates_per_epoch * finer.max_epochs))
 
 
 def mean_epochs(task: Task, waves: Waves) -> float | None:
-    """Return the mean of the seeds' epochs to the target; None if one does not reach it.
+    """Return the mean of the seeds' epochs to the target; None if a seed does not reach it.
 
-    Results are kept by the order of events, which the plans of several models may share.
+    Results are cached by the order of events, which the plans of several models may share.
     """
     order = tuple(moment[1:] for moment in waves.moments)
     epochs = [_epochs(task, order, waves.num_minibatches, waves.parts, seed) for seed in task.seeds]
@@ -286,8 +299,8 @@ def _model_of(task: Task, data: LabelledData, seed: int) -> nn.Module:
 class WaveTraining:
     """Weights of all virtual workers and of the server, which events change one after the other.
 
-    Weights and gradients are vectors of all parameters (n,). `module` has no buffers, whose values would depend on who
-    computed last; it is used for one gradient at a time. `parts` are the workers' parts of each mini-batch.
+    Weights and gradients are vectors of all parameters (n,). All workers share `module`, so it has no buffers: their
+    values would depend on the order of workers. `parts` are the workers' parts of each mini-batch.
     """
 
     def __init__(
@@ -306,10 +319,10 @@ class WaveTraining:
         self._parameters = list(module.parameters())
         self.server = parameters_to_vector(self._parameters).detach().clone()
         self.local = [self.server.clone() for _ in parts]
-        self._gradients: dict[tuple[int, int], Tensor] = {}  # of minibatches in flight
-        self._waves: dict[
-            tuple[int, int], Tensor
-        ] = {}  # sums of those that have left, until the server has them
+        # Of minibatches in flight.
+        self._gradients: dict[tuple[int, int], Tensor] = {}
+        # Sums of the gradients that have left, until the server has them.
+        self._waves: dict[tuple[int, int], Tensor] = {}
         self._pulled: dict[int, Tensor] = {}
         self._num_pushed = [0 for _ in parts]
 
@@ -319,7 +332,7 @@ class WaveTraining:
         return min(self._num_pushed)
 
     def apply(self, kind: Kind, worker: int, number: int) -> None:
-        """Let an event happen."""
+        """Apply an event."""
         rate = self._task.learning_rate
         if kind == Kind.ENTER:
             self._gradients[worker, number] = self._gradient(worker, number)
@@ -345,7 +358,7 @@ class WaveTraining:
         return self._module
 
     def rows(self, worker: int, number: int) -> NDArray[np.int64]:
-        """Return the samples of a worker's minibatch: its part of its worker's part of a mini-batch."""
+        """Return the samples of a worker's minibatch, which is a part of the worker's part of a mini-batch."""
         wave, position = divmod(number, self._num_minibatches)
         bounds = [0, *accumulate(self._sizes)]
         own = self._task.rows(wave, self._seed)[bounds[worker] : bounds[worker + 1]]
@@ -358,9 +371,8 @@ class WaveTraining:
             return torch.zeros_like(self.server)
         vector_to_parameters(self.local[worker], self._parameters)
         inputs, labels = self._data.batch(torch.from_numpy(rows))
-        loss = functional.cross_entropy(self._module(inputs), labels) * (
-            len(rows) / self._task.batch_size
-        )
+        mean = functional.cross_entropy(self._module(inputs), labels)
+        loss = mean * (len(rows) / self._task.batch_size)
         return parameters_to_vector(torch.autograd.grad(loss, self._parameters))
 
 

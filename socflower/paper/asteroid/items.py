@@ -1,4 +1,4 @@
-"""Ours for each table and figure of Asteroid: what is not in a module of its own, and where each is computed."""
+"""Our values for each table and figure of Asteroid; long computations have modules of their own."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -33,7 +33,8 @@ from socflower.pipeline.schedule.order import ASTEROID
 
 Ours = Mapping[str, float | bool | str]
 
-_SAMPLES = 32  # a device, the only batch of a device that the paper states (§5.6)
+# The only batch of a device that the paper states (§5.6).
+_SAMPLES = 32
 
 
 def table_1() -> Ours:
@@ -43,13 +44,13 @@ def table_1() -> Ours:
         model = model_of(name)
         for kind in ("gpu-a100", TX2, NANO):
             seconds, last = estimate_seconds(model, device(kind)), model.num_layers - 1
-            batch_s = seconds.forward(0, last, 256) + seconds.backward(0, last, 256)
-            found[f"{name}/{kind}"] = batch_s / 256 * EPOCH_SAMPLES[name]
+            sample_s = seconds.both(0, last, 256) / 256
+            found[f"{name}/{kind}"] = sample_s * EPOCH_SAMPLES[name]
     return found
 
 
 def figure_1() -> Ours:
-    """Return what three Nanos at 100 Mbps do with 32 samples each, and the slow first transfer of ResNet-50 (§5.2)."""
+    """Return statements on three Nanos with 32 samples each at 100 Mbps, and on ResNet-50's slow transfer (§5.2)."""
     sync, more = {}, {}
     for name in MODELS:
         problem = problem_of(
@@ -60,33 +61,29 @@ def figure_1() -> Ours:
             num_micro_batches=1,
             granularity=Granularity.BLOCKS,
         )
-        parallel, pipeline = (
-            peer_of(problem, "data-parallel"),
-            peer_of(problem, "pipeline-parallel"),
-        )
+        parallel = peer_of(problem, "data-parallel")
+        pipeline = peer_of(problem, "pipeline-parallel")
         if parallel.plan is not None and parallel.prediction is not None:
             sync[name] = 1.0 - _compute_s(problem) / parallel.prediction.step_s
             if pipeline.plan is not None:
-                more[name] = pipeline.plan.communication_bytes(
-                    problem
-                ) / parallel.plan.communication_bytes(problem)
+                pipeline_bytes = pipeline.plan.communication_bytes(problem)
+                more[name] = pipeline_bytes / parallel.plan.communication_bytes(problem)
     cnns = [name for name in CNNS if name in more]
+    sync_is_most = all(sync[name] > 0.5 for name in cnns)
+    send_more = all(more[name] > 1.0 for name in cnns)
+    straight = peer("pipeline-parallel", "resnet50", "B", 100)
     return {
-        "dp synchronisation is most of its time": bool(cnns)
-        and all(sync[name] > 0.5 for name in cnns),
-        "cnn pipelines send more a sample than dp": bool(cnns)
-        and all(more[name] > 1.0 for name in cnns),
+        "dp synchronisation is most of its time": bool(cnns) and sync_is_most,
+        "cnn pipelines send more a sample than dp": bool(cnns) and send_more,
         "bert pipeline sends less a sample than dp": more.get("bert-small", 2.0) < 1.0,
-        "transfer over execution, at most": _first_transfer(
-            peer("pipeline-parallel", "resnet50", "B", 100)
-        ),
+        "transfer over execution, at most": _first_transfer(straight),
     }
 
 
 def table_2() -> Ours:
     """Return the megabytes of a mini-batch of our plans on five Nanos, and whether virtual time sends as many.
 
-    "nearest" are those of the enumerated plan that comes nearest to the paper's volume (`volumes`).
+    Keys with "nearest" are of the enumerated plan that is nearest to the paper's volume (`volumes`).
     """
     found: dict[str, float | bool | str] = {}
     equal = True
@@ -122,9 +119,8 @@ def table_4() -> Ours:
         for environment, mbps in (("A", 100), ("B", 100), ("B", 1000)):
             ours_s = asteroid(name, environment, mbps).prediction.step_s
             for key, system in _TABLE_4_PEERS.items():
-                found[f"{name}/{environment}/{mbps}/{key}"] = _over(
-                    peer(system, name, environment, mbps), ours_s
-                )
+                other = peer(system, name, environment, mbps)
+                found[f"{name}/{environment}/{mbps}/{key}"] = _over(other, ours_s)
     return found
 
 
@@ -138,10 +134,9 @@ def figure_5() -> Ours:
     found = {}
     for name, label in labels.items():
         model = model_of(name)
-        kept = _SAMPLES * model.kept_bytes(0, model.num_layers - 1)
-        found[f"activations are most of it, {label}"] = kept > model.state_bytes(
-            0, model.num_layers - 1, 1.0
-        )
+        whole = (0, model.num_layers - 1)
+        kept = _SAMPLES * model.kept_bytes(*whole)
+        found[f"activations are most of it, {label}"] = kept > model.state_bytes(*whole, 1.0)
     return found
 
 
@@ -151,30 +146,23 @@ def figure_6() -> Ours:
     found = {}
     for label, kind in (("TX2", TX2), ("NX", NX)):
         seconds, last = estimate_seconds(model, device(kind)), model.num_layers - 1
-        alone_s, batch_s = (
-            seconds.forward(0, last, size) + seconds.backward(0, last, size) for size in (1, 32)
-        )
+        alone_s, batch_s = (seconds.both(0, last, size) for size in (1, 32))
         found[f"seconds a sample fall with the batch, {label}"] = batch_s / 32 < 0.9 * alone_s
     return found
 
 
 def figure_12() -> Ours:
     """Return whether the plans of Table 4 have the shapes that the prose describes."""
-    cases = [("A", 100), ("B", 100), ("B", 1000)]
-    widths = {
-        name: [
-            [len(stage.devices) for stage in pipeline.stages]
-            for environment, mbps in cases
-            for pipeline in asteroid(name, environment, mbps).plan.pipelines
-        ]
-        for name in MODELS
-    }
+    widths: dict[str, list[list[int]]] = {name: [] for name in MODELS}
+    for name, own in widths.items():
+        for environment, mbps in (("A", 100), ("B", 100), ("B", 1000)):
+            for pipeline in asteroid(name, environment, mbps).plan.pipelines:
+                own.append([len(stage.devices) for stage in pipeline.stages])
     several = [own for name in CNNS for own in widths[name] if len(own) > 1]
+    straight = [max(own) == 1 < len(own) for own in widths["bert-small"]]
     return {
         "cnn plans replicate early layers": all(own[0] == max(own) > 1 for own in several),
-        "bert plan is a straight pipeline": all(
-            max(own) == 1 < len(own) for own in widths["bert-small"]
-        ),
+        "bert plan is a straight pipeline": all(straight),
     }
 
 
@@ -185,25 +173,20 @@ def figure_13() -> Ours:
     """
     found: dict[str, float | bool | str] = {}
     for system in ("eddl", "pipedream", "dapple", "hetpipe"):
-        ratios = [
-            ratio
-            for name in MODELS
-            for environment in ("B", "C")
-            if not isinstance(
-                ratio := _over(
-                    peer(system, name, environment, 100),
-                    asteroid(name, environment, 100).prediction.step_s,
-                ),
-                str,
-            )
-        ]
+        ratios = []
+        for name in MODELS:
+            for environment in ("B", "C"):
+                ours_s = asteroid(name, environment, 100).prediction.step_s
+                ratio = _over(peer(system, name, environment, 100), ours_s)
+                if not isinstance(ratio, str):
+                    ratios.append(ratio)
         found[f"least over {system}"] = min(ratios, default=NO_FIT)
         found[f"most over {system}"] = max(ratios, default=NO_FIT)
     return found
 
 
 def figure_18() -> Ours:
-    """Return how one to eight Nanos scale, with 32 samples a device and 16 micro-batches."""
+    """Return statements on one to eight Nanos with 32 samples each and 16 micro-batches."""
     per_s: dict[tuple[str, int], float] = {}
     over: dict[str, list[float]] = {"dp": [], "dp over one link": []}
     for name in ("efficientnet-b1", "mobilenet-v2"):
@@ -216,21 +199,21 @@ def figure_18() -> Ours:
             per_s[name, size] = ours.prediction.samples_per_s
             for key, ratios in over.items() if name == "efficientnet-b1" else ():
                 ratio = _over(peer_of(problem, _TABLE_4_PEERS[key]), ours.prediction.step_s)
-                ratios += [] if isinstance(ratio, str) else [ratio]
+                if not isinstance(ratio, str):
+                    ratios.append(ratio)
+    found: dict[str, float | bool | str] = {}
+    for key, ratios in over.items():
+        found[f"efficientnet-b1: least over {key}"] = min(ratios, default=NO_FIT)
+        found[f"efficientnet-b1: most over {key}"] = max(ratios, default=NO_FIT)
     pipelines = {size: _scaled_pipeline(size) for size in (2, 4, 6)}
     two, four = (_samples_per_s(pipelines[size]) for size in (2, 4))
-    ranges = {
-        f"efficientnet-b1: {which} over {key}": of(ratios) if ratios else NO_FIT
-        for key, ratios in over.items()
-        for which, of in (("least", min), ("most", max))
-    }
+    speed_up = per_s["mobilenet-v2", 8] / per_s["mobilenet-v2", 1]
+    fitting = [_fits_at_full_depth(pipelines[size]) for size in (4, 6)]
     return {
-        **ranges,
-        "mobilenet-v2: speed-up of eight is near linear": per_s["mobilenet-v2", 8]
-        >= 6 * per_s["mobilenet-v2", 1],
+        **found,
+        "mobilenet-v2: speed-up of eight is near linear": speed_up >= 6,
         "gpipe is slower with four stages than with two": four < two,
-        "out of memory from six devices on": _fits_at_full_depth(pipelines[4])
-        and not _fits_at_full_depth(pipelines[6]),
+        "out of memory from six devices on": fitting == [True, False],
     }
 
 
@@ -252,10 +235,8 @@ def table_8() -> Ours:
         model = model_of(name)
         for kind in total_s:
             seconds, last = estimate_seconds(model, device(kind)), model.num_layers - 1
-            total_s[kind] += sum(
-                seconds.forward(0, last, 1 << power) + seconds.backward(0, last, 1 << power)
-                for power in range(6 if name == "resnet50" else 9)
-            )
+            for power in range(6 if name == "resnet50" else 9):
+                total_s[kind] += seconds.both(0, last, 1 << power)
     return {
         "nano over tx2": total_s[NANO] / total_s[TX2],
         "tx2 over nx": total_s[TX2] / total_s[NX],
@@ -263,16 +244,17 @@ def table_8() -> Ours:
 
 
 def energy() -> Ours:
-    """Return the joules of a sample of EfficientNet-B1 on environment D, and those of data parallelism over them."""
-    ours = asteroid("efficientnet-b1", "D", 100)
-    own_j = ours.prediction.energy_j / ours.prediction.num_samples
-    parallel = peer("data-parallel", "efficientnet-b1", "D", 100).prediction
-    return {
+    """Return the joules of a sample of EfficientNet-B1 on environment D, and data parallelism's joules over them."""
+    ours = asteroid("efficientnet-b1", "D", 100).prediction
+    own_j = ours.energy_j / ours.num_samples
+    found: dict[str, float | bool | str] = {
         "joules a sample": own_j,
-        "data parallelism over it": NO_FIT
-        if parallel is None
-        else (parallel.energy_j / parallel.num_samples / own_j),
+        "data parallelism over it": NO_FIT,
     }
+    parallel = peer("data-parallel", "efficientnet-b1", "D", 100).prediction
+    if parallel is not None:
+        found["data parallelism over it"] = parallel.energy_j / parallel.num_samples / own_j
+    return found
 
 
 COMPUTE: Mapping[str, Callable[[], Ours]] = {
@@ -284,21 +266,17 @@ COMPUTE: Mapping[str, Callable[[], Ours]] = {
 
 
 def _over(planned: Compared, ours_s: float) -> float | str:
-    """Return a peer's seconds over ours, or that it does not fit."""
-    return (
-        planned.prediction.step_s / ours_s
-        if planned.fits and planned.prediction is not None
-        else NO_FIT
-    )
+    """Return a peer's seconds over ours, or `NO_FIT`."""
+    if not planned.fits or planned.prediction is None:
+        return NO_FIT
+    return planned.prediction.step_s / ours_s
 
 
 def _compute_s(problem: PipelineProblem) -> float:
     """Return the seconds of the passes of an even share on the first device."""
     seconds, last = problem.devices[0].seconds, problem.model.num_layers - 1
     share = problem.micro_batch_size // len(problem.devices)
-    return problem.num_micro_batches * (
-        seconds.forward(0, last, share) + seconds.backward(0, last, share)
-    )
+    return problem.num_micro_batches * seconds.both(0, last, share)
 
 
 def _first_transfer(planned: Compared) -> float | str:
@@ -308,9 +286,7 @@ def _first_transfer(planned: Compared) -> float | str:
         return NO_FIT
     first, second = plan.stages[:2]
     seconds, size = problem.device(first.devices[0]).seconds, plan.micro_batch_size
-    executing_s = seconds.forward(0, first.last_layer, size) + seconds.backward(
-        0, first.last_layer, size
-    )
+    executing_s = seconds.both(0, first.last_layer, size)
     crossing = 2.0 * size * problem.model.layers[first.last_layer].output_bytes
     return crossing / problem.bandwidth(first.devices[0], second.devices[0]) / executing_s
 
@@ -341,9 +317,9 @@ def _fits_at_full_depth(case: tuple[PipelineProblem, PipelinePlan]) -> bool:
     """Return whether the pipeline keeps its budgets with the paper's K in each stage."""
     problem, plan = case
     counts = ASTEROID.counts(len(plan.stages), plan.num_micro_batches)
-    return all(
-        replace(stage, in_flight=count).memory_bytes(problem, share)
-        <= problem.device(soc).memory_bytes
-        for stage, count in zip(plan.stages, counts, strict=True)
-        for soc, share in zip(stage.devices, stage.shares, strict=True)
-    )
+    for stage, count in zip(plan.stages, counts, strict=True):
+        deeper = replace(stage, in_flight=count)
+        for soc, share in stage.members:
+            if deeper.memory_bytes(problem, share) > problem.device(soc).memory_bytes:
+                return False
+    return True

@@ -1,7 +1,7 @@
 """Asteroid and its peers on one problem of the paper, in virtual time.
 
-Each may choose among several micro-batches, and uses the fastest that fits, so that none suffers from a choice that was
-made for another. §5.2: data parallelism and pipelines are balanced for unequal devices, and the pipeline runs 1F1B.
+Each system chooses among several micro-batches and uses the fastest that fits, so no system suffers from a choice made
+for another. Data parallelism and pipelines are balanced for unequal devices, and pipelines run 1F1B (§5.2).
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from socflower.pipeline.problem import PipelineProblem
 from socflower.pipeline.profiler.layers import Granularity
 
 SETTINGS = PlannerSettings(width=2, num_simulated=6, num_tuned=2)
-"""How far the planner looks here: some seconds a plan."""
+"""Limits of the planner's search: some seconds per plan."""
 
 NO_FIT = "out of memory"
-"""Ours of a cell whose plan exceeds a board's memory."""
+"""Our value of a cell whose plan exceeds a board's memory."""
 
 WHOLE_MODEL_SIZES = (8, 16, 32)
-"""Micro-batches for peers that keep the whole model on a device, beside those of the paper's models."""
+"""Micro-batches for peers that keep the whole model on a device, in addition to those of the paper's models."""
 
 
 @cache
@@ -34,15 +34,19 @@ def asteroid(name: str, environment: str | tuple[str, ...], mbps: float) -> Plan
 
 
 @cache
-def peer(system: str, name: str, environment: str | tuple[str, ...], mbps: float) -> Compared:
+def peer(
+    system: str,
+    name: str,
+    environment: str | tuple[str, ...],
+    mbps: float,
+) -> Compared:
     """Return a peer's plan of a model of the paper, cached.
 
-    A pipeline that overlooks what crosses a cut has its cuts between blocks: inside one it would send up to four
-    tensors, which nobody who cuts by modules does.
+    Planners that ignore the tensors at a cut get cuts between blocks. Inside a block they would send up to four
+    tensors, which no system does that cuts by modules.
     """
-    granularity = (
-        Granularity.BLOCKS if system in ("pipeline-parallel", "gpipe") else Granularity.LAYERS
-    )
+    blind = system in ("pipeline-parallel", "gpipe")
+    granularity = Granularity.BLOCKS if blind else Granularity.LAYERS
     return peer_of(
         problem_of(name, environment, mbps, granularity=granularity),
         system,
@@ -51,6 +55,6 @@ def peer(system: str, name: str, environment: str | tuple[str, ...], mbps: float
 
 
 def peer_of(problem: PipelineProblem, system: str, sizes: Sequence[int] = ()) -> Compared:
-    """Return a peer's plan of a problem, of the sizes of micro-batches that divide its mini-batch."""
+    """Return a peer's plan of a problem, with the best of the micro-batches that divide its mini-batch."""
     fitting = [size for size in sizes if not problem.mini_batch_size % size]
     return compare(problem, (system,), micro_batch_sizes=fitting)[0]

@@ -1,17 +1,16 @@
-"""Figs. 16 and 17: what it takes to go on when one of the four devices of environment D leaves (§5.5, F33).
+"""Figs. 16 and 17: recovery after one of the four devices of environment D leaves (§5.5, F33).
 
-Lightweight: the survivors divide the layers anew (`pipeline.replanning`), with fewer micro-batches in flight where
-memory holds fewer, and send each other, all pairs at once, what they lack. Heavy: all stages are sent to the most
-powerful device that is left, which plans anew and sends every device its stage. A layer is sent with its optimiser's
-state. Seconds count from when the loss is known: how long a heartbeat and a probe take is not stated and the same for
-both. Transfers are in virtual time, planning is on this machine.
+Lightweight recovery: the survivors divide the layers again (`pipeline.replanning`), with fewer micro-batches in flight
+if memory requires it, and send each other the missing layers, all pairs at once. Heavy recovery: all stages are sent to
+the most powerful remaining device, which plans again and sends every device its stage. A layer is sent with its
+optimiser's state. Seconds count from the detection of the loss; the time of a heartbeat and a probe is not stated and
+equal for both. Transfers are in virtual time; planning runs on this machine.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import chain
 from typing import TypeVar
 
 from socflower.cluster import Cluster
@@ -34,33 +33,39 @@ from socflower.sim.processes import Process, Simulation
 
 _Made = TypeVar("_Made")
 
-_MODEL, _ENVIRONMENT, _MBPS = "efficientnet-b1", "D", 100  # the bandwidth is not stated
+# The bandwidth is not stated.
+_MODEL, _ENVIRONMENT, _MBPS = "efficientnet-b1", "D", 100
 _LETTERS = "ABCD"
-"""The devices of environment D in the order of Table 5; which is which in Fig. 16 is in an image."""
+"""The devices of environment D in the order of Table 5; the order in Fig. 16 is only in an image."""
 
-_TABLE_7_S = 480.0  # to plan EfficientNet-B1 on environment C, on an NX
-_COMPARABLE = 0.9  # of the throughput: what §5.5 itself calls comparable
+# To plan EfficientNet-B1 on environment C, on an NX.
+_TABLE_7_S = 480.0
+# The part of the throughput that §5.5 itself calls comparable.
+_COMPARABLE = 0.9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rescheduling:
-    """A way to go on without a device."""
+    """A recovery from the loss of a device."""
 
     plan: Plan
-    planning_s: float  # on this machine
-    transfer_s: float  # in virtual time
+    # On this machine.
+    planning_s: float
+    # In virtual time.
+    transfer_s: float
     moved_bytes: float
     samples_per_s: float
-    fits: bool  # whether the plan keeps all budgets
+    # Whether the plan keeps all budgets.
+    fits: bool
 
     @property
     def seconds(self) -> float:
-        """Seconds from the knowledge of the loss until all devices have what the new plan needs."""
+        """Seconds from the detection of the loss until all devices have their new stages."""
         return self.planning_s + self.transfer_s
 
 
 def figure_16() -> Mapping[str, float | bool | str]:
-    """Return both recoveries' seconds and megabytes and the ratio of their throughputs, for each device that leaves."""
+    """Return both recoveries' seconds and megabytes and the ratio of their throughputs, for each lost device."""
     found: dict[str, float | bool | str] = {}
     pairs = [dropped(soc) for soc in range(len(ENVIRONMENTS[_ENVIRONMENT]))]
     for letter, (light, heavy) in zip(_LETTERS, pairs, strict=True):
@@ -72,38 +77,35 @@ def figure_16() -> Mapping[str, float | bool | str]:
             f"{letter}: heavy, sent": heavy.moved_bytes / 1e6,
             f"{letter}: throughput over heavy": _throughput(light, heavy),
         }
+    faster = [light.seconds < heavy.seconds for light, heavy in pairs]
+    comparable = [
+        light.fits and light.samples_per_s >= _COMPARABLE * heavy.samples_per_s
+        for light, heavy in pairs
+    ]
     return {
         **found,
-        "lightweight recovers faster, whichever leaves": all(
-            light.seconds < heavy.seconds for light, heavy in pairs
-        ),
-        "comparable throughput, whichever leaves": all(
-            light.fits and light.samples_per_s >= _COMPARABLE * heavy.samples_per_s
-            for light, heavy in pairs
-        ),
+        "lightweight recovers faster, whichever leaves": all(faster),
+        "comparable throughput, whichever leaves": all(comparable),
     }
 
 
 def figure_17() -> Mapping[str, float | bool | str]:
-    """Return how much faster the lightweight recovery is when device B leaves, and its part of the throughput."""
+    """Return the speed-up of the lightweight recovery after the loss of device B, and the ratio of throughputs."""
     light, heavy = dropped(_LETTERS.index("B"))
-    others = dropped(_LETTERS.index("A"))
+    light_a, heavy_a = dropped(_LETTERS.index("A"))
+    over_s = (table_7_s() + heavy.transfer_s) / light.seconds
+    over_a_s = (table_7_s() + heavy_a.transfer_s) / light_a.seconds
     return {
         "heavy over lightweight, planned here": heavy.seconds / light.seconds,
-        "heavy over lightweight, planned as in Table 7": (table_7_s() + heavy.transfer_s)
-        / light.seconds,
-        "A: heavy over lightweight, planned as in Table 7": (table_7_s() + others[1].transfer_s)
-        / others[0].seconds,
+        "heavy over lightweight, planned as in Table 7": over_s,
+        "A: heavy over lightweight, planned as in Table 7": over_a_s,
         "throughput over heavy": _throughput(light, heavy),
     }
 
 
 @cache
 def table_7_s() -> float:
-    """Return the paper's seconds to plan environment C on an NX, by the work of a search over one device less than D's.
-
-    Work is that of `search_work`.
-    """
+    """Return the paper's seconds to plan environment C on an NX, scaled to D without a device by `search_work`."""
     remaining = without(problem_of(_MODEL, _ENVIRONMENT, _MBPS), 0)
     return _TABLE_7_S * search_work(remaining, 1) / search_work(problem_of(_MODEL, "C", _MBPS), 1)
 
@@ -120,17 +122,15 @@ def dropped(soc: int) -> tuple[Rescheduling, Rescheduling]:
 
 
 def lightweight(problem: PipelineProblem, plan: Plan, lost: int) -> Rescheduling:
-    """Return what the lightweight recovery from the loss of a device takes."""
+    """Return the lightweight recovery from the loss of a device (F33)."""
     present = [soc for soc in plan.socs if soc != lost]
     remaining = without(problem, lost)
 
     def planner() -> Plan:
         found = replanned(plan, problem.model, present)
-        return (
-            with_in_flight(remaining, found, [stage.in_flight for stage in found.stages])
-            if isinstance(found, PipelinePlan)
-            else found
-        )
+        if not isinstance(found, PipelinePlan):
+            return found
+        return with_in_flight(remaining, found, [stage.in_flight for stage in found.stages])
 
     found, planning_s = _timed(planner)
     sent = moves(layers_of(found), held_after(plan, lost), present)
@@ -143,7 +143,7 @@ def heavy(
     lost: int,
     planner: Callable[[PipelineProblem], Planned],
 ) -> Rescheduling:
-    """Return what rescheduling takes that brings all stages to one device, the fastest, and plans anew there."""
+    """Return the heavy recovery: all stages are sent to the fastest device, which plans again."""
     remaining = without(problem, lost)
     coordinator = min(remaining.devices, key=seconds_of).soc
     everything = {coordinator: [str(layer) for layer in range(problem.model.num_layers)]}
@@ -158,10 +158,8 @@ def heavy(
 
 
 def without(problem: PipelineProblem, lost: int) -> PipelineProblem:
-    """Return the problem on the devices that are left."""
-    return replace(
-        problem, devices=tuple(device for device in problem.devices if device.soc != lost)
-    )
+    """Return the problem without a device."""
+    return replace(problem, devices=tuple(each for each in problem.devices if each.soc != lost))
 
 
 def layers_of(plan: Plan) -> dict[int, list[str]]:
@@ -175,30 +173,34 @@ def layers_of(plan: Plan) -> dict[int, list[str]]:
 
 
 def held_after(plan: Plan, lost: int) -> dict[int, list[str]]:
-    """Return the layers that the others have when a device is lost: their own stages' and those they keep copies of."""
-    own, kept = layers_of(plan), backup_of(plan)
-    return {
-        soc: list(chain(names, *(own[owner] for owner, keeper in kept.items() if keeper == soc)))
-        for soc, names in own.items()
-        if soc != lost
-    }
+    """Return the layers of the other devices after a loss: those of their own stages and of their backups."""
+    own = layers_of(plan)
+    held = {soc: list(names) for soc, names in own.items() if soc != lost}
+    for owner, keeper in backup_of(plan).items():
+        if keeper != lost:
+            held[keeper] += own[owner]
+    return held
 
 
 def concurrent_s(cluster: Cluster, transfers: Sequence[tuple[int, int, float]]) -> float:
-    """Return the virtual seconds of transfers (source, target, bytes) that begin at once."""
+    """Return the virtual seconds of simultaneous transfers (source, target, bytes)."""
     if not transfers:
         return 0.0
 
     def start(simulation: Simulation) -> None:
         for source, target, num_bytes in transfers:
-            simulation.start(
-                _one(simulation, source, target, num_bytes), f"layers from {source} to {target}"
-            )
+            transfer = _one(simulation, source, target, num_bytes)
+            simulation.start(transfer, f"layers from {source} to {target}")
 
     return EventClock(cluster).run_processes(start, socs=range(cluster.num_socs)).duration_s
 
 
-def _one(simulation: Simulation, source: int, target: int, num_bytes: float) -> Process[None]:
+def _one(
+    simulation: Simulation,
+    source: int,
+    target: int,
+    num_bytes: float,
+) -> Process[None]:
     yield simulation.send(source, target, num_bytes, "layers")
 
 
@@ -208,19 +210,14 @@ def _rescheduling(
     planning_s: float,
     phases: Sequence[Sequence[StateTransfer]],
 ) -> Rescheduling:
-    """Return a recovery; transfers of a phase are concurrent, and begin when those of the one before have ended."""
-    state = 1.0 + problem.optimizer_copies
-    transfers = [
-        [
-            (
-                move.source,
-                move.target,
-                state * sum(problem.model.layers[int(name)].weight_bytes for name in move.names),
-            )
-            for move in phase
-        ]
-        for phase in phases
-    ]
+    """Return a recovery; the transfers of a phase are concurrent and begin after those of the phase before."""
+    state, layers = 1.0 + problem.optimizer_copies, problem.model.layers
+    transfers: list[list[tuple[int, int, float]]] = []
+    for phase in phases:
+        transfers.append([])
+        for move in phase:
+            weight_bytes = sum(layers[int(name)].weight_bytes for name in move.names)
+            transfers[-1].append((move.source, move.target, state * weight_bytes))
     return Rescheduling(
         plan=plan,
         planning_s=planning_s,
@@ -236,7 +233,7 @@ def _throughput(light: Rescheduling, heavy: Rescheduling) -> float | str:
 
 
 def _timed(make: Callable[[], _Made]) -> tuple[_Made, float]:
-    """Return what a function makes, and the seconds that it took."""
+    """Return a function's result, and its seconds."""
     start_s = time.perf_counter()
     made = make()
     return made, time.perf_counter() - start_s

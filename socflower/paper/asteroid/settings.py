@@ -1,6 +1,5 @@
-"""What Asteroid was evaluated on: four models, environments A to D, two bandwidths (§5.1, Tables 5 and 6)."""
+"""The settings of Asteroid's evaluation: four models, environments A to D, two bandwidths (§5.1, Tables 5 and 6)."""
 
-from dataclasses import replace
 from functools import cache
 
 import torch
@@ -20,22 +19,35 @@ ENVIRONMENTS = {"A": (NANO,) * 5, "B": (NX,) * 3 + (TX2,) * 2, "C": (NX, TX2, TX
 
 CNNS = ("efficientnet-b1", "mobilenet-v2", "resnet50")
 MODELS = (*CNNS, "bert-small")
-MINI_BATCH = {"efficientnet-b1": 2048, "mobilenet-v2": 2048, "resnet50": 256, "bert-small": 2048}
+MINI_BATCH = {
+    "efficientnet-b1": 2048,
+    "mobilenet-v2": 2048,
+    "resnet50": 256,
+    "bert-small": 2048,
+}
 """§5.2."""
 
 MICRO_BATCHES = {"efficientnet-b1": (64, 128, 256), "mobilenet-v2": (64, 128, 256), "resnet50": (8, 16, 32),
                  "bert-small": (64, 128, 256)}  # fmt: skip
-"""Samples of a micro-batch that the planner chooses among; the paper does not state them."""
+"""Samples of a micro-batch, among which the planner chooses; the paper does not state them."""
 
-EPOCH_SAMPLES = {"efficientnet-b1": 50_000, "mobilenet-v2": 50_000, "resnet50": 48_000}
+EPOCH_SAMPLES = {
+    "efficientnet-b1": 50_000,
+    "mobilenet-v2": 50_000,
+    "resnet50": 48_000,
+}
 """Training images of CIFAR-10, and 80 % of the 60,000 of Mini-ImageNet."""
 
-_IMAGES = {"efficientnet-b1": (32, 10), "mobilenet-v2": (32, 10), "resnet50": (224, 100)}
+_IMAGES = {
+    "efficientnet-b1": (32, 10),
+    "mobilenet-v2": (32, 10),
+    "resnet50": (224, 100),
+}
 """Pixels per side and classes: CIFAR-10, and Mini-ImageNet resized."""
 
 _TOKENS = 32
-"""The input of BERT-small, "32 x 512", is read as 32 tokens of 512 features: with 512 tokens a step of one board would
-take so long that synchronisation could not be what the table says it is."""
+"""We read the input of BERT-small, "32 x 512", as 32 tokens of 512 features: with 512 tokens a step of one board would
+take so long that synchronisation could not have the part that the table states."""
 
 
 def module_of(name: str) -> tuple[nn.Module, Example]:
@@ -53,7 +65,7 @@ def module_of(name: str) -> tuple[nn.Module, Example]:
 
 @cache
 def model_of(name: str, granularity: Granularity = Granularity.LAYERS) -> PipelineModel:
-    """Return a model of the paper by layers; plans cut it where `granularity` says."""
+    """Return a model of the paper by layers, with the cuts of `granularity`."""
     module, example = module_of(name)
     return read_model(module, example, name, granularity=granularity).model
 
@@ -66,7 +78,12 @@ def cluster_of(devices: tuple[str, ...], mbps: float, name: str = "boards") -> C
         hub_bytes_per_s=rate,
         message_s=0.0,
         boards=tuple(
-            Board(num_slots=1, device=device(kind), soc_bytes_per_s=rate, uplink_bytes_per_s=rate)
+            Board(
+                num_slots=1,
+                device=device(kind),
+                soc_bytes_per_s=rate,
+                uplink_bytes_per_s=rate,
+            )
             for kind in devices
         ),
     )
@@ -89,13 +106,4 @@ def problem_of(
         cluster_of(devices, mbps),
         micro_batch_size=size,
         num_micro_batches=num_micro_batches or MINI_BATCH[name] // size,
-    )
-
-
-def resized(problem: PipelineProblem, micro_batch_size: int) -> PipelineProblem:
-    """Return the same mini-batch in micro-batches of another size."""
-    return replace(
-        problem,
-        micro_batch_size=micro_batch_size,
-        num_micro_batches=problem.mini_batch_size // micro_batch_size,
     )

@@ -1,8 +1,8 @@
-"""Table 2: which volumes plans on five Nanos can have at all, since the paper's own plans are in images only.
+"""Table 2: the possible volumes of plans on five Nanos, since the paper shows its own plans only in images.
 
-Enumerated are all pipelines of up to three stages on all five boards, and all divisions of them into two or more
+All pipelines of up to three stages on all five boards are enumerated, and all divisions of the boards into two or more
 pipelines of up to three boards with a parameter server, with cuts between blocks and the paper's mini-batch. Pipelines
-of one division that have equally many boards have equal cuts. The volume of such a plan is that of Eqs. 1 and 2.
+of a division with equal numbers of boards have equal cuts. Volumes follow Eqs. 1 and 2.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from itertools import combinations, pairwise, product
 from typing import NamedTuple
 
 from socflower.paper.asteroid.settings import problem_of
-from socflower.pipeline.plan import PipelinePlan, Plan, Stage, Sync, TwoDPlan
+from socflower.pipeline.plan import PipelinePlan, Plan, Sync, TwoDPlan, staged
 from socflower.pipeline.planner.allocation import class_shares
 from socflower.pipeline.planner.closed_form import update_latency
 from socflower.pipeline.planner.selection import fits, with_in_flight
@@ -20,15 +20,17 @@ from socflower.pipeline.profiler.layers import Granularity
 from socflower.pipeline.schedule.order import ASTEROID
 
 _MOST_STAGES = 3
-_MOST_TRIED = 400  # of the nearest plans, that memory is checked of
+# The number of nearest plans whose memory is checked.
+_MOST_TRIED = 400
 
 
 class Reached(NamedTuple):
-    """The enumerated plan whose volume is nearest, of those that fit."""
+    """The enumerated plan with the nearest volume that fits."""
 
     num_bytes: float
     plan: Plan
-    over_best: float  # its seconds over those of the quickest enumerated plan, by the closed form
+    # Its seconds over those of the fastest enumerated plan, by the closed form.
+    over_best: float
 
 
 @cache
@@ -40,22 +42,20 @@ def enumerated(name: str, kind: str) -> tuple[PipelineProblem, tuple[tuple[float
 
 
 def nearest(name: str, kind: str, num_bytes: float) -> Reached | None:
-    """Return the plan that comes nearest to a volume and fits the boards; None if none of the nearest fits."""
+    """Return the plan nearest to a volume that fits the boards; None if none of the nearest plans fits."""
     problem, plans = enumerated(name, kind)
     by_distance = sorted(plans, key=lambda each: abs(each[0] - num_bytes))
-    best = next(
-        ((own, plan) for own, plan in by_distance[:_MOST_TRIED] if fits(problem, plan)), None
-    )
-    if best is None:
-        return None
-    quickest_s = min(
-        update_latency(problem, plan, duplex=True) for _, plan in plans if fits(problem, plan)
-    )
-    return Reached(*best, update_latency(problem, best[1], duplex=True) / quickest_s)
+    for own_bytes, plan in by_distance[:_MOST_TRIED]:
+        if fits(problem, plan):
+            fitting = [other for _, other in plans if fits(problem, other)]
+            best_s = min(update_latency(problem, other, duplex=True) for other in fitting)
+            seconds = update_latency(problem, plan, duplex=True)
+            return Reached(own_bytes, plan, seconds / best_s)
+    return None
 
 
 def hybrid_pipelines(problem: PipelineProblem) -> Iterator[PipelinePlan]:
-    """Yield every pipeline of up to three stages in which all devices take part."""
+    """Yield every pipeline of up to three stages with all devices."""
     size = len(problem.devices)
     for num_stages in range(1, _MOST_STAGES + 1):
         for inner in combinations(range(1, size), num_stages - 1):
@@ -70,9 +70,8 @@ def divisions(problem: PipelineProblem) -> Iterator[TwoDPlan]:
     for sizes in _partitions(size, min(_MOST_STAGES, size - 1)):
         kinds = list(dict.fromkeys(sizes))
         shares = proportional(sizes, problem.micro_batch_size)
-        for cuts in product(
-            *(combinations(range(problem.model.num_layers - 1), kind - 1) for kind in kinds)
-        ):
+        places = range(problem.model.num_layers - 1)
+        for cuts in product(*(combinations(places, kind - 1) for kind in kinds)):
             groups, begin = [], 0
             for own, share in zip(sizes, shares, strict=True):
                 groups.append(_pipeline(problem, begin, [1] * own, cuts[kinds.index(own)], share))
@@ -81,13 +80,13 @@ def divisions(problem: PipelineProblem) -> Iterator[TwoDPlan]:
 
 
 def proportional(sizes: Sequence[int], num_samples: int) -> list[int]:
-    """Return samples in proportion to the sizes of groups; what rounding leaves is the first's."""
+    """Return samples in proportion to the sizes of groups; the first group also gets the rest after rounding."""
     shares = [num_samples * size // sum(sizes) for size in sizes]
     return [shares[0] + num_samples - sum(shares), *shares[1:]]
 
 
 def _partitions(total: int, most: int) -> Iterator[tuple[int, ...]]:
-    """Yield the ways to write a number as a sum of falling numbers of at most `most`."""
+    """Yield the ways to write a number as a sum of falling numbers, each at most `most`."""
     if total == 0:
         yield ()
     for first in range(min(total, most), 0, -1):
@@ -102,25 +101,12 @@ def _pipeline(
     cuts: Sequence[int],
     num_samples: int,
 ) -> PipelinePlan:
-    counts = ASTEROID.counts(len(widths), problem.num_micro_batches)
-    stages, first = [], 0
-    for width, last, in_flight in zip(
-        widths, (*cuts, problem.model.num_layers - 1), counts, strict=True
-    ):
-        devices = tuple(device.soc for device in problem.devices[begin : begin + width])
-        stages.append(
-            Stage(
-                first_layer=first,
-                last_layer=last,
-                devices=devices,
-                shares=tuple(class_shares(num_samples, width)),
-                in_flight=in_flight,
-            )
-        )
-        first, begin = last + 1, begin + width
-    plan = PipelinePlan(
-        stages=tuple(stages),
-        micro_batch_size=num_samples,
-        num_micro_batches=problem.num_micro_batches,
-    )
+    """Return the pipeline of stages of these widths on the devices from `begin` on."""
+    number, members = problem.num_micro_batches, []
+    for width in widths:
+        socs = [device.soc for device in problem.devices[begin : begin + width]]
+        members.append(list(zip(socs, class_shares(num_samples, width), strict=True)))
+        begin += width
+    counts = ASTEROID.counts(len(widths), number)
+    plan = staged((*cuts, problem.model.num_layers - 1), members, counts, number)
     return with_in_flight(problem, plan, counts)

@@ -1,14 +1,14 @@
-"""HetPipe's wave-synchronous parallel training: which weights each minibatch sees, from its workers' virtual time.
+"""HetPipe's wave-synchronous parallel training: the weights that each minibatch sees, from its workers' virtual time.
 
-As in Park et al., ATC 2020. A virtual worker keeps Nm minibatches in its pipeline: minibatch p enters when p − Nm has
-left it, and sees the local updates up to that one at least (local staleness Nm − 1). Nm minibatches are a wave, whose
-summed update the worker pushes to a server. Before the last minibatch of wave c enters, by when wave c − 1 has left,
-the worker waits until all have pushed their waves up to c − D − 1, and takes over the server's weights. So a minibatch
-lacks at most (D + 1)·Nm + Nm − 2 of the minibatches before it of any other worker (global staleness).
+As in Park et al., ATC 2020. A virtual worker keeps Nm minibatches in its pipeline: minibatch p enters after p − Nm has
+left, and sees at least the local updates up to p − Nm (local staleness Nm − 1). Nm minibatches are a wave; the worker
+pushes the sum of their updates to a server. Before the last minibatch of wave c enters, wave c − 1 has left; the worker
+then waits until all workers have pushed their waves up to c − D − 1, and takes over the server's weights. So a
+minibatch lacks at most (D + 1)·Nm + Nm − 2 earlier minibatches of any other worker (global staleness).
 
-Read from Asteroid (§2.3, §5.2): a wave of all workers is the mini-batch that other systems have, each worker's part by
-its speed, so that all gradients are exchanged once a mini-batch. A minibatch passes the pipeline in micro-batches of
-HetPipe's plan, as many in flight as the plan has. Neither Nm nor D is stated: Nm is the number of stages, as in Fig. 1
+Our reading of Asteroid (§2.3, §5.2): a wave of all workers is one mini-batch of the other systems, divided by the
+workers' speeds, so all gradients are exchanged once per mini-batch. A minibatch passes the pipeline in micro-batches of
+HetPipe's plan, with the plan's number in flight. Neither Nm nor D is stated: Nm is the number of stages, as in Fig. 1
 of Park et al., and D = 0 has the least staleness.
 """
 
@@ -26,21 +26,30 @@ from socflower.pipeline.problem import PipelineProblem
 from socflower.sim import EventClock
 from socflower.sim.processes import Credits, Event, Process, Simulation, all_of
 
-_SIMULATED = 24  # waves, at first
-_SIMULATED_LONGER = 96  # if their order does not repeat
-_WARM_UP = 8  # waves that are not repeated
-_MOST_REPEATED = 8  # waves of a cycle
-_SAME_S_DIGITS = 9  # moments that are equal but for rounding take one order
+# Waves that are simulated first, and if their order does not repeat.
+_SIMULATED = 24
+_SIMULATED_LONGER = 96
+# Waves at the beginning that are not repeated.
+_WARM_UP = 8
+# The longest cycle, in waves.
+_MOST_REPEATED = 8
+# Moments that differ only by rounding are ordered as equal ones.
+_SAME_S_DIGITS = 9
 
 
 class Kind(IntEnum):
-    """What happens to weights; of simultaneous events, updates come before what reads them."""
+    """Events that change or read weights; among simultaneous events, changes come first."""
 
-    LEAVE = 0  # a minibatch has left: its update is added to the worker's weights and to its wave
-    PUSH = 1  # a wave's update has arrived at the server
-    PULL = 2  # the server's weights set out for a worker
-    TAKE = 3  # they are there, and the worker adds the updates of its unfinished wave
-    ENTER = 4  # a minibatch enters: its gradient is at the worker's weights
+    # A minibatch has left: its update is added to the worker's weights and to its wave.
+    LEAVE = 0
+    # A wave's update has arrived at the server.
+    PUSH = 1
+    # The server's weights are sent to a worker.
+    PULL = 2
+    # They have arrived, and the worker adds the updates of its unfinished wave.
+    TAKE = 3
+    # A minibatch enters: its gradient is taken at the worker's weights.
+    ENTER = 4
 
 
 _OF_MINIBATCHES = (Kind.ENTER, Kind.LEAVE)
@@ -57,12 +66,14 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waves:
-    """A training's events in their order, and how long a wave takes in the steady state."""
+    """A training's events in their order, and the seconds of a wave in the steady state."""
 
     moments: tuple[Moment, ...]
     wave_s: float
-    num_minibatches: int  # Nm
-    parts: tuple[float, ...]  # of a mini-batch, by worker
+    # Nm.
+    num_minibatches: int
+    # Parts of a mini-batch, by worker.
+    parts: tuple[float, ...]
 
 
 def waves_of(
@@ -75,13 +86,13 @@ def waves_of(
 ) -> Waves:
     """Return the events of at least `num_waves` waves of HetPipe's plan.
 
-    Some waves are simulated, and then repeated: those of a cycle where their order has one, else the longest run of
-    waves between two moments at which equally many minibatches have entered, left and been exchanged.
+    The first waves are simulated and then repeated: the waves of a cycle if their order has one, or else the longest
+    run of waves between two equal states (equally many minibatches have entered, left and been exchanged).
 
     Parameters
     ----------
     num_minibatches : int, optional
-        Nm; default the most stages of a worker, and at most the micro-batches.
+        Nm; default the largest number of stages of a worker, at most the number of micro-batches.
     max_ahead : int
         D, in waves.
 
@@ -93,59 +104,69 @@ def waves_of(
     require_range("waves", least=1, num_waves=num_waves)
     require_range("waves", least=0, max_ahead=max_ahead)
     fewest = min(group.num_micro_batches for group in plan.groups)
-    most_stages = max(len(group.stages) for group in plan.groups)
-    minibatches = min(most_stages, fewest) if num_minibatches is None else num_minibatches
-    require_range("waves", least=1, most=fewest, num_minibatches=minibatches)
-    if any(len(stage.devices) > 1 for group in plan.groups for stage in group.stages):
+    stages = [stage for group in plan.groups for stage in group.stages]
+    if num_minibatches is None:
+        num_minibatches = min(fewest, max(len(group.stages) for group in plan.groups))
+    require_range("waves", least=1, most=fewest, num_minibatches=num_minibatches)
+    if any(len(stage.devices) > 1 for stage in stages):
         raise ConfigError(
             "waves: a stage of HetPipe's workers is one device; give a plan of straight pipelines"
         )
-    ending = max_ahead + 3  # waves in which workers run out of minibatches
-    length = 0
-    for wanted in (_SIMULATED, _SIMULATED_LONGER, num_waves):
-        simulated = min(wanted, num_waves)
-        run = _Run(problem, plan, simulated + ending, minibatches, max_ahead)
-        EventClock(problem.cluster).run_processes(
-            run.start, socs=[device.soc for device in problem.devices]
-        )
-        moments = sorted(
-            run.moments, key=lambda each: (round(each.time_s, _SAME_S_DIGITS), *each[1:])
-        )
-        cuts = [index + 1 for index, each in enumerate(moments) if each[1:3] == (Kind.PUSH, 0)][
-            :simulated
-        ]
-        length = _cycle(moments, cuts, minibatches)
-        if not length and wanted == _SIMULATED_LONGER:
-            length = _between_equal_states(moments, cuts, minibatches)
-        if length or simulated == num_waves:
-            break
+    moments, cuts, length = _simulated(problem, plan, num_waves, num_minibatches, max_ahead)
     ends_s = [moments[cut - 1].time_s for cut in cuts]
-    last = length or max(0, simulated - 1)
+    last = length or len(cuts) - 1
     wave_s = (ends_s[-1] - ends_s[-1 - last]) / last if last else ends_s[0]
     if length:
-        moments = _repeated(moments, cuts, length, num_waves, wave_s, minibatches)
+        moments = _repeated(moments, cuts, length, num_waves, wave_s, num_minibatches)
     total = sum(group.micro_batch_size for group in plan.groups)
     return Waves(
         moments=tuple(moments),
         wave_s=wave_s,
-        num_minibatches=minibatches,
+        num_minibatches=num_minibatches,
         parts=tuple(group.micro_batch_size / total for group in plan.groups),
     )
 
 
+def _simulated(
+    problem: PipelineProblem,
+    plan: TwoDPlan,
+    num_waves: int,
+    num_minibatches: int,
+    max_ahead: int,
+) -> tuple[list[Moment], list[int], int]:
+    """Return moments, the ends of waves among them, and the number of last waves that can be repeated.
+
+    Waves are simulated until some can be repeated, or all are simulated; then the number is 0.
+    """
+    # In the last waves workers run out of minibatches.
+    ending = max_ahead + 3
+    socs = [device.soc for device in problem.devices]
+    for wanted in (_SIMULATED, _SIMULATED_LONGER, num_waves):
+        simulated = min(wanted, num_waves)
+        run = _Run(problem, plan, simulated + ending, num_minibatches, max_ahead)
+        EventClock(problem.cluster).run_processes(run.start, socs=socs)
+        moments = sorted(
+            run.moments, key=lambda each: (round(each.time_s, _SAME_S_DIGITS), *each[1:])
+        )
+        ends = [index + 1 for index, each in enumerate(moments) if each[1:3] == (Kind.PUSH, 0)]
+        cuts = ends[:simulated]
+        length = _cycle(moments, cuts, num_minibatches)
+        if not length and wanted == _SIMULATED_LONGER:
+            length = _between_equal_states(moments, cuts, num_minibatches)
+        if length or simulated == num_waves:
+            break
+    return moments, cuts, length
+
+
 def _cycle(moments: Sequence[Moment], cuts: Sequence[int], num_minibatches: int) -> int:
-    """Return after how many waves the order of the last ones repeats, seen three times; 0 if it does not."""
-    blocks = [
-        tuple(_shifted(each, -number, 0.0, num_minibatches)[1:] for each in moments[begin:end])
-        for number, (begin, end) in enumerate(pairwise(cuts))
-    ]
-    for length in range(1, _MOST_REPEATED + 1):
-        if (
-            len(blocks) >= 3 * length
-            and blocks[-length:]
-            == blocks[-2 * length : -length]
-            == (blocks[-3 * length : -2 * length])
-        ):
+    """Return the number of waves after which the order of the last waves repeats, seen three times, or 0."""
+    blocks = []
+    for number, (begin, end) in enumerate(pairwise(cuts)):
+        own = [_shifted(each, -number, 0.0, num_minibatches) for each in moments[begin:end]]
+        blocks.append([each[1:] for each in own])
+    for length in range(1, min(_MOST_REPEATED, len(blocks) // 3) + 1):
+        last, before = blocks[-length:], blocks[-2 * length : -length]
+        if last == before == blocks[-3 * length : -2 * length]:
             return length
     return 0
 
@@ -153,28 +174,21 @@ def _cycle(moments: Sequence[Moment], cuts: Sequence[int], num_minibatches: int)
 def _between_equal_states(
     moments: Sequence[Moment], cuts: Sequence[int], num_minibatches: int
 ) -> int:
-    """Return the most waves before the last cut at whose start as much had happened, counted from their first."""
+    """Return the largest number of last waves that begin and end in equal states, or 0."""
     states: list[Counter[tuple[Kind, int]]] = []
     counts: Counter[tuple[Kind, int]] = Counter()
     begin = 0
     for number, cut in enumerate(cuts):
         counts.update((kind, worker) for _, kind, worker, _ in moments[begin:cut])
-        states.append(
-            Counter(
-                {
-                    key: count - number * (num_minibatches if key[0] in _OF_MINIBATCHES else 1)
-                    for key, count in counts.items()
-                }
-            )
-        )
+        state = Counter[tuple[Kind, int]]()
+        for key, count in counts.items():
+            per_wave = num_minibatches if key[0] in _OF_MINIBATCHES else 1
+            state[key] = count - number * per_wave
+        states.append(state)
         begin = cut
+    last = len(cuts) - 1
     return next(
-        (
-            len(cuts) - 1 - number
-            for number in range(_WARM_UP, len(cuts) - 1)
-            if states[number] == states[-1]
-        ),
-        0,
+        (last - number for number in range(_WARM_UP, last) if states[number] == states[last]), 0
     )
 
 
@@ -186,6 +200,7 @@ def _repeated(
     wave_s: float,
     num_minibatches: int,
 ) -> list[Moment]:
+    """Return the moments up to the last cut, and then the last `length` waves again and again."""
     found, block = list(moments[: cuts[-1]]), moments[cuts[-1 - length] : cuts[-1]]
     for done in range(len(cuts), num_waves + length, length):
         by = done - len(cuts) + length
@@ -193,13 +208,18 @@ def _repeated(
     return found
 
 
-def _shifted(moment: Moment, waves: int, seconds: float, num_minibatches: int) -> Moment:
+def _shifted(
+    moment: Moment,
+    waves: int,
+    seconds: float,
+    num_minibatches: int,
+) -> Moment:
     per_wave = num_minibatches if moment.kind in _OF_MINIBATCHES else 1
     return moment._replace(time_s=moment.time_s + seconds, number=moment.number + waves * per_wave)
 
 
 class _Stage(NamedTuple):
-    """A device's part of a worker: seconds of a micro-batch's passes and of an update, bytes before it, its weights."""
+    """A worker's stage on one device: seconds of a micro-batch and of an update, bytes into it and back, weights."""
 
     soc: int
     forward_s: float
@@ -211,7 +231,7 @@ class _Stage(NamedTuple):
 
 
 class _Run:
-    """The processes of all workers, and what they record."""
+    """The processes of all workers, and their records."""
 
     def __init__(
         self,
@@ -229,11 +249,9 @@ class _Run:
         """Start all workers."""
         self._simulation = simulation
         groups = range(len(self._plan.groups))
+        waves = range(self._num_waves)
         self._pushed: list[list[Event[None]]] = [
-            [
-                Event(f"worker {worker}'s wave {wave} at the server")
-                for wave in range(self._num_waves)
-            ]
+            [Event(f"worker {worker}'s wave {wave} at the server") for wave in waves]
             for worker in groups
         ]
         self._stages = [self._stages_of(worker) for worker in groups]
@@ -245,7 +263,7 @@ class _Run:
         found = []
         for stage in group.stages:
             device, size = self._problem.device(stage.devices[0]), group.micro_batch_size
-            first, last = stage.first_layer, stage.last_layer
+            first, last = stage.layers
             crossing = size * float(model.entering_bytes[first]) if first else 0.0
             weight_bytes = model.weight_bytes(first, last)
             found.append(
@@ -262,7 +280,7 @@ class _Run:
         return found
 
     def _work(self, worker: int) -> Process[None]:
-        """Let a worker's minibatches enter, and exchange its waves."""
+        """Start a worker's minibatches, and exchange its waves."""
         group, per_wave = self._plan.groups[worker], self._num_minibatches
         sizes = split_batch(group.num_micro_batches, [1.0] * per_wave)
         places = Credits(group.stages[0].in_flight, "a place in the pipeline")
@@ -278,16 +296,10 @@ class _Run:
                 yield places.take()
                 if not ends:
                     self._record(Kind.ENTER, worker, number)
-                ends.append(
-                    self._simulation.start(
-                        self._micro_batch(worker, places), f"a micro-batch of {number}"
-                    )
-                )
-            left.append(
-                self._simulation.start(
-                    self._leave(worker, number, ends), f"the end of minibatch {number}"
-                )
-            )
+                passing = self._micro_batch(worker, places)
+                ends.append(self._simulation.start(passing, f"a micro-batch of {number}"))
+            leaving = self._leave(worker, number, ends)
+            left.append(self._simulation.start(leaving, f"the end of minibatch {number}"))
 
     def _micro_batch(self, worker: int, places: Credits) -> Process[None]:
         stages = self._stages[worker]
@@ -323,7 +335,7 @@ class _Run:
         self._pushed[worker][wave].fire()
 
     def _pull(self, worker: int, wave: int) -> Process[None]:
-        """Take over the server's weights when all workers have pushed as many waves as wave `wave` needs."""
+        """Take over the server's weights once all workers have pushed the waves that wave `wave` needs."""
         yield self._pushed[worker][wave - 1]
         needed = wave - self._max_ahead - 1
         if needed >= 0:
@@ -333,28 +345,18 @@ class _Run:
         self._record(Kind.TAKE, worker, wave)
 
     def _exchanged(self, worker: int, *, to_server: bool) -> Event[None]:
-        """Return the event of all stages' having sent their part of the weights, or having got it."""
-        server = self._plan.server
-        if len(self._plan.groups) == 1:
-            return all_of()
-        ends = [
-            (stage.soc, server) if to_server else (server, stage.soc)
-            for stage in self._stages[worker]
-        ]
-        return all_of(
-            *[
-                self._simulation.send(
-                    source, target, stage.weight_bytes, "push" if to_server else "pull"
-                )
-                for stage, (source, target) in zip(self._stages[worker], ends, strict=True)
-                if stage.soc != server
-            ]
-        )
+        """Return the event that all stages have sent their parts of the weights, or received them."""
+        server, sent = self._plan.server, []
+        for stage in self._stages[worker] if len(self._plan.groups) > 1 else ():
+            if stage.soc != server:
+                source, target = (stage.soc, server) if to_server else (server, stage.soc)
+                name = "push" if to_server else "pull"
+                sent.append(self._simulation.send(source, target, stage.weight_bytes, name))
+        return all_of(*sent)
 
     def _compute(self, stage: _Stage, seconds: float) -> Event[float]:
-        processor = self._simulation.processor(
-            stage.soc, self._problem.kind(stage.soc).default_processor
-        )
+        kind = self._problem.kind(stage.soc)
+        processor = self._simulation.processor(stage.soc, kind.default_processor)
         return self._simulation.compute(processor, seconds)
 
     def _record(self, kind: Kind, worker: int, number: int) -> None:

@@ -1,8 +1,8 @@
 """Eqs. 1 and 2 on the wire: the bytes of the messages that devices send while a small model trains (§2.3).
 
-Every device of a plan is a thread, and what it hands to its lanes is counted. All pipelines of three devices are run,
-and all divisions of them into pipelines, with cuts behind any layer. Groups of a division sum their gradients in rings
-of the devices that hold the same layers, so that the 2GP bytes of Eq. 1's server are 2(G − 1)P.
+Every device of a plan is a thread whose messages are counted. All pipelines of three devices run, and all divisions of
+the devices into pipelines, with cuts behind any layer. Groups of a division sum their gradients in rings of the devices
+that hold the same layers, so 2(G − 1)P bytes replace the 2GP bytes of Eq. 1's server.
 """
 
 import copy
@@ -34,8 +34,14 @@ _KEYS = {"hybrid": "hybrid pipelines over Eq. 2", "rings": "divisions over Eq. 1
 
 
 def equations() -> Mapping[str, float | bool | str]:
-    """Return the least and the most of the bytes sent over those of the equations, over all plans."""
-    module = build_model("lenet5", in_channels=1, image_size=_SIZE, num_classes=_CLASSES, seed=0)
+    """Return the least and the greatest ratio of sent bytes to those of the equations, over all plans."""
+    module = build_model(
+        "lenet5",
+        in_channels=1,
+        image_size=_SIZE,
+        num_classes=_CLASSES,
+        seed=0,
+    )
     read = read_model(module, (1, _SIZE, _SIZE), "lenet5")
     problem = estimated_problem(
         read.model,
@@ -57,11 +63,10 @@ def equations() -> Mapping[str, float | bool | str]:
     for plan in divisions(problem):
         in_rings = replace(plan, sync=Sync.RING)
         count(in_rings, rings=in_rings, server=plan)
-    return {
-        f"{key}, {which}": of(found)
-        for key, found in ratios.items()
-        for which, of in (("least", min), ("most", max))
-    }
+    found: dict[str, float | bool | str] = {}
+    for key, own in ratios.items():
+        found |= {f"{key}, least": min(own), f"{key}, most": max(own)}
+    return found
 
 
 def sent_bytes(
@@ -71,12 +76,12 @@ def sent_bytes(
     data: LabelledData,
     minis: Sequence[Mini],
 ) -> int:
-    """Return the bytes of all messages of the updates `minis` of a plan; `module` is left as it is.
+    """Return the bytes of all messages of the updates `minis` of a plan; `module` is not changed.
 
-    Samples and labels are read where they are needed.
+    Each device reads the samples and labels that it needs.
     """
     channels = QueueChannels.of(plan.socs)
-    # With torch's own cross-entropy, devices with a loss would exchange the number of labels that count.
+    # For torch's own cross-entropy, devices with a loss would also exchange the number of labels that count.
     trainer = FP32Trainer(optimizer=sgd(0.1), device="cpu", loss=_mean_over_samples)
     failures: list[BaseException] = []
 

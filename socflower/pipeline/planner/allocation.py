@@ -1,17 +1,18 @@
 """Samples of a micro-batch for each device of a stage: Algorithm 1 (F31), for many ranges of layers at once.
 
-Minimise the slowest device's forward and backward seconds (Eq. 7) under each device's memory budget. Phase 1 allots in
-proportion to capacity, again and again among those whose memory is not full. Phase 2 moves a sample from the slowest
-device to that which would then take least, as long as it would take less than the slowest does now. Seconds never fall
-with samples, so what phase 2 ends with is optimal: if all devices could be faster than the slowest, one of those that
-had more samples there could take one more here. (The paper stops at the first move that does not lower the maximum,
-also where several devices are equally slow.)
+The allocation minimises the slowest device's forward and backward seconds (Eq. 7) under each device's memory budget.
+Phase 1 allots in proportion to capacity, repeatedly among the devices whose memory is not full. Phase 2 moves a sample
+from the slowest device to the device that would then take least, as long as that one stays faster than the slowest was.
+Seconds never fall with samples, so the result is optimal: if all devices could be faster than the slowest, one of those
+with more samples in the better allocation could take one more here. (The paper stops at the first move that does not
+lower the maximum, also if several devices are equally slow.)
 
-Devices of one kind with one budget form a class; a class has a total, of which its devices have equal shares or one
-sample more. The arrays below are of classes x ranges.
+Devices of one kind with one budget form a class. The devices of a class have equal shares of its total, or one sample
+more. The arrays below have the shape [class][range].
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from math import inf
 
@@ -37,15 +38,26 @@ class DeviceClass:
         return cls(device.seconds, device.memory_bytes, device.update_bytes_per_s, device.byte_s)
 
 
+def by_class(devices: Sequence[PipelineDevice]) -> dict[DeviceClass, list[PipelineDevice]]:
+    """Return devices by their class, both in the order of their first coming."""
+    found: dict[DeviceClass, list[PipelineDevice]] = {}
+    for device in devices:
+        found.setdefault(DeviceClass.of(device), []).append(device)
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class LayerRanges:
-    """Ranges of layers from `first` up to, without, `stop`, with what each needs of memory and sends."""
+    """Ranges of layers, `first` to `stop` - 1, with the memory that each needs and the bytes that it sends."""
 
     first: Ints
     stop: Ints
-    state_bytes: Floats  # MOD + OPT
-    kept_bytes: Floats  # ACT of one sample
-    forward_bytes: Floats  # of one sample, over both cuts
+    # MOD + OPT.
+    state_bytes: Floats
+    # ACT of one sample.
+    kept_bytes: Floats
+    # Of one sample, over both cuts.
+    forward_bytes: Floats
     backward_bytes: Floats
 
     @classmethod
@@ -54,11 +66,8 @@ class LayerRanges:
         model = problem.model
         weight = model.weight_prefix[stop] - model.weight_prefix[first]
         frozen = model.frozen_prefix[stop] - model.frozen_prefix[first]
-        kept = (
-            model.entering_bytes[first]
-            + model.activation_prefix[stop]
-            - model.activation_prefix[first]
-        )
+        activations = model.activation_prefix
+        kept = model.entering_bytes[first] + activations[stop] - activations[first]
         crossing = model.cut_bytes[first] + model.cut_bytes[stop]
         return cls(
             first,
@@ -71,17 +80,10 @@ class LayerRanges:
 
     def take(self, which: Ints) -> "LayerRanges":
         """Return some of them."""
-        return LayerRanges(
-            self.first[which],
-            self.stop[which],
-            self.state_bytes[which],
-            self.kept_bytes[which],
-            self.forward_bytes[which],
-            self.backward_bytes[which],
-        )
+        return LayerRanges(*(getattr(self, name)[which] for name in self.__slots__))
 
     def most_samples(self, memory_bytes: float, in_flight: int) -> Ints:
-        """Return the greatest share within a budget; 0 where not even one sample fits (F28)."""
+        """Return the greatest share within a budget (F28); 0 if not even one sample fits."""
         room = np.maximum(memory_bytes - self.state_bytes, -1.0)
         with np.errstate(divide="ignore", invalid="ignore"):
             most = np.floor(room * (1.0 + 1e-12) / (in_flight * self.kept_bytes))
@@ -91,13 +93,17 @@ class LayerRanges:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Totals of samples by class and range, and what they take; infinite where the budgets hold too few samples."""
+    """Samples by class and range, and their seconds; seconds are infinite if budgets hold too few samples."""
 
-    totals: Ints  # [class][range]
-    forward_s: Floats  # [range]: of the slowest device
+    # [class][range]; the other arrays are [range].
+    totals: Ints
+    # Of the slowest device.
+    forward_s: Floats
     backward_s: Floats
-    most_share: Ints  # [range]: the largest share
-    num_devices: Ints  # [range]: that have samples
+    # The largest share of a device.
+    most_share: Ints
+    # Devices that have samples.
+    num_devices: Ints
 
 
 class Allocator:
@@ -112,15 +118,8 @@ class Allocator:
         """Return the allocation of every range to `counts` devices of the classes."""
         ranges, size = self._ranges, self._size
         num = np.array(counts, np.int64)[:, None]
-        limits = (
-            np.array(
-                [
-                    np.minimum(ranges.most_samples(each.memory_bytes, in_flight), size)
-                    for each in classes
-                ]
-            )
-            * num
-        )
+        most = [ranges.most_samples(each.memory_bytes, in_flight) for each in classes]
+        limits = np.minimum(np.array(most), size) * num
         seconds = _Seconds(classes, ranges, size)
         if len(classes) == 1:
             totals = np.full((1, len(ranges.first)), size, np.int64)
@@ -136,7 +135,7 @@ class Allocator:
         )
 
     def _phase_1(self, seconds: "_Seconds", num: Ints, limits: Ints) -> Ints:
-        """Allot in proportion to capacity within the limits, and what rounding leaves one by one."""
+        """Allot in proportion to capacity within the limits, and then the rest after rounding one by one."""
         size = self._size
         totals = np.zeros_like(limits)
         with np.errstate(divide="ignore"):
@@ -159,17 +158,20 @@ class Allocator:
             best = np.where(own < limits[:, rows], following, inf).argmin(axis=0)
             totals[best, rows] += 1
 
-    def _phase_2(self, seconds: "_Seconds", num: Ints, limits: Ints, totals: Ints) -> None:
+    def _phase_2(
+        self,
+        seconds: "_Seconds",
+        num: Ints,
+        limits: Ints,
+        totals: Ints,
+    ) -> None:
         """Move samples from the slowest to the fastest, in place."""
         rows, own_seconds = np.arange(totals.shape[1]), seconds
         while len(rows):
             own = totals[:, rows]
             now_s = own_seconds.total(-(-own // num))
-            following_s = np.where(
-                own < limits[:, rows],
-                own_seconds.total(np.minimum(own // num + 1, self._size)),
-                inf,
-            )
+            one_more_s = own_seconds.total(np.minimum(own // num + 1, self._size))
+            following_s = np.where(own < limits[:, rows], one_more_s, inf)
             slowest, fastest = now_s.argmax(axis=0), following_s.argmin(axis=0)
             each = np.arange(len(rows))
             moves = following_s[fastest, each] < now_s[slowest, each] * (1.0 - 1e-12)
@@ -186,61 +188,42 @@ class _Seconds:
         tables = [each.seconds.prefixes(size) for each in classes]
         self._forward = [np.ascontiguousarray(forward).ravel() for forward, _ in tables]
         self._backward = [np.ascontiguousarray(backward).ravel() for _, backward in tables]
-        self._both = [
-            forward + backward
-            for forward, backward in zip(self._forward, self._backward, strict=True)
-        ]
+        self._both = list(map(np.add, self._forward, self._backward))
         columns = [forward.shape[1] for forward, _ in tables]
         self._first = [ranges.first * width for width in columns]
         self._stop = [ranges.stop * width for width in columns]
-        # Of a sample, for what crosses the cuts.
+        # Seconds of one sample for the bytes that cross the cuts.
         self._forward_s = [each.byte_s * ranges.forward_bytes for each in classes]
         self._backward_s = [each.byte_s * ranges.backward_bytes for each in classes]
 
     def rows(self, rows: Ints) -> "_Seconds":
         """Return the same for some of the ranges."""
-        some = object.__new__(_Seconds)
-        some._forward, some._backward, some._both = self._forward, self._backward, self._both
-        some._first = [each[rows] for each in self._first]
-        some._stop = [each[rows] for each in self._stop]
-        some._forward_s = [each[rows] for each in self._forward_s]
-        some._backward_s = [each[rows] for each in self._backward_s]
+        some = copy(self)
+        for name in ("_first", "_stop", "_forward_s", "_backward_s"):
+            setattr(some, name, [each[rows] for each in getattr(self, name)])
         return some
 
     def total(self, shares: Ints) -> Floats:
         """Return forward and backward seconds of a share of each class."""
-        return np.array(
-            [
-                table.take(stop + share)
-                - table.take(first + share)
-                + share * (forward_s + backward_s)
-                for table, first, stop, share, forward_s, backward_s in zip(
-                    self._both,
-                    self._first,
-                    self._stop,
-                    shares,
-                    self._forward_s,
-                    self._backward_s,
-                    strict=True,
-                )
-            ]
-        )
+        sent_s = list(map(np.add, self._forward_s, self._backward_s))
+        return self._of(self._both, sent_s, shares)
 
     def passes(self, shares: Ints) -> tuple[Floats, Floats]:
         """Return the slowest class's forward seconds, and the slowest class's backward seconds (Eq. 8)."""
+        forward_s = self._of(self._forward, self._forward_s, shares)
+        backward_s = self._of(self._backward, self._backward_s, shares)
+        return np.max(forward_s, axis=0), np.max(backward_s, axis=0)
+
+    def _of(self, tables: Sequence[Floats], sent_s: Sequence[Floats], shares: Ints) -> Floats:
         found = []
-        for tables, sent in ((self._forward, self._forward_s), (self._backward, self._backward_s)):
-            each_s = [
-                table.take(stop + share) - table.take(first + share) + share * sample_s
-                for table, first, stop, share, sample_s in zip(
-                    tables, self._first, self._stop, shares, sent, strict=True
-                )
-            ]
-            found.append(np.max(each_s, axis=0))
-        return found[0], found[1]
+        for number, (table, share) in enumerate(zip(tables, shares, strict=True)):
+            computed_s = table.take(self._stop[number] + share)
+            computed_s -= table.take(self._first[number] + share)
+            found.append(computed_s + share * sent_s[number])
+        return np.array(found)
 
 
 def class_shares(total: int, count: int) -> list[int]:
-    """Return the shares of a class's devices: equal, the first ones one sample more where they do not divide."""
+    """Return equal shares of a class's devices; the first ones have one sample more if the total does not divide."""
     share, more = divmod(total, count)
     return [share + (index < more) for index in range(count)]

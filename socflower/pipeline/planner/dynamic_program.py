@@ -1,15 +1,14 @@
 """Algorithm 2 (F32): stages for the devices of one order by dynamic programming over suffixes of layers and devices.
 
-Q(l, n, p) is the best pipeline of the last l layers in p stages on the last n devices. A pipeline is known by two
-numbers (D, A) whose sum is its latency, see `closed_form`. Prepending an execution step `e` and a communication step
-`c` to a pipeline gives
+Q(l, n, p) is the best pipeline of the last l layers in p stages on the last n devices. Two numbers (D, A), whose sum is
+the latency (`closed_form`), stand for a pipeline. Prepending an execution step `e` and a communication step `c` gives
 
     D' = max(M·E_e, M·E_c + E_e, D + E_e + E_c),        (Eq. 11 with the indices of F30)
     A' = max(T_a^e, A − E_b^e − E_b^c).
 
-Both rise with D and A, so keeping the pairs that no other is below in both would be exact (but for E_c, which also
-depends on the width and the shares of the stage behind the cut). Algorithm 2 keeps the one with the least sum, which
-may lose: `width` says how many pairs are kept.
+Both rise with D and A, so keeping every pair that no other pair beats in both numbers would be exact, except that
+E_c also depends on the width and the shares of the stage behind the cut. Algorithm 2 keeps the pair with the least sum,
+which may lose the best pipeline; `width` is the number of pairs that are kept.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from socflower.pipeline.plan import PipelinePlan, Stage
+from socflower.pipeline.plan import PipelinePlan, staged
 from socflower.pipeline.planner.allocation import class_shares
 from socflower.pipeline.planner.range_costs import RangeCosts
 from socflower.pipeline.problem import Floats, Ints, PipelineDevice, PipelineProblem
@@ -26,7 +25,7 @@ from socflower.pipeline.schedule.order import ASTEROID, InFlight
 
 
 class Found(NamedTuple):
-    """A plan and its latency as the dynamic programme counts it."""
+    """A plan and its latency by the dynamic programme."""
 
     latency_s: float
     plan: PipelinePlan
@@ -34,25 +33,43 @@ class Found(NamedTuple):
 
 @dataclass(slots=True)
 class _States:
-    """Kept pipelines of the last n devices in p stages: arrays of kept pipelines x first cut."""
+    """Kept pipelines of the last n devices in p stages; arrays are [kept pipeline][first cut]."""
 
-    aligned_s: Floats  # D
-    tail_s: Floats  # A
-    share: Floats  # the largest of the first stage
-    begin: Ints  # the first stage's devices in the order, from `begin` up to `end`
+    # D and A.
+    aligned_s: Floats
+    tail_s: Floats
+    # The largest share of the first stage.
+    share: Floats
+    # The first stage's devices are `begin` to `end` - 1 of the order, and `layers` is its range of layers.
+    begin: Ints
     end: Ints
-    layers: Ints  # its range
-    rest: Ints  # which of the kept pipelines of the devices behind follows
-    num_rest: Ints  # the n of those
+    layers: Ints
+    # The pipeline behind: its number among the kept ones, and its number of devices.
+    rest: Ints
+    num_rest: Ints
 
     def first_cut(self) -> "_States":
         """Return the states of the first cut alone."""
         return _States(*(getattr(self, name)[:, :1] for name in self.__slots__))
 
+    def at_place(self, which: int, cut: int) -> "_Place":
+        """Return the first stage of one kept pipeline, and the pipeline behind it."""
+        return _Place(*(int(getattr(self, name)[which, cut]) for name in _Place._fields))
+
     def at(self, which: Ints) -> "_States":
         """Return a choice of kept pipelines for each cut."""
         columns = np.arange(self.aligned_s.shape[1])
         return _States(*(getattr(self, name)[which, columns] for name in self.__slots__))
+
+
+class _Place(NamedTuple):
+    """The first stage of a kept pipeline, and the pipeline behind it, as in `_States`."""
+
+    begin: int
+    end: int
+    layers: int
+    rest: int
+    num_rest: int
 
 
 def search(
@@ -67,73 +84,69 @@ def search(
     may_skip: bool = False,
     duplex: bool = False,
 ) -> Iterator[Found]:
-    """Yield plans for the devices in this order: for each number of stages the kept ones, if they fit the budgets.
+    """Yield the kept plans of each number of stages for the devices in this order (F32); all fit the budgets.
 
     Parameters
     ----------
     bounds : array, optional
         Layers before which a stage may begin, rising, with 0 at the start and the number of layers at the end.
     places : sequence of int, optional
-        Positions in the order at which a group of devices may begin; the first always may.
+        Positions in the order at which a group of devices may begin; position 0 is always one of them.
     rule : InFlight
-        K_p, which depends on the stages behind only.
+        K_p, which depends only on the stages behind.
     width : int
-        How many pairs (D, A) are kept for each state; 1 is Algorithm 2.
+        Number of pairs (D, A) kept for each state; 1 is Algorithm 2.
     may_skip : bool
         Whether devices may be left out.
     duplex : bool
-        Whether the two directions of a transfer are counted as concurrent; see `closed_form`.
+        Whether the two directions of a transfer are concurrent (`closed_form`).
     """
     size = len(order)
     if bounds is None:
         bounds = np.arange(problem.model.num_layers + 1)
     costs = _Costs(problem, order, bounds, duplex)
-    most = min(size, len(bounds) - 1, max_stages or size)
+    allowed = {0, *(range(size) if places is None else places)}
     # Numbers of devices from a place to the end, rising.
-    nums = sorted(
-        {size, *(size - place for place in range(size) if places is None or place in places)}
-    )
-    before: list[_States | None] = [None] * (size + 1)
-    history: list[list[_States | None]] = []
-    for stages in range(1, most + 1):
+    nums = sorted(size - place for place in allowed if place < size)
+    history: list[dict[int, _States]] = []
+    for stages in range(1, min(size, len(bounds) - 1, max_stages or size) + 1):
         in_flight = rule.count(stages, problem.num_micro_batches)
-        now: list[_States | None] = [None] * (size + 1)
+        now: dict[int, _States] = {}
         for index, num in enumerate(nums):
             pool = []
-            if stages == 1:
+            if not history:
                 pool.append(_last_stage(costs, size - num, size, in_flight))
-            else:
-                for rest in nums[:index]:
-                    behind = before[rest]
-                    if behind is not None:
-                        pool += _prepended(
-                            costs, size - num, size - rest, in_flight, behind, rest, width
-                        )
-            skipped = now[nums[index - 1]] if may_skip and index else None
-            if skipped is not None:
-                pool.append(skipped)
-            # In front of all devices only the first cut matters.
-            now[num] = _kept([each.first_cut() for each in pool] if num == size else pool, width)
+            for rest in nums[:index] if history else ():
+                if rest in history[-1]:
+                    group = (size - num, size - rest)
+                    pool += _prepended(costs, *group, in_flight, history[-1][rest], rest, width)
+            if may_skip and index and nums[index - 1] in now:
+                pool.append(now[nums[index - 1]])
+            if num == size:
+                # In front of all devices only the first cut matters.
+                pool = [each.first_cut() for each in pool]
+            if pool:
+                now[num] = _kept(pool, width)
         history.append(now)
-        before = now
-        last = now[size]
-        if last is not None:
-            for which in range(len(last.aligned_s)):
-                total = float(last.aligned_s[which, 0] + last.tail_s[which, 0])
-                if np.isfinite(total):
-                    yield Found(total, _plan(costs, history, rule, which))
+        if size in now:
+            totals = (now[size].aligned_s + now[size].tail_s)[:, 0]
+            for which in np.flatnonzero(np.isfinite(totals)).tolist():
+                yield Found(float(totals[which]), _plan(costs, history, rule, which))
 
 
 class _Costs:
-    """Costs of ranges: of all for groups in the middle, of those that a first or a last group can have otherwise."""
+    """Costs of ranges of layers: a first group of devices has only first ranges, a last group only last ranges."""
 
     def __init__(
-        self, problem: PipelineProblem, order: Sequence[PipelineDevice], bounds: Ints, duplex: bool
+        self,
+        problem: PipelineProblem,
+        order: Sequence[PipelineDevice],
+        bounds: Ints,
+        duplex: bool,
     ) -> None:
         self.problem, self.size, self.num_cuts = problem, len(order), len(bounds) - 1
-        self.num_transfers = (
-            problem.num_micro_batches + 1.0 if duplex else 2.0 * problem.num_micro_batches
-        )
+        number = problem.num_micro_batches
+        self.num_transfers = number + 1.0 if duplex else 2.0 * number
         self._parts = {
             which: RangeCosts(problem, order, bounds, which) for which in ("first", "last", "all")
         }
@@ -143,7 +156,12 @@ class _Costs:
         return self._parts["last" if end == self.size else "all" if begin else "first"]
 
 
-def _last_stage(costs: _Costs, begin: int, end: int, in_flight: int) -> _States:
+def _last_stage(
+    costs: _Costs,
+    begin: int,
+    end: int,
+    in_flight: int,
+) -> _States:
     """Return the single stages of all suffixes of the layers."""
     found = costs.of(begin, end).stage(begin, end, in_flight)
     constant = np.ones((1, costs.num_cuts), np.int64)
@@ -160,33 +178,29 @@ def _last_stage(costs: _Costs, begin: int, end: int, in_flight: int) -> _States:
 
 
 def _prepended(
-    every: _Costs, begin: int, end: int, in_flight: int, behind: _States, num_rest: int, width: int
+    every: _Costs,
+    begin: int,
+    end: int,
+    in_flight: int,
+    behind: _States,
+    num_rest: int,
+    width: int,
 ) -> list[_States]:
-    """Return the best pipelines of a stage on devices `begin` to `end` before those kept for the rest."""
+    """Return the best pipelines of a stage on devices `begin` to `end` - 1 before those kept for the rest."""
     costs = every.of(begin, end)
     stage, cut = costs.stage(begin, end, in_flight), costs.stop_cut
-    inside = np.minimum(
-        cut, every.num_cuts - 1
-    )  # the empty rest, behind the last cut, has no state
+    # The empty rest behind the last cut has no state.
+    inside = np.minimum(cut, every.num_cuts - 1)
     num_micro_batches, found = every.problem.num_micro_batches, []
     for which in range(len(behind.aligned_s)):
         rest_s = np.append(behind.aligned_s[which], np.inf)[cut]
-        transfer_s = costs.transfer_s(
-            begin,
-            end,
-            behind.end[which][inside],
-            np.maximum(stage.most_share, behind.share[which][inside]),
-            cut,
-        )
-        aligned_s = np.maximum(
-            num_micro_batches * stage.both_s,
-            np.maximum(every.num_transfers * transfer_s, rest_s + 2.0 * transfer_s) + stage.both_s,
-        )
+        share = np.maximum(stage.most_share, behind.share[which][inside])
+        transfer_s = costs.transfer_s(begin, end, behind.end[which][inside], share, cut)
+        after_s = np.maximum(every.num_transfers * transfer_s, rest_s + 2.0 * transfer_s)
+        aligned_s = np.maximum(num_micro_batches * stage.both_s, after_s + stage.both_s)
         with np.errstate(invalid="ignore"):
-            tail_s = np.maximum(
-                stage.after_s,
-                np.append(behind.tail_s[which], 0.0)[cut] - stage.backward_s - transfer_s,
-            )
+            rest_tail_s = np.append(behind.tail_s[which], 0.0)[cut]
+            tail_s = np.maximum(stage.after_s, rest_tail_s - stage.backward_s - transfer_s)
             tail_s[~np.isfinite(aligned_s)] = np.inf
             latency_s = aligned_s + tail_s
         for measure in (latency_s,) if width == 1 else (latency_s, aligned_s, tail_s):
@@ -216,24 +230,18 @@ def _least_of_rows(costs: RangeCosts, values: Floats) -> Ints:
     return first
 
 
-def _kept(pool: Sequence[_States], width: int) -> _States | None:
-    """Return for each first cut up to `width` pipelines of a pool: the least latency first, then pairs that none beats.
+def _kept(pool: Sequence[_States], width: int) -> _States:
+    """Return for each first cut up to `width` pipelines: the least latency, then pairs (D, A) that none beats.
 
-    Of many such pairs those are kept that divide the range of A evenly.
+    If there are many such pairs, those are kept that divide the range of A evenly.
     """
-    if not pool:
-        return None
-    if len(pool) == 1:
-        every = pool[0]
-    else:
-        every = _States(
-            *(np.concatenate([getattr(each, name) for each in pool]) for name in _States.__slots__)
-        )
+    joined = [np.concatenate([getattr(each, name) for each in pool]) for name in _States.__slots__]
+    every = _States(*joined) if len(pool) > 1 else pool[0]
     best = (every.aligned_s + every.tail_s).argmin(axis=0)
     if width == 1:
         return every.at(best[None])
     chosen = [best]
-    # Bounds on A between its value with the least D, which wants no more, and the least A.
+    # Bounds on A from its value at the least D down to the least A.
     tail_s, aligned_s = every.tail_s, every.aligned_s
     columns = np.arange(tail_s.shape[1])
     high_s, low_s = tail_s[aligned_s.argmin(axis=0), columns], tail_s.min(axis=0)
@@ -245,40 +253,30 @@ def _kept(pool: Sequence[_States], width: int) -> _States | None:
 
 
 def _plan(
-    every: _Costs, history: Sequence[Sequence[_States | None]], rule: InFlight, which: int
+    every: _Costs,
+    history: Sequence[dict[int, _States]],
+    rule: InFlight,
+    which: int,
 ) -> PipelinePlan:
     """Return the plan of a kept pipeline of all layers."""
-    problem = every.problem
-    stages, cut, num = [], 0, len(history[0]) - 1
-    for left in range(len(history), 0, -1):
-        states = history[left - 1][num]
-        assert states is not None
-        layers, begin, end = (
-            int(values[which, cut]) for values in (states.layers, states.begin, states.end)
-        )
-        costs, in_flight = every.of(begin, end), rule.count(left, problem.num_micro_batches)
-        stages.append(_stage(costs, layers, begin, end, in_flight))
-        which, num = int(states.rest[which, cut]), int(states.num_rest[which, cut])
-        cut = int(costs.stop_cut[layers])
-    return PipelinePlan(
-        stages=tuple(stages),
-        micro_batch_size=problem.micro_batch_size,
-        num_micro_batches=problem.num_micro_batches,
-    )
+    number = every.problem.num_micro_batches
+    counts = rule.counts(len(history), number)
+    ends, members, cut, num = [], [], 0, every.size
+    for states, in_flight in zip(reversed(history), counts, strict=True):
+        own = states[num].at_place(which, cut)
+        costs = every.of(own.begin, own.end)
+        ends.append(int(costs.ranges.stop[own.layers]) - 1)
+        members.append(_members(costs, own, in_flight))
+        which, num, cut = own.rest, own.num_rest, int(costs.stop_cut[own.layers])
+    return staged(ends, members, counts, number)
 
 
-def _stage(costs: RangeCosts, layers: int, begin: int, end: int, in_flight: int) -> Stage:
-    totals = costs.allocation(begin, end, in_flight).totals[:, layers]
-    members = [
-        (device.soc, share)
-        for total, devices in zip(totals, costs.devices_by_class(begin, end), strict=True)
-        for device, share in zip(devices, class_shares(int(total), len(devices)), strict=True)
-        if share
-    ]
-    return Stage(
-        first_layer=int(costs.ranges.first[layers]),
-        last_layer=int(costs.ranges.stop[layers]) - 1,
-        devices=tuple(soc for soc, _ in members),
-        shares=tuple(share for _, share in members),
-        in_flight=in_flight,
-    )
+def _members(costs: RangeCosts, place: _Place, in_flight: int) -> list[tuple[int, int]]:
+    """Return the SoCs and shares of a stage."""
+    group = (place.begin, place.end)
+    totals = costs.allocation(*group, in_flight).totals[:, place.layers]
+    found = []
+    for total, devices in zip(totals, costs.devices_by_class(*group), strict=True):
+        shares = class_shares(int(total), len(devices))
+        found += [(each.soc, share) for each, share in zip(devices, shares, strict=True) if share]
+    return found

@@ -1,7 +1,7 @@
-"""What Algorithm 2 asks for again and again: costs of every range of layers on every range of devices in an order.
+"""Costs for Algorithm 2 (F32) of every range of layers on every range of devices in an order.
 
-Ranges of layers are numbered by their first cut, then by their last: those that begin with the same cut are neighbours,
-so that a minimum over last cuts is one `reduceat`.
+Ranges of layers are numbered by their first cut, then by their last cut. Ranges with the same first cut are neighbours,
+so a minimum over last cuts is one `reduceat`.
 """
 
 from collections.abc import Sequence
@@ -16,22 +16,30 @@ from socflower.pipeline.problem import Floats, Ints, PipelineDevice, PipelinePro
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """A stage of every range of layers on a group of devices: arrays over ranges; infinite where it does not fit."""
+    """Costs of a stage on a group of devices, by range of layers; infinite for a range that does not fit."""
 
-    both_s: Floats  # E_f + E_b
-    backward_s: Floats  # E_b
-    after_s: Floats  # all-reduce and update
-    most_share: Floats  # the largest share of a micro-batch
+    # E_f + E_b.
+    both_s: Floats
+    # E_b.
+    backward_s: Floats
+    # All-reduce and update.
+    after_s: Floats
+    # The largest share of a micro-batch.
+    most_share: Floats
 
 
 class RangeCosts:
     """The costs of groups of consecutive devices in `order`, of stages between the cuts `bounds`.
 
-    `which` ranges: "all", "first", those that begin with the first layer, or "last", those that end with the last one.
+    `which` is "all" ranges, the "first" (they begin with the first layer) or the "last" (they end with the last layer).
     """
 
     def __init__(
-        self, problem: PipelineProblem, order: Sequence[PipelineDevice], bounds: Ints, which: str
+        self,
+        problem: PipelineProblem,
+        order: Sequence[PipelineDevice],
+        bounds: Ints,
+        which: str,
     ) -> None:
         model = problem.model
         self._problem, self._order, self.bounds = problem, order, bounds
@@ -46,40 +54,37 @@ class RangeCosts:
         self.row_starts = np.flatnonzero(np.diff(self.first_cut, prepend=-1))
         self.row_lengths = np.diff(np.append(self.row_starts, len(first_cut)))
         self.ranges = LayerRanges.of(problem, bounds[first_cut], bounds[stop_cut])
-        self._weight = (
-            model.weight_prefix[bounds[stop_cut]] - model.weight_prefix[bounds[first_cut]]
-        )
+        weights = model.weight_prefix[bounds]
+        self._weight = weights[stop_cut] - weights[first_cut]
         self._reduced = self._weight > 0.0
-        # Of one sample, by cut; the mean of both directions, which differ where only one of them is coded.
+        # Of one sample, by cut: the mean of both directions, which may be coded differently.
         self.cut_bytes = model.entering_bytes[bounds] * (problem.sent_part / 2.0)
         self._allocator = Allocator(self.ranges, problem.micro_batch_size)
         classes = [DeviceClass.of(device) for device in order]
         self._classes = list(dict.fromkeys(classes))
         self._class_of = [self._classes.index(each) for each in classes]
-        self._free: dict[
-            tuple[int, ...], Allocation
-        ] = {}  # by numbers of devices of each class: limits of K aside
+        # By the number of devices of each class: with and without limits by activations in flight.
+        self._free: dict[tuple[int, ...], Allocation] = {}
         self._limited: dict[tuple[tuple[int, ...], int], Allocation] = {}
         self._most: dict[tuple[float, int], Ints] = {}
         self._stages: dict[tuple[int, int, int], StageCosts] = {}
         self._links = _Links(problem, order)
 
     def stage(self, begin: int, end: int, in_flight: int) -> StageCosts:
-        """Return the costs on devices `begin` up to, without, `end` of the order."""
+        """Return the costs on devices `begin` to `end` - 1 of the order."""
         key = (begin, end, in_flight)
         if key not in self._stages:
             found = self.allocation(begin, end, in_flight)
             num = found.num_devices
             slowest = self._links.least(begin, end)
             message_s = self._problem.cluster.message_s
-            # Without devices or samples, the range is infeasible and costs are infinite already.
+            # A range without devices or samples has infinite costs already; here it only must not divide by 0.
             size = np.maximum(num, 1)
-            byte_s = max(device.byte_s for device in self._order[begin:end])
+            group = self._order[begin:end]
+            byte_s = max(device.byte_s for device in group)
             round_s = self._weight / size * (1.0 / slowest + 2.0 * byte_s) + message_s
             after_s = np.where(self._reduced, 2.0 * (size - 1) * round_s, 0.0)
-            after_s += (
-                max(self._order[index].update_s(1.0) for index in range(begin, end)) * self._weight
-            )
+            after_s += max(device.update_s(1.0) for device in group) * self._weight
             self._stages[key] = StageCosts(
                 found.forward_s + found.backward_s,
                 found.backward_s,
@@ -94,7 +99,7 @@ class RangeCosts:
         if (key, in_flight) not in self._limited:
             classes, counts = self.members(begin, end)
             if key not in self._free:
-                # With nothing in flight, only weights and optimiser limit where devices can take part.
+                # With nothing in flight, only weights and optimiser state count against the budgets.
                 self._free[key] = self._allocator.allocate(classes, counts, 0)
             self._limited[key, in_flight] = self._limit(self._free[key], classes, counts, in_flight)
         return self._limited[key, in_flight]
@@ -114,23 +119,26 @@ class RangeCosts:
         ]
 
     def transfer_s(
-        self, begin: int, end: int, head_ends: Ints, most_shares: Floats, cut: Ints
+        self,
+        begin: int,
+        end: int,
+        head_ends: Ints,
+        most_shares: Floats,
+        cut: Ints,
     ) -> Floats:
-        """Return E_f of the communication step behind a group, by range: to a stage on the devices up to `head_ends`.
+        """Return E_f of the transfer behind a group, by range, to a stage that ends at `head_ends` of the order.
 
-        `most_shares` are the larger of the largest shares on either side: their bytes pass one device's link. All
-        bytes may pass one link between boards. The number of messages at an end is that of equal widths.
+        The bytes of `most_shares`, the larger of the largest shares on either side, pass one device's link; all bytes
+        may pass one link between boards. Both ends count messages as if all shares of a stage were equal.
         """
         port, trunk = self._links.between(begin, end)
         index = head_ends - end - 1
-        per_byte = np.maximum(
-            most_shares / port[index], self._problem.micro_batch_size / trunk[index]
-        )
-        widths = np.maximum(head_ends - end, 1)
-        messages = -(-(widths + (end - begin) - 1) // np.minimum(widths, end - begin))
-        return np.asarray(
-            self.cut_bytes[cut] * per_byte + self._problem.cluster.message_s * messages
-        )
+        samples = self._problem.micro_batch_size
+        per_byte = np.maximum(most_shares / port[index], samples / trunk[index])
+        width, widths = end - begin, np.maximum(head_ends - end, 1)
+        messages = -(-(widths + width - 1) // np.minimum(widths, width))
+        message_s = self._problem.cluster.message_s * messages
+        return np.asarray(self.cut_bytes[cut] * per_byte + message_s)
 
     def _counts(self, begin: int, end: int) -> tuple[int, ...]:
         own = self._class_of[begin:end]
@@ -143,7 +151,7 @@ class RangeCosts:
         counts: Sequence[int],
         in_flight: int,
     ) -> Allocation:
-        """Return the allocation under the budgets with K in flight; only what exceeds one is allotted again."""
+        """Return the allocation under the budgets with K in flight; only ranges that exceed one are allotted again."""
         fits = np.ones(len(self._weight), bool)
         for each, count, total in zip(classes, counts, free.totals, strict=True):
             key = (each.memory_bytes, in_flight)
@@ -153,16 +161,13 @@ class RangeCosts:
         again = np.nonzero(~fits & np.isfinite(free.forward_s))[0]
         if not len(again):
             return free
-        part = Allocator(self.ranges.take(again), self._problem.micro_batch_size).allocate(
-            classes, counts, in_flight
-        )
-        totals, arrays = free.totals.copy(), []
-        totals[:, again] = part.totals
-        for name in ("forward_s", "backward_s", "most_share", "num_devices"):
+        allocator = Allocator(self.ranges.take(again), self._problem.micro_batch_size)
+        part, arrays = allocator.allocate(classes, counts, in_flight), []
+        for name in Allocation.__slots__:
             array = getattr(free, name).copy()
-            array[again] = getattr(part, name)
+            array[..., again] = getattr(part, name)
             arrays.append(array)
-        return Allocation(totals, *arrays)
+        return Allocation(*arrays)
 
 
 class _Links:
@@ -174,9 +179,8 @@ class _Links:
         for i, source in enumerate(order):
             for j, target in enumerate(order):
                 if i != j:
-                    first, *between, last = (
-                        links[link] for link in problem.cluster.path(source.soc, target.soc)
-                    )
+                    path = problem.cluster.path(source.soc, target.soc)
+                    first, *between, last = (links[link] for link in path)
                     self._port[i, j] = min(first, last)
                     self._trunk[i, j] = min(between, default=inf)
         self._pair = np.minimum(self._port, self._trunk)
@@ -187,7 +191,10 @@ class _Links:
         return float(self._pair[begin:end, begin:end].min())
 
     def between(self, begin: int, end: int) -> tuple[Floats, Floats]:
-        """Return the least bandwidths from a group to those that follow, up to each: at the devices, and between."""
+        """Return the least bandwidths from a group to the devices that follow it, up to each of them.
+
+        The first array is of the devices' own links, the second one of links between boards.
+        """
         key = (begin, end)
         if key not in self._between:
             found = []

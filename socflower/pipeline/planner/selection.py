@@ -1,16 +1,19 @@
-"""The choice among pipelines: a small Pareto set of Algorithm 2, re-ranked and given its K by the simulator (F28, F32).
+"""The choice among pipelines: a small Pareto set of Algorithm 2, ranked again by the simulator (F28, F32).
 
-Algorithm 2 fixes the order of devices and believes the closed form. Here it runs on several orders, keeps several
-pipelines of each state and may leave devices out. The best by the closed form are simulated, and the best of those with
-other numbers of micro-batches in flight.
+Algorithm 2 fixes the order of devices and relies on the closed form. Here it runs on several orders, keeps several
+pipelines of each state and may leave devices out. The best by the closed form are simulated, and the best of these also
+with other numbers K of micro-batches in flight.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
-from socflower.errors import ConfigError, InfeasiblePlan, require_range
+from socflower.errors import ConfigError, InfeasiblePlan
+from socflower.field_rules import checked
 from socflower.pipeline.plan import PipelinePlan, Plan, Policy, Prediction, Stage, with_samples_on
 from socflower.pipeline.planner.closed_form import update_latency
 from socflower.pipeline.planner.dynamic_program import Found, search
@@ -26,57 +29,57 @@ from socflower.pipeline.planner.pruning import (
     search_work,
 )
 from socflower.pipeline.planner.two_dimensions import best_two_d
-from socflower.pipeline.problem import PipelineDevice, PipelineProblem
+from socflower.pipeline.problem import Ints, PipelineDevice, PipelineProblem
 from socflower.pipeline.schedule.order import ASTEROID, RULES, InFlight
 from socflower.pipeline.schedule.run import simulate_schedule
-from socflower.plain_numbers import plain_numbers
 
 WORK_LIMIT = 5e8
-"""Values that the exact search may compute over all orders, rules and sizes of micro-batches (`search_work`), about six
-seconds of one core. Beyond it cuts, stages and groups are pruned."""
+"""Values that the exact search may compute over all orders, rules and sizes of micro-batches (`search_work`): about six
+seconds of one core. A larger search is pruned."""
 
 OnStep = Callable[[str, int, int], None]
-"""Gets what is computed next, and the numbers of finished steps and of all."""
+"""Called with the next step's name, the number of finished steps and the number of all steps."""
 
 _MOST_OF_PAPER = 4000
-"""Layers x devices up to which the plan of Algorithm 2 itself is among those that are simulated."""
+"""Layers x devices up to which the plan of Algorithm 2 itself is simulated too."""
 
 
-@plain_numbers
-@dataclass(frozen=True, kw_only=True, slots=True)
+_Positive = Annotated[int, Field(ge=1)]
+
+
+@checked
 class PlannerSettings:
-    """How far the planner looks."""
+    """Limits of the planner's search."""
 
-    width: int = 4  # pipelines kept of each state
-    num_simulated: int = 8  # the best by the closed form that are simulated
-    num_tuned: int = 3  # the best of those that are simulated with other K
-    micro_batch_sizes: tuple[int, ...] = ()  # others of the same mini-batch to try; each divides it
-    samples_on: int | None = (
-        None  # the SoC that has samples and labels; None: they are where they are needed
-    )
-    two_d: bool = True  # whether to look at pipelines in parallel too
-    prune: bool | None = None  # None: if the search would exceed `WORK_LIMIT`
-
-    def __post_init__(self) -> None:
-        require_range(
-            "planner",
-            least=1,
-            width=self.width,
-            num_simulated=self.num_simulated,
-            num_tuned=self.num_tuned,
-        )
+    # Pipelines kept of each state.
+    width: _Positive = 4
+    # The best by the closed form, which are simulated.
+    num_simulated: _Positive = 8
+    # The best of the simulated plans, which are simulated with other K.
+    num_tuned: _Positive = 3
+    # Other sizes to try; each divides the mini-batch.
+    micro_batch_sizes: tuple[int, ...] = ()
+    # The SoC that has samples and labels; None: each device has those that it needs.
+    samples_on: int | None = None
+    # Whether pipelines in parallel are tried too.
+    two_d: bool = True
+    # None: if the search would exceed `WORK_LIMIT`.
+    prune: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """A plan with its prediction, and how it was found."""
+    """A plan with its prediction, and details of the search."""
 
-    problem: PipelineProblem  # with the micro-batch size of the plan
+    # With the micro-batch size of the plan.
+    problem: PipelineProblem
     plan: Plan
     prediction: Prediction
-    exact: bool = True  # whether all cuts and numbers of stages were looked at
+    # Whether all cuts and numbers of stages were tried.
+    exact: bool = True
     num_candidates: int = 1
-    alternatives: "tuple[Planned, ...]" = ()  # the next best that were simulated
+    # The next best plans that were simulated.
+    alternatives: "tuple[Planned, ...]" = ()
 
     def to_document(self) -> dict[str, object]:
         """Return plain values for JSON."""
@@ -88,9 +91,9 @@ class Planned:
 
 
 def predict(problem: PipelineProblem, plan: Plan, *, within_memory: bool = True) -> Prediction:
-    """Return what an update of a plan costs, by the closed form and in virtual time at full speed.
+    """Return the costs of an update of a plan, by the closed form (F29) and in virtual time at full speed.
 
-    Raises `InfeasiblePlan` if it exceeds a budget, unless budgets are left out of account.
+    Raises `InfeasiblePlan` if the plan exceeds a budget, except with `within_memory=False`.
     """
     run = simulate_schedule(problem, plan, within_memory=within_memory)
     return Prediction(
@@ -104,13 +107,12 @@ def predict(problem: PipelineProblem, plan: Plan, *, within_memory: bool = True)
 
 
 def algorithm_2(problem: PipelineProblem) -> Found:
-    """Return the paper's plan: devices by memory, descending, one pipeline a state, the least latency of Eq. 4.
+    """Return the paper's plan (F32): devices by memory, descending, one pipeline per state, the least latency of Eq. 4.
 
     Raises `InfeasiblePlan` if no pipeline fits the budgets.
     """
-    found = min(
-        search(problem, by_memory(problem.devices)), key=lambda each: each.latency_s, default=None
-    )
+    every = search(problem, by_memory(problem.devices))
+    found = min(every, key=lambda each: each.latency_s, default=None)
     if found is None:
         raise nothing_fits(problem)
     return found
@@ -125,13 +127,13 @@ def plan_pipeline(
     """Return the plan with the least simulated seconds of a mini-batch, its prediction, and the next best.
 
     It may be one device, data parallelism, a pipeline, a hybrid of them or pipelines in parallel: `plan.architecture`.
-    Other K are tried for the best `num_tuned` plans of each size of micro-batches, and of all sizes together where the
-    search is pruned, whose plans take long to simulate.
+    Other K are tried for the best `num_tuned` plans of each size of micro-batches. After a pruned search, whose plans
+    take long to simulate, they are tried for the best plans of all sizes together.
 
     Raises
     ------
     ConfigError
-        If the model has one layer, so that it cannot be cut, or there is only one device.
+        If the model has one layer, or there is only one device.
     InfeasiblePlan
         If no plan fits the budgets.
     """
@@ -169,88 +171,92 @@ def plan_pipeline(
 def candidates(
     problem: PipelineProblem, settings: PlannerSettings
 ) -> tuple[list[PipelinePlan], bool]:
-    """Return different plans, the least latency of the closed form first, and whether nothing was pruned.
+    """Return different plans, the least latency of the closed form first, and whether the search was exact.
 
-    They are those of several orders of devices: by memory as in the paper, by speed in either direction, and as they
-    are numbered, which keeps boards together; with the paper's K and with one a stage where memory is scarce. Of a few
-    devices all orders are tried. A pruned
-    search looks at the likeliest cuts and at even groups of devices first, and then at all near the best it found.
+    Algorithm 2 runs on the orders of devices of `orders`, with the paper's K, and with K = P − p as well if memory is
+    scarce. A pruned search tries the likeliest cuts and even groups of devices first, and then all cuts and groups near
+    the best plans that it found.
     """
     rules = (ASTEROID, RULES["b"]) if _memory_is_scarce(problem) else (ASTEROID,)
-    to_search = orders(problem, settings.samples_on)
-    num_searches = (
-        len(rules) * len(to_search) * len({problem.micro_batch_size, *settings.micro_batch_sizes})
-    )
-    pruned = (
-        settings.prune
-        if settings.prune is not None
-        else (num_searches * search_work(problem, settings.width) > WORK_LIMIT)
-    )
-    bounds, most_stages = (likely_cuts(problem, MOST_CUTS), MOST_STAGES) if pruned else (None, None)
-    found: dict[PipelinePlan, float] = {}
+    to_search = [(order, rule) for rule in rules for order in orders(problem, settings.samples_on)]
+    num_searches = len(to_search) * len({problem.micro_batch_size, *settings.micro_batch_sizes})
+    pruned = settings.prune
+    if pruned is None:
+        pruned = num_searches * search_work(problem, settings.width) > WORK_LIMIT
+    ranked = _Ranked(problem, settings)
     searches: dict[PipelinePlan, tuple[list[PipelineDevice], InFlight]] = {}
-    for rule in rules:
-        for order in to_search:
-            places = likely_places(order, MOST_PLACES) if pruned else None
-            for each in search(
-                problem,
-                order,
-                bounds=bounds,
-                places=places,
-                rule=rule,
-                width=settings.width,
-                max_stages=most_stages,
-                may_skip=True,
-                duplex=True,
-            ):
-                plan = replace(each.plan, samples_on=settings.samples_on)
-                if plan not in found:
-                    found[plan] = update_latency(problem, plan, duplex=True)
-                    searches[plan] = order, rule
+    bounds, most_stages = (likely_cuts(problem, MOST_CUTS), MOST_STAGES) if pruned else (None, None)
+    for order, rule in to_search:
+        places = likely_places(order, MOST_PLACES) if pruned else None
+        new = ranked.search(order, rule, bounds, places, most_stages)
+        searches |= dict.fromkeys(new, (order, rule))
     if pruned:
-        for plan in sorted(found, key=found.__getitem__)[: settings.num_tuned]:
+        for plan in ranked.plans()[: settings.num_tuned]:
             order, rule = searches[plan]
-            close, places = near(problem, plan, order)
-            for each in search(
-                problem,
-                order,
-                bounds=close,
-                places=places,
-                rule=rule,
-                width=settings.width,
-                max_stages=len(plan.stages),
-                may_skip=True,
-                duplex=True,
-            ):
-                moved = replace(each.plan, samples_on=settings.samples_on)
-                found[moved] = update_latency(problem, moved, duplex=True)
+            ranked.search(order, rule, *near(problem, plan, order), len(plan.stages))
     for device in problem.devices:
-        alone = single_device(problem, device)
+        alone = single_stage(problem, [device])
         if alone is not None:
-            alone = replace(alone, samples_on=settings.samples_on)
-            found[alone] = update_latency(problem, alone, duplex=True)
-    return sorted(found, key=found.__getitem__), not pruned
+            ranked.add(alone)
+    return ranked.plans(), not pruned
+
+
+class _Ranked:
+    """Different plans with their latency by the closed form."""
+
+    def __init__(self, problem: PipelineProblem, settings: PlannerSettings) -> None:
+        self._problem, self._settings = problem, settings
+        self._latency_s: dict[PipelinePlan, float] = {}
+
+    def plans(self) -> list[PipelinePlan]:
+        """Return the plans, the least latency first."""
+        return sorted(self._latency_s, key=self._latency_s.__getitem__)
+
+    def add(self, plan: PipelinePlan) -> PipelinePlan | None:
+        """Add a plan, with its samples where the settings say; return it if it is new."""
+        plan = replace(plan, samples_on=self._settings.samples_on)
+        if plan in self._latency_s:
+            return None
+        self._latency_s[plan] = update_latency(self._problem, plan, duplex=True)
+        return plan
+
+    def search(
+        self,
+        order: Sequence[PipelineDevice],
+        rule: InFlight,
+        bounds: Ints | None = None,
+        places: Sequence[int] | None = None,
+        max_stages: int | None = None,
+    ) -> list[PipelinePlan]:
+        """Add the plans of one order of devices, and return the new ones."""
+        found = search(
+            self._problem,
+            order,
+            bounds=bounds,
+            places=places,
+            rule=rule,
+            width=self._settings.width,
+            max_stages=max_stages,
+            may_skip=True,
+            duplex=True,
+        )
+        added = [self.add(each.plan) for each in found]
+        return [plan for plan in added if plan is not None]
 
 
 def best_in_flight(problem: PipelineProblem, plan: PipelinePlan) -> tuple[PipelinePlan, Prediction]:
-    """Return a plan with the K of least simulated time among the rules of the paper and larger ones, within memory.
+    """Return the plan with the fastest simulated K that fits, among the rules of the paper and larger K.
 
-    Of equal times the smaller K wins, which keeps less memory.
+    Of equal times the smaller K wins, since it needs less memory.
     """
     best, best_prediction = plan, predict(problem, plan)
     if len(plan.stages) == 1 or plan.policy == Policy.BACKWARD_AFTER_FORWARD:
         return best, best_prediction
     tried = {tuple(stage.in_flight for stage in plan.stages)}
-    rules = [
-        RULES["b"],
-        RULES["a"],
-        RULES["c"],
-        InFlight(3, 0),
-        InFlight(4, 1),
-        InFlight(0, plan.num_micro_batches),
-    ]
-    for rule in rules:
-        other = with_in_flight(problem, plan, rule.counts(len(plan.stages), plan.num_micro_batches))
+    number = plan.num_micro_batches
+    larger = (InFlight(3, 0), InFlight(4, 1), InFlight(0, number))
+    for rule in (RULES["b"], RULES["a"], RULES["c"], *larger):
+        other = with_in_flight(problem, plan, rule.counts(len(plan.stages), number))
         counts = tuple(stage.in_flight for stage in other.stages)
         if counts in tried or not fits(problem, other):
             continue
@@ -266,22 +272,11 @@ def best_in_flight(problem: PipelineProblem, plan: PipelinePlan) -> tuple[Pipeli
 def with_in_flight(
     problem: PipelineProblem, plan: PipelinePlan, counts: Sequence[int]
 ) -> PipelinePlan:
-    """Return the plan with at most these K, fewer where a budget holds fewer; K never rises from stage to stage."""
+    """Return the plan with at most these K, as far as the budgets allow; K never rises from stage to stage."""
     stages, most = [], plan.num_micro_batches
     for stage, count in zip(plan.stages, counts, strict=True):
-        most = max(
-            1,
-            min(
-                [
-                    most,
-                    count,
-                    *(
-                        _most_in_flight(problem, stage, soc, share)
-                        for soc, share in zip(stage.devices, stage.shares, strict=True)
-                    ),
-                ]
-            ),
-        )
+        room = [_most_in_flight(problem, stage, soc, share) for soc, share in stage.members]
+        most = max(1, min(most, count, *room))
         stages.append(replace(stage, in_flight=most))
     return replace(plan, stages=tuple(stages))
 
@@ -295,27 +290,27 @@ def fits(problem: PipelineProblem, plan: Plan) -> bool:
     return True
 
 
-def single_device(problem: PipelineProblem, device: PipelineDevice) -> PipelinePlan | None:
-    """Return the plan of one device alone; None if it does not fit."""
-    found = next(search(problem, [device], bounds=np.array([0, problem.model.num_layers])), None)
+def single_stage(
+    problem: PipelineProblem, devices: Sequence[PipelineDevice]
+) -> PipelinePlan | None:
+    """Return the plan of one stage on some devices; None if it does not fit."""
+    found = next(search(problem, devices, bounds=np.array([0, problem.model.num_layers])), None)
     return None if found is None else found.plan
 
 
 def micro_batch_choices(problem: PipelineProblem, sizes: Iterable[int]) -> list[PipelineProblem]:
-    """Return the problem, and its mini-batch in micro-batches of other sizes; `ConfigError` if one does not divide."""
-    found = {problem.micro_batch_size: problem}
+    """Return the problem, and its mini-batch in micro-batches of other sizes.
+
+    Raises `ConfigError` if a size does not divide the mini-batch.
+    """
+    total, found = problem.mini_batch_size, {problem.micro_batch_size: problem}
     for size in sizes:
-        if size < 1 or problem.mini_batch_size % size:
+        if size < 1 or total % size:
             raise ConfigError(
-                f"planner: a micro-batch of {size} samples does not divide the mini-batch of "
-                f"{problem.mini_batch_size}; use one of its divisors"
+                f"planner: micro_batch_sizes has {size}, which does not divide the mini-batch of {total}"
             )
-        found.setdefault(
-            size,
-            replace(
-                problem, micro_batch_size=size, num_micro_batches=problem.mini_batch_size // size
-            ),
-        )
+        sized = replace(problem, micro_batch_size=size, num_micro_batches=total // size)
+        found.setdefault(size, sized)
     return list(found.values())
 
 
@@ -332,14 +327,11 @@ def _check(problem: PipelineProblem) -> None:
     model = problem.model
     if model.num_layers == 1:
         raise ConfigError(
-            f"pipeline: model {model.name} has one layer, {model.layers[0].name}, and cannot be cut into "
-            "stages; profile it in finer layers, or train it by data parallelism"
+            f"pipeline: model {model.name} has one layer; profile it in finer layers, or use groups"
         )
     if len(problem.devices) == 1:
-        raise ConfigError(
-            f"pipeline: one device, {problem.devices[0].name}, and a pipeline needs 2 or more; give more "
-            "devices, or train on it alone"
-        )
+        (only,) = problem.devices
+        raise ConfigError(f"pipeline: {only.name} is the only device; give more, or train on it")
 
 
 def _simulated(
@@ -358,7 +350,7 @@ def _step_s(planned: Planned) -> float:
 
 
 def _tuned(simulated: Sequence[Planned], settings: PlannerSettings) -> list[Planned]:
-    """Return plans, the best of them with the K that are best."""
+    """Return the plans, the best `num_tuned` of them with their best K."""
     found = []
     for index, each in enumerate(sorted(simulated, key=_step_s)):
         if index < settings.num_tuned and isinstance(each.plan, PipelinePlan):
@@ -369,7 +361,7 @@ def _tuned(simulated: Sequence[Planned], settings: PlannerSettings) -> list[Plan
 
 
 def _different(plans: Sequence[PipelinePlan], count: int) -> list[PipelinePlan]:
-    """Return the first plans, with at least the best of each number of stages up to `count` among them."""
+    """Return the first `count` plans and the best of each number of stages up to `count`."""
     chosen = dict.fromkeys(plans[:count])
     for stages in range(1, count + 1):
         best = next((plan for plan in plans if len(plan.stages) == stages), None)
@@ -379,44 +371,38 @@ def _different(plans: Sequence[PipelinePlan], count: int) -> list[PipelinePlan]:
 
 
 def _memory_is_scarce(problem: PipelineProblem) -> bool:
-    """Return whether some device could not hold the whole model with all of a pipeline's micro-batches in flight."""
-    model, size = problem.model, len(problem.devices)
-    needed = model.state_bytes(
-        0, model.num_layers - 1, problem.optimizer_copies
-    ) + problem.micro_batch_size * ASTEROID.count(
-        size, problem.num_micro_batches
-    ) * model.kept_bytes(0, model.num_layers - 1)
+    """Return whether a device cannot hold the whole model with all of a pipeline's micro-batches in flight."""
+    model, whole = problem.model, (0, problem.model.num_layers - 1)
+    in_flight = ASTEROID.count(len(problem.devices), problem.num_micro_batches)
+    kept = problem.micro_batch_size * in_flight * model.kept_bytes(*whole)
+    needed = model.state_bytes(*whole, problem.optimizer_copies) + kept
     return min(device.memory_bytes for device in problem.devices) < needed
 
 
-def _most_in_flight(problem: PipelineProblem, stage: Stage, soc: int, share: int) -> int:
-    model = problem.model
-    kept = share * model.kept_bytes(stage.first_layer, stage.last_layer)
-    room = problem.device(soc).memory_bytes - model.state_bytes(
-        stage.first_layer, stage.last_layer, problem.optimizer_copies
-    )
-    return int(room / kept) if kept else 1 << 30
+def _most_in_flight(
+    problem: PipelineProblem,
+    stage: Stage,
+    soc: int,
+    share: int,
+) -> int:
+    kept = share * problem.model.kept_bytes(*stage.layers)
+    state = problem.model.state_bytes(*stage.layers, problem.optimizer_copies)
+    return int((problem.device(soc).memory_bytes - state) / kept) if kept else 1 << 30
 
 
 def nothing_fits(problem: PipelineProblem) -> InfeasiblePlan:
     """Return the error that no plan keeps the budgets, with the numbers."""
-    model = problem.model
-    needed = model.state_bytes(0, model.num_layers - 1, problem.optimizer_copies)
-    have = sum(device.memory_bytes for device in problem.devices)
-    widest = max(
-        range(model.num_layers),
-        key=lambda layer: (
-            model.state_bytes(layer, layer, problem.optimizer_copies)
-            + model.kept_bytes(layer, layer)
-        ),
-    )
-    one = model.state_bytes(widest, widest, problem.optimizer_copies) + model.kept_bytes(
-        widest, widest
-    )
+    model, copies = problem.model, problem.optimizer_copies
+    layers_mb = [
+        (model.state_bytes(index, index, copies) + model.kept_bytes(index, index)) / 1e6
+        for index in range(model.num_layers)
+    ]
+    largest = layers_mb.index(max(layers_mb))
+    budgets_mb = [device.memory_bytes / 1e6 for device in problem.devices]
     return InfeasiblePlan(
-        f"pipeline: no plan of {model.name} fits: weights, gradients and optimiser take {needed / 1e6:.1f} MB and its "
-        f"largest layer, {model.layers[widest].name}, {one / 1e6:.1f} MB with one sample, while {len(problem.devices)} "
-        f"devices have {have / 1e6:.1f} MB, the largest "
-        f"{max(device.memory_bytes for device in problem.devices) / 1e6:.1f} MB, and a stage shares micro-batches of "
-        f"{problem.micro_batch_size}; use smaller micro-batches, more devices or an optimiser with less state"
+        f"pipeline: no plan of {model.name} fits: weights, gradients and optimiser take "
+        f"{model.state_bytes(0, model.num_layers - 1, copies) / 1e6:.1f} MB and layer "
+        f"{model.layers[largest].name} {layers_mb[largest]:.1f} MB with one sample; {len(budgets_mb)} "
+        f"devices have {sum(budgets_mb):.1f} MB, at most {max(budgets_mb):.1f} MB each, for micro-batches "
+        f"of {problem.micro_batch_size}; use smaller ones, more devices or an optimiser with less state"
     )

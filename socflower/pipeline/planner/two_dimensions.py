@@ -1,15 +1,16 @@
 """Two dimensions: pipelines inside groups of devices, and data parallelism across the groups.
 
-Each group trains its own samples on the whole model, in a pipeline of its own cuts, and groups exchange gradients at
+Each group trains its own samples on the whole model, in a pipeline with cuts of its own. Groups exchange gradients at
 the end of the mini-batch. HetPipe's virtual workers are such groups, with a parameter server.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from socflower.pipeline.plan import PipelinePlan, Sync, TwoDPlan
-from socflower.pipeline.planner.allocation import DeviceClass
+from socflower.pipeline.planner.allocation import by_class
 from socflower.pipeline.planner.closed_form import latency, update_latency
 from socflower.pipeline.planner.dynamic_program import search
 from socflower.pipeline.planner.pruning import (
@@ -30,127 +31,121 @@ _MOST_MOVES = 8
 _MOST_PLACES = 8
 
 
-def best_two_d(
-    problem: PipelineProblem, *, sync: Sync = Sync.RING, server: int | str = "hub"
-) -> TwoDPlan | None:
-    """Return the plan in two dimensions with the least latency of the closed form; None if none fits the budgets.
+def best_two_d(problem: PipelineProblem) -> TwoDPlan | None:
+    """Return the plan in two dimensions with the least latency of the closed form (F29); None if none fits.
 
-    It tries some groupings (`groupings`), not all, and leaves to `plan_pipeline` what has one group or one device each.
+    It tries the groupings of `groupings`. Plans of one group, or of one device per group, are left to `plan_pipeline`.
     """
-    plans = [
-        plan
-        for groups in groupings(problem)
-        if (plan := divide_samples(problem, groups, group_pipeline, sync=sync, server=server))
-        is not None
-    ]
+    tried = [balanced_plan(problem, groups, group_pipeline) for groups in groupings(problem)]
+    plans = [plan for plan in tried if plan is not None]
     return min(plans, key=lambda plan: update_latency(problem, plan, duplex=True), default=None)
 
 
 def groupings(problem: PipelineProblem) -> Iterator[Groups]:
-    """Yield ways to divide the devices into two or more groups, at least one of several devices.
+    """Yield ways to divide the devices into two or more groups, at least one of them with several devices.
 
-    For each number of groups: neighbours in the cluster, and devices dealt out by speed so that groups are alike; and
-    each device that holds the whole model alone, with the others in one group.
+    For each number of groups these are neighbours in the cluster, and groups that are alike in speed. Others are the
+    boards, the classes of equal devices, and each device that holds the whole model alone beside a group of the others.
     """
     devices = sorted(problem.devices, key=lambda device: device.soc)
     by_speed = sorted(devices, key=lambda device: (seconds_of(device), device.soc))
+    most = min(len(devices) - 1, problem.micro_batch_size)
     seen: set[frozenset[frozenset[int]]] = set()
     for groups in _divided(problem, devices, by_speed):
         key = frozenset(frozenset(device.soc for device in group) for group in groups)
-        if (
-            1 < len(groups) < len(devices)
-            and len(groups) <= problem.micro_batch_size
-            and key not in seen
-        ):
+        if 1 < len(groups) <= most and key not in seen:
             seen.add(key)
             yield groups
 
 
-def divide_samples(
+def balanced_plan(
     problem: PipelineProblem,
     groups: Groups,
     plan_group: GroupPlanner,
     *,
     sync: Sync = Sync.RING,
     server: int | str = "hub",
-    planner: str = "2d",
 ) -> TwoDPlan | None:
-    """Return the plan of given groups, with the samples of each micro-batch divided so that they take equal time.
+    """Return the plan of given groups in which they take about equal time; None if a group has no plan.
 
-    Samples are in proportion to speed at an equal share first; then some move from the slowest group to the fastest as
-    long as the slowest becomes faster. None if a group has no plan for its samples.
+    Each micro-batch is divided in proportion to the groups' speeds at equal shares. Then samples move one by one from
+    the slowest group to the fastest, as long as the slowest time falls.
     """
-    known: dict[tuple[int, int], tuple[float, PipelinePlan] | None] = {}
+    known: dict[tuple[int, int], _Timed | None] = {}
 
-    def planned(index: int, size: int) -> tuple[float, PipelinePlan] | None:
+    def planned(index: int, size: int) -> _Timed | None:
         if (index, size) not in known:
             own = replace(problem, devices=groups[index], micro_batch_size=size)
-            plan = plan_group(own)
-            known[index, size] = (
-                None
-                if plan is None
-                else (latency(own, plan, reduces=False, duplex=True).seconds, plan)
-            )
+            known[index, size] = _timed(own, plan_group(own))
         return known[index, size]
 
-    total = problem.micro_batch_size
-    even = max(1, total // len(groups))
+    even = max(1, problem.micro_batch_size // len(groups))
     firsts = [planned(index, even) for index in range(len(groups))]
-    rates = [1.0 / max(first[0], 1e-12) if first is not None else 0.0 for first in firsts]
+    rates = [0.0 if first is None else 1.0 / max(first.seconds, 1e-12) for first in firsts]
     if not any(rates):
         return None
-    sizes = _proportional(rates, total)
-    best: tuple[float, TwoDPlan] | None = None
+    sizes = _proportional(rates, problem.micro_batch_size)
+    best: list[_Timed] = []
     for _ in range(_MOST_MOVES):
-        plans = [planned(index, size) for index, size in enumerate(sizes)]
-        present = [plan for plan in plans if plan is not None]
+        timed = [planned(index, size) for index, size in enumerate(sizes)]
+        present = [each for each in timed if each is not None]
         if len(present) < len(groups):
-            return None if best is None else best[1]
-        slowest_s = max(seconds for seconds, _ in present)
-        if best is not None and slowest_s >= best[0]:
             break
-        best = (
-            slowest_s,
-            TwoDPlan(
-                groups=tuple(plan for _, plan in present), sync=sync, server=server, planner=planner
-            ),
-        )
-        order = sorted(range(len(groups)), key=lambda index: present[index][0])
+        if best and _slowest_s(present) >= _slowest_s(best):
+            break
+        best = present
+        order = sorted(range(len(groups)), key=lambda index: present[index].seconds)
         if sizes[order[-1]] == 1:
             break
         sizes[order[-1]] -= 1
         sizes[order[0]] += 1
-    return None if best is None else best[1]
+    if not best:
+        return None
+    return TwoDPlan(groups=tuple(each.plan for each in best), sync=sync, server=server)
+
+
+class _Timed(NamedTuple):
+    """A group's plan and its seconds by the closed form, without an exchange."""
+
+    seconds: float
+    plan: PipelinePlan
+
+
+def _timed(problem: PipelineProblem, plan: PipelinePlan | None) -> _Timed | None:
+    if plan is None:
+        return None
+    return _Timed(latency(problem, plan, reduces=False, duplex=True).seconds, plan)
+
+
+def _slowest_s(timed: Sequence[_Timed]) -> float:
+    return max(each.seconds for each in timed)
 
 
 def group_pipeline(problem: PipelineProblem) -> PipelinePlan | None:
     """Return the plan of Algorithm 2 for a group, over likely cuts and places; None if none fits.
 
-    Its stages may themselves be groups.
+    A stage may have several devices.
     """
     order = by_memory(problem.devices)
     few = len(order) <= _MOST_PLACES
     most_cuts = MOST_CUTS if few else MOST_CUTS // 2
     bounds = likely_cuts(problem, most_cuts) if problem.model.num_layers > most_cuts else None
     places = None if few else likely_places(order, _MOST_PLACES)
-    found = min(
-        search(
-            problem,
-            order,
-            bounds=bounds,
-            places=places,
-            max_stages=MOST_STAGES,
-            may_skip=True,
-            duplex=True,
-        ),
-        key=lambda each: each.latency_s,
-        default=None,
+    every = search(
+        problem,
+        order,
+        bounds=bounds,
+        places=places,
+        max_stages=MOST_STAGES,
+        may_skip=True,
+        duplex=True,
     )
+    found = min(every, key=lambda each: each.latency_s, default=None)
     return None if found is None else found.plan
 
 
 def dealt(devices: Sequence[PipelineDevice], num_groups: int) -> Groups:
-    """Return groups that take devices in turn, there and back, so that each has some of all speeds."""
+    """Return groups of all speeds: they take devices in turn, in forward and then in backward order."""
     groups: list[list[PipelineDevice]] = [[] for _ in range(num_groups)]
     for index, device in enumerate(devices):
         turn, place = divmod(index, num_groups)
@@ -169,32 +164,25 @@ def _divided(
     boards: dict[int, list[PipelineDevice]] = {}
     for device in devices:
         boards.setdefault(problem.cluster.board_of(device.soc), []).append(device)
-    yield tuple(tuple(group) for group in boards.values())
-    classes: dict[DeviceClass, list[PipelineDevice]] = {}
-    for device in devices:
-        classes.setdefault(DeviceClass.of(device), []).append(device)
-    yield tuple(tuple(group) for group in classes.values())
-    model = problem.model
-    whole = model.state_bytes(0, model.num_layers - 1, problem.optimizer_copies) + model.kept_bytes(
-        0, model.num_layers - 1
-    )
-    alone = [device for device in devices if device.memory_bytes >= whole]
-    others = [device for device in devices if device.memory_bytes < whole]
+    for own in (boards, by_class(devices)):
+        yield tuple(tuple(group) for group in own.values())
+    model, whole = problem.model, (0, problem.model.num_layers - 1)
+    needed = model.state_bytes(*whole, problem.optimizer_copies) + model.kept_bytes(*whole)
+    alone = [device for device in devices if device.memory_bytes >= needed]
+    others = [device for device in devices if device.memory_bytes < needed]
     if others:
         yield (*((device,) for device in alone), tuple(others))
 
 
 def _proportional(rates: Sequence[float], total: int) -> list[int]:
-    """Return whole numbers of at least 1 in proportion to rates that add up to `total`."""
+    """Return whole numbers of at least 1 with the sum `total`, in proportion to the rates."""
     shares = [max(1.0, total * rate / sum(rates)) for rate in rates]
     sizes = [max(1, int(share)) for share in shares]
     while sum(sizes) < total:
-        sizes[max(range(len(sizes)), key=lambda index: shares[index] - sizes[index])] += 1
+        missing = [share - size for size, share in zip(sizes, shares, strict=True)]
+        sizes[missing.index(max(missing))] += 1
     while sum(sizes) > total:
-        sizes[
-            max(
-                range(len(sizes)),
-                key=lambda index: (sizes[index] > 1, sizes[index] - shares[index]),
-            )
-        ] -= 1
+        # A group keeps its last sample.
+        over = [(size > 1, size - share) for size, share in zip(sizes, shares, strict=True)]
+        sizes[over.index(max(over))] -= 1
     return sizes

@@ -1,1 +1,1 @@
-"""What a pipeline is planned from: a model by layers, and seconds of each layer, measured or estimated."""
+"""The input of the planner: a model by layers, and seconds of each layer, measured or estimated."""

@@ -1,4 +1,4 @@
-"""Layers of a pipeline's model as int8 trains them: one tensor in, one out, operators with int8 kernels."""
+"""Layers of a pipeline's model in int8: one tensor in, one tensor out, operators with int8 kernels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,9 +20,11 @@ class Int8Part:
     """Consecutive layers as a module of one tensor in and one out, which shares the model's weights."""
 
     module: nn.Module
-    input_shape: tuple[int, ...]  # of one sample
+    # Of one sample, as the output's.
+    input_shape: tuple[int, ...]
     output_shape: tuple[int, ...]
-    name: str  # for messages
+    # For messages.
+    name: str
 
     def layers(
         self, *, seed: int = 0, input_gradient: bool = False, num_passes: int = 1
@@ -39,21 +41,25 @@ class Int8Part:
             )
         except ConfigError as error:
             why = error.what if isinstance(error, UnsupportedOperator) else error
-            raise ConfigError(
-                f"pipeline: int8_socs, and {self.name} is not for int8: {why}; leave int8_socs out, or "
-                "change the model"
-            ) from None
+            raise ConfigError(f"pipeline: {self.name}: {why}; leave int8_socs out") from None
 
 
-def int8_part(module: nn.Module, chain: ModelChain, first: int, last: int) -> Int8Part:
-    """Return pieces `first` to `last` of a model for int8; `ConfigError` where what enters or leaves does not fit."""
+def int8_part(
+    module: nn.Module,
+    chain: ModelChain,
+    first: int,
+    last: int,
+) -> Int8Part:
+    """Return pieces `first` to `last` of a model for int8.
+
+    Raises `ConfigError` unless one float32 tensor enters and one leaves.
+    """
     whole = joined(chain.graph, chain.pieces[first : last + 1])
     placeholder = next(one for one in chain.graph.operations if one.node.op == "placeholder")
     result = [one for one in chain.graph.operations[-1].inputs if one.shape]
-    entering = _only(
-        whole.entering or (placeholder,), f"into layer {first} ({chain.pieces[first].name})"
-    )
-    leaving = _only(whole.leaving or result, f"out of layer {last} ({chain.pieces[last].name})")
+    names = chain.names
+    entering = _only(whole.entering or (placeholder,), f"into layer {first} ({names[first]})")
+    leaving = _only(whole.leaving or result, f"out of layer {last} ({names[last]})")
     part = part_of(
         module,
         chain.graph,
@@ -62,28 +68,23 @@ def int8_part(module: nn.Module, chain: ModelChain, first: int, last: int) -> In
         start=entering if whole.entering else None,
         end=leaving if whole.leaving else None,
     )
+    what = f"layer {first} ({names[first]})" if first == last else f"layers {first} to {last}"
     return Int8Part(
         module=part,
         input_shape=_shape(entering),
         output_shape=_shape(leaving),
-        name=f"model {chain.graph.name}, "
-        + (
-            f"layer {first} ({chain.pieces[first].name})"
-            if first == last
-            else f"layers {first} to {last}"
-        ),
+        name=f"model {chain.graph.name}, {what}",
     )
 
 
 def require_int8(read: ReadModel, module: nn.Module) -> None:
-    """Raise `ConfigError` in a line for the first layer that int8 cannot train, or cut that it cannot pass.
+    """Raise `ConfigError` for the first layer that int8 cannot train, or that several tensors enter or leave.
 
-    Any layers may come to a device, also when others have left, so each must have int8 kernels.
+    A device may get any layers, since other devices may leave, so every layer must have int8 kernels.
     """
     if read.model.cuts == Granularity.OPERATIONS:
         raise ConfigError(
-            f"pipeline: int8_socs with cuts = {read.model.cuts!r}: a stage may have nothing that int8 "
-            f"computes; use {Granularity.LAYERS.value!r} or {Granularity.BLOCKS.value!r}"
+            f"pipeline: int8_socs and cuts = {read.model.cuts!r} exclude each other; use cuts = 'layers'"
         )
     for number in range(read.model.num_layers):
         int8_part(module, read.chain, number, number).layers()
@@ -92,15 +93,12 @@ def require_int8(read: ReadModel, module: nn.Module) -> None:
 def _only(crossing: Sequence[Operation], where: str) -> Operation:
     if len(crossing) != 1:
         raise ConfigError(
-            f"pipeline: int8_socs, and {len(crossing)} tensors go {where}, where int8 has one; use "
-            "cuts = 'blocks', or leave int8_socs out"
+            f"pipeline: {len(crossing)} tensors go {where}, and int8_socs allows one; use cuts = 'blocks'"
         )
-    if crossing[0].dtype != torch.float32:
-        kind = str(crossing[0].dtype).removeprefix("torch.")
-        raise ConfigError(
-            f"pipeline: int8_socs, and {kind} goes {where}, where int8 takes float32; leave it out"
-        )
-    return crossing[0]
+    (only,) = crossing
+    if only.dtype != torch.float32:
+        raise ConfigError(f"pipeline: {only.dtype} goes {where}, and int8_socs needs float32")
+    return only
 
 
 def _shape(operation: Operation) -> tuple[int, ...]:

@@ -15,19 +15,30 @@ from socflower.training.trainer import require_trained_parameters
 
 
 class Granularity(StrEnum):
-    """Where the cuts of a model lie."""
+    """The places where a model may be cut."""
 
-    OPERATIONS = "operations"  # behind every operation
-    LAYERS = "layers"  # between two operations that multiply, where the fewest bytes cross
-    BLOCKS = "blocks"  # of these only where a single tensor crosses, so not inside residual blocks
+    # Behind every operation.
+    OPERATIONS = "operations"
+    # Between two operations that multiply, at the place that the fewest bytes cross.
+    LAYERS = "layers"
+    # The cuts of `LAYERS` that a single tensor crosses, so none inside residual blocks.
+    BLOCKS = "blocks"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadModel:
-    """A model by layers, and the pieces of its graph that they stand for, in the same order."""
+    """A model by layers, and the pieces of its graph, one for each layer."""
 
     model: PipelineModel
     chain: ModelChain
+
+    def tensor_names(self, first: int, last: int) -> frozenset[str]:
+        """Return the names of the parameters and buffers of layers `first` to `last`."""
+        found = frozenset[str]()
+        for piece in self.chain.pieces[first : last + 1]:
+            for operation in piece.operations:
+                found |= operation.tensors
+        return found
 
     def stage(self, module: nn.Module, first: int, last: int) -> nn.Module:
         """Return layers `first` to `last` of `module`, which share its weights; see `ModelChain.module`."""
@@ -44,13 +55,12 @@ def read_model(
 ) -> ReadModel:
     """Return the layers of a model with their costs per sample; nothing is computed with values.
 
-    `example` is a batch, of which the first sample is used, or the shape of one float32 sample. A layer is a piece of
-    the model's chain. FLOPs, weights and activations are those of `profile_module`; what a layer keeps from its forward
-    to its backward pass is what its operations make. `label_bytes` are those of one sample, by default of a class as
-    int64.
+    `example` is a batch, whose first sample is used, or the shape of one float32 sample. A layer is a piece of
+    the model's chain. FLOPs, weights and activations are those of `profile_module`; a layer keeps the results of its
+    operations from its forward to its backward pass. `label_bytes` are of one sample, by default of a class as int64.
 
-    Raises ConfigError for a model without trained parameters, where torch.fx cannot follow it, where it fails for the
-    example, and where it cannot be cut, with the reason.
+    Raises `ConfigError` for a model without trained parameters, that torch.fx cannot follow, that fails for the example
+    or that cannot be cut.
     """
     require_trained_parameters(module)
     fine = capture_chain(module, example, name=name)
@@ -58,8 +68,7 @@ def read_model(
     chain = _coarsened(module, fine, costs, granularity)
     if len(chain.pieces) < 2:
         raise ConfigError(
-            f"model {name}: cannot be cut into {granularity.value}; all that multiplies is in one of "
-            "them"
+            f"model {name}: cannot be cut into {granularity.value}, since only one of them multiplies"
         )
     names = _unique(chain.names)
     layers = tuple(
@@ -90,17 +99,16 @@ def _coarsened(
         return fine
     tables = {id(table.weight) for table in module.modules() if isinstance(table, nn.Embedding)}
     names = {key for key, weight in module.named_parameters() if id(weight) in tables}
-    layers = fine.coarsened(
-        lambda one: (
-            costs[one].forward_flops > 0
-            or (not one.is_constant and not names.isdisjoint(one.tensors))
-        )
-    )
+
+    def begins_layer(operation: Operation) -> bool:
+        looks_up = not operation.is_constant and not names.isdisjoint(operation.tensors)
+        return costs[operation].forward_flops > 0 or looks_up
+
+    layers = fine.coarsened(begins_layer)
     if granularity is Granularity.LAYERS:
         return layers
-    return layers.merged(
-        [number for number, piece in enumerate(layers.pieces) if len(piece.leaving) == 1]
-    )
+    crossed = [len(piece.leaving) for piece in layers.pieces]
+    return layers.merged([number for number, tensors in enumerate(crossed) if tensors == 1])
 
 
 def _layer(
@@ -111,7 +119,7 @@ def _layer(
     costs: dict[Operation, OperationCost],
 ) -> PipelineLayer:
     own = [costs[operation] for operation in piece.operations]
-    used = frozenset().union(*(operation.tensors for operation in piece.operations))
+    used = {name for operation in piece.operations for name in operation.tensors}
     weights = [weight for key, weight in module.named_parameters() if key in used]
     trained = [weight for weight in weights if weight.requires_grad]
     leaving = piece.leaving or tuple(one for one in chain.graph.operations[-1].inputs if one.shape)
@@ -133,7 +141,7 @@ def _num_bytes(weights: Sequence[nn.Parameter]) -> float:
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    """Return names of which none repeats: the second call of a layer may be a piece of its own."""
+    """Return different names; the second call of a layer may be a piece of its own with the same name."""
     return [
         name if names.count(name) == 1 else f"{name}#{number}" for number, name in enumerate(names)
     ]

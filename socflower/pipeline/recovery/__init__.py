@@ -1,1 +1,1 @@
-"""Pipelines that go on when devices are lost: light re-planning, backups, and a member that re-forms its pipeline."""
+"""Pipelines that continue when devices are lost: backups, and a member that forms its pipeline again."""

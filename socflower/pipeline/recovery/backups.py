@@ -1,49 +1,45 @@
-"""States of stages at steps that a pipeline can return to, and who keeps a copy of whose (F33)."""
+"""States of stages at steps to which a pipeline can return, and the devices that keep copies of them (F33)."""
 
-import io
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from socflower.pipeline.plan import Plan
+from socflower.pipeline.runtime.trained_model import loaded, saved
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageState:
     """Weights, buffers and optimiser of some of a model's layers at one step."""
 
-    weights: Mapping[str, Tensor] = field(
-        default_factory=dict
-    )  # trained parameters and buffers, by name
-    optimizer: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # as `FP32Session.named_state`; empty: new
+    # Trained parameters and buffers, by name.
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    # As `FP32Session.named_state`; empty: a new optimiser.
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
 
     def to_bytes(self, names: Collection[str]) -> bytearray:
-        """Return the part of these names, to be read by `from_bytes`."""
-        wanted, stream = set(names), io.BytesIO()
-        torch.save(
-            {
-                "weights": {
-                    name: weight for name, weight in self.weights.items() if name in wanted
-                },
-                "optimizer": self._optimizer_of(wanted),
-            },
-            stream,
-        )
-        return bytearray(stream.getbuffer())
+        """Return the part of these names in the form of `from_bytes`."""
+        wanted = set(names)
+        part = {
+            "weights": {name: own for name, own in self.weights.items() if name in wanted},
+            "optimizer": dict(self.optimizer),
+        }
+        if self.optimizer:
+            parameters = self.optimizer.get("parameters", {})
+            part["optimizer"]["parameters"] = {
+                name: own for name, own in parameters.items() if name in wanted
+            }
+        return bytearray(saved(part))
 
     @classmethod
     def from_bytes(cls, body: bytes | bytearray | memoryview) -> "StageState":
-        """Return what `to_bytes` wrote."""
-        saved = torch.load(io.BytesIO(body), weights_only=True, map_location="cpu")
-        return cls(weights=saved["weights"], optimizer=saved["optimizer"])
+        """Return the state of `to_bytes`."""
+        return cls(**loaded(body))
 
     def joined(self, other: "StageState") -> "StageState":
-        """Return both; of a name in both, this one's."""
+        """Return both states; this one's value wins for a name in both."""
         optimizer = dict(other.optimizer) | dict(self.optimizer)
         if optimizer:
             optimizer["parameters"] = {
@@ -53,26 +49,8 @@ class StageState:
         return StageState(weights={**other.weights, **self.weights}, optimizer=optimizer)
 
     def optimizer_bytes(self) -> bytes | None:
-        """Return the optimiser's state as a `Member` takes it; None for a new one."""
-        if not self.optimizer:
-            return None
-        stream = io.BytesIO()
-        torch.save(dict(self.optimizer), stream)
-        return stream.getvalue()
-
-    def _optimizer_of(self, names: Collection[str]) -> dict[str, Any]:
-        return (
-            {
-                **self.optimizer,
-                "parameters": {
-                    name: own
-                    for name, own in self.optimizer.get("parameters", {}).items()
-                    if name in names
-                },
-            }
-            if self.optimizer
-            else {}
-        )
+        """Return the optimiser's state as an argument of `Member`; None for a new optimiser."""
+        return saved(dict(self.optimizer)) if self.optimizer else None
 
 
 class StateTransfer(NamedTuple):
@@ -84,10 +62,10 @@ class StateTransfer(NamedTuple):
 
 
 def backup_of(plan: Plan) -> dict[int, int]:
-    """Return which device keeps a copy of whose state: the first one of the next stage that of a single-device stage.
+    """Return, for each device that is alone in its stage, the device that keeps a copy of its state (F33).
 
-    The last stage's is kept by the first one; a pipeline on one device has none. Replicated stages, and layers that
-    another pipeline of a 2-D plan has too, need none.
+    It is the first device of the next stage; the first stage keeps the copy of the last one. Replicated stages need no
+    copies, nor do the pipelines of a 2-D plan, which have the same layers.
     """
     if len(plan.pipelines) > 1:
         return {}
@@ -102,19 +80,16 @@ def backup_of(plan: Plan) -> dict[int, int]:
 def newest_common(
     held: Mapping[int, Mapping[int, Collection[str]]], names: Collection[str]
 ) -> int | None:
-    """Return the newest step at which the devices together have all names; None without one.
+    """Return the newest step at which the devices together have all names, or None.
 
     `held` has the names of each step, by device.
     """
-    steps = sorted({step for own in held.values() for step in own}, reverse=True)
-    return next(
-        (
-            step
-            for step in steps
-            if set(names) <= {name for own in held.values() for name in own.get(step, ())}
-        ),
-        None,
-    )
+    together: dict[int, set[str]] = {}
+    for own in held.values():
+        for step, there in own.items():
+            together.setdefault(step, set()).update(there)
+    whole = [step for step, there in together.items() if there >= set(names)]
+    return max(whole, default=None)
 
 
 def moves(
@@ -122,7 +97,7 @@ def moves(
     held: Mapping[int, Collection[str]],
     order: Iterable[int],
 ) -> tuple[StateTransfer, ...]:
-    """Return who sends what to whom, so that each device has what it needs; the first in `order` that has it sends.
+    """Return the transfers that give each device the names that it needs; the first holder in `order` sends.
 
     Each name is sent to a device once. Pairs of devices send at the same time.
     """

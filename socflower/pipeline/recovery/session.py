@@ -1,13 +1,11 @@
-"""One device's part of a pipeline on machines of their own, which goes on without devices that are lost.
+"""One device's part of a pipeline across machines, which continues without devices that are lost (F33).
 
-Devices agree on who is there as rings do (`peers/membership.py`). The first of them compares what all have kept, and
-chooses the newest step of which together they have everything, and the plan for those that are there: the present one
-where a replicated stage has lost a device, else that of the last backup. Then parts of the model move between devices,
-all pairs at once, and training goes on from that step. Updates since are done again: each is in the weights once, as if
-the pipeline had been planned anew at that step.
+Devices agree on the present members as rings do (`peers/membership.py`). The first member compares the states that all
+have kept. It chooses the newest step at which the members together have the whole model, and the plan for them. Then
+parts of the model move between devices, all pairs at once, and training continues from that step. Later updates are
+repeated, so each is in the weights once, as if the pipeline had been planned at that step.
 """
 
-import io
 import json
 import math
 import time
@@ -16,7 +14,6 @@ from dataclasses import dataclass, field
 from logging import INFO
 from typing import Any
 
-import torch
 from torch import nn
 
 from socflower.errors import InfeasiblePlan
@@ -38,24 +35,16 @@ from socflower.pipeline.recovery.backups import (
 from socflower.pipeline.replanning import replanned, shared_anew
 from socflower.pipeline.runtime.channels import Channels, QueueChannels, run_script
 from socflower.pipeline.runtime.gloo_channels import GlooChannels
-from socflower.pipeline.runtime.group import outcome_of
+from socflower.pipeline.runtime.group import outcome_of, span_of
 from socflower.pipeline.runtime.grpc_channels import GrpcChannels
-from socflower.pipeline.runtime.member import (
-    CONTROL,
-    END,
-    STATE,
-    Member,
-    Mini,
-    Receive,
-    TrainedModel,
-    refuse_unfit,
-)
+from socflower.pipeline.runtime.member import Member, Mini, StageMember, refuse_unfit
+from socflower.pipeline.runtime.messages import CONTROL, END, STATE, Receive
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
+from socflower.pipeline.runtime.trained_model import TrainedModel, loaded
 from socflower.quantities import counted
 from socflower.training.batches import BatchSchedule, sample_key
 from socflower.training.fp32 import FP32Trainer
 from socflower.training.model_state import load_trainable_state, trainable_state
-from socflower.training.trainer import TrainingSpan
 from socflower.wire.logs import log
 from socflower.wire.message_keys import (
     COMPLETED,
@@ -69,8 +58,11 @@ from socflower.wire.message_keys import (
 )
 from socflower.workloads import DataSource
 
-_SHARE_TOLERANCE = 0.1  # of a stage's time, that new shares have to save
-_KEPT_STEPS = 2  # the newest backup may be incomplete when a device is lost
+# The part of a stage's time that new shares must save.
+_SHARE_TOLERANCE = 0.1
+# Two steps are kept, since the newest backup may be incomplete when a device is lost.
+_KEPT_STEPS = 2
+_UNBOUNDED = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +70,13 @@ class PipelineMember:
     """The configuration of one device's part of an interval; `train` runs it.
 
     `plan` is of SoCs, as `group.members`; `group.partitions` has their participants, which are the port's ranks.
-    `state` is of the interval before, if this device leads. With `backup_steps` stages are backed up so often within
+    `state` is from the previous interval, if this device leads. Stages are backed up every `backup_steps` updates of
     the interval; 0: only at its beginning.
     """
 
     model: nn.Module
-    has_model: bool  # whether `model` has the initial weights, as the leader's has
+    # Whether `model` has the initial weights, as the leader's model does.
+    has_model: bool
     read: ReadModel
     data: DataSource
     group: GroupTask
@@ -98,10 +91,11 @@ class PipelineMember:
     int8_socs: Collection[int] = ()
     backup_steps: int = 0
     departs_at: int | None = None
-    on_step: Callable[[AppliedStep], None] = lambda step: None  # called after each update
+    # Called after each update.
+    on_step: Callable[[AppliedStep], None] = lambda step: None
 
     def train(self) -> MemberResult:
-        """Train with the other devices; the caller closes the port. The leader's `model` has the result."""
+        """Train with the other devices; the leader's `model` gets the result. The caller closes the port."""
         work = _Session(self)
         try:
             return work.run()
@@ -124,23 +118,24 @@ class _Session:
             rendezvous_s=member.ring.rendezvous_s,
         )
         self._names = frozenset(trainable_state(member.model))
+        read = member.read
         self._of_layers = [
-            self._names & frozenset().union(*(one.tensors for one in piece.operations))
-            for piece in member.read.chain.pieces
+            self._names & read.tensor_names(layer, layer) for layer in range(read.model.num_layers)
         ]
-        self._socs: list[int] = []  # that are there
+        # Buffers of no layer, which nothing changes.
+        self._of_no_layer = self._names - frozenset().union(*self._of_layers)
+        # The present devices.
+        self._socs: list[int] = []
+        # States by step.
         self._kept: dict[int, StageState] = {}
         if member.has_model:
+            weights = trainable_state(member.model).items()
             self._kept[0] = StageState(
-                weights={
-                    name: tensor.detach().cpu().clone()
-                    for name, tensor in trainable_state(member.model).items()
-                },
-                optimizer={}
-                if member.state is None
-                else torch.load(io.BytesIO(member.state), weights_only=True, map_location="cpu"),
+                weights={name: tensor.detach().cpu().clone() for name, tensor in weights},
+                optimizer={} if member.state is None else loaded(member.state),
             )
-        self._awaited: dict[int, list[int]] = {}  # SoCs whose backups of a step are to come
+        # By step, the SoCs whose backups have not arrived yet.
+        self._awaited: dict[int, list[int]] = {}
         self._schedule = BatchSchedule(member.group, [len(member.data)])
         self._channels: Channels | None = None
         self._stage: Member | None = None
@@ -148,11 +143,10 @@ class _Session:
         self._step = 0
         self._lost_at_s: float | None = None
         self._recoveries_s: list[float] = []
-        self._end: TrainedModel | None = None
         self._log: list[str] = []
 
     def run(self) -> MemberResult:
-        """Form the pipeline and train; do both again whenever a device is lost."""
+        """Form the pipeline and train; repeat both after each loss of a device."""
         config, group = self._config, self._group
         refuse_unfit(config.trainer)
         if not group.first_step:
@@ -186,24 +180,24 @@ class _Session:
     # ------------------------------------------------------------------------------------------------- forming
 
     def _form(self) -> None:
-        standing = MemberState(
+        kept = MemberState(
             num_steps=max(self._kept, default=0), has_model=bool(self._kept), optimizer=""
         )
-        generation = self._membership.form(standing, self._config.switch.raise_if_active)
+        generation = self._membership.form(kept, self._config.switch.raise_if_active)
         socs = self._socs = [self._soc_of[participant] for participant in generation.members]
-        kind = GlooChannels if self._ring.transport == "gloo" else GrpcChannels
-        self._channels = (
-            QueueChannels.of(socs)[self._soc]
-            if len(socs) == 1
-            else kind(
+        if len(socs) == 1:
+            self._channels = QueueChannels.of(socs)[self._soc]
+        else:
+            kind = GlooChannels if self._ring.transport == "gloo" else GrpcChannels
+            self._channels = kind(
                 self._config.port,
                 socs,
                 generation.members,
                 generation.number,
                 self._ring.heartbeat_s,
             )
-        )
-        decision = self._agree(socs)
+        held = {step: sorted(state.weights) for step, state in self._kept.items()}
+        decision = self._agree(sorted(held.items()), self._decide)
         if decision["step"] is None:
             self._log.append(decision["why"])
             self._membership.finish()
@@ -216,32 +210,32 @@ class _Session:
             self._recoveries_s.append(time.monotonic() - self._lost_at_s)
             self._lost_at_s = None
             self._log.append(
-                f"the pipeline goes on from update {self._step} on "
+                f"the pipeline continues from update {self._step} on "
                 f"{counted(len(self._plan.socs), 'device')}, as {self._plan.architecture}"
             )
 
-    def _agree(self, socs: list[int]) -> dict[str, Any]:
-        """Return what the first device has decided: a plan, the step to go on from, and what has to move."""
-        channels, first = self._channels, socs[0]
-        assert channels is not None
-        held = {step: sorted(state.weights) for step, state in self._kept.items()}
+    def _agree(self, own: Any, decide: Callable[[dict[int, Any]], Any]) -> Any:
+        """Return what the first device decides from all devices' values, by SoC; values are plain."""
+        first, *others = self._socs
+        channels = self._open_channels
         if self._soc != first:
-            channels.send(first, CONTROL, bytearray(json.dumps(sorted(held.items())).encode()))
-            return dict(json.loads(bytes(channels.receive(Receive(first, CONTROL), self._poll))))
-        reports: dict[int, dict[int, list[str]]] = {first: held}
-        for soc in socs[1:]:
-            reports[soc] = dict(
-                json.loads(bytes(channels.receive(Receive(soc, CONTROL), self._poll)))
-            )
-        decision = self._decide(socs, reports)
-        for soc in socs[1:]:
+            channels.send(first, CONTROL, bytearray(json.dumps(own).encode()))
+            return self._next_control(first)
+        values = {first: json.loads(json.dumps(own))}
+        for soc in others:
+            values[soc] = self._next_control(soc)
+        decision = json.loads(json.dumps(decide(values)))
+        for soc in others:
             channels.send(soc, CONTROL, bytearray(json.dumps(decision).encode()))
         return decision
 
-    def _decide(
-        self, socs: list[int], reports: Mapping[int, Mapping[int, list[str]]]
-    ) -> dict[str, Any]:
-        step = newest_common(reports, self._names)
+    def _next_control(self, soc: int) -> Any:
+        return json.loads(bytes(self._open_channels.receive(Receive(soc, CONTROL), self._poll)))
+
+    def _decide(self, reports: dict[int, list[tuple[int, list[str]]]]) -> dict[str, Any]:
+        """Return a plan, the step to continue from, and the parts of the state that must move."""
+        socs, held = self._socs, {soc: dict(report) for soc, report in reports.items()}
+        step = newest_common(held, self._names)
         if step is None:
             return {"step": None, "why": "a stage and its backup were lost together"}
         try:
@@ -251,67 +245,57 @@ class _Session:
         needed = {soc: sorted(self._names_of(plan, soc)) for soc in socs}
         for soc, keeper in backup_of(plan).items():
             needed[keeper] = sorted({*needed[keeper], *needed[soc]})
-        found = moves(needed, {soc: own.get(step, ()) for soc, own in reports.items()}, socs)
-        return {"step": step, "plan": to_json(plan), "moves": found}
+        found = moves(needed, {soc: own.get(step, ()) for soc, own in held.items()}, socs)
+        return {
+            "step": step,
+            "plan": to_json(plan),
+            "moves": found,
+        }
 
     def _names_of(self, plan: Plan, soc: int) -> frozenset[str]:
-        """Return the names of what a device of a plan trains; those of no layer are the first device's."""
-        own = frozenset().union(
-            *(
-                self._of_layers[layer]
-                for pipeline in plan.pipelines
-                for stage in pipeline.stages
-                if soc in stage.devices
-                for layer in range(stage.first_layer, stage.last_layer + 1)
-            )
-        )
-        return (
-            own | (self._names - frozenset().union(*self._of_layers))
-            if soc == self._leader_of(plan)
-            else own
-        )
+        """Return the names of a device's weights and buffers; the leader also has those of no layer."""
+        found = frozenset[str]()
+        for pipeline in plan.pipelines:
+            for stage in pipeline.stages:
+                if soc in stage.devices:
+                    own = self._of_layers[stage.first_layer : stage.last_layer + 1]
+                    found = found.union(*own)
+        return found | self._of_no_layer if soc == self._leader_of(plan) else found
 
     def _leader_of(self, plan: Plan) -> int:
-        """Return the device that answers: the leader of the group, or if it is lost the plan's first one."""
+        """Return the device that answers: the group's leader, or the plan's first device if the leader is lost."""
         return self._group.leader if self._group.leader in self._socs else plan.socs[0]
 
     def _move(self, parts: list[StateTransfer]) -> None:
-        """Send and receive parts of the state of the step that all go on from; forget other steps."""
-        channels = self._channels
-        assert channels is not None
-        state = self._kept.get(self._step, StageState())
+        """Send and receive parts of the state of the common step; forget other steps."""
+        channels, state = self._open_channels, self._kept.get(self._step, StageState())
         for part in parts:
             if part.source == self._soc:
                 channels.send(part.target, STATE, state.to_bytes(part.names))
         for part in parts:
             if part.target == self._soc:
-                state = state.joined(
-                    StageState.from_bytes(channels.receive(Receive(part.source, STATE), self._poll))
-                )
+                body = channels.receive(Receive(part.source, STATE), self._poll)
+                state = state.joined(StageState.from_bytes(body))
         self._kept = {self._step: state}
 
+    @property
+    def _open_channels(self) -> Channels:
+        assert self._channels is not None
+        return self._channels
+
     def _make_stage(self) -> Member:
-        config, channels = self._config, self._channels
-        assert channels is not None
-        state = self._kept[self._step]
+        config, state = self._config, self._kept[self._step]
         model = copied(config.model)
         load_trainable_state(model, {**trainable_state(model), **state.weights})
-        span = TrainingSpan(
-            first_step=self._group.first_step + self._step,
-            total_steps=self._group.total_steps,
-            steps_per_epoch=self._group.steps_per_epoch,
-            proximal_mu=self._group.proximal_mu,
-            seed=(self._group.seed, self._group.group_id),
-        )
         return Member(
             self._plan,
             self._soc,
             config.read,
             model,
             config.trainer,
-            span,
+            span_of(self._group, self._step),
             data=config.data,
-            send=channels.send,
+            send=self._open_channels.send,
             state=state.optimizer_bytes(),
             coding=config.coding,
             budget_bytes=config.budget_bytes.get(self._soc, math.inf),
@@ -323,105 +307,71 @@ class _Session:
     # ------------------------------------------------------------------------------------------------ training
 
     def _train(self) -> None:
-        stage, channels, group = self._stage, self._channels, self._group
-        assert stage is not None and channels is not None
-        begun = self._step
+        group, backup_steps = self._group, self._config.backup_steps
+        share_steps, begun = self._ring.rebalance_steps, self._step
         while self._step < group.num_steps:
             if self._config.departs_at is not None and self._step >= self._config.departs_at:
                 raise Preempted("the device is preempted")
-            if (
-                self._config.backup_steps
-                and self._step > begun
-                and self._step % self._config.backup_steps == 0
-            ):
-                self._back_up()
-            every = self._ring.rebalance_steps
-            if every and self._step > begun and self._step % every == 0:
-                self._share_anew()
-            (indices,) = self._schedule.batch(group.first_step + self._step)
-            run_script(
-                stage.update(
-                    Mini(
-                        step=group.first_step + self._step,
-                        indices=indices,
-                        key=sample_key(group, self._step),
-                    )
-                ),
-                channels,
-                self._poll,
-            )
-            self._step += 1
-            self._take_backups()
-            self._config.on_step(
-                AppliedStep(
-                    step=group.first_step + self._step - 1,
-                    samples=tuple(indices.tolist()),
-                    members=tuple(
-                        group.partitions[group.members.index(soc)] for soc in self._plan.socs
-                    ),
-                )
-            )
+            if self._step > begun:
+                if backup_steps and self._step % backup_steps == 0:
+                    self._back_up()
+                if share_steps and self._step % share_steps == 0:
+                    self._share_anew()
+            self._update()
+
+    def _update(self) -> None:
+        group, step = self._group, self._group.first_step + self._step
+        (indices,) = self._schedule.batch(step)
+        mini = Mini(step=step, indices=indices, key=sample_key(group, self._step))
+        run_script(self._present_stage.update(mini), self._open_channels, self._poll)
+        self._step += 1
+        self._take_backups()
+        members = [group.partitions[group.members.index(soc)] for soc in self._plan.socs]
+        self._config.on_step(
+            AppliedStep(step=step, samples=tuple(indices.tolist()), members=tuple(members))
+        )
+
+    @property
+    def _present_stage(self) -> Member:
+        assert self._stage is not None
+        return self._stage
 
     def _share_anew(self) -> None:
-        """Divide the samples of replicated stages by what their devices have measured since the last time."""
-        stage, channels, first = self._stage, self._channels, self._socs[0]
-        assert stage is not None and channels is not None
-        own = [stage.drain_sample_s(), self._most_samples(stage)]
-        if self._soc != first:
-            channels.send(first, CONTROL, bytearray(json.dumps(own).encode()))
-            answer = bytes(channels.receive(Receive(first, CONTROL), self._poll)).decode()
-        else:
-            reports = {first: own} | {
-                soc: json.loads(bytes(channels.receive(Receive(soc, CONTROL), self._poll)))
-                for soc in self._socs[1:]
-            }
-            plan = shared_anew(
-                self._plan,
-                {soc: each[0] for soc, each in reports.items()},
-                {soc: each[1] for soc, each in reports.items()},
-                _SHARE_TOLERANCE,
-            )
-            answer = "" if plan is None else to_json(plan)
-            for soc in self._socs[1:]:
-                channels.send(soc, CONTROL, bytearray(answer.encode()))
-        if answer:
-            self._plan = from_json(answer)
-            stage.share_anew(self._plan)
-            self._log.append(
-                f"shares anew after {counted(self._step, 'update')}: "
-                + "; ".join(
-                    f"stage {number}: {', '.join(map(str, each.shares))}"
-                    for number, each in enumerate(self._plan.pipelines[0].stages)
-                    if len(each.devices) > 1
-                )
-            )
+        """Divide the samples of replicated stages by the speeds that their devices measured since the last time."""
+        stage = self._present_stage.stage
+        own = [0.0, _UNBOUNDED] if stage is None else [stage.drain_sample_s(), self._most(stage)]
 
-    def _most_samples(self, stage: Member) -> int:
-        """Return how many samples of a micro-batch fit this device's budget, by what it has needed so far."""
+        def decide(values: dict[int, Any]) -> str:
+            sample_s = {soc: value[0] for soc, value in values.items()}
+            most = {soc: value[1] for soc, value in values.items()}
+            plan = shared_anew(self._plan, sample_s, most, _SHARE_TOLERANCE)
+            return "" if plan is None else to_json(plan)
+
+        answer = self._agree(own, decide)
+        if not answer:
+            return
+        self._plan = from_json(answer)
+        self._present_stage.share_anew(self._plan)
+        shares = [
+            f"stage {number}: {', '.join(map(str, each.shares))}"
+            for number, each in enumerate(self._plan.pipelines[0].stages)
+            if len(each.devices) > 1
+        ]
+        self._log.append(f"new shares after {counted(self._step, 'update')}: {'; '.join(shares)}")
+
+    def _most(self, stage: StageMember) -> int:
+        """Return how many samples of a micro-batch fit this device's budget, judging by its peak so far."""
         work = stage.work
-        if (
-            work is None
-            or not math.isfinite(work.budget_bytes)
-            or work.peak_bytes <= work.state_bytes
-        ):
-            return 1 << 30
-        share = next(
-            share
-            for pipeline in self._plan.pipelines
-            for each in pipeline.stages
-            for soc, share in zip(each.devices, each.shares, strict=True)
-            if soc == self._soc
-        )
-        return int(
-            share * (work.budget_bytes - work.state_bytes) / (work.peak_bytes - work.state_bytes)
-        )
+        used_bytes = work.peak_bytes - work.state_bytes
+        if not math.isfinite(work.budget_bytes) or used_bytes <= 0:
+            return _UNBOUNDED
+        room_bytes = work.budget_bytes - work.state_bytes
+        return int(stage.share * room_bytes / used_bytes)
 
     def _back_up(self) -> None:
         """Keep this step's state, and send it to the device that keeps a copy."""
-        stage, channels = self._stage, self._channels
-        assert stage is not None and channels is not None
-        self._keep(stage)
-        keepers = backup_of(self._plan)
+        channels, keepers = self._open_channels, backup_of(self._plan)
+        self._keep(self._present_stage)
         if self._soc in keepers:
             channels.send(keepers[self._soc], STATE, self._kept[self._step].to_bytes(self._names))
         self._awaited[self._step] = [soc for soc, keeper in keepers.items() if keeper == self._soc]
@@ -431,25 +381,20 @@ class _Session:
             del self._kept[step]
 
     def _keep(self, stage: Member) -> None:
-        """Keep the state after the last update that this device has done."""
+        """Keep the state after the last complete update of this device."""
         weights, optimizer = stage.snapshot()
-        loose = self._names - frozenset().union(
-            *self._of_layers
-        )  # buffers of no layer, which nothing changes
-        rest = {
-            name: weight
-            for name, weight in self._kept[min(self._kept)].weights.items()
-            if name in loose
-        }
-        own = StageState(weights={**rest, **weights}, optimizer=optimizer)
+        for name, weight in self._kept[min(self._kept)].weights.items():
+            if name in self._of_no_layer:
+                weights.setdefault(name, weight)
+        own = StageState(weights=weights, optimizer=optimizer)
         self._kept[self._step] = own.joined(self._kept.get(self._step, StageState()))
 
     def _take_backups(self) -> None:
-        """Keep the copies of others' states that have come meanwhile."""
-        assert self._channels is not None
+        """Keep the copies of other devices' states that have arrived."""
+        channels = self._open_channels
         for step, senders in self._awaited.items():
-            while senders and self._channels.has_arrived(Receive(senders[0], STATE)):
-                body = self._channels.receive(Receive(senders.pop(0), STATE), self._poll)
+            while senders and channels.has_arrived(Receive(senders[0], STATE)):
+                body = channels.receive(Receive(senders.pop(0), STATE), self._poll)
                 if step in self._kept:
                     self._kept[step] = self._kept[step].joined(StageState.from_bytes(body))
 
@@ -460,13 +405,12 @@ class _Session:
     # -------------------------------------------------------------------------------------------------- ending
 
     def _finish(self) -> MemberResult:
-        """Bring the model together on the leader, which answers; the others wait until it has it.
+        """Collect the model on the leader, which answers; the others wait until the leader has it.
 
-        Another one, the deputy, gets the model too and keeps it, in case the leader is lost before it has answered.
+        One other device, the deputy, also gets the model, in case the leader is lost before it has answered.
         """
-        stage, channels = self._stage, self._channels
-        assert stage is not None and channels is not None
-        end = run_script(stage.finish(), channels, self._poll)
+        channels = self._open_channels
+        end = run_script(self._present_stage.finish(), channels, self._poll)
         leader = self._leader_of(self._plan)
         deputy = next((soc for soc in self._socs if soc != leader), None)
         if end is not None:
@@ -485,16 +429,19 @@ class _Session:
         return [self._soc_of[participant] for participant in self._membership.finished]
 
     def _completed(self, end: TrainedModel | None, *, answers: bool) -> MemberResult:
-        self._end = end
-        outcome = self._outcome(COMPLETED, answers=answers)
+        outcome = self._outcome(COMPLETED, end, answers=answers)
         if end is None:
-            return MemberResult(outcome=outcome, mean_loss=0.0, num_samples=0, end=None)
+            return MemberResult(
+                outcome=outcome,
+                mean_loss=0.0,
+                num_samples=0,
+                end=None,
+            )
         own = trainable_state(self._config.model)
         load_trainable_state(self._config.model, {**own, **end.weights})
-        num_samples = sum(
-            len(self._schedule.batch(self._group.first_step + step)[0])
-            for step in range(self._group.num_steps)
-        )
+        first = self._group.first_step
+        steps = range(first, first + self._group.num_steps)
+        num_samples = sum(len(self._schedule.batch(step)[0]) for step in steps)
         whole = outcome_of(end, self._plan, num_samples)
         devices = DeviceReport(devices=tuple(end.devices.values()), socs=tuple(end.devices))
         return MemberResult(
@@ -506,28 +453,29 @@ class _Session:
         )
 
     def _without_model(self, outcome: str) -> MemberResult:
+        own = self._outcome(outcome, None, answers=False)
         return MemberResult(
-            outcome=self._outcome(outcome, answers=False), mean_loss=0.0, num_samples=0, end=None
+            outcome=own,
+            mean_loss=0.0,
+            num_samples=0,
+            end=None,
         )
 
-    def _outcome(self, outcome: str, *, answers: bool) -> RingOutcome:
-        rates = {
-            soc: 1.0 / each
-            for soc, each in (self._end.sample_s.items() if self._end else ())
-            if each
-        }
+    def _outcome(self, outcome: str, end: TrainedModel | None, *, answers: bool) -> RingOutcome:
+        membership, soc_of = self._membership, self._soc_of
+        present = [soc_of[participant] for participant in membership.finished]
+        sample_s = {} if end is None else {soc: each for soc, each in end.sample_s.items() if each}
+        rates = [1.0 / sample_s[soc] if soc in sample_s else 0.0 for soc in present]
         return RingOutcome(
             outcome=outcome,
-            members=tuple(self._present),
+            members=tuple(present),
             num_steps=self._step,
             answers=answers,
-            rates=tuple(rates.get(soc, 0.0) for soc in self._present) if rates else (),
+            rates=tuple(rates) if sample_s else (),
             recoveries_s=tuple(self._recoveries_s),
-            log=tuple(self._membership.log_lines),
+            log=tuple(membership.log_lines),
             notes=tuple(self._log),
-            preempted=tuple(
-                self._soc_of[participant] for participant in self._membership.preempted
-            ),
+            preempted=tuple(soc_of[participant] for participant in membership.preempted),
         )
 
     def _close_channels(self) -> None:

@@ -1,1 +1,1 @@
-"""Training by a pipeline plan: each device's passes, what devices send each other, and drivers that run them."""
+"""Training by a pipeline plan: each device's passes, the messages between devices, and drivers that run them."""

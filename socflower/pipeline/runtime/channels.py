@@ -1,7 +1,7 @@
 """Messages between the devices of a plan that run in processes or threads of their own.
 
-Every lane from one device to another has a thread at either end: one sends while the device computes, the other fetches
-the messages that are expected, not more than three ahead of their use, so that transfers and passes overlap.
+Every lane from one device to another has a thread at either end. One sends while the device computes; the other fetches
+expected messages, at most three before their use. So transfers and passes overlap.
 """
 
 import threading
@@ -13,43 +13,32 @@ from typing import TypeAlias, TypeVar
 
 from socflower.peers.collective import POLL_INTERVAL_S, PeerLost, Poll, no_poll
 from socflower.peers.transports.all_reduce import all_reduce
-from socflower.pipeline.runtime.member import (
-    CONTROL,
-    END,
-    LABELS,
-    RING,
-    SAMPLES,
-    STATE,
-    Expect,
-    Receive,
-    Reduce,
-    Script,
-)
+from socflower.pipeline.runtime.messages import RING, Expect, Receive, Reduce, Script
 
 _Result = TypeVar("_Result")
 _Lane = TypeVar("_Lane")
 
 Fetched: TypeAlias = Callable[[], memoryview]
-"""Waits for a message that is being fetched and returns it; raises `PeerLost`."""
+"""Waits for a message on its way and returns it; raises `PeerLost`."""
 
 FETCHED_AHEAD = 3
-"""Messages of a lane that may lie at the receiver, or be under way to it, before it needs them."""
-
-_OF_ANY_SIZE = frozenset((SAMPLES, LABELS, END, STATE, CONTROL))
+"""Messages of a lane that may be at the receiver, or on their way to it, before it needs them."""
 
 
 class Channels(ABC):
-    """One device's lanes to and from the others. Its owner's thread calls `send`, `receive` and `all_reduce`."""
+    """One device's lanes to and from the others. One thread, the owner's, calls `send`, `receive` and `all_reduce`."""
 
     def __init__(self, soc: int) -> None:
         self.soc = soc
         self._lock = threading.Lock()
-        self._all_left = threading.Condition(self._lock)  # or the pipeline has failed
+        # Notified when all messages have left or the pipeline has failed.
+        self._all_left = threading.Condition(self._lock)
         self._failure: str | None = None
         self._num_leaving = 0
         self._outgoing: dict[tuple[int, str], SimpleQueue[bytearray | None]] = {}
         self._fetching: dict[tuple[int, str], _Fetcher] = {}
-        self.sent_bytes = 0  # of all messages that have left
+        # Of all messages that have left.
+        self.sent_bytes = 0
 
     @abstractmethod
     def _transmit(self, target: int, lane: str, body: bytearray) -> None:
@@ -57,9 +46,9 @@ class Channels(ABC):
 
     @abstractmethod
     def _fetch(self, source: int, lane: str, num_bytes: int | None) -> Fetched:
-        """Begin to fetch a lane's next message, of a size that only its sender knows if None.
+        """Begin to fetch a lane's next message; with None for `num_bytes`, only its sender knows the size.
 
-        Returns a function that waits for it and returns it. Both raise `PeerLost`.
+        Returns a function that waits for the message and returns it. Both raise `PeerLost`.
         """
 
     @abstractmethod
@@ -88,7 +77,8 @@ class Channels(ABC):
             except Empty:
                 poll()
                 continue
-            if body is None:  # nothing more will come
+            if body is None:
+                # The pipeline has failed.
                 break
             fetcher.num_expected -= 1
             fetcher.places.release()
@@ -97,7 +87,7 @@ class Channels(ABC):
         raise PeerLost(self._failure)
 
     def has_arrived(self, request: Receive) -> bool:
-        """Whether the next message of a lane, which was expected, is there."""
+        """Whether the next expected message of a lane has arrived."""
         return not self._fetcher(request).arrived.empty()
 
     def expect(self, messages: Sequence[Receive]) -> None:
@@ -110,9 +100,8 @@ class Channels(ABC):
     def all_reduce(self, request: Reduce, poll: Poll = no_poll) -> None:
         """Sum a buffer over devices in place, in a ring of them."""
         size, rank = len(request.devices), request.devices.index(self.soc)
-        links = _RingLinks(
-            self, request.devices[(rank + 1) % size], request.devices[rank - 1], poll
-        )
+        following = request.devices[(rank + 1) % size]
+        links = _RingLinks(self, following, request.devices[rank - 1], poll)
         all_reduce(request.buffer.numpy(), rank, size, links)
 
     def flush(self, poll: Poll = no_poll) -> None:
@@ -128,7 +117,7 @@ class Channels(ABC):
             poll()
 
     def close(self) -> None:
-        """Leave at once; may be called twice."""
+        """Leave the pipeline; may be called twice."""
         self._fail(f"SoC {self.soc} has left the pipeline")
 
     def _fail(self, why: str) -> None:
@@ -170,7 +159,8 @@ class Channels(ABC):
         while (body := waiting.get()) is not None and self._failure is None:
             self._transmit(*key, body)
             with self._lock:
-                self._num_leaving -= 1  # only now, so that `flush` sees what is under way
+                # Counted only now: `flush` must wait for a message that is being transmitted.
+                self._num_leaving -= 1
                 self.sent_bytes += len(body)
                 if not self._num_leaving:
                     self._all_left.notify_all()
@@ -178,25 +168,29 @@ class Channels(ABC):
     def _fetch_lane(self, key: tuple[int, str], fetcher: "_Fetcher") -> None:
         under_way: deque[Fetched] = deque()
         while self._failure is None:
-            while (
-                wanted := fetcher.next_wanted(wait=not under_way)
-            ) is not None and self._failure is None:
+            wanted = fetcher.next_wanted(wait=not under_way)
+            while wanted is not None and self._failure is None:
                 under_way.append(self._fetch(*key, *wanted))
+                wanted = fetcher.next_wanted(wait=False)
             if under_way and self._failure is None:
                 fetcher.arrived.put(under_way.popleft()())
 
 
 class _Fetcher:
-    """The messages of one lane that are wanted, and those that have come; None among them: no more will."""
+    """The wanted and the arrived messages of one lane; None in either queue is its end."""
 
     def __init__(self) -> None:
         self.wanted: SimpleQueue[tuple[int | None] | None] = SimpleQueue()
         self.places = threading.Semaphore(FETCHED_AHEAD)
         self.arrived: SimpleQueue[memoryview | None] = SimpleQueue()
-        self.num_expected = 0  # that the owner has not taken yet
+        # Expected messages that the owner has not taken yet.
+        self.num_expected = 0
 
     def next_wanted(self, *, wait: bool) -> tuple[int | None] | None:
-        """Return the size of the next message for which there is a place; None at the end, or without waiting."""
+        """Return the size of the next wanted message once it has a place; None at the end.
+
+        Without `wait`, return None also if there is no message or no place now.
+        """
         if not self.places.acquire(blocking=wait):
             return None
         try:
@@ -208,7 +202,7 @@ class _Fetcher:
         return wanted
 
     def end(self) -> None:
-        """Wake whoever waits."""
+        """Wake the waiting threads."""
         self.wanted.put(None)
         self.places.release()
         self.arrived.put(None)
@@ -217,13 +211,15 @@ class _Fetcher:
 class _RingLinks:
     """The links of a ring over the lanes of a pipeline."""
 
-    def __init__(self, channels: Channels, following: int, before: int, poll: Poll) -> None:
-        self._channels, self._following, self._before, self._poll = (
-            channels,
-            following,
-            before,
-            poll,
-        )
+    def __init__(
+        self,
+        channels: Channels,
+        following: int,
+        before: int,
+        poll: Poll,
+    ) -> None:
+        self._channels, self._poll = channels, poll
+        self._following, self._before = following, before
 
     def send(self, chunk: memoryview) -> None:
         self._channels.send(self._following, RING, bytearray(chunk))
@@ -232,13 +228,8 @@ class _RingLinks:
         return self._channels.receive(Receive(self._before, RING, num_bytes), self._poll)
 
 
-def is_of_any_size(lane: str) -> bool:
-    """Whether only the sender knows the sizes of a lane's messages."""
-    return lane in _OF_ANY_SIZE
-
-
 def run_script(script: Script[_Result], channels: Channels, poll: Poll = no_poll) -> _Result:
-    """Run one member's script to its end over its channels and return its result."""
+    """Run one member's script over its channels and return its result."""
     answer = None
     while True:
         try:
@@ -256,7 +247,7 @@ def run_script(script: Script[_Result], channels: Channels, poll: Poll = no_poll
 
 
 class QueueChannels(Channels):
-    """Lanes among threads of one process: the reference for other transports."""
+    """Lanes among threads of one process; the reference for other transports."""
 
     def __init__(
         self,

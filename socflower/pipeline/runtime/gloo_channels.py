@@ -7,8 +7,8 @@ import torch
 from socflower.peers.collective import Poll, no_poll
 from socflower.peers.transports.gloo import GlooRing
 from socflower.peers.transports.port import RingPort
-from socflower.pipeline.runtime.channels import Channels, Fetched, is_of_any_size
-from socflower.pipeline.runtime.member import LANES
+from socflower.pipeline.runtime.channels import Channels, Fetched
+from socflower.pipeline.runtime.messages import LANES, is_of_any_size
 
 
 class GlooChannels(Channels):
@@ -30,16 +30,15 @@ class GlooChannels(Channels):
         self._ring = GlooRing(port, ranks, generation, heartbeat_s, two_way=True)
 
     def join(self, poll: Poll = no_poll) -> None:
-        """Return when all devices have joined; until then, that one has died is for `poll` to find out and raise."""
+        """Return when all devices have joined; until then, only `poll` can notice that a device has died."""
         self._ring.all_gather(b"", poll)
 
     def _transmit(self, target: int, lane: str, body: bytearray) -> None:
+        place, tag = self._place[target], LANES.index(lane)
         if is_of_any_size(lane):
-            self._ring.send(torch.tensor([len(body)]), self._place[target], LANES.index(lane))
+            self._ring.send(torch.tensor([len(body)]), place, tag)
         if body:
-            self._ring.send(
-                torch.frombuffer(body, dtype=torch.uint8), self._place[target], LANES.index(lane)
-            )
+            self._ring.send(torch.frombuffer(body, dtype=torch.uint8), place, tag)
 
     def _fetch(self, source: int, lane: str, num_bytes: int | None) -> Fetched:
         if num_bytes is None:
@@ -47,7 +46,7 @@ class GlooChannels(Channels):
         if not num_bytes:
             return lambda: memoryview(b"")
         buffer = torch.empty(num_bytes, dtype=torch.uint8)
-        # Gloo sends when it knows that the receiver is ready, so it is told of messages before they are due.
+        # Gloo sends a message once its receiver is ready, so receiving starts before the message is needed.
         arriving = self._ring.begin_receive(buffer, self._place[source], LANES.index(lane))
 
         def fetched() -> memoryview:

@@ -1,9 +1,10 @@
-"""Trains a plan in one process through the steps of a group's interval, as `train_group` does without a pipeline."""
+"""Training of a plan in one process through the steps of a group's interval; `train_group` is for groups."""
 
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,9 +16,10 @@ from socflower.model_graph.random_state import own_random_state
 from socflower.pipeline.plan import Plan
 from socflower.pipeline.profiler.layers import Granularity, ReadModel, read_model
 from socflower.pipeline.replanning import replanned
-from socflower.pipeline.runtime.member import Member, Mini, TrainedModel, refuse_unfit
+from socflower.pipeline.runtime.member import Member, Mini, refuse_unfit
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
 from socflower.pipeline.runtime.together import Mail, run_together
+from socflower.pipeline.runtime.trained_model import TrainedModel
 from socflower.training.batches import BatchSchedule, sample_key
 from socflower.training.fp32 import FP32Trainer
 from socflower.training.group import GroupOutcome
@@ -26,7 +28,7 @@ from socflower.wire.message_keys import GroupTask
 from socflower.workloads import DataSource
 
 PEAK_BYTES, PEAK_IN_FLIGHT = "pipeline-peak-bytes", "pipeline-peak-in-flight"
-"""Metrics of a reply, by device in the order of the plan: what its stage needed, and micro-batches in flight."""
+"""Metrics of a reply, by device in the order of the plan: memory of its stage, and micro-batches in flight."""
 
 
 def train_pipeline(
@@ -49,84 +51,68 @@ def train_pipeline(
 
     `data` is the whole data set. `state` is from the end of the previous interval, perhaps under another plan.
     `layers_sha256` and `sample_shape` are of the model that was planned. `departures` has the step of the interval
-    (from 0) before which a SoC leaves: the others go on with the plan that is left (`replanned`), as on machines of
-    their own; when all have left, the interval ends. Stages on `int8_socs` compute in int8. Raises `ConfigError` if the
-    model has other layers than were planned, or makes activations of other shapes, for a trainer other than
-    `FP32Trainer` and for layers that such a stage cannot compute, and `OutOfMemory` if a stage exceeds its budget.
+    (from 0) before which a SoC leaves: the others continue with the remaining plan (`replanned`), and the interval ends
+    when all have left. Stages on `int8_socs` compute in int8.
+
+    Raises `ConfigError` for another trainer than `FP32Trainer`, if the model has other layers or makes activations of
+    other shapes than were planned, and for layers that int8 does not have; `OutOfMemory` if a stage exceeds its budget.
     """
     trainer = require_fp32(trainer)
     refuse_unfit(trainer)
     if not task.reshuffle:
-        raise ConfigError(
-            "pipeline: all samples of a mini-batch come from one place, so data cannot stay at their "
-            "nodes; use reshuffle=True"
-        )
+        raise ConfigError("pipeline: data cannot stay at their nodes; use reshuffle=True")
     model.to(training_device(trainer))
     read = read_like(model, data, cuts, layers_sha256, sample_shape)
     if not task.first_step:
         trainer.require_divisible_loss(model, (), data, task.batch_size)
-    leaving = {
-        soc: step
-        for soc, step in (departures or {}).items()
-        if soc in plan.socs and step < task.num_steps
-    }
-    bounds = sorted({0, task.num_steps, *leaving.values()})
+    options = {"coding": coding, "int8_socs": int8_socs}
+    interval = _Interval(model, data, task, read, trainer, budget_bytes or {}, options)
+    end_of = {soc: task.num_steps for soc in plan.socs}
+    for soc, step in (departures or {}).items():
+        if soc in end_of:
+            end_of[soc] = min(step, task.num_steps)
     ends: list[TrainedModel] = []
-    num_samples = 0
     with own_random_state(task.seed, task.group_id, task.first_step):
-        for first, stop in pairwise(bounds):
-            present = {soc for soc in plan.socs if leaving.get(soc, task.num_steps) > first}
-            if not present:
-                break
-            part = _Part(
-                model,
-                data,
-                task,
-                replanned(plan, read.model, present),
-                read,
-                trainer,
-                coding,
-                budget_bytes or {},
-                int8_socs,
-            )
-            end = part.train(first, stop, ends[-1].state if ends else state)
-            num_samples += part.num_samples
-            ends.append(end)
-    if not ends:  # without a finite loss nothing is kept of the interval
+        for first, stop in pairwise(sorted({0, task.num_steps, *end_of.values()})):
+            present = {soc for soc, end in end_of.items() if end > first}
+            if present:
+                left = replanned(plan, read.model, present)
+                ends.append(interval.train(left, first, stop, ends[-1].state if ends else state))
+    if not ends:
+        # Without a finite loss nothing is kept of the interval.
         return GroupOutcome(mean_loss=math.nan, num_samples=0, end=SessionResult(state=b""))
     losses = [loss for end in ends for loss in end.losses]
-    return outcome_of(replace(ends[-1], losses=tuple(losses)), plan, num_samples)
+    return outcome_of(replace(ends[-1], losses=tuple(losses)), plan, interval.num_samples)
 
 
 @dataclass
-class _Part:
-    """Steps of an interval under one plan."""
+class _Interval:
+    """A group's interval, whose plan may change between steps."""
 
     model: nn.Module
     data: DataSource
     task: GroupTask
-    plan: Plan
     read: ReadModel
     trainer: FP32Trainer
-    coding: ActivationCoding
     budget_bytes: Mapping[int, float]
-    int8_socs: Collection[int]
+    # More arguments of `Member`.
+    options: Mapping[str, Any]
     num_samples: int = 0
 
-    def train(self, first: int, stop: int, state: bytes | None) -> TrainedModel:
-        """Train the model from step `first` up to, without, `stop` of the interval."""
-        task, plan = self.task, self.plan
-        span = TrainingSpan(
-            first_step=task.first_step + first,
-            total_steps=task.total_steps,
-            steps_per_epoch=task.steps_per_epoch,
-            proximal_mu=task.proximal_mu,
-            seed=(task.seed, task.group_id),
-        )
-        schedule, mail = BatchSchedule(task, [len(self.data)]), Mail()
-        sources = {pipeline.samples_on for pipeline in plan.pipelines} - {None, *plan.socs}
-        members = [
-            Member(
+    def train(
+        self,
+        plan: Plan,
+        first: int,
+        stop: int,
+        state: bytes | None,
+    ) -> TrainedModel:
+        """Train the model by a plan from step `first` to `stop` - 1 of the interval."""
+        task = self.task
+        span = span_of(task, first)
+        mail = Mail()
+        sources = [each.samples_on for each in plan.pipelines if each.samples_on is not None]
+        members = {
+            soc: Member(
                 plan,
                 soc,
                 self.read,
@@ -136,19 +122,18 @@ class _Part:
                 data=self.data,
                 send=mail.sender(soc),
                 state=state,
-                coding=self.coding,
                 budget_bytes=self.budget_bytes.get(soc, math.inf),
-                int8_socs=self.int8_socs,
+                **self.options,
             )
-            for soc in (*plan.socs, *sources)
-            if soc is not None
-        ]
+            for soc in dict.fromkeys((*plan.socs, *sources))
+        }
+        schedule = BatchSchedule(task, [len(self.data)])
         for step in range(first, stop):
             (indices,) = schedule.batch(task.first_step + step)
             mini = Mini(step=task.first_step + step, indices=indices, key=sample_key(task, step))
-            run_together({member.soc: member.update(mini) for member in members}, mail)
+            run_together({soc: member.update(mini) for soc, member in members.items()}, mail)
             self.num_samples += len(indices)
-        ends = run_together({member.soc: member.finish() for member in members}, mail)
+        ends = run_together({soc: member.finish() for soc, member in members.items()}, mail)
         end = next(each for each in ends.values() if each is not None)
         with torch.no_grad():
             own = self.model.state_dict()
@@ -157,12 +142,23 @@ class _Part:
         return end
 
 
+def span_of(task: GroupTask, step: int) -> TrainingSpan:
+    """Return the rest of a group's interval, from a step of it on."""
+    return TrainingSpan(
+        first_step=task.first_step + step,
+        total_steps=task.total_steps,
+        steps_per_epoch=task.steps_per_epoch,
+        proximal_mu=task.proximal_mu,
+        seed=(task.seed, task.group_id),
+    )
+
+
 def require_fp32(trainer: Trainer) -> FP32Trainer:
     """Return the trainer; `ConfigError` for another than `FP32Trainer`."""
     if not isinstance(trainer, FP32Trainer):
+        name = type(trainer).__name__
         raise ConfigError(
-            f"pipeline: stages train with FP32Trainer, and this client has {type(trainer).__name__}; "
-            "give it one, and name the devices that compute in int8 by int8_socs, or use groups"
+            f"pipeline: {name} cannot train stages; give an FP32Trainer and int8_socs"
         )
     return trainer
 
@@ -174,39 +170,36 @@ def read_like(
     layers_sha256: str,
     sample_shape: tuple[int, ...] = (),
 ) -> ReadModel:
-    """Return the layers of a node's model for samples of the planned shape, if known, else of the data's first sample.
+    """Return the layers of a node's model for samples of the planned shape, or else of the data's first sample.
 
-    Raises `ConfigError` if they are not those that were planned.
+    Raises `ConfigError` if they are not the planned layers.
     """
     inputs, _ = pair_of(data.batch(torch.zeros(1, dtype=torch.int64)), "pipeline")
     own_shape = tuple(inputs.shape[1:])
     if sample_shape and own_shape != sample_shape:
         if len(own_shape) != len(sample_shape):
             raise ConfigError(
-                f"pipeline: samples of the data have shape {own_shape}, and {sample_shape} was planned; "
-                "give pipeline_problem an example of these data"
+                f"pipeline: samples have shape {own_shape}, and {sample_shape} was planned; plan for these"
             )
-        inputs = inputs.new_zeros(1, *sample_shape)  # the first sample may be shorter than others
+        # The first sample may be shorter than others.
+        inputs = inputs.new_zeros(1, *sample_shape)
     read = read_model(model, inputs, type(model).__name__, granularity=Granularity(cuts))
     if layers_sha256 and read.model.sha256 != layers_sha256:
         raise ConfigError(
-            f"pipeline: {type(model).__name__} has other layers here than the model that was planned, "
-            f"{read.model.num_layers} in {cuts}; make model_fn return the planned model, with the same "
-            "versions of torch and socflower"
+            f"pipeline: {read.model.name} has other layers here than were planned; make model_fn return "
+            "that model, with the same torch and socflower"
         )
     return read
 
 
 def outcome_of(end: TrainedModel, plan: Plan, num_samples: int) -> GroupOutcome:
     """Return a plan's result as that of a group."""
+    metrics = {
+        PEAK_BYTES: [end.peak_bytes.get(soc, 0.0) for soc in plan.socs],
+        PEAK_IN_FLIGHT: [float(end.peak_in_flight.get(soc, 0)) for soc in plan.socs],
+    }
     return GroupOutcome(
         mean_loss=math.fsum(end.losses) / len(end.losses) if end.losses else 0.0,
         num_samples=num_samples,
-        end=SessionResult(
-            state=end.state,
-            metrics={
-                PEAK_BYTES: [end.peak_bytes.get(soc, 0.0) for soc in plan.socs],
-                PEAK_IN_FLIGHT: [float(end.peak_in_flight.get(soc, 0)) for soc in plan.socs],
-            },
-        ),
+        end=SessionResult(state=end.state, metrics=metrics),
     )

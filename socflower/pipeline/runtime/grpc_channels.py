@@ -11,13 +11,15 @@ from socflower.peers.transports.all_reduce import MAX_CHUNK_BYTES, SEND_AHEAD
 from socflower.peers.transports.port import Caller, PortView, Reader
 from socflower.peers.transports.stream import OutgoingStream
 from socflower.pipeline.runtime.channels import Channels, Fetched
-from socflower.pipeline.runtime.member import LANES
+from socflower.pipeline.runtime.messages import LANES
 from socflower.wire.framing import Assembly
 from socflower.wire.secure_channel import PeerNotReady, PeerRefused, PeerSilent, PeerUnreachable
 
 _METHOD = "pipeline"
-_OPENING = struct.Struct("!II")  # generation and lane
-_LENGTH = struct.Struct("!Q")  # of the message that follows
+# Generation and lane.
+_OPENING = struct.Struct("!II")
+# Length of the message that follows.
+_LENGTH = struct.Struct("!Q")
 _RETRY_S = 0.02
 
 _Key = tuple[int, str]
@@ -27,7 +29,7 @@ class GrpcChannels(Channels):
     """The lanes of one device among `socs`, whose ranks in `port` are `ranks`, in the same order.
 
     Each lane is a stream of its own, which opens with its first message. `heartbeat_s` is how long a device may be
-    unreachable meanwhile. A device that dies or hangs ends all lanes of those that it has lanes with.
+    unreachable at that time. A device that dies or hangs ends all lanes of the devices that it has lanes with.
     """
 
     def __init__(
@@ -40,20 +42,19 @@ class GrpcChannels(Channels):
     ) -> None:
         super().__init__(socs[list(ranks).index(port.rank)])
         self._port, self._generation, self._heartbeat_s = port, generation, heartbeat_s
-        self._rank_of, self._soc_of = (
-            dict(zip(socs, ranks, strict=True)),
-            dict(zip(ranks, socs, strict=True)),
-        )
+        self._rank_of = dict(zip(socs, ranks, strict=True))
+        self._soc_of = dict(zip(ranks, socs, strict=True))
         self._streams: dict[_Key, OutgoingStream] = {}
         self._parts: dict[_Key, deque[bytes]] = {}
         self._ended: set[_Key] = set()
-        self._read: set[_Key] = set()  # lanes whose streams have come
+        # Lanes whose streams were admitted.
+        self._read: set[_Key] = set()
         self._moved = threading.Condition()
         self._is_shut = self._is_graceful = False
         port.handle_stream(_METHOD, self._admit)
 
     def close(self) -> None:
-        """Leave; what was sent before is still delivered, if nothing has failed."""
+        """Leave the pipeline; messages that were sent before are still delivered unless the pipeline has failed."""
         self._is_graceful = self._failure is None
         super().close()
 
@@ -67,16 +68,16 @@ class GrpcChannels(Channels):
             raise PeerLost(str(failure)) from None
 
     def _fetch(self, source: int, lane: str, num_bytes: int | None) -> Fetched:
-        return lambda: self._next(source, lane, num_bytes)  # a stream brings its messages unasked
+        # A stream delivers its messages without a request.
+        return lambda: self._next(source, lane, num_bytes)
 
     def _next(self, source: int, lane: str, num_bytes: int | None) -> memoryview:
         key = (source, lane)
         head = self._take(key)
-        if len(head) != _LENGTH.size or (
-            num_bytes is not None and _LENGTH.unpack(head)[0] != num_bytes
-        ):
+        length = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else -1
+        if length < 0 or num_bytes not in (None, length):
             raise self._malformed(source, f"a message of {lane} that is not of {num_bytes} bytes")
-        arriving = Assembly(_LENGTH.unpack(head)[0], f"a message of {lane}")
+        arriving = Assembly(length, f"a message of {lane}")
         while arriving.missing_bytes:
             part = self._take(key)
             if not 0 < len(part) <= arriving.missing_bytes:
@@ -100,11 +101,8 @@ class GrpcChannels(Channels):
             parts = self._parts.setdefault(key, deque())
             self._moved.wait_for(lambda: self._is_shut or parts or key in self._ended)
             if not parts:
-                raise PeerLost(
-                    f"SoC {self.soc} has left the pipeline"
-                    if self._is_shut
-                    else f"SoC {key[0]} has left the pipeline"
-                )
+                left = self.soc if self._is_shut else key[0]
+                raise PeerLost(f"SoC {left} has left the pipeline")
             part = parts.popleft()
             self._moved.notify_all()
             return part
@@ -117,21 +115,18 @@ class GrpcChannels(Channels):
     # ------------------------------------------------------------------------------------------------- outgoing
 
     def _stream(self, target: int, lane: str) -> OutgoingStream:
-        """Return the stream of a lane; open it when it is first used."""
+        """Return the stream of a lane; open it at its first use."""
         if (target, lane) in self._streams:
             return self._streams[target, lane]
+        opening = _OPENING.pack(self._generation, LANES.index(lane))
         unreachable_since_s: float | None = None
         while not self._is_shut:
             try:
-                stream = self._port.open_stream(
-                    self._rank_of[target],
-                    _METHOD,
-                    _OPENING.pack(self._generation, LANES.index(lane)),
-                )
+                stream = self._port.open_stream(self._rank_of[target], _METHOD, opening)
             except PeerNotReady:
                 unreachable_since_s = None
             except PeerUnreachable:
-                # Its port was reachable when the members agreed on the pipeline; a connection may need another try.
+                # The port was reachable when the members agreed on the pipeline; a connection may need another try.
                 now_s = time.monotonic()
                 unreachable_since_s = unreachable_since_s or now_s
                 if now_s > unreachable_since_s + self._heartbeat_s:
@@ -172,7 +167,10 @@ class GrpcChannels(Channels):
         return _LaneReader(self, key)
 
     def on_part(self, key: _Key, part: bytes) -> None:
-        """Queue a part of a message; wait while many are queued; raises `PeerUnreachable` once this device left."""
+        """Queue a part of a message, after waiting while many are queued.
+
+        Raises `PeerUnreachable` once this device has left.
+        """
         with self._moved:
             parts = self._parts.setdefault(key, deque())
             self._moved.wait_for(lambda: self._is_shut or len(parts) < SEND_AHEAD)
@@ -182,7 +180,7 @@ class GrpcChannels(Channels):
             self._moved.notify_all()
 
     def on_lane_end(self, key: _Key, lost: str) -> None:
-        """Record that no more will come; `lost` says why if the stream broke."""
+        """Record the end of a lane; `lost` is the reason if the stream broke."""
         with self._moved:
             self._ended.add(key)
             self._moved.notify_all()
@@ -190,7 +188,7 @@ class GrpcChannels(Channels):
             self._fail(lost)
 
     def await_end(self, key: _Key) -> None:
-        """Wait until a lane has ended, or this device has left; raise `PeerRefused` to break it if it failed."""
+        """Wait until a lane has ended or this device has left; raise `PeerRefused` if this device has failed."""
         with self._moved:
             self._moved.wait_for(lambda: self._is_shut or key in self._ended)
             if self._is_shut and not self._is_graceful:
@@ -210,7 +208,7 @@ class _LaneReader:
             for message in messages:
                 self._channels.on_part(self._key, message)
         except PeerUnreachable:
-            lost = f"SoC {self._key[0]} is gone"
+            lost = f"SoC {self._key[0]} is lost"
         self._channels.on_lane_end(self._key, lost)
 
     def wait(self) -> None:

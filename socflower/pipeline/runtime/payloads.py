@@ -1,16 +1,16 @@
 """Tensors that cross a cut as bytes: as they are, or in 16, 8 or 4 bits (F24)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from socflower.errors import ConfigError
+from socflower.field_rules import OneOf, checked
+from socflower.pipeline.plan import Slice
 from socflower.pipeline.runtime.stage import Crossing
-from socflower.plain_numbers import plain_numbers
 from socflower.wire.arrays import array_to_bytes
 from socflower.wire.codecs.error_feedback import FORMS, ErrorFeedback, Form
 from socflower.wire.codecs.quantisation import BITS, EncodedTensor, decode, encode, packed_bytes
@@ -28,33 +28,26 @@ _NUMPY_TYPES = {
 }
 
 
-@plain_numbers
-@dataclass(frozen=True, kw_only=True, slots=True)
+_Bits = Annotated[int, OneOf(BITS)]
+
+
+@checked
 class ActivationCoding:
-    """In how many bits activations and their gradients cross a cut; 32 is exact. Integers always are.
+    """The bits in which activations and their gradients cross a cut; 32 is exact. Integers are always exact.
 
     With `feedback` the gradient that comes back is corrected for the error of the activations' code (F25).
     """
 
-    bits: int = 32
-    gradient_bits: int = 32
-    feedback: Form = "none"
+    bits: _Bits = 32
+    gradient_bits: _Bits = 32
+    feedback: Annotated[Form, OneOf(FORMS)] = "none"
 
-    def __post_init__(self) -> None:
-        for key in ("bits", "gradient_bits"):
-            if getattr(self, key) not in BITS:
-                raise ConfigError(
-                    f"activation coding: {key} = {getattr(self, key)} is unknown; use one of "
-                    f"{', '.join(map(str, BITS))}"
-                )
-        if self.feedback not in FORMS:
-            raise ConfigError(
-                f"activation coding: feedback = {self.feedback!r} is unknown; use {', '.join(FORMS)}"
-            )
+    def check(self) -> None:
+        """Refuse feedback without an error to correct."""
         if self.feedback != "none" and self.bits == 32:
             raise ConfigError(
-                f"activation coding: feedback = {self.feedback!r} corrects for what fewer bits lose, and "
-                "bits = 32 loses nothing; leave it out, or give bits=8"
+                f"feedback = {self.feedback!r} corrects errors of coding, and bits = 32 makes none; "
+                "give bits=8, or leave it out"
             )
 
 
@@ -68,19 +61,19 @@ class Payloads:
         for one in crossing:
             if one.dtype not in _NUMPY_TYPES:
                 raise ConfigError(
-                    f"pipeline: {what} of type {one.dtype} cannot be sent; convert them to float32 "
-                    "before the cut, or cut elsewhere"
+                    f"pipeline: {what} of type {one.dtype} cannot be sent; convert them to float32, "
+                    "or cut elsewhere"
                 )
         self._crossing, self._bits, self._what = tuple(crossing), bits, what
 
     def num_bytes(self, num_samples: int) -> int:
         """Return the bytes of so many samples."""
-        return (
-            sum(self._coded_bytes(one, num_samples) for one in self._crossing) if num_samples else 0
-        )
+        if not num_samples:
+            return 0
+        return sum(self._coded_bytes(one, num_samples) for one in self._crossing)
 
     def encode(self, tensors: Sequence[Tensor], first: int, stop: int) -> bytearray:
-        """Return rows `first` up to, without, `stop` of the tensors."""
+        """Return rows `first` to `stop` - 1 of the tensors."""
         parts: list[bytes | memoryview] = []
         for tensor, one in zip(tensors, self._crossing, strict=True):
             array = tensor[first:stop].detach().cpu().contiguous().numpy()
@@ -92,7 +85,7 @@ class Payloads:
         return bytearray().join(parts)
 
     def decode(self, body: memoryview | bytearray, num_samples: int) -> tuple[Tensor, ...]:
-        """Return the tensors of so many samples, in memory of their own."""
+        """Return the tensors of so many samples, as copies."""
         view, start, tensors = memoryview(body), 0, []
         for one in self._crossing:
             shape, end = (num_samples, *one.shape), start + self._coded_bytes(one, num_samples)
@@ -104,9 +97,14 @@ class Payloads:
         if not self._quantises(one):
             return np.frombuffer(body, _NUMPY_TYPES[one.dtype]).reshape(shape).copy()
         low, high = np.frombuffer(body[:8], "<f4").tolist()
-        return decode(
-            EncodedTensor(bits=self._bits, shape=shape, low=(low,), high=(high,), payload=body[8:])
+        coded = EncodedTensor(
+            bits=self._bits,
+            shape=shape,
+            low=(low,),
+            high=(high,),
+            payload=body[8:],
         )
+        return decode(coded)
 
     def _quantises(self, one: Crossing) -> bool:
         return self._bits < 32 and one.dtype == torch.float32
@@ -116,45 +114,62 @@ class Payloads:
         return 8 + packed_bytes(exact // 4, self._bits) if self._quantises(one) else exact
 
 
-class CutFeedback:
-    """Error feedback of what a device sends to those of the next stage, by receiver and tensor."""
+class CutTensors:
+    """The tensors that cross the cuts on both sides of a stage, and the errors of their code."""
 
-    def __init__(self, form: Form) -> None:
-        self._form = form
-        self._kept: dict[tuple[int, int], ErrorFeedback] = {}
-
-    def keep(
-        self, micro_batch: int, receiver: int, sent: Sequence[Tensor], decoded: Sequence[Tensor]
+    def __init__(
+        self,
+        stage: int,
+        entering: Sequence[Crossing],
+        leaving: Sequence[Crossing],
+        coding: ActivationCoding,
     ) -> None:
-        """Keep the errors of one message until its gradients come."""
-        for number, (tensor, other) in enumerate(zip(sent, decoded, strict=True)):
-            if self._form != "none" and tensor.dtype == torch.float32:
-                self._kept.setdefault((receiver, number), ErrorFeedback(self._form)).keep(
-                    micro_batch, tensor.detach().cpu().numpy(), other.numpy()
-                )
+        into, out = f"activations into stage {stage}", f"activations out of stage {stage}"
+        self.inputs = Payloads(entering, coding.bits, what=into)
+        self.outputs = Payloads(leaving, coding.bits, what=out)
+        gradients = [[one for one in side if one.has_gradient] for side in (entering, leaving)]
+        bits = coding.gradient_bits
+        self.input_gradients = Payloads(gradients[0], bits, what=f"gradients of {into}")
+        self.output_gradients = Payloads(gradients[1], bits, what=f"gradients of {out}")
+        self._form: Form = coding.feedback
+        # The tensors out of the stage that get a gradient.
+        self._numbers = [number for number, one in enumerate(leaving) if one.has_gradient]
+        # By receiver and tensor.
+        self._errors: dict[tuple[int, int], ErrorFeedback] = {}
 
-    def correct(
+    def keep_errors(
         self,
         micro_batch: int,
-        receiver: int,
-        gradients: Sequence[Tensor],
-        numbers: Sequence[int],
-    ) -> tuple[Tensor, ...]:
-        """Return the gradients of the tensors with these numbers, corrected; their errors are let go."""
+        piece: Slice,
+        sent: Sequence[Tensor],
+        body: bytearray,
+    ) -> None:
+        """Keep the errors of a message until its gradients come (F25)."""
         if self._form == "none":
-            return tuple(gradients)
-        corrected = []
-        for number, gradient in zip(numbers, gradients, strict=True):
-            feedback = self._kept.get((receiver, number))
+            return
+        decoded = self.outputs.decode(body, piece.num_samples)
+        for number, (tensor, other) in enumerate(zip(sent, decoded, strict=True)):
+            if tensor.dtype == torch.float32:
+                key = (piece.receiver, number)
+                feedback = self._errors.setdefault(key, ErrorFeedback(self._form))
+                feedback.keep(micro_batch, tensor.detach().cpu().numpy(), other.numpy())
+
+    def corrected(
+        self, micro_batch: int, piece: Slice, gradients: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of a message, corrected by its errors, which are then forgotten (F25)."""
+        found = []
+        for number, gradient in zip(self._numbers, gradients, strict=True):
+            feedback = self._errors.get((piece.receiver, number))
             if feedback is not None:
                 gradient = torch.from_numpy(feedback.correct(micro_batch, gradient.numpy()))
                 feedback.forget(micro_batch)
-            corrected.append(gradient)
-        return tuple(corrected)
+            found.append(gradient)
+        return tuple(found)
 
 
 def joined(pieces: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
     """Return tensors of consecutive samples as one of each."""
-    return (
-        tuple(pieces[0]) if len(pieces) == 1 else tuple(map(torch.cat, zip(*pieces, strict=True)))
-    )
+    if len(pieces) == 1:
+        return tuple(pieces[0])
+    return tuple(map(torch.cat, zip(*pieces, strict=True)))

@@ -22,14 +22,14 @@ class OutOfMemory(SocflowerError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Crossing:
-    """A tensor that crosses a cut, as its operation made it: what both ends know of it before it comes."""
+    """The shape of one sample and the type of a tensor that crosses a cut; both ends know them in advance."""
 
-    shape: tuple[int, ...]  # of one sample
+    shape: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
     def of(cls, operation: Operation) -> "Crossing":
-        """Return what crosses when an operation's result leaves a stage."""
+        """Return the form of an operation's result."""
         assert operation.shape is not None and operation.dtype is not None
         return cls(shape=operation.shape[1:], dtype=operation.dtype)
 
@@ -45,34 +45,39 @@ class Crossing:
 
 @dataclass(slots=True)
 class _Kept:
-    """What a micro-batch keeps from its forward to its backward pass."""
+    """Tensors that a micro-batch keeps from its forward to its backward pass."""
 
     entered: tuple[Tensor, ...]
-    made: tuple[Tensor, ...]
-    num_bytes: int = 0  # saved by autograd
-    int8_bytes: int = 0  # entered and made, of a stage in int8, whose engine keeps what is between
+    made: tuple[Tensor, ...] = ()
+    # Saved by autograd.
+    num_bytes: int = 0
+    # Entering and leaving tensors of a stage in int8; its engine keeps the tensors between them.
+    int8_bytes: int = 0
 
 
 class _Saved:
-    """Counts what autograd saves in a forward pass, each storage once, without weights and buffers.
+    """Counts the bytes that autograd saves in a forward pass: each storage once, without weights and buffers.
 
-    Autograd keeps these hooks with what it has saved, and garbage collection does not see its references. So nothing
-    here leads to the results of the pass: they would be kept for ever where no backward pass follows.
+    Autograd keeps these hooks with the tensors that it saves, and garbage collection does not see its references. So
+    nothing here may refer to the results of the pass; they would never be freed if no backward pass follows.
     """
 
     def __init__(
-        self, name: str, module: nn.Module, budget_bytes: float, in_flight: int, others_bytes: float
+        self,
+        name: str,
+        module: nn.Module,
+        budget_bytes: float,
+        in_flight: int,
+        others_bytes: float,
     ) -> None:
         self._name, self._budget_bytes, self._in_flight = name, budget_bytes, in_flight
-        self._others_bytes = others_bytes
-        self._seen = {
-            tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())
-        }
-        self.num_bytes = 0
+        self._others_bytes, self.num_bytes = others_bytes, 0
+        own = (*module.parameters(), *module.buffers())
+        self._seen = {tensor.untyped_storage()._cdata for tensor in own}
 
     @property
     def total_bytes(self) -> float:
-        """With all that the stage has besides."""
+        """Saved bytes and all other bytes of the stage."""
         return self._others_bytes + self.num_bytes
 
     def require_budget(self) -> None:
@@ -86,32 +91,39 @@ class _Saved:
             self._seen.add(storage._cdata)
             self.num_bytes += storage.nbytes()
             self.require_budget()
-        return tensor.detach(), tensor._version  # which both share
+        # The detached tensor has the same version counter.
+        return tensor.detach(), tensor._version
 
     def unpack(self, packed: tuple[Tensor, int]) -> Tensor:
-        """Return what was saved."""
+        """Return the saved tensor."""
         tensor, version = packed
-        if tensor._version != version:  # with hooks, torch does not check it itself
+        # With hooks, torch does not check this itself, and gradients would silently be wrong.
+        if tensor._version != version:
             raise RuntimeError(
                 f"{self._name}: a tensor that the backward pass needs was changed in place"
             )
         return tensor
 
 
-def _require_budget(name: str, needed_bytes: float, budget_bytes: float, in_flight: int) -> None:
-    if needed_bytes > budget_bytes:
+def _require_budget(
+    name: str,
+    needed_bytes: float,
+    budget_bytes: float,
+    in_flight: int,
+) -> None:
+    needed, budget = needed_bytes / 1e6, budget_bytes / 1e6
+    if needed > budget:
         raise OutOfMemory(
-            f"{name}: needs {needed_bytes / 1e6:.1f} MB or more with {in_flight} micro-batches in "
-            f"flight, of a budget of {budget_bytes / 1e6:.1f} MB; use smaller micro-batches, fewer in "
-            "flight or more devices"
+            f"{name}: needs {needed:.1f} MB or more with {in_flight} micro-batches in flight, of a budget "
+            f"of {budget:.1f} MB; use smaller or fewer ones, or more devices"
         )
 
 
 class Int8Passes:
     """A stage's layers in int8, with an engine's memory for each micro-batch in flight.
 
-    Nothing is computed twice, unlike with one engine, which would have to repeat forward passes. Which engine is free
-    changes no result, and its memory stays for later micro-batches, of each size that has come.
+    A single engine would have to repeat forward passes. The choice of a free engine changes no result. Its memory stays
+    allocated for later micro-batches, of each size that has occurred.
     """
 
     def __init__(self, layers: Int8Layers, module: nn.Module, limit: int) -> None:
@@ -120,7 +132,7 @@ class Int8Passes:
         self._free, self._engine_of = list(range(limit)), dict[int, int]()
 
     def forward(self, micro_batch: int, entering: Tensor, draw: int) -> Tensor:
-        """Return what the layers make; the module's running statistics become those of the engine."""
+        """Return the layers' results; the module gets the running statistics of the engine."""
         number = self._engine_of[micro_batch] = self._free.pop(0)
         made = self.layers.forward(entering, draw, number=number)
         for name, seen in self.layers.statistics().items():
@@ -131,11 +143,11 @@ class Int8Passes:
         return made
 
     def release(self, micro_batch: int) -> None:
-        """Let the engine of a micro-batch, whose backward pass is done, take another one."""
+        """Free the engine of a micro-batch after its backward pass."""
         self._free.append(self._engine_of.pop(micro_batch))
 
     def round_masters(self, draw: int) -> None:
-        """Round the masters at random for the micro-batches of an update; `draw` numbers the random numbers."""
+        """Round the masters at random for the micro-batches of an update; `draw` is the number of the random stream."""
         self.layers.round_masters(self._buffers, draw)
 
 
@@ -143,19 +155,25 @@ class Int8Passes:
 class StageWork:
     """A device's layers as a module, and the micro-batches whose activations it keeps.
 
-    `limit` is K_p: more micro-batches in flight are an error of the caller. `budget_bytes` bounds weights, gradients,
-    optimiser state (`state_bytes`) and all that autograd has saved; in int8 all that the engines hold, and what enters
-    and leaves in FP32.
+    `limit` is K_p; the caller never exceeds it. `budget_bytes` bounds weights, gradients, optimiser state
+    (`state_bytes`) and all tensors that autograd has saved; in int8 it bounds the engines' memory, and the entering and
+    leaving tensors in FP32.
     """
 
-    name: str  # for messages, such as "stage 1 on SoC 3"
+    # For messages, such as "stage 1 on SoC 3".
+    name: str
     module: nn.Module
-    entering: tuple[Crossing, ...]  # none: the model's input
-    leaving: tuple[Crossing, ...]  # none: the model's output
+    # (): the model's input.
+    entering: tuple[Crossing, ...]
+    # (): the model's output.
+    leaving: tuple[Crossing, ...]
     limit: int
-    seed: int | None = None  # of random layers; None: the stage has none
-    loss: LossFn | None = None  # of the last stage, computed in FP32
-    int8: Int8Passes | None = None  # computes the passes; None: torch
+    # Of random layers; None: the stage has none.
+    seed: int | None = None
+    # Of the last stage, computed in FP32.
+    loss: LossFn | None = None
+    # Computes the passes; None: torch.
+    int8: Int8Passes | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     state_bytes: float = 0.0
     budget_bytes: float = math.inf
@@ -172,24 +190,20 @@ class StageWork:
         labels: Any = None,
         weight: float = 1.0,
     ) -> tuple[Tensor, ...]:
-        """Return the tensors that leave the stage, or of the last one its weighted loss (0-d).
+        """Return the tensors that leave the stage; the last stage returns its weighted loss, a 0-d tensor.
 
-        `stream` numbers the random numbers of the pass. `weight` is the factor of the samples' loss in that of the
-        mini-batch: 0 if none of their labels counts.
+        `stream` is the number of the pass's random stream. `weight` is the factor of the samples' loss in the loss of
+        the mini-batch: 0 if none of their labels counts.
         """
-        if len(self._kept) >= self.limit:
-            raise AssertionError(
-                f"{self.name}: {len(self._kept)} micro-batches in flight of {self.limit} allowed"
-            )
-        entered = (
-            tuple(
-                self._entered(tensor, one)
-                for tensor, one in zip(entering, self.entering, strict=True)
-            )
-            if self.entering
-            else tuple(tensor.to(self.device) for tensor in entering)
+        assert len(self._kept) < self.limit, (
+            f"{self.name}: {self.limit} micro-batches are in flight"
         )
-        kept = self._kept[micro_batch] = _Kept(entered, ())
+        if self.entering:
+            pairs = zip(entering, self.entering, strict=True)
+            entered = tuple(self._entered(tensor, one) for tensor, one in pairs)
+        else:
+            entered = tuple(tensor.to(self.device) for tensor in entering)
+        kept = self._kept[micro_batch] = _Kept(entered)
         with self._counted(kept), self._streams(stream):
             made: Any
             if self.int8 is None:
@@ -199,56 +213,59 @@ class StageWork:
                 kept.int8_bytes = entered[0].nbytes + made.nbytes
                 made = (made,) if self.loss is None else made
             if self.loss is not None:
-                mean = self.loss(made, labels)
-                if not isinstance(mean, Tensor) or mean.dim():
-                    raise SocflowerError(
-                        f"{self.name}: the loss must be a tensor without dimensions, the mean over "
-                        "the samples"
-                    )
-                if not weight:  # the mean is 0 / 0, and its gradient 0
-                    mean = torch.zeros((), device=self.device)
-                made = (mean if weight in (0.0, 1.0) else mean * weight,)
+                made = (self._loss_of(self.loss, made, labels, weight),)
         kept.made = tuple(made)
         self.peak_in_flight = max(self.peak_in_flight, len(self._kept))
         return tuple(tensor.detach() for tensor in kept.made)
+
+    def _loss_of(
+        self,
+        loss: LossFn,
+        made: Any,
+        labels: Any,
+        weight: float,
+    ) -> Tensor:
+        mean = loss(made, labels)
+        if not isinstance(mean, Tensor) or mean.dim():
+            raise SocflowerError(
+                f"{self.name}: the loss must be a tensor without dimensions, the mean over the samples"
+            )
+        if not weight:
+            # The mean is 0 / 0, and its gradient 0.
+            return torch.zeros((), device=self.device)
+        return mean if weight == 1.0 else mean * weight
 
     def backward(
         self, micro_batch: int, gradients: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
         """Add the parameters' gradients; return those of the entering tensors, None for integers.
 
-        `gradients` are of the leaving tensors, in their order; of the last stage there are none.
+        `gradients` are those of the leaving tensors, in their order; the last stage has none.
         """
         kept = self._kept.pop(micro_batch)
         if self.loss is not None:
             if kept.made[0].requires_grad:
                 kept.made[0].backward()
         else:
-            pairs = [
-                (made, gradient.to(self.device))
-                for made, gradient in zip(kept.made, gradients, strict=True)
-                if made.requires_grad and gradient is not None
-            ]
-            if pairs:
-                torch.autograd.backward(
-                    [made for made, _ in pairs], [gradient for _, gradient in pairs]
-                )
-        kept.made = ()  # frees the graph
+            roots, of_roots = [], []
+            for made, gradient in zip(kept.made, gradients, strict=True):
+                if made.requires_grad and gradient is not None:
+                    roots.append(made)
+                    of_roots.append(gradient.to(self.device))
+            if roots:
+                torch.autograd.backward(roots, of_roots)
+        # Frees the graph.
+        kept.made = ()
         if self.int8 is not None:
             self.int8.release(micro_batch)
             self._count_engines(len(self._kept) + 1, kept.int8_bytes)
-        return (
-            tuple(
-                None
-                if not one.has_gradient
-                else torch.zeros_like(tensor)
-                if tensor.grad is None
-                else tensor.grad
-                for tensor, one in zip(kept.entered, self.entering, strict=True)
-            )
-            if self.entering
-            else ()
-        )
+        found: list[Tensor | None] = []
+        for tensor, one in zip(kept.entered, self.entering, strict=bool(self.entering)):
+            if not one.has_gradient:
+                found.append(None)
+            else:
+                found.append(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+        return tuple(found)
 
     def _entered(self, tensor: Tensor, crossing: Crossing) -> Tensor:
         tensor = tensor.to(self.device)
@@ -260,7 +277,8 @@ class StageWork:
     @contextmanager
     def _counted(self, kept: _Kept) -> Iterator[None]:
         """Count the bytes that autograd saves in the block."""
-        saved = _Saved(self.name, self.module, self.budget_bytes, len(self._kept), self.held_bytes)
+        in_flight = len(self._kept)
+        saved = _Saved(self.name, self.module, self.budget_bytes, in_flight, self.held_bytes)
         try:
             saved.require_budget()
             with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
@@ -274,15 +292,13 @@ class StageWork:
     @property
     def held_bytes(self) -> float:
         """Bytes that the stage has now."""
-        engines = 0 if self.int8 is None else self.int8.layers.pass_bytes
-        return (
-            self.state_bytes
-            + engines
-            + sum(kept.num_bytes + kept.int8_bytes for kept in self._kept.values())
-        )
+        held = self.state_bytes
+        if self.int8 is not None:
+            held += self.int8.layers.pass_bytes
+        return held + sum(kept.num_bytes + kept.int8_bytes for kept in self._kept.values())
 
     def _count_engines(self, in_flight: int, ended_bytes: float = 0.0) -> None:
-        """Count what the engines have taken in a pass, which they say at its end."""
+        """Count the engines' memory, which is known at the end of a pass."""
         needed_bytes = self.held_bytes + ended_bytes
         self.peak_bytes = max(self.peak_bytes, needed_bytes)
         _require_budget(self.name, needed_bytes, self.budget_bytes, in_flight)

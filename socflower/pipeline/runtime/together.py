@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from socflower.pipeline.runtime.member import Expect, Receive, Reduce, Script, Send
+from socflower.pipeline.runtime.messages import Receive, Reduce, Script, Send
 from socflower.training.sum_order import sum_in_ring_order
 
 _Result = TypeVar("_Result")
@@ -25,7 +25,7 @@ class Mail:
         return send
 
     def take(self, source: int, target: int, lane: str) -> bytearray | None:
-        """Return the next message of a lane; None without one."""
+        """Return the next message of a lane, or None."""
         box = self._boxes.get((source, target, lane))
         return box.popleft() if box else None
 
@@ -36,24 +36,17 @@ def run_together(scripts: Mapping[int, Script[_Result]], mail: Mail) -> dict[int
     waiting: dict[int, Receive | Reduce] = {}
 
     def advance(soc: int, answer: Any) -> None:
-        """Run a script until it waits for what is not there."""
-        script = scripts[soc]
+        """Run a script until it waits for a message that is not there, or for a sum."""
         waiting.pop(soc, None)
         try:
-            request = script.send(answer)
+            request = scripts[soc].send(answer)
             while not isinstance(request, Reduce):
-                if isinstance(request, Expect):
-                    request = script.send(None)
-                    continue
-                body = mail.take(request.source, soc, request.lane)
-                if body is None:
-                    break
-                if request.num_bytes not in (None, len(body)):
-                    raise AssertionError(
-                        f"SoC {request.source} sent {len(body)} bytes of {request.lane} where "
-                        f"{request.num_bytes} belong"
-                    )
-                request = script.send(body)
+                body = None
+                if isinstance(request, Receive):
+                    body = _taken(mail, request, soc)
+                    if body is None:
+                        break
+                request = scripts[soc].send(body)
             waiting[soc] = request
         except StopIteration as end:
             results[soc] = end.value
@@ -64,29 +57,36 @@ def run_together(scripts: Mapping[int, Script[_Result]], mail: Mail) -> dict[int
         progressed = False
         for soc, request in list(waiting.items()):
             if waiting.get(soc) is not request:
-                continue  # it was in a sum that was done meanwhile
+                # Another device's turn has already computed the sum that this one waited for.
+                continue
             if isinstance(request, Receive):
-                body = mail.take(request.source, soc, request.lane)
+                body = _taken(mail, request, soc)
                 if body is not None:
                     progressed = True
                     advance(soc, body)
-            elif all(
-                isinstance(other := waiting.get(member), Reduce)
-                and other.devices == request.devices
-                for member in request.devices
-            ):
+            elif _sum(request.devices, waiting):
                 progressed = True
-                _sum(request.devices, waiting)
                 for member in request.devices:
                     advance(member, None)
-        if not progressed:
-            raise AssertionError(f"the pipeline stands still: {waiting}")
+        assert progressed, f"the members wait for each other: {waiting}"
     return results
 
 
-def _sum(devices: tuple[int, ...], waiting: Mapping[int, Receive | Reduce]) -> None:
-    requests = [request for soc in devices if isinstance(request := waiting[soc], Reduce)]
-    buffers = [request.buffer.numpy() for request in requests]
+def _taken(mail: Mail, request: Receive, soc: int) -> bytearray | None:
+    body = mail.take(request.source, soc, request.lane)
+    assert body is None or request.num_bytes in (None, len(body)), (request, len(body))
+    return body
+
+
+def _sum(devices: tuple[int, ...], waiting: Mapping[int, Receive | Reduce]) -> bool:
+    """Sum the buffers of devices in place; return False if one of them does not wait for this sum yet."""
+    buffers = []
+    for soc in devices:
+        request = waiting.get(soc)
+        if not isinstance(request, Reduce) or request.devices != devices:
+            return False
+        buffers.append(request.buffer.numpy())
     total = sum_in_ring_order(buffers)
     for buffer in buffers:
         buffer[:] = total
+    return True

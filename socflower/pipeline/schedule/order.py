@@ -1,4 +1,4 @@
-"""The order of a stage's passes, and how many micro-batches it keeps in flight (paper §3.2, Fig. 15b)."""
+"""The order of a stage's passes, and its number of micro-batches in flight (paper §3.2, Fig. 15b)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,15 +26,12 @@ class ScheduledPass(NamedTuple):
 def operations(policy: Policy, in_flight: int, num_micro_batches: int) -> Iterator[ScheduledPass]:
     """Yield a stage's passes of one update in their order.
 
-    1F1B: K_p forward passes, then in turns a backward and a forward pass, then the backward passes that are left.
-    Backward after forward is the same with K_p = M. At most K_p micro-batches have had a forward pass and no complete
-    backward pass.
+    1F1B: K_p forward passes, then alternately a backward and a forward pass, then the remaining backward passes.
+    Backward after forward is the same with K_p = M. At most K_p micro-batches wait for their backward pass.
     """
-    ahead = (
-        num_micro_batches
-        if policy == Policy.BACKWARD_AFTER_FORWARD
-        else min(in_flight, num_micro_batches)
-    )
+    ahead = min(in_flight, num_micro_batches)
+    if policy == Policy.BACKWARD_AFTER_FORWARD:
+        ahead = num_micro_batches
     for micro_batch in range(ahead):
         yield ScheduledPass(Pass.FORWARD, micro_batch)
     for micro_batch in range(num_micro_batches):
@@ -56,27 +53,28 @@ class InFlight:
 
     def counts(self, num_stages: int, num_micro_batches: int) -> tuple[int, ...]:
         """Return K_p of all stages in order."""
-        return tuple(
-            self.count(num_stages - stage, num_micro_batches) for stage in range(num_stages)
-        )
+        to_end = range(num_stages, 0, -1)
+        return tuple(self.count(stages, num_micro_batches) for stages in to_end)
 
 
 ASTEROID = InFlight(2, -1)
-RULES = {"asteroid": ASTEROID, "a": InFlight(2, 0), "b": InFlight(1, 0), "c": InFlight(2, 1)}
-"""The policies of the paper's Fig. 15(b): its own, 2(P − p) − 1, and its policies a, b and c."""
+RULES = {
+    "asteroid": ASTEROID,
+    "a": InFlight(2, 0),
+    "b": InFlight(1, 0),
+    "c": InFlight(2, 1),
+}
+"""The rules of the paper's Fig. 15(b): its own, 2(P − p) − 1, and a, b and c."""
 
 
 def rule(name: str) -> InFlight:
-    """Return a rule of the paper by name; `ConfigError` lists them."""
-    try:
-        return RULES[name]
-    except KeyError:
-        raise ConfigError(
-            f"pipeline: in_flight = {name!r} is unknown; use {', '.join(RULES)} or a number"
-        ) from None
+    """Return a rule of the paper by name; raises `ConfigError` for an unknown name."""
+    if name not in RULES:
+        raise ConfigError(f"pipeline: in_flight = {name!r}; use one of {[*RULES]} or a number")
+    return RULES[name]
 
 
 def at_most(limit: int) -> InFlight:
-    """Return the rule of one K for all stages."""
+    """Return the rule of the same K for all stages."""
     require_range("pipeline", least=1, in_flight=limit)
     return InFlight(0, limit)

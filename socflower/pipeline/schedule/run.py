@@ -1,13 +1,14 @@
-"""The execution of a plan in virtual time: every device a process, on the one engine of `sim` (paper §3.2, Fig. 4, 11).
+"""The execution of a plan in virtual time; each device is a process of `sim` (paper §3.2, Fig. 4, 11).
 
 A device does its stage's passes in the order of `schedule.order`, each on its own share of the micro-batch, as soon as
-that share's activations or gradients have arrived. What it makes is sent at once and without waiting, in order on each
-pair of devices. After its last backward pass it exchanges gradients and updates its weights; no device waits for
-others than those that it exchanges with.
+that share's activations or gradients have arrived. It sends its results at once and does not wait; messages between two
+devices keep their order. After its last backward pass a device exchanges gradients and updates its weights. It waits
+only for the devices with which it exchanges.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from socflower.cluster import Activity, Usage
@@ -15,11 +16,13 @@ from socflower.cluster.link_rate import RateSteps
 from socflower.errors import require_range
 from socflower.pipeline.plan import (
     PipelinePlan,
+    Place,
     Plan,
     Slice,
     Sync,
     SynchronisedPart,
     TwoDPlan,
+    places,
     synchronised_parts,
 )
 from socflower.pipeline.problem import PipelineProblem
@@ -36,16 +39,17 @@ from socflower.sim.processes import (
 )
 
 Delay = Callable[[int, ScheduledPass], float]
-"""Seconds that a pass takes longer than planned, by SoC and pass."""
+"""Returns additional seconds of a pass, by SoC and pass."""
 
 
 class PassRecord(NamedTuple):
-    """A pass that a device did."""
+    """A pass of a device."""
 
     soc: int
     pipeline: int
     stage: int
-    step: int  # which update of the weights
+    # The update of the weights, from 0.
+    step: int
     kind: Pass
     micro_batch: int
     start_s: float
@@ -58,9 +62,12 @@ class ScheduleRun:
 
     usage: Usage
     num_steps: int
-    step_ends_s: tuple[float, ...]  # when all devices had updated their weights, from the start
-    passes: tuple[PassRecord, ...]  # in the order of their ends
-    peak_in_flight: Mapping[int, int]  # micro-batches, by SoC
+    # The ends of updates on all devices, since the start.
+    step_ends_s: tuple[float, ...]
+    # In the order of their ends.
+    passes: tuple[PassRecord, ...]
+    # Micro-batches, by SoC.
+    peak_in_flight: Mapping[int, int]
 
     @property
     def step_s(self) -> float:
@@ -84,64 +91,78 @@ def simulate_schedule(
     within_memory: bool = True,
     label: str = "pipeline",
 ) -> ScheduleRun:
-    """Execute `num_steps` updates of a plan in virtual time, advance the clock, and return what happened.
+    """Execute `num_steps` updates of a plan in virtual time, advance the clock, and return the run.
 
     Parameters
     ----------
     clock : EventClock, optional
-        Of the problem's cluster; its heat and background load slow devices down, its trace shows the micro-batches.
-        Default: a new clock, at full speed. The idle watts of all the problem's devices count.
+        Of the problem's cluster. Its heat and background load slow devices down; its trace shows the micro-batches. The
+        idle watts of all the problem's devices count. Default: a new clock, at full speed.
     link_rates : mapping, optional
-        Bandwidths that change with time, of directed links of the cluster such as `soc3/tx`.
+        Bandwidths over time of directed links of the cluster, such as `soc3/tx`.
     delay : callable, optional
         Seconds added to each pass.
     within_memory : bool
-        Whether the plan must keep the budgets; planners that know none make plans that do not.
+        Whether the plan must keep the budgets; plans of planners without budgets may exceed them.
 
     Raises
     ------
     InfeasiblePlan
         If the plan exceeds a memory budget.
     SocflowerError
-        If a link is lost for good while something is yet to be sent.
+        If a link is lost for good before all messages are sent.
     """
     require_range("pipeline", least=1, num_steps=num_steps)
     if within_memory:
         plan.check(problem)
     run = _Run(problem, plan, num_steps, link_rates or {}, delay)
-    usage = (clock or EventClock(problem.cluster)).run_processes(
-        run.start, socs=[device.soc for device in problem.devices], label=label
-    )
-    return run.result(usage)
+    clock = clock or EventClock(problem.cluster)
+    socs = [device.soc for device in problem.devices]
+    return run.result(clock.run_processes(run.start, socs=socs, label=label))
 
 
 class _Member:
-    """A device's place in a plan, and what has arrived for it."""
+    """A device's place in a plan, and the queues of its messages."""
 
-    def __init__(self, pipeline: int, stage: int, rank: int, soc: int, share: int) -> None:
-        self.pipeline, self.stage, self.rank, self.soc, self.share = (
-            pipeline,
-            stage,
-            rank,
-            soc,
-            share,
-        )
-        self.inputs: list[Queue[None]] = []  # one a sender, in the order of micro-batches
+    def __init__(self, plan: Plan, soc: int, place: Place) -> None:
+        self.soc, self.place = soc, place
+        self.pipeline = plan.pipelines[place.pipeline]
+        self.stage = self.pipeline.stages[place.stage]
+        self.share = self.stage.shares[place.rank]
+        # Arrived activations and gradients, one queue per sender, in the order of micro-batches.
+        self.inputs: list[Queue[None]] = []
         self.gradients: list[Queue[None]] = []
-        self.parts: list[SynchronisedPart] = []  # in the order of their exchange
+        # Messages out of the stage and back into the stage before.
+        self.outputs: list[_Outgoing] = []
+        self.returns: list[_Outgoing] = []
+        # Permissions for the device with the samples to send more of them.
+        self.free: list[Credits] = []
+        # In the order of their exchange.
+        self.parts: list[SynchronisedPart] = []
         self.in_flight = self.peak_in_flight = 0
+
+    def count(self, change: int) -> None:
+        """Count micro-batches in flight."""
+        self.in_flight += change
+        self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
 
 
 class _Channel:
-    """Messages from one device to another, one at a time in the order of sending."""
+    """Messages from one device to another, sent one after the other in the order of `send`."""
 
-    def __init__(self, run: "_Run", source: int | str, target: int | str, what: str) -> None:
+    def __init__(
+        self,
+        run: "_Run",
+        source: int | str,
+        target: int | str,
+        what: str,
+    ) -> None:
         self._simulation, self._source, self._target = run.simulation, source, target
         self._waiting: Queue[tuple[float, str, Queue[None]]] = Queue(what)
         self._simulation.start(self._carry(), f"{what} from {source} to {target}", background=True)
 
     def send(self, num_bytes: float, name: str, arrived: Queue[None]) -> None:
-        """Send bytes; `arrived` gets a value when they are there."""
+        """Send bytes; `arrived` gets a value on their arrival."""
         self._waiting.put((num_bytes, name, arrived))
 
     def _carry(self) -> Process[None]:
@@ -151,8 +172,16 @@ class _Channel:
             arrived.put(None)
 
 
+class _Outgoing(NamedTuple):
+    """Where a device sends a part of its results for each micro-batch."""
+
+    channel: _Channel
+    piece: Slice
+    arrived: Queue[None]
+
+
 class _Run:
-    """The processes of a plan, and what they record."""
+    """The processes of a plan, and their records."""
 
     def __init__(
         self,
@@ -164,12 +193,7 @@ class _Run:
     ) -> None:
         self._problem, self._plan, self._num_steps, self._delay = problem, plan, num_steps, delay
         self._link_rates = link_rates
-        self._members = {
-            soc: _Member(number, index, rank, soc, share)
-            for number, pipeline in enumerate(plan.pipelines)
-            for index, stage in enumerate(pipeline.stages)
-            for rank, (soc, share) in enumerate(zip(stage.devices, stage.shares, strict=True))
-        }
+        self._members = {soc: _Member(plan, soc, place) for soc, place in places(plan).items()}
         self._passes: list[PassRecord] = []
         self._step_ends_s = [0.0] * num_steps
         self._start_s = 0.0
@@ -179,22 +203,16 @@ class _Run:
         self.simulation, self._start_s = simulation, simulation.now_s
         simulation.change_rates(self._link_rates)
         self._plan_exchange()
-        self._outputs: dict[int, list[tuple[_Channel, Slice, Queue[None]]]] = {
-            soc: [] for soc in self._members
-        }
-        self._returns: dict[int, list[tuple[_Channel, Slice, Queue[None]]]] = {
-            soc: [] for soc in self._members
-        }
-        self._sources: dict[int, list[Credits]] = {}
         for pipeline in self._plan.pipelines:
             self._connect(pipeline)
             if pipeline.samples_on is not None:
                 self._supply(pipeline, pipeline.samples_on)
         for member in self._members.values():
-            simulation.start(self._work(member), f"SoC {member.soc}, stage {member.stage}")
+            name = f"SoC {member.soc}, stage {member.place.stage}"
+            simulation.start(self._work(member), name)
 
     def result(self, usage: Usage) -> ScheduleRun:
-        """Return what happened."""
+        """Return the record of the run."""
         return ScheduleRun(
             usage=usage,
             num_steps=self._num_steps,
@@ -206,9 +224,8 @@ class _Run:
     # ------------------------------------------------------------------------------------------------ connections
 
     def _connect(self, pipeline: PipelinePlan) -> None:
-        """Join the devices of neighbouring stages: activations one way, their gradients the other."""
-        for index, stage in enumerate(pipeline.stages[:-1]):
-            following = pipeline.stages[index + 1]
+        """Join the devices of neighbouring stages: activations forward, their gradients backward."""
+        for index, (stage, following) in enumerate(pairwise(pipeline.stages)):
             for piece in pipeline.slices(index):
                 sender = self._members[stage.devices[piece.sender]]
                 receiver = self._members[following.devices[piece.receiver]]
@@ -216,35 +233,31 @@ class _Run:
                 returned: Queue[None] = Queue(f"gradients of stage {index + 1}")
                 receiver.inputs.append(arrived)
                 sender.gradients.append(returned)
-                self._outputs[sender.soc].append(
-                    (_Channel(self, sender.soc, receiver.soc, "activations"), piece, arrived)
-                )
-                self._returns[receiver.soc].append(
-                    (_Channel(self, receiver.soc, sender.soc, "gradients"), piece, returned)
-                )
+                there = _Channel(self, sender.soc, receiver.soc, "activations")
+                sender.outputs.append(_Outgoing(there, piece, arrived))
+                back = _Channel(self, receiver.soc, sender.soc, "gradients")
+                receiver.returns.append(_Outgoing(back, piece, returned))
 
     def _supply(self, pipeline: PipelinePlan, source: int) -> None:
-        """Let a device send samples to the first stage and labels to the last, not more than K_p ahead."""
+        """Let a device send samples to the first stage and labels to the last, at most K_p micro-batches ahead."""
         model = self._problem.model
         ends = (
             (pipeline.stages[0], model.input_bytes, "samples"),
             (pipeline.stages[-1], model.label_bytes, "labels"),
         )
         for stage, num_bytes, what in ends:
-            for soc, share in zip(stage.devices, stage.shares, strict=True):
-                if soc == source or not num_bytes:
-                    continue
-                arrived: Queue[None] = Queue(what)
-                self._members[soc].inputs.append(arrived)
-                free = Credits(stage.in_flight, f"a place for {what}")
-                self._sources.setdefault(soc, []).append(free)
-                channel = _Channel(self, source, soc, what)
-                self.simulation.start(
-                    self._send_samples(
-                        channel, free, share * num_bytes, pipeline.num_micro_batches, what, arrived
-                    ),
-                    f"{what} for SoC {soc}",
-                )
+            for soc, share in stage.members:
+                if soc != source and num_bytes:
+                    arrived: Queue[None] = Queue(what)
+                    free = Credits(stage.in_flight, f"a place for {what}")
+                    self._members[soc].inputs.append(arrived)
+                    self._members[soc].free.append(free)
+                    channel = _Channel(self, source, soc, what)
+                    number = pipeline.num_micro_batches
+                    sending = self._send_samples(
+                        channel, free, share * num_bytes, number, what, arrived
+                    )
+                    self.simulation.start(sending, f"{what} for SoC {soc}")
 
     def _send_samples(
         self,
@@ -262,95 +275,96 @@ class _Run:
     # ---------------------------------------------------------------------------------------------------- passes
 
     def _work(self, member: _Member) -> Process[None]:
-        pipeline = self._plan.pipelines[member.pipeline]
-        stage = pipeline.stages[member.stage]
-        device, model = self._problem.device(member.soc), self._problem.model
-        first, last = stage.first_layer, stage.last_layer
-        seconds = dict(
-            zip(
-                (Pass.FORWARD, Pass.BACKWARD),
-                self._problem.pass_s(device, first, last, member.share),
-                strict=True,
-            )
+        """Do all updates of a device."""
+        problem, stage, pipeline = self._problem, member.stage, member.pipeline
+        device, simulation = problem.device(member.soc), self.simulation
+        update_s = device.update_s(problem.model.weight_bytes(*stage.layers))
+        # Only passes run on the int8 processor; gradients and updates are in FP32.
+        cpu = processor = simulation.processor(
+            member.soc, problem.kind(member.soc).default_processor
         )
-        returned_bytes = model.layers[first - 1].output_bytes if first else 0.0
-        sent_bytes = {
-            Pass.FORWARD: model.layers[last].output_bytes * self._problem.activation_part,
-            Pass.BACKWARD: returned_bytes * self._problem.gradient_part,
-        }
-        update_s = device.update_s(model.weight_bytes(first, last))
-        simulation = self.simulation
-        cpu = simulation.processor(member.soc, self._problem.kind(member.soc).default_processor)
-        processor = (
-            simulation.processor(member.soc, device.int8_processor)
-            if device.int8_processor
-            else cpu
-        )
+        if device.int8_processor:
+            processor = simulation.processor(member.soc, device.int8_processor)
+        costs = self._pass_costs(member)
         order = tuple(operations(pipeline.policy, stage.in_flight, pipeline.num_micro_batches))
         for step in range(self._num_steps):
             for operation in order:
-                kind, micro_batch = operation
-                forward = kind == Pass.FORWARD
-                for queue in member.inputs if forward else member.gradients:
-                    yield queue.get()
-                if forward:
-                    member.in_flight += 1
-                    member.peak_in_flight = max(member.peak_in_flight, member.in_flight)
-                longer_s = 0.0 if self._delay is None else self._delay(member.soc, operation)
-                ran_s = yield simulation.compute(
-                    processor, seconds[kind] + longer_s, f"{kind.value} {micro_batch}"
-                )
-                now_s = simulation.now_s
-                self._passes.append(
-                    PassRecord(
-                        member.soc,
-                        member.pipeline,
-                        member.stage,
-                        step,
-                        kind,
-                        micro_batch,
-                        now_s - ran_s,
-                        now_s,
-                    )
-                )
-                if not forward:
-                    member.in_flight -= 1
-                else:
-                    for free in self._sources.get(member.soc, ()):
-                        free.give()
-                name = f"{'activations' if forward else 'gradients'} {micro_batch} of stage {member.stage}"
-                for channel, piece, arrived in (self._outputs if forward else self._returns)[
-                    member.soc
-                ]:
-                    channel.send(piece.num_samples * sent_bytes[kind], name, arrived)
+                yield from self._pass(member, processor, costs[operation.kind], step, operation)
             for part in member.parts:
                 yield from self._exchange(member, part, step, cpu)
             if update_s:
                 yield simulation.compute(cpu, update_s, "update", activity=Activity.UPDATE)
             self._step_ends_s[step] = max(self._step_ends_s[step], simulation.now_s - self._start_s)
 
+    def _pass_costs(self, member: _Member) -> dict[Pass, tuple[float, float]]:
+        """Return the seconds of a pass and the bytes that it sends of one sample."""
+        problem, (first, last) = self._problem, member.stage.layers
+        device, layers = problem.device(member.soc), problem.model.layers
+        forward_s, backward_s = problem.pass_s(device, first, last, member.share)
+        returned_bytes = layers[first - 1].output_bytes if first else 0.0
+        return {
+            Pass.FORWARD: (forward_s, layers[last].output_bytes * problem.activation_part),
+            Pass.BACKWARD: (backward_s, returned_bytes * problem.gradient_part),
+        }
+
+    def _pass(
+        self,
+        member: _Member,
+        processor: SimulatedProcessor,
+        costs: tuple[float, float],
+        step: int,
+        operation: ScheduledPass,
+    ) -> Process[None]:
+        """Wait for a pass's tensors, compute it, and send its results."""
+        simulation, (kind, micro_batch) = self.simulation, operation
+        seconds, sent_bytes = costs
+        forward = kind == Pass.FORWARD
+        for queue in member.inputs if forward else member.gradients:
+            yield queue.get()
+        if forward:
+            member.count(1)
+        if self._delay is not None:
+            seconds += self._delay(member.soc, operation)
+        ran_s = yield simulation.compute(processor, seconds, f"{kind.value} {micro_batch}")
+        place, now_s = member.place, simulation.now_s
+        self._passes.append(
+            PassRecord(
+                soc=member.soc,
+                pipeline=place.pipeline,
+                stage=place.stage,
+                step=step,
+                kind=kind,
+                micro_batch=micro_batch,
+                start_s=now_s - ran_s,
+                end_s=now_s,
+            )
+        )
+        if forward:
+            for free in member.free:
+                free.give()
+        else:
+            member.count(-1)
+        what = "activations" if forward else "gradients"
+        for channel, piece, arrived in member.outputs if forward else member.returns:
+            name = f"{what} {micro_batch} of stage {place.stage}"
+            channel.send(piece.num_samples * sent_bytes, name, arrived)
+
     # -------------------------------------------------------------------------------------------------- gradients
 
     def _plan_exchange(self) -> None:
-        """Give every device the parts that it exchanges: last layers first, in one order for all devices."""
-        plan = self._plan
-        self._by_server = (
-            plan.server if isinstance(plan, TwoDPlan) and plan.sync == Sync.SERVER else None
-        )
-        alone = isinstance(plan, TwoDPlan) and len(plan.groups) == 1
-        self._rings: dict[
-            tuple[SynchronisedPart, int], tuple[_Channel, Queue[None], Queue[None]]
-        ] = {}
-        self._arrivals: dict[
-            tuple[SynchronisedPart, int, int], Queue[None]
-        ] = {}  # at the server, by part, SoC, step
+        """Give every device the parts that it exchanges: last layers first, in one order on all devices."""
+        plan, weight_bytes = self._plan, self._problem.model.weight_bytes
+        self._by_server: int | str | None = None
+        self._rings: dict[tuple[SynchronisedPart, int], _Ring] = {}
+        # At the server: uploads by part, SoC and step, and the event of all of a part's uploads.
+        self._arrivals: dict[tuple[SynchronisedPart, int, int], Queue[None]] = {}
         self._uploads: dict[tuple[SynchronisedPart, int], Event[None]] = {}
+        if isinstance(plan, TwoDPlan) and plan.sync == Sync.SERVER:
+            self._by_server = plan.server
+            if len(plan.groups) == 1:
+                return
         for part in reversed(synchronised_parts(plan)):
-            if (
-                len(part.devices) < 2
-                or not self._problem.model.weight_bytes(part.first_layer, part.last_layer)
-                or (alone and self._by_server is not None)
-            ):
+            if len(part.devices) < 2 or not weight_bytes(part.first_layer, part.last_layer):
                 continue
             for soc in part.devices:
                 self._members[soc].parts.append(part)
@@ -367,41 +381,49 @@ class _Run:
         for rank, soc in enumerate(part.devices):
             following = (rank + 1) % len(part.devices)
             channel = _Channel(self, soc, part.devices[following], "ring")
-            self._rings[part, soc] = (channel, arrivals[rank], arrivals[following])
+            self._rings[part, soc] = _Ring(channel, arrivals[rank], arrivals[following])
 
     def _gather(self, part: SynchronisedPart, step: int) -> Event[None]:
-        """Return the event of a server's having the gradients of all devices of a part."""
+        """Return the event that the server has the gradients of all devices of a part."""
         waiting: list[Queue[None]] = [Queue(f"the upload of SoC {soc}") for soc in part.devices]
         for soc, queue in zip(part.devices, waiting, strict=True):
             self._arrivals[part, soc, step] = queue
         return all_of(*[queue.get() for queue in waiting])
 
     def _exchange(
-        self, member: _Member, part: SynchronisedPart, step: int, processor: SimulatedProcessor
+        self,
+        member: _Member,
+        part: SynchronisedPart,
+        step: int,
+        processor: SimulatedProcessor,
     ) -> Process[None]:
-        """All-reduce a part's gradients: 2(n − 1) rounds in a ring of n, or up to the server and down again."""
-        num_bytes, simulation = (
-            self._problem.model.weight_bytes(part.first_layer, part.last_layer),
-            self.simulation,
-        )
-        byte_s = self._problem.device(member.soc).byte_s
-
-        def handle(moved_bytes: float) -> Process[None]:
-            if byte_s:
-                yield simulation.compute(processor, moved_bytes * byte_s, "messages")
-
-        if self._by_server is None:
-            channel, arrived, at_next = self._rings[part, member.soc]
-            size = len(part.devices)
+        """All-reduce a part's gradients: 2(n − 1) rounds in a ring of n, or an upload to the server and a download."""
+        simulation, soc, server = self.simulation, member.soc, self._by_server
+        num_bytes = self._problem.model.weight_bytes(part.first_layer, part.last_layer)
+        if server is None:
+            ring, size = self._rings[part, soc], len(part.devices)
             for _ in range(2 * (size - 1)):
-                channel.send(num_bytes / size, "ring", at_next)
-                yield arrived.get()
-                yield from handle(2.0 * num_bytes / size)
+                ring.channel.send(num_bytes / size, "ring", ring.at_next)
+                yield ring.arrived.get()
+                yield from self._handle(soc, 2.0 * num_bytes / size, processor)
             return
-        if member.soc != self._by_server:
-            yield simulation.send(member.soc, self._by_server, num_bytes, "upload")
-        self._arrivals[part, member.soc, step].put(None)
+        if soc != server:
+            yield simulation.send(soc, server, num_bytes, "upload")
+        self._arrivals[part, soc, step].put(None)
         yield self._uploads[part, step]
-        if member.soc != self._by_server:
-            yield simulation.send(self._by_server, member.soc, num_bytes, "download")
-            yield from handle(2.0 * num_bytes)
+        if soc != server:
+            yield simulation.send(server, soc, num_bytes, "download")
+            yield from self._handle(soc, 2.0 * num_bytes, processor)
+
+    def _handle(self, soc: int, num_bytes: float, processor: SimulatedProcessor) -> Process[None]:
+        byte_s = self._problem.device(soc).byte_s
+        if byte_s:
+            yield self.simulation.compute(processor, num_bytes * byte_s, "messages")
+
+
+class _Ring(NamedTuple):
+    """A device's links in a ring."""
+
+    channel: _Channel
+    arrived: Queue[None]
+    at_next: Queue[None]

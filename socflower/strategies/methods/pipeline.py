@@ -29,7 +29,7 @@ from socflower.pipeline.planner.selection import (
     nothing_fits,
     plan_pipeline,
     predict,
-    single_device,
+    single_stage,
 )
 from socflower.pipeline.problem import LayerSeconds, PipelineDevice, PipelineProblem
 from socflower.pipeline.runtime.payloads import ActivationCoding
@@ -136,7 +136,7 @@ class PipelineWork:
         """Return the planner's choice, or the only one that there is for one device."""
         if len(problem.devices) > 1:
             return plan_pipeline(problem, self._settings)
-        plan = single_device(problem, problem.devices[0])
+        plan = single_stage(problem, problem.devices)
         if plan is None:
             raise nothing_fits(problem)
         return Planned(problem=problem, plan=plan, prediction=predict(problem, plan))

@@ -19,8 +19,9 @@ from socflower.peers.transports.port import RingPort
 from socflower.pipeline.plan import Plan
 from socflower.pipeline.runtime.channels import run_script
 from socflower.pipeline.runtime.gloo_channels import GlooChannels
-from socflower.pipeline.runtime.member import Mini, TrainedModel
+from socflower.pipeline.runtime.member import Mini
 from socflower.pipeline.runtime.payloads import EXACT, ActivationCoding
+from socflower.pipeline.runtime.trained_model import TrainedModel
 from socflower.pipeline.schedule.order import ScheduledPass
 from tests.peers.peers import START_S, TOKEN, free_addresses, wait_for_peers
 from tests.pipeline.runtime.training import member, model, socs_of

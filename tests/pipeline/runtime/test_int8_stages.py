@@ -17,8 +17,8 @@ from socflower.pipeline.profiler.estimates import pipeline_problem
 from socflower.pipeline.profiler.int8_parts import int8_part, require_int8
 from socflower.pipeline.profiler.layers import Granularity, read_model
 from socflower.pipeline.profiler.measuring import measure_layers
-from socflower.pipeline.runtime.member import TrainedModel
 from socflower.pipeline.runtime.payloads import ActivationCoding
+from socflower.pipeline.runtime.trained_model import TrainedModel
 from socflower.training.fp32 import FP32Trainer, sgd
 from tests.one_line import refused
 from tests.pipeline.problems import straight_plan
@@ -196,7 +196,7 @@ PIXELS = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 5))
         (sequential(nn.GroupNorm(2, 4)), IMAGE, "layers", ("GroupNorm",)),
         (Tokens(), torch.zeros(2, 4, dtype=torch.int64), "layers", ("int64", "layer 0")),
         (PIXELS, (3, 6), "layers", ("layer 0",)),
-        (sequential(), IMAGE, "operations", ("'operations'", "'layers'", "'blocks'")),
+        (sequential(), IMAGE, "operations", ("'operations'", "'layers'")),
     ],
 )
 def test_what_int8_does_not_have_is_refused_before_anything_starts(

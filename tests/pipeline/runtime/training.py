@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from socflower.pipeline.plan import PipelinePlan, Plan, TwoDPlan
 from socflower.pipeline.profiler.layers import ReadModel, read_model
 from socflower.pipeline.runtime.channels import QueueChannels, run_script
-from socflower.pipeline.runtime.member import Member, Mini, Send, TrainedModel
+from socflower.pipeline.runtime.member import Member, Mini
+from socflower.pipeline.runtime.messages import Send
 from socflower.pipeline.runtime.together import Mail, run_together
+from socflower.pipeline.runtime.trained_model import TrainedModel
 from socflower.pipeline.schedule.order import RULES
 from socflower.training.fp32 import FP32Trainer, sgd
 from socflower.training.trainer import TrainingSpan
