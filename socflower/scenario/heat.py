@@ -18,7 +18,6 @@ from socflower.thermal.fans.fan_curve import rack_fans
 from socflower.thermal.fans.policies import (
     FanPolicy,
     FixedSpeed,
-    PassiveCooling,
     PlannedLoad,
     PredictiveCooling,
 )
@@ -179,12 +178,7 @@ def _policy(thermal: ThermalConfig, scenario: Scenario, cluster: Cluster, rack: 
     if thermal.fan == "fixed":
         return FixedSpeed(fixed_rpm=thermal.rpm)
     if thermal.fan == "passive":
-        return PassiveCooling(
-            low_rpm=thermal.rpm,
-            high_rpm=thermal.high_rpm,
-            hot_c=thermal.hot_c,
-            cool_c=thermal.cool_c,
-        )
+        return thermal.passive_cooling()
     return PredictiveCooling(
         load=planned_load(scenario, cluster, rack),
         ambient_c=thermal.ambient_c,

@@ -65,12 +65,9 @@ class SplitSetting:
     @property
     def schedule(self) -> WindowSchedule:
         """K by fraction of training done; 0 if edge and cloud wait for each other."""
-        steps = (
-            ((0.0, 0),)
-            if self.is_sequential
-            else tuple((part, int(limit)) for part, limit in self.scenario.split.window)
-        )
-        return WindowSchedule(steps=steps)
+        if self.is_sequential:
+            return WindowSchedule(steps=((0.0, 0),))
+        return self.scenario.split.window_schedule()
 
     def window(self, batch: int) -> int:
         """Return K for a batch."""

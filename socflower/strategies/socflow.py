@@ -37,7 +37,6 @@ from socflower.strategies.settings import (
     ExchangeSettings,
     Grouping,
     TrainingSchedule,
-    refuse_unknown,
 )
 from socflower.wire.message_keys import CONFIG, EVALUATED
 
@@ -217,7 +216,7 @@ class SoCFlow(GroupRoundStrategy):
         self,
         *,
         cluster: Cluster,
-        schedule: TrainingSchedule | None = None,
+        schedule: TrainingSchedule,
         groups: int | Grouping | GroupPlan = 1,
         costs: Costs = Costs(),
         exchange: ExchangeSettings = ExchangeSettings(),
@@ -226,7 +225,6 @@ class SoCFlow(GroupRoundStrategy):
         outer: Strategy | None = None,
         average: Averaging | None = None,
         tolerate_client_errors: bool = False,
-        **unknown: Any,
     ) -> None:
         name = type(self).__name__
         refuse_unknown(name, unknown)
