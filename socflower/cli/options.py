@@ -96,6 +96,13 @@ def round_logging(log: str) -> "RoundLogging":
     return RoundLogging(tuple(name.strip() for name in log.split(",")) if log else (), print_notice)
 
 
+def require_cluster(cluster: Path | None, app: Path) -> Path:
+    """Return the cluster file of an app folder; `ConfigError` if none is named."""
+    if cluster is None:
+        raise ConfigError(f"{app}: name the cluster that the app runs on with --cluster FILE")
+    return cluster
+
+
 @contextmanager
 def mistakes_name_file(name: str, path: Path) -> Iterator[None]:
     """Let errors that begin with the name of the scenario in `path` begin with the path instead."""

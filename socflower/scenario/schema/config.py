@@ -580,7 +580,7 @@ class ScenarioFile(ClusterFile):
         """Replace the strategies that are compared by default with those of this scenario's family."""
         if self.compare.strategies != CLUSTER_STRATEGIES or not (self.is_split or self.is_pipeline):
             return
-        fitting = (PIPELINE_STRATEGY, *CLUSTER_STRATEGIES[1:])
+        fitting: tuple[str, ...] = (PIPELINE_STRATEGY, *CLUSTER_STRATEGIES[1:])
         if self.is_split:
             fitting = tuple(name for name in self._family if name != "splitfed")
         object.__setattr__(self, "compare", self.compare.replaced(strategies=fitting))
