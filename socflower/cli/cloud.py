@@ -115,8 +115,9 @@ def measure(
     """Measure what the scenario's model costs this device at every cut."""
     of_edges = {"cloud_seconds": "is for --side edge, which reads what the cloud took"}
     refuse_unread(context, of_edges if side == "cloud" else {})
+    from socflower.scenario.measured_file import write_measured
     from socflower.scenario.schema.file import load_scenario
-    from socflower.scenario.split_measuring import measure_split, print_measured, write_measured
+    from socflower.scenario.split_measuring import measure_split, print_measured
     from socflower.scenario.split_setting import SplitSetting
 
     loaded = load_scenario(scenario, set_ or ())

@@ -19,8 +19,9 @@ from socflower.report.pipeline_report import DrawnPass, write_pipeline_report
 from socflower.scenario.expectations import check_plan
 from socflower.scenario.layer_profiles import measured_seconds
 from socflower.scenario.pipeline_workload import pipeline_workload
+from socflower.scenario.planning import optimizer_copies
 from socflower.scenario.schema.config import Scenario
-from socflower.scenario.schema.file import scenario_cluster
+from socflower.scenario.schema.file import num_participants, scenario_cluster
 from socflower.scenario.schema.pipeline import PEERS, PipelineConfig
 from socflower.sim import EventClock, Trace
 from socflower.wire.saved_state import write_atomically
@@ -132,17 +133,12 @@ def write_plan(
 def pipeline_problem(scenario: Scenario) -> tuple[PipelineProblem, int]:
     """Return the problem of a scenario in micro-batches of its first size, and the samples of an epoch."""
     cluster = scenario_cluster(scenario)
-    socs = scenario.strategy.socs or cluster.num_socs
-    if socs > cluster.num_socs:
-        raise ConfigError(
-            f"{scenario.name} [strategy] socs = {socs}, but the cluster has {cluster.num_socs} SoCs; "
-            "lower socs or add boards"
-        )
+    socs = num_participants(scenario, cluster)
     if socs == 1:
         key = "[strategy] socs = 1" if scenario.strategy.socs else "[cluster]"
         raise ConfigError(
-            f"{scenario.name} {key}: one device, {cluster.device_of(0).name}, and a pipeline needs 2 or "
-            "more; give more boards or SoCs, or use strategy.name = 'sgd'"
+            f"{scenario.name} {key}: one device, {cluster.device_of(0).name}, and a pipeline needs 2; give "
+            "more SoCs, or use strategy.name = 'sgd'"
         )
     module, example, epoch_samples = pipeline_workload(scenario)
     table = scenario.pipeline or PipelineConfig()
@@ -160,9 +156,7 @@ def pipeline_problem(scenario: Scenario) -> tuple[PipelineProblem, int]:
         int8_socs=cast(Int8Socs, table.int8_socs),
         micro_batch_size=size,
         num_micro_batches=scenario.train.batch_size // size,
-        optimizer_copies=2.0
-        if scenario.train.optimizer == "adam"
-        else float(scenario.momentum > 0),
+        optimizer_copies=optimizer_copies(scenario),
     )
     _require_read(measured, problem)
     return replace(
@@ -179,8 +173,7 @@ def _require_read(
         for name, seconds in profiles.items():
             if id(seconds) not in used:
                 raise ConfigError(
-                    f"[pipeline] profiles: there is one of {name} in {arithmetic}, in which none of them "
-                    "computes; leave it out, or change int8_socs"
+                    f"[pipeline] profiles: no {name} computes in {arithmetic}; leave its profile out"
                 )
 
 

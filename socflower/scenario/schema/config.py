@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field
 
 from socflower.cluster.cluster_file import ClusterFile
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, SocflowerError
 from socflower.field_rules import OneOf
 from socflower.hierarchy.delayed_sync import MOST_INTERVALS
 from socflower.hierarchy.leader_topology import NONE
@@ -646,7 +646,7 @@ class ScenarioFile(ClusterFile):
         table, batch_size = self.pipeline or PipelineConfig(), self.train.batch_size
         said = f"{self._name} does not read it; leave it out"
         yield self.precision.arithmetic != "fp32", self._at("precision", "arithmetic"), said
-        yield self.ring.compression != NONE, f"[ring] compression = {self.ring.compression!r}", said
+        yield self.ring.compression != NONE, self._at("ring", "compression"), said
         yield from self._unread(_READ_BY_PIPELINES)
         sample = f"[pipeline] {shown(table, 'sample')}"
         yield (
@@ -685,7 +685,7 @@ class ScenarioFile(ClusterFile):
         split, arithmetic = self.split, self.precision.arithmetic
         yield (
             self.train.epochs / split.round_epochs > MOST_INTERVALS,
-            f"[edgecloud] {shown(split, 'round_epochs')}",
+            self._at("edgecloud", "round_epochs"),
             f"there would be more than {MOST_INTERVALS} rounds; raise it",
         )
         yield from self._unread(_READ_BY_SPLITS)
@@ -707,7 +707,7 @@ class ScenarioFile(ClusterFile):
             ("costs", "has other costs than those, which were measured in FP32"),
         ):
             why = f"{said} {reason}; leave one of the two out"
-            yield is_set(split, key), f"[edgecloud] {shown(split, key)}", why
+            yield is_set(split, key), self._at("edgecloud", key), why
 
     def _rules_of_comparisons(self) -> Iterator[Rule]:
         """Yield strategies that cannot run this scenario's workload, and settings of those that do not run."""
@@ -724,7 +724,9 @@ class ScenarioFile(ClusterFile):
             yield name not in compared, f"[compare.train.{name}]", why
 
     def _at(self, table: str, key: str) -> str:
-        return f"[{table}] {shown(getattr(self, table), key)}"
+        """Return a key with its place and value: "[train] epochs = 3"."""
+        values = {"edgecloud": self.edgecloud, "pipeline": self.pipeline}.get(table)
+        return f"[{table}] {shown(values or getattr(self, table), key)}"
 
     @property
     def _name(self) -> str:
@@ -813,6 +815,12 @@ class Scenario(ScenarioFile):
         None  # of the file, from which its factories are imported; None without factories
     )
     code: str | None = None  # SHA-256 of the factories' modules in it
+
+    def mistake(
+        self, table: str, key: str, why: str, kind: type[SocflowerError] = ConfigError
+    ) -> SocflowerError:
+        """Return the error about a key of this scenario: its place, its value, and why it cannot be."""
+        return kind(f"{self.name} {self._at(table, key)}: {why}")
 
     @property
     def factories(self) -> tuple[str, ...]:

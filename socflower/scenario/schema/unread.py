@@ -11,7 +11,7 @@ def is_set(table: Table, key: str) -> bool:
     return bool(getattr(table, key) != type(table).model_fields[key].default)
 
 
-def shown(table: Table, key: str) -> str:
+def shown(table: object, key: str) -> str:
     """Return a key and its value as an error has them, such as "bits = [2, 8]"."""
     return f"{key} = {_listed(getattr(table, key))!r}"
 
