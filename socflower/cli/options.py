@@ -176,9 +176,9 @@ def unread_by_run(
 def refuse_fusion_of_split(scenario: "Scenario", fusion: str | None) -> None:
     """Raise `ConfigError` for --fusion where a cloud trains with its edges, whose streams have no such messages."""
     if fusion is not None and scenario.is_split:
+        name = scenario.strategy.name
         raise ConfigError(
-            f"--fusion {fusion}: is for strategies on clusters, and {scenario.name} has "
-            f"{scenario.strategy.name!r}; leave it out"
+            f"--fusion {fusion}: is not for {name!r}, which has a cloud; leave it out"
         )
 
 

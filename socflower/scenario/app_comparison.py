@@ -38,19 +38,11 @@ def app_variants(folders: Sequence[Path], vary: str, **settings: Any) -> list[Ap
     key, separator, values = vary.partition("=")
     tried = [value.strip() for value in values.split(",")] if vary else []
     if vary and (not separator or "" in tried or len(set(tried)) < max(2, len(tried))):
-        raise ConfigError(
-            f"--vary {vary}: write a key of the run config and different values, as in "
-            "learning-rate=0.01,0.05"
-        )
+        raise ConfigError(f"--vary {vary}: write KEY=VALUE,VALUE, with different values")
     if len({folder.resolve() for folder in folders}) < len(folders):
-        raise ConfigError(
-            f"compare {' '.join(map(str, folders))}: an app is named twice; name each once"
-        )
+        raise ConfigError("compare: an app is named twice; name each once")
     if len(folders) < 2 and not vary:
-        raise ConfigError(
-            f"compare {folders[0]}: is one app; name others to compare it with, or values of a key of "
-            "its run config with --vary KEY=VALUE,VALUE"
-        )
+        raise ConfigError(f"compare {folders[0]}: is one app; name others, or give --vary")
     names = [folder.resolve().name for folder in folders]
     labels = [
         str(folder) if names.count(name) > 1 else name

@@ -88,8 +88,7 @@ class AppRun:
         cluster = load_cluster(self.cluster_file)
         if self.num_nodes is not None and self.num_nodes > cluster.num_socs:
             raise ConfigError(
-                f"--nodes {self.num_nodes}: {self.cluster_file} has {cluster.num_socs} SoCs; start fewer "
-                "nodes, or describe a larger cluster"
+                f"--nodes {self.num_nodes}: {self.cluster_file} has {cluster.num_socs} SoCs"
             )
         with forgotten_modules(self.folder):
             require_server_app(app.server_app)
@@ -348,20 +347,16 @@ def _override(override: str, config: Mapping[str, RunConfigValue]) -> tuple[str,
     if not separator or not text:
         raise ConfigError(f"--set {override}: write key=value, as in num-server-rounds=3")
     if key not in config:
-        raise ConfigError(
-            f"--set {override}: the app's run config has no {key!r}; it has {', '.join(config)}"
-        )
+        raise ConfigError(f"--set {override}: the app's run config has {', '.join(config)}")
     value, default = parse_value(text), config[key]
     if isinstance(default, str) and isinstance(value, float) and not math.isfinite(value):
         value = text  # a word such as nan, and no number of TOML's
     if not isinstance(value, bool | int | float | str):
-        raise ConfigError(
-            f"--set {override}: a run config holds numbers, texts, true and false only"
-        )
+        raise ConfigError(f"--set {override}: a run config has numbers, texts, true and false only")
     # A text's default may accept any value, such as "auto" or a number; numbers and booleans keep their type.
     if not isinstance(default, str) and _kind(value) != _kind(default):
         raise ConfigError(
-            f"--set {override}: must be {_kind(default)}, as {key} = {json.dumps(default)} of the app is"
+            f"--set {override}: must be {_kind(default)}, as the app's {key} = {json.dumps(default)}"
         )
     return key, value
 

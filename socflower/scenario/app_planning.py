@@ -39,9 +39,8 @@ class _PlanningGrid(EngineGrid):
 
     def _accept(self, message_id: str, message: Message) -> NoReturn:
         raise ConfigError(
-            f"plan: the app sends {message.metadata.message_type} messages before its strategy starts, "
-            "as a warm-up does that chooses the number of groups, and a plan sends none; set that number "
-            "with --set, or run the app"
+            f"plan: the app sends {message.metadata.message_type} messages before its strategy starts, as a "
+            "warm-up does; set the number of groups with --set, or run the app"
         )
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
@@ -80,13 +79,12 @@ def plan_app_folder(
     name = type(strategy).__name__
     if not isinstance(strategy, SoCFlow):
         raise ConfigError(
-            f"{folder}: its strategy is {name}, which has no groups to plan; plan is for SoCFlow and "
-            "its subclasses, and socflower run prices any other: give --training-flops"
+            f"{folder}: its strategy is {name}, which has no groups to plan; run it with --training-flops"
         )
     if strategy.plan.participants and strategy.plan.participants[-1] >= cluster.num_socs:
         raise ConfigError(
-            f"{folder}: {name} plans SoC {strategy.plan.participants[-1]}, and {cluster_file} has "
-            f"{counted(cluster.num_socs, 'SoC')}; describe both by the same cluster file"
+            f"{folder}: {name} plans SoC {strategy.plan.participants[-1]}, of another cluster than "
+            f"{cluster_file}; use one file"
         )
     profile = None if own is None else with_weights(own, started.arrays)
     exchanges, work = strategy.predicted(EventClock(cluster), profile)
@@ -137,12 +135,8 @@ def _start_of(app: Any, grid: EngineGrid, config: Any) -> _Started:
     except _Started as started:
         return started
     except SystemExit as end:
-        raise ConfigError(
-            f"plan: the ServerApp ended with sys.exit({end.code!r}) before it started a strategy"
-        ) from end
-    raise ConfigError(
-        "plan: the app started no strategy of Flower's message API, so there is nothing to plan; run it"
-    )
+        raise ConfigError(f"plan: the ServerApp ended with sys.exit({end.code!r})") from end
+    raise ConfigError("plan: the app started no strategy of Flower's message API; run it")
 
 
 def _end_start(strategy: Strategy, bound: BoundArguments, start: object) -> NoReturn:
@@ -153,7 +147,6 @@ def _end_start(strategy: Strategy, bound: BoundArguments, start: object) -> NoRe
     arrays = given.get("initial_arrays")
     if not isinstance(arrays, ArrayRecord):
         raise ConfigError(
-            f"plan: {type(strategy).__name__}.start has no initial_arrays, so the model's bytes are "
-            "unknown; run the app"
+            f"plan: {type(strategy).__name__}.start has no initial_arrays; run the app"
         )
     raise _Started(strategy, arrays)

@@ -30,16 +30,14 @@ def app_names(folder: Path) -> tuple[str, str]:
     project, package = name.replace("_", "-"), name.replace("-", "_")
     if not _NAME_RULE.fullmatch(project):
         raise ConfigError(
-            f"{folder}: an app's name begins with a letter, ends with a letter or digit, and has at most "
-            "32 letters, digits, hyphens and underscores, as in my_app; name another folder"
+            f"{folder}: an app's name begins with a letter, ends with a letter or digit, and has at most 32 "
+            "letters, digits, hyphens and underscores"
         )
     module = importlib.util.find_spec(package)
-    if keyword.iskeyword(package) or (
-        module is not None and module.origin is not None
-    ):  # not a plain folder
+    is_module = module is not None and module.origin is not None  # and not a plain folder
+    if keyword.iskeyword(package) or is_module:
         raise ConfigError(
-            f"{folder}: the app's package {package} would hide the module of that name; name another "
-            "folder"
+            f"{folder}: the app's package would hide the module {package}; name another"
         )
     return project, package
 
@@ -51,9 +49,7 @@ def write_app(folder: Path, template: str) -> list[Path]:
     cannot be written to.
     """
     if template not in template_names():
-        raise ConfigError(
-            f"--template {template}: is unknown; use one of {', '.join(template_names())}"
-        )
+        raise ConfigError(f"--template {template}: use one of {', '.join(template_names())}")
     project, package = app_names(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: exists and is not an empty folder; name another one")
@@ -73,9 +69,7 @@ def write_app(folder: Path, template: str) -> list[Path]:
                 target.write_text(renamed(file.read_text("utf-8")), "utf-8")
                 written.append(target)
     except OSError as error:
-        raise ConfigError(
-            f"{folder}: cannot be written ({error.strerror}); name another folder"
-        ) from None
+        raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from None
     return written
 
 

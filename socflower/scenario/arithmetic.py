@@ -10,7 +10,6 @@ from torch import nn
 
 from socflower import _int8
 from socflower.cluster import FP32, Device, ModelProfile, Pricing
-from socflower.errors import ConfigError
 from socflower.model_graph.batch_form import pair_of
 from socflower.model_graph.layer_profile import profile_module
 from socflower.model_graph.torch_device import AUTO
@@ -191,10 +190,8 @@ def num_training_samples(scenario: Scenario, num_train: int) -> int:
     """Return the number of samples to train on, of `num_train`, without the held-out ones; `ConfigError` if none."""
     num_held_out = scenario.precision.held_out
     if num_held_out >= num_train:
-        raise ConfigError(
-            f"[precision] held_out = {num_held_out}, but {scenario.data.name} has only {num_train} "
-            "training samples; set fewer aside"
-        )
+        why = f"{scenario.data.name} has only {num_train} training samples; set fewer aside"
+        raise scenario.mistake("precision", "held_out", why)
     return num_train - num_held_out
 
 

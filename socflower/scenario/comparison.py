@@ -40,12 +40,9 @@ OnStart = Callable[[str], Callable[[dict[str, Any]], None]]
 def parse_seeds(text: str) -> tuple[int, ...]:
     """Return the seeds of `--seeds 1,2,3`; `ConfigError` unless they are different whole numbers."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) < 2**32 for part in parts) or len(
-        set(map(int, parts))
-    ) < len(parts):
-        raise ConfigError(
-            f"--seeds {text}: write different whole numbers from 0 to 4294967295, as in 1,2,3"
-        )
+    are_seeds = all(part.isdecimal() and int(part) < 2**32 for part in parts)
+    if not are_seeds or len(set(map(int, parts))) < len(parts):
+        raise ConfigError(f"--seeds {text}: write different whole numbers up to 4294967295")
     return tuple(map(int, parts))
 
 
@@ -70,17 +67,15 @@ def compare(
     first trains with each of its values, in `out/tune/`, and then with the best one. `logging` writes the rounds of
     each run into its folder.
     """
-    family = family_of(scenario.strategy.name)
+    own = scenario.strategy.name
     for name in strategies:
-        if name not in STRATEGIES:
-            raise ConfigError(f"--strategies {name}: unknown; use some of {', '.join(STRATEGIES)}")
-        if name not in family:
-            raise ConfigError(
-                f"--strategies {name}: cannot run the workload of {scenario.strategy.name!r}; use some "
-                f"of {', '.join(family)}"
-            )
-        if strategies.count(name) > 1:
-            raise ConfigError(f"--strategies {name}: is named twice; name each once")
+        for fits, why in (
+            (name in STRATEGIES, f"unknown; use some of {', '.join(STRATEGIES)}"),
+            (name in family_of(own), f"cannot run the workload of {own!r}"),
+            (strategies.count(name) == 1, "is named twice; name each once"),
+        ):
+            if not fits:
+                raise ConfigError(f"--strategies {name}: {why}")
     comparison = _Comparison(
         scenario,
         tuple(strategies),
@@ -113,18 +108,10 @@ class _Comparison:
         tuning: Tuning | None,
         logging: RoundLogging,
     ) -> None:
-        self._scenario, self._strategies, self._seeds, self._tuning = (
-            scenario,
-            strategies,
-            seeds,
-            tuning,
-        )
-        self._out, self._engine, self._num_workers, self._on_start = (
-            out,
-            engine,
-            num_workers,
-            on_start,
-        )
+        self._scenario = scenario
+        self._strategies, self._seeds, self._tuning = strategies, seeds, tuning
+        self._out, self._engine = out, engine
+        self._num_workers, self._on_start = num_workers, on_start
         self._logging = logging
         self._done: list[str] = []
         self._search_seed = search_seed(scenario, seeds or (scenario.seed,))
@@ -261,12 +248,8 @@ class _Comparison:
                     logging=self._logging,
                 )
             except TrainingFailed as error:
-                done = (
-                    f"; finished and kept in {self._out}: {'; '.join(self._done)}"
-                    if self._done
-                    else ""
-                )
-                raise TrainingFailed(f"{label}: {error}{done}") from None
+                kept = f"; finished and kept in {self._out}: {'; '.join(self._done)}"
+                raise TrainingFailed(f"{label}: {error}{kept if self._done else ''}") from None
         else:
             self._logging.write(folder, result["rounds"])
         self._done.append(label)

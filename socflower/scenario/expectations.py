@@ -106,15 +106,10 @@ def require_known_claims(expect: Mapping[str, float], where: str, *, of_plan: bo
     known = [f"{bound}_{name}" for bound in ("min", "max") for name in names]
     for key, value in expect.items():
         if key not in known:
-            close = get_close_matches(key, known, n=1)
-            raise ConfigError(
-                f"{where} [expect]: unknown claim {key!r} (value {value!r}); "
-                + (
-                    f"did you mean {close[0]!r}?"
-                    if close
-                    else f"claims begin with min_ or max_, as in min_{next(iter(names))}"
-                )
-            )
+            hint = f"claims begin with min_ or max_, as in min_{names[0]}"
+            for close in get_close_matches(key, known, n=1):
+                hint = f"did you mean {close!r}?"
+            raise ConfigError(f"{where} [expect]: unknown claim {key!r} (value {value!r}); {hint}")
 
 
 def check_expectations(
@@ -173,8 +168,7 @@ def parse_claims(texts: Sequence[str]) -> tuple[AppClaim, ...]:
             expected = math.nan
         if not found or not math.isfinite(expected):
             raise ConfigError(
-                f"--expect {text}: write a metric, >= or <=, and a number, as in 'accuracy>=0.9' (in "
-                "quotes, or the shell redirects)"
+                f"--expect {text}: write 'METRIC>=NUMBER' or 'METRIC<=NUMBER', in quotes for the shell"
             )
         claims.append(AppClaim(quantity=found[1], bound=found[2], expected=expected))
     return tuple(claims)
@@ -190,31 +184,27 @@ def refuse_unknown_metrics(claims: Sequence[AppClaim], sources: Iterable[str]) -
     quoted = (name for text in texts for name in re.findall(r"[\"']([\w-]+)[\"']", text))
     known = dict.fromkeys((*_APP_FIGURES, *quoted))
     for claim in claims:
-        where, name = (
-            f"--expect {claim.quantity}{claim.bound}{claim.expected:g}",
-            claim.quantity.rpartition("/")[2],
-        )
-        words = re.findall(r"[a-z]+", name.lower())
+        name = claim.quantity.rpartition("/")[2]
         if name in known or any(name in text for text in texts):
             continue
-        bound, _, bare = name.partition("_")
-        if bound in ("min", "max") and bare:
-            raise ConfigError(
-                f"{where}: min_ and max_ are for claims of scenarios; write '{bare}>=...' or "
-                f"'{bare}<=...' for an app"
-            )
-        if name in _RUN_QUANTITIES or any(
-            name.startswith(f"{kind}_") for kind in _COMPARED_QUANTITIES
-        ):
-            raise ConfigError(
-                f"{where}: is a claim of scenarios; those of an app are on its metrics, and on "
-                f"{', '.join(_APP_FIGURES)}"
-            )
-        close = get_close_matches(name, known, n=1, cutoff=0.75)
-        if close and not all(any(word in text.lower() for text in texts) for word in words):
-            raise ConfigError(
-                f"{where}: nothing in the app's code is called {name!r}; did you mean {close[0]!r}?"
-            )
+        if why := _why_unknown(name, list(known), texts):
+            raise ConfigError(f"--expect {claim.quantity}{claim.bound}{claim.expected:g}: {why}")
+
+
+def _why_unknown(name: str, known: Sequence[str], texts: Sequence[str]) -> str:
+    """Return why a metric that no source text names cannot be meant; empty if the app may compose its name."""
+    bound, _, bare = name.partition("_")
+    if bound in ("min", "max") and bare:
+        return f"write '{bare}>=...' or '{bare}<=...'; min_ and max_ are of scenarios"
+    is_compared = any(name.startswith(f"{kind}_") for kind in _COMPARED_QUANTITIES)
+    if name in _RUN_QUANTITIES or is_compared:
+        return f"is a claim of scenarios; an app has its metrics, and {', '.join(_APP_FIGURES)}"
+    words = re.findall(r"[a-z]+", name.lower())
+    if all(any(word in text.lower() for text in texts) for word in words):
+        return ""
+    for close in get_close_matches(name, known, n=1, cutoff=0.75):
+        return f"the app's code does not have {name!r}; did you mean {close!r}?"
+    return ""
 
 
 def check_app_claims(

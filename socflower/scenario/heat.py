@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 
 from socflower.cluster import Cluster, sustained_rates
-from socflower.errors import ConfigError
 from socflower.quantities import human_seconds
 from socflower.scenario.planning import planned_intervals, planned_training, planned_work, with_plan
 from socflower.scenario.schema.config import Scenario
@@ -101,11 +100,10 @@ def predicted_heat(scenario: Scenario, cluster: Cluster) -> dict[str, Any] | Non
         return None
     unthrottled_s = unthrottled_training_s(scenario, cluster)
     if unthrottled_s is not None and unthrottled_s > _HORIZON_S:
-        raise ConfigError(
-            f"{scenario.name}: heat and users are followed for {_HORIZON_S / DAY_S:g} days, and this "
-            f"training takes {human_seconds(unthrottled_s)}; lower [train] epochs, or leave [thermal] "
-            "and [background_load] out"
+        why = (
+            f"heat is followed for {_HORIZON_S / DAY_S:g} days, not {human_seconds(unthrottled_s)}"
         )
+        raise scenario.mistake("train", "epochs", why)
     clock = EventClock(cluster, dynamics=rack)
     if scenario.is_split:
         SplitSetting(scenario).run(clock)
@@ -123,11 +121,8 @@ def _run_groups(scenario: Scenario, cluster: Cluster, clock: EventClock) -> None
     work, _ = planned_work(scenario, cluster)
     intervals = planned_intervals(scenario, work)
     if len(intervals) > _MAX_ROUNDS:
-        raise ConfigError(
-            f"{scenario.name}: heat and users are planned round by round, and these are {len(intervals)} "
-            f"rounds, of at most {_MAX_ROUNDS}; lower [train] epochs, or leave [thermal] and "
-            "[background_load] out"
-        )
+        why = f"heat is planned for at most {_MAX_ROUNDS} rounds, not {len(intervals)}"
+        raise scenario.mistake("train", "epochs", why)
     balancer = Balancer(
         cluster, sustained_rates(cluster, work.profile.name, work.pricing), work.rebalancing
     )
@@ -152,12 +147,11 @@ def unthrottled_training_s(scenario: Scenario, cluster: Cluster) -> float | None
 
 def check_boards(scenario: Scenario, cluster: Cluster) -> None:
     """Raise `ConfigError` for a board of `[thermal]` that the cluster does not have."""
+    last = len(cluster.boards) - 1
     for board in scenario.thermal.hot_boards if scenario.thermal else ():
-        if board >= len(cluster.boards):
-            raise ConfigError(
-                f"{scenario.name} [thermal] hot_boards: there is no board {board}; the cluster has 0 to "
-                f"{len(cluster.boards) - 1}"
-            )
+        if board > last:
+            why = f"there is no board {board}; the cluster has 0 to {last}"
+            raise scenario.mistake("thermal", "hot_boards", why)
 
 
 def _rack(thermal: ThermalConfig, cluster: Cluster, seed: int) -> Rack:

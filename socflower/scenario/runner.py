@@ -92,15 +92,12 @@ def run_scenario(
         else prepare(scenario, engine, trains_here=not deployment.superlink)
     )
     scenario = prepared.scenario
-    if (
-        engine == "local"
-        and num_workers == 0
-        and any(event.kind in _NEED_WORKERS for event in scenario.events)
-    ):
-        raise ConfigError(
-            f"{scenario.name} [[event]]: {' and '.join(_NEED_WORKERS)} would take this process with "
-            "them; use --workers 1 or more"
-        )
+    for event in scenario.events:
+        if engine == "local" and num_workers == 0 and event.kind in _NEED_WORKERS:
+            raise ConfigError(
+                f"{scenario.name} [[event]] kind = {event.kind!r} would take this process with it; use "
+                "--workers 1 or more"
+            )
     with temporary_folder() as temporary:
         folder = RunFolder(temporary)
         folder.write_scenario(to_document(scenario))
@@ -280,8 +277,7 @@ def _move_model(model: Path, target: Path) -> None:
             shutil.copyfileobj(source, copy)
     except OSError as error:
         raise ConfigError(
-            f"--save-model {target}: cannot be written ({error.strerror}); the trained model is "
-            f"{model}"
+            f"--save-model {target}: cannot be written ({error.strerror}); the model is {model}"
         ) from None
     model.unlink()
 
@@ -318,9 +314,7 @@ def kept_for_resume(kept: Kept, out: Path, fresh: bool) -> Iterator[None]:
         for half_written in kept.path.glob(f"{UNFINISHED}*"):
             shutil.rmtree(half_written)
     except OSError as error:
-        raise ConfigError(
-            f"--out {out}: cannot write in {out} ({error.strerror}); name another folder"
-        ) from None
+        raise ConfigError(f"--out {out}: cannot be written ({error.strerror})") from None
     try:
         yield
     except BaseException as error:

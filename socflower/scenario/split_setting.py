@@ -174,33 +174,21 @@ class SplitSetting:
 
     def _check_events(self) -> None:
         """Raise for an event of no edge or round, and where the others cannot go on without the edge."""
-        name, spans = self.scenario.name, list(self.spans())
+        where, spans = f"{self.scenario.name} [[event]]", list(self.spans())
+        alone = "there is no other edge" if self.num_edges == 1 else ""
+        why = alone or ("" if self.mode == "own" else "the cloud's half needs every edge's batches")
         for event in self.scenario.events:
-            if self.num_edges == 1 or self.mode != "own":
-                why = (
-                    "there is no other edge"
-                    if self.num_edges == 1
-                    else "the cloud's half needs every edge's batches"
-                )
-                raise ConfigError(
-                    f"{name} [[event]] kind = 'preempt': {why}, so the training would wait; use "
-                    "[background_load], under which edges wait"
-                )
+            if why:
+                raise ConfigError(f"{where} kind = 'preempt': {why}; use [background_load]")
             if event.soc >= self.num_edges or event.round > len(spans):
                 raise ConfigError(
-                    f"{name} [[event]] soc = {event.soc}, round = {event.round}: edges are 0 to "
+                    f"{where} soc = {event.soc}, round = {event.round}: edges are 0 to "
                     f"{self.num_edges - 1}, rounds 1 to {len(spans)}"
                 )
+        away = [self._away(edge) for edge in range(self.num_edges)]
         for number, (first, _) in enumerate(spans, 1):
-            away = [
-                any(absence.start <= first < absence.stop for absence in self._away(edge))
-                for edge in range(self.num_edges)
-            ]
-            if self.scenario.events and all(away):
-                raise ConfigError(
-                    f"{name} [[event]]: in round {number} users have all edges from the beginning; leave "
-                    "one to train"
-                )
+            if all(any(first in absence for absence in absences) for absences in away):
+                raise ConfigError(f"{where}: users have all edges from round {number}; leave one")
 
     @cached_property
     def _initial_plans(self) -> tuple[SplitPlan, ...]:
@@ -230,10 +218,8 @@ class SplitSetting:
         costs, link, engine = self.costs[edge], self.links[edge], self._engine(edge)
         name, window = self.scenario.strategy.name, self.window(0)
         if name == "edge-only" and self.workload.is_joined:
-            raise ConfigError(
-                f"{self.scenario.name}: parties that hold different features cannot train alone; "
-                "leave edge-only out"
-            )
+            why = "parties with different features cannot train alone"
+            raise self.scenario.mistake("strategy", "name", why)
         first = self.planned_rates(initial_rates(link))
         best = engine.best(first, window)
         if self.workload.is_joined:  # there is one cut, and no edge can train alone
@@ -265,14 +251,10 @@ class SplitSetting:
         if cut == "auto":
             return None
         if isinstance(cut, str):
-            if cut not in names:
-                raise ConfigError(
-                    f"{self.scenario.name} [edgecloud] cut = {cut!r}: the model can be cut after "
-                    f"{', '.join(names)}"
-                )
-            return names.index(cut)
+            if cut in names:
+                return names.index(cut)
+            why = f"the model can be cut after {', '.join(names)}"
+            raise self.scenario.mistake("edgecloud", "cut", why)
         if not 0 <= cut < len(names):
-            raise ConfigError(
-                f"{self.scenario.name} [edgecloud] cut = {cut}: cuts are 0 to {len(names) - 1}"
-            )
+            raise self.scenario.mistake("edgecloud", "cut", f"cuts are 0 to {len(names) - 1}")
         return cut

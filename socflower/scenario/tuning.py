@@ -56,9 +56,7 @@ def parse_tuning(texts: Sequence[str]) -> Tuning:
     for text in texts:
         key, values = _axis(text)
         if key in axes:
-            raise ConfigError(
-                f"--tune {text}: {key} is searched twice; give all its values at once"
-            )
+            raise ConfigError(f"--tune {text}: {key} is given twice; give all its values at once")
         axes[key] = values
     return Tuning(axes=tuple(axes.items()))
 
@@ -68,8 +66,7 @@ def _axis(text: str) -> tuple[str, tuple[Any, ...]]:
     tried = tuple(parse_value(value.strip()) for value in values.split(","))
     if not separator or "" in tried or len(set(map(str, tried))) < max(2, len(tried)):
         raise ConfigError(
-            f"--tune {text}: write a key of [train] and different values to try, as in "
-            "learning_rate=0.01,0.02,0.05"
+            f"--tune {text}: write a key of [train] and different values, comma-separated"
         )
     known = keys_of(TrainConfig)
     if key not in known:
