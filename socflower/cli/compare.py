@@ -38,7 +38,8 @@ from socflower.errors import ConfigError
 from socflower.quantities import human_bytes, human_joules, human_ratio, human_seconds
 from socflower.report.quality import QUALITIES, Quality
 
-if TYPE_CHECKING:  # pydantic and the planners are loaded by the command that needs them
+# Importing pydantic and the planners takes long, so only the command that needs them does.
+if TYPE_CHECKING:
     from socflower.engines.run_log import RoundLogging
     from socflower.scenario.schema.config import Scenario
 
@@ -106,9 +107,9 @@ def compare(
     require_count("--nodes", nodes, 1, MOST_SOCS)
     if len(scenario) > 1 and len(folders) < len(scenario):
         raise ConfigError("compare takes one scenario file, or folders of Flower apps")
-    shared = {"engine": engine, "num_workers": workers}
+    shared: dict[str, Any] = {"engine": engine, "num_workers": workers}
     if folders:
-        settings = {
+        settings: dict[str, Any] = {
             "num_nodes": nodes,
             "training_flops": training_flops,
             "overrides": tuple(set_ or ()),

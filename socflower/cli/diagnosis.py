@@ -64,7 +64,8 @@ def _versions() -> list[dict[str, Any]]:
         ]
     findings = []
     for one in dependencies().values():
-        if one.installed is None:  # an extra; another finding reports it as missing
+        # Another finding reports a missing extra.
+        if one.installed is None:
             continue
         allowed = str(one.allowed) or "without a bound of ours"
         detail = f"{one.installed}; allowed {allowed}, tested {one.tested}"
@@ -245,5 +246,6 @@ def _data(name: str) -> dict[str, Any]:
         )
     try:
         return _finding(f"data {name}", "ok", load_data(name).source)
-    except Exception as error:  # any failure must not hide the other findings
+    except Exception as error:
+        # One failure must not hide the other findings.
         return _finding(f"data {name}", "missing", str(error))

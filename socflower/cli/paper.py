@@ -13,7 +13,8 @@ from socflower.cli.process import prints_to_stderr
 from socflower.cli.terminal import OUT, print_json, print_text
 from socflower.errors import ConfigError
 
-if TYPE_CHECKING:  # planners and models are loaded by the command
+# Importing planners and models takes long, so only the command does.
+if TYPE_CHECKING:
     from socflower.paper.records import Item, Paper, PaperScore, Row
 
 

@@ -20,11 +20,13 @@ from socflower.cli.terminal import (
 )
 from socflower.quantities import counted, human_bytes, human_joules, human_seconds
 
-if TYPE_CHECKING:  # the planners are loaded by the command
+# Importing the planners takes long, so only the command does.
+if TYPE_CHECKING:
     from socflower.scenario.schema.config import Scenario
 
 
-_SAME = 1.005  # times as long, up to which two closed forms are one
+# Closed forms that differ by less than this factor are shown as one.
+_SAME = 1.005
 
 
 def plan_pipeline_scenario(
@@ -116,7 +118,7 @@ def _micro_batches(pipelines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _closed_form(predicted: Mapping[str, float]) -> str:
-    """Return the seconds of the closed form, twice where it matters whether a link carries both directions at once."""
+    """Return the seconds of the closed form, with one and with both directions of a link at once if these differ."""
     formula_s, duplex_s = predicted["formula_s"], predicted["duplex_s"]
     if formula_s <= _SAME * duplex_s:
         return f"closed form {human_seconds(formula_s)}"

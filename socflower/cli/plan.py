@@ -23,11 +23,13 @@ from socflower.errors import ConfigError
 from socflower.hierarchy.leader_topology import COMPRESSING, NONE, STAR
 from socflower.quantities import counted, human_bytes, human_joules, human_seconds, percent
 
-if TYPE_CHECKING:  # the planners are loaded by the command
+# Importing the planners takes long, so only the command does.
+if TYPE_CHECKING:
     from socflower.cluster import Cluster
     from socflower.scenario.schema.config import Scenario
 
-_MOST_BOARDS, _MOST_GROUPS = 60, 40  # that are printed
+# The most boards and groups that are printed.
+_MOST_BOARDS, _MOST_GROUPS = 60, 40
 
 
 def plan(
@@ -69,10 +71,10 @@ def plan(
     overrides = set_ or []
     if scenario.is_dir():
         _refuse_out(out, scenario)
-        for key, value in (("groups", groups), ("fusion", fusion)):
-            if value is not None:
+        for key, asked in (("groups", groups), ("fusion", fusion)):
+            if asked is not None:
                 raise ConfigError(
-                    f"--{key} {value}: is for scenarios; the ServerApp of {scenario} sets its own: use "
+                    f"--{key} {asked}: is for scenarios; the ServerApp of {scenario} sets its own: use "
                     "--set with the key of its run config"
                 )
         _plan_app_folder(scenario, cluster, overrides, training_flops, as_json)

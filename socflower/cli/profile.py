@@ -27,6 +27,12 @@ from socflower.errors import ConfigError
 from socflower.quantities import counted, human_bytes, human_ratio, human_seconds
 
 
+_READ_WITH_LAYERS = (
+    *("layers", "name", "out", "batch_size", "repeats", "threads"),
+    *("accelerator", "int8", "as_json"),
+)
+
+
 def profile(
     context: typer.Context,
     model: Annotated[
@@ -97,14 +103,12 @@ def profile(
         _serve_probes(serve)
         return
     if device is not None:
-        reads = ("device", "name", "out", "as_json")
-        refuse_all_but(context, *reads, because="--device prints a device of the catalogue")
+        read = ("device", "name", "out", "as_json")
+        refuse_all_but(context, *read, because="--device prints a device of the catalogue")
         _print_published(device, name, out, as_json)
         return
     if layers is not None:
-        reads = ("layers", "name", "out", "batch_size", "repeats", "threads")
-        reads += ("accelerator", "int8", "as_json")
-        refuse_all_but(context, *reads, because="--layers measures a pipeline's layers")
+        refuse_all_but(context, *_READ_WITH_LAYERS, because="--layers measures a pipeline's layers")
         settings = {
             "repeats": repeats,
             "threads": threads,
@@ -156,7 +160,8 @@ def _print_published(device: str, name: str, out: Path | None, as_json: bool) ->
     if as_json:
         print_json(document)
     elif out is None:
-        sys.stdout.write(text)  # not through rich, which would wrap it
+        # Rich would wrap the text.
+        sys.stdout.write(text)
     else:
         print_line(f"profile: {out}")
 
@@ -254,7 +259,7 @@ def print_profile(console: Console, document: Mapping[str, Any]) -> None:
 
 
 def _print_operators(console: Console, cell: Mapping[str, Any]) -> None:
-    """Print a cell's operators with the time of both sides, and where the plan runs each."""
+    """Print a cell's operators with the time of both sides, and the side on which the plan runs it."""
     title = f"{cell['model']}, batch {cell['batch_size']}, int8 kernels {cell['kernel']}"
     heads = ("operator", "kind", "int8 ms", "FP32 ms", "runs in", "images at a time")
     table = Table(*heads, title=title)

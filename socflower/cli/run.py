@@ -41,7 +41,8 @@ from socflower.errors import ConfigError
 from socflower.quantities import human_bytes, human_joules, human_seconds, percent, plain_number
 from socflower.report.quality import quality_of
 
-if TYPE_CHECKING:  # pydantic and the planners are loaded by the command that needs them
+# Importing pydantic and the planners takes long, so only the command that needs them does.
+if TYPE_CHECKING:
     from socflower.engines.deployment.options import DeploymentOptions
     from socflower.engines.run_log import RoundLogging
     from socflower.scenario.schema.config import Scenario
@@ -82,7 +83,7 @@ def run(
         ),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start anew; by default an interrupted run is resumed.")
+        bool, typer.Option("--fresh", help="Start over; by default an interrupted run is resumed.")
     ] = False,
     superlink: Annotated[
         str,
@@ -152,14 +153,14 @@ def run(
         fresh=fresh,
         warm=warm,
     )
-    shared = {
+    shared: dict[str, Any] = {
         "num_workers": workers,
         "fresh": fresh,
         "deployment": deployment,
         "logging": round_logging(log),
     }
     if is_app:
-        settings = {
+        settings: dict[str, Any] = {
             "engine": engine,
             "num_nodes": nodes,
             "training_flops": training_flops,

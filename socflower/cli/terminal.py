@@ -25,7 +25,8 @@ from socflower.cli.process import prints_to_stderr
 from socflower.quantities import human_joules, human_seconds, percent, significant
 from socflower.report.quality import ACCURACY, LOSS
 
-if TYPE_CHECKING:  # pydantic and the planners are loaded by the command that needs them
+# Importing pydantic and the planners takes long, so only the command that needs them does.
+if TYPE_CHECKING:
     from socflower.scenario.schema.config import Scenario
 
 OUT = Console()
@@ -154,7 +155,8 @@ def _observed(claim: Mapping[str, Any]) -> str:
     found, expected = claim["observed"], claim["expected"]
     if found is None:
         return ""
-    if isinstance(found, int):  # a count
+    # Counts are shown in full.
+    if isinstance(found, int):
         return f", observed {found}"
     return (
         f", observed {found if significant(found) == significant(expected) else significant(found)}"

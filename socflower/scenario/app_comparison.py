@@ -108,7 +108,8 @@ def _result(
             kept: dict[str, Any] = json.loads((folder / "result.json").read_text("utf-8"))
             logging.write(folder, kept["rounds"])
             return kept
-    except (OSError, ValueError):  # not finished
+    except (OSError, ValueError):
+        # The result is missing or incomplete.
         pass
     on_notice(f"running {run.title}")
     (folder / _INPUTS_FILE).unlink(missing_ok=True)

@@ -72,7 +72,8 @@ class AppRun:
     num_workers: int | None = None
     claims: tuple[str, ...] = ()
     deployment: DeploymentOptions = DEFAULT_DEPLOYMENT
-    label: str = ""  # in tables; default: the folder's name
+    # The name in tables; by default that of the folder.
+    label: str = ""
 
     @property
     def title(self) -> str:
@@ -320,7 +321,8 @@ def _pricing_notes(result: Mapping[str, Any], training_flops: float | None) -> l
             f"clients trained in {each}, but time and energy are those of {result['priced_in']}: {_PRICED_BY[each]}"
             for each in others
         ]
-    if "energy_j" in result["unknown"]:  # which says why
+    # The result already says why.
+    if "energy_j" in result["unknown"]:
         return []
     if training_flops is not None:
         return [
@@ -350,7 +352,8 @@ def _override(override: str, config: Mapping[str, RunConfigValue]) -> tuple[str,
         raise ConfigError(f"--set {override}: the app's run config has {', '.join(config)}")
     value, default = parse_value(text), config[key]
     if isinstance(default, str) and isinstance(value, float) and not math.isfinite(value):
-        value = text  # a word such as nan, and no number of TOML's
+        # TOML reads words such as nan as numbers.
+        value = text
     if not isinstance(value, bool | int | float | str):
         raise ConfigError(f"--set {override}: a run config has numbers, texts, true and false only")
     # A text's default may accept any value, such as "auto" or a number; numbers and booleans keep their type.

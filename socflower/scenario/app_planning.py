@@ -63,49 +63,48 @@ def plan_app_folder(
 ) -> tuple[Cluster, dict[str, Any]]:
     """Return the cluster and the plan document of the app's SoCFlow, as `plan_scenario` does.
 
-    `predicted` and `model` are None where nothing tells what a step costs; `notes` says what is missing. Raises
+    `predicted` and `model` are None if the cost of a step is unknown; `notes` then says what is missing. Raises
     `ConfigError` for an app whose strategy is another one, or that sends messages before it starts one.
     """
     own = training_profile(training_flops)
     app, cluster = load_flower_app(folder), load_cluster(cluster_file)
     config = run_config(app, tuple(overrides))
     with forgotten_modules(folder), flower_quiet():
-        started = _start_of(
-            require_server_app(app.server_app),
-            _PlanningGrid([{}] * cluster.num_socs, config),
-            config,
-        )
+        grid = _PlanningGrid([{}] * cluster.num_socs, config)
+        started = _start_of(require_server_app(app.server_app), grid, config)
     strategy = innermost(started.strategy)
     name = type(strategy).__name__
     if not isinstance(strategy, SoCFlow):
         raise ConfigError(
             f"{folder}: its strategy is {name}, which has no groups to plan; run it with --training-flops"
         )
-    if strategy.plan.participants and strategy.plan.participants[-1] >= cluster.num_socs:
+    last = max(strategy.plan.participants, default=0)
+    if last >= cluster.num_socs:
         raise ConfigError(
-            f"{folder}: {name} plans SoC {strategy.plan.participants[-1]}, of another cluster than "
-            f"{cluster_file}; use one file"
+            f"{folder}: {name} plans SoC {last}, of another cluster than {cluster_file}; use one file"
         )
     profile = None if own is None else with_weights(own, started.arrays)
     exchanges, work = strategy.predicted(EventClock(cluster), profile)
-    schedule, notes = strategy.method.schedule, []
+    schedule, predicted = strategy.method.schedule, None
     if work is None:
-        notes.append(
-            f"no time is predicted: {name} has no costs=Costs(model_profile=profile_module(…)); add it, or "
-            "give --training-flops"
+        note = (
+            f"no time is predicted: give --training-flops, or {name} a model_profile in its Costs"
         )
-    elif own is not None:
-        notes.append(
-            "priced by --training-flops and the bytes of the arrays"
-            if work.profile is profile
-            else f"--training-flops was not needed: {name} has a model_profile of its own"
+    elif own is None:
+        note = ""
+    elif work.profile is profile:
+        note = "priced by --training-flops and the bytes of the arrays"
+    else:
+        note = f"--training-flops was not needed: {name} has a model_profile of its own"
+    if work is not None:
+        interval = schedule.server_interval
+        shapes = sync_shapes(
+            schedule.num_epochs,
+            strategy.method.steps_per_epoch,
+            schedule.interval_epochs,
+            server_interval=interval,
         )
-    shapes = sync_shapes(
-        schedule.num_epochs,
-        strategy.method.steps_per_epoch,
-        schedule.interval_epochs,
-        server_interval=schedule.server_interval,
-    )
+        predicted = predicted_costs(work, shapes, schedule.num_epochs, in_servers=interval > 1)
     return cluster, {
         "schema": 1,
         "work": f"{name} of {folder.resolve().name}, {counted(schedule.num_epochs, 'epoch')} of "
@@ -113,14 +112,10 @@ def plan_app_folder(
         "model": None if work is None else model_document(work.profile),
         **strategy.plan.to_document(),
         **exchanges.to_document(),
-        "predicted": None
-        if work is None
-        else predicted_costs(
-            work, shapes, schedule.num_epochs, in_servers=schedule.server_interval > 1
-        ),
+        "predicted": predicted,
         "one_soc": None,
         "verdict": None,
-        "notes": notes,
+        "notes": [note] if note else [],
     }
 
 
@@ -140,7 +135,7 @@ def _start_of(app: Any, grid: EngineGrid, config: Any) -> _Started:
 
 
 def _end_start(strategy: Strategy, bound: BoundArguments, start: object) -> NoReturn:
-    """Raise `_Started` in place of a strategy's start; `ConfigError` if that has no arrays, or too many rounds."""
+    """Raise `_Started` instead of starting a strategy; `ConfigError` without arrays, or with too many rounds."""
     given = bound.arguments
     if isinstance(given.get("num_rounds"), int):
         refuse_too_many_rounds(innermost(strategy), given["num_rounds"])

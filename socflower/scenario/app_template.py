@@ -8,7 +8,8 @@ from pathlib import Path
 from socflower.errors import ConfigError
 from socflower.scenario.shipped import shipped_folder
 
-_COMMON = "common"  # files of every template
+# The folder with files of every template.
+_COMMON = "common"
 _NAME_RULE = re.compile(r"[A-Za-z](?:[A-Za-z0-9-]{0,30}[A-Za-z0-9])?")
 
 
@@ -34,7 +35,8 @@ def app_names(folder: Path) -> tuple[str, str]:
             "letters, digits, hyphens and underscores"
         )
     module = importlib.util.find_spec(package)
-    is_module = module is not None and module.origin is not None  # and not a plain folder
+    # A plain folder is importable too, but hides nothing.
+    is_module = module is not None and module.origin is not None
     if keyword.iskeyword(package) or is_module:
         raise ConfigError(
             f"{folder}: the app's package would hide the module {package}; name another"

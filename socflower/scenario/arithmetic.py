@@ -162,7 +162,7 @@ def unsupported(scenario: Scenario) -> Literal["refuse", "fp32"]:
 
 
 def evaluation_device(scenario: Scenario) -> str:
-    """Return where the server evaluates: it may be another machine than the clients', with other devices."""
+    """Return the device of the server's evaluation; the server may run on another machine than the clients."""
     return "cpu" if scenario.train.device == "cpu" else AUTO
 
 

@@ -36,7 +36,8 @@ def _number_of_socs(name: str, planned: Scenario) -> Iterator[str]:
     used = planned.strategy.socs or cluster.num_socs
     found = {}
     for count in (used, *(2**power for power in range(used.bit_length()) if 2**power < used)):
-        with suppress(InfeasiblePlan):  # too little memory for a larger share
+        # A larger share may not fit a device's memory.
+        with suppress(InfeasiblePlan):
             found[count] = planned_training(
                 planned.replaced(strategy=planned.strategy.replaced(socs=count)), cluster
             )

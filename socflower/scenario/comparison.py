@@ -63,9 +63,9 @@ def compare(
     Each result is in `out/<strategy>/`, with `seeds` in `out/<strategy>/seed-<seed>/`; an existing result of the same
     scenario and engine is reused, so that an interrupted comparison continues where it stopped. `comparison.json` and
     `report.html` contain all of them. The claims are checked for the first strategy against the others, for each seed.
-    Nothing of `predictions` was trained; `caveats` says what the others were not given. With `tuning` each strategy
-    first trains with each of its values, in `out/tune/`, and then with the best one. `logging` writes the rounds of
-    each run into its folder.
+    `predictions` are of workloads that were not trained; `caveats` names settings that would have helped the others.
+    With `tuning` each strategy first trains with each of its values, in `out/tune/`, and then with the best one.
+    `logging` writes the rounds of each run into its folder.
     """
     own = scenario.strategy.name
     for name in strategies:
@@ -262,6 +262,7 @@ def _finished(path: Path, scenario: Scenario, engine: str) -> dict[str, Any] | N
         same = result["engine"] == engine and training_keys(result["scenario"]) == training_keys(
             to_document(scenario)
         )
-    except (OSError, ValueError, KeyError, TypeError):  # incomplete, or not a result
+    except (OSError, ValueError, KeyError, TypeError):
+        # The file is incomplete, or is no result.
         return None
     return result if same else None

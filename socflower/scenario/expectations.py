@@ -148,7 +148,8 @@ class AppClaim:
     """A claim of `--expect` on an app: a figure of its result, or a metric of its last round that has it."""
 
     quantity: str
-    bound: str  # ">=" or "<="
+    # Either ">=" or "<=".
+    bound: str
     expected: float
 
     @property
@@ -236,7 +237,8 @@ def _app_figure(quantity: str, result: Result) -> tuple[float | None, str]:
         key = _APP_FIGURES[quantity]
         value = result[key]
         if quantity == "loss" and value is None and rounds:
-            value = rounds[0]["loss"]  # that of the training, if the app evaluates none
+            # Without an evaluation the loss is that of training.
+            value = rounds[0]["loss"]
         if isinstance(value, Mapping):
             value = value[quantity.removesuffix("_bytes")]
         return (
@@ -304,7 +306,7 @@ def _split(result: Result, key: str) -> float | None:
 
 
 def _time_s(result: Result) -> float | None:
-    """Return the time by which runs of one engine are compared: virtual time, or wall time if there is none."""
+    """Return the time by which runs of one engine are compared: virtual time, or wall time on a deployment."""
     virtual_s: float | None = result["virtual_s"]
     return result["wall_s"] if virtual_s is None else virtual_s
 

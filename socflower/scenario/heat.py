@@ -25,8 +25,10 @@ from socflower.thermal.model.dynamics import RackDynamics, Surroundings
 from socflower.thermal.model.governor import ClockGovernor
 from socflower.thermal.model.rack import Rack
 
-_HORIZON_S = 14.0 * DAY_S  # games are drawn for this time; later there are none
-_MAX_ROUNDS = 20_000  # for which heat is predicted, which takes minutes
+# Games are drawn for this time; later there are none.
+_HORIZON_S = 14.0 * DAY_S
+# Predicting heat for that many rounds takes minutes.
+_MAX_ROUNDS = 20_000
 _ONE_CLOCK = ClockGovernor(clock_hz=(1.0,), trip_c=(), resume_c=(), power_exponent=0.0)
 _NO_FANS = replace(rack_fans(), drag_w_per_rpm=0.0, air_w_per_rpm3=0.0)
 
@@ -92,8 +94,8 @@ def heat_document(
 def predicted_heat(scenario: Scenario, cluster: Cluster) -> dict[str, Any] | None:
     """Predict the planned training with heat and users: the heat part of a result, and totals.
 
-    None without a heat simulation. Unlike a run, the prediction does not plan anew without the SoCs that users have
-    taken at a synchronisation: their groups continue without them.
+    None without a heat simulation. A run plans again without the SoCs that users have taken at a
+    synchronisation; the prediction lets their groups continue without them.
     """
     rack = rack_dynamics(scenario, cluster)
     if rack is None:
@@ -185,7 +187,8 @@ def _policy(thermal: ThermalConfig, scenario: Scenario, cluster: Cluster, rack: 
 def planned_load(scenario: Scenario, cluster: Cluster, rack: Rack) -> PlannedLoad:
     """Return the power and heat of the planned training over the run's virtual time."""
     idle_w = [cluster.device_of(soc).idle_w for soc in range(cluster.num_socs)]
-    if not scenario.has_groups:  # and so no plan: all SoCs work all the time
+    # Without groups there is no plan: all SoCs work all the time.
+    if not scenario.has_groups:
         num_socs = scenario.strategy.socs or cluster.num_socs
         busy = [cluster.device_of(soc) for soc in range(num_socs)]
         busy_w = sum(device.processor(device.default_processor).active_w for device in busy)

@@ -1,4 +1,4 @@
-"""Files of layers' seconds, measured on one kind of device, in place of estimates: `[pipeline] profiles`."""
+"""Files with the measured seconds of a model's layers on one kind of device: `[pipeline] profiles`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,7 +47,8 @@ class MeasuredLayers(Table):
     model: Text
     cuts: Annotated[str, OneOf(CUTS)]
     arithmetic: Annotated[str, OneOf(("fp32", "int8"))] = "fp32"
-    sample: tuple[int, ...]  # the shape of the model's input, without the batch
+    # The shape of the model's input, without the batch.
+    sample: tuple[int, ...]
     batches: tuple[Batch, ...] = Field(min_length=1)
     layers: tuple[MeasuredLayer, ...] = Field(min_length=1, alias="layer")
 
@@ -112,6 +113,7 @@ def measured_profile(
         repeats=repeats,
         in_int8=arithmetic == "int8",
     )
+    layers = zip(read.model.layers, seconds.forward_s, seconds.backward_s, strict=True)
     return MeasuredLayers(
         kind=KIND,
         device=device,
@@ -126,9 +128,7 @@ def measured_profile(
                 forward_s=tuple(forward_s.tolist()),
                 backward_s=tuple(backward_s.tolist()),
             )
-            for layer, forward_s, backward_s in zip(
-                read.model.layers, seconds.forward_s, seconds.backward_s, strict=True
-            )
+            for layer, forward_s, backward_s in layers
         ),
     )
 

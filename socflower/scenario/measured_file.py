@@ -10,7 +10,7 @@ from socflower.wire.saved_state import write_atomically
 
 
 def read_measured(path: Path, written_by: str) -> dict[str, Any]:
-    """Return a file's document; `ConfigError` if it is none, with the command that writes such files."""
+    """Return a file's document; `ConfigError` names the command `written_by` if the file has no document."""
     try:
         document = json.loads(path.read_text("utf-8-sig"))
     except OSError as error:

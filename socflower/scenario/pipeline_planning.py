@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from socflower.errors import ConfigError
-from socflower.pipeline.planner.peers import compare
+from socflower.pipeline.planner.peers import Compared, compare
 from socflower.pipeline.planner.selection import OnStep, Planned, PlannerSettings, plan_pipeline
 from socflower.pipeline.problem import LayerSeconds, PipelineProblem
 from socflower.pipeline.profiler.estimates import Int8Socs, default_micro_batches, estimated_problem
@@ -26,7 +26,8 @@ from socflower.scenario.schema.pipeline import PEERS, PipelineConfig
 from socflower.sim import EventClock, Trace
 from socflower.wire.saved_state import write_atomically
 
-_SAME = 1.005  # times as long, up to which a plan counts as the same
+# Plans whose times differ by less than this factor count as equal.
+_SAME = 1.005
 
 
 def plan_of_pipeline(
@@ -53,25 +54,13 @@ def plan_of_pipeline(
 
     planned = plan_pipeline(problem, PlannerSettings(micro_batch_sizes=tuple(sizes)), on_step=step)
     prediction, own = planned.prediction, planned.problem
+
+    def peer_step(text: str, done: int, total: int) -> None:
+        on_step(text, num_steps + done, num_steps + total)
+
+    compared = compare(problem, PEERS, micro_batch_sizes=sizes, on_step=peer_step)
+    peers = [_peer_document(each, prediction.step_s) for each in compared]
     steps = max(1, epoch_samples // scenario.train.batch_size)
-    peers = [
-        {
-            "name": each.name,
-            "fits": each.fits,
-            "why_not": each.why_not,
-            "step_s": each.prediction.step_s if each.prediction else None,
-            "energy_j": each.prediction.energy_j if each.prediction else None,
-            "over_ours": each.prediction.step_s / prediction.step_s
-            if each.prediction and each.fits
-            else None,
-        }
-        for each in compare(
-            problem,
-            PEERS,
-            micro_batch_sizes=sizes,
-            on_step=lambda text, done, total: on_step(text, num_steps + done, num_steps + total),
-        )
-    ]
     document = {
         "schema": 1,
         "kind": "pipeline",
@@ -90,6 +79,18 @@ def plan_of_pipeline(
     }
     document["expectations"] = check_plan(scenario.expect, document)
     return document, planned
+
+
+def _peer_document(peer: Compared, own_step_s: float) -> dict[str, Any]:
+    predicted = peer.prediction
+    return {
+        "name": peer.name,
+        "fits": peer.fits,
+        "why_not": peer.why_not,
+        "step_s": predicted.step_s if predicted else None,
+        "energy_j": predicted.energy_j if predicted else None,
+        "over_ours": predicted.step_s / own_step_s if predicted and peer.fits else None,
+    }
 
 
 def planned_document(planned: Planned) -> dict[str, Any]:

@@ -43,7 +43,8 @@ from socflower.wire.folders import UNFINISHED, exclusive_folder, new_folder, tem
 from socflower.wire.message_keys import LOST_STATE
 from socflower.wire.saved_state import atomic_file, write_atomically
 
-_NEED_WORKERS = ("hang", "die")  # kinds of fault that need a separate worker process
+# Faults that would end this process if the client ran in it.
+_NEED_WORKERS = ("hang", "die")
 _NOTES = (
     "Virtual time and energy come from the cluster model; accuracy and loss come from real training of this model.",
     "Exchange constants are fitted to the eight latencies of SoCFlow+ 2.2 (see docs/concepts/virtual-time.md).",
@@ -57,8 +58,8 @@ _NOTES_OF_DEPLOYMENT = (
 )
 
 WARNING_OF_SIMULATION = (
-    "while this runs, every user of this machine can reach its SuperLink, and so run programs as you; where there are "
-    "others, use --engine local"
+    "while this runs, every user of this machine can reach its SuperLink, and so run programs as you; on a "
+    "shared machine use --engine local"
 )
 
 OnRound: TypeAlias = Callable[[dict[str, Any]], None]
@@ -86,11 +87,7 @@ def run_scenario(
     A scenario that is not prepared yet is checked first. Raises a `SocflowerError` in one line if it cannot run or
     failed.
     """
-    prepared = (
-        scenario
-        if isinstance(scenario, PreparedRun)
-        else prepare(scenario, engine, trains_here=not deployment.superlink)
-    )
+    prepared = _prepared(scenario, engine, deployment)
     scenario = prepared.scenario
     for event in scenario.events:
         if engine == "local" and num_workers == 0 and event.kind in _NEED_WORKERS:
@@ -107,18 +104,12 @@ def run_scenario(
             if engine == "local":
                 _run_locally(prepared, folder, num_workers)
             elif engine == "deployment":
-                run_in_deployment(
-                    deployed_app(scenario),
-                    folder,
-                    deployment,
-                    on_notice,
-                    wants_model=model_to is not None,
-                )
+                app, wants_model = deployed_app(scenario), model_to is not None
+                run_in_deployment(app, folder, deployment, on_notice, wants_model=wants_model)
             else:
                 on_notice(WARNING_OF_SIMULATION)
-                run_in_flower_simulation(
-                    folder, app_in_folder(), _num_nodes(scenario), _num_useful_workers(scenario)
-                )
+                workers = _num_useful_workers(scenario)
+                run_in_flower_simulation(folder, app_in_folder(), _num_nodes(scenario), workers)
         outcome = folder.read_outcome()
         assert outcome is not None
         if "error" in outcome:
@@ -127,6 +118,19 @@ def run_scenario(
             shutil.copyfile(folder.trace, trace_to)
         if model_to is not None:
             shutil.copyfile(folder.model, model_to)
+    return _result(scenario, engine, outcome)
+
+
+def _prepared(
+    scenario: Scenario | PreparedRun, engine: str, deployment: DeploymentOptions
+) -> PreparedRun:
+    if isinstance(scenario, PreparedRun):
+        return scenario
+    return prepare(scenario, engine, trains_here=not deployment.superlink)
+
+
+def _result(scenario: Scenario, engine: str, outcome: dict[str, Any]) -> dict[str, Any]:
+    """Return the result document of an outcome: claims, costs to the target, and where its figures come from."""
     result = {"schema": 1, "scenario": to_document(scenario), "engine": engine, **outcome}
     # Before `with_predictions` renames virtual time: claims are about the model's time on every engine.
     result["expectations"] = check_expectations(scenario.expect, result)
@@ -150,7 +154,8 @@ def failure(outcome: Mapping[str, Any]) -> SocflowerError:
 
 def with_predictions(result: dict[str, Any]) -> dict[str, Any]:
     """Return the result of a deployment, in which virtual time is a prediction."""
-    warm_up = result.get("warm_up")  # an app of the user's has none
+    # Apps of users have no warm-up.
+    warm_up = result.get("warm_up")
     return {
         **with_prediction(result),
         "rounds": [with_prediction(entry) for entry in result["rounds"]],
@@ -183,11 +188,7 @@ def run_to_folder(
     unless `fresh` is set; `on_notice` gets a line about that. `save_model` is a file for the trained model. `logging`
     writes the rounds into `out` while the run goes. Raises `ConfigError` for a checkpoint of another run.
     """
-    prepared = (
-        scenario
-        if isinstance(scenario, PreparedRun)
-        else prepare(scenario, engine, trains_here=not deployment.superlink)
-    )
+    prepared = _prepared(scenario, engine, deployment)
     with exclusive_folder(out, f"--out {out}"), logging.into(out) as log_round:
 
         def follow(entry: dict[str, Any]) -> None:
@@ -226,7 +227,7 @@ def _resumed(
         if checkpoint is not None:
             on_notice(
                 f"resuming {out} after round {checkpoint.server_round} of {checkpoint.num_rounds}; "
-                "--fresh starts anew"
+                "--fresh starts over"
             )
         result = run(Checkpointing(kept=kept, engine=engine).after(checkpoint))
         kept.remove()
@@ -332,7 +333,7 @@ def kept_line(kept: Kept, *, fresh: bool) -> str:
     """
     name = kept.newest_name()
     return (
-        name and f"{name} is kept in {kept.path}: {_resumes(fresh)} after it, --fresh starts anew"
+        name and f"{name} is kept in {kept.path}: {_resumes(fresh)} after it, --fresh starts over"
     )
 
 
@@ -340,7 +341,7 @@ def remotely_kept_line(deployment: DeploymentOptions) -> str:
     """Return the line about checkpoints on the SuperLink's machine; empty if none are kept there."""
     return deployment.checkpoint_folder and (
         f"checkpoints are in {deployment.checkpoint_folder} on the SuperLink's machine: "
-        f"{_resumes(deployment.fresh)} after the newest, --fresh starts anew"
+        f"{_resumes(deployment.fresh)} after the newest, --fresh starts over"
     )
 
 

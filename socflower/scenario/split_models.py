@@ -240,7 +240,8 @@ class ImageWorkload(SplitWorkload):
         data, num_held_out = _selected_images(self.scenario), self.scenario.precision.held_out
         if not num_held_out:
             return data
-        num_training_samples(self.scenario, len(data.train))  # raises if none is left
+        # This raises if no sample is left to train on.
+        num_training_samples(self.scenario, len(data.train))
         return replace(data, train=cast(LabelledData, held_out_split(data.train, num_held_out)[0]))
 
     @cached_property

@@ -143,7 +143,8 @@ class SplitSetting:
         """Return the edges in their initial state."""
         engines = [self._engine(edge) for edge in range(self.num_edges)]
         initial = list(self._initial_plans)
-        if self.mode == "turns":  # edges that share the cloud half share the first edge's cut
+        # Edges that share the cloud's half have the first edge's cut.
+        if self.mode == "turns":
             initial = [replace(plan, cut=initial[0].cut) for plan in initial]
         for edge, plan in enumerate(initial):
             require_edge_memory(self.cluster.device_of(edge), self.costs[edge], plan, edge)
@@ -173,7 +174,7 @@ class SplitSetting:
         return tuple(away)
 
     def _check_events(self) -> None:
-        """Raise for an event of no edge or round, and where the others cannot go on without the edge."""
+        """Raise for an event of an unknown edge or round, and if the others cannot train without the edge."""
         where, spans = f"{self.scenario.name} [[event]]", list(self.spans())
         alone = "there is no other edge" if self.num_edges == 1 else ""
         why = alone or ("" if self.mode == "own" else "the cloud's half needs every edge's batches")
@@ -222,7 +223,8 @@ class SplitSetting:
             raise self.scenario.mistake("strategy", "name", why)
         first = self.planned_rates(initial_rates(link))
         best = engine.best(first, window)
-        if self.workload.is_joined:  # there is one cut, and no edge can train alone
+        # There is one cut, and no edge can train alone.
+        if self.workload.is_joined:
             bits = baselines.BASELINES[name].bits if name in baselines.BASELINES else best.bits
             return SplitPlan(cut=0, bits=bits, window=window)
         cut = self._configured_cut(costs)

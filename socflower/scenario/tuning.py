@@ -17,7 +17,8 @@ from socflower.toml_file import parse_value
 class Tuning:
     """Values of keys of `[train]` that a comparison tries for each strategy: every combination."""
 
-    axes: tuple[tuple[str, tuple[Any, ...]], ...]  # the values of each key
+    # Each key with its values.
+    axes: tuple[tuple[str, tuple[Any, ...]], ...]
 
     @property
     def key(self) -> str:

@@ -49,14 +49,13 @@ class TrainingData:
 class ModelMetrics:
     """Metrics of a model on the test data."""
 
-    accuracy: (
-        float | None
-    )  # 0..1; None for a model that predicts no classes, such as a generator of text or images
+    # From 0 to 1; None for a model that predicts no classes, such as a generator.
+    accuracy: float | None
     loss: float
 
     @property
     def likelihood(self) -> float:
-        """exp(-loss): where the loss is a cross-entropy in nats, the (geometric) mean probability of what is right."""
+        """exp(-loss): for a cross-entropy in nats, the geometric mean of the probabilities of the right answers."""
         return math.exp(-self.loss)
 
 
@@ -157,7 +156,7 @@ def partitions(
 
 
 def check_workload(scenario: Scenario) -> None:
-    """Raise `ConfigError` for unknown names, and for what a factory of the user's returns that cannot train."""
+    """Raise `ConfigError` for unknown names, and for models or data of the user's that cannot train."""
     _check_name("model", scenario.model, model_names(), scenario)
     _check_name("data", scenario.data, data_names(), scenario)
     if not scenario.factories:
@@ -171,13 +170,14 @@ def check_workload(scenario: Scenario) -> None:
     evaluated = f"{scenario.name}: model {scenario.model.name} cannot evaluate the test data of"
     with _naming(f"{evaluated} {scenario.data.name}"):
         outcome = evaluate(model, data.test.select([0]))
-        _ = outcome.loss  # raises if there is none
+        # Reading the loss raises if the model gives none.
+        _ = outcome.loss
     if "accuracy" not in outcome.metrics:
         _refuse_accuracy(scenario)
 
 
 def _refuse_accuracy(scenario: Scenario) -> None:
-    """Raise `ConfigError` for a target or a claim on the accuracy of a model that has none."""
+    """Raise `ConfigError` for a target or a claim on accuracy if the model only has a loss."""
     said = f"{scenario.model.name} on {scenario.data.name} has a loss and no accuracy; write"
     for claim in scenario.expect:
         if "accuracy" in claim:
@@ -224,7 +224,8 @@ def _factory_text(table: str, scenario: Scenario) -> str:
     return f"{scenario.name} [{table}] factory = {getattr(scenario, table).factory!r}"
 
 
-@lru_cache(maxsize=2)  # of two seeds
+# A comparison alternates between two seeds.
+@lru_cache(maxsize=2)
 def _own_data(
     factory: str, arguments: str, seed: int, folder: str | None, name: str
 ) -> TrainingData:

@@ -47,10 +47,10 @@ class TrainingSchedule:
     interval_epochs : float or "decay"
         Epochs between synchronisations, or the paper's schedule 0.25, 0.5, 1, 2 (F3).
     server_interval : int
-        Every how many synchronisations all groups take part, where the cluster is a site of several servers; at the
-        others those of each server average their models. All take part in the last one.
+        In a site of several servers, all groups take part in every `server_interval`-th synchronisation, and in the
+        last one; in the others the groups of each server average their models.
     reshuffle : bool
-        Redistribute all data to the groups at the synchronisations that end an epoch; off where data must not leave
+        Redistribute all data among the groups at the synchronisations that end an epoch; off if data must not leave
         their node.
     seed : int
         Seed of the order of the data.
@@ -75,7 +75,7 @@ class Grouping:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """What virtual time and energy are made of; without a profile, none are kept.
+    """What virtual time and energy are computed from; without a profile neither is computed.
 
     Parameters
     ----------

@@ -227,12 +227,6 @@ class SoCFlow(GroupRoundStrategy):
         tolerate_client_errors: bool = False,
     ) -> None:
         name = type(self).__name__
-        refuse_unknown(name, unknown)
-        # Not Python's error, which would hide that of an option that is part of the schedule now.
-        if schedule is None:
-            raise ConfigError(
-                f"{name}: schedule=TrainingSchedule(num_samples=…, batch_size=…, num_epochs=…) is missing"
-            )
         _require_types(
             name,
             cluster=cluster,

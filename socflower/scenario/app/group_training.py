@@ -87,7 +87,8 @@ class _Training:
         self._plan: dict[str, Any] | None = None
         self._resumed: Checkpoint | None = None
         self._transport, self._leader_transport = "in process", ""
-        self._undisturbed_s: float | None = None  # of a pipeline under heat
+        # The time of a pipeline without heat.
+        self._undisturbed_s: float | None = None
 
     def run(self) -> dict[str, Any]:
         """Train with the scenario's strategy."""
@@ -101,7 +102,8 @@ class _Training:
         else:
             final = self._grouped(arrays) if self._scenario.has_groups else self._fedavg(arrays)
         if self._resumed is not None:
-            final = final or arrays  # no round was left
+            # A resumed run may have no round left.
+            final = final or arrays
         if not final:
             raise TrainingFailed(
                 "Flower returned no model: every client failed; see the log for the first cause"
@@ -179,7 +181,7 @@ class _Training:
         if settings.rebalance == "shares" and self._rack is not None:
             raise ConfigError(
                 f"{self._scenario.name} [strategy] rebalance = 'shares': in virtual time a pipeline "
-                "keeps its shares within a round; use 'groups', by which rounds are planned anew"
+                "keeps its shares within a round; use 'groups', which plans each round again"
             )
         problem, _ = pipeline_problem(self._scenario)
         strategy = HybridPipeline(
@@ -238,7 +240,8 @@ class _Training:
             return fixed
         if isinstance(settings.groups, int):
             return settings.groups
-        if self._record.warm_up is not None:  # of the resumed run
+        # A resumed run has its warm-up in the checkpoint.
+        if self._record.warm_up is not None:
             return int(self._record.warm_up["num_groups"])
         num_socs = settings.socs or self._cluster.num_socs
         choice = profile_group_count(

@@ -79,7 +79,7 @@ Round = Annotated[int, Field(gt=0, le=MOST_INTERVALS)]
 
 
 Rule = tuple[object, str, str]
-"""Whether tables do not go together, the key that is wrong, and why, with the way out."""
+"""Whether a rule is broken, the key that breaks it, and the reason with the remedy."""
 
 
 class Factory(Table):
@@ -314,7 +314,7 @@ class StrategyConfig(Table):
     reshuffle: bool = Field(
         True,
         description=(
-            "deal all data anew to the groups at a synchronisation that ends an epoch; false "
+            "deal all data to the groups again at a synchronisation that ends an epoch; false "
             "where data must stay: each "
             "SoC trains on its own, in an order of its own"
         ),
@@ -389,9 +389,10 @@ class StrategyConfig(Table):
     )
 
     def check(self) -> None:
-        """Refuse an outer strategy without groups, or without their number where it is needed."""
+        """Refuse an outer strategy for one group, and keys that need the number of groups without it."""
         if STRATEGIES[self.name].is_pipeline:
-            return  # it reads none of this, which `ScenarioFile` refuses
+            # A pipeline reads none of this; `ScenarioFile` refuses it.
+            return
         ExchangeSettings(leaders=self.leaders, leader_compression=self.leader_compression)
         interval, outer = shown(self, "server_interval"), self.outer
         counted = outer is not None and outer.counts_groups
@@ -428,13 +429,13 @@ class StrategyConfig(Table):
 
 
 def several_groups(strategy: str) -> bool:
-    """Return whether a strategy has several groups, which exchange models, and of which an outer strategy makes one."""
+    """Return whether a strategy has several groups. These exchange models, and may have an outer strategy."""
     kind = STRATEGIES[strategy]
     return isinstance(kind, GroupStrategy) and kind.num_groups is None
 
 
 class OwnTraining(Table):
-    """`[compare.train.NAME]`: what a strategy has in place of the scenario's values, where others suit it better."""
+    """`[compare.train.NAME]`: a strategy's own values for keys of the scenario."""
 
     epochs: Epochs | None = Field(None, description="passes over the data")
     batch_size: BatchSize | None = Field(None, description="as in [train]")
@@ -551,12 +552,14 @@ class ScenarioFile(ClusterFile):
     ring: RingSettings = RingSettings()
     compare: CompareConfig = CompareConfig()
     events: tuple[EventConfig, ...] = Field((), alias="event")
-    thermal: ThermalConfig | None = None  # None: no heat simulation
-    background_load: BackgroundLoadConfig | None = Field(
-        None,
-    )  # None: nobody else
-    edgecloud: EdgeCloudConfig | None = None  # None: no cloud
-    pipeline: PipelineConfig | None = None  # None: no pipeline, or the defaults of one
+    # Without this table there is no heat.
+    thermal: ThermalConfig | None = None
+    # Without this table there are no other users.
+    background_load: BackgroundLoadConfig | None = None
+    # Without this table there is no cloud.
+    edgecloud: EdgeCloudConfig | None = None
+    # Without this table a pipeline has its defaults.
+    pipeline: PipelineConfig | None = None
     expect: dict[str, int | float] = Field({})
 
     def check(self) -> None:
@@ -574,7 +577,8 @@ class ScenarioFile(ClusterFile):
                 if broken:
                     raise ConfigError(f"{key}: {why}")
         for own in self.compare.train.values():
-            self.train.replaced(**_of_train(own))  # refuses what does not fit [train]
+            # This refuses values that do not fit [train].
+            self.train.replaced(**_of_train(own))
 
     def _compare_what_fits(self) -> None:
         """Replace the strategies that are compared by default with those of this scenario's family."""
@@ -759,7 +763,7 @@ class ScenarioFile(ClusterFile):
 
     @property
     def momentum(self) -> float:
-        """The momentum of `[train]`, by default 0.9; 0 if the update has none."""
+        """The momentum of `[train]`, by default 0.9; 0 for updates without momentum."""
         if self.train.momentum is not None:
             return self.train.momentum
         # In a split training momentum is that of the cloud's half, which trains in FP32.
@@ -783,7 +787,7 @@ class ScenarioFile(ClusterFile):
 
     @property
     def leaders(self) -> str:
-        """`[strategy] leaders`; the star for "auto" where the hub needs the groups' models."""
+        """`[strategy] leaders`; "auto" is the star if the hub needs the groups' models."""
         return (
             "star"
             if self.strategy.leaders == "auto" and self.hub_needs_models
@@ -811,10 +815,10 @@ class Scenario(ScenarioFile):
 
     name: str = "scenario"
     question: str = ""
-    folder: str | None = (
-        None  # of the file, from which its factories are imported; None without factories
-    )
-    code: str | None = None  # SHA-256 of the factories' modules in it
+    # The file's folder, from which factories are imported; None without factories.
+    folder: str | None = None
+    # The SHA-256 of the factories' modules.
+    code: str | None = None
 
     def mistake(
         self, table: str, key: str, why: str, kind: type[SocflowerError] = ConfigError

@@ -30,7 +30,8 @@ def load_scenario(path: Path, overrides: Sequence[str] = ()) -> Scenario:
         apply_override(document, override)
     _resolve_cluster(document, path)
     inline_recorded_link(document, path)
-    resolve_file_paths(document, Path())  # paths in overrides are relative to the working directory
+    # Paths in overrides are relative to the working directory.
+    resolve_file_paths(document, Path())
     text = path.read_text("utf-8-sig")
     scenario = parse_scenario(
         document, name=path.stem, question=_leading_comment(text), where=str(path)

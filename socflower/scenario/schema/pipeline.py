@@ -22,7 +22,8 @@ PEERS = ("single-device", "data-parallel", "pipeline-parallel", "2d")
 """What a plan is compared with."""
 
 _MAX_SAMPLES = 1_000_000_000
-_MOST_TOKENS, _MOST_VALUES = 65_536, 1 << 24  # of a sample
+# The largest samples that are planned.
+_MOST_TOKENS, _MOST_VALUES = 65_536, 1 << 24
 
 Size = Annotated[int, Field(gt=0, le=1_000_000)]
 

@@ -22,7 +22,8 @@ SPLIT_STRATEGIES = ("split-replay", "pipelined", "joint-dnn", "split", "splitfed
 CLICK_MODEL, GENERATOR = "click-model", "digit-generator"
 """Models of parties with different features, and of a reverse split."""
 
-_MAX_BATCHES = 10_000  # in flight at the same time
+# The most batches that may be in flight at the same time.
+_MAX_BATCHES = 10_000
 
 Rate = Annotated[float, Field(gt=0)]
 

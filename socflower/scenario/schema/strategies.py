@@ -11,9 +11,8 @@ from socflower.scenario.schema.split import SPLIT_STRATEGIES
 class Strategy:
     """A strategy without groups: Flower's FedAvg, and training with a cloud."""
 
-    about: str = (
-        ""  # for the description of the key; the page of strategies with a cloud describes them
-    )
+    # For the description of the key; the page of strategies with a cloud describes those.
+    about: str = ""
     uses_cloud: bool = False
     is_pipeline: bool = False
 
@@ -26,16 +25,17 @@ class GroupStrategy(Strategy):
     `sync_interval_epochs`.
     """
 
-    target: str = "socflower.strategies.socflow:SoCFlow"  # imported when it trains: every command reads this module
+    # The class is imported when it trains, since every command reads this module.
+    target: str = "socflower.strategies.socflow:SoCFlow"
     num_groups: int | None = None
     num_socs: int | None = None
     interval_epochs: float | None = None
 
     def sync_interval_epochs(self, asked: float | str) -> float | str:
-        """Return the epochs between synchronisations, of which `[strategy]` asks for `asked`.
+        """Return the epochs between synchronisations; `asked` is the value in `[strategy]`.
 
-        With one group there is nothing to synchronise: rounds only determine when it is evaluated, which is as often
-        as strategies with groups are, so that times to an accuracy compare.
+        One group has nothing to synchronise: its rounds only decide when it is evaluated. It is evaluated as often as
+        several groups are, so that times to an accuracy are comparable.
         """
         if self.interval_epochs is None:
             return asked
@@ -72,7 +72,7 @@ def family_of(name: str) -> tuple[str, ...]:
 
 
 def group_strategy(name: str) -> GroupStrategy:
-    """Return a strategy with groups; `ConfigError` if it has none."""
+    """Return a strategy with groups; `ConfigError` for a strategy without groups."""
     kind = STRATEGIES[name]
     if not isinstance(kind, GroupStrategy):
         others = [

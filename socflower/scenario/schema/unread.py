@@ -1,4 +1,4 @@
-"""Keys of a table that have no effect beside the others: a value that nothing reads is a mistake of its user."""
+"""Rules between the keys of a table: a key that is set and not read is a mistake of the user."""
 
 from collections.abc import Hashable, Mapping, Sequence
 
