@@ -26,7 +26,6 @@ from socflower.engines.names import require_count
 from socflower.errors import ConfigError
 from socflower.quantities import counted, human_bytes, human_ratio, human_seconds
 
-
 _READ_WITH_LAYERS = (
     *("layers", "name", "out", "batch_size", "repeats", "threads"),
     *("accelerator", "int8", "as_json"),

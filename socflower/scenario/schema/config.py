@@ -729,8 +729,8 @@ class ScenarioFile(ClusterFile):
 
     def _at(self, table: str, key: str) -> str:
         """Return a key with its place and value: "[train] epochs = 3"."""
-        values = {"edgecloud": self.edgecloud, "pipeline": self.pipeline}.get(table)
-        return f"[{table}] {shown(values or getattr(self, table), key)}"
+        values = self.split if table == "edgecloud" else getattr(self, table)
+        return f"[{table}] {shown(values, key)}"
 
     @property
     def _name(self) -> str:
