@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 from socflower.errors import ConfigError
@@ -16,26 +17,24 @@ Result: TypeAlias = Mapping[str, Any]
 _RUN_QUANTITIES: Mapping[str, Callable[[Result], float | None]] = {
     "accuracy": lambda result: result["final_accuracy"],
     "loss": lambda result: result["rounds"][-1]["loss"],
-    "virtual_s": lambda result: result["virtual_s"],
-    "energy_j": lambda result: result["energy_j"],
-    "wall_s": lambda result: result["wall_s"],
-    "hub_bytes": lambda result: result["bytes"]["hub"],
-    "inter_board_bytes": lambda result: result["bytes"]["inter_board"],
+    **{key: itemgetter(key) for key in ("virtual_s", "energy_j", "wall_s")},
+    **{
+        f"{tier}_bytes": lambda result, tier=tier: result["bytes"][tier]  # type: ignore[misc]
+        for tier in ("hub", "inter_board", "wan")
+    },
     "events": lambda result: float(sum(len(entry["events"]) for entry in result["rounds"])),
-    "idle_fraction": lambda result: _ratio(
-        result["breakdown"]["soc_seconds"].get("idle", 0.0),
-        sum(result["breakdown"]["soc_seconds"].values()),
-    ),
-    "peak_c": lambda result: _heat(result, "peak_c"),
-    "cooling_j": lambda result: _heat(result, "cooling_j"),
-    "slowdown": lambda result: _heat(result, "slowdown"),
-    "wan_bytes": lambda result: result["bytes"]["wan"],
-    "mean_staleness": lambda result: _split(result, "mean_staleness"),
-    "max_staleness": lambda result: _split(result, "max_staleness"),
-    "staleness_spread": lambda result: _split(result, "staleness_spread"),
-    "moves": lambda result: _split(result, "num_moves"),
+    "idle_fraction": lambda result: _idle_fraction(result["breakdown"]["soc_seconds"]),
+    **{
+        key: lambda result, key=key: _part(result, "heat", key)  # type: ignore[misc]
+        for key in ("peak_c", "cooling_j", "slowdown")
+    },
+    **{
+        key: lambda result, key=key: _part(result, "split", key)  # type: ignore[misc]
+        for key in ("mean_staleness", "max_staleness", "staleness_spread")
+    },
+    "moves": lambda result: _part(result, "split", "num_moves"),
     # FedAvg has no plan, and that of a pipeline no groups.
-    "contention": lambda result: (result["plan"] or {}).get("contention"),
+    "contention": lambda result: _part(result, "plan", "contention"),
     "communication_groups": lambda result: _count(result, "communication_groups"),
     "groups": lambda result: _count(result, "groups"),
 }
@@ -47,19 +46,16 @@ _COMPARED_QUANTITIES: Mapping[str, Callable[[Result, Result], float | None]] = {
         ours["rounds"][-1]["loss"], other["rounds"][-1]["loss"]
     ),
     "speedup_over": lambda ours, other: _ratio(_time_s(other), _time_s(ours)),
-    "time_to_accuracy_gain_over": lambda ours, other: _ratio(
-        other["time_to_accuracy_s"], ours["time_to_accuracy_s"]
-    ),
-    "energy_to_accuracy_gain_over": lambda ours, other: _ratio(
-        other["energy_to_accuracy_j"], ours["energy_to_accuracy_j"]
-    ),
-    "time_to_loss_gain_over": lambda ours, other: _ratio(
-        other["time_to_loss_s"], ours["time_to_loss_s"]
-    ),
-    "energy_to_loss_gain_over": lambda ours, other: _ratio(
-        other["energy_to_loss_j"], ours["energy_to_loss_j"]
-    ),
-    "energy_gain_over": lambda ours, other: _ratio(other["energy_j"], ours["energy_j"]),
+    **{
+        f"{cost}_gain_over": lambda ours, other, key=key: _ratio(other[key], ours[key])  # type: ignore[misc]
+        for cost, key in (
+            ("time_to_accuracy", "time_to_accuracy_s"),
+            ("energy_to_accuracy", "energy_to_accuracy_j"),
+            ("time_to_loss", "time_to_loss_s"),
+            ("energy_to_loss", "energy_to_loss_j"),
+            ("energy", "energy_j"),
+        )
+    },
 }
 
 
@@ -83,6 +79,15 @@ _PLAN_QUANTITIES: Mapping[str, Callable[[Result], float | None]] = {
 def _count(result: Result, key: str) -> float | None:
     found = (result["plan"] or {}).get(key)
     return None if found is None else float(len(found))
+
+
+def _part(result: Result, part: str, key: str) -> float | None:
+    """Return a figure of a part that not every result has, such as "heat"."""
+    return (result.get(part) or {}).get(key)
+
+
+def _idle_fraction(soc_seconds: Mapping[str, float]) -> float | None:
+    return _ratio(soc_seconds.get("idle", 0.0), sum(soc_seconds.values()))
 
 
 def check_plan(expect: Mapping[str, float], document: Result) -> list[dict[str, Any]]:
@@ -283,26 +288,10 @@ def _check(
 
 
 def _bounded(key: str, expected: float, observed: float | None) -> dict[str, Any]:
-    if observed is None:
-        return {"name": key, "expected": expected, "observed": None, "holds": False}
-    return {
-        "name": key,
-        "expected": expected,
-        "observed": observed,
-        "holds": observed >= expected if key.startswith("min_") else observed <= expected,
-    }
-
-
-def _heat(result: Result, key: str) -> float | None:
-    """Return a figure of a result's heat; None without a heat simulation."""
-    heat = result.get("heat")
-    return heat[key] if heat else None
-
-
-def _split(result: Result, key: str) -> float | None:
-    """Return a figure of a split training's result; None for other results."""
-    split = result.get("split")
-    return split[key] if split else None
+    holds = observed is not None
+    if observed is not None:
+        holds = observed >= expected if key.startswith("min_") else observed <= expected
+    return {"name": key, "expected": expected, "observed": observed, "holds": holds}
 
 
 def _time_s(result: Result) -> float | None:

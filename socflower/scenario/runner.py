@@ -5,7 +5,6 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -195,17 +194,19 @@ def run_to_folder(
             log_round(with_prediction(entry) if engine == "deployment" else entry)
             on_round(entry)
 
-        run = partial(
-            _run_to_folder,
-            prepared,
-            out,
-            engine,
-            num_workers,
-            follow,
-            on_notice,
-            deployment,
-            save_model,
-        )
+        def run(checkpointing: Checkpointing | None) -> dict[str, Any]:
+            return _run_to_folder(
+                prepared,
+                out,
+                engine,
+                save_model,
+                checkpointing=checkpointing,
+                num_workers=num_workers,
+                on_round=follow,
+                on_notice=on_notice,
+                deployment=deployment,
+            )
+
         if resumable:
             return _resumed(run, prepared.scenario, out, engine, fresh, on_notice)
         try:
@@ -238,26 +239,19 @@ def _run_to_folder(
     run: PreparedRun,
     out: Path,
     engine: str,
-    num_workers: int | None,
-    on_round: OnRound,
-    on_notice: OnNotice,
-    deployment: DeploymentOptions,
     save_model: Path | None,
+    *,
     checkpointing: Checkpointing | None,
+    **settings: Any,
 ) -> dict[str, Any]:
-    with new_folder(
-        out, within=None if checkpointing is None else checkpointing.kept.path
-    ) as fresh:
+    with new_folder(out, within=checkpointing and checkpointing.kept.path) as fresh:
         result = run_scenario(
             run,
             engine,
-            num_workers=num_workers,
-            on_round=on_round,
             trace_to=fresh / "trace.json",
+            model_to=save_model and fresh / "model.npz",
             checkpointing=checkpointing,
-            deployment=deployment,
-            on_notice=on_notice,
-            model_to=None if save_model is None else fresh / "model.npz",
+            **settings,
         )
         if save_model is not None and save_model.parent.resolve() == out.resolve():
             (fresh / "model.npz").replace(fresh / save_model.name)
