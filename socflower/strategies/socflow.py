@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from logging import WARNING
-from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid

@@ -235,10 +235,6 @@ def test_a_plan_of_its_own_is_used_as_it_is() -> None:
     assert socflow(groups=plan).plan is plan
 
 
-
-
-
-
 @pytest.mark.parametrize(
     ("make", "fault"),
     [
