@@ -244,7 +244,8 @@ def _run_to_folder(
     checkpointing: Checkpointing | None,
     **settings: Any,
 ) -> dict[str, Any]:
-    with new_folder(out, within=checkpointing and checkpointing.kept.path) as fresh:
+    within = None if checkpointing is None else checkpointing.kept.path
+    with new_folder(out, within=within) as fresh:
         result = run_scenario(
             run,
             engine,
