@@ -349,7 +349,7 @@ def _override(override: str, config: Mapping[str, RunConfigValue]) -> tuple[str,
     if not separator or not text:
         raise ConfigError(f"--set {override}: write key=value, as in num-server-rounds=3")
     if key not in config:
-        raise ConfigError(f"--set {override}: the app's run config has {', '.join(config)}")
+        raise ConfigError(f"--set {override}: {key!r} is unknown; the app has {', '.join(config)}")
     value, default = parse_value(text), config[key]
     if isinstance(default, str) and isinstance(value, float) and not math.isfinite(value):
         # TOML reads words such as nan as numbers.
