@@ -12,7 +12,9 @@ from socflower.errors import ConfigError, TrainingFailed
 from socflower.report.quality import FIGURES, TARGETS, costs_to_target, quality_of
 from socflower.report.summary import headline_of
 from socflower.scenario.app_folder import AppRun, OnNotice, run_app_folder, write_app_report
+from socflower.scenario.comparison import failed_run
 from socflower.scenario.expectations import check_app_claims, parse_claims
+from socflower.scenario.tuning import key_and_values
 from socflower.wire.folders import exclusive_folder
 from socflower.wire.saved_state import remove_partial, write_atomically
 
@@ -35,10 +37,7 @@ def app_variants(folders: Sequence[Path], vary: str, **settings: Any) -> list[Ap
 
     `ConfigError` unless that makes two or more different runs.
     """
-    key, separator, values = vary.partition("=")
-    tried = [value.strip() for value in values.split(",")] if vary else []
-    if vary and (not separator or "" in tried or len(set(tried)) < max(2, len(tried))):
-        raise ConfigError(f"--vary {vary}: write KEY=VALUE,VALUE, with different values")
+    key, tried = key_and_values("--vary", vary) if vary else ("", [])
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ConfigError("compare: an app is named twice; name each once")
     if len(folders) < 2 and not vary:
@@ -57,9 +56,7 @@ def app_variants(folders: Sequence[Path], vary: str, **settings: Any) -> list[Ap
     return [
         replace(
             run,
-            label=f"{run.label} {key.strip()}={value}"
-            if len(runs) > 1
-            else f"{key.strip()}={value}",
+            label=f"{run.label} {key}={value}" if len(runs) > 1 else f"{key}={value}",
             overrides=(*run.overrides, f"{key}={value}"),
         )
         for run in runs
@@ -88,9 +85,9 @@ def compare_apps(
             try:
                 results.append(_result(run, out, on_notice, run_one, logging))
             except TrainingFailed as error:
-                kept = ", ".join(each["label"] for each in results)
-                done = f"; finished and kept in {out}: {kept}" if kept else ""
-                raise TrainingFailed(f"{run.title}: {error}{done}") from None
+                raise failed_run(
+                    run.title, error, out, [each["label"] for each in results]
+                ) from None
         return _write(runs, results, out)
 
 

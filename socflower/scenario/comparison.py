@@ -46,6 +46,12 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
+def failed_run(label: str, error: TrainingFailed, out: Path, done: Sequence[str]) -> TrainingFailed:
+    """Return the error of a comparison in which a run failed, with the runs that are finished and kept."""
+    kept = f"; finished and kept in {out}: {'; '.join(done)}" if done else ""
+    return TrainingFailed(f"{label}: {error}{kept}")
+
+
 def compare(
     scenario: Scenario,
     strategies: Sequence[str],
@@ -248,8 +254,7 @@ class _Comparison:
                     logging=self._logging,
                 )
             except TrainingFailed as error:
-                kept = f"; finished and kept in {self._out}: {'; '.join(self._done)}"
-                raise TrainingFailed(f"{label}: {error}{kept if self._done else ''}") from None
+                raise failed_run(label, error, self._out, self._done) from None
         else:
             self._logging.write(folder, result["rounds"])
         self._done.append(label)

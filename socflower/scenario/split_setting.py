@@ -178,14 +178,13 @@ class SplitSetting:
         where, spans = f"{self.scenario.name} [[event]]", list(self.spans())
         alone = "there is no other edge" if self.num_edges == 1 else ""
         why = alone or ("" if self.mode == "own" else "the cloud's half needs every edge's batches")
+        known = f"edges are 0 to {self.num_edges - 1}, rounds 1 to {len(spans)}"
         for event in self.scenario.events:
             if why:
                 raise ConfigError(f"{where} kind = 'preempt': {why}; use [background_load]")
+            at = f"soc = {event.soc}, round = {event.round}"
             if event.soc >= self.num_edges or event.round > len(spans):
-                raise ConfigError(
-                    f"{where} soc = {event.soc}, round = {event.round}: edges are 0 to "
-                    f"{self.num_edges - 1}, rounds 1 to {len(spans)}"
-                )
+                raise ConfigError(f"{where} {at}: {known}")
         away = [self._away(edge) for edge in range(self.num_edges)]
         for number, (first, _) in enumerate(spans, 1):
             if all(any(first in absence for absence in absences) for absences in away):

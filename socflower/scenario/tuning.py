@@ -62,17 +62,22 @@ def parse_tuning(texts: Sequence[str]) -> Tuning:
     return Tuning(axes=tuple(axes.items()))
 
 
-def _axis(text: str) -> tuple[str, tuple[Any, ...]]:
+def key_and_values(option: str, text: str) -> tuple[str, list[str]]:
+    """Return the parts of KEY=VALUE,VALUE; `ConfigError` unless there are two or more values, all different."""
     key, separator, values = (part.strip() for part in text.partition("="))
-    tried = tuple(parse_value(value.strip()) for value in values.split(","))
-    if not separator or "" in tried or len(set(map(str, tried))) < max(2, len(tried)):
-        raise ConfigError(
-            f"--tune {text}: write a key of [train] and different values, comma-separated"
-        )
+    tried = [value.strip() for value in values.split(",")]
+    different = {str(parse_value(value)) for value in tried}
+    if not separator or "" in tried or len(different) < max(2, len(tried)):
+        raise ConfigError(f"{option} {text}: write KEY=VALUE,VALUE, with different values")
+    return key, tried
+
+
+def _axis(text: str) -> tuple[str, tuple[Any, ...]]:
+    key, tried = key_and_values("--tune", text)
     known = keys_of(TrainConfig)
     if key not in known:
-        raise ConfigError(unknown_key(key, values, known, f"--tune {text}"))
-    return key, tried
+        raise ConfigError(unknown_key(key, ",".join(tried), known, f"--tune {text}"))
+    return key, tuple(map(parse_value, tried))
 
 
 def search_seed(scenario: Scenario, reported: Collection[int]) -> int:

@@ -127,22 +127,17 @@ def image_shape(scenario: Scenario) -> tuple[int, int, int]:
     if not scenario.data.factory:
         shape = data_shape(scenario.data.name)
         return shape.channels, shape.size, shape.size
-    example = example_inputs(scenario)
-    if (
-        not isinstance(example, torch.Tensor)
-        or example.dim() != 4
-        or not example.is_floating_point()
-    ):
-        kind = form_of(example)
-        if isinstance(example, torch.Tensor):
-            kind = (
-                f"{str(example.dtype).removeprefix('torch.')} of shape {tuple(example.shape[1:])}"
-            )
-        raise ConfigError(
-            f"{_factory_text('data', scenario)}: a sample's inputs are {kind}, not images of float32, which "
-            f"[precision] arithmetic = {scenario.precision.arithmetic!r} takes"
-        )
-    return example.shape[1], example.shape[2], example.shape[3]
+    example, takes = example_inputs(scenario), scenario.precision.arithmetic
+    kind = form_of(example)
+    if isinstance(example, torch.Tensor):
+        if example.dim() == 4 and example.is_floating_point():
+            return example.shape[1], example.shape[2], example.shape[3]
+        kind = f"{str(example.dtype).removeprefix('torch.')} of shape {tuple(example.shape[1:])}"
+    raise scenario.mistake(
+        "data",
+        "factory",
+        f"a sample's inputs are {kind}, and [precision] arithmetic = {takes!r} takes images of float32",
+    )
 
 
 def partitions(

@@ -179,10 +179,8 @@ class _Training:
         """Train one model over all SoCs, in stages."""
         settings, table = self._scenario.strategy, self._scenario.pipeline or PipelineConfig()
         if settings.rebalance == "shares" and self._rack is not None:
-            raise ConfigError(
-                f"{self._scenario.name} [strategy] rebalance = 'shares': in virtual time a pipeline "
-                "keeps its shares within a round; use 'groups', which plans each round again"
-            )
+            why = "in virtual time a pipeline keeps its shares within a round; use 'groups'"
+            raise self._scenario.mistake("strategy", "rebalance", why)
         problem, _ = pipeline_problem(self._scenario)
         strategy = HybridPipeline(
             problem=problem,
@@ -267,8 +265,8 @@ class _Training:
         score = self._evaluate(arrays)
         if score.accuracy is None and score.likelihood == 0.0:
             raise TrainingFailed(
-                f'[strategy] groups = "auto": the loss after the first epoch is {score.loss:g}, and '
-                "exp(-loss), by which numbers of groups are compared, is 0; give a number of groups"
+                f'[strategy] groups = "auto": a loss of {score.loss:g} after the first epoch is too large '
+                "to compare by; give a number of groups"
             )
         return score.likelihood if score.accuracy is None else score.accuracy
 
@@ -315,8 +313,8 @@ class _Training:
         )
         if num_socs != wanted:
             raise InfeasiblePlan(
-                f"[strategy] fedavg trains on {wanted} SoCs and Flower has {num_socs} nodes; start as "
-                f"many SuperNodes, or set socs = {num_socs}"
+                f"[strategy] fedavg trains on {wanted} SoCs and Flower has {num_socs} nodes; set socs = "
+                f"{num_socs}"
             )
         self._require_reachable_events(num_rounds, range(num_socs))
         grid = VirtualTimeGrid(
@@ -361,6 +359,7 @@ class _Training:
 
     def _require_reachable_events(self, num_rounds: int, socs: Collection[int]) -> None:
         """Raise `ConfigError` for an event that can never happen, since the scenario would not test its claim."""
+        taking_part = ", ".join(map(str, socs))
         for event in self._scenario.events:
             if event.round > num_rounds:
                 raise ConfigError(
@@ -368,8 +367,7 @@ class _Training:
                 )
             if event.soc not in socs:
                 raise ConfigError(
-                    f"[[event]] soc = {event.soc} takes no part in the run; those that do: "
-                    f"{', '.join(map(str, socs))}"
+                    f"[[event]] soc = {event.soc} takes no part; use one of {taking_part}"
                 )
 
     def _heat(self) -> dict[str, float]:

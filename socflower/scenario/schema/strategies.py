@@ -74,12 +74,8 @@ def family_of(name: str) -> tuple[str, ...]:
 def group_strategy(name: str) -> GroupStrategy:
     """Return a strategy with groups; `ConfigError` for a strategy without groups."""
     kind = STRATEGIES[name]
+    others = [other for other in family_of(name) if isinstance(STRATEGIES[other], GroupStrategy)]
+    instead = f"; use one of {', '.join(map(repr, others))}" if others else ""
     if not isinstance(kind, GroupStrategy):
-        others = [
-            repr(other) for other in family_of(name) if isinstance(STRATEGIES[other], GroupStrategy)
-        ]
-        instead = (
-            f"; use strategy.name = {', '.join(others[:-1])} or {others[-1]}" if others else ""
-        )
         raise ConfigError(f"plan: {name} has no groups to plan{instead}")
     return kind
