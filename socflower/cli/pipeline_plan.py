@@ -1,4 +1,4 @@
-"""`socflower plan` of a pipeline: stages, devices, shares, what they take, and what others would."""
+"""`socflower plan` of a pipeline: stages, devices, shares and memory, its time, and the time of other plans."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -118,7 +118,7 @@ def _micro_batches(pipelines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _closed_form(predicted: Mapping[str, float]) -> str:
-    """Return the seconds of the closed form, with one and with both directions of a link at once if these differ."""
+    """Return the time by the closed form; it has two values if sending in both directions at once makes a difference."""
     formula_s, duplex_s = predicted["formula_s"], predicted["duplex_s"]
     if formula_s <= _SAME * duplex_s:
         return f"closed form {human_seconds(formula_s)}"

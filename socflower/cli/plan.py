@@ -105,7 +105,7 @@ def plan(
 
 
 def _plan_cluster(scenario: "Scenario", as_json: bool) -> None:
-    """Print the plan of a scenario with groups, or with a cloud, and what heat makes of it."""
+    """Print the plan of a scenario with groups or with a cloud, and the predicted effect of heat."""
     from socflower.scenario.heat import predicted_heat
     from socflower.scenario.planning import plan_scenario, plan_split
     from socflower.scenario.schema.file import scenario_cluster
@@ -223,7 +223,7 @@ def _listed(groups: Sequence[int]) -> str:
 
 
 def _leaders(document: Mapping[str, Any]) -> str:
-    """Return how leaders exchange models, and what the other ways would take (F8)."""
+    """Return how leaders exchange models, and the time of the other ways (F8)."""
     seconds = document["predicted"]["leaders_s"]
     compression = document["leader_compression"]
     others = [
@@ -239,7 +239,7 @@ def _leaders(document: Mapping[str, Any]) -> str:
 
 
 def _fusion_line(predicted: Mapping[str, Any]) -> str:
-    """Return what costs a message, and what step and synchronisation take with the alternative (F8a)."""
+    """Return the price of messages, and the time of a step and a synchronisation with the other price (F8a)."""
     (other,) = (fusion for fusion in predicted["fusions"] if fusion != predicted["fusion"])
     step, sync = (human_seconds(predicted["fusions"][other][key]) for key in ("step_s", "sync_s"))
     return f"messages {predicted['fusion']}; {other} a step {step}, a synchronisation {sync}"
@@ -294,7 +294,7 @@ def print_split_plan(console: Console, document: Mapping[str, Any]) -> None:
 
 
 def _cuts(number: int, edge: Mapping[str, Any]) -> Table:
-    """Return what a batch takes at each cut of an edge's model, and without the cloud."""
+    """Return the time of a batch at each cut of an edge's model, and without the cloud."""
     link, chosen = edge["link"], edge["deployment"]
     up, down = (link[f"{way}_bytes_per_s"] * 8e-6 for way in ("up", "down"))
     table = Table(

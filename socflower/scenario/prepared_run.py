@@ -123,7 +123,7 @@ class PreparedRun:
         self._read_in_int8(self._model, "or arithmetic = 'fp32'")
 
     def _read_in_int8(self, model: nn.Module, instead: str, *, head: bool = True) -> None:
-        """Raise for an operator of a model that int8 lacks; `instead` is another way out than FP32."""
+        """Raise if int8 lacks an operator of a model; `instead` is another remedy than running it in FP32."""
         scenario = self.scenario
         try:
             Int8Model.from_module(
@@ -137,7 +137,7 @@ class PreparedRun:
             raise scenario.mistake("model", "name", why) from None
 
     def _check_int8_front(self, cuts: Sequence[int | None]) -> None:
-        """Raise if int8 cannot train what the edges have now, or may have when the cut moves."""
+        """Raise if int8 cannot train the edges' layers, also after the cut has moved."""
         scenario, program = self.scenario, self.split_setting.workload.program
         assert isinstance(program, LayeredProgram)
         split, moves = program.split, self.split_setting.can_move_cuts

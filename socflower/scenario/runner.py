@@ -292,7 +292,7 @@ class Kept(Protocol):
         """Create the folder, and remove files that a killed writer left incomplete."""
 
     def newest_name(self) -> str:
-        """Return what the run can be resumed after, such as "round 3"; empty if there is nothing."""
+        """Return the point after which the run can resume, such as "round 3"; empty if there is none."""
 
     def remove(self) -> None:
         """Remove everything, and the folder."""
@@ -300,9 +300,7 @@ class Kept(Protocol):
 
 @contextmanager
 def kept_for_resume(kept: Kept, out: Path, fresh: bool) -> Iterator[None]:
-    """Create the folder of what a run into `out` keeps, empty if `fresh`; after an error it is removed if it has
-    nothing.
-    """
+    """Create the folder in which a run into `out` keeps its state, empty if `fresh`. An error removes an empty folder."""
     try:
         if fresh:
             kept.remove()

@@ -81,7 +81,7 @@ def first_question(text: str) -> str:
 
 
 def needs_of(data: str | None, comment: str) -> list[str]:
-    """Return what must be installed or given to run a scenario with this data set and comment."""
+    """Return the packages and options that a scenario with this data set and comment needs."""
     needed = []
     if data == "digits":
         needed.append("socflower[demo]")

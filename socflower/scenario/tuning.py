@@ -34,7 +34,7 @@ class Tuning:
         )
 
     def value(self, choice: Mapping[str, Any]) -> Any:
-        """Return a combination as documents have it: the value of the only key, or of several a text."""
+        """Return a combination for documents: the value if there is one key, else a text."""
         if len(choice) == 1:
             return next(iter(choice.values()))
         return ", ".join(f"{key}={value}" for key, value in choice.items())
@@ -81,12 +81,12 @@ def _axis(text: str) -> tuple[str, tuple[Any, ...]]:
 
 
 def search_seed(scenario: Scenario, reported: Collection[int]) -> int:
-    """Return the seed that a search trains with: the first from the scenario's on that is not reported."""
+    """Return the seed of a search: the scenario's, or the next one that no reported run has."""
     return next(seed for seed in count(scenario.seed) if seed not in reported)
 
 
 def best_of(results: Sequence[Mapping[str, Any]], quality: Quality) -> int:
-    """Return which result is best: the first to the target, or if none reached it, that of the best quality."""
+    """Return the index of the result that reached the target first; without one, of the result with the best quality."""
 
     def order(result: Mapping[str, Any]) -> tuple[float, float]:
         reached_s = result[quality.time_key]

@@ -1,4 +1,4 @@
-"""Model and data of a scenario: those of the registry by name, or what functions of the user's return."""
+"""Model and data of a scenario, from the registry or from functions of the user."""
 
 import json
 import math
@@ -106,7 +106,7 @@ def num_samples(scenario: Scenario) -> int:
 
 
 def example_inputs(scenario: Scenario) -> ExampleBatch:
-    """Return an example of the model's inputs: a batch of one sample, or of the registry the shape of a sample."""
+    """Return an example of the model's inputs: a batch of one sample, or for data of the registry a sample's shape."""
     if not scenario.data.factory:
         shape = data_shape(scenario.data.name)
         return shape.channels, shape.size, shape.size
@@ -123,7 +123,7 @@ def example_inputs(scenario: Scenario) -> ExampleBatch:
 
 
 def image_shape(scenario: Scenario) -> tuple[int, int, int]:
-    """Return channels, height and width of a sample's inputs; `ConfigError` if they are no images of floats."""
+    """Return channels, height and width of a sample's inputs; `ConfigError` unless they are images of floats."""
     if not scenario.data.factory:
         shape = data_shape(scenario.data.name)
         return shape.channels, shape.size, shape.size

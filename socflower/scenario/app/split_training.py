@@ -1,4 +1,4 @@
-"""A split scenario as an app: what the edges are made of, and the ServerApp with cloud, links and strategy."""
+"""A split scenario as an app: the edges' ClientApp, and the ServerApp with cloud, links and strategy."""
 
 from collections.abc import Callable
 from dataclasses import asdict, replace

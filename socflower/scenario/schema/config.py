@@ -419,7 +419,7 @@ class StrategyConfig(Table):
                 raise ConfigError(f"{key}: {why}")
 
     def under(self, name: str, **changes: Any) -> Self:
-        """Return the table under another strategy, without what only several groups read if it has one."""
+        """Return the table under another strategy; with one group, without the keys that only several groups read."""
         left_out = (
             {}
             if several_groups(name)
@@ -673,7 +673,7 @@ class ScenarioFile(ClusterFile):
         )
 
     def _unread(self, read: Collection[str]) -> Iterator[Rule]:
-        """Yield the keys that only groups read, of a strategy that reads only `read` of its table."""
+        """Yield the keys of [strategy] and [train] that a strategy without groups does not read; it reads `read`."""
         why = f"{self._name} does not read it; leave it out"
         for key in StrategyConfig.model_fields:
             yield key not in read and is_set(self.strategy, key), f"[strategy] {key}", why
@@ -714,7 +714,7 @@ class ScenarioFile(ClusterFile):
             yield is_set(split, key), self._at("edgecloud", key), why
 
     def _rules_of_comparisons(self) -> Iterator[Rule]:
-        """Yield strategies that cannot run this scenario's workload, and settings of those that do not run."""
+        """Yield strategies that cannot run this workload, and settings of strategies that are not compared."""
         compared = self.compare.strategies
         for name in compared:
             why = f"{name!r} cannot run the workload of {self._name}; use some of {', '.join(self._family)}"
@@ -796,7 +796,7 @@ class ScenarioFile(ClusterFile):
 
     @property
     def hub_needs_models(self) -> str:
-        """What needs each group's model at the hub, as a key of the file; empty if nothing does."""
+        """The key of the file that needs each group's model at the hub; empty if no key does."""
         outer = self.strategy.outer
         return (
             f"[strategy.outer] name = {outer.name!r}"

@@ -98,7 +98,7 @@ def num_participants(scenario: Scenario, cluster: Cluster) -> int:
 
 
 def to_document(scenario: Scenario) -> dict[str, Any]:
-    """Return the scenario's document with all defaults, except those of the cluster, which stays as written."""
+    """Return the scenario's document with all defaults; only the tables of the cluster stay as written."""
     document = scenario.model_dump(
         mode="json",
         by_alias=True,

@@ -148,7 +148,7 @@ class EdgeCloudConfig(Table):
     )
 
     def check(self) -> None:
-        """Refuse keys of another link than the one that is there, and what the window schedule refuses."""
+        """Refuse keys that this kind of link does not read, and an invalid window."""
         is_constant = "constant" in (self.link, *self.links) and not self.segments
         for key in ("up_bytes_per_s", "down_bytes_per_s"):
             if is_set(self, key) != is_constant:

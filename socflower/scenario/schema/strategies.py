@@ -1,4 +1,4 @@
-"""The strategies that a scenario can name, and what planners and engines have to know of each before it trains."""
+"""The strategies that a scenario can name, with the properties that planners and engines need."""
 
 from dataclasses import dataclass
 
@@ -42,7 +42,7 @@ class GroupStrategy(Strategy):
         return self.interval_epochs if isinstance(asked, str) else min(self.interval_epochs, asked)
 
     def server_interval(self, asked: int) -> int:
-        """Return how many synchronisations there are for one of all servers; one group has no others."""
+        """Return after how many synchronisations one is among all servers; with one group all are."""
         return 1 if self.num_groups else asked
 
 

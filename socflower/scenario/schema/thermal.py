@@ -94,7 +94,7 @@ class ThermalConfig(Table):
             )
 
     def passive_cooling(self) -> PassiveCooling:
-        """Return the `passive` fans of this table, whose order of speeds `predictive` ones have too."""
+        """Return this table as `passive` fans; `predictive` fans need the same order of speeds."""
         return PassiveCooling(
             low_rpm=self.rpm, high_rpm=self.high_rpm, hot_c=self.hot_c, cool_c=self.cool_c
         )

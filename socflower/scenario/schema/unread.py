@@ -22,9 +22,9 @@ def _listed(value: object) -> object:
 
 
 def require_reader(table: Table, chooser: str, readers: Mapping[str, Sequence[str]]) -> None:
-    """Raise `ConfigError` for a key that is set, and that the value of the key `chooser` does not read.
+    """Raise `ConfigError` for a key that is set and that has no effect with the value of the key `chooser`.
 
-    `readers` has the values of `chooser` that read a key, for keys that not all of them read.
+    `readers` has, for each such key, the values of `chooser` with which it has an effect.
     """
     chosen = getattr(table, chooser)
     for key, values in readers.items():
