@@ -118,7 +118,7 @@ def _micro_batches(pipelines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _closed_form(predicted: Mapping[str, float]) -> str:
-    """Return the time by the closed form; it has two values if sending in both directions at once makes a difference."""
+    """Return the time by the closed form, twice if sending in both directions at once makes a difference."""
     formula_s, duplex_s = predicted["formula_s"], predicted["duplex_s"]
     if formula_s <= _SAME * duplex_s:
         return f"closed form {human_seconds(formula_s)}"

@@ -300,7 +300,7 @@ class Kept(Protocol):
 
 @contextmanager
 def kept_for_resume(kept: Kept, out: Path, fresh: bool) -> Iterator[None]:
-    """Create the folder in which a run into `out` keeps its state, empty if `fresh`. An error removes an empty folder."""
+    """Create the folder in which a run into `out` keeps its state, empty if `fresh`; errors remove an empty one."""
     try:
         if fresh:
             kept.remove()

@@ -86,7 +86,7 @@ def search_seed(scenario: Scenario, reported: Collection[int]) -> int:
 
 
 def best_of(results: Sequence[Mapping[str, Any]], quality: Quality) -> int:
-    """Return the index of the result that reached the target first; without one, of the result with the best quality."""
+    """Return the index of the first result at the target; if none reached it, of that with the best quality."""
 
     def order(result: Mapping[str, Any]) -> tuple[float, float]:
         reached_s = result[quality.time_key]
