@@ -139,6 +139,7 @@ def _loaded(path: Path, overrides: list[str], fusion: str | None) -> "Scenario":
     from socflower.scenario.schema.file import load_scenario
 
     loaded = load_scenario(path, overrides)
+    # The option is checked first, so that a mistake names it and not a key of the file.
     refuse_fusion_of_split(loaded, fusion)
     if fusion is None:
         return loaded

@@ -189,6 +189,7 @@ def _profile_here(
 
         try:
             return profiling.profile_device(request, out, on_cell=on_cell)
+        # The bar would otherwise overwrite the notice.
         except KeyboardInterrupt:
             bar.stop()
             cells = None if out is None else profiling.cell_file(out)

@@ -194,6 +194,7 @@ def _run_scenario(
     is_remote = bool(deployment.superlink)
     loaded = load_scenario(path, overrides or ())
     target = out or Path("out") / loaded.name
+    # Mistakes are found before the folder of --out is created.
     with mistakes_name_file(loaded.name, path):
         prepared = prepare(loaded, engine, trains_here=not is_remote)
     try:

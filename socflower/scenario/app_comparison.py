@@ -109,6 +109,7 @@ def _result(
         # The result is missing or incomplete.
         pass
     on_notice(f"running {run.title}")
+    # Without its inputs a result is never reused, so an interrupted run cannot look finished.
     (folder / _INPUTS_FILE).unlink(missing_ok=True)
     result = run_one(run, folder, on_notice=on_notice, logging=logging)
     write_atomically(folder / _INPUTS_FILE, json.dumps(inputs))

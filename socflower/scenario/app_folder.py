@@ -165,6 +165,7 @@ def _run_to_folder(
         result = _run(run, new, on_notice, log_round, record)
         write_atomically(new / "result.json", json.dumps(result, indent=1))
         write_app_report(new / "report.html", [result], run.title)
+        # Files of another kind of run would otherwise stay beside the new result.
         for name in RESULT_FILES:
             (out / name).unlink(missing_ok=True)
     return result
@@ -203,6 +204,7 @@ def _run(
     app, cluster = load_flower_app(run.folder), load_cluster(run.cluster_file)
     config, started_s = run_config(app, run.overrides), perf_counter()
     if run.engine == "local":
+        # Another app may have modules of the same names.
         with forgotten_modules(run.folder):
             outcome = _run_locally(run, app, cluster, config, new, on_round, record)
     else:

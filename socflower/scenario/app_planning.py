@@ -69,6 +69,7 @@ def plan_app_folder(
     own = training_profile(training_flops)
     app, cluster = load_flower_app(folder), load_cluster(cluster_file)
     config = run_config(app, tuple(overrides))
+    # Another app may have modules of the same names.
     with forgotten_modules(folder), flower_quiet():
         grid = _PlanningGrid([{}] * cluster.num_socs, config)
         started = _start_of(require_server_app(app.server_app), grid, config)

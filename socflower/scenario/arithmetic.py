@@ -139,6 +139,7 @@ def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
     held_out = held_out_split(scenario_data(scenario).train, precision.held_out)[1]
     inputs, _ = pair_of(held_out.batch(np.arange(len(held_out))), "mixed precision")
     device = scenario_cluster(scenario).device_of(soc)
+    # Outside groups a client splits each batch by the catalogue's throughputs.
     ratio = MixedPricing(rule=precision.rule).npu_ratio(scenario.model.name, device)
     return MixedPrecisionTrainer(
         fp32=fp32,

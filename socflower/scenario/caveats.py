@@ -35,6 +35,7 @@ def _number_of_socs(name: str, planned: Scenario) -> Iterator[str]:
     cluster = scenario_cluster(planned)
     used = planned.strategy.socs or cluster.num_socs
     found = {}
+    # Powers of two suffice to show that fewer SoCs are quicker.
     for count in (used, *(2**power for power in range(used.bit_length()) if 2**power < used)):
         # A larger share may not fit a device's memory.
         with suppress(InfeasiblePlan):

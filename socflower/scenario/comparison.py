@@ -95,6 +95,7 @@ def compare(
     )
     comparison.check()
     with exclusive_folder(out, f"--out {out}"):
+        # A killed comparison may have left half-written files.
         remove_partial(out)
         return comparison.run()
 
@@ -133,6 +134,7 @@ class _Comparison:
                 prepare(tried.replaced(seed=self._search_seed), self._engine)
             for seed in self._seeds:
                 prepare(under.replaced(seed=seed), self._engine)
+            # With seeds every run has a scenario of its own, so that no prepared one can be reused.
             if not self._seeds:
                 self._prepared[name] = prepare(under, self._engine)
         self._predictions = predicted_epochs(self._scenario, self._strategies)
@@ -146,6 +148,7 @@ class _Comparison:
         ]
         results = [result for runs in by_seed for result in runs]
         quality, target = target_of(self._scenario, results)
+        # Without a target of the scenario's, all are timed to a quality that all have reached.
         if target is None:
             target = quality.common_target(results)
         for result in results:

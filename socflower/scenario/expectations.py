@@ -206,6 +206,7 @@ def _why_unknown(name: str, known: Sequence[str], texts: Sequence[str]) -> str:
     if name in _RUN_QUANTITIES or is_compared:
         return f"is a claim of scenarios; an app has its metrics, and {', '.join(_APP_FIGURES)}"
     words = re.findall(r"[a-z]+", name.lower())
+    # All words of the name occur, so that the app may compose it.
     if all(any(word in text.lower() for text in texts) for word in words):
         return ""
     for close in get_close_matches(name, known, n=1, cutoff=0.75):

@@ -45,6 +45,7 @@ def rack_dynamics(scenario: Scenario, cluster: Cluster) -> RackDynamics | None:
         games = background_load.tide.loads(
             cluster.num_socs, _HORIZON_S, background_load.start_hour, scenario.seed
         )
+    # Positions in the rack are drawn from the scenario's seed, like games.
     rack = _rack(thermal, cluster, scenario.seed)
     return RackDynamics(
         rack,
@@ -130,6 +131,7 @@ def _run_groups(scenario: Scenario, cluster: Cluster, clock: EventClock) -> None
     )
     for interval in intervals:
         balancer.update_speeds(clock, work.plan.participants)
+        # As in a run, SoCs change groups only between rounds.
         plan, _ = balancer.rebalance_groups(work.plan)
         if plan is not work.plan:
             work, _ = with_plan(scenario, work, plan)

@@ -98,6 +98,7 @@ def measured_profile(
     module, example, _ = pipeline_workload(scenario)
     table = scenario.pipeline or PipelineConfig()
     read = read_model(module, example, scenario.model.name, granularity=Granularity(table.cuts))
+    # Threads are set before measuring, since torch keeps them for the process.
     torch.set_num_threads(threads)
     if arithmetic == "int8":
         if accelerator != "none":

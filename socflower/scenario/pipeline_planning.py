@@ -60,6 +60,7 @@ def plan_of_pipeline(
 
     compared = compare(problem, PEERS, micro_batch_sizes=sizes, on_step=peer_step)
     peers = [_peer_document(each, prediction.step_s) for each in compared]
+    # An epoch has at least one update, also if it has fewer samples than a mini-batch.
     steps = max(1, epoch_samples // scenario.train.batch_size)
     document = {
         "schema": 1,
@@ -145,6 +146,7 @@ def pipeline_problem(scenario: Scenario) -> tuple[PipelineProblem, int]:
     table = scenario.pipeline or PipelineConfig()
     read = read_model(module, example, scenario.model.name, granularity=Granularity(table.cuts))
     size = micro_batch_sizes(scenario)[0]
+    # Planning would otherwise price kernels that do not exist for this model.
     if table.int8_socs:
         require_int8(read, module)
     measured = measured_seconds(scenario, read.model, example)

@@ -150,11 +150,13 @@ def predicted_epochs(scenario: Scenario, strategies: Sequence[str]) -> list[dict
                 train=scenario.train.replaced(batch_size=entry.batch_size),
                 precision=PrecisionConfig(arithmetic=entry.arithmetic),
             )
+            # FedAvg has no plan, so nothing is predicted for it.
             if not planned.has_groups:
                 continue
             work, _ = planned_work(planned, scenario_cluster(planned))
             predicted, num_groups = _predict(planned, work), len(work.plan.groups)
             own_samples = num_groups * entry.batch_size
+            # The first strategy decides at how many samples a step all are compared.
             step_samples = step_samples or own_samples
             equal_s: float | None = predicted["epoch_s"]
             if own_samples != step_samples:
@@ -263,6 +265,7 @@ def group_work(scenario: Scenario, cluster: Cluster) -> IntervalCosts:
         least, most = 1, min(len(cluster.boards), num_socs or cluster.num_socs)
     else:
         least = most = num_groups
+    # Fewer groups have smaller shares of a batch, so that they may fit where more do not.
     for number in range(most, least - 1, -1):
         work = _work_of(scenario, cluster, number, num_socs)
         try:
@@ -350,6 +353,7 @@ def _planned_lengths(scenario: Scenario, work: IntervalCosts) -> Mapping[int, in
 
 def _lengths(shapes: Sequence[tuple[SyncInterval, int]]) -> dict[int, int]:
     lengths: dict[int, int] = {}
+    # Intervals of equal length have equal costs, so that only their number counts.
     for interval, count in shapes:
         lengths[interval.num_steps] = lengths.get(interval.num_steps, 0) + count
     return lengths
@@ -409,6 +413,7 @@ def predicted_costs(
         if fusion != work.fusion
     }
     fusions[work.fusion] = {"step_s": step_s, "sync_s": sync_s}
+    # The exchange takes what the slowest SoC does not need for computing and updating.
     own_s = max(cost.compute_s + cost.merge_s + cost.update_s for cost in work.costs.values())
     return {
         "step_s": step_s,

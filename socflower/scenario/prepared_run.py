@@ -69,6 +69,7 @@ class PreparedRun:
         if trains_here:
             check_workload(scenario)
             self._check_memory(num_socs)
+            # A model of the user's may have layers that cannot be profiled.
             if scenario.factories:
                 model_profile(scenario)
             if scenario.precision.arithmetic != "fp32":
@@ -141,6 +142,7 @@ class PreparedRun:
         scenario, program = self.scenario, self.split_setting.workload.program
         assert isinstance(program, LayeredProgram)
         split, moves = program.split, self.split_setting.can_move_cuts
+        # The cut may move to any place, so the longest front half must be trainable.
         if None in cuts or (moves and scenario.split.allow_edge_only):
             last = split.num_cuts
         elif moves:

@@ -99,6 +99,7 @@ def run_scenario(
         folder.write_scenario(to_document(scenario))
         if checkpointing is not None:
             folder.write_checkpointing(checkpointing)
+        # The ServerApp may run in another process, so rounds are read from the folder.
         with following(folder, on_round):
             if engine == "local":
                 _run_locally(prepared, folder, num_workers)
@@ -110,6 +111,7 @@ def run_scenario(
                 workers = _num_useful_workers(scenario)
                 run_in_flower_simulation(folder, app_in_folder(), _num_nodes(scenario), workers)
         outcome = folder.read_outcome()
+        # Engines raise if the ServerApp wrote nothing.
         assert outcome is not None
         if "error" in outcome:
             raise failure(outcome)
@@ -191,6 +193,7 @@ def run_to_folder(
     with exclusive_folder(out, f"--out {out}"), logging.into(out) as log_round:
 
         def follow(entry: dict[str, Any]) -> None:
+            # A deployment's virtual time is a prediction, also in its log.
             log_round(with_prediction(entry) if engine == "deployment" else entry)
             on_round(entry)
 
@@ -231,6 +234,7 @@ def _resumed(
                 "--fresh starts over"
             )
         result = run(Checkpointing(kept=kept, engine=engine).after(checkpoint))
+        # Only a finished run no longer needs its checkpoints.
         kept.remove()
     return result
 
@@ -254,6 +258,7 @@ def _run_to_folder(
             checkpointing=checkpointing,
             **settings,
         )
+        # A model inside `out` takes part in its replacement, all files or none.
         if save_model is not None and save_model.parent.resolve() == out.resolve():
             (fresh / "model.npz").replace(fresh / save_model.name)
             save_model = None
@@ -305,6 +310,7 @@ def kept_for_resume(kept: Kept, out: Path, fresh: bool) -> Iterator[None]:
         if fresh:
             kept.remove()
         kept.create()
+        # A killed run leaves half-written folders, which nothing else removes.
         for half_written in kept.path.glob(f"{UNFINISHED}*"):
             shutil.rmtree(half_written)
     except OSError as error:
@@ -389,6 +395,7 @@ def following(folder: RunFolder, on_round: OnRound) -> Iterator[None]:
     def follow() -> None:
         seen = 0
         while True:
+            # Entries that were written before the end are read by one more poll.
             is_last_poll = ended.wait(0.1)
             for entry in folder.read_progress(seen):
                 seen += 1

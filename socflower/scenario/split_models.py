@@ -152,6 +152,7 @@ class SplitWorkload(ABC):
         if settings.pretrained:
             load_weights(model, Path(settings.pretrained))
         return LayeredProgram(
+            # Each half trains its own copy, since training changes weights in place.
             model_fn=lambda: copy.deepcopy(model),
             example=example,
             schedule=self.schedule,

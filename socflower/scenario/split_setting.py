@@ -185,6 +185,7 @@ class SplitSetting:
             at = f"soc = {event.soc}, round = {event.round}"
             if event.soc >= self.num_edges or event.round > len(spans):
                 raise ConfigError(f"{where} {at}: {known}")
+        # A round that begins without any edge has nothing to average.
         away = [self._away(edge) for edge in range(self.num_edges)]
         for number, (first, _) in enumerate(spans, 1):
             if all(any(first in absence for absence in absences) for absences in away):
@@ -201,6 +202,7 @@ class SplitSetting:
 
     def _engine(self, edge: int) -> DecisionEngine:
         settings, cuts = self.scenario.split, self.costs[edge].cuts
+        # If the smallest front half does not fit, no cut can be planned.
         smallest = min(range(len(cuts)), key=lambda cut: cuts[cut].edge_memory_bytes)
         require_edge_memory(
             self.cluster.device_of(edge), self.costs[edge], SplitPlan(cut=smallest), edge
@@ -221,6 +223,7 @@ class SplitSetting:
             why = "parties with different features cannot train alone"
             raise self.scenario.mistake("strategy", "name", why)
         first = self.planned_rates(initial_rates(link))
+        # A run begins with the link's first rates, before anything is measured.
         best = engine.best(first, window)
         # There is one cut, and no edge can train alone.
         if self.workload.is_joined:
@@ -240,6 +243,7 @@ class SplitSetting:
             )
         if cut is None:
             return best
+        # With a single cut left, the engine only chooses the width of features.
         given = DecisionEngine(
             replace(costs, cuts=costs.cuts[cut : cut + 1]),
             self.scenario.split.bits,

@@ -57,6 +57,7 @@ def parse_tuning(texts: Sequence[str]) -> Tuning:
     for text in texts:
         key, values = _axis(text)
         if key in axes:
+            # A second search of the same key would silently replace the first.
             raise ConfigError(f"--tune {text}: {key} is given twice; give all its values at once")
         axes[key] = values
     return Tuning(axes=tuple(axes.items()))

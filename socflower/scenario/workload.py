@@ -158,6 +158,7 @@ def check_workload(scenario: Scenario) -> None:
         scenario_data(scenario)
         return
     data, model = scenario_data(scenario), initial_model(scenario)
+    # Label skew needs classes, which some data do not have.
     _labels(scenario, data.train)
     if scenario.model.factory:
         with _naming(_factory_text("model", scenario)):
@@ -211,6 +212,7 @@ def _made(table: str, settings: Factory, scenario: Scenario) -> Any:
     )
     if not callable(function):
         raise ConfigError(f"{text}: is a {type(function).__name__}, not a function")
+    # The user's function may draw from global generators, whose states are restored.
     with forked_generators(scenario.seed):
         return call(function, settings.arguments, text)
 

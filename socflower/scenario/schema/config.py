@@ -587,6 +587,7 @@ class ScenarioFile(ClusterFile):
         fitting: tuple[str, ...] = (PIPELINE_STRATEGY, *CLUSTER_STRATEGIES[1:])
         if self.is_split:
             fitting = tuple(name for name in self._family if name != "splitfed")
+        # The table is frozen; this is the only default that depends on another table.
         object.__setattr__(self, "compare", self.compare.replaced(strategies=fitting))
 
     def _rules_of_groups(self) -> Iterator[Rule]:
@@ -744,6 +745,7 @@ class ScenarioFile(ClusterFile):
         """Return the scenario under another strategy, with that strategy's own values of `[compare]`."""
         own = self.compare.train.get(strategy, OwnTraining())
         interval = own.sync_interval_epochs or self.strategy.sync_interval_epochs
+        # Other strategies refuse the table of pipelines.
         pipeline = self.pipeline if STRATEGIES[strategy].is_pipeline else None
         rings = (
             self.ring

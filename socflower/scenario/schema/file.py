@@ -28,6 +28,7 @@ def load_scenario(path: Path, overrides: Sequence[str] = ()) -> Scenario:
     resolve_file_paths(document, path.parent)
     for override in overrides:
         apply_override(document, override)
+    # An override may have named another cluster file.
     _resolve_cluster(document, path)
     inline_recorded_link(document, path)
     # Paths in overrides are relative to the working directory.
