@@ -28,10 +28,13 @@ class Tuning:
     @property
     def choices(self) -> tuple[dict[str, Any], ...]:
         """Every combination of the keys' values; the last key changes first."""
-        return tuple(
-            dict(zip((key for key, _ in self.axes), values, strict=True))
-            for values in product(*(values for _, values in self.axes))
-        )
+        keys = [key for key, _ in self.axes]
+        values_by_key = [values for _, values in self.axes]
+        choices = []
+        for values in product(*values_by_key):
+            choice = dict(zip(keys, values, strict=True))
+            choices.append(choice)
+        return tuple(choices)
 
     def value(self, choice: Mapping[str, Any]) -> Any:
         """Return a combination for documents: the value if there is one key, else a text."""
@@ -65,12 +68,13 @@ def parse_tuning(texts: Sequence[str]) -> Tuning:
 
 def key_and_values(option: str, text: str) -> tuple[str, list[str]]:
     """Return the parts of KEY=VALUE,VALUE; `ConfigError` unless there are two or more values, all different."""
-    key, separator, values = (part.strip() for part in text.partition("="))
+    key, _, values = text.partition("=")
     tried = [value.strip() for value in values.split(",")]
     different = {str(parse_value(value)) for value in tried}
-    if not separator or "" in tried or len(different) < max(2, len(tried)):
+    are_values = "" not in tried
+    if not are_values or len(tried) < 2 or len(different) < len(tried):
         raise ConfigError(f"{option} {text}: write KEY=VALUE,VALUE, with different values")
-    return key, tried
+    return key.strip(), tried
 
 
 def _axis(text: str) -> tuple[str, tuple[Any, ...]]:
@@ -89,8 +93,10 @@ def search_seed(scenario: Scenario, reported: Collection[int]) -> int:
 def best_of(results: Sequence[Mapping[str, Any]], quality: Quality) -> int:
     """Return the index of the first result at the target; if none reached it, of that with the best quality."""
 
-    def order(result: Mapping[str, Any]) -> tuple[float, float]:
+    def order(index: int) -> tuple[float, float]:
+        result = results[index]
         reached_s = result[quality.time_key]
-        return math.inf if reached_s is None else reached_s, quality.rank(result[quality.final_key])
+        rank = quality.rank(result[quality.final_key])
+        return (math.inf if reached_s is None else reached_s), rank
 
-    return min(range(len(results)), key=lambda index: order(results[index]))
+    return min(range(len(results)), key=order)
