@@ -8,13 +8,13 @@ from typing import Any, NoReturn
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.serverapp.strategy import Strategy
 
-from socflower.cluster import Cluster
+from socflower.cluster import Cluster, ModelProfile
 from socflower.cluster.cluster_file import load_cluster
 from socflower.engines.local.grid import EngineGrid
 from socflower.engines.local.run_app import flower_quiet, load_flower_app, require_server_app
 from socflower.engines.strategy_starts import around_starts
 from socflower.errors import ConfigError
-from socflower.hierarchy import sync_shapes
+from socflower.hierarchy import IntervalCosts, sync_shapes
 from socflower.quantities import counted
 from socflower.scenario.app.own_app import training_profile
 from socflower.scenario.app_folder import run_config
@@ -87,16 +87,6 @@ def plan_app_folder(
     profile = None if own is None else with_weights(own, started.arrays)
     exchanges, work = strategy.predicted(EventClock(cluster), profile)
     schedule, predicted = strategy.method.schedule, None
-    if work is None:
-        note = (
-            f"no time is predicted: give --training-flops, or {name} a model_profile in its Costs"
-        )
-    elif own is None:
-        note = ""
-    elif work.profile is profile:
-        note = "priced by --training-flops and the bytes of the arrays"
-    else:
-        note = f"--training-flops was not needed: {name} has a model_profile of its own"
     if work is not None:
         interval = schedule.server_interval
         shapes = sync_shapes(
@@ -116,8 +106,21 @@ def plan_app_folder(
         "predicted": predicted,
         "one_soc": None,
         "verdict": None,
-        "notes": [note] if note else [],
+        "notes": _pricing_notes(name, profile, work),
     }
+
+
+def _pricing_notes(name: str, given: ModelProfile | None, work: IntervalCosts | None) -> list[str]:
+    """Return a note if no time is predicted, or if --training-flops (the profile `given`) was used or not needed."""
+    if work is None:
+        return [
+            f"no time is predicted: give --training-flops, or {name} a model_profile in its Costs"
+        ]
+    if given is None:
+        return []
+    if work.profile is given:
+        return ["priced by --training-flops and the bytes of the arrays"]
+    return [f"--training-flops was not needed: {name} has a model_profile of its own"]
 
 
 def _start_of(app: Any, grid: EngineGrid, config: Any) -> _Started:
