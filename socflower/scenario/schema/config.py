@@ -568,9 +568,9 @@ class ScenarioFile(ClusterFile):
         self._compare_what_fits()
         for rules in (
             self._rules_of_groups,
+            self._rules_of_clouds,
             self._rules_of_arithmetic,
             self._rules_of_pipelines,
-            self._rules_of_clouds,
             self._rules_of_comparisons,
         ):
             for broken, key, why in rules():
