@@ -67,7 +67,7 @@ class SingleDevice(SoCFlow):
 
 
 def _of_epochs(schedule: TrainingSchedule) -> TrainingSchedule:
-    """Return the schedule with one round an epoch; what is none is left for `SoCFlow` to refuse."""
+    """Return the schedule with one round an epoch; `SoCFlow` refuses a value of another type."""
     return (
         replace(schedule, interval_epochs=1.0)
         if isinstance(schedule, TrainingSchedule)
