@@ -41,7 +41,7 @@ def bench(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run a benchmark: ours against a named peer, in the same run, answers checked."""
+    """Run a benchmark: it times ours and a named peer in the same run, and checks both answers."""
     if name is None:
         refuse_all_but(context, "as_json", because="without a name, bench only lists what there is")
         if as_json:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from socflower.cli.options import PlainCommand, refuse_unread
+from socflower.cli.options import Json, PlainCommand, refuse_unread
 from socflower.cli.process import prints_to_stderr
 from socflower.cli.terminal import OUT, print_json, print_notice
 
@@ -19,6 +19,12 @@ cloud = typer.Typer(
 
 Token = Annotated[
     Path, typer.Option(help="File with the operator's token, which the ServerApp presents too.")
+]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Plain text beyond private addresses too.")
+]
+SetOfScenario = Annotated[
+    list[str] | None, typer.Option("--set", help="Override one key of the scenario.")
 ]
 Tls = Annotated[Path | None, typer.Option(help="PEM file.")]
 
@@ -52,37 +58,25 @@ def serve(
             help="PEM file of the authority whose certificates edges must show; default: none need."
         ),
     ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Plain text beyond private addresses too.")
-    ] = False,
+    insecure: Insecure = False,
     threads: Annotated[int, typer.Option(help="Torch threads; 0: one a core.")] = 0,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Override one key of the scenario.")
-    ] = None,
+    set_: SetOfScenario = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the address as JSON.")] = False,
 ) -> None:
     """Host the cloud's halves of a program's runs, until Ctrl-C. A missing token file is created."""
-    refuse_unread(
-        context,
-        {"insecure": "is for plain text, and --certificate was given"} if certificate else {},
-    )
+    plain = {"insecure": "is for plain text, and --certificate was given"}
+    refuse_unread(context, plain if certificate else {})
     from socflower.scenario.app.split_cloud import read_or_create_token, serve_until_signal
     from socflower.wire.secure_channel import Tls
 
     token, is_new = read_or_create_token(token_file)
     if is_new:
         print_notice(f"made {token_file}: give it to the ServerApp's machine, and to nobody else")
-
-    tls = Tls(ca, certificate, key) if certificate or key or ca else None
     with prints_to_stderr() as own:
 
         def on_ready(address: str) -> None:
-            text = (
-                json.dumps({"address": address})
-                if as_json
-                else f"listening on {address}; Ctrl-C ends"
-            )
-            own.write(text + "\n")
+            document = json.dumps({"address": address})
+            own.write(f"{document if as_json else f'listening on {address}; Ctrl-C ends'}\n")
             own.flush()
 
         serve_until_signal(
@@ -90,7 +84,7 @@ def serve(
             set_ or [],
             listen=listen,
             token=token,
-            tls=tls,
+            tls=Tls(ca, certificate, key) if certificate or key or ca else None,
             insecure=insecure,
             folder=folder,
             num_threads=threads,
@@ -115,22 +109,15 @@ def measure(
         int, typer.Option(help="Runs of each half, of which the median counts.")
     ] = 5,
     threads: Annotated[int, typer.Option(help="Torch threads.")] = 1,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Override one key of the scenario.")
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document instead of text.")
-    ] = False,
+    set_: SetOfScenario = None,
+    as_json: Json = False,
 ) -> None:
     """Measure what the scenario's model costs this device at every cut."""
-    refuse_unread(
-        context,
-        {"cloud_seconds": "is for --side edge, which reads what the cloud took"}
-        if side == "cloud"
-        else {},
-    )
+    of_edges = {"cloud_seconds": "is for --side edge, which reads what the cloud took"}
+    refuse_unread(context, of_edges if side == "cloud" else {})
+    from socflower.scenario.measured_file import write_measured
     from socflower.scenario.schema.file import load_scenario
-    from socflower.scenario.split_measuring import measure_split, print_measured, write_measured
+    from socflower.scenario.split_measuring import measure_split, print_measured
     from socflower.scenario.split_setting import SplitSetting
 
     loaded = load_scenario(scenario, set_ or ())
@@ -163,18 +150,12 @@ def status(
         Path | None, typer.Option(help="PEM file to show to a cloud that was started with --ca.")
     ] = None,
     key: Annotated[Path | None, typer.Option(help="PEM file of the key of --certificate.")] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Plain text beyond private addresses too.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document instead of text.")
-    ] = False,
+    insecure: Insecure = False,
+    as_json: Json = False,
 ) -> None:
     """Show the sessions of a cloud: their progress, connected edges and last error."""
-    refuse_unread(
-        context,
-        {"insecure": "is for plain text, and PEM files were given"} if ca or certificate else {},
-    )
+    plain = {"insecure": "is for plain text, and PEM files were given"}
+    refuse_unread(context, plain if ca or certificate else {})
     from socflower.scenario.app.split_cloud import cloud_status, status_table
     from socflower.wire.secure_channel import Tls
 

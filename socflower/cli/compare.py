@@ -17,6 +17,7 @@ from socflower.cli.options import (
     mistakes_name_file,
     refuse_fusion_of_split,
     refuse_unread,
+    require_cluster,
     round_logging,
     scenario_argument,
     unread_by_compare,
@@ -37,9 +38,19 @@ from socflower.errors import ConfigError
 from socflower.quantities import human_bytes, human_joules, human_ratio, human_seconds
 from socflower.report.quality import QUALITIES, Quality
 
-if TYPE_CHECKING:  # pydantic and the planners are loaded by the command that needs them
+# Importing pydantic and the planners takes long, so only the command that needs them does.
+if TYPE_CHECKING:
     from socflower.engines.run_log import RoundLogging
     from socflower.scenario.schema.config import Scenario
+
+
+_NARROW: dict[str, Any] = {
+    "header_style": "bold",
+    "padding": (0, 1),
+    "collapse_padding": True,
+    "pad_edge": False,
+}
+"""The look of tables with many columns."""
 
 
 def compare(
@@ -87,69 +98,85 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Run the same work under several strategies, or several Flower apps, and put them side by side."""
+    from socflower.cluster.cluster_file import MOST_SOCS
+
     folders = [path for path in scenario if path.is_dir()]
     require_engine(engine)
     refuse_unread(context, unread_by_compare(engine, of_app_folders=bool(folders)))
     require_count("--workers", workers, 0, MAX_WORKERS)
-    from socflower.cluster.cluster_file import MOST_SOCS
-
     require_count("--nodes", nodes, 1, MOST_SOCS)
     if len(scenario) > 1 and len(folders) < len(scenario):
-        raise ConfigError(
-            f"compare {' '.join(map(str, scenario))}: takes one scenario file, or folders of Flower apps"
-        )
+        raise ConfigError("compare takes one scenario file, or folders of Flower apps")
+    shared: dict[str, Any] = {"engine": engine, "num_workers": workers}
     if folders:
+        settings: dict[str, Any] = {
+            "num_nodes": nodes,
+            "training_flops": training_flops,
+            "overrides": tuple(set_ or ()),
+            "claims": tuple(expect or ()),
+        }
+        logging = round_logging(log)
         claims = _compare_app_folders(
-            folders,
-            cluster,
-            out,
-            vary,
-            as_json,
-            {
-                "engine": engine,
-                "num_nodes": nodes,
-                "training_flops": training_flops,
-                "overrides": tuple(set_ or ()),
-                "num_workers": workers,
-                "claims": tuple(expect or ()),
-            },
-            round_logging(log),
+            folders, cluster, out, vary, as_json, logging, **settings, **shared
         )
-        exit_on_failed_claims(claims)
-        return
+    else:
+        claims = _compare_strategies(
+            _loaded(scenario[0], set_ or [], fusion),
+            scenario[0],
+            strategies,
+            out,
+            as_json,
+            seeds=seeds,
+            tune=tune,
+            logging=round_logging(log),
+            **shared,
+        )
+    exit_on_failed_claims(claims)
+
+
+def _loaded(path: Path, overrides: list[str], fusion: str | None) -> "Scenario":
+    """Return the scenario with the price of messages that --fusion names."""
+    from socflower.scenario.schema.file import load_scenario
+
+    loaded = load_scenario(path, overrides)
+    # The option is checked first, so that a mistake names it and not a key of the file.
+    refuse_fusion_of_split(loaded, fusion)
+    if fusion is None:
+        return loaded
+    return load_scenario(path, [*overrides, f"strategy.fusion={fusion}"])
+
+
+def _compare_strategies(
+    scenario: "Scenario",
+    path: Path,
+    strategies: str | None,
+    out: Path | None,
+    as_json: bool,
+    *,
+    seeds: str | None,
+    tune: list[str] | None,
+    **settings: Any,
+) -> list[dict[str, Any]]:
+    """Compare strategies, print the comparison and return the claims."""
     from socflower.scenario.comparison import compare as run_comparison
     from socflower.scenario.comparison import parse_seeds
-    from socflower.scenario.schema.file import load_scenario
     from socflower.scenario.tuning import parse_tuning
 
-    loaded = load_scenario(scenario[0], set_ or ())
-    refuse_fusion_of_split(loaded, fusion)
-    if fusion is not None:
-        loaded = load_scenario(scenario[0], [*(set_ or ()), f"strategy.fusion={fusion}"])
-    names = (
-        [name.strip() for name in strategies.split(",")]
-        if strategies
-        else list(loaded.compare.strategies)
-    )
-    target = out or Path("out") / f"{loaded.name}-compare"
-    logging = round_logging(log)
-    with mistakes_name_file(loaded.name, scenario[0]), run_progress(as_json) as bar:
+    names = list(scenario.compare.strategies)
+    if strategies:
+        names = [name.strip() for name in strategies.split(",")]
+    target = out or Path("out") / f"{scenario.name}-compare"
+    with mistakes_name_file(scenario.name, path), run_progress(as_json) as bar:
         document = run_comparison(
-            loaded,
+            scenario,
             names,
             target,
-            engine=engine,
-            num_workers=workers,
             on_start=bar,
             seeds=parse_seeds(seeds) if seeds else (),
             tuning=parse_tuning(tune) if tune else None,
-            logging=logging,
+            **settings,
         )
-    if as_json:
-        print_json(document)
-    else:
-        print_comparison(OUT, loaded, document, target)
-    exit_on_failed_claims(document["expectations"])
+    return _printed(scenario, document, target, as_json)
 
 
 def _compare_app_folders(
@@ -158,27 +185,29 @@ def _compare_app_folders(
     out: Path | None,
     vary: str,
     as_json: bool,
-    settings: Mapping[str, Any],
     logging: "RoundLogging",
+    **settings: Any,
 ) -> list[dict[str, Any]]:
     """Compare app folders, print the comparison and return the claims."""
     from socflower.scenario.app_comparison import app_variants, compare_apps
 
-    if cluster is None:
-        raise ConfigError(
-            f"{folders[0]} is the folder of a Flower app: name the cluster that the apps run on with "
-            "--cluster FILE"
-        )
-    runs = app_variants(folders, vary, cluster_file=cluster, **settings)
-    target = out or Path("out") / (
-        "-".join(folder.resolve().name for folder in folders) + "-compare"
-    )
+    cluster_file = require_cluster(cluster, folders[0])
+    runs = app_variants(folders, vary, cluster_file=cluster_file, **settings)
+    names = "-".join(folder.resolve().name for folder in folders)
+    target = out or Path("out") / f"{names}-compare"
     with prints_to_stderr():
         document = compare_apps(runs, target, on_notice=print_notice, logging=logging)
+    return _printed(None, document, target, as_json)
+
+
+def _printed(
+    scenario: "Scenario | None", document: Mapping[str, Any], out: Path, as_json: bool
+) -> list[dict[str, Any]]:
+    """Print a comparison, and return its claims."""
     if as_json:
         print_json(document)
     else:
-        print_comparison(OUT, None, document, target)
+        print_comparison(OUT, scenario, document, out)
     claims: list[dict[str, Any]] = document["expectations"]
     return claims
 
@@ -189,66 +218,21 @@ def print_comparison(
     """Print the strategies, or apps, side by side."""
     if scenario is not None:
         print_question(console, scenario)
-    # Heads of two lines, so that eight columns fit a terminal of 80.
-    quality = QUALITIES[document["quality"]]
-    goal = quality.goal(document[quality.target_key])
     deployed = any(row["virtual_s"] is None for row in document["rows"])
-    table = Table(
-        "app" if scenario is None else "strategy",
-        f"final\n{quality.name}",
-        f"time to\n{goal}",
-        "energy\nto it",
-        "time\nin all",
-        "energy\nin all",
-        "between\nSoCs",
-        "over\nhub",
-        header_style="bold",
-        padding=(0, 1),
-        collapse_padding=True,
-        pad_edge=False,
-    )
-    means = document.get("means")
-    for row in means or ():
-        _add_means(table, row, quality, deployed)
-    for row in () if means else document["rows"]:
-        traffic: Mapping[str, float] = row["bytes"] or {}
-        inside = traffic["intra_board"] + traffic["inter_board"] if traffic else None
-        reached = row[quality.time_key]
-        table.add_row(
-            row["strategy"],
-            quality.shown(row[quality.final_key]),
-            "not reached"
-            if reached is None and document[quality.target_key] is not None
-            else human_seconds(reached),
-            _joules(row[quality.energy_key]),
-            human_seconds(row["wall_s"] if deployed else row["virtual_s"]),
-            _joules(row["energy_j"]),
-            human_bytes(inside),
-            human_bytes(traffic.get("hub")),
-        )
-    console.print(table)
-    print_text(
-        "times as measured; energy and bytes as predicted" if deployed else "virtual times",
-        console,
-        "dim",
-    )
-    if means:
-        print_text(
-            "mean ± sample standard deviation over seeds " + ", ".join(map(str, means[0]["seeds"])),
-            console,
-            "dim",
-        )
+    measured = "times as measured; energy and bytes as predicted"
+    console.print(_table("app" if scenario is None else "strategy", document, deployed))
+    print_text(measured if deployed else "virtual times", console, "dim")
+    if means := document.get("means"):
+        seeds = ", ".join(map(str, means[0]["seeds"]))
+        print_text(f"mean ± sample standard deviation over seeds {seeds}", console, "dim")
     if document["headline"]:
         print_text(document["headline"], console, "bold")
     for caveat in document.get("caveats", ()):
         print_text(f"but {caveat}", console)
     if tuning := document.get("tuning"):
+        chosen = [f"{name} {found['chosen']}" for name, found in tuning["strategies"].items()]
         print_text(
-            f"{tuning['key']}, searched with seed {tuning['seed']}: "
-            + ", ".join(
-                f"{name} {found['chosen']}" for name, found in tuning["strategies"].items()
-            ),
-            console,
+            f"{tuning['key']}, searched with seed {tuning['seed']}: {', '.join(chosen)}", console
         )
     if document.get("fusions"):
         _print_fusions(console, document["fusions"])
@@ -256,6 +240,36 @@ def print_comparison(
         _print_predictions(console, document["predictions"])
     print_claims(console, document["expectations"])
     print_text(f"report: {out / 'report.html'}", console)
+
+
+def _table(kind: str, document: Mapping[str, Any], deployed: bool) -> Table:
+    """Return a row for each run, or for each strategy's mean over seeds."""
+    quality = QUALITIES[document["quality"]]
+    goal = quality.goal(document[quality.target_key])
+    # Heads of two lines, so that eight columns fit a terminal of 80.
+    heads = (f"final\n{quality.name}", f"time to\n{goal}", "energy\nto it")
+    totals = ("time\nin all", "energy\nin all", "between\nSoCs", "over\nhub")
+    table = Table(kind, *heads, *totals, **_NARROW)
+    if means := document.get("means"):
+        for row in means:
+            _add_means(table, row, quality, deployed)
+        return table
+    for row in document["rows"]:
+        traffic: Mapping[str, float] = row["bytes"] or {}
+        inside = traffic["intra_board"] + traffic["inter_board"] if traffic else None
+        reached = row[quality.time_key]
+        missed = reached is None and document[quality.target_key] is not None
+        table.add_row(
+            row["strategy"],
+            quality.shown(row[quality.final_key]),
+            "not reached" if missed else human_seconds(reached),
+            _joules(row[quality.energy_key]),
+            human_seconds(row["wall_s"] if deployed else row["virtual_s"]),
+            _joules(row["energy_j"]),
+            human_bytes(inside),
+            human_bytes(traffic.get("hub")),
+        )
+    return table
 
 
 def _add_means(table: Table, row: Mapping[str, Any], quality: Quality, deployed: bool) -> None:
@@ -283,14 +297,8 @@ def _add_means(table: Table, row: Mapping[str, Any], quality: Quality, deployed:
 def _print_fusions(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     """Print what an epoch takes with either price of messages (F8a)."""
     for fusion in rows[0]["epoch_s"]:
-        print_text(
-            f"an epoch, messages {fusion}: "
-            + ", ".join(
-                f"{row['strategy']} {human_seconds(row['epoch_s'][fusion])}" for row in rows
-            ),
-            console,
-            "dim",
-        )
+        epochs = [f"{row['strategy']} {human_seconds(row['epoch_s'][fusion])}" for row in rows]
+        print_text(f"an epoch, messages {fusion}: {', '.join(epochs)}", console, "dim")
 
 
 def _print_predictions(console: Console, predictions: Sequence[Mapping[str, Any]]) -> None:
@@ -307,10 +315,7 @@ def _print_predictions(console: Console, predictions: Sequence[Mapping[str, Any]
         "at equal\nsamples",
         title="Predicted, not trained: an epoch on this cluster",
         title_justify="left",
-        header_style="bold",
-        padding=(0, 1),
-        collapse_padding=True,
-        pad_edge=False,
+        **_NARROW,
     )
     for row in found["rows"]:
         table.add_row(

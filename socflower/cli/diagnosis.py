@@ -4,6 +4,7 @@ import os
 import platform
 import shutil
 import sysconfig
+from collections.abc import Iterator
 from datetime import timedelta
 from importlib import metadata
 from importlib.util import find_spec
@@ -51,34 +52,25 @@ def _machine() -> dict[str, Any]:
     )
 
 
-def _versions() -> list[dict[str, Any]]:
-    """Return the installed, allowed and tested version of each package that has a tested version."""
+def _versions() -> Iterator[dict[str, Any]]:
+    """Yield the installed, allowed and tested version of each package that has a tested version."""
     if not dependencies():
-        return [
-            _finding(
-                "versions",
-                "broken",
-                "this installation's metadata is older than its code",
-                "install socflower again: make setup, or pip install",
-            )
-        ]
-    findings = []
+        outdated = "this installation's metadata is older than its code"
+        yield _finding(
+            "versions", "broken", outdated, "install socflower again: make setup, or pip"
+        )
     for one in dependencies().values():
-        if one.installed is None:  # an extra; another finding reports it as missing
+        # Another finding reports a missing extra.
+        if one.installed is None:
             continue
         allowed = str(one.allowed) or "without a bound of ours"
         detail = f"{one.installed}; allowed {allowed}, tested {one.tested}"
         if not one.is_allowed:
-            findings.append(
-                _finding(one.name, "broken", detail, f"pip install '{one.name}{one.allowed}'")
-            )
+            yield _finding(one.name, "broken", detail, f"pip install '{one.name}{one.allowed}'")
         elif one.is_tested:
-            findings.append(_finding(one.name, "ok", detail))
+            yield _finding(one.name, "ok", detail)
         else:
-            findings.append(
-                _finding(one.name, "ok", f"{detail}: allowed, but not the tested version")
-            )
-    return findings
+            yield _finding(one.name, "ok", f"{detail}: allowed, but not the tested version")
 
 
 def _kernel() -> dict[str, Any]:
@@ -94,112 +86,72 @@ def _kernel() -> dict[str, Any]:
     )
 
 
-def _int8_kernels() -> list[dict[str, Any]]:
-    """Return one finding per kernel path of this build: passed its self-test here, or never executed here."""
+def _int8_kernels() -> Iterator[dict[str, Any]]:
+    """Yield one finding per kernel path of this build: passed its self-test here, or never executed here."""
     available = _int8.available_kernels()
-    findings = []
     for name in _int8.compiled_kernels():
         title = f"int8 {name}"
         if name not in available:
-            findings.append(
-                _finding(
-                    title, "ok", "compiled, not executed: this processor lacks its instructions"
-                )
-            )
+            why = "compiled, not executed: this processor lacks its instructions"
+            yield _finding(title, "ok", why)
             continue
         try:
             _int8.Engine(kernel=name)
         except RuntimeError as error:
-            findings.append(
-                _finding(title, "broken", str(error), "set SOCFLOWER_KERNEL to another path")
-            )
-            continue
-        findings.append(_finding(title, "ok", "self-test passed"))
+            yield _finding(title, "broken", str(error), "set SOCFLOWER_KERNEL to another path")
+        else:
+            yield _finding(title, "ok", "self-test passed")
     try:
         chosen = _int8.Engine().kernel
     except (ValueError, RuntimeError) as error:
-        return [
-            *findings,
-            _finding("int8 training", "broken", str(error), "unset SOCFLOWER_KERNEL"),
-        ]
-    return [
-        *findings,
-        _finding("int8 training", "ok", f"uses {chosen}; SOCFLOWER_KERNEL names another path"),
-    ]
+        yield _finding("int8 training", "broken", str(error), "unset SOCFLOWER_KERNEL")
+    else:
+        yield _finding("int8 training", "ok", f"uses {chosen}; SOCFLOWER_KERNEL names another path")
 
 
-def _rings() -> list[dict[str, Any]]:
+def _rings() -> Iterator[dict[str, Any]]:
     """Check the requirements of rings on real devices: gloo, gRPC, and Flower's services."""
     import grpc
 
-    findings = [
-        _gloo(),
-        _finding(
-            "ring over gRPC",
-            "ok",
-            f"grpcio {grpc.__version__}; `socflower certificates` makes what it needs",
-        ),
-    ]
-    missing = [
-        command
-        for command in ("flower-superlink", "flower-supernode", "flwr")
-        if shutil.which(
-            command, path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
-        )
-        is None
-    ]
+    yield _gloo()
+    detail = f"grpcio {grpc.__version__}; `socflower certificates` makes what it needs"
+    yield _finding("ring over gRPC", "ok", detail)
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+    commands = ("flower-superlink", "flower-supernode", "flwr")
+    missing = [command for command in commands if shutil.which(command, path=path) is None]
     if missing:
-        return [
-            *findings,
-            _finding(
-                "engine deployment",
-                "missing",
-                f"{', '.join(missing)} not on the PATH",
-                "pip install flwr",
-            ),
-        ]
-    return [
-        *findings,
-        _finding("engine deployment", "ok", "SuperLink and SuperNode are here"),
-        _private_network(),
-    ]
+        detail = f"{', '.join(missing)} not on the PATH"
+        yield _finding("engine deployment", "missing", detail, "pip install flwr")
+        return
+    yield _finding("engine deployment", "ok", "SuperLink and SuperNode are here")
+    yield _private_network()
 
 
 def _private_network() -> dict[str, Any]:
+    name = "private network"
     with private_network(users_environment()) as network:
         if not network.shared_because:
-            return _finding(
-                "private network",
-                "ok",
-                "the SuperLink of --engine deployment is out of others' reach",
-            )
-        return _finding(
-            "private network",
-            "missing",
-            network.shared_because,
-            "allow user namespaces, or run --engine "
-            "deployment where nobody else has an account: they could run programs as you",
+            detail = "the SuperLink of --engine deployment is out of others' reach"
+            return _finding(name, "ok", detail)
+        remedy = (
+            "allow user namespaces, or run --engine deployment on a machine without other users: they "
+            "could run programs as you"
         )
+        return _finding(name, "missing", network.shared_because, remedy)
 
 
 def _gloo() -> dict[str, Any]:
+    name = "ring over gloo"
     try:
         from torch import distributed
 
-        group: Any = distributed.ProcessGroupGloo(
-            distributed.HashStore(), 0, 1, timedelta(seconds=10)
-        )
+        store, timeout = distributed.HashStore(), timedelta(seconds=10)
+        group: Any = distributed.ProcessGroupGloo(store, 0, 1, timeout)
         group.allreduce([torch.ones(4)]).wait()
     except (ImportError, AttributeError, RuntimeError) as error:
-        return _finding(
-            "ring over gloo",
-            "missing",
-            f"torch.distributed has no gloo that works here: {error}",
-            "use rings over gRPC, or a torch build with gloo",
-        )
-    return _finding(
-        "ring over gloo", "ok", "self-test passed; unencrypted, for networks that are trusted"
-    )
+        detail = f"torch.distributed has no gloo that works here: {error}"
+        return _finding(name, "missing", detail, "use rings over gRPC, or a torch build with gloo")
+    return _finding(name, "ok", "self-test passed; unencrypted, for networks that are trusted")
 
 
 def _ray() -> dict[str, Any]:
@@ -214,36 +166,26 @@ def _ray() -> dict[str, Any]:
 
 
 def _sensors() -> dict[str, Any]:
-    sensors = LinuxSensors()
+    name, sensors = "temperature sensors", LinuxSensors()
     found, reading = sensors.found, sensors.read()
     line = sensors_line(found)
     if reading.temperature_c is not None:
-        return _finding("temperature sensors", "ok", f"{line}; now {reading.temperature_c:.1f} °C")
+        return _finding(name, "ok", f"{line}; now {reading.temperature_c:.1f} °C")
+    remedy = "none on most virtual machines; step times show heat there"
     if found.temperatures:
-        return _finding(
-            "temperature sensors",
-            "missing",
-            line,
-            f"{found.temperatures[0].name} "
-            f"{found.temperatures[0].rejection}; `socflower heat` shows them all",
-        )
-    return _finding(
-        "temperature sensors",
-        "missing",
-        line,
-        "none on most virtual machines; step times show heat there",
-    )
+        first = found.temperatures[0]
+        remedy = f"{first.name} {first.rejection}; `socflower heat` shows them all"
+    return _finding(name, "missing", line, remedy)
 
 
 def _data(name: str) -> dict[str, Any]:
+    title = f"data {name}"
     if name != "digits" and "SOCFLOWER_DATA" not in os.environ and find_spec("datasets") is None:
-        return _finding(
-            f"data {name}",
-            "missing",
-            "SOCFLOWER_DATA is not set and the hub reader is not installed",
-            "set SOCFLOWER_DATA to a folder of Parquet files, or pip install 'socflower[hub]'",
-        )
+        detail = "SOCFLOWER_DATA is not set and the hub reader is not installed"
+        remedy = "set SOCFLOWER_DATA to a folder of Parquet files, or pip install 'socflower[hub]'"
+        return _finding(title, "missing", detail, remedy)
     try:
-        return _finding(f"data {name}", "ok", load_data(name).source)
-    except Exception as error:  # any failure must not hide the other findings
-        return _finding(f"data {name}", "missing", str(error))
+        return _finding(title, "ok", load_data(name).source)
+    except Exception as error:
+        # One failure must not hide the other findings.
+        return _finding(title, "missing", str(error))

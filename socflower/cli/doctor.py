@@ -13,7 +13,8 @@ from socflower.cli.terminal import OUT, print_json, print_line
 
 def doctor(as_json: Json = False) -> None:
     """Check what this machine has, and print remedies for what is missing."""
-    from socflower.cli.diagnosis import diagnose  # imported late, since it imports torch and Flower
+    # This imports torch and Flower, which takes long.
+    from socflower.cli.diagnosis import diagnose
 
     findings = diagnose()
     if as_json:

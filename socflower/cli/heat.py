@@ -43,13 +43,12 @@ def show_heat(
 
     Raises `ConfigError` for a file that exists or cannot be written, and for an invalid interval.
     """
-    sensors = source or LinuxSensors()
-    num_readings = 1 if watch_s is None else None
+    sensors, is_watching = source or LinuxSensors(), watch_s is not None
     # Created before the recording, so that an invalid interval leaves no empty file.
     readings = readings_of(
         sensors,
         interval_s=1.0 if watch_s is None else watch_s,
-        num_readings=num_readings,
+        num_readings=None if is_watching else 1,
         sleep=sleep,
     )
     with nullcontext() if record_to is None else Recorder(record_to) as recorder:
@@ -62,11 +61,11 @@ def show_heat(
                 if recorder is not None:
                     recorder.write(reading)
                 if as_json:
-                    print_json(heat_document(sensors.found, reading), one_line=watch_s is not None)
+                    print_json(heat_document(sensors.found, reading), one_line=is_watching)
                 else:
-                    _print_reading(console, reading, timed=watch_s is not None)
+                    _print_reading(console, reading, timed=is_watching)
         except KeyboardInterrupt:
-            if watch_s is None:
+            if not is_watching:
                 raise
     if record_to is not None and not as_json:
         print_line(f"recording: {record_to}", console)
@@ -97,21 +96,21 @@ def heat_document(found: SensorsFound, reading: Reading) -> dict[str, Any]:
 
 def sensors_line(found: SensorsFound) -> str:
     """Return the available sensors as one line."""
+    number = len(found.temperatures)
     plausible = sum(sensor.temperature_c is not None for sensor in found.temperatures)
-    temperatures = (
-        counted(len(found.temperatures), "temperature")
-        if plausible == len(found.temperatures)
-        else f"{plausible} of {len(found.temperatures)} temperatures make sense"
+    temperatures = counted(number, "temperature") if number else "no temperatures"
+    if plausible < number:
+        temperatures = f"{plausible} of {number} temperatures make sense"
+    clocks, throttled = found.num_clock_policies, " and ".join(found.throttle_sources)
+    batteries = ", ".join(found.batteries)
+    return "; ".join(
+        (
+            temperatures,
+            counted(clocks, "clock") if clocks else "no clocks",
+            f"throttling by {throttled}" if throttled else "no throttle states",
+            f"battery {batteries}" if batteries else "no battery",
+        )
     )
-    parts = [
-        temperatures if found.temperatures else "no temperatures",
-        counted(found.num_clock_policies, "clock") if found.num_clock_policies else "no clocks",
-        f"throttling by {' and '.join(found.throttle_sources)}"
-        if found.throttle_sources
-        else "no throttle states",
-        f"battery {', '.join(found.batteries)}" if found.batteries else "no battery",
-    ]
-    return "; ".join(parts)
 
 
 def reading_line(reading: Reading) -> str:
@@ -135,25 +134,17 @@ def reading_line(reading: Reading) -> str:
 def _print_found(console: Console, found: SensorsFound) -> None:
     print_line(sensors_line(found), console)
     for sensor in found.temperatures:
-        shown = (
-            f"{sensor.temperature_c:6.1f} °C"
-            if sensor.temperature_c is not None
-            else f"{'–':>6}   "
-        )
-        print_line(
-            f"  {shown}  {_KINDS[sensor.kind]:8}{sensor.name}"
-            f"{f': {sensor.rejection}' if sensor.rejection else ''}",
-            console,
-        )
+        known = sensor.temperature_c is not None
+        shown = f"{sensor.temperature_c:6.1f} °C" if known else f"{'–':>6}   "
+        reason = f": {sensor.rejection}" if sensor.rejection else ""
+        print_line(f"  {shown}  {_KINDS[sensor.kind]:8}{sensor.name}{reason}", console)
 
 
 def _print_reading(console: Console, reading: Reading, *, timed: bool) -> None:
     for note in reading.notes:
         print_line(f"note: {note}", console)
-    print_line(
-        f"{time.strftime('%H:%M:%S')}  {reading_line(reading)}" if timed else reading_line(reading),
-        console,
-    )
+    at = f"{time.strftime('%H:%M:%S')}  " if timed else ""
+    print_line(f"{at}{reading_line(reading)}", console)
 
 
 def heat(

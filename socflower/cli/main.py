@@ -31,7 +31,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    suggest_commands=False,  # click does it already
+    # Click suggests commands already.
+    suggest_commands=False,
     help="Train neural networks with Flower on virtual clusters of small machines.",
 )
 for _command in (

@@ -11,7 +11,8 @@ from typer.core import TyperArgument, TyperCommand
 
 from socflower.errors import ConfigError, InfeasiblePlan
 
-if TYPE_CHECKING:  # flwr is loaded by the command that runs something
+# Importing flwr takes long, so only commands that run something do.
+if TYPE_CHECKING:
     from socflower.engines.run_log import RoundLogging
     from socflower.scenario.schema.config import Scenario
 
@@ -96,6 +97,13 @@ def round_logging(log: str) -> "RoundLogging":
     return RoundLogging(tuple(name.strip() for name in log.split(",")) if log else (), print_notice)
 
 
+def require_cluster(cluster: Path | None, app: Path) -> Path:
+    """Return the cluster file of an app folder; `ConfigError` if none is named."""
+    if cluster is None:
+        raise ConfigError(f"{app}: name the cluster that the app runs on with --cluster FILE")
+    return cluster
+
+
 @contextmanager
 def mistakes_name_file(name: str, path: Path) -> Iterator[None]:
     """Let errors that begin with the name of the scenario in `path` begin with the path instead."""
@@ -127,8 +135,7 @@ def unread_by_run(
         if engine != "local":
             unread["workers"] = f"is for --engine local only, and this is --engine {engine}"
             unread["fresh"] = (
-                "is for --engine local only: elsewhere Flower keeps the clients' states, so runs of app "
-                "folders always start anew"
+                "is for --engine local only: elsewhere runs of app folders always start over"
             )
         if engine != "deployment":
             unread |= dict.fromkeys(
@@ -147,31 +154,24 @@ def unread_by_run(
             _DEPLOYMENT_OPTIONS, f"is for --engine deployment only, and this is --engine {engine}"
         )
     elif is_remote:
-        unread["warm"] = (
-            "is for SuperNodes that are started here; those of --superlink are warm if they were started "
-            "so (docs/guides/deployment.md)"
-        )
+        unread["warm"] = "is for SuperNodes that are started here (docs/guides/deployment.md)"
         if not keeps_checkpoints:
             unread |= dict.fromkeys(
                 ("fresh", "restarts"),
-                "needs --checkpoint-folder with --superlink: without "
-                "checkpoints a run there starts anew, and once",
+                "needs --checkpoint-folder with --superlink: a run there has no other checkpoints",
             )
     else:
         unread["superlink_ca"] = "belongs to a --superlink HOST:PORT"
-        unread["checkpoint_folder"] = (
-            "is a folder on the machine of --superlink; without one, checkpoints are in the "
-            "folder of --out"
-        )
+        unread["checkpoint_folder"] = "is a folder on the machine of --superlink"
     return unread
 
 
 def refuse_fusion_of_split(scenario: "Scenario", fusion: str | None) -> None:
-    """Raise `ConfigError` for --fusion where a cloud trains with its edges, whose streams have no such messages."""
+    """Raise `ConfigError` for --fusion with a cloud: streams to a cloud have no messages to fuse."""
     if fusion is not None and scenario.is_split:
+        name = scenario.strategy.name
         raise ConfigError(
-            f"--fusion {fusion}: is for strategies on clusters, and {scenario.name} has "
-            f"{scenario.strategy.name!r}; leave it out"
+            f"--fusion {fusion}: is not for {name!r}, which has a cloud; leave it out"
         )
 
 

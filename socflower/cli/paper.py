@@ -13,7 +13,8 @@ from socflower.cli.process import prints_to_stderr
 from socflower.cli.terminal import OUT, print_json, print_text
 from socflower.errors import ConfigError
 
-if TYPE_CHECKING:  # planners and models are loaded by the command
+# Importing planners and models takes long, so only the command does.
+if TYPE_CHECKING:
     from socflower.paper.records import Item, Paper, PaperScore, Row
 
 
@@ -27,14 +28,12 @@ def paper(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Compute a paper's tables and figures anew, beside the published numbers."""
+    """Compute a paper's tables and figures again, beside the published numbers."""
     from socflower.paper.records import compare_item, read_paper, score
 
-    chosen = [
-        *(f"table-{number}" for number in [table] if number is not None),
-        *(f"figure-{number}" for number in [figure] if number is not None),
-        *([] if item is None else [item]),
-    ]
+    numbered = {"table": table, "figure": figure}
+    chosen = [f"{kind}-{number}" for kind, number in numbered.items() if number is not None]
+    chosen += [] if item is None else [item]
     found = read_paper(name)
     if len(chosen) + show_list > 1:
         raise ConfigError("paper: give one of --table, --figure, --item and --list")
@@ -49,50 +48,26 @@ def paper(
             own = compare_item(found, each)
         rows += own
         if as_json:
-            documents.append(
-                {
-                    **_item_document(each),
-                    "rows": [row.to_document() for row in own],
-                    "score": score(own).to_document(),
-                }
-            )
+            own_rows, own_score = [row.to_document() for row in own], score(own).to_document()
+            documents.append({**_item_document(each), "rows": own_rows, "score": own_score})
         else:
             _print_item(OUT, found, each, own)
+    total = score(rows)
     if as_json:
-        print_json(
-            {
-                "schema": 1,
-                "paper": found.name,
-                "items": documents,
-                "score": score(rows).to_document(),
-            }
-        )
+        document = {"schema": 1, "paper": found.name, "items": documents}
+        print_json({**document, "score": total.to_document()})
     elif len(items) > 1:
-        print_text(f"all: {_score_text(score(rows))}", OUT, "bold")
+        print_text(f"all: {_score_text(total)}", OUT, "bold")
 
 
 def _item_document(item: "Item") -> dict[str, Any]:
-    return {
-        "id": item.id,
-        "title": item.title,
-        "place": item.place,
-        "state": item.state,
-        "note": item.note,
-    }
+    return {key: getattr(item, key) for key in ("id", "title", "place", "state", "note")}
 
 
 def _print_list(found: "Paper", as_json: bool) -> None:
     if as_json:
-        print_json(
-            {
-                "schema": 1,
-                "paper": found.name,
-                "title": found.title,
-                "items": [
-                    {**_item_document(item), "num_cells": len(item.cells)} for item in found.items
-                ],
-            }
-        )
+        items = [{**_item_document(item), "num_cells": len(item.cells)} for item in found.items]
+        print_json({"schema": 1, "paper": found.name, "title": found.title, "items": items})
         return
     print_text(found.title, OUT, "bold")
     table = Table("name", "state", "what", header_style="bold")
@@ -102,44 +77,29 @@ def _print_list(found: "Paper", as_json: bool) -> None:
 
 
 def _print_item(console: Console, found: "Paper", item: "Item", rows: Sequence["Row"]) -> None:
-    table = Table(
-        "cell",
-        "paper",
-        "ours",
-        "ours / paper",
-        "use",
-        header_style="bold",
-        title_justify="left",
-        title=f"{item.id}: {escape(item.title)}",
-    )
+    heads = ("cell", "paper", "ours", "ours / paper", "use")
+    title = f"{item.id}: {escape(item.title)}"
+    table = Table(*heads, header_style="bold", title_justify="left", title=title)
     for row in rows:
-        unit = f" {row.cell.unit}" if row.cell.unit else ""
-        if row.cell.says is not None:
-            held = (
-                row.ours if isinstance(row.ours, str) else "holds" if row.holds else "does not hold"
-            )
-            table.add_row(
-                escape(row.cell.key),
-                "stated" if row.cell.says else "denied",
-                held,
-                "",
-                row.cell.use,
-            )
-            continue
-        ours = row.ours if isinstance(row.ours, str) else f"{row.ours:.3g}{unit}"
-        table.add_row(
-            escape(row.cell.key),
-            "" if row.cell.value is None else f"{row.cell.value:g}{unit}",
-            ours,
-            "" if row.ratio is None else f"{row.ratio:.2f}",
-            row.cell.use,
-        )
+        table.add_row(escape(row.cell.key), *_cells(row), row.cell.use)
     console.print(table)
     if item.note:
         print_text(f"note: {item.note}", console, "dim")
-    print_text(
-        f"{_score_text(_score(rows))}; again: socflower paper {found.name} --item {item.id}",
-        console,
+    again = f"again: socflower paper {found.name} --item {item.id}"
+    print_text(f"{_score_text(_score(rows))}; {again}", console)
+
+
+def _cells(row: "Row") -> tuple[str, str, str]:
+    """Return what the paper says, what was computed, and the ratio of both."""
+    cell, ours = row.cell, row.ours
+    if cell.says is not None:
+        held = "holds" if row.holds else "does not hold"
+        return "stated" if cell.says else "denied", ours if isinstance(ours, str) else held, ""
+    unit = f" {cell.unit}" if cell.unit else ""
+    return (
+        "" if cell.value is None else f"{cell.value:g}{unit}",
+        ours if isinstance(ours, str) else f"{ours:.3g}{unit}",
+        "" if row.ratio is None else f"{row.ratio:.2f}",
     )
 
 

@@ -1,4 +1,4 @@
-"""`socflower plan` of a pipeline: stages, devices, shares, what they take, and what others would."""
+"""`socflower plan` of a pipeline: stages, devices, shares and memory, its time, and the time of other plans."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,11 +20,13 @@ from socflower.cli.terminal import (
 )
 from socflower.quantities import counted, human_bytes, human_joules, human_seconds
 
-if TYPE_CHECKING:  # the planners are loaded by the command
+# Importing the planners takes long, so only the command does.
+if TYPE_CHECKING:
     from socflower.scenario.schema.config import Scenario
 
 
-_SAME = 1.005  # times as long, up to which two closed forms are one
+# Closed forms that differ by less than this factor are shown as one.
+_SAME = 1.005
 
 
 def plan_pipeline_scenario(
@@ -57,66 +59,53 @@ def plan_pipeline_scenario(
 def print_pipeline_plan(console: Console, document: Mapping[str, Any]) -> None:
     """Print a plan's stages, prediction and peers."""
     print_text(document["work"], console)
-    pipelines = document["pipelines"]
-    together = sum(
-        pipeline["micro_batch_size"] * pipeline["num_micro_batches"] for pipeline in pipelines
-    )
+    pipelines, predicted = document["pipelines"], document["predicted"]
     if len(pipelines) > 1:
+        sizes = [each["micro_batch_size"] * each["num_micro_batches"] for each in pipelines]
         print_text(
-            f"{counted(len(pipelines), 'pipeline')} side by side, {counted(together, 'sample')} an update: "
+            f"{counted(len(pipelines), 'pipeline')} side by side, {counted(sum(sizes), 'sample')} an update: "
             f"{_micro_batches(pipelines)}",
             console,
         )
     for number, pipeline in enumerate(pipelines):
         title = f"pipeline {number}: " if len(pipelines) > 1 else ""
-        table = Table(
-            "layers",
-            "K",
-            "device",
-            "SoC",
-            "share",
-            "memory",
-            "of",
-            header_style="bold",
-            title=f"{title}{_micro_batches([pipeline])}",
-            title_justify="left",
-        )
-        for stage in pipeline["stages"]:
-            layers = f"{stage['first_layer']} … {stage['last_layer']}"
-            for index, member in enumerate(stage["devices"]):
-                table.add_row(
-                    *((layers, str(stage["in_flight"])) if index == 0 else ("", "")),
-                    member["device"],
-                    str(member["soc"]),
-                    str(member["share"]),
-                    human_bytes(member["memory_bytes"]),
-                    human_bytes(member["budget_bytes"]),
-                )
-        console.print(table)
-    predicted = document["predicted"]
+        console.print(_stages(pipeline, f"{title}{_micro_batches([pipeline])}"))
     print_text(
         f"an update {human_seconds(predicted['step_s'])} ({_closed_form(predicted)}), "
         f"{predicted['samples_per_s']:.1f} samples/s, {human_joules(predicted['energy_j'])}, "
         f"{human_bytes(document['communication_bytes'])} sent",
         console,
     )
-    print_text(
-        f"an epoch {human_seconds(predicted['epoch_s'])} and {human_joules(predicted['epoch_energy_j'])}",
-        console,
-    )
+    epoch = human_seconds(predicted["epoch_s"])
+    print_text(f"an epoch {epoch} and {human_joules(predicted['epoch_energy_j'])}", console)
     for row in document["peers"]:
-        text = (
-            f"{human_seconds(row['step_s'])} an update" if row["step_s"] is not None else "no plan"
-        )
-        print_text(
-            f"{row['name']}: {text}{'' if row['fits'] else ', does not fit: ' + row['why_not']}",
-            console,
-            "dim",
-        )
+        has_plan = row["step_s"] is not None
+        text = f"{human_seconds(row['step_s'])} an update" if has_plan else "no plan"
+        misfit = "" if row["fits"] else f", does not fit: {row['why_not']}"
+        print_text(f"{row['name']}: {text}{misfit}", console, "dim")
     print_text(document["verdict"], console, "bold")
     for note in document["notes"]:
         print_text(f"note: {note}", console, "dim")
     print_claims(console, document["expectations"])
+
+
+def _stages(pipeline: Mapping[str, Any], title: str) -> Table:
+    """Return the devices of a pipeline's stages, with each one's share and memory."""
+    heads = ("layers", "K", "device", "SoC", "share", "memory", "of")
+    table = Table(*heads, header_style="bold", title=title, title_justify="left")
+    for stage in pipeline["stages"]:
+        named = (f"{stage['first_layer']} … {stage['last_layer']}", str(stage["in_flight"]))
+        for member in stage["devices"]:
+            table.add_row(
+                *named,
+                member["device"],
+                str(member["soc"]),
+                str(member["share"]),
+                human_bytes(member["memory_bytes"]),
+                human_bytes(member["budget_bytes"]),
+            )
+            named = ("", "")
+    return table
 
 
 def _micro_batches(pipelines: Sequence[Mapping[str, Any]]) -> str:
@@ -129,7 +118,7 @@ def _micro_batches(pipelines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _closed_form(predicted: Mapping[str, float]) -> str:
-    """Return the seconds of the closed form, twice where it matters whether a link carries both directions at once."""
+    """Return the time by the closed form, twice if sending in both directions at once makes a difference."""
     formula_s, duplex_s = predicted["formula_s"], predicted["duplex_s"]
     if formula_s <= _SAME * duplex_s:
         return f"closed form {human_seconds(formula_s)}"

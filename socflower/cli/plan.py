@@ -14,6 +14,7 @@ from socflower.cli.options import (
     Set,
     mistakes_name_file,
     refuse_fusion_of_split,
+    require_cluster,
     scenario_argument,
 )
 from socflower.cli.process import prints_to_stderr
@@ -22,10 +23,13 @@ from socflower.errors import ConfigError
 from socflower.hierarchy.leader_topology import COMPRESSING, NONE, STAR
 from socflower.quantities import counted, human_bytes, human_joules, human_seconds, percent
 
-if TYPE_CHECKING:  # the planners are loaded by the command
+# Importing the planners takes long, so only the command does.
+if TYPE_CHECKING:
     from socflower.cluster import Cluster
+    from socflower.scenario.schema.config import Scenario
 
-_MOST_BOARDS, _MOST_GROUPS = 60, 40  # that are printed
+# The most boards and groups that are printed.
+_MOST_BOARDS, _MOST_GROUPS = 60, 40
 
 
 def plan(
@@ -61,59 +65,61 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Show the groups on their boards, their communication groups, and predicted time, energy and memory."""
-    from socflower.scenario.heat import predicted_heat
-    from socflower.scenario.planning import plan_scenario
-    from socflower.scenario.schema.file import load_scenario, scenario_cluster
-    from socflower.scenario.schema.strategies import group_strategy
+    from socflower.scenario.schema.config import several_groups
+    from socflower.scenario.schema.file import load_scenario
 
+    overrides = set_ or []
     if scenario.is_dir():
         _refuse_out(out, scenario)
-        if fusion is not None:
-            raise ConfigError(
-                f"--fusion {fusion}: is for scenarios; the ServerApp of {scenario} sets "
-                "ExchangeSettings(fusion=…): use --set with the key of its run config"
-            )
-        _plan_app_folder(scenario, cluster, groups, set_ or (), training_flops, as_json)
+        for key, asked in (("groups", groups), ("fusion", fusion)):
+            if asked is not None:
+                raise ConfigError(
+                    f"--{key} {asked}: is for scenarios; the ServerApp of {scenario} sets its own: use "
+                    "--set with the key of its run config"
+                )
+        _plan_app_folder(scenario, cluster, overrides, training_flops, as_json)
         return
     for option, value in (("--cluster", cluster), ("--training-flops", training_flops)):
         if value is not None:
-            raise ConfigError(
-                f"{option} {value}: is for the folder of a Flower app; a scenario has its own [cluster] "
-                "and model"
-            )
-    loaded = load_scenario(scenario, set_ or ())
-    if groups is not None and not (
-        loaded.has_groups and group_strategy(loaded.strategy.name).num_groups is None
-    ):
+            raise ConfigError(f"{option} {value}: is for the folder of a Flower app; leave it out")
+    loaded = load_scenario(scenario, overrides)
+    if groups is not None and not several_groups(loaded.strategy.name):
         raise ConfigError(
-            f"--groups {groups}: is for strategy.name = 'socflow', and {scenario} has "
-            f"{loaded.strategy.name!r}, which takes no number of groups; leave it out"
+            f"--groups {groups}: is for strategies with several groups, and {scenario} has "
+            f"{loaded.strategy.name!r}; leave it out"
         )
     refuse_fusion_of_split(loaded, fusion)
     # After the checks, so that a mistake is told of the option and not of a key of the file.
-    if options := [
-        f"strategy.{key}={value}"
-        for key, value in (("groups", groups), ("fusion", fusion))
-        if value is not None
-    ]:
-        loaded = load_scenario(scenario, [*(set_ or ()), *options])
+    given = {"groups": groups, "fusion": fusion}
+    options = [f"strategy.{key}={value}" for key, value in given.items() if value is not None]
+    if options:
+        loaded = load_scenario(scenario, [*overrides, *options])
     if loaded.is_pipeline:
         from socflower.cli.pipeline_plan import plan_pipeline_scenario
 
         plan_pipeline_scenario(loaded, scenario, out, as_json)
         return
     _refuse_out(out, scenario)
-    if loaded.is_split:
-        with mistakes_name_file(loaded.name, scenario):
-            _plan_split(loaded, as_json)
-        return
-    with mistakes_name_file(loaded.name, scenario), prints_to_stderr():
-        planned = scenario_cluster(loaded)
-        document = {**plan_scenario(loaded), "heat": predicted_heat(loaded, planned)}
+    with mistakes_name_file(loaded.name, scenario):
+        _plan_cluster(loaded, as_json)
+
+
+def _plan_cluster(scenario: "Scenario", as_json: bool) -> None:
+    """Print the plan of a scenario with groups or with a cloud, and the predicted effect of heat."""
+    from socflower.scenario.heat import predicted_heat
+    from socflower.scenario.planning import plan_scenario, plan_split
+    from socflower.scenario.schema.file import scenario_cluster
+
+    with prints_to_stderr():
+        cluster = scenario_cluster(scenario)
+        planned = plan_split(scenario) if scenario.is_split else plan_scenario(scenario)
+        document = {**planned, "heat": predicted_heat(scenario, cluster)}
     if as_json:
         print_json(document)
+    elif scenario.is_split:
+        print_split_plan(OUT, document)
     else:
-        print_plan(OUT, planned, document)
+        print_plan(OUT, cluster, document)
 
 
 def _refuse_out(out: Path | None, scenario: Path) -> None:
@@ -127,83 +133,60 @@ def _refuse_out(out: Path | None, scenario: Path) -> None:
 def _plan_app_folder(
     folder: Path,
     cluster_file: Path | None,
-    groups: int | None,
     overrides: Sequence[str],
     training_flops: float | None,
     as_json: bool,
 ) -> None:
     from socflower.scenario.app_planning import plan_app_folder
 
-    if groups is not None:
-        raise ConfigError(
-            f"--groups {groups}: is for scenarios; the ServerApp of {folder} sets its groups: use --set "
-            "with the key of its run config"
-        )
-    if cluster_file is None:
-        raise ConfigError(
-            f"{folder} is the folder of a Flower app: name the cluster it runs on with --cluster FILE"
-        )
     with prints_to_stderr():
-        cluster, document = plan_app_folder(folder, cluster_file, overrides, training_flops)
+        cluster, document = plan_app_folder(
+            folder, require_cluster(cluster_file, folder), overrides, training_flops
+        )
     if as_json:
         print_json(document)
     else:
         print_plan(OUT, cluster, document)
 
 
-def _plan_split(scenario: Any, as_json: bool) -> None:
-    from socflower.scenario.heat import predicted_heat
-    from socflower.scenario.planning import plan_split
-    from socflower.scenario.schema.file import scenario_cluster
-
-    with prints_to_stderr():
-        document = {
-            **plan_split(scenario),
-            "heat": predicted_heat(scenario, scenario_cluster(scenario)),
-        }
-    if as_json:
-        print_json(document)
-    else:
-        print_split_plan(OUT, document)
-
-
 def print_plan(console: Console, cluster: "Cluster", document: Mapping[str, Any]) -> None:
     """Print the boards with each slot's group, then the predictions."""
-    group_of = {soc: group for group in document["groups"] for soc in group["members"]}
-    table = Table("board", "SoCs by slot (group, * leader, . idle)", header_style="bold")
-    for board in range(min(len(cluster.boards), _MOST_BOARDS)):
-        cells = []
-        for soc in cluster.socs_of(board):
-            group = group_of.get(soc)
-            cells.append(
-                "  . "
-                if group is None
-                else f"{group['id']:>3}{'*' if soc == group['leader'] else ' '}"
-            )
-        table.add_row(str(board), "".join(cells))
-    console.print(table)
+    console.print(_boards(cluster, document["groups"]))
     if len(cluster.boards) > _MOST_BOARDS:
-        print_text(
-            f"and {counted(len(cluster.boards) - _MOST_BOARDS, 'board')} more; --json has all",
-            console,
-        )
+        hidden = counted(len(cluster.boards) - _MOST_BOARDS, "board")
+        print_text(f"and {hidden} more; --json has all", console)
     split = [group["id"] for group in document["groups"] if group["split"]]
-    turns = document["communication_groups"]
+    turns = ", ".join(map(_listed, document["communication_groups"]))
     where = f" on {counted(len(cluster.servers), 'server')}" if cluster.servers else ""
     print_text(
         f"{counted(len(document['groups']), 'group')}{where}, split over boards: {_listed(split)}, contention "
-        f"{document['contention']}, communication groups: {', '.join(map(_listed, turns))}",
+        f"{document['contention']}, communication groups: {turns}",
         console,
     )
     print_text(document["work"], console)
-    for line in () if document["predicted"] is None else _predicted_lines(document):
-        print_text(line, console)
+    if document["predicted"] is not None:
+        for line in _predicted_lines(document):
+            print_text(line, console)
     if document["verdict"] is not None:
         pays = document["predicted"]["epoch_s"] < document["one_soc"]["epoch_s"]
         print_text(document["verdict"], console, "bold" if pays else "bold yellow")
-    _print_heat(console, document.get("heat"))
-    for note in document["notes"]:
-        print_text(f"note: {note}", console, "dim")
+    _print_heat_and_notes(console, document)
+
+
+def _boards(cluster: "Cluster", groups: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the group of each slot, by board."""
+    group_of = {soc: group for group in groups for soc in group["members"]}
+    table = Table("board", "SoCs by slot (group, * leader, . idle)", header_style="bold")
+    for board in range(min(len(cluster.boards), _MOST_BOARDS)):
+        cells = ""
+        for soc in cluster.socs_of(board):
+            if soc in group_of:
+                group = group_of[soc]
+                cells += f"{group['id']:>3}{'*' if soc == group['leader'] else ' '}"
+            else:
+                cells += "  . "
+        table.add_row(str(board), cells)
+    return table
 
 
 def _predicted_lines(document: Mapping[str, Any]) -> tuple[str, ...]:
@@ -219,31 +202,28 @@ def _predicted_lines(document: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _print_heat(console: Console, heat: Mapping[str, Any] | None) -> None:
-    if not heat:
-        return
-    hottest = "" if heat["peak_c"] is None else f", at most {heat['peak_c']:.1f} °C"
-    print_text(
-        f"with heat and users the training takes {human_seconds(heat['virtual_s'])} and "
-        f"{human_joules(heat['energy_j'])}, {human_joules(heat['cooling_j'])} of them for fans; "
-        f"{percent(heat['slowdown'])} slower than without{hottest}",
-        console,
-    )
+def _print_heat_and_notes(console: Console, document: Mapping[str, Any]) -> None:
+    if heat := document.get("heat"):
+        hottest = "" if heat["peak_c"] is None else f", at most {heat['peak_c']:.1f} °C"
+        print_text(
+            f"with heat and users the training takes {human_seconds(heat['virtual_s'])} and "
+            f"{human_joules(heat['energy_j'])}, {human_joules(heat['cooling_j'])} of them for fans; "
+            f"{percent(heat['slowdown'])} slower than without{hottest}",
+            console,
+        )
+    for note in document["notes"]:
+        print_text(f"note: {note}", console, "dim")
 
 
 def _listed(groups: Sequence[int]) -> str:
-    """Return the ids of groups, or their number where these are many."""
-    return (
-        str(list(groups))
-        if 0 < len(groups) <= _MOST_GROUPS
-        else str(len(groups))
-        if groups
-        else "none"
-    )
+    """Return the ids of groups, or their number if there are many."""
+    if not groups:
+        return "none"
+    return str(list(groups)) if len(groups) <= _MOST_GROUPS else str(len(groups))
 
 
 def _leaders(document: Mapping[str, Any]) -> str:
-    """Return how leaders exchange models, and what the other ways would take (F8)."""
+    """Return how leaders exchange models, and the time of the other ways (F8)."""
     seconds = document["predicted"]["leaders_s"]
     compression = document["leader_compression"]
     others = [
@@ -259,16 +239,10 @@ def _leaders(document: Mapping[str, Any]) -> str:
 
 
 def _fusion_line(predicted: Mapping[str, Any]) -> str:
-    """Return what costs a message, and what step and synchronisation take with the alternative (F8a)."""
-    ((other, times),) = (
-        (fusion, times)
-        for fusion, times in predicted["fusions"].items()
-        if fusion != predicted["fusion"]
-    )
-    return (
-        f"messages {predicted['fusion']}; {other} a step {human_seconds(times['step_s'])}, a synchronisation "
-        f"{human_seconds(times['sync_s'])}"
-    )
+    """Return the price of messages, and the time of a step and a synchronisation with the other price (F8a)."""
+    (other,) = (fusion for fusion in predicted["fusions"] if fusion != predicted["fusion"])
+    step, sync = (human_seconds(predicted["fusions"][other][key]) for key in ("step_s", "sync_s"))
+    return f"messages {predicted['fusion']}; {other} a step {step}, a synchronisation {sync}"
 
 
 def _in_servers(predicted: Mapping[str, float]) -> str:
@@ -309,46 +283,33 @@ def print_split_plan(console: Console, document: Mapping[str, Any]) -> None:
     """Print a split plan as tables."""
     print_text(document["work"], console)
     for number, edge in enumerate(document["edges"]):
-        link = edge["link"]
-        table = Table(
-            "cut after",
-            "edge",
-            "up",
-            "cloud",
-            "down",
-            "a batch",
-            "edge memory",
-            header_style="bold",
-            title=f"edge {number}: {edge['device']}, {link['up_bytes_per_s'] * 8e-6:.1f} Mbit/s up, "
-            f"{link['down_bytes_per_s'] * 8e-6:.1f} down; {edge['deployment']['text']}",
-            title_justify="left",
-        )
-        for row in edge["cuts"]:
-            mark = " *" if row["name"] == edge["deployment"]["cut_name"] else ""
-            table.add_row(
-                f"{row['name']}{mark}",
-                *(
-                    human_seconds(row[key])
-                    for key in ("edge_s", "up_s", "cloud_s", "down_s", "batch_s")
-                ),
-                human_bytes(row["edge_memory_bytes"]),
-            )
-        table.add_row(
-            "edge alone" + ("" if edge["deployment"]["cut"] is not None else " *"),
-            human_seconds(edge["edge_only_s"]),
-            "",
-            "",
-            "",
-            human_seconds(edge["edge_only_s"]),
-            "",
-        )
-        console.print(table)
+        console.print(_cuts(number, edge))
     predicted = document["predicted"]
     print_text(
         f"predicted: {human_seconds(predicted['batch_s'])} a batch, {human_seconds(predicted['epoch_s'])} an "
         f"epoch, {human_joules(predicted['epoch_energy_j'])} of the edges",
         console,
     )
-    _print_heat(console, document.get("heat"))
-    for note in document["notes"]:
-        print_text(f"note: {note}", console, "dim")
+    _print_heat_and_notes(console, document)
+
+
+def _cuts(number: int, edge: Mapping[str, Any]) -> Table:
+    """Return the time of a batch at each cut of an edge's model, and without the cloud."""
+    link, chosen = edge["link"], edge["deployment"]
+    up, down = (link[f"{way}_bytes_per_s"] * 8e-6 for way in ("up", "down"))
+    table = Table(
+        "cut after",
+        *("edge", "up", "cloud", "down", "a batch", "edge memory"),
+        header_style="bold",
+        title=f"edge {number}: {edge['device']}, {up:.1f} Mbit/s up, {down:.1f} down; {chosen['text']}",
+        title_justify="left",
+    )
+    for row in edge["cuts"]:
+        mark = " *" if row["name"] == chosen["cut_name"] else ""
+        phases = [row[key] for key in ("edge_s", "up_s", "cloud_s", "down_s", "batch_s")]
+        memory = human_bytes(row["edge_memory_bytes"])
+        table.add_row(f"{row['name']}{mark}", *map(human_seconds, phases), memory)
+    alone = human_seconds(edge["edge_only_s"])
+    mark = " *" if chosen["cut"] is None else ""
+    table.add_row(f"edge alone{mark}", alone, "", "", "", alone, "")
+    return table

@@ -26,9 +26,11 @@ def interrupted_by_signals() -> Iterator[None]:
     owner = os.getpid()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != owner:  # in a fork, which has nothing to clean up
+        # A fork has nothing to clean up.
+        if os.getpid() != owner:
             _die_by_signal(number)
-        if not received:  # a second signal must not interrupt the cleanup
+        # A second signal must not interrupt the cleanup.
+        if not received:
             received.append(number)
             raise KeyboardInterrupt
 
@@ -80,7 +82,8 @@ def prints_to_stderr() -> Iterator[TextIO]:
         yield stream
     finally:
         sys.stdout = own
-        _flush_c()  # otherwise C's buffer would be written after the descriptor is restored
+        # C's buffer would otherwise be written after the descriptor is restored.
+        _flush_c()
         if descriptor is not None and kept is not None:
             stream.close()
             os.dup2(kept, descriptor)

@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -17,6 +18,7 @@ from socflower.cli.options import (
     Workers,
     mistakes_name_file,
     refuse_unread,
+    require_cluster,
     round_logging,
     scenario_argument,
     unread_by_run,
@@ -39,7 +41,9 @@ from socflower.errors import ConfigError
 from socflower.quantities import human_bytes, human_joules, human_seconds, percent, plain_number
 from socflower.report.quality import quality_of
 
-if TYPE_CHECKING:  # pydantic and the planners are loaded by the command that needs them
+# Importing pydantic and the planners takes long, so only the command that needs them does.
+if TYPE_CHECKING:
+    from socflower.engines.deployment.options import DeploymentOptions
     from socflower.engines.run_log import RoundLogging
     from socflower.scenario.schema.config import Scenario
 
@@ -79,7 +83,7 @@ def run(
         ),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start anew; by default an interrupted run is resumed.")
+        bool, typer.Option("--fresh", help="Start over; by default an interrupted run is resumed.")
     ] = False,
     superlink: Annotated[
         str,
@@ -120,57 +124,27 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Run a scenario, write result, trace and report, and check its claims."""
+    from socflower.cluster.cluster_file import MOST_SOCS
+    from socflower.engines.deployment.options import DeploymentOptions
+
     is_app = scenario.is_dir()
     if cluster is not None and not scenario.exists():
-        raise ConfigError(
-            f"{scenario}: no such folder; name the folder of a Flower app, with its pyproject.toml"
-        )
+        raise ConfigError(f"{scenario}: no such folder; name that of a Flower app's pyproject.toml")
     require_engine(engine)
     if is_app and superlink:
         raise ConfigError(
-            f"--superlink {superlink}: is for scenarios; Flower itself runs {scenario} there: "
-            f"flwr run {scenario} NAME --stream, where NAME is a SuperLink of your Flower configuration"
+            f"--superlink {superlink}: is for scenarios; submit an app by `flwr run app NAME`, where NAME "
+            "is a SuperLink of your Flower configuration"
         )
-    refuse_unread(
-        context,
-        unread_by_run(
-            of_app_folder=is_app,
-            engine=engine,
-            is_remote=bool(superlink),
-            keeps_checkpoints=bool(checkpoint_folder),
-        ),
+    unread = unread_by_run(
+        of_app_folder=is_app,
+        engine=engine,
+        is_remote=bool(superlink),
+        keeps_checkpoints=bool(checkpoint_folder),
     )
+    refuse_unread(context, unread)
     require_count("--workers", workers, 0, MAX_WORKERS)
-    from socflower.cluster.cluster_file import MOST_SOCS
-
     require_count("--nodes", nodes, 1, MOST_SOCS)
-    if is_app:
-        claims = _run_app_folder(
-            scenario,
-            cluster,
-            out,
-            as_json,
-            {
-                "engine": engine,
-                "num_nodes": nodes,
-                "training_flops": training_flops,
-                "overrides": tuple(set_ or ()),
-                "num_workers": workers,
-                "claims": tuple(expect or ()),
-            },
-            restarts,
-            warm,
-            fresh,
-            round_logging(log),
-        )
-        exit_on_failed_claims(claims)
-        return
-    _require_model_file(save_model, out)
-    from socflower.engines.deployment.options import DeploymentOptions
-    from socflower.scenario import runner
-    from socflower.scenario.prepared_run import prepare
-    from socflower.scenario.schema.file import load_scenario
-
     deployment = DeploymentOptions(
         superlink=superlink,
         superlink_ca=superlink_ca,
@@ -179,39 +153,83 @@ def run(
         fresh=fresh,
         warm=warm,
     )
-    loaded = load_scenario(scenario, set_ or ())
-    with mistakes_name_file(loaded.name, scenario):
-        prepared = prepare(loaded, engine, trains_here=not superlink)
-    target, logging = out or Path("out") / loaded.name, round_logging(log)
+    shared: dict[str, Any] = {
+        "num_workers": workers,
+        "fresh": fresh,
+        "deployment": deployment,
+        "logging": round_logging(log),
+    }
+    if is_app:
+        settings: dict[str, Any] = {
+            "engine": engine,
+            "num_nodes": nodes,
+            "training_flops": training_flops,
+            "overrides": tuple(set_ or ()),
+            "claims": tuple(expect or ()),
+        }
+        claims = _run_app_folder(scenario, cluster, out, settings, as_json, **shared)
+    else:
+        _require_model_file(save_model, out)
+        claims = _run_scenario(scenario, set_, engine, out, as_json, save_model, **shared)
+    exit_on_failed_claims(claims)
+
+
+def _run_scenario(
+    path: Path,
+    overrides: list[str] | None,
+    engine: str,
+    out: Path | None,
+    as_json: bool,
+    save_model: Path | None,
+    *,
+    deployment: "DeploymentOptions",
+    fresh: bool,
+    **settings: Any,
+) -> list[dict[str, Any]]:
+    """Run a scenario, print its result and return its claims."""
+    from socflower.scenario import runner
+    from socflower.scenario.prepared_run import prepare
+    from socflower.scenario.schema.file import load_scenario
+
+    is_remote = bool(deployment.superlink)
+    loaded = load_scenario(path, overrides or ())
+    target = out or Path("out") / loaded.name
+    # Mistakes are found before the folder of --out is created.
+    with mistakes_name_file(loaded.name, path):
+        prepared = prepare(loaded, engine, trains_here=not is_remote)
     try:
-        with mistakes_name_file(loaded.name, scenario), run_progress(as_json) as bar:
-            # Checkpoints of a run on a remote SuperLink are on its machine.
+        with mistakes_name_file(loaded.name, path), run_progress(as_json) as bar:
             result = runner.run_to_folder(
                 prepared,
                 target,
                 engine,
-                num_workers=workers,
                 on_round=bar(loaded.strategy.name),
-                resumable=not superlink,
+                # Checkpoints of a run on a remote SuperLink are on its machine.
+                resumable=not is_remote,
                 fresh=fresh,
                 on_notice=print_notice,
                 deployment=deployment,
                 save_model=save_model,
-                logging=logging,
+                **settings,
             )
     except KeyboardInterrupt:
-        kept = (
-            runner.remotely_kept_line(deployment)
-            if superlink
-            else runner.kept_line(runner.checkpoint_folder(target), fresh=fresh)
-        )
-        print_notice(f"interrupted; {kept or 'nothing was written'}")
-        raise typer.Exit(130) from None
+        if is_remote:
+            kept = runner.remotely_kept_line(deployment)
+        else:
+            kept = runner.kept_line(runner.checkpoint_folder(target), fresh=fresh)
+        _exit_interrupted(kept)
     if as_json:
         print_json(result)
     else:
         print_result(OUT, loaded, result, target)
-    exit_on_failed_claims(result["expectations"])
+    claims: list[dict[str, Any]] = result["expectations"]
+    return claims
+
+
+def _exit_interrupted(kept: str) -> NoReturn:
+    """Say what an interrupted run has kept, and exit with the status of Ctrl-C."""
+    print_notice(f"interrupted; {kept or 'nothing was written'}")
+    raise typer.Exit(130) from None
 
 
 def _require_model_file(save_model: Path | None, out: Path | None) -> None:
@@ -219,46 +237,39 @@ def _require_model_file(save_model: Path | None, out: Path | None) -> None:
     if save_model is None:
         return
     folder = save_model.parent
-    if save_model.suffix != ".npz" or not (
-        folder.is_dir() or (out is not None and folder.resolve() == out.resolve())
-    ):
-        raise ConfigError(
-            f"--save-model {save_model}: name a file FILE.npz in a folder that exists"
-        )
-    if folder.is_dir() and not os.access(folder, os.W_OK):
-        raise ConfigError(
-            f"--save-model {save_model}: the folder {folder} cannot be written to; name another one"
-        )
+    exists = folder.is_dir()
+    is_made = out is not None and folder.resolve() == out.resolve()
+    if save_model.suffix != ".npz" or not (exists or is_made):
+        raise ConfigError(f"--save-model {save_model}: name FILE.npz in a folder that exists")
+    if exists and not os.access(folder, os.W_OK):
+        raise ConfigError(f"--save-model {save_model}: {folder} cannot be written to; name another")
 
 
 def _run_app_folder(
     folder: Path,
     cluster: Path | None,
     out: Path | None,
-    as_json: bool,
     settings: Mapping[str, Any],
-    restarts: int,
-    warm: bool,
+    as_json: bool,
+    *,
+    num_workers: int | None,
+    deployment: "DeploymentOptions",
     fresh: bool,
     logging: "RoundLogging",
 ) -> list[dict[str, Any]]:
     """Run an app folder, print its result and return its claims."""
-    from socflower.engines.deployment.options import DeploymentOptions
     from socflower.scenario import app_folder
     from socflower.scenario.runner import kept_line
 
-    if cluster is None:
-        raise ConfigError(
-            f"{folder} is the folder of a Flower app: name the cluster it runs on with --cluster FILE"
-        )
     target = out or Path("out") / folder.resolve().name
     if target.resolve() == folder.resolve():
         raise ConfigError(f"--out {target}: is the app's own folder; name another one")
     run = app_folder.AppRun(
         folder=folder,
-        cluster_file=cluster,
+        cluster_file=require_cluster(cluster, folder),
+        num_workers=num_workers,
         **settings,
-        deployment=DeploymentOptions(restarts=restarts, warm=warm),
+        deployment=replace(deployment, fresh=False),
     )
     try:
         with prints_to_stderr():
@@ -266,10 +277,7 @@ def _run_app_folder(
                 run, target, fresh=fresh, on_notice=print_notice, logging=logging
             )
     except KeyboardInterrupt:
-        print_notice(
-            f"interrupted; {kept_line(app_folder.run_record(target), fresh=fresh) or 'nothing was written'}"
-        )
-        raise typer.Exit(130) from None
+        _exit_interrupted(kept_line(app_folder.run_record(target), fresh=fresh))
     if as_json:
         print_json(result)
     else:
@@ -319,10 +327,7 @@ def print_result(
         table.add_row("time and energy of", priced)
     console.print(table)
     print_claims(console, result["expectations"])
-    print_text(
-        f"report: {out / 'report.html'}   trace (open in ui.perfetto.dev): {out / 'trace.json'}",
-        console,
-    )
+    print_text(_files_line(out), console)
 
 
 def _heat_rows(heat: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -345,44 +350,39 @@ def print_app_result(console: Console, result: Mapping[str, Any], out: Path) -> 
     ):
         newest = next((entry for entry in reversed(result["rounds"]) if entry.get(source)), None)
         if newest:
-            print_line(
-                f"round {newest['round']}, {of}: "
-                + ", ".join(
-                    f"{name} {plain_number(value)}" for name, value in newest[source].items()
-                ),
-                console,
-            )
-    wall = f"wall clock here {human_seconds(result['wall_s'])}"
-    if result["bytes"] is None:
-        console.print(wall)
-    else:
-        traffic = ", ".join(
-            f"{human_bytes(value)} {tier.replace('_', ' ')}"
-            for tier, value in result["bytes"].items()
-            if value
-        )
-        time = (
-            f"predicted time {human_seconds(result['predicted_s'])}"
-            if "predicted_s" in result
-            else f"virtual time {human_seconds(result['virtual_s'])}"
-        )
-        console.print(
-            f"{time}, energy {human_joules(result['energy_j'])}, {traffic or 'no bytes'}; {wall}"
-        )
-    quality = quality_of([result])
-    # One of accuracy and loss is enough to judge a run by.
-    unknown = {
-        key: reason
-        for key, reason in result["unknown"].items()
-        if not key.startswith("final_") or result[quality.final_key] is None
-    }
-    for reason in dict.fromkeys(unknown.values()):
-        keys = [key for key, value in unknown.items() if value == reason]
+            values = [f"{name} {plain_number(value)}" for name, value in newest[source].items()]
+            print_line(f"round {newest['round']}, {of}: {', '.join(values)}", console)
+    console.print(_cost_line(result))
+    for reason, keys in _unknown(result).items():
         print_line(f"not known: {', '.join(keys)}: {reason}", console)
     for note in result["notes"]:
         print_line(f"note: {note}", console)
     print_claims(console, result["expectations"])
-    print_line(
-        f"report: {out / 'report.html'}   trace (open in ui.perfetto.dev): {out / 'trace.json'}",
-        console,
-    )
+    print_line(_files_line(out), console)
+
+
+def _files_line(out: Path) -> str:
+    trace = out / "trace.json"
+    return f"report: {out / 'report.html'}   trace (open in ui.perfetto.dev): {trace}"
+
+
+def _cost_line(result: Mapping[str, Any]) -> str:
+    """Return the time, energy and traffic of an app's run, and the real time that it took here."""
+    wall = f"wall clock here {human_seconds(result['wall_s'])}"
+    if result["bytes"] is None:
+        return wall
+    sent = {tier.replace("_", " "): value for tier, value in result["bytes"].items() if value}
+    traffic = ", ".join(f"{human_bytes(value)} {tier}" for tier, value in sent.items())
+    kind = "predicted" if "predicted_s" in result else "virtual"
+    time = f"{kind} time {human_seconds(result[f'{kind}_s'])}"
+    return f"{time}, energy {human_joules(result['energy_j'])}, {traffic or 'no bytes'}; {wall}"
+
+
+def _unknown(result: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the quantities that are not known, by reason; one of accuracy and loss is enough to judge a run by."""
+    judged = result[quality_of([result]).final_key] is not None
+    by_reason: dict[str, list[str]] = {}
+    for key, reason in result["unknown"].items():
+        if not (judged and key.startswith("final_")):
+            by_reason.setdefault(reason, []).append(key)
+    return by_reason

@@ -1,4 +1,4 @@
-"""`socflower scenarios` and `socflower demo`: what is shipped, and the comparison to begin with."""
+"""`socflower scenarios` lists the shipped scenarios; `socflower demo` runs a first comparison."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -25,7 +25,8 @@ from socflower.cli.process import prints_to_stderr
 from socflower.quantities import human_joules, human_seconds, percent, significant
 from socflower.report.quality import ACCURACY, LOSS
 
-if TYPE_CHECKING:  # pydantic and the planners are loaded by the command that needs them
+# Importing pydantic and the planners takes long, so only the command that needs them does.
+if TYPE_CHECKING:
     from socflower.scenario.schema.config import Scenario
 
 OUT = Console()
@@ -104,7 +105,7 @@ def step_progress(console: Console, *, disable: bool) -> Progress:
 
 
 def _shortened(label: str, width: int) -> str:
-    """Return a bar's label, cut where state, times and a bar would not fit a terminal of `width` columns."""
+    """Return a bar's label, shortened so that label, state, times and bar fit a terminal of `width` columns."""
     state = 6 if width < _NARROW else 15 if width < _MEDIUM_TIMES else 28 if width < _MEDIUM else 50
     most = max(12, width - state - 28)
     return label if len(label) <= most else label[: most - 1] + "…"
@@ -150,11 +151,12 @@ def print_claims(console: Console, expectations: Sequence[Mapping[str, Any]]) ->
 
 
 def _observed(claim: Mapping[str, Any]) -> str:
-    """Return what was observed, with digits enough to differ from what was expected."""
+    """Return the observed value, with enough digits to tell it from the expected one."""
     found, expected = claim["observed"], claim["expected"]
     if found is None:
         return ""
-    if isinstance(found, int):  # a count
+    # Counts are shown in full.
+    if isinstance(found, int):
         return f", observed {found}"
     return (
         f", observed {found if significant(found) == significant(expected) else significant(found)}"

@@ -12,7 +12,9 @@ from socflower.errors import ConfigError, TrainingFailed
 from socflower.report.quality import FIGURES, TARGETS, costs_to_target, quality_of
 from socflower.report.summary import headline_of
 from socflower.scenario.app_folder import AppRun, OnNotice, run_app_folder, write_app_report
+from socflower.scenario.comparison import failed_run
 from socflower.scenario.expectations import check_app_claims, parse_claims
+from socflower.scenario.tuning import key_and_values
 from socflower.wire.folders import exclusive_folder
 from socflower.wire.saved_state import remove_partial, write_atomically
 
@@ -35,22 +37,11 @@ def app_variants(folders: Sequence[Path], vary: str, **settings: Any) -> list[Ap
 
     `ConfigError` unless that makes two or more different runs.
     """
-    key, separator, values = vary.partition("=")
-    tried = [value.strip() for value in values.split(",")] if vary else []
-    if vary and (not separator or "" in tried or len(set(tried)) < max(2, len(tried))):
-        raise ConfigError(
-            f"--vary {vary}: write a key of the run config and different values, as in "
-            "learning-rate=0.01,0.05"
-        )
+    key, tried = key_and_values("--vary", vary) if vary else ("", [])
     if len({folder.resolve() for folder in folders}) < len(folders):
-        raise ConfigError(
-            f"compare {' '.join(map(str, folders))}: an app is named twice; name each once"
-        )
+        raise ConfigError("compare: an app is named twice; name each once")
     if len(folders) < 2 and not vary:
-        raise ConfigError(
-            f"compare {folders[0]}: is one app; name others to compare it with, or values of a key of "
-            "its run config with --vary KEY=VALUE,VALUE"
-        )
+        raise ConfigError(f"compare {folders[0]}: is one app; name others, or give --vary")
     names = [folder.resolve().name for folder in folders]
     labels = [
         str(folder) if names.count(name) > 1 else name
@@ -65,9 +56,7 @@ def app_variants(folders: Sequence[Path], vary: str, **settings: Any) -> list[Ap
     return [
         replace(
             run,
-            label=f"{run.label} {key.strip()}={value}"
-            if len(runs) > 1
-            else f"{key.strip()}={value}",
+            label=f"{run.label} {key}={value}" if len(runs) > 1 else f"{key}={value}",
             overrides=(*run.overrides, f"{key}={value}"),
         )
         for run in runs
@@ -96,9 +85,9 @@ def compare_apps(
             try:
                 results.append(_result(run, out, on_notice, run_one, logging))
             except TrainingFailed as error:
-                kept = ", ".join(each["label"] for each in results)
-                done = f"; finished and kept in {out}: {kept}" if kept else ""
-                raise TrainingFailed(f"{run.title}: {error}{done}") from None
+                raise failed_run(
+                    run.title, error, out, [each["label"] for each in results]
+                ) from None
         return _write(runs, results, out)
 
 
@@ -116,9 +105,11 @@ def _result(
             kept: dict[str, Any] = json.loads((folder / "result.json").read_text("utf-8"))
             logging.write(folder, kept["rounds"])
             return kept
-    except (OSError, ValueError):  # not finished
+    except (OSError, ValueError):
+        # The result is missing or incomplete.
         pass
     on_notice(f"running {run.title}")
+    # Without its inputs a result is never reused, so an interrupted run cannot look finished.
     (folder / _INPUTS_FILE).unlink(missing_ok=True)
     result = run_one(run, folder, on_notice=on_notice, logging=logging)
     write_atomically(folder / _INPUTS_FILE, json.dumps(inputs))

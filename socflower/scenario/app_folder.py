@@ -72,7 +72,8 @@ class AppRun:
     num_workers: int | None = None
     claims: tuple[str, ...] = ()
     deployment: DeploymentOptions = DEFAULT_DEPLOYMENT
-    label: str = ""  # in tables; default: the folder's name
+    # The name in tables; by default that of the folder.
+    label: str = ""
 
     @property
     def title(self) -> str:
@@ -88,8 +89,7 @@ class AppRun:
         cluster = load_cluster(self.cluster_file)
         if self.num_nodes is not None and self.num_nodes > cluster.num_socs:
             raise ConfigError(
-                f"--nodes {self.num_nodes}: {self.cluster_file} has {cluster.num_socs} SoCs; start fewer "
-                "nodes, or describe a larger cluster"
+                f"--nodes {self.num_nodes}: {self.cluster_file} has {cluster.num_socs} SoCs"
             )
         with forgotten_modules(self.folder):
             require_server_app(app.server_app)
@@ -165,6 +165,7 @@ def _run_to_folder(
         result = _run(run, new, on_notice, log_round, record)
         write_atomically(new / "result.json", json.dumps(result, indent=1))
         write_app_report(new / "report.html", [result], run.title)
+        # Files of another kind of run would otherwise stay beside the new result.
         for name in RESULT_FILES:
             (out / name).unlink(missing_ok=True)
     return result
@@ -203,6 +204,7 @@ def _run(
     app, cluster = load_flower_app(run.folder), load_cluster(run.cluster_file)
     config, started_s = run_config(app, run.overrides), perf_counter()
     if run.engine == "local":
+        # Another app may have modules of the same names.
         with forgotten_modules(run.folder):
             outcome = _run_locally(run, app, cluster, config, new, on_round, record)
     else:
@@ -321,7 +323,8 @@ def _pricing_notes(result: Mapping[str, Any], training_flops: float | None) -> l
             f"clients trained in {each}, but time and energy are those of {result['priced_in']}: {_PRICED_BY[each]}"
             for each in others
         ]
-    if "energy_j" in result["unknown"]:  # which says why
+    # The result already says why.
+    if "energy_j" in result["unknown"]:
         return []
     if training_flops is not None:
         return [
@@ -348,20 +351,17 @@ def _override(override: str, config: Mapping[str, RunConfigValue]) -> tuple[str,
     if not separator or not text:
         raise ConfigError(f"--set {override}: write key=value, as in num-server-rounds=3")
     if key not in config:
-        raise ConfigError(
-            f"--set {override}: the app's run config has no {key!r}; it has {', '.join(config)}"
-        )
+        raise ConfigError(f"--set {override}: {key!r} is unknown; the app has {', '.join(config)}")
     value, default = parse_value(text), config[key]
     if isinstance(default, str) and isinstance(value, float) and not math.isfinite(value):
-        value = text  # a word such as nan, and no number of TOML's
+        # TOML reads words such as nan as numbers.
+        value = text
     if not isinstance(value, bool | int | float | str):
-        raise ConfigError(
-            f"--set {override}: a run config holds numbers, texts, true and false only"
-        )
+        raise ConfigError(f"--set {override}: a run config has numbers, texts, true and false only")
     # A text's default may accept any value, such as "auto" or a number; numbers and booleans keep their type.
     if not isinstance(default, str) and _kind(value) != _kind(default):
         raise ConfigError(
-            f"--set {override}: must be {_kind(default)}, as {key} = {json.dumps(default)} of the app is"
+            f"--set {override}: must be {_kind(default)}, as the app's {key} = {json.dumps(default)}"
         )
     return key, value
 

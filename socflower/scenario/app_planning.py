@@ -8,13 +8,13 @@ from typing import Any, NoReturn
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.serverapp.strategy import Strategy
 
-from socflower.cluster import Cluster
+from socflower.cluster import Cluster, ModelProfile
 from socflower.cluster.cluster_file import load_cluster
 from socflower.engines.local.grid import EngineGrid
 from socflower.engines.local.run_app import flower_quiet, load_flower_app, require_server_app
 from socflower.engines.strategy_starts import around_starts
 from socflower.errors import ConfigError
-from socflower.hierarchy import sync_shapes
+from socflower.hierarchy import IntervalCosts, sync_shapes
 from socflower.quantities import counted
 from socflower.scenario.app.own_app import training_profile
 from socflower.scenario.app_folder import run_config
@@ -39,9 +39,8 @@ class _PlanningGrid(EngineGrid):
 
     def _accept(self, message_id: str, message: Message) -> NoReturn:
         raise ConfigError(
-            f"plan: the app sends {message.metadata.message_type} messages before its strategy starts, "
-            "as a warm-up does that chooses the number of groups, and a plan sends none; set that number "
-            "with --set, or run the app"
+            f"plan: the app sends {message.metadata.message_type} messages before its strategy starts, as a "
+            "warm-up does; set the number of groups with --set, or run the app"
         )
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
@@ -64,50 +63,39 @@ def plan_app_folder(
 ) -> tuple[Cluster, dict[str, Any]]:
     """Return the cluster and the plan document of the app's SoCFlow, as `plan_scenario` does.
 
-    `predicted` and `model` are None where nothing tells what a step costs; `notes` says what is missing. Raises
+    `predicted` and `model` are None if the cost of a step is unknown; `notes` then says what is missing. Raises
     `ConfigError` for an app whose strategy is another one, or that sends messages before it starts one.
     """
     own = training_profile(training_flops)
     app, cluster = load_flower_app(folder), load_cluster(cluster_file)
     config = run_config(app, tuple(overrides))
+    # Another app may have modules of the same names.
     with forgotten_modules(folder), flower_quiet():
-        started = _start_of(
-            require_server_app(app.server_app),
-            _PlanningGrid([{}] * cluster.num_socs, config),
-            config,
-        )
+        grid = _PlanningGrid([{}] * cluster.num_socs, config)
+        started = _start_of(require_server_app(app.server_app), grid, config)
     strategy = innermost(started.strategy)
     name = type(strategy).__name__
     if not isinstance(strategy, SoCFlow):
         raise ConfigError(
-            f"{folder}: its strategy is {name}, which has no groups to plan; plan is for SoCFlow and "
-            "its subclasses, and socflower run prices any other: give --training-flops"
+            f"{folder}: its strategy is {name}, which has no groups to plan; run it with --training-flops"
         )
-    if strategy.plan.participants and strategy.plan.participants[-1] >= cluster.num_socs:
+    last = max(strategy.plan.participants, default=0)
+    if last >= cluster.num_socs:
         raise ConfigError(
-            f"{folder}: {name} plans SoC {strategy.plan.participants[-1]}, and {cluster_file} has "
-            f"{counted(cluster.num_socs, 'SoC')}; describe both by the same cluster file"
+            f"{folder}: {name} plans SoC {last}, of another cluster than {cluster_file}; use one file"
         )
     profile = None if own is None else with_weights(own, started.arrays)
     exchanges, work = strategy.predicted(EventClock(cluster), profile)
-    schedule, notes = strategy.method.schedule, []
-    if work is None:
-        notes.append(
-            f"no time is predicted: {name} has no costs=Costs(model_profile=profile_module(…)); add it, or "
-            "give --training-flops"
+    schedule, predicted = strategy.method.schedule, None
+    if work is not None:
+        interval = schedule.server_interval
+        shapes = sync_shapes(
+            schedule.num_epochs,
+            strategy.method.steps_per_epoch,
+            schedule.interval_epochs,
+            server_interval=interval,
         )
-    elif own is not None:
-        notes.append(
-            "priced by --training-flops and the bytes of the arrays"
-            if work.profile is profile
-            else f"--training-flops was not needed: {name} has a model_profile of its own"
-        )
-    shapes = sync_shapes(
-        schedule.num_epochs,
-        strategy.method.steps_per_epoch,
-        schedule.interval_epochs,
-        server_interval=schedule.server_interval,
-    )
+        predicted = predicted_costs(work, shapes, schedule.num_epochs, in_servers=interval > 1)
     return cluster, {
         "schema": 1,
         "work": f"{name} of {folder.resolve().name}, {counted(schedule.num_epochs, 'epoch')} of "
@@ -115,15 +103,24 @@ def plan_app_folder(
         "model": None if work is None else model_document(work.profile),
         **strategy.plan.to_document(),
         **exchanges.to_document(),
-        "predicted": None
-        if work is None
-        else predicted_costs(
-            work, shapes, schedule.num_epochs, in_servers=schedule.server_interval > 1
-        ),
+        "predicted": predicted,
         "one_soc": None,
         "verdict": None,
-        "notes": notes,
+        "notes": _pricing_notes(name, profile, work),
     }
+
+
+def _pricing_notes(name: str, given: ModelProfile | None, work: IntervalCosts | None) -> list[str]:
+    """Return a note if no time is predicted, or if --training-flops (the profile `given`) was used or not needed."""
+    if work is None:
+        return [
+            f"no time is predicted: give --training-flops, or {name} a model_profile in its Costs"
+        ]
+    if given is None:
+        return []
+    if work.profile is given:
+        return ["priced by --training-flops and the bytes of the arrays"]
+    return [f"--training-flops was not needed: {name} has a model_profile of its own"]
 
 
 def _start_of(app: Any, grid: EngineGrid, config: Any) -> _Started:
@@ -137,23 +134,18 @@ def _start_of(app: Any, grid: EngineGrid, config: Any) -> _Started:
     except _Started as started:
         return started
     except SystemExit as end:
-        raise ConfigError(
-            f"plan: the ServerApp ended with sys.exit({end.code!r}) before it started a strategy"
-        ) from end
-    raise ConfigError(
-        "plan: the app started no strategy of Flower's message API, so there is nothing to plan; run it"
-    )
+        raise ConfigError(f"plan: the ServerApp ended with sys.exit({end.code!r})") from end
+    raise ConfigError("plan: the app started no strategy of Flower's message API; run it")
 
 
 def _end_start(strategy: Strategy, bound: BoundArguments, start: object) -> NoReturn:
-    """Raise `_Started` in place of a strategy's start; `ConfigError` if that has no arrays, or too many rounds."""
+    """Raise `_Started` instead of starting a strategy; `ConfigError` without arrays, or with too many rounds."""
     given = bound.arguments
     if isinstance(given.get("num_rounds"), int):
         refuse_too_many_rounds(innermost(strategy), given["num_rounds"])
     arrays = given.get("initial_arrays")
     if not isinstance(arrays, ArrayRecord):
         raise ConfigError(
-            f"plan: {type(strategy).__name__}.start has no initial_arrays, so the model's bytes are "
-            "unknown; run the app"
+            f"plan: {type(strategy).__name__}.start has no initial_arrays; run the app"
         )
     raise _Started(strategy, arrays)

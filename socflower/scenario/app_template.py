@@ -8,7 +8,8 @@ from pathlib import Path
 from socflower.errors import ConfigError
 from socflower.scenario.shipped import shipped_folder
 
-_COMMON = "common"  # files of every template
+# The folder with files of every template.
+_COMMON = "common"
 _NAME_RULE = re.compile(r"[A-Za-z](?:[A-Za-z0-9-]{0,30}[A-Za-z0-9])?")
 
 
@@ -30,16 +31,15 @@ def app_names(folder: Path) -> tuple[str, str]:
     project, package = name.replace("_", "-"), name.replace("-", "_")
     if not _NAME_RULE.fullmatch(project):
         raise ConfigError(
-            f"{folder}: an app's name begins with a letter, ends with a letter or digit, and has at most "
-            "32 letters, digits, hyphens and underscores, as in my_app; name another folder"
+            f"{folder}: an app's name begins with a letter, ends with a letter or digit, and has at most 32 "
+            "letters, digits, hyphens and underscores"
         )
     module = importlib.util.find_spec(package)
-    if keyword.iskeyword(package) or (
-        module is not None and module.origin is not None
-    ):  # not a plain folder
+    # A plain folder is importable too, but hides nothing.
+    is_module = module is not None and module.origin is not None
+    if keyword.iskeyword(package) or is_module:
         raise ConfigError(
-            f"{folder}: the app's package {package} would hide the module of that name; name another "
-            "folder"
+            f"{folder}: the app's package would hide the module {package}; name another"
         )
     return project, package
 
@@ -51,9 +51,7 @@ def write_app(folder: Path, template: str) -> list[Path]:
     cannot be written to.
     """
     if template not in template_names():
-        raise ConfigError(
-            f"--template {template}: is unknown; use one of {', '.join(template_names())}"
-        )
+        raise ConfigError(f"--template {template}: use one of {', '.join(template_names())}")
     project, package = app_names(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: exists and is not an empty folder; name another one")
@@ -73,9 +71,7 @@ def write_app(folder: Path, template: str) -> list[Path]:
                 target.write_text(renamed(file.read_text("utf-8")), "utf-8")
                 written.append(target)
     except OSError as error:
-        raise ConfigError(
-            f"{folder}: cannot be written ({error.strerror}); name another folder"
-        ) from None
+        raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from None
     return written
 
 

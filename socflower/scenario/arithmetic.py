@@ -10,7 +10,6 @@ from torch import nn
 
 from socflower import _int8
 from socflower.cluster import FP32, Device, ModelProfile, Pricing
-from socflower.errors import ConfigError
 from socflower.model_graph.batch_form import pair_of
 from socflower.model_graph.layer_profile import profile_module
 from socflower.model_graph.torch_device import AUTO
@@ -140,6 +139,7 @@ def trainer(scenario: Scenario, soc: int = 0) -> Trainer:
     held_out = held_out_split(scenario_data(scenario).train, precision.held_out)[1]
     inputs, _ = pair_of(held_out.batch(np.arange(len(held_out))), "mixed precision")
     device = scenario_cluster(scenario).device_of(soc)
+    # Outside groups a client splits each batch by the catalogue's throughputs.
     ratio = MixedPricing(rule=precision.rule).npu_ratio(scenario.model.name, device)
     return MixedPrecisionTrainer(
         fp32=fp32,
@@ -163,7 +163,7 @@ def unsupported(scenario: Scenario) -> Literal["refuse", "fp32"]:
 
 
 def evaluation_device(scenario: Scenario) -> str:
-    """Return where the server evaluates: it may be another machine than the clients', with other devices."""
+    """Return the device of the server's evaluation; the server may run on another machine than the clients."""
     return "cpu" if scenario.train.device == "cpu" else AUTO
 
 
@@ -191,10 +191,8 @@ def num_training_samples(scenario: Scenario, num_train: int) -> int:
     """Return the number of samples to train on, of `num_train`, without the held-out ones; `ConfigError` if none."""
     num_held_out = scenario.precision.held_out
     if num_held_out >= num_train:
-        raise ConfigError(
-            f"[precision] held_out = {num_held_out}, but {scenario.data.name} has only {num_train} "
-            "training samples; set fewer aside"
-        )
+        why = f"{scenario.data.name} has only {num_train} training samples; set fewer aside"
+        raise scenario.mistake("precision", "held_out", why)
     return num_train - num_held_out
 
 

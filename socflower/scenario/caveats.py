@@ -18,9 +18,11 @@ def caveats_of(compared: Mapping[str, Scenario]) -> list[str]:
     `compared` is the scenario under each strategy, with the strategy's own settings.
     """
     subject, *others = compared
-    return [
-        sentence for name in others for sentence in _number_of_socs(name, compared[name])
-    ] + list(_widths(subject, compared[subject], others))
+    sentences: list[str] = []
+    for name in others:
+        sentences += _number_of_socs(name, compared[name])
+    sentences += _widths(subject, compared[subject], others)
+    return sentences
 
 
 def _number_of_socs(name: str, planned: Scenario) -> Iterator[str]:
@@ -34,12 +36,17 @@ def _number_of_socs(name: str, planned: Scenario) -> Iterator[str]:
         return
     cluster = scenario_cluster(planned)
     used = planned.strategy.socs or cluster.num_socs
-    found = {}
-    for count in (used, *(2**power for power in range(used.bit_length()) if 2**power < used)):
-        with suppress(InfeasiblePlan):  # too little memory for a larger share
-            found[count] = planned_training(
-                planned.replaced(strategy=planned.strategy.replaced(socs=count)), cluster
-            )
+    # Powers of two suffice to show that fewer SoCs are quicker.
+    counts, power = [used], 1
+    while power < used:
+        counts.append(power)
+        power *= 2
+    found: dict[int, PlannedTraining] = {}
+    for count in counts:
+        strategy = planned.strategy.replaced(socs=count)
+        # A larger share may not fit a device's memory.
+        with suppress(InfeasiblePlan):
+            found[count] = planned_training(planned.replaced(strategy=strategy), cluster)
     best = min(found, key=lambda count: found[count].duration_s)
     if best != used:
         yield (
@@ -50,7 +57,8 @@ def _number_of_socs(name: str, planned: Scenario) -> Iterator[str]:
 
 
 def _cost(training: PlannedTraining) -> str:
-    return f"{human_seconds(training.duration_s)} and {human_joules(training.energy_j).partition(' (')[0]}"
+    time, energy = human_seconds(training.duration_s), human_joules(training.energy_j)
+    return f"{time} and {energy.partition(' (')[0]}"
 
 
 def _widths(subject: str, scenario: Scenario, others: Sequence[str]) -> Iterator[str]:

@@ -40,13 +40,16 @@ OnStart = Callable[[str], Callable[[dict[str, Any]], None]]
 def parse_seeds(text: str) -> tuple[int, ...]:
     """Return the seeds of `--seeds 1,2,3`; `ConfigError` unless they are different whole numbers."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) < 2**32 for part in parts) or len(
-        set(map(int, parts))
-    ) < len(parts):
-        raise ConfigError(
-            f"--seeds {text}: write different whole numbers from 0 to 4294967295, as in 1,2,3"
-        )
+    are_seeds = all(part.isdecimal() and int(part) < 2**32 for part in parts)
+    if not are_seeds or len(set(map(int, parts))) < len(parts):
+        raise ConfigError(f"--seeds {text}: write different whole numbers up to 4294967295")
     return tuple(map(int, parts))
+
+
+def failed_run(label: str, error: TrainingFailed, out: Path, done: Sequence[str]) -> TrainingFailed:
+    """Return the error of a comparison in which a run failed, with the runs that are finished and kept."""
+    kept = f"; finished and kept in {out}: {'; '.join(done)}" if done else ""
+    return TrainingFailed(f"{label}: {error}{kept}")
 
 
 def compare(
@@ -66,21 +69,19 @@ def compare(
     Each result is in `out/<strategy>/`, with `seeds` in `out/<strategy>/seed-<seed>/`; an existing result of the same
     scenario and engine is reused, so that an interrupted comparison continues where it stopped. `comparison.json` and
     `report.html` contain all of them. The claims are checked for the first strategy against the others, for each seed.
-    Nothing of `predictions` was trained; `caveats` says what the others were not given. With `tuning` each strategy
-    first trains with each of its values, in `out/tune/`, and then with the best one. `logging` writes the rounds of
-    each run into its folder.
+    `predictions` are of workloads that were not trained; `caveats` names settings that would have helped the others.
+    With `tuning` each strategy first trains with each of its values, in `out/tune/`, and then with the best one.
+    `logging` writes the rounds of each run into its folder.
     """
-    family = family_of(scenario.strategy.name)
+    own = scenario.strategy.name
     for name in strategies:
-        if name not in STRATEGIES:
-            raise ConfigError(f"--strategies {name}: unknown; use some of {', '.join(STRATEGIES)}")
-        if name not in family:
-            raise ConfigError(
-                f"--strategies {name}: cannot run the workload of {scenario.strategy.name!r}; use some "
-                f"of {', '.join(family)}"
-            )
-        if strategies.count(name) > 1:
-            raise ConfigError(f"--strategies {name}: is named twice; name each once")
+        for fits, why in (
+            (name in STRATEGIES, f"unknown; use some of {', '.join(STRATEGIES)}"),
+            (name in family_of(own), f"cannot run the workload of {own!r}"),
+            (strategies.count(name) == 1, "is named twice; name each once"),
+        ):
+            if not fits:
+                raise ConfigError(f"--strategies {name}: {why}")
     comparison = _Comparison(
         scenario,
         tuple(strategies),
@@ -94,6 +95,7 @@ def compare(
     )
     comparison.check()
     with exclusive_folder(out, f"--out {out}"):
+        # A killed comparison may have left half-written files.
         remove_partial(out)
         return comparison.run()
 
@@ -113,18 +115,10 @@ class _Comparison:
         tuning: Tuning | None,
         logging: RoundLogging,
     ) -> None:
-        self._scenario, self._strategies, self._seeds, self._tuning = (
-            scenario,
-            strategies,
-            seeds,
-            tuning,
-        )
-        self._out, self._engine, self._num_workers, self._on_start = (
-            out,
-            engine,
-            num_workers,
-            on_start,
-        )
+        self._scenario = scenario
+        self._strategies, self._seeds, self._tuning = strategies, seeds, tuning
+        self._out, self._engine = out, engine
+        self._num_workers, self._on_start = num_workers, on_start
         self._logging = logging
         self._done: list[str] = []
         self._search_seed = search_seed(scenario, seeds or (scenario.seed,))
@@ -140,6 +134,7 @@ class _Comparison:
                 prepare(tried.replaced(seed=self._search_seed), self._engine)
             for seed in self._seeds:
                 prepare(under.replaced(seed=seed), self._engine)
+            # With seeds every run has a scenario of its own, so that no prepared one can be reused.
             if not self._seeds:
                 self._prepared[name] = prepare(under, self._engine)
         self._predictions = predicted_epochs(self._scenario, self._strategies)
@@ -153,6 +148,7 @@ class _Comparison:
         ]
         results = [result for runs in by_seed for result in runs]
         quality, target = target_of(self._scenario, results)
+        # Without a target of the scenario's, all are timed to a quality that all have reached.
         if target is None:
             target = quality.common_target(results)
         for result in results:
@@ -261,12 +257,7 @@ class _Comparison:
                     logging=self._logging,
                 )
             except TrainingFailed as error:
-                done = (
-                    f"; finished and kept in {self._out}: {'; '.join(self._done)}"
-                    if self._done
-                    else ""
-                )
-                raise TrainingFailed(f"{label}: {error}{done}") from None
+                raise failed_run(label, error, self._out, self._done) from None
         else:
             self._logging.write(folder, result["rounds"])
         self._done.append(label)
@@ -279,6 +270,7 @@ def _finished(path: Path, scenario: Scenario, engine: str) -> dict[str, Any] | N
         same = result["engine"] == engine and training_keys(result["scenario"]) == training_keys(
             to_document(scenario)
         )
-    except (OSError, ValueError, KeyError, TypeError):  # incomplete, or not a result
+    except (OSError, ValueError, KeyError, TypeError):
+        # The file is incomplete, or is no result.
         return None
     return result if same else None

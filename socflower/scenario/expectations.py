@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 from socflower.errors import ConfigError
@@ -16,26 +17,24 @@ Result: TypeAlias = Mapping[str, Any]
 _RUN_QUANTITIES: Mapping[str, Callable[[Result], float | None]] = {
     "accuracy": lambda result: result["final_accuracy"],
     "loss": lambda result: result["rounds"][-1]["loss"],
-    "virtual_s": lambda result: result["virtual_s"],
-    "energy_j": lambda result: result["energy_j"],
-    "wall_s": lambda result: result["wall_s"],
-    "hub_bytes": lambda result: result["bytes"]["hub"],
-    "inter_board_bytes": lambda result: result["bytes"]["inter_board"],
+    **{key: itemgetter(key) for key in ("virtual_s", "energy_j", "wall_s")},
+    **{
+        f"{tier}_bytes": lambda result, tier=tier: result["bytes"][tier]  # type: ignore[misc]
+        for tier in ("hub", "inter_board", "wan")
+    },
     "events": lambda result: float(sum(len(entry["events"]) for entry in result["rounds"])),
-    "idle_fraction": lambda result: _ratio(
-        result["breakdown"]["soc_seconds"].get("idle", 0.0),
-        sum(result["breakdown"]["soc_seconds"].values()),
-    ),
-    "peak_c": lambda result: _heat(result, "peak_c"),
-    "cooling_j": lambda result: _heat(result, "cooling_j"),
-    "slowdown": lambda result: _heat(result, "slowdown"),
-    "wan_bytes": lambda result: result["bytes"]["wan"],
-    "mean_staleness": lambda result: _split(result, "mean_staleness"),
-    "max_staleness": lambda result: _split(result, "max_staleness"),
-    "staleness_spread": lambda result: _split(result, "staleness_spread"),
-    "moves": lambda result: _split(result, "num_moves"),
+    "idle_fraction": lambda result: _idle_fraction(result["breakdown"]["soc_seconds"]),
+    **{
+        key: lambda result, key=key: _part(result, "heat", key)  # type: ignore[misc]
+        for key in ("peak_c", "cooling_j", "slowdown")
+    },
+    **{
+        key: lambda result, key=key: _part(result, "split", key)  # type: ignore[misc]
+        for key in ("mean_staleness", "max_staleness", "staleness_spread")
+    },
+    "moves": lambda result: _part(result, "split", "num_moves"),
     # FedAvg has no plan, and that of a pipeline no groups.
-    "contention": lambda result: (result["plan"] or {}).get("contention"),
+    "contention": lambda result: _part(result, "plan", "contention"),
     "communication_groups": lambda result: _count(result, "communication_groups"),
     "groups": lambda result: _count(result, "groups"),
 }
@@ -47,19 +46,16 @@ _COMPARED_QUANTITIES: Mapping[str, Callable[[Result, Result], float | None]] = {
         ours["rounds"][-1]["loss"], other["rounds"][-1]["loss"]
     ),
     "speedup_over": lambda ours, other: _ratio(_time_s(other), _time_s(ours)),
-    "time_to_accuracy_gain_over": lambda ours, other: _ratio(
-        other["time_to_accuracy_s"], ours["time_to_accuracy_s"]
-    ),
-    "energy_to_accuracy_gain_over": lambda ours, other: _ratio(
-        other["energy_to_accuracy_j"], ours["energy_to_accuracy_j"]
-    ),
-    "time_to_loss_gain_over": lambda ours, other: _ratio(
-        other["time_to_loss_s"], ours["time_to_loss_s"]
-    ),
-    "energy_to_loss_gain_over": lambda ours, other: _ratio(
-        other["energy_to_loss_j"], ours["energy_to_loss_j"]
-    ),
-    "energy_gain_over": lambda ours, other: _ratio(other["energy_j"], ours["energy_j"]),
+    **{
+        f"{cost}_gain_over": lambda ours, other, key=key: _ratio(other[key], ours[key])  # type: ignore[misc]
+        for cost, key in (
+            ("time_to_accuracy", "time_to_accuracy_s"),
+            ("energy_to_accuracy", "energy_to_accuracy_j"),
+            ("time_to_loss", "time_to_loss_s"),
+            ("energy_to_loss", "energy_to_loss_j"),
+            ("energy", "energy_j"),
+        )
+    },
 }
 
 
@@ -85,6 +81,15 @@ def _count(result: Result, key: str) -> float | None:
     return None if found is None else float(len(found))
 
 
+def _part(result: Result, part: str, key: str) -> float | None:
+    """Return a figure of a part that not every result has, such as "heat"."""
+    return (result.get(part) or {}).get(key)
+
+
+def _idle_fraction(soc_seconds: Mapping[str, float]) -> float | None:
+    return _ratio(soc_seconds.get("idle", 0.0), sum(soc_seconds.values()))
+
+
 def check_plan(expect: Mapping[str, float], document: Result) -> list[dict[str, Any]]:
     """Return each claim on the plan of a pipeline, with the observed value."""
     return [
@@ -106,15 +111,10 @@ def require_known_claims(expect: Mapping[str, float], where: str, *, of_plan: bo
     known = [f"{bound}_{name}" for bound in ("min", "max") for name in names]
     for key, value in expect.items():
         if key not in known:
-            close = get_close_matches(key, known, n=1)
-            raise ConfigError(
-                f"{where} [expect]: unknown claim {key!r} (value {value!r}); "
-                + (
-                    f"did you mean {close[0]!r}?"
-                    if close
-                    else f"claims begin with min_ or max_, as in min_{next(iter(names))}"
-                )
-            )
+            hint = f"claims begin with min_ or max_, as in min_{names[0]}"
+            for close in get_close_matches(key, known, n=1):
+                hint = f"did you mean {close!r}?"
+            raise ConfigError(f"{where} [expect]: unknown claim {key!r} (value {value!r}); {hint}")
 
 
 def check_expectations(
@@ -153,7 +153,8 @@ class AppClaim:
     """A claim of `--expect` on an app: a figure of its result, or a metric of its last round that has it."""
 
     quantity: str
-    bound: str  # ">=" or "<="
+    # Either ">=" or "<=".
+    bound: str
     expected: float
 
     @property
@@ -173,8 +174,7 @@ def parse_claims(texts: Sequence[str]) -> tuple[AppClaim, ...]:
             expected = math.nan
         if not found or not math.isfinite(expected):
             raise ConfigError(
-                f"--expect {text}: write a metric, >= or <=, and a number, as in 'accuracy>=0.9' (in "
-                "quotes, or the shell redirects)"
+                f"--expect {text}: write 'METRIC>=NUMBER' or 'METRIC<=NUMBER', in quotes for the shell"
             )
         claims.append(AppClaim(quantity=found[1], bound=found[2], expected=expected))
     return tuple(claims)
@@ -190,31 +190,28 @@ def refuse_unknown_metrics(claims: Sequence[AppClaim], sources: Iterable[str]) -
     quoted = (name for text in texts for name in re.findall(r"[\"']([\w-]+)[\"']", text))
     known = dict.fromkeys((*_APP_FIGURES, *quoted))
     for claim in claims:
-        where, name = (
-            f"--expect {claim.quantity}{claim.bound}{claim.expected:g}",
-            claim.quantity.rpartition("/")[2],
-        )
-        words = re.findall(r"[a-z]+", name.lower())
+        name = claim.quantity.rpartition("/")[2]
         if name in known or any(name in text for text in texts):
             continue
-        bound, _, bare = name.partition("_")
-        if bound in ("min", "max") and bare:
-            raise ConfigError(
-                f"{where}: min_ and max_ are for claims of scenarios; write '{bare}>=...' or "
-                f"'{bare}<=...' for an app"
-            )
-        if name in _RUN_QUANTITIES or any(
-            name.startswith(f"{kind}_") for kind in _COMPARED_QUANTITIES
-        ):
-            raise ConfigError(
-                f"{where}: is a claim of scenarios; those of an app are on its metrics, and on "
-                f"{', '.join(_APP_FIGURES)}"
-            )
-        close = get_close_matches(name, known, n=1, cutoff=0.75)
-        if close and not all(any(word in text.lower() for text in texts) for word in words):
-            raise ConfigError(
-                f"{where}: nothing in the app's code is called {name!r}; did you mean {close[0]!r}?"
-            )
+        if why := _why_unknown(name, list(known), texts):
+            raise ConfigError(f"--expect {claim.quantity}{claim.bound}{claim.expected:g}: {why}")
+
+
+def _why_unknown(name: str, known: Sequence[str], texts: Sequence[str]) -> str:
+    """Return why a metric that no source text names cannot be meant; empty if the app may compose its name."""
+    bound, _, bare = name.partition("_")
+    if bound in ("min", "max") and bare:
+        return f"write '{bare}>=...' or '{bare}<=...'; min_ and max_ are of scenarios"
+    is_compared = any(name.startswith(f"{kind}_") for kind in _COMPARED_QUANTITIES)
+    if name in _RUN_QUANTITIES or is_compared:
+        return f"is a claim of scenarios; an app has its metrics, and {', '.join(_APP_FIGURES)}"
+    words = re.findall(r"[a-z]+", name.lower())
+    # All words of the name occur, so that the app may compose it.
+    if all(any(word in text.lower() for text in texts) for word in words):
+        return ""
+    for close in get_close_matches(name, known, n=1, cutoff=0.75):
+        return f"the app's code does not have {name!r}; did you mean {close!r}?"
+    return ""
 
 
 def check_app_claims(
@@ -246,7 +243,8 @@ def _app_figure(quantity: str, result: Result) -> tuple[float | None, str]:
         key = _APP_FIGURES[quantity]
         value = result[key]
         if quantity == "loss" and value is None and rounds:
-            value = rounds[0]["loss"]  # that of the training, if the app evaluates none
+            # Without an evaluation the loss is that of training.
+            value = rounds[0]["loss"]
         if isinstance(value, Mapping):
             value = value[quantity.removesuffix("_bytes")]
         return (
@@ -291,30 +289,14 @@ def _check(
 
 
 def _bounded(key: str, expected: float, observed: float | None) -> dict[str, Any]:
-    if observed is None:
-        return {"name": key, "expected": expected, "observed": None, "holds": False}
-    return {
-        "name": key,
-        "expected": expected,
-        "observed": observed,
-        "holds": observed >= expected if key.startswith("min_") else observed <= expected,
-    }
-
-
-def _heat(result: Result, key: str) -> float | None:
-    """Return a figure of a result's heat; None without a heat simulation."""
-    heat = result.get("heat")
-    return heat[key] if heat else None
-
-
-def _split(result: Result, key: str) -> float | None:
-    """Return a figure of a split training's result; None for other results."""
-    split = result.get("split")
-    return split[key] if split else None
+    holds = observed is not None
+    if observed is not None:
+        holds = observed >= expected if key.startswith("min_") else observed <= expected
+    return {"name": key, "expected": expected, "observed": observed, "holds": holds}
 
 
 def _time_s(result: Result) -> float | None:
-    """Return the time by which runs of one engine are compared: virtual time, or wall time if there is none."""
+    """Return the time by which runs of one engine are compared: virtual time, or wall time on a deployment."""
     virtual_s: float | None = result["virtual_s"]
     return result["wall_s"] if virtual_s is None else virtual_s
 

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 
 from socflower.cluster import Cluster, sustained_rates
-from socflower.errors import ConfigError
 from socflower.quantities import human_seconds
 from socflower.scenario.planning import planned_intervals, planned_training, planned_work, with_plan
 from socflower.scenario.schema.config import Scenario
@@ -18,7 +17,6 @@ from socflower.thermal.fans.fan_curve import rack_fans
 from socflower.thermal.fans.policies import (
     FanPolicy,
     FixedSpeed,
-    PassiveCooling,
     PlannedLoad,
     PredictiveCooling,
 )
@@ -27,8 +25,10 @@ from socflower.thermal.model.dynamics import RackDynamics, Surroundings
 from socflower.thermal.model.governor import ClockGovernor
 from socflower.thermal.model.rack import Rack
 
-_HORIZON_S = 14.0 * DAY_S  # games are drawn for this time; later there are none
-_MAX_ROUNDS = 20_000  # for which heat is predicted, which takes minutes
+# Games are drawn for this time; later there are none.
+_HORIZON_S = 14.0 * DAY_S
+# Predicting heat for that many rounds takes minutes.
+_MAX_ROUNDS = 20_000
 _ONE_CLOCK = ClockGovernor(clock_hz=(1.0,), trip_c=(), resume_c=(), power_exponent=0.0)
 _NO_FANS = replace(rack_fans(), drag_w_per_rpm=0.0, air_w_per_rpm3=0.0)
 
@@ -45,6 +45,7 @@ def rack_dynamics(scenario: Scenario, cluster: Cluster) -> RackDynamics | None:
         games = background_load.tide.loads(
             cluster.num_socs, _HORIZON_S, background_load.start_hour, scenario.seed
         )
+    # Positions in the rack are drawn from the scenario's seed, like games.
     rack = _rack(thermal, cluster, scenario.seed)
     return RackDynamics(
         rack,
@@ -94,19 +95,18 @@ def heat_document(
 def predicted_heat(scenario: Scenario, cluster: Cluster) -> dict[str, Any] | None:
     """Predict the planned training with heat and users: the heat part of a result, and totals.
 
-    None without a heat simulation. Unlike a run, the prediction does not plan anew without the SoCs that users have
-    taken at a synchronisation: their groups continue without them.
+    None without a heat simulation. A run plans again without the SoCs that users have taken at a
+    synchronisation; the prediction lets their groups continue without them.
     """
     rack = rack_dynamics(scenario, cluster)
     if rack is None:
         return None
     unthrottled_s = unthrottled_training_s(scenario, cluster)
     if unthrottled_s is not None and unthrottled_s > _HORIZON_S:
-        raise ConfigError(
-            f"{scenario.name}: heat and users are followed for {_HORIZON_S / DAY_S:g} days, and this "
-            f"training takes {human_seconds(unthrottled_s)}; lower [train] epochs, or leave [thermal] "
-            "and [background_load] out"
+        why = (
+            f"heat is followed for {_HORIZON_S / DAY_S:g} days, not {human_seconds(unthrottled_s)}"
         )
+        raise scenario.mistake("train", "epochs", why)
     clock = EventClock(cluster, dynamics=rack)
     if scenario.is_split:
         SplitSetting(scenario).run(clock)
@@ -124,16 +124,14 @@ def _run_groups(scenario: Scenario, cluster: Cluster, clock: EventClock) -> None
     work, _ = planned_work(scenario, cluster)
     intervals = planned_intervals(scenario, work)
     if len(intervals) > _MAX_ROUNDS:
-        raise ConfigError(
-            f"{scenario.name}: heat and users are planned round by round, and these are {len(intervals)} "
-            f"rounds, of at most {_MAX_ROUNDS}; lower [train] epochs, or leave [thermal] and "
-            "[background_load] out"
-        )
+        why = f"heat is planned for at most {_MAX_ROUNDS} rounds, not {len(intervals)}"
+        raise scenario.mistake("train", "epochs", why)
     balancer = Balancer(
         cluster, sustained_rates(cluster, work.profile.name, work.pricing), work.rebalancing
     )
     for interval in intervals:
         balancer.update_speeds(clock, work.plan.participants)
+        # As in a run, SoCs change groups only between rounds.
         plan, _ = balancer.rebalance_groups(work.plan)
         if plan is not work.plan:
             work, _ = with_plan(scenario, work, plan)
@@ -153,12 +151,11 @@ def unthrottled_training_s(scenario: Scenario, cluster: Cluster) -> float | None
 
 def check_boards(scenario: Scenario, cluster: Cluster) -> None:
     """Raise `ConfigError` for a board of `[thermal]` that the cluster does not have."""
+    last = len(cluster.boards) - 1
     for board in scenario.thermal.hot_boards if scenario.thermal else ():
-        if board >= len(cluster.boards):
-            raise ConfigError(
-                f"{scenario.name} [thermal] hot_boards: there is no board {board}; the cluster has 0 to "
-                f"{len(cluster.boards) - 1}"
-            )
+        if board > last:
+            why = f"there is no board {board}; the cluster has 0 to {last}"
+            raise scenario.mistake("thermal", "hot_boards", why)
 
 
 def _rack(thermal: ThermalConfig, cluster: Cluster, seed: int) -> Rack:
@@ -179,12 +176,7 @@ def _policy(thermal: ThermalConfig, scenario: Scenario, cluster: Cluster, rack: 
     if thermal.fan == "fixed":
         return FixedSpeed(fixed_rpm=thermal.rpm)
     if thermal.fan == "passive":
-        return PassiveCooling(
-            low_rpm=thermal.rpm,
-            high_rpm=thermal.high_rpm,
-            hot_c=thermal.hot_c,
-            cool_c=thermal.cool_c,
-        )
+        return thermal.passive_cooling()
     return PredictiveCooling(
         load=planned_load(scenario, cluster, rack),
         ambient_c=thermal.ambient_c,
@@ -197,7 +189,8 @@ def _policy(thermal: ThermalConfig, scenario: Scenario, cluster: Cluster, rack: 
 def planned_load(scenario: Scenario, cluster: Cluster, rack: Rack) -> PlannedLoad:
     """Return the power and heat of the planned training over the run's virtual time."""
     idle_w = [cluster.device_of(soc).idle_w for soc in range(cluster.num_socs)]
-    if not scenario.has_groups:  # and so no plan: all SoCs work all the time
+    # Without groups there is no plan: all SoCs work all the time.
+    if not scenario.has_groups:
         num_socs = scenario.strategy.socs or cluster.num_socs
         busy = [cluster.device_of(soc) for soc in range(num_socs)]
         busy_w = sum(device.processor(device.default_processor).active_w for device in busy)

@@ -1,6 +1,5 @@
-"""Files of layers' seconds, measured on one kind of device, in place of estimates: `[pipeline] profiles`."""
+"""Files with the measured seconds of a model's layers on one kind of device: `[pipeline] profiles`."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -18,12 +17,12 @@ from socflower.pipeline.problem import LayerSeconds, PipelineModel
 from socflower.pipeline.profiler.int8_parts import require_int8
 from socflower.pipeline.profiler.layers import Granularity, read_model
 from socflower.pipeline.profiler.measuring import DEFAULT_BATCHES, measure_layers
+from socflower.scenario.measured_file import read_measured, write_measured
 from socflower.scenario.pipeline_workload import pipeline_workload
 from socflower.scenario.schema.config import Scenario
 from socflower.scenario.schema.file import scenario_cluster
 from socflower.scenario.schema.pipeline import CUTS, PipelineConfig
 from socflower.toml_file import Table, read_table
-from socflower.wire.saved_state import write_atomically
 
 KIND = "layer-seconds"
 
@@ -48,20 +47,22 @@ class MeasuredLayers(Table):
     model: Text
     cuts: Annotated[str, OneOf(CUTS)]
     arithmetic: Annotated[str, OneOf(("fp32", "int8"))] = "fp32"
-    sample: tuple[int, ...]  # the shape of the model's input, without the batch
+    # The shape of the model's input, without the batch.
+    sample: tuple[int, ...]
     batches: tuple[Batch, ...] = Field(min_length=1)
     layers: tuple[MeasuredLayer, ...] = Field(min_length=1, alias="layer")
 
     def check(self) -> None:
         """Refuse batches that do not rise, and seconds of other numbers of batches."""
         if list(self.batches) != sorted(set(self.batches)):
-            raise ValueError(f"batches = {list(self.batches)}: must rise")
+            raise ConfigError(f"batches = {list(self.batches)}: must rise")
+        num_batches = len(self.batches)
         for layer in self.layers:
             for key in ("forward_s", "backward_s"):
-                if len(getattr(layer, key)) != len(self.batches):
-                    raise ValueError(
-                        f"layer {layer.name!r}: {key} has {len(getattr(layer, key))} seconds for "
-                        f"{len(self.batches)} batches; give one for each"
+                num_seconds = len(getattr(layer, key))
+                if num_seconds != num_batches:
+                    raise ConfigError(
+                        f"layer {layer.name!r}: {key} has {num_seconds} seconds for {num_batches} batches"
                     )
 
     def seconds(self) -> LayerSeconds:
@@ -91,21 +92,17 @@ def measured_profile(
     kernels.
     """
     if not scenario.is_pipeline:
-        raise ConfigError(
-            f"{scenario.name} [strategy] name = {scenario.strategy.name!r}: layers are measured for "
-            "'hybrid-pipeline'"
-        )
+        raise scenario.mistake("strategy", "name", "layers are measured for 'hybrid-pipeline'")
     _require_device(scenario, device, f"--name {device}")
     require_count("--threads", threads, 1, MAX_WORKERS)
     module, example, _ = pipeline_workload(scenario)
     table = scenario.pipeline or PipelineConfig()
     read = read_model(module, example, scenario.model.name, granularity=Granularity(table.cuts))
+    # Threads are set before measuring, since torch keeps them for the process.
     torch.set_num_threads(threads)
     if arithmetic == "int8":
         if accelerator != "none":
-            raise ConfigError(
-                f"--accelerator {accelerator}: int8 kernels run on the CPU; leave it or --int8 out"
-            )
+            raise ConfigError(f"--accelerator {accelerator}: int8 runs on the CPU; leave one out")
         require_int8(read, module)
     where = "cpu" if accelerator == "none" else resolve_device(accelerator, "--accelerator")
     seconds = measure_layers(
@@ -117,6 +114,7 @@ def measured_profile(
         repeats=repeats,
         in_int8=arithmetic == "int8",
     )
+    layers = zip(read.model.layers, seconds.forward_s, seconds.backward_s, strict=True)
     return MeasuredLayers(
         kind=KIND,
         device=device,
@@ -131,23 +129,14 @@ def measured_profile(
                 forward_s=tuple(forward_s.tolist()),
                 backward_s=tuple(backward_s.tolist()),
             )
-            for layer, forward_s, backward_s in zip(
-                read.model.layers, seconds.forward_s, seconds.backward_s, strict=True
-            )
+            for layer, forward_s, backward_s in layers
         ),
     )
 
 
 def write_profile(path: Path, profile: MeasuredLayers) -> None:
     """Write a profile; `ConfigError` if the file cannot be written."""
-    try:
-        write_atomically(
-            path, json.dumps(profile.model_dump(mode="json", by_alias=True), indent=1) + "\n"
-        )
-    except OSError as error:
-        raise ConfigError(
-            f"--out {path}: cannot be written ({error.strerror}); name another file"
-        ) from None
+    write_measured(path, profile.model_dump(mode="json", by_alias=True))
 
 
 def measured_seconds(
@@ -158,43 +147,44 @@ def measured_seconds(
     Raises ConfigError that names the file and the key: for what is no profile, for one of another model, sample, cuts
     or layers, for a device that the cluster does not have, and for two of one device.
     """
-    table, every = (
-        scenario.pipeline or PipelineConfig(),
-        {"fp32": dict[str, LayerSeconds](), "int8": {}},
-    )
+    table = scenario.pipeline or PipelineConfig()
+    every: dict[str, dict[str, LayerSeconds]] = {"fp32": {}, "int8": {}}
+    ours = {
+        "model": scenario.model.name,
+        "cuts": table.cuts,
+        "sample": list(_sample_shape(example)),
+    }
     for name in table.profiles:
         path = Path(name)
-        profile = read_table(MeasuredLayers, _read(path), str(path))
-        for key, theirs, ours in (
-            ("model", profile.model, scenario.model.name),
-            ("cuts", profile.cuts, table.cuts),
-            ("sample", list(profile.sample), list(_sample_shape(example))),
-        ):
-            if theirs != ours:
+        profile = read_table(
+            MeasuredLayers, read_measured(path, "socflower profile --layers"), name
+        )
+        theirs = {"model": profile.model, "cuts": profile.cuts, "sample": list(profile.sample)}
+        for key, value in theirs.items():
+            if value != ours[key]:
                 raise ConfigError(
-                    f"{path}: {key} = {theirs!r}, and {scenario.name} plans {ours!r}; measure again, or "
-                    "leave the profile out"
+                    f"{path}: {key} = {value!r}, and {scenario.name} plans {ours[key]!r}; measure again"
                 )
-        layers = [layer.name for layer in profile.layers]
-        expected = [layer.name for layer in model.layers]
-        if layers != expected:
-            lost = [each for each in expected if each not in layers]
-            what = (
-                f"{lost[0]!r} is missing"
-                if lost
-                else f"it has {len(layers)} layers in another order"
-            )
-            raise ConfigError(
-                f"{path}: layer: {what}, of the {len(expected)} layers of {model.name}; measure again"
-            )
+        _require_layers(path, profile, model)
         _require_device(scenario, profile.device, f"{path}: device = {profile.device!r}")
         found = every[profile.arithmetic]
         if profile.device in found:
-            raise ConfigError(
-                f"{path}: device = {profile.device!r} is measured in two profiles; keep one"
-            )
+            raise ConfigError(f"{path}: device = {profile.device!r} has two profiles; keep one")
         found[profile.device] = profile.seconds()
     return every
+
+
+def _require_layers(path: Path, profile: MeasuredLayers, model: PipelineModel) -> None:
+    """Raise ConfigError for other layers than the model's, or in another order."""
+    layers = [layer.name for layer in profile.layers]
+    expected = [layer.name for layer in model.layers]
+    if layers == expected:
+        return
+    missing = [name for name in expected if name not in layers]
+    what = f"{missing[0]!r} is missing" if missing else "they are in another order"
+    raise ConfigError(
+        f"{path}: layer: {what}, of the {len(expected)} layers of {model.name}; measure again"
+    )
 
 
 def _require_device(scenario: Scenario, device: str, where: str) -> None:
@@ -207,15 +197,3 @@ def _require_device(scenario: Scenario, device: str, where: str) -> None:
 
 def _sample_shape(example: Example) -> tuple[int, ...]:
     return tuple(example.shape[1:]) if isinstance(example, torch.Tensor) else tuple(example)
-
-
-def _read(path: Path) -> object:
-    try:
-        return json.loads(path.read_text("utf-8-sig"))
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error.strerror}); [pipeline] profiles names files of `socflower "
-            "profile --layers`"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: is no JSON ({error}); measure again") from None

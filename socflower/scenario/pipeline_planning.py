@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from socflower.errors import ConfigError
-from socflower.pipeline.planner.peers import compare
+from socflower.pipeline.planner.peers import Compared, compare
 from socflower.pipeline.planner.selection import OnStep, Planned, PlannerSettings, plan_pipeline
 from socflower.pipeline.problem import LayerSeconds, PipelineProblem
 from socflower.pipeline.profiler.estimates import Int8Socs, default_micro_batches, estimated_problem
@@ -19,13 +19,15 @@ from socflower.report.pipeline_report import DrawnPass, write_pipeline_report
 from socflower.scenario.expectations import check_plan
 from socflower.scenario.layer_profiles import measured_seconds
 from socflower.scenario.pipeline_workload import pipeline_workload
+from socflower.scenario.planning import optimizer_copies
 from socflower.scenario.schema.config import Scenario
-from socflower.scenario.schema.file import scenario_cluster
+from socflower.scenario.schema.file import num_participants, scenario_cluster
 from socflower.scenario.schema.pipeline import PEERS, PipelineConfig
 from socflower.sim import EventClock, Trace
 from socflower.wire.saved_state import write_atomically
 
-_SAME = 1.005  # times as long, up to which a plan counts as the same
+# Plans whose times differ by less than this factor count as equal.
+_SAME = 1.005
 
 
 def plan_of_pipeline(
@@ -52,25 +54,14 @@ def plan_of_pipeline(
 
     planned = plan_pipeline(problem, PlannerSettings(micro_batch_sizes=tuple(sizes)), on_step=step)
     prediction, own = planned.prediction, planned.problem
+
+    def peer_step(text: str, done: int, total: int) -> None:
+        on_step(text, num_steps + done, num_steps + total)
+
+    compared = compare(problem, PEERS, micro_batch_sizes=sizes, on_step=peer_step)
+    peers = [_peer_document(each, prediction.step_s) for each in compared]
+    # An epoch has at least one update, also if it has fewer samples than a mini-batch.
     steps = max(1, epoch_samples // scenario.train.batch_size)
-    peers = [
-        {
-            "name": each.name,
-            "fits": each.fits,
-            "why_not": each.why_not,
-            "step_s": each.prediction.step_s if each.prediction else None,
-            "energy_j": each.prediction.energy_j if each.prediction else None,
-            "over_ours": each.prediction.step_s / prediction.step_s
-            if each.prediction and each.fits
-            else None,
-        }
-        for each in compare(
-            problem,
-            PEERS,
-            micro_batch_sizes=sizes,
-            on_step=lambda text, done, total: on_step(text, num_steps + done, num_steps + total),
-        )
-    ]
     document = {
         "schema": 1,
         "kind": "pipeline",
@@ -89,6 +80,18 @@ def plan_of_pipeline(
     }
     document["expectations"] = check_plan(scenario.expect, document)
     return document, planned
+
+
+def _peer_document(peer: Compared, own_step_s: float) -> dict[str, Any]:
+    predicted = peer.prediction
+    return {
+        "name": peer.name,
+        "fits": peer.fits,
+        "why_not": peer.why_not,
+        "step_s": predicted.step_s if predicted else None,
+        "energy_j": predicted.energy_j if predicted else None,
+        "over_ours": predicted.step_s / own_step_s if predicted and peer.fits else None,
+    }
 
 
 def planned_document(planned: Planned) -> dict[str, Any]:
@@ -132,22 +135,18 @@ def write_plan(
 def pipeline_problem(scenario: Scenario) -> tuple[PipelineProblem, int]:
     """Return the problem of a scenario in micro-batches of its first size, and the samples of an epoch."""
     cluster = scenario_cluster(scenario)
-    socs = scenario.strategy.socs or cluster.num_socs
-    if socs > cluster.num_socs:
-        raise ConfigError(
-            f"{scenario.name} [strategy] socs = {socs}, but the cluster has {cluster.num_socs} SoCs; "
-            "lower socs or add boards"
-        )
+    socs = num_participants(scenario, cluster)
     if socs == 1:
         key = "[strategy] socs = 1" if scenario.strategy.socs else "[cluster]"
         raise ConfigError(
-            f"{scenario.name} {key}: one device, {cluster.device_of(0).name}, and a pipeline needs 2 or "
-            "more; give more boards or SoCs, or use strategy.name = 'sgd'"
+            f"{scenario.name} {key}: one device, {cluster.device_of(0).name}, and a pipeline needs 2; give "
+            "more SoCs, or use strategy.name = 'sgd'"
         )
     module, example, epoch_samples = pipeline_workload(scenario)
     table = scenario.pipeline or PipelineConfig()
     read = read_model(module, example, scenario.model.name, granularity=Granularity(table.cuts))
     size = micro_batch_sizes(scenario)[0]
+    # Planning would otherwise price kernels that do not exist for this model.
     if table.int8_socs:
         require_int8(read, module)
     measured = measured_seconds(scenario, read.model, example)
@@ -160,9 +159,7 @@ def pipeline_problem(scenario: Scenario) -> tuple[PipelineProblem, int]:
         int8_socs=cast(Int8Socs, table.int8_socs),
         micro_batch_size=size,
         num_micro_batches=scenario.train.batch_size // size,
-        optimizer_copies=2.0
-        if scenario.train.optimizer == "adam"
-        else float(scenario.momentum > 0),
+        optimizer_copies=optimizer_copies(scenario),
     )
     _require_read(measured, problem)
     return replace(
@@ -179,8 +176,7 @@ def _require_read(
         for name, seconds in profiles.items():
             if id(seconds) not in used:
                 raise ConfigError(
-                    f"[pipeline] profiles: there is one of {name} in {arithmetic}, in which none of them "
-                    "computes; leave it out, or change int8_socs"
+                    f"[pipeline] profiles: no {name} computes in {arithmetic}; leave its profile out"
                 )
 
 

@@ -17,18 +17,13 @@ _CLASSES = 10
 def pipeline_workload(scenario: Scenario) -> tuple[nn.Module, Example, int]:
     """Return the model, an example of its input, and the samples of an epoch."""
     table, name = scenario.pipeline or PipelineConfig(), scenario.model.name
-    if not scenario.model.factory and name not in (*model_names(), *LANGUAGE_MODELS):
-        raise ConfigError(
-            f"{scenario.name} [model] name = {name!r} is unknown; pipelines know "
-            f"{', '.join((*model_names(), *LANGUAGE_MODELS))}"
-        )
+    known = (*model_names(), *LANGUAGE_MODELS)
+    if not scenario.model.factory and name not in known:
+        raise scenario.mistake("model", "name", f"is unknown; pipelines know {', '.join(known)}")
     if not table.sample:
         own = example_inputs(scenario)
         if not isinstance(own, torch.Tensor | tuple):
-            raise ConfigError(
-                f"{scenario.name} [data] factory = {scenario.data.factory!r}: a pipeline takes one "
-                "tensor a sample; give pairs (inputs, labels)"
-            )
+            raise scenario.mistake("data", "factory", "a pipeline takes pairs (inputs, labels)")
         return initial_model(scenario), own, num_samples(scenario)
     if scenario.model.factory:
         return initial_model(scenario), table.sample, table.num_samples
@@ -36,17 +31,12 @@ def pipeline_workload(scenario: Scenario) -> tuple[nn.Module, Example, int]:
     if name in LANGUAGE_MODELS:
         wanted = torch.zeros(1, *table.sample, dtype=torch.int64)
     elif len(table.sample) == 1:
-        raise ConfigError(
-            f"{scenario.name} [pipeline] sample = {list(table.sample)}: is of tokens, which "
-            f"{' and '.join(LANGUAGE_MODELS)} take, and [model] name is {name!r}; write [channels, "
-            "pixels, pixels]"
-        )
+        why = f"is of tokens, and {name!r} takes images; write [channels, pixels, pixels]"
+        raise scenario.mistake("pipeline", "sample", why)
     try:
         return _model(name, table, scenario.seed), wanted, table.num_samples
     except ConfigError as error:
-        raise ConfigError(
-            f"{scenario.name} [pipeline] sample = {list(table.sample)}: {error}"
-        ) from None
+        raise scenario.mistake("pipeline", "sample", str(error)) from None
 
 
 def _model(name: str, table: PipelineConfig, seed: int) -> nn.Module:

@@ -1,7 +1,7 @@
 """The plan of a scenario without training: groups of SoCs or cuts at the edges, and what the clock predicts."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,7 +47,8 @@ class PlannedTraining:
 
     duration_s: float
     energy_j: float
-    socs: tuple[int, ...]  # that take part
+    # The SoCs that take part.
+    socs: tuple[int, ...]
 
 
 def planned_training(scenario: Scenario, cluster: Cluster) -> PlannedTraining:
@@ -71,60 +72,52 @@ def plan_scenario(scenario: Scenario) -> dict[str, Any]:
     per board, and `notes` says so.
     """
     cluster = scenario_cluster(scenario)
-    notes: list[str] = []
     work, exchanges = planned_work(scenario, cluster)
-    plan, cost = work.plan, work.pricing
-    if scenario.strategy.groups == "auto" and not group_strategy(scenario.strategy.name).num_groups:
-        notes.append(
-            "groups = 'auto' is decided by training an epoch with each candidate; planned with "
-            f"{len(plan.groups)}, one group per board"
-        )
-    if isinstance(cost, MixedPricing):
-        if cost.rule in RULES_BY_THROUGHPUT:
-            notes.append(
-                "planned at alpha = 1, the most that int8 can be trusted; a run measures alpha"
-            )
-        notes.append(mixing_note(cost.rule))
-    elif scenario.precision.arithmetic == "int8":
-        notes.append(
-            "int8 on each device's fastest int8 processor, "
-            + ", ".join(
-                sorted(
-                    {
-                        f"{device.name}: {device.int8_processor or 'none known, FP32 instead'}"
-                        for device in (board.device for board in cluster.boards)
-                    }
-                )
-            )
-        )
-    if work.profile.ran_on != "meta":
-        notes.append(
-            f"the forward pass of {scenario.model.name} reads values: its operations are those of a pass on "
-            f"the {work.profile.ran_on.upper()} with the first sample"
-        )
-    notes += gpu_notes(priced_processors(scenario), None)
-    what = (
-        f"{scenario.model.name} on {scenario.data.name}, {counted(scenario.train.epochs, 'epoch')} of "
-        f"{counted(work.steps_per_epoch, 'step')}, batches of {scenario.train.batch_size} a group"
-    )
-    predicted = _predict(scenario, work)
-    one_soc = None
-    if len(plan.participants) > 1:
+    notes = [*_notes(scenario, cluster, work), *gpu_notes(priced_processors(scenario), None)]
+    predicted, one_soc = _predict(scenario, work), None
+    if len(work.plan.participants) > 1:
         try:
             one_soc = _predict_one_soc(scenario, cluster)
         except InfeasiblePlan as error:
             notes.append(f"one SoC alone cannot train: {error}")
+    train = scenario.train
     return {
         "schema": 1,
-        "work": what,
+        "work": f"{scenario.model.name} on {scenario.data.name}, {counted(train.epochs, 'epoch')} of "
+        f"{counted(work.steps_per_epoch, 'step')}, batches of {train.batch_size} a group",
         "model": model_document(work.profile),
-        **plan.to_document(),
+        **work.plan.to_document(),
         **exchanges.to_document(),
         "predicted": predicted,
         "one_soc": one_soc,
         "verdict": _verdict(predicted, one_soc),
         "notes": notes,
     }
+
+
+def _notes(scenario: Scenario, cluster: Cluster, work: IntervalCosts) -> Iterator[str]:
+    """Yield what a run may do otherwise than the plan, and how it is priced."""
+    cost, settings = work.pricing, scenario.strategy
+    if settings.groups == "auto" and not group_strategy(settings.name).num_groups:
+        yield (
+            "groups = 'auto' is decided by training an epoch with each candidate; planned with "
+            f"{len(work.plan.groups)}, one group per board"
+        )
+    if isinstance(cost, MixedPricing):
+        if cost.rule in RULES_BY_THROUGHPUT:
+            yield "planned at alpha = 1, the most that int8 can be trusted; a run measures alpha"
+        yield mixing_note(cost.rule)
+    elif scenario.precision.arithmetic == "int8":
+        devices = {board.device.name: board.device.int8_processor for board in cluster.boards}
+        sides = [
+            f"{name}: {devices[name] or 'none known, FP32 instead'}" for name in sorted(devices)
+        ]
+        yield f"int8 on each device's fastest int8 processor, {', '.join(sides)}"
+    if work.profile.ran_on != "meta":
+        yield (
+            f"the forward pass of {scenario.model.name} reads values: its operations are those of a pass on "
+            f"the {work.profile.ran_on.upper()} with the first sample"
+        )
 
 
 def model_document(profile: ModelProfile) -> dict[str, float]:
@@ -157,51 +150,47 @@ def predicted_epochs(scenario: Scenario, strategies: Sequence[str]) -> list[dict
                 train=scenario.train.replaced(batch_size=entry.batch_size),
                 precision=PrecisionConfig(arithmetic=entry.arithmetic),
             )
+            # FedAvg has no plan, so nothing is predicted for it.
             if not planned.has_groups:
                 continue
             work, _ = planned_work(planned, scenario_cluster(planned))
-            predicted = _predict(planned, work)
-            num_groups = len(work.plan.groups)
-            step_samples = step_samples or num_groups * entry.batch_size
+            predicted, num_groups = _predict(planned, work), len(work.plan.groups)
+            own_samples = num_groups * entry.batch_size
+            # The first strategy decides at how many samples a step all are compared.
+            step_samples = step_samples or own_samples
             equal_s: float | None = predicted["epoch_s"]
-            if num_groups * entry.batch_size != step_samples:
-                try:
-                    equal_s = _epoch_s(
-                        planned.replaced(
-                            train=planned.train.replaced(
-                                batch_size=max(1, step_samples // num_groups)
-                            )
-                        ),
-                        planned.strategy.fusion,
-                    )
-                except InfeasiblePlan:  # too little memory for such batches
-                    equal_s = None
+            if own_samples != step_samples:
+                equal_s = _epoch_with_batches(planned, max(1, step_samples // num_groups))
             rows.append(
                 {
                     **entry.model_dump(),
                     "strategy": name,
                     "epoch_s": predicted["epoch_s"],
                     "epoch_energy_j": predicted["epoch_energy_j"],
-                    "step_samples": num_groups * entry.batch_size,
+                    "step_samples": own_samples,
                     "equal_epoch_s": equal_s,
                 }
             )
     return rows
 
 
+def _epoch_with_batches(scenario: Scenario, batch_size: int) -> float | None:
+    """Return the seconds of an epoch with other batches, None if these do not fit a device's memory."""
+    changed = scenario.replaced(train=scenario.train.replaced(batch_size=batch_size))
+    try:
+        return _epoch_s(changed, changed.strategy.fusion)
+    except InfeasiblePlan:
+        return None
+
+
 def epochs_by_fusion(scenario: Scenario, strategies: Sequence[str]) -> list[dict[str, Any]]:
     """Return the predicted seconds of an epoch with each price of messages (F8a), for strategies that have a plan."""
-    rows = []
-    for name in strategies:
-        planned = scenario.under(name)
-        if planned.has_groups:
-            rows.append(
-                {
-                    "strategy": name,
-                    "epoch_s": {fusion: _epoch_s(planned, fusion) for fusion in FUSIONS},
-                }
-            )
-    return rows
+    plans = {name: scenario.under(name) for name in strategies}
+    return [
+        {"strategy": name, "epoch_s": {fusion: _epoch_s(plan, fusion) for fusion in FUSIONS}}
+        for name, plan in plans.items()
+        if plan.has_groups
+    ]
 
 
 def _epoch_s(scenario: Scenario, fusion: str) -> float:
@@ -270,13 +259,13 @@ def group_work(scenario: Scenario, cluster: Cluster) -> IntervalCosts:
     """
     settings = scenario.strategy
     kind = group_strategy(settings.name)
-    num_socs, num_groups = kind.num_socs or settings.socs, kind.num_groups or settings.groups
-    least = 1 if isinstance(num_groups, str) else num_groups
-    most = (
-        min(len(cluster.boards), num_socs or cluster.num_socs)
-        if isinstance(num_groups, str)
-        else num_groups
-    )
+    num_socs = kind.num_socs or settings.socs
+    num_groups = kind.num_groups or settings.groups
+    if isinstance(num_groups, str):
+        least, most = 1, min(len(cluster.boards), num_socs or cluster.num_socs)
+    else:
+        least = most = num_groups
+    # Fewer groups have smaller shares of a batch, so that they may fit where more do not.
     for number in range(most, least - 1, -1):
         work = _work_of(scenario, cluster, number, num_socs)
         try:
@@ -364,6 +353,7 @@ def _planned_lengths(scenario: Scenario, work: IntervalCosts) -> Mapping[int, in
 
 def _lengths(shapes: Sequence[tuple[SyncInterval, int]]) -> dict[int, int]:
     lengths: dict[int, int] = {}
+    # Intervals of equal length have equal costs, so that only their number counts.
     for interval, count in shapes:
         lengths[interval.num_steps] = lengths.get(interval.num_steps, 0) + count
     return lengths
@@ -412,9 +402,18 @@ def predicted_costs(
     busy = sum(training.soc_seconds.values())
     times = step_times(work, _lengths(shapes), EventClock(work.cluster))
     step_s = times.with_turns_s if work.uplink_turns else times.without_turns_s
-    sync_s = (
-        0.0 if synchronisation is None else EventClock(work.cluster).run(synchronisation).duration_s
-    )
+    sync_s, leaders_s, syncs_per_epoch = 0.0, {}, 0.0
+    if synchronisation is not None:
+        sync_s = EventClock(work.cluster).run(synchronisation).duration_s
+        leaders_s = {kind: work.synchronisation_s(EventClock(work.cluster), kind) for kind in KINDS}
+        syncs_per_epoch = sum(count for _, count in shapes) / epochs
+    fusions = {
+        fusion: _step_and_sync(replace(work, fusion=fusion), shapes)
+        for fusion in FUSIONS
+        if fusion != work.fusion
+    }
+    fusions[work.fusion] = {"step_s": step_s, "sync_s": sync_s}
+    # The exchange takes what the slowest SoC does not need for computing and updating.
     own_s = max(cost.compute_s + cost.merge_s + cost.update_s for cost in work.costs.values())
     return {
         "step_s": step_s,
@@ -423,20 +422,11 @@ def predicted_costs(
         "step_without_turns_s": times.without_turns_s,
         "steps_per_epoch": float(work.steps_per_epoch),
         "sync_s": sync_s,
-        "leaders_s": {}
-        if synchronisation is None
-        else {kind: work.synchronisation_s(EventClock(work.cluster), kind) for kind in KINDS},
+        "leaders_s": leaders_s,
         "fusion": work.fusion,
-        "fusions": {
-            fusion: {"step_s": step_s, "sync_s": sync_s}
-            if fusion == work.fusion
-            else _step_and_sync(replace(work, fusion=fusion), shapes)
-            for fusion in FUSIONS
-        },
+        "fusions": {fusion: fusions[fusion] for fusion in FUSIONS},
         "server_sync_s": 0.0 if inside is None else EventClock(work.cluster).run(inside).duration_s,
-        "syncs_per_epoch": 0.0
-        if synchronisation is None
-        else sum(count for _, count in shapes) / epochs,
+        "syncs_per_epoch": syncs_per_epoch,
         "epoch_s": training.duration_s / epochs,
         "epoch_energy_j": training.total_energy_j / epochs,
         "memory_bytes": work.profile.training_memory_bytes(

@@ -18,7 +18,7 @@ from socflower.scenario.arithmetic import model_profile, pricing, unsupported
 from socflower.scenario.heat import check_boards
 from socflower.scenario.planning import group_work, optimizer_copies
 from socflower.scenario.schema.config import Scenario
-from socflower.scenario.schema.file import scenario_cluster
+from socflower.scenario.schema.file import num_participants, scenario_cluster
 from socflower.scenario.split_setting import SplitSetting
 from socflower.scenario.workload import check_workload, image_shape, initial_model, num_samples
 
@@ -54,61 +54,53 @@ class PreparedRun:
         require_engine(engine)
         _check_compression(scenario, engine)
         if scenario.pipeline is not None and scenario.pipeline.sample:
-            raise ConfigError(
-                f"{scenario.name} [pipeline] sample = {list(scenario.pipeline.sample)}: there are no "
-                "data to train on; give [data] instead, or use `socflower plan`"
-            )
+            why = "there are no data to train on; give [data] instead, or use `socflower plan`"
+            raise scenario.mistake("pipeline", "sample", why)
         if trains_here:
             resolve_device(scenario.train.device, f"{scenario.name} [train] device")
-        num_socs = scenario.strategy.socs or self.cluster.num_socs
-        if num_socs > self.cluster.num_socs:
-            raise InfeasiblePlan(
-                f"{scenario.name} [strategy] socs = {num_socs}, but the cluster has "
-                f"{self.cluster.num_socs} SoCs; lower socs or add boards"
-            )
+        num_socs = num_participants(scenario, self.cluster)
+        check_boards(scenario, self.cluster)
         if scenario.is_split:
-            check_boards(scenario, self.cluster)
             _check_shared(scenario, engine)
             if trains_here:
-                # Raises if model, data, cuts and links do not fit together.
-                cuts = [party.split_plan.cut for party in self.split_setting.parties()]
-                if (
-                    scenario.split.cloud_processors is not None
-                    and self.split_setting.workload.is_joined
-                ):
-                    raise ConfigError(
-                        f"{scenario.name} [edgecloud] cloud_processors = "
-                        f"{scenario.split.cloud_processors} is for a cloud half of each edge; joined "
-                        "parties share one; leave it out"
-                    )
-                if scenario.precision.arithmetic != "fp32":
-                    self._check_int8_front(cuts)
+                self._check_split()
             return
-        self._check_groups(engine, num_socs)
-        check_boards(scenario, self.cluster)
+        self._check_groups(num_socs)
         if trains_here:
             check_workload(scenario)
             self._check_memory(num_socs)
+            # A model of the user's may have layers that cannot be profiled.
             if scenario.factories:
                 model_profile(scenario)
             if scenario.precision.arithmetic != "fp32":
                 self._check_int8()
 
-    def _check_groups(self, engine: str, num_socs: int) -> None:
+    def _check_split(self) -> None:
+        """Raise if model, data, cuts and links do not fit together, or int8 cannot train the edges' part."""
+        scenario = self.scenario
+        cuts = [party.split_plan.cut for party in self.split_setting.parties()]
+        is_joined = self.split_setting.workload.is_joined
+        if scenario.split.cloud_processors is not None and is_joined:
+            why = "parties share the cloud's half; leave it out"
+            raise scenario.mistake("edgecloud", "cloud_processors", why)
+        if scenario.precision.arithmetic != "fp32":
+            self._check_int8_front(cuts)
+
+    def _check_groups(self, num_socs: int) -> None:
         scenario = self.scenario
         groups = scenario.strategy.groups
         if isinstance(groups, int) and groups > num_socs:
             raise InfeasiblePlan(
-                f"{scenario.name} [strategy] groups = {groups}, but only {num_socs} SoCs take part; "
-                f"use groups = {num_socs} or fewer"
+                f"{scenario.name} [strategy] groups = {groups}, but only {num_socs} SoCs take part; use "
+                "fewer"
             )
         if scenario.precision.arithmetic == "int8" and scenario.has_groups:
             _check_int8_exchange(scenario)
+        last = self.cluster.num_socs - 1
         for event in scenario.events:
-            if event.soc >= self.cluster.num_socs:
+            if event.soc > last:
                 raise ConfigError(
-                    f"{scenario.name} [[event]] soc = {event.soc}, but SoCs are 0 to "
-                    f"{self.cluster.num_socs - 1}"
+                    f"{scenario.name} [[event]] soc = {event.soc}, but SoCs are 0 to {last}"
                 )
 
     def _check_memory(self, num_socs: int) -> None:
@@ -128,41 +120,40 @@ class PreparedRun:
 
     def _check_int8(self) -> None:
         """Raise if int8 cannot train the scenario's model, or this machine lacks the kernel path."""
-        scenario = self.scenario
-        self._model = initial_model(scenario)
-        try:
-            Int8Model.from_module(
-                self._model, input_shape=image_shape(scenario), unsupported=unsupported(scenario)
-            )
-        except UnsupportedOperator as error:
-            raise ConfigError(
-                f"{scenario.name} [model] name = {scenario.model.name!r}: {error.what}; set [precision] "
-                "unsupported = 'fp32' to run such operators in FP32, or arithmetic = 'fp32'"
-            ) from None
+        self._model = initial_model(self.scenario)
+        self._read_in_int8(self._model, "or arithmetic = 'fp32'")
 
-    def _check_int8_front(self, cuts: Sequence[int | None]) -> None:
-        """Raise if int8 cannot train what the edges have now, or may have when the cut moves."""
-        scenario, program = self.scenario, self.split_setting.workload.program
-        assert isinstance(program, LayeredProgram)
-        split, moves = program.split, self.split_setting.can_move_cuts
-        last = (
-            split.num_cuts
-            if None in cuts or (moves and scenario.split.allow_edge_only)
-            else (split.num_cuts - 1 if moves else max(cut for cut in cuts if cut is not None))
-        )
+    def _read_in_int8(self, model: nn.Module, instead: str, *, head: bool = True) -> None:
+        """Raise if int8 lacks an operator of a model; `instead` is another remedy than running it in FP32."""
+        scenario = self.scenario
         try:
             Int8Model.from_module(
-                split.front(last),
+                model,
                 input_shape=image_shape(scenario),
-                head=last == split.num_cuts,
+                head=head,
                 unsupported=unsupported(scenario),
             )
         except UnsupportedOperator as error:
-            raise ConfigError(
-                f"{scenario.name} [model] name = {scenario.model.name!r}: {error.what}; set [precision] "
-                "unsupported = 'fp32' to run such operators in FP32, or leave them to the cloud by "
-                "[edgecloud] cut with adapt = false"
-            ) from None
+            why = f"{error.what}; set [precision] unsupported = 'fp32', {instead}"
+            raise scenario.mistake("model", "name", why) from None
+
+    def _check_int8_front(self, cuts: Sequence[int | None]) -> None:
+        """Raise if int8 cannot train the edges' layers, also after the cut has moved."""
+        scenario, program = self.scenario, self.split_setting.workload.program
+        assert isinstance(program, LayeredProgram)
+        split, moves = program.split, self.split_setting.can_move_cuts
+        # The cut may move to any place, so the longest front half must be trainable.
+        if None in cuts or (moves and scenario.split.allow_edge_only):
+            last = split.num_cuts
+        elif moves:
+            last = split.num_cuts - 1
+        else:
+            last = max(cut for cut in cuts if cut is not None)
+        self._read_in_int8(
+            split.front(last),
+            "or an [edgecloud] cut before it with adapt = false",
+            head=last == split.num_cuts,
+        )
 
 
 def prepare(scenario: Scenario, engine: str = "local", *, trains_here: bool = True) -> PreparedRun:
@@ -176,40 +167,27 @@ def _check_compression(scenario: Scenario, engine: str) -> None:
     """Raise for a compression of gradients where none are compressed."""
     if scenario.ring.compression == "none":
         return
-    asked = f"{scenario.name} [ring] compression = {scenario.ring.compression!r}"
     if not scenario.has_groups:
-        raise ConfigError(
-            f"{asked} is of rings, and [strategy] name = {scenario.strategy.name!r} has none; leave it "
-            "out"
-        )
+        why = f"[strategy] name = {scenario.strategy.name!r} has no rings; leave it out"
+        raise scenario.mistake("ring", "compression", why)
     if engine != "deployment":
-        raise ConfigError(f"{asked} needs --engine deployment; leave it out")
+        raise scenario.mistake("ring", "compression", "it needs --engine deployment; leave it out")
 
 
 def _check_int8_exchange(scenario: Scenario) -> None:
     """Raise for settings that the exchange of integer gradients does not have."""
     if scenario.ring.compression != "none":
-        raise ConfigError(
-            f"{scenario.name} [ring] compression = {scenario.ring.compression!r} rounds gradients, but "
-            "arithmetic = 'int8' has to sum its int32 gradients exactly; leave it out, or use "
-            "arithmetic = 'mixed'"
-        )
+        why = "arithmetic = 'int8' sums its gradients exactly; leave it out, or use 'mixed'"
+        raise scenario.mistake("ring", "compression", why)
     if scenario.strategy.overlap_buckets > 1:
-        raise ConfigError(
-            f"{scenario.name} [strategy] overlap_buckets = {scenario.strategy.overlap_buckets}, but "
-            "gradients in int8 are exchanged after the backward pass, in which members agree on the "
-            "scale of each tensor; leave it out"
-        )
+        # Members agree on the scale of each tensor only once its whole gradient is there.
+        why = "gradients in int8 are exchanged after the backward pass; leave it out"
+        raise scenario.mistake("strategy", "overlap_buckets", why)
 
 
 def _check_shared(scenario: Scenario, engine: str) -> None:
     """Raise for what edges share in virtual time only, if they are to be real."""
-    table = scenario.split
-    if engine == "deployment" and (
-        table.shared_up_bytes_per_s is not None or table.cloud_processors is not None
-    ):
-        raise ConfigError(
-            f"{scenario.name} [edgecloud] shared_up_bytes_per_s and cloud_processors are of virtual "
-            "time: a deployment has the uplink and the processors that are there; leave them out, or "
-            "use another engine"
-        )
+    for key in ("shared_up_bytes_per_s", "cloud_processors"):
+        if engine == "deployment" and getattr(scenario.split, key) is not None:
+            why = "it is of virtual time, and a deployment has its own; leave it out"
+            raise scenario.mistake("edgecloud", key, why)

@@ -23,8 +23,8 @@ def priced_processors(
 ) -> list[dict[str, Any]]:
     """Return the `priced` processors and the devices that `trained` for each device type, clouds included.
 
-    `trained_on` has the SoCs by the device that trained; before a run that is the scenario's. A cloud's half is where
-    the edges' are, unless it is a machine of its own, which does not say.
+    `trained_on` has the SoCs by the device that trained; before a run it is the scenario's device. A cloud's half
+    trains where the edges' halves do, unless it has a machine of its own, which does not report it.
     """
     cluster, arithmetic = scenario_cluster(scenario), scenario.precision.arithmetic
     entries = _entries(
@@ -74,7 +74,7 @@ def cluster_gpu_notes(
 
 
 def priced_line(priced: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return a short text on which processor trained instead of the priced ones; None if they are the same."""
+    """Return a short text if a CPU trained instead of the priced processors; None if none did."""
     names = _untrained_names(priced)
     return f"{names}; trained on the CPU" if names else None
 
@@ -82,7 +82,7 @@ def priced_line(priced: Sequence[Mapping[str, Any]]) -> str | None:
 def _entries(
     cluster: Cluster, arithmetic: str, trained_on: Mapping[str, Iterable[int]]
 ) -> list[dict[str, Any]]:
-    """Return an entry for each device type; where only some of its SoCs trained on a CPU, these are in it."""
+    """Return an entry for each device type; it lists the SoCs that trained on a CPU if others did not."""
     known = {board.device.name: board.device for board in cluster.boards}
     by_type: dict[str, dict[str, list[int]]] = {name: {} for name in known}
     for label, socs in trained_on.items():
@@ -106,7 +106,7 @@ def _entries(
 def _add_int8_stages(
     entries: Sequence[dict[str, Any]], cluster: Cluster, socs: Sequence[int] | str
 ) -> None:
-    """Put the int8 processor of devices whose stages compute in int8 first; updates are the other's."""
+    """Put the int8 processor first for devices whose stages compute in int8; the other one updates weights."""
     in_int8 = range(cluster.num_socs) if isinstance(socs, str) else socs
     kinds = {
         cluster.device_of(soc).name: cluster.device_of(soc)

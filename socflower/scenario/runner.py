@@ -5,7 +5,6 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -43,7 +42,8 @@ from socflower.wire.folders import UNFINISHED, exclusive_folder, new_folder, tem
 from socflower.wire.message_keys import LOST_STATE
 from socflower.wire.saved_state import atomic_file, write_atomically
 
-_NEED_WORKERS = ("hang", "die")  # kinds of fault that need a separate worker process
+# Faults that would end this process if the client ran in it.
+_NEED_WORKERS = ("hang", "die")
 _NOTES = (
     "Virtual time and energy come from the cluster model; accuracy and loss come from real training of this model.",
     "Exchange constants are fitted to the eight latencies of SoCFlow+ 2.2 (see docs/concepts/virtual-time.md).",
@@ -57,8 +57,8 @@ _NOTES_OF_DEPLOYMENT = (
 )
 
 WARNING_OF_SIMULATION = (
-    "while this runs, every user of this machine can reach its SuperLink, and so run programs as you; where there are "
-    "others, use --engine local"
+    "while this runs, every user of this machine can reach its SuperLink, and so run programs as you; on a "
+    "shared machine use --engine local"
 )
 
 OnRound: TypeAlias = Callable[[dict[str, Any]], None]
@@ -86,43 +86,32 @@ def run_scenario(
     A scenario that is not prepared yet is checked first. Raises a `SocflowerError` in one line if it cannot run or
     failed.
     """
-    prepared = (
-        scenario
-        if isinstance(scenario, PreparedRun)
-        else prepare(scenario, engine, trains_here=not deployment.superlink)
-    )
+    prepared = _prepared(scenario, engine, deployment)
     scenario = prepared.scenario
-    if (
-        engine == "local"
-        and num_workers == 0
-        and any(event.kind in _NEED_WORKERS for event in scenario.events)
-    ):
-        raise ConfigError(
-            f"{scenario.name} [[event]]: {' and '.join(_NEED_WORKERS)} would take this process with "
-            "them; use --workers 1 or more"
-        )
+    for event in scenario.events:
+        if engine == "local" and num_workers == 0 and event.kind in _NEED_WORKERS:
+            raise ConfigError(
+                f"{scenario.name} [[event]] kind = {event.kind!r} would take this process with it; use "
+                "--workers 1 or more"
+            )
     with temporary_folder() as temporary:
         folder = RunFolder(temporary)
         folder.write_scenario(to_document(scenario))
         if checkpointing is not None:
             folder.write_checkpointing(checkpointing)
+        # The ServerApp may run in another process, so rounds are read from the folder.
         with following(folder, on_round):
             if engine == "local":
                 _run_locally(prepared, folder, num_workers)
             elif engine == "deployment":
-                run_in_deployment(
-                    deployed_app(scenario),
-                    folder,
-                    deployment,
-                    on_notice,
-                    wants_model=model_to is not None,
-                )
+                app, wants_model = deployed_app(scenario), model_to is not None
+                run_in_deployment(app, folder, deployment, on_notice, wants_model=wants_model)
             else:
                 on_notice(WARNING_OF_SIMULATION)
-                run_in_flower_simulation(
-                    folder, app_in_folder(), _num_nodes(scenario), _num_useful_workers(scenario)
-                )
+                workers = _num_useful_workers(scenario)
+                run_in_flower_simulation(folder, app_in_folder(), _num_nodes(scenario), workers)
         outcome = folder.read_outcome()
+        # Engines raise if the ServerApp wrote nothing.
         assert outcome is not None
         if "error" in outcome:
             raise failure(outcome)
@@ -130,6 +119,19 @@ def run_scenario(
             shutil.copyfile(folder.trace, trace_to)
         if model_to is not None:
             shutil.copyfile(folder.model, model_to)
+    return _result(scenario, engine, outcome)
+
+
+def _prepared(
+    scenario: Scenario | PreparedRun, engine: str, deployment: DeploymentOptions
+) -> PreparedRun:
+    if isinstance(scenario, PreparedRun):
+        return scenario
+    return prepare(scenario, engine, trains_here=not deployment.superlink)
+
+
+def _result(scenario: Scenario, engine: str, outcome: dict[str, Any]) -> dict[str, Any]:
+    """Return the result document of an outcome: claims, costs to the target, and where its figures come from."""
     result = {"schema": 1, "scenario": to_document(scenario), "engine": engine, **outcome}
     # Before `with_predictions` renames virtual time: claims are about the model's time on every engine.
     result["expectations"] = check_expectations(scenario.expect, result)
@@ -153,7 +155,8 @@ def failure(outcome: Mapping[str, Any]) -> SocflowerError:
 
 def with_predictions(result: dict[str, Any]) -> dict[str, Any]:
     """Return the result of a deployment, in which virtual time is a prediction."""
-    warm_up = result.get("warm_up")  # an app of the user's has none
+    # Apps of users have no warm-up.
+    warm_up = result.get("warm_up")
     return {
         **with_prediction(result),
         "rounds": [with_prediction(entry) for entry in result["rounds"]],
@@ -186,28 +189,27 @@ def run_to_folder(
     unless `fresh` is set; `on_notice` gets a line about that. `save_model` is a file for the trained model. `logging`
     writes the rounds into `out` while the run goes. Raises `ConfigError` for a checkpoint of another run.
     """
-    prepared = (
-        scenario
-        if isinstance(scenario, PreparedRun)
-        else prepare(scenario, engine, trains_here=not deployment.superlink)
-    )
+    prepared = _prepared(scenario, engine, deployment)
     with exclusive_folder(out, f"--out {out}"), logging.into(out) as log_round:
 
         def follow(entry: dict[str, Any]) -> None:
+            # A deployment's virtual time is a prediction, also in its log.
             log_round(with_prediction(entry) if engine == "deployment" else entry)
             on_round(entry)
 
-        run = partial(
-            _run_to_folder,
-            prepared,
-            out,
-            engine,
-            num_workers,
-            follow,
-            on_notice,
-            deployment,
-            save_model,
-        )
+        def run(checkpointing: Checkpointing | None) -> dict[str, Any]:
+            return _run_to_folder(
+                prepared,
+                out,
+                engine,
+                save_model,
+                checkpointing=checkpointing,
+                num_workers=num_workers,
+                on_round=follow,
+                on_notice=on_notice,
+                deployment=deployment,
+            )
+
         if resumable:
             return _resumed(run, prepared.scenario, out, engine, fresh, on_notice)
         try:
@@ -229,9 +231,10 @@ def _resumed(
         if checkpoint is not None:
             on_notice(
                 f"resuming {out} after round {checkpoint.server_round} of {checkpoint.num_rounds}; "
-                "--fresh starts anew"
+                "--fresh starts over"
             )
         result = run(Checkpointing(kept=kept, engine=engine).after(checkpoint))
+        # Only a finished run no longer needs its checkpoints.
         kept.remove()
     return result
 
@@ -240,27 +243,22 @@ def _run_to_folder(
     run: PreparedRun,
     out: Path,
     engine: str,
-    num_workers: int | None,
-    on_round: OnRound,
-    on_notice: OnNotice,
-    deployment: DeploymentOptions,
     save_model: Path | None,
+    *,
     checkpointing: Checkpointing | None,
+    **settings: Any,
 ) -> dict[str, Any]:
-    with new_folder(
-        out, within=None if checkpointing is None else checkpointing.kept.path
-    ) as fresh:
+    within = None if checkpointing is None else checkpointing.kept.path
+    with new_folder(out, within=within) as fresh:
         result = run_scenario(
             run,
             engine,
-            num_workers=num_workers,
-            on_round=on_round,
             trace_to=fresh / "trace.json",
+            model_to=save_model and fresh / "model.npz",
             checkpointing=checkpointing,
-            deployment=deployment,
-            on_notice=on_notice,
-            model_to=None if save_model is None else fresh / "model.npz",
+            **settings,
         )
+        # A model inside `out` takes part in its replacement, all files or none.
         if save_model is not None and save_model.parent.resolve() == out.resolve():
             (fresh / "model.npz").replace(fresh / save_model.name)
             save_model = None
@@ -280,8 +278,7 @@ def _move_model(model: Path, target: Path) -> None:
             shutil.copyfileobj(source, copy)
     except OSError as error:
         raise ConfigError(
-            f"--save-model {target}: cannot be written ({error.strerror}); the trained model is "
-            f"{model}"
+            f"--save-model {target}: cannot be written ({error.strerror}); the model is {model}"
         ) from None
     model.unlink()
 
@@ -300,7 +297,7 @@ class Kept(Protocol):
         """Create the folder, and remove files that a killed writer left incomplete."""
 
     def newest_name(self) -> str:
-        """Return what the run can be resumed after, such as "round 3"; empty if there is nothing."""
+        """Return the point after which the run can resume, such as "round 3"; empty if there is none."""
 
     def remove(self) -> None:
         """Remove everything, and the folder."""
@@ -308,19 +305,16 @@ class Kept(Protocol):
 
 @contextmanager
 def kept_for_resume(kept: Kept, out: Path, fresh: bool) -> Iterator[None]:
-    """Create the folder of what a run into `out` keeps, empty if `fresh`; after an error it is removed if it has
-    nothing.
-    """
+    """Create the folder in which a run into `out` keeps its state, empty if `fresh`; errors remove an empty one."""
     try:
         if fresh:
             kept.remove()
         kept.create()
+        # A killed run leaves half-written folders, which nothing else removes.
         for half_written in kept.path.glob(f"{UNFINISHED}*"):
             shutil.rmtree(half_written)
     except OSError as error:
-        raise ConfigError(
-            f"--out {out}: cannot write in {out} ({error.strerror}); name another folder"
-        ) from None
+        raise ConfigError(f"--out {out}: cannot be written ({error.strerror})") from None
     try:
         yield
     except BaseException as error:
@@ -338,7 +332,7 @@ def kept_line(kept: Kept, *, fresh: bool) -> str:
     """
     name = kept.newest_name()
     return (
-        name and f"{name} is kept in {kept.path}: {_resumes(fresh)} after it, --fresh starts anew"
+        name and f"{name} is kept in {kept.path}: {_resumes(fresh)} after it, --fresh starts over"
     )
 
 
@@ -346,7 +340,7 @@ def remotely_kept_line(deployment: DeploymentOptions) -> str:
     """Return the line about checkpoints on the SuperLink's machine; empty if none are kept there."""
     return deployment.checkpoint_folder and (
         f"checkpoints are in {deployment.checkpoint_folder} on the SuperLink's machine: "
-        f"{_resumes(deployment.fresh)} after the newest, --fresh starts anew"
+        f"{_resumes(deployment.fresh)} after the newest, --fresh starts over"
     )
 
 
@@ -401,6 +395,7 @@ def following(folder: RunFolder, on_round: OnRound) -> Iterator[None]:
     def follow() -> None:
         seen = 0
         while True:
+            # Entries that were written before the end are read by one more poll.
             is_last_poll = ended.wait(0.1)
             for entry in folder.read_progress(seen):
                 seen += 1

@@ -1,4 +1,4 @@
-"""What socflower ships beside its code: scenarios, and templates of Flower apps."""
+"""The scenarios and the templates of Flower apps that socflower ships."""
 
 import difflib
 import json
@@ -11,7 +11,8 @@ from socflower.errors import ConfigError
 
 _PACKAGE = Path(__file__).parents[1]
 _RECORDED = "recorded.json"
-_SUBFOLDERS = ("", "full", "planned")  # of scenarios; the others hold clusters and an app
+# Other sub-folders hold clusters and an app.
+_SUBFOLDERS = ("", "full", "planned")
 
 
 def shipped_folder(name: str) -> Path:
@@ -42,7 +43,8 @@ def find_scenario(path: Path) -> Path:
     is_name = path.name == str(path) and not path.suffix
     close = difflib.get_close_matches(path.stem, names, n=1, cutoff=0.6 if is_name else 0.8)
     if not close and not is_name:
-        return path  # whoever reads it says what is missing
+        # Reading the file tells the user what is missing.
+        return path
     meant = f"did you mean {close[0]}? " if close else ""
     raise ConfigError(
         f"scenario {path}: no such file, and no scenario of that name is shipped; {meant}"
@@ -79,7 +81,7 @@ def first_question(text: str) -> str:
 
 
 def needs_of(data: str | None, comment: str) -> list[str]:
-    """Return what must be installed or given to run a scenario with this data set and comment."""
+    """Return the packages and options that a scenario with this data set and comment needs."""
     needed = []
     if data == "digits":
         needed.append("socflower[demo]")

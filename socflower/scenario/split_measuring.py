@@ -1,6 +1,5 @@
 """`socflower cloud measure`: the measured costs of a scenario's model on this device at every cut, for planners."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,12 +22,13 @@ from socflower.engines.names import MAX_WORKERS, require_count
 from socflower.errors import ConfigError
 from socflower.model_graph.torch_device import resolve_device
 from socflower.quantities import human_bytes, human_seconds
+from socflower.scenario.measured_file import read_measured
 from socflower.scenario.schema.config import Scenario
 from socflower.wire.codecs.error_feedback import Form
 from socflower.wire.codecs.quantisation import BITS
-from socflower.wire.saved_state import write_atomically
 
 _CLOUD_KIND = "split-cloud-seconds"
+_COMMAND = "socflower cloud measure"
 
 
 def measure_split(
@@ -47,17 +47,12 @@ def measure_split(
     if not isinstance(program, LayeredProgram) or program.is_reverse:
         raise ConfigError(
             f"{scenario.name}: only models that are cut between layers, with the front at the edge, are "
-            "measured; others are priced by the catalogue"
+            "measured"
         )
     if side == "edge" and scenario.precision.arithmetic != "fp32":
-        raise ConfigError(
-            f"{scenario.name}: an edge that trains in {scenario.precision.arithmetic} is priced by its "
-            "device's processors; use --set precision.arithmetic=fp32 to measure it in FP32"
-        )
+        raise scenario.mistake("precision", "arithmetic", "an edge is measured in 'fp32'")
     if side not in ("edge", "cloud"):
         raise ConfigError(f"--side {side}: unknown; use edge or cloud")
-    if repeats < 1 or threads < 1:
-        raise ConfigError(f"--repeats {repeats} and --threads {threads} must be 1 or more")
     require_count("--repeats", repeats, 1, 10_000)
     require_count("--threads", threads, 1, MAX_WORKERS)
     torch.set_num_threads(threads)
@@ -76,11 +71,9 @@ def measure_split(
             "fingerprint": program.fingerprint(),
             "cloud_s": list(measure_cloud(program.split, how)),
         }
-    cloud_s = (
-        None
-        if cloud is None
-        else _cloud_seconds(cloud, program.fingerprint(), scenario.train.batch_size)
-    )
+    cloud_s = None
+    if cloud is not None:
+        cloud_s = _cloud_seconds(cloud, program.fingerprint(), scenario.train.batch_size)
     costs = measure_costs(
         program.split,
         how,
@@ -93,25 +86,14 @@ def measure_split(
 
 def measured_costs(path: Path, expected: SplitCosts) -> SplitCosts:
     """Return the costs of a file; `ConfigError` unless its cuts and batch size are those of `expected`."""
-    costs = from_document(_read(path))
-    ours, theirs = ([cut.name for cut in each.cuts] for each in (expected, costs))
-    if ours != theirs or costs.batch_size != expected.batch_size:
-        raise ConfigError(
-            f"costs {path}: are of batches of {costs.batch_size} and cuts after {', '.join(theirs)}; the "
-            f"scenario has batches of {expected.batch_size} and cuts after {', '.join(ours)}; measure "
-            "again"
-        )
+    costs = from_document(read_measured(path, _COMMAND))
+    ours, theirs = (
+        f"batches of {each.batch_size} and cuts after {', '.join(cut.name for cut in each.cuts)}"
+        for each in (expected, costs)
+    )
+    if ours != theirs:
+        raise ConfigError(f"costs {path}: are of {theirs}; the scenario has {ours}; measure again")
     return replace(costs, gradient_bits=expected.gradient_bits)
-
-
-def write_measured(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a document; `ConfigError` if the file cannot be written."""
-    try:
-        write_atomically(path, json.dumps(document, indent=1) + "\n")
-    except OSError as error:
-        raise ConfigError(
-            f"--out {path}: cannot be written ({error.strerror}); name another file"
-        ) from None
 
 
 def print_measured(console: Console, document: Mapping[str, Any]) -> None:
@@ -147,24 +129,12 @@ def print_measured(console: Console, document: Mapping[str, Any]) -> None:
 
 
 def _cloud_seconds(path: Path, fingerprint: str, batch_size: int) -> list[float]:
-    document = _read(path)
+    document = read_measured(path, f"{_COMMAND} --side cloud")
     if document.get("kind") != _CLOUD_KIND:
-        raise ConfigError(
-            f"--cloud {path}: is not what `socflower cloud measure --side cloud` writes"
-        )
+        raise ConfigError(f"--cloud {path}: is not what `{_COMMAND} --side cloud` writes")
     if (document["fingerprint"], document["batch_size"]) != (fingerprint, batch_size):
         raise ConfigError(
             f"--cloud {path}: is of another model or batch size ({document['model']}, "
             f"{document['batch_size']}); measure the same scenario there"
         )
     return [float(seconds) for seconds in document["cloud_s"]]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text("utf-8-sig"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"costs {path}: cannot be read ({error})") from None
-    if not isinstance(document, dict):
-        raise ConfigError(f"costs {path}: is no JSON object; measure again")
-    return document

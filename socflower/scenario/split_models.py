@@ -152,6 +152,7 @@ class SplitWorkload(ABC):
         if settings.pretrained:
             load_weights(model, Path(settings.pretrained))
         return LayeredProgram(
+            # Each half trains its own copy, since training changes weights in place.
             model_fn=lambda: copy.deepcopy(model),
             example=example,
             schedule=self.schedule,
@@ -240,7 +241,8 @@ class ImageWorkload(SplitWorkload):
         data, num_held_out = _selected_images(self.scenario), self.scenario.precision.held_out
         if not num_held_out:
             return data
-        num_training_samples(self.scenario, len(data.train))  # raises if none is left
+        # This raises if no sample is left to train on.
+        num_training_samples(self.scenario, len(data.train))
         return replace(data, train=cast(LabelledData, held_out_split(data.train, num_held_out)[0]))
 
     @cached_property
@@ -394,30 +396,24 @@ def split_workload(scenario: Scenario, num_edges: int) -> SplitWorkload:
     """Return the workload of a scenario; `ConfigError` if model, data and edges do not fit together."""
     model, data = scenario.model.name, scenario.data.name
     if (data == CLICKS) != (model == CLICK_MODEL):
-        raise ConfigError(
-            f"{scenario.name}: [model] name = {model!r} with [data] name = {data!r}; {CLICK_MODEL!r} and "
-            f"{CLICKS!r} belong together"
-        )
+        raise scenario.mistake("model", "name", f"it goes with {CLICKS!r}, and data is {data!r}")
     if data == CLICKS:
-        if scenario.split.classes or scenario.split.frozen or scenario.split.pretrained:
-            raise ConfigError(
-                f"{scenario.name} [edgecloud]: {CLICKS!r} does not support classes, frozen and "
-                "pretrained; leave them out"
-            )
-        if num_edges != 2:
-            raise ConfigError(
-                f"{scenario.name}: {CLICKS!r} has two parties, and {num_edges} SoCs take part; set "
-                "[strategy] socs = 2"
-            )
+        split = scenario.split
+        if split.classes or split.frozen or split.pretrained:
+            why = "does not support classes, frozen and pretrained; leave them out"
+            raise ConfigError(f"{scenario.name} [edgecloud]: {CLICKS!r} {why}")
+        _require_edges(scenario, num_edges, 2)
         return ClickWorkload(scenario, num_edges)
     if model == GENERATOR:
-        if num_edges != 1:
-            raise ConfigError(
-                f"{scenario.name}: {GENERATOR!r} is trained with one edge, and {num_edges} SoCs take "
-                "part; set [strategy] socs = 1"
-            )
+        _require_edges(scenario, num_edges, 1)
         return GeneratorWorkload(scenario, num_edges)
     return ImageWorkload(scenario, num_edges)
+
+
+def _require_edges(scenario: Scenario, num_edges: int, needed: int) -> None:
+    if num_edges != needed:
+        why = f"{num_edges} SoCs take part; set [strategy] socs = {needed}"
+        raise scenario.mistake("model", "name", why)
 
 
 def _selected_images(scenario: Scenario) -> DataSet:
@@ -425,10 +421,8 @@ def _selected_images(scenario: Scenario) -> DataSet:
     data, classes = scenario_data(scenario), scenario.split.classes
     train, test = data.train, data.test
     if not isinstance(train, LabelledData) or not isinstance(test, LabelledData):
-        raise ConfigError(
-            f"{scenario.name} [data] factory = {scenario.data.factory!r}: strategy.name = "
-            f"{scenario.strategy.name!r} trains on images with labels; return LabelledData"
-        )
+        why = f"{scenario.strategy.name!r} trains on images with labels; return LabelledData"
+        raise scenario.mistake("data", "factory", why)
     if not classes:
         return DataSet(train, test, scenario.data.name, data.source)
     return DataSet(

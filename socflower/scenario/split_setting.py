@@ -65,12 +65,9 @@ class SplitSetting:
     @property
     def schedule(self) -> WindowSchedule:
         """K by fraction of training done; 0 if edge and cloud wait for each other."""
-        steps = (
-            ((0.0, 0),)
-            if self.is_sequential
-            else tuple((part, int(limit)) for part, limit in self.scenario.split.window)
-        )
-        return WindowSchedule(steps=steps)
+        if self.is_sequential:
+            return WindowSchedule(steps=((0.0, 0),))
+        return self.scenario.split.window_schedule()
 
     def window(self, batch: int) -> int:
         """Return K for a batch."""
@@ -146,7 +143,8 @@ class SplitSetting:
         """Return the edges in their initial state."""
         engines = [self._engine(edge) for edge in range(self.num_edges)]
         initial = list(self._initial_plans)
-        if self.mode == "turns":  # edges that share the cloud half share the first edge's cut
+        # Edges that share the cloud's half have the first edge's cut.
+        if self.mode == "turns":
             initial = [replace(plan, cut=initial[0].cut) for plan in initial]
         for edge, plan in enumerate(initial):
             require_edge_memory(self.cluster.device_of(edge), self.costs[edge], plan, edge)
@@ -176,34 +174,22 @@ class SplitSetting:
         return tuple(away)
 
     def _check_events(self) -> None:
-        """Raise for an event of no edge or round, and where the others cannot go on without the edge."""
-        name, spans = self.scenario.name, list(self.spans())
+        """Raise for an event of an unknown edge or round, and if the others cannot train without the edge."""
+        where, spans = f"{self.scenario.name} [[event]]", list(self.spans())
+        alone = "there is no other edge" if self.num_edges == 1 else ""
+        why = alone or ("" if self.mode == "own" else "the cloud's half needs every edge's batches")
+        known = f"edges are 0 to {self.num_edges - 1}, rounds 1 to {len(spans)}"
         for event in self.scenario.events:
-            if self.num_edges == 1 or self.mode != "own":
-                why = (
-                    "there is no other edge"
-                    if self.num_edges == 1
-                    else "the cloud's half needs every edge's batches"
-                )
-                raise ConfigError(
-                    f"{name} [[event]] kind = 'preempt': {why}, so the training would wait; use "
-                    "[background_load], under which edges wait"
-                )
+            if why:
+                raise ConfigError(f"{where} kind = 'preempt': {why}; use [background_load]")
+            at = f"soc = {event.soc}, round = {event.round}"
             if event.soc >= self.num_edges or event.round > len(spans):
-                raise ConfigError(
-                    f"{name} [[event]] soc = {event.soc}, round = {event.round}: edges are 0 to "
-                    f"{self.num_edges - 1}, rounds 1 to {len(spans)}"
-                )
+                raise ConfigError(f"{where} {at}: {known}")
+        # A round that begins without any edge has nothing to average.
+        away = [self._away(edge) for edge in range(self.num_edges)]
         for number, (first, _) in enumerate(spans, 1):
-            away = [
-                any(absence.start <= first < absence.stop for absence in self._away(edge))
-                for edge in range(self.num_edges)
-            ]
-            if self.scenario.events and all(away):
-                raise ConfigError(
-                    f"{name} [[event]]: in round {number} users have all edges from the beginning; leave "
-                    "one to train"
-                )
+            if all(any(first in absence for absence in absences) for absences in away):
+                raise ConfigError(f"{where}: users have all edges from round {number}; leave one")
 
     @cached_property
     def _initial_plans(self) -> tuple[SplitPlan, ...]:
@@ -216,6 +202,7 @@ class SplitSetting:
 
     def _engine(self, edge: int) -> DecisionEngine:
         settings, cuts = self.scenario.split, self.costs[edge].cuts
+        # If the smallest front half does not fit, no cut can be planned.
         smallest = min(range(len(cuts)), key=lambda cut: cuts[cut].edge_memory_bytes)
         require_edge_memory(
             self.cluster.device_of(edge), self.costs[edge], SplitPlan(cut=smallest), edge
@@ -233,13 +220,13 @@ class SplitSetting:
         costs, link, engine = self.costs[edge], self.links[edge], self._engine(edge)
         name, window = self.scenario.strategy.name, self.window(0)
         if name == "edge-only" and self.workload.is_joined:
-            raise ConfigError(
-                f"{self.scenario.name}: parties that hold different features cannot train alone; "
-                "leave edge-only out"
-            )
+            why = "parties with different features cannot train alone"
+            raise self.scenario.mistake("strategy", "name", why)
         first = self.planned_rates(initial_rates(link))
+        # A run begins with the link's first rates, before anything is measured.
         best = engine.best(first, window)
-        if self.workload.is_joined:  # there is one cut, and no edge can train alone
+        # There is one cut, and no edge can train alone.
+        if self.workload.is_joined:
             bits = baselines.BASELINES[name].bits if name in baselines.BASELINES else best.bits
             return SplitPlan(cut=0, bits=bits, window=window)
         cut = self._configured_cut(costs)
@@ -256,6 +243,7 @@ class SplitSetting:
             )
         if cut is None:
             return best
+        # With a single cut left, the engine only chooses the width of features.
         given = DecisionEngine(
             replace(costs, cuts=costs.cuts[cut : cut + 1]),
             self.scenario.split.bits,
@@ -268,14 +256,10 @@ class SplitSetting:
         if cut == "auto":
             return None
         if isinstance(cut, str):
-            if cut not in names:
-                raise ConfigError(
-                    f"{self.scenario.name} [edgecloud] cut = {cut!r}: the model can be cut after "
-                    f"{', '.join(names)}"
-                )
-            return names.index(cut)
+            if cut in names:
+                return names.index(cut)
+            why = f"the model can be cut after {', '.join(names)}"
+            raise self.scenario.mistake("edgecloud", "cut", why)
         if not 0 <= cut < len(names):
-            raise ConfigError(
-                f"{self.scenario.name} [edgecloud] cut = {cut}: cuts are 0 to {len(names) - 1}"
-            )
+            raise self.scenario.mistake("edgecloud", "cut", f"cuts are 0 to {len(names) - 1}")
         return cut

@@ -17,7 +17,8 @@ from socflower.toml_file import parse_value
 class Tuning:
     """Values of keys of `[train]` that a comparison tries for each strategy: every combination."""
 
-    axes: tuple[tuple[str, tuple[Any, ...]], ...]  # the values of each key
+    # Each key with its values.
+    axes: tuple[tuple[str, tuple[Any, ...]], ...]
 
     @property
     def key(self) -> str:
@@ -27,13 +28,16 @@ class Tuning:
     @property
     def choices(self) -> tuple[dict[str, Any], ...]:
         """Every combination of the keys' values; the last key changes first."""
-        return tuple(
-            dict(zip((key for key, _ in self.axes), values, strict=True))
-            for values in product(*(values for _, values in self.axes))
-        )
+        keys = [key for key, _ in self.axes]
+        values_by_key = [values for _, values in self.axes]
+        choices = []
+        for values in product(*values_by_key):
+            choice = dict(zip(keys, values, strict=True))
+            choices.append(choice)
+        return tuple(choices)
 
     def value(self, choice: Mapping[str, Any]) -> Any:
-        """Return a combination as documents have it: the value of the only key, or of several a text."""
+        """Return a combination for documents: the value if there is one key, else a text."""
         if len(choice) == 1:
             return next(iter(choice.values()))
         return ", ".join(f"{key}={value}" for key, value in choice.items())
@@ -56,37 +60,43 @@ def parse_tuning(texts: Sequence[str]) -> Tuning:
     for text in texts:
         key, values = _axis(text)
         if key in axes:
-            raise ConfigError(
-                f"--tune {text}: {key} is searched twice; give all its values at once"
-            )
+            # A second search of the same key would silently replace the first.
+            raise ConfigError(f"--tune {text}: {key} is given twice; give all its values at once")
         axes[key] = values
     return Tuning(axes=tuple(axes.items()))
 
 
+def key_and_values(option: str, text: str) -> tuple[str, list[str]]:
+    """Return the parts of KEY=VALUE,VALUE; `ConfigError` unless there are two or more values, all different."""
+    key, _, values = text.partition("=")
+    tried = [value.strip() for value in values.split(",")]
+    different = {str(parse_value(value)) for value in tried}
+    are_values = "" not in tried
+    if not are_values or len(tried) < 2 or len(different) < len(tried):
+        raise ConfigError(f"{option} {text}: write KEY=VALUE,VALUE, with different values")
+    return key.strip(), tried
+
+
 def _axis(text: str) -> tuple[str, tuple[Any, ...]]:
-    key, separator, values = (part.strip() for part in text.partition("="))
-    tried = tuple(parse_value(value.strip()) for value in values.split(","))
-    if not separator or "" in tried or len(set(map(str, tried))) < max(2, len(tried)):
-        raise ConfigError(
-            f"--tune {text}: write a key of [train] and different values to try, as in "
-            "learning_rate=0.01,0.02,0.05"
-        )
+    key, tried = key_and_values("--tune", text)
     known = keys_of(TrainConfig)
     if key not in known:
-        raise ConfigError(unknown_key(key, values, known, f"--tune {text}"))
-    return key, tried
+        raise ConfigError(unknown_key(key, ",".join(tried), known, f"--tune {text}"))
+    return key, tuple(map(parse_value, tried))
 
 
 def search_seed(scenario: Scenario, reported: Collection[int]) -> int:
-    """Return the seed that a search trains with: the first from the scenario's on that is not reported."""
+    """Return the seed of a search: the scenario's, or the next one that no reported run has."""
     return next(seed for seed in count(scenario.seed) if seed not in reported)
 
 
 def best_of(results: Sequence[Mapping[str, Any]], quality: Quality) -> int:
-    """Return which result is best: the first to the target, or if none reached it, that of the best quality."""
+    """Return the index of the first result at the target; if none reached it, of that with the best quality."""
 
-    def order(result: Mapping[str, Any]) -> tuple[float, float]:
+    def order(index: int) -> tuple[float, float]:
+        result = results[index]
         reached_s = result[quality.time_key]
-        return math.inf if reached_s is None else reached_s, quality.rank(result[quality.final_key])
+        rank = quality.rank(result[quality.final_key])
+        return (math.inf if reached_s is None else reached_s), rank
 
-    return min(range(len(results)), key=lambda index: order(results[index]))
+    return min(range(len(results)), key=order)

@@ -1,8 +1,9 @@
-"""Model and data of a scenario: those of the registry by name, or what functions of the user's return."""
+"""Model and data of a scenario, from the registry or from functions of the user."""
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
@@ -48,14 +49,13 @@ class TrainingData:
 class ModelMetrics:
     """Metrics of a model on the test data."""
 
-    accuracy: (
-        float | None
-    )  # 0..1; None for a model that predicts no classes, such as a generator of text or images
+    # From 0 to 1; None for a model that predicts no classes, such as a generator.
+    accuracy: float | None
     loss: float
 
     @property
     def likelihood(self) -> float:
-        """exp(-loss): where the loss is a cross-entropy in nats, the (geometric) mean probability of what is right."""
+        """exp(-loss): for a cross-entropy in nats, the geometric mean of the probabilities of the right answers."""
         return math.exp(-self.loss)
 
 
@@ -106,7 +106,7 @@ def num_samples(scenario: Scenario) -> int:
 
 
 def example_inputs(scenario: Scenario) -> ExampleBatch:
-    """Return an example of the model's inputs: a batch of one sample, or of the registry the shape of a sample."""
+    """Return an example of the model's inputs: a batch of one sample, or for data of the registry a sample's shape."""
     if not scenario.data.factory:
         shape = data_shape(scenario.data.name)
         return shape.channels, shape.size, shape.size
@@ -123,27 +123,21 @@ def example_inputs(scenario: Scenario) -> ExampleBatch:
 
 
 def image_shape(scenario: Scenario) -> tuple[int, int, int]:
-    """Return channels, height and width of a sample's inputs; `ConfigError` if they are no images of floats."""
+    """Return channels, height and width of a sample's inputs; `ConfigError` unless they are images of floats."""
     if not scenario.data.factory:
         shape = data_shape(scenario.data.name)
         return shape.channels, shape.size, shape.size
-    example = example_inputs(scenario)
-    if (
-        not isinstance(example, torch.Tensor)
-        or example.dim() != 4
-        or not example.is_floating_point()
-    ):
-        kind = form_of(example)
-        if isinstance(example, torch.Tensor):
-            kind = (
-                f"{str(example.dtype).removeprefix('torch.')} of shape {tuple(example.shape[1:])}"
-            )
-        raise ConfigError(
-            f"{_factory_text('data', scenario)}: a sample's inputs are {kind}, and [precision] "
-            f"arithmetic = {scenario.precision.arithmetic!r} takes images, (channels, height, width) of "
-            "float32; use arithmetic = 'fp32'"
-        )
-    return example.shape[1], example.shape[2], example.shape[3]
+    example, takes = example_inputs(scenario), scenario.precision.arithmetic
+    kind = form_of(example)
+    if isinstance(example, torch.Tensor):
+        if example.dim() == 4 and example.is_floating_point():
+            return example.shape[1], example.shape[2], example.shape[3]
+        kind = f"{str(example.dtype).removeprefix('torch.')} of shape {tuple(example.shape[1:])}"
+    raise scenario.mistake(
+        "data",
+        "factory",
+        f"a sample's inputs are {kind}, and [precision] arithmetic = {takes!r} takes images of float32",
+    )
 
 
 def partitions(
@@ -157,43 +151,35 @@ def partitions(
 
 
 def check_workload(scenario: Scenario) -> None:
-    """Raise `ConfigError` for unknown names, and for what a factory of the user's returns that cannot train."""
+    """Raise `ConfigError` for unknown names, and for models or data of the user's that cannot train."""
     _check_name("model", scenario.model, model_names(), scenario)
     _check_name("data", scenario.data, data_names(), scenario)
     if not scenario.factories:
         scenario_data(scenario)
         return
     data, model = scenario_data(scenario), initial_model(scenario)
+    # Label skew needs classes, which some data do not have.
     _labels(scenario, data.train)
     if scenario.model.factory:
-        try:
+        with _naming(_factory_text("model", scenario)):
             require_trained_parameters(model)
-        except ConfigError as error:
-            raise ConfigError(f"{_factory_text('model', scenario)}: {error}") from None
-    try:
+    evaluated = f"{scenario.name}: model {scenario.model.name} cannot evaluate the test data of"
+    with _naming(f"{evaluated} {scenario.data.name}"):
         outcome = evaluate(model, data.test.select([0]))
-        _ = outcome.loss  # raises if there is none
-    except Exception as error:
-        what = str(error) if isinstance(error, ConfigError) else raised(error)
-        raise ConfigError(
-            f"{scenario.name}: model {scenario.model.name} cannot evaluate the test data of "
-            f"{scenario.data.name}: {what}"
-        ) from error
+        # Reading the loss raises if the model gives none.
+        _ = outcome.loss
     if "accuracy" not in outcome.metrics:
         _refuse_accuracy(scenario)
 
 
 def _refuse_accuracy(scenario: Scenario) -> None:
-    """Raise `ConfigError` for a target or a claim on the accuracy of a model that has none."""
-    claims = [key for key in scenario.expect if "accuracy" in key]
-    target = scenario.compare.target_accuracy
-    named = f"[expect] {claims[0]}" if claims else f"[compare] target_accuracy = {target}"
-    if claims or target is not None:
-        raise ConfigError(
-            f"{scenario.name} {named}: the evaluation of {scenario.model.name} on "
-            f"{scenario.data.name} gives a loss and no accuracy; write "
-            + (_of_loss(claims[0]) if claims else "target_loss")
-        )
+    """Raise `ConfigError` for a target or a claim on accuracy if the model only has a loss."""
+    said = f"{scenario.model.name} on {scenario.data.name} has a loss and no accuracy; write"
+    for claim in scenario.expect:
+        if "accuracy" in claim:
+            raise ConfigError(f"{scenario.name} [expect] {claim}: {said} {_of_loss(claim)}")
+    if scenario.compare.target_accuracy is not None:
+        raise scenario.mistake("compare", "target_accuracy", f"{said} target_loss")
 
 
 def _of_loss(claim: str) -> str:
@@ -203,24 +189,16 @@ def _of_loss(claim: str) -> str:
 
 
 def _check_name(table: str, settings: Any, known: tuple[str, ...], scenario: Scenario) -> None:
-    if settings.factory and settings.name in known:
-        raise ConfigError(
-            f"{scenario.name} [{table}] name = {settings.name!r} is that of a built-in, and factory = "
-            f"{settings.factory!r} is given too; remove one"
-        )
-    if not settings.factory and settings.name not in known:
-        close = get_close_matches(settings.name, known, n=1)
-        hint = (
-            f', or factory = "{settings.name}"'
-            if ":" in settings.name
-            else f"; did you mean {close[0]!r}?"
-            if close
-            else ""
-        )
-        raise ConfigError(
-            f"{scenario.name} [{table}] name = {settings.name!r} is unknown; use one of "
-            f"{', '.join(known)}{hint}"
-        )
+    name = settings.name
+    if settings.factory and name in known:
+        why = f"is that of a built-in, and factory = {settings.factory!r} is given too; remove one"
+        raise scenario.mistake(table, "name", why)
+    if settings.factory or name in known:
+        return
+    hint = f', or factory = "{name}"' if ":" in name else ""
+    for close in get_close_matches(name, known, n=1):
+        hint = f"; did you mean {close!r}?"
+    raise scenario.mistake(table, "name", f"is unknown; use one of {', '.join(known)}{hint}")
 
 
 def _made(table: str, settings: Factory, scenario: Scenario) -> Any:
@@ -234,6 +212,7 @@ def _made(table: str, settings: Factory, scenario: Scenario) -> Any:
     )
     if not callable(function):
         raise ConfigError(f"{text}: is a {type(function).__name__}, not a function")
+    # The user's function may draw from global generators, whose states are restored.
     with forked_generators(scenario.seed):
         return call(function, settings.arguments, text)
 
@@ -242,7 +221,8 @@ def _factory_text(table: str, scenario: Scenario) -> str:
     return f"{scenario.name} [{table}] factory = {getattr(scenario, table).factory!r}"
 
 
-@lru_cache(maxsize=2)  # of two seeds
+# A comparison alternates between two seeds.
+@lru_cache(maxsize=2)
 def _own_data(
     factory: str, arguments: str, seed: int, folder: str | None, name: str
 ) -> TrainingData:
@@ -254,20 +234,18 @@ def _own_data(
     )
     text = _factory_text("data", scenario)
     made = _made("data", scenario.data, scenario)
-    parts = (
-        (made.get("train"), made.get("test"))
-        if isinstance(made, Mapping)
-        else (made.train, made.test)
-        if hasattr(made, "train") and hasattr(made, "test")
-        else made
-    )
+    parts = made
+    if isinstance(made, Mapping):
+        parts = (made.get("train"), made.get("test"))
+    elif hasattr(made, "train") and hasattr(made, "test"):
+        parts = (made.train, made.test)
     if (
         not isinstance(parts, tuple | list)
         or len(parts) != 2
         or any(part is None for part in parts)
     ):
         raise ConfigError(
-            f"{text}: returned {form_of(made)}; return (train, test), or an object that has both"
+            f"{text}: returned {form_of(made)}; return (train, test), or an object with both"
         )
     train, test = (
         _as_source(part, which, text)
@@ -277,23 +255,26 @@ def _own_data(
 
 
 def _as_source(part: Any, which: str, text: str) -> DataSource:
-    try:
+    with _naming(f"{text}: {which}"):
         source = as_data_source(part)
-    except ConfigError as error:
-        raise ConfigError(f"{text}: {which} {error}") from None
     if not len(source):
         raise ConfigError(f"{text}: there is no {which} sample")
     return source
 
 
-def _first(scenario: Scenario, source: DataSource) -> Batch:
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Let errors, of the user's functions too, begin with what they are about."""
     try:
-        return source.batch([0])
+        yield
     except Exception as error:
-        what = str(error) if isinstance(error, ConfigError) else raised(error)
-        raise ConfigError(
-            f"{_factory_text('data', scenario)}: its first sample cannot be read: {what}"
-        ) from error
+        why = str(error) if isinstance(error, ConfigError) else raised(error)
+        raise ConfigError(f"{what}: {why}") from error
+
+
+def _first(scenario: Scenario, source: DataSource) -> Batch:
+    with _naming(f"{_factory_text('data', scenario)}: its first sample cannot be read"):
+        return source.batch([0])
 
 
 def _image_shape(scenario: Scenario) -> tuple[int, int, int]:
@@ -303,10 +284,11 @@ def _image_shape(scenario: Scenario) -> tuple[int, int, int]:
         return shape.channels, shape.size, shape.num_classes
     train = scenario_data(scenario).train
     if not isinstance(train, LabelledData) or train.inputs.shape[2] != train.inputs.shape[3]:
-        raise ConfigError(
-            f"{scenario.name} [model] name = {scenario.model.name!r} takes square images of a known "
-            f"number of classes; let {scenario.data.factory} return LabelledData, or name a [model] "
-            "factory"
+        raise scenario.mistake(
+            "model",
+            "name",
+            f"takes square images of known classes; let {scenario.data.factory} return LabelledData, or "
+            "name a [model] factory",
         )
     return train.inputs.shape[1], train.inputs.shape[2], train.num_classes
 
@@ -316,15 +298,14 @@ def _labels(scenario: Scenario, train: DataSource) -> NDArray[np.int64]:
     if scenario.data.partition == "iid":
         return np.zeros(len(train), np.int64)
     if train.targets is None:
-        raise ConfigError(
-            f"{scenario.name} [data] partition = {scenario.data.partition!r} needs each sample's class: "
-            f"give the Dataset of {scenario.data.factory} a list `targets`, as torchvision's have, or "
-            "use partition = 'iid'"
+        raise scenario.mistake(
+            "data",
+            "partition",
+            f"needs each sample's class: give the Dataset of {scenario.data.factory} a list `targets`, as "
+            "torchvision's have",
         )
     labels = np.asarray(train.targets, np.int64)
     if labels.shape != (len(train),):
-        raise ConfigError(
-            f"{scenario.name} [data] factory = {scenario.data.factory!r}: `targets` has shape "
-            f"{labels.shape}, and there are {len(train)} training samples; it takes a class of each"
-        )
+        why = f"`targets` has shape {labels.shape}, and there are {len(train)} training samples"
+        raise scenario.mistake("data", "factory", why)
     return labels

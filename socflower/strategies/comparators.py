@@ -42,7 +42,7 @@ class RingAllReduce(SoCFlow):
         self,
         *,
         cluster: Cluster,
-        schedule: TrainingSchedule | None = None,
+        schedule: TrainingSchedule,
         num_socs: int | None = None,
         **settings: Any,
     ) -> None:
@@ -57,9 +57,7 @@ class RingAllReduce(SoCFlow):
 class SingleDevice(SoCFlow):
     """SGD on one SoC alone, the fastest where devices differ. `batch_size` is its batch."""
 
-    def __init__(
-        self, *, cluster: Cluster, schedule: TrainingSchedule | None = None, **settings: Any
-    ) -> None:
+    def __init__(self, *, cluster: Cluster, schedule: TrainingSchedule, **settings: Any) -> None:
         super().__init__(
             cluster=cluster,
             schedule=_of_epochs(schedule),
@@ -68,8 +66,8 @@ class SingleDevice(SoCFlow):
         )
 
 
-def _of_epochs(schedule: TrainingSchedule | None) -> TrainingSchedule | None:
-    """Return the schedule with one round an epoch; what is none is left for `SoCFlow` to refuse."""
+def _of_epochs(schedule: TrainingSchedule) -> TrainingSchedule:
+    """Return the schedule with one round an epoch; `SoCFlow` refuses a value of another type."""
     return (
         replace(schedule, interval_epochs=1.0)
         if isinstance(schedule, TrainingSchedule)

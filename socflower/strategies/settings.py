@@ -1,20 +1,42 @@
 """The settings of SoCFlow, by what they are about; each is a frozen value that a caller may keep and reuse."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from socflower.cluster import FP32, ModelProfile, Pricing, VirtualClock
+from socflower.cluster.cluster_file import MOST_SOCS
 from socflower.errors import ConfigError, require_type
+from socflower.field_rules import OneOf, checked
 from socflower.hierarchy.collectives import BUCKETS, FUSIONS
-from socflower.hierarchy.leader_topology import COMPRESSIONS, KINDS, NONE, compression_fault
+from socflower.hierarchy.leader_topology import (
+    COMPRESSIONS,
+    NONE,
+    RING,
+    STAR,
+    TREE,
+    compression_fault,
+)
 from socflower.hierarchy.uplink_turns import AUTO
-from socflower.plain_numbers import plain_numbers
 
-_COUNT = "a whole number, 1 or more"
+# Far above any real training: they keep planning and training bounded.
+MOST_EPOCHS = 1_000_000
+_MOST_SAMPLES = 1_000_000
+_MOST_BUCKETS = 1000
+
+Epochs = Annotated[int, Field(gt=0, le=MOST_EPOCHS)]
+BatchSize = Annotated[int, Field(gt=0, le=_MOST_SAMPLES)]
+IntervalEpochs = Annotated[float, Field(gt=0, le=MOST_EPOCHS)] | Annotated[str, OneOf(("decay",))]
+NumSocs = Annotated[int, Field(gt=0, le=MOST_SOCS)]
+UplinkTurns = bool | Annotated[str, OneOf((AUTO,))]
+OverlapBuckets = Annotated[int, Field(gt=0, le=_MOST_BUCKETS)]
+Leaders = Annotated[str, OneOf((AUTO, RING, STAR, TREE))]
+LeaderCompression = Annotated[str, OneOf(COMPRESSIONS)]
+Fusion = Annotated[str, OneOf(FUSIONS)]
 
 
-@plain_numbers
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class TrainingSchedule:
     """How much is trained, in which order, and how often groups synchronise.
 
@@ -25,57 +47,35 @@ class TrainingSchedule:
     interval_epochs : float or "decay"
         Epochs between synchronisations, or the paper's schedule 0.25, 0.5, 1, 2 (F3).
     server_interval : int
-        Every how many synchronisations all groups take part, where the cluster is a site of several servers; at the
-        others those of each server average their models. All take part in the last one.
+        In a site of several servers, all groups take part in every `server_interval`-th synchronisation, and in the
+        last one; in the others the groups of each server average their models.
     reshuffle : bool
-        Redistribute all data to the groups at the synchronisations that end an epoch; off where data must not leave
+        Redistribute all data among the groups at the synchronisations that end an epoch; off if data must not leave
         their node.
     seed : int
         Seed of the order of the data.
     """
 
-    num_samples: int
-    batch_size: int
-    num_epochs: int
-    interval_epochs: float | str = "decay"
-    server_interval: int = 1
+    num_samples: Annotated[int, Field(gt=0)]
+    batch_size: BatchSize
+    num_epochs: Epochs
+    interval_epochs: IntervalEpochs = "decay"
+    server_interval: Epochs = 1
     reshuffle: bool = True
     seed: int = 1
 
-    def __post_init__(self) -> None:
-        for key in ("num_samples", "batch_size", "num_epochs", "server_interval"):
-            value = getattr(self, key)
-            require_type("TrainingSchedule", (int,), _COUNT, **{key: value})
-            if value < 1:
-                raise ConfigError(f"TrainingSchedule: {key} = {value} must be {_COUNT}")
-        require_type(
-            "TrainingSchedule",
-            (int, float, str),
-            'a number above 0, or "decay"',
-            interval_epochs=self.interval_epochs,
-        )
-        require_type("TrainingSchedule", (bool,), "True or False", reshuffle=self.reshuffle)
-        require_type("TrainingSchedule", (int,), "a whole number", seed=self.seed)
 
-
-@plain_numbers
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class Grouping:
     """How many groups are planned, and of how many of the cluster's slots; `num_socs` None is all of them."""
 
-    num_groups: int = 1
-    num_socs: int | None = None
-
-    def __post_init__(self) -> None:
-        require_type("Grouping", (int,), _COUNT, num_groups=self.num_groups)
-        require_type(
-            "Grouping", (int, type(None)), f"{_COUNT}, or None for all", num_socs=self.num_socs
-        )
+    num_groups: NumSocs = 1
+    num_socs: NumSocs | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """What virtual time and energy are made of; without a profile, none are kept.
+    """What virtual time and energy are computed from; without a profile neither is computed.
 
     Parameters
     ----------
@@ -116,8 +116,7 @@ class Costs:
             )
 
 
-@plain_numbers
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked
 class ExchangeSettings:
     """How groups exchange gradients, on every engine.
 
@@ -142,65 +141,13 @@ class ExchangeSettings:
         of real machines send them, or each tensor, as SoCFlow+ seems to have sent them.
     """
 
-    uplink_turns: bool | str = AUTO
-    overlap_buckets: int = 1
-    leaders: str = AUTO
-    leader_compression: str = NONE
-    fusion: str = BUCKETS
+    uplink_turns: UplinkTurns = AUTO
+    overlap_buckets: OverlapBuckets = 1
+    leaders: Leaders = AUTO
+    leader_compression: LeaderCompression = NONE
+    fusion: Fusion = BUCKETS
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.uplink_turns, bool) and self.uplink_turns != AUTO:
-            raise ConfigError(
-                f"uplink_turns = {self.uplink_turns!r} is unknown; use true, false or {AUTO!r}"
-            )
-        require_type("ExchangeSettings", (int,), _COUNT, overlap_buckets=self.overlap_buckets)
-        if self.overlap_buckets < 1:
-            raise ConfigError(
-                f"ExchangeSettings: overlap_buckets = {self.overlap_buckets} must be {_COUNT}"
-            )
-        require_type(
-            "ExchangeSettings",
-            (str,),
-            "a text",
-            leaders=self.leaders,
-            fusion=self.fusion,
-            leader_compression=self.leader_compression,
-        )
-        if self.fusion not in FUSIONS:
-            raise ConfigError(
-                f"ExchangeSettings: fusion = {self.fusion!r} is unknown; use "
-                f"{' or '.join(map(repr, FUSIONS))}"
-            )
-        if self.leaders not in (AUTO, *KINDS):
-            raise ConfigError(
-                f"ExchangeSettings: leaders = {self.leaders!r} is unknown; use "
-                f"{', '.join(map(repr, (AUTO, *KINDS)))}"
-            )
-        if self.leader_compression not in COMPRESSIONS:
-            raise ConfigError(
-                f"ExchangeSettings: leader_compression = {self.leader_compression!r} is unknown; use "
-                f"{', '.join(map(repr, COMPRESSIONS))}"
-            )
+    def check(self) -> None:
+        """Refuse a compression that the leaders' exchange does not have."""
         if fault := compression_fault(self.leaders, self.leader_compression):
-            raise ConfigError(f"ExchangeSettings: {fault}")
-
-
-_MOVED = {
-    **dict.fromkeys(
-        ("num_samples", "batch_size", "num_epochs", "interval_epochs", "reshuffle", "seed"),
-        "schedule=TrainingSchedule({key}=…)",
-    ),
-    **dict.fromkeys(("model_profile", "pricing", "clock"), "costs=Costs({key}=…)"),
-    **dict.fromkeys(("uplink_turns", "overlap_buckets"), "exchange=ExchangeSettings({key}=…)"),
-    "num_socs": "groups=Grouping(num_groups=…, num_socs=…)",
-    "num_groups": "groups, a number",
-    "plan": "groups, which may be a plan",
-}
-
-
-def refuse_unknown(strategy: str, options: Mapping[str, object]) -> None:
-    """Raise `ConfigError` for an option that is part of a settings value now, naming it; `TypeError` for any other."""
-    for key in options:
-        if key in _MOVED:
-            raise ConfigError(f"{strategy}: {key} is now {_MOVED[key].format(key=key)}")
-        raise TypeError(f"{strategy}: unexpected option {key!r}")
+            raise ConfigError(fault)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from logging import WARNING
-from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
@@ -37,7 +36,6 @@ from socflower.strategies.settings import (
     ExchangeSettings,
     Grouping,
     TrainingSchedule,
-    refuse_unknown,
 )
 from socflower.wire.message_keys import CONFIG, EVALUATED
 
@@ -217,7 +215,7 @@ class SoCFlow(GroupRoundStrategy):
         self,
         *,
         cluster: Cluster,
-        schedule: TrainingSchedule | None = None,
+        schedule: TrainingSchedule,
         groups: int | Grouping | GroupPlan = 1,
         costs: Costs = Costs(),
         exchange: ExchangeSettings = ExchangeSettings(),
@@ -226,15 +224,8 @@ class SoCFlow(GroupRoundStrategy):
         outer: Strategy | None = None,
         average: Averaging | None = None,
         tolerate_client_errors: bool = False,
-        **unknown: Any,
     ) -> None:
         name = type(self).__name__
-        refuse_unknown(name, unknown)
-        # Not Python's error, which would hide that of an option that is part of the schedule now.
-        if schedule is None:
-            raise ConfigError(
-                f"{name}: schedule=TrainingSchedule(num_samples=…, batch_size=…, num_epochs=…) is missing"
-            )
         _require_types(
             name,
             cluster=cluster,

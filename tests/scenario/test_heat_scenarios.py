@@ -227,13 +227,6 @@ def test_a_report_beside_a_strategy_without_heat_keeps_each_ones_look() -> None:
     assert "#D55E00" in section and "#0072B2" not in section  # the second's colour
 
 
-def test_of_users_alone_the_report_has_no_temperatures() -> None:
-    (section,) = re.findall(
-        r'<section aria-labelledby="heat">.*?</section>', rendered(result(GAMES)), flags=re.DOTALL
-    )
-    assert "<figure>" not in section and "nothing could get hot" in section
-
-
 @pytest.mark.parametrize(
     "history",
     [

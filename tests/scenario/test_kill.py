@@ -45,7 +45,7 @@ def test_two_kills_change_nothing(socflower: Socflower, tmp_path: Path) -> None:
     assert not (runs.out / "result.json").exists()
     assert runs.kill_when(while_writing(runs))
     said = runs.finish_here(socflower)
-    assert f"resuming {runs.out} after round " in said and " of 20; --fresh starts anew" in said
+    assert f"resuming {runs.out} after round " in said and " of 20; --fresh" in said
     resumed = runs.assert_as_uninterrupted()
     assert 1 <= len(resumed) <= 2 and resumed == sorted(resumed)
 

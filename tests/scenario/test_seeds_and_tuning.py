@@ -174,9 +174,9 @@ def test_seeds_are_different_whole_numbers(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("learning_rate", "write a key of"),
+        ("learning_rate", "KEY=VALUE"),
         ("learning_rate=0.1", "different values"),
-        ("epochs=1,", "write a key"),
+        ("epochs=1,", "KEY=VALUE"),
         ("learning_rate=0.1,0.1", "different values"),
         ("rate=1,2", "unknown key 'rate'"),
         ("learning_rat=0.1,0.2", "did you mean 'learning_rate'?"),

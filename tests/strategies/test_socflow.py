@@ -236,37 +236,6 @@ def test_a_plan_of_its_own_is_used_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "now"),
-    [
-        ("num_groups", 2, "groups, a number"),
-        ("plan", None, "groups, which may be a plan"),
-        ("num_socs", 4, "groups=Grouping(num_groups=…, num_socs=…)"),
-        ("num_samples", 9, "schedule=TrainingSchedule(num_samples=…)"),
-        ("seed", 2, "schedule=TrainingSchedule(seed=…)"),
-        ("model_profile", PROFILE, "costs=Costs(model_profile=…)"),
-        ("overlap_buckets", 2, "exchange=ExchangeSettings(overlap_buckets=…)"),
-    ],
-)
-def test_an_option_that_is_part_of_a_settings_value_is_refused_with_its_place(
-    option: str, value: object, now: str
-) -> None:
-    for strategy in (SoCFlow, RingAllReduce) if option != "num_socs" else (SoCFlow,):
-        with pytest.raises(ConfigError) as caught:
-            strategy(cluster=parse_cluster({"boards": [2, 2]}), **{option: value})
-        assert one_line(caught) == f"{strategy.__name__}: {option} is now {now}"
-
-
-def test_options_that_nobody_knows_and_a_missing_schedule_are_refused() -> None:
-    with pytest.raises(TypeError, match="SoCFlow: unexpected option 'what'"):
-        socflow(what=1)
-    for strategy in (SoCFlow, SingleDevice):
-        with pytest.raises(
-            ConfigError, match=rf"{strategy.__name__}: schedule=TrainingSchedule\(.*\) is missing"
-        ):
-            strategy(cluster=parse_cluster({"boards": [2, 2]}))
-
-
-@pytest.mark.parametrize(
     ("make", "fault"),
     [
         (lambda: TrainingSchedule(num_samples=0, batch_size=1, num_epochs=1), "num_samples"),

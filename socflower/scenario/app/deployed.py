@@ -1,4 +1,4 @@
-"""What Flower's processes need of a scenario: its app as files, and a node config for each participating SoC.
+"""A scenario as Flower's processes need it: its app as files, and a node config for each participating SoC.
 
 If Flower's processes share this machine's disk, the run config names the run's folder (`run-folder`). Otherwise the
 bundle contains the scenario, and Flower sends the bundle to the SuperLink and to every SuperNode.

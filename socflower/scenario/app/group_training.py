@@ -87,7 +87,8 @@ class _Training:
         self._plan: dict[str, Any] | None = None
         self._resumed: Checkpoint | None = None
         self._transport, self._leader_transport = "in process", ""
-        self._undisturbed_s: float | None = None  # of a pipeline under heat
+        # The time of a pipeline without heat.
+        self._undisturbed_s: float | None = None
 
     def run(self) -> dict[str, Any]:
         """Train with the scenario's strategy."""
@@ -101,7 +102,8 @@ class _Training:
         else:
             final = self._grouped(arrays) if self._scenario.has_groups else self._fedavg(arrays)
         if self._resumed is not None:
-            final = final or arrays  # no round was left
+            # A resumed run may have no round left.
+            final = final or arrays
         if not final:
             raise TrainingFailed(
                 "Flower returned no model: every client failed; see the log for the first cause"
@@ -177,10 +179,8 @@ class _Training:
         """Train one model over all SoCs, in stages."""
         settings, table = self._scenario.strategy, self._scenario.pipeline or PipelineConfig()
         if settings.rebalance == "shares" and self._rack is not None:
-            raise ConfigError(
-                f"{self._scenario.name} [strategy] rebalance = 'shares': in virtual time a pipeline "
-                "keeps its shares within a round; use 'groups', by which rounds are planned anew"
-            )
+            why = "in virtual time a pipeline keeps its shares within a round; use 'groups'"
+            raise self._scenario.mistake("strategy", "rebalance", why)
         problem, _ = pipeline_problem(self._scenario)
         strategy = HybridPipeline(
             problem=problem,
@@ -238,7 +238,8 @@ class _Training:
             return fixed
         if isinstance(settings.groups, int):
             return settings.groups
-        if self._record.warm_up is not None:  # of the resumed run
+        # A resumed run has its warm-up in the checkpoint.
+        if self._record.warm_up is not None:
             return int(self._record.warm_up["num_groups"])
         num_socs = settings.socs or self._cluster.num_socs
         choice = profile_group_count(
@@ -264,8 +265,8 @@ class _Training:
         score = self._evaluate(arrays)
         if score.accuracy is None and score.likelihood == 0.0:
             raise TrainingFailed(
-                f'[strategy] groups = "auto": the loss after the first epoch is {score.loss:g}, and '
-                "exp(-loss), by which numbers of groups are compared, is 0; give a number of groups"
+                f'[strategy] groups = "auto": a loss of {score.loss:g} after the first epoch is too large '
+                "to compare by; give a number of groups"
             )
         return score.likelihood if score.accuracy is None else score.accuracy
 
@@ -312,8 +313,8 @@ class _Training:
         )
         if num_socs != wanted:
             raise InfeasiblePlan(
-                f"[strategy] fedavg trains on {wanted} SoCs and Flower has {num_socs} nodes; start as "
-                f"many SuperNodes, or set socs = {num_socs}"
+                f"[strategy] fedavg trains on {wanted} SoCs and Flower has {num_socs} nodes; set socs = "
+                f"{num_socs}"
             )
         self._require_reachable_events(num_rounds, range(num_socs))
         grid = VirtualTimeGrid(
@@ -358,6 +359,7 @@ class _Training:
 
     def _require_reachable_events(self, num_rounds: int, socs: Collection[int]) -> None:
         """Raise `ConfigError` for an event that can never happen, since the scenario would not test its claim."""
+        taking_part = ", ".join(map(str, socs))
         for event in self._scenario.events:
             if event.round > num_rounds:
                 raise ConfigError(
@@ -365,8 +367,7 @@ class _Training:
                 )
             if event.soc not in socs:
                 raise ConfigError(
-                    f"[[event]] soc = {event.soc} takes no part in the run; those that do: "
-                    f"{', '.join(map(str, socs))}"
+                    f"[[event]] soc = {event.soc} takes no part; use one of {taking_part}"
                 )
 
     def _heat(self) -> dict[str, float]:

@@ -64,7 +64,7 @@ def scenario_server_app(folder_of: FolderOf, prepared: PreparedRun | None = None
 
 
 def report_outcome(folder: RunFolder, outcome: Callable[[], dict[str, Any]]) -> None:
-    """Write what a ServerApp came to, or its error, to the run's folder; an error that is a bug is raised too."""
+    """Write a ServerApp's outcome or error to the run's folder; errors that are bugs are raised too."""
     folder.write_server_process(os.getpid())
     try:
         folder.write_outcome(outcome())

@@ -66,7 +66,7 @@ def training_profile(training_flops: float | None) -> ModelProfile | None:
 def app_outcome(clock: EventClock, messages: MessageLog, rounds: RoundLog) -> dict[str, Any]:
     """Return the part of an app's result that follows from its clock, messages and metrics.
 
-    Values that are None for want of knowledge are in `unknown`, each with its reason.
+    `unknown` has the reason for each value that is None.
     """
     usage, events = clock.usage, messages.documents()
     entries = rounds.documents(events)

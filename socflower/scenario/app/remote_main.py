@@ -37,12 +37,14 @@ ENGINE = "deployment"
 STATE_FOLDER_KEY = "state-folder"
 """Key of a SuperNode's config: the folder in which its machine keeps the states of trainings that may be resumed."""
 
-_ENDING_S = (
-    60.0  # within which the ServerApp of an earlier attempt notices that the SuperLink dropped it
-)
-_PART_S = 0.25  # Flower uploads the log several times a second, and at a run's end waits 3 s for what is left
-_NPZ_BYTES = 2**20  # names and headers of the arrays in the file, at most
-_MAX_TRACE_BYTES = 64 * 2**20  # a larger trace is not sent: it would fill the SuperLink's database
+# Within this time the ServerApp of an earlier attempt notices that the SuperLink dropped it.
+_ENDING_S = 60.0
+# Flower uploads the log several times a second, and waits 3 s for the rest at a run's end.
+_PART_S = 0.25
+# An upper bound on the names and headers in the file.
+_NPZ_BYTES = 2**20
+# A larger trace is not sent, since it would fill the SuperLink's database.
+_MAX_TRACE_BYTES = 64 * 2**20
 
 
 def bundled_server_app(bundle: Path) -> ServerApp:
@@ -81,10 +83,12 @@ class BundledRunFolder(RunFolder):
     """A run's folder on the SuperLink's machine; the machine that submitted the run sees only its log."""
 
     bundle: Path
-    kept: Path | None  # checkpoints
+    # The folder of the run's checkpoints.
+    kept: Path | None
     fresh: bool
     print_line: Callable[[str], None]
-    run_id: int = 0  # Flower's
+    # Flower's id of the run.
+    run_id: int = 0
     sends_model: bool = False
 
     @property
@@ -120,8 +124,7 @@ class BundledRunFolder(RunFolder):
         if cloud is None and needs_cloud(scenario):
             raise ConfigError(
                 f"[strategy] name = {scenario.strategy.name!r} needs a cloud, and this SuperLink's "
-                "environment names none; set SOCFLOWER_CLOUD and SOCFLOWER_CLOUD_TOKEN_FILE where it is "
-                "started"
+                "environment names none; set SOCFLOWER_CLOUD and SOCFLOWER_CLOUD_TOKEN_FILE there"
             )
         return cloud
 

@@ -86,7 +86,8 @@ class RoundRecord:
         """
 
         def evaluate_round(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
-            if server_round < len(self.rounds):  # round 0 of a run that was resumed after it
+            # A resumed run evaluates its first model again.
+            if server_round < len(self.rounds):
                 return None
             outcome = self._evaluate(arrays)
             training = round_end(server_round) if server_round else {"epoch": 0.0, "events": []}
@@ -95,9 +96,7 @@ class RoundRecord:
                     "round": server_round,
                     "epoch": training.pop("epoch"),
                     "accuracy": outcome.accuracy,
-                    "loss": outcome.loss
-                    if math.isfinite(outcome.loss)
-                    else None,  # JSON has no NaN
+                    "loss": outcome.loss if math.isfinite(outcome.loss) else None,
                     "virtual_s": self._clock.now_s,
                     "energy_j": self._clock.usage.total_energy_j,
                     "bytes": self._clock.usage.bytes_by_tier,

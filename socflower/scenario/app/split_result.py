@@ -9,7 +9,8 @@ from socflower.edgecloud.plan.cuts import SplitCosts, SplitPlan
 from socflower.edgecloud.plan.party import Party
 from socflower.strategies.split_replay import SplitRoundReport
 
-_MAX_SAMPLES = 2000  # of a link's rates over time
+# The most points of a link's rates that a result has.
+_MAX_SAMPLES = 2000
 
 
 class SplitHistory:

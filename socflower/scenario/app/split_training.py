@@ -1,4 +1,4 @@
-"""A split scenario as an app: what the edges are made of, and the ServerApp with cloud, links and strategy."""
+"""A split scenario as an app: the edges' ClientApp, and the ServerApp with cloud, links and strategy."""
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -132,7 +132,7 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
         own = {key: checkpoint.balance[key] for key in strategy.state}
         strategy.resume_from(checkpoint.server_round, **own)
     history = SplitHistory(
-        setting.links, strategy.parties, resumed[0].balance.get("story") if resumed else None
+        setting.links, strategy.parties, resumed[0].balance.get("history") if resumed else None
     )
 
     def round_end(server_round: int) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
         return entry
 
     def own_state() -> dict[str, Any]:
-        return {"balance": {**strategy.state, "story": history.state()}}
+        return {"balance": {**strategy.state, "history": history.state()}}
 
     frozen = {FROZEN_SHA256: digest} if (digest := workload.program.frozen_sha256) else {}
     try:
@@ -160,11 +160,13 @@ def train_split(run: PreparedRun, grid: Grid, folder: RunFolder) -> dict[str, An
             train_config=ConfigRecord({**frozen, **record.train_config}),
             evaluate_fn=record.evaluation(round_end, strategy.num_rounds, own_state),
         ).arrays
-    finally:  # otherwise a cloud that serves other runs too would keep this run's sessions
+    finally:
+        # A cloud that also serves other runs would otherwise keep this run's sessions.
         if cloud is not None:
             cloud.close()
     if resumed is not None:
-        final = final or arrays  # no round was left
+        # A resumed run may have no round left.
+        final = final or arrays
     if not final:
         raise TrainingFailed(
             "Flower returned no model: every client failed; see the log for the first cause"

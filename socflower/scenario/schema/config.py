@@ -1,17 +1,17 @@
 """The tables of a scenario file: keys, defaults, limits, descriptions; docs/reference/scenarios.md is made of them."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Self
 
 from pydantic import Field
 
-from socflower.cluster.cluster_file import MOST_SOCS, ClusterFile
-from socflower.field_rules import OneOf, keys_of
-from socflower.hierarchy.collectives import FUSIONS
+from socflower.cluster.cluster_file import ClusterFile
+from socflower.errors import ConfigError, SocflowerError
+from socflower.field_rules import OneOf
 from socflower.hierarchy.delayed_sync import MOST_INTERVALS
-from socflower.hierarchy.leader_topology import COMPRESSIONS, NONE, compression_fault
+from socflower.hierarchy.leader_topology import NONE
 from socflower.peers.ring.settings import RingSettings
 from socflower.precision import ALGORITHMS, MIXING_RULES
 from socflower.scenario.schema.outer import OuterConfig
@@ -29,6 +29,20 @@ from socflower.scenario.schema.strategies import (
     family_of,
 )
 from socflower.scenario.schema.thermal import BackgroundLoadConfig, ThermalConfig
+from socflower.scenario.schema.unread import is_set, require_reader, shown
+from socflower.strategies.settings import (
+    MOST_EPOCHS,
+    BatchSize,
+    Epochs,
+    ExchangeSettings,
+    Fusion,
+    IntervalEpochs,
+    LeaderCompression,
+    Leaders,
+    NumSocs,
+    OverlapBuckets,
+    UplinkTurns,
+)
 from socflower.toml_file import Table
 
 ARITHMETICS = ("fp32", "int8", "mixed")
@@ -56,17 +70,16 @@ _READERS = {
 }
 """The arithmetics that read a key of `[precision]`, for keys that not all of them read."""
 
+_COUNTED = "it needs a number of groups, and groups is 'auto'; give it"
+
 _OF_LEADERS = ("leaders", "leader_compression")
 """Keys of `[strategy]` that only several groups read."""
 
-# Limits far above any real training, which keep planning and training bounded.
-_MAX_EPOCHS = 1_000_000
-_MAX_SAMPLES = 1_000_000  # of a batch
-
-_ALPHA = 0.5
-
-Epochs = Annotated[int, Field(gt=0, le=_MAX_EPOCHS)]
 Round = Annotated[int, Field(gt=0, le=MOST_INTERVALS)]
+
+
+Rule = tuple[object, str, str]
+"""Whether a rule is broken, the key that breaks it, and the reason with the remedy."""
 
 
 class Factory(Table):
@@ -83,12 +96,9 @@ class Factory(Table):
     def check(self) -> None:
         """Refuse a factory that cannot be imported by its name, and arguments without a factory."""
         if self.factory and not _FACTORY.fullmatch(self.factory):
-            raise ValueError(f'factory = {self.factory!r}: write "package.module:function"')
+            raise ConfigError(f'factory = {self.factory!r}: write "package.module:function"')
         if self.arguments and not self.factory:
-            raise ValueError(
-                f"arguments = {self.arguments} are those of a factory, and none is named; add factory = "
-                '"package.module:function"'
-            )
+            raise ConfigError(f"arguments = {self.arguments} are for a factory; name one")
 
 
 class ModelConfig(Factory):
@@ -134,27 +144,21 @@ class DataConfig(Factory):
         "iid", description=("how data are spread over SoCs; `dirichlet` is label skew")
     )
     alpha: float = Field(
-        _ALPHA, gt=0, description="of the Dirichlet distribution; smaller is more uneven"
+        0.5, gt=0, description="of the Dirichlet distribution; smaller is more uneven"
     )
 
     def check(self) -> None:
         """Refuse an unevenness of even parts."""
         super().check()
-        if self.alpha != _ALPHA and self.partition != "dirichlet":
-            raise ValueError(
-                f"alpha = {self.alpha} is for partition = 'dirichlet', and it is {self.partition!r}; "
-                "leave it out"
-            )
+        require_reader(self, "partition", {"alpha": ("dirichlet",)})
 
 
 class TrainConfig(Table):
     """`[train]`"""
 
     epochs: Epochs = Field(10, description="passes over the data")
-    batch_size: int = Field(
+    batch_size: BatchSize = Field(
         64,
-        gt=0,
-        le=_MAX_SAMPLES,
         description=(
             "of a group for `socflow`, of all SoCs together for `ring` and `sgd`, of one client "
             "for `fedavg`, of each edge "
@@ -205,13 +209,11 @@ class TrainConfig(Table):
     def check(self) -> None:
         """Refuse names of no device, momentum without SGD, and local epochs that do not divide the epochs."""
         if not _DEVICE.fullmatch(self.device):
-            raise ValueError(f"device = {self.device!r}: write auto, cpu, cuda, cuda:1 or mps")
-        if self.momentum and self.optimizer != "sgd":
-            raise ValueError(
-                f"momentum = {self.momentum} is for sgd, and optimizer = {self.optimizer!r}; leave it out"
-            )
+            raise ConfigError(f"device = {self.device!r}: write auto, cpu, cuda, cuda:1 or mps")
+        if self.momentum:
+            require_reader(self, "optimizer", {"momentum": ("sgd",)})
         if self.epochs % self.local_epochs:
-            raise ValueError(
+            raise ConfigError(
                 f"epochs = {self.epochs} must be a multiple of local_epochs = {self.local_epochs}"
             )
 
@@ -270,24 +272,11 @@ class PrecisionConfig(Table):
     def check(self) -> None:
         """Refuse keys that the arithmetic does not read, unless they have their defaults."""
         if self.arithmetic == "mixed" and not self.held_out:
-            raise ValueError(
-                f"held_out = {self.held_out} must be 1 or more with arithmetic = 'mixed'"
-            )
+            raise ConfigError("held_out = 0 must be 1 or more with arithmetic = 'mixed'")
         if len(self.gradient_bits) != 3:
-            raise ValueError(f"gradient_bits = {list(self.gradient_bits)}: need three numbers")
-        for key, readers in _READERS.items():
-            value = getattr(self, key)
-            if value != keys_of(PrecisionConfig)[key].default and self.arithmetic not in readers:
-                shown = list(value) if isinstance(value, tuple) else value
-                raise ValueError(
-                    f"{key} = {shown!r} is for arithmetic = {' or '.join(map(repr, readers))}, and it is "
-                    f"{self.arithmetic!r}; leave it out"
-                )
-        if self.gradient_bits != (5, 4, 3) and self.algorithm != "niti":
-            raise ValueError(
-                f"gradient_bits = {list(self.gradient_bits)} is for algorithm = 'niti', and it is "
-                f"{self.algorithm!r}; leave it out"
-            )
+            raise ConfigError(f"{shown(self, 'gradient_bits')}: need three numbers")
+        require_reader(self, "arithmetic", _READERS)
+        require_reader(self, "algorithm", {"gradient_bits": ("niti",)})
 
 
 class StrategyConfig(Table):
@@ -300,28 +289,22 @@ class StrategyConfig(Table):
             + "the others train with [a cloud](#edgecloud)"
         ),
     )
-    groups: Annotated[int, Field(gt=0, le=MOST_SOCS)] | Annotated[str, OneOf(("auto",))] = Field(
+    groups: NumSocs | Annotated[str, OneOf(("auto",))] = Field(
         "auto",
         description=(
             'number of groups of `socflow`; "auto" [tries them out](concepts/planning.md#how-many-groups)'
         ),
     )
-    socs: int | None = Field(
-        None, gt=0, le=MOST_SOCS, description="how many slots take part; default: all"
-    )
-    sync_interval_epochs: (
-        Annotated[float, Field(gt=0, le=_MAX_EPOCHS)] | Annotated[str, OneOf(("decay",))]
-    ) = Field(
+    socs: NumSocs | None = Field(None, description="how many slots take part; default: all")
+    sync_interval_epochs: IntervalEpochs = Field(
         "decay",
         description=(
             'epochs between synchronisations; "decay" is 0.25, doubled every 10 epochs, up to 2; '
             "`ring` and `sgd` ignore it"
         ),
     )
-    server_interval: int = Field(
+    server_interval: Epochs = Field(
         1,
-        gt=0,
-        le=_MAX_EPOCHS,
         description=(
             "every how many synchronisations all servers of a [site](#server) take part, and "
             "not only the groups of each; "
@@ -331,28 +314,26 @@ class StrategyConfig(Table):
     reshuffle: bool = Field(
         True,
         description=(
-            "deal all data anew to the groups at a synchronisation that ends an epoch; false "
+            "deal all data to the groups again at a synchronisation that ends an epoch; false "
             "where data must stay: each "
             "SoC trains on its own, in an order of its own"
         ),
     )
-    uplink_turns: bool | Annotated[str, OneOf(("auto",))] = Field(
+    uplink_turns: UplinkTurns = Field(
         "auto",
         description=(
             'groups that share an uplink exchange in turn; "auto" takes, for each new plan, the way that is '
             "[predicted to be faster](concepts/planning.md#who-exchanges-when)"
         ),
     )
-    overlap_buckets: int = Field(
+    overlap_buckets: OverlapBuckets = Field(
         1,
-        gt=0,
-        le=1000,
         description=(
             "parts of the backward pass whose gradients are exchanged while the next part is "
             "computed; 1 means no overlap"
         ),
     )
-    leaders: Annotated[str, OneOf(("auto", "ring", "star", "tree"))] = Field(
+    leaders: Leaders = Field(
         "auto",
         description=(
             "how the leaders of groups [exchange "
@@ -360,14 +341,14 @@ class StrategyConfig(Table):
             'ring, or by board and server; "auto" takes, for each new plan, the way that is predicted to be quickest'
         ),
     )
-    leader_compression: Annotated[str, OneOf(COMPRESSIONS)] = Field(
+    leader_compression: LeaderCompression = Field(
         "none",
         description=(
             'leaders in a ring or tree ("auto" leaves out the star) exchange their models\' changes in halves, or in '
             "eight bits with error feedback"
         ),
     )
-    fusion: Annotated[str, OneOf(FUSIONS)] = Field(
+    fusion: Fusion = Field(
         "buckets",
         description=(
             "what costs a [message](concepts/virtual-time.md#messages) in virtual time: each of the "
@@ -392,7 +373,7 @@ class StrategyConfig(Table):
     rebalance_steps: int = Field(
         10,
         ge=0,
-        le=_MAX_EPOCHS,
+        le=MOST_EPOCHS,
         description=(
             "with `shares` and `both`, after how many steps the members of a group look at "
             "their speeds; 0: only between "
@@ -408,39 +389,37 @@ class StrategyConfig(Table):
     )
 
     def check(self) -> None:
-        """Refuse an outer strategy without groups, or without their number where it is needed."""
+        """Refuse an outer strategy for one group, and keys that need the number of groups without it."""
         if STRATEGIES[self.name].is_pipeline:
-            return  # it reads none of this, which `ScenarioFile` refuses
-        if fault := compression_fault(self.leaders, self.leader_compression):
-            raise ValueError(fault)
-        if self.server_interval > 1:
-            said = f"server_interval = {self.server_interval}"
-            if self.groups == "auto":
-                raise ValueError(f'{said} needs a number of groups, and groups is "auto"; give it')
-            if self.leader_compression != NONE:
-                raise ValueError(
-                    f"{said}, and leader_compression = {self.leader_compression!r} compresses changes "
-                    "since a model that all groups have had; leave one of the two out"
-                )
-            if self.outer is not None:
-                raise ValueError(
-                    f"{said}, and outer makes one model of all groups' at every synchronisation; leave "
-                    "one of the two out"
-                )
-        if self.outer is None:
+            # A pipeline reads none of this; `ScenarioFile` refuses it.
             return
-        if not several_groups(self.name):
-            raise ValueError(
-                f"outer is for strategies with several groups, and name is {self.name!r}; leave it out"
-            )
-        if self.outer.counts_groups and self.groups == "auto":
-            raise ValueError(
-                f"outer.name = {self.outer.name!r} needs a number of groups, and groups is "
-                '"auto"; give it'
-            )
+        ExchangeSettings(leaders=self.leaders, leader_compression=self.leader_compression)
+        interval, outer = shown(self, "server_interval"), self.outer
+        counted = outer is not None and outer.counts_groups
+        for broken, key, why in (
+            (
+                outer and not several_groups(self.name),
+                "outer",
+                f"name = {self.name!r} has one group; leave it out",
+            ),
+            (counted and self.groups == "auto", f"outer.name = {outer and outer.name!r}", _COUNTED),
+            (self.server_interval > 1 and self.groups == "auto", interval, _COUNTED),
+            (
+                self.server_interval > 1 and self.leader_compression != NONE,
+                interval,
+                f"{shown(self, 'leader_compression')} needs all groups at every synchronisation; leave one out",
+            ),
+            (
+                self.server_interval > 1 and outer,
+                interval,
+                "outer needs all groups at every synchronisation; leave one out",
+            ),
+        ):
+            if broken:
+                raise ConfigError(f"{key}: {why}")
 
     def under(self, name: str, **changes: Any) -> Self:
-        """Return the table under another strategy, without what only several groups read if it has one."""
+        """Return the table under another strategy; with one group, without the keys that only several groups read."""
         left_out = (
             {}
             if several_groups(name)
@@ -450,21 +429,21 @@ class StrategyConfig(Table):
 
 
 def several_groups(strategy: str) -> bool:
-    """Return whether a strategy has several groups, which exchange models, and of which an outer strategy makes one."""
+    """Return whether a strategy has several groups. These exchange models, and may have an outer strategy."""
     kind = STRATEGIES[strategy]
     return isinstance(kind, GroupStrategy) and kind.num_groups is None
 
 
 class OwnTraining(Table):
-    """`[compare.train.NAME]`: what a strategy has in place of the scenario's values, where others suit it better."""
+    """`[compare.train.NAME]`: a strategy's own values for keys of the scenario."""
 
     epochs: Epochs | None = Field(None, description="passes over the data")
-    batch_size: int | None = Field(None, gt=0, le=_MAX_SAMPLES, description="as in [train]")
+    batch_size: BatchSize | None = Field(None, description="as in [train]")
     learning_rate: float | None = Field(None, gt=0, description="of the optimiser")
     sync_interval_epochs: float | None = Field(
         None,
         gt=0,
-        le=_MAX_EPOCHS,
+        le=MOST_EPOCHS,
         description=(
             "as in [strategy]; with `ring` and `sgd`, at most 1, how often they are evaluated"
         ),
@@ -480,7 +459,7 @@ class PredictedEpoch(Table):
 
     model: str = Field(description="as `name` of [model]")
     data: str = Field("cifar10", description="as `name` of [data]")
-    batch_size: int = Field(64, gt=0, le=_MAX_SAMPLES, description="as in [train]")
+    batch_size: BatchSize = Field(64, description="as in [train]")
     arithmetic: Annotated[str, OneOf(ARITHMETICS)] = Field("fp32", description="as in [precision]")
 
 
@@ -511,15 +490,12 @@ class CompareConfig(Table):
     predict: tuple[PredictedEpoch, ...] = Field(())
 
     def check(self) -> None:
-        """Refuse settings of a strategy that is none, and two targets."""
+        """Refuse settings of an unknown strategy, and two targets."""
         if self.target_accuracy is not None and self.target_loss is not None:
-            raise ValueError(
-                f"target_accuracy = {self.target_accuracy} and target_loss = {self.target_loss}: "
-                "runs are timed to one target; remove one"
-            )
+            raise ConfigError("target_accuracy and target_loss are both given; keep one")
         for name in self.train:
             if name not in STRATEGIES:
-                raise ValueError(
+                raise ConfigError(
                     f"train.{name}: there is no such strategy; use one of {', '.join(STRATEGIES)}"
                 )
 
@@ -554,10 +530,7 @@ class EventConfig(Table):
 
     def check(self) -> None:
         """Refuse what only a preemption has for other kinds."""
-        if self.kind != "preempt" and (self.rounds, self.at) != (1, 0.5):
-            raise ValueError(
-                f'kind = {self.kind!r} takes no rounds and no at; they are for "preempt"'
-            )
+        require_reader(self, "kind", {"rounds": ("preempt",), "at": ("preempt",)})
 
 
 class ScenarioFile(ClusterFile):
@@ -579,234 +552,200 @@ class ScenarioFile(ClusterFile):
     ring: RingSettings = RingSettings()
     compare: CompareConfig = CompareConfig()
     events: tuple[EventConfig, ...] = Field((), alias="event")
-    thermal: ThermalConfig | None = None  # None: no heat simulation
-    background_load: BackgroundLoadConfig | None = Field(
-        None,
-    )  # None: nobody else
-    edgecloud: EdgeCloudConfig | None = None  # None: no cloud
-    pipeline: PipelineConfig | None = None  # None: no pipeline, or the defaults of one
+    # Without this table there is no heat.
+    thermal: ThermalConfig | None = None
+    # Without this table there are no other users.
+    background_load: BackgroundLoadConfig | None = None
+    # Without this table there is no cloud.
+    edgecloud: EdgeCloudConfig | None = None
+    # Without this table a pipeline has its defaults.
+    pipeline: PipelineConfig | None = None
     expect: dict[str, int | float] = Field({})
 
     def check(self) -> None:
         """Refuse tables that do not go together."""
         ClusterFile.check(self)
-        self._check_pipeline()
-        self._check_leaders()
+        self._compare_what_fits()
+        for rules in (
+            self._rules_of_groups,
+            self._rules_of_clouds,
+            self._rules_of_arithmetic,
+            self._rules_of_pipelines,
+            self._rules_of_comparisons,
+        ):
+            for broken, key, why in rules():
+                if broken:
+                    raise ConfigError(f"{key}: {why}")
+        for own in self.compare.train.values():
+            # This refuses values that do not fit [train].
+            self.train.replaced(**_of_train(own))
+
+    def _compare_what_fits(self) -> None:
+        """Replace the strategies that are compared by default with those of this scenario's family."""
+        if self.compare.strategies != CLUSTER_STRATEGIES or not (self.is_split or self.is_pipeline):
+            return
+        fitting: tuple[str, ...] = (PIPELINE_STRATEGY, *CLUSTER_STRATEGIES[1:])
+        if self.is_split:
+            fitting = tuple(name for name in self._family if name != "splitfed")
+        # The table is frozen; this is the only default that depends on another table.
+        object.__setattr__(self, "compare", self.compare.replaced(strategies=fitting))
+
+    def _rules_of_groups(self) -> Iterator[Rule]:
+        """Yield what several groups, their leaders and their servers need."""
+        strategy, groups = self.strategy, self.strategy.groups
         num_servers = max(1, sum(server.count for server in self.servers))
-        if self.strategy.server_interval > 1 and not 1 < num_servers <= int(self.strategy.groups):
-            raise ValueError(
-                f"[strategy] server_interval = {self.strategy.server_interval} is for several [[server]] "
-                f"with a group each; there are {num_servers}, and {self.strategy.groups} groups"
+        if strategy.server_interval > 1:
+            yield (
+                not 1 < num_servers <= int(groups),
+                self._at("strategy", "server_interval"),
+                f"it is for several [[server]] with a group each; there are {num_servers}, and {groups} "
+                "groups",
             )
-        if self.is_split:
-            self._check_split_arithmetic()
-        if self.train.optimizer != "sgd" and self.precision.arithmetic != "fp32":
-            raise ValueError(
-                f"[train] optimizer = {self.train.optimizer!r} is for arithmetic = 'fp32'; int8 training "
-                "supports sgd only"
-            )
-        if self.precision.arithmetic != "fp32" and self.train.device not in ("auto", "cpu"):
-            raise ValueError(
-                f"[train] device = {self.train.device!r} is for arithmetic = 'fp32'; the integer kernels "
-                f"of {self.precision.arithmetic!r} run on the CPU"
-            )
-        if self.precision.arithmetic == "int8" and (
-            self.train.weight_decay or self.train.reduction != "auto"
-        ):
-            raise ValueError(
-                "[precision] arithmetic = 'int8' does not support [train] weight_decay and reduction; "
-                "leave them out"
-            )
-        if self.precision.arithmetic == "mixed" and self.train.reduction == "ring":
-            raise ValueError(
-                "[train] reduction = 'ring' sums gradients as a ring does, which the int8 gradients of "
-                "[precision] arithmetic = 'mixed' do not take part in; use 'always'"
-            )
-        if self.train.momentum and self._trains_by_niti and not self.is_split:
-            raise ValueError(
-                f"[train] momentum = {self.train.momentum}: the integer update of [precision] algorithm "
-                "= 'niti' has none; leave it out, or use algorithm = 'adaptive-fixed-point'"
-            )
-        if (
-            self.strategy.outer
-            and self.strategy.outer.name == "fedprox"
-            and self.precision.arithmetic == "int8"
-        ):
-            raise ValueError(
-                "[strategy.outer] name = 'fedprox': the integer update of [precision] arithmetic = "
-                "'int8' has no proximal term; use arithmetic = 'fp32' or 'mixed'"
-            )
-        family = family_of(self.strategy.name)
-        if (self.is_split or self.is_pipeline) and self.compare.strategies == CLUSTER_STRATEGIES:
-            # The default strategies do not fit this scenario: replace them by those of its family.
-            fitting = (
-                (PIPELINE_STRATEGY, *CLUSTER_STRATEGIES[1:])
-                if self.is_pipeline
-                else tuple(name for name in family if name != "splitfed")
-            )
-            object.__setattr__(self, "compare", self.compare.replaced(strategies=fitting))
-        misfits = [name for name in self.compare.strategies if name not in family]
-        if misfits:
-            raise ValueError(
-                f"[compare] strategies: {misfits[0]!r} cannot run the workload of "
-                f"{self.strategy.name!r}; use some of {', '.join(family)}"
-            )
-        if self.compare.predict and self.is_split:
-            raise ValueError(
-                f"[[compare.predict]] is for strategies {', '.join(CLUSTER_STRATEGIES)}; [strategy] name "
-                f"is {self.strategy.name!r}"
-            )
-        for name, own in self.compare.train.items():
-            self.train.replaced(**_of_train(own))  # refuses what does not fit [train]
-            if name in self.compare.strategies:
-                continue
-            raise ValueError(
-                f"[compare.train.{name}]: strategies = {list(self.compare.strategies)} does not run "
-                f"{name!r}; add it there, or remove the table"
-            )
-        if self.edgecloud is not None and not self.is_split:
-            raise ValueError(
-                f"[edgecloud] is for strategies {', '.join(SPLIT_STRATEGIES)}; [strategy] name is "
-                f"{self.strategy.name!r}, which trains without a cloud; leave it out"
-            )
-        if self.leaders != "star" and (what := self.hub_needs_models):
-            raise ValueError(
-                f"[strategy] leaders = {self.leaders!r} gives the hub the mean of the groups' models, and "
-                f"{what} needs each of them; use 'star'"
-            )
-        if self.strategy.leader_compression != NONE and (what := self.hub_needs_models):
-            raise ValueError(
-                f"[strategy] leader_compression = {self.strategy.leader_compression!r} is for leaders in "
-                f"a ring or a tree, which give the hub their mean, and {what} needs each group's model; "
-                "leave the compression out"
-            )
-        if self.is_split:
-            self._check_split()
+        if not several_groups(strategy.name) or groups == 1:
+            name = "groups is 1" if several_groups(strategy.name) else f"name is {strategy.name!r}"
+            for key in _OF_LEADERS:
+                why = f"it is for leaders of several groups, and {name}; leave it out"
+                yield is_set(strategy, key), self._at("strategy", key), why
+        needs_models = self.hub_needs_models
+        yield (
+            needs_models and self.leaders != "star",
+            self._at("strategy", "leaders"),
+            f"{needs_models} needs each group's model, and not their mean; use 'star'",
+        )
+        yield (
+            needs_models and strategy.leader_compression != NONE,
+            self._at("strategy", "leader_compression"),
+            f"{needs_models} needs each group's model, and not their mean; leave it out",
+        )
 
-    def _check_leaders(self) -> None:
-        """Refuse what only the leaders of several groups read, unless it has its default."""
-        if several_groups(self.strategy.name) and self.strategy.groups != 1:
-            return
-        for key in _OF_LEADERS:
-            value = getattr(self.strategy, key)
-            if value != StrategyConfig.model_fields[key].default:
-                why = (
-                    "groups is 1"
-                    if several_groups(self.strategy.name)
-                    else f"name is {self.strategy.name!r}"
-                )
-                raise ValueError(
-                    f"[strategy] {key} = {value!r} is for leaders of several groups, and {why}; leave it "
-                    "out"
-                )
+    def _rules_of_arithmetic(self) -> Iterator[Rule]:
+        """Yield what training in integers does not know."""
+        train, arithmetic = self.train, self.precision.arithmetic
+        outer, said = self.strategy.outer, self._at("precision", "arithmetic")
+        in_int8, in_integers = arithmetic == "int8", arithmetic != "fp32"
+        for broken, key, instead in (
+            (in_integers and train.optimizer != "sgd", "optimizer", "'sgd'"),
+            (in_integers and train.device not in ("auto", "cpu"), "device", "'cpu'"),
+            (in_int8 and train.weight_decay, "weight_decay", "0"),
+            (in_int8 and train.reduction != "auto", "reduction", "'auto'"),
+            (arithmetic == "mixed" and train.reduction == "ring", "reduction", "'always'"),
+        ):
+            yield broken, self._at("train", key), f"{said} does not know it; use {instead}"
+        yield (
+            train.momentum and self._trains_by_niti and not self.is_split,
+            self._at("train", "momentum"),
+            f"{self._at('precision', 'algorithm')} has none; leave it out, or use 'adaptive-fixed-point'",
+        )
+        yield (
+            in_int8 and outer and outer.name == "fedprox",
+            "[strategy.outer] name = 'fedprox'",
+            f"{said} has no proximal term; use 'fp32' or 'mixed'",
+        )
 
-    def _check_pipeline(self) -> None:
-        """Refuse `[pipeline]` for other strategies, and what a pipeline does not read."""
-        name = f"[strategy] name = {self.strategy.name!r}"
+    def _rules_of_pipelines(self) -> Iterator[Rule]:
+        """Yield what a pipeline does not read, and what its samples and batches need."""
         if not self.is_pipeline:
-            if self.pipeline is not None:
-                raise ValueError(
-                    f"[pipeline] is for name = {PIPELINE_STRATEGY!r}, and {name}; leave it out"
-                )
+            why = f"it is for name = {PIPELINE_STRATEGY!r}, and {self._name}; leave it out"
+            yield self.pipeline is not None, "[pipeline]", why
             return
-        table = self.pipeline or PipelineConfig()
-        if self.edgecloud is not None:
-            raise ValueError(f"[edgecloud]: {name} trains without a cloud; leave it out")
-        if self.precision.arithmetic != "fp32":
-            raise ValueError(
-                f"[precision] arithmetic = {self.precision.arithmetic!r}: {name} trains in fp32; leave it "
-                "out"
-            )
-        self._refuse_unread(name, _READ_BY_PIPELINES, "makes stages")
-        if self.ring.compression != "none":
-            raise ValueError(
-                f"[ring] compression = {self.ring.compression!r}: {name} sums gradients of replicated "
-                "stages in float32; leave it out, or use [pipeline] activation_bits"
-            )
-        if table.sample and self.data != DataConfig():
-            raise ValueError(
-                f"[data]: [pipeline] sample = {list(table.sample)} describes what there is instead; leave "
-                "one of the two out"
-            )
-        if table.sample and table.num_samples < self.train.batch_size:
-            raise ValueError(
-                f"[pipeline] num_samples = {table.num_samples} is less than [train] batch_size = "
-                f"{self.train.batch_size}; there would be no update in an epoch"
-            )
-        wrong = [size for size in table.micro_batch_sizes if self.train.batch_size % size]
-        if wrong:
-            raise ValueError(
-                f"[pipeline] micro_batch_sizes: {wrong[0]} does not divide [train] batch_size = "
-                f"{self.train.batch_size}"
-            )
-        if self.model.name in LANGUAGE_MODELS and len(table.sample) != 1:
-            raise ValueError(
-                f"[pipeline] sample = {list(table.sample)} does not go with [model] name = "
-                f"{self.model.name!r}; {' and '.join(LANGUAGE_MODELS)} take [tokens]"
-            )
+        table, batch_size = self.pipeline or PipelineConfig(), self.train.batch_size
+        said = f"{self._name} does not read it; leave it out"
+        yield self.precision.arithmetic != "fp32", self._at("precision", "arithmetic"), said
+        yield self.ring.compression != NONE, self._at("ring", "compression"), said
+        yield from self._unread(_READ_BY_PIPELINES)
+        sample = f"[pipeline] {shown(table, 'sample')}"
+        yield (
+            table.sample and self.data != DataConfig(),
+            "[data]",
+            f"{sample} describes what there is instead; leave one of the two out",
+        )
+        yield (
+            table.sample and table.num_samples < batch_size,
+            f"[pipeline] num_samples = {table.num_samples}",
+            f"it is less than [train] batch_size = {batch_size}",
+        )
+        for size in table.micro_batch_sizes:
+            why = f"{size} does not divide [train] batch_size = {batch_size}"
+            yield batch_size % size, "[pipeline] micro_batch_sizes", why
+        yield (
+            self.model.name in LANGUAGE_MODELS and len(table.sample) != 1,
+            sample,
+            f"{' and '.join(LANGUAGE_MODELS)} take [tokens]",
+        )
 
-    def _refuse_unread(self, name: str, read: Collection[str], instead: str) -> None:
-        """Refuse what a strategy without groups does not read, unless it has its default."""
-        unread = [
-            key
-            for key, field in StrategyConfig.model_fields.items()
-            if key not in read and getattr(self.strategy, key) != field.default
-        ]
-        if unread:
-            raise ValueError(
-                f"[strategy] {unread[0]} is for groups, and {name} {instead}; leave it out"
-            )
+    def _unread(self, read: Collection[str]) -> Iterator[Rule]:
+        """Yield the keys of [strategy] and [train] that a strategy without groups does not read; it reads `read`."""
+        why = f"{self._name} does not read it; leave it out"
+        for key in StrategyConfig.model_fields:
+            yield key not in read and is_set(self.strategy, key), f"[strategy] {key}", why
         for key in ("local_epochs", "reduction"):
-            if getattr(self.train, key) != TrainConfig.model_fields[key].default:
-                raise ValueError(
-                    f"[train] {key} = {getattr(self.train, key)!r}: {name} does not read it; leave it out"
-                )
+            yield is_set(self.train, key), self._at("train", key), why
 
-    def _check_split(self) -> None:
-        name = f"[strategy] name = {self.strategy.name!r}"
-        if self.train.epochs / self.split.round_epochs > MOST_INTERVALS:
-            raise ValueError(
-                f"[edgecloud] round_epochs = {self.split.round_epochs} with [train] epochs = "
-                f"{self.train.epochs} make more than {MOST_INTERVALS} rounds; train fewer epochs, or "
-                "raise round_epochs"
-            )
-        self._refuse_unread(name, _READ_BY_SPLITS, "has edges")
-        others = [event.kind for event in self.events if event.kind != "preempt"]
-        if others:
-            raise ValueError(
-                f"[[event]] kind = {others[0]!r}: {name} knows 'preempt' only; outages of a link are in "
-                "[edgecloud] segments"
-            )
-
-    def _check_split_arithmetic(self) -> None:
-        arithmetic, name = self.precision.arithmetic, f"[strategy] name = {self.strategy.name!r}"
-        if self.precision.held_out and arithmetic != "mixed":
-            raise ValueError(
-                f"[precision] held_out = {self.precision.held_out}: {name} trains on all samples; leave "
-                "it out"
-            )
+    def _rules_of_clouds(self) -> Iterator[Rule]:
+        """Yield what training with a cloud does not read, and cannot do in integers."""
+        if not self.is_split:
+            why = f"it is for {', '.join(SPLIT_STRATEGIES)}, and {self._name}; leave it out"
+            yield self.edgecloud is not None, "[edgecloud]", why
+            return
+        split, arithmetic = self.split, self.precision.arithmetic
+        yield (
+            self.train.epochs / split.round_epochs > MOST_INTERVALS,
+            self._at("edgecloud", "round_epochs"),
+            f"there would be more than {MOST_INTERVALS} rounds; raise it",
+        )
+        yield from self._unread(_READ_BY_SPLITS)
+        for event in self.events:
+            why = f"{self._name} knows 'preempt' only; a link's outages are [edgecloud] segments"
+            yield event.kind != "preempt", f"[[event]] kind = {event.kind!r}", why
+        yield (
+            self.precision.held_out and arithmetic != "mixed",
+            self._at("precision", "held_out"),
+            f"{self._name} trains on all samples; leave it out",
+        )
         if arithmetic == "fp32":
             return
-        if self.model.name in (CLICK_MODEL, GENERATOR):
-            raise ValueError(
-                f"[precision] arithmetic = {arithmetic!r}: the integer kernels train classifiers of "
-                f"images, and [model] name is {self.model.name!r}; leave [precision] out"
+        said = self._at("precision", "arithmetic")
+        why = f"{said} trains classifiers of images; leave [precision] out"
+        yield self.model.name in (CLICK_MODEL, GENERATOR), self._at("model", "name"), why
+        for key, reason in (
+            ("frozen", "normalises by the batch, which frozen layers do not"),
+            ("costs", "has other costs than those, which were measured in FP32"),
+        ):
+            why = f"{said} {reason}; leave one of the two out"
+            yield is_set(split, key), self._at("edgecloud", key), why
+
+    def _rules_of_comparisons(self) -> Iterator[Rule]:
+        """Yield strategies that cannot run this workload, and settings of strategies that are not compared."""
+        compared = self.compare.strategies
+        for name in compared:
+            why = f"{name!r} cannot run the workload of {self._name}; use some of {', '.join(self._family)}"
+            yield name not in self._family, "[compare] strategies", why
+        why = f"it is for {', '.join(CLUSTER_STRATEGIES)}, and {self._name}"
+        yield self.compare.predict and self.is_split, "[[compare.predict]]", why
+        for name in self.compare.train:
+            why = (
+                f"strategies = {list(compared)} does not run {name!r}; add it, or remove the table"
             )
-        if self.split.frozen:
-            raise ValueError(
-                f"[edgecloud] frozen = {self.split.frozen!r}: frozen layers stay in evaluation mode, and "
-                f"[precision] arithmetic = {arithmetic!r} normalises by the batch; leave out one"
-            )
-        if self.split.costs:
-            raise ValueError(
-                f"[edgecloud] costs = {self.split.costs!r} were measured in FP32; with [precision] "
-                f"arithmetic = {arithmetic!r} leave them out"
-            )
+            yield name not in compared, f"[compare.train.{name}]", why
+
+    def _at(self, table: str, key: str) -> str:
+        """Return a key with its place and value: "[train] epochs = 3"."""
+        values = self.split if table == "edgecloud" else getattr(self, table)
+        return f"[{table}] {shown(values, key)}"
+
+    @property
+    def _name(self) -> str:
+        return self._at("strategy", "name")
+
+    @property
+    def _family(self) -> tuple[str, ...]:
+        return family_of(self.strategy.name)
 
     def under(self, strategy: str) -> Self:
         """Return the scenario under another strategy, with that strategy's own values of `[compare]`."""
         own = self.compare.train.get(strategy, OwnTraining())
         interval = own.sync_interval_epochs or self.strategy.sync_interval_epochs
+        # Other strategies refuse the table of pipelines.
         pipeline = self.pipeline if STRATEGIES[strategy].is_pipeline else None
         rings = (
             self.ring
@@ -826,7 +765,7 @@ class ScenarioFile(ClusterFile):
 
     @property
     def momentum(self) -> float:
-        """The momentum of `[train]`, by default 0.9; 0 if the update has none."""
+        """The momentum of `[train]`, by default 0.9; 0 for updates without momentum."""
         if self.train.momentum is not None:
             return self.train.momentum
         # In a split training momentum is that of the cloud's half, which trains in FP32.
@@ -850,7 +789,7 @@ class ScenarioFile(ClusterFile):
 
     @property
     def leaders(self) -> str:
-        """`[strategy] leaders`; the star for "auto" where the hub needs the groups' models."""
+        """`[strategy] leaders`; "auto" is the star if the hub needs the groups' models."""
         return (
             "star"
             if self.strategy.leaders == "auto" and self.hub_needs_models
@@ -859,7 +798,7 @@ class ScenarioFile(ClusterFile):
 
     @property
     def hub_needs_models(self) -> str:
-        """What needs each group's model at the hub, as a key of the file; empty if nothing does."""
+        """The key of the file that needs each group's model at the hub; empty if no key does."""
         outer = self.strategy.outer
         return (
             f"[strategy.outer] name = {outer.name!r}"
@@ -878,10 +817,16 @@ class Scenario(ScenarioFile):
 
     name: str = "scenario"
     question: str = ""
-    folder: str | None = (
-        None  # of the file, from which its factories are imported; None without factories
-    )
-    code: str | None = None  # SHA-256 of the factories' modules in it
+    # The file's folder, from which factories are imported; None without factories.
+    folder: str | None = None
+    # The SHA-256 of the factories' modules.
+    code: str | None = None
+
+    def mistake(
+        self, table: str, key: str, why: str, kind: type[SocflowerError] = ConfigError
+    ) -> SocflowerError:
+        """Return the error about a key of this scenario: its place, its value, and why it cannot be."""
+        return kind(f"{self.name} {self._at(table, key)}: {why}")
 
     @property
     def factories(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from socflower.cluster.cluster_file import (
     inline_devices,
     make_cluster,
 )
-from socflower.errors import ConfigError
+from socflower.errors import ConfigError, InfeasiblePlan
 from socflower.scenario.expectations import require_known_claims
 from socflower.scenario.schema.config import Scenario, ScenarioFile
 from socflower.scenario.schema.links import inline_recorded_link, resolve_file_paths
@@ -28,9 +28,11 @@ def load_scenario(path: Path, overrides: Sequence[str] = ()) -> Scenario:
     resolve_file_paths(document, path.parent)
     for override in overrides:
         apply_override(document, override)
+    # An override may have named another cluster file.
     _resolve_cluster(document, path)
     inline_recorded_link(document, path)
-    resolve_file_paths(document, Path())  # paths in overrides are relative to the working directory
+    # Paths in overrides are relative to the working directory.
+    resolve_file_paths(document, Path())
     text = path.read_text("utf-8-sig")
     scenario = parse_scenario(
         document, name=path.stem, question=_leading_comment(text), where=str(path)
@@ -67,8 +69,7 @@ def _resolve_cluster(document: dict[str, Any], path: Path) -> None:
             twice = [name for name in devices if name in own and own[name] != devices[name]]
             if twice:
                 raise ConfigError(
-                    f"{path}: [device.{twice[0]}] is another device than the one of that name in {file}; "
-                    "rename one"
+                    f"{path}: [device.{twice[0]}] is another device than that of {file}; rename one"
                 )
             document["device"] = {**own, **devices}
     inline_devices(document, path.parent, str(path))
@@ -88,8 +89,17 @@ def scenario_cluster(scenario: Scenario) -> Cluster:
     return make_cluster(scenario, scenario.name)
 
 
+def num_participants(scenario: Scenario, cluster: Cluster) -> int:
+    """Return how many SoCs take part; `InfeasiblePlan` if the cluster has fewer."""
+    num_socs = scenario.strategy.socs or cluster.num_socs
+    if num_socs > cluster.num_socs:
+        why = f"but the cluster has {cluster.num_socs} SoCs; lower socs or add boards"
+        raise InfeasiblePlan(f"{scenario.name} [strategy] socs = {num_socs}, {why}")
+    return num_socs
+
+
 def to_document(scenario: Scenario) -> dict[str, Any]:
-    """Return the scenario's document with all defaults, except those of the cluster, which stays as written."""
+    """Return the scenario's document with all defaults; only the tables of the cluster stay as written."""
     document = scenario.model_dump(
         mode="json",
         by_alias=True,

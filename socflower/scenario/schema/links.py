@@ -25,10 +25,7 @@ def inline_recorded_link(document: dict[str, Any], path: Path) -> None:
     if not isinstance(table, Mapping) or not str(table.get("link", "")).endswith(".csv"):
         return
     if table.get("segments") or table.get("links"):
-        raise ConfigError(
-            f"{path} [edgecloud]: link names a file, and segments or links are given too; keep one "
-            "of them"
-        )
+        raise ConfigError(f"{path} [edgecloud]: link names a file; leave segments and links out")
     trace = read_csv(path.parent / str(table["link"]))
     times_s = (*trace.up.times_s, trace.up.end_s)
     document["edgecloud"] = {
@@ -72,10 +69,8 @@ def edge_links(scenario: Scenario, num_edges: int) -> tuple[BandwidthProfile, ..
     """
     settings = scenario.split
     if settings.links and len(settings.links) != num_edges:
-        raise ConfigError(
-            f"{scenario.name} [edgecloud] links: {len(settings.links)} for {num_edges} edges; name one "
-            "for each"
-        )
+        why = f"{len(settings.links)} for {num_edges} edges; name one for each"
+        raise scenario.mistake("edgecloud", "links", why)
     names = settings.links or (settings.link,) * num_edges
     return tuple(_link(scenario, name, edge) for edge, name in enumerate(names))
 
@@ -92,11 +87,8 @@ def _link(scenario: Scenario, name: str, edge: int) -> BandwidthProfile:
             segments(settings.segments, latency_s=settings.latency_s, repeats=settings.repeats)
         )
     if name == "constant":
-        if settings.up_bytes_per_s is None or settings.down_bytes_per_s is None:
-            raise ConfigError(
-                f'{scenario.name} [edgecloud] links: "constant" needs up_bytes_per_s and '
-                "down_bytes_per_s"
-            )
+        # `EdgeCloudConfig` refuses a constant link without its rates.
+        assert settings.up_bytes_per_s is not None and settings.down_bytes_per_s is not None
         return with_jitter(
             constant(settings.up_bytes_per_s, settings.down_bytes_per_s, settings.latency_s)
         )

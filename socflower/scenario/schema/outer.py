@@ -4,7 +4,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from socflower.errors import ConfigError
 from socflower.field_rules import OneOf
+from socflower.scenario.schema.unread import require_reader
 from socflower.toml_file import Table
 
 OUTER_STRATEGIES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -23,6 +25,11 @@ OUTER_STRATEGIES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 """Each by its name: the class of `flwr.serverapp.strategy`, and the keys that it takes."""
 
+_READERS = {
+    key: tuple(name for name, (_, keys) in OUTER_STRATEGIES.items() if key in keys)
+    for _, keys in OUTER_STRATEGIES.values()
+    for key in keys
+}
 _OF_MEANS = ("fedavg", "fedavgm", "fedadam", "fedyogi", "fedadagrad", "fedprox")
 _COUNTS_GROUPS = ("fedtrimmedavg", "krum", "multikrum", "bulyan")
 
@@ -57,17 +64,9 @@ class OuterConfig(Table):
 
     def check(self) -> None:
         """Refuse keys of another strategy."""
-        own = OUTER_STRATEGIES[self.name][1]
-        for key in self.arguments:
-            if key not in own:
-                raise ValueError(
-                    f"{key} is not for {self.name!r}"
-                    + (f", which takes {', '.join(own)}" if own else "")
-                )
+        require_reader(self, "name", _READERS)
         if self.name == "qfedavg" and self.client_learning_rate is None:
-            raise ValueError(
-                "'qfedavg' needs client_learning_rate, the learning rate of the groups"
-            )
+            raise ConfigError("'qfedavg' needs client_learning_rate, that of the groups")
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """`[pipeline]` of a scenario: how a model is cut and a mini-batch divided, for the strategy `hybrid-pipeline`."""
 
-import json
 from math import prod
 from typing import Annotated
 
 from pydantic import Field
 
+from socflower.errors import ConfigError
 from socflower.field_rules import OneOf
+from socflower.scenario.schema.unread import require_both_or_none, require_distinct, shown
 from socflower.toml_file import Table
 from socflower.wire.codecs.error_feedback import FORMS, Form
 from socflower.wire.codecs.quantisation import BITS
@@ -21,7 +22,8 @@ PEERS = ("single-device", "data-parallel", "pipeline-parallel", "2d")
 """What a plan is compared with."""
 
 _MAX_SAMPLES = 1_000_000_000
-_MOST_TOKENS, _MOST_VALUES = 65_536, 1 << 24  # of a sample
+# The largest samples that are planned.
+_MOST_TOKENS, _MOST_VALUES = 65_536, 1 << 24
 
 Size = Annotated[int, Field(gt=0, le=1_000_000)]
 
@@ -86,40 +88,27 @@ class PipelineConfig(Table):
 
     def check(self) -> None:
         """Refuse samples of no known form, and keys that only a sample has."""
-        if self.sample and (
-            len(self.sample) == 2 or (len(self.sample) == 3 and self.sample[1] != self.sample[2])
-        ):
-            raise ValueError(
-                f"sample = {list(self.sample)}: write [channels, pixels, pixels] of a square image, or "
-                "[tokens]"
+        is_image = len(self.sample) == 3 and self.sample[1] == self.sample[2]
+        if self.sample and not (is_image or len(self.sample) == 1):
+            raise ConfigError(
+                f"{shown(self, 'sample')}: write [channels, pixels, pixels] of a square image, or [tokens]"
             )
-        if prod(self.sample) > _MOST_VALUES or (
-            len(self.sample) == 1 and self.sample[0] > _MOST_TOKENS
-        ):
-            raise ValueError(
-                f"sample = {list(self.sample)}: is larger than anything that is trained; at most "
-                f"{_MOST_TOKENS} tokens, or {_MOST_VALUES} values of an image"
+        if prod(self.sample) > (_MOST_VALUES if is_image else _MOST_TOKENS):
+            raise ConfigError(
+                f"{shown(self, 'sample')}: give at most {_MOST_TOKENS} tokens, or {_MOST_VALUES} values "
+                "of an image"
             )
-        if bool(self.sample) != bool(self.num_samples):
-            raise ValueError(
-                f"sample = {list(self.sample)} and num_samples = {self.num_samples} describe data that "
-                "are not there; give both or none"
-            )
+        require_both_or_none(self, "sample", "num_samples")
         if self.activation_feedback != "none" and self.activation_bits == 32:
-            raise ValueError(
-                f"activation_feedback = {self.activation_feedback!r}: activation_bits = 32 loses nothing "
-                "to correct for; leave it out, or give fewer bits"
+            raise ConfigError(
+                f"{shown(self, 'activation_feedback')}: activation_bits = 32 loses nothing; leave it out"
             )
-        if len(set(self.int8_socs)) < len(self.int8_socs) and self.int8_socs != "auto":
-            raise ValueError(
-                f"int8_socs = {list(self.int8_socs)} names a SoC twice; name each once"
-            )
+        if self.int8_socs != "auto":
+            require_distinct("int8_socs", self.int8_socs)
         if self.int8_socs and self.cuts == "operations":
-            raise ValueError(
-                f"int8_socs = {json.dumps(self.int8_socs)}: with cuts = 'operations' a stage may have "
-                "nothing that int8 computes; use 'layers' or 'blocks'"
+            raise ConfigError(
+                f"{shown(self, 'int8_socs')}: a stage between 'operations' may have nothing that int8 "
+                "computes; use cuts = 'layers' or 'blocks'"
             )
         if self.num_classes and not self.sample:
-            raise ValueError(
-                f"num_classes = {self.num_classes} is for a model with sample; data have their own"
-            )
+            raise ConfigError(f"{shown(self, 'num_classes')} is for a sample; leave it out")

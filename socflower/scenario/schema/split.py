@@ -4,7 +4,15 @@ from typing import Annotated
 
 from pydantic import Field
 
+from socflower.edgecloud.plan.decision import WindowSchedule
+from socflower.errors import ConfigError
 from socflower.field_rules import OneOf, Pairs
+from socflower.scenario.schema.unread import (
+    is_set,
+    require_both_or_none,
+    require_reader,
+    shown,
+)
 from socflower.toml_file import Table
 from socflower.wire.codecs.quantisation import BITS
 
@@ -14,7 +22,8 @@ SPLIT_STRATEGIES = ("split-replay", "pipelined", "joint-dnn", "split", "splitfed
 CLICK_MODEL, GENERATOR = "click-model", "digit-generator"
 """Models of parties with different features, and of a reverse split."""
 
-_MAX_BATCHES = 10_000  # in flight at the same time
+# The most batches that may be in flight at the same time.
+_MAX_BATCHES = 10_000
 
 Rate = Annotated[float, Field(gt=0)]
 
@@ -139,50 +148,34 @@ class EdgeCloudConfig(Table):
     )
 
     def check(self) -> None:
-        """Refuse links with keys of other links, and windows whose parts do not rise."""
+        """Refuse keys that this kind of link does not read, and an invalid window."""
         is_constant = "constant" in (self.link, *self.links) and not self.segments
         for key in ("up_bytes_per_s", "down_bytes_per_s"):
-            value = getattr(self, key)
-            if (value is None) == is_constant:
-                raise ValueError(
-                    f'{key} = {value}: link = "constant" needs it, and no other link takes it'
+            if is_set(self, key) != is_constant:
+                raise ConfigError(
+                    f'{shown(self, key)}: link = "constant" needs it, and no other link takes it'
                 )
         if self.links and self.segments:
-            raise ValueError(
-                "links and segments: each edge has its link of one or the other; leave one of the two out"
+            raise ConfigError("links and segments: leave one of the two out")
+        if self.links and is_set(self, "link"):
+            raise ConfigError(
+                f"{shown(self, 'link')}: links names one for each edge; leave link out"
             )
-        defaults = {key: EdgeCloudConfig.model_fields[key].default for key in ("link", "latency_s")}
-        if self.links and self.link != defaults["link"]:
-            raise ValueError(f"link = {self.link!r}: links names one for each edge; leave link out")
-        if self.latency_s != defaults["latency_s"] and not self.segments and not is_constant:
-            raise ValueError(
-                f'latency_s = {self.latency_s} is of segments and of link = "constant"; generated links '
-                "have their own; leave it out"
+        for key in ("latency_s", "jitter", "repeats"):
+            read = self.segments or (is_constant and key != "repeats")
+            if is_set(self, key) and not read:
+                raise ConfigError(f"{shown(self, key)}: the link does not read it; leave it out")
+        require_both_or_none(self, "shared_up_bytes_per_s", "shared_down_bytes_per_s")
+        require_reader(self, "cloud_model", {"cloud_processors": ("own",)})
+        self.window_schedule()
+
+    def window_schedule(self) -> WindowSchedule:
+        """Return how stale gradients may be, by the part of the training; `ConfigError` if the parts do not rise."""
+        if any(limit > _MAX_BATCHES or limit != int(limit) for _, limit in self.window):
+            raise ConfigError(
+                f"{shown(self, 'window')}: each K is a whole number, at most {_MAX_BATCHES}"
             )
-        if self.repeats and not self.segments:
-            raise ValueError("repeats is of segments, and there are none; leave it out")
-        if (self.shared_up_bytes_per_s is None) != (self.shared_down_bytes_per_s is None):
-            raise ValueError(
-                "shared_up_bytes_per_s and shared_down_bytes_per_s are one link; give both or none"
-            )
-        if self.cloud_processors is not None and self.cloud_model == "shared":
-            raise ValueError(
-                f'cloud_processors = {self.cloud_processors} is for cloud_model = "own"; a shared half '
-                "has one processor"
-            )
-        if self.jitter and not self.segments and not is_constant:
-            raise ValueError(
-                f'jitter = {self.jitter} is of segments and of link = "constant"; generated links '
-                "scatter by themselves"
-            )
-        parts = [part for part, _ in self.window]
-        shown = [list(pair) for pair in self.window]
-        if parts[0] != 0.0 or parts != sorted(set(parts)) or parts[-1] >= 1.0:
-            raise ValueError(
-                f"window = {shown}: need pairs [part of training, K] whose parts rise from 0.0 and stay "
-                "below 1.0"
-            )
-        if any(not 0 <= limit <= _MAX_BATCHES or limit != int(limit) for _, limit in self.window):
-            raise ValueError(
-                f"window = {shown}: each K must be a whole number, 0 to {_MAX_BATCHES}"
-            )
+        try:
+            return WindowSchedule(steps=tuple((part, int(limit)) for part, limit in self.window))
+        except ConfigError as error:
+            raise ConfigError(f"{shown(self, 'window')}: {error}") from None

@@ -1,4 +1,4 @@
-"""The strategies that a scenario can name, and what planners and engines have to know of each before it trains."""
+"""The strategies that a scenario can name, with the properties that planners and engines need."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,8 @@ from socflower.scenario.schema.split import SPLIT_STRATEGIES
 class Strategy:
     """A strategy without groups: Flower's FedAvg, and training with a cloud."""
 
-    about: str = (
-        ""  # for the description of the key; the page of strategies with a cloud describes them
-    )
+    # For the description of the key; the page of strategies with a cloud describes those.
+    about: str = ""
     uses_cloud: bool = False
     is_pipeline: bool = False
 
@@ -26,23 +25,24 @@ class GroupStrategy(Strategy):
     `sync_interval_epochs`.
     """
 
-    target: str = "socflower.strategies.socflow:SoCFlow"  # imported when it trains: every command reads this module
+    # The class is imported when it trains, since every command reads this module.
+    target: str = "socflower.strategies.socflow:SoCFlow"
     num_groups: int | None = None
     num_socs: int | None = None
     interval_epochs: float | None = None
 
     def sync_interval_epochs(self, asked: float | str) -> float | str:
-        """Return the epochs between synchronisations, of which `[strategy]` asks for `asked`.
+        """Return the epochs between synchronisations; `asked` is the value in `[strategy]`.
 
-        With one group there is nothing to synchronise: rounds only determine when it is evaluated, which is as often
-        as strategies with groups are, so that times to an accuracy compare.
+        One group has nothing to synchronise: its rounds only decide when it is evaluated. It is evaluated as often as
+        several groups are, so that times to an accuracy are comparable.
         """
         if self.interval_epochs is None:
             return asked
         return self.interval_epochs if isinstance(asked, str) else min(self.interval_epochs, asked)
 
     def server_interval(self, asked: int) -> int:
-        """Return how many synchronisations there are for one of all servers; one group has no others."""
+        """Return after how many synchronisations one is among all servers; with one group all are."""
         return 1 if self.num_groups else asked
 
 
@@ -72,14 +72,10 @@ def family_of(name: str) -> tuple[str, ...]:
 
 
 def group_strategy(name: str) -> GroupStrategy:
-    """Return a strategy with groups; `ConfigError` if it has none."""
+    """Return a strategy with groups; `ConfigError` for a strategy without groups."""
     kind = STRATEGIES[name]
+    others = [other for other in family_of(name) if isinstance(STRATEGIES[other], GroupStrategy)]
+    instead = f"; use one of {', '.join(map(repr, others))}" if others else ""
     if not isinstance(kind, GroupStrategy):
-        others = [
-            repr(other) for other in family_of(name) if isinstance(STRATEGIES[other], GroupStrategy)
-        ]
-        instead = (
-            f"; use strategy.name = {', '.join(others[:-1])} or {others[-1]}" if others else ""
-        )
         raise ConfigError(f"plan: {name} has no groups to plan{instead}")
     return kind

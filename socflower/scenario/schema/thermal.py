@@ -4,16 +4,17 @@ from typing import Annotated
 
 from pydantic import Field
 
+from socflower.errors import ConfigError
 from socflower.field_rules import OneOf, Pairs
+from socflower.scenario.schema.unread import is_set, require_distinct, require_reader, shown
 from socflower.thermal.fans.fan_curve import rack_fans
+from socflower.thermal.fans.policies import PassiveCooling
 from socflower.thermal.model.background_load import BackgroundLoad, Tide, idle_windows
 from socflower.thermal.sensors.reading import COLDEST_C, HOTTEST_C
 from socflower.toml_file import Table
 
 FAN_POLICIES = ("fixed", "passive", "predictive")
 GAMES = ("none", "tidal")
-
-_HOT_BOARD_AIRFLOW = 0.1
 
 _READERS = {
     "high_rpm": ("passive", "predictive"),
@@ -66,7 +67,7 @@ class ThermalConfig(Table):
         (), description=("boards behind a blocked grille, from 0")
     )
     hot_board_airflow: float = Field(
-        _HOT_BOARD_AIRFLOW,
+        0.1,
         gt=0,
         description=("what they have of the others' conductance to the air"),
     )
@@ -80,35 +81,23 @@ class ThermalConfig(Table):
     )
 
     def check(self) -> None:
-        """Refuse what the fans do not read, speeds and temperatures in the wrong order, two changes at one time."""
-        if self.fan != "fixed" and not self.rpm < self.high_rpm:
-            raise ValueError(
-                f"rpm = {self.rpm}, the low speed, must be below high_rpm = {self.high_rpm}"
-            )
-        if not self.cool_c < self.hot_c:
-            raise ValueError(f"cool_c = {self.cool_c} must be below hot_c = {self.hot_c}")
-        for key, readers in _READERS.items():
-            if (
-                getattr(self, key) != ThermalConfig.model_fields[key].default
-                and self.fan not in readers
-            ):
-                raise ValueError(
-                    f"{key} = {getattr(self, key)} is for fan = {' or '.join(map(repr, readers))}, and it "
-                    f"is {self.fan!r}; leave it out"
-                )
+        """Refuse what the fans do not read, and what the fans and the rack refuse."""
+        require_reader(self, "fan", _READERS)
+        if self.fan != "fixed":
+            self.passive_cooling()
         for key in ("ambient_changes", "fans_working_changes"):
-            times_s = [time_s for time_s, _ in getattr(self, key)]
-            if len(set(times_s)) < len(times_s):
-                raise ValueError(f"{key}: one change at a time, got {list(getattr(self, key))}")
-        if len(set(self.hot_boards)) < len(self.hot_boards):
-            raise ValueError(
-                f"hot_boards = {list(self.hot_boards)} names a board twice; name each once"
+            require_distinct(key, [time_s for time_s, _ in getattr(self, key)])
+        require_distinct("hot_boards", self.hot_boards)
+        if is_set(self, "hot_board_airflow") and not self.hot_boards:
+            raise ConfigError(
+                f"{shown(self, 'hot_board_airflow')}: no board has it; name hot_boards, or leave it out"
             )
-        if not self.hot_boards and self.hot_board_airflow != _HOT_BOARD_AIRFLOW:
-            raise ValueError(
-                f"hot_board_airflow = {self.hot_board_airflow} without hot_boards: no board has it; name "
-                "the boards, or leave it out"
-            )
+
+    def passive_cooling(self) -> PassiveCooling:
+        """Return this table as `passive` fans; `predictive` fans need the same order of speeds."""
+        return PassiveCooling(
+            low_rpm=self.rpm, high_rpm=self.high_rpm, hot_c=self.hot_c, cool_c=self.cool_c
+        )
 
 
 class BackgroundLoadConfig(Table):
