@@ -137,7 +137,7 @@ class CloudSession:
         Raises `SplitRefused` for an edge that does not fit this run, and `StartOver` where there is nothing to resume.
         """
         self._check(hello)
-        if hello.lineage:
+        if hello.epoch_id:
             return self._resume(hello)
         edge = _WaitingEdge(hello)
         with self._changed:
@@ -202,9 +202,9 @@ class CloudSession:
         with self._changed:
             self._require_open()
             training = self._training
-            if training is None or training.epoch_id != hello.lineage:
+            if training is None or training.epoch_id != hello.epoch_id:
                 raise StartOver
-            if training.connection_ids[hello.party] != hello.incarnation:
+            if training.connection_ids[hello.party] != hello.connection_id:
                 raise SplitRefused(self._replaced(hello.party))
             channel = training.channels[hello.party]
         if channel.failure is not None:
@@ -222,7 +222,7 @@ class CloudSession:
             channel=channel,
             stream_id=stream_id,
             welcome=wire.Welcome(
-                lineage=training.epoch_id,
+                epoch_id=training.epoch_id,
                 received=received,
                 used=used,
                 credit_bytes=self._limits.credit_bytes,
@@ -237,7 +237,7 @@ class CloudSession:
         for party, channel in enumerate(self._training.channels):
             replaced = (
                 party == newcomer.party
-                and self._training.connection_ids[party] != newcomer.incarnation
+                and self._training.connection_ids[party] != newcomer.connection_id
             )
             channel.fail(SplitRefused(self._replaced(party)) if replaced else StartOver())
 
@@ -292,10 +292,10 @@ class CloudSession:
                 "run_id": self.terms.run_id,
                 "num_parties": self.terms.num_parties,
                 "reverse": self.terms.reverse,
-                "stands_at": self._state.batch,
+                "batch": self._state.batch,
                 "error": self._error,
                 "waiting": sorted(self._waiting),
-                "barriers": [checkpoint.batch for checkpoint in self._state.store.checkpoints()],
+                "checkpoints": [checkpoint.batch for checkpoint in self._state.store.checkpoints()],
                 "num_batches_done": len(report.losses),
                 "last_batch": max(report.losses.copy(), default=None),
                 "compute_s": report.compute_s,
@@ -363,7 +363,7 @@ class CloudSession:
             self._is_new = False
         stop = hellos[0].first_batch + hellos[0].num_batches
         offers = [
-            [SplitCheckpoint(batch=offer.batch, epoch_id=offer.lineage) for offer in hello.barriers]
+            [SplitCheckpoint(batch=offer.batch, epoch_id=offer.epoch_id) for offer in hello.checkpoints]
             for hello in hellos
         ]
         ours = self._state.checkpoints()
@@ -383,7 +383,7 @@ class CloudSession:
         self._state.restore(place, restore_codec=restore_codec)
         training = _Training(
             epoch_id=secrets.token_hex(8),
-            connection_ids=[hello.incarnation for hello in hellos],
+            connection_ids=[hello.connection_id for hello in hellos],
             channels=[
                 SplitChannel(
                     f"party {party}" if terms.num_parties > 1 else "the edge",
@@ -406,8 +406,8 @@ class CloudSession:
                     channel=channel,
                     stream_id=stream_id,
                     welcome=wire.Welcome(
-                        lineage=training.epoch_id,
-                        start=wire.Barrier(batch=place.batch, lineage=place.epoch_id),
+                        epoch_id=training.epoch_id,
+                        start=wire.Checkpoint(batch=place.batch, epoch_id=place.epoch_id),
                         restore_codec=restore_codec,
                         credit_bytes=self._limits.credit_bytes,
                         cut=self._state.half.cut,

@@ -62,7 +62,7 @@ class CheckpointStore:
                 "process may write to"
             ) from None
         self._store = StateStore(
-            folder, _KIND, prefix="barrier-", suffix=".saved", keep=2, owner=name
+            folder, _KIND, prefix="checkpoint-", suffix=".saved", keep=2, owner=name
         )
 
     @property

@@ -138,13 +138,13 @@ class EdgeConnection:
             version=PROTOCOL_VERSION,
             fingerprint=self._fingerprint,
             party=self.party,
-            incarnation=self._connection_id,
+            connection_id=self._connection_id,
             front=front,
             first_batch=first_batch,
             num_batches=num_batches,
             credit_bytes=self._limits.credit_bytes,
-            barriers=[
-                wire.Barrier(lineage=place.epoch_id, batch=place.batch) for place in checkpoints
+            checkpoints=[
+                wire.Checkpoint(epoch_id=place.epoch_id, batch=place.batch) for place in checkpoints
             ],
         )
         call, welcome = self._dial_until(hello, lambda: False)
@@ -161,8 +161,8 @@ class EdgeConnection:
             self.close()
         resuming = wire.Hello()
         resuming.CopyFrom(hello)
-        resuming.ClearField("barriers")
-        resuming.lineage = welcome.lineage
+        resuming.ClearField("checkpoints")
+        resuming.epoch_id = welcome.epoch_id
         Thread(
             target=self._maintain,
             args=(call, channel, stream_id, resuming),
@@ -170,10 +170,10 @@ class EdgeConnection:
             daemon=True,
         ).start()
         return channel, JoinTerms(
-            epoch_id=welcome.lineage,
+            epoch_id=welcome.epoch_id,
             cut=welcome.cut,
             restore_codec=welcome.restore_codec,
-            start=SplitCheckpoint(batch=welcome.start.batch, epoch_id=welcome.start.lineage),
+            start=SplitCheckpoint(batch=welcome.start.batch, epoch_id=welcome.start.epoch_id),
         )
 
     def end_channel(self, channel: SplitChannel) -> None:
