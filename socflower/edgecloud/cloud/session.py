@@ -363,7 +363,10 @@ class CloudSession:
             self._is_new = False
         stop = hellos[0].first_batch + hellos[0].num_batches
         offers = [
-            [SplitCheckpoint(batch=offer.batch, epoch_id=offer.epoch_id) for offer in hello.checkpoints]
+            [
+                SplitCheckpoint(batch=offer.batch, epoch_id=offer.epoch_id)
+                for offer in hello.checkpoints
+            ]
             for hello in hellos
         ]
         ours = self._state.checkpoints()

@@ -121,4 +121,4 @@ def test_settings_that_cannot_be_are_refused(key: str, value: float) -> None:
 @pytest.mark.parametrize(("num_bytes", "seconds"), [(-1.0, 1.0), (1.0, math.nan), (1.0, -1.0)])
 def test_transfers_that_cannot_be_are_refused(num_bytes: float, seconds: float) -> None:
     meter = BandwidthMeter(first=FIRST)
-    refused(lambda: meter.add_transfer("up", num_bytes, seconds, 1.0), f"{num_bytes}", f"{seconds}")
+    refused(lambda: meter.add_transfer("up", num_bytes, seconds, 1.0), "must be 0 or more")
