@@ -28,17 +28,11 @@ class Channel:
         self.direction: Direction = direction
         self.busy_s = 0.0
         self.num_bytes = 0.0
-        self._simulation, self._path, self._edge, self._latency_s = (
-            simulation,
-            tuple(path),
-            edge,
-            latency_s,
-        )
-        self._meter = meter
+        self._simulation, self._meter = simulation, meter
+        self._path, self._edge, self._latency_s = tuple(path), edge, latency_s
         self._waiting: Queue[tuple[float, str, Event[None]]] = Queue()
-        self._in_flight: deque[tuple[float, float]] = (
-            deque()
-        )  # begin and bytes of what is under way
+        # Begin and bytes of each transfer under way.
+        self._in_flight: deque[tuple[float, float]] = deque()
         self._num_sent = 0
         simulation.start(self._carry(), f"the {direction} link of edge {edge}", background=True)
 

@@ -278,24 +278,17 @@ def test_a_change_costs_the_drain_and_the_migration_at_the_rates_of_now() -> Non
     assert predicted_s(two, narrow, RATES, 20, plain) == predicted_s(two, narrow, RATES, 20)
 
 
-ONE = Phases(edge_s=1.0)
-
-
 @pytest.mark.parametrize(
     ("call", "named"),
     [
         (lambda: phases(costs(), SplitPlan(cut=1), RATES), ["cut 1", "0 to 0"]),
-        (lambda: Phases(edge_s=-1.0), ["edge_s", "-1"]),
-        (lambda: Phases(edge_s=math.nan), ["edge_s", "nan"]),
-        (lambda: Phases(edge_s=1.0, hidden_s=2.0), ["hidden_s = 2", "edge_s = 1"]),
-        (lambda: training_s(ONE, 0.5, 1), ["num_batches = 0.5"]),
-        (lambda: training_s(ONE, math.inf, 1), ["num_batches = inf"]),
-        (lambda: training_s(ONE, 5, -1), ["window = -1"]),
         (
             lambda: migration_s(costs(model_weight_bytes=0.0), 0, None, RATES),
             ["model_weight_bytes"],
         ),
         (lambda: costs(model_weight_bytes=399.0), ["model_weight_bytes = 399", "400"]),
+        (lambda: costs(gradient_bits=3), ["gradient_bits = 3"]),
+        (lambda: cut(edge_replay_s=-1.0), ["edge_replay_s = -1"]),
     ],
 )
 def test_what_cannot_be_is_refused(call: Callable[[], object], named: list[str]) -> None:
