@@ -140,8 +140,8 @@ def _profile(
     end_s: float,
     latency_s: float,
 ) -> BandwidthProfile:
-    steps = [RateSteps(tuple(times_s), tuple(rates), end_s) for rates in (up, down)]
-    return BandwidthProfile(*steps, latency_s)
+    ups, downs = (RateSteps(tuple(times_s), tuple(rates), end_s) for rates in (up, down))
+    return BandwidthProfile(ups, downs, latency_s)
 
 
 def read_csv(path: Path, *, latency_s: float = 0.0, repeats: bool = True) -> BandwidthProfile:
@@ -210,5 +210,6 @@ def _number(text: str, name: str, where: str) -> float:
         value = float(text)
     except ValueError:
         raise ConfigError(f"{where}: {name} = {text!r} must be a number") from None
-    require_range(where, least=0, **{name: value})
+    if not 0 <= value < math.inf:
+        raise ConfigError(f"{where}: {name} = {text} must be 0 or more and finite")
     return value
