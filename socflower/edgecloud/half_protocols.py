@@ -15,13 +15,14 @@ Weights: TypeAlias = Mapping[str, NDArray[Any]]
 
 def arrays_in(labels: Labels) -> list[NDArray[Any]]:
     """Return the arrays of labels that have elements."""
-    if isinstance(labels, Mapping | tuple | list):
-        return [
-            array
-            for part in (labels.values() if isinstance(labels, Mapping) else labels)
-            for array in arrays_in(part)
-        ]
-    return [labels] if labels.size else []
+    if isinstance(labels, Mapping):
+        labels = list(labels.values())
+    if not isinstance(labels, tuple | list):
+        return [labels] if labels.size else []
+    arrays: list[NDArray[Any]] = []
+    for part in labels:
+        arrays += arrays_in(part)
+    return arrays
 
 
 class Half(Protocol):

@@ -83,7 +83,7 @@ def link_statistics(kind: str) -> LinkStatistics:
         close = get_close_matches(kind, tables, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(tables)}"
         raise ConfigError(f"link kind {kind!r} is unknown; {hint}")
-    names = [key.name for key in fields(LinkStatistics)]  # type: ignore[arg-type]
+    names = [key.name for key in fields(LinkStatistics)]
     return LinkStatistics(**{name: float(tables[kind][name]["value"]) for name in names})
 
 

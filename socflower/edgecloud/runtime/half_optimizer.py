@@ -91,9 +91,10 @@ class HalfOptimizer:
         named: dict[str, nn.Parameter] = {}
         known: set[int] = set()
         for name, weight in weights.items():
-            trains = isinstance(weight, nn.Parameter) and weight.requires_grad
+            if not isinstance(weight, nn.Parameter) or not weight.requires_grad:
+                continue
             # A tied weight is updated under its first name.
-            if trains and id(weight) not in known:
+            if id(weight) not in known:
                 known.add(id(weight))
                 named[name] = weight
         self._weights, self._rates = named, []
