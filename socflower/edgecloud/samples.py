@@ -85,7 +85,8 @@ class BatchOrder:
         if epoch != self._epoch:
             generator = np.random.default_rng([self.seed, epoch, self.key])
             order = generator.permutation(self.num_samples)
-            self._epoch, self._batches = epoch, np.array_split(order, self.batches_per_epoch)
+            self._epoch = epoch
+            self._batches = np.array_split(order, self.batches_per_epoch)
         return self._batches[within]
 
 

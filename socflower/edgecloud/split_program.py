@@ -163,7 +163,8 @@ class SplitProgram(ABC):
     def _front_half(
         self, split: SplitModel, cut: int, batches: BatchSource, party: int
     ) -> TorchFront:
-        trainer, seed = self.edge_trainer, self.seed + party
+        trainer = self.edge_trainer
+        seed = self.seed + party
         if trainer is None:
             return TorchFront(
                 split,
@@ -504,7 +505,8 @@ class HalvesProgram(_NamedParts):
 
     def _try_top(self, features: Tensor, labels: Batch) -> None:
         """Raise `ConfigError` if the top and the loss do not take the example's features and labels."""
-        name, top = type(self._original).__name__, self._back_part().model
+        name = type(self._original).__name__
+        top = self._back_part().model
         targets = targets_from(label_arrays(labels), features.device)
         try:
             require_loss(self._passes.loss_of(top, features, targets), name)
@@ -517,7 +519,8 @@ class HalvesProgram(_NamedParts):
             ) from error
 
     def _check_parts(self, model: nn.Module) -> None:
-        where, halves = f"model {type(model).__name__}", dict[int, str]()
+        where = f"model {type(model).__name__}"
+        halves = dict[int, str]()
         for key, tensor in tensors_of(model).items():
             parts = [part for part in (self.bottom, self.top) if key.startswith(f"{part}.")]
             if not parts:
@@ -581,7 +584,8 @@ class HalvesProgram(_NamedParts):
         return front, f"{self.bottom}."
 
     def _back_part(self) -> SplitModel:
-        bottom, top = self._part(self.bottom), self._part(self.top)
+        bottom = self._part(self.bottom)
+        top = self._part(self.top)
         return whole_back(
             copied(top),
             name=self.top,

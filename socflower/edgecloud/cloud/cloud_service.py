@@ -78,7 +78,9 @@ class CloudService:
         if tls is None and not insecure:
             here.require_private(PLAIN_TEXT)
         self._operator_token = check_token(operator_token, "operator token")
-        self._lock, self._max_streams, self._num_streams = Lock(), max_streams, 0
+        self._lock = Lock()
+        self._max_streams = max_streams
+        self._num_streams = 0
         log_line = log or getLogger(__name__).warning
         self._refusals = RefusalLog(log_line, what="split cloud", clock=clock)
         self._sessions = SessionStore(
@@ -96,7 +98,8 @@ class CloudService:
             # Otherwise the folder stays locked while this process lives.
             self._sessions.close()
             raise
-        self.address, self.port = str(self._server.address), self._server.address.port
+        self.address = str(self._server.address)
+        self.port = self._server.address.port
         self._server.start()
 
     def _bind(self, here: Address, tls: Tls | None, heartbeat_s: float) -> BoundServer:
@@ -191,7 +194,8 @@ class CloudService:
     # ------------------------------------------------------------------------------------------- an edge's stream
 
     def _stream(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        run_id, peer = run_of(caller_of(context)), context.peer()
+        run_id = run_of(caller_of(context))
+        peer = context.peer()
         session = self._sessions.find(run_id)
         if session is None:
             self._log_refusal(peer, f"a stream for a run that is not open ({run_id[:80]!r})")
@@ -227,7 +231,8 @@ class CloudService:
         except StartOver:
             yield _refusal(wire.Refusal.START_OVER, "join again")
             return
-        channel, stream_id = admitted.channel, admitted.stream_id
+        channel = admitted.channel
+        stream_id = admitted.stream_id
         context.add_callback(lambda: channel.detach(stream_id))
         refusals: list[str] = []
         reading = (channel, stream_id, messages, refusals)

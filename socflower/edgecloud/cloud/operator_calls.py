@@ -153,7 +153,8 @@ def _fetch(
 
 @contextmanager
 def _open_channel(operator: CloudOperator) -> Iterator[grpc.Channel]:
-    tls, cloud = operator.tls, f"the cloud at {operator.address}"
+    tls = operator.tls
+    cloud = f"the cloud at {operator.address}"
     channel = open_channel(
         operator.address,
         tls.channel_credentials() if tls is not None else None,

@@ -109,13 +109,16 @@ class CloudSession:
         gather_s: float,
         log: Callable[[str], None],
     ) -> None:
-        self.terms, self._name = terms, f"run {terms.run_id}"
+        self.terms = terms
+        self._name = f"run {terms.run_id}"
         hosted = isinstance(half, HostedFront)
         self._plan = half.plan if isinstance(half, HostedFront) else None
         store = CheckpointStore(folder, f"{terms.run_id}, cloud")
         self._state: HalfState[Any] = HalfState(half.half if hosted else half, store)  # type: ignore[union-attr]
-        self._limits, self._log = limits, log
-        self._patience_s, self._gather_s = patience_s, gather_s
+        self._limits = limits
+        self._log = log
+        self._patience_s = patience_s
+        self._gather_s = gather_s
         # Whether no span has begun in this process.
         self._is_new = True
         self._changed = Condition()
@@ -156,7 +159,8 @@ class CloudSession:
         """Let an edge wait for its span, in place of an earlier edge of its party."""
         hello = edge.hello
         for party, other in self._waiting.items():
-            theirs, ours = _span(other.hello), _span(hello)
+            theirs = _span(other.hello)
+            ours = _span(hello)
             if party != hello.party and theirs != ours:
                 raise self._refused(
                     f"party {hello.party} wants batches {ours}, party {party} {theirs}; give all the same span"
@@ -172,7 +176,8 @@ class CloudSession:
         return SplitRefused(f"{self._name}: {text}")
 
     def _check(self, hello: wire.Hello) -> None:
-        terms, end = self.terms, hello.first_batch + hello.num_batches
+        terms = self.terms
+        end = hello.first_batch + hello.num_batches
         check_version(hello.version, "edge")
         if hello.fingerprint != terms.fingerprint:
             raise self._refused(
@@ -240,7 +245,8 @@ class CloudSession:
         """Return how many batches the half was trained on, and its weights; `SplitRefused` while a span runs."""
         with self._state.lock:
             self._restore_newest()
-            batch, weights = self._require_batch(), self._state.half.weights()
+            batch = self._require_batch()
+            weights = self._state.half.weights()
             return batch, {name: array.copy() for name, array in weights.items()}
 
     def state(self) -> tuple[int, bytes]:
@@ -265,7 +271,8 @@ class CloudSession:
     def status(self) -> dict[str, Any]:
         """Return the session's state as a JSON object; `batch` is the one before its half's state, or None."""
         with self._changed:
-            report, traffic = self._state.report, Traffic()
+            report = self._state.report
+            traffic = Traffic()
             for channel in self._channels():
                 traffic.add(channel.traffic)
             return {

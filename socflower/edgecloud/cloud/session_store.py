@@ -39,9 +39,13 @@ class SessionStore:
         most_parties: int,
         log: Callable[[str], None],
     ) -> None:
-        self._factory, self._folder, self._limits = factory, folder, limits
-        self._patience_s, self._gather_s = patience_s, gather_s
-        self._most_parties, self._log = most_parties, log
+        self._factory = factory
+        self._folder = folder
+        self._limits = limits
+        self._patience_s = patience_s
+        self._gather_s = gather_s
+        self._most_parties = most_parties
+        self._log = log
         self._lock = Lock()
         # One at a time: two openings of the same run must not write the same folder.
         self._opening = Lock()
@@ -128,7 +132,8 @@ class SessionStore:
         run = f"run {opening.run_id[:80]!r}"
         if not _RUN_ID.fullmatch(opening.run_id):
             raise SplitRefused(f"{run}: a name has up to 64 letters, digits, '.', '_' and '-'")
-        num_bytes, most_bytes = opening.num_bytes, self._limits.max_weights_bytes
+        num_bytes = opening.num_bytes
+        most_bytes = self._limits.max_weights_bytes
         if num_bytes > most_bytes:
             raise SplitRefused(f"{run}: {num_bytes} bytes of weights exceed {most_bytes}")
         most_parties = 1 if opening.reverse else self._most_parties

@@ -61,7 +61,9 @@ class LinkStatistics:
 
     def check(self) -> None:
         """Raise `ConfigError` for limits without the mean between them, or too narrow for the deviation."""
-        least, mean, most = self.min_bytes_per_s, self.mean_bytes_per_s, self.max_bytes_per_s
+        least = self.min_bytes_per_s
+        mean = self.mean_bytes_per_s
+        most = self.max_bytes_per_s
         if not least < mean < most:
             raise ConfigError(f"need min < mean < max, got {least}, {mean}, {most} bytes/s")
         # A distribution between two limits has at most this deviation; near it no log-normal one fits.
@@ -129,7 +131,8 @@ def generate_from_statistics(
         rates = np.clip(np.exp(mu + sigma * _autoregressive(noise, phi)), *limits)
         return RateSteps(times_s, tuple((scale * (there * rates)).tolist()), duration_s)
 
-    up, down = steps(up_e, figures.up_down_ratio), steps(down_e, 1.0)
+    up = steps(up_e, figures.up_down_ratio)
+    down = steps(down_e, 1.0)
     return BandwidthProfile(up, down, figures.latency_s)
 
 
@@ -151,10 +154,8 @@ def add_jitter(
     require_range("bandwidth profile", least=0, jitter=deviation)
     if deviation == 0:
         return link
-    sigma, phi = (
-        math.sqrt(math.log1p(deviation * deviation)),
-        math.exp(-step_s / JITTER_CORRELATION_S),
-    )
+    sigma = math.sqrt(math.log1p(deviation * deviation))
+    phi = math.exp(-step_s / JITTER_CORRELATION_S)
     streams = (np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(2))
     up, down = (
         _scattered(steps, sigma, phi, stream, min(duration_s, steps.end_s), step_s)
@@ -214,7 +215,8 @@ def _link_is_up(
 @cache
 def _log_moments(mean: float, deviation: float, least: float, most: float) -> tuple[float, float]:
     """Return mu and sigma of the log-normal distribution whose clipped values have this mean and deviation."""
-    low, high = 1e-6, 10.0
+    low = 1e-6
+    high = 10.0
     for _ in range(_HALVINGS):
         sigma = (low + high) / 2
         mu = _mu(sigma, mean, least, most)
@@ -227,7 +229,8 @@ def _log_moments(mean: float, deviation: float, least: float, most: float) -> tu
 
 def _mu(sigma: float, mean: float, least: float, most: float) -> float:
     """Return the mu at which the clipped mean is `mean`; it rises with mu."""
-    low, high = math.log(least) - 10 * sigma, math.log(most) + 10 * sigma
+    low = math.log(least) - 10 * sigma
+    high = math.log(most) + 10 * sigma
     for _ in range(_HALVINGS):
         mu = (low + high) / 2
         low, high = (mu, high) if _clipped_moment(mu, sigma, least, most, 1) < mean else (low, mu)
@@ -236,7 +239,8 @@ def _mu(sigma: float, mean: float, least: float, most: float) -> float:
 
 def _clipped_moment(mu: float, sigma: float, least: float, most: float, power: int) -> float:
     """Return E[clip(exp(mu + sigma Z), least, most)^power] of a standard normal Z."""
-    below, above = (math.log(least) - mu) / sigma, (math.log(most) - mu) / sigma
+    below = (math.log(least) - mu) / sigma
+    above = (math.log(most) - mu) / sigma
     shift = power * sigma
     inside = math.exp(min(700.0, power * mu + shift * shift / 2)) * (
         _NORMAL.cdf(above - shift) - _NORMAL.cdf(below - shift)

@@ -42,8 +42,11 @@ class TokenBucket:
         sleep: Callable[[float], object] | None = None,
     ) -> None:
         require_range("token bucket", least=0, burst_bytes=burst_bytes)
-        self._profile, self._direction, self._burst_bytes = profile, direction, burst_bytes
-        self._clock, self._closed = clock, threading.Event()
+        self._profile = profile
+        self._direction = direction
+        self._burst_bytes = burst_bytes
+        self._clock = clock
+        self._closed = threading.Event()
         self._sleep = self._closed.wait if sleep is None else sleep
         self._start_s = clock() if start_s is None else start_s
         self._lock = threading.Lock()

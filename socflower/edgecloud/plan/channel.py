@@ -28,8 +28,11 @@ class Channel:
         self.direction: Direction = direction
         self.busy_s = 0.0
         self.num_bytes = 0.0
-        self._simulation, self._meter = simulation, meter
-        self._path, self._edge, self._latency_s = tuple(path), edge, latency_s
+        self._simulation = simulation
+        self._meter = meter
+        self._path = tuple(path)
+        self._edge = edge
+        self._latency_s = latency_s
         self._waiting: Queue[tuple[float, str, Event[None]]] = Queue()
         # Begin and bytes of each transfer under way.
         self._in_flight: deque[tuple[float, float]] = deque()

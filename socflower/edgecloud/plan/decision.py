@@ -118,7 +118,8 @@ class DecisionEngine:
             rest_batches=rest_batches,
             num_batches=num_batches,
         )
-        self._costs, self._reverse = costs, reverse
+        self._costs = costs
+        self._reverse = reverse
         self._places = _places(costs, bits, allow_edge_only, edge_memory_bytes)
         self._gap_batches = first_gap_batches
         # The batch of the last change; None before the first.
@@ -143,7 +144,8 @@ class DecisionEngine:
 
     def best(self, rates: LinkRates, window: int) -> SplitPlan:
         """Return the deployment to begin with, without the cost of a move; over a dead link the first one."""
-        gap, reverse = self.expected_batches(0), self._reverse
+        gap = self.expected_batches(0)
+        reverse = self._reverse
 
         def seconds(choice: SplitPlan) -> float:
             return predicted_s(self._costs, choice, rates, gap, reverse=reverse)
@@ -167,14 +169,16 @@ class DecisionEngine:
         current = SplitPlan(cut=current.cut, bits=current.bits, window=window)
         costs = self._costs_at(edge_speed)
         stay_s = predicted_s(costs, current, smoothed, gap, reverse=self._reverse)
-        chosen, move_s = current, stay_s
+        chosen = current
+        move_s = stay_s
         for choice in self.choices(window):
             if choice == current or (choice.cut is None and current.cut is None):
                 continue
             links = {"now": rates, "reverse": self._reverse}
             seconds = predicted_s(costs, choice, smoothed, gap, current, **links)  # type: ignore[arg-type]
             if seconds < move_s:
-                chosen, move_s = choice, seconds
+                chosen = choice
+                move_s = seconds
         pays = math.isinf(stay_s) or stay_s - move_s > self._rules.min_gain * stay_s
         if chosen is current or not pays:
             return None
@@ -208,7 +212,8 @@ class DecisionEngine:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state of another engine with the same settings."""
-        self._gap_batches, self._changed_at = state["gap_batches"], state["changed_at"]
+        self._gap_batches = state["gap_batches"]
+        self._changed_at = state["changed_at"]
         self._smoothed = LinkRates(**state["smoothed"]) if state["smoothed"] else None
 
     def expected_batches(self, batch: int) -> float:
@@ -229,7 +234,8 @@ class DecisionEngine:
     def _blend(self, rates: LinkRates) -> LinkRates:
         if self._smoothed is None:
             return rates
-        past, weight = self._smoothed, self._rules.smoothing
+        past = self._smoothed
+        weight = self._rules.smoothing
 
         def blend(old: float, new: float) -> float:
             # Equal values must stay exactly so: the sum may differ by its rounding.

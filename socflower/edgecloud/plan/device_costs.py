@@ -171,7 +171,8 @@ def _edge_work(
     shares: Mapping[str, int],
     merge_passes: float,
 ) -> _EdgeWork:
-    model, frozen_layers = sizes.model, sizes.frozen_layers
+    model = sizes.model
+    frozen_layers = sizes.frozen_layers
     parts = {
         name: _Seconds.on(model, edge, count, frozen_layers, name)
         for name, count in shares.items()
@@ -266,7 +267,8 @@ class _Seconds:
             batch_size * layer.training_flops / rate + device.layer_overhead_s
             for layer in model.layers
         ]
-        whole_s, total_s = compute_seconds(model, device, batch_size, name), sum(layers_s)
+        whole_s = compute_seconds(model, device, batch_size, name)
+        total_s = sum(layers_s)
         scale = whole_s / total_s if total_s else 0.0
         forward: list[float] = []
         backward: list[float] = []
@@ -316,7 +318,8 @@ def _check(
     optimizer_copies: float,
     codec_passes: float,
 ) -> None:
-    where, num_layers = f"model {model.name}", len(model.layers)
+    where = f"model {model.name}"
+    num_layers = len(model.layers)
     require_range(where, least=1, batch_size=batch_size)
     require_range(where, least=0, optimizer_copies=optimizer_copies, codec_passes=codec_passes)
     require_range(where, least=0, below=num_layers, frozen_layers=frozen_layers)

@@ -45,7 +45,8 @@ class Party:
 
         Raises `ConfigError` for an absence that ends within the span.
         """
-        end, trained = first + num_batches, num_batches
+        end = first + num_batches
+        trained = num_batches
         for absence in self.away:
             if absence and first < absence.stop < end:
                 raise ConfigError(

@@ -132,7 +132,8 @@ def phases(
     times = batch_times(costs, split_plan, reverse=reverse)
     if times.alone:
         return Phases(edge_s=times.forward_s)
-    up_bytes, down_bytes = times.feature_bytes, times.gradient_bytes
+    up_bytes = times.feature_bytes
+    down_bytes = times.gradient_bytes
     edge_s = times.forward_s + times.apply_s + times.sending_s + times.receiving_s
     cloud_s = times.step_s
     if reverse:

@@ -216,10 +216,14 @@ class _Pipeline:
         uplink: BandwidthProfile | None,
         cloud_processors: int | None,
     ) -> None:
-        self.span, self.reverse, self.uplink = span, reverse, uplink
+        self.span = span
+        self.reverse = reverse
+        self.uplink = uplink
         self.num_parties = len(parties)
         self.cloud_busy_s = 0.0
-        self._parties, self._cluster, self._mode = parties, cluster, cloud
+        self._parties = parties
+        self._cluster = cluster
+        self._mode = cloud
         self._free: Credits | None = None
         if cloud_processors is not None:
             self._free = Credits(cloud_processors, "a processor of the cloud")
@@ -233,7 +237,8 @@ class _Pipeline:
 
     def start(self, simulation: Simulation) -> None:
         """Start all processes."""
-        self.simulation, self._start_s = simulation, simulation.now_s
+        self.simulation = simulation
+        self._start_s = simulation.now_s
         self.shared_links: dict[Direction, list[Link]] = {"up": [], "down": []}
         for direction, links in self.shared_links.items():
             if self.uplink is not None:
@@ -326,9 +331,13 @@ class _Placement:
     """Where one party's model is cut, and the moves of the cut that its decider asks for."""
 
     def __init__(self, party: Party, simulation: Simulation, index: int, reverse: bool) -> None:
-        self._party, self._simulation, self._index = party, simulation, index
-        self._reverse, self._start_s = reverse, simulation.now_s
-        self._cut, self._bits = party.split_plan.cut, party.split_plan.bits
+        self._party = party
+        self._simulation = simulation
+        self._index = index
+        self._reverse = reverse
+        self._start_s = simulation.now_s
+        self._cut = party.split_plan.cut
+        self._bits = party.split_plan.bits
         self.moves: list[CutMove] = []
         # The deployment to move to, and since when.
         self.pending: tuple[SplitPlan, float] | None = None
@@ -352,7 +361,8 @@ class _Placement:
         self, batch: int, limit: int, channels: Sequence[Channel], meter: BandwidthMeter
     ) -> None:
         """Ask the decider before a batch; a new width holds at once, a new cut is pending."""
-        self._asked_batch, now_s = batch, self._simulation.now_s
+        self._asked_batch = batch
+        now_s = self._simulation.now_s
         if self._cut is None:
             self._probe(channels)
         for channel in channels:
@@ -391,7 +401,9 @@ class _Placement:
         yield channel.send(abs(received_bytes), f"what moves before batch {batch}")
         limit = self._party.limit(batch)
         old = SplitPlan(cut=self._cut, bits=self._bits, window=limit)
-        self._cut, self._bits, self.pending = new.cut, new.bits, None
+        self._cut = new.cut
+        self._bits = new.bits
+        self.pending = None
         return self._record(batch, old, limit, decided_s, drained_s)
 
     def _record(
@@ -414,7 +426,9 @@ class _Front:
     """One front half."""
 
     def __init__(self, pipeline: _Pipeline, index: int, party: Party) -> None:
-        self.index, self._party, self._pipeline = index, party, pipeline
+        self.index = index
+        self._party = party
+        self._pipeline = pipeline
         self._simulation = pipeline.simulation
         self._placement = _Placement(party, self._simulation, index, pipeline.reverse)
         self._meter = self._new_meter()
@@ -437,13 +451,15 @@ class _Front:
     def _new_meter(self) -> BandwidthMeter | None:
         if self._party.decider is None:
             return None
-        uplink, now_s = self._pipeline.uplink, self._simulation.now_s
+        uplink = self._pipeline.uplink
+        now_s = self._simulation.now_s
         shared = uplink.rates(now_s) if uplink else None
         own = self._party.bandwidth_profile.rates(now_s)
         return BandwidthMeter(first=own.behind(shared, self._pipeline.num_parties))
 
     def _channel(self, direction: Direction) -> Channel:
-        profile, uplink = self._party.bandwidth_profile, self._pipeline.uplink
+        profile = self._party.bandwidth_profile
+        uplink = self._pipeline.uplink
         name = f"party {self.index}: its {direction} link"
         own = self._simulation.link(name, profile.steps(direction))
         return Channel(
@@ -461,7 +477,8 @@ class _Front:
         """Train all batches; begin the next task as soon as there is one."""
         placement = self._placement
         while self._oldest < self._end:
-            may_forward, limit = False, 0
+            may_forward = False
+            limit = 0
             if placement.pending is None and self._next < self._end:
                 limit = self._party.limit(self._next)
                 may_forward = self._next - self._oldest <= limit
@@ -492,7 +509,8 @@ class _Front:
 
     def _forward(self, limit: int) -> Process[None]:
         self._just_applied = False
-        batch, times = self._next, self._placement.times(limit)
+        batch = self._next
+        times = self._placement.times(limit)
         self._in_flight[batch] = times
         self._next += 1
         yield from self._work(times.forward_s, f"forward {batch}", at_edge=times.alone)

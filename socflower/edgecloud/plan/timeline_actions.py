@@ -65,7 +65,8 @@ def encode_actions(actions: Iterable[Action]) -> bytes:
 
 def decode_actions(encoded: bytes) -> tuple[Action, ...]:
     """Return the actions that `encode_actions` wrote; `ConfigError` for anything else."""
-    head, body = encoded[: _HEAD.size], encoded[_HEAD.size :]
+    head = encoded[: _HEAD.size]
+    body = encoded[_HEAD.size :]
     if len(head) < _HEAD.size or head[0] != _FORMAT:
         raise ConfigError(
             f"actions: format {head[:1]!r}, not {_FORMAT}; use the same socflower on both sides"

@@ -32,8 +32,11 @@ class BackLoop:
     def __init__(
         self, state: HalfState[BackHalf], channels: Sequence[SplitChannel], *, joined: bool = False
     ) -> None:
-        self._state, self._half, self._report = state, state.half, state.report
-        self._channels, self._joined = tuple(channels), joined
+        self._state = state
+        self._half = state.half
+        self._report = state.report
+        self._channels = tuple(channels)
+        self._joined = joined
         self._receivers = tuple(FeatureReceiver(channel.peer) for channel in channels)
         FeatureReceiver.restore_all(self._receivers, state.codec)
 
@@ -97,7 +100,8 @@ class BackLoop:
         return loss
 
     def _check(self, party: int, batch: int, message: Features, first: Features) -> None:
-        peer, cut = self._channels[party].peer, self._half.cut
+        peer = self._channels[party].peer
+        cut = self._half.cut
         if (message.batch, message.cut) != (batch, cut):
             raise SplitRefused(
                 f"{peer} sends batch {message.batch} at cut {message.cut}, but batch {batch} at cut {cut} is next"
@@ -129,7 +133,8 @@ class BackLoop:
             channel.send(mark, wait_for_room=True)
 
     def _move_cut(self, recut: Recut) -> None:
-        old, channel = self._half.cut, self._channels[0]
+        old = self._half.cut
+        channel = self._channels[0]
         if len(self._channels) > 1:
             raise SplitRefused(f"{channel.peer} moves the cut of a half that parties share")
         if recut.cut == old or (recut.weights is None) != (recut.cut > old):

@@ -89,7 +89,8 @@ class CheckpointStore:
         """Return what was saved at a checkpoint; `ConfigError` if it is damaged, of another name or missing."""
         for found, state, payload in self._entries():
             if found == checkpoint:
-                at, split_plan = state["half_bytes"], state["split_plan"]
+                at = state["half_bytes"]
+                split_plan = state["split_plan"]
                 return SavedHalf(
                     half=bytes(payload[:at]),
                     codec=bytes(payload[at:]),

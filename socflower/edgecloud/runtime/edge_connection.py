@@ -39,7 +39,8 @@ from socflower.wire.secure_channel import (
 )
 
 _METHOD = "/socflower.split.Split/Train"
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 5.0
 _FLUSH_TIMEOUT_S = 5.0
 
 
@@ -114,14 +115,19 @@ class EdgeConnection:
             raise ConfigError(
                 f"run {run_id!r}: a name has up to 64 letters, digits, '.', '_' and '-'"
             )
-        self.address, self.run_id, self.party = address, run_id, party
+        self.address = address
+        self.run_id = run_id
+        self.party = party
         self._cloud = f"the cloud at {address}"
         self.give_up_s = give_up_s
         self._token = check_token(token, f"token of run {run_id}").encode()
-        self._fingerprint, self._limits = fingerprint, limits or Limits()
+        self._fingerprint = fingerprint
+        self._limits = limits or Limits()
         self._credentials = tls.channel_credentials() if tls is not None else None
-        self._up, self._down = up, down
-        self._heartbeat_s, self._patience_s = heartbeat_s, patience_s
+        self._up = up
+        self._down = down
+        self._heartbeat_s = heartbeat_s
+        self._patience_s = patience_s
         self._connection_id = secrets.token_hex(8)
         self._closed = Event()
         self._channel: SplitChannel | None = None
@@ -249,7 +255,8 @@ class EdgeConnection:
         self, hello: wire.Hello, is_over: Callable[[], bool]
     ) -> tuple[_Call, wire.Welcome]:
         """Dial until the cloud answers, and return its welcome; `StreamLost` after `give_up_s` without."""
-        began_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
+        began_s = time.monotonic()
+        pause_s = _FIRST_PAUSE_S
         why = "it was not dialled: the connection was closed here"
         while not self._closed.is_set():
             call = self._dial(hello)
@@ -278,7 +285,8 @@ class EdgeConnection:
             max_message_bytes=4 * LARGEST_FRAME_BYTES,
         )
         outgoing: _Outgoing = SimpleQueue()
-        caller, tls = run_caller(self.run_id), self._credentials is not None
+        caller = run_caller(self.run_id)
+        tls = self._credentials is not None
         authenticated = ClientAuthentication(caller, self._token, tls=tls).on(grpc_channel)
         messages = self._messages(wire.Frame(hello=hello), outgoing)
         return _Call(grpc_channel, authenticated.stream_stream(_METHOD)(messages), outgoing)

@@ -105,7 +105,8 @@ class FeatureReceiver:
     """A back half's side, one for each party. Its delta coding takes at most `largest_delta_bytes` of memory."""
 
     def __init__(self, peer: str, *, largest_delta_bytes: int = 1 << 30) -> None:
-        self._peer, self._largest = peer, largest_delta_bytes
+        self._peer = peer
+        self._largest = largest_delta_bytes
         self._settings: tuple[int, Grouping] | None = None
         self._delta: DeltaReceiver | None = None
 

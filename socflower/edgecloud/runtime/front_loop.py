@@ -57,13 +57,16 @@ class MeasuredDecider:
     def __init__(
         self, decider: Decider, first_rates: LinkRates | None = None, first_batch: int = 0
     ) -> None:
-        self._decider, self._first_rates, self._first_batch = decider, first_rates, first_batch
+        self._decider = decider
+        self._first_rates = first_rates
+        self._first_batch = first_batch
         self._meter: BandwidthMeter | None = None
 
     def __call__(self, inputs: DecisionInput) -> SplitPlan | None:
         """Return the new deployment, or None to keep the present one."""
         for transfer in inputs.transfers:
-            num_bytes, seconds = transfer.num_bytes, transfer.seconds
+            num_bytes = transfer.num_bytes
+            seconds = transfer.seconds
             if self._meter is None:
                 rate = num_bytes / max(seconds, 1e-9)
                 same = LinkRates(up_bytes_per_s=rate, down_bytes_per_s=rate)
@@ -76,7 +79,8 @@ class MeasuredDecider:
             self._meter.clear_in_flight("up")
         else:
             self._meter.set_in_flight("up", *inputs.in_flight)
-        batch, plan = self._first_batch + inputs.batch, inputs.split_plan
+        batch = self._first_batch + inputs.batch
+        plan = inputs.split_plan
         return self._decider.decide(batch, self._meter.rates(inputs.now_s), plan, plan.window)
 
 
@@ -127,8 +131,11 @@ class FrontLoop:
     """
 
     def __init__(self, state: HalfState[FrontHalf], channel: SplitChannel, plan: FrontPlan) -> None:
-        self._state, self._half, self._report = state, state.half, state.report
-        self._channel, self._plan = channel, plan
+        self._state = state
+        self._half = state.half
+        self._report = state.report
+        self._channel = channel
+        self._plan = plan
         self._split_plan = state.split_plan or plan.split_plan
         self._sender = FeatureSender(plan.coding)
         self._sender.restore(state.codec)
@@ -196,7 +203,8 @@ class FrontLoop:
         if self._decided_batch == batch:
             return
         self._decided_batch = batch
-        seen, self._unseen_transfers = tuple(self._unseen_transfers), []
+        seen = tuple(self._unseen_transfers)
+        self._unseen_transfers = []
         inputs = DecisionInput(
             batch=batch,
             split_plan=replace(self._split_plan, window=self._window_of(batch)),
@@ -216,7 +224,8 @@ class FrontLoop:
             self._request_cut(chosen.cut)
 
     def _request_cut(self, cut: int) -> None:
-        self._requested_cut, self._requested_at_s = cut, time.monotonic()
+        self._requested_cut = cut
+        self._requested_at_s = time.monotonic()
 
     def _window_of(self, batch: int) -> int:
         window_of = self._plan.window_of
@@ -231,7 +240,8 @@ class FrontLoop:
         self._state.begin_change()
         with self._report.timed("compute_s"):
             features = half.forward(batch, keep_graph=self._window.limit == 0)
-            sample_ids, bits = half.sample_ids(batch), self._split_plan.bits
+            sample_ids = half.sample_ids(batch)
+            bits = self._split_plan.bits
             quantum = half.feature_quantum
             encoded = self._sender.encode(batch, features, sample_ids, bits, quantum)
         self._window.forward(batch)
@@ -250,7 +260,8 @@ class FrontLoop:
     def _apply(self, message: Message) -> None:
         if not isinstance(message, GradientFrame):
             raise self._unexpected(message, f"the gradient of batch {self._window.oldest}")
-        batch, encoded = message.batch, message.encoded
+        batch = message.batch
+        encoded = message.encoded
         staleness = self._window.close(batch)
         shape = self._shapes.pop(batch)
         if encoded is not None and encoded.shape != shape:
@@ -271,7 +282,8 @@ class FrontLoop:
 
     def _move_cut(self, cut: int, batch: int) -> None:
         """Move layers to or from the other half; nothing is in flight."""
-        old, what = self._half.cut, f"answer to the move of the cut to {cut}"
+        old = self._half.cut
+        what = f"answer to the move of the cut to {cut}"
         gives = cut < old
         self._state.begin_change()
         weights = self._half.export_layers(cut) if gives else None
@@ -284,14 +296,16 @@ class FrontLoop:
         if answer.weights is not None:
             self._half.import_layers(cut, answer.weights)
         self._sender.reset()
-        self._split_plan, self._requested_cut = replace(self._split_plan, cut=cut), None
+        self._split_plan = replace(self._split_plan, cut=cut)
+        self._requested_cut = None
         seconds = time.monotonic() - self._requested_at_s
         move = AppliedMove(batch=batch, old=old, new=cut, gave=gives, seconds=seconds)
         self._report.moves.append(move)
 
     def _save_checkpoint(self, batch: int) -> None:
         """Save both halves; nothing is in flight. The back half saves first, so it has every checkpoint of this one."""
-        mark, what = Mark(batch=batch, cut=self._half.cut), f"word that batch {batch} is saved"
+        mark = Mark(batch=batch, cut=self._half.cut)
+        what = f"word that batch {batch} is saved"
         self._channel.send(mark)
         with self._report.timed("wait_s"):
             answer = self._channel.receive(what)

@@ -44,7 +44,8 @@ def torch_schedule(scheduler: SchedulerFn, num_batches: int) -> Schedule:
 def _rates(scheduler: SchedulerFn, num_batches: int, rate: float) -> list[float]:
     probe = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=rate, momentum=0.9)
     (group,) = probe.param_groups
-    made, rates = scheduler(probe, num_batches), list[float]()
+    made = scheduler(probe, num_batches)
+    rates = list[float]()
     where = f"split training: {type(made).__name__}"
     for _ in range(num_batches):
         rates.append(float(group["lr"]))
@@ -97,7 +98,8 @@ class HalfOptimizer:
             if id(weight) not in known:
                 known.add(id(weight))
                 named[name] = weight
-        self._weights, self._rates = named, []
+        self._weights = named
+        self._rates = []
         # torch optimisers do not accept an empty list of weights.
         self._optimizer = self._factory(list(named.values())) if named else None
         if self._optimizer is None:

@@ -75,7 +75,9 @@ class HalfState(Generic[HalfT]):
     """
 
     def __init__(self, half: HalfT, store: CheckpointStore, batch: int | None = 0) -> None:
-        self.half, self.store, self.batch = half, store, batch
+        self.half = half
+        self.store = store
+        self.batch = batch
         self.lock = RLock()
         self.report = LoopReport()
         self.epoch_id = ""

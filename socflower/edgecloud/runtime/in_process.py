@@ -70,7 +70,8 @@ class _Party:
     """One party: its front half and the state between the halves."""
 
     def __init__(self, front: FrontHalf, coding: FeatureCoding, party: int) -> None:
-        self.front, self.sender = front, FeatureSender(coding)
+        self.front = front
+        self.sender = FeatureSender(coding)
         largest_bytes = coding.delta_bytes
         self.receiver = FeatureReceiver(f"party {party}", largest_delta_bytes=largest_bytes)
         # Whether features are coded as changes since the last ones of each sample.
@@ -85,8 +86,10 @@ class _Runner:
     def __init__(
         self, lanes: Sequence[_Party], backs: Sequence[BackHalf], joined: bool, gradient_bits: int
     ) -> None:
-        self._lanes, self._backs = lanes, backs
-        self._joined, self._gradient_bits = joined, gradient_bits
+        self._lanes = lanes
+        self._backs = backs
+        self._joined = joined
+        self._gradient_bits = gradient_bits
         # The STEPs so far of a joined step.
         self._gathered: list[Action] = []
 
@@ -120,7 +123,8 @@ class _Runner:
                 )
 
     def _forward(self, lane: _Party, action: Action) -> None:
-        batch, front = action.batch, lane.front
+        batch = action.batch
+        front = lane.front
         lane.window.resize(action.window)
         lane.window.forward(batch)
         features = front.forward(batch, keep_graph=action.window == 0)
@@ -150,7 +154,8 @@ class _Runner:
             self._gathered.append(action)
             if len(self._gathered) < len(self._lanes):
                 return
-            parties, self._gathered = list(range(len(self._lanes))), []
+            parties = list(range(len(self._lanes)))
+            self._gathered = []
         lanes = [self._lanes[party] for party in parties]
         taken = [each.features.pop(action.batch) for each in lanes]
         features = [each.receiver.decode(part) for each, part in zip(lanes, taken, strict=True)]
@@ -176,7 +181,8 @@ class _Runner:
         lane.report.staleness[action.batch] = staleness
 
     def _alone(self, lane: _Party, action: Action) -> None:
-        front, batch = lane.front, action.batch
+        front = lane.front
+        batch = action.batch
         if not isinstance(front, WholeModelFront) or front.cut != front.all_layers_cut:
             raise _wrong(
                 action,
@@ -190,7 +196,8 @@ class _Runner:
             lane.report.staleness[batch] = lane.window.close(batch)
 
     def _move_cut(self, lane: _Party, action: Action) -> None:
-        front, cut = lane.front, action.cut
+        front = lane.front
+        cut = action.cut
         if not lane.window.drained:
             raise _wrong(action, f"must wait for batches {list(lane.window.in_flight)} in flight")
         if cut is None:

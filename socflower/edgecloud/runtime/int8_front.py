@@ -53,7 +53,8 @@ class Int8Front(TorchFront):
         seed: int = 0,
         loss: Loss | None = None,
     ) -> None:
-        self._trainer, self._progress_at = trainer, progress
+        self._trainer = trainer
+        self._progress_at = progress
         self._exponents: Mapping[str, int] = {}
         self._trackers: list[Any] = []
         self._kept_batch: int | None = None
@@ -81,7 +82,8 @@ class Int8Front(TorchFront):
         """Do a whole training step with all layers, and return the loss; `ConfigError` if the model is cut."""
         self._require_alone()
         inputs, labels, _ = self._samples(batch)
-        engine, progress = self._int8(), self._progress_at(batch)
+        engine = self._int8()
+        progress = self._progress_at(batch)
         with self._passing(batch):
             result = engine.train_step(
                 self._images(inputs),
@@ -105,7 +107,8 @@ class Int8Front(TorchFront):
         self._update(batch, batch, gradient)
 
     def _update(self, batch: int, kept: object, gradient: Array) -> None:
-        engine, progress = self._int8(), self._progress_at(batch)
+        engine = self._int8()
+        progress = self._progress_at(batch)
         if self._kept_batch != batch:
             # The pass of a later batch took its memory.
             self._pass(batch, self._samples(batch)[0], keep=True, replay=True)
@@ -119,14 +122,17 @@ class Int8Front(TorchFront):
         self._updated = True
 
     def _pass(self, batch: int, inputs: Batch, *, keep: bool, replay: bool) -> Array:
-        engine, self._kept_batch = self._int8(), None
-        images, how = self._images(inputs), {"keep": keep, "replay": replay}
+        engine = self._int8()
+        self._kept_batch = None
+        images = self._images(inputs)
+        how = {"keep": keep, "replay": replay}
         # Operators in FP32 draw the batch's random numbers.
         with self._passing(batch):
             real, exponent = engine.forward(images, seed=self._layer_seed(batch), **how)
         # BatchNorm's running statistics have changed.
         self._updated = True
-        self._kept_batch, self._quantum = batch if keep else None, 2.0**exponent
+        self._kept_batch = batch if keep else None
+        self._quantum = 2.0**exponent
         return real.reshape(len(real), *self.split.cuts[self._cut].feature_shape)
 
     def _images(self, inputs: Batch) -> NDArray[np.float32]:
@@ -171,8 +177,10 @@ class Int8Front(TorchFront):
         """Let the engine be built again at its next use, from the tensors, with the same exponents."""
         if self._engine is not None:
             self._write_back()
-            state, self._engine = self._arithmetic_state(), None
-            self._exponents, self._trackers = state["exponents"], state["trackers"]
+            state = self._arithmetic_state()
+            self._engine = None
+            self._exponents = state["exponents"]
+            self._trackers = state["trackers"]
 
     def _array(self, name: str) -> NDArray[Any]:
         self._write_back()
@@ -203,7 +211,8 @@ class Int8Front(TorchFront):
 
     def _restore_arithmetic(self, state: Mapping[str, Any]) -> None:
         self._drop_engine()
-        self._exponents, self._trackers = state["exponents"], state["trackers"]
+        self._exponents = state["exponents"]
+        self._trackers = state["trackers"]
 
     def _resume(self, progress: Sequence[Sequence[int]]) -> None:
         super()._resume(progress)

@@ -59,7 +59,8 @@ class Measuring:
         other = np.zeros(self.evict_bytes, np.uint8)
         times_s: list[float] = []
         for _ in range(self.num_repeats):
-            num_runs, passed_s = 0, 0.0
+            num_runs = 0
+            passed_s = 0.0
             while num_runs == 0 or passed_s < self.at_least_s:
                 other += 1
                 settle(self.device)
@@ -176,7 +177,8 @@ def measure_front(split: SplitModel, cut: int, how: Measuring) -> FrontCost:
     Three timings of two unknowns: the forward pass without a graph; forward, backward and update together; and the same
     with a replay, which is another forward pass.
     """
-    samples, ids = split.samples(how.batch_size), np.arange(how.batch_size, dtype=np.int64)
+    samples = split.samples(how.batch_size)
+    ids = np.arange(how.batch_size, dtype=np.int64)
     half = TorchFront(
         split.copy(),
         cut,
@@ -224,7 +226,8 @@ def both_parts(first_s: float, second_s: float, sum_s: float) -> tuple[float, fl
 
 def measure_cloud(split: SplitModel, how: Measuring) -> tuple[float, ...]:
     """Return the seconds that this device needs for the back half of every cut: forward, backward and update."""
-    rng, labels = np.random.default_rng(0), np.zeros(how.batch_size, np.int64)
+    rng = np.random.default_rng(0)
+    labels = np.zeros(how.batch_size, np.int64)
     of_half = {"schedule": _no_rate, "device": how.device}
     seconds: list[float] = []
     for cut, point in enumerate(split.cuts):

@@ -65,7 +65,8 @@ class MixedFront(TorchFront):
         seed: int = 0,
         passes: Passes | None = None,
     ) -> None:
-        self._edge, self._beta = edge, edge.npu_ratios[min(party, len(edge.npu_ratios) - 1)]
+        self._edge = edge
+        self._beta = edge.npu_ratios[min(party, len(edge.npu_ratios) - 1)]
         self.alpha: float | None = None
         self._trackers: list[Any] = []
         super().__init__(
@@ -88,7 +89,8 @@ class MixedFront(TorchFront):
         own = self._own_tensors()
         statistics = {name: each for name, each in own.items() if name.endswith(STATISTICS)}
         before = {name: tensor.clone() for name, tensor in statistics.items()}
-        npu, parts = self._int8(), list[Tensor]()
+        npu = self._int8()
+        parts = list[Tensor]()
         if num_cpu:
             parts.append(super()._features(batch, inputs[:num_cpu]))
         else:
@@ -114,12 +116,14 @@ class MixedFront(TorchFront):
 
     def _num_cpu(self, inputs: Tensor) -> int:
         """Return how many samples of a batch the CPU takes (F11)."""
-        rule, held_out = self._edge.rule, self._edge.held_out
+        rule = self._edge.rule
+        held_out = self._edge.held_out
         if not self._beta or rule == "fp32":
             return len(inputs)
         if self.alpha is None:
             self.alpha = self._measured_alpha(inputs if held_out is None else held_out)
-        share, floor = cpu_share(rule, self.alpha, self._beta), accuracy_floor(rule, self.alpha)
+        share = cpu_share(rule, self.alpha, self._beta)
+        floor = accuracy_floor(rule, self.alpha)
         return cpu_samples(len(inputs), share, floor)
 
     def _measured_alpha(self, inputs: Tensor) -> float:
@@ -149,7 +153,8 @@ class MixedFront(TorchFront):
         return self._npu
 
     def _move_to(self, cut: int, taken: Mapping[str, NDArray[Any]] | None = None) -> None:
-        self._trackers, self._npu = self._arithmetic_state()["trackers"], None
+        self._trackers = self._arithmetic_state()["trackers"]
+        self._npu = None
         super()._move_to(cut, taken)
 
     def _arithmetic_state(self) -> dict[str, Any]:
@@ -157,4 +162,6 @@ class MixedFront(TorchFront):
         return {"alpha": self.alpha, "trackers": trackers}
 
     def _restore_arithmetic(self, state: Mapping[str, Any]) -> None:
-        self.alpha, self._trackers, self._npu = state["alpha"], state["trackers"], None
+        self.alpha = state["alpha"]
+        self._trackers = state["trackers"]
+        self._npu = None

@@ -36,7 +36,8 @@ HalfStep: TypeAlias = Callable[[nn.Module, Any, Any], torch.Tensor]
 
 _STATE = "half of a split model"
 # Prefixes of names of saved arrays.
-_WEIGHT, _OF_OPTIMIZER = "weight ", "state "
+_WEIGHT = "weight "
+_OF_OPTIMIZER = "state "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +83,9 @@ class TorchHalf:
         split.check(cut)
         self._side: Literal["front", "back"] = side
         self.split = split
-        self._cut, self._seed, self._passes = cut, seed, passes
+        self._cut = cut
+        self._seed = seed
+        self._passes = passes
         self._device = torch.device(device)
         self._optimizer = HalfOptimizer(optimizer, schedule, max_grad_norm=passes.max_grad_norm)
         self._tensors = split.tensors()
@@ -242,7 +245,8 @@ class TorchHalf:
     @contextmanager
     def _passing(self, batch: int) -> Iterator[nn.Module]:
         """Yield this half's layers in training mode, with the random streams of a batch."""
-        layers, autocast = self._layers(), self._passes.autocast
+        layers = self._layers()
+        autocast = self._passes.autocast
         draws = random_streams(self._seed, batch) if self.split.random_layers else nullcontext()
         narrow = torch.autocast(self._device.type, autocast) if autocast else nullcontext()
         # The lock comes first: its exclusive holder forks the generator, and would wait for a half that waits for it.
@@ -252,7 +256,8 @@ class TorchHalf:
     def _loss_of(self, batch: int, argument: Batch, labels: Any) -> torch.Tensor:
         """Return the loss of a batch, from the argument of this half's first layer and the labels as tensors."""
         with self._passing(batch) as layers:
-            taken, targets = on_device(argument, self._device), on_device(labels, self._device)
+            taken = on_device(argument, self._device)
+            targets = on_device(labels, self._device)
             loss = self._passes.loss_of(layers, taken, targets)
         require_loss(loss, self.split.name)
         return loss
@@ -265,7 +270,8 @@ class TorchHalf:
         return self._module
 
     def _check_tensors(self, arrays: Weights, names: Sequence[str]) -> None:
-        missing, strange = set(names) - set(arrays), set(arrays) - set(names)
+        missing = set(names) - set(arrays)
+        strange = set(arrays) - set(names)
         has_base = self.split.origin is not None or self.split.graph is None
         if has_base and missing == self._frozen & set(names):
             missing = set()
@@ -274,7 +280,8 @@ class TorchHalf:
             raise self._error(f"the {self._side} half needs {len(names)} tensors; {wrong}")
         for name, array in arrays.items():
             wanted = self.split.specs[name]
-            shape, dtype = tuple(wanted.shape), str(wanted.dtype).removeprefix("torch.")
+            shape = tuple(wanted.shape)
+            dtype = str(wanted.dtype).removeprefix("torch.")
             if (tuple(array.shape), str(array.dtype)) != (shape, dtype):
                 raise self._error(
                     f"{name} is {array.dtype} of shape {tuple(array.shape)}, not {dtype} of shape {shape}"
@@ -307,7 +314,8 @@ class TorchHalf:
         return to_array(self._tensors[name])
 
     def _fill(self, name: str, array: NDArray[Any]) -> None:
-        tensor, form = self._tensors[name], self.split.specs[name]
+        tensor = self._tensors[name]
+        form = self.split.specs[name]
         if tensor.shape != form.shape:
             of_form = {"dtype": form.dtype, "device": self._device}
             tensor.data = torch.empty_strided(form.shape, form.stride(), **of_form)  # type: ignore[arg-type]

@@ -148,15 +148,19 @@ class SplitMessages:
                 body = _put_batch(head.tensor, message)
             case GradientFrame():
                 tensor = head.tensor
-                tensor.gradient, tensor.batch, tensor.loss = True, message.batch, message.loss
+                tensor.gradient = True
+                tensor.batch = message.batch
+                tensor.loss = message.loss
                 if message.encoded is not None:
                     body = [_put_encoded(tensor.plain, message.encoded)]
             case Recut():
-                head.recut.cut, head.recut.gives = message.cut, message.weights is not None
+                head.recut.cut = message.cut
+                head.recut.gives = message.weights is not None
                 if message.weights is not None:
                     body = [*pack_arrays(message.weights)]
             case Mark():
-                head.mark.batch, head.mark.cut = message.batch, message.cut
+                head.mark.batch = message.batch
+                head.mark.cut = message.cut
             case Goodbye():
                 head.goodbye.SetInParent()
         return head.SerializeToString(), body
@@ -167,7 +171,9 @@ class SplitMessages:
             parsed = wire.Head.FromString(head)
         except DecodeError:
             raise MalformedBytes("a message whose head cannot be read") from None
-        kind, tensor, limits = parsed.WhichOneof("kind"), parsed.tensor, self._limits
+        kind = parsed.WhichOneof("kind")
+        tensor = parsed.tensor
+        limits = self._limits
         if kind is None:
             raise MalformedBytes("a message of an unknown kind")
         largest = {"tensor": limits.max_tensor_bytes, "recut": limits.max_weights_bytes}
@@ -188,8 +194,10 @@ def _put_batch(tensor: wire.Tensor, message: Features) -> list[bytes | memoryvie
     # Ids come last, so that labels lie between.
     place = len(body) - isinstance(message.encoded, DeltaFeatures)
     body[place:place] = [array_to_bytes(array) for array in arrays]
-    tensor.batch, tensor.cut = message.batch, message.cut
-    tensor.ids_digest, tensor.answer_bits = message.ids_digest, message.answer_bits
+    tensor.batch = message.batch
+    tensor.cut = message.cut
+    tensor.ids_digest = message.ids_digest
+    tensor.answer_bits = message.answer_bits
     tensor.labels_form = "" if form == 0 else json.dumps(form)
     for array in arrays:
         tensor.labels.append(wire.Block(dtype=array_type(array, "labels"), shape=array.shape))
@@ -206,7 +214,8 @@ def _decode(head: wire.Head, body: memoryview) -> Message:
         if not head.recut.gives and body.nbytes:
             raise MalformedBytes("a move of the cut with weights, but without layers")
         return Recut(cut=head.recut.cut, weights=unpack_arrays(body) if head.recut.gives else None)
-    tensor, cursor = head.tensor, _Cursor(body)
+    tensor = head.tensor
+    cursor = _Cursor(body)
     plain = _encoded(tensor.plain, cursor) if tensor.HasField("plain") else None
     if tensor.gradient:
         message: Message = GradientFrame(batch=tensor.batch, loss=tensor.loss, encoded=plain)
@@ -274,7 +283,8 @@ class _Cursor:
     """The read position in a body."""
 
     def __init__(self, body: memoryview) -> None:
-        self._body, self._at = body, 0
+        self._body = body
+        self._at = 0
 
     def next(self, num_bytes: int) -> memoryview:
         piece = self._body[self._at : self._at + num_bytes]
@@ -296,9 +306,12 @@ def _put_features(
     """Write features into a head and return the pieces of the body, ids at the end."""
     if isinstance(encoded, EncodedTensor):
         return [_put_encoded(tensor.plain, encoded)]
-    message, delta = encoded.message, tensor.delta
-    delta.count, delta.digest = message.count, message.digest
-    delta.num_ids, delta.memory_bytes = len(encoded.sample_ids), encoded.memory_bytes
+    message = encoded.message
+    delta = tensor.delta
+    delta.count = message.count
+    delta.digest = message.digest
+    delta.num_ids = len(encoded.sample_ids)
+    delta.memory_bytes = encoded.memory_bytes
     delta.by_sample = encoded.grouping == "sample"
     parts = ((delta.first, message.first), (delta.change, message.change))
     pieces = [_put_encoded(target, part) for target, part in parts if part is not None]
@@ -306,7 +319,8 @@ def _put_features(
 
 
 def _put_encoded(target: wire.Encoded, encoded: EncodedTensor) -> bytes | memoryview:
-    target.bits, target.num_bytes = encoded.bits, memoryview(encoded.payload).nbytes
+    target.bits = encoded.bits
+    target.num_bytes = memoryview(encoded.payload).nbytes
     target.shape.extend(encoded.shape)
     target.low.extend(encoded.low)
     target.high.extend(encoded.high)
